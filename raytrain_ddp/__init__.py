@@ -1,0 +1,48 @@
+"""Distributed PyTorch training on Ray whose result does not depend on what happened to the run.
+
+    from raytrain_ddp import TrainConfig, fit
+    result = fit(TrainConfig(epochs=3))
+
+Names are imported when first used: ``import raytrain_ddp`` loads neither torch nor Ray.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from raytrain_ddp.config import TrainConfig as TrainConfig
+    from raytrain_ddp.data.source import ArraySource as ArraySource
+    from raytrain_ddp.data.source import Data as Data
+    from raytrain_ddp.data.source import MapSource as MapSource
+    from raytrain_ddp.data.source import Source as Source
+    from raytrain_ddp.errors import RaytrainError as RaytrainError
+    from raytrain_ddp.orchestration.driver import fit as fit
+    from raytrain_ddp.orchestration.result import FitResult as FitResult
+    from raytrain_ddp.tasks.task import Task as Task
+
+_HOMES = {
+    "ArraySource": "data.source",
+    "Data": "data.source",
+    "FitResult": "orchestration.result",
+    "MapSource": "data.source",
+    "RaytrainError": "errors",
+    "Source": "data.source",
+    "Task": "tasks.task",
+    "TrainConfig": "config",
+    "fit": "orchestration.driver",
+}
+__all__ = [*_HOMES]  # noqa: PLE0604  (strings, kept in one place with their homes)
+
+
+def __getattr__(name: str) -> object:
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value: object = getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *_HOMES])

@@ -1,0 +1,214 @@
+"""Training state to bytes and back without pickle: device -> host copy -> safetensors and JSON.
+
+structure, tensors = flatten_state(state)      references only
+copies = snapshot.take(tensors)                the only part that training waits for
+data = encode_tensors(copies)                  in the background, like hashing and upload
+"""
+
+from __future__ import annotations
+
+import json
+from collections import OrderedDict
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load as load_safetensors
+from torch import Tensor
+
+from raytrain_ddp.checkpoint.storage import BytesLike
+from raytrain_ddp.errors import CheckpointError
+
+# The names of the safetensors format, https://github.com/huggingface/safetensors#format
+_DTYPE_NAMES = {
+    torch.bool: "BOOL",
+    torch.uint8: "U8",
+    torch.int8: "I8",
+    torch.int16: "I16",
+    torch.int32: "I32",
+    torch.int64: "I64",
+    torch.float8_e4m3fn: "F8_E4M3",
+    torch.float8_e5m2: "F8_E5M2",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.float32: "F32",
+    torch.float64: "F64",
+}
+_RESERVED_NAME = "__metadata__"  # in a safetensors header
+
+
+class HostSnapshot:
+    """Copies of device tensors in host memory, which is allocated once and then used again."""
+
+    def __init__(self) -> None:
+        self._buffers: dict[str, Tensor] = {}
+
+    def take(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Copy all tensors; on return the sources may change, also where they shared memory.
+
+        **The copies hold until the next call**, which writes over them: finish encoding before.
+        Those of CUDA tensors are in pinned memory, and the host waits once for the current stream
+        of each device.
+        """
+        self._buffers = {name: self._buffer(name, tensor) for name, tensor in tensors.items()}
+        for name, tensor in tensors.items():
+            self._buffers[name].copy_(tensor.detach(), non_blocking=True)
+        for device in {tensor.device for tensor in tensors.values() if tensor.is_cuda}:
+            torch.cuda.current_stream(device).synchronize()
+        return dict(self._buffers)
+
+    def _buffer(self, name: str, tensor: Tensor) -> Tensor:
+        old = self._buffers.get(name)
+        if (
+            old is not None
+            and old.shape == tensor.shape
+            and old.dtype == tensor.dtype
+            and old.is_pinned() == tensor.is_cuda
+        ):
+            return old
+        return torch.empty_like(
+            tensor, device="cpu", pin_memory=tensor.is_cuda, requires_grad=False
+        )
+
+
+def encode_tensors(tensors: Mapping[str, Tensor]) -> memoryview:
+    """The tensors as one file in the safetensors format, each in contiguous layout.
+
+    `safetensors.torch.save` holds Python's lock for 5 s per GB (measured), in which training
+    stands still. Here torch copies, which lets the lock go.
+
+    Raises:
+        CheckpointError: a dtype that the format does not know, or the name ``__metadata__``.
+    """
+    header: dict[str, Any] = {}
+    size_bytes = 0
+    # Widest first, as safetensors does, so that each tensor is aligned.
+    ordered = sorted(tensors.items(), key=lambda item: -item[1].element_size())
+    for name, tensor in ordered:
+        if tensor.dtype not in _DTYPE_NAMES or name == _RESERVED_NAME:
+            raise CheckpointError(f"Tensor {name!r} of {tensor.dtype} cannot be in a checkpoint.")
+        end = size_bytes + tensor.numel() * tensor.element_size()
+        header[name] = {
+            "dtype": _DTYPE_NAMES[tensor.dtype],
+            "shape": list(tensor.shape),
+            "data_offsets": [size_bytes, end],
+        }
+        size_bytes = end
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    head = len(text).to_bytes(8, "little") + text
+    data = torch.empty(len(head) + size_bytes, dtype=torch.uint8)
+    data[: len(head)] = torch.frombuffer(bytearray(head), dtype=torch.uint8)
+    for name, tensor in ordered:
+        start, end = (len(head) + offset for offset in header[name]["data_offsets"])
+        data[start:end].view(tensor.dtype).view(tensor.shape).copy_(tensor.detach())
+    return memoryview(data.numpy())
+
+
+def decode_tensors(data: BytesLike) -> dict[str, Tensor]:
+    """The inverse of `encode_tensors`: contiguous CPU tensors that own their memory.
+
+    Raises:
+        CheckpointError: these bytes are not a whole safetensors file. Nothing in them is run.
+    """
+    try:
+        return load_safetensors(bytes(data))
+    except (SafetensorError, ValueError, TypeError, KeyError, RuntimeError) as error:
+        raise CheckpointError(f"Not a whole safetensors file: {error}") from None
+
+
+def flatten_state(state: Any) -> tuple[dict[str, Tensor], Any]:
+    """Part a nested state into its tensors by name and its structure, made of JSON values.
+
+    Takes dicts (any JSON scalar as key, so also an optimizer's int keys), lists, tuples, tensors
+    and JSON scalars. The tensors are not copied; names are paths such as ``model/fc.weight``.
+
+    Raises:
+        CheckpointError: there is something else in the state; the message says where.
+    """
+    tensors: dict[str, Tensor] = {}
+    structure = _flatten(state, "", tensors)
+    return tensors, structure
+
+
+def unflatten_state(tensors: Mapping[str, Tensor], structure: Any) -> Any:
+    """The inverse of `flatten_state`, down to tuples, key types, order of keys and strides.
+
+    Raises:
+        CheckpointError: the structure is not one of `flatten_state`, or a tensor is missing.
+    """
+    try:
+        return _unflatten(structure, tensors)
+    except (LookupError, ArithmeticError, TypeError, ValueError, RuntimeError) as error:
+        raise CheckpointError(
+            f"The state does not fit its tensors: {type(error).__name__}: {error}"
+        ) from None
+
+
+# In the structure every container is an object with one of the keys "dict", "list", "tuple" and
+# "tensor", so that no content of the state can be mistaken for one.
+
+
+def _flatten(value: Any, path: str, tensors: dict[str, Tensor]) -> Any:
+    if value is None or isinstance(value, (bool, int, float, str)):
+        return value
+    if isinstance(value, Tensor):
+        name = path
+        while name in tensors or name == _RESERVED_NAME:  # {"a/b": x, "a": {"b": y}}
+            name += "~"
+        tensors[name] = value.detach()
+        # Fused optimizers need momentum laid out as the weights are, say in channels_last.
+        sizes, strides = value.shape, value.stride()
+        order = sorted(range(value.dim()), key=lambda dim: (-strides[dim], sizes[dim] == 1))
+        in_order = order == list(range(value.dim()))
+        return {"tensor": name} if in_order else {"tensor": name, "order": order}
+    if isinstance(value, dict):
+        for key in value:
+            if not (key is None or isinstance(key, (bool, int, float, str))):
+                raise CheckpointError(f"State {path or '/'}: the key {key!r} is no JSON scalar.")
+        items = [[key, _flatten(item, _under(path, key), tensors)] for key, item in value.items()]
+        # A module's state_dict carries the versions of its modules as an attribute.
+        versions = getattr(value, "_metadata", None)
+        if versions is None:
+            return {"dict": items}
+        return {"dict": items, "metadata": _flatten(dict(versions), path, tensors)}
+    if type(value) in (list, tuple):
+        items = [_flatten(item, _under(path, i), tensors) for i, item in enumerate(value)]
+        return {type(value).__name__: items}
+    raise CheckpointError(
+        f"State {path or '/'}: {type(value).__name__} can be neither a tensor nor JSON: "
+        "leave it out, or turn it into numbers, text or tensors."
+    )
+
+
+def _under(path: str, key: object) -> str:
+    return f"{path}/{key}" if path else str(key)
+
+
+def _unflatten(node: Any, tensors: Mapping[str, Tensor]) -> Any:
+    if node is None or isinstance(node, (bool, int, float, str)):
+        return node
+    match node:
+        case {"tensor": name, "order": order}:
+            return _laid_out(tensors[name], order)
+        case {"tensor": name}:
+            return tensors[name]
+        case {"dict": items, "metadata": versions}:
+            state = OrderedDict((key, _unflatten(item, tensors)) for key, item in items)
+            state._metadata = _unflatten(versions, tensors)  # type: ignore[attr-defined]
+            return state
+        case {"dict": items}:
+            return {key: _unflatten(item, tensors) for key, item in items}
+        case {"list": items}:
+            return [_unflatten(item, tensors) for item in items]
+        case {"tuple": items}:
+            return tuple(_unflatten(item, tensors) for item in items)
+    raise ValueError(f"unknown node {str(node)[:100]!r}")
+
+
+def _laid_out(tensor: Tensor, order: list[int]) -> Tensor:
+    """The same values, stored densely with the dimensions from outermost to innermost in order."""
+    shape = [tensor.shape[dim] for dim in order]
+    inverse = sorted(range(len(order)), key=lambda position: order[position])
+    return torch.empty(shape, dtype=tensor.dtype).permute(inverse).copy_(tensor)

@@ -1,0 +1,235 @@
+"""One folder on a local disk, NFS, S3 or GCS, with the few operations that checkpoints need."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import re
+import uuid
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
+from threading import Thread
+from typing import Any
+
+import pyarrow as pa
+from pyarrow import fs as pafs
+
+from raytrain_ddp.errors import ConfigError, PreflightError
+
+BytesLike = bytes | bytearray | memoryview
+
+TEMP_PREFIX = ".tmp-"
+CHUNK_BYTES = 16 * 2**20
+REACH_TIMEOUT_S = 25.0  # pyarrow itself would try GCS for 15 minutes
+
+_PLAIN_NAME = re.compile(r"[A-Za-z0-9._-]{1,128}")
+
+
+def is_plain_name(name: object) -> bool:
+    """Whether ``name`` is a file name that cannot lead out of its folder."""
+    return isinstance(name, str) and name not in (".", "..") and bool(_PLAIN_NAME.fullmatch(name))
+
+
+@dataclass(frozen=True)
+class Storage:
+    """A folder, which need not exist yet, at ``path`` of the pyarrow file system ``fs``.
+
+    ``is_local`` says that ``path`` is a path of this operating system, where a rename is atomic
+    and a write lasts only after fsync. Elsewhere one closed stream is one PUT, and is atomic.
+    All names are plain (letters, digits, ``. _ -``, at most 128): any other raises ConfigError.
+    Everything raises OSError when the store does not answer or is full.
+    """
+
+    fs: Any  # a pyarrow.fs.FileSystem; pyarrow has no type hints
+    path: str
+    is_local: bool
+
+    def __str__(self) -> str:
+        if self.is_local:
+            return self.path
+        scheme = str(self.fs.type_name)
+        return f"{'gs' if scheme == 'gcs' else scheme}://{self.path}"
+
+    def join(self, name: str) -> Storage:
+        """The folder called ``name`` in this one."""
+        return replace(self, path=self._at(name))
+
+    def mkdir(self) -> None:
+        """Make this folder and its parents, so that they outlast a power cut."""
+        if self.fs.type_name in ("s3", "gcs"):
+            return  # they have no folders, and making one asks for rights on the whole bucket
+        missing = [Path(self.path), *Path(self.path).parents] if self.is_local else []
+        missing = [folder for folder in missing if not folder.exists()]
+        self.fs.create_dir(self.path, recursive=True)
+        for folder in missing:
+            _fsync(str(folder.parent))
+
+    def walk(self) -> list[str]:
+        """Relative paths of all that is below, sorted; those of folders end with ``/``."""
+        selector = pafs.FileSelector(self.path, recursive=True, allow_not_found=True)
+        return sorted(
+            info.path[len(self.path) :].lstrip("/") + ("/" if _is_folder(info) else "")
+            for info in self.fs.get_file_info(selector)
+        )
+
+    def size_bytes(self, name: str) -> int | None:
+        """The size of a file; None where there is none, or a folder or a symbolic link instead."""
+        if self.is_local and os.path.islink(self._at(name)):
+            return None
+        info = self.fs.get_file_info(self._at(name))
+        return int(info.size) if info.type == pafs.FileType.File else None
+
+    def exists(self, name: str) -> bool:
+        """Whether there is a file called ``name`` here."""
+        return self.size_bytes(name) is not None
+
+    def read(self, name: str) -> bytes:
+        """All bytes of a file; FileNotFoundError where there is none."""
+        return b"".join(self._chunks(name))
+
+    def sha256(self, name: str) -> str:
+        """The hex digest of a file as it is stored, read piece by piece."""
+        digest = hashlib.sha256()
+        for chunk in self._chunks(name):
+            digest.update(chunk)
+        return digest.hexdigest()
+
+    def write(self, name: str, data: BytesLike) -> str:
+        """Write a file that lasts, but not atomically; return the hex sha256 of ``data``."""
+        return self._write(self._at(name), data)
+
+    def write_atomic(self, name: str, data: BytesLike) -> None:
+        """Write a file that lasts, so that readers see all of it or nothing new at all."""
+        if not self.is_local:
+            self._write(self._at(name), data)
+            return
+        temp = f"{self.path}/{TEMP_PREFIX}{uuid.uuid4().hex}"
+        try:
+            self._write(temp, data)
+            self.fs.move(temp, self._at(name))
+        except Exception:
+            with suppress(OSError):
+                self.fs.delete_file(temp)
+            raise
+        _fsync(self.path)
+
+    def rename(self, old: str, new: str) -> None:
+        """Rename a file or folder of this folder; not for folders of object stores."""
+        self.fs.move(self._at(old), self._at(new))
+        self._sync()
+
+    def delete_file(self, name: str) -> None:
+        """Delete a file for good; nothing happens where there is none."""
+        with suppress(FileNotFoundError):
+            self.fs.delete_file(self._at(name))
+        self._sync()
+
+    def delete_dir(self, name: str) -> None:
+        """Delete the folder called ``name`` and all in it; nothing happens where there is none."""
+        with suppress(FileNotFoundError):
+            self.fs.delete_dir(self._at(name))
+
+    def _at(self, name: str) -> str:
+        if not is_plain_name(name):
+            raise ConfigError(
+                f"{name!r} is no file name: use 1 to 128 letters, digits, '.', '_' and '-'."
+            )
+        return f"{self.path.rstrip('/')}/{name}"
+
+    def _chunks(self, name: str) -> Iterator[bytes]:
+        # Without compression=None pyarrow would guess it from the name and unpack "x.gz".
+        with self.fs.open_input_stream(self._at(name), compression=None) as stream:
+            while chunk := stream.read(CHUNK_BYTES):
+                yield chunk
+
+    def _write(self, path: str, data: BytesLike) -> str:
+        digest = hashlib.sha256()
+        view = memoryview(data).cast("B")
+        with self.fs.open_output_stream(path, compression=None) as stream:
+            for start in range(0, len(view), CHUNK_BYTES):
+                digest.update(view[start : start + CHUNK_BYTES])
+                stream.write(view[start : start + CHUNK_BYTES])
+        if self.is_local:
+            _fsync(path)
+        return digest.hexdigest()
+
+    def _sync(self) -> None:
+        if self.is_local:
+            _fsync(self.path)
+
+
+def open_storage(uri: str) -> Storage:
+    """The folder at a plain path (``~`` works) or at an ``s3://``, ``gs://`` or ``file://`` URI.
+
+    Raises:
+        PreflightError: the URI makes no sense, is a file, or its store does not answer within
+            `REACH_TIMEOUT_S`. The message holds neither the user part nor the query of the URI.
+    """
+    shown = without_secrets(uri)
+    outcome: list[Any] = []
+
+    def connect() -> None:  # S3 looks up the bucket's region already in from_uri
+        try:
+            if "://" in uri:
+                fs, path = pafs.FileSystem.from_uri(uri)
+            elif uri:
+                fs, path = pafs.LocalFileSystem(), os.path.abspath(os.path.expanduser(uri))
+            else:
+                raise ValueError("it is empty")
+            if not path:
+                raise ValueError("it names no bucket")
+            outcome.append((fs, path, fs.get_file_info(path)))
+        except (OSError, ValueError, NotImplementedError, pa.ArrowException) as error:
+            outcome.append(error)
+
+    thread = Thread(target=connect, name="open_storage", daemon=True)
+    thread.start()
+    thread.join(REACH_TIMEOUT_S)
+    if not outcome:
+        raise PreflightError(
+            f"Storage {shown} did not answer within {REACH_TIMEOUT_S:.0f} s: "
+            "check the address, the network and the credentials."
+        )
+    if isinstance(outcome[0], Exception):
+        # No "from": the cause may quote the whole URI.
+        raise PreflightError(
+            f"Cannot open storage {shown}: {_reason(uri, outcome[0])}. Give a folder, or an "
+            "s3://, gs:// or file:// URI that this machine can reach."
+        )
+    fs, path, info = outcome[0]
+    if info.type == pafs.FileType.File:
+        raise PreflightError(f"Storage {shown} is a file: give a folder.")
+    return Storage(fs, path.rstrip("/") or "/", isinstance(fs, pafs.LocalFileSystem))
+
+
+def without_secrets(uri: str) -> str:
+    """The URI without its user part and query, also where a secret in it is not quoted."""
+    scheme, separator, rest = uri.partition("://")
+    if not separator:
+        return uri
+    place, *query = re.split(r"[?#]", rest, maxsplit=1)
+    if query and "@" in query[0]:  # an unquoted "?" in a password, or an "@" in the query
+        return f"{scheme}://***"
+    return f"{scheme}://{place.rpartition('@')[2]}"
+
+
+def _reason(uri: str, error: Exception) -> str:
+    text = str(error)
+    if without_secrets(uri) != uri:  # pyarrow's text may quote any part of it
+        token = re.search(r"AWS Error [A-Z_]+", text)
+        return token.group() if token else type(error).__name__
+    return text.partition("\n")[0].rstrip(".") or type(error).__name__
+
+
+def _is_folder(info: Any) -> bool:
+    return bool(info.type == pafs.FileType.Directory)
+
+
+def _fsync(path: str) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,62 @@
+"""Random numbers that belong to a sample or to a slot, never to a worker or a thread.
+
+Both kinds are counter-based: a hash of where the number is used, so there is no generator to save,
+to share between threads or to seed per sample (`torch.manual_seed` costs 0.1 ms; this, 1 us a row).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from raytrain_ddp.data.plan import Rows
+
+_MASK = (1 << 64) - 1
+
+
+@dataclass(frozen=True)
+class Draws:
+    """The random numbers of some samples in one epoch.
+
+    Args:
+        rows: row ids, shape (n,).
+    """
+
+    seed: int
+    epoch: int
+    rows: Rows
+
+    def uniform(self, count: int, stream: int = 0) -> npt.NDArray[np.float64]:
+        """Uniform numbers in [0, 1), shape (n, count); another `stream` gives other numbers."""
+        key = hash64(self.seed, self.epoch, stream)
+        with np.errstate(over="ignore"):
+            of_row = _mix(self.rows.astype(np.uint64) ^ np.uint64(key))
+            columns = np.arange(1, count + 1, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15)
+            bits = _mix(of_row[:, None] + columns[None, :])
+        uniform: npt.NDArray[np.float64] = (bits >> np.uint64(11)) * 2.0**-53
+        return uniform
+
+
+def hash64(*values: int) -> int:
+    """A well-mixed 64-bit number from integers; order matters."""
+    state = 0
+    for value in values:
+        state = _mix_int((state + 0x9E3779B97F4A7C15 + (value & _MASK)) & _MASK)
+    return state
+
+
+# The finaliser of SplitMix64 (Steele, Lea and Flood, OOPSLA 2014), on arrays and on one integer.
+
+
+def _mix(x: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
+    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return x ^ (x >> np.uint64(31))
+
+
+def _mix_int(x: int) -> int:
+    x = ((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
+    x = ((x ^ (x >> 27)) * 0x94D049BB133111EB) & _MASK
+    return x ^ (x >> 31)

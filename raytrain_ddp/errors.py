@@ -1,0 +1,60 @@
+"""The exceptions of raytrain_ddp, and the exit status that each stands for.
+
+    RaytrainError            1
+    ├── ConfigError          2   a flag, field or name is wrong; also a changed config on resume
+    ├── PreflightError       3   the environment cannot run this: resources, storage, versions
+    ├── DataError            4   the data are missing, damaged or not what the config says
+    ├── CheckpointError      5   no usable checkpoint where there must be one
+    ├── DivergedError        6   the loss or a gradient is not finite
+    ├── RetriesExhausted     7   workers died more often than `scaling.max_failures` allows
+    └── RunLockedError       8   another process owns this run
+
+A run that is stopped by a signal ends with 128 + signal (130 for Ctrl-C, 143 for SIGTERM) after its
+checkpoint is committed. Each exception is built from its message alone, so that it survives pickling
+on its way from a worker to the driver.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+
+
+class RaytrainError(Exception):
+    """One line that says what is wrong, where, and what to do about it."""
+
+    exit_status = 1
+
+
+class ConfigError(RaytrainError):
+    exit_status = 2
+
+
+class PreflightError(RaytrainError):
+    exit_status = 3
+
+
+class DataError(RaytrainError):
+    exit_status = 4
+
+
+class CheckpointError(RaytrainError):
+    exit_status = 5
+
+
+class DivergedError(RaytrainError):
+    exit_status = 6
+
+
+class RetriesExhausted(RaytrainError):
+    exit_status = 7
+
+
+class RunLockedError(RaytrainError):
+    exit_status = 8
+
+
+def did_you_mean(wrong: str, known: Iterable[str]) -> str:
+    """``" Did you mean 'resnet18'?"``, or nothing when no known name is close."""
+    close = difflib.get_close_matches(wrong, list(known), n=3, cutoff=0.6)
+    return f" Did you mean {' or '.join(repr(name) for name in close)}?" if close else ""

@@ -1,0 +1,138 @@
+"""A config as plain data: dicts (between processes), TOML files (for people), and what changed.
+
+Imports nothing heavy; see config.py for the fields themselves.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from raytrain_ddp.config import TrainConfig
+from raytrain_ddp.errors import ConfigError, did_you_mean
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
+
+def to_dict(config: TrainConfig) -> dict[str, Any]:
+    """Nested dicts, lists and scalars; `from_dict` is the inverse."""
+    plain: dict[str, Any] = _plain(dataclasses.asdict(config))
+    return plain
+
+
+def from_dict(values: Mapping[str, Any], where: str = "config") -> TrainConfig:
+    """Raises ConfigError that lists every unknown field and every wrong type in `values`."""
+    from pydantic import TypeAdapter, ValidationError  # 0.1 s: only where a dict is read
+
+    wrong = list(_unknown_fields(values, TrainConfig()))
+    try:
+        config = TypeAdapter(TrainConfig).validate_python(dict(values))
+    except ConfigError as error:
+        wrong.append(str(error))
+    except ValidationError as error:
+        for e in error.errors():
+            field = ".".join(str(part) for part in e["loc"])
+            wrong.append(f"{field} = {e['input']!r}: {e['msg']}.")
+    if wrong:
+        raise ConfigError("\n".join(f"{where}: {line}" for line in wrong))
+    return config
+
+
+def load(path_or_name: str) -> TrainConfig:
+    """A recipe from a TOML file, or one of those that ship with the package, by name.
+
+    A recipe without a name gets that of its file.
+    """
+    path = Path(path_or_name)
+    shipped = shipped_recipes()
+    if path.suffix != ".toml" and path_or_name in shipped:
+        path = shipped[path_or_name]
+    if not path.is_file():
+        raise ConfigError(
+            f"no recipe {path_or_name!r}: give a .toml file or one of {', '.join(shipped)}."
+            + did_you_mean(path_or_name, shipped)
+        )
+    try:
+        values = tomllib.loads(path.read_text(encoding="utf-8"))
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path} is not valid TOML: {error}.") from None
+    config = from_dict(values, where=str(path))
+    if config.name is None:
+        stem = path.parent.name if path.name == "config.toml" else path.stem
+        config = dataclasses.replace(config, name=stem)
+    return config
+
+
+def dumps(config: TrainConfig) -> str:
+    """The config as TOML, every field; `load` reads it back. Fields that are None are left out."""
+    import tomli_w
+
+    return tomli_w.dumps(_without_none(to_dict(config)))
+
+
+def shipped_recipes() -> dict[str, Path]:
+    """Name -> file of the recipes in this package."""
+    folder = Path(__file__).parent / "recipes"
+    return {path.stem: path for path in sorted(folder.glob("*.toml"))}
+
+
+def flat(config: TrainConfig) -> dict[str, Any]:
+    """``{"optim.lr": 0.1, ...}`` in the order of the fields."""
+    return dict(_flat(to_dict(config), ""))
+
+
+def changed_fields(old: Mapping[str, Any], new: TrainConfig) -> list[tuple[str, Any, Any]]:
+    """(field, then, now) for each field that decides the result and differs from a checkpoint's.
+
+    Fields that did not exist when the checkpoint was written count as their default.
+    """
+    free = set(_free_fields(TrainConfig(), ""))
+    then = {**flat(TrainConfig()), **dict(_flat(old, ""))}
+    now = flat(new)
+    fixed = [name for name in {**now, **then} if name not in free]
+    return [(n, then.get(n), now.get(n)) for n in fixed if then.get(n) != now.get(n)]
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _plain(inner) for key, inner in value.items()}
+    return [_plain(inner) for inner in value] if isinstance(value, (tuple, list)) else value
+
+
+def _without_none(values: dict[str, Any]) -> dict[str, Any]:
+    return {
+        key: _without_none(value) if isinstance(value, dict) else value
+        for key, value in values.items()
+        if value is not None
+    }
+
+
+def _flat(values: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, Any]]:
+    for key, value in values.items():
+        if isinstance(value, dict) and key != "task_options":
+            yield from _flat(value, f"{prefix}{key}.")
+        else:
+            yield prefix + key, value
+
+
+def _free_fields(section: Any, prefix: str) -> Iterator[str]:
+    for f in dataclasses.fields(section):
+        if f.metadata.get("free"):
+            yield prefix + f.name
+        elif dataclasses.is_dataclass(getattr(section, f.name)):
+            yield from _free_fields(getattr(section, f.name), f"{prefix}{f.name}.")
+
+
+def _unknown_fields(values: Mapping[str, Any], section: Any, prefix: str = "") -> Iterator[str]:
+    known = {f.name: getattr(section, f.name) for f in dataclasses.fields(section)}
+    for key, value in values.items():
+        if key not in known:
+            yield f"there is no field {prefix}{key}.{did_you_mean(key, known)}"
+        elif dataclasses.is_dataclass(known[key]) and isinstance(value, Mapping):
+            yield from _unknown_fields(value, known[key], f"{prefix}{key}.")

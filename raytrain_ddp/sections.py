@@ -1,0 +1,280 @@
+"""The sections of a config: frozen dataclasses, checked at birth. `config.TrainConfig` holds them.
+
+Imports nothing heavy, so that ``--help`` and every error of a config answer in well under a second.
+Fields marked `FREE` may change when a run is resumed; all others decide the result and may not.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+from raytrain_ddp.errors import ConfigError
+
+FREE: dict[str, bool] = {"free": True}
+
+
+def require(condition: bool, message: str) -> None:
+    if not condition:
+        raise ConfigError(message)
+
+
+@dataclass(frozen=True)
+class DataConfig:
+    """Where the images come from, in which order, and who decodes them."""
+
+    source: str = "digits"
+    """'digits' (bundled), 'torchvision:CIFAR10' (any classification set, downloaded), a folder of
+    class folders (ImageFolder), or Parquet files (file, folder or glob)."""
+    eval_source: str | None = None
+    """Like source, for evaluation. Default: the test, val or validation split beside the train split."""
+    root: str = field(default="data", metadata=FREE)
+    """Folder for downloads of torchvision data sets."""
+    image_column: str = "image"
+    """Parquet column with the images: struct<bytes, path> or binary."""
+    label_column: str = "label"
+    """Parquet column with the labels: integers from 0."""
+    image_size: int = 0
+    """Side of the square images the model sees, in pixels. 0: as stored (all must be equal)."""
+    augment: Literal["none", "shift", "crop"] = "shift"
+    """none; shift: pad by image_size / 8 and crop back; crop: random resized crop. See flip."""
+    flip: bool = False
+    """Mirror half of the training images left to right."""
+    mean: tuple[float, float, float] = (0.5, 0.5, 0.5)
+    """Per-channel mean of the images (RGB, scale 0 to 1), subtracted on the device."""
+    std: tuple[float, float, float] = (0.25, 0.25, 0.25)
+    """Per-channel standard deviation of the images (RGB, scale 0 to 1)."""
+    shuffle: Literal["full", "block"] = "full"
+    """full: any row may follow any other; block: blocks (Parquet row groups) are permuted, then the
+    rows within windows of blocks, for data larger than memory."""
+    shuffle_window: int = 16
+    """Blocks per window of the block shuffle."""
+    workers: int | Literal["auto"] = field(default="auto", metadata=FREE)
+    """Loader threads per training worker; 0 loads in the training thread; auto: one per CPU."""
+    prefetch: int = field(default=4, metadata=FREE)
+    """Micro-batches prepared ahead per loader thread."""
+
+    def __post_init__(self) -> None:
+        require(self.image_size >= 0, f"data.image_size = {self.image_size}: must be 0 or more.")
+        require(min(self.std) > 0, f"data.std = {self.std}: each value must be above 0.")
+        require(self.shuffle_window >= 1, "data.shuffle_window: must be 1 or more.")
+        require(self.prefetch >= 1, f"data.prefetch = {self.prefetch}: must be 1 or more.")
+        require(
+            self.workers == "auto" or self.workers >= 0,
+            f"data.workers = {self.workers}: must be 'auto', 0 or more.",
+        )
+        require(bool(self.source), "data.source is empty: give a folder, Parquet files or 'digits'.")
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """Which network."""
+
+    name: str = "digits-cnn"
+    """'digits-cnn' or any torchvision classification model, such as resnet50."""
+    weights: str | None = None
+    """Start from torchvision's weights of this name, such as DEFAULT (the head is replaced)."""
+    dropout: float = 0.0
+    """Dropout before the head of digits-cnn."""
+
+    def __post_init__(self) -> None:
+        require(0 <= self.dropout < 1, f"model.dropout = {self.dropout}: must lie in [0, 1).")
+
+
+@dataclass(frozen=True)
+class OptimConfig:
+    """The optimizer and what is done to gradients."""
+
+    name: Literal["sgd", "adamw"] = "sgd"
+    """SGD with momentum, or AdamW."""
+    lr: float = 0.1
+    """Peak learning rate, for the global batch; it is never scaled by the number of workers."""
+    momentum: float = 0.9
+    """Momentum of SGD."""
+    nesterov: bool = True
+    """Nesterov momentum (SGD)."""
+    betas: tuple[float, float] = (0.9, 0.999)
+    """Averaging coefficients of AdamW."""
+    weight_decay: float = 5e-4
+    """Weight decay; not applied to biases and norm layers."""
+    clip_norm: float = 0.0
+    """Clip the norm of the whole gradient to this; 0: do not clip."""
+    label_smoothing: float = 0.0
+    """Label smoothing of the cross entropy."""
+
+    def __post_init__(self) -> None:
+        require(self.lr > 0, f"optim.lr = {self.lr}: must be above 0.")
+        require(0 <= self.momentum < 1, f"optim.momentum = {self.momentum}: must lie in [0, 1).")
+        require(self.weight_decay >= 0, f"optim.weight_decay = {self.weight_decay}: must be >= 0.")
+        require(self.clip_norm >= 0, f"optim.clip_norm = {self.clip_norm}: must be 0 or more.")
+        require(
+            0 <= self.label_smoothing < 1,
+            f"optim.label_smoothing = {self.label_smoothing}: must lie in [0, 1).",
+        )
+        require(
+            self.name != "sgd" or not self.nesterov or self.momentum > 0,
+            "optim.nesterov needs optim.momentum above 0: set --optim.no-nesterov.",
+        )
+
+
+@dataclass(frozen=True)
+class ScheduleConfig:
+    """The learning rate as a function of the step."""
+
+    name: Literal["cosine", "step", "constant"] = "cosine"
+    """Shape after the warm-up."""
+    warmup_epochs: float = 1.0
+    """Linear warm-up from 0, in epochs."""
+    final_lr: float = 0.0
+    """Where cosine ends, as a fraction of optim.lr."""
+    step_epochs: float = 30.0
+    """step: multiply the learning rate by gamma every so many epochs."""
+    gamma: float = 0.1
+    """step: the factor."""
+
+    def __post_init__(self) -> None:
+        require(self.warmup_epochs >= 0, "schedule.warmup_epochs: must be 0 or more.")
+        require(0 <= self.final_lr <= 1, "schedule.final_lr: a fraction of optim.lr, 0 to 1.")
+        require(self.step_epochs > 0, "schedule.step_epochs: must be above 0.")
+
+
+@dataclass(frozen=True)
+class ComputeConfig:
+    """How the arithmetic is done on a worker."""
+
+    precision: Literal["fp32", "bf16", "fp16"] = "fp32"
+    """bf16 and fp16 run the forward pass under autocast; fp16 with a gradient scaler."""
+    compile: bool = False
+    """Compile the model with torch.compile."""
+    channels_last: bool = False
+    """Memory format of images and convolutions; faster on tensor cores."""
+    deterministic: bool = True
+    """Refuse kernels whose result changes from run to run (what bitwise resume stands on)."""
+
+
+@dataclass(frozen=True)
+class DdpConfig:
+    """DistributedDataParallel's own knobs."""
+
+    bucket_cap_mb: float = 25.0
+    """Size of a gradient bucket, in MiB."""
+    gradient_as_bucket_view: bool = True
+    """Let gradients live in the buckets: one copy less."""
+    static_graph: bool = False
+    """Promise that the graph never changes."""
+    find_unused_parameters: bool = False
+    """For models in which a step may skip parameters."""
+    sync_batchnorm: bool = False
+    """Normalise over all workers' current slots. Ties the result to the number of workers."""
+    compression: Literal["none", "bf16", "fp16"] = "none"
+    """Gradients are sent in this precision; for slow networks."""
+
+    def __post_init__(self) -> None:
+        require(self.bucket_cap_mb > 0, "ddp.bucket_cap_mb: must be above 0.")
+
+
+@dataclass(frozen=True)
+class EvalConfig:
+    """When the model is evaluated."""
+
+    every_epochs: int = 1
+    """Evaluate after every so many epochs, and always at the end; 0: only at the end."""
+
+    def __post_init__(self) -> None:
+        require(self.every_epochs >= 0, "eval.every_epochs: must be 0 or more.")
+
+
+@dataclass(frozen=True)
+class CheckpointConfig:
+    """When a checkpoint is committed, and which are kept. One is always committed at the end."""
+
+    every_epochs: int = field(default=1, metadata=FREE)
+    """After every so many epochs; 0: off."""
+    every_steps: int = field(default=0, metadata=FREE)
+    """After every so many steps; 0: off."""
+    every_s: float = field(default=60.0, metadata=FREE)
+    """After so many seconds since the last one; 0: off."""
+    keep_last: int = field(default=2, metadata=FREE)
+    """How many of the newest are kept (2 or more), besides the best."""
+
+    def __post_init__(self) -> None:
+        require(
+            min(self.every_epochs, self.every_steps, self.every_s) >= 0,
+            "checkpoint.every_*: must be 0 or more.",
+        )
+        require(
+            self.keep_last >= 2,
+            f"checkpoint.keep_last = {self.keep_last}: must be 2 or more, so that a damaged newest "
+            "one is never the only one.",
+        )
+
+
+@dataclass(frozen=True)
+class ScalingConfig:
+    """How many workers, and what each is given. None of it changes the result's mathematics."""
+
+    num_workers: int | str = field(default="auto", metadata=FREE)
+    """A number, MIN:MAX (elastic), or auto: all GPUs of the cluster, else two CPU workers."""
+    use_gpu: bool | Literal["auto"] = field(default="auto", metadata=FREE)
+    """Train on GPUs; auto: if the cluster has any."""
+    cpus_per_worker: float = field(default=1.0, metadata=FREE)
+    """CPUs of a worker: its loader threads, and its compute threads without a GPU."""
+    gpus_per_worker: float = field(default=1.0, metadata=FREE)
+    """GPUs of a worker; below 1, several workers share one GPU (over gloo)."""
+    backend: Literal["auto", "nccl", "gloo"] = field(default="auto", metadata=FREE)
+    """Communication; auto: nccl with whole GPUs, else gloo."""
+    placement: Literal["PACK", "SPREAD", "STRICT_PACK", "STRICT_SPREAD"] = field(
+        default="PACK", metadata=FREE
+    )
+    """How Ray spreads the workers over nodes."""
+    max_failures: int = field(default=3, metadata=FREE)
+    """How many times dead workers are replaced before the run gives up."""
+    wait_s: float = field(default=60.0, metadata=FREE)
+    """How long a running cluster may take to offer the workers (autoscaling)."""
+
+    def __post_init__(self) -> None:
+        low, high = self.worker_range()
+        require(
+            1 <= low <= high or (low, high) == (0, 0),
+            f"scaling.num_workers = {self.num_workers}: must be a number from 1, MIN:MAX or auto.",
+        )
+        require(
+            self.cpus_per_worker > 0,
+            f"scaling.cpus_per_worker = {self.cpus_per_worker}: must be above 0.",
+        )
+        gpus = self.gpus_per_worker
+        require(
+            0 < gpus <= 1,
+            f"scaling.gpus_per_worker = {gpus}: must lie in (0, 1]; DDP drives one GPU per worker.",
+        )
+        require(
+            gpus == 1 or self.backend != "nccl",
+            f"scaling.gpus_per_worker = {gpus}: NCCL wants one GPU per worker; use "
+            "--scaling.backend gloo.",
+        )
+        require(self.max_failures >= 0, "scaling.max_failures: must be 0 or more.")
+
+    def worker_range(self) -> tuple[int, int]:
+        """(least, most) workers; (0, 0) for auto."""
+        if self.num_workers == "auto":
+            return 0, 0
+        low, _, high = str(self.num_workers).partition(":")
+        try:
+            return int(low), int(high or low)
+        except ValueError:
+            raise ConfigError(
+                f"scaling.num_workers = {self.num_workers!r}: must be a number, MIN:MAX or auto."
+            ) from None
+
+
+@dataclass(frozen=True)
+class LogConfig:
+    """What is written down."""
+
+    every_steps: int = field(default=10, metadata=FREE)
+    """Log the loss and speed every so many steps. The host waits for the device only then."""
+    tensorboard: bool = field(default=True, metadata=FREE)
+    """Write TensorBoard events beside metrics.jsonl."""
+
+    def __post_init__(self) -> None:
+        require(self.every_steps >= 1, "log.every_steps: must be 1 or more.")

@@ -1,0 +1,100 @@
+"""What is learned: the extension point for a model, data or loss of your own."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal, Protocol, cast
+
+from raytrain_ddp.config import TrainConfig
+from raytrain_ddp.data.source import Batch, Data
+from raytrain_ddp.errors import ConfigError, did_you_mean
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+    from torchmetrics import Metric
+
+BUILT_IN = {"image-classification": "raytrain_ddp.tasks.images:ImageClassification"}
+
+
+class Task(Protocol):
+    """A model, its data, its loss and its metrics. Subclass it; the constructor is given the config
+    and `task_options` as keyword arguments.
+
+    Each worker builds its own task; all must build the same one, so draw random numbers from torch's
+    generator only in `model()`, which is called under the run's seed.
+    """
+
+    monitor: str = "loss"
+    """The metric by which the best checkpoint is chosen."""
+    goal: Literal["min", "max"] = "min"
+    """Whether `monitor` is better when smaller or larger."""
+    unit: str = "samples"
+    """What a sample is called on the display."""
+
+    def model(self) -> nn.Module:
+        """The model, on the CPU, in training mode."""
+
+    def train_data(self) -> Data:
+        """The training set."""
+
+    def eval_data(self) -> Data | None:
+        """The evaluation set; None: the run is not evaluated."""
+
+    def loss(self, model: nn.Module, batch: Batch) -> Tensor:
+        """The mean loss over the batch's samples, shape (); `batch` is on the model's device."""
+
+    def metrics(self) -> dict[str, Metric]:
+        """Fresh torchmetrics metrics by name, one `compute()` value each."""
+
+    def evaluate(self, model: nn.Module, batch: Batch, metrics: Mapping[str, Metric]) -> None:
+        """Updates each metric with one batch. Called without gradients, in evaluation mode."""
+
+
+def load_task(config: TrainConfig) -> Task:
+    """The task that `config.task` names, built.
+
+    Raises:
+        ConfigError: the module, file or class does not exist. An error raised by the task's own
+            code passes through as it is.
+    """
+    name = BUILT_IN.get(config.task, config.task)
+    check_task_name(config.task)
+    place, _, class_name = name.rpartition(":")
+    module = _load_file(Path(place)) if place.endswith(".py") else importlib.import_module(place)
+    if not hasattr(module, class_name):
+        raise ConfigError(
+            f"task = {config.task!r}: {place} has no class {class_name!r}."
+            f"{did_you_mean(class_name, vars(module))}"
+        )
+    return cast(Task, getattr(module, class_name)(config, **config.task_options))
+
+
+def check_task_name(name: str) -> None:
+    """Raises ConfigError if `name` cannot be a task's; imports nothing of it."""
+    if name in BUILT_IN:
+        return
+    place, colon, class_name = name.rpartition(":")
+    if not colon or not class_name.isidentifier():
+        raise ConfigError(
+            f"task = {name!r}: expected {', '.join(BUILT_IN)}, package.module:Class or "
+            f"path/to/file.py:Class.{did_you_mean(name, BUILT_IN)}"
+        )
+    if place.endswith(".py"):
+        if not Path(place).is_file():
+            raise ConfigError(f"task = {name!r}: there is no file {place}.")
+    elif importlib.util.find_spec(place.partition(".")[0]) is None:
+        raise ConfigError(
+            f"task = {name!r}: no module {place.partition('.')[0]!r} can be imported from here."
+        )
+
+
+def _load_file(path: Path) -> object:
+    """Imports a file by its stem, so that what it defines can be pickled by reference."""
+    folder = str(path.resolve().parent)
+    if folder not in sys.path:
+        sys.path.insert(0, folder)
+    return importlib.import_module(path.stem)

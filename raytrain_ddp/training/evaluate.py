@@ -1,0 +1,88 @@
+"""Exact evaluation: each sample once, the same figures on any number of workers."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping
+from contextlib import closing
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from raytrain_ddp.data.loader import eval_batches
+from raytrain_ddp.data.plan import deal
+from raytrain_ddp.data.source import Data
+from raytrain_ddp.tasks.task import Task
+from raytrain_ddp.training.step import to_device
+from raytrain_ddp.training.world import World
+
+if TYPE_CHECKING:
+    from torchmetrics import Metric
+
+
+def evaluate(
+    task: Task,
+    model: nn.Module,
+    data: Data,
+    batch_size: int,
+    world: World,
+    threads: int,
+    metrics: Mapping[str, Metric] | None = None,
+) -> dict[str, Tensor]:
+    """Metric values over all of `data`, on the CPU. All ranks take part and get the same.
+
+    The rows are cut into chunks of `batch_size` whoever works on them; each chunk's metric state is
+    kept apart and merged in the order of the chunks, so that floating-point sums come out the same
+    for any number of workers.
+    """
+    metrics = metrics or task.metrics()
+    for metric in metrics.values():
+        metric.to(world.device)
+    chunks = deal(-(-data.rows // batch_size), world.size, world.rank)
+    states: list[dict[str, dict[str, Any]]] = []
+    model.eval()
+    with torch.inference_mode(), closing(eval_batches(data, batch_size, chunks, threads)) as loaded:
+        for batch in loaded:
+            for metric in metrics.values():
+                metric.reset()
+            task.evaluate(model, to_device(batch, world.device), metrics)
+            states.append({name: dict(metric.metric_state) for name, metric in metrics.items()})
+    model.train()
+    return _merged(metrics, _gathered([_to_cpu(state) for state in states], world))
+
+
+def scalars(values: Mapping[str, Tensor]) -> dict[str, float]:
+    """Those of the values that are single numbers."""
+    return {name: value.item() for name, value in values.items() if value.numel() == 1}
+
+
+def _gathered(states: list[Any], world: World) -> list[Any]:
+    """The states of all ranks, in the order of the chunks; all ranks take part."""
+    if world.size == 1:
+        return states
+    parts: list[list[Any]] = [[] for _ in range(world.size)]
+    dist.all_gather_object(parts, states)
+    return [state for part in parts for state in part]
+
+
+def _merged(metrics: Mapping[str, Metric], states: list[Any]) -> dict[str, Tensor]:
+    values = {}
+    for name, metric in metrics.items():
+        metric.to("cpu").reset()
+        metric.distributed_available_fn = lambda: False  # the states are merged already
+        for state in states:
+            metric.merge_state(state[name])
+        with warnings.catch_warnings():  # it counts updates, and has seen merges only
+            warnings.filterwarnings("ignore", message=r"The ``compute`` method of metric")
+            values[name] = metric.compute()
+    return values
+
+
+def _to_cpu(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _to_cpu(inner) for key, inner in value.items()}
+    if isinstance(value, list):
+        return [_to_cpu(inner) for inner in value]
+    return value.cpu() if isinstance(value, Tensor) else value

@@ -1,0 +1,43 @@
+"""The training loop."""
+
+from __future__ import annotations
+
+from contextlib import closing
+
+from raytrain_ddp.config import TrainConfig
+from raytrain_ddp.tasks.task import Task
+from raytrain_ddp.training.cadence import Cadence
+from raytrain_ddp.training.optim import learning_rate
+from raytrain_ddp.training.prepare import prepare
+from raytrain_ddp.training.run import Outcome
+from raytrain_ddp.training.session import Session
+from raytrain_ddp.training.world import Ballot
+
+
+def train(config: TrainConfig, task: Task, session: Session) -> Outcome:
+    """Trains to the end, or until asked to stop; goes on from the newest checkpoint if there is one.
+
+    All ranks call it, with the same config.
+    """
+    run = prepare(config, task, session)
+    state, plan = run.state, run.plan
+    cadence = Cadence(config, plan.steps_per_epoch)
+    ballot = Ballot(session.world)
+    signal = 0
+    with closing(run.loader.steps(state.step, cadence.total_steps)) as steps:
+        for slots in run.clock.waits(steps):
+            ballot.cast(session.stop_requested(), cadence.time_to_save())
+            samples = plan.samples(state.step % plan.steps_per_epoch)
+            rate = learning_rate(config, state.step, plan.steps_per_epoch)
+            loss_share = run.stepper(slots, samples, rate)
+            signal, save = ballot.count()
+            if cadence.logs(state.step):
+                run.log(loss_share, rate)
+            if cadence.evaluates(state.step):
+                run.evaluate()
+            if save or signal or cadence.saves(state.step):
+                run.save(cadence)
+            if signal:
+                break
+    session.drain()
+    return run.outcome(cadence.total_steps, signal)

@@ -1,0 +1,130 @@
+"""From a config to everything the loop needs: all choices are made here, none in the loop."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from raytrain_ddp.config import TrainConfig
+from raytrain_ddp.data.loader import TrainLoader
+from raytrain_ddp.data.plan import Plan
+from raytrain_ddp.data.source import Data
+from raytrain_ddp.errors import DataError
+from raytrain_ddp.tasks.task import Task
+from raytrain_ddp.training.run import Run
+from raytrain_ddp.training.optim import build_optimizer
+from raytrain_ddp.training.session import Session
+from raytrain_ddp.training.state import TrainState
+from raytrain_ddp.training.step import Stepper
+from raytrain_ddp.training.world import World, set_up
+
+
+def prepare(config: TrainConfig, task: Task, session: Session) -> Run:
+    """Builds, places, wraps and warms up the model, and goes to the newest checkpoint. All ranks."""
+    world = session.world
+    set_up(world, config.compute)
+    config.require_slots(world.size)
+    session.tell({"kind": "phase", "name": "opening the data"})
+    data = task.train_data()
+    plan = Plan(data.rows, config.slots, config.micro_batch)
+
+    session.tell({"kind": "phase", "name": "preparing the model"})
+    torch.manual_seed(config.seed)  # the same initial weights on all workers
+    model = task.model()
+    parameters = sum(p.numel() for p in model.parameters())
+    if config.compute.channels_last:
+        model = model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+    if config.ddp.sync_batchnorm and world.size > 1:
+        model = nn.SyncBatchNorm.convert_sync_batchnorm(model)
+    model = model.to(world.device)
+    if config.compute.compile:
+        model.compile()
+    net = session.wrap(model, ddp_options(config))
+    if world.size > 1:
+        add_compression(net, config)
+
+    optimizer = build_optimizer(model, config.optim)
+    scaler = torch.amp.GradScaler(world.device.type, enabled=config.compute.precision == "fp16")
+    state = TrainState(model, optimizer, scaler)
+    stepper = Stepper(config, task, state, net, world)
+    loader = train_loader(config, data, plan, world)
+    stepper.warm_up(loader.any_batch())
+
+    fingerprint = data.source.fingerprint()
+    checkpoint = session.latest()
+    if checkpoint is not None:
+        if checkpoint.manifest.data_fingerprint != fingerprint:
+            raise DataError(
+                f"the training data differ from those of {checkpoint.name}: restore them, or start "
+                "anew under another --name."
+            )
+        session.restore_log(state.load(checkpoint))
+    else:
+        session.restore_log([])
+    eval_data = task.eval_data()
+    session.tell(
+        {
+            "kind": "plan",
+            "run": config.name,
+            "start_step": state.step,
+            "total_steps": config.epochs * plan.steps_per_epoch,
+            "steps_per_epoch": plan.steps_per_epoch,
+            "epochs": config.epochs,
+            "batch_size": config.batch_size,
+            "slots": config.slots,
+            "micro_batch": config.micro_batch,
+            "world_size": world.size,
+            "device": device_name(world.device),
+            "parameters": parameters,
+            "train_samples": data.rows,
+            "eval_samples": eval_data.rows if eval_data else 0,
+            "unit": task.unit,
+            "resumed_from": str(checkpoint.name) if checkpoint else None,
+        }
+    )
+    return Run(
+        config, task, session, state, plan, loader, stepper, fingerprint, logged_step=state.step
+    )
+
+
+def ddp_options(config: TrainConfig) -> dict[str, Any]:
+    """Keyword arguments of DistributedDataParallel. Buffers are ours to keep alike: SlotBuffers."""
+    ddp = config.ddp
+    return {
+        "bucket_cap_mb": ddp.bucket_cap_mb,
+        "gradient_as_bucket_view": ddp.gradient_as_bucket_view,
+        "static_graph": ddp.static_graph,
+        "find_unused_parameters": ddp.find_unused_parameters,
+        "broadcast_buffers": False,
+    }
+
+
+def add_compression(net: nn.Module, config: TrainConfig) -> None:
+    """Has DDP send gradients in a shorter type, if the config says so."""
+    from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+
+    hooks = {"bf16": default_hooks.bf16_compress_hook, "fp16": default_hooks.fp16_compress_hook}
+    if config.ddp.compression in hooks:
+        net.register_comm_hook(None, hooks[config.ddp.compression])  # type: ignore[operator]
+
+
+def train_loader(config: TrainConfig, data: Data, plan: Plan, world: World) -> TrainLoader:
+    """This worker's loader."""
+    workers = config.data.workers
+    return TrainLoader(
+        data=data,
+        plan=plan,
+        shuffle=config.data.shuffle,
+        window=config.data.shuffle_window,
+        seed=config.seed,
+        world_size=world.size,
+        rank=world.rank,
+        threads=world.threads if workers == "auto" else workers,
+        prefetch=config.data.prefetch,
+    )
+
+
+def device_name(device: torch.device) -> str:
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type

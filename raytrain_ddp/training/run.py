@@ -1,0 +1,200 @@
+"""A prepared run: its parts, and the acts that a step may be followed by."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections import defaultdict
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from raytrain_ddp.checkpoint.manifest import Manifest
+from raytrain_ddp.config import TrainConfig
+from raytrain_ddp.data.loader import TrainLoader
+from raytrain_ddp.data.plan import Plan
+from raytrain_ddp.errors import DivergedError
+from raytrain_ddp.recipe import to_dict
+from raytrain_ddp.tasks.task import Task
+from raytrain_ddp.training.cadence import Cadence
+from raytrain_ddp.training.evaluate import evaluate, scalars
+from raytrain_ddp.training.session import Session
+from raytrain_ddp.training.state import TrainState
+from raytrain_ddp.training.step import Stepper
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a call of `train` ended. `signal` is that of an interruption, else 0."""
+
+    step: int
+    total_steps: int
+    signal: int
+    best: float | None
+    best_step: int
+    metrics: dict[str, float]
+    seconds: dict[str, float]
+
+    @property
+    def finished(self) -> bool:
+        return self.step >= self.total_steps
+
+
+class Clock:
+    """Seconds by part of the run, and the share of time spent waiting for data."""
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, float] = defaultdict(float)
+        self.started = self._window_started = time.monotonic()
+        self._window_waited = self._window_other = 0.0
+
+    @contextmanager
+    def part(self, name: str) -> Iterator[None]:
+        started = time.monotonic()
+        yield
+        spent = time.monotonic() - started
+        self.seconds[name] += spent
+        self._window_other += spent
+
+    def waits(self, steps: Iterator[T]) -> Iterator[T]:
+        """Passes the items on and counts the time until each comes."""
+        while True:
+            started = time.monotonic()
+            try:
+                item = next(steps)
+            except StopIteration:
+                return
+            waited = time.monotonic() - started
+            self._window_waited += waited
+            self.seconds["data wait"] += waited
+            yield item
+
+    def window(self) -> tuple[float, float]:
+        """(seconds of training, seconds of them waiting for data) since the last call."""
+        now = time.monotonic()
+        spent = max(1e-9, now - self._window_started - self._window_other)
+        waited = self._window_waited
+        self._window_started, self._window_waited, self._window_other = now, 0.0, 0.0
+        return spent, waited
+
+    def elapsed(self) -> float:
+        return time.monotonic() - self.started
+
+
+@dataclass
+class Run:
+    """The parts of a prepared run, and the acts that a step may be followed by."""
+
+    config: TrainConfig
+    task: Task
+    session: Session
+    state: TrainState
+    plan: Plan
+    loader: TrainLoader
+    stepper: Stepper
+    data_fingerprint: str
+    logged_step: int
+    clock: Clock = field(default_factory=Clock)
+    metrics: dict[str, float] = field(default_factory=dict)
+    evaluated_step: int = -1
+
+    def log(self, loss_share: Tensor, rate: float) -> None:
+        """Writes the step's loss and the speed since the last line; all ranks take part.
+
+        The one place where the host waits for the device.
+        """
+        step, world = self.state.step, self.session.world
+        spent, waited = self.clock.window()
+        totals = torch.tensor([loss_share.item(), waited / spent / world.size], dtype=torch.float64)
+        if world.size > 1:
+            dist.all_reduce(totals)
+        loss, data_wait = totals.tolist()
+        if not math.isfinite(loss):
+            raise DivergedError(
+                f"the loss is {loss} at step {step} (learning rate {rate:.3g}). The last checkpoint "
+                "is kept; lower optim.lr, lengthen schedule.warmup_epochs or set optim.clip_norm."
+            )
+        per_epoch = self.plan.steps_per_epoch
+        samples = sum(self.plan.samples(s % per_epoch) for s in range(self.logged_step, step))
+        self.logged_step = step
+        self.session.log(
+            {
+                "kind": "train",
+                "step": step,
+                "epoch": (step - 1) // per_epoch,
+                "loss": loss,
+                "lr": rate,
+                "samples_per_s": samples / spent,
+                "data_wait": data_wait,
+                "seconds": self.clock.elapsed(),
+            }
+        )
+
+    def evaluate(self) -> None:
+        """Evaluates the model as it is; all ranks take part."""
+        data = self.task.eval_data()
+        if data is None:
+            return
+        started = time.monotonic()
+        with self.clock.part("evaluation"):
+            values = evaluate(
+                self.task,
+                self.state.model,
+                data,
+                self.config.micro_batch,
+                self.session.world,
+                self.loader.threads,
+            )
+        self.metrics, self.evaluated_step = scalars(values), self.state.step
+        monitor = self.task.monitor
+        best = self.state.improve(self.metrics[monitor], self.task.goal)
+        self.session.log(
+            {
+                "kind": "eval",
+                "step": self.state.step,
+                "epoch": (self.state.step - 1) // self.plan.steps_per_epoch,
+                "metrics": self.metrics,
+                "monitor": monitor,
+                "best": best,
+                "seconds": time.monotonic() - started,
+            }
+        )
+
+    def save(self, cadence: Cadence) -> None:
+        """Has a snapshot committed in the background; all ranks take part.
+
+        The training waits for the copy to the host, and for the commit before if it is not done.
+        """
+        step, world = self.state.step, self.session.world
+        metrics = self.metrics if self.evaluated_step == step else {}
+        snapshot = None
+        with self.clock.part("checkpoints"):
+            self.session.drain()
+            if world.is_main:
+                manifest = Manifest(
+                    step=step,
+                    epoch=step // self.plan.steps_per_epoch,
+                    attempt=0,  # the recorder's to say
+                    world_size=world.size,
+                    config=to_dict(self.config),
+                    data_fingerprint=self.data_fingerprint,
+                    metrics=metrics,
+                    finished=step >= cadence.total_steps,
+                )
+                snapshot = self.state.snapshot(manifest, self.session.records())
+            self.session.report({**metrics, "step": step}, snapshot)
+        cadence.saved()
+
+    def outcome(self, total_steps: int, signal: int) -> Outcome:
+        state, seconds = self.state, dict(self.clock.seconds)
+        seconds["total"] = self.clock.elapsed()
+        return Outcome(
+            state.step, total_steps, signal, state.best, state.best_step, self.metrics, seconds
+        )

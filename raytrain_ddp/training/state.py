@@ -1,0 +1,94 @@
+"""All that a run is at a step; what can be computed from (config, step) is not in it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from raytrain_ddp.checkpoint.manifest import Manifest
+from raytrain_ddp.checkpoint.snapshot import (
+    HostSnapshot,
+    decode_tensors,
+    encode_tensors,
+    flatten_state,
+    unflatten_state,
+)
+from raytrain_ddp.checkpoint.store import Checkpoint
+from raytrain_ddp.training.session import Record, Snapshot
+
+
+@dataclass
+class TrainState:
+    """Model, optimizer and scaler after `step` optimizer steps, and the best evaluation so far."""
+
+    model: nn.Module
+    optimizer: torch.optim.Optimizer
+    scaler: torch.amp.GradScaler
+    step: int = 0
+    best: float | None = None
+    best_step: int = 0
+    _host: HostSnapshot = field(default_factory=HostSnapshot, repr=False)
+
+    def snapshot(self, manifest: Manifest, log: Sequence[Record]) -> Snapshot:
+        """Copies the state to the host; later steps do not touch the copy, the next snapshot does."""
+        optimizer, rest = flatten_state(self.optimizer.state_dict())
+        named = {f"model/{k}": v for k, v in self.model.state_dict().items()}
+        named |= {f"optimizer/{k}": v for k, v in optimizer.items()}
+        copies = self._host.take(named)
+        progress = {
+            "step": self.step,
+            "best": self.best,
+            "best_step": self.best_step,
+            "scaler": self.scaler.state_dict(),
+            "optimizer": rest,
+        }
+        return Snapshot(
+            manifest=manifest,
+            tensors={stem: _below(stem, copies) for stem in ("model", "optimizer")},
+            documents={"state.json": progress, "log.json": list(log)},
+        )
+
+    def load(self, checkpoint: Checkpoint) -> list[Record]:
+        """Becomes the state in `checkpoint`; returns the log up to it."""
+        load_model(self.model, checkpoint)
+        progress = json.loads(checkpoint.read("state.json"))
+        tensors = decode_tensors(checkpoint.read("optimizer.safetensors"))
+        self.optimizer.load_state_dict(unflatten_state(tensors, progress["optimizer"]))
+        if progress["scaler"]:
+            self.scaler.load_state_dict(progress["scaler"])
+        self.step = progress["step"]
+        self.best, self.best_step = progress["best"], progress["best_step"]
+        log: list[Record] = json.loads(checkpoint.read("log.json"))
+        return log
+
+    def improve(self, value: float, goal: str) -> bool:
+        """Notes an evaluation after the current step; whether it is the best so far."""
+        better = self.best is None or (value > self.best if goal == "max" else value < self.best)
+        if better:
+            self.best, self.best_step = value, self.step
+        return better
+
+
+def load_model(model: nn.Module, checkpoint: Checkpoint) -> None:
+    """Loads the weights of `checkpoint` into `model`."""
+    model.load_state_dict(decode_tensors(checkpoint.read("model.safetensors")))
+
+
+def encode(snapshot: Snapshot) -> dict[str, bytes]:
+    """The files of a checkpoint, without its manifest."""
+    files = {f"{stem}.safetensors": encode_tensors(t) for stem, t in snapshot.tensors.items()}
+    documents = {name: json.dumps(value).encode() for name, value in snapshot.documents.items()}
+    return {**files, **documents}
+
+
+def _below(stem: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    prefix = stem + "/"
+    return {k.removeprefix(prefix): v for k, v in tensors.items() if k.startswith(prefix)}
+
+
+

@@ -1,0 +1,156 @@
+"""One optimizer step over this worker's slots."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from raytrain_ddp.config import TrainConfig
+from raytrain_ddp.data.loader import Slot
+from raytrain_ddp.data.source import Batch
+from raytrain_ddp.tasks.task import Task
+from raytrain_ddp.training.state import TrainState
+from raytrain_ddp.training.world import World, seed_slot
+
+_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+class Stepper:
+    """Forward, backward and update.
+
+    The loss of a slot counts by its share of the step's samples, so uneven deals and a short last
+    step are exact. DDP divides gradients by the world size; the weight takes that back.
+    """
+
+    def __init__(
+        self, config: TrainConfig, task: Task, state: TrainState, net: nn.Module, world: World
+    ) -> None:
+        self._config, self._task, self._state, self._net = config, task, state, net
+        self._world = world
+        self._buffers = SlotBuffers(state.model, world)
+        self._clip = config.optim.clip_norm
+        dtype = _DTYPES[config.compute.precision]
+        self._autocast = lambda: torch.autocast(
+            world.device.type, dtype, enabled=dtype is not torch.float32
+        )
+
+    def __call__(self, slots: list[Slot], samples: int, lr: float) -> Tensor:
+        """Takes one step; all ranks take part.
+
+        Returns this worker's share of the mean loss over the step's `samples`, shape (), on the
+        device: the shares of all workers add up to it.
+        """
+        state, device = self._state, self._world.device
+        for group in state.optimizer.param_groups:
+            group["lr"] = lr
+        state.optimizer.zero_grad(set_to_none=True)
+        self._buffers.begin()
+        loss_share = torch.zeros((), device=device)
+        working = [slot for slot in slots if slot.samples] or slots[:1]
+        for slot in working:
+            weight = slot.samples / samples
+            seed_slot(device, self._config.seed, slot.step, slot.index)
+            self._buffers.rewind()
+            with self._synced(slot is working[-1]), self._training(bool(slot.samples)):
+                loss = self._forward(slot.batch)
+                state.scaler.scale(loss * (weight * self._world.size)).backward()
+            self._buffers.add(weight)
+            loss_share += loss.detach() * weight
+        self._buffers.finish()
+        if self._clip:
+            state.scaler.unscale_(state.optimizer)
+            nn.utils.clip_grad_norm_(state.model.parameters(), self._clip)
+        state.scaler.step(state.optimizer)
+        state.scaler.update()
+        state.step += 1
+        return loss_share
+
+    def warm_up(self, batch: Batch) -> None:
+        """Two passes that leave no trace; all ranks take part.
+
+        DDP lays its gradient buckets anew after the first backward pass, and so sums in another order
+        from then on. Done before a state is loaded, a resumed run sums as an uninterrupted one.
+        """
+        buffers = [buffer.clone() for buffer in self._state.model.buffers()]
+        for _ in range(2):
+            self._forward(batch).backward()
+            self._state.optimizer.zero_grad(set_to_none=True)
+        for buffer, before in zip(self._state.model.buffers(), buffers, strict=True):
+            buffer.copy_(before)
+
+    def _forward(self, batch: Batch) -> Tensor:
+        with self._autocast():
+            return self._task.loss(self._net, to_device(batch, self._world.device))
+
+    def _synced(self, last: bool) -> AbstractContextManager[None]:
+        """Gradients are all-reduced in the backward pass of the last slot only."""
+        if last or not isinstance(self._net, DistributedDataParallel):
+            return nullcontext()
+        no_sync: AbstractContextManager[None] = self._net.no_sync()
+        return no_sync
+
+    @contextmanager
+    def _training(self, counts: bool) -> Iterator[None]:
+        """A slot without samples joins the collectives in evaluation mode: it leaves no statistics."""
+        self._net.train(counts)
+        yield
+        self._net.train()
+
+
+class SlotBuffers:
+    """Buffers (batch-norm statistics) as a function of all slots, not of one worker's.
+
+    Each slot starts from the buffers at the begin of the step; their changes are averaged over all
+    slots by samples. DDP's own way, rank 0's buffers for all, would tie them to the deal.
+    """
+
+    def __init__(self, model: nn.Module, world: World) -> None:
+        by_type: dict[torch.dtype, list[Tensor]] = {}
+        for buffer in model.buffers():
+            by_type.setdefault(buffer.dtype, []).append(buffer)
+        self._groups = [group for dtype, group in by_type.items() if dtype is not torch.bool]
+        self._world = world
+
+    def begin(self) -> None:
+        self._start = [_flat(group) for group in self._groups]
+        self._change = [torch.zeros_like(start, dtype=torch.float64) for start in self._start]
+
+    def rewind(self) -> None:
+        for group, start in zip(self._groups, self._start, strict=True):
+            _spread(start, group)
+
+    def add(self, weight: float) -> None:
+        for group, start, change in zip(self._groups, self._start, self._change, strict=True):
+            change.add_(_flat(group) - start, alpha=weight)
+
+    def finish(self) -> None:
+        """All ranks take part."""
+        if not self._groups:
+            return
+        if self._world.size > 1:
+            together = torch.cat(self._change)
+            dist.all_reduce(together)
+            self._change = list(together.split([len(change) for change in self._change]))
+        for group, start, change in zip(self._groups, self._start, self._change, strict=True):
+            new = start + change
+            _spread(new.to(start.dtype) if start.is_floating_point() else new.round(), group)
+
+
+def to_device(batch: Batch, device: torch.device) -> Mapping[str, Tensor]:
+    """The batch on `device`; from page-locked memory the copy runs beside other work."""
+    return {name: tensor.to(device, non_blocking=True) for name, tensor in batch.items()}
+
+
+def _flat(buffers: list[Tensor]) -> Tensor:
+    return torch.cat([buffer.reshape(-1) for buffer in buffers])
+
+
+def _spread(values: Tensor, buffers: list[Tensor]) -> None:
+    """Writes a flat vector into the buffers, in one kernel on a GPU."""
+    pieces = values.split([buffer.numel() for buffer in buffers])
+    torch._foreach_copy_(buffers, [p.view_as(b) for p, b in zip(pieces, buffers, strict=True)])
