@@ -62,7 +62,11 @@ def to_png(grey: np.ndarray) -> bytes:
 def split_rows(labels: np.ndarray) -> dict[str, np.ndarray]:
     """Indices of both splits: stratified, and shuffled, as the source is ordered by writer."""
     train, test = train_test_split(
-        np.arange(len(labels)), test_size=TEST_ROWS, stratify=labels, shuffle=True, random_state=SPLIT_SEED
+        np.arange(len(labels)),
+        test_size=TEST_ROWS,
+        stratify=labels,
+        shuffle=True,
+        random_state=SPLIT_SEED,
     )
     return {"train": train, "test": test}
 
@@ -95,7 +99,10 @@ def build() -> dict[str, bytes]:
     images, labels = to_grey(digits.images), digits.target
     tables = {name: to_table(images, labels, rows) for name, rows in split_rows(labels).items()}
     candidates = [
-        {f"{name}-00000-of-00001.parquet": encode(table, compression) for name, table in tables.items()}
+        {
+            f"{name}-00000-of-00001.parquet": encode(table, compression)
+            for name, table in tables.items()
+        }
         for compression in ("none", "zstd")
     ]
     return min(candidates, key=lambda files: sum(map(len, files.values())))
@@ -106,7 +113,9 @@ def check(folder: Path) -> None:
     source = to_grey(load_digits().images)
     seen: set[str] = set()
     for name, per_class in PER_CLASS.items():
-        table = pq.read_table(folder / f"{name}-00000-of-00001.parquet", page_checksum_verification=True)
+        table = pq.read_table(
+            folder / f"{name}-00000-of-00001.parquet", page_checksum_verification=True
+        )
         counts = Counter(table["label"].to_pylist())
         assert [counts[digit] for digit in range(10)] == per_class, (name, counts)
         for cell in table["image"].to_pylist():
@@ -114,13 +123,19 @@ def check(folder: Path) -> None:
             seen.add(cell["path"])
             with Image.open(io.BytesIO(cell["bytes"])) as image:
                 assert image.mode == "L", (cell["path"], image.mode)
-                assert np.array_equal(np.asarray(image), source[int(cell["path"][6:11])]), cell["path"]
+                assert np.array_equal(np.asarray(image), source[int(cell["path"][6:11])]), cell[
+                    "path"
+                ]
     assert len(seen) == len(source), len(seen)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Build the digits dataset that ships with the package.")
-    parser.add_argument("--out", type=Path, default=OUT, help="folder to write to (default: the package's)")
+    parser = argparse.ArgumentParser(
+        description="Build the digits dataset that ships with the package."
+    )
+    parser.add_argument(
+        "--out", type=Path, default=OUT, help="folder to write to (default: the package's)"
+    )
     folder = parser.parse_args().out
     folder.mkdir(parents=True, exist_ok=True)
     for name, content in build().items():

@@ -1,6 +1,7 @@
 """The exceptions of raytrain_ddp, and the exit status that each stands for.
 
     RaytrainError            1
+    ├── TaskError            1   the user's own code raised; the message is its traceback
     ├── ConfigError          2   a flag, field or name is wrong; also a changed config on resume
     ├── PreflightError       3   the environment cannot run this: resources, storage, versions
     ├── DataError            4   the data are missing, damaged or not what the config says
@@ -23,6 +24,10 @@ from collections.abc import Iterable
 class RaytrainError(Exception):
     """One line that says what is wrong, where, and what to do about it."""
 
+    exit_status = 1
+
+
+class TaskError(RaytrainError):
     exit_status = 1
 
 

@@ -40,9 +40,9 @@ class DataConfig:
     """none; shift: pad by image_size / 8 and crop back; crop: random resized crop. See flip."""
     flip: bool = False
     """Mirror half of the training images left to right."""
-    mean: tuple[float, float, float] = (0.5, 0.5, 0.5)
+    mean: tuple[float, float, float] = (0.485, 0.456, 0.406)
     """Per-channel mean of the images (RGB, scale 0 to 1), subtracted on the device."""
-    std: tuple[float, float, float] = (0.25, 0.25, 0.25)
+    std: tuple[float, float, float] = (0.229, 0.224, 0.225)
     """Per-channel standard deviation of the images (RGB, scale 0 to 1)."""
     shuffle: Literal["full", "block"] = "full"
     """full: any row may follow any other; block: blocks (Parquet row groups) are permuted, then the
@@ -63,7 +63,9 @@ class DataConfig:
             self.workers == "auto" or self.workers >= 0,
             f"data.workers = {self.workers}: must be 'auto', 0 or more.",
         )
-        require(bool(self.source), "data.source is empty: give a folder, Parquet files or 'digits'.")
+        require(
+            bool(self.source), "data.source is empty: give a folder, Parquet files or 'digits'."
+        )
 
 
 @dataclass(frozen=True)
@@ -99,7 +101,7 @@ class OptimConfig:
     """Weight decay; not applied to biases and norm layers."""
     clip_norm: float = 0.0
     """Clip the norm of the whole gradient to this; 0: do not clip."""
-    label_smoothing: float = 0.0
+    label_smoothing: float = 0.1
     """Label smoothing of the cross entropy."""
 
     def __post_init__(self) -> None:

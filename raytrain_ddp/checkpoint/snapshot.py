@@ -103,7 +103,7 @@ def encode_tensors(tensors: Mapping[str, Tensor]) -> memoryview:
     for name, tensor in ordered:
         start, end = (len(head) + offset for offset in header[name]["data_offsets"])
         data[start:end].view(tensor.dtype).view(tensor.shape).copy_(tensor.detach())
-    return memoryview(data.numpy())
+    return data.numpy().data
 
 
 def decode_tensors(data: BytesLike) -> dict[str, Tensor]:
@@ -190,10 +190,8 @@ def _unflatten(node: Any, tensors: Mapping[str, Tensor]) -> Any:
     if node is None or isinstance(node, (bool, int, float, str)):
         return node
     match node:
-        case {"tensor": name, "order": order}:
-            return _laid_out(tensors[name], order)
         case {"tensor": name}:
-            return tensors[name]
+            return _laid_out(tensors[name], node["order"]) if "order" in node else tensors[name]
         case {"dict": items, "metadata": versions}:
             state = OrderedDict((key, _unflatten(item, tensors)) for key, item in items)
             state._metadata = _unflatten(versions, tensors)  # type: ignore[attr-defined]

@@ -173,7 +173,7 @@ def open_storage(uri: str) -> Storage:
     def connect() -> None:  # S3 looks up the bucket's region already in from_uri
         try:
             if "://" in uri:
-                fs, path = pafs.FileSystem.from_uri(uri)
+                fs, path = _from_uri(uri)
             elif uri:
                 fs, path = pafs.LocalFileSystem(), os.path.abspath(os.path.expanduser(uri))
             else:
@@ -213,6 +213,15 @@ def without_secrets(uri: str) -> str:
     if query and "@" in query[0]:  # an unquoted "?" in a password, or an "@" in the query
         return f"{scheme}://***"
     return f"{scheme}://{place.rpartition('@')[2]}"
+
+
+def _from_uri(uri: str) -> Any:
+    if uri.startswith("s3://"):
+        # A small file is then one PUT instead of the three requests of a multipart upload.
+        with suppress(ValueError):  # pyarrow 17 does not know the parameter yet
+            extra = ("&" if "?" in uri else "?") + "allow_delayed_open=true"
+            return pafs.FileSystem.from_uri(uri + extra)
+    return pafs.FileSystem.from_uri(uri)
 
 
 def _reason(uri: str, error: Exception) -> str:

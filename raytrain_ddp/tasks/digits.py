@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
-
 from torch import Tensor, nn
 
 
 class DigitsCNN(nn.Module):
-    """Three convolution stages, global average pooling, a linear head."""
+    """Four convolution blocks, global average pooling, a linear head; 0.13 M parameters."""
 
     def __init__(self, classes: int, dropout: float = 0.0) -> None:
         super().__init__()
         self.features = nn.Sequential(
-            _stage(3, 32), _stage(32, 64), nn.MaxPool2d(2), _stage(64, 128)
+            _block(3, 32, stride=1),
+            _block(32, 64, stride=1),
+            _block(64, 64, stride=2),
+            _block(64, 128, stride=2),
         )
         self.dropout = nn.Dropout(dropout)
         self.head = nn.Linear(128, classes)
@@ -24,11 +25,9 @@ class DigitsCNN(nn.Module):
         return logits
 
 
-def _stage(inputs: int, outputs: int) -> nn.Sequential:
+def _block(inputs: int, outputs: int, stride: int) -> nn.Sequential:
     return nn.Sequential(
-        OrderedDict(
-            conv=nn.Conv2d(inputs, outputs, 3, padding=1, bias=False),
-            norm=nn.BatchNorm2d(outputs),
-            relu=nn.ReLU(),
-        )
+        nn.Conv2d(inputs, outputs, 3, stride, padding=1, bias=False),
+        nn.BatchNorm2d(outputs),
+        nn.ReLU(inplace=True),
     )

@@ -9,7 +9,9 @@ from pathlib import Path
 from raytrain_ddp.errors import ConfigError, did_you_mean
 
 DIGITS = "digits-cnn"
-_REGISTERED = re.compile(r'@register_model\((?:name="(?P<given>\w+)")?\)[\s\S]*?\ndef (?P<name>\w+)')
+_REGISTERED = re.compile(
+    r'@register_model\((?:name="(?P<given>\w+)")?\)[\s\S]*?\ndef (?P<name>\w+)'
+)
 
 
 def known_models() -> list[str]:

@@ -14,10 +14,11 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from raytrain_ddp.checkpoint.layout import checkpoint_store, run_storage
 from raytrain_ddp.checkpoint.store import Checkpoint, CheckpointName, CheckpointStore
 from raytrain_ddp.config import TrainConfig
 from raytrain_ddp.errors import RaytrainError
-from raytrain_ddp.training.recorder import CHECKPOINTS, Best, Recorder, run_storage
+from raytrain_ddp.training.recorder import Best, Recorder
 from raytrain_ddp.training.session import Record, Snapshot
 from raytrain_ddp.training.world import World, broadcast
 
@@ -34,7 +35,7 @@ class LocalSession:
     ) -> None:
         self.world = world
         self._show = show
-        self._store = CheckpointStore(run_storage(config).join(CHECKPOINTS))
+        self._store = checkpoint_store(run_storage(config))
         self._recorder = Recorder(config, best, show) if world.is_main else None
         self._committer = ThreadPoolExecutor(1, thread_name_prefix="committer")
         self._commit: Future[Checkpoint] | None = None

@@ -21,9 +21,7 @@ def build_optimizer(model: nn.Module, config: OptimConfig) -> torch.optim.Optimi
     groups = [group for group in groups if group["params"]]
     if config.name == "adamw":
         return torch.optim.AdamW(groups, lr=config.lr, betas=config.betas)
-    return torch.optim.SGD(
-        groups, lr=config.lr, momentum=config.momentum, nesterov=config.nesterov
-    )
+    return torch.optim.SGD(groups, lr=config.lr, momentum=config.momentum, nesterov=config.nesterov)
 
 
 def learning_rate(config: TrainConfig, step: int, steps_per_epoch: int) -> float:

@@ -13,8 +13,8 @@ from raytrain_ddp.data.plan import Plan
 from raytrain_ddp.data.source import Data
 from raytrain_ddp.errors import DataError
 from raytrain_ddp.tasks.task import Task
-from raytrain_ddp.training.run import Run
 from raytrain_ddp.training.optim import build_optimizer
+from raytrain_ddp.training.run import Run
 from raytrain_ddp.training.session import Session
 from raytrain_ddp.training.state import TrainState
 from raytrain_ddp.training.step import Stepper

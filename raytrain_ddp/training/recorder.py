@@ -15,20 +15,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import IO, Any
 
-from raytrain_ddp.checkpoint.storage import Storage, open_storage
+from raytrain_ddp.checkpoint.layout import METRICS_FILE, TENSORBOARD, checkpoint_store, run_storage
 from raytrain_ddp.checkpoint.store import Checkpoint, CheckpointName, CheckpointStore
 from raytrain_ddp.config import TrainConfig
 from raytrain_ddp.training.session import Record, Snapshot
 from raytrain_ddp.training.state import encode
-
-METRICS_FILE = "metrics.jsonl"
-CHECKPOINTS = "checkpoints"
-TENSORBOARD = "tensorboard"
-
-
-def run_storage(config: TrainConfig) -> Storage:
-    """Where a run keeps its files: `storage`/`name`."""
-    return open_storage(f"{config.storage.rstrip('/')}/{config.name}")
 
 
 class Recorder:
@@ -41,7 +32,7 @@ class Recorder:
     def __init__(self, config: TrainConfig, best: Best, tell: Callable[[Record], None]) -> None:
         self._run = run_storage(config)
         self._run.mkdir()
-        self.store = CheckpointStore(self._run.join(CHECKPOINTS))
+        self.store = checkpoint_store(self._run)
         self.store.storage.mkdir()
         self.store.sweep()
         self._attempt = self.store.next_attempt()

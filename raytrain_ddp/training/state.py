@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -89,6 +88,3 @@ def encode(snapshot: Snapshot) -> dict[str, bytes]:
 def _below(stem: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     prefix = stem + "/"
     return {k.removeprefix(prefix): v for k, v in tensors.items() if k.startswith(prefix)}
-
-
-

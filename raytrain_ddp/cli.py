@@ -1,0 +1,77 @@
+"""Command lines: a recipe, flags from the dataclasses, errors in one line with their status."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Annotated, TypeVar
+
+import tyro
+
+from raytrain_ddp.config import TrainConfig
+from raytrain_ddp.errors import RaytrainError
+from raytrain_ddp.recipe import load, shipped_recipes
+
+Args = TypeVar("Args")
+
+
+@dataclass(frozen=True)
+class FitArgs:
+    """Train a model on Ray: one worker per GPU, on this machine or on a cluster.
+
+    Without arguments it trains a small network on handwritten digits with two CPU workers. The same
+    command again goes on where the run stopped; all randomness follows from the seed.
+    """
+
+    config: Annotated[TrainConfig, tyro.conf.arg(name="")]
+    recipe: Annotated[str | None, tyro.conf.Positional] = None
+    """A recipe (.toml) or the name of a shipped one; must come first. Flags win over it."""
+    print_config: bool = False
+    """Print the resolved config as TOML, and do nothing else."""
+    dry_run: bool = False
+    """Print what would be done (batches, steps, learning rate, sizes, workers); take no worker."""
+    local: bool = False
+    """Without Ray: in this process, or under torchrun."""
+    address: str | None = None
+    """A running Ray cluster (auto: the one on this machine). Default: RAY_ADDRESS, else embedded."""
+    dashboard: bool = False
+    """Start the embedded Ray with its dashboard."""
+
+
+def parse_fit(argv: Sequence[str]) -> FitArgs:
+    """Raises ConfigError for a recipe, SystemExit (2) for a flag that is wrong."""
+    recipe, rest = _split_recipe(argv)
+    config = load(recipe) if recipe else TrainConfig()
+    names = ", ".join(shipped_recipes())
+    return tyro.cli(
+        FitArgs,
+        prog="python -m raytrain_ddp.fit",
+        description=f"{FitArgs.__doc__}\n\nShipped recipes: {names}.",
+        args=[*([recipe] if recipe else []), *rest],
+        default=FitArgs(config=config),
+    )
+
+
+def run_door(main: Callable[[Sequence[str]], int]) -> None:
+    """Runs a door's main with the command line, and exits with its status.
+
+    An error of ours is one line (or its own few) on standard error, without a traceback.
+    """
+    try:
+        status = main(sys.argv[1:])
+    except RaytrainError as error:
+        print(f"error: {error}", file=sys.stderr)
+        status = error.exit_status
+    except KeyboardInterrupt as stop:
+        print("stopped", file=sys.stderr)
+        number = stop.args[0] if stop.args and isinstance(stop.args[0], int) else 2
+        status = 128 + number
+    sys.exit(status)
+
+
+def _split_recipe(argv: Sequence[str]) -> tuple[str | None, list[str]]:
+    """The recipe is the first argument, if that is no flag."""
+    if argv and not argv[0].startswith("-"):
+        return argv[0], list(argv[1:])
+    return None, list(argv)

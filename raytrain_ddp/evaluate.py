@@ -1,0 +1,144 @@
+"""``python -m raytrain_ddp.evaluate RUN|CHECKPOINT``: exact metrics of a checkpoint."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+import tyro
+
+from raytrain_ddp.cli import run_door
+from raytrain_ddp.errors import CheckpointError, ConfigError, did_you_mean
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from raytrain_ddp.checkpoint.store import Checkpoint
+    from raytrain_ddp.config import TrainConfig
+    from raytrain_ddp.tasks.task import Task
+
+
+@dataclass(frozen=True)
+class EvaluateArgs:
+    """Evaluate a checkpoint, each sample once, in this process.
+
+    The figures are those that training printed, to the last digit on the same kind of device.
+    """
+
+    run: Annotated[str, tyro.conf.Positional]
+    """A run's folder, its name below runs/, or one checkpoint's folder."""
+    checkpoint: Literal["best", "last"] = "best"
+    """Which of a run's checkpoints."""
+    data: str | None = None
+    """Evaluate on this data source instead (as --data.source of fit)."""
+    per_class: bool = False
+    """Add a table with precision and recall of each class."""
+    device: str = "auto"
+    """cpu, cuda, cuda:1, ...; auto: a GPU if there is one."""
+
+
+def main(argv: Sequence[str]) -> int:
+    """Returns the exit status."""
+    args = tyro.cli(EvaluateArgs, prog="python -m raytrain_ddp.evaluate", args=list(argv))
+    checkpoint = find_checkpoint(args.run, args.checkpoint)
+    config = _config(checkpoint, args.data)
+    import torch
+
+    from raytrain_ddp.tasks.task import load_task
+    from raytrain_ddp.training.evaluate import evaluate, scalars
+    from raytrain_ddp.training.state import load_model
+    from raytrain_ddp.training.world import World, set_up
+
+    cuda = torch.cuda.is_available()
+    device = torch.device(args.device if args.device != "auto" else "cuda" if cuda else "cpu")
+    world = World(0, 1, device.index or 0, device, torch.get_num_threads())
+    set_up(world, config.compute)
+    task = load_task(config)
+    data = task.eval_data()
+    if data is None:
+        raise ConfigError("there is no evaluation set: give one with --data.")
+    model = task.model()
+    load_model(model, checkpoint)
+    metrics = task.metrics()
+    if args.per_class:
+        if not hasattr(task, "per_class_metrics"):
+            raise ConfigError(f"task = {config.task!r} has no per_class_metrics().")
+        metrics = task.per_class_metrics()
+    values = evaluate(
+        task, model.to(device), data, config.micro_batch, world, world.threads, metrics
+    )
+    _print(checkpoint, data.rows, task, scalars(values))
+    if args.per_class:
+        _print_classes(task, values["classes"])
+    return 0
+
+
+def find_checkpoint(place: str, which: Literal["best", "last"]) -> Checkpoint:
+    """Raises CheckpointError if there is none at `place`, or it is damaged."""
+    from pathlib import Path
+
+    from raytrain_ddp.checkpoint.layout import CHECKPOINTS, checkpoint_store, read_history
+    from raytrain_ddp.checkpoint.storage import open_storage
+    from raytrain_ddp.checkpoint.store import MANIFEST_FILE, CheckpointName, CheckpointStore
+
+    if "://" not in place and not Path(place).exists() and (Path("runs") / place).is_dir():
+        place = str(Path("runs") / place)
+    folder = open_storage(place)
+    if folder.exists(MANIFEST_FILE):
+        parent, _, name = place.rstrip("/").rpartition("/")
+        parsed = CheckpointName.parse(name)
+        if parsed is None:
+            raise CheckpointError(f"{place}: not the name of a checkpoint (step-...-a...).")
+        return _verified(CheckpointStore(open_storage(parent or ".")).open(parsed))
+    store = checkpoint_store(folder)
+    names = store.names()
+    if not names:
+        runs = [path.name for path in Path("runs").glob("*/")] if Path("runs").is_dir() else []
+        raise CheckpointError(
+            f"{place}: no checkpoint there (looked for {CHECKPOINTS}/).{did_you_mean(place, runs)}"
+        )
+    if which == "best":
+        bests = [r["step"] for r in read_history(folder) if r["kind"] == "eval" and r["best"]]
+        names = [name for name in names if bests and name.step == bests[-1]] or names
+    return _verified(store.open(names[0]))
+
+
+def _verified(checkpoint: Checkpoint) -> Checkpoint:
+    checkpoint.verify()
+    return checkpoint
+
+
+def _config(checkpoint: Checkpoint, data: str | None) -> TrainConfig:
+    from raytrain_ddp.recipe import from_dict
+
+    config = from_dict(dict(checkpoint.manifest.config), where=str(checkpoint))
+    if data is None:
+        return config
+    return replace(config, data=replace(config.data, eval_source=data))
+
+
+def _print(checkpoint: Checkpoint, rows: int, task: Task, values: dict[str, float]) -> None:
+    print(f"{checkpoint}")
+    print(f"{rows} {task.unit}, each once")
+    for name, value in values.items():
+        print(f"  {name:<8} {value:.6f}")
+
+
+def _print_classes(task: Any, counts: Tensor) -> None:
+    """counts: (classes, 5): tp, fp, tn, fn, support."""
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table("class", "samples", "right", "precision", "recall", box=None)
+    for column in table.columns[1:]:
+        column.justify = "right"
+    for name, (tp, fp, _, fn, support) in zip(task.class_names, counts.tolist(), strict=True):
+        precision = f"{tp / (tp + fp):.4f}" if tp + fp else "-"
+        recall = f"{tp / (tp + fn):.4f}" if tp + fn else "-"
+        table.add_row(name, str(support), str(tp), precision, recall)
+    Console().print(table)
+
+
+if __name__ == "__main__":
+    run_door(main)

@@ -1,0 +1,45 @@
+"""``python -m raytrain_ddp.fit [RECIPE] [flags]``: train."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from types import ModuleType
+from typing import Any
+
+from raytrain_ddp.cli import parse_fit, run_door
+
+
+def main(argv: Sequence[str]) -> int:
+    """Returns the exit status."""
+    args = parse_fit(argv)
+    if args.print_config:
+        from raytrain_ddp.recipe import dumps
+
+        print(dumps(args.config), end="")
+        return 0
+    if args.dry_run:
+        from raytrain_ddp.orchestration.dry_run import dry_run
+
+        print(dry_run(args.config))
+        return 0
+    from raytrain_ddp.orchestration.driver import fit, fit_locally
+
+    if args.local:
+        return fit_locally(args.config).exit_status
+    return fit(args.config, address=args.address, dashboard=args.dashboard).exit_status
+
+
+class _Door(ModuleType):
+    """Lets ``raytrain_ddp.fit(config)`` work also where this module hides the function `fit`."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        from raytrain_ddp.orchestration.driver import fit
+
+        return fit(*args, **kwargs)
+
+
+sys.modules[__name__].__class__ = _Door
+
+if __name__ == "__main__":
+    run_door(main)

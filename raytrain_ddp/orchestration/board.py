@@ -1,0 +1,31 @@
+"""What the workers and the driver tell each other while a run lasts.
+
+A small actor: rank 0 pushes events, the driver takes them, and a wish to stop goes the other way as
+the answer to a push. Imports nothing, so that its process starts fast.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+
+class Board:
+    """Events in order, and the signal by which the run shall stop."""
+
+    def __init__(self) -> None:
+        self._events: list[Mapping[str, Any]] = []
+        self._stop = 0
+
+    def push(self, events: list[Mapping[str, Any]]) -> int:
+        """Adds events; returns the number of the signal that asks for an end, else 0."""
+        self._events += events
+        return self._stop
+
+    def take(self) -> list[Mapping[str, Any]]:
+        """The events since the last call."""
+        events, self._events = self._events, []
+        return events
+
+    def ask_stop(self, signal_number: int) -> None:
+        self._stop = signal_number

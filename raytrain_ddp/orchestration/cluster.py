@@ -1,0 +1,132 @@
+"""A Ray to run on: an embedded one, or a cluster that is there already."""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from raytrain_ddp.config import TrainConfig
+from raytrain_ddp.errors import PreflightError
+from raytrain_ddp.orchestration.resources import (
+    Layout,
+    choose_layout,
+    missing,
+    refuse,
+    this_machine,
+)
+from raytrain_ddp.tasks.task import BUILT_IN
+
+# Read by Ray Train in the driver; each may be set by the user.
+_SETTINGS = {
+    "RAY_TRAIN_HEALTH_CHECK_INTERVAL_S": "0.5",  # a report waits for this poll (default 2 s)
+    "RAY_TRAIN_ENABLE_PRINT_PATCH": "0",  # else each print of a worker comes twice
+    "RAY_CHDIR_TO_TRIAL_DIR": "0",  # workers stay in the driver's folder
+    "RAY_ENABLE_UV_RUN_RUNTIME_ENV": "0",  # workers use the environment that is there
+    "RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S": "120",
+    "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
+}
+
+
+@contextmanager
+def cluster(
+    config: TrainConfig, address: str | None, dashboard: bool, tell: Callable[[str], None]
+) -> Iterator[Layout]:
+    """Connects to Ray, or starts one for this run and ends it afterwards.
+
+    Yields:
+        the workers that this cluster can place.
+
+    Raises:
+        PreflightError: there is no Ray at the address, or it is too small; before anything is
+            started where it is the embedded one that is too small.
+    """
+    for name, value in _SETTINGS.items():
+        os.environ.setdefault(name, value)
+    address = address or os.environ.get("RAY_ADDRESS")
+    if not address:
+        have = this_machine()
+        layout = choose_layout(config, have)
+        if config.scaling.num_workers == "auto":  # the default runs on one core too
+            have["CPU"] = max(have["CPU"], layout.least_needed()["CPU"])
+        refuse(layout, have, "this machine")
+    tell("starting Ray" if not address else f"connecting to Ray at {address}")
+    import ray
+
+    ours = not ray.is_initialized()
+    # torch is dragged in by Ray Train: load it while Ray's own processes start.
+    loading = threading.Thread(target=_import_ray_train, name="import-ray-train", daemon=True)
+    loading.start()
+    if ours:
+        options: dict[str, Any] = {"log_to_driver": False, "logging_level": "ERROR"}
+        if not address:
+            options |= {"address": "local", "num_cpus": int(have["CPU"])}
+            options["include_dashboard"] = dashboard
+        else:
+            options |= {"address": address, "runtime_env": _shipped(config)}
+        try:
+            ray.init(**options)
+        except (ConnectionError, RuntimeError, ValueError) as error:
+            raise PreflightError(
+                f"no Ray at {address or 'this machine'}: {str(error).splitlines()[0]}"
+            ) from error
+    try:
+        if address or not ours:
+            layout = _wait_for(config, ray.cluster_resources, tell)
+        if loading.is_alive():
+            tell("loading torch")
+            loading.join()
+        yield layout
+    finally:
+        if ours:
+            ray.shutdown()
+
+
+def import_paths(config: TrainConfig) -> tuple[str, ...]:
+    """Folders from which workers on this machine import the user's task."""
+    place = config.task.rpartition(":")[0]
+    own = [str(Path(place).resolve().parent)] if place.endswith(".py") else []
+    return (*own, str(Path.cwd()))
+
+
+def _shipped(config: TrainConfig) -> dict[str, Any]:
+    """A runtime environment with the user's task, if it is a file or a package in this folder."""
+    place = config.task.rpartition(":")[0]
+    if config.task in BUILT_IN:
+        return {}
+    if place.endswith(".py"):
+        return {"py_modules": [str(Path(place).resolve())]}
+    package = Path.cwd() / place.partition(".")[0]
+    if package.is_dir():
+        return {"py_modules": [str(package)]}
+    module = package.with_suffix(".py")
+    return {"py_modules": [str(module)]} if module.is_file() else {}
+
+
+def _wait_for(
+    config: TrainConfig, resources: Callable[[], Mapping[str, float]], tell: Callable[[str], None]
+) -> Layout:
+    """A cluster may still be growing: it is asked for what lacks, and given `wait_s`."""
+    deadline = time.monotonic() + config.scaling.wait_s
+    layout = choose_layout(config, resources())
+    lacks = missing(layout, resources())
+    if lacks:
+        tell(f"waiting up to {config.scaling.wait_s:g} s for {layout.said}")
+        from ray.autoscaler.sdk import request_resources
+
+        request_resources(bundles=[dict(layout.per_worker)] * layout.least)
+    while lacks and time.monotonic() < deadline:
+        time.sleep(0.5)
+        lacks = missing(layout, resources())
+    refuse(layout, resources(), "the cluster")
+    return layout
+
+
+def _import_ray_train() -> None:
+
+    assert "ray.train.torch" in sys.modules

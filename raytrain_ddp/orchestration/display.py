@@ -1,0 +1,299 @@
+"""What a person sees of a run: a live block on a terminal, plain lines everywhere else.
+
+Fed with events (plain dicts) on the driver's main thread. Imports only the standard library and
+rich, so that the first line is there before Ray or torch are.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+import time
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from rich.console import Console
+from rich.live import Live
+from rich.text import Text
+
+PLAIN_LINE_EVERY_S = 2.0
+BLOCK_WIDTH, CELL_WIDTH = 100, 20  # characters: the first at most, the second at least
+SPINNER = "⠋⠙⠹⠸⠼⠴⠦⠧⠇⠏"
+
+Event = Mapping[str, Any]
+clock = time.monotonic
+
+
+@dataclass(frozen=True)
+class Summary:
+    """What is told at the end of a run; empty parts are left out."""
+
+    run: str
+    status: Literal["finished", "interrupted", "already complete"]
+    step: int
+    total_steps: int
+    monitor: str = ""  # the metric that decides which evaluation is the best; told first
+    best: tuple[int, Mapping[str, float]] | None = None  # step, metrics
+    last: tuple[int, Mapping[str, float]] | None = None
+    seconds: Mapping[str, float] = field(default_factory=dict)  # part of the run -> seconds
+    paths: Mapping[str, str] = field(default_factory=dict)  # what lies there -> where
+    commands: Sequence[tuple[str, str]] = ()  # (what it is for, the command)
+
+
+def format_seconds(seconds: float) -> str:
+    """``0.42 s``, ``4.2 s``, ``42 s``, ``12m05s``, ``3h12m``, ``51h00m``."""
+    if seconds < 59.5:
+        return f"{seconds:.{2 if seconds < 0.995 else 1 if seconds < 9.95 else 0}f} s"
+    minutes, whole = divmod(round(seconds), 60)
+    return f"{minutes}m{whole:02d}s" if minutes < 60 else f"{minutes // 60}h{minutes % 60:02d}m"
+
+
+def format_count(count: float) -> str:
+    """``3.2``, ``812``, ``1437``, ``25,557,032``: four digits are read at a glance."""
+    digits = 0 if count >= 99.5 or count == int(count) else 1
+    return f"{count:,.0f}" if count >= 9999.5 else f"{count:.{digits}f}"
+
+
+def format_number(value: float) -> str:
+    """Four significant digits, trailing zeros kept, so that a column does not jump."""
+    return f"{value:#.4g}".rstrip(".") if abs(value) < 9999.5 else f"{value:.3e}"
+
+
+def format_metric(name: str, value: float) -> str:
+    """Top-k and accuracies in [0, 1] as percent, all else as a number."""
+    if re.search(r"(^|[/_.])(top\d+|acc(uracy)?)$", name) and 0 <= value <= 1:
+        return f"{format_number(100 * value)} %"
+    return format_number(value)
+
+
+def format_workers(count: int) -> str:
+    return "1 worker" if count == 1 else f"{count} workers"
+
+
+def format_plan(plan: Event) -> tuple[str, str]:
+    """The arithmetic of the batch in one line, what is trained in another."""
+    unit, resumed = plan.get("unit", "samples"), plan.get("resumed_from")
+    return (
+        f"{plan['batch_size']} = {plan['slots']} slots x {plan['micro_batch']}, "
+        f"on {format_workers(plan['world_size'])}; {format_count(plan['train_samples'])} {unit}, "
+        f"{plan['steps_per_epoch']} steps an epoch, {plan['total_steps']} in all",
+        f"{plan['run']}: {plan['epochs']} epochs on {plan['device']}, "
+        f"{plan['parameters']:,} parameters, {format_count(plan['eval_samples'])} {unit} to "
+        f"evaluate{f'; resumed from {resumed}' if resumed else ''}",
+    )
+
+
+def flow(parts: Sequence[Text], width: int, indent: int = 4) -> Text:
+    """The parts, two spaces between them, in as many lines as they need."""
+    out, column = Text(), 0
+    for part in parts:
+        fits = column + 2 + part.cell_len <= width
+        gap = "" if not column else "  " if fits else "\n" + " " * indent
+        column = part.cell_len + (column + len(gap) if fits or not column else indent)
+        out.append(gap).append_text(part)
+    return out
+
+
+class Pace:
+    """The time left: the usual seconds a step (median of recent lines) plus the usual pauses.
+
+    Evaluations and checkpoint stalls are taken out of the lines and spread over the steps so far,
+    so that neither one slow line nor an evaluation just made lets the time left jump.
+    """
+
+    def __init__(self, start_step: int, total_steps: int, began_s: float) -> None:
+        self._start, self._total, self._last = start_step, total_steps, (start_step, began_s)
+        self._step_s: deque[float] = deque(maxlen=25)
+        self.paused_s = 0.0
+
+    def left_s(self, step: int, seconds: float) -> float:
+        """Takes in a training line; returns the seconds left, nan while they are unknown."""
+        running_s = seconds - self.paused_s
+        steps, took_s = step - self._last[0], running_s - self._last[1]
+        self._last = (step, running_s)
+        if steps > 0 and took_s >= 0:  # not so: a clock that began anew, or is not known (nan)
+            self._step_s.append(took_s / steps)
+        if not self._step_s:
+            return math.nan
+        usual_s = sorted(self._step_s)[len(self._step_s) // 2]
+        return (self._total - step) * (usual_s + self.paused_s / max(1, step - self._start))
+
+
+class Display:
+    """Shows the events of a run, by default live on a terminal and plain elsewhere.
+
+    One thread calls ``handle``; rich's refresh thread only reads what was put in place there.
+    """
+
+    def __init__(self, console: Console | None = None, live: bool | None = None) -> None:
+        self._console = console = console or Console()
+        if live is None:  # isatty besides: FORCE_COLOR makes rich take a pipe for a terminal
+            utf = console.encoding.startswith("utf")
+            live = utf and console.is_interactive and console.file.isatty()
+        self._live = live
+        self._block = Live(self, console=console, refresh_per_second=8, transient=True)
+        self._began = clock()
+        self._phase: tuple[str, float] | None = None  # name, since when
+        self._now: Event = {}  # the plan, overlaid with what came last; replaced, never changed
+        self._pace, self._ends_at = Pace(0, 0, 0.0), math.nan  # when all will be done, by our clock
+        self._smooth_loss = math.nan
+        self._held_back, self._printed_at = False, -math.inf  # of the latest training line
+
+    def __enter__(self) -> Display:
+        if self._live:
+            self._block.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._settle()
+        self._block.stop()
+
+    def handle(self, event: Event) -> None:
+        """Takes in one event: phase, plan, train, eval, checkpoint, note or failed; others pass."""
+        match event.get("kind"):
+            case "phase":
+                self._settle(next_phase=(event["name"], clock()))
+                if not self._live:
+                    self._print(Text(event["name"]))
+            case "plan":
+                self._begin(event)
+            case "train":
+                self._train(event)
+            case "eval":
+                self._evaluated(event)
+            case "checkpoint":
+                self._pace.paused_s += event.get("blocked_seconds", 0.0)
+                self._now = {**self._now, "saved": event["step"]}
+            case "note":
+                self._print(Text(f"note: {event['text']}", style="yellow"))
+            case "failed":
+                self._settle()
+                who = "failed" if event.get("rank") is None else f"rank {event['rank']} failed"
+                self._print(Text(f"{who}: {event['message']}", style="bold red"))
+                if event.get("traceback"):
+                    self._print(Text.from_ansi(str(event["traceback"]).rstrip()), copied=True)
+
+    def summary(self, end: Summary) -> None:
+        """Prints the end of a run."""
+        self._settle()
+        reached = f"\n{end.run}: {end.status} at step {end.step} of {end.total_steps}"
+        color = "yellow" if end.status == "interrupted" else "green"
+        self._print(Text(reached, style=f"bold {color}"), copied=True)
+        rows: list[tuple[str, list[Text]]] = [
+            (name, [_cell("step", str(at[0])), *_metrics(at[1], end.monitor)])
+            for name, at in (("best", end.best), ("last", end.last))
+            if at is not None
+        ]
+        if end.seconds:
+            rows.append(("time", [_cell(k, format_seconds(s)) for k, s in end.seconds.items()]))
+        rows += [(name, [Text(text)]) for name, text in (*end.paths.items(), *end.commands)]
+        for name, cells in rows:
+            self._print(Text(f"  {name:<17}", style="dim"), *cells, copied=True)
+
+    def _settle(self, next_phase: tuple[str, float] | None = None) -> None:
+        """Ends what is open: a phase leaves its duration, a held-back training line is printed."""
+        phase, self._phase = self._phase, next_phase
+        held_back, self._held_back = self._held_back, False
+        if self._live and phase:
+            self._print(Text(f"  {phase[0]}  {format_seconds(clock() - phase[1])}", style="dim"))
+        elif not self._live and held_back:
+            self._printed_at = clock()
+            self._print(*_place(self._now), *self._measured(self._now, self._now["loss"]))
+
+    def _begin(self, plan: Event) -> None:
+        self._settle()
+        before, start, total = self._now, plan["start_step"], plan["total_steps"]
+        # Whether the seconds of restarted workers begin anew, only their first line will tell.
+        self._pace, self._ends_at = Pace(start, total, math.nan if before else 0.0), math.nan
+        self._now = {**plan, "step": start, "epoch": start // plan["steps_per_epoch"]}
+        if not before:
+            for line in format_plan(plan):
+                self._print(Text(line))
+            return
+        text = f"restarted with {format_workers(plan['world_size'])} (before: "
+        text += f"{before['world_size']}) at step {start} of {total}"
+        text += f", {again} steps again" if (again := before["step"] - start) > 0 else ""
+        self._print(Text(text, style="yellow"))
+
+    def _train(self, line: Event) -> None:
+        if self._phase or line["epoch"] != self._now["epoch"]:
+            self._settle()  # the last line of an epoch is not held back for ever
+        # The live block smooths the loss lightly for the eye; what is not finite shows at once.
+        loss, before = line["loss"], self._smooth_loss
+        self._smooth_loss = 0.7 * before + 0.3 * loss if math.isfinite(before + loss) else loss
+        self._ends_at = clock() + self._pace.left_s(line["step"], line["seconds"])
+        self._now, self._held_back = {**self._now, **line}, True
+        epoch_ends = line["step"] % self._now["steps_per_epoch"] == 0
+        if epoch_ends or clock() - self._printed_at >= PLAIN_LINE_EVERY_S:
+            self._settle()
+
+    def _evaluated(self, event: Event) -> None:
+        self._settle()
+        self._pace.paused_s += event["seconds"]
+        self._now = {**self._now, "step": event["step"], "epoch": event["epoch"]}
+        star = [Text("★" if self._live else "* best", style="bold green")]
+        cells = [*_metrics(event["metrics"]), *(star if event["best"] else [])]
+        self._print(*_place(self._now), Text("eval", style="cyan"), *cells)
+
+    def _measured(self, now: Event, loss: float) -> list[Text]:
+        """The figures of the latest training line, and the time left."""
+        ends_at, unit = self._ends_at, now.get("unit", "samples")
+        cells = [
+            _cell("loss", format_number(loss)),
+            _cell("lr", format_number(now["lr"])),
+            _cell("", format_count(now["samples_per_s"]), f" {unit}/s"),
+            _cell("data wait", f"{100 * now['data_wait']:.0f} %"),
+        ]
+        if math.isfinite(ends_at) and now["step"] < now["total_steps"]:
+            cells.append(_cell("", format_seconds(max(0.0, ends_at - clock())), " left"))
+        return cells
+
+    def _print(self, *parts: Text, copied: bool = False) -> None:
+        """Permanent lines above the block; what may be copied (a path, a command) is not broken."""
+        text = flow(parts, self._console.width if self._live else 10**6)
+        if not self._live:  # no style: no control codes, not even where FORCE_COLOR is set
+            since = "" if copied else f"{format_seconds(clock() - self._began):>7}  "
+            encoding = self._console.encoding
+            text = Text((since + text.plain).encode(encoding, "replace").decode(encoding))
+        try:
+            self._console.print(text, soft_wrap=copied or not self._live, highlight=False)
+        except (BrokenPipeError, SystemExit):  # Ctrl-C ends `| tee` too; the run is to end its step
+            self._console.quiet = True
+
+    def __rich__(self) -> Text:
+        """The live part, drawn 8 times a second: the open phase, or the block of the training."""
+        phase, now = self._phase, self._now  # read once: `handle` replaces them meanwhile
+        if phase:
+            spinner, waited = SPINNER[int(10 * clock()) % 10], format_seconds(clock() - phase[1])
+            return Text.assemble((spinner, "cyan"), f" {phase[0]}  ", (waited, "dim"))
+        if not now:
+            return Text("")
+        cells = _place(now) + (self._measured(now, self._smooth_loss) if "loss" in now else [])
+        cells += [_cell("saved step", str(now["saved"]))] if "saved" in now else []
+        width = min(self._console.width, BLOCK_WIDTH)
+        wide = (width + 2) // max(1, width // CELL_WIDTH)  # each cell, with the gap after it
+        for cell in cells:
+            cell.truncate(wide - 2, overflow="ellipsis", pad=True)
+        part = now["step"] / now["total_steps"]
+        tail = f"{int(100 * part):4} %  {format_seconds(clock() - self._began)}"
+        done = int(part * (width - len(tail)))
+        bar = ("━" * done, "cyan"), ("─" * (width - len(tail) - done), "dim"), tail
+        return Text.assemble(*bar, "\n", flow(cells, width, indent=0))
+
+
+def _place(now: Event) -> list[Text]:
+    """``epoch  3/12`` and ``step  55/276``, padded so that lines below each other align."""
+    epochs, steps = str(now["epochs"]), str(now["total_steps"])
+    epoch, step = f"{now['epoch'] + 1:>{len(epochs)}}", f"{now['step']:>{len(steps)}}"
+    return [_cell("epoch", f"{epoch}/{epochs}"), _cell("step", f"{step}/{steps}")]
+
+
+def _cell(name: str, value: str, unit: str = "") -> Text:
+    return Text.assemble((f"{name} " if name else "", "dim"), (value, "bold"), (unit, "dim"))
+
+
+def _metrics(metrics: Mapping[str, float], first: str = "") -> list[Text]:
+    ordered = sorted(metrics.items(), key=lambda item: item[0] != first)
+    return [_cell(name, format_metric(name, value)) for name, value in ordered]

@@ -1,0 +1,136 @@
+"""`fit`: from a config to a trained model, whatever runs it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import asdict
+from typing import Any
+
+from raytrain_ddp.checkpoint.layout import CONFIG_FILE
+from raytrain_ddp.checkpoint.storage import Storage
+from raytrain_ddp.config import TrainConfig
+from raytrain_ddp.orchestration.display import Display
+from raytrain_ddp.orchestration.finish import already_complete, finish, summary
+from raytrain_ddp.orchestration.preflight import check, is_complete, open_run
+from raytrain_ddp.orchestration.result import FitResult
+from raytrain_ddp.recipe import dumps
+
+Show = Callable[[Mapping[str, Any]], None]
+
+
+def fit(
+    config: TrainConfig | None = None,
+    *,
+    address: str | None = None,
+    dashboard: bool = False,
+    display: Display | None = None,
+) -> FitResult:
+    """Trains on Ray; goes on from the newest checkpoint if the run exists.
+
+    Args:
+        address: of a running Ray cluster ("auto": the one on this machine). Default: RAY_ADDRESS,
+            else an embedded Ray that lasts as long as the run.
+        dashboard: start the embedded Ray with its dashboard.
+
+    Raises:
+        RaytrainError: one of errors.py, each with its exit status.
+        KeyboardInterrupt: Ctrl-C before training began, or twice.
+    """
+    started = time.monotonic()
+    config = check(config or TrainConfig())
+    run, manifest = open_run(config)
+    with display or Display() as shown:
+        if manifest is not None and is_complete(config, manifest):
+            result = already_complete(run, manifest)
+        else:
+            outcome, start_up = _train_on_ray(config, run, address, dashboard, shown.handle)
+            result = _end(config, run, outcome, start_up - started, started)
+        shown.summary(summary(config, result))
+    return result
+
+
+def fit_locally(config: TrainConfig, *, display: Display | None = None) -> FitResult:
+    """The same without Ray: in this process, or in each of those that torchrun started."""
+    started = time.monotonic()
+    config = check(config)
+    run, manifest = open_run(config)
+    shown = display or Display()
+    if manifest is not None and is_complete(config, manifest):
+        result = already_complete(run, manifest)
+        shown.summary(summary(config, result))
+        return result
+    shown.handle({"kind": "phase", "name": "loading torch"})
+    from raytrain_ddp.tasks.task import load_task
+    from raytrain_ddp.training.local import LocalSession, join_world
+    from raytrain_ddp.training.loop import train
+    from raytrain_ddp.training.recorder import Best
+
+    world = join_world()
+    if world.is_main:
+        shown.__enter__()
+        write_config(config, run)
+    task = load_task(config)
+    watch = _StartUp(shown.handle)
+    with LocalSession(config, world, Best(task.monitor, task.goal), watch) as session:
+        session.stop_on_signals()
+        outcome = train(config, task, session)
+    result = _end(config, run, asdict(outcome), watch.began - started, started)
+    if world.is_main:
+        shown.summary(summary(config, result))
+    return result
+
+
+def write_config(config: TrainConfig, run: Storage) -> None:
+    """Writes config.toml: running it again reproduces the run."""
+    run.mkdir()
+    run.write_atomic(CONFIG_FILE, dumps(config).encode())
+
+
+class _StartUp:
+    """Passes events on, and notes when training began."""
+
+    def __init__(self, show: Show) -> None:
+        self._show = show
+        self.began = time.monotonic()
+
+    def __call__(self, event: Mapping[str, Any]) -> None:
+        if event["kind"] == "plan":
+            self.began = time.monotonic()
+        self._show(event)
+
+
+def _train_on_ray(
+    config: TrainConfig, run: Storage, address: str | None, dashboard: bool, show: Show
+) -> tuple[Mapping[str, Any], float]:
+    from raytrain_ddp.orchestration.cluster import cluster
+    from raytrain_ddp.orchestration.launch import Interrupted, launch
+
+    watch = _StartUp(show)
+    phase = lambda name: show({"kind": "phase", "name": name})  # noqa: E731
+    try:
+        with cluster(config, address, dashboard, phase) as layout:
+            write_config(config, run)
+            outcome = launch(config, run, layout, watch)
+    except Interrupted as stop:
+        raise KeyboardInterrupt(stop.number) from None
+    return outcome, watch.began
+
+
+def _end(
+    config: TrainConfig,
+    run: Storage,
+    outcome: Mapping[str, Any],
+    start_up_s: float,
+    started: float,
+) -> FitResult:
+    parts = outcome["seconds"]
+    aside = parts.get("evaluation", 0.0) + parts.get("checkpoints", 0.0)
+    seconds = {
+        "start-up": start_up_s,
+        "training": parts["total"] - aside,
+        "evaluation": parts.get("evaluation", 0.0),
+        "checkpoints": parts.get("checkpoints", 0.0),
+        "total": time.monotonic() - started,
+    }
+    return finish(config, run, outcome, seconds)

@@ -1,0 +1,123 @@
+"""The end of a run: its result, its curves, and what to do next."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal
+
+from raytrain_ddp.checkpoint.layout import (
+    CHECKPOINTS,
+    CURVES_FILE,
+    LOGS,
+    METRICS_FILE,
+    TENSORBOARD,
+    checkpoint_store,
+    read_history,
+)
+from raytrain_ddp.checkpoint.manifest import Manifest
+from raytrain_ddp.checkpoint.storage import Storage
+from raytrain_ddp.checkpoint.store import CheckpointName
+from raytrain_ddp.config import TrainConfig
+from raytrain_ddp.orchestration.display import Summary
+from raytrain_ddp.orchestration.result import FitResult
+from raytrain_ddp.training.curves import draw_curves
+
+Record = Mapping[str, Any]
+
+
+def finish(
+    config: TrainConfig, run: Storage, outcome: Mapping[str, Any], seconds: Mapping[str, float]
+) -> FitResult:
+    """Draws the curves and gathers the result of a run that has just ended."""
+    history = read_history(run)
+    image = io.BytesIO()
+    draw_curves(history, image, str(config.name))
+    run.write_atomic(CURVES_FILE, image.getvalue())
+    done = outcome["step"] >= outcome["total_steps"]
+    status: Literal["finished", "interrupted"] = "finished" if done else "interrupted"
+    signal = 0 if done else int(outcome["signal"])
+    return _result(run, history, status, outcome["step"], outcome["total_steps"], seconds, signal)
+
+
+def already_complete(run: Storage, manifest: Manifest) -> FitResult:
+    """The result of a run that was complete before; nothing is written."""
+    history = read_history(run)
+    return _result(run, history, "already complete", manifest.step, manifest.step, {}, 0)
+
+
+def summary(config: TrainConfig, result: FitResult) -> Summary:
+    """What is told at the end."""
+    name, place = config.name, result.path
+    again = "raytrain_ddp.fit"
+    commands = [("evaluate", f"python -m raytrain_ddp.evaluate {place}")]
+    if result.status == "interrupted":
+        commands.append(("resume", f"python -m {again} {place}/config.toml"))
+    else:
+        commands.append(
+            ("train on", f"python -m {again} {place}/config.toml --epochs {2 * config.epochs}")
+        )
+        commands.append(("train anew", f"python -m {again} {place}/config.toml --name {name}-2"))
+    if config.log.tensorboard:
+        commands.append(("see the curves", f"tensorboard --logdir {place}/{TENSORBOARD}"))
+    paths = {"curves": f"{place}/{CURVES_FILE}", "metrics": f"{place}/{METRICS_FILE}"}
+    if result.best_checkpoint:
+        paths["best checkpoint"] = result.best_checkpoint
+    if result.last_checkpoint:
+        paths["last checkpoint"] = result.last_checkpoint
+    paths["logs"] = f"{place}/{LOGS}"
+    return Summary(
+        run=str(name),
+        status=result.status,
+        step=result.step,
+        total_steps=result.total_steps,
+        monitor=result.monitor,
+        best=_evaluation(result.best),
+        last=_evaluation(result.last),
+        seconds=result.seconds,
+        paths=paths,
+        commands=commands,
+    )
+
+
+def _evaluation(metrics: Mapping[str, float]) -> tuple[int, Mapping[str, float]] | None:
+    if not metrics:
+        return None
+    return int(metrics["step"]), {k: v for k, v in metrics.items() if k != "step"}
+
+
+def _result(
+    run: Storage,
+    history: Sequence[Record],
+    status: Literal["finished", "interrupted", "already complete"],
+    step: int,
+    total_steps: int,
+    seconds: Mapping[str, float],
+    signal: int,
+) -> FitResult:
+    evaluations = [record for record in history if record["kind"] == "eval"]
+    bests = [record for record in evaluations if record["best"]]
+    best, last = (
+        {**records[-1]["metrics"], "step": records[-1]["step"]} if records else {}
+        for records in (bests, evaluations)
+    )
+    names = checkpoint_store(run).names()
+    at_best = next((name for name in names if name.step == best.get("step")), None)
+    return FitResult(
+        status=status,
+        step=step,
+        total_steps=total_steps,
+        monitor=evaluations[-1]["monitor"] if evaluations else "",
+        best=best,
+        last=last,
+        path=str(run),
+        best_checkpoint=_place(run, at_best),
+        last_checkpoint=_place(run, names[0] if names else None),
+        history=history,
+        seconds=seconds,
+        signal=signal,
+    )
+
+
+def _place(run: Storage, name: CheckpointName | None) -> str | None:
+    return str(run.join(CHECKPOINTS).join(str(name))) if name else None

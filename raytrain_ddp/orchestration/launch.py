@@ -1,0 +1,187 @@
+"""Runs the workers under Ray Train, and listens to them until they are done."""
+
+from __future__ import annotations
+
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+from raytrain_ddp import errors
+from raytrain_ddp.checkpoint.layout import LOGS
+from raytrain_ddp.checkpoint.storage import Storage
+from raytrain_ddp.config import TrainConfig
+from raytrain_ddp.orchestration.board import Board
+from raytrain_ddp.orchestration.cluster import import_paths
+from raytrain_ddp.orchestration.resources import Layout
+from raytrain_ddp.orchestration.worker import WorkerSettings, train_on_worker
+from raytrain_ddp.recipe import to_dict
+
+_POLL_S = 0.1
+_RAY_SNAPSHOT = "checkpoint_manager_snapshot.json"
+
+Event = Mapping[str, Any]
+
+
+class Interrupted(Exception):
+    """Stopped by a signal before there was anything to save, or by a second one."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__(number)
+        self.number = number
+
+
+def launch(
+    config: TrainConfig, run: Storage, layout: Layout, show: Callable[[Event], None]
+) -> Event:
+    """Trains on `layout`; returns the outcome that rank 0 told.
+
+    Raises:
+        RaytrainError: what a worker raised, with its exit status.
+        RetriesExhausted: workers died too often.
+        Interrupted: by a signal that nothing could be saved for.
+    """
+    import ray
+
+    board = ray.remote(num_cpus=0)(Board).remote()
+    show({"kind": "phase", "name": f"placing {layout.said}"})
+    trainer = _trainer(config, run, layout, board)
+    failure: list[BaseException] = []
+
+    def fit() -> None:
+        try:
+            trainer.fit()
+        except BaseException as error:
+            failure.append(error)
+
+    # In a thread, so that this one can show events and take signals (Ray's own answer to Ctrl-C
+    # ends the workers without a checkpoint).
+    training = threading.Thread(target=fit, name="ray-train", daemon=True)
+    training.start()
+    listener = _Listener(board, show)
+    with _signals(listener.on_signal):
+        while training.is_alive():
+            listener.listen()
+            time.sleep(_POLL_S)
+        listener.listen()
+    if listener.outcome is not None:
+        return listener.outcome
+    raise _given_up(config, listener.failures, failure)
+
+
+class _Listener:
+    """Takes events off the board; ends the run at the first failure that would come again."""
+
+    def __init__(self, board: Any, show: Callable[[Event], None]) -> None:
+        self._board, self._show = board, show
+        self._began = False
+        self._signal = 0
+        self.failures: list[Event] = []
+        self.outcome: Event | None = None
+
+    def listen(self) -> None:
+        import ray
+
+        for event in ray.get(self._board.take.remote(), timeout=60):
+            self._began = self._began or event["kind"] == "plan"
+            if event["kind"] == "outcome":
+                self.outcome = event
+            elif event["kind"] == "failed":
+                self._failed(event)
+            else:
+                self._show(event)
+
+    def on_signal(self, number: int, _: FrameType | None) -> None:
+        if self._signal or not self._began:
+            raise Interrupted(number)
+        self._signal = number
+        self._board.ask_stop.remote(number)
+        text = "Stopping after this step, with a checkpoint. Once more to stop without."
+        self._show({"kind": "note", "text": text})
+
+    def _failed(self, event: Event) -> None:
+        if event["cause"] == "error":
+            raise _as_error(event)
+        if not self.failures or event["cause"] != "peer":
+            self._show(
+                {
+                    "kind": "note",
+                    "text": f"rank {event['rank']} stopped: {event['message'].splitlines()[0]}",
+                }
+            )
+        self.failures.append(event)
+
+
+def _trainer(config: TrainConfig, run: Storage, layout: Layout, board: Any) -> Any:
+    from ray.train import FailureConfig, LoggingConfig, RunConfig, ScalingConfig
+    from ray.train.torch import TorchConfig, TorchTrainer
+
+    # Ray's register of an earlier start would be restored, and refused if a listed checkpoint has
+    # been pruned since. What counts is in the storage.
+    if run.exists(_RAY_SNAPSHOT):
+        run.delete_file(_RAY_SNAPSHOT)
+    parent, _, name = run.path.rstrip("/").rpartition("/")
+    given = WorkerSettings(
+        config=to_dict(config),
+        folder=str(Path.cwd()),
+        import_paths=import_paths(config),
+        log_folder=f"{run.path}/{LOGS}" if run.is_local else None,
+        board=board,
+    )
+    return TorchTrainer(
+        train_on_worker,
+        train_loop_config={"given": given},
+        scaling_config=ScalingConfig(
+            num_workers=layout.workers,
+            use_gpu=layout.use_gpu,
+            resources_per_worker=dict(layout.per_worker),
+            placement_strategy=config.scaling.placement,
+        ),
+        run_config=RunConfig(
+            name=name,
+            storage_path=parent,
+            storage_filesystem=run.fs,
+            failure_config=FailureConfig(
+                max_failures=config.scaling.max_failures, controller_failure_limit=3
+            ),
+            logging_config=LoggingConfig(log_level="WARNING"),
+        ),
+        torch_config=TorchConfig(backend=layout.backend),
+    )
+
+
+def _as_error(event: Event) -> errors.RaytrainError:
+    """The worker's exception, in the driver."""
+    for kind in errors.RaytrainError.__subclasses__():
+        if kind.exit_status == event["status"]:
+            return kind(event["message"])
+    return errors.TaskError(f"rank {event['rank']} failed:\n{event['traceback']}")
+
+
+def _given_up(
+    config: TrainConfig, failures: list[Event], raised: list[BaseException]
+) -> errors.RaytrainError:
+    first = next((f for f in failures if f["cause"] != "peer"), failures[0] if failures else None)
+    why = first["message"] if first else (str(raised[0]) if raised else "no worker said why")
+    return errors.RetriesExhausted(
+        f"the workers died {config.scaling.max_failures + 1} times (scaling.max_failures = "
+        f"{config.scaling.max_failures}). The last committed checkpoint is kept. First cause: {why}"
+    )
+
+
+@contextmanager
+def _signals(handler: Callable[[int, FrameType | None], None]) -> Iterator[None]:
+    """Ctrl-C and SIGTERM go to `handler`, where signals can be handled at all."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = {n: signal.signal(n, handler) for n in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield
+    finally:
+        for number, old in before.items():
+            signal.signal(number, old)

@@ -1,0 +1,66 @@
+"""What can be found wrong before anything is started, is found here. No torch, no Ray."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+from raytrain_ddp.checkpoint.layout import newest_manifest, run_storage
+from raytrain_ddp.checkpoint.manifest import Manifest
+from raytrain_ddp.checkpoint.storage import Storage
+from raytrain_ddp.config import RUN_NAME, TrainConfig
+from raytrain_ddp.data.locate import locate
+from raytrain_ddp.errors import ConfigError
+from raytrain_ddp.recipe import changed_fields
+from raytrain_ddp.tasks.task import BUILT_IN, check_task_name
+from raytrain_ddp.tasks.zoo import check_model_name
+
+
+def check(config: TrainConfig) -> TrainConfig:
+    """The config with its name filled in.
+
+    Raises:
+        ConfigError: there is no such task or model.
+        DataError: there are no such data.
+    """
+    check_task_name(config.task)
+    if config.task in BUILT_IN:
+        check_model_name(config.model.name)
+        locate(config.data.source, config.data.eval_source)
+    return config if config.name else replace(config, name=_default_name(config))
+
+
+def open_run(config: TrainConfig) -> tuple[Storage, Manifest | None]:
+    """The run's folder, and what its newest checkpoint says.
+
+    Raises:
+        PreflightError: the storage cannot be reached.
+        ConfigError: the run was begun with another config; with a table of what differs.
+    """
+    run = run_storage(config)
+    manifest = newest_manifest(run)
+    if manifest is not None:
+        changed = changed_fields(manifest.config, config)
+        if changed:
+            width = max(len(name) for name, _, _ in changed)
+            rows = [f"  {name:<{width}}  {then!r} -> {now!r}" for name, then, now in changed]
+            raise ConfigError(
+                f"run {config.name} is at step {manifest.step}, but with another config "
+                "(checkpoint -> now):\n" + "\n".join(rows) + "\n"
+                "Take these back to go on with it, or start anew under another --name."
+            )
+    return run, manifest
+
+
+def is_complete(config: TrainConfig, manifest: Manifest | None) -> bool:
+    """Whether nothing is left to do; more epochs than before leave something."""
+    done = manifest is not None and manifest.finished
+    return done and manifest is not None and config.epochs <= int(manifest.config["epochs"])
+
+
+def _default_name(config: TrainConfig) -> str:
+    if config.task not in BUILT_IN:
+        return config.task.rpartition(":")[2]
+    name = config.data.source.partition(":")[2] or Path(config.data.source).name
+    name = name.split(".")[0].lower()
+    return name if RUN_NAME.fullmatch(name) else "run"

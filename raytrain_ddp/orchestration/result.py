@@ -1,0 +1,48 @@
+"""What `fit` gives back."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+
+@dataclass(frozen=True)
+class FitResult:
+    """The end of a run.
+
+    Args:
+        status: "interrupted" by a signal after its checkpoint was committed, or "already complete"
+            before anything was started.
+        step, total_steps: optimizer steps done and to do.
+        monitor: the metric that decides which evaluation is the best.
+        best, last: metrics of the best and the last evaluation, with "step".
+        path: folder or URI of the run.
+        best_checkpoint, last_checkpoint: their folders.
+        history: the records of metrics.jsonl.
+        seconds: part of the run -> seconds.
+        signal: number of the signal that interrupted, else 0.
+    """
+
+    status: Literal["finished", "interrupted", "already complete"]
+    step: int
+    total_steps: int
+    monitor: str
+    best: Mapping[str, float]
+    last: Mapping[str, float]
+    path: str
+    best_checkpoint: str | None
+    last_checkpoint: str | None
+    history: Sequence[Mapping[str, Any]] = field(repr=False, default=())
+    seconds: Mapping[str, float] = field(default_factory=dict)
+    signal: int = 0
+
+    @property
+    def metrics(self) -> Mapping[str, float]:
+        """Of the last evaluation."""
+        return self.last
+
+    @property
+    def exit_status(self) -> int:
+        """0, or 128 + the signal."""
+        return 128 + self.signal if self.signal else 0

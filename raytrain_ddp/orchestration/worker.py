@@ -1,0 +1,138 @@
+"""What runs in each Ray Train worker.
+
+Ray's controller imports this module too, to hand it on; so nothing heavy is imported at its top.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import sys
+import traceback
+from pathlib import Path
+from typing import IO, Any
+
+
+@dataclasses.dataclass(frozen=True)
+class WorkerSettings:
+    """All that a worker is given. `board` is the handle of the Board actor."""
+
+    config: dict[str, Any]
+    folder: str
+    import_paths: tuple[str, ...]
+    log_folder: str | None
+    board: Any
+
+
+def train_on_worker(loop_config: dict[str, WorkerSettings]) -> None:
+    """The train function of the TorchTrainer; Ray hands it a dict."""
+    given = loop_config["given"]
+    _settle(given)
+    import ray.train
+
+    rank = ray.train.get_context().get_world_rank()
+    with _Tee(given.log_folder, rank):
+        try:
+            _train(given)
+        except BaseException as error:
+            _tell_failure(given.board, rank, error)
+            raise
+
+
+def _train(given: WorkerSettings) -> None:
+    from raytrain_ddp.orchestration.session import RaySession
+    from raytrain_ddp.recipe import from_dict
+    from raytrain_ddp.tasks.task import load_task
+    from raytrain_ddp.training.loop import train
+    from raytrain_ddp.training.recorder import Best
+
+    config = from_dict(given.config)
+    task = load_task(config)
+    with RaySession(config, given.board, Best(task.monitor, task.goal)) as session:
+        outcome = train(config, task, session)
+        session.tell({"kind": "outcome", **dataclasses.asdict(outcome)})
+
+
+def _settle(given: WorkerSettings) -> None:
+    """Same folder and import paths as the driver's, where this machine has them."""
+    if Path(given.folder).is_dir():
+        os.chdir(given.folder)
+    for path in reversed(given.import_paths):
+        if path not in sys.path and Path(path).is_dir():
+            sys.path.insert(0, path)
+
+
+def _tell_failure(board: Any, rank: int, error: BaseException) -> None:
+    """All ranks tell theirs: the driver finds the one that the others only suffer from."""
+    import ray
+
+    from raytrain_ddp.errors import RaytrainError
+
+    known = isinstance(error, RaytrainError)
+    event = {
+        "kind": "failed",
+        "rank": rank,
+        "message": str(error) if known else f"{type(error).__name__}: {error}",
+        "traceback": "" if known else _users_traceback(error),
+        "status": error.exit_status if isinstance(error, RaytrainError) else 1,
+        "cause": "error" if known else _cause(error),
+    }
+    ray.get(board.push.remote([event]), timeout=10)
+
+
+def _cause(error: BaseException) -> str:
+    """ "peer": another worker died; "outside": may pass by itself; "error": will happen again."""
+    text = str(error).lower()
+    if any(word in text for word in ("gloo", "nccl", "connection closed by peer", "c10d")):
+        return "peer"
+    return "outside" if isinstance(error, (OSError, EOFError)) else "error"
+
+
+def _users_traceback(error: BaseException) -> str:
+    """Without the frames of this package that lead to the user's code."""
+    frames = traceback.extract_tb(error.__traceback__)
+    package = str(Path(__file__).parent.parent)
+    mine = [n for n, f in enumerate(frames) if f.filename.startswith(package)]
+    users = frames[mine[-1] + 1 :] if mine and mine[-1] + 1 < len(frames) else frames
+    lines = ["Traceback (most recent call last):\n", *traceback.format_list(users)]
+    return "".join(lines + traceback.format_exception_only(type(error), error))
+
+
+class _Tee:
+    """Copies this worker's output into the run's own log folder while training lasts."""
+
+    def __init__(self, folder: str | None, rank: int) -> None:
+        self._path = Path(folder) / f"rank-{rank}.log" if folder else None
+        self._file: IO[str] | None = None
+        self._streams: tuple[Any, Any] = (None, None)
+
+    def __enter__(self) -> None:
+        if self._path is None:
+            return
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        self._file = self._path.open("a", encoding="utf-8", buffering=1)
+        self._streams = sys.stdout, sys.stderr
+        sys.stdout, sys.stderr = (_Both(stream, self._file) for stream in self._streams)
+
+    def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
+        if self._file is None:
+            return
+        if error is not None:
+            self._file.write("".join(traceback.format_exception(error)))
+        sys.stdout, sys.stderr = self._streams
+        self._file.close()
+
+
+class _Both:
+    """A stream that writes to two."""
+
+    def __init__(self, stream: Any, copy: IO[str]) -> None:
+        self._stream, self._copy = stream, copy
+
+    def write(self, text: str) -> int:
+        if not self._copy.closed:
+            self._copy.write(text)
+        return int(self._stream.write(text) or len(text))
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)

@@ -1,0 +1,376 @@
+"""State to bytes and back: copies that are independent, formats without pickle, exact inverses."""
+
+from __future__ import annotations
+
+import copy
+import json
+import pickle
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+import safetensors.torch
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+from raytrain_ddp.checkpoint.snapshot import (
+    HostSnapshot,
+    decode_tensors,
+    encode_tensors,
+    flatten_state,
+    unflatten_state,
+)
+from raytrain_ddp.errors import CheckpointError
+
+DTYPES = [torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64]
+DTYPES += [torch.float16, torch.bfloat16, torch.float32, torch.float64]
+DTYPES += [torch.float8_e4m3fn, torch.float8_e5m2]
+
+
+def same_bits(a: Tensor, b: Tensor) -> bool:
+    def raw(tensor: Tensor) -> bytes:
+        return tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+
+    return a.dtype == b.dtype and a.shape == b.shape and raw(a) == raw(b)
+
+
+def assert_same(a: Any, b: Any) -> None:
+    """The same structure, types of containers and keys, order of keys, and bits."""
+    if isinstance(a, Tensor):
+        assert isinstance(b, Tensor)
+        assert same_bits(a, b)
+    elif isinstance(a, dict):
+        assert isinstance(b, dict)
+        assert [repr(k) for k in a] == [repr(k) for k in b]
+        assert_same(list(a.values()), list(b.values()))
+    elif isinstance(a, (list, tuple)):
+        assert type(a) is type(b)
+        assert len(a) == len(b)
+        for item_a, item_b in zip(a, b, strict=True):
+            assert_same(item_a, item_b)
+    else:
+        assert type(a) is type(b)
+        assert repr(a) == repr(b)
+
+
+def through_bytes(state: Any) -> Any:
+    tensors, structure = flatten_state(state)
+    data = bytes(encode_tensors(HostSnapshot().take(tensors)))
+    return unflatten_state(decode_tensors(data), json.loads(json.dumps(structure)))
+
+
+def samples() -> dict[str, Tensor]:
+    torch.manual_seed(0)
+    shapes: list[tuple[int, ...]] = [(), (1,), (3, 5), (0,), (2, 0, 3), (2, 3, 4, 5)]
+    tensors = {
+        f"{dtype}/{shape}": (torch.randn(shape) * 3).to(dtype)
+        for dtype in DTYPES
+        for shape in shapes
+    }
+    special = torch.tensor([float("nan"), float("inf"), -0.0, 1e-45])
+    special.view(torch.int32)[0] = 0x7FC0_0123  # a NaN with a payload
+    whole = torch.arange(60.0).reshape(3, 4, 5)
+    return tensors | {
+        "special": special,
+        "strided": whole[:, ::2, 1:3],
+        "transposed": whole.transpose(0, 2),
+        "expanded": torch.ones(1).expand(4, 3),
+        "view_a": whole[0],
+        "view_b": whole[:2],
+        "parameter": nn.Parameter(torch.ones(2)),
+        "": torch.ones(1),
+        "ünïcode/ \"'\n": torch.ones(1),
+    }
+
+
+# ---------------------------------------------------------------------------- host copies
+
+
+def test_take_is_independent_of_its_sources() -> None:
+    sources = samples()
+    before = {name: tensor.detach().clone() for name, tensor in sources.items()}
+    copies = HostSnapshot().take(sources)
+    with torch.no_grad():
+        for name, tensor in sources.items():
+            if name != "expanded":
+                tensor.copy_(torch.zeros_like(tensor))
+    assert list(copies) == list(before)
+    for name, tensor in copies.items():
+        assert same_bits(tensor, before[name]), name
+        assert not tensor.requires_grad
+        assert tensor.device.type == "cpu"
+
+
+def test_take_parts_tied_weights() -> None:
+    layer = nn.Linear(3, 3, bias=False)
+    tied = nn.ModuleDict({"a": layer, "b": nn.Linear(3, 3, bias=False)})
+    tied["b"].weight = layer.weight
+    copies = HostSnapshot().take(tied.state_dict())
+    copies["a.weight"].zero_()
+    assert same_bits(copies["b.weight"], layer.weight)
+
+
+def test_take_uses_its_memory_again() -> None:
+    snapshot = HostSnapshot()
+    a, b = torch.ones(3), torch.ones(2, dtype=torch.int64)
+    first = snapshot.take({"a": a, "b": b})
+    places = {name: tensor.data_ptr() for name, tensor in first.items()}
+    second = snapshot.take({"a": a * 2, "b": b * 2})
+    assert {name: tensor.data_ptr() for name, tensor in second.items()} == places
+    assert second["a"].tolist() == [2, 2, 2]
+    assert second["b"].tolist() == [2, 2]
+
+
+@pytest.mark.parametrize("other", [torch.ones(4), torch.ones(3).double(), torch.ones(1, 3)])
+def test_take_of_other_shapes_or_dtypes(other: Tensor) -> None:
+    snapshot = HostSnapshot()
+    snapshot.take({"a": torch.zeros(3), "gone": torch.zeros(1)})
+    copies = snapshot.take({"a": other})
+    assert list(copies) == ["a"]
+    assert same_bits(copies["a"], other)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
+def test_take_from_cuda_is_pinned_and_finished() -> None:
+    snapshot = HostSnapshot()
+    sources = {str(i): torch.full((512, 1024), float(i), device="cuda") for i in range(16)}
+    sources["channels_last"] = torch.randn(8, 3, 5, 7, device="cuda").to(
+        memory_format=torch.channels_last
+    )
+    expected = {name: tensor.clone() for name, tensor in sources.items()}
+    for _ in range(3):
+        copies = snapshot.take(sources)
+        for tensor in sources.values():
+            tensor.zero_()
+        for name, tensor in copies.items():
+            assert tensor.is_pinned()
+            assert same_bits(tensor, expected[name])
+            sources[name].copy_(expected[name])
+
+
+# ------------------------------------------------------------------------------- encoding
+
+
+def test_encode_round_trip_and_format() -> None:
+    tensors = samples()
+    data = bytes(encode_tensors(tensors))
+    ours = decode_tensors(data)
+    theirs = safetensors.torch.load(data)  # the format, judged by its own library
+    assert set(ours) == set(theirs) == set(tensors)
+    for name, tensor in tensors.items():
+        assert same_bits(ours[name], tensor), name
+        assert same_bits(theirs[name], tensor), name
+        assert ours[name].is_contiguous()
+
+
+def test_encode_nothing() -> None:
+    assert decode_tensors(bytes(encode_tensors({}))) == {}
+
+
+@pytest.mark.parametrize("kind", [bytes, bytearray, memoryview])
+def test_decode_takes_any_buffer_and_owns_its_memory(kind: Any) -> None:
+    data = kind(bytes(encode_tensors({"a": torch.ones(3), "b": torch.ones(3)})))
+    tensors = decode_tensors(data)
+    tensors["a"].zero_()
+    assert decode_tensors(data)["a"].tolist() == [1, 1, 1] == tensors["b"].tolist()
+
+
+def test_encode_refuses_what_it_cannot_hold() -> None:
+    with pytest.raises(CheckpointError, match=r"'z' of torch\.complex64"):
+        encode_tensors({"z": torch.ones(1, dtype=torch.complex64)})
+    with pytest.raises(CheckpointError, match="__metadata__"):
+        encode_tensors({"__metadata__": torch.ones(1)})
+
+
+@pytest.mark.parametrize("size", [0, 1, 7, 8, 9, 40, -1])
+def test_decode_refuses_truncated(size: int) -> None:
+    data = bytes(encode_tensors({"a": torch.ones(3)}))
+    with pytest.raises(CheckpointError, match="Not a whole safetensors file"):
+        decode_tensors(data[:size])
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.data())
+def test_decode_fuzz(data: st.DataObject) -> None:
+    good = bytes(encode_tensors({"a": torch.ones(3), "b": torch.ones(2, dtype=torch.bool)}))
+    start = data.draw(st.integers(0, len(good)))
+    end = data.draw(st.integers(start, len(good)))
+    bad = good[:start] + data.draw(st.binary(max_size=12)) + good[end:]
+    with suppress(CheckpointError):
+        decode_tensors(bad)
+
+
+class Canary:
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> Any:
+        return Path.touch, (self.path,)
+
+
+def test_fault_43_untrusted_pickle_is_not_run(tmp_path: Path) -> None:
+    canary = tmp_path / "canary"
+    torch.save({"a": Canary(canary)}, tmp_path / "model.pt")
+    for data in (pickle.dumps(Canary(canary)), (tmp_path / "model.pt").read_bytes()):
+        with pytest.raises(CheckpointError):
+            decode_tensors(data)
+    assert not canary.exists()
+    pickle.loads(pickle.dumps(Canary(canary)))  # the canary works
+    assert canary.exists()
+
+
+# -------------------------------------------------------------------------------- state
+
+SCALARS = st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=6)
+TENSORS = st.sampled_from(list(samples().values()))
+STATES = st.recursive(
+    SCALARS | TENSORS,
+    lambda inner: (
+        st.lists(inner, max_size=3)
+        | st.lists(inner, max_size=3).map(tuple)
+        | st.dictionaries(SCALARS, inner, max_size=3)
+    ),
+    max_leaves=10,
+)
+
+
+@settings(max_examples=200, deadline=None)
+@given(STATES)
+def test_state_round_trip(state: Any) -> None:
+    assert_same(through_bytes(state), state)
+
+
+def test_state_with_names_that_collide() -> None:
+    one, two, three, four = (torch.full((1,), float(i)) for i in range(4))
+    state = {"a/b": one, "a": {"b": two}, 0: three, "0": four, "__metadata__": one}
+    state |= {"tensor": {"tensor": "a/b"}, "dict": [["tensor", "x"]], "list": {"list": []}}
+    assert_same(through_bytes(state), state)
+
+
+def test_names_of_tensors_are_paths() -> None:
+    state = {"model": nn.Linear(2, 2).state_dict(), "optimizer": {"state": {0: [torch.ones(1)]}}}
+    tensors, _ = flatten_state(state)
+    assert list(tensors) == ["model/weight", "model/bias", "optimizer/state/0/0"]
+    assert tensors["model/weight"].data_ptr() == state["model"]["weight"].data_ptr()
+
+
+@pytest.mark.parametrize("value", [{1, 2}, b"bytes", object(), 1j, torch.float32, nn.Linear(1, 1)])
+def test_state_refuses_what_is_not_json(value: Any) -> None:
+    with pytest.raises(CheckpointError, match=r"State a/1: .* can be neither a tensor nor JSON"):
+        flatten_state({"a": [0, value]})
+
+
+def test_state_refuses_other_keys() -> None:
+    with pytest.raises(CheckpointError, match=r"State a: the key \(1, 2\)"):
+        flatten_state({"a": {(1, 2): 3}})
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    st.recursive(
+        SCALARS | st.sampled_from(["a", "dict", "tensor"]),
+        lambda inner: (
+            st.lists(inner, max_size=3)
+            | st.dictionaries(
+                st.sampled_from(["tensor", "order", "dict", "list", "tuple", "metadata", "x"]),
+                inner,
+            )
+        ),
+        max_leaves=12,
+    )
+)
+def test_unflatten_fuzz(structure: Any) -> None:
+    with suppress(CheckpointError):
+        unflatten_state({"a": torch.ones(2, 3)}, structure)
+
+
+def test_unflatten_names_the_missing_tensor() -> None:
+    _, structure = flatten_state({"a": torch.ones(1)})
+    with pytest.raises(CheckpointError, match="KeyError: 'a'"):
+        unflatten_state({}, structure)
+
+
+@pytest.mark.parametrize("shape", [(4, 3, 2, 2), (4, 3, 1, 1), (4, 1, 2, 2), (1, 3, 2, 2)])
+@pytest.mark.parametrize("memory_format", [torch.channels_last, torch.contiguous_format])
+def test_strides_come_back(shape: tuple[int, ...], memory_format: Any) -> None:
+    weight = torch.randn(shape).to(memory_format=memory_format)
+    again = through_bytes({"w": weight})["w"]
+    assert again.stride() == weight.stride()
+    assert same_bits(again, weight)
+
+
+# ------------------------------------------------------- real states, bitwise continuation
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(3, 4, 3)
+        self.norm = nn.BatchNorm2d(4)
+        self.fc = nn.Linear(4, 5)
+        self.tied = nn.Linear(4, 5, bias=False)
+        self.tied.weight = self.fc.weight
+
+    def forward(self, images: Tensor) -> Tensor:  # (batch, 3, h, w) -> (batch, 5)
+        features = self.norm(self.conv(images)).relu().mean((2, 3))
+        out: Tensor = self.fc(features) + self.tied(features)
+        return out
+
+
+OPTIMIZERS: dict[str, Any] = {
+    "sgd": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, nesterov=True, weight_decay=1e-4),
+    "sgd_plain": lambda p: torch.optim.SGD(p, lr=0.1),
+    "adamw": lambda p: torch.optim.AdamW(p, lr=0.01, betas=(0.8, 0.99)),
+    "adamw_fused": lambda p: torch.optim.AdamW(p, lr=0.01, fused=True, amsgrad=True),
+    "adamw_tensor_lr": lambda p: torch.optim.AdamW(p, lr=torch.tensor(0.01), foreach=False),
+    "groups": lambda p: torch.optim.AdamW(
+        [{"params": [q for q in p if q.dim() > 1]}, {"params": [q for q in p if q.dim() < 2]}]
+    ),
+}
+
+
+def train(model: nn.Module, optimizer: Any, scaler: Any, steps: range) -> None:
+    for step in steps:
+        generator = torch.Generator().manual_seed(step)
+        images = torch.randn(6, 3, 7, 7, generator=generator)
+        loss = nn.functional.cross_entropy(model(images), torch.arange(6) % 5)
+        optimizer.zero_grad()
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+
+
+@pytest.mark.parametrize("memory_format", [torch.contiguous_format, torch.channels_last])
+@pytest.mark.parametrize("kind", OPTIMIZERS)
+def test_training_continues_bitwise(kind: str, memory_format: Any) -> None:
+    def new(seed: int) -> tuple[nn.Module, Any, Any]:
+        torch.manual_seed(seed)
+        model = Net().to(memory_format=memory_format)
+        scaler = torch.amp.GradScaler("cpu", init_scale=4.0, growth_interval=2)
+        return model, OPTIMIZERS[kind](list(model.parameters())), scaler
+
+    model, optimizer, scaler = new(0)
+    train(model, optimizer, scaler, range(3))
+    state = {
+        "model": model.state_dict(),
+        "optimizer": optimizer.state_dict(),
+        "scaler": scaler.state_dict(),
+    }
+    before = copy.deepcopy(state)
+    restored = through_bytes(state)
+    assert_same(restored, before)
+    assert vars(restored["model"]) == vars(model.state_dict())
+    train(model, optimizer, scaler, range(3, 6))
+
+    again = new(1)
+    for part, name in zip(again, state, strict=True):
+        part.load_state_dict(restored[name])
+    train(*again, range(3, 6))
+    assert_same(again[0].state_dict(), dict(model.state_dict()))
+    assert_same(again[1].state_dict(), optimizer.state_dict())
+    assert again[2].state_dict() == scaler.state_dict()
+    assert not same_bits(model.state_dict()["fc.weight"], before["model"]["fc.weight"])
