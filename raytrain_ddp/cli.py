@@ -34,7 +34,7 @@ class FitArgs:
     local: bool = False
     """Without Ray: in this process, or under torchrun."""
     address: str | None = None
-    """A running Ray cluster (auto: the one on this machine). Default: RAY_ADDRESS, else embedded."""
+    """A running Ray cluster (auto: on this machine). Default: RAY_ADDRESS, else an embedded Ray."""
     dashboard: bool = False
     """Start the embedded Ray with its dashboard."""
 

@@ -46,7 +46,7 @@ class TrainConfig:
     batch_size: int = 64
     """Samples per optimizer step over all workers: the global batch."""
     micro_batch: int = 16
-    """Samples per forward pass. batch_size / micro_batch is the number of slots dealt to workers."""
+    """Samples per forward pass; batch_size / micro_batch slots are dealt to the workers."""
     data: DataConfig = field(default_factory=DataConfig)
     model: ModelConfig = field(default_factory=ModelConfig)
     optim: OptimConfig = field(default_factory=OptimConfig)

@@ -10,9 +10,9 @@
     ├── RetriesExhausted     7   workers died more often than `scaling.max_failures` allows
     └── RunLockedError       8   another process owns this run
 
-A run that is stopped by a signal ends with 128 + signal (130 for Ctrl-C, 143 for SIGTERM) after its
-checkpoint is committed. Each exception is built from its message alone, so that it survives pickling
-on its way from a worker to the driver.
+A run that is stopped by a signal ends with 128 + signal (130 for Ctrl-C, 143 for SIGTERM) after
+its checkpoint is committed. Each exception is built from its message alone, so that it survives
+pickling on its way from a worker to the driver.
 """
 
 from __future__ import annotations

@@ -23,9 +23,9 @@ def main(argv: Sequence[str]) -> int:
 
         print(dry_run(args.config))
         return 0
-    from raytrain_ddp.orchestration.driver import fit, fit_locally
+    from raytrain_ddp.orchestration.driver import fit, fit_locally, under_torchrun
 
-    if args.local:
+    if args.local or under_torchrun():
         return fit_locally(args.config).exit_status
     return fit(args.config, address=args.address, dashboard=args.dashboard).exit_status
 

@@ -27,7 +27,7 @@ class DataConfig:
     """'digits' (bundled), 'torchvision:CIFAR10' (any classification set, downloaded), a folder of
     class folders (ImageFolder), or Parquet files (file, folder or glob)."""
     eval_source: str | None = None
-    """Like source, for evaluation. Default: the test, val or validation split beside the train split."""
+    """Like source, for evaluation. Default: the test, val or validation split beside train."""
     root: str = field(default="data", metadata=FREE)
     """Folder for downloads of torchvision data sets."""
     image_column: str = "image"

@@ -106,7 +106,8 @@ def test_the_best_is_the_last_that_was_best(drawn: list[Figure]) -> None:
     loss, metrics, _ = panels(drawn[0])
     assert metrics.get_title(loc="right") == "best top1 94.67 %, step 184"
     star = next(line for line in metrics.lines if line.get_marker() == "*")
-    assert points(star) == ([184], [pytest.approx(0.9467, abs=1e-4)])
+    assert points(star)[0] == [184]
+    assert points(star)[1] == pytest.approx([0.9467], abs=1e-4)
     assert loss.get_title(loc="right") == ""
 
 

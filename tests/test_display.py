@@ -247,7 +247,10 @@ def test_plain_training_lines_are_two_seconds_apart(clock: Clock) -> None:
 def test_plain_lines_end_each_epoch_whether_or_not_its_last_step_is_logged() -> None:
     shown, stream = plain()
     shown.handle(PLAN)
-    for step in (10, 20, 23, 30, 40, 50, 60):  # 46 is not among them
+    for step in (10, 20, 23):
+        shown.handle(train(step))
+    assert plain_steps(stream) == [10, 23]
+    for step in (30, 40, 50, 60):  # 46 is not among them
         shown.handle(train(step))
     assert plain_steps(stream) == [10, 23, 40]
     assert re.search(r"epoch +2/12  step +40/276", stream.getvalue())
@@ -274,6 +277,29 @@ def test_a_restart_is_told_in_one_line_and_the_run_goes_on() -> None:
         assert out.count(told) == 1
         assert out.count("4 slots x 16") == 1
         assert "epoch  6/12  step 138/276  eval" in out
+
+
+def test_time_left_counts_pauses_and_starts_anew_with_the_workers() -> None:
+    shown, _ = live()
+
+    def left() -> list[str]:
+        return re.findall(r"\S+(?: s)?(?= left)", " ".join(block(shown)))
+
+    shown.handle(PLAN)
+    shown.handle(train(20, seconds=2.0))
+    assert left() == ["26 s"]  # 256 steps at 0.1 s
+    shown.handle(evaluation(23) | {"seconds": 4.0})
+    shown.handle({"kind": "checkpoint", "step": 23, "name": "c", "blocked_seconds": 2.0})
+    shown.handle(train(40, seconds=10.0))
+    assert left() == ["59 s"]  # 236 steps at 0.1 s, and 6 s of pauses in 40 steps
+    shown.handle(PLAN | {"start_step": 23})
+    assert left() == []
+    shown.handle(train(30, seconds=900.0))
+    assert left() == []
+    shown.handle(train(40, seconds=902.0))
+    assert left() == ["47 s"]
+    shown.handle(train(276, seconds=1000.0))
+    assert left() == []
 
 
 def test_unknown_kinds_pass() -> None:
@@ -330,8 +356,9 @@ def test_summary_leaves_out_what_is_not_there() -> None:
 @pytest.mark.parametrize("width", [40, 80])
 def test_live_summary_never_breaks_a_path_or_a_command(width: int) -> None:
     shown, stream = live(width)
-    with shown:
-        shown.summary(SUMMARY)
+    shown.__enter__()
+    shown.summary(SUMMARY)
+    assert not shown._block.is_started
     lines = [line.strip() for line in CONTROL.sub("", stream.getvalue()).splitlines()]
     assert any(line.endswith(SUMMARY.paths["run"]) for line in lines)
     assert any(line.endswith(SUMMARY.commands[0][1]) for line in lines)

@@ -35,8 +35,7 @@ class Draws:
             of_row = _mix(self.rows.astype(np.uint64) ^ np.uint64(key))
             columns = np.arange(1, count + 1, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15)
             bits = _mix(of_row[:, None] + columns[None, :])
-        uniform: npt.NDArray[np.float64] = (bits >> np.uint64(11)) * 2.0**-53
-        return uniform
+        return np.asarray((bits >> np.uint64(11)) * 2.0**-53, dtype=np.float64)
 
 
 def hash64(*values: int) -> int:

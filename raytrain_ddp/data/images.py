@@ -157,8 +157,9 @@ def _decode(image: Any) -> Tensor:
     """RGB, uint8 (3, height, width), from encoded bytes or a PIL image."""
     if isinstance(image, bytes):
         encoded = torch.frombuffer(bytearray(image), dtype=torch.uint8)
-        return decode_image(encoded, mode=ImageReadMode.RGB)
-    decoded: Tensor = pil_to_tensor(image.convert("RGB"))
+        decoded: Tensor = decode_image(encoded, mode=ImageReadMode.RGB)
+    else:
+        decoded = pil_to_tensor(image.convert("RGB"))
     return decoded
 
 

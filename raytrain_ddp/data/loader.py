@@ -25,7 +25,7 @@ R = TypeVar("R")
 
 @dataclass(frozen=True)
 class Slot:
-    """One micro-batch of a step; `samples` is 0 for a slot that the short last step leaves empty."""
+    """One micro-batch of a step; `samples` is 0 for a slot left empty by the short last step."""
 
     step: int  # global step, from 0
     index: int
@@ -96,7 +96,7 @@ def eval_batches(
 def prefetched(
     items: Iterable[T], work: Callable[[T], R], threads: int, ahead: int
 ) -> Generator[R, None, None]:
-    """Yields work(item) in order, with `ahead` results per thread prepared; 0 threads: no thread."""
+    """Yields work(item) in order, `ahead` results per thread prepared; 0 threads: no thread."""
     if threads == 0:
         yield from map(work, items)
         return

@@ -1,7 +1,7 @@
 """Where samples come from: rows in blocks.
 
-A `Source` says how many rows each of its blocks has and reads any rows by their ids. It is used from
-several threads at once. A `Data` puts beside it the function that makes a batch of its records.
+A `Source` says how many rows each of its blocks has and reads any rows by their ids. It is used
+from several threads at once. A `Data` adds the function that makes a batch of its records.
 """
 
 from __future__ import annotations

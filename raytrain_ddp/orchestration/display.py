@@ -124,7 +124,7 @@ class Pace:
 class Display:
     """Shows the events of a run, by default live on a terminal and plain elsewhere.
 
-    One thread calls ``handle``; rich's refresh thread only reads what was put in place there.
+    One thread calls ``handle`` (another may for checkpoints); rich's refresh thread only reads.
     """
 
     def __init__(self, console: Console | None = None, live: bool | None = None) -> None:
@@ -138,7 +138,7 @@ class Display:
         self._phase: tuple[str, float] | None = None  # name, since when
         self._now: Event = {}  # the plan, overlaid with what came last; replaced, never changed
         self._pace, self._ends_at = Pace(0, 0, 0.0), math.nan  # when all will be done, by our clock
-        self._smooth_loss = math.nan
+        self._smooth_loss, self._saved = math.nan, ""
         self._held_back, self._printed_at = False, -math.inf  # of the latest training line
 
     def __enter__(self) -> Display:
@@ -165,7 +165,7 @@ class Display:
                 self._evaluated(event)
             case "checkpoint":
                 self._pace.paused_s += event.get("blocked_seconds", 0.0)
-                self._now = {**self._now, "saved": event["step"]}
+                self._saved = str(event["step"])
             case "note":
                 self._print(Text(f"note: {event['text']}", style="yellow"))
             case "failed":
@@ -176,8 +176,8 @@ class Display:
                     self._print(Text.from_ansi(str(event["traceback"]).rstrip()), copied=True)
 
     def summary(self, end: Summary) -> None:
-        """Prints the end of a run."""
-        self._settle()
+        """Prints the end of a run, in place of the live block."""
+        self.__exit__()
         reached = f"\n{end.run}: {end.status} at step {end.step} of {end.total_steps}"
         color = "yellow" if end.status == "interrupted" else "green"
         self._print(Text(reached, style=f"bold {color}"), copied=True)
@@ -271,7 +271,7 @@ class Display:
         if not now:
             return Text("")
         cells = _place(now) + (self._measured(now, self._smooth_loss) if "loss" in now else [])
-        cells += [_cell("saved step", str(now["saved"]))] if "saved" in now else []
+        cells += [_cell("saved step", self._saved)] if self._saved else []
         width = min(self._console.width, BLOCK_WIDTH)
         wide = (width + 2) // max(1, width // CELL_WIDTH)  # each cell, with the gap after it
         for cell in cells:

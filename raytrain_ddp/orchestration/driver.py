@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import asdict
@@ -79,6 +80,12 @@ def fit_locally(config: TrainConfig, *, display: Display | None = None) -> FitRe
     if world.is_main:
         shown.summary(summary(config, result))
     return result
+
+
+def under_torchrun() -> bool:
+    """Whether torchrun (or its elastic agent) started this process. Then the workers exist already;
+    besides, torchrun takes a ``--local`` behind the script's name for one of its own options."""
+    return "TORCHELASTIC_RUN_ID" in os.environ
 
 
 def write_config(config: TrainConfig, run: Storage) -> None:

@@ -47,7 +47,7 @@ class ImageClassification(Task):
             return DigitsCNN(classes, config.dropout)
         from torchvision.models import get_model, get_model_weights
 
-        model = get_model(config.name, weights=None, num_classes=classes)
+        model: nn.Module = get_model(config.name, weights=None, num_classes=classes)
         if config.weights:
             weights = get_model_weights(config.name)[config.weights].get_state_dict(check_hash=True)
             own = model.state_dict()

@@ -24,8 +24,8 @@ class Task(Protocol):
     """A model, its data, its loss and its metrics. Subclass it; the constructor is given the config
     and `task_options` as keyword arguments.
 
-    Each worker builds its own task; all must build the same one, so draw random numbers from torch's
-    generator only in `model()`, which is called under the run's seed.
+    Each worker builds its own task; all must build the same one, so draw random numbers from
+    torch's generator only in `model()`, which is called under the run's seed.
     """
 
     monitor: str = "loss"

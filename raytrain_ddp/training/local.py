@@ -88,7 +88,7 @@ class LocalSession:
         return self._signal
 
     def stop_on_signals(self) -> None:
-        """From now on Ctrl-C and SIGTERM ask for a checkpoint and an end; the second time, at once."""
+        """From now on Ctrl-C and SIGTERM ask for a checkpoint and an end; a second ends at once."""
 
         def ask(number: int, _: FrameType | None) -> None:
             self._signal = number
@@ -122,8 +122,8 @@ def join_world(threads: int | None = None) -> World:
     Args:
         threads: for CPU arithmetic; default: what OMP_NUM_THREADS or torch says.
     """
-    rank, size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
-    local_rank = int(os.environ.get("LOCAL_RANK", 0))
+    rank, size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+    local_rank = int(os.environ.get("LOCAL_RANK", "0"))
     cuda = torch.cuda.is_available()
     if size > 1 and not dist.is_initialized():
         dist.init_process_group("cpu:gloo,cuda:nccl" if cuda else "gloo")

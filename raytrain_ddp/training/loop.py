@@ -15,7 +15,7 @@ from raytrain_ddp.training.world import Ballot
 
 
 def train(config: TrainConfig, task: Task, session: Session) -> Outcome:
-    """Trains to the end, or until asked to stop; goes on from the newest checkpoint if there is one.
+    """Trains to the end, or until asked to stop; goes on from the newest checkpoint if any.
 
     All ranks call it, with the same config.
     """

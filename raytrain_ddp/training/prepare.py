@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import inspect
 from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
 from raytrain_ddp.config import TrainConfig
 from raytrain_ddp.data.loader import TrainLoader
@@ -22,7 +24,7 @@ from raytrain_ddp.training.world import World, set_up
 
 
 def prepare(config: TrainConfig, task: Task, session: Session) -> Run:
-    """Builds, places, wraps and warms up the model, and goes to the newest checkpoint. All ranks."""
+    """Builds, places, wraps and warms up the model; goes to the newest checkpoint. All ranks."""
     world = session.world
     set_up(world, config.compute)
     config.require_slots(world.size)
@@ -35,7 +37,7 @@ def prepare(config: TrainConfig, task: Task, session: Session) -> Run:
     model = task.model()
     parameters = sum(p.numel() for p in model.parameters())
     if config.compute.channels_last:
-        model = model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+        model = model.to(memory_format=torch.channels_last)
     if config.ddp.sync_batchnorm and world.size > 1:
         model = nn.SyncBatchNorm.convert_sync_batchnorm(model)
     model = model.to(world.device)
@@ -97,8 +99,15 @@ def ddp_options(config: TrainConfig) -> dict[str, Any]:
         "gradient_as_bucket_view": ddp.gradient_as_bucket_view,
         "static_graph": ddp.static_graph,
         "find_unused_parameters": ddp.find_unused_parameters,
-        "broadcast_buffers": False,
+        **_no_buffer_sync(),
     }
+
+
+def _no_buffer_sync() -> dict[str, bool]:
+    """DDP's switch has a new name since torch 2.15, and the old one warns there."""
+    parameters = inspect.signature(DistributedDataParallel.__init__).parameters
+    new = "forward_sync_buffers"
+    return {new if new in parameters else "broadcast_buffers": False}
 
 
 def add_compression(net: nn.Module, config: TrainConfig) -> None:

@@ -118,8 +118,9 @@ class Run:
         loss, data_wait = totals.tolist()
         if not math.isfinite(loss):
             raise DivergedError(
-                f"the loss is {loss} at step {step} (learning rate {rate:.3g}). The last checkpoint "
-                "is kept; lower optim.lr, lengthen schedule.warmup_epochs or set optim.clip_norm."
+                f"the loss is {loss} at step {step} (learning rate {rate:.3g}). The last "
+                "checkpoint is kept; lower optim.lr, lengthen schedule.warmup_epochs or set "
+                "optim.clip_norm."
             )
         per_epoch = self.plan.steps_per_epoch
         samples = sum(self.plan.samples(s % per_epoch) for s in range(self.logged_step, step))

@@ -17,6 +17,7 @@ from raytrain_ddp.checkpoint.snapshot import (
     flatten_state,
     unflatten_state,
 )
+from raytrain_ddp.checkpoint.storage import BytesLike
 from raytrain_ddp.checkpoint.store import Checkpoint
 from raytrain_ddp.training.session import Record, Snapshot
 
@@ -34,7 +35,7 @@ class TrainState:
     _host: HostSnapshot = field(default_factory=HostSnapshot, repr=False)
 
     def snapshot(self, manifest: Manifest, log: Sequence[Record]) -> Snapshot:
-        """Copies the state to the host; later steps do not touch the copy, the next snapshot does."""
+        """Copies the state to the host; the copy holds until the next snapshot is taken."""
         optimizer, rest = flatten_state(self.optimizer.state_dict())
         named = {f"model/{k}": v for k, v in self.model.state_dict().items()}
         named |= {f"optimizer/{k}": v for k, v in optimizer.items()}
@@ -78,7 +79,7 @@ def load_model(model: nn.Module, checkpoint: Checkpoint) -> None:
     model.load_state_dict(decode_tensors(checkpoint.read("model.safetensors")))
 
 
-def encode(snapshot: Snapshot) -> dict[str, bytes]:
+def encode(snapshot: Snapshot) -> dict[str, BytesLike]:
     """The files of a checkpoint, without its manifest."""
     files = {f"{stem}.safetensors": encode_tensors(t) for stem, t in snapshot.tensors.items()}
     documents = {name: json.dumps(value).encode() for name, value in snapshot.documents.items()}

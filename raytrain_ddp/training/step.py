@@ -73,8 +73,9 @@ class Stepper:
     def warm_up(self, batch: Batch) -> None:
         """Two passes that leave no trace; all ranks take part.
 
-        DDP lays its gradient buckets anew after the first backward pass, and so sums in another order
-        from then on. Done before a state is loaded, a resumed run sums as an uninterrupted one.
+        DDP lays its gradient buckets anew after the first backward pass, and so sums in another
+        order from then on. Done before a state is loaded, a resumed run sums as an uninterrupted
+        one.
         """
         buffers = [buffer.clone() for buffer in self._state.model.buffers()]
         for _ in range(2):
@@ -96,7 +97,7 @@ class Stepper:
 
     @contextmanager
     def _training(self, counts: bool) -> Iterator[None]:
-        """A slot without samples joins the collectives in evaluation mode: it leaves no statistics."""
+        """A slot without samples joins in evaluation mode, so that it leaves no statistics."""
         self._net.train(counts)
         yield
         self._net.train()

@@ -65,7 +65,7 @@ def broadcast(value: Any, world: World) -> Any:
 class Ballot:
     """Lets all ranks agree on what follows a step, without a barrier.
 
-    The votes are summed up (largest wins) while the step computes, in a collective on the CPU; every
+    The largest vote wins. It is found while the step computes, in a collective on the CPU; every
     rank casts and counts once a step.
     """
 
