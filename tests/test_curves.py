@@ -151,6 +151,7 @@ def test_the_epoch_axis_is_there_when_epochs_are_known(drawn: list[Figure]) -> N
     draw_curves(run(20, 23), io.BytesIO(), "first epoch")
     first, second = (panels(figure)[2].child_axes for figure in drawn)
     assert [axes.get_xlabel() for axes in first] == ["epoch"]
+    assert first[0].get_xlim() == pytest.approx((0, 12 * 1.02))
     assert second == []
 
 
@@ -168,6 +169,8 @@ def test_smoothing_keeps_constants_and_lines_and_calms_noise() -> None:
     assert smoothed([0.0, 1.0, 2.0, 3.0, 4.0], 1)[1:-1] == [1.0, 2.0, 3.0]
     noisy = smoothed([0.0, 1.0] * 50, 8)
     assert max(noisy[8:-8]) - min(noisy[8:-8]) < 0.1
+    assert 0.2 < noisy[0] < 0.8  # also at the ends
+    assert 0.2 < noisy[-1] < 0.8
     assert smoothed([], 3) == []
 
 

@@ -8,6 +8,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from typing import Any
 
+from rich.console import Console
+
 from raytrain_ddp.checkpoint.layout import CONFIG_FILE
 from raytrain_ddp.checkpoint.storage import Storage
 from raytrain_ddp.config import TrainConfig
@@ -51,35 +53,42 @@ def fit(
     return result
 
 
-def fit_locally(config: TrainConfig, *, display: Display | None = None) -> FitResult:
-    """The same without Ray: in this process, or in each of those that torchrun started."""
+def fit_locally(config: TrainConfig | None = None, *, display: Display | None = None) -> FitResult:
+    """The same without Ray: in this process, or in each of those that torchrun started.
+
+    Only rank 0 shows and writes; all ranks return the result.
+    """
     started = time.monotonic()
-    config = check(config)
+    config = check(config or TrainConfig())
     run, manifest = open_run(config)
-    shown = display or Display()
-    if manifest is not None and is_complete(config, manifest):
-        result = already_complete(run, manifest)
+    main = os.environ.get("RANK", "0") == "0"
+    with display or (Display() if main else Display(Console(quiet=True), live=False)) as shown:
+        if manifest is not None and is_complete(config, manifest):
+            result = already_complete(run, manifest)
+        else:
+            outcome, began = _train_here(config, run, main, shown.handle)
+            result = _end(config, run, outcome, began - started, started, main)
         shown.summary(summary(config, result))
-        return result
-    shown.handle({"kind": "phase", "name": "loading torch"})
+    return result
+
+
+def _train_here(
+    config: TrainConfig, run: Storage, main: bool, show: Show
+) -> tuple[Mapping[str, Any], float]:
+    show({"kind": "phase", "name": "loading torch"})
     from raytrain_ddp.tasks.task import load_task
     from raytrain_ddp.training.local import LocalSession, join_world
     from raytrain_ddp.training.loop import train
     from raytrain_ddp.training.recorder import Best
 
-    world = join_world()
-    if world.is_main:
-        shown.__enter__()
+    if main:
         write_config(config, run)
     task = load_task(config)
-    watch = _StartUp(shown.handle)
-    with LocalSession(config, world, Best(task.monitor, task.goal), watch) as session:
+    watch = _StartUp(show)
+    with LocalSession(config, join_world(), Best(task.monitor, task.goal), watch) as session:
         session.stop_on_signals()
         outcome = train(config, task, session)
-    result = _end(config, run, asdict(outcome), watch.began - started, started)
-    if world.is_main:
-        shown.summary(summary(config, result))
-    return result
+    return asdict(outcome), watch.began
 
 
 def under_torchrun() -> bool:
@@ -130,6 +139,7 @@ def _end(
     outcome: Mapping[str, Any],
     start_up_s: float,
     started: float,
+    main: bool = True,
 ) -> FitResult:
     parts = outcome["seconds"]
     aside = parts.get("evaluation", 0.0) + parts.get("checkpoints", 0.0)
@@ -140,4 +150,4 @@ def _end(
         "checkpoints": parts.get("checkpoints", 0.0),
         "total": time.monotonic() - started,
     }
-    return finish(config, run, outcome, seconds)
+    return finish(config, run, outcome, seconds, draw=main)

@@ -27,13 +27,18 @@ Record = Mapping[str, Any]
 
 
 def finish(
-    config: TrainConfig, run: Storage, outcome: Mapping[str, Any], seconds: Mapping[str, float]
+    config: TrainConfig,
+    run: Storage,
+    outcome: Mapping[str, Any],
+    seconds: Mapping[str, float],
+    draw: bool,
 ) -> FitResult:
-    """Draws the curves and gathers the result of a run that has just ended."""
+    """Gathers the result of a run that has just ended, and draws its curves if told to."""
     history = read_history(run)
-    image = io.BytesIO()
-    draw_curves(history, image, str(config.name))
-    run.write_atomic(CURVES_FILE, image.getvalue())
+    if draw:
+        image = io.BytesIO()
+        draw_curves(history, image, str(config.name))
+        run.write_atomic(CURVES_FILE, image.getvalue())
     done = outcome["step"] >= outcome["total_steps"]
     status: Literal["finished", "interrupted"] = "finished" if done else "interrupted"
     signal = 0 if done else int(outcome["signal"])

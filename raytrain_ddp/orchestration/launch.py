@@ -48,7 +48,7 @@ def launch(
     import ray
 
     board = ray.remote(num_cpus=0)(Board).remote()
-    show({"kind": "phase", "name": f"placing {layout.said}"})
+    show({"kind": "phase", "name": f"placing {layout.said} (each loads torch)"})
     trainer = _trainer(config, run, layout, board)
     failure: list[BaseException] = []
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import importlib
 import importlib.util
 import sys
@@ -62,7 +63,6 @@ def load_task(config: TrainConfig) -> Task:
             code passes through as it is.
     """
     name = BUILT_IN.get(config.task, config.task)
-    check_task_name(config.task)
     place, _, class_name = name.rpartition(":")
     module = _load_file(Path(place)) if place.endswith(".py") else importlib.import_module(place)
     if not hasattr(module, class_name):
@@ -86,15 +86,37 @@ def check_task_name(name: str) -> None:
     if place.endswith(".py"):
         if not Path(place).is_file():
             raise ConfigError(f"task = {name!r}: there is no file {place}.")
+        _check_class(name, Path(place), class_name)
     elif importlib.util.find_spec(place.partition(".")[0]) is None:
         raise ConfigError(
             f"task = {name!r}: no module {place.partition('.')[0]!r} can be imported from here."
         )
 
 
+def _check_class(name: str, path: Path, class_name: str) -> None:
+    """Reads the file without running it; a name that is made or imported there passes too."""
+    try:
+        tree = ast.parse(path.read_text(encoding="utf-8"), str(path))
+    except (SyntaxError, UnicodeDecodeError) as error:
+        raise ConfigError(f"task = {name!r}: {path} is not valid Python: {error}.") from None
+    nodes = list(ast.walk(tree))
+    named = {n.name for n in nodes if isinstance(n, (ast.ClassDef, ast.FunctionDef, ast.alias))}
+    named |= {n.asname for n in nodes if isinstance(n, ast.alias) and n.asname}
+    named |= {n.id for n in nodes if isinstance(n, ast.Name)}
+    if class_name not in named:
+        classes = [node.name for node in nodes if isinstance(node, ast.ClassDef)]
+        raise ConfigError(
+            f"task = {name!r}: {path} has no class {class_name!r}."
+            f"{did_you_mean(class_name, classes)}"
+        )
+
+
 def _load_file(path: Path) -> object:
-    """Imports a file by its stem, so that what it defines can be pickled by reference."""
+    """Imports a file by its stem, so that what it defines can be pickled by reference.
+
+    On another machine the file lies elsewhere: Ray has put its folder on the import path there.
+    """
     folder = str(path.resolve().parent)
-    if folder not in sys.path:
+    if path.is_file() and folder not in sys.path:
         sys.path.insert(0, folder)
     return importlib.import_module(path.stem)

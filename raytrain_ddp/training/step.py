@@ -34,10 +34,7 @@ class Stepper:
         self._world = world
         self._buffers = SlotBuffers(state.model, world)
         self._clip = config.optim.clip_norm
-        dtype = _DTYPES[config.compute.precision]
-        self._autocast = lambda: torch.autocast(
-            world.device.type, dtype, enabled=dtype is not torch.float32
-        )
+        self._dtype = _DTYPES[config.compute.precision]
 
     def __call__(self, slots: list[Slot], samples: int, lr: float) -> Tensor:
         """Takes one step; all ranks take part.
@@ -85,7 +82,8 @@ class Stepper:
             buffer.copy_(before)
 
     def _forward(self, batch: Batch) -> Tensor:
-        with self._autocast():
+        reduced = self._dtype is not torch.float32
+        with torch.autocast(self._world.device.type, self._dtype, enabled=reduced):
             return self._task.loss(self._net, to_device(batch, self._world.device))
 
     def _synced(self, last: bool) -> AbstractContextManager[None]:
