@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -54,7 +55,10 @@ def cluster(
         if config.scaling.num_workers == "auto":  # the default runs on one core too
             have["CPU"] = max(have["CPU"], layout.least_needed()["CPU"])
         refuse(layout, have, "this machine")
+    else:
+        _require_listener(address)
     tell("starting Ray" if not address else f"connecting to Ray at {address}")
+    _use_token(embedded=not address)
     import ray
 
     ours = not ray.is_initialized()
@@ -124,6 +128,31 @@ def _wait_for(
         lacks = missing(layout, resources())
     refuse(layout, resources(), "the cluster")
     return layout
+
+
+def _require_listener(address: str) -> None:
+    """Ray itself tries for ten minutes and more to reach an address where nobody listens."""
+    host, _, port = address.rpartition(":")
+    if not host or not port.isdigit():
+        return  # "auto" and the like: Ray knows at once
+    try:
+        socket.create_connection((host, int(port)), timeout=5).close()
+    except OSError as error:
+        raise PreflightError(
+            f"no Ray at {address}: {error.strerror or error}. Start one with `ray start --head` "
+            "(it prints its address), or leave --address out for an embedded one."
+        ) from None
+
+
+def _use_token(embedded: bool) -> None:
+    """Ray's token authentication: always for our own Ray, and for a cluster if there is a token.
+
+    `ray start` takes it into use where a token lies, a connecting driver does not, and is refused.
+    """
+    own = Path.home() / ".ray" / "auth_token"
+    given = "RAY_AUTH_TOKEN" in os.environ or "RAY_AUTH_TOKEN_PATH" in os.environ
+    if embedded or given or own.is_file():
+        os.environ.setdefault("RAY_AUTH_MODE", "token")
 
 
 def _import_ray_train() -> None:

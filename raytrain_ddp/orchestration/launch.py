@@ -155,11 +155,11 @@ def _trainer(config: TrainConfig, run: Storage, layout: Layout, board: Any) -> A
 
 
 def _as_error(event: Event) -> errors.RaytrainError:
-    """The worker's exception, in the driver."""
-    for kind in errors.RaytrainError.__subclasses__():
-        if kind.exit_status == event["status"]:
-            return kind(event["message"])
-    return errors.TaskError(f"rank {event['rank']} failed:\n{event['traceback']}")
+    """The worker's exception, in the driver: one of ours, or the user's with its traceback."""
+    if event["traceback"]:
+        return errors.TaskError(f"the task failed on rank {event['rank']}:\n{event['traceback']}")
+    kinds = {kind.exit_status: kind for kind in errors.RaytrainError.__subclasses__()}
+    return kinds[event["status"]](event["message"])
 
 
 def _given_up(

@@ -47,7 +47,7 @@ class Stepper:
             group["lr"] = lr
         state.optimizer.zero_grad(set_to_none=True)
         self._buffers.begin()
-        loss_share = torch.zeros((), device=device)
+        loss_share = torch.zeros((), device=device, dtype=torch.float64)
         working = [slot for slot in slots if slot.samples] or slots[:1]
         for slot in working:
             weight = slot.samples / samples
