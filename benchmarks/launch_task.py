@@ -1,4 +1,4 @@
-"""What launch.py trains, as a task for raytrain_ddp: ``--task benchmarks/launch_task.py:LaunchTask``."""
+"""What launch.py trains, for raytrain_ddp: ``--task benchmarks/launch_task.py:LaunchTask``."""
 
 from __future__ import annotations
 

@@ -24,7 +24,9 @@ def main() -> None:
     net = DistributedDataParallel(model, gradient_as_bucket_view=True)  # fit's default
     optimizer = train_by_hand(net, args.steps, dist.get_rank(), dist.get_world_size())
     if dist.get_rank() == 0:
-        torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, args.checkpoint)
+        torch.save(
+            {"model": model.state_dict(), "optimizer": optimizer.state_dict()}, args.checkpoint
+        )
     dist.destroy_process_group()
 
 

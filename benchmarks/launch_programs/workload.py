@@ -63,7 +63,9 @@ def stamp_steps(path: str) -> None:
 
 def train_by_hand(net: nn.Module, steps: int, rank: int, world_size: int) -> torch.optim.Optimizer:
     """One epoch over samples in memory, as one writes it by hand."""
-    data = {name: torch.from_numpy(a) for name, a in arrays(steps * MICRO_BATCH * world_size).items()}
+    data = {
+        name: torch.from_numpy(a) for name, a in arrays(steps * MICRO_BATCH * world_size).items()
+    }
     optimizer = torch.optim.SGD(net.parameters(), lr=LR, momentum=MOMENTUM)
     order = torch.randperm(len(data["x"]), generator=torch.Generator().manual_seed(SEED))
     for step in range(steps):

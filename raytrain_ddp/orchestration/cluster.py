@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import socket
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -22,14 +23,14 @@ from raytrain_ddp.orchestration.resources import (
 )
 from raytrain_ddp.tasks.task import BUILT_IN
 
-# Read by Ray Train in the driver; each may be set by the user.
+# Read by Ray in the driver, and by the processes of an embedded Ray; the user's own values win.
 _SETTINGS = {
     "RAY_TRAIN_HEALTH_CHECK_INTERVAL_S": "0.5",  # a report waits for this poll (default 2 s)
     "RAY_TRAIN_ENABLE_PRINT_PATCH": "0",  # else each print of a worker comes twice
     "RAY_CHDIR_TO_TRIAL_DIR": "0",  # workers stay in the driver's folder
     "RAY_ENABLE_UV_RUN_RUNTIME_ENV": "0",  # workers use the environment that is there
     "RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S": "120",
-    "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
+    "RAY_worker_niceness": "0",  # workers are the point of this Ray (default 15: after all others)
 }
 
 
@@ -49,45 +50,61 @@ def cluster(
     for name, value in _SETTINGS.items():
         os.environ.setdefault(name, value)
     address = address or os.environ.get("RAY_ADDRESS")
-    if not address:
-        have = this_machine()
-        layout = choose_layout(config, have)
-        if config.scaling.num_workers == "auto":  # the default runs on one core too
-            have["CPU"] = max(have["CPU"], layout.least_needed()["CPU"])
-        refuse(layout, have, "this machine")
+    layout: Layout | None = None
+    options: dict[str, Any] | None = None
+    if "ray" in sys.modules and sys.modules["ray"].is_initialized():
+        tell("using the Ray that this process is connected to")
+    elif address:
+        options = _joining(config, address)
+        tell(f"connecting to Ray at {address}")
     else:
-        _require_listener(address)
-    tell("starting Ray" if not address else f"connecting to Ray at {address}")
-    _use_token(embedded=not address)
+        layout, options = _starting(config, dashboard)
+        tell("starting Ray")
     import ray
 
-    ours = not ray.is_initialized()
     # torch is dragged in by Ray Train: load it while Ray's own processes start.
     loading = threading.Thread(target=_import_ray_train, name="import-ray-train", daemon=True)
     loading.start()
-    if ours:
-        options: dict[str, Any] = {"log_to_driver": False, "logging_level": "ERROR"}
-        if not address:
-            options |= {"address": "local", "num_cpus": int(have["CPU"])}
-            options["include_dashboard"] = dashboard
-        else:
-            options |= {"address": address, "runtime_env": _shipped(config)}
-        try:
-            ray.init(**options)
-        except (ConnectionError, RuntimeError, ValueError) as error:
-            raise PreflightError(
-                f"no Ray at {address or 'this machine'}: {str(error).splitlines()[0]}"
-            ) from error
     try:
-        if address or not ours:
+        if options is not None:
+            ray.init(**options, log_to_driver=False, logging_level="ERROR")
+    except (ConnectionError, RuntimeError, ValueError) as error:
+        raise PreflightError(
+            f"no Ray at {address or 'this machine'}: {_first_line(error)}"
+        ) from error
+    try:
+        if layout is None:
             layout = _wait_for(config, ray.cluster_resources, tell)
         if loading.is_alive():
             tell("loading torch")
             loading.join()
         yield layout
     finally:
-        if ours:
+        if options is not None:
             ray.shutdown()
+
+
+def _starting(config: TrainConfig, dashboard: bool) -> tuple[Layout, dict[str, Any]]:
+    """For an embedded Ray: the layout on this machine, and what to tell `ray.init`."""
+    have = this_machine()
+    layout = choose_layout(config, have)
+    if config.scaling.num_workers == "auto":  # the default runs on one core too
+        have["CPU"] = max(have["CPU"], layout.least_needed()["CPU"])
+    refuse(layout, have, "this machine")
+    _use_token(embedded=True)
+    cpus = int(have["CPU"])
+    return layout, {"address": "local", "num_cpus": cpus, "include_dashboard": dashboard}
+
+
+def _joining(config: TrainConfig, address: str) -> dict[str, Any]:
+    """For a cluster that is there: what to tell `ray.init`."""
+    _require_listener(address)
+    _use_token(embedded=False)
+    return {"address": address, "runtime_env": _shipped(config)}
+
+
+def _first_line(error: Exception) -> str:
+    return next(iter(str(error).splitlines()), type(error).__name__)
 
 
 def import_paths(config: TrainConfig) -> tuple[str, ...]:

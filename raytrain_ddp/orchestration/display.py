@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import re
+import sys
 import time
 from collections import deque
 from collections.abc import Mapping, Sequence
@@ -128,7 +129,7 @@ class Display:
     """
 
     def __init__(self, console: Console | None = None, live: bool | None = None) -> None:
-        self._console = console = console or Console()
+        self._console = console = console or Console(file=sys.stdout)
         if live is None:  # isatty besides: FORCE_COLOR makes rich take a pipe for a terminal
             utf = console.encoding.startswith("utf")
             live = utf and console.is_interactive and console.file.isatty()

@@ -13,6 +13,7 @@ from rich.console import Console
 from raytrain_ddp.checkpoint.layout import CONFIG_FILE
 from raytrain_ddp.checkpoint.storage import Storage
 from raytrain_ddp.config import TrainConfig
+from raytrain_ddp.orchestration.aside import rays_words_aside
 from raytrain_ddp.orchestration.display import Display
 from raytrain_ddp.orchestration.finish import already_complete, finish, summary
 from raytrain_ddp.orchestration.preflight import check, is_complete, open_run
@@ -125,7 +126,7 @@ def _train_on_ray(
     watch = _StartUp(show)
     phase = lambda name: show({"kind": "phase", "name": name})  # noqa: E731
     try:
-        with cluster(config, address, dashboard, phase) as layout:
+        with rays_words_aside(run), cluster(config, address, dashboard, phase) as layout:
             write_config(config, run)
             outcome = launch(config, run, layout, watch)
     except Interrupted as stop:

@@ -1,0 +1,188 @@
+"""Real Ray: one Ray for all tests of this file, few fits (each is a cold start of its workers)."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from raytrain_ddp import FitResult, TrainConfig, fit
+from raytrain_ddp.checkpoint.layout import checkpoint_store, run_storage
+from raytrain_ddp.errors import PreflightError, TaskError
+from raytrain_ddp.orchestration.display import Display
+from raytrain_ddp.recipe import load
+from raytrain_ddp.sections import LogConfig, ScalingConfig
+
+HERE = Path(__file__).parent
+pytestmark = [pytest.mark.ray, pytest.mark.filterwarnings("ignore")]  # Ray's own warnings
+
+
+@pytest.fixture(scope="module", autouse=True)
+def ray_for_all() -> Iterator[None]:
+    """A Ray of this test session's own, which `fit` finds and leaves running."""
+    os.environ.setdefault("RAY_AUTH_MODE", "token")
+    os.environ.pop("RAY_ADDRESS", None)
+    from raytrain_ddp.orchestration.cluster import _SETTINGS
+
+    os.environ.update(_SETTINGS)
+    import ray
+
+    ray.init(address="local", num_cpus=4, include_dashboard=False, log_to_driver=False)
+    yield
+    ray.shutdown()
+
+
+def shown() -> tuple[Display, io.StringIO]:
+    """A display that writes plain lines into a string."""
+    text = io.StringIO()
+    return Display(Console(file=text, width=120), live=False), text
+
+
+def weights(config: TrainConfig) -> bytes:
+    """The model file of the newest checkpoint, and the optimizer's: equal bytes, equal bits."""
+    newest = checkpoint_store(run_storage(config)).latest()
+    assert newest is not None
+    return newest.read("model.safetensors") + newest.read("optimizer.safetensors")
+
+
+def timeless(records: list[dict[str, object]]) -> list[dict[str, object]]:
+    clocks = {"seconds", "samples_per_s", "data_wait"}
+    return [{k: v for k, v in record.items() if k not in clocks} for record in records]
+
+
+def three_workers(storage: Path, name: str, **options: object) -> TrainConfig:
+    config = TrainConfig(
+        name=name,
+        storage=str(storage),
+        epochs=3,
+        scaling=ScalingConfig(num_workers=3),
+        log=LogConfig(every_steps=1),
+        task=f"{HERE / 'ray_tasks.py'}:KilledOnce",
+        task_options={"marker": str(storage / "killed"), "at": "-1"},
+    )
+    return replace(config, **options)  # type: ignore[arg-type]
+
+
+def without_ray(config: TrainConfig, workers: int) -> None:
+    """Runs the config under torchrun."""
+    run_storage(config).mkdir()
+    recipe = Path(config.storage) / f"{config.name}.toml"
+    from raytrain_ddp.recipe import dumps
+
+    recipe.write_text(dumps(config))
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(workers)]
+    command = [*torchrun, "--standalone", "-m", "raytrain_ddp.fit", str(recipe)]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    subprocess.run(command, check=True, capture_output=True, env=environment, timeout=200)
+
+
+def interrupt_at(step: int, config: TrainConfig) -> threading.Thread:
+    """Sends Ctrl-C to this process once the log has reached `step`."""
+    log = Path(config.storage) / str(config.name) / "metrics.jsonl"
+
+    def watch() -> None:
+        for _ in range(2000):
+            lines = log.read_text().splitlines() if log.exists() else []
+            if lines and json.loads(lines[-1]).get("step", 0) >= step:
+                os.kill(os.getpid(), signal.SIGINT)
+                return
+            time.sleep(0.05)
+
+    thread = threading.Thread(target=watch, daemon=True)
+    thread.start()
+    return thread
+
+
+def test_fit_trains_the_digits_and_leaves_everything_in_the_runs_folder(tmp_path: Path) -> None:
+    display, text = shown()
+    config = TrainConfig(storage=str(tmp_path), epochs=4)
+    result = fit(config, display=display)
+    assert isinstance(result, FitResult)
+    assert result.status == "finished"
+    assert result.exit_status == 0
+    assert result.metrics["top1"] > 0.95
+    assert result.step == result.total_steps == 4 * 23
+    run = tmp_path / "digits"
+    for name in ("config.toml", "metrics.jsonl", "checkpoints", "curves.png", "tensorboard"):
+        assert (run / name).exists(), name
+    assert (run / "logs" / "rank-1.log").exists()
+    assert (run / "curves.png").read_bytes().startswith(b"\x89PNG")
+    assert [r["step"] for r in result.history if r["kind"] == "eval"] == [23, 46, 69, 92]
+    assert replace(load(str(run / "config.toml")), name=None) == config
+    out = text.getvalue()
+    for words in ("placing 2 workers", "preparing the model", "64 = 4 slots x 16", "finished"):
+        assert words in out
+    assert "raytrain_ddp.evaluate" in out
+
+    display, text = shown()
+    before = {path: path.stat().st_mtime_ns for path in run.rglob("*") if path.is_file()}
+    again = fit(config, display=display)
+    assert again.status == "already complete"
+    assert again.metrics == result.metrics
+    assert "already complete" in text.getvalue()
+    assert before == {path: path.stat().st_mtime_ns for path in run.rglob("*") if path.is_file()}
+
+
+def test_stopping_anywhere_loses_nothing_killed_worker_and_ctrl_c_on_ray(tmp_path: Path) -> None:
+    """Three Ray workers, of which one is killed, then Ctrl-C, then the same command: the weights
+    and the log are those of three processes that ran undisturbed under torchrun."""
+    reference = three_workers(tmp_path, "undisturbed")
+    without_ray(reference, workers=3)
+
+    options = {"marker": str(tmp_path / "killed"), "at": "33", "pause_s": "0.05"}
+    config = three_workers(tmp_path, "disturbed", task_options=options)
+    display, text = shown()
+    watch = interrupt_at(step=50, config=config)
+    stopped = fit(config, display=display)
+    watch.join(timeout=10)
+    assert (tmp_path / "killed").exists()
+    assert "restarted with 3 workers" in text.getvalue()
+    assert stopped.status == "interrupted"
+    assert stopped.exit_status == 130
+    assert 50 <= stopped.step < 69
+
+    display, text = shown()
+    finished = fit(config, display=display)
+    assert finished.status == "finished"
+    assert f"step-{stopped.step:08d}" in text.getvalue()
+    assert weights(config) == weights(reference)
+    log = (tmp_path / "undisturbed" / "metrics.jsonl").read_text().splitlines()
+    assert timeless(list(map(json.loads, log))) == timeless([dict(r) for r in finished.history])
+    steps = [record["step"] for record in finished.history if record["kind"] == "train"]
+    assert steps == list(range(1, 70))
+
+
+def test_a_users_error_is_shown_once_as_the_users_own_traceback(tmp_path: Path) -> None:
+    display, _ = shown()
+    config = TrainConfig(storage=str(tmp_path), task=f"{HERE / 'ray_tasks.py'}:Faulty")
+    with pytest.raises(TaskError) as caught:
+        fit(config, display=display)
+    message = str(caught.value)
+    assert message.count("Traceback") == 1
+    assert message.count("KeyError: 'no such key'") == 1
+    assert 'return batch["no such key"]' in message
+    assert "raytrain_ddp/training" not in message
+    assert caught.value.exit_status == 1
+
+
+def test_more_workers_than_the_cluster_has_are_refused_with_have_and_want(tmp_path: Path) -> None:
+    config = TrainConfig(
+        storage=str(tmp_path),
+        batch_size=1024,
+        scaling=ScalingConfig(num_workers=9, wait_s=1),
+    )
+    display, _ = shown()
+    with pytest.raises(PreflightError, match=r"want 9 \(9 x 1\), have 4"):
+        fit(config, display=display)
+    assert not (tmp_path / "digits" / "config.toml").exists()
