@@ -16,6 +16,7 @@ class Board:
     def __init__(self) -> None:
         self._events: list[Mapping[str, Any]] = []
         self._stop = 0
+        self._over = False
 
     def push(self, events: list[Mapping[str, Any]]) -> int:
         """Adds events; returns the number of the signal that asks for an end, else 0."""
@@ -26,6 +27,13 @@ class Board:
         """The events since the last call."""
         events, self._events = self._events, []
         return events
+
+    def close(self) -> None:
+        """The driver has given up: workers that Ray starts from now on shall end at once."""
+        self._over = True
+
+    def is_closed(self) -> bool:
+        return self._over
 
     def ask_stop(self, signal_number: int) -> None:
         self._stop = signal_number

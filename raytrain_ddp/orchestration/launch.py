@@ -63,11 +63,15 @@ def launch(
     training = threading.Thread(target=fit, name="ray-train", daemon=True)
     training.start()
     listener = _Listener(board, show)
-    with _signals(listener.on_signal):
-        while training.is_alive():
+    try:
+        with _signals(listener.on_signal):
+            while training.is_alive():
+                listener.listen()
+                time.sleep(_POLL_S)
             listener.listen()
-            time.sleep(_POLL_S)
-        listener.listen()
+    except BaseException:
+        board.close.remote()  # on a Ray that outlives this call, its retries end so
+        raise
     if listener.outcome is not None:
         return listener.outcome
     raise _given_up(config, listener.failures, failure)

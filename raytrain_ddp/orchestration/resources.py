@@ -47,13 +47,14 @@ def choose_layout(config: TrainConfig, have: Mapping[str, float]) -> Layout:
     scaling = config.scaling
     gpus = have.get("GPU", 0)
     use_gpu = gpus > 0 if scaling.use_gpu == "auto" else scaling.use_gpu
-    if use_gpu and not gpus:
-        raise PreflightError(
-            "scaling.use_gpu = true, but Ray sees no GPU: check nvidia-smi and "
-            "CUDA_VISIBLE_DEVICES, or train on CPUs with --scaling.use-gpu False."
-        )
     least, most = scaling.worker_range()
     if (least, most) == (0, 0):
+        if use_gpu and not gpus:
+            raise PreflightError(
+                "scaling.use_gpu = true, but there is no GPU: check nvidia-smi and "
+                "CUDA_VISIBLE_DEVICES, train on CPUs with --scaling.use-gpu False, or say how many "
+                "workers an autoscaling cluster shall bring with --scaling.num-workers."
+            )
         whole = int(gpus / scaling.gpus_per_worker) if use_gpu else 2
         least = most = min(whole, config.slots)
     config.require_slots(most)

@@ -51,9 +51,14 @@ class RaySession:
         return self
 
     def __exit__(self, *_: object) -> None:
+        """Nothing is left unsaid: the last events are sent and their arrival waited for."""
         if self._recorder is not None:
             self._recorder.close()
-        self.push()
+            for _ in range(2):  # the push under way, then the rest
+                if self._answer is not None:
+                    ray.wait([self._answer], timeout=10)
+                self.push()
+            ray.wait([self._answer], timeout=10)
 
     def wrap(self, model: nn.Module, options: Mapping[str, Any]) -> nn.Module:
         wrapped: nn.Module = ray.train.torch.prepare_model(

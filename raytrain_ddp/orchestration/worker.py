@@ -28,8 +28,11 @@ def train_on_worker(loop_config: dict[str, WorkerSettings]) -> None:
     """The train function of the TorchTrainer; Ray hands it a dict."""
     given = loop_config["given"]
     _settle(given)
+    import ray
     import ray.train
 
+    if ray.get(given.board.is_closed.remote()):
+        return
     rank = ray.train.get_context().get_world_rank()
     with _Tee(given.log_folder, rank):
         try:

@@ -30,6 +30,8 @@ def prepare(config: TrainConfig, task: Task, session: Session) -> Run:
     config.require_slots(world.size)
     session.tell({"kind": "phase", "name": "opening the data"})
     data = task.train_data()
+    if not data.rows:
+        raise DataError("the training set has 0 rows.")
     plan = Plan(data.rows, config.slots, config.micro_batch)
 
     session.tell({"kind": "phase", "name": "preparing the model"})
