@@ -54,11 +54,8 @@ class RaySession:
         """Nothing is left unsaid: the last events are sent and their arrival waited for."""
         if self._recorder is not None:
             self._recorder.close()
-            for _ in range(2):  # the push under way, then the rest
-                if self._answer is not None:
-                    ray.wait([self._answer], timeout=10)
-                self.push()
-            ray.wait([self._answer], timeout=10)
+        self.push(wait_s=10)  # once what is under way has arrived
+        self.push(wait_s=10)  # once that has arrived
 
     def wrap(self, model: nn.Module, options: Mapping[str, Any]) -> nn.Module:
         wrapped: nn.Module = ray.train.torch.prepare_model(
@@ -120,14 +117,14 @@ class RaySession:
             self.push()
         return self._signal
 
-    def push(self) -> None:
+    def push(self, wait_s: float = 0) -> None:
         """Sends the events without waiting, and looks at the answer to the push before."""
         if not self.world.is_main:
             return
         if self._answer is not None:
-            ready, _ = ray.wait([self._answer], timeout=0)
+            ready, _ = ray.wait([self._answer], timeout=wait_s)
             if not ready:
-                return  # the driver's machine is busy: say more next time
+                return  # the board's machine is busy: say more next time
             self._signal = ray.get(ready[0])
         events, self._events[:] = list(self._events), []
         self._answer = self._board.push.remote(events)
