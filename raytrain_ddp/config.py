@@ -59,24 +59,18 @@ class TrainConfig:
     log: LogConfig = field(default_factory=LogConfig)
 
     def __post_init__(self) -> None:
-        require(
-            self.name is None or bool(RUN_NAME.fullmatch(self.name)),
-            f"name = {self.name!r}: use letters, digits, '.', '_' and '-', at most 128.",
-        )
-        require(self.epochs >= 1, f"epochs = {self.epochs}: must be 1 or more.")
-        require(0 <= self.seed < 2**63, f"seed = {self.seed}: must lie in 0 to 2**63 - 1.")
-        require(self.micro_batch >= 1, f"micro_batch = {self.micro_batch}: must be 1 or more.")
-        require(
-            self.batch_size >= self.micro_batch,
-            f"batch_size = {self.batch_size} is smaller than micro_batch = {self.micro_batch}: "
-            f"lower it with --micro-batch {max(self.batch_size, 1)}.",
-        )
-        require(
-            self.batch_size % self.micro_batch == 0,
-            f"batch_size = {self.batch_size} is not a multiple of micro_batch = "
-            f"{self.micro_batch}: take {self.batch_size // self.micro_batch * self.micro_batch} or "
-            f"{(self.batch_size // self.micro_batch + 1) * self.micro_batch}.",
-        )
+        name_ok = self.name is None or bool(RUN_NAME.fullmatch(self.name))
+        require(name_ok, "name", self.name, "use letters, digits, '.', '_' and '-', at most 128")
+        for field_name in ("epochs", "batch_size", "micro_batch"):
+            value = getattr(self, field_name)
+            require(value >= 1, field_name, value, "must be 1 or more")
+        require(0 <= self.seed < 2**63, "seed", self.seed, "must be 0 or more and below 2**63")
+        batch, micro = self.batch_size, self.micro_batch
+        rule = f"must be at least micro_batch = {micro}; set --micro-batch {batch}"
+        require(batch >= micro, "batch_size", batch, rule)
+        below, above = batch // micro * micro, (batch // micro + 1) * micro
+        rule = f"must be a multiple of micro_batch = {micro}; take {below} or {above}"
+        require(batch % micro == 0, "batch_size", batch, rule)
         self.require_slots(self.scaling.worker_range()[1])
 
     @property
@@ -86,13 +80,13 @@ class TrainConfig:
 
     def require_slots(self, workers: int) -> None:
         """Raises ConfigError if `workers` are more than the slots of a step."""
-        if workers > self.slots:
-            fitting = self.batch_size // workers
-            remedy = f"--micro-batch {fitting}" if fitting else f"--batch-size {workers}"
-            while fitting > 1 and self.batch_size % fitting:
-                fitting -= 1
-                remedy = f"--micro-batch {fitting}"
-            raise ConfigError(
-                f"batch_size = {self.batch_size} is {self.slots} slots of {self.micro_batch}, too "
-                f"few for {workers} workers: set {remedy}, or --scaling.num-workers {self.slots}."
-            )
+        if workers <= self.slots:
+            return
+        fitting = [m for m in range(1, self.micro_batch) if self.batch_size % m == 0]
+        fitting = [m for m in fitting if self.batch_size // m >= workers]
+        alone = f"--batch-size {workers} --micro-batch 1"
+        raise ConfigError(
+            f"batch_size = {self.batch_size} is {self.slots} slots of {self.micro_batch}, too few "
+            f"for {workers} workers: set {f'--micro-batch {max(fitting)}' if fitting else alone}, "
+            f"or --scaling.num-workers {self.slots}."
+        )

@@ -31,7 +31,7 @@ class TaskError(RaytrainError):
     exit_status = 1
 
 
-class ConfigError(RaytrainError):
+class ConfigError(RaytrainError, ValueError):
     exit_status = 2
 
 

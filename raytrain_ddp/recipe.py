@@ -36,9 +36,7 @@ def from_dict(values: Mapping[str, Any], where: str = "config") -> TrainConfig:
     except ConfigError as error:
         wrong.append(str(error))
     except ValidationError as error:
-        for e in error.errors():
-            field = ".".join(str(part) for part in e["loc"])
-            wrong.append(f"{field} = {e['input']!r}: {e['msg']}.")
+        wrong += [_refusal(e) for e in error.errors()]
     if wrong:
         raise ConfigError("\n".join(f"{where}: {line}" for line in wrong))
     return config
@@ -97,6 +95,15 @@ def changed_fields(old: Mapping[str, Any], new: TrainConfig) -> list[tuple[str, 
     now = flat(new)
     fixed = [name for name in {**now, **then} if name not in free]
     return [(n, then.get(n), now.get(n)) for n in fixed if then.get(n) != now.get(n)]
+
+
+def _refusal(error: Mapping[str, Any]) -> str:
+    """One of pydantic's errors in a line: of a wrong type, or of a section that refused itself."""
+    own = error.get("ctx", {}).get("error")
+    if isinstance(own, ConfigError):
+        return str(own)
+    field = ".".join(str(part) for part in error["loc"] if part not in ("int", "float", "str"))
+    return f"{field} = {error['input']!r}: {error['msg']}."
 
 
 def _plain(value: Any) -> Any:

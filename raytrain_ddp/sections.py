@@ -14,9 +14,31 @@ from raytrain_ddp.errors import ConfigError
 FREE: dict[str, bool] = {"free": True}
 
 
-def require(condition: bool, message: str) -> None:
-    if not condition:
-        raise ConfigError(message)
+def require(holds: bool, field: str, value: object, rule: str) -> None:
+    """Raises ConfigError that names the field, the value and the rule, unless the rule holds."""
+    if not holds:
+        raise ConfigError(f"{field} = {value!r}: {rule}.")
+
+
+def at_least(least: float, section: str, holder: object, *fields: str) -> None:
+    """Requires that the fields of a section are `least` or more."""
+    for name in fields:
+        value = getattr(holder, name)
+        require(value >= least, f"{section}.{name}", value, f"must be {least:g} or more")
+
+
+def above_zero(section: str, holder: object, *fields: str) -> None:
+    """Requires that the fields of a section are above 0."""
+    for name in fields:
+        value = getattr(holder, name)
+        require(value > 0, f"{section}.{name}", value, "must be above 0")
+
+
+def below_one(section: str, holder: object, *fields: str) -> None:
+    """Requires that the fields of a section lie in [0, 1)."""
+    for name in fields:
+        value = getattr(holder, name)
+        require(0 <= value < 1, f"{section}.{name}", value, "must be 0 or more and below 1")
 
 
 @dataclass(frozen=True)
@@ -55,17 +77,13 @@ class DataConfig:
     """Micro-batches prepared ahead per loader thread."""
 
     def __post_init__(self) -> None:
-        require(self.image_size >= 0, f"data.image_size = {self.image_size}: must be 0 or more.")
-        require(min(self.std) > 0, f"data.std = {self.std}: each value must be above 0.")
-        require(self.shuffle_window >= 1, "data.shuffle_window: must be 1 or more.")
-        require(self.prefetch >= 1, f"data.prefetch = {self.prefetch}: must be 1 or more.")
-        require(
-            self.workers == "auto" or self.workers >= 0,
-            f"data.workers = {self.workers}: must be 'auto', 0 or more.",
-        )
-        require(
-            bool(self.source), "data.source is empty: give a folder, Parquet files or 'digits'."
-        )
+        at_least(0, "data", self, "image_size")
+        at_least(1, "data", self, "shuffle_window", "prefetch")
+        require(min(self.std) > 0, "data.std", self.std, "each value must be above 0")
+        workers_ok = self.workers == "auto" or self.workers >= 0
+        require(workers_ok, "data.workers", self.workers, "must be auto, or 0 or more")
+        rule = "must be a folder, Parquet files, 'torchvision:NAME' or 'digits'"
+        require(bool(self.source), "data.source", self.source, rule)
 
 
 @dataclass(frozen=True)
@@ -80,7 +98,7 @@ class ModelConfig:
     """Dropout before the head of digits-cnn."""
 
     def __post_init__(self) -> None:
-        require(0 <= self.dropout < 1, f"model.dropout = {self.dropout}: must lie in [0, 1).")
+        below_one("model", self, "dropout")
 
 
 @dataclass(frozen=True)
@@ -105,18 +123,14 @@ class OptimConfig:
     """Label smoothing of the cross entropy."""
 
     def __post_init__(self) -> None:
-        require(self.lr > 0, f"optim.lr = {self.lr}: must be above 0.")
-        require(0 <= self.momentum < 1, f"optim.momentum = {self.momentum}: must lie in [0, 1).")
-        require(self.weight_decay >= 0, f"optim.weight_decay = {self.weight_decay}: must be >= 0.")
-        require(self.clip_norm >= 0, f"optim.clip_norm = {self.clip_norm}: must be 0 or more.")
-        require(
-            0 <= self.label_smoothing < 1,
-            f"optim.label_smoothing = {self.label_smoothing}: must lie in [0, 1).",
-        )
-        require(
-            self.name != "sgd" or not self.nesterov or self.momentum > 0,
-            "optim.nesterov needs optim.momentum above 0: set --optim.no-nesterov.",
-        )
+        above_zero("optim", self, "lr")
+        at_least(0, "optim", self, "weight_decay", "clip_norm")
+        below_one("optim", self, "momentum", "label_smoothing")
+        betas_ok = all(0 <= beta < 1 for beta in self.betas)
+        require(betas_ok, "optim.betas", self.betas, "each must be 0 or more and below 1")
+        nesterov_ok = self.name != "sgd" or not self.nesterov or self.momentum > 0
+        rule = "needs optim.momentum above 0: set --optim.no-nesterov"
+        require(nesterov_ok, "optim.nesterov", self.nesterov, rule)
 
 
 @dataclass(frozen=True)
@@ -135,9 +149,10 @@ class ScheduleConfig:
     """step: the factor."""
 
     def __post_init__(self) -> None:
-        require(self.warmup_epochs >= 0, "schedule.warmup_epochs: must be 0 or more.")
-        require(0 <= self.final_lr <= 1, "schedule.final_lr: a fraction of optim.lr, 0 to 1.")
-        require(self.step_epochs > 0, "schedule.step_epochs: must be above 0.")
+        at_least(0, "schedule", self, "warmup_epochs", "gamma")
+        above_zero("schedule", self, "step_epochs")
+        fraction = "must be a fraction of optim.lr, 0 to 1"
+        require(0 <= self.final_lr <= 1, "schedule.final_lr", self.final_lr, fraction)
 
 
 @dataclass(frozen=True)
@@ -172,7 +187,7 @@ class DdpConfig:
     """Gradients are sent in this precision; for slow networks."""
 
     def __post_init__(self) -> None:
-        require(self.bucket_cap_mb > 0, "ddp.bucket_cap_mb: must be above 0.")
+        above_zero("ddp", self, "bucket_cap_mb")
 
 
 @dataclass(frozen=True)
@@ -183,7 +198,7 @@ class EvalConfig:
     """Evaluate after every so many epochs, and always at the end; 0: only at the end."""
 
     def __post_init__(self) -> None:
-        require(self.every_epochs >= 0, "eval.every_epochs: must be 0 or more.")
+        at_least(0, "eval", self, "every_epochs")
 
 
 @dataclass(frozen=True)
@@ -200,15 +215,8 @@ class CheckpointConfig:
     """How many of the newest are kept (2 or more), besides the best."""
 
     def __post_init__(self) -> None:
-        require(
-            min(self.every_epochs, self.every_steps, self.every_s) >= 0,
-            "checkpoint.every_*: must be 0 or more.",
-        )
-        require(
-            self.keep_last >= 2,
-            f"checkpoint.keep_last = {self.keep_last}: must be 2 or more, so that a damaged newest "
-            "one is never the only one.",
-        )
+        at_least(0, "checkpoint", self, "every_epochs", "every_steps", "every_s")
+        at_least(2, "checkpoint", self, "keep_last")  # a damaged newest one is not the only one
 
 
 @dataclass(frozen=True)
@@ -235,38 +243,27 @@ class ScalingConfig:
     """How long a running cluster may take to offer the workers (autoscaling)."""
 
     def __post_init__(self) -> None:
-        low, high = self.worker_range()
-        require(
-            1 <= low <= high or (low, high) == (0, 0),
-            f"scaling.num_workers = {self.num_workers}: must be a number from 1, MIN:MAX or auto.",
-        )
-        require(
-            self.cpus_per_worker > 0,
-            f"scaling.cpus_per_worker = {self.cpus_per_worker}: must be above 0.",
-        )
+        self.worker_range()
+        above_zero("scaling", self, "cpus_per_worker", "gpus_per_worker")
+        at_least(0, "scaling", self, "max_failures", "wait_s")
         gpus = self.gpus_per_worker
-        require(
-            0 < gpus <= 1,
-            f"scaling.gpus_per_worker = {gpus}: must lie in (0, 1]; DDP drives one GPU per worker.",
-        )
-        require(
-            gpus == 1 or self.backend != "nccl",
-            f"scaling.gpus_per_worker = {gpus}: NCCL wants one GPU per worker; use "
-            "--scaling.backend gloo.",
-        )
-        require(self.max_failures >= 0, "scaling.max_failures: must be 0 or more.")
+        rule = "must be 1 or less: DDP drives one GPU per worker"
+        require(gpus <= 1, "scaling.gpus_per_worker", gpus, rule)
+        nccl_ok = gpus == 1 or self.backend != "nccl"
+        rule = "must be 1 with NCCL, which wants a GPU per worker; set --scaling.backend gloo"
+        require(nccl_ok, "scaling.gpus_per_worker", gpus, rule)
 
     def worker_range(self) -> tuple[int, int]:
         """(least, most) workers; (0, 0) for auto."""
         if self.num_workers == "auto":
             return 0, 0
         low, _, high = str(self.num_workers).partition(":")
-        try:
-            return int(low), int(high or low)
-        except ValueError:
-            raise ConfigError(
-                f"scaling.num_workers = {self.num_workers!r}: must be a number, MIN:MAX or auto."
-            ) from None
+        rule = "must be a number from 1 on, MIN:MAX or auto"
+        numbers = low.isdigit() and (high or low).isdigit()
+        require(numbers, "scaling.num_workers", self.num_workers, rule)
+        least, most = int(low), int(high or low)
+        require(1 <= least <= most, "scaling.num_workers", self.num_workers, rule)
+        return least, most
 
 
 @dataclass(frozen=True)
@@ -279,4 +276,4 @@ class LogConfig:
     """Write TensorBoard events beside metrics.jsonl."""
 
     def __post_init__(self) -> None:
-        require(self.every_steps >= 1, "log.every_steps: must be 1 or more.")
+        at_least(1, "log", self, "every_steps")
