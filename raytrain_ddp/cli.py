@@ -10,7 +10,7 @@ from typing import Annotated, TypeVar
 import tyro
 
 from raytrain_ddp.config import TrainConfig
-from raytrain_ddp.errors import RaytrainError
+from raytrain_ddp.errors import ConfigError, RaytrainError
 from raytrain_ddp.recipe import load, shipped_recipes
 
 Args = TypeVar("Args")
@@ -44,13 +44,18 @@ def parse_fit(argv: Sequence[str]) -> FitArgs:
     recipe, rest = _split_recipe(argv)
     config = load(recipe) if recipe else TrainConfig()
     names = ", ".join(shipped_recipes())
-    return tyro.cli(
+    args = tyro.cli(
         FitArgs,
         prog="python -m raytrain_ddp.fit",
         description=f"{FitArgs.__doc__}\n\nShipped recipes: {names}.",
         args=[*([recipe] if recipe else []), *rest],
         default=FitArgs(config=config),
     )
+    if args.recipe != recipe:
+        raise ConfigError(
+            f"the recipe {args.recipe!r} must be the first argument, before the flags."
+        )
+    return args
 
 
 def run_door(main: Callable[[Sequence[str]], int]) -> None:

@@ -6,17 +6,18 @@ Normalisation is left to the device. Every random choice comes from the sample's
 from __future__ import annotations
 
 import fcntl
+import io
 import math
 from collections.abc import Sequence
 from hashlib import sha256
 from pathlib import Path
 from typing import Any, Protocol
 
+import numpy as np
 import torch
+from PIL import Image
 from torch import Tensor
 from torch.nn.functional import interpolate, pad
-from torchvision.io import ImageReadMode, decode_image
-from torchvision.transforms.v2.functional import pil_to_tensor
 
 from raytrain_ddp.data.draws import Draws
 from raytrain_ddp.data.locate import Located
@@ -155,12 +156,9 @@ def _make(dataset: Any, root: Path, train: bool) -> Any:
 
 def _decode(image: Any) -> Tensor:
     """RGB, uint8 (3, height, width), from encoded bytes or a PIL image."""
-    if isinstance(image, bytes):
-        encoded = torch.frombuffer(bytearray(image), dtype=torch.uint8)
-        decoded: Tensor = decode_image(encoded, mode=ImageReadMode.RGB)
-    else:
-        decoded = pil_to_tensor(image.convert("RGB"))
-    return decoded
+    opened = Image.open(io.BytesIO(image)) if isinstance(image, bytes) else image
+    pixels = np.array(opened.convert("RGB"))  # (height, width, 3)
+    return torch.from_numpy(pixels).permute(2, 0, 1).contiguous()
 
 
 def _augment(image: Tensor, config: DataConfig, draws: list[float]) -> Tensor:

@@ -47,7 +47,7 @@ def _locate(source: str, split: Literal["train", "eval"], field: str) -> Located
         files = [str(path)] if path.is_file() else sorted(glob.glob(str(path), recursive=True))
         if not files:
             raise DataError(f"{field} = {source!r}: no file matches.")
-        return _parquet_split(files, split)
+        return _parquet_split(files, split, path.parent)
     if not path.is_dir():
         raise DataError(
             f"{field} = {source!r}: no such file or folder (other choices: 'digits', "
@@ -55,7 +55,7 @@ def _locate(source: str, split: Literal["train", "eval"], field: str) -> Located
         )
     parquet = sorted(str(file) for file in path.rglob("*.parquet"))
     if parquet:
-        return _parquet_split(parquet, split)
+        return _parquet_split(parquet, split, path)
     folders = {folder.name: folder for folder in path.iterdir() if folder.is_dir()}
     if not folders:
         raise DataError(f"{field} = {source!r}: holds neither Parquet files nor class folders.")
@@ -66,13 +66,14 @@ def _locate(source: str, split: Literal["train", "eval"], field: str) -> Located
     return Located("folder", (str(found),), split) if found else None
 
 
-def _parquet_split(files: list[str], split: Literal["train", "eval"]) -> Located | None:
-    """Splits by file name or by folder, as Hugging Face lays them out: train-00000-of-00002."""
-    to_eval = [file for file in files if _names_eval(Path(file))]
+def _parquet_split(files: list[str], split: Literal["train", "eval"], root: Path) -> Located | None:
+    """Splits by file name (train-00000-of-00002) or by folder below `root`, as on Hugging Face."""
+    to_eval = [file for file in files if _names_eval(Path(file), root)]
     chosen = to_eval if split == "eval" else [file for file in files if file not in to_eval]
     return Located("parquet", tuple(chosen), split) if chosen else None
 
 
-def _names_eval(path: Path) -> bool:
+def _names_eval(path: Path, root: Path) -> bool:
     stem = path.stem.lower().replace("_", "-").split("-")[0].split(".")[0]
-    return stem in EVAL_SPLITS or path.parent.name.lower() in EVAL_SPLITS
+    folder = path.parent.name.lower() if path.parent != root else ""
+    return stem in EVAL_SPLITS or folder in EVAL_SPLITS

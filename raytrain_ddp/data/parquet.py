@@ -137,8 +137,10 @@ class ParquetImages:
             row_group = self._files[index].metadata.row_group(group)
             for c in range(row_group.num_columns):
                 column: Any = row_group.column(c)
-                if column.path_in_schema == self._columns[1] and column.statistics is not None:
-                    largest = max(largest, int(column.statistics.max))
+                statistics = column.statistics
+                known = statistics is not None and statistics.has_min_max
+                if column.path_in_schema == self._columns[1] and known:
+                    largest = max(largest, int(statistics.max))
         if largest < 0:
             raise DataError(
                 f"{self._paths[0]}: neither class names nor label statistics: write the files with "

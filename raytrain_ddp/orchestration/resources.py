@@ -84,10 +84,15 @@ def refuse(layout: Layout, have: Mapping[str, float], where: str) -> None:
     """Raises PreflightError, with want and have of each resource, if the layout cannot start."""
     lines = missing(layout, have)
     if lines:
-        raise PreflightError(
-            f"{layout.said} do not fit on {where}:\n{lines}\n"
+        remedy = (
             "Take fewer with --scaling.num-workers, or less each with --scaling.cpus-per-worker."
         )
+        if layout.use_gpu and not have.get("GPU"):
+            remedy = (
+                "scaling.use_gpu = true, but there is no GPU: check nvidia-smi and "
+                "CUDA_VISIBLE_DEVICES, or train on CPUs with --scaling.use-gpu False."
+            )
+        raise PreflightError(f"{layout.said} do not fit on {where}:\n{lines}\n{remedy}")
 
 
 def this_machine() -> dict[str, float]:

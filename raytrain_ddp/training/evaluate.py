@@ -48,7 +48,7 @@ def evaluate(
             for metric in metrics.values():
                 metric.reset()
             task.evaluate(model, to_device(batch, world.device), metrics)
-            states.append({name: dict(metric.metric_state) for name, metric in metrics.items()})
+            states.append({name: _kept(metric.metric_state) for name, metric in metrics.items()})
     model.train()
     return _merged(metrics, _gathered([_to_cpu(state) for state in states], world))
 
@@ -78,6 +78,11 @@ def _merged(metrics: Mapping[str, Metric], states: list[Any]) -> dict[str, Tenso
             warnings.filterwarnings("ignore", message=r"The ``compute`` method of metric")
             values[name] = metric.compute()
     return values
+
+
+def _kept(state: Mapping[str, Any]) -> dict[str, Any]:
+    """A metric's state, out of reach of its `reset`, which empties lists in place."""
+    return {k: list(v) if isinstance(v, list) else v for k, v in state.items()}
 
 
 def _to_cpu(value: Any) -> Any:

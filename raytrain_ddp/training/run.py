@@ -117,11 +117,7 @@ class Run:
             dist.all_reduce(totals)
         loss, data_wait = totals.tolist()
         if not math.isfinite(loss):
-            raise DivergedError(
-                f"the loss is {loss} at step {step} (learning rate {rate:.3g}). The last "
-                "checkpoint is kept; lower optim.lr, lengthen schedule.warmup_epochs or set "
-                "optim.clip_norm."
-            )
+            raise _diverged(f"the loss is {loss} at step {step} (learning rate {rate:.3g})")
         per_epoch = self.plan.steps_per_epoch
         samples = sum(self.plan.samples(s % per_epoch) for s in range(self.logged_step, step))
         self.logged_step = step
@@ -174,6 +170,8 @@ class Run:
         The training waits for the copy to the host, and for the commit before if it is not done.
         """
         step, world = self.state.step, self.session.world
+        if not self.state.is_finite():  # the weights are alike on all ranks, and so is the answer
+            raise _diverged(f"weights are not finite after step {step}")
         metrics = self.metrics if self.evaluated_step == step else {}
         snapshot = None
         with self.clock.part("checkpoints"):
@@ -199,3 +197,10 @@ class Run:
         return Outcome(
             state.step, total_steps, signal, state.best, state.best_step, self.metrics, seconds
         )
+
+
+def _diverged(what: str) -> DivergedError:
+    return DivergedError(
+        f"{what}. The last checkpoint is kept; lower optim.lr, lengthen schedule.warmup_epochs or "
+        "set optim.clip_norm."
+    )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -66,8 +67,15 @@ class TrainState:
         log: list[Record] = json.loads(checkpoint.read("log.json"))
         return log
 
+    def is_finite(self) -> bool:
+        """Whether every weight is a number; the host waits for the device."""
+        finite = [weight.isfinite().all() for weight in self.model.parameters()]
+        return bool(torch.stack(finite).all())
+
     def improve(self, value: float, goal: str) -> bool:
         """Notes an evaluation after the current step; whether it is the best so far."""
+        if math.isnan(value):
+            return False
         better = self.best is None or (value > self.best if goal == "max" else value < self.best)
         if better:
             self.best, self.best_step = value, self.step

@@ -112,7 +112,8 @@ class SlotBuffers:
         by_type: dict[torch.dtype, list[Tensor]] = {}
         for buffer in model.buffers():
             by_type.setdefault(buffer.dtype, []).append(buffer)
-        self._groups = [group for dtype, group in by_type.items() if dtype is not torch.bool]
+        averaged = [t for t in by_type if t is not torch.bool and not t.is_complex]
+        self._groups = [by_type[dtype] for dtype in averaged]
         self._world = world
 
     def begin(self) -> None:
@@ -125,7 +126,8 @@ class SlotBuffers:
 
     def add(self, weight: float) -> None:
         for group, start, change in zip(self._groups, self._start, self._change, strict=True):
-            change.add_(_flat(group) - start, alpha=weight)
+            now = _flat(group)  # equal is no change: inf - inf, in a mask, would be nan
+            change.add_(torch.where(now == start, 0, now - start), alpha=weight)
 
     def finish(self) -> None:
         """All ranks take part."""
