@@ -30,6 +30,7 @@ _SETTINGS = {
     "RAY_CHDIR_TO_TRIAL_DIR": "0",  # workers stay in the driver's folder
     "RAY_ENABLE_UV_RUN_RUNTIME_ENV": "0",  # workers use the environment that is there
     "RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S": "120",  # large images load slowly (default 60 s)
+    "RAY_TRAIN_ENABLE_PREEMPTION_WATCHER": "0",  # one process less; nothing asks it yet
     "RAY_worker_niceness": "0",  # workers are the point of this Ray (default 15: after all others)
 }
 
