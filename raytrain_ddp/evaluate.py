@@ -45,7 +45,7 @@ def main(argv: Sequence[str]) -> int:
     config = _config(checkpoint, args.data)
     import torch
 
-    from raytrain_ddp.tasks.task import load_task
+    from raytrain_ddp.tasks.load import load_task
     from raytrain_ddp.training.evaluate import evaluate, scalars
     from raytrain_ddp.training.state import load_model
     from raytrain_ddp.training.world import World, set_up

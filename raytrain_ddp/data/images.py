@@ -147,9 +147,10 @@ def image_data(source: ImageSource, config: DataConfig, classes: int, train: boo
 def _make(dataset: Any, root: Path, train: bool) -> Any:
     """torchvision's sets say which part by `train=` or by `split=`."""
     try:
-        return dataset(str(root), train=train, download=True)
-    except TypeError:
-        return dataset(str(root), split="train" if train else "test", download=True)
+        try:
+            return dataset(str(root), train=train, download=True)
+        except TypeError:
+            return dataset(str(root), split="train" if train else "test", download=True)
     except (RuntimeError, OSError) as error:
         raise DataError(f"torchvision:{dataset.__name__} cannot be had: {error}") from error
 

@@ -46,6 +46,7 @@ class TrainLoader:
     rank: int
     threads: int
     prefetch: int
+    pin: bool = False  # page-locked batches, whose copy to a GPU runs beside other work
 
     def steps(self, start: int, stop: int) -> Generator[list[Slot], None, None]:
         """Yields this worker's slots of global steps start..stop-1. Close it to end the threads."""
@@ -61,7 +62,10 @@ class TrainLoader:
             if not samples:  # a batch of the right shape for a pass that counts for nothing
                 rows = order(epoch).read(0, 1)
             draws = Draws(self.seed, epoch, rows)
-            return Slot(step, slot, samples, self.data.collate(self.data.source.read(rows), draws))
+            batch = self.data.collate(self.data.source.read(rows), draws)
+            if self.pin:
+                batch = {name: tensor.pin_memory() for name, tensor in batch.items()}
+            return Slot(step, slot, samples, batch)
 
         places = ((step, slot) for step in range(start, stop) for slot in slots)
         loaded = prefetched(places, load, self.threads, self.prefetch)
@@ -71,9 +75,9 @@ class TrainLoader:
         finally:
             loaded.close()
 
-    def any_batch(self) -> Batch:
-        """A micro-batch of the usual shape, to warm up with."""
-        rows = np.arange(min(self.plan.micro_batch, self.plan.rows), dtype=np.int64)
+    def any_batch(self, samples: int | None = None) -> Batch:
+        """A micro-batch to warm up with; of the usual size unless told."""
+        rows = np.arange(min(samples or self.plan.micro_batch, self.plan.rows), dtype=np.int64)
         return self.data.collate(self.data.source.read(rows), Draws(self.seed, 0, rows))
 
     def _order(self, epoch: int) -> EpochOrder:

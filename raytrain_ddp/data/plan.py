@@ -15,6 +15,7 @@ groups one after another.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Literal
 
 import numpy as np
@@ -89,7 +90,8 @@ class EpochOrder:
         self._window = window if shuffle == "block" else 0
         self._block_starts, self._block_rows = starts, blocks
         self._ends = np.cumsum(blocks)  # (blocks,) place in the order at which each block ends
-        self._windows: dict[int, Rows] = {}  # the newest few; lanes and threads read in turns
+        # Lanes and threads read in turns, so the newest few are kept.
+        self._read_window = lru_cache(maxsize=_WINDOWS_KEPT)(self._make_window)
 
     def read(self, start: int, stop: int) -> Rows:
         """Row ids at places [start, stop) of the epoch, shape (stop - start,)."""
@@ -110,18 +112,13 @@ class EpochOrder:
         block = window * self._window
         return int(self._ends[block - 1]) if block else 0
 
-    def _read_window(self, window: int) -> Rows:
-        rows = self._windows.get(window)
-        if rows is None:
-            blocks = slice(window * self._window, (window + 1) * self._window)
-            pieces = zip(self._block_starts[blocks], self._block_rows[blocks], strict=True)
-            stored = np.concatenate([np.arange(s, s + n, dtype=np.int64) for s, n in pieces])
-            seed, epoch = self._key
-            rows = stored[_permutation(len(stored), seed, epoch, _WINDOW_STREAM + window)]
-            if len(self._windows) >= _WINDOWS_KEPT:
-                self._windows.pop(next(iter(self._windows)), None)
-            self._windows[window] = rows
-        return rows
+    def _make_window(self, window: int) -> Rows:
+        blocks = slice(window * self._window, (window + 1) * self._window)
+        pieces = zip(self._block_starts[blocks], self._block_rows[blocks], strict=True)
+        stored = np.concatenate([np.arange(s, s + n, dtype=np.int64) for s, n in pieces])
+        seed, epoch = self._key
+        shuffled: Rows = stored[_permutation(len(stored), seed, epoch, _WINDOW_STREAM + window)]
+        return shuffled
 
 
 def runs_of(rows: int, length: int) -> Rows:

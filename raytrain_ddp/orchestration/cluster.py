@@ -21,7 +21,7 @@ from raytrain_ddp.orchestration.resources import (
     refuse,
     this_machine,
 )
-from raytrain_ddp.tasks.task import BUILT_IN
+from raytrain_ddp.tasks.load import BUILT_IN
 
 # Read by Ray in the driver, and by the processes of an embedded Ray; the user's own values win.
 _SETTINGS = {
@@ -93,8 +93,8 @@ def _starting(config: TrainConfig, dashboard: bool) -> tuple[Layout, dict[str, A
         have["CPU"] = max(have["CPU"], layout.least_needed()["CPU"])
     refuse(layout, have, "this machine")
     _use_token(embedded=True)
-    cpus = int(have["CPU"])
-    return layout, {"address": "local", "num_cpus": cpus, "include_dashboard": dashboard}
+    counts = {"num_cpus": int(have["CPU"]), "num_gpus": int(have["GPU"])}
+    return layout, {"address": "local", "include_dashboard": dashboard, **counts}
 
 
 def _joining(config: TrainConfig, address: str) -> dict[str, Any]:
@@ -150,6 +150,11 @@ def _wait_for(
 
 def _require_listener(address: str) -> None:
     """Ray itself tries for ten minutes and more to reach an address where nobody listens."""
+    if address.startswith("ray://"):
+        raise PreflightError(
+            f"--address {address}: Ray Client cannot drive Ray Train. Use HOST:6379 on a node of "
+            "the cluster, or submit a job: ray job submit -- python -m raytrain_ddp.fit."
+        )
     host, _, port = address.rpartition(":")
     if not host or not port.isdigit():
         return  # "auto" and the like: Ray knows at once

@@ -165,7 +165,6 @@ class Display:
             case "eval":
                 self._evaluated(event)
             case "checkpoint":
-                self._pace.paused_s += event.get("blocked_seconds", 0.0)
                 self._saved = str(event["step"])
             case "note":
                 self._print(Text(f"note: {event['text']}", style="yellow"))

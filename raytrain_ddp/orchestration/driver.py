@@ -5,14 +5,15 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any
 
 from rich.console import Console
 
 from raytrain_ddp.checkpoint.layout import CONFIG_FILE
-from raytrain_ddp.checkpoint.storage import Storage
+from raytrain_ddp.checkpoint.storage import Storage, without_secrets
 from raytrain_ddp.config import TrainConfig
+from raytrain_ddp.errors import PreflightError
 from raytrain_ddp.orchestration.aside import rays_words_aside
 from raytrain_ddp.orchestration.display import Display
 from raytrain_ddp.orchestration.finish import already_complete, finish, summary
@@ -77,16 +78,17 @@ def _train_here(
     config: TrainConfig, run: Storage, main: bool, show: Show
 ) -> tuple[Mapping[str, Any], float]:
     show({"kind": "phase", "name": "loading torch"})
-    from raytrain_ddp.tasks.task import load_task
+    from raytrain_ddp.tasks.load import load_task
     from raytrain_ddp.training.local import LocalSession, join_world
     from raytrain_ddp.training.loop import train
     from raytrain_ddp.training.recorder import Best
 
     if main:
         write_config(config, run)
+    world = join_world(config.scaling)
     task = load_task(config)
     watch = _StartUp(show)
-    with LocalSession(config, join_world(), Best(task.monitor, task.goal), watch) as session:
+    with LocalSession(config, world, Best(task.monitor, task.goal), watch) as session:
         session.stop_on_signals()
         outcome = train(config, task, session)
     return asdict(outcome), watch.began
@@ -100,8 +102,12 @@ def under_torchrun() -> bool:
 
 def write_config(config: TrainConfig, run: Storage) -> None:
     """Writes config.toml: running it again reproduces the run."""
-    run.mkdir()
-    run.write_atomic(CONFIG_FILE, dumps(config).encode())
+    told = replace(config, storage=without_secrets(config.storage))
+    try:
+        run.mkdir()
+        run.write_atomic(CONFIG_FILE, dumps(told).encode())
+    except OSError as error:
+        raise PreflightError(f"storage = {told.storage}: cannot be written: {error}") from error
 
 
 class _StartUp:

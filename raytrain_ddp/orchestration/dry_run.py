@@ -20,8 +20,8 @@ def dry_run(config: TrainConfig) -> str:
     layout = choose_layout(config, have)
     import torch
 
-    from raytrain_ddp.data.plan import Plan
-    from raytrain_ddp.tasks.task import load_task
+    from raytrain_ddp.data.plan import Plan, deal
+    from raytrain_ddp.tasks.load import load_task
     from raytrain_ddp.training.optim import build_optimizer, learning_rate
 
     task = load_task(config)
@@ -35,9 +35,7 @@ def dry_run(config: TrainConfig) -> str:
     optimizer.step()  # makes the optimizer's state, which has most of a checkpoint's bytes
     size = _tensor_bytes(model.state_dict()) + _tensor_bytes(optimizer.state_dict())
     least = min(layout.least, layout.most)
-    per_worker = [
-        len(range(r * config.slots // least, (r + 1) * config.slots // least)) for r in range(least)
-    ]
+    per_worker = [len(deal(config.slots, least, rank)) for rank in range(least)]
     rates = {
         f"{epoch:g}": learning_rate(config, min(steps - 1, int(epoch * per_epoch)), per_epoch)
         for epoch in _epochs_to_show(config)

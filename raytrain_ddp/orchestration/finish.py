@@ -58,7 +58,7 @@ def summary(config: TrainConfig, result: FitResult) -> Summary:
     commands = [("evaluate", f"python -m raytrain_ddp.evaluate {place}")]
     if result.status == "interrupted":
         commands.append(("resume", f"python -m {again} {place}/config.toml"))
-    else:
+    elif "://" not in place:
         commands.append(
             ("train on", f"python -m {again} {place}/config.toml --epochs {2 * config.epochs}")
         )

@@ -22,6 +22,7 @@ from raytrain_ddp.orchestration.worker import WorkerSettings, train_on_worker
 from raytrain_ddp.recipe import to_dict
 
 _POLL_S = 0.1
+_BOARD_TIMEOUT_S = 60.0
 _RAY_SNAPSHOT = "checkpoint_manager_snapshot.json"
 
 Event = Mapping[str, Any]
@@ -46,8 +47,10 @@ def launch(
         Interrupted: by a signal that nothing could be saved for.
     """
     import ray
+    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-    board = ray.remote(num_cpus=0)(Board).remote()
+    here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
+    board = ray.remote(num_cpus=0, scheduling_strategy=here)(Board).remote()
     show({"kind": "phase", "name": f"placing {layout.said} (each loads torch)"})
     trainer = _trainer(config, run, layout, board)
     failure: list[BaseException] = []
@@ -69,12 +72,13 @@ def launch(
                 listener.listen()
                 time.sleep(_POLL_S)
             listener.listen()
-    except BaseException:
-        board.close.remote()  # on a Ray that outlives this call, its retries end so
+    except BaseException:  # on a Ray that outlives this call, the run shall end as well
+        board.close.remote()
+        board.ask_stop.remote(signal.SIGTERM)
         raise
-    if listener.outcome is not None:
+    if listener.outcome is not None and not failure:
         return listener.outcome
-    raise _given_up(config, listener.failures, failure)
+    raise _given_up(config, layout, listener.failures, failure)
 
 
 class _Listener:
@@ -83,14 +87,13 @@ class _Listener:
     def __init__(self, board: Any, show: Callable[[Event], None]) -> None:
         self._board, self._show = board, show
         self._began = False
-        self._signal = 0
+        self._signals: list[int] = []
+        self._stopping = False
         self.failures: list[Event] = []
         self.outcome: Event | None = None
 
     def listen(self) -> None:
-        import ray
-
-        for event in ray.get(self._board.take.remote(), timeout=60):
+        for event in self._take():
             self._began = self._began or event["kind"] == "plan"
             if event["kind"] == "outcome":
                 self.outcome = event
@@ -100,23 +103,44 @@ class _Listener:
                 self._show(event)
 
     def on_signal(self, number: int, _: FrameType | None) -> None:
-        if self._signal or not self._began:
-            raise Interrupted(number)
-        self._signal = number
-        self._board.ask_stop.remote(number)
-        text = "Stopping after this step, with a checkpoint. Once more to stop without."
-        self._show({"kind": "note", "text": text})
+        """Only notes it: an exception from here could not pass through Ray's own code."""
+        self._signals.append(number)
+
+    def _take(self) -> list[Event]:
+        import ray
+
+        asked, deadline = self._board.take.remote(), time.monotonic() + _BOARD_TIMEOUT_S
+        while time.monotonic() < deadline:
+            self._obey()
+            ready, _ = ray.wait([asked], timeout=0.2)
+            if ready:
+                break
+        try:
+            events: list[Event] = ray.get(asked, timeout=1)
+        except ray.exceptions.RayError as error:
+            raise errors.RetriesExhausted(
+                "the connection to Ray is lost; the last committed checkpoint is kept, and the "
+                f"same command goes on from there: {str(error).splitlines()[0]}"
+            ) from error
+        return events
+
+    def _obey(self) -> None:
+        if not self._signals:
+            return
+        if len(self._signals) > 1 or not self._began:
+            raise Interrupted(self._signals[-1])
+        if not self._stopping:
+            self._stopping = True
+            self._board.ask_stop.remote(self._signals[0])
+            text = "Stopping after this step, with a checkpoint. Once more to stop without."
+            self._show({"kind": "note", "text": text})
 
     def _failed(self, event: Event) -> None:
         if event["cause"] == "error":
             raise _as_error(event)
         if not self.failures or event["cause"] != "peer":
-            self._show(
-                {
-                    "kind": "note",
-                    "text": f"rank {event['rank']} stopped: {event['message'].splitlines()[0]}",
-                }
-            )
+            line = next(iter(event["message"].splitlines()), "")
+            self._show({"kind": "note", "text": f"rank {event['rank']} stopped: {line}"})
         self.failures.append(event)
 
 
@@ -167,13 +191,21 @@ def _as_error(event: Event) -> errors.RaytrainError:
 
 
 def _given_up(
-    config: TrainConfig, failures: list[Event], raised: list[BaseException]
+    config: TrainConfig, layout: Layout, failures: list[Event], raised: list[BaseException]
 ) -> errors.RaytrainError:
+    """Why Ray Train has ended without an outcome: workers died, or never came."""
+    why = str(raised[0]) if raised else "no worker said why"
+    if not failures and "startup" in why.lower():
+        return errors.PreflightError(
+            f"Ray could not place {layout.said}, each with {dict(layout.per_worker)}, although the "
+            f"cluster has that in all: is it busy, or no node large enough? {why.splitlines()[0]}"
+        )
     first = next((f for f in failures if f["cause"] != "peer"), failures[0] if failures else None)
-    why = first["message"] if first else (str(raised[0]) if raised else "no worker said why")
+    if first is not None:
+        why = first["traceback"] or first["message"]
     return errors.RetriesExhausted(
-        f"the workers died {config.scaling.max_failures + 1} times (scaling.max_failures = "
-        f"{config.scaling.max_failures}). The last committed checkpoint is kept. First cause: {why}"
+        f"workers failed more than scaling.max_failures = {config.scaling.max_failures} times. The "
+        f"last committed checkpoint is kept. First cause: {why}"
     )
 
 

@@ -10,24 +10,30 @@ from raytrain_ddp.checkpoint.manifest import Manifest
 from raytrain_ddp.checkpoint.storage import Storage
 from raytrain_ddp.config import RUN_NAME, TrainConfig
 from raytrain_ddp.data.locate import locate
+from raytrain_ddp.data.parquet import ParquetImages
 from raytrain_ddp.errors import ConfigError
 from raytrain_ddp.recipe import changed_fields
-from raytrain_ddp.tasks.task import BUILT_IN, check_task_name
+from raytrain_ddp.tasks.load import BUILT_IN, check_task_name
 from raytrain_ddp.tasks.zoo import check_model_name
 
 
 def check(config: TrainConfig) -> TrainConfig:
-    """The config with its name filled in.
+    """The config with its name filled in and its storage absolute.
 
     Raises:
         ConfigError: there is no such task or model.
-        DataError: there are no such data.
+        DataError: there are no such data, or they cannot be read.
     """
     check_task_name(config.task)
     if config.task in BUILT_IN:
         check_model_name(config.model.name)
-        locate(config.data.source, config.data.eval_source)
-    return config if config.name else replace(config, name=_default_name(config))
+        for found in locate(config.data.source, config.data.eval_source):
+            if found is not None and found.kind == "parquet":  # reads the files' footers
+                ParquetImages(found.paths, config.data.image_column, config.data.label_column)
+    storage = config.storage  # absolute, so that it means the same in each worker and later
+    if "://" not in storage:
+        storage = str(Path(storage).expanduser().absolute())
+    return replace(config, name=config.name or _default_name(config), storage=storage)
 
 
 def open_run(config: TrainConfig) -> tuple[Storage, Manifest | None]:

@@ -102,5 +102,7 @@ def this_machine() -> dict[str, float]:
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     gpus = len(list(Path("/dev").glob("nvidia[0-9]*")))
     if visible is not None:
-        gpus = min(gpus, len([device for device in visible.split(",") if device.strip()]))
+        devices = [device.strip() for device in visible.split(",")]
+        hidden = next((n for n, d in enumerate(devices) if not d or d.startswith("-")), None)
+        gpus = min(gpus, len(devices[:hidden]))  # CUDA stops at the first that is no device
     return {"CPU": float(cpus), "GPU": float(gpus)}

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import socket
 import time
+from collections import deque
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -12,9 +14,11 @@ import ray.train.torch
 from ray.train import CheckpointUploadMode
 from torch import nn
 
-from raytrain_ddp.checkpoint.layout import checkpoint_store, run_storage
+from raytrain_ddp.checkpoint.layout import CONFIG_FILE, checkpoint_store, run_storage
+from raytrain_ddp.checkpoint.storage import without_secrets
 from raytrain_ddp.checkpoint.store import Checkpoint
 from raytrain_ddp.config import TrainConfig
+from raytrain_ddp.errors import PreflightError
 from raytrain_ddp.training.local import agreed_latest
 from raytrain_ddp.training.recorder import Best, Recorder
 from raytrain_ddp.training.session import Record, Snapshot
@@ -39,8 +43,13 @@ class RaySession:
             device=ray.train.torch.get_device(),
             threads=max(1, int(config.scaling.cpus_per_worker)),
         )
+        if not run_storage(config).exists(CONFIG_FILE):
+            raise PreflightError(
+                f"storage = {without_secrets(config.storage)}: node {socket.gethostname()} does "
+                "not see the run's folder there. Several nodes need a shared folder or a URI."
+            )
         self._board = board
-        self._events: list[Record] = []
+        self._events: deque[Record] = deque()  # the thread that commits adds to it, too
         self._pushed_at = 0.0
         self._answer: Any = None
         self._signal = 0
@@ -103,13 +112,17 @@ class RaySession:
 
         recorder.begin()
         place = self._store.storage
-        ray.train.report(
-            dict(metrics),
-            checkpoint=ray.train.Checkpoint(place.path, place.fs),
-            checkpoint_upload_mode=CheckpointUploadMode.ASYNC,
-            checkpoint_upload_fn=commit,
-            delete_local_checkpoint_after_upload=False,
-        )
+        try:
+            ray.train.report(
+                dict(metrics),
+                checkpoint=ray.train.Checkpoint(place.path, place.fs),
+                checkpoint_upload_mode=CheckpointUploadMode.ASYNC,
+                checkpoint_upload_fn=commit,
+                delete_local_checkpoint_after_upload=False,
+            )
+        except BaseException:
+            recorder.call_off()
+            raise
 
     def stop_requested(self) -> int:
         """Also keeps the events flowing: it is asked once a step."""
@@ -126,6 +139,6 @@ class RaySession:
             if not ready:
                 return  # the board's machine is busy: say more next time
             self._signal = ray.get(ready[0])
-        events, self._events[:] = list(self._events), []
+        events = [self._events.popleft() for _ in range(len(self._events))]
         self._answer = self._board.push.remote(events)
         self._pushed_at = time.monotonic()

@@ -6,6 +6,7 @@ Ray's controller imports this module too, to hand it on; so nothing heavy is imp
 from __future__ import annotations
 
 import dataclasses
+import errno
 import os
 import sys
 import traceback
@@ -45,7 +46,7 @@ def train_on_worker(loop_config: dict[str, WorkerSettings]) -> None:
 def _train(given: WorkerSettings) -> None:
     from raytrain_ddp.orchestration.session import RaySession
     from raytrain_ddp.recipe import from_dict
-    from raytrain_ddp.tasks.task import load_task
+    from raytrain_ddp.tasks.load import load_task
     from raytrain_ddp.training.loop import train
     from raytrain_ddp.training.recorder import Best
 
@@ -86,9 +87,15 @@ def _tell_failure(board: Any, rank: int, error: BaseException) -> None:
 def _cause(error: BaseException) -> str:
     """ "peer": another worker died; "outside": may pass by itself; "error": will happen again."""
     text = str(error).lower()
-    if any(word in text for word in ("gloo", "nccl", "connection closed by peer", "c10d")):
+    words = ("gloo", "nccl", "connection closed by peer", "c10d")
+    if isinstance(error, RuntimeError) and any(word in text for word in words):
         return "peer"
-    return "outside" if isinstance(error, (OSError, EOFError)) else "error"
+    passing = (errno.EIO, errno.ENOSPC, errno.ESTALE, errno.ENETDOWN, errno.ENETUNREACH)
+    if isinstance(error, (ConnectionError, TimeoutError)) or (
+        isinstance(error, OSError) and error.errno in passing
+    ):
+        return "outside"
+    return "error"
 
 
 def _users_traceback(error: BaseException) -> str:
@@ -105,7 +112,8 @@ class _Tee:
     """Copies this worker's output into the run's own log folder while training lasts."""
 
     def __init__(self, folder: str | None, rank: int) -> None:
-        self._path = Path(folder) / f"rank-{rank}.log" if folder else None
+        there = folder is not None and Path(folder).parent.is_dir()
+        self._path = Path(str(folder)) / f"rank-{rank}.log" if there else None
         self._file: IO[str] | None = None
         self._streams: tuple[Any, Any] = (None, None)
 

@@ -13,7 +13,7 @@ from raytrain_ddp.config import TrainConfig
 from raytrain_ddp.data.images import image_data, open_images
 from raytrain_ddp.data.locate import locate
 from raytrain_ddp.data.source import Batch, Data
-from raytrain_ddp.errors import DataError
+from raytrain_ddp.errors import ConfigError, DataError, did_you_mean
 from raytrain_ddp.tasks.digits import DigitsCNN
 from raytrain_ddp.tasks.task import Task
 from raytrain_ddp.tasks.zoo import DIGITS
@@ -31,11 +31,13 @@ class ImageClassification(Task):
 
     def __init__(self, config: TrainConfig) -> None:
         self._config = config
+        self._scales: dict[torch.device, Tensor] = {}  # mean and std, (2, 1, 3, 1, 1)
         train, evaluation = locate(config.data.source, config.data.eval_source)
         self._train = open_images(train, config.data)
         self._eval = open_images(evaluation, config.data) if evaluation else None
         self.class_names = self._train.class_names
-        if self._eval and self._eval.class_names != self.class_names:
+        # A split without the last classes may not know of them.
+        if self._eval and self._eval.class_names != self.class_names[: len(self._eval.class_names)]:
             raise DataError(
                 f"the evaluation set has classes {_some(self._eval.class_names)}, the training set "
                 f"{_some(self.class_names)}."
@@ -47,9 +49,18 @@ class ImageClassification(Task):
             return DigitsCNN(classes, config.dropout)
         from torchvision.models import get_model, get_model_weights
 
-        model: nn.Module = get_model(config.name, weights=None, num_classes=classes)
+        # Their auxiliary heads would be trained by no loss here.
+        alone = {"aux_logits": False} if config.name in ("googlenet", "inception_v3") else {}
+        model: nn.Module = get_model(config.name, weights=None, num_classes=classes, **alone)
         if config.weights:
-            weights = get_model_weights(config.name)[config.weights].get_state_dict(check_hash=True)
+            known = get_model_weights(config.name)
+            if config.weights not in known.__members__:
+                names = list(known.__members__)
+                raise ConfigError(
+                    f"model.weights = {config.weights!r}: {config.name} has {', '.join(names)}."
+                    f"{did_you_mean(config.weights, names)}"
+                )
+            weights = known[config.weights].get_state_dict(check_hash=True)
             own = model.state_dict()
             fitting = {k: v for k, v in weights.items() if k in own and own[k].shape == v.shape}
             model.load_state_dict(fitting, strict=False)
@@ -66,7 +77,7 @@ class ImageClassification(Task):
     def loss(self, model: nn.Module, batch: Batch) -> Tensor:
         logits = model(self._inputs(batch["image"]))
         smoothing = self._config.optim.label_smoothing
-        return cross_entropy(_only_logits(logits), batch["label"], label_smoothing=smoothing)
+        return cross_entropy(logits, batch["label"], label_smoothing=smoothing)
 
     def metrics(self) -> dict[str, Metric]:
         from torchmetrics import MeanMetric  # seconds to import: not before it is needed
@@ -96,18 +107,14 @@ class ImageClassification(Task):
 
     def _inputs(self, images: Tensor) -> Tensor:
         """uint8 (n, 3, h, w) to normalised floats, on the device."""
-        data, compute = self._config.data, self._config.compute
-        mean = torch.tensor(data.mean, device=images.device).view(1, 3, 1, 1) * 255
-        std = torch.tensor(data.std, device=images.device).view(1, 3, 1, 1) * 255
-        inputs = (images.float() - mean) / std
-        if compute.channels_last:
+        if images.device not in self._scales:  # once: such a copy makes the host wait
+            values = torch.tensor([self._config.data.mean, self._config.data.std])
+            self._scales[images.device] = (values * 255).view(2, 1, 3, 1, 1).to(images.device)
+        mean, std = self._scales[images.device]
+        inputs: Tensor = (images.float() - mean) / std
+        if self._config.compute.channels_last:
             inputs = inputs.contiguous(memory_format=torch.channels_last)
         return inputs
-
-
-def _only_logits(output: Tensor | tuple[Tensor, ...]) -> Tensor:
-    """googlenet and inception give auxiliary outputs beside the logits while training."""
-    return output if isinstance(output, Tensor) else output[0]
 
 
 def _some(names: list[str]) -> str:

@@ -17,7 +17,8 @@ from torch.nn.parallel import DistributedDataParallel
 from raytrain_ddp.checkpoint.layout import checkpoint_store, run_storage
 from raytrain_ddp.checkpoint.store import Checkpoint, CheckpointName, CheckpointStore
 from raytrain_ddp.config import TrainConfig
-from raytrain_ddp.errors import RaytrainError
+from raytrain_ddp.errors import PreflightError, RaytrainError
+from raytrain_ddp.sections import ScalingConfig
 from raytrain_ddp.training.recorder import Best, Recorder
 from raytrain_ddp.training.session import Record, Snapshot
 from raytrain_ddp.training.world import World, broadcast
@@ -40,11 +41,15 @@ class LocalSession:
         self._committer = ThreadPoolExecutor(1, thread_name_prefix="committer")
         self._commit: Future[Checkpoint] | None = None
         self._signal = 0
+        self._told = False
+        self._handlers: dict[int, Any] = {}
 
     def __enter__(self) -> LocalSession:
         return self
 
     def __exit__(self, *_: object) -> None:
+        for number, before in self._handlers.items():
+            signal.signal(number, before)
         self._committer.shutdown()
         if self._recorder is not None:
             self._recorder.close()
@@ -85,18 +90,20 @@ class LocalSession:
             self._commit = self._committer.submit(self._recorder.commit, snapshot)
 
     def stop_requested(self) -> int:
+        if self._signal and not self._told:
+            self._told = True
+            self.tell({"kind": "note", "text": "Stopping after this step; the checkpoint follows."})
         return self._signal
 
     def stop_on_signals(self) -> None:
         """From now on Ctrl-C and SIGTERM ask for a checkpoint and an end; a second ends at once."""
 
         def ask(number: int, _: FrameType | None) -> None:
-            self._signal = number
-            self.tell({"kind": "note", "text": "Stopping after this step; the checkpoint follows."})
+            self._signal = number  # told later: a handler may have interrupted the display
             signal.signal(number, signal.SIG_DFL)
 
         for number in (signal.SIGINT, signal.SIGTERM):
-            signal.signal(number, ask)
+            self._handlers[number] = signal.signal(number, ask)
 
 
 def agreed_latest(
@@ -116,16 +123,27 @@ def agreed_latest(
     return store.open(name) if name is not None else None
 
 
-def join_world(threads: int | None = None) -> World:
+def join_world(scaling: ScalingConfig, threads: int | None = None) -> World:
     """This process's world: torchrun's, if its variables are set, else alone.
 
     Args:
+        scaling: `use_gpu` and `backend` are followed; the number of workers is torchrun's.
         threads: for CPU arithmetic; default: what OMP_NUM_THREADS or torch says.
+
+    Raises:
+        PreflightError: there is no GPU for this process, and one is wanted.
     """
     rank, size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
     local_rank = int(os.environ.get("LOCAL_RANK", "0"))
-    cuda = torch.cuda.is_available()
+    gpus = torch.cuda.device_count()
+    use_gpu = gpus > 0 if scaling.use_gpu == "auto" else scaling.use_gpu
+    if use_gpu and local_rank >= gpus:
+        raise PreflightError(
+            f"process {local_rank} of this machine wants a GPU and there are {gpus}: start fewer, "
+            "or train on CPUs with --scaling.use-gpu False."
+        )
     if size > 1 and not dist.is_initialized():
-        dist.init_process_group("cpu:gloo,cuda:nccl" if cuda else "gloo")
-    device = torch.device("cuda", local_rank) if cuda else torch.device("cpu")
+        over_nccl = use_gpu and scaling.backend != "gloo"
+        dist.init_process_group("cpu:gloo,cuda:nccl" if over_nccl else "gloo")
+    device = torch.device("cuda", local_rank) if use_gpu else torch.device("cpu")
     return World(rank, size, local_rank, device, threads or torch.get_num_threads())

@@ -34,7 +34,7 @@ def train(config: TrainConfig, task: Task, session: Session) -> Outcome:
             if cadence.logs(state.step):
                 run.log(loss_share, rate)
             if cadence.evaluates(state.step):
-                run.evaluate()
+                save |= run.evaluate()  # the best is always kept
             if save or signal or cadence.saves(state.step):
                 run.save(cadence)
             if signal:

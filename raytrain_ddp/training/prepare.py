@@ -13,14 +13,14 @@ from raytrain_ddp.config import TrainConfig
 from raytrain_ddp.data.loader import TrainLoader
 from raytrain_ddp.data.plan import Plan
 from raytrain_ddp.data.source import Data
-from raytrain_ddp.errors import DataError
+from raytrain_ddp.errors import ConfigError, DataError
 from raytrain_ddp.tasks.task import Task
 from raytrain_ddp.training.optim import build_optimizer
 from raytrain_ddp.training.run import Run
 from raytrain_ddp.training.session import Session
 from raytrain_ddp.training.state import TrainState
 from raytrain_ddp.training.step import Stepper
-from raytrain_ddp.training.world import World, set_up
+from raytrain_ddp.training.world import World, broadcast, set_up
 
 
 def prepare(config: TrainConfig, task: Task, session: Session) -> Run:
@@ -29,7 +29,7 @@ def prepare(config: TrainConfig, task: Task, session: Session) -> Run:
     set_up(world, config.compute)
     config.require_slots(world.size)
     session.tell({"kind": "phase", "name": "opening the data"})
-    data = task.train_data()
+    data, eval_data = task.train_data(), task.eval_data()
     if not data.rows:
         raise DataError("the training set has 0 rows.")
     plan = Plan(data.rows, config.slots, config.micro_batch)
@@ -41,6 +41,7 @@ def prepare(config: TrainConfig, task: Task, session: Session) -> Run:
     if config.compute.channels_last:
         model = model.to(memory_format=torch.channels_last)
     if config.ddp.sync_batchnorm and world.size > 1:
+        _require_one_slot_each(plan, world)
         model = nn.SyncBatchNorm.convert_sync_batchnorm(model)
     model = model.to(world.device)
     if config.compute.compile:
@@ -54,9 +55,14 @@ def prepare(config: TrainConfig, task: Task, session: Session) -> Run:
     state = TrainState(model, optimizer, scaler)
     stepper = Stepper(config, task, state, net, world)
     loader = train_loader(config, data, plan, world)
-    stepper.warm_up(loader.any_batch())
+    stepper.warm_up(loader.any_batch(), loader.any_batch(_smallest_slot(plan)))
 
     fingerprint = data.source.fingerprint()
+    if broadcast((fingerprint, data.rows), world) != (fingerprint, data.rows):
+        raise DataError(
+            f"rank {world.rank} has other training data ({data.rows} rows) than rank 0: give all "
+            "nodes the same files."
+        )
     checkpoint = session.latest()
     if checkpoint is not None:
         if checkpoint.manifest.data_fingerprint != fingerprint:
@@ -67,7 +73,6 @@ def prepare(config: TrainConfig, task: Task, session: Session) -> Run:
         session.restore_log(state.load(checkpoint))
     else:
         session.restore_log([])
-    eval_data = task.eval_data()
     session.tell(
         {
             "kind": "plan",
@@ -89,8 +94,35 @@ def prepare(config: TrainConfig, task: Task, session: Session) -> Run:
         }
     )
     return Run(
-        config, task, session, state, plan, loader, stepper, fingerprint, logged_step=state.step
+        config=config,
+        task=task,
+        session=session,
+        state=state,
+        plan=plan,
+        loader=loader,
+        stepper=stepper,
+        eval_data=eval_data,
+        data_fingerprint=fingerprint,
+        logged_step=state.step,
     )
+
+
+def _smallest_slot(plan: Plan) -> int:
+    """Samples of the smallest micro-batch that is not empty."""
+    spans = (plan.span(plan.steps_per_epoch - 1, slot) for slot in range(plan.slots))
+    return min(stop - start for start, stop in spans if stop > start)
+
+
+def _require_one_slot_each(plan: Plan, world: World) -> None:
+    """SyncBatchNorm gathers in each forward pass, so all ranks must make the same passes."""
+    spans = (plan.span(plan.steps_per_epoch - 1, slot) for slot in range(plan.slots))
+    empty = any(stop == start for start, stop in spans)
+    if world.device.type != "cuda" or plan.slots != world.size or empty:
+        raise ConfigError(
+            f"ddp.sync_batchnorm needs GPUs, a slot for each worker (there are {plan.slots} slots, "
+            f"{world.size} workers) and no empty slot in the last step. Without it, statistics are "
+            "those of a slot, whatever the number of workers."
+        )
 
 
 def ddp_options(config: TrainConfig) -> dict[str, Any]:
@@ -134,6 +166,7 @@ def train_loader(config: TrainConfig, data: Data, plan: Plan, world: World) -> T
         rank=world.rank,
         threads=world.threads if workers == "auto" else workers,
         prefetch=config.data.prefetch,
+        pin=world.device.type == "cuda",
     )
 
 

@@ -7,10 +7,12 @@ and the TensorBoard events are its readable copies, made anew when a run is resu
 from __future__ import annotations
 
 import json
+import math
 import shutil
 import threading
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import IO, Any
@@ -18,6 +20,7 @@ from typing import IO, Any
 from raytrain_ddp.checkpoint.layout import METRICS_FILE, TENSORBOARD, checkpoint_store, run_storage
 from raytrain_ddp.checkpoint.store import Checkpoint, CheckpointName, CheckpointStore
 from raytrain_ddp.config import TrainConfig
+from raytrain_ddp.errors import CheckpointError
 from raytrain_ddp.training.session import Record, Snapshot
 from raytrain_ddp.training.state import encode
 
@@ -34,8 +37,8 @@ class Recorder:
         self._run.mkdir()
         self.store = checkpoint_store(self._run)
         self.store.storage.mkdir()
+        self._attempt = self.store.next_attempt()  # before leftovers go: they count, too
         self.store.sweep()
-        self._attempt = self.store.next_attempt()
         self._keep_last, self._best, self._tell = config.checkpoint.keep_last, best, tell
         self._records: list[Record] = []
         self._tensorboard = config.log.tensorboard and self._run.is_local
@@ -43,6 +46,7 @@ class Recorder:
         self._writer: Any = None
         self._idle = threading.Event()  # set: no commit is under way
         self._idle.set()
+        self._error: BaseException | None = None
 
     @property
     def records(self) -> Sequence[Record]:
@@ -76,6 +80,10 @@ class Recorder:
         """Says that a commit will come, from this thread or another; `drain` waits for it."""
         self._idle.clear()
 
+    def call_off(self) -> None:
+        """Says that the commit will not come after all."""
+        self._idle.set()
+
     def commit(self, snapshot: Snapshot) -> Checkpoint:
         """Makes a checkpoint, then removes those that need not be kept."""
         started = time.monotonic()
@@ -85,6 +93,9 @@ class Recorder:
             self.store.prune(self._keep_last, self._best.among(self.store))
             if not self._run.is_local:
                 self._publish()
+        except BaseException as error:
+            self._error = error
+            raise
         finally:
             self._idle.set()
         size = sum(entry.size_bytes for entry in checkpoint.manifest.files.values())
@@ -100,11 +111,14 @@ class Recorder:
         return checkpoint
 
     def drain(self) -> None:
-        """Waits until no commit is under way."""
+        """Waits until no commit is under way; raises what the last one raised, once."""
         self._idle.wait()
+        error, self._error = self._error, None
+        if error is not None:
+            raise error
 
     def close(self) -> None:
-        self.drain()
+        self._idle.wait()
         if self._file is not None:
             self._file.close()
         if self._writer is not None:
@@ -129,6 +143,10 @@ class Best:
 
     def among(self, store: CheckpointStore) -> CheckpointName | None:
         """The best checkpoint that was made right after an evaluation; the earliest of equals."""
-        scores = {name: store.open(name).manifest.metrics for name in store.names()}
-        rated = [(self._sign * m[self.monitor], n) for n, m in scores.items() if self.monitor in m]
+        rated = []
+        for name in store.names():
+            with suppress(CheckpointError, FileNotFoundError):  # `latest` tells of damaged ones
+                value = store.open(name).manifest.metrics.get(self.monitor, math.nan)
+                if not math.isnan(value):
+                    rated.append((self._sign * value, name))
         return max(rated, key=lambda pair: (pair[0], -pair[1].step))[1] if rated else None

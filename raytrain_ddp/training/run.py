@@ -15,10 +15,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 from raytrain_ddp.checkpoint.manifest import Manifest
+from raytrain_ddp.checkpoint.storage import without_secrets
 from raytrain_ddp.config import TrainConfig
 from raytrain_ddp.data.loader import TrainLoader
 from raytrain_ddp.data.plan import Plan
-from raytrain_ddp.errors import DivergedError
+from raytrain_ddp.data.source import Data
+from raytrain_ddp.errors import ConfigError, DivergedError
 from raytrain_ddp.recipe import to_dict
 from raytrain_ddp.tasks.task import Task
 from raytrain_ddp.training.cadence import Cadence
@@ -41,10 +43,6 @@ class Outcome:
     best_step: int
     metrics: dict[str, float]
     seconds: dict[str, float]
-
-    @property
-    def finished(self) -> bool:
-        return self.step >= self.total_steps
 
 
 class Clock:
@@ -99,6 +97,7 @@ class Run:
     plan: Plan
     loader: TrainLoader
     stepper: Stepper
+    eval_data: Data | None
     data_fingerprint: str
     logged_step: int
     clock: Clock = field(default_factory=Clock)
@@ -134,11 +133,11 @@ class Run:
             }
         )
 
-    def evaluate(self) -> None:
-        """Evaluates the model as it is; all ranks take part."""
-        data = self.task.eval_data()
+    def evaluate(self) -> bool:
+        """Evaluates the model as it is; all ranks take part. Whether it is the best so far."""
+        data = self.eval_data
         if data is None:
-            return
+            return False
         started = time.monotonic()
         with self.clock.part("evaluation"):
             values = evaluate(
@@ -151,6 +150,10 @@ class Run:
             )
         self.metrics, self.evaluated_step = scalars(values), self.state.step
         monitor = self.task.monitor
+        if monitor not in self.metrics:
+            raise ConfigError(
+                f"the task's monitor is {monitor!r}, but its metrics are {', '.join(self.metrics)}."
+            )
         best = self.state.improve(self.metrics[monitor], self.task.goal)
         self.session.log(
             {
@@ -163,6 +166,7 @@ class Run:
                 "seconds": time.monotonic() - started,
             }
         )
+        return best
 
     def save(self, cadence: Cadence) -> None:
         """Has a snapshot committed in the background; all ranks take part.
@@ -182,7 +186,10 @@ class Run:
                     epoch=step // self.plan.steps_per_epoch,
                     attempt=0,  # the recorder's to say
                     world_size=world.size,
-                    config=to_dict(self.config),
+                    config={
+                        **to_dict(self.config),
+                        "storage": without_secrets(self.config.storage),
+                    },
                     data_fingerprint=self.data_fingerprint,
                     metrics=metrics,
                     finished=step >= cadence.total_steps,

@@ -68,8 +68,9 @@ class TrainState:
         return log
 
     def is_finite(self) -> bool:
-        """Whether every weight is a number; the host waits for the device."""
+        """Whether weights are finite and buffers numbers; the host waits for the device."""
         finite = [weight.isfinite().all() for weight in self.model.parameters()]
+        finite += [~buffer.isnan().any() for buffer in self.model.buffers()]  # masks hold inf
         return bool(torch.stack(finite).all())
 
     def improve(self, value: float, goal: str) -> bool:

@@ -13,6 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 from raytrain_ddp.config import TrainConfig
 from raytrain_ddp.data.loader import Slot
 from raytrain_ddp.data.source import Batch
+from raytrain_ddp.errors import ConfigError
 from raytrain_ddp.tasks.task import Task
 from raytrain_ddp.training.state import TrainState
 from raytrain_ddp.training.world import World, seed_slot
@@ -32,7 +33,7 @@ class Stepper:
     ) -> None:
         self._config, self._task, self._state, self._net = config, task, state, net
         self._world = world
-        self._buffers = SlotBuffers(state.model, world)
+        self._buffers = SlotBuffers(state.model, world, mend=state.scaler.is_enabled())
         self._clip = config.optim.clip_norm
         self._dtype = _DTYPES[config.compute.precision]
 
@@ -54,7 +55,7 @@ class Stepper:
             seed_slot(device, self._config.seed, slot.step, slot.index)
             self._buffers.rewind()
             with self._synced(slot is working[-1]), self._training(bool(slot.samples)):
-                loss = self._forward(slot.batch)
+                loss = self._forward(slot.batch, self._net)
                 state.scaler.scale(loss * (weight * self._world.size)).backward()
             self._buffers.add(weight)
             loss_share += loss.detach() * weight
@@ -67,24 +68,34 @@ class Stepper:
         state.step += 1
         return loss_share
 
-    def warm_up(self, batch: Batch) -> None:
+    def warm_up(self, batch: Batch, smallest: Batch) -> None:
         """Two passes that leave no trace; all ranks take part.
+
+        Finds what cannot work, too: kernels, and a `smallest` micro-batch too small for batch norm.
 
         DDP lays its gradient buckets anew after the first backward pass, and so sums in another
         order from then on. Done before a state is loaded, a resumed run sums as an uninterrupted
         one.
         """
         buffers = [buffer.clone() for buffer in self._state.model.buffers()]
-        for _ in range(2):
-            self._forward(batch).backward()
-            self._state.optimizer.zero_grad(set_to_none=True)
+        try:
+            for _ in range(2):
+                self._forward(batch, self._net).backward()
+                self._state.optimizer.zero_grad(set_to_none=True)
+            with torch.no_grad():
+                self._forward(smallest, self._state.model)
+        except (RuntimeError, ValueError) as error:
+            remedy = _remedy(str(error))
+            if remedy is None:
+                raise
+            raise ConfigError(remedy) from error
         for buffer, before in zip(self._state.model.buffers(), buffers, strict=True):
             buffer.copy_(before)
 
-    def _forward(self, batch: Batch) -> Tensor:
+    def _forward(self, batch: Batch, model: nn.Module) -> Tensor:
         reduced = self._dtype is not torch.float32
         with torch.autocast(self._world.device.type, self._dtype, enabled=reduced):
-            return self._task.loss(self._net, to_device(batch, self._world.device))
+            return self._task.loss(model, to_device(batch, self._world.device))
 
     def _synced(self, last: bool) -> AbstractContextManager[None]:
         """Gradients are all-reduced in the backward pass of the last slot only."""
@@ -106,15 +117,18 @@ class SlotBuffers:
 
     Each slot starts from the buffers at the begin of the step; their changes are averaged over all
     slots by samples. DDP's own way, rank 0's buffers for all, would tie them to the deal.
+
+    Args:
+        mend: leave out changes that are not finite: fp16 overflows, and then skips the step.
     """
 
-    def __init__(self, model: nn.Module, world: World) -> None:
+    def __init__(self, model: nn.Module, world: World, mend: bool = False) -> None:
         by_type: dict[torch.dtype, list[Tensor]] = {}
         for buffer in model.buffers():
             by_type.setdefault(buffer.dtype, []).append(buffer)
         averaged = [t for t in by_type if t is not torch.bool and not t.is_complex]
         self._groups = [by_type[dtype] for dtype in averaged]
-        self._world = world
+        self._world, self._mend = world, mend
 
     def begin(self) -> None:
         self._start = [_flat(group) for group in self._groups]
@@ -138,8 +152,23 @@ class SlotBuffers:
             dist.all_reduce(together)
             self._change = list(together.split([len(change) for change in self._change]))
         for group, start, change in zip(self._groups, self._start, self._change, strict=True):
-            new = start + change
+            new = start + (torch.where(change.isfinite(), change, 0) if self._mend else change)
             _spread(new.to(start.dtype) if start.is_floating_point() else new.round(), group)
+
+
+def _remedy(text: str) -> str | None:
+    """The config's own remedy for an error that torch tells in its own words."""
+    if "deterministic implementation" in text:
+        return (
+            f"{text.splitlines()[0]} Give up bitwise resume with --compute.no-deterministic, or "
+            "take another model."
+        )
+    if "more than 1 value per channel" in text:
+        return (
+            "the last step of an epoch has a micro-batch of one sample, too few for this model's "
+            "batch norm: take another --micro-batch or --batch-size."
+        )
+    return None
 
 
 def to_device(batch: Batch, device: torch.device) -> Mapping[str, Tensor]:
