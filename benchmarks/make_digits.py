@@ -1,14 +1,15 @@
-"""Build the digits dataset that ships with the package: two Parquet files of 8x8 handwritten digits.
+"""Build the digits data that ship with the package: two Parquet files of 8x8 handwritten digits.
 
     python benchmarks/make_digits.py [--out FOLDER]
 
-Source: scikit-learn's ``load_digits()``, which is the test part of "Optical Recognition of Handwritten
-Digits" (UCI Machine Learning Repository, CC BY 4.0): 1,797 images with 17 grey levels, 0..16. See
-``raytrain_ddp/data/digits/LICENSE.md``. Needs scikit-learn, pillow and pyarrow.
+Source: scikit-learn's ``load_digits()``, which is the test part of "Optical Recognition of
+Handwritten Digits" (UCI Machine Learning Repository, CC BY 4.0): 1,797 images with 17 grey levels,
+0..16. See ``raytrain_ddp/data/digits/LICENSE.md``. Needs scikit-learn, pillow and pyarrow.
 
-The files have the layout that Hugging Face ``datasets`` writes: ``image`` is a struct of PNG bytes and
-a path, ``label`` is an int64, and the schema metadata name the features. The number in a path is the
-image's index in ``load_digits()``. With the same library versions the bytes are the same every time.
+The files have the layout that Hugging Face ``datasets`` writes: ``image`` is a struct of PNG bytes
+and a path, ``label`` is an int64, and the schema metadata name the features. The number in a path
+is the image's index in ``load_digits()``. With the same library versions the bytes are the same
+every time.
 """
 
 from __future__ import annotations

@@ -190,7 +190,7 @@ def test_plain_lines_read_as_a_log(clock: Clock) -> None:
         clock.now += 1.3
         shown.handle(PLAN)
         shown.handle(train(10, loss=1.2345678, grad_norm=1.0))
-        shown.handle({"kind": "checkpoint", "step": 10, "name": "c", "blocked_seconds": 0.0})
+        shown.handle({"kind": "checkpoint", "step": 10, "name": "c"})
         shown.handle(evaluation(23))
         shown.handle(evaluation(46, best=False))
         shown.handle({"kind": "note", "text": "worker 1 is slow"})
@@ -289,7 +289,7 @@ def test_time_left_counts_pauses_and_starts_anew_with_the_workers() -> None:
     shown.handle(train(20, seconds=2.0))
     assert left() == ["26 s"]  # 256 steps at 0.1 s
     shown.handle(evaluation(23) | {"seconds": 4.0})
-    shown.handle({"kind": "checkpoint", "step": 23, "name": "c", "blocked_seconds": 2.0})
+    shown.handle({"kind": "pause", "seconds": 2.0})  # for a checkpoint
     shown.handle(train(40, seconds=10.0))
     assert left() == ["59 s"]  # 236 steps at 0.1 s, and 6 s of pauses in 40 steps
     shown.handle(PLAN | {"start_step": 23})
@@ -396,7 +396,7 @@ def test_live_block_has_everything(clock: Clock) -> None:
     shown, stream = live()
     shown.handle(PLAN | {"unit": "images"})
     shown.handle(train(60))
-    shown.handle({"kind": "checkpoint", "step": 46, "name": "c", "blocked_seconds": 0.0})
+    shown.handle({"kind": "checkpoint", "step": 46, "name": "c"})
     shown.handle(train(69))
     clock.now += 5.7
     bar, *cells = block(shown)
@@ -422,7 +422,7 @@ def test_live_block_fits_and_keeps_its_shape(width: int) -> None:
     shapes = set()
     for step, changes in ((69, {}), (230, {"samples_per_s": 123456.7, "lr": 1e-7, "loss": 1e9})):
         shown.handle(train(step, **changes))
-        shown.handle({"kind": "checkpoint", "step": step, "name": "c", "blocked_seconds": 0.0})
+        shown.handle({"kind": "checkpoint", "step": step, "name": "c"})
         lines = block(shown)
         assert all(len(line) <= width for line in lines)
         shapes.add(tuple(len(line) for line in lines))

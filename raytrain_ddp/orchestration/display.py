@@ -164,6 +164,8 @@ class Display:
                 self._train(event)
             case "eval":
                 self._evaluated(event)
+            case "pause":
+                self._pace.paused_s += event["seconds"]
             case "checkpoint":
                 self._saved = str(event["step"])
             case "note":

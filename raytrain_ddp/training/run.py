@@ -177,7 +177,7 @@ class Run:
         if not self.state.is_finite():  # the weights are alike on all ranks, and so is the answer
             raise _diverged(f"weights are not finite after step {step}")
         metrics = self.metrics if self.evaluated_step == step else {}
-        snapshot = None
+        snapshot, started = None, time.monotonic()
         with self.clock.part("checkpoints"):
             self.session.drain()
             if world.is_main:
@@ -196,6 +196,7 @@ class Run:
                 )
                 snapshot = self.state.snapshot(manifest, self.session.records())
             self.session.report({**metrics, "step": step}, snapshot)
+        self.session.tell({"kind": "pause", "seconds": time.monotonic() - started})
         cadence.saved()
 
     def outcome(self, total_steps: int, signal: int) -> Outcome:

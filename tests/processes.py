@@ -1,0 +1,209 @@
+"""Processes for tests: doors in a process of their own, and groups of gloo workers."""
+
+from __future__ import annotations
+
+import json
+import multiprocessing as mp
+import os
+import shutil
+import subprocess
+import sys
+import traceback
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from tempfile import mkdtemp
+from typing import Any
+
+ENVIRONMENT = {"OMP_NUM_THREADS": "1", "COLUMNS": "100"}
+CALL_TIMEOUT_S = 100.0
+
+# ------------------------------------------------------------------ doors
+
+_DOOR = """
+import json, os, sys, time
+from importlib import import_module
+from raytrain_ddp.cli import run_door
+
+sys.argv = ["door", *sys.argv[2:]]
+status = None
+try:
+    run_door(import_module(os.environ["TEST_DOOR"]).main)
+except SystemExit as stop:
+    status = stop.code
+heavy = [name for name in ("torch", "ray", "torchvision", "matplotlib") if name in sys.modules]
+with open(os.environ["TEST_NOTE"], "w") as note:
+    json.dump({"status": status, "heavy": heavy, "cpu_s": time.process_time()}, note)
+"""
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What a door did: exit status, output, which heavy modules it loaded, CPU seconds."""
+
+    status: int
+    out: str
+    err: str
+    heavy: Sequence[str]
+    cpu_s: float
+
+
+def door(name: str, *argv: str, cwd: Path) -> Answer:
+    """Runs ``python -m raytrain_ddp.<name> argv...`` in a process of its own."""
+    note = cwd / ".note.json"
+    environment = {**os.environ, **ENVIRONMENT, "TEST_DOOR": f"raytrain_ddp.{name}"}
+    environment.pop("RAY_ADDRESS", None)
+    done = subprocess.run(
+        [sys.executable, "-c", _DOOR, "door", *argv],
+        cwd=cwd,
+        env={**environment, "TEST_NOTE": str(note)},
+        capture_output=True,
+        text=True,
+        timeout=CALL_TIMEOUT_S,
+        check=False,
+    )
+    assert note.exists(), done.stderr
+    told = json.loads(note.read_text())
+    note.unlink()
+    return Answer(told["status"], done.stdout, done.stderr, told["heavy"], told["cpu_s"])
+
+
+# ------------------------------------------------------------------ groups of gloo workers
+
+
+class WorkerError(Exception):
+    """A function raised on a worker; the message is its traceback."""
+
+
+@dataclass(frozen=True)
+class Raised:
+    """What a function raised on a worker."""
+
+    name: str
+    exit_status: int
+    text: str
+
+
+@dataclass(frozen=True)
+class Died:
+    """A worker's process ended; the next call starts a fresh one."""
+
+    exit_code: int
+
+
+class Group:
+    """Standing processes, of which each call forms a new process group of the size it wants.
+
+    Importing torch takes seconds and a process group milliseconds, so all tests share the
+    processes.
+    """
+
+    def __init__(self) -> None:
+        self._workers: list[tuple[Any, Any]] = []
+        self._folder = Path(mkdtemp(prefix="raytrain-test-"))
+        self._calls = 0
+
+    def __call__(self, size: int, function: Callable[..., Any], *args: Any) -> list[Any]:
+        """function(rank, size, *args) on each of `size` workers; their results, by rank.
+
+        Raises:
+            WorkerError: it raised on one of them, or one of them ended.
+        """
+        results = self.outcomes(size, function, *args)
+        for rank, result in enumerate(results):
+            if isinstance(result, Raised | Died):
+                told = result.text if isinstance(result, Raised) else str(result)
+                raise WorkerError(f"rank {rank} of {size}:\n{told}")
+        return results
+
+    def outcomes(self, size: int, function: Callable[..., Any], *args: Any) -> list[Any]:
+        """Like a call, but a rank that raised has `Raised` as its result, one that died `Died`."""
+        self._start(size)
+        self._calls += 1
+        self._folder.mkdir(exist_ok=True)
+        store = str(self._folder / f"store-{self._calls}")
+        for rank, (_, pipe) in enumerate(self._workers[:size]):
+            pipe.send((store, rank, size, function, args))
+        try:
+            results = [self._answer(rank) for rank in range(size)]
+        except BaseException:
+            self.end()  # whoever has not answered is in an unknown state
+            raise
+        self._workers = [
+            worker
+            for rank, worker in enumerate(self._workers)
+            if rank >= size or not isinstance(results[rank], Died)
+        ]
+        return results
+
+    def _answer(self, rank: int) -> Any:
+        process, pipe = self._workers[rank]
+        if not pipe.poll(CALL_TIMEOUT_S):
+            raise WorkerError(f"rank {rank}: no answer in {CALL_TIMEOUT_S} s")
+        try:
+            return pipe.recv()
+        except (EOFError, ConnectionError):
+            process.join()
+            return Died(process.exitcode)
+
+    def end(self) -> None:
+        """Ends all processes; the next call starts fresh ones."""
+        for process, pipe in self._workers:
+            pipe.close()
+            process.kill()
+            process.join()
+        self._workers = []
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+    def _start(self, size: int) -> None:
+        context = mp.get_context("spawn")
+        while len(self._workers) < size:
+            ours, theirs = context.Pipe()
+            process = context.Process(target=_serve, args=(theirs,), daemon=True)
+            with _environment(ENVIRONMENT):
+                process.start()
+            theirs.close()
+            self._workers.append((process, ours))
+
+
+def _serve(pipe: Any) -> None:
+    import torch.distributed as dist
+
+    warnings.simplefilter("error")
+    while True:
+        try:
+            store, rank, size, function, args = pipe.recv()
+        except (EOFError, ConnectionError):
+            return
+        if size > 1:
+            dist.init_process_group(
+                "gloo",
+                init_method=f"file://{store}",
+                rank=rank,
+                world_size=size,
+                timeout=timedelta(seconds=30),
+            )
+        try:
+            result = function(rank, size, *args)
+        except Exception as error:
+            status = getattr(error, "exit_status", 1)
+            result = Raised(type(error).__name__, status, traceback.format_exc())
+        finally:
+            if size > 1:
+                dist.destroy_process_group()
+        pipe.send(result)
+
+
+class _environment:  # noqa: N801  (reads as a statement)
+    def __init__(self, values: Mapping[str, str]) -> None:
+        self._values = values
+
+    def __enter__(self) -> None:
+        self._before = dict(os.environ)
+        os.environ.update(self._values)
+
+    def __exit__(self, *_: object) -> None:
+        os.environ.clear()
+        os.environ.update(self._before)

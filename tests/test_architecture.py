@@ -1,0 +1,176 @@
+"""Who may import whom, how long a file may be, and what the package offers."""
+
+from __future__ import annotations
+
+import ast
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import raytrain_ddp
+
+PACKAGE = Path(raytrain_ddp.__file__).parent
+FILES = sorted(PACKAGE.rglob("*.py"))
+DOORS = {"cli", "fit", "evaluate", "run", "predict", "export", "convert", "doctor", "report"}
+
+# A part may import those of lower rank, and itself; parts of one rank do not know each other.
+RANKS = [
+    {"errors"},
+    {"sections"},
+    {"config"},
+    {"recipe"},
+    {"data", "checkpoint"},
+    {"tasks"},
+    {"training"},
+    {"orchestration"},
+    {"cli"},
+    DOORS - {"cli"},
+]
+MOST_LINES = 320
+MOST_LINES_OF_TRAIN = 45
+
+OFFERED = {
+    *("ArraySource", "Data", "FitResult", "MapSource", "RaytrainError"),
+    *("Source", "Task", "TrainConfig", "fit"),
+}
+
+
+def name_of(path: Path) -> str:
+    return str(path.relative_to(PACKAGE))
+
+
+def part_of(path: Path) -> str:
+    """``training/loop.py`` -> training, ``fit.py`` -> fit."""
+    return path.relative_to(PACKAGE).parts[0].removesuffix(".py")
+
+
+def rank_of(part: str) -> int:
+    return next(rank for rank, parts in enumerate(RANKS) if part in parts)
+
+
+def imports(path: Path) -> Iterator[str]:
+    """Full names of all that a file imports, also inside functions and for type checking."""
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}: relative import"
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+
+
+def test_the_check_sees_the_package():
+    assert len(FILES) > 30
+    assert {"torch", "raytrain_ddp"} <= {
+        name.partition(".")[0] for path in FILES for name in imports(path)
+    }
+
+
+@pytest.mark.parametrize("path", FILES, ids=name_of)
+def test_arrows_of_import_never_turn_back(path: Path):
+    if path == PACKAGE / "__init__.py" or "recipes" in path.parts:
+        return  # offers names from everywhere; holds data
+    mine = part_of(path)
+    for name in imports(path):
+        if name.startswith("raytrain_ddp."):
+            theirs = name.split(".")[1]
+            allowed = theirs == mine or rank_of(theirs) < rank_of(mine)
+            assert allowed, f"{name_of(path)} imports {name}"
+
+
+@pytest.mark.parametrize("path", FILES, ids=name_of)
+def test_ray_is_spoken_in_orchestration_only_and_by_public_names(path: Path):
+    for name in imports(path):
+        assert "_internal" not in name, f"{name_of(path)} imports {name}"
+        assert "_private" not in name, f"{name_of(path)} imports {name}"
+        if name.partition(".")[0] == "ray":
+            assert part_of(path) == "orchestration", f"{name_of(path)} imports {name}"
+
+
+@pytest.mark.parametrize("path", FILES, ids=name_of)
+def test_a_file_has_one_job(path: Path):
+    """A file of over 300 lines has two; design.md section 4."""
+    text = path.read_text(encoding="utf-8")
+    assert len(text.splitlines()) <= MOST_LINES
+    assert not text.strip() or ast.get_docstring(ast.parse(text)), "a module without a docstring"
+
+
+def test_the_training_loop_fits_on_one_screen():
+    tree = ast.parse((PACKAGE / "training" / "loop.py").read_text(encoding="utf-8"))
+    functions = {node.name: node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)}
+    train = functions["train"]
+    assert train.end_lineno is not None
+    assert train.end_lineno - train.lineno + 1 <= MOST_LINES_OF_TRAIN
+
+
+def test_each_door_has_a_main_and_runs_as_a_module():
+    doors = [path for path in FILES if part_of(path) in DOORS - {"cli"}]
+    assert {"fit", "evaluate"} <= {path.stem for path in doors}
+    for path in doors:
+        tree = ast.parse(path.read_text(encoding="utf-8"))
+        assert "main" in {n.name for n in tree.body if isinstance(n, ast.FunctionDef)}, path
+        assert "run_door(main)" in ast.unparse(tree.body[-1]), path
+
+
+# ------------------------------------------------------------------ the package's names
+
+
+def test_the_package_offers_the_documented_names():
+    assert set(raytrain_ddp.__all__) == OFFERED
+    assert set(dir(raytrain_ddp)) >= OFFERED
+    for name in OFFERED:
+        assert getattr(raytrain_ddp, name).__name__.rpartition(".")[2] == name
+    with pytest.raises(AttributeError, match="has no attribute 'nothing'"):
+        _ = raytrain_ddp.nothing
+
+
+def test_type_checkers_see_the_same_names():
+    names = {name.rpartition(".")[2] for name in imports(PACKAGE / "__init__.py")}
+    assert names >= OFFERED
+
+
+def loaded_after(statement: str) -> set[str]:
+    """Modules in a fresh process after a statement."""
+    code = f"import json, sys\n{statement}\nprint(json.dumps([*sys.modules]))"
+    out = subprocess.run([sys.executable, "-c", code], capture_output=True, check=True).stdout
+    return set(json.loads(out))
+
+
+def test_importing_the_package_or_its_config_loads_neither_torch_nor_ray():
+    heavy = {"torch", "ray", "numpy", "pyarrow", "pydantic", "matplotlib"}
+    assert not loaded_after("import raytrain_ddp") & heavy
+    assert not loaded_after("from raytrain_ddp import TrainConfig; TrainConfig()") & heavy
+    doors = "import raytrain_ddp.fit, raytrain_ddp.evaluate"
+    assert not loaded_after(doors) & {"torch", "ray"}
+
+
+@pytest.mark.parametrize(
+    "module",
+    ["orchestration.driver", "orchestration.preflight", "orchestration.worker", "data.plan"],
+)
+def test_modules_that_promise_it_load_neither_torch_nor_ray(module: str):
+    """The first: a run that is complete or refused answers at once."""
+    assert not loaded_after(f"import raytrain_ddp.{module}") & {"torch", "ray"}
+
+
+@pytest.mark.parametrize(
+    "statements",
+    [
+        "from raytrain_ddp import fit",
+        "import raytrain_ddp.fit; from raytrain_ddp import fit",
+        "from raytrain_ddp import fit; import raytrain_ddp.fit; fit = raytrain_ddp.fit",
+    ],
+)
+def test_fit_can_be_called_whichever_way_it_was_imported(statements: str):
+    """The module `raytrain_ddp.fit` hides the function of that name once it is imported."""
+    code = (
+        f"{statements}\nimport raytrain_ddp.orchestration.driver as driver\n"
+        "from raytrain_ddp import TrainConfig\n"
+        "driver.check = lambda config: 1 / 0\n"
+        "try:\n    fit(TrainConfig())\nexcept ZeroDivisionError:\n    print('called')"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == "called\n"

@@ -1,0 +1,269 @@
+"""The doors `fit` and `evaluate` from outside: what they print, and how they exit."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import re
+import shutil
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from processes import Answer, door
+
+from raytrain_ddp.checkpoint.store import CheckpointName
+from raytrain_ddp.cli import parse_fit
+from raytrain_ddp.config import TrainConfig
+from raytrain_ddp.errors import ConfigError
+from raytrain_ddp.evaluate import find_checkpoint
+from raytrain_ddp.orchestration.dry_run import dry_run
+from raytrain_ddp.recipe import load
+from raytrain_ddp.sections import ScalingConfig
+
+TRAIN = ("--name", "small", "--local", "--batch-size", "256", "--micro-batch", "64")
+EPOCHS = ("--epochs", "1", "--eval.every-epochs", "1")
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a finished run "small" of one epoch over the digits."""
+    folder = tmp_path_factory.mktemp("finished")
+    answer = door("fit", *TRAIN, *EPOCHS, cwd=folder)
+    assert answer.status == 0, answer.err
+    assert "ray" not in answer.heavy
+    return folder
+
+
+def contents(folder: Path) -> dict[str, tuple[int, str]]:
+    """Time and hash of every file and folder below."""
+    return {
+        str(path): (
+            path.stat().st_mtime_ns,
+            hashlib.sha256(path.read_bytes()).hexdigest() if path.is_file() else "",
+        )
+        for path in sorted(folder.rglob("*"))
+    }
+
+
+# ------------------------------------------------------------------ --print-config, --dry-run
+
+
+@pytest.mark.parametrize(
+    "argv",
+    [
+        ("--name", "x"),
+        ("digits", "--epochs", "3", "--optim.lr", "0.3"),
+        ("imagenet-resnet50", "--scaling.num-workers", "1:8", "--data.flip"),
+        ("--name", "x", "--data.mean", "0.1", "0.2", "0.3", "--task-options", "a", "b c"),
+    ],
+)
+def test_print_config_is_toml_that_loads_to_the_same_config(argv: tuple[str, ...], tmp_path: Path):
+    answer = door("fit", *argv, "--print-config", cwd=tmp_path)
+    (tmp_path / "again.toml").write_text(answer.out)
+    assert (answer.status, answer.heavy) == (0, [])
+    assert load(str(tmp_path / "again.toml")) == parse_fit(argv).config
+    assert [path.name for path in tmp_path.iterdir()] == ["again.toml"]
+
+
+def test_flags_win_over_the_recipe():
+    config = parse_fit(["cifar10", "--epochs", "2"]).config
+    assert (config.epochs, config.optim.lr) == (2, load("cifar10").optim.lr)
+
+
+def test_a_recipe_behind_the_flags_is_used_or_refused_but_not_ignored():
+    with contextlib.suppress(SystemExit, ConfigError):
+        assert parse_fit(["--local", "cifar10"]).config == load("cifar10")
+
+
+def test_dry_run_prints_the_arithmetic_and_takes_no_worker(tmp_path: Path):
+    argv = ("--dry-run", "--epochs", "10", "--batch-size", "96", "--micro-batch", "32")
+    answer = door("fit", *argv, "--scaling.num-workers", "2", cwd=tmp_path)
+    assert answer.status == 0, answer.err
+    assert "ray" not in answer.heavy
+    assert list(tmp_path.iterdir()) == []  # nothing is written
+    said = " ".join(answer.out.split())
+    assert "96 = 3 slots x 32" in said
+    assert "2 workers" in said
+    assert "slots per worker: 1, 2" in said
+    # 1437 rows in 3 lanes of 479: 14 full steps of 96, and one of 93.
+    assert "1437" in said
+    assert "15 steps an epoch (the last with 93), 150 steps in 10 epochs" in said
+    assert "360" in said
+    assert "131,754 parameters" in said
+    assert re.search(r"epoch 0: \S+, epoch 1: 0\.1, epoch 5: \S+, epoch 10: \S+", said)
+    assert "MiB" in said
+    assert "batch_size = 96" in said
+
+
+def test_dry_run_tells_what_this_machine_lacks(tmp_path: Path):
+    config = TrainConfig(
+        storage=str(tmp_path), batch_size=1024, scaling=ScalingConfig(num_workers=64)
+    )
+    assert re.search(r"CPU: want 64 .*have \d+", dry_run(config))
+
+
+def test_dry_run_of_a_finished_run_says_so(finished: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.chdir(finished)
+    before = contents(finished)
+    assert "complete at step 6" in dry_run(parse_fit([*TRAIN, *EPOCHS]).config)
+    assert contents(finished) == before
+
+
+# ------------------------------------------------------------------ exit statuses
+
+
+@pytest.mark.parametrize(
+    ("argv", "status", "told"),
+    [
+        (("--epoch", "3"), 2, ("--epochs",)),
+        (("--model.name", "resnet51"), 2, ("model.name", "'resnet51'", "'resnet50'")),
+        (("--data.source", "nowhere/x"), 4, ("data.source", "nowhere/x")),
+        (("--data.eval-source", "nowhere"), 4, ("data.eval_source", "nowhere")),
+        (("--data.source", "*.parquet"), 4, ("data.source", "*.parquet")),
+        (
+            ("--scaling.num-workers", "64", "--batch-size", "1024"),
+            3,
+            ("want 64", "have", "--scaling.num-workers"),
+        ),
+        (
+            ("--scaling.num-workers", "8", "--batch-size", "4", "--micro-batch", "1"),
+            2,
+            ("batch_size = 4", "8 workers", "--batch-size 8"),
+        ),
+        (
+            ("--scaling.num-workers", "1", "--scaling.use-gpu", "True"),
+            3,
+            ("scaling.use_gpu", "--scaling.use-gpu False"),
+        ),
+        (("bad.toml",), 2, ("bad.toml", "not valid TOML")),
+        (("wrong.toml",), 2, ("wrong.toml", "epoch", "'epochs'")),
+        (("latin1.toml",), 2, ("latin1.toml",)),
+        (("nothere.toml",), 2, ("nothere.toml", "digits")),
+        (("--task", "no_such_module:Task"), 2, ("task", "no_such_module")),
+        (("--task", "missing.py:Task"), 2, ("task", "missing.py")),
+        (("--task", "mine.py:Taks"), 2, ("mine.py", "'Task'")),
+        (("--name", "a/b"), 2, ("name", "a/b")),
+    ],
+)
+def test_wrong_input_is_refused_in_few_words_with_its_own_exit_status(
+    argv: tuple[str, ...], status: int, told: tuple[str, ...], tmp_path: Path
+):
+    (tmp_path / "bad.toml").write_text("epochs = [\n")
+    (tmp_path / "wrong.toml").write_text("epoch = 3\n")
+    (tmp_path / "latin1.toml").write_bytes("name = 'é'\n".encode("latin-1"))
+    (tmp_path / "mine.py").write_text("class Task: ...\n")
+    before = contents(tmp_path)
+    answer = door("fit", *argv, cwd=tmp_path)
+    assert answer.status == status, answer.err
+    assert [word for word in told if word not in answer.err] == []
+    assert "Traceback" not in answer.err
+    assert len(answer.err.splitlines()) <= 20
+    assert answer.heavy == []
+    assert contents(tmp_path) == before  # nothing is begun
+
+
+@pytest.mark.parametrize("place", ["nothing", "runs/nothing", "."])
+def test_evaluate_of_nothing_exits_5(place: str, tmp_path: Path):
+    answer = door("evaluate", place, cwd=tmp_path)
+    assert (answer.status, answer.heavy) == (5, [])
+    assert place in answer.err
+    assert "Traceback" not in answer.err
+
+
+def test_evaluate_suggests_the_run_that_was_meant(finished: Path):
+    answer = door("evaluate", "smal", cwd=finished)
+    assert answer.status == 5
+    assert "'small'" in answer.err
+
+
+# ------------------------------------------------------------------ a finished run
+
+
+def test_fault_30_a_finished_run_says_so_and_changes_no_file(finished: Path):
+    before = contents(finished)
+    for argv in (TRAIN, tuple(arg for arg in TRAIN if arg != "--local")):
+        answer = door("fit", *argv, *EPOCHS, cwd=finished)
+        assert answer.status == 0, answer.err
+        assert "already complete" in answer.out
+        assert "ray" not in answer.heavy
+        assert contents(finished) == before
+
+
+def test_a_run_leaves_all_its_files(finished: Path):
+    run = finished / "runs" / "small"
+    names = {path.name for path in run.iterdir()}
+    assert {"config.toml", "metrics.jsonl", "checkpoints", "curves.png", "tensorboard"} <= names
+    told = replace(parse_fit([*TRAIN, *EPOCHS]).config, storage=str(run.parent))
+    assert load(str(run / "config.toml")) == told
+    assert (run / "curves.png").read_bytes().startswith(b"\x89PNG")
+    assert [path.name for path in finished.iterdir()] == ["runs"]
+
+
+def test_fault_27_a_changed_config_is_refused_with_a_table(finished: Path):
+    before = contents(finished)
+    changed = ("--optim.lr", "0.2", "--seed", "3", "--checkpoint.every-s", "5")
+    answer = door("fit", *TRAIN, *EPOCHS, *changed, cwd=finished)
+    assert answer.status == 2
+    assert answer.heavy == []
+    assert re.search(r"optim\.lr\s+0\.1 -> 0\.2", answer.err)
+    assert re.search(r"seed\s+0 -> 3", answer.err)
+    assert "every_s" not in answer.err  # free to change
+    assert "--name" in answer.err
+    assert contents(finished) == before
+
+
+# ------------------------------------------------------------------ evaluate
+
+
+def figures(answer: Answer) -> dict[str, float]:
+    lines = re.findall(r"^  (\w+) +(\d\.\d+)$", answer.out, re.MULTILINE)
+    return {name: float(value) for name, value in lines}
+
+
+def test_evaluate_prints_the_figures_of_training(finished: Path):
+    records = (finished / "runs/small/metrics.jsonl").read_text().splitlines()
+    logged = next(r for r in map(json.loads, records) if r["kind"] == "eval")["metrics"]
+    answer = door("evaluate", "small", "--per-class", "--device", "cpu", cwd=finished)
+    assert answer.status == 0, answer.err
+    assert figures(answer) == {name: round(value, 6) for name, value in logged.items()}
+    assert "360 images, each once" in answer.out
+    supports = re.findall(r"^ *(\d) +(\d+) +\d+ ", answer.out, re.MULTILINE)
+    assert [name for name, _ in supports] == list("0123456789")
+    assert sum(int(support) for _, support in supports) == 360
+
+
+def test_evaluate_takes_a_name_a_folder_or_one_checkpoint(
+    finished: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.chdir(finished)
+    newest = str(max((finished / "runs/small/checkpoints").iterdir()))
+    for place in ("small", "runs/small", "runs/small/", newest):
+        for which in ("best", "last"):
+            assert find_checkpoint(place, which).name == CheckpointName(6, 1)
+
+
+def damage_model(checkpoint: Path) -> None:
+    content = bytearray((checkpoint / "model.safetensors").read_bytes())
+    content[len(content) // 2] ^= 1
+    (checkpoint / "model.safetensors").write_bytes(content)
+
+
+def cut_manifest(checkpoint: Path) -> None:
+    content = (checkpoint / "manifest.json").read_bytes()
+    (checkpoint / "manifest.json").write_bytes(content[: len(content) // 2])
+
+
+@pytest.mark.parametrize("damage", [damage_model, cut_manifest])
+def test_fault_10_evaluate_of_a_damaged_checkpoint_exits_5(
+    damage: Callable[[Path], None], finished: Path, tmp_path: Path
+):
+    shutil.copytree(finished / "runs", tmp_path / "runs")
+    for checkpoint in (tmp_path / "runs/small/checkpoints").iterdir():
+        damage(checkpoint)
+    answer = door("evaluate", "small", cwd=tmp_path)
+    assert answer.status == 5
+    assert "Traceback" not in answer.err
+    assert "step-" in answer.err

@@ -1,0 +1,435 @@
+"""The config: refuses nonsense at birth, goes through TOML unchanged, knows what may change."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import math
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from processes import door
+
+from raytrain_ddp import recipe, sections
+from raytrain_ddp.cli import FitArgs
+from raytrain_ddp.config import TrainConfig
+from raytrain_ddp.errors import ConfigError
+from raytrain_ddp.evaluate import EvaluateArgs
+from raytrain_ddp.recipe import changed_fields, dumps, flat, from_dict, load, to_dict
+from raytrain_ddp.tasks.zoo import check_model_name, known_models
+
+# Adding a flag is a promise to keep it; marking one free says that it does not decide the result.
+
+FREE = """
+checkpoint.every_epochs checkpoint.every_s checkpoint.every_steps checkpoint.keep_last
+data.prefetch data.root data.workers
+epochs
+log.every_steps log.tensorboard
+name
+scaling.backend scaling.cpus_per_worker scaling.gpus_per_worker scaling.max_failures
+scaling.num_workers scaling.placement scaling.use_gpu scaling.wait_s
+storage
+"""
+
+FIXED = """
+batch_size
+compute.channels_last compute.compile compute.deterministic compute.precision
+data.augment data.eval_source data.flip data.image_column data.image_size data.label_column
+data.mean data.shuffle data.shuffle_window data.source data.std
+ddp.bucket_cap_mb ddp.compression ddp.find_unused_parameters ddp.gradient_as_bucket_view
+ddp.static_graph ddp.sync_batchnorm
+eval.every_epochs
+micro_batch
+model.dropout model.name model.weights
+optim.betas optim.clip_norm optim.label_smoothing optim.lr optim.momentum optim.name
+optim.nesterov optim.weight_decay
+schedule.final_lr schedule.gamma schedule.name schedule.step_epochs schedule.warmup_epochs
+seed
+task task_options
+"""
+
+DOOR_FLAGS = {
+    FitArgs: "address config dashboard dry_run local print_config recipe",
+    EvaluateArgs: "checkpoint data device per_class run",
+}
+
+
+def with_field(name: str, value: Any) -> TrainConfig:
+    """The default config with one field set: ``with_field("optim.lr", 0.2)``."""
+    section, _, field = name.rpartition(".")
+    if not section:
+        return dataclasses.replace(TrainConfig(), **{field: value})
+    changed = dataclasses.replace(getattr(TrainConfig(), section), **{field: value})
+    return dataclasses.replace(TrainConfig(), **{section: changed})
+
+
+# ------------------------------------------------------------------ born checked, frozen
+
+NONSENSE = [
+    ("name", "../x"),
+    ("name", ".."),
+    ("name", "a/b"),
+    ("name", ""),
+    ("name", "x" * 129),
+    ("name", "new\n"),
+    ("seed", -1),
+    ("seed", 2**63),
+    ("epochs", 0),
+    ("batch_size", 0),
+    ("batch_size", 50),
+    ("micro_batch", 0),
+    ("micro_batch", 65),
+    ("data.source", ""),
+    ("data.image_size", -1),
+    ("data.std", (1.0, 0.0, 1.0)),
+    ("data.shuffle_window", 0),
+    ("data.prefetch", 0),
+    ("data.workers", -1),
+    ("model.dropout", 1.0),
+    ("model.dropout", math.nan),
+    ("optim.lr", 0.0),
+    ("optim.lr", math.nan),
+    ("optim.momentum", 1.0),
+    ("optim.momentum", 0.0),
+    ("optim.betas", (0.9, 1.5)),
+    ("optim.weight_decay", -1.0),
+    ("optim.clip_norm", -1.0),
+    ("optim.label_smoothing", 1.0),
+    ("schedule.warmup_epochs", -1.0),
+    ("schedule.final_lr", 1.5),
+    ("schedule.step_epochs", 0.0),
+    ("schedule.gamma", -0.1),
+    ("ddp.bucket_cap_mb", 0.0),
+    ("eval.every_epochs", -1),
+    ("checkpoint.every_epochs", -1),
+    ("checkpoint.every_steps", -1),
+    ("checkpoint.every_s", -1.0),
+    ("checkpoint.keep_last", 1),
+    ("scaling.num_workers", 0),
+    ("scaling.num_workers", -1),
+    ("scaling.num_workers", 5),
+    ("scaling.num_workers", "3:2"),
+    ("scaling.num_workers", "0:2"),
+    ("scaling.num_workers", "many"),
+    ("scaling.num_workers", "1:2:3"),
+    ("scaling.cpus_per_worker", 0.0),
+    ("scaling.gpus_per_worker", 0.0),
+    ("scaling.gpus_per_worker", 2.0),
+    ("scaling.max_failures", -1),
+    ("scaling.wait_s", -1.0),
+    ("log.every_steps", 0),
+]
+
+# An empty text, and the two that are wrong only beside another field.
+TOLD_OTHERWISE = [("data.source", ""), ("optim.momentum", 0.0), ("scaling.num_workers", 5)]
+
+
+@pytest.mark.parametrize(("field", "value"), NONSENSE)
+def test_nonsense_is_refused_at_birth(field: str, value: Any):
+    with pytest.raises(ConfigError) as caught:
+        with_field(field, value)
+    assert caught.value.exit_status == 2
+
+
+@pytest.mark.parametrize(("field", "value"), NONSENSE)
+def test_a_refusal_names_the_field_the_value_and_the_remedy(field: str, value: Any):
+    try:
+        with_field(field, value)
+    except ConfigError as error:
+        message = str(error)
+    else:
+        pytest.skip("not refused: see test_nonsense_is_refused_at_birth")
+    assert field in message or field == "scaling.num_workers"
+    assert str(value) in message or repr(value) in message or (field, value) in TOLD_OTHERWISE
+    assert any(word in message for word in ("must", "set ", "take ", "use ", "lower", "give "))
+
+
+@given(
+    st.integers(1, 300),
+    st.integers(1, 300),
+    st.one_of(st.just("auto"), st.integers(1, 40).map(str)),
+)
+def test_a_config_is_refused_or_has_whole_slots_for_all_its_workers(
+    batch_size: int, micro_batch: int, workers: str
+):
+    scaling = sections.ScalingConfig(num_workers=workers)
+    try:
+        config = TrainConfig(batch_size=batch_size, micro_batch=micro_batch, scaling=scaling)
+    except ConfigError:
+        fits = batch_size % micro_batch == 0
+        assert not (fits and (workers == "auto" or int(workers) <= batch_size // micro_batch))
+    else:
+        assert config.slots * micro_batch == batch_size
+        assert config.slots >= scaling.worker_range()[1]
+
+
+@given(st.integers(1, 40), st.integers(1, 40), st.integers(2, 200))
+def test_the_remedy_for_too_few_slots_works(slots: int, micro_batch: int, workers: int):
+    config = TrainConfig(batch_size=slots * micro_batch, micro_batch=micro_batch)
+    if workers > slots:
+        with pytest.raises(ConfigError) as caught:
+            config.require_slots(workers)
+        remedy = str(caught.value).split(": set ")[1].split(", or ")[0].split()
+        fields = {
+            flag[2:].replace("-", "_"): int(n)
+            for flag, n in zip(remedy[::2], remedy[1::2], strict=True)
+        }
+        config = dataclasses.replace(config, **fields)
+    config.require_slots(workers)
+
+
+def test_every_section_is_frozen():
+    config = TrainConfig()
+    for section in [config, *vars(config).values()]:
+        if dataclasses.is_dataclass(section):
+            first = dataclasses.fields(section)[0].name
+            with pytest.raises(dataclasses.FrozenInstanceError):
+                setattr(section, first, None)
+
+
+def test_every_field_has_a_line_of_help():
+    """tyro shows the string below a field; a field without one stays unexplained."""
+    for name in ("sections", "config"):
+        source = (Path(sections.__file__).parent / f"{name}.py").read_text()
+        lines = [line.strip() for line in source.splitlines()]
+        for place, line in enumerate(lines):
+            is_field = line.startswith(
+                tuple(f"{n.rpartition('.')[2]}: " for n in flat(TrainConfig()))
+            )
+            if is_field and "Config = field" not in line:
+                rest = lines[place + 1 : place + 4]
+                assert any(text.startswith('"""') for text in rest), line
+
+
+# ------------------------------------------------------------------ TOML and dict, there and back
+
+numbers = st.floats(1e-6, 1e6)
+configs = st.builds(
+    TrainConfig,
+    name=st.from_regex(r"[A-Za-z0-9_-]{1,20}", fullmatch=True),
+    storage=st.text(),
+    task_options=st.dictionaries(st.text(), st.text(), max_size=3),
+    seed=st.integers(0, 2**63 - 1),
+    epochs=st.integers(1, 10**6),
+    data=st.builds(
+        sections.DataConfig,
+        source=st.text(min_size=1),
+        eval_source=st.none() | st.text(),
+        mean=st.tuples(numbers, numbers, numbers),
+        shuffle=st.sampled_from(["full", "block"]),
+        workers=st.just("auto") | st.integers(0, 99),
+        flip=st.booleans(),
+    ),
+    model=st.builds(sections.ModelConfig, weights=st.none() | st.text(), dropout=st.just(0.5)),
+    optim=st.builds(
+        sections.OptimConfig,
+        name=st.sampled_from(["sgd", "adamw"]),
+        lr=numbers,
+        betas=st.tuples(st.floats(0, 0.99), st.floats(0, 0.99)),
+    ),
+    scaling=st.builds(
+        sections.ScalingConfig,
+        num_workers=st.sampled_from(["auto", "1:3", 1, 2, 3, 4]),
+        use_gpu=st.sampled_from([True, False, "auto"]),
+        gpus_per_worker=st.floats(0.125, 1),
+    ),
+)
+
+
+@given(configs)
+def test_a_config_goes_through_a_dict_and_through_toml_unchanged(config: TrainConfig):
+    assert from_dict(to_dict(config)) == config
+    again = from_dict(recipe.tomllib.loads(dumps(config)))
+    assert again == config
+    assert dumps(again) == dumps(config)
+    assert changed_fields(to_dict(config), again) == []
+
+
+def test_a_recipe_file_is_read_and_named_after_itself(tmp_path: Path):
+    (tmp_path / "mine.toml").write_text("epochs = 3\n[optim]\nlr = 1\n")
+    config = load(str(tmp_path / "mine.toml"))
+    assert (config.name, config.epochs, config.optim.lr) == ("mine", 3, 1.0)
+
+
+def test_the_config_of_a_run_is_named_after_its_folder(tmp_path: Path):
+    (tmp_path / "config.toml").write_text("epochs = 3\n")
+    assert load(str(tmp_path / "config.toml")).name == tmp_path.name
+
+
+@pytest.mark.parametrize("name", recipe.shipped_recipes())
+def test_shipped_recipes_load_and_name_known_models(name: str):
+    config = load(name)
+    assert config.name == name
+    check_model_name(config.model.name)
+
+
+def test_the_digits_recipe_is_what_fit_does_without_one():
+    assert dataclasses.replace(load("digits"), name=None) == TrainConfig()
+
+
+# ------------------------------------------------------------------ errors of a recipe
+
+
+def test_unknown_keys_are_named_with_what_was_meant():
+    with pytest.raises(ConfigError) as caught:
+        from_dict({"epoch": 3, "optim": {"learning_rate": 1, "lrr": 2}}, where="mine.toml")
+    lines = str(caught.value).splitlines()
+    assert lines[0].startswith("mine.toml: there is no field epoch.")
+    assert "'epochs'" in lines[0]
+    assert any("optim.lrr" in line and "'lr'" in line for line in lines)
+    assert len(lines) == 3
+
+
+def test_all_errors_of_a_recipe_are_told_together():
+    """Unknown keys, wrong types and refused values, each in a line of its own."""
+    values = {
+        "epochz": 3,
+        "epochs": "many",
+        "data": {"prefetch": 0, "shufle": 1},
+        "schedule": {"name": "sometimes"},  # a section of right types is looked at further
+        "optim": {"lr": -1},
+        "model": {"dropout": 2},
+    }
+    with pytest.raises(ConfigError) as caught:
+        from_dict(values)
+    message = str(caught.value)
+    fields = ["epochz", "epochs =", "data.prefetch", "schedule.name =", "data.shufle"]
+    fields += ["optim.lr", "model.dropout"]
+    assert [field for field in fields if field not in message] == []
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        {"epochs": "three"},
+        {"epochs": 1.5},
+        {"data": 3},
+        {"optim": {"betas": [0.9]}},
+        {"optim": {"name": "sdg"}},
+        {"data": {"std": ["a", 1, 1]}},
+        {"task_options": {"a": {"b": 1}}},
+        {"scaling": {"num_workers": [1]}},
+        {"name": 5},
+    ],
+)
+def test_a_wrong_type_is_a_config_error_that_names_the_field(values: dict[str, Any]):
+    with pytest.raises(ConfigError) as caught:
+        from_dict(values)
+    field = next(iter(values))
+    assert field in str(caught.value)
+
+
+@given(
+    st.recursive(
+        st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5),
+        lambda inner: (
+            st.lists(inner, max_size=3)
+            | st.dictionaries(
+                st.sampled_from(
+                    ["optim", "data", "lr", "epochs", "name", "x", "scaling", "workers"]
+                ),
+                inner,
+                max_size=4,
+            )
+        ),
+    )
+)
+def test_any_content_of_a_recipe_is_a_config_or_a_config_error(values: Any):
+    if not isinstance(values, dict):
+        values = {"optim": values}
+    with contextlib.suppress(ConfigError):
+        assert isinstance(from_dict(values), TrainConfig)
+
+
+@given(st.binary(max_size=60) | st.text(max_size=60).map(str.encode))
+def test_any_bytes_as_a_recipe_are_a_config_or_a_config_error(content: bytes):
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "recipe.toml"
+        path.write_bytes(content)
+        with contextlib.suppress(ConfigError):
+            assert isinstance(load(str(path)), TrainConfig)
+
+
+# ------------------------------------------------------------------ what may change on resume
+
+
+def test_the_list_of_flags_is_frozen():
+    assert sorted(flat(TrainConfig())) == sorted((FREE + FIXED).split())
+    for args, names in DOOR_FLAGS.items():
+        assert sorted(f.name for f in dataclasses.fields(args)) == names.split()
+
+
+@pytest.mark.parametrize("field", (FREE + FIXED).split())
+def test_fault_27_a_change_is_refused_unless_the_field_is_free(field: str):
+    then: dict[str, Any] = to_dict(TrainConfig())
+    section, _, name = field.rpartition(".")
+    (then[section] if section else then)[name] = "something else"
+    changed = changed_fields(then, TrainConfig())
+    now = flat(TrainConfig())[field]
+    assert changed == ([] if field in FREE.split() else [(field, "something else", now)])
+
+
+def test_a_field_newer_than_the_checkpoint_counts_as_its_default():
+    then = to_dict(TrainConfig())
+    del then["optim"]["clip_norm"], then["compute"]
+    assert changed_fields(then, TrainConfig()) == []
+    assert changed_fields(then, with_field("optim.clip_norm", 1.0)) == [
+        ("optim.clip_norm", 0.0, 1.0)
+    ]
+
+
+def test_a_field_that_is_no_more_is_told():
+    then = {**to_dict(TrainConfig()), "shape": "round"}
+    assert changed_fields(then, TrainConfig()) == [("shape", "round", None)]
+
+
+# ------------------------------------------------------------------ answers at once
+
+WITHOUT_TORCH_OR_RAY = [
+    (("--help",), 0),
+    (("digits", "--print-config"), 0),
+    (("digitz",), 2),
+    (("--optim.lrr", "3"), 2),
+    (("--optim.lr", "abc"), 2),
+    (("--epochs", "0"), 2),
+    (("--model.name", "resnet81"), 2),
+    (("--task", "image-clasification"), 2),
+    (("--data.source", "nowhere"), 4),
+    (("--scaling.num-workers", "64", "--batch-size", "1024"), 3),
+]
+
+
+@pytest.mark.parametrize(("argv", "status"), WITHOUT_TORCH_OR_RAY)
+def test_fault_39_help_and_errors_answer_without_torch_or_ray(
+    argv: tuple[str, ...], status: int, tmp_path: Path
+):
+    answer = door("fit", *argv, cwd=tmp_path)
+    assert answer.status == status
+    assert answer.heavy == []
+    assert answer.cpu_s < 1.0  # of CPU, so that a busy machine does not count
+
+
+def test_help_names_every_flag(tmp_path: Path):
+    answer = door("fit", "--help", cwd=tmp_path)
+    missing = [f for f in flat(TrainConfig()) if f"--{f.replace('_', '-')}" not in answer.out]
+    assert missing == []
+
+
+# ------------------------------------------------------------------ models
+
+
+def test_known_models_are_those_of_torchvision_and_our_own():
+    import torchvision
+    from torchvision.models import list_models
+
+    assert sorted(known_models()) == sorted(["digits-cnn", *list_models(module=torchvision.models)])
+
+
+def test_fault_40_an_unknown_model_is_refused_with_close_names():
+    assert "resnet50" in known_models()
+    with pytest.raises(ConfigError, match=r"model\.name = 'resnet51'.*'resnet50'"):
+        check_model_name("resnet51")

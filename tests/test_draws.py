@@ -1,0 +1,98 @@
+"""Random numbers that belong to a sample: the same wherever and with whomever it is read."""
+
+from __future__ import annotations
+
+import numpy as np
+from hypothesis import given
+from hypothesis import strategies as st
+
+from raytrain_ddp.data.draws import Draws, hash64
+
+ids = st.integers(0, 2**62)
+rows = st.lists(ids, min_size=1, max_size=30).map(lambda r: np.array(r, dtype=np.int64))
+
+
+def of_many(seed: int = 0, epoch: int = 0, count: int = 2, stream: int = 0) -> np.ndarray:
+    return Draws(seed, epoch, np.arange(20_000)).uniform(count, stream)  # (20000, count)
+
+
+@given(ids, ids, rows, st.integers(1, 9), st.integers(0, 9))
+def test_draws_lie_in_0_to_1_and_have_a_row_for_each_sample(
+    seed: int, epoch: int, rows: np.ndarray, count: int, stream: int
+):
+    draws = Draws(seed, epoch, rows).uniform(count, stream)
+    assert draws.shape == (len(rows), count)
+    assert draws.dtype == np.float64
+    assert (draws >= 0).all()
+    assert (draws < 1).all()
+
+
+@given(ids, ids, rows)
+def test_a_row_draws_the_same_alone_in_company_and_in_any_order(
+    seed: int, epoch: int, rows: np.ndarray
+):
+    together = Draws(seed, epoch, rows).uniform(3)
+    alone = [Draws(seed, epoch, rows[i : i + 1]).uniform(3)[0] for i in range(len(rows))]
+    assert together.tolist() == [draws.tolist() for draws in alone]
+    assert Draws(seed, epoch, rows[::-1]).uniform(3).tolist() == together[::-1].tolist()
+
+
+@given(ids, ids, rows, st.integers(1, 9))
+def test_asking_for_more_numbers_does_not_change_the_first(
+    seed: int, epoch: int, rows: np.ndarray, count: int
+):
+    draws = Draws(seed, epoch, rows)
+    assert draws.uniform(count + 5)[:, :count].tolist() == draws.uniform(count).tolist()
+
+
+def test_seed_epoch_row_column_and_stream_each_give_other_numbers():
+    base = of_many()
+    others = [of_many(seed=1), of_many(epoch=1), of_many(stream=1), np.roll(base, 1, axis=0)]
+    others += [of_many(seed=2**40), base[:, ::-1]]
+    for other in others:
+        assert not (base == other).any()
+        assert abs(np.corrcoef(base[:, 0], other[:, 0])[0, 1]) < 0.03
+
+
+def test_seed_and_epoch_are_not_interchangeable():
+    assert not (of_many(seed=1, epoch=0) == of_many(seed=0, epoch=1)).any()
+    assert not (of_many(epoch=1, stream=0) == of_many(epoch=0, stream=1)).any()
+
+
+def test_draws_are_uniform_over_rows_and_over_columns():
+    for draws in (of_many(count=1)[:, 0], Draws(3, 4, np.array([7])).uniform(20_000)[0]):
+        counts = np.histogram(draws, bins=20, range=(0, 1))[0]  # 1000 expected in each
+        chi_square = ((counts - 1000) ** 2 / 1000).sum()
+        assert chi_square < 50  # 19 degrees of freedom: exceeded once in 10,000 seeds
+        assert abs(np.corrcoef(draws[1:], draws[:-1])[0, 1]) < 0.03
+
+
+def test_columns_of_neighbouring_rows_do_not_overlap():
+    """A counter that runs through rows and columns alike would give row 0's second number to row 1
+    as its first."""
+    draws = of_many(count=8)
+    assert len(np.unique(draws)) == draws.size
+
+
+def test_the_draws_are_frozen():
+    """Changing these numbers changes the augmentation of every running run at its next restart."""
+    draws = Draws(1, 2, np.array([0, 1, 10**12])).uniform(2).tolist()
+    assert draws[0] == [0.4541290122588759, 0.6890179563624814]
+    assert draws[1] == [0.7415706071211662, 0.4078410407215908]
+    assert draws[2] == [0.24216033061238185, 0.531559214712107]
+    assert Draws(1, 2, np.array([0])).uniform(1, stream=1)[0, 0] == 0.22611085363756545
+    assert hash64(1, 2, 3) == 7702586659592502839
+
+
+@given(st.lists(ids, min_size=1, max_size=4))
+def test_hash64_is_64_bits_and_depends_on_order_and_number_of_values(values: list[int]):
+    assert 0 <= hash64(*values) < 2**64
+    assert hash64(*values) != hash64(*values, 0)
+    if values != values[::-1]:
+        assert hash64(*values) != hash64(*values[::-1])
+
+
+def test_hash64_spreads_the_slots_of_a_long_run():
+    """Seeds of dropout: no two slots of a run share one."""
+    seen = {hash64(0, step, slot) >> 1 for step in range(2000) for slot in range(32)}
+    assert len(seen) == 64_000

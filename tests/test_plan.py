@@ -1,0 +1,234 @@
+"""The order of samples: exactly once, for any world size, from any step on."""
+
+from __future__ import annotations
+
+import sys
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from raytrain_ddp.data.plan import EpochOrder, Plan, deal, runs_of
+
+plans = st.builds(
+    Plan, rows=st.integers(1, 2000), slots=st.integers(1, 40), micro_batch=st.integers(1, 50)
+)
+blocks = st.lists(st.integers(1, 60), min_size=1, max_size=60).map(
+    lambda rows: np.array(rows, dtype=np.int64)
+)
+shuffles = st.sampled_from(["full", "block", "none"])
+
+
+def step_of_rank(plan: Plan, order: EpochOrder, step: int, world_size: int, rank: int) -> list[int]:
+    slots = deal(plan.slots, world_size, rank)
+    return [row for slot in slots for row in order.read(*plan.span(step, slot)).tolist()]
+
+
+# ------------------------------------------------------------------ steps and slots
+
+
+@given(plans)
+def test_exactly_once_for_every_world_size_also_those_that_do_not_divide_the_slots(plan: Plan):
+    for world_size in range(1, plan.slots + 1):
+        places = [
+            place
+            for step in range(plan.steps_per_epoch)
+            for rank in range(world_size)
+            for slot in deal(plan.slots, world_size, rank)
+            for place in range(*plan.span(step, slot))
+        ]
+        assert sorted(places) == list(range(plan.rows))
+
+
+@given(plans, blocks, shuffles, st.integers(0, 2**63 - 1), st.integers(0, 99))
+def test_a_step_has_the_same_rows_in_the_same_order_whatever_the_world_size(
+    plan: Plan, blocks: np.ndarray, shuffle: str, seed: int, epoch: int
+):
+    order = EpochOrder(blocks, shuffle, seed, epoch, window=3)
+    plan = Plan(order.rows, plan.slots, plan.micro_batch)
+    for step in {0, plan.steps_per_epoch // 2, plan.steps_per_epoch - 1}:
+        spans = [plan.span(step, slot) for slot in range(plan.slots)]  # in slot order
+        alone = [row for span in spans for row in order.read(*span).tolist()]
+        for world_size in range(1, plan.slots + 1):
+            ranks = range(world_size)
+            together = [step_of_rank(plan, order, step, world_size, rank) for rank in ranks]
+            assert [row for rows in together for row in rows] == alone
+
+
+@given(plans)
+def test_samples_of_the_steps_add_up_to_the_rows(plan: Plan):
+    samples = [plan.samples(step) for step in range(plan.steps_per_epoch)]
+    assert sum(samples) == plan.rows
+    assert min(samples) >= 1
+
+
+@given(plans)
+def test_only_the_last_step_is_short_or_has_empty_slots(plan: Plan):
+    for step in range(plan.steps_per_epoch - 1):
+        for slot in range(plan.slots):
+            start, stop = plan.span(step, slot)
+            assert stop - start == plan.micro_batch
+
+
+@given(plans)
+def test_lanes_are_balanced_to_one_row(plan: Plan):
+    steps = range(plan.steps_per_epoch)
+    lanes = [
+        sum(stop - start for start, stop in (plan.span(step, slot) for step in steps))
+        for slot in range(plan.slots)
+    ]
+    assert max(lanes) - min(lanes) <= 1
+
+
+@given(st.integers(0, 500), st.integers(1, 64))
+def test_deal_is_contiguous_and_balanced_to_one(items: int, world_size: int):
+    shares = [deal(items, world_size, rank) for rank in range(world_size)]
+    assert [item for share in shares for item in share] == list(range(items))
+    lengths = [len(share) for share in shares]
+    assert max(lengths) - min(lengths) <= 1
+
+
+@given(st.integers(0, 5000), st.integers(1, 700))
+def test_runs_of_covers_all_rows_with_blocks_of_one_length_and_a_rest(rows: int, length: int):
+    runs = runs_of(rows, length).tolist()
+    assert sum(runs) == rows
+    assert all(run == length for run in runs[:-1])
+    assert all(0 < run <= length for run in runs)
+
+
+# ------------------------------------------------------------------ the order of an epoch
+
+
+@given(blocks, shuffles, st.integers(0, 2**63 - 1), st.integers(0, 2**31), st.integers(1, 20))
+def test_every_shuffle_is_a_permutation(
+    blocks: np.ndarray, shuffle: str, seed: int, epoch: int, window: int
+):
+    order = EpochOrder(blocks, shuffle, seed, epoch, window)
+    assert sorted(order.read(0, order.rows).tolist()) == list(range(int(blocks.sum())))
+
+
+@given(blocks, shuffles, st.integers(1, 20), st.data())
+def test_any_piece_of_the_order_can_be_read_at_once(
+    blocks: np.ndarray, shuffle: str, window: int, data: st.DataObject
+):
+    """O(1) start: a fresh order, asked for step k only, gives what a reader from 0 sees there."""
+    whole = EpochOrder(blocks, shuffle, 5, 2, window)
+    sequence = np.concatenate([whole.read(place, place + 1) for place in range(whole.rows)])
+    start = data.draw(st.integers(0, whole.rows))
+    stop = data.draw(st.integers(start, whole.rows))
+    piece = EpochOrder(blocks, shuffle, 5, 2, window).read(start, stop)
+    assert piece.tolist() == sequence[start:stop].tolist()
+
+
+def test_a_step_is_reached_without_making_the_order_before_it():
+    """Block shuffle of a million blocks: the first read makes one window, not the epoch."""
+    order = EpochOrder(runs_of(10**9, 1000), "block", 0, 0)
+    order.read(5 * 10**8, 5 * 10**8 + 64)
+    assert order._read_window.cache_info().currsize <= 2
+
+
+@pytest.mark.parametrize("shuffle", ["full", "block"])
+def test_epochs_and_seeds_give_different_orders(shuffle: str):
+    blocks = runs_of(5000, 100)
+    keys = [(seed, epoch) for seed in (0, 1, 2**40) for epoch in (0, 1, 7)]
+    orders = [EpochOrder(blocks, shuffle, *key).read(0, 5000) for key in keys]
+    for i, one in enumerate(orders):
+        for other in orders[:i]:
+            assert np.mean(one == other) < 0.01
+            assert abs(np.corrcoef(one, other)[0, 1]) < 0.1
+
+
+@pytest.mark.parametrize("shuffle", ["full", "block"])
+def test_windows_and_blocks_are_mixed_well(shuffle: str):
+    """No block stays together: neighbours in the order come from the same block by chance only."""
+    rows = EpochOrder(runs_of(16_000, 100), shuffle, 3, 1, window=16).read(0, 16_000)
+    together = np.mean(rows[1:] // 100 == rows[:-1] // 100)
+    assert together < 2 / 16
+
+
+def test_none_keeps_the_stored_order():
+    order = EpochOrder(runs_of(100, 7), "none", 3, 1)
+    assert order.read(0, 100).tolist() == list(range(100))
+
+
+def test_the_order_is_frozen():
+    """Changing these numbers changes what every running run sees after its next restart."""
+    blocks = np.array([5, 3, 4, 2, 6])
+    full = EpochOrder(blocks, "full", seed=7, epoch=3).read(0, 20).tolist()
+    assert full == [6, 15, 11, 7, 14, 10, 12, 1, 3, 4, 0, 16, 9, 5, 8, 13, 2, 19, 18, 17]
+    block = EpochOrder(blocks, "block", seed=7, epoch=3, window=2).read(0, 20).tolist()
+    assert block == [5, 6, 13, 7, 12, 17, 15, 1, 18, 0, 14, 3, 4, 16, 19, 2, 11, 9, 8, 10]
+    large = runs_of(100_000, 1024)
+    assert EpochOrder(large, "full", 0, 0).read(0, 4).tolist() == [13167, 11247, 14593, 7443]
+    middle = EpochOrder(large, "block", 0, 1).read(50_000, 50_004).tolist()
+    assert middle == [85935, 2483, 57997, 58152]
+
+
+# ------------------------------------------------------------------ locality of the block shuffle
+
+
+@given(
+    st.integers(1, 12),  # rows per block
+    st.integers(1, 80),  # blocks
+    st.integers(1, 8),  # window
+    st.integers(1, 8),  # slots
+    st.integers(1, 16),  # micro batch
+    st.integers(0, 9),  # seed
+)
+def test_a_lane_reads_few_row_groups(
+    length: int, count: int, window: int, slots: int, micro_batch: int, seed: int
+):
+    """In any run of steps a slot touches the blocks of the windows that it crosses, no others; a
+    block is read by several slots only where their lanes meet within its window."""
+    order = EpochOrder(np.full(count, length, np.int64), "block", seed, 0, window)
+    plan = Plan(order.rows, slots, micro_batch)
+    pairs: set[tuple[int, int]] = set()
+    steps_at_once = 3
+    for slot in range(slots):
+        touched = []
+        for step in range(plan.steps_per_epoch):
+            touched.append(set((order.read(*plan.span(step, slot)) // length).tolist()))
+            pairs |= {(slot, block) for block in touched[-1]}
+            lately = set().union(*touched[-steps_at_once:])
+            windows_crossed = 1 + -(-(steps_at_once * micro_batch - 1) // (window * length))
+            assert len(lately) <= windows_crossed * window
+    windows = -(-count // window)
+    assert len(pairs) <= window * (windows + slots - 1)
+    shortest_lane = order.rows // slots
+    for block in range(count) if shortest_lane else ():
+        readers = [slot for slot, read in pairs if read == block]
+        assert max(readers) - min(readers) <= 1 + (window * length - 1) // shortest_lane
+
+
+def test_a_slot_never_returns_to_a_window_that_it_left():
+    order = EpochOrder(runs_of(4096, 16), "block", 1, 0, window=4)
+    plan = Plan(order.rows, 4, 8)
+    for slot in range(plan.slots):
+        rows = [order.read(*plan.span(step, slot)) for step in range(plan.steps_per_epoch)]
+        seen = [int(block) for block in np.concatenate(rows) // 16]
+        last = {block: place for place, block in enumerate(seen)}
+        first = {block: seen.index(block) for block in last}
+        alive = [sum(first[b] <= place <= last[b] for b in last) for place in range(len(seen))]
+        assert max(alive) <= 4  # so a cache of one window of row groups never fetches twice
+
+
+def test_threads_that_read_the_same_order_at_once_see_the_same_rows():
+    """Loader threads share one order, and more lanes than it keeps windows of."""
+    order = EpochOrder(runs_of(200 * 32, 8), "block", 4, 0, window=4)  # 200 windows of 32 rows
+    expected = EpochOrder(runs_of(200 * 32, 8), "block", 4, 0, window=4).read(0, order.rows)
+    plan = Plan(order.rows, 100, 4)
+
+    def read(place: tuple[int, int]) -> bool:
+        start, stop = plan.span(*place)
+        return bool((order.read(start, stop) == expected[start:stop]).all())
+
+    places = [(step, slot) for step in range(plan.steps_per_epoch) for slot in range(plan.slots)]
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        with ThreadPoolExecutor(8) as pool:
+            assert all(pool.map(read, places))
+    finally:
+        sys.setswitchinterval(interval)

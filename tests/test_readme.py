@@ -1,0 +1,111 @@
+"""What the README says is there, is there: files, tests, flags."""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import re
+import shlex
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from raytrain_ddp.cli import FitArgs, parse_fit
+from raytrain_ddp.config import TrainConfig
+from raytrain_ddp.evaluate import EvaluateArgs
+
+ROOT = Path(__file__).resolve().parent.parent
+PACKAGE = ROOT / "raytrain_ddp"
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+DOCUMENTS = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md")]
+DOCUMENTS += [ROOT / "clusters" / "README.md", ROOT / "examples" / "README.md"]
+
+# Flags of other programs: torchrun, ray, tensorboard, ruff; "--resume" is the reader's old script.
+FOREIGN = {
+    *("nproc-per-node", "nnodes", "rdzv-endpoint", "local-ranks-filter"),
+    *("head", "num-cpus", "logdir", "check", "ignore", "resume"),
+}
+
+
+def flags(section: Any, prefix: str = "") -> Iterator[str]:
+    """``optim.lr`` and so on: the flags that tyro makes of a dataclass."""
+    for f in dataclasses.fields(section):
+        value = getattr(section, f.name)
+        name = f.name.replace("_", "-")
+        if dataclasses.is_dataclass(value):
+            yield from flags(value, "" if f.name == "config" else f"{prefix}{name}.")
+        else:
+            yield prefix + name
+            if isinstance(value, bool):
+                yield f"{prefix}no-{name}"
+
+
+KNOWN = {*flags(FitArgs(config=TrainConfig())), *flags(EvaluateArgs(run="")), "help"}
+
+
+def tree() -> set[str]:
+    """The files in the README's tree, relative to the package."""
+    block = README.partition("```\nraytrain_ddp/\n")[2].partition("```")[0]
+    folders: list[str] = []
+    files = set()
+    for line in block.splitlines():
+        depth = (len(line) - len(line.lstrip())) // 2 - 1
+        name = line.split()[0]
+        folders = [*folders[:depth], name]
+        if not name.endswith("/"):
+            assert len(line.split()) > 1, f"{name}: not a word about it"
+            files.add("".join(folders))
+    return files
+
+
+def test_the_tree_has_every_file_of_the_package_and_no_other():
+    there = {
+        str(path.relative_to(PACKAGE))
+        for path in PACKAGE.rglob("*")
+        if path.is_file() and path.suffix != ".pyc"
+        if not (path.name == "__init__.py" and path.stat().st_size == 0)
+    }
+    assert tree() == there
+
+
+def test_every_promise_names_tests_that_exist():
+    rows = README.partition("## Promises")[2].partition("\n## ")[0].splitlines()
+    promises = [row for row in rows if row.startswith("| ") and "---" not in row][1:]
+    assert len(promises) >= 5
+    for promise in promises:
+        named = re.findall(r"`(test_\w+\.py)::(test_\w+)`", promise)
+        assert named, promise
+        for file, test in named:
+            parsed = ast.parse((ROOT / "tests" / file).read_text(encoding="utf-8"))
+            functions = {n.name for n in ast.walk(parsed) if isinstance(n, ast.FunctionDef)}
+            assert test in functions, f"{file} has no {test}"
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
+def test_every_flag_in_a_document_exists(document: Path):
+    text = document.read_text(encoding="utf-8")
+    for flag in re.findall(r"(?<![\w-])--([a-z][a-z0-9.-]*\*?)", text):
+        name = flag.rstrip(".-")
+        if name.endswith("*"):  # --ddp.*
+            assert any(known.startswith(name[:-1]) for known in KNOWN), flag
+        else:
+            assert name in KNOWN | FOREIGN, f"{document.name}: --{flag}"
+
+
+def commands() -> list[str]:
+    """The lines that call fit, but for those with a recipe that the reader would have."""
+    lines = re.findall(r"^(?: {4}|\$ ).*?python -m raytrain_ddp\.fit(.*)$", README, re.MULTILINE)
+    return [line.partition(" > ")[0] for line in lines if "mine.toml -" not in line]
+
+
+@pytest.mark.parametrize("command", commands())
+def test_every_fit_command_of_the_readme_is_accepted(command: str):
+    assert parse_fit(shlex.split(command))
+
+
+def test_every_link_leads_to_a_file():
+    for document in DOCUMENTS:
+        for link in re.findall(r"\]\(([^)#:]+)\)", document.read_text(encoding="utf-8")):
+            assert (document.parent / link).is_file(), f"{document.name}: {link}"

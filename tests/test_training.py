@@ -1,0 +1,635 @@
+"""Training in gloo processes without Ray: the promises of design.md section 2.
+
+Mostly with three processes: with two, DDP sums in one order only and some faults do not show.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import os
+import signal
+import subprocess
+import sys
+import time
+import warnings
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from processes import ENVIRONMENT, Died, Group, Raised
+from tiny import (
+    EPOCHS,
+    EVAL_ROWS,
+    ROWS,
+    STEPS_PER_EPOCH,
+    TOTAL_STEPS,
+    Mean,
+    Ran,
+    TinyNet,
+    TinyTask,
+    bits,
+    kept_steps,
+    newest,
+    plain,
+    run_tiny,
+    tiny_arrays,
+    tiny_config,
+    weights,
+)
+from torch import nn
+from torch.nn.functional import cross_entropy
+
+from raytrain_ddp.checkpoint.layout import METRICS_FILE, read_history, run_storage
+from raytrain_ddp.config import TrainConfig
+from raytrain_ddp.data.loader import eval_batches
+from raytrain_ddp.data.plan import EpochOrder, Plan, deal
+from raytrain_ddp.data.source import ArraySource
+from raytrain_ddp.evaluate import find_checkpoint
+from raytrain_ddp.recipe import load
+from raytrain_ddp.sections import (
+    CheckpointConfig,
+    ComputeConfig,
+    DataConfig,
+    EvalConfig,
+    LogConfig,
+    OptimConfig,
+    ScheduleConfig,
+)
+from raytrain_ddp.tasks.images import ImageClassification
+from raytrain_ddp.training.evaluate import evaluate, scalars
+from raytrain_ddp.training.optim import build_optimizer, learning_rate
+from raytrain_ddp.training.state import TrainState
+from raytrain_ddp.training.step import SlotBuffers
+from raytrain_ddp.training.world import World
+
+OF_TIME = {"seconds", "samples_per_s", "data_wait"}
+
+VARIANTS: dict[str, dict[str, Any]] = {
+    "sgd": {},
+    "adamw-clip-bf16-block": {
+        "optim": OptimConfig(name="adamw", lr=0.01, clip_norm=0.5),
+        "compute": ComputeConfig(precision="bf16", channels_last=True),
+        "data": DataConfig(workers=2, shuffle="block", shuffle_window=4),
+    },
+    "fp16": {"compute": ComputeConfig(precision="fp16")},
+}
+
+
+def log_of(config: TrainConfig) -> list[dict[str, Any]]:
+    """metrics.jsonl without what depends on the time of day."""
+    history = read_history(run_storage(config))
+    return [{k: v for k, v in record.items() if k not in OF_TIME} for record in history]
+
+
+def losses_of(config: TrainConfig) -> list[float]:
+    return [record["loss"] for record in log_of(config) if record["kind"] == "train"]
+
+
+def rows_by_step(ran: list[Ran]) -> dict[int, list[int]]:
+    """The rows of each step in the order of the slots."""
+    steps: dict[int, list[int]] = {}
+    for worker in ran:  # slots are dealt in order
+        for step, rows in worker.seen:
+            steps.setdefault(step, []).extend(rows)
+    return steps
+
+
+class Reference:
+    """Uninterrupted runs on three workers; each variant is run once."""
+
+    def __init__(self, workers: Group, folder: Path) -> None:
+        self._workers, self._folder = workers, folder
+        self._done: dict[str, tuple[TrainConfig, list[Ran]]] = {}
+
+    def __call__(self, variant: str) -> tuple[TrainConfig, list[Ran]]:
+        if variant not in self._done:
+            config = tiny_config(self._folder, variant, **VARIANTS[variant])
+            self._done[variant] = config, self._workers(3, run_tiny, plain(config))
+        return self._done[variant]
+
+
+@pytest.fixture(scope="module")
+def reference(workers: Group, tmp_path_factory: pytest.TempPathFactory) -> Reference:
+    return Reference(workers, tmp_path_factory.mktemp("reference"))
+
+
+# ------------------------------------------------------------------ bitwise resume
+
+
+def test_the_reference_sees_each_row_once_an_epoch_and_learns(reference: Reference):
+    config, ran = reference("sgd")
+    steps = rows_by_step(ran)
+    assert sorted(steps) == list(range(1, TOTAL_STEPS + 1))
+    for epoch in range(EPOCHS):
+        first = epoch * STEPS_PER_EPOCH + 1
+        rows = [row for step in range(first, first + STEPS_PER_EPOCH) for row in steps[step]]
+        assert sorted(rows) == list(range(ROWS))
+    assert len({worker.digest for worker in ran}) == 1  # all ranks end with the same model
+    log = log_of(config)
+    assert [r["step"] for r in log if r["kind"] == "train"] == list(range(1, TOTAL_STEPS + 1))
+    assert [r["step"] for r in log if r["kind"] == "eval"] == [10, 20, 30]
+    assert losses_of(config)[-1] < losses_of(config)[0]
+
+
+@pytest.mark.parametrize(
+    ("variant", "stops"),
+    [
+        ("sgd", (1,)),
+        ("sgd", (STEPS_PER_EPOCH,)),
+        ("sgd", (5, 14, 17)),
+        ("sgd", (TOTAL_STEPS - 1,)),
+        ("adamw-clip-bf16-block", (14,)),
+        ("fp16", (24,)),  # after the scaler has met an infinity and halved the scale
+    ],
+)
+def test_a_stopped_and_continued_run_ends_with_the_same_bits(
+    variant: str, stops: tuple[int, ...], reference: Reference, workers: Group, tmp_path: Path
+):
+    """Promise 3. One rank only is asked to stop; all do, after that step."""
+    whole, _ = reference(variant)
+    config = tiny_config(tmp_path, "stopped", **VARIANTS[variant])
+    start = 0
+    for stop in stops:
+        ran = workers(3, run_tiny, plain(config), None, stop)
+        assert {(r.outcome.step, r.outcome.signal) for r in ran} == {(stop, 15)}
+        assert (ran[0].start_step, newest(config).name.step) == (start, stop)
+        start = stop
+    ran = workers(3, run_tiny, plain(config))
+    assert (ran[0].start_step, ran[0].outcome.step) == (start, ran[0].outcome.total_steps)
+    assert bits(config) == bits(whole)
+    assert newest(config).read("state.json") == newest(whole).read("state.json")  # scaler, best
+    assert log_of(config) == log_of(whole)
+
+
+@pytest.mark.parametrize(("variant", "die_at"), [("sgd", 17), ("adamw-clip-bf16-block", 26)])
+def test_fault_01_a_killed_and_continued_run_ends_with_the_same_bits(
+    variant: str, die_at: int, reference: Reference, workers: Group, tmp_path: Path
+):
+    """The log is ahead of the checkpoint when a rank dies; afterwards no step is in it twice."""
+    whole, _ = reference(variant)
+    often = CheckpointConfig(every_steps=4, every_s=0.0)
+    config = tiny_config(tmp_path, "killed", **{**VARIANTS[variant], "checkpoint": often})
+    *others, last = workers.outcomes(3, run_tiny, plain(config), None, 0, die_at)
+    assert last == Died(9)
+    assert all(isinstance(other, Raised) for other in others)
+    with (tmp_path / "killed" / METRICS_FILE).open("a") as log:
+        log.write('{"kind": "train", "step": 999, "lo')  # torn
+    ran = workers(3, run_tiny, plain(config))
+    assert 0 < ran[0].start_step < die_at
+    assert bits(config) == bits(whole)
+    assert log_of(config) == log_of(whole)
+    assert newest(config).manifest.attempt == 2
+
+
+def test_a_finished_run_trained_again_takes_no_step(reference: Reference, workers: Group):
+    config, ran = reference("sgd")
+    before = bits(config)
+    again = workers(3, run_tiny, plain(config))
+    assert [worker.seen for worker in again] == [[], [], []]
+    assert {worker.digest for worker in again} == {ran[0].digest}
+    assert bits(config) == before
+
+
+# ------------------------------------------------------------------ the number of workers
+
+
+@pytest.mark.parametrize("size", [1, 2, 4])
+def test_world_size_never_changes_the_math(
+    size: int, reference: Reference, workers: Group, tmp_path: Path
+):
+    """Promise 1: the same rows in the same slots, and figures that differ by rounding only."""
+    whole, on_three = reference("sgd")
+    config = tiny_config(tmp_path, "sized")
+    ran = workers(size, run_tiny, plain(config))
+    assert rows_by_step(ran) == rows_by_step(on_three)
+    assert losses_of(config) == pytest.approx(losses_of(whole), rel=1e-6)
+    assert_close(weights(config), weights(whole))
+
+
+def test_fault_28_a_run_resized_on_the_way_is_the_same_run(
+    reference: Reference, workers: Group, tmp_path: Path
+):
+    whole, on_three = reference("sgd")
+    config = tiny_config(tmp_path, "resized")
+    steps: dict[int, list[int]] = {}
+    for size, stop in ((3, 4), (2, 13), (1, 21), (3, 0)):
+        steps |= rows_by_step(workers(size, run_tiny, plain(config), None, stop))
+    assert steps == rows_by_step(on_three)
+    assert losses_of(config) == pytest.approx(losses_of(whole), rel=1e-6)
+    assert_close(weights(config), weights(whole))
+
+
+def assert_close(ours: Mapping[str, torch.Tensor], theirs: Mapping[str, torch.Tensor]) -> None:
+    """Weights and running statistics, but for rounding; whole numbers exactly."""
+    assert ours.keys() == theirs.keys()
+    assert int(ours["norm.num_batches_tracked"]) == TOTAL_STEPS
+    for name, tensor in ours.items():
+        torch.testing.assert_close(tensor, theirs[name], rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize(("rows", "eval_rows"), [(20, 9), (3, 2), (1, 1)])
+def test_fault_23_fewer_rows_than_a_batch_or_than_workers(
+    rows: int, eval_rows: int, workers: Group, tmp_path: Path
+):
+    """Ranks without a sample join the collectives, and leave no trace in the weights."""
+    options = {"rows": rows, "eval_rows": eval_rows}
+    alone, config = (tiny_config(tmp_path, name) for name in ("alone", "three"))
+    workers(1, run_tiny, plain(alone), options)
+    ran = workers(3, run_tiny, plain(config), options)
+    for worker_rows in rows_by_step(ran).values():
+        assert sorted(worker_rows) == list(range(rows))
+    assert losses_of(config) == pytest.approx(losses_of(alone), rel=1e-6)
+    evaluations = [
+        [r["metrics"] for r in log_of(c) if r["kind"] == "eval"] for c in (alone, config)
+    ]
+    assert [m["loss"] for m in evaluations[1]] == pytest.approx([m["loss"] for m in evaluations[0]])
+    for name, tensor in weights(config).items():
+        torch.testing.assert_close(tensor, weights(alone)[name], rtol=1e-4, atol=1e-6)
+
+
+def test_uneven_deals_and_a_short_last_step_have_the_gradient_of_the_whole_batch(
+    workers: Group, tmp_path: Path
+):
+    """Four slots on three workers against plain torch with each step's rows in one batch."""
+    rows, epochs = 75, 2  # 32, 32 and 11 rows: lanes of 18, 19, 19 and 19
+    optim = OptimConfig(lr=0.5, momentum=0.0, nesterov=False, weight_decay=0.0)
+    constant = ScheduleConfig(name="constant", warmup_epochs=0.0)
+    config = tiny_config(tmp_path, "plain", epochs=epochs, optim=optim, schedule=constant)
+    workers(3, run_tiny, plain(config), {"rows": rows, "norm": False})
+
+    torch.manual_seed(config.seed)
+    model = TinyNet(norm=False)
+    arrays = {name: torch.from_numpy(array) for name, array in tiny_arrays(rows, 0).items()}
+    blocks = ArraySource(tiny_arrays(rows, 0), rows_per_block=16).blocks
+    plan = Plan(rows, config.slots, config.micro_batch)
+    losses = []
+    for epoch in range(epochs):
+        order = EpochOrder(blocks, "full", config.seed, epoch)
+        for step in range(plan.steps_per_epoch):
+            spans = [order.read(*plan.span(step, slot)) for slot in range(config.slots)]
+            batch = torch.cat([torch.from_numpy(span) for span in spans])
+            assert len(batch) == plan.samples(step)
+            loss = cross_entropy(model(arrays["x"][batch]), arrays["y"][batch])
+            model.zero_grad()
+            loss.backward()
+            losses.append(loss.item())
+            with torch.no_grad():
+                for parameter in model.parameters():
+                    parameter.sub_(0.5 * parameter.grad)
+    assert losses_of(config) == pytest.approx(losses, rel=1e-6)
+    for name, tensor in weights(config).items():
+        torch.testing.assert_close(tensor, model.state_dict()[name], rtol=1e-5, atol=1e-6)
+
+
+# ------------------------------------------------------------------ a loss that is not a number
+
+
+def nan_row_of_step(config: TrainConfig, step: int, slot: int) -> int:
+    """A row that is in this slot of this step (from 1) of the first epoch."""
+    order = EpochOrder(ArraySource(tiny_arrays(ROWS, 0), 16).blocks, "full", config.seed, 0)
+    plan = Plan(ROWS, config.slots, config.micro_batch)
+    return int(order.read(*plan.span(step - 1, slot))[0])
+
+
+@pytest.mark.parametrize("log_every", [1, 10])
+def test_fault_24_a_loss_that_is_nan_on_one_rank_ends_all_and_is_never_committed(
+    log_every: int, workers: Group, tmp_path: Path
+):
+    config = tiny_config(
+        tmp_path,
+        "diverged",
+        checkpoint=CheckpointConfig(every_steps=2, every_s=0.0),
+        log=LogConfig(every_steps=log_every, tensorboard=False),
+    )
+    options = {"nan_row": nan_row_of_step(config, step=5, slot=1)}  # rank 1's, of three
+    results = workers.outcomes(3, run_tiny, plain(config), options)
+    assert [type(result) for result in results] == [Raised] * 3
+    assert {(r.name, r.exit_status) for r in results} == {("DivergedError", 6)}
+    assert all("optim.lr" in r.text and "step" in r.text for r in results)
+    assert kept_steps(config) == [2, 4]
+    for tensor in weights(config).values():
+        assert torch.isfinite(tensor.double()).all()
+    assert all(math.isfinite(loss) for loss in losses_of(config))
+
+
+# ------------------------------------------------------------------ checkpoints
+
+
+def test_the_best_checkpoint_is_kept_by_pruning_also_after_a_resume(
+    workers: Group, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.chdir(tmp_path)
+    config = tiny_config(
+        tmp_path / "runs",
+        "best",
+        epochs=6,
+        checkpoint=CheckpointConfig(every_steps=5, every_s=0.0, keep_last=2),
+    )
+    options = {"scores": [3.0, 1.0, 2.0, 1.0, 5.0, 6.0]}  # the earlier of equals is the best
+    workers(1, run_tiny, plain(config), options, 43)
+    assert kept_steps(config) == [20, 40, 43]
+    (ran,) = workers(1, run_tiny, plain(config), options)
+    assert kept_steps(config) == [20, 55, 60]
+    assert (ran.outcome.best, ran.outcome.best_step) == (1.0, 20)
+    bests = [(r["step"], r["best"]) for r in log_of(config) if r["kind"] == "eval"]
+    assert bests == [(10, True), (20, True), (30, False), (40, False), (50, False), (60, False)]
+    assert find_checkpoint("best", "best").name.step == 20
+    assert find_checkpoint("best", "last").name.step == 60
+
+
+def test_checkpoints_and_evaluations_come_when_they_are_due(workers: Group, tmp_path: Path):
+    config = tiny_config(
+        tmp_path,
+        "due",
+        checkpoint=CheckpointConfig(every_epochs=2, every_steps=7, every_s=0.0, keep_last=99),
+        eval=EvalConfig(every_epochs=2),
+        log=LogConfig(every_steps=4, tensorboard=True),
+    )
+    workers(1, run_tiny, plain(config))
+    assert kept_steps(config) == [7, 14, 20, 21, 28, 30]
+    log = log_of(config)
+    assert [r["step"] for r in log if r["kind"] == "eval"] == [20, 30]
+    train_steps = [1, 4, 8, 10, 12, 16, 20, 24, 28, 30]
+    assert [r["step"] for r in log if r["kind"] == "train"] == train_steps
+    assert newest(config).manifest.finished
+    assert json.loads(newest(config).read("log.json"))[-1]["step"] == 30
+    assert list((tmp_path / "due" / "tensorboard").iterdir()) != []
+
+
+# ------------------------------------------------------------------ buffers
+
+
+class Buffers(nn.Module):
+    def __init__(self, constant: torch.Tensor) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(3)
+        self.register_buffer("constant", constant)
+
+
+def step_buffers(rank: int, size: int, constant: torch.Tensor) -> list[list[Any]]:
+    """Three steps of four slots with 8, 8, 5 and 0 samples, dealt to the workers."""
+    model = Buffers(constant)
+    buffers = SlotBuffers(model, World(rank, size, rank, torch.device("cpu"), 1))
+    samples = (8, 8, 5, 0)
+    for step in range(3):
+        buffers.begin()
+        for slot in deal(4, size, rank):
+            buffers.rewind()
+            if samples[slot]:
+                generator = torch.Generator().manual_seed(100 * step + slot)
+                model.norm(torch.randn(samples[slot], 3, generator=generator))
+            buffers.add(samples[slot] / sum(samples))
+        buffers.finish()
+    norm = model.norm
+    statistics = norm.running_mean.tolist() + norm.running_var.tolist()
+    return [statistics, norm.num_batches_tracked.tolist(), model.constant.tolist()]
+
+
+def test_buffers_are_a_function_of_all_slots(workers: Group):
+    constant = torch.tensor([0.1, 1e-30, 3e38])
+    (alone,) = workers(1, step_buffers, constant)
+    assert alone[1:] == [3, constant.tolist()]  # batches count one a step, constants do not drift
+    for size in (2, 3, 4):
+        results = workers(size, step_buffers, constant)
+        assert all(result == results[0] for result in results)  # all ranks alike, bit for bit
+        assert results[0][0] == pytest.approx(alone[0], rel=1e-6)
+        assert results[0][1:] == alone[1:]
+
+
+@pytest.mark.parametrize(
+    "constant",
+    [
+        torch.full((2, 2), -math.inf).triu(1),  # the mask of a transformer
+        torch.tensor([True, False]),
+        torch.tensor([1j, 1 + 1j]),  # rotary embeddings
+        torch.tensor([0.5, 3.0], dtype=torch.bfloat16),
+        torch.tensor([2**53 + 1, -7]),
+        torch.empty(0),
+    ],
+    ids=["infinite", "bool", "complex", "bfloat16", "large", "empty"],
+)
+def test_constant_buffers_of_any_kind_stay_as_they_are(constant: torch.Tensor, workers: Group):
+    for size in (1, 3):
+        for result in workers(size, step_buffers, constant):
+            assert result[2] == constant.tolist()
+
+
+# ------------------------------------------------------------------ exact evaluation
+
+
+class RealMetrics(TinyTask):
+    def evaluate(
+        self, model: nn.Module, batch: Mapping[str, torch.Tensor], metrics: Mapping[str, Any]
+    ) -> None:
+        logits = model(batch["x"])
+        metrics["loss"].update(cross_entropy(logits, batch["y"], reduction="none"))
+        metrics["top1"].update(logits, batch["y"])
+        metrics["auroc"].update(logits.softmax(1), batch["y"])
+
+
+def evaluate_tiny(rank: int, size: int, eval_rows: int, batch_size: int) -> dict[str, str]:
+    from torchmetrics import MeanMetric
+    from torchmetrics.classification import MulticlassAccuracy, MulticlassAUROC
+
+    torch.manual_seed(3)
+    model = TinyNet()
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    task = RealMetrics(TrainConfig(), eval_rows=eval_rows)
+    data = task.eval_data()
+    assert data is not None
+    metrics = {"loss": MeanMetric(), "top1": MulticlassAccuracy(5, average="micro")}
+    metrics["auroc"] = MulticlassAUROC(5)  # its states are lists of all predictions
+    world = World(rank, size, rank, torch.device("cpu"), threads=1)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torchmetrics on classes without a sample
+        values = evaluate(task, model, data, batch_size, world, 2, metrics)
+    assert model.training
+    assert all(torch.equal(t, before[name]) for name, t in model.state_dict().items())
+    return {name: value.hex() for name, value in scalars(values).items()}
+
+
+@pytest.mark.parametrize(("eval_rows", "batch_size"), [(EVAL_ROWS, 8), (200, 7), (9, 8), (2, 8)])
+def test_evaluation_gives_the_same_figures_to_the_last_digit_on_1_2_and_3_workers(
+    eval_rows: int, batch_size: int, workers: Group
+):
+    """Promise 2, with a remainder, and with fewer chunks than workers; sums, counts and lists."""
+    alone, *others = (
+        result
+        for size in (1, 2, 3)
+        for result in workers(size, evaluate_tiny, eval_rows, batch_size)
+    )
+    assert others == [alone] * 5
+
+
+def test_evaluation_is_right_also_for_metrics_that_keep_lists(workers: Group):
+    """A metric whose states are lists of all predictions, against one update with all rows."""
+    from torchmetrics.classification import MulticlassAUROC
+
+    torch.manual_seed(3)
+    model, task = TinyNet().eval(), TinyTask(TrainConfig(), eval_rows=200)
+    data = task.eval_data()
+    assert data is not None
+    (batch,) = eval_batches(data, 200, range(1), 0)
+    with torch.inference_mode():
+        logits = model(batch["x"])
+    auroc = MulticlassAUROC(5)(logits.softmax(1), batch["y"]).item()
+    for size in (1, 3):
+        values = workers(size, evaluate_tiny, 200, 7)[0]
+        top1 = (logits.argmax(1) == batch["y"]).double().mean().item()
+        expected = {"loss": cross_entropy(logits, batch["y"]).item(), "top1": top1, "auroc": auroc}
+        got = {name: float.fromhex(value) for name, value in values.items()}
+        assert got == pytest.approx(expected, rel=1e-6)
+
+
+# ------------------------------------------------------------------ the optimizer
+
+
+def rates(epochs: int, **schedule: Any) -> list[float]:
+    """The learning rates of all steps, five an epoch, for a peak of 2."""
+    config = TrainConfig(
+        epochs=epochs, optim=OptimConfig(lr=2.0), schedule=ScheduleConfig(**schedule)
+    )
+    return [learning_rate(config, step, 5) for step in range(5 * epochs)]
+
+
+def test_the_warm_up_rises_in_equal_steps_to_the_peak_and_starts_above_0():
+    for name in ("cosine", "step", "constant"):
+        climb = rates(4, name=name, warmup_epochs=1.8)[:9]  # 9 steps, then the peak
+        assert climb == pytest.approx([2.0 * k / 10 for k in range(1, 10)])
+
+
+def test_the_schedules_have_the_values_that_their_names_say():
+    assert rates(2, name="constant", warmup_epochs=0.0) == [2.0] * 10
+    stairs = rates(4, name="step", warmup_epochs=0.0, step_epochs=1.4, gamma=0.5)
+    assert stairs == [2.0] * 7 + [1.0] * 7 + [0.5] * 6
+    cosine = rates(4, name="cosine", warmup_epochs=0.0, final_lr=0.1)
+    assert cosine == pytest.approx(
+        [0.2 + 1.8 * (1 + math.cos(math.pi * step / 20)) / 2 for step in range(20)]
+    )
+    after_warm_up = rates(4, name="cosine", warmup_epochs=2.0)[10:]
+    assert after_warm_up[0] == 2.0
+    assert after_warm_up == sorted(after_warm_up, reverse=True)
+    assert after_warm_up[5] == pytest.approx(1.0)  # half way down
+    assert 0 < after_warm_up[-1] < 0.1
+
+
+def test_a_warm_up_longer_than_the_run_is_no_error():
+    assert rates(1, name="cosine", warmup_epochs=3.0) == pytest.approx(
+        [2.0 * k / 16 for k in range(1, 6)]
+    )
+
+
+@pytest.mark.parametrize("name", ["sgd", "adamw"])
+def test_weight_decay_leaves_out_biases_and_norm_layers(name: str):
+    model = TinyNet()
+    model.conv.weight.requires_grad = False
+    optimizer = build_optimizer(model, OptimConfig(name=name, lr=0.3, weight_decay=0.7))
+    names = {id(parameter): n for n, parameter in model.named_parameters()}
+    groups = {
+        group["weight_decay"]: sorted(names[id(p)] for p in group["params"])
+        for group in optimizer.param_groups
+    }
+    assert groups == {
+        0.7: ["head.weight", "hidden.weight"],
+        0.0: ["conv.bias", "head.bias", "hidden.bias", "norm.bias", "norm.weight"],
+    }
+    assert {group["lr"] for group in optimizer.param_groups} == {0.3}
+
+
+def test_momentum_and_betas_reach_the_optimizer():
+    sgd = build_optimizer(TinyNet(), OptimConfig(momentum=0.8, nesterov=False)).param_groups[0]
+    assert (sgd["momentum"], sgd["nesterov"]) == (0.8, False)
+    assert build_optimizer(TinyNet(), OptimConfig()).param_groups[0]["nesterov"]
+    adamw = build_optimizer(TinyNet(), OptimConfig(name="adamw", betas=(0.8, 0.9))).param_groups[0]
+    assert adamw["betas"] == (0.8, 0.9)
+
+
+@pytest.mark.parametrize("smoothing", [0.0, 0.3])
+def test_label_smoothing_reaches_the_loss_of_training_but_not_that_of_evaluation(smoothing: float):
+    task = ImageClassification(TrainConfig(optim=OptimConfig(label_smoothing=smoothing)))
+    logits, labels = torch.randn(7, 10), torch.arange(7)
+    batch = {"image": torch.zeros(7, 3, 8, 8, dtype=torch.uint8), "label": labels}
+    model = TinyNet()  # never called: the stub gives the logits
+    model.forward = lambda _: logits  # type: ignore[method-assign]
+    expected = cross_entropy(logits, labels, label_smoothing=smoothing)
+    assert task.loss(model, batch).item() == expected.item()
+    metrics = {"loss": Mean()}
+    task.evaluate(model, batch, metrics)
+    plain_loss = cross_entropy(logits, labels).item()
+    assert metrics["loss"].compute().item() == pytest.approx(plain_loss)
+
+
+@pytest.mark.parametrize("goal", ["min", "max"])
+def test_a_metric_that_is_not_a_number_is_never_the_best(goal: str):
+    model = TinyNet()
+    optimizer = build_optimizer(model, OptimConfig())
+    state = TrainState(model, optimizer, torch.amp.GradScaler("cpu", enabled=False))
+    state.improve(math.nan, goal)
+    state.step = 10
+    assert state.improve(0.5, goal)
+    assert not state.improve(math.nan, goal)
+    assert (state.best, state.best_step) == (0.5, 10)
+
+
+# ------------------------------------------------------------------ the doors without Ray
+
+DIGITS = ["--batch-size", "128", "--micro-batch", "32", "--epochs", "2", "--data.workers", "1"]
+
+
+def start(folder: Path, name: str, *launcher: str) -> subprocess.Popen[str]:
+    """``fit --local`` on the digits, 24 steps."""
+    command = [sys.executable, *launcher, "-m", "raytrain_ddp.fit", "--name", name, *DIGITS]
+    return subprocess.Popen(
+        [*command, "--log.every-steps", "1", *([] if launcher else ["--local"])],
+        cwd=folder,
+        env={**os.environ, **ENVIRONMENT},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+
+
+def test_fit_under_torchrun_is_one_run_of_two_workers(tmp_path: Path):
+    torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
+    process = start(tmp_path, "pair", *torchrun)
+    out, _ = process.communicate(timeout=120)
+    assert process.returncode == 0, out
+    config = load(str(tmp_path / "runs" / "pair" / "config.toml"))
+    config = dataclasses.replace(config, storage=str(tmp_path / "runs"))
+    log = log_of(config)
+    assert [r["step"] for r in log if r["kind"] == "train"] == list(range(1, 25))
+    assert [r["step"] for r in log if r["kind"] == "eval"] == [12, 24]
+    assert newest(config).manifest.world_size == 2
+    assert (kept_steps(config), newest(config).manifest.attempt) == ([12, 24], 1)
+    assert out.count("loading torch") == 1  # rank 0 alone speaks
+
+
+def test_fault_35_sigterm_ends_with_143_and_the_same_command_ends_with_the_same_bits(
+    tmp_path: Path,
+):
+    processes = [start(tmp_path, name) for name in ("whole", "stopped")]
+    log = tmp_path / "runs" / "stopped" / METRICS_FILE
+    deadline = time.monotonic() + 100
+    while not (log.exists() and len(log.read_text().splitlines()) >= 3):
+        assert processes[1].poll() is None, processes[1].communicate()
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    processes[1].send_signal(signal.SIGTERM)
+    whole, stopped = (process.communicate(timeout=100)[0] for process in processes)
+    assert (processes[0].returncode, processes[1].returncode) == (0, 143), whole + stopped
+    assert "Stopping after this step" in stopped
+
+    config = load(str(tmp_path / "runs" / "stopped" / "config.toml"))
+    config = dataclasses.replace(config, storage=str(tmp_path / "runs"))
+    interrupted_at = newest(config).name.step
+    assert 3 <= interrupted_at < 24
+    again = start(tmp_path, "stopped")
+    out, _ = again.communicate(timeout=100)
+    assert again.returncode == 0, out
+    reference = dataclasses.replace(config, name="whole")
+    assert bits(config) == bits(reference)
+    assert log_of(config) == log_of(reference)

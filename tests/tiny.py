@@ -1,0 +1,250 @@
+"""A task small enough to be trained thirty times in a test, with all that makes that hard: batch
+norm, dropout, augmentation, a remainder, and a last step with an empty slot."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+
+from raytrain_ddp.checkpoint.layout import checkpoint_store, run_storage
+from raytrain_ddp.checkpoint.snapshot import decode_tensors
+from raytrain_ddp.checkpoint.store import Checkpoint
+from raytrain_ddp.config import TrainConfig
+from raytrain_ddp.data.draws import Draws
+from raytrain_ddp.data.source import ArraySource, Batch, Data
+from raytrain_ddp.recipe import from_dict, to_dict
+from raytrain_ddp.sections import CheckpointConfig, DataConfig, LogConfig, OptimConfig
+from raytrain_ddp.tasks.task import Task
+from raytrain_ddp.training.local import LocalSession
+from raytrain_ddp.training.loop import train
+from raytrain_ddp.training.recorder import Best
+from raytrain_ddp.training.run import Outcome
+from raytrain_ddp.training.session import Record
+from raytrain_ddp.training.world import World
+
+CLASSES = 5
+ROWS = 291  # 4 lanes of 72, 73, 73 and 73 rows: 9 full steps and one with 0, 1, 1 and 1 rows
+STEPS_PER_EPOCH = 10
+EVAL_ROWS = 53
+EPOCHS = 3
+TOTAL_STEPS = EPOCHS * STEPS_PER_EPOCH
+
+
+def tiny_config(folder: Path, name: str, **changes: Any) -> TrainConfig:
+    """Three epochs of ten steps; `changes` are fields of TrainConfig."""
+    sections = {
+        "data": DataConfig(workers=1, prefetch=2),
+        "optim": OptimConfig(lr=0.05),
+        "checkpoint": CheckpointConfig(every_s=0.0),
+        "log": LogConfig(every_steps=1, tensorboard=False),
+    }
+    base = {"epochs": EPOCHS, "batch_size": 32, "micro_batch": 8}
+    return TrainConfig(name=name, storage=str(folder), **{**base, **sections, **changes})
+
+
+class TinyNet(nn.Module):
+    def __init__(self, norm: bool = True) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(1, 8, 3, padding=1)
+        self.norm = nn.BatchNorm2d(8) if norm else nn.Identity()
+        self.hidden = nn.Linear(8 * 16, 24)
+        self.dropout = nn.Dropout(0.2 if norm else 0.0)
+        self.head = nn.Linear(24, CLASSES)
+
+    def forward(self, x: Tensor) -> Tensor:  # (n, 1, 4, 4) -> (n, classes)
+        features = self.norm(self.conv(x)).relu().flatten(1)
+        logits: Tensor = self.head(self.dropout(self.hidden(features).relu()))
+        return logits
+
+
+def tiny_arrays(rows: int, seed: int) -> dict[str, np.ndarray]:
+    random = np.random.Generator(np.random.Philox(seed))
+    x = random.standard_normal((rows, 1, 4, 4)).astype(np.float32)
+    y = (x.reshape(rows, 16)[:, :CLASSES]).argmax(1).astype(np.int64)
+    return {"x": x, "y": y, "row": np.arange(rows)}
+
+
+class TinyTask(Task):
+    """Classes of random pictures.
+
+    Args:
+        rows, eval_rows: sizes of the data sets.
+        norm: batch norm, dropout and augmentation; without them the step can be computed by hand.
+        nan_row: the loss of a batch with this row is not a number.
+        scores: what the evaluations give one after another, instead of the truth.
+    """
+
+    def __init__(
+        self,
+        config: TrainConfig,
+        rows: int = ROWS,
+        eval_rows: int = EVAL_ROWS,
+        norm: bool = True,
+        nan_row: int = -1,
+        scores: Sequence[float] = (),
+    ) -> None:
+        self._rows, self._eval_rows, self._norm, self._nan_row = rows, eval_rows, norm, nan_row
+        self._scores = list(scores)
+        self.seen: list[tuple[int, list[int]]] = []  # (step, rows) of each micro-batch
+        self.session: ScriptedSession | None = None
+
+    def model(self) -> nn.Module:
+        return TinyNet(self._norm)
+
+    def train_data(self) -> Data:
+        return Data(ArraySource(tiny_arrays(self._rows, 0), rows_per_block=16), self._augmented)
+
+    def eval_data(self) -> Data | None:
+        return Data(ArraySource(tiny_arrays(self._eval_rows, 1)), lambda r, _: _tensors(r))
+
+    def _augmented(self, records: Mapping[str, np.ndarray], draws: Draws) -> Batch:
+        batch = _tensors(records)
+        if self._norm:
+            noise = torch.from_numpy(draws.uniform(16)).float().view(-1, 1, 4, 4)
+            batch["x"] = batch["x"] + 0.1 * noise
+        return batch
+
+    def loss(self, model: nn.Module, batch: Batch) -> Tensor:
+        rows = batch["row"].tolist()
+        if self.session is not None and self.session.step and model.training:
+            self.seen.append((self.session.step, rows))
+            if self._nan_row in rows:
+                return model(batch["x"]).sum() * math.nan
+        return cross_entropy(model(batch["x"]), batch["y"])
+
+    def metrics(self) -> dict[str, Any]:
+        return {"loss": Mean(), "top1": Mean()}
+
+    def evaluate(self, model: nn.Module, batch: Batch, metrics: Mapping[str, Any]) -> None:
+        logits = model(batch["x"]).float()
+        loss = cross_entropy(logits, batch["y"], reduction="none")
+        if self._scores:
+            assert self.session is not None
+            epoch = self.session.step // STEPS_PER_EPOCH
+            loss = torch.full_like(loss, self._scores[epoch - 1])
+        metrics["loss"].update(loss)
+        metrics["top1"].update((logits.argmax(1) == batch["y"]).float())
+
+
+class Mean:
+    """What `evaluate` needs of a torchmetrics metric. Importing torchmetrics takes as long as all
+    else of a worker; test_training.py has tests that use the real ones."""
+
+    def __init__(self) -> None:
+        self.reset()
+
+    def to(self, _: object) -> Mean:
+        return self
+
+    def reset(self) -> None:
+        self.metric_state = {"total": torch.zeros(()), "count": torch.zeros(())}
+
+    def update(self, values: Tensor) -> None:
+        self.merge_state({"total": values.sum(), "count": torch.tensor(len(values))})
+
+    def merge_state(self, other: Mapping[str, Tensor]) -> None:
+        self.metric_state = {name: v + other[name] for name, v in self.metric_state.items()}
+
+    def compute(self) -> Tensor:
+        return self.metric_state["total"] / self.metric_state["count"]
+
+
+def _tensors(records: Mapping[str, np.ndarray]) -> dict[str, Tensor]:
+    return {name: torch.from_numpy(array) for name, array in records.items()}
+
+
+class ScriptedSession(LocalSession):
+    """Asks to stop, or dies, when a step begins; on the last rank only, so that all must agree."""
+
+    def __init__(self, config: TrainConfig, world: World, stop_at: int, die_at: int) -> None:
+        self.events: list[Record] = []
+        self.start_step = 0
+        self.step = 0  # the one that is worked on, from 1; 0 before training
+        self.model: nn.Module | None = None
+        self._script = (stop_at, die_at) if world.rank == world.size - 1 else (0, 0)
+        super().__init__(config, world, Best("loss", "min"), self.events.append)
+
+    def wrap(self, model: nn.Module, options: Mapping[str, Any]) -> nn.Module:
+        self.model = model
+        return super().wrap(model, options)
+
+    def tell(self, event: Record) -> None:
+        if event["kind"] == "plan":
+            self.start_step = int(event["start_step"])
+        super().tell(event)
+
+    def stop_requested(self) -> int:
+        self.step = (self.step or self.start_step) + 1
+        stop_at, die_at = self._script
+        if self.step == die_at:
+            os._exit(9)
+        return 15 if self.step == stop_at else 0
+
+
+@dataclass(frozen=True)
+class Ran:
+    """What a worker saw of a run."""
+
+    outcome: Outcome
+    start_step: int
+    digest: str  # of the model in memory
+    seen: list[tuple[int, list[int]]]
+    events: list[Record] = field(repr=False)
+
+
+def run_tiny(
+    rank: int,
+    size: int,
+    config: Mapping[str, Any],
+    options: Mapping[str, Any] | None = None,
+    stop_at: int = 0,
+    die_at: int = 0,
+) -> Ran:
+    """Trains in one process of a group; to be called through the fixture `workers`."""
+    made = from_dict(config)
+    world = World(rank, size, rank, torch.device("cpu"), threads=1)
+    task = TinyTask(made, **(options or {}))
+    with ScriptedSession(made, world, stop_at, die_at) as session:
+        task.session = session
+        outcome = train(made, task, session)
+    assert session.model is not None
+    digest = hashlib.sha256()
+    for tensor in session.model.state_dict().values():
+        digest.update(tensor.contiguous().numpy().tobytes())
+    return Ran(outcome, session.start_step, digest.hexdigest(), task.seen, session.events)
+
+
+# ------------------------------------------------------------------ what a run left behind
+
+
+def plain(config: TrainConfig) -> dict[str, Any]:
+    return to_dict(config)
+
+
+def newest(config: TrainConfig) -> Checkpoint:
+    store = checkpoint_store(run_storage(config))
+    return store.open(store.names()[0])
+
+
+def kept_steps(config: TrainConfig) -> list[int]:
+    return sorted(name.step for name in checkpoint_store(run_storage(config)).names())
+
+
+def bits(config: TrainConfig) -> dict[str, str]:
+    """Hashes of the tensors in the newest checkpoint."""
+    files = newest(config).manifest.files
+    return {name: files[name].sha256 for name in ("model.safetensors", "optimizer.safetensors")}
+
+
+def weights(config: TrainConfig) -> dict[str, Tensor]:
+    return decode_tensors(newest(config).read("model.safetensors"))
