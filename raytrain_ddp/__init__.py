@@ -20,6 +20,16 @@ if TYPE_CHECKING:
     from raytrain_ddp.errors import RaytrainError as RaytrainError
     from raytrain_ddp.orchestration.driver import fit as fit
     from raytrain_ddp.orchestration.result import FitResult as FitResult
+    from raytrain_ddp.sections import CheckpointConfig as CheckpointConfig
+    from raytrain_ddp.sections import ComputeConfig as ComputeConfig
+    from raytrain_ddp.sections import DataConfig as DataConfig
+    from raytrain_ddp.sections import DdpConfig as DdpConfig
+    from raytrain_ddp.sections import EvalConfig as EvalConfig
+    from raytrain_ddp.sections import LogConfig as LogConfig
+    from raytrain_ddp.sections import ModelConfig as ModelConfig
+    from raytrain_ddp.sections import OptimConfig as OptimConfig
+    from raytrain_ddp.sections import ScalingConfig as ScalingConfig
+    from raytrain_ddp.sections import ScheduleConfig as ScheduleConfig
     from raytrain_ddp.tasks.task import Task as Task
 
 _HOMES = {
@@ -33,6 +43,21 @@ _HOMES = {
     "TrainConfig": "config",
     "fit": "orchestration.driver",
 }
+_HOMES |= dict.fromkeys(
+    (
+        "CheckpointConfig",
+        "ComputeConfig",
+        "DataConfig",
+        "DdpConfig",
+        "EvalConfig",
+        "LogConfig",
+        "ModelConfig",
+        "OptimConfig",
+        "ScalingConfig",
+        "ScheduleConfig",
+    ),
+    "sections",
+)
 __all__ = [*_HOMES]  # noqa: PLE0604  (strings, kept in one place with their homes)
 
 

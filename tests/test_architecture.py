@@ -36,6 +36,8 @@ MOST_LINES_OF_TRAIN = 45
 OFFERED = {
     *("ArraySource", "Data", "FitResult", "MapSource", "RaytrainError"),
     *("Source", "Task", "TrainConfig", "fit"),
+    *("CheckpointConfig", "ComputeConfig", "DataConfig", "DdpConfig", "EvalConfig"),
+    *("LogConfig", "ModelConfig", "OptimConfig", "ScalingConfig", "ScheduleConfig"),
 }
 
 

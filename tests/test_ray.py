@@ -106,19 +106,21 @@ def interrupt_at(step: int, config: TrainConfig) -> threading.Thread:
 
 def test_fit_trains_the_digits_and_leaves_everything_in_the_runs_folder(tmp_path: Path) -> None:
     display, text = shown()
-    config = TrainConfig(storage=str(tmp_path), epochs=4)
+    config = TrainConfig(storage=str(tmp_path))
     result = fit(config, display=display)
     assert isinstance(result, FitResult)
     assert result.status == "finished"
     assert result.exit_status == 0
-    assert result.metrics["top1"] > 0.95
-    assert result.step == result.total_steps == 4 * 23
+    assert result.metrics["top1"] >= 0.985
+    assert result.step == result.total_steps == 12 * 23
     run = tmp_path / "digits"
     for name in ("config.toml", "metrics.jsonl", "checkpoints", "curves.png", "tensorboard"):
         assert (run / name).exists(), name
     assert (run / "logs" / "rank-1.log").exists()
     assert (run / "curves.png").read_bytes().startswith(b"\x89PNG")
-    assert [r["step"] for r in result.history if r["kind"] == "eval"] == [23, 46, 69, 92]
+    assert [r["step"] for r in result.history if r["kind"] == "eval"] == [
+        *range(23, 277, 23)
+    ]
     assert replace(load(str(run / "config.toml")), name=None) == config
     out = text.getvalue()
     for words in ("placing 2 workers", "preparing the model", "64 = 4 slots x 16", "finished"):

@@ -63,7 +63,7 @@ def cluster(
         tell("starting Ray")
     import ray
 
-    # torch is dragged in by Ray Train: load it while Ray's own processes start.
+    # torch is dragged in by Ray Train: load it while Ray's own processes and the board start.
     loading = threading.Thread(target=_import_ray_train, name="import-ray-train", daemon=True)
     loading.start()
     try:
@@ -76,9 +76,6 @@ def cluster(
     try:
         if layout is None:
             layout = _wait_for(config, ray.cluster_resources, tell)
-        if loading.is_alive():
-            tell("loading torch")
-            loading.join()
         yield layout
     finally:
         if options is not None:

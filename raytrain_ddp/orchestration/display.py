@@ -69,8 +69,8 @@ def format_metric(name: str, value: float) -> str:
     return format_number(value)
 
 
-def format_workers(count: int) -> str:
-    return "1 worker" if count == 1 else f"{count} workers"
+def plural(count: int, what: str) -> str:
+    return f"{count} {what}" if count == 1 else f"{count} {what}s"
 
 
 def format_plan(plan: Event) -> tuple[str, str]:
@@ -78,9 +78,9 @@ def format_plan(plan: Event) -> tuple[str, str]:
     unit, resumed = plan.get("unit", "samples"), plan.get("resumed_from")
     return (
         f"{plan['batch_size']} = {plan['slots']} slots x {plan['micro_batch']}, "
-        f"on {format_workers(plan['world_size'])}; {format_count(plan['train_samples'])} {unit}, "
-        f"{plan['steps_per_epoch']} steps an epoch, {plan['total_steps']} in all",
-        f"{plan['run']}: {plan['epochs']} epochs on {plan['device']}, "
+        f"on {plural(plan['world_size'], 'worker')}; {format_count(plan['train_samples'])} {unit}, "
+        f"{plural(plan['steps_per_epoch'], 'step')} an epoch, {plan['total_steps']} in all",
+        f"{plan['run']}: {plural(plan['epochs'], 'epoch')} on {plan['device']}, "
         f"{plan['parameters']:,} parameters, {format_count(plan['eval_samples'])} {unit} to "
         f"evaluate{f'; resumed from {resumed}' if resumed else ''}",
     )
@@ -214,7 +214,7 @@ class Display:
             for line in format_plan(plan):
                 self._print(Text(line))
             return
-        text = f"restarted with {format_workers(plan['world_size'])} (before: "
+        text = f"restarted with {plural(plan['world_size'], 'worker')} (before: "
         text += f"{before['world_size']}) at step {start} of {total}"
         text += f", {again} steps again" if (again := before["step"] - start) > 0 else ""
         self._print(Text(text, style="yellow"))

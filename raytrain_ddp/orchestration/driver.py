@@ -51,7 +51,7 @@ def fit(
         else:
             outcome, start_up = _train_on_ray(config, run, address, dashboard, shown.handle)
             result = _end(config, run, outcome, start_up - started, started)
-        shown.summary(summary(config, result))
+        shown.summary(summary(config, result, f" --address {address}" if address else ""))
     return result
 
 
@@ -70,7 +70,7 @@ def fit_locally(config: TrainConfig | None = None, *, display: Display | None = 
         else:
             outcome, began = _train_here(config, run, main, shown.handle)
             result = _end(config, run, outcome, began - started, started, main)
-        shown.summary(summary(config, result))
+        shown.summary(summary(config, result, "" if under_torchrun() else " --local"))
     return result
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any, Literal
 
 from raytrain_ddp.checkpoint.layout import (
@@ -51,18 +52,18 @@ def already_complete(run: Storage, manifest: Manifest) -> FitResult:
     return _result(run, history, "already complete", manifest.step, manifest.step, {}, 0)
 
 
-def summary(config: TrainConfig, result: FitResult) -> Summary:
-    """What is told at the end."""
+def summary(config: TrainConfig, result: FitResult, flags: str = "") -> Summary:
+    """What is told at the end; `flags` belong to each command that trains, as ``--local``."""
     name, place = config.name, result.path
-    again = "raytrain_ddp.fit"
-    commands = [("evaluate", f"python -m raytrain_ddp.evaluate {place}")]
+    again = f"python -m raytrain_ddp.fit {place}/config.toml{flags}"
+    commands = []
+    if result.monitor:
+        commands.append(("evaluate", f"python -m raytrain_ddp.evaluate {place}"))
     if result.status == "interrupted":
-        commands.append(("resume", f"python -m {again} {place}/config.toml"))
+        commands.append(("resume", again if "://" not in place else "the same command again"))
     elif "://" not in place:
-        commands.append(
-            ("train on", f"python -m {again} {place}/config.toml --epochs {2 * config.epochs}")
-        )
-        commands.append(("train anew", f"python -m {again} {place}/config.toml --name {name}-2"))
+        commands.append(("train on", f"{again} --epochs {2 * config.epochs}"))
+        commands.append(("train anew", f"{again} --name {name}-2"))
     if config.log.tensorboard:
         commands.append(("see the curves", f"tensorboard --logdir {place}/{TENSORBOARD}"))
     paths = {"curves": f"{place}/{CURVES_FILE}", "metrics": f"{place}/{METRICS_FILE}"}
@@ -70,7 +71,8 @@ def summary(config: TrainConfig, result: FitResult) -> Summary:
         paths["best checkpoint"] = result.best_checkpoint
     if result.last_checkpoint:
         paths["last checkpoint"] = result.last_checkpoint
-    paths["logs"] = f"{place}/{LOGS}"
+    if Path(place, LOGS).is_dir():
+        paths["logs"] = f"{place}/{LOGS}"
     return Summary(
         run=str(name),
         status=result.status,

@@ -51,8 +51,9 @@ def launch(
 
     here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
     board = ray.remote(num_cpus=0, scheduling_strategy=here)(Board).remote()
-    show({"kind": "phase", "name": f"placing {layout.said} (each loads torch)"})
+    show({"kind": "phase", "name": "loading torch"})
     trainer = _trainer(config, run, layout, board)
+    show({"kind": "phase", "name": f"placing {layout.said} (each loads torch)"})
     failure: list[BaseException] = []
 
     def fit() -> None:
