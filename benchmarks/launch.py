@@ -10,8 +10,9 @@ workers with one thread each, SGD with momentum, one epoch, a checkpoint at its 
 Ray runs its workers at niceness 15, torchrun at 0: other load on the machine slows the former more.
 Compare on a quiet one; whether the loop itself costs anything, "fit under torchrun" tells best.
 
-A standing Ray is started for the contenders that want one, with a port and folder of its own, and
-ended process by process: no other Ray on this machine is touched. Needs psutil (extra `test`).
+A standing Ray is started before each contender that wants one, with a port and folder of its own,
+left to settle, and ended process by process after it: no other Ray on this machine is touched, and
+none idles beside the other contenders. Needs psutil (extra `test`).
 """
 
 from __future__ import annotations
@@ -84,17 +85,16 @@ def main() -> int:
     warn_of_bytecode(machine)
     runs: list[Run] = []
     failed: list[str] = []
-    with (
-        tempfile.TemporaryDirectory(prefix="launch-", dir="/tmp") as folder,
-        standing_ray(Path(folder), args.only) as address,
-    ):
+    with tempfile.TemporaryDirectory(prefix="launch-", dir="/tmp") as folder:
         import_all_once()
         for number in range(args.rounds):
             turn = number % len(args.only)
             for contender in args.only[turn:] + args.only[:turn]:
                 place = Path(folder) / f"{number}-{contender}"
+                place.mkdir()
                 try:
-                    run = measure(contender, number, args.steps, address, place)
+                    with standing_ray(place, contender) as address:
+                        run = measure(contender, number, args.steps, address, place)
                 except (RuntimeError, subprocess.TimeoutExpired) as error:
                     failed.append(f"round {number + 1}, {contender}: {error}")
                     print(failed[-1], file=sys.stderr, flush=True)
@@ -171,7 +171,6 @@ def measure(contender: str, number: int, steps: int, address: str, folder: Path)
         RuntimeError: it failed, or did not do its steps.
         TimeoutExpired: it took longer than LIMIT_S.
     """
-    folder.mkdir()
     load = os.getloadavg()[0]
     began = time.monotonic()
     process = subprocess.Popen(
@@ -247,9 +246,12 @@ def import_all_once() -> None:
 
 
 @contextmanager
-def standing_ray(folder: Path, contenders: Sequence[str]) -> Iterator[str]:
-    """The address of a Ray that lasts as long as the benchmark; "" if no contender wants one."""
-    if not any(name.endswith("standing") for name in contenders):
+def standing_ray(folder: Path, contender: str) -> Iterator[str]:
+    """The address of a Ray that idles, for this contender only; "" if it wants none.
+
+    Even an idle Ray on the machine makes the start of another one seconds slower.
+    """
+    if not contender.endswith("standing"):
         yield ""
         return
     address = f"127.0.0.1:{free_port()}"

@@ -86,16 +86,19 @@ def _tell_failure(board: Any, rank: int, error: BaseException) -> None:
 
 def _cause(error: BaseException) -> str:
     """ "peer": another worker died; "outside": may pass by itself; "error": will happen again."""
-    text = str(error).lower()
+    import torch.distributed as dist
+    from ray.exceptions import RayError
+
     words = ("gloo", "nccl", "connection closed by peer", "c10d")
-    if isinstance(error, RuntimeError) and any(word in text for word in words):
+    of_collectives = any(word in str(error).lower() for word in words)
+    if isinstance(error, (RayError, dist.DistError)) or not isinstance(error, Exception):
+        return "peer"  # Ray's own collectives, torch's, or an end from outside
+    if isinstance(error, RuntimeError) and of_collectives:
         return "peer"
     passing = (errno.EIO, errno.ENOSPC, errno.ESTALE, errno.ENETDOWN, errno.ENETUNREACH)
-    if isinstance(error, (ConnectionError, TimeoutError)) or (
-        isinstance(error, OSError) and error.errno in passing
-    ):
+    if isinstance(error, (ConnectionError, TimeoutError)):
         return "outside"
-    return "error"
+    return "outside" if isinstance(error, OSError) and error.errno in passing else "error"
 
 
 def _users_traceback(error: BaseException) -> str:
