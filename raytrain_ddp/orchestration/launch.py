@@ -23,6 +23,8 @@ from raytrain_ddp.recipe import to_dict
 
 _POLL_S = 0.1
 _BOARD_TIMEOUT_S = 60.0
+# Ray Train's clean-up after the workers' end; without a dashboard it waits 15 s for nothing.
+_CLEAN_UP_S = 3.0
 _RAY_SNAPSHOT = "checkpoint_manager_snapshot.json"
 
 Event = Mapping[str, Any]
@@ -69,7 +71,7 @@ def launch(
     listener = _Listener(board, show)
     try:
         with _signals(listener.on_signal):
-            while training.is_alive():
+            while training.is_alive() and not listener.waited_enough():
                 listener.listen()
                 time.sleep(_POLL_S)
             listener.listen()
@@ -92,12 +94,17 @@ class _Listener:
         self._stopping = False
         self.failures: list[Event] = []
         self.outcome: Event | None = None
+        self._outcome_at = 0.0
+
+    def waited_enough(self) -> bool:
+        """Whether the outcome, which follows the last commit, has been there for a while."""
+        return self.outcome is not None and time.monotonic() - self._outcome_at > _CLEAN_UP_S
 
     def listen(self) -> None:
         for event in self._take():
             self._began = self._began or event["kind"] == "plan"
             if event["kind"] == "outcome":
-                self.outcome = event
+                self.outcome, self._outcome_at = event, time.monotonic()
             elif event["kind"] == "failed":
                 self._failed(event)
             else:
