@@ -18,11 +18,12 @@ if TYPE_CHECKING:
     from raytrain_ddp.data.source import MapSource as MapSource
     from raytrain_ddp.data.source import Source as Source
     from raytrain_ddp.errors import RaytrainError as RaytrainError
+    from raytrain_ddp.inputs import AugmentConfig as AugmentConfig
+    from raytrain_ddp.inputs import DataConfig as DataConfig
     from raytrain_ddp.orchestration.driver import fit as fit
     from raytrain_ddp.orchestration.result import FitResult as FitResult
     from raytrain_ddp.sections import CheckpointConfig as CheckpointConfig
     from raytrain_ddp.sections import ComputeConfig as ComputeConfig
-    from raytrain_ddp.sections import DataConfig as DataConfig
     from raytrain_ddp.sections import DdpConfig as DdpConfig
     from raytrain_ddp.sections import EvalConfig as EvalConfig
     from raytrain_ddp.sections import LogConfig as LogConfig
@@ -34,7 +35,9 @@ if TYPE_CHECKING:
 
 _HOMES = {
     "ArraySource": "data.source",
+    "AugmentConfig": "inputs",
     "Data": "data.source",
+    "DataConfig": "inputs",
     "FitResult": "orchestration.result",
     "MapSource": "data.source",
     "RaytrainError": "errors",
@@ -47,7 +50,6 @@ _HOMES |= dict.fromkeys(
     (
         "CheckpointConfig",
         "ComputeConfig",
-        "DataConfig",
         "DdpConfig",
         "EvalConfig",
         "LogConfig",

@@ -9,11 +9,11 @@ import re
 from dataclasses import dataclass, field
 
 from raytrain_ddp.errors import ConfigError
+from raytrain_ddp.inputs import AugmentConfig, DataConfig
+from raytrain_ddp.rules import FREE, require
 from raytrain_ddp.sections import (
-    FREE,
     CheckpointConfig,
     ComputeConfig,
-    DataConfig,
     DdpConfig,
     EvalConfig,
     LogConfig,
@@ -21,7 +21,6 @@ from raytrain_ddp.sections import (
     OptimConfig,
     ScalingConfig,
     ScheduleConfig,
-    require,
 )
 
 RUN_NAME = re.compile(r"(?!\.{1,2}$)[A-Za-z0-9._-]{1,128}")
@@ -48,6 +47,7 @@ class TrainConfig:
     micro_batch: int = 16
     """Samples per forward pass; batch_size / micro_batch slots are dealt to the workers."""
     data: DataConfig = field(default_factory=DataConfig)
+    augment: AugmentConfig = field(default_factory=AugmentConfig)
     model: ModelConfig = field(default_factory=ModelConfig)
     optim: OptimConfig = field(default_factory=OptimConfig)
     schedule: ScheduleConfig = field(default_factory=ScheduleConfig)

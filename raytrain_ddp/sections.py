@@ -1,4 +1,4 @@
-"""The sections of a config: frozen dataclasses, checked at birth. `config.TrainConfig` holds them.
+"""The sections of a config but for data and augmentation (inputs.py). `config.TrainConfig` holds all.
 
 Imports nothing heavy, so that ``--help`` and every error of a config answer in well under a second.
 Fields marked `FREE` may change when a run is resumed; all others decide the result and may not.
@@ -9,82 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
-from raytrain_ddp.errors import ConfigError
-
-FREE: dict[str, bool] = {"free": True}
-
-
-def require(holds: bool, field: str, value: object, rule: str) -> None:
-    """Raises ConfigError that names the field, the value and the rule, unless the rule holds."""
-    if not holds:
-        raise ConfigError(f"{field} = {value!r}: {rule}.")
-
-
-def at_least(least: float, section: str, holder: object, *fields: str) -> None:
-    """Requires that the fields of a section are `least` or more."""
-    for name in fields:
-        value = getattr(holder, name)
-        require(value >= least, f"{section}.{name}", value, f"must be {least:g} or more")
-
-
-def above_zero(section: str, holder: object, *fields: str) -> None:
-    """Requires that the fields of a section are above 0."""
-    for name in fields:
-        value = getattr(holder, name)
-        require(value > 0, f"{section}.{name}", value, "must be above 0")
-
-
-def below_one(section: str, holder: object, *fields: str) -> None:
-    """Requires that the fields of a section lie in [0, 1)."""
-    for name in fields:
-        value = getattr(holder, name)
-        require(0 <= value < 1, f"{section}.{name}", value, "must be 0 or more and below 1")
-
-
-@dataclass(frozen=True)
-class DataConfig:
-    """Where the images come from, in which order, and who decodes them."""
-
-    source: str = "digits"
-    """'digits' (bundled), 'torchvision:CIFAR10' (any classification set, downloaded), a folder of
-    class folders (ImageFolder), or Parquet files (file, folder or glob)."""
-    eval_source: str | None = None
-    """Like source, for evaluation. Default: the test, val or validation split beside train."""
-    root: str = field(default="data", metadata=FREE)
-    """Folder for downloads of torchvision data sets."""
-    image_column: str = "image"
-    """Parquet column with the images: struct<bytes, path> or binary."""
-    label_column: str = "label"
-    """Parquet column with the labels: integers from 0."""
-    image_size: int = 0
-    """Side of the square images the model sees, in pixels. 0: as stored (all must be equal)."""
-    augment: Literal["none", "shift", "crop"] = "shift"
-    """none; shift: pad by image_size / 8 and crop back; crop: random resized crop. See flip."""
-    flip: bool = False
-    """Mirror half of the training images left to right."""
-    mean: tuple[float, float, float] = (0.485, 0.456, 0.406)
-    """Per-channel mean of the images (RGB, scale 0 to 1), subtracted on the device."""
-    std: tuple[float, float, float] = (0.229, 0.224, 0.225)
-    """Per-channel standard deviation of the images (RGB, scale 0 to 1)."""
-    shuffle: Literal["full", "block"] = "full"
-    """full: any row may follow any other; block: blocks (Parquet row groups) are permuted, then the
-    rows within windows of blocks, for data larger than memory."""
-    shuffle_window: int = 16
-    """Blocks per window of the block shuffle."""
-    workers: int | Literal["auto"] = field(default="auto", metadata=FREE)
-    """Loader threads per training worker; 0 loads in the training thread; auto: one per CPU."""
-    prefetch: int = field(default=4, metadata=FREE)
-    """Micro-batches prepared ahead per loader thread."""
-
-    def __post_init__(self) -> None:
-        at_least(0, "data", self, "image_size")
-        at_least(1, "data", self, "shuffle_window", "prefetch")
-        require(min(self.std) > 0, "data.std", self.std, "each value must be above 0")
-        workers_ok = self.workers == "auto" or self.workers >= 0
-        require(workers_ok, "data.workers", self.workers, "must be auto, or 0 or more")
-        rule = "must be a folder, Parquet files, 'torchvision:NAME' or 'digits'"
-        require(bool(self.source), "data.source", self.source, rule)
-
+from raytrain_ddp.rules import FREE, above_zero, at_least, below_one, require
 
 @dataclass(frozen=True)
 class ModelConfig:

@@ -20,7 +20,8 @@ DOORS = {"cli", "fit", "evaluate", "run", "predict", "export", "convert", "docto
 # A part may import those of lower rank, and itself; parts of one rank do not know each other.
 RANKS = [
     {"errors"},
-    {"sections"},
+    {"rules", "uri"},
+    {"sections", "inputs"},
     {"config"},
     {"recipe"},
     {"data", "checkpoint"},
@@ -36,7 +37,7 @@ MOST_LINES_OF_TRAIN = 45
 OFFERED = {
     *("ArraySource", "Data", "FitResult", "MapSource", "RaytrainError"),
     *("Source", "Task", "TrainConfig", "fit"),
-    *("CheckpointConfig", "ComputeConfig", "DataConfig", "DdpConfig", "EvalConfig"),
+    *("AugmentConfig", "CheckpointConfig", "ComputeConfig", "DataConfig", "DdpConfig", "EvalConfig"),
     *("LogConfig", "ModelConfig", "OptimConfig", "ScalingConfig", "ScheduleConfig"),
 }
 

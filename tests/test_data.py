@@ -27,7 +27,7 @@ from raytrain_ddp.data.parquet import ParquetImages
 from raytrain_ddp.data.plan import Plan
 from raytrain_ddp.data.source import ArraySource, Data, MapSource
 from raytrain_ddp.errors import DataError
-from raytrain_ddp.sections import DataConfig
+from raytrain_ddp.inputs import AugmentConfig, DataConfig
 
 # One test below says that no such warning may come; all others shall not fail for it.
 DEPRECATED = "The image decoding and encoding capabilities of TorchVision"

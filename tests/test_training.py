@@ -53,7 +53,6 @@ from raytrain_ddp.recipe import load
 from raytrain_ddp.sections import (
     CheckpointConfig,
     ComputeConfig,
-    DataConfig,
     EvalConfig,
     LogConfig,
     OptimConfig,

@@ -23,7 +23,8 @@ from raytrain_ddp.config import TrainConfig
 from raytrain_ddp.data.draws import Draws
 from raytrain_ddp.data.source import ArraySource, Batch, Data
 from raytrain_ddp.recipe import from_dict, to_dict
-from raytrain_ddp.sections import CheckpointConfig, DataConfig, LogConfig, OptimConfig
+from raytrain_ddp.inputs import DataConfig
+from raytrain_ddp.sections import CheckpointConfig, LogConfig, OptimConfig
 from raytrain_ddp.tasks.task import Task
 from raytrain_ddp.training.local import LocalSession
 from raytrain_ddp.training.loop import train

@@ -25,7 +25,7 @@ from raytrain_ddp.data.parquet import ParquetImages
 from raytrain_ddp.data.plan import Rows, runs_of
 from raytrain_ddp.data.source import Batch, Data, Source
 from raytrain_ddp.errors import ConfigError, DataError, did_you_mean
-from raytrain_ddp.sections import DataConfig
+from raytrain_ddp.inputs import DataConfig
 
 
 class ImageSource(Source, Protocol):
