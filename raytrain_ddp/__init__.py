@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from raytrain_ddp.data.source import Data as Data
     from raytrain_ddp.data.source import MapSource as MapSource
     from raytrain_ddp.data.source import Source as Source
+    from raytrain_ddp.data.stream import IterableSource as IterableSource
     from raytrain_ddp.errors import RaytrainError as RaytrainError
     from raytrain_ddp.inputs import AugmentConfig as AugmentConfig
     from raytrain_ddp.inputs import DataConfig as DataConfig
@@ -39,6 +40,7 @@ _HOMES = {
     "Data": "data.source",
     "DataConfig": "inputs",
     "FitResult": "orchestration.result",
+    "IterableSource": "data.stream",
     "MapSource": "data.source",
     "RaytrainError": "errors",
     "Source": "data.source",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Annotated, TypeVar
 
 import tyro
@@ -31,6 +31,8 @@ class FitArgs:
     """Print the resolved config as TOML, and do nothing else."""
     dry_run: bool = False
     """Print what would be done (batches, steps, learning rate, sizes, workers); take no worker."""
+    audit: bool = False
+    """Log a hash of each step's sample ids and pixels: equal hashes, equal data (log.audit)."""
     local: bool = False
     """Without Ray: in this process, or under torchrun."""
     address: str | None = None
@@ -55,6 +57,8 @@ def parse_fit(argv: Sequence[str]) -> FitArgs:
         raise ConfigError(
             f"the recipe {args.recipe!r} must be the first argument, before the flags."
         )
+    if args.audit:
+        args = replace(args, config=replace(args.config, log=replace(args.config.log, audit=True)))
     return args
 
 

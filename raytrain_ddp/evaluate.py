@@ -45,6 +45,7 @@ def main(argv: Sequence[str]) -> int:
     config = _config(checkpoint, args.data)
     import torch
 
+    from raytrain_ddp.data.threads import Threads
     from raytrain_ddp.tasks.load import load_task
     from raytrain_ddp.training.evaluate import evaluate, scalars
     from raytrain_ddp.training.state import load_model
@@ -66,7 +67,7 @@ def main(argv: Sequence[str]) -> int:
             raise ConfigError(f"task = {config.task!r} has no per_class_metrics().")
         metrics = task.per_class_metrics()
     values = evaluate(
-        task, model.to(device), data, config.micro_batch, world, world.threads, metrics
+        task, model.to(device), data, config.micro_batch, world, Threads(world.threads), metrics
     )
     _print(checkpoint, data.rows, task, scalars(values))
     if args.per_class:

@@ -17,7 +17,7 @@ class DataConfig:
 
     source: str = "digits"
     """'digits' (bundled), 'torchvision:CIFAR10' (any classification set, downloaded), a folder of
-    class folders (ImageFolder), or Parquet files: file, folder, glob, or s3://, gs://, hf:// URI."""
+    class folders (ImageFolder), or Parquet files: file, folder, glob or URI (s3://, gs://, hf://)."""
     eval_source: str | None = None
     """Like source, for evaluation. Default: the test, val or validation split beside train."""
     root: str = field(default="data", metadata=FREE)
@@ -35,7 +35,7 @@ class DataConfig:
     exif_orientation: bool = False
     """Turn images as their EXIF tag says; torchvision does not."""
     jpeg_scaling: bool = True
-    """Decode a JPEG at 1/2, 1/4 or 1/8 of its size where the crop stays twice as large as needed."""
+    """Decode a JPEG at 1/2, 1/4 or 1/8 of its size where that leaves twice the pixels needed."""
     shuffle: Literal["auto", "full", "block"] = "auto"
     """full: any row may follow any other; block: blocks (Parquet row groups) are permuted, then the
     rows within windows of blocks; auto: block for Parquet files of more than 512 MiB of images."""

@@ -1,4 +1,4 @@
-"""The sections of a config but for data and augmentation (inputs.py). `config.TrainConfig` holds all.
+"""The sections of a config: frozen dataclasses, checked at birth. Data and augmentation: inputs.py.
 
 Imports nothing heavy, so that ``--help`` and every error of a config answer in well under a second.
 Fields marked `FREE` may change when a run is resumed; all others decide the result and may not.
@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from raytrain_ddp.rules import FREE, above_zero, at_least, below_one, require
+
 
 @dataclass(frozen=True)
 class ModelConfig:
@@ -199,6 +200,8 @@ class LogConfig:
     """Log the loss and speed every so many steps. The host waits for the device only then."""
     tensorboard: bool = field(default=True, metadata=FREE)
     """Write TensorBoard events beside metrics.jsonl."""
+    audit: bool = field(default=False, metadata=FREE)
+    """Log a hash of each step's sample ids and pixels, for comparing runs (see --audit)."""
 
     def __post_init__(self) -> None:
         at_least(1, "log", self, "every_steps")

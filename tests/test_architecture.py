@@ -35,9 +35,10 @@ MOST_LINES = 320
 MOST_LINES_OF_TRAIN = 45
 
 OFFERED = {
-    *("ArraySource", "Data", "FitResult", "MapSource", "RaytrainError"),
+    *("ArraySource", "Data", "FitResult", "IterableSource", "MapSource", "RaytrainError"),
     *("Source", "Task", "TrainConfig", "fit"),
-    *("AugmentConfig", "CheckpointConfig", "ComputeConfig", "DataConfig", "DdpConfig", "EvalConfig"),
+    *("AugmentConfig", "CheckpointConfig", "ComputeConfig", "DataConfig", "DdpConfig"),
+    *("EvalConfig",),
     *("LogConfig", "ModelConfig", "OptimConfig", "ScalingConfig", "ScheduleConfig"),
 }
 

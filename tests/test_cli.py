@@ -56,7 +56,7 @@ def contents(folder: Path) -> dict[str, tuple[int, str]]:
     [
         ("--name", "x"),
         ("digits", "--epochs", "3", "--optim.lr", "0.3"),
-        ("imagenet-resnet50", "--scaling.num-workers", "1:8", "--data.flip"),
+        ("imagenet-resnet50", "--scaling.num-workers", "1:8", "--augment.flip"),
         ("--name", "x", "--data.mean", "0.1", "0.2", "0.3", "--task-options", "a", "b c"),
     ],
 )

@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from processes import door
 
-from raytrain_ddp import recipe, sections
+from raytrain_ddp import inputs, recipe, sections
 from raytrain_ddp.cli import FitArgs
 from raytrain_ddp.config import TrainConfig
 from raytrain_ddp.errors import ConfigError
@@ -26,9 +26,10 @@ from raytrain_ddp.tasks.zoo import check_model_name, known_models
 
 FREE = """
 checkpoint.every_epochs checkpoint.every_s checkpoint.every_steps checkpoint.keep_last
-data.prefetch data.root data.workers
+data.cache data.cache_gib data.max_bad data.memory_mib data.prefetch data.prefetch_mib data.root
+data.workers
 epochs
-log.every_steps log.tensorboard
+log.audit log.every_steps log.tensorboard
 name
 scaling.backend scaling.cpus_per_worker scaling.gpus_per_worker scaling.max_failures
 scaling.num_workers scaling.placement scaling.use_gpu scaling.wait_s
@@ -38,8 +39,10 @@ storage
 FIXED = """
 batch_size
 compute.channels_last compute.compile compute.deterministic compute.precision
-data.augment data.eval_source data.flip data.image_column data.image_size data.label_column
-data.mean data.shuffle data.shuffle_window data.source data.std
+augment.crop augment.cutmix augment.erase augment.flip augment.jitter augment.magnitude
+augment.mixup augment.operations augment.policy augment.repeats augment.scale
+data.bad_records data.eval_source data.exif_orientation data.image_column data.image_size
+data.jpeg_scaling data.label_column data.mean data.shuffle data.shuffle_window data.source data.std
 ddp.bucket_cap_mb ddp.compression ddp.find_unused_parameters ddp.gradient_as_bucket_view
 ddp.static_graph ddp.sync_batchnorm
 eval.every_epochs
@@ -53,7 +56,7 @@ task task_options
 """
 
 DOOR_FLAGS = {
-    FitArgs: "address config dashboard dry_run local print_config recipe",
+    FitArgs: "address audit config dashboard dry_run local print_config recipe",
     EvaluateArgs: "checkpoint data device per_class run",
 }
 
@@ -89,6 +92,21 @@ NONSENSE = [
     ("data.shuffle_window", 0),
     ("data.prefetch", 0),
     ("data.workers", -1),
+    ("data.max_bad", -1),
+    ("data.memory_mib", 0),
+    ("data.prefetch_mib", 0),
+    ("data.cache_gib", -1.0),
+    ("augment.scale", (0.0, 1.0)),
+    ("augment.scale", (0.9, 0.5)),
+    ("augment.scale", (0.5, 1.5)),
+    ("augment.operations", 0),
+    ("augment.magnitude", 31),
+    ("augment.jitter", (0.0, 0.0, -0.1, 0.0)),
+    ("augment.jitter", (0.0, 0.0, 0.0, 0.6)),
+    ("augment.erase", 1.1),
+    ("augment.mixup", -1.0),
+    ("augment.cutmix", -1.0),
+    ("augment.repeats", 0),
     ("model.dropout", 1.0),
     ("model.dropout", math.nan),
     ("optim.lr", 0.0),
@@ -193,7 +211,7 @@ def test_every_section_is_frozen():
 
 def test_every_field_has_a_line_of_help():
     """tyro shows the string below a field; a field without one stays unexplained."""
-    for name in ("sections", "config"):
+    for name in ("sections", "inputs", "config"):
         source = (Path(sections.__file__).parent / f"{name}.py").read_text()
         lines = [line.strip() for line in source.splitlines()]
         for place, line in enumerate(lines):
@@ -216,13 +234,19 @@ configs = st.builds(
     seed=st.integers(0, 2**63 - 1),
     epochs=st.integers(1, 10**6),
     data=st.builds(
-        sections.DataConfig,
+        inputs.DataConfig,
         source=st.text(min_size=1),
         eval_source=st.none() | st.text(),
         mean=st.tuples(numbers, numbers, numbers),
-        shuffle=st.sampled_from(["full", "block"]),
+        shuffle=st.sampled_from(["auto", "full", "block"]),
         workers=st.just("auto") | st.integers(0, 99),
+    ),
+    augment=st.builds(
+        inputs.AugmentConfig,
         flip=st.booleans(),
+        policy=st.sampled_from(["none", "randaugment", "trivial", "augmix"]),
+        mixup=numbers,
+        repeats=st.integers(1, 9),
     ),
     model=st.builds(sections.ModelConfig, weights=st.none() | st.text(), dropout=st.just(0.5)),
     optim=st.builds(

@@ -4,34 +4,32 @@ from __future__ import annotations
 
 import io
 import itertools
-import json
 import threading
 import time
-import warnings
 from collections.abc import Iterator
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
 import torch
 from PIL import Image
+from torchvision.datasets import ImageFolder
+from torchvision.datasets.folder import IMG_EXTENSIONS
 
+from raytrain_ddp.data import images
+from raytrain_ddp.data.decode import open_picture
 from raytrain_ddp.data.draws import Draws
-from raytrain_ddp.data.images import FolderImages, image_data, open_images
-from raytrain_ddp.data.loader import TrainLoader, eval_batches, prefetched
-from raytrain_ddp.data.locate import locate
-from raytrain_ddp.data.parquet import ParquetImages
+from raytrain_ddp.data.folder import EXTENSIONS, FolderImages
+from raytrain_ddp.data.images import image_data
+from raytrain_ddp.data.loader import TrainLoader, eval_batches, samples_of, shuffle_for
 from raytrain_ddp.data.plan import Plan
-from raytrain_ddp.data.source import ArraySource, Data, MapSource
+from raytrain_ddp.data.source import ArraySource, BadRecord, Data, MapSource
+from raytrain_ddp.data.stream import IterableSource
+from raytrain_ddp.data.threads import Gate, Threads, prefetched
 from raytrain_ddp.errors import DataError
 from raytrain_ddp.inputs import AugmentConfig, DataConfig
-
-# One test below says that no such warning may come; all others shall not fail for it.
-DEPRECATED = "The image decoding and encoding capabilities of TorchVision"
-pytestmark = pytest.mark.filterwarnings(f"ignore:{DEPRECATED}:DeprecationWarning")
 
 
 def png(seed: int, height: int = 12, width: int = 10) -> bytes:
@@ -40,25 +38,6 @@ def png(seed: int, height: int = 12, width: int = 10) -> bytes:
     content = io.BytesIO()
     Image.fromarray(random.integers(0, 256, (height, width, 3), np.uint8)).save(content, "png")
     return content.getvalue()
-
-
-def write_parquet(path: Path, **columns: Any) -> str:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    pq.write_table(pa.table(columns), path, row_group_size=4, write_page_checksum=True)
-    return str(path)
-
-
-def hugging_face_column(images: list[bytes | None]) -> pa.Array:
-    records = [{"bytes": image, "path": None} for image in images]
-    return pa.array(records, pa.struct([("bytes", pa.binary()), ("path", pa.string())]))
-
-
-@pytest.fixture(scope="module")
-def digits() -> ParquetImages:
-    train, _ = locate("digits", None)
-    source = open_images(train, DataConfig())
-    assert isinstance(source, ParquetImages)
-    return source
 
 
 @pytest.fixture(scope="module")
@@ -74,185 +53,7 @@ def image_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root
 
 
-# ------------------------------------------------------------------ locate
-
-
-def touch(root: Path, *names: str) -> Path:
-    for name in names:
-        (root / name).parent.mkdir(parents=True, exist_ok=True)
-        (root / name).touch()
-    return root
-
-
-@pytest.mark.parametrize("train", ["train-00000-of-00002.parquet", "a/train.parquet", "x.parquet"])
-@pytest.mark.parametrize(
-    "test",
-    [
-        *("test-00000-of-00001.parquet", "val.parquet", "validation_0.parquet"),
-        *("Test.parquet", "valid/part-0.parquet", "a/eval/train.parquet"),
-    ],
-)
-def test_parquet_files_are_split_by_their_names_or_folders(train: str, test: str, tmp_path: Path):
-    source = str(touch(tmp_path, train, test))
-    for_training, for_evaluation = locate(source, None)
-    assert for_training.paths == (str(tmp_path / train),)
-    assert for_evaluation is not None
-    assert for_evaluation.paths == (str(tmp_path / test),)
-    assert (for_training.split, for_evaluation.split) == ("train", "eval")
-
-
-def test_the_folder_of_a_data_set_may_have_any_name(tmp_path: Path):
-    source = touch(tmp_path / "test", "train-0.parquet", "test-0.parquet")
-    train, evaluation = locate(str(source), None)
-    assert [Path(path).name for path in train.paths] == ["train-0.parquet"]
-    assert evaluation is not None
-    assert [Path(path).name for path in evaluation.paths] == ["test-0.parquet"]
-
-
-def test_a_file_or_a_pattern_of_files_can_be_named(tmp_path: Path):
-    touch(tmp_path, "b.parquet", "a.parquet", "test.parquet", "c.txt")
-    train, evaluation = locate(str(tmp_path / "*.parquet"), None)
-    assert [Path(path).name for path in train.paths] == ["a.parquet", "b.parquet"]
-    assert evaluation is not None
-    train, evaluation = locate(str(tmp_path / "b.parquet"), None)
-    assert (train.paths, evaluation) == ((str(tmp_path / "b.parquet"),), None)
-    train, evaluation = locate(str(tmp_path / "a.parquet"), str(tmp_path / "b.parquet"))
-    assert evaluation is not None
-    assert evaluation.paths == (str(tmp_path / "b.parquet"),)
-
-
-def test_class_folders_are_found_with_and_without_splits(image_folder: Path):
-    train, evaluation = locate(str(image_folder), None)
-    assert (train.kind, train.paths) == ("folder", (str(image_folder / "train"),))
-    assert evaluation is not None
-    assert evaluation.paths == (str(image_folder / "val"),)
-    train, evaluation = locate(str(image_folder / "train"), None)
-    assert (train.paths, evaluation) == ((str(image_folder / "train"),), None)
-    train, evaluation = locate(str(image_folder / "train"), str(image_folder / "val"))
-    assert evaluation is not None
-    assert evaluation.paths == (str(image_folder / "val"),)
-
-
-def test_fault_17_what_is_not_there_is_named_with_its_field(tmp_path: Path):
-    (tmp_path / "empty").mkdir()
-    touch(tmp_path / "only", "test.parquet")
-    for source, eval_source, told in (
-        (str(tmp_path / "no"), None, "data.source"),
-        (str(tmp_path / "*.parquet"), None, "no file matches"),
-        (str(tmp_path / "empty"), None, "holds neither"),
-        (str(tmp_path / "only"), None, "for evaluation only"),
-        ("digits", str(tmp_path / "no"), "data.eval_source"),
-    ):
-        with pytest.raises(DataError, match=told) as caught:
-            locate(source, eval_source)
-        assert (eval_source or source) in str(caught.value)
-
-
-# ------------------------------------------------------------------ Parquet
-
-
-def test_the_bundled_digits_are_1437_and_360_images_of_ten_classes(digits: ParquetImages):
-    _, evaluation = locate("digits", None)
-    assert evaluation is not None
-    test = open_images(evaluation, DataConfig())
-    assert (digits.blocks.sum(), test.blocks.sum()) == (1437, 360)
-    assert digits.class_names == test.class_names == list("0123456789")
-    rows = digits.read(np.arange(1437))
-    others = test.read(np.arange(360))
-    for records in (rows, others):
-        assert set(np.bincount([label for _, label in records]) > 0.08 * len(records)) == {True}
-    # The 1797 scans are all different but for a few; no image is on both sides of the split.
-    assert not {image for image, _ in rows} & {image for image, _ in others}
-    batch = image_data(test, DataConfig(), 10, train=False).collate(
-        others, Draws(0, 0, np.arange(360))
-    )
-    assert (batch["image"].shape, batch["image"].dtype) == ((360, 3, 8, 8), torch.uint8)
-
-
-def test_rows_of_several_files_and_row_groups_are_read_in_the_order_asked_for(tmp_path: Path):
-    images = [png(i) for i in range(11)]
-    labels = list(range(11))
-    one = write_parquet(tmp_path / "1.parquet", image=images[:6], label=labels[:6])
-    column = hugging_face_column(images[6:])
-    two = write_parquet(
-        tmp_path / "2.parquet", image=column, label=pa.array(labels[6:], pa.uint8())
-    )
-    source = ParquetImages([one, two], "image", "label")
-    assert source.blocks.tolist() == [4, 2, 4, 1]
-    asked = [10, 0, 5, 6, 5, 3]
-    assert source.read(np.array(asked)) == [(images[row], row) for row in asked]
-    assert source.class_names == [str(label) for label in range(11)]
-    assert one in source.where(5)
-    assert two in source.where(6)
-
-
-def test_class_names_come_from_the_hugging_face_features(tmp_path: Path):
-    features = {"label": {"names": ["cat", "dog", "owl"], "_type": "ClassLabel"}}
-    metadata = {"huggingface": json.dumps({"info": {"features": features}})}
-    table = pa.table({"image": [png(0)], "label": [0]}).replace_schema_metadata(metadata)
-    pq.write_table(table, tmp_path / "x.parquet")
-    source = ParquetImages([str(tmp_path / "x.parquet")], "image", "label")
-    assert source.class_names == ["cat", "dog", "owl"]
-
-
-@pytest.mark.parametrize(
-    ("columns", "told"),
-    [
-        ({"img": [b""], "label": [0]}, ["no column 'image'", "img", "--data.image-column"]),
-        ({"image": [b""], "labels": [0]}, ["no column 'label'", "'labels'", "--data.label-column"]),
-        ({"image": ["text"], "label": [0]}, ["'image' is string", "binary"]),
-        ({"image": [b""], "label": [0.5]}, ["'label' is double", "integers"]),
-        ({"image": [b""], "label": ["cat"]}, ["'label' is string", "integers"]),
-        ({"image": pa.array([], pa.binary()), "label": pa.array([], pa.int64())}, ["0 rows"]),
-        ({"image": [b""], "label": pa.array([None], pa.int64())}, []),
-    ],
-)
-def test_fault_21_columns_that_cannot_be_right_are_refused_when_opened(
-    columns: dict[str, Any], told: list[str], tmp_path: Path
-):
-    path = write_parquet(tmp_path / "x.parquet", **columns)
-    with pytest.raises(DataError) as caught:
-        ParquetImages([path], "image", "label")
-    assert [word for word in [path, *told] if word not in str(caught.value)] == []
-
-
-@pytest.mark.parametrize("column", ["image", "label"])
-def test_fault_21_a_null_is_named_with_file_and_row(column: str, tmp_path: Path):
-    images: list[bytes | None] = [png(i) for i in range(6)]
-    labels: list[int | None] = list(range(6))
-    (images if column == "image" else labels)[5] = None
-    path = write_parquet(tmp_path / "x.parquet", image=hugging_face_column(images), label=labels)
-    source = ParquetImages([path], "image", "label")
-    assert len(source.read(np.arange(4))) == 4
-    with pytest.raises(DataError, match=rf"row group 1, row 1: {column} is null") as caught:
-        source.read(np.array([4]))
-    assert path in str(caught.value)
-
-
-@pytest.mark.parametrize("kept", [0, 3, 100])
-def test_fault_18_a_truncated_file_is_a_data_error(kept: int, tmp_path: Path):
-    path = write_parquet(tmp_path / "x.parquet", image=[png(0)], label=[0])
-    Path(path).write_bytes(Path(path).read_bytes()[:kept])
-    with pytest.raises(DataError, match=r"x\.parquet"):
-        ParquetImages([path], "image", "label")
-
-
-def test_fault_19_a_flipped_bit_in_a_page_is_a_data_error(tmp_path: Path):
-    path = write_parquet(tmp_path / "x.parquet", image=[png(0)], label=[0])
-    content = bytearray(Path(path).read_bytes())
-    content[content.index(png(0)[:8]) + 60] ^= 1
-    Path(path).write_bytes(content)
-    with pytest.raises(DataError, match=r"x\.parquet, row group 0"):
-        ParquetImages([path], "image", "label").read(np.array([0]))
-
-
-def test_fault_29_the_fingerprint_changes_with_the_data(tmp_path: Path):
-    def fingerprint(labels: list[int]) -> str:
-        path = write_parquet(tmp_path / "x.parquet", image=[png(i) for i in labels], label=labels)
-        return ParquetImages([path], "image", "label").fingerprint()
-
-    assert fingerprint([0, 1, 2]) == fingerprint([0, 1, 2])
-    assert len({fingerprint(labels) for labels in ([0, 1, 2], [0, 1, 2, 2], [0, 1, 3])}) == 3
+# ------------------------------------------------------------------ other sources
 
 
 def test_other_sources_have_fingerprints_of_their_content(image_folder: Path):
@@ -284,6 +85,19 @@ def test_an_image_folder_has_its_classes_and_rows(image_folder: Path):
     assert source.where(8).endswith("dog/3.png")
 
 
+def test_an_image_folder_is_listed_as_torchvision_lists_it(tmp_path: Path):
+    for name in ("b/x/2.JPG", "b/10.png", "b/x/y/1.webp", "b/readme.txt", "a/z.jpeg", "a/Z.jpeg"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).touch()
+    (tmp_path / "notes.txt").touch()
+    (tmp_path / "c").symlink_to(tmp_path / "b")
+    source = FolderImages(str(tmp_path))
+    theirs = ImageFolder(str(tmp_path))
+    assert source.class_names == theirs.classes == ["a", "b", "c"]
+    assert source.files == theirs.samples
+    assert EXTENSIONS == IMG_EXTENSIONS
+
+
 def test_a_folder_without_images_is_a_data_error(tmp_path: Path):
     (tmp_path / "cat").mkdir()
     (tmp_path / "cat" / "readme.txt").touch()
@@ -292,57 +106,80 @@ def test_a_folder_without_images_is_a_data_error(tmp_path: Path):
             FolderImages(str(root))
 
 
-CHOICES = [
-    DataConfig(image_size=16, augment="crop", flip=True),
-    DataConfig(image_size=16, augment="shift", flip=True),
-    DataConfig(image_size=16, augment="none"),
-]
+CHOICES = {
+    "evaluation": None,
+    "random": AugmentConfig(crop="random", flip=True),
+    "shift": AugmentConfig(crop="shift", flip=True),
+    "none": AugmentConfig(crop="none"),
+    "randaugment": AugmentConfig(crop="none", policy="randaugment", jitter=(0.4, 0.4, 0.4, 0.1)),
+    "trivial": AugmentConfig(crop="none", policy="trivial"),
+    "augmix": AugmentConfig(crop="none", policy="augmix"),
+    "erase": AugmentConfig(crop="none", erase=0.5),
+}
 
 
-@pytest.mark.parametrize("config", CHOICES, ids=lambda config: config.augment)
-@pytest.mark.parametrize("train", [True, False])
-def test_a_row_has_the_same_pixels_in_any_batch_order_and_thread(
-    config: DataConfig, train: bool, image_folder: Path
-):
-    data = image_data(FolderImages(str(image_folder / "train")), config, 2, train)
+@pytest.mark.parametrize("choice", CHOICES)
+def test_a_row_has_the_same_pixels_in_any_batch_order_and_thread(choice: str, image_folder: Path):
+    source = FolderImages(str(image_folder / "train"))
+    data = image_data(source, DataConfig(image_size=16), CHOICES[choice], 2)
 
-    def collate(rows: list[int], epoch: int = 3) -> torch.Tensor:
+    def collate(rows: list[int], epoch: int = 3) -> list[torch.Tensor]:
         ids = np.array(rows)
         batch = data.collate(data.source.read(ids), Draws(7, epoch, ids))
         assert batch["label"].tolist() == [int(row >= 5) for row in rows]
-        return batch["image"]
+        return [value for name, value in batch.items() if name != "label"]
+
+    def equal(one: list[torch.Tensor], other: list[torch.Tensor]) -> bool:
+        return all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
 
     together = collate(list(range(9)))
-    assert (together.shape, together.dtype) == ((9, 3, 16, 16), torch.uint8)
+    assert (together[0].shape, together[0].dtype) == ((9, 3, 16, 16), torch.uint8)
+    assert together[0].is_contiguous(memory_format=torch.channels_last)
     order = [4, 8, 0, 3]
-    assert torch.equal(collate(order), together[order])
-    alone = list(prefetched(range(9), lambda row: collate([row]), threads=3, ahead=2))
-    assert torch.equal(torch.cat(alone), together)
-    changes = train and config.augment != "none"
-    assert torch.equal(collate(list(range(9)), epoch=4), together) is not changes
+    assert equal(collate(order), [value[order] for value in together])
+    alone = list(prefetched(range(9), lambda row: collate([row]), Threads(3, ahead=2)))
+    assert equal([torch.cat(parts) for parts in zip(*alone, strict=True)], together)
+    same_again = equal(collate(list(range(9)), epoch=4), together)
+    assert same_again is (choice in ("evaluation", "none"))
 
 
-def test_shift_and_flip_move_pixels_and_change_none():
+@pytest.mark.parametrize("choice", ["random", "shift", "trivial"])
+def test_repeats_of_a_row_are_augmented_apart_and_decoded_once(
+    choice: str, image_folder: Path, monkeypatch: pytest.MonkeyPatch
+):
+    source = FolderImages(str(image_folder / "train"))
+    data = image_data(source, DataConfig(image_size=16), CHOICES[choice], 2)
+    opened: list[Any] = []
+    monkeypatch.setattr(images, "open_picture", lambda *a: opened.append(a) or open_picture(*a))
+    rows, repeats = np.array([3, 3, 3, 7, 7, 7]), np.array([0, 1, 2] * 2)
+    together = data.collate(source.read(rows), Draws(7, 0, rows, repeats))["image"]
+    assert len(opened) == 2
+    assert len({image.numpy().tobytes() for image in together}) > 4  # of 6; two may meet
+    first = data.collate(source.read(rows[:1]), Draws(7, 0, rows[:1]))["image"]
+    assert torch.equal(first, together[:1])  # the first of its repeats is the row without any
+    third = data.collate(source.read(rows[2:3]), Draws(7, 0, rows[2:3], repeats[2:3]))["image"]
+    assert torch.equal(third, together[2:3])
+
+
+def test_shift_moves_pixels_and_changes_none():
     images = [png(i, 8, 8) for i in range(40)]
-    data = image_data(_Images(images), DataConfig(augment="shift", flip=True), 1, train=True)
-    plain = image_data(_Images(images), DataConfig(), 1, train=False)
+    augment = AugmentConfig(crop="shift", flip=True)
+    data = image_data(_Images(images), DataConfig(), augment, 1)
+    plain = image_data(_Images(images), DataConfig(), None, 1)
     rows = np.arange(40)
-    moved, still = (
-        d.collate(d.source.read(rows), Draws(0, 0, rows))["image"] for d in (data, plain)
-    )
+    moved, still = (d.collate(d.source.read(rows), Draws(0, 0, rows)) for d in (data, plain))
+    assert 10 < moved["flip"].sum() < 30  # the device mirrors them
     offsets = set()
-    for image, original in zip(moved, still, strict=True):
+    for image, original in zip(moved["image"], still["image"], strict=True):
         padded = torch.nn.functional.pad(original, (1, 1, 1, 1))
         matches = [
-            (top, left, flipped)
-            for top, left, flipped in itertools.product(range(3), range(3), (False, True))
-            if torch.equal(
-                image.flip(-1) if flipped else image, padded[:, top : top + 8, left : left + 8]
-            )
+            (top, left)
+            for top, left in itertools.product(range(3), range(3))
+            if torch.equal(image, padded[:, top : top + 8, left : left + 8])
         ]
         assert len(matches) == 1
         offsets.add(matches[0])
-    assert len(offsets) > 12  # of the 18 there are
+    assert len(offsets) == 9
 
 
 class _Images:
@@ -363,13 +200,6 @@ class _Images:
         return f"image {row}"
 
 
-def test_decoding_uses_no_deprecated_function():
-    data = image_data(_Images([png(0)]), DataConfig(), 1, train=True)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        data.collate(data.source.read(np.array([0])), Draws(0, 0, np.array([0])))
-
-
 @pytest.mark.parametrize(
     ("records", "told"),
     [
@@ -382,9 +212,31 @@ def test_decoding_uses_no_deprecated_function():
     ],
 )
 def test_fault_20_a_bad_sample_is_named(records: list[tuple[bytes, int]], told: str):
-    data = image_data(_Images([]), DataConfig(augment="none"), 2, train=True)
+    data = image_data(_Images([]), DataConfig(), AugmentConfig(crop="none"), 2)
     with pytest.raises(DataError, match=told):
         data.collate(records, Draws(0, 0, np.array([5, 6])))
+
+
+@pytest.mark.parametrize("augment", [None, AugmentConfig(crop="random", flip=True, erase=0.5)])
+def test_fault_20_bad_samples_are_left_out_if_that_is_wanted(augment: AugmentConfig | None):
+    config = DataConfig(image_size=8, bad_records="skip")
+    data = image_data(_Images([]), config, augment, 4)
+    bad = [b"no image", b"", png(1)[:60], BadRecord("null")]
+    records = [(png(0), 0), (bad[0], 1), (bad[1], 1), (png(1), 2), (bad[2], 0), (bad[3], 3)]
+    rows = np.arange(6)
+    batch = data.collate(records, Draws(0, 0, rows))
+    assert batch["label"].tolist() == [0, 2]
+    assert {len(tensor) for tensor in batch.values()} == {2}
+    good = data.collate([records[0], records[3]], Draws(0, 0, rows[[0, 3]]))
+    assert all(torch.equal(batch[name], good[name]) for name in good)
+    nothing = data.collate(records[1:3], Draws(0, 0, rows[1:3]))
+    assert {len(tensor) for tensor in nothing.values()} == {0}
+
+
+def test_fault_20_a_label_out_of_range_is_never_skipped():
+    data = image_data(_Images([]), DataConfig(bad_records="skip"), None, 2)
+    with pytest.raises(DataError, match="image 5: label 2 is not in 0 to 1"):
+        data.collate([(png(0), 2)], Draws(0, 0, np.array([5])))
 
 
 # ------------------------------------------------------------------ the loader
@@ -403,7 +255,7 @@ def test_prefetched_keeps_the_order_and_works_ahead_but_not_further(threads: int
         time.sleep(0.002 * (item % 3))  # later ones are done earlier
         return item * item
 
-    results = prefetched(iter(range(50)), work, threads, ahead=2)
+    results = prefetched(iter(range(50)), work, Threads(threads, ahead=2))
     first = next(results)
     time.sleep(0.05)
     assert len(begun) <= 1 + threads * 2
@@ -418,7 +270,7 @@ def test_prefetched_raises_the_workers_error_in_its_place_and_ends_its_threads(t
             raise DataError("row 3")
         return item
 
-    results = prefetched(range(1000), work, threads, ahead=2)
+    results = prefetched(range(1000), work, Threads(threads, ahead=2))
     assert [next(results) for _ in range(3)] == [0, 1, 2]
     with pytest.raises(DataError, match="row 3"):
         next(results)
@@ -433,7 +285,7 @@ def test_closing_ends_the_threads_and_begins_nothing_more(threads: int):
         begun.append(item)
         time.sleep(0.05)
 
-    results = prefetched(range(10**9), work, threads, ahead=4)
+    results = prefetched(range(10**9), work, Threads(threads, ahead=4))
     next(results)
     assert loader_threads()
     results.close()
@@ -458,9 +310,7 @@ def rows_data(rows: int) -> Data:
 
 def train_loader(rows: int, size: int, rank: int, threads: int, shuffle: Any) -> TrainLoader:
     plan = Plan(rows, slots=4, micro_batch=6)
-    return TrainLoader(
-        rows_data(rows), plan, shuffle, 3, 9, size, rank, threads=threads, prefetch=2
-    )
+    return TrainLoader(rows_data(rows), plan, shuffle, 3, 9, size, rank, Threads(threads, ahead=2))
 
 
 def of_all_ranks(
@@ -512,8 +362,226 @@ def test_closing_the_steps_ends_the_threads():
 
 @pytest.mark.parametrize("threads", [0, 2])
 def test_eval_batches_are_the_chunks_in_stored_order_the_last_one_shorter(threads: int):
-    chunks = [batch["row"].tolist() for batch in eval_batches(rows_data(20), 8, range(3), threads)]
+    chunks = [
+        batch["row"].tolist()
+        for batch in eval_batches(rows_data(20), 8, range(3), Threads(threads))
+    ]
     assert chunks == [list(range(8)), list(range(8, 16)), list(range(16, 20))]
-    (middle,) = eval_batches(rows_data(20), 8, [1], threads)
+    (middle,) = eval_batches(rows_data(20), 8, [1], Threads(threads))
     assert middle["row"].tolist() == chunks[1]
-    assert list(eval_batches(rows_data(20), 8, [], threads)) == []
+    assert list(eval_batches(rows_data(20), 8, [], Threads(threads))) == []
+
+
+def test_bytes_prepared_ahead_are_bounded():
+    """Results of 100 bytes, 300 allowed: with one thread three are prepared, not ten."""
+    begun: list[int] = []
+
+    def work(item: int) -> bytes:
+        begun.append(item)
+        return bytes(100)
+
+    results = prefetched(range(100), work, Threads(1, ahead=10, ahead_bytes=300), len)
+    for taken in range(1, 6):
+        next(results)
+        time.sleep(0.02)
+        assert len(begun) <= taken + 3
+    assert len(begun) == 5 + 3
+    results.close()
+
+
+def test_another_thread_joins_only_while_the_consumer_waits(monkeypatch: pytest.MonkeyPatch):
+    """Each result takes a millisecond to use; the clock is ours."""
+    now = 0.0
+    monkeypatch.setattr("raytrain_ddp.data.threads.time.monotonic", lambda: now)
+    gate = Gate(Threads(3, begin=1))
+
+    def consume(results: int, wait_s: float) -> int:
+        nonlocal now
+
+        class Coming(Future[int]):
+            def result(self, timeout: float | None = None) -> int:
+                nonlocal now
+                now += wait_s
+                return 0
+
+        for _ in range(results):
+            gate.passed(Coming(), lambda _: 1)
+            now += 1e-3
+        return gate.active
+
+    assert consume(128, 1e-5) == 1  # 1 % of the time
+    assert consume(32, 1e-4) == 2  # 9 %
+    assert consume(128, 1e-5) == 2
+    assert consume(320, 1e-4) == 3  # and never more than there may be
+
+
+@pytest.mark.parametrize("begin", [1, None])
+def test_no_more_threads_work_than_are_let_through(begin: int | None):
+    running: set[int] = set()
+    most: list[int] = []
+
+    def work(item: int) -> int:
+        running.add(item)
+        most.append(len(running))
+        time.sleep(0.002)
+        running.discard(item)
+        return item
+
+    results = prefetched(range(24), work, Threads(3, begin=begin))  # too few to look at the wait
+    assert list(results) == list(range(24))
+    assert max(most) <= (begin or 3)
+
+
+def test_repeats_come_together_and_each_draws_its_own_numbers():
+    plan = Plan(3 * 20, slots=4, micro_batch=6)
+
+    def steps(size: int, rank: int) -> Iterator[Any]:
+        loader = TrainLoader(rows_data(20), plan, "full", 3, 9, size, rank, Threads(2), repeats=3)
+        return loader.steps(0, 2 * plan.steps_per_epoch)
+
+    alone = [slot for slots in steps(1, 0) for slot in slots]
+    both = [slot for pair in zip(steps(2, 0), steps(2, 1), strict=True) for p in pair for slot in p]
+    assert len(alone) == len(both) == 2 * 4 * plan.steps_per_epoch
+    for one, other in zip(alone, both, strict=True):
+        assert torch.equal(one.batch["row"], other.batch["row"])
+        assert torch.equal(one.batch["draw"], other.batch["draw"])
+    for epoch in (0, 1):
+        slots = [s for s in alone if s.step // plan.steps_per_epoch == epoch and s.samples]
+        rows = torch.cat([slot.batch["row"] for slot in slots]).tolist()
+        assert sorted(rows) == sorted([*range(20)] * 3)
+        assert len(set(torch.cat([slot.batch["draw"] for slot in slots]).tolist())) == 60
+    first = alone[0].batch["row"].tolist()
+    assert first[:3] == [first[0]] * 3
+
+
+def bad_rows_data(rows: int, bad: set[int]) -> Data:
+    """Rows of which some are left out."""
+
+    def collate(records: dict[str, np.ndarray], draws: Draws) -> dict[str, torch.Tensor]:
+        kept = [row for row in records["row"].tolist() if row not in bad]
+        return {"row": torch.tensor(kept, dtype=torch.int64)}
+
+    return Data(ArraySource({"row": np.arange(rows)}), collate)
+
+
+def test_fault_20_a_slot_counts_the_samples_that_are_left():
+    plan = Plan(24, slots=4, micro_batch=3)
+    bad = {0, 1, 2, 3, 4, 5, 11, 12}
+
+    def steps(size: int, rank: int) -> list[Any]:
+        data = bad_rows_data(24, bad)
+        loader = TrainLoader(data, plan, "none", 3, 9, size, rank, Threads(1))
+        return [slot for slots in loader.steps(0, plan.steps_per_epoch) for slot in slots]
+
+    slots = steps(1, 0)
+    good = [r for s in slots if s.samples for r in s.batch["row"].tolist()]
+    assert sorted(good) == [row for row in range(24) if row not in bad]
+    assert sum(slot.planned - slot.samples for slot in slots) == len(bad)
+    assert [slot.samples for slot in slots if slot.index == 0] == [0, 0]  # rows 0 to 5
+    assert all(samples_of(slot.batch) for slot in slots)  # the filler, where none is left
+    halves = steps(2, 0) + steps(2, 1)
+    key = lambda slot: (slot.step, slot.index)  # noqa: E731
+    assert [(key(s), s.samples) for s in sorted(halves, key=key)] == [
+        (key(s), s.samples) for s in slots
+    ]
+
+
+def test_fault_20_data_without_any_good_record_are_refused():
+    plan = Plan(24, slots=4, micro_batch=3)
+    loader = TrainLoader(bad_rows_data(24, set(range(24))), plan, "none", 3, 9, 1, 0, Threads(0))
+    with pytest.raises(DataError, match="none of the first 24 records"):
+        loader.any_batch()
+
+
+def test_digests_tell_rows_and_pixels_apart():
+    def digests(seed: int, draw: float = 0.0) -> list[str]:
+        data = rows_data(20)
+        own = Data(
+            data.source,
+            lambda r, d: {"x": torch.from_numpy(d.uniform(1) + draw), "r": torch.ones(1)},
+        )
+        plan = Plan(20, slots=4, micro_batch=3)
+        loader = TrainLoader(own, plan, "full", 3, seed, 1, 0, Threads(1), digests=True)
+        return [slot.digest for slots in loader.steps(0, 2) for slot in slots]
+
+    assert digests(1) == digests(1)
+    assert not set(digests(1)) & set(digests(2))
+    assert not {d for d in digests(1) if d} & set(digests(1, draw=1e-9))
+
+
+# ------------------------------------------------------------------ iterable data sets
+
+
+class Stream:
+    """The numbers from 0; counts how many were given."""
+
+    def __init__(self, rows: int) -> None:
+        self._rows = rows
+        self.given = 0
+
+    def __iter__(self) -> Iterator[int]:
+        for i in range(self._rows):
+            self.given += 1
+            yield i
+
+
+class SeekableStream(Stream):
+    def skip_to(self, offset: int) -> Iterator[int]:
+        for i in range(offset, self._rows):
+            self.given += 1
+            yield i
+
+
+def stream_data(stream: Any, rows: int) -> Data:
+    return Data(IterableSource(stream, rows), lambda records, _: {"row": torch.tensor(records)})
+
+
+@pytest.mark.parametrize("kind", [Stream, SeekableStream])
+@pytest.mark.parametrize("threads", [0, 1, 3])
+def test_an_iterable_is_sharded_by_offset_each_item_once(kind: Any, threads: int):
+    plan = Plan(107, slots=4, micro_batch=6)
+    per_epoch = plan.steps_per_epoch
+    for size in (1, 3):
+        seen = []
+        for rank in range(size):
+            stream = kind(107)
+            data = stream_data(stream, 107)
+            shuffle = shuffle_for(data, "auto")
+            loader = TrainLoader(data, plan, shuffle, 3, 9, size, rank, Threads(threads))
+            slots = [s for step in loader.steps(0, per_epoch) for s in step if s.samples]
+            for slot in slots:
+                place = plan.span(slot.step, slot.index)
+                assert slot.batch["row"].tolist() == list(range(*place))
+                seen += slot.batch["row"].tolist()
+            if kind is SeekableStream:
+                assert stream.given <= 110
+            else:  # each of a worker's lanes passes over what comes before it, once
+                assert stream.given <= 4 * 107
+        assert sorted(seen) == list(range(107))
+
+
+def test_an_iterable_goes_on_at_the_right_item_and_begins_anew_each_epoch():
+    plan = Plan(20, slots=2, micro_batch=5)
+    loader = TrainLoader(stream_data(Stream(20), 20), plan, "none", 3, 9, 1, 0, Threads(1))
+    rows = [[s.batch["row"].tolist() for s in step] for step in loader.steps(1, 4)]
+    second = [[5, 6, 7, 8, 9], [15, 16, 17, 18, 19]]
+    assert rows == [second, [[0, 1, 2, 3, 4], [10, 11, 12, 13, 14]], second]
+
+
+def test_an_iterable_that_is_shorter_than_announced_is_named():
+    with pytest.raises(DataError, match="Stream ended after 18 items, 20 were announced"):
+        IterableSource(Stream(18), 20).read(np.arange(15, 20))
+    with pytest.raises(DataError, match=r"Stream has no length: give .* rows="):
+        IterableSource(Stream(18))
+
+
+def test_how_an_epoch_is_shuffled_follows_from_the_data():
+    plain = rows_data(20)
+    assert [shuffle_for(plain, asked) for asked in ("auto", "full", "block")] == [
+        *("full", "full", "block"),
+    ]
+    plain.source.prefers_blocks = True  # type: ignore[attr-defined]
+    assert [shuffle_for(plain, asked) for asked in ("auto", "full", "block")] == [
+        *("block", "full", "block"),
+    ]
+    assert shuffle_for(stream_data(Stream(3), 3), "full") == "none"

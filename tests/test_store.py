@@ -28,10 +28,10 @@ from raytrain_ddp.checkpoint.storage import (
     Storage,
     is_plain_name,
     open_storage,
-    without_secrets,
 )
 from raytrain_ddp.checkpoint.store import Checkpoint, CheckpointName, CheckpointStore
 from raytrain_ddp.errors import CheckpointError, ConfigError, PreflightError
+from raytrain_ddp.uri import without_secrets
 
 # ------------------------------------------------------------------ a file system that fails
 

@@ -48,7 +48,9 @@ from raytrain_ddp.config import TrainConfig
 from raytrain_ddp.data.loader import eval_batches
 from raytrain_ddp.data.plan import EpochOrder, Plan, deal
 from raytrain_ddp.data.source import ArraySource
+from raytrain_ddp.data.threads import Threads
 from raytrain_ddp.evaluate import find_checkpoint
+from raytrain_ddp.inputs import DataConfig
 from raytrain_ddp.recipe import load
 from raytrain_ddp.sections import (
     CheckpointConfig,
@@ -445,7 +447,7 @@ def evaluate_tiny(rank: int, size: int, eval_rows: int, batch_size: int) -> dict
     world = World(rank, size, rank, torch.device("cpu"), threads=1)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torchmetrics on classes without a sample
-        values = evaluate(task, model, data, batch_size, world, 2, metrics)
+        values = evaluate(task, model, data, batch_size, world, Threads(2), metrics)
     assert model.training
     assert all(torch.equal(t, before[name]) for name, t in model.state_dict().items())
     return {name: value.hex() for name, value in scalars(values).items()}
@@ -472,7 +474,7 @@ def test_evaluation_is_right_also_for_metrics_that_keep_lists(workers: Group):
     model, task = TinyNet().eval(), TinyTask(TrainConfig(), eval_rows=200)
     data = task.eval_data()
     assert data is not None
-    (batch,) = eval_batches(data, 200, range(1), 0)
+    (batch,) = eval_batches(data, 200, range(1), Threads(0))
     with torch.inference_mode():
         logits = model(batch["x"])
     auroc = MulticlassAUROC(5)(logits.softmax(1), batch["y"]).item()

@@ -22,8 +22,8 @@ from raytrain_ddp.checkpoint.store import Checkpoint
 from raytrain_ddp.config import TrainConfig
 from raytrain_ddp.data.draws import Draws
 from raytrain_ddp.data.source import ArraySource, Batch, Data
-from raytrain_ddp.recipe import from_dict, to_dict
 from raytrain_ddp.inputs import DataConfig
+from raytrain_ddp.recipe import from_dict, to_dict
 from raytrain_ddp.sections import CheckpointConfig, LogConfig, OptimConfig
 from raytrain_ddp.tasks.task import Task
 from raytrain_ddp.training.local import LocalSession
@@ -82,6 +82,7 @@ class TinyTask(Task):
         rows, eval_rows: sizes of the data sets.
         norm: batch norm, dropout and augmentation; without them the step can be computed by hand.
         nan_row: the loss of a batch with this row is not a number.
+        bad_rows: rows that are left out of their batches, as bad records are.
         scores: what the evaluations give one after another, instead of the truth.
     """
 
@@ -92,10 +93,11 @@ class TinyTask(Task):
         eval_rows: int = EVAL_ROWS,
         norm: bool = True,
         nan_row: int = -1,
+        bad_rows: Sequence[int] = (),
         scores: Sequence[float] = (),
     ) -> None:
         self._rows, self._eval_rows, self._norm, self._nan_row = rows, eval_rows, norm, nan_row
-        self._scores = list(scores)
+        self._scores, self._bad_rows = list(scores), list(bad_rows)
         self.seen: list[tuple[int, list[int]]] = []  # (step, rows) of each micro-batch
         self.session: ScriptedSession | None = None
 
@@ -113,7 +115,8 @@ class TinyTask(Task):
         if self._norm:
             noise = torch.from_numpy(draws.uniform(16)).float().view(-1, 1, 4, 4)
             batch["x"] = batch["x"] + 0.1 * noise
-        return batch
+        good = ~torch.isin(batch["row"], torch.tensor(self._bad_rows))
+        return {name: tensor[good] for name, tensor in batch.items()}
 
     def loss(self, model: nn.Module, batch: Batch) -> Tensor:
         rows = batch["row"].tolist()

@@ -10,19 +10,17 @@ from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-from threading import Thread
 from typing import Any
 
-import pyarrow as pa
 from pyarrow import fs as pafs
 
 from raytrain_ddp.errors import ConfigError, PreflightError
+from raytrain_ddp.uri import REACH_TIMEOUT_S, answer_within, reason_of, without_secrets
 
 BytesLike = bytes | bytearray | memoryview
 
 TEMP_PREFIX = ".tmp-"
 CHUNK_BYTES = 16 * 2**20
-REACH_TIMEOUT_S = 25.0  # pyarrow itself would try GCS for 15 minutes
 
 _PLAIN_NAME = re.compile(r"[A-Za-z0-9._-]{1,128}")
 
@@ -168,51 +166,33 @@ def open_storage(uri: str) -> Storage:
             `REACH_TIMEOUT_S`. The message holds neither the user part nor the query of the URI.
     """
     shown = without_secrets(uri)
-    outcome: list[Any] = []
 
-    def connect() -> None:  # S3 looks up the bucket's region already in from_uri
-        try:
-            if "://" in uri:
-                fs, path = _from_uri(uri)
-            elif uri:
-                fs, path = pafs.LocalFileSystem(), os.path.abspath(os.path.expanduser(uri))
-            else:
-                raise ValueError("it is empty")
-            if not path:
-                raise ValueError("it names no bucket")
-            outcome.append((fs, path, fs.get_file_info(path)))
-        except (OSError, ValueError, NotImplementedError, pa.ArrowException) as error:
-            outcome.append(error)
+    def connect() -> Any:  # S3 looks up the bucket's region already in from_uri
+        if "://" in uri:
+            fs, path = _from_uri(uri)
+        elif uri:
+            fs, path = pafs.LocalFileSystem(), os.path.abspath(os.path.expanduser(uri))
+        else:
+            raise ValueError("it is empty")
+        if not path:
+            raise ValueError("it names no bucket")
+        return fs, path, fs.get_file_info(path)
 
-    thread = Thread(target=connect, name="open_storage", daemon=True)
-    thread.start()
-    thread.join(REACH_TIMEOUT_S)
-    if not outcome:
+    answer = answer_within(REACH_TIMEOUT_S, connect)
+    if isinstance(answer, TimeoutError):
         raise PreflightError(
             f"Storage {shown} did not answer within {REACH_TIMEOUT_S:.0f} s: "
             "check the address, the network and the credentials."
         )
-    if isinstance(outcome[0], Exception):
-        # No "from": the cause may quote the whole URI.
+    if isinstance(answer, Exception):
         raise PreflightError(
-            f"Cannot open storage {shown}: {_reason(uri, outcome[0])}. Give a folder, or an "
+            f"Cannot open storage {shown}: {reason_of(uri, answer)}. Give a folder, or an "
             "s3://, gs:// or file:// URI that this machine can reach."
         )
-    fs, path, info = outcome[0]
+    fs, path, info = answer
     if info.type == pafs.FileType.File:
         raise PreflightError(f"Storage {shown} is a file: give a folder.")
     return Storage(fs, path.rstrip("/") or "/", isinstance(fs, pafs.LocalFileSystem))
-
-
-def without_secrets(uri: str) -> str:
-    """The URI without its user part and query, also where a secret in it is not quoted."""
-    scheme, separator, rest = uri.partition("://")
-    if not separator:
-        return uri
-    place, *query = re.split(r"[?#]", rest, maxsplit=1)
-    if query and "@" in query[0]:  # an unquoted "?" in a password, or an "@" in the query
-        return f"{scheme}://***"
-    return f"{scheme}://{place.rpartition('@')[2]}"
 
 
 def _from_uri(uri: str) -> Any:
@@ -222,14 +202,6 @@ def _from_uri(uri: str) -> Any:
             extra = ("&" if "?" in uri else "?") + "allow_delayed_open=true"
             return pafs.FileSystem.from_uri(uri + extra)
     return pafs.FileSystem.from_uri(uri)
-
-
-def _reason(uri: str, error: Exception) -> str:
-    text = str(error)
-    if without_secrets(uri) != uri:  # pyarrow's text may quote any part of it
-        token = re.search(r"AWS Error [A-Z_]+", text)
-        return token.group() if token else type(error).__name__
-    return text.partition("\n")[0].rstrip(".") or type(error).__name__
 
 
 def _is_folder(info: Any) -> bool:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from raytrain_ddp.data.plan import Rows
+Rows = npt.NDArray[np.int64]
 
 _MASK = (1 << 64) - 1
 
@@ -22,19 +22,23 @@ class Draws:
 
     Args:
         rows: row ids, shape (n,).
+        repeats: which time of the epoch it is that each row comes, shape (n,); None: the first.
     """
 
     seed: int
     epoch: int
     rows: Rows
+    repeats: Rows | None = None
 
     def uniform(self, count: int, stream: int = 0) -> npt.NDArray[np.float64]:
         """Uniform numbers in [0, 1), shape (n, count); another `stream` gives other numbers."""
         key = hash64(self.seed, self.epoch, stream)
         with np.errstate(over="ignore"):
-            of_row = _mix(self.rows.astype(np.uint64) ^ np.uint64(key))
+            of_row = mix64(self.rows.astype(np.uint64) ^ np.uint64(key))
+            if self.repeats is not None:
+                of_row += self.repeats.astype(np.uint64) * np.uint64(0xD1B54A32D192ED03)
             columns = np.arange(1, count + 1, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15)
-            bits = _mix(of_row[:, None] + columns[None, :])
+            bits = mix64(of_row[:, None] + columns[None, :])
         return np.asarray((bits >> np.uint64(11)) * 2.0**-53, dtype=np.float64)
 
 
@@ -49,7 +53,8 @@ def hash64(*values: int) -> int:
 # The finaliser of SplitMix64 (Steele, Lea and Flood, OOPSLA 2014), on arrays and on one integer.
 
 
-def _mix(x: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
+def mix64(x: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
+    """Well-mixed 64-bit numbers from an array; a bijection. The caller allows for overflow."""
     x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return x ^ (x >> np.uint64(31))

@@ -1,35 +1,37 @@
-"""Images from any source to batches: decode, crop and resize on the host, as uint8.
+"""Batches of images from any source: decode, crop, resize and augment on the host, as uint8.
 
-Normalisation is left to the device. Every random choice comes from the sample's own draws.
+What is cheap for whole batches (mirror, normalise, erase, mix) is left to the device: device.py.
+Every random choice comes from the sample's own draws.
 """
 
 from __future__ import annotations
 
-import fcntl
-import io
-import math
-from collections.abc import Sequence
-from hashlib import sha256
+import logging
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
-import numpy as np
 import torch
-from PIL import Image
-from torch import Tensor
-from torch.nn.functional import interpolate, pad
 
-from raytrain_ddp.data.draws import Draws
+from raytrain_ddp.data.decode import Picture, open_picture
+from raytrain_ddp.data.device import ERASE_DRAWS, erase_boxes
+from raytrain_ddp.data.draws import Draws, Rows
+from raytrain_ddp.data.folder import FolderImages
+from raytrain_ddp.data.geometry import CROP_DRAWS, place_image
 from raytrain_ddp.data.locate import Located
 from raytrain_ddp.data.parquet import ParquetImages
-from raytrain_ddp.data.plan import Rows, runs_of
+from raytrain_ddp.data.policies import apply_policy, policy_draws
 from raytrain_ddp.data.source import Batch, Data, Source
-from raytrain_ddp.errors import ConfigError, DataError, did_you_mean
-from raytrain_ddp.inputs import DataConfig
+from raytrain_ddp.data.torchvision_sets import TorchvisionImages
+from raytrain_ddp.errors import DataError
+from raytrain_ddp.inputs import AugmentConfig, DataConfig
+
+_log = logging.getLogger("raytrain_ddp")
+_CROP, _FLIP, _POLICY, _ERASE = range(4)  # streams of random numbers
 
 
 class ImageSource(Source, Protocol):
-    """A source whose records are (image, label); an image is encoded bytes or a PIL image."""
+    """A source of (image, label): encoded bytes, a PIL image, or why there is none."""
 
     class_names: list[str]
 
@@ -42,162 +44,94 @@ class ImageSource(Source, Protocol):
 def open_images(found: Located, config: DataConfig) -> ImageSource:
     """The source that `locate` found."""
     if found.kind == "parquet":
-        return ParquetImages(found.paths, config.image_column, config.label_column)
+        return ParquetImages(found.paths, config)
     if found.kind == "folder":
         return FolderImages(found.paths[0])
     return TorchvisionImages(found.paths[0], Path(config.root), found.split == "train")
 
 
-class FolderImages:
-    """One folder per class, as torchvision's ImageFolder reads them."""
+def image_data(
+    source: ImageSource, config: DataConfig, augment: AugmentConfig | None, classes: int
+) -> Data:
+    """Batches of {"image": uint8 (n, 3, height, width), channels last; "label": int64 (n,)}; also
+    {"flip": bool (n,)} and {"erase": (n, 4)} where `augment` asks for them.
 
-    def __init__(self, root: str) -> None:
-        from torchvision.datasets.folder import IMG_EXTENSIONS, find_classes, make_dataset
+    A bad record is an error, or is left out of its batch, as `config.bad_records` says.
 
-        try:
-            self.class_names, to_index = find_classes(root)
-            self._files = make_dataset(root, to_index, IMG_EXTENSIONS)
-        except FileNotFoundError as error:
-            raise DataError(f"{root}: {error}") from error
-        self._root = root
-        self.blocks = runs_of(len(self._files), 256)
+    Args:
+        augment: None for evaluation: the centre of each image.
+    """
+    return Data(source, _Collate(source, config, augment or AugmentConfig(crop="none"), classes))
 
-    def read(self, rows: Rows) -> list[tuple[bytes, int]]:
-        records = []
-        for row in rows.tolist():
-            path, label = self._files[row]
+
+class _Collate:
+    def __init__(
+        self, source: ImageSource, config: DataConfig, augment: AugmentConfig, classes: int
+    ) -> None:
+        self._source, self._config, self._augment = source, config, augment
+        self._classes = classes
+        self._policy_draws = policy_draws(augment)
+
+    def __call__(self, records: Sequence[tuple[Any, int]], draws: Draws) -> Batch:
+        crops = draws.uniform(CROP_DRAWS, _CROP).tolist()
+        policies = draws.uniform(self._policy_draws, _POLICY).tolist()
+        images = torch.empty((0, 3, 1, 1), dtype=torch.uint8)
+        kept: list[int] = []
+        for place, picture in self._pictures(records, draws.rows.tolist()):
+            if not len(images):
+                shape = (len(records), 3, *self._size(picture))
+                images = torch.empty(shape, dtype=torch.uint8, memory_format=torch.channels_last)
+            elif self._size(picture) != tuple(images.shape[-2:]):
+                sizes = f"{tuple(images.shape[-2:])} and {self._size(picture)}"
+                raise DataError(f"images of unequal size, {sizes}: set --data.image-size.")
+            out = images[len(kept) : len(kept) + 1]
             try:
-                records.append((Path(path).read_bytes(), label))
-            except OSError as error:
-                raise DataError(f"{path}: cannot be read: {error.strerror}.") from error
-        return records
+                place_image(out, picture, self._augment, crops[place], self._config.jpeg_scaling)
+            except Exception as error:  # decoders raise what they like
+                self._refuse(int(draws.rows[place]), error)
+                continue
+            if self._policy_draws:
+                out[0] = apply_policy(out[0], self._augment, policies[place])
+            kept.append(place)
+        labels = torch.tensor([records[place][1] for place in kept], dtype=torch.int64)
+        batch = {"image": images[: len(kept)], "label": labels}
+        if self._augment.flip:
+            batch["flip"] = torch.from_numpy(draws.uniform(1, _FLIP)[kept, 0] < 0.5)
+        if self._augment.erase:
+            numbers = draws.uniform(ERASE_DRAWS, _ERASE)[kept]
+            size = images.shape[-2], images.shape[-1]
+            batch["erase"] = erase_boxes(size, self._augment.erase, numbers)
+        return batch
 
-    def fingerprint(self) -> str:
-        digest = sha256()
-        for path, label in self._files:
-            digest.update(f"{Path(path).relative_to(self._root)} {label}\n".encode())
-        return digest.hexdigest()
-
-    def where(self, row: int) -> str:
-        return str(self._files[row][0])
-
-
-class TorchvisionImages:
-    """A torchvision classification data set by name, downloaded by the first who needs it."""
-
-    def __init__(self, name: str, root: Path, train: bool) -> None:
-        from torchvision import datasets
-
-        if name not in datasets.__all__:
-            raise ConfigError(
-                f"torchvision has no data set {name!r}.{did_you_mean(name, datasets.__all__)}"
-            )
-        root.mkdir(parents=True, exist_ok=True)
-        with (root / f".{name}.lock").open("w") as lock:  # workers of one node share the folder
-            fcntl.flock(lock, fcntl.LOCK_EX)
-            self._dataset = _make(getattr(datasets, name), root, train)
-        self._name = f"torchvision:{name} {'train' if train else 'test'}"
-        self.class_names = [str(c) for c in getattr(self._dataset, "classes", ())]
-        if not self.class_names:
-            labels = {int(self._dataset[i][1]) for i in range(len(self._dataset))}
-            self.class_names = [str(label) for label in range(max(labels) + 1)]
-        self.blocks = runs_of(len(self._dataset), 256)
-
-    def read(self, rows: Rows) -> list[tuple[Any, int]]:
-        return [self._dataset[row] for row in rows.tolist()]
-
-    def fingerprint(self) -> str:
-        return sha256(f"{self._name} {len(self._dataset)}".encode()).hexdigest()
-
-    def where(self, row: int) -> str:
-        return f"{self._name}, row {row}"
-
-
-def image_data(source: ImageSource, config: DataConfig, classes: int, train: bool) -> Data:
-    """Batches of {"image": uint8 (n, 3, height, width), "label": int64 (n,)}."""
-
-    def collate(records: Sequence[tuple[Any, int]], draws: Draws) -> Batch:
-        crops = draws.uniform(4, stream=0)
-        flips = draws.uniform(1, stream=1)[:, 0] < 0.5
-        images = []
-        for place, (encoded, label) in enumerate(records):
-            if not 0 <= label < classes:
-                where = source.where(int(draws.rows[place]))
-                raise DataError(f"{where}: label {label} is not in 0 to {classes - 1}.")
+    def _pictures(
+        self, records: Sequence[tuple[Any, int]], rows: list[int]
+    ) -> Iterator[tuple[int, Picture]]:
+        """(place, opened picture) of each record that can be opened; one for repeats of a row."""
+        before, picture = -1, None
+        for place, (row, (image, label)) in enumerate(zip(rows, records, strict=True)):
+            if not 0 <= label < self._classes:
+                where = self._source.where(row)
+                raise DataError(f"{where}: label {label} is not in 0 to {self._classes - 1}.")
             try:
-                image = _decode(encoded)
-            except (RuntimeError, ValueError, OSError) as error:
-                where = source.where(int(draws.rows[place]))
-                raise DataError(f"{where}: not a readable image: {error}") from error
-            if train:
-                image = _augment(image, config, crops[place].tolist())
-                image = image.flip(-1) if config.flip and flips[place] else image
+                if row != before or picture is None:
+                    picture = open_picture(image, self._config.exif_orientation)
+            except Exception as error:
+                self._refuse(row, error)
+                picture = None
             else:
-                image = _centre(image, config.image_size)
-            images.append(image)
-        shapes = {tuple(image.shape) for image in images}
-        if len(shapes) > 1:
-            raise DataError(f"images of unequal size {sorted(shapes)}: set --data.image-size.")
-        labels = torch.tensor([label for _, label in records], dtype=torch.int64)
-        return {"image": torch.stack(images), "label": labels}
+                yield place, picture
+            before = row
 
-    return Data(source, collate)
+    def _size(self, picture: Picture) -> tuple[int, int]:
+        """(height, width) of what the model sees."""
+        side = self._config.image_size
+        if side or self._augment.crop == "random":
+            return side or picture.width, side or picture.width
+        return picture.height, picture.width
 
-
-def _make(dataset: Any, root: Path, train: bool) -> Any:
-    """torchvision's sets say which part by `train=` or by `split=`."""
-    try:
-        try:
-            return dataset(str(root), train=train, download=True)
-        except TypeError:
-            return dataset(str(root), split="train" if train else "test", download=True)
-    except (RuntimeError, OSError) as error:
-        raise DataError(f"torchvision:{dataset.__name__} cannot be had: {error}") from error
-
-
-def _decode(image: Any) -> Tensor:
-    """RGB, uint8 (3, height, width), from encoded bytes or a PIL image."""
-    opened = Image.open(io.BytesIO(image)) if isinstance(image, bytes) else image
-    pixels = np.array(opened.convert("RGB"))  # (height, width, 3)
-    return torch.from_numpy(pixels).permute(2, 0, 1).contiguous()
-
-
-def _augment(image: Tensor, config: DataConfig, draws: list[float]) -> Tensor:
-    size = config.image_size
-    if config.augment == "crop":
-        return _resized_crop(image, size or image.shape[-1], draws)
-    image = _centre(image, size)
-    if config.augment == "none":
-        return image
-    height, width = image.shape[-2:]
-    margin = max(1, width // 8)
-    top, left = (int(draw * (2 * margin + 1)) for draw in draws[:2])
-    padded = pad(image, (margin, margin, margin, margin))
-    return padded[:, top : top + height, left : left + width]
-
-
-def _resized_crop(image: Tensor, size: int, draws: list[float]) -> Tensor:
-    """A crop of 8 to 100 % of the area and of aspect 3/4 to 4/3, resized (Szegedy et al., 2015)."""
-    height, width = image.shape[-2:]
-    area = height * width * (0.08 + 0.92 * draws[0])
-    aspect = math.exp((2 * draws[1] - 1) * math.log(4 / 3))
-    w = min(width, max(1, round(math.sqrt(area * aspect))))
-    h = min(height, max(1, round(math.sqrt(area / aspect))))
-    top, left = int(draws[2] * (height - h + 1)), int(draws[3] * (width - w + 1))
-    return _resize(image[:, top : top + h, left : left + w], size, size)
-
-
-def _centre(image: Tensor, size: int) -> Tensor:
-    """Shorter side to size / 0.875, then the central square; 0: as it is."""
-    if not size or tuple(image.shape[-2:]) == (size, size):
-        return image
-    height, width = image.shape[-2:]
-    scale = size / 0.875 / min(height, width)
-    h, w = max(size, round(height * scale)), max(size, round(width * scale))
-    top, left = (h - size) // 2, (w - size) // 2
-    return _resize(image, h, w)[:, top : top + size, left : left + size]
-
-
-def _resize(image: Tensor, height: int, width: int) -> Tensor:
-    batched = image[None]  # a view: the crop is not copied before it is resized
-    return interpolate(batched, (height, width), mode="bilinear", antialias=True)[0]
+    def _refuse(self, row: int, reason: Exception) -> None:
+        line = f"{self._source.where(row)}: not a readable image: {reason}"
+        if self._config.bad_records == "error":
+            remedy = "Mend or remove it, or set --data.bad-records skip."
+            raise DataError(f"{line.rstrip('.')}. {remedy}") from reason
+        _log.warning("skipped %s", line)

@@ -2,155 +2,252 @@
 
 from __future__ import annotations
 
-import json
-import threading
-from collections import OrderedDict
+import os
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import partial
 from hashlib import sha256
-from pathlib import Path
+from pathlib import PurePosixPath
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.parquet as pq
+import pyarrow.compute as pc
 
-from raytrain_ddp.data.plan import Rows
-from raytrain_ddp.errors import DataError, did_you_mean
+from raytrain_ddp.data.disk_cache import DiskCache
+from raytrain_ddp.data.draws import Rows
+from raytrain_ddp.data.groups import Groups
+from raytrain_ddp.data.shard import Shard, open_shard, patiently
+from raytrain_ddp.data.source import BadRecord
+from raytrain_ddp.errors import DataError
+from raytrain_ddp.inputs import DataConfig
+from raytrain_ddp.uri import attempt, reason_of
 
-_CACHE_BYTES = 512 * 2**20
+Image = bytes | BadRecord
+
+_MIB = 2**20
+_BLOCKS_FROM_BYTES = 512 * _MIB  # of images: with more, a shuffle of all rows is no good idea
+_OPENERS = 16
+_ERRORS_SHOWN = 20
+_READERS = 2  # of local files: little more than copying, beside threads that decode
+_REMOTE_READERS = 8  # of object stores: mostly waiting
 
 
 class ParquetImages:
     """Rows of (encoded image, label) from Parquet files.
 
+    A row group is read once and kept until all its rows have been read; `ahead` has it read before.
+    An image that is null or whose file is missing is a `BadRecord`.
+
     Args:
-        image_column: struct<bytes, path>, or binary.
-        label_column: integers from 0.
+        paths: of files, or URIs; rows are numbered through them in this order.
+        config: `image_column` is struct<bytes, path> or binary, `label_column` integers from 0.
 
     Raises:
-        DataError: a file is missing or damaged, or a column is missing or of the wrong type.
+        DataError: files are missing or damaged, columns are missing or of the wrong type, or labels
+            are null or no class; naming the files.
     """
 
-    def __init__(self, paths: Sequence[str], image_column: str, label_column: str) -> None:
-        self._columns = (image_column, label_column)
-        self._files = [_open(path) for path in paths]
-        self._paths = list(paths)
-        self._groups: list[tuple[int, int]] = []  # (file, row group) of each block
-        rows: list[int] = []
-        for index, file in enumerate(self._files):
-            self._check_columns(file.schema_arrow, paths[index])
-            for group in range(file.metadata.num_row_groups):
-                self._groups.append((index, group))
-                rows.append(file.metadata.row_group(group).num_rows)
-        self.blocks: Rows = np.array(rows, dtype=np.int64)
-        if not rows or not self.blocks.sum():
-            raise DataError(f"{', '.join(paths)}: 0 rows.")
+    def __init__(self, paths: Sequence[str], config: DataConfig) -> None:
+        self._columns = config.image_column, config.label_column
+        self._shards = _open_all(paths, *self._columns)
+        self._blocks = [  # (shard, row group)
+            (shard, group)
+            for shard in self._shards
+            for group, told in enumerate(shard.groups)
+            if told.rows
+        ]
+        told_of_all = [shard.groups[group] for shard, group in self._blocks]
+        if not told_of_all:
+            raise DataError(f"{_some([shard.name for shard in self._shards])}: 0 rows.")
+        self.blocks: Rows = np.array([told.rows for told in told_of_all], np.int64)
+        self.block_bytes: Rows = np.array([told.size_bytes for told in told_of_all], np.int64)
         self._starts = np.cumsum(self.blocks) - self.blocks
-        self._cache: OrderedDict[int, tuple[list[bytes], Rows]] = OrderedDict()
-        self._cached_bytes = 0
-        self._lock = threading.Lock()  # a ParquetFile is not made for several threads
-        self.class_names = self._class_names()
+        self.prefers_blocks = sum(told.image_bytes for told in told_of_all) > _BLOCKS_FROM_BYTES
+        self.class_names = self._find_class_names()
+        self._check_statistics()
+        self._remote = any(not shard.is_local for shard in self._shards)
+        self._cache: DiskCache | None = None
+        if config.cache and self._remote:
+            keys = {self._key(shard) for shard in self._shards}
+            self._cache = DiskCache(config.cache, int(config.cache_gib * 2**30), keys)
+        self._groups = Groups(
+            self._load,
+            self.blocks,
+            self.block_bytes,
+            config.memory_mib * _MIB,
+            _REMOTE_READERS if self._remote else _READERS,
+        )
 
-    def read(self, rows: Rows) -> list[tuple[bytes, int]]:
-        blocks = np.searchsorted(self._starts, rows, side="right") - 1
-        records = []
-        for block, row in zip(blocks.tolist(), rows.tolist(), strict=True):
-            images, labels = self._block(block)
-            place = row - int(self._starts[block])
-            records.append((images[place], int(labels[place])))
+    def read(self, rows: Rows) -> list[tuple[Image, int]]:
+        blocks = self._blocks_of(rows)
+        places = rows - self._starts[blocks]
+        wanted = list(dict.fromkeys(blocks.tolist()))
+        if self._remote:  # all at the same time, the first of them by this thread
+            self._groups.ahead(wanted[1:])
+        records: list[Any] = [None] * len(rows)
+        for block in wanted:
+            chosen = np.flatnonzero(blocks == block)
+            group = self._groups.get(block, places[chosen])
+            for index, place in zip(chosen.tolist(), places[chosen].tolist(), strict=True):
+                records[index] = self._image(block, group, place), group.labels[place]
         return records
 
+    def ahead(self, rows: Rows) -> None:
+        """Has the row groups of these rows read, which nobody has read yet. Returns at once."""
+        self._groups.ahead(self._blocks_of(rows).tolist())
+
+    def close(self) -> None:
+        """Ends the threads that read ahead; the source remains of use."""
+        self._groups.close()
+
+    @property
+    def reads(self) -> tuple[int, int]:
+        """Row groups read so far, and how many of them again because memory did not suffice."""
+        return self._groups.loads, self._groups.reloads
+
     def fingerprint(self) -> str:
-        """Of the names, sizes and footers: a footer has the rows and offsets of its file."""
+        """Of the files' names, sizes and footers, wherever the files lie."""
         digest = sha256()
-        for path, file in zip(self._paths, self._files, strict=True):
-            digest.update(f"{Path(path).name} {Path(path).stat().st_size} ".encode())
-            digest.update(repr(file.metadata.to_dict()).encode())
+        for shard in self._shards:
+            name = PurePosixPath(shard.path).name
+            digest.update(f"{name} {shard.size_bytes} {shard.digest}\n".encode())
         return digest.hexdigest()
 
     def where(self, row: int) -> str:
-        """File, row group and row, for messages."""
-        block = int(np.searchsorted(self._starts, row, side="right")) - 1
-        file, group = self._groups[block]
-        return f"{self._paths[file]}, row group {group}, row {row - int(self._starts[block])}"
+        """File, row group and row in it, for messages."""
+        block = int(self._blocks_of(np.array([row]))[0])
+        shard, group = self._blocks[block]
+        return f"{shard.name}, row group {group}, row {row - int(self._starts[block])}"
 
-    def _block(self, block: int) -> tuple[list[bytes], Rows]:
-        with self._lock:
-            if block in self._cache:
-                self._cache.move_to_end(block)
-                return self._cache[block]
-            value = self._read_block(block)
-            self._cache[block] = value
-            self._cached_bytes += sum(map(len, value[0]))
-            while self._cached_bytes > _CACHE_BYTES and len(self._cache) > 1:
-                _, (images, _) = self._cache.popitem(last=False)
-                self._cached_bytes -= sum(map(len, images))
-            return value
+    def _blocks_of(self, rows: Rows) -> Rows:
+        return np.searchsorted(self._starts, rows, side="right") - 1
 
-    def _read_block(self, block: int) -> tuple[list[bytes], Rows]:
-        index, group = self._groups[block]
-        where = f"{self._paths[index]}, row group {group}"
-        try:
-            table = self._files[index].read_row_group(group, columns=list(self._columns))
-        except (OSError, pa.ArrowException) as error:
-            raise DataError(f"{where}: cannot be read: {error}.") from error
-        images, labels = (table.column(name).combine_chunks() for name in self._columns)
-        if pa.types.is_struct(images.type):
-            images = images.field("bytes")
-        for column, values in zip(self._columns, (images, labels), strict=True):
-            if values.null_count:
-                row = values.is_null().index(True).as_py()
-                raise DataError(f"{where}, row {row}: {column} is null.")
-        return images.to_pylist(), labels.to_numpy(zero_copy_only=False).astype(np.int64)
-
-    def _check_columns(self, schema: pa.Schema, path: str) -> None:
-        for column in self._columns:
-            if column not in schema.names:
-                raise DataError(
-                    f"{path}: no column {column!r} among {', '.join(schema.names)}."
-                    f"{did_you_mean(column, schema.names)} Set --data.image-column or "
-                    "--data.label-column."
-                )
-        image, label = (schema.field(column).type for column in self._columns)
-        if pa.types.is_struct(image):
-            image = image.field("bytes").type if image.get_field_index("bytes") >= 0 else image
-        if not (pa.types.is_binary(image) or pa.types.is_large_binary(image)):
-            raise DataError(
-                f"{path}: column {self._columns[0]!r} is {image}; encoded images are expected "
-                "(struct<bytes, path> or binary)."
+    def _load(self, block: int) -> _Group:
+        shard, group = self._blocks[block]
+        columns = shard.groups[group].columns
+        if self._cache is None or shard.is_local:
+            table = shard.read(group, columns)
+        else:
+            name = f"{self._key(shard)}-{group}"
+            table = self._cache.table(name, lambda: shard.read(group, columns))
+        kept: dict[str, Any] = {}
+        for name in columns[:-1]:
+            column = table.column(name)
+            is_path = name.endswith(".path") and name != self._columns[0]
+            kept["paths" if is_path else "images"] = (
+                column.chunk(0) if column.num_chunks == 1 else column
             )
-        if not pa.types.is_integer(label):
-            raise DataError(f"{path}: column {self._columns[1]!r} is {label}; integers expected.")
+        return _Group(labels=self._labels(block, table), nbytes=table.nbytes, **kept)
 
-    def _class_names(self) -> list[str]:
+    def _labels(self, block: int, table: Any) -> list[int]:
+        column = table.column(self._columns[1]).combine_chunks()
+        if pa.types.is_dictionary(column.type):
+            column = column.dictionary_decode()
+        fits = pc.and_(pc.greater_equal(column, 0), pc.less(column, len(self.class_names)))
+        place = pc.index(pc.fill_null(fits, False), False).as_py()
+        if place >= 0:
+            row = int(self._starts[block]) + place
+            raise self._bad_label(self.where(row), column[place].as_py())
+        return list(column.to_pylist())
+
+    def _image(self, block: int, group: _Group, place: int) -> Image:
+        if group.images is not None:
+            image = group.images[place].as_py()
+            if image is not None:
+                return bytes(image)
+        path = None if group.paths is None else group.paths[place].as_py()
+        if not path:
+            return BadRecord("the image is null")
+        return _image_at(self._blocks[block][0], path)
+
+    def _key(self, shard: Shard) -> str:
+        told = f"{shard.name} {shard.size_bytes} {shard.digest} {self._columns}"
+        return sha256(told.encode()).hexdigest()[:32]
+
+    def _find_class_names(self) -> list[str]:
         """From the ClassLabel feature, else one name per label up to the largest."""
-        metadata = self._files[0].schema_arrow.metadata or {}
-        try:
-            features = json.loads(metadata.get(b"huggingface", b"{}"))["info"]["features"]
-            return [str(name) for name in features[self._columns[1]]["names"]]
-        except (KeyError, TypeError, ValueError):
-            return [str(label) for label in range(self._largest_label() + 1)]
+        named = [shard for shard in self._shards if shard.class_names]
+        for shard in named:
+            if shard.class_names != named[0].class_names:
+                raise DataError(
+                    f"{shard.name}: its class names ({_some(shard.class_names or [])}) are not "
+                    f"those of {named[0].name} ({_some(named[0].class_names or [])})."
+                )
+        if named:
+            return list(named[0].class_names or [])
+        with ThreadPoolExecutor(_OPENERS, thread_name_prefix="labels") as pool:
+            largest = max(pool.map(self._largest_label, self._blocks))
+        return [str(label) for label in range(largest + 1)]
 
-    def _largest_label(self) -> int:
-        largest = -1
-        for index, group in self._groups:
-            row_group = self._files[index].metadata.row_group(group)
-            for c in range(row_group.num_columns):
-                column: Any = row_group.column(c)
-                statistics = column.statistics
-                known = statistics is not None and statistics.has_min_max
-                if column.path_in_schema == self._columns[1] and known:
-                    largest = max(largest, int(statistics.max))
-        if largest < 0:
-            raise DataError(
-                f"{self._paths[0]}: neither class names nor label statistics: write the files with "
-                "statistics, or as Hugging Face ClassLabel."
-            )
-        return largest
+    def _largest_label(self, block: tuple[Shard, int]) -> int:
+        shard, group = block
+        told = shard.groups[group].labels
+        if told is not None:
+            return told[2]
+        labels = shard.read(group, self._columns[1:]).column(0)
+        return max((label for label in labels.to_pylist() if label is not None), default=0)
+
+    def _check_statistics(self) -> None:
+        """Labels that are no class are found now, where the files have statistics."""
+        for block, (shard, group) in enumerate(self._blocks):
+            told = shard.groups[group].labels
+            if told is not None and (told[0] or told[1] < 0 or told[2] >= len(self.class_names)):
+                self._labels(block, shard.read(group, self._columns[1:]))  # names the row
+                where = f"{shard.name}, row group {group}"
+                raise self._bad_label(where, None if told[0] else told[1 + (told[1] >= 0)])
+
+    def _bad_label(self, where: str, label: int | None) -> DataError:
+        column, last = self._columns[1], len(self.class_names) - 1
+        wrong = "is null" if label is None else f"{label} is not in 0 to {last}"
+        return DataError(f"{where}: {column} {wrong}.")
 
 
-def _open(path: str) -> pq.ParquetFile:
-    try:
-        return pq.ParquetFile(path, memory_map=True, page_checksum_verification=True)
-    except (OSError, pa.ArrowException) as error:
-        raise DataError(f"{path}: not a readable Parquet file: {error}.") from error
+@dataclass(frozen=True)
+class _Group:
+    """A row group in memory: Arrow arrays, out of which a row is copied when it is read."""
+
+    labels: list[int]
+    nbytes: int
+    images: Any = None
+    paths: Any = None
+
+
+def _open_all(paths: Sequence[str], image_column: str, label_column: str) -> list[Shard]:
+    """All files, or one error that tells of each that cannot be used."""
+    ask = partial(open_shard, image_column=image_column, label_column=label_column)
+    with ThreadPoolExecutor(_OPENERS, thread_name_prefix="footers") as pool:
+        opened = list(pool.map(lambda path: attempt(lambda: ask(path)), paths))
+    errors = [result for result in opened if isinstance(result, Exception)]
+    for error in errors:
+        if len(errors) == 1 or not isinstance(error, DataError):
+            raise error
+    if errors:
+        told = _some([str(error).rstrip(".") for error in errors], _ERRORS_SHOWN, "; ")
+        raise DataError(f"{len(errors)} of {len(paths)} files cannot be used: {told}.")
+    return [result for result in opened if isinstance(result, Shard)]
+
+
+def _image_at(shard: Shard, path: str) -> Image:
+    """The image in a file: of this machine, or below the folder of the Parquet file."""
+    parts = PurePosixPath(path).parts
+    if not shard.is_local and (path.startswith("/") or "://" in path or ".." in parts):
+        return BadRecord(f"{path} is not below the folder of its Parquet file")
+    place = os.path.join(os.path.dirname(shard.path), path)
+
+    def ask() -> bytes:
+        with shard.fs.open_input_stream(place, compression=None) as stream:
+            return bytes(stream.read())
+
+    outcome = patiently(ask, shard.is_local)
+    if isinstance(outcome, FileNotFoundError | NotADirectoryError | IsADirectoryError):
+        return BadRecord(f"{path}: no such file")
+    if isinstance(outcome, Exception):  # not the record's fault: it may well be there next time
+        raise DataError(f"{path}: cannot be read: {reason_of(shard.uri, outcome)}.")
+    return outcome
+
+
+def _some(names: Sequence[str], most: int = 5, separator: str = ", ") -> str:
+    more = f"{separator}and {len(names) - most} more" if len(names) > most else ""
+    return separator.join(names[:most]) + more

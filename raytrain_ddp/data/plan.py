@@ -14,18 +14,23 @@ groups one after another.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import pairwise
 from typing import Literal
 
 import numpy as np
-import numpy.typing as npt
 
-Rows = npt.NDArray[np.int64]
+from raytrain_ddp.data.draws import Rows
+from raytrain_ddp.data.permute import Feistel, sorted_permutation
+
+Shuffle = Literal["full", "block", "none"]
 
 _EPOCH_STREAM = 0x5EED_0001  # keeps the shuffle's random bits apart from those of other uses
 _WINDOW_STREAM = 0x5EED_0002
-_WINDOWS_KEPT = 64
+_ROWS_AT_ONCE = 4096  # of a full shuffle
+_WINDOWS_KEPT = 1024  # two for each lane; 32 KiB each
 
 
 @dataclass(frozen=True)
@@ -64,71 +69,64 @@ class EpochOrder:
 
     Args:
         blocks: rows in each block, shape (blocks,); row ids count through the blocks.
-        shuffle: "full" permutes all rows (8 bytes of memory a row); "block" permutes the blocks,
-            then the rows within each window of `window` consecutive blocks (8 bytes a block);
-            "none" keeps the stored order, for evaluation.
+        shuffle: "full" permutes all rows, in memory that does not grow with them; "block" permutes
+            the blocks, then the rows within each window of `window` consecutive blocks (24 bytes
+            a block); "none" keeps the stored order.
     """
 
     def __init__(
         self,
         blocks: Rows,
-        shuffle: Literal["full", "block", "none"],
+        shuffle: Shuffle,
         seed: int,
         epoch: int,
         window: int = 16,
     ) -> None:
         self.rows = int(blocks.sum())
-        self._permutation: Rows | None = None
-        self._key = (seed, epoch)
-        if shuffle == "full":
-            self._permutation = _permutation(self.rows, seed, epoch, _EPOCH_STREAM)
-            return
-        starts = np.cumsum(blocks) - blocks
+        self._key, self._window = (seed, epoch), window
         if shuffle == "block":
-            order = _permutation(len(blocks), seed, epoch, _EPOCH_STREAM)
-            starts, blocks = starts[order], blocks[order]
-        self._window = window if shuffle == "block" else 0
-        self._block_starts, self._block_rows = starts, blocks
-        self._ends = np.cumsum(blocks)  # (blocks,) place in the order at which each block ends
+            order = sorted_permutation(len(blocks), seed, epoch, _EPOCH_STREAM)
+            self._block_starts = (np.cumsum(blocks) - blocks)[order]
+            self._block_rows = blocks[order]
+            ends = np.cumsum(self._block_rows)[window - 1 :: window]
+            make: Callable[[int, int], Rows] = self._of_blocks
+        else:
+            ends = np.arange(_ROWS_AT_ONCE, self.rows, _ROWS_AT_ONCE)
+            self._permutation = Feistel(self.rows, seed, epoch, _EPOCH_STREAM)
+            make = self._of_all if shuffle == "full" else _stored
+        # (windows + 1,) places in the order at which the windows begin, and the end of the last
+        self._bounds = np.concatenate([[0], ends[ends < self.rows], [self.rows]])
         # Lanes and threads read in turns, so the newest few are kept.
-        self._read_window = lru_cache(maxsize=_WINDOWS_KEPT)(self._make_window)
+        self._read_window = lru_cache(maxsize=_WINDOWS_KEPT)(make)
 
     def read(self, start: int, stop: int) -> Rows:
         """Row ids at places [start, stop) of the epoch, shape (stop - start,)."""
-        if self._permutation is not None:
-            return self._permutation[start:stop]
         if stop <= start:
             return np.empty(0, np.int64)
-        if not self._window:
-            return np.arange(start, stop, dtype=np.int64)
-        first = int(np.searchsorted(self._ends, start, side="right")) // self._window
-        last = int(np.searchsorted(self._ends, stop - 1, side="right")) // self._window
-        rows = np.concatenate([self._read_window(w) for w in range(first, last + 1)])
-        offset = self._place(first)
-        return rows[start - offset : stop - offset]
+        first, last = np.searchsorted(self._bounds, [start, stop - 1], side="right") - 1
+        bounds = self._bounds[first : last + 2].tolist()
+        rows = np.concatenate([self._read_window(*ends) for ends in pairwise(bounds)])
+        return rows[start - bounds[0] : stop - bounds[0]]
 
-    def _place(self, window: int) -> int:
-        """The place in the order at which a window begins."""
-        block = window * self._window
-        return int(self._ends[block - 1]) if block else 0
+    def _of_all(self, start: int, stop: int) -> Rows:
+        return self._permutation(np.arange(start, stop, dtype=np.int64))
 
-    def _make_window(self, window: int) -> Rows:
+    def _of_blocks(self, start: int, stop: int) -> Rows:
+        window = int(np.searchsorted(self._bounds, start))
         blocks = slice(window * self._window, (window + 1) * self._window)
         pieces = zip(self._block_starts[blocks], self._block_rows[blocks], strict=True)
         stored = np.concatenate([np.arange(s, s + n, dtype=np.int64) for s, n in pieces])
-        seed, epoch = self._key
-        shuffled: Rows = stored[_permutation(len(stored), seed, epoch, _WINDOW_STREAM + window)]
+        shuffled: Rows = stored[
+            sorted_permutation(len(stored), *self._key, _WINDOW_STREAM + window)
+        ]
         return shuffled
+
+
+def _stored(start: int, stop: int) -> Rows:
+    return np.arange(start, stop, dtype=np.int64)
 
 
 def runs_of(rows: int, length: int) -> Rows:
     """Blocks of `length` rows for data that has none of its own, shape (blocks,)."""
     full, rest = divmod(rows, length)
     return np.array([length] * full + [rest] * (rest > 0), dtype=np.int64)
-
-
-def _permutation(n: int, seed: int, epoch: int, stream: int) -> Rows:
-    """Sorts n random 64-bit keys. Philox's raw bits are the same in every version of NumPy (its
-    `permutation` is not promised to be); the stable sort makes even equal keys deterministic."""
-    bits = np.random.Philox(key=np.array([seed, stream], np.uint64), counter=[0, 0, 0, epoch])
-    return np.argsort(bits.random_raw(n), kind="stable").astype(np.int64, copy=False)

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
-from raytrain_ddp.data.draws import Draws
-from raytrain_ddp.data.plan import Rows, runs_of
+from raytrain_ddp.data.draws import Draws, Rows
+from raytrain_ddp.data.plan import runs_of
 from raytrain_ddp.errors import DataError
 
 if TYPE_CHECKING:
@@ -24,7 +24,12 @@ Batch = Mapping[str, "Tensor"]
 
 
 class Source(Protocol):
-    """Rows in blocks."""
+    """Rows in blocks.
+
+    A source may have more: `ahead(rows)` is told which rows will be read soon, and returns at once;
+    `close()` ends what that began; `prefers_blocks` and `in_order` have a say in the shuffle, see
+    `loader.shuffle_for`; `block_bytes`, shape (blocks,), says what a block takes in memory.
+    """
 
     @property
     def blocks(self) -> Rows:
@@ -41,13 +46,18 @@ class Source(Protocol):
         """Changes when the data change: compared when a run is resumed."""
 
 
+class BadRecord(Exception):
+    """Stands where a record's image should be, and says why there is none."""
+
+
 @dataclass(frozen=True)
 class Data:
     """A source, and how its records become a batch.
 
     Args:
         collate: (records of n rows, their random numbers) -> batch of tensors whose first dimension
-            is n. Runs in loader threads, on the host; all randomness must come from the `Draws`.
+            is n, or less: rows that are left out count for nothing. Runs in loader threads, on the
+            host; all randomness must come from the `Draws`.
     """
 
     source: Source

@@ -248,6 +248,8 @@ class Display:
             _cell("", format_count(now["samples_per_s"]), f" {unit}/s"),
             _cell("data wait", f"{100 * now['data_wait']:.0f} %"),
         ]
+        if now.get("skipped"):
+            cells.append(_cell("skipped", str(now["skipped"])))
         if math.isfinite(ends_at) and now["step"] < now["total_steps"]:
             cells.append(_cell("", format_seconds(max(0.0, ends_at - clock())), " left"))
         return cells

@@ -11,7 +11,7 @@ from typing import Any
 from rich.console import Console
 
 from raytrain_ddp.checkpoint.layout import CONFIG_FILE
-from raytrain_ddp.checkpoint.storage import Storage, without_secrets
+from raytrain_ddp.checkpoint.storage import Storage
 from raytrain_ddp.config import TrainConfig
 from raytrain_ddp.errors import PreflightError
 from raytrain_ddp.orchestration.aside import rays_words_aside
@@ -20,6 +20,7 @@ from raytrain_ddp.orchestration.finish import already_complete, finish, summary
 from raytrain_ddp.orchestration.preflight import check, is_complete, open_run
 from raytrain_ddp.orchestration.result import FitResult
 from raytrain_ddp.recipe import dumps
+from raytrain_ddp.uri import without_secrets
 
 Show = Callable[[Mapping[str, Any]], None]
 

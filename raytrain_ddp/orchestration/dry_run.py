@@ -26,7 +26,8 @@ def dry_run(config: TrainConfig) -> str:
 
     task = load_task(config)
     data, eval_data = task.train_data(), task.eval_data()
-    plan = Plan(data.rows, config.slots, config.micro_batch)
+    repeats = config.augment.repeats
+    plan = Plan(data.rows * repeats, config.slots, config.micro_batch)
     steps, per_epoch = config.epochs * plan.steps_per_epoch, plan.steps_per_epoch
     model = task.model()
     optimizer = build_optimizer(model, config.optim)
@@ -40,6 +41,7 @@ def dry_run(config: TrainConfig) -> str:
         f"{epoch:g}": learning_rate(config, min(steps - 1, int(epoch * per_epoch)), per_epoch)
         for epoch in _epochs_to_show(config)
     }
+    times = f" x {repeats}" if repeats > 1 else ""
     lines = [
         dumps(config).rstrip(),
         "",
@@ -47,7 +49,7 @@ def dry_run(config: TrainConfig) -> str:
         f"{task.unit}",
         f"workers        {layout.said}, each {_resources(layout.per_worker)}, over "
         f"{layout.backend}; slots per worker: {', '.join(map(str, per_worker))}",
-        f"training set   {data.rows} {task.unit}, {per_epoch} steps an epoch (the last with "
+        f"training set   {data.rows} {task.unit}{times}, {per_epoch} steps an epoch (the last with "
         f"{plan.samples(per_epoch - 1)}), {steps} steps in {config.epochs} epochs",
         f"evaluation     {eval_data.rows if eval_data else 0} {task.unit}",
         "learning rate  " + ", ".join(f"epoch {e}: {r:.3g}" for e, r in rates.items()),

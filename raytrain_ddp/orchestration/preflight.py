@@ -9,6 +9,7 @@ from raytrain_ddp.checkpoint.layout import newest_manifest, run_storage
 from raytrain_ddp.checkpoint.manifest import Manifest
 from raytrain_ddp.checkpoint.storage import Storage
 from raytrain_ddp.config import RUN_NAME, TrainConfig
+from raytrain_ddp.data.folder import FolderImages
 from raytrain_ddp.data.locate import locate
 from raytrain_ddp.data.parquet import ParquetImages
 from raytrain_ddp.errors import ConfigError
@@ -29,7 +30,9 @@ def check(config: TrainConfig) -> TrainConfig:
         check_model_name(config.model.name)
         for found in locate(config.data.source, config.data.eval_source):
             if found is not None and found.kind == "parquet":  # reads the files' footers
-                ParquetImages(found.paths, config.data.image_column, config.data.label_column)
+                ParquetImages(found.paths, config.data).close()
+            elif found is not None and found.kind == "folder":
+                FolderImages(found.paths[0])
     storage = config.storage  # absolute, so that it means the same in each worker and later
     if "://" not in storage:
         storage = str(Path(storage).expanduser().absolute())

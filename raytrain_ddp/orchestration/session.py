@@ -15,7 +15,6 @@ from ray.train import CheckpointUploadMode
 from torch import nn
 
 from raytrain_ddp.checkpoint.layout import CONFIG_FILE, checkpoint_store, run_storage
-from raytrain_ddp.checkpoint.storage import without_secrets
 from raytrain_ddp.checkpoint.store import Checkpoint
 from raytrain_ddp.config import TrainConfig
 from raytrain_ddp.errors import PreflightError
@@ -23,6 +22,7 @@ from raytrain_ddp.training.local import agreed_latest
 from raytrain_ddp.training.recorder import Best, Recorder
 from raytrain_ddp.training.session import Record, Snapshot
 from raytrain_ddp.training.world import World
+from raytrain_ddp.uri import without_secrets
 
 _PUSH_EVERY_S = 0.2
 

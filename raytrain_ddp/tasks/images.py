@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 from raytrain_ddp.config import TrainConfig
+from raytrain_ddp.data.device import finish, mix
 from raytrain_ddp.data.images import image_data, open_images
 from raytrain_ddp.data.locate import locate
 from raytrain_ddp.data.source import Batch, Data
@@ -31,7 +32,7 @@ class ImageClassification(Task):
 
     def __init__(self, config: TrainConfig) -> None:
         self._config = config
-        self._scales: dict[torch.device, Tensor] = {}  # mean and std, (2, 1, 3, 1, 1)
+        self._scales: dict[torch.device, Tensor] = {}  # mean and std, (2, 3, 1, 1)
         train, evaluation = locate(config.data.source, config.data.eval_source)
         self._train = open_images(train, config.data)
         self._eval = open_images(evaluation, config.data) if evaluation else None
@@ -67,17 +68,17 @@ class ImageClassification(Task):
         return model
 
     def train_data(self) -> Data:
-        return image_data(self._train, self._config.data, len(self.class_names), train=True)
+        config = self._config
+        return image_data(self._train, config.data, config.augment, len(self.class_names))
 
     def eval_data(self) -> Data | None:
         if self._eval is None:
             return None
-        return image_data(self._eval, self._config.data, len(self.class_names), train=False)
+        return image_data(self._eval, self._config.data, None, len(self.class_names))
 
     def loss(self, model: nn.Module, batch: Batch) -> Tensor:
-        logits = model(self._inputs(batch["image"]))
-        smoothing = self._config.optim.label_smoothing
-        return cross_entropy(logits, batch["label"], label_smoothing=smoothing)
+        inputs, labels = mix(self._inputs(batch), batch["label"], self._config.augment)
+        return labels.loss(model(inputs), self._config.optim.label_smoothing)
 
     def metrics(self) -> dict[str, Metric]:
         from torchmetrics import MeanMetric  # seconds to import: not before it is needed
@@ -98,23 +99,22 @@ class ImageClassification(Task):
         return {**self.metrics(), "classes": counts}
 
     def evaluate(self, model: nn.Module, batch: Batch, metrics: Mapping[str, Metric]) -> None:
-        logits, labels = model(self._inputs(batch["image"])).float(), batch["label"]
+        logits, labels = model(self._inputs(batch)).float(), batch["label"]
         for name, metric in metrics.items():
             if name == "loss":
                 metric.update(cross_entropy(logits, labels, reduction="none"))
             else:
                 metric.update(logits, labels)
 
-    def _inputs(self, images: Tensor) -> Tensor:
-        """uint8 (n, 3, h, w) to normalised floats, on the device."""
+    def _inputs(self, batch: Batch) -> Tensor:
+        """What the model is given, float (n, 3, h, w), made on the device."""
+        images = batch["image"]
         if images.device not in self._scales:  # once: such a copy makes the host wait
             values = torch.tensor([self._config.data.mean, self._config.data.std])
-            self._scales[images.device] = (values * 255).view(2, 1, 3, 1, 1).to(images.device)
+            self._scales[images.device] = (values * 255).view(2, 3, 1, 1).to(images.device)
         mean, std = self._scales[images.device]
-        inputs: Tensor = (images.float() - mean) / std
-        if self._config.compute.channels_last:
-            inputs = inputs.contiguous(memory_format=torch.channels_last)
-        return inputs
+        flip, erase = batch.get("flip"), batch.get("erase")
+        return finish(images, mean, std, flip, erase, self._config.compute.channels_last)
 
 
 def _some(names: list[str]) -> str:

@@ -11,9 +11,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from raytrain_ddp.data.loader import eval_batches
+from raytrain_ddp.data.loader import eval_batches, samples_of
 from raytrain_ddp.data.plan import deal
 from raytrain_ddp.data.source import Data
+from raytrain_ddp.data.threads import Threads
 from raytrain_ddp.tasks.task import Task
 from raytrain_ddp.training.step import to_device
 from raytrain_ddp.training.world import World
@@ -28,7 +29,7 @@ def evaluate(
     data: Data,
     batch_size: int,
     world: World,
-    threads: int,
+    threads: Threads,
     metrics: Mapping[str, Metric] | None = None,
 ) -> dict[str, Tensor]:
     """Metric values over all of `data`, on the CPU. All ranks take part and get the same.
@@ -36,21 +37,29 @@ def evaluate(
     The rows are cut into chunks of `batch_size` whoever works on them; each chunk's metric state is
     kept apart and merged in the order of the chunks, so that floating-point sums come out the same
     for any number of workers.
+
+    "skipped" is among the values if bad records were left out: how many.
     """
     metrics = metrics or task.metrics()
     for metric in metrics.values():
         metric.to(world.device)
     chunks = deal(-(-data.rows // batch_size), world.size, world.rank)
     states: list[dict[str, dict[str, Any]]] = []
+    samples = 0
     model.eval()
     with torch.inference_mode(), closing(eval_batches(data, batch_size, chunks, threads)) as loaded:
         for batch in loaded:
             for metric in metrics.values():
                 metric.reset()
+            if not samples_of(batch):
+                continue  # bad records only, and they are skipped
             task.evaluate(model, to_device(batch, world.device), metrics)
+            samples += samples_of(batch)
             states.append({name: _kept(metric.metric_state) for name, metric in metrics.items()})
     model.train()
-    return _merged(metrics, _gathered([_to_cpu(state) for state in states], world))
+    values = _merged(metrics, _gathered([_to_cpu(state) for state in states], world))
+    skipped = data.rows - sum(_gathered([samples], world))
+    return {**values, "skipped": torch.tensor(skipped)} if skipped else values
 
 
 def scalars(values: Mapping[str, Tensor]) -> dict[str, float]:

@@ -24,10 +24,9 @@ def train(config: TrainConfig, task: Task, session: Session) -> Outcome:
     cadence = Cadence(config, plan.steps_per_epoch)
     ballot = Ballot(session.world)
     signal = 0
-    with closing(run.loader.steps(state.step, cadence.total_steps)) as steps:
-        for slots in run.clock.waits(steps):
+    with closing(run.feed.steps(state.step, cadence.total_steps)) as steps:
+        for slots, samples in run.clock.waits(steps):
             ballot.cast(session.stop_requested(), cadence.time_to_save())
-            samples = plan.samples(state.step % plan.steps_per_epoch)
             rate = learning_rate(config, state.step, plan.steps_per_epoch)
             loss_share = run.stepper(slots, samples, rate)
             signal, save = ballot.count()

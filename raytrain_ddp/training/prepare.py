@@ -10,11 +10,14 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from raytrain_ddp.config import TrainConfig
-from raytrain_ddp.data.loader import TrainLoader
+from raytrain_ddp.data.loader import TrainLoader, memory_note, shuffle_for
 from raytrain_ddp.data.plan import Plan
 from raytrain_ddp.data.source import Data
+from raytrain_ddp.data.threads import Threads
 from raytrain_ddp.errors import ConfigError, DataError
+from raytrain_ddp.inputs import DataConfig
 from raytrain_ddp.tasks.task import Task
+from raytrain_ddp.training.feed import AgreedCount, Audit, Feed, on_device
 from raytrain_ddp.training.optim import build_optimizer
 from raytrain_ddp.training.run import Run
 from raytrain_ddp.training.session import Session
@@ -32,7 +35,7 @@ def prepare(config: TrainConfig, task: Task, session: Session) -> Run:
     data, eval_data = task.train_data(), task.eval_data()
     if not data.rows:
         raise DataError("the training set has 0 rows.")
-    plan = Plan(data.rows, config.slots, config.micro_batch)
+    plan = Plan(data.rows * config.augment.repeats, config.slots, config.micro_batch)
 
     session.tell({"kind": "phase", "name": "preparing the model"})
     torch.manual_seed(config.seed)  # the same initial weights on all workers
@@ -55,6 +58,9 @@ def prepare(config: TrainConfig, task: Task, session: Session) -> Run:
     state = TrainState(model, optimizer, scaler)
     stepper = Stepper(config, task, state, net, world)
     loader = train_loader(config, data, plan, world)
+    note = memory_note(loader, config.data.memory_mib * 2**20)
+    if note is not None:
+        session.tell({"kind": "note", "text": note})
     stepper.warm_up(loader.any_batch(), loader.any_batch(_smallest_slot(plan)))
 
     fingerprint = data.source.fingerprint()
@@ -99,7 +105,7 @@ def prepare(config: TrainConfig, task: Task, session: Session) -> Run:
         session=session,
         state=state,
         plan=plan,
-        loader=loader,
+        feed=make_feed(config, loader, state, session),
         stepper=stepper,
         eval_data=eval_data,
         data_fingerprint=fingerprint,
@@ -155,18 +161,40 @@ def add_compression(net: nn.Module, config: TrainConfig) -> None:
 
 def train_loader(config: TrainConfig, data: Data, plan: Plan, world: World) -> TrainLoader:
     """This worker's loader."""
-    workers = config.data.workers
     return TrainLoader(
         data=data,
         plan=plan,
-        shuffle=config.data.shuffle,
+        shuffle=shuffle_for(data, config.data.shuffle),
         window=config.data.shuffle_window,
         seed=config.seed,
         world_size=world.size,
         rank=world.rank,
-        threads=world.threads if workers == "auto" else workers,
-        prefetch=config.data.prefetch,
+        threads=loader_threads(config.data, world.threads),
+        repeats=config.augment.repeats,
         pin=world.device.type == "cuda",
+        digests=config.log.audit,
+    )
+
+
+def loader_threads(config: DataConfig, cpus: int) -> Threads:
+    """auto: one, and more of the worker's `cpus` as long as the training waits for data."""
+    auto = config.workers == "auto"
+    most = cpus if config.workers == "auto" else config.workers
+    return Threads(most, 1 if auto else None, config.prefetch, config.prefetch_mib * 2**20)
+
+
+def make_feed(
+    config: TrainConfig, loader: TrainLoader, state: TrainState, session: Session
+) -> Feed:
+    """The loader's steps, as the config wants them."""
+    plan, data = loader.plan, config.data
+    return Feed(
+        loader=loader,
+        move=on_device(session.world.device),
+        count=AgreedCount(state, plan.steps_per_epoch, data.max_bad, session.world)
+        if data.bad_records == "skip"
+        else lambda slots: plan.samples(slots[0].step % plan.steps_per_epoch),
+        watch=Audit(session) if config.log.audit else lambda slots: None,
     )
 
 

@@ -15,9 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from raytrain_ddp.checkpoint.manifest import Manifest
-from raytrain_ddp.checkpoint.storage import without_secrets
 from raytrain_ddp.config import TrainConfig
-from raytrain_ddp.data.loader import TrainLoader
 from raytrain_ddp.data.plan import Plan
 from raytrain_ddp.data.source import Data
 from raytrain_ddp.errors import ConfigError, DivergedError
@@ -25,9 +23,11 @@ from raytrain_ddp.recipe import to_dict
 from raytrain_ddp.tasks.task import Task
 from raytrain_ddp.training.cadence import Cadence
 from raytrain_ddp.training.evaluate import evaluate, scalars
+from raytrain_ddp.training.feed import Feed
 from raytrain_ddp.training.session import Session
 from raytrain_ddp.training.state import TrainState
 from raytrain_ddp.training.step import Stepper
+from raytrain_ddp.uri import without_secrets
 
 T = TypeVar("T")
 
@@ -95,7 +95,7 @@ class Run:
     session: Session
     state: TrainState
     plan: Plan
-    loader: TrainLoader
+    feed: Feed
     stepper: Stepper
     eval_data: Data | None
     data_fingerprint: str
@@ -129,6 +129,7 @@ class Run:
                 "lr": rate,
                 "samples_per_s": samples / spent,
                 "data_wait": data_wait,
+                "skipped": self.state.skipped,
                 "seconds": self.clock.elapsed(),
             }
         )
@@ -146,7 +147,7 @@ class Run:
                 data,
                 self.config.micro_batch,
                 self.session.world,
-                self.loader.threads,
+                self.feed.loader.threads,
             )
         self.metrics, self.evaluated_step = scalars(values), self.state.step
         monitor = self.task.monitor

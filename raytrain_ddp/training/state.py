@@ -33,6 +33,7 @@ class TrainState:
     step: int = 0
     best: float | None = None
     best_step: int = 0
+    skipped: int = 0  # bad records left out so far in this epoch
     _host: HostSnapshot = field(default_factory=HostSnapshot, repr=False)
 
     def snapshot(self, manifest: Manifest, log: Sequence[Record]) -> Snapshot:
@@ -45,6 +46,7 @@ class TrainState:
             "step": self.step,
             "best": self.best,
             "best_step": self.best_step,
+            "skipped": self.skipped,
             "scaler": self.scaler.state_dict(),
             "optimizer": rest,
         }
@@ -64,6 +66,7 @@ class TrainState:
             self.scaler.load_state_dict(progress["scaler"])
         self.step = progress["step"]
         self.best, self.best_step = progress["best"], progress["best_step"]
+        self.skipped = progress["skipped"]
         log: list[Record] = json.loads(checkpoint.read("log.json"))
         return log
 

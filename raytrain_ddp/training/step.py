@@ -51,7 +51,7 @@ class Stepper:
         loss_share = torch.zeros((), device=device, dtype=torch.float64)
         working = [slot for slot in slots if slot.samples] or slots[:1]
         for slot in working:
-            weight = slot.samples / samples
+            weight = slot.samples / max(1, samples)  # none, if all were bad records
             seed_slot(device, self._config.seed, slot.step, slot.index)
             self._buffers.rewind()
             with self._synced(slot is working[-1]), self._training(bool(slot.samples)):

@@ -1,0 +1,236 @@
+"""Row groups of remote files on a node's own disk, shared by the workers of the node.
+
+    NAME.arrow   a row group's columns: an Arrow IPC file, then a magic word, its CRC and its size
+    NAME.part    being written; who writes it holds a lock on it, which ends with its process
+    usage        bytes in the folder, changed under a lock
+
+An entry is renamed into place when it is whole, and checked when it is opened.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import logging
+import os
+import struct
+import time
+import zlib
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from threading import Lock
+from typing import Any
+
+import pyarrow as pa
+
+_log = logging.getLogger("raytrain_ddp")
+
+_TRAILER = struct.Struct("<4sIQ")  # magic word, CRC, bytes before the trailer
+_MAGIC = b"rtc1"
+_SPARE_SHARE = 0.02  # of the bound, that is freed on top, so that it is not needed each time
+_FULL_S = 60.0  # for how long it is not tried again to find room
+_WAIT_S = 120.0  # for another worker that reads the same row group; then it is read here too
+_LOOK_S = 0.01
+
+
+class DiskCache:
+    """Arrow tables by name, at most `limit_bytes` of them on disk.
+
+    When the folder is full, the longest unused entries of other data sets go, if nobody has used
+    them since this object was made; then new tables are not kept any more. (Each epoch reads
+    everything once: to replace what was used longest ago would replace all before it is used.)
+    Whatever goes wrong here is told once, and is no error.
+
+    Args:
+        keys: the first parts of the names, before "-", that belong to this data set.
+    """
+
+    def __init__(self, folder: str, limit_bytes: int, keys: Collection[str]) -> None:
+        self._folder = Path(folder).expanduser()
+        self._limit, self._keys = limit_bytes, frozenset(keys)
+        self._opened = time.time()
+        self._full_until = 0.0
+        self._told = Lock()
+        self._writes = True
+        try:
+            self._folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            self._give_up(error)
+
+    def table(self, name: str, load: Callable[[], Any]) -> Any:
+        """The table of that name; else what `load` returns, kept for the next time."""
+        path = self._folder / f"{name}.arrow"
+        table = _read(path)
+        if table is not None:
+            return table
+        with self._only_one(name) as part:
+            table = _read(path)  # another worker may have got it meanwhile
+            if table is None:
+                table = load()
+                if part is not None:
+                    self._keep(table, part, path)
+        return table
+
+    def _keep(self, table: Any, part: int, path: Path) -> None:
+        content = _packed(table)
+        try:
+            if self._reserve(part, len(content) + _TRAILER.size):
+                _write(part, content)
+                os.replace(path.with_suffix(".part"), path)
+        except OSError as error:
+            self._give_up(error)
+
+    @contextmanager
+    def _only_one(self, name: str) -> Iterator[int | None]:
+        """Waits until no other worker reads the same; then a file to write to, if one can be had.
+
+        A worker that waited finds the entry of the other. If that one died, so did its lock.
+        """
+        part, path = None, self._folder / f"{name}.part"
+        if self._writes and time.monotonic() >= self._full_until:
+            try:
+                part = _lock(path)
+            except OSError as error:
+                self._give_up(error)
+        try:
+            yield part
+        finally:
+            if part is not None:
+                if _is_at(part, path):  # nothing was kept
+                    path.unlink()
+                os.close(part)
+
+    def _reserve(self, part: int, size: int) -> bool:
+        """Makes a file that size, if there is room in the folder."""
+        usage = os.open(self._folder / "usage", os.O_RDWR | os.O_CREAT, 0o666)
+        try:
+            fcntl.flock(usage, fcntl.LOCK_EX)
+            told = os.pread(usage, 32, 0)
+            used = int(told) if told.isdigit() else self._limit
+            if used + size > self._limit:
+                used = self._make_room(size)
+            fits = used + size <= self._limit
+            if fits:
+                os.truncate(part, size)
+            else:
+                self._full_until = time.monotonic() + _FULL_S
+            os.pwrite(usage, b"%032d" % (used + size * fits), 0)
+            return fits
+        finally:
+            os.close(usage)
+
+    def _make_room(self, size: int) -> int:
+        """Bytes in the folder, after others have made way."""
+        used, old = 0, []
+        for entry in os.scandir(self._folder):
+            with suppress(FileNotFoundError):
+                is_part = entry.name.endswith(".part")
+                if not (is_part or entry.name.endswith(".arrow")):
+                    continue
+                if is_part and _is_left_behind(entry.path):
+                    continue
+                status = entry.stat()
+                used += status.st_size
+                is_own = entry.name.partition("-")[0] in self._keys
+                if not is_part and status.st_mtime < self._opened:
+                    old.append((is_own, status.st_mtime, status.st_size, entry.path))
+        if used + size > self._limit:
+            for is_own, _, freed, path in sorted(old):
+                # Of its own only if there are too many already: the bound was higher once.
+                if used <= self._limit * (1 - _SPARE_SHARE) - size * (not is_own):
+                    break
+                with suppress(FileNotFoundError):
+                    os.unlink(path)
+                used -= freed
+        return used
+
+    def _give_up(self, error: OSError) -> None:
+        with self._told:
+            if self._writes:
+                self._writes = False
+                _log.warning(
+                    "data.cache = %s: %s: row groups are read from the store instead.",
+                    self._folder,
+                    error.strerror or error,
+                )
+
+
+def _read(path: Path) -> Any:
+    """An entry, mapped into memory; None if there is none. A damaged one is deleted."""
+    try:
+        if path.stat().st_size <= _TRAILER.size:
+            raise ValueError("cut off")
+        with pa.memory_map(str(path)) as source:
+            content = source.read_buffer()
+        size = len(content) - _TRAILER.size
+        body = content.slice(0, size)
+        if content.slice(size).to_pybytes() != _trailer(body):
+            raise ValueError("damaged")
+        with pa.ipc.open_file(body) as reader:
+            table = reader.read_all()
+        os.utime(path)  # used now
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError):
+        with suppress(OSError):
+            path.unlink()
+        return None
+    return table
+
+
+def _packed(table: Any) -> Any:
+    sink = pa.BufferOutputStream()
+    with pa.ipc.new_file(sink, table.schema) as writer:
+        writer.write_table(table)
+    return sink.getvalue()
+
+
+def _write(file: int, content: Any) -> None:
+    with open(file, "wb", closefd=False) as stream:
+        stream.write(content)
+        stream.write(_trailer(content))
+
+
+def _trailer(body: Any) -> bytes:
+    return _TRAILER.pack(_MAGIC, zlib.crc32(body), len(body))
+
+
+def _lock(path: Path) -> int | None:
+    """An empty file at `path` that is locked; None if another holds it for very long."""
+    until = time.monotonic() + _WAIT_S
+    while time.monotonic() < until:
+        file = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if _is_at(file, path):  # not one that has meanwhile become the entry
+                os.truncate(file, 0)
+                return file
+        except BlockingIOError:
+            time.sleep(_LOOK_S)
+        except OSError:
+            os.close(file)
+            raise
+        os.close(file)
+    return None
+
+
+def _is_at(file: int, path: Path) -> bool:
+    try:
+        return os.path.samestat(os.fstat(file), path.stat())
+    except FileNotFoundError:
+        return False
+
+
+def _is_left_behind(part: str) -> bool:
+    """Deletes a file whose writer has died."""
+    file = os.open(part, os.O_RDWR)
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    else:
+        if _is_at(file, Path(part)):
+            os.unlink(part)
+        return True
+    finally:
+        os.close(file)

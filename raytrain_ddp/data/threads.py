@@ -1,0 +1,107 @@
+"""Work done ahead by threads, its results in order."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Generator, Iterable
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from threading import Semaphore
+from typing import TypeVar
+
+T = TypeVar("T")
+R = TypeVar("R")
+
+_WAIT_SHARE = 0.02  # of the time: who waits longer for data could use another thread
+_LOOK_EVERY = 32  # results
+
+
+@dataclass(frozen=True)
+class Threads:
+    """How many threads work ahead, and how far.
+
+    Args:
+        most: 0: no thread, the consumer works.
+        begin: with so many; another one joins whenever the consumer has to wait. None: with all.
+        ahead: results per thread prepared at most.
+        ahead_bytes: of all results prepared at most, but for one per thread.
+    """
+
+    most: int
+    begin: int | None = None
+    ahead: int = 4
+    ahead_bytes: int = 2**30
+
+
+def prefetched(
+    items: Iterable[T],
+    work: Callable[[T], R],
+    threads: Threads,
+    size_bytes: Callable[[R], int] = lambda _: 1,
+) -> Generator[R, None, None]:
+    """Yields work(item) in order; what work raises is raised in its place."""
+    if threads.most == 0:
+        yield from map(work, items)
+        return
+    gate = Gate(threads)
+    pending: deque[Future[R]] = deque()
+
+    def gated(item: T) -> R:
+        with gate.semaphore:
+            return work(item)
+
+    with ThreadPoolExecutor(threads.most, "loader", _one_torch_thread) as pool:
+        try:
+            for item in items:
+                pending.append(pool.submit(gated, item))
+                if len(pending) > gate.room:
+                    yield gate.passed(pending.popleft(), size_bytes)
+            while pending:
+                yield gate.passed(pending.popleft(), size_bytes)
+        finally:  # an error, or the consumer stopped: the pool waits for running tasks only
+            for future in pending:
+                future.cancel()
+
+
+class Gate:
+    """Lets so many threads through as it takes not to keep the consumer waiting."""
+
+    def __init__(self, threads: Threads) -> None:
+        self.active = threads.most if threads.begin is None else threads.begin
+        self.semaphore = Semaphore(self.active)
+        self._threads = threads
+        self._largest_bytes = 0
+        self._results = 0
+        self._waited, self._since = 0.0, time.monotonic()
+
+    @property
+    def room(self) -> int:
+        """Results that may be pending."""
+        most = self.active * self._threads.ahead
+        if not self._largest_bytes:  # not known yet
+            return self.active
+        return max(self.active, min(most, self._threads.ahead_bytes // self._largest_bytes))
+
+    def passed(self, future: Future[R], size_bytes: Callable[[R], int]) -> R:
+        """The result; opens the gate further if too much of the time goes by with waiting."""
+        started = time.monotonic()
+        result = future.result()
+        now = time.monotonic()
+        self._waited += now - started
+        self._largest_bytes = max(self._largest_bytes, size_bytes(result))
+        self._results += 1
+        if self._results % _LOOK_EVERY == 0:
+            starved = self._waited > _WAIT_SHARE * (now - self._since)
+            if starved and self.active < self._threads.most:
+                self.active += 1
+                self.semaphore.release()
+            self._waited, self._since = 0.0, now
+        return result
+
+
+def _one_torch_thread() -> None:
+    """A loader thread shall not start a team of threads for each image that it resizes."""
+    import torch
+
+    torch.set_num_threads(1)

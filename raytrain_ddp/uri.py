@@ -1,0 +1,142 @@
+"""Folders and files of object stores: opened by their URI, and named without its secrets.
+
+Imports nothing heavy: pyarrow and fsspec come with the first URI that is opened.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from functools import lru_cache
+from threading import Thread
+from typing import Any, TypeVar
+from urllib.parse import quote, unquote
+
+from raytrain_ddp.errors import ConfigError
+
+T = TypeVar("T")
+
+REACH_TIMEOUT_S = 25.0  # pyarrow itself would try GCS for 15 minutes
+
+_OWN_SCHEMES = ("s3", "gs", "gcs", "file")  # pyarrow's; fsspec has packages for many more
+_SHORTEST_SECRET = 3
+
+
+def open_uri(uri: str) -> tuple[Any, str]:
+    """The pyarrow file system of a URI or plain path, and the path in it.
+
+    ``s3://``, ``gs://`` and ``file://`` are pyarrow's own, with their options in the query
+    (``?region=...&endpoint_override=...``); all other schemes (``hf://``, ``abfs://`` ...) are
+    those of fsspec, with their options in the environment. S3 is asked for the bucket's region if
+    the query does not tell it.
+
+    Raises:
+        ConfigError: nothing knows the scheme, or the package for it is missing.
+        ValueError, OSError: the rest of the URI makes no sense. The text may quote its secrets:
+            show `reason_of` it.
+    """
+    scheme, rest, query = _parts(uri)
+    if not rest:
+        from pyarrow import fs as pafs
+
+        return pafs.LocalFileSystem(), uri
+    if scheme in _OWN_SCHEMES:
+        place, _, path = rest.partition("/")
+        fs, root = _own_file_system(scheme, place, query)
+        return fs, f"{root}/{unquote(path)}".rstrip("/") or "/"
+    return _fsspec_file_system(uri)
+
+
+def uri_beside(uri: str, path: str) -> str:
+    """The URI of another path, as pyarrow has it, in the file system of `uri`."""
+    scheme, rest, query = _parts(uri)
+    if scheme not in _OWN_SCHEMES:
+        fs, _ = _fsspec_file_system(uri)
+        return str(fs.handler.fs.unstrip_protocol(path))
+    place, path = rest.partition("/")[0], path.partition("/")[2]
+    return f"{scheme}://{place}/{quote(path)}" + (f"?{query}" if query else "")
+
+
+def without_secrets(uri: str) -> str:
+    """The URI without its user part and query, also where a secret in it is not quoted."""
+    scheme, separator, rest = uri.partition("://")
+    if not separator:
+        return uri
+    place, *query = re.split(r"[?#]", rest, maxsplit=1)
+    if query and "@" in query[0]:  # an unquoted "?" in a password, or an "@" in the query
+        return f"{scheme}://***"
+    if scheme == "hf":  # has no user part; an "@" is before the revision
+        return f"{scheme}://{place}"
+    return f"{scheme}://{place.rpartition('@')[2]}"
+
+
+def reason_of(uri: str, error: BaseException) -> str:
+    """The first line of an error's text; less, if that has any part of the URI's secrets in it."""
+    text = str(error).partition("\n")[0].rstrip(". ")
+    kept = set(_words(without_secrets(uri)))
+    secrets = [word for word in _words(uri) if word not in kept]
+    if any(word in text.casefold() for word in secrets):
+        token = re.search(r"AWS Error [A-Z_]+", text)
+        text = token.group() if token else ""
+    return text or type(error).__name__
+
+
+def attempt(ask: Callable[[], T]) -> T | Exception:
+    """What `ask` returns or raises. An error is returned, because what is raised in its place must
+    not have it as context: it may quote secrets."""
+    try:
+        return ask()
+    except Exception as error:
+        return error
+
+
+def answer_within(seconds: float, ask: Callable[[], T]) -> T | Exception:
+    """As `attempt`, or a TimeoutError: then `ask` is left behind in a thread."""
+    outcome: list[T | Exception] = []
+    run = Thread(target=lambda: outcome.append(attempt(ask)), name="answer_within", daemon=True)
+    run.start()
+    run.join(seconds)
+    return outcome[0] if outcome else TimeoutError(f"no answer within {seconds:.0f} s")
+
+
+def _parts(uri: str) -> tuple[str, str, str]:
+    scheme, _, rest = uri.partition("://")  # a plain path has no rest
+    rest, _, query = rest.partition("?") if scheme in _OWN_SCHEMES else (rest, "", "")
+    return scheme, rest, query
+
+
+def _words(uri: str) -> list[str]:
+    """The pieces between a URI's delimiters, as written and unquoted."""
+    pieces = re.split(r"[:/@?#&=]", uri) + re.split(r"[:/@?#&=]", unquote(uri))
+    return [piece.casefold() for piece in pieces if len(piece) >= _SHORTEST_SECRET]
+
+
+@lru_cache(maxsize=16)  # a client is dear: with its own threads, connections and credentials
+def _own_file_system(scheme: str, place: str, query: str) -> tuple[Any, str]:
+    from pyarrow import fs as pafs
+
+    root = place or ("/" if scheme == "file" else "")
+    fs, path = pafs.FileSystem.from_uri(f"{scheme}://{root}" + (f"?{query}" if query else ""))
+    return fs, path.rstrip("/")
+
+
+def _fsspec_file_system(uri: str) -> tuple[Any, str]:
+    from pyarrow import fs as pafs
+
+    shown = without_secrets(uri)
+    try:
+        from fsspec.core import url_to_fs  # type: ignore[import-untyped]
+    except ImportError:
+        raise ConfigError(f"{shown}: needs the package fsspec: pip install fsspec.") from None
+    try:
+        inner, path = url_to_fs(uri)
+    except ImportError as error:
+        raise ConfigError(f"{shown}: a package is missing: {reason_of(uri, error)}.") from None
+    except ValueError as error:
+        if "rotocol not known" not in str(error):
+            raise
+        raise ConfigError(
+            f"{shown}: no file system is known for {shown.partition('://')[0]}://. Give s3://, "
+            "gs://, hf://, or another scheme of fsspec."
+        ) from None
+    return pafs.PyFileSystem(pafs.FSSpecHandler(inner)), path

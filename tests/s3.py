@@ -1,0 +1,153 @@
+"""An S3-compatible server on loopback that counts its requests and can be told to fail.
+
+A process of its own: what it imports must not share the tests' interpreter and warnings.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+import urllib.request
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+from urllib.parse import quote
+
+CREDENTIALS = {
+    "AWS_ACCESS_KEY_ID": "test",
+    "AWS_SECRET_ACCESS_KEY": "test",
+    "AWS_EC2_METADATA_DISABLED": "true",
+}
+
+
+@dataclass(frozen=True)
+class Request:
+    """One request that the server got: of which object (``bucket/key``) and which bytes of it."""
+
+    method: str
+    path: str
+    range: str
+    query: str
+
+
+@dataclass
+class S3:
+    """The running server and its one bucket."""
+
+    port: int
+    process: subprocess.Popen[str]
+    bucket: str = "bucket"
+    _kept: list[Request] = field(default_factory=list)
+
+    def uri(self, path: str = "") -> str:
+        """``s3://`` URI of a path in the bucket."""
+        endpoint = quote(f"http://127.0.0.1:{self.port}", safe="")
+        return f"s3://{self.bucket}/{path}?endpoint_override={endpoint}&region=us-east-1"
+
+    def put(self, path: str, content: bytes) -> None:
+        self._send("PUT", f"{self.bucket}/{quote(path)}", content)
+
+    def put_folder(self, folder: Path, prefix: str) -> None:
+        """Uploads all files below a folder."""
+        for file in folder.rglob("*"):
+            if file.is_file():
+                self.put(f"{prefix}/{file.relative_to(folder)}", file.read_bytes())
+
+    def delete(self, path: str) -> None:
+        self._send("DELETE", f"{self.bucket}/{quote(path)}")
+
+    def requests(self) -> list[Request]:
+        """All since the last call."""
+        return [Request(*fields) for fields in json.loads(self._send("GET", "-/requests"))]
+
+    def gets(self) -> list[Request]:
+        """Reads of objects since the last call."""
+        return [r for r in self.requests() if r.method == "GET" and "list-type" not in r.query]
+
+    def fail(self, times: int) -> None:
+        """Answer that many of the next reads of objects with 500."""
+        self._send("PUT", f"-/fail/{times}")
+
+    def most_at_once(self, delay_s: float) -> int:
+        """How many objects were read at the same time since the last call; from now on each read is
+        answered so much later."""
+        return int(self._send("GET", f"-/most/{delay_s}"))
+
+    def _send(self, method: str, path: str, content: bytes | None = None) -> bytes:
+        url = f"http://127.0.0.1:{self.port}/{path}"
+        signed = "AWS4-HMAC-SHA256 Credential=test/20260101/us-east-1/s3/aws4_request"
+        headers = {"Content-Type": "application/octet-stream", "Authorization": signed}
+        request = urllib.request.Request(url, data=content, method=method, headers=headers)
+        with urllib.request.urlopen(request, timeout=30) as answer:
+            return bytes(answer.read())
+
+
+@contextmanager
+def s3_server() -> Iterator[S3]:
+    """Starts the server; credentials for it are in the environment meanwhile."""
+    before = {name: os.environ.get(name) for name in CREDENTIALS}
+    os.environ.update(CREDENTIALS)
+    command = [sys.executable, "-W", "ignore", __file__]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        try:
+            assert process.stdout is not None
+            server = S3(int(process.stdout.readline()), process)
+            server._send("PUT", server.bucket)
+            yield server
+        finally:
+            process.kill()
+            for name, value in before.items():
+                os.environ.pop(name, None)
+                if value is not None:
+                    os.environ[name] = value
+
+
+def _serve() -> None:
+    import logging
+    from http import HTTPStatus
+
+    from moto.server import DomainDispatcherApplication, create_backend_app
+    from werkzeug.serving import make_server
+
+    logging.getLogger("werkzeug").setLevel(logging.ERROR)
+    store = DomainDispatcherApplication(create_backend_app)
+    requests: list[list[str]] = []
+    failing, delay_s, at_once, most = 0, 0.0, 0, 0
+
+    def answer(environ: dict[str, Any], start: Callable[..., Any]) -> Iterable[bytes]:
+        nonlocal failing, delay_s, at_once, most
+        method, path = environ["REQUEST_METHOD"], environ["PATH_INFO"]
+        if path.startswith("/-/"):
+            content = json.dumps(requests).encode()
+            requests.clear()
+            if path.startswith("/-/fail/"):
+                failing = int(path.rpartition("/")[2])
+            if path.startswith("/-/most/"):
+                delay_s, content, most = float(path.rpartition("/")[2]), str(most).encode(), 0
+            start(f"200 {HTTPStatus.OK.phrase}", [("Content-Length", str(len(content)))])
+            return [content]
+        range_, query = environ.get("HTTP_RANGE", ""), environ.get("QUERY_STRING", "")
+        requests.append([method, path.lstrip("/"), range_, query])
+        if method == "GET" and "list-type" not in query:
+            at_once += 1
+            most = max(most, at_once)
+            time.sleep(delay_s)
+            at_once -= 1
+            if failing:
+                failing -= 1
+                start("500 Internal Server Error", [("Content-Length", "0")])
+                return []
+        return store(environ, start)  # type: ignore[no-any-return]
+
+    server = make_server("127.0.0.1", 0, answer, threaded=True)
+    print(server.port, flush=True)
+    server.serve_forever()
+
+
+if __name__ == "__main__":
+    _serve()

@@ -1,0 +1,233 @@
+"""Every form of image arrives with the pixels that Pillow gives it, at the place it should have."""
+
+from __future__ import annotations
+
+import io
+import logging
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image, ImageOps
+from torch.nn.functional import interpolate
+
+from raytrain_ddp.data.decode import open_picture, shrink_for
+from raytrain_ddp.data.geometry import (
+    centre_into,
+    place_image,
+    random_box,
+    resize_into,
+    shifted,
+    to_tensor,
+)
+from raytrain_ddp.inputs import AugmentConfig
+
+
+def smooth(height: int, width: int, channels: int = 3, seed: int = 0) -> np.ndarray:
+    """Something like a photo: coarse noise, enlarged."""
+    random = np.random.Generator(np.random.Philox(seed))
+    coarse = random.integers(
+        0, 256, (max(2, height // 16), max(2, width // 16), channels), np.uint8
+    )
+    layers = [
+        np.asarray(Image.fromarray(coarse[..., c]).resize((width, height), Image.BICUBIC))
+        for c in range(channels)
+    ]
+    return np.stack(layers, -1)
+
+
+def encoded(image: Image.Image, form: str, **options: Any) -> bytes:
+    content = io.BytesIO()
+    image.save(content, form, **options)
+    return content.getvalue()
+
+
+RGB = Image.fromarray(smooth(45, 67))
+GREY = RGB.convert("L")
+ALPHA = RGB.copy()
+ALPHA.putalpha(GREY)
+PALETTE = RGB.quantize(32)
+DEEP = Image.fromarray(np.asarray(GREY).astype(np.uint16) * 3)
+
+FORMS = {
+    "jpeg": encoded(RGB, "jpeg", quality=90),
+    "jpeg 4:4:4": encoded(RGB, "jpeg", subsampling=0),
+    "progressive jpeg": encoded(RGB, "jpeg", progressive=True),
+    "grey jpeg": encoded(GREY, "jpeg"),
+    "cmyk jpeg": encoded(RGB.convert("CMYK"), "jpeg"),
+    "png": encoded(RGB, "png"),
+    "grey png": encoded(GREY, "png"),
+    "16-bit png": encoded(DEEP, "png"),
+    "palette png": encoded(PALETTE, "png"),
+    "palette png with transparency": encoded(PALETTE, "png", transparency=bytes(range(32))),
+    "alpha png": encoded(ALPHA, "png"),
+    "grey and alpha png": encoded(ALPHA.convert("LA"), "png"),
+    "1-bit png": encoded(GREY.convert("1"), "png"),
+    "webp": encoded(RGB, "webp", quality=80),
+    "alpha webp": encoded(ALPHA, "webp", lossless=True),
+    "gif": encoded(PALETTE, "gif"),
+    "bmp": encoded(RGB, "bmp"),
+    "tiff": encoded(RGB, "tiff"),
+    "ppm": encoded(RGB, "ppm"),
+}
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.filterwarnings("ignore:Palette images with Transparency:UserWarning")
+def test_every_form_has_the_pixels_that_pillow_gives_it(form: str):
+    picture = open_picture(FORMS[form])
+    pixels = picture.pixels()
+    assert (picture.height, picture.width) == (45, 67)
+    assert (pixels.shape, pixels.dtype) == ((45, 67, 3), np.uint8)
+    assert np.array_equal(pixels, np.asarray(Image.open(io.BytesIO(FORMS[form])).convert("RGB")))
+
+
+def test_a_pillow_image_and_an_encoded_one_are_the_same_picture():
+    assert np.array_equal(open_picture(RGB).pixels(), open_picture(FORMS["png"]).pixels())
+
+
+def test_a_16_bit_grey_image_is_told_of_once(caplog: pytest.LogCaptureFixture):
+    with caplog.at_level(logging.WARNING, "raytrain_ddp"):
+        for _ in range(3):
+            open_picture(FORMS["16-bit png"]).pixels()
+    assert len([r for r in caplog.records if "16-bit" in r.getMessage()]) <= 1
+
+
+@pytest.mark.parametrize("orientation", range(1, 9))
+@pytest.mark.parametrize("form", ["jpeg", "png"])
+def test_exif_orientation_is_followed_only_when_asked_for(form: str, orientation: int):
+    exif = Image.Exif()
+    exif[0x0112] = orientation
+    content = encoded(RGB, form, exif=exif)
+    plain = np.asarray(Image.open(io.BytesIO(content)).convert("RGB"))
+    turned = np.asarray(ImageOps.exif_transpose(Image.open(io.BytesIO(content))).convert("RGB"))
+    assert np.array_equal(open_picture(content).pixels(), plain)
+    picture = open_picture(content, exif_orientation=True)
+    assert (picture.height, picture.width) == turned.shape[:2]
+    assert np.array_equal(picture.pixels(), turned)
+    if form == "jpeg":
+        assert picture.pixels(2).shape[:2] == tuple(-(-side // 2) for side in turned.shape[:2])
+
+
+def test_a_slightly_damaged_jpeg_is_judged_by_pillow():
+    """Bytes that belong to nothing are passed over by Pillow, and refused by a strict decoder."""
+    content = bytearray(FORMS["jpeg"])
+    place = content.index(b"\xff\xda")
+    content[place:place] = b"\x00\x01\x02"
+    expected = np.asarray(Image.open(io.BytesIO(bytes(content))).convert("RGB"))
+    assert np.array_equal(open_picture(bytes(content)).pixels(), expected)
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"",
+        b"text",
+        FORMS["jpeg"][:2],
+        FORMS["jpeg"][:400],
+        FORMS["jpeg"][: len(FORMS["jpeg"]) // 2],
+        FORMS["png"][:200],
+        FORMS["webp"][:50],
+        FORMS["cmyk jpeg"][:500],
+        b"\xff\xd8" + bytes(100),
+    ],
+)
+def test_fault_20_what_is_no_whole_image_raises(content: bytes):
+    with pytest.raises((ValueError, OSError)):
+        open_picture(content).pixels()
+
+
+# ------------------------------------------------------------------ size and place
+
+
+def blank(size: int) -> torch.Tensor:
+    images = torch.zeros((1, 3, size, size), dtype=torch.uint8)
+    return images.contiguous(memory_format=torch.channels_last)
+
+
+@pytest.mark.parametrize("size", [(45, 67), (20, 20), (90, 100), (7, 40)])
+def test_resizing_is_torchs_own_antialiased_one(size: tuple[int, int]):
+    image = to_tensor(np.array(RGB))
+    out = torch.empty((1, 3, *size), dtype=torch.uint8, memory_format=torch.channels_last)
+    part = image[:, :, 3:40, 5:60]
+    resize_into(out, part, 37, 55)
+    assert torch.equal(out, interpolate(part, size, mode="bilinear", antialias=True))
+
+
+def test_a_random_box_has_the_area_and_the_aspect_it_should():
+    draws = np.random.Generator(np.random.Philox(0)).random((2000, 4))
+    boxes = np.array([random_box(375, 500, (0.08, 1.0), d.tolist()) for d in draws])
+    top, left, height, width = boxes.T
+    assert (top.min(), left.min()) == (0, 0)
+    assert (top + height).max() == 375
+    assert (left + width).max() == 500
+    area = height * width / (375 * 500)
+    assert 0.075 < area.min() < 0.1
+    assert area.max() > 0.9
+    assert abs(area.mean() - 0.53) < 0.03  # uniform in 0.08..1, but for those cut to the image
+    inside = (height < 375) & (width < 500)
+    aspect = (width / height)[inside]
+    assert 0.72 < aspect.min() < 0.8
+    assert 1.25 < aspect.max() < 1.38
+    assert abs(np.log(aspect).mean()) < 0.06  # the wide ones fit better into a wide image
+    small = np.array([random_box(375, 500, (0.2, 0.25), d.tolist()) for d in draws])
+    assert np.abs(small[:, 2] * small[:, 3] / (375 * 500) - 0.225).max() < 0.03
+
+
+@pytest.mark.parametrize("shape", [(64, 64), (45, 67), (67, 45), (300, 200), (20, 30)])
+def test_the_centre_is_that_of_the_resized_image(shape: tuple[int, int]):
+    pixels = smooth(*shape)
+    out = blank(32)
+    centre_into(out, open_picture(Image.fromarray(pixels)), jpeg_scaling=False)
+    scale = 32 / 0.875 / min(shape)
+    h, w = (max(32, round(side * scale)) for side in shape)
+    whole = interpolate(to_tensor(pixels), (h, w), mode="bilinear", antialias=True)
+    top, left = (h - 32) // 2, (w - 32) // 2
+    assert torch.equal(out, whole[:, :, top : top + 32, left : left + 32])
+
+
+def test_an_image_of_the_right_size_is_left_as_it_is():
+    pixels = smooth(32, 32)
+    out = blank(32)
+    centre_into(out, open_picture(Image.fromarray(pixels)), jpeg_scaling=True)
+    assert torch.equal(out, to_tensor(pixels))
+
+
+def test_shifting_by_half_the_draws_changes_nothing():
+    image = to_tensor(smooth(32, 32))
+    assert torch.equal(shifted(image, [0.5, 0.5]), image)
+    down = shifted(image, [0.0, 0.5])
+    assert torch.equal(down[:, :, 4:], image[:, :, :-4])
+    assert not down[:, :, :4].any()
+
+
+# ------------------------------------------------------------------ JPEG at a fraction of its size
+
+
+def test_a_crop_is_shrunk_only_as_long_as_it_stays_twice_as_large():
+    assert shrink_for((447, 448), (224, 224)) == 1
+    assert shrink_for((895, 2000), (224, 224)) == 1
+    assert shrink_for((896, 2000), (224, 224)) == 2
+    assert shrink_for((1792, 1792), (224, 224)) == 4
+    assert shrink_for((9999, 3584), (224, 224)) == 8
+
+
+@pytest.mark.parametrize("shape", [(1000, 1300), (901, 1403)])
+@pytest.mark.parametrize("crop", ["random", "none"])
+def test_a_scaled_jpeg_looks_like_the_whole_one(shape: tuple[int, int], crop: Any):
+    """The README's tolerance: 1 of 255 on average, where the image has detail at all scales."""
+    random = np.random.Generator(np.random.Philox(1))
+    fine = smooth(*shape).astype(np.int64) + random.integers(-20, 21, (*shape, 1))
+    photo = encoded(Image.fromarray(fine.clip(0, 255).astype(np.uint8)), "jpeg", quality=92)
+    augment = AugmentConfig(crop=crop)
+    shrunk = 0
+    for draws in random.random((6, 4)).tolist():
+        whole, scaled = blank(64), blank(64)
+        place_image(whole, open_picture(photo), augment, draws, jpeg_scaling=False)
+        place_image(scaled, open_picture(photo), augment, draws, jpeg_scaling=True)
+        difference = (whole.int() - scaled.int()).abs()
+        assert difference.float().mean() < 1.0
+        assert difference.max() < 16, difference.max()
+        shrunk += not torch.equal(whole, scaled)
+    assert shrunk

@@ -1,0 +1,196 @@
+"""What goes into each step: audited, counted, and alike on any number of workers and threads."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from processes import Group, WorkerError
+from tiny import EPOCHS, ROWS, STEPS_PER_EPOCH, TOTAL_STEPS, plain, run_tiny, tiny_config
+
+from raytrain_ddp.checkpoint.layout import read_history, run_storage
+from raytrain_ddp.config import TrainConfig
+from raytrain_ddp.data.plan import EpochOrder, Plan
+from raytrain_ddp.data.source import ArraySource
+from raytrain_ddp.inputs import AugmentConfig, DataConfig
+from raytrain_ddp.sections import LogConfig
+
+AUDITED = LogConfig(every_steps=1, tensorboard=False, audit=True)
+
+
+def audit_of(config: TrainConfig) -> list[str]:
+    """The hash of each step; asserts that none is missing or there twice."""
+    records = [r for r in read_history(run_storage(config)) if r["kind"] == "audit"]
+    assert [record["step"] for record in records] == list(range(1, len(records) + 1))
+    return [record["sha256"] for record in records]
+
+
+@pytest.fixture(scope="module")
+def audited(workers: Group, tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    """Of an undisturbed run in one process without a loader thread."""
+    folder = tmp_path_factory.mktemp("audited")
+    data = DataConfig(workers=0)
+    config = tiny_config(folder, "alone", log=AUDITED, data=data)
+    workers(1, run_tiny, plain(config))
+    hashes = audit_of(config)
+    assert len(set(hashes)) == TOTAL_STEPS
+    return hashes
+
+
+@pytest.mark.parametrize(("size", "threads"), [(1, 2), (2, 1), (3, 0), (3, 2)])
+def test_ids_and_pixels_of_each_step_are_alike_for_any_ranks_and_loader_threads(
+    size: int, threads: int, audited: list[str], workers: Group, tmp_path: Path
+):
+    data = DataConfig(workers=threads, prefetch=3)
+    config = tiny_config(tmp_path, "other", log=AUDITED, data=data)
+    workers(size, run_tiny, plain(config))
+    assert audit_of(config) == audited
+
+
+def test_a_run_stopped_killed_and_resized_has_the_audit_of_an_undisturbed_one(
+    audited: list[str], workers: Group, tmp_path: Path
+):
+    config = tiny_config(tmp_path, "disturbed", log=AUDITED)
+    workers(3, run_tiny, plain(config), None, 7)
+    with pytest.raises(WorkerError):
+        workers(2, run_tiny, plain(config), None, 0, 14)
+    workers(3, run_tiny, plain(config), None, 23)
+    workers(1, run_tiny, plain(config))
+    assert audit_of(config) == audited
+
+
+@pytest.mark.parametrize("change", [{"seed": 1}, {"data": DataConfig(shuffle="block")}])
+def test_another_seed_or_order_has_another_audit(
+    change: dict[str, Any], audited: list[str], workers: Group, tmp_path: Path
+):
+    config = tiny_config(tmp_path, "other", log=AUDITED, epochs=1, **change)
+    workers(1, run_tiny, plain(config))
+    assert not set(audit_of(config)) & set(audited)
+
+
+# ------------------------------------------------------------------ bad records
+
+BAD = [5, 6, 77, 78, 79, 200, 290]
+
+
+def skipped_by_step(config: TrainConfig) -> list[int]:
+    """What the log must say: bad rows met so far in the epoch, after each step of the first."""
+    plan = Plan(ROWS, config.slots, config.micro_batch)
+    order = EpochOrder(ArraySource({"x": np.zeros(ROWS)}, 16).blocks, "full", config.seed, 0)
+    met, totals = 0, []
+    for step in range(STEPS_PER_EPOCH):
+        rows = [r for slot in range(config.slots) for r in order.read(*plan.span(step, slot))]
+        met += len(set(rows) & set(BAD))
+        totals.append(met)
+    return totals
+
+
+def trained(config: TrainConfig) -> list[dict[str, Any]]:
+    return [r for r in read_history(run_storage(config)) if r["kind"] == "train"]
+
+
+def test_fault_20_skipped_records_are_counted_alike_on_any_ranks_and_after_a_restart(
+    workers: Group, tmp_path: Path
+):
+    data = DataConfig(workers=1, bad_records="skip", max_bad=len(BAD))
+    options = {"bad_rows": BAD}
+    config = tiny_config(tmp_path, "three", data=data)
+    ran = workers(3, run_tiny, plain(config), options)
+    skipped = [record["skipped"] for record in trained(config)]
+    assert skipped[:STEPS_PER_EPOCH] == skipped_by_step(config)
+    assert skipped[STEPS_PER_EPOCH - 1 :: STEPS_PER_EPOCH] == [len(BAD)] * EPOCHS
+    seen = [r for w in ran for step, rows in w.seen if step <= STEPS_PER_EPOCH for r in rows]
+    assert sorted([*seen, *BAD]) == list(range(ROWS))
+
+    stopped = replace(config, name="stopped")
+    for stop in (4, 15, 0):
+        workers(3, run_tiny, plain(stopped), options, stop)
+    assert [r["skipped"] for r in trained(stopped)] == skipped
+    assert [r["loss"] for r in trained(stopped)] == [r["loss"] for r in trained(config)]
+
+    alone = replace(config, name="alone")
+    workers(1, run_tiny, plain(alone), options)
+    assert [r["skipped"] for r in trained(alone)] == skipped
+    losses = [[r["loss"] for r in trained(c)[:6]] for c in (config, alone)]
+    assert losses[0] == pytest.approx(losses[1], rel=1e-5)
+
+
+def test_fault_20_the_loss_of_a_step_is_the_mean_over_the_samples_that_are_left(
+    workers: Group, tmp_path: Path
+):
+    """Slots that lost different numbers of samples still count by sample, not by slot."""
+    data = DataConfig(workers=0, bad_records="skip", max_bad=ROWS)
+    config = tiny_config(tmp_path, "bad", data=data, epochs=1)
+    plan = Plan(ROWS, config.slots, config.micro_batch)
+    order = EpochOrder(ArraySource({"x": np.zeros(ROWS)}, 16).blocks, "full", config.seed, 0)
+    first = [order.read(*plan.span(0, slot)).tolist() for slot in range(config.slots)]
+    bad = [*first[0], *first[1][:5]]  # a slot without samples, one with three
+    options = {"bad_rows": bad, "norm": False}
+    workers(3, run_tiny, plain(config), options)
+    left = [r for rows in first for r in rows if r not in bad]
+    assert trained(config)[0]["skipped"] == len(bad)
+    assert trained(config)[0]["loss"] == pytest.approx(workers(1, first_loss, left)[0], rel=1e-6)
+
+
+def first_loss(rank: int, size: int, rows: list[int]) -> float:
+    """The mean loss of an untrained network over some rows."""
+    import torch
+    from tiny import CLASSES, TinyNet, tiny_arrays
+    from torch.nn.functional import cross_entropy
+
+    assert (rank, size, CLASSES) == (0, 1, 5)
+    torch.manual_seed(0)
+    arrays = tiny_arrays(ROWS, 0)
+    logits = TinyNet(norm=False)(torch.from_numpy(arrays["x"][rows]))
+    return cross_entropy(logits, torch.from_numpy(arrays["y"][rows])).item()
+
+
+def test_fault_20_more_bad_records_than_allowed_end_the_run_in_the_same_step(
+    workers: Group, tmp_path: Path
+):
+    data = DataConfig(workers=1, bad_records="skip", max_bad=3)
+    config = tiny_config(tmp_path, "too-many", data=data)
+    with pytest.raises(WorkerError, match=r"4 bad records by step|5 bad records by step") as caught:
+        workers(3, run_tiny, plain(config), {"bad_rows": BAD})
+    assert "data.max_bad = 3" in str(caught.value)
+    over = next(step for step, n in enumerate(skipped_by_step(config), 1) if n > 3)
+    assert [record["step"] for record in trained(config)] == list(range(1, over))
+
+
+# ------------------------------------------------------------------ repeated augmentation
+
+
+def test_repeated_augmentation_is_the_same_on_any_ranks(workers: Group, tmp_path: Path):
+    augment = AugmentConfig(repeats=2)
+    hashes = []
+    for size in (1, 3):
+        config = tiny_config(tmp_path, f"of-{size}", log=AUDITED, augment=augment, epochs=1)
+        ran = workers(size, run_tiny, plain(config))
+        seen = sorted(r for worker in ran for _, rows in worker.seen for r in rows)
+        assert seen == sorted([*range(ROWS)] * 2)
+        hashes.append(audit_of(config))
+    assert hashes[0] == hashes[1]
+    assert len(hashes[0]) == 2 * STEPS_PER_EPOCH - 1  # 582 samples in 4 lanes of 145 and 146
+
+
+@pytest.mark.gpu
+def test_slots_reach_the_gpu_whole_while_it_is_busy():
+    """The copy has a stream of its own; the training's stream waits for it."""
+    import torch
+
+    from raytrain_ddp.data.loader import Slot
+    from raytrain_ddp.training.feed import on_device
+
+    device = torch.device("cuda", 0)
+    move = on_device(device)
+    weights = torch.randn(2048, 2048, device=device)
+    for step in range(20):
+        host = torch.full((64, 3, 224, 224), step, dtype=torch.uint8).pin_memory()
+        for _ in range(20):
+            weights = (weights @ weights).tanh()  # the device is behind the host
+        (slot,) = move([Slot(step, 0, 64, 64, {"image": host})])
+        assert slot.batch["image"].device == device
+        assert bool((slot.batch["image"] == step).all())

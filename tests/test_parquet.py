@@ -1,0 +1,525 @@
+"""Where Parquet files are found, and what is read from them."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from PIL import Image
+
+from raytrain_ddp.data import parquet as parquet_module
+from raytrain_ddp.data import shard as shard_module
+from raytrain_ddp.data.locate import locate
+from raytrain_ddp.data.parquet import ParquetImages
+from raytrain_ddp.data.plan import EpochOrder, Plan
+from raytrain_ddp.data.source import BadRecord
+from raytrain_ddp.errors import DataError
+from raytrain_ddp.inputs import DataConfig
+
+ROWS_PER_GROUP = 4
+
+
+def png(seed: int) -> bytes:
+    """A picture of noise."""
+    random = np.random.Generator(np.random.Philox(seed))
+    content = io.BytesIO()
+    Image.fromarray(random.integers(0, 256, (12, 10, 3), np.uint8)).save(content, "png")
+    return content.getvalue()
+
+
+def write_parquet(path: Path, columns: dict[str, Any], **options: Any) -> str:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    options = {"row_group_size": ROWS_PER_GROUP, "write_page_checksum": True, **options}
+    pq.write_table(pa.table(columns), path, **options)
+    return str(path)
+
+
+def hugging_face(images: Sequence[bytes | None], paths: Sequence[str | None] = ()) -> pa.Array:
+    """A column as `datasets` writes it."""
+    paths = [*paths, *[None] * (len(images) - len(paths))]
+    records = [{"bytes": b, "path": p} for b, p in zip(images, paths, strict=True)]
+    return pa.array(records, pa.struct([("bytes", pa.binary()), ("path", pa.string())]))
+
+
+def write_images(path: Path, rows: int, first: int = 0, **options: Any) -> str:
+    """Row r of all files has picture r and label r."""
+    ids = range(first, first + rows)
+    columns = {"image": hugging_face([png(i) for i in ids]), "label": list(ids)}
+    return write_parquet(path, columns, **options)
+
+
+def opened(*paths: str, **fields: Any) -> ParquetImages:
+    return ParquetImages(paths, DataConfig(**fields))
+
+
+def all_of(source: ParquetImages) -> list[tuple[Any, int]]:
+    return source.read(np.arange(source.blocks.sum()))
+
+
+def touch(root: Path, *names: str) -> Path:
+    for name in names:
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).touch()
+    return root
+
+
+# ------------------------------------------------------------------ locate
+
+
+@pytest.mark.parametrize("train", ["train-00000-of-00002.parquet", "a/train.parquet", "x.parquet"])
+@pytest.mark.parametrize(
+    "test",
+    [
+        *("test-00000-of-00001.parquet", "val.parquet", "validation_0.parquet"),
+        *("Test.parquet", "valid/part-0.parquet", "a/eval/train.parquet"),
+    ],
+)
+def test_parquet_files_are_split_by_their_names_or_folders(train: str, test: str, tmp_path: Path):
+    source = str(touch(tmp_path, train, test, ".cache/other.parquet"))
+    for_training, for_evaluation = locate(source, None)
+    assert for_training.paths == (str(tmp_path / train),)
+    assert for_evaluation is not None
+    assert for_evaluation.paths == (str(tmp_path / test),)
+    assert (for_training.split, for_evaluation.split) == ("train", "eval")
+
+
+def test_the_folder_of_a_data_set_may_have_any_name(tmp_path: Path):
+    source = touch(tmp_path / "test", "train-0.parquet", "test-0.parquet")
+    for written in (str(source), f"file://{source}"):
+        train, evaluation = locate(written, None)
+        assert [Path(path).name for path in train.paths] == ["train-0.parquet"]
+        assert evaluation is not None
+        assert [Path(path).name for path in evaluation.paths] == ["test-0.parquet"]
+
+
+def test_a_file_or_a_pattern_of_files_can_be_named(tmp_path: Path):
+    touch(tmp_path, "b.parquet", "a.parquet", "test.parquet", "c.txt")
+    train, evaluation = locate(str(tmp_path / "*.parquet"), None)
+    assert [Path(path).name for path in train.paths] == ["a.parquet", "b.parquet"]
+    assert evaluation is not None
+    train, evaluation = locate(str(tmp_path / "b.parquet"), None)
+    assert (train.paths, evaluation) == ((str(tmp_path / "b.parquet"),), None)
+    train, evaluation = locate(str(tmp_path / "a.parquet"), str(tmp_path / "b.parquet"))
+    assert evaluation is not None
+    assert evaluation.paths == (str(tmp_path / "b.parquet"),)
+
+
+def test_class_folders_are_found_with_and_without_splits(tmp_path: Path):
+    root = touch(tmp_path, "train/cat/0.png", "val/cat/0.png", "test/cat/0.png")
+    train, evaluation = locate(str(root), None)
+    assert (train.kind, train.paths) == ("folder", (str(root / "train"),))
+    assert evaluation is not None
+    assert evaluation.paths == (str(root / "test"),)
+    train, evaluation = locate(str(root / "train"), None)
+    assert (train.paths, evaluation) == ((str(root / "train"),), None)
+    train, evaluation = locate(str(root / "train"), str(root / "val"))
+    assert evaluation is not None
+    assert evaluation.paths == (str(root / "val"),)
+
+
+def test_fault_17_what_is_not_there_is_named_with_its_field(tmp_path: Path):
+    (tmp_path / "empty").mkdir()
+    touch(tmp_path / "only", "test.parquet")
+    touch(tmp_path / "folders", "val/cat/0.png")
+    for source, eval_source, told in (
+        (str(tmp_path / "no"), None, "data.source"),
+        (str(tmp_path / "*.parquet"), None, "no file matches"),
+        (str(tmp_path / "empty"), None, "holds neither"),
+        (str(tmp_path / "only"), None, "for evaluation only"),
+        (str(tmp_path / "folders"), None, "for evaluation only"),
+        ("digits", str(tmp_path / "no"), "data.eval_source"),
+    ):
+        with pytest.raises(DataError, match=told) as caught:
+            locate(source, eval_source)
+        assert (eval_source or source) in str(caught.value)
+
+
+def converted(root: Path, **changes: Any) -> Path:
+    """A folder as `convert` leaves it; the files hold their names."""
+    names = {"b.parquet": "train", "a.parquet": "train", "c.parquet": "validation"}
+    for name in names:
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).write_text(name)
+    files = [{"path": name, "split": split, "bytes": 9} for name, split in names.items()]
+    told = {"format": "raytrain_ddp", "version": 1, "files": files, **changes}
+    (root / "dataset.json").write_text(json.dumps(told))
+    return root
+
+
+def test_a_converted_data_set_has_the_files_that_its_list_says(tmp_path: Path):
+    root = converted(tmp_path)
+    (root / "surplus.parquet").touch()
+    train, evaluation = locate(str(root), None)
+    assert train.paths == (str(root / "b.parquet"), str(root / "a.parquet"))
+    assert evaluation is not None
+    assert evaluation.paths == (str(root / "c.parquet"),)
+    (root / "dataset.json").write_text('{"format": "of others"}')
+    assert len(locate(str(root), None)[0].paths) == 4
+
+
+def test_fault_17_and_18_all_missing_and_cut_off_files_of_a_converted_set_are_named(tmp_path: Path):
+    root = converted(tmp_path)
+    (root / "a.parquet").unlink()
+    (root / "c.parquet").write_text("short")
+    with pytest.raises(DataError) as caught:
+        locate(str(root), None)
+    told = str(caught.value)
+    assert "2 of 3 files" in told
+    assert "a.parquet is missing" in told
+    assert "c.parquet has 5 bytes, not 9" in told
+    assert "b.parquet" not in told
+    assert "\n" not in told
+
+
+@pytest.mark.parametrize(
+    ("changes", "told"),
+    [
+        ({"version": 2}, "version 2"),
+        ({"files": [{"path": "a.parquet"}]}, "damaged"),
+        ({"files": [{"path": "../x", "split": "train", "bytes": 9}]}, r"\.\./x is missing"),
+    ],
+)
+def test_a_list_of_files_that_makes_no_sense_is_refused(
+    changes: dict[str, Any], told: str, tmp_path: Path
+):
+    (tmp_path / "x").write_text("123456789")
+    with pytest.raises(DataError, match=told):
+        locate(str(converted(tmp_path / "set", **changes)), None)
+    (tmp_path / "set" / "dataset.json").write_text("{")
+    with pytest.raises(DataError, match="damaged"):
+        locate(str(tmp_path / "set"), None)
+
+
+# ------------------------------------------------------------------ what is read
+
+
+def test_the_bundled_digits_are_1437_and_360_images_of_ten_classes():
+    train, evaluation = locate("digits", None)
+    assert evaluation is not None
+    digits, test = opened(*train.paths), opened(*evaluation.paths)
+    assert (digits.blocks.sum(), test.blocks.sum()) == (1437, 360)
+    assert digits.class_names == test.class_names == list("0123456789")
+    rows, others = all_of(digits), all_of(test)
+    for records in (rows, others):
+        assert set(np.bincount([label for _, label in records]) > 0.08 * len(records)) == {True}
+    # The 1797 scans are all different but for a few; no image is on both sides of the split.
+    assert not {image for image, _ in rows} & {image for image, _ in others}
+    assert Image.open(io.BytesIO(rows[0][0])).size == (8, 8)
+
+
+def test_rows_of_several_files_and_row_groups_are_read_in_the_order_asked_for(tmp_path: Path):
+    images = [png(i) for i in range(11)]
+    one = write_parquet(tmp_path / "1.parquet", {"image": images[:6], "label": list(range(6))})
+    columns = {"image": hugging_face(images[6:]), "label": pa.array(range(6, 11), pa.uint8())}
+    two = write_parquet(tmp_path / "2.parquet", columns)
+    source = opened(one, two)
+    assert source.blocks.tolist() == [4, 2, 4, 1]
+    asked = [10, 0, 5, 6, 5, 3]
+    assert source.read(np.array(asked)) == [(images[row], row) for row in asked]
+    assert source.class_names == [str(label) for label in range(11)]
+    assert source.where(5) == f"{one}, row group 1, row 1"
+    assert source.where(6) == f"{two}, row group 0, row 0"
+
+
+STRUCTS = [
+    pa.struct([("bytes", pa.binary()), ("path", pa.string())]),
+    pa.struct([("path", pa.large_string()), ("bytes", pa.large_binary()), ("more", pa.int8())]),
+    pa.struct([("bytes", pa.binary())]),
+]
+
+
+@pytest.mark.parametrize(
+    "kind", [*STRUCTS, pa.binary(), pa.large_binary(), pa.binary_view()], ids=str
+)
+@pytest.mark.parametrize("options", [{}, {"data_page_version": "2.0", "use_dictionary": False}])
+def test_all_kinds_of_columns_have_the_same_images(
+    kind: pa.DataType, options: dict[str, Any], tmp_path: Path
+):
+    images = [png(i) for i in range(9)]
+    records = images if not pa.types.is_struct(kind) else [{"bytes": image} for image in images]
+    columns = {"image": pa.array(records, kind), "label": list(range(9))}
+    source = opened(write_parquet(tmp_path / "x.parquet", columns, **options))
+    assert all_of(source) == [(image, row) for row, image in enumerate(images)]
+
+
+@pytest.mark.parametrize(
+    "labels",
+    [
+        *(pa.array([1, 0, 2], kind) for kind in (pa.int8(), pa.uint8(), pa.uint64(), pa.int64())),
+        pa.DictionaryArray.from_arrays(pa.array([1, 0, 2], pa.int32()), pa.array([0, 1, 2])),
+    ],
+    ids=lambda labels: str(labels.type).partition("<")[0],
+)
+@pytest.mark.parametrize("write_statistics", [True, False])
+def test_all_kinds_of_integers_are_labels(labels: pa.Array, write_statistics: bool, tmp_path: Path):
+    columns = {"image": [png(i) for i in range(3)], "label": labels}
+    path = write_parquet(tmp_path / "x.parquet", columns, write_statistics=write_statistics)
+    source = opened(path)
+    assert [label for _, label in all_of(source)] == [1, 0, 2]
+    assert source.class_names == ["0", "1", "2"]
+
+
+def test_columns_may_have_other_names_and_neighbours(tmp_path: Path):
+    columns = {"label": ["x", "y"], "image.bytes": [png(0), png(1)], "class": [1, 0]}
+    path = write_parquet(tmp_path / "x.parquet", columns)
+    source = opened(path, image_column="image.bytes", label_column="class")
+    assert all_of(source) == [(png(0), 1), (png(1), 0)]
+
+
+def with_class_names(path: Path, names: list[str], labels: list[int]) -> str:
+    features = {"label": {"names": names, "_type": "ClassLabel"}}
+    metadata = {"huggingface": json.dumps({"info": {"features": features}})}
+    table = pa.table({"image": [png(0)] * len(labels), "label": pa.array(labels, pa.int64())})
+    pq.write_table(table.replace_schema_metadata(metadata), path)
+    return str(path)
+
+
+def test_class_names_come_from_the_hugging_face_features(tmp_path: Path):
+    one = with_class_names(tmp_path / "1.parquet", ["cat", "dog", "owl"], [0])
+    assert opened(one).class_names == ["cat", "dog", "owl"]
+    two = with_class_names(tmp_path / "2.parquet", ["dog", "cat", "owl"], [0])
+    with pytest.raises(DataError, match=r"2\.parquet: its class names \(dog, cat, owl\)"):
+        opened(one, two)
+
+
+def test_images_are_read_from_the_files_that_only_their_paths_tell_of(tmp_path: Path):
+    for name in ("beside.png", "folder/below.png", "far/away.png"):
+        (tmp_path / "set" / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "set" / name).write_bytes(name.encode())
+    paths = ["beside.png", "folder/below.png", str(tmp_path / "set/far/away.png"), "gone.png", None]
+    column = hugging_face([None, None, None, None, None, png(5), png(6)], [*paths, "ignored.png"])
+    columns = {"image": column, "label": [0] * 7}
+    source = opened(write_parquet(tmp_path / "set" / "x.parquet", columns))
+    images = [image for image, _ in all_of(source)]
+    assert images[:3] == [b"beside.png", b"folder/below.png", b"far/away.png"]
+    assert images[5:] == [png(5), png(6)]
+    assert [type(image) for image in images[3:5]] == [BadRecord, BadRecord]
+    assert "gone.png: no such file" in str(images[3])
+    assert "null" in str(images[4])
+    only_paths = pa.array([{"path": "beside.png"}], pa.struct([("path", pa.string())]))
+    path = write_parquet(tmp_path / "set" / "y.parquet", {"image": only_paths, "label": [0]})
+    assert all_of(opened(path)) == [(b"beside.png", 0)]
+
+
+def test_a_null_image_is_a_bad_record(tmp_path: Path):
+    for kind, good in ((pa.binary(), png(0)), (STRUCTS[0], {"bytes": png(0), "path": "x"})):
+        columns = {"image": pa.array([good, None], kind), "label": [0, 1]}
+        first, (bad, label) = all_of(opened(write_parquet(tmp_path / "x.parquet", columns)))
+        assert first == (png(0), 0)
+        assert isinstance(bad, BadRecord)
+        assert label == 1
+
+
+@pytest.mark.parametrize(("limit", "expected"), [(10**4, True), (10**6, False)])
+def test_blocks_are_preferred_from_a_size_of_all_images_on(
+    limit: int, expected: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    paths = [write_images(tmp_path / f"{i}.parquet", 20, use_dictionary=False) for i in range(2)]
+    monkeypatch.setattr(parquet_module, "_BLOCKS_FROM_BYTES", limit)
+    assert opened(*paths).prefers_blocks is expected
+
+
+def test_row_groups_larger_than_an_arrow_array_are_read_in_parts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    path = write_images(tmp_path / "x.parquet", 40, row_group_size=30)
+    monkeypatch.setattr(shard_module, "_BATCH_BYTES", 3 * len(png(0)))
+    assert all_of(opened(path)) == [(png(i), i) for i in range(40)]
+
+
+@pytest.mark.parametrize("threads", [1, 3])
+def test_row_groups_are_read_once_per_lane(threads: int, tmp_path: Path):
+    rows, blocks, window, plan = 160, 40, 2, Plan(160, slots=3, micro_batch=5)
+    random = np.random.default_rng(0)
+    columns = {"image": [random.bytes(30_000) for _ in range(rows)], "label": [0] * rows}
+    path = write_parquet(tmp_path / "x.parquet", columns, use_dictionary=False)
+    source = opened(path, memory_mib=1)  # of 4.8
+    expected = dict(enumerate(columns["image"]))
+    for epoch in range(2):
+        order = EpochOrder(source.blocks, "block", 7, epoch, window)
+        parts = [
+            order.read(*plan.span(k, j)) for k in range(plan.steps_per_epoch) for j in range(3)
+        ]
+        with ThreadPoolExecutor(threads) as pool:
+            futures = []
+            for number, part in enumerate(parts):
+                for later in parts[number + 1 : number + 4]:
+                    source.ahead(later)
+                futures.append(pool.submit(source.read, part))
+                if number >= threads:
+                    futures[number - threads].result()
+        seen = np.concatenate(parts).tolist()
+        records = [record for future in futures for record in future.result()]
+        assert [image for image, _ in records] == [expected[row] for row in seen]
+        assert sorted(seen) == list(range(rows))
+    loads, reloads = source.reads
+    borders = (plan.slots - 1) * window  # two lanes share the blocks of a window
+    assert blocks * 2 <= loads <= (blocks + borders) * 2
+    assert reloads <= borders * 2
+    source.close()
+
+
+def test_many_files_are_opened_without_keeping_them_open(tmp_path: Path):
+    first = write_images(tmp_path / "0.parquet", 5)
+    paths = [first, *(str(shutil.copy(first, tmp_path / f"{i}.parquet")) for i in range(1, 60))]
+    before = len(os.listdir("/proc/self/fd"))
+    source = opened(*paths)
+    assert len(all_of(source)) == 300
+    assert len(os.listdir("/proc/self/fd")) == before
+
+
+def test_opening_needs_no_torch(tmp_path: Path):
+    path = write_images(tmp_path / "x.parquet", 1)
+    code = (
+        "import sys\nfrom raytrain_ddp.data.locate import locate\n"
+        "from raytrain_ddp.data.parquet import ParquetImages\n"
+        "from raytrain_ddp.inputs import DataConfig\n"
+        f"ParquetImages(locate({path!r}, None)[0].paths, DataConfig())\n"
+        "assert not {'torch', 'ray', 'fsspec'} & set(sys.modules)"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+# ------------------------------------------------------------------ what is refused
+
+
+@pytest.mark.parametrize(
+    ("columns", "told"),
+    [
+        ({"img": [b""], "label": [0]}, ["no column 'image'", "img", "--data.image-column"]),
+        ({"image": [b""], "labels": [0]}, ["no column 'label'", "'labels'", "--data.label-column"]),
+        ({"image": ["text"], "label": [0]}, ["'image' is string", "binary"]),
+        ({"image": [{"a": 1}], "label": [0]}, ["'image' is struct", "binary"]),
+        ({"image": [b""], "label": [0.5]}, ["'label' is double", "integers"]),
+        ({"image": [b""], "label": ["cat"]}, ["'label' is string", "integers"]),
+        ({"image": pa.array([], pa.binary()), "label": pa.array([], pa.int64())}, ["0 rows"]),
+    ],
+)
+def test_fault_21_and_22_columns_that_cannot_be_right_are_refused_when_opened(
+    columns: dict[str, Any], told: list[str], tmp_path: Path
+):
+    good = write_images(tmp_path / "good.parquet", 1)
+    path = write_parquet(tmp_path / "x.parquet", columns)
+    for paths in ([path], [good, path])[: 1 if "0 rows" in told else 2]:
+        with pytest.raises(DataError) as caught:
+            opened(*paths)
+        assert [word for word in [path, *told] if word not in str(caught.value)] == []
+
+
+@pytest.mark.parametrize("write_statistics", [True, False])
+@pytest.mark.parametrize(
+    ("bad", "told"),
+    [
+        (None, "row group 1, row 2: label is null"),
+        (-1, "row group 1, row 2: label -1 is not in 0 to 2"),
+        (3, "row group 1, row 2: label 3 is not in 0 to 2"),
+    ],
+)
+def test_fault_21_a_label_that_is_no_class_is_named_before_the_first_step(
+    write_statistics: bool, bad: int | None, told: str, tmp_path: Path
+):
+    names = with_class_names(tmp_path / "0.parquet", ["cat", "dog", "owl"], [0])
+    labels = pa.array([0, 1, 2, 0, 1, 2, bad, 0], pa.int64())
+    path = write_parquet(
+        tmp_path / "x.parquet",
+        {"image": [png(0)] * 8, "label": labels},
+        write_statistics=write_statistics,
+    )
+    if write_statistics:
+        with pytest.raises(DataError, match=told) as caught:
+            opened(names, path)
+    else:  # the row group is not given out
+        source = opened(names, path)
+        assert len(source.read(np.arange(1, 5))) == 4
+        with pytest.raises(DataError, match=told) as caught:
+            source.read(np.array([5]))
+    assert path in str(caught.value)
+
+
+def test_fault_17_all_missing_files_are_named(tmp_path: Path):
+    good = write_images(tmp_path / "good.parquet", 1)
+    gone = [str(tmp_path / f"{name}.parquet") for name in "ab"]
+    with pytest.raises(DataError, match="2 of 3 files") as caught:
+        opened(gone[0], good, gone[1])
+    assert all(f"{path}: no such file" in str(caught.value) for path in gone)
+    assert good not in str(caught.value)
+
+
+@pytest.mark.parametrize("change", ["vanishes", "is cut off", "is another"])
+def test_fault_17_and_18_a_file_that_changes_while_it_is_read_is_a_data_error(
+    change: str, tmp_path: Path
+):
+    path = write_images(tmp_path / "x.parquet", 8)
+    source = opened(path)
+    assert source.read(np.array([0]))[0][1] == 0
+    if change == "vanishes":
+        Path(path).unlink()
+    elif change == "is cut off":
+        os.truncate(path, 1000)
+    else:
+        write_images(Path(path), 9, first=100)
+    with pytest.raises(DataError, match=r"x\.parquet, row group 1: cannot be read"):
+        source.read(np.array([4]))
+
+
+@pytest.mark.parametrize("kept", [0, 3, 12, 100, 0.5, -1])
+def test_fault_18_a_truncated_file_is_a_data_error(kept: float, tmp_path: Path):
+    path = write_images(tmp_path / "x.parquet", 5)
+    content = Path(path).read_bytes()
+    Path(path).write_bytes(content[: int(kept * len(content)) if 0 < kept < 1 else int(kept)])
+    with pytest.raises(DataError, match=r"x\.parquet: not a readable Parquet file"):
+        opened(path)
+
+
+def test_fault_19_no_flipped_bit_in_a_needed_page_goes_unnoticed(tmp_path: Path):
+    path = write_images(tmp_path / "x.parquet", 8, use_dictionary=False, compression="none")
+    expected, source = all_of(opened(path)), opened(path)
+    content = Path(path).read_bytes()
+    group = pq.read_metadata(path).row_group(0)
+    columns = {group.column(i).path_in_schema: group.column(i) for i in range(group.num_columns)}
+    random = np.random.default_rng(0)
+
+    def flipped(start: int, stop: int) -> list[Any] | str:
+        """What reading gives, or says, with one bit between the two bytes flipped."""
+        damaged = bytearray(content)
+        damaged[random.integers(start, stop)] ^= 1 << random.integers(8)
+        Path(path).write_bytes(damaged)
+        try:
+            return opened(path).read(np.arange(8))
+        except DataError as error:
+            return str(error)
+
+    images = content.index(png(0)), content.index(png(3)) + len(png(3))
+    noticed = [flipped(*images) for _ in range(60)]
+    assert all("x.parquet, row group 0" in result for result in noticed)
+    for name in ("image.bytes", "label"):  # with the pages' headers, which have no checksum
+        start = columns[name].data_page_offset
+        results = [flipped(start, start + columns[name].total_compressed_size) for _ in range(60)]
+        assert all(isinstance(result, str) or result == expected for result in results)
+        assert any(isinstance(result, str) for result in results)
+    start = columns["image.path"].data_page_offset
+    for _ in range(10):
+        assert flipped(start, start + columns["image.path"].total_compressed_size) == expected
+    Path(path).write_bytes(content)
+    assert all_of(source) == expected
+
+
+def test_fault_29_the_fingerprint_changes_with_the_data_and_not_with_their_place(tmp_path: Path):
+    def fingerprint(folder: str, rows: int, first: int = 0) -> str:
+        path = write_images(tmp_path / folder / "x.parquet", rows, first)
+        return opened(path).fingerprint()
+
+    assert fingerprint("a", 3) == fingerprint("b", 3)
+    assert len({fingerprint("a", 3), fingerprint("a", 4), fingerprint("a", 3, first=1)}) == 3

@@ -1,0 +1,300 @@
+"""URIs: what they open, what is shown of them; Parquet files in object stores."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import fsspec
+import numpy as np
+import pyarrow.parquet as pq
+import pytest
+from s3 import S3, s3_server
+from test_parquet import all_of, converted, hugging_face, opened, png, write_images, write_parquet
+
+from raytrain_ddp.data import locate as locate_module
+from raytrain_ddp.data import shard as shard_module
+from raytrain_ddp.data.locate import locate
+from raytrain_ddp.data.source import BadRecord
+from raytrain_ddp.errors import ConfigError, DataError, PreflightError
+from raytrain_ddp.uri import (
+    answer_within,
+    attempt,
+    open_uri,
+    reason_of,
+    uri_beside,
+    without_secrets,
+)
+
+SECRET = "hunter2"
+
+
+@pytest.fixture(scope="module")
+def s3() -> Iterator[S3]:
+    with s3_server() as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def pictures(s3: S3, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """pictures/ in the bucket and on this disk: 20, 11 and 5 rows, the last ones to evaluate."""
+    root = tmp_path_factory.mktemp("pictures")
+    write_images(root / "train" / "0.parquet", 20)
+    write_images(root / "train" / "1.parquet", 11, first=20)
+    write_images(root / "test" / "0.parquet", 5)
+    s3.put_folder(root, "pictures")
+    return root
+
+
+@pytest.fixture(autouse=True)
+def no_patience(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shard_module, "RETRY_S", (0.01, 0.01))
+
+
+# ------------------------------------------------------------------ URIs
+
+
+def test_paths_and_uris_are_opened_and_written_back():
+    for uri, path in (
+        ("/a/b c.parquet", "/a/b c.parquet"),
+        ("file:///a/b%20c", "/a/b c"),
+        ("file:///", "/"),
+        ("s3://bucket?region=x", "bucket"),
+        ("s3://bucket/?region=x", "bucket"),
+        ("s3://bucket/a%20b/c%2Bd/?region=x", "bucket/a b/c+d"),
+        ("s3://key:secret@bucket/a?region=x", "bucket/a"),
+        ("memory://a/b c", "/a/b c"),
+    ):
+        fs, found = open_uri(uri)
+        assert found == path
+        if "://" in uri and not uri.startswith("file"):
+            beside = uri_beside(uri, f"{path}/x y?z")
+            assert open_uri(beside)[1] == f"{path}/x y?z"
+            assert open_uri(beside)[0].equals(fs)
+    assert "key:secret@" in uri_beside("s3://key:secret@bucket/a?region=x", "bucket/b")
+
+
+def test_a_scheme_that_nothing_knows_or_whose_package_is_missing_is_a_config_error(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    with pytest.raises(ConfigError, match=r"^foo://bucket/x: no file system is known for foo://"):
+        open_uri(f"foo://user:{SECRET}@bucket/x")
+
+    def missing(uri: str) -> Any:
+        raise ImportError("Install adlfs to access Azure")
+
+    monkeypatch.setattr(fsspec.core, "url_to_fs", missing)
+    with pytest.raises(ConfigError, match=r"^abfs://x: a package is missing: Install adlfs"):
+        open_uri("abfs://x")
+
+
+def test_fault_45_neither_names_nor_reasons_hold_secrets():
+    assert without_secrets("hf://datasets/a/b@main/x?y") == "hf://datasets/a/b@main/x"
+    uri = f"s3://KEY:{SECRET}/more@bucket/folder/x?token=se%2Fcret&region=eu"
+    for text in (uri, f"port {SECRET}", "no se/cret", "no se%2Fcret", "Key", "MORE\nx"):
+        assert reason_of(uri, ValueError(text)) == "ValueError"
+    assert reason_of(uri, OSError(f"{SECRET}: AWS Error NO_ACCESS [key]")) == "AWS Error NO_ACCESS"
+    assert (
+        reason_of(uri, OSError("bucket/folder/x is cut off.\nmore")) == "bucket/folder/x is cut off"
+    )
+    assert reason_of("/a/b", OSError("/a/b?c=d gone")) == "/a/b?c=d gone"
+
+
+def test_who_does_not_answer_is_left_behind():
+    gate = threading.Event()
+    assert isinstance(answer_within(0.02, gate.wait), TimeoutError)
+    gate.set()
+    assert answer_within(20.0, lambda: 7) == 7
+    assert isinstance(answer_within(20.0, lambda: 1 // 0), ZeroDivisionError)
+    assert attempt(lambda: 7) == 7
+
+
+# ------------------------------------------------------------------ found in a store
+
+
+def names(found: Any) -> list[str]:
+    assert found is not None
+    return [without_secrets(path).partition("bucket/")[2] for path in found.paths]
+
+
+def test_a_folder_file_or_pattern_of_a_store_is_located_as_on_disk(s3: S3, pictures: Path):
+    train, evaluation = locate(s3.uri("pictures"), None)
+    assert names(train) == ["pictures/train/0.parquet", "pictures/train/1.parquet"]
+    assert names(evaluation) == ["pictures/test/0.parquet"]
+    assert (train.kind, train.split) == ("parquet", "train")
+    train, evaluation = locate(s3.uri("pictures/*/0.parquet"), None)
+    assert (names(train), names(evaluation)) == (
+        ["pictures/train/0.parquet"],
+        ["pictures/test/0.parquet"],
+    )
+    assert len(names(locate(s3.uri("**/train/[01].parquet"), None)[0])) == 2
+    train, evaluation = locate(s3.uri("pictures/train/0.parquet"), s3.uri("pictures/test"))
+    assert (names(train), names(evaluation)) == (
+        ["pictures/train/0.parquet"],
+        ["pictures/test/0.parquet"],
+    )
+
+
+def test_a_store_is_asked_for_one_list(s3: S3, pictures: Path):
+    s3.requests()
+    locate(s3.uri("pictures"), None)
+    lists = [r for r in s3.requests() if "list-type" in r.query and "max-keys=1000" in r.query]
+    assert len(lists) == 1
+
+
+def test_fault_17_what_is_not_in_a_store_is_named_without_secrets(s3: S3, pictures: Path):
+    s3.put("texts/readme.txt", b"no pictures")
+    for path, told in (
+        ("nothing", "no such file or folder"),
+        ("pictures/*.parquet", "no file matches"),
+        ("pictures/*est/*.parquet", "for evaluation only"),
+        ("texts", "no Parquet files"),
+    ):
+        uri = s3.uri(path).replace("s3://", f"s3://KEY:{SECRET}@")
+        with pytest.raises(DataError, match=told) as caught:
+            locate(uri, None)
+        assert f"data.source = 's3://bucket/{path}'" in str(caught.value)
+        for error in (caught.value, caught.value.__context__):
+            assert SECRET not in str(error)
+            assert "endpoint" not in str(error)
+
+
+def test_fault_17_all_missing_files_of_a_converted_set_in_a_store_are_named(s3: S3, tmp_path: Path):
+    s3.put_folder(converted(tmp_path), "converted set")
+    train, evaluation = locate(s3.uri("converted%20set"), None)
+    assert names(train) == ["converted%20set/b.parquet", "converted%20set/a.parquet"]
+    assert names(evaluation) == ["converted%20set/c.parquet"]
+    s3.delete("converted set/a.parquet")
+    s3.put("converted set/c.parquet", b"short")
+    told = r"2 of 3 files.*a.parquet is missing, c.parquet has 5 bytes, not 9"
+    with pytest.raises(DataError, match=told):
+        locate(s3.uri("converted%20set"), None)
+
+
+def test_fault_14_a_store_that_does_not_answer_is_told_in_time(monkeypatch: pytest.MonkeyPatch):
+    gate = threading.Event()
+    monkeypatch.setattr(locate_module, "REACH_TIMEOUT_S", 0.1)
+    monkeypatch.setattr(locate_module, "open_uri", lambda uri: gate.wait())
+    with pytest.raises(PreflightError, match=r"data\.source = 's3://bucket/x' did not answer") as e:
+        locate(f"s3://KEY:{SECRET}@bucket/x?region=nowhere", None)
+    assert SECRET not in str(e.value)
+    gate.set()
+
+
+# ------------------------------------------------------------------ read from a store
+
+
+def test_a_store_gives_the_same_rows_and_fingerprint_as_the_disk(s3: S3, pictures: Path):
+    here, there = (opened(*locate(p, None)[0].paths) for p in (str(pictures), s3.uri("pictures")))
+    assert all_of(there) == all_of(here) == [(png(i), i) for i in range(31)]
+    assert there.fingerprint() == here.fingerprint()
+    assert there.where(20) == "s3://bucket/pictures/train/1.parquet, row group 0, row 0"
+    there.close()
+
+
+def test_each_row_group_is_fetched_once_and_nothing_beside_it(s3: S3, tmp_path: Path):
+    columns = {
+        "waste": ["waste" * 10_000] * 12,
+        "image": hugging_face([png(i) for i in range(12)], ["x" * 9000] * 12),
+        "more": ["waste" * 10_000] * 12,
+        "label": list(range(12)),
+    }
+    path = write_parquet(tmp_path / "x.parquet", columns, use_dictionary=False, compression="none")
+    s3.put("once.parquet", Path(path).read_bytes())
+    source = opened(s3.uri("once.parquet"))
+    s3.requests()
+    order = np.arange(12).reshape(3, 4).T.reshape(-1)  # in turns from each row group
+    source.ahead(order)
+    for start in range(0, 12, 3):
+        source.read(order[start : start + 3])
+    source.close()
+    wanted = Counter()
+    for number in range(3):
+        group = pq.read_metadata(path).row_group(number)
+        chunks = {group.column(i).path_in_schema: group.column(i) for i in range(5)}
+        for name in ("image.bytes", "label"):
+            start = chunks[name].data_page_offset
+            wanted[f"bytes={start}-{start + chunks[name].total_compressed_size - 1}"] += 1
+    assert Counter(request.range for request in s3.gets()) == wanted
+
+
+def test_a_store_that_stumbles_is_asked_again_and_one_that_falls_is_named(s3: S3, pictures: Path):
+    source = opened(s3.uri("pictures/train/0.parquet"))
+    s3.fail(3)
+    assert len(all_of(source)) == 20
+    s3.put("gone.parquet", (pictures / "test" / "0.parquet").read_bytes())
+    source = opened(s3.uri("gone.parquet"))
+    s3.delete("gone.parquet")
+    with pytest.raises(DataError, match=r"^s3://bucket/gone\.parquet, row group 1: cannot be read"):
+        source.read(np.array([4]))
+    with pytest.raises(DataError, match=r"s3://bucket/gone\.parquet: no such file"):
+        opened(s3.uri("gone.parquet"))
+    source.close()
+
+
+def test_images_beside_a_file_of_a_store_are_read_from_there_only(s3: S3, tmp_path: Path):
+    (tmp_path / "local.png").write_bytes(b"private")
+    paths = ["a/0.png", "gone.png", str(tmp_path / "local.png"), "../x.png", "file:///etc/passwd"]
+    columns = {"image": hugging_face([None] * 5, paths), "label": [0] * 5}
+    path = write_parquet(tmp_path / "x.parquet", columns)
+    s3.put("beside/x.parquet", Path(path).read_bytes())
+    s3.put("beside/a/0.png", png(0))
+    s3.put("x.png", b"outside")
+    source = opened(s3.uri("beside/x.parquet"))
+    images = [image for image, _ in all_of(source)]
+    source.close()
+    assert images[0] == png(0)
+    assert [type(image) for image in images[1:]] == [BadRecord] * 4
+
+
+def test_a_cache_is_filled_once_and_then_read_instead_of_the_store(
+    s3: S3, pictures: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+):
+    paths = locate(s3.uri("pictures"), None)[0].paths
+    expected = [(png(i), i) for i in range(31)]
+    first = opened(*paths, cache=str(tmp_path / "cache"))
+    assert all_of(first) == expected
+    second = opened(*paths, cache=str(tmp_path / "cache"))
+    s3.requests()
+    assert all_of(second) == expected
+    assert s3.gets() == []
+    for entry in (tmp_path / "cache").glob("*.arrow"):  # fault 19, on this disk
+        content = bytearray(entry.read_bytes())
+        content[len(content) // 2] ^= 1
+        entry.write_bytes(content)
+    third = opened(*paths, cache=str(tmp_path / "cache"))
+    assert all_of(third) == expected
+    assert len(s3.gets()) > 0
+    for source in (first, second, third):
+        source.close()
+    with caplog.at_level(logging.WARNING):
+        (tmp_path / "file").touch()
+        assert len(all_of(opened(*paths, cache=str(tmp_path / "file")))) == 31
+    assert len(caplog.records) == 1
+    assert opened(str(pictures / "train" / "0.parquet"), cache=str(tmp_path / "no")).reads == (0, 0)
+    assert not (tmp_path / "no").exists()
+
+
+def test_other_schemes_are_read_through_fsspec(pictures: Path):
+    memory = fsspec.filesystem("memory")
+    memory.put(str(pictures), "/pictures", recursive=True)
+    train, evaluation = locate("memory://pictures", None)
+    assert evaluation is not None
+    assert evaluation.paths == ("memory:///pictures/test/0.parquet",)
+    source = opened(*train.paths)
+    source.ahead(np.arange(31))
+    assert all_of(source) == [(png(i), i) for i in range(31)]
+    source.close()
+    assert len(locate("memory://pictures/train/*.parquet", None)[0].paths) == 2
+
+
+def test_row_groups_of_a_store_are_read_at_the_same_time(s3: S3, pictures: Path):
+    source = opened(s3.uri("pictures/train/0.parquet"))
+    s3.most_at_once(delay_s=0.1)
+    assert len(all_of(source)) == 20
+    assert s3.most_at_once(delay_s=0.0) >= 3  # of five
+    source.close()
