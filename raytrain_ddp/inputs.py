@@ -46,11 +46,11 @@ class DataConfig:
     max_bad: int = field(default=100, metadata=FREE)
     """skip: how many bad records an epoch may have."""
     memory_mib: int = field(default=1024, metadata=FREE)
-    """Most memory for row groups of Parquet files, per worker."""
+    """Most memory for row groups of Parquet files, per worker; as much again for evaluation."""
     cache: str | None = field(default=None, metadata=FREE)
     """Folder on each node's own disk for copies of row groups of remote Parquet files."""
     cache_gib: float = field(default=100.0, metadata=FREE)
-    """Most disk space for data.cache, per node; the longest unused goes first."""
+    """Most disk space for data.cache, per node; the longest unused of other data sets makes way."""
     workers: int | Literal["auto"] = field(default="auto", metadata=FREE)
     """Loader threads per training worker; 0 loads in the training thread; auto: as many of the
     worker's CPUs as it takes not to wait."""

@@ -175,7 +175,7 @@ def memory_note(loader: TrainLoader, limit_bytes: int) -> str | None:
     return (
         f"{in_use} row groups are in use at a time, {needed / 2**20:.0f} MiB, more than the "
         f"{limit_bytes / 2**20:.0f} MiB of data.memory_mib: they will be read several times. Raise "
-        f"--data.memory-mib to {needed / 2**20 * 1.5:.0f}, or {remedy}."
+        f"--data.memory-mib to {needed / 2**20 * 2:.0f}, or {remedy}."
     )
 
 

@@ -94,11 +94,13 @@ class AgreedCount:
             self._state.skipped = 0
         self._state.skipped += planned - samples
         if self._state.skipped > self._most:
-            raise DataError(
-                f"{self._state.skipped} bad records by step {step + 1} of this epoch, more than "
-                f"data.max_bad = {self._most}. The workers' logs name them."
-            )
+            so_far = f"{self._state.skipped} bad records by step {step + 1} in its epoch"
+            raise too_many_bad(so_far, self._most)
         return int(samples)
+
+
+def too_many_bad(found: str, most: int) -> DataError:
+    return DataError(f"{found}, more than data.max_bad = {most}. The workers' logs name them.")
 
 
 class Audit:

@@ -1,0 +1,237 @@
+"""Broken data of every kind, each named in one line, with its file, before or at the first touch.
+
+Each run is the door `fit`, with --local: the same checks stand before Ray is started.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from PIL import Image
+from processes import Group
+
+CLASSES = ("ape", "bat")
+PER_CLASS = 12
+
+
+def jpeg(seed: int, side: int = 24) -> bytes:
+    random = np.random.Generator(np.random.Philox(seed))
+    coarse = Image.fromarray(random.integers(0, 256, (4, 4, 3), np.uint8))
+    content = io.BytesIO()
+    coarse.resize((side, side), Image.BICUBIC).save(content, "jpeg", quality=90)
+    return content.getvalue()
+
+
+def folder(root: Path) -> Path:
+    """train/ and val/ with two classes of 12 JPEGs."""
+    for split in ("train", "val"):
+        for name in CLASSES:
+            (root / split / name).mkdir(parents=True)
+            for i in range(PER_CLASS):
+                (root / split / name / f"{i:02}.jpg").write_bytes(jpeg(i))
+    return root
+
+
+def records() -> dict[str, list[Any]]:
+    images = [{"bytes": jpeg(i), "path": f"{i}.jpg"} for i in range(24)]
+    return {"image": images, "label": [i % 2 for i in range(24)]}
+
+
+def parquet(root: Path, change: Callable[[dict[str, Any]], object] = lambda _: None) -> Path:
+    columns: dict[str, Any] = records()
+    change(columns)
+    pq.write_table(
+        pa.table(columns),
+        root / "train.parquet",
+        row_group_size=8,
+        compression="none",
+        use_dictionary=False,
+        write_page_checksum=True,
+    )
+    return root
+
+
+@dataclass(frozen=True)
+class Broken:
+    """How to make it, what must be told, and whether that is told before torch is loaded."""
+
+    make: Callable[[Path], object]
+    told: tuple[str, ...]
+    at_once: bool = False
+
+
+def overwrite(name: str, content: bytes) -> Callable[[Path], object]:
+    return lambda root: (folder(root) / name).write_bytes(content)
+
+
+def set_label(value: Any) -> Callable[[dict[str, Any]], object]:
+    return lambda columns: columns["label"].__setitem__(9, value)
+
+
+def set_image(value: Any) -> Callable[[dict[str, Any]], object]:
+    return lambda columns: columns["image"].__setitem__(9, value)
+
+
+def flip_a_bit(root: Path) -> None:
+    path = parquet(root) / "train.parquet"
+    content = bytearray(path.read_bytes())
+    content[content.index(jpeg(9)) + 40] ^= 4
+    path.write_bytes(content)
+
+
+def cut(root: Path, keep: float) -> None:
+    path = parquet(root) / "train.parquet"
+    path.write_bytes(path.read_bytes()[: int(keep * path.stat().st_size)])
+
+
+def with_names(root: Path, names: list[str]) -> None:
+    table = pa.table(records())
+    features = {"label": {"names": names, "_type": "ClassLabel"}}
+    metadata = {"huggingface": json.dumps({"info": {"features": features}})}
+    pq.write_table(table.replace_schema_metadata(metadata), root / "train.parquet")
+
+
+def of_dataset(root: Path) -> None:
+    """dataset.json names two files; one of them is gone."""
+    parquet(root)
+    size = (root / "train.parquet").stat().st_size
+    files = [
+        {"path": name, "split": "train", "rows": 24, "bytes": size, "sha256": "0" * 64}
+        for name in ("train.parquet", "train-2.parquet")
+    ]
+    head = {"format": "raytrain_ddp", "version": 1, "class_names": list(CLASSES)}
+    (root / "dataset.json").write_text(json.dumps({**head, "files": files}))
+
+
+def unequal(root: Path) -> None:
+    (folder(root) / "train/ape/03.jpg").write_bytes(jpeg(3, side=32))
+
+
+BROKEN = {
+    "a text called jpg": Broken(overwrite("train/ape/03.jpg", b"hello"), ("ape/03.jpg",)),
+    "an empty file": Broken(overwrite("train/bat/05.jpg", b""), ("bat/05.jpg",)),
+    "half a jpeg": Broken(overwrite("train/bat/07.jpg", jpeg(7)[:500]), ("bat/07.jpg",)),
+    "a bad image to evaluate": Broken(overwrite("val/bat/01.jpg", jpeg(1)[:500]), ("val/bat/01",)),
+    "images of unequal size": Broken(unequal, ("unequal size", "--data.image-size")),
+    "a class folder without images": Broken(
+        lambda root: (folder(root) / "train/cow").mkdir(), ("train/cow", "without images"), True
+    ),
+    "no folders and no files": Broken(lambda root: None, ("neither Parquet files nor",), True),
+    "evaluation of other classes": Broken(
+        lambda root: (folder(root) / "val/bat").rename(root / "val/eel"), ("ape, eel", "ape, bat")
+    ),
+    "a truncated parquet file": Broken(lambda root: cut(root, 0.7), ("train.parquet",), True),
+    "an empty parquet file": Broken(lambda root: cut(root, 0.0), ("train.parquet",), True),
+    "a flipped bit": Broken(flip_a_bit, ("train.parquet", "row group 1")),
+    "no rows": Broken(
+        lambda root: parquet(
+            root,
+            lambda c: c.update(image=pa.array([], pa.binary()), label=pa.array([], pa.int64())),
+        ),
+        ("0 rows",),
+        True,
+    ),
+    "another name of the images": Broken(
+        lambda root: parquet(root, lambda c: c.update(img=c.pop("image"))),
+        ("'image'", "'img'", "--data.image-column"),
+        True,
+    ),
+    "labels that are text": Broken(
+        lambda root: parquet(root, lambda c: c.update(label=["ape"] * 24)), ("'label'",), True
+    ),
+    "a null label": Broken(
+        lambda root: parquet(root, set_label(None)), ("train.parquet, row group 1", "null"), True
+    ),
+    "a negative label": Broken(
+        lambda root: parquet(root, set_label(-1)), ("train.parquet, row group 1", "-1"), True
+    ),
+    "a label beyond the class names": Broken(
+        lambda root: with_names(root, ["ape"]), ("train.parquet, row group 0", "1"), True
+    ),
+    "a null image": Broken(
+        lambda root: parquet(root, set_image(None)), ("train.parquet, row group 1, row 1", "null")
+    ),
+    "a path to no file": Broken(
+        lambda root: parquet(root, set_image({"bytes": None, "path": "gone.jpg"})),
+        ("train.parquet, row group 1, row 1", "gone.jpg"),
+    ),
+    "bytes that are no image": Broken(
+        lambda root: parquet(root, set_image({"bytes": b"hello", "path": None})),
+        ("train.parquet, row group 1, row 1", "not a readable image"),
+    ),
+    "a missing shard": Broken(of_dataset, ("train-2.parquet", "dataset.json"), True),
+}
+
+
+def fit(rank: int, size: int, argv: list[str]) -> tuple[int, str]:
+    """(exit status, message) of ``fit argv``, in a standing process."""
+    assert (rank, size) == (0, 1)
+    from raytrain_ddp.errors import RaytrainError
+    from raytrain_ddp.fit import main
+
+    sys.stdout = io.StringIO()
+    try:
+        return main(argv), ""
+    except RaytrainError as error:
+        return error.exit_status, str(error)
+    finally:
+        sys.stdout = sys.__stdout__
+
+
+def command(root: Path, source: Path, *more: str) -> list[str]:
+    small = ["--epochs", "1", "--batch-size", "8", "--micro-batch", "4", "--data.workers", "1"]
+    quiet = ["--log.no-tensorboard", "--storage", str(root / "runs")]
+    return ["--local", "--data.source", str(source), *small, *quiet, *more]
+
+
+@pytest.mark.parametrize("kind", BROKEN)
+def test_each_kind_of_broken_data_is_named_in_one_line(kind: str, workers: Group, tmp_path: Path):
+    source = tmp_path / "data"
+    source.mkdir()
+    broken = BROKEN[kind]
+    broken.make(source)
+    status, message = workers(1, fit, command(tmp_path, source))[0]
+    assert status == 4, message
+    assert "\n" not in message
+    assert len(message) < 400
+    assert [word for word in broken.told if word not in message] == []
+    assert not (tmp_path / "runs").exists() or not broken.at_once
+
+
+def test_the_same_data_unbroken_are_trained(workers: Group, tmp_path: Path):
+    (tmp_path / "data").mkdir()
+    for make in (folder, parquet):
+        source = tmp_path / make.__name__
+        source.mkdir()
+        make(source)
+        name = ["--name", make.__name__]
+        assert workers(1, fit, command(tmp_path, source, *name)) == [(0, "")]
+
+
+@pytest.mark.parametrize("kind", ["half a jpeg", "a null image", "a bad image to evaluate"])
+def test_fault_20_a_bad_image_may_be_skipped(kind: str, workers: Group, tmp_path: Path):
+    source = tmp_path / "data"
+    source.mkdir()
+    BROKEN[kind].make(source)
+    argv = command(tmp_path, source, "--data.bad-records", "skip", "--name", "skips")
+    assert workers(1, fit, argv) == [(0, "")]
+    lines = (tmp_path / "runs/skips/metrics.jsonl").read_text().splitlines()
+    log = [json.loads(line) for line in lines]
+    if kind == "a bad image to evaluate":
+        assert [r["metrics"]["skipped"] for r in log if r["kind"] == "eval"] == [1]
+    else:
+        assert [r["skipped"] for r in log if r["kind"] == "train"][-1] == 1
+    status, message = workers(
+        1, fit, command(tmp_path, source, *argv[-4:-1], "again", "--data.max-bad", "0")
+    )[0]
+    assert (status, "max_bad = 0" in message) == (4, True)
