@@ -13,6 +13,7 @@ from typing import Any
 
 from raytrain_ddp.config import TrainConfig
 from raytrain_ddp.errors import ConfigError, did_you_mean
+from raytrain_ddp.uri import without_secrets
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -85,6 +86,20 @@ def flat(config: TrainConfig) -> dict[str, Any]:
     return dict(_flat(to_dict(config), ""))
 
 
+def publishable(config: TrainConfig) -> TrainConfig:
+    """The config as it is written down: its URIs without user part and query, which may be secret.
+
+    A run that is gone on with from what was written takes them from flags.
+    """
+    source, eval_source = config.data.source, config.data.eval_source
+    data = dataclasses.replace(
+        config.data,
+        source=without_secrets(source),
+        eval_source=without_secrets(eval_source) if eval_source else eval_source,
+    )
+    return dataclasses.replace(config, storage=without_secrets(config.storage), data=data)
+
+
 def changed_fields(old: Mapping[str, Any], new: TrainConfig) -> list[tuple[str, Any, Any]]:
     """(field, then, now) for each field that decides the result and differs from a checkpoint's.
 
@@ -92,7 +107,7 @@ def changed_fields(old: Mapping[str, Any], new: TrainConfig) -> list[tuple[str, 
     """
     free = set(_free_fields(TrainConfig(), ""))
     then = {**flat(TrainConfig()), **dict(_flat(old, ""))}
-    now = flat(new)
+    now = flat(publishable(new))
     fixed = [name for name in {**now, **then} if name not in free]
     return [(n, then.get(n), now.get(n)) for n in fixed if then.get(n) != now.get(n)]
 

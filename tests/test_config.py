@@ -19,7 +19,15 @@ from raytrain_ddp.cli import FitArgs
 from raytrain_ddp.config import TrainConfig
 from raytrain_ddp.errors import ConfigError
 from raytrain_ddp.evaluate import EvaluateArgs
-from raytrain_ddp.recipe import changed_fields, dumps, flat, from_dict, load, to_dict
+from raytrain_ddp.recipe import (
+    changed_fields,
+    dumps,
+    flat,
+    from_dict,
+    load,
+    publishable,
+    to_dict,
+)
 from raytrain_ddp.tasks.zoo import check_model_name, known_models
 
 # Adding a flag is a promise to keep it; marking one free says that it does not decide the result.
@@ -221,6 +229,20 @@ def test_every_field_has_a_line_of_help():
             if is_field and "Config = field" not in line:
                 rest = lines[place + 1 : place + 4]
                 assert any(text.startswith('"""') for text in rest), line
+
+
+def test_fault_45_what_is_written_down_holds_no_secret_of_a_uri():
+    secret = "s3://key:canary@bucket/images?secret_key=canary&region=x"
+    data = inputs.DataConfig(source=secret, eval_source=secret)
+    config = TrainConfig(storage=secret, data=data)
+    assert "canary" not in dumps(publishable(config))
+    assert publishable(config).data.source == "s3://bucket/images"
+    written = to_dict(publishable(config))
+    assert changed_fields(written, config) == []  # the run goes on with the same flags
+    other = dataclasses.replace(config, data=inputs.DataConfig(source="s3://other/images"))
+    assert [name for name, _, _ in changed_fields(written, other)] == [
+        *("data.source", "data.eval_source"),
+    ]
 
 
 # ------------------------------------------------------------------ TOML and dict, there and back

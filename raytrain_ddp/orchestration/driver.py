@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from typing import Any
 
 from rich.console import Console
@@ -19,8 +19,7 @@ from raytrain_ddp.orchestration.display import Display
 from raytrain_ddp.orchestration.finish import already_complete, finish, summary
 from raytrain_ddp.orchestration.preflight import check, is_complete, open_run
 from raytrain_ddp.orchestration.result import FitResult
-from raytrain_ddp.recipe import dumps
-from raytrain_ddp.uri import without_secrets
+from raytrain_ddp.recipe import dumps, publishable
 
 Show = Callable[[Mapping[str, Any]], None]
 
@@ -103,7 +102,7 @@ def under_torchrun() -> bool:
 
 def write_config(config: TrainConfig, run: Storage) -> None:
     """Writes config.toml: running it again reproduces the run."""
-    told = replace(config, storage=without_secrets(config.storage))
+    told = publishable(config)
     try:
         run.mkdir()
         run.write_atomic(CONFIG_FILE, dumps(told).encode())

@@ -5,7 +5,7 @@ from __future__ import annotations
 from raytrain_ddp.config import TrainConfig
 from raytrain_ddp.orchestration.preflight import check, is_complete, open_run
 from raytrain_ddp.orchestration.resources import choose_layout, missing, this_machine
-from raytrain_ddp.recipe import dumps
+from raytrain_ddp.recipe import dumps, publishable
 
 
 def dry_run(config: TrainConfig) -> str:
@@ -43,7 +43,7 @@ def dry_run(config: TrainConfig) -> str:
     }
     times = f" x {repeats}" if repeats > 1 else ""
     lines = [
-        dumps(config).rstrip(),
+        dumps(publishable(config)).rstrip(),
         "",
         f"batch          {config.batch_size} = {config.slots} slots x {config.micro_batch} "
         f"{task.unit}",

@@ -16,6 +16,7 @@ from raytrain_ddp.errors import ConfigError
 from raytrain_ddp.recipe import changed_fields
 from raytrain_ddp.tasks.load import BUILT_IN, check_task_name
 from raytrain_ddp.tasks.zoo import check_model_name
+from raytrain_ddp.uri import without_secrets
 
 
 def check(config: TrainConfig) -> TrainConfig:
@@ -70,6 +71,7 @@ def is_complete(config: TrainConfig, manifest: Manifest | None) -> bool:
 def _default_name(config: TrainConfig) -> str:
     if config.task not in BUILT_IN:
         return config.task.rpartition(":")[2]
-    name = config.data.source.partition(":")[2] or Path(config.data.source).name
+    source = without_secrets(config.data.source)
+    name = source.partition(":")[2] if source.startswith("torchvision:") else Path(source).name
     name = name.split(".")[0].lower()
     return name if RUN_NAME.fullmatch(name) else "run"

@@ -19,7 +19,7 @@ from raytrain_ddp.config import TrainConfig
 from raytrain_ddp.data.plan import Plan
 from raytrain_ddp.data.source import Data
 from raytrain_ddp.errors import ConfigError, DivergedError
-from raytrain_ddp.recipe import to_dict
+from raytrain_ddp.recipe import publishable, to_dict
 from raytrain_ddp.tasks.task import Task
 from raytrain_ddp.training.cadence import Cadence
 from raytrain_ddp.training.evaluate import evaluate, scalars
@@ -27,7 +27,6 @@ from raytrain_ddp.training.feed import Feed, too_many_bad
 from raytrain_ddp.training.session import Session
 from raytrain_ddp.training.state import TrainState
 from raytrain_ddp.training.step import Stepper
-from raytrain_ddp.uri import without_secrets
 
 T = TypeVar("T")
 
@@ -190,10 +189,7 @@ class Run:
                     epoch=step // self.plan.steps_per_epoch,
                     attempt=0,  # the recorder's to say
                     world_size=world.size,
-                    config={
-                        **to_dict(self.config),
-                        "storage": without_secrets(self.config.storage),
-                    },
+                    config=to_dict(publishable(self.config)),
                     data_fingerprint=self.data_fingerprint,
                     metrics=metrics,
                     finished=step >= cadence.total_steps,
