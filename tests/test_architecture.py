@@ -112,7 +112,7 @@ def test_the_training_loop_fits_on_one_screen():
 
 def test_each_door_has_a_main_and_runs_as_a_module():
     doors = [path for path in FILES if part_of(path) in DOORS - {"cli"}]
-    assert {"fit", "evaluate"} <= {path.stem for path in doors}
+    assert {"fit", "evaluate", "convert"} <= {path.stem for path in doors}
     for path in doors:
         tree = ast.parse(path.read_text(encoding="utf-8"))
         assert "main" in {n.name for n in tree.body if isinstance(n, ast.FunctionDef)}, path
@@ -147,7 +147,7 @@ def test_importing_the_package_or_its_config_loads_neither_torch_nor_ray():
     heavy = {"torch", "ray", "numpy", "pyarrow", "pydantic", "matplotlib"}
     assert not loaded_after("import raytrain_ddp") & heavy
     assert not loaded_after("from raytrain_ddp import TrainConfig; TrainConfig()") & heavy
-    doors = "import raytrain_ddp.fit, raytrain_ddp.evaluate"
+    doors = "import raytrain_ddp.fit, raytrain_ddp.evaluate, raytrain_ddp.convert"
     assert not loaded_after(doors) & {"torch", "ray"}
 
 

@@ -89,15 +89,15 @@ def _starting(config: TrainConfig, dashboard: bool) -> tuple[Layout, dict[str, A
     if config.scaling.num_workers == "auto":  # the default runs on one core too
         have["CPU"] = max(have["CPU"], layout.least_needed()["CPU"])
     refuse(layout, have, "this machine")
-    _use_token(embedded=True)
+    use_token(embedded=True)
     counts = {"num_cpus": int(have["CPU"]), "num_gpus": int(have["GPU"])}
     return layout, {"address": "local", "include_dashboard": dashboard, **counts}
 
 
 def _joining(config: TrainConfig, address: str) -> dict[str, Any]:
     """For a cluster that is there: what to tell `ray.init`."""
-    _require_listener(address)
-    _use_token(embedded=False)
+    require_listener(address)
+    use_token(embedded=False)
     return {"address": address, "runtime_env": _shipped(config)}
 
 
@@ -145,7 +145,7 @@ def _wait_for(
     return layout
 
 
-def _require_listener(address: str) -> None:
+def require_listener(address: str) -> None:
     """Ray itself tries for ten minutes and more to reach an address where nobody listens."""
     if address.startswith("ray://"):
         raise PreflightError(
@@ -164,7 +164,7 @@ def _require_listener(address: str) -> None:
         ) from None
 
 
-def _use_token(embedded: bool) -> None:
+def use_token(embedded: bool) -> None:
     """Ray's token authentication: always for our own Ray, and for a cluster if there is a token.
 
     `ray start` takes it into use where a token lies, a connecting driver does not, and is refused.

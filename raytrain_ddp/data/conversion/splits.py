@@ -1,0 +1,141 @@
+"""The splits of a source that is to be converted: opened, listed and recognised again. No torch,
+but for torchvision's own data sets."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from hashlib import sha256
+from pathlib import Path
+from typing import Any, Literal
+
+from raytrain_ddp.data.conversion.config import ConvertConfig
+from raytrain_ddp.data.conversion.pool import Run
+from raytrain_ddp.data.conversion.shards import Phase
+from raytrain_ddp.data.conversion.spool import (
+    Listing,
+    listing_of_files,
+    listing_of_spool,
+    parquet_chunks,
+    spool_chunk,
+    spool_images,
+)
+from raytrain_ddp.data.conversion.stage import Stage
+from raytrain_ddp.data.folder import FolderImages
+from raytrain_ddp.data.locate import EVAL_SPLITS, Located, locate
+from raytrain_ddp.data.parquet import ParquetImages
+from raytrain_ddp.errors import DataError
+from raytrain_ddp.inputs import DataConfig
+from raytrain_ddp.uri import without_secrets
+
+
+@dataclass(frozen=True)
+class Split:
+    """A split under the name that its shards get."""
+
+    name: str
+    kind: Literal["parquet", "folder", "torchvision"]
+    paths: tuple[str, ...]
+    source: Any  # a FolderImages, ParquetImages or TorchvisionImages
+    data: DataConfig
+
+    @property
+    def rows(self) -> int:
+        return int(self.source.blocks.sum())
+
+    @property
+    def class_names(self) -> list[str]:
+        return list(self.source.class_names)
+
+    def size_bytes(self) -> int:
+        """Of its Parquet files, as far as they are on this machine."""
+        return sum(os.path.getsize(path) for path in self.paths if os.path.isfile(path))
+
+    def fingerprint(self) -> str:
+        """Changes when rows, sizes or times of files do."""
+        digest = sha256(f"{self.kind} {self.source.fingerprint()}".encode())
+        files = [path for path, _ in self.source.files] if self.kind == "folder" else self.paths
+        with ThreadPoolExecutor(16) as threads:  # for NFS
+            for seen in threads.map(_size_and_time, files, chunksize=256):
+                digest.update(f"{seen}\n".encode())
+        return digest.hexdigest()
+
+    def list_rows(self, stage: Stage, run: Run, phase: Phase) -> Listing:
+        """Where each row's image can be read; Parquet and torchvision are spooled first."""
+        if self.kind == "folder":
+            return listing_of_files(self.source.files, self.paths[0])
+        tell = phase(f"{self.name}: reading", self.rows)
+        if self.kind == "torchvision":
+            names = list(spool_images(self.source, self.name, stage.folder, tell))
+        else:
+            classes = len(self.source.class_names)
+            chunks = parquet_chunks(self.name, stage.folder, self.paths, classes, self.data)
+            names = sorted(run(spool_chunk, chunks, tell))
+        return listing_of_spool(stage.spool, names)
+
+
+def open_splits(source: str, config: ConvertConfig) -> list[Split]:
+    """The splits that training on `source` would read, the train split first.
+
+    Raises:
+        DataError: there is nothing to convert, or the splits do not have the same classes.
+    """
+    data = DataConfig(
+        source=source,
+        eval_source=config.eval_source,
+        root=config.root,
+        image_column=config.image_column,
+        label_column=config.label_column,
+        bad_records=config.bad_records,
+    )
+    train, evaluation = locate(source, config.eval_source)
+    splits = [_open("train", train, data)]
+    if evaluation is not None:
+        splits += [_open(name, some, data) for name, some in _by_name(evaluation)]
+    names = splits[0].class_names
+    for split in splits[1:]:
+        other = split.class_names
+        if other != names[: len(other)]:
+            odd = next(name for n, name in enumerate(other) if names[n : n + 1] != [name])
+            raise DataError(
+                f"split {split.name!r} has other classes than 'train' ({len(other)} and "
+                f"{len(names)}; {odd!r} is the first that differs): labels would not agree."
+            )
+    return splits
+
+
+def _open(name: str, found: Located, data: DataConfig) -> Split:
+    paths = found.paths
+    if found.kind == "torchvision":
+        from raytrain_ddp.data.torchvision_sets import TorchvisionImages
+
+        images = TorchvisionImages(paths[0], Path(data.root), found.split == "train")
+        return Split(name, found.kind, paths, images, data)
+    paths = tuple(path if "://" in path else os.path.abspath(path) for path in paths)
+    if found.kind == "folder":
+        return Split(name, found.kind, paths, FolderImages(paths[0]), data)
+    return Split(name, found.kind, paths, ParquetImages(paths, data), data)
+
+
+def _by_name(found: Located) -> Iterator[tuple[str, Located]]:
+    """Evaluation files by the split that they name themselves; test, where they name none."""
+    of_name: dict[str, list[str]] = {}
+    for uri in found.paths:
+        path = without_secrets(uri)
+        stem = Path(path).stem.lower().replace("_", "-").split("-")[0].split(".")[0]
+        candidates = (Path(path).name.lower(), stem, Path(path).parent.name.lower())
+        name = next((name for name in candidates if name in EVAL_SPLITS), "test")
+        of_name.setdefault(name, []).append(uri)
+    for name, paths in of_name.items():
+        yield name, replace(found, paths=tuple(paths))
+
+
+def _size_and_time(path: str) -> tuple[int, int] | None:
+    """None for what is no file of this machine: a URI's files are known by their footers."""
+    try:
+        status = os.stat(path)
+    except OSError:
+        return None
+    return status.st_size, status.st_mtime_ns
