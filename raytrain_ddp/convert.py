@@ -99,6 +99,7 @@ def fit_command(folder: str, dataset: Mapping[str, Any]) -> str:
     sampled = dataset["sampled"]
     if any(least != most for least, most in (sampled["height"], sampled["width"])):
         flags += ["--data.image-size", "224", "--augment.crop", "random"]
+        flags += ["--model.name", "resnet18"]
     return f"python -m raytrain_ddp.fit {' '.join(flags)}"
 
 

@@ -39,7 +39,7 @@ class DataConfig:
     shuffle: Literal["auto", "full", "block"] = "auto"
     """full: any row may follow any other; block: blocks (Parquet row groups) are permuted, then the
     rows within windows of blocks; auto: block for Parquet files of more than 512 MiB of images."""
-    shuffle_window: int = 16
+    shuffle_window: int = 8
     """Blocks per window of the block shuffle."""
     bad_records: Literal["error", "skip"] = "error"
     """What happens to an image that cannot be decoded."""

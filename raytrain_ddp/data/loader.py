@@ -73,7 +73,7 @@ class TrainLoader:
             epoch, step_of_epoch = divmod(step, self.plan.steps_per_epoch)
             span = self.plan.span(step_of_epoch, slot)
             rows, repeats = self._rows(order(epoch), *span)
-            self._tell_ahead(order(epoch), *span)
+            self._tell_ahead(order(epoch), rows, *span)
             batch = self._batch(epoch, rows, repeats) if len(rows) else {}
             samples = samples_of(batch)
             digest = _digest(rows, repeats, batch) if samples and self.digests else ""
@@ -89,9 +89,7 @@ class TrainLoader:
                 yield [next(loaded) for _ in slots]
         finally:
             loaded.close()
-            close = getattr(self.data.source, "close", None)
-            if close is not None:
-                close()
+            _close(self.data)
 
     def any_batch(self, samples: int | None = None) -> Batch:
         """A micro-batch to warm up with; of the usual size unless told, or bad records shorten it.
@@ -118,12 +116,13 @@ class TrainLoader:
     def _order(self, epoch: int) -> EpochOrder:
         return EpochOrder(self.data.source.blocks, self.shuffle, self.seed, epoch, self.window)
 
-    def _tell_ahead(self, order: EpochOrder, start: int, stop: int) -> None:
-        """Tells the source which rows this lane reads half a window of blocks later."""
+    def _tell_ahead(self, order: EpochOrder, rows: Rows, start: int, stop: int) -> None:
+        """Tells the source what this lane reads now, and half a window of blocks later."""
         ahead = getattr(self.data.source, "ahead", None)
-        if ahead is not None and stop > start:
+        if ahead is not None:
             later = self.window * self.data.rows // (2 * len(self.data.source.blocks))
             places = (place // self.repeats + later for place in (start, stop))
+            ahead(rows)
             ahead(order.read(*(min(place, self.data.rows) for place in places)))
 
     def _rows(self, order: EpochOrder, start: int, stop: int) -> tuple[Rows, Rows]:
@@ -148,7 +147,10 @@ def eval_batches(
         rows = np.arange(chunk * batch_size, stop, dtype=np.int64)
         return data.collate(data.source.read(rows), Draws(0, 0, rows))
 
-    yield from prefetched(chunks, load, threads, bytes_of)
+    try:
+        yield from prefetched(chunks, load, threads, bytes_of)
+    finally:
+        _close(data)
 
 
 def samples_of(batch: Batch) -> int:
@@ -177,6 +179,12 @@ def memory_note(loader: TrainLoader, limit_bytes: int) -> str | None:
         f"{limit_bytes / 2**20:.0f} MiB of data.memory_mib: they will be read several times. Raise "
         f"--data.memory-mib to {needed / 2**20 * 2:.0f}, or {remedy}."
     )
+
+
+def _close(data: Data) -> None:
+    close = getattr(data.source, "close", None)
+    if close is not None:
+        close()
 
 
 def _digest(rows: Rows, repeats: Rows, batch: Batch) -> str:

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 import numpy.typing as npt
 
 from raytrain_ddp.data.draws import Rows, hash64, mix64
+
+Words = npt.NDArray[np.uint64]
 
 _ROUNDS = 8
 _LEAST_BITS = 6  # below that a round has too few bits to work with
@@ -28,17 +32,31 @@ class Feistel:
 
     def __call__(self, places: Rows) -> Rows:
         """Where each of `places`, shape (k,), is sent."""
+        return self._walk(places, self._forth)
+
+    def inverse(self, places: Rows) -> Rows:
+        """What is sent to each of `places`, shape (k,)."""
+        return self._walk(places, self._back)
+
+    def _walk(self, places: Rows, once: Callable[[Words], Words]) -> Rows:
         with np.errstate(over="ignore"):
-            values = self._once(places.astype(np.uint64))
+            values = once(places.astype(np.uint64))
             while len(outside := np.flatnonzero(values >= self.n)):
-                values[outside] = self._once(values[outside])
+                values[outside] = once(values[outside])
         return values.astype(np.int64)
 
-    def _once(self, values: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
+    def _forth(self, values: Words) -> Words:
         low, high = values & self._low_mask, values >> self._low_bits
         for even, odd in zip(self._keys[::2], self._keys[1::2], strict=True):
             high ^= mix64(low ^ even) & self._high_mask
             low ^= mix64(high ^ odd) & self._low_mask
+        return (high << self._low_bits) | low
+
+    def _back(self, values: Words) -> Words:
+        low, high = values & self._low_mask, values >> self._low_bits
+        for even, odd in zip(self._keys[-2::-2], self._keys[::-2], strict=True):
+            low ^= mix64(high ^ odd) & self._low_mask
+            high ^= mix64(low ^ even) & self._high_mask
         return (high << self._low_bits) | low
 
 

@@ -14,16 +14,15 @@ groups one after another.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
-from itertools import pairwise
 from typing import Literal
 
 import numpy as np
 
 from raytrain_ddp.data.draws import Rows
 from raytrain_ddp.data.permute import Feistel, sorted_permutation
+from raytrain_ddp.data.runs import Runs
 
 Shuffle = Literal["full", "block", "none"]
 
@@ -70,8 +69,8 @@ class EpochOrder:
     Args:
         blocks: rows in each block, shape (blocks,); row ids count through the blocks.
         shuffle: "full" permutes all rows, in memory that does not grow with them; "block" permutes
-            the blocks, then the rows within each window of `window` consecutive blocks (24 bytes
-            a block); "none" keeps the stored order.
+            the blocks, then the rows within each window of `window` consecutive blocks (memory
+            for blocks of unusual length only); "none" keeps the stored order.
     """
 
     def __init__(
@@ -83,19 +82,16 @@ class EpochOrder:
         window: int = 16,
     ) -> None:
         self.rows = int(blocks.sum())
-        self._key, self._window = (seed, epoch), window
+        self._key = (seed, epoch)
         if shuffle == "block":
-            order = sorted_permutation(len(blocks), seed, epoch, _EPOCH_STREAM)
-            self._block_starts = (np.cumsum(blocks) - blocks)[order]
-            self._block_rows = blocks[order]
-            ends = np.cumsum(self._block_rows)[window - 1 :: window]
-            make: Callable[[int, int], Rows] = self._of_blocks
+            self._blocks, self._window = Runs.of(blocks), window
+            self._permutation = Feistel(len(blocks), seed, epoch, _EPOCH_STREAM)
+            self._order = self._blocks.permuted(self._permutation)
+            make = self._of_blocks
         else:
-            ends = np.arange(_ROWS_AT_ONCE, self.rows, _ROWS_AT_ONCE)
+            self._order, self._window = Runs.of(runs_of(self.rows, _ROWS_AT_ONCE)), 1
             self._permutation = Feistel(self.rows, seed, epoch, _EPOCH_STREAM)
-            make = self._of_all if shuffle == "full" else _stored
-        # (windows + 1,) places in the order at which the windows begin, and the end of the last
-        self._bounds = np.concatenate([[0], ends[ends < self.rows], [self.rows]])
+            make = self._of_all if shuffle == "full" else self._in_order
         # Lanes and threads read in turns, so the newest few are kept.
         self._read_window = lru_cache(maxsize=_WINDOWS_KEPT)(make)
 
@@ -103,27 +99,32 @@ class EpochOrder:
         """Row ids at places [start, stop) of the epoch, shape (stop - start,)."""
         if stop <= start:
             return np.empty(0, np.int64)
-        first, last = np.searchsorted(self._bounds, [start, stop - 1], side="right") - 1
-        bounds = self._bounds[first : last + 2].tolist()
-        rows = np.concatenate([self._read_window(*ends) for ends in pairwise(bounds)])
-        return rows[start - bounds[0] : stop - bounds[0]]
+        first, last = self._order.at(np.array([start, stop - 1])) // self._window
+        rows = np.concatenate([self._read_window(w) for w in range(first, last + 1)])
+        begun = self._bounds(int(first))[0]
+        return rows[start - begun : stop - begun]
 
-    def _of_all(self, start: int, stop: int) -> Rows:
-        return self._permutation(np.arange(start, stop, dtype=np.int64))
+    def _bounds(self, window: int) -> tuple[int, int]:
+        """The places at which a window begins and ends."""
+        runs = np.array([window, window + 1]) * self._window
+        begin, end = self._order.start(np.minimum(runs, self._order.count)).tolist()
+        return begin, end
 
-    def _of_blocks(self, start: int, stop: int) -> Rows:
-        window = int(np.searchsorted(self._bounds, start))
-        blocks = slice(window * self._window, (window + 1) * self._window)
-        pieces = zip(self._block_starts[blocks], self._block_rows[blocks], strict=True)
-        stored = np.concatenate([np.arange(s, s + n, dtype=np.int64) for s, n in pieces])
+    def _in_order(self, window: int) -> Rows:
+        return np.arange(*self._bounds(window), dtype=np.int64)
+
+    def _of_all(self, window: int) -> Rows:
+        return self._permutation(self._in_order(window))
+
+    def _of_blocks(self, window: int) -> Rows:
+        stop = min((window + 1) * self._window, self._order.count)
+        blocks = self._permutation(np.arange(window * self._window, stop))
+        ends = zip(self._blocks.start(blocks), self._blocks.start(blocks + 1), strict=True)
+        stored = np.concatenate([np.arange(*pair, dtype=np.int64) for pair in ends])
         shuffled: Rows = stored[
             sorted_permutation(len(stored), *self._key, _WINDOW_STREAM + window)
         ]
         return shuffled
-
-
-def _stored(start: int, stop: int) -> Rows:
-    return np.arange(start, stop, dtype=np.int64)
 
 
 def runs_of(rows: int, length: int) -> Rows:
