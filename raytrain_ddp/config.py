@@ -71,6 +71,9 @@ class TrainConfig:
         below, above = batch // micro * micro, (batch // micro + 1) * micro
         rule = f"must be a multiple of micro_batch = {micro}; take {below} or {above}"
         require(batch % micro == 0, "batch_size", batch, rule)
+        repeats = self.augment.repeats
+        rule = f"must divide micro_batch = {micro}"
+        require(micro % repeats == 0, "augment.repeats", repeats, rule)
         self.require_slots(self.scaling.worker_range()[1])
 
     @property

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import tyro
 
 from raytrain_ddp.cli import run_door
-from raytrain_ddp.errors import CheckpointError, ConfigError, did_you_mean
+from raytrain_ddp.errors import CheckpointError, ConfigError, DataError, did_you_mean
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -48,6 +48,7 @@ def main(argv: Sequence[str]) -> int:
     from raytrain_ddp.data.threads import Threads
     from raytrain_ddp.tasks.load import load_task
     from raytrain_ddp.training.evaluate import evaluate, scalars
+    from raytrain_ddp.training.feed import too_many_bad
     from raytrain_ddp.training.state import load_model
     from raytrain_ddp.training.world import World, set_up
 
@@ -69,7 +70,13 @@ def main(argv: Sequence[str]) -> int:
     values = evaluate(
         task, model.to(device), data, config.micro_batch, world, Threads(world.threads), metrics
     )
-    _print(checkpoint, data.rows, task, scalars(values))
+    skipped = int(values.pop("skipped", 0))
+    if skipped == data.rows:
+        raise DataError(f"none of the {skipped} {task.unit} of the evaluation set can be read.")
+    if skipped > config.data.max_bad:
+        found = f"{skipped} bad records in the evaluation set"
+        raise too_many_bad(found, config.data.max_bad)
+    _print(checkpoint, data.rows, skipped, task, scalars(values))
     if args.per_class:
         _print_classes(task, values["classes"])
     return 0
@@ -119,9 +126,15 @@ def _config(checkpoint: Checkpoint, data: str | None) -> TrainConfig:
     return replace(config, data=replace(config.data, eval_source=data))
 
 
-def _print(checkpoint: Checkpoint, rows: int, task: Task, values: dict[str, float]) -> None:
+def _print(
+    checkpoint: Checkpoint, rows: int, skipped: int, task: Task, values: dict[str, float]
+) -> None:
     print(f"{checkpoint}")
-    print(f"{rows} {task.unit}, each once")
+    if skipped:
+        told = f"{skipped} bad records left out"
+        print(f"{rows - skipped} of {rows} {task.unit}, each once; {told}")
+    else:
+        print(f"{rows} {task.unit}, each once")
     for name, value in values.items():
         print(f"  {name:<8} {value:.6f}")
 

@@ -39,8 +39,8 @@ class DataConfig:
     shuffle: Literal["auto", "full", "block"] = "auto"
     """full: any row may follow any other; block: blocks (Parquet row groups) are permuted, then the
     rows within windows of blocks; auto: block for Parquet files of more than 512 MiB of images."""
-    shuffle_window: int = 8
-    """Blocks per window of the block shuffle."""
+    shuffle_window: int | Literal["auto"] = "auto"
+    """Blocks per window of the block shuffle; auto: those that take 64 MiB, 1 to 16."""
     bad_records: Literal["error", "skip"] = "error"
     """What happens to an image that cannot be decoded."""
     max_bad: int = field(default=100, metadata=FREE)
@@ -61,7 +61,9 @@ class DataConfig:
 
     def __post_init__(self) -> None:
         at_least(0, "data", self, "image_size", "max_bad", "cache_gib")
-        at_least(1, "data", self, "shuffle_window", "prefetch", "prefetch_mib", "memory_mib")
+        at_least(1, "data", self, "prefetch", "prefetch_mib", "memory_mib")
+        window_ok = self.shuffle_window == "auto" or self.shuffle_window >= 1
+        require(window_ok, "data.shuffle_window", self.shuffle_window, "must be auto, or 1 or more")
         require(min(self.std) > 0, "data.std", self.std, "each value must be above 0")
         workers_ok = self.workers == "auto" or self.workers >= 0
         require(workers_ok, "data.workers", self.workers, "must be auto, or 0 or more")

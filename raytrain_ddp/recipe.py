@@ -13,7 +13,7 @@ from typing import Any
 
 from raytrain_ddp.config import TrainConfig
 from raytrain_ddp.errors import ConfigError, did_you_mean
-from raytrain_ddp.uri import without_secrets
+from raytrain_ddp.uri import shareable, without_secrets
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -87,29 +87,34 @@ def flat(config: TrainConfig) -> dict[str, Any]:
 
 
 def publishable(config: TrainConfig) -> TrainConfig:
-    """The config as it is written down: its URIs without user part and query, which may be secret.
+    """The config as it is written down: its URIs without what may be secret of them.
 
-    A run that is gone on with from what was written takes them from flags.
+    Who goes on from it has the credentials in the environment.
     """
     source, eval_source = config.data.source, config.data.eval_source
     data = dataclasses.replace(
         config.data,
-        source=without_secrets(source),
-        eval_source=without_secrets(eval_source) if eval_source else eval_source,
+        source=shareable(source),
+        eval_source=shareable(eval_source) if eval_source else eval_source,
     )
-    return dataclasses.replace(config, storage=without_secrets(config.storage), data=data)
+    return dataclasses.replace(config, storage=shareable(config.storage), data=data)
 
 
 def changed_fields(old: Mapping[str, Any], new: TrainConfig) -> list[tuple[str, Any, Any]]:
     """(field, then, now) for each field that decides the result and differs from a checkpoint's.
 
-    Fields that did not exist when the checkpoint was written count as their default.
+    Fields that did not exist when the checkpoint was written count as their default. Where the
+    data of a URI are served from (its query) may change: their fingerprint is compared besides.
     """
     free = set(_free_fields(TrainConfig(), ""))
-    then = {**flat(TrainConfig()), **dict(_flat(old, ""))}
-    now = flat(publishable(new))
+    then = _bare({**flat(TrainConfig()), **dict(_flat(old, ""))})
+    now = _bare(flat(new))
     fixed = [name for name in {**now, **then} if name not in free]
     return [(n, then.get(n), now.get(n)) for n in fixed if then.get(n) != now.get(n)]
+
+
+def _bare(fields: Mapping[str, Any]) -> dict[str, Any]:
+    return {k: without_secrets(v) if isinstance(v, str) else v for k, v in fields.items()}
 
 
 def _refusal(error: Mapping[str, Any]) -> str:

@@ -20,6 +20,8 @@ REACH_TIMEOUT_S = 25.0  # pyarrow itself would try GCS for 15 minutes
 
 _OWN_SCHEMES = ("s3", "gs", "gcs", "file")  # pyarrow's; fsspec has packages for many more
 _SHORTEST_SECRET = 3
+_HARMLESS_KEYS = ("region", "endpoint_override", "scheme")  # they say where, not who
+_HARMLESS_VALUE = re.compile(r"[\w.:/\[\]-]*", re.ASCII)  # an address without user part or query
 
 
 def open_uri(uri: str) -> tuple[Any, str]:
@@ -70,6 +72,19 @@ def without_secrets(uri: str) -> str:
     return f"{scheme}://{place.rpartition('@')[2]}"
 
 
+def shareable(uri: str) -> str:
+    """The URI without its secrets, but with what of its query says where the data lie.
+
+    It opens the same place where the credentials come from the environment.
+    """
+    bare = without_secrets(uri)
+    if bare.endswith("://***"):
+        return bare
+    pairs = _parts(uri)[2].partition("#")[0].split("&")
+    kept = "&".join(pair for pair in pairs if _is_harmless(*pair.partition("=")[::2]))
+    return f"{bare}?{kept}" if kept else bare
+
+
 def reason_of(uri: str, error: BaseException) -> str:
     """The first line of an error's text; less, if that has any part of the URI's secrets in it."""
     text = str(error).partition("\n")[0].rstrip(". ")
@@ -103,6 +118,10 @@ def _parts(uri: str) -> tuple[str, str, str]:
     scheme, _, rest = uri.partition("://")  # a plain path has no rest
     rest, _, query = rest.partition("?") if scheme in _OWN_SCHEMES else (rest, "", "")
     return scheme, rest, query
+
+
+def _is_harmless(key: str, value: str) -> bool:
+    return key in _HARMLESS_KEYS and _HARMLESS_VALUE.fullmatch(unquote(value)) is not None
 
 
 def _words(uri: str) -> list[str]:

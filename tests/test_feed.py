@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -9,14 +10,25 @@ from typing import Any
 import numpy as np
 import pytest
 from processes import Group, WorkerError
-from tiny import EPOCHS, ROWS, STEPS_PER_EPOCH, TOTAL_STEPS, plain, run_tiny, tiny_config
+from tiny import (
+    EPOCHS,
+    ROWS,
+    STEPS_PER_EPOCH,
+    TOTAL_STEPS,
+    ScriptedSession,
+    bits,
+    plain,
+    run_tiny,
+    tiny_config,
+)
 
 from raytrain_ddp.checkpoint.layout import read_history, run_storage
 from raytrain_ddp.config import TrainConfig
 from raytrain_ddp.data.plan import EpochOrder, Plan
 from raytrain_ddp.data.source import ArraySource
 from raytrain_ddp.inputs import AugmentConfig, DataConfig
-from raytrain_ddp.sections import LogConfig
+from raytrain_ddp.recipe import from_dict
+from raytrain_ddp.sections import CheckpointConfig, LogConfig
 
 AUDITED = LogConfig(every_steps=1, tensorboard=False, audit=True)
 
@@ -173,7 +185,75 @@ def test_repeated_augmentation_is_the_same_on_any_ranks(workers: Group, tmp_path
         assert seen == sorted([*range(ROWS)] * 2)
         hashes.append(audit_of(config))
     assert hashes[0] == hashes[1]
-    assert len(hashes[0]) == 2 * STEPS_PER_EPOCH - 1  # 582 samples in 4 lanes of 145 and 146
+    assert len(hashes[0]) == 19  # lanes of 72 and 73 rows, 4 rows a step
+
+
+# ------------------------------------------------------------------ images, with all that there is
+
+EVERYTHING = AugmentConfig(
+    crop="random",
+    flip=True,
+    policy="randaugment",
+    jitter=(0.4, 0.4, 0.4, 0.1),
+    erase=0.3,
+    mixup=0.2,
+    cutmix=1.0,
+    repeats=2,
+)
+
+
+def run_digits(rank: int, size: int, config: Mapping[str, Any], stop_at: int = 0) -> list[str]:
+    """Trains on the bundled digits without evaluation; returns the notes of the run."""
+    import torch
+
+    from raytrain_ddp.tasks.images import ImageClassification
+    from raytrain_ddp.training.loop import train
+    from raytrain_ddp.training.world import World
+
+    made = from_dict(config)
+    task = ImageClassification(made)
+    task.eval_data = lambda: None  # type: ignore[method-assign]
+    world = World(rank, size, rank, torch.device("cpu"), threads=1)
+    with ScriptedSession(made, world, stop_at, 0) as session:
+        train(made, task, session)
+    return [event["text"] for event in session.events if event["kind"] == "note"]
+
+
+def digits_config(folder: Path, name: str, threads: int) -> TrainConfig:
+    return TrainConfig(
+        name=name,
+        storage=str(folder),
+        epochs=1,
+        batch_size=256,
+        micro_batch=64,
+        data=DataConfig(workers=threads, shuffle="block", shuffle_window=2),
+        augment=EVERYTHING,
+        checkpoint=CheckpointConfig(every_s=0.0, every_epochs=0),
+        log=AUDITED,
+    )
+
+
+def test_images_with_every_augmentation_are_alike_for_any_ranks_threads_and_after_a_restart(
+    workers: Group, tmp_path: Path
+):
+    alone = digits_config(tmp_path, "alone", threads=0)
+    workers(1, run_digits, plain(alone))
+    audit = audit_of(alone)
+    assert len(audit) == len(set(audit)) == 12  # 2 x 1437 images in steps of 256
+    whole = digits_config(tmp_path, "whole", threads=2)
+    workers(3, run_digits, plain(whole))
+    assert audit_of(whole) == audit
+    stopped = digits_config(tmp_path, "stopped", threads=1)
+    workers(3, run_digits, plain(stopped), 5)
+    workers(3, run_digits, plain(stopped))
+    assert audit_of(stopped) == audit
+    assert bits(stopped) == bits(whole)
+    two = digits_config(tmp_path, "two", threads=1)
+    workers(2, run_digits, plain(two))
+    assert audit_of(two) == audit
+    losses = [[r["loss"] for r in trained(config)[:6]] for config in (alone, whole, two)]
+    assert losses[0] == pytest.approx(losses[1], rel=1e-4)
+    assert losses[0] == pytest.approx(losses[2], rel=1e-4)
 
 
 @pytest.mark.gpu

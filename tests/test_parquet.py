@@ -116,6 +116,18 @@ def test_a_file_or_a_pattern_of_files_can_be_named(tmp_path: Path):
     assert evaluation.paths == (str(tmp_path / "b.parquet"),)
 
 
+def test_a_folder_or_file_is_no_pattern_whatever_its_name(tmp_path: Path):
+    for name in ("set[1]", "set*", "1"):
+        touch(tmp_path / name, "train.parquet", "x[ab].parquet", "xa.parquet")
+        train, _ = locate(str(tmp_path / name), None)
+        assert [Path(path).name for path in train.paths] == [
+            *("train.parquet", "x[ab].parquet", "xa.parquet"),
+        ]
+        train, _ = locate(str(tmp_path / name / "x[ab].parquet"), None)
+        assert train.paths == (str(tmp_path / name / "x[ab].parquet"),)
+    assert len(locate(str(tmp_path / "1" / "[tx]*.parquet"), None)[0].paths) == 3
+
+
 def test_class_folders_are_found_with_and_without_splits(tmp_path: Path):
     root = touch(tmp_path, "train/cat/0.png", "val/cat/0.png", "test/cat/0.png")
     train, evaluation = locate(str(root), None)
@@ -380,14 +392,15 @@ def test_many_files_are_opened_without_keeping_them_open(tmp_path: Path):
     assert len(os.listdir("/proc/self/fd")) == before
 
 
-def test_opening_needs_no_torch(tmp_path: Path):
+def test_reading_needs_neither_torch_nor_slow_imports(tmp_path: Path):
     path = write_images(tmp_path / "x.parquet", 1)
     code = (
         "import sys\nfrom raytrain_ddp.data.locate import locate\n"
         "from raytrain_ddp.data.parquet import ParquetImages\n"
         "from raytrain_ddp.inputs import DataConfig\n"
-        f"ParquetImages(locate({path!r}, None)[0].paths, DataConfig())\n"
-        "assert not {'torch', 'ray', 'fsspec'} & set(sys.modules)"
+        f"source = ParquetImages(locate({path!r}, None)[0].paths, DataConfig())\n"
+        "source.read(source.blocks - source.blocks)\n"
+        "assert not {'torch', 'ray', 'fsspec', 'pyarrow.compute'} & set(sys.modules)"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
 
@@ -446,6 +459,15 @@ def test_fault_21_a_label_that_is_no_class_is_named_before_the_first_step(
         with pytest.raises(DataError, match=told) as caught:
             source.read(np.array([5]))
     assert path in str(caught.value)
+
+
+def test_fault_21_nulls_of_encoded_labels_are_named(tmp_path: Path):
+    codes = pa.array([0, 1, None, 2], pa.int32())
+    labels = pa.DictionaryArray.from_arrays(codes, pa.array([0, 1, 2]))
+    columns = {"image": [png(0)] * 4, "label": labels}
+    path = write_parquet(tmp_path / "x.parquet", columns, write_statistics=False)
+    with pytest.raises(DataError, match="row group 0, row 2: label is null"):
+        all_of(opened(path))
 
 
 def test_fault_17_all_missing_files_are_named(tmp_path: Path):

@@ -11,9 +11,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import tyro
 
+import raytrain_ddp
+from raytrain_ddp import errors
 from raytrain_ddp.cli import FitArgs, parse_fit
 from raytrain_ddp.config import TrainConfig
+from raytrain_ddp.convert import ConvertArgs
 from raytrain_ddp.evaluate import EvaluateArgs
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -22,10 +26,12 @@ README = (ROOT / "README.md").read_text(encoding="utf-8")
 DOCUMENTS = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md")]
 DOCUMENTS += [ROOT / "clusters" / "README.md", ROOT / "examples" / "README.md"]
 
-# Flags of other programs: torchrun, ray, tensorboard, ruff; "--resume" is the reader's old script.
+# Flags of other programs: torchrun, ray, ruff, pytest, benchmarks/data.py; "--resume" is the
+# reader's old script.
 FOREIGN = {
-    *("nproc-per-node", "nnodes", "rdzv-endpoint", "local-ranks-filter"),
-    *("head", "num-cpus", "logdir", "check", "ignore", "resume"),
+    *("nproc-per-node", "nnodes", "rdzv-endpoint"),
+    *("head", "num-cpus", "check", "ignore", "resume"),
+    *("quick", "only", "out"),
 }
 
 
@@ -35,14 +41,15 @@ def flags(section: Any, prefix: str = "") -> Iterator[str]:
         value = getattr(section, f.name)
         name = f.name.replace("_", "-")
         if dataclasses.is_dataclass(value):
-            yield from flags(value, "" if f.name == "config" else f"{prefix}{name}.")
+            yield from flags(value, "" if f.name in ("config", "shards") else f"{prefix}{name}.")
         else:
             yield prefix + name
             if isinstance(value, bool):
                 yield f"{prefix}no-{name}"
 
 
-KNOWN = {*flags(FitArgs(config=TrainConfig())), *flags(EvaluateArgs(run="")), "help"}
+DOORS = (FitArgs(config=TrainConfig()), EvaluateArgs(run=""), ConvertArgs())
+KNOWN = {*(flag for door in DOORS for flag in flags(door)), "help"}
 
 
 def tree() -> set[str]:
@@ -73,7 +80,7 @@ def test_the_tree_has_every_file_of_the_package_and_no_other():
 def test_every_promise_names_tests_that_exist():
     rows = README.partition("## Promises")[2].partition("\n## ")[0].splitlines()
     promises = [row for row in rows if row.startswith("| ") and "---" not in row][1:]
-    assert len(promises) >= 5
+    assert len(promises) >= 7
     for promise in promises:
         named = re.findall(r"`(test_\w+\.py)::(test_\w+)`", promise)
         assert named, promise
@@ -81,6 +88,31 @@ def test_every_promise_names_tests_that_exist():
             parsed = ast.parse((ROOT / "tests" / file).read_text(encoding="utf-8"))
             functions = {n.name for n in ast.walk(parsed) if isinstance(n, ast.FunctionDef)}
             assert test in functions, f"{file} has no {test}"
+
+
+def test_every_test_file_and_benchmark_that_is_named_exists():
+    for document in DOCUMENTS:
+        text = document.read_text(encoding="utf-8")
+        for name in re.findall(r"\btest_\w+\.py", text):
+            assert (ROOT / "tests" / name).is_file(), f"{document.name}: {name}"
+        for name in re.findall(r"benchmarks/\w+\.py", text):
+            assert (ROOT / name).is_file(), f"{document.name}: {name}"
+
+
+def test_every_door_and_name_that_is_mentioned_exists():
+    for document in DOCUMENTS:
+        text = document.read_text(encoding="utf-8")
+        for names in re.findall(r"from raytrain_ddp import ([\w, ]+)", text):
+            assert set(names.split(", ")) <= {*raytrain_ddp.__all__}, f"{document.name}: {names}"
+        for door in re.findall(r"python -m raytrain_ddp\.(\w+)", text):
+            assert (PACKAGE / f"{door}.py").is_file(), f"{document.name}: {door}"
+
+
+def test_every_exit_status_of_an_error_is_in_the_table():
+    told = set(re.findall(r"^\| (\d) \|", README, re.MULTILINE))
+    kinds = (kind for kind in vars(errors).values() if isinstance(kind, type))
+    own = {str(kind.exit_status) for kind in kinds if issubclass(kind, errors.RaytrainError)}
+    assert told == {"0", *own}
 
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
@@ -94,15 +126,21 @@ def test_every_flag_in_a_document_exists(document: Path):
             assert name in KNOWN | FOREIGN, f"{document.name}: --{flag}"
 
 
-def commands() -> list[str]:
-    """The lines that call fit, but for those with a recipe that the reader would have."""
-    lines = re.findall(r"^(?: {4}|\$ ).*?python -m raytrain_ddp\.fit(.*)$", README, re.MULTILINE)
+def commands(door: str) -> list[str]:
+    """The lines that call a door, but for those with a recipe that the reader would have."""
+    call = rf"^(?: {{4}}|\$ ).*?python -m raytrain_ddp\.{door}(.*)$"
+    lines = re.findall(call, README, re.MULTILINE)
     return [line.partition(" > ")[0] for line in lines if "mine.toml -" not in line]
 
 
-@pytest.mark.parametrize("command", commands())
+@pytest.mark.parametrize("command", commands("fit"))
 def test_every_fit_command_of_the_readme_is_accepted(command: str):
     assert parse_fit(shlex.split(command))
+
+
+@pytest.mark.parametrize("command", commands("convert"))
+def test_every_convert_command_of_the_readme_is_accepted(command: str):
+    assert tyro.cli(ConvertArgs, args=shlex.split(command))
 
 
 def test_every_link_leads_to_a_file():

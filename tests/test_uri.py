@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import io
 import logging
+import os
+import sys
 import threading
 from collections import Counter
 from collections.abc import Iterator
@@ -13,7 +16,8 @@ import fsspec
 import numpy as np
 import pyarrow.parquet as pq
 import pytest
-from s3 import S3, s3_server
+from processes import Group
+from s3 import CREDENTIALS, S3, s3_server
 from test_parquet import all_of, converted, hugging_face, opened, png, write_images, write_parquet
 
 from raytrain_ddp.data import locate as locate_module
@@ -21,11 +25,13 @@ from raytrain_ddp.data import shard as shard_module
 from raytrain_ddp.data.locate import locate
 from raytrain_ddp.data.source import BadRecord
 from raytrain_ddp.errors import ConfigError, DataError, PreflightError
+from raytrain_ddp.recipe import load
 from raytrain_ddp.uri import (
     answer_within,
     attempt,
     open_uri,
     reason_of,
+    shareable,
     uri_beside,
     without_secrets,
 )
@@ -102,6 +108,30 @@ def test_fault_45_neither_names_nor_reasons_hold_secrets():
         reason_of(uri, OSError("bucket/folder/x is cut off.\nmore")) == "bucket/folder/x is cut off"
     )
     assert reason_of("/a/b", OSError("/a/b?c=d gone")) == "/a/b?c=d gone"
+
+
+def test_fault_45_what_is_shared_of_a_uri_says_where_but_not_who():
+    endpoint = "endpoint_override=http%3A%2F%2F127.0.0.1%3A9000"
+    for uri, told in (
+        (f"s3://b/x?{endpoint}&region=eu-1&scheme=http", None),
+        (f"gs://b/x?{endpoint}", None),
+        ("/a/b@c?region=x", None),
+        ("hf://datasets/a/b@main/x", None),
+        (f"s3://KEY:{SECRET}@b/x?secret_key={SECRET}&region=eu#{SECRET}", "s3://b/x?region=eu"),
+        (f"s3://KEY:{SECRET}/more@b/x?access_key={SECRET}", "s3://b/x"),
+        (
+            f"s3://b/x?endpoint_override=http%3A%2F%2FKEY%3A{SECRET}%40host&region=eu",
+            "s3://b/x?region=eu",
+        ),
+        (f"s3://b/x?endpoint_override=host%3Ftoken%3D{SECRET}", "s3://b/x"),
+        (f"s3://b/x?endpoint_override=KEY:{SECRET}%2540host", "s3://b/x"),
+        (f"s3://b/x?endpoint_override=KEY:{SECRET}@host&region=eu", "s3://***"),
+        (f"s3://KEY:{SECRET}?region=x@b/x", "s3://***"),
+        (f"s3://KEY:{SECRET}#{SECRET}@b/x?region=eu", "s3://***"),
+        (f"abfs://b/x?sas={SECRET}&region=eu", "abfs://b/x"),
+    ):
+        assert shareable(uri) == (told or uri)
+        assert shareable(shareable(uri)) == shareable(uri)
 
 
 def test_who_does_not_answer_is_left_behind():
@@ -298,3 +328,69 @@ def test_row_groups_of_a_store_are_read_at_the_same_time(s3: S3, pictures: Path)
     assert len(all_of(source)) == 20
     assert s3.most_at_once(delay_s=0.0) >= 3  # of five
     source.close()
+
+
+# ------------------------------------------------------------------ written down, and gone on with
+
+
+def doors(rank: int, size: int, *calls: tuple[str, ...]) -> list[tuple[str, str]]:
+    """(output, error) of ``door argv...`` each, in a standing process with the store's credentials
+    in its environment."""
+    from importlib import import_module
+
+    from raytrain_ddp.errors import RaytrainError
+
+    before, answers = dict(os.environ), []
+    os.environ.update(CREDENTIALS)
+    for name, *argv in calls:
+        sys.stdout, error = io.StringIO(), ""
+        try:
+            import_module(f"raytrain_ddp.{name}").main(argv)
+        except RaytrainError as raised:
+            error = f"{type(raised).__name__}: {raised}"
+        finally:
+            answers.append((sys.stdout.getvalue(), error))
+            sys.stdout = sys.__stdout__
+    os.environ.clear()
+    os.environ.update(before)
+    return answers
+
+
+def test_fault_20_a_run_on_data_of_a_store_is_evaluated_from_what_it_wrote_down(
+    s3: S3, workers: Group, tmp_path: Path
+):
+    write_images(tmp_path / "set" / "train.parquet", 8)
+    images = {"some": [png(0), b"no image", png(2), None, png(4)], "none": [None] * 3}
+    for name, column in {**images, "many": [png(0)] + [None] * 101}.items():
+        columns = {"image": hugging_face(column), "label": [0] * len(column)}
+        write_parquet(tmp_path / "set" / f"{name}/test.parquet", columns)
+    s3.put_folder(tmp_path / "set", "written")
+    run = tmp_path / "runs" / "x"
+    source, evaluation = s3.uri("written/train.parquet"), s3.uri("written/some")
+    flags = {
+        **{
+            "--data.source": source,
+            "--data.eval-source": evaluation.replace("//", f"//KEY:{SECRET}@", 1),
+        },
+        **{"--data.bad-records": "skip", "--storage": str(run.parent), "--name": "x"},
+        **{"--epochs": "1", "--batch-size": "4", "--micro-batch": "4", "--data.workers": "1"},
+    }
+    fit, some, none, many = workers(
+        1,
+        doors,
+        ("fit", "--local", "--log.no-tensorboard", *(w for flag in flags.items() for w in flag)),
+        ("evaluate", str(run)),
+        ("evaluate", str(run), "--data", s3.uri("written/none")),
+        ("evaluate", str(run), "--data", s3.uri("written/many")),
+    )[0]
+    assert (fit[1], some[1]) == ("", "")
+    assert "3 of 5 images, each once; 2 bad records left out" in some[0]
+    assert "skipped" not in some[0]
+    assert none == ("", "DataError: none of the 3 images of the evaluation set can be read.")
+    assert many[0] == ""
+    assert many[1].startswith(
+        "DataError: 101 bad records in the evaluation set, more than data.max"
+    )
+    written = load(str(run / "config.toml")).data
+    assert (written.source, written.eval_source) == (source, evaluation)
+    assert not [p for p in run.rglob("*") if p.is_file() and SECRET.encode() in p.read_bytes()]

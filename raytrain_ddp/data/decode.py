@@ -9,8 +9,7 @@ from __future__ import annotations
 
 import io
 import logging
-import warnings
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any
 
@@ -45,6 +44,13 @@ class Picture:
     orientation: int
     jpeg: bytes | None
     other: Any  # a PIL image, if it is no JPEG
+    _decoded: dict[int, Pixels] = field(default_factory=dict, repr=False)  # the last, by `shrink`
+
+    @staticmethod
+    def of_pixels(pixels: Pixels) -> Picture:
+        """What is decoded already, uint8 (height, width, 3)."""
+        height, width, _ = pixels.shape
+        return Picture(height, width, 1, None, Image.fromarray(pixels))
 
     def pixels(self, shrink: int = 1) -> Pixels:
         """RGB, uint8 (height, width, 3), both divided by `shrink` (1, 2, 4, 8) and rounded up.
@@ -52,6 +58,12 @@ class Picture:
         Raises:
             ValueError, OSError: the image is damaged.
         """
+        if shrink not in self._decoded:
+            self._decoded.clear()
+            self._decoded[shrink] = self._pixels(shrink)
+        return self._decoded[shrink]
+
+    def _pixels(self, shrink: int) -> Pixels:
         if self.jpeg is None:
             return _upright(_rgb(self.other, shrink), self.orientation)
         height, width = self.height, self.width
@@ -113,9 +125,7 @@ def _rgb(image: Any, shrink: int) -> Pixels:
         _tell_once("16-bit grey images: values above 255 become white, as in Pillow; convert them.")
     if image.mode == "P" and "transparency" in image.info:
         image = image.convert("RGBA")  # the same colours, without Pillow's warning
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", Image.DecompressionBombWarning)
-        image = image.convert("RGB")
+    image = image.convert("RGB")
     return np.array(image.reduce(shrink) if shrink > 1 else image)
 
 

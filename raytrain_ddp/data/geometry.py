@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
@@ -13,6 +14,7 @@ from raytrain_ddp.data.decode import Picture, shrink_for
 from raytrain_ddp.inputs import AugmentConfig
 
 CROP_DRAWS = 4
+_LONGEST = 8  # times the shorter side
 _EVAL_SHARE = 0.875  # of the shorter side: 224 of 256 pixels, as is usual
 
 
@@ -52,7 +54,7 @@ def random_into(
     top, left, height, width = random_box(picture.height, picture.width, scale, draws)
     shrink = shrink_for((height, width), (out.shape[-2], out.shape[-1]))
     top, left = top // shrink * shrink, left // shrink * shrink  # where a shrunk one has a pixel
-    by = shrink if jpeg_scaling else 1
+    by = shrink if jpeg_scaling and picture.jpeg else 1
     image = to_tensor(picture.pixels(by))
     part = image[:, :, top // by : -(-(top + height) // by), left // by : -(-(left + width) // by)]
     resize_into(out, part, height / by, width / by)
@@ -77,9 +79,16 @@ def centre_into(out: Tensor, picture: Picture, jpeg_scaling: bool) -> None:
         out.copy_(to_tensor(picture.pixels()))
         return
     size = out.shape[-1]
+    longest = _LONGEST * min(height, width)
+    if max(height, width) > longest:  # a ribbon: resized whole, it could take gigabytes
+        pixels = picture.pixels()
+        top, left = max(0, height - longest) // 2, max(0, width - longest) // 2
+        middle = pixels[top : top + longest, left : left + longest]
+        picture = Picture.of_pixels(np.ascontiguousarray(middle))
+        height, width = picture.height, picture.width
     factor = size / _EVAL_SHARE / min(height, width)
     h, w = max(size, round(height * factor)), max(size, round(width * factor))
-    shrink = shrink_for((height, width), (h, w)) if jpeg_scaling else 1
+    shrink = shrink_for((height, width), (h, w)) if jpeg_scaling and picture.jpeg else 1
     whole = torch.empty((1, 3, h, w), dtype=torch.uint8, memory_format=torch.channels_last)
     resize_into(whole, to_tensor(picture.pixels(shrink)), height / shrink, width / shrink)
     top, left = (h - size) // 2, (w - size) // 2

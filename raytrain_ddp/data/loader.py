@@ -6,10 +6,12 @@ forked inside a Ray worker (where that can deadlock). A whole micro-batch is one
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterable
-from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from collections.abc import Generator, Iterable, Iterator
+from dataclasses import dataclass, replace
+from functools import cached_property
 from hashlib import sha256
+from itertools import product
+from typing import Literal, NamedTuple
 
 import numpy as np
 
@@ -18,6 +20,9 @@ from raytrain_ddp.data.plan import EpochOrder, Plan, Shuffle, deal
 from raytrain_ddp.data.source import Batch, Data
 from raytrain_ddp.data.threads import Threads, prefetched
 from raytrain_ddp.errors import DataError
+
+_WINDOW_BYTES = 64 * 2**20
+_MOST_BLOCKS = 16
 
 
 @dataclass(frozen=True)
@@ -41,12 +46,21 @@ class Slot:
     digest: str = ""
 
 
+class _Task(NamedTuple):
+    """A micro-batch to be loaded."""
+
+    step: int
+    slot: int
+    epoch: int
+    rows: Rows  # without repeats
+
+
 @dataclass(frozen=True)
 class TrainLoader:
     """The slots of one worker, step after step, from any step on.
 
     Args:
-        plan: of all samples of an epoch: the rows, `repeats` times.
+        skip: bad records may be left out of batches.
         pin: page-locked batches, whose copy to a GPU runs beside other work.
         digests: make those of `Slot`.
     """
@@ -59,31 +73,19 @@ class TrainLoader:
     world_size: int
     rank: int
     threads: Threads
-    repeats: int = 1
+    skip: bool = False
     pin: bool = False
     digests: bool = False
 
     def steps(self, start: int, stop: int) -> Generator[list[Slot], None, None]:
         """Yields this worker's slots of global steps start..stop-1. Close it to end the threads."""
         slots = deal(self.plan.slots, self.world_size, self.rank)
-        order = lru_cache(maxsize=2)(self._order)  # threads read ahead into the next epoch
-
-        def load(place: tuple[int, int]) -> Slot:
-            step, slot = place
-            epoch, step_of_epoch = divmod(step, self.plan.steps_per_epoch)
-            span = self.plan.span(step_of_epoch, slot)
-            rows, repeats = self._rows(order(epoch), *span)
-            self._tell_ahead(order(epoch), rows, *span)
-            batch = self._batch(epoch, rows, repeats) if len(rows) else {}
-            samples = samples_of(batch)
-            digest = _digest(rows, repeats, batch) if samples and self.digests else ""
-            batch = batch if samples else self._filler
-            if self.pin:
-                batch = {name: tensor.pin_memory() for name, tensor in batch.items()}
-            return Slot(step, slot, len(rows), samples, batch, digest)
-
-        places = ((step, slot) for step in range(start, stop) for slot in slots)
-        loaded = prefetched(places, load, self.threads, lambda slot: bytes_of(slot.batch))
+        loaded = prefetched(
+            self._tasks(start, stop, slots),
+            self._load,
+            _threads_for(self.data, self.threads),
+            lambda slot: bytes_of(slot.batch),
+        )
         try:
             for _ in range(start, stop):
                 yield [next(loaded) for _ in slots]
@@ -113,24 +115,51 @@ class TrainLoader:
         """One sample, for a slot without any: its pass counts for nothing."""
         return self.any_batch(1)
 
-    def _order(self, epoch: int) -> EpochOrder:
-        return EpochOrder(self.data.source.blocks, self.shuffle, self.seed, epoch, self.window)
+    def _tasks(self, start: int, stop: int, slots: range) -> Iterator[_Task]:
+        """The micro-batches in their order; tells the source of each when it is handed out."""
+        epoch, order = -1, None
+        for step, slot in product(range(start, stop), slots):
+            now, step_of_epoch = divmod(step, self.plan.steps_per_epoch)
+            if now != epoch or order is None:
+                epoch, order = now, self._order(now, len(slots))
+            rows = order.read(*self.plan.span(step_of_epoch, slot))
+            self._tell_ahead(order, rows, step_of_epoch, slot)
+            yield _Task(step, slot, epoch, rows)
 
-    def _tell_ahead(self, order: EpochOrder, rows: Rows, start: int, stop: int) -> None:
-        """Tells the source what this lane reads now, and half a window of blocks later."""
+    def _order(self, epoch: int, lanes: int) -> EpochOrder:
+        blocks = self.data.source.blocks
+        return EpochOrder(blocks, self.shuffle, self.seed, epoch, self.window, 2 * lanes + 2)
+
+    def _tell_ahead(self, order: EpochOrder, rows: Rows, step: int, slot: int) -> None:
+        """Tells the source what this lane reads next, and half a window of blocks later."""
         ahead = getattr(self.data.source, "ahead", None)
-        if ahead is not None:
+        if ahead is None:
+            return
+        ahead(rows)
+        if self.shuffle != "none":
             later = self.window * self.data.rows // (2 * len(self.data.source.blocks))
-            places = (place // self.repeats + later for place in (start, stop))
-            ahead(rows)
-            ahead(order.read(*(min(place, self.data.rows) for place in places)))
+            end = self.plan.lane(slot)[1]
+            start, stop = (min(place + later, end) for place in self.plan.span(step, slot))
+            ahead(order.read(start, stop))
 
-    def _rows(self, order: EpochOrder, start: int, stop: int) -> tuple[Rows, Rows]:
-        """Rows at places [start, stop) of the epoch's samples, and which repeat each is."""
-        places = np.arange(start, stop)
-        first = start // self.repeats
-        rows = order.read(first, -(-stop // self.repeats))
-        return rows[places // self.repeats - first], places % self.repeats
+    def _load(self, task: _Task) -> Slot:
+        repeats = self.plan.repeats
+        rows = np.repeat(task.rows, repeats)
+        batch: Batch = {}
+        if len(rows):
+            each = np.tile(np.arange(repeats), len(task.rows))
+            batch = self._batch(task.epoch, rows, each)
+        samples = samples_of(batch)
+        if samples < len(rows) and not self.skip:
+            raise DataError(
+                f"{len(rows) - samples} of {len(rows)} samples of a micro-batch were left out, and "
+                "data.bad_records is error: collate must return all of them."
+            )
+        digest = _digest(rows, batch) if samples and self.digests else ""
+        batch = batch if samples else self._filler
+        if self.pin:
+            batch = {name: tensor.pin_memory() for name, tensor in batch.items()}
+        return Slot(task.step, task.slot, len(rows), samples, batch, digest)
 
     def _batch(self, epoch: int, rows: Rows, repeats: Rows | None) -> Batch:
         draws = Draws(self.seed, epoch, rows, repeats)
@@ -142,13 +171,21 @@ def eval_batches(
 ) -> Generator[Batch, None, None]:
     """Rows [chunk * batch_size, (chunk + 1) * batch_size) of each chunk, in the stored order."""
 
-    def load(chunk: int) -> Batch:
-        stop = min((chunk + 1) * batch_size, data.rows)
-        rows = np.arange(chunk * batch_size, stop, dtype=np.int64)
+    ahead = getattr(data.source, "ahead", None)
+
+    def runs() -> Iterator[Rows]:
+        for chunk in chunks:
+            stop = min((chunk + 1) * batch_size, data.rows)
+            rows = np.arange(chunk * batch_size, stop, dtype=np.int64)
+            if ahead is not None:
+                ahead(rows)
+            yield rows
+
+    def load(rows: Rows) -> Batch:
         return data.collate(data.source.read(rows), Draws(0, 0, rows))
 
     try:
-        yield from prefetched(chunks, load, threads, bytes_of)
+        yield from prefetched(runs(), load, _threads_for(data, threads), bytes_of)
     finally:
         _close(data)
 
@@ -162,6 +199,18 @@ def bytes_of(batch: Batch) -> int:
     return sum(tensor.nbytes for tensor in batch.values())
 
 
+def window_for(data: Data, asked: int | Literal["auto"]) -> int:
+    """Blocks per window of the block shuffle.
+
+    auto: as many as take 64 MiB of memory, 1 to 16 of them; a function of the data alone.
+    """
+    if asked != "auto":
+        return asked
+    sizes = getattr(data.source, "block_bytes", None)
+    fitting = _MOST_BLOCKS if sizes is None else int(_WINDOW_BYTES / sizes.mean())
+    return max(1, min(_MOST_BLOCKS, fitting))
+
+
 def memory_note(loader: TrainLoader, limit_bytes: int) -> str | None:
     """What to do if the blocks that are in use at a time do not fit into `limit_bytes`, which
     has them read again and again; None if they fit, or stay where they are."""
@@ -170,15 +219,21 @@ def memory_note(loader: TrainLoader, limit_bytes: int) -> str | None:
         return None
     slots = len(deal(loader.plan.slots, loader.world_size, loader.rank))
     in_use = len(sizes) if loader.shuffle == "full" else min(len(sizes), slots * loader.window)
-    needed = int(sizes.mean() * in_use)
+    needed = int(1.5 * sizes.mean() * in_use)  # and those that are read ahead
     if needed <= limit_bytes:
         return None
     remedy = "--data.shuffle block" if loader.shuffle == "full" else "lower --data.shuffle-window"
     return (
-        f"{in_use} row groups are in use at a time, {needed / 2**20:.0f} MiB, more than the "
-        f"{limit_bytes / 2**20:.0f} MiB of data.memory_mib: they will be read several times. Raise "
-        f"--data.memory-mib to {needed / 2**20 * 2:.0f}, or {remedy}."
+        f"{in_use} row groups are in use at a time, which takes {needed / 2**20:.0f} MiB, more "
+        f"than data.memory_mib = {limit_bytes / 2**20:.0f}: they will be read several times. Raise "
+        f"--data.memory-mib to {needed / 2**20:.0f}, or {remedy}."
     )
+
+
+def _threads_for(data: Data, threads: Threads) -> Threads:
+    """One, if the source can be read in its own order only."""
+    in_order = getattr(data.source, "in_order", False)
+    return replace(threads, most=min(1, threads.most), begin=None) if in_order else threads
 
 
 def _close(data: Data) -> None:
@@ -187,8 +242,8 @@ def _close(data: Data) -> None:
         close()
 
 
-def _digest(rows: Rows, repeats: Rows, batch: Batch) -> str:
-    digest = sha256(rows.tobytes() + repeats.tobytes())
+def _digest(rows: Rows, batch: Batch) -> str:
+    digest = sha256(rows.tobytes())
     for name, tensor in sorted(batch.items()):
         digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
         digest.update(tensor.contiguous().numpy().tobytes())

@@ -82,7 +82,7 @@ def _on_disk(source: str, told: str) -> Splits:
     path = Path(source).expanduser()
     if path.is_file():
         return _by_name([str(path)], str(path.parent))
-    if any(sign in source for sign in _GLOB_SIGNS):
+    if any(sign in source for sign in _GLOB_SIGNS) and not path.exists():
         files = sorted(glob.glob(str(path), recursive=True))
         if not files:
             raise DataError(f"{told}: no file matches.")

@@ -12,8 +12,6 @@ from pathlib import PurePosixPath
 from typing import Any
 
 import numpy as np
-import pyarrow as pa
-import pyarrow.compute as pc
 
 from raytrain_ddp.data.disk_cache import DiskCache
 from raytrain_ddp.data.draws import Rows
@@ -142,15 +140,13 @@ class ParquetImages:
         return _Group(labels=self._labels(block, table), nbytes=table.nbytes, **kept)
 
     def _labels(self, block: int, table: Any) -> list[int]:
-        column = table.column(self._columns[1]).combine_chunks()
-        if pa.types.is_dictionary(column.type):
-            column = column.dictionary_decode()
-        fits = pc.and_(pc.greater_equal(column, 0), pc.less(column, len(self.class_names)))
-        place = pc.index(pc.fill_null(fits, False), False).as_py()
-        if place >= 0:
-            row = int(self._starts[block]) + place
-            raise self._bad_label(self.where(row), column[place].as_py())
-        return list(column.to_pylist())
+        # In Python: a worker's first read is not to import pyarrow.compute, or pandas for to_numpy.
+        labels: list[int] = table.column(self._columns[1]).to_pylist()
+        classes = len(self.class_names)
+        for place, label in enumerate(labels):
+            if label is None or not 0 <= label < classes:
+                raise self._bad_label(self.where(int(self._starts[block]) + place), label)
+        return labels
 
     def _image(self, block: int, group: _Group, place: int) -> Image:
         if group.images is not None:

@@ -29,33 +29,46 @@ Shuffle = Literal["full", "block", "none"]
 _EPOCH_STREAM = 0x5EED_0001  # keeps the shuffle's random bits apart from those of other uses
 _WINDOW_STREAM = 0x5EED_0002
 _ROWS_AT_ONCE = 4096  # of a full shuffle
-_WINDOWS_KEPT = 1024  # two for each lane; 32 KiB each
 
 
 @dataclass(frozen=True)
 class Plan:
-    """The cut of an epoch of `rows` samples into steps of `slots` micro-batches."""
+    """The cut of an epoch of `rows` into steps of `slots` micro-batches.
+
+    Args:
+        micro_batch: samples.
+        repeats: samples that are made of each row, one after another; divides `micro_batch`.
+    """
 
     rows: int
     slots: int
     micro_batch: int
+    repeats: int = 1
+
+    @property
+    def rows_at_once(self) -> int:
+        """Rows of a micro-batch."""
+        return self.micro_batch // self.repeats
 
     @property
     def steps_per_epoch(self) -> int:
         longest = -(-self.rows // self.slots)
-        return -(-longest // self.micro_batch)
+        return -(-longest // self.rows_at_once)
+
+    def lane(self, slot: int) -> tuple[int, int]:
+        """Places [start, stop) of the epoch order that `slot` takes in the whole epoch."""
+        return slot * self.rows // self.slots, (slot + 1) * self.rows // self.slots
 
     def span(self, step: int, slot: int) -> tuple[int, int]:
         """Places [start, stop) of the epoch order that `slot` takes in `step` of the epoch."""
-        lane_start = slot * self.rows // self.slots
-        lane_stop = (slot + 1) * self.rows // self.slots
-        start = min(lane_start + step * self.micro_batch, lane_stop)
-        return start, min(start + self.micro_batch, lane_stop)
+        lane_start, lane_stop = self.lane(slot)
+        start = min(lane_start + step * self.rows_at_once, lane_stop)
+        return start, min(start + self.rows_at_once, lane_stop)
 
     def samples(self, step: int) -> int:
         """Samples in `step` of the epoch, over all slots."""
         spans = (self.span(step, slot) for slot in range(self.slots))
-        return sum(stop - start for start, stop in spans)
+        return self.repeats * sum(stop - start for start, stop in spans)
 
 
 def deal(items: int, world_size: int, rank: int) -> range:
@@ -71,6 +84,7 @@ class EpochOrder:
         shuffle: "full" permutes all rows, in memory that does not grow with them; "block" permutes
             the blocks, then the rows within each window of `window` consecutive blocks (memory
             for blocks of unusual length only); "none" keeps the stored order.
+        windows_kept: how many are remembered: lanes and threads read in turns.
     """
 
     def __init__(
@@ -79,7 +93,8 @@ class EpochOrder:
         shuffle: Shuffle,
         seed: int,
         epoch: int,
-        window: int = 16,
+        window: int = 1,
+        windows_kept: int = 64,
     ) -> None:
         self.rows = int(blocks.sum())
         self._key = (seed, epoch)
@@ -92,8 +107,7 @@ class EpochOrder:
             self._order, self._window = Runs.of(runs_of(self.rows, _ROWS_AT_ONCE)), 1
             self._permutation = Feistel(self.rows, seed, epoch, _EPOCH_STREAM)
             make = self._of_all if shuffle == "full" else self._in_order
-        # Lanes and threads read in turns, so the newest few are kept.
-        self._read_window = lru_cache(maxsize=_WINDOWS_KEPT)(make)
+        self._read_window = lru_cache(maxsize=windows_kept)(make)
 
     def read(self, start: int, stop: int) -> Rows:
         """Row ids at places [start, stop) of the epoch, shape (stop - start,)."""

@@ -33,7 +33,7 @@ class Source(Protocol):
 
     @property
     def blocks(self) -> Rows:
-        """Rows of each block, shape (blocks,). Rows within a block are cheap to read together."""
+        """Rows of each block, shape (blocks,), 1 or more; it is cheap to read a block at once."""
 
     def read(self, rows: Rows) -> Any:
         """The records of `rows`, shape (n,), in that order; what `Data.collate` understands.
@@ -97,7 +97,8 @@ class MapSource:
     """Any map-style data set (`__len__`, `__getitem__`); a record list holds its items.
 
     Randomness inside the data set's own `__getitem__` is not tied to the sample: promises about
-    augmentation hold for what `collate` draws only.
+    augmentation hold for what `collate` draws only. It must not come from torch's global generator
+    (as that of torchvision's v2 transforms does), which dropout on a CPU shares.
     """
 
     def __init__(self, dataset: Any, rows_per_block: int = 256) -> None:

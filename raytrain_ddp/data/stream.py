@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from itertools import islice
-from threading import Condition
 from typing import Any
 
 from raytrain_ddp.data.draws import Rows
 from raytrain_ddp.data.plan import runs_of
 from raytrain_ddp.errors import DataError
 
-_MOST_ITERATORS = 64
+_MOST_ITERATORS = 4096  # one for each lane is in use
 
 
 class IterableSource:
@@ -20,8 +19,8 @@ class IterableSource:
     Sharded by offset: each slot reads its own run of the stream with an iterator of its own, which
     first passes over what comes before. So every item is used once an epoch on any number of
     workers, and a run goes on at the right item. But nothing is shuffled, all epochs have the same
-    order, and reaching a place takes the time of reading up to it, unless the data set has a method
-    `skip_to(offset)` that gives an iterator from there.
+    order, one thread does all reading, and reaching a place takes the time of reading up to it,
+    unless the data set has a method `skip_to(offset)` that gives an iterator from there.
 
     Args:
         rows: how many items the stream has; default: its `len`.
@@ -37,34 +36,20 @@ class IterableSource:
         self.dataset = dataset
         self.blocks = runs_of(len(dataset) if rows is None else rows, 256)  # type: ignore[arg-type]
         self._waiting: dict[int, Iterator[Any]] = {}  # by the offset that each gives next
-        self._reading: set[int] = set()  # offsets at which those in use will be
-        self._changed = Condition()
 
     def read(self, rows: Rows) -> list[Any]:
         """Raises DataError if the stream ends early; `rows` must follow each other."""
         start, stop = int(rows[0]), int(rows[-1]) + 1
-        with self._changed:
-            # Threads read ahead: the micro-batch before this one may be on its way.
-            self._changed.wait_for(lambda: start not in self._reading)
-            items = self._waiting.pop(start, None)
-            self._reading.add(stop)
-        records: list[Any] = []
-        try:
-            items = self._from(start) if items is None else items
-            records = list(islice(items, stop - start))
-        finally:
-            with self._changed:
-                self._reading.discard(stop)
-                if items is not None and len(records) == stop - start:
-                    self._waiting[stop] = items
-                while len(self._waiting) > _MOST_ITERATORS:
-                    self._waiting.pop(next(iter(self._waiting)))
-                self._changed.notify_all()
+        items = self._waiting.pop(start, None) or self._from(start)
+        records = list(islice(items, stop - start))
         if len(records) < stop - start:
             raise DataError(
                 f"{type(self.dataset).__name__} ended after {start + len(records)} items, "
                 f"{int(self.blocks.sum())} were announced."
             )
+        self._waiting[stop] = items
+        while len(self._waiting) > _MOST_ITERATORS:
+            self._waiting.pop(next(iter(self._waiting)))
         return records
 
     def fingerprint(self) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Generator, Iterable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from threading import Semaphore
 from typing import TypeVar
@@ -49,6 +49,8 @@ def prefetched(
 
     def gated(item: T) -> R:
         with gate.semaphore:
+            if gate.closed:
+                raise CancelledError
             return work(item)
 
     with ThreadPoolExecutor(threads.most, "loader", _one_torch_thread) as pool:
@@ -59,7 +61,8 @@ def prefetched(
                     yield gate.passed(pending.popleft(), size_bytes)
             while pending:
                 yield gate.passed(pending.popleft(), size_bytes)
-        finally:  # an error, or the consumer stopped: the pool waits for running tasks only
+        finally:  # an error, or the consumer stopped: the pool waits for what has begun to work
+            gate.closed = True
             for future in pending:
                 future.cancel()
 
@@ -70,6 +73,7 @@ class Gate:
     def __init__(self, threads: Threads) -> None:
         self.active = threads.most if threads.begin is None else threads.begin
         self.semaphore = Semaphore(self.active)
+        self.closed = False
         self._threads = threads
         self._largest_bytes = 0
         self._results = 0

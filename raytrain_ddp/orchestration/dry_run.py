@@ -27,7 +27,7 @@ def dry_run(config: TrainConfig) -> str:
     task = load_task(config)
     data, eval_data = task.train_data(), task.eval_data()
     repeats = config.augment.repeats
-    plan = Plan(data.rows * repeats, config.slots, config.micro_batch)
+    plan = Plan(data.rows, config.slots, config.micro_batch, repeats)
     steps, per_epoch = config.epochs * plan.steps_per_epoch, plan.steps_per_epoch
     model = task.model()
     optimizer = build_optimizer(model, config.optim)

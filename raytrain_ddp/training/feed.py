@@ -12,10 +12,10 @@ import torch
 import torch.distributed as dist
 
 from raytrain_ddp.data.loader import Slot, TrainLoader
-from raytrain_ddp.data.source import Batch
 from raytrain_ddp.errors import DataError
 from raytrain_ddp.training.session import Session
 from raytrain_ddp.training.state import TrainState
+from raytrain_ddp.training.step import to_device
 from raytrain_ddp.training.world import World
 
 Move = Callable[[list[Slot]], list[Slot]]
@@ -57,7 +57,7 @@ def on_device(device: torch.device) -> Move:
 
     def move(slots: list[Slot]) -> list[Slot]:
         with torch.cuda.stream(beside):
-            moved = [replace(slot, batch=_copied(slot.batch, device)) for slot in slots]
+            moved = [replace(slot, batch=to_device(slot.batch, device)) for slot in slots]
         training = torch.cuda.current_stream(device)
         training.wait_stream(beside)
         for tensor in chain.from_iterable(slot.batch.values() for slot in moved):
@@ -65,10 +65,6 @@ def on_device(device: torch.device) -> Move:
         return moved
 
     return move
-
-
-def _copied(batch: Batch, device: torch.device) -> Batch:
-    return {name: tensor.to(device, non_blocking=True) for name, tensor in batch.items()}
 
 
 class AgreedCount:
@@ -89,7 +85,7 @@ class AgreedCount:
         if self._world.size > 1:
             dist.all_reduce(totals)
         samples, planned = totals.tolist()
-        step = slots[0].step if slots else self._state.step
+        step = slots[0].step
         if step % self._steps_per_epoch == 0:
             self._state.skipped = 0
         self._state.skipped += planned - samples

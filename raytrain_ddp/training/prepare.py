@@ -10,7 +10,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from raytrain_ddp.config import TrainConfig
-from raytrain_ddp.data.loader import TrainLoader, memory_note, shuffle_for
+from raytrain_ddp.data.loader import TrainLoader, memory_note, shuffle_for, window_for
 from raytrain_ddp.data.plan import Plan
 from raytrain_ddp.data.source import Data
 from raytrain_ddp.data.threads import Threads
@@ -35,7 +35,9 @@ def prepare(config: TrainConfig, task: Task, session: Session) -> Run:
     data, eval_data = task.train_data(), task.eval_data()
     if not data.rows:
         raise DataError("the training set has 0 rows.")
-    plan = Plan(data.rows * config.augment.repeats, config.slots, config.micro_batch)
+    if data.source.blocks.min() < 1:
+        raise DataError("the training set has a block of 0 rows: leave it out of Source.blocks.")
+    plan = Plan(data.rows, config.slots, config.micro_batch, config.augment.repeats)
 
     session.tell({"kind": "phase", "name": "preparing the model"})
     torch.manual_seed(config.seed)  # the same initial weights on all workers
@@ -116,7 +118,7 @@ def prepare(config: TrainConfig, task: Task, session: Session) -> Run:
 def _smallest_slot(plan: Plan) -> int:
     """Samples of the smallest micro-batch that is not empty."""
     spans = (plan.span(plan.steps_per_epoch - 1, slot) for slot in range(plan.slots))
-    return min(stop - start for start, stop in spans if stop > start)
+    return plan.repeats * min(stop - start for start, stop in spans if stop > start)
 
 
 def _require_one_slot_each(plan: Plan, world: World) -> None:
@@ -165,12 +167,12 @@ def train_loader(config: TrainConfig, data: Data, plan: Plan, world: World) -> T
         data=data,
         plan=plan,
         shuffle=shuffle_for(data, config.data.shuffle),
-        window=config.data.shuffle_window,
+        window=window_for(data, config.data.shuffle_window),
         seed=config.seed,
         world_size=world.size,
         rank=world.rank,
         threads=loader_threads(config.data, world.threads),
-        repeats=config.augment.repeats,
+        skip=config.data.bad_records == "skip",
         pin=world.device.type == "cuda",
         digests=config.log.audit,
     )

@@ -7,7 +7,7 @@ import time
 from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
 import torch
@@ -146,7 +146,7 @@ class Run:
                 data,
                 self.config.micro_batch,
                 self.session.world,
-                self.feed.loader.threads,
+                replace(self.feed.loader.threads, begin=None),  # nothing else to do meanwhile
             )
         self.metrics, self.evaluated_step = scalars(values), self.state.step
         skipped, most = self.metrics.get("skipped", 0), self.config.data.max_bad

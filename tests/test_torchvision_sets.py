@@ -1,0 +1,176 @@
+"""torchvision's data sets by name: which part is asked for, and what cannot be used."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from torchvision import datasets
+
+from raytrain_ddp.data.torchvision_sets import TorchvisionImages
+from raytrain_ddp.errors import ConfigError, DataError
+
+
+class Fake:
+    """A data set whose one item has what it was made with for its image."""
+
+    classes = ("cat", "dog")
+    target: Any = 1
+
+    def _make(self, **arguments: Any) -> None:
+        self.told = arguments
+
+    def __len__(self) -> int:
+        return 1
+
+    def __getitem__(self, row: int) -> Any:
+        return self.told, self.target
+
+
+class ByTrain(Fake):
+    def __init__(self, root: str, train: bool = True, download: bool = False) -> None:
+        self._make(train=train, download=download)
+
+
+class Passing(ByTrain):
+    """As QMNIST."""
+
+    def __init__(self, root: str, what: str | None = None, **more: Any) -> None:
+        super().__init__(root, **more)
+
+
+class BySplit(Fake):
+    splits = ("train", "val", "test")
+
+    def __init__(self, root: str, split: str = "train", download: bool = False) -> None:
+        if split not in self.splits:
+            raise ValueError(f"Unknown value {split!r} for argument split")
+        self._make(split=split, download=download)
+
+
+class WithVal(BySplit):
+    splits = ("train", "val")
+
+
+class WithValid(BySplit):
+    splits = ("train", "valid")
+
+
+class OfLetters(BySplit):
+    """As EMNIST, whose splits are no parts."""
+
+    splits = ("letters",)
+
+
+class NotDownloaded(Fake):
+    """As ImageNet."""
+
+    def __init__(self, root: str, split: str = "train", **more: Any) -> None:
+        assert not more
+        if split == "test":
+            raise ValueError("Unknown value")
+        self._make(split=split)
+
+
+class Whole(Fake):
+    """As EuroSAT."""
+
+    def __init__(self, root: str, download: bool = False) -> None:
+        raise AssertionError("is not to be made")
+
+
+class WantsMore(Fake):
+    def __init__(self, root: str, annotations: str, train: bool = True) -> None:
+        self._make()
+
+
+class Gone(Fake):
+    def __init__(self, root: str, train: bool = True) -> None:
+        raise RuntimeError("Dataset not found.")
+
+
+class Boxes(ByTrain):
+    """As Kitti."""
+
+    target = ({"box": 1},)
+
+
+class Unlabelled(ByTrain):
+    target = None
+
+
+def opened(fake: type[Any], root: Path, monkeypatch: pytest.MonkeyPatch, train: bool = True) -> Any:
+    name = fake.__name__
+    monkeypatch.setattr(datasets, name, fake, raising=False)
+    monkeypatch.setattr(datasets, "__all__", (*datasets.__all__, name))
+    return TorchvisionImages(name, root, train)
+
+
+@pytest.mark.parametrize(
+    ("fake", "train", "told"),
+    [
+        (ByTrain, True, {"train": True, "download": True}),
+        (ByTrain, False, {"train": False, "download": True}),
+        (Passing, False, {"train": False, "download": True}),
+        (BySplit, True, {"split": "train", "download": True}),
+        (BySplit, False, {"split": "test", "download": True}),
+        (WithVal, False, {"split": "val", "download": True}),
+        (WithValid, False, {"split": "valid", "download": True}),
+        (NotDownloaded, True, {"split": "train"}),
+        (NotDownloaded, False, {"split": "val"}),
+    ],
+)
+def test_a_part_is_asked_for_as_the_set_names_it(
+    fake: type[Any],
+    train: bool,
+    told: dict[str, Any],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+):
+    images = opened(fake, tmp_path / "root", monkeypatch, train)
+    assert images.read(np.array([0])) == [(told, 1)]
+    assert images.class_names == ["cat", "dog"]
+
+
+@pytest.mark.parametrize("fake", [Whole, WantsMore, OfLetters])
+def test_a_set_without_parts_is_refused_in_one_line(
+    fake: type[Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    for train in (True, False):
+        with pytest.raises(ConfigError, match=f"^torchvision:{fake.__name__} has no") as caught:
+            opened(fake, tmp_path, monkeypatch, train)
+        assert "a folder" in str(caught.value)
+        assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("name", ["FakeData", "EuroSAT", "Caltech101", "VOCDetection", "LSUN"])
+def test_sets_of_torchvision_without_parts_are_refused_before_anything_is_fetched(
+    name: str, tmp_path: Path
+):
+    for train in (True, False):
+        with pytest.raises(ConfigError, match=f"torchvision:{name} has no train and test parts"):
+            TorchvisionImages(name, tmp_path / "root", train)
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("name", ["CIFAR11", "wrap_dataset_for_transforms_v2", "folder"])
+def test_what_is_no_data_set_is_refused(name: str, tmp_path: Path):
+    with pytest.raises(ConfigError, match=f"torchvision has no data set '{name}'"):
+        TorchvisionImages(name, tmp_path, True)
+
+
+@pytest.mark.parametrize(
+    ("fake", "told"),
+    [
+        (Gone, "torchvision:Gone cannot be had: Dataset not found"),
+        (Boxes, "torchvision:Boxes train, row 0: not an image and the number of a class"),
+        (Unlabelled, "torchvision:Unlabelled train, row 0: not an image"),
+    ],
+)
+def test_fault_21_a_set_without_classes_or_images_is_a_data_error(
+    fake: type[Any], told: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    with pytest.raises(DataError, match=told):
+        opened(fake, tmp_path, monkeypatch)
