@@ -31,7 +31,7 @@ def train_loader(
         mirror: on the host, in the loader's threads, as the peers do it; else left to the device.
     """
     from raytrain_ddp.data.images import image_data, open_images
-    from raytrain_ddp.data.loader import TrainLoader, shuffle_for
+    from raytrain_ddp.data.loader import TrainLoader, shuffle_for, window_for
     from raytrain_ddp.data.locate import locate
     from raytrain_ddp.data.plan import Plan
     from raytrain_ddp.data.threads import Threads
@@ -49,7 +49,7 @@ def train_loader(
         data=mirrored(data) if mirror else data,
         plan=Plan(data.rows, 1, BATCH),
         shuffle=shuffle_for(data, config.shuffle),
-        window=config.shuffle_window,
+        window=window_for(data, config.shuffle_window),
         seed=0,
         world_size=1,
         rank=0,

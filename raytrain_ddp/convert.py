@@ -32,7 +32,7 @@ class ConvertArgs:
     """
 
     source: Annotated[str | None, tyro.conf.Positional, tyro.conf.arg(metavar="SRC")] = None
-    """A folder of class folders, 'torchvision:CIFAR10', or Parquet files: file, folder or glob."""
+    """A folder of class folders, 'torchvision:CIFAR10', or Parquet: file, folder, glob or URI."""
     dest: Annotated[str | None, tyro.conf.Positional, tyro.conf.arg(metavar="DST")] = None
     """The folder to make."""
     verify: Annotated[str | None, tyro.conf.arg(metavar="DST")] = None

@@ -10,7 +10,6 @@ from collections.abc import Generator, Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
 from hashlib import sha256
-from itertools import product
 from typing import Literal, NamedTuple
 
 import numpy as np
@@ -118,7 +117,8 @@ class TrainLoader:
     def _tasks(self, start: int, stop: int, slots: range) -> Iterator[_Task]:
         """The micro-batches in their order; tells the source of each when it is handed out."""
         epoch, order = -1, None
-        for step, slot in product(range(start, stop), slots):
+        places = ((step, slot) for step in range(start, stop) for slot in slots)  # a lazy product
+        for step, slot in places:
             now, step_of_epoch = divmod(step, self.plan.steps_per_epoch)
             if now != epoch or order is None:
                 epoch, order = now, self._order(now, len(slots))

@@ -32,8 +32,8 @@ class ConvertConfig:
     shard_mib: float = 256.0
     """Images per file, about."""
     row_group_mib: float = 8.0
-    """Images per row group, at most (but one image at least). A loader keeps 16 row groups per lane
-    of a block shuffle: 128 MiB; and 8 MiB is enough for the throughput of an object store."""
+    """Images per row group, at most (but one image at least). A loader keeps 64 MiB of them
+    per lane of a block shuffle, so 8 to mix; and 8 MiB suffice for an object store's throughput."""
     rows_per_group: int = 256
     """Rows per row group, at most."""
     bad_records: Literal["error", "skip"] = "error"
