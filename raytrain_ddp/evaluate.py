@@ -48,7 +48,7 @@ def main(argv: Sequence[str]) -> int:
     from raytrain_ddp.data.threads import Threads
     from raytrain_ddp.tasks.load import load_task
     from raytrain_ddp.training.evaluate import evaluate, scalars
-    from raytrain_ddp.training.feed import too_many_bad
+    from raytrain_ddp.training.feed import require_few_bad
     from raytrain_ddp.training.state import load_model
     from raytrain_ddp.training.world import World, set_up
 
@@ -73,9 +73,7 @@ def main(argv: Sequence[str]) -> int:
     skipped = int(values.pop("skipped", 0))
     if skipped == data.rows:
         raise DataError(f"none of the {skipped} {task.unit} of the evaluation set can be read.")
-    if skipped > config.data.max_bad:
-        found = f"{skipped} bad records in the evaluation set"
-        raise too_many_bad(found, config.data.max_bad)
+    require_few_bad(skipped, "in the evaluation set", config.data.max_bad)
     _print(checkpoint, data.rows, skipped, task, scalars(values))
     if args.per_class:
         _print_classes(task, values["classes"])

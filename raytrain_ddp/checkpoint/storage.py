@@ -14,6 +14,7 @@ from typing import Any
 
 from pyarrow import fs as pafs
 
+from raytrain_ddp.durable import fsync
 from raytrain_ddp.errors import ConfigError, PreflightError
 from raytrain_ddp.uri import REACH_TIMEOUT_S, answer_within, reason_of, without_secrets
 
@@ -62,7 +63,7 @@ class Storage:
         missing = [folder for folder in missing if not folder.exists()]
         self.fs.create_dir(self.path, recursive=True)
         for folder in missing:
-            _fsync(str(folder.parent))
+            fsync(str(folder.parent))
 
     def walk(self) -> list[str]:
         """Relative paths of all that is below, sorted; those of folders end with ``/``."""
@@ -111,7 +112,7 @@ class Storage:
             with suppress(OSError):
                 self.fs.delete_file(temp)
             raise
-        _fsync(self.path)
+        fsync(self.path)
 
     def rename(self, old: str, new: str) -> None:
         """Rename a file or folder of this folder; not for folders of object stores."""
@@ -150,12 +151,12 @@ class Storage:
                 digest.update(view[start : start + CHUNK_BYTES])
                 stream.write(view[start : start + CHUNK_BYTES])
         if self.is_local:
-            _fsync(path)
+            fsync(path)
         return digest.hexdigest()
 
     def _sync(self) -> None:
         if self.is_local:
-            _fsync(self.path)
+            fsync(self.path)
 
 
 def open_storage(uri: str) -> Storage:
@@ -206,11 +207,3 @@ def _from_uri(uri: str) -> Any:
 
 def _is_folder(info: Any) -> bool:
     return bool(info.type == pafs.FileType.Directory)
-
-
-def _fsync(path: str) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

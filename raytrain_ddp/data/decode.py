@@ -21,7 +21,7 @@ from PIL import Image
 Pixels = npt.NDArray[np.uint8]
 
 _log = logging.getLogger("raytrain_ddp")
-_ORIENTATION = 0x0112  # EXIF
+ORIENTATION = 0x0112  # EXIF
 _SIDEWAYS = 5  # from this orientation on, width and height change places
 _FLIPS = (
     *((0, 0), (1, 1), (1, -1), (-1, -1), (-1, 1)),  # (0 is no orientation), 1 to 4
@@ -115,7 +115,7 @@ def _of_pil(image: Any, exif_orientation: bool) -> Picture:
 
 
 def _orientation(image: Any) -> int:
-    turn = image.getexif().get(_ORIENTATION, 1)
+    turn = image.getexif().get(ORIENTATION, 1)
     return turn if turn in range(1, 9) else 1
 
 

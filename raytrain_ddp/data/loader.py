@@ -110,7 +110,7 @@ class TrainLoader:
 
     @property
     def _first_rows(self) -> Rows:
-        return np.arange(min(self.data.rows, max(4096, self.plan.micro_batch)), dtype=np.int64)
+        return np.arange(min(self.plan.rows, max(4096, self.plan.micro_batch)), dtype=np.int64)
 
     @cached_property
     def _filler(self) -> Batch:
@@ -140,7 +140,7 @@ class TrainLoader:
             return
         ahead(rows)
         if self.shuffle != "none":
-            later = self.window * self.data.rows // (2 * len(self.data.source.blocks))
+            later = self.window * self.plan.rows // (2 * len(self.data.source.blocks))
             end = self.plan.lane(slot)[1]
             start, stop = (min(place + later, end) for place in self.plan.span(step, slot))
             ahead(order.read(start, stop))

@@ -7,7 +7,7 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from pathlib import Path, PurePosixPath
+from pathlib import Path, PurePath, PurePosixPath
 from typing import Any, Literal, TypeVar
 
 from pyarrow import fs as pafs
@@ -258,9 +258,13 @@ def _parquet(of_split: Mapping[Split, Sequence[str]], uri_of: Callable[[str], st
 
 def _names_eval(path: str, root: str) -> bool:
     place = PurePosixPath(path)
-    stem = place.stem.lower().replace("_", "-").split("-")[0].split(".")[0]
     folder = place.parent.name.lower() if str(place.parent) != root else ""
-    return stem in EVAL_SPLITS or folder in EVAL_SPLITS
+    return split_told_by(place) in EVAL_SPLITS or folder in EVAL_SPLITS
+
+
+def split_told_by(path: PurePath) -> str:
+    """What a file's name begins with: ``train`` of ``train-00000-of-00002.parquet``."""
+    return path.stem.lower().replace("_", "-").split("-")[0].split(".")[0]
 
 
 def _is_hidden(name: str) -> bool:

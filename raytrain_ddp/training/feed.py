@@ -89,14 +89,17 @@ class AgreedCount:
         if step % self._steps_per_epoch == 0:
             self._state.skipped = 0
         self._state.skipped += planned - samples
-        if self._state.skipped > self._most:
-            so_far = f"{self._state.skipped} bad records by step {step + 1} in its epoch"
-            raise too_many_bad(so_far, self._most)
+        require_few_bad(self._state.skipped, f"by step {step + 1} in its epoch", self._most)
         return int(samples)
 
 
-def too_many_bad(found: str, most: int) -> DataError:
-    return DataError(f"{found}, more than data.max_bad = {most}. The workers' logs name them.")
+def require_few_bad(skipped: int, where: str, most: int) -> None:
+    """Raises DataError if more than `most` records were left out."""
+    if skipped > most:
+        raise DataError(
+            f"{skipped} bad records {where}, more than data.max_bad = {most}. The workers' logs "
+            "name them."
+        )
 
 
 class Audit:

@@ -23,7 +23,7 @@ from raytrain_ddp.recipe import publishable, to_dict
 from raytrain_ddp.tasks.task import Task
 from raytrain_ddp.training.cadence import Cadence
 from raytrain_ddp.training.evaluate import evaluate, scalars
-from raytrain_ddp.training.feed import Feed, too_many_bad
+from raytrain_ddp.training.feed import Feed, require_few_bad
 from raytrain_ddp.training.session import Session
 from raytrain_ddp.training.state import TrainState
 from raytrain_ddp.training.step import Stepper
@@ -149,9 +149,8 @@ class Run:
                 replace(self.feed.loader.threads, begin=None),  # nothing else to do meanwhile
             )
         self.metrics, self.evaluated_step = scalars(values), self.state.step
-        skipped, most = self.metrics.get("skipped", 0), self.config.data.max_bad
-        if skipped > most:
-            raise too_many_bad(f"{skipped:.0f} bad records in the evaluation set", most)
+        skipped = int(self.metrics.get("skipped", 0))
+        require_few_bad(skipped, "in the evaluation set", self.config.data.max_bad)
         monitor = self.task.monitor
         if monitor not in self.metrics:
             raise ConfigError(

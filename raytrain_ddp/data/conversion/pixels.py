@@ -12,9 +12,7 @@ import numpy as np
 import numpy.typing as npt
 from PIL import Image
 
-from raytrain_ddp.data.decode import Pixels, open_picture, shrink_for
-
-_ORIENTATION = 0x0112  # EXIF
+from raytrain_ddp.data.decode import ORIENTATION, Pixels, open_picture, shrink_for
 
 
 def shrunk(content: bytes, short: int, quality: int) -> bytes:
@@ -41,8 +39,8 @@ def shrunk(content: bytes, short: int, quality: int) -> bytes:
         pixels = picture.pixels(shrink_for((picture.height, picture.width), size))
     resized = Image.fromarray(pixels).resize(size[::-1], Image.Resampling.BICUBIC)
     exif = Image.Exif()
-    if (orientation := image.getexif().get(_ORIENTATION, 1)) != 1:
-        exif[_ORIENTATION] = orientation
+    if (orientation := image.getexif().get(ORIENTATION, 1)) != 1:
+        exif[ORIENTATION] = orientation
     encoded = io.BytesIO()
     resized.save(encoded, "JPEG", quality=quality, exif=exif)
     return encoded.getvalue()

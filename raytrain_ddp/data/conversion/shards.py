@@ -18,8 +18,9 @@ import pyarrow.parquet as pq
 
 from raytrain_ddp.data.conversion.config import ConvertConfig
 from raytrain_ddp.data.conversion.pixels import PixelCounts, decoded, shrunk
-from raytrain_ddp.data.conversion.stage import PART, replace_with, sync, write_json
+from raytrain_ddp.data.conversion.stage import PART, replace_with, write_json
 from raytrain_ddp.data.source import BadRecord
+from raytrain_ddp.durable import fsync
 from raytrain_ddp.errors import DataError
 
 MIB = 2**20
@@ -110,7 +111,7 @@ def write_shard(task: ShardTask, tell: Tell) -> ShardDone:
                 writer.write_table(group, row_group_size=len(group))
                 rows += len(group)
         size, digest = temp.stat().st_size, sha256_of(temp)
-    sync(stage)
+    fsync(stage)
     done = ShardDone(task.name, rows, size, digest, images.bad, images.counts)
     write_json(record_path(stage, task.name), done.to_dict(), state)
     return done

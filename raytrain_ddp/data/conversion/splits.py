@@ -24,7 +24,7 @@ from raytrain_ddp.data.conversion.spool import (
 )
 from raytrain_ddp.data.conversion.stage import Stage
 from raytrain_ddp.data.folder import FolderImages
-from raytrain_ddp.data.locate import EVAL_SPLITS, Located, locate
+from raytrain_ddp.data.locate import EVAL_SPLITS, Located, locate, split_told_by
 from raytrain_ddp.data.parquet import ParquetImages
 from raytrain_ddp.errors import DataError
 from raytrain_ddp.inputs import DataConfig
@@ -123,9 +123,8 @@ def _by_name(found: Located) -> Iterator[tuple[str, Located]]:
     """Evaluation files by the split that they name themselves; test, where they name none."""
     of_name: dict[str, list[str]] = {}
     for uri in found.paths:
-        path = without_secrets(uri)
-        stem = Path(path).stem.lower().replace("_", "-").split("-")[0].split(".")[0]
-        candidates = (Path(path).name.lower(), stem, Path(path).parent.name.lower())
+        path = Path(without_secrets(uri))
+        candidates = (path.name.lower(), split_told_by(path), path.parent.name.lower())
         name = next((name for name in candidates if name in EVAL_SPLITS), "test")
         of_name.setdefault(name, []).append(uri)
     for name, paths in of_name.items():

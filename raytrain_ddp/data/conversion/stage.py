@@ -23,6 +23,7 @@ from typing import Any
 from uuid import uuid4
 
 from raytrain_ddp.data.locate import DATASET_FILE
+from raytrain_ddp.durable import fsync
 from raytrain_ddp.errors import ConfigError, DataError, RunLockedError
 
 PART = ".part"
@@ -94,9 +95,9 @@ class Stage:
     def give_name(self) -> None:
         """The last step, when `dataset.json` is there."""
         shutil.rmtree(self.state)
-        sync(self.folder)
+        fsync(self.folder)
         os.replace(self.folder, self.dest)
-        sync(self.dest.parent)
+        fsync(self.dest.parent)
 
 
 def different(before: Mapping[str, Any], now: Mapping[str, Any], name: str = "") -> list[str]:
@@ -125,7 +126,7 @@ def replace_with(path: Path, state: Path) -> Iterator[Path]:
     temp = state / f"tmp-{uuid4().hex}"
     try:
         yield temp
-        sync(temp)
+        fsync(temp)
         os.replace(temp, path)
     finally:
         temp.unlink(missing_ok=True)
@@ -135,7 +136,7 @@ def write_json(path: Path, content: Mapping[str, Any], state: Path) -> None:
     """Atomic, and lasting."""
     with replace_with(path, state) as temp:
         temp.write_text(json.dumps(content, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
-    sync(path.parent)
+    fsync(path.parent)
 
 
 def read_json(path: Path) -> dict[str, Any] | None:
@@ -145,12 +146,3 @@ def read_json(path: Path) -> dict[str, Any] | None:
     except FileNotFoundError:
         return None
     return content
-
-
-def sync(path: Path) -> None:
-    """Waits until a file or a folder's names are on the disk."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
