@@ -20,7 +20,7 @@ DOORS = {"cli", "fit", "evaluate", "run", "predict", "export", "convert", "docto
 # A part may import those of lower rank, and itself; parts of one rank do not know each other.
 RANKS = [
     {"errors"},
-    {"durable", "rules", "uri"},
+    {"durable", "failpoints", "rules", "uri"},
     {"sections", "inputs"},
     {"config"},
     {"recipe"},

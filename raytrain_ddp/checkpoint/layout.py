@@ -1,7 +1,8 @@
 """Where a run keeps its files, and what its newest checkpoint says. No torch, no Ray.
 
 <storage>/<name>/config.toml     every field, resolved
-                 metrics.jsonl   one record a line
+                 metrics.jsonl   one record a line: what was trained
+                 events.jsonl    one event a line: what happened to the run
                  checkpoints/    see store.py
                  curves.png, tensorboard/, logs/
 """
@@ -18,6 +19,7 @@ from raytrain_ddp.config import TrainConfig
 
 CONFIG_FILE = "config.toml"
 METRICS_FILE = "metrics.jsonl"
+EVENTS_FILE = "events.jsonl"
 CURVES_FILE = "curves.png"
 CHECKPOINTS = "checkpoints"
 TENSORBOARD = "tensorboard"
@@ -44,15 +46,16 @@ def newest_manifest(run: Storage) -> Manifest | None:
     return None
 
 
-def read_history(run: Storage) -> list[dict[str, Any]]:
-    """The records of metrics.jsonl; a torn last line is left out."""
-    if not run.exists(METRICS_FILE):
+def read_history(run: Storage, file: str = METRICS_FILE) -> list[dict[str, Any]]:
+    """The records of metrics.jsonl, or of events.jsonl; a torn line is left out."""
+    if not run.exists(file):
         return []
-    lines = run.read(METRICS_FILE).decode("utf-8", errors="replace").splitlines()
     records = []
-    for line in lines:
+    for line in run.read(file).decode("utf-8", errors="replace").splitlines():
         try:
-            records.append(json.loads(line))
+            record = json.loads(line)
         except ValueError:
             continue
+        if isinstance(record, dict):
+            records.append(record)
     return records

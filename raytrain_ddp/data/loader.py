@@ -22,6 +22,7 @@ from raytrain_ddp.data.plan import EpochOrder, Plan, Shuffle, deal
 from raytrain_ddp.data.source import Batch, Data
 from raytrain_ddp.data.threads import Threads, prefetched
 from raytrain_ddp.errors import DataError
+from raytrain_ddp.failpoints import failpoint
 
 _WINDOW_BYTES = 64 * 2**20
 _MOST_BLOCKS = 16
@@ -146,6 +147,7 @@ class TrainLoader:
             ahead(order.read(start, stop))
 
     def _load(self, task: _Task) -> Slot:
+        failpoint("data.read", self.rank, task.step + 1)
         repeats = self.plan.repeats
         rows = np.repeat(task.rows, repeats)
         batch: Batch = {}

@@ -1,0 +1,160 @@
+"""Places where a test or `chaos` lets a run go wrong: by site, rank and step, once per run.
+
+    RAYTRAIN_DDP_FAILPOINTS="train.after_backward:kill@rank=1,step=7;checkpoint.payload:eio@hit=2"
+    RAYTRAIN_DDP_FAILPOINTS_DIR=/tmp/fired    where it is noted what has fired
+
+Unarmed, a failpoint costs one look into an empty dictionary.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import math
+import os
+import re
+import signal
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from raytrain_ddp.errors import ConfigError, did_you_mean
+
+VARIABLE = "RAYTRAIN_DDP_FAILPOINTS"
+FOLDER_VARIABLE = "RAYTRAIN_DDP_FAILPOINTS_DIR"
+
+SITES = frozenset(
+    {
+        "start.opened",  # the data are open, the model is not made yet
+        "start.warmed_up",  # the model is wrapped, the checkpoint not loaded yet
+        "start.loaded",  # the newest checkpoint is loaded, no step done
+        "data.read",  # a loader thread is about to make a step's batches
+        "train.before_step",
+        "train.loss",  # action nan: the loss of this rank's first slot becomes NaN
+        "train.after_backward",  # gradients are there, the update is not made
+        "train.after_step",
+        "evaluate",
+        "checkpoint.snapshot",  # the copy to the host is made, nothing is written
+        "checkpoint.begin",  # the folder is there, and empty
+        "checkpoint.payload",  # one more file is written
+        "checkpoint.manifest",  # all files are written, the manifest is not
+        "checkpoint.committed",  # the manifest is written, nothing is pruned
+        "prune.manifest",  # a manifest is deleted, its files are not
+        "prune.done",
+        "driver.event",  # the driver has taken an event of this step
+    }
+)
+ACTIONS = frozenset(
+    {"kill", "exit", "raise", "term", "stop", "gil", "sleep", "enospc", "eio", "nan", "node"}
+)
+
+_ENTRY = re.compile(r"([\w.]+):(\w+)(?:\(([\d.]+)\))?(?:@([\w=,]+))?")
+_CONDITIONS = ("rank", "step", "hit")
+
+
+@dataclass
+class Failpoint:
+    """One entry: what happens at a site, and under which conditions. `seen` counts matches."""
+
+    site: str
+    action: str
+    argument: float
+    where: Mapping[str, int]
+    marker: Path
+    seen: int = field(default=0)
+
+    def due(self, rank: int, step: int) -> bool:
+        """Whether it fires now; a file notes it, so that no process of this run fires it again."""
+        here = {"rank": rank, "step": step}
+        if any(here[key] != value for key, value in self.where.items() if key in here):
+            return False
+        self.seen += 1
+        if self.seen != self.where.get("hit", 1) or self.marker.exists():
+            return False
+        try:
+            self.marker.parent.mkdir(parents=True, exist_ok=True)
+            self.marker.touch(exist_ok=False)
+        except FileExistsError:
+            return False
+        return True
+
+    def act(self) -> float:
+        """Does it; returns what the caller shall multiply its loss by."""
+        if self.action in ("kill", "term", "stop"):
+            os.kill(os.getpid(), _SIGNALS[self.action])
+        elif self.action == "node":  # a Ray worker's parent is its node's raylet
+            os.kill(os.getppid(), signal.SIGKILL)
+            os.kill(os.getpid(), signal.SIGKILL)
+        elif self.action == "exit":
+            os._exit(int(self.argument))
+        elif self.action == "raise":
+            raise RuntimeError(f"failpoint {self.site}")
+        elif self.action == "sleep":
+            time.sleep(self.argument)
+        elif self.action == "gil":  # sleeps without letting Python's lock go
+            ctypes.PyDLL(None).usleep(int(self.argument * 1e6))
+        elif self.action in ("enospc", "eio"):
+            number = errno.ENOSPC if self.action == "enospc" else errno.EIO
+            raise OSError(number, f"{os.strerror(number)} (failpoint {self.site})")
+        return math.nan if self.action == "nan" else 1.0
+
+
+_SIGNALS = {"kill": signal.SIGKILL, "term": signal.SIGTERM, "stop": signal.SIGSTOP}
+_armed: dict[str, list[Failpoint]] = {}
+
+
+def failpoint(site: str, rank: int = 0, step: int = 0) -> float:
+    """Goes wrong here if told to. Returns 1, or NaN for the action nan."""
+    entries = _armed.get(site)
+    if entries is None:
+        return 1.0
+    factors = [entry.act() for entry in entries if entry.due(rank, step)]
+    return math.prod(factors)
+
+
+def arm(text: str, folder: str) -> None:
+    """Arms the entries of `text`, and only those; what has fired is noted in `folder`.
+
+    Raises:
+        ConfigError: there is no such site or action, or an entry makes no sense.
+    """
+    _armed.clear()
+    for number, entry in enumerate(filter(None, map(str.strip, text.split(";")))):
+        point = _parse(entry, Path(folder) / f"fired-{number}")
+        _armed.setdefault(point.site, []).append(point)
+
+
+def arm_from_environment() -> None:
+    """Arms what the environment says; nothing if it says nothing."""
+    text, folder = os.environ.get(VARIABLE, ""), os.environ.get(FOLDER_VARIABLE, "")
+    if text and not folder:
+        raise ConfigError(f"{VARIABLE} needs {FOLDER_VARIABLE}: an empty folder outside the run's.")
+    arm(text, folder)
+
+
+def _parse(entry: str, marker: Path) -> Failpoint:
+    match = _ENTRY.fullmatch(entry)
+    if match is None:
+        raise ConfigError(
+            f"{VARIABLE}: {entry!r} is not SITE:ACTION or SITE:ACTION(NUMBER)@KEY=N,KEY=N."
+        )
+    site, action, argument, conditions = match.groups()
+    if site not in SITES:
+        raise ConfigError(f"{VARIABLE}: there is no site {site!r}.{did_you_mean(site, SITES)}")
+    if action not in ACTIONS:
+        raise ConfigError(
+            f"{VARIABLE}: there is no action {action!r}.{did_you_mean(action, ACTIONS)}"
+        )
+    where = {}
+    for condition in filter(None, (conditions or "").split(",")):
+        key, _, value = condition.partition("=")
+        if key not in _CONDITIONS or not value.isdigit():
+            raise ConfigError(
+                f"{VARIABLE}: {condition!r} in {entry!r}: use {', '.join(_CONDITIONS)} = a number."
+            )
+        where[key] = int(value)
+    return Failpoint(site, action, float(argument or 0), where, marker)
+
+
+arm_from_environment()
