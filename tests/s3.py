@@ -69,9 +69,14 @@ class S3:
         """Reads of objects since the last call."""
         return [r for r in self.requests() if r.method == "GET" and "list-type" not in r.query]
 
-    def fail(self, times: int) -> None:
-        """Answer that many of the next reads of objects with 500."""
-        self._send("PUT", f"-/fail/{times}")
+    def fail(self, times: int, method: str = "GET") -> None:
+        """Answer that many of the next reads (GET) or writes (PUT) of objects with 500."""
+        self._send("PUT", f"-/fail/{method}/{times}")
+
+    def failing(self) -> dict[str, int]:
+        """How many reads and writes are still to be failed."""
+        failing: dict[str, int] = json.loads(self._send("GET", "-/failing"))
+        return failing
 
     def most_at_once(self, delay_s: float) -> int:
         """How many objects were read at the same time since the last call; from now on each read is
@@ -117,16 +122,19 @@ def _serve() -> None:
     logging.getLogger("werkzeug").setLevel(logging.ERROR)
     store = DomainDispatcherApplication(create_backend_app)
     requests: list[list[str]] = []
-    failing, delay_s, at_once, most = 0, 0.0, 0, 0
+    failing = {"GET": 0, "PUT": 0}
+    delay_s, at_once, most = 0.0, 0, 0
 
     def answer(environ: dict[str, Any], start: Callable[..., Any]) -> Iterable[bytes]:
-        nonlocal failing, delay_s, at_once, most
+        nonlocal delay_s, at_once, most
         method, path = environ["REQUEST_METHOD"], environ["PATH_INFO"]
         if path.startswith("/-/"):
             content = json.dumps(requests).encode()
             requests.clear()
             if path.startswith("/-/fail/"):
-                failing = int(path.rpartition("/")[2])
+                failing[path.split("/")[3]] = int(path.rpartition("/")[2])
+            if path == "/-/failing":
+                content = json.dumps(failing).encode()
             if path.startswith("/-/most/"):
                 delay_s, content, most = float(path.rpartition("/")[2]), str(most).encode(), 0
             start(f"200 {HTTPStatus.OK.phrase}", [("Content-Length", str(len(content)))])
@@ -138,10 +146,10 @@ def _serve() -> None:
             most = max(most, at_once)
             time.sleep(delay_s)
             at_once -= 1
-            if failing:
-                failing -= 1
-                start("500 Internal Server Error", [("Content-Length", "0")])
-                return []
+        if failing.get(method) and "list-type" not in query:
+            failing[method] -= 1
+            start("500 Internal Server Error", [("Content-Length", "0")])
+            return []
         return store(environ, start)  # type: ignore[no-any-return]
 
     server = make_server("127.0.0.1", 0, answer, threaded=True)

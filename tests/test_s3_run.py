@@ -1,0 +1,62 @@
+"""A run whose folder is in a bucket: checkpoints, log and lease on a real S3 server (moto's)."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from processes import Died, Group
+from s3 import S3, s3_server
+from tiny import TOTAL_STEPS, bits, newest, plain, run_tiny, tiny_config
+
+from raytrain_ddp.checkpoint.layout import read_history, run_storage
+from raytrain_ddp.config import TrainConfig
+from raytrain_ddp.sections import CheckpointConfig
+
+CLOCKS = {"seconds", "samples_per_s", "data_wait"}
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[S3]:
+    with s3_server() as running:
+        yield running
+
+
+def timeless(config: TrainConfig) -> list[dict[str, object]]:
+    records = read_history(run_storage(config))
+    return [{k: v for k, v in record.items() if k not in CLOCKS} for record in records]
+
+
+@pytest.fixture(scope="module")
+def whole(workers: Group, tmp_path_factory: pytest.TempPathFactory) -> TrainConfig:
+    """The same run, undisturbed, on a disk."""
+    config = tiny_config(tmp_path_factory.mktemp("whole"), "run")
+    workers(3, run_tiny, plain(config))
+    return config
+
+
+def in_bucket(server: S3, name: str, tmp_path: Path) -> TrainConfig:
+    often = CheckpointConfig(every_steps=4, every_s=0.0)
+    config = tiny_config(tmp_path, name, checkpoint=often)
+    # The credentials are in the URI: the workers' environment may be older than the server.
+    uri = server.uri("runs").replace("s3://", "s3://test:test@")
+    return dataclasses.replace(config, storage=uri)
+
+
+def test_fault_01_15_a_run_in_a_bucket_that_fails_writes_and_is_killed_is_the_same_run(
+    server: S3, whole: TrainConfig, workers: Group, tmp_path: Path
+):
+    config = in_bucket(server, "run", tmp_path)
+    server.fail(6, "PUT")
+    assert workers.outcomes(3, run_tiny, plain(config), None, 0, 15)[2] == Died(9)
+    assert server.failing()["PUT"] == 0  # and yet
+    assert 4 <= newest(config).name.step < 15
+    server.fail(3, "PUT")
+    ran = workers(3, run_tiny, plain(config))
+    assert 4 <= ran[0].start_step < 15
+    assert server.failing()["PUT"] == 0
+    assert newest(config).name.step == TOTAL_STEPS
+    assert bits(config) == bits(whole)
+    assert timeless(config) == timeless(whole)
