@@ -45,12 +45,16 @@ class OptimConfig:
     """Weight decay; not applied to biases and norm layers."""
     clip_norm: float = 0.0
     """Clip the norm of the whole gradient to this; 0: do not clip."""
+    nonfinite: Literal["stop", "skip"] = field(default="stop", metadata=FREE)
+    """A step whose loss or gradient is not finite is never applied; stop: the run ends with it."""
+    max_nonfinite: int = field(default=3, metadata=FREE)
+    """skip: how many such steps a run may have."""
     label_smoothing: float = 0.1
     """Label smoothing of the cross entropy."""
 
     def __post_init__(self) -> None:
         above_zero("optim", self, "lr")
-        at_least(0, "optim", self, "weight_decay", "clip_norm")
+        at_least(0, "optim", self, "weight_decay", "clip_norm", "max_nonfinite")
         below_one("optim", self, "momentum", "label_smoothing")
         betas_ok = all(0 <= beta < 1 for beta in self.betas)
         require(betas_ok, "optim.betas", self.betas, "each must be 0 or more and below 1")
@@ -135,13 +139,21 @@ class CheckpointConfig:
     """After every so many epochs; 0: off."""
     every_steps: int = field(default=0, metadata=FREE)
     """After every so many steps; 0: off."""
-    every_s: float = field(default=60.0, metadata=FREE)
-    """After so many seconds since the last one; 0: off."""
+    every_s: float | Literal["auto"] = field(default="auto", metadata=FREE)
+    """After so many seconds since the last one; 0: off; auto: sqrt(2 * stall * MTBF), which loses
+    the least time (Young/Daly): the stall of a checkpoint is measured, the mean time between
+    failures is an hour until more is seen. 5 to 600 s, and twice the time of a commit at least."""
     keep_last: int = field(default=2, metadata=FREE)
     """How many of the newest are kept (2 or more), besides the best."""
+    max_failed: int = field(default=3, metadata=FREE)
+    """Training goes on when a checkpoint cannot be written; so many in a row end it (status 5)."""
 
     def __post_init__(self) -> None:
-        at_least(0, "checkpoint", self, "every_epochs", "every_steps", "every_s")
+        at_least(0, "checkpoint", self, "every_epochs", "every_steps")
+        number = isinstance(self.every_s, int | float) and self.every_s >= 0
+        rule = "must be a number of seconds, 0 or more, or auto"
+        require(number or self.every_s == "auto", "checkpoint.every_s", self.every_s, rule)
+        at_least(1, "checkpoint", self, "max_failed")
         at_least(2, "checkpoint", self, "keep_last")  # a damaged newest one is not the only one
 
 
@@ -164,14 +176,30 @@ class ScalingConfig:
     )
     """How Ray spreads the workers over nodes."""
     max_failures: int = field(default=3, metadata=FREE)
-    """How many times dead workers are replaced before the run gives up."""
+    """How many times in a row dead workers are replaced before the run gives up. A new checkpoint
+    sets the count back: a long run meets many failures, a broken one makes no checkpoint."""
+    max_preemptions: int = field(default=-1, metadata=FREE)
+    """How many times workers are replaced whose node was taken away with a notice; -1: always."""
     wait_s: float = field(default=60.0, metadata=FREE)
-    """How long a running cluster may take to offer the workers (autoscaling)."""
+    """How long a running cluster may lack room for the workers, at the start and when nodes are
+    lost (autoscaling)."""
+    resize_s: float = field(default=30.0, metadata=FREE)
+    """MIN:MAX workers: look this often whether more fit. Growing costs a restart from the newest
+    checkpoint."""
+    start_timeout_s: float | Literal["auto"] = field(default="auto", metadata=FREE)
+    """How long to ask Ray for the same number of workers before asking for as many as then fit.
+    After a node's loss Ray counts on it for some seconds more. Loading torch is not part of it.
+    auto: 5 with MIN:MAX, else 120."""
 
     def __post_init__(self) -> None:
         self.worker_range()
         above_zero("scaling", self, "cpus_per_worker", "gpus_per_worker")
         at_least(0, "scaling", self, "max_failures", "wait_s")
+        at_least(-1, "scaling", self, "max_preemptions")
+        at_least(1, "scaling", self, "resize_s")
+        timeout_s = self.start_timeout_s
+        number_ok = timeout_s == "auto" or (not isinstance(timeout_s, str) and timeout_s > 0)
+        require(number_ok, "scaling.start_timeout_s", timeout_s, "must be above 0, or auto")
         gpus = self.gpus_per_worker
         rule = "must be 1 or less: DDP drives one GPU per worker"
         require(gpus <= 1, "scaling.gpus_per_worker", gpus, rule)

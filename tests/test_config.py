@@ -34,13 +34,16 @@ from raytrain_ddp.tasks.zoo import check_model_name, known_models
 
 FREE = """
 checkpoint.every_epochs checkpoint.every_s checkpoint.every_steps checkpoint.keep_last
+checkpoint.max_failed
 data.cache data.cache_gib data.max_bad data.memory_mib data.prefetch data.prefetch_mib data.root
 data.workers
 epochs
 log.audit log.every_steps log.tensorboard
 name
+optim.max_nonfinite optim.nonfinite
 scaling.backend scaling.cpus_per_worker scaling.gpus_per_worker scaling.max_failures
-scaling.num_workers scaling.placement scaling.use_gpu scaling.wait_s
+scaling.max_preemptions scaling.num_workers scaling.placement scaling.resize_s
+scaling.start_timeout_s scaling.use_gpu scaling.wait_s
 storage
 """
 
@@ -125,6 +128,7 @@ NONSENSE = [
     ("optim.betas", (0.9, 1.5)),
     ("optim.weight_decay", -1.0),
     ("optim.clip_norm", -1.0),
+    ("optim.max_nonfinite", -1),
     ("optim.label_smoothing", 1.0),
     ("schedule.warmup_epochs", -1.0),
     ("schedule.final_lr", 1.5),
@@ -135,6 +139,8 @@ NONSENSE = [
     ("checkpoint.every_epochs", -1),
     ("checkpoint.every_steps", -1),
     ("checkpoint.every_s", -1.0),
+    ("checkpoint.every_s", "sometimes"),
+    ("checkpoint.max_failed", 0),
     ("checkpoint.keep_last", 1),
     ("scaling.num_workers", 0),
     ("scaling.num_workers", -1),
@@ -148,6 +154,10 @@ NONSENSE = [
     ("scaling.gpus_per_worker", 2.0),
     ("scaling.max_failures", -1),
     ("scaling.wait_s", -1.0),
+    ("scaling.max_preemptions", -2),
+    ("scaling.resize_s", 0.0),
+    ("scaling.start_timeout_s", 0.0),
+    ("scaling.start_timeout_s", "long"),
     ("log.every_steps", 0),
 ]
 

@@ -384,7 +384,8 @@ def step_buffers(rank: int, size: int, constant: torch.Tensor) -> list[list[Any]
                 generator = torch.Generator().manual_seed(100 * step + slot)
                 model.norm(torch.randn(samples[slot], 3, generator=generator))
             buffers.add(samples[slot] / sum(samples))
-        buffers.finish()
+        refused = ~buffers.agree().isfinite()
+        buffers.finish(refused)
     norm = model.norm
     statistics = norm.running_mean.tolist() + norm.running_var.tolist()
     return [statistics, norm.num_batches_tracked.tolist(), model.constant.tolist()]

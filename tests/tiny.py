@@ -6,7 +6,7 @@ from __future__ import annotations
 import hashlib
 import math
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -30,7 +30,7 @@ from raytrain_ddp.training.local import LocalSession
 from raytrain_ddp.training.loop import train
 from raytrain_ddp.training.recorder import Best
 from raytrain_ddp.training.run import Outcome
-from raytrain_ddp.training.session import Record
+from raytrain_ddp.training.session import Record, Wishes
 from raytrain_ddp.training.world import World
 
 CLASSES = 5
@@ -175,6 +175,7 @@ class ScriptedSession(LocalSession):
         self.start_step = 0
         self.step = 0  # the one that is worked on, from 1; 0 before training
         self.model: nn.Module | None = None
+        self.before_step: Callable[[int], None] = lambda step: None
         self._script = (stop_at, die_at) if world.rank == world.size - 1 else (0, 0)
         super().__init__(config, world, Best("loss", "min"), self.events.append)
 
@@ -187,12 +188,13 @@ class ScriptedSession(LocalSession):
             self.start_step = int(event["start_step"])
         super().tell(event)
 
-    def stop_requested(self) -> int:
+    def wishes(self) -> Wishes:
         self.step = (self.step or self.start_step) + 1
         stop_at, die_at = self._script
         if self.step == die_at:
             os._exit(9)
-        return 15 if self.step == stop_at else 0
+        self.before_step(self.step)
+        return Wishes(stop=15 if self.step == stop_at else 0)
 
 
 @dataclass(frozen=True)
@@ -213,13 +215,20 @@ def run_tiny(
     options: Mapping[str, Any] | None = None,
     stop_at: int = 0,
     die_at: int = 0,
+    meddle: Callable[[ScriptedSession], None] | None = None,
 ) -> Ran:
-    """Trains in one process of a group; to be called through the fixture `workers`."""
+    """Trains in one process of a group; to be called through the fixture `workers`.
+
+    Args:
+        meddle: is given the session before the training.
+    """
     made = from_dict(config)
     world = World(rank, size, rank, torch.device("cpu"), threads=1)
     task = TinyTask(made, **(options or {}))
     with ScriptedSession(made, world, stop_at, die_at) as session:
         task.session = session
+        if meddle is not None:
+            meddle(session)
         outcome = train(made, task, session)
     assert session.model is not None
     digest = hashlib.sha256()

@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import time
-
 from raytrain_ddp.config import TrainConfig
 
 
 class Cadence:
-    """Answers by the number of steps done; only `time_to_save` looks at a clock."""
+    """Answers by the number of steps done; the clock is rank 0's: see interval.py."""
 
     def __init__(self, config: TrainConfig, steps_per_epoch: int) -> None:
         self.total_steps = config.epochs * steps_per_epoch
         self._epoch = steps_per_epoch
         self._config = config
-        self._last_save = time.monotonic()
 
     def logs(self, step: int) -> bool:
         """Every so many steps, at the end of each epoch, and after the first step."""
@@ -29,11 +26,3 @@ class Cadence:
         checkpoint = self._config.checkpoint
         every = (checkpoint.every_epochs * self._epoch, checkpoint.every_steps)
         return step == self.total_steps or any(n and step % n == 0 for n in every)
-
-    def time_to_save(self) -> bool:
-        """By this worker's clock; a vote, as clocks differ."""
-        every_s = self._config.checkpoint.every_s
-        return every_s > 0 and time.monotonic() - self._last_save >= every_s
-
-    def saved(self) -> None:
-        self._last_save = time.monotonic()

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable, Mapping
 from types import FrameType
 from typing import Any
 
@@ -14,32 +13,24 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from raytrain_ddp.checkpoint.layout import checkpoint_store, run_storage
-from raytrain_ddp.checkpoint.store import Checkpoint, CheckpointName, CheckpointStore
 from raytrain_ddp.config import TrainConfig
-from raytrain_ddp.errors import PreflightError, RaytrainError
+from raytrain_ddp.errors import PreflightError
 from raytrain_ddp.sections import ScalingConfig
-from raytrain_ddp.training.recorder import Best, Recorder
-from raytrain_ddp.training.session import Record, Snapshot
-from raytrain_ddp.training.world import World, broadcast
+from raytrain_ddp.training.base import RecordingSession
+from raytrain_ddp.training.recorder import Best
+from raytrain_ddp.training.session import Record, Snapshot, Wishes
+from raytrain_ddp.training.world import World
+
+ASKING = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
 
 
-class LocalSession:
-    """The whole of `train` in this process, for debugging, tests and torchrun.
-
-    Args:
-        show: is given each event on rank 0.
-    """
+class LocalSession(RecordingSession):
+    """The whole of `train` in this process, for debugging, tests and torchrun."""
 
     def __init__(
         self, config: TrainConfig, world: World, best: Best, show: Callable[[Record], None]
     ) -> None:
-        self.world = world
-        self._show = show
-        self._store = checkpoint_store(run_storage(config))
-        self._recorder = Recorder(config, best, show) if world.is_main else None
-        self._committer = ThreadPoolExecutor(1, thread_name_prefix="committer")
-        self._commit: Future[Checkpoint] | None = None
+        super().__init__(config, world, best, show)
         self._signal = 0
         self._told = False
         self._handlers: dict[int, Any] = {}
@@ -49,10 +40,8 @@ class LocalSession:
 
     def __exit__(self, *_: object) -> None:
         for number, before in self._handlers.items():
-            signal.signal(number, before)
-        self._committer.shutdown()
-        if self._recorder is not None:
-            self._recorder.close()
+            signal.signal(number, before or signal.SIG_DFL)  # None: set by C code
+        self.close()
 
     def wrap(self, model: nn.Module, options: Mapping[str, Any]) -> nn.Module:
         model = model.to(self.world.device)
@@ -61,66 +50,29 @@ class LocalSession:
         devices = [self.world.device] if self.world.device.type == "cuda" else None
         return DistributedDataParallel(model, device_ids=devices, **options)
 
-    def latest(self) -> Checkpoint | None:
-        return agreed_latest(self._store, self.world, self.tell)
-
-    def restore_log(self, records: Sequence[Record]) -> None:
-        if self._recorder is not None:
-            self._recorder.restore(records)
-
-    def log(self, record: Record) -> None:
-        if self._recorder is not None:
-            self._recorder.log(record)
-            self._show(record)
-
-    def tell(self, event: Record) -> None:
-        if self.world.is_main:
-            self._show(event)
-
-    def records(self) -> Sequence[Record]:
-        return self._recorder.records if self._recorder is not None else ()
-
-    def drain(self) -> None:
-        if self._commit is not None:
-            self._commit.result()
-
     def report(self, metrics: Mapping[str, float], snapshot: Snapshot | None) -> None:
-        if self._recorder is not None and snapshot is not None:
-            self.drain()
-            self._commit = self._committer.submit(self._recorder.commit, snapshot)
+        if self.recorder is not None and snapshot is not None:
+            self.recorder.submit(snapshot)
 
-    def stop_requested(self) -> int:
+    def wishes(self) -> Wishes:
         if self._signal and not self._told:
             self._told = True
             self.tell({"kind": "note", "text": "Stopping after this step; the checkpoint follows."})
-        return self._signal
+        return Wishes(stop=self._signal)
+
+    def look(self) -> None: ...
 
     def stop_on_signals(self) -> None:
-        """From now on Ctrl-C and SIGTERM ask for a checkpoint and an end; a second ends at once."""
+        """From now on Ctrl-C, SIGTERM and Slurm's warnings (SIGUSR1, SIGUSR2) ask for a checkpoint
+        and an end; a second signal, of whichever kind, ends at once."""
 
         def ask(number: int, _: FrameType | None) -> None:
             self._signal = number  # told later: a handler may have interrupted the display
-            signal.signal(number, signal.SIG_DFL)
+            for each in ASKING:
+                signal.signal(each, signal.SIG_DFL)
 
-        for number in (signal.SIGINT, signal.SIGTERM):
+        for number in ASKING:
             self._handlers[number] = signal.signal(number, ask)
-
-
-def agreed_latest(
-    store: CheckpointStore, world: World, tell: Callable[[Record], None]
-) -> Checkpoint | None:
-    """Rank 0 finds and verifies the newest checkpoint; all ranks take part and open the same."""
-    found: tuple[CheckpointName | None, RaytrainError | None] = (None, None)
-    if world.is_main:
-        try:
-            newest = store.latest(on_damaged=lambda line: tell({"kind": "note", "text": line}))
-            found = (newest.name if newest else None, None)
-        except RaytrainError as error:
-            found = (None, error)
-    name, problem = broadcast(found, world)
-    if problem is not None:
-        raise problem
-    return store.open(name) if name is not None else None
 
 
 def join_world(scaling: ScalingConfig, threads: int | None = None) -> World:

@@ -11,7 +11,7 @@ from raytrain_ddp.training.optim import learning_rate
 from raytrain_ddp.training.prepare import prepare
 from raytrain_ddp.training.run import Outcome
 from raytrain_ddp.training.session import Session
-from raytrain_ddp.training.world import Ballot
+from raytrain_ddp.training.steering import Steering
 
 
 def train(config: TrainConfig, task: Task, session: Session) -> Outcome:
@@ -22,21 +22,21 @@ def train(config: TrainConfig, task: Task, session: Session) -> Outcome:
     run = prepare(config, task, session)
     state, plan = run.state, run.plan
     cadence = Cadence(config, plan.steps_per_epoch)
-    ballot = Ballot(session.world)
-    signal = 0
+    steering = Steering(cadence, session)
+    stop = 0
     with closing(run.feed.steps(state.step, cadence.total_steps)) as steps:
         for slots, samples in run.clock.waits(steps):
-            ballot.cast(session.stop_requested(), cadence.time_to_save())
+            steering.ask(state.step + 1)
             rate = learning_rate(config, state.step, plan.steps_per_epoch)
             loss_share = run.stepper(slots, samples, rate)
-            signal, save = ballot.count()
-            if cadence.logs(state.step):
+            log, evaluate, save, stop = steering.decide(state.step)
+            if log:
                 run.log(loss_share, rate)
-            if cadence.evaluates(state.step):
+            if evaluate:
                 save |= run.evaluate()  # the best is always kept
-            if save or signal or cadence.saves(state.step):
-                run.save(cadence)
-            if signal:
+            if save:
+                run.save(last=stop > 0 or state.step == cadence.total_steps)
+            if stop:
                 break
-    session.drain()
-    return run.outcome(cadence.total_steps, signal)
+    session.finish()
+    return run.outcome(cadence.total_steps, stop)

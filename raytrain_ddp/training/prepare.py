@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,10 +16,13 @@ from raytrain_ddp.data.plan import Plan
 from raytrain_ddp.data.source import Data
 from raytrain_ddp.data.threads import Threads
 from raytrain_ddp.errors import ConfigError, DataError
+from raytrain_ddp.failpoints import failpoint
 from raytrain_ddp.inputs import DataConfig
 from raytrain_ddp.tasks.task import Task
 from raytrain_ddp.training.feed import AgreedCount, Audit, Feed, on_device
+from raytrain_ddp.training.guard import make_guard
 from raytrain_ddp.training.optim import build_optimizer
+from raytrain_ddp.training.repro import judge
 from raytrain_ddp.training.run import Run
 from raytrain_ddp.training.session import Session
 from raytrain_ddp.training.state import TrainState
@@ -39,6 +43,7 @@ def prepare(config: TrainConfig, task: Task, session: Session) -> Run:
         raise DataError("the training set has a block of 0 rows: leave it out of Source.blocks.")
     plan = Plan(data.rows, config.slots, config.micro_batch, config.augment.repeats)
 
+    failpoint("start.opened", world.rank)
     session.tell({"kind": "phase", "name": "preparing the model"})
     torch.manual_seed(config.seed)  # the same initial weights on all workers
     model = task.model()
@@ -58,12 +63,14 @@ def prepare(config: TrainConfig, task: Task, session: Session) -> Run:
     optimizer = build_optimizer(model, config.optim)
     scaler = torch.amp.GradScaler(world.device.type, enabled=config.compute.precision == "fp16")
     state = TrainState(model, optimizer, scaler)
-    stepper = Stepper(config, task, state, net, world)
     loader = train_loader(config, data, plan, world)
+    guard = make_guard(state, partial(judge, config, state, session, loader), world.device)
+    stepper = Stepper(config, task, state, net, world, guard)
     note = memory_note(loader, config.data.memory_mib * 2**20)
     if note is not None:
         session.tell({"kind": "note", "text": note})
     stepper.warm_up(loader.any_batch(), loader.any_batch(_smallest_slot(plan)))
+    failpoint("start.warmed_up", world.rank)
 
     fingerprint = data.source.fingerprint()
     if broadcast((fingerprint, data.rows), world) != (fingerprint, data.rows):
@@ -81,6 +88,7 @@ def prepare(config: TrainConfig, task: Task, session: Session) -> Run:
         session.restore_log(state.load(checkpoint))
     else:
         session.restore_log([])
+    failpoint("start.loaded", world.rank, state.step)
     session.tell(
         {
             "kind": "plan",

@@ -1,138 +1,165 @@
-"""A run's files: the log and the checkpoints, written by rank 0.
-
-The log is part of each checkpoint, and so is never ahead of or behind the weights; `metrics.jsonl`
-and the TensorBoard events are its readable copies, made anew when a run is resumed.
-"""
+"""What rank 0 writes of a run: the log, the checkpoints, and what is kept besides."""
 
 from __future__ import annotations
 
 import json
 import math
-import shutil
+import os
+import socket
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import replace
-from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
-from raytrain_ddp.checkpoint.layout import METRICS_FILE, TENSORBOARD, checkpoint_store, run_storage
+from raytrain_ddp.checkpoint.layout import checkpoint_store, run_storage
+from raytrain_ddp.checkpoint.storage import Storage
 from raytrain_ddp.checkpoint.store import Checkpoint, CheckpointName, CheckpointStore
 from raytrain_ddp.config import TrainConfig
 from raytrain_ddp.errors import CheckpointError
+from raytrain_ddp.training.committer import Committer, persistently
+from raytrain_ddp.training.interval import Life, SaveTimer
+from raytrain_ddp.training.logbook import Logbook
 from raytrain_ddp.training.session import Record, Snapshot
 from raytrain_ddp.training.state import encode
+from raytrain_ddp.training.world import World
+
+_LIFE = "life.json"
 
 
 class Recorder:
-    """Writes the log line by line, and commits snapshots.
+    """The log, the checkpoints and the clock by which they are made; `begin` comes first.
 
     Args:
         tell: is given events for the display, also from the thread that commits.
     """
 
-    def __init__(self, config: TrainConfig, best: Best, tell: Callable[[Record], None]) -> None:
+    def __init__(
+        self, config: TrainConfig, world: World, best: Best, tell: Callable[[Record], None]
+    ) -> None:
+        self._config, self._world, self._best, self._tell = config, world, best, tell
         self._run = run_storage(config)
-        self._run.mkdir()
         self.store = checkpoint_store(self._run)
-        self.store.storage.mkdir()
-        self._attempt = self.store.next_attempt()  # before leftovers go: they count, too
-        self.store.sweep()
-        self._keep_last, self._best, self._tell = config.checkpoint.keep_last, best, tell
-        self._records: list[Record] = []
-        self._tensorboard = config.log.tensorboard and self._run.is_local
-        self._file: IO[str] | None = None
-        self._writer: Any = None
-        self._idle = threading.Event()  # set: no commit is under way
-        self._idle.set()
-        self._error: BaseException | None = None
+        self.log = Logbook(self._run, config.log.tensorboard, tell)
+        self._closing = threading.Event()
+        self.committer = Committer(
+            self._commit, config.checkpoint.max_failed, tell, lambda s: not self._closing.wait(s)
+        )
+        self._newest: Checkpoint | None = None
 
-    @property
-    def records(self) -> Sequence[Record]:
-        return self._records
+    def begin(self) -> Checkpoint | None:
+        """The newest checkpoint that is whole; from now on earlier starts can commit no more.
 
-    def restore(self, records: Sequence[Record]) -> None:
-        """Begins the log with these records; called once, before the first `log`."""
-        self._records = list(records)
-        self._publish()
-        if self._run.is_local:
-            path = Path(self._run.path)
-            self._file = (path / METRICS_FILE).open("a", encoding="utf-8", buffering=1)
-        if self._tensorboard:
-            from torch.utils.tensorboard import SummaryWriter
+        Raises:
+            CheckpointError: there are only damaged ones.
+            RunLockedError: another start claims the run at this moment.
+            OSError: the storage does not answer, or is full.
+        """
+        host = {"host": socket.gethostname(), "pid": os.getpid(), "workers": self._world.size}
 
-            folder = Path(self._run.path) / TENSORBOARD
-            shutil.rmtree(folder, ignore_errors=True)
-            self._writer = SummaryWriter(str(folder))
-            for record in self._records:
-                self._write_event(record)
+        def found(_: int) -> Checkpoint | None:
+            self._run.mkdir()
+            newest = self.store.latest(on_damaged=self._note)
+            self._attempt = self.store.claim(newest.name if newest else None, host)
+            self.store.sweep()
+            return newest
 
-    def log(self, record: Record) -> None:
-        """Appends one record."""
-        self._records.append(record)
-        if self._file is not None:
-            self._file.write(json.dumps(record) + "\n")
-        if self._writer is not None:
-            self._write_event(record)
+        self._newest = newest = persistently(found, self._trying_again)
+        document = {"attempt": 0, "failures": 0, "lived_s": 0.0, "ended": True}
+        if newest is not None and _LIFE in newest.manifest.files:
+            document = json.loads(newest.read(_LIFE))
+        self._life = Life.after(document, self._attempt)
+        self._timer = SaveTimer(self._config.checkpoint.every_s, self._life, self._tell)
+        return newest
 
-    def begin(self) -> None:
-        """Says that a commit will come, from this thread or another; `drain` waits for it."""
-        self._idle.clear()
+    def time_to_save(self) -> bool:
+        """Whether the clock asks for a checkpoint, and none is under way.
 
-    def call_off(self) -> None:
-        """Says that the commit will not come after all."""
-        self._idle.set()
+        Raises:
+            CheckpointError: too many commits in a row have failed.
+            RunLockedError: a later start of this run has taken over.
+        """
+        self.committer.require()
+        return self._timer.is_due() and not self.committer.postpones()
 
-    def commit(self, snapshot: Snapshot) -> Checkpoint:
-        """Makes a checkpoint, then removes those that need not be kept."""
-        started = time.monotonic()
+    def drain(self) -> None:
+        """Waits until no commit is under way."""
+        self.committer.wait()
+        self.committer.require()
+
+    def submit(self, snapshot: Snapshot) -> Future[None]:
+        """Has a snapshot committed in the background; what it comes to never raises."""
+        return self.committer.submit(snapshot)
+
+    def saved(self, stall_s: float) -> None:
+        """Notes for how long a checkpoint has stopped the training."""
+        self._timer.saved(stall_s)
+
+    def place(self) -> Storage:
+        """Where the newest checkpoint is that is whole; the folder of all if there is none."""
+        return self._newest.storage if self._newest is not None else self.store.storage
+
+    def finish(self) -> None:
+        """Waits for the last commit; raises CheckpointError if it failed."""
+        self.committer.finish()
+
+    def close(self) -> None:
+        """Waits for the commit under way; it is not tried again if it fails."""
+        self._closing.set()
+        self.committer.close()
+        self.log.close()
+
+    def keep(self, name: str, document: Mapping[str, Any]) -> None:
+        """Writes a JSON file into the run's folder; says where, or that it cannot be written."""
         try:
-            manifest = replace(snapshot.manifest, attempt=self._attempt)
-            checkpoint = self.store.commit(manifest, encode(snapshot))
-            self.store.prune(self._keep_last, self._best.among(self.store))
-            if not self._run.is_local:
-                self._publish()
-        except BaseException as error:
-            self._error = error
-            raise
-        finally:
-            self._idle.set()
-        size = sum(entry.size_bytes for entry in checkpoint.manifest.files.values())
+            self._run.write_atomic(name, json.dumps(document, indent=1).encode())
+            self._note(f"{name} is kept in {self._run}.")
+        except OSError as error:
+            self._note(f"{name} cannot be written: {error}")
+
+    def _commit(self, snapshot: Snapshot, number: int) -> None:
+        """Makes a checkpoint, then removes those that need not be kept; try `number`, from 0."""
+        started = time.monotonic()
+        manifest = replace(snapshot.manifest, attempt=self._attempt)
+        name = CheckpointName(manifest.step, manifest.attempt)
+        if number and name in self.store.names():  # its commit was done, only the answer was lost
+            checkpoint = self.store.open(name)
+        else:
+            life = self._life.document(self._attempt, self._timer.lived_s(), snapshot.last)
+            documents = {**snapshot.documents, _LIFE: life}
+            files = encode(replace(snapshot, documents=documents))
+            checkpoint = self.store.commit(manifest, files)
+        self._newest = checkpoint
+        seconds = time.monotonic() - started
+        self._timer.committed(seconds)
         self._tell(
             {
                 "kind": "checkpoint",
                 "step": manifest.step,
-                "name": str(checkpoint.name),
-                "seconds": time.monotonic() - started,
-                "size_bytes": size,
+                "name": str(name),
+                "seconds": seconds,
+                "size_bytes": sum(e.size_bytes for e in checkpoint.manifest.files.values()),
+                "tries": number + 1,
             }
         )
-        return checkpoint
+        self._tidy()
 
-    def drain(self) -> None:
-        """Waits until no commit is under way; raises what the last one raised, once."""
-        self._idle.wait()
-        error, self._error = self._error, None
-        if error is not None:
-            raise error
+    def _tidy(self) -> None:
+        """What may wait until the next commit, if the storage fails."""
+        try:
+            self.store.prune(self._config.checkpoint.keep_last, self._best.among(self.store))
+            self.log.publish()
+        except OSError as error:
+            self._note(f"old checkpoints or the log could not be renewed in {self._run}: {error}")
 
-    def close(self) -> None:
-        self._idle.wait()
-        if self._file is not None:
-            self._file.close()
-        if self._writer is not None:
-            self._writer.close()
+    def _trying_again(self, wait_s: float, error: OSError) -> bool:
+        self._note(f"{self._run} does not answer ({error}): trying again in {wait_s:.1f} s.")
+        return not self._closing.wait(wait_s)
 
-    def _publish(self) -> None:
-        lines = "".join(json.dumps(record) + "\n" for record in self._records)
-        self._run.write_atomic(METRICS_FILE, lines.encode())
-
-    def _write_event(self, record: Record) -> None:
-        values = record["metrics"] if record["kind"] == "eval" else record
-        for name, value in values.items():
-            if isinstance(value, float):
-                self._writer.add_scalar(f"{record['kind']}/{name}", value, record["step"])
+    def _note(self, text: str) -> None:
+        self._tell({"kind": "note", "text": text})
 
 
 class Best:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import time
 from collections import defaultdict
 from collections.abc import Iterator
@@ -19,11 +18,12 @@ from raytrain_ddp.config import TrainConfig
 from raytrain_ddp.data.plan import Plan
 from raytrain_ddp.data.source import Data
 from raytrain_ddp.errors import ConfigError, DivergedError
+from raytrain_ddp.failpoints import failpoint
 from raytrain_ddp.recipe import publishable, to_dict
 from raytrain_ddp.tasks.task import Task
-from raytrain_ddp.training.cadence import Cadence
 from raytrain_ddp.training.evaluate import evaluate, scalars
 from raytrain_ddp.training.feed import Feed, require_few_bad
+from raytrain_ddp.training.repro import REMEDY
 from raytrain_ddp.training.session import Session
 from raytrain_ddp.training.state import TrainState
 from raytrain_ddp.training.step import Stepper
@@ -109,13 +109,12 @@ class Run:
         The one place where the host waits for the device.
         """
         step, world = self.state.step, self.session.world
+        self.stepper.settle()  # so that `nonfinite` is that of this step
         spent, waited = self.clock.window()
         totals = torch.tensor([loss_share.item(), waited / spent / world.size], dtype=torch.float64)
         if world.size > 1:
             dist.all_reduce(totals)
         loss, data_wait = totals.tolist()
-        if not math.isfinite(loss):
-            raise _diverged(f"the loss is {loss} at step {step} (learning rate {rate:.3g})")
         per_epoch = self.plan.steps_per_epoch
         samples = sum(self.plan.samples(s % per_epoch) for s in range(self.logged_step, step))
         self.logged_step = step
@@ -129,6 +128,7 @@ class Run:
                 "samples_per_s": samples / spent,
                 "data_wait": data_wait,
                 "skipped": self.state.skipped,
+                "nonfinite": self.state.nonfinite,
                 "seconds": self.clock.elapsed(),
             }
         )
@@ -138,6 +138,7 @@ class Run:
         data = self.eval_data
         if data is None:
             return False
+        failpoint("evaluate", self.session.world.rank, self.state.step)
         started = time.monotonic()
         with self.clock.part("evaluation"):
             values = evaluate(
@@ -170,18 +171,25 @@ class Run:
         )
         return best
 
-    def save(self, cadence: Cadence) -> None:
+    def save(self, last: bool) -> None:
         """Has a snapshot committed in the background; all ranks take part.
 
         The training waits for the copy to the host, and for the commit before if it is not done.
+
+        Args:
+            last: the run ends with it, as it should.
         """
-        step, world = self.state.step, self.session.world
+        step, world, began = self.state.step, self.session.world, time.monotonic()
+        self.stepper.settle()
         if not self.state.is_finite():  # the weights are alike on all ranks, and so is the answer
-            raise _diverged(f"weights are not finite after step {step}")
+            raise DivergedError(
+                f"weights are not finite after step {step}. The last checkpoint is kept; {REMEDY}."
+            )
         metrics = self.metrics if self.evaluated_step == step else {}
-        snapshot, started = None, time.monotonic()
+        snapshot = None
         with self.clock.part("checkpoints"):
             self.session.drain()
+            free_at = time.monotonic()
             if world.is_main:
                 manifest = Manifest(
                     step=step,
@@ -191,12 +199,14 @@ class Run:
                     config=to_dict(publishable(self.config)),
                     data_fingerprint=self.data_fingerprint,
                     metrics=metrics,
-                    finished=step >= cadence.total_steps,
+                    finished=step >= self.config.epochs * self.plan.steps_per_epoch,
                 )
-                snapshot = self.state.snapshot(manifest, self.session.records())
+                taken = self.state.snapshot(manifest, self.session.records())
+                snapshot = replace(taken, last=last)
+                failpoint("checkpoint.snapshot", world.rank, step)
             self.session.report({**metrics, "step": step}, snapshot)
-        self.session.tell({"kind": "pause", "seconds": time.monotonic() - started})
-        cadence.saved()
+        self.session.saved(time.monotonic() - free_at)
+        self.session.tell({"kind": "pause", "seconds": time.monotonic() - began})
 
     def outcome(self, total_steps: int, signal: int) -> Outcome:
         state, seconds = self.state, dict(self.clock.seconds)
@@ -204,10 +214,3 @@ class Run:
         return Outcome(
             state.step, total_steps, signal, state.best, state.best_step, self.metrics, seconds
         )
-
-
-def _diverged(what: str) -> DivergedError:
-    return DivergedError(
-        f"{what}. The last checkpoint is kept; lower optim.lr, lengthen schedule.warmup_epochs or "
-        "set optim.clip_norm."
-    )

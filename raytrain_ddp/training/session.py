@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from torch import Tensor, nn
 
@@ -23,11 +23,27 @@ class Snapshot:
         manifest: without its files.
         tensors: file stem -> name -> tensor.
         documents: file name -> JSON-able value.
+        last: the run ends with it, as it should.
     """
 
     manifest: Manifest
     tensors: Mapping[str, Mapping[str, Tensor]]
     documents: Mapping[str, Any]
+    last: bool = False
+
+
+class Wishes(NamedTuple):
+    """What one rank wants to follow the step that now begins; all ranks then do what any wants.
+
+    Args:
+        stop: the number of the signal by which the run shall end, else 0.
+        save: a checkpoint, though none is due.
+        look: that all ranks look together at what none sees alone; see `Session.look`.
+    """
+
+    stop: int = 0
+    save: bool = False
+    look: bool = False
 
 
 class Session(Protocol):
@@ -53,11 +69,37 @@ class Session(Protocol):
     def records(self) -> Sequence[Record]:
         """The log so far; empty but on rank 0."""
 
+    def time_to_save(self) -> bool:
+        """Whether the clock asks for a checkpoint, and none is under way. Only rank 0 knows.
+
+        Raises:
+            CheckpointError: too many commits in a row have failed.
+            RunLockedError: a later start of this run has taken over.
+        """
+
     def drain(self) -> None:
-        """Waits until the last reported snapshot is committed. Only rank 0 waits."""
+        """Waits until no snapshot is being committed: its memory is free. Only rank 0 waits."""
 
     def report(self, metrics: Mapping[str, float], snapshot: Snapshot | None) -> None:
         """Commits a snapshot in the background. All ranks take part; rank 0 brings the snapshot."""
 
-    def stop_requested(self) -> int:
-        """The number of the signal that asked this run to stop, else 0."""
+    def saved(self, stall_s: float) -> None:
+        """Notes for how long a checkpoint has stopped the training. Only rank 0 acts."""
+
+    def finish(self) -> None:
+        """Waits until the last snapshot is committed; CheckpointError if it was not. Rank 0's."""
+
+    def wishes(self) -> Wishes:
+        """Asked on each rank, once a step, before its compute; cheap."""
+
+    def look(self) -> None:
+        """Looks at what the ranks can see only together; all take part, after the same step.
+
+        What follows from it is among the next `wishes`.
+        """
+
+    def keep(self, name: str, document: Mapping[str, Any]) -> None:
+        """Writes a JSON file into the run's folder; a note says where. Only rank 0 acts.
+
+        A storage that fails is told in a note, too, and raises nothing.
+        """

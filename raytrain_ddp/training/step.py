@@ -14,7 +14,9 @@ from raytrain_ddp.config import TrainConfig
 from raytrain_ddp.data.loader import Slot
 from raytrain_ddp.data.source import Batch
 from raytrain_ddp.errors import ConfigError
+from raytrain_ddp.failpoints import failpoint
 from raytrain_ddp.tasks.task import Task
+from raytrain_ddp.training.guard import Guard
 from raytrain_ddp.training.state import TrainState
 from raytrain_ddp.training.world import World, seed_slot
 
@@ -29,21 +31,31 @@ class Stepper:
     """
 
     def __init__(
-        self, config: TrainConfig, task: Task, state: TrainState, net: nn.Module, world: World
+        self,
+        config: TrainConfig,
+        task: Task,
+        state: TrainState,
+        net: nn.Module,
+        world: World,
+        guard: Guard,
     ) -> None:
         self._config, self._task, self._state, self._net = config, task, state, net
-        self._world = world
-        self._buffers = SlotBuffers(state.model, world, mend=state.scaler.is_enabled())
+        self._world, self._guard = world, guard
+        self._buffers = SlotBuffers(state.model, world)
         self._clip = config.optim.clip_norm
         self._dtype = _DTYPES[config.compute.precision]
 
     def __call__(self, slots: list[Slot], samples: int, lr: float) -> Tensor:
-        """Takes one step; all ranks take part.
+        """Takes one step; all ranks take part. One that is not finite counts and changes nothing.
 
         Returns this worker's share of the mean loss over the step's `samples`, shape (), on the
         device: the shares of all workers add up to it.
+
+        Raises:
+            DivergedError: this step was not finite, or on a GPU the one before; see `judge`.
         """
         state, device = self._state, self._world.device
+        place = self._world.rank, state.step + 1
         for group in state.optimizer.param_groups:
             group["lr"] = lr
         state.optimizer.zero_grad(set_to_none=True)
@@ -56,17 +68,36 @@ class Stepper:
             self._buffers.rewind()
             with self._synced(slot is working[-1]), self._training(bool(slot.samples)):
                 loss = self._forward(slot.batch, self._net)
-                state.scaler.scale(loss * (weight * self._world.size)).backward()
+                spoilt = failpoint("train.loss", *place)  # 1, but in a test
+                shown = loss.detach() * spoilt
+                self._guard.watch(slot.index, shown)
+                state.scaler.scale(loss * (spoilt * weight * self._world.size)).backward()
             self._buffers.add(weight)
-            loss_share += loss.detach() * weight
-        self._buffers.finish()
-        if self._clip:
-            state.scaler.unscale_(state.optimizer)
-            nn.utils.clip_grad_norm_(state.model.parameters(), self._clip)
-        state.scaler.step(state.optimizer)
-        state.scaler.update()
+            loss_share += shown * weight
+        failpoint("train.after_backward", *place)
+        self._update(lr)
         state.step += 1
+        self._guard.follow()
         return loss_share
+
+    def settle(self) -> None:
+        """Waits until the last step is known to be finite; all ranks take part.
+
+        Raises:
+            DivergedError: it was not, and the config says to stop.
+        """
+        self._guard.settle()
+
+    def _update(self, lr: float) -> None:
+        """Applies the gradients, unless something is not finite: with no wait for the device."""
+        state = self._state
+        norm, refused = self._guard.examine(lr, self._buffers.agree())
+        self._buffers.finish(refused)
+        if self._clip:
+            nn.utils.clip_grads_with_norm_(state.model.parameters(), self._clip, norm)
+        state.optimizer.found_inf = refused.float()  # type: ignore[attr-defined]
+        state.optimizer.step()
+        state.scaler.update()
 
     def warm_up(self, batch: Batch, smallest: Batch) -> None:
         """Two passes that leave no trace; all ranks take part.
@@ -117,18 +148,16 @@ class SlotBuffers:
 
     Each slot starts from the buffers at the begin of the step; their changes are averaged over all
     slots by samples. DDP's own way, rank 0's buffers for all, would tie them to the deal.
-
-    Args:
-        mend: leave out changes that are not finite: fp16 overflows, and then skips the step.
     """
 
-    def __init__(self, model: nn.Module, world: World, mend: bool = False) -> None:
+    def __init__(self, model: nn.Module, world: World) -> None:
         by_type: dict[torch.dtype, list[Tensor]] = {}
         for buffer in model.buffers():
             by_type.setdefault(buffer.dtype, []).append(buffer)
         averaged = [t for t in by_type if t is not torch.bool and not t.is_complex]
         self._groups = [by_type[dtype] for dtype in averaged]
-        self._world, self._mend = world, mend
+        self._world = world
+        self._none = torch.zeros(0, device=world.device, dtype=torch.float64)
 
     def begin(self) -> None:
         self._start = [_flat(group) for group in self._groups]
@@ -143,16 +172,18 @@ class SlotBuffers:
             now = _flat(group)  # equal is no change: inf - inf, in a mask, would be nan
             change.add_(torch.where(now == start, 0, now - start), alpha=weight)
 
-    def finish(self) -> None:
-        """All ranks take part."""
-        if not self._groups:
-            return
-        if self._world.size > 1:
-            together = torch.cat(self._change)
+    def agree(self) -> Tensor:
+        """All ranks take part. The sum of all changes, shape (): finite if each of them is."""
+        together = torch.cat([self._none, *self._change])
+        if self._groups and self._world.size > 1:
             dist.all_reduce(together)
-            self._change = list(together.split([len(change) for change in self._change]))
+        self._change = list(together.split([len(change) for change in self._change]))
+        return together.sum()
+
+    def finish(self, refused: Tensor) -> None:
+        """The buffers after the step; those before it, where `refused`, shape (), is true."""
         for group, start, change in zip(self._groups, self._start, self._change, strict=True):
-            new = start + (torch.where(change.isfinite(), change, 0) if self._mend else change)
+            new = start + torch.where(refused, 0, change)
             _spread(new.to(start.dtype) if start.is_floating_point() else new.round(), group)
 
 

@@ -42,12 +42,17 @@ def set_up(world: World, compute: ComputeConfig) -> None:
     torch.use_deterministic_algorithms(compute.deterministic)
 
 
+def slot_seed(seed: int, step: int, slot: int) -> int:
+    """Of torch's generators, for one micro-batch of a global step, from 0."""
+    return hash64(seed, step, slot) >> 1
+
+
 def seed_slot(device: torch.device, seed: int, step: int, slot: int) -> None:
     """Seeds torch's generators for one micro-batch (dropout and the like).
 
     Generator by generator: `torch.manual_seed` takes 0.1 ms, as it seeds every device there is.
     """
-    key = hash64(seed, step, slot) >> 1
+    key = slot_seed(seed, step, slot)
     torch.default_generator.manual_seed(key)
     if device.type == "cuda":
         torch.cuda.default_generators[torch.cuda.current_device()].manual_seed(key)
@@ -72,14 +77,14 @@ class Ballot:
     def __init__(self, world: World) -> None:
         self._alone = world.size == 1
 
-    def cast(self, stop: int, save: bool) -> None:
-        self._votes = torch.tensor([stop, int(save)], dtype=torch.int32)
+    def cast(self, stop: int, save: bool, look: bool) -> None:
+        self._votes = torch.tensor([stop, int(save), int(look)], dtype=torch.int32)
         if not self._alone:
             self._work = dist.all_reduce(self._votes, op=dist.ReduceOp.MAX, async_op=True)
 
-    def count(self) -> tuple[int, bool]:
-        """(signal number of a wanted stop or 0, whether a checkpoint is wanted)."""
+    def count(self) -> tuple[int, bool, bool]:
+        """(signal number of a wanted stop or 0, whether to save, whether to look)."""
         if not self._alone:
             self._work.wait()
-        stop, save = self._votes.tolist()
-        return stop, bool(save)
+        stop, save, look = self._votes.tolist()
+        return stop, bool(save), bool(look)

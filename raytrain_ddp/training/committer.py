@@ -1,0 +1,174 @@
+"""Snapshots become checkpoints on a thread of its own, one at a time; training goes on."""
+
+from __future__ import annotations
+
+import errno
+import random
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import TypeVar
+
+from raytrain_ddp.errors import CheckpointError
+from raytrain_ddp.training.session import Record, Snapshot
+
+T = TypeVar("T")
+
+TRIES = 5
+_LONGEST_S = 60.0  # of all tries together, as far as it can be chosen
+_SAID_S = 1.0
+# Trying again within a minute does not help.
+_LASTING = {errno.ENOSPC, errno.EFBIG, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM}
+
+
+def pauses() -> Iterator[float]:
+    """Seconds to wait before each further try: twice as long each time, and never in step with
+    other clients of a store that is overloaded."""
+    for n in range(TRIES - 1):
+        yield 2**n * random.uniform(0.5, 1)  # at most 15 s in all
+
+
+def persistently(act: Callable[[int], T], pause: Callable[[float, OSError], bool]) -> T:
+    """act(0), act(1), ... until one does not raise an OSError that may pass; at most `TRIES`.
+
+    Args:
+        pause: waits so many seconds; whether to go on trying.
+    """
+    started = time.monotonic()
+    for number, wait_s in enumerate(pauses()):
+        try:
+            return act(number)
+        except OSError as error:
+            late = time.monotonic() - started + wait_s > _LONGEST_S
+            if error.errno in _LASTING or late or not pause(wait_s, error):
+                raise
+    return act(TRIES - 1)
+
+
+class Committer:
+    """Has snapshots committed in the background, at most one at a time.
+
+    A commit that fails ends no training; `max_failed` in a row do, and the last one of all must not
+    fail. Other errors than the storage's end the training at its next step.
+
+    Args:
+        commit: makes a checkpoint of a snapshot; the number of the try is given besides.
+        max_failed: how many in a row are one too many.
+        tell: is given notes and events, also from this thread.
+        sleep: waits so many seconds; whether the time has passed, and nothing has ended it.
+    """
+
+    def __init__(
+        self,
+        commit: Callable[[Snapshot, int], T],
+        max_failed: int,
+        tell: Callable[[Record], None],
+        sleep: Callable[[float], bool],
+    ) -> None:
+        self._commit, self._max_failed, self._tell, self.sleep = commit, max_failed, tell, sleep
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="committer")
+        self._under_way: Future[None] | None = None
+        self._step = 0  # of the snapshot under way
+        self._since = 0.0
+        self._in_a_row = 0
+        self._failure: CheckpointError | None = None  # of the latest commit
+        self._problem: BaseException | None = None
+        self._longest_wait_s = _SAID_S
+        self._postponed = False
+
+    def submit(self, snapshot: Snapshot) -> Future[None]:
+        """Has a snapshot committed once the one before it is; what it comes to never raises.
+
+        The snapshot's memory is in use until then.
+        """
+        self.wait()
+        self._step, self._since = snapshot.manifest.step, time.monotonic()
+        self._under_way = self._thread.submit(self._attempt, snapshot)
+        return self._under_way
+
+    def is_busy(self) -> bool:
+        return self._under_way is not None and not self._under_way.done()
+
+    def postpones(self) -> bool:
+        """Whether a checkpoint that can wait has to, as one is under way; said the first time."""
+        if self.is_busy() and not self._postponed:
+            self._postponed = True
+            spent_s = time.monotonic() - self._since
+            self._note(
+                f"the checkpoint of step {self._step} is still being written ({spent_s:.0f} s so "
+                "far): the next one by the clock comes when it is done. The storage is slow."
+            )
+        return self.is_busy()
+
+    def wait(self) -> None:
+        """Waits until no commit is under way."""
+        if self._under_way is None:
+            return
+        started = time.monotonic()
+        self._under_way.result()
+        waited_s = time.monotonic() - started
+        if waited_s > self._longest_wait_s:
+            self._longest_wait_s = 2 * waited_s  # not the same thing over and over
+            self._note(
+                f"training waited {waited_s:.1f} s until the checkpoint of step {self._step} was "
+                "written: the storage is slower than checkpoints are due."
+            )
+
+    def require(self) -> None:
+        """Raises what ends the training: too many failures in a row, or another writer."""
+        problem, self._problem = self._problem, None
+        if problem is not None:
+            raise problem
+
+    def finish(self) -> None:
+        """Waits for the last commit; CheckpointError if it failed."""
+        self.wait()
+        self.require()
+        if self._failure is not None:
+            raise self._failure
+
+    def close(self) -> None:
+        self._thread.shutdown()
+
+    def _attempt(self, snapshot: Snapshot) -> None:
+        """Never raises: Ray would take an error on this thread for the end of the training."""
+
+        def pause(wait_s: float, error: OSError) -> bool:
+            self._note(
+                f"the checkpoint of step {snapshot.manifest.step} could not be written ({error}): "
+                f"trying again in {wait_s:.1f} s."
+            )
+            return self.sleep(wait_s)
+
+        try:
+            persistently(lambda number: self._commit(snapshot, number), pause)
+            self._in_a_row, self._failure = 0, None
+        except OSError as error:
+            self._failed(snapshot.manifest.step, error)
+        except BaseException as error:
+            self._problem = error
+
+    def _failed(self, step: int, error: OSError) -> None:
+        self._in_a_row += 1
+        self._tell(
+            {
+                "kind": "checkpoint_failed",
+                "step": step,
+                "message": str(error),
+                "in_a_row": self._in_a_row,
+            }
+        )
+        self._failure = CheckpointError(
+            f"the checkpoint of step {step} could not be written: {error}. Those before it are "
+            "kept; make room or mend the storage, then the same command goes on from the newest."
+        )
+        if self._in_a_row >= self._max_failed:
+            self._problem = self._failure
+        else:
+            self._note(
+                f"the checkpoint of step {step} could not be written ({error}). Training goes on; "
+                f"that was {self._in_a_row} of checkpoint.max_failed = {self._max_failed} in a row."
+            )
+
+    def _note(self, text: str) -> None:
+        self._tell({"kind": "note", "text": text})

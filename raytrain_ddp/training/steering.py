@@ -1,0 +1,51 @@
+"""What follows a step: the same on all ranks, agreed on while the step computes."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from raytrain_ddp.failpoints import failpoint
+from raytrain_ddp.training.cadence import Cadence
+from raytrain_ddp.training.session import Session
+from raytrain_ddp.training.world import Ballot
+
+
+class Decision(NamedTuple):
+    """What is to be done after a step. `stop` is the number of a signal, or 0."""
+
+    log: bool
+    evaluate: bool
+    save: bool
+    stop: int
+
+
+class Steering:
+    """Joins what is due by the number of steps, by the clock, and by what the ranks wish.
+
+    Each rank asks before the compute of a step and decides after it.
+    """
+
+    def __init__(self, cadence: Cadence, session: Session) -> None:
+        self._cadence, self._session = cadence, session
+        self._ballot = Ballot(session.world)
+
+    def ask(self, step: int) -> None:
+        """Casts this rank's votes on what follows `step`; all ranks take part."""
+        stop, save, look = self._session.wishes()
+        by_the_clock = self._session.time_to_save()
+        self._ballot.cast(stop, save or by_the_clock, look)
+        failpoint("train.before_step", self._session.world.rank, step)
+
+    def decide(self, step: int) -> Decision:
+        """What follows `step`, which is computed; all ranks take part and get the same."""
+        failpoint("train.after_step", self._session.world.rank, step)
+        stop, save, look = self._ballot.count()
+        if look:
+            self._session.look()
+        due = self._cadence
+        return Decision(
+            log=due.logs(step),
+            evaluate=due.evaluates(step),
+            save=save or stop > 0 or due.saves(step),
+            stop=stop,
+        )

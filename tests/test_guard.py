@@ -1,0 +1,574 @@
+"""Row 24: steps whose loss or gradient is not finite, with three gloo processes."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import io
+import json
+import math
+import os
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import closing, redirect_stderr, redirect_stdout
+from copy import deepcopy
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from processes import Died, Group, Raised
+from tiny import (
+    ROWS,
+    STEPS_PER_EPOCH,
+    TOTAL_STEPS,
+    Ran,
+    ScriptedSession,
+    TinyNet,
+    TinyTask,
+    bits,
+    kept_steps,
+    newest,
+    plain,
+    run_tiny,
+    tiny_arrays,
+    tiny_config,
+    weights,
+)
+from torch import Tensor, nn
+
+from raytrain_ddp.checkpoint.layout import read_history, run_storage
+from raytrain_ddp.checkpoint.snapshot import flatten_state
+from raytrain_ddp.cli import run_door
+from raytrain_ddp.config import TrainConfig
+from raytrain_ddp.data.plan import EpochOrder, Plan
+from raytrain_ddp.data.source import ArraySource, Batch
+from raytrain_ddp.errors import DivergedError
+from raytrain_ddp.failpoints import arm
+from raytrain_ddp.fit import main
+from raytrain_ddp.recipe import from_dict
+from raytrain_ddp.sections import CheckpointConfig, ComputeConfig, LogConfig, OptimConfig
+from raytrain_ddp.training.guard import Guard, Trace, through_pinned_memory
+from raytrain_ddp.training.optim import build_optimizer, learning_rate
+from raytrain_ddp.training.prepare import prepare
+from raytrain_ddp.training.state import TrainState, encode
+from raytrain_ddp.training.world import World, slot_seed
+
+SKIP = OptimConfig(lr=0.05, nonfinite="skip")
+VARIANTS: dict[str, dict[str, Any]] = {
+    "sgd": {"optim": SKIP},
+    "adamw-clip-bf16": {
+        "optim": OptimConfig(name="adamw", lr=0.01, clip_norm=0.5, nonfinite="skip"),
+        "compute": ComputeConfig(precision="bf16", channels_last=True),
+    },
+    "clip": {"optim": dataclasses.replace(SKIP, clip_norm=0.5)},
+    "fp16-clip": {
+        "optim": dataclasses.replace(SKIP, clip_norm=0.5),
+        "compute": ComputeConfig(precision="fp16"),
+    },
+}
+
+
+def rows_of(config: TrainConfig, step: int, slot: int, epoch: int = 0) -> list[int]:
+    """The rows of a slot in a step (from 1) of an epoch."""
+    order = EpochOrder(ArraySource(tiny_arrays(ROWS, 0), 16).blocks, "full", config.seed, epoch)
+    plan = Plan(ROWS, config.slots, config.micro_batch)
+    return [int(row) for row in order.read(*plan.span(step - 1, slot))]
+
+
+# ------------------------------------------------------------------ step by step
+
+
+class OddTask(TinyTask):
+    """Does something odd with the batch that has `nan_row`."""
+
+    def __init__(self, config: TrainConfig, nan_row: int) -> None:
+        super().__init__(config)
+        self._odd_row = nan_row
+
+    def loss(self, model: nn.Module, batch: Batch) -> Tensor:
+        loss = super().loss(model, batch)
+        assert self.session is not None
+        odd = self.session.step > 0 and self._odd_row in batch["row"].tolist()
+        return self.spoil(loss, model, batch) if odd else loss
+
+    def spoil(self, loss: Tensor, model: nn.Module, batch: Batch) -> Tensor:
+        raise NotImplementedError
+
+
+class InfiniteLoss(OddTask):
+    """The loss is infinite, the gradient as if it were not."""
+
+    def spoil(self, loss: Tensor, model: nn.Module, batch: Batch) -> Tensor:
+        return loss + math.inf
+
+
+class InfiniteVariance(OddTask):
+    """Batch norm's variance becomes infinite, and nothing else."""
+
+    def spoil(self, loss: Tensor, model: nn.Module, batch: Batch) -> Tensor:
+        variance = dict(model.named_buffers())["module.norm.running_var"]
+        variance.data[2] = math.inf  # past autograd, which has it saved
+        return loss
+
+
+class HugeGradient(OddTask):
+    """The gradient is finite; its square is not."""
+
+    def spoil(self, loss: Tensor, model: nn.Module, batch: Batch) -> Tensor:
+        return loss + model(batch["x"]).sum() * 1e25
+
+
+_TASKS = (TinyTask, InfiniteLoss, InfiniteVariance, HugeGradient)
+TASKS = {task.__name__: task for task in _TASKS}
+
+
+@dataclass(frozen=True)
+class Stepped:
+    """Hashes of (model, optimizer) after each step, from step 0, and how it ended."""
+
+    states: Sequence[tuple[str, str]]
+    error: str
+    nonfinite: int
+    scale: float
+    events: Sequence[Mapping[str, Any]]
+
+
+def stepped(
+    rank: int,
+    size: int,
+    plain_config: Mapping[str, Any],
+    steps: int,
+    failpoints: str = "",
+    folder: str = "",
+    leave_out: int = 0,
+    task_name: str = "TinyTask",
+    nan_row: int = -1,
+) -> Stepped:
+    """Takes `steps` steps, and goes back to where it was before that which is to be left out."""
+    config = from_dict(plain_config)
+    world = World(rank, size, rank, torch.device("cpu"), threads=1)
+    task = TASKS[task_name](config, nan_row=nan_row)
+    error = ""
+    with ScriptedSession(config, world, 0, 0) as session:
+        task.session = session
+        run = prepare(config, task, session)
+        state = run.state
+        states = [hashes(state)]
+        arm(failpoints, folder)
+        with closing(run.feed.steps(0, steps)) as feed:
+            for slots, samples in feed:
+                session.step = state.step + 1
+                model, optimizer = state.model.state_dict(), state.optimizer.state_dict()
+                before = deepcopy((model, optimizer)) if session.step == leave_out else None
+                try:
+                    rate = learning_rate(config, state.step, STEPS_PER_EPOCH)
+                    run.stepper(slots, samples, rate)
+                except DivergedError as diverged:
+                    error = str(diverged)
+                if before is not None:
+                    state.model.load_state_dict(before[0])
+                    state.optimizer.load_state_dict(before[1])
+                states.append(hashes(state))
+                if error:
+                    break
+        arm("", folder)
+    return Stepped(states, error, state.nonfinite, state.scaler.get_scale(), session.events)
+
+
+def hashes(state: TrainState) -> tuple[str, str]:
+    model = list(state.model.state_dict().values())
+    optimizer = list(flatten_state(state.optimizer.state_dict())[0].values())
+    return digest(model), digest(optimizer)
+
+
+def digest(tensors: Sequence[Tensor]) -> str:
+    whole = hashlib.sha256()
+    for tensor in tensors:
+        whole.update(tensor.detach().contiguous().numpy().tobytes())
+    return whole.hexdigest()
+
+
+@pytest.mark.parametrize("step", [1, 5])
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_fault_24_a_step_with_nan_on_one_rank_is_as_if_its_update_were_left_out(
+    variant: str, step: int, workers: Group, tmp_path: Path
+):
+    """Bit for bit, on all ranks: weights, buffers, optimizer; the first step has no state yet."""
+    spoilt = tiny_config(tmp_path, "spoilt", **VARIANTS[variant])
+    clean = tiny_config(tmp_path, "clean", **VARIANTS[variant])
+    nan = f"train.loss:nan@rank=1,step={step}"
+    ours = workers(3, stepped, plain(spoilt), 8, nan, str(tmp_path / "fired"))
+    theirs = workers(3, stepped, plain(clean), 8, "", "", step)
+    assert (tmp_path / "fired" / "fired-0").exists()
+    ours_after, theirs_after = ([r.states[step + 1 :] for r in runs] for runs in (ours, theirs))
+    assert ours_after == theirs_after
+    assert [r.states[step][0] for r in ours] == [ours[0].states[step - 1][0]] * 3
+    if step > 1:
+        assert [r.states[step] for r in ours] == [ours[0].states[step - 1]] * 3
+    assert len({model for model, _ in ours[0].states}) == 8  # each other step did change something
+    fp16 = variant == "fp16-clip"  # there it is the scaler's to halve its scale
+    assert [r.nonfinite for r in ours] == [0 if fp16 else 1] * 3
+    assert {r.nonfinite for r in theirs} == {0}
+    assert {r.scale for r in ours} == {32768.0 if fp16 else 1.0}
+
+
+@pytest.mark.parametrize(
+    ("task", "said"),
+    [
+        ("InfiniteLoss", "the loss of slot 1 (rank 1) is inf at step 5 (learning rate 0.0227)"),
+        ("InfiniteVariance", "a buffer, such as batch norm's variance, would not be finite"),
+        ("HugeGradient", "the norm of the gradient is inf at step 5 (learning rate 0.0227), by"),
+    ],
+)
+def test_fault_24_what_shows_in_no_gradient_of_its_own_is_found_in_the_same_step_too(
+    task: str, said: str, workers: Group, tmp_path: Path
+):
+    config = tiny_config(tmp_path, "odd", optim=OptimConfig(name="adamw", lr=0.05))
+    row = rows_of(config, step=5, slot=1)[0]
+    ran = workers(3, stepped, plain(config), 8, "", "", 0, task, row)
+    assert len({r.error for r in ran}) == 1
+    assert said in ran[0].error
+    assert [len(r.states) for r in ran] == [6] * 3
+    assert all(r.states[5] == ran[0].states[4] for r in ran)
+
+
+def test_fault_24_fp16_ends_only_when_there_is_no_scale_left_to_lower(
+    workers: Group, tmp_path: Path
+):
+    """An overflow is the scaler's own search; one at a scale below 1 cannot be."""
+    config = tiny_config(tmp_path, "fp16", optim=SKIP, compute=ComputeConfig(precision="fp16"))
+    always = ";".join(f"train.loss:nan@rank=2,step={step}" for step in range(1, 26))
+    ran = workers(3, stepped, plain(config), 25, always, str(tmp_path / "fired"))
+    assert {r.error for r in ran} == {ran[0].error}
+    # 2 ** 16 is 1 after 16 halvings; the 18th step has a scale of 1/2, and 3 may be left out.
+    assert "step 21" in ran[0].error
+    assert [len(r.states) for r in ran] == [22] * 3
+    assert {state[0] for r in ran for state in r.states} == {ran[0].states[0][0]}
+
+
+# ------------------------------------------------------------------ stop
+
+
+def run_armed(rank: int, size: int, failpoints: str, folder: str, config: Mapping[str, Any]) -> Ran:
+    arm(failpoints, folder)
+    try:
+        return run_tiny(rank, size, config)
+    finally:
+        arm("", folder)
+
+
+def notes(ran: Ran) -> list[str]:
+    return [event["text"] for event in ran.events if event["kind"] == "note"]
+
+
+def log_of(config: TrainConfig) -> list[dict[str, Any]]:
+    """Training records without what depends on the time of day; nan equals nan."""
+    of_time = {"seconds", "samples_per_s", "data_wait"}
+    history = read_history(run_storage(config))
+    log = [{k: v for k, v in record.items() if k not in of_time} for record in history]
+    return [{k: str(v) if k == "loss" else v for k, v in record.items()} for record in log]
+
+
+def test_fault_24_stop_ends_all_ranks_with_6_and_leaves_a_bundle_to_reproduce(
+    workers: Group, tmp_path: Path
+):
+    config = tiny_config(
+        tmp_path,
+        "stopped",
+        optim=OptimConfig(lr=0.05, clip_norm=1.0),
+        checkpoint=CheckpointConfig(every_steps=3, every_s=0.0),
+        log=LogConfig(every_steps=10, tensorboard=False),
+    )
+    nan = "train.loss:nan@rank=1,step=14"
+    results = workers.outcomes(3, run_armed, nan, str(tmp_path / "fired"), plain(config))
+    assert all(isinstance(result, Raised) for result in results)
+    assert {(r.name, r.exit_status) for r in results} == {("DivergedError", 6)}
+    lines = {r.text.splitlines()[-1] for r in results}
+    assert len(lines) == 1
+    (line,) = lines
+    for part in ("slot 1 (rank 1)", "is nan at step 14", "diverged-step-00000014.json", "optim.lr"):
+        assert part in line
+    assert kept_steps(config) == [10, 12]
+    assert all(tensor.double().isfinite().all() for tensor in weights(config).values())
+
+    bundle = json.loads((tmp_path / "stopped" / "diverged-step-00000014.json").read_text())
+    rate = learning_rate(config, 13, STEPS_PER_EPOCH)
+    slots = bundle.pop("slots")
+    parameters = bundle.pop("parameters")
+    assert bundle == {
+        "step": 14,
+        "epoch": 1,
+        "learning_rate": rate,
+        "seed": config.seed,
+        "world_size": 3,
+        "gradient_norm": "nan",
+        "checkpoint": str(newest(config).name),
+        "command": f"python -m raytrain_ddp.fit {tmp_path}/stopped/config.toml",
+    }
+    assert newest(config).name.step == 12
+    assert parameters == [name for name, _ in TinyNet().named_parameters()]
+    assert [(s["slot"], s["rank"]) for s in slots] == [(0, 0), (1, 1), (2, 2), (3, 2)]
+    assert [s["seed"] for s in slots] == [slot_seed(config.seed, 13, slot) for slot in range(4)]
+    assert [s["rows"] for s in slots] == [rows_of(config, 4, slot, epoch=1) for slot in range(4)]
+    assert slots[1]["loss"] == "nan"
+    assert all(math.isfinite(s["loss"]) for s in slots if s["slot"] != 1)
+
+
+@pytest.mark.parametrize("optim", [OptimConfig(lr=1e12), OptimConfig(name="adamw", lr=1e25)])
+@pytest.mark.parametrize("policy", ["stop", "skip"])
+def test_fault_24_a_huge_learning_rate_ends_with_6_and_no_checkpoint_is_not_finite(
+    optim: OptimConfig, policy: Any, workers: Group, tmp_path: Path
+):
+    """Also where the update itself overflows, from a gradient that is finite."""
+    often = CheckpointConfig(every_steps=1, every_s=0.0, keep_last=99)
+    optim = dataclasses.replace(optim, nonfinite=policy)
+    config = tiny_config(tmp_path, "huge", optim=optim, checkpoint=often)
+    results = workers.outcomes(3, run_tiny, plain(config))
+    assert {(r.name, r.exit_status) for r in results} == {("DivergedError", 6)}
+    assert len({r.text.splitlines()[-1] for r in results}) == 1
+    for tensor in (weights(config) if kept_steps(config) else {}).values():
+        assert tensor.double().isfinite().all()
+
+
+def through_the_door(rank: int, size: int, folder: str, argv: Sequence[str]) -> tuple[Any, str]:
+    """Exit status and output of ``fit``, in a process that has torch already."""
+    before, out = (os.getcwd(), sys.argv), io.StringIO()
+    arm("train.loss:nan@step=2", f"{folder}/fired")
+    os.chdir(folder)
+    sys.argv = ["fit", *argv]
+    try:
+        with redirect_stdout(out), redirect_stderr(out), pytest.raises(SystemExit) as end:
+            run_door(main)
+    finally:
+        os.chdir(before[0])
+        sys.argv = before[1]
+        arm("", folder)
+    return end.value.code, out.getvalue()
+
+
+def test_fault_24_the_door_ends_with_6_and_says_why_without_a_traceback(
+    workers: Group, tmp_path: Path
+):
+    flags = ["--local", "--name", "door", "--epochs", "1", "--data.workers", "1"]
+    ((status, out),) = workers(1, through_the_door, str(tmp_path), flags)
+    assert status == 6, out
+    assert "the loss of slot 0 (rank 0) is nan at step 2" in " ".join(out.split())
+    assert "Traceback" not in out
+    assert (tmp_path / "runs" / "door" / "diverged-step-00000002.json").is_file()
+
+
+# ------------------------------------------------------------------ skip
+
+
+@pytest.fixture(scope="module")
+def skipping(workers: Group, tmp_path_factory: pytest.TempPathFactory) -> tuple[TrainConfig, Any]:
+    """An uninterrupted run with one bad row, and so three steps of 30 that are left out."""
+    config = tiny_config(
+        tmp_path_factory.mktemp("skip"),
+        "whole",
+        optim=SKIP,
+        checkpoint=CheckpointConfig(every_steps=4, every_s=0.0),
+    )
+    options = {"nan_row": rows_of(config, step=5, slot=1)[0]}
+    return config, (options, workers(3, run_tiny, plain(config), options))
+
+
+def bad_steps(config: TrainConfig, row: int) -> list[tuple[int, int]]:
+    """(step, slot) of each time that the row comes."""
+    return [
+        (epoch * STEPS_PER_EPOCH + step, slot)
+        for epoch in range(config.epochs)
+        for step in range(1, STEPS_PER_EPOCH + 1)
+        for slot in range(config.slots)
+        if row in rows_of(config, step, slot, epoch)
+    ]
+
+
+def test_fault_24_skip_goes_on_tells_each_and_counts_them_in_the_log(skipping: Any):
+    config, (options, ran) = skipping
+    bad = bad_steps(config, options["nan_row"])
+    assert len(bad) == config.epochs
+    assert {r.outcome.step for r in ran} == {TOTAL_STEPS}
+    assert len({r.digest for r in ran}) == 1
+    assert [[note for note in notes(r) if "left out" in note] for r in ran[1:]] == [[], []]
+    told = [note for note in notes(ran[0]) if "left out" in note]
+    for number, ((step, slot), note) in enumerate(zip(bad, told, strict=True), 1):
+        rank = [0, 1, 2, 2][slot]
+        assert note.startswith(f"The loss of slot {slot} (rank {rank}) is nan at step {step} ")
+        assert note.endswith(f"{number} such, of at most 3.")
+    log = [record for record in log_of(config) if record["kind"] == "train"]
+    assert [r["step"] for r in log] == list(range(1, TOTAL_STEPS + 1))
+    assert [r["step"] for r in log if r["loss"] == "nan"] == [step for step, _ in bad]
+    counts = [sum(step <= r["step"] for step, _ in bad) for r in log]
+    assert [r["nonfinite"] for r in log] == counts
+    assert not list((Path(config.storage) / "whole").glob("diverged*"))
+
+
+@pytest.mark.parametrize("way", ["stopped", "killed"])
+def test_fault_24_a_run_continued_across_a_skipped_step_ends_with_the_same_bits(
+    way: str, skipping: Any, workers: Group, tmp_path: Path
+):
+    whole, (options, _) = skipping
+    config = dataclasses.replace(whole, name=way, storage=str(tmp_path))
+    (first, _), (second, _), _ = bad_steps(config, options["nan_row"])
+    if way == "stopped":
+        workers(3, run_tiny, plain(config), options, first)
+        assert newest(config).name.step == first  # the last thing done was to do nothing
+    else:
+        *_, last = workers.outcomes(3, run_tiny, plain(config), options, 0, second + 1)
+        assert last == Died(9)
+        assert first < newest(config).name.step <= second
+    assert json.loads(newest(config).read("state.json"))["nonfinite"] >= 1
+    ran = workers(3, run_tiny, plain(config), options)
+    assert ran[0].start_step > 0
+    assert bits(config) == bits(whole)
+    assert newest(config).read("state.json") == newest(whole).read("state.json")
+    assert log_of(config) == log_of(whole)
+
+
+def test_fault_24_the_step_after_the_last_that_may_be_skipped_ends_the_run_also_after_a_resume(
+    skipping: Any, workers: Group, tmp_path: Path
+):
+    whole, (options, _) = skipping
+    optim = dataclasses.replace(SKIP, max_nonfinite=1)
+    config = dataclasses.replace(whole, name="few", storage=str(tmp_path), optim=optim)
+    (first, _), (second, slot), _ = bad_steps(config, options["nan_row"])
+    workers(3, run_tiny, plain(config), options, first)
+    results = workers.outcomes(3, run_tiny, plain(config), options)
+    assert {(r.name, r.exit_status) for r in results} == {("DivergedError", 6)}
+    text = results[0].text
+    assert f"the loss of slot {slot} " in text
+    assert f"is nan at step {second} " in text
+    assert "1 such steps (optim.max_nonfinite)" in text
+    assert (tmp_path / "few" / f"diverged-step-{second:08d}.json").is_file()
+    assert max(kept_steps(config)) < second
+
+
+# ------------------------------------------------------------------ one process: the guard itself
+
+
+def small_state() -> TrainState:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 2))
+    optimizer = build_optimizer(model, OptimConfig())
+    return TrainState(model, optimizer, torch.amp.GradScaler("cpu", enabled=False))
+
+
+def examine(guard: Guard, state: TrainState, loss_factor: float) -> bool:
+    """What a step does with the guard; whether it is refused."""
+    state.optimizer.zero_grad(set_to_none=True)
+    loss = state.model(torch.ones(5, 3)).sum()
+    guard.watch(0, loss.detach() * loss_factor)
+    loss.backward()
+    _, refused = guard.examine(0.1, torch.zeros((), dtype=torch.float64))
+    state.step += 1
+    guard.follow()
+    return bool(refused)
+
+
+def test_on_a_gpu_the_flag_of_a_step_is_waited_for_one_step_later_and_before_a_checkpoint():
+    """With a false GPU, whose flags say when they are copied and when they are waited for."""
+    state, happened = small_state(), []
+
+    def fetch(flag: Tensor) -> Callable[[], bool]:
+        step = state.step + 1
+        happened.append(f"copied {step}")
+
+        def read() -> bool:
+            happened.append(f"read {step}")
+            return bool(flag)
+
+        return read
+
+    judged: list[Trace] = []
+    guard = Guard(state, judged.append, fetch, lag=1)
+    seen = []
+    for factor in (1.0, math.nan, 1.0, math.inf):
+        refused = examine(guard, state, factor)
+        seen.append((refused, [trace.step for trace in judged]))
+    assert seen == [(False, []), (True, []), (False, [2]), (True, [2])]
+    assert happened == [
+        "copied 1",
+        "copied 2",
+        "read 1",
+        "copied 3",
+        "read 2",
+        "copied 4",
+        "read 3",
+    ]
+    guard.settle()
+    guard.settle()  # nothing is open any more
+    assert happened[7:] == ["read 4"]
+    assert [trace.step for trace in judged] == [2, 4]
+    assert math.isnan(judged[0].losses[0].item())  # of that step, though another came after it
+    assert math.isinf(judged[1].losses[0].item())
+
+
+@pytest.mark.gpu
+def test_a_flag_comes_from_a_real_gpu_without_a_wait_when_it_is_asked_for():
+    slow = torch.ones(4000, 4000, device="cuda")
+    for _ in range(50):
+        slow = slow @ slow / 4000
+    read = through_pinned_memory(slow.sum() > 0)
+    pending = not torch.cuda.current_stream().query()
+    assert read() is True
+    assert pending  # the copy was asked for while the device was at work
+    assert through_pinned_memory(torch.zeros((), device="cuda") > 0)() is False
+
+
+def test_a_guard_changes_no_gradient_that_is_finite():
+    guarded, free = small_state(), small_state()
+    judged: list[Trace] = []
+    guard = Guard(guarded, judged.append, lambda flag: lambda: bool(flag), lag=0)
+    assert not examine(guard, guarded, 1.0)
+    free.model(torch.ones(5, 3)).sum().backward()
+    pairs = zip(guarded.model.parameters(), free.model.parameters(), strict=True)
+    assert all(torch.equal(ours.grad, theirs.grad) for ours, theirs in pairs)
+    assert examine(guard, guarded, math.nan)
+    assert len(judged) == 1
+    norms = zip(judged[0].names, judged[0].norms, strict=True)
+    bad = [name for name, norm in norms if norm.isnan()]
+    assert bad == [judged[0].witness] == ["2.bias"]
+
+
+def test_a_state_with_a_weight_that_is_not_finite_or_a_buffer_that_is_no_number_is_not_finite():
+    state = small_state()
+    state.model.register_buffer("mask", torch.full((2, 2), -math.inf).triu(1))
+    assert state.is_finite()
+    buffers = [buffer for buffer in state.model.buffers() if buffer.is_floating_point()]
+    for tensor in (*state.model.parameters(), *buffers):
+        for value in (math.nan, math.inf):
+            kept = tensor.detach().clone()
+            with torch.no_grad():
+                tensor.view(-1)[-1] = value
+            buffer = not isinstance(tensor, nn.Parameter)
+            assert state.is_finite() == (buffer and value == math.inf)
+            with torch.no_grad():
+                tensor.copy_(kept)
+    assert state.is_finite()
+
+
+def test_fault_47_a_checkpoint_from_before_the_count_loads_and_goes_on_with_fused_kernels():
+    """Torch would take over from the checkpoint by which kernels it computes."""
+    old = small_state()
+    old.step = 7
+    snapshot = old.snapshot(None, [])  # type: ignore[arg-type]
+    files = {name: bytes(data) for name, data in encode(snapshot).items()}
+    progress = json.loads(files["state.json"])
+    del progress["nonfinite"]
+    text = json.dumps(progress)
+    assert '["fused", true]' in text
+    files["state.json"] = text.replace('["fused", true]', '["fused", null]').encode()
+
+    @dataclass
+    class Stored:
+        def read(self, name: str) -> bytes:
+            return files[name]
+
+    new = small_state()
+    new.nonfinite = 9
+    new.load(Stored())  # type: ignore[arg-type]
+    assert (new.step, new.nonfinite) == (7, 0)
+    assert [group["fused"] for group in new.optimizer.param_groups] == [True, True]

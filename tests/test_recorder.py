@@ -1,0 +1,523 @@
+"""What rank 0 writes: checkpoints off the training path, on slow, full and failing storage."""
+
+from __future__ import annotations
+
+import errno
+import gc
+import json
+import random
+import resource
+import signal
+import threading
+import time
+import traceback
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from processes import Group, Raised
+from pyarrow import fs as pafs
+from test_store import Faults, FaultyHandler
+from test_training import log_of
+from tiny import (
+    TOTAL_STEPS,
+    Ran,
+    ScriptedSession,
+    bits,
+    kept_steps,
+    newest,
+    plain,
+    run_tiny,
+    tiny_config,
+)
+
+from raytrain_ddp.checkpoint.manifest import Manifest
+from raytrain_ddp.checkpoint.storage import Storage
+from raytrain_ddp.checkpoint.store import CheckpointStore
+from raytrain_ddp.config import TrainConfig
+from raytrain_ddp.errors import CheckpointError, RunLockedError
+from raytrain_ddp.sections import CheckpointConfig
+from raytrain_ddp.training import committer
+from raytrain_ddp.training.committer import TRIES, Committer, pauses, persistently
+from raytrain_ddp.training.recorder import Best, Recorder
+from raytrain_ddp.training.session import Record, Snapshot
+from raytrain_ddp.training.world import World
+
+THROTTLED = "AWS Error SLOW_DOWN during PutObject operation: Please reduce your request rate."
+ALONE = World(0, 1, 0, torch.device("cpu"), threads=1)
+
+
+def snapshot(step: int, **changes: Any) -> Snapshot:
+    manifest = Manifest(
+        step=step,
+        epoch=0,
+        attempt=0,
+        world_size=1,
+        config={},
+        data_fingerprint="x",
+        metrics={},
+        written_by="test",
+    )
+    tensors = {"model": {"w": torch.full((1000,), float(step))}}
+    return Snapshot(manifest, tensors, {"state.json": {"step": step}}, **changes)
+
+
+# ------------------------------------------------------------------ trying again
+
+
+def test_pauses_double_with_jitter_and_are_bounded():
+    random.seed(0)
+    for _ in range(100):
+        waits = list(pauses())
+        assert len(waits) == TRIES - 1
+        assert all(2**n / 2 <= wait_s <= 2**n for n, wait_s in enumerate(waits))
+    assert len({next(pauses()) for _ in range(10)}) > 1
+
+
+def failing(times: int, error: OSError) -> Callable[[int], int]:
+    def act(number: int) -> int:
+        if number < times:
+            raise error
+        return number
+
+    return act
+
+
+def no_pause(_: float, __: OSError) -> bool:
+    return True
+
+
+def test_fault_15_what_may_pass_is_tried_five_times():
+    throttled = OSError(THROTTLED)
+    for times in range(TRIES):
+        assert persistently(failing(times, throttled), no_pause) == times
+    with pytest.raises(OSError, match="SLOW_DOWN"):
+        persistently(failing(TRIES, throttled), no_pause)
+
+
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EFBIG, errno.EDQUOT, errno.EROFS])
+def test_fault_08_a_full_disk_is_not_tried_again_at_once(number: int):
+    with pytest.raises(OSError, match="full"):
+        persistently(failing(1, OSError(number, "full")), no_pause)
+
+
+def test_fault_15_trying_again_ends_with_the_session_and_after_a_minute(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    with pytest.raises(OSError, match="SLOW_DOWN"):
+        persistently(failing(1, OSError(THROTTLED)), lambda _, __: False)
+    clock = iter([0.0, 59.9])
+    monkeypatch.setattr(time, "monotonic", lambda: next(clock))
+    with pytest.raises(OSError, match="SLOW_DOWN"):
+        persistently(failing(1, OSError(THROTTLED)), no_pause)
+
+
+# ------------------------------------------------------------------ one at a time
+
+
+class Store:
+    """Stands for the store: commits last until they are let go, and fail as told."""
+
+    def __init__(self) -> None:
+        self.free = threading.Event()
+        self.free.set()
+        self.errors: Iterator[Exception | None] = iter([])
+        self.done: list[int] = []
+
+    def __call__(self, given: Snapshot, number: int) -> None:
+        assert self.free.wait(10)
+        error = next(self.errors, None)
+        if error is not None:
+            raise error
+        self.done.append(given.manifest.step)
+
+
+@pytest.fixture
+def told() -> list[Record]:
+    return []
+
+
+@pytest.fixture
+def store() -> Store:
+    return Store()
+
+
+@pytest.fixture
+def commits(store: Store, told: list[Record]) -> Iterator[Committer]:
+    made = Committer(store, 3, told.append, lambda _: True)
+    yield made
+    store.free.set()
+    made.close()
+
+
+def notes(told: list[Record]) -> list[str]:
+    return [str(event["text"]) for event in told if event["kind"] == "note"]
+
+
+def test_fault_16_a_second_commit_waits_for_the_first_and_the_wait_is_told(
+    commits: Committer, store: Store, told: list[Record]
+):
+    store.free.clear()
+    commits.submit(snapshot(1))
+    assert commits.is_busy()
+    assert commits.postpones()
+    assert commits.postpones()
+    assert [("step 1 is still being written" in note) for note in notes(told)] == [True]  # once
+    threading.Timer(1.2, store.free.set).start()
+    commits.submit(snapshot(2))
+    assert store.done[0] == 1
+    assert "training waited 1." in notes(told)[1]
+    commits.finish()
+    assert store.done == [1, 2]
+    assert not commits.postpones()
+
+
+def test_fault_08_failures_in_a_row_end_the_training_and_a_success_forgives_them(
+    commits: Committer, store: Store, told: list[Record]
+):
+    full = OSError(errno.ENOSPC, "No space left on device")
+    store.errors = iter([full, full, None, full, full, full])
+    for step in range(1, 6):
+        commits.submit(snapshot(step)).result()
+        commits.require()
+    commits.submit(snapshot(6)).result()
+    with pytest.raises(CheckpointError, match=r"step 6.*No space left.*make room"):
+        commits.require()
+    failed = [e for e in told if e["kind"] == "checkpoint_failed"]
+    assert [(e["step"], e["in_a_row"]) for e in failed] == [(1, 1), (2, 2), (4, 1), (5, 2), (6, 3)]
+    assert all("No space left on device" in str(event["message"]) for event in failed)
+    assert "1 of checkpoint.max_failed = 3 in a row" in notes(told)[0]
+
+
+def test_the_last_commit_must_not_fail(commits: Committer, store: Store):
+    store.errors = iter([OSError(errno.ENOSPC, "No space left on device")])
+    commits.submit(snapshot(30))
+    with pytest.raises(CheckpointError, match="step 30") as caught:
+        commits.finish()
+    assert caught.value.exit_status == 5
+
+
+def test_fault_15_each_try_is_told_and_the_training_hears_of_none(
+    commits: Committer, store: Store, told: list[Record]
+):
+    store.errors = iter([OSError(THROTTLED)] * 3)
+    commits.submit(snapshot(7))
+    commits.finish()
+    assert store.done == [7]
+    assert len(notes(told)) == 3
+    assert all("SLOW_DOWN" in note and "trying again in" in note for note in notes(told))
+
+
+@pytest.mark.parametrize("error", [RunLockedError("taken over"), ValueError("a bug")])
+def test_what_is_not_the_storages_fault_ends_the_training_at_its_next_step(
+    error: Exception, commits: Committer, store: Store
+):
+    store.errors = iter([error])
+    commits.submit(snapshot(1)).result()  # not here: this is what Ray's upload thread waits for
+    with pytest.raises(type(error), match=str(error)):
+        commits.require()
+
+
+# ------------------------------------------------------------------ the recorder alone
+
+
+def recorder(config: TrainConfig, told: list[Record]) -> Recorder:
+    return Recorder(config, ALONE, Best("loss", "min"), told.append)
+
+
+class Weather(Faults):
+    """An object store that is slow, or out of order for the next so many writes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.slow_s, self.failures = 0.0, 0
+
+    def __call__(
+        self,
+        what: str,
+        act: Callable[[], Any],
+        act_half: Callable[[], Any] = lambda: None,
+    ) -> Any:
+        if what == "put":
+            time.sleep(self.slow_s)
+            if self.failures:
+                self.failures -= 1
+                raise OSError(THROTTLED)
+        return act()
+
+
+def in_weather(made: Recorder) -> Weather:
+    """Puts the checkpoints of a recorder on a store of which the test makes the weather."""
+    weather, place = Weather(), made.store.storage
+    fs = pafs.PyFileSystem(FaultyHandler(weather, False))
+    made.store = CheckpointStore(Storage(fs, place.path, is_local=False))
+    return weather
+
+
+def test_fault_07_a_replaced_start_commits_nothing_more_and_ends(
+    tmp_path: Path, told: list[Record]
+):
+    config = tiny_config(tmp_path, "zombie")
+    first = recorder(config, told)
+    assert first.begin() is None
+    first.submit(snapshot(10))
+    first.drain()
+    second = recorder(config, told)
+    found = second.begin()
+    assert found is not None
+    assert str(found.name) == "step-00000010-a0001"
+    first.submit(snapshot(20))  # it was stopped for a while, and knows nothing
+    with pytest.raises(RunLockedError, match="attempt 2"):
+        first.finish()
+    second.submit(snapshot(15))
+    second.finish()
+    for each in (first, second):
+        each.close()
+    assert str(newest(config).name) == "step-00000015-a0002"
+
+
+def test_fault_15_a_store_out_of_order_at_the_start_is_tried_again(
+    tmp_path: Path, told: list[Record], monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(committer, "pauses", lambda: iter([0.01] * 4))
+    made = recorder(tiny_config(tmp_path, "start"), told)
+    in_weather(made).failures = 2
+    assert made.begin() is None
+    assert ["trying again" in note for note in notes(told)] == [True, True]
+    made.close()
+
+
+def test_a_commit_whose_answer_was_lost_is_not_written_twice(
+    tmp_path: Path, told: list[Record], monkeypatch: pytest.MonkeyPatch
+):
+    config = tiny_config(tmp_path, "late")
+    made = recorder(config, told)
+    made.begin()
+    commit = made.store.commit
+    commits = []
+
+    def late(*given: Any) -> Any:
+        commits.append(commit(*given))
+        raise OSError(errno.ETIMEDOUT, "no answer")
+
+    monkeypatch.setattr(made.store, "commit", late)
+    made.committer.sleep = lambda _: True
+    made.submit(snapshot(4))
+    made.finish()
+    made.close()
+    assert len(commits) == 1
+    assert [e["tries"] for e in told if e["kind"] == "checkpoint"] == [2]
+    assert newest(config).manifest == commits[0].manifest
+
+
+def test_old_checkpoints_that_cannot_be_removed_are_no_failed_commit(
+    tmp_path: Path, told: list[Record], monkeypatch: pytest.MonkeyPatch
+):
+    config = tiny_config(tmp_path, "prune")
+    made = recorder(config, told)
+    made.begin()
+    made.log.restore([])
+    prune = made.store.prune
+    monkeypatch.setattr(made.store, "prune", lambda *_: (_ for _ in ()).throw(OSError(THROTTLED)))
+    for step in (1, 2, 3):
+        made.submit(snapshot(step))
+    made.drain()
+    assert kept_steps(config) == [1, 2, 3]
+    assert sum("could not be renewed" in note for note in notes(told)) == 3
+    monkeypatch.setattr(made.store, "prune", prune)
+    made.submit(snapshot(4))
+    made.finish()
+    made.close()
+    assert kept_steps(config) == [3, 4]
+
+
+def test_what_is_kept_is_a_json_file_in_the_runs_folder_and_a_note_says_so(
+    tmp_path: Path, told: list[Record]
+):
+    made = recorder(tiny_config(tmp_path, "kept"), told)
+    made.begin()
+    made.keep("diverged-step-00000007.json", {"step": 7, "rows": [1, 2]})
+    path = tmp_path / "kept" / "diverged-step-00000007.json"
+    assert json.loads(path.read_text()) == {"step": 7, "rows": [1, 2]}
+    path.unlink()
+    path.mkdir()
+    made.keep("diverged-step-00000007.json", {"step": 8})
+    made.close()
+    kept, failed = notes(told)
+    assert "diverged-step-00000007.json is kept in" in kept
+    assert "cannot be written" in failed
+
+
+def test_the_next_interval_begins_with_each_checkpoint(tmp_path: Path, told: list[Record]):
+    config = tiny_config(tmp_path, "timed", checkpoint=CheckpointConfig(every_s=0.05))
+    made = recorder(config, told)
+    weather = in_weather(made)
+    made.begin()
+    assert not made.time_to_save()
+    time.sleep(0.06)
+    assert made.time_to_save()
+    weather.slow_s = 0.1
+    made.submit(snapshot(1))
+    made.saved(0.01)
+    assert not made.time_to_save()
+    time.sleep(0.06)
+    assert not made.time_to_save()  # the one before is still being written
+    made.drain()
+    assert made.time_to_save()
+    made.close()
+
+
+# ------------------------------------------------------------------ training on bad storage
+
+
+@pytest.fixture(scope="module")
+def reference(workers: Group, tmp_path_factory: pytest.TempPathFactory) -> TrainConfig:
+    config = tiny_config(tmp_path_factory.mktemp("reference"), "whole")
+    workers(3, run_tiny, plain(config))
+    return config
+
+
+def assert_same_run(config: TrainConfig, whole: TrainConfig) -> None:
+    assert bits(config) == bits(whole)
+    assert log_of(config) == log_of(whole)
+    assert newest(config).name.step == TOTAL_STEPS
+
+
+def on_rank_0(session: ScriptedSession, act: Callable[[ScriptedSession, int], None]) -> None:
+    if session.recorder is not None:
+        session.before_step = partial(act, session)
+
+
+def full_from_11_to(session: ScriptedSession, last: int) -> None:
+    """Really full, for all files that this process writes: no byte behind the first 1000."""
+
+    def limit(session: ScriptedSession, step: int) -> None:
+        if step in (11, last):
+            session.drain()
+            signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+            most = 1000 if step == 11 else resource.RLIM_INFINITY
+            resource.setrlimit(resource.RLIMIT_FSIZE, (most, resource.RLIM_INFINITY))
+
+    on_rank_0(session, limit)
+
+
+def run_until_full(rank: int, size: int, config: Mapping[str, Any]) -> Ran:
+    """A process that raises would end, and its peers hear of it; this one stays, so it lets go of
+    its process group by hand."""
+    try:
+        return run_tiny(rank, size, config, meddle=partial(full_from_11_to, last=99))
+    except Exception as error:
+        traceback.clear_frames(error.__traceback__)
+        gc.collect()
+        raise
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+
+
+@pytest.mark.skipif(
+    resource.getrlimit(resource.RLIMIT_FSIZE)[1] != resource.RLIM_INFINITY,
+    reason="the size of files is limited here",
+)
+def test_fault_08_a_full_disk_ends_no_training_and_leaves_no_trace_once_there_is_room(
+    reference: TrainConfig, workers: Group, tmp_path: Path
+):
+    every_3 = CheckpointConfig(every_epochs=0, every_steps=3, every_s=0.0)
+    config = tiny_config(tmp_path, "full", checkpoint=every_3)
+    ran = workers(3, run_tiny, plain(config), None, 0, 0, partial(full_from_11_to, last=17))
+    failed = [e for e in ran[0].events if e["kind"] == "checkpoint_failed"]
+    assert [(e["step"], e["in_a_row"]) for e in failed] == [(12, 1), (15, 2)]
+    assert all("too large" in str(event["message"]) for event in failed)
+    good = [e["step"] for e in ran[0].events if e["kind"] == "checkpoint"]
+    assert good == [3, 6, 9, 10, 18, 20, 21, 24, 27, 30]  # 10 and 20 are the best so far
+    assert any("metrics.jsonl cannot be written" in note for note in notes(ran[0].events))
+    assert_same_run(config, reference)
+    assert [str(p) for p in tmp_path.rglob("*tmp*")] == []
+
+
+@pytest.mark.skipif(
+    resource.getrlimit(resource.RLIMIT_FSIZE)[1] != resource.RLIM_INFINITY,
+    reason="the size of files is limited here",
+)
+@pytest.mark.parametrize("every_steps", [3, 0])
+def test_fault_08_too_many_failures_or_a_failed_end_exit_with_5_and_the_run_goes_on_later(
+    every_steps: int, reference: TrainConfig, workers: Group, tmp_path: Path
+):
+    checkpoint = CheckpointConfig(every_epochs=1, every_steps=every_steps, every_s=0.0)
+    config = tiny_config(tmp_path, "full", checkpoint=checkpoint)
+    results = workers.outcomes(3, run_until_full, plain(config))
+    assert isinstance(results[0], Raised)
+    assert (results[0].name, results[0].exit_status) == ("CheckpointError", 5)
+    assert "make room" in results[0].text
+    assert kept_steps(config)[-1] == 10
+    workers(3, run_tiny, plain(config))
+    assert_same_run(config, reference)
+
+
+def throttled(session: ScriptedSession) -> None:
+    """The next three writes fail, again and again."""
+    if session.recorder is not None:
+        weather = in_weather(session.recorder)
+        session.recorder.committer.sleep = lambda _: True
+
+        def fail(session: ScriptedSession, step: int) -> None:
+            if step % 6 == 1:
+                session.drain()
+                weather.failures = 3
+
+        on_rank_0(session, fail)
+
+
+def test_fault_15_a_store_that_throttles_changes_nothing(
+    reference: TrainConfig, workers: Group, tmp_path: Path
+):
+    every_6 = CheckpointConfig(every_epochs=0, every_steps=6, every_s=0.0)
+    config = tiny_config(tmp_path, "throttled", checkpoint=every_6)
+    ran = workers(3, run_tiny, plain(config), None, 0, 0, throttled)
+    events = [e for e in ran[0].events if e["kind"] in ("checkpoint", "checkpoint_failed")]
+    tries = {e["step"]: e["tries"] for e in events}
+    assert sorted(tries) == [6, 10, 12, 18, 20, 24, 30]
+    assert max(tries.values()) > 1
+    assert_same_run(config, reference)
+
+
+def slow(session: ScriptedSession) -> None:
+    """Each write takes 50 ms, several steps' time; what is submitted is watched."""
+    if session.recorder is None:
+        return
+    in_weather(session.recorder).slow_s = 0.05
+    submit = session.recorder.submit
+
+    def watched(given: Snapshot) -> Any:
+        assert session.recorder is not None
+        places = [t.data_ptr() for tensors in given.tensors.values() for t in tensors.values()]
+        busy = session.recorder.committer.is_busy()
+        session.tell({"kind": "submitted", "places": places, "busy": busy})
+        return submit(given)
+
+    session.recorder.submit = watched  # type: ignore[method-assign]
+
+
+def test_fault_16_a_slow_store_takes_no_time_and_no_memory_from_the_training(
+    reference: TrainConfig, workers: Group, tmp_path: Path
+):
+    """By the order of events: steps are logged while a commit is under way, commits come one at a
+    time, and all snapshots are in the same memory."""
+    timed = CheckpointConfig(every_epochs=0, every_steps=0, every_s=0.001)
+    config = tiny_config(tmp_path, "slow", checkpoint=timed, epochs=12)
+    ran: list[Ran] = workers(3, run_tiny, plain(config), None, 0, 0, slow)
+    events = ran[0].events
+    submitted = [e for e in events if e["kind"] == "submitted"]
+    assert len(submitted) >= 3
+    assert not any(event["busy"] for event in submitted)
+    assert len({str(event["places"]) for event in submitted[1:]}) == 1
+    kinds = [e["kind"] for e in events if e["kind"] in ("submitted", "checkpoint", "train")]
+    between = " ".join(str(kind) for kind in kinds).split("submitted")[1:]
+    assert all(part.count("checkpoint") == 1 for part in between)
+    meanwhile = [part.split("checkpoint")[0].count("train") for part in between[:-1]]
+    assert sorted(meanwhile)[len(meanwhile) // 2] >= 2, meanwhile
+    assert sum("is still being written" in note for note in notes(events)) == 1
+    steps = [e["step"] for e in log_of(config) if e["kind"] == "train"]
+    assert steps == list(range(1, 12 * 10 + 1))

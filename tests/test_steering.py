@@ -1,0 +1,299 @@
+"""What follows a step: agreed on by all ranks, by the number of steps, the clock, and signals."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import signal
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from processes import Died, Group, Raised
+from tiny import TOTAL_STEPS, ScriptedSession, TinyTask, newest, plain, run_tiny, tiny_config
+
+from raytrain_ddp.config import TrainConfig
+from raytrain_ddp.failpoints import SITES, arm
+from raytrain_ddp.recipe import from_dict
+from raytrain_ddp.sections import CheckpointConfig, EvalConfig, LogConfig
+from raytrain_ddp.training import interval
+from raytrain_ddp.training.cadence import Cadence
+from raytrain_ddp.training.interval import Life, SaveTimer, best_interval_s
+from raytrain_ddp.training.local import ASKING, LocalSession
+from raytrain_ddp.training.loop import train
+from raytrain_ddp.training.session import Record, Wishes
+from raytrain_ddp.training.steering import Decision, Steering
+from raytrain_ddp.training.world import World
+
+# ------------------------------------------------------------------ by the number of steps
+
+
+def test_what_is_due_follows_from_the_number_of_steps():
+    config = TrainConfig(
+        epochs=2,
+        checkpoint=CheckpointConfig(every_epochs=0, every_steps=4),
+        eval=EvalConfig(every_epochs=1),
+        log=LogConfig(every_steps=3),
+    )
+    cadence = Cadence(config, steps_per_epoch=5)
+    due = {
+        "log": [s for s in range(1, 11) if cadence.logs(s)],
+        "evaluate": [s for s in range(1, 11) if cadence.evaluates(s)],
+        "save": [s for s in range(1, 11) if cadence.saves(s)],
+    }
+    assert due == {"log": [1, 3, 5, 6, 9, 10], "evaluate": [5, 10], "save": [4, 8, 10]}
+
+
+# ------------------------------------------------------------------ agreed on by all ranks
+
+
+class Wishing:
+    """As much of a session as `Steering` needs; wishes what is written for (rank, step)."""
+
+    def __init__(self, world: World, script: Mapping[tuple[int, int], Wishes], timed: int) -> None:
+        self.world, self._script, self._timed = world, script, timed
+        self.step = 0
+        self.looked: list[int] = []
+
+    def wishes(self) -> Wishes:
+        self.step += 1
+        return self._script.get((self.world.rank, self.step), Wishes())
+
+    def time_to_save(self) -> bool:
+        return self.world.is_main and self.step == self._timed
+
+    def look(self) -> None:
+        self.looked.append(self.step)
+
+
+def steer(
+    rank: int, size: int, script: Mapping[tuple[int, int], Wishes], timed: int
+) -> tuple[list[Decision], list[int]]:
+    session = Wishing(World(rank, size, rank, torch.device("cpu"), 1), script, timed)
+    config = TrainConfig(checkpoint=CheckpointConfig(every_epochs=0, every_s=0.0))
+    steering = Steering(Cadence(config, 1000), session)  # type: ignore[arg-type]
+    decisions = []
+    for step in range(1, 9):
+        steering.ask(step)
+        decisions.append(steering.decide(step))
+    return decisions, session.looked
+
+
+def test_what_one_rank_wishes_all_ranks_do_after_the_same_step(workers: Group):
+    script = {
+        (1, 2): Wishes(save=True),
+        (2, 4): Wishes(look=True),
+        (0, 6): Wishes(stop=15),
+        (1, 6): Wishes(stop=10, look=True),
+    }
+    results = workers(3, steer, script, 3)
+    assert results == [results[0]] * 3
+    decisions, looked = results[0]
+    assert [n + 1 for n, d in enumerate(decisions) if d.save] == [2, 3, 6]  # 3 by rank 0's clock
+    assert [(n + 1, d.stop) for n, d in enumerate(decisions) if d.stop] == [(6, 15)]
+    assert looked == [4, 6]  # on all ranks: it is a collective
+
+
+# ------------------------------------------------------------------ by the clock
+
+
+@pytest.mark.parametrize(
+    ("every_s", "stall_s", "restart_s", "useful"),
+    [
+        (600.0, 5.0, 62.0, 0.897),
+        (60.0, 0.5, 32.0, 0.975),
+        (20.0, 0.05, 17.0, 0.990),
+        (10.0, 0.02, 11.0, 0.994),
+    ],
+)
+def test_the_interval_loses_the_least_time(
+    every_s: float, stall_s: float, restart_s: float, useful: float
+):
+    """Against Daly's exact model, for failures at random once an hour, which gives the shares of
+    useful time that a simulation gave for these cases."""
+
+    def useful_share(interval_s: float) -> float:
+        return interval_s / ((3600 + restart_s) * math.expm1((interval_s + stall_s) / 3600))
+
+    assert useful_share(every_s) == pytest.approx(useful, abs=0.002)
+    chosen_s = best_interval_s(stall_s, mtbf_s=3600.0, commit_s=0.1)
+    assert chosen_s == math.sqrt(2 * stall_s * 3600.0)
+    assert useful_share(chosen_s) >= useful_share(every_s)
+    assert useful_share(chosen_s) > max(map(useful_share, (chosen_s * 0.7, chosen_s * 1.4)))
+
+
+def test_the_interval_has_bounds():
+    assert best_interval_s(0.0, 3600.0, 0.1) == 5.0
+    assert best_interval_s(60.0, 1e6, 0.1) == 600.0
+    assert best_interval_s(0.05, 3600.0, 40.0) == 80.0  # the store is idle half the time
+    assert best_interval_s(0.05, 3600.0, 400.0) == 600.0
+
+
+def test_the_mean_time_between_failures_is_an_hour_until_more_is_seen():
+    assert Life().mtbf_s(0) == 3600
+    assert Life().mtbf_s(3600) == 7200  # an hour without a failure
+    assert Life(failures=9, lived_s=3600.0).mtbf_s(0) == 720
+    young = Life().document(attempt=1, more_s=100.0, ended=False)
+    assert Life.after(young, 2) == Life(failures=1, lived_s=100.0)
+    assert Life.after(young, 4) == Life(failures=3, lived_s=100.0)  # two ended with no checkpoint
+    ended = Life(2, 50.0).document(attempt=3, more_s=100.0, ended=True)
+    assert Life.after(ended, 4) == Life(failures=2, lived_s=150.0)  # stopped, as it should
+    assert Life.after(ended, 5) == Life(failures=3, lived_s=150.0)
+
+
+class Hands:
+    """A clock that a test moves."""
+
+    now_s = 1000.0
+
+    def monotonic(self) -> float:
+        return self.now_s
+
+
+@pytest.fixture
+def hands(monkeypatch: pytest.MonkeyPatch) -> Hands:
+    hands = Hands()
+    monkeypatch.setattr(interval, "time", hands)
+    return hands
+
+
+def test_the_clock_asks_every_so_many_seconds_or_never(hands: Hands):
+    timer, never = (SaveTimer(s, Life(), lambda _: None) for s in (30.0, 0.0))
+    asked = []
+    for second in range(100):
+        hands.now_s = 1000.0 + second
+        assert not never.is_due()
+        if timer.is_due():
+            asked.append(second)
+            timer.saved(0.1)
+    assert asked == [30, 60, 90]
+
+
+def test_the_interval_is_found_by_measuring_and_told_when_it_has_changed(hands: Hands):
+    told: list[Record] = []
+    timer = SaveTimer("auto", Life(), told.append)
+    guess_s = timer.interval_s()
+    assert 20 < guess_s < 40
+    assert told == []
+    hands.now_s += 100
+    assert timer.is_due()
+    timer.saved(0.05)
+    timer.committed(1.0)
+    assert timer.interval_s() == pytest.approx(math.sqrt(2 * 0.05 * 3700))
+    assert [(e["kind"], e["stall_s"], e["commit_s"]) for e in told] == [("interval", 0.05, 1.0)]
+    assert told[0]["seconds"] == timer.interval_s()
+    timer.saved(0.15)  # the mean is 0.1
+    timer.committed(1.1)
+    assert len(told) == 1
+    timer.committed(100.0)  # the store has become slow
+    assert [event["seconds"] for event in told[1:]] == [200.0]
+
+
+def life_of(config: TrainConfig) -> dict[str, Any]:
+    document: dict[str, Any] = json.loads(newest(config).read("life.json"))
+    return document
+
+
+def test_a_run_carries_its_failures_and_its_age_to_the_next_start(workers: Group, tmp_path: Path):
+    config = tiny_config(tmp_path, "aged", checkpoint=CheckpointConfig(every_s="auto"))
+    workers(1, run_tiny, plain(config), None, 13)
+    first = life_of(config)
+    assert (first["attempt"], first["failures"], first["ended"]) == (1, 0, True)
+    text, folder = "train.before_step:raise@step=24", str(tmp_path / "fired")
+    (failed,) = workers.outcomes(1, run_armed, plain(config), text, folder)
+    assert isinstance(failed, Raised)
+    workers(1, run_tiny, plain(config))
+    last = life_of(config)
+    assert (last["attempt"], last["failures"], last["ended"]) == (3, 1, True)
+    assert 0 < first["lived_s"] < last["lived_s"]
+
+
+# ------------------------------------------------------------------ signals
+
+
+class Signalled(ScriptedSession):
+    """Its process is sent a signal in the middle of a step, or two."""
+
+    def __init__(self, config: TrainConfig, world: World, at: int, signals: list[int]) -> None:
+        self._at, self._signals = at, signals
+        super().__init__(config, world, 0, 0)
+
+    def wishes(self) -> Wishes:
+        super().wishes()
+        if self.step == self._at and self.world.rank == 1 % self.world.size:
+            for number in self._signals:
+                os.kill(os.getpid(), number)
+        return LocalSession.wishes(self)
+
+
+def run_signalled(
+    rank: int, size: int, config: Mapping[str, Any], signals: list[int]
+) -> tuple[int, int, bool, list[str]]:
+    """(step, signal) of the outcome, whether the handlers are again what they were, notes."""
+    made = from_dict(config)
+    before = [signal.getsignal(number) for number in ASKING]
+    world = World(rank, size, rank, torch.device("cpu"), threads=1)
+    with Signalled(made, world, 7, signals) as session:
+        session.stop_on_signals()
+        outcome = train(made, TinyTask(made), session)
+    restored = [signal.getsignal(number) for number in ASKING] == before
+    notes = [str(e["text"]) for e in session.events if e["kind"] == "note"]
+    return outcome.step, outcome.signal, restored, notes
+
+
+@pytest.mark.parametrize("number", ASKING, ids=lambda n: signal.Signals(n).name)
+def test_fault_35_a_signal_to_any_rank_ends_all_with_a_checkpoint_and_handlers_are_restored(
+    number: int, workers: Group, tmp_path: Path
+):
+    """Fault 34, too: Slurm warns of a preemption by SIGUSR1 or SIGUSR2, if told to."""
+    config = tiny_config(tmp_path, "signalled")
+    results = workers(2, run_signalled, plain(config), [number])
+    assert [result[:3] for result in results] == [(7, int(number), True)] * 2
+    assert newest(config).name.step == 7
+
+
+# ------------------------------------------------------------------ failpoints
+
+
+def run_armed(rank: int, size: int, config: Mapping[str, Any], text: str, folder: str) -> int:
+    made = from_dict(config)
+    world = World(rank, size, rank, torch.device("cpu"), threads=1)
+    arm(text, folder)
+    try:
+        with ScriptedSession(made, world, 0, 0) as session:
+            return train(made, TinyTask(made), session).step
+    finally:
+        arm("", folder)
+
+
+OF_TRAINING = {
+    "start.opened": 0,
+    "start.warmed_up": 0,
+    "start.loaded": 0,
+    "train.before_step": 13,
+    "train.after_step": 13,
+    "evaluate": 20,
+    "checkpoint.snapshot": 20,
+}
+
+
+def test_the_failpoints_of_training_fire_at_their_step_and_once(workers: Group, tmp_path: Path):
+    assert set(OF_TRAINING) <= SITES
+    config = tiny_config(tmp_path, "armed")
+    for number, (site, step) in enumerate(OF_TRAINING.items()):
+        folder = str(tmp_path / f"fired-{number}")
+        text = f"{site}:raise@rank=0,step={step}"
+        (result,) = workers.outcomes(1, run_armed, plain(config), text, folder)
+        assert isinstance(result, Raised)
+        assert f"failpoint {site}" in result.text
+    (done,) = workers(1, run_armed, plain(config), text, folder)
+    assert done == TOTAL_STEPS
+
+
+def test_fault_35_a_second_signal_of_whichever_kind_ends_at_once(workers: Group, tmp_path: Path):
+    config = tiny_config(tmp_path, "impatient", epochs=1)
+    two = [signal.SIGUSR1, signal.SIGTERM]
+    assert workers.outcomes(1, run_signalled, plain(config), two) == [Died(-signal.SIGTERM)]
