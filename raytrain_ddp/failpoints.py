@@ -1,7 +1,10 @@
 """Places where a test or `chaos` lets a run go wrong: by site, rank and step, once per run.
 
-    RAYTRAIN_DDP_FAILPOINTS="train.after_backward:kill@rank=1,step=7;checkpoint.payload:eio@hit=2"
+    RAYTRAIN_DDP_FAILPOINTS="train.after_backward:kill@rank=1,step=7;start.loaded:kill@after=1"
     RAYTRAIN_DDP_FAILPOINTS_DIR=/tmp/fired    where it is noted what has fired
+
+Conditions: `rank` and `step` are those of the caller; `hit=3` is the third match in a process;
+`after=2` waits until two others have fired, in any process.
 
 Unarmed, a failpoint costs one look into an empty dictionary.
 """
@@ -50,7 +53,7 @@ ACTIONS = frozenset(
 )
 
 _ENTRY = re.compile(r"([\w.]+):(\w+)(?:\(([\d.]+)\))?(?:@([\w=,]+))?")
-_CONDITIONS = ("rank", "step", "hit")
+_CONDITIONS = ("rank", "step", "hit", "after")
 
 
 @dataclass
@@ -69,12 +72,15 @@ class Failpoint:
         here = {"rank": rank, "step": step}
         if any(here[key] != value for key, value in self.where.items() if key in here):
             return False
+        if fired(self.marker.parent) < self.where.get("after", 0):
+            return False
         self.seen += 1
-        if self.seen != self.where.get("hit", 1) or self.marker.exists():
+        if self.seen != self.where.get("hit", 1):
             return False
         try:
             self.marker.parent.mkdir(parents=True, exist_ok=True)
-            self.marker.touch(exist_ok=False)
+            with self.marker.open("x") as note:
+                note.write(f"{rank} {step}")
         except FileExistsError:
             return False
         return True
@@ -111,6 +117,11 @@ def failpoint(site: str, rank: int = 0, step: int = 0) -> float:
         return 1.0
     factors = [entry.act() for entry in entries if entry.due(rank, step)]
     return math.prod(factors)
+
+
+def fired(folder: Path) -> int:
+    """How many have fired so far, in all processes."""
+    return len(os.listdir(folder)) if folder.is_dir() else 0
 
 
 def arm(text: str, folder: str) -> None:

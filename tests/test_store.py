@@ -10,7 +10,9 @@ import random
 import shutil
 import tempfile
 import threading
+import uuid
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -23,6 +25,8 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 from pyarrow import fs as pafs
 
 from raytrain_ddp.checkpoint import storage as storage_module
+from raytrain_ddp.checkpoint.claims import Claim
+from raytrain_ddp.checkpoint.listing import Listing
 from raytrain_ddp.checkpoint.manifest import DamagedError, FileEntry, Manifest
 from raytrain_ddp.checkpoint.storage import (
     Storage,
@@ -30,7 +34,8 @@ from raytrain_ddp.checkpoint.storage import (
     open_storage,
 )
 from raytrain_ddp.checkpoint.store import Checkpoint, CheckpointName, CheckpointStore
-from raytrain_ddp.errors import CheckpointError, ConfigError, PreflightError
+from raytrain_ddp.errors import CheckpointError, ConfigError, PreflightError, RunLockedError
+from raytrain_ddp.failpoints import arm
 from raytrain_ddp.uri import without_secrets
 
 # ------------------------------------------------------------------ a file system that fails
@@ -45,12 +50,15 @@ class Faults:
 
     eio, enospc: raises before the operation. late: raises EIO after it, as a lost reply would.
     torn: writes half, then EIO. kill: never returns. torn_kill: writes half and never returns.
+    meanwhile: another process does something before it, and nothing fails.
     """
 
     MODES = ("eio", "enospc", "late", "torn", "kill", "torn_kill")
 
-    def __init__(self, mode: str = "eio", at: int | None = None) -> None:
-        self.mode, self.at = mode, at
+    def __init__(
+        self, mode: str = "eio", at: int | None = None, meanwhile: Callable[[], Any] | None = None
+    ) -> None:
+        self.mode, self.at, self.meanwhile = mode, at, meanwhile
         self.done: list[str] = []
         self.dead = False
 
@@ -64,6 +72,9 @@ class Faults:
             raise Killed(what)
         self.done.append(what)
         if len(self.done) - 1 != self.at:
+            return act()
+        if self.meanwhile is not None:
+            self.meanwhile()
             return act()
         if self.mode.startswith("torn"):
             act_half()
@@ -95,9 +106,32 @@ class FaultyStream:
     def flush(self) -> None: ...
 
 
+class FaultyPut:
+    """The stream of an object store: its content appears when it is closed, as one object, and
+    needs no folder. Half of it is there only in the torn modes: of a store that is none."""
+
+    def __init__(self, faults: Faults, path: str) -> None:
+        self.faults, self.path, self.closed, self.data = faults, Path(path), False, b""
+
+    def write(self, data: Any) -> None:
+        self.data += bytes(data)
+
+    def close(self) -> None:
+        def put(data: bytes) -> None:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            self.path.write_bytes(data)
+
+        if not self.closed:
+            self.closed = True
+            half = self.data[: len(self.data) // 2]
+            self.faults("put", lambda: put(self.data), lambda: put(half))
+
+    def flush(self) -> None: ...
+
+
 class FaultyHandler(pafs.FileSystemHandler):  # type: ignore[misc]
-    def __init__(self, faults: Faults, fs: Any = None) -> None:
-        self.faults, self.fs = faults, fs or pafs.LocalFileSystem()
+    def __init__(self, faults: Faults, is_local: bool) -> None:
+        self.faults, self.is_local, self.fs = faults, is_local, pafs.LocalFileSystem()
 
     def get_type_name(self) -> str:
         return "faulty"
@@ -144,6 +178,8 @@ class FaultyHandler(pafs.FileSystemHandler):  # type: ignore[misc]
         return self.faults("open_input", lambda: self.fs.open_input_file(path))
 
     def open_output_stream(self, path: str, metadata: Any) -> Any:
+        if not self.is_local:
+            return pa.PythonFile(FaultyPut(self.faults, path), mode="w")
         raw = self.faults("open_output", lambda: self.fs.open_output_stream(path, compression=None))
         return pa.PythonFile(FaultyStream(self.faults, raw), mode="w")
 
@@ -155,7 +191,7 @@ def faulty_store(
     root: Path, faults: Faults, is_local: bool, monkeypatch: pytest.MonkeyPatch
 ) -> CheckpointStore:
     monkeypatch.setattr(os, "fsync", lambda fd: faults("fsync", lambda: None))
-    fs = pafs.PyFileSystem(FaultyHandler(faults))
+    fs = pafs.PyFileSystem(FaultyHandler(faults, is_local))
     return CheckpointStore(Storage(fs, str(root), is_local))
 
 
@@ -354,7 +390,7 @@ def sweep_faults(
         prepare(fresh(tmp_path / "count"))
         counter = Faults()
         act(faulty_store(tmp_path / "count", counter, is_local, patch))
-    assert len(counter.done) >= 5
+    assert len(counter.done) >= 4
     for n, what in enumerate(counter.done):
         root = tmp_path / str(n)
         prepare(fresh(root))
@@ -669,10 +705,10 @@ def test_damage_in_a_store_that_cannot_be_written(
     flip_bit(root / "step-00000020-a0001" / "state.json", 3)
     count = Faults()
     faulty_store(root, count, False, monkeypatch).latest(lambda line: None)
-    assert "open_output" in count.done  # the mark, which the next lines make impossible
+    assert "put" in count.done  # the mark, which the next lines make impossible
     (root / "step-00000020-a0001" / "damaged.txt").unlink()
     for n, what in enumerate(count.done):
-        if what == "open_output":
+        if what == "put":
             store = faulty_store(root, Faults("eio", n), False, monkeypatch)
             told: list[str] = []
             assert content(store.latest(told.append)) == payload(10)
@@ -1055,28 +1091,483 @@ def test_fault_14_unreachable_object_store(monkeypatch: pytest.MonkeyPatch) -> N
     assert "SECRET" not in str(caught.value)
 
 
+# ------------------------------------------------- fault 7: zombies, claims and what they fence
+
+
+def claims_in(root: Path) -> list[Claim]:
+    found = filter(None, map(Claim.parse, os.listdir(root))) if root.exists() else []
+    return sorted(found, key=lambda claim: claim.rank)
+
+
+def start(store: CheckpointStore, told: list[str] | None = None) -> tuple[Checkpoint | None, int]:
+    """What rank 0 does when its run starts or goes on: the checkpoint and its attempt."""
+    found = store.latest((told if told is not None else []).append)
+    attempt = store.claim(found.name if found else None, {"world_size": 3})
+    store.sweep()
+    return found, attempt
+
+
+def both(tmp_path: Path, is_local: bool) -> CheckpointStore:
+    return CheckpointStore(replace(open_storage(str(tmp_path)), is_local=is_local))
+
+
+def test_a_claim_says_all_in_its_name(root: Path) -> None:
+    store = fresh(root)
+    assert start(store) == (None, 1)
+    commit(store, 200, 1)
+    assert start(fresh(root))[1] == 2
+    first, second = claims_in(root)
+    assert str(first) == f"claim-a0001-{first.token}.json"
+    assert str(second) == f"claim-a0002-from-step-00000200-a0001-{second.token}.json"
+    assert json.loads((root / str(second)).read_bytes()) == {"world_size": 3}
+
+
+@given(
+    st.integers(0, 10**14),
+    st.none() | st.builds(CheckpointName, st.integers(0, 10**14), st.integers(0, 10**14)),
+    st.integers(0, 2**32 - 1),
+)
+def test_claim_round_trip(attempt: int, base: CheckpointName | None, token: int) -> None:
+    claim = Claim(attempt, base, f"{token:08x}")
+    assert Claim.parse(str(claim)) == claim
+    assert is_plain_name(str(claim))
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "claim-a0001.json",
+        "claim-a1-00000000.json",
+        "claim-a0001-00000000.json ",
+        "claim-a00001-00000000.json",
+        "claim-a0001-0000000G.json",
+        "claim-a0001-from-step-00000001-00000000.json",
+        "claim-a0001-from-step-000000001-a0001-00000000.json",
+        ".tmp-claim-a0001-00000000.json",
+    ],
+)
+def test_other_files_are_no_claims(root: Path, text: str) -> None:
+    assert Claim.parse(text) is None
+
+
+def test_of_two_claims_of_one_number_the_one_that_saw_less_fences_nothing() -> None:
+    """Its process died before it could withdraw it."""
+    paths = ["claim-a0003-from-step-00000100-a0002-ffffffff.json"]
+    paths += ["claim-a0003-from-step-00000150-a0002-00000000.json"]
+    paths += ["step-00000150-a0002/", "step-00000150-a0002/manifest.json"]
+    assert Listing.of(paths).names() == [CheckpointName(150, 2)]
+    assert Listing.of([paths[0], *paths[2:]]).fenced() == [CheckpointName(150, 2)]
+
+
+def test_attempts_count_up_whatever_is_swept(root: Path) -> None:
+    for attempt in range(1, 15):
+        assert start(fresh(root))[1] == attempt
+    assert [claim.attempt for claim in claims_in(root)] == list(range(5, 15))  # the newest ten
+    assert os.listdir(root) != []
+    assert fresh(root).latest() is None
+
+
+def test_fault_07_a_replaced_writer_commits_nothing(root: Path) -> None:
+    zombie, store = fresh(root), fresh(root)
+    start(zombie)
+    commit(zombie, 10, 1)
+    start(store)
+    before = tree(root)
+    with pytest.raises(RunLockedError, match=r"attempt 2 .* has taken .* over: attempt 1 commits"):
+        commit(zombie, 20, 1)
+    assert tree(root) == before
+    commit(store, 15, 2)
+    assert latest(root)[0] == store.open(CheckpointName(15, 2))
+
+
+def test_fault_07_a_replaced_writer_notices_it_after_a_long_upload(root: Path) -> None:
+    zombie = fresh(root)
+    start(zombie)
+    commit(zombie, 10, 1)
+
+    class Slow(dict[str, bytes]):
+        def items(self) -> Any:  # the successor comes while the files are written
+            yield from super().items()
+            start(fresh(root))
+
+    with pytest.raises(RunLockedError, match="attempt 2"):
+        zombie.commit(manifest(20), Slow(payload(20)))
+    assert not (root / "step-00000020-a0001").exists()
+
+
+@pytest.mark.parametrize("is_local", [True, False], ids=["local", "object_store"])
+def test_fault_07_a_late_commit_does_not_count(
+    tmp_path: Path, is_local: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    zombie, store = both(tmp_path, is_local), both(tmp_path, is_local)
+    start(zombie)
+    for step in (10, 20):
+        commit(zombie, step, 1)
+    start(store)
+    with monkeypatch.context() as patch:  # it had looked before
+        patch.setattr(CheckpointStore, "_require_ownership", lambda *_: None)
+        late = commit(zombie, 30, 1)
+    late.verify()
+    assert [name.step for name in both(tmp_path, is_local).names()] == [20, 10]
+    assert content(both(tmp_path, is_local).latest()) == payload(20)
+    store.prune(2)
+    zombie.prune(2)
+    assert [name.step for name in store.names()] == [20, 10]  # it was not counted
+    found, attempt = start(both(tmp_path, is_local))
+    assert (content(found), attempt) == (payload(20), 3)
+    assert not (tmp_path / "step-00000030-a0001").exists()
+
+
+def test_fault_07_only_late_commits_are_none_at_all(
+    root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    zombie = fresh(root)
+    start(zombie)
+    start(fresh(root))
+    monkeypatch.setattr(CheckpointStore, "_require_ownership", lambda *_: None)
+    commit(zombie, 10, 1)
+    assert fresh(root).names() == []
+    assert start(fresh(root)) == (None, 3)
+
+
+def test_a_claim_whose_base_was_pruned_meanwhile_is_withdrawn(root: Path) -> None:
+    writer, store = fresh(root), fresh(root)
+    start(writer)
+    commit(writer, 10, 1)
+    found = store.latest()
+    for step in (20, 30):
+        commit(writer, step, 1)
+        writer.prune(2)
+    assert found is not None
+    with pytest.raises(RunLockedError, match="just removed step-00000010-a0001"):
+        store.claim(found.name, {})
+    assert [claim.attempt for claim in claims_in(root)] == [1]
+    commit(writer, 40, 1)
+    assert content(latest(root)[0]) == payload(40)
+
+
+def test_of_starts_at_the_same_instant_one_can_commit(root: Path) -> None:
+    for round_ in range(10):
+        begin = threading.Barrier(6)
+        stores: list[tuple[CheckpointStore, int]] = []
+        refused: list[RunLockedError] = []
+
+        def run(begin: threading.Barrier, stores: Any, refused: Any) -> None:
+            store = fresh(root)
+            found = store.latest()
+            begin.wait()
+            try:
+                stores.append((store, store.claim(found.name if found else None, {})))
+            except RunLockedError as error:
+                refused.append(error)
+
+        threads = [threading.Thread(target=run, args=(begin, stores, refused)) for _ in range(6)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert len(stores) + len(refused) == 6
+        committed = 0
+        for store, attempt in stores:
+            with suppress(RunLockedError):
+                commit(store, round_, attempt)
+                committed += 1
+        assert committed == 1
+        found = fresh(root).latest()
+        assert found is not None
+        assert found.name.step == round_
+
+
+@pytest.mark.parametrize("is_local", [True, False], ids=["local", "object_store"])
+@pytest.mark.parametrize("mode", Faults.MODES)
+def test_fault_02_08_any_operation_of_a_claim_fails(
+    tmp_path: Path, mode: str, is_local: bool
+) -> None:
+    def prepare(store: CheckpointStore) -> None:
+        attempt = start(store)[1]
+        for step in (10, 20):
+            commit(store, step, attempt)
+
+    def act(store: CheckpointStore) -> None:
+        store.claim(CheckpointName(20, 1), {"world_size": 3})
+
+    claimed = set()
+    for root, returned, where in sweep_faults(tmp_path, prepare, act, mode, is_local):
+        numbers = [claim.attempt for claim in claims_in(root)]
+        assert numbers == [1, 2] if returned else numbers in ([1], [1, 2]), where
+        claimed.add(len(numbers))
+        found, told = latest(root)
+        assert (content(found), told) == (payload(20), []), where
+        again, attempt = start(fresh(root))
+        assert (again, attempt) == (found, 1 + max(numbers)), where
+        assert not any(".tmp-" in path for path in tree(root)), where
+        with pytest.raises(RunLockedError):
+            commit(fresh(root), 30, attempt - 1)
+        assert content(commit(fresh(root), 30, attempt)) == payload(30, attempt)
+    assert 1 in claimed
+
+
+@pytest.mark.parametrize("is_local", [True, False], ids=["local", "object_store"])
+@pytest.mark.parametrize("mode", Faults.MODES)
+def test_fault_02_08_any_operation_of_a_start_fails(
+    tmp_path: Path, mode: str, is_local: bool
+) -> None:
+    """With all there is to do: a late commit, a leftover, a temporary file, old claims."""
+
+    def prepare(store: CheckpointStore) -> None:
+        for _ in range(11):
+            attempt = start(store)[1]
+        commit(store, 10, attempt)
+        zombie = fresh(Path(store.storage.path))
+        start(zombie)
+        commit(zombie, 20, attempt + 1)
+        start(store)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(CheckpointStore, "_require_ownership", lambda *_: None)
+            commit(zombie, 30, attempt + 1)
+        root = Path(store.storage.path)
+        (root / "step-00000025-a0013").mkdir()
+        (root / "step-00000025-a0013" / "x").write_bytes(b"x")
+        (root / ".tmp-1").write_bytes(b"x")
+
+    for root, _, where in sweep_faults(tmp_path, prepare, start, mode, is_local):
+        told: list[str] = []
+        found, attempt = start(fresh(root), told)
+        assert (content(found), told) == (payload(20, 12), []), where
+        assert attempt in (14, 15), where
+        folders = [path.name for path in root.iterdir() if path.is_dir()]
+        assert sorted(folders) == ["step-00000010-a0011", "step-00000020-a0012"], where
+        assert [claim.attempt for claim in claims_in(root)][-1] == attempt, where
+        assert not any(".tmp-" in path for path in tree(root)), where
+
+
+def interleaved(
+    tmp_path: Path,
+    is_local: bool,
+    prepare: Callable[[CheckpointStore], Any],
+    act: Callable[[CheckpointStore], Any],
+    other: Callable[[Path], Any],
+) -> Iterator[tuple[Path, Any, Any, str]]:
+    """Run ``act`` once for each of its operations, before which another process does ``other``.
+    Yields the folder, what ``act`` and ``other`` gave or raised, and which operation it was."""
+
+    def outcome(do: Callable[[], Any]) -> Any:
+        try:
+            return do()
+        except (OSError, RunLockedError) as error:
+            return error
+
+    with pytest.MonkeyPatch.context() as patch:
+        counter = Faults()
+        store = faulty_store(tmp_path / "count", counter, is_local, patch)
+        prepare(store)
+        before = len(counter.done)
+        act(store)
+    for n in range(before, len(counter.done)):
+        root = tmp_path / str(n)
+        others: list[Any] = []
+        faults = Faults("meanwhile", n, lambda: others.append(outcome(lambda: other(root))))  # noqa: B023
+        with pytest.MonkeyPatch.context() as patch:
+            store = faulty_store(root, faults, is_local, patch)
+            prepare(store)
+            result = outcome(lambda: act(store))  # noqa: B023
+        assert len(others) == 1
+        yield root, result, others[0], f"before operation {n}, {counter.done[n]}"
+
+
+@pytest.mark.parametrize("is_local", [True, False], ids=["local", "object_store"])
+def test_fault_07_a_successor_starts_before_any_operation_of_a_commit(
+    tmp_path: Path, is_local: bool
+) -> None:
+    zombies: dict[Path, CheckpointStore] = {}
+
+    def prepare(store: CheckpointStore) -> None:
+        zombies[Path(store.storage.path)] = store
+        start(store)
+        for step in (10, 20):
+            commit(store, step, 1)
+
+    def act(store: CheckpointStore) -> None:
+        commit(store, 30, 1)
+        store.prune(2)
+
+    def other(root: Path) -> Checkpoint:
+        store = both(root, is_local)
+        found, attempt = start(store)
+        assert found is not None
+        return commit(store, found.name.step + 5, attempt)
+
+    bases = set()
+    for root, result, made, where in interleaved(tmp_path, is_local, prepare, act, other):
+        bases.add(made.name.step - 5)
+        assert made.name.step > 30 or isinstance(result, (OSError, RunLockedError, type(None)))
+        zombie = zombies[root]
+        with pytest.raises(RunLockedError):
+            commit(zombie, 40, 1)
+        zombie.prune(2)
+        told: list[str] = []
+        found = both(root, is_local).latest(told.append)
+        assert found is not None, where
+        assert (found.name, told) == (made.name, []), where
+        assert content(found) == payload(found.name.step, 2), where
+        assert start(both(root, is_local))[0] == found, where
+        left = {path.name for path in root.iterdir() if path.is_dir()}
+        assert left == {str(name) for name in both(root, is_local).names()}, where
+    assert bases == {20, 30}
+
+
+@pytest.mark.parametrize("is_local", [True, False], ids=["local", "object_store"])
+def test_fault_07_a_zombie_commits_before_any_operation_of_a_start(
+    tmp_path: Path, is_local: bool
+) -> None:
+    zombies: dict[Path, CheckpointStore] = {}
+
+    def prepare(store: CheckpointStore) -> None:
+        root = Path(store.storage.path)
+        zombies[root] = zombie = both(root, is_local)
+        start(zombie)
+        for step in (10, 20):
+            commit(zombie, step, 1)
+
+    def other(root: Path) -> None:
+        zombie = zombies[root]
+        for step in (30, 40):
+            commit(zombie, step, 1)
+            zombie.prune(2)
+
+    results = set()
+    for root, result, _, where in interleaved(tmp_path, is_local, prepare, start, other):
+        if isinstance(result, RunLockedError):
+            results.add("refused")
+            found, attempt = start(both(root, is_local))
+        else:
+            assert not isinstance(result, Exception), where
+            found, attempt = result
+        assert found is not None
+        results.add(found.name.step)
+        assert both(root, is_local).latest() == both(root, is_local).open(found.name), where
+        assert content(found) == payload(found.name.step), where
+        made = commit(both(root, is_local), found.name.step + 5, attempt)
+        assert content(both(root, is_local).latest()) == content(made), where
+    assert results == {20, 40, "refused"}
+
+
+@pytest.mark.parametrize("is_local", [True, False], ids=["local", "object_store"])
+def test_fault_31_a_whole_start_before_any_operation_of_a_start_is_never_lost(
+    tmp_path: Path, is_local: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    numbers = iter(range(2**32 - 1, 0, -1))  # the slower one has the higher token
+    monkeypatch.setattr(uuid, "uuid4", lambda: uuid.UUID(f"{next(numbers):08x}" + "0" * 24))
+
+    def prepare(store: CheckpointStore) -> None:
+        commit(store, 10, 1)
+
+    def other(root: Path) -> Checkpoint:
+        store = both(root, is_local)
+        found, attempt = start(store)
+        assert found is not None
+        return commit(store, 20, attempt)
+
+    outcomes = set()
+    for root, result, made, where in interleaved(tmp_path, is_local, prepare, start, other):
+        outcomes.add(type(result))
+        found = both(root, is_local).latest()
+        assert found is not None
+        if isinstance(made, RunLockedError):
+            assert found.name.step == 10
+        else:
+            assert found == both(root, is_local).open(made.name), where
+            if isinstance(result, tuple):
+                assert result[1] == made.name.attempt + 1, where
+    assert outcomes == {tuple, RunLockedError}
+
+
+@pytest.mark.parametrize("site", ["begin", "payload", "manifest", "committed"])
+def test_failpoints_of_a_commit_are_where_they_say(
+    root: Path, tmp_path: Path, site: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(CheckpointStore, "_delete", lambda *_: None)  # as a kill would leave it
+    store = fresh(root)
+    arm(f"checkpoint.{site}:eio@step=7", str(tmp_path / "fired"))
+    try:
+        commit(store, 6)
+        with pytest.raises(OSError, match=f"failpoint checkpoint.{site}"):
+            commit(store, 7)
+    finally:
+        arm("", "")
+    left = {path.name for path in (root / "step-00000007-a0001").iterdir()}
+    expected = {
+        "begin": set(),
+        "payload": {"model.safetensors"},
+        "manifest": {"model.safetensors", "state.json"},
+        "committed": {"model.safetensors", "state.json", "manifest.json"},
+    }
+    assert left == expected[site]
+    assert [name.step for name in store.names()] == ([7, 6] if site == "committed" else [6])
+
+
+@pytest.mark.parametrize(("site", "left"), [("manifest", 4), ("done", 2)])
+def test_failpoints_of_pruning_are_where_they_say(
+    root: Path, tmp_path: Path, site: str, left: int
+) -> None:
+    store = fresh(root)
+    for step in (10, 20, 30, 40):
+        commit(store, step)
+    arm(f"prune.{site}:eio", str(tmp_path / "fired"))
+    try:
+        with pytest.raises(OSError, match=f"failpoint prune.{site}"):
+            store.prune(2)
+    finally:
+        arm("", "")
+    assert len(os.listdir(root)) == left
+    assert len(store.names()) == min(left, 3)
+
+
+def test_fault_12_a_base_that_is_gone_is_an_error(root: Path) -> None:
+    """The claim of an earlier start tells that there was a checkpoint: never step 0 again."""
+    start(fresh(root))
+    commit(fresh(root), 10, 1)
+    start(fresh(root))
+    shutil.rmtree(root / "step-00000010-a0001")
+    for _ in range(2):
+        with pytest.raises(CheckpointError, match=r"attempt 2 went on from step-00000010-a0001, w"):
+            start(fresh(root))
+
+
 # ------------------------------------------- invariants 8, 9: the store as a state machine
 
 
+class Writer:
+    """A process that started the run; all but the newest are zombies."""
+
+    def __init__(self, store: CheckpointStore, attempt: int, step: int) -> None:
+        self.store, self.attempt, self.step = store, attempt, step
+
+
 class StoreMachine(RuleBasedStateMachine):
-    """Any sequence of commits, kills, prunings and damage: latest() is the newest good commit."""
+    """Starts, commits, kills, prunings, damage and zombies in any order.
+
+    A start finds the newest good commit that is not fenced off, and never an older one than the
+    start before, but for damage.
+    """
 
     @initialize(is_local=st.booleans())
-    def start(self, is_local: bool) -> None:
+    def begin(self, is_local: bool) -> None:
         self.folder = tempfile.mkdtemp(prefix="raytrain-store-")
         self.root = Path(self.folder) / "run"
         self.is_local = is_local
         self.good: set[CheckpointName] = set()
         self.bad: set[CheckpointName] = set()  # damaged, and perhaps not noticed yet
-        self.noticed: set[CheckpointName] = set()
-        self.step = 0
-        self.attempt = 1
+        self.writers: list[Writer] = []
+        self.attempts: list[int] = []
+        self.resumed: CheckpointName | None = None
 
     def teardown(self) -> None:
         shutil.rmtree(self.folder, ignore_errors=True)
 
     def store(self) -> CheckpointStore:
-        return CheckpointStore(replace(open_storage(str(self.root)), is_local=self.is_local))
+        return both(self.root, self.is_local)
 
     def under_fault(self, act: Callable[[CheckpointStore], Any], mode: str, at: int) -> bool:
         with pytest.MonkeyPatch.context() as patch:
@@ -1086,46 +1577,167 @@ class StoreMachine(RuleBasedStateMachine):
                 return False
         return True
 
+    # ------------------------------------------------------------------- the model
+
+    def is_fenced(self, name: CheckpointName) -> bool:
+        return any(
+            claim.attempt > name.attempt and (claim.base is None or claim.base < name)
+            for claim in claims_in(self.root)
+        )
+
+    def noticed(self) -> set[CheckpointName]:
+        """The damaged ones that are kept aside, as the folder shows."""
+        plain = {str(name): name for name in self.bad}
+        kept = set()
+        for path in self.root.iterdir() if self.root.exists() else []:
+            name = path.name.removeprefix("damaged-")[: len("step-00000000-a0000")]
+            if path.name.startswith("damaged-") or (path / "damaged.txt").exists():
+                kept.add(plain[name])
+        return kept
+
+    def counted(self) -> set[CheckpointName]:
+        return {n for n in self.good | (self.bad - self.noticed()) if not self.is_fenced(n)}
+
+    def newest(self) -> CheckpointName | None:
+        return max(self.good & self.counted(), default=None)
+
+    def live(self) -> Writer | None:
+        claims = claims_in(self.root)
+        newest = self.writers[-1] if self.writers else None
+        return newest if newest and newest.attempt == claims[-1].attempt else None
+
+    def dropped(self, names: set[CheckpointName]) -> None:
+        self.good -= names
+        self.bad -= names - self.noticed()
+
+    # ------------------------------------------------------------------ looking and starting
+
+    def look(self, store: CheckpointStore) -> tuple[Checkpoint | None, bool]:
+        """latest() as the model says; False: it is an error, as all are damaged."""
+        told: list[str] = []
+        newest, noticed = self.newest(), self.noticed()
+        passed = {n for n in self.counted() - self.good if newest is None or n > newest}
+        based = any(claim.base for claim in claims_in(self.root))
+        if newest is None and (passed or noticed or based):
+            with pytest.raises(CheckpointError, match="No usable checkpoint"):
+                store.latest(told.append)
+            found = None
+        else:
+            found = store.latest(told.append)
+            assert (found.name if found else None) == newest
+            if found is not None:
+                assert content(found) == payload(found.name.step, found.name.attempt)
+        assert len(told) == len(passed)
+        assert self.noticed() == noticed | passed
+        return found, found is not None or not (passed or noticed or based)
+
+    @rule()
+    def a_reader_looks(self) -> None:
+        self.look(self.store())
+
+    @rule()
+    def start(self) -> None:
+        store = self.store()
+        found, usable = self.look(store)
+        if not usable:
+            return
+        if self.resumed is not None:
+            assert found is not None
+            assert found.name >= self.resumed
+        self.resumed = found.name if found else None
+        attempt = store.claim(self.resumed, {})
+        assert attempt > max(self.attempts, default=0)
+        assert attempt > max((n.attempt for n in self.good | self.bad), default=0)
+        self.attempts.append(attempt)
+        self.writers.append(Writer(store, attempt, found.name.step if found else 0))
+        self.dropped({n for n in self.good | self.bad if self.is_fenced(n)})
+        store.sweep()
+        known = {str(name) for name in self.good | self.bad}
+        for path in self.root.iterdir():
+            assert path.name in known or path.name.startswith(("damaged-", "claim-"))
+
+    @rule(mode=st.sampled_from(["eio", "enospc", "late", "kill"]), at=st.integers(0, 40))
+    def start_under_fault(self, mode: str, at: int) -> None:
+        fenced_before = {n for n in self.good | self.bad if self.is_fenced(n)}
+        with suppress(CheckpointError):
+            self.under_fault(start, mode, at)
+        gone = {n for n in fenced_before if not (self.root / str(n) / "manifest.json").exists()}
+        self.dropped(gone)
+        claims = claims_in(self.root)
+        self.attempts += [claims[-1].attempt] if claims else []
+
+    @rule(mode=st.sampled_from(["late", "kill"]), data=st.data())
+    def claim_and_die(self, mode: str, data: st.DataObject) -> None:
+        """Often enough: a start that dies about when it writes its claim."""
+        newest = self.newest()
+        if newest is not None or not claims_in(self.root):
+            at = data.draw(st.integers(1, 12))
+            self.under_fault(lambda store: store.claim(newest, {}), mode, at)
+            claims = claims_in(self.root)
+            self.attempts += [claims[-1].attempt] if claims else []
+
+    # ----------------------------------------------------------------------- writing
+
     @rule(steps=st.integers(1, 3))
     def commit(self, steps: int) -> None:
-        self.step += steps
-        self.good.add(commit(self.store(), self.step, self.attempt).name)
+        if writer := self.live():
+            writer.step += steps
+            self.good.add(commit(writer.store, writer.step, writer.attempt).name)
 
-    # A torn manifest under its final name cannot be: no torn modes here.
     @rule(mode=st.sampled_from(["eio", "enospc", "late", "kill"]), at=st.integers(0, 25))
     def commit_under_fault(self, mode: str, at: int) -> None:
-        self.step += 1
-        name = CheckpointName(self.step, self.attempt)
-        returned = self.under_fault(lambda s: commit(s, *(name.step, name.attempt)), mode, at)
+        writer = self.live()
+        if writer is None:
+            return
+        writer.step += 1
+        name = CheckpointName(writer.step, writer.attempt)
+        returned = self.under_fault(lambda s: commit(s, name.step, name.attempt), mode, at)
         there = {path: data for path, data in tree(self.root).items() if str(name) in path}
         is_whole = f"{name}/manifest.json" in there
         assert is_whole or not returned
         if is_whole:
             files = payload(name.step, name.attempt)
-            if all(there.get(f"{name}/{file}") == data for file, data in files.items()):
-                self.good.add(name)
-            else:
-                assert mode == "late"  # a deletion that was answered too late
-                self.bad.add(name)
+            assert all(there.get(f"{name}/{file}") == data for file, data in files.items())
+            self.good.add(name)
+
+    @rule(data=st.data())
+    def a_zombie_commits(self, data: st.DataObject) -> None:
+        zombies = [writer for writer in self.writers if writer is not self.live()]
+        if zombies:
+            writer = data.draw(st.sampled_from(zombies))
+            before = tree(self.root)
+            with pytest.raises(RunLockedError):
+                commit(writer.store, writer.step + 1, writer.attempt)
+            assert tree(self.root) == before
+
+    @rule(data=st.data())
+    def a_zombie_commits_late(self, data: st.DataObject) -> None:
+        """It looked for a newer claim before there was one."""
+        zombies = [writer for writer in self.writers if writer is not self.live()]
+        if zombies:
+            writer = data.draw(st.sampled_from(zombies))
+            writer.step += 1
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr(CheckpointStore, "_require_ownership", lambda *_: None)
+                self.good.add(commit(writer.store, writer.step, writer.attempt).name)
 
     @rule(keep_last=st.integers(0, 4), data=st.data())
     def prune(self, keep_last: int, data: st.DataObject) -> None:
-        listed = sorted(self.good | self.bad - self.noticed, reverse=True)
+        """By the live writer or by a zombie: it is all the same."""
+        listed = sorted(self.counted(), reverse=True)
         best = data.draw(st.sampled_from([None, *listed]))
         self.store().prune(keep_last, best)
-        for name in listed[max(2, keep_last) :]:
-            if name != best:
-                self.good.discard(name)
-                self.bad.discard(name)
+        self.dropped({name for name in listed[max(2, keep_last) :] if name != best})
 
     @rule(mode=st.sampled_from(Faults.MODES), at=st.integers(0, 25))
     def prune_under_fault(self, mode: str, at: int) -> None:
-        listed = sorted(self.good | self.bad - self.noticed, reverse=True)
+        listed = sorted(self.counted(), reverse=True)
         self.under_fault(lambda s: s.prune(2), mode, at)
         left = set(self.store().names())
         assert set(listed[:2]) <= left <= set(listed)
-        self.good &= left
-        self.bad &= left | self.noticed
+        self.dropped(set(listed) - left)
+
+    # ------------------------------------------------------------------------ damage
 
     @rule(data=st.data())
     def damage(self, data: st.DataObject) -> None:
@@ -1135,45 +1747,24 @@ class StoreMachine(RuleBasedStateMachine):
             flip_bit(victim, data.draw(st.integers(0, 8 * victim.stat().st_size - 1)))
             self.good.remove(name)
             self.bad.add(name)
+            self.resumed = None  # the one thing that sets a run back
 
-    @rule()
-    def restart(self) -> None:
-        store = self.store()
-        attempt = store.next_attempt()
-        listed = self.good | self.bad
-        assert attempt > max((name.attempt for name in listed), default=0)
-        self.attempt = max(self.attempt + 1, attempt)
-        store.sweep()
-        known = {str(name) for name in listed}
-        for path in self.root.iterdir() if self.root.exists() else []:
-            assert path.name in known or path.name.startswith("damaged-")
-
-    @rule()
-    def resume(self) -> None:
-        told: list[str] = []
-        newest = max(self.good, default=None)
-        passed = {n for n in self.bad - self.noticed if newest is None or n > newest}
-        if newest is None and self.bad:
-            with pytest.raises(CheckpointError, match="all are damaged"):
-                self.store().latest(told.append)
-        else:
-            found = self.store().latest(told.append)
-            assert (found.name if found else None) == newest
-            if found:
-                assert content(found) == payload(found.name.step, found.name.attempt)
-                self.step = found.name.step
-                self.attempt = max(self.attempt, self.store().next_attempt())
-        assert len(told) == len(passed)
-        self.noticed |= passed
+    @rule(data=st.data(), left=st.binary(max_size=5))
+    def damage_a_claim(self, data: st.DataObject, left: bytes) -> None:
+        if claims := claims_in(self.root):
+            (self.root / str(data.draw(st.sampled_from(claims)))).write_bytes(left)
 
     @invariant()
-    def names_are_known(self) -> None:
+    def what_counts_is_listed(self) -> None:
         if hasattr(self, "root"):
-            assert set(self.store().names()) == (self.good | self.bad) - self.noticed
+            assert set(self.store().names()) == self.counted()
 
 
 @settings(
-    max_examples=60, stateful_step_count=25, deadline=None, suppress_health_check=list(HealthCheck)
+    max_examples=int(os.environ.get("STORE_MACHINE_EXAMPLES", "60")),
+    stateful_step_count=30,
+    deadline=None,
+    suppress_health_check=list(HealthCheck),
 )
 class _Machine(StoreMachine):
     pass

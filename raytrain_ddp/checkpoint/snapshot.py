@@ -2,14 +2,15 @@
 
 structure, tensors = flatten_state(state)      references only
 copies = snapshot.take(tensors)                the only part that training waits for
-data = encode_tensors(copies)                  in the background, like hashing and upload
+file = encode_tensors(copies)                  its bytes, piece by piece, in the background
 """
 
 from __future__ import annotations
 
 import json
 from collections import OrderedDict
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -72,11 +73,29 @@ class HostSnapshot:
         )
 
 
-def encode_tensors(tensors: Mapping[str, Tensor]) -> memoryview:
-    """The tensors as one file in the safetensors format, each in contiguous layout.
+@dataclass(frozen=True)
+class TensorFile:
+    """A file in the safetensors format that never is in memory as a whole.
 
-    `safetensors.torch.save` holds Python's lock for 5 s per GB (measured), in which training
-    stands still. Here torch copies, which lets the lock go.
+    Iterated over, any number of times, it gives its bytes in order: views of the tensors' own
+    memory, which must not change meanwhile.
+    """
+
+    head: bytes
+    tensors: Sequence[Tensor]
+
+    def __iter__(self) -> Iterator[memoryview]:
+        yield memoryview(self.head)
+        for tensor in self.tensors:
+            # A copy only where the layout is another one (channels_last), one tensor at a time.
+            yield tensor.contiguous().reshape(-1).view(torch.uint8).numpy().data
+
+
+def encode_tensors(tensors: Mapping[str, Tensor]) -> TensorFile:
+    """The CPU tensors as one file in the safetensors format, each in contiguous layout.
+
+    `safetensors.torch.save` makes a second copy, and holds Python's lock for 5 s per GB (measured),
+    in which training stands still.
 
     Raises:
         CheckpointError: a dtype that the format does not know, or the name ``__metadata__``.
@@ -98,12 +117,7 @@ def encode_tensors(tensors: Mapping[str, Tensor]) -> memoryview:
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)
     head = len(text).to_bytes(8, "little") + text
-    data = torch.empty(len(head) + size_bytes, dtype=torch.uint8)
-    data[: len(head)] = torch.frombuffer(bytearray(head), dtype=torch.uint8)
-    for name, tensor in ordered:
-        start, end = (len(head) + offset for offset in header[name]["data_offsets"])
-        data[start:end].view(tensor.dtype).view(tensor.shape).copy_(tensor.detach())
-    return data.numpy().data
+    return TensorFile(head, [tensor.detach() for _, tensor in ordered])
 
 
 def decode_tensors(data: BytesLike) -> dict[str, Tensor]:

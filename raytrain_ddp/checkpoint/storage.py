@@ -6,7 +6,7 @@ import hashlib
 import os
 import re
 import uuid
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -19,6 +19,7 @@ from raytrain_ddp.errors import ConfigError, PreflightError
 from raytrain_ddp.uri import REACH_TIMEOUT_S, answer_within, reason_of, without_secrets
 
 BytesLike = bytes | bytearray | memoryview
+Content = BytesLike | Iterable[BytesLike]  # of a file: as a whole, or piece by piece
 
 TEMP_PREFIX = ".tmp-"
 CHUNK_BYTES = 16 * 2**20
@@ -95,8 +96,8 @@ class Storage:
             digest.update(chunk)
         return digest.hexdigest()
 
-    def write(self, name: str, data: BytesLike) -> str:
-        """Write a file that lasts, but not atomically; return the hex sha256 of ``data``."""
+    def write(self, name: str, data: Content) -> tuple[int, str]:
+        """Write a file that lasts, but not atomically; return its size in bytes and hex sha256."""
         return self._write(self._at(name), data)
 
     def write_atomic(self, name: str, data: BytesLike) -> None:
@@ -104,7 +105,7 @@ class Storage:
         if not self.is_local:
             self._write(self._at(name), data)
             return
-        temp = f"{self.path}/{TEMP_PREFIX}{uuid.uuid4().hex}"
+        temp = self._at(f"{TEMP_PREFIX}{uuid.uuid4().hex}")
         try:
             self._write(temp, data)
             self.fs.move(temp, self._at(name))
@@ -130,6 +131,29 @@ class Storage:
         with suppress(FileNotFoundError):
             self.fs.delete_dir(self._at(name))
 
+    def sweep(self) -> None:
+        """Remove what killed writers left of `write_atomic` and `clock_s` in this folder."""
+        for info in self.fs.get_file_info(pafs.FileSelector(self.path, allow_not_found=True)):
+            if info.base_name.startswith(TEMP_PREFIX) and not _is_folder(info):
+                self.delete_file(info.base_name)
+
+    def changed_s(self, name: str) -> float | None:
+        """When a file was last written, by the clock of `clock_s`; None where there is none."""
+        info = self.fs.get_file_info(self._at(name))
+        return info.mtime_ns / 1e9 if info.type == pafs.FileType.File else None
+
+    def clock_s(self) -> float:
+        """The time now in s, by the clock by which the store dates its files: no other's."""
+        probe = f"{TEMP_PREFIX}{uuid.uuid4().hex}"
+        try:
+            self._write(self._at(probe), b"")
+            changed_s = self.changed_s(probe)
+        finally:
+            self.delete_file(probe)
+        if changed_s is None:
+            raise FileNotFoundError(f"{self}: {probe} is gone as soon as it is written")
+        return changed_s
+
     def _at(self, name: str) -> str:
         if not is_plain_name(name):
             raise ConfigError(
@@ -143,16 +167,17 @@ class Storage:
             while chunk := stream.read(CHUNK_BYTES):
                 yield chunk
 
-    def _write(self, path: str, data: BytesLike) -> str:
-        digest = hashlib.sha256()
-        view = memoryview(data).cast("B")
+    def _write(self, path: str, data: Content) -> tuple[int, str]:
+        digest, size_bytes = hashlib.sha256(), 0
         with self.fs.open_output_stream(path, compression=None) as stream:
-            for start in range(0, len(view), CHUNK_BYTES):
-                digest.update(view[start : start + CHUNK_BYTES])
-                stream.write(view[start : start + CHUNK_BYTES])
+            for view in _views(data):
+                size_bytes += len(view)
+                for start in range(0, len(view), CHUNK_BYTES):
+                    digest.update(view[start : start + CHUNK_BYTES])
+                    stream.write(view[start : start + CHUNK_BYTES])
         if self.is_local:
             fsync(path)
-        return digest.hexdigest()
+        return size_bytes, digest.hexdigest()
 
     def _sync(self) -> None:
         if self.is_local:
@@ -203,6 +228,15 @@ def _from_uri(uri: str) -> Any:
             extra = ("&" if "?" in uri else "?") + "allow_delayed_open=true"
             return pafs.FileSystem.from_uri(uri + extra)
     return pafs.FileSystem.from_uri(uri)
+
+
+def _views(data: Content) -> Iterator[memoryview]:
+    try:
+        whole = memoryview(data)  # type: ignore[arg-type]
+    except TypeError:  # no buffer
+        yield from (memoryview(piece).cast("B") for piece in data)  # type: ignore[arg-type]
+    else:
+        yield whole.cast("B")
 
 
 def _is_folder(info: Any) -> bool:

@@ -1,117 +1,102 @@
 """The commit protocol: payload files first, ``manifest.json`` last, and nothing else decides.
 
+    <storage>/claim-a0001-9f1c02ab.json                                      see claims.py
     <storage>/step-00000120-a0001/model.safetensors, ..., manifest.json      committed
     <storage>/step-00000140-a0001/model.safetensors                          leftover of a kill
     <storage>/damaged-step-00000100-a0001/                                   kept aside (local)
     <storage>/step-00000100-a0001/damaged.txt                                kept aside (S3, GCS)
 
 Which checkpoint is newest follows from its name alone: neither clocks nor a "latest" pointer count.
+Nor do checkpoints count that a replaced writer commits: the claim of its successor fences them off.
 """
 
 from __future__ import annotations
 
-import hashlib
+import json
 import logging
-import re
+import uuid
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from typing import Any
 
+from raytrain_ddp.checkpoint.claims import Claim
+from raytrain_ddp.checkpoint.committed import Checkpoint, CheckpointName
+from raytrain_ddp.checkpoint.listing import DAMAGED_MARK, DAMAGED_PREFIX, MANIFEST_FILE, Listing
 from raytrain_ddp.checkpoint.manifest import DamagedError, FileEntry, Manifest
-from raytrain_ddp.checkpoint.storage import TEMP_PREFIX, BytesLike, Storage, is_plain_name
-from raytrain_ddp.errors import CheckpointError
+from raytrain_ddp.checkpoint.storage import Content, Storage, is_plain_name
+from raytrain_ddp.errors import CheckpointError, RunLockedError
+from raytrain_ddp.failpoints import failpoint
 
-MANIFEST_FILE = "manifest.json"
-DAMAGED_MARK = "damaged.txt"
-DAMAGED_PREFIX = "damaged-"
+__all__ = [
+    "DAMAGED_MARK",
+    "DAMAGED_PREFIX",
+    "MANIFEST_FILE",
+    "Checkpoint",
+    "CheckpointName",
+    "CheckpointStore",
+]
+
 LEAST_KEPT = 2
-
-_NAME = re.compile(r"step-([0-9]{8,15})-a([0-9]{4,15})")
-_ANY_FOLDER = re.compile(rf"(?:{DAMAGED_PREFIX})?step-[0-9]+-a([0-9]+)(?:-[0-9]+)?")
+CLAIMS_KEPT = 10
 
 _warn: Callable[[str], None] = logging.getLogger(__name__).warning
 
 
-@dataclass(frozen=True, order=True)
-class CheckpointName:
-    """``step-00000120-a0001``; ordered by step, then by attempt."""
-
-    step: int
-    attempt: int
-
-    def __str__(self) -> str:
-        return f"step-{self.step:08d}-a{self.attempt:04d}"
-
-    @staticmethod
-    def parse(text: str) -> CheckpointName | None:
-        """The name that is written ``text``, or None where it is something else."""
-        match = _NAME.fullmatch(text)
-        name = CheckpointName(int(match[1]), int(match[2])) if match else None
-        return name if str(name) == text else None
-
-
-@dataclass(frozen=True)
-class Checkpoint:
-    """A committed checkpoint; its files are checked each time that they are read."""
-
-    name: CheckpointName
-    manifest: Manifest
-    storage: Storage
-
-    def __str__(self) -> str:
-        return str(self.storage)
-
-    def read(self, filename: str) -> bytes:
-        """The content of a file, exactly as it was committed.
-
-        Raises:
-            DamagedError: the file is missing or differs (a CheckpointError).
-            CheckpointError: the checkpoint never had such a file.
-        """
-        entry = self._entry(filename)
-        data = self.storage.read(filename)
-        self._compare(filename, entry, hashlib.sha256(data).hexdigest())
-        return data
-
-    def verify(self) -> None:
-        """Read all files piece by piece; DamagedError at the first that is missing or differs."""
-        for filename in self.manifest.files:
-            self._compare(filename, self._entry(filename), self.storage.sha256(filename))
-
-    def _entry(self, filename: str) -> FileEntry:
-        entry = self.manifest.files.get(filename)
-        if entry is None:
-            known = ", ".join(self.manifest.files) or "none"
-            raise CheckpointError(f"Checkpoint {self} has no file {filename!r}; it has: {known}.")
-        size_bytes = self.storage.size_bytes(filename)
-        if size_bytes is None:
-            raise DamagedError(f"Checkpoint {self}: {filename} is missing or no plain file.")
-        if size_bytes != entry.size_bytes:
-            raise DamagedError(
-                f"Checkpoint {self}: {filename} has {size_bytes} bytes "
-                f"instead of {entry.size_bytes}."
-            )
-        return entry
-
-    def _compare(self, filename: str, entry: FileEntry, sha256: str) -> None:
-        if sha256 != entry.sha256:
-            raise DamagedError(
-                f"Checkpoint {self}: {filename} is damaged (sha256 {sha256[:12]}... "
-                f"instead of {entry.sha256[:12]}...)."
-            )
-
-
 class CheckpointStore:
-    """The checkpoints of one run, each in a folder of ``storage``; one process may write.
+    """The checkpoints of one run, each in a folder of ``storage``.
 
+    One process may write: the one that claimed last. What others still write does not count.
     OSError from any method means that the store did not answer: nothing follows from that about
     the checkpoints in it, and so none is then passed over.
     """
 
     def __init__(self, storage: Storage) -> None:
         self.storage = storage
+        self._seen: list[Claim] | None = None  # the owner's, when `latest` looked
+        self._claim: Claim | None = None
 
-    def commit(self, manifest: Manifest, files: Mapping[str, BytesLike]) -> Checkpoint:
+    def claim(self, base: CheckpointName | None, about: Mapping[str, Any]) -> int:
+        """Own the run from now on, as the start that goes on from `base`; its attempt number.
+
+        Call it after `latest` and before the first commit. Checkpoints of earlier attempts that
+        are newer than `base` do not count any more, whether they are there already or come later.
+
+        Args:
+            base: what `latest` gave; None: there is no checkpoint.
+            about: JSON values for whoever looks into the file; nothing depends on them.
+
+        Raises:
+            RunLockedError: another start has claimed the run since `latest`, or another process
+                prunes here: `base` is gone.
+            OSError: the store does not answer. A number may be used up: begin again with `latest`.
+        """
+        self.storage.mkdir()
+        listing = self._list()
+        claim = Claim(listing.next_attempt(), base, uuid.uuid4().hex[:8])
+        alone = self._seen in (None, listing.claims[-1:])
+        if alone:
+            # Not under a temporary name, which the other of two starters would sweep away.
+            self.storage.write(str(claim), json.dumps(dict(about), indent=1).encode())
+            listing = self._list()
+            alone = listing.claims[-1:] == [claim] and listing.written() < claim.attempt
+        if not alone or (base is not None and base not in listing.names()):
+            with suppress(OSError):
+                self.storage.delete_file(str(claim))
+            raise RunLockedError(
+                f"{self.storage}: another process has just "
+                + (f"removed {base}, the newest." if alone else "started this run, too.")
+                + " Stop one of the two, or give this one another --name."
+            )
+        numbers = sorted({claim.attempt for claim in listing.claims})[-CLAIMS_KEPT:]
+        for old in listing.claims:
+            if old.attempt not in numbers:
+                with suppress(OSError):  # the next start tries again
+                    self.storage.delete_file(str(old))
+        self._claim = claim
+        return claim.attempt
+
+    def commit(self, manifest: Manifest, files: Mapping[str, Content]) -> Checkpoint:
         """Write a checkpoint named after ``manifest.step`` and ``manifest.attempt``.
 
         When it returns, the checkpoint is whole and outlasts a power cut. When it raises, what was
@@ -119,6 +104,7 @@ class CheckpointStore:
 
         Raises:
             CheckpointError: there is a checkpoint of that name already.
+            RunLockedError: a later start has claimed the run.
             ValueError: a file name is not plain, or is one that the store itself uses.
             OSError: the disk is full, or the store does not answer.
         """
@@ -127,26 +113,34 @@ class CheckpointStore:
                 raise ValueError(f"{filename!r} cannot be the name of a checkpoint file")
         name = CheckpointName(manifest.step, manifest.attempt)
         folder = self.storage.join(str(name))
+        self._require_ownership(name.attempt)
         if folder.exists(MANIFEST_FILE):
             raise CheckpointError(f"Checkpoint {folder} exists already: a commit replaces none.")
         self.storage.delete_dir(str(name))  # the leftover of a killed writer, if any
         try:
             folder.mkdir()
-            entries = {
-                filename: FileEntry(memoryview(data).nbytes, folder.write(filename, data))
-                for filename, data in files.items()
-            }
+            failpoint("checkpoint.begin", step=name.step)
+            entries = {}
+            for filename, data in files.items():
+                entries[filename] = FileEntry(*folder.write(filename, data))
+                failpoint("checkpoint.payload", step=name.step)
             manifest = replace(manifest, files=entries)
+            self._require_ownership(name.attempt)  # the files may have taken minutes
+            failpoint("checkpoint.manifest", step=name.step)
             folder.write_atomic(MANIFEST_FILE, manifest.to_json())
         except Exception:
             with suppress(Exception):  # what is wrong now is likely to stop this as well
                 self._delete(name)
             raise
+        failpoint("checkpoint.committed", step=name.step)
         return Checkpoint(name, manifest, folder)
 
     def names(self) -> list[CheckpointName]:
-        """The committed checkpoints, newest first; whether their files hold is not looked at."""
-        return self._names(self._folders())
+        """The committed checkpoints that are not fenced off, newest first.
+
+        Whether their files hold is not looked at.
+        """
+        return self._list().names()
 
     def open(self, name: CheckpointName) -> Checkpoint:
         """The checkpoint of that name, after a check of its manifest but not of its files.
@@ -176,13 +170,14 @@ class CheckpointStore:
         deleted. None means that no checkpoint was ever committed here, as far as can be seen.
 
         Raises:
-            CheckpointError: there are only damaged ones, or a newer version of this package
-                wrote the newest.
+            CheckpointError: there are only damaged ones, or none though an earlier start went on
+                from one, or a newer version of this package wrote the newest.
         """
         seen: set[CheckpointName] = set()
         # Listed again, since a writer beside us may have replaced all that was there.
-        while unseen := [name for name in self.names() if name not in seen]:
-            for name in unseen:
+        while not seen.issuperset((listing := self._list()).names()):
+            self._seen = listing.claims[-1:]
+            for name in [name for name in listing.names() if name not in seen]:
                 seen.add(name)
                 try:
                     checkpoint = self.open(name)
@@ -193,62 +188,62 @@ class CheckpointStore:
                     if self.storage.join(str(name)).exists(MANIFEST_FILE):
                         kept = self._set_aside(name, str(error))
                         on_damaged(f"{error} It is passed over and kept as {kept}.")
-        damaged = sorted(
-            folder
-            for folder, files in self._folders().items()
-            if folder.startswith(DAMAGED_PREFIX)
-            or (CheckpointName.parse(folder) and files & {DAMAGED_MARK, MANIFEST_FILE})
-        )
-        if damaged:
+        remedy = "Restore one from a backup, or start over under another --name."
+        if damaged := [*listing.damaged(), *map(str, listing.names())]:
             raise CheckpointError(
                 f"No usable checkpoint in {self.storage}: all are damaged ({', '.join(damaged)}). "
-                "Restore one from a backup, or start over under another --name."
+                + remedy
+            )
+        self._seen = listing.claims[-1:]
+        if based := [claim for claim in listing.claims if claim.base]:
+            raise CheckpointError(
+                f"No usable checkpoint in {self.storage}: attempt {based[-1].attempt} went on from "
+                f"{based[-1].base}, which is gone. " + remedy
             )
         return None
 
     def sweep(self) -> None:
-        """Remove what killed writers left: folders without manifest, and temporary files.
+        """Remove what killed and replaced writers left: leftovers, fenced ones, temporary files.
 
-        Call it when no other process writes here: before training, on one rank only.
+        Call it on one rank only, after `claim`: those who still write are then fenced off.
         """
-        for folder, files in self._folders().items():
-            if CheckpointName.parse(folder) and not files & {MANIFEST_FILE, DAMAGED_MARK}:
-                self.storage.delete_dir(folder)
-        for entry in self.storage.walk():
-            if entry.startswith(TEMP_PREFIX) and "/" not in entry:
-                self.storage.delete_file(entry)
+        listing = self._list()
+        for folder in listing.leftovers():
+            self.storage.delete_dir(folder)
+        for name in listing.fenced():
+            self._delete(name)
+        self.storage.sweep()
 
     def prune(self, keep_last: int, best: CheckpointName | None = None) -> None:
         """Remove all committed checkpoints but ``best`` and the newest ``keep_last`` (at least 2).
 
-        Those kept aside as damaged are neither removed nor counted.
+        Those kept aside as damaged and those fenced off are neither removed nor counted.
         """
-        for name in reversed(self.names()[max(keep_last, LEAST_KEPT) :]):
+        names = self.names()
+        for name in reversed(names[max(keep_last, LEAST_KEPT) :]):
             if name != best:
                 self._delete(name)
+        failpoint("prune.done", step=names[0].step if names else 0)
 
     def next_attempt(self) -> int:
-        """1 + the highest attempt that left any trace: committed, leftover or damaged."""
-        matches = (_ANY_FOLDER.fullmatch(folder) for folder in self._folders())
-        return 1 + max((int(match[1]) for match in matches if match), default=0)
+        """1 + the highest attempt that left any trace: claimed, committed, leftover or damaged."""
+        return self._list().next_attempt()
 
-    def _folders(self) -> dict[str, set[str]]:
-        """Each folder of the store with the names in it; one request on an object store."""
-        folders: dict[str, set[str]] = {}
-        for entry in self.storage.walk():
-            folder, slash, rest = entry.partition("/")
-            if slash:
-                folders.setdefault(folder, set()).add(rest)
-        return folders
+    def _list(self) -> Listing:
+        """One request on an object store, for a thousand files."""
+        return Listing.of(self.storage.walk())
 
-    @staticmethod
-    def _names(folders: Mapping[str, set[str]]) -> list[CheckpointName]:
-        committed = (
-            CheckpointName.parse(folder)
-            for folder, files in folders.items()
-            if MANIFEST_FILE in files and DAMAGED_MARK not in files
-        )
-        return sorted((name for name in committed if name), reverse=True)
+    def _require_ownership(self, attempt: int) -> None:
+        claims = self._list().claims
+        if not claims:
+            return
+        newest = claims[-1]
+        rivals = newest.attempt == attempt and self._claim not in (None, newest)
+        if newest.attempt > attempt or rivals:
+            raise RunLockedError(
+                f"{self.storage}: attempt {newest.attempt} ({newest}) has taken this run over: "
+                f"attempt {attempt} commits nothing any more, and ends."
+            )
 
     def _set_aside(self, name: CheckpointName, reason: str) -> str:
         """Take a damaged checkpoint out of `names` for good; return where it is kept."""
@@ -257,7 +252,7 @@ class CheckpointStore:
             if not self.storage.is_local:  # object stores cannot rename a folder
                 folder.write_atomic(DAMAGED_MARK, reason.encode())
                 return str(folder)
-            taken = self._folders()
+            taken = self._list().folders
             kept = f"{DAMAGED_PREFIX}{name}"
             copies = 1
             while kept in taken:
@@ -270,4 +265,5 @@ class CheckpointStore:
     def _delete(self, name: CheckpointName) -> None:
         # The manifest first: half a deletion then looks like half a commit.
         self.storage.join(str(name)).delete_file(MANIFEST_FILE)
+        failpoint("prune.manifest", step=name.step)
         self.storage.delete_dir(str(name))

@@ -168,7 +168,7 @@ class Display:
                 self._pace.paused_s += event["seconds"]
             case "checkpoint":
                 self._saved = str(event["step"])
-            case "note":
+            case "note" | "preempted":
                 self._print(Text(f"note: {event['text']}", style="yellow"))
             case "failed":
                 self._settle()
@@ -248,8 +248,9 @@ class Display:
             _cell("", format_count(now["samples_per_s"]), f" {unit}/s"),
             _cell("data wait", f"{100 * now['data_wait']:.0f} %"),
         ]
-        if now.get("skipped"):
-            cells.append(_cell("skipped", str(now["skipped"])))
+        for name, label in (("skipped", "skipped"), ("nonfinite", "not finite")):
+            if now.get(name):
+                cells.append(_cell(label, str(now[name])))
         if math.isfinite(ends_at) and now["step"] < now["total_steps"]:
             cells.append(_cell("", format_seconds(max(0.0, ends_at - clock())), " left"))
         return cells

@@ -4,19 +4,22 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from dataclasses import asdict
 from typing import Any
 
 from rich.console import Console
 
 from raytrain_ddp.checkpoint.layout import CONFIG_FILE
+from raytrain_ddp.checkpoint.lease import Lease
 from raytrain_ddp.checkpoint.storage import Storage
 from raytrain_ddp.config import TrainConfig
-from raytrain_ddp.errors import PreflightError
+from raytrain_ddp.errors import PreflightError, RaytrainError
 from raytrain_ddp.orchestration.aside import rays_words_aside
 from raytrain_ddp.orchestration.display import Display
 from raytrain_ddp.orchestration.finish import already_complete, finish, summary
+from raytrain_ddp.orchestration.journal import Journal
 from raytrain_ddp.orchestration.preflight import check, is_complete, open_run
 from raytrain_ddp.orchestration.result import FitResult
 from raytrain_ddp.recipe import dumps, publishable
@@ -49,8 +52,10 @@ def fit(
         if manifest is not None and is_complete(config, manifest):
             result = already_complete(run, manifest)
         else:
-            outcome, start_up = _train_on_ray(config, run, address, dashboard, shown.handle)
-            result = _end(config, run, outcome, start_up - started, started)
+            with _owned(run, shown.handle) as tell:
+                outcome, start_up = _train_on_ray(config, run, address, dashboard, tell)
+                result = _end(config, run, outcome, start_up - started, started)
+                tell({"kind": "end", "status": result.exit_status, "step": result.step})
         shown.summary(summary(config, result, f" --address {address}" if address else ""))
     return result
 
@@ -68,8 +73,11 @@ def fit_locally(config: TrainConfig | None = None, *, display: Display | None = 
         if manifest is not None and is_complete(config, manifest):
             result = already_complete(run, manifest)
         else:
-            outcome, began = _train_here(config, run, main, shown.handle)
-            result = _end(config, run, outcome, began - started, started, main)
+            owned = _owned(run, shown.handle) if main else nullcontext(shown.handle)
+            with owned as tell:
+                outcome, began = _train_here(config, run, main, tell)
+                result = _end(config, run, outcome, began - started, started, main)
+                tell({"kind": "end", "status": result.exit_status, "step": result.step})
         shown.summary(summary(config, result, "" if under_torchrun() else " --local"))
     return result
 
@@ -108,6 +116,28 @@ def write_config(config: TrainConfig, run: Storage) -> None:
         run.write_atomic(CONFIG_FILE, dumps(told).encode())
     except OSError as error:
         raise PreflightError(f"storage = {told.storage}: cannot be written: {error}") from error
+
+
+@contextmanager
+def _owned(run: Storage, show: Show) -> Iterator[Show]:
+    """Holds the run's lease, and keeps its journal; yields what is to be told each event.
+
+    Raises:
+        RunLockedError: another process trains this run; also from what is yielded, if this one has
+            been away for so long that another has taken over.
+    """
+    note = lambda text: show({"kind": "note", "text": text})  # noqa: E731
+    with Lease.take(run, note) as lease, Journal(run, show) as journal:
+
+        def tell(event: Mapping[str, Any]) -> None:
+            lease.require()
+            journal(event)
+
+        try:
+            yield tell
+        except RaytrainError as error:
+            journal({"kind": "end", "status": error.exit_status, "message": str(error)})
+            raise
 
 
 class _StartUp:

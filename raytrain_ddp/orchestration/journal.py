@@ -22,7 +22,9 @@ from raytrain_ddp.checkpoint.storage import Storage
 
 Event = Mapping[str, Any]
 
-_KINDS = {"plan", "checkpoint", "checkpoint_failed", "failed", "preempted", "note", "end"}
+_KINDS = {
+    *("plan", "checkpoint", "checkpoint_failed", "interval", "failed", "preempted", "note", "end"),
+}
 _PUT_EVERY_S = 30.0  # an object store cannot append: the file is put again
 
 

@@ -1,0 +1,82 @@
+"""One committed checkpoint: its name, and its files, which are checked each time they are read."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from dataclasses import dataclass
+
+from raytrain_ddp.checkpoint.manifest import DamagedError, FileEntry, Manifest
+from raytrain_ddp.checkpoint.storage import Storage
+from raytrain_ddp.errors import CheckpointError
+
+_NAME = re.compile(r"step-([0-9]{8,15})-a([0-9]{4,15})")
+
+
+@dataclass(frozen=True, order=True)
+class CheckpointName:
+    """``step-00000120-a0001``; ordered by step, then by attempt."""
+
+    step: int
+    attempt: int
+
+    def __str__(self) -> str:
+        return f"step-{self.step:08d}-a{self.attempt:04d}"
+
+    @staticmethod
+    def parse(text: str) -> CheckpointName | None:
+        """The name that is written ``text``, or None where it is something else."""
+        match = _NAME.fullmatch(text)
+        name = CheckpointName(int(match[1]), int(match[2])) if match else None
+        return name if str(name) == text else None
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A committed checkpoint; its files are checked each time that they are read."""
+
+    name: CheckpointName
+    manifest: Manifest
+    storage: Storage
+
+    def __str__(self) -> str:
+        return str(self.storage)
+
+    def read(self, filename: str) -> bytes:
+        """The content of a file, exactly as it was committed.
+
+        Raises:
+            DamagedError: the file is missing or differs (a CheckpointError).
+            CheckpointError: the checkpoint never had such a file.
+        """
+        entry = self._entry(filename)
+        data = self.storage.read(filename)
+        self._compare(filename, entry, hashlib.sha256(data).hexdigest())
+        return data
+
+    def verify(self) -> None:
+        """Read all files piece by piece; DamagedError at the first that is missing or differs."""
+        for filename in self.manifest.files:
+            self._compare(filename, self._entry(filename), self.storage.sha256(filename))
+
+    def _entry(self, filename: str) -> FileEntry:
+        entry = self.manifest.files.get(filename)
+        if entry is None:
+            known = ", ".join(self.manifest.files) or "none"
+            raise CheckpointError(f"Checkpoint {self} has no file {filename!r}; it has: {known}.")
+        size_bytes = self.storage.size_bytes(filename)
+        if size_bytes is None:
+            raise DamagedError(f"Checkpoint {self}: {filename} is missing or no plain file.")
+        if size_bytes != entry.size_bytes:
+            raise DamagedError(
+                f"Checkpoint {self}: {filename} has {size_bytes} bytes "
+                f"instead of {entry.size_bytes}."
+            )
+        return entry
+
+    def _compare(self, filename: str, entry: FileEntry, sha256: str) -> None:
+        if sha256 != entry.sha256:
+            raise DamagedError(
+                f"Checkpoint {self}: {filename} is damaged (sha256 {sha256[:12]}... "
+                f"instead of {entry.sha256[:12]}...)."
+            )

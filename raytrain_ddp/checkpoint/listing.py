@@ -1,0 +1,82 @@
+"""What one look at a folder of checkpoints tells: which of them count, and which do not."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+from raytrain_ddp.checkpoint.claims import Claim
+from raytrain_ddp.checkpoint.committed import CheckpointName
+
+MANIFEST_FILE = "manifest.json"
+DAMAGED_MARK = "damaged.txt"
+DAMAGED_PREFIX = "damaged-"
+
+_ANY_FOLDER = re.compile(rf"(?:{DAMAGED_PREFIX})?step-[0-9]+-a([0-9]+)(?:-[0-9]+)?")
+
+
+@dataclass(frozen=True)
+class Listing:
+    """The folders of a store with the names in them, and its claims, that of the owner last."""
+
+    folders: Mapping[str, set[str]]
+    claims: list[Claim]
+
+    @staticmethod
+    def of(paths: Iterable[str]) -> Listing:
+        """From relative paths, in which those of folders end with ``/``."""
+        folders: dict[str, set[str]] = {}
+        claims = []
+        for path in paths:
+            folder, slash, rest = path.partition("/")
+            if slash:
+                folders.setdefault(folder, set()).add(rest)
+            elif claim := Claim.parse(path):
+                claims.append(claim)
+        return Listing(folders, sorted(claims, key=lambda claim: claim.rank))
+
+    def names(self) -> list[CheckpointName]:
+        """The committed checkpoints that count, newest first."""
+        return [name for name in self._committed() if not self._is_fenced(name)]
+
+    def fenced(self) -> list[CheckpointName]:
+        """Those that came after their writer had been replaced, newest first."""
+        return [name for name in self._committed() if self._is_fenced(name)]
+
+    def leftovers(self) -> list[str]:
+        """Folders of commits, or of deletions, that were not finished."""
+        marks = {MANIFEST_FILE, DAMAGED_MARK}
+        return [
+            f for f, files in self.folders.items() if CheckpointName.parse(f) and not files & marks
+        ]
+
+    def damaged(self) -> list[str]:
+        """Folders that are kept aside."""
+        return sorted(
+            folder
+            for folder, files in self.folders.items()
+            if folder.startswith(DAMAGED_PREFIX)
+            or (CheckpointName.parse(folder) and DAMAGED_MARK in files)
+        )
+
+    def next_attempt(self) -> int:
+        """The first that has left no trace, neither a claim nor a folder."""
+        return 1 + max(self.written(), self.claims[-1].attempt if self.claims else 0)
+
+    def written(self) -> int:
+        """The highest attempt of all folders, whatever became of them; 0 if there is none."""
+        matches = map(_ANY_FOLDER.fullmatch, self.folders)
+        return max((int(match[1]) for match in matches if match), default=0)
+
+    def _committed(self) -> list[CheckpointName]:
+        names = (
+            CheckpointName.parse(folder)
+            for folder, files in self.folders.items()
+            if MANIFEST_FILE in files and DAMAGED_MARK not in files
+        )
+        return sorted(filter(None, names), reverse=True)
+
+    def _is_fenced(self, name: CheckpointName) -> bool:
+        owners = {claim.attempt: claim for claim in self.claims}  # of one number the highest
+        return any(claim.fences(name) for claim in owners.values())

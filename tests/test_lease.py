@@ -1,0 +1,507 @@
+"""Who drives a run: one process at a time, on any storage, whatever dies or the clocks say."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, replace
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from s3 import S3, s3_server
+
+from raytrain_ddp.checkpoint import lease as lease_module
+from raytrain_ddp.checkpoint.lease import LEASE_FILE, Lease, Owner
+from raytrain_ddp.checkpoint.storage import Storage, open_storage
+from raytrain_ddp.errors import PreflightError, RunLockedError
+
+FAST = {"heartbeat_s": 0.2, "timeout_s": 0.8}
+
+OWNER = """
+import sys, time
+from raytrain_ddp.checkpoint.lease import Lease
+from raytrain_ddp.checkpoint.storage import open_storage
+from raytrain_ddp.errors import RunLockedError
+try:
+    lease = Lease.take(open_storage(sys.argv[1]), print, float(sys.argv[2]), float(sys.argv[3]))
+    print("held", flush=True)
+    while True:
+        lease.require()
+        time.sleep(0.02)
+except RunLockedError as error:
+    print(error, flush=True)
+    sys.exit(error.exit_status)
+"""
+
+
+@contextmanager
+def owner_process(uri: str, heartbeat_s: float = 0.2) -> Iterator[subprocess.Popen[str]]:
+    """A process that holds the lease until it is killed, or ends with 8 once it has lost it."""
+    command = [sys.executable, "-c", OWNER, uri, str(heartbeat_s), str(4 * heartbeat_s)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        try:
+            assert process.stdout is not None
+            assert process.stdout.readline() == "held\n"
+            yield process
+        finally:
+            process.kill()
+
+
+@pytest.fixture(autouse=True)
+def _in_a_hurry(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lease_module, "_SETTLE_S", 0.05)
+    monkeypatch.setattr(lease_module, "_SLACK_S", 0.3)
+
+
+@pytest.fixture(scope="module")
+def s3() -> Iterator[S3]:
+    with s3_server() as server:
+        yield server
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Storage:
+    return open_storage(str(tmp_path / "run"))
+
+
+@pytest.fixture(params=["local", "mounted", "s3"])
+def anywhere(request: pytest.FixtureRequest, tmp_path: Path) -> Storage:
+    """A run's folder on a disk, on one that takes no rename (as FUSE mounts may), in a bucket."""
+    if request.param == "s3":
+        return open_storage(request.getfixturevalue("s3").uri(f"runs/{tmp_path.name}"))
+    return replace(open_storage(str(tmp_path / "run")), is_local=request.param == "local")
+
+
+def stranger(**changes: object) -> Owner:
+    """A process of another machine."""
+    owner = Owner("0" * 32, "node-7", 4321, "2026-01-02 03:04:05 UTC", "boot pid:[1]", 99)
+    return replace(owner, **changes)  # type: ignore[arg-type]
+
+
+def put(run: Storage, content: bytes, age_s: float = 0.0) -> None:
+    run.mkdir()
+    run.write(LEASE_FILE, content)
+    if age_s:
+        os.utime(f"{run.path}/{LEASE_FILE}", (time.time() - age_s,) * 2)
+
+
+def written(owner: Owner) -> bytes:
+    return json.dumps(asdict(owner)).encode()
+
+
+def refusal(act: Callable[[], object]) -> str:
+    """The one line with which it is refused, at once."""
+    started = time.monotonic()
+    with pytest.raises(RunLockedError) as caught:
+        act()
+    assert time.monotonic() - started < 10
+    assert caught.value.exit_status == 8
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+def wait_until(happens: Callable[[], bool], within_s: float = 10.0) -> None:
+    until_s = time.monotonic() + within_s
+    while not happens():
+        assert time.monotonic() < until_s
+        time.sleep(0.02)
+
+
+def is_lost(lease: Lease) -> bool:
+    try:
+        lease.require()
+    except RunLockedError:
+        return True
+    return False
+
+
+# ------------------------------------------------------------------------- two at once
+
+
+def test_fault_31_a_second_start_is_refused_and_told_who_has_the_run(anywhere: Storage) -> None:
+    said: list[str] = []
+    with Lease.take(anywhere, said.append) as lease:
+        line = refusal(lambda: Lease.take(anywhere, said.append))
+        for part in (str(anywhere), socket.gethostname(), f"pid {os.getpid()}", "since 20", "UTC"):
+            assert part in line
+        assert "runs out in 60 s" in line or "runs out in 59 s" in line or "out in 58 s" in line
+        lease.require()
+    assert not anywhere.exists(LEASE_FILE)
+    assert [path for path in anywhere.walk() if not path.endswith("/")] == []
+    Lease.take(anywhere, said.append).release()
+    assert said == []
+
+
+def test_fault_31_another_process_is_refused_in_ten_seconds(run: Storage) -> None:
+    with Lease.take(run):
+        command = [sys.executable, "-c", OWNER, run.path, "10", "60"]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=10, check=False)
+    assert done.returncode == 8
+    assert f"pid {os.getpid()}" in done.stdout
+    assert (done.stdout.count("\n"), done.stderr) == (1, "")
+
+
+def test_fault_31_of_many_starters_at_the_same_instant_one_wins(anywhere: Storage) -> None:
+    begin = threading.Barrier(4)
+    taken: list[Lease] = []
+    refused: list[str] = []
+
+    def start() -> None:
+        begin.wait()
+        try:
+            taken.append(Lease.take(anywhere, heartbeat_s=0.3))
+        except RunLockedError as error:
+            refused.append(str(error))
+
+    threads = [threading.Thread(target=start) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(taken) + len(refused) == 4
+    assert taken
+    # A starter that was held up for long may have taken it from one that had it already.
+    wait_until(lambda: sum(not is_lost(lease) for lease in taken) == 1)
+    time.sleep(0.7)
+    assert sum(not is_lost(lease) for lease in taken) == 1
+    for lease in taken:
+        lease.release()
+    assert not anywhere.exists(LEASE_FILE)
+
+
+def test_the_loser_of_a_tie_names_the_winner(run: Storage, monkeypatch: pytest.MonkeyPatch) -> None:
+    def overwritten(_: float) -> None:
+        put(run, written(stranger()))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(time, "sleep", overwritten)
+        line = refusal(lambda: Lease.take(run))
+    assert "host node-7, pid 4321, since 2026-01-02 03:04:05 UTC" in line
+    assert Owner.parse(run.read(LEASE_FILE)) == stranger()
+
+
+# ------------------------------------------------------------------------- dead owners
+
+
+def test_fault_31_a_killed_owner_is_replaced_at_once(tmp_path: Path) -> None:
+    run, said = open_storage(str(tmp_path)), []
+    with owner_process(str(tmp_path), heartbeat_s=10) as process:
+        process.kill()  # and not waited for: it stays in the table of processes
+        wait_until(lambda: lease_module._state(process.pid) in (None, ("Z", process_born(run))))
+        started = time.monotonic()
+        with Lease.take(run, said.append):
+            assert time.monotonic() - started < 5
+    assert len(said) == 1
+    assert f"died (host {socket.gethostname()}, pid {process.pid}, since " in said[0]
+
+
+def process_born(run: Storage) -> int:
+    owner = Owner.parse(run.read(LEASE_FILE))
+    assert owner is not None
+    return owner.born
+
+
+def test_fault_31_a_pid_that_is_another_process_now_is_a_dead_owner(run: Storage) -> None:
+    here = Owner.here()
+    put(run, written(replace(here, born=here.born - 1)))
+    said: list[str] = []
+    Lease.take(run, said.append).release()
+    assert "died" in said[0]
+
+
+@pytest.mark.parametrize(
+    "elsewhere", [{"host": "other"}, {"machine": "other boot"}, {"machine": ""}]
+)
+def test_the_pid_of_another_machine_says_nothing(run: Storage, elsewhere: dict[str, str]) -> None:
+    """Nor does one of another container on this machine: it has its own process namespace."""
+    put(run, written(replace(Owner.here(), pid=2**22 + 1, **elsewhere)))  # no such pid here
+    assert "another process" in refusal(lambda: Lease.take(run))
+
+
+def test_a_process_that_is_hidden_from_us_is_not_dead(monkeypatch: pytest.MonkeyPatch) -> None:
+    """/proc may be mounted such that other users' processes do not show."""
+
+    def refuse(pid: int, number: int) -> None:
+        raise PermissionError
+
+    owner = Owner.here()
+    assert not owner.is_dead()
+    monkeypatch.setattr(lease_module, "_state", lambda pid: None)
+    assert not owner.is_dead()
+    monkeypatch.setattr(os, "kill", refuse)
+    assert not owner.is_dead()
+
+
+def test_fault_31_a_stopped_owner_is_replaced_and_finds_out(tmp_path: Path) -> None:
+    run, said = open_storage(str(tmp_path)), []
+    with owner_process(str(tmp_path)) as process:
+        process.send_signal(signal.SIGSTOP)
+        time.sleep(1)
+        with Lease.take(run, said.append, **FAST) as lease:
+            assert f"pid {process.pid}" in said[0]
+            assert "not renewed for" in said[0]
+            process.send_signal(signal.SIGCONT)
+            assert process.wait(10) == 8
+            assert process.stdout is not None
+            lost = process.stdout.read()
+            assert "was taken over from this process" in lost
+            assert f"pid {os.getpid()}" in lost
+            time.sleep(0.5)
+            lease.require()
+    assert not run.exists(LEASE_FILE)
+
+
+def test_an_owner_that_is_replaced_leaves_the_lease_of_its_successor_alone(run: Storage) -> None:
+    lease = Lease.take(run, **FAST)
+    put(run, written(stranger()))
+    wait_until(lambda: is_lost(lease))
+    assert "node-7" in refusal(lease.require)
+    lease.release()
+    assert Owner.parse(run.read(LEASE_FILE)) == stranger()
+
+
+def test_an_owner_that_does_not_know_yet_leaves_it_alone_too(run: Storage) -> None:
+    lease = Lease.take(run)
+    put(run, written(stranger()))
+    lease.release()
+    assert Owner.parse(run.read(LEASE_FILE)) == stranger()
+
+
+def test_a_renewal_under_way_does_not_outlive_the_release(
+    run: Storage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lease = Lease.take(run, **FAST)
+    write, writing, go_on = Storage.write_atomic, threading.Event(), threading.Event()
+
+    def slow(*arguments: object) -> None:
+        writing.set()
+        go_on.wait(5)
+        write(*arguments)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(Storage, "write_atomic", slow)
+    assert writing.wait(5)
+    timer = threading.Timer(0.2, go_on.set)
+    timer.start()
+    lease.release()
+    timer.join()
+    lease._thread.join(5)
+    assert not run.exists(LEASE_FILE)
+
+
+def test_an_owner_whose_lease_is_removed_has_lost_it(run: Storage) -> None:
+    """Its successor may have come and gone meanwhile."""
+    lease = Lease.take(run, **FAST)
+    run.delete_file(LEASE_FILE)
+    wait_until(lambda: is_lost(lease))
+    assert "lease.json is gone" in refusal(lease.require)
+    lease.release()
+    assert not run.exists(LEASE_FILE)
+
+
+# ------------------------------------------------------------------------------- clocks
+
+
+def test_the_lease_of_another_machine_runs_out(run: Storage) -> None:
+    put(run, written(stranger()), age_s=20)
+    assert "runs out in 40 s" in refusal(lambda: Lease.take(run)).replace("39 s", "40 s")
+    put(run, written(stranger()), age_s=61)
+    said: list[str] = []
+    Lease.take(run, said.append, heartbeat_s=0.2).release()
+    assert len(said) == 1
+    assert "not renewed for 61 s (host node-7, pid 4321" in said[0].replace("62 s", "61 s")
+
+
+@pytest.mark.parametrize("jump_s", [86400.0, -3600.0])
+def test_fault_36_the_local_clock_does_not_matter(
+    anywhere: Storage, monkeypatch: pytest.MonkeyPatch, jump_s: float
+) -> None:
+    real = time.time
+    anywhere.mkdir()
+    anywhere.write(LEASE_FILE, written(stranger()))
+    monkeypatch.setattr(time, "time", lambda: real() + jump_s)
+    line = refusal(lambda: Lease.take(anywhere))
+    assert 55 <= float(line.rpartition(" in ")[2].removesuffix(" s.")) <= 60
+
+
+@pytest.mark.parametrize("age_s", [86400.0, -86400.0])
+def test_fault_36_a_jump_of_the_stores_clock_costs_no_living_owner_its_lease(
+    run: Storage, age_s: float
+) -> None:
+    put(run, written(stranger()), age_s)
+    ended = threading.Event()
+
+    def renew() -> None:
+        beat = time.time() - age_s
+        while not ended.wait(0.1):
+            beat += 0.1
+            os.utime(f"{run.path}/{LEASE_FILE}", (beat, beat))
+
+    thread = threading.Thread(target=renew)
+    thread.start()
+    try:
+        assert "node-7" in refusal(lambda: Lease.take(run, heartbeat_s=1.0))
+    finally:
+        ended.set()
+        thread.join()
+    said: list[str] = []
+    Lease.take(run, said.append, heartbeat_s=0.2).release()  # now nobody renews it
+    assert len(said) == 1
+
+
+def test_a_lease_that_is_released_while_it_is_watched_is_free(run: Storage) -> None:
+    put(run, written(stranger()), age_s=100)
+    timer = threading.Timer(0.3, lambda: run.delete_file(LEASE_FILE))
+    timer.start()
+    said: list[str] = []
+    Lease.take(run, said.append, heartbeat_s=0.5).release()
+    timer.join()
+    assert said == []
+
+
+# ------------------------------------------------------------------- files nobody wrote
+
+NONSENSE = {
+    "empty": b"",
+    "torn": written(stranger())[:60],
+    "list": b"[1]",
+    "null": b"null",
+    "binary": bytes(range(256)),
+    "deep": b"[" * 100_000,
+    "foreign": b'{"holder": "someone"}',
+    "more": json.dumps({**asdict(stranger()), "more": 1}).encode(),
+    "types": json.dumps({**asdict(stranger()), "pid": "1"}).encode(),
+    "bool": json.dumps({**asdict(stranger()), "pid": True}).encode(),
+    "lines": json.dumps({**asdict(stranger()), "host": "a\nb"}).encode(),
+    "escape": json.dumps({**asdict(stranger()), "host": "\x1b[2J"}).encode(),
+    "long": json.dumps({**asdict(stranger()), "host": "a" * 999}).encode(),
+    "huge pid": json.dumps({**asdict(stranger()), "pid": 10**30, "machine": ""}).encode(),
+}
+
+
+@pytest.mark.parametrize("kind", NONSENSE)
+def test_a_lease_nobody_can_read_is_refused_until_it_is_old(run: Storage, kind: str) -> None:
+    put(run, NONSENSE[kind])
+    line = refusal(lambda: Lease.take(run))
+    assert "\x1b" not in line
+    if kind != "huge pid":
+        assert "lease.json does not tell which: it is damaged" in line
+    assert "runs out in" in line
+
+
+def test_a_damaged_lease_that_is_old_is_taken_over(run: Storage) -> None:
+    put(run, b"{", age_s=100)
+    said: list[str] = []
+    Lease.take(run, said.append, heartbeat_s=0.2).release()
+    assert "it is damaged" in said[0]
+
+
+@given(st.binary(max_size=200) | st.sampled_from(sorted(asdict(stranger()))).flatmap(
+    lambda key: st.recursive(
+        st.none() | st.booleans() | st.integers() | st.floats() | st.text(),
+        st.lists,
+        max_leaves=3,
+    ).map(lambda value: json.dumps({**asdict(stranger()), key: value}).encode())
+))  # fmt: skip
+def test_invariant_15_any_bytes_are_an_owner_or_none(data: bytes) -> None:
+    owner = Owner.parse(data)
+    if owner is not None:
+        assert Owner.parse(written(owner)) == owner
+        assert str(owner).isprintable()
+        assert owner.is_dead() in (True, False)
+
+
+def test_a_damaged_lease_is_mended_by_its_owner(run: Storage) -> None:
+    with Lease.take(run, **FAST) as lease:
+        put(run, b"{")
+        wait_until(lambda: Owner.parse(run.read(LEASE_FILE)) is not None)
+        lease.require()
+    assert not run.exists(LEASE_FILE)
+
+
+# ------------------------------------------------------------------------------ storage
+
+
+def test_fault_15_a_storage_that_fails_for_a_while_ends_nothing(
+    anywhere: Storage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with Lease.take(anywhere, heartbeat_s=0.1) as lease:
+        tried = threading.Semaphore(0)
+
+        def fail(*_: object) -> None:
+            tried.release()
+            raise OSError("AWS Error SLOW_DOWN")
+
+        for operation in ("read", "write_atomic"):
+            with monkeypatch.context() as patch:
+                patch.setattr(Storage, operation, fail)
+                for _ in range(4):
+                    assert tried.acquire(timeout=5)
+            lease.require()
+        before = anywhere.changed_s(LEASE_FILE)
+        wait_until(lambda: anywhere.changed_s(LEASE_FILE) != before)  # it is renewed again
+        lease.require()
+    assert not anywhere.exists(LEASE_FILE)
+
+
+def test_release_does_not_wait_for_a_storage_that_hangs(
+    run: Storage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lease = Lease.take(run, heartbeat_s=0.1)
+    hung, go_on = threading.Event(), threading.Event()
+
+    def hang(*_: object) -> bytes:
+        hung.set()
+        go_on.wait()
+        return b""
+
+    monkeypatch.setattr(lease_module, "_RELEASE_S", 0.2)
+    with monkeypatch.context() as patch:
+        patch.setattr(Storage, "read", hang)
+        assert hung.wait(5)
+        started = time.monotonic()
+        lease.release()
+        assert time.monotonic() - started < 3
+    go_on.set()
+    lease._thread.join(5)
+    assert not lease._thread.is_alive()
+
+
+def test_fault_14_a_storage_that_cannot_be_written_to_is_named(tmp_path: Path) -> None:
+    (tmp_path / "file").write_bytes(b"")
+    run = replace(open_storage(str(tmp_path)), path=str(tmp_path / "file" / "run"))
+    with pytest.raises(PreflightError, match=r"file/run: lease\.json cannot be written") as caught:
+        Lease.take(run)
+    assert "\n" not in str(caught.value)
+
+
+def test_fault_45_a_lease_holds_nothing_secret(
+    s3: S3, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("API_TOKEN", "hunter2")
+    uri = s3.uri(f"runs/{tmp_path.name}").replace("s3://", "s3://KEY:hunter2@")
+    run = open_storage(uri)
+    with Lease.take(run):
+        content = run.read(LEASE_FILE)
+        assert set(json.loads(content)) == {"token", "host", "pid", "since", "machine", "born"}
+        line = refusal(lambda: Lease.take(run))
+    assert b"hunter2" not in content
+    assert "hunter2" not in line
+    assert "KEY" not in line
+
+
+def test_invariant_11_no_thread_outlives_its_lease(run: Storage) -> None:
+    before = threading.active_count()
+    for _ in range(3):
+        Lease.take(run, heartbeat_s=0.05).release()
+    assert threading.active_count() == before
+    assert run.walk() == []

@@ -1,0 +1,73 @@
+"""One process drives a run: the second is refused, the heir of a dead one goes on."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from processes import ENVIRONMENT
+
+from raytrain_ddp.checkpoint.layout import EVENTS_FILE, read_history
+from raytrain_ddp.checkpoint.lease import LEASE_FILE
+from raytrain_ddp.checkpoint.storage import Storage, open_storage
+
+FIT = [sys.executable, "-m", "raytrain_ddp.fit", "--local", "--name", "run", "--epochs", "500"]
+
+
+def start(folder: Path) -> subprocess.Popen[str]:
+    environment = {**os.environ, **ENVIRONMENT}
+    return subprocess.Popen(
+        [*FIT, "--checkpoint.every-steps", "20", "--eval.every-epochs", "0"],
+        cwd=folder,
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+
+
+def starts(run: Storage) -> list[int]:
+    """The step that each start of the run began at."""
+    events = read_history(run, EVENTS_FILE)
+    return [event["start_step"] for event in events if event["kind"] == "plan"]
+
+
+def wait_for(process: subprocess.Popen[str], holds: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 100
+    while not holds():
+        assert process.poll() is None, process.communicate()
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+def test_fault_31_a_second_run_of_one_name_is_refused_and_the_heir_of_a_killed_one_goes_on(
+    tmp_path: Path,
+):
+    run = open_storage(str(tmp_path / "runs" / "run"))
+    first = start(tmp_path)
+    wait_for(first, lambda: len(read_history(run)) > 8)
+    second = start(tmp_path)
+    out, _ = second.communicate(timeout=60)
+    assert second.returncode == 8, out
+    assert f"pid {first.pid}" in out
+    assert "loading torch" not in out  # before anything dear is started
+    assert first.poll() is None
+
+    first.kill()
+    first.communicate()
+    third = start(tmp_path)
+    wait_for(third, lambda: starts(run)[1:] != [])
+    third.send_signal(signal.SIGTERM)
+    out, _ = third.communicate(timeout=60)
+    assert third.returncode == 143, out
+    assert "taken over from a process that died (host" in out
+    assert not run.exists(LEASE_FILE)
+    assert starts(run)[0] == 0
+    assert starts(run)[1] >= 20
+    end = read_history(run, EVENTS_FILE)[-1]
+    assert (end["kind"], end["status"]) == ("end", 143)
