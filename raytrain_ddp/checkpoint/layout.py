@@ -3,6 +3,7 @@
 <storage>/<name>/config.toml     every field, resolved
                  metrics.jsonl   one record a line: what was trained
                  events.jsonl    one event a line: what happened to the run
+                 lease.json      which process drives it, while one does: see lease.py
                  checkpoints/    see store.py
                  curves.png, tensorboard/, logs/
 """

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import asdict
 from typing import Any
 
@@ -128,6 +128,8 @@ def _owned(run: Storage, show: Show) -> Iterator[Show]:
     """
     note = lambda text: show({"kind": "note", "text": text})  # noqa: E731
     with Lease.take(run, note) as lease, Journal(run, show) as journal:
+        with suppress(OSError):
+            run.sweep()
 
         def tell(event: Mapping[str, Any]) -> None:
             lease.require()
