@@ -19,10 +19,12 @@ from rich.console import Console
 
 from raytrain_ddp import FitResult, TrainConfig, fit
 from raytrain_ddp.checkpoint.layout import checkpoint_store, run_storage
-from raytrain_ddp.errors import PreflightError, TaskError
+from raytrain_ddp.errors import PreflightError, RetriesExhausted, TaskError
+from raytrain_ddp.failpoints import FOLDER_VARIABLE, VARIABLE
+from raytrain_ddp.orchestration.cluster import SETTINGS
 from raytrain_ddp.orchestration.display import Display
 from raytrain_ddp.recipe import load
-from raytrain_ddp.sections import LogConfig, ScalingConfig
+from raytrain_ddp.sections import CheckpointConfig, LogConfig, ScalingConfig
 
 HERE = Path(__file__).parent
 pytestmark = [pytest.mark.ray, pytest.mark.filterwarnings("ignore")]  # Ray's own warnings
@@ -33,9 +35,7 @@ def ray_for_all() -> Iterator[None]:
     """A Ray of this test session's own, which `fit` finds and leaves running."""
     os.environ.setdefault("RAY_AUTH_MODE", "token")
     os.environ.pop("RAY_ADDRESS", None)
-    from raytrain_ddp.orchestration.cluster import _SETTINGS
-
-    os.environ.update(_SETTINGS)
+    os.environ.update({"RAY_TRAIN_ENABLE_PREEMPTION_WATCHER": "0", **SETTINGS})
     import ray
 
     ray.init(address="local", num_cpus=4, include_dashboard=False, log_to_driver=False)
@@ -68,8 +68,8 @@ def three_workers(storage: Path, name: str, **options: object) -> TrainConfig:
         epochs=3,
         scaling=ScalingConfig(num_workers=3),
         log=LogConfig(every_steps=1),
-        task=f"{HERE / 'ray_tasks.py'}:KilledOnce",
-        task_options={"marker": str(storage / "killed"), "at": "-1"},
+        task=f"{HERE / 'ray_tasks.py'}:Paced",
+        task_options={"slow": str(storage / "slow")},
     )
     return replace(config, **options)  # type: ignore[arg-type]
 
@@ -134,24 +134,32 @@ def test_fit_trains_the_digits_and_leaves_everything_in_the_runs_folder(tmp_path
     assert before == {path: path.stat().st_mtime_ns for path in run.rglob("*") if path.is_file()}
 
 
-def test_stopping_anywhere_loses_nothing_killed_worker_and_ctrl_c_on_ray(tmp_path: Path) -> None:
+def test_fault_01_stopping_anywhere_loses_nothing_killed_worker_and_ctrl_c_on_ray(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Three Ray workers, of which one is killed, then Ctrl-C, then the same command: the weights
     and the log are those of three processes that ran undisturbed under torchrun."""
     reference = three_workers(tmp_path, "undisturbed")
     without_ray(reference, workers=3)
 
-    options = {"marker": str(tmp_path / "killed"), "at": "33", "pause_s": "0.05"}
-    config = three_workers(tmp_path, "disturbed", task_options=options)
+    monkeypatch.setenv(VARIABLE, "train.after_backward:kill@rank=1,step=33")
+    monkeypatch.setenv(FOLDER_VARIABLE, str(tmp_path / "fired"))
+    (tmp_path / "slow").touch()
+    config = three_workers(tmp_path, "disturbed")
     display, text = shown()
     watch = interrupt_at(step=50, config=config)
     stopped = fit(config, display=display)
     watch.join(timeout=10)
-    assert (tmp_path / "killed").exists()
+    assert len(list((tmp_path / "fired").iterdir())) == 1
+    (told,) = [line for line in text.getvalue().splitlines() if "rank 1 failed" in line]
+    for words in ("crashed, or was killed", "at step 33", "from step 23", "1 of at most 3"):
+        assert words in told
     assert "restarted with 3 workers" in text.getvalue()
     assert stopped.status == "interrupted"
     assert stopped.exit_status == 130
     assert 50 <= stopped.step < 69
 
+    (tmp_path / "slow").unlink()
     display, text = shown()
     finished = fit(config, display=display)
     assert finished.status == "finished"
@@ -161,6 +169,25 @@ def test_stopping_anywhere_loses_nothing_killed_worker_and_ctrl_c_on_ray(tmp_pat
     assert timeless(list(map(json.loads, log))) == timeless([dict(r) for r in finished.history])
     steps = [record["step"] for record in finished.history if record["kind"] == "train"]
     assert steps == list(range(1, 70))
+
+
+@pytest.mark.slow
+def test_fault_48_a_worker_that_dies_at_the_same_step_twice_ends_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    dies = "train.before_step:kill@rank=1,step=5"
+    monkeypatch.setenv(VARIABLE, f"{dies};{dies};{dies}")
+    monkeypatch.setenv(FOLDER_VARIABLE, str(tmp_path / "fired"))
+    config = TrainConfig(
+        storage=str(tmp_path),
+        checkpoint=CheckpointConfig(every_s=0),
+        scaling=ScalingConfig(max_failures=100),
+    )
+    display, text = shown()
+    with pytest.raises(RetriesExhausted, match=r"rank 1 crashed, .* at step 5, as it did before"):
+        fit(config, display=display)
+    assert text.getvalue().count("rank 1 failed") == 1
+    assert len(list((tmp_path / "fired").iterdir())) == 2
 
 
 def test_a_users_error_is_shown_once_as_the_users_own_traceback(tmp_path: Path) -> None:

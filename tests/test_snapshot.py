@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from raytrain_ddp.checkpoint.snapshot import (
     HostSnapshot,
+    TensorFile,
     decode_tensors,
     encode_tensors,
     flatten_state,
@@ -56,9 +57,13 @@ def assert_same(a: Any, b: Any) -> None:
         assert repr(a) == repr(b)
 
 
+def whole(file: TensorFile) -> bytes:
+    return b"".join(file)
+
+
 def through_bytes(state: Any) -> Any:
     tensors, structure = flatten_state(state)
-    data = bytes(encode_tensors(HostSnapshot().take(tensors)))
+    data = whole(encode_tensors(HostSnapshot().take(tensors)))
     return unflatten_state(decode_tensors(data), json.loads(json.dumps(structure)))
 
 
@@ -157,7 +162,7 @@ def test_take_from_cuda_is_pinned_and_finished() -> None:
 
 def test_encode_round_trip_and_format() -> None:
     tensors = samples()
-    data = bytes(encode_tensors(tensors))
+    data = whole(encode_tensors(tensors))
     ours = decode_tensors(data)
     theirs = safetensors.torch.load(data)  # the format, judged by its own library
     assert set(ours) == set(theirs) == set(tensors)
@@ -167,13 +172,26 @@ def test_encode_round_trip_and_format() -> None:
         assert ours[name].is_contiguous()
 
 
+def test_a_file_of_tensors_can_be_written_again() -> None:
+    file = encode_tensors(samples())
+    assert whole(file) == whole(file)
+
+
+def test_a_file_of_tensors_is_made_of_their_own_memory() -> None:
+    weight = torch.arange(6.0)
+    pieces = list(encode_tensors({"a": weight, "b": torch.zeros(2, 3).T}))
+    assert [len(piece) for piece in pieces[1:]] == [24, 24]
+    weight[0] = 7
+    assert bytes(pieces[1][:4]) == b"\0\0\xe0\x40"  # 7.0: not a copy
+
+
 def test_encode_nothing() -> None:
-    assert decode_tensors(bytes(encode_tensors({}))) == {}
+    assert decode_tensors(whole(encode_tensors({}))) == {}
 
 
 @pytest.mark.parametrize("kind", [bytes, bytearray, memoryview])
 def test_decode_takes_any_buffer_and_owns_its_memory(kind: Any) -> None:
-    data = kind(bytes(encode_tensors({"a": torch.ones(3), "b": torch.ones(3)})))
+    data = kind(whole(encode_tensors({"a": torch.ones(3), "b": torch.ones(3)})))
     tensors = decode_tensors(data)
     tensors["a"].zero_()
     assert decode_tensors(data)["a"].tolist() == [1, 1, 1] == tensors["b"].tolist()
@@ -188,7 +206,7 @@ def test_encode_refuses_what_it_cannot_hold() -> None:
 
 @pytest.mark.parametrize("size", [0, 1, 7, 8, 9, 40, -1])
 def test_decode_refuses_truncated(size: int) -> None:
-    data = bytes(encode_tensors({"a": torch.ones(3)}))
+    data = whole(encode_tensors({"a": torch.ones(3)}))
     with pytest.raises(CheckpointError, match="Not a whole safetensors file"):
         decode_tensors(data[:size])
 
@@ -196,7 +214,7 @@ def test_decode_refuses_truncated(size: int) -> None:
 @settings(max_examples=200, deadline=None)
 @given(st.data())
 def test_decode_fuzz(data: st.DataObject) -> None:
-    good = bytes(encode_tensors({"a": torch.ones(3), "b": torch.ones(2, dtype=torch.bool)}))
+    good = whole(encode_tensors({"a": torch.ones(3), "b": torch.ones(2, dtype=torch.bool)}))
     start = data.draw(st.integers(0, len(good)))
     end = data.draw(st.integers(start, len(good)))
     bad = good[:start] + data.draw(st.binary(max_size=12)) + good[end:]

@@ -5,10 +5,16 @@ from __future__ import annotations
 import errno
 
 import pytest
+import torch
 
-from raytrain_ddp.errors import DataError
-from raytrain_ddp.orchestration.launch import _as_error
-from raytrain_ddp.orchestration.worker import _cause, _tell_failure, _users_traceback
+from raytrain_ddp.errors import DataError, RetriesExhausted
+from raytrain_ddp.orchestration.failures import as_error
+from raytrain_ddp.orchestration.worker import (
+    WorkerSettings,
+    _users_traceback,
+    cause_of,
+    tell_failure,
+)
 
 
 @pytest.mark.parametrize(
@@ -21,6 +27,7 @@ from raytrain_ddp.orchestration.worker import _cause, _tell_failure, _users_trac
         (RuntimeError("shapes cannot be multiplied"), "error"),
         (RuntimeError("[gloo/transport/tcp/pair.cc:538] Connection closed by peer"), "peer"),
         (RuntimeError("NCCL error: remote process exited"), "peer"),
+        (RuntimeError("[gloo] Read error: Connection reset by peer"), "peer"),
         (SystemExit(1), "peer"),
         (OSError(errno.ENOSPC, "no space left on device"), "outside"),
         (OSError(errno.EIO, "input/output error"), "outside"),
@@ -30,7 +37,7 @@ from raytrain_ddp.orchestration.worker import _cause, _tell_failure, _users_trac
 )
 @pytest.mark.filterwarnings("ignore")  # of Ray's import
 def test_a_failure_is_the_tasks_own_a_peers_or_from_outside(error: BaseException, cause: str):
-    assert _cause(error) == cause
+    assert cause_of(error) == cause
 
 
 def users_code() -> None:
@@ -58,14 +65,46 @@ class FakeBoard:
         self.events += events
 
 
-@pytest.mark.filterwarnings("ignore")
-def test_a_workers_error_reaches_the_driver_as_the_same_exception(monkeypatch: pytest.MonkeyPatch):
+@pytest.fixture
+def board(monkeypatch: pytest.MonkeyPatch) -> FakeBoard:
     import ray
 
     monkeypatch.setattr(ray, "get", lambda *_, **__: None)
-    board = FakeBoard()
-    _tell_failure(board, 2, DataError("x.parquet: damaged"))
-    error = _as_error(board.events[0])
+    return FakeBoard()
+
+
+def given(board: FakeBoard) -> WorkerSettings:
+    return WorkerSettings({"micro_batch": 16, "batch_size": 64}, ".", (), None, board)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_workers_error_reaches_the_driver_as_the_same_exception(board: FakeBoard):
+    tell_failure(given(board), 2, 5, DataError("x.parquet: damaged"))
+    error = as_error(board.events[0])
     assert type(error) is DataError
     assert str(error) == "x.parquet: damaged"
     assert error.exit_status == 4
+    assert board.events[0]["step"] == 5
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        MemoryError(),
+        torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB"),
+        RuntimeError("[enforce fail at alloc_cpu.cpp:124] DefaultCPUAllocator: not enough memory"),
+    ],
+    ids=["host", "device", "torch on the host"],
+)
+@pytest.mark.filterwarnings("ignore")
+def test_fault_26_too_little_memory_ends_the_run_with_the_knob_that_helps(
+    error: Exception, board: FakeBoard
+):
+    tell_failure(given(board), 1, 5, error)
+    told = as_error(board.events[0])
+    assert type(told) is RetriesExhausted
+    assert told.exit_status == 7
+    assert board.events[0]["cause"] == "error"  # ends the run at once: it would happen again
+    for words in ("rank 1", "at step 5", "GiB", "--micro-batch (now 16)", "batch of 64 stays"):
+        assert words in str(told)
+    assert "\n" not in str(told)

@@ -28,12 +28,14 @@ class Board:
         events, self._events = self._events, []
         return events
 
+    def join(self, start: str, rank: int, node: str) -> bool:
+        """A worker begins, as one of those of `start`; returns whether it shall."""
+        self._events.append({"kind": "joined", "start": start, "rank": rank, "node": node})
+        return not self._over
+
     def close(self) -> None:
         """The driver has given up: workers that Ray starts from now on shall end at once."""
         self._over = True
-
-    def is_closed(self) -> bool:
-        return self._over
 
     def ask_stop(self, signal_number: int) -> None:
         self._stop = signal_number

@@ -8,12 +8,13 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 from raytrain_ddp.config import TrainConfig
-from raytrain_ddp.errors import PreflightError
+from raytrain_ddp.errors import PreflightError, RetriesExhausted
+from raytrain_ddp.orchestration.failures import KEPT
 from raytrain_ddp.orchestration.resources import (
     Layout,
     choose_layout,
@@ -23,16 +24,37 @@ from raytrain_ddp.orchestration.resources import (
 )
 from raytrain_ddp.tasks.load import BUILT_IN
 
+_ASK_EVERY_S = 2.0
+_HEAD_DEAD_AFTER_S = 30.0  # after 60 s Ray ends all processes that were connected to it
+PREEMPTION_WATCHER = "RAY_TRAIN_ENABLE_PREEMPTION_WATCHER"
 # Read by Ray in the driver, and by the processes of an embedded Ray; the user's own values win.
-_SETTINGS = {
+SETTINGS = {
     "RAY_TRAIN_HEALTH_CHECK_INTERVAL_S": "0.5",  # a report waits for this poll (default 2 s)
     "RAY_TRAIN_ENABLE_PRINT_PATCH": "0",  # else each print of a worker comes twice
     "RAY_CHDIR_TO_TRIAL_DIR": "0",  # workers stay in the driver's folder
     "RAY_ENABLE_UV_RUN_RUNTIME_ENV": "0",  # workers use the environment that is there
-    "RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S": "120",  # large images load slowly (default 60 s)
-    "RAY_TRAIN_ENABLE_PREEMPTION_WATCHER": "0",  # one process less; nothing asks it yet
+    "RAY_TRAIN_PREEMPTION_POLL_INTERVAL_S": "2",  # of a notice's short time (default 5 s)
     "RAY_worker_niceness": "0",  # workers are the point of this Ray (default 15: after all others)
 }
+
+
+@contextmanager
+def _settled(config: TrainConfig, embedded: bool) -> Iterator[None]:
+    """Ray's settings for this run, as environment variables, where the user has set none."""
+    timeout_s = config.scaling.start_timeout_s
+    least, most = config.scaling.worker_range()
+    if timeout_s == "auto":
+        timeout_s = 5 if least < most else 120
+    settings = {**SETTINGS, "RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S": f"{timeout_s:g}"}
+    if embedded:
+        settings[PREEMPTION_WATCHER] = "0"  # its machine is this one: a process less
+    ours = [name for name in settings if name not in os.environ]
+    os.environ.update({name: settings[name] for name in ours})
+    try:
+        yield
+    finally:
+        for name in ours:
+            os.environ.pop(name, None)
 
 
 @contextmanager
@@ -48,12 +70,22 @@ def cluster(
         PreflightError: there is no Ray at the address, or it is too small; before anything is
             started where it is the embedded one that is too small.
     """
-    for name, value in _SETTINGS.items():
-        os.environ.setdefault(name, value)
     address = address or os.environ.get("RAY_ADDRESS")
+    connected = "ray" in sys.modules and sys.modules["ray"].is_initialized()
+    with _settled(config, embedded=not connected and not address):
+        yield from _connected(config, connected, address, dashboard, tell)
+
+
+def _connected(
+    config: TrainConfig,
+    connected: bool,
+    address: str | None,
+    dashboard: bool,
+    tell: Callable[[str], None],
+) -> Iterator[Layout]:
     layout: Layout | None = None
     options: dict[str, Any] | None = None
-    if "ray" in sys.modules and sys.modules["ray"].is_initialized():
+    if connected:
         tell("using the Ray that this process is connected to")
     elif address:
         options = _joining(config, address)
@@ -143,6 +175,55 @@ def _wait_for(
         lacks = missing(layout, resources())
     refuse(layout, resources(), "the cluster")
     return layout
+
+
+class Nodes:
+    """The resources of each node that lives, asked for beside: the head may be slow, or dead."""
+
+    def __init__(self) -> None:
+        self._living = self._ask()
+        self._at = time.monotonic()
+        self._closed = threading.Event()
+        threading.Thread(target=self._keep_asking, name="nodes", daemon=True).start()
+
+    def __call__(self) -> list[Mapping[str, float]]:
+        """The last answer.
+
+        Raises:
+            RetriesExhausted: there has been none for so long that there is no head any more.
+        """
+        if time.monotonic() - self._at > _HEAD_DEAD_AFTER_S:
+            raise RetriesExhausted(
+                f"the head of the Ray cluster has not answered for {_HEAD_DEAD_AFTER_S:g} s. {KEPT}"
+            )
+        return self._living
+
+    def close(self) -> None:
+        self._closed.set()
+
+    def _keep_asking(self) -> None:
+        while not self._closed.wait(_ASK_EVERY_S):
+            with suppress(Exception):  # whatever Ray raises then: it is no answer
+                self._living = self._ask()
+                self._at = time.monotonic()
+
+    @staticmethod
+    def _ask() -> list[Mapping[str, float]]:
+        import ray
+
+        return [node["Resources"] for node in ray.nodes() if node["Alive"]]
+
+
+def recount() -> None:
+    """Lets Ray Train know at once that nodes have come or gone; by itself it looks every 20 s.
+
+    Asks an actor that Ray does not document. Should it be another one some day, all is as without.
+    """
+    import ray
+
+    with suppress(ValueError, AttributeError, TypeError):
+        coordinator = ray.get_actor("AutoscalingCoordinator", "AutoscalingCoordinator")
+        coordinator.get_reserved_resources.remote("", recompute=True)
 
 
 def require_listener(address: str) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import threading
 import time
@@ -15,9 +16,17 @@ from raytrain_ddp import errors
 from raytrain_ddp.checkpoint.layout import LOGS
 from raytrain_ddp.checkpoint.storage import Storage
 from raytrain_ddp.config import TrainConfig
+from raytrain_ddp.failpoints import FOLDER_VARIABLE, VARIABLE, failpoint
 from raytrain_ddp.orchestration.board import Board
-from raytrain_ddp.orchestration.cluster import import_paths
+from raytrain_ddp.orchestration.cluster import (
+    PREEMPTION_WATCHER,
+    Nodes,
+    import_paths,
+    recount,
+)
+from raytrain_ddp.orchestration.failures import KEPT, Failures
 from raytrain_ddp.orchestration.resources import Layout
+from raytrain_ddp.orchestration.waiting import Waiting
 from raytrain_ddp.orchestration.worker import WorkerSettings, train_on_worker
 from raytrain_ddp.recipe import to_dict
 
@@ -25,6 +34,8 @@ _POLL_S = 0.1
 _BOARD_TIMEOUT_S = 60.0
 # Ray Train's clean-up after the workers' end; without a dashboard it waits 15 s for nothing.
 _CLEAN_UP_S = 3.0
+# A look costs 4 to 13 ms of all workers; notices come half a minute ahead and more.
+_LOOK_EVERY_S = 3.0
 _RAY_SNAPSHOT = "checkpoint_manager_snapshot.json"
 
 Event = Mapping[str, Any]
@@ -45,7 +56,8 @@ def launch(
 
     Raises:
         RaytrainError: what a worker raised, with its exit status.
-        RetriesExhausted: workers died too often.
+        RetriesExhausted: workers died too often, or for ever at the same step; see failures.py.
+        PreflightError: there was no room for the workers, or there is none any more.
         Interrupted: by a signal that nothing could be saved for.
     """
     import ray
@@ -68,31 +80,37 @@ def launch(
     # ends the workers without a checkpoint).
     training = threading.Thread(target=fit, name="ray-train", daemon=True)
     training.start()
-    listener = _Listener(board, show)
+    failures = Failures(config.scaling.max_failures)
+    nodes = Nodes()
+    waiting = Waiting(layout, config.scaling.wait_s, nodes, recount, show)
+    listener = _Listener(board, failures, waiting, show)
     try:
         with _signals(listener.on_signal):
             while training.is_alive() and not listener.waited_enough():
                 listener.listen()
                 time.sleep(_POLL_S)
             listener.listen()
-    except BaseException:  # on a Ray that outlives this call, the run shall end as well
-        board.close.remote()
+    except BaseException:
         board.ask_stop.remote(signal.SIGTERM)
         raise
+    finally:  # on a Ray that outlives this call, the run shall end as well
+        board.close.remote()
+        nodes.close()
     if listener.outcome is not None and not failure:
         return listener.outcome
-    raise _given_up(config, layout, listener.failures, failure)
+    raise _given_up(layout, failures.first_cause(), failure)
 
 
 class _Listener:
-    """Takes events off the board; ends the run at the first failure that would come again."""
+    """Takes events off the board, and shows them or hands them to those who judge them."""
 
-    def __init__(self, board: Any, show: Callable[[Event], None]) -> None:
-        self._board, self._show = board, show
+    def __init__(
+        self, board: Any, failures: Failures, waiting: Waiting, show: Callable[[Event], None]
+    ) -> None:
+        self._board, self._failures, self._waiting, self._show = board, failures, waiting, show
         self._began = False
         self._signals: list[int] = []
         self._stopping = False
-        self.failures: list[Event] = []
         self.outcome: Event | None = None
         self._outcome_at = 0.0
 
@@ -102,13 +120,21 @@ class _Listener:
 
     def listen(self) -> None:
         for event in self._take():
-            self._began = self._began or event["kind"] == "plan"
-            if event["kind"] == "outcome":
+            kind = event["kind"]
+            self._began = self._began or kind == "plan"
+            to_show = self._failures.take(event)
+            if kind == "outcome":
                 self.outcome, self._outcome_at = event, time.monotonic()
-            elif event["kind"] == "failed":
-                self._failed(event)
-            else:
+            elif kind == "joined":
+                self._waiting.joined()
+            elif kind == "preempted" or to_show is not None:
+                self._waiting.lost()
+                self._show(to_show or event)
+            elif kind not in ("failed", "died", "at"):
                 self._show(event)
+            failpoint("driver.event", step=event.get("step") or 0)
+        if self.outcome is None:
+            self._waiting.look()
 
     def on_signal(self, number: int, _: FrameType | None) -> None:
         """Only notes it: an exception from here could not pass through Ray's own code."""
@@ -143,18 +169,12 @@ class _Listener:
             text = "Stopping after this step, with a checkpoint. Once more to stop without."
             self._show({"kind": "note", "text": text})
 
-    def _failed(self, event: Event) -> None:
-        if event["cause"] == "error":
-            raise _as_error(event)
-        if not self.failures or event["cause"] != "peer":
-            line = next(iter(event["message"].splitlines()), "")
-            self._show({"kind": "note", "text": f"rank {event['rank']} stopped: {line}"})
-        self.failures.append(event)
-
 
 def _trainer(config: TrainConfig, run: Storage, layout: Layout, board: Any) -> Any:
     from ray.train import FailureConfig, LoggingConfig, RunConfig, ScalingConfig
     from ray.train.torch import TorchConfig, TorchTrainer
+
+    from raytrain_ddp.orchestration.witness import Witness
 
     # Ray's register of an earlier start would be restored, and refused if a listed checkpoint has
     # been pruned since. What counts is in the storage.
@@ -167,6 +187,8 @@ def _trainer(config: TrainConfig, run: Storage, layout: Layout, board: Any) -> A
         import_paths=import_paths(config),
         log_folder=f"{run.path}/{LOGS}" if run.is_local else None,
         board=board,
+        look_every_s=0.0 if os.environ.get(PREEMPTION_WATCHER) == "0" else _LOOK_EVERY_S,
+        failpoints=(os.environ.get(VARIABLE, ""), os.environ.get(FOLDER_VARIABLE, "")),
     )
     return TorchTrainer(
         train_on_worker,
@@ -176,45 +198,31 @@ def _trainer(config: TrainConfig, run: Storage, layout: Layout, board: Any) -> A
             use_gpu=layout.use_gpu,
             resources_per_worker=dict(layout.per_worker),
             placement_strategy=config.scaling.placement,
+            elastic_resize_monitor_interval_s=config.scaling.resize_s,
         ),
         run_config=RunConfig(
             name=name,
             storage_path=parent,
             storage_filesystem=run.fs,
+            # Ray replaces workers whatever happens, and counts none of it; the driver judges.
             failure_config=FailureConfig(
-                max_failures=config.scaling.max_failures, controller_failure_limit=3
+                max_failures=-1,
+                max_preemption_failures=config.scaling.max_preemptions,
+                controller_failure_limit=-1,
             ),
+            callbacks=[Witness(board)],
             logging_config=LoggingConfig(log_level="WARNING"),
         ),
         torch_config=TorchConfig(backend=layout.backend),
     )
 
 
-def _as_error(event: Event) -> errors.RaytrainError:
-    """The worker's exception, in the driver: one of ours, or the user's with its traceback."""
-    if event["traceback"]:
-        return errors.TaskError(f"the task failed on rank {event['rank']}:\n{event['traceback']}")
-    kinds = {kind.exit_status: kind for kind in errors.RaytrainError.__subclasses__()}
-    return kinds[event["status"]](event["message"])
-
-
-def _given_up(
-    config: TrainConfig, layout: Layout, failures: list[Event], raised: list[BaseException]
-) -> errors.RaytrainError:
-    """Why Ray Train has ended without an outcome: workers died, or never came."""
+def _given_up(layout: Layout, cause: str, raised: list[BaseException]) -> errors.RaytrainError:
+    """Why Ray Train has ended without an outcome."""
     why = str(raised[0]) if raised else "no worker said why"
-    if not failures and "startup" in why.lower():
-        return errors.PreflightError(
-            f"Ray could not place {layout.said}, each with {dict(layout.per_worker)}, although the "
-            f"cluster has that in all: is it busy, or no node large enough? {why.splitlines()[0]}"
-        )
-    first = next((f for f in failures if f["cause"] != "peer"), failures[0] if failures else None)
-    if first is not None:
-        why = first["traceback"] or first["message"]
-    return errors.RetriesExhausted(
-        f"workers failed more than scaling.max_failures = {config.scaling.max_failures} times. The "
-        f"last committed checkpoint is kept. First cause: {why}"
-    )
+    if "interrupted by node preemption" in why:
+        why = f"nodes were taken away more often than scaling.max_preemptions allows: {why}"
+    return errors.RetriesExhausted(f"{cause or why} {KEPT}")
 
 
 @contextmanager

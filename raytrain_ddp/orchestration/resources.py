@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -66,6 +66,15 @@ def choose_layout(config: TrainConfig, have: Mapping[str, float]) -> Layout:
         backend = "nccl" if use_gpu and scaling.gpus_per_worker == 1 else "gloo"
     return Layout(
         least, most, use_gpu, per_worker, "cpu:gloo,cuda:nccl" if backend == "nccl" else backend
+    )
+
+
+def room(layout: Layout, nodes: Sequence[Mapping[str, float]]) -> int:
+    """For how many workers there is room on nodes with these resources; a worker is on one node."""
+    wants = {name: amount for name, amount in layout.per_worker.items() if amount > 0}
+    return sum(
+        int(min(node.get(name, 0) / amount + 1e-9 for name, amount in wants.items()))
+        for node in nodes
     )
 
 

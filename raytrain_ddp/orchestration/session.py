@@ -5,7 +5,7 @@ from __future__ import annotations
 import socket
 import time
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import ray
@@ -14,29 +14,38 @@ import ray.train.torch
 from ray.train import CheckpointUploadMode
 from torch import nn
 
-from raytrain_ddp.checkpoint.layout import CONFIG_FILE, checkpoint_store, run_storage
-from raytrain_ddp.checkpoint.store import Checkpoint
+from raytrain_ddp.checkpoint.layout import CONFIG_FILE, run_storage
+from raytrain_ddp.checkpoint.storage import Storage
 from raytrain_ddp.config import TrainConfig
 from raytrain_ddp.errors import PreflightError
-from raytrain_ddp.training.local import agreed_latest
-from raytrain_ddp.training.recorder import Best, Recorder
-from raytrain_ddp.training.session import Record, Snapshot
+from raytrain_ddp.orchestration.preemption import STOP, Notice
+from raytrain_ddp.training.base import RecordingSession
+from raytrain_ddp.training.recorder import Best
+from raytrain_ddp.training.run import Outcome
+from raytrain_ddp.training.session import Record, Snapshot, Wishes
 from raytrain_ddp.training.world import World
 from raytrain_ddp.uri import without_secrets
 
 _PUSH_EVERY_S = 0.2
+_HELD_LONGER_S = 60.0  # than a node is said to live
 
 
-class RaySession:
+class RaySession(RecordingSession):
     """Ray Train places the workers and registers the checkpoints; rank 0 commits each of them.
 
     Args:
         board: handle of the Board actor.
+        look_every_s: how often to look whether nodes are taken away; 0: never.
+
+    Attributes:
+        step: the one in progress; None before the first.
     """
 
-    def __init__(self, config: TrainConfig, board: Any, best: Best) -> None:
+    def __init__(
+        self, config: TrainConfig, board: Any, best: Best, look_every_s: float = 0.0
+    ) -> None:
         context = ray.train.get_context()
-        self.world = World(
+        world = World(
             rank=context.get_world_rank(),
             size=context.get_world_size(),
             local_rank=context.get_local_rank(),
@@ -48,21 +57,21 @@ class RaySession:
                 f"storage = {without_secrets(config.storage)}: node {socket.gethostname()} does "
                 "not see the run's folder there. Several nodes need a shared folder or a URI."
             )
-        self._board = board
         self._events: deque[Record] = deque()  # the thread that commits adds to it, too
+        self._notice = Notice(look_every_s, self._events.append)
+        super().__init__(config, world, best, self._say)
+        self.step: int | None = None
+        self._board = board
         self._pushed_at = 0.0
         self._answer: Any = None
         self._signal = 0
-        self._store = checkpoint_store(run_storage(config))
-        self._recorder = Recorder(config, best, self._events.append) if self.world.is_main else None
 
     def __enter__(self) -> RaySession:
         return self
 
     def __exit__(self, *_: object) -> None:
         """Nothing is left unsaid: the last events are sent and their arrival waited for."""
-        if self._recorder is not None:
-            self._recorder.close()
+        self.close()
         self.push(wait_s=10)  # once what is under way has arrived
         self.push(wait_s=10)  # once that has arrived
 
@@ -72,63 +81,74 @@ class RaySession:
         )
         return wrapped
 
-    def latest(self) -> Checkpoint | None:
-        """From the storage, not from Ray's register: that lags behind by a poll, and a checkpoint
-        that it lists may be damaged."""
-        return agreed_latest(self._store, self.world, self.tell)
-
-    def restore_log(self, records: Sequence[Record]) -> None:
-        if self._recorder is not None:
-            self._recorder.restore(records)
-
-    def log(self, record: Record) -> None:
-        if self._recorder is not None:
-            self._recorder.log(record)
-            self.tell(record)
+    def _say(self, event: Record) -> None:
+        if event["kind"] == "checkpoint":
+            self._notice.committed(event["seconds"])
+        self._events.append(event)
 
     def tell(self, event: Record) -> None:
-        if self.world.is_main:
-            self._events.append(event)
-            if event["kind"] in ("phase", "plan"):
-                self.push()
-
-    def records(self) -> Sequence[Record]:
-        return self._recorder.records if self._recorder is not None else ()
-
-    def drain(self) -> None:
-        if self._recorder is not None:
-            self._recorder.drain()
+        super().tell(event)
+        if event["kind"] == "plan":
+            self.step = event["start_step"]
+        if event["kind"] in ("phase", "plan"):
+            self.push()
 
     def report(self, metrics: Mapping[str, float], snapshot: Snapshot | None) -> None:
-        """Ray calls the commit from its upload thread, then registers the checkpoint."""
-        if self._recorder is None or snapshot is None:
+        """Ray's upload thread waits for the commit, then registers the checkpoint.
+
+        If the commit fails, Ray is given the newest good checkpoint instead: it would take an
+        error for the end of the training.
+        """
+        if self.recorder is None or snapshot is None:
             ray.train.report(dict(metrics), checkpoint_upload_mode=CheckpointUploadMode.ASYNC)
             return
-        recorder = self._recorder
+        recorder, committed = self.recorder, self.recorder.submit(snapshot)
 
-        def commit(_: ray.train.Checkpoint, __: str) -> ray.train.Checkpoint:
-            storage = recorder.commit(snapshot).storage
-            return ray.train.Checkpoint(storage.path, storage.fs)
+        def registered(_: ray.train.Checkpoint, __: str) -> ray.train.Checkpoint:
+            committed.result()
+            return _as_rays(recorder.place())
 
-        recorder.begin()
-        place = self._store.storage
-        try:
-            ray.train.report(
-                dict(metrics),
-                checkpoint=ray.train.Checkpoint(place.path, place.fs),
-                checkpoint_upload_mode=CheckpointUploadMode.ASYNC,
-                checkpoint_upload_fn=commit,
-                delete_local_checkpoint_after_upload=False,
-            )
-        except BaseException:
-            recorder.call_off()
-            raise
+        ray.train.report(
+            dict(metrics),
+            checkpoint=_as_rays(recorder.place()),
+            checkpoint_upload_mode=CheckpointUploadMode.ASYNC,
+            checkpoint_upload_fn=registered,
+            delete_local_checkpoint_after_upload=False,
+        )
 
-    def stop_requested(self) -> int:
-        """Also keeps the events flowing: it is asked once a step."""
-        if self.world.is_main and time.monotonic() - self._pushed_at >= _PUSH_EVERY_S:
+    def wishes(self) -> Wishes:
+        """Also counts the steps and keeps the events flowing: it is asked once a step."""
+        self.step = (self.step or 0) + 1
+        if not self.world.is_main:
+            return Wishes()
+        if time.monotonic() - self._pushed_at >= _PUSH_EVERY_S:
             self.push()
-        return self._signal
+        wishes = self._notice.wishes()
+        return wishes._replace(stop=self._signal) if self._signal else wishes
+
+    def look(self) -> None:
+        self._notice.look()
+
+    def is_taken_away(self, outcome: Outcome) -> bool:
+        """Whether the training stopped because nodes are taken away, with steps left to do."""
+        return outcome.signal == STOP and outcome.step < outcome.total_steps
+
+    def hold(self) -> int:
+        """Waits, all being committed, until Ray ends this worker.
+
+        Returns the signal by which a person stops the run meanwhile.
+
+        Raises:
+            TimeoutError: Ray has not done so.
+        """
+        self.tell({"kind": "preempted", "text": "all is saved; waiting for other nodes"})
+        deadline = time.monotonic() + self._notice.left_s() + _HELD_LONGER_S
+        while time.monotonic() < deadline:
+            self.push(wait_s=1)
+            if self._signal:
+                return self._signal
+            time.sleep(0.2)
+        raise TimeoutError("the node that was to be taken away is still there")
 
     def push(self, wait_s: float = 0) -> None:
         """Sends the events without waiting, and looks at the answer to the push before."""
@@ -140,5 +160,11 @@ class RaySession:
                 return  # the board's machine is busy: say more next time
             self._signal = ray.get(ready[0])
         events = [self._events.popleft() for _ in range(len(self._events))]
+        if self.step is not None:  # where a worker that dies without a word was
+            events.append({"kind": "at", "step": self.step})
         self._answer = self._board.push.remote(events)
         self._pushed_at = time.monotonic()
+
+
+def _as_rays(place: Storage) -> ray.train.Checkpoint:
+    return ray.train.Checkpoint(place.path, place.fs)

@@ -1,0 +1,95 @@
+"""``python -m raytrain_ddp.chaos [RECIPE] [flags]``: does a run survive being killed?"""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Annotated
+
+import tyro
+
+from raytrain_ddp.cli import run_door
+from raytrain_ddp.config import TrainConfig
+from raytrain_ddp.errors import ConfigError
+from raytrain_ddp.recipe import load
+from raytrain_ddp.rules import require
+
+_KILLS_LOCAL, _KILLS_ON_RAY = 50, 3
+
+
+@dataclass(frozen=True)
+class ChaosArgs:
+    """Run a config undisturbed, then again while its processes are killed, and compare the two.
+
+    Weights, optimizer, the samples of each step and the log must be equal to the last bit, and
+    nothing may be left behind: exit status 0, else 1. What is killed, and where, follows from
+    --seed, as all else does.
+    """
+
+    config: Annotated[TrainConfig, tyro.conf.arg(name="")]
+    recipe: Annotated[str | None, tyro.conf.Positional] = None
+    """A recipe (.toml) or the name of a shipped one; must come first. Flags win over it."""
+    kills: int | None = None
+    """How many times a worker is killed (SIGKILL). Default: 3, with --local 50."""
+    drivers: int = 1
+    """How many times the driver is killed; with --local, all workers at once."""
+    workers: int = 3
+    """How many there are. Fewer than three prove less: two can sum in one order only."""
+    local: bool = False
+    """Without Ray: gloo workers on this machine, there again in a fraction of a second."""
+    nodes: int = 0
+    """On a Ray cluster of so many one-worker nodes on this machine, instead of an embedded Ray."""
+    node_kills: int = 1
+    """With --nodes: how many times a node is killed."""
+
+
+def main(argv: Sequence[str]) -> int:
+    """Returns 0 if the runs are equal, else 1."""
+    args = parse(argv)
+    kills = _KILLS_LOCAL if args.local else _KILLS_ON_RAY
+    kills = args.kills if args.kills is not None else kills
+    from raytrain_ddp.orchestration.chaos.chaos import Order, chaos
+    from raytrain_ddp.orchestration.chaos.show import Screen
+
+    order = Order(
+        config=args.config,
+        seed=args.config.seed,
+        kills=kills,
+        drivers=args.drivers,
+        node_kills=args.node_kills if args.nodes else 0,
+        workers=args.nodes or args.workers,
+        local=args.local,
+        nodes=args.nodes,
+    )
+    with Screen() as screen:
+        outcome = chaos(order, screen)
+    screen.verdict(outcome, f"python -m raytrain_ddp.chaos {shlex.join(argv)}".strip())
+    return 0 if outcome.equal else 1
+
+
+def parse(argv: Sequence[str]) -> ChaosArgs:
+    """Raises ConfigError for a recipe or a number, SystemExit (2) for a flag that is wrong."""
+    recipe = argv[0] if argv and not argv[0].startswith("-") else None
+    config = load(recipe) if recipe is not None else TrainConfig()
+    args = tyro.cli(
+        ChaosArgs,
+        prog="python -m raytrain_ddp.chaos",
+        args=list(argv),
+        default=ChaosArgs(config=config),
+    )
+    if args.recipe != recipe:
+        raise ConfigError(
+            f"the recipe {args.recipe!r} must be the first argument, before the flags."
+        )
+    for name, least in (("kills", 0), ("drivers", 0), ("workers", 1), ("nodes", 0)):
+        value = getattr(args, name)
+        require(value is None or value >= least, f"--{name}", value, f"must be {least} or more")
+    require(args.node_kills >= 0, "--node-kills", args.node_kills, "must be 0 or more")
+    require(not (args.local and args.nodes), "--nodes", args.nodes, "is for Ray: leave out --local")
+    args.config.require_slots(args.nodes or args.workers)
+    return args
+
+
+if __name__ == "__main__":
+    run_door(main)

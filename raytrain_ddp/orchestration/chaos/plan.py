@@ -1,0 +1,150 @@
+"""Which faults a run shall meet: drawn from one seed, before it begins.
+
+A fault is an entry of failpoints.py, or `driver`: all processes of the run are killed from outside
+when its log reaches a step, and the same command is run again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from random import Random
+from typing import TypeVar
+
+from raytrain_ddp.errors import ConfigError
+
+T = TypeVar("T")
+DRIVER = "driver"
+
+_OF_STEPS = ("train.before_step", "train.loss", "train.after_backward", "train.after_step")
+_OF_STARTS = ("start.opened", "start.warmed_up", "start.loaded")
+_OF_PRUNING = ("prune.manifest", "prune.done")
+_OF_COMMITS = (
+    *("checkpoint.snapshot", "checkpoint.begin", "checkpoint.manifest"),
+    "checkpoint.committed",
+)
+_PAYLOADS = 4  # files of a checkpoint: model, optimizer, state, log
+
+# Steps are most of a run's time; commits, pruning and starts are where most can go wrong.
+_SHARES = {"step": 0.45, "commit": 0.27, "prune": 0.05, "start": 0.13, "read": 0.10}
+
+
+@dataclass(frozen=True)
+class Fault:
+    """A process is ended: at `site`, by itself, when rank, step, hit and after hold (if given)."""
+
+    site: str
+    rank: int | None = None
+    step: int | None = None
+    hit: int | None = None
+    after: int | None = None
+    action: str = "kill"
+
+    def __str__(self) -> str:
+        """As failpoints.py reads it."""
+        names = ("rank", "step", "hit", "after")
+        given = [f"{n}={getattr(self, n)}" for n in names if getattr(self, n) is not None]
+        return f"{self.site}:{self.action}{'@' if given else ''}{','.join(given)}"
+
+
+@dataclass(frozen=True)
+class Shape:
+    """What of a run the plan depends on. `save_every` counts steps."""
+
+    total_steps: int
+    world_size: int
+    save_every: int
+
+
+def draw(seed: int, shape: Shape, kills: int, drivers: int = 0, nodes: int = 0) -> list[Fault]:
+    """`kills` killed workers, `drivers` killed drivers, `nodes` killed nodes, in about the order in
+    which they come. A pure function; no fault twice.
+
+    Faults with a step come at that step, whichever start of the run passes it first; those of a
+    commit in pairs, so that it is killed twice. The others, of starts and of pruning, come at the
+    next one after so many others: so starts are killed that follow a kill, also several in a row.
+
+    Raises:
+        ConfigError: the run is too short for so many.
+    """
+    random = Random(seed)
+    pools = _pools(random, shape)
+    of_steps: list[Fault] = []
+    at_once: list[Fault] = []
+    for _ in range(kills):
+        kind = _kind(random)
+        if kind == "start":
+            at_once.append(
+                Fault(_one_of(random, _OF_STARTS), int(random.random() * shape.world_size))
+            )
+        elif kind == "prune":
+            at_once.append(Fault(_one_of(random, _OF_PRUNING)))
+        else:
+            of_steps.append(_taken(pools, kind))
+    of_steps += [replace(_taken(pools, "step"), action="node") for _ in range(nodes)]
+    steps = _shuffled(random, list(range(2, shape.total_steps)))
+    of_steps += [Fault(DRIVER, step=step) for step in steps[:drivers]]
+    plan = sorted(of_steps, key=lambda fault: fault.step or 0)
+    for fault in at_once:
+        plan.insert(1 + int(random.random() * len(plan)), fault)
+    return [
+        replace(fault, after=place) if fault.step is None else fault
+        for place, fault in enumerate(plan)
+    ]
+
+
+def armed(plan: Sequence[Fault]) -> str:
+    """The plan as failpoints.py reads it: what the processes do to themselves."""
+    return ";".join(str(fault) for fault in plan if fault.site != DRIVER)
+
+
+def _pools(random: Random, shape: Shape) -> dict[str, list[Fault]]:
+    """Kind -> all places at a step; drawn from the end.
+
+    The first and the last step are left out.
+    """
+    ranks, steps = range(shape.world_size), range(2, shape.total_steps)
+    saves = range(shape.save_every, shape.total_steps, shape.save_every)
+    pairs = [pair for step in saves for pair in _pairs(_shuffled(random, _of_commit(step)))]
+    of_steps = [Fault(site, r, s) for site in _OF_STEPS for r in ranks for s in steps]
+    return {
+        "step": _shuffled(random, of_steps),
+        "read": _shuffled(random, [Fault("data.read", r, s) for r in ranks for s in steps]),
+        "commit": [fault for pair in _shuffled(random, pairs) for fault in pair],
+    }
+
+
+def _of_commit(step: int) -> list[Fault]:
+    """All places of one commit; each may end one attempt at it."""
+    payloads = [Fault("checkpoint.payload", step=step, hit=n + 1) for n in range(_PAYLOADS)]
+    return payloads + [Fault(site, step=step) for site in _OF_COMMITS]
+
+
+def _pairs(items: Sequence[T]) -> list[Sequence[T]]:
+    return [items[n : n + 2] for n in range(0, len(items), 2)]
+
+
+def _taken(pools: Mapping[str, list[Fault]], kind: str) -> Fault:
+    pool = pools[kind] or pools["step"]
+    if not pool:
+        raise ConfigError("too many kills for so short a run: take more --epochs or fewer --kills.")
+    return pool.pop()
+
+
+def _kind(random: Random) -> str:
+    point = random.random()
+    for kind, share in _SHARES.items():
+        point -= share
+        if point < 0:
+            return kind
+    return "step"
+
+
+def _one_of(random: Random, items: Sequence[T]) -> T:
+    return items[int(random.random() * len(items))]
+
+
+def _shuffled(random: Random, items: Sequence[T]) -> list[T]:
+    """By `random.random` alone: what the other methods give may change with Python's version."""
+    keys = [random.random() for _ in items]
+    return [items[place] for place in sorted(range(len(items)), key=keys.__getitem__)]

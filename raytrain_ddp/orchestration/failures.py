@@ -1,0 +1,172 @@
+"""What the failure of workers means: go on, or give up. Is told events, and speaks no Ray.
+
+Ray replaces dead workers as often as it must; whether it is worth it is judged here, as only here
+it is known whether the run gets on:
+
+- Failures count against `scaling.max_failures`, and a new checkpoint sets the count back: what
+  comes once a day may come for a year, but what lets no checkpoint come about ends the run.
+- The same failure at the same step twice, and no checkpoint between them: it would come for ever.
+- The user's own exceptions, and memory that does not suffice, come again: they are not retried.
+- Workers that Ray ends because their node runs out of memory are replaced once.
+- Preemptions are counted by Ray, against `scaling.max_preemptions`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from raytrain_ddp import errors
+
+Event = Mapping[str, Any]
+
+KEPT = "The last committed checkpoint is kept; the same command goes on from there."
+_MEMORY = (
+    "Lower --micro-batch (the global batch stays) or --data.prefetch-mib, put fewer workers on a "
+    f"node (--scaling.cpus-per-worker), or take one with more memory. {KEPT}"
+)
+_BY_RAY_FOR_MEMORY = ("running low on memory", "NODE_OUT_OF_MEMORY", "OutOfMemoryError")
+
+
+class Failures:
+    """Judges the failures of one run.
+
+    Args:
+        most: scaling.max_failures.
+    """
+
+    def __init__(self, most: int) -> None:
+        self._most = most
+        self._in_a_row = 0
+        self._before: tuple[int, str] | None = None  # (step, what) of the failure before
+        self._for_memory = 0
+        self._committed = 0
+        self._start: _Start = _Start("")
+
+    def take(self, event: Event) -> Event | None:
+        """Takes in an event of any kind; returns what is to be shown of a failure, if it is one.
+
+        Kinds: joined (start, rank, node), at (the step in progress), failed (a worker's last
+        words), died (what Ray says of all that have failed: texts by rank, and which ranks were
+        preempted), and those of the display.
+
+        Raises:
+            RaytrainError: the run shall end.
+        """
+        kind, start = event["kind"], self._start
+        if kind == "joined":
+            if event["start"] != start.name:
+                start = self._start = _Start(event["start"])
+            start.nodes[event["rank"]] = event["node"]
+        elif kind == "checkpoint":
+            self._got_on(event["step"])
+        elif kind == "plan":
+            self._got_on(event["start_step"])  # where word of the checkpoint has died with rank 0
+            start.step = event["start_step"] + 1
+        elif kind == "at":
+            start.step = event["step"]
+        elif kind == "failed" and event["start"] == start.name:  # and of no zombie
+            start.words[event["rank"]] = event
+            if event["cause"] == "error":
+                raise as_error(event)
+        elif kind == "died" and not start.judged & {*event["texts"].values()}:
+            start.judged |= {*event["texts"].values()}
+            return self._judge(event)
+        return None
+
+    def first_cause(self) -> str:
+        """What the first worker said that did not only suffer from another's end; or ``""``."""
+        words = [*self._start.words.values()]
+        own = [event for event in words if event["cause"] != "peer"]
+        return str((own or words)[0]["message"]) if words else ""
+
+    def _got_on(self, step: int) -> None:
+        if step > self._committed:
+            self._committed, self._in_a_row, self._before, self._for_memory = step, 0, None, 0
+
+    def _judge(self, event: Event) -> Event:
+        if event["preempted"]:
+            return {"kind": "preempted", "text": self._start.preempted(event["preempted"])}
+        rank, what, said = self._start.cause(event["texts"])
+        step = self._start.step_of(rank)
+        where = f"on {self._start.node(rank)} {f'at step {step}' if step else 'while starting'}"
+        if any(sign in event["texts"].get(rank, "") for sign in _BY_RAY_FOR_MEMORY):
+            self._for_memory += 1
+            said = "was ended by Ray, as its node ran out of memory,"
+            if self._for_memory > 1:
+                raise errors.RetriesExhausted(f"rank {rank} {said} {where}, again. {_MEMORY}")
+        if step and self._before == (step, what):
+            raise errors.RetriesExhausted(
+                f"rank {rank} {said} {where}, as it did before, with no checkpoint between: it "
+                f"would do so for ever. {_advice(what)} {KEPT}"
+            )
+        self._in_a_row += 1
+        if self._in_a_row > self._most:
+            raise errors.RetriesExhausted(
+                f"workers failed {self._in_a_row} times with no new checkpoint between "
+                f"(scaling.max_failures = {self._most}); at last rank {rank} {said} {where}. {KEPT}"
+            )
+        self._before = (step, what) if step else None
+        going = f"going on from {f'step {self._committed}' if self._committed else 'the start'}"
+        count = f"failure {self._in_a_row} of at most {self._most} in a row"
+        return {
+            "kind": "failed",
+            "rank": rank,
+            "step": step,
+            "message": f"{said} {where}; {going} ({count})",
+        }
+
+
+class _Start:
+    """What is known of one start of the workers, which all die together."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.nodes: dict[int, str] = {}
+        self.words: dict[int, Event] = {}  # the last ones of each rank
+        self.step: int | None = None  # in progress, by what the driver has heard of it
+        self.judged: set[str] = set()
+
+    def node(self, rank: int) -> str:
+        return self.nodes.get(rank, "its node")
+
+    def step_of(self, rank: int) -> int | None:
+        """The step that a rank was at: by its own words, by its peers', or by the last line."""
+        said = self.words[rank]["step"] if rank in self.words else None
+        theirs = [event["step"] for event in self.words.values() if event["step"]]
+        return said or max(theirs, default=self.step)
+
+    def cause(self, texts: Mapping[int, str]) -> tuple[int, str, str]:
+        """Which rank failed first, the class of its failure, and what it did.
+
+        One that speaks of its peers suffers from them; one that says nothing crashed or was killed.
+        """
+        own = [event for event in self.words.values() if event["cause"] != "peer"]
+        if own:
+            line = next(iter(own[0]["message"].splitlines()), "")
+            return own[0]["rank"], own[0]["error"], f"failed ({line})"
+        # Ray knows of a dead process before its peers speak, of a dead node after.
+        silent = [rank for ranks in (texts, self.nodes) for rank in ranks if rank not in self.words]
+        if silent:
+            return silent[0], f"the end of rank {silent[0]}", "crashed, or was killed,"
+        return min(texts), "the end of a connection", "lost its peers"
+
+    def preempted(self, ranks: Iterable[int]) -> str:
+        nodes = sorted({self.node(rank) for rank in ranks})
+        return f"{', '.join(nodes)} preempted (rank {', '.join(map(str, sorted(ranks)))})"
+
+
+def as_error(event: Event) -> errors.RaytrainError:
+    """The worker's exception, in the driver: one of ours, or the user's with its traceback."""
+    if event["traceback"]:
+        return errors.TaskError(f"the task failed on rank {event['rank']}:\n{event['traceback']}")
+    kinds = {kind.exit_status: kind for kind in errors.RaytrainError.__subclasses__()}
+    return kinds[event["status"]](event["message"])
+
+
+def _advice(what: str) -> str:
+    if what.startswith("the end of"):
+        return (
+            "That rank's log may tell of a crash in native code, the kernel's of a lack of memory."
+        )
+    return "Cure that first."

@@ -1,0 +1,74 @@
+"""Nodes that are about to be taken away: a checkpoint at the notice, another before the end.
+
+Between the two the run trains on. After the second it holds until Ray ends the workers: Ray would
+take a return for the end of the run, and an exception for a failure.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import ray.train
+
+from raytrain_ddp.training.session import Wishes
+
+STOP = 1  # in place of a signal's number, and below those by which a person stops a run
+_UNKNOWN_S = 120.0  # Ray's own patience with a notice that names no end
+_LEAST_MARGIN_S = 5.0
+
+
+class Notice:
+    """Looks for Ray's notices, and knows what is to be done about one and when.
+
+    Args:
+        look_every_s: 0: never. A look costs all ranks a round trip to an actor of Ray's.
+        tell: is given a note.
+    """
+
+    def __init__(self, look_every_s: float, tell: Callable[[Mapping[str, Any]], None]) -> None:
+        self._every_s, self._tell = look_every_s, tell
+        self._looked_at = self._asked_at = time.monotonic()
+        self._step_s = self._commit_s = 0.0
+        self._nodes: list[str] = []
+        self._ends_at: float | None = None  # by this host's monotonic clock
+        self._save = False
+
+    def wishes(self) -> Wishes:
+        """Rank 0's, once a step."""
+        now = time.monotonic()
+        # The longest of the last steps: one may hold an evaluation, and the next one as well.
+        self._step_s = max(now - self._asked_at, 0.9 * self._step_s)
+        self._asked_at = now
+        save, self._save = self._save, False
+        stop = self._ends_at is not None and now >= self._ends_at - self.margin_s()
+        look = 0 < self._every_s <= now - self._looked_at
+        return Wishes(STOP if stop else 0, save, look)
+
+    def look(self) -> None:
+        """All ranks take part."""
+        found = ray.train.get_preemption_info()
+        self._looked_at = time.monotonic()
+        if found is None:
+            return
+        left_s = _UNKNOWN_S if found.deadline_ms is None else found.deadline_ms / 1e3 - time.time()
+        if self._ends_at is None or found.deadline_ms is not None:
+            self._ends_at = self._looked_at + left_s
+        if found.preempted_node_ids != self._nodes:
+            self._nodes, self._save = found.preempted_node_ids, True
+            ranks = ", ".join(map(str, found.preempted_ranks))
+            text = f"the node of rank {ranks} is taken away in {max(0.0, left_s):.0f} s: "
+            self._tell({"kind": "note", "text": text + "saving now, and again before that"})
+
+    def left_s(self) -> float:
+        """How long the nodes have still to live."""
+        return max(0.0, (self._ends_at or 0.0) - time.monotonic())
+
+    def committed(self, seconds: float) -> None:
+        """A commit has taken so long: the last one may take as long."""
+        self._commit_s = max(seconds, self._commit_s)
+
+    def margin_s(self) -> float:
+        """The time for the last checkpoint: the step under way, the commit, and as much again."""
+        return max(_LEAST_MARGIN_S, 2 * (self._step_s + self._commit_s))

@@ -1,0 +1,437 @@
+"""What the failures of workers lead to: the policy is fed events, and no Ray is started."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Mapping
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from raytrain_ddp.config import TrainConfig
+from raytrain_ddp.errors import DataError, PreflightError, RetriesExhausted, TaskError
+from raytrain_ddp.orchestration import cluster
+from raytrain_ddp.orchestration.cluster import _settled
+from raytrain_ddp.orchestration.failures import Failures
+from raytrain_ddp.orchestration.resources import Layout, room
+from raytrain_ddp.orchestration.waiting import Waiting
+from raytrain_ddp.sections import ScalingConfig
+
+Event = Mapping[str, Any]
+KILLED = "The actor died unexpectedly before finishing this task. actor_id: {} Worker exit type: "
+
+
+class Story:
+    """Tells a policy what happens to three workers, one start after another."""
+
+    def __init__(self, most: int = 3) -> None:
+        self.policy = Failures(most)
+        self.starts = 0
+
+    def start(self, at: int = 0) -> Story:
+        self.starts += 1
+        for rank in range(3):
+            event = {"kind": "joined", "start": f"{self.starts}", "rank": rank, "node": f"n{rank}"}
+            assert self.policy.take(event) is None
+        assert self.policy.take({"kind": "plan", "start_step": at}) is None
+        return self
+
+    def words(self, rank: int, cause: str, step: int | None, error: str = "OSError") -> Story:
+        event = {"kind": "failed", "start": f"{self.starts}", "rank": rank, "step": step}
+        said = {"error": error, "message": f"{error}: so", "traceback": "", "status": 1}
+        self.policy.take({**event, **said, "cause": cause})
+        return self
+
+    def killed(self, rank: int, step: int | None, why: str = "SYSTEM_ERROR") -> Event | None:
+        """One is killed; its peers tell that they lost it, unless there is no step yet."""
+        peers = [] if step is None else [r for r in range(3) if r != rank]
+        for peer in peers:
+            self.words(peer, "peer", step, "RuntimeError")
+        texts = {rank: KILLED.format(self.starts) + why, **dict.fromkeys(peers, "connection")}
+        return self.policy.take({"kind": "died", "texts": texts, "preempted": []})
+
+    def saved(self, step: int) -> Story:
+        assert self.policy.take({"kind": "checkpoint", "step": step, "seconds": 0.1}) is None
+        return self
+
+
+def test_fault_01_a_killed_worker_is_told_with_rank_node_step_and_where_it_goes_on():
+    shown = Story().start().saved(23).killed(rank=1, step=33)
+    assert shown is not None
+    assert (shown["kind"], shown["rank"], shown["step"]) == ("failed", 1, 33)
+    for words in (
+        "crashed, or was killed",
+        "on n1",
+        "at step 33",
+        "from step 23",
+        "1 of at most 3",
+    ):
+        assert words in shown["message"]
+
+
+def test_one_death_is_judged_once_however_often_ray_tells_of_it():
+    story = Story().start()
+    assert story.killed(1, 5) is not None
+    assert story.killed(1, 5) is None
+
+
+def test_failures_with_a_checkpoint_between_them_go_on_for_ever():
+    story = Story(most=1)
+    for number in range(100):
+        story.start(at=10 * number).saved(10 * number + 5)
+        assert story.killed(rank=1, step=10 * number + 7) is not None
+
+
+def test_a_checkpoint_whose_word_was_lost_counts_when_the_next_start_goes_on_from_it():
+    story = Story(most=0)
+    with pytest.raises(RetriesExhausted):
+        story.start().killed(0, 4)
+    story = Story(most=1)
+    assert story.start().killed(0, 8) is not None
+    assert story.start(at=7).killed(0, 8) is not None
+
+
+def test_failures_in_a_row_end_the_run_at_scaling_max_failures():
+    story = Story(most=2)
+    for step in (5, 9):
+        assert story.start().killed(rank=1, step=step) is not None
+    with pytest.raises(RetriesExhausted, match=r"failed 3 times .*max_failures = 2") as caught:
+        story.start().killed(rank=1, step=7)
+    assert caught.value.exit_status == 7
+    assert "\n" not in str(caught.value)
+
+
+def test_fault_48_the_same_death_at_the_same_step_twice_ends_the_run_at_once():
+    story = Story(most=100)
+    assert story.start(at=3).killed(rank=1, step=5) is not None
+    with pytest.raises(RetriesExhausted, match="at step 5, as it did before") as caught:
+        story.start(at=3).killed(rank=1, step=5)
+    assert "no checkpoint between" in str(caught.value)
+    assert "native code" in str(caught.value)
+
+
+def test_fault_48_the_same_error_at_the_same_step_twice_ends_the_run_at_once():
+    story = Story(most=100).start()
+    texts = {0: "OSError: so", 1: "gloo"}
+    story.words(1, "peer", 5).words(0, "outside", 5)
+    shown = story.policy.take({"kind": "died", "texts": texts, "preempted": []})
+    assert shown is not None
+    assert shown["rank"] == 0
+    assert "failed (OSError: so)" in shown["message"]
+    story.start().words(0, "outside", 5)
+    with pytest.raises(RetriesExhausted, match=r"rank 0 failed \(OSError: so\) on n0 at step 5"):
+        story.policy.take({"kind": "died", "texts": texts, "preempted": []})
+
+
+@pytest.mark.parametrize(
+    ("rank", "step", "saved"), [(1, 6, 0), (2, 5, 0), (1, 5, 4)], ids=["step", "rank", "progress"]
+)
+def test_fault_48_another_step_another_rank_or_a_checkpoint_between_is_no_loop(
+    rank: int, step: int, saved: int
+):
+    story = Story()
+    assert story.start().killed(rank=1, step=5) is not None
+    story.start()
+    if saved:
+        story.saved(saved)
+    assert story.killed(rank, step) is not None
+
+
+def test_fault_48_the_death_of_one_that_was_alone_is_placed_by_what_it_said_last():
+    policy = Failures(100)
+    for number in range(2):
+        joined = {"kind": "joined", "start": f"{number}", "rank": 0, "node": "n0"}
+        for event in (joined, {"kind": "plan", "start_step": 0}, {"kind": "at", "step": 12}):
+            assert policy.take(event) is None
+        died = {"kind": "died", "texts": {0: KILLED.format(number)}, "preempted": []}
+        if number == 0:
+            shown = policy.take(died)
+            assert shown is not None
+            assert shown["step"] == 12
+        else:
+            with pytest.raises(RetriesExhausted, match="at step 12, as it did before"):
+                policy.take(died)
+
+
+def test_deaths_while_starting_are_no_loop_but_are_counted():
+    story = Story(most=2)
+    for _ in range(2):
+        story.start()
+        story.policy._start.step = None  # killed before there was a plan
+        shown = story.killed(rank=1, step=None)
+        assert shown is not None
+        assert "while starting; going on from the start" in shown["message"]
+    story.start()
+    with pytest.raises(RetriesExhausted, match="failed 3 times"):
+        story.killed(rank=1, step=None)
+
+
+def test_fault_25_a_worker_ended_by_rays_memory_monitor_is_replaced_once():
+    why = "NODE_OUT_OF_MEMORY Worker exit detail: the node was running low on memory"
+    story = Story(most=100)
+    shown = story.start().killed(rank=1, step=5, why=why)
+    assert shown is not None
+    assert "ended by Ray, as its node ran out of memory" in shown["message"]
+    with pytest.raises(RetriesExhausted, match="again") as caught:
+        story.start().killed(rank=2, step=9, why=why)
+    for knob in ("--micro-batch", "--data.prefetch-mib", "--scaling.cpus-per-worker"):
+        assert knob in str(caught.value)
+
+
+def test_fault_34_a_preemption_counts_against_no_failures():
+    story = Story(most=0)
+    for _ in range(5):
+        story.start()
+        texts = {1: KILLED.format(story.starts)}
+        shown = story.policy.take({"kind": "died", "texts": texts, "preempted": [1]})
+        assert shown == {"kind": "preempted", "text": "n1 preempted (rank 1)"}
+
+
+def test_fault_04_a_lost_node_is_named_though_its_peers_only_speak_of_a_connection():
+    story = Story().start()
+    story.words(0, "peer", 7, "RuntimeError").words(2, "peer", 7, "RuntimeError")
+    texts = {0: "Connection closed by peer", 2: "Connection closed by peer"}
+    shown = story.policy.take({"kind": "died", "texts": texts, "preempted": []})
+    assert shown is not None
+    assert shown["rank"] == 1
+    assert "on n1 at step 7" in shown["message"]
+
+
+def test_the_users_error_and_ours_end_the_run_at_once():
+    story = Story().start()
+    event = {"kind": "failed", "start": "1", "rank": 0, "step": 1, "cause": "error"}
+    said = {"error": "X", "message": "x", "status": 4}
+    with pytest.raises(DataError, match=r"^x$"):
+        story.policy.take({**event, **said, "traceback": ""})
+    with pytest.raises(TaskError, match="rank 0:\nTraceback"):
+        story.policy.take({**event, **said, "traceback": "Traceback"})
+
+
+def test_fault_07_the_last_words_of_a_zombie_are_not_heard():
+    story = Story().start().start()
+    old = {"kind": "failed", "start": "1", "rank": 0, "step": 1, "cause": "error", "status": 8}
+    assert story.policy.take({**old, "error": "RunLockedError", "message": "x"}) is None
+    assert story.policy.first_cause() == ""
+
+
+# ------------------------------------------------------------------ room for workers
+
+
+def layout(least: int, most: int) -> Layout:
+    return Layout(least, most, True, {"CPU": 2, "GPU": 1}, "nccl")
+
+
+def test_room_is_counted_node_by_node():
+    nodes = [{"CPU": 4, "GPU": 4}, {"CPU": 1, "GPU": 1}, {"CPU": 64}, {"CPU": 64, "GPU": 1.0}]
+    assert room(layout(1, 8), nodes) == 3
+    assert room(layout(1, 8), []) == 0
+    shared = Layout(1, 8, True, {"CPU": 1, "GPU": 0.1}, "gloo")
+    assert room(shared, [{"CPU": 64, "GPU": 1}]) == 10
+
+
+class Clockwork:
+    """A Waiting whose clock and cluster a test sets."""
+
+    def __init__(self, least: int, most: int) -> None:
+        self.now, self.nodes = 0.0, [{"CPU": 2, "GPU": 1}] * 3
+        self.notes: list[Event] = []
+        self.changes: list[float] = []
+        self.waiting = Waiting(
+            layout(least, most),
+            60,
+            lambda: self.nodes,
+            lambda: self.changes.append(self.now),
+            self.notes.append,
+            lambda: self.now,
+        )
+
+    def run(self, seconds: float) -> None:
+        until = self.now + seconds
+        while self.now < until:
+            self.now += 1
+            self.waiting.look()
+
+
+@pytest.mark.parametrize("joined", [False, True])
+def test_fault_04_too_few_nodes_are_waited_for_so_long_and_no_longer(joined: bool):
+    clockwork = Clockwork(3, 3)
+    if joined:
+        clockwork.waiting.joined()
+    clockwork.run(20)
+    clockwork.nodes.pop()
+    clockwork.run(50)
+    assert len(clockwork.notes) == 1
+    assert "waiting up to 60 s: for 3 workers" in clockwork.notes[0]["text"]
+    assert "room for 2" in clockwork.notes[0]["text"]
+    with pytest.raises(PreflightError, match=r"scaling\.wait_s"):
+        clockwork.run(20)
+
+
+def test_fault_04_fewer_nodes_are_enough_for_an_elastic_run_and_new_ones_in_time_for_any():
+    clockwork = Clockwork(1, 3)
+    del clockwork.nodes[1:]
+    clockwork.run(200)
+    assert clockwork.notes == []
+    clockwork = Clockwork(3, 3)
+    for _ in range(3):
+        node = clockwork.nodes.pop()
+        clockwork.run(50)
+        clockwork.nodes.append(node)
+        clockwork.run(20)
+    assert len(clockwork.notes) == 3
+
+
+def test_a_change_of_nodes_is_told_within_seconds_and_once():
+    clockwork = Clockwork(1, 3)
+    clockwork.run(30)
+    clockwork.nodes.pop()
+    clockwork.run(30)
+    clockwork.nodes.append({"CPU": 2, "GPU": 1})
+    clockwork.run(30)
+    assert [round(at / 30) for at in clockwork.changes] == [1, 2]
+
+
+def test_fault_42_workers_that_never_come_end_the_run_though_there_is_room():
+    clockwork = Clockwork(1, 3)
+    with pytest.raises(PreflightError, match="has not started 1 to 3 workers in 480 s"):
+        clockwork.run(600)
+    clockwork = Clockwork(1, 3)
+    clockwork.run(100)
+    clockwork.waiting.joined()
+    clockwork.run(2000)
+    clockwork.waiting.lost()
+    with pytest.raises(PreflightError, match="has not started"):
+        clockwork.run(600)
+
+
+def test_fault_06_a_head_that_answers_no_more_ends_the_run_within_a_bound(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    def silent() -> list[Mapping[str, float]]:
+        raise ConnectionError("no GCS")
+
+    monkeypatch.setattr(cluster, "_ASK_EVERY_S", 0.01)
+    monkeypatch.setattr(cluster, "_HEAD_DEAD_AFTER_S", 0.3)
+    monkeypatch.setattr(cluster.Nodes, "_ask", lambda _: [{"CPU": 1.0}])
+    nodes = cluster.Nodes()
+    time.sleep(0.5)
+    assert nodes() == [{"CPU": 1.0}]
+    monkeypatch.setattr(cluster.Nodes, "_ask", lambda _: silent())
+    time.sleep(0.5)
+    with pytest.raises(RetriesExhausted, match=r"has not answered for 0\.3 s\. The last committed"):
+        nodes()
+    nodes.close()
+
+
+# ------------------------------------------------------------------ preemption
+
+
+ONE = {"n1": [1]}
+
+
+class Taken:
+    """A Notice with a clock of its own, and what Ray would say."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, every_s: float = 3.0) -> None:
+        import ray.train
+
+        from raytrain_ddp.orchestration import preemption
+
+        self.now, self.said, self.notes = 1000.0, None, []
+        monkeypatch.setattr(ray.train, "get_preemption_info", lambda: self.said)
+        clock = SimpleNamespace(monotonic=lambda: self.now, time=lambda: self.now + 5e8)
+        monkeypatch.setattr(preemption, "time", clock)
+        self.notice = preemption.Notice(every_s, self.notes.append)
+
+    def drain(self, left_s: float | None, nodes: Mapping[str, list[int]] = ONE) -> None:
+        deadline_ms = None if left_s is None else int(1e3 * (self.now + 5e8 + left_s))
+        ranks = sorted(rank for ranks in nodes.values() for rank in ranks)
+        self.said = SimpleNamespace(
+            deadline_ms=deadline_ms, preempted_node_ids=sorted(nodes), preempted_ranks=ranks
+        )
+
+    def steps(self, seconds: float, each_s: float = 0.5) -> list[tuple[float, Any]]:
+        """Goes through steps as the loop does; returns when which wish was not none."""
+        until, wished = self.now + seconds, []
+        while self.now < until:
+            wishes = self.notice.wishes()
+            if wishes.stop or wishes.save:
+                wished.append((self.now - 1000, wishes))
+            if wishes.look:
+                self.notice.look()
+            self.now += each_s
+        return wished
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_fault_34_a_notice_is_saved_for_at_once_and_again_before_the_end(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    taken = Taken(monkeypatch)
+    assert taken.steps(10) == []
+    taken.drain(30)
+    wished = taken.steps(29)
+    saves = [at for at, wishes in wished if wishes.save]
+    stops = [at for at, wishes in wished if wishes.stop]
+    assert saves == [12.5]  # looked for every 3 s
+    assert stops[0] == 35.0  # 5 s before the end
+    assert {wishes.stop for _, wishes in wished if wishes.stop} == {1}  # below SIGINT and SIGTERM
+    assert len(taken.notes) == 1
+    assert "the node of rank 1 is taken away in 28 s" in taken.notes[0]["text"]
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_fault_34_the_margin_follows_the_slowest_commit_and_the_steps(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    taken = Taken(monkeypatch)
+    taken.notice.committed(6.0)
+    taken.notice.committed(0.1)
+    taken.drain(60)
+    stops = [at for at, wishes in taken.steps(60, each_s=2.0) if wishes.stop]
+    assert stops[0] == 60 - 2 * (6 + 2)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_fault_34_more_nodes_and_an_earlier_end_are_followed(monkeypatch: pytest.MonkeyPatch):
+    taken = Taken(monkeypatch)
+    taken.drain(None)
+    assert [wishes.save for _, wishes in taken.steps(20)] == [True]
+    assert taken.notice.left_s() == pytest.approx(120, abs=20)
+    taken.drain(20, {"n0": [0], "n1": [1]})
+    wished = taken.steps(20)
+    assert [wishes.save for _, wishes in wished].count(True) == 1
+    assert next(at for at, wishes in wished if wishes.stop) == 35.0
+    assert "rank 0, 1" in taken.notes[-1]["text"]
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_on_our_own_machine_nobody_looks(monkeypatch: pytest.MonkeyPatch):
+    taken = Taken(monkeypatch, every_s=0)
+    taken.drain(30)
+    assert taken.steps(40) == []
+
+
+# ------------------------------------------------------------------ Ray's settings
+
+
+@pytest.mark.parametrize(
+    ("workers", "timeout_s", "expected"),
+    [("2", "auto", "120"), ("1:2", "auto", "5"), ("2", 7, "7")],
+)
+def test_rays_time_outs_follow_the_config_and_are_gone_after_the_run(
+    workers: str, timeout_s: Any, expected: str, monkeypatch: pytest.MonkeyPatch
+):
+    before = dict(os.environ)
+    scaling = ScalingConfig(num_workers=workers, start_timeout_s=timeout_s)
+    with _settled(TrainConfig(scaling=scaling), embedded=True):
+        assert os.environ["RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S"] == expected
+        assert os.environ["RAY_TRAIN_ENABLE_PREEMPTION_WATCHER"] == "0"
+    assert dict(os.environ) == before
+    monkeypatch.setenv("RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S", "33")
+    with _settled(TrainConfig(scaling=scaling), embedded=False):
+        assert os.environ["RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S"] == "33"
+        assert "RAY_TRAIN_ENABLE_PREEMPTION_WATCHER" not in os.environ
+    assert os.environ["RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S"] == "33"

@@ -1,0 +1,126 @@
+"""Rows of the matrix of faults that belong to no other file; FAULTS.md has them all."""
+
+from __future__ import annotations
+
+import os
+import random
+import time
+from pathlib import Path
+
+import pytest
+from processes import Group, door
+from tiny import Ran, bits, newest, plain, run_tiny, tiny_config
+
+from raytrain_ddp.checkpoint.layout import read_history, run_storage
+from raytrain_ddp.config import TrainConfig
+
+HOUR_S = 3600.0
+OF_TIME = {"seconds", "samples_per_s", "data_wait"}
+
+
+def log_of(config: TrainConfig) -> list[dict[str, object]]:
+    history = read_history(run_storage(config))
+    return [{k: v for k, v in record.items() if k not in OF_TIME} for record in history]
+
+
+# ------------------------------------------------------------------ 36: clocks
+
+
+def run_with_a_mad_clock(
+    rank: int, size: int, config: dict[str, object], offset_s: float, stop_at: int
+) -> Ran:
+    """Each rank's clock of the day is off by its own amount, and jumps at each look."""
+    real, jumps = time.time, random.Random(rank)
+    shift = offset_s * (rank + 1)
+    time.time = lambda: real() + shift + jumps.uniform(-HOUR_S, HOUR_S)
+    try:
+        return run_tiny(rank, size, config, None, stop_at)
+    finally:
+        time.time = real
+
+
+def test_fault_36_clocks_that_differ_and_jump_change_nothing(workers: Group, tmp_path: Path):
+    """Back by an hour, then forward by a day, with the files' times shuffled: order is by step."""
+    whole, config = (tiny_config(tmp_path, name) for name in ("whole", "skewed"))
+    workers(3, run_tiny, plain(whole))
+    shuffled = random.Random(36)
+    for stop, offset_s in ((11, 0.0), (13, -HOUR_S), (24, 24 * HOUR_S), (0, -24 * HOUR_S)):
+        ran = workers(3, run_with_a_mad_clock, plain(config), offset_s, stop)
+        assert ran[0].outcome.step == (stop or ran[0].outcome.total_steps)
+        for path in (tmp_path / "skewed").rglob("*"):
+            moment = shuffled.uniform(0, 2e9)
+            os.utime(path, (moment, moment))
+    assert bits(config) == bits(whole)
+    assert log_of(config) == log_of(whole)
+    assert newest(config).manifest.attempt == 4
+
+
+# ------------------------------------------------------------------ 45: secrets
+
+CANARY = "Canary4567SecretThatMustNotShow"
+SECRETS = {
+    "AWS_SECRET_ACCESS_KEY": CANARY,
+    "AWS_SESSION_TOKEN": CANARY,
+    "GOOGLE_APPLICATION_CREDENTIALS": f"/{CANARY}.json",
+    "RAY_AUTH_TOKEN": CANARY + "x" * 32,
+    "WANDB_API_KEY": CANARY,
+}
+
+
+def test_fault_45_no_secret_of_the_environment_is_in_anything_that_a_run_writes_or_says(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    for name, value in SECRETS.items():
+        monkeypatch.setenv(name, value)
+    small = ("--local", "--epochs", "1", "--batch-size", "256", "--micro-batch", "64")
+    answers = [
+        door("fit", "--name", "secret", *small, cwd=tmp_path),
+        door("fit", "--name", "secret", *small, "--seed", "1", cwd=tmp_path),  # refused
+        door("evaluate", "secret", cwd=tmp_path),
+    ]
+    assert [answer.status for answer in answers] == [0, 2, 0], answers
+    said = "".join(answer.out + answer.err for answer in answers)
+    assert CANARY not in said
+    files = [path for path in tmp_path.rglob("*") if path.is_file()]
+    assert {"config.toml", "metrics.jsonl", "manifest.json"} <= {path.name for path in files}
+    assert [path for path in files if CANARY.encode() in path.read_bytes()] == []
+
+
+@pytest.mark.parametrize(
+    "argv",
+    [
+        ("--storage", f"s3://key:{CANARY}@bucket/runs?endpoint_override=127.0.0.1:9&scheme=http"),
+        ("--data.source", f"s3://key:{CANARY}@bucket/x?endpoint_override=127.0.0.1:9&scheme=http"),
+        ("--data.source", f"s3://bucket/x?secret_key={CANARY}&endpoint_override=127.0.0.1:9"),
+        ("--storage", f"nonsense://user:{CANARY}@host/runs?token={CANARY}"),
+    ],
+)
+def test_fault_45_no_secret_of_a_uri_is_in_an_error(argv: tuple[str, ...], tmp_path: Path):
+    answer = door("fit", "--local", *argv, cwd=tmp_path)
+    assert answer.status in (2, 3, 4), answer
+    assert answer.err.startswith("error: ")
+    assert CANARY not in answer.out + answer.err
+    files = [path for path in tmp_path.rglob("*") if path.is_file()]
+    assert [path for path in files if CANARY.encode() in path.read_bytes()] == []
+
+
+# ------------------------------------------------------------------ 13: Ray's own register
+
+
+@pytest.mark.parametrize(
+    "content", [b"", b'{"checkpoints": [', b"\x00" * 100], ids=["empty", "torn", "zeros"]
+)
+@pytest.mark.filterwarnings("ignore")  # of Ray's import
+def test_fault_13_a_damaged_register_of_rays_is_out_of_the_way_before_ray_looks(
+    content: bytes, tmp_path: Path
+):
+    from raytrain_ddp.orchestration.launch import _trainer
+    from raytrain_ddp.orchestration.resources import Layout
+
+    config = tiny_config(tmp_path, "registered")
+    run = run_storage(config)
+    run.mkdir()
+    run.write("checkpoint_manager_snapshot.json", content)
+    layout = Layout(1, 1, use_gpu=False, per_worker={"CPU": 1.0}, backend="gloo")
+    _trainer(config, run, layout, board=None)
+    assert run.walk() == []

@@ -1,0 +1,67 @@
+"""FAULTS.md: every row of the matrix of faults has its tests, or says why not."""
+
+from __future__ import annotations
+
+import ast
+import re
+from pathlib import Path
+
+import pytest
+
+HERE = Path(__file__).parent
+ROWS = range(1, 49)
+
+
+def table() -> dict[int, str]:
+    """Row -> its last cell."""
+    text = (HERE / "FAULTS.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| (\d+) \| [^|]+ \| ([^|]+) \|$", text, re.MULTILINE)
+    assert len(rows) == len({number for number, _ in rows}), "a row is there twice"
+    return {int(number): cell for number, cell in rows}
+
+
+def all_tests() -> dict[str, set[str]]:
+    """File -> the names of its tests."""
+    return {
+        path.name: {
+            node.name
+            for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+            if isinstance(node, ast.FunctionDef) and node.name.startswith("test_")
+        }
+        for path in HERE.glob("test_*.py")
+    }
+
+
+def rows_of(test: str) -> list[int]:
+    """``test_fault_17_and_18_...`` -> 17, 18."""
+    match = re.match(r"test_faults?_((?:\d\d_(?:and_)?)+)", test)
+    return [int(number) for number in re.findall(r"\d\d", match[1])] if match else []
+
+
+def test_every_row_is_there():
+    assert sorted(table()) == list(ROWS)
+
+
+@pytest.mark.parametrize("row", ROWS)
+def test_a_row_names_tests_that_exist_or_says_why_there_are_none(row: int):
+    cell = table()[row]
+    tests = all_tests()
+    named = re.findall(r"`([^`:]+\.py)::([^`]+)`", cell)
+    for file, test in named:
+        assert test in tests[file], f"row {row}: {file} has no {test}"
+    if not named:
+        assert re.match(r"None: .{20,}", cell), f"row {row} has neither tests nor a reason"
+
+
+def test_every_test_that_bears_a_row_is_in_it():
+    rows = table()
+    for file, tests in all_tests().items():
+        for test in tests:
+            for row in rows_of(test):
+                assert f"`{file}::{test}`" in rows[row], f"{file}::{test} is not in row {row}"
+
+
+def test_the_numbers_in_a_name_are_read():
+    assert rows_of("test_fault_01_02_03_05_killed") == [1, 2, 3, 5]
+    assert rows_of("test_fault_17_and_18_all_missing") == [17, 18]
+    assert rows_of("test_faults_without_a_step") == []

@@ -1,0 +1,220 @@
+"""Nodes of a real Ray that are lost, added, and taken away with a notice: one cluster for all.
+
+Each fit is a cold start of its workers, so one run goes through as much as it can.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import subprocess
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from rich.console import Console
+
+from raytrain_ddp import FitResult, TrainConfig, fit
+from raytrain_ddp.checkpoint.layout import read_history, run_storage
+from raytrain_ddp.orchestration.cluster import SETTINGS
+from raytrain_ddp.orchestration.display import Display
+from raytrain_ddp.orchestration.driver import fit_locally
+from raytrain_ddp.sections import (
+    CheckpointConfig,
+    EvalConfig,
+    LogConfig,
+    OptimConfig,
+    ScalingConfig,
+)
+
+HERE = Path(__file__).parent
+pytestmark = [pytest.mark.ray, pytest.mark.filterwarnings("ignore")]  # Ray's own warnings
+
+
+class Ears(Display):
+    """A display that shows nothing and keeps each event with its time."""
+
+    def __init__(self) -> None:
+        super().__init__(Console(file=io.StringIO()), live=False)
+        self.heard: list[tuple[float, dict[str, Any]]] = []
+
+    def handle(self, event: Any) -> None:
+        self.heard.append((time.monotonic(), dict(event)))
+
+    def of(self, kind: str) -> list[dict[str, Any]]:
+        return [event for _, event in self.heard if event["kind"] == kind]
+
+    def wait(self, what: Callable[[dict[str, Any]], bool], after: float = 0.0) -> float:
+        """The time at which the first event of that kind came; waits for it."""
+        deadline = time.monotonic() + 150
+        while time.monotonic() < deadline:
+            for at, event in list(self.heard):
+                if at > after and what(event):
+                    return at
+            time.sleep(0.05)
+        raise AssertionError(f"never came; heard: {self.heard[-20:]}")
+
+
+class Running(threading.Thread):
+    """A fit in a thread: Ray adds nodes in the main one only."""
+
+    def __init__(self, config: TrainConfig) -> None:
+        super().__init__(daemon=True)
+        self.config, self.ears = config, Ears()
+        self.result: FitResult | None = None
+        self.error: BaseException | None = None
+        self.start()
+
+    def run(self) -> None:
+        try:
+            self.result = fit(self.config, display=self.ears)
+        except BaseException as error:
+            self.error = error
+
+    def end(self) -> FitResult:
+        self.join(timeout=200)
+        assert self.error is None, self.error
+        assert self.result is not None
+        return self.result
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[Any]:
+    """A head with room for one worker, and what a test adds."""
+    before = dict(os.environ)
+    os.environ.pop("RAY_ADDRESS", None)
+    os.environ["RAY_AUTH_MODE"] = "token"
+    if not (Path.home() / ".ray" / "auth_token").is_file():  # `ray.init` makes one, a node not
+        subprocess.run(["ray", "get-auth-token", "--generate"], check=True, capture_output=True)
+    os.environ.update({"RAY_TRAIN_ENABLE_PREEMPTION_WATCHER": "1", **SETTINGS})
+    import ray
+    from ray.cluster_utils import Cluster
+
+    soon = {"initial_delay_ms": 1000, "period_ms": 1000, "timeout_ms": 2000, "failure_threshold": 3}
+    alive = {f"health_check_{name}": value for name, value in soon.items()}
+    cluster = Cluster(True, head_node_args={"num_cpus": 1, "_system_config": alive})
+    ray.init(address=cluster.address, log_to_driver=False)
+    yield cluster
+    ray.shutdown()
+    cluster.shutdown()
+    os.environ.clear()
+    os.environ.update(before)
+
+
+def paced(folder: Path, name: str, **options: Any) -> TrainConfig:
+    config = TrainConfig(
+        name=name,
+        storage=str(folder),
+        epochs=6,
+        optim=OptimConfig(lr=1e-4),  # at 0.1, rounding grows to percents in fifty steps
+        scaling=ScalingConfig(num_workers="1:3", resize_s=1),
+        log=LogConfig(every_steps=1, audit=True, tensorboard=False),
+        checkpoint=CheckpointConfig(every_steps=5, every_s=0),
+        task=f"{HERE / 'ray_tasks.py'}:Paced",
+        task_options={"slow": str(folder / "slow")},
+    )
+    return replace(config, **options)
+
+
+def at_size(size: int) -> Callable[[dict[str, Any]], bool]:
+    return lambda event: event["kind"] == "plan" and event["world_size"] == size
+
+
+def at_step(step: int) -> Callable[[dict[str, Any]], bool]:
+    return lambda event: event["kind"] == "train" and event["step"] >= step
+
+
+def any_step(event: dict[str, Any]) -> bool:
+    return event["kind"] == "train"
+
+
+def drain(cluster: Any, node: Any, seconds: float) -> None:
+    """What an autoscaler tells Ray when a cloud is about to take a machine away."""
+    from ray._raylet import GcsClient
+    from ray.core.generated import autoscaler_pb2
+
+    deadline_ms = int(1e3 * (time.time() + seconds))
+    why = autoscaler_pb2.DrainNodeReason.DRAIN_NODE_REASON_PREEMPTION
+    accepted, told = GcsClient(address=cluster.address).drain_node(
+        node.node_id, why, "taken away", deadline_ms
+    )
+    assert accepted, told
+
+
+def test_fault_34_a_node_taken_away_with_a_notice_costs_no_step_and_no_failure(
+    cluster: Any, tmp_path: Path
+) -> None:
+    node = cluster.add_node(num_cpus=1)
+    (tmp_path / "slow").touch()
+    scaling = ScalingConfig(num_workers="1:2", max_failures=0, resize_s=1)
+    rarely = CheckpointConfig(every_epochs=0, every_s=0)
+    run = Running(
+        paced(
+            tmp_path, "drained", scaling=scaling, checkpoint=rarely, eval=EvalConfig(every_epochs=0)
+        )
+    )
+    ears = run.ears
+    ears.wait(at_step(7))
+    drained, notice_s = time.monotonic(), 16.0
+    drain(cluster, node, notice_s)
+    noticed = ears.wait(lambda e: e["kind"] == "note" and "taken away" in e["text"], drained)
+    at_notice = ears.wait(lambda e: e["kind"] == "checkpoint", noticed)
+    held = ears.wait(lambda e: e["kind"] == "preempted", at_notice)
+    time.sleep(max(0.0, drained + notice_s - time.monotonic()))
+    cluster.remove_node(node, allow_graceful=False)
+    planned = ears.wait(at_size(1), held)
+    (tmp_path / "slow").unlink()
+    result = run.end()
+    assert result.status == "finished"
+    assert ears.of("failed") == []
+    saved = [(at, e["step"]) for at, e in ears.heard if e["kind"] == "checkpoint" and at < planned]
+    last_step = max(e["step"] for at, e in ears.heard if e["kind"] == "train" and at < planned)
+    assert len(saved) == 2  # at the notice, and before the end
+    assert saved[-1][1] == last_step
+    assert saved[-1][0] - drained < notice_s - 4
+    assert [e["start_step"] for e in ears.of("plan")] == [0, last_step]
+
+
+@pytest.mark.slow  # two minutes on two cores
+@pytest.mark.timeout(600)
+def test_fault_28_three_workers_two_one_and_three_again_in_one_run(
+    cluster: Any, tmp_path: Path
+) -> None:
+    reference = paced(tmp_path, "reference")
+    torch.set_num_threads(1)
+    fit_locally(reference, display=Ears())
+    nodes = [cluster.add_node(num_cpus=1) for _ in range(2)]
+
+    (tmp_path / "slow").touch()
+    run = Running(paced(tmp_path, "resized"))
+    run.ears.wait(at_step(7))
+    for size in (2, 1):
+        cluster.remove_node(nodes.pop(), allow_graceful=False)
+        lost = time.monotonic()
+        again = run.ears.wait(any_step, run.ears.wait(at_size(size), lost))
+        assert again - lost < 60  # Ray by itself waits a minute for what is gone
+        run.ears.wait(any_step, time.monotonic() + 0.5)
+    for _ in range(2):
+        cluster.add_node(num_cpus=1)
+    run.ears.wait(at_size(3), lost)
+    (tmp_path / "slow").unlink()
+    result = run.end()
+    assert result.status == "finished"
+    sizes = [event["world_size"] for event in run.ears.of("plan")]
+    assert (sizes[:3], sizes[-1]) == ([3, 2, 1], 3)  # perhaps by way of 2: nodes come one by one
+    for kind, values in (("audit", ("step", "sha256")), ("train", ("step",))):
+        theirs, ours = (
+            [[r[v] for v in values] for r in read_history(run_storage(c)) if r["kind"] == kind]
+            for c in (reference, run.config)
+        )
+        assert ours == theirs
+    losses, undisturbed = (
+        [r["loss"] for r in read_history(run_storage(c)) if r["kind"] == "train"]
+        for c in (run.config, reference)
+    )
+    assert losses == pytest.approx(undisturbed, rel=2e-4)
