@@ -47,7 +47,7 @@ HOUR_S = 3600.0
 GPU_HOURS_PER_FAILURE = 54 * 24 * 16_384 / 419
 # (way of checkpoint.py, contender of recovery.py, title)
 SYSTEMS = (
-    ("ours", "fit-spares", "raytrain_ddp, Ray"),
+    ("ours", "fit-ray", "raytrain_ddp, Ray"),
     ("ours", "fit-torchrun", "raytrain_ddp, torchrun"),
     ("torch-save", "torchrun", "torch.save by hand, torchrun"),
     ("torch-save", "naive-ray", "torch.save, naive TorchTrainer"),

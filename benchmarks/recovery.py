@@ -67,8 +67,7 @@ READY = "loop"  # the last import of a worker
 CONTENDERS = {
     "torchrun": "hand-written DDP, torchrun restarts",
     "fit-torchrun": "fit under torchrun, which restarts",
-    "fit-ray": "fit, embedded Ray, before it has spares",
-    "fit-spares": "fit, embedded Ray, with its spares",
+    "fit-ray": "fit, embedded Ray",
     "naive-ray": "naive TorchTrainer, embedded Ray",
 }
 BASE = "torchrun"
@@ -183,8 +182,7 @@ def command(contender: str, args: argparse.Namespace, folder: Path) -> list[str]
     return {
         "torchrun": [*torchrun, str(PROGRAMS / "by_hand.py"), *common],
         "fit-torchrun": [*torchrun, *fit],
-        "fit-ray": [python, *fit, "--scaling.spares-after-s", "0"],
-        "fit-spares": [python, *fit, "--scaling.spares-after-s", "8"],
+        "fit-ray": [python, *fit],
         "naive-ray": [python, str(PROGRAMS / "naive_ray.py"), *common],
     }[contender]
 
