@@ -7,14 +7,12 @@ Each round runs every contender once, each time beginning with another one: the 
 with a checkpoint every few steps, killed from outside once a number of steps is done. All are
 stamped by the same hooks, which Python loads at its start (recovery_programs/site), and run with
 the settings that they come with; torchrun is told --max-restarts 3, the naive TorchTrainer
-max_failures = 3, fit nothing: its retries are on by default. Half a minute after a start fit has
-processes made ready for the next one; "with its spares" has them made after 8 s, and is killed
-when they are there.
+max_failures = 3, fit nothing: its retries are on by default.
 
 A phase ends when the later one of the two new workers has reached the mark:
 
 - all old workers gone: the death is noticed, the survivor is taken down
-- Python up: the new workers' interpreters run (ready before the kill, if they are kept in reserve)
+- Python up: the new workers' interpreters run
 - torch imported; process group: rendezvous done
 - model in DDP: the data are opened, the model is built and wrapped
 - checkpoint loaded: for fit this includes two warm-up passes and the check of each byte
@@ -168,7 +166,7 @@ def parse() -> argparse.Namespace:
 
 def command(contender: str, args: argparse.Namespace, folder: Path) -> list[str]:
     """The command line of a contender, which trains on for a while after the kill."""
-    python, steps = sys.executable, str(steps_of(contender, args))
+    python, steps = sys.executable, str(steps_of(args))
     common = ["--steps", steps, "--every", str(args.every), "--storage", str(folder)]
     torchrun = [python, "-m", "torch.distributed.run", f"--nproc-per-node={WORKERS}"]
     torchrun += ["--standalone", "--max-restarts", "3"]
@@ -187,8 +185,8 @@ def command(contender: str, args: argparse.Namespace, folder: Path) -> list[str]
     }[contender]
 
 
-def steps_of(contender: str, args: argparse.Namespace) -> int:
-    return args.kill_after + STEPS_AFTER + STEPS_FOR_SPARES * (contender == "fit-spares")
+def steps_of(args: argparse.Namespace) -> int:
+    return args.kill_after + STEPS_AFTER
 
 
 def measure(contender: str, number: int, args: argparse.Namespace, folder: Path) -> Run:
@@ -211,8 +209,7 @@ def measure(contender: str, number: int, args: argparse.Namespace, folder: Path)
         start_new_session=True,
     )
     try:
-        spares = WORKERS if contender == "fit-spares" else 0
-        killed_at, gone_at, old = kill_one(process, file, args, spares)
+        killed_at, gone_at, old = kill_one(process, file, args)
         while process.poll() is None and time.monotonic() - killed_at < GOES_ON_S:
             time.sleep(0.05)
     except RuntimeError as error:
@@ -223,25 +220,23 @@ def measure(contender: str, number: int, args: argparse.Namespace, folder: Path)
     if process.returncode or not any(s.event == "step" and s.at > killed_at for s in found):
         text = log.read_text(errors="replace")
         raise RuntimeError(f"exit status {process.returncode} after the kill\n{text[-3000:]}")
-    total = steps_of(contender, args)
+    total = steps_of(args)
     return reckon(contender, number, load, found, (killed_at, gone_at, old), total)
 
 
 def kill_one(
-    process: subprocess.Popen[bytes], file: Path, args: argparse.Namespace, spares: int
+    process: subprocess.Popen[bytes], file: Path, args: argparse.Namespace
 ) -> tuple[float, float, set[int]]:
     """(time of the kill, time at which all old workers were gone, their pids)."""
     deadline = time.monotonic() + LIMIT_S
     while True:
         found = read(file)
         steps = [stamp for stamp in found if stamp.event == "step"]
-        ready = sum(stamp.event == READY for stamp in found) >= WORKERS + spares
-        if sum(stamp.rank == 0 for stamp in steps) >= args.kill_after and (ready or not spares):
+        if sum(stamp.rank == 0 for stamp in steps) >= args.kill_after:
             break
         if process.poll() is not None or time.monotonic() > deadline:
             raise RuntimeError(f"exit status {process.poll()} after {len(steps)} steps of both")
         time.sleep(POLL_S)
-    time.sleep(SETTLE_S if spares else 0)  # the last import is not the last thing that they do
     pids = {stamp.rank: stamp.pid for stamp in steps}
     killed_at = time.monotonic()
     os.kill(pids[args.victim], signal.SIGKILL)
@@ -338,8 +333,8 @@ def as_markdown(
         f"--every {args.every} --victim {args.victim}`",
         "\n".join(f"- {name}: {value}" for name, value in machine.items())
         + f"\n- load before a run (1 minute): {min(loads):.1f} .. {max(loads):.1f}",
-        f"Rank {args.victim} of {WORKERS} CPU workers is killed after {args.kill_after} steps, with"
-        f" spares when these are there; a checkpoint is made every {args.every} steps. Medians over"
+        f"Rank {args.victim} of {WORKERS} CPU workers is killed after {args.kill_after} steps; a"
+        f" checkpoint is made every {args.every} steps. Medians over"
         " the rounds (min .. max); ratios to the hand-written loop under torchrun, same round.",
         table(
             ["", "seconds to the next step", "ratio", "steps redone", "step ms"],
