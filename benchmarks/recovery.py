@@ -56,12 +56,9 @@ from launch import (
 PROGRAMS = HERE / "recovery_programs"
 WORKERS = 2
 STEPS_AFTER = 10  # the kill
-STEPS_FOR_SPARES = 150  # which are made meanwhile
 LIMIT_S = 180.0
 GOES_ON_S = 90.0  # and comes to its end: longer after the kill is a failure
 POLL_S = 0.005
-SETTLE_S = 2.0
-READY = "loop"  # the last import of a worker
 CONTENDERS = {
     "torchrun": "hand-written DDP, torchrun restarts",
     "fit-torchrun": "fit under torchrun, which restarts",

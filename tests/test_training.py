@@ -186,6 +186,27 @@ def test_fault_01_a_killed_and_continued_run_ends_with_the_same_bits(
     assert newest(config).manifest.attempt == 2
 
 
+def test_a_stop_on_an_evaluation_step_saves_at_once_and_the_resume_makes_the_evaluation_up(
+    reference: Reference, workers: Group, tmp_path: Path
+):
+    """Also after the last step of all; whoever stops a run may have seconds only."""
+    whole, _ = reference("sgd")
+    config = tiny_config(tmp_path, "owing")
+    for stop in (STEPS_PER_EPOCH, TOTAL_STEPS):
+        ran = workers(3, run_tiny, plain(config), None, stop)
+        assert {(r.outcome.step, r.outcome.signal) for r in ran} == {(stop, 15)}
+        assert [r["step"] for r in log_of(config) if r["kind"] == "eval"] == [10, 20][: stop // 15]
+        assert (newest(config).name.step, newest(config).manifest.finished) == (stop, False)
+    ran = workers(3, run_tiny, plain(config))
+    assert {(r.outcome.step, r.outcome.signal) for r in ran} == {(TOTAL_STEPS, 0)}
+    assert [worker.seen for worker in ran] == [[], [], []]  # no step is taken again
+    assert newest(config).manifest.finished
+    assert bits(config) == bits(whole)
+    assert newest(config).read("state.json") == newest(whole).read("state.json")
+    assert newest(config).manifest.metrics == newest(whole).manifest.metrics
+    assert log_of(config) == log_of(whole)
+
+
 def test_a_finished_run_trained_again_takes_no_step(reference: Reference, workers: Group):
     config, ran = reference("sgd")
     before = bits(config)

@@ -40,9 +40,8 @@ def finish(
         image = io.BytesIO()
         draw_curves(history, image, str(config.name))
         run.write_atomic(CURVES_FILE, image.getvalue())
-    done = outcome["step"] >= outcome["total_steps"]
-    status: Literal["finished", "interrupted"] = "finished" if done else "interrupted"
-    signal = 0 if done else int(outcome["signal"])
+    signal = int(outcome["signal"])
+    status: Literal["finished", "interrupted"] = "interrupted" if signal else "finished"
     return _result(run, history, status, outcome["step"], outcome["total_steps"], seconds, signal)
 
 

@@ -131,7 +131,7 @@ class RaySession(RecordingSession):
 
     def is_taken_away(self, outcome: Outcome) -> bool:
         """Whether the training stopped because nodes are taken away, with steps left to do."""
-        return outcome.signal == STOP and outcome.step < outcome.total_steps
+        return outcome.signal == STOP
 
     def hold(self) -> int:
         """Waits, all being committed, until Ray ends this worker.

@@ -23,6 +23,7 @@ def train(config: TrainConfig, task: Task, session: Session) -> Outcome:
     state, plan = run.state, run.plan
     cadence = Cadence(config, plan.steps_per_epoch)
     steering = Steering(cadence, session)
+    run.make_up(cadence)
     stop = 0
     with closing(run.feed.steps(state.step, cadence.total_steps)) as steps:
         for slots, samples in run.clock.waits(steps):

@@ -21,6 +21,7 @@ from raytrain_ddp.errors import ConfigError, DivergedError
 from raytrain_ddp.failpoints import failpoint
 from raytrain_ddp.recipe import publishable, to_dict
 from raytrain_ddp.tasks.task import Task
+from raytrain_ddp.training.cadence import Cadence
 from raytrain_ddp.training.evaluate import evaluate, scalars
 from raytrain_ddp.training.feed import Feed, require_few_bad
 from raytrain_ddp.training.repro import REMEDY
@@ -33,7 +34,8 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a call of `train` ended. `signal` is that of an interruption, else 0."""
+    """How a call of `train` ended. `signal` is that of an interruption which left something to do,
+    be it an evaluation after the last step; else 0."""
 
     step: int
     total_steps: int
@@ -100,8 +102,7 @@ class Run:
     data_fingerprint: str
     logged_step: int
     clock: Clock = field(default_factory=Clock)
-    metrics: dict[str, float] = field(default_factory=dict)
-    evaluated_step: int = -1
+    metrics: dict[str, float] = field(default_factory=dict)  # of the evaluation after this step
 
     def log(self, loss_share: Tensor, rate: float) -> None:
         """Writes the step's loss and the speed since the last line; all ranks take part.
@@ -149,7 +150,7 @@ class Run:
                 self.session.world,
                 replace(self.feed.loader.threads, begin=None),  # nothing else to do meanwhile
             )
-        self.metrics, self.evaluated_step = scalars(values), self.state.step
+        self.metrics, self.state.evaluated_step = scalars(values), self.state.step
         skipped = int(self.metrics.get("skipped", 0))
         require_few_bad(skipped, "in the evaluation set", self.config.data.max_bad)
         monitor = self.task.monitor
@@ -171,6 +172,17 @@ class Run:
         )
         return best
 
+    def owes_evaluation(self) -> bool:
+        """Whether there is data to evaluate on, and the model as it is was not."""
+        return self.eval_data is not None and self.state.evaluated_step != self.state.step
+
+    def make_up(self, cadence: Cadence) -> None:
+        """Evaluates a resumed model if a stop came between; all ranks take part."""
+        if cadence.evaluates(self.state.step) and self.owes_evaluation():
+            last = self.state.step == cadence.total_steps
+            if self.evaluate() or last:
+                self.save(last)
+
     def save(self, last: bool) -> None:
         """Has a snapshot committed in the background; all ranks take part.
 
@@ -185,7 +197,7 @@ class Run:
             raise DivergedError(
                 f"weights are not finite after step {step}. The last checkpoint is kept; {REMEDY}."
             )
-        metrics = self.metrics if self.evaluated_step == step else {}
+        metrics = self.metrics if self.state.evaluated_step == step else {}
         snapshot = None
         with self.clock.part("checkpoints"):
             self.session.drain()
@@ -199,7 +211,8 @@ class Run:
                     config=to_dict(publishable(self.config)),
                     data_fingerprint=self.data_fingerprint,
                     metrics=metrics,
-                    finished=step >= self.config.epochs * self.plan.steps_per_epoch,
+                    finished=step >= self.config.epochs * self.plan.steps_per_epoch
+                    and not self.owes_evaluation(),
                 )
                 taken = self.state.snapshot(manifest, self.session.records())
                 snapshot = replace(taken, last=last)
@@ -211,6 +224,8 @@ class Run:
     def outcome(self, total_steps: int, signal: int) -> Outcome:
         state, seconds = self.state, dict(self.clock.seconds)
         seconds["total"] = self.clock.elapsed()
+        if state.step == total_steps and not self.owes_evaluation():
+            signal = 0
         return Outcome(
             state.step, total_steps, signal, state.best, state.best_step, self.metrics, seconds
         )

@@ -33,6 +33,7 @@ class TrainState:
     step: int = 0
     best: float | None = None
     best_step: int = 0
+    evaluated_step: int = 0  # the last one; 0: none
     skipped: int = 0  # bad records left out so far in this epoch
     nonfinite: int = 0  # steps so far that were not finite, and so left out
     _host: HostSnapshot = field(default_factory=HostSnapshot, repr=False)
@@ -47,6 +48,7 @@ class TrainState:
             "step": self.step,
             "best": self.best,
             "best_step": self.best_step,
+            "evaluated_step": self.evaluated_step,
             "skipped": self.skipped,
             "nonfinite": self.nonfinite,
             "scaler": self.scaler.state_dict(),
@@ -72,7 +74,9 @@ class TrainState:
         self.step = progress["step"]
         self.best, self.best_step = progress["best"], progress["best_step"]
         self.skipped = progress["skipped"]
-        self.nonfinite = progress.get("nonfinite", 0)  # older checkpoints do not have it
+        # Older checkpoints have neither; there an evaluation that was due came first.
+        self.nonfinite = progress.get("nonfinite", 0)
+        self.evaluated_step = progress.get("evaluated_step", self.step)
         log: list[Record] = json.loads(checkpoint.read("log.json"))
         return log
 

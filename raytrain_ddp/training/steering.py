@@ -45,7 +45,8 @@ class Steering:
         due = self._cadence
         return Decision(
             log=due.logs(step),
-            evaluate=due.evaluates(step),
+            # Whoever ends the run may not wait for an evaluation: it is made up for at the resume.
+            evaluate=due.evaluates(step) and not stop,
             save=save or stop > 0 or due.saves(step),
             stop=stop,
         )
