@@ -5,21 +5,15 @@ from __future__ import annotations
 import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Annotated
 
-import tyro
-
-from raytrain_ddp.cli import run_door
-from raytrain_ddp.config import TrainConfig
-from raytrain_ddp.errors import ConfigError
-from raytrain_ddp.recipe import load
+from raytrain_ddp.cli import RecipeArgs, parse_with_recipe, run_door
 from raytrain_ddp.rules import require
 
 _KILLS_LOCAL, _KILLS_ON_RAY = 50, 3
 
 
 @dataclass(frozen=True)
-class ChaosArgs:
+class ChaosArgs(RecipeArgs):
     """Run a config undisturbed, then again while its processes are killed, and compare the two.
 
     Weights, optimizer, the samples of each step and the log must be equal to the last bit, and
@@ -27,9 +21,6 @@ class ChaosArgs:
     --seed, as all else does.
     """
 
-    config: Annotated[TrainConfig, tyro.conf.arg(name="")]
-    recipe: Annotated[str | None, tyro.conf.Positional] = None
-    """A recipe (.toml) or the name of a shipped one; must come first. Flags win over it."""
     kills: int | None = None
     """How many times a worker is killed (SIGKILL). Default: 3, with --local 50."""
     drivers: int = 1
@@ -40,8 +31,8 @@ class ChaosArgs:
     """Without Ray: gloo workers on this machine, there again in a fraction of a second."""
     nodes: int = 0
     """On a Ray cluster of so many one-worker nodes on this machine, instead of an embedded Ray."""
-    node_kills: int = 1
-    """With --nodes: how many times a node is killed."""
+    node_kills: int | None = None
+    """With --nodes: how many times a node is killed. Default: 1."""
 
 
 def main(argv: Sequence[str]) -> int:
@@ -57,7 +48,7 @@ def main(argv: Sequence[str]) -> int:
         seed=args.config.seed,
         kills=kills,
         drivers=args.drivers,
-        node_kills=args.node_kills if args.nodes else 0,
+        node_kills=int(args.nodes > 0) if args.node_kills is None else args.node_kills,
         workers=args.nodes or args.workers,
         local=args.local,
         nodes=args.nodes,
@@ -70,22 +61,13 @@ def main(argv: Sequence[str]) -> int:
 
 def parse(argv: Sequence[str]) -> ChaosArgs:
     """Raises ConfigError for a recipe or a number, SystemExit (2) for a flag that is wrong."""
-    recipe = argv[0] if argv and not argv[0].startswith("-") else None
-    config = load(recipe) if recipe is not None else TrainConfig()
-    args = tyro.cli(
-        ChaosArgs,
-        prog="python -m raytrain_ddp.chaos",
-        args=list(argv),
-        default=ChaosArgs(config=config),
-    )
-    if args.recipe != recipe:
-        raise ConfigError(
-            f"the recipe {args.recipe!r} must be the first argument, before the flags."
-        )
-    for name, least in (("kills", 0), ("drivers", 0), ("workers", 1), ("nodes", 0)):
+    args = parse_with_recipe(argv, ChaosArgs, "chaos")
+    counts = ("kills", 0), ("drivers", 0), ("workers", 1), ("nodes", 0), ("node_kills", 0)
+    for name, least in counts:
         value = getattr(args, name)
-        require(value is None or value >= least, f"--{name}", value, f"must be {least} or more")
-    require(args.node_kills >= 0, "--node-kills", args.node_kills, "must be 0 or more")
+        flag = f"--{name.replace('_', '-')}"
+        require(value is None or value >= least, flag, value, f"must be {least} or more")
+    require(args.nodes > 0 or not args.node_kills, "--node-kills", args.node_kills, "needs --nodes")
     require(not (args.local and args.nodes), "--nodes", args.nodes, "is for Ray: leave out --local")
     args.config.require_slots(args.nodes or args.workers)
     return args

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -13,20 +14,27 @@ from raytrain_ddp.config import TrainConfig
 from raytrain_ddp.errors import ConfigError, RaytrainError
 from raytrain_ddp.recipe import load, shipped_recipes
 
-Args = TypeVar("Args")
+
+@dataclass(frozen=True)
+class RecipeArgs:
+    """The flags of all doors that train."""
+
+    config: Annotated[TrainConfig, tyro.conf.arg(name="")]
+    recipe: Annotated[str | None, tyro.conf.Positional] = None
+    """A recipe (.toml) or the name of a shipped one; must come first. Flags win over it."""
+
+
+Args = TypeVar("Args", bound=RecipeArgs)
 
 
 @dataclass(frozen=True)
-class FitArgs:
+class FitArgs(RecipeArgs):
     """Train a model on Ray: one worker per GPU, on this machine or on a cluster.
 
     Without arguments it trains a small network on handwritten digits with two CPU workers. The same
     command again goes on where the run stopped; all randomness follows from the seed.
     """
 
-    config: Annotated[TrainConfig, tyro.conf.arg(name="")]
-    recipe: Annotated[str | None, tyro.conf.Positional] = None
-    """A recipe (.toml) or the name of a shipped one; must come first. Flags win over it."""
     print_config: bool = False
     """Print the resolved config as TOML, and do nothing else."""
     dry_run: bool = False
@@ -43,22 +51,31 @@ class FitArgs:
 
 def parse_fit(argv: Sequence[str]) -> FitArgs:
     """Raises ConfigError for a recipe, SystemExit (2) for a flag that is wrong."""
-    recipe, rest = _split_recipe(argv)
-    config = load(recipe) if recipe else TrainConfig()
+    args = parse_with_recipe(argv, FitArgs, "fit")
+    if args.audit:
+        args = replace(args, config=replace(args.config, log=replace(args.config.log, audit=True)))
+    return args
+
+
+def parse_with_recipe(argv: Sequence[str], kind: type[Args], door: str) -> Args:
+    """The flags of a door that trains: those of `kind`, over the recipe that comes first, if any.
+
+    Raises ConfigError for a recipe, SystemExit (2) for a flag that is wrong.
+    """
+    recipe = argv[0] if argv and not argv[0].startswith("-") else None
+    config = load(recipe) if recipe is not None else TrainConfig()
     names = ", ".join(shipped_recipes())
     args = tyro.cli(
-        FitArgs,
-        prog="python -m raytrain_ddp.fit",
-        description=f"{FitArgs.__doc__}\n\nShipped recipes: {names}.",
-        args=[*([recipe] if recipe else []), *rest],
-        default=FitArgs(config=config),
+        kind,
+        prog=f"python -m raytrain_ddp.{door}",
+        description=f"{inspect.getdoc(kind)}\n\nShipped recipes: {names}.",
+        args=list(argv),
+        default=kind(config=config),
     )
     if args.recipe != recipe:
         raise ConfigError(
             f"the recipe {args.recipe!r} must be the first argument, before the flags."
         )
-    if args.audit:
-        args = replace(args, config=replace(args.config, log=replace(args.config.log, audit=True)))
     return args
 
 
@@ -77,10 +94,3 @@ def run_door(main: Callable[[Sequence[str]], int]) -> None:
         number = stop.args[0] if stop.args and isinstance(stop.args[0], int) else 2
         status = 128 + number
     sys.exit(status)
-
-
-def _split_recipe(argv: Sequence[str]) -> tuple[str | None, list[str]]:
-    """The recipe is the first argument, if that is no flag."""
-    if argv and not argv[0].startswith("-"):
-        return argv[0], list(argv[1:])
-    return None, list(argv)

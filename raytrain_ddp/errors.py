@@ -7,7 +7,7 @@
     ├── DataError            4   the data are missing, damaged or not what the config says
     ├── CheckpointError      5   no usable checkpoint where there must be one
     ├── DivergedError        6   the loss or a gradient is not finite
-    ├── RetriesExhausted     7   workers died more often than `scaling.max_failures` allows
+    ├── RetriesExhausted     7   more failures in a row than `scaling.max_failures`
     └── RunLockedError       8   another process owns this run
 
 A run that is stopped by a signal ends with 128 + signal (130 for Ctrl-C, 143 for SIGTERM) after

@@ -170,6 +170,7 @@ class Group:
 
 def _serve(pipe: Any) -> None:
     import torch.distributed as dist
+    import torch.distributed.nn  # noqa: F401  (keeps the group that is there at its first import)
 
     warnings.simplefilter("error")
     while True:
@@ -190,6 +191,7 @@ def _serve(pipe: Any) -> None:
         except Exception as error:
             status = getattr(error, "exit_status", 1)
             result = Raised(type(error).__name__, status, traceback.format_exc())
+            traceback.clear_frames(error.__traceback__)
         finally:
             if size > 1:
                 dist.destroy_process_group()

@@ -420,8 +420,11 @@ def test_fault_01_05_on_ray_workers_and_the_driver_are_killed_and_nothing_is_lef
 def test_fault_06_the_head_is_lost_and_the_same_command_goes_on_with_a_new_one(tmp_path: Path):
     """Ray's server (GCS) killed under an embedded Ray: the run ends by itself, in bounded time,
     and goes on when it is started again; its end is that of a run without Ray."""
+    slow = tmp_path / "slow"  # workers do not miss the server: with few steps left they would end
     config = replace(
         digits_order(tmp_path, 0, 0).config,
+        task=f"{HERE / 'ray_tasks.py'}:Paced",
+        task_options={"slow": str(slow), "pause_s": "2"},
         log=LogConfig(every_steps=1, tensorboard=False, audit=True),
         checkpoint=CheckpointConfig(every_steps=5, every_s=0.0),
         scaling=ScalingConfig(num_workers=3, cpus_per_worker=0.5, use_gpu=False),
@@ -436,7 +439,13 @@ def test_fault_06_the_head_is_lost_and_the_same_command_goes_on_with_a_new_one(t
             if step >= 40 and not (tmp_path / "fired" / "fired-0").exists():
                 (server,) = [pid for pid, line in tagged("head").items() if "gcs_server" in line]
                 os.kill(server, 9)
+                slow.touch()
                 (tmp_path / "fired" / "fired-0").touch()
+
+    class Again(OnRay):
+        def start(self) -> None:
+            slow.unlink(missing_ok=True)
+            super().start()
 
     with Zygote(environment) as zygote:
         nothing = Faults([], tmp_path / "fired-undisturbed")
@@ -445,7 +454,7 @@ def test_fault_06_the_head_is_lost_and_the_same_command_goes_on_with_a_new_one(t
         assert drive(local, log, nothing, Watcher()).problem == ""
         log.close()
     log = Log(tmp_path / "disturbed" / METRICS_FILE)
-    ran = drive(OnRay(wild, environment), log, faults, Headsman())
+    ran = drive(Again(wild, environment), log, faults, Headsman())
     log.close()
     assert (ran.problem, ran.starts, ran.statuses) == ("", 2, [0])
     assert left_by(run_storage(wild)) == left_by(run_storage(calm))

@@ -4,21 +4,31 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import io
 import json
+import os
 import re
 import shutil
+import subprocess
+import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from processes import Answer, door
+from processes import ENVIRONMENT, Answer, door
+from rich.console import Console
 
+from raytrain_ddp.checkpoint.layout import checkpoint_store, run_storage
+from raytrain_ddp.checkpoint.lease import Lease
 from raytrain_ddp.checkpoint.store import CheckpointName
 from raytrain_ddp.cli import parse_fit
 from raytrain_ddp.config import TrainConfig
 from raytrain_ddp.errors import ConfigError
 from raytrain_ddp.evaluate import find_checkpoint
+from raytrain_ddp.failpoints import FOLDER_VARIABLE, VARIABLE
+from raytrain_ddp.orchestration.display import Display
+from raytrain_ddp.orchestration.driver import fit
 from raytrain_ddp.orchestration.dry_run import dry_run
 from raytrain_ddp.recipe import load
 from raytrain_ddp.sections import ScalingConfig
@@ -192,6 +202,49 @@ def test_fault_30_a_finished_run_says_so_and_changes_no_file(finished: Path):
         assert contents(finished) == before
 
 
+def test_fault_03_30_what_a_kill_in_the_last_pruning_left_is_done_when_the_run_is_started_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    often = ("--checkpoint.every-steps", "1", "--checkpoint.keep-last", "2")
+    armed = {VARIABLE: "prune.manifest:kill@step=4", FOLDER_VARIABLE: str(tmp_path / "fired")}
+    killed = subprocess.run(
+        [sys.executable, "-m", "raytrain_ddp.fit", *TRAIN, *EPOCHS, *often],
+        cwd=tmp_path,
+        env={**os.environ, **ENVIRONMENT, **armed},
+        capture_output=True,
+        check=False,
+    )
+    assert killed.returncode == -9, killed.stderr
+    monkeypatch.chdir(tmp_path)
+    config = replace(parse_fit([*TRAIN, *EPOCHS, *often]).config, storage=str(tmp_path / "runs"))
+    run = run_storage(config)
+    half_deleted = Path(run.path) / "checkpoints" / "step-00000004-a0001"
+
+    def again() -> str:
+        told = io.StringIO()
+        result = fit(config, display=Display(Console(file=told), live=False))
+        assert (result.status, result.step) == ("already complete", 6)
+        return told.getvalue()
+
+    (Path(run.path) / "lease.json").unlink()
+    before = contents(tmp_path)
+    with Lease.take(run):  # somebody trains on with it
+        again()
+    after = contents(tmp_path)
+    assert {path for path in after if after[path] != before.get(path)} == {run.path}
+    assert half_deleted.is_dir()
+    assert not run.exists("curves.png")
+
+    again()
+    assert not half_deleted.exists()
+    assert run.exists("curves.png")
+    assert [name.step for name in checkpoint_store(run).names()] == [6, 5]
+    assert not run.exists("lease.json")
+    done = contents(tmp_path)
+    again()
+    assert contents(tmp_path) == done
+
+
 def test_a_run_leaves_all_its_files(finished: Path):
     run = finished / "runs" / "small"
     names = {path.name for path in run.iterdir()}
@@ -261,7 +314,7 @@ def test_fault_10_evaluate_of_a_damaged_checkpoint_exits_5(
     damage: Callable[[Path], None], finished: Path, tmp_path: Path
 ):
     shutil.copytree(finished / "runs", tmp_path / "runs")
-    for checkpoint in (tmp_path / "runs/small/checkpoints").iterdir():
+    for checkpoint in (tmp_path / "runs/small/checkpoints").glob("step-*"):
         damage(checkpoint)
     answer = door("evaluate", "small", cwd=tmp_path)
     assert answer.status == 5

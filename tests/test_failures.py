@@ -3,20 +3,29 @@
 from __future__ import annotations
 
 import os
+import signal
+import subprocess
+import sys
 import time
 from collections.abc import Mapping
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
+from processes import Group, Raised
 
 from raytrain_ddp.config import TrainConfig
 from raytrain_ddp.errors import DataError, PreflightError, RetriesExhausted, TaskError
 from raytrain_ddp.orchestration import cluster
+from raytrain_ddp.orchestration.aside import _Lazy
 from raytrain_ddp.orchestration.cluster import _settled
 from raytrain_ddp.orchestration.failures import Failures
+from raytrain_ddp.orchestration.launch import _signals
 from raytrain_ddp.orchestration.resources import Layout, room
 from raytrain_ddp.orchestration.waiting import Waiting
+from raytrain_ddp.orchestration.worker import WorkerSettings, _Tee, tell_failure
 from raytrain_ddp.sections import ScalingConfig
 
 Event = Mapping[str, Any]
@@ -213,7 +222,37 @@ def test_fault_07_the_last_words_of_a_zombie_are_not_heard():
     story = Story().start().start()
     old = {"kind": "failed", "start": "1", "rank": 0, "step": 1, "cause": "error", "status": 8}
     assert story.policy.take({**old, "error": "RunLockedError", "message": "x"}) is None
-    assert story.policy.first_cause() == ""
+    assert story.policy.ended("the controller")["message"].startswith("the controller; ")
+
+
+def test_a_start_that_dies_before_it_says_a_word_is_not_judged_by_the_words_of_the_one_before():
+    story = Story()
+    assert story.start().killed(1, 5) is not None
+    shown = story.policy.take({"kind": "died", "texts": {1: "gone"}, "preempted": []})
+    assert shown is not None
+    assert "while starting; going on from the start (failure 2 of" in shown["message"]
+
+
+def test_an_end_of_ray_train_itself_is_tried_again_and_counts_like_a_failure():
+    """As when the workers cannot form a group: Ray Train does not try that again."""
+    story, why = Story(most=2), "Training failed due to controller error:\nConnection refused\n"
+    told = [story.policy.ended(why)["message"] for _ in range(2)]
+    assert (
+        told[1] == "Connection refused; going on from the start (failure 2 of at most 2 in a row)"
+    )
+    with pytest.raises(RetriesExhausted, match="Connection refused"):
+        story.policy.ended(why)
+    story.start().saved(7)
+    assert "from step 7 (failure 1 of" in story.policy.ended(why)["message"]
+    with pytest.raises(RetriesExhausted, match="max_preemptions"):
+        story.policy.ended("Training was interrupted by node preemption")
+
+
+def test_what_a_resumed_run_goes_on_from_is_known_before_its_workers_are():
+    policy = Failures(3, committed=40)
+    shown = policy.take({"kind": "died", "texts": {0: "gone"}, "preempted": []})
+    assert shown is not None
+    assert "going on from step 40" in shown["message"]
 
 
 # ------------------------------------------------------------------ room for workers
@@ -435,3 +474,137 @@ def test_rays_time_outs_follow_the_config_and_are_gone_after_the_run(
         assert os.environ["RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S"] == "33"
         assert "RAY_TRAIN_ENABLE_PREEMPTION_WATCHER" not in os.environ
     assert os.environ["RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S"] == "33"
+
+
+# ------------------------------------------------------------------ a group that is taken away
+
+
+def told_cause(rank: int, size: int, torn_down: bool) -> tuple[str, str]:
+    """What is raised on a rank whose group Ray has ended, and what it tells of that."""
+    import torch
+    import torch.distributed as dist
+
+    told: list[Any] = []
+    board = SimpleNamespace(push=SimpleNamespace(remote=told.extend))
+    dist.destroy_process_group()
+    try:
+        dist.all_reduce(torch.zeros(1))
+    except Exception as error:
+        with mock.patch("ray.get"):
+            tell_failure(WorkerSettings({}, ".", (), None, board), rank, 7, error, torn_down)
+        raised = type(error).__name__
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    return raised, told[0]["cause"]
+
+
+@pytest.mark.filterwarnings("ignore")  # of Ray's import
+def test_fault_01_a_rank_whose_group_ray_has_ended_tells_that_it_suffers_from_its_peers(
+    workers: Group,
+):
+    assert workers(2, told_cause, True) == [("ValueError", "peer")] * 2
+    assert workers(2, told_cause, False) == [("ValueError", "error")] * 2
+
+
+# ------------------------------------------------------------------ no orphans
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="Linux does it")
+def test_fault_05_a_worker_that_does_not_see_its_raylets_end_ends_with_it():
+    code = (
+        "import os, time; from raytrain_ddp.orchestration.worker import end_with_parent\n"
+        "if os.fork(): time.sleep(60)\n"
+        "end_with_parent(); print(flush=True); time.sleep(60)"
+    )
+    parent = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
+    assert parent.stdout is not None
+    parent.stdout.readline()  # both are there
+    killed = time.monotonic()
+    parent.kill()
+    assert parent.stdout.read() == ""  # once nobody has the other end any more
+    assert time.monotonic() - killed < 20
+    parent.wait()
+    parent.stdout.close()
+
+
+# ------------------------------------------------------------------ signals
+
+
+@pytest.mark.parametrize("name", ["SIGINT", "SIGTERM", "SIGUSR1", "SIGUSR2"])
+def test_fault_35_what_asks_for_an_end_without_ray_asks_for_it_on_ray(name: str):
+    """The last two are Slurm's warnings before a time limit."""
+    number = signal.Signals[name]
+    before = signal.getsignal(number)
+    heard: list[int] = []
+    with _signals(lambda n, _: heard.append(n)):
+        os.kill(os.getpid(), number)
+        deadline = time.monotonic() + 10
+        while not heard and time.monotonic() < deadline:
+            time.sleep(0.01)
+    assert heard == [number]
+    assert signal.getsignal(number) == before
+
+
+# ------------------------------------------------------------------ a full disk
+
+
+full_disk = pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
+
+
+@full_disk
+def test_fault_08_a_log_on_a_full_disk_costs_a_worker_no_word_and_no_step(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    (tmp_path / "logs").mkdir()
+    (tmp_path / "logs" / "rank-0.log").symlink_to("/dev/full")
+    streams = sys.stdout, sys.stderr
+
+    def task() -> None:
+        with _Tee(str(tmp_path / "logs"), 0):
+            print("a line", flush=True)
+            raise ValueError("its own")
+
+    with pytest.raises(ValueError, match="its own"):
+        task()
+    assert (sys.stdout, sys.stderr) == streams
+    assert capsys.readouterr().out == "a line\n"
+
+
+def test_fault_08_where_no_log_can_be_made_a_worker_does_without(tmp_path: Path):
+    (tmp_path / "logs").write_text("in the way")
+    with _Tee(str(tmp_path / "logs"), 0):
+        print("a line")
+
+
+@full_disk
+def test_fault_08_rays_words_on_a_full_disk_are_lost_and_no_more(tmp_path: Path):
+    (tmp_path / "driver.log").symlink_to("/dev/full")
+    with _Lazy(tmp_path / "driver.log") as log:
+        assert log.write("a line\n") == 7
+        assert log.write("another\n") == 8
+
+
+# ------------------------------------------------------------------ the tests' own workers
+
+
+def raises_with_a_model_at_hand(rank: int, size: int) -> None:
+    import torch
+    import torch.distributed as dist
+
+    model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(2, 2))
+    if rank == 1:
+        raise ValueError("mine")
+    del model
+    dist.all_reduce(torch.zeros(1))
+
+
+def test_a_rank_that_raises_lets_its_peers_go_at_once(workers: Group):
+    workers(2, len_of_world)  # the processes are there
+    began = time.monotonic()
+    outcomes = workers.outcomes(2, raises_with_a_model_at_hand)
+    assert time.monotonic() - began < 20  # a group times out after 30
+    assert all(isinstance(outcome, Raised) for outcome in outcomes)
+    assert outcomes[1].name == "ValueError"
+
+
+def len_of_world(rank: int, size: int) -> int:
+    return size

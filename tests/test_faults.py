@@ -105,22 +105,3 @@ def test_fault_45_no_secret_of_a_uri_is_in_an_error(argv: tuple[str, ...], tmp_p
 
 
 # ------------------------------------------------------------------ 13: Ray's own register
-
-
-@pytest.mark.parametrize(
-    "content", [b"", b'{"checkpoints": [', b"\x00" * 100], ids=["empty", "torn", "zeros"]
-)
-@pytest.mark.filterwarnings("ignore")  # of Ray's import
-def test_fault_13_a_damaged_register_of_rays_is_out_of_the_way_before_ray_looks(
-    content: bytes, tmp_path: Path
-):
-    from raytrain_ddp.orchestration.launch import _trainer
-    from raytrain_ddp.orchestration.resources import Layout
-
-    config = tiny_config(tmp_path, "registered")
-    run = run_storage(config)
-    run.mkdir()
-    run.write("checkpoint_manager_snapshot.json", content)
-    layout = Layout(1, 1, use_gpu=False, per_worker={"CPU": 1.0}, backend="gloo")
-    _trainer(config, run, layout, board=None)
-    assert run.walk() == []

@@ -120,7 +120,23 @@ class HugeGradient(OddTask):
         return loss + model(batch["x"]).sum() * 1e25
 
 
-_TASKS = (TinyTask, InfiniteLoss, InfiniteVariance, HugeGradient)
+class Overflow(TinyTask):
+    """Each gradient is too large for fp16, and no loss is."""
+
+    def loss(self, model: nn.Module, batch: Batch) -> Tensor:
+        loss = super().loss(model, batch)
+        assert self.session is not None
+        return loss + model(batch["x"]).float().sum() * 1e25 if self.session.step else loss
+
+
+class NoBuffers(TinyTask):
+    """There is nothing to average but gradients."""
+
+    def __init__(self, config: TrainConfig, nan_row: int) -> None:
+        super().__init__(config, norm=False)
+
+
+_TASKS = (TinyTask, InfiniteLoss, InfiniteVariance, HugeGradient, Overflow, NoBuffers)
 TASKS = {task.__name__: task for task in _TASKS}
 
 
@@ -208,10 +224,9 @@ def test_fault_24_a_step_with_nan_on_one_rank_is_as_if_its_update_were_left_out(
     if step > 1:
         assert [r.states[step] for r in ours] == [ours[0].states[step - 1]] * 3
     assert len({model for model, _ in ours[0].states}) == 8  # each other step did change something
-    fp16 = variant == "fp16-clip"  # there it is the scaler's to halve its scale
-    assert [r.nonfinite for r in ours] == [0 if fp16 else 1] * 3
+    assert [r.nonfinite for r in ours] == [1] * 3
     assert {r.nonfinite for r in theirs} == {0}
-    assert {r.scale for r in ours} == {32768.0 if fp16 else 1.0}
+    assert {r.scale for r in ours} == {32768.0 if variant == "fp16-clip" else 1.0}
 
 
 @pytest.mark.parametrize(
@@ -239,13 +254,26 @@ def test_fault_24_fp16_ends_only_when_there_is_no_scale_left_to_lower(
 ):
     """An overflow is the scaler's own search; one at a scale below 1 cannot be."""
     config = tiny_config(tmp_path, "fp16", optim=SKIP, compute=ComputeConfig(precision="fp16"))
-    always = ";".join(f"train.loss:nan@rank=2,step={step}" for step in range(1, 26))
-    ran = workers(3, stepped, plain(config), 25, always, str(tmp_path / "fired"))
+    ran = workers(3, stepped, plain(config), 25, "", "", 0, "Overflow")
     assert {r.error for r in ran} == {ran[0].error}
     # 2 ** 16 is 1 after 16 halvings; the 18th step has a scale of 1/2, and 3 may be left out.
     assert "step 21" in ran[0].error
     assert [len(r.states) for r in ran] == [22] * 3
     assert {state[0] for r in ran for state in r.states} == {ran[0].states[0][0]}
+
+
+@pytest.mark.parametrize("task", ["TinyTask", "NoBuffers"])
+def test_fault_24_a_loss_that_is_not_finite_is_never_taken_for_an_overflow_of_fp16(
+    task: str, workers: Group, tmp_path: Path
+):
+    """The loss is not scaled yet: no lower scale would mend it."""
+    config = tiny_config(tmp_path, "fp16", compute=ComputeConfig(precision="fp16"))
+    nan = "train.loss:nan@rank=1,step=5"
+    ran = workers(3, stepped, plain(config), 8, nan, str(tmp_path / "fired"), 0, task)
+    assert len({r.error for r in ran}) == 1
+    assert "the loss of slot 1 (rank 1) is nan at step 5" in ran[0].error
+    assert [len(r.states) for r in ran] == [6] * 3
+    assert all(r.states[5] == ran[0].states[4] for r in ran)
 
 
 # ------------------------------------------------------------------ stop
@@ -555,7 +583,8 @@ def test_fault_47_a_checkpoint_from_before_the_count_loads_and_goes_on_with_fuse
     old = small_state()
     old.step = 7
     snapshot = old.snapshot(None, [])  # type: ignore[arg-type]
-    files = {name: bytes(data) for name, data in encode(snapshot).items()}
+    encoded = encode(snapshot).items()
+    files = {name: data if isinstance(data, bytes) else b"".join(data) for name, data in encoded}
     progress = json.loads(files["state.json"])
     del progress["nonfinite"]
     text = json.dumps(progress)

@@ -3,21 +3,28 @@
 from __future__ import annotations
 
 import shutil
+import threading
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
+from processes import door
 from pyarrow import fs as pafs
 from test_store import commit
 from tiny import tiny_config
 
 from raytrain_ddp.checkpoint.layout import (
+    CONFIG_FILE,
     EVENTS_FILE,
     checkpoint_store,
     read_history,
     run_storage,
 )
 from raytrain_ddp.checkpoint.storage import Storage, open_storage
-from raytrain_ddp.errors import CheckpointError
+from raytrain_ddp.errors import CheckpointError, PreflightError
+from raytrain_ddp.orchestration import preflight
 from raytrain_ddp.orchestration.journal import Journal
 from raytrain_ddp.orchestration.preflight import open_run
 
@@ -26,9 +33,16 @@ def kinds_and_steps(run: Storage) -> list[tuple[str, int]]:
     return [(e["kind"], e.get("step", -1)) for e in read_history(run, EVENTS_FILE)]
 
 
+def begun(folder: Path, is_local: bool = True) -> Storage:
+    """A run that has begun; not local: one that has to be put as a whole, as into a bucket."""
+    folder.mkdir(exist_ok=True)
+    (folder / CONFIG_FILE).touch()
+    return Storage(pafs.LocalFileSystem(), str(folder), is_local)
+
+
 @pytest.mark.parametrize("is_local", [True, False])
 def test_events_are_kept_over_several_starts_and_all_are_shown(tmp_path: Path, is_local: bool):
-    run = Storage(pafs.LocalFileSystem(), str(tmp_path), is_local)
+    run = begun(tmp_path, is_local)
     shown = []
     with Journal(run, shown.append) as journal:
         journal({"kind": "plan", "step": 0})
@@ -42,11 +56,67 @@ def test_events_are_kept_over_several_starts_and_all_are_shown(tmp_path: Path, i
 
 
 def test_a_line_torn_by_a_kill_costs_no_other_line(tmp_path: Path):
-    run = open_storage(str(tmp_path))
+    run = begun(tmp_path)
     (tmp_path / EVENTS_FILE).write_text('{"kind": "plan", "step": 7}\n{"kind": "check')
     with Journal(run, lambda _: None) as journal:
         journal({"kind": "checkpoint", "step": 8})
     assert kinds_and_steps(run) == [("plan", 7), ("checkpoint", 8)]
+
+
+@pytest.mark.parametrize("is_local", [True, False])
+def test_until_a_run_has_begun_its_events_are_held_back(tmp_path: Path, is_local: bool):
+    run = Storage(pafs.LocalFileSystem(), str(tmp_path), is_local)
+    with Journal(run, lambda _: None) as journal:
+        journal({"kind": "note", "text": "a disk is slow"})
+        journal({"kind": "end", "status": 3})
+    assert list(tmp_path.iterdir()) == []
+    with Journal(run, lambda _: None) as journal:
+        journal({"kind": "note", "text": "taken over"})
+        begun(tmp_path)
+        journal({"kind": "plan", "step": 0})
+    assert kinds_and_steps(run) == [("note", -1), ("plan", 0)]
+
+
+def test_fault_12_of_a_checkpoint_there_is_word_at_once_also_in_a_bucket(tmp_path: Path):
+    run = begun(tmp_path, is_local=False)
+    journal = Journal(run, lambda _: None)
+    for step in (0, 20, 40):
+        journal({"kind": "checkpoint" if step else "plan", "step": step})
+        assert kinds_and_steps(run)[-1][1] == step  # nobody has closed it
+
+
+def test_a_store_that_fails_for_a_while_costs_no_event(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    run = begun(tmp_path, is_local=False)
+    with Journal(run, lambda _: None) as journal:
+        journal({"kind": "plan", "step": 0})
+        with monkeypatch.context() as failing:
+            failing.setattr(Storage, "write_atomic", out_of_order)
+            journal({"kind": "checkpoint", "step": 1})
+        journal({"kind": "checkpoint", "step": 2})
+    assert kinds_and_steps(run) == [("plan", 0), ("checkpoint", 1), ("checkpoint", 2)]
+
+
+def out_of_order(*_: Any) -> Any:
+    raise OSError("no answer to key:hidden")
+
+
+@pytest.mark.parametrize("is_local", [True, False])
+def test_threads_lose_no_event_of_each_other(tmp_path: Path, is_local: bool):
+    run = begun(tmp_path, is_local)
+    with Journal(run, lambda _: None) as journal:
+
+        def tell(first: int) -> None:
+            for step in range(first, first + 25):
+                journal({"kind": "checkpoint", "step": step})
+
+        threads = [threading.Thread(target=tell, args=(first,)) for first in range(0, 100, 25)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    assert sorted(kinds_and_steps(run)) == [("checkpoint", step) for step in range(100)]
 
 
 def test_a_journal_that_cannot_be_written_ends_nothing(tmp_path: Path):
@@ -64,6 +134,7 @@ def test_fault_12_a_run_whose_checkpoints_are_all_gone_does_not_begin_at_0(tmp_p
     store = checkpoint_store(run)
     assert open_run(config)[1] is None  # a new run
     commit(store, 20)
+    begun(Path(run.path))
     with Journal(run, lambda _: None) as journal:
         journal({"kind": "checkpoint", "step": 20})
     shutil.rmtree(store.storage.path)
@@ -78,6 +149,52 @@ def test_fault_12_a_run_whose_checkpoints_are_all_gone_does_not_begin_at_0(tmp_p
 def test_fault_12_a_run_killed_before_its_first_checkpoint_begins_again(tmp_path: Path):
     config = tiny_config(tmp_path, "run")
     run_storage(config).mkdir()
+    begun(Path(run_storage(config).path))
     with Journal(run_storage(config), lambda _: None) as journal:
         journal({"kind": "plan", "step": 0})
     assert open_run(config)[1] is None
+
+
+# ------------------------------------------------------------------ a storage that does not answer
+
+
+def failing(times: int) -> Callable[..., list[str]]:
+    """In place of Storage.walk."""
+    left = [times]
+
+    def walk(storage: Storage) -> list[str]:
+        left[0] -= 1
+        return out_of_order() if left[0] >= 0 else []
+
+    return walk
+
+
+def test_fault_15_a_start_asks_a_storage_again_that_does_not_answer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(preflight, "_PAUSES_S", (0.0, 0.0))
+    config = tiny_config(tmp_path, "run")
+    monkeypatch.setattr(Storage, "walk", failing(2))
+    assert open_run(config)[1] is None
+    monkeypatch.setattr(Storage, "walk", failing(3))
+    with pytest.raises(PreflightError, match=r"no answer.*the same command again") as caught:
+        open_run(config)
+    assert str(tmp_path) in str(caught.value)
+    assert len(str(caught.value).splitlines()) == 1
+
+
+def test_what_a_storage_says_of_secrets_is_not_repeated(monkeypatch: pytest.MonkeyPatch):
+    config = replace(tiny_config(Path("x"), "run"), storage="s3://key:hidden@bucket/runs")
+    monkeypatch.setattr(preflight, "_PAUSES_S", ())
+    with pytest.raises(PreflightError, match="s3://bucket/runs") as caught:
+        preflight.answered(config, out_of_order)
+    assert "hidden" not in str(caught.value)
+
+
+def test_a_folder_that_is_none_is_named_at_once_and_in_one_line(tmp_path: Path):
+    (tmp_path / "runs").mkdir()
+    (tmp_path / "runs" / "digits").write_text("in the way")
+    answer = door("fit", cwd=tmp_path)
+    assert (answer.status, answer.heavy) == (3, [])
+    assert len(answer.err.splitlines()) == 1
+    assert str(tmp_path / "runs") in answer.err

@@ -22,7 +22,7 @@ from s3 import S3, s3_server
 
 from raytrain_ddp.checkpoint import lease as lease_module
 from raytrain_ddp.checkpoint.lease import LEASE_FILE, Lease, Owner
-from raytrain_ddp.checkpoint.storage import Storage, open_storage
+from raytrain_ddp.checkpoint.storage import TEMP_PREFIX, Storage, open_storage
 from raytrain_ddp.errors import PreflightError, RunLockedError
 
 FAST = {"heartbeat_s": 0.2, "timeout_s": 0.8}
@@ -188,6 +188,53 @@ def test_the_loser_of_a_tie_names_the_winner(run: Storage, monkeypatch: pytest.M
         line = refusal(lambda: Lease.take(run))
     assert "host node-7, pid 4321, since 2026-01-02 03:04:05 UTC" in line
     assert Owner.parse(run.read(LEASE_FILE)) == stranger()
+
+
+@pytest.mark.parametrize("asks", [True, False], ids=["probe", "lease"])
+def test_fault_31_a_starter_whose_temporary_file_is_swept_is_refused_like_any(
+    anywhere: Storage, asks: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The other takes the run while this one asks for the time, or writes its lease, and sweeps."""
+    write, swept = Storage._write, []
+
+    def swept_at_once(storage: Storage, path: str, data: bytes) -> object:
+        result = write(storage, path, data)
+        if TEMP_PREFIX in path and not swept:
+            swept.append(path)
+            put(anywhere, written(stranger()))
+            anywhere.sweep()
+        return result
+
+    if asks:
+        put(anywhere, written(stranger(token="1" * 32)))
+    with monkeypatch.context() as patch:
+        patch.setattr(Storage, "_write", swept_at_once)
+        if asks or anywhere.is_local:  # others write no lease under a temporary name
+            assert "host node-7, pid 4321" in refusal(lambda: Lease.take(anywhere))
+            assert swept
+            assert Owner.parse(anywhere.read(LEASE_FILE)) == stranger()
+        else:
+            Lease.take(anywhere).release()
+            assert not swept
+
+
+def test_fault_31_the_sweep_of_a_starter_costs_no_owner_its_lease(
+    run: Storage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write, swept = Storage._write, []
+
+    def sweep_now_and_then(storage: Storage, path: str, data: bytes) -> object:
+        result = write(storage, path, data)
+        if TEMP_PREFIX in path and len(swept) % 2 == 0:
+            storage.sweep()
+        swept.append(path)
+        return result
+
+    with Lease.take(run, heartbeat_s=0.1) as lease, monkeypatch.context() as patch:
+        before = run.changed_s(LEASE_FILE)
+        patch.setattr(Storage, "_write", sweep_now_and_then)
+        wait_until(lambda: run.changed_s(LEASE_FILE) != before and len(swept) > 5)
+        lease.require()
 
 
 # ------------------------------------------------------------------------- dead owners

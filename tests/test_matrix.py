@@ -32,6 +32,17 @@ def all_tests() -> dict[str, set[str]]:
     }
 
 
+def opted_in(file: str) -> set[str]:
+    """The tests of a file that do not run by default."""
+    tree = ast.parse((HERE / file).read_text(encoding="utf-8"))
+    return {
+        node.name
+        for node in ast.walk(tree)
+        if isinstance(node, ast.FunctionDef)
+        and any(re.search(r"mark\.(slow|gpu|lab)", ast.unparse(d)) for d in node.decorator_list)
+    }
+
+
 def rows_of(test: str) -> list[int]:
     """``test_fault_17_and_18_...`` -> 17, 18."""
     match = re.match(r"test_faults?_((?:\d\d_(?:and_)?)+)", test)
@@ -51,6 +62,14 @@ def test_a_row_names_tests_that_exist_or_says_why_there_are_none(row: int):
         assert test in tests[file], f"row {row}: {file} has no {test}"
     if not named:
         assert re.match(r"None: .{20,}", cell), f"row {row} has neither tests nor a reason"
+
+
+def test_what_does_not_run_by_default_is_said():
+    for row, cell in table().items():
+        by_default, _, on_demand = cell.partition("Opt in: ")
+        for tests, said in ((by_default, False), (on_demand, True)):
+            for file, test in re.findall(r"`([^`:]+\.py)::([^`]+)`", tests):
+                assert (test in opted_in(file)) == said, f"row {row}: {test}"
 
 
 def test_every_test_that_bears_a_row_is_in_it():

@@ -11,9 +11,11 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
+import psutil
 import pytest
 from rich.console import Console
 
@@ -87,6 +89,23 @@ def without_ray(config: TrainConfig, workers: int) -> None:
     subprocess.run(command, check=True, capture_output=True, env=environment, timeout=200)
 
 
+def none_left(actor: str, within_s: float = 20) -> bool:
+    """Whether this session's Ray has no such actor any more."""
+    for _ in range(int(within_s / 0.2)):
+        below = psutil.Process().children(recursive=True)
+        titles = [line for process in below for line in _command(process)[:1]]
+        if not any(title.startswith(f"ray::{actor}") for title in titles):
+            return True
+        time.sleep(0.2)
+    return False
+
+
+def _command(process: psutil.Process) -> list[str]:
+    with suppress(psutil.Error):
+        return process.cmdline()
+    return []
+
+
 def interrupt_at(step: int, config: TrainConfig) -> threading.Thread:
     """Sends Ctrl-C to this process once the log has reached `step`."""
     log = Path(config.storage) / str(config.name) / "metrics.jsonl"
@@ -134,7 +153,7 @@ def test_fit_trains_the_digits_and_leaves_everything_in_the_runs_folder(tmp_path
     assert before == {path: path.stat().st_mtime_ns for path in run.rglob("*") if path.is_file()}
 
 
-def test_fault_01_stopping_anywhere_loses_nothing_killed_worker_and_ctrl_c_on_ray(
+def test_fault_01_13_stopping_anywhere_loses_nothing_killed_worker_and_ctrl_c_on_ray(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Three Ray workers, of which one is killed, then Ctrl-C, then the same command: the weights
@@ -146,6 +165,8 @@ def test_fault_01_stopping_anywhere_loses_nothing_killed_worker_and_ctrl_c_on_ra
     monkeypatch.setenv(FOLDER_VARIABLE, str(tmp_path / "fired"))
     (tmp_path / "slow").touch()
     config = three_workers(tmp_path, "disturbed")
+    # Where Ray Train would keep its register: one that cannot be written to ends all of Ray Train.
+    (tmp_path / "disturbed" / "checkpoint_manager_snapshot.json").mkdir(parents=True)
     display, text = shown()
     watch = interrupt_at(step=50, config=config)
     stopped = fit(config, display=display)
@@ -201,6 +222,7 @@ def test_a_users_error_is_shown_once_as_the_users_own_traceback(tmp_path: Path) 
     assert 'return batch["no such key"]' in message
     assert "raytrain_ddp/training" not in message
     assert caught.value.exit_status == 1
+    assert none_left("TrainController"), "it would start workers again and again"
 
 
 def test_more_workers_than_the_cluster_has_are_refused_with_have_and_want(tmp_path: Path) -> None:

@@ -15,6 +15,8 @@ import tyro
 
 import raytrain_ddp
 from raytrain_ddp import errors
+from raytrain_ddp.chaos import ChaosArgs
+from raytrain_ddp.chaos import parse as parse_chaos
 from raytrain_ddp.cli import FitArgs, parse_fit
 from raytrain_ddp.config import TrainConfig
 from raytrain_ddp.convert import ConvertArgs
@@ -48,7 +50,12 @@ def flags(section: Any, prefix: str = "") -> Iterator[str]:
                 yield f"{prefix}no-{name}"
 
 
-DOORS = (FitArgs(config=TrainConfig()), EvaluateArgs(run=""), ConvertArgs())
+DOORS = (
+    FitArgs(config=TrainConfig()),
+    ChaosArgs(config=TrainConfig()),
+    EvaluateArgs(run=""),
+    ConvertArgs(),
+)
 KNOWN = {*(flag for door in DOORS for flag in flags(door)), "help"}
 
 
@@ -136,6 +143,11 @@ def commands(door: str) -> list[str]:
 @pytest.mark.parametrize("command", commands("fit"))
 def test_every_fit_command_of_the_readme_is_accepted(command: str):
     assert parse_fit(shlex.split(command))
+
+
+@pytest.mark.parametrize("command", commands("chaos"))
+def test_every_chaos_command_of_the_readme_is_accepted(command: str):
+    assert parse_chaos(shlex.split(command.partition("#")[0]))
 
 
 @pytest.mark.parametrize("command", commands("convert"))

@@ -4,14 +4,19 @@ from __future__ import annotations
 
 import errno
 import gc
+import io
 import json
+import math
 import random
 import resource
+import shutil
 import signal
+import sys
 import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -34,16 +39,23 @@ from tiny import (
     tiny_config,
 )
 
+from raytrain_ddp.checkpoint.layout import checkpoint_store, read_history, run_storage
 from raytrain_ddp.checkpoint.manifest import Manifest
-from raytrain_ddp.checkpoint.storage import Storage
+from raytrain_ddp.checkpoint.storage import Storage, open_storage
 from raytrain_ddp.checkpoint.store import CheckpointStore
 from raytrain_ddp.config import TrainConfig
 from raytrain_ddp.errors import CheckpointError, RunLockedError
 from raytrain_ddp.sections import CheckpointConfig
-from raytrain_ddp.training import committer
+from raytrain_ddp.training import committer, recording
+from raytrain_ddp.training import recorder as recorder_module
 from raytrain_ddp.training.committer import TRIES, Committer, pauses, persistently
+from raytrain_ddp.training.curves import draw_curves
+from raytrain_ddp.training.interval import LONGEST_S, Life, SaveTimer
+from raytrain_ddp.training.local import LocalSession
+from raytrain_ddp.training.logbook import Logbook
 from raytrain_ddp.training.recorder import Best, Recorder
 from raytrain_ddp.training.session import Record, Snapshot
+from raytrain_ddp.training.state import encode
 from raytrain_ddp.training.world import World
 
 THROTTLED = "AWS Error SLOW_DOWN during PutObject operation: Please reduce your request rate."
@@ -69,12 +81,16 @@ def snapshot(step: int, **changes: Any) -> Snapshot:
 
 
 def test_pauses_double_with_jitter_and_are_bounded():
-    random.seed(0)
+    firsts = set()
     for _ in range(100):
+        random.seed(0)  # as training scripts do on all machines
+        before = random.getstate()
         waits = list(pauses())
+        assert random.getstate() == before
         assert len(waits) == TRIES - 1
         assert all(2**n / 2 <= wait_s <= 2**n for n, wait_s in enumerate(waits))
-    assert len({next(pauses()) for _ in range(10)}) > 1
+        firsts.add(waits[0])
+    assert len(firsts) > 50
 
 
 def failing(times: int, error: OSError) -> Callable[[int], int]:
@@ -175,6 +191,30 @@ def test_fault_16_a_second_commit_waits_for_the_first_and_the_wait_is_told(
     assert not commits.postpones()
 
 
+def test_fault_16_a_commit_that_hangs_is_told_while_the_training_waits_for_it(
+    commits: Committer, store: Store, told: list[Record], monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(committer, "_HANGS_S", 0.1)
+    store.free.clear()
+    threading.Timer(0.6, store.free.set).start()
+    commits.submit(snapshot(9))
+    commits.finish()
+    assert [note.split(" for the")[0] for note in notes(told)] == ["training waits"] * 3  # 1, 2, 4
+    assert all("step 9" in note and "does not answer" in note for note in notes(told))
+
+
+def test_fault_16_a_commit_that_hangs_is_told_at_the_end_of_a_session_too(
+    commits: Committer, store: Store, told: list[Record], monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(committer, "_HANGS_S", 0.05)
+    store.free.clear()
+    threading.Timer(0.1, store.free.set).start()
+    commits.submit(snapshot(9))
+    commits.close()
+    assert store.done == [9]
+    assert ["does not answer" in note for note in notes(told)] == [True]
+
+
 def test_fault_08_failures_in_a_row_end_the_training_and_a_success_forgives_them(
     commits: Committer, store: Store, told: list[Record]
 ):
@@ -221,6 +261,96 @@ def test_what_is_not_the_storages_fault_ends_the_training_at_its_next_step(
         commits.require()
 
 
+@pytest.mark.parametrize("deaf", [RunLockedError("the lease is lost"), BrokenPipeError(32, "gone")])
+def test_whoever_cannot_be_told_ends_the_training_at_its_next_step(deaf: Exception, store: Store):
+    def tell(_: Record) -> None:
+        raise deaf
+
+    commits = Committer(store, 3, tell, lambda _: True)
+    store.errors = iter([OSError(errno.ENOSPC, "No space left on device")])
+    commits.submit(snapshot(1)).result()  # not here
+    commits.close()
+    with pytest.raises(type(deaf)):
+        commits.require()
+
+
+# ------------------------------------------------------------------ the log
+
+
+def test_the_log_is_encoded_piece_by_piece_to_the_bytes_of_json():
+    for records in (0, 1, 499, 500, 501, 1700):
+        log = [{"kind": "train", "step": n, "loss": n / 7, "ü": None} for n in range(records)]
+        given = snapshot(1)
+        files = encode(replace(given, documents={"log.json": log, "state.json": {"a": [1, 2]}}))
+        pieces = list(files["log.json"])
+        assert max(map(len, pieces)) < 600 * len(json.dumps(log[-1:]))
+        assert b"".join(pieces) == json.dumps(log).encode()
+        assert files["state.json"] == b'{"a": [1, 2]}'
+
+
+def test_figures_that_are_not_finite_are_null_in_metrics_jsonl_and_nan_to_its_readers(
+    tmp_path: Path, told: list[Record]
+):
+    run = open_storage(str(tmp_path))
+    book = Logbook(run, False, told.append)
+    first = {"kind": "train", "step": 1, "epoch": 0, "loss": math.nan, "lr": 0.1}
+    shown = {"kind": "eval", "step": 1, "epoch": 0, "metrics": {"loss": math.inf, "top1": 0.5}}
+    book.restore([first])
+    book.add({**shown, "best": False, "monitor": "loss"})
+    book.close()
+    lines = (tmp_path / "metrics.jsonl").read_text().splitlines()
+    train, evaluated = (json.loads(line, parse_constant=pytest.fail) for line in lines)
+    assert train == {**first, "loss": None}
+    assert evaluated["metrics"] == {"loss": None, "top1": 0.5}
+    assert math.isnan(book.records[0]["loss"])  # the checkpoint keeps what it was
+    train, evaluated = read_history(run)
+    assert math.isnan(train["loss"])
+    assert math.isnan(evaluated["metrics"]["loss"])
+    image = io.BytesIO()
+    draw_curves([train, evaluated], image, "a run")
+    assert image.getvalue().startswith(b"\x89PNG")
+
+
+def test_tensorboard_is_imported_when_there_is_something_to_show(
+    tmp_path: Path, told: list[Record], monkeypatch: pytest.MonkeyPatch
+):
+    """0.4 s of each start, also of one that goes on."""
+    run = open_storage(str(tmp_path))
+    book = Logbook(run, True, told.append)
+    with monkeypatch.context() as patch:
+        patch.setitem(sys.modules, "torch.utils.tensorboard", None)
+        book.restore([{"kind": "train", "step": 1, "loss": 0.5}])
+    book.add({"kind": "train", "step": 2, "loss": 0.25})
+    book.add({"kind": "train", "step": 3, "loss": 0.125})
+    book.close()
+    assert events_of(tmp_path) == [(1, 0.5), (2, 0.25), (3, 0.125)]
+
+
+def events_of(run: Path) -> list[tuple[int, float]]:
+    from tensorboard.backend.event_processing.event_file_loader import EventFileLoader
+
+    (path,) = (run / "tensorboard").iterdir()
+    events = EventFileLoader(str(path)).Load()
+    return [(e.step, e.summary.value[0].tensor.float_val[0]) for e in events if e.summary.value]
+
+
+def test_fault_08_a_log_that_cannot_be_restored_is_no_reason_not_to_train(
+    tmp_path: Path, told: list[Record]
+):
+    run = open_storage(str(tmp_path))
+    (tmp_path / "metrics.jsonl").mkdir()  # stands for any storage that cannot be written
+    book = Logbook(run, True, told.append)
+    book.restore([{"kind": "train", "step": 1, "loss": 0.5}])
+    book.add({"kind": "train", "step": 2, "loss": 0.25})
+    assert ["the next checkpoint renews it" in note for note in notes(told)] == [True]
+    (tmp_path / "metrics.jsonl").rmdir()
+    book.publish()
+    book.add({"kind": "train", "step": 3, "loss": 0.125})
+    book.close()
+    assert [record["step"] for record in read_history(run)] == [1, 2, 3]
+    assert events_of(tmp_path) == [(1, 0.5), (2, 0.25), (3, 0.125)]
+
+
 # ------------------------------------------------------------------ the recorder alone
 
 
@@ -229,11 +359,11 @@ def recorder(config: TrainConfig, told: list[Record]) -> Recorder:
 
 
 class Weather(Faults):
-    """An object store that is slow, or out of order for the next so many writes."""
+    """An object store that is slow, or out of order for the next so many writes or reads."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.slow_s, self.failures = 0.0, 0
+        self.slow_s, self.failures, self.unread = 0.0, 0, 0
 
     def __call__(
         self,
@@ -246,6 +376,9 @@ class Weather(Faults):
             if self.failures:
                 self.failures -= 1
                 raise OSError(THROTTLED)
+        if what == "open_input" and self.unread:
+            self.unread -= 1
+            raise OSError(THROTTLED)
         return act()
 
 
@@ -286,8 +419,114 @@ def test_fault_15_a_store_out_of_order_at_the_start_is_tried_again(
     made = recorder(tiny_config(tmp_path, "start"), told)
     in_weather(made).failures = 2
     assert made.begin() is None
-    assert ["trying again" in note for note in notes(told)] == [True, True]
+    assert ["rying again" in note for note in notes(told)] == [True, True]
     made.close()
+
+
+def test_fault_12_checkpoints_that_vanish_while_the_driver_lives_are_missed_by_the_next_start(
+    tmp_path: Path, told: list[Record]
+):
+    config = tiny_config(tmp_path, "vanished")
+    first = recorder(config, told)
+    first.begin()
+    first.submit(snapshot(20))
+    first.finish()
+    first.close()
+    place = Path(first.store.storage.path)
+    journal = "".join(json.dumps(event) + "\n" for event in told)  # the driver keeps it
+    run_storage(config).write("events.jsonl", journal.encode())
+    shutil.rmtree(place)
+    for _ in range(2):
+        again = recorder(config, told)
+        with pytest.raises(CheckpointError, match=r"checkpoint of step 20 .* none any more"):
+            again.begin()
+        again.close()
+    assert not place.exists()  # it has claimed nothing
+
+
+@pytest.mark.parametrize("content", [b"", b"[1]", b'{"attempt": 1}', b'{"attempt": null}'])
+def test_a_run_goes_on_without_its_age_where_that_cannot_be_read(
+    content: bytes, tmp_path: Path, told: list[Record]
+):
+    config = tiny_config(tmp_path, "ageless", checkpoint=CheckpointConfig(every_s="auto"))
+    store = checkpoint_store(run_storage(config))
+    attempt = store.claim(None, {})
+    store.commit(replace(snapshot(10).manifest, attempt=attempt), {"life.json": content})
+    made = recorder(config, told)
+    found = made.begin()
+    assert found is not None
+    assert not made.time_to_save()
+    made.close()
+    assert ["life.json cannot be read" in note for note in notes(told)] == [True]
+
+
+@pytest.fixture
+def weather(monkeypatch: pytest.MonkeyPatch) -> Weather:
+    """That of all checkpoints of this test; trying again takes no time."""
+    monkeypatch.setattr(committer, "pauses", lambda: iter([0.01] * 4))
+    made = Weather()
+    fs = pafs.PyFileSystem(FaultyHandler(made, False))
+
+    def store(run: Storage) -> CheckpointStore:
+        return CheckpointStore(Storage(fs, run.join("checkpoints").path, is_local=False))
+
+    monkeypatch.setattr(recorder_module, "checkpoint_store", store)
+    monkeypatch.setattr(recording, "checkpoint_store", store)
+    return made
+
+
+def begun(config: TrainConfig) -> None:
+    made = recorder(config, [])
+    made.begin()
+    made.submit(snapshot(10))
+    made.finish()
+    made.close()
+
+
+def test_fault_15_what_a_start_reads_is_read_again_where_the_store_is_out_of_order(
+    weather: Weather, tmp_path: Path, told: list[Record]
+):
+    config = tiny_config(tmp_path, "reads")
+    begun(config)
+    with LocalSession(config, ALONE, Best("loss", "min"), told.append) as session:
+        assert session.recorder is not None
+        begin = session.recorder.begin
+
+        def begin_and_break() -> Any:
+            newest = begin()
+            weather.unread = 2
+            return newest
+
+        session.recorder.begin = begin_and_break  # type: ignore[method-assign]
+        found = session.latest()
+        assert found is not None
+        assert weather.unread == 2  # the other ranks need not ask the storage which it is
+        assert json.loads(found.read("state.json")) == {"step": 10}
+        assert ["rying again" in note for note in notes(told)] == [True, True]
+        weather.unread = 99
+        with pytest.raises(CheckpointError, match="SLOW_DOWN") as caught:
+            found.read("state.json")
+    assert caught.value.exit_status == 5
+    assert "\n" not in str(caught.value)
+    assert str(tmp_path / "reads") in str(caught.value)
+
+
+@pytest.mark.parametrize("what", ["failures", "unread"])
+def test_fault_15_a_store_out_of_order_for_good_ends_the_start_with_5_and_one_line(
+    what: str, weather: Weather, tmp_path: Path, told: list[Record]
+):
+    config = tiny_config(tmp_path, "broken")
+    begun(config)
+    setattr(weather, what, 99)
+    with (
+        LocalSession(config, ALONE, Best("loss", "min"), told.append) as session,
+        pytest.raises(CheckpointError, match="SLOW_DOWN") as caught,
+    ):
+        session.latest()
+    assert caught.value.exit_status == 5
+    assert "\n" not in str(caught.value)
+    assert str(tmp_path / "broken") in str(caught.value)
+    assert len(notes(told)) == TRIES - 1
 
 
 def test_a_commit_whose_answer_was_lost_is_not_written_twice(
@@ -368,6 +607,16 @@ def test_the_next_interval_begins_with_each_checkpoint(tmp_path: Path, told: lis
     made.drain()
     assert made.time_to_save()
     made.close()
+
+
+def test_the_interval_follows_the_latest_stalls_not_the_one_that_allocated(told: list[Record]):
+    timer = SaveTimer("auto", Life(), told.append)
+    timer.saved(100.0)
+    timer.committed(0.1)
+    assert timer.interval_s() == LONGEST_S
+    for _ in range(1000):
+        timer.saved(0.02)
+    assert timer.interval_s() == pytest.approx(math.sqrt(2 * 0.02 * 3600), rel=1e-3)
 
 
 # ------------------------------------------------------------------ training on bad storage

@@ -207,6 +207,19 @@ def test_a_stop_on_an_evaluation_step_saves_at_once_and_the_resume_makes_the_eva
     assert log_of(config) == log_of(whole)
 
 
+def test_fault_29_a_run_whose_data_have_changed_is_not_continued(workers: Group, tmp_path: Path):
+    config = tiny_config(tmp_path, "grown")
+    workers(3, run_tiny, plain(config), None, 12)
+    before = bits(config)
+    ended = workers.outcomes(3, run_tiny, plain(config), {"rows": ROWS + 1})
+    for outcome in ended:  # on all ranks, and none waits for another
+        assert isinstance(outcome, Raised)
+        assert outcome.exit_status == 4
+        assert f"{ROWS + 1} rows" in outcome.text
+        assert newest(config).manifest.data_fingerprint[:12] in outcome.text
+    assert bits(config) == before
+
+
 def test_a_finished_run_trained_again_takes_no_step(reference: Reference, workers: Group):
     config, ran = reference("sgd")
     before = bits(config)
@@ -405,7 +418,7 @@ def step_buffers(rank: int, size: int, constant: torch.Tensor) -> list[list[Any]
                 generator = torch.Generator().manual_seed(100 * step + slot)
                 model.norm(torch.randn(samples[slot], 3, generator=generator))
             buffers.add(samples[slot] / sum(samples))
-        refused = ~buffers.agree().isfinite()
+        refused = ~buffers.agree(torch.zeros((), dtype=torch.float64)).isfinite()
         buffers.finish(refused)
     norm = model.norm
     statistics = norm.running_mean.tolist() + norm.running_var.tolist()

@@ -7,14 +7,15 @@ import errno
 import pytest
 import torch
 
-from raytrain_ddp.errors import DataError, RetriesExhausted
+from raytrain_ddp.errors import CheckpointError, DataError, RetriesExhausted
+from raytrain_ddp.orchestration.causes import cause_of, users_traceback
 from raytrain_ddp.orchestration.failures import as_error
-from raytrain_ddp.orchestration.worker import (
-    WorkerSettings,
-    _users_traceback,
-    cause_of,
-    tell_failure,
-)
+from raytrain_ddp.orchestration.worker import WorkerSettings, tell_failure
+
+
+def because(error: Exception, cause: Exception) -> Exception:
+    error.__cause__ = cause
+    return error
 
 
 @pytest.mark.parametrize(
@@ -33,6 +34,16 @@ from raytrain_ddp.orchestration.worker import (
         (OSError(errno.EIO, "input/output error"), "outside"),
         (ConnectionResetError("the store hung up"), "outside"),
         (TimeoutError("the store is slow"), "outside"),
+        (OSError(errno.EHOSTUNREACH, "no route to host"), "outside"),
+        (OSError("When reading 'b/x': AWS Error SLOW_DOWN during GetObject operation"), "outside"),
+        (OSError("When reading 'b/x': AWS Error ACCESS_DENIED during GetObject"), "error"),
+        (OSError("image file is truncated"), "error"),
+        (CheckpointError("there are only damaged ones"), "error"),
+        (because(CheckpointError("no answer"), OSError(errno.EIO, "i/o error")), "outside"),
+        (because(CheckpointError("no answer"), PermissionError(errno.EACCES, "no")), "error"),
+        (RuntimeError("CUDA error: uncorrectable ECC error encountered"), "outside"),
+        (RuntimeError("CUDA error: unspecified launch failure"), "outside"),
+        (RuntimeError("CUDA error: device-side assert triggered"), "error"),
     ],
 )
 @pytest.mark.filterwarnings("ignore")  # of Ray's import
@@ -48,7 +59,7 @@ def test_the_users_traceback_has_the_users_frames_and_the_error():
     try:
         users_code()
     except ValueError as error:
-        text = _users_traceback(error)
+        text = users_traceback(error)
     assert text.startswith("Traceback")
     assert 'raise ValueError("mine")' in text
     assert text.rstrip().endswith("ValueError: mine")

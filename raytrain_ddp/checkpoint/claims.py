@@ -13,11 +13,20 @@ import re
 from dataclasses import dataclass
 
 from raytrain_ddp.checkpoint.committed import CheckpointName
+from raytrain_ddp.errors import RunLockedError
 
 _NAME = re.compile(
     r"claim-a([0-9]{4,15})(?:-from-(step-[0-9]{8,15}-a[0-9]{4,15}))?-([0-9a-f]{8})\.json"
 )
 _NOTHING = CheckpointName(-1, -1)
+
+
+class ContendedError(RunLockedError, OSError):
+    """Another process was at work here at the same instant: begin again with `latest`, a bit later.
+
+    An OSError since, like that of a store that does not answer, it passes: of two processes of one
+    run, Ray is often about to kill the older. Where it lasts, the run is driven from two places.
+    """
 
 
 @dataclass(frozen=True)

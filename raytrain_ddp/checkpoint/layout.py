@@ -11,12 +11,19 @@
 from __future__ import annotations
 
 import json
+import math
 from typing import Any
 
 from raytrain_ddp.checkpoint.manifest import DamagedError, Manifest
 from raytrain_ddp.checkpoint.storage import Storage, open_storage
-from raytrain_ddp.checkpoint.store import CheckpointStore
+from raytrain_ddp.checkpoint.store import (
+    DAMAGED_MARK,
+    DAMAGED_PREFIX,
+    MANIFEST_FILE,
+    CheckpointStore,
+)
 from raytrain_ddp.config import TrainConfig
+from raytrain_ddp.errors import CheckpointError
 
 CONFIG_FILE = "config.toml"
 METRICS_FILE = "metrics.jsonl"
@@ -47,8 +54,34 @@ def newest_manifest(run: Storage) -> Manifest | None:
     return None
 
 
+def require_none_lost(config: TrainConfig, run: Storage) -> None:
+    """A run that has lost its checkpoints never starts again at step 0 by itself.
+
+    To be asked where no checkpoint is found. (If damaged ones are there, `CheckpointStore.latest`
+    names them.)
+
+    Raises:
+        CheckpointError: events.jsonl tells of a checkpoint, and there is no trace of any.
+        OSError: the storage does not answer.
+    """
+    entries = checkpoint_store(run).storage.walk()
+    if any(
+        e.startswith(DAMAGED_PREFIX) or e.endswith((MANIFEST_FILE, DAMAGED_MARK)) for e in entries
+    ):
+        return
+    saved = [e["step"] for e in read_history(run, EVENTS_FILE) if e.get("kind") == "checkpoint"]
+    if saved:
+        raise CheckpointError(
+            f"run {config.name} had a checkpoint of step {max(saved)} ({run}/{EVENTS_FILE} says "
+            "so), and there is none any more: restore it, or start anew under another --name."
+        )
+
+
 def read_history(run: Storage, file: str = METRICS_FILE) -> list[dict[str, Any]]:
-    """The records of metrics.jsonl, or of events.jsonl; a torn line is left out."""
+    """The records of metrics.jsonl, or of events.jsonl; a torn line is left out.
+
+    A null among the numbers of metrics.jsonl is a figure that was not finite, and comes as nan.
+    """
     if not run.exists(file):
         return []
     records = []
@@ -58,5 +91,11 @@ def read_history(run: Storage, file: str = METRICS_FILE) -> list[dict[str, Any]]
         except ValueError:
             continue
         if isinstance(record, dict):
-            records.append(record)
+            records.append(_with_nan(record) if file == METRICS_FILE else record)
     return records
+
+
+def _with_nan(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _with_nan(inner) for key, inner in value.items()}
+    return math.nan if value is None else value

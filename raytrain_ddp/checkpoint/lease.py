@@ -130,13 +130,20 @@ class Lease:
             PreflightError: the storage cannot be written to.
         """
         owner = Owner.here()
-        try:
+
+        def put() -> bytes | None:
             run.mkdir()
             _require_free(run, tell, heartbeat_s, timeout_s)
             started = time.monotonic()
             run.write_atomic(LEASE_FILE, _encode(owner))
             time.sleep(max(_SETTLE_S, 2 * (time.monotonic() - started)))
-            data = _read(run)
+            return _read(run)
+
+        try:
+            try:
+                data = put()
+            except FileNotFoundError:  # one that got ahead of us has swept our temporary file away
+                data = put()
         except OSError as error:
             reason = str(error).partition("\n")[0]
             raise PreflightError(

@@ -37,12 +37,27 @@ class Listing:
         return Listing(folders, sorted(claims, key=lambda claim: claim.rank))
 
     def names(self) -> list[CheckpointName]:
-        """The committed checkpoints that count, newest first."""
-        return [name for name in self._committed() if not self._is_fenced(name)]
+        """The committed checkpoints that count, newest first; not none if any is there."""
+        fenced = set(self.fenced())
+        return [name for name in self._committed() if name not in fenced]
 
     def fenced(self) -> list[CheckpointName]:
-        """Those that came after their writer had been replaced, newest first."""
-        return [name for name in self._committed() if self._is_fenced(name)]
+        """Those that came after their writer had been replaced, newest first.
+
+        A claim fences off nothing before its start, or a later one, has committed a checkpoint,
+        unless its base is still there: else nothing would count where a replaced writer has
+        pruned the base of its successor, or where a backup is restored.
+        """
+        committed = self._committed()
+        newest = max((name.attempt for name in committed), default=0)
+        standing = [c for c in self.claims if c.base in committed or c.attempt <= newest]
+        owners = {claim.attempt: claim for claim in standing}  # of one number the highest
+        resumed = standing[-1].base if standing else None  # it counted when it was chosen
+        return [
+            name
+            for name in committed
+            if name != resumed and any(claim.fences(name) for claim in owners.values())
+        ]
 
     def leftovers(self) -> list[str]:
         """Folders of commits, or of deletions, that were not finished."""
@@ -76,7 +91,3 @@ class Listing:
             if MANIFEST_FILE in files and DAMAGED_MARK not in files
         )
         return sorted(filter(None, names), reverse=True)
-
-    def _is_fenced(self, name: CheckpointName) -> bool:
-        owners = {claim.attempt: claim for claim in self.claims}  # of one number the highest
-        return any(claim.fences(name) for claim in owners.values())

@@ -7,7 +7,10 @@
     <storage>/step-00000100-a0001/damaged.txt                                kept aside (S3, GCS)
 
 Which checkpoint is newest follows from its name alone: neither clocks nor a "latest" pointer count.
-Nor do checkpoints count that a replaced writer commits: the claim of its successor fences them off.
+Nor do checkpoints count that a replaced writer commits: the claim of its successor fences them off,
+as long as the successor has one itself, of its own or to go on from (see `Listing.fenced`). What is
+fenced off is removed only when the successor has committed one, which no process that it replaced
+knows of: so no two writers together remove all, however outdated the listings they go by.
 """
 
 from __future__ import annotations
@@ -18,9 +21,9 @@ import uuid
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import replace
-from typing import Any
+from typing import Any, NoReturn
 
-from raytrain_ddp.checkpoint.claims import Claim
+from raytrain_ddp.checkpoint.claims import Claim, ContendedError
 from raytrain_ddp.checkpoint.committed import Checkpoint, CheckpointName
 from raytrain_ddp.checkpoint.listing import DAMAGED_MARK, DAMAGED_PREFIX, MANIFEST_FILE, Listing
 from raytrain_ddp.checkpoint.manifest import DamagedError, FileEntry, Manifest
@@ -61,33 +64,25 @@ class CheckpointStore:
 
         Call it after `latest` and before the first commit. Checkpoints of earlier attempts that
         are newer than `base` do not count any more, whether they are there already or come later.
+        No two starts ever have one number.
 
         Args:
             base: what `latest` gave; None: there is no checkpoint.
             about: JSON values for whoever looks into the file; nothing depends on them.
 
         Raises:
-            RunLockedError: another start has claimed the run since `latest`, or another process
-                prunes here: `base` is gone.
+            ContendedError: another start has claimed the run since `latest`, or another process
+                prunes here: `base` is gone. This start owns nothing.
             OSError: the store does not answer. A number may be used up: begin again with `latest`.
         """
         self.storage.mkdir()
         listing = self._list()
         claim = Claim(listing.next_attempt(), base, uuid.uuid4().hex[:8])
-        alone = self._seen in (None, listing.claims[-1:])
-        if alone:
-            # Not under a temporary name, which the other of two starters would sweep away.
-            self.storage.write(str(claim), json.dumps(dict(about), indent=1).encode())
-            listing = self._list()
-            alone = listing.claims[-1:] == [claim] and listing.written() < claim.attempt
-        if not alone or (base is not None and base not in listing.names()):
-            with suppress(OSError):
-                self.storage.delete_file(str(claim))
-            raise RunLockedError(
-                f"{self.storage}: another process has just "
-                + (f"removed {base}, the newest." if alone else "started this run, too.")
-                + " Stop one of the two, or give this one another --name."
-            )
+        if self._seen not in (None, listing.claims[-1:]):
+            self._withdraw(claim, None)
+        # Not under a temporary name, which the other of two starters would sweep away.
+        self.storage.write(str(claim), json.dumps(dict(about), indent=1).encode())
+        self._require_sole(claim, listing := self._list())
         numbers = sorted({claim.attempt for claim in listing.claims})[-CLAIMS_KEPT:]
         for old in listing.claims:
             if old.attempt not in numbers:
@@ -113,7 +108,7 @@ class CheckpointStore:
                 raise ValueError(f"{filename!r} cannot be the name of a checkpoint file")
         name = CheckpointName(manifest.step, manifest.attempt)
         folder = self.storage.join(str(name))
-        self._require_ownership(name.attempt)
+        self._owned(name.attempt)
         if folder.exists(MANIFEST_FILE):
             raise CheckpointError(f"Checkpoint {folder} exists already: a commit replaces none.")
         self.storage.delete_dir(str(name))  # the leftover of a killed writer, if any
@@ -125,7 +120,7 @@ class CheckpointStore:
                 entries[filename] = FileEntry(*folder.write(filename, data))
                 failpoint("checkpoint.payload", step=name.step)
             manifest = replace(manifest, files=entries)
-            self._require_ownership(name.attempt)  # the files may have taken minutes
+            self._owned(name.attempt)  # the files may have taken minutes
             failpoint("checkpoint.manifest", step=name.step)
             folder.write_atomic(MANIFEST_FILE, manifest.to_json())
         except Exception:
@@ -173,28 +168,27 @@ class CheckpointStore:
             CheckpointError: there are only damaged ones, or none though an earlier start went on
                 from one, or a newer version of this package wrote the newest.
         """
-        seen: set[CheckpointName] = set()
-        # Listed again, since a writer beside us may have replaced all that was there.
-        while not seen.issuperset((listing := self._list()).names()):
-            self._seen = listing.claims[-1:]
-            for name in [name for name in listing.names() if name not in seen]:
-                seen.add(name)
-                try:
-                    checkpoint = self.open(name)
-                    checkpoint.verify()
-                    return checkpoint
-                except (DamagedError, FileNotFoundError) as error:
-                    # A pruning writer takes the manifest away first: that is no damage.
-                    if self.storage.join(str(name)).exists(MANIFEST_FILE):
-                        kept = self._set_aside(name, str(error))
-                        on_damaged(f"{error} It is passed over and kept as {kept}.")
+        seen = set()
+        listing = self._look()
+        while name := next((n for n in listing.names() if n not in seen), None):
+            seen.add(name)
+            try:
+                checkpoint = self.open(name)
+                checkpoint.verify()
+                return checkpoint
+            except (DamagedError, FileNotFoundError) as error:
+                # A pruning writer takes the manifest away first: that is no damage.
+                if self.storage.join(str(name)).exists(MANIFEST_FILE):
+                    kept = self._set_aside(name, str(error))
+                    on_damaged(f"{error} It is passed over and kept as {kept}.")
+            # A writer beside us may have replaced all; and without a damaged one, others may count.
+            listing = self._look()
         remedy = "Restore one from a backup, or start over under another --name."
         if damaged := [*listing.damaged(), *map(str, listing.names())]:
             raise CheckpointError(
                 f"No usable checkpoint in {self.storage}: all are damaged ({', '.join(damaged)}). "
                 + remedy
             )
-        self._seen = listing.claims[-1:]
         if based := [claim for claim in listing.claims if claim.base]:
             raise CheckpointError(
                 f"No usable checkpoint in {self.storage}: attempt {based[-1].attempt} went on from "
@@ -203,26 +197,37 @@ class CheckpointStore:
         return None
 
     def sweep(self) -> None:
-        """Remove what killed and replaced writers left: leftovers, fenced ones, temporary files.
+        """Remove what killed writers left: commits and deletions half done, temporary files.
 
-        Call it on one rank only, after `claim`: those who still write are then fenced off.
+        Call it on one rank only, between `claim`, which fences off who still writes, and `commit`.
+
+        Raises:
+            ContendedError: as `claim` does, whose claim is withdrawn.
         """
         listing = self._list()
+        if self._claim:
+            self._require_sole(self._claim, listing)
         for folder in listing.leftovers():
             self.storage.delete_dir(folder)
-        for name in listing.fenced():
-            self._delete(name)
         self.storage.sweep()
 
     def prune(self, keep_last: int, best: CheckpointName | None = None) -> None:
         """Remove all committed checkpoints but ``best`` and the newest ``keep_last`` (at least 2).
 
-        Those kept aside as damaged and those fenced off are neither removed nor counted.
+        Those fenced off are not counted, and removed once the owner has committed one itself.
+        Those kept aside as damaged are neither removed nor counted.
+
+        Raises:
+            RunLockedError: a later start has claimed the run.
         """
-        names = self.names()
-        for name in reversed(names[max(keep_last, LEAST_KEPT) :]):
-            if name != best:
-                self._delete(name)
+        listing = self._owned()
+        names = listing.names()
+        surplus = [name for name in names[max(keep_last, LEAST_KEPT) :] if name != best]
+        if names and listing.claims and names[0].attempt >= listing.claims[-1].attempt:
+            surplus += listing.fenced()
+        for name in sorted(surplus):
+            self._owned()  # a successor may be about to go on from this one
+            self._delete(name)
         failpoint("prune.done", step=names[0].step if names else 0)
 
     def next_attempt(self) -> int:
@@ -233,17 +238,42 @@ class CheckpointStore:
         """One request on an object store, for a thousand files."""
         return Listing.of(self.storage.walk())
 
-    def _require_ownership(self, attempt: int) -> None:
-        claims = self._list().claims
-        if not claims:
-            return
-        newest = claims[-1]
-        rivals = newest.attempt == attempt and self._claim not in (None, newest)
-        if newest.attempt > attempt or rivals:
+    def _look(self) -> Listing:
+        listing = self._list()
+        self._seen = listing.claims[-1:]
+        return listing
+
+    def _owned(self, attempt: int | None = None) -> Listing:
+        """What is there; RunLockedError if a later start than `attempt`, or than ours, owns it."""
+        listing = self._list()
+        mine = attempt if attempt is not None or self._claim is None else self._claim.attempt
+        if mine is None or not listing.claims:
+            return listing
+        newest = listing.claims[-1]
+        # Starts of one number are ruled out, but on a store whose listings lag behind.
+        rivals = newest.attempt == mine and self._claim not in (None, newest)
+        if newest.attempt > mine or rivals:
             raise RunLockedError(
                 f"{self.storage}: attempt {newest.attempt} ({newest}) has taken this run over: "
-                f"attempt {attempt} commits nothing any more, and ends."
+                f"attempt {mine} commits nothing any more, and ends."
             )
+        return listing
+
+    def _require_sole(self, claim: Claim, listing: Listing) -> None:
+        # Of two starts that claim one number, at least one sees the other here, and gives way.
+        sole = [other for other in listing.claims if other.attempt >= claim.attempt] == [claim]
+        if not sole or (claim.base is not None and claim.base not in listing.names()):
+            self._withdraw(claim, claim.base if sole else None)
+
+    def _withdraw(self, claim: Claim, gone: CheckpointName | None) -> NoReturn:
+        self._claim = None
+        with suppress(OSError):  # one that stays behind fences off nothing that is needed
+            self.storage.delete_file(str(claim))
+        raise ContendedError(
+            f"{self.storage}: another process has just "
+            + (f"removed {gone}, the newest." if gone else "started this run, too.")
+            + " Stop one of the two, or give this one another --name."
+        )
 
     def _set_aside(self, name: CheckpointName, reason: str) -> str:
         """Take a damaged checkpoint out of `names` for good; return where it is kept."""

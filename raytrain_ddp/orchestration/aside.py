@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 from collections.abc import Iterator
-from contextlib import contextmanager, redirect_stderr, redirect_stdout
+from contextlib import contextmanager, redirect_stderr, redirect_stdout, suppress
 from pathlib import Path
 
 from raytrain_ddp.checkpoint.layout import LOGS
@@ -23,7 +23,7 @@ def rays_words_aside(run: Storage) -> Iterator[None]:
 
 
 class _Lazy(io.TextIOBase):
-    """A text file that is made when something is written to it."""
+    """A text file that is made when something is written to it; a full disk ends nothing."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -32,12 +32,15 @@ class _Lazy(io.TextIOBase):
     def write(self, text: str) -> int:
         if self.closed:
             return len(text)
-        if self._file is None:
-            self._path.parent.mkdir(parents=True, exist_ok=True)
-            self._file = self._path.open("a", encoding="utf-8", buffering=1)
-        return self._file.write(text)
+        with suppress(OSError):
+            if self._file is None:
+                self._path.parent.mkdir(parents=True, exist_ok=True)
+                self._file = self._path.open("a", encoding="utf-8", buffering=1)
+            self._file.write(text)
+        return len(text)
 
     def close(self) -> None:
         super().close()
         if self._file is not None:
-            self._file.close()
+            with suppress(OSError):
+                self._file.close()

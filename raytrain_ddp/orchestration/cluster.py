@@ -24,6 +24,7 @@ from raytrain_ddp.orchestration.resources import (
 )
 from raytrain_ddp.tasks.load import BUILT_IN
 
+_AUTH_MODE = "RAY_AUTH_MODE"
 _ASK_EVERY_S = 2.0
 _HEAD_DEAD_AFTER_S = 30.0  # after 60 s Ray ends all processes that were connected to it
 PREEMPTION_WATCHER = "RAY_TRAIN_ENABLE_PREEMPTION_WATCHER"
@@ -49,7 +50,8 @@ def _settled(config: TrainConfig, embedded: bool) -> Iterator[None]:
     if embedded:
         settings[PREEMPTION_WATCHER] = "0"  # its machine is this one: a process less
     ours = [name for name in settings if name not in os.environ]
-    os.environ.update({name: settings[name] for name in ours})
+    ours += [_AUTH_MODE] * (_AUTH_MODE not in os.environ)  # see use_token
+    os.environ.update({name: settings[name] for name in ours if name in settings})
     try:
         yield
     finally:
@@ -108,6 +110,10 @@ def _connected(
     try:
         if layout is None:
             layout = _wait_for(config, ray.cluster_resources, tell)
+            if not layout.use_gpu and config.scaling.use_gpu == "auto":
+                tell(
+                    "training on CPUs: the cluster has no GPU (use_gpu and num_workers wait for one)"
+                )
         yield layout
     finally:
         if options is not None:
@@ -170,9 +176,12 @@ def _wait_for(
         from ray.autoscaler.sdk import request_resources
 
         request_resources(bundles=[dict(layout.per_worker)] * layout.least)
-    while lacks and time.monotonic() < deadline:
-        time.sleep(0.5)
-        lacks = missing(layout, resources())
+        try:
+            while lacks and time.monotonic() < deadline:
+                time.sleep(0.5)
+                lacks = missing(layout, resources())
+        finally:  # it would hold for ever, and idle nodes with it
+            request_resources(bundles=[])
     refuse(layout, resources(), "the cluster")
     return layout
 
@@ -253,7 +262,7 @@ def use_token(embedded: bool) -> None:
     own = Path.home() / ".ray" / "auth_token"
     given = "RAY_AUTH_TOKEN" in os.environ or "RAY_AUTH_TOKEN_PATH" in os.environ
     if embedded or given or own.is_file():
-        os.environ.setdefault("RAY_AUTH_MODE", "token")
+        os.environ.setdefault(_AUTH_MODE, "token")
 
 
 def _import_ray_train() -> None:

@@ -1,7 +1,7 @@
 """What a person sees of a run: a live block on a terminal, plain lines everywhere else.
 
-Fed with events (plain dicts) on the driver's main thread. Imports only the standard library and
-rich, so that the first line is there before Ray or torch are.
+Fed with events (plain dicts) on the driver's main thread. Imports little besides the standard
+library and rich, so that the first line is there before Ray or torch are.
 """
 
 from __future__ import annotations
@@ -12,12 +12,13 @@ import sys
 import time
 from collections import deque
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any
 
 from rich.console import Console
 from rich.live import Live
 from rich.text import Text
+
+from raytrain_ddp.orchestration.result import Summary
 
 PLAIN_LINE_EVERY_S = 2.0
 BLOCK_WIDTH, CELL_WIDTH = 100, 20  # characters: the first at most, the second at least
@@ -25,22 +26,6 @@ SPINNER = "⠋⠙⠹⠸⠼⠴⠦⠧⠇⠏"
 
 Event = Mapping[str, Any]
 clock = time.monotonic
-
-
-@dataclass(frozen=True)
-class Summary:
-    """What is told at the end of a run; empty parts are left out."""
-
-    run: str
-    status: Literal["finished", "interrupted", "already complete"]
-    step: int
-    total_steps: int
-    monitor: str = ""  # the metric that decides which evaluation is the best; told first
-    best: tuple[int, Mapping[str, float]] | None = None  # step, metrics
-    last: tuple[int, Mapping[str, float]] | None = None
-    seconds: Mapping[str, float] = field(default_factory=dict)  # part of the run -> seconds
-    paths: Mapping[str, str] = field(default_factory=dict)  # what lies there -> where
-    commands: Sequence[tuple[str, str]] = ()  # (what it is for, the command)
 
 
 def format_seconds(seconds: float) -> str:

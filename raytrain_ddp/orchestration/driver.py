@@ -7,20 +7,22 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 
 from raytrain_ddp.checkpoint.layout import CONFIG_FILE
 from raytrain_ddp.checkpoint.lease import Lease
+from raytrain_ddp.checkpoint.manifest import Manifest
 from raytrain_ddp.checkpoint.storage import Storage
 from raytrain_ddp.config import TrainConfig
 from raytrain_ddp.errors import PreflightError, RaytrainError
 from raytrain_ddp.orchestration.aside import rays_words_aside
 from raytrain_ddp.orchestration.display import Display
-from raytrain_ddp.orchestration.finish import already_complete, finish, summary
+from raytrain_ddp.orchestration.finish import already_complete, draw, finish, is_tidy, summary, tidy
 from raytrain_ddp.orchestration.journal import Journal
-from raytrain_ddp.orchestration.preflight import check, is_complete, open_run
+from raytrain_ddp.orchestration.preflight import answered, check, is_complete, open_run
 from raytrain_ddp.orchestration.result import FitResult
 from raytrain_ddp.recipe import dumps, publishable
 
@@ -50,10 +52,13 @@ def fit(
     run, manifest = open_run(config)
     with display or Display() as shown:
         if manifest is not None and is_complete(config, manifest):
-            result = already_complete(run, manifest)
+            result = _complete(config, run, manifest, shown.handle)
         else:
             with _owned(run, shown.handle) as tell:
-                outcome, start_up = _train_on_ray(config, run, address, dashboard, tell)
+                outcome, start_up = _train_on_ray(
+                    config, run, address, dashboard, tell, manifest.step if manifest else 0
+                )
+                _draw(config, run, tell)
                 result = _end(config, run, outcome, start_up - started, started)
                 tell({"kind": "end", "status": result.exit_status, "step": result.step})
         shown.summary(summary(config, result, f" --address {address}" if address else ""))
@@ -71,12 +76,14 @@ def fit_locally(config: TrainConfig | None = None, *, display: Display | None = 
     main = os.environ.get("RANK", "0") == "0"
     with display or (Display() if main else Display(Console(quiet=True), live=False)) as shown:
         if manifest is not None and is_complete(config, manifest):
-            result = already_complete(run, manifest)
+            result = _complete(config, run, manifest, shown.handle, main)
         else:
             owned = _owned(run, shown.handle) if main else nullcontext(shown.handle)
             with owned as tell:
                 outcome, began = _train_here(config, run, main, tell)
-                result = _end(config, run, outcome, began - started, started, main)
+                if main:
+                    _draw(config, run, tell)
+                result = _end(config, run, outcome, began - started, started)
                 tell({"kind": "end", "status": result.exit_status, "step": result.step})
         shown.summary(summary(config, result, "" if under_torchrun() else " --local"))
     return result
@@ -122,12 +129,14 @@ def write_config(config: TrainConfig, run: Storage) -> None:
 def _owned(run: Storage, show: Show) -> Iterator[Show]:
     """Holds the run's lease, and keeps its journal; yields what is to be told each event.
 
+    Of a run that is refused before it begins, no folder stays.
+
     Raises:
         RunLockedError: another process trains this run; also from what is yielded, if this one has
             been away for so long that another has taken over.
     """
     note = lambda text: show({"kind": "note", "text": text})  # noqa: E731
-    with Lease.take(run, note) as lease, Journal(run, show) as journal:
+    with _no_empty_folders(run), Lease.take(run, note) as lease, Journal(run, show) as journal:
         with suppress(OSError):
             run.sweep()
 
@@ -140,6 +149,19 @@ def _owned(run: Storage, show: Show) -> Iterator[Show]:
         except RaytrainError as error:
             journal({"kind": "end", "status": error.exit_status, "message": str(error)})
             raise
+
+
+@contextmanager
+def _no_empty_folders(run: Storage) -> Iterator[None]:
+    """Removes the folders that are made for the run meanwhile, if nothing comes into them."""
+    above = [Path(run.path), *Path(run.path).parents] if run.is_local else []
+    made = [folder for folder in above if not folder.exists()]
+    try:
+        yield
+    finally:
+        with suppress(OSError):  # the first that is not empty ends it
+            for folder in made:
+                folder.rmdir()
 
 
 class _StartUp:
@@ -156,7 +178,12 @@ class _StartUp:
 
 
 def _train_on_ray(
-    config: TrainConfig, run: Storage, address: str | None, dashboard: bool, show: Show
+    config: TrainConfig,
+    run: Storage,
+    address: str | None,
+    dashboard: bool,
+    show: Show,
+    committed: int,
 ) -> tuple[Mapping[str, Any], float]:
     from raytrain_ddp.orchestration.cluster import cluster
     from raytrain_ddp.orchestration.launch import Interrupted, launch
@@ -166,7 +193,7 @@ def _train_on_ray(
     try:
         with rays_words_aside(run), cluster(config, address, dashboard, phase) as layout:
             write_config(config, run)
-            outcome = launch(config, run, layout, watch)
+            outcome = launch(config, run, layout, watch, committed)
     except Interrupted as stop:
         raise KeyboardInterrupt(stop.number) from None
     return outcome, watch.began
@@ -178,7 +205,6 @@ def _end(
     outcome: Mapping[str, Any],
     start_up_s: float,
     started: float,
-    main: bool = True,
 ) -> FitResult:
     parts = outcome["seconds"]
     aside = parts.get("evaluation", 0.0) + parts.get("checkpoints", 0.0)
@@ -189,4 +215,23 @@ def _end(
         "checkpoints": parts.get("checkpoints", 0.0),
         "total": time.monotonic() - started,
     }
-    return finish(config, run, outcome, seconds, draw=main)
+    return answered(config, lambda: finish(run, outcome, seconds))
+
+
+def _draw(config: TrainConfig, run: Storage, show: Show) -> None:
+    try:
+        draw(config, run)
+    except OSError as error:  # no reason to fail, now that all is trained and saved
+        show({"kind": "note", "text": f"curves.png cannot be drawn: {error}"})
+
+
+def _complete(
+    config: TrainConfig, run: Storage, manifest: Manifest, show: Show, main: bool = True
+) -> FitResult:
+    """Nothing is left to train; but the start that did it may have been killed right after."""
+    if main and not answered(config, lambda: is_tidy(run)):
+        # Whoever else drives the run tidies it, too; and what cannot be written stays as it is.
+        with suppress(RaytrainError, OSError), _owned(run, show) as tell:
+            tidy(config, run, manifest)
+            tell({"kind": "end", "status": 0, "step": manifest.step})
+    return answered(config, lambda: already_complete(run, manifest))

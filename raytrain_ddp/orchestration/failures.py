@@ -33,14 +33,15 @@ class Failures:
 
     Args:
         most: scaling.max_failures.
+        committed: the step of the newest checkpoint, 0 without one.
     """
 
-    def __init__(self, most: int) -> None:
+    def __init__(self, most: int, committed: int = 0) -> None:
         self._most = most
         self._in_a_row = 0
         self._before: tuple[int, str] | None = None  # (step, what) of the failure before
         self._for_memory = 0
-        self._committed = 0
+        self._committed = committed
         self._start: _Start = _Start("")
 
     def take(self, event: Event) -> Event | None:
@@ -70,15 +71,31 @@ class Failures:
             if event["cause"] == "error":
                 raise as_error(event)
         elif kind == "died" and not start.judged & {*event["texts"].values()}:
+            if start.judged:  # another start, which died before it said a word
+                start = self._start = _Start("")
             start.judged |= {*event["texts"].values()}
             return self._judge(event)
         return None
 
-    def first_cause(self) -> str:
-        """What the first worker said that did not only suffer from another's end; or ``""``."""
-        words = [*self._start.words.values()]
-        own = [event for event in words if event["cause"] != "peer"]
-        return str((own or words)[0]["message"]) if words else ""
+    def ended(self, why: str) -> Event:
+        """Ray Train itself has failed, as when the workers could not form a group; returns what is
+        to be shown before it is tried again.
+
+        Raises:
+            RetriesExhausted: it has failed too often.
+        """
+        why = self._start.own_words() or why or "Ray Train ended, and no worker said why."
+        if "interrupted by node preemption" in why:
+            raise errors.RetriesExhausted(
+                "nodes were taken away more often than scaling.max_preemptions allows: "
+                f"{why} {KEPT}"
+            )
+        self._in_a_row += 1
+        if self._in_a_row > self._most:
+            raise errors.RetriesExhausted(f"{why} {KEPT}")
+        last = [line.strip() for line in why.splitlines() if line.strip()][-1]
+        self._start = _Start("")
+        return {"kind": "failed", "rank": None, "step": None, "message": f"{last}; {self._going()}"}
 
     def _got_on(self, step: int) -> None:
         if step > self._committed:
@@ -107,14 +124,12 @@ class Failures:
                 f"(scaling.max_failures = {self._most}); at last rank {rank} {said} {where}. {KEPT}"
             )
         self._before = (step, what) if step else None
-        going = f"going on from {f'step {self._committed}' if self._committed else 'the start'}"
-        count = f"failure {self._in_a_row} of at most {self._most} in a row"
-        return {
-            "kind": "failed",
-            "rank": rank,
-            "step": step,
-            "message": f"{said} {where}; {going} ({count})",
-        }
+        message = f"{said} {where}; {self._going()}"
+        return {"kind": "failed", "rank": rank, "step": step, "message": message}
+
+    def _going(self) -> str:
+        place = f"step {self._committed}" if self._committed else "the start"
+        return f"going on from {place} (failure {self._in_a_row} of at most {self._most} in a row)"
 
 
 class _Start:
@@ -150,6 +165,12 @@ class _Start:
         if silent:
             return silent[0], f"the end of rank {silent[0]}", "crashed, or was killed,"
         return min(texts), "the end of a connection", "lost its peers"
+
+    def own_words(self) -> str:
+        """What the first worker said that did not only suffer from another's end; or ``""``."""
+        words = [*self.words.values()]
+        own = [event for event in words if event["cause"] != "peer"]
+        return str((own or words)[0]["message"]) if words else ""
 
     def preempted(self, ranks: Iterable[int]) -> str:
         nodes = sorted({self.node(rank) for rank in ranks})

@@ -10,36 +10,38 @@ from typing import Any, Literal
 from raytrain_ddp.checkpoint.layout import (
     CHECKPOINTS,
     CURVES_FILE,
+    EVENTS_FILE,
     LOGS,
     METRICS_FILE,
     TENSORBOARD,
     checkpoint_store,
     read_history,
 )
+from raytrain_ddp.checkpoint.listing import Listing
 from raytrain_ddp.checkpoint.manifest import Manifest
 from raytrain_ddp.checkpoint.storage import Storage
 from raytrain_ddp.checkpoint.store import CheckpointName
 from raytrain_ddp.config import TrainConfig
-from raytrain_ddp.orchestration.display import Summary
-from raytrain_ddp.orchestration.result import FitResult
+from raytrain_ddp.orchestration.result import FitResult, Summary
 from raytrain_ddp.training.curves import draw_curves
 
 Record = Mapping[str, Any]
 
 
+def draw(config: TrainConfig, run: Storage) -> None:
+    """Draws the run's curves anew. Raises OSError."""
+    image = io.BytesIO()
+    draw_curves(read_history(run), image, str(config.name))
+    run.write_atomic(CURVES_FILE, image.getvalue())
+
+
 def finish(
-    config: TrainConfig,
     run: Storage,
     outcome: Mapping[str, Any],
     seconds: Mapping[str, float],
-    draw: bool,
 ) -> FitResult:
-    """Gathers the result of a run that has just ended, and draws its curves if told to."""
+    """Gathers the result of a run that has just ended."""
     history = read_history(run)
-    if draw:
-        image = io.BytesIO()
-        draw_curves(history, image, str(config.name))
-        run.write_atomic(CURVES_FILE, image.getvalue())
     signal = int(outcome["signal"])
     status: Literal["finished", "interrupted"] = "interrupted" if signal else "finished"
     return _result(run, history, status, outcome["step"], outcome["total_steps"], seconds, signal)
@@ -49,6 +51,36 @@ def already_complete(run: Storage, manifest: Manifest) -> FitResult:
     """The result of a run that was complete before; nothing is written."""
     history = read_history(run)
     return _result(run, history, "already complete", manifest.step, manifest.step, {}, 0)
+
+
+def is_tidy(run: Storage) -> bool:
+    """Whether the last start of a complete run came to its end, and was not killed after its last
+    commit."""
+    entries = run.walk()
+    listing = _checkpoints_among(entries)
+    if CURVES_FILE not in entries or listing.leftovers():
+        return False
+    events = read_history(run, EVENTS_FILE)
+    return not events or events[-1].get("kind") == "end"
+
+
+def tidy(config: TrainConfig, run: Storage, manifest: Manifest) -> None:
+    """Does what is left to do for a complete run; to be called by its owner.
+
+    Raises:
+        RunLockedError: another start goes on with it.
+        OSError: the storage does not answer, or cannot be written.
+    """
+    store, newest = checkpoint_store(run), CheckpointName(manifest.step, manifest.attempt)
+    if store.names()[:1] == [newest]:  # else it is damaged, and not to be swept away
+        store.claim(newest, {"why": "what a kill left of a complete run is removed"})
+        store.sweep()
+    draw(config, run)
+
+
+def _checkpoints_among(entries: Sequence[str]) -> Listing:
+    folder = f"{CHECKPOINTS}/"
+    return Listing.of(entry[len(folder) :] for entry in entries if entry.startswith(folder))
 
 
 def summary(config: TrainConfig, result: FitResult, flags: str = "") -> Summary:

@@ -4,20 +4,22 @@
     {"kind": "checkpoint", "time": ..., "step": 60, "seconds": 0.2, "size_bytes": 1234}
 
 metrics.jsonl is the same whatever happened; this file is not. It also proves, when all checkpoints
-are gone, that there were some.
+are gone, that there were some. A run that is refused before it begins leaves none.
 """
 
 from __future__ import annotations
 
 import json
+import math
+import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
-from raytrain_ddp.checkpoint.layout import EVENTS_FILE, read_history
+from raytrain_ddp.checkpoint.layout import CONFIG_FILE, EVENTS_FILE, read_history
 from raytrain_ddp.checkpoint.storage import Storage
 
 Event = Mapping[str, Any]
@@ -29,46 +31,57 @@ _PUT_EVERY_S = 30.0  # an object store cannot append: the file is put again
 
 
 class Journal:
-    """Writes the events of a run down, and hands all of them on.
+    """Writes the events of a run down, and hands all of them on; any thread may call it.
 
-    A journal that cannot be written is no reason to end a run.
+    The run has begun when it has a config.toml: until then its events are held back. A journal
+    that cannot be written is no reason to end a run.
     """
 
     def __init__(self, run: Storage, show: Callable[[Event], None]) -> None:
         self._run, self._show = run, show
-        self._lines: list[str] | None = None  # all of the file, where it cannot be appended to
-        self._put_at = 0.0
+        self._lock = threading.Lock()  # the thread that commits has events, too
+        self._held: list[str] = []  # not written yet
+        self._begun = False
+        self._file: list[str] | None = None  # all of its lines, where it cannot be appended to
+        self._put_at = -math.inf
 
     def __enter__(self) -> Journal:
         return self
 
     def __exit__(self, *_: object) -> None:
-        if self._lines is not None:
-            self._put()
+        self._write([], at_once=True)
 
     def __call__(self, event: Event) -> None:
         if event["kind"] in _KINDS:
             now = datetime.now(timezone.utc).strftime("%Y-%m-%dT%H:%M:%SZ")
             line = json.dumps({"kind": event["kind"], "time": now, **event}) + "\n"
-            with suppress(OSError):
-                self._append(line)
+            # Of a checkpoint there shall be word as soon as there is the checkpoint.
+            self._write([line], at_once=event["kind"] == "checkpoint")
         self._show(event)
 
-    def _append(self, line: str) -> None:
-        if self._run.is_local:
-            with Path(self._run.path, EVENTS_FILE).open("ab+") as file:
-                file.seek(max(0, file.tell() - 1))
-                torn = file.read(1) not in (b"", b"\n")  # by a kill
-                file.write((b"\n" if torn else b"") + line.encode())
-            return
-        if self._lines is None:
-            before = read_history(self._run, EVENTS_FILE)
-            self._lines = [json.dumps(event) + "\n" for event in before]
-        self._lines.append(line)
-        if time.monotonic() - self._put_at >= _PUT_EVERY_S:
-            self._put()
+    def _write(self, lines: Sequence[str], at_once: bool) -> None:
+        with self._lock, suppress(OSError):
+            self._held += lines
+            self._begun = self._begun or self._run.exists(CONFIG_FILE)
+            if not self._begun:
+                return
+            if self._run.is_local:
+                held, self._held = self._held, []
+                self._append("".join(held).encode())
+                return
+            if self._file is None:
+                before = read_history(self._run, EVENTS_FILE)
+                self._file = [json.dumps(event) + "\n" for event in before]
+            if self._held and (at_once or time.monotonic() - self._put_at >= _PUT_EVERY_S):
+                self._put_at = time.monotonic()
+                whole = [*self._file, *self._held]
+                self._run.write_atomic(EVENTS_FILE, "".join(whole).encode())
+                self._file, self._held = whole, []
 
-    def _put(self) -> None:
-        self._put_at = time.monotonic()
-        with suppress(OSError):
-            self._run.write_atomic(EVENTS_FILE, "".join(self._lines or ()).encode())
+    def _append(self, lines: bytes) -> None:
+        if not lines:
+            return
+        with Path(self._run.path, EVENTS_FILE).open("ab+") as file:
+            file.seek(max(0, file.tell() - 1))
+            torn = file.read(1) not in (b"", b"\n")  # by a kill
+            file.write((b"\n" if torn else b"") + lines)

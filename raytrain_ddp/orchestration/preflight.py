@@ -2,28 +2,33 @@
 
 from __future__ import annotations
 
+import time
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import TypeVar
 
 from raytrain_ddp.checkpoint.layout import (
-    EVENTS_FILE,
-    checkpoint_store,
     newest_manifest,
-    read_history,
+    require_none_lost,
     run_storage,
 )
 from raytrain_ddp.checkpoint.manifest import Manifest
 from raytrain_ddp.checkpoint.storage import Storage
-from raytrain_ddp.checkpoint.store import DAMAGED_MARK, DAMAGED_PREFIX, MANIFEST_FILE
 from raytrain_ddp.config import RUN_NAME, TrainConfig
 from raytrain_ddp.data.folder import FolderImages
 from raytrain_ddp.data.locate import locate
 from raytrain_ddp.data.parquet import ParquetImages
-from raytrain_ddp.errors import CheckpointError, ConfigError
+from raytrain_ddp.errors import ConfigError, PreflightError
 from raytrain_ddp.recipe import changed_fields
 from raytrain_ddp.tasks.load import BUILT_IN, check_task_name
 from raytrain_ddp.tasks.zoo import check_model_name
-from raytrain_ddp.uri import without_secrets
+from raytrain_ddp.uri import reason_of, without_secrets
+
+T = TypeVar("T")
+
+_PAUSES_S = (0.5, 1.0, 2.0)
+_LASTING = (PermissionError, NotADirectoryError, IsADirectoryError)
 
 
 def check(config: TrainConfig) -> TrainConfig:
@@ -55,10 +60,34 @@ def open_run(config: TrainConfig) -> tuple[Storage, Manifest | None]:
         ConfigError: the run was begun with another config; with a table of what differs.
         CheckpointError: it had checkpoints, and all are gone.
     """
+    return answered(config, lambda: _open_run(config))
+
+
+def answered(config: TrainConfig, ask: Callable[[], T]) -> T:
+    """What `ask` learns from the storage, which is asked again a few times where that may help.
+
+    Raises:
+        PreflightError: it gave no answer, but OSErrors.
+    """
+    for pause_s in (*_PAUSES_S, None):
+        try:
+            return ask()
+        except OSError as error:
+            if pause_s is None or isinstance(error, _LASTING):
+                raise PreflightError(
+                    f"storage = {without_secrets(config.storage)}: it cannot be read: "
+                    f"{reason_of(config.storage, error)}. Nothing is lost by that: mend it, then "
+                    "run the same command again."
+                ) from None
+        time.sleep(pause_s)
+    raise AssertionError  # the last round has returned or raised
+
+
+def _open_run(config: TrainConfig) -> tuple[Storage, Manifest | None]:
     run = run_storage(config)
     manifest = newest_manifest(run)
     if manifest is None:
-        _require_none_lost(config, run)
+        require_none_lost(config, run)
     if manifest is not None:
         changed = changed_fields(manifest.config, config)
         if changed:
@@ -70,22 +99,6 @@ def open_run(config: TrainConfig) -> tuple[Storage, Manifest | None]:
                 "Take these back to go on with it, or start anew under another --name."
             )
     return run, manifest
-
-
-def _require_none_lost(config: TrainConfig, run: Storage) -> None:
-    """A run that has lost its checkpoints never starts again at step 0 by itself. (If damaged ones
-    are there, rank 0 names them when it looks for the newest.)"""
-    entries = checkpoint_store(run).storage.walk()
-    if any(
-        e.startswith(DAMAGED_PREFIX) or e.endswith((MANIFEST_FILE, DAMAGED_MARK)) for e in entries
-    ):
-        return
-    saved = [e["step"] for e in read_history(run, EVENTS_FILE) if e.get("kind") == "checkpoint"]
-    if saved:
-        raise CheckpointError(
-            f"run {config.name} had a checkpoint of step {max(saved)} ({run}/{EVENTS_FILE} says "
-            "so), and there is none any more: restore it, or start anew under another --name."
-        )
 
 
 def is_complete(config: TrainConfig, manifest: Manifest | None) -> bool:

@@ -1,4 +1,4 @@
-"""What `fit` gives back."""
+"""What `fit` gives back, and what is told of it."""
 
 from __future__ import annotations
 
@@ -46,3 +46,19 @@ class FitResult:
     def exit_status(self) -> int:
         """0, or 128 + the signal."""
         return 128 + self.signal if self.signal else 0
+
+
+@dataclass(frozen=True)
+class Summary:
+    """What is told at the end of a run; empty parts are left out."""
+
+    run: str
+    status: Literal["finished", "interrupted", "already complete"]
+    step: int
+    total_steps: int
+    monitor: str = ""  # the metric that decides which evaluation is the best; told first
+    best: tuple[int, Mapping[str, float]] | None = None  # step, metrics
+    last: tuple[int, Mapping[str, float]] | None = None
+    seconds: Mapping[str, float] = field(default_factory=dict)  # part of the run -> seconds
+    paths: Mapping[str, str] = field(default_factory=dict)  # what lies there -> where
+    commands: Sequence[tuple[str, str]] = ()  # (what it is for, the command)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import socket
+import threading
 import time
 from collections import deque
 from collections.abc import Mapping
@@ -19,8 +20,8 @@ from raytrain_ddp.checkpoint.storage import Storage
 from raytrain_ddp.config import TrainConfig
 from raytrain_ddp.errors import PreflightError
 from raytrain_ddp.orchestration.preemption import STOP, Notice
-from raytrain_ddp.training.base import RecordingSession
 from raytrain_ddp.training.recorder import Best
+from raytrain_ddp.training.recording import RecordingSession
 from raytrain_ddp.training.run import Outcome
 from raytrain_ddp.training.session import Record, Snapshot, Wishes
 from raytrain_ddp.training.world import World
@@ -59,6 +60,7 @@ class RaySession(RecordingSession):
             )
         self._events: deque[Record] = deque()  # the thread that commits adds to it, too
         self._notice = Notice(look_every_s, self._events.append)
+        self._training = threading.current_thread()
         super().__init__(config, world, best, self._say)
         self.step: int | None = None
         self._board = board
@@ -85,6 +87,8 @@ class RaySession(RecordingSession):
         if event["kind"] == "checkpoint":
             self._notice.committed(event["seconds"])
         self._events.append(event)
+        if event["kind"] == "note" and threading.current_thread() is self._training:
+            self.push()  # it may be about to wait
 
     def tell(self, event: Record) -> None:
         super().tell(event)
@@ -167,4 +171,6 @@ class RaySession(RecordingSession):
 
 
 def _as_rays(place: Storage) -> ray.train.Checkpoint:
-    return ray.train.Checkpoint(place.path, place.fs)
+    """As Ray's register takes it, which is not in the run's storage: see launch.py."""
+    register = ray.train.get_context().get_storage().storage_filesystem
+    return ray.train.Checkpoint(place.path, register)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import ray
 from ray.exceptions import RayActorError
 from ray.train import UserCallback
 
@@ -15,10 +16,18 @@ class Witness(UserCallback):  # type: ignore[misc]
 
     Args:
         board: handle of the Board actor.
+        driver: the driver's own actor id, if it is an actor.
     """
 
-    def __init__(self, board: Any) -> None:
-        self._board = board
+    def __init__(self, board: Any, driver: str | None) -> None:
+        self._board, self._driver = board, driver
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """In the controller: gives the driver a hold of it, as Ray Train does not."""
+        self.__dict__ |= state
+        context = ray.get_runtime_context()
+        if context.get_actor_id() not in (None, self._driver):
+            self._board.push.remote([{"kind": "controller", "actor": context.current_actor}])
 
     def after_exception(self, run_context: Any, worker_exceptions: dict[int, Exception]) -> None:
         """Called at each look at dead workers; the driver judges one death once."""

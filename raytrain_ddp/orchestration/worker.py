@@ -5,17 +5,29 @@ Ray's controller imports this module too, to hand it on; so nothing heavy is imp
 
 from __future__ import annotations
 
+import ctypes
 import dataclasses
-import errno
 import os
+import signal
 import socket
 import sys
 import traceback
-from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, TYPE_CHECKING, Any
 
 from raytrain_ddp.failpoints import arm
+from raytrain_ddp.orchestration.causes import (
+    cause_of,
+    is_lack_of_memory,
+    users_traceback,
+    without_memory,
+)
+
+if TYPE_CHECKING:
+    from raytrain_ddp.orchestration.session import RaySession
+
+_PR_SET_PDEATHSIG = 1  # of <sys/prctl.h>
 
 
 @dataclasses.dataclass(frozen=True)
@@ -28,7 +40,7 @@ class WorkerSettings:
         failpoints: what the driver's environment arms, and the folder in which it is noted.
     """
 
-    config: dict[str, Any]
+    config: dict[str, Any] = dataclasses.field(repr=False)  # a URI in it may hold a secret
     folder: str
     import_paths: tuple[str, ...]
     log_folder: str | None
@@ -40,37 +52,42 @@ class WorkerSettings:
 def train_on_worker(loop_config: dict[str, WorkerSettings]) -> None:
     """The train function of the TorchTrainer; Ray hands it a dict."""
     given = loop_config["given"]
-    _settle(given)
+    end_with_parent()
     import ray
     import ray.train
+    import torch.distributed as dist
 
     rank = ray.train.get_context().get_world_rank()
-    if not ray.get(given.board.join.remote(_start(), rank, socket.gethostname())):
-        return
-    with _Tee(given.log_folder, rank):
-        _train(given, rank)
+    grouped = dist.is_initialized()
+    sessions: list[RaySession] = []
+    try:
+        _settle(given)
+        if ray.get(given.board.join.remote(_start(), rank, socket.gethostname())):
+            with _Tee(given.log_folder, rank):
+                _train(given, sessions)
+    except BaseException as error:
+        step = sessions[0].step if sessions else None
+        tell_failure(given, rank, step, error, torn_down=grouped and not dist.is_initialized())
+        raise
 
 
-def _train(given: WorkerSettings, rank: int) -> None:
+def _train(given: WorkerSettings, sessions: list[RaySession]) -> None:
+    """`sessions`: the one that is made is added to them, whatever comes."""
     from raytrain_ddp.orchestration.session import RaySession
     from raytrain_ddp.recipe import from_dict
     from raytrain_ddp.tasks.load import load_task
     from raytrain_ddp.training.loop import train
     from raytrain_ddp.training.recorder import Best
 
-    session: RaySession | None = None
-    try:
-        config = from_dict(given.config)
-        task = load_task(config)
-        best = Best(task.monitor, task.goal)
-        with RaySession(config, given.board, best, given.look_every_s) as session:
-            outcome = train(config, task, session)
-            if session.is_taken_away(outcome):
-                outcome = dataclasses.replace(outcome, signal=session.hold())
-            session.tell({"kind": "outcome", **dataclasses.asdict(outcome)})
-    except BaseException as error:
-        tell_failure(given, rank, session.step if session is not None else None, error)
-        raise
+    config = from_dict(given.config)
+    task = load_task(config)
+    best = Best(task.monitor, task.goal)
+    with RaySession(config, given.board, best, given.look_every_s) as session:
+        sessions.append(session)
+        outcome = train(config, task, session)
+        if session.is_taken_away(outcome):
+            outcome = dataclasses.replace(outcome, signal=session.hold())
+        session.tell({"kind": "outcome", **dataclasses.asdict(outcome)})
 
 
 def _settle(given: WorkerSettings) -> None:
@@ -83,19 +100,43 @@ def _settle(given: WorkerSettings) -> None:
     arm(*given.failpoints)
 
 
+def end_with_parent() -> None:
+    """From now on Linux ends this process when the one that started it (Ray's raylet) is gone.
+
+    A worker of Ray 2.60 notices that by itself, too, and wants to exit. But a thread of Ray Train
+    that hands a report to the dead controller waits for ever, and Python's exit waits for it.
+    """
+    if sys.platform == "linux":
+        parent = os.getppid()
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        if os.getppid() != parent:  # it went meanwhile
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
 def _start() -> str:
     """What the workers of one start share, and no others: where they met."""
     return f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
 
 
-def tell_failure(given: WorkerSettings, rank: int, step: int | None, error: BaseException) -> None:
-    """All ranks tell theirs: the driver finds the one that the others only suffer from."""
+def tell_failure(
+    given: WorkerSettings,
+    rank: int,
+    step: int | None,
+    error: BaseException,
+    torn_down: bool = False,
+) -> None:
+    """All ranks tell theirs: the driver finds the one that the others only suffer from.
+
+    Args:
+        torn_down: Ray has ended this rank's process group, as it does when another rank has died:
+            whatever is raised then (a ValueError, a KeyError) may come from that.
+    """
     import ray
 
     from raytrain_ddp.errors import RaytrainError
 
-    if _is_lack_of_memory(error):
-        error = _without_memory(given.config, rank, step, error)
+    if is_lack_of_memory(error):
+        error = without_memory(given.config, rank, step, error)
     known = isinstance(error, RaytrainError)
     event = {
         "kind": "failed",
@@ -104,75 +145,19 @@ def tell_failure(given: WorkerSettings, rank: int, step: int | None, error: Base
         "step": step,
         "error": type(error).__name__,
         "message": str(error) if known else f"{type(error).__name__}: {error}",
-        "traceback": "" if known else _users_traceback(error),
+        "traceback": "" if known else users_traceback(error),
         "status": error.exit_status if isinstance(error, RaytrainError) else 1,
-        "cause": "error" if known else cause_of(error),
+        "cause": cause_of(error) if known or not torn_down else "peer",
     }
-    ray.get(given.board.push.remote([event]), timeout=10)
-
-
-def cause_of(error: BaseException) -> str:
-    """ "peer": another worker died; "outside": may pass by itself; "error": will happen again."""
-    import torch.distributed as dist
-    from ray.exceptions import RayError
-
-    words = ("gloo", "nccl", "connection closed by peer", "connection reset by peer", "c10d")
-    of_collectives = any(word in str(error).lower() for word in words)
-    if isinstance(error, (RayError, dist.DistError)) or not isinstance(error, Exception):
-        return "peer"  # Ray's own collectives, torch's, or an end from outside
-    if isinstance(error, RuntimeError) and of_collectives:
-        return "peer"
-    passing = (errno.EIO, errno.ENOSPC, errno.ESTALE, errno.ENETDOWN, errno.ENETUNREACH)
-    if isinstance(error, (ConnectionError, TimeoutError)):
-        return "outside"
-    return "outside" if isinstance(error, OSError) and error.errno in passing else "error"
-
-
-def _is_lack_of_memory(error: BaseException) -> bool:
-    import torch
-
-    if isinstance(error, (MemoryError, torch.OutOfMemoryError)):
-        return True
-    return isinstance(error, RuntimeError) and "DefaultCPUAllocator" in str(error)
-
-
-def _without_memory(
-    config: Mapping[str, Any], rank: int, step: int | None, error: BaseException
-) -> BaseException:
-    """The config's own remedy. It would happen again, so it is not retried."""
-    import resource
-
-    import torch
-
-    from raytrain_ddp.errors import RetriesExhausted
-
-    gib = 2**30
-    if isinstance(error, torch.OutOfMemoryError) and torch.cuda.is_available():
-        total = torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory
-        peak = f"{torch.cuda.max_memory_allocated() / gib:.1f} of {total / gib:.1f} GiB on its GPU"
-    else:
-        kib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-        peak = f"{kib * 1024 / gib:.1f} GiB of its host's memory"
-    when = f"at step {step}" if step else "while starting"
-    return RetriesExhausted(
-        f"rank {rank} had too little memory {when}, with {peak} in use at its peak. Lower "
-        f"--micro-batch (now {config['micro_batch']}): the global batch of "
-        f"{config['batch_size']} stays. {next(iter(str(error).splitlines()), '')}"
-    )
-
-
-def _users_traceback(error: BaseException) -> str:
-    """Without the frames of this package that lead to the user's code."""
-    frames = traceback.extract_tb(error.__traceback__)
-    package = str(Path(__file__).parent.parent)
-    mine = [n for n, f in enumerate(frames) if f.filename.startswith(package)]
-    users = frames[mine[-1] + 1 :] if mine and mine[-1] + 1 < len(frames) else frames
-    lines = ["Traceback (most recent call last):\n", *traceback.format_list(users)]
-    return "".join(lines + traceback.format_exception_only(type(error), error))
+    with suppress(Exception):  # of a board that is gone or slow: the error itself counts more
+        ray.get(given.board.push.remote([event]), timeout=10)
 
 
 class _Tee:
-    """Copies this worker's output into the run's own log folder while training lasts."""
+    """Copies this worker's output into the run's own log folder while training lasts.
+
+    A copy that cannot be written, as on a full disk, ends no training.
+    """
 
     def __init__(self, folder: str | None, rank: int) -> None:
         there = folder is not None and Path(folder).parent.is_dir()
@@ -183,18 +168,21 @@ class _Tee:
     def __enter__(self) -> None:
         if self._path is None:
             return
-        self._path.parent.mkdir(parents=True, exist_ok=True)
-        self._file = self._path.open("a", encoding="utf-8", buffering=1)
+        with suppress(OSError):
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            self._file = self._path.open("a", encoding="utf-8", buffering=1)
+        if self._file is None:
+            return
         self._streams = sys.stdout, sys.stderr
         sys.stdout, sys.stderr = (_Both(stream, self._file) for stream in self._streams)
 
     def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
         if self._file is None:
             return
-        if error is not None:
-            self._file.write("".join(traceback.format_exception(error)))
         sys.stdout, sys.stderr = self._streams
-        self._file.close()
+        with suppress(OSError), self._file:
+            if error is not None:
+                self._file.write("".join(traceback.format_exception(error)))
 
 
 class _Both:
@@ -205,7 +193,8 @@ class _Both:
 
     def write(self, text: str) -> int:
         if not self._copy.closed:
-            self._copy.write(text)
+            with suppress(OSError):
+                self._copy.write(text)
         return int(self._stream.write(text) or len(text))
 
     def __getattr__(self, name: str) -> Any:

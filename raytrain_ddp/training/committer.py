@@ -7,6 +7,7 @@ import random
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import wait as wait_for
 from typing import TypeVar
 
 from raytrain_ddp.errors import CheckpointError
@@ -17,6 +18,7 @@ T = TypeVar("T")
 TRIES = 5
 _LONGEST_S = 60.0  # of all tries together, as far as it can be chosen
 _SAID_S = 1.0
+_HANGS_S = 30.0
 # Trying again within a minute does not help.
 _LASTING = {errno.ENOSPC, errno.EFBIG, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM}
 
@@ -24,8 +26,9 @@ _LASTING = {errno.ENOSPC, errno.EFBIG, errno.EDQUOT, errno.EROFS, errno.EACCES, 
 def pauses() -> Iterator[float]:
     """Seconds to wait before each further try: twice as long each time, and never in step with
     other clients of a store that is overloaded."""
+    jitter = random.Random()  # the shared one may be seeded alike on all machines
     for n in range(TRIES - 1):
-        yield 2**n * random.uniform(0.5, 1)  # at most 15 s in all
+        yield 2**n * jitter.uniform(0.5, 1)  # at most 15 s in all
 
 
 def persistently(act: Callable[[int], T], pause: Callable[[float, OSError], bool]) -> T:
@@ -101,12 +104,8 @@ class Committer:
         return self.is_busy()
 
     def wait(self) -> None:
-        """Waits until no commit is under way."""
-        if self._under_way is None:
-            return
-        started = time.monotonic()
-        self._under_way.result()
-        waited_s = time.monotonic() - started
+        """Waits until no commit is under way; says so if it takes long, while it does."""
+        waited_s = self._wait()
         if waited_s > self._longest_wait_s:
             self._longest_wait_s = 2 * waited_s  # not the same thing over and over
             self._note(
@@ -128,7 +127,25 @@ class Committer:
             raise self._failure
 
     def close(self) -> None:
-        self._thread.shutdown()
+        """Waits until no commit is under way, and ends the thread."""
+        try:
+            self._wait()
+        finally:
+            self._thread.shutdown()
+
+    def _wait(self) -> float:
+        """Returns the seconds waited."""
+        started, told_at_s = time.monotonic(), _HANGS_S
+        while self._under_way is not None:
+            waited_s = time.monotonic() - started
+            if wait_for([self._under_way], told_at_s - waited_s).done:
+                break
+            self._note(
+                f"training waits for the checkpoint of step {self._step}, which has been in the "
+                f"writing for {time.monotonic() - self._since:.0f} s: the storage does not answer."
+            )
+            told_at_s *= 2
+        return time.monotonic() - started
 
     def _attempt(self, snapshot: Snapshot) -> None:
         """Never raises: Ray would take an error on this thread for the end of the training."""
@@ -141,15 +158,22 @@ class Committer:
             return self.sleep(wait_s)
 
         try:
-            persistently(lambda number: self._commit(snapshot, number), pause)
-            self._in_a_row, self._failure = 0, None
-        except OSError as error:
-            self._failed(snapshot.manifest.step, error)
-        except BaseException as error:
+            try:
+                persistently(lambda number: self._commit(snapshot, number), pause)
+                self._in_a_row, self._failure = 0, None
+            except OSError as error:
+                self._failed(snapshot.manifest.step, error)
+        except BaseException as error:  # that of `tell`, too
             self._problem = error
 
     def _failed(self, step: int, error: OSError) -> None:
         self._in_a_row += 1
+        self._failure = CheckpointError(
+            f"the checkpoint of step {step} could not be written: {error}. Those before it are "
+            "kept; make room or mend the storage, then the same command goes on from the newest."
+        )
+        if self._in_a_row >= self._max_failed:
+            self._problem = self._failure
         self._tell(
             {
                 "kind": "checkpoint_failed",
@@ -158,13 +182,7 @@ class Committer:
                 "in_a_row": self._in_a_row,
             }
         )
-        self._failure = CheckpointError(
-            f"the checkpoint of step {step} could not be written: {error}. Those before it are "
-            "kept; make room or mend the storage, then the same command goes on from the newest."
-        )
-        if self._in_a_row >= self._max_failed:
-            self._problem = self._failure
-        else:
+        if self._in_a_row < self._max_failed:
             self._note(
                 f"the checkpoint of step {step} could not be written ({error}). Training goes on; "
                 f"that was {self._in_a_row} of checkpoint.max_failed = {self._max_failed} in a row."

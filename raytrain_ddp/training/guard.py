@@ -26,7 +26,7 @@ class Trace:
     Args:
         step: from 1.
         losses: slot -> loss of shape (), of this worker's slots.
-        buffers: not finite, if a buffer would become so; shape ().
+        forward: not finite, if a loss is not or a buffer would become so; shape ().
         names: of the parameters that have a gradient.
         norms: of their gradients, shape (parameters,).
         norm: of the whole gradient, shape ().
@@ -36,7 +36,7 @@ class Trace:
     step: int
     lr: float
     losses: dict[int, Tensor]
-    buffers: Tensor
+    forward: Tensor
     names: list[str]
     norms: Tensor
     norm: Tensor
@@ -75,18 +75,19 @@ class Guard:
         self._losses[slot] = loss
         self._taint = loss * 0  # nan, if the loss is not finite
 
-    def examine(self, lr: float, buffers: Tensor) -> tuple[Tensor, Tensor]:
+    def examine(self, lr: float, forward: Tensor) -> tuple[Tensor, Tensor]:
         """Examines gradients that are alike on all ranks, and unscales those of fp16.
 
         Args:
-            buffers: alike on all ranks; not finite, if a buffer would become so.
+            forward: alike on all ranks; not finite, if what the forward passes gave is not. For
+                fp16 a loss is part of it, else it shows in the gradient anyway.
 
         Returns:
             The norm of the whole gradient, and whether the step is refused; of shape ().
         """
         scaler = self._state.scaler
         if self._witness.grad is not None:
-            self._witness.grad.add_(buffers * 0)
+            self._witness.grad.add_(forward * 0)
         scaler.unscale_(self._state.optimizer)
         there = [(name, p.grad) for name, p in self._trained if p.grad is not None]
         norms = torch.stack(torch._foreach_norm([gradient for _, gradient in there]))
@@ -94,11 +95,12 @@ class Guard:
         # A norm above 2e19 overflows, as the second moments of AdamW then would.
         refused = ~norm.isfinite()
         told = refused
-        if scaler.is_enabled():  # down to a scale of 1, an overflow may be the scale's fault
-            told = refused & (scaler.scale(torch.ones_like(norm)) < 1)
+        if scaler.is_enabled():  # down to a scale of 1, an overflow of gradients may be its fault
+            small = scaler.scale(torch.ones_like(norm)) < 1
+            told = refused & (small | ~forward.isfinite())
         names = [name for name, _ in there]
         step = self._state.step + 1
-        trace = Trace(step, lr, self._losses, buffers, names, norms, norm, self._name)
+        trace = Trace(step, lr, self._losses, forward, names, norms, norm, self._name)
         self._open.append((trace, self._fetch(told)))
         self._losses = {}
         return norm, refused

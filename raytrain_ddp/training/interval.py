@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import time
+from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -12,6 +13,7 @@ from raytrain_ddp.training.session import Record
 
 SHORTEST_S, LONGEST_S = 5.0, 600.0
 _GUESSED_STALL_S = 0.1
+_STALLS = 16  # the latest, of which the mean is taken: the first one allocates
 _PRIOR_FAILURES, _PRIOR_S = 1, 3600.0
 
 
@@ -59,10 +61,14 @@ class Life:
 
     @staticmethod
     def after(document: Mapping[str, Any], attempt: int) -> Life:
-        """That of start number `attempt`, which goes on from a checkpoint with this document."""
+        """That of start number `attempt`, which goes on from a checkpoint with this document.
+
+        Raises:
+            KeyError, TypeError, ValueError: it is another one.
+        """
         starts = attempt - document["attempt"]
         failed = max(0, starts - (1 if document["ended"] else 0))
-        return Life(document["failures"] + failed, document["lived_s"])
+        return Life(int(document["failures"]) + failed, float(document["lived_s"]))
 
 
 class SaveTimer:
@@ -79,7 +85,7 @@ class SaveTimer:
     ) -> None:
         self._every_s, self._life, self._tell = every_s, life, tell
         self._began = self._last = time.monotonic()
-        self._stalls_s: list[float] = []
+        self._stalls_s: deque[float] = deque(maxlen=_STALLS)
         self._commit_s = 0.0
         self._told_s = 0.0
 

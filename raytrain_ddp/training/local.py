@@ -16,8 +16,8 @@ from torch.nn.parallel import DistributedDataParallel
 from raytrain_ddp.config import TrainConfig
 from raytrain_ddp.errors import PreflightError
 from raytrain_ddp.sections import ScalingConfig
-from raytrain_ddp.training.base import RecordingSession
 from raytrain_ddp.training.recorder import Best
+from raytrain_ddp.training.recording import RecordingSession
 from raytrain_ddp.training.session import Record, Snapshot, Wishes
 from raytrain_ddp.training.world import World
 

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from raytrain_ddp.checkpoint.store import Checkpoint
 from raytrain_ddp.config import TrainConfig
 from raytrain_ddp.data.loader import TrainLoader, memory_note, shuffle_for, window_for
 from raytrain_ddp.data.plan import Plan
@@ -80,11 +81,7 @@ def prepare(config: TrainConfig, task: Task, session: Session) -> Run:
         )
     checkpoint = session.latest()
     if checkpoint is not None:
-        if checkpoint.manifest.data_fingerprint != fingerprint:
-            raise DataError(
-                f"the training data differ from those of {checkpoint.name}: restore them, or start "
-                "anew under another --name."
-            )
+        _require_same_data(data.rows, fingerprint, checkpoint)
         session.restore_log(state.load(checkpoint))
     else:
         session.restore_log([])
@@ -167,6 +164,15 @@ def add_compression(net: nn.Module, config: TrainConfig) -> None:
     hooks = {"bf16": default_hooks.bf16_compress_hook, "fp16": default_hooks.fp16_compress_hook}
     if config.ddp.compression in hooks:
         net.register_comm_hook(None, hooks[config.ddp.compression])  # type: ignore[operator]
+
+
+def _require_same_data(rows: int, fingerprint: str, checkpoint: Checkpoint) -> None:
+    before = checkpoint.manifest.data_fingerprint
+    if before != fingerprint:
+        raise DataError(
+            f"the training data ({rows} rows, fingerprint {fingerprint[:12]}) differ from those of "
+            f"{checkpoint.name} ({before[:12]}): restore them, or start anew under another --name."
+        )
 
 
 def train_loader(config: TrainConfig, data: Data, plan: Plan, world: World) -> TrainLoader:

@@ -14,7 +14,7 @@ from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
-from raytrain_ddp.checkpoint.layout import checkpoint_store, run_storage
+from raytrain_ddp.checkpoint.layout import checkpoint_store, require_none_lost, run_storage
 from raytrain_ddp.checkpoint.storage import Storage
 from raytrain_ddp.checkpoint.store import Checkpoint, CheckpointName, CheckpointStore
 from raytrain_ddp.config import TrainConfig
@@ -53,7 +53,7 @@ class Recorder:
         """The newest checkpoint that is whole; from now on earlier starts can commit no more.
 
         Raises:
-            CheckpointError: there are only damaged ones.
+            CheckpointError: there are only damaged ones, or there were some and all are gone.
             RunLockedError: another start claims the run at this moment.
             OSError: the storage does not answer, or is full.
         """
@@ -62,15 +62,14 @@ class Recorder:
         def found(_: int) -> Checkpoint | None:
             self._run.mkdir()
             newest = self.store.latest(on_damaged=self._note)
+            if newest is None:
+                require_none_lost(self._config, self._run)
             self._attempt = self.store.claim(newest.name if newest else None, host)
             self.store.sweep()
             return newest
 
         self._newest = newest = persistently(found, self._trying_again)
-        document = {"attempt": 0, "failures": 0, "lived_s": 0.0, "ended": True}
-        if newest is not None and _LIFE in newest.manifest.files:
-            document = json.loads(newest.read(_LIFE))
-        self._life = Life.after(document, self._attempt)
+        self._life = self._life_after(newest)
         self._timer = SaveTimer(self._config.checkpoint.every_s, self._life, self._tell)
         return newest
 
@@ -119,6 +118,18 @@ class Recorder:
         except OSError as error:
             self._note(f"{name} cannot be written: {error}")
 
+    def _life_after(self, newest: Checkpoint | None) -> Life:
+        """It only decides how often to save: no reason to end a run, if it cannot be read."""
+        if newest is None or _LIFE not in newest.manifest.files:
+            return Life(failures=self._attempt - 1)
+        try:
+            text = persistently(lambda _: newest.read(_LIFE), self._trying_again)
+            return Life.after(json.loads(text), self._attempt)
+        except (OSError, CheckpointError, KeyError, TypeError, ValueError) as error:
+            told = f"{type(error).__name__}: {error}"
+            self._note(f"the age of the run begins anew: {_LIFE} cannot be read ({told}).")
+            return Life()
+
     def _commit(self, snapshot: Snapshot, number: int) -> None:
         """Makes a checkpoint, then removes those that need not be kept; try `number`, from 0."""
         started = time.monotonic()
@@ -155,7 +166,7 @@ class Recorder:
             self._note(f"old checkpoints or the log could not be renewed in {self._run}: {error}")
 
     def _trying_again(self, wait_s: float, error: OSError) -> bool:
-        self._note(f"{self._run} does not answer ({error}): trying again in {wait_s:.1f} s.")
+        self._note(f"{self._run}: {error} Trying again in {wait_s:.1f} s.")
         return not self._closing.wait(wait_s)
 
     def _note(self, text: str) -> None:

@@ -71,7 +71,7 @@ def _names(trace: Trace, losses: list[_SlotLoss]) -> list[str]:
     """Parameters whose gradient's norm is not finite, but for a witness that speaks for others."""
     norms = zip(trace.names, trace.norms.tolist(), strict=True)
     names = [name for name, norm in norms if not math.isfinite(norm)]
-    spoken_for = not trace.buffers.isfinite() or not all(math.isfinite(x.loss) for x in losses)
+    spoken_for = not trace.forward.isfinite() or not all(math.isfinite(x.loss) for x in losses)
     return [] if names == [trace.witness] and spoken_for else names
 
 
@@ -81,7 +81,7 @@ def _what(trace: Trace, losses: list[_SlotLoss], names: list[str]) -> str:
     if lost:
         where = _some([f"slot {x.slot} (rank {x.rank})" for x in lost])
         return f"the loss of {where} is {lost[0].loss} {at}"
-    if not names and not trace.buffers.isfinite():
+    if not names and not trace.forward.isfinite():
         return f"a buffer, such as batch norm's variance, would not be finite {at}"
     by = f", by {_some(names)}" if names else ""
     return f"the norm of the gradient is {trace.norm.item()} {at}{by}"

@@ -191,8 +191,9 @@ class Run:
         Args:
             last: the run ends with it, as it should.
         """
-        step, world, began = self.state.step, self.session.world, time.monotonic()
-        self.stepper.settle()
+        step, world, asked = self.state.step, self.session.world, time.monotonic()
+        self.stepper.settle()  # the device has its own work to end, which is no stall
+        began = time.monotonic()
         if not self.state.is_finite():  # the weights are alike on all ranks, and so is the answer
             raise DivergedError(
                 f"weights are not finite after step {step}. The last checkpoint is kept; {REMEDY}."
@@ -200,8 +201,9 @@ class Run:
         metrics = self.metrics if self.state.evaluated_step == step else {}
         snapshot = None
         with self.clock.part("checkpoints"):
+            free = time.monotonic()
             self.session.drain()
-            free_at = time.monotonic()
+            waited = time.monotonic() - free
             if world.is_main:
                 manifest = Manifest(
                     step=step,
@@ -218,8 +220,8 @@ class Run:
                 snapshot = replace(taken, last=last)
                 failpoint("checkpoint.snapshot", world.rank, step)
             self.session.report({**metrics, "step": step}, snapshot)
-        self.session.saved(time.monotonic() - free_at)
-        self.session.tell({"kind": "pause", "seconds": time.monotonic() - began})
+        self.session.saved(time.monotonic() - began - waited)
+        self.session.tell({"kind": "pause", "seconds": time.monotonic() - asked})
 
     def outcome(self, total_steps: int, signal: int) -> Outcome:
         state, seconds = self.state, dict(self.clock.seconds)

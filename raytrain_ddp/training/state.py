@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -21,6 +22,8 @@ from raytrain_ddp.checkpoint.snapshot import (
 from raytrain_ddp.checkpoint.storage import Content
 from raytrain_ddp.checkpoint.store import Checkpoint
 from raytrain_ddp.training.session import Record, Snapshot
+
+_PIECE = 500  # records of the log
 
 
 @dataclass
@@ -107,12 +110,29 @@ def load_model(model: nn.Module, checkpoint: Checkpoint) -> None:
 
 
 def encode(snapshot: Snapshot) -> dict[str, Content]:
-    """The files of a checkpoint, without its manifest. The tensors' are views of the snapshot."""
+    """The files of a checkpoint, without its manifest. The tensors' are views of the snapshot.
+
+    Each can be written once.
+    """
     files: dict[str, Content] = {
         f"{stem}.safetensors": encode_tensors(t) for stem, t in snapshot.tensors.items()
     }
-    documents = {name: json.dumps(value).encode() for name, value in snapshot.documents.items()}
-    return {**files, **documents}
+    for name, value in snapshot.documents.items():
+        if isinstance(value, list):
+            files[name] = _encode_list(value)
+        else:
+            files[name] = json.dumps(value).encode()
+    return files
+
+
+def _encode_list(values: Sequence[Any]) -> Iterator[bytes]:
+    """The bytes of `json.dumps`, piece by piece: it holds Python's lock until it returns, and the
+    log grows for as long as the run."""
+    yield b"["
+    for start in range(0, len(values), _PIECE):
+        piece = json.dumps(values[start : start + _PIECE])
+        yield (", " if start else "").encode() + piece[1:-1].encode()
+    yield b"]"
 
 
 def _below(stem: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:

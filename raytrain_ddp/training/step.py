@@ -41,7 +41,7 @@ class Stepper:
     ) -> None:
         self._config, self._task, self._state, self._net = config, task, state, net
         self._world, self._guard = world, guard
-        self._buffers = SlotBuffers(state.model, world)
+        self._buffers = SlotBuffers(state.model, world, config.compute.precision == "fp16")
         self._clip = config.optim.clip_norm
         self._dtype = _DTYPES[config.compute.precision]
 
@@ -75,7 +75,7 @@ class Stepper:
             self._buffers.add(weight)
             loss_share += shown * weight
         failpoint("train.after_backward", *place)
-        self._update(lr)
+        self._update(lr, loss_share)
         state.step += 1
         self._guard.follow()
         return loss_share
@@ -88,10 +88,10 @@ class Stepper:
         """
         self._guard.settle()
 
-    def _update(self, lr: float) -> None:
+    def _update(self, lr: float, loss_share: Tensor) -> None:
         """Applies the gradients, unless something is not finite: with no wait for the device."""
         state = self._state
-        norm, refused = self._guard.examine(lr, self._buffers.agree())
+        norm, refused = self._guard.examine(lr, self._buffers.agree(loss_share))
         self._buffers.finish(refused)
         if self._clip:
             nn.utils.clip_grads_with_norm_(state.model.parameters(), self._clip, norm)
@@ -148,16 +148,19 @@ class SlotBuffers:
 
     Each slot starts from the buffers at the begin of the step; their changes are averaged over all
     slots by samples. DDP's own way, rank 0's buffers for all, would tie them to the deal.
+
+    Args:
+        with_loss: the ranks agree on the loss, too, also where there are no buffers.
     """
 
-    def __init__(self, model: nn.Module, world: World) -> None:
+    def __init__(self, model: nn.Module, world: World, with_loss: bool = False) -> None:
         by_type: dict[torch.dtype, list[Tensor]] = {}
         for buffer in model.buffers():
             by_type.setdefault(buffer.dtype, []).append(buffer)
         averaged = [t for t in by_type if t is not torch.bool and not t.is_complex]
         self._groups = [by_type[dtype] for dtype in averaged]
         self._world = world
-        self._none = torch.zeros(0, device=world.device, dtype=torch.float64)
+        self._agrees = with_loss or bool(self._groups)
 
     def begin(self) -> None:
         self._start = [_flat(group) for group in self._groups]
@@ -172,12 +175,18 @@ class SlotBuffers:
             now = _flat(group)  # equal is no change: inf - inf, in a mask, would be nan
             change.add_(torch.where(now == start, 0, now - start), alpha=weight)
 
-    def agree(self) -> Tensor:
-        """All ranks take part. The sum of all changes, shape (): finite if each of them is."""
-        together = torch.cat([self._none, *self._change])
-        if self._groups and self._world.size > 1:
+    def agree(self, loss_share: Tensor) -> Tensor:
+        """All ranks take part; `loss_share` is float64, shape ().
+
+        Returns the sum of all changes and shares, shape (): finite if each of them is. It is 0
+        where nothing is agreed on, as there are no buffers.
+        """
+        if not self._agrees:
+            return torch.zeros_like(loss_share)
+        together = torch.cat([*self._change, loss_share.view(1)])
+        if self._world.size > 1:
             dist.all_reduce(together)
-        self._change = list(together.split([len(change) for change in self._change]))
+        *self._change, _ = together.split([*map(len, self._change), 1])
         return together.sum()
 
     def finish(self, refused: Tensor) -> None:

@@ -17,6 +17,7 @@ from pathlib import Path
 from raytrain_ddp.checkpoint.layout import METRICS_FILE, newest_manifest, run_storage
 from raytrain_ddp.config import TrainConfig
 from raytrain_ddp.errors import PreflightError, RaytrainError
+from raytrain_ddp.failpoints import FOLDER_VARIABLE, VARIABLE
 from raytrain_ddp.orchestration.chaos.compare import Left, left_by
 from raytrain_ddp.orchestration.chaos.drive import Ran, Watcher, drive
 from raytrain_ddp.orchestration.chaos.nodes import Nodes
@@ -92,7 +93,7 @@ def chaos(order: Order, watcher: Watcher) -> Outcome:
     folder = _new_folder(order.config.storage)
     config = _settled(order, folder)
     calm, wild = (replace(config, name=name) for name in ("undisturbed", "disturbed"))
-    with _runners(order, tag(token, os.environ)) as make:
+    with _runners(order, tag(token, _environment())) as make:
         watcher.phase("undisturbed")
         nothing = Faults([], folder / "fired-undisturbed")
         undisturbed = _drive(make, calm, [], nothing, watcher)
@@ -106,6 +107,9 @@ def chaos(order: Order, watcher: Watcher) -> Outcome:
     watcher.phase("comparing")
     orphans = _orphans(token)
     rows = _compared(calm, wild, disturbed, shape.total_steps)
+    if not order.local:  # there a worker's end is for the run itself to get over
+        most = 1 + order.drivers
+        rows.append(Row("starts", "1", str(disturbed.starts), right=disturbed.starts <= most))
     named = ", ".join(orphans.values())
     rows.append(Row("processes left behind", "", f"{len(orphans)} {named}".strip(), not orphans))
     outcome = Outcome(
@@ -147,6 +151,12 @@ def _drive(
     finally:
         log.close()
         runner.close()
+
+
+def _environment() -> dict[str, str]:
+    """Without what would take the runs to another Ray, or arm more than is planned."""
+    unwanted = ("RAY_ADDRESS", VARIABLE, FOLDER_VARIABLE)
+    return {name: value for name, value in os.environ.items() if name not in unwanted}
 
 
 def _new_folder(storage: str) -> Path:

@@ -11,6 +11,7 @@ from typing import Any
 from raytrain_ddp.checkpoint.layout import checkpoint_store, read_history
 from raytrain_ddp.checkpoint.storage import TEMP_PREFIX, Storage
 from raytrain_ddp.checkpoint.store import MANIFEST_FILE, CheckpointName
+from raytrain_ddp.errors import CheckpointError
 
 _OF_TIME = {"seconds", "samples_per_s", "data_wait"}
 
@@ -34,7 +35,10 @@ def left_by(run: Storage) -> Left:
         CheckpointError: the newest checkpoint is damaged, or there is none.
     """
     store = checkpoint_store(run)
-    newest = store.open(store.names()[0])
+    names = store.names()
+    if not names:
+        raise CheckpointError(f"{run}: there is no checkpoint.")
+    newest = store.open(names[0])
     newest.verify()
     history = [_timeless(record) for record in read_history(run)]
     audit = [record for record in history if record["kind"] == "audit"]

@@ -13,6 +13,7 @@ class Nodes:
     """A head without CPUs and `count` nodes with so many; their processes get `environment`."""
 
     def __init__(self, count: int, cpus: int, environment: Mapping[str, str]) -> None:
+        self._before = dict(os.environ)
         os.environ.update(SETTINGS | dict(environment))  # inherited by Ray's processes
         use_token(embedded=False)
         from ray.cluster_utils import Cluster
@@ -28,6 +29,8 @@ class Nodes:
 
     def __exit__(self, *_: object) -> None:
         self._cluster.shutdown()
+        os.environ.clear()
+        os.environ.update(self._before)
 
     def replace_dead(self) -> None:
         """A new node for each whose raylet has died; what is left of the old one is ended."""

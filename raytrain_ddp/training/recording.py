@@ -2,16 +2,41 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from raytrain_ddp.checkpoint.layout import checkpoint_store, run_storage
+from raytrain_ddp.checkpoint.manifest import Manifest
+from raytrain_ddp.checkpoint.storage import Storage
 from raytrain_ddp.checkpoint.store import Checkpoint, CheckpointName
 from raytrain_ddp.config import TrainConfig
-from raytrain_ddp.errors import RaytrainError
+from raytrain_ddp.errors import CheckpointError, RaytrainError
+from raytrain_ddp.training.committer import persistently
 from raytrain_ddp.training.recorder import Best, Recorder
 from raytrain_ddp.training.session import Record
 from raytrain_ddp.training.world import World, broadcast
+
+Pause = Callable[[float, OSError], bool]
+
+
+@dataclass(frozen=True)
+class PatientCheckpoint(Checkpoint):
+    """A checkpoint whose files are asked for again where the storage does not answer.
+
+    Args:
+        pause: see `persistently`.
+    """
+
+    pause: Pause
+
+    def read(self, filename: str) -> bytes:
+        """Raises a CheckpointError, also where the storage fails for good."""
+        try:
+            return persistently(lambda _: Checkpoint.read(self, filename), self.pause)
+        except OSError as error:
+            raise _failing(self.storage, error) from error
 
 
 class RecordingSession:
@@ -26,23 +51,34 @@ class RecordingSession:
     ) -> None:
         self.world = world
         self._show = show
-        self._store = checkpoint_store(run_storage(config))
+        self._storage = checkpoint_store(run_storage(config)).storage
         self.recorder = Recorder(config, world, best, show) if world.is_main else None
 
     def latest(self) -> Checkpoint | None:
         """From the storage, not from Ray's register: that lags behind by a poll, and a checkpoint
-        that it lists may be damaged."""
-        found: tuple[CheckpointName | None, RaytrainError | OSError | None] = (None, None)
+        that it lists may be damaged.
+
+        Raises:
+            CheckpointError: there is none where there must be one, or the storage fails.
+            RunLockedError: another start claims the run at this moment.
+        """
+        found: tuple[CheckpointName, Manifest] | RaytrainError | OSError | None = None
         if self.recorder is not None:
             try:
                 newest = self.recorder.begin()
-                found = (newest.name if newest else None, None)
+                found = (newest.name, newest.manifest) if newest is not None else None
             except (RaytrainError, OSError) as error:
-                found = (None, error)
-        name, problem = broadcast(found, self.world)
-        if problem is not None:
-            raise problem
-        return self._store.open(name) if name is not None else None
+                found = error
+        found = broadcast(found, self.world)
+        if isinstance(found, RaytrainError):
+            raise found
+        if isinstance(found, OSError):
+            raise _failing(self._storage, found) from found
+        if found is None:
+            return None
+        name, manifest = found
+        place = self._storage.join(str(name))
+        return PatientCheckpoint(name, manifest, place, self._trying_again)
 
     def restore_log(self, records: Sequence[Record]) -> None:
         if self.recorder is not None:
@@ -83,3 +119,16 @@ class RecordingSession:
         """Waits for the commit that is under way."""
         if self.recorder is not None:
             self.recorder.close()
+
+    def _trying_again(self, wait_s: float, error: OSError) -> bool:
+        text = f"{self._storage} does not answer ({error}): trying again in {wait_s:.1f} s."
+        self.tell({"kind": "note", "text": text})
+        time.sleep(wait_s)
+        return True
+
+
+def _failing(storage: Storage, error: OSError) -> CheckpointError:
+    return CheckpointError(
+        f"the storage of {storage} fails: {' '.join(str(error).split())}. Mend it or make room: "
+        "the same command then goes on from the newest checkpoint."
+    )

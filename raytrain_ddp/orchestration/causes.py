@@ -1,0 +1,95 @@
+"""Why a worker failed: what may pass by itself, and what will happen again."""
+
+from __future__ import annotations
+
+import errno
+import traceback
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from raytrain_ddp.errors import CheckpointError
+
+_OF_COLLECTIVES = ("gloo", "nccl", "connection closed by peer", "connection reset by peer", "c10d")
+# Of disks that are full or fail, of networks, and of file systems that hang on one.
+_PASSING = {
+    *(errno.EIO, errno.ENOSPC, errno.EDQUOT, errno.ESTALE, errno.EBUSY, errno.EAGAIN),
+    *(errno.ENETDOWN, errno.ENETUNREACH, errno.EHOSTDOWN, errno.EHOSTUNREACH, errno.ENOTCONN),
+    *(errno.ETIMEDOUT, errno.EREMOTEIO),
+}
+# pyarrow's errors of object stores have no number.
+_OF_STORES = ("AWS Error", "google::cloud", "Azure")
+_LASTING_OF_STORES = ("ACCESS_DENIED", "NO_SUCH", "NOT_FOUND", "INVALID", "PERMISSION_DENIED")
+
+
+def cause_of(error: BaseException) -> str:
+    """ "peer": another worker died; "outside": may pass by itself; "error": will happen again.
+
+    What is taken for passing and comes again at the same step ends the run at its second time.
+    """
+    import torch
+    import torch.distributed as dist
+    from ray.exceptions import RayError
+
+    text = str(error)
+    if isinstance(error, (RayError, dist.DistError)) or not isinstance(error, Exception):
+        return "peer"  # Ray's own collectives, torch's, or an end from outside
+    of_collectives = any(word in text.lower() for word in _OF_COLLECTIVES)
+    if isinstance(error, RuntimeError) and of_collectives:
+        return "peer"
+    # A device or its driver that breaks (ECC, Xid): a new worker may get a whole one.
+    of_device = isinstance(error, getattr(torch, "AcceleratorError", ())) or "CUDA error" in text
+    if isinstance(error, RuntimeError) and of_device:
+        return "error" if "assert" in text else "outside"
+    if isinstance(error, (ConnectionError, TimeoutError)):
+        return "outside"
+    if isinstance(error, OSError):
+        of_store = any(words in text for words in _OF_STORES) and not any(
+            words in text for words in _LASTING_OF_STORES
+        )
+        return "outside" if error.errno in _PASSING or of_store else "error"
+    failed_storage = isinstance(error, CheckpointError) and isinstance(error.__cause__, OSError)
+    return cause_of(error.__cause__) if failed_storage and error.__cause__ else "error"
+
+
+def is_lack_of_memory(error: BaseException) -> bool:
+    import torch
+
+    if isinstance(error, (MemoryError, torch.OutOfMemoryError)):
+        return True
+    return isinstance(error, RuntimeError) and "DefaultCPUAllocator" in str(error)
+
+
+def without_memory(
+    config: Mapping[str, Any], rank: int, step: int | None, error: BaseException
+) -> BaseException:
+    """The config's own remedy. It would happen again, so it is not retried."""
+    import resource
+
+    import torch
+
+    from raytrain_ddp.errors import RetriesExhausted
+
+    gib = 2**30
+    if isinstance(error, torch.OutOfMemoryError) and torch.cuda.is_available():
+        total = torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory
+        peak = f"{torch.cuda.max_memory_allocated() / gib:.1f} of {total / gib:.1f} GiB on its GPU"
+    else:
+        kib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        peak = f"{kib * 1024 / gib:.1f} GiB of its host's memory"
+    when = f"at step {step}" if step else "while starting"
+    return RetriesExhausted(
+        f"rank {rank} had too little memory {when}, with {peak} in use at its peak. Lower "
+        f"--micro-batch (now {config['micro_batch']}): the global batch of "
+        f"{config['batch_size']} stays. {next(iter(str(error).splitlines()), '')}"
+    )
+
+
+def users_traceback(error: BaseException) -> str:
+    """Without the frames of this package that lead to the user's code."""
+    frames = traceback.extract_tb(error.__traceback__)
+    package = str(Path(__file__).parent.parent)
+    mine = [n for n, f in enumerate(frames) if f.filename.startswith(package)]
+    users = frames[mine[-1] + 1 :] if mine and mine[-1] + 1 < len(frames) else frames
+    lines = ["Traceback (most recent call last):\n", *traceback.format_list(users)]
+    return "".join(lines + traceback.format_exception_only(type(error), error))
