@@ -111,9 +111,7 @@ def _connected(
         if layout is None:
             layout = _wait_for(config, ray.cluster_resources, tell)
             if not layout.use_gpu and config.scaling.use_gpu == "auto":
-                tell(
-                    "training on CPUs: the cluster has no GPU (use_gpu and num_workers wait for one)"
-                )
+                tell("training on CPUs: the cluster has no GPU (--scaling.use-gpu waits for one)")
         yield layout
     finally:
         if options is not None:
