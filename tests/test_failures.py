@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import os
 import signal
 import subprocess
@@ -246,6 +247,38 @@ def test_an_end_of_ray_train_itself_is_tried_again_and_counts_like_a_failure():
     assert "from step 7 (failure 1 of" in story.policy.ended(why)["message"]
     with pytest.raises(RetriesExhausted, match="max_preemptions"):
         story.policy.ended("Training was interrupted by node preemption")
+
+
+def test_an_end_by_preemption_is_known_whatever_a_peer_has_said():
+    story = Story().start().words(1, "peer", 3, "RuntimeError")
+    with pytest.raises(RetriesExhausted, match="max_preemptions"):
+        story.policy.ended("Training was interrupted by node preemption")
+
+
+def test_a_start_from_an_older_checkpoint_counts_from_there():
+    story = Story(most=1).start(at=100)
+    assert story.killed(1, 105) is not None
+    story.start(at=20).saved(30)  # the one of step 100 was damaged
+    shown = story.killed(1, 35)
+    assert shown is not None
+    assert "going on from step 30 (failure 1 of" in shown["message"]
+
+
+def test_the_driver_gets_hold_of_the_controller_not_of_its_workers(monkeypatch: pytest.MonkeyPatch):
+    import ray
+
+    from raytrain_ddp.orchestration.witness import Witness
+
+    pushed: list[Any] = []
+    board = SimpleNamespace(push=SimpleNamespace(remote=pushed.extend))
+    process = SimpleNamespace(get_actor_id=lambda: None, current_actor=None)
+    monkeypatch.setattr(ray, "get_runtime_context", lambda: process)
+    made = copy.copy(Witness(board, None))  # copied in the driver, too
+    process.get_actor_id, process.current_actor = lambda: "c", "the controller"
+    held = copy.copy(made)
+    process.get_actor_id, process.current_actor = lambda: "w", "a worker"
+    copy.copy(held)
+    assert pushed == [{"kind": "controller", "actor": "the controller"}]
 
 
 def test_what_a_resumed_run_goes_on_from_is_known_before_its_workers_are():

@@ -1266,12 +1266,60 @@ def test_a_claim_whose_base_was_pruned_meanwhile_is_withdrawn(root: Path) -> Non
         commit(writer, step, 1)
         writer.prune(2)
     assert found is not None
-    with pytest.raises(ContendedError, match="just removed step-00000010-a0001"):
+    with pytest.raises(ContendedError, match="is at work on this run"):
         store.claim(found.name, {})
     assert [claim.attempt for claim in claims_in(root)] == [1]
     commit(writer, 40, 1)
     assert content(latest(root)[0]) == payload(40)
     assert persistent_start(store) == (store.open(CheckpointName(40, 1)), 2)
+
+
+def test_a_start_that_found_nothing_gives_way_to_what_was_committed_meanwhile(root: Path) -> None:
+    """Else it would begin at step 0, and in the end remove what the other has done."""
+    writer, store = fresh(root), fresh(root)
+    start(writer)
+    assert store.latest() is None
+    commit(writer, 10, 1)
+    with pytest.raises(ContendedError, match="is at work on this run"):
+        store.claim(None, {})
+    assert persistent_start(store) == (store.open(CheckpointName(10, 1)), 2)
+
+
+def test_a_writer_whose_claim_is_gone_commits_nothing(root: Path) -> None:
+    """As where all was replaced by an older backup, and somebody goes on from that."""
+    writer = fresh(root)
+    start(writer)
+    commit(writer, 10, 1)
+    backup = root.parent / "backup"
+    shutil.copytree(root, backup)
+    writer = fresh(root)
+    start(writer)
+    commit(writer, 20, 2)
+    shutil.rmtree(root)
+    shutil.copytree(backup, root)
+    with pytest.raises(RunLockedError, match="attempt 2 commits nothing"):
+        commit(writer, 30, 2)
+    assert [name.step for name in writer.names()] == [10]
+
+
+def test_what_a_start_went_on_from_counts_though_a_later_claim_stands_above_it(root: Path) -> None:
+    """10 of attempt 1; attempt 2 goes on from it; a zombie of attempt 1 commits 30 and removes 10;
+    attempt 3 goes on from 30, and all that attempt 3 and 4 go back to is kept."""
+    zombie, second = fresh(root), fresh(root)
+    start(zombie)
+    commit(zombie, 10, 1)
+    start(second)
+    with pytest.MonkeyPatch.context() as patch:
+        unaware(patch)
+        commit(zombie, 30, 1)
+        zombie._delete(CheckpointName(10, 1))
+    third = fresh(root)
+    assert start(third) == (third.open(CheckpointName(30, 1)), 3)
+    commit(third, 40, 3)
+    fourth = fresh(root)
+    start(fourth)
+    commit(fourth, 50, 4)
+    assert [name.step for name in fourth.names()] == [50, 40, 30]
 
 
 def test_of_starts_at_the_same_instant_one_can_commit(root: Path) -> None:
@@ -1580,7 +1628,7 @@ def test_fault_31_who_meets_another_at_the_same_instant_may_try_again(root: Path
     store = fresh(root)
     assert store.latest() is None
     start(fresh(root))
-    with pytest.raises(ContendedError, match="just started this run, too") as caught:
+    with pytest.raises(ContendedError, match="is at work on this run, too") as caught:
         store.claim(None, {})
     told = pickle.loads(pickle.dumps(caught.value))
     assert isinstance(told, OSError)
@@ -1621,6 +1669,7 @@ def test_a_start_whose_base_is_gone_gives_the_run_back(tmp_path: Path, is_local:
     assert found is not None
     for step in (20, 30):
         commit(writer, step, 1)
+    store._look()  # as if these were damaged, and could not be set aside
     assert store.claim(found.name, {}) == 2
     assert both(tmp_path, is_local).names() == [found.name]
     with pytest.MonkeyPatch.context() as patch:
@@ -1713,7 +1762,7 @@ def test_fault_07_a_prune_and_a_start_in_any_order_leave_a_whole_checkpoint(
     tmp_path: Path, is_local: bool
 ) -> None:
     """The start had taken the oldest for the newest, and the prune is about to remove it."""
-    stores: dict[Path, tuple[CheckpointStore, list[Claim] | None]] = {}
+    stores: dict[Path, tuple[CheckpointStore, Any]] = {}
 
     def prepare(root: Path) -> None:
         writer, starter = both(root, is_local), both(root, is_local)
@@ -1722,6 +1771,7 @@ def test_fault_07_a_prune_and_a_start_in_any_order_leave_a_whole_checkpoint(
         starter.latest()
         for step in (20, 30):
             commit(writer, step, 1)
+        starter._look()  # as if these were damaged, and could not be set aside
         stores[root] = writer, starter._seen
 
     def prune(store: CheckpointStore) -> None:

@@ -69,7 +69,8 @@ def require_none_lost(config: TrainConfig, run: Storage) -> None:
         e.startswith(DAMAGED_PREFIX) or e.endswith((MANIFEST_FILE, DAMAGED_MARK)) for e in entries
     ):
         return
-    saved = [e["step"] for e in read_history(run, EVENTS_FILE) if e.get("kind") == "checkpoint"]
+    events = read_history(run, EVENTS_FILE)
+    saved = [int(e.get("step", 0)) for e in events if e.get("kind") == "checkpoint"]
     if saved:
         raise CheckpointError(
             f"run {config.name} had a checkpoint of step {max(saved)} ({run}/{EVENTS_FILE} says "

@@ -39,7 +39,7 @@ class Listing:
     def names(self) -> list[CheckpointName]:
         """The committed checkpoints that count, newest first; not none if any is there."""
         fenced = set(self.fenced())
-        return [name for name in self._committed() if name not in fenced]
+        return [name for name in self.committed() if name not in fenced]
 
     def fenced(self) -> list[CheckpointName]:
         """Those that came after their writer had been replaced, newest first.
@@ -48,15 +48,19 @@ class Listing:
         unless its base is still there: else nothing would count where a replaced writer has
         pruned the base of its successor, or where a backup is restored.
         """
-        committed = self._committed()
+        committed = self.committed()
         newest = max((name.attempt for name in committed), default=0)
         standing = [c for c in self.claims if c.base in committed or c.attempt <= newest]
         owners = {claim.attempt: claim for claim in standing}  # of one number the highest
-        resumed = standing[-1].base if standing else None  # it counted when it was chosen
+        resumed = set()  # those that the newest start goes back to: they counted when chosen
+        claim = standing[-1] if standing else None
+        while claim is not None and claim.base is not None:
+            resumed.add(claim.base)
+            claim = owners.get(claim.base.attempt) if claim.base.attempt < claim.attempt else None
         return [
             name
             for name in committed
-            if name != resumed and any(claim.fences(name) for claim in owners.values())
+            if name not in resumed and any(claim.fences(name) for claim in owners.values())
         ]
 
     def leftovers(self) -> list[str]:
@@ -84,7 +88,7 @@ class Listing:
         matches = map(_ANY_FOLDER.fullmatch, self.folders)
         return max((int(match[1]) for match in matches if match), default=0)
 
-    def _committed(self) -> list[CheckpointName]:
+    def committed(self) -> list[CheckpointName]:
         names = (
             CheckpointName.parse(folder)
             for folder, files in self.folders.items()

@@ -56,7 +56,7 @@ class CheckpointStore:
 
     def __init__(self, storage: Storage) -> None:
         self.storage = storage
-        self._seen: list[Claim] | None = None  # the owner's, when `latest` looked
+        self._seen: tuple[list[Claim], set[CheckpointName]] | None = None  # when `latest` looked
         self._claim: Claim | None = None
 
     def claim(self, base: CheckpointName | None, about: Mapping[str, Any]) -> int:
@@ -71,14 +71,15 @@ class CheckpointStore:
             about: JSON values for whoever looks into the file; nothing depends on them.
 
         Raises:
-            ContendedError: another start has claimed the run since `latest`, or another process
-                prunes here: `base` is gone. This start owns nothing.
+            ContendedError: since `latest` another start has claimed the run, or another process has
+                committed or pruned here. This start owns nothing.
             OSError: the store does not answer. A number may be used up: begin again with `latest`.
         """
         self.storage.mkdir()
         listing = self._list()
         claim = Claim(listing.next_attempt(), base, uuid.uuid4().hex[:8])
-        if self._seen not in (None, listing.claims[-1:]):
+        claims, names = self._seen or (listing.claims[-1:], set(listing.committed()))
+        if claims != listing.claims[-1:] or not names.issuperset(listing.committed()):
             self._withdraw(claim, None)
         # Not under a temporary name, which the other of two starters would sweep away.
         self.storage.write(str(claim), json.dumps(dict(about), indent=1).encode())
@@ -240,7 +241,7 @@ class CheckpointStore:
 
     def _look(self) -> Listing:
         listing = self._list()
-        self._seen = listing.claims[-1:]
+        self._seen = listing.claims[-1:], set(listing.committed())
         return listing
 
     def _owned(self, attempt: int | None = None) -> Listing:
@@ -252,7 +253,9 @@ class CheckpointStore:
         newest = listing.claims[-1]
         # Starts of one number are ruled out, but on a store whose listings lag behind.
         rivals = newest.attempt == mine and self._claim not in (None, newest)
-        if newest.attempt > mine or rivals:
+        # Without our claim another's commits would not be told from ours: a backup was restored.
+        gone = self._claim is not None and self._claim not in listing.claims
+        if newest.attempt > mine or rivals or gone:
             raise RunLockedError(
                 f"{self.storage}: attempt {newest.attempt} ({newest}) has taken this run over: "
                 f"attempt {mine} commits nothing any more, and ends."
@@ -270,8 +273,8 @@ class CheckpointStore:
         with suppress(OSError):  # one that stays behind fences off nothing that is needed
             self.storage.delete_file(str(claim))
         raise ContendedError(
-            f"{self.storage}: another process has just "
-            + (f"removed {gone}, the newest." if gone else "started this run, too.")
+            f"{self.storage}: another process "
+            + (f"has just removed {gone}, the newest." if gone else "is at work on this run, too.")
             + " Stop one of the two, or give this one another --name."
         )
 

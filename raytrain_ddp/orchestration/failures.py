@@ -62,6 +62,7 @@ class Failures:
         elif kind == "checkpoint":
             self._got_on(event["step"])
         elif kind == "plan":
+            self._committed = min(self._committed, event["start_step"])  # a newer one is damaged
             self._got_on(event["start_step"])  # where word of the checkpoint has died with rank 0
             start.step = event["start_step"] + 1
         elif kind == "at":
@@ -84,12 +85,13 @@ class Failures:
         Raises:
             RetriesExhausted: it has failed too often.
         """
-        why = self._start.own_words() or why or "Ray Train ended, and no worker said why."
         if "interrupted by node preemption" in why:
             raise errors.RetriesExhausted(
                 "nodes were taken away more often than scaling.max_preemptions allows: "
                 f"{why} {KEPT}"
             )
+        said = "" if self._start.judged else self._start.own_words()
+        why = said or why or "Ray Train ended, and no worker said why."
         self._in_a_row += 1
         if self._in_a_row > self._most:
             raise errors.RetriesExhausted(f"{why} {KEPT}")

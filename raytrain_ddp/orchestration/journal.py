@@ -66,8 +66,8 @@ class Journal:
             if not self._begun:
                 return
             if self._run.is_local:
-                held, self._held = self._held, []
-                self._append("".join(held).encode())
+                self._append("".join(self._held).encode())
+                self._held = []
                 return
             if self._file is None:
                 before = read_history(self._run, EVENTS_FILE)

@@ -15,10 +15,7 @@ from raytrain_ddp.checkpoint.storage import Storage
 from raytrain_ddp.config import TrainConfig
 from raytrain_ddp.failpoints import failpoint
 from raytrain_ddp.orchestration.board import Board
-from raytrain_ddp.orchestration.cluster import (
-    Nodes,
-    recount,
-)
+from raytrain_ddp.orchestration.cluster import Nodes, recount
 from raytrain_ddp.orchestration.failures import Failures
 from raytrain_ddp.orchestration.resources import Layout
 from raytrain_ddp.orchestration.trainer import make_trainer
@@ -28,8 +25,6 @@ _POLL_S = 0.1
 _BOARD_TIMEOUT_S = 60.0
 # Ray Train's clean-up after the workers' end; without a dashboard it waits 15 s for nothing.
 _CLEAN_UP_S = 3.0
-# A look costs 4 to 13 ms of all workers; notices come half a minute ahead and more.
-_LOOK_EVERY_S = 3.0
 
 Event = Mapping[str, Any]
 
@@ -80,9 +75,6 @@ def launch(
                     return listener.outcome
                 show(failures.ended(why))
                 waiting.lost()
-    except BaseException:
-        board.ask_stop.remote(signal.SIGTERM)
-        raise
     finally:  # on a Ray that outlives this call, the run shall end as well
         board.close.remote()
         nodes.close()

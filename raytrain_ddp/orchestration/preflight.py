@@ -88,7 +88,7 @@ def _open_run(config: TrainConfig) -> tuple[Storage, Manifest | None]:
     manifest = newest_manifest(run)
     if manifest is None:
         require_none_lost(config, run)
-    if manifest is not None:
+    else:
         changed = changed_fields(manifest.config, config)
         if changed:
             width = max(len(name) for name, _, _ in changed)

@@ -134,7 +134,7 @@ class RaySession(RecordingSession):
         self._notice.look()
 
     def is_taken_away(self, outcome: Outcome) -> bool:
-        """Whether the training stopped because nodes are taken away, with steps left to do."""
+        """Whether the training stopped because nodes are taken away, with something left to do."""
         return outcome.signal == STOP
 
     def hold(self) -> int:
@@ -171,6 +171,6 @@ class RaySession(RecordingSession):
 
 
 def _as_rays(place: Storage) -> ray.train.Checkpoint:
-    """As Ray's register takes it, which is not in the run's storage: see launch.py."""
+    """As Ray's register takes it, which is not in the run's storage: see trainer.py."""
     register = ray.train.get_context().get_storage().storage_filesystem
     return ray.train.Checkpoint(place.path, register)

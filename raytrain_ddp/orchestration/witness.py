@@ -20,13 +20,14 @@ class Witness(UserCallback):  # type: ignore[misc]
     """
 
     def __init__(self, board: Any, driver: str | None) -> None:
-        self._board, self._driver = board, driver
+        self._board, self._driver, self._told = board, driver, False
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """In the controller: gives the driver a hold of it, as Ray Train does not."""
         self.__dict__ |= state
         context = ray.get_runtime_context()
-        if context.get_actor_id() not in (None, self._driver):
+        if not self._told and context.get_actor_id() not in (None, self._driver):
+            self._told = True  # the controller hands copies to its workers
             self._board.push.remote([{"kind": "controller", "actor": context.current_actor}])
 
     def after_exception(self, run_context: Any, worker_exceptions: dict[int, Exception]) -> None:

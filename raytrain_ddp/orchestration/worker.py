@@ -61,8 +61,8 @@ def train_on_worker(loop_config: dict[str, WorkerSettings]) -> None:
     grouped = dist.is_initialized()
     sessions: list[RaySession] = []
     try:
-        _settle(given)
         if ray.get(given.board.join.remote(_start(), rank, socket.gethostname())):
+            _settle(given)
             with _Tee(given.log_folder, rank):
                 _train(given, sessions)
     except BaseException as error:

@@ -20,7 +20,7 @@ class Cadence:
 
     def evaluates(self, step: int) -> bool:
         every = self._config.eval.every_epochs * self._epoch
-        return step == self.total_steps or (every > 0 and step % every == 0)
+        return step >= self.total_steps or (every > 0 and step % every == 0)
 
     def saves(self, step: int) -> bool:
         checkpoint = self._config.checkpoint

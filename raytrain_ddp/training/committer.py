@@ -37,12 +37,13 @@ def persistently(act: Callable[[int], T], pause: Callable[[float, OSError], bool
     Args:
         pause: waits so many seconds; whether to go on trying.
     """
-    started = time.monotonic()
+    failed: float | None = None  # since when
     for number, wait_s in enumerate(pauses()):
         try:
             return act(number)
         except OSError as error:
-            late = time.monotonic() - started + wait_s > _LONGEST_S
+            failed = failed or time.monotonic()
+            late = time.monotonic() - failed + wait_s > _LONGEST_S
             if error.errno in _LASTING or late or not pause(wait_s, error):
                 raise
     return act(TRIES - 1)

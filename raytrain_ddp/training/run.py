@@ -179,7 +179,7 @@ class Run:
     def make_up(self, cadence: Cadence) -> None:
         """Evaluates a resumed model if a stop came between; all ranks take part."""
         if cadence.evaluates(self.state.step) and self.owes_evaluation():
-            last = self.state.step == cadence.total_steps
+            last = self.state.step >= cadence.total_steps  # a rerun may want fewer epochs
             if self.evaluate() or last:
                 self.save(last)
 
