@@ -1946,7 +1946,12 @@ class StoreMachine(RuleBasedStateMachine):
             for name in there
             if claim.attempt > name.attempt and (claim.base is None or claim.base < name)
         }
-        return there - (fenced - {standing[-1].base} if standing else set())
+        numbered = {claim.attempt: claim for claim in standing}
+        line, last = set(), standing[-1:]
+        while last and last[0].base:  # the newest start's, that of the start it goes back to, ...
+            line.add(last[0].base)
+            last = [numbered[last[0].base.attempt]] if last[0].base.attempt in numbered else []
+        return there - (fenced - line)
 
     def newest(self) -> CheckpointName | None:
         return max(self.good & self.counted(), default=None)
