@@ -6,7 +6,7 @@ import inspect
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Annotated, TypeVar
+from typing import Annotated, Literal, TypeVar
 
 import tyro
 
@@ -39,6 +39,8 @@ class FitArgs(RecipeArgs):
     """Print the resolved config as TOML, and do nothing else."""
     dry_run: bool = False
     """Print what would be done (batches, steps, learning rate, sizes, workers); take no worker."""
+    emit: Literal["slurm", "kuberay", "ray-up", "command"] | None = None
+    """Print a file for this run on a cluster, or its command line, and do nothing else."""
     audit: bool = False
     """Log a hash of each step's sample ids and pixels: equal hashes, equal data (log.audit)."""
     local: bool = False

@@ -18,6 +18,14 @@ def main(argv: Sequence[str]) -> int:
 
         print(dumps(args.config), end="")
         return 0
+    if args.emit:
+        from raytrain_ddp.orchestration.emit.emit import emit
+
+        emitted = emit(args.config, args.emit, args.recipe)
+        print(emitted.text, end="")
+        for note in emitted.notes:
+            print(f"note: {note}", file=sys.stderr)
+        return 0
     if args.dry_run:
         from raytrain_ddp.orchestration.dry_run import dry_run
 

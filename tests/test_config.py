@@ -67,7 +67,7 @@ task task_options
 """
 
 DOOR_FLAGS = {
-    FitArgs: "address audit config dashboard dry_run local print_config recipe",
+    FitArgs: "address audit config dashboard dry_run emit local print_config recipe",
     EvaluateArgs: "checkpoint data device per_class run",
 }
 

@@ -33,7 +33,7 @@ DOCUMENTS += [ROOT / "clusters" / "README.md", ROOT / "examples" / "README.md"]
 FOREIGN = {
     *("nproc-per-node", "nnodes", "rdzv-endpoint"),
     *("head", "num-cpus", "check", "ignore", "resume"),
-    *("quick", "only", "out"),
+    *("quick", "only", "out", "working-dir"),
 }
 
 

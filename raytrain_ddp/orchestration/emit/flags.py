@@ -1,0 +1,52 @@
+"""A config as a command line."""
+
+from __future__ import annotations
+
+import dataclasses
+import shlex
+from collections.abc import Iterator
+from typing import Any
+
+from raytrain_ddp.config import TrainConfig
+from raytrain_ddp.recipe import load
+
+FIT = "python -m raytrain_ddp.fit"
+
+
+def command(config: TrainConfig, base: str | None = None) -> str:
+    """The command line that has this config, whatever files are beside it.
+
+    Args:
+        base: the shipped recipe that it begins with; all that differs from it follows as flags.
+    """
+    words = [base] if base else []
+    words += _flags(config, load(base) if base else TrainConfig())
+    return shlex.join([*FIT.split(), *words])
+
+
+def _flags(section: Any, base: Any, prefix: str = "--") -> Iterator[str]:
+    """The flags by which `section` differs from `base`, which is of the same class."""
+    for field in dataclasses.fields(section):
+        value, before = getattr(section, field.name), getattr(base, field.name)
+        name = field.name.replace("_", "-")
+        if dataclasses.is_dataclass(value):
+            yield from _flags(value, before, f"{prefix}{name}.")
+        elif value != before and field.type == "bool":
+            yield f"{prefix}{'' if value else 'no-'}{name}"
+        elif value != before:
+            yield from _with_value(prefix + name, value)
+
+
+def _with_value(flag: str, value: Any) -> Iterator[str]:
+    if isinstance(value, dict):
+        yield from (flag, *(_said(word) for pair in value.items() for word in pair))
+    elif isinstance(value, tuple):
+        yield from (flag, *map(_said, value))
+    elif _said(value).startswith("-"):
+        yield f"{flag}={_said(value)}"  # else it would be taken for a flag
+    else:
+        yield from (flag, _said(value))
+
+
+def _said(value: Any) -> str:
+    return f"{value:.0f}" if isinstance(value, float) and value.is_integer() else str(value)

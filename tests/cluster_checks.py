@@ -1,0 +1,187 @@
+"""What can be asked of a cluster file without a cluster; of those in clusters/ and of --emit's."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import re
+import shlex
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import yaml
+
+from raytrain_ddp.cli import parse_fit
+from raytrain_ddp.config import TrainConfig
+
+# Of the custom resources of KubeRay 1.6 (ray.io/v1): fields that may be used here. The API server
+# drops a field that it does not know without a word.
+RAY_JOB_SPEC = {
+    *("activeDeadlineSeconds", "backoffLimit", "rayClusterSpec", "submitterPodTemplate"),
+    *("metadata", "clusterSelector", "submitterConfig", "managedBy", "deletionStrategy"),
+    *("entrypoint", "runtimeEnvYAML", "jobId", "submissionMode", "entrypointResources"),
+    *("entrypointNumCpus", "entrypointNumGpus", "ttlSecondsAfterFinished"),
+    *("shutdownAfterJobFinishes", "suspend"),
+}
+RAY_CLUSTER_SPEC = {
+    *("authOptions", "autoscalerOptions", "enableInTreeAutoscaling", "gcsFaultToleranceOptions"),
+    *("headGroupSpec", "headServiceAnnotations", "managedBy", "rayVersion", "suspend"),
+    "workerGroupSpecs",
+}
+AUTH_OPTIONS = {"mode", "secretName"}
+AUTOSCALER_OPTIONS = {"resources", "idleTimeoutSeconds", "upscalingMode", "version", "env"}
+HEAD_GROUP = {"template", "headService", "enableIngress", "rayStartParams", "serviceType"}
+WORKER_GROUP = {
+    *("groupName", "replicas", "minReplicas", "maxReplicas", "numOfHosts", "rayStartParams"),
+    *("template", "scaleStrategy", "suspend", "idleTimeoutSeconds"),
+}
+POD_SPEC = {"serviceAccountName", "securityContext", "containers", "volumes"}
+CONTAINER = {"name", "image", "env", "resources", "volumeMounts", "securityContext"}
+
+LISTS_OF_COMMANDS = (
+    *("initialization_commands", "setup_commands", "head_setup_commands"),
+    *("worker_setup_commands", "head_start_ray_commands", "worker_start_ray_commands"),
+)
+HEALTH = {
+    "RAY_health_check_initial_delay_ms": "1000",
+    "RAY_health_check_period_ms": "1000",
+    "RAY_health_check_timeout_ms": "2000",
+    "RAY_health_check_failure_threshold": "3",
+}
+
+
+def in_ray(path: str) -> Path:
+    """A file of the installed Ray, which is not imported for it."""
+    spec = importlib.util.find_spec("ray")
+    assert spec is not None
+    assert spec.submodule_search_locations is not None
+    return Path(spec.submodule_search_locations[0]) / path
+
+
+def opening(text: str) -> dict[str, str]:
+    """label -> command of the first lines of a file."""
+    lines = re.findall(r"(?m)^#   (\S+(?: \S+)*) {3,}([^#\s].*)$", text)
+    return {label: re.sub(r" {3,}\(.*\)$", "", command) for label, command in lines}
+
+
+def check_shell(script: str) -> None:
+    done = subprocess.run(["bash", "-n"], input=script, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, f"{done.stderr}\n{script}"
+
+
+def check_opening(text: str) -> None:
+    """Three commands, which a shell can read; what they say to `fit` is accepted."""
+    commands = opening(text)
+    assert len(commands) == 3, commands
+    for command in commands.values():
+        check_shell(command)
+    once = [line[4:] for line in text.splitlines() if line.startswith("#   ")][3:]
+    check_shell("\n".join(once))
+    assert configs(text)
+
+
+def configs(text: str) -> list[TrainConfig]:
+    """What the file's calls of `fit` would train."""
+    words = []
+    for line in text.splitlines():
+        before, call, rest = line.partition("python -m raytrain_ddp.fit")
+        if not call or rest.startswith("`") or '"$@"' in rest or rest.endswith("..."):
+            continue
+        if "ray job submit" in before and "ray exec" in before:  # quoted once more
+            rest = shlex.split(line[1:])[-1].partition("raytrain_ddp.fit")[2]
+        words.append(shlex.split(rest.removesuffix(")")))
+    return [parse_fit(each).config for each in words] or [TrainConfig()]
+
+
+def commands_of(cluster: dict[str, Any]) -> Iterator[str]:
+    for name in LISTS_OF_COMMANDS:
+        yield from cluster.get(name, [])
+
+
+def check_ray_up(text: str) -> dict[str, Any]:
+    """Ray's own schema; commands that a shell can read; the token; what it took to find out."""
+    check_opening(text)
+    cluster: dict[str, Any] = yaml.safe_load(text)
+    jsonschema.validate(cluster, json.loads(in_ray("autoscaler/ray-schema.json").read_text()))
+    for command in commands_of(cluster):
+        check_shell(f"({command})")
+    assert cluster["file_mounts"]["~/.ray/auth_token"] == "~/.ray/auth_token"
+    for start in ("head_start_ray_commands", "worker_start_ray_commands"):
+        assert "export RAY_AUTH_MODE=token" in cluster[start][-1]
+        assert "unset OMP_NUM_THREADS" in cluster[start][-1]
+    head = cluster["head_start_ray_commands"][-1]
+    assert all(f"{name}={value}" in head for name, value in HEALTH.items())
+    assert "chmod 600 ~/.ray/auth_token" in cluster["setup_commands"][0]
+    assert "umask 077; ray get-auth-token --generate" in text
+    assert "0.0.0.0" not in text
+    assert cluster["cluster_name"].startswith("raytrain")
+    if cluster["provider"]["type"] != "local":
+        types = cluster["available_node_types"]
+        assert cluster["head_node_type"] in types
+        assert types["worker"]["min_workers"] == 0
+        assert types["worker"]["max_workers"] == cluster["max_workers"]
+        assert types["head"]["resources"] == {"CPU": 0}
+    return cluster
+
+
+def check_kubernetes(text: str) -> list[dict[str, Any]]:
+    """Fields of KubeRay's resources; the token; shared memory; resources."""
+    check_opening(text)
+    resources = list(yaml.safe_load_all(text))
+    for resource in resources:
+        assert resource["apiVersion"] == "ray.io/v1"
+        assert re.fullmatch(r"[a-z]([a-z0-9-]{0,45}[a-z0-9])?", resource["metadata"]["name"])
+        spec = resource["spec"]
+        if resource["kind"] == "RayJob":
+            assert spec.keys() <= RAY_JOB_SPEC
+            assert spec["shutdownAfterJobFinishes"]
+            assert spec["ttlSecondsAfterFinished"] > 0
+            spec = spec["rayClusterSpec"]
+        _check_cluster_spec(spec)
+    return resources
+
+
+def _check_cluster_spec(spec: dict[str, Any]) -> None:
+    assert spec.keys() <= RAY_CLUSTER_SPEC
+    assert spec["authOptions"].keys() <= AUTH_OPTIONS
+    assert spec["authOptions"]["mode"] == "token"
+    assert spec.get("autoscalerOptions", {}).keys() <= AUTOSCALER_OPTIONS
+    head, groups = spec["headGroupSpec"], spec["workerGroupSpecs"]
+    assert head.keys() <= HEAD_GROUP
+    for group in groups:
+        assert group.keys() <= WORKER_GROUP
+        assert group["minReplicas"] <= group["replicas"] <= group["maxReplicas"]
+    env = head["template"]["spec"]["containers"][0]["env"]
+    assert {each["name"]: each["value"] for each in env} == HEALTH
+    for group in (head, *groups):
+        assert all(isinstance(value, str) for value in group["rayStartParams"].values())
+        pod = group["template"]["spec"]
+        assert pod.keys() <= POD_SPEC
+        assert pod["securityContext"]["runAsNonRoot"]
+        (container,) = pod["containers"]
+        assert container.keys() <= CONTAINER
+        assert container["resources"]["limits"]["memory"]
+        (mount,) = container["volumeMounts"]
+        (volume,) = pod["volumes"]
+        assert mount == {"name": volume["name"], "mountPath": "/dev/shm"}
+        assert volume["emptyDir"]["medium"] == "Memory"
+
+
+def check_sbatch(text: str) -> dict[str, str]:
+    """Directives before the first command, and a script that bash can read; returns them."""
+    check_opening(text)
+    check_shell(text)
+    assert text.startswith("#!/bin/bash\n")
+    before = re.split(r"(?m)^[^#\n]", text)[0]
+    told = dict(re.findall(r"(?m)^#SBATCH --([a-z-]+)(?:=(\S+))?$", before))
+    assert len(told) == text.count("\n#SBATCH"), "a directive behind the first command is ignored"
+    assert told["signal"] == "B:USR1@120"
+    assert "requeue" in told
+    assert told["ntasks-per-node"] == "1"
+    assert "export RAY_AUTH_MODE=token" in text
+    assert "ray stop" not in text, "would end the Ray of other jobs on the node"
+    assert all(f"{name}={value}" in text for name, value in HEALTH.items())
+    return told

@@ -1,0 +1,12 @@
+"""Stands for the module: as many nodes as have said so."""
+
+import os
+from pathlib import Path
+
+
+def init(address: str, **_: object) -> None:
+    assert address == f"127.0.0.1:{os.environ['PORT']}"
+
+
+def nodes() -> list[dict[str, bool]]:
+    return [{"Alive": True} for _ in Path(os.environ["FAKE_NOTES"]).glob("ray-*.json")]

@@ -1,0 +1,93 @@
+"""A Slurm for tests: one node, which is this machine, with the commands in fakes/."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+FAKES = Path(__file__).resolve().parent / "fakes"
+
+
+class Job:
+    """A batch script as Slurm runs it, in a folder of its own."""
+
+    def __init__(
+        self, folder: Path, number: int, script: Path, words: Sequence[str] = (), **variables: str
+    ) -> None:
+        self.folder, self.number = folder, number
+        path = [str(FAKES), str(Path(sys.executable).parent), os.environ["PATH"]]
+        variables.setdefault("PATH", ":".join(path))
+        environment = {
+            **{k: v for k, v in os.environ.items() if not k.startswith(("RAY_", "SLURM_"))},
+            "PYTHONPATH": str(ROOT),
+            "FAKE_NOTES": str(folder),
+            "HEAD_IP": "127.0.0.1",
+            "SLURM_JOB_ID": str(number),
+            "SLURM_JOB_NUM_NODES": "1",
+            "SLURM_CPUS_PER_TASK": "2",
+            **variables,
+        }
+        self._out = (folder / f"slurm-{number}.out").open("ab")
+        self._process = subprocess.Popen(
+            ["bash", str(script), *words],
+            cwd=folder,
+            env=environment,
+            stdout=self._out,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+
+    @property
+    def said(self) -> str:
+        return (self.folder / f"slurm-{self.number}.out").read_text(encoding="utf-8")
+
+    @property
+    def requeued(self) -> list[str]:
+        """What scontrol was asked for."""
+        notes = self.folder / "scontrol"
+        return notes.read_text(encoding="utf-8").splitlines() if notes.exists() else []
+
+    def warn(self, number: signal.Signals = signal.SIGUSR1) -> None:
+        """As --signal=B: the script alone gets it."""
+        self._process.send_signal(number)
+
+    def wait_until(self, true: Callable[[], object], timeout_s: float) -> None:
+        deadline = time.monotonic() + timeout_s
+        while not true():
+            assert self._process.poll() is None, self.said
+            assert time.monotonic() < deadline, self.said
+            time.sleep(0.05)
+
+    def status(self, timeout_s: float) -> int:
+        """Of the script, when it has ended."""
+        try:
+            return self._process.wait(timeout_s)
+        finally:
+            self.end()
+
+    def end(self) -> None:
+        """Whatever of it is left."""
+        self._out.close()
+        if self._process.poll() is None:
+            for process in processes_of(self.number):
+                with suppress(ProcessLookupError):
+                    os.kill(process, signal.SIGKILL)
+            self._process.wait()
+
+
+def processes_of(number: int) -> list[int]:
+    """Those that still have a job's id in their environment."""
+    mark = f"SLURM_JOB_ID={number}".encode()
+    found = []
+    for entry in Path("/proc").iterdir():
+        with suppress(OSError, ValueError):
+            if mark in (entry / "environ").read_bytes().split(b"\0"):
+                found.append(int(entry.name))
+    return found

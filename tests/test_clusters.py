@@ -1,0 +1,175 @@
+"""The files of clusters/ as far as they can be tried without a cluster; Slurm: test_slurm.py."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+import yaml
+from cluster_checks import check_kubernetes, check_ray_up, in_ray, opening
+from slurm import FAKES, ROOT
+
+CLUSTERS = ROOT / "clusters"
+CLOUDS = ("aws", "gcp", "azure")
+
+
+def text_of(name: str) -> str:
+    return (CLUSTERS / name).read_text(encoding="utf-8")
+
+
+# ------------------------------------------------------------------ ray up
+
+
+@pytest.mark.parametrize("name", ["lan", *CLOUDS])
+def test_a_file_for_ray_up_fits_rays_schema_and_says_how_it_is_used(name: str):
+    cluster = check_ray_up(text_of(f"{name}.yaml"))
+    assert cluster["cluster_name"] == "raytrain"
+    assert list(opening(text_of(f"{name}.yaml"))) == ["bring up", "train", "take down"]
+
+
+def test_a_misspelt_field_would_be_noticed():
+    with pytest.raises(Exception, match="idle_timeout_minuets"):
+        check_ray_up(text_of("aws.yaml").replace("idle_timeout_minutes", "idle_timeout_minuets"))
+
+
+@pytest.mark.parametrize("name", CLOUDS)
+def test_clouds_take_spot_workers_and_a_head_that_stays(name: str):
+    types = yaml.safe_load(text_of(f"{name}.yaml"))["available_node_types"]
+    spot = re.compile("spot", re.IGNORECASE)
+    assert spot.search(json.dumps(types["worker"]["node_config"]))
+    assert not spot.search(json.dumps(types["head"]["node_config"]))
+
+
+def test_aws_lets_nobody_in_and_gives_its_machines_one_bucket_only():
+    text = text_of("aws.yaml")
+    cluster = yaml.safe_load(text)
+    for kind, config in cluster["available_node_types"].items():
+        node = config["node_config"]
+        assert node["MetadataOptions"]["HttpTokens"] == "required"
+        assert node["SecurityGroupIds"], "else Ray's own group, open to all"
+        assert node["IamInstanceProfile"] == {"Name": f"raytrain-{kind}"}, "else Ray's, for all S3"
+        assert node["ImageId"].startswith("ami-")
+    assert re.findall(r"--cidr (\S+)", text) == ["203.0.113.0/24"]
+    s3, ec2 = (json.loads(f"[{found}]") for found in re.findall(r"(?m)^#   \w+='(\{.*\})'$", text))
+    assert s3[0]["Resource"] == ["arn:aws:s3:::BUCKET", "arn:aws:s3:::BUCKET/*"]
+    assert all(action.startswith("s3:") and "*" not in action for action in s3[0]["Action"])
+    ends = [each for each in ec2 if each["Action"] == "ec2:TerminateInstances"]
+    assert "ray-cluster-name" in json.dumps(ends[0]["Condition"])
+
+
+def test_gcp_has_its_own_network_and_accounts():
+    text = text_of("gcp.yaml")
+    for kind, config in yaml.safe_load(text)["available_node_types"].items():
+        node = config["node_config"]
+        assert node["networkInterfaces"][0]["subnetwork"].endswith("/raytrain")
+        assert node["serviceAccounts"][0]["email"].startswith(f"raytrain-{kind}@")
+    assert re.findall(r"tcp:22 --source-ranges (\S+)", text) == ["203.0.113.0/24"]
+
+
+def test_azures_command_narrows_the_one_ssh_rule_that_ray_has(tmp_path: Path):
+    template = in_ray("autoscaler/_private/_azure/azure-config-template.json")
+    copy = tmp_path / template.name
+    shutil.copy(template, copy)
+    command = re.search(r"(?m)^#   (sed -i .*) \\$", text_of("azure.yaml"))
+    assert command is not None
+    subprocess.run(["bash", "-c", f"{command[1]} {copy}"], check=True)
+    rules = [
+        rule["properties"]
+        for resource in json.loads(copy.read_text())["resources"]
+        for rule in resource.get("properties", {}).get("securityRules", [])
+    ]
+    assert [(r["sourceAddressPrefix"], r["destinationPortRange"]) for r in rules] == [
+        ("203.0.113.0/24", "22")
+    ]
+
+
+class Lan:
+    """A machine of lan.yaml, with commands that note how they are called."""
+
+    def __init__(self, home: Path) -> None:
+        self.home = home
+        self.cluster = yaml.safe_load(text_of("lan.yaml"))
+
+    def run(self, command: str, **variables: str) -> None:
+        path = f"{FAKES / 'lan'}:{os.environ['PATH']}"
+        home = {"HOME": str(self.home), "FAKE_NOTES": str(self.home), "PATH": path}
+        ours = {k: v for k, v in os.environ.items() if not k.startswith(("RAY_", "OMP_"))}
+        subprocess.run(
+            ["bash", "-c", f"({command})"], env={**ours, **home, **variables}, check=True
+        )
+
+    def noted(self, name: str) -> list[str]:
+        return (self.home / name).read_text(encoding="utf-8").splitlines()
+
+
+@pytest.fixture
+def lan(tmp_path: Path) -> Lan:
+    return Lan(tmp_path)
+
+
+@pytest.mark.parametrize("kind", ["head", "worker"])
+def test_a_machine_of_the_lan_has_the_address_by_which_ssh_came(lan: Lan, kind: str):
+    """Not that of its name, which Debian says is 127.0.1.1."""
+    start = lan.cluster[f"{kind}_start_ray_commands"][-1]
+    ssh = "192.168.1.5 40000 192.168.1.11 22"
+    lan.run(start, SSH_CONNECTION=ssh, RAY_HEAD_IP="192.168.1.10", OMP_NUM_THREADS="1")
+    call, *environment = lan.noted("ray")
+    assert "--node-ip-address=192.168.1.11" in call.split()
+    assert ("--head" in call) == (kind == "head")
+    assert ("--address=192.168.1.10:6379" in call) == (kind == "worker")
+    assert {"GLOO_SOCKET_IFNAME=eth7", "NCCL_SOCKET_IFNAME=eth7"} <= {*environment}
+    assert "RAY_AUTH_MODE=token" in environment
+    assert not any(line.startswith("OMP_NUM_THREADS") for line in environment)
+
+
+def test_taking_the_lan_down_ends_ray_on_all_workers(lan: Lan):
+    for command in lan.cluster["head_setup_commands"]:
+        lan.run(command)
+    config = {"auth": {"ssh_user": "you"}, "provider": {"worker_ips": ["w1", "w2"]}}
+    (lan.home / "ray_bootstrap_config.yaml").write_text(yaml.safe_dump(config))
+    down = opening(text_of("lan.yaml"))["take down"]
+    script = re.search(r"'(python .*)' && ray down", down)
+    assert script is not None
+    lan.run(script[1])
+    assert lan.noted("ray")[0] == "ray stop"
+    ended = sorted(line.split()[-3:] for line in lan.noted("ssh"))
+    assert ended == [[f"you@w{n}", "~/raytrain/bin/ray", "stop"] for n in (1, 2)]
+
+
+def test_the_lan_is_brought_up_by_the_autoscaler_that_starts_all_workers():
+    assert opening(text_of("lan.yaml"))["bring up"].startswith("RAY_UP_enable_autoscaler_v2=0 ")
+
+
+# ------------------------------------------------------------------ Kubernetes
+
+
+def test_kubernetes_objects_have_fields_that_kuberay_knows():
+    job, cluster = check_kubernetes(text_of("kuberay.yaml"))
+    assert (job["kind"], cluster["kind"]) == ("RayJob", "RayCluster")
+    assert cluster["spec"]["enableInTreeAutoscaling"]
+    limits = [
+        group["template"]["spec"]["containers"][0]["resources"]["limits"]
+        for spec in (job["spec"]["rayClusterSpec"], cluster["spec"])
+        for group in spec["workerGroupSpecs"]
+    ]
+    assert all("nvidia.com/gpu" in limit for limit in limits)
+
+
+def test_the_image_has_the_ray_that_kuberay_is_told_of():
+    docker = text_of("Dockerfile")
+    versions = re.findall(r'rayVersion: "(.*)"', text_of("kuberay.yaml"))
+    assert {*versions} == {*re.findall(r"ARG RAY=(.*)", docker)}
+    sources = [source for line in re.findall(r"COPY (.*)", docker) for source in line.split()[:-1]]
+    assert sources
+    assert all((ROOT / source).exists() for source in sources)
+
+
+def test_the_readme_names_every_file():
+    names = {path.name for path in CLUSTERS.iterdir()} - {"README.md"}
+    readme = text_of("README.md")
+    assert all(f"`{name}`" in readme for name in names)

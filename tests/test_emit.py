@@ -1,0 +1,232 @@
+"""``--emit``: the files of clusters/ with a run filled in, held to the same checks."""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import signal
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import yaml
+from cluster_checks import check_kubernetes, check_ray_up, check_sbatch, configs, opening
+from processes import door
+from slurm import FAKES, Job
+
+from raytrain_ddp.cli import parse_fit
+from raytrain_ddp.config import TrainConfig
+from raytrain_ddp.errors import ConfigError
+from raytrain_ddp.orchestration.emit.emit import Emitted, Kind, emit
+from raytrain_ddp.orchestration.emit.machines import Machines, machines
+from raytrain_ddp.recipe import shipped_recipes
+from raytrain_ddp.sections import ScalingConfig
+
+GPUS = ("--scaling.use-gpu", "True", "--scaling.num-workers")
+
+
+def emitted(kind: Kind, *words: str) -> Emitted:
+    args = parse_fit(words)
+    return emit(args.config, kind, args.recipe)
+
+
+def config_of(text: str) -> TrainConfig:
+    """That of the one run that the text starts."""
+    (config,) = configs(text)
+    return config
+
+
+# ------------------------------------------------------------------ command
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "",
+        *shipped_recipes(),
+        "digits --epochs 3 --optim.lr 1e-5 --optim.no-nesterov --eval.every-epochs 0",
+        "cifar10 --data.mean 0.1 0.25 1 --augment.no-flip --checkpoint.every-s 90.5",
+        "--task my.py:Task --task-options rows 5000 noise 0.5 --seed 9223372036854775807",
+        "--scaling.num-workers 1:4 --scaling.max-preemptions 3 --scaling.use-gpu False",
+        "--storage '/a folder/$HOME' --name=-dash --data.eval-source 'x y'",
+        "imagenet-resnet50 --name None --data.cache /scratch --model.weights DEFAULT",
+        "--optim.betas 0.5 0.25 --scaling.start-timeout-s 12.5 --data.bad-records skip",
+    ],
+)
+def test_the_printed_command_has_the_same_config(words: str):
+    args = parse_fit(shlex.split(words))
+    text = emit(args.config, "command", args.recipe).text
+    assert text.count("\n") == 1
+    assert parse_fit(shlex.split(text)[3:]).config == args.config
+
+
+def test_a_recipe_of_ones_own_needs_no_file_on_the_cluster(tmp_path: Path):
+    path = tmp_path / "mine.toml"
+    path.write_text("epochs = 4\n[optim]\nlr = 0.5\n")
+    text = emitted("command", str(path)).text
+    assert text == "python -m raytrain_ddp.fit --name mine --epochs 4 --optim.lr 0.5\n"
+
+
+def test_what_is_secret_in_a_uri_is_left_out_and_that_is_told():
+    told = emitted("command", "--storage", "s3://me:secret@bucket/runs?region=eu-west-1")
+    assert "secret" not in told.text
+    assert "s3://bucket/runs?region=eu-west-1" in told.text
+    assert "left out" in told.notes[0]
+
+
+# ------------------------------------------------------------------ machines
+
+
+@pytest.mark.parametrize(
+    ("scaling", "most", "want"),
+    [
+        (ScalingConfig(8, True, 6), 4, Machines(2, 24, 4, 4 * 7 + 4)),
+        (ScalingConfig(8, True, 6), 1, Machines(8, 6, 1, 11)),
+        (ScalingConfig("1:6", True), 4, Machines(2, 3, 3, 25)),
+        (ScalingConfig(5, False, 2), 4, Machines(2, 6, 0, 25)),
+        (ScalingConfig(1, False, 0.5), 4, Machines(1, 1, 0, 11)),
+        (ScalingConfig(8, True, gpus_per_worker=0.5), 4, Machines(1, 8, 4, 60)),
+        (ScalingConfig(8, True, placement="STRICT_PACK"), 4, Machines(1, 8, 8, 60)),
+        (ScalingConfig(3, True, placement="SPREAD"), 4, Machines(3, 1, 1, 11)),
+    ],
+)
+def test_nodes_hold_all_workers(scaling: ScalingConfig, most: int, want: Machines):
+    config = TrainConfig(batch_size=64, micro_batch=8, scaling=scaling)
+    assert machines(config, most) == want
+    assert want.nodes * want.cpus >= scaling.worker_range()[1] * scaling.cpus_per_worker
+
+
+# ------------------------------------------------------------------ slurm
+
+
+def test_a_slurm_job_has_the_nodes_gpus_and_memory_of_the_config(tmp_path: Path):
+    told = emitted("slurm", "imagenet-resnet50", *GPUS, "8", "--storage", str(tmp_path))
+    directives = check_sbatch(told.text)
+    assert directives["job-name"] == "imagenet-resnet50"
+    assert (directives["nodes"], directives["gpus-per-node"]) == ("2", "4")
+    cpus = parse_fit(["imagenet-resnet50"]).config.scaling.cpus_per_worker
+    assert directives["cpus-per-task"] == f"{4 * cpus:g}"
+    assert directives["mem"] == "32G"
+    assert told.notes == ()
+
+
+def test_a_slurm_job_without_gpus_asks_for_none():
+    told = emitted("slurm", "--scaling.use-gpu", "False", "--scaling.num-workers", "3")
+    assert "gpus-per-node" not in check_sbatch(told.text)
+
+
+def test_the_emitted_job_runs_and_takes_more_flags(tmp_path: Path):
+    words = ["digits", "--storage", str(tmp_path / "my runs"), *GPUS, "2", "--epochs", "5"]
+    script = tmp_path / "job.sbatch"
+    script.write_text(emitted("slurm", *words).text)
+    quick = FAKES / "quick"
+    path = f"{quick}:{FAKES}:{os.environ['PATH']}"
+    given = {"PATH": path, "PYTHONPATH": str(quick), "FAKE_FIT": "train"}
+    job = Job(tmp_path, 7201, script, ["--epochs", "7"], **given)
+    try:
+        job.wait_until((tmp_path / "training").exists, 30)
+        job.warn(signal.SIGTERM)
+        assert job.status(30) == 143, job.said
+    finally:
+        job.end()
+    run = parse_fit(json.loads((tmp_path / "fit.json").read_text())).config
+    assert run == replace(parse_fit(words).config, epochs=7)
+
+
+# ------------------------------------------------------------------ kuberay
+
+
+def test_a_ray_job_has_pods_for_all_workers():
+    words = ("imagenet-resnet50", *GPUS, "2:8", "--storage", "s3://mine/runs")
+    told = emitted("kuberay", *words)
+    (job,) = check_kubernetes(told.text)
+    assert (job["kind"], job["metadata"]["name"]) == ("RayJob", "imagenet-resnet50")
+    (group,) = job["spec"]["rayClusterSpec"]["workerGroupSpecs"]
+    assert (group["replicas"], group["minReplicas"], group["maxReplicas"]) == (2, 1, 2)
+    limits = group["template"]["spec"]["containers"][0]["resources"]["limits"]
+    assert (limits["nvidia.com/gpu"], limits["memory"]) == ("4", "32Gi")
+    asked = parse_fit(words).config
+    run = parse_fit(shlex.split(job["spec"]["entrypoint"])[3:]).config
+    assert run == replace(asked, scaling=replace(asked.scaling, wait_s=600))
+    assert "BUCKET" not in told.text
+    assert opening(told.text)["watch"] == "kubectl logs -f job/imagenet-resnet50"
+
+
+def test_pods_without_gpus_ask_for_none():
+    told = emitted("kuberay", "--name", "My_Run.2", "--scaling.use-gpu", "False")
+    (job,) = check_kubernetes(told.text)
+    assert "nvidia" not in told.text
+    assert job["metadata"]["name"] == "my-run-2"
+
+
+# ------------------------------------------------------------------ ray up
+
+
+@pytest.mark.parametrize(
+    ("storage", "provider", "field", "type_name"),
+    [
+        ("s3://mine/runs", "aws", "InstanceType", "g6.4xlarge"),
+        ("gs://mine/runs", "gcp", "machineType", "g2-standard-12"),
+        (
+            "abfs://my.blob.core.windows.net/box/runs",
+            "azure",
+            "vmSize",
+            "Standard_NC16as_T4_v3",
+        ),
+    ],
+)
+def test_the_cloud_is_that_of_the_storage(storage: str, provider: str, field: str, type_name: str):
+    words = ("--storage", storage, *GPUS, "1:4", "--scaling.cpus-per-worker", "12")
+    told = emitted("ray-up", *words)
+    cluster = check_ray_up(told.text)
+    assert cluster["provider"]["type"] == provider
+    assert cluster["max_workers"] == 4
+    worker = cluster["available_node_types"]["worker"]
+    node = worker["node_config"]
+    assert node.get("azure_arm_parameters", node)[field] == type_name
+    assert worker["resources"]["GPU"] == 1
+    run = config_of(told.text)
+    asked = parse_fit(words).config
+    assert run == replace(asked, scaling=replace(asked.scaling, wait_s=1800))
+    assert not any(blank in told.text for blank in ("BUCKET", "CONTAINER"))
+
+
+def test_ones_own_machines_for_a_folder_which_is_warned_of():
+    told = emitted("ray-up", "--storage", "/shared/it's", "--data.source", "photos", *GPUS, "3")
+    cluster = check_ray_up(told.text)
+    assert cluster["provider"]["type"] == "local"
+    assert any("/shared/it's" in note and "do not share" in note for note in told.notes)
+    assert any("data.source = photos" in note for note in told.notes)
+    assert "storage is the folder /shared/it's" in told.text
+    assert config_of(told.text).storage == "/shared/it's"
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        (*GPUS, "2", "--scaling.cpus-per-worker", "500"),
+        (*GPUS, "2", "--scaling.placement", "STRICT_PACK"),
+    ],
+)
+def test_a_worker_for_whom_no_machine_is_known_is_refused(words: tuple[str, ...]):
+    with pytest.raises(ConfigError, match="no known machine of aws"):
+        emitted("ray-up", "--storage", "s3://b/runs", *words)
+
+
+# ------------------------------------------------------------------ the door
+
+
+@pytest.mark.parametrize("kind", ["slurm", "kuberay", "ray-up", "command"])
+def test_the_door_prints_the_file_and_nothing_else_without_torch_or_ray(kind: str, tmp_path: Path):
+    answer = door("fit", "digits", "--emit", kind, cwd=tmp_path)
+    assert answer.status == 0
+    assert not answer.heavy
+    assert answer.cpu_s < 1
+    assert not list(tmp_path.iterdir())
+    notes = answer.err.splitlines()
+    assert all(note.startswith("note: ") for note in notes)
+    assert any("num_workers = auto: 2" in note for note in notes) == (kind != "command")
+    if kind in ("kuberay", "ray-up"):
+        assert any("do not share" in note for note in notes)
+        assert list(yaml.safe_load_all(answer.out))
