@@ -148,7 +148,7 @@ def test_importing_the_package_or_its_config_loads_neither_torch_nor_ray():
     heavy = {"torch", "ray", "numpy", "pyarrow", "pydantic", "matplotlib"}
     assert not loaded_after("import raytrain_ddp") & heavy
     assert not loaded_after("from raytrain_ddp import TrainConfig; TrainConfig()") & heavy
-    doors = "import raytrain_ddp.fit, raytrain_ddp.evaluate, raytrain_ddp.convert"
+    doors = "import raytrain_ddp.fit, raytrain_ddp.evaluate, raytrain_ddp.convert, raytrain_ddp.run"
     assert not loaded_after(doors) & {"torch", "ray"}
 
 

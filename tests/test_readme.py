@@ -21,19 +21,24 @@ from raytrain_ddp.cli import FitArgs, parse_fit
 from raytrain_ddp.config import TrainConfig
 from raytrain_ddp.convert import ConvertArgs
 from raytrain_ddp.evaluate import EvaluateArgs
+from raytrain_ddp.orchestration.run.order import Flags
+from raytrain_ddp.run import parse as parse_run
 
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = ROOT / "raytrain_ddp"
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 DOCUMENTS = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md")]
 DOCUMENTS += [ROOT / "clusters" / "README.md", ROOT / "examples" / "README.md"]
+DOCUMENTS += [ROOT / "examples" / "launchers" / "README.md"]
 
-# Flags of other programs: torchrun, ray, ruff, pytest, benchmarks/data.py; "--resume" is the
-# reader's old script.
+# Flags of other programs: torchrun, srun, ray, ruff, pytest, benchmarks/data.py, and of scripts,
+# the reader's own or those of examples/launchers/.
 FOREIGN = {
     *("nproc-per-node", "nnodes", "rdzv-endpoint"),
     *("head", "num-cpus", "check", "ignore", "resume"),
     *("quick", "only", "out", "working-dir"),
+    *("rank", "world-size", "dist-url", "node-rank", "nodes", "lr"),
+    *("ntasks-per-node", "nr", "master", "port", "gpus"),
 }
 
 
@@ -55,6 +60,7 @@ DOORS = (
     ChaosArgs(config=TrainConfig()),
     EvaluateArgs(run=""),
     ConvertArgs(),
+    Flags(),
 )
 KNOWN = {*(flag for door in DOORS for flag in flags(door)), "help"}
 
@@ -137,7 +143,8 @@ def commands(door: str) -> list[str]:
     """The lines that call a door, but for those with a recipe that the reader would have."""
     call = rf"^(?: {{4}}|\$ ).*?python -m raytrain_ddp\.{door}(.*)$"
     lines = re.findall(call, README, re.MULTILINE)
-    return [line.partition(" > ")[0] for line in lines if "mine.toml -" not in line]
+    told = [line.partition(" > ")[0].partition("   #")[0] for line in lines]
+    return [line.rstrip("'") for line in told if "mine.toml -" not in line]
 
 
 @pytest.mark.parametrize("command", commands("fit"))
@@ -147,7 +154,12 @@ def test_every_fit_command_of_the_readme_is_accepted(command: str):
 
 @pytest.mark.parametrize("command", commands("chaos"))
 def test_every_chaos_command_of_the_readme_is_accepted(command: str):
-    assert parse_chaos(shlex.split(command.partition("#")[0]))
+    assert parse_chaos(shlex.split(command))
+
+
+@pytest.mark.parametrize("command", commands("run"))
+def test_every_run_command_of_the_readme_is_accepted(command: str):
+    assert parse_run(shlex.split(command))
 
 
 @pytest.mark.parametrize("command", commands("convert"))

@@ -1,0 +1,106 @@
+"""One attempt: listens to all scripts until they have ended, and ends them when it must."""
+
+from __future__ import annotations
+
+import signal
+import time
+from contextlib import suppress
+from typing import Any
+
+from raytrain_ddp.orchestration.run.crew import Crew
+from raytrain_ddp.orchestration.run.output import Output
+from raytrain_ddp.orchestration.run.verdict import End, signal_name
+
+_TAKE_S = 5.0
+_POLL_S = 0.1
+_SETTLE_S = 0.3  # failures of the same moment are told in their order
+_UNANSWERED_S = 10.0  # after SIGKILL, or for a node that is off
+
+
+class Attempt:
+    """Ends when every rank has: by itself, by our signal, or with its node.
+
+    Args:
+        stops: the numbers of the signals that the driver has got, in order; it grows meanwhile.
+    """
+
+    def __init__(self, crew: Crew, output: Output, grace_s: float, stops: list[int]) -> None:
+        self._crew, self._output, self._grace_s, self._stops = crew, output, grace_s, stops
+        self._asked = ""
+        self._stops_seen = 0
+        self._failed_at: float | None = None
+        self._kill_at: float | None = None
+        self._give_up_at: float | None = None
+        self.ends: dict[int, End] = {}
+        self._waiting = {self._ask(w.rank): w.rank for w in crew.workers}
+
+    def run(self) -> dict[int, End]:
+        """How each rank has ended."""
+        while self._waiting:
+            self._listen()
+            self._decide(time.monotonic())
+        return self.ends
+
+    def _listen(self) -> None:
+        import ray
+
+        ready, _ = ray.wait(list(self._waiting), num_returns=1, timeout=_POLL_S)
+        if ready:
+            many = len(self._waiting)
+            ready, _ = ray.wait(list(self._waiting), num_returns=many, timeout=0)
+        for asked in ready:
+            rank = self._waiting.pop(asked)
+            try:
+                news = ray.get(asked)
+            except ray.exceptions.RayError as error:
+                said = str(error).strip().splitlines()
+                self._end(rank, End(None, time.time(), lost=_why(said)))
+                continue
+            for each in news:
+                if "line" in each:
+                    self._output.line(rank, each["stream"], each["line"], each["at"])
+                elif "status" in each:
+                    asked_for = self._asked if each["status"] != 0 else ""
+                    end = End(each["status"], each["at"], each["error"], asked=asked_for)
+                    self._end(rank, end)
+            if rank not in self.ends:
+                self._waiting[self._ask(rank)] = rank
+
+    def _end(self, rank: int, end: End) -> None:
+        self.ends[rank] = end
+        if end.failed and self._failed_at is None:
+            self._failed_at = time.monotonic()
+
+    def _decide(self, now: float) -> None:
+        """What signals are due."""
+        if len(self._stops) > self._stops_seen:
+            again = self._stops_seen > 0
+            self._stops_seen = len(self._stops)
+            self._stop(signal.SIGKILL if again else self._stops[0], now)
+        elif self._failed_at is not None and not self._asked:
+            if now - self._failed_at > _SETTLE_S:
+                self._stop(signal.SIGTERM, now)
+        elif self._kill_at is not None and now > self._kill_at:
+            self._stop(signal.SIGKILL, now)
+        elif self._give_up_at is not None and now > self._give_up_at:
+            for rank in self._waiting.values():
+                self.ends[rank] = End(None, time.time(), lost="its node does not answer")
+            self._waiting = {}
+
+    def _stop(self, number: int, now: float) -> None:
+        self._asked = signal_name(number)
+        killed = number == signal.SIGKILL
+        for rank in self._waiting.values():
+            with suppress(Exception):
+                self._crew.agent(rank).signal.remote("kill" if killed else str(int(number)))
+        self._kill_at = None if killed else now + self._grace_s
+        self._give_up_at = now + _UNANSWERED_S if killed else None
+
+    def _ask(self, rank: int) -> Any:
+        return self._crew.agent(rank).take.remote(_TAKE_S)
+
+
+def _why(said: list[str]) -> str:
+    """Ray's explanation in a line, from the error of an actor that has died."""
+    told = [line.strip() for line in said if "node" in line.lower() or "memory" in line.lower()]
+    return (told or said or ["its actor died"])[-1][:300]

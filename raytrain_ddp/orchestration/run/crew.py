@@ -1,0 +1,242 @@
+"""The workers' seats on the cluster: an actor for each, in one placement group."""
+
+from __future__ import annotations
+
+import random
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from raytrain_ddp.errors import RetriesExhausted
+from raytrain_ddp.orchestration.resources import Layout
+from raytrain_ddp.orchestration.run import agent, guard, ship
+from raytrain_ddp.orchestration.run.agent import Agent
+from raytrain_ddp.orchestration.run.order import Order
+from raytrain_ddp.orchestration.run.plan import (
+    Group,
+    Seat,
+    Worker,
+    base_environment,
+    environment,
+    meeting_address,
+    ranked,
+    values,
+)
+from raytrain_ddp.orchestration.run.room import lacking, living, refusal
+
+_POLL_S = 0.2
+_ANSWER_TIMEOUT_S = 300.0
+_CLOSE_TIMEOUT_S = 5.0
+# Below the range from which systems take the ports of outgoing connections, and above that of the
+# services one knows: what is free now is free when the script listens there seconds later.
+_PORTS = range(20_000, 30_000)
+
+Check = Callable[[], None]
+
+
+class SeatLost(RetriesExhausted):
+    """A seat was lost before the script was started on it."""
+
+
+class Crew:
+    """An agent on each seat, ranked. `check` is called while waiting, and may raise.
+
+    Raises:
+        PreflightError: there is no room, also after `wait_s`; or the code cannot be copied.
+        SeatLost: a node went while all this was going on.
+    """
+
+    def __init__(
+        self,
+        order: Order,
+        layout: Layout,
+        driver: Mapping[str, str],
+        python: str,
+        tell: Callable[[str], None],
+        check: Check,
+    ) -> None:
+        self._order, self._driver, self._python = order, driver, python
+        self._group: Any = None
+        self._agents: list[Any] = []
+        try:
+            self._group = _reserve(order, layout, tell, check)
+            self._agents = _agents(self._group, layout)
+            facts = _answers([a.seat.remote() for a in self._agents], check)
+            self._here = _this_node()
+            self._facts = facts
+            self.workers: Sequence[Worker] = ranked(
+                [_seat(number, fact) for number, fact in enumerate(facts)], self._here
+            )
+            self._folders = self._provide_code(tell, check)
+        except BaseException:
+            self.close()
+            raise
+
+    def agent(self, rank: int) -> Any:
+        """The actor of a rank."""
+        return self._agents[self.workers[rank].seat.number]
+
+    def start(self, run_id: str, attempt: int, check: Check) -> None:
+        """Starts the script on all workers; no rank is ahead by more than a moment."""
+        wanted = random.sample(_PORTS, 20)
+        (port,) = _answers([self.agent(0).free_port.remote(wanted)], check)
+        group = Group(self.workers, meeting_address(self.workers), port, run_id, attempt)
+        started = [self._start(group, worker) for worker in self.workers]
+        _answers(started, check)
+
+    def close(self) -> None:
+        """Ends all agents, and with them whatever their scripts have left."""
+        # Aside: where Ray itself has been ended meanwhile, its calls take a minute to say so.
+        closing = threading.Thread(target=_release, args=(self._agents, self._group), daemon=True)
+        closing.start()
+        closing.join(_CLOSE_TIMEOUT_S)
+        self._agents, self._group = [], None
+
+    def _start(self, group: Group, worker: Worker) -> Any:
+        fact, flags = self._facts[worker.seat.number], self._order.flags
+        local = worker.seat.node == self._here
+        base = base_environment(self._driver, None if local else fact["environment"])
+        return self.agent(worker.rank).start.remote(
+            self._order.command(self._python if local else fact["python"], values(group, worker)),
+            environment(flags, group, worker, base, error_file=""),
+            self._folders[worker.node_rank],
+            group.attempt,
+            flags.env == "slurm",
+        )
+
+    def _provide_code(self, tell: Callable[[str], None], check: Check) -> list[str]:
+        """The script's working directory on each node."""
+        here, ship_when = Path.cwd(), self._order.flags.ship
+        first = [worker for worker in self.workers if worker.local_rank == 0]
+        elsewhere = [worker for worker in first if worker.seat.node != self._here]
+        folders = [str(here)] * len(first)
+        if not elsewhere or ship_when == "never":
+            return folders
+        lacks = elsewhere
+        if ship_when == "auto":
+            code = ship.code_hash(here)
+            asked = [self.agent(w.rank).has.remote(str(here), code) for w in elsewhere]
+            lacks = [w for w, has in zip(elsewhere, _answers(asked, check), strict=True) if not has]
+        if lacks:
+            import ray
+
+            archive = ray.put(ship.pack(here))
+            name = ship.place_name(here, socket.gethostname())
+            packed = [self.agent(worker.rank).unpack.remote(archive, name) for worker in lacks]
+            for worker, place in zip(lacks, _answers(packed, check), strict=True):
+                folders[worker.node_rank] = place
+                tell(f"{worker.where} works in a copy of this folder: {place}")
+        return folders
+
+
+def _release(agents: Sequence[Any], group: Any) -> None:
+    import ray
+
+    with suppress(Exception):  # there is nothing to be done about it
+        cleaned = [each.clean.remote() for each in agents]
+        if cleaned:
+            ray.wait(cleaned, num_returns=len(cleaned), timeout=1)
+        for each in agents:
+            ray.kill(each, no_restart=True)
+        if group is not None:
+            ray.util.remove_placement_group(group)
+
+
+def _reserve(order: Order, layout: Layout, tell: Callable[[str], None], check: Check) -> Any:
+    """A placement group with room for all workers."""
+    from ray.util import placement_group, remove_placement_group
+
+    flags = order.flags
+    strategy = "STRICT_SPREAD" if flags.per == "node" else "PACK"
+    group = placement_group([dict(layout.per_worker)] * layout.least, strategy=strategy)
+    began = time.monotonic()
+    lacks = lacking(flags, layout, living())
+    said = False
+    try:
+        while not group.wait(_POLL_S):
+            check()
+            waited_s = time.monotonic() - began
+            lacks = lacking(flags, layout, living())
+            if waited_s > flags.wait_s:
+                busy = "others use what there is (ray status)"
+                raise refusal(layout, lacks or busy, "the cluster")
+            if not said and (lacks or waited_s > 2):
+                said = True
+                tell(f"waiting up to {flags.wait_s:g} s for {layout.said}: {lacks or 'all busy'}")
+    except BaseException:
+        remove_placement_group(group)
+        raise
+    return group
+
+
+@contextmanager
+def sent_whole() -> Iterator[None]:
+    """The agent's class goes to the nodes as it is here: they need not have this package."""
+    from ray import cloudpickle
+
+    for module in (agent, ship):
+        cloudpickle.register_pickle_by_value(module)
+    try:
+        yield
+    finally:
+        for module in (agent, ship):
+            cloudpickle.unregister_pickle_by_value(module)
+
+
+def _agents(group: Any, layout: Layout) -> list[Any]:
+    import ray
+    from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+    source = Path(guard.__file__).read_text(encoding="utf-8")
+    actor = ray.remote(Agent)
+    with sent_whole():
+        return [
+            actor.options(
+                num_cpus=layout.per_worker["CPU"],
+                num_gpus=layout.per_worker.get("GPU", 0),
+                max_concurrency=8,
+                scheduling_strategy=PlacementGroupSchedulingStrategy(
+                    group, placement_group_bundle_index=number
+                ),
+            ).remote(source)
+            for number in range(layout.least)
+        ]
+
+
+def _seat(number: int, fact: Mapping[str, Any]) -> Seat:
+    named = {name: fact[name] for name in ("node", "ip", "host", "node_has_gpus")}
+    return replace(Seat(number, gpus=(), **named), gpus=[str(gpu) for gpu in fact["gpus"]])
+
+
+def _answers(asked: list[Any], check: Check) -> list[Any]:
+    """What the agents answer.
+
+    Raises:
+        SeatLost: one of them does not, as its node or its process is gone.
+    """
+    import ray
+
+    deadline = time.monotonic() + _ANSWER_TIMEOUT_S
+    while True:
+        ready, _ = ray.wait(asked, num_returns=len(asked), timeout=_POLL_S)
+        if len(ready) == len(asked) or time.monotonic() > deadline:
+            break
+        check()
+    try:
+        return list(ray.get(asked, timeout=1))
+    except (ray.exceptions.RayActorError, ray.exceptions.GetTimeoutError) as error:
+        said = str(error).strip().splitlines()
+        raise SeatLost(
+            f"a node or a worker of Ray was lost: {(said or ['no answer'])[-1]}"
+        ) from error
+
+
+def _this_node() -> str:
+    import ray
+
+    return str(ray.get_runtime_context().get_node_id())

@@ -1,0 +1,165 @@
+"""The process above a script: starts it, passes signals on, and leaves nothing behind.
+
+``python -I -S guard.py REPORT_FD FOLDER COMMAND...``, on the standard library alone:
+
+- the script is a real main process, in a session of its own, without anything of Ray in it;
+- the guard goes to the background: Ray kills the children of a worker that ends, and then nobody
+  would end theirs;
+- when standard input ends, as whoever started this is gone, all below is killed at once, and
+  FOLDER, which was theirs, is removed;
+- a line on standard input is the number of a signal for the script's process group, or ``kill``;
+- processes that the script has left behind, also those that made themselves daemons, are ended.
+
+Tells on REPORT_FD, a line of JSON each: {"pid", "guard"}, and at last {"status", "at"}: as
+subprocess has it, negative for a signal, and when.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import select
+import shutil
+import signal
+import sys
+import time
+from contextlib import suppress
+
+_PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
+_LEFTOVERS_GRACE_S = 2.0
+
+
+def main(report: int, folder: str, command: list[str]) -> None:
+    """Returns at once in the process that called it; the guard when nothing is left below."""
+    if os.fork():
+        return
+    _prctl(_PR_SET_CHILD_SUBREAPER, 1)  # orphans below become children of this process
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)  # the pipe tells what is to be done
+    woken, wakes = os.pipe()
+    os.set_blocking(wakes, False)
+    signal.set_wakeup_fd(wakes)
+    signal.signal(signal.SIGCHLD, lambda *_: None)
+    os.set_inheritable(report, False)
+    script = _start(command)
+    _tell(report, {"pid": script, "guard": os.getpid()})
+    watched = [woken, 0]
+    while (status := _ended(script)) is None:
+        ready, _, _ = select.select(watched, [], [])
+        if woken in ready:
+            os.read(woken, 4096)
+        if 0 in ready:
+            words = os.read(0, 4096).split()
+            if not words:
+                watched.remove(0)
+            for word in words or [b"kill"]:
+                _obey(script, word)
+    _tell(report, {"status": status, "at": time.time()})
+    gone = 0 not in watched
+    _end_leftovers(0 if gone else _LEFTOVERS_GRACE_S)
+    if gone:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _start(command: list[str]) -> int:
+    guard = os.getpid()
+    pid = os.fork()
+    if pid:
+        return pid
+    try:
+        os.setsid()
+        _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        if os.getppid() != guard:  # gone before that
+            os._exit(1)
+        nothing = os.open(os.devnull, os.O_RDONLY)
+        os.dup2(nothing, 0)
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGPIPE):
+            signal.signal(number, signal.SIG_DFL)
+        signal.pthread_sigmask(signal.SIG_SETMASK, [])  # Ray's workers block SIGINT
+        os.execvp(command[0], command)
+    except OSError as error:
+        os.write(2, f"{command[0]}: {error.strerror}\n".encode())
+    finally:
+        os._exit(127)
+
+
+def _obey(script: int, word: bytes) -> None:
+    number = signal.SIGKILL if word == b"kill" else int(word)
+    with suppress(OSError):  # it has ended just now
+        os.killpg(script, number)
+    if number == signal.SIGKILL:
+        for pid in [script, *_descendants()]:
+            _signal(pid, number)
+
+
+def _ended(script: int) -> int | None:
+    """The script's exit status, once it has one; takes note of all other ends as well."""
+    while True:
+        try:
+            pid, status = os.waitpid(-1, os.WNOHANG)
+        except ChildProcessError:
+            return None
+        if pid == 0:
+            return None
+        if pid == script:
+            return -os.WTERMSIG(status) if os.WIFSIGNALED(status) else os.WEXITSTATUS(status)
+
+
+def _end_leftovers(grace_s: float) -> None:
+    """SIGTERM, and after a while or on ``kill`` SIGKILL, until there are no children."""
+    deadline = time.monotonic() + grace_s
+    for pid in _descendants():
+        _signal(pid, signal.SIGTERM)
+    while True:
+        try:
+            while os.waitpid(-1, os.WNOHANG)[0]:
+                pass
+        except ChildProcessError:
+            return
+        if time.monotonic() > deadline:
+            for pid in _descendants():
+                _signal(pid, signal.SIGKILL)
+        elif select.select([0], [], [], 0)[0]:  # whoever started this has no more patience
+            deadline = 0.0
+        time.sleep(0.02)
+
+
+def _descendants() -> list[int]:
+    """All processes below this one."""
+    children: dict[int, list[int]] = {}
+    if not os.path.isdir("/proc"):
+        return []
+    for name in os.listdir("/proc"):
+        if name.isdigit():
+            try:
+                with open(f"/proc/{name}/stat", "rb") as file:
+                    parent = int(file.read().rpartition(b")")[2].split()[1])
+            except OSError:
+                continue
+            children.setdefault(parent, []).append(int(name))
+    found, ahead = [], [os.getpid()]
+    while ahead:
+        for pid in children.get(ahead.pop(), []):
+            found.append(pid)
+            ahead.append(pid)
+    return found
+
+
+def _signal(pid: int, number: int) -> None:
+    with suppress(OSError):
+        os.kill(pid, number)
+
+
+def _prctl(option: int, value: int) -> None:
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(option, value, 0, 0, 0)
+
+
+def _tell(report: int, told: dict[str, float]) -> None:
+    with suppress(OSError):
+        os.write(report, json.dumps(told).encode() + b"\n")
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), sys.argv[2], sys.argv[3:])

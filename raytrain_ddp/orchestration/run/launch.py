@@ -1,0 +1,118 @@
+"""Runs a script on the cluster's workers, again if it must, and says how it ended."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import threading
+import uuid
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from types import FrameType
+
+from raytrain_ddp.orchestration.run.attempt import Attempt
+from raytrain_ddp.orchestration.run.crew import Crew, SeatLost
+from raytrain_ddp.orchestration.run.order import Order
+from raytrain_ddp.orchestration.run.output import Output
+from raytrain_ddp.orchestration.run.plan import Worker
+from raytrain_ddp.orchestration.run.room import connected, layout_for, living
+from raytrain_ddp.orchestration.run.verdict import first_failure, ranks_said, report
+
+
+def launch(order: Order) -> int:
+    """Runs the script to its end; returns its exit status (128 + n if signal n ended it).
+
+    Raises:
+        ConfigError: there is no such script.
+        PreflightError: there is no Ray, no room, or a folder too large to be copied.
+        KeyboardInterrupt: a signal came before the script was started; its argument is the number.
+    """
+    order.require_script(Path.cwd())
+    driver = dict(os.environ)  # before anything of ours or Ray's is added
+    with connected(order.flags, _tell), _signals() as stops:
+        return _attempts(order, driver, stops)
+
+
+def _attempts(order: Order, driver: dict[str, str], stops: list[int]) -> int:
+    def check() -> None:
+        if stops:
+            raise KeyboardInterrupt(stops[0])
+
+    flags, run_id = order.flags, str(uuid.uuid4())
+    layout = layout_for(flags, living())
+    logs = Path(flags.log_dir).absolute() / run_id[:8] if flags.log_dir else None
+    if logs is not None:
+        _tell(f"output of each rank: {logs}")
+    crew: Crew | None = None
+    status = 0
+    try:
+        for attempt in range(flags.max_restarts + 1):
+            if attempt:
+                _tell(f"starting all again: restart {attempt} of {flags.max_restarts}")
+            try:
+                if crew is None:
+                    crew = Crew(order, layout, driver, sys.executable, _tell, check)
+                    _tell(_places(crew.workers))
+                crew.start(run_id, attempt, check)
+                folder = logs / f"attempt_{attempt}" if logs else None
+                status, lost = _attempt(order, crew, folder, stops)
+            except SeatLost as error:
+                _tell(str(error))
+                status, lost = error.exit_status, True
+            if stops:
+                status = 128 + stops[0]
+            if stops or not status:
+                break
+            if lost and crew is not None:
+                crew.close()
+                crew = None
+        return status
+    finally:
+        if crew is not None:
+            crew.close()
+
+
+def _attempt(order: Order, crew: Crew, logs: Path | None, stops: list[int]) -> tuple[int, bool]:
+    """The exit status of what has been started, and whether some agent is lost."""
+    with Output(order.flags.shown, logs) as output:
+        ends = Attempt(crew, output, order.flags.grace_s, stops).run()
+        failed = first_failure(ends, output)
+        if failed is not None:
+            print(report(failed, ends, crew.workers, output), file=sys.stderr, flush=True)
+    status = 0 if failed is None else ends[failed].exit_status
+    return status, any(end.status is None for end in ends.values())
+
+
+def _places(workers: Sequence[Worker]) -> str:
+    """``ranks 0-1 on head (10.0.0.1), ranks 2-3 on w1 (10.0.0.2)``"""
+    nodes: dict[int, list[Worker]] = {}
+    for worker in workers:
+        nodes.setdefault(worker.node_rank, []).append(worker)
+    places = [f"{ranks_said(w.rank for w in here)} on {here[0].where}" for here in nodes.values()]
+    return ", ".join(places)
+
+
+def _tell(text: str) -> None:
+    print(f"run: {text}", file=sys.stderr, flush=True)
+
+
+@contextmanager
+def _signals() -> Iterator[list[int]]:
+    """Collects the numbers of SIGINT, SIGTERM and SIGHUP; an exception from a handler could not
+    pass through Ray's own code."""
+    stops: list[int] = []
+
+    def note(number: int, _: FrameType | None) -> None:
+        stops.append(number)
+
+    if threading.current_thread() is not threading.main_thread():
+        yield stops
+        return
+    before = {n: signal.signal(n, note) for n in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
+    try:
+        yield stops
+    finally:
+        for number, old in before.items():
+            signal.signal(number, old)

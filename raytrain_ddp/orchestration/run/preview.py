@@ -1,0 +1,66 @@
+"""What would be run: each worker's environment and command, without a Ray."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+
+from raytrain_ddp.orchestration.resources import this_machine
+from raytrain_ddp.orchestration.run.order import Order
+from raytrain_ddp.orchestration.run.plan import (
+    Group,
+    Seat,
+    base_environment,
+    environment,
+    ranked,
+    values,
+)
+from raytrain_ddp.orchestration.run.room import layout_for
+
+_NOTE = """\
+# As if all were on this machine: Ray decides. MASTER_PORT is found when the script is started.
+# Variables that stay as they are in this shell are not shown."""
+
+
+def preview(order: Order, driver: Mapping[str, str]) -> str:
+    """Shell commands, one for each worker.
+
+    Raises:
+        ConfigError, PreflightError: as the run itself, as far as this machine can tell.
+    """
+    order.require_script(Path.cwd())
+    flags = order.flags
+    layout = layout_for(flags, [this_machine()])
+    apart = flags.per == "node"
+    gpus = int(layout.per_worker.get("GPU", 0))
+    seats = [
+        Seat(
+            number=n,
+            node=f"node-{n}" if apart else "node",
+            ip=f"NODE{n}" if apart else "127.0.0.1",
+            host="",
+            gpus=[str(gpu + (0 if apart else n * gpus)) for gpu in range(gpus)],
+        )
+        for n in range(layout.least)
+    ]
+    workers = ranked(seats)
+    address = workers[0].seat.ip if layout.least > 1 else "127.0.0.1"
+    group = Group(workers, address, 29500, "0" * 32)
+    base = base_environment(driver, None)
+    lines = [_NOTE]
+    for worker in workers:
+        env = environment(flags, group, worker, base, error_file="error.json")
+        added = {k: v for k, v in sorted(env.items()) if driver.get(k) != v}
+        command = order.command(sys.executable, values(group, worker))
+        lines += ["", f"# rank {worker.rank}"]
+        lines += [f"{name}={shlex.quote(value)} \\" for name, value in added.items()]
+        lines.append(shlex.join(command))
+    return "\n".join(lines)
+
+
+def dry_run(order: Order) -> str:
+    """`preview` for this process."""
+    return preview(order, os.environ)

@@ -1,0 +1,198 @@
+"""examples/launchers: each script on Ray ends as it does under the launcher it was made for."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from raytrain_ddp.orchestration.cluster import SETTINGS
+from raytrain_ddp.orchestration.run.launch import launch
+from raytrain_ddp.run import parse
+
+EXAMPLES = Path(__file__).parent.parent / "examples" / "launchers"
+pytestmark = [pytest.mark.ray, pytest.mark.filterwarnings("ignore")]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def ray_for_all() -> Iterator[None]:
+    os.environ.setdefault("RAY_AUTH_MODE", "token")
+    os.environ.pop("RAY_ADDRESS", None)
+    os.environ.update(SETTINGS)
+    import ray
+
+    ray.init(address="local", num_cpus=3, include_dashboard=False, log_to_driver=False)
+    yield
+    ray.shutdown()
+
+
+def free_port() -> str:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return str(probe.getsockname()[1])
+
+
+def at_once(commands: list[list[str]], environments: list[dict[str, str]]) -> None:
+    """Runs all of these side by side, as a shell loop or srun does."""
+    processes = [
+        subprocess.Popen(command, env={**os.environ, **environment})
+        for command, environment in zip(commands, environments, strict=True)
+    ]
+    assert [process.wait(200) for process in processes] == [0] * len(processes)
+
+
+def by_torchrun(script: str, size: int) -> None:
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(size)]
+    at_once([[*torchrun, script]], [{}])
+
+
+def by_launch(script: str, size: int) -> None:
+    module = ["-W", "ignore", "-m", "torch.distributed.launch", "--nproc-per-node", str(size)]
+    at_once([[sys.executable, *module, script]], [{}])
+
+
+def by_itself(script: str, size: int) -> None:
+    at_once([[sys.executable, script, "--gpus", str(size), "--port", free_port()]], [{}])
+
+
+def by_hand(script: str, size: int) -> None:
+    where = ["--dist-url", f"tcp://127.0.0.1:{free_port()}", "--world-size", str(size)]
+    command = [sys.executable, script, *where]
+    at_once([[*command, "--rank", str(rank)] for rank in range(size)], [{}] * size)
+
+
+def by_srun(script: str, size: int) -> None:
+    """What srun sets and scontrol says on a single node."""
+    (folder := Path.cwd() / "bin").mkdir()
+    (folder / "scontrol").write_text('#!/bin/sh\ntest "$1 $2" = "show hostnames" && echo $3\n')
+    (folder / "scontrol").chmod(0o755)
+    common = {
+        "SLURM_NTASKS": str(size),
+        "SLURM_JOB_ID": "1",
+        "SLURM_JOB_NUM_NODES": "1",
+        "SLURM_STEP_NODELIST": "127.0.0.1",
+        "MASTER_PORT": free_port(),
+        "PATH": f"{folder}:{os.environ['PATH']}",
+    }
+    tasks = [{**common, "SLURM_PROCID": str(n), "SLURM_LOCALID": str(n)} for n in range(size)]
+    at_once([[sys.executable, script]] * size, tasks)
+
+
+@dataclass(frozen=True)
+class Manner:
+    """How a script is started by its own launcher, and by `run` with {size} processes."""
+
+    own: Callable[[str, int], None]
+    flags: str = "--num-workers {size}"
+    args: str = ""
+    out: str = "result.json"
+
+
+MANNERS = {
+    "torchrun_env.py": Manner(by_torchrun),
+    "launch_local_rank.py": Manner(by_launch, "--num-workers {size} --legacy-local-rank"),
+    "spawn.py": Manner(
+        by_itself,
+        "--num-workers 1 --per node",
+        "--gpus {size} --nodes {world_size} --nr {node_rank} "
+        "--master {master_addr} --port {master_port}",
+    ),
+    "slurm_env.py": Manner(by_srun, "--num-workers {size} --env slurm", out="slurm_run.json"),
+    "tcp_rank_flags.py": Manner(
+        by_hand,
+        args="--rank {rank} --world-size {world_size} --dist-url {init_method}",
+    ),
+}
+
+
+def in_folder(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
+    folder.mkdir()
+    monkeypatch.chdir(folder)
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+
+
+def on_ray(name: str, size: int, flags: str = "", args: str = "") -> int:
+    manner = MANNERS[name]
+    ours = f"{manner.flags} {flags}".replace("{size}", str(size))
+    theirs = f"{manner.args} {args}".replace("{size}", str(size))
+    return launch(parse([*ours.split(), str(EXAMPLES / name), *theirs.split()]))
+
+
+def compare(name: str, size: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    out = MANNERS[name].out
+    in_folder(monkeypatch, tmp_path / "own")
+    MANNERS[name].own(str(EXAMPLES / name), size)
+    own: dict[str, Any] = json.loads(Path(out).read_text())
+    in_folder(monkeypatch, tmp_path / "ray")
+    assert on_ray(name, size) == 0
+    assert json.loads(Path(out).read_text()) == own
+    assert own["accuracy"] > 0.7
+    if "lines" in own:  # of 401 each once, but for those that would leave a rank with one more
+        assert own["lines"] == 401 - 401 % size
+
+
+def test_every_example_is_here_and_in_their_readme():
+    scripts = {path.name for path in EXAMPLES.glob("*.py")}
+    assert scripts == {*MANNERS}
+    readme = (EXAMPLES / "README.md").read_text()
+    for name, manner in MANNERS.items():
+        assert "raytrain_ddp" not in (EXAMPLES / name).read_text()
+        command = f"python -m raytrain_ddp.run {manner.flags} {name} {manner.args}".replace(
+            "{size}", "2"
+        ).strip()
+        assert command in " ".join(readme.replace("\\\n", " ").split()), command
+
+
+def test_a_killed_rank_restarts_all_and_the_scripts_own_checkpoint_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+):
+    """As under torchrun, undisturbed, to the last bit."""
+    epochs = "--epochs 8"
+    in_folder(monkeypatch, tmp_path / "own")
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
+    at_once([[*torchrun, str(EXAMPLES / "torchrun_env.py"), *epochs.split()]], [{}])
+    own = json.loads(Path("result.json").read_text())
+
+    in_folder(monkeypatch, tmp_path / "ray")
+
+    def kill_rank_1() -> None:
+        while not Path("checkpoint.pt").exists():
+            time.sleep(0.01)
+        for process in Path("/proc").glob("[0-9]*"):
+            try:
+                environment = (process / "environ").read_bytes().split(b"\0")
+                folder = os.readlink(process / "cwd")
+            except OSError:
+                continue
+            if b"RANK=1" in environment and folder == str(tmp_path / "ray"):
+                os.kill(int(process.name), signal.SIGKILL)
+
+    killer = threading.Thread(target=kill_rank_1)
+    killer.start()
+    assert on_ray("torchrun_env.py", 2, "--max-restarts 1", epochs) == 0
+    killer.join()
+    out, err = capfd.readouterr()
+    assert "rank 1 failed first" in err
+    assert "killed by SIGKILL" in err
+    assert out.count("[rank 0] epoch 0:") == 1  # it went on, and did not begin again
+    assert json.loads(Path("result.json").read_text()) == own
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("name", MANNERS)
+def test_each_script_ends_as_under_its_own_launcher(
+    name: str, size: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    compare(name, size, tmp_path, monkeypatch)

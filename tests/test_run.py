@@ -1,0 +1,725 @@
+"""`run`: what each process finds, what is said of a failure, and that nothing is left behind."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from processes import door
+
+from raytrain_ddp.errors import ConfigError, PreflightError
+from raytrain_ddp.orchestration.cluster import SETTINGS
+from raytrain_ddp.orchestration.run import ship
+from raytrain_ddp.orchestration.run.agent import Agent
+from raytrain_ddp.orchestration.run.crew import sent_whole
+from raytrain_ddp.orchestration.run.launch import launch
+from raytrain_ddp.orchestration.run.order import PLACEHOLDERS, Flags, Order
+from raytrain_ddp.orchestration.run.output import Output
+from raytrain_ddp.orchestration.run.plan import (
+    Group,
+    Seat,
+    base_environment,
+    environment,
+    meeting_address,
+    ranked,
+    values,
+)
+from raytrain_ddp.orchestration.run.preview import preview
+from raytrain_ddp.orchestration.run.room import lacking, layout_for
+from raytrain_ddp.orchestration.run.verdict import End, first_failure, ranks_said, report
+from raytrain_ddp.run import parse, split
+
+GUARD = Path(ship.__file__).with_name("guard.py")
+
+# ------------------------------------------------------------------ the command line
+
+
+def test_flags_end_at_the_script_and_what_follows_is_the_scripts():
+    own = ["--num_workers=3", "--use-gpu", "--max-restarts", "2"]
+    order = parse([*own, "train.py", "--num-workers", "7", "--", "-m"])
+    assert order.flags == Flags(num_workers=3, use_gpu=True, max_restarts=2)
+    assert (order.program, order.module) == ("train.py", False)
+    assert order.args == ("--num-workers", "7", "--", "-m")
+
+
+def test_a_module_may_stand_for_the_script():
+    order = parse(["-m", "--num-workers", "2", "package.train", "-m", "x"])
+    assert (order.module, order.program, order.args) == (True, "package.train", ("-m", "x"))
+    values = dict.fromkeys((*PLACEHOLDERS, "init_method"), "0")
+    assert order.command("py", values) == ["py", "-u", "-m", "package.train", "-m", "x"]
+
+
+def test_two_dashes_end_our_flags():
+    assert split(["--use-gpu", "--", "-odd.py", "--x"]) == (
+        ["--use-gpu"],
+        False,
+        ["-odd.py", "--x"],
+    )
+
+
+@pytest.mark.parametrize(
+    ("argv", "told"),
+    [
+        (["--num-workers", "2"], "which script"),
+        (["--nproc-per-node", "4", "train.py"], "--num-workers"),
+        (["--nproc_per_node=4", "train.py"], "--num-workers"),
+        (["--rdzv-backend", "c10d", "train.py"], "leave it out"),
+        (["--num-workers", "0", "train.py"], "must be 1 or more"),
+        (["--gpus-per-worker", "2", "train.py"], "--use-gpu"),
+        (["--tee", "first", "train.py"], "0,2,5"),
+        (["--cpus-per-worker", "0", "train.py"], "above 0"),
+        (["--no-python", "--legacy-local-rank", "train.sh"], "{local_rank}"),
+    ],
+)
+def test_wrong_flags_are_refused_with_a_remedy(argv: list[str], told: str, capsys):
+    with pytest.raises((ConfigError, SystemExit)) as caught:
+        parse(argv)
+    assert isinstance(caught.value, ConfigError) or caught.value.code == 2
+    assert told in str(caught.value) + capsys.readouterr().err
+
+
+def test_help_comes_at_once_and_a_wrong_script_is_named(tmp_path: Path):
+    answer = door("run", "--help", cwd=tmp_path)
+    assert (answer.status, answer.heavy) == (0, [])
+    assert answer.cpu_s < 1
+    assert "--num-workers 8 --use-gpu train.py" in answer.out
+    (tmp_path / "train.py").touch()
+    answer = door("run", "--num-workers", "2", "trian.py", cwd=tmp_path)
+    assert (answer.status, answer.heavy) == (2, [])
+    assert "'train.py'" in answer.err
+
+
+# ------------------------------------------------------------------ ranks, environment, flags
+
+
+def three_on_two_nodes() -> Group:
+    """Two seats on the driver's node, one elsewhere; given in a wrong order."""
+    seats = [
+        Seat(0, "b", "10.0.0.9", "w9", ["0"]),
+        Seat(1, "a", "10.0.0.10", "w10", ["10"]),
+        Seat(2, "a", "10.0.0.10", "w10", ["2"]),
+    ]
+    return Group(ranked(seats), "10.0.0.9", 23456, "0123456789abcdef", attempt=1)
+
+
+def test_ranks_count_up_by_node_and_there_by_gpu():
+    workers = three_on_two_nodes().workers
+    assert [w.seat.number for w in workers] == [0, 2, 1]
+    assert [(w.rank, w.local_rank, w.node_rank) for w in workers] == [
+        (0, 0, 0),
+        (1, 0, 1),
+        (2, 1, 1),
+    ]
+    assert [w.gpus for w in workers] == [["0"], ["2", "10"], ["2", "10"]]
+    assert [w.rank for w in ranked([w.seat for w in workers], first_node="a")] == [0, 1, 2]
+    assert ranked([w.seat for w in workers], first_node="a")[0].seat.number == 2
+
+
+def test_ranks_of_one_node_meet_at_loopback():
+    workers = three_on_two_nodes().workers
+    assert meeting_address(workers) == "10.0.0.9"
+    assert meeting_address(workers[1:]) == "127.0.0.1"
+
+
+def test_the_environment_is_torchruns():
+    group = three_on_two_nodes()
+    env = environment(Flags(num_workers=3, max_restarts=2), group, group.workers[2], {}, "e.json")
+    assert env == {
+        "RANK": "2",
+        "LOCAL_RANK": "1",
+        "WORLD_SIZE": "3",
+        "LOCAL_WORLD_SIZE": "2",
+        "GROUP_RANK": "1",
+        "GROUP_WORLD_SIZE": "2",
+        "ROLE_RANK": "2",
+        "ROLE_NAME": "default",
+        "ROLE_WORLD_SIZE": "3",
+        "MASTER_ADDR": "10.0.0.9",
+        "MASTER_PORT": "23456",
+        "TORCHELASTIC_RESTART_COUNT": "1",
+        "TORCHELASTIC_MAX_RESTARTS": "2",
+        "TORCHELASTIC_RUN_ID": "0123456789abcdef",
+        "TORCHELASTIC_USE_AGENT_STORE": "False",
+        "TORCHELASTIC_ERROR_FILE": "e.json",
+        "TORCHELASTIC_SIGNALS_TO_HANDLE": "SIGTERM,SIGINT,SIGHUP,SIGQUIT",
+        "TORCH_NCCL_ASYNC_ERROR_HANDLING": "1",
+        "OMP_NUM_THREADS": "1",
+        "CUDA_VISIBLE_DEVICES": "2,10",
+    }
+
+
+@pytest.mark.parametrize(
+    ("flags", "base", "rank", "threads"),
+    [
+        (Flags(), {"OMP_NUM_THREADS": "7"}, 1, "7"),
+        (Flags(cpus_per_worker=4), {}, 1, "4"),
+        (Flags(cpus_per_worker=0.5), {}, 1, "1"),
+        (Flags(), {}, 0, None),  # alone on its node
+    ],
+)
+def test_threads_are_the_users_else_as_torchrun(flags, base, rank, threads):
+    group = three_on_two_nodes()
+    env = environment(flags, group, group.workers[rank], base, "")
+    assert env.get("OMP_NUM_THREADS") == threads
+
+
+def test_gpus_that_were_not_asked_for_are_hidden():
+    (worker,) = ranked([Seat(0, "a", "10.0.0.1", "h", node_has_gpus=True)])
+    env = environment(Flags(), Group([worker], "127.0.0.1", 1, "0" * 8), worker, {}, "")
+    assert env["CUDA_VISIBLE_DEVICES"] == ""
+
+
+def test_the_environment_of_slurm():
+    group = three_on_two_nodes()
+    env = environment(Flags(env="slurm"), group, group.workers[2], {}, "")
+    expected = {
+        "SLURM_PROCID": "2",
+        "SLURM_LOCALID": "1",
+        "SLURM_NODEID": "1",
+        "SLURM_NTASKS": "3",
+        "SLURM_NPROCS": "3",
+        "SLURM_NNODES": "2",
+        "SLURM_JOB_NUM_NODES": "2",
+        "SLURM_STEP_NODELIST": "10.0.0.9,10.0.0.10",
+        "SLURM_NODELIST": "10.0.0.9,10.0.0.10",
+        "SLURM_TASKS_PER_NODE": "1,2",
+        "SLURM_GTIDS": "1,2",
+        "SLURM_LAUNCH_NODE_IPADDR": "10.0.0.9",
+        "SLURMD_NODENAME": "10.0.0.10",
+        "MASTER_ADDR": "10.0.0.9",
+        "WORLD_SIZE": "3",
+    }
+    assert {name: env.get(name) for name in expected} == expected
+    assert env["SLURM_JOB_ID"].isdigit()
+    assert not {name for name in env if name in ("RANK", "LOCAL_RANK") or "ELASTIC" in name}
+
+
+def test_the_drivers_environment_travels_but_for_what_is_its_machines():
+    driver = {
+        "PATH": "/driver",
+        "WANDB_API_KEY": "k",
+        "NCCL_DEBUG": "INFO",
+        "RAY_ADDRESS": "x",
+        "RANK": "5",
+        "VIRTUAL_ENV": "/v",
+        "CUDA_VISIBLE_DEVICES": "3",
+    }
+    here = base_environment(driver, None)
+    assert here == {k: v for k, v in driver.items() if k not in ("RAY_ADDRESS", "RANK")}
+    node = {"PATH": "/node", "NCCL_DEBUG": "WARN", "RAY_JOB_ID": "1", "OMP_NUM_THREADS": "1"}
+    there = base_environment(driver, node | {"PYTHONBREAKPOINT": "ray.util.rpdb.set_trace"})
+    assert there == {"PATH": "/node", "NCCL_DEBUG": "WARN", "WANDB_API_KEY": "k"}
+
+
+def test_placeholders_are_filled_in_and_other_braces_stay():
+    group = three_on_two_nodes()
+    order = Order(
+        Flags(legacy_local_rank=True),
+        "old.py",
+        ("--r={rank}/{world_size}", "{init_method}", "{'lr': 1}", "{ranks}", "{{rank}}"),
+    )
+    command = order.command("python", values(group, group.workers[1]))
+    assert command[:4] == ["python", "-u", "old.py", "--local_rank=0"]
+    assert command[4:] == ["--r=1/3", "tcp://10.0.0.9:23456", "{'lr': 1}", "{ranks}", "{1}"]
+    order = Order(Flags(no_python=True), "./go.sh", ("{node_rank}", "{master_addr}:{master_port}"))
+    assert order.command("python", values(group, group.workers[1])) == [
+        *("./go.sh", "1", "10.0.0.9:23456")
+    ]
+
+
+def test_dry_run_prints_each_command_ready_to_paste(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "t.py").touch()
+    text = preview(Order(Flags(num_workers=2), "t.py", ("--r", "{rank}")), {"PATH": "/bin"})
+    assert len(re.findall(r"^WORLD_SIZE=2 \\$", text, re.MULTILINE)) == 2
+    assert f"{sys.executable} -u t.py --r 1" in text
+    assert "PATH=" not in text
+
+
+# ------------------------------------------------------------------ room
+
+
+def test_workers_are_counted_over_gpus_or_nodes_or_must_be_said():
+    nodes = [{"CPU": 8.0, "GPU": 4.0}, {"CPU": 4.0, "GPU": 2.0}, {"CPU": 2.0}]
+    layout = layout_for(Flags(use_gpu=True), nodes)
+    assert (layout.least, layout.per_worker) == (6, {"CPU": 1.0, "GPU": 1.0})
+    layout = layout_for(Flags(use_gpu=True, per="node"), nodes)
+    assert (layout.least, layout.per_worker) == (2, {"CPU": 4.0, "GPU": 2.0})
+    layout = layout_for(Flags(per="node"), nodes)
+    assert (layout.least, layout.per_worker) == (3, {"CPU": 2.0})
+    with pytest.raises(ConfigError, match="how many"):
+        layout_for(Flags(), nodes)
+    with pytest.raises(PreflightError, match="no GPU"):
+        layout_for(Flags(use_gpu=True), nodes[2:])
+
+
+def test_what_lacks_is_said_with_have_and_want():
+    flags = Flags(num_workers=3, cpus_per_worker=2)
+    layout = layout_for(flags, [])
+    assert lacking(flags, layout, [{"CPU": 4.0}]) == "CPU: want 6 (3 x 2), have 4"
+    assert "want 3, have 2" in lacking(flags, layout, [{"CPU": 3.0}, {"CPU": 3.0}])
+    assert lacking(flags, layout, [{"CPU": 4.0}, {"CPU": 3.0}]) == ""
+    flags = Flags(num_workers=2, per="node", cpus_per_worker=1)
+    assert "want 2, have 1" in lacking(flags, layout_for(flags, []), [{"CPU": 4.0}])
+
+
+def test_more_workers_than_this_machine_has_cpus_exit_3_at_once(tmp_path: Path):
+    (tmp_path / "t.py").touch()
+    answer = door("run", "--num-workers", "999", "t.py", cwd=tmp_path)
+    assert (answer.status, answer.heavy) == (3, [])
+    assert re.search(r"999 workers .*CPU: want 999 .*have \d+", answer.err)
+    assert len(answer.err.splitlines()) == 1
+
+
+# ------------------------------------------------------------------ code for other machines
+
+
+def test_code_is_compared_and_packed_without_what_is_not_code(tmp_path: Path):
+    here = tmp_path / "here"
+    for name in ("train.py", "lib/net.py", "data.txt", ".git/x", "env/pyvenv.cfg", "runs/1/y.py"):
+        (here / name).parent.mkdir(parents=True, exist_ok=True)
+        (here / name).write_text(name)
+    assert ship.code_hash(tmp_path / "nowhere") is None
+    packed = tmp_path / "packed.tar"
+    packed.write_bytes(ship.pack(here))
+    subprocess.run(["tar", "-xf", packed, "-C", tmp_path, "--one-top-level=there"], check=True)
+    there = tmp_path / "there"
+    copied = {str(path.relative_to(there)) for path in there.rglob("*") if path.is_file()}
+    assert copied == {"train.py", "lib/net.py", "data.txt"}
+    assert ship.code_hash(here) == ship.code_hash(there)
+    (there / "lib/net.py").write_text("lib/net.pY")
+    assert ship.code_hash(here) != ship.code_hash(there)
+
+
+def test_a_folder_too_large_is_refused_with_what_is_large(tmp_path: Path, monkeypatch):
+    monkeypatch.setattr(ship, "MOST_BYTES", 1000)
+    (tmp_path / "weights").mkdir()
+    (tmp_path / "weights/w.bin").write_bytes(bytes(2000))
+    with pytest.raises(PreflightError, match="weights"):
+        ship.pack(tmp_path)
+
+
+# ------------------------------------------------------------------ failures
+
+
+def told(output: Output, rank: int, text: str, at: float) -> None:
+    for line in text.splitlines():
+        output.line(rank, "stderr", line, at)
+
+
+TRACEBACK = "Traceback (most recent call last):\n  File x\nValueError: rank {}"
+
+
+def test_who_raised_first_is_the_first_even_if_its_process_ends_last():
+    workers = three_on_two_nodes().workers
+    output = Output(lambda rank: False, None)
+    told(output, 2, "before\n" + TRACEBACK.format(2), at=10.0)
+    told(output, 0, TRACEBACK.format(0), at=10.1)
+    ends = {0: End(1, 10.2), 2: End(1, 10.6), 1: End(-15, 11.0, asked="SIGTERM")}
+    assert first_failure(ends, output) == 2
+    text = report(2, ends, workers, output)
+    assert text.splitlines()[0] == "rank 2 failed first, on w10 (10.0.0.10): exit status 1"
+    assert "ValueError: rank 2" in text
+    assert "before" not in text
+    assert "ValueError: rank 0" not in text
+    assert text.splitlines()[-1] == (
+        "the others: rank 0 exit status 1; rank 1 killed by SIGTERM (we sent SIGTERM)"
+    )
+
+
+def test_a_lost_node_is_the_cause_of_what_its_peers_suffer():
+    output = Output(lambda rank: False, None)
+    ends = {0: End(1, 10.0), 1: End(None, 15.0, lost="the node died"), 2: End(0, 9.0)}
+    assert first_failure(ends, output) == 1
+    assert ends[1].exit_status == 7
+    assert "lost: the node died" in report(1, ends, three_on_two_nodes().workers, output)
+
+
+def test_nobody_failed_where_all_ended_well_or_by_our_signal():
+    output = Output(lambda rank: False, None)
+    assert first_failure({0: End(0, 1.0), 1: End(-2, 1.0, asked="SIGINT")}, output) is None
+
+
+def test_statuses_are_the_shells():
+    assert [End(status, 0).exit_status for status in (3, -9, -11)] == [3, 137, 139]
+    assert End(-9, 0).said == "killed by SIGKILL"
+
+
+def test_what_record_wrote_is_shown_instead_of_the_last_lines():
+    output = Output(lambda rank: False, None)
+    told(output, 0, "a line", at=1.0)
+    error = {"message": "ValueError: x", "extraInfo": {"py_callstack": "Traceback\n  deep\n"}}
+    text = report(0, {0: End(1, 1.0, error)}, three_on_two_nodes().workers, output)
+    assert text.splitlines()[1:] == ["  Traceback", "    deep"]
+
+
+def test_ranks_are_said_in_runs():
+    assert ranks_said([3]) == "rank 3"
+    assert ranks_said([0, 1, 2, 5]) == "ranks 0-2, 5"
+
+
+def test_output_goes_to_the_console_prefixed_and_to_files(tmp_path: Path, capsys):
+    with Output(Flags(tee="0").shown, tmp_path) as output:
+        output.line(0, "stdout", "out", 1.0)
+        output.line(1, "stderr", "err", 1.0)
+    shown = capsys.readouterr()
+    assert (shown.out, shown.err) == ("[rank 0] out\n", "")
+    assert (tmp_path / "0/stdout.log").read_text() == "out\n"
+    assert (tmp_path / "1/stderr.log").read_text() == "err\n"
+
+
+# ------------------------------------------------------------------ the guard
+
+
+def wait_until(holds: Callable[[], bool], within_s: float = 20.0) -> float:
+    """Seconds until it holds."""
+    began = time.monotonic()
+    while not holds():
+        assert time.monotonic() - began < within_s
+        time.sleep(0.02)
+    return time.monotonic() - began
+
+
+def alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+def own_folders() -> set[Path]:
+    """The agents' folders for error files and the like."""
+    return {*Path(tempfile.gettempdir()).glob("raytrain-run-*")}
+
+
+# A process that ignores SIGTERM and has children of its own: one in its group, one a daemon.
+STUBBORN = """
+import os, signal, subprocess, sys, time
+sleep = [sys.executable, "-c", "import time; time.sleep(600)"]
+pids = [os.getpid(), subprocess.Popen(sleep).pid]
+pids.append(subprocess.Popen(sleep, start_new_session=True).pid)
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+signal.signal(signal.SIGINT, signal.SIG_IGN)
+with open(sys.argv[1] + ".part", "w") as file:
+    file.write(" ".join(map(str, pids)))
+os.rename(sys.argv[1] + ".part", sys.argv[1])
+print("ready", flush=True)
+time.sleep(600)
+"""
+
+
+class Guarded:
+    """A command under a guard that is in the background, as an agent has it."""
+
+    def __init__(self, folder: Path, *command: str) -> None:
+        told, tells = os.pipe()
+        guard = [sys.executable, "-I", "-S", str(GUARD), str(tells), str(folder)]
+        starter = subprocess.Popen([*guard, *command], stdin=subprocess.PIPE, pass_fds=[tells])
+        os.close(tells)
+        assert starter.wait(10) == 0
+        assert starter.stdin is not None
+        self.pipe, self._reports = starter.stdin, os.fdopen(told)
+
+    def report(self) -> dict[str, float]:
+        return json.loads(self._reports.readline())
+
+    def say(self, word: str) -> None:
+        self.pipe.write(f"{word}\n".encode())
+        self.pipe.flush()
+
+    def close(self) -> None:
+        self.pipe.close()
+        self._reports.close()
+
+
+@pytest.mark.parametrize("end", ["its owner goes", "kill"])
+def test_the_guard_leaves_nothing(end: str, tmp_path: Path):
+    guarded = Guarded(tmp_path, sys.executable, "-c", STUBBORN, str(tmp_path / "pids"))
+    wait_until((tmp_path / "pids").exists)
+    pids = [int(pid) for pid in (tmp_path / "pids").read_text().split()]
+    started = guarded.report()
+    assert started["pid"] == pids[0]
+    if end == "kill":
+        guarded.say("kill")
+    else:
+        guarded.pipe.close()
+    assert guarded.report()["status"] == -9
+    wait_until(lambda: not any(map(alive, [*pids, int(started["guard"])])), within_s=5)
+    assert tmp_path.exists() == (end == "kill")  # a folder of the owner's goes with it
+    guarded.close()
+
+
+def test_a_signal_goes_to_the_script_and_its_children_and_leftovers_end_with_it(tmp_path: Path):
+    """SIGTERM is ignored by the script only; SIGUSR1 ends it; a daemon of its own is left."""
+    guarded = Guarded(tmp_path, sys.executable, "-c", STUBBORN, str(tmp_path / "pids"))
+    wait_until((tmp_path / "pids").exists)
+    script, child, daemon = map(int, (tmp_path / "pids").read_text().split())
+    guarded.say(str(int(signal.SIGTERM)))
+    wait_until(lambda: not alive(child))
+    assert alive(script)
+    assert alive(daemon)
+    guarded.say(str(int(signal.SIGUSR1)))
+    guarded.report()
+    assert guarded.report()["status"] == -signal.SIGUSR1
+    wait_until(lambda: not alive(daemon), within_s=5)
+    guarded.close()
+
+
+def test_without_its_guard_a_script_does_not_live_on(tmp_path: Path):
+    guarded = Guarded(tmp_path, sys.executable, "-c", STUBBORN, str(tmp_path / "pids"))
+    wait_until((tmp_path / "pids").exists)
+    script, child, daemon = map(int, (tmp_path / "pids").read_text().split())
+    os.kill(int(guarded.report()["guard"]), signal.SIGKILL)
+    wait_until(lambda: not alive(script), within_s=5)
+    for pid in (child, daemon):
+        os.kill(pid, signal.SIGKILL)
+    guarded.close()
+
+
+def test_a_program_that_is_not_there_ends_with_127(tmp_path: Path, capfd):
+    guarded = Guarded(tmp_path, "/no/such/program")
+    guarded.report()
+    assert guarded.report()["status"] == 127
+    assert "/no/such/program" in capfd.readouterr().err
+    guarded.close()
+
+
+# ------------------------------------------------------------------ on a Ray of two nodes
+
+
+@pytest.fixture(scope="module")
+def ray_of_two_nodes() -> Iterator[str]:
+    """Two CPUs here, and another node with one; the tests of this file share it."""
+    os.environ.setdefault("RAY_AUTH_MODE", "token")
+    os.environ.pop("RAY_ADDRESS", None)
+    os.environ.update(SETTINGS)
+    import ray
+    from ray.cluster_utils import Cluster
+
+    head = {"num_cpus": 2, "include_dashboard": False}
+    cluster = Cluster(initialize_head=True, head_node_args=head)
+    cluster.add_node(num_cpus=1)
+    ray.init(address=cluster.address, log_to_driver=False, logging_level="ERROR")
+    yield str(cluster.address)
+    ray.shutdown()
+    cluster.shutdown()
+
+
+on_ray = [pytest.mark.ray, pytest.mark.filterwarnings("ignore")]
+
+
+def in_folder(monkeypatch: pytest.MonkeyPatch, folder: Path, script: str) -> None:
+    monkeypatch.chdir(folder)
+    for name in [n for n in os.environ if n.startswith(("TORCHELASTIC", "OMP_"))]:
+        monkeypatch.delenv(name)
+    (folder / "script.py").write_text(script)
+
+
+DUMP = """
+import json, os, signal, sys
+env = dict(os.environ)
+env["SIGINT"] = str(signal.getsignal(signal.SIGINT))
+env["MASK"] = str(signal.pthread_sigmask(signal.SIG_BLOCK, []))
+env["CWD"], env["ARGV"] = os.getcwd(), " ".join(sys.argv)
+env["MAIN"] = __name__
+with open(sys.argv[1] + "-" + (env.get("RANK") or env["SLURM_PROCID"]), "w") as file:
+    json.dump(env, file)
+"""
+
+
+class TestOnRay:
+    pytestmark = on_ray
+
+    def test_the_environment_is_that_of_the_same_script_under_torchrun(
+        self, ray_of_two_nodes: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ):
+        in_folder(monkeypatch, tmp_path, DUMP)
+        torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
+        command = [*torchrun, "--max-restarts", "3", "script.py", "theirs", "--rank"]
+        subprocess.run(command, check=True, capture_output=True)
+        order = Order(Flags(num_workers=2, max_restarts=3), "script.py", ("ours", "--rank"))
+        assert launch(order) == 0
+        for rank in range(2):
+            old = json.loads((tmp_path / f"theirs-{rank}").read_text())
+            new = json.loads((tmp_path / f"ours-{rank}").read_text())
+            assert new["TORCHELASTIC_USE_AGENT_STORE"] == "False"
+            assert Path(new["TORCHELASTIC_ERROR_FILE"]).name == "error.json"
+            # where they meet, who serves the store, this run's id
+            differ = "MASTER_.*|TORCHELASTIC_(RUN_ID|USE_AGENT_STORE|ERROR_FILE)|ARGV"
+            # set for Ray by this file; and by readline, in C, where Python does not see it
+            unseen = "RAY_.*|COLUMNS|LINES"
+            old, new = (
+                {
+                    name: "differs" if re.fullmatch(differ, name) else value
+                    for name, value in env.items()
+                    if not re.fullmatch(unseen, name)
+                }
+                for env in (old, new)
+            )
+            assert old == new
+
+    def test_three_workers_on_two_nodes_with_the_variables_of_slurm(
+        self, ray_of_two_nodes: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd
+    ):
+        script = f"{DUMP}\nprint(os.popen('scontrol show hostnames | wc -l').read())"
+        in_folder(monkeypatch, tmp_path, script)
+        monkeypatch.setenv("TEST_TRAVELS", "far")
+        flags = Flags(num_workers=3, env="slurm", log_dir="logs", ship="always")
+        assert launch(Order(flags, "script.py", ("env", "{rank}", "{node_rank}"))) == 0
+        out, err = capfd.readouterr()
+        copied = re.search(r"run: .* works in a copy of this folder: (.*)", err)
+        assert copied is not None
+        folders = [tmp_path, tmp_path, Path(copied[1])]
+        files = [folder / f"env-{rank}" for rank, folder in enumerate(folders)]
+        envs = [json.loads(file.read_text()) for file in files]
+        assert [env["CWD"] for env in envs] == [str(folder) for folder in folders]
+        shutil.rmtree(copied[1])
+        assert [env["SLURM_LOCALID"] for env in envs] == ["0", "1", "0"]
+        assert [env["SLURM_NODEID"] for env in envs] == ["0", "0", "1"]
+        assert [env["ARGV"] for env in envs] == [
+            f"script.py env {n}" for n in ("0 0", "1 0", "2 1")
+        ]
+        assert {env["TEST_TRAVELS"] for env in envs} == {"far"}
+        assert not {name for name in envs[2] if name.startswith("RAY_")}
+        assert {line.partition("]")[0] for line in out.splitlines()} == {
+            f"[rank {rank}" for rank in range(3)
+        }
+        (logs,) = (tmp_path / "logs").iterdir()
+        texts = [(logs / f"attempt_0/{rank}/stdout.log").read_text() for rank in range(3)]
+        assert [text.strip() for text in texts] == ["2"] * 3
+        assert re.search(r"ranks 0-1 on .*, rank 2 on ", err)
+
+    def test_a_node_without_this_package_can_read_the_agent(
+        self, ray_of_two_nodes: str, tmp_path: Path
+    ):
+        from ray import cloudpickle
+
+        read = """
+import sys
+sys.modules["raytrain_ddp"] = None
+from ray import cloudpickle
+agent = cloudpickle.loads(open(sys.argv[1], "rb").read())("")
+print(agent.has(sys.argv[2], "x"), agent.free_port([]) > 0, agent.take(0))
+agent.clean()
+"""
+        with sent_whole():
+            (tmp_path / "agent").write_bytes(cloudpickle.dumps(Agent))
+        command = [sys.executable, "-c", read, tmp_path / "agent", tmp_path]
+        done = subprocess.run(command, check=True, capture_output=True, text=True)
+        assert done.stdout == "False True []\n"
+
+    def test_one_process_on_each_node_for_scripts_that_spawn_the_others(
+        self, ray_of_two_nodes: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ):
+        in_folder(monkeypatch, tmp_path, DUMP)
+        assert launch(Order(Flags(per="node"), "script.py", ("env", "{init_method}"))) == 0
+        envs = [json.loads((tmp_path / f"env-{rank}").read_text()) for rank in range(2)]
+        for rank, env in enumerate(envs):
+            names = ("WORLD_SIZE", "GROUP_RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
+            assert [env[name] for name in names] == ["2", str(rank), "0", "1"]
+            assert env["ARGV"].endswith(f" tcp://{env['MASTER_ADDR']}:{env['MASTER_PORT']}")
+            assert "OMP_NUM_THREADS" not in env
+
+    def test_the_first_failure_is_shown_the_others_end_and_all_start_again(
+        self, ray_of_two_nodes: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd
+    ):
+        """Rank 1 fails twice, the second time it is killed; the others would wait for ever."""
+        script = """
+import os, signal, sys, time
+attempt, rank = os.environ["TORCHELASTIC_RESTART_COUNT"], os.environ["RANK"]
+print("attempt", attempt, "port", os.environ["MASTER_PORT"], flush=True)
+if rank == "1" and attempt == "0":
+    raise ValueError("no such thing")
+if rank == "1" and attempt == "1":
+    os.kill(os.getpid(), signal.SIGKILL)
+time.sleep(0 if attempt == sys.argv[1] else 600)
+"""
+        in_folder(monkeypatch, tmp_path, script)
+        flags = Flags(num_workers=3, max_restarts=2, grace_s=20)
+        began = time.monotonic()
+        assert launch(Order(flags, "script.py", ("2",))) == 0
+        assert time.monotonic() - began < 60
+        _, err = capfd.readouterr()
+        first = re.search(r"rank 1 failed first, on .*: exit status 1\n(?:  .*\n)+", err)
+        assert first is not None
+        assert first[0].splitlines()[-1] == "  ValueError: no such thing"
+        assert "the others: ranks 0, 2 killed by SIGTERM (we sent SIGTERM)" in err
+        assert "a copy of this folder" not in err  # the other node has the same code
+        assert "rank 1 failed first" in err.partition("restart 1 of 2")[2]
+        assert "killed by SIGKILL" in err
+
+        flags = Flags(num_workers=3, max_restarts=1)
+        assert launch(Order(flags, "script.py", ("2",))) == 137
+
+    def test_a_lost_worker_of_rays_is_a_failure_too(
+        self, ray_of_two_nodes: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd
+    ):
+        """Rank 0's actor is killed: its script goes with it, and all are placed again."""
+        script = """
+import glob, os, signal, time
+def linked(fd):
+    try:
+        return os.readlink(fd)
+    except OSError:
+        return ""
+guard = os.getppid()  # its input is a pipe from the actor
+pipe = os.readlink(f"/proc/{guard}/fd/0")
+actors = {int(fd.split("/")[2]) for fd in glob.glob("/proc/[0-9]*/fd/*") if linked(fd) == pipe}
+(actor,) = actors - {guard}
+if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
+    open(os.environ["RANK"], "w").write(str(os.getpid()))
+    while len([n for n in os.listdir() if n.isdigit()]) < 2:
+        time.sleep(0.05)
+    if os.environ["RANK"] == "0":
+        os.kill(actor, signal.SIGKILL)
+    time.sleep(600)
+"""
+        in_folder(monkeypatch, tmp_path, script)
+        flags = Flags(num_workers=2, max_restarts=1)
+        assert launch(Order(flags, "script.py")) == 0
+        assert re.search("rank 0 failed first, on .*: lost: ", capfd.readouterr().err)
+        assert not any(alive(int((tmp_path / rank).read_text())) for rank in "01")
+
+    def test_too_many_workers_are_refused_with_have_and_want(
+        self, ray_of_two_nodes: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ):
+        in_folder(monkeypatch, tmp_path, "")
+        with pytest.raises(PreflightError, match=r"CPU: want 9 \(9 x 1\), have 3"):
+            launch(Order(Flags(num_workers=9, wait_s=0), "script.py"))
+        flags = Flags(num_workers=3, per="node", cpus_per_worker=1, wait_s=0)
+        with pytest.raises(PreflightError, match=r"want 3, have 2"):
+            launch(Order(flags, "script.py"))
+
+    @pytest.mark.parametrize("how", ["Ctrl-C", "Ctrl-C twice", "kill -9"])
+    def test_nothing_is_left_when_the_driver_is_stopped_or_killed(
+        self, how: str, ray_of_two_nodes: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ):
+        in_folder(monkeypatch, tmp_path, f"import sys; sys.argv[1] += '.x'\n{STUBBORN}")
+        command = [sys.executable, "-m", "raytrain_ddp.run", "--address", ray_of_two_nodes]
+        command += ["--num-workers", "2", "--grace-s", "1", "script.py", "pids-{rank}"]
+        folders = own_folders()
+        with Path("said").open("w") as said:
+            driver = subprocess.Popen(command, stdout=said, stderr=said, start_new_session=True)
+        files = [tmp_path / f"pids-{rank}.x" for rank in range(2)]
+        wait_until(lambda: all(file.exists() for file in files), within_s=60)
+        pids = [int(pid) for file in files for pid in file.read_text().split()]
+        assert len(pids) == 6
+        os.killpg(driver.pid, signal.SIGKILL if how == "kill -9" else signal.SIGINT)
+        if how == "Ctrl-C twice":
+            time.sleep(0.3)
+            os.killpg(driver.pid, signal.SIGINT)
+        took_s = wait_until(lambda: not any(map(alive, pids)))
+        print(f"{how}: nothing left after {took_s:.2f} s")
+        status = driver.wait(30)
+        wait_until(lambda: own_folders() <= folders)
+        assert status == (-9 if how == "kill -9" else 130), Path("said").read_text()
