@@ -167,7 +167,8 @@ def test_a_killed_rank_restarts_all_and_the_scripts_own_checkpoint_goes_on(
     in_folder(monkeypatch, tmp_path / "ray")
 
     def kill_rank_1() -> None:
-        while not Path("checkpoint.pt").exists():
+        deadline = time.monotonic() + 120
+        while not (tmp_path / "ray" / "checkpoint.pt").exists() and time.monotonic() < deadline:
             time.sleep(0.01)
         for process in Path("/proc").glob("[0-9]*"):
             try:
@@ -178,7 +179,7 @@ def test_a_killed_rank_restarts_all_and_the_scripts_own_checkpoint_goes_on(
             if b"RANK=1" in environment and folder == str(tmp_path / "ray"):
                 os.kill(int(process.name), signal.SIGKILL)
 
-    killer = threading.Thread(target=kill_rank_1)
+    killer = threading.Thread(target=kill_rank_1, daemon=True)
     killer.start()
     assert on_ray("torchrun_env.py", 2, "--max-restarts 1", epochs) == 0
     killer.join()

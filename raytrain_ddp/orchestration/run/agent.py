@@ -13,6 +13,7 @@ import os
 import queue
 import shutil
 import socket
+import stat
 import subprocess
 import sys
 import tarfile
@@ -74,13 +75,23 @@ class Agent:
                 return int(probe.getsockname()[1])
         raise OSError("no free port")
 
-    def has(self, folder: str, code: str) -> bool:
-        """Whether there is a folder of this path with this code in it."""
-        return code_hash(Path(folder)) == code
+    def has(self, folder: str, code: str | None) -> bool:
+        """Whether there is a folder of this path with this code in it; not if it is unknown."""
+        return code is not None and code_hash(Path(folder)) == code
 
     def unpack(self, archive: bytes, folder: str) -> str:
-        """Writes the code to a folder of this name among the temporary ones; returns its path."""
-        place = Path(tempfile.gettempdir()) / f"raytrain_ddp-{os.getuid()}" / folder
+        """Writes the code to a folder of this name among the temporary ones; returns its path.
+
+        Raises:
+            PermissionError: somebody else has made that folder.
+        """
+        own = Path(tempfile.gettempdir()) / f"raytrain_ddp-{os.getuid()}"
+        own.mkdir(mode=0o700, exist_ok=True)
+        found = own.lstat()
+        if found.st_uid != os.getuid() or not stat.S_ISDIR(found.st_mode):
+            raise PermissionError(f"{own} is another user's, who may change what is in it")
+        own.chmod(0o700)
+        place = own / folder
         place.mkdir(parents=True, exist_ok=True)
         with tarfile.open(fileobj=io.BytesIO(archive)) as files:
             safe = {"filter": "data"} if hasattr(tarfile, "data_filter") else {}

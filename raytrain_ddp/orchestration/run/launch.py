@@ -110,7 +110,9 @@ def _signals() -> Iterator[list[int]]:
     if threading.current_thread() is not threading.main_thread():
         yield stops
         return
-    before = {n: signal.signal(n, note) for n in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
+    asking = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    ours = [n for n in asking if signal.getsignal(n) != signal.SIG_IGN]  # as `nohup` sets SIGHUP
+    before = {number: signal.signal(number, note) for number in ours}
     try:
         yield stops
     finally:
