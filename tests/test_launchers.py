@@ -154,6 +154,7 @@ def test_every_example_is_here_and_in_their_readme():
         assert command in " ".join(readme.replace("\\\n", " ").split()), command
 
 
+@pytest.mark.slow
 def test_a_killed_rank_restarts_all_and_the_scripts_own_checkpoint_goes_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ):

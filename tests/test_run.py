@@ -537,6 +537,7 @@ with open(sys.argv[1] + "-" + (env.get("RANK") or env["SLURM_PROCID"]), "w") as 
 """
 
 
+@pytest.mark.slow  # until they have run often enough beside all others on two cores
 class TestOnRay:
     pytestmark = on_ray
 
@@ -652,7 +653,7 @@ time.sleep(0 if attempt == sys.argv[1] else 600)
         _, err = capfd.readouterr()
         first = re.search(r"rank 1 failed first, on .*: exit status 1\n(?:  .*\n)+", err)
         assert first is not None
-        assert first[0].splitlines()[-1] == "  ValueError: no such thing"
+        assert "  ValueError: no such thing" in first[0].splitlines()
         assert "the others: ranks 0, 2 killed by SIGTERM (we sent SIGTERM)" in err
         assert "a copy of this folder" not in err  # the other node has the same code
         assert "rank 1 failed first" in err.partition("restart 1 of 2")[2]

@@ -110,8 +110,9 @@ def _signals() -> Iterator[list[int]]:
     if threading.current_thread() is not threading.main_thread():
         yield stops
         return
-    asking = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-    ours = [n for n in asking if signal.getsignal(n) != signal.SIG_IGN]  # as `nohup` sets SIGHUP
+    ours = [signal.SIGINT, signal.SIGTERM]
+    if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:  # else `nohup` wants it to live on
+        ours.append(signal.SIGHUP)
     before = {number: signal.signal(number, note) for number in ours}
     try:
         yield stops
