@@ -31,11 +31,11 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from launch import HERE, describe_machine, environment, spread, table
+from launch import HERE, describe_machine, environment, publish, spread, table
 
 WAYS = {
     "ours": "raytrain_ddp",
@@ -81,11 +81,7 @@ def main() -> int:
                     continue
                 show(runs[-1])
     report = as_markdown(machine, runs, failed, args)
-    print("\n" + report)
-    for path in args.out:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        records = {"machine": machine, "failed": failed, "runs": [asdict(run) for run in runs]}
-        path.write_text(json.dumps(records, indent=1) + "\n" if path.suffix == ".json" else report)
+    publish(report, machine, runs, failed, args.out)
     return 1 if failed else 0
 
 

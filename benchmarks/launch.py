@@ -109,12 +109,23 @@ def main() -> int:
                     flush=True,
                 )
     report = as_markdown(machine, runs, failed, args)
+    publish(report, machine, runs, failed, args.out)
+    return 1 if failed else 0
+
+
+def publish(
+    report: str,
+    machine: Mapping[str, str],
+    runs: Sequence[Any],
+    failed: Sequence[str],
+    paths: Sequence[Path],
+) -> None:
+    """Prints a report and writes it to each path; to ``*.json`` every run instead (dataclasses)."""
     print("\n" + report)
-    for path in args.out:
+    for path in paths:
         path.parent.mkdir(parents=True, exist_ok=True)
         records = {"machine": machine, "failed": failed, "runs": [asdict(run) for run in runs]}
         path.write_text(json.dumps(records, indent=1) + "\n" if path.suffix == ".json" else report)
-    return 1 if failed else 0
 
 
 def parse() -> argparse.Namespace:

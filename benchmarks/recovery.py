@@ -24,7 +24,6 @@ With --breakdown a run of fit tells more marks, which the table does not have. N
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import re
 import shutil
@@ -35,7 +34,7 @@ import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -48,6 +47,7 @@ from launch import (
     environment,
     import_all_once,
     middle,
+    publish,
     spread,
     table,
     warn_of_bytecode,
@@ -128,11 +128,7 @@ def main() -> int:
                 runs.append(run)
                 show(run, args.breakdown)
     report = as_markdown(machine, runs, failed, args)
-    print("\n" + report)
-    for path in args.out:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        records = {"machine": machine, "failed": failed, "runs": [asdict(run) for run in runs]}
-        path.write_text(json.dumps(records, indent=1) + "\n" if path.suffix == ".json" else report)
+    publish(report, machine, runs, failed, args.out)
     return 1 if failed else 0
 
 
