@@ -148,13 +148,16 @@ def test_importing_the_package_or_its_config_loads_neither_torch_nor_ray():
     heavy = {"torch", "ray", "numpy", "pyarrow", "pydantic", "matplotlib"}
     assert not loaded_after("import raytrain_ddp") & heavy
     assert not loaded_after("from raytrain_ddp import TrainConfig; TrainConfig()") & heavy
-    doors = "import raytrain_ddp.fit, raytrain_ddp.evaluate, raytrain_ddp.convert, raytrain_ddp.run"
-    assert not loaded_after(doors) & {"torch", "ray"}
+    doors = ", ".join(f"raytrain_ddp.{d}" for d in ("fit", "evaluate", "convert", "run", "doctor"))
+    assert not loaded_after(f"import {doors}") & {"torch", "ray"}
 
 
 @pytest.mark.parametrize(
     "module",
-    ["orchestration.driver", "orchestration.preflight", "orchestration.worker", "data.plan"],
+    [
+        *("orchestration.driver", "orchestration.preflight", "orchestration.worker"),
+        *("orchestration.doctor.doctor", "data.plan"),
+    ],
 )
 def test_modules_that_promise_it_load_neither_torch_nor_ray(module: str):
     """The first: a run that is complete or refused answers at once."""

@@ -20,6 +20,7 @@ from raytrain_ddp.chaos import parse as parse_chaos
 from raytrain_ddp.cli import FitArgs, parse_fit
 from raytrain_ddp.config import TrainConfig
 from raytrain_ddp.convert import ConvertArgs
+from raytrain_ddp.doctor import DoctorArgs
 from raytrain_ddp.evaluate import EvaluateArgs
 from raytrain_ddp.orchestration.run.order import Flags
 from raytrain_ddp.run import parse as parse_run
@@ -58,6 +59,7 @@ def flags(section: Any, prefix: str = "") -> Iterator[str]:
 DOORS = (
     FitArgs(config=TrainConfig()),
     ChaosArgs(config=TrainConfig()),
+    DoctorArgs(config=TrainConfig()),
     EvaluateArgs(run=""),
     ConvertArgs(),
     Flags(),

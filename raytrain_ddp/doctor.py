@@ -1,0 +1,52 @@
+"""``python -m raytrain_ddp.doctor [RECIPE] [flags]``: is all there that a run needs?"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from contextlib import redirect_stdout
+from dataclasses import dataclass
+
+from raytrain_ddp.cli import RecipeArgs, parse_with_recipe, run_door
+
+
+@dataclass(frozen=True)
+class DoctorArgs(RecipeArgs):
+    """Look at the cluster, before a run: versions, GPUs, network, storage, data, security.
+
+    Takes the recipe and the flags of the run to come. Measures all-reduces and commits small
+    checkpoints, which are removed. Exit status 0 if the run would start, 3 if something fails.
+    """
+
+    address: str | None = None
+    """A running Ray cluster (auto: on this machine). Default: RAY_ADDRESS, else an embedded Ray."""
+    json: bool = False
+    """Print one JSON document: rows, and all that was found."""
+
+
+def main(argv: Sequence[str]) -> int:
+    """Returns the exit status."""
+    args = parse(argv)
+    from raytrain_ddp.orchestration.doctor.doctor import examine
+    from raytrain_ddp.orchestration.doctor.show import progress, show
+
+    with progress() as tell, redirect_stdout(sys.stderr):  # where Ray prints, too
+        report = examine(args.config, args.address, tell)
+    if args.json:
+        import json
+
+        print(json.dumps(report.as_dict(), indent=1))
+    else:
+        from rich.console import Console
+
+        show(report, Console(highlight=False))
+    return report.exit_status
+
+
+def parse(argv: Sequence[str]) -> DoctorArgs:
+    """Raises ConfigError for a recipe, SystemExit (2) for a flag that is wrong."""
+    return parse_with_recipe(argv, DoctorArgs, "doctor")
+
+
+if __name__ == "__main__":
+    run_door(main)

@@ -1,0 +1,68 @@
+"""Looks at a run's data from one machine. Knows no Ray, and no torch where it can be helped."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from raytrain_ddp.config import TrainConfig
+from raytrain_ddp.data.folder import FolderImages
+from raytrain_ddp.data.locate import Located, locate
+from raytrain_ddp.data.parquet import ParquetImages
+from raytrain_ddp.recipe import from_dict
+from raytrain_ddp.tasks.load import BUILT_IN, load_task
+from raytrain_ddp.uri import attempt, reason_of
+
+
+def look(config: Mapping[str, Any], folder: str, import_paths: Sequence[str]) -> dict[str, Any]:
+    """Opens the data as a worker does.
+
+    Args:
+        config: as `to_dict` has it.
+        folder: the driver's working directory, which relative paths are meant from.
+        import_paths: where the user's task is, on the driver's machine.
+
+    Returns:
+        train, eval: [rows, fingerprint] (None: there is no evaluation set). seconds. error: what
+        went wrong, without secrets, if anything.
+    """
+    if Path(folder).is_dir():
+        os.chdir(folder)
+    for path in reversed(import_paths):
+        if path not in sys.path and Path(path).is_dir():
+            sys.path.insert(0, path)
+    parsed = from_dict(dict(config))
+    began = time.perf_counter()
+    found = attempt(lambda: _open(parsed))
+    if isinstance(found, Exception):
+        return {"error": reason_of(parsed.data.source, found)}
+    train, evaluation = found
+    return {"train": train, "eval": evaluation, "seconds": time.perf_counter() - began}
+
+
+def _open(config: TrainConfig) -> tuple[list[Any], list[Any] | None]:
+    if config.task in BUILT_IN:
+        train, evaluation = locate(config.data.source, config.data.eval_source)
+        if train.kind != "torchvision":
+            return _summary(train, config), _summary(evaluation, config) if evaluation else None
+    task = load_task(config)
+    data, other = task.train_data(), task.eval_data()
+    return (
+        [data.rows, data.source.fingerprint()],
+        [other.rows, other.source.fingerprint()] if other else None,
+    )
+
+
+def _summary(found: Located, config: TrainConfig) -> list[Any]:
+    if found.kind == "folder":
+        images = FolderImages(found.paths[0])
+        return [int(images.blocks.sum()), images.fingerprint()]
+    source = ParquetImages(found.paths, config.data)
+    try:
+        return [int(source.blocks.sum()), source.fingerprint()]
+    finally:
+        source.close()

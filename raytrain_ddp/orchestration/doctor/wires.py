@@ -1,0 +1,138 @@
+"""How a machine is connected: interfaces, what its name resolves to, who listens, who talks.
+
+Sent to the nodes by value, as facts.py: the standard library alone.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import socket
+import struct
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+_SIOCGIFADDR = 0x8915  # of <linux/sockios.h>
+_LISTENING, _ESTABLISHED = "0A", "01"
+_ANSWER_S = 3.0
+
+End = tuple[str, int]  # address, port
+
+
+def gather(dashboard: int | None) -> dict[str, Any]:
+    """Host name, the addresses that it resolves to, and the machine's interfaces.
+
+    Args:
+        dashboard: the port on which Ray's dashboard listens on one of the nodes.
+    """
+    name = socket.gethostname()
+    try:
+        found = socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)
+        resolves = list(dict.fromkeys(str(address[0]) for *_, address in found))
+    except OSError:
+        resolves = []
+    listens = listening(dashboard) if dashboard is not None else []
+    return {
+        "name": name,
+        "resolves": resolves,
+        "interfaces": interfaces(),
+        "dashboard": listens,
+        "dashboard_mode": _mode(listens[0], dashboard) if listens and dashboard else None,
+    }
+
+
+def interfaces() -> dict[str, dict[str, Any]]:
+    """Addresses and speed in Mbit/s (None: unknown) of each interface that is up."""
+    found: dict[str, dict[str, Any]] = {}
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        for _, name in socket.if_nameindex():
+            request = struct.pack("256s", name.encode()[:15])
+            try:
+                answer = fcntl.ioctl(probe.fileno(), _SIOCGIFADDR, request)
+            except OSError:  # it has no IPv4 address
+                continue
+            address = socket.inet_ntoa(answer[20:24])
+            found[name] = {"addresses": [address], "mbit_per_s": _speed(name)}
+    for line in _lines("/proc/net/if_inet6"):
+        digits, *_, name = line.split()
+        entry = found.setdefault(name, {"addresses": [], "mbit_per_s": _speed(name)})
+        entry["addresses"].append(socket.inet_ntop(socket.AF_INET6, bytes.fromhex(digits)))
+    return found
+
+
+def listening(port: int) -> list[str]:
+    """The addresses on which some process of this machine listens at a port."""
+    return sorted({here[0] for here, _, _ in _sockets("/proc/net", _LISTENING) if here[1] == port})
+
+
+def connections() -> set[tuple[End, End]]:
+    """(here, there) of each TCP connection of this process."""
+    own = set()
+    for number in os.listdir("/proc/self/fd"):
+        try:
+            own.add(os.readlink(f"/proc/self/fd/{number}"))
+        except OSError:  # the one by which the folder was read
+            continue
+    found = _sockets("/proc/self/net", _ESTABLISHED)
+    return {(here, there) for here, there, inode in found if f"socket:[{inode}]" in own}
+
+
+def address_of(digits: str) -> str:
+    """``0100007F`` is 127.0.0.1: words of 4 bytes, each in the machine's order."""
+    raw = bytes.fromhex(digits)
+    words = struct.unpack(f"={len(raw) // 4}I", raw)
+    swapped = struct.pack(f"!{len(words)}I", *words) if _little() else raw
+    if len(raw) == 4:
+        return socket.inet_ntoa(swapped)
+    if swapped[:12] == bytes(10) + b"\xff\xff":
+        return socket.inet_ntoa(swapped[12:])
+    return socket.inet_ntop(socket.AF_INET6, swapped)
+
+
+def _little() -> bool:
+    return struct.pack("=H", 1) == b"\x01\x00"
+
+
+def _sockets(folder: str, state: str) -> Iterator[tuple[End, End, str]]:
+    for file in ("tcp", "tcp6"):
+        for line in _lines(f"{folder}/{file}")[1:]:
+            words = line.split()
+            if words[3] == state:
+                yield _end(words[1]), _end(words[2]), words[9]
+
+
+def _end(word: str) -> End:
+    digits, _, port = word.partition(":")
+    return address_of(digits), int(port, 16)
+
+
+def _lines(path: str) -> list[str]:
+    try:
+        return Path(path).read_text(encoding="ascii").splitlines()
+    except OSError:
+        return []
+
+
+def _speed(name: str) -> int | None:
+    try:
+        speed = int(Path(f"/sys/class/net/{name}/speed").read_text(encoding="ascii"))
+    except (OSError, ValueError):  # loopback and many virtual ones have none
+        return None
+    return speed if speed > 0 else None
+
+
+def _mode(address: str, port: int) -> str | None:
+    """What the dashboard says of its authentication: token, disabled ...; None: no answer."""
+    host = {"0.0.0.0": "127.0.0.1", "::": "127.0.0.1"}.get(address, address)
+    host = f"[{host}]" if ":" in host else host
+    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+    try:
+        url = f"http://{host}:{port}/api/authentication_mode"
+        with opener.open(url, timeout=_ANSWER_S) as answer:
+            told = json.load(answer).get("authentication_mode")
+    except (OSError, ValueError, AttributeError):
+        return None
+    return str(told).lower() if told else None
