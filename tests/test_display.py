@@ -35,7 +35,8 @@ CONTROL = re.compile(r"\x1b\[[0-9;?]*[a-zA-Z]")
 
 def train(step: int, **changes: object) -> dict[str, object]:
     line = {"kind": "train", "step": step, "epoch": (step - 1) // 23, "loss": 1.0, "lr": 0.05}
-    return line | {"samples_per_s": 812.0, "data_wait": 0.12, "seconds": step / 10} | changes
+    timing = {"step_s": 0.1, "split_s": {"data": 0.012, "compute": 0.088}, "slowest": None}
+    return line | {"samples_per_s": 812.0, "timing": timing, "seconds": step / 10} | changes
 
 
 def evaluation(step: int, *, best: bool = True) -> dict[str, object]:

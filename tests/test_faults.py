@@ -11,16 +11,15 @@ import pytest
 from processes import Group, door
 from tiny import Ran, bits, newest, plain, run_tiny, tiny_config
 
-from raytrain_ddp.checkpoint.layout import read_history, run_storage
+from raytrain_ddp.checkpoint.layout import CLOCKS, read_history, run_storage
 from raytrain_ddp.config import TrainConfig
 
 HOUR_S = 3600.0
-OF_TIME = {"seconds", "samples_per_s", "data_wait"}
 
 
 def log_of(config: TrainConfig) -> list[dict[str, object]]:
     history = read_history(run_storage(config))
-    return [{k: v for k, v in record.items() if k not in OF_TIME} for record in history]
+    return [{k: v for k, v in record.items() if k not in CLOCKS} for record in history]
 
 
 # ------------------------------------------------------------------ 36: clocks

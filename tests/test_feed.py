@@ -262,10 +262,11 @@ def test_slots_reach_the_gpu_whole_while_it_is_busy():
     import torch
 
     from raytrain_ddp.data.loader import Slot
+    from raytrain_ddp.training.clock import Clock
     from raytrain_ddp.training.feed import on_device
 
     device = torch.device("cuda", 0)
-    move = on_device(device)
+    move = on_device(device, Clock(device))
     weights = torch.randn(2048, 2048, device=device)
     for step in range(20):
         host = torch.full((64, 3, 224, 224), step, dtype=torch.uint8).pin_memory()

@@ -38,7 +38,7 @@ from tiny import (
 )
 from torch import Tensor, nn
 
-from raytrain_ddp.checkpoint.layout import read_history, run_storage
+from raytrain_ddp.checkpoint.layout import CLOCKS, read_history, run_storage
 from raytrain_ddp.checkpoint.snapshot import flatten_state
 from raytrain_ddp.cli import run_door
 from raytrain_ddp.config import TrainConfig
@@ -293,9 +293,8 @@ def notes(ran: Ran) -> list[str]:
 
 def log_of(config: TrainConfig) -> list[dict[str, Any]]:
     """Training records without what depends on the time of day; nan equals nan."""
-    of_time = {"seconds", "samples_per_s", "data_wait"}
     history = read_history(run_storage(config))
-    log = [{k: v for k, v in record.items() if k not in of_time} for record in history]
+    log = [{k: v for k, v in record.items() if k not in CLOCKS} for record in history]
     return [{k: str(v) if k == "loss" else v for k, v in record.items()} for record in log]
 
 

@@ -21,7 +21,7 @@ import pytest
 from rich.console import Console
 
 from raytrain_ddp import FitResult, TrainConfig, fit
-from raytrain_ddp.checkpoint.layout import checkpoint_store, run_storage
+from raytrain_ddp.checkpoint.layout import CLOCKS, checkpoint_store, run_storage
 from raytrain_ddp.errors import PreflightError, RetriesExhausted, TaskError
 from raytrain_ddp.failpoints import FOLDER_VARIABLE, VARIABLE
 from raytrain_ddp.orchestration.cluster import SETTINGS
@@ -60,8 +60,7 @@ def weights(config: TrainConfig) -> bytes:
 
 
 def timeless(records: list[dict[str, object]]) -> list[dict[str, object]]:
-    clocks = {"seconds", "samples_per_s", "data_wait"}
-    return [{k: v for k, v in record.items() if k not in clocks} for record in records]
+    return [{k: v for k, v in record.items() if k not in CLOCKS} for record in records]
 
 
 def three_workers(storage: Path, name: str, **options: object) -> TrainConfig:

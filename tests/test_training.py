@@ -43,7 +43,7 @@ from tiny import (
 from torch import nn
 from torch.nn.functional import cross_entropy
 
-from raytrain_ddp.checkpoint.layout import METRICS_FILE, read_history, run_storage
+from raytrain_ddp.checkpoint.layout import CLOCKS, METRICS_FILE, read_history, run_storage
 from raytrain_ddp.config import TrainConfig
 from raytrain_ddp.data.loader import eval_batches
 from raytrain_ddp.data.plan import EpochOrder, Plan, deal
@@ -67,8 +67,6 @@ from raytrain_ddp.training.state import TrainState
 from raytrain_ddp.training.step import SlotBuffers
 from raytrain_ddp.training.world import World
 
-OF_TIME = {"seconds", "samples_per_s", "data_wait"}
-
 VARIANTS: dict[str, dict[str, Any]] = {
     "sgd": {},
     "adamw-clip-bf16-block": {
@@ -83,7 +81,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
 def log_of(config: TrainConfig) -> list[dict[str, Any]]:
     """metrics.jsonl without what depends on the time of day."""
     history = read_history(run_storage(config))
-    return [{k: v for k, v in record.items() if k not in OF_TIME} for record in history]
+    return [{k: v for k, v in record.items() if k not in CLOCKS} for record in history]
 
 
 def losses_of(config: TrainConfig) -> list[float]:

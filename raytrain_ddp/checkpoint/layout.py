@@ -33,6 +33,9 @@ CHECKPOINTS = "checkpoints"
 TENSORBOARD = "tensorboard"
 LOGS = "logs"
 
+CLOCKS = frozenset({"seconds", "samples_per_s", "timing"})
+"""The keys of a log's records that tell of time; all else is the same in each run."""
+
 
 def run_storage(config: TrainConfig) -> Storage:
     """Raises PreflightError if the storage cannot be reached."""

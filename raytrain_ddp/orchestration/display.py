@@ -231,7 +231,7 @@ class Display:
             _cell("loss", format_number(loss)),
             _cell("lr", format_number(now["lr"])),
             _cell("", format_count(now["samples_per_s"]), f" {unit}/s"),
-            _cell("data wait", f"{100 * now['data_wait']:.0f} %"),
+            _cell("data wait", f"{100 * _share(now['timing'], 'data'):.0f} %"),
         ]
         for name, label in (("skipped", "skipped"), ("nonfinite", "not finite")):
             if now.get(name):
@@ -282,6 +282,12 @@ def _place(now: Event) -> list[Text]:
 
 def _cell(name: str, value: str, unit: str = "") -> Text:
     return Text.assemble((f"{name} " if name else "", "dim"), (value, "bold"), (unit, "dim"))
+
+
+def _share(timing: Mapping[str, Any], phase: str) -> float:
+    """Of the time, 0 to 1."""
+    seconds: Mapping[str, float] = timing["split_s"]
+    return seconds.get(phase, 0.0) / max(1e-9, sum(seconds.values()))
 
 
 def _metrics(metrics: Mapping[str, float], first: str = "") -> list[Text]:

@@ -207,12 +207,12 @@ def _end(
     started: float,
 ) -> FitResult:
     parts = outcome["seconds"]
-    aside = parts.get("evaluation", 0.0) + parts.get("checkpoints", 0.0)
+    aside = parts.get("evaluation", 0.0) + parts.get("checkpoint", 0.0)
     seconds = {
         "start-up": start_up_s,
         "training": parts["total"] - aside,
         "evaluation": parts.get("evaluation", 0.0),
-        "checkpoints": parts.get("checkpoints", 0.0),
+        "checkpoints": parts.get("checkpoint", 0.0),
         "total": time.monotonic() - started,
     }
     return answered(config, lambda: finish(run, outcome, seconds))

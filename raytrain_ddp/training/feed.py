@@ -13,6 +13,7 @@ import torch.distributed as dist
 
 from raytrain_ddp.data.loader import Slot, TrainLoader
 from raytrain_ddp.errors import DataError
+from raytrain_ddp.training.clock import Clock
 from raytrain_ddp.training.session import Session
 from raytrain_ddp.training.state import TrainState
 from raytrain_ddp.training.step import to_device
@@ -49,7 +50,7 @@ class Feed:
                 yield self.move(slots), self.count(slots)
 
 
-def on_device(device: torch.device) -> Move:
+def on_device(device: torch.device, clock: Clock) -> Move:
     """On a GPU the copy has a stream of its own, so that it runs beside the step before."""
     if device.type != "cuda":
         return lambda slots: slots
@@ -59,7 +60,9 @@ def on_device(device: torch.device) -> Move:
         with torch.cuda.stream(beside):
             moved = [replace(slot, batch=to_device(slot.batch, device)) for slot in slots]
         training = torch.cuda.current_stream(device)
+        clock.mark("data")
         training.wait_stream(beside)
+        clock.mark("copy")
         for tensor in chain.from_iterable(slot.batch.values() for slot in moved):
             tensor.record_stream(training)
         return moved

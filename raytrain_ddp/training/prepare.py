@@ -20,6 +20,7 @@ from raytrain_ddp.errors import ConfigError, DataError
 from raytrain_ddp.failpoints import failpoint
 from raytrain_ddp.inputs import DataConfig
 from raytrain_ddp.tasks.task import Task
+from raytrain_ddp.training.clock import Clock
 from raytrain_ddp.training.feed import AgreedCount, Audit, Feed, on_device
 from raytrain_ddp.training.guard import make_guard
 from raytrain_ddp.training.optim import build_optimizer
@@ -28,6 +29,7 @@ from raytrain_ddp.training.run import Run
 from raytrain_ddp.training.session import Session
 from raytrain_ddp.training.state import TrainState
 from raytrain_ddp.training.step import Stepper
+from raytrain_ddp.training.timing import peak_flops_per_s
 from raytrain_ddp.training.world import World, broadcast, set_up
 
 
@@ -46,17 +48,9 @@ def prepare(config: TrainConfig, task: Task, session: Session) -> Run:
 
     failpoint("start.opened", world.rank)
     session.tell({"kind": "phase", "name": "preparing the model"})
-    torch.manual_seed(config.seed)  # the same initial weights on all workers
-    model = task.model()
-    parameters = sum(p.numel() for p in model.parameters())
-    if config.compute.channels_last:
-        model = model.to(memory_format=torch.channels_last)
     if config.ddp.sync_batchnorm and world.size > 1:
         _require_one_slot_each(plan, world)
-        model = nn.SyncBatchNorm.convert_sync_batchnorm(model)
-    model = model.to(world.device)
-    if config.compute.compile:
-        model.compile()
+    model = initial_model(config, task, world)
     net = session.wrap(model, ddp_options(config))
     if world.size > 1:
         add_compression(net, config)
@@ -66,11 +60,12 @@ def prepare(config: TrainConfig, task: Task, session: Session) -> Run:
     state = TrainState(model, optimizer, scaler)
     loader = train_loader(config, data, plan, world)
     guard = make_guard(state, partial(judge, config, state, session, loader), world.device)
-    stepper = Stepper(config, task, state, net, world, guard)
+    clock = Clock(world.device)
+    stepper = Stepper(config, task, state, net, world, guard, clock)
     note = memory_note(loader, config.data.memory_mib * 2**20)
     if note is not None:
         session.tell({"kind": "note", "text": note})
-    stepper.warm_up(loader.any_batch(), loader.any_batch(_smallest_slot(plan)))
+    flops = stepper.warm_up(loader.any_batch(), loader.any_batch(_smallest_slot(plan)))
     failpoint("start.warmed_up", world.rank)
 
     fingerprint = data.source.fingerprint()
@@ -99,25 +94,43 @@ def prepare(config: TrainConfig, task: Task, session: Session) -> Run:
             "micro_batch": config.micro_batch,
             "world_size": world.size,
             "device": device_name(world.device),
-            "parameters": parameters,
+            "parameters": sum(p.numel() for p in model.parameters()),
             "train_samples": data.rows,
             "eval_samples": eval_data.rows if eval_data else 0,
             "unit": task.unit,
             "resumed_from": str(checkpoint.name) if checkpoint else None,
         }
     )
+    clock.start()
     return Run(
         config=config,
         task=task,
         session=session,
         state=state,
         plan=plan,
-        feed=make_feed(config, loader, state, session),
+        feed=make_feed(config, loader, state, session, clock),
         stepper=stepper,
         eval_data=eval_data,
         data_fingerprint=fingerprint,
         logged_step=state.step,
+        clock=clock,
+        flops=flops,
+        peak_flops_per_s=peak_flops_per_s(device_name(world.device), config.compute.precision),
     )
+
+
+def initial_model(config: TrainConfig, task: Task, world: World) -> nn.Module:
+    """On this worker's device, with the same weights on all workers; not wrapped."""
+    torch.manual_seed(config.seed)
+    model = task.model()
+    if config.compute.channels_last:
+        model = model.to(memory_format=torch.channels_last)
+    if config.ddp.sync_batchnorm and world.size > 1:
+        model = nn.SyncBatchNorm.convert_sync_batchnorm(model)
+    model = model.to(world.device)
+    if config.compute.compile:
+        model.compile()
+    return model
 
 
 def _smallest_slot(plan: Plan) -> int:
@@ -200,13 +213,13 @@ def loader_threads(config: DataConfig, cpus: int) -> Threads:
 
 
 def make_feed(
-    config: TrainConfig, loader: TrainLoader, state: TrainState, session: Session
+    config: TrainConfig, loader: TrainLoader, state: TrainState, session: Session, clock: Clock
 ) -> Feed:
     """The loader's steps, as the config wants them."""
     plan, data = loader.plan, config.data
     return Feed(
         loader=loader,
-        move=on_device(session.world.device),
+        move=on_device(session.world.device, clock),
         count=AgreedCount(state, plan.steps_per_epoch, data.max_bad, session.world)
         if data.bad_records == "skip"
         else lambda slots: plan.samples(slots[0].step % plan.steps_per_epoch),

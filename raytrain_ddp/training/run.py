@@ -2,15 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import time
-from collections import defaultdict
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from typing import TypeVar
 
-import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from raytrain_ddp.checkpoint.manifest import Manifest
@@ -21,15 +16,15 @@ from raytrain_ddp.errors import ConfigError, DivergedError
 from raytrain_ddp.failpoints import failpoint
 from raytrain_ddp.recipe import publishable, to_dict
 from raytrain_ddp.tasks.task import Task
+from raytrain_ddp.training import timing
 from raytrain_ddp.training.cadence import Cadence
+from raytrain_ddp.training.clock import Clock
 from raytrain_ddp.training.evaluate import evaluate, scalars
 from raytrain_ddp.training.feed import Feed, require_few_bad
 from raytrain_ddp.training.repro import REMEDY
 from raytrain_ddp.training.session import Session
 from raytrain_ddp.training.state import TrainState
 from raytrain_ddp.training.step import Stepper
-
-T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -46,47 +41,6 @@ class Outcome:
     seconds: dict[str, float]
 
 
-class Clock:
-    """Seconds by part of the run, and the share of time spent waiting for data."""
-
-    def __init__(self) -> None:
-        self.seconds: dict[str, float] = defaultdict(float)
-        self.started = self._window_started = time.monotonic()
-        self._window_waited = self._window_other = 0.0
-
-    @contextmanager
-    def part(self, name: str) -> Iterator[None]:
-        started = time.monotonic()
-        yield
-        spent = time.monotonic() - started
-        self.seconds[name] += spent
-        self._window_other += spent
-
-    def waits(self, steps: Iterator[T]) -> Iterator[T]:
-        """Passes the items on and counts the time until each comes."""
-        while True:
-            started = time.monotonic()
-            try:
-                item = next(steps)
-            except StopIteration:
-                return
-            waited = time.monotonic() - started
-            self._window_waited += waited
-            self.seconds["data wait"] += waited
-            yield item
-
-    def window(self) -> tuple[float, float]:
-        """(seconds of training, seconds of them waiting for data) since the last call."""
-        now = time.monotonic()
-        spent = max(1e-9, now - self._window_started - self._window_other)
-        waited = self._window_waited
-        self._window_started, self._window_waited, self._window_other = now, 0.0, 0.0
-        return spent, waited
-
-    def elapsed(self) -> float:
-        return time.monotonic() - self.started
-
-
 @dataclass
 class Run:
     """The parts of a prepared run, and the acts that a step may be followed by."""
@@ -101,7 +55,9 @@ class Run:
     eval_data: Data | None
     data_fingerprint: str
     logged_step: int
-    clock: Clock = field(default_factory=Clock)
+    clock: Clock
+    flops: float  # of a sample, forward and backward
+    peak_flops_per_s: float | None
     metrics: dict[str, float] = field(default_factory=dict)  # of the evaluation after this step
 
     def log(self, loss_share: Tensor, rate: float) -> None:
@@ -111,28 +67,31 @@ class Run:
         """
         step, world = self.state.step, self.session.world
         self.stepper.settle()  # so that `nonfinite` is that of this step
-        spent, waited = self.clock.window()
-        totals = torch.tensor([loss_share.item(), waited / spent / world.size], dtype=torch.float64)
-        if world.size > 1:
-            dist.all_reduce(totals)
-        loss, data_wait = totals.tolist()
+        trained_s, phases = self.clock.window()
+        memory = timing.peak_memory_bytes(world.device)
+        mine = timing.Reading(loss_share.item(), trained_s, timing.in_order(phases), memory)
+        readings = timing.gathered(mine, world)
         per_epoch = self.plan.steps_per_epoch
         samples = sum(self.plan.samples(s % per_epoch) for s in range(self.logged_step, step))
-        self.logged_step = step
+        samples_per_s = samples / trained_s
+        flops_per_s = self.flops * samples_per_s / world.size
         self.session.log(
             {
                 "kind": "train",
                 "step": step,
                 "epoch": (step - 1) // per_epoch,
-                "loss": loss,
+                "loss": math.fsum(reading.loss_share for reading in readings),
                 "lr": rate,
-                "samples_per_s": samples / spent,
-                "data_wait": data_wait,
+                "samples_per_s": samples_per_s,
                 "skipped": self.state.skipped,
                 "nonfinite": self.state.nonfinite,
                 "seconds": self.clock.elapsed(),
+                "timing": timing.summary(
+                    readings, step - self.logged_step, flops_per_s, self.peak_flops_per_s
+                ),
             }
         )
+        self.logged_step = step
 
     def evaluate(self) -> bool:
         """Evaluates the model as it is; all ranks take part. Whether it is the best so far."""
@@ -200,7 +159,7 @@ class Run:
             )
         metrics = self.metrics if self.state.evaluated_step == step else {}
         snapshot = None
-        with self.clock.part("checkpoints"):
+        with self.clock.part("checkpoint"):
             free = time.monotonic()
             self.session.drain()
             waited = time.monotonic() - free

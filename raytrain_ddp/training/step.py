@@ -11,13 +11,15 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from raytrain_ddp.config import TrainConfig
-from raytrain_ddp.data.loader import Slot
+from raytrain_ddp.data.loader import Slot, samples_of
 from raytrain_ddp.data.source import Batch
 from raytrain_ddp.errors import ConfigError
 from raytrain_ddp.failpoints import failpoint
 from raytrain_ddp.tasks.task import Task
+from raytrain_ddp.training.clock import Clock
 from raytrain_ddp.training.guard import Guard
 from raytrain_ddp.training.state import TrainState
+from raytrain_ddp.training.timing import counting_flops
 from raytrain_ddp.training.world import World, seed_slot
 
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -38,9 +40,10 @@ class Stepper:
         net: nn.Module,
         world: World,
         guard: Guard,
+        clock: Clock,
     ) -> None:
         self._config, self._task, self._state, self._net = config, task, state, net
-        self._world, self._guard = world, guard
+        self._world, self._guard, self._clock = world, guard, clock
         self._buffers = SlotBuffers(state.model, world, config.compute.precision == "fp16")
         self._clip = config.optim.clip_norm
         self._dtype = _DTYPES[config.compute.precision]
@@ -71,11 +74,15 @@ class Stepper:
                 spoilt = failpoint("train.loss", *place)  # 1, but in a test
                 shown = loss.detach() * spoilt
                 self._guard.watch(slot.index, shown)
+                if slot is working[-1] and self._world.size > 1:
+                    self._clock.after_backward(loss)
                 state.scaler.scale(loss * (spoilt * weight * self._world.size)).backward()
             self._buffers.add(weight)
             loss_share += shown * weight
         failpoint("train.after_backward", *place)
+        self._clock.mark("communication" if self._world.size > 1 else "compute")
         self._update(lr, loss_share)
+        self._clock.mark("optimizer")
         state.step += 1
         self._guard.follow()
         return loss_share
@@ -91,7 +98,10 @@ class Stepper:
     def _update(self, lr: float, loss_share: Tensor) -> None:
         """Applies the gradients, unless something is not finite: with no wait for the device."""
         state = self._state
-        norm, refused = self._guard.examine(lr, self._buffers.agree(loss_share))
+        agreed = self._buffers.agree(loss_share)
+        if self._world.size > 1:
+            self._clock.mark("communication")
+        norm, refused = self._guard.examine(lr, agreed)
         self._buffers.finish(refused)
         if self._clip:
             nn.utils.clip_grads_with_norm_(state.model.parameters(), self._clip, norm)
@@ -99,7 +109,7 @@ class Stepper:
         state.optimizer.step()
         state.scaler.update()
 
-    def warm_up(self, batch: Batch, smallest: Batch) -> None:
+    def warm_up(self, batch: Batch, smallest: Batch) -> float:
         """Two passes that leave no trace; all ranks take part.
 
         Finds what cannot work, too: kernels, and a `smallest` micro-batch too small for batch norm.
@@ -107,12 +117,14 @@ class Stepper:
         DDP lays its gradient buckets anew after the first backward pass, and so sums in another
         order from then on. Done before a state is loaded, a resumed run sums as an uninterrupted
         one.
+
+        Returns the floating-point operations of a sample, forward and backward; 0 if not known.
         """
         buffers = [buffer.clone() for buffer in self._state.model.buffers()]
         try:
-            for _ in range(2):
-                self._forward(batch, self._net).backward()
-                self._state.optimizer.zero_grad(set_to_none=True)
+            with counting_flops(self._config.compute.compile) as counter:
+                self._pass(batch)
+            self._pass(batch)
             with torch.no_grad():
                 self._forward(smallest, self._state.model)
         except (RuntimeError, ValueError) as error:
@@ -122,6 +134,11 @@ class Stepper:
             raise ConfigError(remedy) from error
         for buffer, before in zip(self._state.model.buffers(), buffers, strict=True):
             buffer.copy_(before)
+        return counter.get_total_flops() / samples_of(batch)
+
+    def _pass(self, batch: Batch) -> None:
+        self._forward(batch, self._net).backward()
+        self._state.optimizer.zero_grad(set_to_none=True)
 
     def _forward(self, batch: Batch, model: nn.Module) -> Tensor:
         reduced = self._dtype is not torch.float32

@@ -8,12 +8,10 @@ from hashlib import sha256
 from json import dumps
 from typing import Any
 
-from raytrain_ddp.checkpoint.layout import checkpoint_store, read_history
+from raytrain_ddp.checkpoint.layout import CLOCKS, checkpoint_store, read_history
 from raytrain_ddp.checkpoint.storage import TEMP_PREFIX, Storage
 from raytrain_ddp.checkpoint.store import MANIFEST_FILE, CheckpointName
 from raytrain_ddp.errors import CheckpointError
-
-_OF_TIME = {"seconds", "samples_per_s", "data_wait"}
 
 
 @dataclass(frozen=True)
@@ -70,7 +68,7 @@ def leftovers(run: Storage) -> list[str]:
 
 
 def _timeless(record: Mapping[str, Any]) -> dict[str, Any]:
-    return {key: value for key, value in record.items() if key not in _OF_TIME}
+    return {key: value for key, value in record.items() if key not in CLOCKS}
 
 
 def _digest(records: Sequence[Mapping[str, Any]]) -> str:

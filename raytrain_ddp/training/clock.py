@@ -1,0 +1,116 @@
+"""Where the time goes: each moment of a training belongs to one phase."""
+
+from __future__ import annotations
+
+import time
+from collections import defaultdict, deque
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TypeVar
+
+import torch
+from torch import Tensor
+
+T = TypeVar("T")
+
+PHASES = (
+    "data",  # waiting for a batch
+    "copy",  # of it to the device, as far as the step before did not hide it
+    "compute",  # forward and backward
+    "communication",  # all-reduces of gradients and buffers that compute did not hide
+    "optimizer",
+    "checkpoint",  # the stall
+    "evaluation",
+    "other",  # agreeing, logging, launching
+)
+
+
+class Clock:
+    """Ends a phase at each mark; what is between two marks belongs to the second one's phase.
+
+    On a GPU the phases are those of the device, told by events in its stream, so that nobody waits
+    for it: "data" is the time it was idle. On a CPU they are the host's.
+
+    Args:
+        device: of the training.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._on_gpu = device.type == "cuda"
+        self._free: list[torch.cuda.Event] = []
+        self.start()
+
+    def start(self) -> None:
+        """From now on; what was before does not count."""
+        self.seconds: dict[str, float] = defaultdict(float)  # by phase
+        self._window: dict[str, float] = defaultdict(float)
+        self._started = self._window_started = time.monotonic()
+        self._open: deque[tuple[str, torch.cuda.Event]] = deque()  # not reached by the device
+        self._last_s = time.perf_counter()
+        if self._on_gpu:
+            self._last = self._event()
+
+    def mark(self, phase: str) -> None:
+        """What was since the last mark was `phase`. Also from a thread of the backward pass."""
+        if self._on_gpu:
+            self._open.append((phase, self._event()))
+            return
+        now_s = time.perf_counter()
+        self._add(phase, now_s - self._last_s)
+        self._last_s = now_s
+
+    @contextmanager
+    def part(self, phase: str) -> Iterator[None]:
+        self.mark("other")
+        yield
+        self.mark(phase)
+
+    def waits(self, steps: Iterator[T]) -> Iterator[T]:
+        """Passes the items on; waiting for them is "data"."""
+        while True:
+            self.mark("other")
+            self._drain()
+            try:
+                item = next(steps)
+            except StopIteration:
+                return
+            self.mark("data")
+            yield item
+
+    def after_backward(self, loss: Tensor) -> None:
+        """Has "compute" end when all gradients of `loss` are there, but not yet summed over ranks:
+        what then remains of the backward pass is "communication"."""
+        engine = torch.autograd.Variable._execution_engine  # as DDP itself does
+        loss.register_hook(lambda _: engine.queue_callback(lambda: self.mark("compute")))
+
+    def window(self) -> tuple[float, dict[str, float]]:
+        """(seconds of training, seconds by phase) since the last call; training is all but
+        evaluation and checkpoints. On a GPU, phases as far as the device has come."""
+        self._drain()
+        now = time.monotonic()
+        phases = dict(self._window)
+        besides = phases.get("evaluation", 0.0) + phases.get("checkpoint", 0.0)
+        trained = max(1e-9, now - self._window_started - besides)
+        self._window_started = now
+        self._window.clear()
+        return trained, phases
+
+    def elapsed(self) -> float:
+        return time.monotonic() - self._started
+
+    def _event(self) -> torch.cuda.Event:
+        event = self._free.pop() if self._free else torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def _drain(self) -> None:
+        """Takes in what the device has reached."""
+        while self._open and self._open[0][1].query():
+            phase, event = self._open.popleft()
+            self._add(phase, self._last.elapsed_time(event) / 1e3)
+            self._free.append(self._last)
+            self._last = event
+
+    def _add(self, phase: str, seconds: float) -> None:
+        self.seconds[phase] += seconds
+        self._window[phase] += seconds

@@ -1,0 +1,157 @@
+"""Where the time of a step goes: clocks of one rank, and what those of all say together."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from processes import Group
+from tiny import ScriptedSession, plain, run_tiny, tiny_config
+from torch import nn
+
+from raytrain_ddp.checkpoint.layout import read_history, run_storage
+from raytrain_ddp.config import TrainConfig
+from raytrain_ddp.training.clock import PHASES, Clock
+from raytrain_ddp.training.timing import (
+    Reading,
+    counting_flops,
+    in_order,
+    peak_flops_per_s,
+    summary,
+)
+
+CPU = torch.device("cpu")
+
+
+def reading(**phases: float) -> Reading:
+    return Reading(0.5, 10.0, in_order(phases), 1000)
+
+
+def test_each_moment_belongs_to_the_phase_that_the_next_mark_names():
+    clock = Clock(CPU)
+
+    def slow() -> Iterator[int]:
+        for item in range(2):
+            time.sleep(0.02)
+            yield item
+
+    for _ in clock.waits(slow()):
+        time.sleep(0.01)
+        clock.mark("compute")
+        time.sleep(0.005)
+        clock.mark("optimizer")
+        with clock.part("evaluation"):
+            time.sleep(0.03)
+    trained_s, phases = clock.window()
+    assert phases["data"] >= 0.04
+    assert phases["compute"] >= 0.02
+    assert phases["optimizer"] >= 0.01
+    assert phases["evaluation"] >= 0.06
+    assert sum(phases.values()) == pytest.approx(clock.elapsed(), abs=0.005)
+    assert trained_s == pytest.approx(clock.elapsed() - phases["evaluation"], abs=0.005)
+    assert dict(clock.seconds) == phases
+    assert clock.window()[1] == {}, "what has been told is not told again"
+
+
+def test_the_split_is_the_mean_over_the_ranks_of_a_step():
+    told = summary([reading(data=2, compute=8), reading(compute=10)], 10, 0.0, None)
+    assert told["split_s"] == {"data": 0.1, "compute": 0.9}
+    assert told["step_s"] == 1.0
+    assert told["peak_memory_bytes"] == 1000
+    assert "flops_per_s" not in told
+
+
+@pytest.mark.parametrize("phase", ["data", "copy", "compute", "optimizer"])
+def test_the_slowest_rank_is_the_one_that_does_not_wait(phase: str):
+    usual = {"data": 1.0, "copy": 1.0, "compute": 4.0, "optimizer": 1.0, "communication": 7.0}
+    slow = {**usual, "communication": 0.0, phase: usual[phase] + 7.0}
+    told = summary([reading(**usual), reading(**usual), reading(**slow)], 1, 0.0, None)
+    assert told["slowest"] == {"rank": 2, "phase": phase, "ratio": 2.0}
+
+
+def test_one_rank_alone_is_not_the_slowest():
+    assert summary([reading(compute=1)], 1, 0.0, None)["slowest"] is None
+
+
+def test_utilization_is_told_where_the_gpus_peak_is_known_and_nowhere_else():
+    assert peak_flops_per_s("NVIDIA H100 80GB HBM3", "bf16") == 989.4e12
+    assert peak_flops_per_s("NVIDIA A100-SXM4-80GB", "fp16") == 312e12
+    assert peak_flops_per_s("NVIDIA L40S", "bf16") == 362e12
+    assert peak_flops_per_s("NVIDIA A10G", "bf16") == 70e12
+    assert peak_flops_per_s("NVIDIA H100 80GB HBM3", "fp32") is None  # some of it runs in TF32
+    assert peak_flops_per_s("Tesla T4", "bf16") is None  # it has none
+    assert peak_flops_per_s("NVIDIA T400 4GB", "fp16") is None
+    assert peak_flops_per_s("cpu", "bf16") is None
+    told = summary([reading(compute=1)], 1, 40e12, 80e12)
+    assert (told["flops_per_s"], told["mfu"]) == (40e12, 0.5)
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_operations_are_those_of_the_forward_and_backward_pass(compiled: bool):
+    """A product of (4, 10) and (10, 3) is 2 x 4 x 10 x 3, and twice that backward, less what the
+    input, which needs no gradient, saves."""
+    model = nn.Linear(10, 3)
+    if compiled:
+        model.compile()
+    with counting_flops(compiled) as counter:
+        model(torch.randn(4, 10)).sum().backward()
+    assert counter.get_total_flops() == 2 * (2 * 4 * 10 * 3)
+
+
+def rank_1_dawdles(session: ScriptedSession) -> None:
+    def dawdle(_: int) -> None:
+        if session.world.rank == 1:
+            time.sleep(0.05)
+
+    session.before_step = dawdle
+
+
+@pytest.fixture(scope="module")
+def records(workers: Group, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    """The training lines of a run with a slow rank."""
+    config: TrainConfig = tiny_config(tmp_path_factory.mktemp("slow"), "slow", epochs=2)
+    workers(3, run_tiny, plain(config), None, 0, 0, rank_1_dawdles)
+    return [r for r in read_history(run_storage(config)) if r["kind"] == "train"]
+
+
+def test_a_slow_rank_is_named_with_what_it_is_slow_in(records: list[dict[str, Any]]):
+    named = [(r["timing"]["slowest"]["rank"], r["timing"]["slowest"]["phase"]) for r in records]
+    assert named.count((1, "compute")) >= 0.9 * len(named), named
+
+
+def test_the_others_wait_for_it_in_communication(records: list[dict[str, Any]]):
+    waits = [record["timing"]["split_s"]["communication"] for record in records]
+    waits = sorted(waits)
+    assert waits[len(waits) // 2] > 0.5 * (0.05 * 2 / 3)  # two of three ranks wait for 50 ms
+
+
+def test_the_split_accounts_for_the_whole_step(records: list[dict[str, Any]]):
+    for record in records[1:]:
+        timing, after_evaluation = record["timing"], record["step"] % 10 == 1
+        spent = sum(timing["split_s"].values())
+        assert spent == pytest.approx(timing["step_s"], rel=0.25) or after_evaluation
+        assert set(timing["split_s"]) <= set(PHASES)
+        assert timing["flops_per_s"] > 0
+        assert timing["peak_memory_bytes"] > 50 * 2**20
+
+
+@pytest.mark.gpu
+def test_on_a_gpu_phases_are_those_of_the_device():
+    """The host runs ahead; a wait of the host while the device has work is no wait for data."""
+    device = torch.device("cuda", 0)
+    weights = torch.randn(4096, 4096, device=device)
+    clock = Clock(device)
+    for _ in clock.waits(iter(range(3))):
+        for _ in range(50):
+            weights = (weights @ weights).tanh()
+        clock.mark("compute")
+        time.sleep(0.001)
+    torch.cuda.synchronize()
+    clock.mark("other")
+    torch.cuda.synchronize()
+    spent, phases = clock.window()
+    assert phases["compute"] > 0.8 * spent
+    assert phases["data"] < 0.1 * spent
