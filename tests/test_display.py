@@ -35,7 +35,8 @@ CONTROL = re.compile(r"\x1b\[[0-9;?]*[a-zA-Z]")
 
 def train(step: int, **changes: object) -> dict[str, object]:
     line = {"kind": "train", "step": step, "epoch": (step - 1) // 23, "loss": 1.0, "lr": 0.05}
-    timing = {"step_s": 0.1, "split_s": {"data": 0.012, "compute": 0.088}, "slowest": None}
+    split_s = {"data": 0.012, "compute": 0.088}
+    timing = {"step_s": 0.1, "split_s": split_s, "peak_memory_bytes": 900 * 2**20}
     return line | {"samples_per_s": 812.0, "timing": timing, "seconds": step / 10} | changes
 
 
@@ -201,7 +202,7 @@ def test_plain_lines_read_as_a_log(clock: Clock) -> None:
         "  3.4 s  64 = 4 slots x 16, on 2 workers; 1437 samples, 23 steps an epoch, 276 in all",
         "  3.4 s  digits: 12 epochs on cpu, 12,345 parameters, 360 samples to evaluate",
         "  3.4 s  epoch  1/12  step  10/276  loss 1.235  lr 0.05000  812 samples/s  "
-        "data wait 12 %  27 s left",
+        "data 12 %  27 s left",
         "  3.4 s  epoch  1/12  step  23/276  eval  loss 0.4000  top1 97.22 %  top5 100.0 %  * best",
         "  3.4 s  epoch  2/12  step  46/276  eval  loss 0.4000  top1 97.22 %  top5 100.0 %",
         "  3.4 s  note: worker 1 is slow",
@@ -230,6 +231,21 @@ def test_each_plain_line_is_flushed_at_once() -> None:
     shown.handle(PLAN)
     shown.handle(train(10))
     assert "step  10/276" in stream.flushed
+
+
+def test_what_limits_a_run_is_told_once_it_is_known_and_again_when_it_changes(clock: Clock) -> None:
+    shown, stream = plain()
+    shown.handle(PLAN)
+    waiting = {"step_s": 1.0, "split_s": {"data": 0.5, "compute": 0.5}}
+    working = {"step_s": 1.0, "split_s": {"data": 0.01, "compute": 0.99}}
+    for step in range(1, 260):
+        shown.handle(train(step, timing=waiting if step < 130 else working))
+        clock.now += 1
+    told = [line[9:] for line in stream.getvalue().splitlines() if "of the time" in line]
+    assert [text.split(":")[0] for text in told] == [
+        "waits for data 50 % of the time",
+        "computes 99 % of the time",
+    ]
 
 
 def plain_steps(stream: io.StringIO) -> list[int]:
@@ -400,7 +416,8 @@ def test_live_block_has_everything(clock: Clock) -> None:
     shown.handle({"kind": "checkpoint", "step": 46, "name": "c"})
     shown.handle(train(69))
     clock.now += 5.7
-    bar, *cells = block(shown)
+    bar, *cells, limit = block(shown)
+    assert limit.startswith("waits for data 12 % of the time: more CPUs a worker")
     assert bar.count("━") == int(len(re.findall("[━─]", bar)) * 0.25)
     assert bar.endswith("  25 %  5.7 s")
     assert [cell for line in cells for cell in re.split(r"  +(?!\d+/)", line.strip())] == [
@@ -409,7 +426,9 @@ def test_live_block_has_everything(clock: Clock) -> None:
         "loss 1.000",
         "lr 0.05000",
         "812 images/s",
-        "data wait 12 %",
+        "compute 88 %",
+        "data 12 %",
+        "memory 900 MiB",
         "15 s left",  # 207 steps at 0.1 s, of which 5.7 s are over
         "saved step 46",
     ]
@@ -428,7 +447,7 @@ def test_live_block_fits_and_keeps_its_shape(width: int) -> None:
         assert all(len(line) <= width for line in lines)
         shapes.add(tuple(len(line) for line in lines))
     assert len(shapes) == 1
-    assert len(lines) == 1 + math.ceil(8 / max(1, min(width, 100) // 20))
+    assert len(lines) == 1 + math.ceil(10 / max(1, min(width, 100) // 20)) + 1
 
 
 def test_live_evaluation_is_one_line_of_80_columns() -> None:

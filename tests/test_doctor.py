@@ -25,8 +25,9 @@ from raytrain_ddp.orchestration.cluster import SETTINGS
 from raytrain_ddp.orchestration.doctor import dataset, facts, probe, storage, wires
 from raytrain_ddp.orchestration.doctor.doctor import examine
 from raytrain_ddp.orchestration.doctor.judge import judge
-from raytrain_ddp.orchestration.doctor.rows import Note, Report, Row, grouped, rate, seconds, size
+from raytrain_ddp.orchestration.doctor.rows import Note, Report, Row, grouped, rate, seconds
 from raytrain_ddp.orchestration.doctor.show import show
+from raytrain_ddp.orchestration.words import format_bytes
 from raytrain_ddp.recipe import to_dict
 
 GIB = 2**30
@@ -357,7 +358,9 @@ def test_where_is_said_in_few_words(names: list[str], expected: str):
 def test_places_that_differ_in_numbers_only_share_a_row_with_the_span():
     places = cluster("a", "b", "c")["places"]
     sizes = {"a": 20 * GIB, "b": 24 * GIB, "c": 2**40}
-    notes = {name: Note("{} free", numbers=((value, size),)) for name, value in sizes.items()}
+    notes = {
+        name: Note("{} free", numbers=((value, format_bytes),)) for name, value in sizes.items()
+    }
     (row,) = grouped("memory", notes, places)
     assert row.found == "20 GiB to 1.0 TiB free"
     del notes["c"]
@@ -372,7 +375,7 @@ def test_the_worst_rows_of_a_check_come_first():
 
 
 def test_numbers_have_two_digits_and_a_unit():
-    told = [size(2**30 - 1), size(80 * GIB), size(1.5 * GIB), size(5e5)]
+    told = [format_bytes(count) for count in (2**30 - 1, 80 * GIB, 1.5 * GIB, 5e5)]
     assert told == ["1.0 GiB", "80 GiB", "1.5 GiB", "0 MiB"]
     assert [rate(9.5e6), rate(85e6), rate(1.94e9)] == ["9.5 MB/s", "85 MB/s", "1.9 GB/s"]
     assert [seconds(1.2e-4), seconds(0.004), seconds(0.5)] == ["0.12 ms", "4.0 ms", "0.50 s"]

@@ -7,7 +7,6 @@ library and rich, so that the first line is there before Ray or torch are.
 from __future__ import annotations
 
 import math
-import re
 import sys
 import time
 from collections import deque
@@ -18,57 +17,26 @@ from rich.console import Console
 from rich.live import Live
 from rich.text import Text
 
+from raytrain_ddp.orchestration.limits import Split
 from raytrain_ddp.orchestration.result import Summary
+from raytrain_ddp.orchestration.words import (
+    format_bytes,
+    format_count,
+    format_metric,
+    format_number,
+    format_plan,
+    format_seconds,
+    format_share,
+    plural,
+)
 
 PLAIN_LINE_EVERY_S = 2.0
+LIMIT_EVERY_S = 60.0  # at most, and only if another one
 BLOCK_WIDTH, CELL_WIDTH = 100, 20  # characters: the first at most, the second at least
 SPINNER = "⠋⠙⠹⠸⠼⠴⠦⠧⠇⠏"
 
 Event = Mapping[str, Any]
 clock = time.monotonic
-
-
-def format_seconds(seconds: float) -> str:
-    """``0.42 s``, ``4.2 s``, ``42 s``, ``12m05s``, ``3h12m``, ``51h00m``."""
-    if seconds < 59.5:
-        return f"{seconds:.{2 if seconds < 0.995 else 1 if seconds < 9.95 else 0}f} s"
-    minutes, whole = divmod(round(seconds), 60)
-    return f"{minutes}m{whole:02d}s" if minutes < 60 else f"{minutes // 60}h{minutes % 60:02d}m"
-
-
-def format_count(count: float) -> str:
-    """``3.2``, ``812``, ``1437``, ``25,557,032``: four digits are read at a glance."""
-    digits = 0 if count >= 99.5 or count == int(count) else 1
-    return f"{count:,.0f}" if count >= 9999.5 else f"{count:.{digits}f}"
-
-
-def format_number(value: float) -> str:
-    """Four significant digits, trailing zeros kept, so that a column does not jump."""
-    return f"{value:#.4g}".rstrip(".") if abs(value) < 9999.5 else f"{value:.3e}"
-
-
-def format_metric(name: str, value: float) -> str:
-    """Top-k and accuracies in [0, 1] as percent, all else as a number."""
-    if re.search(r"(^|[/_.])(top\d+|acc(uracy)?)$", name) and 0 <= value <= 1:
-        return f"{format_number(100 * value)} %"
-    return format_number(value)
-
-
-def plural(count: int, what: str) -> str:
-    return f"{count} {what}" if count == 1 else f"{count} {what}s"
-
-
-def format_plan(plan: Event) -> tuple[str, str]:
-    """The arithmetic of the batch in one line, what is trained in another."""
-    unit, resumed = plan.get("unit", "samples"), plan.get("resumed_from")
-    return (
-        f"{plan['batch_size']} = {plan['slots']} slots x {plan['micro_batch']}, "
-        f"on {plural(plan['world_size'], 'worker')}; {format_count(plan['train_samples'])} {unit}, "
-        f"{plural(plan['steps_per_epoch'], 'step')} an epoch, {plan['total_steps']} in all",
-        f"{plan['run']}: {plural(plan['epochs'], 'epoch')} on {plan['device']}, "
-        f"{plan['parameters']:,} parameters, {format_count(plan['eval_samples'])} {unit} to "
-        f"evaluate{f'; resumed from {resumed}' if resumed else ''}",
-    )
 
 
 def flow(parts: Sequence[Text], width: int, indent: int = 4) -> Text:
@@ -125,6 +93,7 @@ class Display:
         self._now: Event = {}  # the plan, overlaid with what came last; replaced, never changed
         self._pace, self._ends_at = Pace(0, 0, 0.0), math.nan  # when all will be done, by our clock
         self._smooth_loss, self._saved = math.nan, ""
+        self._split, self._limit, self._limit_at = Split(), "", -math.inf
         self._held_back, self._printed_at = False, -math.inf  # of the latest training line
 
     def __enter__(self) -> Display:
@@ -175,6 +144,8 @@ class Display:
         ]
         if end.seconds:
             rows.append(("time", [_cell(k, format_seconds(s)) for k, s in end.seconds.items()]))
+        if end.limit:
+            rows.append(("training", [Text(end.limit)]))
         rows += [(name, [Text(text)]) for name, text in (*end.paths.items(), *end.commands)]
         for name, cells in rows:
             self._print(Text(f"  {name:<17}", style="dim"), *cells, copied=True)
@@ -195,6 +166,7 @@ class Display:
         # Whether the seconds of restarted workers begin anew, only their first line will tell.
         self._pace, self._ends_at = Pace(start, total, math.nan if before else 0.0), math.nan
         self._now = {**plan, "step": start, "epoch": start // plan["steps_per_epoch"]}
+        self._split.begin(start)
         if not before:
             for line in format_plan(plan):
                 self._print(Text(line))
@@ -211,10 +183,16 @@ class Display:
         loss, before = line["loss"], self._smooth_loss
         self._smooth_loss = 0.7 * before + 0.3 * loss if math.isfinite(before + loss) else loss
         self._ends_at = clock() + self._pace.left_s(line["step"], line["seconds"])
+        self._split.add(line)
         self._now, self._held_back = {**self._now, **line}, True
         epoch_ends = line["step"] % self._now["steps_per_epoch"] == 0
         if epoch_ends or clock() - self._printed_at >= PLAIN_LINE_EVERY_S:
             self._settle()
+        if not self._live and clock() - self._limit_at >= LIMIT_EVERY_S and self._split.is_settled:
+            self._limit_at = clock()
+            told, self._limit = self._limit, self._split.limit()
+            if _without_figures(self._limit) != _without_figures(told):
+                self._print(Text(self._limit))
 
     def _evaluated(self, event: Event) -> None:
         self._settle()
@@ -231,8 +209,14 @@ class Display:
             _cell("loss", format_number(loss)),
             _cell("lr", format_number(now["lr"])),
             _cell("", format_count(now["samples_per_s"]), f" {unit}/s"),
-            _cell("data wait", f"{100 * _share(now['timing'], 'data'):.0f} %"),
         ]
+        if self._live:
+            cells += [_cell(p, format_share(s)) for p, s in self._split.shares().items()]
+            if "mfu" in now["timing"]:
+                cells.append(_cell("MFU", format_share(now["timing"]["mfu"])))
+            cells.append(_cell("memory", format_bytes(now["timing"]["peak_memory_bytes"])))
+        else:
+            cells += _largest_but_compute(now["timing"]["split_s"])
         for name, label in (("skipped", "skipped"), ("nonfinite", "not finite")):
             if now.get(name):
                 cells.append(_cell(label, str(now[name])))
@@ -270,7 +254,9 @@ class Display:
         tail = f"{int(100 * part):4} %  {format_seconds(clock() - self._began)}"
         done = int(part * (width - len(tail)))
         bar = ("━" * done, "cyan"), ("─" * (width - len(tail) - done), "dim"), tail
-        return Text.assemble(*bar, "\n", flow(cells, width, indent=0))
+        limit = Text(self._split.limit())
+        limit.truncate(width, overflow="ellipsis")
+        return Text("\n").join([Text.assemble(*bar), flow(cells, width, indent=0), limit])
 
 
 def _place(now: Event) -> list[Text]:
@@ -284,10 +270,14 @@ def _cell(name: str, value: str, unit: str = "") -> Text:
     return Text.assemble((f"{name} " if name else "", "dim"), (value, "bold"), (unit, "dim"))
 
 
-def _share(timing: Mapping[str, Any], phase: str) -> float:
-    """Of the time, 0 to 1."""
-    seconds: Mapping[str, float] = timing["split_s"]
-    return seconds.get(phase, 0.0) / max(1e-9, sum(seconds.values()))
+def _largest_but_compute(seconds: Mapping[str, float]) -> list[Text]:
+    """The one that tells most, in a line of a log."""
+    phase = max((p for p in seconds if p != "compute"), key=seconds.__getitem__, default=None)
+    return [_cell(phase, format_share(seconds[phase] / sum(seconds.values())))] if phase else []
+
+
+def _without_figures(text: str) -> str:
+    return "".join(letter for letter in text if not letter.isdigit())
 
 
 def _metrics(metrics: Mapping[str, float], first: str = "") -> list[Text]:

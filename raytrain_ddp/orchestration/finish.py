@@ -22,6 +22,7 @@ from raytrain_ddp.checkpoint.manifest import Manifest
 from raytrain_ddp.checkpoint.storage import Storage
 from raytrain_ddp.checkpoint.store import CheckpointName
 from raytrain_ddp.config import TrainConfig
+from raytrain_ddp.orchestration.limits import split_of
 from raytrain_ddp.orchestration.result import FitResult, Summary
 from raytrain_ddp.training.curves import draw_curves
 
@@ -113,6 +114,7 @@ def summary(config: TrainConfig, result: FitResult, flags: str = "") -> Summary:
         best=_evaluation(result.best),
         last=_evaluation(result.last),
         seconds=result.seconds,
+        limit=split_of(result.history).limit(),
         paths=paths,
         commands=commands,
     )

@@ -60,5 +60,6 @@ class Summary:
     best: tuple[int, Mapping[str, float]] | None = None  # step, metrics
     last: tuple[int, Mapping[str, float]] | None = None
     seconds: Mapping[str, float] = field(default_factory=dict)  # part of the run -> seconds
+    limit: str = ""  # what stood most in the way of computing
     paths: Mapping[str, str] = field(default_factory=dict)  # what lies there -> where
     commands: Sequence[tuple[str, str]] = ()  # (what it is for, the command)

@@ -80,16 +80,17 @@ def summary(
     Returns:
         step_s: of a step, without evaluations and checkpoints. split_s: of a step by phase, with
         both, those that took any; means over the ranks. slowest: the rank that waits least for the
-        others, the phase in which it stands out most and its time as a multiple of the median; None
-        if it is alone. peak_memory_bytes: of any rank. flops_per_s, mfu (model FLOPs utilization,
+        others, the phase in which it stands out most and its time as a multiple of the median;
+        absent if it is alone. peak_memory_bytes: of any rank. flops_per_s, mfu (model FLOPs utilization,
         Chowdhery et al. 2022): of a rank, where they are known.
     """
     told: dict[str, Any] = {
         "step_s": max(reading.seconds for reading in readings) / steps,
         "split_s": _split(readings, steps),
-        "slowest": _slowest(readings),
         "peak_memory_bytes": max(reading.peak_memory_bytes for reading in readings),
     }
+    if len(readings) > 1:
+        told["slowest"] = _slowest(readings)
     if flops_per_s:
         told["flops_per_s"] = flops_per_s
         if peak:
@@ -104,10 +105,8 @@ def _split(readings: Sequence[Reading], steps: int) -> dict[str, float]:
     return {phase: mean for phase, mean in zip(PHASES, means, strict=True) if mean > 0}
 
 
-def _slowest(readings: Sequence[Reading]) -> dict[str, Any] | None:
+def _slowest(readings: Sequence[Reading]) -> dict[str, Any]:
     """The rank whose own work took longest; the others have waited for it in communication."""
-    if len(readings) == 1:
-        return None
     work = [[r.phases[PHASES.index(phase)] for phase in _WORK] for r in readings]
     busy = [math.fsum(each) for each in work]
     rank = max(range(len(busy)), key=busy.__getitem__)

@@ -12,7 +12,7 @@ from raytrain_ddp.orchestration.chaos.chaos import Outcome
 from raytrain_ddp.orchestration.chaos.drive import Watcher
 from raytrain_ddp.orchestration.chaos.plan import DRIVER
 from raytrain_ddp.orchestration.chaos.watch import Fired
-from raytrain_ddp.orchestration.display import format_seconds
+from raytrain_ddp.orchestration.words import format_seconds
 
 _ROW = "{:>4}  {:>8}  {:<6}  {:<21}  {:>4}  {:>6}"
 

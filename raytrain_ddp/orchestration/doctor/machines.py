@@ -13,8 +13,8 @@ from raytrain_ddp.orchestration.doctor.rows import (
     Verdict,
     grouped,
     seconds,
-    size,
 )
+from raytrain_ddp.orchestration.words import format_bytes
 
 _LEAST_SHM = GIB  # with GPUs: NCCL's ranks on one node talk through it
 _LEAST_SHM_CPU = 100 * 2**20
@@ -57,7 +57,7 @@ def gpus(place: Place, wanted: bool) -> Note | None:
         return Note(f"none, Ray counts {counted}", "fail" if wanted else "warn", advice)
     names = ", ".join(dict.fromkeys(gpu["name"] for gpu in there)).replace("{", "{{")
     free, total = (min(gpu[key] for gpu in there) for key in ("free", "total"))
-    numbers = ((free, size), (total, size))
+    numbers = ((free, format_bytes), (total, format_bytes))
     found = f"{len(there)} x {names}, {{}} free of {{}}"
     if counted != len(there):
         advice = "Start Ray with all GPUs (--num-gpus, CUDA_VISIBLE_DEVICES), if they are yours."
@@ -106,7 +106,7 @@ def memory(place: Place) -> Note | None:
         return None
     most = facts["limit"] or facts["total"]
     free = min(facts["available"], most)
-    numbers = ((free, size), (most, size))
+    numbers = ((free, format_bytes), (most, format_bytes))
     found = "{} free of {}" + (", a limit of its cgroup" if facts["limit"] else "")
     found += "" if facts["swap"] else ", no swap"
     if free < _LEAST_MEMORY:
@@ -122,12 +122,12 @@ def shared_memory(place: Place) -> Note | None:
     facts = place["facts"]["shm"]
     if facts is None:
         return None
-    numbers = ((facts["free"], size), (facts["total"], size))
+    numbers = ((facts["free"], format_bytes), (facts["total"], format_bytes))
     least = _LEAST_SHM if place["facts"]["gpus"] else _LEAST_SHM_CPU
     if facts["free"] < least:
         advice = (
-            f"Give it {size(least)} and more (docker run --shm-size, Kubernetes: an emptyDir of "
-            "medium Memory): Ray's objects and NCCL live there."
+            f"Give it {format_bytes(least)} and more (docker run --shm-size, Kubernetes: an "
+            "emptyDir of medium Memory): Ray's objects and NCCL live there."
         )
         return Note("{} free of {}", "warn", advice, numbers)
     return Note("{} free of {}", numbers=numbers)
@@ -136,7 +136,7 @@ def shared_memory(place: Place) -> Note | None:
 def disk(facts: Mapping[str, Any] | None, why: str) -> Note | None:
     if facts is None:
         return None
-    numbers = ((facts["free"], size), (facts["total"], size))
+    numbers = ((facts["free"], format_bytes), (facts["total"], format_bytes))
     if facts["free"] < _LEAST_FREE or facts["free"] < (1 - _FULL) * facts["total"]:
         verdict: Verdict = "fail" if facts["free"] < _LEAST_FREE / 50 else "warn"
         return Note("{} free of {}", verdict, f"Make room in {facts['path']}: {why}.", numbers)

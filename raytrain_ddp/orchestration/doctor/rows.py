@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
 from raytrain_ddp.errors import PreflightError
-from raytrain_ddp.orchestration.display import format_seconds
+from raytrain_ddp.orchestration.words import format_seconds
 
 Verdict = Literal["ok", "warn", "fail"]
 Place = Mapping[str, Any]  # a node, or the driver; see doctor.py
@@ -99,15 +99,6 @@ def where(names: Sequence[str], places: Sequence[Place]) -> str:
 
 def nodes_of(places: Sequence[Place]) -> list[Place]:
     return [place for place in places if not place["driver"]]
-
-
-def size(count: float) -> str:
-    """``512 MiB``, ``7.5 GiB``, ``80 GiB``, ``2.0 TiB``."""
-    for unit, step in (("TiB", 2**40), ("GiB", 2**30)):
-        if count >= 0.9995 * step:
-            value = count / step
-            return f"{value:.{1 if value < 9.95 else 0}f} {unit}"
-    return f"{count / 2**20:.0f} MiB"
 
 
 def rate(count: float) -> str:

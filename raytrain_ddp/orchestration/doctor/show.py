@@ -9,8 +9,8 @@ from contextlib import contextmanager
 from rich.console import Console
 from rich.text import Text
 
-from raytrain_ddp.orchestration.display import plural
 from raytrain_ddp.orchestration.doctor.rows import Report, Row
+from raytrain_ddp.orchestration.words import plural
 
 _CHECK, _WHERE, _VERDICT, _LEAST_FOUND, _MOST_WIDTH = 14, 16, 4, 20, 110
 _STYLE = {"ok": "green", "warn": "yellow", "fail": "bold red"}

@@ -1,0 +1,64 @@
+"""Figures as a person reads them."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+
+def format_seconds(seconds: float) -> str:
+    """``0.42 s``, ``4.2 s``, ``42 s``, ``12m05s``, ``3h12m``, ``51h00m``."""
+    if seconds < 59.5:
+        return f"{seconds:.{2 if seconds < 0.995 else 1 if seconds < 9.95 else 0}f} s"
+    minutes, whole = divmod(round(seconds), 60)
+    return f"{minutes}m{whole:02d}s" if minutes < 60 else f"{minutes // 60}h{minutes % 60:02d}m"
+
+
+def format_count(count: float) -> str:
+    """``3.2``, ``812``, ``1437``, ``25,557,032``: four digits are read at a glance."""
+    digits = 0 if count >= 99.5 or count == int(count) else 1
+    return f"{count:,.0f}" if count >= 9999.5 else f"{count:.{digits}f}"
+
+
+def format_number(value: float) -> str:
+    """Four significant digits, trailing zeros kept, so that a column does not jump."""
+    return f"{value:#.4g}".rstrip(".") if abs(value) < 9999.5 else f"{value:.3e}"
+
+
+def format_metric(name: str, value: float) -> str:
+    """Top-k and accuracies in [0, 1] as percent, all else as a number."""
+    if re.search(r"(^|[/_.])(top\d+|acc(uracy)?)$", name) and 0 <= value <= 1:
+        return f"{format_number(100 * value)} %"
+    return format_number(value)
+
+
+def plural(count: int, what: str) -> str:
+    return f"{count} {what}" if count == 1 else f"{count} {what}s"
+
+
+def format_plan(plan: Mapping[str, Any]) -> tuple[str, str]:
+    """The arithmetic of the batch in one line, what is trained in another."""
+    unit, resumed = plan.get("unit", "samples"), plan.get("resumed_from")
+    return (
+        f"{plan['batch_size']} = {plan['slots']} slots x {plan['micro_batch']}, "
+        f"on {plural(plan['world_size'], 'worker')}; {format_count(plan['train_samples'])} {unit}, "
+        f"{plural(plan['steps_per_epoch'], 'step')} an epoch, {plan['total_steps']} in all",
+        f"{plan['run']}: {plural(plan['epochs'], 'epoch')} on {plan['device']}, "
+        f"{plan['parameters']:,} parameters, {format_count(plan['eval_samples'])} {unit} to "
+        f"evaluate{f'; resumed from {resumed}' if resumed else ''}",
+    )
+
+
+def format_bytes(count: float) -> str:
+    """``512 MiB``, ``7.5 GiB``, ``80 GiB``, ``2.0 TiB``."""
+    for unit, step in (("TiB", 2**40), ("GiB", 2**30)):
+        if count >= 0.9995 * step:
+            value = count / step
+            return f"{value:.{1 if value < 9.95 else 0}f} {unit}"
+    return f"{count / 2**20:.0f} MiB"
+
+
+def format_share(share: float) -> str:
+    """``38 %``; below one percent ``0.4 %``."""
+    return f"{100 * share:.{0 if share >= 0.00995 or share == 0 else 1}f} %"

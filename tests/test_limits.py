@@ -1,0 +1,68 @@
+"""What limits a run, in words."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from raytrain_ddp.orchestration.limits import Split, split_of
+
+
+def line(step: int, slowest: dict[str, Any] | None = None, **split_s: float) -> dict[str, Any]:
+    timing = {"step_s": 1.0, "split_s": split_s} | ({"slowest": slowest} if slowest else {})
+    return {"kind": "train", "step": step, "timing": timing}
+
+
+@pytest.mark.parametrize(
+    ("shares", "told"),
+    [
+        ({"data": 0.38, "compute": 0.62}, "waits for data 38 % of the time: more CPUs a worker"),
+        ({"copy": 0.2, "compute": 0.8}, "waits for batches on their way to the GPU 20 %"),
+        (
+            {"communication": 0.4, "compute": 0.6},
+            "waits for all-reduces 40 % of the time: a",
+        ),
+        ({"optimizer": 0.3, "compute": 0.7}, "updates weights 30 %"),
+        ({"checkpoint": 0.06, "compute": 0.94}, "stands still for checkpoints 6 %"),
+        ({"evaluation": 0.5, "compute": 0.5}, "evaluates 50 %"),
+        ({"other": 0.25, "compute": 0.75}, "launches and agrees, between steps 25 %"),
+        ({"data": 0.05, "communication": 0.1, "compute": 0.85}, "computes 85 % of the time"),
+        ({"data": 0.3, "communication": 0.3, "compute": 0.4}, "waits for data 30 %"),
+    ],
+)
+def test_it_is_what_stands_most_in_the_way(shares: dict[str, float], told: str):
+    assert split_of([line(1, **shares)]).limit().startswith(told)
+
+
+def test_a_rank_that_all_others_wait_for_is_named():
+    slow = {"rank": 3, "phase": "data", "ratio": 1.8}
+    noise = {"rank": 0, "phase": "compute", "ratio": 1.3}
+    lines = [line(n, slow if n % 4 else noise, communication=0.5, compute=0.5) for n in range(1, 9)]
+    told = "waits for rank 3 50 % of the time: its data makes it 1.8 x as slow as the others"
+    assert split_of(lines).limit() == told
+
+
+def test_ranks_that_take_turns_in_being_slow_are_not_named():
+    lines = [
+        line(n, {"rank": n % 3, "phase": "data", "ratio": 1.8}, communication=0.5, compute=0.5)
+        for n in range(1, 10)
+    ]
+    assert split_of(lines).slowest() is None
+
+
+def test_lines_count_by_their_steps_and_the_newest_only():
+    split = Split(10.0)
+    split.begin(100)
+    split.add(line(110, data=1.0))
+    assert split.is_settled
+    assert split.shares() == {"data": 1.0}
+    split.add(line(115, compute=1.0))
+    assert split.shares() == {"data": 10 / 15, "compute": 5 / 15}
+    split.add(line(120, compute=1.0))
+    assert split.shares() == {"compute": 1.0}
+
+
+def test_nothing_is_told_before_the_first_line():
+    assert split_of([]).limit() == ""
+    assert not Split().is_settled
