@@ -20,6 +20,7 @@ from raytrain_ddp.errors import ConfigError, DataError
 from raytrain_ddp.failpoints import failpoint
 from raytrain_ddp.inputs import DataConfig
 from raytrain_ddp.tasks.task import Task
+from raytrain_ddp.training.compression import compress
 from raytrain_ddp.training.feed import AgreedCount, Audit, Feed, on_device
 from raytrain_ddp.training.guard import make_guard
 from raytrain_ddp.training.optim import build_optimizer
@@ -58,12 +59,10 @@ def prepare(config: TrainConfig, task: Task, session: Session) -> Run:
     if config.compute.compile:
         model.compile()
     net = session.wrap(model, ddp_options(config))
-    if world.size > 1:
-        add_compression(net, config)
 
     optimizer = build_optimizer(model, config.optim)
     scaler = torch.amp.GradScaler(world.device.type, enabled=config.compute.precision == "fp16")
-    state = TrainState(model, optimizer, scaler)
+    state = TrainState(model, optimizer, scaler, compress(net, config, scaler, world))
     loader = train_loader(config, data, plan, world)
     guard = make_guard(state, partial(judge, config, state, session, loader), world.device)
     stepper = Stepper(config, task, state, net, world, guard)
@@ -155,15 +154,6 @@ def _no_buffer_sync() -> dict[str, bool]:
     parameters = inspect.signature(DistributedDataParallel.__init__).parameters
     new = "forward_sync_buffers"
     return {new if new in parameters else "broadcast_buffers": False}
-
-
-def add_compression(net: nn.Module, config: TrainConfig) -> None:
-    """Has DDP send gradients in a shorter type, if the config says so."""
-    from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
-
-    hooks = {"bf16": default_hooks.bf16_compress_hook, "fp16": default_hooks.fp16_compress_hook}
-    if config.ddp.compression in hooks:
-        net.register_comm_hook(None, hooks[config.ddp.compression])  # type: ignore[operator]
 
 
 def _require_same_data(rows: int, fingerprint: str, checkpoint: Checkpoint) -> None:

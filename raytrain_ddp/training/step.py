@@ -93,6 +93,7 @@ class Stepper:
         state = self._state
         norm, refused = self._guard.examine(lr, self._buffers.agree(loss_share))
         self._buffers.finish(refused)
+        state.compression.finish(refused)
         if self._clip:
             nn.utils.clip_grads_with_norm_(state.model.parameters(), self._clip, norm)
         state.optimizer.found_inf = refused.float()  # type: ignore[attr-defined]
@@ -122,6 +123,7 @@ class Stepper:
             raise ConfigError(remedy) from error
         for buffer, before in zip(self._state.model.buffers(), buffers, strict=True):
             buffer.copy_(before)
+        self._state.compression.forget()
 
     def _forward(self, batch: Batch, model: nn.Module) -> Tensor:
         reduced = self._dtype is not torch.float32
