@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -43,16 +44,18 @@ def compress(
     way = config.ddp.compression
     if world.size == 1 or way == "none":
         return Compression()
-    # DDP refuses two kinds of hooks for their looks, hence the lambdas: annotations that are texts,
-    # and the name of the bf16 hook in a torch without CUDA, where it does work over gloo.
+    compression: Compression
     if way == "powersgd":
         power = PowerSgd(net, config.ddp.powersgd_rank, config.seed, scaler, world)
-        net.register_comm_hook(None, lambda _, bucket: power.exchange(bucket))  # type: ignore[operator]
-        return power
-    hooks = {"bf16": default_hooks.bf16_compress_hook, "fp16": default_hooks.fp16_compress_hook}
-    hook, everyone = hooks[way], dist.group.WORLD
-    net.register_comm_hook(everyone, lambda group, bucket: hook(group, bucket))  # type: ignore[operator]
-    return Compression()
+        compression, send = power, power.exchange
+    else:
+        hooks = {"bf16": default_hooks.bf16_compress_hook, "fp16": default_hooks.fp16_compress_hook}
+        compression = Compression()
+        send = partial(hooks[way], None)  # type: ignore[arg-type]  # None: all ranks
+    # A lambda, as DDP goes by looks: it refuses annotations that are texts, and the name of the
+    # bf16 hook in a torch without CUDA, where it does work over gloo.
+    net.register_comm_hook(None, lambda _, bucket: send(bucket))  # type: ignore[operator]
+    return compression
 
 
 class PowerSgd(Compression):
