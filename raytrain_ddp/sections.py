@@ -113,11 +113,15 @@ class DdpConfig:
     """For models in which a step may skip parameters."""
     sync_batchnorm: bool = False
     """Normalise over all workers' current slots. Ties the result to the number of workers."""
-    compression: Literal["none", "bf16", "fp16"] = "none"
-    """Gradients are sent in this precision; for slow networks."""
+    compression: Literal["none", "bf16", "fp16", "powersgd"] = "none"
+    """For slow networks: gradients are sent in this precision or, far shorter, as low-rank factors
+    (PowerSGD, arXiv:1905.13727). All but none change the result a little."""
+    powersgd_rank: int = 4
+    """Rank of PowerSGD's factors: more is nearer to the gradient, and longer."""
 
     def __post_init__(self) -> None:
         above_zero("ddp", self, "bucket_cap_mb")
+        at_least(1, "ddp", self, "powersgd_rank")
 
 
 @dataclass(frozen=True)

@@ -55,7 +55,7 @@ augment.mixup augment.operations augment.policy augment.repeats augment.scale
 data.bad_records data.eval_source data.exif_orientation data.image_column data.image_size
 data.jpeg_scaling data.label_column data.mean data.shuffle data.shuffle_window data.source data.std
 ddp.bucket_cap_mb ddp.compression ddp.find_unused_parameters ddp.gradient_as_bucket_view
-ddp.static_graph ddp.sync_batchnorm
+ddp.powersgd_rank ddp.static_graph ddp.sync_batchnorm
 eval.every_epochs
 micro_batch
 model.dropout model.name model.weights
@@ -135,6 +135,7 @@ NONSENSE = [
     ("schedule.step_epochs", 0.0),
     ("schedule.gamma", -0.1),
     ("ddp.bucket_cap_mb", 0.0),
+    ("ddp.powersgd_rank", 0),
     ("eval.every_epochs", -1),
     ("checkpoint.every_epochs", -1),
     ("checkpoint.every_steps", -1),

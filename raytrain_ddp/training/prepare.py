@@ -21,6 +21,7 @@ from raytrain_ddp.failpoints import failpoint
 from raytrain_ddp.inputs import DataConfig
 from raytrain_ddp.tasks.task import Task
 from raytrain_ddp.training.clock import Clock
+from raytrain_ddp.training.compression import compress
 from raytrain_ddp.training.feed import AgreedCount, Audit, Feed, on_device
 from raytrain_ddp.training.guard import make_guard
 from raytrain_ddp.training.optim import build_optimizer
@@ -52,15 +53,13 @@ def prepare(config: TrainConfig, task: Task, session: Session) -> Run:
         _require_one_slot_each(plan, world)
     model = initial_model(config, task, world)
     net = session.wrap(model, ddp_options(config))
-    if world.size > 1:
-        add_compression(net, config)
 
     optimizer = build_optimizer(model, config.optim)
     scaler = torch.amp.GradScaler(world.device.type, enabled=config.compute.precision == "fp16")
-    state = TrainState(model, optimizer, scaler)
+    clock = Clock(world.device)
+    state = TrainState(model, optimizer, scaler, compress(net, config, scaler, world, clock))
     loader = train_loader(config, data, plan, world)
     guard = make_guard(state, partial(judge, config, state, session, loader), world.device)
-    clock = Clock(world.device)
     stepper = Stepper(config, task, state, net, world, guard, clock)
     note = memory_note(loader, config.data.memory_mib * 2**20)
     if note is not None:
@@ -168,15 +167,6 @@ def _no_buffer_sync() -> dict[str, bool]:
     parameters = inspect.signature(DistributedDataParallel.__init__).parameters
     new = "forward_sync_buffers"
     return {new if new in parameters else "broadcast_buffers": False}
-
-
-def add_compression(net: nn.Module, config: TrainConfig) -> None:
-    """Has DDP send gradients in a shorter type, if the config says so."""
-    from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
-
-    hooks = {"bf16": default_hooks.bf16_compress_hook, "fp16": default_hooks.fp16_compress_hook}
-    if config.ddp.compression in hooks:
-        net.register_comm_hook(None, hooks[config.ddp.compression])  # type: ignore[operator]
 
 
 def _require_same_data(rows: int, fingerprint: str, checkpoint: Checkpoint) -> None:

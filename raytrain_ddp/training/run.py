@@ -163,6 +163,7 @@ class Run:
             free = time.monotonic()
             self.session.drain()
             waited = time.monotonic() - free
+            gathered = self.state.compression.gather()
             if world.is_main:
                 manifest = Manifest(
                     step=step,
@@ -175,7 +176,7 @@ class Run:
                     finished=step >= self.config.epochs * self.plan.steps_per_epoch
                     and not self.owes_evaluation(),
                 )
-                taken = self.state.snapshot(manifest, self.session.records())
+                taken = self.state.snapshot(manifest, self.session.records(), gathered)
                 snapshot = replace(taken, last=last)
                 failpoint("checkpoint.snapshot", world.rank, step)
             self.session.report({**metrics, "step": step}, snapshot)

@@ -21,9 +21,11 @@ from raytrain_ddp.checkpoint.snapshot import (
 )
 from raytrain_ddp.checkpoint.storage import Content
 from raytrain_ddp.checkpoint.store import Checkpoint
+from raytrain_ddp.training.compression import Compression
 from raytrain_ddp.training.session import Record, Snapshot
 
 _PIECE = 500  # records of the log
+_COMPRESSION = "compression"  # stem of the file, if there is any
 
 
 @dataclass
@@ -33,6 +35,7 @@ class TrainState:
     model: nn.Module
     optimizer: torch.optim.Optimizer
     scaler: torch.amp.GradScaler
+    compression: Compression = field(default_factory=Compression)
     step: int = 0
     best: float | None = None
     best_step: int = 0
@@ -41,8 +44,17 @@ class TrainState:
     nonfinite: int = 0  # steps so far that were not finite, and so left out
     _host: HostSnapshot = field(default_factory=HostSnapshot, repr=False)
 
-    def snapshot(self, manifest: Manifest, log: Sequence[Record]) -> Snapshot:
-        """Copies the state to the host; the copy holds until the next snapshot is taken."""
+    def snapshot(
+        self,
+        manifest: Manifest,
+        log: Sequence[Record],
+        gathered: Mapping[str, Tensor] | None = None,
+    ) -> Snapshot:
+        """Copies the state to the host; the copy holds until the next snapshot is taken.
+
+        Args:
+            gathered: what `compression` has gathered.
+        """
         optimizer, rest = flatten_state(self.optimizer.state_dict())
         named = {f"model/{k}": v for k, v in self.model.state_dict().items()}
         named |= {f"optimizer/{k}": v for k, v in optimizer.items()}
@@ -57,9 +69,12 @@ class TrainState:
             "scaler": self.scaler.state_dict(),
             "optimizer": rest,
         }
+        tensors = {stem: _below(stem, copies) for stem in ("model", "optimizer")}
+        if gathered:
+            tensors[_COMPRESSION] = dict(gathered)
         return Snapshot(
             manifest=manifest,
-            tensors={stem: _below(stem, copies) for stem in ("model", "optimizer")},
+            tensors=tensors,
             documents={"state.json": progress, "log.json": list(log)},
         )
 
@@ -74,6 +89,9 @@ class TrainState:
         self.optimizer.load_state_dict(saved)
         if progress["scaler"]:
             self.scaler.load_state_dict(progress["scaler"])
+        if f"{_COMPRESSION}.safetensors" in checkpoint.manifest.files:
+            tensors = decode_tensors(checkpoint.read(f"{_COMPRESSION}.safetensors"))
+            self.compression.load(tensors)
         self.step = progress["step"]
         self.best, self.best_step = progress["best"], progress["best_step"]
         self.skipped = progress["skipped"]

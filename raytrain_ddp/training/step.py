@@ -103,6 +103,7 @@ class Stepper:
             self._clock.mark("communication")
         norm, refused = self._guard.examine(lr, agreed)
         self._buffers.finish(refused)
+        state.compression.finish(refused)
         if self._clip:
             nn.utils.clip_grads_with_norm_(state.model.parameters(), self._clip, norm)
         state.optimizer.found_inf = refused.float()  # type: ignore[attr-defined]
@@ -134,6 +135,7 @@ class Stepper:
             raise ConfigError(remedy) from error
         for buffer, before in zip(self._state.model.buffers(), buffers, strict=True):
             buffer.copy_(before)
+        self._state.compression.forget()
         return counter.get_total_flops() / samples_of(batch)
 
     def _pass(self, batch: Batch) -> None:

@@ -1,0 +1,268 @@
+"""Short gradients, with three gloo processes: they keep what the promises say."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from processes import Died, Group, Raised
+from tiny import (
+    EPOCHS,
+    TOTAL_STEPS,
+    Ran,
+    ScriptedSession,
+    TinyTask,
+    bits,
+    newest,
+    plain,
+    run_tiny,
+    tiny_config,
+    weights,
+)
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from raytrain_ddp.checkpoint.layout import read_history, run_storage
+from raytrain_ddp.checkpoint.snapshot import decode_tensors
+from raytrain_ddp.config import TrainConfig
+from raytrain_ddp.recipe import from_dict
+from raytrain_ddp.sections import CheckpointConfig, ComputeConfig, DdpConfig, OptimConfig
+from raytrain_ddp.training.clock import Clock
+from raytrain_ddp.training.compression import compress
+from raytrain_ddp.training.prepare import prepare
+from raytrain_ddp.training.world import World
+
+POWERSGD = DdpConfig(compression="powersgd", powersgd_rank=1)
+WAYS: dict[str, dict[str, Any]] = {
+    "bf16": {"ddp": DdpConfig(compression="bf16")},
+    "fp16": {"ddp": DdpConfig(compression="fp16")},
+    "powersgd": {"ddp": POWERSGD},
+    "powersgd-adamw-clip-fp16": {
+        "ddp": DdpConfig(compression="powersgd", powersgd_rank=2, gradient_as_bucket_view=False),
+        "optim": OptimConfig(name="adamw", lr=0.01, clip_norm=0.5),
+        "compute": ComputeConfig(precision="fp16", channels_last=True),
+    },
+}
+
+
+def losses_of(config: TrainConfig) -> list[float]:
+    history = read_history(run_storage(config))
+    return [record["loss"] for record in history if record["kind"] == "train"]
+
+
+def kept(config: TrainConfig) -> dict[str, Tensor]:
+    return decode_tensors(newest(config).read("compression.safetensors"))
+
+
+class Whole:
+    """Uninterrupted runs on three workers; each way is run once."""
+
+    def __init__(self, workers: Group, folder: Path) -> None:
+        self._workers, self._folder = workers, folder
+        self._done: dict[str, tuple[TrainConfig, list[Ran]]] = {}
+
+    def __call__(self, way: str) -> tuple[TrainConfig, list[Ran]]:
+        if way not in self._done:
+            config = tiny_config(self._folder, way, **WAYS[way])
+            self._done[way] = config, self._workers(3, run_tiny, plain(config))
+        return self._done[way]
+
+
+@pytest.fixture(scope="module")
+def whole(workers: Group, tmp_path_factory: pytest.TempPathFactory) -> Whole:
+    return Whole(workers, tmp_path_factory.mktemp("whole"))
+
+
+# ------------------------------------------------------------------ whole runs
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_all_ranks_end_with_the_same_weights_to_the_last_bit(way: str, whole: Whole):
+    config, ran = whole(way)
+    assert {worker.outcome.step for worker in ran} == {TOTAL_STEPS}
+    assert len({worker.digest for worker in ran}) == 1
+    assert losses_of(config)[-1] < 0.7 * losses_of(config)[0]
+
+
+@pytest.mark.parametrize("way", ["bf16", "powersgd", "powersgd-adamw-clip-fp16"])
+def test_a_stopped_and_killed_run_ends_with_the_bits_of_the_whole_run(
+    way: str, whole: Whole, workers: Group, tmp_path: Path
+):
+    """Promise 3, for PowerSGD, too: each worker's residual is in the checkpoint."""
+    reference, _ = whole(way)
+    often = CheckpointConfig(every_steps=4, every_s=0.0)
+    config = tiny_config(tmp_path, "broken", **{**WAYS[way], "checkpoint": often})
+    workers(3, run_tiny, plain(config), None, 7)  # asked to stop
+    *others, last = workers.outcomes(3, run_tiny, plain(config), None, 0, 18)
+    assert last == Died(9)
+    assert all(isinstance(other, Raised) for other in others)
+    ran = workers(3, run_tiny, plain(config))
+    assert 7 < ran[0].start_step < 18
+    assert bits(config) == bits(reference)
+    assert losses_of(config) == losses_of(reference)
+    if way != "bf16":
+        assert all(
+            torch.equal(tensor, kept(reference)[name]) for name, tensor in kept(config).items()
+        )
+
+
+def test_a_run_resized_on_the_way_keeps_the_mean_of_the_residuals(
+    whole: Whole, workers: Group, tmp_path: Path
+):
+    """What is sent follows from the sum of the residuals, so the mean of three will do for two."""
+    reference, _ = whole("powersgd")
+    config = tiny_config(tmp_path, "resized", **WAYS["powersgd"])
+    for size, stop in ((3, 4), (2, 15), (4, 21), (3, 0)):
+        workers(size, run_tiny, plain(config), None, stop)
+    assert losses_of(config) == pytest.approx(losses_of(reference), rel=1e-4)
+    for name, tensor in weights(config).items():
+        torch.testing.assert_close(tensor, weights(reference)[name], rtol=1e-3, atol=1e-4)
+
+
+def test_several_buckets_are_all_the_same_to_powersgd(whole: Whole, workers: Group, tmp_path: Path):
+    """torch's own hook has gloo abort. (Bits differ: BLAS heeds how a matrix is aligned.)"""
+    several = {"bucket_cap_mb": 0.0005, "find_unused_parameters": True}
+    config = tiny_config(tmp_path, "buckets", ddp=dataclasses.replace(POWERSGD, **several))
+    workers(3, run_tiny, plain(config))
+    assert losses_of(config) == pytest.approx(losses_of(whole("powersgd")[0]), rel=1e-4)
+
+
+def test_a_step_that_is_not_finite_leaves_powersgd_as_it_was(workers: Group, tmp_path: Path):
+    """One rank's loss is nan once an epoch; the residuals stay finite, and the ranks alike."""
+    optim = OptimConfig(lr=0.05, nonfinite="skip")
+    config = tiny_config(tmp_path, "odd", ddp=POWERSGD, optim=optim)
+    ran = workers(3, run_tiny, plain(config), {"nan_row": 100})
+    assert len({worker.digest for worker in ran}) == 1
+    assert sum("is nan" in str(event.get("text")) for event in ran[0].events) == EPOCHS
+    assert all(tensor.isfinite().all() for tensor in kept(config).values())
+    assert losses_of(config)[-1] < losses_of(config)[0]
+
+
+# ------------------------------------------------------------------ step by step
+
+
+class Dictated(nn.Module):
+    """Has the gradients that it is given, for a kernel, a matrix and a vector."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        kernel = torch.zeros(32, 16, 3, 3).to(memory_format=torch.channels_last)
+        self.all = nn.ParameterList([kernel, torch.zeros(40, 60), torch.zeros(7)])
+
+    def forward(self, gradients: Sequence[Tensor]) -> Tensor:
+        pairs = zip(self.parameters(), gradients, strict=True)
+        return torch.stack([(parameter * gradient).sum() for parameter, gradient in pairs]).sum()
+
+
+STEPS, REFUSED = 5, 2
+Stepped = tuple[list[list[Any]], list[list[Any]], list[dict[str, Any]]]
+
+
+def stepped(rank: int, size: int, ddp: DdpConfig) -> Stepped:
+    """(own gradients, averaged gradients, what was kept before each step and after the last)."""
+    world = World(rank, size, rank, torch.device("cpu"), threads=1)
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+    net = DistributedDataParallel(Dictated(), bucket_cap_mb=0.001)
+    compression = compress(net, TrainConfig(ddp=ddp), scaler, world, Clock(world.device))
+    compression.forget()
+    random = torch.Generator().manual_seed(rank)
+    own, averaged, states = [], [], [compression.gather()]
+    for step in range(STEPS):
+        gradients = [torch.randn(p.shape, generator=random) for p in net.parameters()]
+        net.zero_grad()
+        scaler.scale(net(gradients)).backward()
+        scale = scaler.get_scale()
+        averaged.append([(p.grad / scale).numpy() for p in net.parameters()])
+        own.append([gradient.numpy() for gradient in gradients])
+        compression.finish(torch.tensor(step == REFUSED))
+        states.append(compression.gather())
+        scaler.update(new_scale=16.0 if step else 8.0)
+    return own, averaged, [{k: v.numpy() for k, v in state.items()} for state in states]
+
+
+@pytest.fixture(scope="module")
+def by_powersgd(workers: Group) -> list[Stepped]:
+    return workers(3, stepped, POWERSGD)
+
+
+def test_powersgd_sends_one_step_of_power_iteration_and_vectors_whole(by_powersgd: list[Stepped]):
+    """Against the paper's algorithm on the mean gradient, without any worker."""
+    _, averaged, states = by_powersgd[0]
+    means = [sum(parts) / 3 for parts in zip(*(own[0] for own, _, _ in by_powersgd), strict=True)]
+    kernel, matrix, bias = map(torch.from_numpy, means)
+    right = torch.from_numpy(states[0]["right"]).split([144, 60])
+    for mean, start, got in (
+        (kernel.permute(0, 2, 3, 1).reshape(32, 144), right[0], averaged[0][0]),
+        (matrix, right[1], averaged[0][1]),
+    ):
+        left = mean @ start
+        left /= left.norm()
+        expected = torch.outer(left, mean.T @ left)
+        sent = torch.from_numpy(got)
+        sent = sent.permute(0, 2, 3, 1).reshape(32, 144) if sent.ndim == 4 else sent
+        torch.testing.assert_close(sent, expected, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(torch.from_numpy(averaged[0][2]), bias)
+
+
+def test_what_powersgd_has_not_sent_is_in_the_residuals_whatever_the_scale_of_fp16(
+    by_powersgd: list[Stepped],
+):
+    """Sent and kept add up to all gradients, but for a step that was refused."""
+    steps = [step for step in range(STEPS) if step != REFUSED]
+    for place, shape in ((0, (32, 144)), (1, (40, 60))):
+        given = sum(own[step][place] for own, _, _ in by_powersgd for step in steps) / 3
+        sent = sum(by_powersgd[0][1][step][place] for step in steps)
+        missing = torch.from_numpy(given - sent)
+        missing = missing.permute(0, 2, 3, 1) if missing.ndim == 4 else missing
+        residual = torch.from_numpy(by_powersgd[0][2][-1]["residual"]).mean(0)
+        residual = residual.split([32 * 144, 40 * 60])[place].view(shape)
+        torch.testing.assert_close(residual, missing.reshape(shape), rtol=1e-3, atol=1e-4)
+        assert residual.norm() > 1
+
+
+def test_a_refused_step_leaves_residuals_and_factors_as_they_were(by_powersgd: list[Stepped]):
+    states = by_powersgd[0][2]
+    for name in ("residual", "right"):
+        assert (states[REFUSED][name] == states[REFUSED + 1][name]).all()
+        assert (states[REFUSED][name] != states[REFUSED - 1][name]).any()
+
+
+def fresh(rank: int, size: int, plain_config: Mapping[str, Any]) -> tuple[bool, float]:
+    """(whether the warm-up left no trace, the largest of the residuals)."""
+    config = from_dict(plain_config)
+    world = World(rank, size, rank, torch.device("cpu"), threads=1)
+    task = TinyTask(config)
+    with ScriptedSession(config, world, 0, 0) as session:
+        task.session = session
+        compression = prepare(config, task, session).state.compression
+        before = compression.gather()
+        compression.forget()
+        after = compression.gather()
+    same = all(torch.equal(tensor, after[name]) for name, tensor in before.items())
+    return same, float(before["residual"].abs().max()) if before else 0.0
+
+
+def test_the_warm_up_leaves_nothing_in_powersgd(workers: Group, tmp_path: Path):
+    config = tiny_config(tmp_path, "fresh", ddp=POWERSGD)
+    assert workers(3, fresh, plain(config)) == [(True, 0.0)] * 3
+
+
+def without_cuda(rank: int, size: int) -> list[float]:
+    """bf16 in a torch that was built without CUDA."""
+    built_with = torch.version.cuda
+    torch.version.cuda = None
+    try:
+        _, averaged, _ = stepped(rank, size, DdpConfig(compression="bf16"))
+    finally:
+        torch.version.cuda = built_with
+    return [float(value) for value in averaged[0][2]]
+
+
+def test_bf16_needs_no_torch_with_cuda(workers: Group):
+    """DDP knows torch's hook by its name and refuses it there."""
+    ranks = workers(3, without_cuda)
+    assert ranks[0] == ranks[1] == ranks[2]
