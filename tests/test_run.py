@@ -11,8 +11,10 @@ import subprocess
 import sys
 import tempfile
 import time
+import types
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from processes import door
@@ -35,7 +37,7 @@ from raytrain_ddp.orchestration.run.plan import (
     values,
 )
 from raytrain_ddp.orchestration.run.preview import preview
-from raytrain_ddp.orchestration.run.room import lacking, layout_for
+from raytrain_ddp.orchestration.run.room import connected, lacking, layout_for
 from raytrain_ddp.orchestration.run.verdict import End, first_failure, ranks_said, report
 from raytrain_ddp.run import parse, split
 
@@ -279,6 +281,37 @@ def test_more_workers_than_this_machine_has_cpus_exit_3_at_once(tmp_path: Path):
     assert (answer.status, answer.heavy) == (3, [])
     assert re.search(r"999 workers .*CPU: want 999 .*have \d+", answer.err)
     assert len(answer.err.splitlines()) == 1
+
+
+class FakeRay(types.ModuleType):
+    """Notes what it is started with, and in which environment."""
+
+    def __init__(self) -> None:
+        super().__init__("ray")
+        self.told: dict[str, Any] = {}
+        self.during: dict[str, str] = {}
+
+    def is_initialized(self) -> bool:
+        return False
+
+    def init(self, **told: Any) -> None:
+        self.told, self.during = told, dict(os.environ)
+
+    def shutdown(self) -> None:
+        self.told["ended"] = True
+
+
+def test_rays_settings_are_gone_when_the_run_is_over(monkeypatch: pytest.MonkeyPatch):
+    for name in ("RAY_ADDRESS", "RAY_AUTH_MODE", *SETTINGS):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setitem(sys.modules, "ray", fake := FakeRay())
+    before = dict(os.environ)
+    with connected(Flags(num_workers=1), lambda text: None):
+        assert fake.told["num_cpus"] == 1
+        assert fake.during["RAY_AUTH_MODE"] == "token"
+        assert SETTINGS.items() <= fake.during.items()
+    assert fake.told["ended"]
+    assert dict(os.environ) == before
 
 
 # ------------------------------------------------------------------ code for other machines

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from raytrain_ddp.errors import RetriesExhausted
+from raytrain_ddp.orchestration.cluster import living
 from raytrain_ddp.orchestration.resources import Layout
 from raytrain_ddp.orchestration.run import agent, guard, ship
 from raytrain_ddp.orchestration.run.agent import Agent
@@ -27,7 +28,7 @@ from raytrain_ddp.orchestration.run.plan import (
     ranked,
     values,
 )
-from raytrain_ddp.orchestration.run.room import lacking, living, refusal
+from raytrain_ddp.orchestration.run.room import lacking, refusal
 
 _POLL_S = 0.2
 _ANSWER_TIMEOUT_S = 300.0

@@ -12,12 +12,13 @@ from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
 
+from raytrain_ddp.orchestration.cluster import living
 from raytrain_ddp.orchestration.run.attempt import Attempt
 from raytrain_ddp.orchestration.run.crew import Crew, SeatLost
 from raytrain_ddp.orchestration.run.order import Order
 from raytrain_ddp.orchestration.run.output import Output
 from raytrain_ddp.orchestration.run.plan import Worker
-from raytrain_ddp.orchestration.run.room import connected, layout_for, living
+from raytrain_ddp.orchestration.run.room import connected, layout_for
 from raytrain_ddp.orchestration.run.verdict import first_failure, ranks_said, report
 
 
