@@ -12,7 +12,7 @@ import sys
 import tempfile
 import time
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +41,7 @@ from raytrain_ddp.orchestration.run.room import connected, lacking, layout_for
 from raytrain_ddp.orchestration.run.verdict import End, first_failure, ranks_said, report
 from raytrain_ddp.run import parse, split
 
+ROOT = Path(__file__).parent.parent
 GUARD = Path(ship.__file__).with_name("guard.py")
 
 # ------------------------------------------------------------------ the command line
@@ -350,6 +351,10 @@ def told(output: Output, rank: int, text: str, at: float) -> None:
         output.line(rank, "stderr", line, at)
 
 
+def same_clock(ranks: Sequence[int]) -> dict[int, float]:
+    return {}
+
+
 TRACEBACK = "Traceback (most recent call last):\n  File x\nValueError: rank {}"
 
 
@@ -359,7 +364,7 @@ def test_who_raised_first_is_the_first_even_if_its_process_ends_last():
     told(output, 2, "before\n" + TRACEBACK.format(2), at=10.0)
     told(output, 0, TRACEBACK.format(0), at=10.1)
     ends = {0: End(1, 10.2), 2: End(1, 10.6), 1: End(-15, 11.0, asked="SIGTERM")}
-    assert first_failure(ends, output) == 2
+    assert first_failure(ends, output, same_clock) == 2
     text = report(2, ends, workers, output)
     assert text.splitlines()[0] == "rank 2 failed first, on w10 (10.0.0.10): exit status 1"
     assert "ValueError: rank 2" in text
@@ -370,17 +375,27 @@ def test_who_raised_first_is_the_first_even_if_its_process_ends_last():
     )
 
 
+def test_who_failed_first_is_judged_by_the_times_of_the_machines_that_failed():
+    """Rank 1's clock is 100 s ahead; rank 0 was asked to end, so that its end tells nothing."""
+    output = Output(lambda rank: False, None)
+    ends = {0: End(-15, 1.0, asked="SIGTERM"), 1: End(3, 109.5), 2: End(4, 10.0)}
+    assert first_failure(ends, output, lambda ranks: {1: 100.0, 2: 0.0}) == 1
+    assert first_failure(ends, output, lambda ranks: {1: 99.0, 2: 0.0}) == 2
+
+
 def test_a_lost_node_is_the_cause_of_what_its_peers_suffer():
     output = Output(lambda rank: False, None)
     ends = {0: End(1, 10.0), 1: End(None, 15.0, lost="the node died"), 2: End(0, 9.0)}
-    assert first_failure(ends, output) == 1
+    assert first_failure(ends, output, same_clock) == 1
     assert ends[1].exit_status == 7
     assert "lost: the node died" in report(1, ends, three_on_two_nodes().workers, output)
 
 
 def test_nobody_failed_where_all_ended_well_or_by_our_signal():
     output = Output(lambda rank: False, None)
-    assert first_failure({0: End(0, 1.0), 1: End(-2, 1.0, asked="SIGINT")}, output) is None
+    assert (
+        first_failure({0: End(0, 1.0), 1: End(-2, 1.0, asked="SIGINT")}, output, same_clock) is None
+    )
 
 
 def test_statuses_are_the_shells():
@@ -401,14 +416,60 @@ def test_ranks_are_said_in_runs():
     assert ranks_said([0, 1, 2, 5]) == "ranks 0-2, 5"
 
 
-def test_output_goes_to_the_console_prefixed_and_to_files(tmp_path: Path, capsys):
+def test_output_goes_to_the_console_prefixed_and_to_files(tmp_path: Path, capfd):
     with Output(Flags(tee="0").shown, tmp_path) as output:
         output.line(0, "stdout", "out", 1.0)
         output.line(1, "stderr", "err", 1.0)
-    shown = capsys.readouterr()
+    shown = capfd.readouterr()
     assert (shown.out, shown.err) == ("[rank 0] out\n", "")
     assert (tmp_path / "0/stdout.log").read_text() == "out\n"
     assert (tmp_path / "1/stderr.log").read_text() == "err\n"
+
+
+SLOW_CONSOLE = """
+import os, sys
+from raytrain_ddp.orchestration.run.output import Output
+with Output(lambda rank: True, None, hurried=lambda: os.path.exists("hurry")) as output:
+    for n in range(20_000):
+        output.line(0, "stdout", str(n), 0.0)
+    print("behind" if output.behind else "", file=sys.stderr, flush=True)
+"""
+
+
+def test_a_slow_console_holds_nobody_up_and_gets_all_lines(tmp_path: Path):
+    with console_of(SLOW_CONSOLE, tmp_path) as process:
+        assert process.stderr.readline() == "behind\n"  # and has not read a line yet
+        assert (
+            process.stdout.read().split()
+            == " ".join(f"[rank 0] {n}" for n in range(20_000)).split()
+        )
+        assert process.wait(20) == 0
+
+
+def test_a_console_that_stands_still_is_left_by_whoever_is_stopped(tmp_path: Path):
+    with console_of(SLOW_CONSOLE, tmp_path) as process:
+        assert process.stderr.readline() == "behind\n"
+        (tmp_path / "hurry").touch()
+        assert process.wait(20) == 0
+
+
+def test_a_console_that_is_closed_is_told(tmp_path: Path):
+    with console_of(SLOW_CONSOLE.replace("20_000", "10**9"), tmp_path) as process:
+        process.stdout.readline()
+        process.stdout.close()
+        assert "BrokenPipeError" in process.stderr.read()
+
+
+def console_of(script: str, folder: Path) -> Any:
+    """Whose console is a pipe that this process reads when it likes."""
+    return subprocess.Popen(
+        [sys.executable, "-c", script],
+        cwd=folder,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+    )
 
 
 # ------------------------------------------------------------------ the guard
@@ -525,6 +586,82 @@ def test_a_program_that_is_not_there_ends_with_127(tmp_path: Path, capfd):
     assert guarded.report()["status"] == 127
     assert "/no/such/program" in capfd.readouterr().err
     guarded.close()
+
+
+# ------------------------------------------------------------------ the agent
+
+
+@pytest.fixture
+def agent() -> Iterator[Agent]:
+    each = Agent(GUARD.read_text())
+    yield each
+    each.signal("kill")
+    each.clean()
+
+
+def started(agent: Agent, script: str, folder: Path, *args: str) -> None:
+    agent.start([sys.executable, "-c", script, *args], dict(os.environ), str(folder), 0, False)
+
+
+def taken(agent: Agent, until: str, most: int = 500) -> list[dict[str, Any]]:
+    """All news up to that of such a kind."""
+    news: list[dict[str, Any]] = []
+    deadline = time.monotonic() + 30
+    while not any(until in each for each in news):
+        assert time.monotonic() < deadline, news
+        news += agent.take(1.0, most)
+    return news
+
+
+def test_all_lines_of_a_script_come_also_long_after_its_end(agent: Agent, tmp_path: Path):
+    started(agent, "for n in range(30_000): print(n)\nraise SystemExit(3)", tmp_path)
+    time.sleep(1)  # a console that takes none
+    news = taken(agent, "closed")
+    assert [each["line"] for each in news if "line" in each] == [str(n) for n in range(30_000)]
+    assert "closed" in news[-1]
+    assert [each["status"] for each in news if "status" in each] == [3]
+
+
+def test_a_status_waits_neither_for_the_console_nor_for_what_the_script_has_left(
+    agent: Agent, tmp_path: Path
+):
+    leaves = (
+        "import os, subprocess, sys\nchild = subprocess.Popen([sys.executable, '-c', sys.argv[1]])"
+    )
+    ready = "import signal, time; signal.signal(15, signal.SIG_IGN); print(); time.sleep(600)"
+    script = f"{leaves}\nfor n in range(4_000): print(n)\nos._exit(3)"
+    began = time.monotonic()
+    started(agent, script, tmp_path, ready)
+    (told,) = taken(agent, "status", most=0)
+    ended_at = time.monotonic()
+    assert (told["status"], told["asked"]) == (3, 0)
+    assert began < told["at"] <= ended_at
+    taken(agent, "closed")
+
+
+def test_what_ended_by_itself_was_not_asked_to(agent: Agent, tmp_path: Path):
+    started(agent, "import sys; sys.exit(4)", tmp_path)
+    wait_until(lambda: bool(agent._urgent))
+    agent.signal("15")
+    told = taken(agent, "status")
+    assert [(each["status"], each["asked"]) for each in told if "status" in each] == [(4, 0)]
+
+
+def test_a_signal_in_the_first_moment_is_not_lost(tmp_path: Path):
+    for _ in range(5):
+        agent = Agent(GUARD.read_text())
+        started(agent, "import time; time.sleep(600)", tmp_path)
+        agent.signal("15")
+        told = taken(agent, "status")[0]
+        assert (told["status"], told["asked"]) == (-15, 15)
+        taken(agent, "closed")
+        agent.clean()
+
+
+def test_a_guard_that_is_killed_takes_the_script_with_it_and_is_told(agent: Agent, tmp_path: Path):
+    started(agent, "import os, time; print(os.getppid(), flush=True); time.sleep(600)", tmp_path)
+    os.kill(int(taken(agent, "line")[0]["line"]), signal.SIGKILL)
+    assert taken(agent, "closed")[0]["status"] == -9
 
 
 # ------------------------------------------------------------------ on a Ray of two nodes
@@ -757,3 +894,48 @@ if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
         status = driver.wait(30)
         wait_until(lambda: own_folders() <= folders)
         assert status == (-9 if how == "kill -9" else 130), Path("said").read_text()
+
+
+HEAD = """
+import sys
+from ray.cluster_utils import Cluster
+cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 2, "include_dashboard": False})
+head = cluster.head_node.all_processes["gcs_server"][0].process.pid
+print(cluster.address, head, flush=True)
+sys.stdin.read()
+cluster.shutdown()
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.ray
+def test_fault_06_a_run_ends_when_the_clusters_head_is_lost(tmp_path: Path):
+    (tmp_path / "script.py").write_text(STUBBORN)
+    environment = {**os.environ, **SETTINGS, "RAY_AUTH_MODE": "token"}
+    environment.pop("RAY_ADDRESS", None)
+    with subprocess.Popen(
+        [sys.executable, "-c", HEAD],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
+        env=environment,
+    ) as cluster:
+        try:
+            address, head = cluster.stdout.readline().split()
+            command = [sys.executable, "-m", "raytrain_ddp.run", "--address", address]
+            command += ["--num-workers", "2", "script.py", "pids-{rank}"]
+            with (tmp_path / "said").open("w") as said:
+                driver = subprocess.Popen(command, cwd=tmp_path, stdout=said, stderr=said)
+            files = [tmp_path / f"pids-{rank}" for rank in range(2)]
+            wait_until(lambda: all(file.exists() for file in files), within_s=60)
+            os.kill(int(head), signal.SIGKILL)
+            status = driver.wait(55)
+            lines = (tmp_path / "said").read_text()
+            assert status == 7, lines
+            assert "the head of the Ray cluster has not answered" in lines.splitlines()[-1]
+            assert "Traceback" not in lines
+            pids = [int(pid) for file in files for pid in file.read_text().split()]
+            wait_until(lambda: not any(map(alive, pids)))
+        finally:
+            cluster.stdin.close()

@@ -33,6 +33,7 @@ from raytrain_ddp.orchestration.run.room import lacking, refusal
 _POLL_S = 0.2
 _ANSWER_TIMEOUT_S = 300.0
 _CLOSE_TIMEOUT_S = 5.0
+_CLOCK_ASKED = 5
 # Below the range from which systems take the ports of outgoing connections, and above that of the
 # services one knows: what is free now is free when the script listens there seconds later.
 _PORTS = range(20_000, 30_000)
@@ -90,6 +91,23 @@ class Crew:
         started = [self._start(group, worker) for worker in self.workers]
         _answers(started, check)
 
+    def clocks(self, ranks: Sequence[int]) -> dict[int, float]:
+        """How far these ranks' clocks are ahead of this one, in seconds, to a millisecond or so;
+        of a machine that does not answer it is not known."""
+        import ray
+
+        ahead: dict[str, float] = {}
+        nodes = {self.workers[rank].seat.node: rank for rank in ranks}
+        for node, rank in nodes.items() if len(nodes) > 1 else ():
+            best_s = float("inf")
+            for _ in range(_CLOCK_ASKED):
+                asked = time.monotonic()
+                with suppress(ray.exceptions.RayError):  # GetTimeoutError too
+                    theirs = ray.get(self.agent(rank).clock.remote(), timeout=2)
+                    if (took_s := time.monotonic() - asked) < best_s:
+                        best_s, ahead[node] = took_s, theirs - asked - took_s / 2
+        return {r: ahead[n] for r in ranks if (n := self.workers[r].seat.node) in ahead}
+
     def close(self) -> None:
         """Ends all agents, and with them whatever their scripts have left."""
         # Aside: where Ray itself has been ended meanwhile, its calls take a minute to say so.
@@ -139,6 +157,8 @@ def _release(agents: Sequence[Any], group: Any) -> None:
     import ray
 
     with suppress(Exception):  # there is nothing to be done about it
+        for each in agents:  # at once, and also where no head is left to end the agents
+            each.signal.remote("kill")
         cleaned = [each.clean.remote() for each in agents]
         if cleaned:
             ray.wait(cleaned, num_returns=len(cleaned), timeout=1)
