@@ -298,6 +298,9 @@ class FakeRay(types.ModuleType):
     def init(self, **told: Any) -> None:
         self.told, self.during = told, dict(os.environ)
 
+    def nodes(self) -> list[Any]:
+        return []
+
     def shutdown(self) -> None:
         self.told["ended"] = True
 
@@ -313,6 +316,34 @@ def test_rays_settings_are_gone_when_the_run_is_over(monkeypatch: pytest.MonkeyP
         assert SETTINGS.items() <= fake.during.items()
     assert fake.told["ended"]
     assert dict(os.environ) == before
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("when", ["before Ray has taken SIGTERM", "after that"])
+def test_a_signal_while_ray_starts_ends_the_run_when_ray_can_be_ended(
+    number: int, when: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    class Slow(FakeRay):
+        def init(self, **told: Any) -> None:
+            super().init(**told)
+            if when == "before Ray has taken SIGTERM":
+                os.kill(os.getpid(), number)
+            signal.signal(signal.SIGTERM, lambda *_: sys.exit("Ray's own"))
+
+        def nodes(self) -> list[Any]:
+            if when == "after that":
+                os.kill(os.getpid(), number)
+            return []
+
+    in_folder(monkeypatch, tmp_path, "")
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    monkeypatch.setitem(sys.modules, "ray", fake := Slow())
+    before = [signal.getsignal(each) for each in (signal.SIGINT, signal.SIGTERM)]
+    with pytest.raises(KeyboardInterrupt) as stop:
+        launch(Order(Flags(num_workers=1), "script.py"))
+    assert stop.value.args == (number,)
+    assert fake.told["ended"]
+    assert [signal.getsignal(each) for each in (signal.SIGINT, signal.SIGTERM)] == before
 
 
 # ------------------------------------------------------------------ code for other machines
