@@ -13,6 +13,7 @@ import tempfile
 import time
 import types
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ from raytrain_ddp.orchestration.cluster import SETTINGS
 from raytrain_ddp.orchestration.run import ship
 from raytrain_ddp.orchestration.run.agent import Agent
 from raytrain_ddp.orchestration.run.crew import sent_whole
+from raytrain_ddp.orchestration.run.folders import provide
 from raytrain_ddp.orchestration.run.launch import launch
 from raytrain_ddp.orchestration.run.order import PLACEHOLDERS, Flags, Order
 from raytrain_ddp.orchestration.run.output import Output
@@ -212,16 +214,63 @@ def test_the_drivers_environment_travels_but_for_what_is_its_machines():
         "PATH": "/driver",
         "WANDB_API_KEY": "k",
         "NCCL_DEBUG": "INFO",
+        "PYTHONHASHSEED": "0",
+        "PYTHONHOME": "/home",
+        "PYTHONPATH": "/here/src::lib",
         "RAY_ADDRESS": "x",
         "RANK": "5",
         "VIRTUAL_ENV": "/v",
         "CUDA_VISIBLE_DEVICES": "3",
     }
-    here = base_environment(driver, None)
-    assert here == {k: v for k, v in driver.items() if k not in ("RAY_ADDRESS", "RANK")}
     node = {"PATH": "/node", "NCCL_DEBUG": "WARN", "RAY_JOB_ID": "1", "OMP_NUM_THREADS": "1"}
-    there = base_environment(driver, node | {"PYTHONBREAKPOINT": "ray.util.rpdb.set_trace"})
-    assert there == {"PATH": "/node", "NCCL_DEBUG": "WARN", "WANDB_API_KEY": "k"}
+    node |= {"PYTHONBREAKPOINT": "ray.util.rpdb.set_trace", "PYTHONPATH": "/site:lib"}
+    there = partial(ship.moved, here=Path("/here"), there="/copy")
+    expected = {
+        "PATH": "/node",
+        "NCCL_DEBUG": "WARN",
+        "WANDB_API_KEY": "k",
+        "PYTHONHASHSEED": "0",
+        "PYTHONPATH": "/copy/src:lib:/site",
+    }
+    assert base_environment(driver, node, False, moved=there) == expected
+    exported = base_environment(driver, node, False, ["NCCL_DEBUG", "VIRTUAL_ENV"], there)
+    assert exported == expected | {"NCCL_DEBUG": "INFO", "VIRTUAL_ENV": "/v"}
+
+
+def test_on_this_machine_the_shell_counts_and_of_ray_starts_the_network():
+    driver = {"PATH": "/driver", "NCCL_DEBUG": "INFO", "RAY_ADDRESS": "x", "RANK": "5"}
+    node = {"PATH": "/node", "NCCL_DEBUG": "WARN", "GLOO_SOCKET_IFNAME": "eth1", "CONDA": "/c"}
+    assert base_environment(driver, node, local=True) == {
+        "PATH": "/driver",
+        "NCCL_DEBUG": "INFO",
+        "GLOO_SOCKET_IFNAME": "eth1",
+    }
+
+
+def test_a_variable_to_be_exported_must_be_set(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    in_folder(monkeypatch, tmp_path, "")
+    with pytest.raises(ConfigError, match="--export = 'NO_SUCH'"):
+        launch(Order(Flags(num_workers=1, export="PATH, NO_SUCH"), "script.py"))
+
+
+@pytest.mark.parametrize(
+    ("text", "flag"),
+    [
+        ("add_argument('--local_rank')", "--local_rank=0"),
+        ("add_argument('--local-rank')", "--local-rank=0"),
+        ("add_argument('--local-rank', '--local_rank')", "--local_rank=0"),
+        ("", "--local_rank=0"),
+    ],
+)
+def test_the_old_launchers_flag_is_spelled_as_the_script_reads_it(
+    text: str, flag: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    in_folder(monkeypatch, tmp_path, text)
+    order = Order(Flags(legacy_local_rank=True), "script.py")
+    group = three_on_two_nodes()
+    assert order.command("python", values(group, group.workers[1])) == [
+        *("python", "-u", "script.py", flag)
+    ]
 
 
 def test_placeholders_are_filled_in_and_other_braces_stay():
@@ -349,21 +398,138 @@ def test_a_signal_while_ray_starts_ends_the_run_when_ray_can_be_ended(
 # ------------------------------------------------------------------ code for other machines
 
 
-def test_code_is_compared_and_packed_without_what_is_not_code(tmp_path: Path):
-    here = tmp_path / "here"
-    for name in ("train.py", "lib/net.py", "data.txt", ".git/x", "env/pyvenv.cfg", "runs/1/y.py"):
-        (here / name).parent.mkdir(parents=True, exist_ok=True)
-        (here / name).write_text(name)
-    assert ship.code_hash(tmp_path / "nowhere") is None
-    packed = tmp_path / "packed.tar"
-    packed.write_bytes(ship.pack(here))
-    subprocess.run(["tar", "-xf", packed, "-C", tmp_path, "--one-top-level=there"], check=True)
-    there = tmp_path / "there"
-    copied = {str(path.relative_to(there)) for path in there.rglob("*") if path.is_file()}
-    assert copied == {"train.py", "lib/net.py", "data.txt"}
-    assert ship.code_hash(here) == ship.code_hash(there)
-    (there / "lib/net.py").write_text("lib/net.pY")
-    assert ship.code_hash(here) != ship.code_hash(there)
+def written(folder: Path, *names: str) -> Path:
+    for name in names:
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text(name)
+    return folder
+
+
+def names_in(folder: Path) -> set[str]:
+    return {str(path.relative_to(folder)) for path in folder.rglob("*") if not path.is_dir()}
+
+
+def test_a_folder_is_copied_without_what_is_not_the_users_code(tmp_path: Path):
+    left_out = [".git/x", "lib/__pycache__/n.pyc", "env/pyvenv.cfg", "runs/1/y.py"]
+    here = written(tmp_path / "here", "train.py", "lib/net.py", "data.txt", *left_out)
+    written(here, "lib/runs/z.py", "wandb/__init__.py")  # packages of these names
+    (here / "results").mkdir()
+    ship.unpack(ship.pack(here), there := tmp_path / "there")
+    kept = {"train.py", "lib/net.py", "data.txt", "lib/runs/z.py", "wandb/__init__.py"}
+    assert names_in(there) == kept
+    assert (there / "results").is_dir()
+    assert ship.difference(ship.contents(here), ship.contents(there)) == ""
+
+
+def test_any_file_that_is_another_elsewhere_is_found(tmp_path: Path):
+    names = ("train.py", "lib/net.py", "config.yaml", "ops.so")
+    here, there = (written(tmp_path / name, *names) for name in ("here", "there"))
+
+    def different() -> str:
+        return ship.difference(ship.contents(here), ship.contents(there))
+
+    written(there, "checkpoint.pt")  # a script's own, on the machine of rank 0
+    assert different() == ""
+    for name in names:
+        (there / name).write_text("other")
+        assert different() == name
+        written(there, name)
+    written(here, "lib/new.py")
+    assert different() == "lib/new.py"
+    assert ship.contents(tmp_path / "nowhere") is None
+    assert ship.difference(ship.contents(here), None) == "all"
+
+
+def test_links_arrive_as_what_they_lead_to(tmp_path: Path):
+    here = written(tmp_path / "here", "lib/net.py")
+    written(tmp_path, "shared/config.yaml", "dataset/1.png")
+    (here / "config.yaml").symlink_to("../shared/config.yaml")
+    (here / "data").symlink_to(tmp_path / "dataset")
+    (here / "same").symlink_to(here / "lib")
+    (here / "self").symlink_to(here)
+    (here / "gone").symlink_to("/no/such/place")
+    os.mkfifo(here / "pipe")
+    archive = ship.pack(here)
+    there = written(tmp_path / "there", "config.yaml")
+    (there / "lib").symlink_to(tmp_path / "dataset")  # of an earlier copy
+    for _ in range(2):
+        ship.unpack(archive, there)
+    assert {name for name in names_in(there) if not name.startswith("self/")} >= {"lib/net.py"}
+    assert not (there / "config.yaml").is_symlink()
+    assert (there / "config.yaml").read_text() == "shared/config.yaml"
+    assert (there / "data").readlink() == tmp_path / "dataset"
+    assert [str((there / name).readlink()) for name in ("same", "self")] == ["lib", "."]
+    assert not (there / "lib").is_symlink()
+    assert sorted(path.name for path in (tmp_path / "dataset").iterdir()) == ["1.png"]
+    assert (there / "gone").is_symlink()
+    assert not (there / "pipe").exists()
+    assert ship.difference(ship.contents(here), ship.contents(there)) == ""
+
+
+def test_a_new_copy_leaves_the_old_files_to_those_who_have_them_open(tmp_path: Path):
+    here = written(tmp_path / "here", "ops.so")
+    ship.unpack(ship.pack(here), tmp_path / "there")
+    with (tmp_path / "there/ops.so").open() as old:
+        (here / "ops.so").write_text("new")
+        ship.unpack(ship.pack(here), tmp_path / "there")
+        assert old.read() == "ops.so"
+    assert (tmp_path / "there/ops.so").read_text() == "new"
+
+
+class Elsewhere:
+    """Another machine: what its agents would answer."""
+
+    def __init__(self, shared: bool = False, files: dict[str, str] | None = None) -> None:
+        self.shared, self.files, self.asked = shared, files, []
+
+    def __call__(self, workers: Sequence[Any], method: str, *args: Any) -> list[Any]:
+        self.asked.append(method)
+        if method == "exists":
+            return [self.shared and Path(args[0]).exists() for _ in workers]
+        return [self.files if method == "contents" else "/copy" for _ in workers]
+
+
+def provided(elsewhere: Elsewhere, program: str = "script.py") -> dict[int, str]:
+    others = three_on_two_nodes().workers[1:2]
+    order = Order(Flags(), program)
+    return provide(order, others, elsewhere, elsewhere.asked.append)
+
+
+@pytest.fixture
+def putting(monkeypatch: pytest.MonkeyPatch) -> None:
+    ray = types.ModuleType("ray")
+    ray.put = lambda value: value
+    monkeypatch.setitem(sys.modules, "ray", ray)
+
+
+def test_a_folder_that_is_shared_is_known_by_a_mark(tmp_path: Path, monkeypatch):
+    in_folder(monkeypatch, tmp_path, "")
+    assert provided(seen := Elsewhere(shared=True)) == {}
+    assert seen.asked == ["exists"]
+    assert names_in(tmp_path) == {"script.py"}
+
+
+def test_why_a_folder_is_copied_is_said(tmp_path: Path, monkeypatch, putting: None):
+    in_folder(monkeypatch, tmp_path, "")
+    same = ship.contents(tmp_path)
+    assert provided(Elsewhere(files=same)) == {}
+    for files, why in ((None, "it is not there"), ({"script.py": "x"}, "its script.py is another")):
+        assert provided(other := Elsewhere(files=files)) == {1: "/copy"}
+        assert why in other.asked[-1]
+
+
+def test_a_script_outside_of_the_folder_that_is_copied_is_refused(
+    tmp_path: Path, monkeypatch, putting: None
+):
+    (tmp_path / "jobs").mkdir()
+    in_folder(monkeypatch, tmp_path / "jobs", "")
+    script = str(written(tmp_path, "train.py") / "train.py")
+    for name in ("../train.py", script):
+        with pytest.raises(PreflightError, match=rf"{script} is not on w10 .*10\.0\.0\.10"):
+            provided(Elsewhere(), name)
+        assert provided(Elsewhere(shared=True), name) == {}
+    assert ship.moved(script, tmp_path, "/copy") == "/copy/train.py"
+    assert ship.moved(script, tmp_path / "jobs", "/copy") == script
 
 
 def test_a_folder_too_large_is_refused_with_what_is_large(tmp_path: Path, monkeypatch):
@@ -779,7 +945,7 @@ class TestOnRay:
         flags = Flags(num_workers=3, env="slurm", log_dir="logs", ship="always")
         assert launch(Order(flags, "script.py", ("env", "{rank}", "{node_rank}"))) == 0
         out, err = capfd.readouterr()
-        copied = re.search(r"run: .* works in a copy of this folder: (.*)", err)
+        copied = re.search(r"run: .* works in a copy of .*: (.*)", err)
         assert copied is not None
         folders = [tmp_path, tmp_path, Path(copied[1])]
         files = [folder / f"env-{rank}" for rank, folder in enumerate(folders)]
@@ -811,14 +977,14 @@ import sys
 sys.modules["raytrain_ddp"] = None
 from ray import cloudpickle
 agent = cloudpickle.loads(open(sys.argv[1], "rb").read())("")
-print(agent.has(sys.argv[2], "x"), agent.free_port([]) > 0, agent.take(0))
+print(agent.contents(sys.argv[2] + "/no"), agent.free_port([]) > 0, agent.take(0))
 agent.clean()
 """
         with sent_whole():
             (tmp_path / "agent").write_bytes(cloudpickle.dumps(Agent))
         command = [sys.executable, "-c", read, tmp_path / "agent", tmp_path]
         done = subprocess.run(command, check=True, capture_output=True, text=True)
-        assert done.stdout == "False True []\n"
+        assert done.stdout == "None True []\n"
 
     def test_one_process_on_each_node_for_scripts_that_spawn_the_others(
         self, ray_of_two_nodes: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -856,7 +1022,7 @@ time.sleep(0 if attempt == sys.argv[1] else 600)
         assert first is not None
         assert "  ValueError: no such thing" in first[0].splitlines()
         assert "the others: ranks 0, 2 killed by SIGTERM (we sent SIGTERM)" in err
-        assert "a copy of this folder" not in err  # the other node has the same code
+        assert "works in a copy" not in err  # the other node has the same code
         assert "rank 1 failed first" in err.partition("restart 1 of 2")[2]
         assert "killed by SIGKILL" in err
 

@@ -7,7 +7,6 @@ values: an object of a class of ours could not be read there.
 
 from __future__ import annotations
 
-import io
 import json
 import os
 import select
@@ -17,7 +16,6 @@ import socket
 import stat
 import subprocess
 import sys
-import tarfile
 import tempfile
 import threading
 import time
@@ -27,7 +25,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import IO, Any
 
-from raytrain_ddp.orchestration.run.ship import code_hash
+from raytrain_ddp.orchestration.run import ship
 
 _MOST_LINES = 500  # in one answer
 _MOST_WAITING = 5_000  # lines that the driver has not taken; a script that prints more has to wait
@@ -81,9 +79,13 @@ class Agent:
                 return int(probe.getsockname()[1])
         raise OSError("no free port")
 
-    def has(self, folder: str, code: str | None) -> bool:
-        """Whether there is a folder of this path with this code in it; not if it is unknown."""
-        return code is not None and code_hash(Path(folder)) == code
+    def exists(self, path: str) -> bool:
+        """Whether there is such a file or folder here."""
+        return os.path.exists(path)
+
+    def contents(self, folder: str) -> dict[str, str] | None:
+        """What there is in the folder of this path; None if that is unknown."""
+        return ship.contents(Path(folder))
 
     def unpack(self, archive: bytes, folder: str) -> str:
         """Writes the code to a folder of this name among the temporary ones; returns its path.
@@ -98,10 +100,7 @@ class Agent:
             raise PermissionError(f"{own} is another user's, who may change what is in it")
         own.chmod(0o700)
         place = own / folder
-        place.mkdir(parents=True, exist_ok=True)
-        with tarfile.open(fileobj=io.BytesIO(archive)) as files:
-            safe = {"filter": "data"} if hasattr(tarfile, "data_filter") else {}
-            files.extractall(place, **safe)  # type: ignore[arg-type]
+        ship.unpack(archive, place)
         return str(place)
 
     def start(

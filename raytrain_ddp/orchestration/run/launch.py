@@ -20,19 +20,22 @@ from raytrain_ddp.orchestration.run.output import Output
 from raytrain_ddp.orchestration.run.plan import Worker
 from raytrain_ddp.orchestration.run.room import connected, layout_for
 from raytrain_ddp.orchestration.run.verdict import first_failure, ranks_said, report
+from raytrain_ddp.rules import require
 
 
 def launch(order: Order) -> int:
     """Runs the script to its end; returns its exit status (128 + n if signal n ended it).
 
     Raises:
-        ConfigError: there is no such script.
+        ConfigError: there is no such script, or no such variable.
         PreflightError: there is no Ray, no room, or a folder too large to be copied.
         RetriesExhausted: the cluster's head is lost.
         KeyboardInterrupt: a signal came before the script was started; its argument is the number.
     """
     order.require_script(Path.cwd())
     driver = dict(os.environ)  # before anything of ours or Ray's is added
+    for name in order.flags.exported:
+        require(name in driver, "--export", name, "is not set in this shell")
     try:
         # Ray puts a handler of its own in place, so ours comes again.
         with _signals() as stops, connected(order.flags, _tell), _signals(stops):
