@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import random
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -13,6 +15,25 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 FAKES = Path(__file__).resolve().parent / "fakes"
+
+
+_given: set[int] = set()
+
+
+def free_number() -> int:
+    """For a job whose ports (see slurm.sbatch) and folder are nobody's."""
+    while True:
+        number = random.randrange(10_000, 1_000_000)
+        first = 20_000 + number % 1000 * 12
+        free = first not in _given and all(map(_is_free, range(first, first + 12)))
+        if free and not Path(f"/tmp/ray-{number}").exists():
+            _given.add(first)
+            return number
+
+
+def _is_free(port: int) -> bool:
+    with socket.socket() as probe:
+        return probe.connect_ex(("127.0.0.1", port)) != 0
 
 
 class Job:
@@ -76,15 +97,15 @@ class Job:
         """Whatever of it is left."""
         self._out.close()
         if self._process.poll() is None:
-            for process in processes_of(self.number):
+            for process in processes_of(self.folder):
                 with suppress(ProcessLookupError):
                     os.kill(process, signal.SIGKILL)
             self._process.wait()
 
 
-def processes_of(number: int) -> list[int]:
-    """Those that still have a job's id in their environment."""
-    mark = f"SLURM_JOB_ID={number}".encode()
+def processes_of(folder: Path) -> list[int]:
+    """Those that have been started by the jobs of this folder."""
+    mark = f"FAKE_NOTES={folder}".encode()
     found = []
     for entry in Path("/proc").iterdir():
         with suppress(OSError, ValueError):

@@ -13,7 +13,7 @@ import pytest
 import yaml
 from cluster_checks import check_kubernetes, check_ray_up, check_sbatch, configs, opening
 from processes import door
-from slurm import FAKES, Job
+from slurm import FAKES, Job, free_number
 
 from raytrain_ddp.cli import parse_fit
 from raytrain_ddp.config import TrainConfig
@@ -123,7 +123,7 @@ def test_the_emitted_job_runs_and_takes_more_flags(tmp_path: Path):
     quick = FAKES / "quick"
     path = f"{quick}:{FAKES}:{os.environ['PATH']}"
     given = {"PATH": path, "PYTHONPATH": str(quick), "FAKE_FIT": "train"}
-    job = Job(tmp_path, 7201, script, ["--epochs", "7"], **given)
+    job = Job(tmp_path, free_number(), script, ["--epochs", "7"], **given)
     try:
         job.wait_until((tmp_path / "training").exists, 30)
         job.warn(signal.SIGTERM)

@@ -11,8 +11,11 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+import types
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 from processes import door
@@ -22,6 +25,7 @@ from raytrain_ddp.orchestration.cluster import SETTINGS
 from raytrain_ddp.orchestration.run import ship
 from raytrain_ddp.orchestration.run.agent import Agent
 from raytrain_ddp.orchestration.run.crew import sent_whole
+from raytrain_ddp.orchestration.run.folders import provide
 from raytrain_ddp.orchestration.run.launch import launch
 from raytrain_ddp.orchestration.run.order import PLACEHOLDERS, Flags, Order
 from raytrain_ddp.orchestration.run.output import Output
@@ -35,10 +39,11 @@ from raytrain_ddp.orchestration.run.plan import (
     values,
 )
 from raytrain_ddp.orchestration.run.preview import preview
-from raytrain_ddp.orchestration.run.room import lacking, layout_for
+from raytrain_ddp.orchestration.run.room import connected, lacking, layout_for
 from raytrain_ddp.orchestration.run.verdict import End, first_failure, ranks_said, report
 from raytrain_ddp.run import parse, split
 
+ROOT = Path(__file__).parent.parent
 GUARD = Path(ship.__file__).with_name("guard.py")
 
 # ------------------------------------------------------------------ the command line
@@ -209,16 +214,63 @@ def test_the_drivers_environment_travels_but_for_what_is_its_machines():
         "PATH": "/driver",
         "WANDB_API_KEY": "k",
         "NCCL_DEBUG": "INFO",
+        "PYTHONHASHSEED": "0",
+        "PYTHONHOME": "/home",
+        "PYTHONPATH": "/here/src::lib",
         "RAY_ADDRESS": "x",
         "RANK": "5",
         "VIRTUAL_ENV": "/v",
         "CUDA_VISIBLE_DEVICES": "3",
     }
-    here = base_environment(driver, None)
-    assert here == {k: v for k, v in driver.items() if k not in ("RAY_ADDRESS", "RANK")}
     node = {"PATH": "/node", "NCCL_DEBUG": "WARN", "RAY_JOB_ID": "1", "OMP_NUM_THREADS": "1"}
-    there = base_environment(driver, node | {"PYTHONBREAKPOINT": "ray.util.rpdb.set_trace"})
-    assert there == {"PATH": "/node", "NCCL_DEBUG": "WARN", "WANDB_API_KEY": "k"}
+    node |= {"PYTHONBREAKPOINT": "ray.util.rpdb.set_trace", "PYTHONPATH": "/site:lib"}
+    there = partial(ship.moved, here=Path("/here"), there="/copy")
+    expected = {
+        "PATH": "/node",
+        "NCCL_DEBUG": "WARN",
+        "WANDB_API_KEY": "k",
+        "PYTHONHASHSEED": "0",
+        "PYTHONPATH": "/copy/src:lib:/site",
+    }
+    assert base_environment(driver, node, False, moved=there) == expected
+    exported = base_environment(driver, node, False, ["NCCL_DEBUG", "VIRTUAL_ENV"], there)
+    assert exported == expected | {"NCCL_DEBUG": "INFO", "VIRTUAL_ENV": "/v"}
+
+
+def test_on_this_machine_the_shell_counts_and_of_ray_starts_the_network():
+    driver = {"PATH": "/driver", "NCCL_DEBUG": "INFO", "RAY_ADDRESS": "x", "RANK": "5"}
+    node = {"PATH": "/node", "NCCL_DEBUG": "WARN", "GLOO_SOCKET_IFNAME": "eth1", "CONDA": "/c"}
+    assert base_environment(driver, node, local=True) == {
+        "PATH": "/driver",
+        "NCCL_DEBUG": "INFO",
+        "GLOO_SOCKET_IFNAME": "eth1",
+    }
+
+
+def test_a_variable_to_be_exported_must_be_set(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    in_folder(monkeypatch, tmp_path, "")
+    with pytest.raises(ConfigError, match="--export = 'NO_SUCH'"):
+        launch(Order(Flags(num_workers=1, export="PATH, NO_SUCH"), "script.py"))
+
+
+@pytest.mark.parametrize(
+    ("text", "flag"),
+    [
+        ("add_argument('--local_rank')", "--local_rank=0"),
+        ("add_argument('--local-rank')", "--local-rank=0"),
+        ("add_argument('--local-rank', '--local_rank')", "--local_rank=0"),
+        ("", "--local_rank=0"),
+    ],
+)
+def test_the_old_launchers_flag_is_spelled_as_the_script_reads_it(
+    text: str, flag: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    in_folder(monkeypatch, tmp_path, text)
+    order = Order(Flags(legacy_local_rank=True), "script.py")
+    group = three_on_two_nodes()
+    assert order.command("python", values(group, group.workers[1])) == [
+        *("python", "-u", "script.py", flag)
+    ]
 
 
 def test_placeholders_are_filled_in_and_other_braces_stay():
@@ -281,24 +333,203 @@ def test_more_workers_than_this_machine_has_cpus_exit_3_at_once(tmp_path: Path):
     assert len(answer.err.splitlines()) == 1
 
 
+class FakeRay(types.ModuleType):
+    """Notes what it is started with, and in which environment."""
+
+    def __init__(self) -> None:
+        super().__init__("ray")
+        self.told: dict[str, Any] = {}
+        self.during: dict[str, str] = {}
+
+    def is_initialized(self) -> bool:
+        return False
+
+    def init(self, **told: Any) -> None:
+        self.told, self.during = told, dict(os.environ)
+
+    def nodes(self) -> list[Any]:
+        return []
+
+    def shutdown(self) -> None:
+        self.told["ended"] = True
+
+
+def test_rays_settings_are_gone_when_the_run_is_over(monkeypatch: pytest.MonkeyPatch):
+    for name in ("RAY_ADDRESS", "RAY_AUTH_MODE", *SETTINGS):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setitem(sys.modules, "ray", fake := FakeRay())
+    before = dict(os.environ)
+    with connected(Flags(num_workers=1), lambda text: None):
+        assert fake.told["num_cpus"] == 1
+        assert fake.during["RAY_AUTH_MODE"] == "token"
+        assert SETTINGS.items() <= fake.during.items()
+    assert fake.told["ended"]
+    assert dict(os.environ) == before
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("when", ["before Ray has taken SIGTERM", "after that"])
+def test_a_signal_while_ray_starts_ends_the_run_when_ray_can_be_ended(
+    number: int, when: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    class Slow(FakeRay):
+        def init(self, **told: Any) -> None:
+            super().init(**told)
+            if when == "before Ray has taken SIGTERM":
+                os.kill(os.getpid(), number)
+            signal.signal(signal.SIGTERM, lambda *_: sys.exit("Ray's own"))
+
+        def nodes(self) -> list[Any]:
+            if when == "after that":
+                os.kill(os.getpid(), number)
+            return []
+
+    in_folder(monkeypatch, tmp_path, "")
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    monkeypatch.setitem(sys.modules, "ray", fake := Slow())
+    before = [signal.getsignal(each) for each in (signal.SIGINT, signal.SIGTERM)]
+    with pytest.raises(KeyboardInterrupt) as stop:
+        launch(Order(Flags(num_workers=1), "script.py"))
+    assert stop.value.args == (number,)
+    assert fake.told["ended"]
+    assert [signal.getsignal(each) for each in (signal.SIGINT, signal.SIGTERM)] == before
+
+
 # ------------------------------------------------------------------ code for other machines
 
 
-def test_code_is_compared_and_packed_without_what_is_not_code(tmp_path: Path):
-    here = tmp_path / "here"
-    for name in ("train.py", "lib/net.py", "data.txt", ".git/x", "env/pyvenv.cfg", "runs/1/y.py"):
-        (here / name).parent.mkdir(parents=True, exist_ok=True)
-        (here / name).write_text(name)
-    assert ship.code_hash(tmp_path / "nowhere") is None
-    packed = tmp_path / "packed.tar"
-    packed.write_bytes(ship.pack(here))
-    subprocess.run(["tar", "-xf", packed, "-C", tmp_path, "--one-top-level=there"], check=True)
-    there = tmp_path / "there"
-    copied = {str(path.relative_to(there)) for path in there.rglob("*") if path.is_file()}
-    assert copied == {"train.py", "lib/net.py", "data.txt"}
-    assert ship.code_hash(here) == ship.code_hash(there)
-    (there / "lib/net.py").write_text("lib/net.pY")
-    assert ship.code_hash(here) != ship.code_hash(there)
+def written(folder: Path, *names: str) -> Path:
+    for name in names:
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text(name)
+    return folder
+
+
+def names_in(folder: Path) -> set[str]:
+    return {str(path.relative_to(folder)) for path in folder.rglob("*") if not path.is_dir()}
+
+
+def test_a_folder_is_copied_without_what_is_not_the_users_code(tmp_path: Path):
+    left_out = [".git/x", "lib/__pycache__/n.pyc", "env/pyvenv.cfg", "runs/1/y.py"]
+    here = written(tmp_path / "here", "train.py", "lib/net.py", "data.txt", *left_out)
+    written(here, "lib/runs/z.py", "wandb/__init__.py")  # packages of these names
+    (here / "results").mkdir()
+    ship.unpack(ship.pack(here), there := tmp_path / "there")
+    kept = {"train.py", "lib/net.py", "data.txt", "lib/runs/z.py", "wandb/__init__.py"}
+    assert names_in(there) == kept
+    assert (there / "results").is_dir()
+    assert ship.difference(ship.contents(here), ship.contents(there)) == ""
+
+
+def test_any_file_that_is_another_elsewhere_is_found(tmp_path: Path):
+    names = ("train.py", "lib/net.py", "config.yaml", "ops.so")
+    here, there = (written(tmp_path / name, *names) for name in ("here", "there"))
+
+    def different() -> str:
+        return ship.difference(ship.contents(here), ship.contents(there))
+
+    written(there, "checkpoint.pt")  # a script's own, on the machine of rank 0
+    assert different() == ""
+    for name in names:
+        (there / name).write_text("other")
+        assert different() == name
+        written(there, name)
+    written(here, "lib/new.py")
+    assert different() == "lib/new.py"
+    assert ship.contents(tmp_path / "nowhere") is None
+    assert ship.difference(ship.contents(here), None) == "all"
+
+
+def test_links_arrive_as_what_they_lead_to(tmp_path: Path):
+    here = written(tmp_path / "here", "lib/net.py")
+    written(tmp_path, "shared/config.yaml", "dataset/1.png")
+    (here / "config.yaml").symlink_to("../shared/config.yaml")
+    (here / "data").symlink_to(tmp_path / "dataset")
+    (here / "same").symlink_to(here / "lib")
+    (here / "self").symlink_to(here)
+    (here / "gone").symlink_to("/no/such/place")
+    os.mkfifo(here / "pipe")
+    archive = ship.pack(here)
+    there = written(tmp_path / "there", "config.yaml")
+    (there / "lib").symlink_to(tmp_path / "dataset")  # of an earlier copy
+    for _ in range(2):
+        ship.unpack(archive, there)
+    assert {name for name in names_in(there) if not name.startswith("self/")} >= {"lib/net.py"}
+    assert not (there / "config.yaml").is_symlink()
+    assert (there / "config.yaml").read_text() == "shared/config.yaml"
+    assert (there / "data").readlink() == tmp_path / "dataset"
+    assert [str((there / name).readlink()) for name in ("same", "self")] == ["lib", "."]
+    assert not (there / "lib").is_symlink()
+    assert sorted(path.name for path in (tmp_path / "dataset").iterdir()) == ["1.png"]
+    assert (there / "gone").is_symlink()
+    assert not (there / "pipe").exists()
+    assert ship.difference(ship.contents(here), ship.contents(there)) == ""
+
+
+def test_a_new_copy_leaves_the_old_files_to_those_who_have_them_open(tmp_path: Path):
+    here = written(tmp_path / "here", "ops.so")
+    ship.unpack(ship.pack(here), tmp_path / "there")
+    with (tmp_path / "there/ops.so").open() as old:
+        (here / "ops.so").write_text("new")
+        ship.unpack(ship.pack(here), tmp_path / "there")
+        assert old.read() == "ops.so"
+    assert (tmp_path / "there/ops.so").read_text() == "new"
+
+
+class Elsewhere:
+    """Another machine: what its agents would answer."""
+
+    def __init__(self, shared: bool = False, files: dict[str, str] | None = None) -> None:
+        self.shared, self.files, self.asked = shared, files, []
+
+    def __call__(self, workers: Sequence[Any], method: str, *args: Any) -> list[Any]:
+        self.asked.append(method)
+        if method == "exists":
+            return [self.shared and Path(args[0]).exists() for _ in workers]
+        return [self.files if method == "contents" else "/copy" for _ in workers]
+
+
+def provided(elsewhere: Elsewhere, program: str = "script.py") -> dict[int, str]:
+    others = three_on_two_nodes().workers[1:2]
+    order = Order(Flags(), program)
+    return provide(order, others, elsewhere, elsewhere.asked.append)
+
+
+@pytest.fixture
+def putting(monkeypatch: pytest.MonkeyPatch) -> None:
+    ray = types.ModuleType("ray")
+    ray.put = lambda value: value
+    monkeypatch.setitem(sys.modules, "ray", ray)
+
+
+def test_a_folder_that_is_shared_is_known_by_a_mark(tmp_path: Path, monkeypatch):
+    in_folder(monkeypatch, tmp_path, "")
+    assert provided(seen := Elsewhere(shared=True)) == {}
+    assert seen.asked == ["exists"]
+    assert names_in(tmp_path) == {"script.py"}
+
+
+def test_why_a_folder_is_copied_is_said(tmp_path: Path, monkeypatch, putting: None):
+    in_folder(monkeypatch, tmp_path, "")
+    same = ship.contents(tmp_path)
+    assert provided(Elsewhere(files=same)) == {}
+    for files, why in ((None, "it is not there"), ({"script.py": "x"}, "its script.py is another")):
+        assert provided(other := Elsewhere(files=files)) == {1: "/copy"}
+        assert why in other.asked[-1]
+
+
+def test_a_script_outside_of_the_folder_that_is_copied_is_refused(
+    tmp_path: Path, monkeypatch, putting: None
+):
+    (tmp_path / "jobs").mkdir()
+    in_folder(monkeypatch, tmp_path / "jobs", "")
+    script = str(written(tmp_path, "train.py") / "train.py")
+    for name in ("../train.py", script):
+        with pytest.raises(PreflightError, match=rf"{script} is not on w10 .*10\.0\.0\.10"):
+            provided(Elsewhere(), name)
+        assert provided(Elsewhere(shared=True), name) == {}
+    assert ship.moved(script, tmp_path, "/copy") == "/copy/train.py"
+    assert ship.moved(script, tmp_path / "jobs", "/copy") == script
 
 
 def test_a_folder_too_large_is_refused_with_what_is_large(tmp_path: Path, monkeypatch):
@@ -317,6 +548,10 @@ def told(output: Output, rank: int, text: str, at: float) -> None:
         output.line(rank, "stderr", line, at)
 
 
+def same_clock(ranks: Sequence[int]) -> dict[int, float]:
+    return {}
+
+
 TRACEBACK = "Traceback (most recent call last):\n  File x\nValueError: rank {}"
 
 
@@ -326,7 +561,7 @@ def test_who_raised_first_is_the_first_even_if_its_process_ends_last():
     told(output, 2, "before\n" + TRACEBACK.format(2), at=10.0)
     told(output, 0, TRACEBACK.format(0), at=10.1)
     ends = {0: End(1, 10.2), 2: End(1, 10.6), 1: End(-15, 11.0, asked="SIGTERM")}
-    assert first_failure(ends, output) == 2
+    assert first_failure(ends, output, same_clock) == 2
     text = report(2, ends, workers, output)
     assert text.splitlines()[0] == "rank 2 failed first, on w10 (10.0.0.10): exit status 1"
     assert "ValueError: rank 2" in text
@@ -337,17 +572,27 @@ def test_who_raised_first_is_the_first_even_if_its_process_ends_last():
     )
 
 
+def test_who_failed_first_is_judged_by_the_times_of_the_machines_that_failed():
+    """Rank 1's clock is 100 s ahead; rank 0 was asked to end, so that its end tells nothing."""
+    output = Output(lambda rank: False, None)
+    ends = {0: End(-15, 1.0, asked="SIGTERM"), 1: End(3, 109.5), 2: End(4, 10.0)}
+    assert first_failure(ends, output, lambda ranks: {1: 100.0, 2: 0.0}) == 1
+    assert first_failure(ends, output, lambda ranks: {1: 99.0, 2: 0.0}) == 2
+
+
 def test_a_lost_node_is_the_cause_of_what_its_peers_suffer():
     output = Output(lambda rank: False, None)
     ends = {0: End(1, 10.0), 1: End(None, 15.0, lost="the node died"), 2: End(0, 9.0)}
-    assert first_failure(ends, output) == 1
+    assert first_failure(ends, output, same_clock) == 1
     assert ends[1].exit_status == 7
     assert "lost: the node died" in report(1, ends, three_on_two_nodes().workers, output)
 
 
 def test_nobody_failed_where_all_ended_well_or_by_our_signal():
     output = Output(lambda rank: False, None)
-    assert first_failure({0: End(0, 1.0), 1: End(-2, 1.0, asked="SIGINT")}, output) is None
+    assert (
+        first_failure({0: End(0, 1.0), 1: End(-2, 1.0, asked="SIGINT")}, output, same_clock) is None
+    )
 
 
 def test_statuses_are_the_shells():
@@ -368,14 +613,60 @@ def test_ranks_are_said_in_runs():
     assert ranks_said([0, 1, 2, 5]) == "ranks 0-2, 5"
 
 
-def test_output_goes_to_the_console_prefixed_and_to_files(tmp_path: Path, capsys):
+def test_output_goes_to_the_console_prefixed_and_to_files(tmp_path: Path, capfd):
     with Output(Flags(tee="0").shown, tmp_path) as output:
         output.line(0, "stdout", "out", 1.0)
         output.line(1, "stderr", "err", 1.0)
-    shown = capsys.readouterr()
+    shown = capfd.readouterr()
     assert (shown.out, shown.err) == ("[rank 0] out\n", "")
     assert (tmp_path / "0/stdout.log").read_text() == "out\n"
     assert (tmp_path / "1/stderr.log").read_text() == "err\n"
+
+
+SLOW_CONSOLE = """
+import os, sys
+from raytrain_ddp.orchestration.run.output import Output
+with Output(lambda rank: True, None, hurried=lambda: os.path.exists("hurry")) as output:
+    for n in range(20_000):
+        output.line(0, "stdout", str(n), 0.0)
+    print("behind" if output.behind else "", file=sys.stderr, flush=True)
+"""
+
+
+def test_a_slow_console_holds_nobody_up_and_gets_all_lines(tmp_path: Path):
+    with console_of(SLOW_CONSOLE, tmp_path) as process:
+        assert process.stderr.readline() == "behind\n"  # and has not read a line yet
+        assert (
+            process.stdout.read().split()
+            == " ".join(f"[rank 0] {n}" for n in range(20_000)).split()
+        )
+        assert process.wait(20) == 0
+
+
+def test_a_console_that_stands_still_is_left_by_whoever_is_stopped(tmp_path: Path):
+    with console_of(SLOW_CONSOLE, tmp_path) as process:
+        assert process.stderr.readline() == "behind\n"
+        (tmp_path / "hurry").touch()
+        assert process.wait(20) == 0
+
+
+def test_a_console_that_is_closed_is_told(tmp_path: Path):
+    with console_of(SLOW_CONSOLE.replace("20_000", "10**9"), tmp_path) as process:
+        process.stdout.readline()
+        process.stdout.close()
+        assert "BrokenPipeError" in process.stderr.read()
+
+
+def console_of(script: str, folder: Path) -> Any:
+    """Whose console is a pipe that this process reads when it likes."""
+    return subprocess.Popen(
+        [sys.executable, "-c", script],
+        cwd=folder,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+    )
 
 
 # ------------------------------------------------------------------ the guard
@@ -494,6 +785,82 @@ def test_a_program_that_is_not_there_ends_with_127(tmp_path: Path, capfd):
     guarded.close()
 
 
+# ------------------------------------------------------------------ the agent
+
+
+@pytest.fixture
+def agent() -> Iterator[Agent]:
+    each = Agent(GUARD.read_text())
+    yield each
+    each.signal("kill")
+    each.clean()
+
+
+def started(agent: Agent, script: str, folder: Path, *args: str) -> None:
+    agent.start([sys.executable, "-c", script, *args], dict(os.environ), str(folder), 0, False)
+
+
+def taken(agent: Agent, until: str, most: int = 500) -> list[dict[str, Any]]:
+    """All news up to that of such a kind."""
+    news: list[dict[str, Any]] = []
+    deadline = time.monotonic() + 30
+    while not any(until in each for each in news):
+        assert time.monotonic() < deadline, news
+        news += agent.take(1.0, most)
+    return news
+
+
+def test_all_lines_of_a_script_come_also_long_after_its_end(agent: Agent, tmp_path: Path):
+    started(agent, "for n in range(30_000): print(n)\nraise SystemExit(3)", tmp_path)
+    time.sleep(1)  # a console that takes none
+    news = taken(agent, "closed")
+    assert [each["line"] for each in news if "line" in each] == [str(n) for n in range(30_000)]
+    assert "closed" in news[-1]
+    assert [each["status"] for each in news if "status" in each] == [3]
+
+
+def test_a_status_waits_neither_for_the_console_nor_for_what_the_script_has_left(
+    agent: Agent, tmp_path: Path
+):
+    leaves = (
+        "import os, subprocess, sys\nchild = subprocess.Popen([sys.executable, '-c', sys.argv[1]])"
+    )
+    ready = "import signal, time; signal.signal(15, signal.SIG_IGN); print(); time.sleep(600)"
+    script = f"{leaves}\nfor n in range(4_000): print(n)\nos._exit(3)"
+    began = time.monotonic()
+    started(agent, script, tmp_path, ready)
+    (told,) = taken(agent, "status", most=0)
+    ended_at = time.monotonic()
+    assert (told["status"], told["asked"]) == (3, 0)
+    assert began < told["at"] <= ended_at
+    taken(agent, "closed")
+
+
+def test_what_ended_by_itself_was_not_asked_to(agent: Agent, tmp_path: Path):
+    started(agent, "import sys; sys.exit(4)", tmp_path)
+    wait_until(lambda: bool(agent._urgent))
+    agent.signal("15")
+    told = taken(agent, "status")
+    assert [(each["status"], each["asked"]) for each in told if "status" in each] == [(4, 0)]
+
+
+def test_a_signal_in_the_first_moment_is_not_lost(tmp_path: Path):
+    for _ in range(5):
+        agent = Agent(GUARD.read_text())
+        started(agent, "import time; time.sleep(600)", tmp_path)
+        agent.signal("15")
+        told = taken(agent, "status")[0]
+        assert (told["status"], told["asked"]) == (-15, 15)
+        taken(agent, "closed")
+        agent.clean()
+
+
+def test_a_guard_that_is_killed_takes_the_script_with_it_and_is_told(agent: Agent, tmp_path: Path):
+    started(agent, "import os, time; print(os.getppid(), flush=True); time.sleep(600)", tmp_path)
+    os.kill(int(taken(agent, "line")[0]["line"]), signal.SIGKILL)
+    assert taken(agent, "closed")[0]["status"] == -9
+
+
 # ------------------------------------------------------------------ on a Ray of two nodes
 
 
@@ -578,7 +945,7 @@ class TestOnRay:
         flags = Flags(num_workers=3, env="slurm", log_dir="logs", ship="always")
         assert launch(Order(flags, "script.py", ("env", "{rank}", "{node_rank}"))) == 0
         out, err = capfd.readouterr()
-        copied = re.search(r"run: .* works in a copy of this folder: (.*)", err)
+        copied = re.search(r"run: .* works in a copy of .*: (.*)", err)
         assert copied is not None
         folders = [tmp_path, tmp_path, Path(copied[1])]
         files = [folder / f"env-{rank}" for rank, folder in enumerate(folders)]
@@ -610,14 +977,14 @@ import sys
 sys.modules["raytrain_ddp"] = None
 from ray import cloudpickle
 agent = cloudpickle.loads(open(sys.argv[1], "rb").read())("")
-print(agent.has(sys.argv[2], "x"), agent.free_port([]) > 0, agent.take(0))
+print(agent.contents(sys.argv[2] + "/no"), agent.free_port([]) > 0, agent.take(0))
 agent.clean()
 """
         with sent_whole():
             (tmp_path / "agent").write_bytes(cloudpickle.dumps(Agent))
         command = [sys.executable, "-c", read, tmp_path / "agent", tmp_path]
         done = subprocess.run(command, check=True, capture_output=True, text=True)
-        assert done.stdout == "False True []\n"
+        assert done.stdout == "None True []\n"
 
     def test_one_process_on_each_node_for_scripts_that_spawn_the_others(
         self, ray_of_two_nodes: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -655,7 +1022,7 @@ time.sleep(0 if attempt == sys.argv[1] else 600)
         assert first is not None
         assert "  ValueError: no such thing" in first[0].splitlines()
         assert "the others: ranks 0, 2 killed by SIGTERM (we sent SIGTERM)" in err
-        assert "a copy of this folder" not in err  # the other node has the same code
+        assert "works in a copy" not in err  # the other node has the same code
         assert "rank 1 failed first" in err.partition("restart 1 of 2")[2]
         assert "killed by SIGKILL" in err
 
@@ -724,3 +1091,48 @@ if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
         status = driver.wait(30)
         wait_until(lambda: own_folders() <= folders)
         assert status == (-9 if how == "kill -9" else 130), Path("said").read_text()
+
+
+HEAD = """
+import sys
+from ray.cluster_utils import Cluster
+cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 2, "include_dashboard": False})
+head = cluster.head_node.all_processes["gcs_server"][0].process.pid
+print(cluster.address, head, flush=True)
+sys.stdin.read()
+cluster.shutdown()
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.ray
+def test_fault_06_a_run_ends_when_the_clusters_head_is_lost(tmp_path: Path):
+    (tmp_path / "script.py").write_text(STUBBORN)
+    environment = {**os.environ, **SETTINGS, "RAY_AUTH_MODE": "token"}
+    environment.pop("RAY_ADDRESS", None)
+    with subprocess.Popen(
+        [sys.executable, "-c", HEAD],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
+        env=environment,
+    ) as cluster:
+        try:
+            address, head = cluster.stdout.readline().split()
+            command = [sys.executable, "-m", "raytrain_ddp.run", "--address", address]
+            command += ["--num-workers", "2", "script.py", "pids-{rank}"]
+            with (tmp_path / "said").open("w") as said:
+                driver = subprocess.Popen(command, cwd=tmp_path, stdout=said, stderr=said)
+            files = [tmp_path / f"pids-{rank}" for rank in range(2)]
+            wait_until(lambda: all(file.exists() for file in files), within_s=60)
+            os.kill(int(head), signal.SIGKILL)
+            status = driver.wait(55)
+            lines = (tmp_path / "said").read_text()
+            assert status == 7, lines
+            assert "the head of the Ray cluster has not answered" in lines.splitlines()[-1]
+            assert "Traceback" not in lines
+            pids = [int(pid) for file in files for pid in file.read_text().split()]
+            wait_until(lambda: not any(map(alive, pids)))
+        finally:
+            cluster.stdin.close()

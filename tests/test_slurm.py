@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 from cluster_checks import check_sbatch
-from slurm import FAKES, ROOT, Job, processes_of
+from slurm import FAKES, ROOT, Job, free_number, processes_of
 
 SBATCH = ROOT / "clusters" / "slurm.sbatch"
 
@@ -29,7 +29,8 @@ def submit(tmp_path: Path) -> Iterator[Submit]:
     quick = FAKES / "quick"
     jobs = []
 
-    def start(number: int, *words: str, **variables: str) -> Job:
+    def start(*words: str, **variables: str) -> Job:
+        number = free_number()
         folder = tmp_path / str(number)
         folder.mkdir()
         path = f"{quick}:{FAKES}:{os.environ['PATH']}"
@@ -52,19 +53,19 @@ def asked_of_fit(job: Job) -> Any:
 
 
 def test_the_time_limit_becomes_a_checkpoint_and_the_job_goes_back_into_the_queue(submit: Submit):
-    job = submit(7001, "mine.toml", "--name", "a b")
+    job = submit("mine.toml", "--name", "a b")
     job.wait_until((job.folder / "training").exists, 30)
     job.warn(signal.SIGUSR1)
     job.wait_until((job.folder / "stopping").exists, 30)
     job.warn(signal.SIGTERM)  # Slurm's own, at the limit: must not cut the checkpoint short
     assert job.status(30) == 143, job.said
     assert asked_of_fit(job) == [signal.SIGTERM]
-    assert job.requeued == ["requeue 7001"]
+    assert job.requeued == [f"requeue {job.number}"]
     assert json.loads((job.folder / "fit.json").read_text()) == ["mine.toml", "--name", "a b"]
 
 
 def test_a_job_that_is_cancelled_makes_its_checkpoint_and_stays_away(submit: Submit):
-    job = submit(7002)
+    job = submit()
     job.wait_until((job.folder / "training").exists, 30)
     job.warn(signal.SIGTERM)
     assert job.status(30) == 143, job.said
@@ -74,13 +75,13 @@ def test_a_job_that_is_cancelled_makes_its_checkpoint_and_stays_away(submit: Sub
 
 @pytest.mark.parametrize("status", [0, 7])
 def test_the_jobs_status_is_that_of_the_run(submit: Submit, status: int):
-    job = submit(7003, FAKE_FIT=str(status))
+    job = submit(FAKE_FIT=str(status))
     assert job.status(30) == status, job.said
     assert job.requeued == []
 
 
 def test_requeues_are_counted(submit: Submit):
-    job = submit(7004, SLURM_RESTART_COUNT="3", MOST_REQUEUES="3")
+    job = submit(SLURM_RESTART_COUNT="3", MOST_REQUEUES="3")
     job.wait_until((job.folder / "training").exists, 30)
     job.warn()
     assert job.status(30) == 143, job.said
@@ -89,7 +90,7 @@ def test_requeues_are_counted(submit: Submit):
 
 
 def test_all_nodes_join_the_head_with_a_token_that_only_the_user_reads(submit: Submit):
-    job = submit(7005, SLURM_JOB_NUM_NODES="3")
+    job = submit(SLURM_JOB_NUM_NODES="3")
     job.wait_until((job.folder / "training").exists, 30)
     head, *workers = (told_ray(job, node) for node in range(3))
     assert "--head" in head["words"]
@@ -100,13 +101,13 @@ def test_all_nodes_join_the_head_with_a_token_that_only_the_user_reads(submit: S
         assert told["gloo"] == "lo"
         assert "--block" in told["words"]
     addresses = {w for told in workers for w in told["words"] if w.startswith("--address=")}
-    assert addresses == {"--address=127.0.0.1:20060"}
+    assert addresses == {f"--address=127.0.0.1:{20_000 + job.number % 1000 * 12}"}
     job.warn(signal.SIGTERM)
     assert job.status(30) == 143, job.said
 
 
 def test_jobs_on_one_node_have_ports_and_folders_of_their_own_and_leave_nothing(submit: Submit):
-    jobs = [submit(number) for number in (7006, 7007)]
+    jobs = [submit(), submit()]
     for job in jobs:
         job.wait_until((job.folder / "training").exists, 30)
     words = [told_ray(job, 0)["words"] for job in jobs]
@@ -115,16 +116,16 @@ def test_jobs_on_one_node_have_ports_and_folders_of_their_own_and_leave_nothing(
     assert not ports[0] & ports[1]
     jobs[0].warn(signal.SIGTERM)
     assert jobs[0].status(30) == 143, jobs[0].said
-    assert processes_of(7006) == []
-    assert not Path("/tmp/ray-7006").exists()
+    assert processes_of(jobs[0].folder) == []
+    assert not Path(f"/tmp/ray-{jobs[0].number}").exists()
     assert not list(jobs[0].folder.glob(".raytrain-*"))
-    assert Path("/tmp/ray-7007").exists(), "the other one's Ray lives"
+    assert Path(f"/tmp/ray-{jobs[1].number}").exists(), "the other one's Ray lives"
     jobs[1].warn(signal.SIGTERM)
     assert jobs[1].status(30) == 143, jobs[1].said
 
 
 def test_a_ray_that_does_not_start_is_told_with_its_own_words(submit: Submit):
-    job = submit(7008, FAKE_RAY="broken")
+    job = submit(FAKE_RAY="broken")
     assert job.status(30) == 1
     assert "Ray did not start" in job.said
     assert "no such luck" in job.said
@@ -147,7 +148,7 @@ def test_a_time_limit_while_nodes_are_waited_for_puts_the_job_back_into_the_queu
 
 
 def test_the_wait_for_nodes_is_bounded(submit: Submit):
-    job = submit(7009, FAKE_RAY="alone", SLURM_JOB_NUM_NODES="2", WAIT_S="2")
+    job = submit(FAKE_RAY="alone", SLURM_JOB_NUM_NODES="2", WAIT_S="2")
     assert job.status(30) == 1
     assert "1 of 2 nodes are there" in job.said
     assert job.requeued == []
@@ -163,20 +164,21 @@ TRAIN = ("--scaling.num-workers", "2", "--scaling.use-gpu", "False", "--epochs")
 @pytest.mark.ray
 def test_a_slurm_job_is_cut_by_its_time_limit_and_goes_on_when_it_is_back(tmp_path: Path):
     log = tmp_path / "runs" / "digits" / "metrics.jsonl"
-    first = Job(tmp_path, 7101, SBATCH, ("digits", *TRAIN, "60"))
+    number = free_number()
+    first = Job(tmp_path, number, SBATCH, ("digits", *TRAIN, "60"))
     first.wait_until(lambda: log.exists() and log.read_text().count("\n") > 10, 200)
     first.warn()
     assert first.status(120) == 143, first.said
-    assert first.requeued == ["requeue 7101"]
-    assert processes_of(7101) == []
-    assert not Path("/tmp/ray-7101").exists()
-    again = Job(tmp_path, 7101, SBATCH, ("digits", *TRAIN, "60"), SLURM_RESTART_COUNT="1")
+    assert first.requeued == [f"requeue {number}"]
+    assert processes_of(tmp_path) == []
+    assert not Path(f"/tmp/ray-{number}").exists()
+    again = Job(tmp_path, number, SBATCH, ("digits", *TRAIN, "60"), SLURM_RESTART_COUNT="1")
     assert again.status(280) == 0, again.said
     steps = [json.loads(line) for line in log.read_text().splitlines()]
     trained = [each["step"] for each in steps if each["kind"] == "train"]
     assert trained == sorted({*trained})
     assert trained[-1] == 60 * 23
-    assert again.requeued == ["requeue 7101"], "no second one"
+    assert again.requeued == [f"requeue {number}"], "no second one"
 
 
 @pytest.mark.slow
@@ -185,11 +187,8 @@ def test_two_slurm_jobs_on_one_node_do_not_meet(tmp_path: Path):
     folders = [tmp_path / name for name in ("one", "two")]
     for folder in folders:
         folder.mkdir()
-    jobs = [
-        Job(folder, number, SBATCH, ("digits", *TRAIN, "2"))
-        for folder, number in zip(folders, (7102, 7103), strict=True)
-    ]
+    jobs = [Job(folder, free_number(), SBATCH, ("digits", *TRAIN, "2")) for folder in folders]
     assert [job.status(290) for job in jobs] == [0, 0], jobs[0].said + jobs[1].said
     for folder in folders:
         assert (folder / "runs" / "digits" / "metrics.jsonl").exists()
-    assert [processes_of(number) for number in (7102, 7103)] == [[], []]
+    assert [processes_of(folder) for folder in folders] == [[], []]

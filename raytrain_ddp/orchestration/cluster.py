@@ -39,9 +39,8 @@ SETTINGS = {
 }
 
 
-@contextmanager
-def _settled(config: TrainConfig, embedded: bool) -> Iterator[None]:
-    """Ray's settings for this run, as environment variables, where the user has set none."""
+def _settings(config: TrainConfig, embedded: bool) -> dict[str, str]:
+    """Ray's settings for this run."""
     timeout_s = config.scaling.start_timeout_s
     least, most = config.scaling.worker_range()
     if timeout_s == "auto":
@@ -49,6 +48,12 @@ def _settled(config: TrainConfig, embedded: bool) -> Iterator[None]:
     settings = {**SETTINGS, "RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S": f"{timeout_s:g}"}
     if embedded:
         settings[PREEMPTION_WATCHER] = "0"  # its machine is this one: a process less
+    return settings
+
+
+@contextmanager
+def settled(settings: Mapping[str, str]) -> Iterator[None]:
+    """These as environment variables, where the user has set none."""
     ours = [name for name in settings if name not in os.environ]
     ours += [_AUTH_MODE] * (_AUTH_MODE not in os.environ)  # see use_token
     os.environ.update({name: settings[name] for name in ours if name in settings})
@@ -57,6 +62,55 @@ def _settled(config: TrainConfig, embedded: bool) -> Iterator[None]:
     finally:
         for name in ours:
             os.environ.pop(name, None)
+
+
+def is_connected() -> bool:
+    """Whether this process is connected to Ray already."""
+    return "ray" in sys.modules and sys.modules["ray"].is_initialized()
+
+
+@contextmanager
+def joined(
+    address: str | None,
+    settings: Mapping[str, str],
+    options: Mapping[str, Any],
+    tell: Callable[[str], None],
+    meanwhile: Callable[[], None] = lambda: None,
+) -> Iterator[None]:
+    """Connects to the Ray at an address, or without one starts one here and ends it afterwards;
+    does neither where this process is connected already. The environment is as before then.
+
+    Args:
+        settings: environment variables, for where the user has set none.
+        options: what else to tell `ray.init`.
+        meanwhile: called in a thread while Ray starts.
+
+    Raises:
+        PreflightError: there is no Ray at the address, or it cannot be started.
+    """
+    if is_connected():
+        with settled(settings):
+            tell("using the Ray that this process is connected to")
+            yield
+        return
+    if address:
+        require_listener(address)
+    with settled(settings):
+        use_token(embedded=not address)
+        tell(f"connecting to Ray at {address}" if address else "starting Ray")
+        import ray
+
+        threading.Thread(target=meanwhile, name="meanwhile", daemon=True).start()
+        where = {"address": address or "local", "log_to_driver": False, "logging_level": "ERROR"}
+        try:
+            ray.init(**where, **options)
+        except (ConnectionError, RuntimeError, ValueError) as error:
+            said = next(iter(str(error).splitlines()), type(error).__name__)
+            raise PreflightError(f"no Ray at {address or 'this machine'}: {said}") from error
+        try:
+            yield
+        finally:
+            ray.shutdown()
 
 
 @contextmanager
@@ -73,49 +127,21 @@ def cluster(
             started where it is the embedded one that is too small.
     """
     address = address or os.environ.get("RAY_ADDRESS")
-    connected = "ray" in sys.modules and sys.modules["ray"].is_initialized()
-    with _settled(config, embedded=not connected and not address):
-        yield from _connected(config, connected, address, dashboard, tell)
-
-
-def _connected(
-    config: TrainConfig,
-    connected: bool,
-    address: str | None,
-    dashboard: bool,
-    tell: Callable[[str], None],
-) -> Iterator[Layout]:
+    embedded = not address and not is_connected()
     layout: Layout | None = None
-    options: dict[str, Any] | None = None
-    if connected:
-        tell("using the Ray that this process is connected to")
-    elif address:
-        options = _joining(config, address)
-        tell(f"connecting to Ray at {address}")
-    else:
+    if embedded:
         layout, options = _starting(config, dashboard)
-        tell("starting Ray")
-    import ray
-
+    else:
+        options = {"runtime_env": _shipped(config)}
     # torch is dragged in by Ray Train: load it while Ray's own processes and the board start.
-    loading = threading.Thread(target=_import_ray_train, name="import-ray-train", daemon=True)
-    loading.start()
-    try:
-        if options is not None:
-            ray.init(**options, log_to_driver=False, logging_level="ERROR")
-    except (ConnectionError, RuntimeError, ValueError) as error:
-        raise PreflightError(
-            f"no Ray at {address or 'this machine'}: {_first_line(error)}"
-        ) from error
-    try:
+    with joined(address, _settings(config, embedded), options, tell, _import_ray_train):
         if layout is None:
+            import ray
+
             layout = _wait_for(config, ray.cluster_resources, tell)
             if not layout.use_gpu and config.scaling.use_gpu == "auto":
                 tell("training on CPUs: the cluster has no GPU (--scaling.use-gpu waits for one)")
         yield layout
-    finally:
-        if options is not None:
-            ray.shutdown()
 
 
 def _starting(config: TrainConfig, dashboard: bool) -> tuple[Layout, dict[str, Any]]:
@@ -125,20 +151,8 @@ def _starting(config: TrainConfig, dashboard: bool) -> tuple[Layout, dict[str, A
     if config.scaling.num_workers == "auto":  # the default runs on one core too
         have["CPU"] = max(have["CPU"], layout.least_needed()["CPU"])
     refuse(layout, have, "this machine")
-    use_token(embedded=True)
     counts = {"num_cpus": int(have["CPU"]), "num_gpus": int(have["GPU"])}
-    return layout, {"address": "local", "include_dashboard": dashboard, **counts}
-
-
-def _joining(config: TrainConfig, address: str) -> dict[str, Any]:
-    """For a cluster that is there: what to tell `ray.init`."""
-    require_listener(address)
-    use_token(embedded=False)
-    return {"address": address, "runtime_env": _shipped(config)}
-
-
-def _first_line(error: Exception) -> str:
-    return next(iter(str(error).splitlines()), type(error).__name__)
+    return layout, {"include_dashboard": dashboard, **counts}
 
 
 def import_paths(config: TrainConfig) -> tuple[str, ...]:
@@ -184,10 +198,22 @@ def _wait_for(
     return layout
 
 
-class Nodes:
-    """The resources of each node that lives, asked for beside: the head may be slow, or dead."""
+def living() -> list[Mapping[str, float]]:
+    """The resources of each node of the cluster that lives."""
+    import ray
 
-    def __init__(self) -> None:
+    return [node["Resources"] for node in ray.nodes() if node["Alive"]]
+
+
+class Nodes:
+    """The resources of each node that lives, asked for beside: the head may be slow, or dead.
+
+    Args:
+        kept: what is not lost with the head.
+    """
+
+    def __init__(self, kept: str = KEPT) -> None:
+        self._kept = kept
         self._living = self._ask()
         self._at = time.monotonic()
         self._closed = threading.Event()
@@ -200,9 +226,8 @@ class Nodes:
             RetriesExhausted: there has been none for so long that there is no head any more.
         """
         if time.monotonic() - self._at > _HEAD_DEAD_AFTER_S:
-            raise RetriesExhausted(
-                f"the head of the Ray cluster has not answered for {_HEAD_DEAD_AFTER_S:g} s. {KEPT}"
-            )
+            silent = f"has not answered for {_HEAD_DEAD_AFTER_S:g} s"
+            raise RetriesExhausted(f"the head of the Ray cluster {silent}. {self._kept}")
         return self._living
 
     def close(self) -> None:
@@ -216,9 +241,7 @@ class Nodes:
 
     @staticmethod
     def _ask() -> list[Mapping[str, float]]:
-        import ray
-
-        return [node["Resources"] for node in ray.nodes() if node["Alive"]]
+        return living()
 
 
 def recount() -> None:
@@ -237,8 +260,8 @@ def require_listener(address: str) -> None:
     """Ray itself tries for ten minutes and more to reach an address where nobody listens."""
     if address.startswith("ray://"):
         raise PreflightError(
-            f"--address {address}: Ray Client cannot drive Ray Train. Use HOST:6379 on a node of "
-            "the cluster, or submit a job: ray job submit -- python -m raytrain_ddp.fit."
+            f"--address {address}: Ray Client is not enough for this. Use HOST:6379 on a node of "
+            "the cluster, or submit a job: ray job submit -- python -m raytrain_ddp...."
         )
     host, _, port = address.rpartition(":")
     if not host or not port.isdigit():

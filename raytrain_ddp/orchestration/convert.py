@@ -10,8 +10,8 @@ from typing import Any, TypeVar
 
 from raytrain_ddp.data.conversion.pool import Run
 from raytrain_ddp.data.conversion.shards import Tell
-from raytrain_ddp.errors import PreflightError, RaytrainError
-from raytrain_ddp.orchestration.cluster import require_listener, use_token
+from raytrain_ddp.errors import RaytrainError
+from raytrain_ddp.orchestration.cluster import joined
 
 Task = TypeVar("Task")
 Result = TypeVar("Result")
@@ -28,17 +28,11 @@ def on_cluster(address: str, workers: int | None) -> Iterator[Run]:
         PreflightError: there is no Ray at the address.
         RaytrainError: a task was lost, time and again.
     """
-    import ray
+    with joined(address, {}, {}, tell=lambda _: None):
+        import ray
 
-    joined = not ray.is_initialized()
-    if joined:
-        _join(address)
-    cpus = int(ray.cluster_resources().get("CPU", 1))
-    try:
+        cpus = int(ray.cluster_resources().get("CPU", 1))
         yield partial(_run, workers or 2 * cpus)  # a few wait in line, for nodes that come
-    finally:
-        if joined:
-            ray.shutdown()
 
 
 def _run(
@@ -69,18 +63,6 @@ def _run(
     finally:
         for ref in pending:
             ray.cancel(ref, force=True)
-
-
-def _join(address: str) -> None:
-    import ray
-
-    require_listener(address)
-    use_token(embedded=False)
-    try:
-        ray.init(address=address, log_to_driver=False, logging_level="ERROR")
-    except (ConnectionError, RuntimeError, ValueError) as error:
-        reason = str(error).partition("\n")[0]
-        raise PreflightError(f"no Ray at {address}: {reason}") from error
 
 
 def _call(function: Callable[[Task, Tell], Result], task: Task) -> tuple[Result, int, int]:

@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import random
-import socket
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from raytrain_ddp.errors import RetriesExhausted
+from raytrain_ddp.errors import PreflightError, RetriesExhausted
+from raytrain_ddp.orchestration.cluster import living
 from raytrain_ddp.orchestration.resources import Layout
 from raytrain_ddp.orchestration.run import agent, guard, ship
 from raytrain_ddp.orchestration.run.agent import Agent
+from raytrain_ddp.orchestration.run.folders import provide
 from raytrain_ddp.orchestration.run.order import Order
 from raytrain_ddp.orchestration.run.plan import (
     Group,
@@ -27,11 +29,13 @@ from raytrain_ddp.orchestration.run.plan import (
     ranked,
     values,
 )
-from raytrain_ddp.orchestration.run.room import lacking, living, refusal
+from raytrain_ddp.orchestration.run.room import lacking, refusal
+from raytrain_ddp.orchestration.run.ship import moved
 
 _POLL_S = 0.2
 _ANSWER_TIMEOUT_S = 300.0
 _CLOSE_TIMEOUT_S = 5.0
+_CLOCK_ASKED = 5
 # Below the range from which systems take the ports of outgoing connections, and above that of the
 # services one knows: what is free now is free when the script listens there seconds later.
 _PORTS = range(20_000, 30_000)
@@ -60,7 +64,7 @@ class Crew:
         tell: Callable[[str], None],
         check: Check,
     ) -> None:
-        self._order, self._driver, self._python = order, driver, python
+        self._order, self._driver, self._python, self._check = order, driver, python, check
         self._group: Any = None
         self._agents: list[Any] = []
         try:
@@ -72,7 +76,9 @@ class Crew:
             self.workers: Sequence[Worker] = ranked(
                 [_seat(number, fact) for number, fact in enumerate(facts)], self._here
             )
-            self._folders = self._provide_code(tell, check)
+            first = [w for w in self.workers if w.local_rank == 0 and w.seat.node != self._here]
+            copies = provide(order, first, self._ask, tell)
+            self._folders = {self.workers[rank].node_rank: copies[rank] for rank in copies}
         except BaseException:
             self.close()
             raise
@@ -89,6 +95,23 @@ class Crew:
         started = [self._start(group, worker) for worker in self.workers]
         _answers(started, check)
 
+    def clocks(self, ranks: Sequence[int]) -> dict[int, float]:
+        """How far these ranks' clocks are ahead of this one, in seconds, to a millisecond or so;
+        of a machine that does not answer it is not known."""
+        import ray
+
+        ahead: dict[str, float] = {}
+        nodes = {self.workers[rank].seat.node: rank for rank in ranks}
+        for node, rank in nodes.items() if len(nodes) > 1 else ():
+            best_s = float("inf")
+            for _ in range(_CLOCK_ASKED):
+                asked = time.monotonic()
+                with suppress(ray.exceptions.RayError):  # GetTimeoutError too
+                    theirs = ray.get(self.agent(rank).clock.remote(), timeout=2)
+                    if (took_s := time.monotonic() - asked) < best_s:
+                        best_s, ahead[node] = took_s, theirs - asked - took_s / 2
+        return {r: ahead[n] for r in ranks if (n := self.workers[r].seat.node) in ahead}
+
     def close(self) -> None:
         """Ends all agents, and with them whatever their scripts have left."""
         # Aside: where Ray itself has been ended meanwhile, its calls take a minute to say so.
@@ -99,45 +122,30 @@ class Crew:
 
     def _start(self, group: Group, worker: Worker) -> Any:
         fact, flags = self._facts[worker.seat.number], self._order.flags
-        local = worker.seat.node == self._here
-        base = base_environment(self._driver, None if local else fact["environment"])
+        local, here = worker.seat.node == self._here, Path.cwd()
+        folder = self._folders.get(worker.node_rank, str(here))
+        there = partial(moved, here=here, there=folder)
+        python = self._python if local else fact["python"]
+        base = base_environment(self._driver, fact["environment"], local, flags.exported, there)
         return self.agent(worker.rank).start.remote(
-            self._order.command(self._python if local else fact["python"], values(group, worker)),
+            self._order.command(python, values(group, worker), there),
             environment(flags, group, worker, base, error_file=""),
-            self._folders[worker.node_rank],
+            folder,
             group.attempt,
             flags.env == "slurm",
         )
 
-    def _provide_code(self, tell: Callable[[str], None], check: Check) -> list[str]:
-        """The script's working directory on each node."""
-        here, ship_when = Path.cwd(), self._order.flags.ship
-        first = [worker for worker in self.workers if worker.local_rank == 0]
-        elsewhere = [worker for worker in first if worker.seat.node != self._here]
-        folders = [str(here)] * len(first)
-        if not elsewhere or ship_when == "never":
-            return folders
-        lacks = elsewhere
-        if ship_when == "auto":
-            code = ship.code_hash(here)
-            asked = [self.agent(w.rank).has.remote(str(here), code) for w in elsewhere]
-            lacks = [w for w, has in zip(elsewhere, _answers(asked, check), strict=True) if not has]
-        if lacks:
-            import ray
-
-            archive = ray.put(ship.pack(here))
-            name = ship.place_name(here, socket.gethostname())
-            packed = [self.agent(worker.rank).unpack.remote(archive, name) for worker in lacks]
-            for worker, place in zip(lacks, _answers(packed, check), strict=True):
-                folders[worker.node_rank] = place
-                tell(f"{worker.where} works in a copy of this folder: {place}")
-        return folders
+    def _ask(self, workers: Sequence[Worker], method: str, *args: Any) -> list[Any]:
+        asked = [getattr(self.agent(worker.rank), method).remote(*args) for worker in workers]
+        return _answers(asked, self._check, [worker.where for worker in workers])
 
 
 def _release(agents: Sequence[Any], group: Any) -> None:
     import ray
 
     with suppress(Exception):  # there is nothing to be done about it
+        for each in agents:  # at once, and also where no head is left to end the agents
+            each.signal.remote("kill")
         cleaned = [each.clean.remote() for each in agents]
         if cleaned:
             ray.wait(cleaned, num_returns=len(cleaned), timeout=1)
@@ -213,11 +221,15 @@ def _seat(number: int, fact: Mapping[str, Any]) -> Seat:
     return replace(Seat(number, gpus=(), **named), gpus=[str(gpu) for gpu in fact["gpus"]])
 
 
-def _answers(asked: list[Any], check: Check) -> list[Any]:
+def _answers(asked: list[Any], check: Check, where: Sequence[str] = ()) -> list[Any]:
     """What the agents answer.
+
+    Args:
+        where: the machine of each, for what is said of an error.
 
     Raises:
         SeatLost: one of them does not, as its node or its process is gone.
+        PreflightError: it cannot do what it is asked for.
     """
     import ray
 
@@ -227,13 +239,19 @@ def _answers(asked: list[Any], check: Check) -> list[Any]:
         if len(ready) == len(asked) or time.monotonic() > deadline:
             break
         check()
-    try:
-        return list(ray.get(asked, timeout=1))
-    except (ray.exceptions.RayActorError, ray.exceptions.GetTimeoutError) as error:
-        said = str(error).strip().splitlines()
-        raise SeatLost(
-            f"a node or a worker of Ray was lost: {(said or ['no answer'])[-1]}"
-        ) from error
+    answers = []
+    for number, each in enumerate(asked):
+        try:
+            answers.append(ray.get(each, timeout=1))
+        except (ray.exceptions.RayActorError, ray.exceptions.GetTimeoutError) as error:
+            said = str(error).strip().splitlines()
+            raise SeatLost(
+                f"a node or a worker of Ray was lost: {(said or ['no answer'])[-1]}"
+            ) from error
+        except ray.exceptions.RayTaskError as error:
+            place = where[number] if where else "a node of the cluster"
+            raise PreflightError(f"{place}: {error.cause or error}") from None
+    return answers
 
 
 def _this_node() -> str:

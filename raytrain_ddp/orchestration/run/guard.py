@@ -10,8 +10,9 @@
 - a line on standard input is the number of a signal for the script's process group, or ``kill``;
 - processes that the script has left behind, also those that made themselves daemons, are ended.
 
-Tells on REPORT_FD, a line of JSON each: {"pid", "guard"}, and at last {"status", "at"}: as
-subprocess has it, negative for a signal, and when.
+Tells on REPORT_FD, a line of JSON each: {"pid", "guard"}, and {"status", "at", "asked"} as soon as
+the script has ended: as subprocess has it, negative for a signal; when, by this machine's monotonic
+clock; and which signal it had been sent before, or 0. The end of REPORT_FD is that of all below.
 """
 
 from __future__ import annotations
@@ -44,18 +45,19 @@ def main(report: int, folder: str, command: list[str]) -> None:
     os.set_inheritable(report, False)
     script = _start(command)
     _tell(report, {"pid": script, "guard": os.getpid()})
-    watched = [woken, 0]
+    watched, asked = [woken, 0], 0
     while (status := _ended(script)) is None:
         ready, _, _ = select.select(watched, [], [])
         if woken in ready:
-            os.read(woken, 4096)
-        if 0 in ready:
+            os.read(woken, 4096)  # what has ended before a signal came has ended by itself
+        elif 0 in ready:
             words = os.read(0, 4096).split()
             if not words:
                 watched.remove(0)
             for word in words or [b"kill"]:
-                _obey(script, word)
-    _tell(report, {"status": status, "at": time.time()})
+                asked = signal.SIGKILL if word == b"kill" else int(word)
+                _obey(script, asked)
+    _tell(report, {"status": status, "at": time.monotonic(), "asked": asked})
     gone = 0 not in watched
     _end_leftovers(0 if gone else _LEFTOVERS_GRACE_S)
     if gone:
@@ -64,8 +66,12 @@ def main(report: int, folder: str, command: list[str]) -> None:
 
 def _start(command: list[str]) -> int:
     guard = os.getpid()
+    ready, starting = os.pipe()  # closed by exec
     pid = os.fork()
     if pid:
+        os.close(starting)
+        os.read(ready, 1)  # a signal sent before it has its process group would be lost
+        os.close(ready)
         return pid
     try:
         os.setsid()
@@ -84,8 +90,7 @@ def _start(command: list[str]) -> int:
         os._exit(127)
 
 
-def _obey(script: int, word: bytes) -> None:
-    number = signal.SIGKILL if word == b"kill" else int(word)
+def _obey(script: int, number: int) -> None:
     with suppress(OSError):  # it has ended just now
         os.killpg(script, number)
     if number == signal.SIGKILL:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -22,7 +22,8 @@ class Flags:
     num_workers: int | None = None
     """How many processes in all. Default: one per GPU (--use-gpu), or per node (--per node)."""
     use_gpu: bool = False
-    """A GPU for each worker. All of a node's are visible, so cuda:LOCAL_RANK is its own."""
+    """A GPU for each worker. Those of all its node's are visible, so cuda:LOCAL_RANK is its own.
+    Without it no GPU is visible: Ray may have given them to others."""
     cpus_per_worker: float | None = None
     """CPUs to reserve for each; also its OMP_NUM_THREADS. Default: 1 (and as torchrun)."""
     gpus_per_worker: int | None = None
@@ -34,7 +35,8 @@ class Flags:
     env: Literal["torchrun", "slurm"] = "torchrun"
     """Which variables the script reads: RANK, LOCAL_RANK ... or SLURM_PROCID, SLURM_LOCALID ..."""
     legacy_local_rank: bool = False
-    """Pass --local_rank=N to the script, as torch.distributed.launch did."""
+    """Pass --local_rank=N to the script, as torch.distributed.launch did; or --local-rank=N, as it
+    does since torch 2.0, to a script in whose text there is this spelling only."""
     no_python: bool = False
     """The program is not a Python script: run it itself."""
     tee: str = "all"
@@ -46,7 +48,12 @@ class Flags:
     wait_s: float = 60.0
     """How long a running cluster may lack room, at the start and when a node is lost."""
     ship: Literal["auto", "always", "never"] = "auto"
-    """Copy this folder to other machines; auto: to those that have not the same code there."""
+    """Copy the current folder to other machines; auto: to those that have not the same files there
+    (of other files than *.py, those that both have)."""
+    export: str = ""
+    """NAME,NAME: variables with this shell's value on all machines. Without it, another machine has
+    those of its `ray start`, and of this shell's what is not set there and does not concern this
+    machine only (PATH, HOME, LD_*, CONDA_*, SLURM_*, CUDA_VISIBLE_DEVICES ... stay here)."""
     address: str | None = None
     """A running Ray cluster (auto: on this machine). Default: RAY_ADDRESS, else an embedded Ray."""
     dry_run: bool = False
@@ -63,6 +70,11 @@ class Flags:
         if self.gpus_per_worker is not None and not self.use_gpu:
             raise ConfigError("--gpus-per-worker is for --use-gpu: add it.")
         self.shown(0)
+
+    @property
+    def exported(self) -> list[str]:
+        """The names in --export."""
+        return [name for each in self.export.split(",") if (name := each.strip())]
 
     def shown(self, rank: int) -> bool:
         """Whether this rank's output goes to the console."""
@@ -103,14 +115,28 @@ class Order:
         hint = did_you_mean(self.program, (p.name for p in folder.glob("*.py")))
         raise ConfigError(f"there is no script {self.program!r} in {folder}.{hint}")
 
-    def command(self, python: str, values: Mapping[str, str]) -> list[str]:
-        """What one worker runs: as torchrun, with the placeholders filled in from `values`."""
-        head = [self.program] if self.flags.no_python else [python, "-u"]
-        if not self.flags.no_python:
-            head += ["-m", self.program] if self.module else [self.program]
+    def command(
+        self, python: str, values: Mapping[str, str], moved: Callable[[str], str] = str
+    ) -> list[str]:
+        """What one worker runs: as torchrun, with the placeholders filled in from `values`.
+
+        Args:
+            moved: the script's path as it is there.
+        """
+        head = [] if self.flags.no_python else [python, "-u"]
+        head += ["-m", self.program] if self.module else [moved(self.program)]
         if self.flags.legacy_local_rank:
-            head.append(f"--local_rank={values['local_rank']}")
+            head.append(f"{self._local_rank_flag()}={values['local_rank']}")
         return head + [fill(arg, values) for arg in self.args]
+
+    def _local_rank_flag(self) -> str:
+        """Old scripts read the one, new ones the other or both."""
+        try:
+            text = Path(self.program).read_text(encoding="utf-8", errors="replace")
+        except OSError:  # a module
+            text = ""
+        dashed_only = "--local-rank" in text and "--local_rank" not in text
+        return "--local-rank" if dashed_only else "--local_rank"
 
 
 def fill(text: str, values: Mapping[str, str]) -> str:

@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from raytrain_ddp.orchestration.run.order import Flags
 
-# Of the driver's environment, what belongs to its machine or shell, and goes to no other.
+# Of the driver's environment, what belongs to its machine or shell, and goes to no other; parts of
+# PYTHONPATH do.
 _OF_THE_MACHINE = re.compile(
     r"(PATH|HOME|USER|LOGNAME|SHELL|SHLVL|PWD|OLDPWD|_|HOSTNAME|HOST|TERM|TMPDIR|TEMP|TMP|MAIL|LANG"
-    r"|LD_.*|DYLD_.*|PYTHON.*|VIRTUAL_ENV.*|CONDA_.*|_CE_.*|SSH_.*|XDG_.*|DBUS_.*|DISPLAY|LC_.*"
+    r"|LD_.*|DYLD_.*|VIRTUAL_ENV.*|PYTHON(PATH|HOME|STARTUP|USERBASE|PYCACHEPREFIX|EXECUTABLE)|CONDA_.*|_CE_.*|SSH_.*|XDG_.*|DBUS_.*|DISPLAY|LC_.*"
     r"|LS_COLORS|SLURM.*|CUDA_VISIBLE_DEVICES|NVIDIA_.*|KUBERNETES_.*|.*_SERVICE_(HOST|PORT).*)"
 )
+# Of the environment of `ray start` on the driver's machine, what its shell may not have: there the
+# cluster files set GLOO_SOCKET_IFNAME and the like.
+_OF_THE_NETWORK = re.compile(r"(GLOO|NCCL|TORCH_NCCL|TORCH_GLOO|UCX|FI)_.*")
 # What Ray puts into the environment of its own workers.
 _OF_RAY = re.compile(r"RAY_.*|SPT_NOENV|OMP_NUM_THREADS|CUDA_VISIBLE_DEVICES|PYTHONBREAKPOINT")
 # What another launcher may have left in the driver's environment: that group is not this one.
@@ -103,19 +107,36 @@ def values(group: Group, worker: Worker) -> dict[str, str]:
     }
 
 
-def base_environment(driver: Mapping[str, str], node: Mapping[str, str] | None) -> dict[str, str]:
+def base_environment(
+    driver: Mapping[str, str],
+    node: Mapping[str, str],
+    local: bool,
+    export: Sequence[str] = (),
+    moved: Callable[[str], str] = str,
+) -> dict[str, str]:
     """What a script finds before the launcher's own variables are added.
 
-    On the driver's machine (`node` is None) that is the driver's environment, as under torchrun.
-    On another it is that machine's, and of the driver's what is not set there and not of its
-    machine (NCCL_DEBUG, WANDB_API_KEY ...).
+    On the driver's machine (`local`) that is the driver's environment, as under torchrun, and what
+    concerns the network of the node's, which is that of `ray start`. On another it is the node's,
+    and of the driver's what is not set there and is not its machine's (WANDB_API_KEY,
+    PYTHONHASHSEED ...); PYTHONPATH is both.
+
+    Args:
+        export: names of variables that have the driver's value in any case.
+        moved: an entry of the driver's PYTHONPATH as it is there.
     """
     own = {k: v for k, v in driver.items() if not re.fullmatch("RAY_.*", k)}
-    if node is not None:
-        there = {k: v for k, v in node.items() if not _OF_RAY.fullmatch(k)}
+    there = {k: v for k, v in node.items() if not _OF_RAY.fullmatch(k)}
+    if local:
+        own = {k: v for k, v in there.items() if _OF_THE_NETWORK.fullmatch(k)} | own
+    else:
         own = {k: v for k, v in own.items() if not _OF_THE_MACHINE.fullmatch(k)} | there
-        if "OMP_NUM_THREADS" in driver:
-            own["OMP_NUM_THREADS"] = driver["OMP_NUM_THREADS"]
+        paths = [moved(each) for each in driver.get("PYTHONPATH", "").split(":") if each]
+        paths += [each for each in there.get("PYTHONPATH", "").split(":") if each]
+        if paths:
+            own["PYTHONPATH"] = ":".join(dict.fromkeys(paths))
+        first = ("OMP_NUM_THREADS", *export)
+        own |= {name: driver[name] for name in first if name in driver}
     return {k: v for k, v in own.items() if not _OF_A_LAUNCHER.fullmatch(k)}
 
 

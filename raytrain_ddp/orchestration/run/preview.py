@@ -49,7 +49,7 @@ def preview(order: Order, driver: Mapping[str, str]) -> str:
     workers = ranked(seats)
     address = workers[0].seat.ip if layout.least > 1 else "127.0.0.1"
     group = Group(workers, address, 29500, "0" * 32)
-    base = base_environment(driver, None)
+    base = base_environment(driver, {}, local=True)
     lines = [_NOTE]
     for worker in workers:
         env = environment(flags, group, worker, base, error_file="error.json")

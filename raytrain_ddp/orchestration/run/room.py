@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import math
 import os
-import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 from raytrain_ddp.errors import ConfigError, PreflightError
-from raytrain_ddp.orchestration.cluster import SETTINGS, require_listener, use_token
+from raytrain_ddp.orchestration.cluster import SETTINGS, is_connected, joined
 from raytrain_ddp.orchestration.resources import Layout, missing, this_machine
 from raytrain_ddp.orchestration.resources import room as places
 from raytrain_ddp.orchestration.run.order import Flags
@@ -74,65 +73,28 @@ def refusal(layout: Layout, lacks: str, where: str) -> PreflightError:
     )
 
 
-def living() -> Nodes:
-    """The resources of each node of the cluster."""
-    import ray
-
-    return [node["Resources"] for node in ray.nodes() if node["Alive"]]
-
-
 @contextmanager
-def connected(flags: Flags, tell: Callable[[str], None]) -> Iterator[bool]:
+def connected(flags: Flags, tell: Callable[[str], None]) -> Iterator[None]:
     """Connects to Ray, or starts one with just the room that is needed and ends it afterwards.
-
-    Yields:
-        whether it is an embedded one.
 
     Raises:
         PreflightError: there is no Ray at the address, or this machine is too small for the
             embedded one; before anything is started.
     """
-    if "ray" in sys.modules and sys.modules["ray"].is_initialized():
-        yield False
-        return
     address = flags.address or os.environ.get("RAY_ADDRESS")
-    for name, value in SETTINGS.items():
-        os.environ.setdefault(name, value)
-    options: dict[str, Any]
-    if address:
-        if address.startswith("ray://"):
-            raise PreflightError(
-                f"--address {address}: use HOST:6379 on a node of the cluster, or submit a job: "
-                "ray job submit -- python -m raytrain_ddp.run ..."
-            )
-        require_listener(address)
-        use_token(embedded=False)
-        options = {"address": address}
-        tell(f"connecting to Ray at {address}")
-    else:
+    options: dict[str, Any] = {}
+    if not address and not is_connected():
         have = this_machine()
         layout = layout_for(flags, [have])
         lacks = lacking(flags, layout, [have])
         if lacks:
             raise refusal(layout, lacks, "this machine")
-        use_token(embedded=True)
         needed = layout.least_needed()
         options = {
-            "address": "local",
             "include_dashboard": False,
             "num_cpus": max(1, math.ceil(needed["CPU"])),  # Ray starts a process ahead for each
             "num_gpus": int(have["GPU"]),
             "object_store_memory": _OBJECT_STORE_BYTES,
         }
-        tell("starting Ray")
-    import ray
-
-    try:
-        ray.init(**options, log_to_driver=False, logging_level="ERROR")
-    except (ConnectionError, RuntimeError, ValueError) as error:
-        said = next(iter(str(error).splitlines()), type(error).__name__)
-        raise PreflightError(f"no Ray at {address or 'this machine'}: {said}") from error
-    try:
-        yield not address
-    finally:
-        ray.shutdown()
+    with joined(address, SETTINGS, options, tell):
+        yield

@@ -5,53 +5,109 @@ from __future__ import annotations
 import hashlib
 import io
 import os
+import stat
 import tarfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from pathlib import Path
 
 from raytrain_ddp.errors import PreflightError
 
 MOST_BYTES = 100 * 1024 * 1024
 _MOST_FILES = 20_000
+_MOST_HASHED = 10 * 1024 * 1024  # of a larger file the size tells: it is hardly code
 _LEFT_OUT = {
-    *(".git", ".hg", ".svn", "__pycache__", "node_modules", "runs", "wandb", ".tox", ".nox"),
-    *(".venv", "venv", ".mypy_cache", ".ruff_cache", ".pytest_cache", ".hypothesis"),
+    *(".git", ".hg", ".svn", "__pycache__", "node_modules", ".tox", ".nox", ".venv"),
+    *(".mypy_cache", ".ruff_cache", ".pytest_cache", ".hypothesis"),
 }
+_RESULTS = {"runs", "wandb"}  # left out at the top, if they are no packages
 _ENVIRONMENTS = ("pyvenv.cfg", "conda-meta")
 
 
-def code_hash(folder: Path) -> str | None:
-    """A hash of all Python files in a folder; None where it is missing or far too large."""
+def contents(folder: Path) -> dict[str, str] | None:
+    """A hash of each file in a folder, by its name; None where it is missing or far too large."""
     if not folder.is_dir():
         return None
-    digest = hashlib.sha256()
-    for count, path in enumerate(_files(folder)):
+    found: dict[str, str] = {}
+    for count, path in enumerate(_entries(folder)):
         if count > _MOST_FILES:
             return None
-        if path.suffix == ".py":
-            name = path.relative_to(folder).as_posix().encode()
-            digest.update(b"%d %b %d " % (len(name), name, path.stat().st_size))
-            digest.update(path.read_bytes())
-    return digest.hexdigest()
+        with suppress(FileNotFoundError):  # removed just now
+            if path.is_file():
+                size = path.stat().st_size
+                data = path.read_bytes() if size <= _MOST_HASHED else b"%d" % size
+                found[path.relative_to(folder).as_posix()] = hashlib.sha256(data).hexdigest()
+    return found
+
+
+def difference(here: Mapping[str, str] | None, there: Mapping[str, str] | None) -> str:
+    """Which file is another there, or ``""``.
+
+    Of code also one that only one of them has. Not of other files: a missing one is missed with an
+    error, and what a script has written (a checkpoint of rank 0) is on its own machine only.
+    """
+    if here is None or there is None:
+        return "all"
+    for name in sorted(here.keys() | there.keys()):
+        if here.get(name) != there.get(name) and (
+            name.endswith(".py") or (name in here and name in there)
+        ):
+            return name
+    return ""
 
 
 def pack(folder: Path) -> bytes:
-    """The folder as a tar file, without version control, environments, caches and runs.
+    """The folder as a tar file, without version control, environments, caches and results.
+
+    A link to a file is packed as the file; one to a folder, or to nothing, as a link, which may
+    lead out of the folder: a data set has its place on each machine.
 
     Raises:
-        PreflightError: that is more than 100 MiB, or very many files; it names the largest.
+        PreflightError: that is more than 100 MiB, or very many files; it names the largest. Or
+            something cannot be read.
     """
     sizes: dict[str, int] = {}
     archive = io.BytesIO()
-    with tarfile.open(fileobj=archive, mode="w") as files:
-        for count, path in enumerate(_files(folder)):
-            name = path.relative_to(folder)
-            top = name.parts[0]
-            sizes[top] = sizes.get(top, 0) + path.lstat().st_size
-            if sum(sizes.values()) > MOST_BYTES or count > _MOST_FILES:
-                raise PreflightError(_too_large(folder, sizes))
-            files.add(path, arcname=name.as_posix(), recursive=False)
+    try:
+        with tarfile.open(fileobj=archive, mode="w", dereference=True) as files:
+            for count, path in enumerate(_entries(folder)):
+                name = path.relative_to(folder)
+                top = name.parts[0]
+                if path.is_file():
+                    sizes[top] = sizes.get(top, 0) + path.stat().st_size
+                if sum(sizes.values()) > MOST_BYTES or count > _MOST_FILES:
+                    raise PreflightError(_too_large(folder, sizes))
+                if path.is_symlink() and not path.is_file():
+                    link = tarfile.TarInfo(name.as_posix())
+                    link.type, link.linkname = tarfile.SYMTYPE, _target(path, folder)
+                    files.addfile(link)
+                else:
+                    files.add(path, name.as_posix(), recursive=False, filter=_nobodys)
+    except OSError as error:
+        raise PreflightError(
+            f"{folder} cannot be copied to other machines: {error}. Wait until nobody writes there,"
+            " or run from a folder that all machines share."
+        ) from None
     return archive.getvalue()
+
+
+def unpack(archive: bytes, place: Path) -> None:
+    """Writes a folder over an earlier copy of it; what a script has left there stays."""
+    place.mkdir(parents=True, exist_ok=True)
+    with tarfile.open(fileobj=io.BytesIO(archive)) as files:
+        safe = {"filter": "tar"} if hasattr(tarfile, "tar_filter") else {}
+        for member in files:
+            path = place / member.name
+            if path.is_symlink() or path.is_file():
+                path.unlink()  # whoever still runs with the old one keeps it
+            files.extract(member, place, **safe)  # type: ignore[arg-type]
+
+
+def moved(path: str, here: Path, there: str) -> str:
+    """An absolute path within one folder as it is within its copy; others as they are."""
+    if not os.path.isabs(path) or not Path(os.path.normpath(path)).is_relative_to(here):
+        return path
+    return str(Path(there) / Path(os.path.normpath(path)).relative_to(here))
 
 
 def place_name(folder: Path, host: str) -> str:
@@ -70,13 +126,43 @@ def _too_large(folder: Path, sizes: dict[str, int]) -> str:
     )
 
 
-def _files(folder: Path) -> Iterator[Path]:
-    """All files to be copied, in a fixed order."""
+def _target(link: Path, folder: Path) -> str:
+    """Where a link to a folder leads, as it is said in a copy."""
+    real, top = os.path.realpath(link), os.path.realpath(folder)
+    if real == top or real.startswith(top + os.sep):
+        return os.path.relpath(real, os.path.realpath(link.parent))
+    return real
+
+
+def _nobodys(info: tarfile.TarInfo) -> tarfile.TarInfo:
+    """Of the user who unpacks it, who can write what he has."""
+    info.mode |= stat.S_IRWXU if info.isdir() else stat.S_IRUSR | stat.S_IWUSR
+    info.uid = info.gid = 0
+    info.uname = info.gname = ""
+    return info
+
+
+def _entries(folder: Path) -> Iterator[Path]:
+    """All that is to be copied, in a fixed order: folders, readable files, and links."""
     for place, folders, names in os.walk(folder):
-        folders[:] = sorted(
-            name
-            for name in folders
-            if name not in _LEFT_OUT
-            and not any(os.path.exists(os.path.join(place, name, each)) for each in _ENVIRONMENTS)
-        )
-        yield from (Path(place, name) for name in sorted(names))
+        folders[:] = sorted(name for name in folders if _wanted(folder, Path(place, name)))
+        yield from (Path(place, name) for name in folders)
+        for name in sorted(names):
+            path = Path(place, name)
+            if _is_kept(path):
+                yield path
+
+
+def _is_kept(path: Path) -> bool:
+    try:
+        mode = path.stat().st_mode
+    except OSError:
+        return path.is_symlink()  # to nothing, here
+    return stat.S_ISREG(mode) and os.access(path, os.R_OK)
+
+
+def _wanted(top: Path, folder: Path) -> bool:
+    if folder.name in _LEFT_OUT or any((folder / each).exists() for each in _ENVIRONMENTS):
+        return False
+    result = folder.name in _RESULTS and folder.parent == top
+    return not result or (folder / "__init__.py").exists()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import signal
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,9 +18,9 @@ class End:
 
     Args:
         status: as subprocess has it: negative is a signal. None: its node or its actor is lost.
-        at: when, in seconds since 1970, by its machine's clock.
+        at: when, in seconds, by its machine's monotonic clock.
         error: what torch's @record wrote: {"message", "extraInfo": {"py_callstack"}}.
-        asked: the signal that we had sent it before.
+        asked: the signal that it had been sent before.
         lost: why it is lost.
     """
 
@@ -51,20 +51,29 @@ class End:
         return self.status if self.status >= 0 else 128 - self.status
 
 
-def first_failure(ends: Mapping[int, End], output: Output) -> int | None:
+def first_failure(
+    ends: Mapping[int, End], output: Output, clocks: Callable[[Sequence[int]], Mapping[int, float]]
+) -> int | None:
     """The rank that failed first, or None if none did.
+
+    Only those count that had not been asked to end, by the times that their machines took; `clocks`
+    tells how far these ranks' clocks are ahead of a common one.
 
     A lost node is the cause of what its peers suffer, though it is often noticed after them. Of
     those that raised an error, the time of its first line counts: taking the process down takes
     longer than its peers' noticing.
     """
 
-    def blame(rank: int) -> tuple[bool, float]:
+    failed = [rank for rank, end in ends.items() if end.failed]
+    lost = [rank for rank in failed if ends[rank].status is None]
+    ahead = clocks(failed) if len(failed) > 1 and not lost else {}
+
+    def began(rank: int) -> float:
         end, raised_at = ends[rank], output.raised_at(rank)
         at = end.at if end.status != 1 or raised_at is None else min(raised_at, end.at)
-        return end.status is not None, at
+        return at - ahead.get(rank, 0.0)
 
-    return min((rank for rank, end in ends.items() if end.failed), key=blame, default=None)
+    return min(lost or failed, key=began, default=None)
 
 
 def report(rank: int, ends: Mapping[int, End], workers: Sequence[Worker], output: Output) -> str:
