@@ -132,18 +132,18 @@ def test_a_ray_that_does_not_start_is_told_with_its_own_words(submit: Submit):
 
 
 def test_a_head_that_does_not_start_is_told_at_once_though_other_nodes_would_wait(submit: Submit):
-    job = submit(7010, FAKE_RAY="broken", SLURM_JOB_NUM_NODES="3", WAIT_S="600")
+    job = submit(FAKE_RAY="broken", SLURM_JOB_NUM_NODES="3", WAIT_S="600")
     assert job.status(20) == 1
     assert "Ray did not start" in job.said
-    assert processes_of(7010) == []
+    assert processes_of(job.number) == []
 
 
 def test_a_time_limit_while_nodes_are_waited_for_puts_the_job_back_into_the_queue(submit: Submit):
-    job = submit(7011, FAKE_RAY="alone", SLURM_JOB_NUM_NODES="2", WAIT_S="600")
+    job = submit(FAKE_RAY="alone", SLURM_JOB_NUM_NODES="2", WAIT_S="600")
     job.wait_until((job.folder / "ray-0.json").exists, 30)
     job.warn()
     assert job.status(20) == 143, job.said
-    assert job.requeued == ["requeue 7011"]
+    assert job.requeued == [f"requeue {job.number}"]
     assert not (job.folder / "training").exists()
 
 
