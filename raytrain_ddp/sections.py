@@ -232,6 +232,12 @@ class LogConfig:
     """Log the loss and speed every so many steps. The host waits for the device only then."""
     tensorboard: bool = field(default=True, metadata=FREE)
     """Write TensorBoard events beside metrics.jsonl."""
+    wandb: bool = field(default=False, metadata=FREE)
+    """Log to Weights & Biases, too (pip install 'raytrain_ddp[wandb]'; obeys WANDB_MODE)."""
+    mlflow: bool = field(default=False, metadata=FREE)
+    """Log to MLflow, too (pip install 'raytrain_ddp[mlflow]'; MLFLOW_TRACKING_URI says where)."""
+    project: str = field(default="raytrain_ddp", metadata=FREE)
+    """Project of Weights & Biases, experiment of MLflow."""
     audit: bool = field(default=False, metadata=FREE)
     """Log a hash of each step's sample ids and pixels, for comparing runs (see --audit)."""
 

@@ -38,7 +38,7 @@ checkpoint.max_failed
 data.cache data.cache_gib data.max_bad data.memory_mib data.prefetch data.prefetch_mib data.root
 data.workers
 epochs
-log.audit log.every_steps log.tensorboard
+log.audit log.every_steps log.mlflow log.project log.tensorboard log.wandb
 name
 optim.max_nonfinite optim.nonfinite
 scaling.backend scaling.cpus_per_worker scaling.gpus_per_worker scaling.max_failures
