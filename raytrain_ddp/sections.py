@@ -240,6 +240,11 @@ class LogConfig:
     """Project of Weights & Biases, experiment of MLflow."""
     audit: bool = field(default=False, metadata=FREE)
     """Log a hash of each step's sample ids and pixels, for comparing runs (see --audit)."""
+    profile_steps: int = field(default=0, metadata=FREE)
+    """Trace so many steps of each start with torch.profiler, after the first ten (--profile)."""
+    profile_ranks: tuple[int, ...] = field(default=(0,), metadata=FREE)
+    """The ranks that trace."""
 
     def __post_init__(self) -> None:
         at_least(1, "log", self, "every_steps")
+        at_least(0, "log", self, "profile_steps")

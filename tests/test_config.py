@@ -38,7 +38,8 @@ checkpoint.max_failed
 data.cache data.cache_gib data.max_bad data.memory_mib data.prefetch data.prefetch_mib data.root
 data.workers
 epochs
-log.audit log.every_steps log.mlflow log.project log.tensorboard log.wandb
+log.audit log.every_steps log.mlflow log.profile_ranks log.profile_steps
+log.project log.tensorboard log.wandb
 name
 optim.max_nonfinite optim.nonfinite
 scaling.backend scaling.cpus_per_worker scaling.gpus_per_worker scaling.max_failures
@@ -67,7 +68,7 @@ task task_options
 """
 
 DOOR_FLAGS = {
-    FitArgs: "address audit config dashboard dry_run emit local print_config recipe",
+    FitArgs: "address audit config dashboard dry_run emit local print_config profile recipe",
     EvaluateArgs: "checkpoint data device per_class run",
 }
 

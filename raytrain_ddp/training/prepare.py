@@ -10,6 +10,7 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from raytrain_ddp.checkpoint.layout import run_storage
 from raytrain_ddp.checkpoint.store import Checkpoint
 from raytrain_ddp.config import TrainConfig
 from raytrain_ddp.data.loader import TrainLoader, memory_note, shuffle_for, window_for
@@ -25,6 +26,7 @@ from raytrain_ddp.training.compression import compress
 from raytrain_ddp.training.feed import AgreedCount, Audit, Feed, on_device
 from raytrain_ddp.training.guard import make_guard
 from raytrain_ddp.training.optim import build_optimizer
+from raytrain_ddp.training.profiler import Profile
 from raytrain_ddp.training.repro import judge
 from raytrain_ddp.training.run import Run
 from raytrain_ddp.training.session import Session
@@ -214,6 +216,7 @@ def make_feed(
         if data.bad_records == "skip"
         else lambda slots: plan.samples(slots[0].step % plan.steps_per_epoch),
         watch=Audit(session) if config.log.audit else lambda slots: None,
+        profile=Profile(config.log, session.world, run_storage(config), clock, session.tell),
     )
 
 
