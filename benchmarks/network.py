@@ -228,11 +228,11 @@ def wait(started: Sequence[subprocess.Popen[str]]) -> str:
 
 
 def measure(hosts: Hosts, way: str, speed: str, number: int, alone_s: float) -> Run:
-    """Trains for an epoch; without a limit for five, so that the loss tells something."""
+    """Trains for an epoch; without a limit for three, so that the loss tells something."""
     load = os.getloadavg()[0]
     _, flags = WAYS[way]
     name = f"{number}-{way}-{SPEEDS[speed]}"
-    folder, printed = hosts.together(name, 1 if SPEEDS[speed] else 5, flags)
+    folder, printed = hosts.together(name, 1 if SPEEDS[speed] else 3, flags)
     stalled = re.search(r"checkpoints ([\d.]+) s", printed)
     assert stalled is not None, printed
     return Run(
