@@ -8,8 +8,8 @@ runs ``torchrun -m raytrain_ddp.fit``, a worker with one thread, over gloo.
 Each round runs every way at every speed once, each time beginning with another way.
 
 - step: median over the steps of a run, from the log of rank 0
-- communication: the share of the step that a worker would not need if it were alone; measured by
-  two such at the same time, one on each host, which send nothing
+- communication: the share of the step that a worker would not need if it were alone, the arithmetic
+  of compression included; measured by two such at once, one on each host, which send nothing
 - loss: of the evaluation after the same number of steps; the network has no part in it
 """
 
@@ -49,8 +49,7 @@ BASE = "default"
 
 @dataclass(frozen=True)
 class Run:
-    """One run of one way. The losses are of the evaluation set, `checkpoint_s` is what the one
-    checkpoint took from the training."""
+    """One run of one way. `checkpoint_s` is what its one checkpoint took from the training."""
 
     way: str
     speed: str
