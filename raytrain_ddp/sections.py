@@ -115,9 +115,10 @@ class DdpConfig:
     """Normalise over all workers' current slots. Ties the result to the number of workers."""
     compression: Literal["none", "bf16", "fp16", "powersgd"] = "none"
     """For slow networks: gradients are sent in this precision or, far shorter, as low-rank factors
-    (PowerSGD, arXiv:1905.13727). All but none change the result a little."""
+    (PowerSGD, arXiv:1905.13727). What those leave out is sent later; until then it is part of the
+    checkpoint, which grows by as much as the model for each worker."""
     powersgd_rank: int = 4
-    """Rank of PowerSGD's factors: more is nearer to the gradient, and longer."""
+    """powersgd: rank of the factors; a higher one is nearer to the gradient, and longer."""
 
     def __post_init__(self) -> None:
         above_zero("ddp", self, "bucket_cap_mb")
