@@ -193,6 +193,7 @@ class SlotBuffers:
 
     def begin(self) -> None:
         self._start = [_flat(group) for group in self._groups]
+        self._change: list[Tensor] = []
         self._own_loss = torch.zeros((), dtype=torch.float64, device=self._world.device)
         self._sum.begin()
 
