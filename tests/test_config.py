@@ -57,7 +57,7 @@ data.bad_records data.eval_source data.exif_orientation data.image_column data.i
 data.jpeg_scaling data.label_column data.mean data.shuffle data.shuffle_window data.source data.std
 ddp.bucket_cap_mb ddp.compression ddp.find_unused_parameters ddp.gradient_as_bucket_view
 ddp.powersgd_rank ddp.static_graph ddp.sync_batchnorm
-eval.every_epochs
+eval.every_epochs exact
 micro_batch
 model.dropout model.name model.weights
 optim.betas optim.clip_norm optim.label_smoothing optim.lr optim.momentum optim.name

@@ -54,7 +54,8 @@ def prepare(config: TrainConfig, task: Task, session: Session) -> Run:
     if config.ddp.sync_batchnorm and world.size > 1:
         _require_one_slot_each(plan, world)
     model = initial_model(config, task, world)
-    net = session.wrap(model, ddp_options(config))
+    # What is exact sums gradients itself, and needs no DDP.
+    net = model if config.exact else session.wrap(model, ddp_options(config))
 
     optimizer = build_optimizer(model, config.optim)
     scaler = torch.amp.GradScaler(world.device.type, enabled=config.compute.precision == "fp16")
