@@ -24,6 +24,7 @@ from processes import door
 
 from raytrain_ddp.errors import ConfigError, PreflightError
 from raytrain_ddp.orchestration.cluster import SETTINGS
+from raytrain_ddp.orchestration.run import crew as crewing
 from raytrain_ddp.orchestration.run import launch as launching
 from raytrain_ddp.orchestration.run import ship
 from raytrain_ddp.orchestration.run.agent import Agent
@@ -581,6 +582,7 @@ def test_who_failed_first_is_judged_by_the_times_of_the_machines_that_failed():
     ends = {0: End(-15, 1.0, asked="SIGTERM"), 1: End(3, 109.5), 2: End(4, 10.0)}
     assert first_failure(ends, output, lambda ranks: {1: 100.0, 2: 0.0}) == 1
     assert first_failure(ends, output, lambda ranks: {1: 99.0, 2: 0.0}) == 2
+    assert first_failure(ends, output, lambda ranks: {1: 99.0}) == 1  # of 2 it is not known
 
 
 def test_of_a_traceback_only_its_stream_is_shown():
@@ -869,6 +871,72 @@ def test_a_guard_that_is_killed_takes_the_script_with_it_and_is_told(agent: Agen
     started(agent, "import os, time; print(os.getppid(), flush=True); time.sleep(600)", tmp_path)
     os.kill(int(taken(agent, "line")[0]["line"]), signal.SIGKILL)
     assert taken(agent, "closed")[0]["status"] == -9
+
+
+# ------------------------------------------------------------------ the crew
+
+
+class Answering(types.ModuleType):
+    """A Ray whose references are functions."""
+
+    class RayError(Exception):
+        pass
+
+    class RayActorError(RayError):
+        pass
+
+    class GetTimeoutError(RayError):
+        pass
+
+    class RayTaskError(RayError):
+        def __init__(self, cause: Exception) -> None:
+            super().__init__("a traceback of many lines")
+            self.cause = cause
+
+    def __init__(self) -> None:
+        super().__init__("ray")
+        self.exceptions = Answering
+
+    def wait(self, asked: list[Any], **_: Any) -> tuple[list[Any], list[Any]]:
+        return asked, []
+
+    def get(self, asked: Callable[[], Any], timeout: float) -> Any:
+        return asked()
+
+
+def test_what_a_machine_cannot_do_is_a_line_with_its_name(monkeypatch: pytest.MonkeyPatch):
+    def full() -> None:
+        raise Answering.RayTaskError(OSError(28, "No space left on device", "/tmp/x"))
+
+    monkeypatch.setitem(sys.modules, "ray", Answering())
+    assert crewing._answers([lambda: 3], lambda: None) == [3]
+    with pytest.raises(PreflightError) as told:
+        crewing._answers([lambda: 3, full], lambda: None, ["w1 (10.0.0.1)", "w2 (10.0.0.2)"])
+    assert str(told.value) == "w2 (10.0.0.2): [Errno 28] No space left on device: '/tmp/x'"
+
+
+def test_the_clocks_of_machines_are_compared_with_the_drivers(monkeypatch: pytest.MonkeyPatch):
+    class Clock:
+        def __init__(self, ahead_s: float | None) -> None:
+            self.clock, self.ahead_s = self, ahead_s
+
+        def remote(self) -> Callable[[], float]:
+            return self.tell
+
+        def tell(self) -> float:
+            if self.ahead_s is None:
+                raise Answering.GetTimeoutError
+            return time.monotonic() + self.ahead_s
+
+    monkeypatch.setitem(sys.modules, "ray", Answering())
+    crew = Crew.__new__(Crew)
+    crew.workers = three_on_two_nodes().workers
+    crew._agents = [Clock(100.0), Clock(-5.0), Clock(-5.0)]  # by seat
+    ahead = crew.clocks([0, 1, 2])
+    assert ahead == pytest.approx({0: 100.0, 1: -5.0, 2: -5.0}, abs=0.1)
+    assert crew.clocks([1, 2]) == {}  # one machine: nothing to compare
+    crew._agents[0] = Clock(None)
+    assert crew.clocks([0, 1]) == pytest.approx({1: -5.0}, abs=0.1)
 
 
 # ------------------------------------------------------------------ on a Ray of two nodes
