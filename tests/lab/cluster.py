@@ -78,9 +78,10 @@ class Cluster:
         self.is_up = False
         return self.laptop(self.commands["take down"])
 
-    def train(self, flags: str = "") -> Command:
+    def train(self, flags: str, storage: str = "") -> Command:
         """The second command of the file, with flags."""
-        words = self.commands["train"].replace("/shared/runs", f"{self.shared}/runs {flags}")
+        place = storage or f"{self.shared}/runs"
+        words = self.commands["train"].replace("/shared/runs", f"{place} {flags}")
         return self.lab.start("laptop", SHELL + words)
 
     @contextmanager
@@ -101,8 +102,12 @@ class Cluster:
             run.command = self.lab.start("laptop", SHELL + knock + words)
             yield run
         finally:
-            if run.command is not None:
+            if run.command is not None and not run.command.ended():
                 run.command.end()
+                for job in set(re.findall(r"raysubmit_\w+", run.command.said())):
+                    self.lab.start(
+                        "laptop", f"{SHELL}ray exec clusters/lan.yaml 'ray job stop {job}'"
+                    )
             through.end()
 
 
@@ -142,9 +147,10 @@ class Run:
             for path in hosts
         }
 
-    def times(self, since: float = 0.0) -> list[float]:
-        """Of the passes of all hosts, in order."""
-        return sorted(t for times in self.passes().values() for t in times if t >= since)
+    def times(self, since: float = 0.0, but: str = "") -> list[float]:
+        """Of the passes of all hosts (but one), in order."""
+        theirs = [times for host, times in self.passes().items() if host != but]
+        return sorted(t for times in theirs for t in times if t >= since)
 
     def wait_for(self, what: str, holds: Any, timeout_s: float = 150) -> float:
         def look() -> bool:
@@ -162,7 +168,11 @@ class Run:
         at = self.wait_for(f"start {number}", lambda: len(self.sizes()) >= number)
         return self.wait_for(f"a step of start {number}", lambda: self.times(at))
 
-    def standstill(self, since: float, until: float = float("inf")) -> tuple[float, float]:
-        """Begin and end of the longest time in which no host computed."""
-        times = [t for t in self.times(since - 1) if t <= until]
+    def standstill(self, since: float, but: str = "") -> tuple[float, float]:
+        """Seconds from `since` on: begin and end of the longest time in which no host computed."""
+        times = [t - since for t in self.times(since - 1, but)]
         return max(pairwise(times), key=lambda pair: pair[1] - pair[0])
+
+    def weights(self) -> bytes:
+        (file,) = self.folder.glob("checkpoints/step-00000360-*/model.safetensors")
+        return file.read_bytes()

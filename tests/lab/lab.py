@@ -49,7 +49,11 @@ class Lab:
 
     def _do(self, *words: str) -> str:
         done = subprocess.run(
-            [str(SCRIPT), *words], env=self._environment, capture_output=True, text=True, check=False
+            [str(SCRIPT), *words],
+            env=self._environment,
+            capture_output=True,
+            text=True,
+            check=False,
         )
         assert done.returncode == 0, f"lab.sh {' '.join(words)}: {done.stderr}"
         return done.stdout
