@@ -104,10 +104,8 @@ class Cluster:
         finally:
             if run.command is not None and not run.command.ended():
                 run.command.end()
-                for job in set(re.findall(r"raysubmit_\w+", run.command.said())):
-                    self.lab.start(
-                        "laptop", f"{SHELL}ray exec clusters/lan.yaml 'ray job stop {job}'"
-                    )
+                for job in {*re.findall(r"raysubmit_\w+", run.command.said())}:
+                    self.laptop(f"ray exec clusters/lan.yaml 'ray job stop {job}'")
             through.end()
 
 
