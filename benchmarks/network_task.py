@@ -1,4 +1,4 @@
-"""What network.py trains: ``--task benchmarks/network_task.py:WideDigits``."""
+"""What network.py and exact.py train: ``--task benchmarks/network_task.py:WideDigits``."""
 
 from __future__ import annotations
 
@@ -12,14 +12,19 @@ class WideDigits(ImageClassification):
     a hundredth of its arithmetic, which two hosts on two cores would wait for."""
 
     def model(self) -> nn.Module:
-        width = 3500
-        return nn.Sequential(
-            nn.Flatten(),
-            nn.Linear(3 * 8 * 8, width),
-            nn.ReLU(),
-            nn.Linear(width, width),
-            nn.ReLU(),
-            nn.Linear(width, width),
-            nn.ReLU(),
-            nn.Linear(width, len(self.class_names)),
-        )
+        return wide_mlp(len(self.class_names))
+
+
+def wide_mlp(classes: int) -> nn.Module:
+    """Of images (n, 3, 8, 8)."""
+    width = 3500
+    return nn.Sequential(
+        nn.Flatten(),
+        nn.Linear(3 * 8 * 8, width),
+        nn.ReLU(),
+        nn.Linear(width, width),
+        nn.ReLU(),
+        nn.Linear(width, width),
+        nn.ReLU(),
+        nn.Linear(width, classes),
+    )

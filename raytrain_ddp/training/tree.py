@@ -123,13 +123,29 @@ class TreeSum:
             sums.append(vector)
             join(spans, sums, self._slots)
         total, *free = self._sums
-        dist.all_gather_into_tensor(total, sums[0])
+        gather(total.view(size, part), sums[0], self._world)
         self._spans, self._sums = [(0, self._slots)], [total]
         self._free += free
 
     def _empty(self) -> Tensor:
         length = self._part * self._world.size
         return torch.empty(length, dtype=self._dtype, device=self._world.device)
+
+
+def gather(parts: Tensor, own: Tensor, world: World) -> None:
+    """Puts each rank's `own` into its row of `parts`, shape (ranks, ...); all ranks take part.
+
+    gloo's own way takes four times as long.
+    """
+    if parts.is_cuda:
+        dist.all_gather_into_tensor(parts, own)
+        return
+    parts[world.rank] = own
+    others = [(world.rank + n) % world.size for n in range(1, world.size)]
+    ways = [dist.P2POp(dist.isend, own, other) for other in others]
+    ways += [dist.P2POp(dist.irecv, parts[other], other) for other in reversed(others)]
+    for work in dist.batch_isend_irecv(ways):
+        work.wait()
 
 
 def join(spans: list[Span], sums: list[Tensor], leaves: int) -> list[Tensor]:
