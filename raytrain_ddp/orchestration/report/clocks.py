@@ -1,0 +1,312 @@
+"""Panels over the time: speed, where the time went, and who was slow."""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from statistics import median
+
+from raytrain_ddp.orchestration.report import phases
+from raytrain_ddp.orchestration.report.curves import color, hovers, thinned_note
+from raytrain_ddp.orchestration.report.lives import Timeline, wall_of
+from raytrain_ddp.orchestration.report.plot import Area, Line, Mark, Panel
+from raytrain_ddp.orchestration.report.reading import Record
+from raytrain_ddp.orchestration.report.scale import (
+    Point,
+    Scale,
+    linear,
+    percent,
+    seconds,
+    thinned,
+)
+from raytrain_ddp.orchestration.report.story import Story, timed
+from raytrain_ddp.orchestration.words import (
+    format_count,
+    format_seconds,
+    format_share,
+    plural,
+)
+
+_MOST_STRETCHES, _MOST_FLAGS = 300, 10
+
+
+@dataclass(frozen=True)
+class Stretch:
+    """Lines of the log that follow each other in one start.
+
+    Args:
+        since, to: on the axis of time, in seconds.
+        split_s: by phase, all steps together.
+    """
+
+    since: float
+    to: float
+    steps: int
+    last_step: int
+    split_s: Mapping[str, float]
+    slowest: Mapping[str, object] | None
+
+
+def time_panels(stories: Sequence[Story]) -> list[Panel]:
+    """Speed of all; of a single run besides where the time went, and the slowest rank."""
+    x = _axis(stories)
+    panels = [_speed(stories, x)]
+    if len(stories) == 1:
+        panels += [_split(stories[0], x), _slowest(stories[0], x), _ranks(stories[0], x)]
+    return [panel for panel in panels if panel is not None]
+
+
+def total_split(story: Story) -> dict[str, float]:
+    """Seconds by phase of all steps in the log; mean over the ranks."""
+    totals: dict[str, float] = defaultdict(float)
+    for record, steps in zip(timed(story.files), _steps_of(timed(story.files)), strict=True):
+        for phase, each in record["timing"]["split_s"].items():
+            totals[phase] += each * steps
+    return dict(totals)
+
+
+def rank_splits(story: Story) -> list[dict[str, float]]:
+    """Seconds of a step by phase for each rank, in the newest start: median over its events."""
+    events = [e for e in story.files.events if e["kind"] == "ranks"]
+    size = len(events[-1]["split_s"]) if events else 0
+    newest = [e["split_s"] for e in events if len(e["split_s"]) == size]
+    names = phases.ordered({phase for each in newest for rank in each for phase in rank})
+    return [
+        {name: median(each[rank].get(name, 0.0) for each in newest) for name in names}
+        for rank in range(size)
+    ]
+
+
+def marks(story: Story) -> list[Mark]:
+    """Restarts, resizes, failures and pauses, over the time."""
+    line, found = story.timeline, []
+    cuts = {since for since, _ in line.cuts}
+    flags = len(line.lives) <= _MOST_FLAGS
+    lost = _lost(story)
+    for before, life in zip(line.lives, line.lives[1:], strict=False):
+        since, to = line.at(before.ended), line.at(life.began)
+        told = next((h for h in story.happenings if h.wall == life.began and h.step is not None), None)
+        text = f"{told.text}" if told else f"went on from step {life.start_step}"
+        resized = before.world_size != life.world_size and life.world_size
+        kind = "resize" if resized else "restart"
+        label = (f"{before.world_size}→{life.world_size}" if resized else "↻") if flags else ""
+        pause = life.began - before.ended
+        if before.ended in cuts:
+            text += f". A pause of {format_seconds(pause)} is cut out here."
+            label = f"{label} ✂ {format_seconds(pause)}" if flags else ""
+        elif to > since:
+            down = f"no training for {format_seconds(pause)}"
+            found.append(Mark(since, "down", down, to=to))
+        found.append(Mark(to, kind, text, label))
+    found += lost
+    for happening in story.happenings:
+        if happening.kind in ("failure", "preempted"):
+            found.append(Mark(line.at(happening.wall), "failure", happening.text))
+    return found
+
+
+def _lost(story: Story) -> list[Mark]:
+    """Where steps were made that a later start did again: they have left the log."""
+    line, found = story.timeline, []
+    walls = [wall for wall in line.walls(story.files.train) if math.isfinite(wall)]
+    for life in line.lives[:-1]:
+        last = max((wall for wall in walls if life.began <= wall <= life.ended), default=life.began)
+        if life.ended - last > 0.01 * line.worked_s:
+            told = f"{format_seconds(life.ended - last)} of work, of which no log is kept"
+            found.append(Mark(line.at(last), "lost", told, to=line.at(life.ended)))
+    return found
+
+
+def _axis(stories: Sequence[Story]) -> Scale:
+    ends = [s.timeline.at(life.ended) for s in stories for life in s.timeline.lives[-1:]]
+    return seconds(max(ends, default=1.0))
+
+
+def _x_name(timelines: Sequence[Timeline]) -> str:
+    cut = any(line.cuts for line in timelines)
+    return "time since the first step" + (", without long pauses" if cut else "")
+
+
+def _pieces(story: Story, records: Sequence[Record]) -> list[list[tuple[float, Record]]]:
+    """(time on the axis, record), cut where a start ended."""
+    line = story.timeline
+    pieces: list[list[tuple[float, Record]]] = [[] for _ in line.lives]
+    for wall, record in zip(line.walls(records), records, strict=True):
+        for number in range(len(line.lives) - 1, -1, -1):
+            if wall >= line.lives[number].began:
+                pieces[number].append((line.at(wall), record))
+                break
+    return [piece for piece in pieces if piece]
+
+
+def _speed(stories: Sequence[Story], x: Scale) -> Panel | None:
+    lines, told, highs = [], [], []
+    unit = stories[0].unit or "samples"
+    for number, story in enumerate(stories):
+        records = [r for r in story.files.train if "samples_per_s" in r]
+        pieces = [[(at, r["samples_per_s"]) for at, r in p] for p in _pieces(story, records)]
+        flat = sorted(y for piece in pieces for _, y in piece)
+        if not flat:
+            continue
+        highs.append(min(flat[-1], 3 * flat[len(flat) // 2]))  # one lucky line may leave the picture
+        label = "" if len(stories) == 1 else story.files.name
+        few = "dotted " if len(flat) <= 60 else ""
+        lines.append(Line(label, f"{few}{color(number)}", [thinned(piece) for piece in pieces]))
+        points: list[Point] = [point for piece in pieces for point in piece]
+        told.append((label, points, lambda value: f"{format_count(value)} {unit}/s"))
+    if not lines:
+        return None
+    alone = stories[0] if len(stories) == 1 else None
+    notes = [thinned_note(max(len(s.files.train) for s in stories))]
+    return Panel(
+        title=f"Throughput of all workers, {unit}/s",
+        x=x,
+        y=linear(0.0, max(highs)),
+        x_name=_x_name([story.timeline for story in stories]),
+        lines=lines,
+        marks=marks(alone) if alone else (),
+        hovers=hovers(told, clock_of),
+        note=" ".join(filter(None, notes)),
+    )
+
+
+def clock_of(value: float) -> str:
+    return f"after {format_seconds(value)}"
+
+
+def _stretches(story: Story, most: int = _MOST_STRETCHES) -> list[Stretch]:
+    """The log in at most some `most` stretches, none of which goes beyond a start."""
+    records = timed(story.files)
+    steps = dict(zip((r["step"] for r in records), _steps_of(records), strict=True))
+    each = -(-len(records) // most) or 1
+    found = []
+    begins = {life.began: story.timeline.at(life.began) for life in story.timeline.lives}
+    for piece in _pieces(story, records):
+        first = max((at for at in begins.values() if at <= piece[0][0]), default=0.0)
+        for n in range(0, len(piece), each):
+            part = piece[n : n + each]
+            split: dict[str, float] = defaultdict(float)
+            for _, record in part:
+                for phase, value in record["timing"]["split_s"].items():
+                    split[phase] += value * steps[record["step"]]
+            slow = [r["timing"]["slowest"] for _, r in part if r["timing"].get("slowest")]
+            slowest = max(slow, key=lambda one: one["ratio"], default=None)
+            count = sum(steps[record["step"]] for _, record in part)
+            last = part[-1][1]["step"]
+            found.append(Stretch(first, part[-1][0], count, last, split, slowest))
+            first = part[-1][0]
+    return found
+
+
+def _steps_of(records: Sequence[Record]) -> list[int]:
+    """How many steps each line of the log is for."""
+    before = [0, *(record["step"] for record in records)]
+    return [
+        max(1, record["step"] - last) for record, last in zip(records, before[:-1], strict=True)
+    ]
+
+
+def _split(story: Story, x: Scale) -> Panel | None:
+    stretches = _stretches(story)
+    names = phases.ordered({name for one in stretches for name in one.split_s})
+    if not names:
+        return None
+    steps: dict[str, list[tuple[float, float, float, float]]] = {name: [] for name in names}
+    told = []
+    for one in stretches:
+        foot = 0.0
+        shares = phases.shares(one.split_s)
+        for name in names:
+            top = foot + shares.get(name, 0.0)
+            steps[name].append((one.since, one.to, foot, top))
+            foot = top
+        parts = [f"step {one.last_step}"]
+        parts += [
+            f"{phases.PHASES.get(name, name)} {format_share(share)}, "
+            f"{format_seconds(one.split_s[name] / one.steps)} a step"
+            for name, share in sorted(shares.items(), key=lambda item: -item[1])
+            if share >= 0.005
+        ]
+        told.append(((one.since + one.to) / 2, "\n".join(parts)))
+    return Panel(
+        title="Where the time goes",
+        x=x,
+        y=linear(0.0, 1.0, percent, ticks=4),
+        x_name=_x_name([story.timeline]),
+        areas=[Area(phases.PHASES.get(n, n), phases.css(n), steps[n]) for n in names],
+        marks=marks(story),
+        hovers=told,
+        note=thinned_note(len(story.files.train)).replace(
+            "lowest and highest of each stretch are kept", "each stretch is a mean"
+        ),
+        height="high",
+    )
+
+
+def _slowest(story: Story, x: Scale) -> Panel | None:
+    stretches = [one for one in _stretches(story) if one.slowest]
+    if not stretches:
+        return None
+    by_phase: dict[str, list[Point]] = defaultdict(list)
+    told = []
+    for one in stretches:
+        slowest = one.slowest or {}
+        ratio, phase = float(str(slowest["ratio"])), str(slowest["phase"])
+        at = (one.since + one.to) / 2
+        by_phase[phase].append((at, ratio))
+        text = f"step {one.last_step}\nrank {slowest['rank']}: {ratio:.2f} x the median, by its"
+        told.append((at, f"{text} {phase}"))
+    highest = max(y for points in by_phase.values() for _, y in points)
+    return Panel(
+        title="The slowest rank's own work, as a multiple of the median rank's",
+        x=x,
+        y=linear(1.0, max(1.5, highest), lambda value: f"{value:g} x", ticks=4),
+        x_name=_x_name([story.timeline]),
+        lines=[
+            Line(f"by its {name}", f"dots {phases.css(name)}", [by_phase[name]])
+            for name in phases.ordered(by_phase)
+        ],
+        marks=marks(story),
+        hovers=told,
+        height="low",
+    )
+
+
+def _ranks(story: Story, x: Scale) -> Panel | None:
+    """A row for each rank: the darker, the longer its own work has taken."""
+    events = [e for e in story.files.events if e["kind"] == "ranks"]
+    events = events[:: -(-len(events) // _MOST_STRETCHES) or 1]
+    if not events:
+        return None
+    most = max(len(e["split_s"]) for e in events)
+    ats = [story.timeline.at(wall_of(e)) for e in events]
+    shades: dict[int, list[tuple[float, float, float, float]]] = defaultdict(list)
+    told = []
+    before = 0.0
+    starts = [story.timeline.at(life.began) for life in story.timeline.lives]
+    for at, event in zip(ats, events, strict=True):
+        since = max([before, *(start for start in starts if start <= at)])
+        work = [sum(rank.get(name, 0.0) for name in phases.WORK) for rank in event["split_s"]]
+        usual = median(work)
+        for rank, each in enumerate(work):
+            shade = min(5, max(0, round(10 * (each / max(usual, 1e-9) - 1))))
+            if at > since:
+                shades[shade].append((since, at, most - rank - 1, most - rank))
+        slow = sorted(range(len(work)), key=lambda rank: -work[rank])[:4]
+        rows = [f"rank {rank}: {format_seconds(work[rank])} a step" for rank in slow]
+        told.append(((since + at) / 2, "\n".join([f"step {event['step']}", *rows])))
+        before = at
+    each = -(-most // 8)
+    names = [(most - rank - 0.5, f"rank {rank}") for rank in range(0, most, each)]
+    return Panel(
+        title=f"Own work of each of {plural(most, 'rank')}",
+        x=x,
+        y=Scale(0.0, float(most), names),
+        x_name=_x_name([story.timeline]),
+        areas=[Area("", f"shade{shade}", shades[shade]) for shade in sorted(shades)],
+        legend=[("as the median", "shade0"), ("+25 %", "shade3"), ("+50 % or more", "shade5")],
+        hovers=told,
+        height="low" if most <= 4 else "",
+    )
