@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-
 from html import escape
 
 from raytrain_ddp.orchestration.report.mistakes import Predictions
@@ -32,9 +31,7 @@ def _matrix(found: Predictions) -> str:
     chosen = list(range(len(names)))
     note = ""
     if len(chosen) > _MOST_CLASSES:
-        wrong = [
-            sum(matrix[n]) + sum(row[n] for row in matrix) - 2 * matrix[n][n] for n in chosen
-        ]
+        wrong = [sum(matrix[n]) + sum(row[n] for row in matrix) - 2 * matrix[n][n] for n in chosen]
         chosen = sorted(sorted(chosen, key=lambda n: -wrong[n])[:_MOST_CLASSES])
         note = f"the {_MOST_CLASSES} of {len(names)} classes that are confused most"
     most_wrong = max((matrix[i][j] for i in chosen for j in chosen if i != j), default=0)
@@ -74,8 +71,8 @@ def _by_class(found: Predictions) -> str:
         (
             _name(name),
             str(support),
-            f'<span class="bar" style="--s:{recall:.3f}">{recall:.1%}</span>' if support else "–",
-            "–" if precision is None else f"{precision:.1%}",
+            f'<span class="bar" style="--s:{recall:.3f}">{recall:.1%}</span>' if support else "-",
+            "-" if precision is None else f"{precision:.1%}",
         )
         for recall, name, support, precision in rows
     ]

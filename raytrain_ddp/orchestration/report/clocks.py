@@ -18,6 +18,7 @@ from raytrain_ddp.orchestration.report.scale import (
     Scale,
     linear,
     percent,
+    sampled,
     seconds,
     thinned,
 )
@@ -28,8 +29,9 @@ from raytrain_ddp.orchestration.words import (
     format_share,
     plural,
 )
+from raytrain_ddp.training.curves import smoothed
 
-_MOST_STRETCHES, _MOST_FLAGS = 300, 10
+_MOST_STRETCHES, _MOST_FLAGS = 150, 10
 
 
 @dataclass(frozen=True)
@@ -87,7 +89,9 @@ def marks(story: Story) -> list[Mark]:
     lost = _lost(story)
     for before, life in zip(line.lives, line.lives[1:], strict=False):
         since, to = line.at(before.ended), line.at(life.began)
-        told = next((h for h in story.happenings if h.wall == life.began and h.step is not None), None)
+        told = next(
+            (h for h in story.happenings if h.wall == life.began and h.step is not None), None
+        )
         text = f"{told.text}" if told else f"went on from step {life.start_step}"
         resized = before.world_size != life.world_size and life.world_size
         kind = "resize" if resized else "restart"
@@ -98,7 +102,7 @@ def marks(story: Story) -> list[Mark]:
             label = f"{label} ✂ {format_seconds(pause)}" if flags else ""
         elif to > since:
             down = f"no training for {format_seconds(pause)}"
-            found.append(Mark(since, "down", down, to=to))
+            found.append(Mark(since, "down" if before.failed else "lost", down, to=to))
         found.append(Mark(to, kind, text, label))
     found += lost
     for happening in story.happenings:
@@ -150,12 +154,15 @@ def _speed(stories: Sequence[Story], x: Scale) -> Panel | None:
         flat = sorted(y for piece in pieces for _, y in piece)
         if not flat:
             continue
-        highs.append(min(flat[-1], 3 * flat[len(flat) // 2]))  # one lucky line may leave the picture
-        label = "" if len(stories) == 1 else story.files.name
-        few = "dotted " if len(flat) <= 60 else ""
-        lines.append(Line(label, f"{few}{color(number)}", [thinned(piece) for piece in pieces]))
-        points: list[Point] = [point for piece in pieces for point in piece]
-        told.append((label, points, lambda value: f"{format_count(value)} {unit}/s"))
+        highs.append(
+            min(flat[-1], 3 * flat[len(flat) // 2])
+        )  # one lucky line may leave the picture
+        smooth = [sampled(_calm(piece, len(flat) // 40 + 1)) for piece in pieces]
+        if len(stories) == 1:
+            lines.append(Line("", f"raw {color(0)}", [thinned(piece) for piece in pieces]))
+        lines.append(Line("" if len(stories) == 1 else story.files.name, color(number), smooth))
+        points: list[Point] = [point for piece in smooth for point in piece]
+        told.append((lines[-1].label, points, lambda value: f"{format_count(value)} {unit}/s"))
     if not lines:
         return None
     alone = stories[0] if len(stories) == 1 else None
@@ -170,6 +177,11 @@ def _speed(stories: Sequence[Story], x: Scale) -> Panel | None:
         hovers=hovers(told, clock_of),
         note=" ".join(filter(None, notes)),
     )
+
+
+def _calm(points: Sequence[Point], half_width: int) -> list[Point]:
+    values = smoothed([y for _, y in points], half_width)
+    return [(x, y) for (x, _), y in zip(points, values, strict=True)]
 
 
 def clock_of(value: float) -> str:
@@ -225,7 +237,7 @@ def _split(story: Story, x: Scale) -> Panel | None:
         parts = [f"step {one.last_step}"]
         parts += [
             f"{phases.PHASES.get(name, name)} {format_share(share)}, "
-            f"{format_seconds(one.split_s[name] / one.steps)} a step"
+            f"{phases.step_time(one.split_s[name] / one.steps)} a step"
             for name, share in sorted(shares.items(), key=lambda item: -item[1])
             if share >= 0.005
         ]
@@ -295,7 +307,7 @@ def _ranks(story: Story, x: Scale) -> Panel | None:
             if at > since:
                 shades[shade].append((since, at, most - rank - 1, most - rank))
         slow = sorted(range(len(work)), key=lambda rank: -work[rank])[:4]
-        rows = [f"rank {rank}: {format_seconds(work[rank])} a step" for rank in slow]
+        rows = [f"rank {rank}: {phases.step_time(work[rank])} a step" for rank in slow]
         told.append(((since + at) / 2, "\n".join([f"step {event['step']}", *rows])))
         before = at
     each = -(-most // 8)

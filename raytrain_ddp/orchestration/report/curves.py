@@ -8,7 +8,6 @@ import re
 from collections.abc import Callable, Iterable, Sequence
 
 from raytrain_ddp.orchestration.report.plot import Line, Mark, Panel
-from raytrain_ddp.orchestration.report.reading import Record
 from raytrain_ddp.orchestration.report.scale import (
     MOST_POINTS,
     Point,
@@ -148,9 +147,7 @@ def _metrics(stories: Sequence[Story], x: Scale) -> list[Panel]:
     return [_metric(stories, group, x, group[0] in fractions) for group in groups]
 
 
-def _metric(
-    stories: Sequence[Story], names: Sequence[str], x: Scale, is_fraction: bool
-) -> Panel:
+def _metric(stories: Sequence[Story], names: Sequence[str], x: Scale, is_fraction: bool) -> Panel:
     alone = len(stories) == 1
     lines: list[Line] = []
     told: list[Series] = []

@@ -9,12 +9,14 @@ from __future__ import annotations
 import bisect
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import datetime, timezone
 
 from raytrain_ddp.orchestration.report.reading import Record, RunFiles
 
-_CUT_LEAST_S, _CUT_SHARE = 60.0, 0.15  # longer pauses, also of the time at work, are left out
+# Longer pauses, also as a share of the time at work, are cut out: after a failure, and between two
+# starts of the command, which may have a night between them.
+_CUT_FAILED, _CUT_ENDED = (60.0, 0.15), (10.0, 0.05)
 _ENDS = ("failed", "preempted", "end")
 
 
@@ -27,6 +29,7 @@ class Life:
     start_step: int
     world_size: int  # 0: not known
     plan: Record
+    failed: bool = False  # and the same command went on, without its workers
 
 
 @dataclass(frozen=True)
@@ -66,10 +69,24 @@ class Timeline:
 def timeline_of(files: RunFiles, is_running: bool) -> Timeline:
     """From the events; where there are none, from where the log's seconds begin anew."""
     lives = _from_events(files, is_running) or _from_log(files)
-    worked_s = sum(life.ended - life.began for life in lives)
-    least_s = max(_CUT_LEAST_S, _CUT_SHARE * worked_s)
-    pauses = [(one.ended, two.began) for one, two in zip(lives, lives[1:], strict=False)]
-    return Timeline(lives, [pause for pause in pauses if pause[1] - pause[0] > least_s])
+    whole = Timeline(_as_long_as_logged(lives, files), [])
+    cuts = []
+    for one, two in zip(whole.lives, whole.lives[1:], strict=False):
+        least_s, share = _CUT_FAILED if one.failed else _CUT_ENDED
+        if two.began - one.ended > max(least_s, share * whole.worked_s):
+            cuts.append((one.ended, two.began))
+    return Timeline(whole.lives, cuts)
+
+
+def _as_long_as_logged(lives: Sequence[Life], files: RunFiles) -> list[Life]:
+    """No life ends before its last line: events are dated to the second, and some are not heard."""
+    walls = [wall for wall in Timeline(lives, []).walls(files.train) if math.isfinite(wall)]
+    longer = []
+    for life, following in zip(lives, [*lives[1:], None], strict=True):
+        until = following.began if following else math.inf
+        last = max((wall for wall in walls if life.began <= wall <= until), default=life.ended)
+        longer.append(replace(life, ended=max(life.ended, last)))
+    return longer
 
 
 def wall_of(event: Record) -> float:
@@ -86,12 +103,10 @@ def _from_events(files: RunFiles, is_running: bool) -> list[Life]:
     plan: Record | None = None
     heard = math.nan
 
-    def close(ended: float) -> None:
+    def close(ended: float, failed: bool = False) -> None:
         if plan is not None:
-            began = wall_of(plan)
-            lives.append(
-                Life(began, max(began, ended), plan["start_step"], plan["world_size"], plan)
-            )
+            began, step, size = wall_of(plan), plan["start_step"], plan["world_size"]
+            lives.append(Life(began, max(began, ended), step, size, plan, failed))
 
     for event in files.events:
         wall = wall_of(event)
@@ -101,14 +116,14 @@ def _from_events(files: RunFiles, is_running: bool) -> list[Life]:
             close(heard)
             plan = event
         elif event["kind"] in _ENDS:
-            planned = event["kind"] == "end" and (event["status"] == 0 or event["status"] > 128)
-            close(heard if planned else wall)  # after its last checkpoint only Ray is put away
+            ended = event["kind"] == "end"
+            planned = ended and (event["status"] == 0 or event["status"] > 128)
+            # After its last checkpoint only Ray is put away.
+            close(heard if planned else wall, failed=not ended)
             plan = None
         heard = wall
     if plan is not None:  # still at work, or gone without a word
-        last = [r["seconds"] for r in files.train[-1:] if r["step"] > plan["start_step"]]
-        known = [wall_of(plan) + seconds for seconds in last if math.isfinite(seconds)]
-        close(max([heard, *known, *([files.read_at] if is_running else [])]))
+        close(max(heard, files.read_at) if is_running else heard)
     return lives
 
 

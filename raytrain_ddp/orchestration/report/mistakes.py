@@ -191,9 +191,7 @@ def _look(
     if not samples:
         raise ConfigError("the task gives no outputs by class to its metrics.")
     ordered = [mistake for _, _, mistake in sorted(worst, reverse=True)]
-    return Predictions(
-        str(checkpoint.name), names, matrix.tolist(), samples, data.rows, ordered
-    )
+    return Predictions(str(checkpoint.name), names, matrix.tolist(), samples, data.rows, ordered)
 
 
 def picture(image: Tensor) -> str:

@@ -90,7 +90,8 @@ def _section(title: str, inner: str) -> str:
 def _panels(panels: Sequence[Panel], one: bool = False) -> str:
     """Beside each other, or below each other with one axis of time."""
     inner = "".join(panel.html() for panel in panels)
-    return f'<div class="panels{" one" if one else ""}">{inner}</div>' if inner else ""
+    css = " one" if one else " odd" if len(panels) % 2 else ""
+    return f'<div class="panels{css}">{inner}</div>' if inner else ""
 
 
 def _head(story: Story) -> str:
@@ -120,7 +121,7 @@ def _cards(story: Story) -> str:
         cards.append(("Time at work", format_seconds(line.worked_s), besides))
     if speed_told(story):
         steps = [r["timing"]["step_s"] for r in timed(files)]
-        besides = f"{format_seconds(median(steps))} a step" if steps else ""
+        besides = f"{phases.step_time(median(steps))} a step" if steps else ""
         cards.append(("Speed", speed_told(story), besides))
     sizes = [str(life.world_size) for life in line.lives if life.world_size]
     if sizes:
@@ -130,8 +131,11 @@ def _cards(story: Story) -> str:
     mfu = [t["mfu"] for t in newest if "mfu" in t]
     flops = [t["flops_per_s"] for t in newest if "flops_per_s" in t]
     if flops:
-        each = f"{median(flops) / 1e12:.3g} TFLOP/s a worker"
-        cards.append(("MFU", format_share(median(mfu)), each) if mfu else ("Arithmetic", each, ""))
+        each = _flops(median(flops))
+        if mfu:
+            cards.append(("MFU", format_share(median(mfu)), f"{each} a worker"))
+        else:
+            cards.append(("Arithmetic", each, "a worker"))
     memory = max((r["timing"].get("peak_memory_bytes", 0) for r in timed(files)), default=0)
     if memory:
         cards.append(("Peak memory", format_bytes(memory), "of a worker"))
@@ -139,12 +143,17 @@ def _cards(story: Story) -> str:
     if limit:
         cards.append(("What limits it", limit[0].upper() + limit[1:] + ".", ""))
     inner = "".join(
-        f'<div{" class=long" if len(value) > 40 or name == "What limits it" else ""}>'
+        f"<div{' class=long' if len(value) > 40 or name == 'What limits it' else ''}>"
         f"<dt>{escape(name)}</dt><dd>{escape(value)}"
         f"{f'<small>{escape(besides)}</small>' if besides else ''}</dd></div>"
         for name, value, besides in cards
     )
     return f'<dl class="cards">{inner}</dl>' if cards else ""
+
+
+def _flops(per_s: float) -> str:
+    unit, step = next(((u, s) for u, s in (("T", 1e12), ("G", 1e9)) if per_s >= s), ("M", 1e6))
+    return f"{per_s / step:.3g} {unit}FLOP/s"
 
 
 def _what_went_wrong(story: Story) -> str:
@@ -166,7 +175,7 @@ def _phases(story: Story) -> str:
             f'<span class="key"><i class="{phases.css(name)}"></i></span>'
             f"{escape(phases.PHASES.get(name, name))}",
             format_share(share),
-            format_seconds(seconds[name] / steps),
+            phases.step_time(seconds[name] / steps),
             format_seconds(seconds[name]),
         )
         for name, share in sorted(shares.items(), key=lambda item: -item[1])
@@ -208,11 +217,11 @@ def _bar(name: str, split: Mapping[str, float], width: float = 1.0, unit: str = 
     parts = []
     for phase, share in phases.shares(split).items():
         told = f"{phases.PHASES.get(phase, phase)}: {format_share(share)}"
-        told += f", {format_seconds(split[phase])} {unit}"
+        told += f", {phases.step_time(split[phase])} {unit}"
         style = f"width:{100 * share * width:.2f}%"
         css = phases.css(phase)
         parts.append(f'<i class="{css}" style="{style}" title="{escape(told, quote=True)}"></i>')
-    whole = format_seconds(sum(split.values()))
+    whole = f"{phases.step_time(sum(split.values()))} {unit}"
     return (
         f"<span>{escape(name)}</span>"
         f'<div class="stack">{"".join(parts)}</div><span class="dim">{whole}</span>'
@@ -220,7 +229,9 @@ def _bar(name: str, split: Mapping[str, float], width: float = 1.0, unit: str = 
 
 
 def _legend(splits: Sequence[Mapping[str, float]]) -> str:
-    names = phases.ordered({n for one in splits for n, s in phases.shares(one).items() if s > _LEAST_TOLD})
+    names = phases.ordered(
+        {n for one in splits for n, s in phases.shares(one).items() if s > _LEAST_TOLD}
+    )
     keys = (
         f'<span class="key"><i class="{phases.css(n)}"></i>{escape(phases.PHASES.get(n, n))}</span>'
         for n in names
@@ -237,13 +248,14 @@ def _side_by_side(stories: Sequence[Story]) -> str:
                 f'<span class="key"><i class="{color(number)}"></i></span>'
                 f"{escape(story.files.name)}",
                 f'<span class="{story.state}">{story.state}</span>',
-                escape(story.best_told() or "–"),
-                str(story.files.last_step) + (f" of {story.total_steps}" if story.total_steps else ""),
-                format_seconds(line.worked_s) if line.lives else "–",
-                escape(speed_told(story) or "–"),
-                str(line.lives[-1].world_size or "–") if line.lives else "–",
+                escape(story.best_told() or "-"),
+                str(story.files.last_step)
+                + (f" of {story.total_steps}" if story.total_steps else ""),
+                format_seconds(line.worked_s) if line.lives else "-",
+                escape(speed_told(story) or "-"),
+                str(line.lives[-1].world_size or "-") if line.lives else "-",
                 str(max(0, len(line.lives) - 1)),
-                escape(story.limit or "–"),
+                escape(story.limit or "-"),
             )
         )
     head = ("run", "state", "best", ">steps", ">time at work", ">speed", ">workers", ">restarts")

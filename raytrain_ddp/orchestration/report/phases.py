@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 
+from raytrain_ddp.orchestration.words import format_seconds
+
 PHASES = {
     "compute": "forward and backward",
     "communication": "all-reduce not hidden",
@@ -29,6 +31,13 @@ def ordered(names: Iterable[str]) -> list[str]:
 
 def css(phase: str) -> str:
     return f"p-{phase}" if phase in PHASES else "p-other"
+
+
+def step_time(seconds: float) -> str:
+    """``0.4 ms``, ``41 ms``, and from a second on as everywhere."""
+    if seconds >= 0.9995:
+        return format_seconds(seconds)
+    return f"{1e3 * seconds:.{0 if seconds >= 0.00995 else 1}f} ms"
 
 
 def shares(seconds: Mapping[str, float]) -> dict[str, float]:

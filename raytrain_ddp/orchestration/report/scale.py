@@ -6,8 +6,6 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
-from raytrain_ddp.orchestration.words import format_seconds
-
 Point = tuple[float, float]
 
 MOST_POINTS = 900  # of a line: more than a screen's width of them looks the same
@@ -82,7 +80,7 @@ def seconds(high: float, ticks: int = 6) -> Scale:
 
 
 def clock(value: float) -> str:
-    """``0``, ``45 s``, ``3 min``, ``1 h 30``, ``2 d``: what a tick of time is called."""
+    """``0``, ``45 s``, ``1 min 30``, ``1 h 30``, ``2 d``: what a tick of time is called."""
     whole = round(value)
     if whole == 0:
         return "0"
@@ -90,7 +88,9 @@ def clock(value: float) -> str:
         return f"{whole // 86400} d"
     if whole >= 3600:
         return f"{whole // 3600} h" + (f" {whole % 3600 // 60:02d}" if whole % 3600 else "")
-    return f"{whole // 60} min" if whole % 60 == 0 else format_seconds(whole)
+    if whole < 60:
+        return f"{whole} s"
+    return f"{whole // 60} min" + (f" {whole % 60:02d}" if whole % 60 else "")
 
 
 def number(value: float, step: float) -> str:
@@ -101,7 +101,7 @@ def number(value: float, step: float) -> str:
         return f"{value / 1e6:g} M"
     if abs(value) < 1e-3:
         return f"{value:.2g}"
-    digits = max(0, -math.floor(math.log10(step) + 1e-9))
+    digits = next(d for d in range(10) if abs(round(step, d) - step) < 1e-6 * step)
     text = f"{value:,.{digits}f}"
     return text.rstrip("0").rstrip(".") if "." in text else text
 

@@ -215,7 +215,7 @@ def _end(event: Record, wall: float) -> Happening:
     if status == 0:
         return Happening(wall, step, "end", "Finished")
     if status > 128:
-        return Happening(wall, step, "end", f"Interrupted by {_signal(status)}")
+        return Happening(wall, step, "trouble", f"Interrupted by {_signal(status)}")
     first, _, rest = str(event.get("message", "")).partition("\n")
     return Happening(wall, step, "failure", f"Ended with status {status}: {first}", rest)
 

@@ -27,14 +27,13 @@ def table(head: Sequence[str], rows: Iterable[Sequence[str]], css: str = "") -> 
     """Cells are HTML already; columns whose name begins with ``>`` are of figures."""
     right = [name.startswith(">") for name in head]
     names = "".join(
-        f'<th{" class=n" if n else ""}>{escape(name.removeprefix(">"))}</th>'
+        f"<th{' class=n' if n else ''}>{escape(name.removeprefix('>'))}</th>"
         for name, n in zip(head, right, strict=True)
     )
     lines = "".join(
         "<tr>"
         + "".join(
-            f"<td{' class=n' if n else ''}>{cell}</td>"
-            for cell, n in zip(row, right, strict=True)
+            f"<td{' class=n' if n else ''}>{cell}</td>" for cell, n in zip(row, right, strict=True)
         )
         + "</tr>"
         for row in rows
@@ -91,9 +90,9 @@ def checkpoints(story: Story) -> str:
                 + (' <span class="best">★ best</span>' if at_best else "")
                 + ("" if manifest else ' <span class="bad">cannot be read</span>'),
                 str(kept.step),
-                escape(size_told(size)) if size else "–",
-                escape(format_seconds(event["seconds"])) if "seconds" in event else "–",
-                escape(told) or "–",
+                escape(size_told(size)) if size else "-",
+                escape(format_seconds(event["seconds"])) if "seconds" in event else "-",
+                escape(told) or "-",
             )
         )
     out = table(("there now", ">step", ">size", ">written in", "metrics"), rows) if rows else ""
@@ -155,7 +154,9 @@ def environment(story: Story) -> str:
     plans = [life.plan for life in story.timeline.lives if life.plan]
     if plans:
         plan = plans[-1]
-        add("devices", ", ".join(dict.fromkeys(f"{p['world_size']} x {p['device']}" for p in plans)))
+        add(
+            "devices", ", ".join(dict.fromkeys(f"{p['world_size']} x {p['device']}" for p in plans))
+        )
         add("hosts", _hosts(plan.get("hosts", [])))
         versions = plan.get("versions", {})
         add("versions", ", ".join(f"{name} {text}" for name, text in versions.items()))
