@@ -6,6 +6,7 @@ import math
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from statistics import median
 
 from raytrain_ddp.orchestration.report import phases
@@ -87,12 +88,10 @@ def marks(story: Story) -> list[Mark]:
     cuts = {since for since, _ in line.cuts}
     flags = len(line.lives) <= _MOST_FLAGS
     lost = _lost(story)
-    for before, life in zip(line.lives, line.lives[1:], strict=False):
+    for before, life in pairwise(line.lives):
         since, to = line.at(before.ended), line.at(life.began)
-        told = next(
-            (h for h in story.happenings if h.wall == life.began and h.step is not None), None
-        )
-        text = f"{told.text}" if told else f"went on from step {life.start_step}"
+        told = [h.text for h in story.happenings if h.wall == life.began and h.step is not None]
+        text = told[0] if told else f"went on from step {life.start_step}"
         resized = before.world_size != life.world_size and life.world_size
         kind = "resize" if resized else "restart"
         label = (f"{before.world_size}→{life.world_size}" if resized else "↻") if flags else ""
@@ -166,6 +165,7 @@ def _speed(stories: Sequence[Story], x: Scale) -> Panel | None:
     if not lines:
         return None
     alone = stories[0] if len(stories) == 1 else None
+    shown = marks(alone) if alone else []
     notes = [thinned_note(max(len(s.files.train) for s in stories))]
     return Panel(
         title=f"Throughput of all workers, {unit}/s",
@@ -173,10 +173,24 @@ def _speed(stories: Sequence[Story], x: Scale) -> Panel | None:
         y=linear(0.0, max(highs)),
         x_name=_x_name([story.timeline for story in stories]),
         lines=lines,
-        marks=marks(alone) if alone else (),
+        marks=shown,
         hovers=hovers(told, clock_of),
         note=" ".join(filter(None, notes)),
+        legend=[*((line.label, line.css) for line in lines if line.label), *_keys(shown)],
     )
+
+
+def _keys(shown: Sequence[Mark]) -> list[tuple[str, str]]:
+    """What the bands and lines are that there are."""
+    names = {
+        "failure": "a failure",
+        "down": "no training",
+        "lost": "done again later, or a pause",
+        "restart": "went on",
+        "resize": "went on with another number of workers",
+    }
+    kinds = {mark.kind for mark in shown}
+    return [(name, f"k-{kind}") for kind, name in names.items() if kind in kinds]
 
 
 def _calm(points: Sequence[Point], half_width: int) -> list[Point]:

@@ -6,6 +6,8 @@ import bisect
 import math
 import re
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+from itertools import pairwise
 
 from raytrain_ddp.orchestration.report.plot import Line, Mark, Panel
 from raytrain_ddp.orchestration.report.scale import (
@@ -46,7 +48,7 @@ def restarts(story: Story) -> list[Mark]:
     """Where the run went on, over the steps."""
     marks = []
     lives = story.timeline.lives
-    for before, life in zip(lives, lives[1:], strict=False):
+    for before, life in pairwise(lives):
         resized = before.world_size != life.world_size
         change = f"{before.world_size}→{life.world_size}"
         told = f"went on from step {life.start_step}"
@@ -156,7 +158,7 @@ def _metric(stories: Sequence[Story], names: Sequence[str], x: Scale, is_fractio
             points = [p for p in _evaluated(story, name) if math.isfinite(p[1])]
             label = name if alone else story.files.name
             lines.append(_dotted(label, color(2 + place if alone else number), points))
-            told.append((label, points, lambda value, name=name: format_metric(name, value)))
+            told.append((label, points, partial(format_metric, name)))
     values = [y for line in lines for piece in line.pieces for _, y in piece]
     y = _room(values, percent if is_fraction else None, floor=is_fraction)
     title = "Accuracy" if is_fraction and alone else names[0]

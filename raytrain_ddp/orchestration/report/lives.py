@@ -11,6 +11,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime, timezone
+from itertools import pairwise
 
 from raytrain_ddp.orchestration.report.reading import Record, RunFiles
 
@@ -51,7 +52,8 @@ class Timeline:
 
     def walls(self, records: Sequence[Record]) -> list[float]:
         """When each record was written; nan where that is not known."""
-        firsts, owners = [], []
+        firsts: list[int] = []
+        owners: list[Life] = []
         limit = math.inf
         for life in reversed(self.lives):  # a later start has overwritten what came after its step
             if life.start_step < limit:
@@ -71,7 +73,7 @@ def timeline_of(files: RunFiles, is_running: bool) -> Timeline:
     lives = _from_events(files, is_running) or _from_log(files)
     whole = Timeline(_as_long_as_logged(lives, files), [])
     cuts = []
-    for one, two in zip(whole.lives, whole.lives[1:], strict=False):
+    for one, two in pairwise(whole.lives):
         least_s, share = _CUT_FAILED if one.failed else _CUT_ENDED
         if two.began - one.ended > max(least_s, share * whole.worked_s):
             cuts.append((one.ended, two.began))

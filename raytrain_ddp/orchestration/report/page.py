@@ -127,6 +127,9 @@ def _cards(story: Story) -> str:
     if sizes:
         grown = list(dict.fromkeys(sizes))
         cards.append(("Workers", sizes[-1], f"so far {', '.join(grown)}" if grown[1:] else ""))
+    if line.lives[1:]:
+        failures = plural(sum(life.failed for life in line.lives), "failure")
+        cards.append(("Restarts", str(len(line.lives) - 1), f"after {failures} of workers"))
     newest = [r["timing"] for r in timed(files)[-50:]]
     mfu = [t["mfu"] for t in newest if "mfu" in t]
     flops = [t["flops_per_s"] for t in newest if "flops_per_s" in t]
@@ -229,9 +232,8 @@ def _bar(name: str, split: Mapping[str, float], width: float = 1.0, unit: str = 
 
 
 def _legend(splits: Sequence[Mapping[str, float]]) -> str:
-    names = phases.ordered(
-        {n for one in splits for n, s in phases.shares(one).items() if s > _LEAST_TOLD}
-    )
+    shares = [phases.shares(split).items() for split in splits]
+    names = phases.ordered({n for each in shares for n, share in each if share > _LEAST_TOLD})
     keys = (
         f'<span class="key"><i class="{phases.css(n)}"></i>{escape(phases.PHASES.get(n, n))}</span>'
         for n in names
@@ -243,14 +245,14 @@ def _side_by_side(stories: Sequence[Story]) -> str:
     rows = []
     for number, story in enumerate(stories):
         line = story.timeline
+        total = f" of {story.total_steps}" if story.total_steps else ""
         rows.append(
             (
                 f'<span class="key"><i class="{color(number)}"></i></span>'
                 f"{escape(story.files.name)}",
                 f'<span class="{story.state}">{story.state}</span>',
                 escape(story.best_told() or "-"),
-                str(story.files.last_step)
-                + (f" of {story.total_steps}" if story.total_steps else ""),
+                f"{story.files.last_step}{total}",
                 format_seconds(line.worked_s) if line.lives else "-",
                 escape(speed_told(story) or "-"),
                 str(line.lives[-1].world_size or "-") if line.lives else "-",

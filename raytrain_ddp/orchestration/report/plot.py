@@ -152,7 +152,8 @@ class Panel:
     def _legend(self) -> str:
         entries = self.legend
         if entries is None:
-            entries = [(one.label, one.css) for one in (*self.lines, *self.areas) if one.label]
+            shown: list[Line | Area] = [*self.lines, *self.areas]
+            entries = [(one.label, one.css) for one in shown if one.label]
         return "".join(
             f'<span class="key"><i class="{css}"></i>{escape(label)}</span>'
             for label, css in entries

@@ -118,12 +118,7 @@ def _told(files: RunFiles, state: str, timeline: Timeline, end: Record | None) -
     total = next((e["total_steps"] for e in reversed(files.events) if e["kind"] == "plan"), None)
     at = f"step {step}" + (f" of {total}" if total else "")
     if state == "running":
-        if not files.train:
-            return "Running: the first step is still to come."
-        life = timeline.lives[-1]
-        done = files.last_step - life.start_step
-        left_s = (total - files.last_step) * (life.ended - life.began) / done if done > 0 else 0.0
-        return f"Running: {at}" + (f", about {format_seconds(left_s)} left." if left_s else ".")
+        return _still(files, at, total, timeline)
     if state == "finished":
         return f"Finished at {at}."
     if state == "interrupted" and end is not None:
@@ -136,6 +131,18 @@ def _told(files: RunFiles, state: str, timeline: Timeline, end: Record | None) -
         f"Gone without a word after {at}: its process was killed, it seems. The same command goes "
         "on from the newest checkpoint."
     )
+
+
+def _still(files: RunFiles, at: str, total: int | None, timeline: Timeline) -> str:
+    if not files.train or not timeline.lives:
+        return "Running: the first step is still to come."
+    life = timeline.lives[-1]
+    done = files.last_step - life.start_step
+    left = (total or 0) - files.last_step
+    if done <= 0 or left <= 0:
+        return f"Running: {at}."
+    left_s = left * (life.ended - life.began) / done
+    return f"Running: {at}, about {format_seconds(left_s)} left."
 
 
 def _signal(status: int) -> str:

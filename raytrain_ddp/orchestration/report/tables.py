@@ -101,8 +101,9 @@ def checkpoints(story: Story) -> str:
     if seconds:
         sizes = [e["size_bytes"] for e in made.values() if "size_bytes" in e]
         each = f"{format_seconds(median(seconds))} each in the median"
-        told = f"{plural(len(seconds), 'checkpoint')} written, {each}, {format_seconds(max(seconds))} at most"
-        told += f", {size_told(max(sizes))} at most." if sizes else "."
+        told = f"{plural(len(seconds), 'checkpoint')} written, {each}, "
+        told += f"{format_seconds(max(seconds))} at most"
+        told += f"; {size_told(max(sizes))} at most." if sizes else "."
     failed = sum(e["kind"] == "checkpoint_failed" for e in files.events)
     told += f" {failed} could not be written." if failed else ""
     intervals = [e for e in files.events if e["kind"] == "interval"]
@@ -154,9 +155,8 @@ def environment(story: Story) -> str:
     plans = [life.plan for life in story.timeline.lives if life.plan]
     if plans:
         plan = plans[-1]
-        add(
-            "devices", ", ".join(dict.fromkeys(f"{p['world_size']} x {p['device']}" for p in plans))
-        )
+        devices = dict.fromkeys(f"{p['world_size']} x {p['device']}" for p in plans)
+        add("devices", ", ".join(devices))
         add("hosts", _hosts(plan.get("hosts", [])))
         versions = plan.get("versions", {})
         add("versions", ", ".join(f"{name} {text}" for name, text in versions.items()))
