@@ -7,11 +7,10 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from statistics import median
 
 from raytrain_ddp.orchestration.report import phases
 from raytrain_ddp.orchestration.report.curves import color, hovers, thinned_note
-from raytrain_ddp.orchestration.report.lives import Timeline, wall_of
+from raytrain_ddp.orchestration.report.lives import Timeline
 from raytrain_ddp.orchestration.report.plot import Area, Line, Mark, Panel
 from raytrain_ddp.orchestration.report.reading import Record
 from raytrain_ddp.orchestration.report.scale import (
@@ -28,11 +27,10 @@ from raytrain_ddp.orchestration.words import (
     format_count,
     format_seconds,
     format_share,
-    plural,
 )
 from raytrain_ddp.training.curves import smoothed
 
-_MOST_STRETCHES, _MOST_FLAGS = 150, 10
+MOST_STRETCHES, _MOST_FLAGS = 150, 10
 
 
 @dataclass(frozen=True)
@@ -52,12 +50,11 @@ class Stretch:
     slowest: Mapping[str, object] | None
 
 
-def time_panels(stories: Sequence[Story]) -> list[Panel]:
-    """Speed of all; of a single run besides where the time went, and the slowest rank."""
-    x = _axis(stories)
+def time_panels(stories: Sequence[Story], x: Scale) -> list[Panel]:
+    """Speed of all; of a single run besides where the time went."""
     panels = [_speed(stories, x)]
     if len(stories) == 1:
-        panels += [_split(stories[0], x), _slowest(stories[0], x), _ranks(stories[0], x)]
+        panels.append(_split(stories[0], x))
     return [panel for panel in panels if panel is not None]
 
 
@@ -68,18 +65,6 @@ def total_split(story: Story) -> dict[str, float]:
         for phase, each in record["timing"]["split_s"].items():
             totals[phase] += each * steps
     return dict(totals)
-
-
-def rank_splits(story: Story) -> list[dict[str, float]]:
-    """Seconds of a step by phase for each rank, in the newest start: median over its events."""
-    events = [e for e in story.files.events if e["kind"] == "ranks"]
-    size = len(events[-1]["split_s"]) if events else 0
-    newest = [e["split_s"] for e in events if len(e["split_s"]) == size]
-    names = phases.ordered({phase for each in newest for rank in each for phase in rank})
-    return [
-        {name: median(each[rank].get(name, 0.0) for each in newest) for name in names}
-        for rank in range(size)
-    ]
 
 
 def marks(story: Story) -> list[Mark]:
@@ -122,12 +107,12 @@ def _lost(story: Story) -> list[Mark]:
     return found
 
 
-def _axis(stories: Sequence[Story]) -> Scale:
+def axis_of(stories: Sequence[Story]) -> Scale:
     ends = [s.timeline.at(life.ended) for s in stories for life in s.timeline.lives[-1:]]
     return seconds(max(ends, default=1.0))
 
 
-def _x_name(timelines: Sequence[Timeline]) -> str:
+def x_name(timelines: Sequence[Timeline]) -> str:
     cut = any(line.cuts for line in timelines)
     return "time since the first step" + (", without long pauses" if cut else "")
 
@@ -171,7 +156,7 @@ def _speed(stories: Sequence[Story], x: Scale) -> Panel | None:
         title=f"Throughput of all workers, {unit}/s",
         x=x,
         y=linear(0.0, max(highs)),
-        x_name=_x_name([story.timeline for story in stories]),
+        x_name=x_name([story.timeline for story in stories]),
         lines=lines,
         marks=shown,
         hovers=hovers(told, clock_of),
@@ -202,7 +187,7 @@ def clock_of(value: float) -> str:
     return f"after {format_seconds(value)}"
 
 
-def _stretches(story: Story, most: int = _MOST_STRETCHES) -> list[Stretch]:
+def stretches_of(story: Story, most: int = MOST_STRETCHES) -> list[Stretch]:
     """The log in at most some `most` stretches, none of which goes beyond a start."""
     records = timed(story.files)
     steps = dict(zip((r["step"] for r in records), _steps_of(records), strict=True))
@@ -235,7 +220,7 @@ def _steps_of(records: Sequence[Record]) -> list[int]:
 
 
 def _split(story: Story, x: Scale) -> Panel | None:
-    stretches = _stretches(story)
+    stretches = stretches_of(story)
     names = phases.ordered({name for one in stretches for name in one.split_s})
     if not names:
         return None
@@ -260,7 +245,7 @@ def _split(story: Story, x: Scale) -> Panel | None:
         title="Where the time goes",
         x=x,
         y=linear(0.0, 1.0, percent, ticks=4),
-        x_name=_x_name([story.timeline]),
+        x_name=x_name([story.timeline]),
         areas=[Area(phases.PHASES.get(n, n), phases.css(n), steps[n]) for n in names],
         marks=marks(story),
         hovers=told,
@@ -268,71 +253,4 @@ def _split(story: Story, x: Scale) -> Panel | None:
             "lowest and highest of each stretch are kept", "each stretch is a mean"
         ),
         height="high",
-    )
-
-
-def _slowest(story: Story, x: Scale) -> Panel | None:
-    stretches = [one for one in _stretches(story) if one.slowest]
-    if not stretches:
-        return None
-    by_phase: dict[str, list[Point]] = defaultdict(list)
-    told = []
-    for one in stretches:
-        slowest = one.slowest or {}
-        ratio, phase = float(str(slowest["ratio"])), str(slowest["phase"])
-        at = (one.since + one.to) / 2
-        by_phase[phase].append((at, ratio))
-        text = f"step {one.last_step}\nrank {slowest['rank']}: {ratio:.2f} x the median, by its"
-        told.append((at, f"{text} {phase}"))
-    highest = max(y for points in by_phase.values() for _, y in points)
-    return Panel(
-        title="The slowest rank's own work, as a multiple of the median rank's",
-        x=x,
-        y=linear(1.0, max(1.5, highest), lambda value: f"{value:g} x", ticks=4),
-        x_name=_x_name([story.timeline]),
-        lines=[
-            Line(f"by its {name}", f"dots {phases.css(name)}", [by_phase[name]])
-            for name in phases.ordered(by_phase)
-        ],
-        marks=marks(story),
-        hovers=told,
-        height="low",
-    )
-
-
-def _ranks(story: Story, x: Scale) -> Panel | None:
-    """A row for each rank: the darker, the longer its own work has taken."""
-    events = [e for e in story.files.events if e["kind"] == "ranks"]
-    events = events[:: -(-len(events) // _MOST_STRETCHES) or 1]
-    if not events:
-        return None
-    most = max(len(e["split_s"]) for e in events)
-    ats = [story.timeline.at(wall_of(e)) for e in events]
-    shades: dict[int, list[tuple[float, float, float, float]]] = defaultdict(list)
-    told = []
-    before = 0.0
-    starts = [story.timeline.at(life.began) for life in story.timeline.lives]
-    for at, event in zip(ats, events, strict=True):
-        since = max([before, *(start for start in starts if start <= at)])
-        work = [sum(rank.get(name, 0.0) for name in phases.WORK) for rank in event["split_s"]]
-        usual = median(work)
-        for rank, each in enumerate(work):
-            shade = min(5, max(0, round(10 * (each / max(usual, 1e-9) - 1))))
-            if at > since:
-                shades[shade].append((since, at, most - rank - 1, most - rank))
-        slow = sorted(range(len(work)), key=lambda rank: -work[rank])[:4]
-        rows = [f"rank {rank}: {phases.step_time(work[rank])} a step" for rank in slow]
-        told.append(((since + at) / 2, "\n".join([f"step {event['step']}", *rows])))
-        before = at
-    each = -(-most // 8)
-    names = [(most - rank - 0.5, f"rank {rank}") for rank in range(0, most, each)]
-    return Panel(
-        title=f"Own work of each of {plural(most, 'rank')}",
-        x=x,
-        y=Scale(0.0, float(most), names),
-        x_name=_x_name([story.timeline]),
-        areas=[Area("", f"shade{shade}", shades[shade]) for shade in sorted(shades)],
-        legend=[("as the median", "shade0"), ("+25 %", "shade3"), ("+50 % or more", "shade5")],
-        hovers=told,
-        height="low" if most <= 4 else "",
     )

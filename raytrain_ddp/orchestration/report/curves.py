@@ -104,7 +104,7 @@ def _loss(stories: Sequence[Story], x: Scale) -> Panel | None:
         smooth = list(zip(steps, smoothed(losses, len(losses) // 40 + 1), strict=True))
         tested = [p for p in _evaluated(story, "loss") if math.isfinite(p[1])]
         count = max(count, len(train))
-        seen += [y for _, y in (*smooth, *tested) if math.isfinite(y)]
+        seen += [y for _, y in (*smooth, *(tested if alone else ())) if math.isfinite(y)]
         lost += [step for step, loss in zip(steps, losses, strict=True) if math.isnan(loss)]
         raw, line = thinned(list(zip(steps, losses, strict=True))), sampled(smooth)
         if alone:
@@ -141,7 +141,8 @@ def _loss(stories: Sequence[Story], x: Scale) -> Panel | None:
 def _metrics(stories: Sequence[Story], x: Scale) -> list[Panel]:
     names = list(dict.fromkeys(n for s in stories for r in s.files.evals for n in r["metrics"]))
     first = stories[0].files.monitor
-    names = sorted((n for n in names if n not in ("loss", "skipped")), key=lambda n: n != first)
+    hidden = ("skipped", "loss") if len(stories) == 1 else ("skipped",)  # it is with the other
+    names = sorted((n for n in names if n not in hidden), key=lambda n: n != first)
     names = names[:_MOST_METRICS]
     fractions = [name for name in names if _is_fraction(name, stories)]
     groups = [fractions] if len(stories) == 1 and fractions else [[name] for name in fractions]

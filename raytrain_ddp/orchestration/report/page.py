@@ -11,9 +11,10 @@ from statistics import median
 
 from raytrain_ddp.checkpoint.manifest import package_version
 from raytrain_ddp.orchestration.report import phases, tables
-from raytrain_ddp.orchestration.report.clocks import rank_splits, time_panels, total_split
+from raytrain_ddp.orchestration.report.clocks import axis_of, time_panels, total_split
 from raytrain_ddp.orchestration.report.curves import color, curve_panels
 from raytrain_ddp.orchestration.report.plot import Panel
+from raytrain_ddp.orchestration.report.ranks import rank_panels, rank_splits
 from raytrain_ddp.orchestration.report.story import Story, speed_told, timed
 from raytrain_ddp.orchestration.words import (
     format_bytes,
@@ -34,12 +35,14 @@ def one_run(story: Story, predictions: str) -> str:
     Args:
         predictions: HTML; "" if there are none.
     """
+    x = axis_of([story])
+    over_time = [*time_panels([story], x), *rank_panels(story, x)]
     parts = [
         _head(story),
         _cards(story),
         _what_went_wrong(story),
         _section("Curves", _panels(curve_panels([story]))),
-        _section("Speed", _panels(time_panels([story]), one=True) + _phases(story)),
+        _section("Speed", _panels(over_time, one=True) + _phases(story)),
         _section("Ranks", _rank_bars(story)),
         _section("What happened", tables.happenings(story) if story.happenings else ""),
         _section("Predictions", predictions),
@@ -58,7 +61,7 @@ def several_runs(stories: Sequence[Story]) -> str:
         _section("Side by side", _side_by_side(stories)),
         _section("Where their configs differ", tables.config_differences(stories)),
         _section("Curves", _panels(curve_panels(stories))),
-        _section("Speed", _panels(time_panels(stories)) + _run_bars(stories)),
+        _section("Speed", _panels(time_panels(stories, axis_of(stories))) + _run_bars(stories)),
     ]
     for story in stories:
         inner = _what_went_wrong(story) + tables.happenings(story)
@@ -261,4 +264,4 @@ def _side_by_side(stories: Sequence[Story]) -> str:
             )
         )
     head = ("run", "state", "best", ">steps", ">time at work", ">speed", ">workers", ">restarts")
-    return tables.table((*head, "what limits it"), rows)
+    return tables.table((*head, "what limits it"), rows, "runs")
