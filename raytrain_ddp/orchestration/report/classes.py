@@ -109,7 +109,7 @@ def _gallery(found: Predictions) -> str:
             f'<figure title="{escape(told, quote=True)}">'
             + (f'<img src="{escape(one.picture, quote=True)}" alt="">' if one.picture else "")
             + f"<figcaption><b>{_name(one.truth)}</b><br>taken for <b>{_name(one.guess)}</b> "
-            f"({one.sure:.0%} sure)<small>{escape(one.where)}</small></figcaption></figure>"
+            f"({one.sure:.0%} sure)<small>{escape(one.where.rpartition("/")[2])}</small></figcaption></figure>"
         )
     title = "<h3>The worst mistakes</h3><p class=note>Those of the highest loss first.</p>"
     return f'{title}<div class="gallery">{"".join(cards)}</div>'

@@ -150,11 +150,16 @@ def _cards(story: Story) -> str:
         cards.append(("What limits it", limit[0].upper() + limit[1:] + ".", ""))
     inner = "".join(
         f"<div{' class=long' if len(value) > 40 or name == 'What limits it' else ''}>"
-        f"<dt>{escape(name)}</dt><dd>{escape(value)}"
-        f"{f'<small>{escape(besides)}</small>' if besides else ''}</dd></div>"
+        f"<dt>{escape(name)}</dt><dd>{_whole(value)}"
+        f"{f'<small>{_whole(besides)}</small>' if besides else ''}</dd></div>"
         for name, value, besides in cards
     )
     return f'<dl class="cards">{inner}</dl>' if cards else ""
+
+
+def _whole(text: str) -> str:
+    """No line begins with the sign of a percentage."""
+    return escape(text.replace(" %", "\u00a0%"))
 
 
 def _flops(per_s: float) -> str:
