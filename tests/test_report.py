@@ -111,7 +111,7 @@ def troubled(tmp_path: Path) -> Path:
 class _Seen(HTMLParser):
     """Tags and attributes, and whether they are closed as they were opened."""
 
-    EMPTY = ("meta", "img", "br", "path", "rect")
+    EMPTY = ("meta", "img", "br")
 
     def __init__(self, page: str) -> None:
         super().__init__()
@@ -124,9 +124,7 @@ class _Seen(HTMLParser):
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
         self.tags.append(tag)
         self.attributes += [(name, value or "") for name, value in attrs]
-        if tag not in self.EMPTY or (
-            tag in ("path", "rect") and "/>" not in self.get_starttag_text()
-        ):  # type: ignore[operator]
+        if tag not in self.EMPTY:
             self._open.append(tag)
 
     def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
@@ -189,8 +187,9 @@ def test_a_report_goes_into_the_run_or_here_or_where_it_is_told(
     assert write_report([one, two], None, False, "cpu") == Path("report.html")
     assert write_report([one], "new/a.html", False, "cpu") == Path("new/a.html")
     assert [path.name for path in tmp_path.glob("new/*")] == ["a.html"]
+    Path("a.html").touch()
     with pytest.raises(ConfigError, match=r"cannot be written .* --out"):
-        write_report([one], "a.html/b", False, "cpu") if Path("a.html").touch() is None else None
+        write_report([one], "a.html/b", False, "cpu")
 
 
 # ------------------------------------------------------------------ what it tells
@@ -203,7 +202,7 @@ def test_a_run_that_was_killed_and_resized(troubled: Path):
     assert "11 steps done again; 10 s without training" in texts[2]
     assert texts[3] == "Interrupted by Ctrl-C (SIGINT)"
     assert "with 3 workers on cpu (before: 2)" in texts[4]
-    for text in (*texts, "Finished at step 115 of 230", "✂ 10h58m", "2→3", "a (2 workers)"):
+    for text in (*texts, "Finished at step 115 of 230", "✂ 11h58m", "2→3", "a (2 workers)"):
         assert text in page
     assert "torch 9.9" in page
     assert "top1 80.67 %, " not in page  # a metric of a checkpoint that is gone
@@ -222,7 +221,7 @@ def test_time_goes_on_over_restarts_and_long_pauses_are_cut_out(troubled: Path):
     assert at[50] == 67 + 4  # the second start, at 67 s, made the steps from 47 on
     assert at[65] == 67 + 19
     assert at[70] == pytest.approx(at[65] + 5, abs=5)  # a night is between them
-    assert all(a < b for a, b in zip(walls, walls[1:], strict=False))
+    assert walls == sorted(walls)
 
 
 def test_a_run_that_failed_before_its_first_step_has_a_report(tmp_path: Path):
@@ -281,9 +280,7 @@ def test_a_run_that_goes_on_is_told_from_one_that_is_gone(tmp_path: Path):
         assert story.state == "running"
         assert re.match(r"Running: step 10 of 230, about \S+( \S+)? left\.", story.told)
         assert "the same command shows how it is now" in page_of(run)
-    (run / "events.jsonl").write_text(
-        "".join(json.dumps(e) + "\n" for e in [*events, end("2026-11-20T21:00:00Z", 143, step=10)])
-    )
+    write(run, records, [*events, end("2026-11-20T21:00:00Z", 143, step=10)])
     assert told(run).state == "interrupted"
     assert "SIGTERM" in told(run).told
 
@@ -371,7 +368,7 @@ def test_predictions_that_cannot_be_made_are_no_reason_to_fail(untrained: Path, 
         (scale.logarithmic(0.05, 3), ["0.05", "0.1", "0.2", "0.5", "1", "2"]),
         (scale.logarithmic(1e-6, 1e3), ["1e-06", "0.0001", "0.01", "1", "100"]),
         (scale.seconds(100), ["0", "30 s", "1 min", "1 min 30"]),
-        (scale.seconds(7000), ["0", "20 min", "40 min", "1 h", "1 h 20", "1 h 40"]),
+        (scale.seconds(7000), ["0", "30 min", "1 h", "1 h 30"]),
         (scale.seconds(10 * 86400), ["0", "2 d", "4 d", "6 d", "8 d", "10 d"]),
     ],
     ids=lambda value: "" if isinstance(value, list) else f"{value.low:g}-{value.high:g}",

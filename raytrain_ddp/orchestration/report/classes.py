@@ -104,12 +104,13 @@ def _gallery(found: Predictions) -> str:
         return "<p class=note>No mistake was found.</p>"
     cards = []
     for one in found.worst:
+        place = one.where.rpartition("/")[2]  # the file without its folder, which is in the title
         told = f"{one.where}; loss {format_number(one.loss)}"
         cards.append(
             f'<figure title="{escape(told, quote=True)}">'
             + (f'<img src="{escape(one.picture, quote=True)}" alt="">' if one.picture else "")
             + f"<figcaption><b>{_name(one.truth)}</b><br>taken for <b>{_name(one.guess)}</b> "
-            f"({one.sure:.0%} sure)<small>{escape(one.where.rpartition("/")[2])}</small></figcaption></figure>"
+            f"({one.sure:.0%} sure)<small>{escape(place)}</small></figcaption></figure>"
         )
     title = "<h3>The worst mistakes</h3><p class=note>Those of the highest loss first.</p>"
     return f'{title}<div class="gallery">{"".join(cards)}</div>'

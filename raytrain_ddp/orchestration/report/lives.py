@@ -84,8 +84,8 @@ def _as_long_as_logged(lives: Sequence[Life], files: RunFiles) -> list[Life]:
     """No life ends before its last line: events are dated to the second, and some are not heard."""
     walls = [wall for wall in Timeline(lives, []).walls(files.train) if math.isfinite(wall)]
     longer = []
-    for life, following in zip(lives, [*lives[1:], None], strict=True):
-        until = following.began if following else math.inf
+    for number, life in enumerate(lives):
+        until = lives[number + 1].began if number + 1 < len(lives) else math.inf
         last = max((wall for wall in walls if life.began <= wall <= until), default=life.ended)
         longer.append(replace(life, ended=max(life.ended, last)))
     return longer

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import uuid
 from collections.abc import Sequence
+from contextlib import suppress
 from html import escape
 from pathlib import Path
 
@@ -64,5 +65,6 @@ def _write(path: Path, page: str) -> None:
         temporary.write_text(page, encoding="utf-8", errors="replace")
         os.replace(temporary, path)
     except OSError as error:
-        temporary.unlink(missing_ok=True)
+        with suppress(OSError):
+            temporary.unlink()
         raise ConfigError(f"{path}: cannot be written ({error.strerror}): set --out.") from error
