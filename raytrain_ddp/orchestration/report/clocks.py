@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from statistics import median
+from typing import Any
 
 from raytrain_ddp.orchestration.report import phases
 from raytrain_ddp.orchestration.report.curves import color, hovers, thinned_note
@@ -47,7 +49,7 @@ class Stretch:
     steps: int
     last_step: int
     split_s: Mapping[str, float]
-    slowest: Mapping[str, object] | None
+    slowest: Mapping[str, Any] | None
 
 
 def time_panels(stories: Sequence[Story], x: Scale) -> list[Panel]:
@@ -203,12 +205,20 @@ def stretches_of(story: Story, most: int = MOST_STRETCHES) -> list[Stretch]:
                 for phase, value in record["timing"]["split_s"].items():
                     split[phase] += value * steps[record["step"]]
             slow = [r["timing"]["slowest"] for _, r in part if r["timing"].get("slowest")]
-            slowest = max(slow, key=lambda one: one["ratio"], default=None)
             count = sum(steps[record["step"]] for _, record in part)
             last = part[-1][1]["step"]
-            found.append(Stretch(first, part[-1][0], count, last, split, slowest))
+            found.append(Stretch(first, part[-1][0], count, last, split, _usual(slow)))
             first = part[-1][0]
     return found
+
+
+def _usual(slow: Sequence[Mapping[str, Any]]) -> Mapping[str, Any] | None:
+    """The rank that was the slowest most often, and the phase; its ratio in the median."""
+    if not slow:
+        return None
+    (rank, phase), _ = Counter((one["rank"], one["phase"]) for one in slow).most_common(1)[0]
+    ratios = [one["ratio"] for one in slow if (one["rank"], one["phase"]) == (rank, phase)]
+    return {"rank": rank, "phase": phase, "ratio": median(ratios)}
 
 
 def _steps_of(records: Sequence[Record]) -> list[int]:

@@ -14,10 +14,11 @@ from raytrain_ddp.orchestration.report import phases, tables
 from raytrain_ddp.orchestration.report.clocks import axis_of, time_panels, total_split
 from raytrain_ddp.orchestration.report.curves import color, curve_panels
 from raytrain_ddp.orchestration.report.plot import Panel
-from raytrain_ddp.orchestration.report.ranks import rank_panels, rank_splits
+from raytrain_ddp.orchestration.report.ranks import own_work, rank_panels, rank_splits
 from raytrain_ddp.orchestration.report.story import Story, speed_told, timed
 from raytrain_ddp.orchestration.words import (
     format_bytes,
+    format_count,
     format_metric,
     format_seconds,
     format_share,
@@ -27,6 +28,7 @@ from raytrain_ddp.orchestration.words import (
 _HERE = Path(__file__).parent
 _POLICY = "default-src 'none'; img-src data:; style-src 'unsafe-inline'; script-src 'unsafe-inline'"
 _LEAST_TOLD = 0.005  # a share of the time that is named
+_MOST_BARS, _FEW_BARS = 16, 10
 
 
 def one_run(story: Story, predictions: str) -> str:
@@ -115,7 +117,7 @@ def _cards(story: Story) -> str:
     if best and monitor in best["metrics"]:
         value = format_metric(monitor, best["metrics"][monitor])
         last = files.evals[-1]["metrics"].get(monitor, math.nan)
-        besides = f"at step {best['step']}; last {format_metric(monitor, last)}"
+        besides = f"at step {format_count(best['step'])}; last {format_metric(monitor, last)}"
         cards.append((f"Best {monitor}", value, besides))
     if line.lives:
         starts = plural(len(line.lives), "start")
@@ -202,13 +204,21 @@ def _rank_bars(story: Story) -> str:
     longest = max((sum(rank.values()) for rank in ranks), default=0.0)
     if longest <= 0:
         return ""
-    bars = [
-        _bar(f"rank {number}", rank, sum(rank.values()) / longest, "a step")
-        for number, rank in enumerate(ranks)
-    ]
+    slowest_first = sorted(range(len(ranks)), key=lambda rank: -own_work(ranks[rank]))
+    bars = {
+        rank: _bar(f"rank {rank}", ranks[rank], sum(ranks[rank].values()) / longest)
+        for rank in range(len(ranks))
+    }
     note = "<p class=note>Each rank's step in the newest start, in the median. A rank that is fast "
     note += "waits in the all-reduce for those that are slow.</p>"
-    return f'{note}<div class="stacks">{"".join(bars)}</div>{_legend(ranks)}'
+    if len(ranks) <= _MOST_BARS:
+        return f'{note}<div class="stacks">{"".join(bars.values())}</div>{_legend(ranks)}'
+    first = "".join(bars[rank] for rank in slowest_first[:_FEW_BARS])
+    return (
+        f"{note}<p class=note>The {_FEW_BARS} with the most work of their own:</p>"
+        f'<div class="stacks">{first}</div>{_legend(ranks)}<details><summary>all {len(ranks)} ranks'
+        f'</summary><div class="stacks">{"".join(bars.values())}</div></details>'
+    )
 
 
 def _run_bars(stories: Sequence[Story]) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Mapping
 from statistics import median
 
 from raytrain_ddp.orchestration.report import phases
@@ -22,6 +23,11 @@ from raytrain_ddp.orchestration.words import plural
 def rank_panels(story: Story, x: Scale) -> list[Panel]:
     """The slowest rank, and how long each rank's own work has taken."""
     return [panel for panel in (_slowest_rank(story, x), _ranks(story, x)) if panel is not None]
+
+
+def own_work(split_s: Mapping[str, float]) -> float:
+    """Seconds in which a rank waits for no other."""
+    return sum(split_s.get(name, 0.0) for name in phases.WORK)
 
 
 def rank_splits(story: Story) -> list[dict[str, float]]:
@@ -44,7 +50,7 @@ def _slowest_rank(story: Story, x: Scale) -> Panel | None:
     told = []
     for one in stretches:
         slowest = one.slowest or {}
-        ratio, phase = float(str(slowest["ratio"])), str(slowest["phase"])
+        ratio, phase = float(slowest["ratio"]), str(slowest["phase"])
         at = (one.since + one.to) / 2
         by_phase[phase].append((at, ratio))
         text = f"step {one.last_step}\nrank {slowest['rank']}: {ratio:.2f} x the median, by its"
@@ -79,7 +85,7 @@ def _ranks(story: Story, x: Scale) -> Panel | None:
     starts = [story.timeline.at(life.began) for life in story.timeline.lives]
     for at, event in zip(ats, events, strict=True):
         since = max([before, *(start for start in starts if start <= at)])
-        work = [sum(rank.get(name, 0.0) for name in phases.WORK) for rank in event["split_s"]]
+        work = [own_work(rank) for rank in event["split_s"]]
         usual = median(work)
         for rank, each in enumerate(work):
             shade = min(5, max(0, round(10 * (each / max(usual, 1e-9) - 1))))

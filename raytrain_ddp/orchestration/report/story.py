@@ -80,7 +80,7 @@ class Story:
         value = best["metrics"].get(monitor) if best else None
         if best is None or value is None:
             return ""
-        return f"{monitor} {format_metric(monitor, value)} at step {best['step']}"
+        return f"{monitor} {format_metric(monitor, value)} at step {format_count(best['step'])}"
 
 
 def timed(files: RunFiles) -> list[Record]:
@@ -116,7 +116,7 @@ def story_of(files: RunFiles) -> Story:
 def _told(files: RunFiles, state: str, timeline: Timeline, end: Record | None) -> str:
     step = end["step"] if end and "step" in end else files.last_step
     total = next((e["total_steps"] for e in reversed(files.events) if e["kind"] == "plan"), None)
-    at = f"step {step}" + (f" of {total}" if total else "")
+    at = f"step {format_count(step)}" + (f" of {format_count(total)}" if total else "")
     if state == "running":
         return _still(files, at, total, timeline)
     if state == "finished":
