@@ -57,6 +57,8 @@ class Journal:
         self._write([], at_once=True)
 
     def __call__(self, event: Event) -> None:
+        if event["kind"] == "plan":
+            self._ranks_at = time.monotonic()  # the first steps are not like the others
         if event["kind"] in _KINDS and not (event["kind"] == "ranks" and self._passes(event)):
             now = datetime.now(timezone.utc).strftime("%Y-%m-%dT%H:%M:%SZ")
             line = json.dumps({"kind": event["kind"], "time": now, **event}) + "\n"

@@ -41,8 +41,8 @@ def one_run(story: Story, predictions: str) -> str:
     over_time = [*time_panels([story], x), *rank_panels(story, x)]
     parts = [
         _head(story),
-        _cards(story),
         _what_went_wrong(story),
+        _cards(story),
         _section("Curves", _panels(curve_panels([story]))),
         _section("Speed", _panels(over_time, one=True) + _phases(story)),
         _section("Ranks", _rank_bars(story)),
@@ -134,7 +134,8 @@ def _cards(story: Story) -> str:
         cards.append(("Workers", sizes[-1], f"so far {', '.join(grown)}" if grown[1:] else ""))
     if line.lives[1:]:
         failures = plural(sum(life.failed for life in line.lives), "failure")
-        cards.append(("Restarts", str(len(line.lives) - 1), f"after {failures} of workers"))
+        told = f"after {failures} of workers" if any(life.failed for life in line.lives) else ""
+        cards.append(("Restarts", str(len(line.lives) - 1), told))
     newest = [r["timing"] for r in timed(files)[-50:]]
     mfu = [t["mfu"] for t in newest if "mfu" in t]
     flops = [t["flops_per_s"] for t in newest if "flops_per_s" in t]
@@ -172,9 +173,10 @@ def _flops(per_s: float) -> str:
 def _what_went_wrong(story: Story) -> str:
     if story.state != "failed":
         return ""
+    cause = story.cause[0].upper() + story.cause[1:]
     return (
-        f'<div class="wrong-box"><b>What went wrong</b><br>{escape(story.cause)}'
-        f"{tables.detail(story.detail)}</div>"
+        f'<div class="wrong-box"><b>What went wrong</b><br>{escape(cause)}'
+        f"{tables.detail(story.detail, is_open=True)}</div>"
     )
 
 

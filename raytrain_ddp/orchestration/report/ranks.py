@@ -19,6 +19,8 @@ from raytrain_ddp.orchestration.report.scale import Point, Scale, linear
 from raytrain_ddp.orchestration.report.story import Story
 from raytrain_ddp.orchestration.words import plural
 
+_LEAST_EVENTS = 3  # fewer are no picture
+
 
 def rank_panels(story: Story, x: Scale) -> list[Panel]:
     """The slowest rank, and how long each rank's own work has taken."""
@@ -31,11 +33,15 @@ def own_work(split_s: Mapping[str, float]) -> float:
 
 
 def rank_splits(story: Story) -> list[dict[str, float]]:
-    """Seconds of a step by phase for each rank, in the newest start: median over its events."""
+    """Seconds of a step by phase for each rank, in the newest start: median over its events.
+
+    Without evaluations and checkpoints, which come once in many steps and to all alike.
+    """
     events = [e for e in story.files.events if e["kind"] == "ranks"]
     size = len(events[-1]["split_s"]) if events else 0
     newest = [e["split_s"] for e in events if len(e["split_s"]) == size]
-    names = phases.ordered({phase for each in newest for rank in each for phase in rank})
+    found = {phase for each in newest for rank in each for phase in rank}
+    names = phases.ordered(found - {"evaluation", "checkpoint"})
     return [
         {name: median(each[rank].get(name, 0.0) for each in newest) for name in names}
         for rank in range(size)
@@ -75,7 +81,7 @@ def _ranks(story: Story, x: Scale) -> Panel | None:
     """A row for each rank: the darker, the longer its own work has taken."""
     events = [e for e in story.files.events if e["kind"] == "ranks"]
     events = events[:: -(-len(events) // MOST_STRETCHES) or 1]
-    if not events:
+    if len(events) < _LEAST_EVENTS:
         return None
     most = max(len(e["split_s"]) for e in events)
     ats = [story.timeline.at(wall_of(e)) for e in events]

@@ -25,6 +25,7 @@ from raytrain_ddp.checkpoint.storage import Storage, open_storage
 from raytrain_ddp.config import TrainConfig
 from raytrain_ddp.errors import CheckpointError, ConfigError, PreflightError, did_you_mean
 from raytrain_ddp.recipe import flat
+from raytrain_ddp.uri import without_secrets
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -139,7 +140,8 @@ def _no_run(place: str) -> str:
     told = did_you_mean(Path(place).name, runs) or (
         f" In {folder} there are: {', '.join(runs[:8])}." if runs else ""
     )
-    return f"{place}: no run there (looked for {METRICS_FILE} and {EVENTS_FILE}).{told}"
+    shown = without_secrets(place)
+    return f"{shown}: no run there (looked for {METRICS_FILE} and {EVENTS_FILE}).{told}"
 
 
 def _config(storage: Storage) -> dict[str, Any]:

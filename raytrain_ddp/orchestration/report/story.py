@@ -109,12 +109,16 @@ def story_of(files: RunFiles) -> Story:
         cause = cause.rstrip(":") or f"exit status {end['status']}"
         last = detail.strip().splitlines()[-1:] if "Traceback" in detail else []
         cause += f": {last[0].strip()}" if last else ""  # the exception itself
+        if end.get("rank") is not None and f"rank {end['rank']}" not in cause:
+            cause += f" (rank {end['rank']}"
+            cause += f" on {end['node']}" if end.get("node") else ""
+            cause += f", step {end['step']})" if end.get("step") else ")"
     told = _told(files, state, timeline, end)
     return Story(files, state, told, cause, detail, timeline, list(_happenings(files)))
 
 
 def _told(files: RunFiles, state: str, timeline: Timeline, end: Record | None) -> str:
-    step = end["step"] if end and "step" in end else files.last_step
+    step = (end or {}).get("step") or files.last_step
     total = next((e["total_steps"] for e in reversed(files.events) if e["kind"] == "plan"), None)
     at = f"step {format_count(step)}" + (f" of {format_count(total)}" if total else "")
     if state == "running":

@@ -62,14 +62,15 @@ def happenings(story: Story) -> str:
     return table(("when (UTC)", ">step", "what"), rows, "happenings") + note
 
 
-def detail(text: str) -> str:
+def detail(text: str, is_open: bool = False) -> str:
     """Short text behind the line, a long one to be opened."""
     text = text.strip()
     if not text:
         return ""
     if "\n" not in text and len(text) < 120:
         return f" <small>{escape(text)}</small>"
-    return f"<details><summary>more</summary><pre>{escape(text[-_MOST_DETAIL:])}</pre></details>"
+    shown = escape(text[-_MOST_DETAIL:])
+    return f"<details{' open' * is_open}><summary>more</summary><pre>{shown}</pre></details>"
 
 
 def checkpoints(story: Story) -> str:
