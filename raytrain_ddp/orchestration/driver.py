@@ -152,7 +152,8 @@ def _owned(run: Storage, show: Show) -> Iterator[Show]:
             journal({"kind": "end", **told})
             raise
         except KeyboardInterrupt as stop:
-            journal({"kind": "end", "status": 128 + (stop.args[0] if stop.args else 2)})
+            number = stop.args[0] if stop.args and isinstance(stop.args[0], int) else 2
+            journal({"kind": "end", "status": 128 + number})
             raise
         except Exception as error:  # the user's own, in this process
             text = f"the task failed:\n{users_traceback(error)}"

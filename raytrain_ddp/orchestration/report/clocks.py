@@ -243,10 +243,11 @@ def _split(story: Story, x: Scale) -> Panel | None:
             top = foot + shares.get(name, 0.0)
             steps[name].append((one.since, one.to, foot, top))
             foot = top
-        parts = [f"step {one.last_step}"]
+        whole = phases.step_time(sum(one.split_s.values()) / one.steps)
+        parts = [f"up to step {one.last_step}: {whole} a step"]
         parts += [
             f"{phases.PHASES.get(name, name)} {format_share(share)}, "
-            f"{phases.step_time(one.split_s[name] / one.steps)} a step"
+            f"{phases.step_time(one.split_s[name] / one.steps)}"
             for name, share in sorted(shares.items(), key=lambda item: -item[1])
             if share >= 0.005
         ]

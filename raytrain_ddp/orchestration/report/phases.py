@@ -18,7 +18,7 @@ PHASES = {
     "copy": "copy to the device",
     "checkpoint": "checkpoint stall",
     "evaluation": "evaluation",
-    "other": "other (launching, agreeing, logging)",
+    "other": "other, between steps",
 }
 WORK = ("data", "copy", "compute", "optimizer")  # in which a rank waits for no other
 

@@ -161,7 +161,7 @@ class Panel:
 
     def _hovers(self) -> str:
         told = self.hovers[:: -(-len(self.hovers) // _MOST_HOVERS) or 1]
-        pairs = [[round(1000 * self.x.at(x), 1), text] for x, text in told]
+        pairs = [[round(1000 * self.x.at(x), 1), text.replace(" %", "\u00a0%")] for x, text in told]
         return as_script(pairs)
 
     def _across(self, value: float) -> str:
