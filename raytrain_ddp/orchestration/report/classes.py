@@ -8,7 +8,8 @@ from raytrain_ddp.orchestration.report.mistakes import Predictions
 from raytrain_ddp.orchestration.report.tables import table
 from raytrain_ddp.orchestration.words import format_number
 
-_MOST_CLASSES, _MOST_PAIRS, _MOST_ROWS = 24, 20, 20
+_MOST_CLASSES, _FEW_CLASSES = 24, 16  # in the matrix: all, or the worst of more
+_MOST_PAIRS, _MOST_ROWS = 20, 20
 
 
 def classes(found: Predictions) -> str:
@@ -19,9 +20,9 @@ def classes(found: Predictions) -> str:
         f"<p>{right / found.samples:.2%} of {all_of} {found.rows:,} samples are right, with "
         f"<code>{escape(found.checkpoint)}</code>.</p>"
     )
-    parts = [head, '<div class="beside">', _matrix(found), _by_class(found), "</div>"]
-    if len(found.class_names) > _MOST_CLASSES:
-        parts.append(_pairs(found))
+    few = len(found.class_names) <= _MOST_CLASSES
+    beside = [_matrix(found), _by_class(found)] if few else [_by_class(found), _pairs(found)]
+    parts = [head, '<div class="beside">', *beside, "</div>", "" if few else _matrix(found)]
     return "".join([*parts, _gallery(found)])
 
 
@@ -31,9 +32,9 @@ def _matrix(found: Predictions) -> str:
     chosen = list(range(len(names)))
     note = ""
     if len(chosen) > _MOST_CLASSES:
-        wrong = [sum(matrix[n]) + sum(row[n] for row in matrix) - 2 * matrix[n][n] for n in chosen]
-        chosen = sorted(sorted(chosen, key=lambda n: -wrong[n])[:_MOST_CLASSES])
-        note = f"the {_MOST_CLASSES} of {len(names)} classes that are confused most"
+        worst = [n for _, truth, guess in _confused(found) for n in (truth, guess)]
+        chosen = sorted(list(dict.fromkeys(worst))[:_FEW_CLASSES])
+        note = f"{len(chosen)} of {len(names)} classes, from the pairs that are confused most"
     most_wrong = max((matrix[i][j] for i in chosen for j in chosen if i != j), default=0)
     rows = []
     for truth in chosen:
@@ -51,9 +52,10 @@ def _matrix(found: Predictions) -> str:
             )
         rows.append(f"<tr><th>{_name(names[truth])}</th>{''.join(cells)}</tr>")
     heads = "".join(f"<th><span>{_name(names[n])}</span></th>" for n in chosen)
+    long = " long" if max((len(names[n]) for n in chosen), default=0) > 4 else ""
     caption = "Rows: what it is; columns: what it was taken for" + (f"; {note}" if note else "")
     return (
-        f'<div class="wide"><table class="matrix"><caption>{escape(caption)}</caption>'
+        f'<div class="wide"><table class="matrix{long}"><caption>{escape(caption)}</caption>'
         f"<thead><tr><th></th>{heads}</tr></thead><tbody>{''.join(rows)}</tbody></table></div>"
     )
 
@@ -84,17 +86,22 @@ def _by_class(found: Predictions) -> str:
     return f"<div>{first}<details><summary>all {len(cells)} classes</summary>{rest}</details></div>"
 
 
-def _pairs(found: Predictions) -> str:
-    names = found.class_names
+def _confused(found: Predictions) -> list[tuple[int, int, int]]:
+    """(times, truth, guess) of all mistakes, the most frequent first."""
     pairs = [
         (count, truth, guess)
         for truth, row in enumerate(found.matrix)
         for guess, count in enumerate(row)
         if count and truth != guess
     ]
+    return sorted(pairs, key=lambda pair: -pair[0])
+
+
+def _pairs(found: Predictions) -> str:
+    names = found.class_names
     rows = [
         (_name(names[truth]), _name(names[guess]), str(count), str(sum(found.matrix[truth])))
-        for count, truth, guess in sorted(pairs, reverse=True)[:_MOST_PAIRS]
+        for count, truth, guess in _confused(found)[:_MOST_PAIRS]
     ]
     return table(("what it is", "was taken for", ">times", ">of"), rows)
 
