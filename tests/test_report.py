@@ -352,6 +352,22 @@ def test_predictions_that_cannot_be_made_are_no_reason_to_fail(untrained: Path, 
     assert "None: torchvision:CIFAR10 is not in none/ here." in page
 
 
+def test_of_many_classes_those_that_are_confused_most_are_shown():
+    from raytrain_ddp.orchestration.report.classes import classes
+    from raytrain_ddp.orchestration.report.mistakes import Predictions
+
+    matrix = [[0] * 100 for _ in range(100)]
+    for n in range(100):
+        matrix[n][n] = 50
+    matrix[7][8], matrix[90][7] = 20, 5
+    page = classes(Predictions("step-1", [f"kind {n}" for n in range(100)], matrix, 5025, 6000, []))
+    _Seen(page)
+    assert "99.50% of 5,025 of 6,000 samples are right" in page
+    assert "3 of 100 classes" in page
+    assert page.index(">kind 7<") < page.index("all 100 classes") < page.index(">kind 60<")
+    assert 'title="kind 7 taken for kind 8: 20 of 70"' in page
+
+
 # ------------------------------------------------------------------ axes
 
 

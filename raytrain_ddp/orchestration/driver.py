@@ -19,7 +19,7 @@ from raytrain_ddp.checkpoint.storage import Storage
 from raytrain_ddp.config import TrainConfig
 from raytrain_ddp.errors import PreflightError, RaytrainError
 from raytrain_ddp.orchestration.aside import rays_words_aside
-from raytrain_ddp.orchestration.causes import users_traceback
+from raytrain_ddp.orchestration.causes import without_ray
 from raytrain_ddp.orchestration.display import Display
 from raytrain_ddp.orchestration.finish import already_complete, draw, finish, is_tidy, summary, tidy
 from raytrain_ddp.orchestration.journal import Journal
@@ -156,9 +156,7 @@ def _owned(run: Storage, show: Show) -> Iterator[Show]:
             journal({"kind": "end", "status": 128 + number})
             raise
         except Exception as error:  # the user's own, in this process
-            text = f"the task failed:\n{users_traceback(error)}"
-            told = {"status": 1, "message": text, "rank": 0, "error": type(error).__name__}
-            journal({"kind": "end", **told})
+            journal({"kind": "end", "status": 1, **without_ray(error)})
             raise
 
 
