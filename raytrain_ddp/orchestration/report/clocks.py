@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bisect
 import math
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
@@ -11,7 +12,7 @@ from statistics import median
 from typing import Any
 
 from raytrain_ddp.orchestration.report import phases
-from raytrain_ddp.orchestration.report.curves import color, hovers, thinned_note
+from raytrain_ddp.orchestration.report.curves import MOST_MARKS, color, hovers, thinned_note
 from raytrain_ddp.orchestration.report.lives import Timeline
 from raytrain_ddp.orchestration.report.plot import Area, Line, Mark, Panel
 from raytrain_ddp.orchestration.report.reading import Record
@@ -74,11 +75,10 @@ def marks(story: Story) -> list[Mark]:
     line, found = story.timeline, []
     cuts = {since for since, _ in line.cuts}
     flags = len(line.lives) <= _MOST_FLAGS
-    lost = _lost(story)
+    told = {h.wall: h.text for h in story.happenings if h.kind in ("restart", "resize")}
     for before, life in pairwise(line.lives):
         since, to = line.at(before.ended), line.at(life.began)
-        told = [h.text for h in story.happenings if h.wall == life.began and h.step is not None]
-        text = told[0] if told else f"went on from step {life.start_step}"
+        text = told.get(life.began, f"went on from step {life.start_step}")
         resized = before.world_size != life.world_size and life.world_size
         kind = "resize" if resized else "restart"
         label = (f"{before.world_size}→{life.world_size}" if resized else "↻") if flags else ""
@@ -90,19 +90,18 @@ def marks(story: Story) -> list[Mark]:
             down = f"no training for {format_seconds(pause)}"
             found.append(Mark(since, "down" if before.failed else "lost", down, to=to))
         found.append(Mark(to, kind, text, label))
-    found += lost
-    for happening in story.happenings:
-        if happening.kind in ("failure", "preempted"):
-            found.append(Mark(line.at(happening.wall), "failure", happening.text))
-    return found
+    failures = [h for h in story.happenings if h.kind in ("failure", "preempted")]
+    found += [Mark(line.at(h.wall), "failure", h.text) for h in failures]
+    every = -(-len(found) // MOST_MARKS) or 1
+    return [*found[::every], *_lost(story)]
 
 
 def _lost(story: Story) -> list[Mark]:
     """Where steps were made that a later start did again: they have left the log."""
     line, found = story.timeline, []
-    walls = [wall for wall in line.walls(story.files.train) if math.isfinite(wall)]
-    for life in line.lives[:-1]:
-        last = max((wall for wall in walls if life.began <= wall <= life.ended), default=life.began)
+    walls = sorted(wall for wall in line.walls(story.files.train) if math.isfinite(wall))
+    for number, life in enumerate(line.lives[:-1]):
+        last = line.last_before(walls, number) or life.began
         if life.ended - last > 0.01 * line.worked_s:
             told = f"{format_seconds(life.ended - last)} of work, of which no log is kept"
             found.append(Mark(line.at(last), "lost", told, to=line.at(life.ended)))
@@ -122,12 +121,12 @@ def x_name(timelines: Sequence[Timeline]) -> str:
 def _pieces(story: Story, records: Sequence[Record]) -> list[list[tuple[float, Record]]]:
     """(time on the axis, record), cut where a start ended."""
     line = story.timeline
+    begins = [life.began for life in line.lives]
     pieces: list[list[tuple[float, Record]]] = [[] for _ in line.lives]
     for wall, record in zip(line.walls(records), records, strict=True):
-        for number in range(len(line.lives) - 1, -1, -1):
-            if wall >= line.lives[number].began:
-                pieces[number].append((line.at(wall), record))
-                break
+        number = bisect.bisect_right(begins, wall) - 1
+        if number >= 0 and math.isfinite(wall):
+            pieces[number].append((line.at(wall), record))
     return [piece for piece in pieces if piece]
 
 

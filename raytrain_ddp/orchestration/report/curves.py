@@ -26,6 +26,7 @@ from raytrain_ddp.training.curves import smoothed, steps_per_epoch
 
 COLORS = 8
 _DOTS_UP_TO = 60
+MOST_MARKS = 80  # more would be one band of colour
 _MOST_METRICS, _MOST_FLAGS = 8, 10
 _FRACTION = re.compile(r"(^|[/_.])(top\d+|acc(uracy)?)$")
 
@@ -57,7 +58,7 @@ def restarts(story: Story) -> list[Mark]:
         flag = change if resized else "↻"
         label = flag if len(lives) <= _MOST_FLAGS else ""
         marks.append(Mark(life.start_step, kind, told, label))
-    return marks
+    return marks[:: -(-len(marks) // MOST_MARKS) or 1]
 
 
 def hovers(

@@ -11,7 +11,8 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime, timezone
-from itertools import pairwise
+from functools import cached_property
+from itertools import accumulate, pairwise
 
 from raytrain_ddp.orchestration.report.reading import Record, RunFiles
 
@@ -43,8 +44,23 @@ class Timeline:
     def at(self, wall: float) -> float:
         """Seconds since the run began, without the pauses that are cut out."""
         began = self.lives[0].began if self.lives else wall
-        out = sum(max(0.0, min(wall, to) - since) for since, to in self.cuts)
+        place = bisect.bisect_right(self.cuts, (wall, math.inf))
+        out = self._cut_s[place]
+        if place:  # it may be within that pause
+            out -= max(0.0, self.cuts[place - 1][1] - wall)
         return max(0.0, wall - began - out)
+
+    @cached_property
+    def _cut_s(self) -> list[float]:
+        """Of the first so many pauses together."""
+        return [0.0, *accumulate(to - since for since, to in self.cuts)]
+
+    def last_before(self, walls: Sequence[float], number: int) -> float | None:
+        """The last of the ascending `walls` that belongs to a life; None if there is none."""
+        following = self.lives[number + 1 : number + 2]
+        until = following[0].began if following else math.inf
+        place = bisect.bisect_right(walls, until)
+        return walls[place - 1] if place and walls[place - 1] >= self.lives[number].began else None
 
     @property
     def worked_s(self) -> float:
@@ -82,13 +98,13 @@ def timeline_of(files: RunFiles, is_running: bool) -> Timeline:
 
 def _as_long_as_logged(lives: Sequence[Life], files: RunFiles) -> list[Life]:
     """No life ends before its last line: events are dated to the second, and some are not heard."""
-    walls = [wall for wall in Timeline(lives, []).walls(files.train) if math.isfinite(wall)]
-    longer = []
-    for number, life in enumerate(lives):
-        until = lives[number + 1].began if number + 1 < len(lives) else math.inf
-        last = max((wall for wall in walls if life.began <= wall <= until), default=life.ended)
-        longer.append(replace(life, ended=max(life.ended, last)))
-    return longer
+    line = Timeline(lives, [])
+    walls = sorted(wall for wall in line.walls(files.train) if math.isfinite(wall))
+    lasts = [line.last_before(walls, number) for number in range(len(lives))]
+    return [
+        replace(life, ended=max(life.ended, last or life.ended))
+        for life, last in zip(lives, lasts, strict=True)
+    ]
 
 
 def wall_of(event: Record) -> float:
