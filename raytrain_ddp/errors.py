@@ -18,13 +18,16 @@ pickling on its way from a worker to the driver.
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from types import MappingProxyType
 
 
 class RaytrainError(Exception):
     """One line that says what is wrong, where, and what to do about it."""
 
     exit_status = 1
+    cause: Mapping[str, object] = MappingProxyType({})
+    """Of a worker that failed first, as the driver knows it: rank, node, step, error."""
 
 
 class TaskError(RaytrainError):

@@ -148,7 +148,9 @@ def test_importing_the_package_or_its_config_loads_neither_torch_nor_ray():
     heavy = {"torch", "ray", "numpy", "pyarrow", "pydantic", "matplotlib"}
     assert not loaded_after("import raytrain_ddp") & heavy
     assert not loaded_after("from raytrain_ddp import TrainConfig; TrainConfig()") & heavy
-    doors = ", ".join(f"raytrain_ddp.{d}" for d in ("fit", "evaluate", "convert", "run", "doctor"))
+    doors = ", ".join(
+        f"raytrain_ddp.{d}" for d in ("fit", "evaluate", "convert", "run", "doctor", "report")
+    )
     assert not loaded_after(f"import {doors}") & {"torch", "ray"}
 
 
@@ -156,7 +158,7 @@ def test_importing_the_package_or_its_config_loads_neither_torch_nor_ray():
     "module",
     [
         *("orchestration.driver", "orchestration.preflight", "orchestration.worker"),
-        *("orchestration.doctor.doctor", "data.plan"),
+        *("orchestration.doctor.doctor", "orchestration.report.report", "data.plan"),
     ],
 )
 def test_modules_that_promise_it_load_neither_torch_nor_ray(module: str):

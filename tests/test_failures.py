@@ -110,6 +110,8 @@ def test_failures_in_a_row_end_the_run_at_scaling_max_failures():
     with pytest.raises(RetriesExhausted, match=r"failed 3 times .*max_failures = 2") as caught:
         story.start().killed(rank=1, step=7)
     assert caught.value.exit_status == 7
+    assert caught.value.cause["rank"] == 1
+    assert (caught.value.cause["node"], caught.value.cause["step"]) == ("n1", 7)
     assert "\n" not in str(caught.value)
 
 
@@ -215,8 +217,9 @@ def test_the_users_error_and_ours_end_the_run_at_once():
     said = {"error": "X", "message": "x", "status": 4}
     with pytest.raises(DataError, match=r"^x$"):
         story.policy.take({**event, **said, "traceback": ""})
-    with pytest.raises(TaskError, match="rank 0:\nTraceback"):
+    with pytest.raises(TaskError, match="at step 1 on n0, rank 0:\nTraceback") as caught:
         story.policy.take({**event, **said, "traceback": "Traceback"})
+    assert caught.value.cause == {"rank": 0, "node": "n0", "step": 1, "error": "X"}
 
 
 def test_fault_07_the_last_words_of_a_zombie_are_not_heard():

@@ -24,6 +24,7 @@ from raytrain_ddp.checkpoint.layout import (
 )
 from raytrain_ddp.checkpoint.storage import Storage, open_storage
 from raytrain_ddp.errors import CheckpointError, PreflightError
+from raytrain_ddp.orchestration import journal as journal_module
 from raytrain_ddp.orchestration import preflight
 from raytrain_ddp.orchestration.journal import Journal
 from raytrain_ddp.orchestration.preflight import open_run
@@ -198,3 +199,22 @@ def test_a_folder_that_is_none_is_named_at_once_and_in_one_line(tmp_path: Path):
     assert (answer.status, answer.heavy) == (3, [])
     assert len(answer.err.splitlines()) == 1
     assert str(tmp_path / "runs") in answer.err
+
+
+def test_of_what_each_rank_does_a_part_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    now = [0.0]
+    monkeypatch.setattr(journal_module.time, "monotonic", lambda: now[0])
+    run, shown = begun(tmp_path), []
+    few, many = [{"compute": 0.1}] * 2, [{"compute": 0.1}] * 1000
+    with Journal(run, shown.append) as journal:
+        journal({"kind": "plan", "step": 0})
+        for second in range(2000):
+            now[0] = float(second)
+            journal({"kind": "ranks", "step": second, "split_s": few})
+        journal({"kind": "ranks", "step": 9999, "split_s": many})
+    steps = [step for kind, step in kinds_and_steps(run) if kind == "ranks"]
+    assert steps[:3] == [5, 10, 15]
+    assert 1900 < steps[-1] < 2000
+    assert steps[-1] - steps[-2] >= 35
+    assert len(steps) < 160
+    assert len(shown) == 2002

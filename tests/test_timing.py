@@ -17,6 +17,7 @@ from raytrain_ddp.config import TrainConfig
 from raytrain_ddp.training.clock import PHASES, Clock
 from raytrain_ddp.training.timing import (
     Reading,
+    by_rank,
     counting_flops,
     in_order,
     peak_flops_per_s,
@@ -70,6 +71,11 @@ def test_the_slowest_rank_is_the_one_that_does_not_wait(phase: str):
     slow = {**usual, "communication": 0.0, phase: usual[phase] + 7.0}
     told = summary([reading(**usual), reading(**usual), reading(**slow)], 1, 0.0, None)
     assert told["slowest"] == {"rank": 2, "phase": phase, "ratio": 2.0}
+
+
+def test_each_ranks_own_split_is_of_a_step_and_leaves_out_what_took_no_time():
+    two = [reading(compute=4.0), reading(compute=1.0, data=2.00049)]
+    assert by_rank(two, 2) == [{"compute": 2.0}, {"data": 1.0, "compute": 0.5}]
 
 
 def test_one_rank_alone_is_not_the_slowest():

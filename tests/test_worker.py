@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from raytrain_ddp.errors import CheckpointError, DataError, RetriesExhausted
-from raytrain_ddp.orchestration.causes import cause_of, users_traceback
+from raytrain_ddp.orchestration.causes import cause_of, users_traceback, without_ray
 from raytrain_ddp.orchestration.failures import as_error
 from raytrain_ddp.orchestration.worker import WorkerSettings, tell_failure
 
@@ -119,3 +119,15 @@ def test_fault_26_too_little_memory_ends_the_run_with_the_knob_that_helps(
     for words in ("rank 1", "at step 5", "GiB", "--micro-batch (now 16)", "batch of 64 stays"):
         assert words in str(told)
     assert "\n" not in str(told)
+
+
+def test_without_ray_the_end_of_another_worker_is_not_told_as_this_ones_fault():
+    told = without_ray(RuntimeError("[gloo] Connection closed by peer [10.0.0.2]"))
+    assert told["message"].startswith("another worker has ended")
+    assert "rank" not in told
+    try:
+        raise ValueError("mine")
+    except ValueError as error:
+        told = without_ray(error)
+    assert told["message"].startswith("the task failed:\nTraceback")
+    assert (told["rank"], told["error"]) == (0, "ValueError")

@@ -34,8 +34,7 @@ def cause_of(error: BaseException) -> str:
     text = str(error)
     if isinstance(error, (RayError, dist.DistError)) or not isinstance(error, Exception):
         return "peer"  # Ray's own collectives, torch's, or an end from outside
-    of_collectives = any(word in text.lower() for word in _OF_COLLECTIVES)
-    if isinstance(error, RuntimeError) and of_collectives:
+    if _is_of_collectives(error):
         return "peer"
     # A device or its driver that breaks (ECC, Xid): a new worker may get a whole one.
     of_device = isinstance(error, getattr(torch, "AcceleratorError", ())) or "CUDA error" in text
@@ -50,6 +49,21 @@ def cause_of(error: BaseException) -> str:
         return "outside" if error.errno in _PASSING or of_store else "error"
     failed_storage = isinstance(error, CheckpointError) and isinstance(error.__cause__, OSError)
     return cause_of(error.__cause__) if failed_storage and error.__cause__ else "error"
+
+
+def without_ray(error: Exception) -> dict[str, Any]:
+    """What the journal says of an error in rank 0 that ends a run without Ray."""
+    if _is_of_collectives(error):
+        line = next(iter(str(error).splitlines()), "")
+        text = "another worker has ended, and rank 0 with it: what that one has printed says why."
+        return {"message": f"{text}\n{type(error).__name__}: {line}"}
+    text = f"the task failed:\n{users_traceback(error)}"
+    return {"message": text, "rank": 0, "error": type(error).__name__}
+
+
+def _is_of_collectives(error: BaseException) -> bool:
+    text = str(error).lower()
+    return isinstance(error, RuntimeError) and any(word in text for word in _OF_COLLECTIVES)
 
 
 def is_lack_of_memory(error: BaseException) -> bool:

@@ -19,6 +19,7 @@ from raytrain_ddp.checkpoint.storage import Storage
 from raytrain_ddp.config import TrainConfig
 from raytrain_ddp.errors import PreflightError, RaytrainError
 from raytrain_ddp.orchestration.aside import rays_words_aside
+from raytrain_ddp.orchestration.causes import without_ray
 from raytrain_ddp.orchestration.display import Display
 from raytrain_ddp.orchestration.finish import already_complete, draw, finish, is_tidy, summary, tidy
 from raytrain_ddp.orchestration.journal import Journal
@@ -147,7 +148,15 @@ def _owned(run: Storage, show: Show) -> Iterator[Show]:
         try:
             yield tell
         except RaytrainError as error:
-            journal({"kind": "end", "status": error.exit_status, "message": str(error)})
+            told = {"status": error.exit_status, "message": str(error), **error.cause}
+            journal({"kind": "end", **told})
+            raise
+        except KeyboardInterrupt as stop:
+            number = stop.args[0] if stop.args and isinstance(stop.args[0], int) else 2
+            journal({"kind": "end", "status": 128 + number})
+            raise
+        except Exception as error:  # the user's own, in this process
+            journal({"kind": "end", "status": 1, **without_ray(error)})
             raise
 
 

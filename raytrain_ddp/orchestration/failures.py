@@ -70,7 +70,7 @@ class Failures:
         elif kind == "failed" and event["start"] == start.name:  # and of no zombie
             start.words[event["rank"]] = event
             if event["cause"] == "error":
-                raise as_error(event)
+                raise as_error(event, start.node(event["rank"]))
         elif kind == "died" and not start.judged & {*event["texts"].values()}:
             if start.judged:  # another start, which died before it said a word
                 start = self._start = _Start("")
@@ -108,26 +108,31 @@ class Failures:
             return {"kind": "preempted", "text": self._start.preempted(event["preempted"])}
         rank, what, said = self._start.cause(event["texts"])
         step = self._start.step_of(rank)
-        where = f"on {self._start.node(rank)} {f'at step {step}' if step else 'while starting'}"
+        node = self._start.node(rank)
+        where = f"on {node} {f'at step {step}' if step else 'while starting'}"
+        cause = {"rank": rank, "node": node, "step": step, "error": what}
         if any(sign in event["texts"].get(rank, "") for sign in _BY_RAY_FOR_MEMORY):
             self._for_memory += 1
             said = "was ended by Ray, as its node ran out of memory,"
             if self._for_memory > 1:
-                raise errors.RetriesExhausted(f"rank {rank} {said} {where}, again. {_MEMORY}")
+                raise _exhausted(f"rank {rank} {said} {where}, again. {_MEMORY}", cause)
         if step and self._before == (step, what):
-            raise errors.RetriesExhausted(
+            raise _exhausted(
                 f"rank {rank} {said} {where}, as it did before, with no checkpoint between: it "
-                f"would do so for ever. {_advice(what)} {KEPT}"
+                f"would do so for ever. {_advice(what)} {KEPT}",
+                cause,
             )
         self._in_a_row += 1
         if self._in_a_row > self._most:
-            raise errors.RetriesExhausted(
+            raise _exhausted(
                 f"workers failed {self._in_a_row} times with no new checkpoint between "
-                f"(scaling.max_failures = {self._most}); at last rank {rank} {said} {where}. {KEPT}"
+                f"(scaling.max_failures = {self._most}); at last rank {rank} {said} {where}. "
+                f"{KEPT}",
+                cause,
             )
         self._before = (step, what) if step else None
         message = f"{said} {where}; {self._going()}"
-        return {"kind": "failed", "rank": rank, "step": step, "message": message}
+        return {"kind": "failed", **cause, "message": message}
 
     def _going(self) -> str:
         place = f"step {self._committed}" if self._committed else "the start"
@@ -179,12 +184,24 @@ class _Start:
         return f"{', '.join(nodes)} preempted (rank {', '.join(map(str, sorted(ranks)))})"
 
 
-def as_error(event: Event) -> errors.RaytrainError:
+def as_error(event: Event, node: str = "its node") -> errors.RaytrainError:
     """The worker's exception, in the driver: one of ours, or the user's with its traceback."""
+    rank, step = event["rank"], event["step"]
     if event["traceback"]:
-        return errors.TaskError(f"the task failed on rank {event['rank']}:\n{event['traceback']}")
-    kinds = {kind.exit_status: kind for kind in errors.RaytrainError.__subclasses__()}
-    return kinds[event["status"]](event["message"])
+        when = f"at step {step}" if step else "while starting"
+        text = f"the task failed {when} on {node}, rank {rank}:\n{event['traceback']}"
+        error: errors.RaytrainError = errors.TaskError(text)
+    else:
+        kinds = {kind.exit_status: kind for kind in errors.RaytrainError.__subclasses__()}
+        error = kinds[event["status"]](event["message"])
+    error.cause = {"rank": rank, "node": node, "step": step, "error": event["error"]}
+    return error
+
+
+def _exhausted(text: str, cause: Mapping[str, object]) -> errors.RetriesExhausted:
+    error = errors.RetriesExhausted(text)
+    error.cause = cause
+    return error
 
 
 def _advice(what: str) -> str:

@@ -26,7 +26,11 @@ Event = Mapping[str, Any]
 
 _KINDS = {
     *("plan", "checkpoint", "checkpoint_failed", "interval", "failed", "preempted", "note", "end"),
+    "ranks",
 }
+# What each rank does with a step comes with each line of the log: a part is kept, ever less often,
+# so that a month has some 400 of them.
+_RANKS_EVERY_S, _RANKS_EVERY_SHARE, _MOST_RANKS = 5.0, 0.02, 64
 _PUT_EVERY_S = 30.0  # an object store cannot append: the file is put again
 
 
@@ -44,6 +48,7 @@ class Journal:
         self._begun = False
         self._file: list[str] | None = None  # all of its lines, where it cannot be appended to
         self._put_at = -math.inf
+        self._since, self._ranks_at = time.monotonic(), -math.inf
 
     def __enter__(self) -> Journal:
         return self
@@ -52,12 +57,23 @@ class Journal:
         self._write([], at_once=True)
 
     def __call__(self, event: Event) -> None:
-        if event["kind"] in _KINDS:
+        if event["kind"] == "plan":
+            self._ranks_at = time.monotonic()  # the first steps are not like the others
+        if event["kind"] in _KINDS and not (event["kind"] == "ranks" and self._passes(event)):
             now = datetime.now(timezone.utc).strftime("%Y-%m-%dT%H:%M:%SZ")
             line = json.dumps({"kind": event["kind"], "time": now, **event}) + "\n"
             # Of a checkpoint there shall be word as soon as there is the checkpoint.
             self._write([line], at_once=event["kind"] == "checkpoint")
         self._show(event)
+
+    def _passes(self, ranks: Event) -> bool:
+        """Whether this account of the ranks is one too many, or too long."""
+        now = time.monotonic()
+        pause_s = max(_RANKS_EVERY_S, _RANKS_EVERY_SHARE * (now - self._since))
+        if len(ranks["split_s"]) > _MOST_RANKS or now - self._ranks_at < pause_s:
+            return True
+        self._ranks_at = now
+        return False
 
     def _write(self, lines: Sequence[str], at_once: bool) -> None:
         with self._lock, suppress(OSError):

@@ -91,6 +91,9 @@ class Run:
                 ),
             }
         )
+        if world.size > 1:  # not in the log, which would grow with the number of workers
+            split_s = timing.by_rank(readings, step - self.logged_step)
+            self.session.tell({"kind": "ranks", "step": step, "split_s": split_s})
         self.logged_step = step
 
     def evaluate(self) -> bool:

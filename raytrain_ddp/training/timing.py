@@ -98,6 +98,14 @@ def summary(
     return told
 
 
+def by_rank(readings: Sequence[Reading], steps: int) -> list[dict[str, float]]:
+    """Seconds of a step by phase, of those phases that took any, for each rank."""
+    return [
+        {p: float(f"{s / steps:.3g}") for p, s in zip(PHASES, r.phases, strict=True) if s > 0}
+        for r in readings
+    ]
+
+
 def _split(readings: Sequence[Reading], steps: int) -> dict[str, float]:
     """Seconds of a step by phase, of those phases that took any; means over the ranks."""
     by_phase = zip(*(reading.phases for reading in readings), strict=True)

@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import os
+import platform
+import socket
+from contextlib import suppress
 from dataclasses import dataclass
+from importlib import metadata
 from typing import Any
 
 import torch
@@ -65,6 +69,25 @@ def broadcast(value: Any, world: World) -> Any:
     box = [value]
     dist.broadcast_object_list(box, src=0, device=torch.device("cpu"))
     return box[0]
+
+
+def hosts(world: World) -> list[str]:
+    """The name of each rank's host; all ranks take part."""
+    names = [socket.gethostname()] * world.size
+    if world.size > 1:
+        dist.all_gather_object(names, socket.gethostname())
+    return names
+
+
+def versions() -> dict[str, str]:
+    """Of what a result may depend on."""
+    found = {"python": platform.python_version(), "torch": str(torch.__version__)}
+    for name in ("torchvision", "ray"):
+        with suppress(metadata.PackageNotFoundError):
+            found[name] = metadata.version(name)
+    if torch.version.cuda:
+        found["CUDA"] = torch.version.cuda
+    return found
 
 
 class Ballot:

@@ -1,0 +1,70 @@
+"""From runs to a file."""
+
+from __future__ import annotations
+
+import os
+import uuid
+from collections.abc import Sequence
+from contextlib import suppress
+from html import escape
+from pathlib import Path
+
+from raytrain_ddp.errors import ConfigError, RaytrainError
+from raytrain_ddp.orchestration.report.page import one_run, several_runs
+from raytrain_ddp.orchestration.report.reading import RunFiles, read_run
+from raytrain_ddp.orchestration.report.story import Story, story_of
+
+REPORT_FILE = "report.html"
+
+
+def write_report(places: Sequence[str], out: str | None, predict: bool, device: str) -> Path:
+    """Writes the report of one run, or of several side by side; returns where it is.
+
+    Args:
+        out: the file. Default: report.html in the folder of a single local run, else here.
+        predict: look at what a single run's best checkpoint gets wrong, if that can be done here.
+
+    Raises:
+        ConfigError: there is no such run, or the file cannot be written.
+        PreflightError: a run's storage does not answer.
+    """
+    runs = [read_run(place) for place in places]
+    stories = [story_of(files) for files in runs]
+    if len(stories) == 1:
+        page = one_run(stories[0], _predictions(stories[0], device) if predict else "")
+    else:
+        page = several_runs(stories)
+    path = Path(out) if out is not None else _place(runs)
+    _write(path, page)
+    return path
+
+
+def _place(runs: Sequence[RunFiles]) -> Path:
+    alone = runs[0].place if len(runs) == 1 else None
+    return Path(alone.path if alone is not None and alone.is_local else ".") / REPORT_FILE
+
+
+def _predictions(story: Story, device: str) -> str:
+    """HTML, or why there is none: that is no reason to fail."""
+    if not story.files.kept:
+        return ""
+    from raytrain_ddp.orchestration.report.classes import classes
+    from raytrain_ddp.orchestration.report.mistakes import predict
+
+    try:
+        return classes(predict(story.files, device, story.state == "running"))
+    except (RaytrainError, OSError) as error:
+        return f"<p class=note>None: {escape(str(error))}</p>"
+
+
+def _write(path: Path, page: str) -> None:
+    """So that a browser that looks meanwhile sees one report or the other."""
+    temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        temporary.write_text(page, encoding="utf-8", errors="replace")
+        os.replace(temporary, path)
+    except OSError as error:
+        with suppress(OSError):
+            temporary.unlink()
+        raise ConfigError(f"{path}: cannot be written ({error.strerror}): set --out.") from error

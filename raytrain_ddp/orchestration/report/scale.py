@@ -1,0 +1,142 @@
+"""Axes with ticks at round numbers, and fewer points than can be told apart."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+Point = tuple[float, float]
+
+MOST_POINTS = 900  # of a line: more than a screen's width of them looks the same
+_SECONDS = (1, 2, 5, 10, 15, 30, 60, 120, 300, 600, 900, 1800, 3600, 7200, 10800, 21600, 43200)
+
+
+@dataclass(frozen=True)
+class Scale:
+    """From values to 0..1, linear or logarithmic."""
+
+    low: float
+    high: float
+    ticks: Sequence[tuple[float, str]]
+    log: bool = False
+
+    def at(self, value: float) -> float:
+        if self.log:
+            if value <= 0:
+                return 0.0
+            return math.log(value / self.low) / math.log(self.high / self.low)
+        return (value - self.low) / (self.high - self.low)
+
+
+def linear(
+    low: float,
+    high: float,
+    name: Callable[[float], str] | None = None,
+    ticks: int = 5,
+    whole: bool = False,
+    snap: bool = True,
+) -> Scale:
+    """Over [low, high], widened to the ticks beside them if `snap`.
+
+    Args:
+        name: what a tick is called; default: its number.
+        whole: ticks at whole numbers only.
+    """
+    if not math.isfinite(low + high):
+        low, high = 0.0, 1.0
+    if high <= low:
+        pad = abs(low) / 10 or 1.0
+        low, high = low - (0.0 if low == 0 else pad), high + pad
+    step = _round_step((high - low) / ticks)
+    step = max(1.0, step) if whole else step
+    first, last = math.floor(low / step + 1e-9), math.ceil(high / step - 1e-9)
+    if snap:
+        low, high = first * step, last * step
+    values = [n * step for n in range(first, last + 1)]
+    inside = [v for v in values if low - 1e-9 * step <= v <= high + 1e-9 * step]
+    return Scale(low, high, [(v, name(v) if name else number(v, step)) for v in inside])
+
+
+def logarithmic(low: float, high: float) -> Scale:
+    """Over [low, high], both above 0; ticks at 1, 2 and 5 times powers of ten, not too many."""
+    powers = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
+    for factors in ((1, 2, 5), (1, 3), (1,)):
+        values = [factor * 10.0**power for power in powers for factor in factors]
+        inside = [value for value in values if low <= value <= high]
+        if len(inside) <= 6:
+            break
+    inside = inside[:: -(-len(inside) // 6)]
+    return Scale(low, high, [(value, f"{value:g}") for value in inside], log=True)
+
+
+def seconds(high: float, ticks: int = 6) -> Scale:
+    """From 0 on; ticks at whole seconds, minutes, hours or days."""
+    high = max(high, 1.0)
+    days = (86400.0 * _round_step(high / 86400 / ticks),)
+    step = next(s for s in (*_SECONDS, *days) if s >= high / ticks or s == days[0])
+    values = [n * step for n in range(int(high / step) + 1)]
+    return Scale(0.0, high, [(value, clock(value)) for value in values])
+
+
+def clock(value: float) -> str:
+    """``0``, ``45 s``, ``1 min 30``, ``1 h 30``, ``2 d``: what a tick of time is called."""
+    whole = round(value)
+    if whole == 0:
+        return "0"
+    if whole % 86400 == 0:
+        return f"{whole // 86400} d"
+    if whole >= 3600:
+        return f"{whole // 3600} h" + (f" {whole % 3600 // 60:02d}" if whole % 3600 else "")
+    if whole < 60:
+        return f"{whole} s"
+    return f"{whole // 60} min" + (f" {whole % 60:02d}" if whole % 60 else "")
+
+
+def number(value: float, step: float) -> str:
+    """As many digits as the step between ticks needs; thousands are told apart."""
+    if abs(value) < step / 1e6:
+        return "0"
+    if abs(value) >= 1e6:
+        return f"{value / 1e6:g} M"
+    if abs(value) < 1e-3:
+        return f"{value:.2g}"
+    digits = next(d for d in range(10) if abs(round(step, d) - step) < 1e-6 * step)
+    text = f"{value:,.{digits}f}"
+    return text.rstrip("0").rstrip(".") if "." in text else text
+
+
+def percent(value: float) -> str:
+    return f"{100 * value:.4g} %"
+
+
+def thinned(points: Sequence[Point], most: int = MOST_POINTS) -> list[Point]:
+    """At most some `most` points: of each stretch the lowest and the highest, so that no outlier is
+    lost; points that are not finite are left out."""
+    points = [point for point in points if math.isfinite(point[0] + point[1])]
+    if len(points) <= most:
+        return points
+    kept: list[Point] = []
+    for stretch in _stretches(points, most // 2):
+        ends = {min(stretch, key=lambda p: p[1]), max(stretch, key=lambda p: p[1])}
+        kept += sorted(ends)
+    return kept
+
+
+def sampled(points: Sequence[Point], most: int = MOST_POINTS) -> list[Point]:
+    """At most `most` points of a smooth line, the last among them."""
+    points = [point for point in points if math.isfinite(point[0] + point[1])]
+    if len(points) <= most:
+        return points
+    return [*points[:: -(-len(points) // most)], points[-1]]
+
+
+def _stretches(points: Sequence[Point], count: int) -> Iterator[Sequence[Point]]:
+    for n in range(count):
+        yield points[n * len(points) // count : (n + 1) * len(points) // count]
+
+
+def _round_step(rough: float) -> float:
+    """1, 2, 2.5 or 5 times a power of ten, `rough` or the next above it."""
+    power = 10.0 ** math.floor(math.log10(rough))
+    return next(f * power for f in (1, 2, 2.5, 5, 10) if f * power >= rough * (1 - 1e-9))
