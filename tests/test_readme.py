@@ -23,6 +23,7 @@ from raytrain_ddp.convert import ConvertArgs
 from raytrain_ddp.doctor import DoctorArgs
 from raytrain_ddp.evaluate import EvaluateArgs
 from raytrain_ddp.orchestration.run.order import Flags
+from raytrain_ddp.report import ReportArgs
 from raytrain_ddp.run import parse as parse_run
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -62,6 +63,7 @@ DOORS = (
     DoctorArgs(config=TrainConfig()),
     EvaluateArgs(run=""),
     ConvertArgs(),
+    ReportArgs(runs=()),
     Flags(),
 )
 KNOWN = {*(flag for door in DOORS for flag in flags(door)), "help"}
