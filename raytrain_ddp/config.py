@@ -85,6 +85,8 @@ class TrainConfig:
         compression, synced = self.ddp.compression, self.ddp.sync_batchnorm
         require(compression == "none", "ddp.compression", compression, whole.format("none"))
         require(not synced, "ddp.sync_batchnorm", synced, whole.format("off"))
+        rule = "must be off with exact = true: what is compiled may depend on what was seen before"
+        require(not self.compute.compile, "compute.compile", self.compute.compile, rule)
         rule = "must be on with exact = true: other kernels sum in an order of their own"
         deterministic = self.compute.deterministic
         require(deterministic, "compute.deterministic", deterministic, rule)

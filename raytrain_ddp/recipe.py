@@ -107,6 +107,8 @@ def changed_fields(old: Mapping[str, Any], new: TrainConfig) -> list[tuple[str, 
     data of a URI are served from (its query) may change: their fingerprint is compared besides.
     """
     free = set(_free_fields(TrainConfig(), ""))
+    if new.exact:  # as many threads sum in another order
+        free -= {"scaling.cpus_per_worker"}
     then = _bare({**flat(TrainConfig()), **dict(_flat(old, ""))})
     now = _bare(flat(new))
     fixed = [name for name in {**now, **then} if name not in free]

@@ -212,6 +212,11 @@ class ScalingConfig:
         rule = "must be 1 with NCCL, which wants a GPU per worker; set --scaling.backend gloo"
         require(nccl_ok, "scaling.gpus_per_worker", gpus, rule)
 
+    @property
+    def threads(self) -> int:
+        """For the arithmetic of a worker on CPUs."""
+        return max(1, int(self.cpus_per_worker))
+
     def worker_range(self) -> tuple[int, int]:
         """(least, most) workers; (0, 0) for auto."""
         if self.num_workers == "auto":

@@ -389,8 +389,10 @@ def test_kills_and_resizes_are_equal_to_one_undisturbed_worker(tmp_path: Path):
     outcome = chaos(order, notes)
     assert outcome.equal, [row for row in outcome.rows if not row.right]
     assert outcome.undisturbed.sizes == [1]
-    assert len({*outcome.disturbed.sizes}) > 2
-    assert len(notes.faults) == outcome.fired >= 5  # some are for ranks that are not there then
+    sizes = outcome.disturbed.sizes
+    assert len({*sizes}) > 2
+    assert all(before != after for before, after in pairwise(sizes))
+    assert len(notes.faults) == outcome.fired >= 0.8 * outcome.planned
 
 
 @pytest.mark.slow
@@ -401,6 +403,8 @@ def test_a_thousand_kills_and_resizes_are_equal_to_one_undisturbed_worker(tmp_pa
     order = replace(order, config=replace(order.config, exact=True), resize=True, workers=4)
     outcome = chaos(order, notes)
     assert outcome.equal, [row for row in outcome.rows if not row.right]
+    assert outcome.fired >= 0.95 * outcome.planned
+    assert {*outcome.disturbed.sizes} == {1, 2, 3, 4}
     print(f"\n{outcome.fired} faults, {outcome.disturbed.starts} starts")
 
 

@@ -9,12 +9,18 @@ import pytest
 import torch
 from processes import Group, WorkerError
 from test_training import log_of
-from tiny import EPOCHS, TOTAL_STEPS, bits, plain, run_tiny, tiny_config
+from tiny import EPOCHS, TOTAL_STEPS, ScriptedSession, bits, plain, run_tiny, tiny_config
+from torch import nn
 
 from raytrain_ddp.config import TrainConfig
 from raytrain_ddp.data.plan import deal
 from raytrain_ddp.errors import ConfigError
-from raytrain_ddp.sections import ComputeConfig, DdpConfig, OptimConfig
+from raytrain_ddp.inputs import DataConfig
+from raytrain_ddp.orchestration import driver
+from raytrain_ddp.recipe import changed_fields, to_dict
+from raytrain_ddp.sections import ComputeConfig, DdpConfig, OptimConfig, ScalingConfig
+from raytrain_ddp.training import local
+from raytrain_ddp.training.reduction import ExactReduction
 from raytrain_ddp.training.tree import TreeSum, nodes, subtrees
 from raytrain_ddp.training.world import World
 
@@ -144,6 +150,88 @@ def test_kills_and_resizes_leave_no_trace(
     assert log_of(config) == log_of(alone(variant))
 
 
+@pytest.mark.parametrize("precision", ["fp32", "fp16"])
+def test_a_start_at_a_step_in_which_a_rank_has_no_samples_leaves_no_trace(
+    precision: str, alone: Alone, workers: Group, tmp_path: Path
+):
+    """The last step of an epoch has 0, 1, 1 and 1 rows in its slots."""
+    variant = {"fp32": "sgd", "fp16": "fp16"}[precision]
+    config = tiny_config(tmp_path, "again", exact=True, **VARIANTS[variant])
+    workers(4, run_tiny, plain(config), None, 9)
+    workers(4, run_tiny, plain(config))
+    assert bits(config) == bits(alone(variant))
+
+
+def test_bad_records_and_steps_that_are_left_out_leave_no_trace(workers: Group, tmp_path: Path):
+    changes: dict[str, Any] = {
+        "optim": OptimConfig(lr=0.05, nonfinite="skip"),
+        "data": DataConfig(workers=1, prefetch=2, bad_records="skip"),
+        "compute": ComputeConfig(channels_last=True),
+    }
+    options = {"bad_rows": [0, 1, 2, 3, 17], "nan_row": 5}
+    found = []
+    for size in (1, 3, 4):
+        config = tiny_config(tmp_path, f"on-{size}", exact=True, **changes)
+        workers(size, run_tiny, plain(config), options)
+        found.append((bits(config), log_of(config)))
+    assert found[0] == found[1] == found[2]
+    last = [record for record in found[0][1] if record["kind"] == "train"][-1]
+    assert (last["skipped"], last["nonfinite"]) == (5, EPOCHS)
+
+
+def unlike(session: ScriptedSession) -> None:
+    """Each rank begins with weights of its own, as if a task drew them from the time of day."""
+    before = torch.manual_seed
+
+    def own(seed: int) -> Any:
+        torch.manual_seed = before  # type: ignore[assignment]
+        return before(seed + session.world.rank)
+
+    torch.manual_seed = own  # type: ignore[assignment]
+
+
+def test_all_ranks_begin_with_the_weights_of_rank_0(alone: Alone, workers: Group, tmp_path: Path):
+    config = tiny_config(tmp_path, "unlike", exact=True)
+    ran = workers(3, run_tiny, plain(config), None, 0, 0, unlike)
+    assert bits(config) == bits(alone("sgd"))
+    assert len({worker.digest for worker in ran}) == 1
+
+
+def test_processes_without_ray_compute_with_as_many_threads_however_many_there_are(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    seen = []
+    monkeypatch.setattr(local, "join_world", lambda scaling, threads: seen.append(threads) or 1 / 0)
+    monkeypatch.setenv("OMP_NUM_THREADS", "2")
+    for exact in (True, False):
+        config = TrainConfig(exact=exact, scaling=ScalingConfig(cpus_per_worker=3))
+        with pytest.raises(ZeroDivisionError):
+            driver._train_here(config, None, False, lambda event: None)  # type: ignore[arg-type]
+    assert seen == [3, None]
+
+
+def test_another_number_of_threads_is_refused_at_a_resume():
+    then = to_dict(TrainConfig(exact=True))
+    now = TrainConfig(exact=True, scaling=ScalingConfig(cpus_per_worker=2))
+    assert [name for name, *_ in changed_fields(then, now)] == ["scaling.cpus_per_worker"]
+
+
+class Spare(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.used, self.spare = nn.Linear(2, 1), nn.Linear(2, 1)
+
+
+def test_a_parameter_that_the_loss_does_not_depend_on_is_named():
+    model = Spare()
+    model.used(torch.ones(1, 2)).sum().backward()
+    reduction = ExactReduction(model, 4, World(0, 1, 0, CPU, 1))
+    with pytest.raises(ConfigError, match=r"spare\.weight, spare\.bias: freeze"):
+        reduction.require_all(model)
+    model.spare.requires_grad_(False)
+    reduction.require_all(model)
+
+
 def test_without_it_the_last_bits_tell_the_number_of_workers(workers: Group, tmp_path: Path):
     """Else the tests above would show nothing."""
     found = []
@@ -170,6 +258,7 @@ def test_it_learns_what_the_default_learns(alone: Alone, workers: Group, tmp_pat
         ({"ddp": DdpConfig(compression="bf16")}, "ddp.compression"),
         ({"ddp": DdpConfig(sync_batchnorm=True)}, "ddp.sync_batchnorm"),
         ({"compute": ComputeConfig(deterministic=False)}, "compute.deterministic"),
+        ({"compute": ComputeConfig(compile=True)}, "compute.compile"),
     ],
 )
 def test_what_cannot_be_exact_is_refused(changes: dict[str, Any], named: str):

@@ -101,7 +101,8 @@ def _train_here(
 
     if main:
         write_config(config, run)
-    world = join_world(config.scaling)
+    # As many threads sum in one order: what is exact has as many everywhere.
+    world = join_world(config.scaling, config.scaling.threads if config.exact else None)
     task = load_task(config)
     watch = _StartUp(show)
     with LocalSession(config, world, Best(task.monitor, task.goal), watch) as session:

@@ -153,9 +153,11 @@ class _Listener:
                     self._controller = event["actor"]
             if self._controller is None:
                 return
-            with suppress(Exception):  # as Ray's own answer to Ctrl-C does
-                ray.get(self._controller.abort.remote(), timeout=_ABORT_S)
-            ray.kill(self._controller)
+            try:  # as Ray's own answer to Ctrl-C does; no public way, so it may not be there
+                with suppress(Exception):
+                    ray.get(self._controller.abort.remote(), timeout=_ABORT_S)
+            finally:
+                ray.kill(self._controller)
 
     def on_signal(self, number: int, _: FrameType | None) -> None:
         """Only notes it: an exception from here could not pass through Ray's own code."""

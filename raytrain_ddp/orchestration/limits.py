@@ -38,7 +38,7 @@ _CAUSES = (
         "communication",
         0.20,
         "waits for all-reduces",
-        "a larger batch, ddp.compression = bf16, or a faster network (doctor measures it)",
+        "a larger batch, ddp.compression, or a faster network (doctor measures it)",
     ),
     _Cause("optimizer", 0.25, "updates weights", "a larger batch for fewer updates"),
     _Cause("checkpoint", 0.05, "stands still for checkpoints", "a larger checkpoint.every_s"),

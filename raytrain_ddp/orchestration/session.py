@@ -51,7 +51,7 @@ class RaySession(RecordingSession):
             size=context.get_world_size(),
             local_rank=context.get_local_rank(),
             device=ray.train.torch.get_device(),
-            threads=max(1, int(config.scaling.cpus_per_worker)),
+            threads=config.scaling.threads,
         )
         if not run_storage(config).exists(CONFIG_FILE):
             raise PreflightError(

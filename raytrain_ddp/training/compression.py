@@ -217,4 +217,4 @@ def _summed(tensors: Sequence[Tensor]) -> list[Tensor]:
     flat = torch.cat([tensor.reshape(-1) for tensor in tensors])
     dist.all_reduce(flat)
     pieces = flat.split([tensor.numel() for tensor in tensors])
-    return [piece.view_as(tensor) for piece, tensor in zip(pieces, tensors, strict=True)]
+    return [p.view_as(t).to(t.dtype) for p, t in zip(pieces, tensors, strict=True)]

@@ -27,6 +27,7 @@ from raytrain_ddp.training.feed import AgreedCount, Audit, Feed, on_device
 from raytrain_ddp.training.guard import make_guard
 from raytrain_ddp.training.optim import build_optimizer
 from raytrain_ddp.training.profiler import Profile
+from raytrain_ddp.training.reduction import make_alike
 from raytrain_ddp.training.repro import judge
 from raytrain_ddp.training.run import Run
 from raytrain_ddp.training.session import Session
@@ -54,8 +55,11 @@ def prepare(config: TrainConfig, task: Task, session: Session) -> Run:
     if config.ddp.sync_batchnorm and world.size > 1:
         _require_one_slot_each(plan, world)
     model = initial_model(config, task, world)
-    # What is exact sums gradients itself, and needs no DDP.
-    net = model if config.exact else session.wrap(model, ddp_options(config))
+    net = model  # what is exact sums gradients itself, and needs no DDP
+    if not config.exact:
+        net = session.wrap(model, ddp_options(config))
+    elif world.size > 1:
+        make_alike(model, world)
 
     optimizer = build_optimizer(model, config.optim)
     scaler = torch.amp.GradScaler(world.device.type, enabled=config.compute.precision == "fp16")

@@ -12,8 +12,9 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from raytrain_ddp.data.loader import Slot
+from raytrain_ddp.errors import ConfigError
 from raytrain_ddp.training.tree import TreeSum
-from raytrain_ddp.training.world import World
+from raytrain_ddp.training.world import World, broadcast
 
 
 class Reduction(Protocol):
@@ -24,6 +25,9 @@ class Reduction(Protocol):
     """
 
     scale: float
+
+    def require_all(self, model: nn.Module) -> None:
+        """Raises ConfigError if a parameter has no gradient after a backward pass, and must."""
 
     def begin(self) -> None:
         """A step begins; there are no gradients."""
@@ -44,6 +48,9 @@ class DdpReduction:
 
     def __init__(self, net: nn.Module, world: World) -> None:
         self._net, self.scale = net, float(world.size)
+
+    def require_all(self, model: nn.Module) -> None:
+        pass  # DDP has its own say
 
     def begin(self) -> None:
         pass
@@ -81,6 +88,16 @@ class ExactReduction:
             TreeSum(slots, sum(p.numel() for p in group), dtype, world)
             for dtype, group in by_type.items()
         ]
+
+    def require_all(self, model: nn.Module) -> None:
+        named = [(n, p) for n, p in model.named_parameters() if p.requires_grad]
+        unused = [name for name, parameter in named if parameter.grad is None]
+        if unused:
+            raise ConfigError(
+                f"exact = true: the loss does not depend on {', '.join(unused[:3])}"
+                f"{' and more' if unused[3:] else ''}: freeze what is not trained "
+                "(requires_grad_(False)), as weight decay would be applied to it."
+            )
 
     def begin(self) -> None:
         for total in self._sums:
@@ -150,6 +167,21 @@ class ExactSum:
 
     def finish(self) -> Tensor:
         return self._sum.finish()
+
+
+def make_alike(model: nn.Module, world: World) -> None:
+    """Gives all ranks rank 0's parameters and buffers, as DDP does; all take part.
+
+    Raises:
+        ConfigError: the model is another one on this rank.
+    """
+    tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    shapes = [(name, tuple(t.shape), str(t.dtype)) for name, t in tensors.items()]
+    if broadcast(shapes, world) != shapes:
+        raise ConfigError(f"the model of rank {world.rank} has other parameters than rank 0's.")
+    with torch.no_grad():
+        for tensor in tensors.values():
+            dist.broadcast(tensor.detach(), 0)
 
 
 def _lay(flat: Tensor, parameters: Sequence[nn.Parameter]) -> None:

@@ -135,6 +135,8 @@ class Stepper:
             with counting_flops(self._config.compute.compile) as counter:
                 self._pass(batch)
             self._pass(batch)
+            # Its scale is made by the first use, and a rank without samples has none.
+            self._state.scaler.scale(torch.zeros((), device=self._world.device))
             with torch.no_grad():
                 self._forward(smallest, self._state.model)
         except (RuntimeError, ValueError) as error:
@@ -149,6 +151,7 @@ class Stepper:
 
     def _pass(self, batch: Batch) -> None:
         self._forward(batch, self._net).backward()
+        self._reduction.require_all(self._state.model)
         self._state.optimizer.zero_grad(set_to_none=True)
 
     def _forward(self, batch: Batch, model: nn.Module) -> Tensor:

@@ -6,8 +6,9 @@ their number alone; each worker sums the subtrees of which it has all leaves, an
 is summed for a part of the vector by each worker, and gathered. (EasyScale, Li et al., SC'23,
 showed that training can be made independent of the workers by fixing such an order.)
 
-A worker sends 2 (n - 1) / n times the vector, as in an all-reduce by rings, if its slots are one
-subtree, as in even deals to 1, 2, 4 ... workers; else more, up to the logarithm of their number.
+Each of n workers sends 2 (n - 1) / n times the vector, as in an all-reduce by rings, if the slots
+of each are one subtree, such as 1, 2, 4 ...; else up to the logarithm of their number times half as
+much more.
 """
 
 from __future__ import annotations

@@ -105,8 +105,10 @@ def chaos(order: Order, watcher: Watcher) -> Outcome:
         undisturbed = _drive(make, calm, [], nothing, watcher)
         if undisturbed.problem:
             raise RaytrainError(f"the undisturbed run: {undisturbed.problem} (see {folder}).")
-        shape = _shape(calm, order.workers)
+        shape = _shape(calm, 1 if order.resize else order.workers)
         plan = draw(order.seed, shape, order.kills, order.drivers, order.node_kills)
+        if order.resize:  # whoever comes first: a rank may not be there
+            plan = [replace(fault, rank=None) for fault in plan]
         watcher.phase("disturbed", len(plan), shape.total_steps)
         faults = Faults(plan, folder / "fired")
         disturbed = _drive(make, wild, plan, faults, watcher)
@@ -156,7 +158,15 @@ def _sizes(order: Order, config: TrainConfig) -> Callable[[int], int]:
     most = config.scaling.worker_range()[1]
     if not order.resize:
         return lambda start: most
-    return lambda start: 1 + int(Random(f"{order.seed} {start}").random() * most)
+    random, sizes = Random(order.seed), [0]
+
+    def another(start: int) -> int:
+        while len(sizes) <= start:
+            others = [size for size in range(1, most + 1) if size != sizes[-1]] or [most]
+            sizes.append(others[int(random.random() * len(others))])
+        return sizes[start]
+
+    return another
 
 
 def _drive(

@@ -90,7 +90,7 @@ class Attempt:
     def _decide(self, now: float) -> None:
         """What signals are due."""
         if len(self._stops) > self._stops_seen:
-            again = self._stops_seen > 0
+            again = len(self._stops) > 1
             self._stops_seen = len(self._stops)
             self._stop(signal.SIGKILL if again else self._stops[0], now)
         elif self._failed_at is not None and not self._asked:

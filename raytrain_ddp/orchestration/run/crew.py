@@ -38,7 +38,8 @@ _CLOSE_TIMEOUT_S = 5.0
 _CLOCK_ASKED = 5
 # Below the range from which systems take the ports of outgoing connections, and above that of the
 # services one knows: what is free now is free when the script listens there seconds later.
-_PORTS = range(20_000, 30_000)
+# And above those of slurm.sbatch.
+_PORTS = range(32_000, 32_768)
 
 Check = Callable[[], None]
 

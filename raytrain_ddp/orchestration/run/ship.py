@@ -20,6 +20,10 @@ _LEFT_OUT = {
     *(".git", ".hg", ".svn", "__pycache__", "node_modules", ".tox", ".nox", ".venv"),
     *(".mypy_cache", ".ruff_cache", ".pytest_cache", ".hypothesis"),
 }
+_SECRETS = {  # left out at the top: whoever calls `run` at home has them there
+    *(".ssh", ".aws", ".azure", ".config", ".gnupg", ".kube", ".docker", ".ray", ".netrc"),
+    ".env",
+}
 _RESULTS = {"runs", "wandb"}  # left out at the top, if they are no packages
 _ENVIRONMENTS = ("pyvenv.cfg", "conda-meta")
 
@@ -149,7 +153,7 @@ def _entries(folder: Path) -> Iterator[Path]:
         yield from (Path(place, name) for name in folders)
         for name in sorted(names):
             path = Path(place, name)
-            if _is_kept(path):
+            if _is_kept(path) and not (name in _SECRETS and path.parent == folder):
                 yield path
 
 
@@ -163,6 +167,8 @@ def _is_kept(path: Path) -> bool:
 
 def _wanted(top: Path, folder: Path) -> bool:
     if folder.name in _LEFT_OUT or any((folder / each).exists() for each in _ENVIRONMENTS):
+        return False
+    if folder.name in _SECRETS and folder.parent == top:
         return False
     result = folder.name in _RESULTS and folder.parent == top
     return not result or (folder / "__init__.py").exists()
