@@ -36,35 +36,42 @@ class WorkerLog:
 
     def take(self, event: Mapping[str, Any]) -> None:
         """An event of any kind; of rank 0 also from the thread that commits."""
-        line = self._line(event)
+        words = getattr(self, f"_{event['kind']}", None)
+        line = words(event) if words is not None else ""
         if line:
             _log.info("rank %d: %s", self._world.rank, line)
 
-    def _line(self, event: Mapping[str, Any]) -> str:
-        kind = event["kind"]
-        if kind == "plan":
-            self._total = event["total_steps"]
-            self._split.begin(event["start_step"])
-            return (
-                f"one of {self._world.size} on {socket.gethostname()}, {event['device']}, process "
-                f"{os.getpid()}; from step {event['start_step']} to {self._total}"
-            )
-        if kind == "train":
-            self._split.add(event)
-            if time.monotonic() - self._told_at < _LINE_EVERY_S:
-                return ""
-            self._told_at = time.monotonic()
-            return (
-                f"step {event['step']}/{self._total}, loss {format_number(event['loss'])}, "
-                f"{format_count(event['samples_per_s'])} samples/s; {self._split.limit()}"
-            )
-        if kind == "eval":
-            metrics = event["metrics"].items()
-            values = ", ".join(f"{name} {format_metric(name, value)}" for name, value in metrics)
-            return f"step {event['step']}/{self._total}, evaluation: {values}"
-        if kind == "checkpoint":
-            size, seconds = format_bytes(event["size_bytes"]), format_seconds(event["seconds"])
-            return f"checkpoint of step {event['step']}: {size}, committed in {seconds}"
-        if kind == "outcome":
-            return f"ended at step {event['step']}"
-        return str(event["text"]) if kind in ("note", "preempted") else ""
+    def _plan(self, event: Mapping[str, Any]) -> str:
+        self._total = event["total_steps"]
+        self._split.begin(event["start_step"])
+        return (
+            f"one of {self._world.size} on {socket.gethostname()}, {event['device']}, process "
+            f"{os.getpid()}; from step {event['start_step']} to {self._total}"
+        )
+
+    def _train(self, event: Mapping[str, Any]) -> str:
+        self._split.add(event)
+        if time.monotonic() - self._told_at < _LINE_EVERY_S:
+            return ""
+        self._told_at = time.monotonic()
+        return (
+            f"step {event['step']}/{self._total}, loss {format_number(event['loss'])}, "
+            f"{format_count(event['samples_per_s'])} samples/s; {self._split.limit()}"
+        )
+
+    def _eval(self, event: Mapping[str, Any]) -> str:
+        metrics = event["metrics"].items()
+        values = ", ".join(f"{name} {format_metric(name, value)}" for name, value in metrics)
+        return f"step {event['step']}/{self._total}, evaluation: {values}"
+
+    def _checkpoint(self, event: Mapping[str, Any]) -> str:
+        size, seconds = format_bytes(event["size_bytes"]), format_seconds(event["seconds"])
+        return f"checkpoint of step {event['step']}: {size}, committed in {seconds}"
+
+    def _outcome(self, event: Mapping[str, Any]) -> str:
+        return f"ended at step {event['step']}"
+
+    def _note(self, event: Mapping[str, Any]) -> str:
+        return str(event["text"])
+
+    _preempted = _note
