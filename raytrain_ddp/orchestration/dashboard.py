@@ -1,8 +1,7 @@
-"""Ray's dashboard: where it is, and that it lists the run on its Train page."""
+"""Ray's dashboard: where it is, and that it knows of the run."""
 
 from __future__ import annotations
 
-import ipaddress
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -24,7 +23,10 @@ def dashboard_address() -> tuple[str, int] | None:
 
 @contextmanager
 def listed(tell: Callable[[Mapping[str, Any]], None]) -> Iterator[None]:
-    """Trainings that start meanwhile are on the Train page, if there is a dashboard; tells where.
+    """The dashboard knows the trainings that start meanwhile, if there is one; tells where it is.
+
+    The open dashboard shows them as a job with its workers and their logs. Only its API has their
+    name, state and attempts: `/api/train/v2/runs/v1`; the page that shows those is not open.
 
     Args:
         tell: is given a note.
@@ -35,20 +37,21 @@ def listed(tell: Callable[[Mapping[str, Any]], None]) -> Iterator[None]:
         return
     import ray
 
-    head = ray.get_runtime_context().gcs_address.rpartition(":")[0]
+    context = ray.get_runtime_context()
+    head = context.gcs_address.rpartition(":")[0]
     away = head if head != ray.util.get_node_ip_address() else ""
-    tell({"kind": "note", "text": said(*found, away)})
+    tell({"kind": "note", "text": said(*found, context.get_job_id(), away)})
     with settled(_LISTED):
         yield
 
 
-def said(host: str, port: int, away: str = "") -> str:
+def said(host: str, port: int, job: str, away: str = "") -> str:
     """Where to look, for a person.
 
     Args:
-        away: the head, where the dashboard is, if this is another machine.
+        away: the head, if this is another machine.
     """
-    own = ipaddress.ip_address(host).is_loopback if host[-1:].isdigit() else host == "localhost"
-    if own and away:
-        return f"dashboard: ssh -NL {port}:{host}:{port} {away}, http://{host}:{port}/#/train"
-    return f"dashboard: http://{host}:{port}/#/train"
+    page = f"http://{host}:{port}/#/jobs/{job}"
+    if away and host in ("127.0.0.1", "localhost", "::1"):
+        return f"dashboard: {page}, after ssh -NL {port}:{host}:{port} {away}"
+    return f"dashboard: {page}"

@@ -1,4 +1,4 @@
-"""What a worker's own log tells: the run's logs/rank-N.log, and the Train page of the dashboard."""
+"""What a worker's own log tells: in the run's logs/rank-N.log, and in Ray's dashboard."""
 
 from __future__ import annotations
 
