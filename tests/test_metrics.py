@@ -4,17 +4,23 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import re
 import shlex
 import shutil
+import signal
 import subprocess
+import sys
 import time
-from collections.abc import Iterator, Mapping
+import urllib.request
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from processes import ENVIRONMENT
 
 from raytrain_ddp.cli import parse_fit
 from raytrain_ddp.orchestration.dashboard import said
@@ -322,3 +328,59 @@ def test_a_workers_log_says_where_it_is_and_little_more(
         "rank 1: checkpoint of step 23: 7 MiB, committed in 0.20 s",
         "rank 1: full",
     ]
+
+
+# ------------------------------------------------------------------ a real Ray
+
+
+@pytest.mark.ray
+@pytest.mark.slow
+def test_ray_lists_the_run_with_its_workers_and_their_logs_and_offers_its_figures(
+    tmp_path: Path,
+) -> None:
+    command = (sys.executable, "-m", "raytrain_ddp.fit", "--dashboard", "--name", "watched")
+    flags = ("--epochs", "500", "--scaling.num-workers", "2", "--storage", str(tmp_path / "runs"))
+    environment = {**os.environ, **ENVIRONMENT}
+    environment.pop("RAY_ADDRESS", None)
+    with subprocess.Popen((*command, *flags), env=environment, stdout=subprocess.PIPE) as fit:
+        try:
+            assert fit.stdout is not None
+            lines = (line.decode() for line in fit.stdout)
+            told = next(line for line in lines if "dashboard: " in line)
+            base = re.findall(r"http://[\w.]+:\d+", told)[0]
+            asked = f"{base}/api/train/v2/runs/v1"
+            run = until(lambda: json.loads(get(asked))["train_runs"][0], "RUNNING")
+            workers = run["attempts"][-1]["workers"]
+            assert (run["name"], [w["world_rank"] for w in workers]) == ("watched", [0, 1])
+            (place,) = json.loads(get(f"{base}/api/prometheus/sd"))[0]["targets"][:1]
+            figures = until(lambda: get(f"http://{place}/metrics"), "ray_raytrain_loss{")
+            names = {*re.findall(r"^ray_raytrain_(\w+)\{.*run=\"watched\"", figures, re.M)}
+            assert names >= {"state", "step", "loss", "phase_seconds", "restarts", "world_size"}
+            for worker in workers:
+                log = Path(worker["log_file_path"]).read_text()
+                assert f"rank {worker['world_rank']}: one of 2 on " in log
+                assert f"rank {worker['world_rank']}: step " in log
+        finally:
+            fit.send_signal(signal.SIGINT)
+            fit.communicate(timeout=100)
+    assert fit.returncode == 130
+
+
+def get(url: str) -> str:
+    token = Path.home() / ".ray" / "auth_token"
+    asked = urllib.request.Request(url, headers={"Authorization": f"Bearer {token.read_text()}"})
+    with urllib.request.urlopen(asked, timeout=10) as answer:
+        return str(answer.read().decode())
+
+
+def until(ask: Callable[[], Any], sign: str) -> Any:
+    """The first answer with this in it."""
+    deadline = time.monotonic() + 90
+    answer: Any = None
+    while time.monotonic() < deadline:
+        with suppress(IndexError, OSError):
+            answer = ask()
+            if sign in str(answer):
+                return answer
+        time.sleep(1)
+    raise AssertionError(f"no {sign} in {answer}")
