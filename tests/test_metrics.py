@@ -195,6 +195,23 @@ def test_no_run_fails_of_its_metrics() -> None:
     Told().take({"kind": "train"}, {"kind": "no such kind"}, {**TRAIN, "timing": {}})
 
 
+def test_all_is_said_again_until_the_run_has_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("raytrain_ddp.orchestration.metrics._SAY_AGAIN_EVERY_S", 0.01)
+    told = Told().take(PLAN, TRAIN)
+    before = dict(told.values)
+    told.values.clear()
+    deadline = time.monotonic() + 10
+    while told.values != before and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert told.values == before
+    told.metrics.close()
+    time.sleep(0.05)
+    assert told["state"] == 0
+    told.values.clear()
+    time.sleep(0.05)
+    assert not told.values
+
+
 def test_the_units_are_in_the_names() -> None:
     counted = {"state", "step", "steps_planned", "epoch", "epochs_planned", "world_size"}
     counted |= {"restarts", "checkpoints", "checkpoints_failed", "checkpoint_step"}
@@ -318,12 +335,16 @@ def test_a_workers_log_says_where_it_is_and_little_more(
         ):
             log.take(event)
     lines = caplog.messages
-    assert re.fullmatch(r"rank 1: one of 2 on \S+, cpu, process \d+; from step 0 to 276", lines[0])
-    assert len(lines) == 1 + 5 + 3, "a line of steps in ten seconds"
-    assert lines[1].startswith(
-        "rank 1: step 20/276, loss 2.250, 812 samples/s; waits for data 25 %"
+    assert re.fullmatch(
+        r"\S+Z  rank 1: one of 2 on \S+, cpu, process \d+; from step 0 to 276", lines[0]
     )
-    assert lines[-3:] == [
+    assert len(lines) == 1 + 5 + 3, "a line of steps in ten seconds"
+    assert (
+        lines[1]
+        .split("  ")[1]
+        .startswith("rank 1: step 20/276, loss 2.250, 812 samples/s; waits for data 25 %")
+    )
+    assert [line.split("  ")[1] for line in lines[-3:]] == [
         "rank 1: step 23/276, evaluation: loss 1.500, top1 50.00 %",
         "rank 1: checkpoint of step 23: 7 MiB, committed in 0.20 s",
         "rank 1: full",

@@ -1,19 +1,22 @@
 """What Prometheus is told of a run, through Ray's own exporter: one gauge for each figure.
 
-The process that drives the run tells it: it outlives the workers, whose figures Ray would forget
-20 s after their end, so that a run which hangs or starts anew stays in sight. All are gauges, even
-those that only count up: a counter of Ray cannot be 0, and what appears with its first failure has
-not grown in the eyes of Prometheus.
+The process that drives the run tells it: it outlives the workers, so that a run which hangs or
+starts anew stays in sight. It says all again and again, as Ray forgets what is not said anew for
+20 s. All are gauges, even those that only count up: a counter of Ray cannot be 0, and what appears
+with its first failure has not grown in the eyes of Prometheus.
 """
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from typing import Any, Protocol
 
 Event = Mapping[str, Any]
+
+_SAY_AGAIN_EVERY_S = 5.0  # Ray passes on what it has heard in the last 10 s
 
 PREFIX = "raytrain_"
 ENDED, STARTING, TRAINING = 0, 1, 2
@@ -66,7 +69,7 @@ class Gauge(Protocol):
 
 
 class Metrics:
-    """Tells Prometheus of one run. Whatever happens here, no run fails of it.
+    """Tells Prometheus of one run until it is closed. Whatever happens here, no run fails of it.
 
     Args:
         run: the name of the run.
@@ -79,25 +82,37 @@ class Metrics:
         self._run = run
         self._make = gauge or _rays
         self._gauges: dict[str, Gauge] = {}
+        self._said: dict[tuple[str, ...], Sample] = {}  # the newest of each name and tags
         self._figures = Figures()
+        self._lock = threading.Lock()
+        self._closed = threading.Event()
         self.take({"kind": "begin"})
+        threading.Thread(target=self._keep_saying, name="metrics", daemon=True).start()
 
     def take(self, event: Event) -> None:
         """Takes in an event of any kind: what is shown, and "at", the step in progress."""
-        with suppress(Exception):
+        with suppress(Exception), self._lock:
             for name, value, tags in self._figures.of(event):
-                self._set(name, value, tags)
+                self._say(name, float(value), tags)
 
     def close(self) -> None:
-        """The run has ended; Ray goes on telling the last figures as long as this process lives."""
+        """The run has ended; Ray soon forgets it."""
         self.take({"kind": "end"})
+        self._closed.set()
 
-    def _set(self, name: str, value: float, tags: dict[str, str]) -> None:
+    def _keep_saying(self) -> None:
+        while not self._closed.wait(_SAY_AGAIN_EVERY_S):
+            with suppress(Exception), self._lock:
+                for sample in list(self._said.values()):
+                    self._say(*sample)
+
+    def _say(self, name: str, value: float, tags: dict[str, str]) -> None:
         gauge = self._gauges.get(name)
         if gauge is None:
             told, besides = GAUGES[name]
             gauge = self._gauges[name] = self._make(PREFIX + name, told, ("run", *besides))
-        gauge.set(float(value), {"run": self._run, **tags})
+        gauge.set(value, {"run": self._run, **tags})
+        self._said[(name, *tags.values())] = name, value, tags
 
 
 def _rays(name: str, told: str, tags: tuple[str, ...]) -> Gauge:

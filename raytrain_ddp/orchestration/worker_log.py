@@ -33,13 +33,17 @@ class WorkerLog:
         self._total = 0
         self._told_at = -math.inf
         self._split = Split()
+        for name in [*logging.root.manager.loggerDict]:
+            if "/ray/train/" in name:  # one of Ray's is named by its file, and so tells all reports
+                logging.getLogger(name).setLevel(logging.WARNING)
 
     def take(self, event: Mapping[str, Any]) -> None:
         """An event of any kind; of rank 0 also from the thread that commits."""
         words = getattr(self, f"_{event['kind']}", None)
         line = words(event) if words is not None else ""
         if line:
-            _log.info("rank %d: %s", self._world.rank, line)
+            now = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
+            _log.info("%s  rank %d: %s", now, self._world.rank, line)
 
     def _plan(self, event: Mapping[str, Any]) -> str:
         self._total = event["total_steps"]
