@@ -8,8 +8,8 @@ runs ``torchrun -m raytrain_ddp.fit``, a worker with one thread, over gloo.
 Each round runs every way at every speed once, each time beginning with another way.
 
 - step: median over the steps of a run, from the log of rank 0
-- communication: the share of the step that a worker would not need if it were alone; measured by
-  two such at the same time, one on each host, which send nothing
+- communication: the share of the step that a worker would not need if it were alone, the arithmetic
+  of compression included; measured by two such at once, one on each host, which send nothing
 - loss: of the evaluation after the same number of steps; the network has no part in it
 """
 
@@ -49,8 +49,7 @@ BASE = "default"
 
 @dataclass(frozen=True)
 class Run:
-    """One run of one way. The losses are of the evaluation set, `checkpoint_s` is what the one
-    checkpoint took from the training."""
+    """One run of one way. `checkpoint_s` is what its one checkpoint took from the training."""
 
     way: str
     speed: str
@@ -228,11 +227,11 @@ def wait(started: Sequence[subprocess.Popen[str]]) -> str:
 
 
 def measure(hosts: Hosts, way: str, speed: str, number: int, alone_s: float) -> Run:
-    """Trains for an epoch; without a limit for five, so that the loss tells something."""
+    """Trains for an epoch; without a limit for three, so that the loss tells something."""
     load = os.getloadavg()[0]
     _, flags = WAYS[way]
     name = f"{number}-{way}-{SPEEDS[speed]}"
-    folder, printed = hosts.together(name, 1 if SPEEDS[speed] else 5, flags)
+    folder, printed = hosts.together(name, 1 if SPEEDS[speed] else 3, flags)
     stalled = re.search(r"checkpoints ([\d.]+) s", printed)
     assert stalled is not None, printed
     return Run(

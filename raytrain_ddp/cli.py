@@ -14,6 +14,8 @@ from raytrain_ddp.config import TrainConfig
 from raytrain_ddp.errors import ConfigError, RaytrainError
 from raytrain_ddp.recipe import load, shipped_recipes
 
+_PROFILE_STEPS = 5
+
 
 @dataclass(frozen=True)
 class RecipeArgs:
@@ -43,6 +45,8 @@ class FitArgs(RecipeArgs):
     """Print a file for this run on a cluster, or its command line, and do nothing else."""
     audit: bool = False
     """Log a hash of each step's sample ids and pixels: equal hashes, equal data (log.audit)."""
+    profile: bool = False
+    """Trace five steps with torch.profiler on rank 0 (log.profile_steps, log.profile_ranks)."""
     local: bool = False
     """Without Ray: in this process, or under torchrun."""
     address: str | None = None
@@ -54,9 +58,12 @@ class FitArgs(RecipeArgs):
 def parse_fit(argv: Sequence[str]) -> FitArgs:
     """Raises ConfigError for a recipe, SystemExit (2) for a flag that is wrong."""
     args = parse_with_recipe(argv, FitArgs, "fit")
+    log = args.config.log
     if args.audit:
-        args = replace(args, config=replace(args.config, log=replace(args.config.log, audit=True)))
-    return args
+        log = replace(log, audit=True)
+    if args.profile and not log.profile_steps:
+        log = replace(log, profile_steps=_PROFILE_STEPS)
+    return replace(args, config=replace(args.config, log=log))
 
 
 def parse_with_recipe(argv: Sequence[str], kind: type[Args], door: str) -> Args:

@@ -46,6 +46,8 @@ class TrainConfig:
     """Samples per optimizer step over all workers: the global batch."""
     micro_batch: int = 16
     """Samples per forward pass; batch_size / micro_batch slots are dealt to the workers."""
+    exact: bool = False
+    """The same bits on any number of workers: gradients are summed slot by slot in one order."""
     data: DataConfig = field(default_factory=DataConfig)
     augment: AugmentConfig = field(default_factory=AugmentConfig)
     model: ModelConfig = field(default_factory=ModelConfig)
@@ -75,6 +77,17 @@ class TrainConfig:
         rule = f"must divide micro_batch = {micro}"
         require(micro % repeats == 0, "augment.repeats", repeats, rule)
         self.require_slots(self.scaling.worker_range()[1])
+        if self.exact:
+            self._require_exact()
+
+    def _require_exact(self) -> None:
+        whole = "must be {} with exact = true, whose gradients are summed whole, slot by slot"
+        compression, synced = self.ddp.compression, self.ddp.sync_batchnorm
+        require(compression == "none", "ddp.compression", compression, whole.format("none"))
+        require(not synced, "ddp.sync_batchnorm", synced, whole.format("off"))
+        rule = "must be on with exact = true: other kernels sum in an order of their own"
+        deterministic = self.compute.deterministic
+        require(deterministic, "compute.deterministic", deterministic, rule)
 
     @property
     def slots(self) -> int:

@@ -28,7 +28,8 @@ of run come before the script; what follows it is the script's. {rank} {local_ra
   run --num-workers 2 --per node spawn.py --nodes {world_size} --node-rank {node_rank}
 
 Exit status: the script's own (the first failing rank's); 128 + n if signal n ended it; 2 for a
-wrong flag, 3 without room or Ray, 7 for a lost node. Ctrl-C ends all processes on all machines."""
+wrong flag, 3 without room or Ray, 7 for a lost node or a lost head of Ray's. Ctrl-C ends all
+processes on all machines."""
 
 # What torchrun's users type, and what it is called here.
 _TORCHRUN = {

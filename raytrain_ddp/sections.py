@@ -115,9 +115,10 @@ class DdpConfig:
     """Normalise over all workers' current slots. Ties the result to the number of workers."""
     compression: Literal["none", "bf16", "fp16", "powersgd"] = "none"
     """For slow networks: gradients are sent in this precision or, far shorter, as low-rank factors
-    (PowerSGD, arXiv:1905.13727). All but none change the result a little."""
+    (PowerSGD, arXiv:1905.13727). What those leave out is sent later; until then it is part of the
+    checkpoint, which grows by as much as the model for each worker."""
     powersgd_rank: int = 4
-    """Rank of PowerSGD's factors: more is nearer to the gradient, and longer."""
+    """powersgd: rank of the factors; a higher one is nearer to the gradient, and longer."""
 
     def __post_init__(self) -> None:
         above_zero("ddp", self, "bucket_cap_mb")
@@ -232,8 +233,19 @@ class LogConfig:
     """Log the loss and speed every so many steps. The host waits for the device only then."""
     tensorboard: bool = field(default=True, metadata=FREE)
     """Write TensorBoard events beside metrics.jsonl."""
+    wandb: bool = field(default=False, metadata=FREE)
+    """Log to Weights & Biases, too (pip install 'raytrain_ddp[wandb]'; obeys WANDB_MODE)."""
+    mlflow: bool = field(default=False, metadata=FREE)
+    """Log to MLflow, too (pip install 'raytrain_ddp[mlflow]'; MLFLOW_TRACKING_URI says where)."""
+    project: str = field(default="raytrain_ddp", metadata=FREE)
+    """Project of Weights & Biases, experiment of MLflow."""
     audit: bool = field(default=False, metadata=FREE)
     """Log a hash of each step's sample ids and pixels, for comparing runs (see --audit)."""
+    profile_steps: int = field(default=0, metadata=FREE)
+    """Trace so many steps of each start with torch.profiler, after the first ten (--profile)."""
+    profile_ranks: tuple[int, ...] = field(default=(0,), metadata=FREE)
+    """The ranks that trace."""
 
     def __post_init__(self) -> None:
         at_least(1, "log", self, "every_steps")
+        at_least(0, "log", self, "profile_steps")

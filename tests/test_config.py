@@ -38,7 +38,8 @@ checkpoint.max_failed
 data.cache data.cache_gib data.max_bad data.memory_mib data.prefetch data.prefetch_mib data.root
 data.workers
 epochs
-log.audit log.every_steps log.tensorboard
+log.audit log.every_steps log.mlflow log.profile_ranks log.profile_steps
+log.project log.tensorboard log.wandb
 name
 optim.max_nonfinite optim.nonfinite
 scaling.backend scaling.cpus_per_worker scaling.gpus_per_worker scaling.max_failures
@@ -56,7 +57,7 @@ data.bad_records data.eval_source data.exif_orientation data.image_column data.i
 data.jpeg_scaling data.label_column data.mean data.shuffle data.shuffle_window data.source data.std
 ddp.bucket_cap_mb ddp.compression ddp.find_unused_parameters ddp.gradient_as_bucket_view
 ddp.powersgd_rank ddp.static_graph ddp.sync_batchnorm
-eval.every_epochs
+eval.every_epochs exact
 micro_batch
 model.dropout model.name model.weights
 optim.betas optim.clip_norm optim.label_smoothing optim.lr optim.momentum optim.name
@@ -67,7 +68,7 @@ task task_options
 """
 
 DOOR_FLAGS = {
-    FitArgs: "address audit config dashboard dry_run emit local print_config recipe",
+    FitArgs: "address audit config dashboard dry_run emit local print_config profile recipe",
     EvaluateArgs: "checkpoint data device per_class run",
 }
 

@@ -14,6 +14,7 @@ from contextlib import closing, redirect_stderr, redirect_stdout
 from copy import deepcopy
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -592,6 +593,8 @@ def test_fault_47_a_checkpoint_from_before_the_count_loads_and_goes_on_with_fuse
 
     @dataclass
     class Stored:
+        manifest = SimpleNamespace(files=files)
+
         def read(self, name: str) -> bytes:
             return files[name]
 

@@ -23,12 +23,12 @@ def table() -> dict[int, str]:
 def all_tests() -> dict[str, set[str]]:
     """File -> the names of its tests."""
     return {
-        path.name: {
+        path.relative_to(HERE).as_posix(): {
             node.name
             for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
             if isinstance(node, ast.FunctionDef) and node.name.startswith("test_")
         }
-        for path in HERE.glob("test_*.py")
+        for path in HERE.rglob("test_*.py")
     }
 
 

@@ -39,7 +39,7 @@ FOREIGN = {
     *("head", "num-cpus", "check", "ignore", "resume"),
     *("quick", "only", "out", "working-dir"),
     *("rank", "world-size", "dist-url", "node-rank", "nodes", "lr"),
-    *("ntasks-per-node", "nr", "master", "port", "gpus"),
+    *("ntasks-per-node", "nr", "master", "port", "gpus", "local-rank"),
 }
 
 

@@ -415,8 +415,8 @@ def step_buffers(rank: int, size: int, constant: torch.Tensor) -> list[list[Any]
             if samples[slot]:
                 generator = torch.Generator().manual_seed(100 * step + slot)
                 model.norm(torch.randn(samples[slot], 3, generator=generator))
-            buffers.add(samples[slot] / sum(samples))
-        refused = ~buffers.agree(torch.zeros((), dtype=torch.float64)).isfinite()
+            buffers.add(slot, samples[slot] / sum(samples), torch.zeros(()))
+        refused = ~buffers.agree()[1].isfinite()
         buffers.finish(refused)
     norm = model.norm
     statistics = norm.running_mean.tolist() + norm.running_var.tolist()

@@ -1,4 +1,4 @@
-"""Made for torch.distributed.launch: the launcher adds --local_rank=N to the arguments.
+"""Made for torch.distributed.launch: the launcher adds --local-rank=N to the arguments.
 
 python -m torch.distributed.launch --nproc-per-node 2 launch_local_rank.py
 """

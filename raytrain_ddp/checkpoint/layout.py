@@ -32,6 +32,7 @@ CURVES_FILE = "curves.png"
 CHECKPOINTS = "checkpoints"
 TENSORBOARD = "tensorboard"
 LOGS = "logs"
+PROFILES = "profiles"
 
 CLOCKS = frozenset({"seconds", "samples_per_s", "timing"})
 """The keys of a log's records that tell of time; all else is the same in each run."""

@@ -26,6 +26,9 @@ _POLL_S = 0.1
 _BOARD_TIMEOUT_S = 60.0
 # Ray Train's clean-up after the workers' end; without a dashboard it waits 15 s for nothing.
 _CLEAN_UP_S = 3.0
+# A controller that is only killed leaves its claim on the cluster: an elastic run that comes next
+# would wait for three minutes until that has expired.
+_ABORT_S = 5.0
 
 Event = Mapping[str, Any]
 
@@ -164,8 +167,11 @@ class _Listener:
             for event in ray.get(self._board.take.remote(), timeout=1):
                 if event["kind"] == "controller":
                     self._controller = event["actor"]
-            if self._controller is not None:
-                ray.kill(self._controller)
+            if self._controller is None:
+                return
+            with suppress(Exception):  # as Ray's own answer to Ctrl-C does
+                ray.get(self._controller.abort.remote(), timeout=_ABORT_S)
+            ray.kill(self._controller)
 
     def on_signal(self, number: int, _: FrameType | None) -> None:
         """Only notes it: an exception from here could not pass through Ray's own code."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -37,7 +38,13 @@ def check(config: TrainConfig) -> TrainConfig:
     Raises:
         ConfigError: there is no such task or model.
         DataError: there are no such data, or they cannot be read.
+        PreflightError: a package is not installed that the log is to use.
     """
+    for name, is_wanted in (("wandb", config.log.wandb), ("mlflow", config.log.mlflow)):
+        if is_wanted and importlib.util.find_spec(name) is None:
+            raise PreflightError(
+                f"log.{name}: the package is not installed: pip install 'raytrain_ddp[{name}]'."
+            )
     check_task_name(config.task)
     if config.task in BUILT_IN:
         check_model_name(config.model.name)

@@ -103,7 +103,7 @@ class PowerSgd(Compression):
             if parameter.requires_grad and parameter.ndim > 1 and parameter.dtype == torch.float32:
                 n, m = _matrix(torch.empty_like(parameter, device="meta")).shape
                 least = min(n, m, rank)
-                if (n + m) * least * _GAIN <= n * m:
+                if (n + m) * least * _GAIN < n * m:
                     self._shapes[self._places[id(parameter)]] = n, m, least
         shapes = self._shapes.values()
         self._residual = torch.zeros(sum(n * m for n, m, _ in shapes), device=world.device)

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from raytrain_ddp.data.loader import Slot, TrainLoader
 from raytrain_ddp.errors import DataError
 from raytrain_ddp.training.clock import Clock
+from raytrain_ddp.training.profiler import Profile
 from raytrain_ddp.training.session import Session
 from raytrain_ddp.training.state import TrainState
 from raytrain_ddp.training.step import to_device
@@ -32,20 +33,23 @@ class Feed:
         move: brings slots to the device.
         count: the samples of the step over all workers.
         watch: is shown each step's slots; see `Audit`.
+        profile: is told when a step begins.
     """
 
     loader: TrainLoader
     move: Move
     count: Count
     watch: Watch
+    profile: Profile
 
     def steps(self, start: int, stop: int) -> Generator[tuple[list[Slot], int], None, None]:
         """Yields (this worker's slots, samples of all workers' slots) of steps start..stop-1.
 
         All ranks take part in each step. Close it to end the loader's threads.
         """
-        with closing(self.loader.steps(start, stop)) as steps:
+        with closing(self.loader.steps(start, stop)) as steps, self.profile as profile:
             for slots in steps:
+                profile.begin_step(slots[0].step + 1)
                 self.watch(slots)
                 yield self.move(slots), self.count(slots)
 

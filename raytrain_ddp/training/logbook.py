@@ -1,42 +1,44 @@
 """The log of a run: one record a line.
 
 The log is part of each checkpoint, and so is never ahead of or behind the weights; `metrics.jsonl`
-and the TensorBoard events are its readable copies, made anew when a run is resumed.
+and what its loggers keep are its readable copies, made anew when a run is resumed.
 """
 
 from __future__ import annotations
 
 import json
 import math
-import shutil
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import IO, Any
 
-from raytrain_ddp.checkpoint.layout import METRICS_FILE, TENSORBOARD
+from raytrain_ddp.checkpoint.layout import METRICS_FILE
 from raytrain_ddp.checkpoint.storage import Storage
+from raytrain_ddp.training.loggers import Logger, Open
 from raytrain_ddp.training.session import Record
 
 
 class Logbook:
-    """All records of a run, and their copies in its folder.
+    """All records of a run, and their copies: in its folder, and where `openers` lead.
 
-    A disk that is full ends no training: the copies are then behind until `publish` has made them
-    anew.
+    A disk that is full, or a service that fails, ends no training: the copies are then behind until
+    `publish` has made them anew.
 
     Args:
+        openers: by name; they are called for the first record of a start, not before.
         tell: is given a note when the copies cannot be written.
     """
 
-    def __init__(self, run: Storage, tensorboard: bool, tell: Callable[[Record], None]) -> None:
+    def __init__(
+        self, run: Storage, openers: Mapping[str, Open], tell: Callable[[Record], None]
+    ) -> None:
         self.records: list[Record] = []
-        self._run, self._tell = run, tell
-        self._tensorboard = tensorboard and run.is_local
+        self._run, self._tell, self._openers = run, tell, openers
         self._file: IO[str] | None = None
-        self._writer: Any = None
-        self._had_events = False  # in this start
+        self._loggers: dict[str, Logger] = {}
+        self._has_begun = False  # in this start
         self._lock = threading.Lock()  # the thread that commits publishes
 
     def restore(self, records: Sequence[Record]) -> None:
@@ -51,39 +53,74 @@ class Logbook:
         """Appends one record."""
         with self._lock:
             self.records.append(record)
+            self._send(record)
             if self._file is None:
                 return
             try:
                 self._file.write(_line(record))
-                if self._writer is not None:
-                    self._write_event(record)
-                elif self._tensorboard:
-                    self._renew_events()
                 return
             except OSError as error:
                 problem = error
-                self.close()
+                self._close_file()
         self._behind(problem)
 
     def publish(self) -> None:
         """Makes the copies anew where they are not written record by record; raises OSError."""
         if not self._run.is_local:  # may take long, and needs no lock
             self._write(list(self.records))
+            with self._lock:
+                self._open_loggers()
             return
         with self._lock:
+            self._open_loggers()
             if self._file is not None:
                 return
             self._write(self.records)
-            if self._had_events:
-                self._renew_events()
             path = Path(self._run.path) / METRICS_FILE
             self._file = path.open("a", encoding="utf-8", buffering=1)
 
     def close(self) -> None:
-        for stream in filter(None, (self._file, self._writer)):
+        """Waits until all has arrived."""
+        self._close_file()
+        for name in list(self._loggers):
+            self._drop(name)
+
+    def _close_file(self) -> None:
+        if self._file is not None:
             with suppress(OSError):  # what is not written yet is in the records
-                stream.close()
-        self._file = self._writer = None
+                self._file.close()
+            self._file = None
+
+    def _open_loggers(self) -> None:
+        """Those that are not open, if there is anything to show in this start."""
+        for name, opened in self._openers.items():
+            if self._has_begun and name not in self._loggers:
+                try:
+                    self._loggers[name] = opened(self.records)
+                except Exception as error:  # of any library
+                    self._left_out(name, error)
+
+    def _send(self, record: Record) -> None:
+        """To the loggers. The first record opens them, not the start, which shall be short."""
+        if not self._has_begun:
+            self._has_begun = True
+            self._open_loggers()
+            return
+        for name, logger in list(self._loggers.items()):
+            try:
+                logger.add(record)
+            except Exception as error:
+                self._left_out(name, error)
+                self._drop(name)
+
+    def _drop(self, name: str) -> None:
+        with suppress(Exception):
+            self._loggers.pop(name).close()
+
+    def _left_out(self, name: str, error: Exception) -> None:
+        reason = " ".join(str(error).split()) or type(error).__name__
+        text = f"{name} has failed ({reason[:200]}): it is tried again with the next checkpoint."
+        self._tell({"kind": "note", "text": text})
 
     def _write(self, records: Sequence[Record]) -> None:
         self._run.write_atomic(METRICS_FILE, "".join(map(_line, records)).encode())
@@ -91,23 +128,6 @@ class Logbook:
     def _behind(self, error: OSError) -> None:
         text = f"{METRICS_FILE} cannot be written ({error}): the next checkpoint renews it."
         self._tell({"kind": "note", "text": text})
-
-    def _renew_events(self) -> None:
-        """Only from the first record on: the import takes long, and the start shall be short."""
-        from torch.utils.tensorboard import SummaryWriter
-
-        self._had_events = True
-        folder = Path(self._run.path) / TENSORBOARD
-        shutil.rmtree(folder, ignore_errors=True)
-        self._writer = SummaryWriter(str(folder))
-        for record in self.records:
-            self._write_event(record)
-
-    def _write_event(self, record: Record) -> None:
-        values = record["metrics"] if record["kind"] == "eval" else record
-        for name, value in values.items():
-            if isinstance(value, float):
-                self._writer.add_scalar(f"{record['kind']}/{name}", value, record["step"])
 
 
 def _line(record: Record) -> str:

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from raytrain_ddp.checkpoint.layout import run_storage
 from raytrain_ddp.checkpoint.store import Checkpoint
 from raytrain_ddp.config import TrainConfig
 from raytrain_ddp.data.loader import TrainLoader, memory_note, shuffle_for, window_for
@@ -25,6 +26,7 @@ from raytrain_ddp.training.compression import compress
 from raytrain_ddp.training.feed import AgreedCount, Audit, Feed, on_device
 from raytrain_ddp.training.guard import make_guard
 from raytrain_ddp.training.optim import build_optimizer
+from raytrain_ddp.training.profiler import Profile
 from raytrain_ddp.training.repro import judge
 from raytrain_ddp.training.run import Run
 from raytrain_ddp.training.session import Session
@@ -52,7 +54,8 @@ def prepare(config: TrainConfig, task: Task, session: Session) -> Run:
     if config.ddp.sync_batchnorm and world.size > 1:
         _require_one_slot_each(plan, world)
     model = initial_model(config, task, world)
-    net = session.wrap(model, ddp_options(config))
+    # What is exact sums gradients itself, and needs no DDP.
+    net = model if config.exact else session.wrap(model, ddp_options(config))
 
     optimizer = build_optimizer(model, config.optim)
     scaler = torch.amp.GradScaler(world.device.type, enabled=config.compute.precision == "fp16")
@@ -214,6 +217,7 @@ def make_feed(
         if data.bad_records == "skip"
         else lambda slots: plan.samples(slots[0].step % plan.steps_per_epoch),
         watch=Audit(session) if config.log.audit else lambda slots: None,
+        profile=Profile(config.log, session.world, run_storage(config), clock, session.tell),
     )
 
 

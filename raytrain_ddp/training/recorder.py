@@ -22,6 +22,7 @@ from raytrain_ddp.errors import CheckpointError
 from raytrain_ddp.training.committer import Committer, persistently
 from raytrain_ddp.training.interval import Life, SaveTimer
 from raytrain_ddp.training.logbook import Logbook
+from raytrain_ddp.training.loggers import openers
 from raytrain_ddp.training.session import Record, Snapshot
 from raytrain_ddp.training.state import encode
 from raytrain_ddp.training.world import World
@@ -42,7 +43,7 @@ class Recorder:
         self._config, self._world, self._best, self._tell = config, world, best, tell
         self._run = run_storage(config)
         self.store = checkpoint_store(self._run)
-        self.log = Logbook(self._run, config.log.tensorboard, tell)
+        self.log = Logbook(self._run, openers(config), tell)
         self._closing = threading.Event()
         self.committer = Committer(
             self._commit, config.checkpoint.max_failed, tell, lambda s: not self._closing.wait(s)

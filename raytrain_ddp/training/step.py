@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
 
 from raytrain_ddp.config import TrainConfig
 from raytrain_ddp.data.loader import Slot, samples_of
@@ -18,6 +16,14 @@ from raytrain_ddp.failpoints import failpoint
 from raytrain_ddp.tasks.task import Task
 from raytrain_ddp.training.clock import Clock
 from raytrain_ddp.training.guard import Guard
+from raytrain_ddp.training.reduction import (
+    DdpReduction,
+    ExactReduction,
+    ExactSum,
+    PlainSum,
+    Reduction,
+    Sum,
+)
 from raytrain_ddp.training.state import TrainState
 from raytrain_ddp.training.timing import counting_flops
 from raytrain_ddp.training.world import World, seed_slot
@@ -29,7 +35,7 @@ class Stepper:
     """Forward, backward and update.
 
     The loss of a slot counts by its share of the step's samples, so uneven deals and a short last
-    step are exact. DDP divides gradients by the world size; the weight takes that back.
+    step are exact.
     """
 
     def __init__(
@@ -44,7 +50,11 @@ class Stepper:
     ) -> None:
         self._config, self._task, self._state, self._net = config, task, state, net
         self._world, self._guard, self._clock = world, guard, clock
-        self._buffers = SlotBuffers(state.model, world, config.compute.precision == "fp16")
+        self._reduction: Reduction = DdpReduction(net, world)
+        if config.exact:
+            self._reduction = ExactReduction(state.model, config.slots, world)
+        slots = config.slots if config.exact else 0
+        self._buffers = SlotBuffers(state.model, world, config.compute.precision == "fp16", slots)
         self._clip = config.optim.clip_norm
         self._dtype = _DTYPES[config.compute.precision]
 
@@ -62,26 +72,28 @@ class Stepper:
         for group in state.optimizer.param_groups:
             group["lr"] = lr
         state.optimizer.zero_grad(set_to_none=True)
+        self._reduction.begin()
         self._buffers.begin()
-        loss_share = torch.zeros((), device=device, dtype=torch.float64)
-        working = [slot for slot in slots if slot.samples] or slots[:1]
+        working = self._reduction.working(slots)
         for slot in working:
             weight = slot.samples / max(1, samples)  # none, if all were bad records
             seed_slot(device, self._config.seed, slot.step, slot.index)
             self._buffers.rewind()
-            with self._synced(slot is working[-1]), self._training(bool(slot.samples)):
+            is_last = slot is working[-1]
+            with self._reduction.passing(slot, is_last), self._training(bool(slot.samples)):
                 loss = self._forward(slot.batch, self._net)
                 spoilt = failpoint("train.loss", *place)  # 1, but in a test
                 shown = loss.detach() * spoilt
                 self._guard.watch(slot.index, shown)
-                if slot is working[-1] and self._world.size > 1:
+                if is_last and self._world.size > 1:
                     self._clock.after_backward(loss)
-                state.scaler.scale(loss * (spoilt * weight * self._world.size)).backward()
-            self._buffers.add(weight)
-            loss_share += shown * weight
+                state.scaler.scale(loss * (spoilt * weight * self._reduction.scale)).backward()
+            self._buffers.add(slot.index, weight, shown)
         failpoint("train.after_backward", *place)
+        self._reduction.finish()
+        loss_share, agreed = self._buffers.agree()
         self._clock.mark("communication" if self._world.size > 1 else "compute")
-        self._update(lr, loss_share)
+        self._update(lr, agreed)
         self._clock.mark("optimizer")
         state.step += 1
         self._guard.follow()
@@ -95,12 +107,9 @@ class Stepper:
         """
         self._guard.settle()
 
-    def _update(self, lr: float, loss_share: Tensor) -> None:
+    def _update(self, lr: float, agreed: Tensor) -> None:
         """Applies the gradients, unless something is not finite: with no wait for the device."""
         state = self._state
-        agreed = self._buffers.agree(loss_share)
-        if self._world.size > 1:
-            self._clock.mark("communication")
         norm, refused = self._guard.examine(lr, agreed)
         self._buffers.finish(refused)
         state.compression.finish(refused)
@@ -147,13 +156,6 @@ class Stepper:
         with torch.autocast(self._world.device.type, self._dtype, enabled=reduced):
             return self._task.loss(model, to_device(batch, self._world.device))
 
-    def _synced(self, last: bool) -> AbstractContextManager[None]:
-        """Gradients are all-reduced in the backward pass of the last slot only."""
-        if last or not isinstance(self._net, DistributedDataParallel):
-            return nullcontext()
-        no_sync: AbstractContextManager[None] = self._net.no_sync()
-        return no_sync
-
     @contextmanager
     def _training(self, counts: bool) -> Iterator[None]:
         """A slot without samples joins in evaluation mode, so that it leaves no statistics."""
@@ -163,50 +165,68 @@ class Stepper:
 
 
 class SlotBuffers:
-    """Buffers (batch-norm statistics) as a function of all slots, not of one worker's.
+    """Buffers (batch-norm statistics) as a function of all slots, not of one worker's; and losses.
 
     Each slot starts from the buffers at the begin of the step; their changes are averaged over all
     slots by samples. DDP's own way, rank 0's buffers for all, would tie them to the deal.
 
     Args:
         with_loss: the ranks agree on the loss, too, also where there are no buffers.
+        exact_slots: the number of slots, if sums shall have the same bits on any number of workers.
     """
 
-    def __init__(self, model: nn.Module, world: World, with_loss: bool = False) -> None:
+    def __init__(
+        self, model: nn.Module, world: World, with_loss: bool = False, exact_slots: int = 0
+    ) -> None:
         by_type: dict[torch.dtype, list[Tensor]] = {}
         for buffer in model.buffers():
             by_type.setdefault(buffer.dtype, []).append(buffer)
         averaged = [t for t in by_type if t is not torch.bool and not t.is_complex]
         self._groups = [by_type[dtype] for dtype in averaged]
-        self._world = world
-        self._agrees = with_loss or bool(self._groups)
+        self._lengths = [sum(buffer.numel() for buffer in group) for group in self._groups]
+        self._world, self._is_exact = world, bool(exact_slots)
+        self._agrees = with_loss or self._is_exact or bool(self._groups)
+        length = sum(self._lengths) + 1
+        self._sum: Sum = PlainSum(length, world)
+        if exact_slots:
+            self._sum = ExactSum(exact_slots, length, world)
 
     def begin(self) -> None:
         self._start = [_flat(group) for group in self._groups]
-        self._change = [torch.zeros_like(start, dtype=torch.float64) for start in self._start]
+        self._change: list[Tensor] = []
+        self._own_loss = torch.zeros((), dtype=torch.float64, device=self._world.device)
+        self._sum.begin()
 
     def rewind(self) -> None:
         for group, start in zip(self._groups, self._start, strict=True):
             _spread(start, group)
 
-    def add(self, weight: float) -> None:
-        for group, start, change in zip(self._groups, self._start, self._change, strict=True):
+    def add(self, slot: int, weight: float, loss: Tensor) -> None:
+        """What a slot has done to the buffers, and its loss, shape ()."""
+        parts = []
+        for group, start in zip(self._groups, self._start, strict=True):
             now = _flat(group)  # equal is no change: inf - inf, in a mask, would be nan
-            change.add_(torch.where(now == start, 0, now - start), alpha=weight)
+            parts.append(torch.where(now == start, 0, now - start).double())
+        share = loss.double()
+        self._own_loss += share * weight
+        if self._agrees:
+            self._sum.add(slot, torch.cat([*parts, share.view(1)]) * weight)
 
-    def agree(self, loss_share: Tensor) -> Tensor:
-        """All ranks take part; `loss_share` is float64, shape ().
+    def agree(self) -> tuple[Tensor, Tensor]:
+        """All ranks take part.
 
-        Returns the sum of all changes and shares, shape (): finite if each of them is. It is 0
-        where nothing is agreed on, as there are no buffers.
+        Returns:
+            This worker's share of the mean loss, float64, shape (): the shares of all add up to it.
+            The sum of all changes and shares, shape (): finite if each of them is. It is 0 where
+            nothing is agreed on, as there are no buffers.
         """
         if not self._agrees:
-            return torch.zeros_like(loss_share)
-        together = torch.cat([*self._change, loss_share.view(1)])
-        if self._world.size > 1:
-            dist.all_reduce(together)
-        *self._change, _ = together.split([*map(len, self._change), 1])
-        return together.sum()
+            return self._own_loss, torch.zeros_like(self._own_loss)
+        total = self._sum.finish()
+        *self._change, loss = total.split([*self._lengths, 1])
+        if self._is_exact:  # one share is all of it, so that its sum has the same bits, too
+            self._own_loss = loss.sum() if self._world.is_main else torch.zeros_like(loss.sum())
+        return self._own_loss, total.sum()
 
     def finish(self, refused: Tensor) -> None:
         """The buffers after the step; those before it, where `refused`, shape (), is true."""

@@ -25,7 +25,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import IO, Any
 
-from raytrain_ddp.orchestration.run import ship
+# Functions, not the module: only they go along with the class.
+from raytrain_ddp.orchestration.run.ship import contents, unpack
 
 _MOST_LINES = 500  # in one answer
 _MOST_WAITING = 5_000  # lines that the driver has not taken; a script that prints more has to wait
@@ -85,7 +86,7 @@ class Agent:
 
     def contents(self, folder: str) -> dict[str, str] | None:
         """What there is in the folder of this path; None if that is unknown."""
-        return ship.contents(Path(folder))
+        return contents(Path(folder))
 
     def unpack(self, archive: bytes, folder: str) -> str:
         """Writes the code to a folder of this name among the temporary ones; returns its path.
@@ -100,7 +101,7 @@ class Agent:
             raise PermissionError(f"{own} is another user's, who may change what is in it")
         own.chmod(0o700)
         place = own / folder
-        ship.unpack(archive, place)
+        unpack(archive, place)
         return str(place)
 
     def start(

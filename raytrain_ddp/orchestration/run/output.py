@@ -36,7 +36,7 @@ class Output:
         self._shown, self._folder, self._hurried = shown, folder, hurried
         self._files: dict[tuple[int, str], TextIO] = {}
         self._open = ExitStack()
-        self._last: dict[int, deque[str]] = {}
+        self._last: dict[int, deque[tuple[str, str]]] = {}
         self._raised_at: dict[int, float] = {}
         # Written by a thread: whoever listens to the ranks does not wait for a terminal.
         self._lines: queue.SimpleQueue[tuple[int, str] | None] = queue.SimpleQueue()
@@ -69,7 +69,7 @@ class Output:
         """
         if self._broken is not None:
             raise self._broken
-        self._last.setdefault(rank, deque(maxlen=_LAST)).append(text)
+        self._last.setdefault(rank, deque(maxlen=_LAST)).append((stream, text))
         if stream == "stderr" and text.startswith(_TRACEBACK):
             self._raised_at[rank] = at
         if self._shown(rank):
@@ -78,10 +78,13 @@ class Output:
             print(text, file=self._file(rank, stream), flush=True)
 
     def last(self, rank: int) -> Sequence[str]:
-        """A rank's last lines; from its last traceback on, if there is one in them."""
+        """A rank's last lines; of stderr from its last traceback on, if there is one in them."""
         lines = list(self._last.get(rank, ()))
-        starts = [i for i, text in enumerate(lines) if text.startswith(_TRACEBACK)]
-        return lines[starts[-1] :] if starts else lines
+        starts = [i for i, (_, text) in enumerate(lines) if text.startswith(_TRACEBACK)]
+        if not starts:
+            return [text for _, text in lines]
+        # What stdout said before it may come after it: these are two streams.
+        return [text for stream, text in lines[starts[-1] :] if stream == "stderr"]
 
     def raised_at(self, rank: int) -> float | None:
         """When the last traceback of a rank began."""

@@ -68,10 +68,10 @@ def first_failure(
     lost = [rank for rank in failed if ends[rank].status is None]
     ahead = clocks(failed) if len(failed) > 1 and not lost else {}
 
-    def began(rank: int) -> float:
+    def began(rank: int) -> tuple[bool, float]:
         end, raised_at = ends[rank], output.raised_at(rank)
         at = end.at if end.status != 1 or raised_at is None else min(raised_at, end.at)
-        return at - ahead.get(rank, 0.0)
+        return bool(ahead) and rank not in ahead, at - ahead.get(rank, 0.0)
 
     return min(lost or failed, key=began, default=None)
 

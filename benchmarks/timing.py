@@ -1,0 +1,170 @@
+"""What it costs to know where the time of a step goes.
+
+    python benchmarks/timing.py [--rounds N] [--out FILE.md FILE.json]
+    python benchmarks/timing.py --quick
+
+Each round times what a step adds: the marks of the phases, the callback in the backward pass, and a
+tenth of a log line's summary over 16 ranks (by default a line is written every ten steps); and the
+same training steps without any of it: the network of the digits, the smallest there is, and
+ResNet-18 on images of 64 pixels. On a GPU, if there is one, marks are events in its stream. The
+exchange between ranks that a log line takes was there before, and is not counted.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from launch import describe_machine, publish, spread, table
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+
+from raytrain_ddp.tasks.digits import DigitsCNN
+from raytrain_ddp.training.clock import PHASES, Clock
+from raytrain_ddp.training.timing import Reading, in_order, summary
+
+RANKS, STEPS_A_LINE = 16, 10
+
+
+@dataclass(frozen=True)
+class Run:
+    """One round on one network: seconds of a step without any timing, and what that adds."""
+
+    network: str
+    round: int
+    step_s: float
+    added_s: float
+
+
+def main() -> int:
+    args = parse()
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    machine = describe_machine()
+    del machine["bytecode"]
+    machine["device"] = torch.cuda.get_device_name() if device.type == "cuda" else "cpu, 1 thread"
+    networks = steppers(device, args.quick)
+    runs = []
+    for number in range(args.rounds):
+        for network, step in networks.items():
+            step_s = seconds(step, device, args.steps)
+            runs.append(Run(network, number + 1, step_s, added(device, args.marks)))
+    publish(as_markdown(machine, runs, args), machine, runs, [], args.out)
+    return 0
+
+
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--steps", type=int, default=10, help="of each network in a round")
+    parser.add_argument("--marks", type=int, default=2000, help="steps whose marks are timed")
+    parser.add_argument("--quick", action="store_true", help="one round, the small network only")
+    parser.add_argument("--out", type=Path, nargs="+", default=[], help="*.json: every run")
+    args = parser.parse_args()
+    if args.quick:
+        args.rounds, args.marks = 1, 200
+    return args
+
+
+def steppers(device: torch.device, quick: bool) -> dict[str, Callable[[], None]]:
+    """A training step of each network, by name."""
+    digits = step_of(DigitsCNN(10), torch.randn(64, 3, 8, 8), device)
+    if quick:
+        return {"digits-cnn, 64 images": digits}
+    from torchvision.models import resnet18
+
+    larger = step_of(resnet18(num_classes=10), torch.randn(16, 3, 64, 64), device)
+    return {"digits-cnn, 64 images": digits, "resnet18, 16 images of 64 pixels": larger}
+
+
+def step_of(model: nn.Module, images: Tensor, device: torch.device) -> Callable[[], None]:
+    model, images = model.to(device), images.to(device)
+    labels = torch.arange(len(images), device=device) % 10
+    optimizer = torch.optim.SGD(model.parameters(), 0.01, momentum=0.9)
+
+    def step() -> None:
+        optimizer.zero_grad()
+        cross_entropy(model(images), labels).backward()
+        optimizer.step()
+
+    return step
+
+
+def seconds(step: Callable[[], None], device: torch.device, steps: int) -> float:
+    """Of one step, the device's work included."""
+    step()
+    wait(device)
+    began = time.perf_counter()
+    for _ in range(steps):
+        step()
+    wait(device)
+    return (time.perf_counter() - began) / steps
+
+
+def added(device: torch.device, steps: int) -> float:
+    """Seconds that the timing adds to a step: what it takes with a backward pass of next to
+    nothing, less that pass without it."""
+    clock = Clock(device)
+    weight = torch.ones((), device=device, requires_grad=True)
+
+    def marked() -> None:
+        clock.mark("other")
+        clock.mark("data")
+        if device.type == "cuda":
+            clock.mark("copy")
+        loss = weight * 1
+        clock.after_backward(loss)
+        loss.backward()
+        for phase in ("communication", "communication", "optimizer"):
+            clock.mark(phase)
+
+    def plain() -> None:
+        (weight * 1).backward()
+
+    readings = [Reading(0.5, 1.0, in_order(dict.fromkeys(PHASES, 0.1)), 1) for _ in range(RANKS)]
+
+    def line() -> None:
+        clock.window()
+        summary(readings, STEPS_A_LINE, 1e12, 1e15)
+
+    steps_s = seconds(marked, device, steps) - seconds(plain, device, steps)
+    return steps_s + seconds(line, device, steps) / STEPS_A_LINE
+
+
+def wait(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+
+
+def as_markdown(machine: dict[str, str], runs: list[Run], args: argparse.Namespace) -> str:
+    rows = []
+    for network in dict.fromkeys(run.network for run in runs):
+        own = [run for run in runs if run.network == network]
+        rows.append(
+            [
+                network,
+                spread([1e3 * run.step_s for run in own], 1),
+                spread([1e6 * run.added_s for run in own], 0),
+                spread([100 * run.added_s / run.step_s for run in own], 2),
+            ]
+        )
+    head = ["network", "step ms", "timing adds us", "% of the step"]
+    told = "\n".join(f"- {name}: {value}" for name, value in machine.items())
+    command = f"python benchmarks/timing.py --rounds {args.rounds} --steps {args.steps}"
+    return (
+        "# What it costs to know where the time of a step goes\n\n"
+        f"`{command}`\n\n{told}\n\nMedians over the rounds (min .. max).\n\n"
+        f"{table(head, rows)}\n"
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())

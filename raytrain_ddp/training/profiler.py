@@ -1,0 +1,110 @@
+"""A trace of a few steps by torch.profiler, for when the split of a step does not tell enough."""
+
+from __future__ import annotations
+
+import gzip
+from collections.abc import Callable
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+from raytrain_ddp.checkpoint.layout import PROFILES
+from raytrain_ddp.checkpoint.storage import Storage
+from raytrain_ddp.sections import LogConfig
+from raytrain_ddp.training.clock import Clock
+from raytrain_ddp.training.session import Record
+from raytrain_ddp.training.world import World
+
+_BEFORE = 10  # steps of this start that are not looked at: the first ones are slower
+_ROWS, _NAME_WIDTH = 8, 44
+
+
+class Profile:
+    """Traces `log.profile_steps` steps of each start on the ranks of `log.profile_ranks`.
+
+    Args:
+        run: gets the trace, in Chrome's format.
+        clock: is told that this takes time.
+        tell: is given a note with the operations that took longest, on rank 0.
+    """
+
+    def __init__(
+        self,
+        log: LogConfig,
+        world: World,
+        run: Storage,
+        clock: Clock,
+        tell: Callable[[Record], None],
+    ) -> None:
+        self._steps = log.profile_steps if world.rank in log.profile_ranks else 0
+        self._world, self._run, self._clock, self._tell = world, run, clock, tell
+        self._begun = 0  # steps of this start
+        self._trace: Any = None
+
+    def __enter__(self) -> Profile:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """The run may end, or fail, with the trace under way."""
+        if self._trace is not None:
+            self._end(self._begun - _BEFORE)
+
+    def begin_step(self, step: int) -> None:
+        """To be called before each step, from 1."""
+        if not self._steps:
+            return
+        self._begun += 1
+        self._clock.mark("data")
+        if self._begun == _BEFORE + 1:
+            self._first = step
+            self._start()
+        elif self._begun == _BEFORE + self._steps + 1:
+            self._end(self._steps)
+        self._clock.mark("other")
+
+    def _start(self) -> None:
+        from torch.profiler import ProfilerActivity, profile
+
+        activities = [ProfilerActivity.CPU]
+        if self._world.device.type == "cuda":
+            activities.append(ProfilerActivity.CUDA)
+        self._trace = profile(activities=activities)
+        self._trace.start()
+
+    def _end(self, steps: int) -> None:
+        trace, self._trace, self._steps = self._trace, None, 0
+        trace.stop()
+        last = self._first + steps - 1
+        name = f"rank-{self._world.rank}-steps-{self._first}-{last}.json.gz"
+        try:
+            self._keep(trace, name)
+            where = f"; {name} is in {self._run}/{PROFILES}: open it in Perfetto."
+        except OSError as error:
+            where = f"; {name} cannot be written: {error}"
+        table = "\n".join(_table(trace, steps, self._world.device.type == "cuda"))
+        self._tell({"kind": "note", "text": f"steps {self._first} to {last}{where}\n{table}"})
+
+    def _keep(self, trace: Any, name: str) -> None:
+        with TemporaryDirectory() as folder:
+            plain = Path(folder) / "trace.json"
+            trace.export_chrome_trace(str(plain))
+            content = gzip.compress(plain.read_bytes(), 5)
+        profiles = self._run.join(PROFILES)
+        profiles.mkdir()
+        profiles.write_atomic(name, content)
+
+
+def _table(trace: Any, steps: int, on_gpu: bool) -> list[str]:
+    """The operations that took longest, by their own time: on the GPU where there is one."""
+    times = [
+        (e.self_device_time_total if on_gpu else e.self_cpu_time_total, e.count, e.key)
+        for e in trace.key_averages()
+    ]
+    whole = sum(time_us for time_us, _, _ in times) or 1
+    rows = sorted(times, reverse=True)[:_ROWS]
+    head = f"  {'operation':<{_NAME_WIDTH}}   share  ms a step  calls"
+    return [head] + [
+        f"  {key[:_NAME_WIDTH]:<{_NAME_WIDTH}}  {100 * time_us / whole:4.0f} %  "
+        f"{time_us / 1e3 / steps:9.2f}  {count / steps:5.0f}"
+        for time_us, count, key in rows
+    ]

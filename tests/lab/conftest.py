@@ -1,0 +1,37 @@
+"""One lab, and one cluster on it, for all tests that opt in to several hosts."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+from cluster import HOSTS, Cluster, Run
+from lab import Lab, lacking
+
+
+@pytest.fixture(scope="session")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    """Not up, perhaps: see `lan`."""
+    why = lacking()
+    if why:
+        pytest.skip(why)
+    shared = tmp_path_factory.mktemp("shared")
+    lab = Lab([shared], HOSTS)
+    yield Cluster(lab, shared)
+    lab.down()
+
+
+@pytest.fixture
+def lan(cluster: Cluster) -> Cluster:
+    """Brought up with the first command of lan.yaml, all cables in, all hosts on."""
+    cluster.up()
+    return cluster
+
+
+@pytest.fixture(scope="session")
+def undisturbed(cluster: Cluster) -> Run:
+    """Three workers, to which nothing happens."""
+    cluster.up()
+    with cluster.own("--scaling.num-workers 3") as run:
+        run.finish()
+    return run

@@ -1,0 +1,123 @@
+"""What happens to hosts and their cables while three of them train; times as seen on the way."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from itertools import pairwise
+
+import pytest
+from cluster import Cluster, Run
+
+# Of the file's health checks 9 s; then Ray's and our own wait, and workers that load torch.
+STANDSTILL_S = 90.0
+
+
+def check_same_training(run: Run, undisturbed: Run) -> None:
+    """The same samples in each step; the same losses but for the order in which they are summed."""
+    ours, theirs = (
+        [(each["step"], each["sha256"]) for each in of.history("audit")]
+        for of in (run, undisturbed)
+    )
+    assert ours == theirs
+    losses, expected = ([each["loss"] for each in of.history("train")] for of in (run, undisturbed))
+    assert losses == pytest.approx(expected, rel=2e-4)
+
+
+@pytest.mark.lab
+@pytest.mark.timeout(900)
+def test_fault_04_a_host_is_powered_off_and_on_again_and_the_run_ends_with_the_same_bits(
+    lan: Cluster, undisturbed: Run
+):
+    with lan.own("--scaling.num-workers 3 --scaling.wait-s 120") as run:
+        run.wait_for_step(12)
+        off = time.time()
+        lan.lab.crash("w2")
+        time.sleep(15)
+        lan.lab.boot("w2")
+        run.wait_for_start(2)
+        run.finish()
+    begin, end = run.standstill(off)
+    print(f"power off for 15 s, 3 workers: no step from {begin:.1f} to {end:.1f} s")
+    assert run.sizes() == [3, 3]
+    assert len(run.events("failed")) == 1
+    check_same_training(run, undisturbed)
+    assert run.weights() == undisturbed.weights()
+
+
+@pytest.mark.lab
+@pytest.mark.timeout(900)
+def test_fault_04_28_a_host_is_powered_off_the_others_go_on_and_it_comes_back(
+    lan: Cluster, undisturbed: Run
+):
+    with lan.own("--scaling.num-workers 2:3") as run:
+        run.wait_for_step(12)
+        off = time.time()
+        lan.lab.crash("w2")
+        went_on = run.wait_for_start(2)
+        begin, end = run.standstill(off, but="w2")
+        on = time.time()
+        lan.lab.boot("w2")
+        grown = run.wait_for_start(3)
+        run.finish()
+    print(f"power off, 2:3 workers: no step from {begin:.1f} to {end:.1f} s; on again:", end=" ")
+    print(f"with 3 after {grown - on:.1f} s")
+    assert run.sizes() == [3, 2, 3]
+    assert went_on - off < STANDSTILL_S
+    assert len(run.events("failed")) == 1
+    check_same_training(run, undisturbed)
+
+
+@pytest.mark.lab
+@pytest.mark.timeout(900)
+def test_fault_07_a_cable_out_for_three_seconds_and_a_slow_one_restart_nothing(
+    lan: Cluster, undisturbed: Run
+):
+    with lan.own("--scaling.num-workers 3") as run:
+        run.wait_for_step(12)
+        out = time.time()
+        lan.lab.cut("w2")
+        time.sleep(3)
+        lan.lab.heal("w2")
+        run.wait_for("steps", lambda: len(run.times(out + 3)) > 60)
+        before, slow = run.times(out + 5), time.time()
+        lan.lab.slow("w2", "100mbit")
+        run.wait_for("steps", lambda: len(run.times(slow)) > 60)
+        while_slow = run.times(slow + 1)
+        lan.lab.fast("w2")
+        run.finish()
+    begin, end = run.standstill(out)
+    usual, slower = (
+        1e3 * statistics.median(b - a for a, b in pairwise(times[::3]))  # a pass of each host
+        for times in (before, while_slow)
+    )
+    print(f"cable out for 3 s: no step from {begin:.1f} to {end:.1f} s;", end=" ")
+    print(f"step {usual:.0f} ms, at 100 Mbit/s {slower:.0f} ms")
+    assert 2 < end - begin < 15
+    assert run.sizes() == [3]
+    assert run.events("failed") == []
+    assert run.weights() == undisturbed.weights()
+
+
+@pytest.mark.lab
+@pytest.mark.timeout(900)
+def test_fault_07_28_a_cable_is_out_for_a_minute_the_others_go_on_and_it_comes_back(
+    lan: Cluster, undisturbed: Run
+):
+    with lan.own("--scaling.num-workers 2:3") as run:
+        run.wait_for_step(12)
+        out = time.time()
+        lan.lab.cut("w2")
+        went_on = run.wait_for_start(2)
+        begin, end = run.standstill(out, but="w2")
+        assert run.sizes() == [3, 2]
+        time.sleep(max(0.0, out + 60 - time.time()))
+        back = time.time()
+        lan.lab.heal("w2")
+        grown = run.wait_for_start(3)
+        run.finish()
+    print(f"cable out for 60 s, 2:3 workers: no step from {begin:.1f} to {end:.1f} s;", end=" ")
+    print(f"with 3 {grown - back:.1f} s after it was in again")
+    assert run.sizes() == [3, 2, 3]
+    assert went_on - out < STANDSTILL_S
+    check_same_training(run, undisturbed)

@@ -1,0 +1,166 @@
+"""Where else the figures of a log go."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from raytrain_ddp.checkpoint.storage import open_storage
+from raytrain_ddp.config import TrainConfig
+from raytrain_ddp.errors import PreflightError
+from raytrain_ddp.orchestration.preflight import check
+from raytrain_ddp.sections import LogConfig
+from raytrain_ddp.training.logbook import Logbook
+from raytrain_ddp.training.loggers import MLflow, openers, scalars
+from raytrain_ddp.training.session import Record
+
+
+def train(step: int, loss: float) -> Record:
+    timing = {
+        "step_s": 0.5,
+        "split_s": {"data": 0.1, "compute": 0.4},
+        "slowest": {"rank": 1, "phase": "data", "ratio": 1.5},
+        "peak_memory_bytes": 100,
+    }
+    return {"kind": "train", "step": step, "loss": loss, "lr": 0.1, "timing": timing}
+
+
+EVALUATION = {"kind": "eval", "step": 2, "metrics": {"top1": 0.75}, "monitor": "top1", "best": True}
+
+
+def config(folder: Path, **log: bool) -> TrainConfig:
+    log = {"tensorboard": False, **log}
+    (folder / "runs" / "digits").mkdir(parents=True)
+    made = LogConfig(**log)  # type: ignore[arg-type]
+    return TrainConfig(name="digits", storage=str(folder / "runs"), log=made)
+
+
+def logged(made: TrainConfig, before: Sequence[Record], *records: Record) -> list[Record]:
+    """What is told while a start that goes on after `before` logs `records`."""
+    told: list[Record] = []
+    book = Logbook(open_storage(made.storage).join("digits"), openers(made), told.append)
+    book.restore(before)
+    for record in records:
+        book.add(record)
+    book.close()
+    return told
+
+
+def test_figures_are_named_by_what_they_are_of():
+    assert dict(scalars(train(1, 0.5))) == {
+        "train/loss": 0.5,
+        "train/lr": 0.1,
+        "time/step_s": 0.5,
+        "time/peak_memory_bytes": 100.0,
+        "time/data_s": 0.1,
+        "time/compute_s": 0.4,
+    }
+    assert dict(scalars(EVALUATION)) == {"eval/top1": 0.75}
+
+
+def test_a_run_that_is_restarted_is_one_run_of_mlflow_with_each_step_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    from mlflow import MlflowClient
+
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", f"file://{tmp_path}/mlruns")
+    monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
+    made = config(tmp_path, mlflow=True)
+    assert logged(made, [], train(1, 1.0), train(2, 0.5), EVALUATION) == []
+    # Killed behind the checkpoint of step 1: step 2 comes again, and is equal.
+    assert logged(made, [train(1, 1.0)], train(2, 0.5), EVALUATION, train(3, 0.25)) == []
+    client = MlflowClient()
+    experiment = client.get_experiment_by_name("raytrain_ddp")
+    assert experiment is not None
+    (run,) = client.search_runs([experiment.experiment_id])
+    history = client.get_metric_history(run.info.run_id, "train/loss")  # batches may overtake
+    assert sorted((each.step, each.value) for each in history) == [(1, 1.0), (2, 0.5), (3, 0.25)]
+    assert [m.step for m in client.get_metric_history(run.info.run_id, "eval/top1")] == [2]
+    assert run.info.status == "FINISHED"
+    assert run.data.params["optim.lr"] == "0.1"
+    assert run.info.run_name == "digits"
+
+
+def test_a_run_that_is_restarted_is_one_run_of_weights_and_biases(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    monkeypatch.setenv("WANDB_DIR", str(tmp_path))
+    made = config(tmp_path, wandb=True)
+    assert logged(made, [], train(1, 1.0), train(2, 0.5)) == []
+    assert logged(made, [train(1, 1.0)], train(2, 0.5), EVALUATION) == []
+    first, second = sorted((tmp_path / "wandb").glob("offline-run-*/run-*.wandb"))
+    assert first.name == second.name, "one id"
+    assert b"train/loss" in first.read_bytes()
+    assert b"eval/top1" in second.read_bytes()
+
+
+class Moody:
+    """A service that fails now and then."""
+
+    def __init__(self, records: Sequence[Record]) -> None:
+        self.had = [record["step"] for record in records]
+
+    def add(self, record: Record) -> None:
+        if record["step"] == 2:
+            raise ConnectionError("no route to host")
+        self.had.append(record["step"])
+
+    def close(self) -> None:
+        raise ConnectionError("nor now")
+
+
+def test_a_service_that_fails_is_told_and_tried_again_with_the_next_checkpoint(tmp_path: Path):
+    opened: list[Moody] = []
+
+    def open_it(records: Sequence[Record]) -> Moody:
+        opened.append(Moody(records))
+        return opened[-1]
+
+    told: list[Record] = []
+    book = Logbook(open_storage(str(tmp_path)), {"Service": open_it}, told.append)
+    book.restore([])
+    for step in (1, 2, 3):
+        book.add(train(step, 1.0))
+    assert [note["text"] for note in told] == [
+        "Service has failed (no route to host): it is tried again with the next checkpoint."
+    ]
+    book.publish()
+    book.add(train(4, 1.0))
+    book.close()
+    assert [each.had for each in opened] == [[1], [1, 2, 3, 4]]
+
+
+def test_a_service_that_cannot_be_opened_ends_no_training(tmp_path: Path):
+    def refuse(_: Sequence[Record]) -> Moody:
+        raise ValueError("no API key")
+
+    told: list[Record] = []
+    book = Logbook(open_storage(str(tmp_path)), {"Service": refuse}, told.append)
+    book.restore([])
+    book.add(train(1, 1.0))
+    book.add(train(2, 1.0))
+    book.close()
+    assert len(told) == 1
+    assert "no API key" in told[0]["text"]
+    assert [record["step"] for record in book.records] == [1, 2]
+
+
+@pytest.mark.parametrize("name", ["wandb", "mlflow"])
+def test_a_package_that_is_not_installed_is_told_before_anything_is_started(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr("importlib.util.find_spec", lambda _: None)
+    with pytest.raises(PreflightError, match=rf"log\.{name}.*pip install 'raytrain_ddp\[{name}\]'"):
+        check(config(tmp_path, **{name: True}))
+
+
+def test_mlflow_passes_over_what_is_not_finite(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", f"file://{tmp_path}/mlruns")
+    monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
+    place = MLflow(config(tmp_path, mlflow=True), [train(1, float("nan")), train(2, 0.5)])
+    place.close()
+    (losses,) = (tmp_path / "mlruns").rglob("loss")
+    assert losses.read_text().split()[1:] == ["0.5", "2"]

@@ -1,0 +1,51 @@
+"""Traces of a few steps, on chosen ranks."""
+
+from __future__ import annotations
+
+import gzip
+import json
+from pathlib import Path
+from typing import Any
+
+from processes import Group
+from tiny import plain, run_tiny, tiny_config
+
+from raytrain_ddp.cli import parse_fit
+from raytrain_ddp.sections import LogConfig
+
+
+def traced(folder: Path, workers: Group, steps: int, **changes: Any) -> tuple[list[Path], str]:
+    """The traces of a run on three ranks, and what rank 0 tells of them."""
+    log = LogConfig(tensorboard=False, profile_steps=steps, profile_ranks=(0, 2))
+    config = tiny_config(folder, "traced", log=log, **changes)
+    ran = workers(3, run_tiny, plain(config))
+    notes = [event["text"] for event in ran[0].events if event["kind"] == "note"]
+    return sorted((folder / "traced" / "profiles").iterdir()), "\n".join(notes)
+
+
+def test_the_ranks_that_are_asked_for_trace_the_steps_after_the_first_ten(
+    workers: Group, tmp_path: Path
+):
+    traces, told = traced(tmp_path, workers, 4, epochs=2)
+    names = [f"rank-{rank}-steps-11-14.json.gz" for rank in (0, 2)]
+    assert [path.name for path in traces] == names
+    events = json.loads(gzip.decompress(traces[0].read_bytes()))["traceEvents"]
+    called = [event.get("name", "") for event in events]
+    assert sum(name.startswith("Optimizer.step") for name in called) == 4
+    assert "aten::convolution" in called
+    assert told.startswith("steps 11 to 14; rank-0-steps-11-14.json.gz is in ")
+    operations = [line.split()[0] for line in told.splitlines()[2:]]
+    assert len(operations) == 8
+    assert any(name.startswith("aten::") for name in operations)
+
+
+def test_a_run_that_ends_sooner_leaves_what_there_is(workers: Group, tmp_path: Path):
+    traces, told = traced(tmp_path, workers, 100, epochs=2)
+    assert traces[0].name == "rank-0-steps-11-20.json.gz"
+    assert told.startswith("steps 11 to 20")
+
+
+def test_the_flag_is_short_for_five_steps():
+    assert parse_fit(["--profile"]).config.log.profile_steps == 5
+    assert parse_fit(["--profile", "--log.profile-steps", "2"]).config.log.profile_steps == 2
+    assert parse_fit([]).config.log.profile_steps == 0
