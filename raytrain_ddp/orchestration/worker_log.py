@@ -58,9 +58,10 @@ class WorkerLog:
         if time.monotonic() - self._told_at < _LINE_EVERY_S:
             return ""
         self._told_at = time.monotonic()
+        limit = f"; {self._split.limit()}" if self._split.is_settled else ""
         return (
             f"step {event['step']}/{self._total}, loss {format_number(event['loss'])}, "
-            f"{format_count(event['samples_per_s'])} samples/s; {self._split.limit()}"
+            f"{format_count(event['samples_per_s'])} samples/s{limit}"
         )
 
     def _eval(self, event: Mapping[str, Any]) -> str:
