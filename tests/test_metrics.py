@@ -366,11 +366,14 @@ def test_ray_lists_the_run_with_its_workers_and_their_logs_and_offers_its_figure
             told = next(line for line in lines if "dashboard: " in line)
             base = re.findall(r"http://[\w.]+:\d+", told)[0]
             asked = f"{base}/api/train/v2/runs/v1"
-            run = until(lambda: json.loads(get(asked))["train_runs"][0], "RUNNING")
+            run = until(lambda: json.loads(get(asked))["train_runs"][0], "'world_rank': 1")
             workers = run["attempts"][-1]["workers"]
             assert (run["name"], [w["world_rank"] for w in workers]) == ("watched", [0, 1])
-            (place,) = json.loads(get(f"{base}/api/prometheus/sd"))[0]["targets"][:1]
-            figures = until(lambda: get(f"http://{place}/metrics"), "ray_raytrain_loss{")
+            places = json.loads(get(f"{base}/api/prometheus/sd"))[0]["targets"]
+            figures = until(
+                lambda: "".join(get(f"http://{place}/metrics") for place in places),
+                "ray_raytrain_loss{",
+            )
             names = {*re.findall(r"^ray_raytrain_(\w+)\{.*run=\"watched\"", figures, re.M)}
             assert names >= {"state", "step", "loss", "phase_seconds", "restarts", "world_size"}
             for worker in workers:
