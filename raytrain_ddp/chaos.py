@@ -27,6 +27,9 @@ class ChaosArgs(RecipeArgs):
     """How many times the driver is killed; with --local, all workers at once."""
     workers: int = 3
     """How many there are. Fewer than three prove less: two can sum in one order only."""
+    resize: bool = False
+    """Start with another number of workers each time, 1 to --workers; needs --exact, and compares
+    with a run on one worker. On --nodes, workers come and go with their nodes."""
     local: bool = False
     """Without Ray: gloo workers on this machine, there again in a fraction of a second."""
     nodes: int = 0
@@ -50,6 +53,7 @@ def main(argv: Sequence[str]) -> int:
         drivers=args.drivers,
         node_kills=int(args.nodes > 0) if args.node_kills is None else args.node_kills,
         workers=args.nodes or args.workers,
+        resize=args.resize,
         local=args.local,
         nodes=args.nodes,
     )
@@ -69,6 +73,10 @@ def parse(argv: Sequence[str]) -> ChaosArgs:
         require(value is None or value >= least, flag, value, f"must be {least} or more")
     require(args.nodes > 0 or not args.node_kills, "--node-kills", args.node_kills, "needs --nodes")
     require(not (args.local and args.nodes), "--nodes", args.nodes, "is for Ray: leave out --local")
+    if args.resize:
+        require(args.config.exact, "--resize", True, "needs --exact: other bits are to be expected")
+        there = args.local or args.nodes > 0
+        require(there, "--resize", True, "needs --local, or --nodes for workers that come and go")
     args.config.require_slots(args.nodes or args.workers)
     return args
 

@@ -186,6 +186,7 @@ class Scripted:
 
     def __init__(self, starts: Sequence[tuple[int, str]], fired: Path) -> None:
         self._starts, self._fired = list(starts), fired
+        self.sizes: list[int] = []
 
     def start(self) -> None:
         self._status, name = self._starts.pop(0)
@@ -353,7 +354,7 @@ def test_fault_01_02_03_05_killed_at_every_place_and_equal_to_the_last_bit(tmp_p
             ours = replace(config, name=name)
             faults = Faults(plan, tmp_path / f"fired-{name}")
             log = Log(tmp_path / name / METRICS_FILE)
-            runner = Local(zygote, ours, plan, faults.folder)
+            runner = Local(zygote, ours, plan, faults.folder, lambda _: 3)
             ran = drive(runner, log, faults, notes)
             log.close()
             assert ran.problem == ""
@@ -379,6 +380,28 @@ def require_equal(outcome: Outcome, notes: Notes) -> None:
     assert all(row.undisturbed == row.disturbed for row in outcome.rows[:4])
     assert len(notes.faults) == outcome.fired >= 0.99 * outcome.planned
     assert outcome.disturbed.executed > outcome.total_steps == outcome.undisturbed.executed
+
+
+def test_kills_and_resizes_are_equal_to_one_undisturbed_worker(tmp_path: Path):
+    notes = Notes()
+    order = tiny_order(tmp_path, kills=8, drivers=1, epochs=3, seed=2)
+    order = replace(order, config=replace(order.config, exact=True), resize=True, workers=4)
+    outcome = chaos(order, notes)
+    assert outcome.equal, [row for row in outcome.rows if not row.right]
+    assert outcome.undisturbed.sizes == [1]
+    assert len({*outcome.disturbed.sizes}) > 2
+    assert len(notes.faults) == outcome.fired >= 5  # some are for ranks that are not there then
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+def test_a_thousand_kills_and_resizes_are_equal_to_one_undisturbed_worker(tmp_path: Path):
+    notes = Notes()
+    order = tiny_order(tmp_path, kills=1000, drivers=20, epochs=40, seed=1)
+    order = replace(order, config=replace(order.config, exact=True), resize=True, workers=4)
+    outcome = chaos(order, notes)
+    assert outcome.equal, [row for row in outcome.rows if not row.right]
+    print(f"\n{outcome.fired} faults, {outcome.disturbed.starts} starts")
 
 
 @pytest.mark.slow
@@ -450,7 +473,7 @@ def test_fault_06_the_head_is_lost_and_the_same_command_goes_on_with_a_new_one(t
     with Zygote(environment) as zygote:
         nothing = Faults([], tmp_path / "fired-undisturbed")
         log = Log(tmp_path / "undisturbed" / METRICS_FILE)
-        local = Local(zygote, calm, [], nothing.folder)
+        local = Local(zygote, calm, [], nothing.folder, lambda _: calm.scaling.worker_range()[1])
         assert drive(local, log, nothing, Watcher()).problem == ""
         log.close()
     log = Log(tmp_path / "disturbed" / METRICS_FILE)
@@ -510,6 +533,8 @@ def test_the_door_prints_the_faults_the_verdict_and_the_line_that_replays_it(tmp
         (("--kills", "-1"), "--kills = -1: must be 0 or more"),
         (("--workers", "9"), "slots"),
         (("--nodes", "3", "--local"), "--nodes = 3"),
+        (("--resize", "--local"), "needs --exact"),
+        (("--resize", "--exact"), "needs --local, or --nodes"),
         (("no-such-recipe",), "no-such-recipe"),
         (("--storage", "s3://key:hidden@bucket/runs", "--local"), "s3://bucket/runs"),
     ],

@@ -13,6 +13,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
 from math import ceil
 from pathlib import Path
+from random import Random
 
 from raytrain_ddp.checkpoint.layout import METRICS_FILE, newest_manifest, run_storage
 from raytrain_ddp.config import TrainConfig
@@ -41,6 +42,8 @@ class Order:
     Args:
         kills, drivers, node_kills: how many workers, drivers and nodes are killed.
         workers: how many; three or more, as two sum in one order only.
+        resize: each start of the disturbed run has another number of workers, up to that; the
+            undisturbed run has one.
         local: without Ray.
         nodes: 0, or run on a cluster of so many nodes on this machine, a worker on each.
     """
@@ -51,6 +54,7 @@ class Order:
     drivers: int = 0
     node_kills: int = 0
     workers: int = 3
+    resize: bool = False
     local: bool = False
     nodes: int = 0
 
@@ -93,6 +97,8 @@ def chaos(order: Order, watcher: Watcher) -> Outcome:
     folder = _new_folder(order.config.storage)
     config = _settled(order, folder)
     calm, wild = (replace(config, name=name) for name in ("undisturbed", "disturbed"))
+    if order.resize:
+        calm = replace(calm, scaling=replace(calm.scaling, num_workers=1))
     with _runners(order, tag(token, _environment())) as make:
         watcher.phase("undisturbed")
         nothing = Faults([], folder / "fired-undisturbed")
@@ -126,7 +132,11 @@ def _runners(order: Order, environment: Mapping[str, str]) -> Iterator[Make]:
     with ExitStack() as stack:
         if order.local:
             zygote = stack.enter_context(Zygote(environment))
-            yield lambda config, plan, fired: Local(zygote, config, plan, fired)
+
+            def local(config: TrainConfig, plan: Sequence[Fault], fired: Path) -> Runner:
+                return Local(zygote, config, plan, fired, _sizes(order, config))
+
+            yield local
             return
 
         def on_ray(config: TrainConfig, plan: Sequence[Fault], fired: Path) -> Runner:
@@ -139,6 +149,14 @@ def _runners(order: Order, environment: Mapping[str, str]) -> Iterator[Make]:
             return OnRay(config, own, stack.enter_context(Nodes(order.nodes, cpus, own)))
 
         yield on_ray
+
+
+def _sizes(order: Order, config: TrainConfig) -> Callable[[int], int]:
+    """How many workers a start has, from 1."""
+    most = config.scaling.worker_range()[1]
+    if not order.resize:
+        return lambda start: most
+    return lambda start: 1 + int(Random(f"{order.seed} {start}").random() * most)
 
 
 def _drive(
@@ -174,7 +192,7 @@ def _settled(order: Order, folder: Path) -> TrainConfig:
     every = checkpoint.every_steps or SAVE_EVERY_STEPS
     scaling = replace(
         config.scaling,
-        num_workers=order.workers,
+        num_workers=f"1:{order.workers}" if order.resize and order.nodes else order.workers,
         max_failures=config.scaling.max_failures + order.kills + order.node_kills,
     )
     if order.local:

@@ -21,6 +21,7 @@ class Ran:
         starts: how often the command was run.
         executed: steps that were logged, those included that were done again.
         problem: why it was given up; empty if it came to its end.
+        sizes: how many workers each start had, if that is known.
     """
 
     statuses: Sequence[int]
@@ -28,6 +29,7 @@ class Ran:
     wall_s: float
     executed: int
     problem: str = ""
+    sizes: Sequence[int] = ()
 
 
 class Watcher:
@@ -57,7 +59,7 @@ def drive(runner: Runner, log: Log, faults: Faults, watcher: Watcher) -> Ran:
             problem = f"it failed ({_said(statuses)}) without a fault: {runner.words()}"
         if problem or not any(statuses):
             wall_s = time.monotonic() - started
-            return Ran(statuses, starts, wall_s, log.executed, problem)
+            return Ran(statuses, starts, wall_s, log.executed, problem, runner.sizes)
 
 
 def _until_ended(

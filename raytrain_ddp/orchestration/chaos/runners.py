@@ -9,7 +9,7 @@ import json
 import select
 import subprocess
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -25,7 +25,13 @@ _ONE_THREAD = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM
 
 
 class Runner(Protocol):
-    """A run that can be started, waited for a little, and killed."""
+    """A run that can be started, waited for a little, and killed.
+
+    Attributes:
+        sizes: how many workers each start had, if that is known.
+    """
+
+    sizes: list[int]
 
     def start(self) -> None:
         """Starts the run, or goes on with it."""
@@ -84,24 +90,34 @@ class Zygote:
 
 
 class Local:
-    """Workers forked by a zygote, with gloo between them. When one dies, all are started again."""
+    """Workers forked by a zygote, with gloo between them. When one dies, all are started again.
 
-    def __init__(self, zygote: Zygote, config: TrainConfig, plan: Sequence[Fault], fired: Path):
-        self._zygote, self._fired = zygote, fired
+    Args:
+        size: of a start, from 1: how many there are.
+    """
+
+    def __init__(
+        self,
+        zygote: Zygote,
+        config: TrainConfig,
+        plan: Sequence[Fault],
+        fired: Path,
+        size: Callable[[int], int],
+    ) -> None:
+        self._zygote, self._fired, self._size = zygote, fired, size
         self._folder, self._name = Path(config.storage), config.name
-        self._starts = 0
+        self.sizes: list[int] = []
         self._order = {
             "config": to_dict(config),
-            "size": config.scaling.worker_range()[1],
             "failpoints": armed(plan),
             "fired": str(fired),
             "folder": str(self._folder),
         }
 
     def start(self) -> None:
-        self._starts += 1
-        rendezvous = self._folder / f"rendezvous-{self._name}-{self._starts}"
-        self._zygote.order({**self._order, "rendezvous": str(rendezvous)})
+        self.sizes.append(self._size(len(self.sizes) + 1))
+        rendezvous = str(self._folder / f"rendezvous-{self._name}-{len(self.sizes)}")
+        self._zygote.order({**self._order, "size": self.sizes[-1], "rendezvous": rendezvous})
 
     def ended(self) -> Sequence[int] | None:
         statuses: Sequence[int] | None = self._zygote.answer(_POLL_S)
@@ -128,6 +144,7 @@ class OnRay:
         self, config: TrainConfig, environment: Mapping[str, str], nodes: Nodes | None = None
     ) -> None:
         self._folder, self._nodes = Path(config.storage), nodes
+        self.sizes: list[int] = []
         recipe = self._folder / f"{config.name}.toml"
         recipe.write_text(dumps(config), encoding="utf-8")
         address = ["--address", nodes.address] if nodes is not None else []

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import Counter
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
@@ -12,7 +13,7 @@ from raytrain_ddp.orchestration.chaos.chaos import Outcome
 from raytrain_ddp.orchestration.chaos.drive import Watcher
 from raytrain_ddp.orchestration.chaos.plan import DRIVER
 from raytrain_ddp.orchestration.chaos.watch import Fired
-from raytrain_ddp.orchestration.words import format_seconds
+from raytrain_ddp.orchestration.words import format_seconds, plural
 
 _ROW = "{:>4}  {:>8}  {:<6}  {:<21}  {:>4}  {:>6}"
 
@@ -82,6 +83,10 @@ class Screen(Watcher):
             f"{format_seconds(wild.wall_s)} = {calm.wall_s / wall_s:.1%}, "
             f"{(wild.wall_s - calm.wall_s) / max(1, outcome.fired):.2f} s for each fault"
         )
+        if len(set(wild.sizes)) > 1:
+            counts = sorted(Counter(wild.sizes).items())
+            told = ", ".join(f"{count} on {plural(size, 'worker')}" for size, count in counts)
+            self._console.print(f"starts      {told}; undisturbed: on {calm.sizes[0]}")
         if outcome.equal:
             self._console.print("equal to the last bit")
         else:
