@@ -41,6 +41,7 @@ FOREIGN = {
     *("quick", "only", "out", "working-dir"),
     *("rank", "world-size", "dist-url", "node-rank", "nodes", "lr"),
     *("ntasks-per-node", "nr", "master", "port", "gpus", "local-rank"),
+    *("config.file", "storage.tsdb.path", "web.listen-address"),
 }
 
 

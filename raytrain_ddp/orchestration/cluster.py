@@ -35,6 +35,7 @@ SETTINGS = {
     "RAY_CHDIR_TO_TRIAL_DIR": "0",  # workers stay in the driver's folder
     "RAY_ENABLE_UV_RUN_RUNTIME_ENV": "0",  # workers use the environment that is there
     "RAY_TRAIN_PREEMPTION_POLL_INTERVAL_S": "2",  # of a notice's short time (default 5 s)
+    "RAY_DASHBOARD_ENABLE_PROFILING": "1",  # stack traces and flame graphs of workers
     "RAY_worker_niceness": "0",  # workers are the point of this Ray (default 15: after all others)
 }
 

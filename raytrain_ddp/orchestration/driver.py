@@ -196,6 +196,7 @@ def _train_on_ray(
     committed: int,
 ) -> tuple[Mapping[str, Any], float]:
     from raytrain_ddp.orchestration.cluster import cluster
+    from raytrain_ddp.orchestration.dashboard import listed
     from raytrain_ddp.orchestration.launch import Interrupted, launch
 
     watch = _StartUp(show)
@@ -203,7 +204,8 @@ def _train_on_ray(
     try:
         with rays_words_aside(run), cluster(config, address, dashboard, phase) as layout:
             write_config(config, run)
-            outcome = launch(config, run, layout, watch, committed)
+            with listed(show):
+                outcome = launch(config, run, layout, watch, committed)
     except Interrupted as stop:
         raise KeyboardInterrupt(stop.number) from None
     return outcome, watch.began

@@ -17,6 +17,7 @@ from raytrain_ddp.failpoints import failpoint
 from raytrain_ddp.orchestration.board import Board
 from raytrain_ddp.orchestration.cluster import Nodes, recount
 from raytrain_ddp.orchestration.failures import Failures
+from raytrain_ddp.orchestration.metrics import Metrics
 from raytrain_ddp.orchestration.resources import Layout
 from raytrain_ddp.orchestration.trainer import make_trainer
 from raytrain_ddp.orchestration.waiting import Waiting
@@ -66,8 +67,14 @@ def launch(
     show({"kind": "phase", "name": "loading torch"})
     failures = Failures(config.scaling.max_failures, committed)
     nodes = Nodes()
-    waiting = Waiting(layout, config.scaling.wait_s, nodes, recount, show)
-    listener = _Listener(board, failures, waiting, show)
+    metrics = Metrics(str(config.name))
+
+    def told(event: Event) -> None:
+        metrics.take(event)
+        show(event)
+
+    waiting = Waiting(layout, config.scaling.wait_s, nodes, recount, told)
+    listener = _Listener(board, failures, waiting, metrics, told)
     try:
         with _signals(listener.on_signal):
             while True:
@@ -76,11 +83,12 @@ def launch(
                 why = _attend(trainer, listener)
                 if listener.outcome is not None:
                     return listener.outcome
-                show(failures.ended(why))
+                told(failures.ended(why))
                 waiting.lost()
     finally:  # on a Ray that outlives this call, the run shall end as well
         board.close.remote()
         nodes.close()
+        metrics.close()
         listener.end_controller()
 
 
@@ -109,9 +117,15 @@ class _Listener:
     """Takes events off the board, and shows them or hands them to those who judge them."""
 
     def __init__(
-        self, board: Any, failures: Failures, waiting: Waiting, show: Callable[[Event], None]
+        self,
+        board: Any,
+        failures: Failures,
+        waiting: Waiting,
+        metrics: Metrics,
+        show: Callable[[Event], None],
     ) -> None:
         self._board, self._failures, self._waiting, self._show = board, failures, waiting, show
+        self._metrics = metrics
         self._began = False
         self._signals: list[int] = []
         self._stopping = False
@@ -137,7 +151,9 @@ class _Listener:
             elif kind == "preempted" or to_show is not None:
                 self._waiting.lost()
                 self._show(to_show or event)
-            elif kind not in ("failed", "died", "at"):
+            elif kind == "at":
+                self._metrics.take(event)
+            elif kind not in ("failed", "died"):
                 self._show(event)
             failpoint("driver.event", step=event.get("step") or 0)
         if self.outcome is None:

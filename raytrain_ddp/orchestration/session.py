@@ -20,6 +20,7 @@ from raytrain_ddp.checkpoint.storage import Storage
 from raytrain_ddp.config import TrainConfig
 from raytrain_ddp.errors import PreflightError
 from raytrain_ddp.orchestration.preemption import STOP, Notice
+from raytrain_ddp.orchestration.worker_log import WorkerLog
 from raytrain_ddp.training.recorder import Best
 from raytrain_ddp.training.recording import RecordingSession
 from raytrain_ddp.training.run import Outcome
@@ -61,6 +62,7 @@ class RaySession(RecordingSession):
         self._events: deque[Record] = deque()  # the thread that commits adds to it, too
         self._notice = Notice(look_every_s, self._events.append)
         self._training = threading.current_thread()
+        self._words = WorkerLog(world)
         super().__init__(config, world, best, self._say)
         self.step: int | None = None
         self._board = board
@@ -84,14 +86,23 @@ class RaySession(RecordingSession):
         return wrapped
 
     def _say(self, event: Record) -> None:
+        """All events of rank 0 pass here, also those of the thread that commits."""
+        self._words.take(event)
         if event["kind"] == "checkpoint":
             self._notice.committed(event["seconds"])
         self._events.append(event)
         if event["kind"] == "note" and threading.current_thread() is self._training:
             self.push()  # it may be about to wait
 
+    def log(self, record: Record) -> None:
+        super().log(record)
+        if not self.world.is_main:
+            self._words.take(record)
+
     def tell(self, event: Record) -> None:
         super().tell(event)
+        if not self.world.is_main:
+            self._words.take(event)
         if event["kind"] == "plan":
             self.step = event["start_step"]
         if event["kind"] in ("phase", "plan"):

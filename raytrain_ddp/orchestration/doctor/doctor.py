@@ -16,6 +16,7 @@ from raytrain_ddp.config import TrainConfig
 from raytrain_ddp.errors import PreflightError
 from raytrain_ddp.inputs import DataConfig
 from raytrain_ddp.orchestration.cluster import cluster, import_paths
+from raytrain_ddp.orchestration.dashboard import dashboard_address
 from raytrain_ddp.orchestration.doctor import dataset, facts, probe, storage
 from raytrain_ddp.orchestration.doctor.judge import judge
 from raytrain_ddp.orchestration.doctor.probe import Answer, Asked, Node
@@ -61,7 +62,7 @@ def _modest(config: TrainConfig) -> TrainConfig:
 def _findings(config: TrainConfig, embedded: bool, tell: Tell) -> dict[str, Any]:
     run, layout = _room(config, embedded, tell)
     nodes = probe.living()
-    dashboard = probe.dashboard()
+    dashboard = dashboard_address()
     places = _facts(config, nodes, dashboard, tell)
     _try_storage(config, nodes, places, tell)
     tell("looking at the data")

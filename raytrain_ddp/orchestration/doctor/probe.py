@@ -43,16 +43,6 @@ def living() -> list[Node]:
     return sorted(found, key=lambda node: (node.id != here, node.ip, node.id))
 
 
-def dashboard() -> tuple[str, int] | None:
-    """Where Ray says that its dashboard is; None: it has none."""
-    import ray
-
-    # Of a Ray that is connected already, this only tells.
-    told = ray.init(ignore_reinit_error=True, configure_logging=False, logging_level="ERROR")
-    host, _, port = (told.dashboard_url or "").rpartition(":")
-    return (host, int(port)) if port.isdigit() else None
-
-
 class Asked:
     """A task on each node; all are on their way once this is made."""
 

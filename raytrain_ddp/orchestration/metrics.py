@@ -1,0 +1,244 @@
+"""What Prometheus is told of a run, through Ray's own exporter: one gauge for each figure.
+
+The process that drives the run tells it: it outlives the workers, so that a run which hangs or
+starts anew stays in sight. It says all again and again, as Ray forgets what is not said anew for
+20 s. All are gauges, even those that only count up: a counter of Ray cannot be 0, and what appears
+with its first failure has not grown in the eyes of Prometheus.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
+from typing import Any, Protocol
+
+Event = Mapping[str, Any]
+
+_SAY_AGAIN_EVERY_S = 5.0  # Ray passes on what it has heard in the last 10 s
+
+PREFIX = "raytrain_"
+ENDED, STARTING, TRAINING = 0, 1, 2
+CAUSES = ("failure", "preemption", "resize")
+
+# Name: (what it is, the tags besides "run"). Ray puts "ray_" in front of all names.
+GAUGES: dict[str, tuple[str, tuple[str, ...]]] = {
+    "state": ("0: ended, 1: workers start or start again, 2: training.", ()),
+    "step": ("Steps done.", ()),
+    "steps_planned": ("Steps of the whole run.", ()),
+    "epoch": ("Epoch, from 0.", ()),
+    "epochs_planned": ("Epochs of the whole run.", ()),
+    "world_size": ("Workers.", ()),
+    "last_step_timestamp_seconds": ("Unix time of the last step; before it, of the start.", ()),
+    "restarts": ("Starts of the workers after the first, since fit began.", ("cause",)),
+    "loss": ("Mean loss of the last step logged; may be NaN.", ()),
+    "learning_rate": ("Of the last step logged.", ()),
+    "evaluation": ("The newest value of each metric of the evaluations.", ("metric",)),
+    "best_evaluation": ("The best value so far of the metric that is monitored.", ("metric",)),
+    "evaluation_seconds": ("The last evaluation took.", ()),
+    "nonfinite_steps": ("Steps not applied: loss or gradient not finite.", ()),
+    "skipped_samples": ("Samples that could not be read.", ()),
+    "samples_per_second": ("Of all workers, without evaluations and checkpoints.", ()),
+    "step_seconds": ("Of a step, without evaluations and checkpoints.", ()),
+    "phase_seconds": ("Of a step by what it is spent on; a mean over the ranks.", ("phase",)),
+    "mfu_ratio": ("Model FLOPs utilization, 0 to 1, where the GPU's peak is known.", ()),
+    "flops_per_second": ("Of a rank, matrix products and convolutions only.", ()),
+    "peak_memory_bytes": ("Of any rank: of its GPU's tensors, or of its process.", ()),
+    "slowest_rank_ratio": (
+        "Own work of the rank that waits least, as a multiple of the median; 0: another one is it.",
+        ("rank", "phase"),
+    ),
+    "checkpoints": ("Committed since fit began.", ()),
+    "checkpoints_failed": ("Commits that failed for good, since fit began.", ()),
+    "checkpoint_step": ("Step of the newest checkpoint that was committed.", ()),
+    "checkpoint_seconds": ("The last commit took, in the background.", ()),
+    "checkpoint_bytes": ("Size of the last checkpoint.", ()),
+    "checkpoint_stall_seconds": ("The last checkpoint stopped the training for.", ()),
+    "last_checkpoint_timestamp_seconds": (
+        "Unix time of the last commit; before it, of the start.",
+        (),
+    ),
+}
+
+Sample = tuple[str, float, dict[str, str]]  # name, value, the tags besides "run"
+
+
+class Gauge(Protocol):
+    def set(self, value: float, tags: dict[str, str]) -> None: ...
+
+
+class Metrics:
+    """Tells Prometheus of one run until it is closed. Whatever happens here, no run fails of it.
+
+    Args:
+        run: the name of the run.
+        gauge: makes a gauge: name, what it is, its tags. Default: Ray's.
+    """
+
+    def __init__(
+        self, run: str, gauge: Callable[[str, str, tuple[str, ...]], Gauge] | None = None
+    ) -> None:
+        self._run = run
+        self._make = gauge or _rays
+        self._gauges: dict[str, Gauge] = {}
+        self._said: dict[tuple[str, ...], Sample] = {}  # the newest of each name and tags
+        self._figures = Figures()
+        self._lock = threading.Lock()
+        self._closed = threading.Event()
+        self.take({"kind": "begin"})
+        threading.Thread(target=self._keep_saying, name="metrics", daemon=True).start()
+
+    def take(self, event: Event) -> None:
+        """Takes in an event of any kind: what is shown, and "at", the step in progress."""
+        with suppress(Exception), self._lock:
+            for name, value, tags in self._figures.of(event):
+                self._say(name, float(value), tags)
+
+    def close(self) -> None:
+        """The run has ended; Ray soon forgets it."""
+        self.take({"kind": "end"})
+        self._closed.set()
+
+    def _keep_saying(self) -> None:
+        while not self._closed.wait(_SAY_AGAIN_EVERY_S):
+            with suppress(Exception), self._lock:
+                for sample in list(self._said.values()):
+                    self._say(*sample)
+
+    def _say(self, name: str, value: float, tags: dict[str, str]) -> None:
+        gauge = self._gauges.get(name)
+        if gauge is None:
+            told, besides = GAUGES[name]
+            gauge = self._gauges[name] = self._make(PREFIX + name, told, ("run", *besides))
+        gauge.set(value, {"run": self._run, **tags})
+        self._said[(name, *tags.values())] = name, value, tags
+
+
+def _rays(name: str, told: str, tags: tuple[str, ...]) -> Gauge:
+    from ray.util import metrics
+
+    made: Gauge = metrics.Gauge(name, told, tags)
+    return made
+
+
+class Figures:
+    """What the events of a run say in numbers. Speaks no Ray."""
+
+    def __init__(self) -> None:
+        self._step = 0
+        self._restarts = dict.fromkeys(CAUSES, 0)
+        self._planned = False
+        self._lost = ""  # why there are no workers; "" while there are
+        self._commits = {"checkpoints": 0, "checkpoints_failed": 0}
+        self._phases: set[str] = set()
+        self._slowest: dict[str, str] = {}
+
+    def of(self, event: Event) -> Iterator[Sample]:
+        """The samples that follow from an event."""
+        figures = getattr(self, f"_{event['kind']}", None)
+        if figures is not None:
+            yield from figures(event)
+
+    def _begin(self, _: Event) -> Iterator[Sample]:
+        now = time.time()
+        yield "state", STARTING, {}
+        yield "last_step_timestamp_seconds", now, {}
+        yield "last_checkpoint_timestamp_seconds", now, {}
+        for cause, count in self._restarts.items():
+            yield "restarts", count, {"cause": cause}
+        for name, count in self._commits.items():
+            yield name, count, {}
+
+    def _plan(self, event: Event) -> Iterator[Sample]:
+        if self._planned and not self._lost:
+            yield from self._restart("resize")
+        self._planned, self._lost = True, ""
+        self._step = event["start_step"]
+        yield "state", TRAINING, {}
+        yield "step", self._step, {}
+        yield "steps_planned", event["total_steps"], {}
+        yield "epochs_planned", event["epochs"], {}
+        yield "world_size", event["world_size"], {}
+        if self._step == 0:
+            yield "nonfinite_steps", 0, {}
+            yield "skipped_samples", 0, {}
+
+    def _at(self, event: Event) -> Iterator[Sample]:
+        """A step is in progress: the one before is done."""
+        if event["step"] > self._step + 1:
+            self._step = event["step"] - 1
+            yield "step", self._step, {}
+            yield "last_step_timestamp_seconds", time.time(), {}
+
+    def _train(self, event: Event) -> Iterator[Sample]:
+        timing = event["timing"]
+        self._step = event["step"]
+        yield "step", self._step, {}
+        yield "last_step_timestamp_seconds", time.time(), {}
+        yield "epoch", event["epoch"], {}
+        yield "loss", event["loss"], {}
+        yield "learning_rate", event["lr"], {}
+        yield "samples_per_second", event["samples_per_s"], {}
+        yield "nonfinite_steps", event["nonfinite"], {}
+        yield "skipped_samples", event["skipped"], {}
+        yield "step_seconds", timing["step_s"], {}
+        yield "peak_memory_bytes", timing["peak_memory_bytes"], {}
+        split = timing["split_s"]
+        self._phases |= {*split}
+        for phase in self._phases:  # one that takes no time any more is not left where it was
+            yield "phase_seconds", split.get(phase, 0.0), {"phase": phase}
+        if "flops_per_s" in timing:
+            yield "flops_per_second", timing["flops_per_s"], {}
+        if "mfu" in timing:
+            yield "mfu_ratio", timing["mfu"], {}
+        if "slowest" in timing:
+            slowest = timing["slowest"]
+            place = {"rank": str(slowest["rank"]), "phase": slowest["phase"]}
+            if self._slowest not in ({}, place):
+                yield "slowest_rank_ratio", 0, self._slowest
+            self._slowest = place
+            yield "slowest_rank_ratio", slowest["ratio"], place
+
+    def _eval(self, event: Event) -> Iterator[Sample]:
+        yield "evaluation_seconds", event["seconds"], {}
+        for metric, value in event["metrics"].items():
+            yield "evaluation", value, {"metric": metric}
+        if event["best"]:
+            monitor = event["monitor"]
+            yield "best_evaluation", event["metrics"][monitor], {"metric": monitor}
+
+    def _checkpoint(self, event: Event) -> Iterator[Sample]:
+        yield self._count("checkpoints")
+        yield "last_checkpoint_timestamp_seconds", time.time(), {}
+        yield "checkpoint_step", event["step"], {}
+        yield "checkpoint_seconds", event["seconds"], {}
+        yield "checkpoint_bytes", event["size_bytes"], {}
+
+    def _checkpoint_failed(self, _: Event) -> Iterator[Sample]:
+        yield self._count("checkpoints_failed")
+
+    def _pause(self, event: Event) -> Iterator[Sample]:
+        yield "checkpoint_stall_seconds", event["seconds"], {}
+
+    def _failed(self, _: Event) -> Iterator[Sample]:
+        """Each failure counts, also of workers that had not begun to train again."""
+        yield from self._restart("failure")
+
+    def _preempted(self, _: Event) -> Iterator[Sample]:
+        """Is told by the worker that sees it coming, and again when the node is gone."""
+        if self._lost != "preemption":
+            yield from self._restart("preemption")
+
+    def _end(self, _: Event) -> Iterator[Sample]:
+        yield "state", ENDED, {}
+
+    def _restart(self, cause: str) -> Iterator[Sample]:
+        self._lost = cause
+        self._restarts[cause] += 1
+        yield "restarts", self._restarts[cause], {"cause": cause}
+        yield "state", STARTING, {}
+
+    def _count(self, name: str) -> Sample:
+        self._commits[name] += 1
+        return name, self._commits[name], {}
