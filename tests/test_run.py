@@ -362,7 +362,8 @@ def test_rays_settings_are_gone_when_the_run_is_over(monkeypatch: pytest.MonkeyP
     for name in ("RAY_ADDRESS", "RAY_AUTH_MODE", *SETTINGS):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setitem(sys.modules, "ray", fake := FakeRay())
-    before = dict(os.environ)
+    monkeypatch.delitem(sys.modules, "ray._raylet", raising=False)
+    before = {**os.environ, "RAY_AUTH_MODE": "token"}  # Ray reads it once in a process
     with connected(Flags(num_workers=1), lambda text: None):
         assert fake.told["num_cpus"] == 1
         assert fake.during["RAY_AUTH_MODE"] == "token"

@@ -56,8 +56,7 @@ def _settings(config: TrainConfig, embedded: bool) -> dict[str, str]:
 def settled(settings: Mapping[str, str]) -> Iterator[None]:
     """These as environment variables, where the user has set none."""
     ours = [name for name in settings if name not in os.environ]
-    ours += [_AUTH_MODE] * (_AUTH_MODE not in os.environ)  # see use_token
-    os.environ.update({name: settings[name] for name in ours if name in settings})
+    os.environ.update({name: settings[name] for name in ours})
     try:
         yield
     finally:
@@ -79,7 +78,8 @@ def joined(
     meanwhile: Callable[[], None] = lambda: None,
 ) -> Iterator[None]:
     """Connects to the Ray at an address, or without one starts one here and ends it afterwards;
-    does neither where this process is connected already. The environment is as before then.
+    does neither where this process is connected already. The environment is as before then, but for
+    the token's mode: see `use_token`.
 
     Args:
         settings: environment variables, for where the user has set none.
@@ -280,7 +280,11 @@ def use_token(embedded: bool) -> None:
     """Ray's token authentication: always for our own Ray, and for a cluster if there is a token.
 
     `ray start` takes it into use where a token lies, a connecting driver does not, and is refused.
+    Ray reads the mode when it is imported, once: so it stays set, and where Ray has been imported
+    without it, it is left alone.
     """
+    if "ray._raylet" in sys.modules:
+        return
     own = Path.home() / ".ray" / "auth_token"
     given = "RAY_AUTH_TOKEN" in os.environ or "RAY_AUTH_TOKEN_PATH" in os.environ
     if embedded or given or own.is_file():
