@@ -88,7 +88,7 @@ class Cluster:
     def own(self, flags: str = "") -> Iterator[Run]:
         """`fit mine.toml` with a person's own folder, as clusters/README.md says."""
         readme = (ROOT / "clusters" / "README.md").read_text(encoding="utf-8")
-        tunnel = re.search(r"(?m)^    (ray dashboard .*) &$", readme)
+        tunnel = re.search(r"(?m)^    (ray dashboard .*?) +#", readme)
         submit = re.search(r"(?m)^    (.*ray job submit .* mine\.toml)$", readme)
         assert tunnel is not None
         assert submit is not None
