@@ -18,7 +18,7 @@ from slurm import FAKES, Job, free_number
 from raytrain_ddp.cli import parse_fit
 from raytrain_ddp.config import TrainConfig
 from raytrain_ddp.errors import ConfigError
-from raytrain_ddp.orchestration.emit.emit import Emitted, Kind, emit
+from raytrain_ddp.orchestration.emit.emit import Emitted, Kind, emit, object_name
 from raytrain_ddp.orchestration.emit.machines import Machines, machines
 from raytrain_ddp.recipe import shipped_recipes
 from raytrain_ddp.sections import ScalingConfig
@@ -212,6 +212,13 @@ def test_ones_own_machines_for_a_folder_which_is_warned_of():
 def test_a_worker_for_whom_no_machine_is_known_is_refused(words: tuple[str, ...]):
     with pytest.raises(ConfigError, match="no known machine of aws"):
         emitted("ray-up", "--storage", "s3://b/runs", *words)
+
+
+@pytest.mark.parametrize(
+    ("run", "named"), [("My_Run.2", "my-run-2"), ("7up", "run-7up"), ("a" * 60, "a" * 40)]
+)
+def test_objects_have_names_that_kubernetes_takes(run: str, named: str):
+    assert object_name(TrainConfig(name=run)) == named
 
 
 # ------------------------------------------------------------------ the door

@@ -41,6 +41,12 @@ class Emitted:
     notes: tuple[str, ...]
 
 
+def object_name(config: TrainConfig) -> str:
+    """Of a Slurm job, a cluster or a Kubernetes object, whose services begin with a letter."""
+    name = re.sub(r"[^a-z0-9]+", "-", (config.name or "run").lower())[:40].strip("-") or "run"
+    return f"run-{name}" if name[0].isdigit() else name
+
+
 def emit(config: TrainConfig, kind: Kind, recipe: str | None = None) -> Emitted:
     """The file for this run.
 
@@ -56,7 +62,7 @@ def emit(config: TrainConfig, kind: Kind, recipe: str | None = None) -> Emitted:
     if kind == "command":
         return Emitted(command(shown, base) + "\n", tuple(notes))
     filled, told = _filled(shown)
-    name = re.sub(r"[^a-z0-9]+", "-", (config.name or "run").lower())[:40].strip("-") or "run"
+    name = object_name(config)
     if kind == "slurm":
         text = _slurm(filled, base, name)
     elif kind == "kuberay":
