@@ -195,6 +195,10 @@ class ScalingConfig:
     """How long to ask Ray for the same number of workers before asking for as many as then fit.
     After a node's loss Ray counts on it for some seconds more. Loading torch is not part of it.
     auto: 5 with MIN:MAX, else 120."""
+    hang_s: float | Literal["auto"] = field(default="auto", metadata=FREE)
+    """Workers that finish no step for so long (and for 10 times the median step) are taken for
+    hung: the rank that keeps the others waiting is named, the stacks of all are kept, and they are
+    replaced. 60 times as long for start-ups, evaluations and checkpoints. auto: 30; 0: never."""
 
     def __post_init__(self) -> None:
         self.worker_range()
@@ -205,6 +209,9 @@ class ScalingConfig:
         timeout_s = self.start_timeout_s
         number_ok = timeout_s == "auto" or (not isinstance(timeout_s, str) and timeout_s > 0)
         require(number_ok, "scaling.start_timeout_s", timeout_s, "must be above 0, or auto")
+        hang_s = self.hang_s
+        number_ok = hang_s == "auto" or (not isinstance(hang_s, str) and hang_s >= 0)
+        require(number_ok, "scaling.hang_s", hang_s, "must be 0 or more, or auto")
         gpus = self.gpus_per_worker
         rule = "must be 1 or less: DDP drives one GPU per worker"
         require(gpus <= 1, "scaling.gpus_per_worker", gpus, rule)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from types import FrameType
 from typing import Any
 
@@ -13,12 +14,15 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from raytrain_ddp.checkpoint.lease import Owner
 from raytrain_ddp.config import TrainConfig
-from raytrain_ddp.errors import PreflightError
+from raytrain_ddp.errors import PreflightError, RetriesExhausted
 from raytrain_ddp.sections import ScalingConfig
+from raytrain_ddp.training.hang import Hang
 from raytrain_ddp.training.recorder import Best
 from raytrain_ddp.training.recording import RecordingSession
 from raytrain_ddp.training.session import Record, Snapshot, Wishes
+from raytrain_ddp.training.watchdog import Exchange, through_folder
 from raytrain_ddp.training.world import World
 
 ASKING = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
@@ -61,6 +65,20 @@ class LocalSession(RecordingSession):
         return Wishes(stop=self._signal)
 
     def look(self) -> None: ...
+
+    def meeting(self, owners: Sequence[Owner]) -> Exchange | None:
+        """A process that is alone may stand in a debugger for as long as it likes."""
+        if self.world.size == 1:
+            return None
+        return through_folder(self._run, self.world.rank, owners)
+
+    def hung(self, hang: Hang) -> None:
+        """torchrun, if it is there, ends the other processes and starts all anew."""
+        text = f"{hang.text} A launcher that starts all workers anew goes on from the newest one."
+        event = {"kind": "failed", "rank": None, "step": hang.step, "message": text}
+        with suppress(Exception):
+            self.tell({**event, "hung": hang.ranks})
+        os._exit(RetriesExhausted.exit_status)
 
     def stop_on_signals(self) -> None:
         """From now on Ctrl-C, SIGTERM and Slurm's warnings (SIGUSR1, SIGUSR2) ask for a checkpoint

@@ -41,6 +41,8 @@ def prepare(config: TrainConfig, task: Task, session: Session) -> Run:
     world = session.world
     set_up(world, config.compute)
     config.require_slots(world.size)
+    clock = Clock(world.device)
+    session.watch(clock)
     session.tell({"kind": "phase", "name": "opening the data"})
     data, eval_data = task.train_data(), task.eval_data()
     if not data.rows:
@@ -59,7 +61,6 @@ def prepare(config: TrainConfig, task: Task, session: Session) -> Run:
 
     optimizer = build_optimizer(model, config.optim)
     scaler = torch.amp.GradScaler(world.device.type, enabled=config.compute.precision == "fp16")
-    clock = Clock(world.device)
     state = TrainState(model, optimizer, scaler, compress(net, config, scaler, world, clock))
     loader = train_loader(config, data, plan, world)
     guard = make_guard(state, partial(judge, config, state, session, loader), world.device)

@@ -108,6 +108,7 @@ class Run:
                 self.config.micro_batch,
                 self.session.world,
                 replace(self.feed.loader.threads, begin=None),  # nothing else to do meanwhile
+                beat=self.clock.beat,
             )
         self.metrics, self.state.evaluated_step = scalars(values), self.state.step
         skipped = int(self.metrics.get("skipped", 0))
