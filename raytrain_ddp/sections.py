@@ -199,11 +199,16 @@ class ScalingConfig:
     """Workers that finish no step for so long (and for 10 times the median step) are taken for
     hung: the rank that keeps the others waiting is named, the stacks of all are kept, and they are
     replaced. 60 times as long for start-ups, evaluations and checkpoints. auto: 30; 0: never."""
+    check_every_steps: int = field(default=100, metadata=FREE)
+    """Compare the weights of all workers, which are alike to the last bit unless a device or a
+    memory fails, every so many steps and before each checkpoint; 0: never."""
+    on_divergence: Literal["stop", "resync"] = field(default="stop", metadata=FREE)
+    """Where they differ: end the run (status 6), or give all workers the state of most of them."""
 
     def __post_init__(self) -> None:
         self.worker_range()
         above_zero("scaling", self, "cpus_per_worker", "gpus_per_worker")
-        at_least(0, "scaling", self, "max_failures", "wait_s")
+        at_least(0, "scaling", self, "max_failures", "wait_s", "check_every_steps")
         at_least(-1, "scaling", self, "max_preemptions")
         at_least(1, "scaling", self, "resize_s")
         timeout_s = self.start_timeout_s

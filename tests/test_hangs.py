@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import subprocess
+import sys
 import time
 from collections.abc import Callable
 from functools import partial
@@ -17,14 +18,17 @@ import torch.distributed as dist
 from processes import Died, Group
 from tiny import Ran, ScriptedSession, bits, plain, run_tiny, tiny_config
 
-from raytrain_ddp.checkpoint.layout import HANGS, run_storage
+from raytrain_ddp.checkpoint.layout import EVENTS_FILE, HANGS, read_history, run_storage
+from raytrain_ddp.checkpoint.lease import Owner
 from raytrain_ddp.config import TrainConfig
 from raytrain_ddp.errors import RetriesExhausted
-from raytrain_ddp.failpoints import arm
+from raytrain_ddp.failpoints import FOLDER_VARIABLE, VARIABLE, arm
+from raytrain_ddp.orchestration.board import Board
 from raytrain_ddp.sections import ScalingConfig
+from raytrain_ddp.training.hang import Sign, is_hang, judge
 
 Meddle = Callable[[int, Path, int], None]
-SOON = ScalingConfig(hang_s=1.0)
+SOON = ScalingConfig(hang_s=2.0)
 LOST = Died(RetriesExhausted.exit_status)
 
 
@@ -74,8 +78,59 @@ def pause_all(rank: int, folder: Path, step: int) -> None:
         while len(list(folder.glob("pid-*"))) < 3:
             time.sleep(0.01)
         if rank == 0:
-            wake = "sleep 4; kill -CONT $(cat pid-*)"
+            wake = "sleep 5; kill -CONT $(cat pid-*)"
             subprocess.Popen(["sh", "-c", f"kill -STOP $(cat pid-*); {wake}"], cwd=folder)
+
+
+def sign(rank: int, **changes: Any) -> Sign:
+    """Of a rank that waits in the all-reduce of step 9, and has no patience left."""
+    usual: dict[str, Any] = {"step": 9, "doing": "gradient exchange", "collective": 40}
+    usual |= {"name": "all_reduce", "waits": True, "at": "a.py:1 in f"}
+    return Sign(rank, **{**usual, "still_s": 31.0, "patience_s": 30.0, **changes})
+
+
+def said(*signs: Sign, size: int = 3) -> tuple[str, tuple[int, ...]]:
+    owners = [Owner(f"{n}", f"h{n}", 1 + n, "now", "another machine", 0) for n in range(size)]
+    hang = judge({each.rank: each for each in signs}, owners)
+    return hang.text, hang.ranks
+
+
+ALL_REDUCE = "the all-reduce of step 9 (gradient exchange, collective 40)"
+
+
+def test_fault_33_who_keeps_the_others_waiting_is_told_from_what_all_say():
+    idle = {"waits": False, "doing": "data wait", "name": "broadcast", "collective": 39}
+    assert said(sign(0), sign(1), sign(2, **idle)) == (
+        f"rank 2 (h2) did not enter {ALL_REDUCE}: it is in data wait (a.py:1 in f); the others "
+        "wait 31 s",
+        (2,),
+    )
+    text, ranks = said(sign(0), sign(2))
+    assert ranks == (1,)
+    assert f"rank 1 (h1) did not enter {ALL_REDUCE}: it does not answer" in text
+    text, ranks = said(sign(0), sign(1, name="barrier"), sign(2))
+    assert ranks == (1,)
+    assert "it is in the barrier of step 9" in text
+    text, ranks = said(sign(0, collective=39), sign(1), size=2)  # of two, the one behind
+    assert ranks == (0,)
+    text, ranks = said(sign(0), sign(1), sign(2))
+    assert (ranks, "all ranks are in" in text) == ((), True)
+    text, ranks = said(*(sign(rank, **idle) for rank in range(3)))
+    assert (ranks, "no rank has finished step 9" in text) == ((), True)
+
+
+def test_one_rank_with_patience_is_enough_for_no_hang():
+    """As rank 0, which waits for a storage, while the others wait for it."""
+    assert is_hang({0: sign(0), 1: sign(1)})
+    assert not is_hang({0: sign(0, doing="checkpoint", patience_s=1800.0), 1: sign(1)})
+
+
+def test_the_board_brings_together_the_ranks_of_one_start_only():
+    board = Board()
+    assert board.meet("a", 0, "x") == {0: "x"}
+    assert board.meet("a", 1, "y") == {0: "x", 1: "y"}
+    assert board.meet("a", 0, None) == {1: "y"}
+    assert board.meet("b", 2, "z") == {2: "z"}
 
 
 def found(config: TrainConfig) -> tuple[Path, dict[str, Any]]:
@@ -138,3 +193,26 @@ def test_fault_32_33_a_slow_rank_and_a_pause_of_all_are_no_hangs(workers: Group,
     assert ran.outcome.step == ran.outcome.total_steps
     assert not (tmp_path / "slow" / HANGS).exists()
     assert not (tmp_path / "paused" / HANGS).exists()
+
+
+@pytest.mark.slow
+def test_fault_33_torchrun_starts_anew_what_hangs(tmp_path: Path):
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=3"]
+    command += ["--max-restarts=1", "--master-port=0", "-m", "raytrain_ddp.fit", "--local"]
+    command += ["--name=hung", "--epochs=3", "--scaling.hang-s=2"]
+    armed = {VARIABLE: "train.before_step:stop@rank=1,step=40"}
+    armed |= {FOLDER_VARIABLE: f"{tmp_path / 'fired'}", "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        command,
+        cwd=tmp_path,
+        env={**os.environ, **armed},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert "did not enter the all-reduce of step 40" in done.stdout
+    events = read_history(
+        run_storage(TrainConfig(name="hung", storage=str(tmp_path / "runs"))), EVENTS_FILE
+    )
+    assert [event["step"] for event in events if event["kind"] == "failed"] == [40]

@@ -77,7 +77,7 @@ class LocalSession(RecordingSession):
         text = f"{hang.text} A launcher that starts all workers anew goes on from the newest one."
         event = {"kind": "failed", "rank": None, "step": hang.step, "message": text}
         with suppress(Exception):
-            self.tell({**event, "hung": hang.ranks})
+            self.tell({**event, "hung": True})
         os._exit(RetriesExhausted.exit_status)
 
     def stop_on_signals(self) -> None:
