@@ -154,6 +154,7 @@ class Run:
         step, world, asked = self.state.step, self.session.world, time.monotonic()
         self.stepper.settle()  # the device has its own work to end, which is no stall
         began = time.monotonic()
+        self.stepper.likeness.require()
         if not self.state.is_finite():  # the weights are alike on all ranks, and so is the answer
             raise DivergedError(
                 f"weights are not finite after step {step}. The last checkpoint is kept; {REMEDY}."

@@ -48,9 +48,14 @@ class Wishes(NamedTuple):
 
 
 class Session(Protocol):
-    """What the loop needs from outside. RaySession and LocalSession are the two kinds."""
+    """What the loop needs from outside. RaySession and LocalSession are the two kinds.
+
+    Attributes:
+        hosts: of all ranks; empty before `watch`.
+    """
 
     world: World
+    hosts: list[str]
 
     def watch(self, clock: Clock) -> None:
         """From now on until `finish`, workers that get on no more are ended. All take part."""
