@@ -26,6 +26,7 @@ Event = Mapping[str, Any]
 
 _KINDS = {
     *("plan", "checkpoint", "checkpoint_failed", "interval", "failed", "preempted", "note", "end"),
+    "straggler",
 }
 _PUT_EVERY_S = 30.0  # an object store cannot append: the file is put again
 

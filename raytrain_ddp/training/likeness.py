@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
+from functools import lru_cache
 
 import torch
 import torch.distributed as dist
@@ -108,9 +109,15 @@ def fingerprints(tensors: Sequence[Tensor]) -> Tensor:
     """
     device = tensors[0].device
     piece = min(_PIECE.get(device.type, 1 << 16), max(tensor.numel() for tensor in tensors))
-    places = torch.arange(max(1, piece), dtype=torch.int64, device=device)
-    odd = (places * 2654435761 * 2 + 1).to(torch.int32)  # Knuth's multiplier spreads them
+    odd = _odd(max(1, piece), device)
     return torch.stack([_fingerprint(tensor, odd) for tensor in tensors])
+
+
+@lru_cache(maxsize=2)
+def _odd(count: int, device: torch.device) -> Tensor:
+    """Odd numbers, shape (count,), spread by Knuth's multiplier."""
+    places = torch.arange(count, dtype=torch.int64, device=device)
+    return (places * 2654435761 * 2 + 1).to(torch.int32)
 
 
 def _fingerprint(tensor: Tensor, odd: Tensor) -> Tensor:
