@@ -106,7 +106,7 @@ class Display:
         self._block.stop()
 
     def handle(self, event: Event) -> None:
-        """Takes in one event: phase, plan, train, eval, checkpoint, note, failed ...; others pass."""
+        """Takes in one event: phase, plan, train, eval, note, failed ...; others pass."""
         match event.get("kind"):
             case "phase":
                 self._settle(next_phase=(event["name"], clock()))

@@ -81,8 +81,8 @@ def summary(
         step_s: of a step, without evaluations and checkpoints. split_s: of a step by phase, with
         both, those that took any; means over the ranks. slowest: the rank that waits least for the
         others, the phase in which it stands out most and its time as a multiple of their median;
-        not if it is alone. peak_memory_bytes: of any rank. flops_per_s, mfu (model FLOPs utilization,
-        Chowdhery et al. 2022): of a rank, where they are known.
+        not if it is alone. peak_memory_bytes: of any rank. flops_per_s, mfu (model FLOPs
+        utilization, Chowdhery et al. 2022): of a rank, where they are known.
     """
     told: dict[str, Any] = {
         "step_s": max(reading.seconds for reading in readings) / steps,
