@@ -198,7 +198,7 @@ def test_fault_32_33_a_slow_rank_and_a_pause_of_all_are_no_hangs(workers: Group,
 @pytest.mark.slow
 def test_fault_33_torchrun_starts_anew_what_hangs(tmp_path: Path):
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=3"]
-    command += ["--max-restarts=1", "--master-port=0", "-m", "raytrain_ddp.fit"]
+    command += ["--max-restarts=1", "--standalone", "-m", "raytrain_ddp.fit"]
     command += ["--name=hung", "--epochs=3", "--scaling.hang-s=2"]
     armed = {VARIABLE: "train.before_step:stop@rank=1,step=40"}
     armed |= {FOLDER_VARIABLE: f"{tmp_path / 'fired'}", "OMP_NUM_THREADS": "1"}

@@ -114,6 +114,14 @@ def join_world(scaling: ScalingConfig, threads: int | None = None) -> World:
         )
     if size > 1 and not dist.is_initialized():
         over_nccl = use_gpu and scaling.backend != "gloo"
-        dist.init_process_group("cpu:gloo,cuda:nccl" if over_nccl else "gloo")
+        store, _, _ = next(dist.rendezvous("env://", rank, size))  # type: ignore[attr-defined]
+        # torchrun's store outlives a restart, with the addresses of those that were there before.
+        start = f"start-{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
+        dist.init_process_group(
+            "cpu:gloo,cuda:nccl" if over_nccl else "gloo",
+            store=dist.PrefixStore(start, store),  # type: ignore[attr-defined]
+            rank=rank,
+            world_size=size,
+        )
     device = torch.device("cuda", local_rank) if use_gpu else torch.device("cpu")
     return World(rank, size, local_rank, device, threads or torch.get_num_threads())
