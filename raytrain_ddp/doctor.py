@@ -14,12 +14,15 @@ from raytrain_ddp.cli import RecipeArgs, parse_with_recipe, run_door
 class DoctorArgs(RecipeArgs):
     """Look at the cluster, before a run: versions, GPUs, network, storage, data, security.
 
-    Takes the recipe and the flags of the run to come. Measures all-reduces and commits small
+    With --run: look at a run, while it lasts or after, from any machine that reaches its folder.
+    Else takes the recipe and the flags of the run to come. Measures all-reduces and commits small
     checkpoints, which are removed. Exit status 0 if the run would start, 3 if something fails.
     """
 
     address: str | None = None
     """A running Ray cluster (auto: on this machine). Default: RAY_ADDRESS, else an embedded Ray."""
+    run: str | None = None
+    """Does this run get on? Its folder or URI, or its name below runs/. Exit status 3 if not."""
     json: bool = False
     """Print one JSON document: rows, and all that was found."""
 
@@ -27,11 +30,17 @@ class DoctorArgs(RecipeArgs):
 def main(argv: Sequence[str]) -> int:
     """Returns the exit status."""
     args = parse(argv)
-    from raytrain_ddp.orchestration.doctor.doctor import examine
-    from raytrain_ddp.orchestration.doctor.show import progress, show
+    from raytrain_ddp.orchestration.doctor.show import OF_A_CLUSTER, OF_A_RUN, progress, show
 
-    with progress() as tell, redirect_stdout(sys.stderr):  # where Ray prints, too
-        report = examine(args.config, args.address, tell)
+    if args.run is not None:
+        from raytrain_ddp.orchestration.doctor.alive import judge, look, open_run
+
+        report = judge(look(open_run(args.run)))
+    else:
+        from raytrain_ddp.orchestration.doctor.doctor import examine
+
+        with progress() as tell, redirect_stdout(sys.stderr):  # where Ray prints, too
+            report = examine(args.config, args.address, tell)
     if args.json:
         import json
 
@@ -39,7 +48,8 @@ def main(argv: Sequence[str]) -> int:
     else:
         from rich.console import Console
 
-        show(report, Console(highlight=False))
+        words = OF_A_CLUSTER if args.run is None else OF_A_RUN
+        show(report, Console(highlight=False), words)
     return report.exit_status
 
 

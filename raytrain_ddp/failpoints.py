@@ -36,6 +36,7 @@ SITES = frozenset(
         "train.before_step",
         "train.loss",  # action nan: the loss of this rank's first slot becomes NaN
         "train.after_backward",  # gradients are there, the update is not made
+        "train.weights",  # action flip: the sign of one of this rank's weights turns
         "train.after_step",
         "evaluate",
         "checkpoint.snapshot",  # the copy to the host is made, nothing is written
@@ -49,7 +50,20 @@ SITES = frozenset(
     }
 )
 ACTIONS = frozenset(
-    {"kill", "exit", "raise", "term", "stop", "gil", "sleep", "enospc", "eio", "nan", "node"}
+    {
+        "kill",
+        "exit",
+        "raise",
+        "term",
+        "stop",
+        "gil",
+        "sleep",
+        "enospc",
+        "eio",
+        "nan",
+        "flip",
+        "node",
+    }
 )
 
 _ENTRY = re.compile(r"([\w.]+):(\w+)(?:\(([\d.]+)\))?(?:@([\w=,]+))?")
@@ -86,7 +100,7 @@ class Failpoint:
         return True
 
     def act(self) -> float:
-        """Does it; returns what the caller shall multiply its loss by."""
+        """Does it; returns what the caller shall multiply its loss, or a weight, by."""
         if self.action in ("kill", "term", "stop"):
             os.kill(os.getpid(), _SIGNALS[self.action])
         elif self.action == "node":  # a Ray worker's parent is its node's raylet
@@ -103,7 +117,7 @@ class Failpoint:
         elif self.action in ("enospc", "eio"):
             number = errno.ENOSPC if self.action == "enospc" else errno.EIO
             raise OSError(number, f"{os.strerror(number)} (failpoint {self.site})")
-        return math.nan if self.action == "nan" else 1.0
+        return {"nan": math.nan, "flip": -1.0}.get(self.action, 1.0)
 
 
 _SIGNALS = {"kill": signal.SIGKILL, "term": signal.SIGTERM, "stop": signal.SIGSTOP}
@@ -111,7 +125,7 @@ _armed: dict[str, list[Failpoint]] = {}
 
 
 def failpoint(site: str, rank: int = 0, step: int = 0) -> float:
-    """Goes wrong here if told to. Returns 1, or NaN for the action nan."""
+    """Goes wrong here if told to. Returns 1; NaN for the action nan, -1 for flip."""
     entries = _armed.get(site)
     if entries is None:
         return 1.0

@@ -195,16 +195,28 @@ class ScalingConfig:
     """How long to ask Ray for the same number of workers before asking for as many as then fit.
     After a node's loss Ray counts on it for some seconds more. Loading torch is not part of it.
     auto: 5 with MIN:MAX, else 120."""
+    hang_s: float | Literal["auto"] = field(default="auto", metadata=FREE)
+    """Workers that finish no step for so long (and for 10 times the median step) are taken for
+    hung: the rank that keeps the others waiting is named, the stacks of all are kept, and they are
+    replaced. 60 times as long for start-ups, evaluations and checkpoints. auto: 30; 0: never."""
+    check_every_steps: int = field(default=100, metadata=FREE)
+    """Compare the weights of all workers, which are alike to the last bit unless a device or a
+    memory fails, every so many steps and before each checkpoint; 0: never."""
+    on_divergence: Literal["stop", "resync"] = field(default="stop", metadata=FREE)
+    """Where they differ: end the run (status 6), or give all workers the state of most of them."""
 
     def __post_init__(self) -> None:
         self.worker_range()
         above_zero("scaling", self, "cpus_per_worker", "gpus_per_worker")
-        at_least(0, "scaling", self, "max_failures", "wait_s")
+        at_least(0, "scaling", self, "max_failures", "wait_s", "check_every_steps")
         at_least(-1, "scaling", self, "max_preemptions")
         at_least(1, "scaling", self, "resize_s")
         timeout_s = self.start_timeout_s
         number_ok = timeout_s == "auto" or (not isinstance(timeout_s, str) and timeout_s > 0)
         require(number_ok, "scaling.start_timeout_s", timeout_s, "must be above 0, or auto")
+        hang_s = self.hang_s
+        number_ok = hang_s == "auto" or (not isinstance(hang_s, str) and hang_s >= 0)
+        require(number_ok, "scaling.hang_s", hang_s, "must be 0 or more, or auto")
         gpus = self.gpus_per_worker
         rule = "must be 1 or less: DDP drives one GPU per worker"
         require(gpus <= 1, "scaling.gpus_per_worker", gpus, rule)

@@ -42,9 +42,10 @@ log.audit log.every_steps log.mlflow log.profile_ranks log.profile_steps
 log.project log.tensorboard log.wandb
 name
 optim.max_nonfinite optim.nonfinite
-scaling.backend scaling.cpus_per_worker scaling.gpus_per_worker scaling.max_failures
-scaling.max_preemptions scaling.num_workers scaling.placement scaling.resize_s
-scaling.start_timeout_s scaling.use_gpu scaling.wait_s
+scaling.backend scaling.check_every_steps scaling.cpus_per_worker scaling.gpus_per_worker
+scaling.hang_s scaling.max_failures scaling.max_preemptions scaling.num_workers
+scaling.on_divergence scaling.placement scaling.resize_s scaling.start_timeout_s scaling.use_gpu
+scaling.wait_s
 storage
 """
 
@@ -160,6 +161,9 @@ NONSENSE = [
     ("scaling.resize_s", 0.0),
     ("scaling.start_timeout_s", 0.0),
     ("scaling.start_timeout_s", "long"),
+    ("scaling.hang_s", -1.0),
+    ("scaling.hang_s", "long"),
+    ("scaling.check_every_steps", -1),
     ("log.every_steps", 0),
 ]
 

@@ -192,6 +192,37 @@ def test_fault_25_a_worker_ended_by_rays_memory_monitor_is_replaced_once():
         assert knob in str(caught.value)
 
 
+def hung(story: Story, step: int) -> Event | None:
+    """Two ranks find that the third keeps them waiting, and end; one then loses the other."""
+    message = f"rank 2 (n2) did not enter the all-reduce of step {step}. Stacks are kept."
+    for rank in (0, 1):
+        told = {"kind": "failed", "start": f"{story.starts}", "rank": rank, "step": step}
+        words = {"error": "the hang of rank 2", "message": message, "traceback": "", "status": 7}
+        assert story.policy.take({**told, **words, "cause": "hang"}) is None
+    story.words(1, "peer", step, "RuntimeError")
+    texts = {rank: KILLED.format(story.starts) for rank in range(3)}
+    return story.policy.take({"kind": "died", "texts": texts, "preempted": []})
+
+
+def test_fault_33_a_hang_is_a_failure_with_its_cause_in_words():
+    shown = hung(Story().start().saved(23), 40)
+    assert shown is not None
+    assert shown["hung"]
+    assert "rank 2 (n2) did not enter the all-reduce of step 40" in shown["message"]
+    assert "going on from step 23 (failure 1 of at most 3 in a row)" in shown["message"]
+
+
+def test_fault_33_48_hangs_at_the_same_step_twice_or_too_often_end_the_run():
+    story = Story()
+    assert hung(story.start(), 40) is not None
+    with pytest.raises(RetriesExhausted, match=r"step 40.*as before, with no checkpoint between"):
+        hung(story.start(), 40)
+    story = Story(most=1)
+    assert hung(story.start(), 40) is not None
+    with pytest.raises(RetriesExhausted, match=r"2 times .*max_failures = 1.*step 41"):
+        hung(story.start(), 41)
+
+
 def test_fault_34_a_preemption_counts_against_no_failures():
     story = Story(most=0)
     for _ in range(5):

@@ -213,6 +213,23 @@ def test_fault_48_a_worker_that_dies_at_the_same_step_twice_ends_the_run(
     assert len(list((tmp_path / "fired").iterdir())) == 2
 
 
+@pytest.mark.slow
+def test_fault_33_a_stopped_worker_is_named_and_replaced_and_the_bits_are_the_same(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    scaling = ScalingConfig(num_workers=3, hang_s=2.0)
+    whole, hung = (three_workers(tmp_path, name, scaling=scaling) for name in ("whole", "hung"))
+    without_ray(whole, 3)
+    monkeypatch.setenv(VARIABLE, "train.before_step:stop@rank=2,step=40")
+    monkeypatch.setenv(FOLDER_VARIABLE, str(tmp_path / "fired"))
+    display, text = shown()
+    fit(hung, display=display)
+    assert "rank 2" in text.getvalue()
+    assert "did not enter the all-reduce of step 40" in text.getvalue()
+    assert "failure 1 of at most 3" in text.getvalue()
+    assert weights(hung) == weights(whole)
+
+
 def test_a_users_error_is_shown_once_as_the_users_own_traceback(tmp_path: Path) -> None:
     display, _ = shown()
     config = TrainConfig(storage=str(tmp_path), task=f"{HERE / 'ray_tasks.py'}:Faulty")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -15,6 +16,7 @@ from torch import nn
 from raytrain_ddp.checkpoint.layout import read_history, run_storage
 from raytrain_ddp.config import TrainConfig
 from raytrain_ddp.training.clock import PHASES, Clock
+from raytrain_ddp.training.stragglers import Stragglers
 from raytrain_ddp.training.timing import (
     Reading,
     by_rank,
@@ -78,6 +80,36 @@ def test_each_ranks_own_split_is_of_a_step_and_leaves_out_what_took_no_time():
     assert by_rank(two, 2) == [{"compute": 2.0}, {"data": 1.0, "compute": 0.5}]
 
 
+def test_of_two_ranks_one_may_take_ten_times_as_long_as_the_other():
+    told = summary([reading(compute=1), reading(data=9, compute=1)], 1, 0.0, None)
+    assert told["slowest"] == {"rank": 1, "phase": "data", "ratio": 10.0}
+
+
+def lines(*ranks: int, phase: str = "data") -> list[dict[str, Any]]:
+    """Those in which a rank is 3 times as slow as the others; -1: none is."""
+    return [{"rank": max(0, r), "phase": phase, "ratio": 3.0 if r >= 0 else 1.1} for r in ranks]
+
+
+def told_of(*shown: dict[str, Any]) -> list[tuple[int, int | None]]:
+    """(line from 1, rank) of each event."""
+    stragglers = Stragglers()
+    events = [stragglers.look(n, each, ["a", "b", "c"]) for n, each in enumerate(shown, start=1)]
+    return [(event["step"], event["rank"]) for event in events if event is not None]
+
+
+def test_fault_32_a_straggler_is_told_once_and_again_when_it_changes():
+    assert told_of(*lines(*[1] * 20)) == [(5, 1)]
+    assert told_of(*lines(1, 1, 1, 1, -1, 1, 1, 1, 1, 0)) == []
+    assert told_of(*lines(*[1] * 8, *[2] * 8, *[-1] * 3, *[2] * 8)) == [(5, 1), (13, 2)]
+    assert told_of(*lines(*[1] * 6, *[-1] * 6, *[1] * 6)) == [(5, 1), (11, None), (17, 1)]
+    stragglers = Stragglers()
+    *_, event = (stragglers.look(10, each, ["a", "b", "c"]) for each in lines(*[1] * 5))
+    assert event is not None
+    assert event["text"] == (
+        "rank 1 on b takes 3.0 x as long as the others, which wait for it: most in data, by step 10"
+    )
+
+
 def test_one_rank_alone_is_not_the_slowest():
     assert "slowest" not in summary([reading(compute=1)], 1, 0.0, None)
 
@@ -119,7 +151,12 @@ def rank_1_dawdles(session: ScriptedSession) -> None:
 def records(workers: Group, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     """The training lines of a run with a slow rank."""
     config: TrainConfig = tiny_config(tmp_path_factory.mktemp("slow"), "slow", epochs=2)
-    workers(3, run_tiny, plain(config), None, 0, 0, rank_1_dawdles)
+    ran = workers(3, run_tiny, plain(config), None, 0, 0, rank_1_dawdles)
+    told = [event for event in ran[0].events if event["kind"] == "straggler"]
+    assert (told[0]["rank"], told[0]["phase"], told[0]["host"]) == (
+        *(1, "compute"),
+        socket.gethostname(),
+    )
     return [r for r in read_history(run_storage(config)) if r["kind"] == "train"]
 
 

@@ -5,6 +5,7 @@
                  events.jsonl    one event a line: what happened to the run
                  lease.json      which process drives it, while one does: see lease.py
                  checkpoints/    see store.py
+                 hang/           where all ranks were when a start hung: see watchdog.py
                  curves.png, tensorboard/, logs/
 """
 
@@ -33,6 +34,7 @@ CHECKPOINTS = "checkpoints"
 TENSORBOARD = "tensorboard"
 LOGS = "logs"
 PROFILES = "profiles"
+HANGS = "hang"
 
 CLOCKS = frozenset({"seconds", "samples_per_s", "timing"})
 """The keys of a log's records that tell of time; all else is the same in each run."""

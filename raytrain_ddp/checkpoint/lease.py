@@ -81,9 +81,23 @@ class Owner:
         except (ValueError, TypeError, RecursionError):
             return None
 
+    def is_here(self) -> bool:
+        """Whether it is, or was, a process of this machine; False where that is unseen."""
+        return bool(self.machine) and (self.machine, self.host) == (
+            _machine(),
+            socket.gethostname(),
+        )
+
+    def state(self) -> str:
+        """Linux's letter for its state: T stopped, D in the kernel, Z or X dead; "" if unseen."""
+        if self.is_dead():
+            return "X"
+        state = _state(self.pid) if self.is_here() else None
+        return state[0] if state is not None else ""
+
     def is_dead(self) -> bool:
         """Whether it was a process of this machine, and is no more; False where that is unseen."""
-        if not self.machine or (self.machine, self.host) != (_machine(), socket.gethostname()):
+        if not self.is_here():
             return False
         state = _state(self.pid)
         if state is not None:

@@ -17,6 +17,8 @@ class Board:
         self._events: list[Mapping[str, Any]] = []
         self._stop = 0
         self._over = False
+        self._signs: dict[int, Any] = {}  # of workers that get on no more
+        self._signing = ""  # their start
 
     def push(self, events: list[Mapping[str, Any]]) -> int:
         """Adds events; returns the number of the signal that asks for an end, else 0."""
@@ -32,6 +34,16 @@ class Board:
         """A worker begins, as one of those of `start`; returns whether it shall."""
         self._events.append({"kind": "joined", "start": start, "rank": rank, "node": node})
         return not self._over
+
+    def meet(self, start: str, rank: int, sign: Any) -> dict[int, Any]:
+        """Puts what a rank of `start` says of itself, or takes it away if it is None; returns what
+        all of them say."""
+        if start != self._signing:
+            self._signing, self._signs = start, {}
+        self._signs.pop(rank, None)
+        if sign is not None:
+            self._signs[rank] = sign
+        return self._signs
 
     def close(self) -> None:
         """The driver has given up: workers that Ray starts from now on shall end at once."""

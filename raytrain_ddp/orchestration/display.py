@@ -106,7 +106,7 @@ class Display:
         self._block.stop()
 
     def handle(self, event: Event) -> None:
-        """Takes in one event: phase, plan, train, eval, checkpoint, note or failed; others pass."""
+        """Takes in one event: phase, plan, train, eval, note, failed ...; others pass."""
         match event.get("kind"):
             case "phase":
                 self._settle(next_phase=(event["name"], clock()))
@@ -122,7 +122,7 @@ class Display:
                 self._pace.paused_s += event["seconds"]
             case "checkpoint":
                 self._saved = str(event["step"])
-            case "note" | "preempted":
+            case "note" | "preempted" | "straggler":
                 self._print(Text(f"note: {event['text']}", style="yellow"))
             case "failed":
                 self._settle()

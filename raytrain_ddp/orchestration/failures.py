@@ -8,6 +8,7 @@ it is known whether the run gets on:
 - The same failure at the same step twice, and no checkpoint between them: it would come for ever.
 - The user's own exceptions, and memory that does not suffice, come again: they are not retried.
 - Workers that Ray ends because their node runs out of memory are replaced once.
+- Hangs are failures of the rank that the others waited for.
 - Preemptions are counted by Ray, against `scaling.max_preemptions`.
 """
 
@@ -68,7 +69,8 @@ class Failures:
         elif kind == "at":
             start.step = event["step"]
         elif kind == "failed" and event["start"] == start.name:  # and of no zombie
-            start.words[event["rank"]] = event
+            # Who tells of a hang may then have lost its peers.
+            start.words.setdefault(event["rank"], event)
             if event["cause"] == "error":
                 raise as_error(event, start.node(event["rank"]))
         elif kind == "died" and not start.judged & {*event["texts"].values()}:
@@ -106,6 +108,9 @@ class Failures:
     def _judge(self, event: Event) -> Event:
         if event["preempted"]:
             return {"kind": "preempted", "text": self._start.preempted(event["preempted"])}
+        hang = self._start.hang()
+        if hang is not None:
+            return self._hung(hang)
         rank, what, said = self._start.cause(event["texts"])
         step = self._start.step_of(rank)
         node = self._start.node(rank)
@@ -134,6 +139,22 @@ class Failures:
         message = f"{said} {where}; {self._going()}"
         return {"kind": "failed", **cause, "message": message}
 
+    def _hung(self, hang: Event) -> Event:
+        step, what, said = hang["step"], hang["error"], hang["message"].rstrip(".")
+        if self._before == (step, what):
+            raise errors.RetriesExhausted(
+                f"{said}; as before, with no checkpoint between: it would do so for ever. {KEPT}"
+            )
+        self._in_a_row += 1
+        if self._in_a_row > self._most:
+            raise errors.RetriesExhausted(
+                f"workers failed {self._in_a_row} times with no new checkpoint between "
+                f"(scaling.max_failures = {self._most}); at last {said}. {KEPT}"
+            )
+        self._before = (step, what)
+        message = f"{said}; {self._going()}"
+        return {"kind": "failed", "rank": None, "step": step, "message": message, "hung": True}
+
     def _going(self) -> str:
         place = f"step {self._committed}" if self._committed else "the start"
         return f"going on from {place} (failure {self._in_a_row} of at most {self._most} in a row)"
@@ -157,6 +178,10 @@ class _Start:
         said = self.words[rank]["step"] if rank in self.words else None
         theirs = [event["step"] for event in self.words.values() if event["step"]]
         return said or max(theirs, default=self.step)
+
+    def hang(self) -> Event | None:
+        """What one of those that found it said of it."""
+        return next((event for event in self.words.values() if event["cause"] == "hang"), None)
 
     def cause(self, texts: Mapping[int, str]) -> tuple[int, str, str]:
         """Which rank failed first, the class of its failure, and what it did.

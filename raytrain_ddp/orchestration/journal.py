@@ -27,6 +27,7 @@ Event = Mapping[str, Any]
 _KINDS = {
     *("plan", "checkpoint", "checkpoint_failed", "interval", "failed", "preempted", "note", "end"),
     "ranks",
+    "straggler",
 }
 # What each rank does with a step comes with each line of the log: a part is kept, ever less often,
 # so that a month has some 400 of them.

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import socket
 import threading
 import time
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import asdict
 from typing import Any
 
 import ray
@@ -16,19 +19,23 @@ from ray.train import CheckpointUploadMode
 from torch import nn
 
 from raytrain_ddp.checkpoint.layout import CONFIG_FILE, run_storage
+from raytrain_ddp.checkpoint.lease import Owner
 from raytrain_ddp.checkpoint.storage import Storage
 from raytrain_ddp.config import TrainConfig
-from raytrain_ddp.errors import PreflightError
+from raytrain_ddp.errors import PreflightError, RetriesExhausted
 from raytrain_ddp.orchestration.preemption import STOP, Notice
 from raytrain_ddp.orchestration.worker_log import WorkerLog
+from raytrain_ddp.training.hang import Hang, Sign
 from raytrain_ddp.training.recorder import Best
 from raytrain_ddp.training.recording import RecordingSession
 from raytrain_ddp.training.run import Outcome
 from raytrain_ddp.training.session import Record, Snapshot, Wishes
+from raytrain_ddp.training.watchdog import Exchange
 from raytrain_ddp.training.world import World
 from raytrain_ddp.uri import without_secrets
 
 _PUSH_EVERY_S = 0.2
+_MEET_S = 10.0
 _HELD_LONGER_S = 60.0  # than a node is said to live
 
 
@@ -38,13 +45,19 @@ class RaySession(RecordingSession):
     Args:
         board: handle of the Board actor.
         look_every_s: how often to look whether nodes are taken away; 0: never.
+        start: what the workers of this start share, and no others.
 
     Attributes:
         step: the one in progress; None before the first.
     """
 
     def __init__(
-        self, config: TrainConfig, board: Any, best: Best, look_every_s: float = 0.0
+        self,
+        config: TrainConfig,
+        board: Any,
+        best: Best,
+        look_every_s: float = 0.0,
+        start: str = "",
     ) -> None:
         context = ray.train.get_context()
         world = World(
@@ -65,7 +78,7 @@ class RaySession(RecordingSession):
         self._words = WorkerLog(world)
         super().__init__(config, world, best, self._say)
         self.step: int | None = None
-        self._board = board
+        self._board, self._start = board, start
         self._pushed_at = 0.0
         self._answer: Any = None
         self._signal = 0
@@ -143,6 +156,31 @@ class RaySession(RecordingSession):
 
     def look(self) -> None:
         self._notice.look()
+
+    def meeting(self, owners: Sequence[Owner]) -> Exchange:
+        def exchange(sign: Sign | None) -> dict[int, Sign]:
+            told = self._board.meet.remote(self._start, self.world.rank, sign and asdict(sign))
+            answers = ray.get(told, timeout=_MEET_S)
+            return {rank: Sign(**each) for rank, each in answers.items()}
+
+        return exchange
+
+    def hung(self, hang: Hang) -> None:
+        """The driver hears it from each rank that answers; Ray then ends those that do not."""
+        event = {
+            "kind": "failed",
+            "start": self._start,
+            "rank": self.world.rank,
+            "step": hang.step,
+            "error": f"the hang of {', '.join(f'rank {r}' for r in hang.ranks) or 'all ranks'}",
+            "message": hang.text,
+            "traceback": "",
+            "status": RetriesExhausted.exit_status,
+            "cause": "hang",
+        }
+        with suppress(Exception):
+            ray.get(self._board.push.remote([event]), timeout=_MEET_S)
+        os._exit(RetriesExhausted.exit_status)
 
     def is_taken_away(self, outcome: Outcome) -> bool:
         """Whether the training stopped because nodes are taken away, with something left to do."""

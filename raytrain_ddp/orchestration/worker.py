@@ -82,7 +82,7 @@ def _train(given: WorkerSettings, sessions: list[RaySession]) -> None:
     config = from_dict(given.config)
     task = load_task(config)
     best = Best(task.monitor, task.goal)
-    with RaySession(config, given.board, best, given.look_every_s) as session:
+    with RaySession(config, given.board, best, given.look_every_s, _start()) as session:
         sessions.append(session)
         outcome = train(config, task, session)
         if session.is_taken_away(outcome):

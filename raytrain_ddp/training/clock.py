@@ -24,6 +24,18 @@ PHASES = (
     "other",  # agreeing, logging, launching
 )
 
+STARTING, EXCHANGING, AGREEING = "start-up", "gradient exchange", "agreement"
+_NEXT = {  # what the host does after a mark
+    "other": "data wait",
+    "data": "compute",
+    "copy": "compute",
+    "compute": EXCHANGING,
+    "communication": "optimizer",
+    "optimizer": AGREEING,
+    "checkpoint": AGREEING,
+    "evaluation": AGREEING,
+}
+
 
 class Clock:
     """Ends a phase at each mark; what is between two marks belongs to the second one's phase.
@@ -33,18 +45,25 @@ class Clock:
 
     Args:
         device: of the training.
+
+    Attributes:
+        doing: what the host does now; for a watchdog, in another thread.
+        steps: how many it has finished since `start`.
+        moved_s: when it last got on, by `time.monotonic`.
     """
 
     def __init__(self, device: torch.device) -> None:
         self._on_gpu = device.type == "cuda"
         self._free: list[torch.cuda.Event] = []
+        self.doing = STARTING
         self.start()
 
     def start(self) -> None:
         """From now on; what was before does not count."""
         self.seconds: dict[str, float] = defaultdict(float)  # by phase
         self._window: dict[str, float] = defaultdict(float)
-        self._started = self._window_started = time.monotonic()
+        self._started = self._window_started = self.moved_s = time.monotonic()
+        self.steps = 0
         self._open: deque[tuple[str, torch.cuda.Event]] = deque()  # not reached by the device
         self._last_s = time.perf_counter()
         if self._on_gpu:
@@ -52,6 +71,7 @@ class Clock:
 
     def mark(self, phase: str) -> None:
         """What was since the last mark was `phase`. Also from a thread of the backward pass."""
+        self.doing = _NEXT[phase]
         if self._on_gpu:
             self._open.append((phase, self._event()))
             return
@@ -62,11 +82,18 @@ class Clock:
     @contextmanager
     def part(self, phase: str) -> Iterator[None]:
         self.mark("other")
+        self.doing = phase
+        self.beat()
         yield
         self.mark(phase)
+        self.beat()
+
+    def beat(self) -> None:
+        """Says that it gets on, where that takes longer than a step."""
+        self.moved_s = time.monotonic()
 
     def waits(self, steps: Iterator[T]) -> Iterator[T]:
-        """Passes the items on; waiting for them is "data"."""
+        """Passes the steps' items on; waiting for them is "data"."""
         while True:
             self.mark("other")
             self._drain()
@@ -76,6 +103,8 @@ class Clock:
                 return
             self.mark("data")
             yield item
+            self.steps += 1
+            self.beat()
 
     def after_backward(self, loss: Tensor) -> None:
         """Has "compute" end when all gradients of `loss` are there, but not yet summed over ranks:

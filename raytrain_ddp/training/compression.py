@@ -28,6 +28,9 @@ class Compression:
     def forget(self) -> None:
         """All becomes what it was before the first step."""
 
+    def align(self, source: int) -> None:
+        """What all ranks have alike becomes that of rank `source`. All ranks take part."""
+
     def gather(self) -> dict[str, Tensor]:
         """What a checkpoint holds of it: copies on the host of rank 0. All ranks take part."""
         return {}
@@ -169,6 +172,9 @@ class PowerSgd(Compression):
         self._residual.zero_()
         random = torch.Generator().manual_seed(self._seed)
         self._right.copy_(torch.randn(self._right.shape, generator=random))
+
+    def align(self, source: int) -> None:
+        dist.broadcast(self._right, source)
 
     def gather(self) -> dict[str, Tensor]:
         mine = self._residual.to("cpu")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import closing
 from typing import TYPE_CHECKING, Any
 
@@ -31,6 +31,7 @@ def evaluate(
     world: World,
     threads: Threads,
     metrics: Mapping[str, Metric] | None = None,
+    beat: Callable[[], None] = lambda: None,
 ) -> dict[str, Tensor]:
     """Metric values over all of `data`, on the CPU. All ranks take part and get the same.
 
@@ -39,6 +40,9 @@ def evaluate(
     for any number of workers.
 
     "skipped" is among the values if bad records were left out: how many.
+
+    Args:
+        beat: is called before each batch.
     """
     metrics = metrics or task.metrics()
     for metric in metrics.values():
@@ -49,6 +53,7 @@ def evaluate(
     model.eval()
     with torch.inference_mode(), closing(eval_batches(data, batch_size, chunks, threads)) as loaded:
         for batch in loaded:
+            beat()
             for metric in metrics.values():
                 metric.reset()
             if not samples_of(batch):

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from types import FrameType
 from typing import Any
 
@@ -13,12 +14,15 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from raytrain_ddp.checkpoint.lease import Owner
 from raytrain_ddp.config import TrainConfig
-from raytrain_ddp.errors import PreflightError
+from raytrain_ddp.errors import PreflightError, RetriesExhausted
 from raytrain_ddp.sections import ScalingConfig
+from raytrain_ddp.training.hang import Hang
 from raytrain_ddp.training.recorder import Best
 from raytrain_ddp.training.recording import RecordingSession
 from raytrain_ddp.training.session import Record, Snapshot, Wishes
+from raytrain_ddp.training.watchdog import Exchange, through_folder
 from raytrain_ddp.training.world import World
 
 ASKING = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
@@ -62,6 +66,20 @@ class LocalSession(RecordingSession):
 
     def look(self) -> None: ...
 
+    def meeting(self, owners: Sequence[Owner]) -> Exchange | None:
+        """A process that is alone may stand in a debugger for as long as it likes."""
+        if self.world.size == 1:
+            return None
+        return through_folder(self._run, self.world.rank, owners)
+
+    def hung(self, hang: Hang) -> None:
+        """torchrun, if it is there, ends the other processes and starts all anew."""
+        text = f"{hang.text} A launcher that starts all workers anew goes on from the newest one."
+        event = {"kind": "failed", "rank": None, "step": hang.step, "message": text}
+        with suppress(Exception):
+            self.tell({**event, "hung": True})
+        os._exit(RetriesExhausted.exit_status)
+
     def stop_on_signals(self) -> None:
         """From now on Ctrl-C, SIGTERM and Slurm's warnings (SIGUSR1, SIGUSR2) ask for a checkpoint
         and an end; a second signal, of whichever kind, ends at once."""
@@ -96,6 +114,14 @@ def join_world(scaling: ScalingConfig, threads: int | None = None) -> World:
         )
     if size > 1 and not dist.is_initialized():
         over_nccl = use_gpu and scaling.backend != "gloo"
-        dist.init_process_group("cpu:gloo,cuda:nccl" if over_nccl else "gloo")
+        store, _, _ = next(dist.rendezvous("env://", rank, size))  # type: ignore[attr-defined]
+        # torchrun's store outlives a restart, with the addresses of those that were there before.
+        start = f"start-{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
+        dist.init_process_group(
+            "cpu:gloo,cuda:nccl" if over_nccl else "gloo",
+            store=dist.PrefixStore(start, store),  # type: ignore[attr-defined]
+            rank=rank,
+            world_size=size,
+        )
     device = torch.device("cuda", local_rank) if use_gpu else torch.device("cpu")
     return World(rank, size, local_rank, device, threads or torch.get_num_threads())

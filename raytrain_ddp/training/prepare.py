@@ -25,6 +25,7 @@ from raytrain_ddp.training.clock import Clock
 from raytrain_ddp.training.compression import compress
 from raytrain_ddp.training.feed import AgreedCount, Audit, Feed, on_device
 from raytrain_ddp.training.guard import make_guard
+from raytrain_ddp.training.likeness import Likeness
 from raytrain_ddp.training.optim import build_optimizer
 from raytrain_ddp.training.profiler import Profile
 from raytrain_ddp.training.reduction import make_alike
@@ -42,6 +43,8 @@ def prepare(config: TrainConfig, task: Task, session: Session) -> Run:
     world = session.world
     set_up(world, config.compute)
     config.require_slots(world.size)
+    clock = Clock(world.device)
+    session.watch(clock)
     session.tell({"kind": "phase", "name": "opening the data"})
     data, eval_data = task.train_data(), task.eval_data()
     if not data.rows:
@@ -63,11 +66,11 @@ def prepare(config: TrainConfig, task: Task, session: Session) -> Run:
 
     optimizer = build_optimizer(model, config.optim)
     scaler = torch.amp.GradScaler(world.device.type, enabled=config.compute.precision == "fp16")
-    clock = Clock(world.device)
     state = TrainState(model, optimizer, scaler, compress(net, config, scaler, world, clock))
     loader = train_loader(config, data, plan, world)
     guard = make_guard(state, partial(judge, config, state, session, loader), world.device)
-    stepper = Stepper(config, task, state, net, world, guard, clock)
+    likeness = Likeness(config.scaling, state, session)
+    stepper = Stepper(config, task, state, net, world, guard, clock, likeness)
     note = memory_note(loader, config.data.memory_mib * 2**20)
     if note is not None:
         session.tell({"kind": "note", "text": note})

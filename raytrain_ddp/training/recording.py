@@ -8,14 +8,18 @@ from dataclasses import dataclass
 from typing import Any
 
 from raytrain_ddp.checkpoint.layout import checkpoint_store, run_storage
+from raytrain_ddp.checkpoint.lease import Owner
 from raytrain_ddp.checkpoint.manifest import Manifest
 from raytrain_ddp.checkpoint.storage import Storage
 from raytrain_ddp.checkpoint.store import Checkpoint, CheckpointName
 from raytrain_ddp.config import TrainConfig
 from raytrain_ddp.errors import CheckpointError, RaytrainError
+from raytrain_ddp.training.clock import Clock
 from raytrain_ddp.training.committer import persistently
+from raytrain_ddp.training.hang import Hang
 from raytrain_ddp.training.recorder import Best, Recorder
 from raytrain_ddp.training.session import Record
+from raytrain_ddp.training.watchdog import Exchange, Watchdog, met
 from raytrain_ddp.training.world import World, broadcast
 
 Pause = Callable[[float, OSError], bool]
@@ -43,7 +47,10 @@ class RecordingSession:
     """A session but for `wrap`, `report`, `wishes` and `look`; only rank 0 has a recorder.
 
     Args:
-        show: is given each event on rank 0, also from the thread that commits.
+        show: is given each event on rank 0, also from the threads that commit and watch.
+
+    Attributes:
+        hosts: of all ranks; empty before `watch`.
     """
 
     def __init__(
@@ -51,8 +58,28 @@ class RecordingSession:
     ) -> None:
         self.world = world
         self._show = show
-        self._storage = checkpoint_store(run_storage(config)).storage
+        self._run, self._hang_s = run_storage(config), config.scaling.hang_s
+        self._storage = checkpoint_store(self._run).storage
+        self._watchdog: Watchdog | None = None
+        self.hosts: list[str] = []
         self.recorder = Recorder(config, world, best, show) if world.is_main else None
+
+    def watch(self, clock: Clock) -> None:
+        owners = met(self.world)
+        self.hosts = [owner.host for owner in owners]
+        exchange = self.meeting(owners)
+        if self._hang_s and exchange is not None:
+            self._watchdog = Watchdog(
+                clock, self._hang_s, self.world.rank, owners, self._run, exchange, self.hung
+            )
+
+    def meeting(self, owners: Sequence[Owner]) -> Exchange | None:
+        """Where ranks that get on no more say so; None: nobody watches."""
+        raise NotImplementedError
+
+    def hung(self, hang: Hang) -> None:
+        """Tells of it, and ends this process."""
+        raise NotImplementedError
 
     def latest(self) -> Checkpoint | None:
         """From the storage, not from Ray's register: that lags behind by a poll, and a checkpoint
@@ -90,6 +117,8 @@ class RecordingSession:
             self.tell(record)
 
     def tell(self, event: Record) -> None:
+        if self._watchdog is not None and event["kind"] == "plan":
+            self._watchdog.begin(event["start_step"])
         if self.world.is_main:
             self._show(event)
 
@@ -112,13 +141,19 @@ class RecordingSession:
             self.recorder.saved(stall_s)
 
     def finish(self) -> None:
+        self._watch_no_more()
         if self.recorder is not None:
             self.recorder.finish()
 
     def close(self) -> None:
         """Waits for the commit that is under way."""
+        self._watch_no_more()
         if self.recorder is not None:
             self.recorder.close()
+
+    def _watch_no_more(self) -> None:
+        if self._watchdog is not None:
+            self._watchdog.close()
 
     def _trying_again(self, wait_s: float, error: OSError) -> bool:
         text = f"{self._storage} does not answer ({error}): trying again in {wait_s:.1f} s."

@@ -25,6 +25,7 @@ from raytrain_ddp.training.repro import REMEDY
 from raytrain_ddp.training.session import Session
 from raytrain_ddp.training.state import TrainState
 from raytrain_ddp.training.step import Stepper
+from raytrain_ddp.training.stragglers import Stragglers
 
 
 @dataclass(frozen=True)
@@ -59,6 +60,7 @@ class Run:
     flops: float  # of a sample, forward and backward
     peak_flops_per_s: float | None
     metrics: dict[str, float] = field(default_factory=dict)  # of the evaluation after this step
+    stragglers: Stragglers = field(default_factory=Stragglers)
 
     def log(self, loss_share: Tensor, rate: float) -> None:
         """Writes the step's loss and the speed since the last line; all ranks take part.
@@ -75,6 +77,7 @@ class Run:
         samples = sum(self.plan.samples(s % per_epoch) for s in range(self.logged_step, step))
         samples_per_s = samples / trained_s
         flops_per_s = self.flops * samples_per_s / world.size
+        told = timing.summary(readings, step - self.logged_step, flops_per_s, self.peak_flops_per_s)
         self.session.log(
             {
                 "kind": "train",
@@ -86,14 +89,15 @@ class Run:
                 "skipped": self.state.skipped,
                 "nonfinite": self.state.nonfinite,
                 "seconds": self.clock.elapsed(),
-                "timing": timing.summary(
-                    readings, step - self.logged_step, flops_per_s, self.peak_flops_per_s
-                ),
+                "timing": told,
             }
         )
         if world.size > 1:  # not in the log, which would grow with the number of workers
             split_s = timing.by_rank(readings, step - self.logged_step)
             self.session.tell({"kind": "ranks", "step": step, "split_s": split_s})
+        straggler = self.stragglers.look(step, told.get("slowest"), self.session.hosts)
+        if straggler is not None:
+            self.session.tell(straggler)
         self.logged_step = step
 
     def evaluate(self) -> bool:
@@ -111,6 +115,7 @@ class Run:
                 self.config.micro_batch,
                 self.session.world,
                 replace(self.feed.loader.threads, begin=None),  # nothing else to do meanwhile
+                beat=self.clock.beat,
             )
         self.metrics, self.state.evaluated_step = scalars(values), self.state.step
         skipped = int(self.metrics.get("skipped", 0))
@@ -156,6 +161,7 @@ class Run:
         step, world, asked = self.state.step, self.session.world, time.monotonic()
         self.stepper.settle()  # the device has its own work to end, which is no stall
         began = time.monotonic()
+        self.stepper.likeness.require()
         if not self.state.is_finite():  # the weights are alike on all ranks, and so is the answer
             raise DivergedError(
                 f"weights are not finite after step {step}. The last checkpoint is kept; {REMEDY}."

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from raytrain_ddp.checkpoint.manifest import Manifest
 from raytrain_ddp.checkpoint.store import Checkpoint
+from raytrain_ddp.training.clock import Clock
 from raytrain_ddp.training.world import World
 
 Record = Mapping[str, Any]
@@ -47,9 +48,17 @@ class Wishes(NamedTuple):
 
 
 class Session(Protocol):
-    """What the loop needs from outside. RaySession and LocalSession are the two kinds."""
+    """What the loop needs from outside. RaySession and LocalSession are the two kinds.
+
+    Attributes:
+        hosts: of all ranks; empty before `watch`.
+    """
 
     world: World
+    hosts: list[str]
+
+    def watch(self, clock: Clock) -> None:
+        """From now on until `finish`, workers that get on no more are ended. All take part."""
 
     def wrap(self, model: nn.Module, options: Mapping[str, Any]) -> nn.Module:
         """The model in DistributedDataParallel with `options`; itself if it is alone."""

@@ -16,6 +16,7 @@ from raytrain_ddp.failpoints import failpoint
 from raytrain_ddp.tasks.task import Task
 from raytrain_ddp.training.clock import Clock
 from raytrain_ddp.training.guard import Guard
+from raytrain_ddp.training.likeness import Likeness
 from raytrain_ddp.training.reduction import (
     DdpReduction,
     ExactReduction,
@@ -47,7 +48,9 @@ class Stepper:
         world: World,
         guard: Guard,
         clock: Clock,
+        likeness: Likeness,
     ) -> None:
+        self.likeness = likeness
         self._config, self._task, self._state, self._net = config, task, state, net
         self._world, self._guard, self._clock = world, guard, clock
         self._reduction: Reduction = DdpReduction(net, world)
@@ -65,7 +68,8 @@ class Stepper:
         device: the shares of all workers add up to it.
 
         Raises:
-            DivergedError: this step was not finite, or on a GPU the one before; see `judge`.
+            DivergedError: this step was not finite, or on a GPU the one before; see `judge`. Or the
+                ranks have not the same weights; see `Likeness`.
         """
         state, device = self._state, self._world.device
         place = self._world.rank, state.step + 1
@@ -97,6 +101,7 @@ class Stepper:
         self._clock.mark("optimizer")
         state.step += 1
         self._guard.follow()
+        self.likeness.follow()
         return loss_share
 
     def settle(self) -> None:

@@ -80,9 +80,9 @@ def summary(
     Returns:
         step_s: of a step, without evaluations and checkpoints. split_s: of a step by phase, with
         both, those that took any; means over the ranks. slowest: the rank that waits least for the
-        others, the phase in which it stands out most and its time as a multiple of the median; not
-        if it is alone. peak_memory_bytes: of any rank. flops_per_s, mfu (model FLOPs utilization,
-        Chowdhery et al. 2022): of a rank, where they are known.
+        others, the phase in which it stands out most and its time as a multiple of their median;
+        not if it is alone. peak_memory_bytes: of any rank. flops_per_s, mfu (model FLOPs
+        utilization, Chowdhery et al. 2022): of a rank, where they are known.
     """
     told: dict[str, Any] = {
         "step_s": max(reading.seconds for reading in readings) / steps,
@@ -118,10 +118,12 @@ def _slowest(readings: Sequence[Reading]) -> dict[str, Any]:
     work = [[r.phases[PHASES.index(phase)] for phase in _WORK] for r in readings]
     busy = [math.fsum(each) for each in work]
     rank = max(range(len(busy)), key=busy.__getitem__)
-    usual = [median(each) for each in zip(*work, strict=True)]
+    others = work[:rank] + work[rank + 1 :]
+    usual = [median(each) for each in zip(*others, strict=True)]
+    usually = median(math.fsum(each) for each in others)
     beyond = [own - other for own, other in zip(work[rank], usual, strict=True)]
     phase = _WORK[max(range(len(_WORK)), key=beyond.__getitem__)]
-    return {"rank": rank, "phase": phase, "ratio": busy[rank] / max(median(busy), 1e-9)}
+    return {"rank": rank, "phase": phase, "ratio": busy[rank] / max(usually, 1e-9)}
 
 
 def in_order(phases: Mapping[str, float]) -> tuple[float, ...]:

@@ -13,6 +13,8 @@ from raytrain_ddp.orchestration.doctor.rows import Report, Row
 from raytrain_ddp.orchestration.words import plural
 
 _CHECK, _WHERE, _VERDICT, _LEAST_FOUND, _MOST_WIDTH = 14, 16, 4, 20, 110
+OF_A_CLUSTER = "a run would start", "a run would not get far"
+OF_A_RUN = "the run gets on", "the run does not get on"
 _STYLE = {"ok": "green", "warn": "yellow", "fail": "bold red"}
 
 
@@ -27,8 +29,12 @@ def progress() -> Iterator[Callable[[str], None]]:
         yield lambda text: status.update(Text(text))
 
 
-def show(report: Report, console: Console) -> None:
-    """The table: check, where, found, verdict; below each that is not ok, what to do."""
+def show(report: Report, console: Console, words: tuple[str, str] = OF_A_CLUSTER) -> None:
+    """The table: check, where, found, verdict; below each that is not ok, what to do.
+
+    Args:
+        words: what it comes to with warnings only, and with failures.
+    """
     width = min(console.width, _MOST_WIDTH)
     room = max(_LEAST_FOUND, width - _CHECK - _WHERE - _VERDICT - 3 * 2)
     _print(console, Text(_line("check", "where", "found", room), "bold"))
@@ -40,9 +46,9 @@ def show(report: Report, console: Console) -> None:
         before = row.check
     counts = [plural(report.count("fail"), "failure"), plural(report.count("warn"), "warning")]
     if report.count("fail"):
-        told = f"{', '.join(counts)}: a run would not get far."
+        told = f"{', '.join(counts)}: {words[1]}."
     elif report.count("warn"):
-        told = f"{counts[1]}: a run would start."
+        told = f"{counts[1]}: {words[0]}."
     else:
         told = "All is well."
     _print(console, Text(told, "bold"))

@@ -1,0 +1,53 @@
+"""Who keeps the others waiting line after line of the log: told once, and again when it changes."""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from raytrain_ddp.training.session import Record
+
+_SLOWER = 2.0  # than the others
+_LINES = 5
+
+
+class Stragglers:
+    """Is shown who was slowest in each line of the log."""
+
+    def __init__(self) -> None:
+        self._lines: deque[tuple[int, str, float]] = deque(maxlen=_LINES)
+        self._told: int | None = None
+
+    def look(
+        self, step: int, slowest: Mapping[str, Any] | None, hosts: Sequence[str]
+    ) -> Record | None:
+        """An event, if there is something new to tell.
+
+        Args:
+            slowest: see `timing.summary`; None if there is one rank only.
+            hosts: of all ranks.
+        """
+        if slowest is None:
+            return None
+        rank, ratio = slowest["rank"], slowest["ratio"]
+        self._lines.append((rank if ratio >= _SLOWER else -1, slowest["phase"], ratio))
+        if len({each for each, _, _ in self._lines}) > 1 or len(self._lines) < _LINES:
+            return None
+        rank = self._lines[0][0]
+        before, self._told = self._told, None if rank < 0 else rank
+        if before == self._told:
+            return None
+        if self._told is None:
+            text = f"rank {before} keeps up with the others again, by step {step}"
+            return {"kind": "straggler", "step": step, "rank": None, "text": text}
+        phase = Counter(phase for _, phase, _ in self._lines).most_common(1)[0][0]
+        ratio = sorted(ratio for _, _, ratio in self._lines)[_LINES // 2]
+        host = hosts[rank] if rank < len(hosts) else ""
+        where = f" on {host}" if host else ""
+        text = f"rank {rank}{where} takes {ratio:.1f} x as long as the others, which wait for it: "
+        return {
+            **{"kind": "straggler", "step": step, "rank": rank, "host": host, "phase": phase},
+            "ratio": ratio,
+            "text": f"{text}most in {phase}, by step {step}",
+        }

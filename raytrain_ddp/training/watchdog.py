@@ -1,0 +1,252 @@
+"""Watches that steps are finished, from a thread of each worker.
+
+A worker that hangs in a collective, or whose task hangs, leaves Python's lock to other threads, and
+so can tell where it is. One that is stopped, or does not let that lock go, can not: then it is its
+silence that tells.
+
+Nothing is said as long as steps are finished. After that the ranks exchange signs, find together
+what keeps them (hang.py), keep their stacks, and end.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import json
+import os
+import signal
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import asdict, replace
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch.distributed as dist
+
+from raytrain_ddp.checkpoint.layout import HANGS
+from raytrain_ddp.checkpoint.lease import Owner
+from raytrain_ddp.checkpoint.storage import Storage
+from raytrain_ddp.training.clock import STARTING, Clock
+from raytrain_ddp.training.hang import (
+    Hang,
+    Sign,
+    collectives,
+    is_hang,
+    is_waiting,
+    judge,
+    last_collective,
+    look_at,
+    stacks,
+)
+from raytrain_ddp.training.world import World
+
+Exchange = Callable[[Sign | None], Mapping[int, Sign]]
+"""Puts this rank's sign where the others find it, or takes it away, and returns those of all."""
+
+_AUTO_S = 30.0
+_MEDIANS = 10  # steps
+_APART = 60  # times as long for what is no step
+_STEPS = 51
+_KEPT_S = 10.0  # for stacks to be written by all
+
+
+class Watchdog:
+    """Watches one start of the training; `close` ends it.
+
+    Args:
+        hang_s: scaling.hang_s, above 0.
+        owners: the processes of all ranks.
+        run: the run's folder.
+        exchange: see Exchange; may raise anything.
+        end: tells of a hang and ends this process.
+    """
+
+    def __init__(
+        self,
+        clock: Clock,
+        hang_s: float | str,
+        rank: int,
+        owners: Sequence[Owner],
+        run: Storage,
+        exchange: Exchange,
+        end: Callable[[Hang], None],
+    ) -> None:
+        self._clock, self._rank, self._owners = clock, rank, owners
+        self._least_s = _AUTO_S if isinstance(hang_s, str) else float(hang_s)
+        self._run, self._exchange, self._end = run, exchange, end
+        self._steps: deque[float] = deque(maxlen=_STEPS)  # seconds of each, or of a few
+        self._first = 0  # the step of the first one of this start
+        self._look_s = min(1.0, self._least_s / 20)
+        self._ask_s = min(2.0, self._least_s / 5)
+        self._grace_s = max(2.0, self._least_s / 3)
+        self._training = threading.get_ident()
+        self._closed = threading.Event()
+        self._silent_stack = _open_stack(rank, owners)
+        self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
+        self._thread.start()
+
+    def begin(self, step: int) -> None:
+        """The training goes on from here."""
+        self._first = step
+
+    def close(self) -> None:
+        self._closed.set()
+        if threading.current_thread() is not self._thread:
+            self._thread.join(timeout=_KEPT_S)
+
+    @property
+    def limit_s(self) -> float:
+        """For how long a step may take."""
+        return max(self._least_s, _MEDIANS * median(self._steps) if self._steps else 0.0)
+
+    @property
+    def patience_s(self) -> float:
+        """For how long what is done now may take."""
+        doing = self._clock.doing
+        apart = doing in (STARTING, "evaluation", "checkpoint") or self._clock.steps == 0
+        return max(_APART * self._least_s, self.limit_s) if apart else self.limit_s
+
+    def _watch(self) -> None:
+        clock = self._clock
+        looked_s, moved_s, steps, still_s = time.monotonic(), clock.moved_s, 0, 0.0
+        called_s, asked_s = None, 0.0
+        while not self._closed.wait(self._look_s):
+            self._arm()
+            now_s = time.monotonic()
+            # A process that is stopped for a while, or all of whose threads are, is no hang of its
+            # own making: time that this thread has not seen does not count.
+            still_s += min(now_s - looked_s, 5 * self._look_s)
+            looked_s = now_s
+            if clock.moved_s != moved_s:
+                if clock.steps > steps:
+                    self._steps.append((clock.moved_s - moved_s) / (clock.steps - steps))
+                moved_s, steps, still_s = clock.moved_s, clock.steps, 0.0
+                if called_s is not None:
+                    called_s = None
+                    self._ask(None)
+            elif still_s >= self.limit_s and now_s - asked_s >= self._ask_s:
+                asked_s, called_s = now_s, called_s or now_s
+                signs = self._ask(self._sign(still_s))
+                complete = len(signs) == len(self._owners)
+                waited = time.monotonic() - called_s >= self._grace_s
+                if is_hang(signs) and (complete or waited) and clock.moved_s == moved_s:
+                    self._finish(signs, still_s)
+                    break
+        faulthandler.cancel_dump_traceback_later()
+        if self._silent_stack is not None:
+            os.close(self._silent_stack)
+
+    def _arm(self) -> None:
+        """Has this process's stacks written by a thread without Python, if this one cannot run."""
+        where = self._silent_stack if self._silent_stack is not None else sys.__stderr__
+        with suppress(Exception):  # a stderr without a file
+            faulthandler.dump_traceback_later(self.limit_s, file=where)  # type: ignore[arg-type]
+
+    def _sign(self, still_s: float) -> Sign:
+        doing, (at, inside) = self._clock.doing, look_at(self._training)
+        number, name = last_collective()
+        step = self._first + self._clock.steps + 1
+        waits = is_waiting(doing, inside)
+        return Sign(self._rank, step, doing, number, name, waits, at, still_s, self.patience_s)
+
+    def _ask(self, sign: Sign | None) -> dict[int, Sign]:
+        own = {} if sign is None else {self._rank: sign}
+        with suppress(Exception):  # who cannot be asked says nothing
+            return {**self._exchange(sign), **own}
+        return own
+
+    def _finish(self, signs: Mapping[int, Sign], still_s: float) -> None:
+        """Keeps what all ranks know, and ends this process."""
+        hang = judge(signs, self._owners)
+        folder = start_folder(self._owners)
+        text = f"{hang.text}. The stacks of all ranks are in {self._run}/{HANGS}/{folder}."
+        hang = replace(hang, text=text)
+        mine = f"rank {self._rank}: {hang.text}\n\n{stacks()}"
+        print(mine, file=sys.stderr, flush=True)
+        # In a thread, as it may be the storage that hangs.
+        keeping = threading.Thread(target=self._keep, args=(hang, mine, signs), daemon=True)
+        keeping.start()
+        keeping.join(_KEPT_S)
+        until_s = time.monotonic() + _KEPT_S
+        sign = replace(self._sign(still_s), kept=True)
+        while time.monotonic() < until_s:
+            answers = self._ask(sign)
+            if all(rank in answers and answers[rank].kept for rank in signs):
+                break
+            time.sleep(min(0.1, self._ask_s))
+        if len(signs) > 1:
+            for rank, owner in enumerate(self._owners):
+                if rank not in signs and owner.is_here() and not owner.is_dead():
+                    os.kill(owner.pid, signal.SIGKILL)  # it could not end by itself
+        self._end(hang)
+
+    def _keep(self, hang: Hang, mine: str, signs: Mapping[int, Sign]) -> None:
+        with suppress(OSError):
+            folder = self._run.join(HANGS).join(start_folder(self._owners))
+            folder.mkdir()
+            folder.write_atomic(f"rank-{self._rank}.txt", mine.encode())
+            with suppress(Exception):
+                newest = json.dumps(collectives(), indent=1)
+                folder.write_atomic(f"rank-{self._rank}-collectives.json", newest.encode())
+            if self._rank != min(signs):
+                return
+            for rank, owner in enumerate(self._owners):
+                if rank not in signs and (stack := _stack_of(owner, rank)):
+                    folder.write_atomic(f"rank-{rank}.txt", stack)
+            told = {**asdict(hang), "signs": [asdict(sign) for sign in signs.values()]}
+            folder.write_atomic("hang.json", json.dumps(told, indent=1).encode())
+
+
+def start_folder(owners: Sequence[Owner]) -> str:
+    """The name by which the ranks of one start, and no others, find each other."""
+    first = owners[0]
+    return f"{''.join(c for c in first.since if c.isdigit())}-{first.token[:4]}"
+
+
+def through_folder(run: Storage, rank: int, owners: Sequence[Owner]) -> Exchange:
+    """By files in the run's folder, which all ranks reach; nothing is there before a hang."""
+    folder = run.join(HANGS).join(start_folder(owners))
+
+    def exchange(sign: Sign | None) -> dict[int, Sign]:
+        if sign is None:
+            folder.delete_file(f"rank-{rank}.json")
+            return {}
+        folder.mkdir()
+        folder.write_atomic(f"rank-{rank}.json", json.dumps(asdict(sign)).encode())
+        names = [(r, f"rank-{r}.json") for r in range(len(owners))]
+        found = [(r, folder.read(name)) for r, name in names if folder.exists(name)]
+        return {r: Sign(**json.loads(data)) for r, data in found}
+
+    return exchange
+
+
+def met(world: World) -> list[Owner]:
+    """The processes of all ranks; all take part."""
+    mine = Owner.here()
+    owners: list[Any] = [mine] * world.size
+    if world.size > 1:
+        dist.all_gather_object(owners, mine)
+    return owners
+
+
+def _open_stack(rank: int, owners: Sequence[Owner]) -> int | None:
+    """A file in memory that another rank of this machine can read; None if nobody could."""
+    others = [owner for owner in owners if owner.is_here()]
+    if len(others) < 2 or not hasattr(os, "memfd_create"):
+        return None
+    return os.memfd_create(f"raytrain-ddp-stacks-{rank}")
+
+
+def _stack_of(owner: Owner, rank: int) -> bytes:
+    """What a rank that says nothing has left, if it is of this machine."""
+    if not owner.is_here():
+        return b""
+    with suppress(OSError):
+        for link in Path(f"/proc/{owner.pid}/fd").iterdir():
+            if f"raytrain-ddp-stacks-{rank} " in os.readlink(link):
+                return link.read_bytes()
+    return b""

@@ -1,0 +1,156 @@
+"""`doctor --run`: how a run is, by what it has written."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from processes import door
+
+from raytrain_ddp.checkpoint.layout import CONFIG_FILE, EVENTS_FILE, HANGS, METRICS_FILE
+from raytrain_ddp.checkpoint.lease import LEASE_FILE, Owner
+from raytrain_ddp.checkpoint.storage import open_storage
+from raytrain_ddp.config import TrainConfig
+from raytrain_ddp.errors import ConfigError, PreflightError
+from raytrain_ddp.orchestration.doctor.alive import judge, look, open_run
+from raytrain_ddp.orchestration.doctor.rows import Report, Row
+from raytrain_ddp.recipe import dumps
+
+PLAN = {"kind": "plan", "start_step": 0, "total_steps": 100, "world_size": 3, "device": "cpu"}
+FAILED = {"kind": "failed", "step": 12, "message": "rank 1 (b) crashed; going on from step 10"}
+SAVED = {"kind": "checkpoint", "step": 20}
+
+
+def line(step: int, **slowest: Any) -> dict[str, Any]:
+    split = {"compute": 0.2, "communication": 0.3 if slowest else 0.0}
+    timing = {"step_s": 0.5, "split_s": split, "slowest": {"rank": 0, "phase": "data", "ratio": 1}}
+    timing["slowest"] |= slowest
+    return {"kind": "train", "step": step, "samples_per_s": 640.0, "timing": timing}
+
+
+def written(
+    folder: Path,
+    events: list[dict[str, Any]],
+    records: list[dict[str, Any]],
+    quiet_s: float = 0.0,
+    owner: Owner | None = None,
+) -> Path:
+    """A run's folder, of which nothing but the lease was written for `quiet_s`."""
+    run = folder / "runs" / "r"
+    run.mkdir(parents=True)
+    (run / CONFIG_FILE).write_text(dumps(TrainConfig(name="r")))
+    for name, lines in ((EVENTS_FILE, events), (METRICS_FILE, records)):
+        (run / name).write_text("".join(json.dumps(each) + "\n" for each in lines))
+        os.utime(run / name, (time.time() - quiet_s,) * 2)
+    if owner is not None:
+        (run / LEASE_FILE).write_text(json.dumps(asdict(owner)))
+    return run
+
+
+def rows(run: Path) -> tuple[Report, dict[str, Row]]:
+    report = judge(look(open_run(str(run))))
+    return report, {row.check: row for row in report.rows}
+
+
+def test_a_run_that_gets_on_is_well(tmp_path: Path):
+    run = written(tmp_path, [PLAN], [line(10), line(20)], owner=Owner.here())
+    report, row = rows(run)
+    assert report.exit_status == 0
+    assert f"pid {os.getpid()}" in row["driver"].found
+    assert row["progress"].found.startswith("step 20 of 100 (20 %), ")
+    assert row["speed"].found == "640 samples/s, 0.50 s a step, 40 s left"
+    assert {r.verdict for r in report.rows} == {"ok"}
+    assert sorted(path.name for path in run.iterdir()) == sorted(
+        [CONFIG_FILE, EVENTS_FILE, LEASE_FILE, METRICS_FILE]
+    )
+
+
+def test_fault_33_a_run_that_writes_nothing_for_long_does_not_get_on(tmp_path: Path):
+    run = written(tmp_path, [PLAN], [line(10), line(20)], 55.0, Owner.here())  # 11 lines
+    report, row = rows(run)
+    assert row["progress"].verdict == "fail"
+    assert "scaling.hang_s" in row["progress"].advice
+    assert report.exit_status == PreflightError.exit_status
+
+
+@pytest.mark.parametrize("quiet_s", [45.0, 599.0])
+def test_slow_lines_and_a_start_take_their_time(tmp_path: Path, quiet_s: float):
+    records = [line(10), line(20)] if quiet_s < 50 else []
+    report, _ = rows(written(tmp_path, [PLAN], records, quiet_s, Owner.here()))
+    assert report.exit_status == 0
+
+
+def test_a_run_whose_driver_died_or_that_nobody_drives_is_told(tmp_path: Path):
+    dead = replace(Owner.here(), born=1)
+    run = written(tmp_path, [PLAN], [line(20)], owner=dead)
+    report, row = rows(run)
+    assert row["driver"].verdict == "fail"
+    assert "Run the command again" in row["driver"].advice
+    (run / LEASE_FILE).unlink()
+    report, row = rows(run)
+    assert (row["driver"].verdict, report.exit_status) == ("warn", 0)
+    with (run / EVENTS_FILE).open("a") as file:
+        file.write(json.dumps({"kind": "end", "status": 0}) + "\n")
+    assert rows(run)[1]["driver"].found == "ended with status 0"
+
+
+def test_fault_32_a_slow_rank_and_what_limits_the_run_are_told(tmp_path: Path):
+    straggler = {"kind": "straggler", "rank": 2, "host": "w2", "phase": "data", "text": ""}
+    records = [line(10 * n, rank=2, ratio=3.0) for n in range(1, 9)]
+    _, row = rows(written(tmp_path, [PLAN, straggler], records, owner=Owner.here()))
+    assert row["slowest"] == Row(
+        "slowest", "rank 2 w2", "3.0 x as long as the others, most in data", "warn"
+    )
+    assert row["limit"].found == "waits for rank 2 60 % of the time"
+
+
+def test_failures_and_hangs_warn_until_a_checkpoint_follows_and_name_their_stacks(tmp_path: Path):
+    run = written(tmp_path, [PLAN, FAILED], [line(20)], owner=Owner.here())
+    folder = run / HANGS / "20260101000000-abcd"
+    folder.mkdir(parents=True)
+    hang = {"text": "rank 1 (b) did not enter", "step": 12, "ranks": [1]}
+    (folder / "hang.json").write_text(json.dumps(hang))
+    _, row = rows(run)
+    assert row["failures"].verdict == row["hang"].verdict == "warn"
+    assert FAILED["message"] in row["failures"].found
+    assert row["hang"].where == "rank 1"
+    assert "hang/20260101000000-abcd/rank-*.txt" in row["hang"].found
+    with (run / EVENTS_FILE).open("a") as file:
+        file.write(json.dumps(SAVED) + "\n")
+    _, row = rows(run)
+    assert row["failures"].verdict == row["hang"].verdict == "ok"
+
+
+def test_weights_that_were_mended_are_told(tmp_path: Path):
+    record = {"kind": "resync", "step": 15, "ranks": [1], "source": 0, "first": "conv.weight"}
+    _, row = rows(written(tmp_path, [PLAN], [line(10), record, line(20)], owner=Owner.here()))
+    assert (row["divergence"].where, row["divergence"].verdict) == ("rank 1", "warn")
+    assert "conv.weight" in row["divergence"].found
+
+
+def test_the_door_takes_a_name_answers_without_torch_and_says_where_no_run_is(tmp_path: Path):
+    written(tmp_path, [PLAN], [line(10)], 500.0, Owner.here())
+    answer = door("doctor", "--run", "r", cwd=tmp_path)
+    assert (answer.status, answer.heavy) == (PreflightError.exit_status, [])
+    assert "1 failure, 0 warnings: the run does not get on." in answer.out
+    answer = door("doctor", "--run", "r", "--json", cwd=tmp_path)
+    assert json.loads(answer.out)["findings"]["newest"]["step"] == 10
+    answer = door("doctor", "--run", "q", cwd=tmp_path)
+    assert (answer.status, answer.out) == (ConfigError.exit_status, "")
+    assert "no run there" in answer.err
+
+
+def test_a_folder_that_may_only_be_read_is_enough(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    run = written(tmp_path, [PLAN], [line(10)], owner=Owner.here())
+    storage = open_storage(str(run))
+
+    def refused(_: object) -> float:
+        raise PermissionError("read only")
+
+    monkeypatch.setattr(type(storage), "clock_s", refused)
+    assert judge(look(storage)).exit_status == 0

@@ -1,0 +1,218 @@
+"""Rows 32 and 33: workers that hang, with three gloo processes."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from processes import Died, Group
+from tiny import Ran, ScriptedSession, bits, plain, run_tiny, tiny_config
+
+from raytrain_ddp.checkpoint.layout import EVENTS_FILE, HANGS, read_history, run_storage
+from raytrain_ddp.checkpoint.lease import Owner
+from raytrain_ddp.config import TrainConfig
+from raytrain_ddp.errors import RetriesExhausted
+from raytrain_ddp.failpoints import FOLDER_VARIABLE, VARIABLE, arm
+from raytrain_ddp.orchestration.board import Board
+from raytrain_ddp.sections import ScalingConfig
+from raytrain_ddp.training.hang import Sign, is_hang, judge
+
+Meddle = Callable[[int, Path, int], None]
+SOON = ScalingConfig(hang_s=2.0)
+LOST = Died(RetriesExhausted.exit_status)
+
+
+def hung_config(folder: Path, name: str, **changes: Any) -> TrainConfig:
+    return tiny_config(folder, name, scaling=SOON, **changes)
+
+
+def run_with(rank: int, size: int, config: dict[str, Any], text: str, folder: str) -> object:
+    arm(text, folder)
+    try:
+        return run_tiny(rank, size, config)
+    finally:
+        arm("", "")
+
+
+def run_alongside(
+    rank: int, size: int, config: dict[str, Any], folder: str, then: Meddle
+) -> tuple[Ran, float]:
+    """`then` is called on each rank before each step."""
+
+    def meddle(session: ScriptedSession) -> None:
+        session.before_step = partial(then, rank, Path(folder))
+
+    started = time.monotonic()
+    return run_tiny(rank, size, config, meddle=meddle), time.monotonic() - started
+
+
+def barrier_on_rank_1(rank: int, _: Path, step: int) -> None:
+    if (rank, step) == (1, 6):
+        dist.barrier()
+
+
+def receive_on_rank_1(rank: int, _: Path, step: int) -> None:
+    if (rank, step) == (1, 6):
+        dist.recv(torch.zeros(1), 0)  # which sends nothing
+
+
+def slow_on_rank_1(rank: int, _: Path, step: int) -> None:
+    time.sleep(0.12 if rank == 1 else 0.0)
+
+
+def pause_all(rank: int, folder: Path, step: int) -> None:
+    """As a laptop's lid, or a frozen container."""
+    if step == 8:
+        folder.mkdir(exist_ok=True)
+        (folder / f"pid-{rank}").write_text(f"{os.getpid()}\n")
+        while len(list(folder.glob("pid-*"))) < 3:
+            time.sleep(0.01)
+        if rank == 0:
+            wake = "sleep 5; kill -CONT $(cat pid-*)"
+            subprocess.Popen(["sh", "-c", f"kill -STOP $(cat pid-*); {wake}"], cwd=folder)
+
+
+def sign(rank: int, **changes: Any) -> Sign:
+    """Of a rank that waits in the all-reduce of step 9, and has no patience left."""
+    usual: dict[str, Any] = {"step": 9, "doing": "gradient exchange", "collective": 40}
+    usual |= {"name": "all_reduce", "waits": True, "at": "a.py:1 in f"}
+    return Sign(rank, **{**usual, "still_s": 31.0, "patience_s": 30.0, **changes})
+
+
+def said(*signs: Sign, size: int = 3) -> tuple[str, tuple[int, ...]]:
+    owners = [Owner(f"{n}", f"h{n}", 1 + n, "now", "another machine", 0) for n in range(size)]
+    hang = judge({each.rank: each for each in signs}, owners)
+    return hang.text, hang.ranks
+
+
+ALL_REDUCE = "the all-reduce of step 9 (gradient exchange, collective 40)"
+
+
+def test_fault_33_who_keeps_the_others_waiting_is_told_from_what_all_say():
+    idle = {"waits": False, "doing": "data wait", "name": "broadcast", "collective": 39}
+    assert said(sign(0), sign(1), sign(2, **idle)) == (
+        f"rank 2 (h2) did not enter {ALL_REDUCE}: it is in data wait (a.py:1 in f); the others "
+        "wait 31 s",
+        (2,),
+    )
+    text, ranks = said(sign(0), sign(2))
+    assert ranks == (1,)
+    assert f"rank 1 (h1) did not enter {ALL_REDUCE}: it does not answer" in text
+    text, ranks = said(sign(0), sign(1, name="barrier"), sign(2))
+    assert ranks == (1,)
+    assert "it is in the barrier of step 9" in text
+    text, ranks = said(sign(0, collective=39), sign(1), size=2)  # of two, the one behind
+    assert ranks == (0,)
+    text, ranks = said(sign(0), sign(1), sign(2))
+    assert (ranks, "all ranks are in" in text) == ((), True)
+    text, ranks = said(*(sign(rank, **idle) for rank in range(3)))
+    assert (ranks, "no rank has finished step 9" in text) == ((), True)
+
+
+def test_one_rank_with_patience_is_enough_for_no_hang():
+    """As rank 0, which waits for a storage, while the others wait for it."""
+    assert is_hang({0: sign(0), 1: sign(1)})
+    assert not is_hang({0: sign(0, doing="checkpoint", patience_s=1800.0), 1: sign(1)})
+
+
+def test_the_board_brings_together_the_ranks_of_one_start_only():
+    board = Board()
+    assert board.meet("a", 0, "x") == {0: "x"}
+    assert board.meet("a", 1, "y") == {0: "x", 1: "y"}
+    assert board.meet("a", 0, None) == {1: "y"}
+    assert board.meet("b", 2, "z") == {2: "z"}
+
+
+def found(config: TrainConfig) -> tuple[Path, dict[str, Any]]:
+    """Where the stacks are, and what the ranks found."""
+    (folder,) = (Path(run_storage(config).path) / HANGS).iterdir()
+    return folder, json.loads((folder / "hang.json").read_text())
+
+
+def test_fault_33_a_stopped_rank_is_named_ended_and_the_run_goes_on_with_the_same_bits(
+    workers: Group, tmp_path: Path
+):
+    whole, config = tiny_config(tmp_path, "whole"), hung_config(tmp_path, "hung")
+    workers(3, run_tiny, plain(whole))
+    at = "train.before_step:stop@rank=2,step=14"
+    ends = workers.outcomes(3, run_with, plain(config), at, str(tmp_path / "fired"))
+    assert ends == [LOST, LOST, Died(-9)]
+    folder, hang = found(config)
+    assert (hang["ranks"], hang["step"]) == ([2], 14)
+    assert hang["text"].startswith("rank 2 (")
+    assert "did not enter the all-reduce" in hang["text"]
+    assert "its process is stopped (SIGSTOP" in hang["text"]
+    for rank in (0, 1):
+        assert "in train" in (folder / f"rank-{rank}.txt").read_text()
+    workers(3, run_tiny, plain(config))
+    assert bits(config) == bits(whole)
+
+
+def test_fault_33_a_rank_that_holds_pythons_lock_is_told_by_its_peers_and_leaves_its_stack(
+    workers: Group, tmp_path: Path
+):
+    config = hung_config(tmp_path, "hung")
+    at = "train.after_backward:gil(60)@rank=0,step=5"
+    ends = workers.outcomes(3, run_with, plain(config), at, str(tmp_path / "fired"))
+    assert ends == [Died(-9), LOST, LOST]
+    folder, hang = found(config)
+    assert hang["ranks"] == [0]
+    assert "Python's lock" in hang["text"]
+    assert "in act" in (folder / "rank-0.txt").read_text()  # of failpoints.py
+
+
+@pytest.mark.parametrize("then", [barrier_on_rank_1, receive_on_rank_1])
+def test_fault_33_a_rank_that_skips_a_collective_is_named_with_what_it_does_instead(
+    workers: Group, tmp_path: Path, then: Meddle
+):
+    config = hung_config(tmp_path, "hung")
+    ends = workers.outcomes(3, run_alongside, plain(config), str(tmp_path), then)
+    assert ends == [LOST] * 3
+    folder, hang = found(config)
+    assert (hang["ranks"], hang["step"]) == ([1], 6)
+    assert "did not enter the all-reduce of step 6" in hang["text"]
+    assert then.__name__ in (folder / "rank-1.txt").read_text()
+
+
+def test_fault_32_33_a_slow_rank_and_a_pause_of_all_are_no_hangs(workers: Group, tmp_path: Path):
+    slow, paused = (hung_config(tmp_path, name) for name in ("slow", "paused"))
+    (ran, took_s), *_ = workers(3, run_alongside, plain(slow), str(tmp_path), slow_on_rank_1)
+    assert took_s > 0.1 * ran.outcome.step  # many times hang_s in all
+    (ran, took_s), *_ = workers(3, run_alongside, plain(paused), str(tmp_path / "p"), pause_all)
+    assert took_s > 4
+    assert ran.outcome.step == ran.outcome.total_steps
+    assert not (tmp_path / "slow" / HANGS).exists()
+    assert not (tmp_path / "paused" / HANGS).exists()
+
+
+@pytest.mark.slow
+def test_fault_33_torchrun_starts_anew_what_hangs(tmp_path: Path):
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=3"]
+    command += ["--max-restarts=1", "--standalone", "-m", "raytrain_ddp.fit"]
+    command += ["--name=hung", "--epochs=3", "--scaling.hang-s=2"]
+    armed = {VARIABLE: "train.before_step:stop@rank=1,step=40"}
+    armed |= {FOLDER_VARIABLE: f"{tmp_path / 'fired'}", "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        command,
+        cwd=tmp_path,
+        env={**os.environ, **armed},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert "did not enter the all-reduce of step 40" in done.stdout
+    events = read_history(
+        run_storage(TrainConfig(name="hung", storage=str(tmp_path / "runs"))), EVENTS_FILE
+    )
+    assert [event["step"] for event in events if event["kind"] == "failed"] == [40]

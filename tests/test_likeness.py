@@ -1,0 +1,120 @@
+"""Weights that differ between workers: found, named, and mended or the end; three processes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from processes import Group, Raised
+from tiny import TOTAL_STEPS, Ran, bits, kept_steps, plain, run_tiny, tiny_config
+from torch import Tensor
+
+from raytrain_ddp.checkpoint.layout import read_history, run_storage
+from raytrain_ddp.config import TrainConfig
+from raytrain_ddp.errors import DivergedError
+from raytrain_ddp.failpoints import arm
+from raytrain_ddp.sections import DdpConfig, OptimConfig, ScalingConfig
+from raytrain_ddp.training.likeness import fingerprints
+
+AT = "train.weights:flip@rank={},step=13"
+EVERY = ScalingConfig(check_every_steps=5)
+MENDED = ScalingConfig(check_every_steps=5, on_divergence="resync")
+WAYS: dict[str, dict[str, Any]] = {
+    "sgd": {},
+    "exact-adamw": {"exact": True, "optim": OptimConfig(name="adamw", lr=0.01)},
+    "powersgd": {"ddp": DdpConfig(compression="powersgd", powersgd_rank=1)},
+}
+
+
+def run_with(rank: int, size: int, config: dict[str, Any], text: str, folder: str) -> Ran:
+    arm(text, folder)
+    try:
+        return run_tiny(rank, size, config)
+    finally:
+        arm("", "")
+
+
+def records_of(config: TrainConfig, kind: str) -> list[dict[str, Any]]:
+    return [r for r in read_history(run_storage(config)) if r["kind"] == kind]
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_flipped_weight_ends_the_run_before_a_checkpoint_has_it(
+    workers: Group, tmp_path: Path, way: str
+):
+    config = tiny_config(tmp_path, "flipped", scaling=EVERY, **WAYS[way])
+    ends = workers.outcomes(3, run_with, plain(config), AT.format(1), str(tmp_path / "fired"))
+    for end in ends:
+        assert isinstance(end, Raised)
+        assert (end.name, end.exit_status) == ("DivergedError", DivergedError.exit_status)
+        assert "rank 1 (" in end.text
+        assert "other weights than the others after step 15: in conv.weight" in end.text
+    assert max(kept_steps(config)) == 10
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("wrong", [0, 2])
+def test_a_flipped_weight_is_mended_from_those_that_agree(
+    workers: Group, tmp_path: Path, way: str, wrong: int
+):
+    config = tiny_config(tmp_path, "mended", scaling=MENDED, **WAYS[way])
+    text, folder = AT.format(wrong), str(tmp_path / "fired")
+    ran = workers(3, run_with, plain(config), text, folder)
+    assert len({each.digest for each in ran}) == 1
+    (record,) = records_of(config, "resync")
+    source = 1 if wrong == 0 else 0
+    assert record == {
+        **{"kind": "resync", "step": 15, "ranks": [wrong], "source": source},
+        "first": "conv.weight",
+    }
+    notes = [e["text"] for e in ran[0].events if e["kind"] == "note"]
+    assert any(f"rank {wrong} (" in n and f"optimizer of rank {source}" in n for n in notes)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_comparing_alarms_nobody_and_changes_no_bit(workers: Group, tmp_path: Path, way: str):
+    often, never = (
+        tiny_config(
+            tmp_path, f"{steps}", scaling=ScalingConfig(check_every_steps=steps), **WAYS[way]
+        )
+        for steps in (1, 0)
+    )
+    for config in (often, never):
+        ran = workers(3, run_tiny, plain(config))
+        assert ran[0].outcome.step == TOTAL_STEPS
+    assert bits(often) == bits(never)
+
+
+def test_a_checkpoint_is_never_made_of_weights_that_differ(workers: Group, tmp_path: Path):
+    config = tiny_config(tmp_path, "rare", scaling=ScalingConfig(check_every_steps=1000))
+    ends = workers.outcomes(3, run_with, plain(config), AT.format(0), str(tmp_path / "fired"))
+    assert all(isinstance(end, Raised) and "after step 20" in end.text for end in ends)
+    assert max(kept_steps(config)) == 10
+
+
+def some() -> list[Tensor]:
+    torch.manual_seed(0)
+    floats = torch.randn(3 * 65536 + 7)
+    kinds = [floats, floats[:50].bfloat16(), floats[:9].double(), torch.arange(5), torch.ones(())]
+    return [*kinds, torch.randn(2, 3, 4, 5).to(memory_format=torch.channels_last)]
+
+
+def test_each_bit_and_each_exchange_changes_the_fingerprint_of_its_tensor_alone():
+    before = fingerprints(some())
+    assert torch.equal(before, fingerprints(some()))
+    for number, tensor in enumerate(some()):
+        width = 8 * tensor.element_size()
+        kind = {16: torch.int16, 32: torch.int32, 64: torch.int64}[width]
+        for bit in range(width):
+            changed = some()
+            one = 1 << bit if bit < width - 1 else -(1 << bit)
+            place = (bit * 7919) % tensor.numel()
+            flat = changed[number].contiguous().reshape(-1)
+            flat.view(kind)[place] ^= one
+            changed[number] = flat.view(tensor.shape)
+            assert (fingerprints(changed) != before).nonzero().tolist() == [[number]]
+    swapped = some()
+    swapped[0][[3, 70_000]] = swapped[0][[70_000, 3]]
+    assert (fingerprints(swapped) != before).nonzero().tolist() == [[0]]
