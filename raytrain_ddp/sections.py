@@ -198,7 +198,8 @@ class ScalingConfig:
     hang_s: float | Literal["auto"] = field(default="auto", metadata=FREE)
     """Workers that finish no step for so long (and for 10 times the median step) are taken for
     hung: the rank that keeps the others waiting is named, the stacks of all are kept, and they are
-    replaced. 60 times as long for start-ups, evaluations and checkpoints. auto: 30; 0: never."""
+    replaced. 10 times as long for a batch of data, 60 times for start-ups, evaluations and
+    checkpoints. auto: 30; 0: never."""
     check_every_steps: int = field(default=100, metadata=FREE)
     """Compare the weights of all workers, which are alike to the last bit unless a device or a
     memory fails, every so many steps and before each checkpoint; 0: never."""

@@ -50,6 +50,7 @@ Exchange = Callable[[Sign | None], Mapping[int, Sign]]
 _AUTO_S = 30.0
 _MEDIANS = 10  # steps
 _APART = 60  # times as long for what is no step
+_FOR_DATA = 10  # and for a batch: a store that does not answer for a minute is no hang
 _STEPS = 51
 _KEPT_S = 10.0  # for stacks to be written by all
 
@@ -108,7 +109,8 @@ class Watchdog:
         """For how long what is done now may take."""
         doing = self._clock.doing
         apart = doing in (STARTING, "evaluation", "checkpoint") or self._clock.steps == 0
-        return max(_APART * self._least_s, self.limit_s) if apart else self.limit_s
+        times = _APART if apart else _FOR_DATA if doing == "data" else 1
+        return max(times * self._least_s, self.limit_s)
 
     def _watch(self) -> None:
         clock = self._clock
