@@ -43,12 +43,12 @@ def test_ones_own_recipe_and_task_reach_all_hosts_by_the_working_dir(undisturbed
 @pytest.mark.lab
 @pytest.mark.timeout(900)
 def test_a_storage_that_not_all_hosts_share_is_refused_before_the_first_step(lan: Cluster):
-    command = lan.train("--scaling.num-workers 3", storage="/root/runs")
+    command = lan.train("--scaling.num-workers 3", storage="/tmp/runs")
     assert command.wait(240) != 0, command
     said = command.said().partition("Status message")
     assert "command failed with exit code 3" in said[2]
     (error,) = re.findall(r"error: .*", said[0])
-    assert re.search(r"storage = /root/runs: node w\d does not see .* shared folder", error)
+    assert re.search(r"storage = /tmp/runs: node w\d does not see .* shared folder", error)
     assert "step 1/" not in said[0]
     assert not (lan.lab.home("head") / "runs" / "digits" / "checkpoints").exists()
 
