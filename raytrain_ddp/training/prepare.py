@@ -35,7 +35,7 @@ from raytrain_ddp.training.session import Session
 from raytrain_ddp.training.state import TrainState
 from raytrain_ddp.training.step import Stepper
 from raytrain_ddp.training.timing import peak_flops_per_s
-from raytrain_ddp.training.world import World, broadcast, hosts, set_up, versions
+from raytrain_ddp.training.world import World, broadcast, set_up, versions
 
 
 def prepare(config: TrainConfig, task: Task, session: Session) -> Run:
@@ -83,7 +83,6 @@ def prepare(config: TrainConfig, task: Task, session: Session) -> Run:
             f"rank {world.rank} has other training data ({data.rows} rows) than rank 0: give all "
             "nodes the same files."
         )
-    names = hosts(world)
     checkpoint = session.latest()
     if checkpoint is not None:
         _require_same_data(data.rows, fingerprint, checkpoint)
@@ -109,7 +108,7 @@ def prepare(config: TrainConfig, task: Task, session: Session) -> Run:
             "eval_samples": eval_data.rows if eval_data else 0,
             "unit": task.unit,
             "resumed_from": str(checkpoint.name) if checkpoint else None,
-            "hosts": names,
+            "hosts": session.hosts,
             "versions": versions(),
         }
     )

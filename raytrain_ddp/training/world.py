@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import platform
-import socket
 from contextlib import suppress
 from dataclasses import dataclass
 from importlib import metadata
@@ -69,14 +68,6 @@ def broadcast(value: Any, world: World) -> Any:
     box = [value]
     dist.broadcast_object_list(box, src=0, device=torch.device("cpu"))
     return box[0]
-
-
-def hosts(world: World) -> list[str]:
-    """The name of each rank's host; all ranks take part."""
-    names = [socket.gethostname()] * world.size
-    if world.size > 1:
-        dist.all_gather_object(names, socket.gethostname())
-    return names
 
 
 def versions() -> dict[str, str]:
