@@ -280,6 +280,16 @@ def test_plain_lines_end_each_epoch_whether_or_not_its_last_step_is_logged() -> 
     assert plain_steps(stream)[-1] == 75  # nor does the end
 
 
+def test_steps_that_a_dead_worker_made_after_the_last_line_are_told_as_made_again() -> None:
+    shown, stream = plain()
+    with shown:
+        shown.handle(PLAN)
+        shown.handle(train(130))
+        shown.handle({"kind": "failed", "rank": 1, "step": 137, "message": "was killed"})
+        shown.handle(PLAN | {"start_step": 115})
+    assert "at step 115 of 276, 22 steps again" in stream.getvalue()
+
+
 def test_a_restart_is_told_in_one_line_and_the_run_goes_on() -> None:
     for shown, stream in (plain(), live()):
         with shown:

@@ -126,6 +126,9 @@ class Display:
                 self._print(Text(f"note: {event['text']}", style="yellow"))
             case "failed":
                 self._settle()
+                if self._now:  # it got further than was shown
+                    reached = max(self._now["step"], event.get("step") or 0)
+                    self._now = {**self._now, "step": reached}
                 who = "failed" if event.get("rank") is None else f"rank {event['rank']} failed"
                 self._print(Text(f"{who}: {event['message']}", style="bold red"))
                 if event.get("traceback"):

@@ -96,6 +96,7 @@ def summary(config: TrainConfig, result: FitResult, flags: str = "") -> Summary:
     elif "://" not in place:
         commands.append(("train on", f"{again} --epochs {2 * config.epochs}"))
         commands.append(("train anew", f"{again} --name {name}-2"))
+    commands.append(("report", f"python -m raytrain_ddp.report {place}"))
     if config.log.tensorboard:
         commands.append(("see the curves", f"tensorboard --logdir {place}/{TENSORBOARD}"))
     paths = {"curves": f"{place}/{CURVES_FILE}", "metrics": f"{place}/{METRICS_FILE}"}
