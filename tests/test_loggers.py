@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+import time
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -112,6 +114,14 @@ class Moody:
         raise ConnectionError("nor now")
 
 
+def until(said: Sequence[Record], count: int) -> None:
+    """Until so many notes are told."""
+    deadline = time.monotonic() + 20
+    while len(said) < count and time.monotonic() < deadline:
+        time.sleep(0.001)
+    assert len(said) == count
+
+
 def test_a_service_that_fails_is_told_and_tried_again_with_the_next_checkpoint(tmp_path: Path):
     opened: list[Moody] = []
 
@@ -124,13 +134,67 @@ def test_a_service_that_fails_is_told_and_tried_again_with_the_next_checkpoint(t
     book.restore([])
     for step in (1, 2, 3):
         book.add(train(step, 1.0))
+    until(told, 1)
     assert [note["text"] for note in told] == [
-        "Service has failed (no route to host): it is tried again with the next checkpoint."
+        "Service has failed (no route to host): it is tried again with each checkpoint."
     ]
     book.publish()
     book.add(train(4, 1.0))
     book.close()
     assert [each.had for each in opened] == [[1], [1, 2, 3, 4]]
+
+
+def test_a_service_that_does_not_answer_keeps_neither_the_training_nor_its_end_waiting(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr("raytrain_ddp.training.courier._LAST_S", 0.1)
+    answers = threading.Event()
+
+    def wait(_: Sequence[Record]) -> Moody:
+        answers.wait(20)
+        raise ConnectionError("no answer")
+
+    told: list[Record] = []
+    book = Logbook(open_storage(str(tmp_path)), {"Service": wait}, told.append)
+    book.restore([])
+    began = time.monotonic()
+    for step in (1, 2):
+        book.add(train(step, 1.0))
+        book.publish()
+    book.close()
+    assert time.monotonic() - began < 5
+    assert [note["text"] for note in told] == [
+        "Service has not taken in all within 0 s: some may be missing there."
+    ]
+    answers.set()
+    assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 2
+
+
+def test_a_service_that_goes_on_failing_is_tried_at_most_once_a_failure_and_told_once(
+    tmp_path: Path,
+):
+    tries: list[int] = []
+    slowly = threading.Semaphore(0)
+
+    def refuse(records: Sequence[Record]) -> Moody:
+        tries.append(len(records))
+        slowly.acquire(timeout=20)
+        raise ConnectionError("down")
+
+    told: list[Record] = []
+    book = Logbook(open_storage(str(tmp_path)), {"Service": refuse}, told.append)
+    book.restore([])
+    book.add(train(1, 1.0))
+    for _ in range(5):  # checkpoints, while it still tries
+        book.publish()
+    slowly.release()
+    until(told, 1)
+    book.add(train(2, 1.0))
+    slowly.release()
+    book.publish()
+    book.close()
+    assert tries == [1, 2]
+    assert len(told) == 1
 
 
 def test_a_service_that_cannot_be_opened_ends_no_training(tmp_path: Path):

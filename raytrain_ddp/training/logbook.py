@@ -16,7 +16,8 @@ from typing import IO, Any
 
 from raytrain_ddp.checkpoint.layout import METRICS_FILE
 from raytrain_ddp.checkpoint.storage import Storage
-from raytrain_ddp.training.loggers import Logger, Open
+from raytrain_ddp.training.courier import Courier
+from raytrain_ddp.training.loggers import Open
 from raytrain_ddp.training.session import Record
 
 
@@ -35,15 +36,16 @@ class Logbook:
         self, run: Storage, openers: Mapping[str, Open], tell: Callable[[Record], None]
     ) -> None:
         self.records: list[Record] = []
-        self._run, self._tell, self._openers = run, tell, openers
+        self._run, self._tell = run, tell
         self._file: IO[str] | None = None
-        self._loggers: dict[str, Logger] = {}
-        self._has_begun = False  # in this start
+        self._couriers = [
+            Courier(name, opened, self.records, tell) for name, opened in openers.items()
+        ]
         self._lock = threading.Lock()  # the thread that commits publishes
 
     def restore(self, records: Sequence[Record]) -> None:
         """Begins the log with these records; called once, before the first `add`."""
-        self.records = list(records)
+        self.records[:] = records
         try:
             self.publish()
         except OSError as error:
@@ -53,7 +55,8 @@ class Logbook:
         """Appends one record."""
         with self._lock:
             self.records.append(record)
-            self._send(record)
+            for courier in self._couriers:
+                courier.add(record)
             if self._file is None:
                 return
             try:
@@ -66,13 +69,13 @@ class Logbook:
 
     def publish(self) -> None:
         """Makes the copies anew where they are not written record by record; raises OSError."""
+        with self._lock:
+            for courier in self._couriers:
+                courier.again()
         if not self._run.is_local:  # may take long, and needs no lock
             self._write(list(self.records))
-            with self._lock:
-                self._open_loggers()
             return
         with self._lock:
-            self._open_loggers()
             if self._file is not None:
                 return
             self._write(self.records)
@@ -80,47 +83,16 @@ class Logbook:
             self._file = path.open("a", encoding="utf-8", buffering=1)
 
     def close(self) -> None:
-        """Waits until all has arrived."""
+        """Waits until all has arrived, for a while."""
         self._close_file()
-        for name in list(self._loggers):
-            self._drop(name)
+        for courier in self._couriers:
+            courier.close()
 
     def _close_file(self) -> None:
         if self._file is not None:
             with suppress(OSError):  # what is not written yet is in the records
                 self._file.close()
             self._file = None
-
-    def _open_loggers(self) -> None:
-        """Those that are not open, if there is anything to show in this start."""
-        for name, opened in self._openers.items():
-            if self._has_begun and name not in self._loggers:
-                try:
-                    self._loggers[name] = opened(self.records)
-                except Exception as error:  # of any library
-                    self._left_out(name, error)
-
-    def _send(self, record: Record) -> None:
-        """To the loggers. The first record opens them, not the start, which shall be short."""
-        if not self._has_begun:
-            self._has_begun = True
-            self._open_loggers()
-            return
-        for name, logger in list(self._loggers.items()):
-            try:
-                logger.add(record)
-            except Exception as error:
-                self._left_out(name, error)
-                self._drop(name)
-
-    def _drop(self, name: str) -> None:
-        with suppress(Exception):
-            self._loggers.pop(name).close()
-
-    def _left_out(self, name: str, error: Exception) -> None:
-        reason = " ".join(str(error).split()) or type(error).__name__
-        text = f"{name} has failed ({reason[:200]}): it is tried again with the next checkpoint."
-        self._tell({"kind": "note", "text": text})
 
     def _write(self, records: Sequence[Record]) -> None:
         self._run.write_atomic(METRICS_FILE, "".join(map(_line, records)).encode())

@@ -21,7 +21,8 @@ _IDENTITY_FILE = "logged-as"
 
 
 class Logger(Protocol):
-    """A place for figures. What it raises ends no training: it is opened anew later.
+    """A place for figures. What it raises ends no training, and no training waits for it: see
+    courier.py.
 
     A log that is restored has records that the place may have had before; they are equal.
     """
