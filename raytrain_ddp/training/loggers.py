@@ -55,8 +55,8 @@ def scalars(record: Record) -> Iterator[tuple[str, float]]:
     """(name, value) of a record's figures, such as train/loss, time/data_s and eval/top1."""
     kind = record["kind"]
     for name, value in (record["metrics"] if kind == "eval" else record).items():
-        if isinstance(value, float):
-            yield f"{kind}/{name}", value
+        if isinstance(value, float) or (kind == "eval" and isinstance(value, int)):
+            yield f"{kind}/{name}", float(value)
     timing = record.get("timing", {})
     for name, value in timing.items():
         if isinstance(value, int | float):
@@ -115,6 +115,7 @@ class MLflow:
 
     def __init__(self, config: TrainConfig, records: Sequence[Record]) -> None:
         import mlflow
+        from mlflow.entities import Param
 
         self._client: Any = mlflow.MlflowClient()
         identity = _identity(run_storage(config))
@@ -128,13 +129,14 @@ class MLflow:
                 experiment, run_name=str(config.name), tags={"raytrain_run": identity}
             )
             self._id = made.info.run_id
-            for name, value in _flat(to_dict(publishable(config))):
-                self._client.log_param(self._id, name, value)
+            settings = _flat(to_dict(publishable(config)))
+            params = [Param(name, str(value)) for name, value in settings]
+            for part in _parts(params, 100):
+                self._client.log_batch(self._id, params=part)
         metrics = found[0].data.metrics if found else {}
-        self._sent: Any = None
         self._had = {name: self._last_step(name) for name in metrics}
-        for record in records:
-            self.add(record)
+        for part in _parts([metric for record in records for metric in self._new(record)], 1000):
+            self._client.log_batch(self._id, metrics=part)
 
     def _experiment(self, name: str) -> str:
         there = self._client.get_experiment_by_name(name)
@@ -144,19 +146,26 @@ class MLflow:
         return max(int(each.step) for each in self._client.get_metric_history(self._id, name))
 
     def add(self, record: Record) -> None:
+        metrics = self._new(record)
+        if metrics:
+            self._client.log_batch(self._id, metrics=metrics)
+
+    def _new(self, record: Record) -> list[Any]:
+        """The metrics of a record that MLflow has not had, and can take."""
         from mlflow.entities import Metric
 
         step = record["step"]
         new = [pair for pair in scalars(record) if step > self._had.get(pair[0], -1)]
         now_ms = int(1000 * time.time())
-        metrics = [Metric(n, v, now_ms, step) for n, v in new if math.isfinite(v)]
-        if metrics:
-            self._sent = self._client.log_batch(self._id, metrics=metrics, synchronous=False)
+        return [Metric(n, v, now_ms, step) for n, v in new if math.isfinite(v)]
 
     def close(self) -> None:
-        if self._sent is not None:
-            self._sent.wait()
         self._client.set_terminated(self._id)
+
+
+def _parts(items: Sequence[Any], most: int) -> Iterator[Sequence[Any]]:
+    """MLflow takes so many in a request."""
+    return (items[n : n + most] for n in range(0, len(items), most))
 
 
 def _identity(run: Storage) -> str:
