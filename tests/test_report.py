@@ -271,6 +271,24 @@ def test_a_long_log_is_thinned_and_says_so_and_keeps_its_outliers(tmp_path: Path
     assert few == sorted(few)
 
 
+def test_many_restarts_make_no_large_page(tmp_path: Path):
+    records, events = [], []
+    for start in range(0, 20_000, 50):
+        at = f"2026-11-20T{20 + start // 7200:02d}:{start // 120 % 60:02d}:{start // 2 % 60:02d}Z"
+        events.append(plan(at, start, 2))
+        records += [train(start + n, n / 2) for n in range(1, 51)]
+    page = page_of(write(tmp_path / "r", records, events))
+    assert len(told(tmp_path / "r").timeline.lives) == 400
+    assert len(page) < 500_000
+
+
+@pytest.mark.parametrize("apart", [1e-12, 1e-9, 3e-16])
+def test_figures_that_differ_in_their_last_bits_only_have_an_axis(tmp_path: Path, apart: float):
+    records = [train(n, float(n), loss=0.7 + n * apart) for n in range(1, 9)]
+    records.append(evaluation(8, 0.5 + apart, True))
+    assert "<svg" in page_of(write(tmp_path / "r", records, [plan("2026-11-20T20:00:00Z", 0, 2)]))
+
+
 def test_a_run_that_goes_on_is_told_from_one_that_is_gone(tmp_path: Path):
     records, events = [train(10, 5.0)], [plan("2026-11-20T20:00:00Z", 0, 2)]
     run = write(tmp_path / "r", records, events)
@@ -299,6 +317,18 @@ def test_several_runs_are_shown_side_by_side(troubled: Path, tmp_path: Path):
     assert any("troubled" in text and "other" in text for _, text in hovers(page))
 
 
+def test_runs_of_one_name_are_told_apart_by_their_folders(tmp_path: Path):
+    events = [plan("2026-11-20T20:00:00Z", 0, 2, unit="images")]
+    runs = [write(tmp_path / parent / "digits", [train(1, 1.0)], events) for parent in "ab"]
+    events = [plan("2026-11-20T20:00:00Z", 0, 2, unit="words")]
+    runs.append(write(tmp_path / "other", [train(1, 1.0)], events))
+    page = page_of(*runs, out=tmp_path / "both.html")
+    assert "<h1>a/digits · b/digits · other</h1>" in page
+    assert "Throughput of all workers, samples/s" in page, "their units differ"
+    assert "<h1>digits<" in page_of(runs[0])
+    assert "digits · digits" in page_of(runs[0], runs[0], out=tmp_path / "same.html")
+
+
 def test_the_config_shows_what_differs_from_its_defaults_first(troubled: Path):
     page = page_of(troubled)
     first = page.index("<code>epochs</code>")
@@ -324,6 +354,26 @@ def untrained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     store = CheckpointStore(open_storage(str(run)).join(CHECKPOINTS))
     store.commit(manifest, {"model.safetensors": encode_tensors(DigitsCNN(10).state_dict())})
     return run
+
+
+@pytest.mark.parametrize(
+    ("shape", "dtype", "is_shown"),
+    [
+        ((3, 8, 8), "uint8", True),
+        ((1, 8, 8), "uint8", True),
+        ((3, 200, 200), "uint8", True),
+        ((4, 8, 8), "uint8", False),
+        ((8, 8), "uint8", False),
+        ((3, 8, 8), "float32", False),
+    ],
+)
+def test_what_is_no_picture_is_left_out(shape: tuple[int, ...], dtype: str, is_shown: bool):
+    import torch
+
+    from raytrain_ddp.orchestration.report.mistakes import picture
+
+    drawn = picture(torch.zeros(shape, dtype=getattr(torch, dtype)))
+    assert drawn.startswith("data:image/") == is_shown
 
 
 def test_the_worst_mistakes_are_shown_with_figures_by_class(untrained: Path, tmp_path: Path):

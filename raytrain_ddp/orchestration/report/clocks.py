@@ -17,6 +17,7 @@ from raytrain_ddp.orchestration.report.lives import Timeline
 from raytrain_ddp.orchestration.report.plot import Area, Line, Mark, Panel
 from raytrain_ddp.orchestration.report.reading import Record
 from raytrain_ddp.orchestration.report.scale import (
+    MOST_POINTS,
     Point,
     Scale,
     linear,
@@ -132,7 +133,8 @@ def _pieces(story: Story, records: Sequence[Record]) -> list[list[tuple[float, R
 
 def _speed(stories: Sequence[Story], x: Scale) -> Panel | None:
     lines, told, highs = [], [], []
-    unit = stories[0].unit or "samples"
+    units = {story.unit for story in stories}
+    unit = (units.pop() if len(units) == 1 else "") or "samples"
     for number, story in enumerate(stories):
         records = [r for r in story.files.train if "samples_per_s" in r]
         pieces = [[(at, r["samples_per_s"]) for at, r in p] for p in _pieces(story, records)]
@@ -142,9 +144,12 @@ def _speed(stories: Sequence[Story], x: Scale) -> Panel | None:
         highs.append(
             min(flat[-1], 3 * flat[len(flat) // 2])
         )  # one lucky line may leave the picture
-        smooth = [sampled(_calm(piece, len(flat) // 40 + 1)) for piece in pieces]
+        shares = [max(4, MOST_POINTS * len(piece) // len(flat)) for piece in pieces]
+        calm = [_calm(piece, len(flat) // 40 + 1) for piece in pieces]
+        smooth = [sampled(piece, most) for piece, most in zip(calm, shares, strict=True)]
         if len(stories) == 1:
-            lines.append(Line("", f"raw {color(0)}", [thinned(piece) for piece in pieces]))
+            raw = [thinned(piece, most) for piece, most in zip(pieces, shares, strict=True)]
+            lines.append(Line("", f"raw {color(0)}", raw))
         lines.append(Line("" if len(stories) == 1 else story.files.name, color(number), smooth))
         points: list[Point] = [point for piece in smooth for point in piece]
         told.append((lines[-1].label, points, lambda value: f"{format_count(value)} {unit}/s"))

@@ -195,10 +195,14 @@ def _look(
 
 
 def picture(image: Tensor) -> str:
-    """A data URI of an image, uint8 (3, height, width), small enough to be mailed."""
+    """A data URI of an image, uint8 (3 or 1, height, width), small enough to be mailed; "" of what
+    a task of the user's own has under that name."""
+    import torch
     from PIL import Image
 
-    drawn = Image.fromarray(image.permute(1, 2, 0).contiguous().numpy())
+    if image.dtype is not torch.uint8 or image.ndim != 3 or image.shape[0] not in (1, 3):
+        return ""
+    drawn = Image.fromarray(image.cpu().expand(3, -1, -1).permute(1, 2, 0).contiguous().numpy())
     kind, options = "png", {}
     if max(drawn.size) > _SMALL:
         drawn.thumbnail((_SIDE, _SIDE))

@@ -6,6 +6,7 @@ import os
 import uuid
 from collections.abc import Sequence
 from contextlib import suppress
+from dataclasses import replace
 from html import escape
 from pathlib import Path
 
@@ -28,7 +29,7 @@ def write_report(places: Sequence[str], out: str | None, predict: bool, device: 
         ConfigError: there is no such run, or the file cannot be written.
         PreflightError: a run's storage does not answer.
     """
-    runs = [read_run(place) for place in places]
+    runs = _told_apart([read_run(place) for place in places])
     stories = [story_of(files) for files in runs]
     if len(stories) == 1:
         page = one_run(stories[0], _predictions(stories[0], device) if predict else "")
@@ -37,6 +38,19 @@ def write_report(places: Sequence[str], out: str | None, predict: bool, device: 
     path = Path(out) if out is not None else _place(runs)
     _write(path, page)
     return path
+
+
+def _told_apart(runs: Sequence[RunFiles]) -> list[RunFiles]:
+    """Those of one name get as much of their path as they need: a/digits, b/digits."""
+    parts = [[part for part in run.place.path.split("/") if part] for run in runs]
+
+    def name(number: int) -> str:
+        own = parts[number]
+        others = [each for each in parts if each != own]
+        need = (n for n in range(1, len(own)) if all(each[-n:] != own[-n:] for each in others))
+        return "/".join(own[-next(need, len(own)) :])
+
+    return [replace(run, name=name(number)) for number, run in enumerate(runs)]
 
 
 def _place(runs: Sequence[RunFiles]) -> Path:

@@ -101,7 +101,8 @@ def number(value: float, step: float) -> str:
         return f"{value / 1e6:g} M"
     if abs(value) < 1e-3:
         return f"{value:.2g}"
-    digits = next(d for d in range(10) if abs(round(step, d) - step) < 1e-6 * step)
+    # What differs in its last bits only has more digits than are told apart: they end somewhere.
+    digits = next((d for d in range(9) if abs(round(step, d) - step) < 1e-6 * step), 9)
     text = f"{value:,.{digits}f}"
     return text.rstrip("0").rstrip(".") if "." in text else text
 

@@ -207,7 +207,7 @@ def value(thing: Any) -> str:
 
 
 def _step(happening: Happening) -> str:
-    return "" if happening.step is None else str(happening.step)
+    return "" if happening.step is None else escape(str(happening.step))
 
 
 def _hosts(hosts: Sequence[str]) -> str:
