@@ -24,7 +24,15 @@ from processes import ENVIRONMENT
 
 from raytrain_ddp.cli import parse_fit
 from raytrain_ddp.orchestration.dashboard import said
-from raytrain_ddp.orchestration.metrics import GAUGES, PREFIX, STARTING, TRAINING, Metrics
+from raytrain_ddp.orchestration.metrics import (
+    ENDED,
+    EVALUATING,
+    GAUGES,
+    PREFIX,
+    STARTING,
+    TRAINING,
+    Metrics,
+)
 from raytrain_ddp.orchestration.worker_log import WorkerLog
 from raytrain_ddp.training.world import World
 
@@ -223,6 +231,38 @@ def test_the_units_are_in_the_names() -> None:
     assert all(re.fullmatch(r"[a-z_]+", name) for name in GAUGES)
 
 
+def test_a_run_that_evaluates_says_so_and_its_end_counts_as_a_step(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    now = 1000.0
+    monkeypatch.setattr(time, "time", lambda: now)
+    told = Told().take(PLAN, TRAIN, {"kind": "evaluating", "step": 20})
+    assert told["state"] == EVALUATING
+    now += 2000
+    told.take(EVAL)
+    assert (told["state"], told["last_step_timestamp_seconds"]) == (TRAINING, now)
+    assert told.take({"kind": "evaluating", "step": 46}, FAILED)["state"] == STARTING
+
+
+def test_only_the_rank_that_is_slowest_now_is_said_again() -> None:
+    def slow(rank: int) -> dict[str, Any]:
+        told = {"rank": rank, "phase": "data", "ratio": 1.1}
+        return {**TRAIN, "timing": {**TRAIN["timing"], "slowest": told}}  # type: ignore[dict-item]
+
+    told = Told().take(PLAN, *map(slow, range(500)))
+    values = told.values
+    ratios = [v for (name, *_), v in values.items() if name.endswith("slowest_rank_ratio")]
+    assert sorted(ratios) == [0.0] * 499 + [1.1]
+    again = [key for key in told.metrics._said if key[0] == "slowest_rank_ratio"]
+    assert again == [("slowest_rank_ratio", "499", "data")]
+
+
+def test_one_worker_that_is_left_alone_is_not_slow() -> None:
+    alone = {name: each for name, each in TRAIN["timing"].items() if name != "slowest"}  # type: ignore[attr-defined]
+    told = Told().take(PLAN, TRAIN, {**PLAN, "world_size": 1}, {**TRAIN, "timing": alone})
+    assert told["slowest_rank_ratio 1 data"] == 0
+
+
 # ------------------------------------------------------------------ what is asked of Prometheus
 
 
@@ -249,8 +289,12 @@ def test_dashboard_and_rules_ask_only_for_what_is_told_and_for_all_of_it() -> No
             asked.add(name)
         grouped = re.findall(r"\b(?:by|on) \((.*?)\)", promql)
         labels = {label for group in grouped for label in group.split(", ") if label}
-        assert labels <= {"run", *(tag for _, tags in GAUGES.values() for tag in tags)}, where
-        assert "ray_" not in re.sub(r"ray_raytrain_", "", promql), where
+        assert labels - {"SessionName"} <= {
+            "run",
+            *(tag for _, tags in GAUGES.values() for tag in tags),
+        }, where
+        rays = {*re.findall(r"\bray_(?!raytrain_)\w+", promql)}
+        assert rays == ({"ray_node_cpu_count"} if where == "RaytrainGone" else set()), where
     seldom = {"epoch", "epochs_planned", "step_seconds", "flops_per_second", "evaluation_seconds"}
     assert {*GAUGES} - asked == seldom | {"checkpoint_step"}
 
@@ -275,6 +319,9 @@ def test_each_panel_is_explained_has_a_unit_and_a_place_of_its_own() -> None:
             assert target["datasource"]["uid"] == "${datasource}"
             if re.fullmatch(r"max by \(\w+\) \(ray_raytrain_\w*_seconds\{.*\}\)", target["expr"]):
                 assert unit == "s", panel["title"]
+    state = next(panel for panel in panels if panel["title"] == "State")
+    names = state["fieldConfig"]["defaults"]["mappings"][0]["options"]
+    assert {*names} == {str(each) for each in (ENDED, STARTING, TRAINING, EVALUATING)}
     rows = [panel["title"] for panel in panels if panel["type"] == "row"]
     assert rows == ["Health", "Speed", "Learning", "Checkpoints"]
 

@@ -19,18 +19,21 @@ Event = Mapping[str, Any]
 _SAY_AGAIN_EVERY_S = 5.0  # Ray passes on what it has heard in the last 10 s
 
 PREFIX = "raytrain_"
-ENDED, STARTING, TRAINING = 0, 1, 2
+ENDED, STARTING, TRAINING, EVALUATING = 0, 1, 2, 3
 CAUSES = ("failure", "preemption", "resize")
 
 # Name: (what it is, the tags besides "run"). Ray puts "ray_" in front of all names.
 GAUGES: dict[str, tuple[str, tuple[str, ...]]] = {
-    "state": ("0: ended, 1: workers start or start again, 2: training.", ()),
+    "state": ("0: ended, 1: workers start or start again, 2: training, 3: evaluating.", ()),
     "step": ("Steps done.", ()),
     "steps_planned": ("Steps of the whole run.", ()),
     "epoch": ("Epoch, from 0.", ()),
     "epochs_planned": ("Epochs of the whole run.", ()),
     "world_size": ("Workers.", ()),
-    "last_step_timestamp_seconds": ("Unix time of the last step; before it, of the start.", ()),
+    "last_step_timestamp_seconds": (
+        "Unix time of the last step or evaluation; before it, of the start.",
+        (),
+    ),
     "restarts": ("Starts of the workers after the first, since fit began.", ("cause",)),
     "loss": ("Mean loss of the last step logged; may be NaN.", ()),
     "learning_rate": ("Of the last step logged.", ()),
@@ -60,6 +63,9 @@ GAUGES: dict[str, tuple[str, tuple[str, ...]]] = {
         (),
     ),
 }
+
+# Its 0 is said once: else there would be a series of each rank and phase in the end.
+_PASSING = {"slowest_rank_ratio"}
 
 Sample = tuple[str, float, dict[str, str]]  # name, value, the tags besides "run"
 
@@ -94,6 +100,8 @@ class Metrics:
         with suppress(Exception), self._lock:
             for name, value, tags in self._figures.of(event):
                 self._say(name, float(value), tags)
+                if name in _PASSING and not value:
+                    del self._said[_key(name, tags)]
 
     def close(self) -> None:
         """The run has ended; Ray soon forgets it."""
@@ -112,7 +120,11 @@ class Metrics:
             told, besides = GAUGES[name]
             gauge = self._gauges[name] = self._make(PREFIX + name, told, ("run", *besides))
         gauge.set(value, {"run": self._run, **tags})
-        self._said[(name, *tags.values())] = name, value, tags
+        self._said[_key(name, tags)] = name, value, tags
+
+
+def _key(name: str, tags: dict[str, str]) -> tuple[str, ...]:
+    return name, *tags.values()
 
 
 def _rays(name: str, told: str, tags: tuple[str, ...]) -> Gauge:
@@ -192,15 +204,20 @@ class Figures:
             yield "flops_per_second", timing["flops_per_s"], {}
         if "mfu" in timing:
             yield "mfu_ratio", timing["mfu"], {}
-        if "slowest" in timing:
-            slowest = timing["slowest"]
-            place = {"rank": str(slowest["rank"]), "phase": slowest["phase"]}
-            if self._slowest not in ({}, place):
-                yield "slowest_rank_ratio", 0, self._slowest
-            self._slowest = place
+        slowest = timing.get("slowest")  # a worker that is alone has none
+        place = {"rank": str(slowest["rank"]), "phase": slowest["phase"]} if slowest else {}
+        if self._slowest not in ({}, place):
+            yield "slowest_rank_ratio", 0, self._slowest
+        self._slowest = place
+        if slowest:
             yield "slowest_rank_ratio", slowest["ratio"], place
 
+    def _evaluating(self, _: Event) -> Iterator[Sample]:
+        yield "state", EVALUATING, {}
+
     def _eval(self, event: Event) -> Iterator[Sample]:
+        yield "state", TRAINING, {}
+        yield "last_step_timestamp_seconds", time.time(), {}
         yield "evaluation_seconds", event["seconds"], {}
         for metric, value in event["metrics"].items():
             yield "evaluation", value, {"metric": metric}

@@ -118,8 +118,8 @@ class RaySession(RecordingSession):
             self._words.take(event)
         if event["kind"] == "plan":
             self.step = event["start_step"]
-        if event["kind"] in ("phase", "plan"):
-            self.push()
+        if event["kind"] in ("phase", "plan", "evaluating"):
+            self.push()  # it may be long until a step brings the next one
 
     def report(self, metrics: Mapping[str, float], snapshot: Snapshot | None) -> None:
         """Ray's upload thread waits for the commit, then registers the checkpoint.

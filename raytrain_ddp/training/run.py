@@ -107,6 +107,7 @@ class Run:
             return False
         failpoint("evaluate", self.session.world.rank, self.state.step)
         started = time.monotonic()
+        self.session.tell({"kind": "evaluating", "step": self.state.step})
         with self.clock.part("evaluation"):
             values = evaluate(
                 self.task,
