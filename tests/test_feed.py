@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import time
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from processes import Group, WorkerError
 from tiny import (
     EPOCHS,
@@ -24,11 +26,16 @@ from tiny import (
 
 from raytrain_ddp.checkpoint.layout import read_history, run_storage
 from raytrain_ddp.config import TrainConfig
+from raytrain_ddp.data.loader import Slot
 from raytrain_ddp.data.plan import EpochOrder, Plan
 from raytrain_ddp.data.source import ArraySource
 from raytrain_ddp.inputs import AugmentConfig, DataConfig
 from raytrain_ddp.recipe import from_dict
 from raytrain_ddp.sections import CheckpointConfig, LogConfig
+from raytrain_ddp.training.clock import Clock
+from raytrain_ddp.training.feed import AgreedCount
+from raytrain_ddp.training.state import TrainState
+from raytrain_ddp.training.world import World
 
 AUDITED = LogConfig(every_steps=1, tensorboard=False, audit=True)
 
@@ -275,3 +282,27 @@ def test_slots_reach_the_gpu_whole_while_it_is_busy():
         (slot,) = move([Slot(step, 0, 64, 64, {"image": host})])
         assert slot.batch["image"].device == device
         assert bool((slot.batch["image"] == step).all())
+
+
+def waits_of(rank: int, size: int) -> dict[str, float]:
+    """Seconds by phase of three steps with a bad record each, for whose data rank 1 waits 50 ms."""
+    world = World(rank, size, rank, torch.device("cpu"), threads=1)
+    model = torch.nn.Linear(1, 1)
+    optimizer = torch.optim.SGD(model.parameters())
+    state = TrainState(model, optimizer, torch.amp.GradScaler("cpu", enabled=False))
+    clock = Clock(world.device)
+    count = AgreedCount(state, 100, 10, world, clock)
+
+    def steps() -> Iterator[int]:
+        for step in range(3):
+            time.sleep(0.05 * rank)
+            yield count([Slot(step, rank, 4, 4 - rank, {})])
+
+    assert list(clock.waits(steps())) == [7] * 3
+    return clock.window()[1]
+
+
+def test_who_waits_for_anothers_data_waits_in_communication_not_for_its_own(workers: Group):
+    other, slow = workers(2, waits_of)
+    assert slow["data"] >= 0.15 > 2 * other["data"]
+    assert other["communication"] > 2 * slow["communication"]

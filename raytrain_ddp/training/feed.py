@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from raytrain_ddp.data.loader import Slot, TrainLoader
 from raytrain_ddp.errors import DataError
-from raytrain_ddp.training.clock import Clock
+from raytrain_ddp.training.clock import AGREEING, Clock
 from raytrain_ddp.training.profiler import Profile
 from raytrain_ddp.training.session import Session
 from raytrain_ddp.training.state import TrainState
@@ -79,18 +79,24 @@ class AgreedCount:
 
     Args:
         most: bad records that an epoch may have; more raise DataError, on all ranks in one step.
+        clock: is told that a rank waits here for those whose data come late, and not for its own.
     """
 
-    def __init__(self, state: TrainState, steps_per_epoch: int, most: int, world: World) -> None:
+    def __init__(
+        self, state: TrainState, steps_per_epoch: int, most: int, world: World, clock: Clock
+    ) -> None:
         self._state, self._steps_per_epoch = state, steps_per_epoch
-        self._most, self._world = most, world
+        self._most, self._world, self._clock = most, world, clock
 
     def __call__(self, slots: list[Slot]) -> int:
         totals = torch.tensor(
             [sum(slot.samples for slot in slots), sum(slot.planned for slot in slots)]
         )
         if self._world.size > 1:
+            self._clock.mark("data")
+            self._clock.doing = AGREEING
             dist.all_reduce(totals)
+            self._clock.mark("communication")
         samples, planned = totals.tolist()
         step = slots[0].step
         if step % self._steps_per_epoch == 0:

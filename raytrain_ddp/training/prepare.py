@@ -222,7 +222,7 @@ def make_feed(
     return Feed(
         loader=loader,
         move=on_device(session.world.device, clock),
-        count=AgreedCount(state, plan.steps_per_epoch, data.max_bad, session.world)
+        count=AgreedCount(state, plan.steps_per_epoch, data.max_bad, session.world, clock)
         if data.bad_records == "skip"
         else lambda slots: plan.samples(slots[0].step % plan.steps_per_epoch),
         watch=Audit(session) if config.log.audit else lambda slots: None,
