@@ -45,11 +45,12 @@ LISTS_OF_COMMANDS = (
     *("initialization_commands", "setup_commands", "head_setup_commands"),
     *("worker_setup_commands", "head_start_ray_commands", "worker_start_ray_commands"),
 )
-HEALTH = {
+HEAD = {  # what a head is told in each kind of cluster
     "RAY_health_check_initial_delay_ms": "1000",
     "RAY_health_check_period_ms": "1000",
     "RAY_health_check_timeout_ms": "2000",
     "RAY_health_check_failure_threshold": "3",
+    "RAY_DASHBOARD_ENABLE_PROFILING": "1",
 }
 
 
@@ -113,7 +114,7 @@ def check_ray_up(text: str) -> dict[str, Any]:
         assert "export RAY_AUTH_MODE=token" in cluster[start][-1]
         assert "unset OMP_NUM_THREADS" in cluster[start][-1]
     head = cluster["head_start_ray_commands"][-1]
-    assert all(f"{name}={value}" in head for name, value in HEALTH.items())
+    assert all(f"{name}={value}" in head for name, value in HEAD.items())
     assert "chmod 600 ~/.ray/auth_token" in cluster["setup_commands"][0]
     assert "umask 077; ray get-auth-token --generate" in text
     assert "0.0.0.0" not in text
@@ -155,7 +156,7 @@ def _check_cluster_spec(spec: dict[str, Any]) -> None:
         assert group.keys() <= WORKER_GROUP
         assert group["minReplicas"] <= group["replicas"] <= group["maxReplicas"]
     env = head["template"]["spec"]["containers"][0]["env"]
-    assert {each["name"]: each["value"] for each in env} == HEALTH
+    assert {each["name"]: each["value"] for each in env} == HEAD
     for group in (head, *groups):
         assert all(isinstance(value, str) for value in group["rayStartParams"].values())
         pod = group["template"]["spec"]
@@ -183,5 +184,5 @@ def check_sbatch(text: str) -> dict[str, str]:
     assert told["ntasks-per-node"] == "1"
     assert "export RAY_AUTH_MODE=token" in text
     assert "ray stop" not in text, "would end the Ray of other jobs on the node"
-    assert all(f"{name}={value}" in text for name, value in HEALTH.items())
+    assert all(f"{name}={value}" in text for name, value in HEAD.items())
     return told
