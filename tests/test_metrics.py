@@ -379,18 +379,21 @@ def test_a_workers_log_says_where_it_is_and_little_more(
         for step in range(20, 120):
             now += 0.5
             log.take({**TRAIN, "step": step, "timing": timing})
-        for event in (EVAL, CHECKPOINT, {"kind": "phase", "name": "x"}, NOTE):
+        outcome = {"kind": "outcome", "step": 276, "metrics": {"top1": 0.75}}
+        short = [EVAL, CHECKPOINT] * 3  # of epochs that take no time
+        for event in (*short, {"kind": "phase", "name": "x"}, NOTE, outcome):
             log.take(event)
     lines = caplog.messages
     first = r"\S+Z  rank 1: one of 2 on \S+, cpu, process \d+; from step 0 to 276"
     assert re.fullmatch(first, lines[0])
-    assert len(lines) == 1 + 5 + 3, "a line of steps in ten seconds"
+    assert len(lines) == 1 + 5 + 4, "a line of steps in ten seconds"
     assert lines[1].endswith("  rank 1: step 20/276, loss 2.250, 812 samples/s")
     assert "812 samples/s; waits for data 25 % of" in lines[5], "not before it is known"
-    assert [line.split("  ")[1] for line in lines[-3:]] == [
+    assert [line.split("  ")[1] for line in lines[-4:]] == [
         "rank 1: step 23/276, evaluation: loss 1.500, top1 50.00 %",
         "rank 1: checkpoint of step 23: 7 MiB, committed in 0.20 s",
         "rank 1: full",
+        "rank 1: ended at step 276, evaluation: top1 75.00 %",
     ]
 
 

@@ -26,12 +26,13 @@ _log = logging.getLogger("raytrain_ddp")  # Ray Train gives what is logged to it
 
 
 class WorkerLog:
-    """Writes a line of each event that matters, and of the steps one in ten seconds."""
+    """Writes a line of each event that matters; of steps, of evaluations and of checkpoints one in
+    ten seconds."""
 
     def __init__(self, world: World) -> None:
         self._world = world
         self._total = 0
-        self._told_at = -math.inf
+        self._told_at: dict[str, float] = {}  # by kind
         self._split = Split()
         for name in [*logging.root.manager.loggerDict]:
             if "/ray/train/" in name:  # one of Ray's is named by its file, and so tells all reports
@@ -55,9 +56,8 @@ class WorkerLog:
 
     def _train(self, event: Mapping[str, Any]) -> str:
         self._split.add(event)
-        if time.monotonic() - self._told_at < _LINE_EVERY_S:
+        if self._is_too_soon("train"):
             return ""
-        self._told_at = time.monotonic()
         limit = f"; {self._split.limit()}" if self._split.is_settled else ""
         return (
             f"step {event['step']}/{self._total}, loss {format_number(event['loss'])}, "
@@ -65,18 +65,34 @@ class WorkerLog:
         )
 
     def _eval(self, event: Mapping[str, Any]) -> str:
-        metrics = event["metrics"].items()
-        values = ", ".join(f"{name} {format_metric(name, value)}" for name, value in metrics)
+        if self._is_too_soon("eval"):
+            return ""
+        values = _told(event["metrics"])
         return f"step {event['step']}/{self._total}, evaluation: {values}"
 
     def _checkpoint(self, event: Mapping[str, Any]) -> str:
+        if self._is_too_soon("checkpoint"):
+            return ""
         size, seconds = format_bytes(event["size_bytes"]), format_seconds(event["seconds"])
         return f"checkpoint of step {event['step']}: {size}, committed in {seconds}"
 
     def _outcome(self, event: Mapping[str, Any]) -> str:
-        return f"ended at step {event['step']}"
+        metrics = _told(event["metrics"])  # of the last evaluation, whether it had a line or not
+        return f"ended at step {event['step']}" + (f", evaluation: {metrics}" if metrics else "")
 
     def _note(self, event: Mapping[str, Any]) -> str:
         return str(event["text"])
 
     _preempted = _note
+
+    def _is_too_soon(self, kind: str) -> bool:
+        """For another line of this kind; else it is told now."""
+        now = time.monotonic()
+        if now - self._told_at.get(kind, -math.inf) < _LINE_EVERY_S:
+            return True
+        self._told_at[kind] = now
+        return False
+
+
+def _told(metrics: Mapping[str, float]) -> str:
+    return ", ".join(f"{name} {format_metric(name, value)}" for name, value in metrics.items())
