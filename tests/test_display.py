@@ -5,6 +5,7 @@ import math
 import re
 import subprocess
 import sys
+from dataclasses import replace
 
 import pytest
 from rich.console import Console
@@ -389,6 +390,30 @@ def test_live_summary_never_breaks_a_path_or_a_command(width: int) -> None:
     lines = [line.strip() for line in CONTROL.sub("", stream.getvalue()).splitlines()]
     assert any(line.endswith(SUMMARY.paths["run"]) for line in lines)
     assert any(line.endswith(SUMMARY.commands[0][1]) for line in lines)
+
+
+LIMIT = "waits for data 38 % of the time: more CPUs a worker, smaller images, less augmentation"
+
+
+@pytest.mark.parametrize("width", [40, 60, 80, 200])
+def test_what_limits_a_run_is_broken_between_words_in_a_narrow_terminal(width: int) -> None:
+    shown, stream = live(width)
+    shown.summary(replace(SUMMARY, paths={}, commands=[], limit=LIMIT))
+    out = CONTROL.sub("", stream.getvalue())
+    lines = out[out.index("  training  ") :].splitlines()
+    assert " ".join(" ".join(lines).split()) == f"training {LIMIT}"
+    assert all(len(line) <= width for line in lines)
+    shown, stream = plain()
+    shown.summary(replace(SUMMARY, limit=LIMIT))
+    assert f"  training           {LIMIT}\n" in stream.getvalue()
+
+
+def test_a_run_that_is_beyond_the_epochs_wanted_now_is_at_100_percent_of_its_last() -> None:
+    shown, _ = live(60)
+    shown.handle(PLAN | {"start_step": 276, "total_steps": 138, "epochs": 6})
+    assert "100 %" in block(shown)[0]
+    assert len(block(shown)[0]) == 60
+    assert block(shown)[1].startswith("epoch 6/6 ")
 
 
 def test_live_phase_spins_and_leaves_its_duration(clock: Clock) -> None:

@@ -11,6 +11,7 @@ import sys
 import time
 from collections import deque
 from collections.abc import Mapping, Sequence
+from textwrap import wrap
 from typing import Any
 
 from rich.console import Console
@@ -148,7 +149,8 @@ class Display:
         if end.seconds:
             rows.append(("time", [_cell(k, format_seconds(s)) for k, s in end.seconds.items()]))
         if end.limit:
-            rows.append(("training", [Text(end.limit)]))
+            room = max(1, self._console.width - 4) if self._live else 10**6
+            rows.append(("training", [Text("\n    ".join(wrap(end.limit, room)))]))
         rows += [(name, [Text(text)]) for name, text in (*end.paths.items(), *end.commands)]
         for name, cells in rows:
             self._print(Text(f"  {name:<17}", style="dim"), *cells, copied=True)
@@ -168,7 +170,8 @@ class Display:
         before, start, total = self._now, plan["start_step"], plan["total_steps"]
         # Whether the seconds of restarted workers begin anew, only their first line will tell.
         self._pace, self._ends_at = Pace(start, total, math.nan if before else 0.0), math.nan
-        self._now = {**plan, "step": start, "epoch": start // plan["steps_per_epoch"]}
+        epoch = min(start // plan["steps_per_epoch"], plan["epochs"] - 1)  # at its very end, too
+        self._now = {**plan, "step": start, "epoch": epoch}
         self._split.begin(start)
         if not before:
             for line in format_plan(plan):
@@ -253,7 +256,7 @@ class Display:
         wide = (width + 2) // max(1, width // CELL_WIDTH)  # each cell, with the gap after it
         for cell in cells:
             cell.truncate(wide - 2, overflow="ellipsis", pad=True)
-        part = now["step"] / now["total_steps"]
+        part = min(1.0, now["step"] / now["total_steps"])  # more, if fewer epochs are wanted now
         tail = f"{int(100 * part):4} %  {format_seconds(clock() - self._began)}"
         done = int(part * (width - len(tail)))
         bar = ("━" * done, "cyan"), ("─" * (width - len(tail) - done), "dim"), tail
