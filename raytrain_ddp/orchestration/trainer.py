@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -11,12 +13,15 @@ from raytrain_ddp.checkpoint.storage import Storage
 from raytrain_ddp.config import TrainConfig
 from raytrain_ddp.failpoints import FOLDER_VARIABLE, VARIABLE
 from raytrain_ddp.orchestration.cluster import PREEMPTION_WATCHER, import_paths
+from raytrain_ddp.orchestration.dashboard import dashboard_address
 from raytrain_ddp.orchestration.resources import Layout
 from raytrain_ddp.orchestration.worker import WorkerSettings, train_on_worker
 from raytrain_ddp.recipe import to_dict
 
 # A look costs 4 to 13 ms of all workers; notices come half a minute ahead and more.
 _LOOK_EVERY_S = 3.0
+_API = "RAY_API_SERVER_ADDRESS"
+_NOWHERE = ("127.0.0.1", 9)  # where nobody answers: the cleaner goes on asking
 
 
 def make_trainer(config: TrainConfig, run: Storage, layout: Layout, board: Any) -> Any:
@@ -62,6 +67,28 @@ def make_trainer(config: TrainConfig, run: Storage, layout: Layout, board: Any) 
         ),
         torch_config=TorchConfig(backend=layout.backend),
     )
+
+
+@contextmanager
+def own_api() -> Iterator[None]:
+    """Ray Train's actors that start meanwhile ask about the run at the API of this Ray.
+
+    Else they ask at the port where a dashboard usually is. If this Ray has none, another one of
+    the machine may be there, also a later one; it does not know the run's controller, which Ray
+    Train's PlacementGroupCleaner then takes for dead, and takes the workers away.
+    """
+    from ray.train.v2._internal import constants
+
+    constants.ENV_VARS_TO_PROPAGATE.add(_API)
+    host, port = dashboard_address() or _NOWHERE
+    before = os.environ.get(_API)
+    os.environ[_API] = f"http://{host}:{port}"
+    try:
+        yield
+    finally:
+        del os.environ[_API]
+        if before is not None:
+            os.environ[_API] = before
 
 
 def _memory() -> Any:
