@@ -21,12 +21,12 @@ from raytrain_ddp.checkpoint.layout import checkpoint_store
 from raytrain_ddp.checkpoint.storage import open_storage
 from raytrain_ddp.doctor import main
 from raytrain_ddp.inputs import DataConfig
-from raytrain_ddp.orchestration.cluster import SETTINGS
 from raytrain_ddp.orchestration.doctor import dataset, facts, probe, storage, wires
 from raytrain_ddp.orchestration.doctor.doctor import examine
 from raytrain_ddp.orchestration.doctor.judge import judge
 from raytrain_ddp.orchestration.doctor.rows import Note, Report, Row, grouped, rate, seconds
 from raytrain_ddp.orchestration.doctor.show import show
+from raytrain_ddp.orchestration.environment import SETTINGS
 from raytrain_ddp.orchestration.words import format_bytes
 from raytrain_ddp.recipe import to_dict
 

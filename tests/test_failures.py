@@ -21,7 +21,7 @@ from raytrain_ddp.config import TrainConfig
 from raytrain_ddp.errors import DataError, PreflightError, RetriesExhausted, TaskError
 from raytrain_ddp.orchestration import cluster
 from raytrain_ddp.orchestration.aside import _Lazy
-from raytrain_ddp.orchestration.cluster import _settings, settled
+from raytrain_ddp.orchestration.environment import ray_settings, settled
 from raytrain_ddp.orchestration.failures import Failures
 from raytrain_ddp.orchestration.launch import _signals
 from raytrain_ddp.orchestration.resources import Layout, room
@@ -532,12 +532,12 @@ def test_rays_time_outs_follow_the_config_and_are_gone_after_the_run(
 ):
     before = dict(os.environ)
     scaling = ScalingConfig(num_workers=workers, start_timeout_s=timeout_s)
-    with settled(_settings(TrainConfig(scaling=scaling), embedded=True)):
+    with settled(ray_settings(TrainConfig(scaling=scaling), embedded=True)):
         assert os.environ["RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S"] == expected
         assert os.environ["RAY_TRAIN_ENABLE_PREEMPTION_WATCHER"] == "0"
     assert dict(os.environ) == before
     monkeypatch.setenv("RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S", "33")
-    with settled(_settings(TrainConfig(scaling=scaling), embedded=False)):
+    with settled(ray_settings(TrainConfig(scaling=scaling), embedded=False)):
         assert os.environ["RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S"] == "33"
         assert "RAY_TRAIN_ENABLE_PREEMPTION_WATCHER" not in os.environ
     assert os.environ["RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S"] == "33"

@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from raytrain_ddp.orchestration.cluster import SETTINGS
+from raytrain_ddp.orchestration.environment import SETTINGS
 from raytrain_ddp.orchestration.run.launch import launch
 from raytrain_ddp.run import parse
 

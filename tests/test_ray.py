@@ -24,8 +24,8 @@ from raytrain_ddp import FitResult, TrainConfig, fit
 from raytrain_ddp.checkpoint.layout import CLOCKS, checkpoint_store, run_storage
 from raytrain_ddp.errors import PreflightError, RetriesExhausted, TaskError
 from raytrain_ddp.failpoints import FOLDER_VARIABLE, VARIABLE
-from raytrain_ddp.orchestration.cluster import SETTINGS
 from raytrain_ddp.orchestration.display import Display
+from raytrain_ddp.orchestration.environment import SETTINGS
 from raytrain_ddp.recipe import load
 from raytrain_ddp.sections import CheckpointConfig, LogConfig, ScalingConfig
 
@@ -192,48 +192,6 @@ def test_fault_01_13_stopping_anywhere_loses_nothing_killed_worker_and_ctrl_c_on
     assert timeless(list(map(json.loads, log))) == timeless([dict(r) for r in finished.history])
     steps = [record["step"] for record in finished.history if record["kind"] == "train"]
     assert steps == list(range(1, 70))
-
-
-def test_ray_trains_own_actors_ask_no_other_ray(monkeypatch: pytest.MonkeyPatch) -> None:
-    from ray.train.v2._internal.constants import get_env_vars_to_propagate
-
-    from raytrain_ddp.orchestration.trainer import own_api
-
-    monkeypatch.setenv("RAY_API_SERVER_ADDRESS", "http://the.users:1")
-    with own_api():  # this session's Ray has no dashboard
-        assert get_env_vars_to_propagate()["RAY_API_SERVER_ADDRESS"] == "http://127.0.0.1:9"
-    assert os.environ["RAY_API_SERVER_ADDRESS"] == "http://the.users:1"
-
-
-@pytest.mark.slow
-def test_another_ray_that_starts_on_the_machine_takes_no_workers_away(tmp_path: Path) -> None:
-    """Its API does not know the controller, whose workers Ray Train would take away then."""
-    (tmp_path / "slow").touch()
-    config = three_workers(tmp_path, "here", scaling=ScalingConfig(num_workers=1))
-    config = replace(config, task_options={"slow": str(tmp_path / "slow"), "pause_s": "0.3"})
-    init = "import ray; ray.init(address='local', num_cpus=1); print('up', flush=True); input()"
-    said = []
-
-    def another() -> None:
-        while not (tmp_path / "here" / "metrics.jsonl").exists():
-            time.sleep(0.1)
-        command = [sys.executable, "-c", init]
-        pipe = subprocess.PIPE
-        with subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True) as other:
-            assert other.stdout
-            said.append(other.stdout.readline())
-            time.sleep(8)  # Ray Train asks once a second
-            (tmp_path / "slow").unlink()
-            other.communicate("")
-
-    watch = threading.Thread(target=another)
-    watch.start()
-    display, text = shown()
-    result = fit(config, display=display)
-    watch.join()
-    assert said == ["up\n"]
-    assert result.status == "finished"
-    assert "failed" not in text.getvalue()
 
 
 @pytest.mark.slow

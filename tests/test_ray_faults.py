@@ -21,9 +21,9 @@ from rich.console import Console
 
 from raytrain_ddp import FitResult, TrainConfig, fit
 from raytrain_ddp.checkpoint.layout import read_history, run_storage
-from raytrain_ddp.orchestration.cluster import SETTINGS
 from raytrain_ddp.orchestration.display import Display
 from raytrain_ddp.orchestration.driver import fit_locally
+from raytrain_ddp.orchestration.environment import SETTINGS
 from raytrain_ddp.sections import (
     CheckpointConfig,
     EvalConfig,

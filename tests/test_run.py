@@ -23,7 +23,7 @@ import pytest
 from processes import door
 
 from raytrain_ddp.errors import ConfigError, PreflightError
-from raytrain_ddp.orchestration.cluster import SETTINGS
+from raytrain_ddp.orchestration.environment import SETTINGS
 from raytrain_ddp.orchestration.run import crew as crewing
 from raytrain_ddp.orchestration.run import launch as launching
 from raytrain_ddp.orchestration.run import ship

@@ -8,12 +8,13 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 from raytrain_ddp.config import TrainConfig
 from raytrain_ddp.errors import PreflightError, RetriesExhausted
+from raytrain_ddp.orchestration.environment import dashboard_port, own_api, ray_settings, settled
 from raytrain_ddp.orchestration.failures import KEPT
 from raytrain_ddp.orchestration.resources import (
     Layout,
@@ -27,41 +28,6 @@ from raytrain_ddp.tasks.load import BUILT_IN
 _AUTH_MODE = "RAY_AUTH_MODE"
 _ASK_EVERY_S = 2.0
 _HEAD_DEAD_AFTER_S = 30.0  # after 60 s Ray ends all processes that were connected to it
-PREEMPTION_WATCHER = "RAY_TRAIN_ENABLE_PREEMPTION_WATCHER"
-# Read by Ray in the driver, and by the processes of an embedded Ray; the user's own values win.
-SETTINGS = {
-    "RAY_TRAIN_HEALTH_CHECK_INTERVAL_S": "0.5",  # a report waits for this poll (default 2 s)
-    "RAY_TRAIN_ENABLE_PRINT_PATCH": "0",  # else each print of a worker comes twice
-    "RAY_CHDIR_TO_TRIAL_DIR": "0",  # workers stay in the driver's folder
-    "RAY_ENABLE_UV_RUN_RUNTIME_ENV": "0",  # workers use the environment that is there
-    "RAY_TRAIN_PREEMPTION_POLL_INTERVAL_S": "2",  # of a notice's short time (default 5 s)
-    "RAY_DASHBOARD_ENABLE_PROFILING": "1",  # stack traces and flame graphs of workers
-    "RAY_worker_niceness": "0",  # workers are the point of this Ray (default 15: after all others)
-}
-
-
-def _settings(config: TrainConfig, embedded: bool) -> dict[str, str]:
-    """Ray's settings for this run."""
-    timeout_s = config.scaling.start_timeout_s
-    least, most = config.scaling.worker_range()
-    if timeout_s == "auto":
-        timeout_s = 5 if least < most else 120
-    settings = {**SETTINGS, "RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S": f"{timeout_s:g}"}
-    if embedded:
-        settings[PREEMPTION_WATCHER] = "0"  # its machine is this one: a process less
-    return settings
-
-
-@contextmanager
-def settled(settings: Mapping[str, str]) -> Iterator[None]:
-    """These as environment variables, where the user has set none."""
-    ours = [name for name in settings if name not in os.environ]
-    os.environ.update({name: settings[name] for name in ours})
-    try:
-        yield
-    finally:
-        for name in ours:
-            os.environ.pop(name, None)
 
 
 def is_connected() -> bool:
@@ -130,12 +96,17 @@ def cluster(
     address = address or os.environ.get("RAY_ADDRESS")
     embedded = not address and not is_connected()
     layout: Layout | None = None
-    if embedded:
-        layout, options = _starting(config, dashboard)
-    else:
-        options = {"runtime_env": _shipped(config)}
-    # torch is dragged in by Ray Train: load it while Ray's own processes and the board start.
-    with joined(address, _settings(config, embedded), options, tell, _import_ray_train):
+    with ExitStack() as stack:
+        if embedded:
+            layout, options = _starting(config)
+            port = dashboard_port() if dashboard else None
+            options |= {"include_dashboard": dashboard, "dashboard_port": port}
+            stack.enter_context(own_api(port))
+        else:
+            options = {"runtime_env": _shipped(config)}
+        # torch is dragged in by Ray Train: load it while Ray's own processes and the board start.
+        settings = ray_settings(config, embedded)
+        stack.enter_context(joined(address, settings, options, tell, _import_ray_train))
         if layout is None:
             import ray
 
@@ -145,15 +116,14 @@ def cluster(
         yield layout
 
 
-def _starting(config: TrainConfig, dashboard: bool) -> tuple[Layout, dict[str, Any]]:
+def _starting(config: TrainConfig) -> tuple[Layout, dict[str, Any]]:
     """For an embedded Ray: the layout on this machine, and what to tell `ray.init`."""
     have = this_machine()
     layout = choose_layout(config, have)
     if config.scaling.num_workers == "auto":  # the default runs on one core too
         have["CPU"] = max(have["CPU"], layout.least_needed()["CPU"])
     refuse(layout, have, "this machine")
-    counts = {"num_cpus": int(have["CPU"]), "num_gpus": int(have["GPU"])}
-    return layout, {"include_dashboard": dashboard, **counts}
+    return layout, {"num_cpus": int(have["CPU"]), "num_gpus": int(have["GPU"])}
 
 
 def import_paths(config: TrainConfig) -> tuple[str, ...]:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
-from raytrain_ddp.orchestration.cluster import settled
+from raytrain_ddp.orchestration.environment import settled
 
 _LISTED = {"RAY_TRAIN_ENABLE_STATE_TRACKING": "1"}  # an actor more, and its process
 

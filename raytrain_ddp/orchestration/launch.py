@@ -19,7 +19,7 @@ from raytrain_ddp.orchestration.cluster import Nodes, recount
 from raytrain_ddp.orchestration.failures import Failures
 from raytrain_ddp.orchestration.metrics import Metrics
 from raytrain_ddp.orchestration.resources import Layout
-from raytrain_ddp.orchestration.trainer import make_trainer, own_api
+from raytrain_ddp.orchestration.trainer import make_trainer
 from raytrain_ddp.orchestration.waiting import Waiting
 
 _POLL_S = 0.1
@@ -76,7 +76,7 @@ def launch(
     waiting = Waiting(layout, config.scaling.wait_s, nodes, recount, told)
     listener = _Listener(board, failures, waiting, metrics, told)
     try:
-        with _signals(listener.on_signal), own_api():
+        with _signals(listener.on_signal):
             while True:
                 trainer = make_trainer(config, run, layout, board)
                 show({"kind": "phase", "name": f"placing {layout.said} (each loads torch)"})

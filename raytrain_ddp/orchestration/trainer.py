@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -12,16 +10,14 @@ from raytrain_ddp.checkpoint.layout import LOGS
 from raytrain_ddp.checkpoint.storage import Storage
 from raytrain_ddp.config import TrainConfig
 from raytrain_ddp.failpoints import FOLDER_VARIABLE, VARIABLE
-from raytrain_ddp.orchestration.cluster import PREEMPTION_WATCHER, import_paths
-from raytrain_ddp.orchestration.dashboard import dashboard_address
+from raytrain_ddp.orchestration.cluster import import_paths
+from raytrain_ddp.orchestration.environment import PREEMPTION_WATCHER
 from raytrain_ddp.orchestration.resources import Layout
 from raytrain_ddp.orchestration.worker import WorkerSettings, train_on_worker
 from raytrain_ddp.recipe import to_dict
 
 # A look costs 4 to 13 ms of all workers; notices come half a minute ahead and more.
 _LOOK_EVERY_S = 3.0
-_API = "RAY_API_SERVER_ADDRESS"
-_NOWHERE = ("127.0.0.1", 9)  # where nobody answers: the cleaner goes on asking
 
 
 def make_trainer(config: TrainConfig, run: Storage, layout: Layout, board: Any) -> Any:
@@ -67,28 +63,6 @@ def make_trainer(config: TrainConfig, run: Storage, layout: Layout, board: Any) 
         ),
         torch_config=TorchConfig(backend=layout.backend),
     )
-
-
-@contextmanager
-def own_api() -> Iterator[None]:
-    """Ray Train's actors that start meanwhile ask about the run at the API of this Ray.
-
-    Else they ask at the port where a dashboard usually is. If this Ray has none, another one of
-    the machine may be there, also a later one; it does not know the run's controller, which Ray
-    Train's PlacementGroupCleaner then takes for dead, and takes the workers away.
-    """
-    from ray.train.v2._internal import constants
-
-    constants.ENV_VARS_TO_PROPAGATE.add(_API)
-    host, port = dashboard_address() or _NOWHERE
-    before = os.environ.get(_API)
-    os.environ[_API] = f"http://{host}:{port}"
-    try:
-        yield
-    finally:
-        del os.environ[_API]
-        if before is not None:
-            os.environ[_API] = before
 
 
 def _memory() -> Any:

@@ -6,7 +6,8 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
-from raytrain_ddp.orchestration.cluster import SETTINGS, use_token
+from raytrain_ddp.orchestration.cluster import use_token
+from raytrain_ddp.orchestration.environment import SETTINGS
 
 
 class Nodes:

@@ -9,7 +9,8 @@ from contextlib import contextmanager
 from typing import Any
 
 from raytrain_ddp.errors import ConfigError, PreflightError
-from raytrain_ddp.orchestration.cluster import SETTINGS, is_connected, joined
+from raytrain_ddp.orchestration.cluster import is_connected, joined
+from raytrain_ddp.orchestration.environment import SETTINGS
 from raytrain_ddp.orchestration.resources import Layout, missing, this_machine
 from raytrain_ddp.orchestration.resources import room as places
 from raytrain_ddp.orchestration.run.order import Flags

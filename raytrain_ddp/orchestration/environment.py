@@ -1,0 +1,77 @@
+"""Environment variables that Ray is started with, or connected to."""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+
+from raytrain_ddp.config import TrainConfig
+
+_API = "RAY_API_SERVER_ADDRESS"
+_USUAL_PORT, _NOBODYS_PORT = 8265, 9
+PREEMPTION_WATCHER = "RAY_TRAIN_ENABLE_PREEMPTION_WATCHER"
+# Read by Ray in the driver, and by the processes of an embedded Ray; the user's own values win.
+SETTINGS = {
+    "RAY_TRAIN_HEALTH_CHECK_INTERVAL_S": "0.5",  # a report waits for this poll (default 2 s)
+    "RAY_TRAIN_ENABLE_PRINT_PATCH": "0",  # else each print of a worker comes twice
+    "RAY_CHDIR_TO_TRIAL_DIR": "0",  # workers stay in the driver's folder
+    "RAY_ENABLE_UV_RUN_RUNTIME_ENV": "0",  # workers use the environment that is there
+    "RAY_TRAIN_PREEMPTION_POLL_INTERVAL_S": "2",  # of a notice's short time (default 5 s)
+    "RAY_DASHBOARD_ENABLE_PROFILING": "1",  # stack traces and flame graphs of workers
+    "RAY_worker_niceness": "0",  # workers are the point of this Ray (default 15: after all others)
+}
+
+
+def ray_settings(config: TrainConfig, embedded: bool) -> dict[str, str]:
+    """Ray's settings for this run."""
+    timeout_s = config.scaling.start_timeout_s
+    least, most = config.scaling.worker_range()
+    if timeout_s == "auto":
+        timeout_s = 5 if least < most else 120
+    settings = {**SETTINGS, "RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S": f"{timeout_s:g}"}
+    if embedded:
+        settings[PREEMPTION_WATCHER] = "0"  # its machine is this one: a process less
+    return settings
+
+
+@contextmanager
+def settled(settings: Mapping[str, str]) -> Iterator[None]:
+    """These as environment variables, where the user has set none."""
+    ours = [name for name in settings if name not in os.environ]
+    os.environ.update({name: settings[name] for name in ours})
+    try:
+        yield
+    finally:
+        for name in ours:
+            os.environ.pop(name, None)
+
+
+@contextmanager
+def own_api(port: int | None) -> Iterator[None]:
+    """Processes of a Ray that is started meanwhile ask about it at this port of this machine.
+
+    Else they ask at the port where a dashboard usually is, or at the newest Ray of the machine. If
+    that is another one, started later perhaps, it does not know the controller of Ray Train, whose
+    PlacementGroupCleaner then takes it for dead, and its workers away.
+
+    Args:
+        port: of its dashboard; None: it has none.
+    """
+    before = os.environ.get(_API)
+    os.environ[_API] = f"http://127.0.0.1:{port or _NOBODYS_PORT}"
+    try:
+        yield
+    finally:
+        del os.environ[_API]
+        if before is not None:
+            os.environ[_API] = before
+
+
+def dashboard_port() -> int:
+    """The first free one from where a dashboard usually is."""
+    for port in range(_USUAL_PORT, _USUAL_PORT + 100):
+        with suppress(OSError), socket.create_server(("127.0.0.1", port)):
+            return port
+    return _USUAL_PORT  # Ray says what is wrong
