@@ -6,7 +6,7 @@ import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -120,6 +120,28 @@ class TrainState:
         if better:
             self.best, self.best_step = value, self.step
         return better
+
+
+class Place(NamedTuple):
+    """Where a buffer is: a forward pass may put another tensor there, as by ``self.mean = ...``."""
+
+    name: str
+    module: nn.Module
+    key: str
+
+    def tensor(self) -> Tensor:
+        found: Tensor = getattr(self.module, self.key)
+        return found.detach()
+
+
+def buffers_of(model: nn.Module) -> list[Place]:
+    """Each buffer once, in the order of `nn.Module.named_buffers`."""
+    places = {
+        id(buffer): Place(f"{name}.{key}" if name else key, module, key)
+        for name, module in reversed([*model.named_modules()])
+        for key, buffer in module.named_buffers(recurse=False)
+    }
+    return [places[id(buffer)] for buffer in model.buffers()]
 
 
 def load_model(model: nn.Module, checkpoint: Checkpoint) -> None:
