@@ -16,6 +16,7 @@ from raytrain_ddp.data.plan import deal
 from raytrain_ddp.data.source import Data
 from raytrain_ddp.data.threads import Threads
 from raytrain_ddp.tasks.task import Task
+from raytrain_ddp.training.state import KeptBuffers
 from raytrain_ddp.training.step import to_device
 from raytrain_ddp.training.world import World, seed_slot
 
@@ -51,6 +52,7 @@ def evaluate(
     chunks = deal(-(-data.rows // batch_size), world.size, world.rank)
     states: list[dict[str, dict[str, Any]]] = []
     samples = 0
+    buffers = KeptBuffers(model)
     model.eval()
     with torch.inference_mode(), closing(eval_batches(data, batch_size, chunks, threads)) as loaded:
         for chunk, batch in zip(chunks, loaded, strict=True):
@@ -61,6 +63,7 @@ def evaluate(
             if not samples_of(batch):
                 continue  # bad records only, and they are skipped
             task.evaluate(model, to_device(batch, world.device), metrics)
+            buffers.restore()  # a chunk leaves no trace in the next one, nor in the training
             samples += samples_of(batch)
             states.append({name: _kept(metric.metric_state) for name, metric in metrics.items()})
     model.train()

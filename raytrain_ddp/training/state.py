@@ -144,6 +144,22 @@ def buffers_of(model: nn.Module) -> list[Place]:
     return [places[id(buffer)] for buffer in model.buffers()]
 
 
+class KeptBuffers:
+    """The buffers of a model as they are now; `restore` makes them so again."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._places = buffers_of(model)
+        self._tensors: list[Tensor] = [getattr(each.module, each.key) for each in self._places]
+        self._values = [tensor.detach().clone() for tensor in self._tensors]
+
+    def restore(self) -> None:
+        for place, tensor in zip(self._places, self._tensors, strict=True):
+            if getattr(place.module, place.key) is not tensor:
+                setattr(place.module, place.key, tensor)
+        if self._values:
+            torch._foreach_copy_([tensor.detach() for tensor in self._tensors], self._values)
+
+
 def load_model(model: nn.Module, checkpoint: Checkpoint) -> None:
     """Loads the weights of `checkpoint` into `model`."""
     model.load_state_dict(decode_tensors(checkpoint.read("model.safetensors")))

@@ -25,7 +25,7 @@ from raytrain_ddp.training.reduction import (
     Reduction,
     Sum,
 )
-from raytrain_ddp.training.state import Place, TrainState, buffers_of
+from raytrain_ddp.training.state import KeptBuffers, Place, TrainState, buffers_of
 from raytrain_ddp.training.timing import counting_flops
 from raytrain_ddp.training.world import World, seed_slot
 
@@ -135,7 +135,7 @@ class Stepper:
 
         Returns the floating-point operations of a sample, forward and backward; 0 if not known.
         """
-        buffers = [buffer.clone() for buffer in self._state.model.buffers()]
+        buffers = KeptBuffers(self._state.model)
         try:
             with counting_flops(self._config.compute.compile) as counter:
                 self._pass(batch)
@@ -149,8 +149,7 @@ class Stepper:
             if remedy is None:
                 raise
             raise ConfigError(remedy) from error
-        for buffer, before in zip(self._state.model.buffers(), buffers, strict=True):
-            buffer.copy_(before)
+        buffers.restore()
         self._state.compression.forget()
         return counter.get_total_flops() / samples_of(batch)
 
