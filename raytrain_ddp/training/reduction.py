@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
@@ -69,6 +69,11 @@ class DdpReduction:
         pass
 
 
+class _Laid(NamedTuple):
+    parameter: nn.Parameter
+    strides: tuple[int, ...]  # of its gradient
+
+
 class ExactReduction:
     """Sums in the order of a tree over all slots: the same bits on any number of workers.
 
@@ -79,13 +84,15 @@ class ExactReduction:
     scale = 1.0
 
     def __init__(self, model: nn.Module, slots: int, world: World) -> None:
-        by_type: dict[torch.dtype, list[nn.Parameter]] = {}
+        by_type: dict[torch.dtype, list[_Laid]] = {}
         for parameter in model.parameters():
             if parameter.requires_grad:
-                by_type.setdefault(parameter.dtype, []).append(parameter)
+                # As in memory, or without gaps where that has some, as a part of another tensor.
+                strides = torch.empty_like(parameter, device="meta").stride()
+                by_type.setdefault(parameter.dtype, []).append(_Laid(parameter, strides))
         self._groups = list(by_type.values())
         self._sums = [
-            TreeSum(slots, sum(p.numel() for p in group), dtype, world)
+            TreeSum(slots, sum(laid.parameter.numel() for laid in group), dtype, world)
             for dtype, group in by_type.items()
         ]
 
@@ -184,9 +191,9 @@ def make_alike(model: nn.Module, world: World) -> None:
             dist.broadcast(tensor.detach(), 0)
 
 
-def _lay(flat: Tensor, parameters: Sequence[nn.Parameter]) -> None:
-    """Makes the gradients views of a vector, each laid out in memory as its parameter."""
+def _lay(flat: Tensor, group: Sequence[_Laid]) -> None:
+    """Makes the gradients views of a vector."""
     start = 0
-    for parameter in parameters:
-        parameter.grad = flat.as_strided(parameter.size(), parameter.stride(), start)
+    for parameter, strides in group:
+        parameter.grad = flat.as_strided(parameter.size(), strides, start)
         start += parameter.numel()
