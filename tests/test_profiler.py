@@ -7,11 +7,18 @@ import json
 from pathlib import Path
 from typing import Any
 
+import pytest
+import torch
 from processes import Group
 from tiny import plain, run_tiny, tiny_config
 
+from raytrain_ddp.checkpoint.storage import open_storage
 from raytrain_ddp.cli import parse_fit
 from raytrain_ddp.sections import LogConfig
+from raytrain_ddp.training.clock import Clock
+from raytrain_ddp.training.profiler import Profile
+from raytrain_ddp.training.watchdog import WRITING
+from raytrain_ddp.training.world import World
 
 
 def traced(folder: Path, workers: Group, steps: int, **changes: Any) -> tuple[list[Path], str]:
@@ -43,6 +50,45 @@ def test_a_run_that_ends_sooner_leaves_what_there_is(workers: Group, tmp_path: P
     traces, told = traced(tmp_path, workers, 100, epochs=2)
     assert traces[0].name == "rank-0-steps-11-20.json.gz"
     assert told.startswith("steps 11 to 20")
+
+
+def test_a_profiler_that_fails_ends_no_run_and_writing_a_trace_is_no_hang(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    phases: list[str] = []
+
+    class Failing:
+        def __init__(self, **_: Any) -> None:
+            pass
+
+        def start(self) -> None:
+            if len(notes) == 0:
+                raise RuntimeError("there is another profiler")
+
+        def stop(self) -> None:
+            phases.append(clock.doing)
+
+        def export_chrome_trace(self, path: str) -> None:
+            phases.append(clock.doing)
+            raise RuntimeError("the device has gone")
+
+        def key_averages(self) -> list[Any]:
+            return []
+
+    monkeypatch.setattr("torch.profiler.profile", Failing)
+    notes: list[str] = []
+    world = World(0, 1, 0, torch.device("cpu"), 1)
+    clock = Clock(world.device)
+    clock.start()
+    for _ in range(2):
+        log = LogConfig(profile_steps=1, profile_ranks=(0,))
+        tell = lambda record: notes.append(record["text"])  # noqa: E731
+        with Profile(log, world, open_storage(str(tmp_path)), clock, tell) as trace:
+            for step in range(1, 14):
+                trace.begin_step(step)
+    assert notes[0] == "no trace of steps: there is another profiler"
+    assert "cannot be written: the device has gone" in notes[1]
+    assert phases == [WRITING, WRITING]
 
 
 def test_the_flag_is_short_for_five_steps():

@@ -13,6 +13,7 @@ from raytrain_ddp.checkpoint.storage import Storage
 from raytrain_ddp.sections import LogConfig
 from raytrain_ddp.training.clock import Clock
 from raytrain_ddp.training.session import Record
+from raytrain_ddp.training.watchdog import WRITING
 from raytrain_ddp.training.world import World
 
 _BEFORE = 10  # steps of this start that are not looked at: the first ones are slower
@@ -68,18 +69,25 @@ class Profile:
         activities = [ProfilerActivity.CPU]
         if self._world.device.type == "cuda":
             activities.append(ProfilerActivity.CUDA)
-        self._trace = profile(activities=activities)
-        self._trace.start()
+        trace = profile(activities=activities)
+        try:
+            trace.start()
+        except RuntimeError as error:  # as when another profiler is under way
+            self._steps = 0
+            self._tell({"kind": "note", "text": f"no trace of steps: {error}"})
+            return
+        self._trace = trace
 
     def _end(self, steps: int) -> None:
         trace, self._trace, self._steps = self._trace, None, 0
+        self._clock.doing = WRITING
         trace.stop()
         last = self._first + steps - 1
         name = f"rank-{self._world.rank}-steps-{self._first}-{last}.json.gz"
         try:
             self._keep(trace, name)
             where = f"; {name} is in {self._run}/{PROFILES}: open it in Perfetto."
-        except OSError as error:
+        except (OSError, RuntimeError) as error:
             where = f"; {name} cannot be written: {error}"
         table = "\n".join(_table(trace, steps, self._world.device.type == "cuda"))
         self._tell({"kind": "note", "text": f"steps {self._first} to {last}{where}\n{table}"})
