@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from typing import Protocol
 
 import torch
@@ -13,6 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from raytrain_ddp.data.loader import Slot
 from raytrain_ddp.errors import ConfigError
+from raytrain_ddp.training.clock import Clock
 from raytrain_ddp.training.tree import TreeSum
 from raytrain_ddp.training.world import World, broadcast
 
@@ -72,22 +75,29 @@ class DdpReduction:
 class ExactReduction:
     """Sums in the order of a tree over all slots: the same bits on any number of workers.
 
+    Gradients are exchanged in buckets, while the last backward pass goes on: each as soon as its
+    own are there and the bucket before it is on its way, so that all ranks keep to one order.
+
     Args:
-        model: not wrapped; its gradients become views of one vector for each type.
+        model: not wrapped; its gradients become views of one vector for each bucket.
+        bucket_mib: a bucket has parameters of one type, and is full when they are as large.
+        clock: is told when only others are waited for.
     """
 
     scale = 1.0
 
-    def __init__(self, model: nn.Module, slots: int, world: World) -> None:
-        by_type: dict[torch.dtype, list[nn.Parameter]] = {}
-        for parameter in model.parameters():
-            if parameter.requires_grad:
-                by_type.setdefault(parameter.dtype, []).append(parameter)
-        self._groups = list(by_type.values())
-        self._sums = [
-            TreeSum(slots, sum(p.numel() for p in group), dtype, world)
-            for dtype, group in by_type.items()
+    def __init__(
+        self, model: nn.Module, slots: int, world: World, bucket_mib: float, clock: Clock
+    ) -> None:
+        self._clock = clock
+        self._buckets = [
+            _Bucket(parameters, slots, world) for parameters in _divide(model, bucket_mib * 2**20)
         ]
+        self._started = 0  # so many are on their way
+        self._last: Slot | None = None  # whose backward pass, the last one, goes on
+        for place, bucket in enumerate(self._buckets):
+            for parameter in bucket.parameters:
+                parameter.register_post_accumulate_grad_hook(partial(self._count, place))
 
     def require_all(self, model: nn.Module) -> None:
         named = [(n, p) for n, p in model.named_parameters() if p.requires_grad]
@@ -100,24 +110,94 @@ class ExactReduction:
             )
 
     def begin(self) -> None:
-        for total in self._sums:
-            total.begin()
+        self._started = 0
+        for bucket in self._buckets:
+            bucket.sum.begin()
 
     def working(self, slots: Sequence[Slot]) -> list[Slot]:
         return [slot for slot in slots if slot.samples]
 
     @contextmanager
     def passing(self, slot: Slot, is_last: bool) -> Iterator[None]:
-        flats = [total.take() for total in self._sums]
-        for flat, group in zip(flats, self._groups, strict=True):
-            _lay(flat, group)
+        for bucket in self._buckets:
+            bucket.open()
+        self._last = slot if is_last else None
         yield
-        for flat, total in zip(flats, self._sums, strict=True):
-            total.add(slot.index, flat)
+        self._last = None
+        for bucket in self._buckets[self._started :]:
+            bucket.close(slot)
+
+    def _count(self, place: int, parameter: Tensor) -> None:
+        """The gradient of a parameter is there; called in the backward pass."""
+        if self._last is None:
+            return
+        if place < self._started:
+            raise ConfigError(
+                "exact = true: a backward pass adds to a gradient twice, as torch.utils.checkpoint "
+                "may with use_reentrant=True: give it use_reentrant=False."
+            )
+        self._buckets[place].missing.discard(id(parameter))
+        for bucket in self._buckets[self._started :]:
+            if bucket.missing:
+                break
+            bucket.close(self._last)
+            bucket.sum.start()
+            self._started += 1
 
     def finish(self) -> None:
-        for total, group in zip(self._sums, self._groups, strict=True):
-            _lay(total.finish(), group)
+        self._clock.mark("compute")  # of a worker that has no samples, too
+        for bucket in self._buckets[self._started :]:
+            bucket.sum.start()
+        for bucket in self._buckets:
+            bucket.sum.share()
+        for bucket in self._buckets:
+            bucket.lay(bucket.sum.finish())
+
+
+class _Bucket:
+    """Parameters whose gradients are summed together.
+
+    Attributes:
+        missing: ids of those whose gradient of the pass that goes on is not there yet.
+    """
+
+    def __init__(self, parameters: Sequence[nn.Parameter], slots: int, world: World) -> None:
+        self.parameters = parameters
+        length = sum(parameter.numel() for parameter in parameters)
+        self.sum = TreeSum(slots, length, parameters[0].dtype, world)
+
+    def open(self) -> None:
+        """A slot's gradients are about to come."""
+        self._flat = self.sum.take()
+        self.lay(self._flat)
+        self.missing = {id(parameter) for parameter in self.parameters}
+
+    def close(self, slot: Slot) -> None:
+        """All of the slot's gradients are there."""
+        self.sum.add(slot.index, self._flat)
+
+    def lay(self, flat: Tensor) -> None:
+        """Makes the gradients views of a vector, each laid out in memory as its parameter."""
+        start = 0
+        for parameter in self.parameters:
+            parameter.grad = flat.as_strided(parameter.size(), parameter.stride(), start)
+            start += parameter.numel()
+
+
+def _divide(model: nn.Module, size_bytes: float) -> list[list[nn.Parameter]]:
+    """Into buckets, in the order in which a backward pass is likely to come by: the reverse of that
+    in which parameters were registered."""
+    full: list[list[nn.Parameter]] = []
+    filling: dict[torch.dtype, list[nn.Parameter]] = {}
+    filled: Counter[torch.dtype] = Counter()  # bytes
+    for parameter in reversed([p for p in model.parameters() if p.requires_grad]):
+        dtype = parameter.dtype
+        filling.setdefault(dtype, []).append(parameter)
+        filled[dtype] += parameter.nbytes
+        if filled[dtype] >= size_bytes:
+            full.append(filling.pop(dtype))
+            del filled[dtype]
+    return [*full, *filling.values()]
 
 
 class Sum(Protocol):
@@ -166,6 +246,8 @@ class ExactSum:
         self._sum.add(slot, own)
 
     def finish(self) -> Tensor:
+        self._sum.start()
+        self._sum.share()
         return self._sum.finish()
 
 
@@ -182,11 +264,3 @@ def make_alike(model: nn.Module, world: World) -> None:
     with torch.no_grad():
         for tensor in tensors.values():
             dist.broadcast(tensor.detach(), 0)
-
-
-def _lay(flat: Tensor, parameters: Sequence[nn.Parameter]) -> None:
-    """Makes the gradients views of a vector, each laid out in memory as its parameter."""
-    start = 0
-    for parameter in parameters:
-        parameter.grad = flat.as_strided(parameter.size(), parameter.stride(), start)
-        start += parameter.numel()
