@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.hooks import RemovableHandle
 
 from raytrain_ddp.data.loader import Slot
 from raytrain_ddp.errors import ConfigError
@@ -93,11 +94,6 @@ class ExactReduction:
         self._buckets = [
             _Bucket(parameters, slots, world) for parameters in _divide(model, bucket_mib * 2**20)
         ]
-        self._started = 0  # so many are on their way
-        self._last: Slot | None = None  # whose backward pass, the last one, goes on
-        for place, bucket in enumerate(self._buckets):
-            for parameter in bucket.parameters:
-                parameter.register_post_accumulate_grad_hook(partial(self._count, place))
 
     def require_all(self, model: nn.Module) -> None:
         named = [(n, p) for n, p in model.named_parameters() if p.requires_grad]
@@ -110,7 +106,7 @@ class ExactReduction:
             )
 
     def begin(self) -> None:
-        self._started = 0
+        self._started = 0  # so many buckets are on their way
         for bucket in self._buckets:
             bucket.sum.begin()
 
@@ -121,16 +117,26 @@ class ExactReduction:
     def passing(self, slot: Slot, is_last: bool) -> Iterator[None]:
         for bucket in self._buckets:
             bucket.open()
-        self._last = slot if is_last else None
-        yield
-        self._last = None
+        hooks = self._watch(slot) if is_last else []
+        try:
+            yield
+        finally:
+            for hook in hooks:
+                hook.remove()
         for bucket in self._buckets[self._started :]:
             bucket.close(slot)
 
-    def _count(self, place: int, parameter: Tensor) -> None:
-        """The gradient of a parameter is there; called in the backward pass."""
-        if self._last is None:
-            return
+    def _watch(self, slot: Slot) -> list[RemovableHandle]:
+        """Has the buckets start in the slot's backward pass. Hooks that stay would keep the
+        parameters alive, and these them."""
+        return [
+            parameter.register_post_accumulate_grad_hook(partial(self._count, slot, place))
+            for place, bucket in enumerate(self._buckets)
+            for parameter in bucket.parameters
+        ]
+
+    def _count(self, slot: Slot, place: int, parameter: Tensor) -> None:
+        """The gradient of a parameter is there."""
         if place < self._started:
             raise ConfigError(
                 "exact = true: a backward pass adds to a gradient twice, as torch.utils.checkpoint "
@@ -140,7 +146,7 @@ class ExactReduction:
         for bucket in self._buckets[self._started :]:
             if bucket.missing:
                 break
-            bucket.close(self._last)
+            bucket.close(slot)
             bucket.sum.start()
             self._started += 1
 
