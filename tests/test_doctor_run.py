@@ -46,6 +46,7 @@ def written(
     (run / CONFIG_FILE).write_text(dumps(TrainConfig(name="r")))
     for name, lines in ((EVENTS_FILE, events), (METRICS_FILE, records)):
         (run / name).write_text("".join(json.dumps(each) + "\n" for each in lines))
+    for name in (CONFIG_FILE, EVENTS_FILE, METRICS_FILE):
         os.utime(run / name, (time.time() - quiet_s,) * 2)
     if owner is not None:
         (run / LEASE_FILE).write_text(json.dumps(asdict(owner)))
@@ -83,6 +84,45 @@ def test_slow_lines_and_a_start_take_their_time(tmp_path: Path, quiet_s: float):
     records = [line(10), line(20)] if quiet_s < 50 else []
     report, _ = rows(written(tmp_path, [PLAN], records, quiet_s, Owner.here()))
     assert report.exit_status == 0
+
+
+EPOCHS_OF_10 = {**PLAN, "steps_per_epoch": 10}
+EVALUATED = {"kind": "eval", "step": 20, "metrics": {}}
+
+
+@pytest.mark.parametrize(
+    ("events", "records", "exit_status"),
+    [
+        ([PLAN], [line(1)], 0),  # the next line may be a hundred steps away
+        ([EPOCHS_OF_10], [line(10), line(20)], 0),  # it evaluates
+        ([EPOCHS_OF_10], [line(10), line(20), EVALUATED], PreflightError.exit_status),
+        ([EPOCHS_OF_10], [line(10), line(15)], PreflightError.exit_status),
+        ([PLAN, FAILED], [line(10), line(20)], 0),  # workers are replaced
+        ([PLAN, FAILED, {**PLAN, "start_step": 20}], [line(10), line(20)], 0),  # first steps
+        ([PLAN, FAILED, PLAN], [line(10), line(20)], PreflightError.exit_status),
+    ],
+)
+def test_a_first_line_an_evaluation_and_a_new_start_take_their_time(
+    tmp_path: Path, events: list[Any], records: list[Any], exit_status: int
+):
+    report, _ = rows(written(tmp_path, events, records, 300.0, Owner.here()))
+    assert report.exit_status == exit_status
+
+
+def test_a_driver_that_has_just_begun_is_not_judged_by_what_the_one_before_wrote(tmp_path: Path):
+    run = written(tmp_path, [PLAN], [line(10), line(20)], 7200.0, Owner.here())
+    os.utime(run / CONFIG_FILE, (time.time() - 40,) * 2)
+    report, row = rows(run)
+    assert report.exit_status == 0
+    assert row["progress"].found == "step 20 of 100 (20 %), 40 s ago"
+
+
+def test_fault_32_a_rank_with_more_slots_is_not_warned_of_nor_one_that_is_no_more(tmp_path: Path):
+    for number, size in enumerate((3, 2)):
+        plan = {**PLAN, "slots": 4, "world_size": size}
+        records = [line(10 * n, rank=2, ratio=2.2, phase="compute") for n in range(1, 9)]
+        _, row = rows(written(tmp_path / f"{number}", [plan], records, owner=Owner.here()))
+        assert row["slowest"].verdict == ("ok" if size == 3 else "warn")
 
 
 def test_a_run_whose_driver_died_or_that_nobody_drives_is_told(tmp_path: Path):
@@ -134,7 +174,7 @@ def test_weights_that_were_mended_are_told(tmp_path: Path):
 
 
 def test_the_door_takes_a_name_answers_without_torch_and_says_where_no_run_is(tmp_path: Path):
-    written(tmp_path, [PLAN], [line(10)], 500.0, Owner.here())
+    written(tmp_path, [PLAN], [line(10)], 700.0, Owner.here())
     answer = door("doctor", "--run", "r", cwd=tmp_path)
     assert (answer.status, answer.heavy) == (PreflightError.exit_status, [])
     assert "1 failure, 0 warnings: the run does not get on." in answer.out

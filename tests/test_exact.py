@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -11,8 +12,19 @@ import torch
 import torch.distributed as dist
 from processes import Group, WorkerError
 from test_training import log_of
-from tiny import EPOCHS, TOTAL_STEPS, ScriptedSession, bits, plain, run_tiny, tiny_config
-from torch import nn
+from tiny import (
+    CLASSES,
+    EPOCHS,
+    TOTAL_STEPS,
+    ScriptedSession,
+    TinyTask,
+    bits,
+    plain,
+    run_tiny,
+    tiny_config,
+)
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
 from torch.utils.checkpoint import checkpoint
 
 from raytrain_ddp.config import TrainConfig
@@ -248,7 +260,7 @@ def test_the_size_of_buckets_leaves_no_trace(alone: Alone, workers: Group, tmp_p
     assert bits(config) == bits(alone("sgd"))
 
 
-@pytest.mark.parametrize("variant", ["sgd", "fp16"])
+@pytest.mark.parametrize("variant", ["sgd", "adamw-clip-bf16", "fp16"])
 def test_kills_and_resizes_leave_no_trace(
     variant: str, alone: Alone, workers: Group, tmp_path: Path
 ):
@@ -326,6 +338,130 @@ def test_another_number_of_threads_is_refused_at_a_resume():
     then = to_dict(TrainConfig(exact=True))
     now = TrainConfig(exact=True, scaling=ScalingConfig(cpus_per_worker=2))
     assert [name for name, *_ in changed_fields(then, now)] == ["scaling.cpus_per_worker"]
+
+
+class Mixed(nn.Module):
+    """Parameters of all kinds."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.frozen = nn.Conv2d(1, 8, 3, padding=1).requires_grad_(False)
+        self.norm = nn.BatchNorm2d(8)
+        self.tied, self.again = nn.Linear(128, 128), nn.Linear(128, 128, bias=False)
+        self.again.weight = self.tied.weight
+        self.words = nn.Embedding(8, 128, sparse=True)
+        self.gaps = nn.Parameter(0.1 * torch.randn(128, 40))
+        self.gaps.data = self.gaps.data[:, :16]
+        self.rough = nn.Linear(16, 16).bfloat16()
+        self.head = nn.Linear(16, CLASSES).double()
+
+    def forward(self, x: Tensor) -> Tensor:
+        features = self.norm(self.frozen(x)).relu().flatten(1)
+        features = self.again(self.tied(features).relu())
+        features = features + self.words((x[:, 0, 0, 0] > 0).long())
+        outputs: Tensor = self.head(self.rough((features @ self.gaps).bfloat16()).double())
+        return outputs.float()
+
+
+class Centred(nn.Module):
+    """Subtracts a running mean that is another tensor after each pass, as DINO's centre is; and
+    forgets that an evaluation should leave it as it is."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.hidden, self.dropout = nn.Linear(16, 32), nn.Dropout(0.3)
+        self.head = nn.Linear(32, CLASSES)
+        self.register_buffer("centre", torch.zeros(32))
+
+    def forward(self, x: Tensor) -> Tensor:
+        features = self.hidden(x.flatten(1))
+        self.centre = 0.9 * self.centre + 0.1 * features.detach().mean(0)
+        outputs: Tensor = self.head(self.dropout((features - self.centre).relu()))
+        return outputs
+
+
+class OddTask(TinyTask):
+    """Mixes samples, and evaluates on noisy ones."""
+
+    def __init__(self, config: TrainConfig, kind: type[nn.Module], **options: Any) -> None:
+        super().__init__(config, **options)
+        self._kind = kind
+
+    def model(self) -> nn.Module:
+        self.made = self._kind()  # type: ignore[assignment]
+        return self.made
+
+    def loss(self, model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
+        share, other = torch.rand(()), torch.randperm(len(batch["x"]))
+        outputs = model(torch.lerp(batch["x"][other], batch["x"], share))
+        own, others = (cross_entropy(outputs, y) for y in (batch["y"], batch["y"][other]))
+        return torch.lerp(others, own, share)
+
+    def evaluate(
+        self, model: nn.Module, batch: Mapping[str, Tensor], metrics: Mapping[str, Any]
+    ) -> None:
+        noisy = batch["x"] + 0.1 * torch.randn_like(batch["x"])
+        super().evaluate(model, {**batch, "x": noisy}, metrics)
+
+
+ODD: dict[str, tuple[type[nn.Module], dict[str, Any]]] = {
+    "parameters of all kinds": (Mixed, {"optim": OptimConfig(name="adamw", clip_norm=0.5)}),
+    "a buffer that is replaced": (Centred, {"optim": OptimConfig(clip_norm=0.5)}),
+}
+
+
+@pytest.mark.parametrize("name", ODD)
+def test_odd_models_mixing_and_a_noisy_evaluation_leave_no_trace(
+    name: str, workers: Group, tmp_path: Path
+):
+    kind, changes = ODD[name]
+    found = []
+    for size in (1, 2, 3, 4):
+        config = tiny_config(tmp_path, f"on-{size}", exact=True, **{**changes, "epochs": 1})
+        ran = workers(size, run_tiny, plain(config), {"kind": kind}, 0, 0, None, OddTask)
+        assert len({worker.digest for worker in ran}) == 1
+        found.append((bits(config), log_of(config)))
+    assert found == [found[0]] * 4
+
+
+def test_by_default_too_replaced_buffers_are_alike_and_a_noisy_evaluation_is_the_same(
+    workers: Group, tmp_path: Path
+):
+    found = []
+    for size in (1, 3):
+        config = tiny_config(tmp_path, f"on-{size}", epochs=1)
+        ran = workers(size, run_tiny, plain(config), {"kind": Centred}, 0, 0, None, OddTask)
+        assert len({worker.digest for worker in ran}) == 1
+        found.append(ran[0].outcome.metrics["loss"])
+    assert found[0] == pytest.approx(found[1], rel=1e-5)
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+def test_fault_23_a_data_set_smaller_than_a_batch_leaves_no_trace(
+    rows: int, workers: Group, tmp_path: Path
+):
+    found = []
+    for size in (1, 2, 3, 4):
+        config = tiny_config(tmp_path, f"on-{size}", exact=True, batch_size=16, micro_batch=4)
+        workers(size, run_tiny, plain(config), {"rows": rows})
+        found.append((bits(config), log_of(config)))
+    assert found == [found[0]] * 4
+
+
+def test_a_parameter_with_gaps_in_memory_has_its_own_gradient():
+    model = Mixed()
+    reduction = ExactReduction(model, 1, World(0, 1, 0, CPU, 1), 25.0, Clock(CPU))
+    batch = torch.randn(4, 1, 4, 4)
+    reduction.begin()
+    with reduction.passing(Slot(0, 0, 4, 4, {}), True):
+        model(batch).square().sum().backward()
+    reduction.finish()
+    trained = [p for p in model.parameters() if p.requires_grad]
+    model.norm.reset_running_stats()
+    for parameter, true in zip(
+        trained, torch.autograd.grad(model(batch).square().sum(), trained), strict=True
+    ):
+        assert torch.equal(parameter.grad, true.to_dense())
 
 
 class Spare(nn.Module):

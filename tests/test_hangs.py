@@ -15,17 +15,31 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from processes import Died, Group
-from tiny import Ran, ScriptedSession, TinyNet, TinyTask, bits, plain, run_tiny, tiny_config
+from processes import Died, Group, Raised
+from tiny import (
+    Ran,
+    ScriptedSession,
+    TinyNet,
+    TinyTask,
+    bits,
+    kept_steps,
+    plain,
+    run_tiny,
+    tiny_config,
+)
+from torch import nn
 
 from raytrain_ddp.checkpoint.layout import EVENTS_FILE, HANGS, read_history, run_storage
 from raytrain_ddp.checkpoint.lease import Owner
+from raytrain_ddp.checkpoint.storage import open_storage
 from raytrain_ddp.config import TrainConfig
-from raytrain_ddp.errors import RetriesExhausted
+from raytrain_ddp.errors import DataError, RetriesExhausted
 from raytrain_ddp.failpoints import FOLDER_VARIABLE, VARIABLE, arm
 from raytrain_ddp.orchestration.board import Board
 from raytrain_ddp.sections import DdpConfig, ScalingConfig
-from raytrain_ddp.training.hang import Sign, is_hang, judge
+from raytrain_ddp.training.clock import Clock
+from raytrain_ddp.training.hang import Sign, is_compiling, is_hang, judge
+from raytrain_ddp.training.watchdog import Watchdog
 
 Meddle = Callable[[int, Path, int], None]
 SOON = ScalingConfig(hang_s=2.0)
@@ -36,10 +50,17 @@ def hung_config(folder: Path, name: str, **changes: Any) -> TrainConfig:
     return tiny_config(folder, name, scaling=SOON, **changes)
 
 
-def run_with(rank: int, size: int, config: dict[str, Any], text: str, folder: str) -> object:
+def run_with(
+    rank: int,
+    size: int,
+    config: dict[str, Any],
+    text: str,
+    folder: str,
+    meddle: Callable[[ScriptedSession], None] | None = None,
+) -> Ran:
     arm(text, folder)
     try:
-        return run_tiny(rank, size, config)
+        return run_tiny(rank, size, config, meddle=meddle)
     finally:
         arm("", "")
 
@@ -91,6 +112,24 @@ def fail(_: Any) -> None:
 
 def slow_on_rank_1(rank: int, _: Path, step: int) -> None:
     time.sleep(0.12 if rank == 1 else 0.0)
+
+
+def slow_log_on_rank_0(session: ScriptedSession) -> None:
+    """As by a tracking server that is asked again and again."""
+    if session.recorder is not None:
+        log = session.recorder.log
+        add = log.add
+
+        def slow(record: Any) -> None:
+            time.sleep(4.0 if record["step"] == 15 else 0.0)
+            add(record)
+
+        log.add = slow  # type: ignore[method-assign]
+
+
+def fail_on_rank_0(rank: int, _: Path, step: int) -> None:
+    if (rank, step) == (0, 13):
+        raise DataError("a record of rank 0 is bad")
 
 
 def pause_all(rank: int, folder: Path, step: int) -> None:
@@ -240,6 +279,65 @@ def test_fault_32_33_a_slow_rank_and_a_pause_of_all_are_no_hangs(workers: Group,
     assert ran.outcome.step == ran.outcome.total_steps
     assert not (tmp_path / "slow" / HANGS).exists()
     assert not (tmp_path / "paused" / HANGS).exists()
+
+
+def test_fault_33_slow_data_and_a_slow_log_are_no_hangs(workers: Group, tmp_path: Path):
+    config = hung_config(tmp_path, "slow")
+    at = "data.read:sleep(5)@rank=1,step=8"
+    ran = workers(3, run_with, plain(config), at, str(tmp_path / "fired"), slow_log_on_rank_0)
+    assert ran[0].outcome.step == ran[0].outcome.total_steps
+    assert not [*(tmp_path / "slow" / HANGS).rglob("hang.json")]
+
+
+def fail_with(rank: int, size: int, config: dict[str, Any], text: str, folder: str) -> Ran:
+    def meddle(session: ScriptedSession) -> None:
+        session.before_step = partial(fail_on_rank_0, rank, Path(folder))
+
+    return run_with(rank, size, config, text, folder, meddle)
+
+
+def test_fault_33_a_rank_that_has_failed_and_ends_its_commit_is_no_hang(
+    workers: Group, tmp_path: Path
+):
+    config = hung_config(tmp_path, "failed")
+    at = "checkpoint.manifest:sleep(7)@step=10"
+    ends = workers.outcomes(3, fail_with, plain(config), at, str(tmp_path / "fired"))
+    assert all(isinstance(end, Raised) for end in ends), ends
+    assert ends[0].name == "DataError"
+    assert kept_steps(config) == [10]
+
+
+def test_fault_33_what_compiles_is_told_from_what_runs_compiled():
+    """A step of another size is compiled anew, which may take minutes."""
+    seen = []
+
+    def backend(graph: torch.fx.GraphModule, _: object) -> Any:
+        seen.append(is_compiling())
+
+        def run(*inputs: torch.Tensor) -> Any:
+            seen.append(is_compiling())
+            return graph(*inputs)
+
+        return run
+
+    net = nn.Linear(2, 2)
+    net.compile(backend=backend)
+    net(torch.ones(1, 2))
+    assert seen == [True, False]
+    assert not is_compiling()
+
+
+def test_who_waits_in_a_collective_has_no_more_patience_than_for_a_step(tmp_path: Path):
+    """As for the count of a step's samples, while a stopped rank has not counted its own."""
+    clock = Clock(torch.device("cpu"))
+    storage = open_storage(str(tmp_path))
+    dog = Watchdog(clock, 30.0, 0, [Owner.here()], storage, lambda _: {}, lambda _: None)
+    dog.close()
+    assert dog.patience_s("compute", waits=False) == 1800.0  # no step is done
+    clock.steps = 1
+    waiting = {("data wait", True): 30.0, ("data wait", False): 300.0, ("writing", False): 300.0}
+    waiting |= {("compilation", False): 1800.0, ("evaluation", True): 1800.0}
+    assert {each: dog.patience_s(*each) for each in waiting} == waiting
 
 
 @pytest.mark.slow

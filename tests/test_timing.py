@@ -15,6 +15,7 @@ from torch import nn
 
 from raytrain_ddp.checkpoint.layout import read_history, run_storage
 from raytrain_ddp.config import TrainConfig
+from raytrain_ddp.data.plan import beyond_others
 from raytrain_ddp.training.clock import PHASES, Clock
 from raytrain_ddp.training.stragglers import Stragglers
 from raytrain_ddp.training.timing import (
@@ -85,6 +86,20 @@ def test_of_two_ranks_one_may_take_ten_times_as_long_as_the_other():
     assert told["slowest"] == {"rank": 1, "phase": "data", "ratio": 10.0}
 
 
+def test_a_rank_that_is_dealt_more_slots_is_no_straggler_until_it_is_slow():
+    """The default's 4 slots on 3 workers: the last one has two of them."""
+    assert [beyond_others(4, 3, rank) for rank in range(3)] == [1, 1, 2]
+    assert [beyond_others(5, 3, rank) for rank in range(3)] == [1, pytest.approx(4 / 3), 4 / 3]
+    assert (beyond_others(4, 2, 1), beyond_others(4, 1, 0)) == (1, 1)
+    for ratio, expected in ((2.2, []), (5.0, [2])):
+        stragglers = Stragglers(4, 3)
+        shown = [{"rank": 2, "phase": "compute", "ratio": ratio}] * 5
+        events = [stragglers.look(n, each, ["a"] * 3) for n, each in enumerate(shown)]
+        assert [event["rank"] for event in events if event is not None] == expected
+        if expected:
+            assert "2.5 x" in str(events[-1])
+
+
 def lines(*ranks: int, phase: str = "data") -> list[dict[str, Any]]:
     """Those in which a rank is 3 times as slow as the others; -1: none is."""
     return [{"rank": max(0, r), "phase": phase, "ratio": 3.0 if r >= 0 else 1.1} for r in ranks]
@@ -92,7 +107,7 @@ def lines(*ranks: int, phase: str = "data") -> list[dict[str, Any]]:
 
 def told_of(*shown: dict[str, Any]) -> list[tuple[int, int | None]]:
     """(line from 1, rank) of each event."""
-    stragglers = Stragglers()
+    stragglers = Stragglers(3, 3)
     events = [stragglers.look(n, each, ["a", "b", "c"]) for n, each in enumerate(shown, start=1)]
     return [(event["step"], event["rank"]) for event in events if event is not None]
 
@@ -102,7 +117,7 @@ def test_fault_32_a_straggler_is_told_once_and_again_when_it_changes():
     assert told_of(*lines(1, 1, 1, 1, -1, 1, 1, 1, 1, 0)) == []
     assert told_of(*lines(*[1] * 8, *[2] * 8, *[-1] * 3, *[2] * 8)) == [(5, 1), (13, 2)]
     assert told_of(*lines(*[1] * 6, *[-1] * 6, *[1] * 6)) == [(5, 1), (11, None), (17, 1)]
-    stragglers = Stragglers()
+    stragglers = Stragglers(3, 3)
     *_, event = (stragglers.look(10, each, ["a", "b", "c"]) for each in lines(*[1] * 5))
     assert event is not None
     assert event["text"] == (

@@ -217,6 +217,7 @@ def run_tiny(
     stop_at: int = 0,
     die_at: int = 0,
     meddle: Callable[[ScriptedSession], None] | None = None,
+    kind: type[TinyTask] = TinyTask,
 ) -> Ran:
     """Trains in one process of a group; to be called through the fixture `workers`.
 
@@ -225,7 +226,7 @@ def run_tiny(
     """
     made = from_dict(config)
     world = World(rank, size, rank, torch.device("cpu"), threads=1)
-    task = TinyTask(made, **(options or {}))
+    task = kind(made, **(options or {}))
     with ScriptedSession(made, world, stop_at, die_at) as session:
         task.session = session
         if meddle is not None:
@@ -233,7 +234,7 @@ def run_tiny(
         outcome = train(made, task, session)
     digest = hashlib.sha256()
     for tensor in task.made.state_dict().values():
-        digest.update(tensor.contiguous().numpy().tobytes())
+        digest.update(tensor.double().contiguous().numpy().tobytes())
     return Ran(outcome, session.start_step, digest.hexdigest(), task.seen, session.events)
 
 

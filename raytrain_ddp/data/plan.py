@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import lru_cache
+from statistics import median
 from typing import Literal
 
 import numpy as np
@@ -74,6 +75,13 @@ class Plan:
 def deal(items: int, world_size: int, rank: int) -> range:
     """The contiguous run of `items` (slots, or chunks of an evaluation) that `rank` works on."""
     return range(rank * items // world_size, (rank + 1) * items // world_size)
+
+
+def beyond_others(items: int, world_size: int, rank: int) -> float:
+    """How many times as many of `items` as the others `rank` is dealt, 1 or more."""
+    counts = [len(deal(items, world_size, each)) for each in range(world_size)]
+    own = counts.pop(rank)
+    return max(1.0, own / median(counts)) if counts and median(counts) else 1.0
 
 
 class EpochOrder:

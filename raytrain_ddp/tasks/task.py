@@ -37,7 +37,11 @@ class Task(Protocol):
         """The evaluation set; None: the run is not evaluated."""
 
     def loss(self, model: nn.Module, batch: Batch) -> Tensor:
-        """The mean loss over the batch's samples, shape (); `batch` is on the model's device."""
+        """The mean loss over the batch's samples, shape (); `batch` is on the model's device.
+
+        Draw random numbers from torch's generators only: they are seeded for each micro-batch, also
+        in `evaluate`.
+        """
 
     def metrics(self) -> dict[str, Metric]:
         """Fresh torchmetrics metrics by name, one `compute()` value each."""

@@ -16,8 +16,9 @@ from raytrain_ddp.data.plan import deal
 from raytrain_ddp.data.source import Data
 from raytrain_ddp.data.threads import Threads
 from raytrain_ddp.tasks.task import Task
+from raytrain_ddp.training.state import KeptBuffers
 from raytrain_ddp.training.step import to_device
-from raytrain_ddp.training.world import World
+from raytrain_ddp.training.world import World, seed_slot
 
 if TYPE_CHECKING:
     from torchmetrics import Metric
@@ -37,7 +38,8 @@ def evaluate(
 
     The rows are cut into chunks of `batch_size` whoever works on them; each chunk's metric state is
     kept apart and merged in the order of the chunks, so that floating-point sums come out the same
-    for any number of workers.
+    for any number of workers. Random numbers that `Task.evaluate` draws from torch's generators are
+    a function of the chunk, and alike in all evaluations.
 
     "skipped" is among the values if bad records were left out: how many.
 
@@ -50,15 +52,18 @@ def evaluate(
     chunks = deal(-(-data.rows // batch_size), world.size, world.rank)
     states: list[dict[str, dict[str, Any]]] = []
     samples = 0
+    buffers = KeptBuffers(model)
     model.eval()
     with torch.inference_mode(), closing(eval_batches(data, batch_size, chunks, threads)) as loaded:
-        for batch in loaded:
+        for chunk, batch in zip(chunks, loaded, strict=True):
             beat()
+            seed_slot(world.device, 0, 0, chunk)
             for metric in metrics.values():
                 metric.reset()
             if not samples_of(batch):
                 continue  # bad records only, and they are skipped
             task.evaluate(model, to_device(batch, world.device), metrics)
+            buffers.restore()  # a chunk leaves no trace in the next one, nor in the training
             samples += samples_of(batch)
             states.append({name: _kept(metric.metric_state) for name, metric in metrics.items()})
     model.train()

@@ -24,6 +24,10 @@ from raytrain_ddp.training.clock import AGREEING, EXCHANGING
 
 _LIBRARIES = tuple(sysconfig.get_paths()[name] for name in ("stdlib", "purelib", "platlib"))
 _OF_COLLECTIVES = f"{os.sep}torch{os.sep}distributed{os.sep}"
+_OF_COMPILERS = tuple(
+    os.sep.join(("torch", *path))
+    for path in (("_dynamo", "convert_frame.py"), ("_inductor", "compile_fx.py"))
+)
 _MOST_COLLECTIVES = 100
 _STATES = {
     "T": "its process is stopped (SIGSTOP, or a debugger)",
@@ -194,6 +198,16 @@ def _line(frame: FrameType) -> str:
 def is_waiting(doing: str, inside: bool) -> bool:
     """Whether a rank that does this waits for others."""
     return inside or doing in (EXCHANGING, AGREEING)
+
+
+def is_compiling() -> bool:
+    """Whether torch.compile compiles in any thread: that of a backward pass is none of ours."""
+    frames = [*sys._current_frames().values()]
+    return any(
+        each.f_code.co_filename.endswith(_OF_COMPILERS)
+        for frame in frames
+        for each, _ in traceback.walk_stack(frame)
+    )
 
 
 def stacks() -> str:

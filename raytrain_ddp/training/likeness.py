@@ -20,7 +20,7 @@ from raytrain_ddp.errors import DivergedError
 from raytrain_ddp.failpoints import failpoint
 from raytrain_ddp.sections import ScalingConfig
 from raytrain_ddp.training.session import Session
-from raytrain_ddp.training.state import TrainState
+from raytrain_ddp.training.state import TrainState, buffers_of
 
 _PIECE = {"cpu": 1 << 16, "cuda": 1 << 22}  # numbers: what stays in a cache, and in a kernel
 _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -33,18 +33,20 @@ class Likeness:
         self._every = scaling.check_every_steps if session.world.size > 1 else 0
         self._mends = scaling.on_divergence == "resync"
         self._state, self._session, self._world = state, session, session.world
-        model = state.model
-        self._names, self._tensors = [], []
-        for name, tensor in (*model.named_parameters(), *model.named_buffers()):
-            if tensor.dtype is not torch.bool and not tensor.is_complex():  # as in SlotBuffers
-                self._names.append(name)
-                self._tensors.append(tensor.detach())
+        self._buffers = buffers_of(state.model)
+
+    def _named(self) -> dict[str, Tensor]:
+        """What is compared, as it is now."""
+        named = {name: p.detach() for name, p in self._state.model.named_parameters()}
+        named |= {place.name: place.tensor() for place in self._buffers}
+        # As in SlotBuffers.
+        return {n: t for n, t in named.items() if t.dtype != torch.bool and not t.is_complex()}
 
     def follow(self) -> None:
         """Ends a step; all ranks take part."""
         turned = failpoint("train.weights", self._world.rank, self._state.step)  # 1, but in a test
         if turned != 1:
-            self._tensors[0].view(-1)[0] *= turned
+            next(iter(self._named().values())).view(-1)[0] *= turned
         if self._every and self._state.step % self._every == 0:
             self.require()
 
@@ -60,7 +62,7 @@ class Likeness:
         source, ranks, names = differing
         told = self._told(ranks, names)
         if self._mends:
-            for tensor in _all(self._tensors, self._state.optimizer):
+            for tensor in _all(self._named().values(), self._state.optimizer):
                 dist.broadcast(tensor, source)
             self._state.compression.align(source)
             step = self._state.step
@@ -78,7 +80,8 @@ class Likeness:
 
     def _differing(self) -> tuple[int, list[int], list[str]] | None:
         """(a rank that has what most have, those that have not, which tensors), if there are."""
-        mine = fingerprints(self._tensors).cpu()
+        named = self._named()
+        mine = fingerprints([*named.values()]).cpu()
         every = torch.empty(self._world.size * len(mine), dtype=torch.int64)
         dist.all_gather_into_tensor(every, mine)
         rows = [tuple(row) for row in every.view(self._world.size, -1).tolist()]
@@ -86,7 +89,7 @@ class Likeness:
         if count == len(rows):
             return None
         ranks = [rank for rank, row in enumerate(rows) if row != usual]
-        columns = zip(self._names, zip(*rows, strict=True), strict=True)
+        columns = zip(named, zip(*rows, strict=True), strict=True)
         names = [name for name, column in columns if len(set(column)) > 1]
         return rows.index(usual), ranks, names
 

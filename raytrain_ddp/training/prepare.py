@@ -34,6 +34,7 @@ from raytrain_ddp.training.run import Run
 from raytrain_ddp.training.session import Session
 from raytrain_ddp.training.state import TrainState
 from raytrain_ddp.training.step import Stepper
+from raytrain_ddp.training.stragglers import Stragglers
 from raytrain_ddp.training.timing import peak_flops_per_s
 from raytrain_ddp.training.world import World, broadcast, set_up, versions
 
@@ -125,6 +126,7 @@ def prepare(config: TrainConfig, task: Task, session: Session) -> Run:
         data_fingerprint=fingerprint,
         logged_step=state.step,
         clock=clock,
+        stragglers=Stragglers(plan.slots, world.size),
         flops=flops,
         peak_flops_per_s=peak_flops_per_s(device_name(world.device), config.compute.precision),
     )

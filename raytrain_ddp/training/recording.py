@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,12 +15,12 @@ from raytrain_ddp.checkpoint.storage import Storage
 from raytrain_ddp.checkpoint.store import Checkpoint, CheckpointName
 from raytrain_ddp.config import TrainConfig
 from raytrain_ddp.errors import CheckpointError, RaytrainError
-from raytrain_ddp.training.clock import Clock
+from raytrain_ddp.training.clock import STARTING, Clock
 from raytrain_ddp.training.committer import persistently
 from raytrain_ddp.training.hang import Hang
 from raytrain_ddp.training.recorder import Best, Recorder
 from raytrain_ddp.training.session import Record
-from raytrain_ddp.training.watchdog import Exchange, Watchdog, met
+from raytrain_ddp.training.watchdog import WRITING, Exchange, Watchdog, met
 from raytrain_ddp.training.world import World, broadcast
 
 Pause = Callable[[float, OSError], bool]
@@ -61,10 +62,12 @@ class RecordingSession:
         self._run, self._hang_s = run_storage(config), config.scaling.hang_s
         self._storage = checkpoint_store(self._run).storage
         self._watchdog: Watchdog | None = None
+        self._clock: Clock | None = None
         self.hosts: list[str] = []
         self.recorder = Recorder(config, world, best, show) if world.is_main else None
 
     def watch(self, clock: Clock) -> None:
+        self._clock = clock
         owners = met(self.world)
         self.hosts = [owner.host for owner in owners]
         exchange = self.meeting(owners)
@@ -113,28 +116,44 @@ class RecordingSession:
 
     def log(self, record: Record) -> None:
         if self.recorder is not None:
-            self.recorder.log.add(record)
+            with self._doing(WRITING):
+                self.recorder.log.add(record)
             self.tell(record)
 
     def tell(self, event: Record) -> None:
         if self._watchdog is not None and event["kind"] == "plan":
             self._watchdog.begin(event["start_step"])
         if self.world.is_main:
-            self._show(event)
+            with self._doing(WRITING):
+                self._show(event)
+
+    @contextmanager
+    def _doing(self, what: str) -> Iterator[None]:
+        """Has the watchdog know what rank 0 does while the others wait for it."""
+        if self._clock is None or self._clock.doing in ("checkpoint", "evaluation", STARTING):
+            yield
+            return
+        before, self._clock.doing = self._clock.doing, what
+        try:
+            yield
+        finally:
+            self._clock.doing = before
 
     def records(self) -> Sequence[Record]:
         return self.recorder.log.records if self.recorder is not None else ()
 
     def keep(self, name: str, document: Mapping[str, Any]) -> None:
         if self.recorder is not None:
-            self.recorder.keep(name, document)
+            with self._doing(WRITING):
+                self.recorder.keep(name, document)
 
     def time_to_save(self) -> bool:
         return self.recorder is not None and self.recorder.time_to_save()
 
     def drain(self) -> None:
         if self.recorder is not None:
-            self.recorder.drain()
+            with self._doing("checkpoint"):
+                self.recorder.drain()
 
     def saved(self, stall_s: float) -> None:
         if self.recorder is not None:
@@ -146,10 +165,11 @@ class RecordingSession:
             self.recorder.finish()
 
     def close(self) -> None:
-        """Waits for the commit that is under way."""
-        self._watch_no_more()
+        """Waits for the commit that is under way; after an error the others wait meanwhile."""
         if self.recorder is not None:
-            self.recorder.close()
+            with self._doing("checkpoint"):
+                self.recorder.close()
+        self._watch_no_more()
 
     def _watch_no_more(self) -> None:
         if self._watchdog is not None:

@@ -169,6 +169,8 @@ class _Bucket:
 
     def __init__(self, parameters: Sequence[nn.Parameter], slots: int, world: World) -> None:
         self.parameters = parameters
+        # As in memory, or without gaps where that has some, as a part of another tensor.
+        self._strides = [torch.empty_like(each, device="meta").stride() for each in parameters]
         length = sum(parameter.numel() for parameter in parameters)
         self.sum = TreeSum(slots, length, parameters[0].dtype, world)
 
@@ -183,10 +185,10 @@ class _Bucket:
         self.sum.add(slot.index, self._flat)
 
     def lay(self, flat: Tensor) -> None:
-        """Makes the gradients views of a vector, each laid out in memory as its parameter."""
+        """Makes the gradients views of a vector."""
         start = 0
-        for parameter in self.parameters:
-            parameter.grad = flat.as_strided(parameter.size(), parameter.stride(), start)
+        for parameter, strides in zip(self.parameters, self._strides, strict=True):
+            parameter.grad = flat.as_strided(parameter.size(), strides, start)
             start += parameter.numel()
 
 

@@ -57,10 +57,10 @@ class Run:
     data_fingerprint: str
     logged_step: int
     clock: Clock
+    stragglers: Stragglers
     flops: float  # of a sample, forward and backward
     peak_flops_per_s: float | None
     metrics: dict[str, float] = field(default_factory=dict)  # of the evaluation after this step
-    stragglers: Stragglers = field(default_factory=Stragglers)
 
     def log(self, loss_share: Tensor, rate: float) -> None:
         """Writes the step's loss and the speed since the last line; all ranks take part.

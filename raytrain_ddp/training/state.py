@@ -6,7 +6,7 @@ import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -120,6 +120,44 @@ class TrainState:
         if better:
             self.best, self.best_step = value, self.step
         return better
+
+
+class Place(NamedTuple):
+    """Where a buffer is: a forward pass may put another tensor there, as by ``self.mean = ...``."""
+
+    name: str
+    module: nn.Module
+    key: str
+
+    def tensor(self) -> Tensor:
+        found: Tensor = getattr(self.module, self.key)
+        return found.detach()
+
+
+def buffers_of(model: nn.Module) -> list[Place]:
+    """Each buffer once, in the order of `nn.Module.named_buffers`."""
+    places = {
+        id(buffer): Place(f"{name}.{key}" if name else key, module, key)
+        for name, module in reversed([*model.named_modules()])
+        for key, buffer in module.named_buffers(recurse=False)
+    }
+    return [places[id(buffer)] for buffer in model.buffers()]
+
+
+class KeptBuffers:
+    """The buffers of a model as they are now; `restore` makes them so again."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._places = buffers_of(model)
+        self._tensors: list[Tensor] = [getattr(each.module, each.key) for each in self._places]
+        self._values = [tensor.detach().clone() for tensor in self._tensors]
+
+    def restore(self) -> None:
+        for place, tensor in zip(self._places, self._tensors, strict=True):
+            if getattr(place.module, place.key) is not tensor:
+                setattr(place.module, place.key, tensor)
+        if self._values:
+            torch._foreach_copy_([tensor.detach() for tensor in self._tensors], self._values)
 
 
 def load_model(model: nn.Module, checkpoint: Checkpoint) -> None:

@@ -25,7 +25,7 @@ from raytrain_ddp.training.reduction import (
     Reduction,
     Sum,
 )
-from raytrain_ddp.training.state import TrainState
+from raytrain_ddp.training.state import KeptBuffers, Place, TrainState, buffers_of
 from raytrain_ddp.training.timing import counting_flops
 from raytrain_ddp.training.world import World, seed_slot
 
@@ -136,7 +136,7 @@ class Stepper:
 
         Returns the floating-point operations of a sample, forward and backward; 0 if not known.
         """
-        buffers = [buffer.clone() for buffer in self._state.model.buffers()]
+        buffers = KeptBuffers(self._state.model)
         try:
             with counting_flops(self._config.compute.compile) as counter:
                 self._pass(batch)
@@ -150,8 +150,7 @@ class Stepper:
             if remedy is None:
                 raise
             raise ConfigError(remedy) from error
-        for buffer, before in zip(self._state.model.buffers(), buffers, strict=True):
-            buffer.copy_(before)
+        buffers.restore()
         self._state.compression.forget()
         return counter.get_total_flops() / samples_of(batch)
 
@@ -187,12 +186,12 @@ class SlotBuffers:
     def __init__(
         self, model: nn.Module, world: World, with_loss: bool = False, exact_slots: int = 0
     ) -> None:
-        by_type: dict[torch.dtype, list[Tensor]] = {}
-        for buffer in model.buffers():
-            by_type.setdefault(buffer.dtype, []).append(buffer)
+        by_type: dict[torch.dtype, list[Place]] = {}
+        for place in buffers_of(model):
+            by_type.setdefault(place.tensor().dtype, []).append(place)
         averaged = [t for t in by_type if t is not torch.bool and not t.is_complex]
         self._groups = [by_type[dtype] for dtype in averaged]
-        self._lengths = [sum(buffer.numel() for buffer in group) for group in self._groups]
+        self._lengths = [sum(place.tensor().numel() for place in g) for g in self._groups]
         self._world, self._is_exact = world, bool(exact_slots)
         self._agrees = with_loss or self._is_exact or bool(self._groups)
         length = sum(self._lengths) + 1
@@ -264,11 +263,12 @@ def to_device(batch: Batch, device: torch.device) -> Mapping[str, Tensor]:
     return {name: tensor.to(device, non_blocking=True) for name, tensor in batch.items()}
 
 
-def _flat(buffers: list[Tensor]) -> Tensor:
-    return torch.cat([buffer.reshape(-1) for buffer in buffers])
+def _flat(places: list[Place]) -> Tensor:
+    return torch.cat([place.tensor().reshape(-1) for place in places])
 
 
-def _spread(values: Tensor, buffers: list[Tensor]) -> None:
+def _spread(values: Tensor, places: list[Place]) -> None:
     """Writes a flat vector into the buffers, in one kernel on a GPU."""
+    buffers = [place.tensor() for place in places]
     pieces = values.split([buffer.numel() for buffer in buffers])
     torch._foreach_copy_(buffers, [p.view_as(b) for p, b in zip(pieces, buffers, strict=True)])

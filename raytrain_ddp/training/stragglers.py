@@ -6,6 +6,7 @@ from collections import Counter, deque
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from raytrain_ddp.data.plan import beyond_others
 from raytrain_ddp.training.session import Record
 
 _SLOWER = 2.0  # than the others
@@ -13,9 +14,15 @@ _LINES = 5
 
 
 class Stragglers:
-    """Is shown who was slowest in each line of the log."""
+    """Is shown who was slowest in each line of the log.
 
-    def __init__(self) -> None:
+    Args:
+        slots: of a step; where they are not dealt evenly, who has more of them may take longer.
+        size: how many ranks there are.
+    """
+
+    def __init__(self, slots: int, size: int) -> None:
+        self._slots, self._size = slots, size
         self._lines: deque[tuple[int, str, float]] = deque(maxlen=_LINES)
         self._told: int | None = None
 
@@ -30,7 +37,8 @@ class Stragglers:
         """
         if slowest is None:
             return None
-        rank, ratio = slowest["rank"], slowest["ratio"]
+        rank = slowest["rank"]
+        ratio = slowest["ratio"] / beyond_others(self._slots, self._size, rank)
         self._lines.append((rank if ratio >= _SLOWER else -1, slowest["phase"], ratio))
         if len({each for each, _, _ in self._lines}) > 1 or len(self._lines) < _LINES:
             return None

@@ -35,6 +35,7 @@ from raytrain_ddp.training.hang import (
     Hang,
     Sign,
     collectives,
+    is_compiling,
     is_hang,
     is_waiting,
     judge,
@@ -50,7 +51,11 @@ Exchange = Callable[[Sign | None], Mapping[int, Sign]]
 _AUTO_S = 30.0
 _MEDIANS = 10  # steps
 _APART = 60  # times as long for what is no step
-_FOR_DATA = 10  # and for a batch: a store that does not answer for a minute is no hang
+# And for a batch, and for what rank 0 writes: a store, or a server of logs, that does not answer
+# for a minute is no hang.
+_OUTSIDE = 10
+WRITING = "writing"
+COMPILING = "compilation"  # which a step of another size, such as an epoch's last, may bring
 _STEPS = 51
 _KEPT_S = 10.0  # for stacks to be written by all
 
@@ -104,12 +109,13 @@ class Watchdog:
         """For how long a step may take."""
         return max(self._least_s, _MEDIANS * median(self._steps) if self._steps else 0.0)
 
-    @property
-    def patience_s(self) -> float:
-        """For how long what is done now may take."""
-        doing = self._clock.doing
-        apart = doing in (STARTING, "evaluation", "checkpoint") or self._clock.steps == 0
-        times = _APART if apart else _FOR_DATA if doing == "data" else 1
+    def patience_s(self, doing: str, waits: bool) -> float:
+        """For how long a rank may do this, or wait in a collective meanwhile."""
+        times = 1
+        if doing in (STARTING, COMPILING, "evaluation", "checkpoint") or self._clock.steps == 0:
+            times = _APART
+        elif doing in ("data wait", WRITING) and not waits:
+            times = _OUTSIDE
         return max(times * self._least_s, self.limit_s)
 
     def _watch(self) -> None:
@@ -150,10 +156,12 @@ class Watchdog:
 
     def _sign(self, still_s: float) -> Sign:
         doing, (at, inside) = self._clock.doing, look_at(self._training)
+        doing = COMPILING if is_compiling() else doing
         number, name = last_collective()
         step = self._first + self._clock.steps + 1
         waits = is_waiting(doing, inside)
-        return Sign(self._rank, step, doing, number, name, waits, at, still_s, self.patience_s)
+        patience_s = self.patience_s(doing, waits)
+        return Sign(self._rank, step, doing, number, name, waits, at, still_s, patience_s)
 
     def _ask(self, sign: Sign | None) -> dict[int, Sign]:
         own = {} if sign is None else {self._rank: sign}

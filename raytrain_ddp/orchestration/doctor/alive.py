@@ -24,6 +24,7 @@ from raytrain_ddp.checkpoint.lease import LEASE_FILE, TIMEOUT_S, Owner
 from raytrain_ddp.checkpoint.manifest import DamagedError
 from raytrain_ddp.checkpoint.storage import Storage, open_storage
 from raytrain_ddp.checkpoint.store import MANIFEST_FILE
+from raytrain_ddp.data.plan import beyond_others
 from raytrain_ddp.errors import ConfigError, did_you_mean
 from raytrain_ddp.orchestration.doctor.rows import Report, Row, Verdict, seconds
 from raytrain_ddp.orchestration.limits import Split
@@ -31,7 +32,7 @@ from raytrain_ddp.orchestration.words import format_count, format_seconds, plura
 
 _LEAST_S = 30.0  # as the workers' own watchdog
 _USUALLY = 10  # times the usual pause between two lines of the log
-_START_S = 600.0
+_APART_S = 600.0  # for a start or an evaluation
 _AWAY_S = 60.0  # a store that cannot append gets its files anew every so often
 _HANGS_SHOWN = 3
 
@@ -45,12 +46,14 @@ class Seen:
     run: Storage
     owner: Owner | None
     lease_s: float | None
+    config_s: float | None  # since its driver has begun
     metrics_s: float | None
     events_s: float | None
     checkpoint_s: float | None
     checkpoint: int | None  # its step
     events: Sequence[Event]
     lines: Sequence[Event]  # of metrics.jsonl, of kind train
+    evaluated: int | None  # the step of its newest evaluation
     resyncs: Sequence[Event]  # of metrics.jsonl
     hangs: Sequence[tuple[str, Event]]  # folder, hang.json; the newest last
 
@@ -66,7 +69,7 @@ class Seen:
 
     @property
     def newest_s(self) -> float | None:
-        ages = (self.metrics_s, self.events_s, self.checkpoint_s)
+        ages = (self.metrics_s, self.events_s, self.checkpoint_s, self.config_s)
         return min((age for age in ages if age is not None), default=None)
 
 
@@ -110,12 +113,14 @@ def look(run: Storage) -> Seen:
         run=run,
         owner=owner,
         lease_s=age(run, LEASE_FILE),
+        config_s=age(run, CONFIG_FILE),
         metrics_s=age(run, METRICS_FILE),
         events_s=age(run, EVENTS_FILE),
         checkpoint_s=checkpoint_s,
         checkpoint=step,
         events=[event for event in read_history(run, EVENTS_FILE) if "kind" in event],
         lines=[record for record in records if record.get("kind") == "train"],
+        evaluated=max((r["step"] for r in records if r.get("kind") == "eval"), default=None),
         resyncs=[record for record in records if record.get("kind") == "resync"],
         hangs=_hangs(run),
     )
@@ -174,7 +179,9 @@ def _progress(seen: Seen) -> Row:
     workers = plural(plan["world_size"], "worker")
     if seen.has_ended or seen.owner is None:
         return Row(name, workers, told)
-    allowed_s = max(_LEAST_S, _USUALLY * _between(seen.lines)) if seen.lines else _START_S
+    allowed_s = max(_LEAST_S, _USUALLY * _between(seen.lines))
+    if _has_leave(seen):
+        allowed_s = max(_APART_S, allowed_s)
     if not seen.run.is_local:
         every = [e["seconds"] for e in seen.events if e["kind"] == "interval"][-1:]
         allowed_s += _AWAY_S + sum(every)
@@ -187,8 +194,22 @@ def _progress(seen: Seen) -> Row:
     return Row(name, workers, told, "fail", advice)
 
 
+def _has_leave(seen: Seen) -> bool:
+    """Whether it starts, goes on after a failure, evaluates, or has not shown its pace yet."""
+    plan, begun = seen.plan, [n for n, e in enumerate(seen.events) if e["kind"] == "plan"][-1]
+    failed = any(e["kind"] in ("failed", "preempted") for e in seen.events[begun:])
+    new = [line for line in seen.lines if line["step"] > plan["start_step"]]
+    epoch, last = plan.get("steps_per_epoch", 0), new[-1]["step"] if new else 0
+    evaluates = bool(epoch) and last % epoch == 0 and seen.evaluated != last
+    written = [age for age in (seen.metrics_s, seen.events_s) if age is not None]
+    starts = seen.config_s is not None and seen.config_s < min(written, default=0.0)
+    return failed or starts or evaluates or not new or len(seen.lines) < 2
+
+
 def _between(lines: Sequence[Event]) -> float:
-    """The usual seconds between two lines."""
+    """The usual seconds between two lines; 0 without any."""
+    if not lines:
+        return 0.0
     steps = [b["step"] - a["step"] for a, b in pairwise(lines[-20:])]
     return max(steps, default=1) * max(0.0, float(lines[-1]["timing"]["step_s"]))
 
@@ -215,7 +236,9 @@ def _pace(seen: Seen) -> list[Row]:
         rank, phase, ratio = slow
         found = f"{ratio:.1f} x as long as the others, most in {phase}"
         where = f"rank {rank} {hosts.get(rank, '')}".rstrip()
-        rows.append(Row("slowest", where, found, "warn" if ratio >= 2 else "ok"))
+        size = plan.get("world_size", 1)
+        due = beyond_others(plan.get("slots", 1), size, rank) if rank < size else 1.0
+        rows.append(Row("slowest", where, found, "warn" if ratio >= 2 * due else "ok"))
     elif plan.get("world_size", 1) > 1:
         rows.append(Row("slowest", "", "no rank stands out"))
     return rows
