@@ -135,10 +135,10 @@ class Tied(nn.Module):
         self.fine = nn.Linear(6, 6, dtype=torch.float64)
         self.last = nn.Linear(6, 1)
 
-    def forward(self, x: torch.Tensor, slot: int) -> torch.Tensor:
+    def forward(self, x: Tensor, slot: int) -> Tensor:
         x = self.tied(self.tied(self.first(x).tanh()).tanh())
         x = self.spare(x) if slot % 2 == 0 else x
-        loss: torch.Tensor = self.last(self.fine(x.double()).float()).square().mean()
+        loss: Tensor = self.last(self.fine(x.double()).float()).square().mean()
         return loss
 
 
@@ -203,7 +203,7 @@ class Reentrant(nn.Module):
         super().__init__()
         self.first, self.twice = nn.Linear(2, 2), nn.Linear(2, 2)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: Tensor) -> Tensor:
         x = self.first(x)
         for _ in range(2):
             x = checkpoint(self.twice, x, use_reentrant=True)
