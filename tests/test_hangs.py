@@ -281,6 +281,18 @@ def test_fault_32_33_a_slow_rank_and_a_pause_of_all_are_no_hangs(workers: Group,
     assert not (tmp_path / "paused" / HANGS).exists()
 
 
+@pytest.mark.parametrize("site", ["start.warmed_up", "evaluate"])
+def test_fault_33_a_rank_that_is_stopped_where_others_have_patience_is_named_soon(
+    workers: Group, tmp_path: Path, site: str
+):
+    config = hung_config(tmp_path, "hung")
+    ends = workers.outcomes(3, run_with, plain(config), f"{site}:stop@rank=0", f"{tmp_path}/fired")
+    assert ends == [Died(-9), LOST, LOST]
+    _, hang = found(config)
+    assert hang["ranks"] == [0]
+    assert "its process is stopped" in hang["text"]
+
+
 def test_fault_33_slow_data_and_a_slow_log_are_no_hangs(workers: Group, tmp_path: Path):
     config = hung_config(tmp_path, "slow")
     at = "data.read:sleep(5)@rank=1,step=8"

@@ -141,12 +141,18 @@ class Watchdog:
                 signs = self._ask(self._sign(still_s))
                 complete = len(signs) == len(self._owners)
                 waited = time.monotonic() - called_s >= self._grace_s
-                if is_hang(signs) and (complete or waited) and clock.moved_s == moved_s:
+                lost = is_hang(signs) or self._is_any_stopped(signs)
+                if lost and (complete or waited) and clock.moved_s == moved_s:
                     self._finish(signs, still_s)
                     break
         faulthandler.cancel_dump_traceback_later()
         if self._silent_stack is not None:
             os.close(self._silent_stack)
+
+    def _is_any_stopped(self, signs: Mapping[int, Sign]) -> bool:
+        """Whether a silent rank of this machine is: then no patience helps, whatever it did."""
+        silent = [owner for rank, owner in enumerate(self._owners) if rank not in signs]
+        return any(owner.state() in ("T", "t") for owner in silent)
 
     def _arm(self) -> None:
         """Has this process's stacks written by a thread without Python, if this one cannot run."""
