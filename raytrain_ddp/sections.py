@@ -104,7 +104,7 @@ class DdpConfig:
     """DistributedDataParallel's own knobs."""
 
     bucket_cap_mb: float = 25.0
-    """Size of a gradient bucket, in MiB."""
+    """Size of a gradient bucket, in MiB; of `exact`, too."""
     gradient_as_bucket_view: bool = True
     """Let gradients live in the buckets: one copy less."""
     static_graph: bool = False

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from processes import Group, WorkerError
 from test_training import log_of
 from tiny import (
@@ -23,6 +25,7 @@ from tiny import (
 )
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
+from torch.utils.checkpoint import checkpoint
 
 from raytrain_ddp.config import TrainConfig
 from raytrain_ddp.data.loader import Slot
@@ -33,6 +36,7 @@ from raytrain_ddp.orchestration import driver
 from raytrain_ddp.recipe import changed_fields, to_dict
 from raytrain_ddp.sections import ComputeConfig, DdpConfig, OptimConfig, ScalingConfig
 from raytrain_ddp.training import local
+from raytrain_ddp.training.clock import Clock
 from raytrain_ddp.training.reduction import ExactReduction
 from raytrain_ddp.training.tree import TreeSum, nodes, subtrees
 from raytrain_ddp.training.world import World
@@ -95,6 +99,8 @@ def in_any_deal(rank: int, size: int, slots: int, length: int, missing: list[int
                 vector = total.take()
                 vector.copy_(torch.randn(length, generator=torch.Generator().manual_seed(slot)))
                 total.add(slot, vector)
+        total.start()
+        total.share()
         found = total.finish()
     return found.tolist()
 
@@ -113,6 +119,105 @@ def test_sums_have_the_same_bits_on_any_number_of_workers(
     for slot in {*range(slots)} - {*missing}:
         true += torch.randn(length, generator=torch.Generator().manual_seed(slot))
     assert torch.allclose(torch.tensor(alone).double(), true, atol=1e-5)
+
+
+# ------------------------------------------------------------------ buckets
+
+
+class Tied(nn.Module):
+    """One weight is used twice; `spare` by even slots only."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(6, 6)
+        self.tied = nn.Linear(6, 6, bias=False)
+        self.spare = nn.Linear(6, 6)
+        self.fine = nn.Linear(6, 6, dtype=torch.float64)
+        self.last = nn.Linear(6, 1)
+
+    def forward(self, x: Tensor, slot: int) -> Tensor:
+        x = self.tied(self.tied(self.first(x).tanh()).tanh())
+        x = self.spare(x) if slot % 2 == 0 else x
+        loss: Tensor = self.last(self.fine(x.double()).float()).square().mean()
+        return loss
+
+
+def in_buckets(
+    rank: int, size: int, slots: int, empty: list[int], buckets_mib: list[float]
+) -> list[tuple[list[bytes], list[str]]]:
+    """For each size of buckets: (gradients of two steps, what happened in the second)."""
+    events: list[str] = []
+    exchange = dist.all_to_all_single
+
+    def told(*args: Any, **options: Any) -> Any:
+        events.append("exchange")
+        return exchange(*args, **options)
+
+    dist.all_to_all_single = told
+    results = []
+    for bucket_mib in buckets_mib:
+        torch.manual_seed(0)
+        model, world = Tied(), World(rank, size, rank, CPU, 1)
+        reduction = ExactReduction(model, slots, world, bucket_mib, Clock(CPU))
+        model.first.weight.register_hook(lambda _: events.append("backward"))
+        found = []
+        for step in range(2):
+            events.clear()
+            reduction.begin()
+            dealt = [Slot(step, n, 1, int(n not in empty), {}) for n in deal(slots, size, rank)]
+            working = reduction.working(dealt)
+            for slot in working:
+                seed = torch.Generator().manual_seed(100 * step + slot.index)
+                with reduction.passing(slot, slot is working[-1]):
+                    model(torch.randn(3, 6, generator=seed), slot.index).backward()
+            reduction.finish()
+            found += [p.grad.numpy().tobytes() for p in model.parameters() if p.grad is not None]
+        results.append((found, list(events)))
+    dist.all_to_all_single = exchange
+    return results
+
+
+@pytest.mark.parametrize(
+    ("slots", "empty"), [(4, []), (7, [6]), (8, [0, 5, 7]), (4, [3]), (4, [0, 1, 2, 3])]
+)
+def test_buckets_leave_no_trace_and_travel_while_the_backward_pass_goes_on(
+    slots: int, empty: list[int], workers: Group
+):
+    sizes = [25.0, 300 / 2**20, 1 / 2**20]  # MiB: 2 buckets, 3, and 9 of one parameter each
+    ((alone, _),) = workers(1, in_buckets, slots, empty, sizes[:1])[0]
+    for size in (2, 3, 4):
+        for rank, results in enumerate(workers(size, in_buckets, slots, empty, sizes)):
+            assert [found for found, _ in results] == [alone] * 3
+            assert [events.count("exchange") for _, events in results] == [2, 3, 9]
+            working = [slot for slot in deal(slots, size, rank) if slot not in empty]
+            for (_, events), least in zip(results, [0, 2, 7], strict=True):
+                if working:
+                    while events.pop() != "backward":
+                        pass
+                    uses_all = working[-1] % 2 == 0  # an odd slot leaves `spare` out
+                    assert events.count("exchange") >= (least if uses_all else (least + 1) // 2)
+
+
+class Reentrant(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.twice = nn.Linear(2, 2), nn.Linear(2, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        for _ in range(2):
+            x = checkpoint(self.twice, x, use_reentrant=True)
+        return x.sum()
+
+
+@pytest.mark.parametrize(("bucket_mib", "is_refused"), [(25.0, False), (1 / 2**20, True)])
+def test_a_gradient_that_grows_after_it_was_sent_is_refused(bucket_mib: float, is_refused: bool):
+    model = Reentrant()
+    reduction = ExactReduction(model, 1, World(0, 1, 0, CPU, 1), bucket_mib, Clock(CPU))
+    expected = pytest.raises(ConfigError, match="use_reentrant") if is_refused else nullcontext()
+    reduction.begin()
+    with expected, reduction.passing(Slot(0, 0, 1, 1, {}), True):
+        model(torch.ones(1, 2)).backward()
 
 
 # ------------------------------------------------------------------ whole runs
@@ -147,6 +252,12 @@ def test_the_number_of_workers_leaves_no_trace(
     workers(size, run_tiny, plain(config))
     assert bits(config) == bits(alone(variant))
     assert log_of(config) == log_of(alone(variant)), "losses and metrics, too"
+
+
+def test_the_size_of_buckets_leaves_no_trace(alone: Alone, workers: Group, tmp_path: Path):
+    config = tiny_config(tmp_path, "small", exact=True, ddp=DdpConfig(bucket_cap_mb=0.0001))
+    workers(3, run_tiny, plain(config))
+    assert bits(config) == bits(alone("sgd"))
 
 
 @pytest.mark.parametrize("variant", ["sgd", "adamw-clip-bf16", "fp16"])
@@ -339,7 +450,7 @@ def test_fault_23_a_data_set_smaller_than_a_batch_leaves_no_trace(
 
 def test_a_parameter_with_gaps_in_memory_has_its_own_gradient():
     model = Mixed()
-    reduction = ExactReduction(model, 1, World(0, 1, 0, CPU, 1))
+    reduction = ExactReduction(model, 1, World(0, 1, 0, CPU, 1), 25.0, Clock(CPU))
     batch = torch.randn(4, 1, 4, 4)
     reduction.begin()
     with reduction.passing(Slot(0, 0, 4, 4, {}), True):
@@ -362,7 +473,7 @@ class Spare(nn.Module):
 def test_a_parameter_that_the_loss_does_not_depend_on_is_named():
     model = Spare()
     model.used(torch.ones(1, 2)).sum().backward()
-    reduction = ExactReduction(model, 4, World(0, 1, 0, CPU, 1))
+    reduction = ExactReduction(model, 4, World(0, 1, 0, CPU, 1), 25.0, Clock(CPU))
     with pytest.raises(ConfigError, match=r"spare\.weight, spare\.bias: freeze"):
         reduction.require_all(model)
     model.spare.requires_grad_(False)

@@ -16,7 +16,17 @@ import pytest
 import torch
 import torch.distributed as dist
 from processes import Died, Group, Raised
-from tiny import Ran, ScriptedSession, bits, kept_steps, plain, run_tiny, tiny_config
+from tiny import (
+    Ran,
+    ScriptedSession,
+    TinyNet,
+    TinyTask,
+    bits,
+    kept_steps,
+    plain,
+    run_tiny,
+    tiny_config,
+)
 from torch import nn
 
 from raytrain_ddp.checkpoint.layout import EVENTS_FILE, HANGS, read_history, run_storage
@@ -26,7 +36,7 @@ from raytrain_ddp.config import TrainConfig
 from raytrain_ddp.errors import DataError, RetriesExhausted
 from raytrain_ddp.failpoints import FOLDER_VARIABLE, VARIABLE, arm
 from raytrain_ddp.orchestration.board import Board
-from raytrain_ddp.sections import ScalingConfig
+from raytrain_ddp.sections import DdpConfig, ScalingConfig
 from raytrain_ddp.training.clock import Clock
 from raytrain_ddp.training.hang import Sign, is_compiling, is_hang, judge
 from raytrain_ddp.training.watchdog import Watchdog
@@ -75,6 +85,29 @@ def barrier_on_rank_1(rank: int, _: Path, step: int) -> None:
 def receive_on_rank_1(rank: int, _: Path, step: int) -> None:
     if (rank, step) == (1, 6):
         dist.recv(torch.zeros(1), 0)  # which sends nothing
+
+
+def in_backward_on_rank_1(
+    at: int, then: Callable[[Any], None], rank: int, _: Path, step: int
+) -> None:
+    """Calls `then` where only the gradient of the first layer is missing."""
+    if (rank, step) == (1, at):
+        before = TinyTask.loss
+
+        def loss(self: TinyTask, model: TinyNet, batch: Any) -> Any:
+            TinyTask.loss = before  # type: ignore[method-assign]
+            model.conv.weight.register_hook(then)
+            return before(self, model, batch)
+
+        TinyTask.loss = loss  # type: ignore[assignment,method-assign]
+
+
+def stick(_: Any) -> None:
+    time.sleep(60)
+
+
+def fail(_: Any) -> None:
+    raise ZeroDivisionError
 
 
 def slow_on_rank_1(rank: int, _: Path, step: int) -> None:
@@ -211,6 +244,30 @@ def test_fault_33_a_rank_that_skips_a_collective_is_named_with_what_it_does_inst
     assert (hang["ranks"], hang["step"]) == ([1], 6)
     assert "did not enter the all-reduce of step 6" in hang["text"]
     assert then.__name__ in (folder / "rank-1.txt").read_text()
+
+
+@pytest.mark.parametrize(("size", "step"), [(3, 6), (4, 10)])
+def test_fault_33_a_rank_that_hangs_while_gradients_travel_is_named(
+    size: int, step: int, workers: Group, tmp_path: Path
+):
+    """At step 10, one of four has no samples."""
+    config = hung_config(tmp_path, "hung", exact=True, ddp=DdpConfig(bucket_cap_mb=0.001))
+    then = partial(in_backward_on_rank_1, step, stick)
+    assert (
+        workers.outcomes(size, run_alongside, plain(config), str(tmp_path), then) == [LOST] * size
+    )
+    folder, hang = found(config)
+    assert (hang["ranks"], hang["step"]) == ([1], step)
+    assert f"did not enter the all-to-all of step {step} (gradient exchange" in hang["text"]
+    assert "it is in compute (" in hang["text"]
+    assert "in stick" in (folder / "rank-1.txt").read_text()
+
+
+def test_a_task_that_fails_while_gradients_travel_ends_all_ranks(workers: Group, tmp_path: Path):
+    config = tiny_config(tmp_path, "failed", exact=True, ddp=DdpConfig(bucket_cap_mb=0.001))
+    then = partial(in_backward_on_rank_1, 6, fail)
+    ends = workers.outcomes(3, run_alongside, plain(config), str(tmp_path), then)
+    assert [end.name for end in ends] == ["RuntimeError", "ZeroDivisionError", "RuntimeError"]
 
 
 def test_fault_32_33_a_slow_rank_and_a_pause_of_all_are_no_hangs(workers: Group, tmp_path: Path):

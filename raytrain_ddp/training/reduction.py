@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import NamedTuple, Protocol
+from functools import partial
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.hooks import RemovableHandle
 
 from raytrain_ddp.data.loader import Slot
 from raytrain_ddp.errors import ConfigError
+from raytrain_ddp.training.clock import Clock
 from raytrain_ddp.training.tree import TreeSum
 from raytrain_ddp.training.world import World, broadcast
 
@@ -69,31 +73,26 @@ class DdpReduction:
         pass
 
 
-class _Laid(NamedTuple):
-    parameter: nn.Parameter
-    strides: tuple[int, ...]  # of its gradient
-
-
 class ExactReduction:
     """Sums in the order of a tree over all slots: the same bits on any number of workers.
 
+    Gradients are exchanged in buckets, while the last backward pass goes on: each as soon as its
+    own are there and the bucket before it is on its way, so that all ranks keep to one order.
+
     Args:
-        model: not wrapped; its gradients become views of one vector for each type.
+        model: not wrapped; its gradients become views of one vector for each bucket.
+        bucket_mib: a bucket has parameters of one type, and is full when they are as large.
+        clock: is told when only others are waited for.
     """
 
     scale = 1.0
 
-    def __init__(self, model: nn.Module, slots: int, world: World) -> None:
-        by_type: dict[torch.dtype, list[_Laid]] = {}
-        for parameter in model.parameters():
-            if parameter.requires_grad:
-                # As in memory, or without gaps where that has some, as a part of another tensor.
-                strides = torch.empty_like(parameter, device="meta").stride()
-                by_type.setdefault(parameter.dtype, []).append(_Laid(parameter, strides))
-        self._groups = list(by_type.values())
-        self._sums = [
-            TreeSum(slots, sum(laid.parameter.numel() for laid in group), dtype, world)
-            for dtype, group in by_type.items()
+    def __init__(
+        self, model: nn.Module, slots: int, world: World, bucket_mib: float, clock: Clock
+    ) -> None:
+        self._clock = clock
+        self._buckets = [
+            _Bucket(parameters, slots, world) for parameters in _divide(model, bucket_mib * 2**20)
         ]
 
     def require_all(self, model: nn.Module) -> None:
@@ -107,24 +106,106 @@ class ExactReduction:
             )
 
     def begin(self) -> None:
-        for total in self._sums:
-            total.begin()
+        self._started = 0  # so many buckets are on their way
+        for bucket in self._buckets:
+            bucket.sum.begin()
 
     def working(self, slots: Sequence[Slot]) -> list[Slot]:
         return [slot for slot in slots if slot.samples]
 
     @contextmanager
     def passing(self, slot: Slot, is_last: bool) -> Iterator[None]:
-        flats = [total.take() for total in self._sums]
-        for flat, group in zip(flats, self._groups, strict=True):
-            _lay(flat, group)
-        yield
-        for flat, total in zip(flats, self._sums, strict=True):
-            total.add(slot.index, flat)
+        for bucket in self._buckets:
+            bucket.open()
+        hooks = self._watch(slot) if is_last else []
+        try:
+            yield
+        finally:
+            for hook in hooks:
+                hook.remove()
+        for bucket in self._buckets[self._started :]:
+            bucket.close(slot)
+
+    def _watch(self, slot: Slot) -> list[RemovableHandle]:
+        """Has the buckets start in the slot's backward pass. Hooks that stay would keep the
+        parameters alive, and these them."""
+        return [
+            parameter.register_post_accumulate_grad_hook(partial(self._count, slot, place))
+            for place, bucket in enumerate(self._buckets)
+            for parameter in bucket.parameters
+        ]
+
+    def _count(self, slot: Slot, place: int, parameter: Tensor) -> None:
+        """The gradient of a parameter is there."""
+        if place < self._started:
+            raise ConfigError(
+                "exact = true: a backward pass adds to a gradient twice, as torch.utils.checkpoint "
+                "may with use_reentrant=True: give it use_reentrant=False."
+            )
+        self._buckets[place].missing.discard(id(parameter))
+        for bucket in self._buckets[self._started :]:
+            if bucket.missing:
+                break
+            bucket.close(slot)
+            bucket.sum.start()
+            self._started += 1
 
     def finish(self) -> None:
-        for total, group in zip(self._sums, self._groups, strict=True):
-            _lay(total.finish(), group)
+        self._clock.mark("compute")  # of a worker that has no samples, too
+        for bucket in self._buckets[self._started :]:
+            bucket.sum.start()
+        for bucket in self._buckets:
+            bucket.sum.share()
+        for bucket in self._buckets:
+            bucket.lay(bucket.sum.finish())
+
+
+class _Bucket:
+    """Parameters whose gradients are summed together.
+
+    Attributes:
+        missing: ids of those whose gradient of the pass that goes on is not there yet.
+    """
+
+    def __init__(self, parameters: Sequence[nn.Parameter], slots: int, world: World) -> None:
+        self.parameters = parameters
+        # As in memory, or without gaps where that has some, as a part of another tensor.
+        self._strides = [torch.empty_like(each, device="meta").stride() for each in parameters]
+        length = sum(parameter.numel() for parameter in parameters)
+        self.sum = TreeSum(slots, length, parameters[0].dtype, world)
+
+    def open(self) -> None:
+        """A slot's gradients are about to come."""
+        self._flat = self.sum.take()
+        self.lay(self._flat)
+        self.missing = {id(parameter) for parameter in self.parameters}
+
+    def close(self, slot: Slot) -> None:
+        """All of the slot's gradients are there."""
+        self.sum.add(slot.index, self._flat)
+
+    def lay(self, flat: Tensor) -> None:
+        """Makes the gradients views of a vector."""
+        start = 0
+        for parameter, strides in zip(self.parameters, self._strides, strict=True):
+            parameter.grad = flat.as_strided(parameter.size(), strides, start)
+            start += parameter.numel()
+
+
+def _divide(model: nn.Module, size_bytes: float) -> list[list[nn.Parameter]]:
+    """Into buckets, in the order in which a backward pass is likely to come by: the reverse of that
+    in which parameters were registered."""
+    full: list[list[nn.Parameter]] = []
+    filling: dict[torch.dtype, list[nn.Parameter]] = {}
+    filled: Counter[torch.dtype] = Counter()  # bytes
+    for parameter in reversed([p for p in model.parameters() if p.requires_grad]):
+        dtype = parameter.dtype
+        filling.setdefault(dtype, []).append(parameter)
+        filled[dtype] += parameter.nbytes
+        if filled[dtype] >= size_bytes:
+            full.append(filling.pop(dtype))
+            del filled[dtype]
+    return [*full, *filling.values()]
 
 
 class Sum(Protocol):
@@ -173,6 +254,8 @@ class ExactSum:
         self._sum.add(slot, own)
 
     def finish(self) -> Tensor:
+        self._sum.start()
+        self._sum.share()
         return self._sum.finish()
 
 
@@ -189,11 +272,3 @@ def make_alike(model: nn.Module, world: World) -> None:
     with torch.no_grad():
         for tensor in tensors.values():
             dist.broadcast(tensor.detach(), 0)
-
-
-def _lay(flat: Tensor, group: Sequence[_Laid]) -> None:
-    """Makes the gradients views of a vector."""
-    start = 0
-    for parameter, strides in group:
-        parameter.grad = flat.as_strided(parameter.size(), strides, start)
-        start += parameter.numel()

@@ -55,7 +55,8 @@ class Stepper:
         self._world, self._guard, self._clock = world, guard, clock
         self._reduction: Reduction = DdpReduction(net, world)
         if config.exact:
-            self._reduction = ExactReduction(state.model, config.slots, world)
+            bucket_mib = config.ddp.bucket_cap_mb
+            self._reduction = ExactReduction(state.model, config.slots, world, bucket_mib, clock)
         slots = config.slots if config.exact else 0
         self._buffers = SlotBuffers(state.model, world, config.compute.precision == "fp16", slots)
         self._clip = config.optim.clip_norm

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import lru_cache
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -60,6 +61,9 @@ def joinable(stack: Sequence[Span], leaves: int) -> bool:
 class TreeSum:
     """Sums a vector of each slot. A slot without one counts as zeros.
 
+    `start` and `share` begin what `finish` waits for, and leave time for other work, such as other
+    sums. All ranks take part in each of the three, and come to those of several sums in one order.
+
     Args:
         length: of the vectors; they are on `world.device`, of `dtype`.
     """
@@ -72,6 +76,7 @@ class TreeSum:
         self._spans: list[Span] = []
         self._sums: list[Tensor] = []
         self._free: list[Tensor] = []
+        self._works: list[Any] = []  # dist.Work, which torch says may be None
 
     def begin(self) -> None:
         """Forgets the step before, with the sum that was returned for it."""
@@ -89,14 +94,56 @@ class TreeSum:
             self._push(self.take())
         self._push(vector)
 
-    def finish(self) -> Tensor:
-        """The sum over all slots, shape (length,), the same on all ranks; all take part."""
+    def start(self) -> None:
+        """All is added: each rank begins to send the others their parts of its subtrees."""
         while self._next < self._mine.stop:
             self._push(self.take())
-        if self._world.size > 1:
-            self._exchange()
+        size, part, mine = self._world.size, self._part, len(self._sums)
+        if size == 1:
+            return
+        parts = [whole.view(size, part) for whole in self._sums]
+        sent = parts[0] if mine == 1 else torch.stack(parts, 1)  # (ranks, subtrees, part)
+        counts = [len(spans) for spans in self._dealt]
+        self._got = torch.empty(sum(counts) * part, dtype=self._dtype, device=self._world.device)
+        self._works = [
+            dist.all_to_all_single(
+                self._got,
+                sent.view(-1),
+                [count * part for count in counts],
+                [mine * part] * size,
+                async_op=True,
+            )
+        ]
+
+    def share(self) -> None:
+        """Waits for its own part of all subtrees, sums them, and begins to give the sum to all."""
+        size, part = self._world.size, self._part
+        if size == 1:
+            return
+        self._wait()
+        spans: list[Span] = []
+        sums: list[Tensor] = []
+        every = [span for each in self._dealt for span in each]
+        for span, vector in zip(every, self._got.view(-1, part), strict=True):
+            spans.append(span)
+            sums.append(vector)
+            join(spans, sums, self._slots)
+        total, *free = self._sums
+        self._works = gather(total.view(size, part), sums[0], self._world)
+        del self._got
+        self._spans, self._sums = [(0, self._slots)], [total]
+        self._free += free
+
+    def finish(self) -> Tensor:
+        """The sum over all slots, shape (length,), the same on all ranks."""
+        self._wait()
         (total,) = self._sums
         return total[: self._length]
+
+    def _wait(self) -> None:
+        for work in self._works:
+            work.wait()
+        self._works = []
 
     def _push(self, vector: Tensor) -> None:
         # The whole buffer of which `take` gave the vector, with its padding.
@@ -106,47 +153,23 @@ class TreeSum:
         self._next += 1
         self._free += join(self._spans, self._sums, self._slots)
 
-    def _exchange(self) -> None:
-        """Each rank gets its part of all subtrees, sums them, and gives the sum to all."""
-        size, part, mine = self._world.size, self._part, len(self._sums)
-        parts = [whole.view(size, part) for whole in self._sums]
-        sent = parts[0] if mine == 1 else torch.stack(parts, 1)  # (ranks, subtrees, part)
-        counts = [len(spans) for spans in self._dealt]
-        got = torch.empty(sum(counts) * part, dtype=self._dtype, device=self._world.device)
-        dist.all_to_all_single(
-            got, sent.view(-1), [count * part for count in counts], [mine * part] * size
-        )
-        spans: list[Span] = []
-        sums: list[Tensor] = []
-        every = [span for each in self._dealt for span in each]
-        for span, vector in zip(every, got.view(-1, part), strict=True):
-            spans.append(span)
-            sums.append(vector)
-            join(spans, sums, self._slots)
-        total, *free = self._sums
-        gather(total.view(size, part), sums[0], self._world)
-        self._spans, self._sums = [(0, self._slots)], [total]
-        self._free += free
-
     def _empty(self) -> Tensor:
         length = self._part * self._world.size
         return torch.empty(length, dtype=self._dtype, device=self._world.device)
 
 
-def gather(parts: Tensor, own: Tensor, world: World) -> None:
-    """Puts each rank's `own` into its row of `parts`, shape (ranks, ...); all ranks take part.
+def gather(parts: Tensor, own: Tensor, world: World) -> list[Any]:
+    """Begins to put each rank's `own` into its row of `parts`, shape (ranks, ...); all take part.
 
     gloo's own way takes four times as long.
     """
     if parts.is_cuda:
-        dist.all_gather_into_tensor(parts, own)
-        return
+        return [dist.all_gather_into_tensor(parts, own, async_op=True)]
     parts[world.rank] = own
     others = [(world.rank + n) % world.size for n in range(1, world.size)]
     ways = [dist.P2POp(dist.isend, own, other) for other in others]
     ways += [dist.P2POp(dist.irecv, parts[other], other) for other in reversed(others)]
-    for work in dist.batch_isend_irecv(ways):
-        work.wait()
+    return list(dist.batch_isend_irecv(ways))
 
 
 def join(spans: list[Span], sums: list[Tensor], leaves: int) -> list[Tensor]:
