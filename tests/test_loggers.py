@@ -39,13 +39,17 @@ def config(folder: Path, **log: bool) -> TrainConfig:
     return TrainConfig(name="digits", storage=str(folder / "runs"), log=made)
 
 
-def logged(made: TrainConfig, before: Sequence[Record], *records: Record) -> list[Record]:
+def logged(
+    made: TrainConfig, before: Sequence[Record], *records: Record, fails: bool = False
+) -> list[Record]:
     """What is told while a start that goes on after `before` logs `records`."""
     told: list[Record] = []
     book = Logbook(open_storage(made.storage).join("digits"), openers(made), told.append)
     book.restore(before)
     for record in records:
         book.add(record)
+    if not fails:
+        book.finish()
     book.close()
     return told
 
@@ -72,12 +76,14 @@ def test_a_run_that_is_restarted_is_one_run_of_mlflow_with_each_step_once(
     monkeypatch.setenv("MLFLOW_TRACKING_URI", f"file://{tmp_path}/mlruns")
     monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
     made = config(tmp_path, mlflow=True)
-    assert logged(made, [], train(1, 1.0), train(2, 0.5), EVALUATION) == []
-    # Killed behind the checkpoint of step 1: step 2 comes again, and is equal.
-    assert logged(made, [train(1, 1.0)], train(2, 0.5), EVALUATION, train(3, 0.25)) == []
+    assert logged(made, [], train(1, 1.0), train(2, 0.5), EVALUATION, fails=True) == []
     client = MlflowClient()
     experiment = client.get_experiment_by_name("raytrain_ddp")
     assert experiment is not None
+    (run,) = client.search_runs([experiment.experiment_id])
+    assert run.info.status == "FAILED"
+    # Behind the checkpoint of step 1: step 2 comes again, and is equal.
+    assert logged(made, [train(1, 1.0)], train(2, 0.5), EVALUATION, train(3, 0.25)) == []
     (run,) = client.search_runs([experiment.experiment_id])
     history = client.get_metric_history(run.info.run_id, "train/loss")  # batches may overtake
     assert sorted((each.step, each.value) for each in history) == [(1, 1.0), (2, 0.5), (3, 0.25)]
@@ -93,7 +99,7 @@ def test_a_run_that_is_restarted_is_one_run_of_weights_and_biases(
     monkeypatch.setenv("WANDB_MODE", "offline")
     monkeypatch.setenv("WANDB_DIR", str(tmp_path))
     made = config(tmp_path, wandb=True)
-    assert logged(made, [], train(1, 1.0), train(2, 0.5)) == []
+    assert logged(made, [], train(1, 1.0), train(2, 0.5), fails=True) == []
     assert logged(made, [train(1, 1.0)], train(2, 0.5), EVALUATION) == []
     first, second = sorted((tmp_path / "wandb").glob("offline-run-*/run-*.wandb"))
     assert first.name == second.name, "one id"
@@ -120,7 +126,7 @@ class Moody:
             raise ConnectionError("no route to host")
         self.had.append(record["step"])
 
-    def close(self) -> None:
+    def close(self, failed: bool) -> None:
         raise ConnectionError("nor now")
 
 
@@ -235,6 +241,6 @@ def test_mlflow_passes_over_what_is_not_finite(tmp_path: Path, monkeypatch: pyte
     monkeypatch.setenv("MLFLOW_TRACKING_URI", f"file://{tmp_path}/mlruns")
     monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
     place = MLflow(config(tmp_path, mlflow=True), [train(1, float("nan")), train(2, 0.5)])
-    place.close()
+    place.close(failed=False)
     (losses,) = (tmp_path / "mlruns").rglob("loss")
     assert losses.read_text().split()[1:] == ["0.5", "2"]

@@ -48,6 +48,7 @@ class Courier:
         self._logger: Logger | None = None
         self._failed_s, self._reason = -1.0, ""
         self._thread: threading.Thread | None = None
+        self._run_failed = False
 
     def add(self, record: Record) -> None:
         """The newest of the records; not before there is one is the place opened."""
@@ -61,10 +62,11 @@ class Courier:
         if self._thread is not None:
             self._words.put(_Word(len(self._records), None, time.monotonic()))
 
-    def close(self) -> None:
-        """Waits until all has arrived, but not for ever."""
+    def close(self, failed: bool) -> None:
+        """Waits until all has arrived, but not for ever; `failed`: see `Logger.close`."""
         if self._thread is None:
             return
+        self._run_failed = failed
         self._words.put(None)
         self._thread.join(_LAST_S)
         if self._thread.is_alive():
@@ -103,7 +105,7 @@ class Courier:
         logger, self._logger = self._logger, None
         if logger is not None:
             with suppress(Exception):
-                logger.close()
+                logger.close(self._run_failed)
 
     def _note(self, text: str) -> None:
         with suppress(Exception):

@@ -42,6 +42,7 @@ class Logbook:
             Courier(name, opened, self.records, tell) for name, opened in openers.items()
         ]
         self._lock = threading.Lock()  # the thread that commits publishes
+        self._failed = True
 
     def restore(self, records: Sequence[Record]) -> None:
         """Begins the log with these records; called once, before the first `add`."""
@@ -82,11 +83,15 @@ class Logbook:
             path = Path(self._run.path) / METRICS_FILE
             self._file = path.open("a", encoding="utf-8", buffering=1)
 
+    def finish(self) -> None:
+        """The run has come to its end; else, when the log is closed, it has failed."""
+        self._failed = False
+
     def close(self) -> None:
         """Waits until all has arrived, for a while."""
         self._close_file()
         for courier in self._couriers:
-            courier.close()
+            courier.close(self._failed)
 
     def _close_file(self) -> None:
         if self._file is not None:

@@ -30,8 +30,8 @@ class Logger(Protocol):
     def add(self, record: Record) -> None:
         """Takes in a record; cheap."""
 
-    def close(self) -> None:
-        """Waits until all has arrived."""
+    def close(self, failed: bool) -> None:
+        """Waits until all has arrived; `failed`: by an error, the run has not reached its end."""
 
 
 Open = Callable[[Sequence[Record]], Logger]
@@ -80,7 +80,7 @@ class TensorBoard:
         for name, value in scalars(record):
             self._writer.add_scalar(name, value, record["step"])
 
-    def close(self) -> None:
+    def close(self, failed: bool) -> None:
         self._writer.close()
 
 
@@ -106,8 +106,8 @@ class WeightsAndBiases:
         if figures:
             self._run.log(figures, step=record["step"])
 
-    def close(self) -> None:
-        self._run.finish()
+    def close(self, failed: bool) -> None:
+        self._run.finish(exit_code=int(failed))
 
 
 class MLflow:
@@ -159,8 +159,8 @@ class MLflow:
         now_ms = int(1000 * time.time())
         return [Metric(n, v, now_ms, step) for n, v in new if math.isfinite(v)]
 
-    def close(self) -> None:
-        self._client.set_terminated(self._id)
+    def close(self, failed: bool) -> None:
+        self._client.set_terminated(self._id, status="FAILED" if failed else "FINISHED")
 
 
 def _parts(items: Sequence[Any], most: int) -> Iterator[Sequence[Any]]:

@@ -104,6 +104,7 @@ class Recorder:
     def finish(self) -> None:
         """Waits for the last commit; raises CheckpointError if it failed."""
         self.committer.finish()
+        self.log.finish()
 
     def close(self) -> None:
         """Waits for the commit under way; it is not tried again if it fails."""
