@@ -9,8 +9,10 @@ with as many backward passes. Each round runs every way at every number of worke
 each time beginning with another way.
 
 - step: median over the steps of a run, from one to the next
-- sent: bytes that a worker sends in a step, in units of the gradient; counted on the loopback
-  interface of a network namespace of the run's own (so root is needed; else it is left out)
+- network: without a limit, and with so many Gbit/s for each worker (the loopback interface of a
+  network namespace of the run's own, shaped by tc; needs root)
+- sent: bytes that a worker sends in a step, in units of the gradient; counted on that
+  interface (left out without root)
 - memory: the highest resident memory of a worker
 """
 
@@ -44,7 +46,8 @@ from launch import (
 WAYS = {"default": [], "exact": ["--exact"], "plain": []}
 NAMES = {"default": "fit", "exact": "fit, exact", "plain": "plain DDP"}
 BASE = "default"
-SHAPES = ((2, 4), (3, 4), (4, 4), (2, 16), (3, 16))  # workers, slots
+# workers, slots, Gbit/s for each worker (0: no limit)
+SHAPES = ((2, 4, 0), (3, 4, 0), (4, 4, 0), (2, 16, 0), (3, 16, 0), (2, 4, 1), (4, 4, 1))
 MICRO_BATCH, SAMPLES = 32, 1437
 STEPS, SKIP, LIMIT_S = 12, 3, 300.0
 GRADIENT_BYTES = 4 * 25_217_510
@@ -57,6 +60,7 @@ class Run:
     way: str
     workers: int
     slots: int
+    gbit: int
     round: int
     load: float  # of the machine (1 minute) before
     step_s: float
@@ -73,18 +77,19 @@ def main() -> int:
     failed: list[str] = []
     ways = list(WAYS)
     for number in range(args.rounds):
-        for workers, slots in args.shapes:
+        for workers, slots, gbit in args.shapes:
             turn = number % len(ways)
             for way in ways[turn:] + ways[:turn]:
                 try:
-                    runs.append(measure(way, workers, slots, number + 1))
+                    runs.append(measure(way, workers, slots, gbit, number + 1))
                 except (RuntimeError, subprocess.TimeoutExpired) as error:
                     failed.append(f"round {number + 1}, {way}, {workers} workers: {error}")
                     print(failed[-1], file=sys.stderr, flush=True)
                     continue
                 run = runs[-1]
                 print(
-                    f"round {run.round}  {workers} workers  {slots:2} slots  {NAMES[way]:<10}"
+                    f"round {run.round}  {workers} workers  {slots:2} slots  {limit(gbit):<8}"
+                    f"  {NAMES[way]:<10}"
                     f"  step {1e3 * run.step_s:6.0f} ms  sent {run.sent:5.2f} gradients"
                     f"  memory {run.memory_bytes / 2**20:5.0f} MiB",
                     flush=True,
@@ -101,13 +106,17 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--quick", action="store_true", help="one round, 3 workers, 4 slots")
     parser.add_argument("--out", type=Path, nargs="+", default=[], help="*.json: every run")
     args = parser.parse_args()
-    args.shapes = SHAPES
+    args.shapes = [shape for shape in SHAPES if shape[2] == 0 or os.geteuid() == 0]
     if args.quick:
-        args.rounds, args.shapes = 1, ((3, 4),)
+        args.rounds, args.shapes = 1, [(3, 4, 0)]
     return args
 
 
-def measure(way: str, workers: int, slots: int, number: int) -> Run:
+def limit(gbit: int) -> str:
+    return f"{gbit} Gbit/s" if gbit else "free"
+
+
+def measure(way: str, workers: int, slots: int, gbit: int, number: int) -> Run:
     """Trains about STEPS steps.
 
     Raises:
@@ -122,11 +131,12 @@ def measure(way: str, workers: int, slots: int, number: int) -> Run:
         command += ["--master-port", str(free_port()), *script, *WAYS[way]]
         apart = os.geteuid() == 0
         if apart:
+            shaped = "ip link set lo up"
+            if gbit:
+                rate = f"{gbit * workers}gbit"
+                shaped += f" && tc qdisc add dev lo root tbf rate {rate} burst 1mb latency 200ms"
             counted = f'"$@" && cat /proc/net/dev > {folder}/net'
-            command = [
-                *("unshare", "--net", "sh", "-c", f"ip link set lo up && {counted}", "sh"),
-                *command,
-            ]
+            command = ["unshare", "--net", "sh", "-c", f"{shaped} && {counted}", "sh", *command]
         process = subprocess.Popen(
             command, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
         )
@@ -143,6 +153,7 @@ def measure(way: str, workers: int, slots: int, number: int) -> Run:
             way,
             workers,
             slots,
+            gbit,
             number,
             load,
             step_s=median(after - before for before, after in pairwise(at[SKIP:])),
@@ -193,8 +204,9 @@ def as_markdown(
 ) -> str:
     loads = [run.load for run in runs] or [0.0]
     rows = []
-    for workers, slots in args.shapes:
-        own = [run for run in runs if (run.workers, run.slots) == (workers, slots)]
+    for workers, slots, gbit in args.shapes:
+        shape = (workers, slots, gbit)
+        own = [run for run in runs if (run.workers, run.slots, run.gbit) == shape]
         base = {run.round: run for run in own if run.way == BASE}
         for way in WAYS:
             of_way = [run for run in own if run.way == way and run.round in base]
@@ -204,6 +216,7 @@ def as_markdown(
                     [
                         workers,
                         slots,
+                        limit(gbit),
                         NAMES[way],
                         spread([1e3 * run.step_s for run in of_way], 0),
                         spread(ratios, 2),
@@ -211,7 +224,16 @@ def as_markdown(
                         f"{median(run.memory_bytes for run in of_way) / 2**20:.0f}",
                     ]
                 )
-    head = ["workers", "slots", "", "step ms", "ratio to fit", "sent, gradients", "memory MiB"]
+    head = [
+        "workers",
+        "slots",
+        "network",
+        "",
+        "step ms",
+        "ratio to fit",
+        "sent, gradients",
+        "memory MiB",
+    ]
     told = "\n".join(f"- {name}: {value}" for name, value in machine.items())
     parts = [
         "# What exact = true costs",
