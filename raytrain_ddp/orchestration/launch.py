@@ -26,9 +26,10 @@ _POLL_S = 0.1
 _BOARD_TIMEOUT_S = 60.0
 # Ray Train's clean-up after the workers' end; without a dashboard it waits 15 s for nothing.
 _CLEAN_UP_S = 3.0
-# A controller that is only killed leaves its claim on the cluster: an elastic run that comes next
-# would wait for three minutes until that has expired.
-_ABORT_S = 5.0
+# A controller that is only killed leaves its claim on the cluster, for which an elastic run that
+# comes next would wait for three minutes, and its workers' places. It may be starting workers, for
+# as long as that takes, and hears only then.
+_ABORT_S = 20.0
 
 Event = Mapping[str, Any]
 
