@@ -83,7 +83,7 @@ def shipped_recipes() -> dict[str, Path]:
 
 def flat(config: TrainConfig) -> dict[str, Any]:
     """``{"optim.lr": 0.1, ...}`` in the order of the fields."""
-    return dict(_flat(to_dict(config), ""))
+    return dict(fields_of(to_dict(config)))
 
 
 def publishable(config: TrainConfig) -> TrainConfig:
@@ -109,7 +109,7 @@ def changed_fields(old: Mapping[str, Any], new: TrainConfig) -> list[tuple[str, 
     free = set(_free_fields(TrainConfig(), ""))
     if new.exact:  # as many threads sum in another order
         free -= {"scaling.cpus_per_worker"}
-    then = _bare({**flat(TrainConfig()), **dict(_flat(old, ""))})
+    then = _bare({**flat(TrainConfig()), **dict(fields_of(old))})
     now = _bare(flat(new))
     fixed = [name for name in {**now, **then} if name not in free]
     return [(n, then.get(n), now.get(n)) for n in fixed if then.get(n) != now.get(n)]
@@ -142,10 +142,11 @@ def _without_none(values: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def _flat(values: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, Any]]:
+def fields_of(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """(name, value) of each field in a recipe's tables, as ``optim.lr``."""
     for key, value in values.items():
         if isinstance(value, dict) and key != "task_options":
-            yield from _flat(value, f"{prefix}{key}.")
+            yield from fields_of(value, f"{prefix}{key}.")
         else:
             yield prefix + key, value
 

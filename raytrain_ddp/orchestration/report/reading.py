@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,7 +24,7 @@ from raytrain_ddp.checkpoint.manifest import Manifest
 from raytrain_ddp.checkpoint.storage import Storage, open_storage
 from raytrain_ddp.config import TrainConfig
 from raytrain_ddp.errors import CheckpointError, ConfigError, PreflightError, did_you_mean
-from raytrain_ddp.recipe import flat
+from raytrain_ddp.recipe import fields_of, flat
 from raytrain_ddp.uri import without_secrets
 
 if sys.version_info >= (3, 11):
@@ -150,17 +150,9 @@ def _config(storage: Storage) -> dict[str, Any]:
         return {}
     text = storage.read(CONFIG_FILE).decode("utf-8", errors="replace")
     try:
-        return dict(_flat(tomllib.loads(text), ""))
+        return dict(fields_of(tomllib.loads(text)))
     except tomllib.TOMLDecodeError:
         return {}
-
-
-def _flat(values: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, Any]]:
-    for key, value in values.items():
-        if isinstance(value, dict) and key != "task_options":
-            yield from _flat(value, f"{prefix}{key}.")
-        else:
-            yield prefix + key, value
 
 
 def _kept(storage: Storage) -> list[Kept]:
