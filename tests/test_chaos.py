@@ -385,12 +385,17 @@ def require_equal(outcome: Outcome, notes: Notes) -> None:
     assert outcome.disturbed.executed > outcome.total_steps == outcome.undisturbed.executed
 
 
-def test_kills_and_resizes_are_equal_to_one_undisturbed_worker(tmp_path: Path):
-    notes = Notes()
-    order = tiny_order(tmp_path, kills=8, drivers=1, epochs=3, seed=2)
+def resized(order: Order, notes: Notes) -> Outcome:
+    """With 1 to 4 workers, another number at each start, and exact: equal to one worker's run."""
     order = replace(order, config=replace(order.config, exact=True), resize=True, workers=4)
     outcome = chaos(order, notes)
     assert outcome.equal, [row for row in outcome.rows if not row.right]
+    return outcome
+
+
+def test_kills_and_resizes_are_equal_to_one_undisturbed_worker(tmp_path: Path):
+    notes = Notes()
+    outcome = resized(tiny_order(tmp_path, kills=8, drivers=1, epochs=3, seed=2), notes)
     assert outcome.undisturbed.sizes == [1]
     sizes = outcome.disturbed.sizes
     assert len({*sizes}) > 2
@@ -402,10 +407,7 @@ def test_kills_and_resizes_are_equal_to_one_undisturbed_worker(tmp_path: Path):
 @pytest.mark.timeout(3600)
 def test_a_thousand_kills_and_resizes_are_equal_to_one_undisturbed_worker(tmp_path: Path):
     notes = Notes()
-    order = tiny_order(tmp_path, kills=1000, drivers=20, epochs=40, seed=1)
-    order = replace(order, config=replace(order.config, exact=True), resize=True, workers=4)
-    outcome = chaos(order, notes)
-    assert outcome.equal, [row for row in outcome.rows if not row.right]
+    outcome = resized(tiny_order(tmp_path, kills=1000, drivers=20, epochs=40, seed=1), notes)
     assert outcome.fired >= 0.95 * outcome.planned
     assert {*outcome.disturbed.sizes} == {1, 2, 3, 4}
     print(f"\n{outcome.fired} faults, {outcome.disturbed.starts} starts")

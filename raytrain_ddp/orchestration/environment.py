@@ -39,13 +39,8 @@ def ray_settings(config: TrainConfig, embedded: bool) -> dict[str, str]:
 @contextmanager
 def settled(settings: Mapping[str, str]) -> Iterator[None]:
     """These as environment variables, where the user has set none."""
-    ours = [name for name in settings if name not in os.environ]
-    os.environ.update({name: settings[name] for name in ours})
-    try:
+    with _with({name: v for name, v in settings.items() if name not in os.environ}):
         yield
-    finally:
-        for name in ours:
-            os.environ.pop(name, None)
 
 
 @contextmanager
@@ -59,14 +54,22 @@ def own_api(port: int | None) -> Iterator[None]:
     Args:
         port: of its dashboard; None: it has none.
     """
-    before = os.environ.get(_API)
-    os.environ[_API] = f"http://127.0.0.1:{port or _NOBODYS_PORT}"
+    with _with({_API: f"http://127.0.0.1:{port or _NOBODYS_PORT}"}):
+        yield
+
+
+@contextmanager
+def _with(values: Mapping[str, str]) -> Iterator[None]:
+    """These, and afterwards what there was before."""
+    before = {name: os.environ.get(name) for name in values}
+    os.environ.update(values)
     try:
         yield
     finally:
-        del os.environ[_API]
-        if before is not None:
-            os.environ[_API] = before
+        for name, value in before.items():
+            os.environ.pop(name, None)
+            if value is not None:
+                os.environ[name] = value
 
 
 def dashboard_port() -> int:
