@@ -862,9 +862,8 @@ def test_a_signal_in_the_first_moment_is_not_lost(tmp_path: Path):
         agent = Agent(GUARD.read_text())
         started(agent, "import time; time.sleep(600)", tmp_path)
         agent.signal("15")
-        told = taken(agent, "status")[0]
+        told = taken(agent, "closed")[0]
         assert (told["status"], told["asked"]) == (-15, 15)
-        taken(agent, "closed")
         agent.clean()
 
 
