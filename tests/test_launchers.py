@@ -145,7 +145,12 @@ def on_ray(name: str, size: int, flags: str = "", args: str = "") -> int:
 def compare(name: str, size: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     out = MANNERS[name].out
     in_folder(monkeypatch, tmp_path / "own")
-    MANNERS[name].own(str(EXAMPLES / name), size)
+    try:
+        MANNERS[name].own(str(EXAMPLES / name), size)
+    except AssertionError:
+        # Now and then torch's gloo threads abort a process that has done its work, while its
+        # interpreter ends: pytorch/pytorch#190489. It is the yardstick here, not what is measured.
+        MANNERS[name].own(str(EXAMPLES / name), size)
     own: dict[str, Any] = json.loads(Path(out).read_text())
     in_folder(monkeypatch, tmp_path / "ray")
     assert on_ray(name, size) == 0
