@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Mapping
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -381,7 +383,7 @@ class Centred(nn.Module):
 
 
 class OddTask(TinyTask):
-    """Mixes samples, and evaluates on noisy ones."""
+    """Mixes samples, and evaluates on noisy ones, with random numbers of all kinds."""
 
     def __init__(self, config: TrainConfig, kind: type[nn.Module], **options: Any) -> None:
         super().__init__(config, **options)
@@ -392,7 +394,7 @@ class OddTask(TinyTask):
         return self.made
 
     def loss(self, model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
-        share, other = torch.rand(()), torch.randperm(len(batch["x"]))
+        share, other = random.random(), np.random.permutation(len(batch["x"]))
         outputs = model(torch.lerp(batch["x"][other], batch["x"], share))
         own, others = (cross_entropy(outputs, y) for y in (batch["y"], batch["y"][other]))
         return torch.lerp(others, own, share)
@@ -400,7 +402,8 @@ class OddTask(TinyTask):
     def evaluate(
         self, model: nn.Module, batch: Mapping[str, Tensor], metrics: Mapping[str, Any]
     ) -> None:
-        noisy = batch["x"] + 0.1 * torch.randn_like(batch["x"])
+        level = random.random() * np.random.rand()
+        noisy = batch["x"] + level * torch.randn_like(batch["x"])
         super().evaluate(model, {**batch, "x": noisy}, metrics)
 
 

@@ -6,8 +6,11 @@ import json
 import os
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -38,8 +41,8 @@ from raytrain_ddp.failpoints import FOLDER_VARIABLE, VARIABLE, arm
 from raytrain_ddp.orchestration.board import Board
 from raytrain_ddp.sections import DdpConfig, ScalingConfig
 from raytrain_ddp.training.clock import Clock
-from raytrain_ddp.training.hang import Sign, is_compiling, is_hang, judge
-from raytrain_ddp.training.watchdog import Watchdog
+from raytrain_ddp.training.hang import Hang, Sign, is_compiling, is_hang, judge
+from raytrain_ddp.training.watchdog import State, Watchdog
 
 Meddle = Callable[[int, Path, int], None]
 SOON = ScalingConfig(hang_s=2.0)
@@ -343,13 +346,72 @@ def test_who_waits_in_a_collective_has_no_more_patience_than_for_a_step(tmp_path
     """As for the count of a step's samples, while a stopped rank has not counted its own."""
     clock = Clock(torch.device("cpu"))
     storage = open_storage(str(tmp_path))
-    dog = Watchdog(clock, 30.0, 0, [Owner.here()], storage, lambda _: {}, lambda _: None)
+    owners = [Owner.here()]
+    dog = Watchdog(clock, 30.0, 0, owners, storage, lambda _: {}, Owner.state, lambda _: None)
     dog.close()
     assert dog.patience_s("compute", waits=False) == 1800.0  # no step is done
     clock.steps = 1
     waiting = {("data wait", True): 30.0, ("data wait", False): 300.0, ("writing", False): 300.0}
     waiting |= {("compilation", False): 1800.0, ("evaluation", True): 1800.0}
     assert {each: dog.patience_s(*each) for each in waiting} == waiting
+
+
+def watched(folder: Path, others: Callable[[], list[Sign]], state: State) -> Hang | None:
+    """What rank 0 finds in its evaluation within 5 s; the other two are of another machine."""
+    found: list[Hang] = []
+    ended = threading.Event()
+    clock = Clock(torch.device("cpu"))
+    clock.steps, clock.doing = 1, "evaluation"
+    owners = [Owner.here(), *(Owner(f"{n}", "far", 1 + n, "now", "its boot", 0) for n in (1, 2))]
+
+    def exchange(mine: Sign | None) -> dict[int, Sign]:
+        kept = mine is not None and mine.kept
+        return {each.rank: replace(each, kept=kept) for each in others()}
+
+    def end(hang: Hang) -> None:
+        found.append(hang)
+        ended.set()
+
+    dog = Watchdog(clock, 1.0, 0, owners, open_storage(str(folder)), exchange, state, end)
+    ended.wait(5)
+    dog.close()
+    return found[0] if found else None
+
+
+def test_fault_33_a_rank_stopped_on_another_host_is_named_where_others_have_patience(
+    tmp_path: Path,
+):
+    said_before = [sign(n, doing="evaluation", patience_s=60.0, still_s=1.0) for n in (1, 2)]
+
+    def new(rank: int, **changes: Any) -> list[Sign]:
+        return [replace(said_before[rank - 1], still_s=time.monotonic() % 10, **changes)]
+
+    def nobody_can_look(_: Owner) -> str:
+        raise OSError
+
+    cases: dict[str, tuple[Callable[[], list[Sign]], State]] = {
+        "rank 2 is silent and stopped": (
+            lambda: new(1),
+            lambda owner: "T" if owner.pid == 3 else "S",
+        ),
+        "rank 1 was stopped after a sign": (
+            lambda: said_before,
+            lambda owner: "T" if owner.pid == 2 else "S",
+        ),
+        "rank 2 sees that rank 1 is stopped": (lambda: new(2, stopped=[1]), lambda _: ""),
+        "rank 2 is silent and runs": (lambda: new(1), lambda _: "S"),
+        "rank 2 is silent, nobody can look": (lambda: new(1), nobody_can_look),
+        "all say something new": (lambda: [*new(1), *new(2)], lambda _: "T"),
+    }
+    with ThreadPoolExecutor(len(cases)) as pool:
+        tried = pool.map(lambda case: watched(tmp_path / case[0], *case[1]), cases.items())
+    hangs = dict(zip(cases, tried, strict=True))
+    ranks = [hang and hang.ranks for hang in hangs.values()]
+    assert ranks == [(2,), (1,), (1,), None, None, None]
+    first = hangs["rank 2 is silent and stopped"]
+    assert first is not None
+    assert first.text.startswith("rank 2 (far) did not enter the all-reduce")
+    assert "its process is stopped (SIGSTOP" in first.text
 
 
 @pytest.mark.slow

@@ -16,6 +16,7 @@ import ray
 import ray.train
 import ray.train.torch
 from ray.train import CheckpointUploadMode
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from torch import nn
 
 from raytrain_ddp.checkpoint.layout import CONFIG_FILE, run_storage
@@ -164,6 +165,19 @@ class RaySession(RecordingSession):
             return {rank: Sign(**each) for rank, each in answers.items()}
 
         return exchange
+
+    def state(self, owner: Owner) -> str:
+        """Of another machine's process a task tells that runs there."""
+        if owner.is_here():
+            return owner.state()
+        there = [
+            NodeAffinitySchedulingStrategy(node["NodeID"], soft=False)
+            for node in ray.nodes()
+            if node["Alive"] and node["NodeManagerHostname"] == owner.host
+        ]
+        look = ray.remote(num_cpus=0, max_retries=0)(Owner.state)
+        told = [look.options(scheduling_strategy=node).remote(owner) for node in there]
+        return next(filter(None, ray.get(told, timeout=_MEET_S)), "") if told else ""
 
     def hung(self, hang: Hang) -> None:
         """The driver hears it from each rank that answers; Ray then ends those that do not."""

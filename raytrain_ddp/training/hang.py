@@ -10,7 +10,7 @@ import sysconfig
 import threading
 import traceback
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from contextlib import suppress
 from dataclasses import dataclass
 from types import FrameType
@@ -51,6 +51,7 @@ class Sign:
         at: the innermost line that belongs to no library.
         still_s: for how long it has finished no step.
         patience_s: for how long that is all right.
+        stopped: the ranks whose process it has seen stopped.
         kept: its stacks are written.
     """
 
@@ -63,6 +64,7 @@ class Sign:
     at: str
     still_s: float
     patience_s: float
+    stopped: Sequence[int] = ()
     kept: bool = False
 
 
@@ -89,12 +91,15 @@ def is_hang(signs: Mapping[int, Sign]) -> bool:
     return all(sign.still_s >= sign.patience_s for sign in signs.values())
 
 
-def judge(signs: Mapping[int, Sign], owners: Sequence[Owner]) -> Hang:
+def judge(
+    signs: Mapping[int, Sign], owners: Sequence[Owner], stopped: Set[int] = frozenset()
+) -> Hang:
     """Who keeps the others waiting.
 
     Args:
         signs: by rank, those of the ranks that answer; not empty.
         owners: the processes of all ranks.
+        stopped: ranks that do not answer, and are known to be stopped.
     """
     waiting = [sign for sign in signs.values() if sign.waits]
     seen = waiting or list(signs.values())
@@ -103,7 +108,7 @@ def judge(signs: Mapping[int, Sign], owners: Sequence[Owner]) -> Hang:
     since = f"{min(sign.still_s for sign in seen):.0f} s"
     silent = [rank for rank in range(len(owners)) if rank not in signs]
     if silent:
-        states = {rank: owners[rank].state() for rank in silent}
+        states = {rank: "T" if rank in stopped else owners[rank].state() for rank in silent}
         unknown = (
             "it does not answer: it is stopped, or gone, or a thread of it holds Python's lock"
         )

@@ -73,12 +73,23 @@ class RecordingSession:
         exchange = self.meeting(owners)
         if self._hang_s and exchange is not None:
             self._watchdog = Watchdog(
-                clock, self._hang_s, self.world.rank, owners, self._run, exchange, self.hung
+                clock,
+                self._hang_s,
+                self.world.rank,
+                owners,
+                self._run,
+                exchange,
+                self.state,
+                self.hung,
             )
 
     def meeting(self, owners: Sequence[Owner]) -> Exchange | None:
         """Where ranks that get on no more say so; None: nobody watches."""
         raise NotImplementedError
+
+    def state(self, owner: Owner) -> str:
+        """Of a worker's process, as `Owner.state` has it; "" where nobody sees it."""
+        return owner.state()
 
     def hung(self, hang: Hang) -> None:
         """Tells of it, and ends this process."""

@@ -12,13 +12,14 @@ from __future__ import annotations
 
 import faulthandler
 import json
+import math
 import os
 import signal
 import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from contextlib import suppress
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -47,6 +48,8 @@ from raytrain_ddp.training.world import World
 
 Exchange = Callable[[Sign | None], Mapping[int, Sign]]
 """Puts this rank's sign where the others find it, or takes it away, and returns those of all."""
+State = Callable[[Owner], str]
+"""How a process is, as `Owner.state` has it; may raise anything."""
 
 _AUTO_S = 30.0
 _MEDIANS = 10  # steps
@@ -58,6 +61,7 @@ WRITING = "writing"
 COMPILING = "compilation"  # which a step of another size, such as an epoch's last, may bring
 _STEPS = 51
 _KEPT_S = 10.0  # for stacks to be written by all
+_FAR_S = 10.0  # between two looks at processes of other machines
 
 
 class Watchdog:
@@ -68,6 +72,7 @@ class Watchdog:
         owners: the processes of all ranks.
         run: the run's folder.
         exchange: see Exchange; may raise anything.
+        state: of a process of any machine; it may take some seconds. See State.
         end: tells of a hang and ends this process.
     """
 
@@ -79,11 +84,15 @@ class Watchdog:
         owners: Sequence[Owner],
         run: Storage,
         exchange: Exchange,
+        state: State,
         end: Callable[[Hang], None],
     ) -> None:
         self._clock, self._rank, self._owners = clock, rank, owners
         self._least_s = _AUTO_S if isinstance(hang_s, str) else float(hang_s)
         self._run, self._exchange, self._end = run, exchange, end
+        self._state, self._far_s = state, -math.inf
+        self._heard: dict[int, tuple[Sign, float]] = {}  # newest, and since when
+        self._stopped: tuple[int, ...] = ()  # ranks that this one sees stopped
         self._steps: deque[float] = deque(maxlen=_STEPS)  # seconds of each, or of a few
         self._first = 0  # the step of the first one of this start
         self._look_s = min(1.0, self._least_s / 20)
@@ -141,18 +150,36 @@ class Watchdog:
                 signs = self._ask(self._sign(still_s))
                 complete = len(signs) == len(self._owners)
                 waited = time.monotonic() - called_s >= self._grace_s
-                lost = is_hang(signs) or self._is_any_stopped(signs)
+                stopped = self._look(signs, waited)
+                lost = is_hang(signs) or bool(stopped)
                 if lost and (complete or waited) and clock.moved_s == moved_s:
-                    self._finish(signs, still_s)
+                    answering = {rank: signs[rank] for rank in signs if rank not in stopped}
+                    self._finish(answering, still_s, stopped)
                     break
         faulthandler.cancel_dump_traceback_later()
         if self._silent_stack is not None:
             os.close(self._silent_stack)
 
-    def _is_any_stopped(self, signs: Mapping[int, Sign]) -> bool:
-        """Whether a silent rank of this machine is: then no patience helps, whatever it did."""
-        silent = [owner for rank, owner in enumerate(self._owners) if rank not in signs]
-        return any(owner.state() in ("T", "t") for owner in silent)
+    def _look(self, signs: Mapping[int, Sign], far: bool) -> set[int]:
+        """The ranks that are stopped: then no patience helps, whatever they did.
+
+        Each rank looks at those of its machine that say nothing, or nothing new; the lowest one
+        also `far`. The others hear of it.
+        """
+        now_s = time.monotonic()
+        for rank, sign in signs.items():
+            if rank not in self._heard or self._heard[rank][0] != sign:
+                self._heard[rank] = sign, now_s
+        far = far and self._rank == min(signs) and now_s - self._far_s >= _FAR_S
+        self._far_s = now_s if far else self._far_s
+        found = set()
+        for rank, owner in enumerate(self._owners):
+            is_new = rank in signs and now_s - self._heard[rank][1] < self._grace_s
+            if not is_new and rank != self._rank and (far or owner.is_here()):
+                with suppress(Exception):
+                    found |= {rank} if self._state(owner) in ("T", "t") else set()
+        self._stopped = tuple(sorted(found))
+        return found.union(*(sign.stopped for sign in signs.values())) - {self._rank}
 
     def _arm(self) -> None:
         """Has this process's stacks written by a thread without Python, if this one cannot run."""
@@ -167,7 +194,9 @@ class Watchdog:
         step = self._first + self._clock.steps + 1
         waits = is_waiting(doing, inside)
         patience_s = self.patience_s(doing, waits)
-        return Sign(self._rank, step, doing, number, name, waits, at, still_s, patience_s)
+        return Sign(
+            self._rank, step, doing, number, name, waits, at, still_s, patience_s, self._stopped
+        )
 
     def _ask(self, sign: Sign | None) -> dict[int, Sign]:
         own = {} if sign is None else {self._rank: sign}
@@ -175,9 +204,9 @@ class Watchdog:
             return {**self._exchange(sign), **own}
         return own
 
-    def _finish(self, signs: Mapping[int, Sign], still_s: float) -> None:
+    def _finish(self, signs: Mapping[int, Sign], still_s: float, stopped: Set[int]) -> None:
         """Keeps what all ranks know, and ends this process."""
-        hang = judge(signs, self._owners)
+        hang = judge(signs, self._owners, stopped)
         folder = start_folder(self._owners)
         text = f"{hang.text}. The stacks of all ranks are in {self._run}/{HANGS}/{folder}."
         hang = replace(hang, text=text)

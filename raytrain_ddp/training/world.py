@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import os
 import platform
+import random
 from contextlib import suppress
 from dataclasses import dataclass
 from importlib import metadata
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
@@ -46,16 +48,18 @@ def set_up(world: World, compute: ComputeConfig) -> None:
 
 
 def slot_seed(seed: int, step: int, slot: int) -> int:
-    """Of torch's generators, for one micro-batch of a global step, from 0."""
+    """Of all generators, for one micro-batch of a global step, from 0. Below 2^63."""
     return hash64(seed, step, slot) >> 1
 
 
 def seed_slot(device: torch.device, seed: int, step: int, slot: int) -> None:
-    """Seeds torch's generators for one micro-batch (dropout and the like).
+    """Seeds torch's, numpy's and Python's generators for one micro-batch (dropout and the like).
 
     Generator by generator: `torch.manual_seed` takes 0.1 ms, as it seeds every device there is.
     """
     key = slot_seed(seed, step, slot)
+    random.seed(key)
+    np.random.seed(key & 0xFFFFFFFF)
     torch.default_generator.manual_seed(key)
     if device.type == "cuda":
         torch.cuda.default_generators[torch.cuda.current_device()].manual_seed(key)

@@ -139,7 +139,7 @@ class Run:
 
     def passes(self) -> dict[str, list[float]]:
         """Host -> the times of its forward passes."""
-        hosts = [path for path in self.notes.iterdir() if path.name != "hurry"]
+        hosts = [path for path in self.notes.iterdir() if path.name in HOSTS]
         return {
             path.name: [float(line) for line in path.read_text(encoding="utf-8").split()]
             for path in hosts

@@ -121,3 +121,26 @@ def test_fault_07_28_a_cable_is_out_for_a_minute_the_others_go_on_and_it_comes_b
     assert run.sizes() == [3, 2, 3]
     assert went_on - out < STANDSTILL_S
     check_same_training(run, undisturbed)
+
+
+@pytest.mark.lab
+@pytest.mark.timeout(900)
+def test_fault_33_a_worker_stopped_on_another_host_in_an_evaluation_is_named_soon(
+    lan: Cluster, undisturbed: Run
+):
+    """While the others have half an hour's patience; nobody but its own host sees it stopped."""
+    flags = "--eval.every-epochs 1 --scaling.hang-s 5"
+    with lan.own(f"--scaling.num-workers 3 {flags}") as run:
+        run.wait_for_step(12)
+        (run.notes / "stop-w2").touch()
+        run.wait_for("the stop", lambda: not (run.notes / "stop-w2").exists())
+        stopped = time.time()
+        run.wait_for_start(2)
+        run.finish()
+    begin, end = run.standstill(stopped)
+    print(f"stopped in an evaluation: no step from {begin:.1f} to {end:.1f} s")
+    (failed,) = run.events("failed")
+    assert "(w2) did not enter" in failed["message"]
+    assert "its process is stopped (SIGSTOP" in failed["message"]
+    assert run.sizes() == [3, 3]
+    assert run.weights() == undisturbed.weights()

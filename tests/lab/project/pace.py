@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import socket
 import time
+from collections.abc import Mapping
 from pathlib import Path
 
 from torch import Tensor, nn
+from torchmetrics import Metric
 
 from raytrain_ddp import TrainConfig
 from raytrain_ddp.data.source import Batch
@@ -14,7 +18,8 @@ from raytrain_ddp.tasks.images import ImageClassification
 
 
 class Paced(ImageClassification):
-    """Notes the time of each forward pass, host by host; pauses until a file `hurry` is there."""
+    """Notes the time of each forward pass, host by host; pauses until a file `hurry` is there. On
+    a host of which there is a file `stop-` and its name, an evaluation stops the process."""
 
     def __init__(self, config: TrainConfig, notes: str, pause_s: str = "0.2") -> None:
         super().__init__(config)
@@ -26,3 +31,10 @@ class Paced(ImageClassification):
         with (self._notes / socket.gethostname()).open("a", encoding="utf-8") as file:
             file.write(f"{time.time():.3f}\n")
         return super().loss(model, batch)
+
+    def evaluate(self, model: nn.Module, batch: Batch, metrics: Mapping[str, Metric]) -> None:
+        wish = self._notes / f"stop-{socket.gethostname()}"
+        if wish.exists():
+            wish.unlink()
+            os.kill(os.getpid(), signal.SIGSTOP)
+        super().evaluate(model, batch, metrics)
