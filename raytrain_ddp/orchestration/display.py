@@ -260,8 +260,7 @@ class Display:
         tail = f"{int(100 * part):4} %  {format_seconds(clock() - self._began)}"
         done = int(part * (width - len(tail)))
         bar = ("━" * done, "cyan"), ("─" * (width - len(tail) - done), "dim"), tail
-        limit = Text(self._split.limit())
-        limit.truncate(width, overflow="ellipsis")
+        limit = Text("\n".join(wrap(self._split.limit(), width)))
         return Text("\n").join([Text.assemble(*bar), flow(cells, width, indent=0), limit])
 
 
