@@ -32,10 +32,11 @@ import tempfile
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from launch import HERE, describe_machine, environment, publish, spread, table
+from series import HERE, Series, describe_machine, environment, in_turn, spread, table
 
 WAYS = {
     "ours": "raytrain_ddp",
@@ -65,24 +66,13 @@ def main() -> int:
     args = parse()
     machine = describe_machine()
     del machine["bytecode"]
-    machine["disk"] = written_at(args.folder)
-    print("\n".join(f"{name}: {value}" for name, value in machine.items()), flush=True)
-    runs: list[Run] = []
-    failed: list[str] = []
+    series: Series[Run] = Series({**machine, "disk": written_at(args.folder)})
     for millions in args.millions:
         for number in range(args.rounds):
-            turn = number % len(args.only)
-            for way in args.only[turn:] + args.only[:turn]:
-                try:
-                    runs.append(measure(way, millions, number + 1, args))
-                except (RuntimeError, subprocess.TimeoutExpired) as error:
-                    failed.append(f"{millions} M, round {number + 1}, {way}: {error}")
-                    print(failed[-1], file=sys.stderr, flush=True)
-                    continue
-                show(runs[-1])
-    report = as_markdown(machine, runs, failed, args)
-    publish(report, machine, runs, failed, args.out)
-    return 1 if failed else 0
+            for way in in_turn(args.only, number):
+                measured = partial(measure, way, millions, number + 1, args)
+                series.add(f"{millions} M, round {number + 1}, {way}", measured, line)
+    return series.publish(as_markdown(series, args), args.out)
 
 
 def parse() -> argparse.Namespace:
@@ -141,14 +131,13 @@ def measure(way: str, millions: int, number: int, args: argparse.Namespace) -> R
     return Run(way, millions, number, load, json.loads(done.stdout.splitlines()[-1]))
 
 
-def show(run: Run) -> None:
+def line(run: Run) -> str:
     found = run.found
-    print(
+    return (
         f"{run.millions:>4} M  round {run.round}  {run.way:<11}"
         f"  blocked {1e3 * found['blocked_s']:6.0f} ms  lost {1e3 * found['lost_s']:6.0f} ms"
         f"  durable {found['durable_s']:5.2f} s  extra {found['extra_states']:4.2f} states"
-        f"  restart {found['load_s']:5.2f} s  load {run.load:.1f}",
-        flush=True,
+        f"  restart {found['load_s']:5.2f} s  load {run.load:.1f}"
     )
 
 
@@ -172,17 +161,14 @@ def written_at(folder: str) -> str:
     return f"{kind}, {2**28 / spent / 1e6:.0f} MB/s written with fsync, {free:.0f} GiB free"
 
 
-def as_markdown(
-    machine: dict[str, str], runs: Sequence[Run], failed: Sequence[str], args: argparse.Namespace
-) -> str:
-    loads = [run.load for run in runs] or [0.0]
+def as_markdown(series: Series[Run], args: argparse.Namespace) -> list[str]:
+    runs = series.runs
     parts = [
         "# What a checkpoint costs the training loop",
         f"`python benchmarks/checkpoint.py --rounds {args.rounds} --millions "
         f"{','.join(map(str, args.millions))} --checkpoints {args.checkpoints} "
         f"--threads {args.threads}`",
-        "\n".join(f"- {name}: {value}" for name, value in machine.items())
-        + f"\n- load before a run (1 minute): {min(loads):.1f} .. {max(loads):.1f}",
+        series.place(),
         "Medians over the rounds (min .. max); ratios to torch.save in the same round. AdamW's"
         " state is saved, too: 12 bytes a parameter. Ours and torch.save leave one durable file or"
         " none; only ours has a hash of each byte, and has verified it at restart.",
@@ -193,11 +179,7 @@ def as_markdown(
             state_mb = own[0].found["state_bytes"] / 1e6
             parts += [f"## {millions} M parameters, {state_mb:.0f} MB of state", loop_table(own)]
             parts += ["While the background writes, and at a restart:", other_table(own)]
-    if failed:
-        parts.append(
-            "Failed:\n\n" + "\n".join(f"    {line}" for line in "\n".join(failed).split("\n"))
-        )
-    return "\n\n".join(parts) + "\n"
+    return parts
 
 
 def loop_table(runs: Sequence[Run]) -> str:

@@ -33,7 +33,7 @@ import data_report
 import psutil
 from data_measure import Size
 from data_probe import JOBS
-from launch import describe_machine, end_tree, environment, warn_of_bytecode
+from series import describe_machine, end_tree, environment, warn_of_bytecode
 
 HERE = Path(__file__).resolve().parent
 LIMIT_S = 420

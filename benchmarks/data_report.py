@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from data_actor import DESIGNS
 from data_probe import CONTENDERS, JOBS
-from launch import spread, table
+from series import spread, table
 
 if TYPE_CHECKING:
     from data import Run

@@ -24,21 +24,22 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from statistics import median
 from typing import Any
 
-from launch import (
+from series import (
     HERE,
+    Series,
     describe_machine,
     end_tree,
     environment,
     free_port,
     import_all_once,
-    publish,
+    in_turn,
     spread,
     table,
 )
@@ -70,32 +71,23 @@ class Run:
 
 def main() -> int:
     args = parse()
-    machine = describe_machine()
-    print("\n".join(f"{name}: {value}" for name, value in machine.items()), flush=True)
+    series: Series[Run] = Series(describe_machine())
     import_all_once()
-    runs: list[Run] = []
-    failed: list[str] = []
-    ways = list(WAYS)
     for number in range(args.rounds):
         for workers, slots, gbit in args.shapes:
-            turn = number % len(ways)
-            for way in ways[turn:] + ways[:turn]:
-                try:
-                    runs.append(measure(way, workers, slots, gbit, number + 1))
-                except (RuntimeError, subprocess.TimeoutExpired) as error:
-                    failed.append(f"round {number + 1}, {way}, {workers} workers: {error}")
-                    print(failed[-1], file=sys.stderr, flush=True)
-                    continue
-                run = runs[-1]
-                print(
-                    f"round {run.round}  {workers} workers  {slots:2} slots  {limit(gbit):<8}"
-                    f"  {NAMES[way]:<10}"
-                    f"  step {1e3 * run.step_s:6.0f} ms  sent {run.sent:5.2f} gradients"
-                    f"  memory {run.memory_bytes / 2**20:5.0f} MiB",
-                    flush=True,
-                )
-    publish(as_markdown(machine, runs, failed, args), machine, runs, failed, args.out)
-    return 1 if failed else 0
+            for way in in_turn([*WAYS], number):
+                measured = partial(measure, way, workers, slots, gbit, number + 1)
+                series.add(f"round {number + 1}, {way}, {workers} workers", measured, line)
+    return series.publish(as_markdown(series, args), args.out)
+
+
+def line(run: Run) -> str:
+    return (
+        f"round {run.round}  {run.workers} workers  {run.slots:2} slots  {limit(run.gbit):<8}"
+        f"  {NAMES[run.way]:<10}"
+        f"  step {1e3 * run.step_s:6.0f} ms  sent {run.sent:5.2f} gradients"
+        f"  memory {run.memory_bytes / 2**20:5.0f} MiB"
+    )
 
 
 def parse() -> argparse.Namespace:
@@ -199,10 +191,8 @@ def sent_bytes(path: Path) -> float:
     return float(line.split(":")[1].split()[8])
 
 
-def as_markdown(
-    machine: Mapping[str, str], runs: Sequence[Run], failed: Sequence[str], args: Any
-) -> str:
-    loads = [run.load for run in runs] or [0.0]
+def as_markdown(series: Series[Run], args: Any) -> list[str]:
+    runs = series.runs
     rows = []
     for workers, slots, gbit in args.shapes:
         shape = (workers, slots, gbit)
@@ -234,19 +224,15 @@ def as_markdown(
         "sent, gradients",
         "memory MiB",
     ]
-    told = "\n".join(f"- {name}: {value}" for name, value in machine.items())
-    parts = [
+    return [
         "# What exact = true costs",
         f"`python benchmarks/exact.py --rounds {args.rounds}`",
-        f"{told}\n- load before a run (1 minute): {min(loads):.1f} .. {max(loads):.1f}",
+        series.place(),
         f"MLP of 25.2 M parameters, {MICRO_BATCH} samples a slot. Medians over the rounds "
         "(min .. max); ratios in the same round. Sent: by a worker in a step, start-up and the "
         "final checkpoint's votes included.",
         table(head, rows),
     ]
-    if failed:
-        parts.append("Failed:\n\n" + "\n".join(f"    {line}" for line in failed))
-    return "\n\n".join(parts) + "\n"
 
 
 if __name__ == "__main__":

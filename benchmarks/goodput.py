@@ -38,7 +38,7 @@ from pathlib import Path
 from statistics import fmean, median
 from typing import Any
 
-from launch import HERE, table
+from series import HERE, table
 
 RESULTS = HERE / "results"
 HOUR_S = 3600.0

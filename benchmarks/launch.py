@@ -18,41 +18,42 @@ none idles beside the other contenders. Needs psutil (extra `test`).
 from __future__ import annotations
 
 import argparse
-import datetime
-import importlib.util
-import json
 import os
-import platform
 import re
-import secrets
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass, field
-from importlib.metadata import version
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from statistics import median
-from typing import Any
 
-import psutil
+from series import (
+    HERE,
+    Series,
+    describe_machine,
+    end_tree,
+    environment,
+    free_port,
+    import_all_once,
+    in_turn,
+    middle,
+    spread,
+    table,
+    warn_of_bytecode,
+)
 
-HERE = Path(__file__).resolve().parent
 PROGRAMS = HERE / "launch_programs"
 WORKERS = 2
 LIMIT_S = 300
-# Ray's own default for an embedded Ray. A standing one has it, too, once ~/.ray/auth_token exists,
-# but attaching by HOST:PORT then needs to be told so.
-RAY_AUTH = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
 SKIPPED_STEPS = 5  # of the steady step time: the first ones allocate and lay buckets anew
-BYTECODE = ("torch", "ray", "numpy")  # what takes longest to compile
 FITS_LINE = re.compile(r"^ *(?:[\d.]+ s|\d+m\d\ds)  (?P<name>\S.*)$")
 CONTENDERS = {
     "by-hand": "hand-written DDP, torchrun",
@@ -80,52 +81,33 @@ class Run:
 def main() -> int:
     args = parse()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # ends what was started, as Ctrl-C does
-    machine = describe_machine()
-    print("\n".join(f"{name}: {value}" for name, value in machine.items()), flush=True)
-    warn_of_bytecode(machine)
-    runs: list[Run] = []
-    failed: list[str] = []
+    series: Series[Run] = Series(describe_machine())
+    warn_of_bytecode(series.machine)
     with tempfile.TemporaryDirectory(prefix="launch-", dir="/tmp") as folder:
         import_all_once()
         for number in range(args.rounds):
-            turn = number % len(args.only)
-            for contender in args.only[turn:] + args.only[:turn]:
-                place = Path(folder) / f"{number}-{contender}"
-                place.mkdir()
-                try:
-                    with standing_ray(place, contender) as address:
-                        run = measure(contender, number, args.steps, address, place)
-                except (RuntimeError, subprocess.TimeoutExpired) as error:
-                    failed.append(f"round {number + 1}, {contender}: {error}")
-                    print(failed[-1], file=sys.stderr, flush=True)
-                    continue
-                finally:
-                    shutil.rmtree(place, ignore_errors=True)
-                runs.append(run)
-                print(
-                    f"round {number + 1}  {contender:<14}  first step {run.first_step_s:6.1f} s"
-                    f"  step {1e3 * run.step_s:6.1f} ms  total {run.total_s:6.1f} s"
-                    f"  load {run.load:.1f}",
-                    flush=True,
-                )
-    report = as_markdown(machine, runs, failed, args)
-    publish(report, machine, runs, failed, args.out)
-    return 1 if failed else 0
+            for contender in in_turn(args.only, number):
+                measured = partial(measure_apart, contender, number, args.steps, Path(folder))
+                series.add(f"round {number + 1}, {contender}", measured, line)
+    return series.publish(as_markdown(series, args), args.out)
 
 
-def publish(
-    report: str,
-    machine: Mapping[str, str],
-    runs: Sequence[Any],
-    failed: Sequence[str],
-    paths: Sequence[Path],
-) -> None:
-    """Prints a report and writes it to each path; to ``*.json`` every run instead (dataclasses)."""
-    print("\n" + report)
-    for path in paths:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        records = {"machine": machine, "failed": failed, "runs": [asdict(run) for run in runs]}
-        path.write_text(json.dumps(records, indent=1) + "\n" if path.suffix == ".json" else report)
+def line(run: Run) -> str:
+    return (
+        f"round {run.round}  {run.contender:<14}  first step {run.first_step_s:6.1f} s"
+        f"  step {1e3 * run.step_s:6.1f} ms  total {run.total_s:6.1f} s  load {run.load:.1f}"
+    )
+
+
+def measure_apart(contender: str, number: int, steps: int, folder: Path) -> Run:
+    """In a folder of its own, with the Ray that it wants; see `measure`."""
+    place = folder / f"{number}-{contender}"
+    place.mkdir()
+    try:
+        with standing_ray(place, contender) as address:
+            return measure(contender, number, steps, address, place)
+    finally:
+        shutil.rmtree(place, ignore_errors=True)
 
 
 def parse() -> argparse.Namespace:
@@ -243,19 +225,6 @@ def phases(began: float, first_step: float, lines: list[tuple[float, str]]) -> d
     return spent
 
 
-def environment() -> dict[str, str]:
-    """Alike for all: one thread a worker, compiled bytecode, no Ray that happens to be around."""
-    left_out = {"PYTHONDONTWRITEBYTECODE", "RAY_ADDRESS", "RAY_TMPDIR"}
-    env = {name: value for name, value in os.environ.items() if name not in left_out}
-    return {**env, **RAY_AUTH, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
-
-
-def import_all_once() -> None:
-    """Fills the page cache, and writes bytecode where that lacks and can be written."""
-    imports = "import torch, torch._dynamo, ray.train.torch, raytrain_ddp.training.loop"
-    subprocess.run([sys.executable, "-c", imports], env=environment(), check=True)
-
-
 @contextmanager
 def standing_ray(folder: Path, contender: str) -> Iterator[str]:
     """The address of a Ray that idles, for this contender only; "" if it wants none.
@@ -294,80 +263,13 @@ def wait_for_ray(process: subprocess.Popen[bytes], address: str, log: Path) -> N
         time.sleep(0.2)
 
 
-def end_tree(pid: int) -> None:
-    """Ends a process and all below it, each by its own id."""
-    try:
-        parent = psutil.Process(pid)
-        tree = [*parent.children(recursive=True), parent]
-    except psutil.NoSuchProcess:
-        return
-    for send in ("terminate", "kill"):
-        for process in tree:
-            with suppress(psutil.NoSuchProcess):
-                getattr(process, send)()
-        _, tree = psutil.wait_procs(tree, timeout=10)
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
-
-
-def describe_machine() -> dict[str, str]:
-    packages = ("torch", "ray", "raytrain_ddp")
-    return {
-        "date": datetime.date.today().isoformat(),
-        "machine": f"{len(os.sched_getaffinity(0))} cores ({cpu_name()}), "
-        f"{psutil.virtual_memory().total / 2**30:.0f} GiB",
-        "versions": f"Python {platform.python_version()}, "
-        + ", ".join(f"{name} {version(name)}" for name in packages),
-        "bytecode": ", ".join(f"{name} {compiled(name):.0%}" for name in BYTECODE),
-    }
-
-
-def cpu_name() -> str:
-    with suppress(OSError):
-        found = re.search(r"model name\s*: (.*)", Path("/proc/cpuinfo").read_text())
-        if found:
-            return found[1]
-    return platform.machine()
-
-
-def compiled(package: str) -> float:
-    """The share of a package's modules that have compiled bytecode (.pyc)."""
-    spec = importlib.util.find_spec(package)
-    assert spec is not None
-    assert spec.origin is not None
-    files = list(Path(spec.origin).parent.rglob("*.py"))
-    there = sum(Path(importlib.util.cache_from_source(str(file))).exists() for file in files)
-    return there / max(1, len(files))
-
-
-def warn_of_bytecode(machine: Mapping[str, str]) -> None:
-    lacking = [name for name in BYTECODE if compiled(name) < 0.5]
-    if lacking:
-        print(
-            f"WARNING: {', '.join(lacking)} without compiled bytecode ({machine['bytecode']}): "
-            "each process may compile anew, and start-up be twice as long. Compile it with\n"
-            f"  {sys.executable} -m compileall -q -j 0 "
-            + " ".join(str(Path(str(importlib.util.find_spec(n).origin)).parent) for n in lacking),
-            file=sys.stderr,
-            flush=True,
-        )
-
-
-def as_markdown(
-    machine: Mapping[str, str], runs: Sequence[Run], failed: Sequence[str], args: argparse.Namespace
-) -> str:
+def as_markdown(series: Series[Run], args: argparse.Namespace) -> list[str]:
+    runs = series.runs
     order = [name for name in CONTENDERS if any(run.contender == name for run in runs)]
-    loads = [run.load for run in runs] or [0.0]
     parts = [
         "# Launching the same training in several ways",
         f"`python benchmarks/launch.py --rounds {args.rounds} --steps {args.steps}`",
-        "\n".join(f"- {name}: {value}" for name, value in machine.items())
-        + f"\n- load before a run (1 minute): {min(loads):.1f} .. {max(loads):.1f}",
+        series.place(),
         "Medians over the rounds (min .. max); ratios to the hand-written loop of the same round.",
         table(
             ["", "first step after s", "ratio", "step ms", "ratio", "total s", "ratio"],
@@ -377,11 +279,7 @@ def as_markdown(
     fits = [name for name in order if name.startswith("fit")]
     if fits:
         parts += ["Where fit's start-up goes (median seconds):", phase_table(fits, runs)]
-    if failed:
-        parts.append(
-            "Failed:\n\n" + "\n".join(f"    {line}" for line in "\n".join(failed).split("\n"))
-        )
-    return "\n\n".join(parts) + "\n"
+    return parts
 
 
 def contender_row(contender: str, runs: Sequence[Run]) -> list[str]:
@@ -393,13 +291,6 @@ def contender_row(contender: str, runs: Sequence[Run]) -> list[str]:
         ratios = [getattr(r, name) / getattr(base[r.round], name) for r in own if r.round in base]
         row += [spread(values, digits), spread(ratios, 2)]
     return row
-
-
-def spread(values: Sequence[float], digits: int) -> str:
-    if not values:
-        return "-"
-    low, mid, high = (f"{v:.{digits}f}" for v in (min(values), median(values), max(values)))
-    return f"{mid} ({low} .. {high})" if len(values) > 1 else mid
 
 
 def phase_table(contenders: Sequence[str], runs: Sequence[Run]) -> str:
@@ -419,21 +310,6 @@ def phase_table(contenders: Sequence[str], runs: Sequence[Run]) -> str:
     return table(
         ["phase", *(CONTENDERS[c] for c in contenders)], [*rows, ["to the first step", *sums]]
     )
-
-
-def middle(values: Sequence[float | None]) -> str:
-    there = [value for value in values if value is not None]
-    return f"{median(there):.1f}" if there else ""
-
-
-def table(head: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
-    """A Markdown table with aligned columns."""
-    widths = [max(len(str(row[i])) for row in [head, *rows]) for i in range(len(head))]
-    lines = [
-        "| " + " | ".join(str(c).ljust(w) for c, w in zip(row, widths, strict=True)) + " |"
-        for row in [head, ["-" * width for width in widths], *rows]
-    ]
-    return "\n".join(lines)
 
 
 if __name__ == "__main__":

@@ -22,15 +22,25 @@ import re
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from statistics import median
 from typing import Any
 
-from launch import HERE, describe_machine, end_tree, import_all_once, publish, spread, table
+from series import (
+    HERE,
+    Series,
+    describe_machine,
+    end_tree,
+    import_all_once,
+    in_turn,
+    spread,
+    table,
+)
 
 HOSTS = ("one", "two")
 PORT = 29500
@@ -64,36 +74,24 @@ class Run:
 
 def main() -> int:
     args = parse()
-    machine = describe_machine()
-    print("\n".join(f"{name}: {value}" for name, value in machine.items()), flush=True)
+    series: Series[Run] = Series(describe_machine())
     import_all_once()
-    runs: list[Run] = []
-    failed: list[str] = []
     with lab(args.lab) as hosts:
         for number in range(args.rounds):
-            turn = number % len(args.only)
             alone_s = hosts.alone(f"{number}-alone")
             print(f"round {number + 1}  without communication {1e3 * alone_s:.0f} ms", flush=True)
             for speed in args.speeds:
                 hosts.limit(SPEEDS[speed])
-                for way in args.only[turn:] + args.only[:turn]:
-                    try:
-                        run = measure(hosts, way, speed, number + 1, alone_s)
-                    except RuntimeError as error:
-                        failed.append(f"round {number + 1}, {way}, {speed}")
-                        print(f"{failed[-1]}\n{error}", file=sys.stderr, flush=True)
-                        continue
-                    runs.append(run)
-                    show(run)
-    publish(as_markdown(machine, runs, failed, args), machine, runs, failed, args.out)
-    return 1 if failed else 0
+                for way in in_turn(args.only, number):
+                    measured = partial(measure, hosts, way, speed, number + 1, alone_s)
+                    series.add(f"round {number + 1}, {way}, {speed}", measured, line)
+    return series.publish(as_markdown(series, args), args.out)
 
 
-def show(run: Run) -> None:
-    print(
+def line(run: Run) -> str:
+    return (
         f"round {run.round}  {run.speed:<10}  {run.way:<9}  step {1e3 * run.step_s:5.0f} ms"
-        f"  loss {run.loss:.4f}  checkpoint {run.checkpoint_s:.2f} s  load {run.load:.1f}",
-        flush=True,
+        f"  loss {run.loss:.4f}  checkpoint {run.checkpoint_s:.2f} s  load {run.load:.1f}"
     )
 
 
@@ -258,16 +256,13 @@ def step_s(folder: Path) -> float:
     return median(after - before for before, after in pairwise(seconds[SKIP:]))
 
 
-def as_markdown(
-    machine: Mapping[str, str], runs: Sequence[Run], failed: Sequence[str], args: Any
-) -> str:
-    loads = [run.load for run in runs] or [0.0]
+def as_markdown(series: Series[Run], args: Any) -> list[str]:
+    runs = series.runs
     alone = sorted({run.alone_s for run in runs}) or [0.0]
     parts = [
         "# A step on two hosts, by network",
         f"`python benchmarks/network.py --rounds {args.rounds}`",
-        "\n".join(f"- {name}: {value}" for name, value in machine.items())
-        + f"\n- load before a run (1 minute): {min(loads):.1f} .. {max(loads):.1f}",
+        series.place(),
         f"MLP of 25.2 M parameters, two workers, {SAMPLES} samples each; without communication a "
         f"step takes {spread([1e3 * value for value in alone], 0)} ms. Medians over the rounds "
         "(min .. max); ratios to DDP's default in the same round.",
@@ -279,9 +274,7 @@ def as_markdown(
             title = f"loss after {own[0].steps} steps"
             head = ["", "step ms", "ratio", "communication", title, "checkpoint s"]
             parts += [f"## {speed}", table(head, rows)]
-    if failed:
-        parts.append("Failed:\n\n" + "\n".join(f"    {line}" for line in failed))
-    return "\n\n".join(parts) + "\n"
+    return parts
 
 
 def row(way: str, runs: Sequence[Run]) -> list[str]:

@@ -25,29 +25,30 @@ from __future__ import annotations
 
 import argparse
 import os
-import re
 import shutil
 import signal
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import psutil
-from launch import (
+from series import (
     HERE,
+    Series,
     describe_machine,
     end_tree,
     environment,
     import_all_once,
+    in_turn,
     middle,
-    publish,
     spread,
     table,
     warn_of_bytecode,
@@ -104,32 +105,27 @@ class Run:
 def main() -> int:
     args = parse()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # ends what was started
-    machine = describe_machine()
-    print("\n".join(f"{name}: {value}" for name, value in machine.items()), flush=True)
-    warn_of_bytecode(machine)
-    runs: list[Run] = []
-    failed: list[str] = []
+    series: Series[Run] = Series(describe_machine())
+    warn_of_bytecode(series.machine)
+    told = partial(line, breakdown=args.breakdown)
     with tempfile.TemporaryDirectory(prefix="recovery-", dir="/tmp") as folder:
         import_all_once()
         for number in range(args.rounds):
-            turn = number % len(args.only)
-            for contender in args.only[turn:] + args.only[:turn]:
-                place = Path(folder) / f"{number}-{contender}"
-                place.mkdir()
-                try:
-                    run = measure(contender, number + 1, args, place)
-                except RuntimeError as error:
-                    failed.append(f"round {number + 1}, {contender}: {in_short(str(error))}")
-                    print(f"{failed[-1]}\n{error}", file=sys.stderr, flush=True)
-                    continue
-                finally:
-                    if not args.keep:
-                        shutil.rmtree(place, ignore_errors=True)
-                runs.append(run)
-                show(run, args.breakdown)
-    report = as_markdown(machine, runs, failed, args)
-    publish(report, machine, runs, failed, args.out)
-    return 1 if failed else 0
+            for contender in in_turn(args.only, number):
+                measured = partial(measure_apart, contender, number + 1, args, Path(folder))
+                series.add(f"round {number + 1}, {contender}", measured, told)
+    return series.publish(as_markdown(series, args), args.out)
+
+
+def measure_apart(contender: str, number: int, args: Any, folder: Path) -> Run:
+    """In a folder of its own; see `measure`."""
+    place = folder / f"{number}-{contender}"
+    place.mkdir()
+    try:
+        return measure(contender, number, args, place)
+    finally:
+        if not args.keep:
+            shutil.rmtree(place, ignore_errors=True)
 
 
 def parse() -> argparse.Namespace:
@@ -241,13 +237,6 @@ def kill_one(
     return killed_at, time.monotonic(), old
 
 
-def in_short(text: str) -> str:
-    """The first line, and the first error that a traceback ends with: no paths of this machine."""
-    first, *rest = text.splitlines()
-    errors = [line for line in rest if re.match(r"(\[rank\d+\]: )?[\w.]*Error: ", line)]
-    return f"{first}: {errors[0].partition(' [/')[0]}" if errors else first
-
-
 def lives(pid: int) -> bool:
     with suppress(psutil.NoSuchProcess):
         return bool(psutil.Process(pid).status() != psutil.STATUS_ZOMBIE)
@@ -303,29 +292,27 @@ def reckon(
     )
 
 
-def show(run: Run, breakdown: bool) -> None:
+def line(run: Run, breakdown: bool) -> str:
     phases = "  ".join(f"{MARKS[name]} {spent:.2f}" for name, spent in run.phases_s.items())
-    print(
-        f"round {run.round}  {run.contender:<12}  {run.recovery_s:5.1f} s to the next step"
-        f"  redone {run.redone}  load {run.load:.1f}\n    {phases}",
-        flush=True,
+    marks = [f"{at:8.2f} s  {name}" for name, at in run.marks_s.items()] if breakdown else []
+    return "\n    ".join(
+        [
+            f"round {run.round}  {run.contender:<12}  {run.recovery_s:5.1f} s to the next step"
+            f"  redone {run.redone}  load {run.load:.1f}",
+            phases,
+            *marks,
+        ]
     )
-    if breakdown:
-        for name, at in run.marks_s.items():
-            print(f"    {at:8.2f} s  {name}", flush=True)
 
 
-def as_markdown(
-    machine: Mapping[str, str], runs: Sequence[Run], failed: Sequence[str], args: Any
-) -> str:
+def as_markdown(series: Series[Run], args: Any) -> list[str]:
+    runs = series.runs
     order = [name for name in CONTENDERS if any(run.contender == name for run in runs)]
-    loads = [run.load for run in runs] or [0.0]
-    parts = [
+    return [
         "# From the SIGKILL of a worker to the next optimizer step",
         f"`python benchmarks/recovery.py --rounds {args.rounds} --kill-after {args.kill_after} "
         f"--every {args.every} --victim {args.victim}`",
-        "\n".join(f"- {name}: {value}" for name, value in machine.items())
-        + f"\n- load before a run (1 minute): {min(loads):.1f} .. {max(loads):.1f}",
+        series.place(),
         f"Rank {args.victim} of {WORKERS} CPU workers is killed after {args.kill_after} steps; a"
         f" checkpoint is made every {args.every} steps. Medians over"
         " the rounds (min .. max); ratios to the hand-written loop under torchrun, same round.",
@@ -336,10 +323,6 @@ def as_markdown(
         "Where it goes (median seconds; a phase ends when the later new worker has reached it):",
         phase_table(order, runs),
     ]
-    if failed:
-        lines = "\n".join(failed).split("\n")
-        parts.append("Failed:\n\n" + "\n".join(f"    {line}" for line in lines))
-    return "\n\n".join(parts) + "\n"
 
 
 def contender_row(contender: str, runs: Sequence[Run]) -> list[str]:

@@ -13,14 +13,16 @@ exchange between ranks that a log line takes was there before, and is not counte
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
-from launch import describe_machine, publish, spread, table
+from series import Series, describe_machine, spread, table
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
@@ -37,6 +39,7 @@ class Run:
 
     network: str
     round: int
+    load: float  # of the machine (1 minute) before
     step_s: float
     added_s: float
 
@@ -49,14 +52,32 @@ def main() -> int:
     machine = describe_machine()
     del machine["bytecode"]
     machine["device"] = torch.cuda.get_device_name() if device.type == "cuda" else "cpu, 1 thread"
+    series: Series[Run] = Series(machine)
     networks = steppers(device, args.quick)
-    runs = []
     for number in range(args.rounds):
         for network, step in networks.items():
-            step_s = seconds(step, device, args.steps)
-            runs.append(Run(network, number + 1, step_s, added(device, args.marks)))
-    publish(as_markdown(machine, runs, args), machine, runs, [], args.out)
-    return 0
+            measured = partial(measure, network, number + 1, step, device, args)
+            series.add(f"round {number + 1}, {network}", measured, line)
+    return series.publish(as_markdown(series, args), args.out)
+
+
+def measure(
+    network: str,
+    number: int,
+    step: Callable[[], None],
+    device: torch.device,
+    args: argparse.Namespace,
+) -> Run:
+    load = os.getloadavg()[0]
+    step_s, added_s = seconds(step, device, args.steps), added(device, args.marks)
+    return Run(network, number, load, step_s, added_s)
+
+
+def line(run: Run) -> str:
+    return (
+        f"round {run.round}  {run.network:<34}  step {1e3 * run.step_s:6.1f} ms"
+        f"  timing adds {1e6 * run.added_s:4.0f} us"
+    )
 
 
 def parse() -> argparse.Namespace:
@@ -144,7 +165,8 @@ def wait(device: torch.device) -> None:
         torch.cuda.synchronize()
 
 
-def as_markdown(machine: dict[str, str], runs: list[Run], args: argparse.Namespace) -> str:
+def as_markdown(series: Series[Run], args: argparse.Namespace) -> list[str]:
+    runs = series.runs
     rows = []
     for network in dict.fromkeys(run.network for run in runs):
         own = [run for run in runs if run.network == network]
@@ -157,13 +179,13 @@ def as_markdown(machine: dict[str, str], runs: list[Run], args: argparse.Namespa
             ]
         )
     head = ["network", "step ms", "timing adds us", "% of the step"]
-    told = "\n".join(f"- {name}: {value}" for name, value in machine.items())
-    command = f"python benchmarks/timing.py --rounds {args.rounds} --steps {args.steps}"
-    return (
-        "# What it costs to know where the time of a step goes\n\n"
-        f"`{command}`\n\n{told}\n\nMedians over the rounds (min .. max).\n\n"
-        f"{table(head, rows)}\n"
-    )
+    return [
+        "# What it costs to know where the time of a step goes",
+        f"`python benchmarks/timing.py --rounds {args.rounds} --steps {args.steps}`",
+        series.place(),
+        "Medians over the rounds (min .. max).",
+        table(head, rows),
+    ]
 
 
 if __name__ == "__main__":
