@@ -38,8 +38,8 @@ def evaluate(
 
     The rows are cut into chunks of `batch_size` whoever works on them; each chunk's metric state is
     kept apart and merged in the order of the chunks, so that floating-point sums come out the same
-    for any number of workers. Random numbers that `Task.evaluate` draws from torch's generators are
-    a function of the chunk, and alike in all evaluations.
+    for any number of workers. Random numbers that `Task.evaluate` draws from torch's, numpy's and
+    Python's generators are a function of the chunk, and alike in all evaluations.
 
     "skipped" is among the values if bad records were left out: how many.
 

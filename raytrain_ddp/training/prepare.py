@@ -32,11 +32,11 @@ from raytrain_ddp.training.reduction import make_alike
 from raytrain_ddp.training.repro import judge
 from raytrain_ddp.training.run import Run
 from raytrain_ddp.training.session import Session
-from raytrain_ddp.training.state import TrainState
+from raytrain_ddp.training.state import TrainState, own_memory
 from raytrain_ddp.training.step import Stepper
 from raytrain_ddp.training.stragglers import Stragglers
 from raytrain_ddp.training.timing import peak_flops_per_s
-from raytrain_ddp.training.world import World, broadcast, set_up, versions
+from raytrain_ddp.training.world import World, broadcast, seed_all, set_up, versions
 
 
 def prepare(config: TrainConfig, task: Task, session: Session) -> Run:
@@ -134,8 +134,9 @@ def prepare(config: TrainConfig, task: Task, session: Session) -> Run:
 
 def initial_model(config: TrainConfig, task: Task, world: World) -> nn.Module:
     """On this worker's device, with the same weights on all workers; not wrapped."""
-    torch.manual_seed(config.seed)
+    seed_all(config.seed)
     model = task.model()
+    own_memory(model)
     if config.compute.channels_last:
         model = model.to(memory_format=torch.channels_last)
     if config.ddp.sync_batchnorm and world.size > 1:
