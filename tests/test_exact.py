@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Mapping
 from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -475,6 +476,30 @@ def test_buffers_and_frozen_parameters_of_odd_types_are_kept_averaged_and_resume
     assert after["codes"].tolist() == [*range(6)]
     assert 200 - 4 * 12 <= after_12["left"].item() <= 199  # a mean over slots of 2 and -4 a step
     assert abs(int(after["left"]) - int(after_12["left"])) <= 4 * 8
+
+
+class Rotary(nn.Module):
+    def __init__(self, persistent: bool) -> None:
+        super().__init__()
+        self.head = nn.Linear(16, CLASSES)
+        turns = torch.polar(torch.ones(8), torch.arange(8.0))
+        self.register_buffer("turns", turns, persistent=persistent)
+
+    def forward(self, x: Tensor) -> Tensor:
+        turned = torch.view_as_complex(x.reshape(len(x), 8, 2)) * self.turns
+        outputs: Tensor = self.head(torch.view_as_real(turned).flatten(1))
+        return outputs
+
+
+def test_a_model_with_what_no_checkpoint_can_hold_is_refused_at_the_start(
+    workers: Group, tmp_path: Path
+):
+    for persistent, status in ((True, ConfigError.exit_status), (False, None)):
+        config = tiny_config(tmp_path, f"rotary-{persistent}", epochs=1)
+        kind = {"kind": partial(Rotary, persistent)}
+        (ended,) = workers.outcomes(1, run_tiny, plain(config), kind, 0, 0, None, OddTask)
+        assert getattr(ended, "exit_status", None) == status
+        assert persistent == ("turns (torch.complex64) cannot be in a checkpoint" in str(ended))
 
 
 def test_by_default_too_replaced_buffers_are_alike_and_a_noisy_evaluation_is_the_same(

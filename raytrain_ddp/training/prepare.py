@@ -11,6 +11,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from raytrain_ddp.checkpoint.layout import run_storage
+from raytrain_ddp.checkpoint.snapshot import unstorable
 from raytrain_ddp.checkpoint.store import Checkpoint
 from raytrain_ddp.config import TrainConfig
 from raytrain_ddp.data.loader import TrainLoader, memory_note, shuffle_for, window_for
@@ -59,6 +60,7 @@ def prepare(config: TrainConfig, task: Task, session: Session) -> Run:
     if config.ddp.sync_batchnorm and world.size > 1:
         _require_one_slot_each(plan, world)
     model = initial_model(config, task, world)
+    _require_storable(model)
     net = model  # what is exact sums gradients itself, and needs no DDP
     if not config.exact:
         net = session.wrap(model, ddp_options(config))
@@ -145,6 +147,15 @@ def initial_model(config: TrainConfig, task: Task, world: World) -> nn.Module:
     if config.compute.compile:
         model.compile()
     return model
+
+
+def _require_storable(model: nn.Module) -> None:
+    """Before hours of training, not at the first checkpoint."""
+    for name, kind in unstorable(model.state_dict()).items():
+        raise ConfigError(
+            f"the model's {name} ({kind}) cannot be in a checkpoint: keep it as real numbers "
+            "(torch.view_as_real), or as a buffer with persistent=False."
+        )
 
 
 def _smallest_slot(plan: Plan) -> int:
