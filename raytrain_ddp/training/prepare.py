@@ -153,8 +153,8 @@ def _require_storable(model: nn.Module) -> None:
     """Before hours of training, not at the first checkpoint."""
     for name, kind in unstorable(model.state_dict()).items():
         raise ConfigError(
-            f"the model's {name} ({kind}) cannot be in a checkpoint: keep it as real numbers "
-            "(torch.view_as_real), or as a buffer with persistent=False."
+            f"the model's {name} ({kind}) cannot be in a checkpoint: keep it in another type "
+            "(torch.view_as_real for complex numbers), or as a buffer with persistent=False."
         )
 
 
