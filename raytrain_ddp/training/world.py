@@ -88,9 +88,10 @@ def broadcast_tensor(tensor: Tensor, source: int) -> None:
     As bytes, as gloo knows few types; and without the gaps that it may have in memory, which a
     collective would take for its own.
     """
-    own = tensor.detach().contiguous().view(-1).view(torch.uint8)
-    dist.broadcast(own, source)
-    tensor.detach().copy_(own.view(tensor.dtype).view(tensor.shape))
+    dense = tensor.detach().contiguous()  # itself, if it is
+    dist.broadcast(dense.view(-1).view(torch.uint8), source)
+    if dense.data_ptr() != tensor.data_ptr():
+        tensor.detach().copy_(dense)
 
 
 def versions() -> dict[str, str]:
