@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Mapping
 from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ from tiny import (
     plain,
     run_tiny,
     tiny_config,
+    weights,
 )
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
@@ -41,7 +43,7 @@ from raytrain_ddp.training import local
 from raytrain_ddp.training.clock import Clock
 from raytrain_ddp.training.reduction import ExactReduction
 from raytrain_ddp.training.tree import TreeSum, nodes, subtrees
-from raytrain_ddp.training.world import World
+from raytrain_ddp.training.world import World, broadcast_tensor
 
 VARIANTS: dict[str, dict[str, Any]] = {
     "sgd": {},
@@ -382,6 +384,39 @@ class Centred(nn.Module):
         return outputs
 
 
+class Collected(nn.Module):
+    """Weights drawn by numpy and Python; what a quantized or exported model may bring along; and a
+    count that goes down, by another number in each slot."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.hidden, self.head = nn.Linear(16, 24), nn.Linear(24, CLASSES)
+        drawn = np.random.randn(CLASSES, 24) * random.random()
+        self.head.weight.data = torch.from_numpy(drawn).float()
+        self.codes = nn.Parameter(torch.arange(6), requires_grad=False)
+        self.register_buffer("mask", torch.zeros(1, 3).expand(4, 3))
+        self.register_buffer("small", torch.ones(3).to(torch.float8_e4m3fn))
+        self.register_buffer("ids", torch.tensor([HASH]))
+        self.register_buffer("left", torch.tensor([200], dtype=torch.uint8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.training:
+            self.left += int(x.sum() > 0) * 6 - 4  # 2 or -4
+        outputs: Tensor = self.head(self.hidden(x.flatten(1)).relu())
+        return outputs
+
+
+class WithoutFloat8(Collected):
+    """As DDP over gloo wants it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        del self.small
+
+
+HASH = 2**60 + 1  # float64 has no such number
+
+
 class OddTask(TinyTask):
     """Mixes samples, and evaluates on noisy ones, with random numbers of all kinds."""
 
@@ -410,6 +445,7 @@ class OddTask(TinyTask):
 ODD: dict[str, tuple[type[nn.Module], dict[str, Any]]] = {
     "parameters of all kinds": (Mixed, {"optim": OptimConfig(name="adamw", clip_norm=0.5)}),
     "a buffer that is replaced": (Centred, {"optim": OptimConfig(clip_norm=0.5)}),
+    "tensors of odd types": (Collected, {}),
 }
 
 
@@ -427,6 +463,45 @@ def test_odd_models_mixing_and_a_noisy_evaluation_leave_no_trace(
     assert found == [found[0]] * 4
 
 
+def test_buffers_and_frozen_parameters_of_odd_types_are_kept_averaged_and_resumed(
+    workers: Group, tmp_path: Path
+):
+    config = tiny_config(tmp_path, "odd", epochs=2)
+    first = workers(3, run_tiny, plain(config), {"kind": WithoutFloat8}, 12, 0, None, OddTask)
+    after_12 = weights(config)
+    workers(3, run_tiny, plain(config), {"kind": WithoutFloat8}, 0, 0, None, OddTask)
+    after = weights(config)
+    assert first[0].outcome.step == 12
+    assert after["ids"].tolist() == [HASH]
+    assert after["codes"].tolist() == [*range(6)]
+    assert 200 - 4 * 12 <= after_12["left"].item() <= 199  # a mean over slots of 2 and -4 a step
+    assert abs(int(after["left"]) - int(after_12["left"])) <= 4 * 8
+
+
+class Rotary(nn.Module):
+    def __init__(self, persistent: bool) -> None:
+        super().__init__()
+        self.head = nn.Linear(16, CLASSES)
+        turns = torch.polar(torch.ones(8), torch.arange(8.0))
+        self.register_buffer("turns", turns, persistent=persistent)
+
+    def forward(self, x: Tensor) -> Tensor:
+        turned = torch.view_as_complex(x.reshape(len(x), 8, 2)) * self.turns
+        outputs: Tensor = self.head(torch.view_as_real(turned).flatten(1))
+        return outputs
+
+
+def test_a_model_with_what_no_checkpoint_can_hold_is_refused_at_the_start(
+    workers: Group, tmp_path: Path
+):
+    for persistent, status in ((True, ConfigError.exit_status), (False, None)):
+        config = tiny_config(tmp_path, f"rotary-{persistent}", epochs=1)
+        kind = {"kind": partial(Rotary, persistent)}
+        (ended,) = workers.outcomes(1, run_tiny, plain(config), kind, 0, 0, None, OddTask)
+        assert getattr(ended, "exit_status", None) == status
+        assert persistent == ("turns (torch.complex64) cannot be in a checkpoint" in str(ended))
+
+
 def test_by_default_too_replaced_buffers_are_alike_and_a_noisy_evaluation_is_the_same(
     workers: Group, tmp_path: Path
 ):
@@ -437,6 +512,17 @@ def test_by_default_too_replaced_buffers_are_alike_and_a_noisy_evaluation_is_the
         assert len({worker.digest for worker in ran}) == 1
         found.append(ran[0].outcome.metrics["loss"])
     assert found[0] == pytest.approx(found[1], rel=1e-5)
+
+
+def broadcast_a_part(rank: int, size: int) -> list[list[float]]:
+    whole = torch.full((3, 4), float(rank))
+    broadcast_tensor(whole[:, :2], 1)
+    return whole.tolist()
+
+
+def test_a_tensor_with_gaps_in_memory_is_broadcast_without_them(workers: Group):
+    for rank, whole in enumerate(workers(3, broadcast_a_part)):
+        assert whole == [[1.0, 1.0, rank, rank]] * 3
 
 
 @pytest.mark.parametrize("rows", [1, 3])

@@ -356,13 +356,20 @@ def test_who_waits_in_a_collective_has_no_more_patience_than_for_a_step(tmp_path
     assert {each: dog.patience_s(*each) for each in waiting} == waiting
 
 
-def watched(folder: Path, others: Callable[[], list[Sign]], state: State) -> Hang | None:
-    """What rank 0 finds in its evaluation within 5 s; the other two are of another machine."""
+def watched(
+    folder: Path,
+    others: Callable[[], list[Sign]],
+    state: State,
+    doing: str = "evaluation",
+    rank: int = 0,
+) -> Hang | None:
+    """What a rank finds within 5 s; the other two are of another machine."""
     found: list[Hang] = []
     ended = threading.Event()
     clock = Clock(torch.device("cpu"))
-    clock.steps, clock.doing = 1, "evaluation"
-    owners = [Owner.here(), *(Owner(f"{n}", "far", 1 + n, "now", "its boot", 0) for n in (1, 2))]
+    clock.steps, clock.doing = 1, doing
+    owners = [Owner(f"{n}", "far", 1 + n, "now", "its boot", 0) for n in range(3)]
+    owners[rank] = Owner.here()
 
     def exchange(mine: Sign | None) -> dict[int, Sign]:
         kept = mine is not None and mine.kept
@@ -372,7 +379,7 @@ def watched(folder: Path, others: Callable[[], list[Sign]], state: State) -> Han
         found.append(hang)
         ended.set()
 
-    dog = Watchdog(clock, 1.0, 0, owners, open_storage(str(folder)), exchange, state, end)
+    dog = Watchdog(clock, 1.0, rank, owners, open_storage(str(folder)), exchange, state, end)
     ended.wait(5)
     dog.close()
     return found[0] if found else None
@@ -395,23 +402,73 @@ def test_fault_33_a_rank_stopped_on_another_host_is_named_where_others_have_pati
             lambda owner: "T" if owner.pid == 3 else "S",
         ),
         "rank 1 was stopped after a sign": (
-            lambda: said_before,
+            lambda: [said_before[0], *new(2)],
             lambda owner: "T" if owner.pid == 2 else "S",
         ),
         "rank 2 sees that rank 1 is stopped": (lambda: new(2, stopped=[1]), lambda _: ""),
         "rank 2 is silent and runs": (lambda: new(1), lambda _: "S"),
         "rank 2 is silent, nobody can look": (lambda: new(1), nobody_can_look),
         "all say something new": (lambda: [*new(1), *new(2)], lambda _: "T"),
+        "rank 1 has gone on since": (lambda: [*new(1), *new(2, stopped=[1])], lambda _: ""),
     }
     with ThreadPoolExecutor(len(cases)) as pool:
         tried = pool.map(lambda case: watched(tmp_path / case[0], *case[1]), cases.items())
     hangs = dict(zip(cases, tried, strict=True))
     ranks = [hang and hang.ranks for hang in hangs.values()]
-    assert ranks == [(2,), (1,), (1,), None, None, None]
+    assert ranks == [(2,), (1,), (1,), None, None, None, None]
     first = hangs["rank 2 is silent and stopped"]
     assert first is not None
     assert first.text.startswith("rank 2 (far) did not enter the all-reduce")
     assert "its process is stopped (SIGSTOP" in first.text
+
+
+def test_fault_33_a_sign_that_stays_where_it_was_put_keeps_nobody_waiting_for_ever(tmp_path: Path):
+    """As of a rank that, having said that it waits, lets Python's lock go no more, or is stopped;
+    here the lowest one, which else looks at other machines."""
+    before = sign(0, doing="evaluation", still_s=1.0, patience_s=3.0)
+
+    def others() -> list[Sign]:
+        return [before, sign(2, still_s=30 + time.monotonic() % 10)]
+
+    def patient() -> list[Sign]:
+        return [replace(before, patience_s=60.0), others()[1]]
+
+    tried = [
+        watched(tmp_path / "lock", others, lambda _: "S", "gradient exchange", rank=1),
+        watched(tmp_path / "stopped", patient, lambda _: "T", "evaluation", rank=1),
+        watched(tmp_path / "patient", patient, lambda _: "S", "gradient exchange", rank=1),
+    ]
+    assert [hang and hang.ranks for hang in tried] == [(0,), (0,), None]
+    assert tried[0] is not None
+    assert "it is stopped, or gone, or a thread of it holds Python's lock" in tried[0].text
+
+
+def test_a_rank_that_was_stopped_for_a_while_is_not_said_to_be_so_the_next_time(tmp_path: Path):
+    """Others would end the run at its next long evaluation."""
+    clock = Clock(torch.device("cpu"))
+    said: list[Sign | None] = []
+    owners = [Owner.here(), Owner.here()]
+
+    def exchange(mine: Sign | None) -> dict[int, Sign]:
+        said.append(mine)
+        return {}
+
+    storage = open_storage(str(tmp_path))
+    dog = Watchdog(clock, 1.0, 0, owners, storage, exchange, lambda _: "T", lambda _: None)
+    until(lambda: any(each is not None and each.stopped for each in said))
+    clock.beat()  # before the time is up for which a silent rank is waited for
+    until(lambda: None in said and said[-1] is not None)
+    dog.close()
+    first = said[said.index(None) + 1]
+    assert first is not None
+    assert first.stopped == ()
+
+
+def until(what: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 10
+    while not what():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
 
 
 @pytest.mark.slow

@@ -49,6 +49,7 @@ from raytrain_ddp.data.loader import eval_batches
 from raytrain_ddp.data.plan import EpochOrder, Plan, deal
 from raytrain_ddp.data.source import ArraySource
 from raytrain_ddp.data.threads import Threads
+from raytrain_ddp.errors import ConfigError
 from raytrain_ddp.evaluate import find_checkpoint
 from raytrain_ddp.inputs import DataConfig
 from raytrain_ddp.recipe import load
@@ -61,7 +62,7 @@ from raytrain_ddp.sections import (
     ScheduleConfig,
 )
 from raytrain_ddp.tasks.images import ImageClassification
-from raytrain_ddp.training.evaluate import evaluate, scalars
+from raytrain_ddp.training.evaluate import _require_mergeable, evaluate, scalars
 from raytrain_ddp.training.optim import build_optimizer, learning_rate
 from raytrain_ddp.training.state import TrainState
 from raytrain_ddp.training.step import SlotBuffers
@@ -497,6 +498,35 @@ def test_evaluation_gives_the_same_figures_to_the_last_digit_on_1_2_and_3_worker
         for result in workers(size, evaluate_tiny, eval_rows, batch_size)
     )
     assert others == [alone] * 5
+
+
+def test_a_metric_that_cannot_be_merged_is_refused_before_the_evaluation():
+    """torchmetrics would make the mean of means infinite, and refuse the others at the end."""
+    from torchmetrics import Metric
+    from torchmetrics.regression import PearsonCorrCoef
+
+    class Kept(Metric):
+        full_state_update = False
+
+        def __init__(self, reduction: str | None) -> None:
+            super().__init__()
+            self.add_state("kept", torch.zeros(()), dist_reduce_fx=reduction)
+
+        def update(self, values: torch.Tensor) -> None:
+            self.kept = values.mean()
+
+        def compute(self) -> torch.Tensor:
+            return self.kept
+
+    class Merging(Kept):
+        def merge_state(self, incoming_state: Any) -> None:
+            self.kept = torch.maximum(self.kept, incoming_state["kept"])
+
+    for metric in (Kept("mean"), Kept(None), PearsonCorrCoef()):
+        with pytest.raises(ConfigError, match="'odd' cannot be merged over chunks of the data"):
+            _require_mergeable("odd", metric)
+    for metric in (Kept("max"), Kept("sum"), Merging("mean")):
+        _require_mergeable("fine", metric)
 
 
 def test_evaluation_is_right_also_for_metrics_that_keep_lists(workers: Group):

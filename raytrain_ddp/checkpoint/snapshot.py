@@ -91,6 +91,12 @@ class TensorFile:
             yield tensor.contiguous().reshape(-1).view(torch.uint8).numpy().data
 
 
+def unstorable(tensors: Mapping[str, Any]) -> dict[str, str]:
+    """What `encode_tensors` would refuse of these: name -> of what kind it is."""
+    kinds = {n: t.dtype if isinstance(t, Tensor) else type(t) for n, t in tensors.items()}
+    return {n: str(k) for n, k in kinds.items() if k not in _DTYPE_NAMES or n == _RESERVED_NAME}
+
+
 def encode_tensors(tensors: Mapping[str, Tensor]) -> TensorFile:
     """The CPU tensors as one file in the safetensors format, each in contiguous layout.
 
@@ -100,13 +106,13 @@ def encode_tensors(tensors: Mapping[str, Tensor]) -> TensorFile:
     Raises:
         CheckpointError: a dtype that the format does not know, or the name ``__metadata__``.
     """
+    for name, kind in unstorable(tensors).items():
+        raise CheckpointError(f"Tensor {name!r} of {kind} cannot be in a checkpoint.")
     header: dict[str, Any] = {}
     size_bytes = 0
     # Widest first, as safetensors does, so that each tensor is aligned.
     ordered = sorted(tensors.items(), key=lambda item: -item[1].element_size())
     for name, tensor in ordered:
-        if tensor.dtype not in _DTYPE_NAMES or name == _RESERVED_NAME:
-            raise CheckpointError(f"Tensor {name!r} of {tensor.dtype} cannot be in a checkpoint.")
         end = size_bytes + tensor.numel() * tensor.element_size()
         header[name] = {
             "dtype": _DTYPE_NAMES[tensor.dtype],

@@ -27,11 +27,11 @@ from raytrain_ddp.errors import PreflightError, RetriesExhausted
 from raytrain_ddp.orchestration.preemption import STOP, Notice
 from raytrain_ddp.orchestration.worker_log import WorkerLog
 from raytrain_ddp.training.hang import Hang, Sign
+from raytrain_ddp.training.meeting import Exchange
 from raytrain_ddp.training.recorder import Best
 from raytrain_ddp.training.recording import RecordingSession
 from raytrain_ddp.training.run import Outcome
 from raytrain_ddp.training.session import Record, Snapshot, Wishes
-from raytrain_ddp.training.watchdog import Exchange
 from raytrain_ddp.training.world import World
 from raytrain_ddp.uri import without_secrets
 

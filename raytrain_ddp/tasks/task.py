@@ -16,8 +16,8 @@ class Task(Protocol):
     """A model, its data, its loss and its metrics. Subclass it; the constructor is given the config
     and `task_options` as keyword arguments.
 
-    Each worker builds its own task; all must build the same one, so draw random numbers from
-    torch's generator only in `model()`, which is called under the run's seed.
+    Each worker builds its own task; all must build the same one, so draw random numbers only in
+    `model()`, which is called with torch's, numpy's and Python's generators under the run's seed.
     """
 
     monitor: str = "loss"
@@ -39,8 +39,8 @@ class Task(Protocol):
     def loss(self, model: nn.Module, batch: Batch) -> Tensor:
         """The mean loss over the batch's samples, shape (); `batch` is on the model's device.
 
-        Draw random numbers from torch's generators only: they are seeded for each micro-batch, also
-        in `evaluate`.
+        Draw random numbers from torch's, numpy's or Python's own generators only: they are seeded
+        for each micro-batch, also in `evaluate`.
         """
 
     def metrics(self) -> dict[str, Metric]:

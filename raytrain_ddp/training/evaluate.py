@@ -15,6 +15,7 @@ from raytrain_ddp.data.loader import eval_batches, samples_of
 from raytrain_ddp.data.plan import deal
 from raytrain_ddp.data.source import Data
 from raytrain_ddp.data.threads import Threads
+from raytrain_ddp.errors import ConfigError
 from raytrain_ddp.tasks.task import Task
 from raytrain_ddp.training.state import KeptBuffers
 from raytrain_ddp.training.step import to_device
@@ -38,16 +39,20 @@ def evaluate(
 
     The rows are cut into chunks of `batch_size` whoever works on them; each chunk's metric state is
     kept apart and merged in the order of the chunks, so that floating-point sums come out the same
-    for any number of workers. Random numbers that `Task.evaluate` draws from torch's generators are
-    a function of the chunk, and alike in all evaluations.
+    for any number of workers. Random numbers that `Task.evaluate` draws from torch's, numpy's and
+    Python's generators are a function of the chunk, and alike in all evaluations.
 
     "skipped" is among the values if bad records were left out: how many.
 
     Args:
         beat: is called before each batch.
+
+    Raises:
+        ConfigError: a metric's states of two chunks cannot be made one.
     """
     metrics = metrics or task.metrics()
-    for metric in metrics.values():
+    for name, metric in metrics.items():
+        _require_mergeable(name, metric)
         metric.to(world.device)
     chunks = deal(-(-data.rows // batch_size), world.size, world.rank)
     states: list[dict[str, dict[str, Any]]] = []
@@ -84,6 +89,30 @@ def _gathered(states: list[Any], world: World) -> list[Any]:
     parts: list[list[Any]] = [[] for _ in range(world.size)]
     dist.all_gather_object(parts, states)
     return [state for part in parts for state in part]
+
+
+def _require_mergeable(name: str, metric: Metric) -> None:
+    """torchmetrics says it at the end only, and of a mean not at all: that becomes infinite."""
+    if type(metric).merge_state.__module__ != "torchmetrics.metric":
+        return  # it has a way of its own
+    reductions, defaults = metric._reductions, metric._defaults
+    unweighted = [
+        key
+        for key, reduction in reductions.items()
+        if getattr(reduction, "__name__", "") == "dim_zero_mean"
+        or (reduction is None and isinstance(defaults[key], Tensor))
+    ]
+    if unweighted:
+        raise ConfigError(
+            f"the metric {name!r} cannot be merged over chunks of the data: its state "
+            f"{unweighted[0]!r} is a mean, or has no dist_reduce_fx; keep sum and count instead."
+        )
+    if metric.full_state_update is not False:
+        raise ConfigError(
+            f"the metric {name!r} cannot be merged over chunks of the data: "
+            f"{type(metric).__name__}.full_state_update is {metric.full_state_update}. Take "
+            "another one; or, if its updates do not depend on those before, a subclass with False."
+        )
 
 
 def _merged(metrics: Mapping[str, Metric], states: list[Any]) -> dict[str, Tensor]:

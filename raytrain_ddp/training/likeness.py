@@ -20,7 +20,8 @@ from raytrain_ddp.errors import DivergedError
 from raytrain_ddp.failpoints import failpoint
 from raytrain_ddp.sections import ScalingConfig
 from raytrain_ddp.training.session import Session
-from raytrain_ddp.training.state import TrainState, buffers_of
+from raytrain_ddp.training.state import TrainState, buffers_of, has_mean
+from raytrain_ddp.training.world import broadcast_tensor
 
 _PIECE = {"cpu": 1 << 16, "cuda": 1 << 22}  # numbers: what stays in a cache, and in a kernel
 _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -38,9 +39,10 @@ class Likeness:
     def _named(self) -> dict[str, Tensor]:
         """What is compared, as it is now."""
         named = {name: p.detach() for name, p in self._state.model.named_parameters()}
-        named |= {place.name: place.tensor() for place in self._buffers}
+        weights = {n: p for n, p in named.items() if p.dtype != torch.bool and not p.is_complex()}
+        buffers = {place.name: place.tensor() for place in self._buffers}
         # As in SlotBuffers.
-        return {n: t for n, t in named.items() if t.dtype != torch.bool and not t.is_complex()}
+        return weights | {n: buffer for n, buffer in buffers.items() if has_mean(buffer.dtype)}
 
     def follow(self) -> None:
         """Ends a step; all ranks take part."""
@@ -63,7 +65,7 @@ class Likeness:
         told = self._told(ranks, names)
         if self._mends:
             for tensor in _all(self._named().values(), self._state.optimizer):
-                dist.broadcast(tensor, source)
+                broadcast_tensor(tensor, source)
             self._state.compression.align(source)
             step = self._state.step
             record = {"kind": "resync", "step": step, "ranks": ranks, "source": source}

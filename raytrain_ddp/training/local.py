@@ -19,10 +19,10 @@ from raytrain_ddp.config import TrainConfig
 from raytrain_ddp.errors import PreflightError, RetriesExhausted
 from raytrain_ddp.sections import ScalingConfig
 from raytrain_ddp.training.hang import Hang
+from raytrain_ddp.training.meeting import Exchange, through_folder
 from raytrain_ddp.training.recorder import Best
 from raytrain_ddp.training.recording import RecordingSession
 from raytrain_ddp.training.session import Record, Snapshot, Wishes
-from raytrain_ddp.training.watchdog import Exchange, through_folder
 from raytrain_ddp.training.world import World
 
 ASKING = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)

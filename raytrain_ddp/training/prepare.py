@@ -11,6 +11,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from raytrain_ddp.checkpoint.layout import run_storage
+from raytrain_ddp.checkpoint.snapshot import unstorable
 from raytrain_ddp.checkpoint.store import Checkpoint
 from raytrain_ddp.config import TrainConfig
 from raytrain_ddp.data.loader import TrainLoader, memory_note, shuffle_for, window_for
@@ -32,11 +33,11 @@ from raytrain_ddp.training.reduction import make_alike
 from raytrain_ddp.training.repro import judge
 from raytrain_ddp.training.run import Run
 from raytrain_ddp.training.session import Session
-from raytrain_ddp.training.state import TrainState
+from raytrain_ddp.training.state import TrainState, own_memory
 from raytrain_ddp.training.step import Stepper
 from raytrain_ddp.training.stragglers import Stragglers
 from raytrain_ddp.training.timing import peak_flops_per_s
-from raytrain_ddp.training.world import World, broadcast, set_up, versions
+from raytrain_ddp.training.world import World, broadcast, seed_all, set_up, versions
 
 
 def prepare(config: TrainConfig, task: Task, session: Session) -> Run:
@@ -59,6 +60,7 @@ def prepare(config: TrainConfig, task: Task, session: Session) -> Run:
     if config.ddp.sync_batchnorm and world.size > 1:
         _require_one_slot_each(plan, world)
     model = initial_model(config, task, world)
+    _require_storable(model)
     net = model  # what is exact sums gradients itself, and needs no DDP
     if not config.exact:
         net = session.wrap(model, ddp_options(config))
@@ -134,8 +136,9 @@ def prepare(config: TrainConfig, task: Task, session: Session) -> Run:
 
 def initial_model(config: TrainConfig, task: Task, world: World) -> nn.Module:
     """On this worker's device, with the same weights on all workers; not wrapped."""
-    torch.manual_seed(config.seed)
+    seed_all(config.seed)
     model = task.model()
+    own_memory(model)
     if config.compute.channels_last:
         model = model.to(memory_format=torch.channels_last)
     if config.ddp.sync_batchnorm and world.size > 1:
@@ -144,6 +147,15 @@ def initial_model(config: TrainConfig, task: Task, world: World) -> nn.Module:
     if config.compute.compile:
         model.compile()
     return model
+
+
+def _require_storable(model: nn.Module) -> None:
+    """Before hours of training, not at the first checkpoint."""
+    for name, kind in unstorable(model.state_dict()).items():
+        raise ConfigError(
+            f"the model's {name} ({kind}) cannot be in a checkpoint: keep it in another type "
+            "(torch.view_as_real for complex numbers), or as a buffer with persistent=False."
+        )
 
 
 def _smallest_slot(plan: Plan) -> int:

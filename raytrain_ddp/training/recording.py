@@ -18,9 +18,10 @@ from raytrain_ddp.errors import CheckpointError, RaytrainError
 from raytrain_ddp.training.clock import STARTING, Clock
 from raytrain_ddp.training.committer import persistently
 from raytrain_ddp.training.hang import Hang
+from raytrain_ddp.training.meeting import Exchange, met
 from raytrain_ddp.training.recorder import Best, Recorder
 from raytrain_ddp.training.session import Record
-from raytrain_ddp.training.watchdog import WRITING, Exchange, Watchdog, met
+from raytrain_ddp.training.watchdog import WRITING, Watchdog
 from raytrain_ddp.training.world import World, broadcast
 
 Pause = Callable[[float, OSError], bool]

@@ -18,7 +18,7 @@ from raytrain_ddp.data.loader import Slot
 from raytrain_ddp.errors import ConfigError
 from raytrain_ddp.training.clock import Clock
 from raytrain_ddp.training.tree import TreeSum
-from raytrain_ddp.training.world import World, broadcast
+from raytrain_ddp.training.world import World, broadcast, broadcast_tensor
 
 
 class Reduction(Protocol):
@@ -269,6 +269,5 @@ def make_alike(model: nn.Module, world: World) -> None:
     shapes = [(name, tuple(t.shape), str(t.dtype)) for name, t in tensors.items()]
     if broadcast(shapes, world) != shapes:
         raise ConfigError(f"the model of rank {world.rank} has other parameters than rank 0's.")
-    with torch.no_grad():
-        for tensor in tensors.values():
-            dist.broadcast(tensor.detach(), 0)
+    for tensor in tensors.values():
+        broadcast_tensor(tensor, 0)

@@ -26,6 +26,8 @@ from raytrain_ddp.training.session import Record, Snapshot
 
 _PIECE = 500  # records of the log
 _COMPRESSION = "compression"  # stem of the file, if there is any
+_REALS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+_INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 
 
 @dataclass
@@ -107,7 +109,8 @@ class TrainState:
         The optimizer's state is, as no gradient is applied whose norm overflows. Norms read the
         weights once, several times as fast as `isfinite` on a CPU.
         """
-        norms = torch._foreach_norm([weight.detach() for weight in self.model.parameters()])
+        weights = [w.detach() for w in self.model.parameters()]  # frozen ones may be quantized
+        norms = torch._foreach_norm([w for w in weights if w.dtype in _REALS or w.is_complex()])
         finite = [norm.isfinite() for norm in norms]
         finite += [~buffer.isnan().any() for buffer in self.model.buffers()]  # masks hold inf
         return bool(torch.stack(finite).all())
@@ -160,8 +163,25 @@ class KeptBuffers:
             torch._foreach_copy_([tensor.detach() for tensor in self._tensors], self._values)
 
 
+def has_mean(dtype: torch.dtype) -> bool:
+    """Whether buffers of this type are averaged over slots: not flags, nor complex numbers, nor
+    types without arithmetic, as float8, which stay as they are."""
+    return dtype in _REALS or dtype in _INTEGERS
+
+
+def own_memory(model: nn.Module) -> None:
+    """Gives each buffer that is expanded, and so cannot be written to, memory of its own."""
+    own: dict[int, Tensor] = {}
+    for module in model.modules():
+        for key, buffer in list(module.named_buffers(recurse=False)):
+            shape = zip(buffer.shape, buffer.stride(), strict=True)
+            if any(size > 1 and stride == 0 for size, stride in shape):
+                setattr(module, key, own.setdefault(id(buffer), buffer.contiguous()))
+
+
 def load_model(model: nn.Module, checkpoint: Checkpoint) -> None:
     """Loads the weights of `checkpoint` into `model`."""
+    own_memory(model)
     model.load_state_dict(decode_tensors(checkpoint.read("model.safetensors")))
 
 

@@ -25,7 +25,7 @@ from raytrain_ddp.training.reduction import (
     Reduction,
     Sum,
 )
-from raytrain_ddp.training.state import KeptBuffers, Place, TrainState, buffers_of
+from raytrain_ddp.training.state import KeptBuffers, Place, TrainState, buffers_of, has_mean
 from raytrain_ddp.training.timing import counting_flops
 from raytrain_ddp.training.world import World, seed_slot
 
@@ -189,8 +189,7 @@ class SlotBuffers:
         by_type: dict[torch.dtype, list[Place]] = {}
         for place in buffers_of(model):
             by_type.setdefault(place.tensor().dtype, []).append(place)
-        averaged = [t for t in by_type if t is not torch.bool and not t.is_complex]
-        self._groups = [by_type[dtype] for dtype in averaged]
+        self._groups = [by_type[dtype] for dtype in by_type if has_mean(dtype)]
         self._lengths = [sum(place.tensor().numel() for place in g) for g in self._groups]
         self._world, self._is_exact = world, bool(exact_slots)
         self._agrees = with_loss or self._is_exact or bool(self._groups)
@@ -213,8 +212,11 @@ class SlotBuffers:
         """What a slot has done to the buffers, and its loss, shape ()."""
         parts = []
         for group, start in zip(self._groups, self._start, strict=True):
-            now = _flat(group)  # equal is no change: inf - inf, in a mask, would be nan
-            parts.append(torch.where(now == start, 0, now - start).double())
+            now = _flat(group)
+            if start.is_floating_point():  # equal is no change: inf - inf, in a mask, would be nan
+                parts.append(torch.where(now == start, 0, now - start).double())
+            else:  # in 64 bits, as uint8 has no negative changes
+                parts.append((now.long() - start.long()).double())
         share = loss.double()
         self._own_loss += share * weight
         if self._agrees:
@@ -239,8 +241,11 @@ class SlotBuffers:
     def finish(self, refused: Tensor) -> None:
         """The buffers after the step; those before it, where `refused`, shape (), is true."""
         for group, start, change in zip(self._groups, self._start, self._change, strict=True):
-            new = start + torch.where(refused, 0, change)
-            _spread(new.to(start.dtype) if start.is_floating_point() else new.round(), group)
+            applied = torch.where(refused, 0, change)
+            if start.is_floating_point():
+                _spread((start + applied).to(start.dtype), group)
+            else:  # float64 has no room for all of 64 bits, but for changes
+                _spread(start.long() + applied.round().long(), group)
 
 
 def _remedy(text: str) -> str | None:

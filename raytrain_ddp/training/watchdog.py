@@ -19,14 +19,11 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from contextlib import suppress
 from dataclasses import asdict, replace
 from pathlib import Path
 from statistics import median
-from typing import Any
-
-import torch.distributed as dist
 
 from raytrain_ddp.checkpoint.layout import HANGS
 from raytrain_ddp.checkpoint.lease import Owner
@@ -44,10 +41,8 @@ from raytrain_ddp.training.hang import (
     look_at,
     stacks,
 )
-from raytrain_ddp.training.world import World
+from raytrain_ddp.training.meeting import Exchange, start_folder
 
-Exchange = Callable[[Sign | None], Mapping[int, Sign]]
-"""Puts this rank's sign where the others find it, or takes it away, and returns those of all."""
 State = Callable[[Owner], str]
 """How a process is, as `Owner.state` has it; may raise anything."""
 
@@ -72,7 +67,7 @@ class Watchdog:
         owners: the processes of all ranks.
         run: the run's folder.
         exchange: see Exchange; may raise anything.
-        state: of a process of any machine; it may take some seconds. See State.
+        state: of a process of any machine; of another one's it may take long. See State.
         end: tells of a hang and ends this process.
     """
 
@@ -90,9 +85,10 @@ class Watchdog:
         self._clock, self._rank, self._owners = clock, rank, owners
         self._least_s = _AUTO_S if isinstance(hang_s, str) else float(hang_s)
         self._run, self._exchange, self._end = run, exchange, end
-        self._state, self._far_s = state, -math.inf
-        self._heard: dict[int, tuple[Sign, float]] = {}  # newest, and since when
-        self._stopped: tuple[int, ...] = ()  # ranks that this one sees stopped
+        self._state = state
+        self._forget()
+        self._far: threading.Thread | None = None  # looks at other machines
+        self._far_s = -math.inf
         self._steps: deque[float] = deque(maxlen=_STEPS)  # seconds of each, or of a few
         self._first = 0  # the step of the first one of this start
         self._look_s = min(1.0, self._least_s / 20)
@@ -144,42 +140,73 @@ class Watchdog:
                 moved_s, steps, still_s = clock.moved_s, clock.steps, 0.0
                 if called_s is not None:
                     called_s = None
+                    self._forget()
                     self._ask(None)
             elif still_s >= self.limit_s and now_s - asked_s >= self._ask_s:
                 asked_s, called_s = now_s, called_s or now_s
-                signs = self._ask(self._sign(still_s))
+                signs = self._hear(self._ask(self._sign(still_s)))
                 complete = len(signs) == len(self._owners)
                 waited = time.monotonic() - called_s >= self._grace_s
-                stopped = self._look(signs, waited)
+                answering = {rank: sign for rank, sign in signs.items() if self._is_new(rank)}
+                stopped = self._look(answering, waited)
                 lost = is_hang(signs) or bool(stopped)
                 if lost and (complete or waited) and clock.moved_s == moved_s:
-                    answering = {rank: signs[rank] for rank in signs if rank not in stopped}
                     self._finish(answering, still_s, stopped)
                     break
         faulthandler.cancel_dump_traceback_later()
         if self._silent_stack is not None:
             os.close(self._silent_stack)
 
-    def _look(self, signs: Mapping[int, Sign], far: bool) -> set[int]:
-        """The ranks that are stopped: then no patience helps, whatever they did.
+    def _forget(self) -> None:
+        """The ranks get on again."""
+        self._heard: dict[int, tuple[Sign, float]] = {}  # newest, and since when
+        self._stopped: frozenset[int] = frozenset()  # ranks that this one sees stopped
+        self._stopped_far: frozenset[int] = frozenset()
 
-        Each rank looks at those of its machine that say nothing, or nothing new; the lowest one
-        also `far`. The others hear of it.
-        """
+    def _hear(self, signs: Mapping[int, Sign]) -> dict[int, Sign]:
+        """What is said. The sign of a rank that can say nothing more stays where it was put: its
+        patience passes, too."""
         now_s = time.monotonic()
         for rank, sign in signs.items():
             if rank not in self._heard or self._heard[rank][0] != sign:
                 self._heard[rank] = sign, now_s
-        far = far and self._rank == min(signs) and now_s - self._far_s >= _FAR_S
-        self._far_s = now_s if far else self._far_s
-        found = set()
-        for rank, owner in enumerate(self._owners):
-            is_new = rank in signs and now_s - self._heard[rank][1] < self._grace_s
-            if not is_new and rank != self._rank and (far or owner.is_here()):
-                with suppress(Exception):
-                    found |= {rank} if self._state(owner) in ("T", "t") else set()
-        self._stopped = tuple(sorted(found))
-        return found.union(*(sign.stopped for sign in signs.values())) - {self._rank}
+        since_s = {rank: now_s - self._heard[rank][1] for rank in signs}
+        return {r: replace(sign, still_s=sign.still_s + since_s[r]) for r, sign in signs.items()}
+
+    def _is_new(self, rank: int) -> bool:
+        """Whether a rank that has said something has done so of late."""
+        return rank == self._rank or time.monotonic() - self._heard[rank][1] < self._grace_s
+
+    def _look(self, answering: Mapping[int, Sign], far: bool) -> frozenset[int]:
+        """The ranks that are stopped: then no patience helps, whatever they did.
+
+        Each rank looks at those of its machine that do not answer; the lowest one also `far`. The
+        others hear of it.
+        """
+        silent = [rank for rank in range(len(self._owners)) if rank not in answering]
+        here = [rank for rank in silent if self._owners[rank].is_here()]
+        if far and self._rank == min(answering):
+            self._look_far([rank for rank in silent if rank not in here])
+        self._stopped = frozenset(filter(self._is_stopped, here)) | self._stopped_far
+        told = self._stopped.union(*(sign.stopped for sign in answering.values()))
+        return told.intersection(silent)  # who answers has gone on since
+
+    def _look_far(self, ranks: Iterable[int]) -> None:
+        """In a thread: who cannot be reached would keep this one from saying anything itself."""
+
+        def look() -> None:
+            self._stopped_far = frozenset(filter(self._is_stopped, ranks))
+
+        now_s = time.monotonic()
+        if now_s - self._far_s >= _FAR_S and not (self._far and self._far.is_alive()):
+            self._far_s = now_s
+            self._far = threading.Thread(target=look, name="watchdog-far", daemon=True)
+            self._far.start()
+
+    def _is_stopped(self, rank: int) -> bool:
+        with suppress(Exception):
+            return self._state(self._owners[rank]) in ("T", "t")
+        return False
 
     def _arm(self) -> None:
         """Has this process's stacks written by a thread without Python, if this one cannot run."""
@@ -194,9 +221,8 @@ class Watchdog:
         step = self._first + self._clock.steps + 1
         waits = is_waiting(doing, inside)
         patience_s = self.patience_s(doing, waits)
-        return Sign(
-            self._rank, step, doing, number, name, waits, at, still_s, patience_s, self._stopped
-        )
+        told = (self._rank, step, doing, number, name, waits, at, still_s, patience_s)
+        return Sign(*told, tuple(sorted(self._stopped)))
 
     def _ask(self, sign: Sign | None) -> dict[int, Sign]:
         own = {} if sign is None else {self._rank: sign}
@@ -244,38 +270,6 @@ class Watchdog:
                     folder.write_atomic(f"rank-{rank}.txt", stack)
             told = {**asdict(hang), "signs": [asdict(sign) for sign in signs.values()]}
             folder.write_atomic("hang.json", json.dumps(told, indent=1).encode())
-
-
-def start_folder(owners: Sequence[Owner]) -> str:
-    """The name by which the ranks of one start, and no others, find each other."""
-    first = owners[0]
-    return f"{''.join(c for c in first.since if c.isdigit())}-{first.token[:4]}"
-
-
-def through_folder(run: Storage, rank: int, owners: Sequence[Owner]) -> Exchange:
-    """By files in the run's folder, which all ranks reach; nothing is there before a hang."""
-    folder = run.join(HANGS).join(start_folder(owners))
-
-    def exchange(sign: Sign | None) -> dict[int, Sign]:
-        if sign is None:
-            folder.delete_file(f"rank-{rank}.json")
-            return {}
-        folder.mkdir()
-        folder.write_atomic(f"rank-{rank}.json", json.dumps(asdict(sign)).encode())
-        names = [(r, f"rank-{r}.json") for r in range(len(owners))]
-        found = [(r, folder.read(name)) for r, name in names if folder.exists(name)]
-        return {r: Sign(**json.loads(data)) for r, data in found}
-
-    return exchange
-
-
-def met(world: World) -> list[Owner]:
-    """The processes of all ranks; all take part."""
-    mine = Owner.here()
-    owners: list[Any] = [mine] * world.size
-    if world.size > 1:
-        dist.all_gather_object(owners, mine)
-    return owners
 
 
 def _open_stack(rank: int, owners: Sequence[Owner]) -> int | None:

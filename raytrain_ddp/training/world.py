@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from raytrain_ddp.data.draws import hash64
 from raytrain_ddp.sections import ComputeConfig
@@ -47,6 +48,13 @@ def set_up(world: World, compute: ComputeConfig) -> None:
     torch.use_deterministic_algorithms(compute.deterministic)
 
 
+def seed_all(seed: int) -> None:
+    """Seeds torch's generators of all devices, numpy's and Python's."""
+    random.seed(seed)
+    np.random.seed(seed & 0xFFFFFFFF)
+    torch.manual_seed(seed)
+
+
 def slot_seed(seed: int, step: int, slot: int) -> int:
     """Of all generators, for one micro-batch of a global step, from 0. Below 2^63."""
     return hash64(seed, step, slot) >> 1
@@ -72,6 +80,18 @@ def broadcast(value: Any, world: World) -> Any:
     box = [value]
     dist.broadcast_object_list(box, src=0, device=torch.device("cpu"))
     return box[0]
+
+
+def broadcast_tensor(tensor: Tensor, source: int) -> None:
+    """Makes a tensor on all ranks that of rank `source`; all take part.
+
+    As bytes, as gloo knows few types; and without the gaps that it may have in memory, which a
+    collective would take for its own.
+    """
+    dense = tensor.detach().contiguous()  # itself, if it is
+    dist.broadcast(dense.view(-1).view(torch.uint8), source)
+    if dense.data_ptr() != tensor.data_ptr():
+        tensor.detach().copy_(dense)
 
 
 def versions() -> dict[str, str]:
