@@ -105,6 +105,18 @@ class InfiniteLoss(OddTask):
         return loss + math.inf
 
 
+class InfiniteLossAndAnEmptyWeight(InfiniteLoss):
+    """A parameter without numbers has no gradient that could speak for a loss."""
+
+    def model(self) -> nn.Module:
+        model = super().model()
+        model.register_parameter("empty", nn.Parameter(torch.empty(0)))
+        return model
+
+    def loss(self, model: nn.Module, batch: Batch) -> Tensor:
+        return super().loss(model, batch) + self.made.get_parameter("empty").sum()
+
+
 class InfiniteVariance(OddTask):
     """Batch norm's variance becomes infinite, and nothing else."""
 
@@ -137,7 +149,15 @@ class NoBuffers(TinyTask):
         super().__init__(config, norm=False)
 
 
-_TASKS = (TinyTask, InfiniteLoss, InfiniteVariance, HugeGradient, Overflow, NoBuffers)
+_TASKS = (
+    TinyTask,
+    InfiniteLoss,
+    InfiniteLossAndAnEmptyWeight,
+    InfiniteVariance,
+    HugeGradient,
+    Overflow,
+    NoBuffers,
+)
 TASKS = {task.__name__: task for task in _TASKS}
 
 
@@ -234,6 +254,7 @@ def test_fault_24_a_step_with_nan_on_one_rank_is_as_if_its_update_were_left_out(
     ("task", "said"),
     [
         ("InfiniteLoss", "the loss of slot 1 (rank 1) is inf at step 5 (learning rate 0.0227)"),
+        ("InfiniteLossAndAnEmptyWeight", "the loss of slot 1 (rank 1) is inf at step 5"),
         ("InfiniteVariance", "a buffer, such as batch norm's variance, would not be finite"),
         ("HugeGradient", "the norm of the gradient is inf at step 5 (learning rate 0.0227), by"),
     ],

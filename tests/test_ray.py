@@ -207,7 +207,8 @@ def test_fault_48_a_worker_that_dies_at_the_same_step_twice_ends_the_run(
         scaling=ScalingConfig(max_failures=100),
     )
     display, text = shown()
-    with pytest.raises(RetriesExhausted, match=r"rank 1 crashed, .* at step [1-5], as it did before"):
+    again = r"rank 1 crashed, .* at step [1-5], as it did before"
+    with pytest.raises(RetriesExhausted, match=again):
         fit(config, display=display)
     # On a busy machine Ray may end rank 0 before it has said where it was: then the driver knows
     # the step but roughly, and needs one death more.

@@ -7,6 +7,7 @@ The optimizer leaves the update out by itself on the device; the host learns of 
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -59,9 +60,11 @@ class Guard:
         self._state, self._judge, self._fetch, self._lag = state, judge, fetch, lag
         named = state.model.named_parameters()
         self._trained = [(name, p) for name, p in named if p.requires_grad]
-        # The smallest, and of equals the last: nearest to the loss. (In a step that leaves it
-        # unused, as ddp.find_unused_parameters allows, only gradients are examined.)
-        self._name, self._witness = min(reversed(self._trained), key=lambda item: item[1].numel())
+        # The smallest that has a number, and of equals the last: nearest to the loss. (In a step
+        # that leaves it unused, as ddp.find_unused_parameters allows, only gradients are examined.)
+        self._name, self._witness = min(
+            reversed(self._trained), key=lambda item: item[1].numel() or math.inf
+        )
         self._taint = torch.zeros((), device=self._witness.device)
         self._witness.register_hook(lambda gradient: gradient + self._taint)
         self._losses: dict[int, Tensor] = {}
