@@ -320,3 +320,22 @@ def test_fault_10_evaluate_of_a_damaged_checkpoint_exits_5(
     assert answer.status == 5
     assert "Traceback" not in answer.err
     assert "step-" in answer.err
+
+
+def test_ctrl_c_in_the_midst_of_a_fork_is_not_lost(tmp_path: Path):
+    script = """
+import os, signal, subprocess, sys, time
+from raytrain_ddp.orchestration.cluster import interruptible
+os.register_at_fork(after_in_parent=lambda: signal.raise_signal(signal.SIGINT))
+try:
+    with interruptible():
+        subprocess.run(["true"], preexec_fn=lambda: None, check=True)  # as Ray starts its own
+        time.sleep(20)
+except KeyboardInterrupt:
+    print("stopped", signal.getsignal(signal.SIGINT) is signal.default_int_handler)
+"""
+    command = [sys.executable, "-c", script]
+    ended = subprocess.run(
+        command, check=False, cwd=tmp_path, capture_output=True, text=True, timeout=60
+    )
+    assert (ended.stdout, ended.stderr) == ("stopped True\n", "")
