@@ -30,16 +30,18 @@ class DoctorArgs(RecipeArgs):
 def main(argv: Sequence[str]) -> int:
     """Returns the exit status."""
     args = parse(argv)
-    from raytrain_ddp.orchestration.doctor.show import OF_A_CLUSTER, OF_A_RUN, progress, show
+    from raytrain_ddp.orchestration.doctor import show
 
+    words = show.OF_A_CLUSTER
     if args.run is not None:
         from raytrain_ddp.orchestration.doctor.alive import judge, look, open_run
 
-        report = judge(look(open_run(args.run)))
+        seen = look(open_run(args.run))
+        report, words = judge(seen), show.OF_AN_ENDED_RUN if seen.has_ended else show.OF_A_RUN
     else:
         from raytrain_ddp.orchestration.doctor.doctor import examine
 
-        with progress() as tell, redirect_stdout(sys.stderr):  # where Ray prints, too
+        with show.progress() as tell, redirect_stdout(sys.stderr):  # where Ray prints, too
             report = examine(args.config, args.address, tell)
     if args.json:
         import json
@@ -48,8 +50,7 @@ def main(argv: Sequence[str]) -> int:
     else:
         from rich.console import Console
 
-        words = OF_A_CLUSTER if args.run is None else OF_A_RUN
-        show(report, Console(highlight=False), words)
+        show.show(report, Console(highlight=False), words)
     return report.exit_status
 
 

@@ -21,6 +21,7 @@ from rich.console import Console
 
 from raytrain_ddp.checkpoint.layout import checkpoint_store, run_storage
 from raytrain_ddp.checkpoint.lease import Lease
+from raytrain_ddp.checkpoint.storage import open_storage
 from raytrain_ddp.checkpoint.store import CheckpointName
 from raytrain_ddp.cli import parse_fit
 from raytrain_ddp.config import TrainConfig
@@ -28,7 +29,7 @@ from raytrain_ddp.errors import ConfigError
 from raytrain_ddp.evaluate import find_checkpoint
 from raytrain_ddp.failpoints import FOLDER_VARIABLE, VARIABLE
 from raytrain_ddp.orchestration.display import Display
-from raytrain_ddp.orchestration.driver import fit
+from raytrain_ddp.orchestration.driver import _end, _Starts, fit
 from raytrain_ddp.orchestration.dry_run import dry_run
 from raytrain_ddp.recipe import load
 from raytrain_ddp.sections import ScalingConfig
@@ -320,3 +321,39 @@ def test_fault_10_evaluate_of_a_damaged_checkpoint_exits_5(
     assert answer.status == 5
     assert "Traceback" not in answer.err
     assert "step-" in answer.err
+
+
+def test_ctrl_c_in_the_midst_of_a_fork_is_not_lost(tmp_path: Path):
+    script = """
+import os, signal, subprocess, sys, time
+from raytrain_ddp.orchestration.cluster import interruptible
+os.register_at_fork(after_in_parent=lambda: signal.raise_signal(signal.SIGINT))
+try:
+    with interruptible():
+        subprocess.run(["true"], preexec_fn=lambda: None, check=True)  # as Ray starts its own
+        time.sleep(20)
+except KeyboardInterrupt:
+    print("stopped", signal.getsignal(signal.SIGINT) is signal.default_int_handler)
+"""
+    command = [sys.executable, "-c", script]
+    ended = subprocess.run(
+        command, check=False, cwd=tmp_path, capture_output=True, text=True, timeout=60
+    )
+    assert (ended.stdout, ended.stderr) == ("stopped True\n", "")
+
+
+def test_what_came_before_a_restart_is_not_told_as_start_up(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    now = [10.0]
+    monkeypatch.setattr("raytrain_ddp.orchestration.driver.time.monotonic", lambda: now[0])
+    run, parts = open_storage(str(tmp_path)), {"total": 9.0, "evaluation": 2.0, "checkpoint": 1.0}
+    outcome = {"seconds": parts, "signal": 0, "step": 3, "total_steps": 3}
+    watch = _Starts(lambda _: None)
+    told = []
+    for now[0] in (15.0, 40.0):
+        watch({"kind": "plan"})
+        told.append(_end(TrainConfig(storage=str(tmp_path)), run, outcome, watch, 10.0).seconds)
+    rest = {"training": 6.0, "evaluation": 2.0, "checkpoints": 1.0}
+    assert told[0] == {"start-up": 5.0, **rest, "total": 5.0}
+    assert told[1] == {"start-up": 5.0, "until the last restart": 25.0, **rest, "total": 30.0}

@@ -166,6 +166,26 @@ def test_failures_and_hangs_warn_until_a_checkpoint_follows_and_name_their_stack
     assert row["failures"].verdict == row["hang"].verdict == "ok"
 
 
+def test_a_hang_whose_failure_is_not_told_yet_warns(tmp_path: Path):
+    run = written(tmp_path, [PLAN, SAVED], [line(20)], owner=Owner.here())
+    folder = run / HANGS / "20260101000000-abcd"
+    folder.mkdir(parents=True)
+    (folder / "hang.json").write_text(json.dumps({"text": "", "step": 23, "ranks": [1]}))
+    _, row = rows(run)
+    assert (row["failures"].verdict, row["hang"].verdict) == ("ok", "warn")
+
+
+def test_a_run_that_an_error_ended_says_which(tmp_path: Path):
+    traceback = "Traceback (most recent call last):\n  x\nKeyError: 'z'\n"
+    ended = {"kind": "end", "status": 1, "message": f"the task failed on b, rank 1:\n{traceback}"}
+    run = written(tmp_path, [PLAN, ended], [line(20)])
+    _, row = rows(run)
+    told = "ended with status 1: the task failed on b, rank 1: KeyError: 'z'"
+    assert (row["driver"].found, row["driver"].verdict) == (told, "warn")
+    answer = door("doctor", "--run", str(run), cwd=tmp_path)
+    assert answer.out.splitlines()[-1] == "1 warning: the run has ended."
+
+
 def test_weights_that_were_mended_are_told(tmp_path: Path):
     record = {"kind": "resync", "step": 15, "ranks": [1], "source": 0, "first": "conv.weight"}
     _, row = rows(written(tmp_path, [PLAN], [line(10), record, line(20)], owner=Owner.here()))

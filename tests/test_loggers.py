@@ -244,3 +244,22 @@ def test_mlflow_passes_over_what_is_not_finite(tmp_path: Path, monkeypatch: pyte
     place.close(failed=False)
     (losses,) = (tmp_path / "mlruns").rglob("loss")
     assert losses.read_text().split()[1:] == ["0.5", "2"]
+
+
+def test_mlflow_without_a_place_says_how_to_name_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    import mlflow
+
+    asked = config(tmp_path, mlflow=True)
+
+    def refuse() -> None:
+        raise mlflow.MlflowException("unsupported URI 'sqlite:////mlflow.db'")
+
+    monkeypatch.setattr(mlflow, "MlflowClient", refuse)
+    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+    with pytest.raises(OSError, match=r"set MLFLOW_TRACKING_URI, as http.*unsupported URI"):
+        MLflow(asked, [])
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", "sqlite:////mlflow.db")
+    with pytest.raises(mlflow.MlflowException, match=r"^unsupported URI"):
+        MLflow(asked, [])

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import os
+import signal
 import socket
+import subprocess
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 from raytrain_ddp.config import TrainConfig
@@ -27,6 +30,7 @@ from raytrain_ddp.tasks.load import BUILT_IN
 
 _AUTH_MODE = "RAY_AUTH_MODE"
 _ASK_EVERY_S = 2.0
+_AFTER_FORK_S = 0.05
 _HEAD_DEAD_AFTER_S = 30.0  # after 60 s Ray ends all processes that were connected to it
 
 
@@ -70,7 +74,8 @@ def joined(
         threading.Thread(target=meanwhile, name="meanwhile", daemon=True).start()
         where = {"address": address or "local", "log_to_driver": False, "logging_level": "ERROR"}
         try:
-            ray.init(**where, **options)
+            with interruptible():
+                ray.init(**where, **options)
         except (ConnectionError, RuntimeError, ValueError) as error:
             said = next(iter(str(error).splitlines()), type(error).__name__)
             raise PreflightError(f"no Ray at {address or 'this machine'}: {said}") from error
@@ -78,6 +83,37 @@ def joined(
             yield
         finally:
             ray.shutdown()
+
+
+@contextmanager
+def interruptible() -> Iterator[None]:
+    """Ctrl-C counts also while processes are started.
+
+    What a signal's handler raises within a callback of os.register_at_fork, Python swallows; and
+    logging's lock, which such a callback gives back, is kept for ever, so that the next import in
+    another thread waits for ever. Therefore a signal that comes then is sent again later.
+    """
+    in_main = threading.current_thread() is threading.main_thread()
+    if not in_main or signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
+        yield
+        return
+
+    def handler(number: int, frame: FrameType | None) -> None:
+        above = frame
+        while above is not None:
+            if above.f_code is subprocess.Popen._execute_child.__code__:  # type: ignore[attr-defined]
+                again = threading.Timer(_AFTER_FORK_S, os.kill, (os.getpid(), number))
+                again.daemon = True
+                again.start()
+                return
+            above = above.f_back
+        signal.default_int_handler(number, frame)
+
+    signal.signal(signal.SIGINT, handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @contextmanager

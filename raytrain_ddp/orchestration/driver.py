@@ -56,11 +56,11 @@ def fit(
             result = _complete(config, run, manifest, shown.handle)
         else:
             with _owned(run, shown.handle) as tell:
-                outcome, start_up = _train_on_ray(
+                outcome, watch = _train_on_ray(
                     config, run, address, dashboard, tell, manifest.step if manifest else 0
                 )
                 _draw(config, run, tell)
-                result = _end(config, run, outcome, start_up - started, started)
+                result = _end(config, run, outcome, watch, started)
                 tell({"kind": "end", "status": result.exit_status, "step": result.step})
         shown.summary(summary(config, result, f" --address {address}" if address else ""))
     return result
@@ -81,10 +81,10 @@ def fit_locally(config: TrainConfig | None = None, *, display: Display | None = 
         else:
             owned = _owned(run, shown.handle) if main else nullcontext(shown.handle)
             with owned as tell:
-                outcome, began = _train_here(config, run, main, tell)
+                outcome, watch = _train_here(config, run, main, tell)
                 if main:
                     _draw(config, run, tell)
-                result = _end(config, run, outcome, began - started, started)
+                result = _end(config, run, outcome, watch, started)
                 tell({"kind": "end", "status": result.exit_status, "step": result.step})
         shown.summary(summary(config, result, "" if under_torchrun() else " --local"))
     return result
@@ -92,7 +92,7 @@ def fit_locally(config: TrainConfig | None = None, *, display: Display | None = 
 
 def _train_here(
     config: TrainConfig, run: Storage, main: bool, show: Show
-) -> tuple[Mapping[str, Any], float]:
+) -> tuple[Mapping[str, Any], _Starts]:
     show({"kind": "phase", "name": "loading torch"})
     from raytrain_ddp.tasks.load import load_task
     from raytrain_ddp.training.local import LocalSession, join_world
@@ -104,11 +104,11 @@ def _train_here(
     # As many threads sum in one order: what is exact has as many everywhere.
     world = join_world(config.scaling, config.scaling.threads if config.exact else None)
     task = load_task(config)
-    watch = _StartUp(show)
+    watch = _Starts(show)
     with LocalSession(config, world, Best(task.monitor, task.goal), watch) as session:
         session.stop_on_signals()
         outcome = train(config, task, session)
-    return asdict(outcome), watch.began
+    return asdict(outcome), watch
 
 
 def under_torchrun() -> bool:
@@ -174,16 +174,19 @@ def _no_empty_folders(run: Storage) -> Iterator[None]:
                 folder.rmdir()
 
 
-class _StartUp:
-    """Passes events on, and notes when training began."""
+class _Starts:
+    """Passes events on, and notes when training began, at first and after the last failure."""
 
     def __init__(self, show: Show) -> None:
         self._show = show
-        self.began = time.monotonic()
+        self.first_began = self.began = time.monotonic()
+        self._none_yet = True
 
     def __call__(self, event: Mapping[str, Any]) -> None:
         if event["kind"] == "plan":
             self.began = time.monotonic()
+            if self._none_yet:
+                self.first_began, self._none_yet = self.began, False
         self._show(event)
 
 
@@ -194,12 +197,12 @@ def _train_on_ray(
     dashboard: bool,
     show: Show,
     committed: int,
-) -> tuple[Mapping[str, Any], float]:
+) -> tuple[Mapping[str, Any], _Starts]:
     from raytrain_ddp.orchestration.cluster import cluster
     from raytrain_ddp.orchestration.dashboard import listed
     from raytrain_ddp.orchestration.launch import Interrupted, launch
 
-    watch = _StartUp(show)
+    watch = _Starts(show)
     phase = lambda name: show({"kind": "phase", "name": name})  # noqa: E731
     try:
         with rays_words_aside(run), cluster(config, address, dashboard, phase) as layout:
@@ -208,20 +211,21 @@ def _train_on_ray(
                 outcome = launch(config, run, layout, watch, committed)
     except Interrupted as stop:
         raise KeyboardInterrupt(stop.number) from None
-    return outcome, watch.began
+    return outcome, watch
 
 
 def _end(
     config: TrainConfig,
     run: Storage,
     outcome: Mapping[str, Any],
-    start_up_s: float,
+    watch: _Starts,
     started: float,
 ) -> FitResult:
-    parts = outcome["seconds"]
+    parts, again = outcome["seconds"], watch.began - watch.first_began
     aside = parts.get("evaluation", 0.0) + parts.get("checkpoint", 0.0)
     seconds = {
-        "start-up": start_up_s,
+        "start-up": watch.first_began - started,
+        **({"until the last restart": again} if again else {}),
         "training": parts["total"] - aside,
         "evaluation": parts.get("evaluation", 0.0),
         "checkpoints": parts.get("checkpoint", 0.0),

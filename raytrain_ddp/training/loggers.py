@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 import shutil
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -117,7 +118,12 @@ class MLflow:
         import mlflow
         from mlflow.entities import Param
 
-        self._client: Any = mlflow.MlflowClient()
+        try:
+            self._client: Any = mlflow.MlflowClient()
+        except mlflow.MlflowException as error:  # its default needs what mlflow-skinny has not
+            if "MLFLOW_TRACKING_URI" in os.environ:
+                raise
+            raise OSError(f"set MLFLOW_TRACKING_URI, as http://HOST:5000; {error}") from error
         identity = _identity(run_storage(config))
         experiment = self._experiment(config.log.project)
         found = self._client.search_runs([experiment], f"tags.raytrain_run = '{identity}'")

@@ -26,7 +26,7 @@ from raytrain_ddp.checkpoint.storage import Storage, open_storage
 from raytrain_ddp.checkpoint.store import MANIFEST_FILE
 from raytrain_ddp.data.plan import beyond_others
 from raytrain_ddp.errors import ConfigError, did_you_mean
-from raytrain_ddp.orchestration.doctor.rows import Report, Row, Verdict, seconds
+from raytrain_ddp.orchestration.doctor.rows import Report, Row, gist, seconds
 from raytrain_ddp.orchestration.limits import Split
 from raytrain_ddp.orchestration.words import format_count, format_seconds, plural
 
@@ -139,9 +139,8 @@ def _hangs(run: Storage) -> list[tuple[str, Event]]:
 
 def judge(seen: Seen) -> Report:
     """The rows; a `fail` is a run that does not get on and should."""
-    failures = _failures(seen)
-    rows = [_driver(seen), _progress(seen), *_pace(seen), failures]
-    rows += [*_hung(seen, failures.verdict), *_replaced(seen), _checkpoint(seen)]
+    rows = [_driver(seen), _progress(seen), *_pace(seen), _failures(seen)]
+    rows += [*_hung(seen), *_replaced(seen), _checkpoint(seen)]
     findings = {
         "run": str(seen.run),
         "plan": dict(seen.plan),
@@ -157,8 +156,9 @@ def _driver(seen: Seen) -> Row:
     name, where = "driver", str(seen.run).rstrip("/").rpartition("/")[2]
     if seen.owner is None or seen.lease_s is None:
         if seen.has_ended:
-            status = seen.events[-1].get("status")
-            return Row(name, where, f"ended with status {status}", "warn" if status else "ok")
+            status, why = seen.events[-1].get("status"), gist(seen.events[-1].get("message", ""))
+            told = f"ended with status {status}{why and ': '}{why}"
+            return Row(name, where, told, "warn" if status else "ok")
         again = "Run the command again: it goes on from the newest checkpoint."
         return Row(name, where, "no process drives it, and it has not ended", "warn", again)
     on = f"{seen.owner.host}, pid {seen.owner.pid}"
@@ -255,13 +255,16 @@ def _failures(seen: Seen) -> Row:
     return Row("failures", "", found, "ok" if since else "warn")
 
 
-def _hung(seen: Seen, verdict: Verdict) -> list[Row]:
+def _hung(seen: Seen) -> list[Row]:
+    """Also hangs whose failure is not told yet, as the workers are still being ended."""
+    done = seen.has_ended and seen.events[-1].get("status") == 0
+    saved = max((e["step"] for e in seen.events if e["kind"] == "checkpoint"), default=-1)
     return [
         Row(
             "hang",
             ", ".join(f"rank {rank}" for rank in hang.get("ranks", [])),
             f"step {hang.get('step')}; stacks: {HANGS}/{folder}/rank-*.txt",
-            verdict,
+            "ok" if done or saved > hang.get("step", 0) else "warn",
             "Where the others wait, and what that rank does instead, is in these files.",
         )
         for folder, hang in seen.hangs[-_HANGS_SHOWN:]

@@ -15,6 +15,7 @@ from raytrain_ddp.orchestration.words import plural
 _CHECK, _WHERE, _VERDICT, _LEAST_FOUND, _MOST_WIDTH = 14, 16, 4, 20, 110
 OF_A_CLUSTER = "a run would start", "a run would not get far"
 OF_A_RUN = "the run gets on", "the run does not get on"
+OF_AN_ENDED_RUN = "the run has ended", "the run has ended"
 _STYLE = {"ok": "green", "warn": "yellow", "fail": "bold red"}
 
 
