@@ -83,7 +83,8 @@ def parse_with_recipe(argv: Sequence[str], kind: type[Args], door: str) -> Args:
     )
     if args.recipe != recipe:
         raise ConfigError(
-            f"the recipe {args.recipe!r} must be the first argument, before the flags."
+            f"the recipe {args.recipe!r} must be the first argument, before the flags. (If it is "
+            "none: the flag before it takes no value.)"
         )
     return args
 

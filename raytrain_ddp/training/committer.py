@@ -170,8 +170,8 @@ class Committer:
     def _failed(self, step: int, error: OSError) -> None:
         self._in_a_row += 1
         self._failure = CheckpointError(
-            f"the checkpoint of step {step} could not be written: {error}. Those before it are "
-            "kept; make room or mend the storage, then the same command goes on from the newest."
+            f"the checkpoint of step {step} could not be written: {error}. Nothing that was "
+            "committed is lost; make room or mend the storage, then the same command goes on."
         )
         if self._in_a_row >= self._max_failed:
             self._problem = self._failure

@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from queue import SimpleQueue
+from textwrap import shorten
 from typing import NamedTuple
 
 from raytrain_ddp.training.loggers import Logger, Open
@@ -98,7 +99,7 @@ class Courier:
             self._failed_s = time.monotonic()
             if reason != self._reason:  # told once, however often it is tried
                 self._reason = reason
-                text = f"{self._name} has failed ({reason[:200]}): "
+                text = f"{self._name} has failed ({shorten(reason, 200, placeholder=' ...')}): "
                 self._note(f"{text}it is tried again with each checkpoint.")
 
     def _drop(self) -> None:
