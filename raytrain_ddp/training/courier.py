@@ -7,13 +7,13 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from queue import SimpleQueue
-from textwrap import shorten
 from typing import NamedTuple
 
 from raytrain_ddp.training.loggers import Logger, Open
 from raytrain_ddp.training.session import Record
 
 _LAST_S = 30.0  # that the end of a run waits for a place
+_MOST = 200  # letters of a reason
 
 
 class _Word(NamedTuple):
@@ -99,7 +99,8 @@ class Courier:
             self._failed_s = time.monotonic()
             if reason != self._reason:  # told once, however often it is tried
                 self._reason = reason
-                text = f"{self._name} has failed ({shorten(reason, 200, placeholder=' ...')}): "
+                short = reason if len(reason) <= _MOST else f"{reason[:_MOST]} ..."
+                text = f"{self._name} has failed ({short}): "
                 self._note(f"{text}it is tried again with each checkpoint.")
 
     def _drop(self) -> None:
