@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import torch
 from torch import Tensor, nn
@@ -52,6 +52,7 @@ class Stepper:
     ) -> None:
         self.likeness = likeness
         self._config, self._task, self._state, self._net = config, task, state, net
+        net.train()
         self._world, self._guard, self._clock = world, guard, clock
         self._reduction: Reduction = DdpReduction(net, world)
         if config.exact:
@@ -164,12 +165,16 @@ class Stepper:
         with torch.autocast(self._world.device.type, self._dtype, enabled=reduced):
             return self._task.loss(model, to_device(batch, self._world.device))
 
-    @contextmanager
-    def _training(self, counts: bool) -> Iterator[None]:
+    def _training(self, counts: bool) -> AbstractContextManager[None]:
         """A slot without samples joins in evaluation mode, so that it leaves no statistics."""
-        self._net.train(counts)
-        yield
-        self._net.train()
+        return nullcontext() if counts else _evaluating(self._net)
+
+
+@contextmanager
+def _evaluating(net: nn.Module) -> Iterator[None]:
+    net.eval()
+    yield
+    net.train()
 
 
 class SlotBuffers:
