@@ -195,7 +195,7 @@ def stepped(rank: int, size: int, ddp: DdpConfig) -> Stepped:
     for step in range(STEPS):
         gradients = [torch.randn(p.shape, generator=random) for p in net.parameters()]
         net.zero_grad()
-        scaler.scale(net(gradients)).backward()
+        scaler.scale(net(gradients) / size).backward()  # what DDP divides, the hook takes back
         scale = scaler.get_scale()
         averaged.append([(p.grad / scale).numpy() for p in net.parameters()])
         own.append([gradient.numpy() for gradient in gradients])

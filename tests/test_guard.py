@@ -49,7 +49,13 @@ from raytrain_ddp.errors import DivergedError
 from raytrain_ddp.failpoints import arm
 from raytrain_ddp.fit import main
 from raytrain_ddp.recipe import from_dict
-from raytrain_ddp.sections import CheckpointConfig, ComputeConfig, LogConfig, OptimConfig
+from raytrain_ddp.sections import (
+    CheckpointConfig,
+    ComputeConfig,
+    DdpConfig,
+    LogConfig,
+    OptimConfig,
+)
 from raytrain_ddp.training.guard import Guard, Trace, through_pinned_memory
 from raytrain_ddp.training.optim import build_optimizer, learning_rate
 from raytrain_ddp.training.prepare import prepare
@@ -142,6 +148,13 @@ class Overflow(TinyTask):
         return loss + model(batch["x"]).float().sum() * 1e25 if self.session.step else loss
 
 
+class Steep(TinyTask):
+    """Gradients overflow in fp16 down to some scale."""
+
+    def loss(self, model: nn.Module, batch: Batch) -> Tensor:
+        return super().loss(model, batch) * 300
+
+
 class NoBuffers(TinyTask):
     """There is nothing to average but gradients."""
 
@@ -156,6 +169,7 @@ _TASKS = (
     InfiniteVariance,
     HugeGradient,
     Overflow,
+    Steep,
     NoBuffers,
 )
 TASKS = {task.__name__: task for task in _TASKS}
@@ -282,6 +296,25 @@ def test_fault_24_fp16_ends_only_when_there_is_no_scale_left_to_lower(
     assert "step 21" in ran[0].error
     assert [len(r.states) for r in ran] == [22] * 3
     assert {state[0] for r in ran for state in r.states} == {ran[0].states[0][0]}
+
+
+@pytest.mark.parametrize("compression", ["none", "bf16", "powersgd"])
+def test_fault_24_the_number_of_workers_does_not_change_which_steps_fp16_leaves_out(
+    compression: str, workers: Group, tmp_path: Path
+):
+    found = set()
+    for size in (1, 3, 4):
+        config = tiny_config(
+            tmp_path,
+            f"on-{size}",
+            optim=OptimConfig(lr=1e-5),
+            ddp=DdpConfig(compression=compression, powersgd_rank=2),
+            compute=ComputeConfig(precision="fp16"),
+        )
+        ran = workers(size, stepped, plain(config), 12, "", "", 0, "Steep")
+        found |= {r.scale for r in ran}
+    (scale,) = found
+    assert 1 < scale < 2.0**16
 
 
 @pytest.mark.parametrize("task", ["TinyTask", "NoBuffers"])

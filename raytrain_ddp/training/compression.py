@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.futures import Future
+from torch.nn.parallel import DistributedDataParallel
 
 from raytrain_ddp.config import TrainConfig
 from raytrain_ddp.data.draws import hash64
@@ -46,23 +47,38 @@ def compress(
     world: World,
     clock: Clock,
 ) -> Compression:
-    """Has DDP send gradients as the config says. A worker that is alone sends none."""
+    """Has DDP, if `net` is in it, send gradients as the config says.
+
+    What DDP divides by the world size is multiplied by it before: in the loss (see DdpReduction),
+    but for fp16, where a loss of another size overflows at another scale.
+    """
     from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
     way = config.ddp.compression
-    if world.size == 1 or way == "none":
+    is_ddp = isinstance(net, DistributedDataParallel)
+    if not is_ddp or (way == "none" and not scaler.is_enabled()):
         return Compression()
     compression: Compression
     if way == "powersgd":
         power = PowerSgd(net, config.ddp.powersgd_rank, config.seed, scaler, world, clock)
         compression, send = power, power.exchange
     else:
-        hooks = {"bf16": default_hooks.bf16_compress_hook, "fp16": default_hooks.fp16_compress_hook}
+        hooks = {
+            "none": default_hooks.allreduce_hook,
+            "bf16": default_hooks.bf16_compress_hook,
+            "fp16": default_hooks.fp16_compress_hook,
+        }
         compression = Compression()
         send = partial(hooks[way], None)  # type: ignore[arg-type]  # None: all ranks
-    # A lambda, as DDP goes by looks: it refuses annotations that are texts, and the name of the
-    # bf16 hook in a torch without CUDA, where it does work over gloo.
-    net.register_comm_hook(None, lambda _, bucket: send(bucket))  # type: ignore[operator]
+
+    # No annotations, as DDP goes by looks: it refuses texts, and the name of the bf16 hook in a
+    # torch without CUDA, where it does work over gloo.
+    def hook(_, bucket):  # type: ignore[no-untyped-def]
+        if scaler.is_enabled():
+            bucket.buffer().mul_(world.size)
+        return send(bucket)
+
+    net.register_comm_hook(None, hook)  # type: ignore[operator]
     return compression
 
 

@@ -48,10 +48,11 @@ class Reduction(Protocol):
 
 class DdpReduction:
     """Sums as they come: over a worker's slots in the gradients, over workers by DDP, while the
-    last backward pass goes on. DDP divides by the world size; `scale` takes that back."""
+    last backward pass goes on. DDP divides by the world size; `scale` takes that back, if no hook
+    does (see `compress`)."""
 
-    def __init__(self, net: nn.Module, world: World) -> None:
-        self._net, self.scale = net, float(world.size)
+    def __init__(self, net: nn.Module, scale: float) -> None:
+        self._net, self.scale = net, scale
 
     def require_all(self, model: nn.Module) -> None:
         pass  # DDP has its own say
