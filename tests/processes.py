@@ -175,17 +175,15 @@ def _serve(pipe: Any) -> None:
     warnings.simplefilter("error")
     while True:
         try:
-            store, rank, size, function, args = pipe.recv()
+            file, rank, size, function, args = pipe.recv()
         except (EOFError, ConnectionError):
             return
         if size > 1:
-            dist.init_process_group(
-                "gloo",
-                init_method=f"file://{store}",
-                rank=rank,
-                world_size=size,
-                timeout=timedelta(seconds=30),
-            )
+            store, wait = dist.FileStore(file, size), timedelta(seconds=30)
+            dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=wait)
+            # A rank whose function ends the group at once would cut off one that still connects.
+            store.set(f"connected-{rank}", "")
+            store.wait([f"connected-{each}" for each in range(size)], wait)
         try:
             result = function(rank, size, *args)
         except Exception as error:
