@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import re
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -20,6 +21,7 @@ def table() -> dict[int, str]:
     return {int(number): cell for number, cell in rows}
 
 
+@cache
 def all_tests() -> dict[str, set[str]]:
     """File -> the names of its tests."""
     return {
@@ -32,6 +34,7 @@ def all_tests() -> dict[str, set[str]]:
     }
 
 
+@cache
 def opted_in(file: str) -> set[str]:
     """The tests of a file that do not run by default."""
     tree = ast.parse((HERE / file).read_text(encoding="utf-8"))
