@@ -62,3 +62,10 @@ def format_bytes(count: float) -> str:
 def format_share(share: float) -> str:
     """``38 %``; below one percent ``0.4 %``."""
     return f"{100 * share:.{0 if share >= 0.00995 or share == 0 else 1}f} %"
+
+
+def gist(message: str) -> str:
+    """The first line of an error's message, and of a traceback below it the exception itself."""
+    first, _, rest = message.strip().partition("\n")
+    last = rest.splitlines()[-1:] if "Traceback" in rest else []
+    return ": ".join([first.rstrip(":"), *(line.strip() for line in last)])

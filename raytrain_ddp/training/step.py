@@ -54,13 +54,13 @@ class Stepper:
         self._config, self._task, self._state, self._net = config, task, state, net
         net.train()
         self._world, self._guard, self._clock = world, guard, clock
-        is_fp16 = config.compute.precision == "fp16"
-        self._reduction: Reduction = DdpReduction(net, 1.0 if is_fp16 else float(world.size))
+        is_scaled = state.scaler.is_enabled()  # by which `compress` goes, too
+        self._reduction: Reduction = DdpReduction(net, 1.0 if is_scaled else float(world.size))
         if config.exact:
             bucket_mib = config.ddp.bucket_cap_mb
             self._reduction = ExactReduction(state.model, config.slots, world, bucket_mib, clock)
         slots = config.slots if config.exact else 0
-        self._buffers = SlotBuffers(state.model, world, is_fp16, slots)
+        self._buffers = SlotBuffers(state.model, world, is_scaled, slots)
         self._clip = config.optim.clip_norm
         self._dtype = _DTYPES[config.compute.precision]
 

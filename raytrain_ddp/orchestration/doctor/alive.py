@@ -26,9 +26,9 @@ from raytrain_ddp.checkpoint.storage import Storage, open_storage
 from raytrain_ddp.checkpoint.store import MANIFEST_FILE
 from raytrain_ddp.data.plan import beyond_others
 from raytrain_ddp.errors import ConfigError, did_you_mean
-from raytrain_ddp.orchestration.doctor.rows import Report, Row, gist, seconds
+from raytrain_ddp.orchestration.doctor.rows import Report, Row, seconds
 from raytrain_ddp.orchestration.limits import Split
-from raytrain_ddp.orchestration.words import format_count, format_seconds, plural
+from raytrain_ddp.orchestration.words import format_count, format_seconds, gist, plural
 
 _LEAST_S = 30.0  # as the workers' own watchdog
 _USUALLY = 10  # times the usual pause between two lines of the log

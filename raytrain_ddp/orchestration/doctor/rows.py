@@ -123,9 +123,3 @@ def _span(numbers: Sequence[tuple[float, Callable[[float], str]]]) -> str:
         return low
     amount, _, unit = low.partition(" ")
     return f"{amount} to {high}" if high.endswith(f" {unit}") else f"{low} to {high}"
-
-
-def gist(message: str) -> str:
-    """The first line of an error's message; of a traceback below it the last one, too."""
-    first, _, rest = message.strip().partition("\n")
-    return " ".join([first, *(rest.splitlines()[-1:] if rest.startswith("Traceback") else [])])

@@ -16,6 +16,7 @@ from raytrain_ddp.orchestration.words import (
     format_count,
     format_metric,
     format_seconds,
+    gist,
     plural,
 )
 
@@ -105,10 +106,7 @@ def story_of(files: RunFiles) -> Story:
         state = "interrupted"
     else:
         state = "failed"
-        cause, _, detail = str(end.get("message", "")).partition("\n")
-        cause = cause.rstrip(":") or f"exit status {end['status']}"
-        last = detail.strip().splitlines()[-1:] if "Traceback" in detail else []
-        cause += f": {last[0].strip()}" if last else ""  # the exception itself
+        cause = gist(str(end.get("message", ""))) or f"exit status {end['status']}"
         if end.get("rank") is not None and f"rank {end['rank']}" not in cause:
             cause += f" (rank {end['rank']}"
             cause += f" on {end['node']}" if end.get("node") else ""
