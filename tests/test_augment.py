@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import itertools
+import warnings
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
 from itertools import product
 from typing import Any
 
@@ -545,6 +547,41 @@ def test_the_loss_and_its_gradient_are_those_of_soft_labels(smoothing: float, in
         torch.testing.assert_close(*(torch.autograd.grad(loss, logits)[0] for loss in losses))
 
 
+@contextmanager
+def no_wait_for_the_device() -> Iterator[None]:
+    """A RuntimeError where the host waits for a GPU. Setting the mode raises a warning itself."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Synchronization debug mode", UserWarning)
+        torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.fixture
+def sync_modes(monkeypatch: pytest.MonkeyPatch) -> list[int | str]:
+    """The modes that are set from now on, each with torch's own warning."""
+    modes: list[int | str] = []
+
+    def set_mode(mode: int | str) -> None:
+        modes.append(mode)
+        if mode != "default":
+            warnings.warn("Synchronization debug mode is a prototype feature", stacklevel=1)
+
+    monkeypatch.setattr(torch.cuda, "set_sync_debug_mode", set_mode)
+    return modes
+
+
+def test_the_mode_that_forbids_waits_passes_with_warnings_as_errors_and_does_not_stay(
+    sync_modes: list[int | str],
+):
+    with suppress(ZeroDivisionError), no_wait_for_the_device():
+        assert sync_modes == ["error"]
+        _ = 1 / 0
+    assert sync_modes == ["error", "default"]
+
+
 @pytest.mark.gpu
 def test_a_gpu_gets_the_values_of_a_cpu_and_the_host_never_waits(inputs: Tensor):
     flip, erase = torch.arange(6) % 2 == 0, erase_boxes((12, 10), 0.8, erase_draws(6))
@@ -555,13 +592,10 @@ def test_a_gpu_gets_the_values_of_a_cpu_and_the_host_never_waits(inputs: Tensor)
     for last, seed in product((False, True), range(4)):
         expected = mixed(config, seed, finish(*arguments, channels_last=last), LABELS)[0]
         torch.cuda.synchronize()
-        torch.cuda.set_sync_debug_mode("error")
-        try:
+        with no_wait_for_the_device():
             torch.default_generator.manual_seed(seed)
             result, of = mix(finish(*on_gpu, channels_last=last), labels, config)
             of.loss(logits, 0.1)
-        finally:
-            torch.cuda.set_sync_debug_mode("default")
         layout = torch.channels_last if last else torch.contiguous_format
         assert result.is_contiguous(memory_format=layout)
         torch.testing.assert_close(result.cpu(), expected)

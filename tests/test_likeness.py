@@ -118,3 +118,12 @@ def test_each_bit_and_each_exchange_changes_the_fingerprint_of_its_tensor_alone(
     swapped = some()
     swapped[0][[3, 70_000]] = swapped[0][[70_000, 3]]
     assert (fingerprints(swapped) != before).nonzero().tolist() == [[0]]
+
+
+def test_a_flag_changes_the_fingerprint_of_its_buffer():
+    for place in range(3):
+        flags = torch.tensor([True, False, True])
+        before = fingerprints([flags, torch.ones(2)])
+        flags[place] = ~flags[place]
+        changed = fingerprints([flags, torch.ones(2)]) != before
+        assert changed.tolist() == [True, False]

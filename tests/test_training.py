@@ -62,10 +62,10 @@ from raytrain_ddp.sections import (
     ScheduleConfig,
 )
 from raytrain_ddp.tasks.images import ImageClassification
+from raytrain_ddp.training.buffers import Flags, SlotBuffers
 from raytrain_ddp.training.evaluate import _require_mergeable, evaluate, scalars
 from raytrain_ddp.training.optim import build_optimizer, learning_rate
 from raytrain_ddp.training.state import TrainState
-from raytrain_ddp.training.step import SlotBuffers
 from raytrain_ddp.training.world import World
 
 VARIANTS: dict[str, dict[str, Any]] = {
@@ -451,6 +451,65 @@ def test_constant_buffers_of_any_kind_stay_as_they_are(constant: torch.Tensor, w
     for size in (1, 3):
         for result in workers(size, step_buffers, constant):
             assert result[2] == constant.tolist()
+
+
+class Seen(nn.Module):
+    """Bool buffers: one that a pass writes to, one that a pass replaces, and a mask."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("seen", torch.zeros(6, dtype=torch.bool))
+        self.register_buffer("odd", torch.zeros(2, dtype=torch.bool))
+        self.register_buffer("mask", torch.ones(4, 4, dtype=torch.bool).tril())
+
+    def forward(self, number: int) -> None:
+        self.seen[number % 6] = True
+        if number % 2:
+            self.odd = torch.tensor([number % 4 == 1, number % 4 == 3]) | self.odd
+
+
+def step_flags(rank: int, size: int) -> tuple[list[list[bool]], int]:
+    """The buffers after each of three steps, and how many numbers are sent in a step."""
+    model = Seen()
+    before = Flags(model)
+    model(1)
+    changing = before.changed()
+    assert [place.name for place in changing] == ["seen", "odd"]
+    model.seen.fill_(False)
+    model.odd.fill_(False)
+    buffers = SlotBuffers(model, World(rank, size, rank, torch.device("cpu"), 1), changing=changing)
+    found = []
+    for step in range(3):
+        buffers.begin()
+        for slot in deal(4, size, rank):
+            buffers.rewind()
+            if slot:  # slot 0 has no samples
+                model(10 * step + slot)
+            buffers.add(slot, slot / 6, torch.zeros(()))
+        total = buffers.agree()[1]
+        buffers.finish(~total.isfinite() | (step == 1))  # the second step is refused
+        found.append(model.seen.tolist() + model.odd.tolist())
+    assert model.mask.sum() == 10
+    return found, sum(len(change) for change in buffers._change)
+
+
+def test_bool_buffers_are_a_function_of_all_slots_and_masks_are_never_sent(workers: Group):
+    seen = [1, 2, 3], [1, 2, 3], [1, 2, 3, 20 % 6 + 1, 20 % 6 + 2, 23 % 6]
+    expected = [[n in step for n in range(6)] + [True, True] for step in seen]
+    for size in (1, 2, 3, 4):
+        for found, sent in workers(size, step_flags):
+            assert found == expected
+            assert sent == 6 + 2
+
+
+def test_a_bool_buffer_that_changes_later_than_in_the_first_pass_is_refused():
+    model = Seen()
+    buffers = SlotBuffers(model, World(0, 1, 0, torch.device("cpu"), 1))
+    buffers.begin()
+    buffers.add(0, 1.0, torch.zeros(()))
+    model.seen[0] = True
+    with pytest.raises(ConfigError, match="bool buffer seen changes in this step, but did not"):
+        buffers.add(1, 1.0, torch.zeros(()))
 
 
 # ------------------------------------------------------------------ exact evaluation

@@ -17,7 +17,7 @@ from raytrain_ddp.data.source import Data
 from raytrain_ddp.data.threads import Threads
 from raytrain_ddp.errors import ConfigError
 from raytrain_ddp.tasks.task import Task
-from raytrain_ddp.training.state import KeptBuffers
+from raytrain_ddp.training.buffers import KeptBuffers
 from raytrain_ddp.training.step import to_device
 from raytrain_ddp.training.world import World, seed_slot
 

@@ -13,14 +13,15 @@ from collections.abc import Iterable, Iterator, Sequence
 from functools import lru_cache
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from raytrain_ddp.errors import DivergedError
 from raytrain_ddp.failpoints import failpoint
 from raytrain_ddp.sections import ScalingConfig
+from raytrain_ddp.training.buffers import buffers_of, is_merged
+from raytrain_ddp.training.compat import all_gather
 from raytrain_ddp.training.session import Session
-from raytrain_ddp.training.state import TrainState, buffers_of, has_mean
+from raytrain_ddp.training.state import TrainState
 from raytrain_ddp.training.world import broadcast_tensor
 
 _PIECE = {"cpu": 1 << 16, "cuda": 1 << 22}  # numbers: what stays in a cache, and in a kernel
@@ -39,10 +40,10 @@ class Likeness:
     def _named(self) -> dict[str, Tensor]:
         """What is compared, as it is now."""
         named = {name: p.detach() for name, p in self._state.model.named_parameters()}
-        weights = {n: p for n, p in named.items() if p.dtype != torch.bool and not p.is_complex()}
+        weights = {name: p for name, p in named.items() if not p.is_complex()}
         buffers = {place.name: place.tensor() for place in self._buffers}
-        # As in SlotBuffers.
-        return weights | {n: buffer for n, buffer in buffers.items() if has_mean(buffer.dtype)}
+        # Those that SlotBuffers keeps alike.
+        return weights | {name: b for name, b in buffers.items() if is_merged(b.dtype)}
 
     def follow(self) -> None:
         """Ends a step; all ranks take part."""
@@ -85,7 +86,7 @@ class Likeness:
         named = self._named()
         mine = fingerprints([*named.values()]).cpu()
         every = torch.empty(self._world.size * len(mine), dtype=torch.int64)
-        dist.all_gather_into_tensor(every, mine)
+        all_gather(every, mine)
         rows = [tuple(row) for row in every.view(self._world.size, -1).tolist()]
         usual, count = Counter(rows).most_common(1)[0]  # of a draw, rank 0's
         if count == len(rows):

@@ -22,6 +22,7 @@ from raytrain_ddp.errors import ConfigError, DataError
 from raytrain_ddp.failpoints import failpoint
 from raytrain_ddp.inputs import DataConfig
 from raytrain_ddp.tasks.task import Task
+from raytrain_ddp.training.buffers import own_memory
 from raytrain_ddp.training.clock import Clock
 from raytrain_ddp.training.compression import compress
 from raytrain_ddp.training.feed import AgreedCount, Audit, Feed, on_device
@@ -33,7 +34,7 @@ from raytrain_ddp.training.reduction import make_alike
 from raytrain_ddp.training.repro import judge
 from raytrain_ddp.training.run import Run
 from raytrain_ddp.training.session import Session
-from raytrain_ddp.training.state import TrainState, own_memory
+from raytrain_ddp.training.state import TrainState
 from raytrain_ddp.training.step import Stepper
 from raytrain_ddp.training.stragglers import Stragglers
 from raytrain_ddp.training.timing import peak_flops_per_s

@@ -6,7 +6,7 @@ import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -21,13 +21,12 @@ from raytrain_ddp.checkpoint.snapshot import (
 )
 from raytrain_ddp.checkpoint.storage import Content
 from raytrain_ddp.checkpoint.store import Checkpoint
+from raytrain_ddp.training.buffers import REALS, own_memory
 from raytrain_ddp.training.compression import Compression
 from raytrain_ddp.training.session import Record, Snapshot
 
 _PIECE = 500  # records of the log
 _COMPRESSION = "compression"  # stem of the file, if there is any
-_REALS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
-_INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 
 
 @dataclass
@@ -110,7 +109,7 @@ class TrainState:
         weights once, several times as fast as `isfinite` on a CPU.
         """
         weights = [w.detach() for w in self.model.parameters()]  # frozen ones may be quantized
-        norms = torch._foreach_norm([w for w in weights if w.dtype in _REALS or w.is_complex()])
+        norms = torch._foreach_norm([w for w in weights if w.dtype in REALS or w.is_complex()])
         finite = [norm.isfinite() for norm in norms]
         finite += [~buffer.isnan().any() for buffer in self.model.buffers()]  # masks hold inf
         return bool(torch.stack(finite).all())
@@ -123,60 +122,6 @@ class TrainState:
         if better:
             self.best, self.best_step = value, self.step
         return better
-
-
-class Place(NamedTuple):
-    """Where a buffer is: a forward pass may put another tensor there, as by ``self.mean = ...``."""
-
-    name: str
-    module: nn.Module
-    key: str
-
-    def tensor(self) -> Tensor:
-        found: Tensor = getattr(self.module, self.key)
-        return found.detach()
-
-
-def buffers_of(model: nn.Module) -> list[Place]:
-    """Each buffer once, in the order of `nn.Module.named_buffers`."""
-    places = {
-        id(buffer): Place(f"{name}.{key}" if name else key, module, key)
-        for name, module in reversed([*model.named_modules()])
-        for key, buffer in module.named_buffers(recurse=False)
-    }
-    return [places[id(buffer)] for buffer in model.buffers()]
-
-
-class KeptBuffers:
-    """The buffers of a model as they are now; `restore` makes them so again."""
-
-    def __init__(self, model: nn.Module) -> None:
-        self._places = buffers_of(model)
-        self._tensors: list[Tensor] = [getattr(each.module, each.key) for each in self._places]
-        self._values = [tensor.detach().clone() for tensor in self._tensors]
-
-    def restore(self) -> None:
-        for place, tensor in zip(self._places, self._tensors, strict=True):
-            if getattr(place.module, place.key) is not tensor:
-                setattr(place.module, place.key, tensor)
-        if self._values:
-            torch._foreach_copy_([tensor.detach() for tensor in self._tensors], self._values)
-
-
-def has_mean(dtype: torch.dtype) -> bool:
-    """Whether buffers of this type are averaged over slots: not flags, nor complex numbers, nor
-    types without arithmetic, as float8, which stay as they are."""
-    return dtype in _REALS or dtype in _INTEGERS
-
-
-def own_memory(model: nn.Module) -> None:
-    """Gives each buffer that is expanded, and so cannot be written to, memory of its own."""
-    own: dict[int, Tensor] = {}
-    for module in model.modules():
-        for key, buffer in list(module.named_buffers(recurse=False)):
-            shape = zip(buffer.shape, buffer.stride(), strict=True)
-            if any(size > 1 and stride == 0 for size, stride in shape):
-                setattr(module, key, own.setdefault(id(buffer), buffer.contiguous()))
 
 
 def load_model(model: nn.Module, checkpoint: Checkpoint) -> None:

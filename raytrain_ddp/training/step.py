@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -14,18 +15,16 @@ from raytrain_ddp.data.source import Batch
 from raytrain_ddp.errors import ConfigError
 from raytrain_ddp.failpoints import failpoint
 from raytrain_ddp.tasks.task import Task
+from raytrain_ddp.training.buffers import Flags, KeptBuffers, SlotBuffers
 from raytrain_ddp.training.clock import Clock
 from raytrain_ddp.training.guard import Guard
 from raytrain_ddp.training.likeness import Likeness
 from raytrain_ddp.training.reduction import (
     DdpReduction,
     ExactReduction,
-    ExactSum,
-    PlainSum,
     Reduction,
-    Sum,
 )
-from raytrain_ddp.training.state import KeptBuffers, Place, TrainState, buffers_of, has_mean
+from raytrain_ddp.training.state import TrainState
 from raytrain_ddp.training.timing import counting_flops
 from raytrain_ddp.training.world import World, seed_slot
 
@@ -60,7 +59,8 @@ class Stepper:
             bucket_mib = config.ddp.bucket_cap_mb
             self._reduction = ExactReduction(state.model, config.slots, world, bucket_mib, clock)
         slots = config.slots if config.exact else 0
-        self._buffers = SlotBuffers(state.model, world, is_scaled, slots)
+        self._make_buffers = partial(SlotBuffers, state.model, world, is_scaled, slots)
+        self._buffers = self._make_buffers()
         self._clip = config.optim.clip_norm
         self._dtype = _DTYPES[config.compute.precision]
 
@@ -139,6 +139,7 @@ class Stepper:
         Returns the floating-point operations of a sample, forward and backward; 0 if not known.
         """
         buffers = KeptBuffers(self._state.model)
+        flags = Flags(self._state.model)
         try:
             with counting_flops(self._config.compute.compile) as counter:
                 self._pass(batch)
@@ -152,6 +153,7 @@ class Stepper:
             if remedy is None:
                 raise
             raise ConfigError(remedy) from error
+        self._buffers = self._make_buffers(flags.changed())
         buffers.restore()
         self._state.compression.forget()
         return counter.get_total_flops() / samples_of(batch)
@@ -178,82 +180,6 @@ def _evaluating(net: nn.Module) -> Iterator[None]:
     net.train()
 
 
-class SlotBuffers:
-    """Buffers (batch-norm statistics) as a function of all slots, not of one worker's; and losses.
-
-    Each slot starts from the buffers at the begin of the step; their changes are averaged over all
-    slots by samples. DDP's own way, rank 0's buffers for all, would tie them to the deal.
-
-    Args:
-        with_loss: the ranks agree on the loss, too, also where there are no buffers.
-        exact_slots: the number of slots, if sums shall have the same bits on any number of workers.
-    """
-
-    def __init__(
-        self, model: nn.Module, world: World, with_loss: bool = False, exact_slots: int = 0
-    ) -> None:
-        by_type: dict[torch.dtype, list[Place]] = {}
-        for place in buffers_of(model):
-            by_type.setdefault(place.tensor().dtype, []).append(place)
-        self._groups = [by_type[dtype] for dtype in by_type if has_mean(dtype)]
-        self._lengths = [sum(place.tensor().numel() for place in g) for g in self._groups]
-        self._world, self._is_exact = world, bool(exact_slots)
-        self._agrees = with_loss or self._is_exact or bool(self._groups)
-        length = sum(self._lengths) + 1
-        self._sum: Sum = PlainSum(length, world)
-        if exact_slots:
-            self._sum = ExactSum(exact_slots, length, world)
-
-    def begin(self) -> None:
-        self._start = [_flat(group) for group in self._groups]
-        self._change: list[Tensor] = []
-        self._own_loss = torch.zeros((), dtype=torch.float64, device=self._world.device)
-        self._sum.begin()
-
-    def rewind(self) -> None:
-        for group, start in zip(self._groups, self._start, strict=True):
-            _spread(start, group)
-
-    def add(self, slot: int, weight: float, loss: Tensor) -> None:
-        """What a slot has done to the buffers, and its loss, shape ()."""
-        parts = []
-        for group, start in zip(self._groups, self._start, strict=True):
-            now = _flat(group)
-            if start.is_floating_point():  # equal is no change: inf - inf, in a mask, would be nan
-                parts.append(torch.where(now == start, 0, now - start).double())
-            else:  # in 64 bits, as uint8 has no negative changes
-                parts.append((now.long() - start.long()).double())
-        share = loss.double()
-        self._own_loss += share * weight
-        if self._agrees:
-            self._sum.add(slot, torch.cat([*parts, share.view(1)]) * weight)
-
-    def agree(self) -> tuple[Tensor, Tensor]:
-        """All ranks take part.
-
-        Returns:
-            This worker's share of the mean loss, float64, shape (): the shares of all add up to it.
-            The sum of all changes and shares, shape (): finite if each of them is. It is 0 where
-            nothing is agreed on, as there are no buffers.
-        """
-        if not self._agrees:
-            return self._own_loss, torch.zeros_like(self._own_loss)
-        total = self._sum.finish()
-        *self._change, loss = total.split([*self._lengths, 1])
-        if self._is_exact:  # one share is all of it, so that its sum has the same bits, too
-            self._own_loss = loss.sum() if self._world.is_main else torch.zeros_like(loss.sum())
-        return self._own_loss, total.sum()
-
-    def finish(self, refused: Tensor) -> None:
-        """The buffers after the step; those before it, where `refused`, shape (), is true."""
-        for group, start, change in zip(self._groups, self._start, self._change, strict=True):
-            applied = torch.where(refused, 0, change)
-            if start.is_floating_point():
-                _spread((start + applied).to(start.dtype), group)
-            else:  # float64 has no room for all of 64 bits, but for changes
-                _spread(start.long() + applied.round().long(), group)
-
-
 def _remedy(text: str) -> str | None:
     """The config's own remedy for an error that torch tells in its own words."""
     if "deterministic implementation" in text:
@@ -272,14 +198,3 @@ def _remedy(text: str) -> str | None:
 def to_device(batch: Batch, device: torch.device) -> Mapping[str, Tensor]:
     """The batch on `device`; from page-locked memory the copy runs beside other work."""
     return {name: tensor.to(device, non_blocking=True) for name, tensor in batch.items()}
-
-
-def _flat(places: list[Place]) -> Tensor:
-    return torch.cat([place.tensor().reshape(-1) for place in places])
-
-
-def _spread(values: Tensor, places: list[Place]) -> None:
-    """Writes a flat vector into the buffers, in one kernel on a GPU."""
-    buffers = [place.tensor() for place in places]
-    pieces = values.split([buffer.numel() for buffer in buffers])
-    torch._foreach_copy_(buffers, [p.view_as(b) for p, b in zip(pieces, buffers, strict=True)])

@@ -11,10 +11,10 @@ from statistics import median
 from typing import Any, NamedTuple
 
 import torch
-import torch.distributed as dist
 from torch.utils.flop_counter import FlopCounterMode
 
 from raytrain_ddp.training.clock import PHASES
+from raytrain_ddp.training.compat import all_gather
 from raytrain_ddp.training.world import World
 
 # Dense, without sparsity, as NVIDIA's data sheets give them; FLOP/s in fp16 and bf16, whose results
@@ -63,7 +63,7 @@ def gathered(mine: Reading, world: World) -> list[Reading]:
         return [mine]
     flat = [mine.loss_share, mine.seconds, float(mine.peak_memory_bytes), *mine.phases]
     parts = torch.empty(world.size * len(flat), dtype=torch.float64)
-    dist.all_gather_into_tensor(parts, torch.tensor(flat, dtype=torch.float64))
+    all_gather(parts, torch.tensor(flat, dtype=torch.float64))
     rows = parts.view(world.size, -1).tolist()
     return [Reading(loss, s, tuple(phases), int(m)) for loss, s, m, *phases in rows]
 

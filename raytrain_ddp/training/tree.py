@@ -22,6 +22,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from raytrain_ddp.data.plan import deal
+from raytrain_ddp.training.compat import all_gather
 from raytrain_ddp.training.world import World
 
 Span = tuple[int, int]  # leaves start .. stop-1
@@ -164,7 +165,7 @@ def gather(parts: Tensor, own: Tensor, world: World) -> list[Any]:
     gloo's own way takes four times as long.
     """
     if parts.is_cuda:
-        return [dist.all_gather_into_tensor(parts, own, async_op=True)]
+        return [all_gather(parts, own, async_op=True)]
     parts[world.rank] = own
     others = [(world.rank + n) % world.size for n in range(1, world.size)]
     ways = [dist.P2POp(dist.isend, own, other) for other in others]

@@ -1,0 +1,26 @@
+"""What differs between the versions of torch that pyproject.toml allows. Nowhere else."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor
+
+# torch 2.14 renamed it; the old name raises a FutureWarning from then on.
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
+
+def all_gather(parts: Tensor, own: Tensor, async_op: bool = False) -> Any:
+    """Puts each rank's `own` into its row of `parts`; all ranks take part.
+
+    Both are passed on flat: gloo accepts no other shapes.
+
+    Args:
+        parts: contiguous, shape (ranks, ...) or flat, with as many elements.
+        own: contiguous, of any shape.
+
+    Returns:
+        A `dist.Work` if `async_op`, else None.
+    """
+    return _all_gather(parts.view(-1), own.view(-1), async_op=async_op)
