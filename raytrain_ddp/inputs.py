@@ -19,7 +19,14 @@ class DataConfig:
     """'digits' (bundled), 'torchvision:CIFAR10' (any classification set, downloaded), a folder of
     class folders (ImageFolder), or Parquet files: file, folder, glob or URI (s3://, gs://, hf://)."""
     eval_source: str | None = None
-    """Like source, for evaluation. Default: the test, val or validation split beside train."""
+    """Like source, for evaluation. Default: the validation or test split beside train."""
+    train_split: str = "auto"
+    """Name of the split to train on; auto: train, or all where nothing names a split."""
+    eval_split: str = "auto"
+    """Name of the split to evaluate on, of eval_source if there is one; auto: validation, else
+    test; none: do not evaluate."""
+    config: str = "auto"
+    """Which of several data sets in one repository: a config of its README.md, or a folder."""
     root: str = field(default="data", metadata=FREE)
     """Folder for downloads of torchvision data sets."""
     image_column: str = "image"

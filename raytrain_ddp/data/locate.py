@@ -13,6 +13,7 @@ from typing import Any, Literal, TypeVar
 from pyarrow import fs as pafs
 
 from raytrain_ddp.errors import DataError, PreflightError, RaytrainError
+from raytrain_ddp.inputs import DataConfig
 from raytrain_ddp.uri import (
     REACH_TIMEOUT_S,
     answer_within,
@@ -37,24 +38,48 @@ _URI_GLOB_SIGNS = "*["  # a "?" begins the query
 @dataclass(frozen=True)
 class Located:
     """Where one split lies: Parquet files (paths or URIs), an ImageFolder's root, or a torchvision
-    set's name."""
+    set's name.
+
+    Args:
+        split: what it is used for.
+        name: of the split, as its files or folder have it; "" if nothing names it.
+    """
 
     kind: Literal["parquet", "folder", "torchvision"]
     paths: tuple[str, ...]
     split: Split
+    name: str = ""
+
+
+@dataclass(frozen=True)
+class Found:
+    """The data of a run, the same wherever and however often they are looked for.
+
+    Args:
+        eval: None if there is no evaluation split.
+        eval_from: where the evaluation split comes from, such as "the validation split of
+            data.source"; "" without one.
+        notes: what is there and not used, in sentences.
+    """
+
+    train: Located
+    eval: Located | None = None
+    eval_from: str = ""
+    notes: tuple[str, ...] = ()
 
 
 Splits = Mapping[Split, Located]
 
 
-def locate(source: str, eval_source: str | None) -> tuple[Located, Located | None]:
-    """The train split and the evaluation split (None: there is none).
+def locate(config: DataConfig) -> Found:
+    """Finds the split to train on and the one to evaluate on.
 
     Raises:
         DataError: nothing is there, nothing that can be read as images, or not all of a data set.
-        ConfigError: nothing knows the scheme of a URI.
+        ConfigError: a flag does not fit the data, or nothing knows the scheme of a URI.
         PreflightError: an object store does not answer.
     """
+    source, eval_source = config.source, config.eval_source
     found = _find(source, "data.source")
     if "train" not in found:
         raise DataError(
@@ -62,8 +87,8 @@ def locate(source: str, eval_source: str | None) -> tuple[Located, Located | Non
         )
     if eval_source is not None:
         other = _find(eval_source, "data.eval_source")
-        return found["train"], other.get("eval") or other["train"]
-    return found["train"], found.get("eval")
+        return Found(found["train"], other.get("eval") or other["train"], "data.eval_source")
+    return Found(found["train"], found.get("eval"), "data.source" if "eval" in found else "")
 
 
 def _find(source: str, field: str) -> Splits:

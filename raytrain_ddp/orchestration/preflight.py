@@ -48,11 +48,12 @@ def check(config: TrainConfig) -> TrainConfig:
     check_task_name(config.task)
     if config.task in BUILT_IN:
         check_model_name(config.model.name)
-        for found in locate(config.data.source, config.data.eval_source):
-            if found is not None and found.kind == "parquet":  # reads the files' footers
-                ParquetImages(found.paths, config.data).close()
-            elif found is not None and found.kind == "folder":
-                FolderImages(found.paths[0])
+        found = locate(config.data)
+        for split in (found.train, found.eval):
+            if split is not None and split.kind == "parquet":  # reads the files' footers
+                ParquetImages(split.paths, config.data).close()
+            elif split is not None and split.kind == "folder":
+                FolderImages(split.paths[0])
     storage = config.storage  # absolute, so that it means the same in each worker and later
     if "://" not in storage:
         storage = str(Path(storage).expanduser().absolute())

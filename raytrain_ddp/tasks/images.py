@@ -33,9 +33,9 @@ class ImageClassification(Task):
     def __init__(self, config: TrainConfig) -> None:
         self._config = config
         self._scales: dict[torch.device, Tensor] = {}  # mean and std, (2, 3, 1, 1)
-        train, evaluation = locate(config.data.source, config.data.eval_source)
-        self._train = open_images(train, config.data)
-        self._eval = open_images(evaluation, config.data) if evaluation else None
+        found = locate(config.data)
+        self._train = open_images(found.train, config.data)
+        self._eval = open_images(found.eval, config.data) if found.eval else None
         self.class_names = self._train.class_names
         # A split without the last classes may not know of them.
         if self._eval and self._eval.class_names != self.class_names[: len(self._eval.class_names)]:

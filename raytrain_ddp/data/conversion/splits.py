@@ -90,10 +90,10 @@ def open_splits(source: str, config: ConvertConfig) -> list[Split]:
         label_column=config.label_column,
         bad_records=config.bad_records,
     )
-    train, evaluation = locate(source, config.eval_source)
-    splits = [_open("train", train, data)]
-    if evaluation is not None:
-        splits += [_open(name, some, data) for name, some in _by_name(evaluation)]
+    found = locate(data)
+    splits = [_open("train", found.train, data)]
+    if found.eval is not None:
+        splits += [_open(name, some, data) for name, some in _by_name(found.eval)]
     names = splits[0].class_names
     for split in splits[1:]:
         other = split.class_names

@@ -46,9 +46,10 @@ def look(config: Mapping[str, Any], folder: str, import_paths: Sequence[str]) ->
 
 def _open(config: TrainConfig) -> tuple[list[Any], list[Any] | None]:
     if config.task in BUILT_IN:
-        train, evaluation = locate(config.data.source, config.data.eval_source)
-        if train.kind != "torchvision":
-            return _summary(train, config), _summary(evaluation, config) if evaluation else None
+        found = locate(config.data)
+        if found.train.kind != "torchvision":
+            evaluation = _summary(found.eval, config) if found.eval else None
+            return _summary(found.train, config), evaluation
     task = load_task(config)
     data, other = task.train_data(), task.eval_data()
     return (
