@@ -86,7 +86,7 @@ def touch(root: Path, *names: str) -> Path:
 # ------------------------------------------------------------------ locate
 
 
-@pytest.mark.parametrize("train", ["train-00000-of-00002.parquet", "a/train.parquet", "x.parquet"])
+@pytest.mark.parametrize("train", ["train-00000-of-00001.parquet", "a/train.parquet"])
 @pytest.mark.parametrize(
     "test",
     [
@@ -113,10 +113,10 @@ def test_the_folder_of_a_data_set_may_have_any_name(tmp_path: Path):
 
 
 def test_a_file_or_a_pattern_of_files_can_be_named(tmp_path: Path):
-    touch(tmp_path, "b.parquet", "a.parquet", "test.parquet", "c.txt")
+    touch(tmp_path, "b.parquet", "a.parquet", "test/0.parquet", "c.txt")
     train, evaluation = located(str(tmp_path / "*.parquet"), None)
     assert [Path(path).name for path in train.paths] == ["a.parquet", "b.parquet"]
-    assert evaluation is not None
+    assert evaluation is None
     train, evaluation = located(str(tmp_path / "b.parquet"), None)
     assert (train.paths, evaluation) == ((str(tmp_path / "b.parquet"),), None)
     train, evaluation = located(str(tmp_path / "a.parquet"), str(tmp_path / "b.parquet"))
@@ -126,10 +126,10 @@ def test_a_file_or_a_pattern_of_files_can_be_named(tmp_path: Path):
 
 def test_a_folder_or_file_is_no_pattern_whatever_its_name(tmp_path: Path):
     for name in ("set[1]", "set*", "1"):
-        touch(tmp_path / name, "train.parquet", "x[ab].parquet", "xa.parquet")
+        touch(tmp_path / name, "t.parquet", "x[ab].parquet", "xa.parquet")
         train, _ = located(str(tmp_path / name), None)
         assert [Path(path).name for path in train.paths] == [
-            *("train.parquet", "x[ab].parquet", "xa.parquet"),
+            *("t.parquet", "x[ab].parquet", "xa.parquet"),
         ]
         train, _ = located(str(tmp_path / name / "x[ab].parquet"), None)
         assert train.paths == (str(tmp_path / name / "x[ab].parquet"),)
@@ -141,7 +141,7 @@ def test_class_folders_are_found_with_and_without_splits(tmp_path: Path):
     train, evaluation = located(str(root), None)
     assert (train.kind, train.paths) == ("folder", (str(root / "train"),))
     assert evaluation is not None
-    assert evaluation.paths == (str(root / "test"),)
+    assert evaluation.paths == (str(root / "val"),)
     train, evaluation = located(str(root / "train"), None)
     assert (train.paths, evaluation) == ((str(root / "train"),), None)
     train, evaluation = located(str(root / "train"), str(root / "val"))
@@ -157,8 +157,8 @@ def test_fault_17_what_is_not_there_is_named_with_its_field(tmp_path: Path):
         (str(tmp_path / "no"), None, "data.source"),
         (str(tmp_path / "*.parquet"), None, "no file matches"),
         (str(tmp_path / "empty"), None, "holds neither"),
-        (str(tmp_path / "only"), None, "for evaluation only"),
-        (str(tmp_path / "folders"), None, "for evaluation only"),
+        (str(tmp_path / "only"), None, "no split to train on, only test"),
+        (str(tmp_path / "folders"), None, "no split to train on, only val"),
         ("digits", str(tmp_path / "no"), "data.eval_source"),
     ):
         with pytest.raises(DataError, match=told) as caught:

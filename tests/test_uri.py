@@ -29,7 +29,7 @@ from test_parquet import (
     write_parquet,
 )
 
-from raytrain_ddp.data import locate as locate_module
+from raytrain_ddp.data import listing as listing_module
 from raytrain_ddp.data import shard as shard_module
 from raytrain_ddp.data.source import BadRecord
 from raytrain_ddp.errors import ConfigError, DataError, PreflightError
@@ -189,7 +189,7 @@ def test_fault_17_what_is_not_in_a_store_is_named_without_secrets(s3: S3, pictur
     for path, told in (
         ("nothing", "no such file or folder"),
         ("pictures/*.parquet", "no file matches"),
-        ("pictures/*est/*.parquet", "for evaluation only"),
+        ("pictures/*est/*.parquet", "no split to train on, only test"),
         ("texts", "no Parquet files"),
     ):
         uri = s3.uri(path).replace("s3://", f"s3://KEY:{SECRET}@")
@@ -215,8 +215,8 @@ def test_fault_17_all_missing_files_of_a_converted_set_in_a_store_are_named(s3: 
 
 def test_fault_14_a_store_that_does_not_answer_is_told_in_time(monkeypatch: pytest.MonkeyPatch):
     gate = threading.Event()
-    monkeypatch.setattr(locate_module, "REACH_TIMEOUT_S", 0.1)
-    monkeypatch.setattr(locate_module, "open_uri", lambda uri: gate.wait())
+    monkeypatch.setattr(listing_module, "REACH_TIMEOUT_S", 0.1)
+    monkeypatch.setattr(listing_module, "open_uri", lambda uri: gate.wait())
     with pytest.raises(PreflightError, match=r"data\.source = 's3://bucket/x' did not answer") as e:
         located(f"s3://KEY:{SECRET}@bucket/x?region=nowhere", None)
     assert SECRET not in str(e.value)

@@ -13,6 +13,11 @@ EXTENSIONS = (".jpg", ".jpeg", ".png", ".ppm", ".bmp", ".pgm", ".tif", ".tiff", 
 _ROWS_PER_BLOCK = 256
 
 
+def is_hidden(name: str) -> bool:
+    """Whether a file or folder is none of the data: what file managers and notebooks leave."""
+    return name.startswith(".") or name in ("__MACOSX", "__pycache__")
+
+
 class FolderImages:
     """Rows of (encoded image, label) from the files below one folder per class.
 
@@ -25,7 +30,9 @@ class FolderImages:
 
     def __init__(self, root: str) -> None:
         self._root = root
-        self.class_names = sorted(entry.name for entry in os.scandir(root) if entry.is_dir())
+        self.class_names = sorted(
+            entry.name for entry in os.scandir(root) if entry.is_dir() and not is_hidden(entry.name)
+        )
         if not self.class_names:
             raise DataError(f"{root}: holds no class folders.")
         self.files: list[tuple[str, int]] = []  # (path, label) of each row
@@ -62,8 +69,16 @@ class FolderImages:
 
 
 def _images_below(folder: str) -> list[str]:
+    places: list[tuple[str, list[str]]] = []
+    for place, folders, names in os.walk(folder, onerror=_refuse, followlinks=True):
+        folders[:] = [name for name in folders if not is_hidden(name)]
+        places.append((place, [name for name in names if not is_hidden(name)]))
     found = []
-    for place, _, names in sorted(os.walk(folder, followlinks=True)):
+    for place, names in sorted(places):
         paths = (os.path.join(place, name) for name in sorted(names))
         found += [path for path in paths if path.lower().endswith(EXTENSIONS)]
     return found
+
+
+def _refuse(error: OSError) -> None:
+    raise DataError(f"{error.filename}: cannot be read: {error.strerror}.") from error

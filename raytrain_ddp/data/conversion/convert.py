@@ -32,9 +32,9 @@ from raytrain_ddp.data.conversion.shards import (
 from raytrain_ddp.data.conversion.splits import Split, open_splits
 from raytrain_ddp.data.conversion.spool import Listing
 from raytrain_ddp.data.conversion.stage import Stage, different
+from raytrain_ddp.data.data_set import DATASET_FILE
 from raytrain_ddp.data.dataset_file import FORMAT, read_dataset_file
 from raytrain_ddp.data.draws import Rows
-from raytrain_ddp.data.locate import DATASET_FILE
 from raytrain_ddp.data.permute import sorted_permutation
 from raytrain_ddp.data.source import BadRecord
 from raytrain_ddp.errors import ConfigError, DataError, PreflightError
@@ -215,8 +215,11 @@ def _dataset(
 def _shaping(config: ConvertConfig) -> dict[str, Any]:
     """The arguments that the bytes depend on. What is done with bad records is not among them: a
     conversion that stopped at one can go on with another policy."""
-    free = ("root", "bad_records")
-    return {name: value for name, value in asdict(config).items() if name not in free}
+    free = {"root", "bad_records"}
+    given = asdict(config)
+    # Left out as long as they say nothing: what was converted before they existed is the same.
+    free |= {name for name in ("train_split", "eval_split", "config") if given[name] == "auto"}
+    return {name: value for name, value in given.items() if name not in free}
 
 
 def _check_dest(source: str, dest: str) -> Path:

@@ -4,9 +4,8 @@ but for torchvision's own data sets."""
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from hashlib import sha256
 from pathlib import Path
 from typing import Any, Literal
@@ -24,11 +23,10 @@ from raytrain_ddp.data.conversion.spool import (
 )
 from raytrain_ddp.data.conversion.stage import Stage
 from raytrain_ddp.data.folder import FolderImages
-from raytrain_ddp.data.locate import EVAL_SPLITS, Located, locate, split_told_by
+from raytrain_ddp.data.locate import Located, further_splits, locate, role_of
 from raytrain_ddp.data.parquet import ParquetImages
 from raytrain_ddp.errors import DataError
 from raytrain_ddp.inputs import DataConfig
-from raytrain_ddp.uri import without_secrets
 
 
 @dataclass(frozen=True)
@@ -85,6 +83,9 @@ def open_splits(source: str, config: ConvertConfig) -> list[Split]:
     data = DataConfig(
         source=source,
         eval_source=config.eval_source,
+        train_split=config.train_split,
+        eval_split=config.eval_split,
+        config=config.config,
         root=config.root,
         image_column=config.image_column,
         label_column=config.label_column,
@@ -92,8 +93,9 @@ def open_splits(source: str, config: ConvertConfig) -> list[Split]:
     )
     found = locate(data)
     splits = [_open("train", found.train, data)]
-    if found.eval is not None:
-        splits += [_open(name, some, data) for name, some in _by_name(found.eval)]
+    for part in (found.eval, *further_splits(data, found)):
+        if part is not None:
+            splits.append(_open(_name_of_shards(part), part, data))
     names = splits[0].class_names
     for split in splits[1:]:
         other = split.class_names
@@ -119,16 +121,10 @@ def _open(name: str, found: Located, data: DataConfig) -> Split:
     return Split(name, found.kind, paths, ParquetImages(paths, data), data)
 
 
-def _by_name(found: Located) -> Iterator[tuple[str, Located]]:
-    """Evaluation files by the split that they name themselves; test, where they name none."""
-    of_name: dict[str, list[str]] = {}
-    for uri in found.paths:
-        path = Path(without_secrets(uri))
-        candidates = (path.name.lower(), split_told_by(path), path.parent.name.lower())
-        name = next((name for name in candidates if name in EVAL_SPLITS), "test")
-        of_name.setdefault(name, []).append(uri)
-    for name, paths in of_name.items():
-        yield name, replace(found, paths=tuple(paths))
+def _name_of_shards(part: Located) -> str:
+    """That of the split, if it says that it is to evaluate on; else test."""
+    name = part.name.lower()
+    return name if role_of(name) in ("validation", "test") else "test"
 
 
 def _size_and_time(path: str) -> tuple[int, int] | None:
