@@ -4,7 +4,7 @@ but for torchvision's own data sets."""
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from hashlib import sha256
@@ -23,10 +23,8 @@ from raytrain_ddp.data.conversion.spool import (
     spool_images,
 )
 from raytrain_ddp.data.conversion.stage import Stage
-from raytrain_ddp.data.folder import FolderImages
 from raytrain_ddp.data.locate import EVAL_SPLITS, Located, locate, split_told_by
-from raytrain_ddp.data.parquet import ParquetImages
-from raytrain_ddp.errors import DataError
+from raytrain_ddp.data.splits import open_images
 from raytrain_ddp.inputs import DataConfig
 from raytrain_ddp.uri import without_secrets
 
@@ -70,7 +68,7 @@ class Split:
         if self.kind == "torchvision":
             names = list(spool_images(self.source, self.name, stage.folder, tell))
         else:
-            classes = len(self.source.class_names)
+            classes = self.source.class_names
             chunks = parquet_chunks(self.name, stage.folder, self.paths, classes, self.data)
             names = sorted(run(spool_chunk, chunks, tell))
         return listing_of_spool(stage.spool, names)
@@ -80,7 +78,7 @@ def open_splits(source: str, config: ConvertConfig) -> list[Split]:
     """The splits that training on `source` would read, the train split first.
 
     Raises:
-        DataError: there is nothing to convert, or the splits do not have the same classes.
+        DataError: there is nothing to convert, or a split has a class that the train split has not.
     """
     data = DataConfig(
         source=source,
@@ -91,32 +89,19 @@ def open_splits(source: str, config: ConvertConfig) -> list[Split]:
         bad_records=config.bad_records,
     )
     found = locate(data)
-    splits = [_open("train", found.train, data)]
+    splits = [_open("train", found.train, data, None)]
     if found.eval is not None:
-        splits += [_open(name, some, data) for name, some in _by_name(found.eval)]
-    names = splits[0].class_names
-    for split in splits[1:]:
-        other = split.class_names
-        if other != names[: len(other)]:
-            odd = next(name for n, name in enumerate(other) if names[n : n + 1] != [name])
-            raise DataError(
-                f"split {split.name!r} has other classes than 'train' ({len(other)} and "
-                f"{len(names)}; {odd!r} is the first that differs): labels would not agree."
-            )
+        classes = splits[0].class_names
+        splits += [_open(name, some, data, classes) for name, some in _by_name(found.eval)]
     return splits
 
 
-def _open(name: str, found: Located, data: DataConfig) -> Split:
+def _open(name: str, found: Located, data: DataConfig, classes: Sequence[str] | None) -> Split:
     paths = found.paths
-    if found.kind == "torchvision":
-        from raytrain_ddp.data.torchvision_sets import TorchvisionImages
-
-        images = TorchvisionImages(paths[0], Path(data.root), found.split == "train")
-        return Split(name, found.kind, paths, images, data)
-    paths = tuple(path if "://" in path else os.path.abspath(path) for path in paths)
-    if found.kind == "folder":
-        return Split(name, found.kind, paths, FolderImages(paths[0]), data)
-    return Split(name, found.kind, paths, ParquetImages(paths, data), data)
+    if found.kind != "torchvision":
+        paths = tuple(path if "://" in path else os.path.abspath(path) for path in paths)
+        found = replace(found, paths=paths)
+    return Split(name, found.kind, paths, open_images(found, data, classes), data)
 
 
 def _by_name(found: Located) -> Iterator[tuple[str, Located]]:
