@@ -424,8 +424,8 @@ def test_reading_needs_neither_torch_nor_slow_imports(tmp_path: Path):
         ({"image": [b""], "labels": [0]}, ["no column 'label'", "'labels'", "--data.label-column"]),
         ({"image": ["text"], "label": [0]}, ["'image' is string", "binary"]),
         ({"image": [{"a": 1}], "label": [0]}, ["'image' is struct", "binary"]),
-        ({"image": [b""], "label": [0.5]}, ["'label' is double", "integers"]),
-        ({"image": [b""], "label": ["cat"]}, ["'label' is string", "integers"]),
+        ({"image": [b""], "label": [0.5]}, ["row group 0, row 0: label 0.5 is not a whole"]),
+        ({"image": [b""], "label": [["cat"]]}, ["'label' is list", "integers, strings"]),
         ({"image": pa.array([], pa.binary()), "label": pa.array([], pa.int64())}, ["0 rows"]),
     ],
 )

@@ -59,6 +59,16 @@ def locate(config: DataConfig) -> Found:
         ConfigError: flags contradict each other, or nothing knows the scheme of a URI.
         PreflightError: an object store cannot be reached.
     """
+    return _find(config, keep=False)[0]
+
+
+def locate_all(config: DataConfig) -> tuple[Found, list[Located]]:
+    """As `locate`, and the validation and test splits of the source that the run does not use,
+    unless the evaluation split is named."""
+    return _find(config, keep=True)
+
+
+def _find(config: DataConfig, keep: bool) -> tuple[Found, list[Located]]:
     source = open_data_set(config.source, "data.source", config)
     train = _to_train_on(source, config.train_split)
     other, chosen = source, None
@@ -71,7 +81,11 @@ def locate(config: DataConfig) -> Found:
         other = _open_other(config.eval_source, config)
         chosen = _to_evaluate_on(other, config.eval_split, None)
     used: set[str | None] = {train, chosen} if other is source else {train}
-    notes = [*source.notes, *_unused(source, used, other, chosen)]
+    more = []
+    if keep and config.eval_source is None and config.eval_split == "auto":
+        for_it = [name for name in source.splits if role_of(name) in ("validation", "test")]
+        more = [name for name in for_it if name not in used]
+    notes = [*source.notes, *_unused(source, used | {*more}, other, chosen)]
     if other is not source:
         notes += [*other.notes, *_unused(other, {chosen}, other, chosen)]
     found = Found(
@@ -81,19 +95,8 @@ def locate(config: DataConfig) -> Found:
     )
     if found.eval == replace(found.train, split="eval") and (train or source.splits):
         notes.append("the run is evaluated on the data that it is trained on")
-    return replace(found, notes=tuple(dict.fromkeys(notes)))
-
-
-def further_splits(config: DataConfig, found: Found) -> list[Located]:
-    """The validation and test splits of the source that the run does not use."""
-    if config.eval_source is not None or config.eval_split != "auto" or found.eval is None:
-        return []
-    source = open_data_set(config.source, "data.source", config)
-    used = (found.train.name, found.eval.name)
-    names = [
-        name for name in source.splits if name not in used and role_of(name) not in (None, "train")
-    ]
-    return [_located(source, name, "eval") for name in names]
+    sentences = tuple(f"{note}." for note in dict.fromkeys(notes))
+    return replace(found, notes=sentences), [_located(source, name, "eval") for name in more]
 
 
 def role_of(split: str) -> Role | None:

@@ -52,11 +52,13 @@ class Converted:
     Args:
         dataset: the content of its ``dataset.json``.
         found: it was there already.
+        notes: what of the source was left out, in sentences.
     """
 
     folder: Path
     dataset: Mapping[str, Any]
     found: bool
+    notes: tuple[str, ...] = ()
 
 
 def convert(source: str, dest: str, config: ConvertConfig, run: Run, phase: Phase) -> Converted:
@@ -78,7 +80,7 @@ def convert(source: str, dest: str, config: ConvertConfig, run: Run, phase: Phas
                 with _told_of_disk(stage), stage.held():
                     stage.give_name()
             return Converted(stage.dest, dataset, found=place == stage.dest)
-    splits = open_splits(source, config)
+    splits, notes = open_splits(source, config)
     with _told_of_disk(stage), stage.held():
         content = {split.name: split.fingerprint() for split in splits}
         versions = {"pyarrow": pa.__version__, "pillow": PIL.__version__}
@@ -87,7 +89,7 @@ def convert(source: str, dest: str, config: ConvertConfig, run: Run, phase: Phas
         done = [_convert_split(split, classes, stage, config, run, phase) for split in splits]
         dataset = _dataset(source, config, classes, done)
         stage.finish([file["path"] for file in dataset["files"]], dataset)
-    return Converted(stage.dest, dataset, found=False)
+    return Converted(stage.dest, dataset, found=False, notes=notes)
 
 
 @dataclass(frozen=True)
@@ -255,7 +257,7 @@ def _require_same(dest: Path, dataset: Mapping[str, Any], given: Mapping[str, An
 
 def _bad_record(split: Split, row: int, why: str) -> DataError:
     return DataError(
-        f"{split.source.where(row)}: not a readable image: {why.rstrip('.')}. Mend or remove it, "
+        f"{split.source.where(row)}: not a readable image: {why.rstrip('.')}. Repair or remove it, "
         "or give --bad-records skip."
     )
 
