@@ -42,7 +42,7 @@ def train_loader(
         image_size=SIZE,
         shuffle="full" if form == "images" else "block",
     )
-    found, _ = locate(config.source, None)
+    found = locate(config).train
     source = open_images(replace(found, paths=found.paths * listed), config)
     data = image_data(source, config, AugmentConfig(crop="random", flip=True), 10)
     return TrainLoader(

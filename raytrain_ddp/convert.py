@@ -85,6 +85,8 @@ def main(argv: Sequence[str]) -> int:
     if done.found:
         print(f"{args.dest} is complete already (--verify {shlex.quote(args.dest)} checks it)")
     print(f"{args.dest}: {_counts(done.dataset)}")
+    for note in done.notes:
+        print(f"  note: {note}")
     for record in done.dataset["skipped"]:
         print(f"  skipped {record['where']}: {record['why']}")
     print(f"Train with:\n  {fit_command(args.dest, done.dataset)}")

@@ -121,7 +121,7 @@ def _config(checkpoint: Checkpoint, data: str | None) -> TrainConfig:
     config = from_dict(dict(checkpoint.manifest.config), where=str(checkpoint))
     if data is None:
         return config
-    return replace(config, data=replace(config.data, eval_source=data))
+    return replace(config, data=replace(config.data, eval_source=data, eval_split="auto"))
 
 
 def _print(

@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
-from raytrain_ddp.rules import FREE, at_least, require
+from raytrain_ddp.rules import FREE, at_least, below_one, require
 
 
 @dataclass(frozen=True)
@@ -19,13 +19,27 @@ class DataConfig:
     """'digits' (bundled), 'torchvision:CIFAR10' (any classification set, downloaded), a folder of
     class folders (ImageFolder), or Parquet files: file, folder, glob or URI (s3://, gs://, hf://)."""
     eval_source: str | None = None
-    """Like source, for evaluation. Default: the test, val or validation split beside train."""
+    """Like source, for evaluation. Default: the validation or test split beside train."""
+    train_split: str = "auto"
+    """Name of the split to train on; auto: train, or all where nothing names a split."""
+    eval_split: str = "auto"
+    """Name of the split to evaluate on, of eval_source if there is one; auto: validation, else
+    test; none: do not evaluate."""
+    config: str = "auto"
+    """Which of several data sets in one repository: a config of its README.md, or a folder."""
     root: str = field(default="data", metadata=FREE)
     """Folder for downloads of torchvision data sets."""
     image_column: str = "image"
     """Parquet column with the images: struct<bytes, path> or binary."""
     label_column: str = "label"
-    """Parquet column with the labels: integers from 0."""
+    """Parquet column with the labels: integers, strings or booleans."""
+    classes: tuple[str, ...] | None = field(default=None, metadata=FREE)  # compared as data
+    """Names of the classes in their order. Default: those of the training set, sorted."""
+    holdout: float = 0.0
+    """Evaluate on this part of the training set, such as 0.1, and train on the rest: the same part
+    of each class, in place of a split for evaluation."""
+    holdout_seed: int = 0
+    """Which rows are held out: a function of this and of the rows, not of seed."""
     image_size: int = 0
     """Side of the square images the model sees, in pixels. 0: as stored (all must be equal)."""
     mean: tuple[float, float, float] = (0.485, 0.456, 0.406)
@@ -69,6 +83,23 @@ class DataConfig:
         require(workers_ok, "data.workers", self.workers, "must be auto, or 0 or more")
         rule = "must be a folder, Parquet files, 'torchvision:NAME' or 'digits'"
         require(bool(self.source), "data.source", self.source, rule)
+        self._require_classes()
+        self._require_holdout()
+
+    def _require_classes(self) -> None:
+        rule = "there must be 2 or more, each once"
+        classes = self.classes
+        ok = classes is None or (len(classes) >= 2 and len(set(classes)) == len(classes))
+        require(ok, "data.classes", classes, rule)
+
+    def _require_holdout(self) -> None:
+        below_one("data", self, "holdout")
+        at_least(0, "data", self, "holdout_seed")
+        rule = "needs no other data to evaluate on: leave out data.{} = {!r}"
+        for name, unset in (("eval_source", (None,)), ("eval_split", ("auto", "none"))):
+            given = getattr(self, name)
+            ok = not self.holdout or given in unset
+            require(ok, "data.holdout", self.holdout, rule.format(name, given))
 
 
 @dataclass(frozen=True)

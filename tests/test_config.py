@@ -35,8 +35,8 @@ from raytrain_ddp.tasks.zoo import check_model_name, known_models
 FREE = """
 checkpoint.every_epochs checkpoint.every_s checkpoint.every_steps checkpoint.keep_last
 checkpoint.max_failed
-data.cache data.cache_gib data.max_bad data.memory_mib data.prefetch data.prefetch_mib data.root
-data.workers
+data.cache data.cache_gib data.classes data.max_bad data.memory_mib data.prefetch
+data.prefetch_mib data.root data.workers
 epochs
 log.audit log.every_steps log.mlflow log.profile_ranks log.profile_steps
 log.project log.tensorboard log.wandb
@@ -54,8 +54,10 @@ batch_size
 compute.channels_last compute.compile compute.deterministic compute.precision
 augment.crop augment.cutmix augment.erase augment.flip augment.jitter augment.magnitude
 augment.mixup augment.operations augment.policy augment.repeats augment.scale
-data.bad_records data.eval_source data.exif_orientation data.image_column data.image_size
-data.jpeg_scaling data.label_column data.mean data.shuffle data.shuffle_window data.source data.std
+data.bad_records data.config data.eval_source data.eval_split data.exif_orientation
+data.holdout data.holdout_seed
+data.image_column data.image_size data.jpeg_scaling data.label_column data.mean data.shuffle
+data.shuffle_window data.source data.std data.train_split
 ddp.bucket_cap_mb ddp.compression ddp.find_unused_parameters ddp.gradient_as_bucket_view
 ddp.powersgd_rank ddp.static_graph ddp.sync_batchnorm
 eval.every_epochs exact

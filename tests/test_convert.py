@@ -23,6 +23,7 @@ import pyarrow.parquet as pq
 import pytest
 from PIL import Image
 from processes import door
+from test_parquet import located
 
 from raytrain_ddp.cli import parse_fit
 from raytrain_ddp.convert import fit_command
@@ -35,7 +36,6 @@ from raytrain_ddp.data.conversion.pool import Processes
 from raytrain_ddp.data.conversion.shards import Tell, write_shard
 from raytrain_ddp.data.conversion.stage import Stage
 from raytrain_ddp.data.dataset_file import read_dataset_file, verify
-from raytrain_ddp.data.locate import locate
 from raytrain_ddp.data.parquet import ParquetImages
 from raytrain_ddp.errors import (
     ConfigError,
@@ -169,7 +169,7 @@ def test_hugging_face_datasets_opens_it_with_the_same_features_and_pixels(
 
 
 def test_fit_finds_it_and_reads_the_same_images(folder: Path, converted: Path):
-    train, evaluation = locate(str(converted), None)
+    train, evaluation = located(str(converted), None)
     assert evaluation is not None
     source = ParquetImages(train.paths, DataConfig())
     assert source.class_names == list(CLASSES)

@@ -21,7 +21,7 @@ from PIL import Image
 
 from raytrain_ddp.data import parquet as parquet_module
 from raytrain_ddp.data import shard as shard_module
-from raytrain_ddp.data.locate import locate
+from raytrain_ddp.data.locate import Located, locate
 from raytrain_ddp.data.parquet import ParquetImages
 from raytrain_ddp.data.plan import EpochOrder, Plan
 from raytrain_ddp.data.source import BadRecord
@@ -68,6 +68,14 @@ def all_of(source: ParquetImages) -> list[tuple[Any, int]]:
     return source.read(np.arange(source.blocks.sum()))
 
 
+def located(
+    source: str, eval_source: str | None = None, **fields: Any
+) -> tuple[Located, Located | None]:
+    """The train split and the evaluation split."""
+    found = locate(DataConfig(source=source, eval_source=eval_source, **fields))
+    return found.train, found.eval
+
+
 def touch(root: Path, *names: str) -> Path:
     for name in names:
         (root / name).parent.mkdir(parents=True, exist_ok=True)
@@ -78,7 +86,7 @@ def touch(root: Path, *names: str) -> Path:
 # ------------------------------------------------------------------ locate
 
 
-@pytest.mark.parametrize("train", ["train-00000-of-00002.parquet", "a/train.parquet", "x.parquet"])
+@pytest.mark.parametrize("train", ["train-00000-of-00001.parquet", "a/train.parquet"])
 @pytest.mark.parametrize(
     "test",
     [
@@ -88,7 +96,7 @@ def touch(root: Path, *names: str) -> Path:
 )
 def test_parquet_files_are_split_by_their_names_or_folders(train: str, test: str, tmp_path: Path):
     source = str(touch(tmp_path, train, test, ".cache/other.parquet"))
-    for_training, for_evaluation = locate(source, None)
+    for_training, for_evaluation = located(source, None)
     assert for_training.paths == (str(tmp_path / train),)
     assert for_evaluation is not None
     assert for_evaluation.paths == (str(tmp_path / test),)
@@ -98,45 +106,45 @@ def test_parquet_files_are_split_by_their_names_or_folders(train: str, test: str
 def test_the_folder_of_a_data_set_may_have_any_name(tmp_path: Path):
     source = touch(tmp_path / "test", "train-0.parquet", "test-0.parquet")
     for written in (str(source), f"file://{source}"):
-        train, evaluation = locate(written, None)
+        train, evaluation = located(written, None)
         assert [Path(path).name for path in train.paths] == ["train-0.parquet"]
         assert evaluation is not None
         assert [Path(path).name for path in evaluation.paths] == ["test-0.parquet"]
 
 
 def test_a_file_or_a_pattern_of_files_can_be_named(tmp_path: Path):
-    touch(tmp_path, "b.parquet", "a.parquet", "test.parquet", "c.txt")
-    train, evaluation = locate(str(tmp_path / "*.parquet"), None)
+    touch(tmp_path, "b.parquet", "a.parquet", "test/0.parquet", "c.txt")
+    train, evaluation = located(str(tmp_path / "*.parquet"), None)
     assert [Path(path).name for path in train.paths] == ["a.parquet", "b.parquet"]
-    assert evaluation is not None
-    train, evaluation = locate(str(tmp_path / "b.parquet"), None)
+    assert evaluation is None
+    train, evaluation = located(str(tmp_path / "b.parquet"), None)
     assert (train.paths, evaluation) == ((str(tmp_path / "b.parquet"),), None)
-    train, evaluation = locate(str(tmp_path / "a.parquet"), str(tmp_path / "b.parquet"))
+    train, evaluation = located(str(tmp_path / "a.parquet"), str(tmp_path / "b.parquet"))
     assert evaluation is not None
     assert evaluation.paths == (str(tmp_path / "b.parquet"),)
 
 
 def test_a_folder_or_file_is_no_pattern_whatever_its_name(tmp_path: Path):
     for name in ("set[1]", "set*", "1"):
-        touch(tmp_path / name, "train.parquet", "x[ab].parquet", "xa.parquet")
-        train, _ = locate(str(tmp_path / name), None)
+        touch(tmp_path / name, "t.parquet", "x[ab].parquet", "xa.parquet")
+        train, _ = located(str(tmp_path / name), None)
         assert [Path(path).name for path in train.paths] == [
-            *("train.parquet", "x[ab].parquet", "xa.parquet"),
+            *("t.parquet", "x[ab].parquet", "xa.parquet"),
         ]
-        train, _ = locate(str(tmp_path / name / "x[ab].parquet"), None)
+        train, _ = located(str(tmp_path / name / "x[ab].parquet"), None)
         assert train.paths == (str(tmp_path / name / "x[ab].parquet"),)
-    assert len(locate(str(tmp_path / "1" / "[tx]*.parquet"), None)[0].paths) == 3
+    assert len(located(str(tmp_path / "1" / "[tx]*.parquet"), None)[0].paths) == 3
 
 
 def test_class_folders_are_found_with_and_without_splits(tmp_path: Path):
     root = touch(tmp_path, "train/cat/0.png", "val/cat/0.png", "test/cat/0.png")
-    train, evaluation = locate(str(root), None)
+    train, evaluation = located(str(root), None)
     assert (train.kind, train.paths) == ("folder", (str(root / "train"),))
     assert evaluation is not None
-    assert evaluation.paths == (str(root / "test"),)
-    train, evaluation = locate(str(root / "train"), None)
+    assert evaluation.paths == (str(root / "val"),)
+    train, evaluation = located(str(root / "train"), None)
     assert (train.paths, evaluation) == ((str(root / "train"),), None)
-    train, evaluation = locate(str(root / "train"), str(root / "val"))
+    train, evaluation = located(str(root / "train"), str(root / "val"))
     assert evaluation is not None
     assert evaluation.paths == (str(root / "val"),)
 
@@ -149,12 +157,12 @@ def test_fault_17_what_is_not_there_is_named_with_its_field(tmp_path: Path):
         (str(tmp_path / "no"), None, "data.source"),
         (str(tmp_path / "*.parquet"), None, "no file matches"),
         (str(tmp_path / "empty"), None, "holds neither"),
-        (str(tmp_path / "only"), None, "for evaluation only"),
-        (str(tmp_path / "folders"), None, "for evaluation only"),
+        (str(tmp_path / "only"), None, "no split to train on, only test"),
+        (str(tmp_path / "folders"), None, "no split to train on, only val"),
         ("digits", str(tmp_path / "no"), "data.eval_source"),
     ):
         with pytest.raises(DataError, match=told) as caught:
-            locate(source, eval_source)
+            located(source, eval_source)
         assert (eval_source or source) in str(caught.value)
 
 
@@ -173,12 +181,12 @@ def converted(root: Path, **changes: Any) -> Path:
 def test_a_converted_data_set_has_the_files_that_its_list_says(tmp_path: Path):
     root = converted(tmp_path)
     (root / "surplus.parquet").touch()
-    train, evaluation = locate(str(root), None)
+    train, evaluation = located(str(root), None)
     assert train.paths == (str(root / "b.parquet"), str(root / "a.parquet"))
     assert evaluation is not None
     assert evaluation.paths == (str(root / "c.parquet"),)
     (root / "dataset.json").write_text('{"format": "of others"}')
-    assert len(locate(str(root), None)[0].paths) == 4
+    assert len(located(str(root), None)[0].paths) == 4
 
 
 def test_fault_17_and_18_all_missing_and_cut_off_files_of_a_converted_set_are_named(tmp_path: Path):
@@ -186,7 +194,7 @@ def test_fault_17_and_18_all_missing_and_cut_off_files_of_a_converted_set_are_na
     (root / "a.parquet").unlink()
     (root / "c.parquet").write_text("short")
     with pytest.raises(DataError) as caught:
-        locate(str(root), None)
+        located(str(root), None)
     told = str(caught.value)
     assert "2 of 3 files" in told
     assert "a.parquet is missing" in told
@@ -208,17 +216,17 @@ def test_a_list_of_files_that_makes_no_sense_is_refused(
 ):
     (tmp_path / "x").write_text("123456789")
     with pytest.raises(DataError, match=told):
-        locate(str(converted(tmp_path / "set", **changes)), None)
+        located(str(converted(tmp_path / "set", **changes)), None)
     (tmp_path / "set" / "dataset.json").write_text("{")
     with pytest.raises(DataError, match="damaged"):
-        locate(str(tmp_path / "set"), None)
+        located(str(tmp_path / "set"), None)
 
 
 # ------------------------------------------------------------------ what is read
 
 
 def test_the_bundled_digits_are_1437_and_360_images_of_ten_classes():
-    train, evaluation = locate("digits", None)
+    train, evaluation = located("digits", None)
     assert evaluation is not None
     digits, test = opened(*train.paths), opened(*evaluation.paths)
     assert (digits.blocks.sum(), test.blocks.sum()) == (1437, 360)
@@ -398,7 +406,8 @@ def test_reading_needs_neither_torch_nor_slow_imports(tmp_path: Path):
         "import sys\nfrom raytrain_ddp.data.locate import locate\n"
         "from raytrain_ddp.data.parquet import ParquetImages\n"
         "from raytrain_ddp.inputs import DataConfig\n"
-        f"source = ParquetImages(locate({path!r}, None)[0].paths, DataConfig())\n"
+        f"found = locate(DataConfig(source={path!r}))\n"
+        "source = ParquetImages(found.train.paths, DataConfig())\n"
         "source.read(source.blocks - source.blocks)\n"
         "assert not {'torch', 'ray', 'fsspec', 'pyarrow.compute'} & set(sys.modules)"
     )
@@ -415,8 +424,8 @@ def test_reading_needs_neither_torch_nor_slow_imports(tmp_path: Path):
         ({"image": [b""], "labels": [0]}, ["no column 'label'", "'labels'", "--data.label-column"]),
         ({"image": ["text"], "label": [0]}, ["'image' is string", "binary"]),
         ({"image": [{"a": 1}], "label": [0]}, ["'image' is struct", "binary"]),
-        ({"image": [b""], "label": [0.5]}, ["'label' is double", "integers"]),
-        ({"image": [b""], "label": ["cat"]}, ["'label' is string", "integers"]),
+        ({"image": [b""], "label": [0.5]}, ["row group 0, row 0: label 0.5 is not a whole"]),
+        ({"image": [b""], "label": [["cat"]]}, ["'label' is list", "integers, strings"]),
         ({"image": pa.array([], pa.binary()), "label": pa.array([], pa.int64())}, ["0 rows"]),
     ],
 )

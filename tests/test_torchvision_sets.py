@@ -115,7 +115,7 @@ def opened(fake: type[Any], root: Path, monkeypatch: pytest.MonkeyPatch, train: 
         (ByTrain, False, {"train": False, "download": True}),
         (Passing, False, {"train": False, "download": True}),
         (BySplit, True, {"split": "train", "download": True}),
-        (BySplit, False, {"split": "test", "download": True}),
+        (BySplit, False, {"split": "val", "download": True}),
         (WithVal, False, {"split": "val", "download": True}),
         (WithValid, False, {"split": "valid", "download": True}),
         (NotDownloaded, True, {"split": "train"}),

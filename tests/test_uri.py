@@ -18,11 +18,19 @@ import pyarrow.parquet as pq
 import pytest
 from processes import Group
 from s3 import CREDENTIALS, S3, s3_server
-from test_parquet import all_of, converted, hugging_face, opened, png, write_images, write_parquet
+from test_parquet import (
+    all_of,
+    converted,
+    hugging_face,
+    located,
+    opened,
+    png,
+    write_images,
+    write_parquet,
+)
 
-from raytrain_ddp.data import locate as locate_module
+from raytrain_ddp.data import listing as listing_module
 from raytrain_ddp.data import shard as shard_module
-from raytrain_ddp.data.locate import locate
 from raytrain_ddp.data.source import BadRecord
 from raytrain_ddp.errors import ConfigError, DataError, PreflightError
 from raytrain_ddp.recipe import load
@@ -152,17 +160,17 @@ def names(found: Any) -> list[str]:
 
 
 def test_a_folder_file_or_pattern_of_a_store_is_located_as_on_disk(s3: S3, pictures: Path):
-    train, evaluation = locate(s3.uri("pictures"), None)
+    train, evaluation = located(s3.uri("pictures"), None)
     assert names(train) == ["pictures/train/0.parquet", "pictures/train/1.parquet"]
     assert names(evaluation) == ["pictures/test/0.parquet"]
     assert (train.kind, train.split) == ("parquet", "train")
-    train, evaluation = locate(s3.uri("pictures/*/0.parquet"), None)
+    train, evaluation = located(s3.uri("pictures/*/0.parquet"), None)
     assert (names(train), names(evaluation)) == (
         ["pictures/train/0.parquet"],
         ["pictures/test/0.parquet"],
     )
-    assert len(names(locate(s3.uri("**/train/[01].parquet"), None)[0])) == 2
-    train, evaluation = locate(s3.uri("pictures/train/0.parquet"), s3.uri("pictures/test"))
+    assert len(names(located(s3.uri("**/train/[01].parquet"), None)[0])) == 2
+    train, evaluation = located(s3.uri("pictures/train/0.parquet"), s3.uri("pictures/test"))
     assert (names(train), names(evaluation)) == (
         ["pictures/train/0.parquet"],
         ["pictures/test/0.parquet"],
@@ -171,7 +179,7 @@ def test_a_folder_file_or_pattern_of_a_store_is_located_as_on_disk(s3: S3, pictu
 
 def test_a_store_is_asked_for_one_list(s3: S3, pictures: Path):
     s3.requests()
-    locate(s3.uri("pictures"), None)
+    located(s3.uri("pictures"), None)
     lists = [r for r in s3.requests() if "list-type" in r.query and "max-keys=1000" in r.query]
     assert len(lists) == 1
 
@@ -181,12 +189,12 @@ def test_fault_17_what_is_not_in_a_store_is_named_without_secrets(s3: S3, pictur
     for path, told in (
         ("nothing", "no such file or folder"),
         ("pictures/*.parquet", "no file matches"),
-        ("pictures/*est/*.parquet", "for evaluation only"),
+        ("pictures/*est/*.parquet", "no split to train on, only test"),
         ("texts", "no Parquet files"),
     ):
         uri = s3.uri(path).replace("s3://", f"s3://KEY:{SECRET}@")
         with pytest.raises(DataError, match=told) as caught:
-            locate(uri, None)
+            located(uri, None)
         assert f"data.source = 's3://bucket/{path}'" in str(caught.value)
         for error in (caught.value, caught.value.__context__):
             assert SECRET not in str(error)
@@ -195,22 +203,22 @@ def test_fault_17_what_is_not_in_a_store_is_named_without_secrets(s3: S3, pictur
 
 def test_fault_17_all_missing_files_of_a_converted_set_in_a_store_are_named(s3: S3, tmp_path: Path):
     s3.put_folder(converted(tmp_path), "converted set")
-    train, evaluation = locate(s3.uri("converted%20set"), None)
+    train, evaluation = located(s3.uri("converted%20set"), None)
     assert names(train) == ["converted%20set/b.parquet", "converted%20set/a.parquet"]
     assert names(evaluation) == ["converted%20set/c.parquet"]
     s3.delete("converted set/a.parquet")
     s3.put("converted set/c.parquet", b"short")
     told = r"2 of 3 files.*a.parquet is missing, c.parquet has 5 bytes, not 9"
     with pytest.raises(DataError, match=told):
-        locate(s3.uri("converted%20set"), None)
+        located(s3.uri("converted%20set"), None)
 
 
 def test_fault_14_a_store_that_does_not_answer_is_told_in_time(monkeypatch: pytest.MonkeyPatch):
     gate = threading.Event()
-    monkeypatch.setattr(locate_module, "REACH_TIMEOUT_S", 0.1)
-    monkeypatch.setattr(locate_module, "open_uri", lambda uri: gate.wait())
+    monkeypatch.setattr(listing_module, "REACH_TIMEOUT_S", 0.1)
+    monkeypatch.setattr(listing_module, "open_uri", lambda uri: gate.wait())
     with pytest.raises(PreflightError, match=r"data\.source = 's3://bucket/x' did not answer") as e:
-        locate(f"s3://KEY:{SECRET}@bucket/x?region=nowhere", None)
+        located(f"s3://KEY:{SECRET}@bucket/x?region=nowhere", None)
     assert SECRET not in str(e.value)
     gate.set()
 
@@ -219,7 +227,7 @@ def test_fault_14_a_store_that_does_not_answer_is_told_in_time(monkeypatch: pyte
 
 
 def test_a_store_gives_the_same_rows_and_fingerprint_as_the_disk(s3: S3, pictures: Path):
-    here, there = (opened(*locate(p, None)[0].paths) for p in (str(pictures), s3.uri("pictures")))
+    here, there = (opened(*located(p, None)[0].paths) for p in (str(pictures), s3.uri("pictures")))
     assert all_of(there) == all_of(here) == [(png(i), i) for i in range(31)]
     assert there.fingerprint() == here.fingerprint()
     assert there.where(20) == "s3://bucket/pictures/train/1.parquet, row group 0, row 0"
@@ -284,7 +292,7 @@ def test_images_beside_a_file_of_a_store_are_read_from_there_only(s3: S3, tmp_pa
 def test_a_cache_is_filled_once_and_then_read_instead_of_the_store(
     s3: S3, pictures: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ):
-    paths = locate(s3.uri("pictures"), None)[0].paths
+    paths = located(s3.uri("pictures"), None)[0].paths
     expected = [(png(i), i) for i in range(31)]
     first = opened(*paths, cache=str(tmp_path / "cache"))
     assert all_of(first) == expected
@@ -312,14 +320,14 @@ def test_a_cache_is_filled_once_and_then_read_instead_of_the_store(
 def test_other_schemes_are_read_through_fsspec(pictures: Path):
     memory = fsspec.filesystem("memory")
     memory.put(str(pictures), "/pictures", recursive=True)
-    train, evaluation = locate("memory://pictures", None)
+    train, evaluation = located("memory://pictures", None)
     assert evaluation is not None
     assert evaluation.paths == ("memory:///pictures/test/0.parquet",)
     source = opened(*train.paths)
     source.ahead(np.arange(31))
     assert all_of(source) == [(png(i), i) for i in range(31)]
     source.close()
-    assert len(locate("memory://pictures/train/*.parquet", None)[0].paths) == 2
+    assert len(located("memory://pictures/train/*.parquet", None)[0].paths) == 2
 
 
 def test_row_groups_of_a_store_are_read_at_the_same_time(s3: S3, pictures: Path):

@@ -12,7 +12,7 @@ import pyarrow.parquet as pq
 
 from raytrain_ddp.data.conversion.shards import Tell, sha256_of
 from raytrain_ddp.data.conversion.stage import read_json
-from raytrain_ddp.data.locate import DATASET_FILE
+from raytrain_ddp.data.data_set import DATASET_FILE
 from raytrain_ddp.errors import DataError
 
 FORMAT = {"format": "raytrain_ddp", "version": 1}

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import io
 import logging
+import re
 from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any
@@ -28,6 +29,7 @@ _FLIPS = (
     *((1, 1), (1, -1), (-1, -1), (-1, 1)),  # 5 to 8, after the axes are swapped
 )
 _DENOMINATORS = (8, 4, 2)
+_OBJECT = re.compile(r"\s*<[\w.]+ object at 0x[0-9a-fA-F]+>")  # in Pillow's messages
 
 
 @dataclass(frozen=True)
@@ -92,11 +94,17 @@ def open_picture(image: Any, exif_orientation: bool = False) -> Picture:
             height, width, colours, _ = simplejpeg.decode_jpeg_header(image)
         except ValueError:
             return _of_pil(Image.open(io.BytesIO(image)), exif_orientation)
+        _require_few_pixels(height, width)
         if colours not in ("CMYK", "YCCK"):
             turn = _orientation(Image.open(io.BytesIO(image))) if exif_orientation else 1
             height, width = (width, height) if turn >= _SIDEWAYS else (height, width)
             return Picture(height, width, turn, image, None)
     return _of_pil(Image.open(io.BytesIO(image)), exif_orientation)
+
+
+def reason_for(error: BaseException) -> str:
+    """Why an image cannot be decoded, in one line, without the addresses of objects."""
+    return _OBJECT.sub("", str(error)).partition("\n")[0].rstrip(". ") or type(error).__name__
 
 
 def shrink_for(crop: tuple[int, int], size: tuple[int, int]) -> int:
@@ -106,6 +114,15 @@ def shrink_for(crop: tuple[int, int], size: tuple[int, int]) -> int:
         if crop[0] >= 2 * shrink * size[0] and crop[1] >= 2 * shrink * size[1]:
             return shrink
     return 1
+
+
+def _require_few_pixels(height: int, width: int) -> None:
+    """Raises what Pillow raises of all other images that claim so many pixels."""
+    most = Image.MAX_IMAGE_PIXELS
+    if most is not None and height * width > 2 * most:
+        raise Image.DecompressionBombError(
+            f"{width} x {height} pixels are more than {2 * most} (Pillow's MAX_IMAGE_PIXELS, twice)"
+        )
 
 
 def _of_pil(image: Any, exif_orientation: bool) -> Picture:

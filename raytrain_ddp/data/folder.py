@@ -2,68 +2,151 @@
 
 from __future__ import annotations
 
+import errno
 import os
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from hashlib import sha256
 
+import numpy as np
+
 from raytrain_ddp.data.draws import Rows
+from raytrain_ddp.data.labels import NoLabelsError, distinct_names, numbers_in
 from raytrain_ddp.data.plan import runs_of
+from raytrain_ddp.data.source import BadRecord
 from raytrain_ddp.errors import DataError
 
 EXTENSIONS = (".jpg", ".jpeg", ".png", ".ppm", ".bmp", ".pgm", ".tif", ".tiff", ".webp")
 _ROWS_PER_BLOCK = 256
+_STAT_THREADS = 16  # for NFS
+_OF_THE_FILE = (errno.EACCES, errno.EISDIR, errno.ELOOP, errno.ENAMETOOLONG, errno.ENXIO)
+
+
+def is_hidden(name: str) -> bool:
+    """Whether a file or folder is none of the data: what file managers and notebooks leave."""
+    return name.startswith(".") or name in ("__MACOSX", "__pycache__")
 
 
 class FolderImages:
     """Rows of (encoded image, label) from the files below one folder per class.
 
+    A file that its owner alone can repair (a link to nothing, no permission) is a `BadRecord`.
+
     Args:
         root: its folders are the classes, in alphabetical order; images may lie at any depth.
+        classes: of which those of the folders must be some. Default: those of the folders.
 
     Raises:
-        DataError: there are no class folders, or one of them holds no image.
+        NoLabelsError: there are images, but no class folders.
+        DataError: there are no class folders, one of them holds no image or is no class, or a
+            folder cannot be read.
     """
 
-    def __init__(self, root: str) -> None:
+    def __init__(self, root: str, classes: Sequence[str] | None = None) -> None:
         self._root = root
-        self.class_names = sorted(entry.name for entry in os.scandir(root) if entry.is_dir())
-        if not self.class_names:
-            raise DataError(f"{root}: holds no class folders.")
+        self.ignored: Counter[str] = Counter()  # files by extension
+        folders = self._class_folders()
+        own = distinct_names(folders, root)
+        self.class_names = own if classes is None else list(classes)
         self.files: list[tuple[str, int]] = []  # (path, label) of each row
-        for label, name in enumerate(self.class_names):
-            found = list(_images_below(os.path.join(root, name)))
+        for label, name in zip(numbers_in(self.class_names, own, root), folders, strict=True):
+            folder = os.path.join(root, name)
+            found = self._images_below(folder)
             if not found:
                 raise DataError(
-                    f"{os.path.join(root, name)}: a class folder without images "
-                    f"({', '.join(EXTENSIONS)}): fill or remove it."
+                    f"{folder}: a class folder without images ({', '.join(EXTENSIONS)}): fill or "
+                    "remove it."
                 )
             self.files += [(path, label) for path in found]
         self.blocks = runs_of(len(self.files), _ROWS_PER_BLOCK)
 
-    def read(self, rows: Rows) -> list[tuple[bytes, int]]:
-        records = []
-        for row in rows.tolist():
-            path, label = self.files[row]
-            try:
-                with open(path, "rb") as file:
-                    records.append((file.read(), label))
-            except OSError as error:
-                raise DataError(f"{path}: cannot be read: {error.strerror}.") from error
-        return records
+    def read(self, rows: Rows) -> list[tuple[bytes | BadRecord, int]]:
+        return [(_content(path), label) for path, label in (self.files[r] for r in rows.tolist())]
+
+    def labels(self) -> Rows:
+        """The number of each row's class, shape (rows,)."""
+        return np.array([label for _, label in self.files], np.int64)
 
     def fingerprint(self) -> str:
-        """Of the names and labels, below the root."""
-        digest = sha256()
-        for path, label in self.files:
-            digest.update(f"{os.path.relpath(path, self._root)} {label}\n".encode())
-        return digest.hexdigest()
+        """Of the names below the root, the labels and the sizes."""
+        with ThreadPoolExecutor(_STAT_THREADS) as threads:
+            sizes = threads.map(_size, (path for path, _ in self.files), chunksize=256)
+            return self._digest(f" {size}" for size in sizes)
+
+    def former_fingerprint(self) -> str:
+        """As earlier versions had it: without sizes."""
+        return self._digest("" for _ in self.files)
 
     def where(self, row: int) -> str:
         return self.files[row][0]
 
+    def _digest(self, endings: Iterable[str]) -> str:
+        digest = sha256()
+        for (path, label), ending in zip(self.files, endings, strict=True):
+            told = f"{os.path.relpath(path, self._root)} {label}{ending}\n"
+            digest.update(told.encode(errors="surrogateescape"))
+        return digest.hexdigest()
 
-def _images_below(folder: str) -> list[str]:
-    found = []
-    for place, _, names in sorted(os.walk(folder, followlinks=True)):
-        paths = (os.path.join(place, name) for name in sorted(names))
-        found += [path for path in paths if path.lower().endswith(EXTENSIONS)]
-    return found
+    def _class_folders(self) -> list[str]:
+        folders, images = [], 0
+        for entry in os.scandir(self._root):
+            if is_hidden(entry.name):
+                continue
+            if entry.is_dir():
+                folders.append(entry.name)
+            elif not os.path.exists(entry.path) and not _is_image(entry.name):
+                raise DataError(f"{entry.path}: a link to nothing: repair or remove it.")
+            else:
+                images += _is_image(entry.name)
+                self.ignored[_kind(entry.name)] += 1
+        if not folders and images:
+            raise NoLabelsError(
+                f"{self._root}: {images} images, but no class folders: there must be one folder "
+                "for each class."
+            )
+        if not folders:
+            raise DataError(f"{self._root}: holds no class folders.")
+        return sorted(folders)
+
+    def _images_below(self, folder: str) -> list[str]:
+        places: list[tuple[str, list[str]]] = []
+        for place, folders, names in os.walk(folder, onerror=_refuse, followlinks=True):
+            folders[:] = [name for name in folders if not is_hidden(name)]
+            places.append((place, [name for name in names if not is_hidden(name)]))
+        found = []
+        for place, names in sorted(places):
+            found += [os.path.join(place, name) for name in sorted(names) if _is_image(name)]
+            self.ignored.update(_kind(name) for name in names if not _is_image(name))
+        return found
+
+
+def _refuse(error: OSError) -> None:  # else os.walk leaves the folder out
+    raise DataError(f"{error.filename}: cannot be read: {error.strerror}.") from error
+
+
+def _is_image(name: str) -> bool:
+    return name.lower().endswith(EXTENSIONS)
+
+
+def _kind(name: str) -> str:
+    return os.path.splitext(name)[1].lower() or name
+
+
+def _content(path: str) -> bytes | BadRecord:
+    try:
+        with open(path, "rb") as file:
+            return file.read()
+    except OSError as error:
+        if error.errno in _OF_THE_FILE or (error.errno == errno.ENOENT and os.path.islink(path)):
+            lost = error.errno == errno.ENOENT
+            return BadRecord("a link to nothing" if lost else error.strerror or str(error))
+        raise DataError(f"{path}: cannot be read: {error.strerror}.") from error
+
+
+def _size(path: str) -> int:
+    """-1: there is none, as of a link to nothing."""
+    try:
+        return os.stat(path).st_size
+    except OSError:
+        return -1

@@ -27,6 +27,7 @@ class Sized(Protocol):
 
 
 B = TypeVar("B", bound=Sized)
+Flags = npt.NDArray[np.bool_]
 
 
 class Groups(Generic[B]):
@@ -41,12 +42,20 @@ class Groups(Generic[B]):
         limit_bytes: most bytes of blocks kept and read ahead; a block that is needed now, and those
             whose rows are being copied out, come on top if nothing can make way.
         threads: most blocks that are read ahead at the same time.
+        used: block -> which of its rows are read at all, shape (rows in the block,). Default: all.
     """
 
     def __init__(
-        self, load: Callable[[int], B], rows: Rows, sizes: Rows, limit_bytes: int, threads: int
+        self,
+        load: Callable[[int], B],
+        rows: Rows,
+        sizes: Rows,
+        limit_bytes: int,
+        threads: int,
+        used: Callable[[int], Flags] | None = None,
     ) -> None:
-        self._load, self._rows, self._sizes = load, rows, sizes
+        self._load, self._sizes = load, sizes
+        self._used = used or (lambda block: np.ones(rows[block], bool))
         self._limit, self._threads = limit_bytes, threads
         self._all_fit = int(sizes.sum()) <= limit_bytes
         self._lock = Lock()
@@ -105,7 +114,7 @@ class Groups(Generic[B]):
         if block in self._cut:
             self._cut.remove(block)
             self.reloads += 1
-        kept = _Kept[B](int(self._sizes[block]), np.ones(self._rows[block], bool))
+        kept = _Kept[B](int(self._sizes[block]), self._used(block))
         self._kept[block] = kept
         self._bytes += kept.size_bytes
         return kept
@@ -164,13 +173,16 @@ class Groups(Generic[B]):
 @dataclass(eq=False)
 class _Kept(Generic[B]):
     size_bytes: int  # expected, then measured
-    unread: npt.NDArray[np.bool_]  # (rows,) by this pass over the data
+    used: Flags  # (rows,)
     content: Future[B] = field(default_factory=Future)
+
+    def __post_init__(self) -> None:
+        self.unread = self.used.copy()  # (rows,) by this pass over the data
 
     def read(self, places: Rows) -> bool:
         """Notes what is read; whether that completes the pass. The next one begins then."""
         self.unread[places] = False
         done = not self.unread.any()
         if done:
-            self.unread[:] = True
+            self.unread = self.used.copy()
         return done

@@ -8,46 +8,22 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator, Sequence
-from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
-from raytrain_ddp.data.decode import Picture, open_picture
+from raytrain_ddp.data.decode import Picture, open_picture, reason_for
 from raytrain_ddp.data.device import ERASE_DRAWS, erase_boxes
-from raytrain_ddp.data.draws import Draws, Rows
-from raytrain_ddp.data.folder import FolderImages
+from raytrain_ddp.data.draws import Draws
 from raytrain_ddp.data.geometry import CROP_DRAWS, place_image
-from raytrain_ddp.data.locate import Located
-from raytrain_ddp.data.parquet import ParquetImages
 from raytrain_ddp.data.policies import apply_policy, policy_draws
-from raytrain_ddp.data.source import Batch, Data, Source
-from raytrain_ddp.data.torchvision_sets import TorchvisionImages
+from raytrain_ddp.data.source import Batch, Data
+from raytrain_ddp.data.splits import ImageSource
 from raytrain_ddp.errors import DataError
 from raytrain_ddp.inputs import AugmentConfig, DataConfig
 
 _log = logging.getLogger("raytrain_ddp")
 _CROP, _FLIP, _POLICY, _ERASE = range(4)  # streams of random numbers
-
-
-class ImageSource(Source, Protocol):
-    """A source of (image, label): encoded bytes, a PIL image, or why there is none."""
-
-    class_names: list[str]
-
-    def read(self, rows: Rows) -> Sequence[tuple[Any, int]]: ...
-
-    def where(self, row: int) -> str:
-        """File and row, for messages."""
-
-
-def open_images(found: Located, config: DataConfig) -> ImageSource:
-    """The source that `locate` found."""
-    if found.kind == "parquet":
-        return ParquetImages(found.paths, config)
-    if found.kind == "folder":
-        return FolderImages(found.paths[0])
-    return TorchvisionImages(found.paths[0], Path(config.root), found.split == "train")
 
 
 def image_data(
@@ -70,6 +46,7 @@ class _Collate:
     ) -> None:
         self._source, self._config, self._augment = source, config, augment
         self._classes = classes
+        self._told: set[int] = set()  # rows that were reported
         self._policy_draws = policy_draws(augment)
 
     def __call__(self, records: Sequence[tuple[Any, int]], draws: Draws) -> Batch:
@@ -130,8 +107,10 @@ class _Collate:
         return picture.height, picture.width
 
     def _refuse(self, row: int, reason: Exception) -> None:
-        line = f"{self._source.where(row)}: not a readable image: {reason}"
+        line = f"{self._source.where(row)}: not a readable image: {reason_for(reason)}"
         if self._config.bad_records == "error":
-            remedy = "Mend or remove it, or set --data.bad-records skip."
-            raise DataError(f"{line.rstrip('.')}. {remedy}") from reason
-        _log.warning("skipped %s", line)
+            remedy = "Repair or remove it, or set --data.bad-records skip."
+            raise DataError(f"{line}. {remedy}") from None
+        if row not in self._told:
+            self._told.add(row)
+            _log.warning("skipped %s", line)

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import os
-from collections.abc import Sequence
+import copy
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from functools import partial
 from hashlib import sha256
 from pathlib import PurePosixPath
 from typing import Any
@@ -15,19 +14,18 @@ import numpy as np
 
 from raytrain_ddp.data.disk_cache import DiskCache
 from raytrain_ddp.data.draws import Rows
-from raytrain_ddp.data.groups import Groups
-from raytrain_ddp.data.shard import Shard, open_shard, patiently
+from raytrain_ddp.data.groups import Flags, Groups
+from raytrain_ddp.data.labels import Labels, are_numbers
+from raytrain_ddp.data.parquet_labels import all_values, class_names_of
+from raytrain_ddp.data.shard import Shard, image_at, open_shards, some
 from raytrain_ddp.data.source import BadRecord
 from raytrain_ddp.errors import DataError
 from raytrain_ddp.inputs import DataConfig
-from raytrain_ddp.uri import attempt, reason_of
 
 Image = bytes | BadRecord
 
 _MIB = 2**20
 _BLOCKS_FROM_BYTES = 512 * _MIB  # of images: with more, a shuffle of all rows is no good idea
-_OPENERS = 16
-_ERRORS_SHOWN = 20
 _READERS = 2  # of local files: little more than copying, beside threads that decode
 _REMOTE_READERS = 8  # of object stores: mostly waiting
 
@@ -40,16 +38,22 @@ class ParquetImages:
 
     Args:
         paths: of files, or URIs; rows are numbered through them in this order.
-        config: `image_column` is struct<bytes, path> or binary, `label_column` integers from 0.
+        config: `image_column` is struct<bytes, path> or binary, `label_column` integers, strings
+            or booleans.
+        classes: to which the labels belong. Default: those of the ClassLabel feature, else the
+            labels that occur, sorted: then the label columns are read.
 
     Raises:
+        NoLabelsError: no row has a label.
         DataError: files are missing or damaged, columns are missing or of the wrong type, or labels
             are null or no class; naming the files.
     """
 
-    def __init__(self, paths: Sequence[str], config: DataConfig) -> None:
+    def __init__(
+        self, paths: Sequence[str], config: DataConfig, classes: Sequence[str] | None = None
+    ) -> None:
         self._columns = config.image_column, config.label_column
-        self._shards = _open_all(paths, *self._columns)
+        self._shards = open_shards(paths, *self._columns)
         self._blocks = [  # (shard, row group)
             (shard, group)
             for shard in self._shards
@@ -58,25 +62,36 @@ class ParquetImages:
         ]
         told_of_all = [shard.groups[group] for shard, group in self._blocks]
         if not told_of_all:
-            raise DataError(f"{_some([shard.name for shard in self._shards])}: 0 rows.")
+            raise DataError(f"{some([shard.name for shard in self._shards])}: 0 rows.")
         self.blocks: Rows = np.array([told.rows for told in told_of_all], np.int64)
         self.block_bytes: Rows = np.array([told.size_bytes for told in told_of_all], np.int64)
         self._starts = np.cumsum(self.blocks) - self.blocks
         self.prefers_blocks = sum(told.image_bytes for told in told_of_all) > _BLOCKS_FROM_BYTES
-        self.class_names = self._find_class_names()
+        self.class_names = class_names_of(self._shards, self._columns[1], classes)
+        self._labels_of = {
+            shard.uri: Labels(self.class_names, shard.kind, shard.class_names)
+            for shard in self._shards
+        }
+        self.mapped = self._how_mapped()
         self._check_statistics()
         self._remote = any(not shard.is_local for shard in self._shards)
         self._cache: DiskCache | None = None
         if config.cache and self._remote:
             keys = {self._key(shard) for shard in self._shards}
             self._cache = DiskCache(config.cache, int(config.cache_gib * 2**30), keys)
-        self._groups = Groups(
-            self._load,
-            self.blocks,
-            self.block_bytes,
-            config.memory_mib * _MIB,
-            _REMOTE_READERS if self._remote else _READERS,
-        )
+        self._memory_bytes = config.memory_mib * _MIB
+        self._groups = self._new_groups()
+
+    def part(self, used: Callable[[int, int], Flags]) -> ParquetImages:
+        """The same rows, in memory of their own, of which some are never read.
+
+        Args:
+            used: (start, stop) -> which of the rows start..stop-1 are read, shape (stop - start,).
+        """
+        twin = copy.copy(self)
+        ends = self._starts + self.blocks
+        twin._groups = twin._new_groups(lambda b: used(int(self._starts[b]), int(ends[b])))
+        return twin
 
     def read(self, rows: Rows) -> list[tuple[Image, int]]:
         blocks = self._blocks_of(rows)
@@ -85,12 +100,30 @@ class ParquetImages:
         if self._remote:  # all at the same time, the first of them by this thread
             self._groups.ahead(wanted[1:])
         records: list[Any] = [None] * len(rows)
+        apart: list[tuple[int, Shard, str]] = []  # (index, file, path of the image)
         for block in wanted:
             chosen = np.flatnonzero(blocks == block)
             group = self._groups.get(block, places[chosen])
             for index, place in zip(chosen.tolist(), places[chosen].tolist(), strict=True):
-                records[index] = self._image(block, group, place), group.labels[place]
+                image = _image(group, place)
+                if isinstance(image, str):
+                    apart.append((index, self._blocks[block][0], image))
+                records[index] = image, group.labels[place]
+        for (index, _, _), image in zip(apart, self._images_at(apart), strict=True):
+            records[index] = image, records[index][1]
         return records
+
+    def labels(self) -> Rows:
+        """The number of each row's class, shape (rows,). Reads the label columns, and only them.
+
+        Raises:
+            DataError: a label is null or no class, naming the row.
+        """
+        numbers: list[int] = []
+        shards = [shard for shard in self._shards if any(told.rows for told in shard.groups)]
+        for shard, values in zip(shards, all_values(shards, self._columns[1]), strict=True):
+            numbers += self._numbers(shard, values, len(numbers))
+        return np.array(numbers, np.int64)
 
     def ahead(self, rows: Rows) -> None:
         """Has the row groups of these rows read, which nobody has read yet. Returns at once."""
@@ -141,63 +174,51 @@ class ParquetImages:
 
     def _labels(self, block: int, table: Any) -> list[int]:
         # In Python: a worker's first read is not to import pyarrow.compute, or pandas for to_numpy.
-        labels: list[int] = table.column(self._columns[1]).to_pylist()
-        classes = len(self.class_names)
-        for place, label in enumerate(labels):
-            if label is None or not 0 <= label < classes:
-                raise self._bad_label(self.where(int(self._starts[block]) + place), label)
-        return labels
+        values = table.column(self._columns[1]).to_pylist()
+        return self._numbers(self._blocks[block][0], values, int(self._starts[block]))
 
-    def _image(self, block: int, group: _Group, place: int) -> Image:
-        if group.images is not None:
-            image = group.images[place].as_py()
-            if image is not None:
-                return bytes(image)
-        path = None if group.paths is None else group.paths[place].as_py()
-        if not path:
-            return BadRecord("the image is null")
-        return _image_at(self._blocks[block][0], path)
+    def _numbers(self, shard: Shard, values: Sequence[Any], start: int) -> list[int]:
+        """The numbers of the classes of rows start, start + 1, ... of a file."""
+        labels = self._labels_of[shard.uri]
+        numbers = list(map(labels.number, values))
+        if None in numbers:
+            place = numbers.index(None)
+            wrong = labels.what_is_wrong(values[place])
+            raise DataError(f"{self.where(start + place)}: {self._columns[1]} {wrong}.")
+        return numbers  # type: ignore[return-value]
+
+    def _images_at(self, apart: Sequence[tuple[int, Shard, str]]) -> Iterable[Image]:
+        """The images in files of their own; those in a store at the same time."""
+        if not self._remote or len(apart) < 2:
+            return [image_at(shard, path) for _, shard, path in apart]
+        with ThreadPoolExecutor(_REMOTE_READERS, thread_name_prefix="images") as pool:
+            return list(pool.map(lambda each: image_at(*each[1:]), apart))
+
+    def _new_groups(self, used: Callable[[int], Flags] | None = None) -> Groups[_Group]:
+        threads = _REMOTE_READERS if self._remote else _READERS
+        sizes = self.blocks, self.block_bytes, self._memory_bytes
+        return Groups(self._load, *sizes, threads, used)
+
+    def _how_mapped(self) -> str:
+        """What is to be said of labels that are numbers, but not those of their classes."""
+        names = self.class_names
+        unnamed = [s for s in self._shards if s.kind in ("integer", "number") and not s.class_names]
+        if not unnamed or not are_numbers(names) or names == [str(n) for n in range(len(names))]:
+            return ""
+        return f"{names[0]} to {names[-1]} with gaps or an offset: classes 0 to {len(names) - 1}"
 
     def _key(self, shard: Shard) -> str:
         told = f"{shard.name} {shard.size_bytes} {shard.digest} {self._columns}"
         return sha256(told.encode()).hexdigest()[:32]
 
-    def _find_class_names(self) -> list[str]:
-        """From the ClassLabel feature, else one name per label up to the largest."""
-        named = [shard for shard in self._shards if shard.class_names]
-        for shard in named:
-            if shard.class_names != named[0].class_names:
-                raise DataError(
-                    f"{shard.name}: its class names ({_some(shard.class_names or [])}) are not "
-                    f"those of {named[0].name} ({_some(named[0].class_names or [])})."
-                )
-        if named:
-            return list(named[0].class_names or [])
-        with ThreadPoolExecutor(_OPENERS, thread_name_prefix="labels") as pool:
-            largest = max(pool.map(self._largest_label, self._blocks))
-        return [str(label) for label in range(largest + 1)]
-
-    def _largest_label(self, block: tuple[Shard, int]) -> int:
-        shard, group = block
-        told = shard.groups[group].labels
-        if told is not None:
-            return told[2]
-        labels = shard.read(group, self._columns[1:]).column(0)
-        return max((label for label in labels.to_pylist() if label is not None), default=0)
-
     def _check_statistics(self) -> None:
         """Labels that are no class are found now, where the files have statistics."""
         for block, (shard, group) in enumerate(self._blocks):
             told = shard.groups[group].labels
-            if told is not None and (told[0] or told[1] < 0 or told[2] >= len(self.class_names)):
+            number = self._labels_of[shard.uri].number
+            if told is not None and (told[0] or number(told[1]) is None or number(told[2]) is None):
                 self._labels(block, shard.read(group, self._columns[1:]))  # names the row
-                where = f"{shard.name}, row group {group}"
-                raise self._bad_label(where, None if told[0] else told[1 + (told[1] >= 0)])
-
-    def _bad_label(self, where: str, label: int | None) -> DataError:
-        column, last = self._columns[1], len(self.class_names) - 1
-        wrong = "is null" if label is None else f"{label} is not in 0 to {last}"
-        return DataError(f"{where}: {column} {wrong}.")
+                raise DataError(f"{shard.name}, row group {group}: its statistics are damaged.")
 
 
 @dataclass(frozen=True)
@@ -210,40 +231,11 @@ class _Group:
     paths: Any = None
 
 
-def _open_all(paths: Sequence[str], image_column: str, label_column: str) -> list[Shard]:
-    """All files, or one error that tells of each that cannot be used."""
-    ask = partial(open_shard, image_column=image_column, label_column=label_column)
-    with ThreadPoolExecutor(_OPENERS, thread_name_prefix="footers") as pool:
-        opened = list(pool.map(lambda path: attempt(lambda: ask(path)), paths))
-    errors = [result for result in opened if isinstance(result, Exception)]
-    for error in errors:
-        if len(errors) == 1 or not isinstance(error, DataError):
-            raise error
-    if errors:
-        told = _some([str(error).rstrip(".") for error in errors], _ERRORS_SHOWN, "; ")
-        raise DataError(f"{len(errors)} of {len(paths)} files cannot be used: {told}.")
-    return [result for result in opened if isinstance(result, Shard)]
-
-
-def _image_at(shard: Shard, path: str) -> Image:
-    """The image in a file: of this machine, or below the folder of the Parquet file."""
-    parts = PurePosixPath(path).parts
-    if not shard.is_local and (path.startswith("/") or "://" in path or ".." in parts):
-        return BadRecord(f"{path} is not below the folder of its Parquet file")
-    place = os.path.join(os.path.dirname(shard.path), path)
-
-    def ask() -> bytes:
-        with shard.fs.open_input_stream(place, compression=None) as stream:
-            return bytes(stream.read())
-
-    outcome = patiently(ask, shard.is_local)
-    if isinstance(outcome, FileNotFoundError | NotADirectoryError | IsADirectoryError):
-        return BadRecord(f"{path}: no such file")
-    if isinstance(outcome, Exception):  # not the record's fault: it may well be there next time
-        raise DataError(f"{path}: cannot be read: {reason_of(shard.uri, outcome)}.")
-    return outcome
-
-
-def _some(names: Sequence[str], most: int = 5, separator: str = ", ") -> str:
-    more = f"{separator}and {len(names) - most} more" if len(names) > most else ""
-    return separator.join(names[:most]) + more
+def _image(group: _Group, place: int) -> Image | str:
+    """The image, or the path of its file."""
+    if group.images is not None:
+        image = group.images[place].as_py()
+        if image is not None:
+            return bytes(image)
+    path = None if group.paths is None else group.paths[place].as_py()
+    return str(path) if path else BadRecord("the image is null")

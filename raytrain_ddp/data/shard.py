@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
-import json
+import os
 import time
+from bisect import bisect_right
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from hashlib import sha256
+from itertools import accumulate
+from pathlib import PurePosixPath
 from typing import Any, NamedTuple, TypeVar
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 from pyarrow import fs as pafs
 
+from raytrain_ddp.data.labels import Kind, distinct_names, hugging_face_names, kind_of
+from raytrain_ddp.data.source import BadRecord
 from raytrain_ddp.errors import DataError, RaytrainError, did_you_mean
 from raytrain_ddp.uri import attempt, open_uri, reason_of, without_secrets
 
@@ -24,6 +30,8 @@ RETRY_S = (1.0, 5.0)  # waits before a store is asked again; its client has trie
 _TAIL_BYTES = 64 * 2**10  # has the whole footer of most files
 _MAGIC = b"PAR1"
 _BUFFER_BYTES = 256 * 2**10
+_OPENERS = 16
+_ERRORS_SHOWN = 20
 _BATCH_BYTES = 2**30  # an Arrow array of binary has at most 2 GiB
 
 
@@ -34,7 +42,7 @@ class RowGroup(NamedTuple):
         columns: that are read: the images' bytes, their paths if any bytes are missing, the labels.
         size_bytes: of these columns, unpacked.
         image_bytes: of the images' bytes, as stored.
-        labels: (nulls, least, largest); None if the file has no statistics of them.
+        labels: (nulls, least, largest) of integers; None if the file has no statistics of them.
     """
 
     rows: int
@@ -51,6 +59,8 @@ class Shard:
     Args:
         name: of the file, without secrets, for messages.
         digest: of the footer, which has the rows, sizes and offsets of all that is in the file.
+        kind: of the labels.
+        class_names: of the ClassLabel feature, if the file has one.
     """
 
     uri: str
@@ -60,6 +70,7 @@ class Shard:
     size_bytes: int
     digest: str
     groups: tuple[RowGroup, ...]
+    kind: Kind
     class_names: list[str] | None
     _footer: bytes  # a tenth of its parsed form
 
@@ -73,14 +84,32 @@ class Shard:
         Raises:
             DataError: the file is gone, damaged or not to be had.
         """
-        outcome = patiently(lambda: self._read(group, columns), self.is_local)
+        return self._answered([group], columns, f", row group {group}")
+
+    def values(self, column: str) -> list[Any]:
+        """A small column of all row groups, as Python values, shape (rows,).
+
+        Raises:
+            DataError: as `read`.
+        """
+        groups = [group for group, told in enumerate(self.groups) if told.rows]
+        values: list[Any] = self._answered(groups, [column], "").column(0).to_pylist()
+        return values
+
+    def where(self, row: int) -> str:
+        """File, row group and row in it, for messages."""
+        ends = list(accumulate(told.rows for told in self.groups))
+        group = bisect_right(ends, row)
+        return f"{self.name}, row group {group}, row {row - ends[group] + self.groups[group].rows}"
+
+    def _answered(self, groups: Sequence[int], columns: Sequence[str], where: str) -> Any:
+        outcome = patiently(lambda: self._read(groups, columns), self.is_local)
         if isinstance(outcome, Exception):
-            raise DataError(
-                f"{self.name}, row group {group}: cannot be read: {reason_of(self.uri, outcome)}."
-            )
+            reason = reason_of(self.uri, outcome)
+            raise DataError(f"{self.name}{where}: cannot be read: {reason}.")
         return outcome
 
-    def _read(self, group: int, columns: Sequence[str]) -> Any:
+    def _read(self, groups: Sequence[int], columns: Sequence[str]) -> Any:
         with self.fs.open_input_file(self.path) as source:
             size = source.size()
             if size != self.size_bytes:
@@ -94,10 +123,13 @@ class Shard:
                 pre_buffer=not self.is_local and not isinstance(self.fs, pafs.PyFileSystem),
                 page_checksum_verification=True,
             )
-            told = self.groups[group]
-            most = max(1, told.rows * _BATCH_BYTES // max(_BATCH_BYTES, told.size_bytes))
-            batches = file.iter_batches(most, [group], list(columns), use_threads=False)
+            most = min(self._batch_rows(group) for group in groups)
+            batches = file.iter_batches(most, list(groups), list(columns), use_threads=False)
             return pa.Table.from_batches(batches).flatten()
+
+    def _batch_rows(self, group: int) -> int:
+        told = self.groups[group]
+        return max(1, told.rows * _BATCH_BYTES // max(_BATCH_BYTES, told.size_bytes))
 
 
 def open_shard(uri: str, image_column: str, label_column: str) -> Shard:
@@ -137,15 +169,16 @@ def _open(uri: str, name: str, image_column: str, label_column: str) -> Shard:
         size = source.size()
         footer = _read_footer(source, size)
     file = _parsed(footer)
-    leaves = _check_columns(name, file.schema_arrow, image_column, label_column)
+    leaves, kind = _check_columns(name, file.schema_arrow, image_column, label_column)
     places = {file.metadata.schema.column(i).path: i for i in range(file.metadata.num_columns)}
     groups = tuple(
-        _row_group(file.metadata.row_group(i), places, leaves, label_column)
+        _row_group(file.metadata.row_group(i), places, leaves, label_column, kind)
         for i in range(file.metadata.num_row_groups)
     )
-    class_names = _class_names(file.schema_arrow, label_column)
+    names = hugging_face_names(file.schema_arrow, label_column)
+    class_names = distinct_names(names, name) if names else None
     digest = sha256(footer).hexdigest()
-    return Shard(uri, name, fs, path, size, digest, groups, class_names, footer)
+    return Shard(uri, name, fs, path, size, digest, groups, kind, class_names, footer)
 
 
 def _read_footer(source: Any, size: int) -> bytes:
@@ -166,8 +199,11 @@ def _parsed(footer: bytes) -> Any:
     return pq.ParquetFile(pa.BufferReader(footer))
 
 
-def _check_columns(name: str, schema: Any, image_column: str, label_column: str) -> tuple[str, ...]:
-    """The paths of the images' columns: of their bytes, of their files' paths, or of both."""
+def _check_columns(
+    name: str, schema: Any, image_column: str, label_column: str
+) -> tuple[tuple[str, ...], Kind]:
+    """The paths of the images' columns (of their bytes, of their files' paths, or of both), and
+    what the labels are."""
     for column in (image_column, label_column):
         if column not in schema.names:
             raise DataError(
@@ -176,9 +212,12 @@ def _check_columns(name: str, schema: Any, image_column: str, label_column: str)
                 "--data.label-column."
             )
     image, label = schema.field(image_column).type, schema.field(label_column).type
-    label = label.value_type if pa.types.is_dictionary(label) else label
-    if not pa.types.is_integer(label):
-        raise DataError(f"{name}: column {label_column!r} is {label}; integers expected.")
+    kind = kind_of(label)
+    if kind is None:
+        raise DataError(
+            f"{name}: column {label_column!r} is {label}; integers, strings or booleans are "
+            "expected, one a row. Set --data.label-column."
+        )
     leaves: tuple[str, ...] = ()
     if _is_binary(image):
         leaves = (image_column,)
@@ -193,7 +232,7 @@ def _check_columns(name: str, schema: Any, image_column: str, label_column: str)
             f"{name}: column {image_column!r} is {image}; encoded images are expected "
             "(struct<bytes, path> or binary)."
         )
-    return leaves
+    return leaves, kind
 
 
 def _is_binary(kind: Any) -> bool:
@@ -207,14 +246,14 @@ def _is_string(kind: Any) -> bool:
 
 
 def _row_group(
-    group: Any, places: dict[str, int], leaves: tuple[str, ...], label_column: str
+    group: Any, places: dict[str, int], leaves: tuple[str, ...], label_column: str, kind: Kind
 ) -> RowGroup:
     first = group.column(places[leaves[0]])
     known = first.statistics
     if known is not None and known.has_null_count and known.null_count == 0:
         leaves = leaves[:1]
     columns = (*leaves, label_column)
-    label = group.column(places[label_column]).statistics
+    label = group.column(places[label_column]).statistics if kind == "integer" else None
     labels = None
     if label is not None and label.has_null_count and (label.has_min_max or label.null_count):
         least, largest = (label.min, label.max) if label.has_min_max else (0, 0)
@@ -223,10 +262,40 @@ def _row_group(
     return RowGroup(group.num_rows, columns, size, first.total_compressed_size, labels)
 
 
-def _class_names(schema: Any, label_column: str) -> list[str] | None:
-    """Those of the Hugging Face ClassLabel feature, if it is one."""
-    try:
-        told = json.loads((schema.metadata or {}).get(b"huggingface", b"{}"))
-        return [str(name) for name in told["info"]["features"][label_column]["names"]]
-    except (KeyError, TypeError, ValueError):
-        return None
+def open_shards(paths: Sequence[str], image_column: str, label_column: str) -> list[Shard]:
+    """All files, or one error that tells of each that cannot be used."""
+    ask = partial(open_shard, image_column=image_column, label_column=label_column)
+    with ThreadPoolExecutor(_OPENERS, thread_name_prefix="footers") as pool:
+        opened = list(pool.map(lambda path: attempt(lambda: ask(path)), paths))
+    errors = [result for result in opened if isinstance(result, Exception)]
+    for error in errors:
+        if len(errors) == 1 or not isinstance(error, DataError):
+            raise error
+    if errors:
+        told = some([str(error).rstrip(".") for error in errors], _ERRORS_SHOWN, "; ")
+        raise DataError(f"{len(errors)} of {len(paths)} files cannot be used: {told}.")
+    return [result for result in opened if isinstance(result, Shard)]
+
+
+def image_at(shard: Shard, path: str) -> bytes | BadRecord:
+    """The image in a file: of this machine, or below the folder of the Parquet file."""
+    parts = PurePosixPath(path).parts
+    if not shard.is_local and (path.startswith("/") or "://" in path or ".." in parts):
+        return BadRecord(f"{path} is not below the folder of its Parquet file")
+    place = os.path.join(os.path.dirname(shard.path), path)
+
+    def ask() -> bytes:
+        with shard.fs.open_input_stream(place, compression=None) as stream:
+            return bytes(stream.read())
+
+    outcome = patiently(ask, shard.is_local)
+    if isinstance(outcome, FileNotFoundError | NotADirectoryError | IsADirectoryError):
+        return BadRecord(f"{path}: no such file")
+    if isinstance(outcome, Exception):  # not the record's fault: it may well be there next time
+        raise DataError(f"{path}: cannot be read: {reason_of(shard.uri, outcome)}.")
+    return outcome
+
+
+def some(names: Sequence[str], most: int = 5, separator: str = ", ") -> str:
+    more = f"{separator}and {len(names) - most} more" if len(names) > most else ""
+    return separator.join(names[:most]) + more

@@ -23,6 +23,7 @@ from raytrain_ddp.orchestration.result import Summary
 from raytrain_ddp.orchestration.words import (
     format_bytes,
     format_count,
+    format_data,
     format_metric,
     format_number,
     format_plan,
@@ -176,6 +177,8 @@ class Display:
         if not before:
             for line in format_plan(plan):
                 self._print(Text(line))
+            for title, text in format_data(plan.get("data"), plan.get("unit", "samples")):
+                self._print(Text(f"{title}: {text}", style="yellow" if title == "note" else ""))
             return
         text = f"restarted with {plural(plan['world_size'], 'worker')} (before: "
         text += f"{before['world_size']}) at step {start} of {total}"

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from raytrain_ddp.config import TrainConfig
+from raytrain_ddp.data.splits import Splits
 from raytrain_ddp.orchestration.preflight import check, is_complete, open_run
 from raytrain_ddp.orchestration.resources import choose_layout, missing, this_machine
+from raytrain_ddp.orchestration.words import format_data
 from raytrain_ddp.recipe import dumps, publishable
 
 
@@ -14,6 +18,7 @@ def dry_run(config: TrainConfig) -> str:
     Raises:
         RaytrainError: whatever `fit` would raise before it takes workers, but for their number.
     """
+    named = config.data.classes  # those that are found are told below, with the data
     config = check(config)
     run, manifest = open_run(config)
     have = this_machine()
@@ -41,17 +46,22 @@ def dry_run(config: TrainConfig) -> str:
         f"{epoch:g}": learning_rate(config, min(steps - 1, int(epoch * per_epoch)), per_epoch)
         for epoch in _epochs_to_show(config)
     }
-    times = f" x {repeats}" if repeats > 1 else ""
+    times = f" of {data.rows} x {repeats} {task.unit}" if repeats > 1 else ""
+    splits: Splits | None = getattr(task, "splits", None)
+    told = format_data(splits.summary() if splits else None, task.unit) or [
+        ("training set", f"{data.rows} {task.unit}"),
+        ("evaluation", f"{eval_data.rows} {task.unit}" if eval_data else "none"),
+    ]
     lines = [
-        dumps(publishable(config)).rstrip(),
+        dumps(publishable(replace(config, data=replace(config.data, classes=named)))).rstrip(),
         "",
         f"batch          {config.batch_size} = {config.slots} slots x {config.micro_batch} "
         f"{task.unit}",
         f"workers        {layout.said}, each {_resources(layout.per_worker)}, over "
         f"{layout.backend}; slots per worker: {', '.join(map(str, per_worker))}",
-        f"training set   {data.rows} {task.unit}{times}, {per_epoch} steps an epoch (the last with "
-        f"{plan.samples(per_epoch - 1)}), {steps} steps in {config.epochs} epochs",
-        f"evaluation     {eval_data.rows if eval_data else 0} {task.unit}",
+        *(f"{title:<14} {text}" for title, text in told),
+        f"steps          {per_epoch} an epoch{times} (the last with {plan.samples(per_epoch - 1)} "
+        f"{task.unit}), {steps} in {config.epochs} epochs",
         "learning rate  " + ", ".join(f"epoch {e}: {r:.3g}" for e, r in rates.items()),
         f"model          {sum(p.numel() for p in model.parameters()):,} parameters",
         f"checkpoint     {size / 2**20:.1f} MiB, in {run}",

@@ -17,10 +17,10 @@ from raytrain_ddp.checkpoint.layout import (
 from raytrain_ddp.checkpoint.manifest import Manifest
 from raytrain_ddp.checkpoint.storage import Storage
 from raytrain_ddp.config import RUN_NAME, TrainConfig
-from raytrain_ddp.data.folder import FolderImages
 from raytrain_ddp.data.locate import locate
-from raytrain_ddp.data.parquet import ParquetImages
+from raytrain_ddp.data.splits import open_splits
 from raytrain_ddp.errors import ConfigError, PreflightError
+from raytrain_ddp.inputs import DataConfig
 from raytrain_ddp.recipe import changed_fields
 from raytrain_ddp.tasks.load import BUILT_IN, check_task_name
 from raytrain_ddp.tasks.zoo import check_model_name
@@ -48,15 +48,24 @@ def check(config: TrainConfig) -> TrainConfig:
     check_task_name(config.task)
     if config.task in BUILT_IN:
         check_model_name(config.model.name)
-        for found in locate(config.data.source, config.data.eval_source):
-            if found is not None and found.kind == "parquet":  # reads the files' footers
-                ParquetImages(found.paths, config.data).close()
-            elif found is not None and found.kind == "folder":
-                FolderImages(found.paths[0])
+        config = replace(config, data=_with_classes(config.data))
     storage = config.storage  # absolute, so that it means the same in each worker and later
     if "://" not in storage:
         storage = str(Path(storage).expanduser().absolute())
     return replace(config, name=config.name or _default_name(config), storage=storage)
+
+
+def _with_classes(data: DataConfig) -> DataConfig:
+    """With the names of the classes, so that all workers and who resumes have the same. Those of
+    torchvision's sets, which torch is needed for, the workers see themselves."""
+    found = locate(data)
+    if any(
+        split is not None and split.kind == "torchvision" for split in (found.train, found.eval)
+    ):
+        return data
+    splits = open_splits(data, found)  # reads lists of files and footers, and labels if need be
+    splits.close()
+    return replace(data, classes=tuple(splits.class_names))
 
 
 def open_run(config: TrainConfig) -> tuple[Storage, Manifest | None]:

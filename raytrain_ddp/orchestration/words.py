@@ -50,6 +50,28 @@ def format_plan(plan: Mapping[str, Any]) -> tuple[str, str]:
     )
 
 
+def format_data(data: Mapping[str, Any] | None, unit: str) -> list[tuple[str, str]]:
+    """Title and text of each line about the data, as `Splits.summary` has them; none without."""
+    if data is None:
+        return []
+    train, evaluation, names = data["train"], data["eval"], data["names"]
+    classes = f"{format_count(data['classes'])} classes"
+    told = ", ".join(names) + ", ..." * (data["classes"] > len(names))
+    lines = [("training set", f"{format_count(train['rows'])} {unit} of {classes}: {told}")]
+    told = "not counted, as the storage is slow"
+    if "smallest" in train:
+        (small, least), (large, most) = train["smallest"], train["largest"]
+        told = f"{format_count(least)} (class {small}) to {format_count(most)} (class {large})"
+    lines.append(("class sizes", told))
+    told = "none"
+    if evaluation is not None:
+        absent = evaluation.get("empty", 0)
+        some = f"{data['classes'] - absent} of the {classes}" if absent else classes
+        told = f"{format_count(evaluation['rows'])} {unit} of {some}: {evaluation['from']}"
+    lines.append(("evaluation", told))
+    return lines + [("note", note) for note in data["notes"]]
+
+
 def format_bytes(count: float) -> str:
     """``512 MiB``, ``7.5 GiB``, ``80 GiB``, ``2.0 TiB``."""
     for unit, step in (("TiB", 2**40), ("GiB", 2**30)):

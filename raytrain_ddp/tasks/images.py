@@ -11,10 +11,10 @@ from torch.nn.functional import cross_entropy
 
 from raytrain_ddp.config import TrainConfig
 from raytrain_ddp.data.device import finish, mix
-from raytrain_ddp.data.images import image_data, open_images
-from raytrain_ddp.data.locate import locate
+from raytrain_ddp.data.images import image_data
 from raytrain_ddp.data.source import Batch, Data
-from raytrain_ddp.errors import ConfigError, DataError, did_you_mean
+from raytrain_ddp.data.splits import open_splits
+from raytrain_ddp.errors import ConfigError, did_you_mean
 from raytrain_ddp.tasks.digits import DigitsCNN
 from raytrain_ddp.tasks.task import Task
 from raytrain_ddp.tasks.zoo import DIGITS
@@ -33,16 +33,8 @@ class ImageClassification(Task):
     def __init__(self, config: TrainConfig) -> None:
         self._config = config
         self._scales: dict[torch.device, Tensor] = {}  # mean and std, (2, 3, 1, 1)
-        train, evaluation = locate(config.data.source, config.data.eval_source)
-        self._train = open_images(train, config.data)
-        self._eval = open_images(evaluation, config.data) if evaluation else None
-        self.class_names = self._train.class_names
-        # A split without the last classes may not know of them.
-        if self._eval and self._eval.class_names != self.class_names[: len(self._eval.class_names)]:
-            raise DataError(
-                f"the evaluation set has classes {_some(self._eval.class_names)}, the training set "
-                f"{_some(self.class_names)}."
-            )
+        self.splits = open_splits(config.data)
+        self.class_names = self.splits.class_names
 
     def model(self) -> nn.Module:
         config, classes = self._config.model, len(self.class_names)
@@ -69,12 +61,12 @@ class ImageClassification(Task):
 
     def train_data(self) -> Data:
         config = self._config
-        return image_data(self._train, config.data, config.augment, len(self.class_names))
+        return image_data(self.splits.train, config.data, config.augment, len(self.class_names))
 
     def eval_data(self) -> Data | None:
-        if self._eval is None:
+        if self.splits.eval is None:
             return None
-        return image_data(self._eval, self._config.data, None, len(self.class_names))
+        return image_data(self.splits.eval, self._config.data, None, len(self.class_names))
 
     def loss(self, model: nn.Module, batch: Batch) -> Tensor:
         inputs, labels = mix(self._inputs(batch), batch["label"], self._config.augment)
@@ -115,7 +107,3 @@ class ImageClassification(Task):
         mean, std = self._scales[images.device]
         flip, erase = batch.get("flip"), batch.get("erase")
         return finish(images, mean, std, flip, erase, self._config.compute.channels_last)
-
-
-def _some(names: list[str]) -> str:
-    return f"{', '.join(names[:3])}{', ...' if len(names) > 3 else ''} ({len(names)})"

@@ -12,11 +12,11 @@ from torch.nn.parallel import DistributedDataParallel
 
 from raytrain_ddp.checkpoint.layout import run_storage
 from raytrain_ddp.checkpoint.snapshot import unstorable
-from raytrain_ddp.checkpoint.store import Checkpoint
 from raytrain_ddp.config import TrainConfig
 from raytrain_ddp.data.loader import TrainLoader, memory_note, shuffle_for, window_for
 from raytrain_ddp.data.plan import Plan
 from raytrain_ddp.data.source import Data
+from raytrain_ddp.data.splits import Splits
 from raytrain_ddp.data.threads import Threads
 from raytrain_ddp.errors import ConfigError, DataError
 from raytrain_ddp.failpoints import failpoint
@@ -27,6 +27,7 @@ from raytrain_ddp.training.clock import Clock
 from raytrain_ddp.training.compression import compress
 from raytrain_ddp.training.feed import AgreedCount, Audit, Feed, on_device
 from raytrain_ddp.training.guard import make_guard
+from raytrain_ddp.training.identity import DataIdentity
 from raytrain_ddp.training.likeness import Likeness
 from raytrain_ddp.training.optim import build_optimizer
 from raytrain_ddp.training.profiler import Profile
@@ -38,7 +39,7 @@ from raytrain_ddp.training.state import TrainState
 from raytrain_ddp.training.step import Stepper
 from raytrain_ddp.training.stragglers import Stragglers
 from raytrain_ddp.training.timing import peak_flops_per_s
-from raytrain_ddp.training.world import World, broadcast, seed_all, set_up, versions
+from raytrain_ddp.training.world import World, seed_all, set_up, versions
 
 
 def prepare(config: TrainConfig, task: Task, session: Session) -> Run:
@@ -50,6 +51,9 @@ def prepare(config: TrainConfig, task: Task, session: Session) -> Run:
     session.watch(clock)
     session.tell({"kind": "phase", "name": "opening the data"})
     data, eval_data = task.train_data(), task.eval_data()
+    splits: Splits | None = getattr(task, "splits", None)
+    if splits is not None and world.is_main:
+        splits.begin_counting()
     if not data.rows:
         raise DataError("the training set has 0 rows.")
     if data.source.blocks.min() < 1:
@@ -81,15 +85,11 @@ def prepare(config: TrainConfig, task: Task, session: Session) -> Run:
     flops = stepper.warm_up(loader.any_batch(), loader.any_batch(_smallest_slot(plan)))
     failpoint("start.warmed_up", world.rank)
 
-    fingerprint = data.source.fingerprint()
-    if broadcast((fingerprint, data.rows), world) != (fingerprint, data.rows):
-        raise DataError(
-            f"rank {world.rank} has other training data ({data.rows} rows) than rank 0: give all "
-            "nodes the same files."
-        )
+    identity = DataIdentity.of(data, eval_data, task)
+    identity.require_alike(world)
     checkpoint = session.latest()
     if checkpoint is not None:
-        _require_same_data(data.rows, fingerprint, checkpoint)
+        identity.require_same(checkpoint, data)
         session.restore_log(state.load(checkpoint))
     else:
         session.restore_log([])
@@ -111,6 +111,7 @@ def prepare(config: TrainConfig, task: Task, session: Session) -> Run:
             "train_samples": data.rows,
             "eval_samples": eval_data.rows if eval_data else 0,
             "unit": task.unit,
+            "data": splits.summary() if splits is not None and world.is_main else None,
             "resumed_from": str(checkpoint.name) if checkpoint else None,
             "hosts": session.hosts,
             "versions": versions(),
@@ -126,7 +127,7 @@ def prepare(config: TrainConfig, task: Task, session: Session) -> Run:
         feed=make_feed(config, loader, state, session, clock),
         stepper=stepper,
         eval_data=eval_data,
-        data_fingerprint=fingerprint,
+        identity=identity,
         logged_step=state.step,
         clock=clock,
         stragglers=Stragglers(plan.slots, world.size),
@@ -194,15 +195,6 @@ def _no_buffer_sync() -> dict[str, bool]:
     parameters = inspect.signature(DistributedDataParallel.__init__).parameters
     new = "forward_sync_buffers"
     return {new if new in parameters else "broadcast_buffers": False}
-
-
-def _require_same_data(rows: int, fingerprint: str, checkpoint: Checkpoint) -> None:
-    before = checkpoint.manifest.data_fingerprint
-    if before != fingerprint:
-        raise DataError(
-            f"the training data ({rows} rows, fingerprint {fingerprint[:12]}) differ from those of "
-            f"{checkpoint.name} ({before[:12]}): restore them, or start anew under another --name."
-        )
 
 
 def train_loader(config: TrainConfig, data: Data, plan: Plan, world: World) -> TrainLoader:

@@ -21,6 +21,7 @@ from raytrain_ddp.training.cadence import Cadence
 from raytrain_ddp.training.clock import Clock
 from raytrain_ddp.training.evaluate import evaluate, scalars
 from raytrain_ddp.training.feed import Feed, require_few_bad
+from raytrain_ddp.training.identity import DataIdentity
 from raytrain_ddp.training.repro import REMEDY
 from raytrain_ddp.training.session import Session
 from raytrain_ddp.training.state import TrainState
@@ -54,7 +55,7 @@ class Run:
     feed: Feed
     stepper: Stepper
     eval_data: Data | None
-    data_fingerprint: str
+    identity: DataIdentity
     logged_step: int
     clock: Clock
     stragglers: Stragglers
@@ -181,13 +182,15 @@ class Run:
                     attempt=0,  # the recorder's to say
                     world_size=world.size,
                     config=to_dict(publishable(self.config)),
-                    data_fingerprint=self.data_fingerprint,
+                    data_fingerprint=self.identity.train,
                     metrics=metrics,
                     finished=step >= self.config.epochs * self.plan.steps_per_epoch
                     and not self.owes_evaluation(),
                 )
                 taken = self.state.snapshot(manifest, self.session.records(), gathered)
-                snapshot = replace(taken, last=last)
+                progress = {**taken.documents["state.json"], **self.identity.document()}
+                documents = {**taken.documents, "state.json": progress}
+                snapshot = replace(taken, documents=documents, last=last)
                 failpoint("checkpoint.snapshot", world.rank, step)
             self.session.report({**metrics, "step": step}, snapshot)
         self.session.saved(time.monotonic() - began - waited)

@@ -13,7 +13,13 @@ class ConvertConfig:
     """Equal configs and equal sources give equal bytes, on any number of processes."""
 
     eval_source: str | None = None
-    """Source of the evaluation split. Default: the test, val or validation split beside train."""
+    """Source of the evaluation split. Default: the validation and test splits beside train."""
+    train_split: str = "auto"
+    """Name of the split to train on, as --data.train-split of fit."""
+    eval_split: str = "auto"
+    """Name of the split to evaluate on, as --data.eval-split of fit; auto: validation and test."""
+    config: str = "auto"
+    """Which of several data sets in one repository, as --data.config of fit."""
     root: str = "data"
     """Folder for downloads of torchvision data sets."""
     image_column: str = "image"

@@ -32,9 +32,9 @@ from raytrain_ddp.data.conversion.shards import (
 from raytrain_ddp.data.conversion.splits import Split, open_splits
 from raytrain_ddp.data.conversion.spool import Listing
 from raytrain_ddp.data.conversion.stage import Stage, different
+from raytrain_ddp.data.data_set import DATASET_FILE
 from raytrain_ddp.data.dataset_file import FORMAT, read_dataset_file
 from raytrain_ddp.data.draws import Rows
-from raytrain_ddp.data.locate import DATASET_FILE
 from raytrain_ddp.data.permute import sorted_permutation
 from raytrain_ddp.data.source import BadRecord
 from raytrain_ddp.errors import ConfigError, DataError, PreflightError
@@ -52,11 +52,13 @@ class Converted:
     Args:
         dataset: the content of its ``dataset.json``.
         found: it was there already.
+        notes: what of the source was left out, in sentences.
     """
 
     folder: Path
     dataset: Mapping[str, Any]
     found: bool
+    notes: tuple[str, ...] = ()
 
 
 def convert(source: str, dest: str, config: ConvertConfig, run: Run, phase: Phase) -> Converted:
@@ -78,7 +80,7 @@ def convert(source: str, dest: str, config: ConvertConfig, run: Run, phase: Phas
                 with _told_of_disk(stage), stage.held():
                     stage.give_name()
             return Converted(stage.dest, dataset, found=place == stage.dest)
-    splits = open_splits(source, config)
+    splits, notes = open_splits(source, config)
     with _told_of_disk(stage), stage.held():
         content = {split.name: split.fingerprint() for split in splits}
         versions = {"pyarrow": pa.__version__, "pillow": PIL.__version__}
@@ -87,7 +89,7 @@ def convert(source: str, dest: str, config: ConvertConfig, run: Run, phase: Phas
         done = [_convert_split(split, classes, stage, config, run, phase) for split in splits]
         dataset = _dataset(source, config, classes, done)
         stage.finish([file["path"] for file in dataset["files"]], dataset)
-    return Converted(stage.dest, dataset, found=False)
+    return Converted(stage.dest, dataset, found=False, notes=notes)
 
 
 @dataclass(frozen=True)
@@ -215,8 +217,11 @@ def _dataset(
 def _shaping(config: ConvertConfig) -> dict[str, Any]:
     """The arguments that the bytes depend on. What is done with bad records is not among them: a
     conversion that stopped at one can go on with another policy."""
-    free = ("root", "bad_records")
-    return {name: value for name, value in asdict(config).items() if name not in free}
+    free = {"root", "bad_records"}
+    given = asdict(config)
+    # Left out as long as they say nothing: what was converted before they existed is the same.
+    free |= {name for name in ("train_split", "eval_split", "config") if given[name] == "auto"}
+    return {name: value for name, value in given.items() if name not in free}
 
 
 def _check_dest(source: str, dest: str) -> Path:
@@ -252,7 +257,7 @@ def _require_same(dest: Path, dataset: Mapping[str, Any], given: Mapping[str, An
 
 def _bad_record(split: Split, row: int, why: str) -> DataError:
     return DataError(
-        f"{split.source.where(row)}: not a readable image: {why.rstrip('.')}. Mend or remove it, "
+        f"{split.source.where(row)}: not a readable image: {why.rstrip('.')}. Repair or remove it, "
         "or give --bad-records skip."
     )
 

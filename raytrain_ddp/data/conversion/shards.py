@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,6 +18,7 @@ import pyarrow.parquet as pq
 from raytrain_ddp.data.conversion.config import ConvertConfig
 from raytrain_ddp.data.conversion.pixels import PixelCounts, decoded, shrunk
 from raytrain_ddp.data.conversion.stage import PART, replace_with, write_json
+from raytrain_ddp.data.decode import reason_for
 from raytrain_ddp.data.source import BadRecord
 from raytrain_ddp.durable import fsync
 from raytrain_ddp.errors import DataError
@@ -26,7 +26,6 @@ from raytrain_ddp.errors import DataError
 MIB = 2**20
 _PAGE_BYTES = MIB  # what one checksum covers
 _READ_BYTES = 8 * MIB
-_ADDRESS = re.compile(r" <_io\.BytesIO object at 0x[0-9a-f]+>")  # in Pillow's messages
 
 Tell = Callable[[int, int], None]  # told of images that are done, and their bytes in the source
 Phase = Callable[[str, int], Tell]  # begins a part of the work, of a name and so many images
@@ -168,7 +167,7 @@ def stored(content: bytes, config: ConvertConfig, count: bool) -> tuple[bytes, P
             pixels = decoded(content)
             counts = PixelCounts.of(pixels) if count else None
     except Exception as error:  # decoders raise what they like
-        raise BadRecord(_ADDRESS.sub("", str(error)) or type(error).__name__) from error
+        raise BadRecord(reason_for(error)) from None
     return content, counts
 
 

@@ -4,11 +4,10 @@ but for torchvision's own data sets."""
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from hashlib import sha256
-from pathlib import Path
 from typing import Any, Literal
 
 from raytrain_ddp.data.conversion.config import ConvertConfig
@@ -23,12 +22,10 @@ from raytrain_ddp.data.conversion.spool import (
     spool_images,
 )
 from raytrain_ddp.data.conversion.stage import Stage
-from raytrain_ddp.data.folder import FolderImages
-from raytrain_ddp.data.locate import EVAL_SPLITS, Located, locate, split_told_by
-from raytrain_ddp.data.parquet import ParquetImages
-from raytrain_ddp.errors import DataError
+from raytrain_ddp.data.labels import NoLabelsError
+from raytrain_ddp.data.locate import Located, locate_all, role_of
+from raytrain_ddp.data.splits import open_images
 from raytrain_ddp.inputs import DataConfig
-from raytrain_ddp.uri import without_secrets
 
 
 @dataclass(frozen=True)
@@ -70,65 +67,55 @@ class Split:
         if self.kind == "torchvision":
             names = list(spool_images(self.source, self.name, stage.folder, tell))
         else:
-            classes = len(self.source.class_names)
+            classes = self.source.class_names
             chunks = parquet_chunks(self.name, stage.folder, self.paths, classes, self.data)
             names = sorted(run(spool_chunk, chunks, tell))
         return listing_of_spool(stage.spool, names)
 
 
-def open_splits(source: str, config: ConvertConfig) -> list[Split]:
+def open_splits(source: str, config: ConvertConfig) -> tuple[list[Split], tuple[str, ...]]:
     """The splits that training on `source` would read, the train split first.
 
     Raises:
-        DataError: there is nothing to convert, or the splits do not have the same classes.
+        DataError: there is nothing to convert, or a split has a class that the train split has not.
     """
     data = DataConfig(
         source=source,
         eval_source=config.eval_source,
+        train_split=config.train_split,
+        eval_split=config.eval_split,
+        config=config.config,
         root=config.root,
         image_column=config.image_column,
         label_column=config.label_column,
         bad_records=config.bad_records,
     )
-    train, evaluation = locate(source, config.eval_source)
-    splits = [_open("train", train, data)]
-    if evaluation is not None:
-        splits += [_open(name, some, data) for name, some in _by_name(evaluation)]
-    names = splits[0].class_names
-    for split in splits[1:]:
-        other = split.class_names
-        if other != names[: len(other)]:
-            odd = next(name for n, name in enumerate(other) if names[n : n + 1] != [name])
-            raise DataError(
-                f"split {split.name!r} has other classes than 'train' ({len(other)} and "
-                f"{len(names)}; {odd!r} is the first that differs): labels would not agree."
-            )
-    return splits
+    found, more = locate_all(data)
+    splits = [_open("train", found.train, data, None)]
+    notes = list(found.notes)
+    for part in (found.eval, *more):
+        if part is not None:
+            try:
+                splits.append(_open(_name_of_shards(part), part, data, splits[0].class_names))
+            except NoLabelsError as error:
+                if config.eval_source is not None or config.eval_split != "auto":
+                    raise
+                notes.append(f"not converted: {error}")
+    return splits, tuple(notes)
 
 
-def _open(name: str, found: Located, data: DataConfig) -> Split:
+def _open(name: str, found: Located, data: DataConfig, classes: Sequence[str] | None) -> Split:
     paths = found.paths
-    if found.kind == "torchvision":
-        from raytrain_ddp.data.torchvision_sets import TorchvisionImages
-
-        images = TorchvisionImages(paths[0], Path(data.root), found.split == "train")
-        return Split(name, found.kind, paths, images, data)
-    paths = tuple(path if "://" in path else os.path.abspath(path) for path in paths)
-    if found.kind == "folder":
-        return Split(name, found.kind, paths, FolderImages(paths[0]), data)
-    return Split(name, found.kind, paths, ParquetImages(paths, data), data)
+    if found.kind != "torchvision":
+        paths = tuple(path if "://" in path else os.path.abspath(path) for path in paths)
+        found = replace(found, paths=paths)
+    return Split(name, found.kind, paths, open_images(found, data, classes), data)
 
 
-def _by_name(found: Located) -> Iterator[tuple[str, Located]]:
-    """Evaluation files by the split that they name themselves; test, where they name none."""
-    of_name: dict[str, list[str]] = {}
-    for uri in found.paths:
-        path = Path(without_secrets(uri))
-        candidates = (path.name.lower(), split_told_by(path), path.parent.name.lower())
-        name = next((name for name in candidates if name in EVAL_SPLITS), "test")
-        of_name.setdefault(name, []).append(uri)
-    for name, paths in of_name.items():
-        yield name, replace(found, paths=tuple(paths))
+def _name_of_shards(part: Located) -> str:
+    """That of the split, if it says that it is to evaluate on; else test."""
+    name = part.name.lower()
+    return name if role_of(name) in ("validation", "test") else "test"
 
 
 def _size_and_time(path: str) -> tuple[int, int] | None:

@@ -21,6 +21,7 @@ import numpy as np
 from raytrain_ddp.data.conversion.pixels import png
 from raytrain_ddp.data.conversion.shards import Record, Tell
 from raytrain_ddp.data.conversion.stage import read_json, replace_with, write_json
+from raytrain_ddp.data.decode import reason_for
 from raytrain_ddp.data.draws import Rows
 from raytrain_ddp.data.parquet import ParquetImages
 from raytrain_ddp.data.shard import open_shard
@@ -69,12 +70,12 @@ class Chunk:
     path: str
     first: int
     stop: int
-    classes: int
+    classes: tuple[str, ...]
     config: DataConfig
 
 
 def parquet_chunks(
-    split: str, stage: Path, paths: Sequence[str], classes: int, config: DataConfig
+    split: str, stage: Path, paths: Sequence[str], classes: Sequence[str], config: DataConfig
 ) -> list[Chunk]:
     """The files' row groups in order, in runs of `CHUNK_ROWS` rows or one row group."""
     columns = {"image_column": config.image_column, "label_column": config.label_column}
@@ -92,7 +93,7 @@ def parquet_chunks(
             if rows:
                 spans.append((path, first, len(shard.groups)))
     return [
-        Chunk(f"{split}-{number:06d}", str(stage), path, first, stop, classes, config)
+        Chunk(f"{split}-{number:06d}", str(stage), path, first, stop, tuple(classes), config)
         for number, (path, first, stop) in enumerate(spans)
     ]
 
@@ -101,11 +102,11 @@ def spool_chunk(chunk: Chunk, tell: Tell) -> str:
     """Copies a chunk, if that is not done yet, and returns its name.
 
     Raises:
-        DataError: the file is damaged, or a label is not in 0 to `classes` - 1.
+        DataError: the file is damaged, or a label is none of `classes`.
     """
     spool = Path(chunk.stage) / "state" / "spool"
     if not (spool / f"{chunk.name}.json").exists():
-        write_spool(spool, chunk.name, _parquet_items(chunk), chunk.classes, tell)
+        write_spool(spool, chunk.name, _parquet_items(chunk), tell)
     return chunk.name
 
 
@@ -118,11 +119,11 @@ def spool_images(source: Any, split: str, stage: Path, tell: Tell) -> Iterator[s
             name = f"{split}-{number:06d}"
             if not (spool / f"{name}.json").exists():
                 items = _pil_items(source, range(start, min(start + CHUNK_ROWS, rows)), threads)
-                write_spool(spool, name, items, len(source.class_names), tell)
+                write_spool(spool, name, items, tell)
             yield name
 
 
-def write_spool(spool: Path, name: str, items: Iterable[Item], classes: int, tell: Tell) -> None:
+def write_spool(spool: Path, name: str, items: Iterable[Item], tell: Tell) -> None:
     index: dict[str, Any] = {"sizes": [], "labels": [], "paths": [], "bad": {}}
     state = spool.parent
     with replace_with(spool / f"{name}.bin", state) as temp, temp.open("wb") as file:
@@ -181,19 +182,14 @@ def _parquet_items(chunk: Chunk) -> Iterator[Item]:
     path_column = f"{config.image_column}.path"
     shard = open_shard(chunk.path, config.image_column, config.label_column)
     start = sum(told.rows for told in shard.groups[: chunk.first])
-    with closing(ParquetImages([chunk.path], config)) as source:
+    with closing(ParquetImages([chunk.path], config, chunk.classes)) as source:
         for group in range(chunk.first, chunk.stop):
             rows = start + np.arange(shard.groups[group].rows, dtype=np.int64)
             start += len(rows)
             table = shard.read(group, [path_column])
             told = path_column in table.column_names
             paths = table.column(path_column).to_pylist() if told else [None] * len(rows)
-            for row, (image, label), path in zip(
-                rows.tolist(), source.read(rows), paths, strict=True
-            ):
-                if label >= chunk.classes:  # of a file that does not name its classes
-                    last = chunk.classes - 1
-                    raise DataError(f"{source.where(row)}: label {label} is not in 0 to {last}.")
+            for (image, label), path in zip(source.read(rows), paths, strict=True):
                 yield image, label, path
 
 
@@ -202,7 +198,7 @@ def _pil_items(source: Any, rows: range, threads: ThreadPoolExecutor) -> Iterato
         try:
             return record[0] if isinstance(record[0], bytes | BadRecord) else png(record[0])
         except Exception as error:  # decoders, which PIL calls late, raise what they like
-            return BadRecord(str(error) or type(error).__name__)
+            return BadRecord(reason_for(error))
 
     for start in range(rows.start, rows.stop, _PNG_ROWS):
         some = range(start, min(start + _PNG_ROWS, rows.stop))

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 from uuid import uuid4
 
-from raytrain_ddp.data.locate import DATASET_FILE
+from raytrain_ddp.data.data_set import DATASET_FILE
 from raytrain_ddp.durable import fsync
 from raytrain_ddp.errors import ConfigError, DataError, RunLockedError
 

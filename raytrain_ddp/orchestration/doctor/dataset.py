@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from raytrain_ddp.config import TrainConfig
-from raytrain_ddp.data.folder import FolderImages
-from raytrain_ddp.data.locate import Located, locate
-from raytrain_ddp.data.parquet import ParquetImages
+from raytrain_ddp.data.locate import locate
+from raytrain_ddp.data.source import Source
+from raytrain_ddp.data.splits import open_splits
 from raytrain_ddp.recipe import from_dict
 from raytrain_ddp.tasks.load import BUILT_IN, load_task
 from raytrain_ddp.uri import attempt, reason_of
@@ -45,24 +45,19 @@ def look(config: Mapping[str, Any], folder: str, import_paths: Sequence[str]) ->
 
 
 def _open(config: TrainConfig) -> tuple[list[Any], list[Any] | None]:
-    if config.task in BUILT_IN:
-        train, evaluation = locate(config.data.source, config.data.eval_source)
-        if train.kind != "torchvision":
-            return _summary(train, config), _summary(evaluation, config) if evaluation else None
-    task = load_task(config)
-    data, other = task.train_data(), task.eval_data()
-    return (
-        [data.rows, data.source.fingerprint()],
-        [other.rows, other.source.fingerprint()] if other else None,
-    )
+    train: Source
+    other: Source | None
+    found = locate(config.data) if config.task in BUILT_IN else None
+    if found is not None and found.train.kind != "torchvision":
+        splits = open_splits(config.data, found)
+        train, other = splits.train, splits.eval
+        splits.close()
+    else:
+        task = load_task(config)
+        data, eval_data = task.train_data(), task.eval_data()
+        train, other = data.source, eval_data.source if eval_data else None
+    return _told(train), _told(other) if other else None
 
 
-def _summary(found: Located, config: TrainConfig) -> list[Any]:
-    if found.kind == "folder":
-        images = FolderImages(found.paths[0])
-        return [int(images.blocks.sum()), images.fingerprint()]
-    source = ParquetImages(found.paths, config.data)
-    try:
-        return [int(source.blocks.sum()), source.fingerprint()]
-    finally:
-        source.close()
+def _told(source: Source) -> list[Any]:
+    return [int(source.blocks.sum()), source.fingerprint()]

@@ -1,0 +1,185 @@
+"""Splits of images in class folders, by the names of the folders above the classes."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field
+from pathlib import PurePosixPath
+
+from raytrain_ddp.data.listing import Listing
+from raytrain_ddp.data.split_names import NoSuchConfigError, SplitName, some, split_name
+from raytrain_ddp.errors import DataError
+
+_WHOLE_FOLDER = re.compile(r"(?:(?P<folder>[^*?\[]+)/)?(\*\*|\*/\*)(/\*)?(\.\w+)?")
+
+
+@dataclass
+class FolderSplits:
+    """Folders of class folders, below the listing's root.
+
+    Args:
+        folders: by split; one without a name is the split "".
+        unusable: why a split cannot be used.
+    """
+
+    folders: dict[str, str] = field(default_factory=dict)
+    unusable: dict[str, str] = field(default_factory=dict)
+
+
+class _Tree:
+    """The folders that hold images, at any depth."""
+
+    def __init__(self, listing: Listing) -> None:
+        self.direct = {str(PurePosixPath(name).parent) for name in listing.images}
+        self.full = {str(above) for name in listing.images for above in PurePosixPath(name).parents}
+        self._below: dict[str, list[str]] = {}
+        for name in listing.folders:
+            self._below.setdefault(str(PurePosixPath(name).parent), []).append(name)
+
+    def below(self, folder: str) -> list[str]:
+        return [name for name in self._below.get(folder, []) if name in self.full]
+
+    def empty(self, folder: str) -> list[str]:
+        return [name for name in self._below.get(folder, []) if name not in self.full]
+
+
+def class_folder_splits(listing: Listing, config: str, asked: Collection[str]) -> FolderSplits:
+    """Finds the folders whose folders are the classes.
+
+    They may lie some folders deeper, if nothing else does. Folders count as splits if their names
+    are ``train``, ``val2017`` ..., or ``my_train`` beside ``my_test``.
+
+    Args:
+        config: the folder with splits to use, of several; "auto": there is one.
+        asked: names of splits, which then may be any.
+
+    Raises:
+        NoSuchConfigError: there is no config of the name that is asked for.
+        DataError: it cannot be told what is a split and what is a class.
+    """
+    tree, top, picked = _Tree(listing), ".", config == "auto"
+    while True:
+        subs = tree.below(top)
+        splits = _splits_among(subs, asked, tree)
+        inner = [name for name in subs if not splits and _splits_among(tree.below(name), (), tree)]
+        if not picked and not splits and inner:
+            chosen = [n for n in inner if config.casefold() in (n.casefold(), _name(n).casefold())]
+            if not chosen:
+                has = f"but {some(inner)}"
+                raise NoSuchConfigError(f"{listing.shown} has no config {config!r}, {has}.")
+            top, picked = chosen[0], True
+        elif len(inner) > 1:
+            raise DataError(
+                f"{listing.shown} holds several data sets with splits of their own: "
+                f"{some(inner)}. Name one with --data.config. If these are classes, move the "
+                f"splits above them (train/{_name(inner[0])})."
+            )
+        elif inner and len(subs) > 1:
+            beside = [name for name in subs if name not in inner]
+            raise DataError(
+                f"{listing.shown}: {inner[0]} holds splits, and {some(beside)} beside it images: "
+                f"give the folder {inner[0]} itself if that is the data set."
+            )
+        elif inner:
+            top = inner[0]
+        elif nested := _nested(splits, tree):
+            top = nested
+        else:
+            break
+    if not picked:
+        raise NoSuchConfigError(f"{listing.shown} has no config {config!r}: leave it out.")
+    return _described(top, splits, subs, tree)
+
+
+def refuse_split_names_as_classes(listing: Listing, split: str, folder: str) -> None:
+    """Raises a DataError if class folders have the names of splits."""
+    names = [_name(name) for name in _Tree(listing).below(folder)]
+    odd = [name for name in names if (found := split_name(name)) and found.is_exact]
+    if odd:
+        raise DataError(
+            f"{listing.shown}: among the class folders of {split or folder} are names of splits "
+            f"({some(odd)}). If they are splits, give the folder that holds them, and only them; "
+            f"if they are classes, say so with --data.train-split{f' {split}' if split else ''}."
+        )
+
+
+def folder_of_patterns(patterns: Collection[str]) -> str | None:
+    """The folder of which ``data_files`` such as ``images/train/**`` are all; None: of none."""
+    found = [_WHOLE_FOLDER.fullmatch(pattern) for pattern in patterns]
+    folders = {match["folder"] or "." if match else None for match in found}
+    return folders.pop() if len(folders) == 1 else None
+
+
+def _described(
+    top: str, splits: Mapping[str, str], subs: Collection[str], tree: _Tree
+) -> FolderSplits:
+    found = FolderSplits()
+    if not splits:
+        found.folders[""] = top
+        return found
+    for name in subs:
+        if name not in splits.values():
+            found.unusable[_name(name)] = "its name is not that of a split"
+    for label, folder in splits.items():
+        if tree.below(folder):
+            found.folders[label] = folder
+        else:
+            found.unusable[label] = "it holds images without class folders"
+    for name in tree.empty(top):
+        split = split_name(_name(name))
+        if split and split.is_exact:
+            found.unusable[split.word] = "it holds no images"
+    return found
+
+
+def _splits_among(folders: Collection[str], asked: Collection[str], tree: _Tree) -> dict[str, str]:
+    """Those whose names are splits', by the split's name."""
+    names = {folder: split_name(_name(folder)) for folder in folders}
+    known = {folder: split for folder, split in names.items() if split and split.is_exact}
+    if not known:
+        known = {
+            folder: split for folder, split in names.items() if split and _paired(split, names)
+        }
+    words = [split.word for split in known.values()]
+    found = {
+        split.word if words.count(split.word) == 1 else _name(folder): folder
+        for folder, split in known.items()
+    }
+    wanted = {name.casefold() for name in asked} - {label.casefold() for label in found}
+    if any(_name(folder).casefold() in wanted and tree.below(folder) for folder in folders):
+        found |= {_name(folder): folder for folder in folders if folder not in found.values()}
+    return {label: _unwrapped(folder, tree) for label, folder in found.items()}
+
+
+def _paired(split: SplitName, names: Mapping[str, SplitName | None]) -> bool:
+    """Whether the same name is there for training and for another split: my_train, my_test."""
+    roles = {
+        other.role
+        for other in names.values()
+        if other and (other.before, other.after) == (split.before, split.after)
+    }
+    return "train" in roles and len(roles) > 1
+
+
+def _unwrapped(folder: str, tree: _Tree) -> str:
+    """``seg_train/seg_train`` of ``seg_train``, as archives unpacked in a folder of their name."""
+    while True:
+        inside = tree.below(folder)
+        same = len(inside) == 1 and _name(inside[0]).casefold() == _name(folder).casefold()
+        if not same or folder in tree.direct or not tree.below(inside[0]):
+            return folder
+        folder = inside[0]
+
+
+def _nested(splits: Mapping[str, str], tree: _Tree) -> str | None:
+    """The only split's folder, if all that it holds is splits again: train/train, train/val."""
+    if len(splits) != 1:
+        return None
+    (folder,) = splits.values()
+    inside = tree.below(folder)
+    return folder if inside and len(_splits_among(inside, (), tree)) == len(inside) else None
+
+
+def _name(path: str) -> str:
+    return PurePosixPath(path).name

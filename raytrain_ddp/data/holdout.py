@@ -1,0 +1,137 @@
+"""A part of the training rows that is kept for evaluation: ``--data.holdout``. No torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from hashlib import sha256
+from typing import Any
+
+import numpy as np
+
+from raytrain_ddp.data.draws import Rows, hash64, mix64
+from raytrain_ddp.data.groups import Flags
+from raytrain_ddp.errors import DataError
+
+_STREAM = 0x5EED_0007  # keeps these random bits apart from those of other uses
+
+
+def held_out(labels: Rows, fraction: float, seed: int) -> Rows:
+    """The rows to evaluate on, ascending, shape (held,): that fraction of all rows, and as nearly
+    as whole numbers allow of each class, of which one row at least stays for training.
+
+    A function of its arguments, alike in every version of NumPy.
+
+    Args:
+        labels: the class of each row, shape (rows,).
+
+    Raises:
+        DataError: there are too few rows.
+    """
+    rows_of_class = np.bincount(labels)
+    counts = _shares(rows_of_class, fraction, seed)
+    if not counts.any():
+        raise DataError(
+            f"data.holdout = {fraction:g} of {len(labels)} rows is none: each class needs another "
+            "one to train on. Hold out a larger part, or set it to 0."
+        )
+    with np.errstate(over="ignore"):
+        keys = mix64(np.arange(len(labels), dtype=np.uint64) ^ np.uint64(hash64(seed, _STREAM)))
+    order = np.lexsort((keys, labels))  # the rows of each class one after another, shuffled
+    starts = np.cumsum(rows_of_class) - rows_of_class
+    place_in_class = np.arange(len(labels)) - np.repeat(starts, rows_of_class)
+    return np.sort(order[place_in_class < np.repeat(counts, rows_of_class)]).astype(np.int64)
+
+
+def _shares(rows_of_class: Rows, fraction: float, seed: int) -> Rows:
+    """How many rows of each class: rounded down, and what is missing in all where the remainders
+    are largest; at random where they are equal."""
+    exact = rows_of_class * fraction
+    counts = np.floor(exact).astype(np.int64)
+    missing = round(float(fraction * rows_of_class.sum())) - int(counts.sum())
+    with np.errstate(over="ignore"):
+        ties = mix64(np.arange(len(counts), dtype=np.uint64) ^ np.uint64(hash64(seed, ~_STREAM)))
+    remainders = np.round(exact - counts, 9)
+    fitting = np.where(counts + 1 < rows_of_class, remainders, -1.0)
+    for number in np.lexsort((ties, -fitting))[: max(0, missing)].tolist():
+        counts[number] += fitting[number] > 0
+    most: Rows = np.maximum(rows_of_class - 1, 0)
+    least: Rows = np.minimum(counts, most)
+    return least
+
+
+@dataclass(frozen=True)
+class Held:
+    """The rows that are held out of a source, and those that are left.
+
+    Args:
+        rows: that are held out, ascending.
+        told: of what they are a function, for the fingerprint.
+    """
+
+    rows: Rows
+    told: str
+
+    def of(self, part_rows: Rows, train: bool) -> Rows:
+        """The rows of the source that the rows of a part are."""
+        if not train:
+            return self.rows[part_rows]
+        before = np.searchsorted(self.rows - np.arange(len(self.rows)), part_rows, side="right")
+        return part_rows + before
+
+    def used(self, start: int, stop: int, train: bool) -> Flags:
+        """Which of the source's rows start..stop-1 belong to a part, shape (stop - start,)."""
+        first, last = np.searchsorted(self.rows, [start, stop])
+        flags = np.full(stop - start, train)
+        flags[self.rows[first:last] - start] = not train
+        return flags
+
+
+class Part:
+    """One part of a source of images: the rows that are held out, or those that are left.
+
+    Its blocks are the source's, without the rows of the other part.
+    """
+
+    def __init__(self, source: Any, held: Held, train: bool) -> None:
+        self._held, self._train = held, train
+        ends = np.cumsum(source.blocks)
+        before = np.searchsorted(held.rows, ends)  # rows held out up to the end of each block
+        counts = np.diff(before, prepend=0)
+        counts = source.blocks - counts if train else counts
+        self.blocks: Rows = counts[counts > 0]
+        sizes = getattr(source, "block_bytes", None)
+        if sizes is not None:
+            self.block_bytes: Rows = sizes[counts > 0]
+        part = getattr(source, "part", None)
+        if part is not None:  # it keeps a row group until all rows of this part have been read
+            source = part(lambda start, stop: held.used(start, stop, train))
+        self._source = source
+        self.class_names = source.class_names
+        self.prefers_blocks = getattr(source, "prefers_blocks", False)
+
+    def read(self, rows: Rows) -> Any:
+        return self._source.read(self._held.of(rows, self._train))
+
+    def ahead(self, rows: Rows) -> None:
+        ahead = getattr(self._source, "ahead", None)
+        if ahead is not None:
+            ahead(self._held.of(rows, self._train))
+
+    def close(self) -> None:
+        close = getattr(self._source, "close", None)
+        if close is not None:
+            close()
+
+    def labels(self) -> Rows:
+        labels: Rows = self._source.labels()
+        return labels[self._held.of(np.arange(self.blocks.sum()), self._train)]
+
+    def fingerprint(self) -> str:
+        which = "without" if self._train else "only"
+        return sha256(
+            f"{self._source.fingerprint()} {which} {self._held.told}".encode()
+        ).hexdigest()
+
+    def where(self, row: int) -> str:
+        found: str = self._source.where(int(self._held.of(np.array([row]), self._train)[0]))
+        return found

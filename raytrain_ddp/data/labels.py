@@ -1,0 +1,172 @@
+"""Class names, and from the values of a label column to the numbers of classes. No torch."""
+
+from __future__ import annotations
+
+import json
+import re
+import unicodedata
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, Literal
+
+import pyarrow as pa
+
+from raytrain_ddp.errors import DataError
+
+Kind = Literal["integer", "number", "boolean", "string"]
+
+_INTEGER = re.compile(r"0|[1-9][0-9]*")
+_CLASSES_SHOWN = 5
+
+
+class NoLabelsError(DataError):
+    """A split without any label, as test splits of competitions are published."""
+
+
+def normalized(name: str) -> str:
+    """The name in Unicode's composed form (NFC): file systems and archives change the form."""
+    return unicodedata.normalize("NFC", name)
+
+
+def distinct_names(names: Iterable[str], where: str) -> list[str]:
+    """The normalized names.
+
+    Raises:
+        DataError: two of them are the same name.
+    """
+    kept: dict[str, str] = {}
+    for name in names:
+        other = kept.setdefault(normalized(name), name)
+        if other is not name:
+            how = "twice" if other == name else "in two Unicode forms (NFC and NFD)"
+            raise DataError(f"{where}: the class {normalized(name)!r} is there {how}: merge them.")
+    return list(kept)
+
+
+def kind_of(label: Any) -> Kind | None:
+    """What the values of an Arrow type are; None if they cannot be labels."""
+    label = label.value_type if pa.types.is_dictionary(label) else label
+    checks: dict[Kind, tuple[Any, ...]] = {
+        "integer": (pa.types.is_integer,),
+        "number": (pa.types.is_floating,),
+        "boolean": (pa.types.is_boolean,),
+        "string": (pa.types.is_string, pa.types.is_large_string, pa.types.is_string_view),
+    }
+    fitting = (kind for kind, types in checks.items() if any(check(label) for check in types))
+    return next(fitting, None)
+
+
+def hugging_face_names(schema: Any, column: str) -> list[str] | None:
+    """Those of the Hugging Face ClassLabel feature, if the column is one."""
+    try:
+        features = json.loads((schema.metadata or {}).get(b"huggingface", b"{}"))
+        names = features["info"]["features"][column]["names"]
+        if isinstance(names, dict):  # {"0": "cat", ...}
+            names = [names[str(number)] for number in range(len(names))]
+        return [str(name) for name in names]
+    except (KeyError, TypeError, ValueError):
+        return None
+
+
+def is_label(value: Any) -> bool:
+    """Whether a value says anything: not null, not a number (NaN), no empty string."""
+    return value is not None and value != "" and value == value  # noqa: PLR0124
+
+
+def is_fraction(value: Any) -> bool:
+    """Whether a value is a number that is not whole."""
+    return isinstance(value, float) and is_label(value) and not value.is_integer()
+
+
+def is_class_value(value: Any, kind: Kind) -> bool:
+    """Whether a value can stand for a class: -1 says that there is no label, 0.5 is no number of a
+    class."""
+    if kind in ("integer", "number"):
+        return is_label(value) and value >= 0 and not is_fraction(value)
+    return is_label(value)
+
+
+def names_of(values: Iterable[Any], kind: Kind) -> list[str]:
+    """The classes that values which all are labels stand for: numbers by size, names sorted."""
+    if kind == "string":
+        return sorted({normalized(value) for value in values})
+    if kind == "boolean":
+        return sorted({str(value) for value in values})
+    return [str(number) for number in sorted({int(value) for value in values})]
+
+
+class Labels:
+    """The numbers of the classes that the values of one file's label column stand for.
+
+    Strings, booleans and numbers stand for the class of that name. Integers are places in `named`,
+    the file's own list of names, if it has one; or in `classes`, if these are no numbers.
+
+    Args:
+        classes: all names, in their order.
+    """
+
+    def __init__(
+        self, classes: Sequence[str], kind: Kind, named: Sequence[str] | None = None
+    ) -> None:
+        self._classes, self._kind = classes, kind
+        numbers = {name: number for number, name in enumerate(classes)}
+        self._last: int | None = None  # values are places, up to this one
+        self._numbers: dict[Any, int]
+        if kind == "boolean":
+            self._numbers = {
+                value: numbers[s] for value in (False, True) if (s := str(value)) in numbers
+            }
+        elif kind == "string":
+            self._numbers = numbers
+        elif named is None and are_numbers(classes):
+            self._numbers = {int(name): number for name, number in numbers.items()}
+            if [*self._numbers] == [*range(len(classes))]:
+                self._last = len(classes) - 1
+        else:
+            places = named if named is not None else classes
+            self._numbers = {place: numbers[name] for place, name in enumerate(places)}
+            self._last = len(places) - 1
+
+    def number(self, value: Any) -> int | None:
+        """None: it is no label, or of no class."""
+        number = self._numbers.get(value)
+        if number is None and self._kind == "string" and is_label(value):
+            number = self._numbers.get(normalized(value))
+        return number
+
+    def what_is_wrong(self, value: Any) -> str:
+        """With a value without number: ``is null``, ``7 is not in 0 to 2``."""
+        if not is_label(value):
+            return "is an empty string" if value == "" else "is null"
+        if is_fraction(value):
+            return f"{value:g} is not a whole number"
+        if self._last is not None:
+            return f"{value} is not in 0 to {self._last}"
+        return f"{value!r} is not one of the {some_names(self._classes)}"
+
+
+def are_numbers(names: Sequence[str]) -> bool:
+    """Whether all names are integers from 0 in their shortest form."""
+    return all(_INTEGER.fullmatch(name) for name in names)
+
+
+def some_names(names: Sequence[str], most: int = _CLASSES_SHOWN) -> str:
+    """``10 classes: 0, 1, 2, 3, 4, ...``"""
+    told = ", ".join(names[:most]) + ", ..." * (len(names) > most)
+    return f"{len(names)} class{'es' * (len(names) != 1)}: {told}"
+
+
+def numbers_in(classes: Sequence[str], own: Sequence[str], where: str) -> list[int]:
+    """The number in `classes` of each of a split's own class names.
+
+    Raises:
+        DataError: a class is not among them.
+    """
+    numbers: Mapping[str, int] = {name: number for number, name in enumerate(classes)}
+    unknown = [name for name in own if name not in numbers]
+    if unknown:
+        told = ", ".join(map(repr, unknown[:_CLASSES_SHOWN]))
+        raise DataError(
+            f"{where}: {told}{', ...' * (len(unknown) > _CLASSES_SHOWN)} is not a class of the "
+            f"training set. Here are {some_names(own)}; the training set has {some_names(classes)}."
+        )
+    return [numbers[name] for name in own]

@@ -1,0 +1,105 @@
+"""The label columns of Parquet files: which classes there are, and what their rows hold."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import numpy as np
+
+from raytrain_ddp.data.labels import (
+    Labels,
+    NoLabelsError,
+    is_class_value,
+    is_fraction,
+    names_of,
+    numbers_in,
+)
+from raytrain_ddp.data.permute import Feistel
+from raytrain_ddp.data.shard import Shard, some
+from raytrain_ddp.errors import DataError
+
+_READERS = 16
+_TRIED = 32  # row groups in which all classes are looked for before all are read
+
+
+def class_names_of(
+    shards: Sequence[Shard], column: str, classes: Sequence[str] | None
+) -> list[str]:
+    """The classes that are given, or those of the ClassLabel feature; else one per label.
+
+    Raises:
+        NoLabelsError: no row has a label.
+        DataError: files disagree about their classes, or have some that are not among those given.
+    """
+    files = some([shard.name for shard in shards], 2)
+    if all(_has_none(shard) for shard in shards):
+        raise NoLabelsError(f"{files}: no row has a label: all are null or negative.")
+    named = [shard for shard in shards if shard.class_names]
+    for shard in named:
+        own, first = shard.class_names or [], named[0].class_names or []
+        if own != first:
+            raise DataError(
+                f"{shard.name}: its class names ({some(own)}) are not those of "
+                f"{named[0].name} ({some(first)})."
+            )
+    own = list(named[0].class_names or []) if named else []
+    if classes is not None:
+        numbers_in(classes, own, files)
+        return list(classes)
+    return own or _dense_labels(shards, column) or _labels_that_occur(shards, column)
+
+
+def all_values(shards: Sequence[Shard], column: str) -> Iterator[list[Any]]:
+    """The labels of each file, several files read at a time."""
+    with ThreadPoolExecutor(_READERS, thread_name_prefix="labels") as pool:
+        yield from pool.map(lambda shard: shard.values(column), shards)
+
+
+def _has_none(shard: Shard) -> bool:
+    """Whether all labels are null or negative, by the file's statistics."""
+    told = [(group.rows, group.labels) for group in shard.groups if group.rows]
+    return all(labels is not None and (labels[0] == n or labels[2] < 0) for n, labels in told)
+
+
+def _dense_labels(shards: Sequence[Shard], column: str) -> list[str] | None:
+    """The classes 0, 1, ..., if a few row groups have them all, which spares most data sets the
+    reading of all labels; else None."""
+    blocks = [(shard, g) for shard in shards for g, told in enumerate(shard.groups) if told.rows]
+    known = [labels for shard, g in blocks if (labels := shard.groups[g].labels) is not None]
+    if len(known) < len(blocks) or any(nulls or low < 0 for nulls, low, _ in known):
+        return None
+    count = max(high for _, _, high in known) + 1
+    found: set[int] = set()
+    tried = Feistel(len(blocks))(np.arange(min(len(blocks), _TRIED)))
+    for shard, group in (blocks[block] for block in tried.tolist()):
+        found.update(shard.read(group, [column]).column(0).to_pylist())
+        if len(found) == count:
+            return [str(label) for label in range(count)]
+    return None
+
+
+def _labels_that_occur(shards: Sequence[Shard], column: str) -> list[str]:
+    kinds = {"number" if shard.kind == "integer" else shard.kind for shard in shards}
+    if len(kinds) > 1:
+        told = some(sorted(f"{shard.kind} in {shard.name}" for shard in shards), 4)
+        raise DataError(f"column {column!r} has labels of several types: {told}.")
+    kind = shards[0].kind
+    used = [shard for shard in shards if any(told.rows for told in shard.groups)]
+    good: set[Any] = set()
+    bad: tuple[Shard, int, Any] | None = None  # the first: its file, row, value
+    for shard, values in zip(used, all_values(used, column), strict=True):
+        for value in set(values):
+            if is_class_value(value, kind):
+                good.add(value)
+            elif bad is None:
+                bad = shard, values.index(value), value
+    if not good and (bad is None or not is_fraction(bad[2])):
+        raise NoLabelsError(f"{some([shard.name for shard in shards], 2)}: no row has a label.")
+    names = names_of(good, kind)
+    if bad is not None:
+        shard, row, value = bad
+        wrong = Labels(names, kind).what_is_wrong(value)
+        raise DataError(f"{shard.where(row)}: {column} {wrong}.")
+    return names

@@ -1,0 +1,213 @@
+"""The splits of a run, opened with one list of classes, and what is to be said of them. No torch,
+but for torchvision's own data sets."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from threading import Thread
+from typing import Any, Protocol
+
+import numpy as np
+
+from raytrain_ddp.data.draws import Rows
+from raytrain_ddp.data.folder import FolderImages
+from raytrain_ddp.data.holdout import Held, Part, held_out
+from raytrain_ddp.data.labels import NoLabelsError, normalized
+from raytrain_ddp.data.locate import Found, Located, locate
+from raytrain_ddp.data.parquet import ParquetImages
+from raytrain_ddp.data.source import Source
+from raytrain_ddp.errors import DataError
+from raytrain_ddp.inputs import DataConfig
+from raytrain_ddp.uri import attempt
+
+_NAMES_SHOWN = 5
+_COUNTED_WITHIN_S = 20.0  # the model is prepared meanwhile; a slow store is not waited for
+_NO_EVALUATION = (
+    "the run is not evaluated, as there is no evaluation split: set --data.holdout 0.1 to hold out "
+    "a part of the training set, or --data.eval-source."
+)
+
+
+class ImageSource(Source, Protocol):
+    """A source of (image, label): encoded bytes, a PIL image, or why there is none."""
+
+    class_names: list[str]
+
+    def read(self, rows: Rows) -> Sequence[tuple[Any, int]]: ...
+
+    def labels(self) -> Rows:
+        """The number of each row's class, shape (rows,)."""
+
+    def where(self, row: int) -> str:
+        """File and row, for messages."""
+
+
+@dataclass
+class Splits:
+    """The data of a run.
+
+    Args:
+        eval_from: where the evaluation split comes from; "" without one.
+        notes: what is not used, and what should be known, in sentences.
+    """
+
+    train: ImageSource
+    eval: ImageSource | None
+    eval_from: str
+    notes: tuple[str, ...]
+    _labels: dict[str, Rows] = field(default_factory=dict)
+    _error: list[Exception] = field(default_factory=list)
+    _counting: Thread | None = None
+    _began: float = 0.0
+
+    @property
+    def class_names(self) -> list[str]:
+        return self.train.class_names
+
+    def begin_counting(self) -> None:
+        """Reads the labels in a thread: `summary` tells of those that are there by then."""
+        self._began = time.monotonic()
+        self._counting = Thread(target=self._count, name="counting", daemon=True)
+        self._counting.start()
+
+    def summary(self) -> dict[str, Any]:
+        """What `format_data` makes lines of: rows and classes of both splits, their origin, notes.
+
+        Raises:
+            DataError: a label is no class, where the labels have been read.
+        """
+        if self._counting is None:
+            self.begin_counting()
+        assert self._counting is not None
+        self._counting.join(max(0.0, self._began + _COUNTED_WITHIN_S - time.monotonic()))
+        if self._error:
+            raise self._error[0]
+        names = self.class_names
+        told: dict[str, Any] = {
+            "train": {"rows": int(self.train.blocks.sum()), **self._counts("train")},
+            "eval": None,
+            "classes": len(names),
+            "names": names[:_NAMES_SHOWN],
+            "notes": [*self.notes],
+        }
+        if self.eval is not None:
+            rows = int(self.eval.blocks.sum())
+            told["eval"] = {"rows": rows, "from": self.eval_from, **self._counts("eval")}
+        return told
+
+    def _count(self) -> None:
+        for name, source in (("train", self.train), ("eval", self.eval)):
+            if source is not None:
+                found = attempt(source.labels)
+                if isinstance(found, Exception):
+                    self._error.append(found)
+                    return
+                self._labels[name] = np.bincount(found, minlength=len(self.class_names))
+
+    def _counts(self, split: str) -> dict[str, Any]:
+        counts = self._labels.get(split)
+        if counts is None:
+            return {}
+        few, many = int(counts.argmin()), int(counts.argmax())
+        return {
+            "smallest": [self.class_names[few], int(counts[few])],
+            "largest": [self.class_names[many], int(counts[many])],
+            "empty": int((counts == 0).sum()),
+        }
+
+    def close(self) -> None:
+        """Ends the threads that read ahead; the sources remain of use."""
+        for source in (self.train, self.eval):
+            close = getattr(source, "close", None)
+            if close is not None:
+                close()
+
+
+def open_splits(config: DataConfig, found: Found | None = None) -> Splits:
+    """Opens what `config` names, or what was found of it already.
+
+    `config.classes` are the classes, if they are known; else those of the training set.
+
+    Raises:
+        ConfigError: there is no such data set.
+        DataError: data are missing, damaged or of the wrong form, there is one class only, or one
+            to evaluate on that is none of the training set.
+        PreflightError: an object store does not answer.
+    """
+    found = found or locate(config)
+    train: ImageSource = open_images(found.train, config, config.classes)
+    classes = train.class_names
+    if len(classes) < 2:
+        raise DataError(
+            f"data.source has one class only, {classes[0]!r}, and nothing to tell apart: it must "
+            "have folders, or labels, of at least 2 classes."
+        )
+    notes = [*found.notes, *_notes_of(train, "the training set")]
+    if config.holdout:
+        held = _held(train, config)
+        if found.eval is not None:
+            name = f"the {found.eval.name} split" if found.eval.name else "the evaluation split"
+            notes.append(f"{name} of {found.eval_from or 'data.source'} is not used: data.holdout.")
+        from_told = f"{config.holdout:.3g} of the training set, by data.holdout"
+        return Splits(Part(train, held, True), Part(train, held, False), from_told, tuple(notes))
+    evaluation, eval_from = None, ""
+    if found.eval is not None:
+        try:
+            evaluation, eval_from = open_images(found.eval, config, classes), found.eval_from
+            split = getattr(evaluation, "split", "")
+            if split and not found.eval.name:  # of a torchvision set, which has now chosen it
+                eval_from = f"the {split} split of {eval_from}"
+                if split != "test":
+                    notes.append(f"the run is evaluated on {eval_from}, and on no other.")
+        except NoLabelsError as error:
+            if config.eval_source is not None or config.eval_split != "auto":
+                raise
+            notes.append(f"not used to evaluate on: {error}")
+    if evaluation is None and config.eval_split != "none":
+        notes.append(_NO_EVALUATION)
+    elif evaluation is not None:
+        notes += _notes_of(evaluation, "the evaluation set")
+    return Splits(train, evaluation, eval_from, tuple(notes))
+
+
+def open_images(
+    found: Located, config: DataConfig, classes: Sequence[str] | None = None
+) -> ImageSource:
+    """The source that `locate` found.
+
+    Args:
+        classes: to which its labels belong. Default: those that it has itself.
+    """
+    classes = None if classes is None else [normalized(name) for name in classes]
+    if found.kind == "parquet":
+        return ParquetImages(found.paths, config, classes)
+    if found.kind == "folder":
+        return FolderImages(found.paths[0], classes)
+    from raytrain_ddp.data.torchvision_sets import TorchvisionImages
+
+    train, root = found.split == "train", Path(config.root)
+    whole = config.holdout > 0
+    return TorchvisionImages(found.paths[0], root, train, classes, whole, found.name)
+
+
+def _held(train: ImageSource, config: DataConfig) -> Held:
+    rows = held_out(train.labels(), config.holdout, config.holdout_seed)
+    return Held(rows, f"{config.holdout!r} {config.holdout_seed}")
+
+
+def _notes_of(source: ImageSource, what: str) -> list[str]:
+    """What of a source is not used, or not as it is written."""
+    notes = []
+    ignored: Mapping[str, int] = getattr(source, "ignored", {})
+    if ignored:
+        kinds = sorted(ignored.items(), key=lambda item: (-item[1], item[0]))[:3]
+        told = ", ".join(f"{count} {kind}" for kind, count in kinds)
+        files = sum(ignored.values())
+        notes.append(f"{files} files of {what} are no images by name, and not used ({told}).")
+    values = getattr(source, "mapped", "")
+    if values:
+        notes.append(f"the labels of {what} are {values}.")
+    return notes
