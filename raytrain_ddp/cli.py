@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import inspect
+import os
+import select
+import signal
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -15,6 +18,7 @@ from raytrain_ddp.errors import ConfigError, RaytrainError
 from raytrain_ddp.recipe import load, shipped_recipes
 
 _PROFILE_STEPS = 5
+_BROKEN_PIPE = 128 + signal.SIGPIPE
 
 
 @dataclass(frozen=True)
@@ -92,15 +96,68 @@ def parse_with_recipe(argv: Sequence[str], kind: type[Args], door: str) -> Args:
 def run_door(main: Callable[[Sequence[str]], int]) -> None:
     """Runs a door's main with the command line, and exits with its status.
 
-    An error of ours is one line (or its own few) on standard error, without a traceback.
+    An error of ours is one line (or its own few) on standard error, without a traceback. If the
+    reader of the output has gone (`| head`), the status is 141, as with other Unix tools.
     """
+    _open_closed_streams()
     try:
-        status = main(sys.argv[1:])
+        status = _status_of(main)
+    except BrokenPipeError:
+        if not _reader_is_gone():  # a connection of ours broke
+            raise
+        status = _BROKEN_PIPE
+    sys.exit(_flushed(status))
+
+
+def _status_of(main: Callable[[Sequence[str]], int]) -> int:
+    try:
+        return main(sys.argv[1:])
     except RaytrainError as error:
         print(f"error: {error}", file=sys.stderr)
-        status = error.exit_status
+        return error.exit_status
     except KeyboardInterrupt as stop:
         print("stopped", file=sys.stderr)
         number = stop.args[0] if stop.args and isinstance(stop.args[0], int) else 2
-        status = 128 + number
-    sys.exit(status)
+        return 128 + number
+    except SystemExit as stop:
+        if isinstance(stop.__context__, BrokenPipeError):  # rich ends with 1
+            return _BROKEN_PIPE
+        if isinstance(stop.code, int) or stop.code is None:
+            return stop.code or 0
+        print(stop.code, file=sys.stderr)
+        return 1
+
+
+def _flushed(status: int) -> int:
+    """The exit status after all buffered output has been written, or could not be."""
+    for stream in (sys.stdout, sys.stderr):
+        try:
+            stream.flush()
+        except OSError as error:
+            nothing = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(nothing, stream.fileno())  # else Python tries again at the very end
+            broken = isinstance(error, BrokenPipeError)
+            status = status or (_BROKEN_PIPE if broken else 1)
+            if not broken:
+                print(f"error: cannot write the output: {error}", file=sys.stderr)
+    return status
+
+
+def _reader_is_gone() -> bool:
+    """Whether standard output or error is a pipe that nobody reads any more."""
+    poll = select.poll()
+    for fd in (1, 2):
+        poll.register(fd, 0)
+    return any(event & select.POLLERR for _, event in poll.poll(0))
+
+
+def _open_closed_streams() -> None:
+    """Standard streams that were closed (`2>&-`) lead nowhere; else the next file that is opened
+    would get their number, and what is printed."""
+    for fd, name in enumerate(("stdin", "stdout", "stderr")):
+        try:
+            os.fstat(fd)
+        except OSError:
+            os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)  # gets the lowest number
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(fd, "w" if fd else "r", closefd=False))  # noqa: SIM115

@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+import os
+import shlex
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
 
 import tyro
 
@@ -19,9 +23,11 @@ Run a distributed PyTorch script, unchanged, on the workers of a Ray cluster or 
 
 Each worker is a main process of its own, with torchrun's environment (RANK, LOCAL_RANK ...). Flags
 of run come before the script; what follows it is the script's. {rank} {local_rank} {world_size}
-{node_rank} {master_addr} {master_port} {init_method} are filled in there.
+{node_rank} {master_addr} {master_port} {init_method} are filled in there. torchrun's flags are
+taken as they are; those that have no effect here are named.
 
   run --num-workers 8 --use-gpu train.py --lr 0.1
+  run --nproc-per-node 8 --nnodes 4 train.py --lr 0.1
   run --num-workers 4 old.py --rank {rank} --world-size {world_size} --init-method {init_method}
   run --num-workers 4 --legacy-local-rank launch.py
   run --num-workers 4 --env slurm srun.py
@@ -31,26 +37,41 @@ Exit status: the script's own (the first failing rank's); 128 + n if signal n en
 wrong flag, 3 without room or Ray, 7 for a lost node or a lost head of Ray's. Ctrl-C ends all
 processes on all machines."""
 
-# What torchrun's users type, and what it is called here.
-_TORCHRUN = {
-    "nproc-per-node": "workers are counted over all nodes: --num-workers",
-    "nnodes": "Ray knows the nodes: --num-workers, and --per node for one process on each",
-    "node-rank": "Ray places the workers: leave it out",
-    "standalone": "leave it out: it is so without --address",
-    "master-addr": "rank 0's address is found by itself: leave it out",
-    "master-port": "a free port is found by itself: leave it out",
-    "redirects": "--log-dir for files, --tee for what is shown",
-    "use-env": "leave it out: it is so",
+_BY_RAY = "Ray connects the nodes, and the ranks meet at rank 0"
+_ALONE = "each rank is a main process of its own"
+# torchrun's flags without effect here, with why; `None`: what they ask for is so in any case.
+_WITHOUT_EFFECT: dict[str, str | None] = {
+    "rdzv-backend": _BY_RAY,
+    "rdzv-endpoint": _BY_RAY,
+    "rdzv-conf": _BY_RAY,
+    "master-addr": _BY_RAY,
+    "local-addr": _BY_RAY,
+    "node-rank": "all nodes are started from here",
+    "monitor-interval": "the end of a rank is noticed at once",
+    "start-method": _ALONE,
+    "run-path": _ALONE,
+    "event-log-handler": "there are no elastic events",
+    "logs-specs": "see --log-dir",
+    "duplicate-stdout-filters": "see --log-dir",
+    "duplicate-stderr-filters": "see --log-dir",
+    "numa-binding": "ranks are not bound to CPUs",
+    "use-env": None,
 }
-_VALUELESS = {
-    *(f.name.replace("_", "-") for f in dataclasses.fields(Flags) if isinstance(f.default, bool)),
-    *("help", "h"),
-}
+_ALIASES = {"t": "tee", "r": "redirects", "n": "num-workers", "np": "num-workers"}
+_ALIASES |= {"shutdown-timeout": "grace-s", "module": "m", "h": "help"}
+_OWN = {field.name.replace("_", "-"): field for field in dataclasses.fields(Flags)}
+_VALUELESS = {name for name, field in _OWN.items() if isinstance(field.default, bool)}
+_VALUELESS |= {"help", "m", "run-path", "use-env"}
+_KNOWN = {*_OWN, *_WITHOUT_EFFECT, *_ALIASES, *_VALUELESS}
+
+Flag = tuple[str, str | None]
 
 
 def main(argv: Sequence[str]) -> int:
     """Returns the exit status."""
-    order = parse(argv)
+    order = parse(argv, os.environ)
+    for note in order.notes:
+        print(f"run: {note}", file=sys.stderr)
     if order.flags.dry_run:
         from raytrain_ddp.orchestration.run.preview import dry_run
 
@@ -61,44 +82,122 @@ def main(argv: Sequence[str]) -> int:
     return launch(order)
 
 
-def parse(argv: Sequence[str]) -> Order:
-    """Raises ConfigError for a value, a missing script or torchrun's flags, SystemExit for --help
-    and for a flag that is wrong."""
-    own, module, command = split(argv)
-    for flag in own:
-        name = _name(flag)
-        remedy = _TORCHRUN.get(name) or ("leave it out" if name.startswith("rdzv") else None)
-        if flag.startswith("--") and remedy:
-            raise ConfigError(f"{flag} is torchrun's; here {remedy}.")
-    flags = tyro.cli(
-        tyro.conf.FlagCreatePairsOff[Flags], prog=_PROG, description=_DESCRIPTION, args=own
+def parse(argv: Sequence[str], environ: Mapping[str, str] | None = None) -> Order:
+    """What a command line asks for, with torchrun's flags as torchrun takes them.
+
+    Args:
+        environ: has the defaults of torchrun's flags, as it reads them: PET_NNODES and so on.
+
+    Raises:
+        ConfigError: for a value, a missing script, or one of torchrun's flags that would start
+            something else here. SystemExit for --help and for a flag that is wrong.
+    """
+    given, command = split(argv)
+    flags = list(dict([*_defaults(environ or {}, dict(given)), *given]).items())  # the last wins
+    module = any(name == "m" and value != "0" for name, value in flags)
+    kept = [flag for flag in flags if flag[0] not in {*_WITHOUT_EFFECT, "m"}]
+    translated = shlex.join([*_PROG.split(), *_words(kept), *["-m"] * module, *command])
+    node_rank = dict(flags).get("node-rank") or "0"
+    if node_rank != "0":
+        raise ConfigError(
+            f"--node-rank {node_rank}: the ranks of all nodes are started by one command. On one "
+            f"machine: {translated}"
+        )
+    shown = [_as_show(flag) for flag in kept]
+    parsed = tyro.cli(
+        tyro.conf.FlagCreatePairsOff[Flags],
+        prog=_PROG,
+        description=_DESCRIPTION,
+        args=_words(shown),
     )
     if not command:
         raise ConfigError(f"which script? {_PROG} --num-workers 2 train.py --its-flags")
-    return Order(flags, command[0], tuple(command[1:]), module)
+    notes = _notes(flags, kept, translated)
+    if ("tee", "0") in kept:
+        notes.append("--tee 0 is torchrun's: all ranks are shown; --show 0 shows rank 0 only")
+    notes += _behind(command, {name for name, _ in flags})
+    return Order(parsed, command[0], tuple(command[1:]), module, tuple(notes))
 
 
-def split(argv: Sequence[str]) -> tuple[list[str], bool, list[str]]:
-    """Our own flags, whether there was -m, and from the first positional on the user's words."""
-    own, module, at = [], False, 0
-    while at < len(argv) and argv[at].startswith("-"):
+def split(argv: Sequence[str]) -> tuple[list[Flag], list[str]]:
+    """Our own flags by their full names, and from the script on the user's words."""
+    own: list[Flag] = []
+    at = 0
+    while at < len(argv) and argv[at].startswith("-") and argv[at] != "-":
         word = argv[at]
         at += 1
         if word == "--":
             break
-        if word in ("-m", "--module"):
-            module = True
-            continue
-        own.append(word)
-        if "=" not in word and _name(word) not in _VALUELESS:
-            own += argv[at : at + 1]
+        if word[1] != "-" and word[1] in "trn" and word[:3] != "-np":
+            name, value = word[1], word[2:].removeprefix("=") or None  # -t3
+        else:
+            name, equals, text = word.lstrip("-").partition("=")
+            value = text if equals else None
+        name = _full(name.replace("_", "-"))
+        if value is None and name not in _VALUELESS and at < len(argv):
+            value = argv[at]
             at += 1
-    return own, module, list(argv[at:])
+        own.append((name, value))
+    return own, list(argv[at:])
 
 
-def _name(flag: str) -> str:
-    """``num-workers`` for --num_workers=3."""
-    return flag.lstrip("-").partition("=")[0].replace("_", "-")
+def _full(name: str) -> str:
+    """A flag's name from an alias, or from as much of it as no other begins with."""
+    if name not in _KNOWN and len(name) > 1:
+        begun = {known for known in _KNOWN if known.startswith(name)}
+        name = begun.pop() if len(begun) == 1 else name
+    return _ALIASES.get(name, name)
+
+
+def _defaults(environ: Mapping[str, str], given: Mapping[str, str | None]) -> Iterable[Flag]:
+    for variable, value in environ.items():
+        name = _full(variable.removeprefix("PET_").lower().replace("_", "-"))
+        if variable.startswith("PET_") and name in _KNOWN and name not in given:
+            if name not in _VALUELESS:
+                yield name, value
+            elif value != "0":
+                yield name, None
+
+
+def _words(flags: Iterable[Flag]) -> list[str]:
+    return [word for name, value in flags for word in (f"--{name}", value) if word is not None]
+
+
+def _as_show(flag: Flag) -> Flag:
+    """``--tee none`` and ``--tee 0,2`` say which ranks are shown, and no stream of torchrun's."""
+    name, value = flag
+    words = value is not None and (value in ("all", "none") or ("," in value and ":" not in value))
+    return ("show", value) if name == "tee" and words else flag
+
+
+def _notes(flags: Sequence[Flag], kept: Sequence[Flag], translated: str) -> list[str]:
+    without = [f for f in flags if f not in kept and _WITHOUT_EFFECT.get(f[0]) is not None]
+    if not without:
+        return []
+    why: dict[str, list[str]] = {}
+    for name, value in without:
+        why.setdefault(str(_WITHOUT_EFFECT[name]), []).append(shlex.join(_words([(name, value)])))
+    said = "; ".join(f"{', '.join(words)} ({reason})" for reason, words in why.items())
+    return [f"without effect here: {said}", f"the same is: {translated}"]
+
+
+def _behind(command: Sequence[str], given: set[str]) -> list[str]:
+    """Words behind the script that look like flags of ours, and that its text does not know."""
+    try:
+        text = Path(command[0]).read_text(encoding="utf-8", errors="replace")
+    except OSError:  # a module, or none
+        return []
+    counts = {"num-workers", "nproc-per-node", "use-gpu"}
+    given = given | counts if given & counts else given
+    found = []
+    for word in command[1:]:
+        name = word.lstrip("-").partition("=")[0].replace("_", "-")
+        ours = word.startswith("--") and _full(name) in {*_OWN, *_WITHOUT_EFFECT} - given
+        if ours and name not in text.replace("_", "-"):
+            found.append(word)
+    if not found:
+        return []
+    return [f"{', '.join(found)}: behind {command[0]}, so for the script; ours come before it"]
 
 
 if __name__ == "__main__":

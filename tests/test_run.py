@@ -69,23 +69,22 @@ def test_a_module_may_stand_for_the_script():
 
 
 def test_two_dashes_end_our_flags():
-    assert split(["--use-gpu", "--", "-odd.py", "--x"]) == (
-        ["--use-gpu"],
-        False,
-        ["-odd.py", "--x"],
-    )
+    assert split(["--use-gpu", "--", "-odd.py", "--x"]) == ([("use-gpu", None)], ["-odd.py", "--x"])
 
 
 @pytest.mark.parametrize(
     ("argv", "told"),
     [
         (["--num-workers", "2"], "which script"),
-        (["--nproc-per-node", "4", "train.py"], "--num-workers"),
-        (["--nproc_per_node=4", "train.py"], "--num-workers"),
-        (["--rdzv-backend", "c10d", "train.py"], "leave it out"),
+        (["--nproc-per-node", "4", "--num-workers", "4", "train.py"], "--num-workers"),
+        (["--nproc-per-node", "some", "train.py"], "auto, cpu, gpu"),
+        (["--nnodes", "3:2", "train.py"], "1:4"),
+        (["--standalone", "--address", "auto", "train.py"], "--address"),
+        (["--signals-to-handle", "SIGKILL", "train.py"], "SIGKILL"),
         (["--num-workers", "0", "train.py"], "must be 1 or more"),
         (["--gpus-per-worker", "2", "train.py"], "--use-gpu"),
-        (["--tee", "first", "train.py"], "0,2,5"),
+        (["--tee", "first", "train.py"], "0:1,1:3"),
+        (["--show", "first", "train.py"], "0,2,5"),
         (["--cpus-per-worker", "0", "train.py"], "above 0"),
         (["--no-python", "--legacy-local-rank", "train.sh"], "{local_rank}"),
     ],
@@ -94,7 +93,8 @@ def test_wrong_flags_are_refused_with_a_remedy(argv: list[str], told: str, capsy
     with pytest.raises((ConfigError, SystemExit)) as caught:
         parse(argv)
     assert isinstance(caught.value, ConfigError) or caught.value.code == 2
-    assert told in str(caught.value) + capsys.readouterr().err
+    boxed = re.sub(r"[\s│|]+", " ", capsys.readouterr().err)
+    assert told in f"{caught.value} {boxed}"
 
 
 def test_help_comes_at_once_and_a_wrong_script_is_named(tmp_path: Path):
@@ -322,11 +322,11 @@ def test_workers_are_counted_over_gpus_or_nodes_or_must_be_said():
 def test_what_lacks_is_said_with_have_and_want():
     flags = Flags(num_workers=3, cpus_per_worker=2)
     layout = layout_for(flags, [])
-    assert lacking(flags, layout, [{"CPU": 4.0}]) == "CPU: want 6 (3 x 2), have 4"
-    assert "want 3, have 2" in lacking(flags, layout, [{"CPU": 3.0}, {"CPU": 3.0}])
-    assert lacking(flags, layout, [{"CPU": 4.0}, {"CPU": 3.0}]) == ""
+    assert lacking(layout, [{"CPU": 4.0}]) == "CPU: want 6 (3 x 2), have 4"
+    assert "want 3, have 2" in lacking(layout, [{"CPU": 3.0}, {"CPU": 3.0}])
+    assert lacking(layout, [{"CPU": 4.0}, {"CPU": 3.0}]) == ""
     flags = Flags(num_workers=2, per="node", cpus_per_worker=1)
-    assert "want 2, have 1" in lacking(flags, layout_for(flags, []), [{"CPU": 4.0}])
+    assert "want 2, have 1" in lacking(layout_for(flags, []), [{"CPU": 4.0}])
 
 
 def test_more_workers_than_this_machine_has_cpus_exit_3_at_once(tmp_path: Path):
@@ -549,8 +549,7 @@ def test_a_folder_too_large_is_refused_with_what_is_large(tmp_path: Path, monkey
 
 
 def told(output: Output, rank: int, text: str, at: float) -> None:
-    for line in text.splitlines():
-        output.line(rank, "stderr", line, at)
+    output.take(rank, "stderr", f"{text}\n".encode(), at)
 
 
 def same_clock(ranks: Sequence[int]) -> dict[int, float]:
@@ -562,7 +561,7 @@ TRACEBACK = "Traceback (most recent call last):\n  File x\nValueError: rank {}"
 
 def test_who_raised_first_is_the_first_even_if_its_process_ends_last():
     workers = three_on_two_nodes().workers
-    output = Output(lambda rank: False, None)
+    output = Output(lambda rank, stream: False, None)
     told(output, 2, "before\n" + TRACEBACK.format(2), at=10.0)
     told(output, 0, TRACEBACK.format(0), at=10.1)
     ends = {0: End(1, 10.2), 2: End(1, 10.6), 1: End(-15, 11.0, asked="SIGTERM")}
@@ -579,7 +578,7 @@ def test_who_raised_first_is_the_first_even_if_its_process_ends_last():
 
 def test_who_failed_first_is_judged_by_the_times_of_the_machines_that_failed():
     """Rank 1's clock is 100 s ahead; rank 0 was asked to end, so that its end tells nothing."""
-    output = Output(lambda rank: False, None)
+    output = Output(lambda rank, stream: False, None)
     ends = {0: End(-15, 1.0, asked="SIGTERM"), 1: End(3, 109.5), 2: End(4, 10.0)}
     assert first_failure(ends, output, lambda ranks: {1: 100.0, 2: 0.0}) == 1
     assert first_failure(ends, output, lambda ranks: {1: 99.0, 2: 0.0}) == 2
@@ -587,14 +586,16 @@ def test_who_failed_first_is_judged_by_the_times_of_the_machines_that_failed():
 
 
 def test_of_a_traceback_only_its_stream_is_shown():
-    output = Output(lambda rank: False, None)
+    output = Output(lambda rank, stream: False, None)
     told(output, 0, TRACEBACK.format(0), at=1.0)
-    output.line(0, "stdout", "said before, come later", 0.9)
-    assert output.last(0) == TRACEBACK.format(0).splitlines()
+    output.take(0, "stdout", b"said before, come later\n", 0.9)
+    assert report(0, {0: End(1, 2.0)}, three_on_two_nodes().workers, output).splitlines()[1:] == [
+        f"  {line}" for line in TRACEBACK.format(0).splitlines()
+    ]
 
 
 def test_a_lost_node_is_the_cause_of_what_its_peers_suffer():
-    output = Output(lambda rank: False, None)
+    output = Output(lambda rank, stream: False, None)
     ends = {0: End(1, 10.0), 1: End(None, 15.0, lost="the node died"), 2: End(0, 9.0)}
     assert first_failure(ends, output, same_clock) == 1
     assert ends[1].exit_status == 7
@@ -602,7 +603,7 @@ def test_a_lost_node_is_the_cause_of_what_its_peers_suffer():
 
 
 def test_nobody_failed_where_all_ended_well_or_by_our_signal():
-    output = Output(lambda rank: False, None)
+    output = Output(lambda rank, stream: False, None)
     assert (
         first_failure({0: End(0, 1.0), 1: End(-2, 1.0, asked="SIGINT")}, output, same_clock) is None
     )
@@ -614,7 +615,7 @@ def test_statuses_are_the_shells():
 
 
 def test_what_record_wrote_is_shown_instead_of_the_last_lines():
-    output = Output(lambda rank: False, None)
+    output = Output(lambda rank, stream: False, None)
     told(output, 0, "a line", at=1.0)
     error = {"message": "ValueError: x", "extraInfo": {"py_callstack": "Traceback\n  deep\n"}}
     text = report(0, {0: End(1, 1.0, error)}, three_on_two_nodes().workers, output)
@@ -627,9 +628,10 @@ def test_ranks_are_said_in_runs():
 
 
 def test_output_goes_to_the_console_prefixed_and_to_files(tmp_path: Path, capfd):
-    with Output(Flags(tee="0").shown, tmp_path) as output:
-        output.line(0, "stdout", "out", 1.0)
-        output.line(1, "stderr", "err", 1.0)
+    flags = Flags(show="0")
+    with Output(lambda rank, stream: flags.shown(rank, rank, stream), tmp_path) as output:
+        output.take(0, "stdout", b"out\n", 1.0)
+        output.take(1, "stderr", b"err\n", 1.0)
     shown = capfd.readouterr()
     assert (shown.out, shown.err) == ("[rank 0] out\n", "")
     assert (tmp_path / "0/stdout.log").read_text() == "out\n"
@@ -639,9 +641,9 @@ def test_output_goes_to_the_console_prefixed_and_to_files(tmp_path: Path, capfd)
 SLOW_CONSOLE = """
 import os, sys
 from raytrain_ddp.orchestration.run.output import Output
-with Output(lambda rank: True, None, hurried=lambda: os.path.exists("hurry")) as output:
+with Output(lambda rank, stream: True, None, hurried=lambda: os.path.exists("hurry")) as output:
     for n in range(20_000):
-        output.line(0, "stdout", str(n), 0.0)
+        output.take(0, "stdout", b"%d\\n" % n, 0.0)
     print("behind" if output.behind else "", file=sys.stderr, flush=True)
 """
 
@@ -722,7 +724,8 @@ class Guarded:
 
     def __init__(self, folder: Path, *command: str) -> None:
         told, tells = os.pipe()
-        guard = [sys.executable, "-I", "-S", str(GUARD), str(tells), str(folder)]
+        own = str(folder / "own")
+        guard = [sys.executable, "-I", "-S", str(GUARD), str(tells), "-1", own]
         starter = subprocess.Popen([*guard, *command], stdin=subprocess.PIPE, pass_fds=[tells])
         os.close(tells)
         assert starter.wait(10) == 0
@@ -764,7 +767,7 @@ def test_the_guard_leaves_nothing(end: str, tmp_path: Path):
             guarded.pipe.close()
         assert guarded.report()["status"] == -9
         wait_until(lambda: not any(map(alive, [*pids, int(started["guard"])])))
-        assert tmp_path.exists() == (end == "kill")  # a folder of the owner's goes with it
+        assert not (tmp_path / "own").exists()
 
 
 def test_a_signal_goes_to_the_script_and_its_children_and_leftovers_end_with_it(tmp_path: Path):
@@ -809,8 +812,9 @@ def agent() -> Iterator[Agent]:
     each.clean()
 
 
-def started(agent: Agent, script: str, folder: Path, *args: str) -> None:
-    agent.start([sys.executable, "-c", script, *args], dict(os.environ), str(folder), 0, False)
+def started(agent: Agent, script: str, folder: Path, *args: str, feeds: bool = False) -> None:
+    command = [sys.executable, "-c", script, *args]
+    agent.start(command, dict(os.environ), str(folder), slurm=False, feeds=feeds)
 
 
 def taken(agent: Agent, until: str, most: int = 500) -> list[dict[str, Any]]:
@@ -827,7 +831,8 @@ def test_all_lines_of_a_script_come_also_long_after_its_end(agent: Agent, tmp_pa
     started(agent, "for n in range(30_000): print(n)\nraise SystemExit(3)", tmp_path)
     time.sleep(1)  # a console that takes none
     news = taken(agent, "closed")
-    assert [each["line"] for each in news if "line" in each] == [str(n) for n in range(30_000)]
+    said = b"".join(each["data"] for each in news if "data" in each)
+    assert said.decode() == "".join(f"{n}\n" for n in range(30_000))
     assert "closed" in news[-1]
     assert [each["status"] for each in news if "status" in each] == [3]
 
@@ -869,7 +874,7 @@ def test_a_signal_in_the_first_moment_is_not_lost(tmp_path: Path):
 
 def test_a_guard_that_is_killed_takes_the_script_with_it_and_is_told(agent: Agent, tmp_path: Path):
     started(agent, "import os, time; print(os.getppid(), flush=True); time.sleep(600)", tmp_path)
-    os.kill(int(taken(agent, "line")[0]["line"]), signal.SIGKILL)
+    os.kill(int(taken(agent, "data")[0]["data"]), signal.SIGKILL)
     assert taken(agent, "closed")[0]["status"] == -9
 
 

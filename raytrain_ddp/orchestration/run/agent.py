@@ -1,4 +1,4 @@
-"""The actor of one worker: starts the script under its guard, and hands on what it says.
+"""The actor of one worker: starts the script under its guard, and passes on what it says.
 
 The driver sends this module with the actor, so that a node needs Ray and what the script needs,
 and not this package. So it knows the standard library and Ray alone, and is spoken to in plain
@@ -19,6 +19,7 @@ import sys
 import tempfile
 import threading
 import time
+import uuid
 from collections import deque
 from collections.abc import Sequence
 from contextlib import suppress
@@ -28,30 +29,24 @@ from typing import IO, Any
 # Functions, not the module: only they go along with the class.
 from raytrain_ddp.orchestration.run.ship import contents, unpack
 
-_MOST_LINES = 500  # in one answer
-_MOST_WAITING = 5_000  # lines that the driver has not taken; a script that prints more has to wait
-_REDRAW_S = 1.0  # how often a progress bar (carriage returns, no line ends) is passed on
+_CHUNK_BYTES = 1 << 16
+_MOST_CHUNKS = 100  # in one answer
+_MOST_WAITING = 1_000  # chunks that the driver has not taken; a script that prints more has to wait
 _LOOK_S = 0.5  # whether a stream that says nothing can say more
-_SCONTROL = """#!/bin/sh
-# There is no Slurm here. Answers: scontrol show hostnames [LIST]
-case "$1 $2" in
-  "show hostname"|"show hostnames") echo "${3:-$SLURM_JOB_NODELIST}" | tr , '\\n' ;;
-  *) echo "scontrol: only 'show hostnames' is there, as this is Ray" >&2; exit 1 ;;
-esac
-"""
 
 
 class Agent:
     """One worker's seat. `take` may wait while the other calls go on."""
 
     def __init__(self, guard: str) -> None:
-        self._own = Path(tempfile.mkdtemp(prefix="raytrain-run-"))
-        (self._own / "guard.py").write_text(guard, encoding="utf-8")
+        self._source = guard.encode()
         self._changed = threading.Condition()
-        self._lines: deque[dict[str, Any]] = deque()
+        self._chunks: deque[dict[str, Any]] = deque()
         self._urgent: deque[dict[str, Any]] = deque()  # does not wait for a slow console
         self._asked = 0
+        self._asked_at = 0.0
         self._guard: subprocess.Popen[bytes] | None = None
+        self._feeds = -1  # the end of a pipe whose other end is the script's standard input
 
     def seat(self) -> dict[str, Any]:
         """Where this is."""
@@ -66,19 +61,19 @@ class Agent:
             "node_has_gpus": any(Path("/dev").glob("nvidia[0-9]*")),
             "python": sys.executable,
             "environment": dict(os.environ),
-            "own": str(self._own),
         }
 
     def free_port(self, wanted: Sequence[int]) -> int:
-        """The first of these that is free here."""
-        for port in (*wanted, 0):
+        """The first of these that is free here, else any; the only one if it is free, else 0."""
+        for port in wanted if len(wanted) == 1 else (*wanted, 0):
             with socket.socket() as probe:
+                probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as torch's store
                 try:
                     probe.bind(("", port))
                 except OSError:
                     continue
                 return int(probe.getsockname()[1])
-        raise OSError("no free port")
+        return 0
 
     def exists(self, path: str) -> bool:
         """Whether there is such a file or folder here."""
@@ -109,25 +104,29 @@ class Agent:
         command: Sequence[str],
         environment: dict[str, str],
         folder: str,
-        attempt: int,
         slurm: bool,
+        feeds: bool,
     ) -> None:
         """Starts a command in a folder; `take` then tells the rest.
 
         Args:
             environment: complete, but for the path of TORCHELASTIC_ERROR_FILE.
             slurm: whether a `scontrol` is put on the PATH where there is none.
+            feeds: whether `feed` gives it its standard input; else that is empty.
         """
-        error_file = self._own / f"attempt_{attempt}" / "error.json"
-        error_file.parent.mkdir(exist_ok=True)
+        own = Path(tempfile.gettempdir()) / f"raytrain-run-{uuid.uuid4().hex}"  # the guard makes it
         if "TORCHELASTIC_ERROR_FILE" in environment:
-            environment["TORCHELASTIC_ERROR_FILE"] = str(error_file)
+            environment["TORCHELASTIC_ERROR_FILE"] = str(own / "error.json")
         if slurm and shutil.which("scontrol", path=environment.get("PATH")) is None:
-            environment["PATH"] = f"{self._scontrol()}:{environment.get('PATH', os.defpath)}"
+            environment["PATH"] = f"{own}/bin:{environment.get('PATH', os.defpath)}"
         told, tells = os.pipe()
-        guard = [sys.executable, "-I", "-S", str(self._own / "guard.py")]
-        guard += [str(tells), str(self._own)]
-        self._guard, self._asked = None, 0
+        code, writes = os.pipe()  # nothing of ours is on the disk, whenever this is killed
+        os.write(writes, self._source)
+        os.close(writes)
+        stdin, self._feeds = os.pipe() if feeds else (-1, -1)
+        guard = [sys.executable, "-I", "-S", f"/dev/fd/{code}", str(tells), str(stdin), str(own)]
+        given = [fd for fd in (tells, code, stdin) if fd >= 0]
+        self._guard, self._asked, self._asked_at = None, 0, 0.0
         try:
             self._guard = subprocess.Popen(
                 [*guard, *command],
@@ -137,40 +136,57 @@ class Agent:
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.PIPE,
-                pass_fds=[tells],
+                pass_fds=given,
                 start_new_session=True,  # a signal to Ray's processes is none to the guard
             )
         except OSError as error:
             os.close(told)
-            self._tell("stderr", f"cannot start in {folder}: {error}".encode())
+            self._tell("stderr", f"cannot start in {folder}: {error}\n".encode())
             self._put(self._urgent, _end(127))
-            self._put(self._lines, {"closed": True})
+            self._put(self._chunks, {"closed": True})
             return
         finally:
-            os.close(tells)
-        args = (self._guard, told, error_file)
+            for fd in given:
+                os.close(fd)
+        args = (self._guard, told, own)
         threading.Thread(target=self._attend, args=args, daemon=True).start()
+
+    def feed(self, data: bytes) -> bool:
+        """Writes this to the script's standard input, and closes it after the last (no) data;
+        whether more is wanted. Waits until the script has read enough."""
+        wanted = bool(data) and self._feeds >= 0
+        try:
+            while data and self._feeds >= 0:
+                data = data[os.write(self._feeds, data) :]
+        except OSError:  # it has ended, or has closed it
+            wanted = False
+        if not wanted and self._feeds >= 0:
+            os.close(self._feeds)
+            self._feeds = -1
+        return wanted
 
     def signal(self, word: str) -> None:
         """The number of a signal for the script and its children, or ``kill``."""
         guard = self._guard
         if guard is not None and guard.stdin is not None:
             self._asked = int(signal.SIGKILL) if word == "kill" else int(word)
+            self._asked_at = self._asked_at or time.monotonic()
             with suppress(OSError, ValueError):  # it has ended
                 guard.stdin.write(f"{word}\n".encode())
 
-    def take(self, wait_s: float, most: int = _MOST_LINES) -> list[dict[str, Any]]:
-        """What there is to tell, with at most so many lines; waits until there is something:
+    def take(self, wait_s: float, most: int = _MOST_CHUNKS) -> list[dict[str, Any]]:
+        """What there is to tell, with at most so many chunks; waits until there is something:
 
-        - {"stream", "line", "at"}: in the order of each stream, and at last {"closed"};
-        - {"status", "at", "asked", "error"}: as soon as the script has ended, before any lines.
+        - {"stream", "data", "at"}: bytes as the script wrote them, and at last {"closed"};
+        - {"status", "at", "asked", "asked_at", "error"}: as soon as the script has ended, before
+          any chunks.
 
         Times are those of `clock`.
         """
         with self._changed:
-            self._changed.wait_for(lambda: self._urgent or (self._lines and most), wait_s)
-            lines = [self._lines.popleft() for _ in range(min(most, len(self._lines)))]
-            news = [*self._urgent, *lines]
+            self._changed.wait_for(lambda: self._urgent or (self._chunks and most), wait_s)
+            chunks = [self._chunks.popleft() for _ in range(min(most, len(self._chunks)))]
+            news = [*self._urgent, *chunks]
             self._urgent.clear()
             self._changed.notify_all()
         return news
@@ -180,13 +196,12 @@ class Agent:
         return time.monotonic()
 
     def clean(self) -> None:
-        """Ends what there is, and removes this agent's own folder."""
+        """Ends what there is; the guard removes what is its own."""
         if self._guard is not None and self._guard.stdin is not None:
             self._guard.stdin.close()
-        shutil.rmtree(self._own, ignore_errors=True)
 
-    def _attend(self, guard: subprocess.Popen[bytes], told: int, error_file: Path) -> None:
-        """Tells of the script's end at once, and at last that all lines have been told."""
+    def _attend(self, guard: subprocess.Popen[bytes], told: int, own: Path) -> None:
+        """Tells of the script's end at once, and at last that all its output has been told."""
         over = threading.Event()
         readers = [
             threading.Thread(target=self._read, args=(name, stream, over), daemon=True)
@@ -199,21 +214,18 @@ class Agent:
         with os.fdopen(told) as reports:
             for report in map(json.loads, reports):
                 if "status" in report:
-                    self._put(self._urgent, {**report, "error": _recorded(error_file)})
+                    self._put(self._urgent, {"asked_at": 0.0, "error": None, **report})
                     ended = True
         if not ended:  # the guard itself was killed
-            self._put(self._urgent, _end(-9, self._asked))
+            self._put(self._urgent, _end(-9, self._asked, self._asked_at))
+            shutil.rmtree(own, ignore_errors=True)
         over.set()
         for reader in readers:
             reader.join()  # it may have to wait for the console
-        self._put(self._lines, {"closed": True})
+        self._put(self._chunks, {"closed": True})
 
     def _read(self, name: str, stream: IO[bytes], over: threading.Event) -> None:
-        """Passes lines on, until the stream ends, or nobody who writes to it can be left.
-
-        A progress bar draws over its line; it is passed on now and then.
-        """
-        kept, drawn_at = b"", time.monotonic()
+        """Passes bytes on, until the stream ends, or nobody who writes to it can be left."""
         poll = select.poll()
         poll.register(stream, select.POLLIN)
         while True:
@@ -222,22 +234,13 @@ class Agent:
                 if last:
                     break
                 continue
-            if not (chunk := os.read(stream.fileno(), 1 << 16)):
+            if not (chunk := os.read(stream.fileno(), _CHUNK_BYTES)):
                 break
-            *lines, kept = (kept + chunk).split(b"\n")
-            if time.monotonic() - drawn_at > _REDRAW_S and b"\r" in kept.rstrip(b"\r"):
-                shown, _, kept = kept.rstrip(b"\r").rpartition(b"\r")
-                lines.append(shown)
-            for line in lines:
-                self._tell(name, line)
-                drawn_at = time.monotonic()
-        if kept:
-            self._tell(name, kept)
+            self._tell(name, chunk)
         stream.close()
 
-    def _tell(self, stream: str, line: bytes) -> None:
-        text = line.rstrip(b"\r").rpartition(b"\r")[2].decode(errors="replace")
-        self._put(self._lines, {"stream": stream, "line": text, "at": time.monotonic()})
+    def _tell(self, stream: str, data: bytes) -> None:
+        self._put(self._chunks, {"stream": stream, "data": data, "at": time.monotonic()})
 
     def _put(self, news: deque[dict[str, Any]], each: dict[str, Any]) -> None:
         with self._changed:
@@ -245,22 +248,7 @@ class Agent:
             news.append(each)
             self._changed.notify_all()
 
-    def _scontrol(self) -> Path:
-        place = self._own / "bin"
-        place.mkdir(exist_ok=True)
-        (place / "scontrol").write_text(_SCONTROL)
-        (place / "scontrol").chmod(0o755)
-        return place
 
-
-def _end(status: int, asked: int = 0) -> dict[str, Any]:
-    return {"status": status, "at": time.monotonic(), "asked": asked, "error": None}
-
-
-def _recorded(error_file: Path) -> dict[str, Any] | None:
-    """What torch's @record wrote about the exception that ended the script."""
-    try:
-        told = json.loads(error_file.read_text())["message"]
-        return told if isinstance(told, dict) else {"message": str(told)}
-    except (OSError, ValueError, KeyError):
-        return None
+def _end(status: int, asked: int = 0, asked_at: float = 0.0) -> dict[str, Any]:
+    at = time.monotonic()
+    return {"status": status, "at": at, "asked": asked, "asked_at": asked_at, "error": None}

@@ -10,14 +10,16 @@ from typing import Any
 
 from raytrain_ddp.orchestration.run.crew import Crew
 from raytrain_ddp.orchestration.run.output import Output
-from raytrain_ddp.orchestration.run.verdict import End, signal_name
+from raytrain_ddp.orchestration.run.verdict import End, ranks_said, signal_name
 
 _TAKE_S = 5.0
 _TAKE_BEHIND_S = 0.5  # how often it is looked whether the console has caught up
-_MOST_LINES = 500  # at once
+_MOST_CHUNKS = 100  # at once
 _POLL_S = 0.1
 _SETTLE_S = 0.3  # failures of the same moment shall all be told, and not be cut short by our signal
+_ENDING_S = 5.0  # likewise a process that is ending of an error: what it exits with tells more
 _UNANSWERED_S = 10.0  # after SIGKILL, or for a node that is off
+_WAITING_AFTER_S, _WAITING_EVERY_S = 2.0, 5.0  # when it is said which ranks have not ended
 
 
 class Attempt:
@@ -26,6 +28,9 @@ class Attempt:
     Args:
         stops: the numbers of the signals that the driver has got, in order; it grows meanwhile.
         check: called all the time; may raise, and all that is left ends with its agent.
+        tell: shows a line.
+        stdin: gives what to pass to rank 0's standard input, b"" at its end, and None as long as
+            there is nothing new; or None.
     """
 
     def __init__(
@@ -35,14 +40,18 @@ class Attempt:
         grace_s: float,
         stops: list[int],
         check: Callable[[], object],
+        tell: Callable[[str], None],
+        stdin: Callable[[], bytes | None] | None = None,
     ) -> None:
         self._crew, self._output, self._grace_s, self._stops = crew, output, grace_s, stops
-        self._check = check
+        self._check, self._tell, self._stdin = check, tell, stdin
+        self._fed: Any = None
         self._asked = ""
         self._stops_seen = 0
         self._failed_at: float | None = None
         self._kill_at: float | None = None
         self._give_up_at: float | None = None
+        self._say_at: float | None = None
         self.ends: dict[int, End] = {}
         self._waiting = {self._ask(w.rank): w.rank for w in crew.workers}
 
@@ -51,20 +60,23 @@ class Attempt:
         while self._waiting:
             self._check()
             self._listen()
+            self._feed()
             self._decide(time.monotonic())
         return self.ends
 
     def _listen(self) -> None:
         import ray
 
-        ready, _ = ray.wait(list(self._waiting), num_returns=1, timeout=_POLL_S)
+        asked = [*self._waiting, *([] if self._fed is None else [self._fed])]
+        ready, _ = ray.wait(asked, num_returns=1, timeout=_POLL_S)
         if ready:
-            many = len(self._waiting)
-            ready, _ = ray.wait(list(self._waiting), num_returns=many, timeout=0)
-        for asked in ready:
-            rank = self._waiting.pop(asked)
+            ready, _ = ray.wait(asked, num_returns=len(asked), timeout=0)
+        for answer in ready:
+            if answer not in self._waiting:
+                continue
+            rank = self._waiting.pop(answer)
             try:
-                news = ray.get(asked)
+                news = ray.get(answer)
             except ray.exceptions.RayError as error:
                 said = str(error).strip().splitlines()
                 if rank not in self.ends:
@@ -72,11 +84,12 @@ class Attempt:
                 continue
             closed = False
             for each in news:
-                if "line" in each:
-                    self._output.line(rank, each["stream"], each["line"], each["at"])
+                if "data" in each:
+                    self._output.take(rank, each["stream"], each["data"], each["at"])
                 elif "status" in each:
-                    asked_for = signal_name(each["asked"]) if each["asked"] else ""
-                    self._end(rank, End(each["status"], each["at"], each["error"], asked_for))
+                    sent = signal_name(each["asked"]) if each["asked"] else ""
+                    told = (each["status"], each["at"], each["error"], sent)
+                    self._end(rank, End(*told, asked_at=each["asked_at"]))
                 else:
                     closed = True
             if not closed:
@@ -87,19 +100,58 @@ class Attempt:
         if end.failed and self._failed_at is None:
             self._failed_at = time.monotonic()
 
+    def _feed(self) -> None:
+        """Passes standard input on, a piece at a time: the next when rank 0 has taken the last."""
+        import ray
+
+        if self._stdin is None:
+            return
+        try:
+            if self._fed is not None:
+                if not ray.wait([self._fed], timeout=0)[0]:
+                    return
+                if not ray.get(self._fed):
+                    self._stdin = self._fed = None
+                    return
+            data = self._stdin()
+            self._fed = None if data is None else self._crew.agent(0).feed.remote(data)
+        except ray.exceptions.RayError:  # told by `_listen`
+            self._stdin = None
+
     def _decide(self, now: float) -> None:
         """What signals are due."""
         if len(self._stops) > self._stops_seen:
-            again = len(self._stops) > 1
             self._stops_seen = len(self._stops)
-            self._stop(signal.SIGKILL if again else self._stops[0], now)
+            if self._stops_seen > 2:
+                self._give_up(now)
+            else:
+                self._stop(signal.SIGKILL if self._stops_seen == 2 else self._stops[0], now)
         elif self._failed_at is not None and not self._asked:
-            if now - self._failed_at > _SETTLE_S:
+            settle_s = _ENDING_S if self._is_ending() else _SETTLE_S
+            if now - self._failed_at > settle_s:
                 self._stop(signal.SIGTERM, now)
         elif self._kill_at is not None and now > self._kill_at:
             self._stop(signal.SIGKILL, now)
         elif self._give_up_at is not None and now > self._give_up_at:
             self._give_up(now)
+        elif self._say_at is not None and now > self._say_at:
+            self._say_at = now + _WAITING_EVERY_S
+            self._tell_waiting(now)
+
+    def _is_ending(self) -> bool:
+        """Whether a rank that has not ended has shown the error of which it is ending."""
+        left = (rank for rank in self._waiting.values() if rank not in self.ends)
+        return any(said.ending for rank in left if (said := self._output.raised(rank)) is not None)
+
+    def _tell_waiting(self, now: float) -> None:
+        left = [rank for rank in self._waiting.values() if rank not in self.ends]
+        if not left:
+            return
+        then = "Ctrl-C once more leaves them to their nodes"
+        if self._kill_at is not None:
+            again = ", or Ctrl-C again" if self._stops else ""
+            then = f"SIGKILL in {max(0.0, self._kill_at - now):.0f} s{again}"
+        self._tell(f"{self._asked} sent; waiting for {ranks_said(left)} to end ({then})")
 
     def _stop(self, number: int, now: float) -> None:
         self._asked = signal_name(number)
@@ -109,6 +161,7 @@ class Attempt:
                 with suppress(Exception):
                     word = "kill" if killed else str(int(number))
                     self._crew.agent(rank).signal.remote(word)
+        self._say_at = now + _WAITING_AFTER_S
         self._kill_at = None if killed else now + self._grace_s
         self._give_up_at = now + _UNANSWERED_S if killed else None
 
@@ -123,7 +176,7 @@ class Attempt:
 
     def _ask(self, rank: int) -> Any:
         behind = self._output.behind
-        wait_s, most = (_TAKE_BEHIND_S, 0) if behind else (_TAKE_S, _MOST_LINES)
+        wait_s, most = (_TAKE_BEHIND_S, 0) if behind else (_TAKE_S, _MOST_CHUNKS)
         return self._crew.agent(rank).take.remote(wait_s, most)
 
 

@@ -14,7 +14,6 @@ from typing import Any
 
 from raytrain_ddp.errors import PreflightError, RetriesExhausted
 from raytrain_ddp.orchestration.cluster import living
-from raytrain_ddp.orchestration.resources import Layout
 from raytrain_ddp.orchestration.run import agent, guard, ship
 from raytrain_ddp.orchestration.run.agent import Agent
 from raytrain_ddp.orchestration.run.folders import provide
@@ -29,7 +28,7 @@ from raytrain_ddp.orchestration.run.plan import (
     ranked,
     values,
 )
-from raytrain_ddp.orchestration.run.room import lacking, refusal
+from raytrain_ddp.orchestration.run.room import Places, lacking, refusal
 from raytrain_ddp.orchestration.run.ship import moved
 
 _POLL_S = 0.2
@@ -59,7 +58,7 @@ class Crew:
     def __init__(
         self,
         order: Order,
-        layout: Layout,
+        layout: Places,
         driver: Mapping[str, str],
         python: str,
         tell: Callable[[str], None],
@@ -69,7 +68,7 @@ class Crew:
         self._group: Any = None
         self._agents: list[Any] = []
         try:
-            self._group = _reserve(order, layout, tell, check)
+            self._group = _reserve(order.flags.wait_s, layout, tell, check)
             self._agents = _agents(self._group, layout)
             facts = _answers([a.seat.remote() for a in self._agents], check)
             self._here = _this_node()
@@ -88,12 +87,20 @@ class Crew:
         """The actor of a rank."""
         return self._agents[self.workers[rank].seat.number]
 
-    def start(self, run_id: str, attempt: int, check: Check) -> None:
-        """Starts the script on all workers; no rank is ahead by more than a moment."""
-        wanted = random.sample(_PORTS, 20)
+    def start(self, run_id: str, attempt: int, check: Check, feeds: bool) -> None:
+        """Starts the script on all workers; no rank is ahead by more than a moment.
+
+        Args:
+            feeds: whether rank 0 has a standard input.
+        """
+        asked = self._order.flags.master_port
+        wanted = [asked] if asked is not None else random.sample(_PORTS, 20)
         (port,) = _answers([self.agent(0).free_port.remote(wanted)], check)
+        if not port:
+            where = self.workers[0].where
+            raise PreflightError(f"--master-port {asked} is taken on {where}: choose another.")
         group = Group(self.workers, meeting_address(self.workers), port, run_id, attempt)
-        started = [self._start(group, worker) for worker in self.workers]
+        started = [self._start(group, worker, feeds) for worker in self.workers]
         _answers(started, check)
 
     def clocks(self, ranks: Sequence[int]) -> dict[int, float]:
@@ -121,7 +128,7 @@ class Crew:
         closing.join(_CLOSE_TIMEOUT_S)
         self._agents, self._group = [], None
 
-    def _start(self, group: Group, worker: Worker) -> Any:
+    def _start(self, group: Group, worker: Worker, feeds: bool) -> Any:
         fact, flags = self._facts[worker.seat.number], self._order.flags
         local, here = worker.seat.node == self._here, Path.cwd()
         folder = self._folders.get(worker.node_rank, str(here))
@@ -132,8 +139,8 @@ class Crew:
             self._order.command(python, values(group, worker), there),
             environment(flags, group, worker, base, error_file=""),
             folder,
-            group.attempt,
             flags.env == "slurm",
+            feeds and worker.rank == 0,
         )
 
     def _ask(self, workers: Sequence[Worker], method: str, *args: Any) -> list[Any]:
@@ -156,27 +163,26 @@ def _release(agents: Sequence[Any], group: Any) -> None:
             ray.util.remove_placement_group(group)
 
 
-def _reserve(order: Order, layout: Layout, tell: Callable[[str], None], check: Check) -> Any:
+def _reserve(wait_s: float, layout: Places, tell: Callable[[str], None], check: Check) -> Any:
     """A placement group with room for all workers."""
     from ray.util import placement_group, remove_placement_group
 
-    flags = order.flags
-    strategy = "STRICT_SPREAD" if flags.per == "node" else "PACK"
-    group = placement_group([dict(layout.per_worker)] * layout.least, strategy=strategy)
+    strategy = "STRICT_SPREAD" if layout.apart else "PACK"
+    group = placement_group(layout.bundles, strategy=strategy)
     began = time.monotonic()
-    lacks = lacking(flags, layout, living())
+    lacks = lacking(layout, living())
     said = False
     try:
         while not group.wait(_POLL_S):
             check()
             waited_s = time.monotonic() - began
-            lacks = lacking(flags, layout, living())
-            if waited_s > flags.wait_s:
+            lacks = lacking(layout, living())
+            if waited_s > wait_s:
                 busy = "others use what there is (ray status)"
                 raise refusal(layout, lacks or busy, "the cluster")
             if not said and (lacks or waited_s > 2):
                 said = True
-                tell(f"waiting up to {flags.wait_s:g} s for {layout.said}: {lacks or 'all busy'}")
+                tell(f"waiting up to {wait_s:g} s for {layout.said}: {lacks or 'all busy'}")
     except BaseException:
         remove_placement_group(group)
         raise
@@ -197,7 +203,7 @@ def sent_whole() -> Iterator[None]:
             cloudpickle.unregister_pickle_by_value(module)
 
 
-def _agents(group: Any, layout: Layout) -> list[Any]:
+def _agents(group: Any, layout: Places) -> list[Any]:
     import ray
     from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
@@ -210,7 +216,7 @@ def _agents(group: Any, layout: Layout) -> list[Any]:
                 num_gpus=layout.per_worker.get("GPU", 0),
                 max_concurrency=8,
                 scheduling_strategy=PlacementGroupSchedulingStrategy(
-                    group, placement_group_bundle_index=number
+                    group, placement_group_bundle_index=number // layout.each
                 ),
             ).remote(source)
             for number in range(layout.least)

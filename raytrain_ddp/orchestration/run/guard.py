@@ -1,18 +1,22 @@
 """The process above a script: starts it, passes signals on, and leaves nothing behind.
 
-``python -I -S guard.py REPORT_FD FOLDER COMMAND...``, on the standard library alone:
+``python -I -S guard.py REPORT_FD STDIN_FD FOLDER COMMAND...``, on the standard library alone:
 
 - the script is a real main process, in a session of its own, without anything of Ray in it;
 - the guard goes to the background: Ray kills the children of a worker that ends, and then nobody
   would end theirs;
-- when standard input ends, as whoever started this is gone, all below is killed at once, and
-  FOLDER, which was theirs, is removed;
+- FOLDER is made here and removed here, so that it never outlives whoever started this;
+- when standard input ends, as whoever started this is gone, all below is killed at once;
 - a line on standard input is the number of a signal for the script's process group, or ``kill``;
 - processes that the script has left behind, also those that made themselves daemons, are ended.
 
-Tells on REPORT_FD, a line of JSON each: {"pid", "guard"}, and {"status", "at", "asked"} as soon as
-the script has ended: as subprocess has it, negative for a signal; when, by this machine's monotonic
-clock; and which signal it had been sent before, or 0. The end of REPORT_FD is that of all below.
+The script's standard input is STDIN_FD; with -1 it is empty.
+
+Tells on REPORT_FD, a line of JSON each: {"pid", "guard"}, and as soon as the script has ended
+{"status", "at", "asked", "asked_at", "error"}: its status as subprocess has it, negative for a
+signal; when, by this machine's monotonic clock; which signal it had been sent before, or 0, and
+when the first one; and what torch's @record wrote about the exception that ended it, or null. The
+end of REPORT_FD is that of all below.
 """
 
 from __future__ import annotations
@@ -29,23 +33,42 @@ from contextlib import suppress
 
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 _LEFTOVERS_GRACE_S = 2.0
+_SCONTROL = """#!/bin/sh
+# There is no Slurm here. Answers: scontrol show hostnames [LIST]
+case "$1 $2" in
+  "show hostname"|"show hostnames") echo "${3:-$SLURM_JOB_NODELIST}" | tr , '\\n' ;;
+  *) echo "scontrol: only 'show hostnames' is there, as this is Ray" >&2; exit 1 ;;
+esac
+"""
 
 
-def main(report: int, folder: str, command: list[str]) -> None:
+def main(report: int, stdin: int, folder: str, command: list[str]) -> None:
     """Returns at once in the process that called it; the guard when nothing is left below."""
     if os.fork():
         return
     _prctl(_PR_SET_CHILD_SUBREAPER, 1)  # orphans below become children of this process
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)  # the pipe tells what is to be done
+    for fd in (report, stdin) if stdin >= 0 else (report,):
+        os.set_inheritable(fd, False)
+    try:
+        _furnish(folder)
+        _watch(report, stdin, folder, command)
+    except OSError as error:
+        os.write(2, f"{error}\n".encode())
+        _tell(report, {"status": 127, "at": time.monotonic(), "asked": 0})
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _watch(report: int, stdin: int, folder: str, command: list[str]) -> None:
     woken, wakes = os.pipe()
     os.set_blocking(wakes, False)
     signal.set_wakeup_fd(wakes)
     signal.signal(signal.SIGCHLD, lambda *_: None)
-    os.set_inheritable(report, False)
-    script = _start(command)
+    script = _start(command, stdin)
     _tell(report, {"pid": script, "guard": os.getpid()})
-    watched, asked = [woken, 0], 0
+    watched, asked, asked_at = [woken, 0], 0, 0.0
     while (status := _ended(script)) is None:
         ready, _, _ = select.select(watched, [], [])
         if woken in ready:
@@ -56,20 +79,42 @@ def main(report: int, folder: str, command: list[str]) -> None:
                 watched.remove(0)
             for word in words or [b"kill"]:
                 asked = signal.SIGKILL if word == b"kill" else int(word)
+                asked_at = asked_at or time.monotonic()
                 _obey(script, asked)
-    _tell(report, {"status": status, "at": time.monotonic(), "asked": asked})
-    gone = 0 not in watched
-    _end_leftovers(0 if gone else _LEFTOVERS_GRACE_S)
-    if gone:
-        shutil.rmtree(folder, ignore_errors=True)
+    ended = {"status": status, "at": time.monotonic(), "asked": asked, "asked_at": asked_at}
+    _tell(report, ended | {"error": _recorded(f"{folder}/error.json")})
+    _end_leftovers(_LEFTOVERS_GRACE_S if 0 in watched else 0)
 
 
-def _start(command: list[str]) -> int:
+def _furnish(folder: str) -> None:
+    """Makes the folder, and in it a `scontrol` if it is on the PATH of the script."""
+    os.mkdir(folder, 0o700)
+    if f"{folder}/bin" in os.environ.get("PATH", "").split(":"):
+        os.mkdir(f"{folder}/bin")
+        with open(f"{folder}/bin/scontrol", "w") as file:
+            file.write(_SCONTROL)
+        os.chmod(file.name, 0o755)
+
+
+def _recorded(path: str) -> dict[str, object] | None:
+    """What torch's @record wrote, and `at`: when, by this machine's monotonic clock."""
+    try:
+        with open(path) as file:
+            told = json.load(file)["message"]
+        told = told if isinstance(told, dict) else {"message": str(told)}
+        return {**told, "at": time.monotonic() - time.time() + os.stat(path).st_mtime}
+    except (OSError, ValueError, LookupError, TypeError):
+        return None
+
+
+def _start(command: list[str], stdin: int) -> int:
     guard = os.getpid()
     ready, starting = os.pipe()  # closed by exec
     pid = os.fork()
     if pid:
         os.close(starting)
+        if stdin >= 0:
+            os.close(stdin)  # whoever writes to it notices when the script ends
         os.read(ready, 1)  # a signal sent before it has its process group would be lost
         os.close(ready)
         return pid
@@ -78,8 +123,7 @@ def _start(command: list[str]) -> int:
         _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
         if os.getppid() != guard:  # gone before that
             os._exit(1)
-        nothing = os.open(os.devnull, os.O_RDONLY)
-        os.dup2(nothing, 0)
+        os.dup2(stdin if stdin >= 0 else os.open(os.devnull, os.O_RDONLY), 0)
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGPIPE):
             signal.signal(number, signal.SIG_DFL)
         signal.pthread_sigmask(signal.SIG_SETMASK, [])  # Ray's workers block SIGINT
@@ -161,10 +205,12 @@ def _prctl(option: int, value: int) -> None:
         ctypes.CDLL(None).prctl(option, value, 0, 0, 0)
 
 
-def _tell(report: int, told: dict[str, float]) -> None:
+def _tell(report: int, told: dict[str, object]) -> None:
     with suppress(OSError):
         os.write(report, json.dumps(told).encode() + b"\n")
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]), sys.argv[2], sys.argv[3:])
+    if sys.argv[0].startswith("/dev/fd/"):
+        os.close(int(sys.argv[0].rpartition("/")[2]))  # this code came from there
+    main(int(sys.argv[1]), int(sys.argv[2]), sys.argv[3], sys.argv[4:])

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import re
+import signal
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,6 +16,7 @@ from raytrain_ddp.rules import require
 # Names that are filled in within the arguments of a script; all other braces stay as they are.
 PLACEHOLDERS = ("rank", "local_rank", "world_size", "node_rank", "master_addr", "master_port")
 INIT_METHOD = "init_method"
+_STREAMS = re.compile(r"[0-3]|(\d+:[0-3],)*\d+:[0-3]")
 
 
 @dataclass(frozen=True)
@@ -21,6 +25,11 @@ class Flags:
 
     num_workers: int | None = None
     """How many processes in all. Default: one per GPU (--use-gpu), or per node (--per node)."""
+    nproc_per_node: str | None = None
+    """As torchrun's, instead of --num-workers: so many on each node, or gpu, cpu, auto. Each has a
+    GPU where there are enough; more processes than CPUs share these."""
+    nnodes: str | None = None
+    """As torchrun's, with --nproc-per-node: N nodes, or MIN:MAX. Default: 1."""
     use_gpu: bool = False
     """A GPU for each worker. Those of all its node's are visible, so cuda:LOCAL_RANK is its own.
     Without it no GPU is visible: Ray may have given them to others."""
@@ -39,12 +48,33 @@ class Flags:
     does since torch 2.0, to a script in whose text there is this spelling only."""
     no_python: bool = False
     """The program is not a Python script: run it itself."""
-    tee: str = "all"
+    show: str = "all"
     """Ranks whose output is shown: all, none, or 0,2,5."""
     log_dir: str | None = None
-    """Write each rank's output to LOG_DIR/RUN/attempt_N/RANK/stdout.log and stderr.log."""
+    """Write each rank's output, byte for byte, to LOG_DIR/RUN/attempt_N/RANK/stdout.log and
+    stderr.log."""
+    redirects: str = "0"
+    """As torchrun's (-r): 1 stdout, 2 stderr, 3 both go to the files only; or 0:1,1:3 by local
+    rank."""
+    tee: str = "0"
+    """As torchrun's (-t): like --redirects, but shown as well. Ranks are chosen with --show."""
+    local_ranks_filter: str = ""
+    """As torchrun's: 0,1: only these local ranks are shown."""
+    log_line_prefix_template: str = "[rank ${rank}] "
+    """As torchrun's: with ${rank}, ${local_rank}, ${role_name}, ${hostname}."""
+    role: str = "default"
+    """As torchrun's: ROLE_NAME."""
+    rdzv_id: str | None = None
+    """As torchrun's: TORCHELASTIC_RUN_ID, and the name of the run in LOG_DIR. Default: random."""
+    master_port: int | None = None
+    """As torchrun's: the port that rank 0 listens on. Default: a free one."""
+    virtual_local_rank: bool = False
+    """As torchrun's: LOCAL_RANK is 0 everywhere, and each rank sees its own GPUs only."""
+    signals_to_handle: str = "SIGTERM,SIGINT,SIGHUP,SIGQUIT"
+    """As torchrun's: signals that are passed on to all ranks, and end the run."""
     grace_s: float = 30.0
-    """Time to end after SIGINT or SIGTERM until SIGKILL. A second Ctrl-C ends all at once."""
+    """Time to end after SIGINT or SIGTERM until SIGKILL (torchrun's --shutdown-timeout). A second
+    Ctrl-C ends all at once."""
     wait_s: float = 60.0
     """How long a running cluster may lack room, at the start and when a node is lost."""
     ship: Literal["auto", "always", "never"] = "auto"
@@ -53,9 +83,11 @@ class Flags:
     export: str = ""
     """NAME,NAME: variables with this shell's value on all machines. Without it, another machine has
     those of its `ray start`, and of this shell's what is not set there and does not concern this
-    machine only (PATH, HOME, LD_*, CONDA_*, SLURM_*, CUDA_VISIBLE_DEVICES ... stay here)."""
+    machine only (PATH, HOME, LD_*, CONDA_*, CUDA_VISIBLE_DEVICES ... stay here)."""
     address: str | None = None
     """A running Ray cluster (auto: on this machine). Default: RAY_ADDRESS, else an embedded Ray."""
+    standalone: bool = False
+    """As torchrun's: on this machine alone, whatever RAY_ADDRESS says."""
     dry_run: bool = False
     """Print each worker's environment and command, and do nothing else."""
 
@@ -67,23 +99,73 @@ class Flags:
         _from(0, "--wait-s", self.wait_s)
         cpus = self.cpus_per_worker
         require(cpus is None or cpus > 0, "--cpus-per-worker", cpus, "must be above 0")
-        if self.gpus_per_worker is not None and not self.use_gpu:
+        counted = self.nproc_per_node is not None
+        if self.gpus_per_worker is not None and not (self.use_gpu or counted):
             raise ConfigError("--gpus-per-worker is for --use-gpu: add it.")
-        self.shown(0)
+        if self.num_workers is not None and (counted or self.nnodes is not None):
+            raise ConfigError("--num-workers counts all processes: leave --nproc-per-node out.")
+        if counted and self.per == "node":
+            raise ConfigError("--per node starts one process on each: leave --nproc-per-node out.")
+        if self.standalone and self.address is not None:
+            raise ConfigError("--standalone is this machine alone: leave it or --address out.")
+        nproc = self.nproc_per_node or "1"
+        known = nproc in ("auto", "cpu", "gpu") or (nproc.isdecimal() and int(nproc) > 0)
+        require(known, "--nproc-per-node", nproc, "must be 1 or more, or auto, cpu, gpu")
+        nodes = self.nnodes or "1"
+        ranged = re.fullmatch(r"\d+(:\d+)?", nodes) and 0 < self.nodes[0] <= self.nodes[1]
+        require(bool(ranged), "--nnodes", nodes, "must be like 2, or like 1:4")
+        least, most = 0, 65_535
+        port = self.master_port
+        require(port is None or least <= port <= most, "--master-port", port, "must be a port")
+        rule = "must be 0 (none), 1 (stdout), 2 (stderr), 3 (both), or like 0:1,1:3 by local rank"
+        for flag, value in (("--tee", self.tee), ("--redirects", self.redirects)):
+            require(bool(_STREAMS.fullmatch(value)), flag, value, rule)
+        for flag, value in (("--show", self.show), ("--local-ranks-filter", self.filter)):
+            rule = "must be all, none, or like 0,2,5"
+            require(value in ("all", "none") or _ranks(value) is not None, flag, value, rule)
+        for name in self.signals:
+            known = name in signal.Signals.__members__ and name not in ("SIGKILL", "SIGSTOP")
+            require(known, "--signals-to-handle", name, "is no signal that can be handled")
 
     @property
     def exported(self) -> list[str]:
         """The names in --export."""
         return [name for each in self.export.split(",") if (name := each.strip())]
 
-    def shown(self, rank: int) -> bool:
-        """Whether this rank's output goes to the console."""
-        if self.tee in ("all", "none"):
-            return self.tee == "all"
-        ranks = self.tee.split(",")
-        for each in ranks:
-            require(each.strip().isdigit(), "--tee", self.tee, "must be all, none, or like 0,2,5")
-        return rank in map(int, ranks)
+    @property
+    def signals(self) -> list[str]:
+        """The names in --signals-to-handle."""
+        return [name for each in self.signals_to_handle.split(",") if (name := each.strip())]
+
+    @property
+    def nodes(self) -> tuple[int, int]:
+        """The least and the most nodes, by --nnodes."""
+        least, _, most = (self.nnodes or "1").partition(":")
+        return int(least), int(most or least)
+
+    @property
+    def by_node(self) -> bool:
+        """Whether the workers are counted by node, as torchrun does."""
+        return self.per == "worker" and (self.nproc_per_node or self.nnodes) is not None
+
+    @property
+    def filter(self) -> str:
+        """--local-ranks-filter as --show has it."""
+        return self.local_ranks_filter or "all"
+
+    @property
+    def files(self) -> bool:
+        """Whether the ranks' output goes to files."""
+        wanted = self.log_dir is not None or f"{self.tee}{self.redirects}".strip("0") != ""
+        return wanted and self.log_dir != os.devnull
+
+    def shown(self, rank: int, local_rank: int, stream: str) -> bool:
+        """Whether this rank's stream (``stdout`` or ``stderr``) goes to the console."""
+        if not (_chosen(self.show, rank) and _chosen(self.filter, local_rank)):
+            return False
+        bit = 1 if stream == "stdout" else 2
+        redirected, teed = (_streams(text, local_rank) for text in (self.redirects, self.tee))
+        return not redirected & bit or bool(teed & bit)
 
 
 @dataclass(frozen=True)
@@ -92,12 +174,14 @@ class Order:
 
     Args:
         program: the script, or with `module` the name of one; `args` follow it untouched.
+        notes: what to say of the command line before anything is started.
     """
 
     flags: Flags
     program: str
     args: Sequence[str] = ()
     module: bool = False
+    notes: Sequence[str] = ()
 
     def __post_init__(self) -> None:
         if self.flags.no_python:
@@ -140,7 +224,9 @@ class Order:
 
 
 def fill(text: str, values: Mapping[str, str]) -> str:
-    """``{rank}`` and the other placeholders by their values; other braces stay."""
+    """``{rank}`` and the other placeholders by their values, and torchrun's ``${local_rank}``;
+    other braces stay."""
+    text = text.replace("${local_rank}", values["local_rank"])
     for name in (*PLACEHOLDERS, INIT_METHOD):
         text = text.replace(f"{{{name}}}", values[name])
     return text
@@ -148,3 +234,21 @@ def fill(text: str, values: Mapping[str, str]) -> str:
 
 def _from(least: float, flag: str, value: float | None) -> None:
     require(value is None or value >= least, flag, value, f"must be {least:g} or more")
+
+
+def _ranks(text: str) -> set[int] | None:
+    """``0,2,5`` as a set; None where it is not like that."""
+    words = [word.strip() for word in text.split(",")]
+    return {int(word) for word in words} if all(word.isdecimal() for word in words) else None
+
+
+def _chosen(text: str, rank: int) -> bool:
+    return text == "all" or (text != "none" and rank in (_ranks(text) or ()))
+
+
+def _streams(text: str, local_rank: int) -> int:
+    """The bits of --tee or --redirects for a local rank."""
+    if ":" not in text:
+        return int(text)
+    pairs = dict(pair.split(":") for pair in text.split(","))
+    return int(pairs.get(str(local_rank), "0"))

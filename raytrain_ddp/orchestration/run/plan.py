@@ -13,19 +13,24 @@ from raytrain_ddp.orchestration.run.order import Flags
 _OF_THE_MACHINE = re.compile(
     r"(PATH|HOME|USER|LOGNAME|SHELL|SHLVL|PWD|OLDPWD|_|HOSTNAME|HOST|TERM|TMPDIR|TEMP|TMP|MAIL|LANG"
     r"|LD_.*|DYLD_.*|VIRTUAL_ENV.*|PYTHON(PATH|HOME|STARTUP|USERBASE|PYCACHEPREFIX|EXECUTABLE)|CONDA_.*|_CE_.*|SSH_.*|XDG_.*|DBUS_.*|DISPLAY|LC_.*"
-    r"|LS_COLORS|SLURM.*|CUDA_VISIBLE_DEVICES|NVIDIA_.*|KUBERNETES_.*|.*_SERVICE_(HOST|PORT).*)"
+    r"|LS_COLORS|SLURMD_.*|SLURM_(TMPDIR|CONF|(CPUS|GPUS|MEM)_(ON|PER)_NODE|(CPU|MEM|GPU)_BIND.*"
+    r"|JOB_GPUS|TOPOLOGY.*|SRUN_.*)|CUDA_VISIBLE_DEVICES|NVIDIA_.*|KUBERNETES_.*|.*_SERVICE_(HOST|PORT).*)"
 )
 # Of the environment of `ray start` on the driver's machine, what its shell may not have: there the
 # cluster files set GLOO_SOCKET_IFNAME and the like.
 _OF_THE_NETWORK = re.compile(r"(GLOO|NCCL|TORCH_NCCL|TORCH_GLOO|UCX|FI)_.*")
 # What Ray puts into the environment of its own workers.
 _OF_RAY = re.compile(r"RAY_.*|SPT_NOENV|OMP_NUM_THREADS|CUDA_VISIBLE_DEVICES|PYTHONBREAKPOINT")
-# What another launcher may have left in the driver's environment: that group is not this one.
+# What another launcher may have left in the driver's environment, or what is set anew: with it a
+# script or a library would take a rank of that group for its own. Nothing else of these prefixes.
 _OF_A_LAUNCHER = re.compile(
-    r"RANK|LOCAL_RANK|WORLD_SIZE|LOCAL_WORLD_SIZE|GROUP_.*|ROLE_.*|MASTER_(ADDR|PORT)"
-    r"|NODE_RANK|TORCHELASTIC_.*|SLURM_.*|SLURMD_.*"
+    r"RANK|LOCAL_RANK|WORLD_SIZE|LOCAL_WORLD_SIZE|NODE_RANK|GROUP_(RANK|WORLD_SIZE)"
+    r"|ROLE_(RANK|NAME|WORLD_SIZE)|MASTER_(ADDR|PORT)"
+    r"|TORCHELASTIC_(RUN_ID|RESTART_COUNT|MAX_RESTARTS|USE_AGENT_STORE|ERROR_FILE"
+    r"|SIGNALS_TO_HANDLE)|SLURMD_NODENAME"
+    r"|SLURM_(PROCID|LOCALID|NODEID|GTIDS|NTASKS(_PER_\w+)?|NPROCS|NNODES|(JOB_)?NODELIST"
+    r"|JOB_NUM_NODES|TASKS_PER_NODE|STEP_\w+|STEPID|LAUNCH_NODE_IPADDR|RESTART_COUNT)"
 )
-SIGNALS = "SIGTERM,SIGINT,SIGHUP,SIGQUIT"
 
 
 @dataclass(frozen=True)
@@ -140,6 +145,15 @@ def base_environment(
     return {k: v for k, v in own.items() if not _OF_A_LAUNCHER.fullmatch(k)}
 
 
+def overruled(driver: Mapping[str, str], workers: Sequence[Worker]) -> list[str]:
+    """Names of the driver's variables that do not reach the ranks, or only with another value."""
+    names = {name for name in driver if re.fullmatch("RAY_.*", name)}
+    names |= {name for name in driver if _OF_A_LAUNCHER.fullmatch(name)}
+    if any(worker.gpus or worker.seat.node_has_gpus for worker in workers):
+        names |= driver.keys() & {"CUDA_VISIBLE_DEVICES"}
+    return sorted(names)
+
+
 def environment(
     flags: Flags, group: Group, worker: Worker, base: Mapping[str, str], error_file: str
 ) -> dict[str, str]:
@@ -151,7 +165,9 @@ def environment(
             env["OMP_NUM_THREADS"] = str(int(flags.cpus_per_worker))
         elif worker.local_world_size > 1:
             env["OMP_NUM_THREADS"] = "1"
-    if worker.gpus:
+    if flags.virtual_local_rank and worker.seat.gpus:
+        env["CUDA_VISIBLE_DEVICES"] = ",".join(worker.seat.gpus)
+    elif worker.gpus:
         env["CUDA_VISIBLE_DEVICES"] = ",".join(worker.gpus)
     elif worker.seat.node_has_gpus:
         env["CUDA_VISIBLE_DEVICES"] = ""  # they are others'; --use-gpu takes some
@@ -162,7 +178,7 @@ def environment(
     }
     env.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1")
     if flags.env == "slurm":
-        return env | meeting | _slurm(group, worker)
+        return env | meeting | _slurm(group, worker, env)
     return env | meeting | _torchrun(flags, group, worker) | {"TORCHELASTIC_ERROR_FILE": error_file}
 
 
@@ -170,33 +186,37 @@ def _torchrun(flags: Flags, group: Group, worker: Worker) -> dict[str, str]:
     size = str(len(group.workers))
     return {
         "RANK": str(worker.rank),
-        "LOCAL_RANK": str(worker.local_rank),
+        "LOCAL_RANK": "0" if flags.virtual_local_rank else str(worker.local_rank),
         "GROUP_RANK": str(worker.node_rank),
         "ROLE_RANK": str(worker.rank),
-        "ROLE_NAME": "default",
+        "ROLE_NAME": flags.role,
         "LOCAL_WORLD_SIZE": str(worker.local_world_size),
         "GROUP_WORLD_SIZE": str(len(group.nodes)),
         "ROLE_WORLD_SIZE": size,
         "TORCHELASTIC_RESTART_COUNT": str(group.attempt),
         "TORCHELASTIC_MAX_RESTARTS": str(flags.max_restarts),
-        "TORCHELASTIC_RUN_ID": group.run_id,
+        "TORCHELASTIC_RUN_ID": flags.rdzv_id or group.run_id,
         # torchrun's agent serves the store that the ranks meet at; here rank 0 itself does.
         "TORCHELASTIC_USE_AGENT_STORE": "False",
-        "TORCHELASTIC_SIGNALS_TO_HANDLE": SIGNALS,
+        "TORCHELASTIC_SIGNALS_TO_HANDLE": flags.signals_to_handle,
     }
 
 
-def _slurm(group: Group, worker: Worker) -> dict[str, str]:
-    """As srun and slurmd set them; nodes are named by their addresses, which need no resolving,
-    and listed with commas, which is a hostlist that a simple ``split(",")`` can read too."""
+def _slurm(group: Group, worker: Worker, env: Mapping[str, str]) -> dict[str, str]:
+    """As srun and slurmd set them, for the job that `env` speaks of, if any.
+
+    Nodes are named by their addresses, which need no resolving, and listed with commas, which is a
+    hostlist that a simple ``split(",")`` can read too.
+    """
     nodes = ",".join(first.seat.ip for first in group.nodes)
     counts = [first.local_world_size for first in group.nodes]
     here = [w.rank for w in group.workers if w.node_rank == worker.node_rank]
-    size, count, job = str(len(group.workers)), str(len(counts)), str(int(group.run_id[:7], 16))
+    size, count = str(len(group.workers)), str(len(counts))
+    job = env.get("SLURM_JOB_ID") or env.get("SLURM_JOBID") or str(int(group.run_id[:7], 16))
     return {
         "SLURM_JOB_ID": job,
         "SLURM_JOBID": job,
-        "SLURM_JOB_NAME": "raytrain_ddp",
+        "SLURM_JOB_NAME": env.get("SLURM_JOB_NAME", "raytrain_ddp"),
         "SLURM_PROCID": str(worker.rank),
         "SLURM_LOCALID": str(worker.local_rank),
         "SLURM_NODEID": str(worker.node_rank),

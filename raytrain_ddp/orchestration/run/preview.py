@@ -15,6 +15,7 @@ from raytrain_ddp.orchestration.run.plan import (
     Seat,
     base_environment,
     environment,
+    meeting_address,
     ranked,
     values,
 )
@@ -34,21 +35,21 @@ def preview(order: Order, driver: Mapping[str, str]) -> str:
     order.require_script(Path.cwd())
     flags = order.flags
     layout = layout_for(flags, [this_machine()])
-    apart = flags.per == "node"
     gpus = int(layout.per_worker.get("GPU", 0))
-    seats = [
-        Seat(
-            number=n,
-            node=f"node-{n}" if apart else "node",
-            ip=f"NODE{n}" if apart else "127.0.0.1",
-            host="",
-            gpus=[str(gpu + (0 if apart else n * gpus)) for gpu in range(gpus)],
+    seats = []
+    for n in range(layout.least):
+        node, first = divmod(n, layout.each) if layout.apart else (0, n)
+        seats.append(
+            Seat(
+                number=n,
+                node=f"node-{node}",
+                ip=f"NODE{node}" if layout.apart else "127.0.0.1",
+                host="",
+                gpus=[str(gpu + first * gpus) for gpu in range(gpus)],
+            )
         )
-        for n in range(layout.least)
-    ]
     workers = ranked(seats)
-    address = workers[0].seat.ip if layout.least > 1 else "127.0.0.1"
-    group = Group(workers, address, 29500, "0" * 32)
+    group = Group(workers, meeting_address(workers), flags.master_port or 29500, "0" * 32)
     base = base_environment(driver, {}, local=True)
     lines = [_NOTE]
     for worker in workers:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import signal
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -10,6 +11,26 @@ from typing import Any
 from raytrain_ddp.errors import RetriesExhausted
 from raytrain_ddp.orchestration.run.output import Output
 from raytrain_ddp.orchestration.run.plan import Worker
+from raytrain_ddp.orchestration.run.tracebacks import follows
+
+# What the last line of a failure means here, and what helps.
+_HINTS = (
+    (
+        r"bdb\.BdbQuit",
+        "breakpoint() and pdb need a terminal, and the ranks have none. Debug one process: "
+        "paste the command that --dry-run prints with --num-workers 1; or use a debugger that "
+        "listens on a port, such as debugpy.",
+    ),
+    (
+        r"EOFError: EOF when reading a line",
+        "only rank 0 has the standard input of `run`, if that is a pipe or a file; all others, "
+        "and a terminal, are closed to the script.",
+    ),
+)
+_BY_SIGNAL = {
+    signal.SIGKILL: "often by the system, as memory was short: see dmesg, or the machine's log.",
+    signal.SIGSEGV: "PYTHONFAULTHANDLER=1 shows where.",
+}
 
 
 @dataclass(frozen=True)
@@ -19,8 +40,8 @@ class End:
     Args:
         status: as subprocess has it: negative is a signal. None: its node or its actor is lost.
         at: when, in seconds, by its machine's monotonic clock.
-        error: what torch's @record wrote: {"message", "extraInfo": {"py_callstack"}}.
-        asked: the signal that it had been sent before.
+        error: what torch's @record wrote, {"message", "extraInfo": {"py_callstack"}}, and {"at"}.
+        asked: the signal that it had been sent before; `asked_at` is when the first one was.
         lost: why it is lost.
     """
 
@@ -29,6 +50,7 @@ class End:
     error: Mapping[str, Any] | None = None
     asked: str = ""
     lost: str = ""
+    asked_at: float = 0.0
 
     @property
     def failed(self) -> bool:
@@ -48,6 +70,8 @@ class End:
         """What the shell would say of it."""
         if self.status is None:
             return RetriesExhausted.exit_status
+        if self.asked:
+            return 1  # it had raised an error before; the signal's number is ours
         return self.status if self.status >= 0 else 128 - self.status
 
 
@@ -56,37 +80,92 @@ def first_failure(
 ) -> int | None:
     """The rank that failed first, or None if none did.
 
-    Only those count that had not been asked to end, by the times that their machines took; `clocks`
-    tells how far these ranks' clocks are ahead of a common one.
+    A rank failed when its traceback came, or else when it ended: taking a process down may take
+    longer than its peers' noticing, and it may have been sent a signal meanwhile. A rank that
+    printed a traceback and went on did not fail. Errors that speak of a lost peer count after all
+    others, as they have a cause elsewhere; so a lost node is the cause of what its peers suffer.
+    Before them also comes a thread that ended with an exception in a rank that went on.
 
-    A lost node is the cause of what its peers suffer, though it is often noticed after them. Of
-    those that raised an error, the time of its first line counts: taking the process down takes
-    longer than its peers' noticing.
+    Times are those of the machines; `clocks` tells how far these ranks' clocks are ahead of a
+    common one.
     """
+    lost = [rank for rank, end in ends.items() if end.status is None]
+    began = {rank: key for rank, end in ends.items() if (key := _began(rank, end, output))}
+    if not any(weight != _THREAD for weight, _ in began.values()):
+        began = {}
+    if lost:
+        return min(lost, key=lambda rank: ends[rank].at)
+    ahead = clocks(list(began)) if len(began) > 1 else {}
 
-    failed = [rank for rank, end in ends.items() if end.failed]
-    lost = [rank for rank in failed if ends[rank].status is None]
-    ahead = clocks(failed) if len(failed) > 1 and not lost else {}
+    def order(rank: int) -> tuple[int, bool, float]:
+        weight, at = began[rank]
+        return weight, bool(ahead) and rank not in ahead, at - ahead.get(rank, 0.0)
 
-    def began(rank: int) -> tuple[bool, float]:
-        end, raised_at = ends[rank], output.raised_at(rank)
-        at = end.at if end.status != 1 or raised_at is None else min(raised_at, end.at)
-        return bool(ahead) and rank not in ahead, at - ahead.get(rank, 0.0)
+    return min(began, key=order, default=None)
 
-    return min(lost or failed, key=began, default=None)
+
+_OWN, _THREAD, _FOLLOWS = range(3)
+
+
+def _began(rank: int, end: End, output: Output) -> tuple[int, float] | None:
+    """How much a rank's failure counts (less is more), and when it began; None: it did not fail."""
+    raised = output.raised(rank)
+    if end.status is None or end.status == 0:
+        return None
+    error_at = float((end.error or {}).get("at", end.at))
+    if end.failed:
+        at = min(end.at, error_at)
+        if raised is not None and (
+            not raised.goes_on or raised.ending or (raised.uncaught and end.status == 1)
+        ):
+            at, said = min(at, raised.at), raised.error
+        else:  # what torch's watchdog says before it aborts
+            said = "\n".join(output.last(rank)) if end.status == -signal.SIGABRT else ""
+        # Who was killed did not die of what it said of its peers.
+        killed = end.status in (-signal.SIGKILL, -signal.SIGSEGV, -signal.SIGBUS)
+        return (_FOLLOWS if follows(said) and not killed else _OWN), at
+    if raised is not None and raised.at < end.asked_at:
+        if raised.ending:
+            return (_FOLLOWS if follows(raised.error) else _OWN), raised.at
+        if raised.in_thread and not raised.goes_on:
+            return _THREAD, raised.at
+    return (_OWN, error_at) if end.error and error_at < end.asked_at else None
 
 
 def report(rank: int, ends: Mapping[int, End], workers: Sequence[Worker], output: Output) -> str:
     """The first failing rank: where, how, its last words; and how the others ended."""
-    end = ends[rank]
-    lines = [f"rank {rank} failed first, on {workers[rank].where}: {end.said}"]
+    end, raised = ends[rank], output.raised(rank)
+    how = end.said
+    if end.asked:
+        thread = raised is not None and raised.in_thread
+        what = "an exception ended one of its threads" if thread else "it raised an error"
+        how = f"{what}, and was still running when we sent {end.asked}"
+    lines = [f"rank {rank} failed first, on {workers[rank].where}: {how}"]
     told = end.error or {}
     stack = str(told.get("extraInfo", {}).get("py_callstack", "")) or str(told.get("message", ""))
-    last = stack.rstrip().splitlines() if stack else output.last(rank)
+    if stack:
+        last: Sequence[str] = stack.rstrip().splitlines()
+    elif raised is not None and (end.asked or not raised.goes_on or raised.uncaught):
+        last = raised.lines
+    else:
+        last = output.last(rank)
     lines += [f"  {line}" for line in last]
+    lines += [f"hint: {hint}" for hint in _hints(end, last)]
     if len(ends) > 1:
         lines.append(f"the others: {_others(rank, ends)}")
+    for other in sorted(ends):
+        theirs = output.raised(other)
+        if other != rank and theirs is not None and theirs.at < ends[other].asked_at:
+            lines.append(f"rank {other} had said: {theirs.error}")
     return "\n".join(lines)
+
+
+def _hints(end: End, last: Sequence[str]) -> list[str]:
+    text = "\n".join(last[-3:])
+    hints = [hint for pattern, hint in _HINTS if re.search(pattern, text)]
+    if end.status is not None and end.status < 0 and not end.asked:
+        hints += [hint for number, hint in _BY_SIGNAL.items() if -end.status == number]
+    return hints
 
 
 def signal_name(number: int) -> str:

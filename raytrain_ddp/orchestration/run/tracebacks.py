@@ -1,0 +1,149 @@
+"""Tracebacks in the output of a rank: which one ended it, when it came, and what it says."""
+
+from __future__ import annotations
+
+import re
+from collections import deque
+from collections.abc import Sequence
+
+_HEAD_LINES, _TAIL_LINES = 20, 40  # kept of a traceback
+_MESSAGE_LINES = 20  # kept of what follows the exception's first line
+_GOES_ON_S = 0.5  # output so long after a traceback is not what a process writes while it ends
+
+_ANSI = re.compile(r"\x1b\[[0-9;]*m")
+_PREFIX = re.compile(r"\[rank\d+\]: ?")  # torch's excepthook: it prints uncaught exceptions only
+_HEADER = re.compile(r"Traceback \(most recent call last\)")
+_CHAIN = re.compile(r"(During handling of the above|The above exception was the direct cause)")
+_FRAME = re.compile(r"""File "[^"]*", line \d+, in (.+)|^[│\s]*\S+:\d+ in ([\w<>.]+)""")
+# The outermost frame of what nobody has caught: a script's own, that of `python -m`, a thread's.
+_OUTERMOST = {"<module>", "_run_module_as_main"}
+_OF_A_THREAD = {"_bootstrap_inner", "_bootstrap"}
+_INDENTED = tuple(" \t│╭╰|+>")
+# What an interpreter that ends, and the libraries under it, may still say.
+_AT_THE_END = re.compile(
+    r"\[?[IWEF]\d{4} |Exception ignored|Error in |sys:1|terminate called|Fatal Python error"
+    r"|.*resource_tracker|\s|$"
+)
+_IGNORED = re.compile(r"Exception ignored|Error in ")
+_OF_A_GROUP = re.compile(r"^\s*\|\s*(\w*Group\w*: .*)")
+# What a rank says of a peer that is gone: it follows from the first error.
+_FOLLOWS = re.compile(
+    r"connection (was )?(reset|closed|refused|aborted)|broken pipe|recvvalue|sendbytes|recvbytes"
+    r"|remote process exited|nccl communicator was aborted|socket ?timeout|has timed out"
+    r"|timed out waiting|timed out after \d+ seconds waiting|wait timeout|pair closure"
+    r"|watchdog caught|collective operation timeout|unhandled system error|monitoredbarrier",
+    re.IGNORECASE,
+)
+
+
+class Raised:
+    """A traceback, with those that it is chained to.
+
+    Args:
+        at: when its first line came.
+    """
+
+    def __init__(self, stream: str, at: float) -> None:
+        self.stream, self.at, self.last_at = stream, at, at
+        self.uncaught = False  # the interpreter itself printed it, as nobody has caught it
+        self.surely = False  # and that is certain
+        self.in_thread = False
+        self.goes_on = False  # the process said something else, long after
+        self.error = ""  # ``ValueError: x``
+        self._head: list[str] = []
+        self._tail: deque[str] = deque(maxlen=_TAIL_LINES)
+        self._left_out = 0
+        self._frames = True
+        self._first_frame = True
+        self._message = 0
+        self._chained = False
+
+    @property
+    def lines(self) -> Sequence[str]:
+        """As it was printed; of a very long one the first lines and the last."""
+        left_out = [f"... {self._left_out} lines left out ..."] if self._left_out else []
+        return [*self._head, *left_out, *self._tail]
+
+    @property
+    def ending(self) -> bool:
+        """Whether its process is ending of it, as far as one can see."""
+        return self.uncaught and (self.surely or not self.goes_on)
+
+    def take(self, line: str) -> bool:
+        """Whether this line of the same stream belongs to it."""
+        if not self._frames and self._message >= _MESSAGE_LINES:
+            return False
+        self._keep(line)
+        plain, prefixed = _plain(line)
+        if _HEADER.search(plain):
+            if self._chained:
+                self._frames = self._first_frame = True
+                self._message, self._chained = 0, False
+        elif self._frames and (frame := _FRAME.search(plain)) and self._first_frame:
+            name = frame[1] or frame[2]
+            self._first_frame = False
+            self.surely = prefixed
+            self.uncaught = prefixed or name in _OUTERMOST
+            self.in_thread = name in _OF_A_THREAD
+        elif self._frames and plain and not plain.startswith(_INDENTED):
+            self._frames, self.error = False, plain
+        elif self._frames and (group := _OF_A_GROUP.match(plain)):
+            self.error = self.error or group[1]
+        elif not self._frames:
+            self._message += 1
+            self._chained = self._chained or bool(_CHAIN.match(plain))
+        return True
+
+    def holds(self, header: str) -> bool:
+        """Whether a traceback that begins with this line belongs to it: by a chain or a group."""
+        nested = self._frames and not self._first_frame and header.startswith(_INDENTED)
+        return self._chained or nested
+
+    def _keep(self, line: str) -> None:
+        if len(self._head) < _HEAD_LINES:
+            self._head.append(line)
+        else:
+            self._left_out += len(self._tail) == _TAIL_LINES
+            self._tail.append(line)
+
+
+class Watch:
+    """Finds the traceback that tells most in the lines of one rank."""
+
+    def __init__(self) -> None:
+        self.raised: Raised | None = None
+        self._open: dict[str, Raised] = {}  # by stream
+        self._ignored = False
+
+    def line(self, stream: str, line: str, at: float) -> None:
+        """Takes a line that was printed at this time."""
+        plain, _ = _plain(line)
+        current = self._open.get(stream)
+        header = _HEADER.search(plain)
+        if header and not (current is not None and current.holds(plain)):
+            self._note(at, new=not self._ignored)
+            current = self._open[stream] = Raised(stream, at)
+        if current is not None and current.take(line):
+            current.last_at = at
+            # What is printed while a process ends of another traceback is no news.
+            if self.raised is None or current.uncaught or not self.raised.ending:
+                self.raised = current
+        else:
+            self._note(at, new=not _AT_THE_END.match(plain))
+        self._ignored = bool(_IGNORED.match(plain))
+
+    def _note(self, at: float, new: bool) -> None:
+        if self.raised is not None and new and at - self.raised.last_at > _GOES_ON_S:
+            self.raised.goes_on = True
+
+
+def follows(text: str) -> bool:
+    """Whether an error tells of a peer that is gone, which has its own cause."""
+    return bool(_FOLLOWS.search(text))
+
+
+def _plain(line: str) -> tuple[str, bool]:
+    """Without colors and torch's prefix, and whether that was there."""
+    text = _ANSI.sub("", line)
+    match = _PREFIX.match(text)
+    return (text[match.end() :], True) if match else (text, False)
