@@ -279,19 +279,25 @@ def test_the_rank_that_failed_first_is_named_with_its_cause_whatever_is_shown(
     assert ran.status == STATUSES.get(cause, 1)
 
 
-def test_a_rank_that_printed_a_traceback_and_went_on_is_not_blamed(local: Local):
-    went_on = """
+@pytest.mark.parametrize("stream", ["stdout", "stderr"])
+def test_a_rank_that_printed_a_traceback_and_went_on_is_not_blamed(stream: str, local: Local):
+    went_on = (
+        f"""
+out = sys.{stream}
+"""
+        + """
 if rank == 1:
     try:
         raise ValueError("was handled")
     except ValueError:
         traceback.print_exc()  # in <module>, as if nobody had caught it
     for n in range(200):
-        print("goes on", flush=True)
-        time.sleep(0.1)
-        if n == 10:
+        print("goes on", file=out, flush=True)
+        time.sleep(0.6)
+        if n == 2:
             mark("raised")
 """
+    )
     ran = local(HEAD + went_on + OTHER, "--tee none")
     assert ran.report.startswith("rank 0 failed first")
     assert "RuntimeError: the second" in ran.report.partition("the others")[0]
