@@ -25,6 +25,7 @@ from raytrain_ddp.orchestration.run.agent import Agent
 from raytrain_ddp.orchestration.run.crew import Crew
 from raytrain_ddp.orchestration.run.order import Order
 from raytrain_ddp.orchestration.run.plan import Seat, ranked
+from raytrain_ddp.orchestration.run.tracebacks import Watch
 from raytrain_ddp.run import parse
 
 GUARD = Path(ship.__file__).with_name("guard.py").read_text()
@@ -550,3 +551,63 @@ def test_of_three_ranks_of_gloo_the_first_is_named_though_the_others_suffer(
     assert ran.status == status
     if how == "raises":
         assert "[rank1]: ValueError: the real cause" in ran.report
+
+
+# ------------------------------------------------------------------ tracebacks as they are printed
+
+CAUGHT = (
+    "import traceback\ndef f():\n try: 1/0\n except ArithmeticError: traceback.print_exc()\nf()"
+)
+PRINTED = [
+    ("1/0", True, False, "ZeroDivisionError: division by zero"),
+    ("def f(): 1/0\nf()", True, False, "ZeroDivisionError: division by zero"),
+    (CAUGHT, False, False, "ZeroDivisionError: division by zero"),
+    (CAUGHT + "\nraise ValueError('x')", True, False, "ValueError: x"),
+    ("import threading as t; t.Thread(target=int, args='x').start()", False, True, "ValueError: "),
+    ("import logging\ntry: 1/0\nexcept ArithmeticError: logging.exception('x')", True, False, "Z"),
+    ("try: 1/0\nexcept ArithmeticError as e: raise KeyError(1) from e", True, False, "KeyError: 1"),
+    ("def f(): f()\nf()", True, False, "RecursionError: "),
+    ("raise ValueError('a\\nb\\nc')", True, False, "ValueError: a"),
+    ("import ast; ast.parse('a b')", True, False, "SyntaxError: "),
+    (
+        "from rich import traceback as t; t.install()\ndef f(): 1/0\nf()",
+        True,
+        False,
+        "ZeroDivision",
+    ),
+    ("class A:\n def __del__(self): 1/0\nA()", False, False, "ZeroDivisionError: "),
+]
+
+
+@pytest.mark.parametrize(("code", "uncaught", "in_thread", "error"), PRINTED)
+def test_what_python_prints_is_understood(
+    code: str, uncaught: bool, in_thread: bool, error: str, tmp_path: Path
+):
+    (tmp_path / "script.py").write_text(code)
+    command = [sys.executable, tmp_path / "script.py"]
+    done = subprocess.run(command, stderr=subprocess.PIPE, text=True, check=False)
+    for prefix in ("", "\x1b[31m", "[rank1]: "):
+        watch = Watch()
+        for line in done.stderr.splitlines():
+            watch.line("stderr", prefix + line, 1.0)
+        raised = watch.raised
+        assert raised is not None
+        assert raised.error.startswith(error)
+        assert raised.uncaught == (uncaught or prefix.startswith("[rank"))
+        assert raised.in_thread == in_thread
+        assert raised.ending == raised.uncaught
+
+
+def test_of_a_very_long_traceback_its_ends_are_kept():
+    watch = Watch()
+    frames = [f'  File "x.py", line {n}, in <module>' for n in range(1000)]
+    for line in ["Traceback (most recent call last):", *frames, "ValueError: the real cause"]:
+        watch.line("stderr", line, 1.0)
+    assert watch.raised is not None
+    lines = watch.raised.lines
+    assert len(lines) == 61
+    assert (lines[1], lines[20], lines[-1]) == (
+        frames[0],
+        "... 942 lines left out ...",
+        "ValueError: the real cause",
+    )

@@ -80,7 +80,7 @@ class Raised:
         if _HEADER.search(plain):
             if self._chained:
                 self._frames = self._first_frame = True
-                self._message, self._chained = 0, False
+                self._message, self._chained, self.error = 0, False, ""
         elif self._frames and (frame := _FRAME.search(plain)) and self._first_frame:
             name = frame[1] or frame[2]
             self._first_frame = False
