@@ -31,7 +31,7 @@ from raytrain_ddp.orchestration.run.agent import Agent
 from raytrain_ddp.orchestration.run.crew import Crew, sent_whole
 from raytrain_ddp.orchestration.run.folders import provide
 from raytrain_ddp.orchestration.run.launch import launch
-from raytrain_ddp.orchestration.run.order import PLACEHOLDERS, Flags, Order
+from raytrain_ddp.orchestration.run.order import PLACEHOLDERS, Flags, Order, fill
 from raytrain_ddp.orchestration.run.output import Output
 from raytrain_ddp.orchestration.run.plan import (
     Group,
@@ -39,6 +39,7 @@ from raytrain_ddp.orchestration.run.plan import (
     base_environment,
     environment,
     meeting_address,
+    overruled,
     ranked,
     values,
 )
@@ -95,6 +96,209 @@ def test_wrong_flags_are_refused_with_a_remedy(argv: list[str], told: str, capsy
     assert isinstance(caught.value, ConfigError) or caught.value.code == 2
     boxed = re.sub(r"[\s│|]+", " ", capsys.readouterr().err)
     assert told in f"{caught.value} {boxed}"
+
+
+TORCHRUNS = [
+    "--nproc-per-node 4 train.py",
+    "--nproc_per_node=4 train.py --nproc-per-node 9",
+    "--nproc-per-node gpu --nnodes 1:4 --max-restarts=3 train.py -m x",
+    "--standalone --nnodes=1 --nproc-per-node=2 train.py --lr 0.1",
+    "-t 3 -r 0:1,1:2 --log-dir logs --nproc-per-node 2 train.py",
+    "-t3 -r1 --nproc-per-node 2 train.py",
+    "-r=1 --nproc-per-node 2 train.py",
+    "--redirects 3 --tee 0 --nproc-per-node 2 train.py --tee 1",
+    "-m --nproc-per-node 2 package.train --x -- y",
+    "--module --nproc-per-node 2 package.train",
+    "--no-python --nproc-per-node 2 ./go.sh -x",
+    "--no_python --run_path --nproc-per-node 2 /a/train.py",
+    "--rdzv-backend c10d --rdzv-endpoint host:29400 --rdzv-id 7 --rdzv-conf a=1 train.py",
+    "--rdzv_backend=c10d --rdzv_endpoint=host:29400 --rdzv_id=job --nnodes 2 train.py -t 3",
+    "--master-addr 10.0.0.1 --master-port 29501 --node-rank 0 --nproc-per-node 2 train.py",
+    "--role trainer --monitor-interval 5 --start-method spawn --nproc-per-node 2 train.py",
+    "--local-addr host --event-log-handler null --nproc-per-node 2 train.py",
+    "--log-line-prefix-template [${rank}] --local-ranks-filter 0,1 --nproc-per-node 2 train.py",
+    "--duplicate-stdout-filters a,b --logs-specs x --nproc-per-node 2 train.py",
+    "--max-r 2 --stand --nproc-per-node 2 train.py",
+    "--nproc-per-node 2 --nproc-per-node 3 train.py",
+    "--nproc-per-node 2 -- train.py --a",
+]
+
+
+@pytest.mark.parametrize("line", TORCHRUNS)
+def test_a_command_line_of_torchruns_is_read_as_torchrun_reads_it(line: str):
+    from torch.distributed.run import get_args_parser
+
+    order, theirs = parse(line.split()), get_args_parser().parse_args(line.split())
+    assert (order.program, list(order.args)) == (
+        theirs.training_script,
+        list(theirs.training_script_args),
+    )
+    assert order.module == theirs.module
+    for name in ("max_restarts", "tee", "redirects", "log_dir", "role", "no_python", "standalone"):
+        assert getattr(order.flags, name) == getattr(theirs, name), name
+    assert (order.flags.nproc_per_node or "1") == theirs.nproc_per_node
+    assert (order.flags.nnodes or "1:1") == theirs.nnodes
+    assert (order.flags.rdzv_id or "none") == theirs.rdzv_id
+    assert order.flags.master_port == theirs.master_port
+    assert order.flags.local_ranks_filter == theirs.local_ranks_filter
+    template = theirs.log_line_prefix_template or Flags().log_line_prefix_template
+    assert order.flags.log_line_prefix_template == template
+
+
+def test_every_flag_of_torchruns_is_known():
+    from torch.distributed.run import get_args_parser
+
+    for action in get_args_parser()._actions:
+        names = {word.lstrip("-") for word in action.option_strings if "_" not in word}
+        if not names or "print-completion" in names:
+            continue
+        for word in names:
+            value = [] if action.nargs == 0 else ["1"]
+            given, script = split([f"--{word}" if len(word) > 1 else f"-{word}", *value, "x.py"])
+            assert script == ["x.py"], word
+            assert len(given) == 1
+    # The defaults are torchrun's, too.
+    theirs = get_args_parser().parse_args(["x.py"])
+    assert Flags().signals_to_handle == theirs.signals_to_handle
+    assert (Flags().tee, Flags().redirects) == (theirs.tee, theirs.redirects)
+
+
+def test_flags_without_effect_are_named_with_the_whole_command():
+    line = "--nproc-per-node 2 --rdzv-backend c10d --rdzv-id 1 --start-method fork t.py -x 1"
+    order = parse(line.split())
+    assert order.notes == (
+        "without effect here: --rdzv-backend c10d (Ray connects the nodes, and the ranks meet at "
+        "rank 0); --start-method fork (each rank is a main process of its own)",
+        "the same is: python -m raytrain_ddp.run --nproc-per-node 2 --rdzv-id 1 t.py -x 1",
+    )
+    assert parse(["--nproc-per-node", "2", "--standalone", "t.py"]).notes == ()
+
+
+def test_a_command_for_another_node_is_refused_with_the_whole_command():
+    line = "--nnodes 2 --node-rank 1 --nproc-per-node 4 --master-addr h t.py -x"
+    with pytest.raises(ConfigError) as told:
+        parse(line.split())
+    command = "python -m raytrain_ddp.run --nnodes 2 --nproc-per-node 4 t.py -x"
+    assert str(told.value).endswith(f"On one machine: {command}")
+
+
+@pytest.mark.parametrize("flag", ["-n", "-np", "--np"])
+def test_the_number_of_mpirun_is_that_of_all_workers(flag: str):
+    assert parse([flag, "4", "t.py"]).flags.num_workers == 4
+
+
+def test_ranks_are_shown_by_words_and_lists_also_with_tee():
+    assert parse(["--tee", "none", "-n", "2", "t.py"]).flags.show == "none"
+    assert parse(["--tee", "0,2", "-n", "2", "t.py"]).flags.show == "0,2"
+    order = parse(["--tee", "0", "-n", "2", "t.py"])
+    assert order.flags.show == "all"
+    assert "--show 0" in order.notes[0]
+
+
+def test_torchruns_variables_are_its_defaults():
+    environ = {"PET_NPROC_PER_NODE": "3", "PET_NNODES": "2", "PET_STANDALONE": "0", "PET_X": "1"}
+    flags = parse(["--nnodes", "1", "t.py"], environ).flags
+    assert (flags.nproc_per_node, flags.nnodes, flags.standalone) == ("3", "1", False)
+    assert parse(["t.py"], {"PET_STANDALONE": "1", "PET_NPROC_PER_NODE": "1"}).flags.standalone
+
+
+def test_flags_behind_the_script_are_noted_unless_it_knows_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    in_folder(monkeypatch, tmp_path, "parser.add_argument('--log_dir')")
+    argv = ["-n", "2", "script.py", "--log-dir", "x", "--max_restarts=3", "--lr", "1", "--use-gpu"]
+    (note,) = parse(argv).notes
+    assert note.startswith("--max_restarts=3: behind script.py")
+
+
+def test_the_script_is_found_behind_flags_without_values():
+    order = parse(["--run-path", "--num-workers", "2", "x.py", "--run-path"])
+    assert (order.program, order.args, order.flags.num_workers) == ("x.py", ("--run-path",), 2)
+
+
+# ------------------------------------------------------------------ counted as torchrun counts
+
+CPUS, GPUS = {"CPU": 4.0}, {"CPU": 8.0, "GPU": 4.0}
+
+
+@pytest.mark.parametrize(
+    ("line", "nodes", "workers", "each", "per_worker"),
+    [
+        ("--nproc-per-node 2", [CPUS], 2, 2, {"CPU": 1}),
+        ("--nproc-per-node 8", [CPUS], 8, 8, {"CPU": 0.5}),
+        ("--nproc-per-node 8 --cpus-per-worker 1", [CPUS], 8, 8, {"CPU": 1}),
+        ("--nproc-per-node cpu", [CPUS, GPUS], 8, 8, {"CPU": 1}),
+        ("--nproc-per-node auto", [CPUS], 4, 4, {"CPU": 1}),
+        ("--nproc-per-node auto", [CPUS, GPUS], 4, 4, {"CPU": 1, "GPU": 1}),
+        ("--nproc-per-node gpu --nnodes 2", [GPUS, GPUS, CPUS], 8, 4, {"CPU": 1, "GPU": 1}),
+        ("--nproc-per-node 4 --nnodes 2", [GPUS, GPUS], 8, 4, {"CPU": 1, "GPU": 1}),
+        ("--nproc-per-node 5", [GPUS], 5, 5, {"CPU": 1}),
+        ("--nproc-per-node 2 --nnodes 1:4", [CPUS] * 3, 6, 2, {"CPU": 1}),
+        ("--nproc-per-node 2 --nnodes 2:4", [CPUS], 4, 2, {"CPU": 1}),
+        ("--nnodes 2", [CPUS, CPUS], 2, 1, {"CPU": 1}),
+    ],
+)
+def test_workers_are_counted_by_node_as_torchrun_does(line, nodes, workers, each, per_worker):
+    flags = parse([*line.split(), "t.py"]).flags
+    layout = layout_for(flags, nodes)
+    assert (layout.least, layout.each, layout.per_worker) == (workers, each, per_worker)
+    assert len(layout.bundles) == workers // each
+    assert layout.bundles[0]["CPU"] == each * per_worker["CPU"]
+    short = len(nodes) < workers // each or "--cpus-per-worker 1" in line
+    assert bool(lacking(layout, nodes)) == short
+
+
+def test_gpus_that_are_not_there_are_said():
+    with pytest.raises(PreflightError, match="--nproc-per-node gpu: there is no GPU"):
+        layout_for(parse(["--nproc-per-node", "gpu", "t.py"]).flags, [CPUS])
+
+
+# ------------------------------------------------------------------ variables of the script's own
+
+OWN = {
+    "SLURM_CPUS_PER_TASK": "4",
+    "SLURM_ARRAY_TASK_ID": "7",
+    "SLURM_JOB_ID": "123",
+    "GROUP_NAME": "mine",
+    "ROLE_ARN": "arn",
+    "TORCHELASTIC_ENABLE_FILE_TIMER": "1",
+    "MASTER_KEY": "k",
+}
+OTHERS = {
+    "SLURM_PROCID": "5",
+    "SLURM_NTASKS": "9",
+    "SLURM_STEP_NODELIST": "n",
+    "NODE_RANK": "3",
+    "GROUP_RANK": "3",
+    "ROLE_NAME": "x",
+    "MASTER_PORT": "1",
+    "RAY_ADDRESS": "x",
+    "TORCHELASTIC_RUN_ID": "old",
+}
+
+
+@pytest.mark.parametrize("local", [True, False])
+@pytest.mark.parametrize("kind", ["torchrun", "slurm"])
+def test_the_scripts_own_variables_arrive_and_those_of_another_group_do_not(local: bool, kind: str):
+    group = three_on_two_nodes()
+    base = base_environment({**OWN, **OTHERS}, {}, local)
+    assert base == OWN
+    env = environment(Flags(env=kind), group, group.workers[2], base, "")
+    assert {name: env[name] for name in OWN} == OWN
+    assert not {name for name, value in OTHERS.items() if env.get(name) == value}
+    assert overruled({**OWN, **OTHERS, "CUDA_VISIBLE_DEVICES": "0"}, group.workers) == sorted(
+        [*OTHERS, "CUDA_VISIBLE_DEVICES"]
+    )
+
+
+def test_variables_are_torchruns_by_its_flags():
+    line = "--nproc-per-node 2 --role me --rdzv-id job --virtual-local-rank t.py"
+    group = three_on_two_nodes()
+    env = environment(parse(line.split()).flags, group, group.workers[2], {}, "")
+    expected = {"ROLE_NAME": "me", "TORCHELASTIC_RUN_ID": "job", "LOCAL_RANK": "0"}
+    assert {name: env[name] for name in expected} == expected
+    assert env["CUDA_VISIBLE_DEVICES"] == "10"  # its own of 2 and 10
+    assert fill("${local_rank} {rank}", values(group, group.workers[2])) == "1 2"
 
 
 def test_help_comes_at_once_and_a_wrong_script_is_named(tmp_path: Path):
@@ -514,6 +718,18 @@ def test_a_folder_that_is_shared_is_known_by_a_mark(tmp_path: Path, monkeypatch)
     assert names_in(tmp_path) == {"script.py"}
 
 
+def test_a_mark_that_a_killed_run_has_left_is_removed_and_never_copied(tmp_path, monkeypatch):
+    in_folder(monkeypatch, tmp_path, "")
+    old, new = (tmp_path / f"{ship.MARK}{name}" for name in ("old", "new"))
+    for mark in (old, new):
+        mark.touch()
+    os.utime(old, (0, 0))
+    assert ship.contents(tmp_path) is not None
+    assert set(ship.contents(tmp_path)) == {"script.py"}
+    provided(Elsewhere(shared=True))
+    assert (old.exists(), new.exists()) == (False, True)
+
+
 def test_why_a_folder_is_copied_is_said(tmp_path: Path, monkeypatch, putting: None):
     in_folder(monkeypatch, tmp_path, "")
     same = ship.contents(tmp_path)
@@ -876,6 +1092,21 @@ def test_a_guard_that_is_killed_takes_the_script_with_it_and_is_told(agent: Agen
     started(agent, "import os, time; print(os.getppid(), flush=True); time.sleep(600)", tmp_path)
     os.kill(int(taken(agent, "data")[0]["data"]), signal.SIGKILL)
     assert taken(agent, "closed")[0]["status"] == -9
+
+
+def test_an_agent_that_is_killed_before_it_starts_a_script_leaves_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """As it is while the code is copied to other machines."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    before = Agent(GUARD.read_text())
+    assert list(tmp_path.iterdir()) == []
+    started(before, "import time; time.sleep(600)", tmp_path)
+    wait_until(lambda: bool(list(tmp_path.glob("raytrain-run-*"))))
+    assert before._guard is not None
+    assert before._guard.stdin is not None
+    before._guard.stdin.close()  # as when its process is killed with -9
+    wait_until(lambda: not list(tmp_path.iterdir()))
 
 
 # ------------------------------------------------------------------ the crew

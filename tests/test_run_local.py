@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import os
+import re
+import signal
+import subprocess
 import sys
+import threading
 import time
 import types
 from collections.abc import Callable, Iterator, Sequence
@@ -21,6 +25,7 @@ from raytrain_ddp.orchestration.run.agent import Agent
 from raytrain_ddp.orchestration.run.crew import Crew
 from raytrain_ddp.orchestration.run.order import Order
 from raytrain_ddp.orchestration.run.plan import Seat, ranked
+from raytrain_ddp.orchestration.run.tracebacks import Watch
 from raytrain_ddp.run import parse
 
 GUARD = Path(ship.__file__).with_name("guard.py").read_text()
@@ -275,19 +280,25 @@ def test_the_rank_that_failed_first_is_named_with_its_cause_whatever_is_shown(
     assert ran.status == STATUSES.get(cause, 1)
 
 
-def test_a_rank_that_printed_a_traceback_and_went_on_is_not_blamed(local: Local):
-    went_on = """
+@pytest.mark.parametrize("stream", ["stdout", "stderr"])
+def test_a_rank_that_printed_a_traceback_and_went_on_is_not_blamed(stream: str, local: Local):
+    went_on = (
+        f"""
+out = sys.{stream}
+"""
+        + """
 if rank == 1:
     try:
         raise ValueError("was handled")
     except ValueError:
         traceback.print_exc()  # in <module>, as if nobody had caught it
     for n in range(200):
-        print("goes on", flush=True)
-        time.sleep(0.1)
-        if n == 10:
+        print("goes on", file=out, flush=True)
+        time.sleep(0.6)
+        if n == 2:
             mark("raised")
 """
+    )
     ran = local(HEAD + went_on + OTHER, "--tee none")
     assert ran.report.startswith("rank 0 failed first")
     assert "RuntimeError: the second" in ran.report.partition("the others")[0]
@@ -341,3 +352,262 @@ time.sleep(60)
     assert ran.report.startswith("rank 0 failed first, on host (127.0.0.1): exit status 4")
     assert "told to end" not in ran.report
     assert ran.status == 4
+
+
+# ------------------------------------------------------------------ input, output, signals
+
+
+def pieces(*data: bytes) -> Callable[[], bytes | None]:
+    """What `run` reads from its standard input, with pauses."""
+    left = [part for each in data for part in (each, None)] + [b""]
+    return lambda: left.pop(0) if left else b""
+
+
+READS = """
+import os, sys
+rank = os.environ["RANK"]
+data = sys.stdin.buffer.read()
+print(rank, len(data), hash(data) == hash(b"x" * len(data)), data[:5], flush=True)
+"""
+
+
+def test_standard_input_goes_to_rank_0_whole_and_the_others_have_none(local: Local):
+    local.stdin = pieces(b"x" * 300_000, b"x" * 7)
+    ran = local(READS)
+    assert ran.status == 0
+    assert sorted(ran.out.splitlines()) == [
+        "[rank 0] 0 300007 True b'xxxxx'",
+        "[rank 1] 1 0 True b''",
+        "[rank 2] 2 0 True b''",
+    ]
+
+
+def test_a_script_that_reads_no_standard_input_holds_nothing_up(local: Local):
+    local.stdin = lambda: b"x" * 300_000
+    assert local("print('done')").status == 0
+
+
+@pytest.mark.parametrize("kind", ["pipe", "file"])
+def test_standard_input_is_that_of_the_command_if_it_is_a_pipe_or_a_file(kind: str, tmp_path: Path):
+    script = """
+from raytrain_ddp.orchestration.run.launch import _standard_input
+import time
+take, data = _standard_input(), b""
+while (piece := take()) != b"":
+    data += piece or b""
+    time.sleep(0.001)
+assert take() == b""
+print(len(data))
+"""
+    (tmp_path / "data").write_bytes(b"y" * 700_000)
+    command = [sys.executable, "-c", script]
+    with (tmp_path / "data").open("rb") as file:
+        given = {"stdin": file} if kind == "file" else {"input": b"y" * 700_000}
+        done = subprocess.run(command, **given, stdout=subprocess.PIPE, check=True)
+    assert done.stdout == b"700000\n"
+
+
+def test_a_terminal_and_dev_null_are_not_passed_on():
+    check = (
+        "from raytrain_ddp.orchestration.run.launch import _standard_input as f; print(f() is None)"
+    )
+    ours, theirs = os.openpty()
+    for fd in (theirs, subprocess.DEVNULL):
+        command = [sys.executable, "-c", check]
+        assert subprocess.check_output(command, stdin=fd) == b"True\n"
+    command = ["sh", "-c", f"{sys.executable} -c '{check}' <&-"]
+    assert subprocess.check_output(command) == b"True\n"
+    os.close(ours)
+    os.close(theirs)
+
+
+@pytest.mark.parametrize(
+    ("script", "hint"),
+    [
+        ("import os\nif os.environ['RANK'] == '1': breakpoint()\n", "debugger"),
+        ("import os\nif os.environ['RANK'] == '1': input()\n", "only rank 0 has the standard"),
+        ("import os, time\nif os.environ['RANK'] == '1': os.kill(os.getpid(), 9)", "memory"),
+    ],
+)
+def test_what_helps_is_said(script: str, hint: str, local: Local):
+    ran = local(f"{script}\nimport time; time.sleep(60 if os.environ['RANK'] != '1' else 0)")
+    assert re.search(f"^hint: .*{hint}", ran.report, re.MULTILINE)
+
+
+BYTES = r"""
+import os, sys, time
+rank = int(os.environ["LOCAL_RANK"])
+out, err = sys.stdout.buffer, sys.stderr.buffer
+for n in range(3):
+    out.write(b"\r%d%%" % (n * 50)); out.flush(); time.sleep(0.05)
+out.write(b"\nwindows\r\n\xff\xfe\x00invalid\n")
+out.write(b"z" * 3_000_000 + b"\n\n\n")
+err.write(b"of rank %d\n" % rank)
+out.write(b"no end"); out.flush()
+"""
+
+
+def test_the_files_are_torchruns_byte_for_byte(local: Local, tmp_path: Path):
+    local.logs = tmp_path / "ours/none_x/attempt_0"
+    assert local(BYTES, "--log-dir ours -t 3").status == 0
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "3"]
+    command = [*torchrun, "--log-dir", "theirs", "-r", "3", "script.py"]
+    subprocess.run(command, check=True, capture_output=True)
+    (theirs,) = (tmp_path / "theirs").glob("*_*/attempt_0")
+    names = sorted(str(path.relative_to(theirs)) for path in theirs.rglob("*.log"))
+    assert sorted(str(p.relative_to(local.logs)) for p in local.logs.rglob("*.log")) == names
+    assert len(names) == 6
+    for name in names:
+        assert (local.logs / name).read_bytes() == (theirs / name).read_bytes(), name
+
+
+def test_a_progress_bar_is_shown_as_on_a_terminal(local: Local):
+    ran = local(BYTES.replace("3_000_000", "10"), "--show 1")
+    assert ran.err.splitlines() == ["[rank 1] of rank 1"]
+    lines = ran.out.splitlines()
+    assert lines[0] in ("[rank 1] 0%", "[rank 1] 100%")  # the first drawing, and the last
+    assert [line for line in lines if "50%" in line] == []
+    assert lines[-6:] == [
+        *("[rank 1] windows", "[rank 1] \ufffd\ufffd\x00invalid", "[rank 1] " + "z" * 10),
+        *("[rank 1] ", "[rank 1] ", "[rank 1] no end"),
+    ]
+
+
+def test_streams_are_chosen_by_torchruns_flags(local: Local):
+    script = "import sys; print('out'); print('err', file=sys.stderr)"
+    ran = local(script, "-r 1 -t 1:1,2:3 --local-ranks-filter 0,1")
+    assert ran.out.splitlines() == ["[rank 1] out"]
+    assert sorted(ran.err.splitlines()) == ["[rank 0] err", "[rank 1] err"]
+    ran = local(script, "--log-line-prefix-template ${role_name}${local_rank}: --show 2 --role me")
+    assert ran.out == "me2:out\n"
+
+
+STUBBORN = """
+import os, signal, time
+signal.signal(signal.SIGINT, signal.SIG_IGN)
+open("ready-" + os.environ["RANK"], "w").close()
+time.sleep(0 if os.environ["RANK"] == "1" else 100)
+"""
+
+
+def stopped(local: Local, *after_s: float) -> None:
+    def stop() -> None:
+        while len(list(local.folder.glob("ready-*"))) < 3:
+            time.sleep(0.01)
+        for pause_s in after_s:
+            time.sleep(pause_s)
+            local.stops.append(signal.SIGINT)
+
+    threading.Thread(target=stop, daemon=True).start()
+
+
+def test_ctrl_c_says_for_which_ranks_it_waits_until_they_are_killed(
+    local: Local, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr("raytrain_ddp.orchestration.run.attempt._WAITING_EVERY_S", 1.0)
+    stopped(local, 0.5)
+    ran = local(STUBBORN, "--grace-s 4")
+    assert len(ran.told) >= 2
+    for line in ran.told:
+        assert re.fullmatch(
+            r"SIGINT sent; waiting for ranks 0, 2 to end \(SIGKILL in \d s, or Ctrl-C again\)", line
+        )
+    assert "failed first" not in ran.err
+
+
+def test_a_second_ctrl_c_ends_all_at_once(local: Local):
+    stopped(local, 0.5, 0.5)
+    ran = local(STUBBORN, "--grace-s 600")
+    assert ran.seconds < 15
+    assert ran.told == []
+
+
+# ------------------------------------------------------------------ torch's own words
+
+GLOO = """
+import os, sys, time
+import torch
+import torch.distributed as dist
+dist.init_process_group("gloo")
+rank = dist.get_rank()
+dist.all_reduce(torch.ones(1))
+if rank == 1:
+    if sys.argv[1] == "raises":
+        import atexit; atexit.register(time.sleep, 3)
+        raise ValueError("the real cause")
+    print("the real cause", flush=True)
+    os._exit(9)
+dist.all_reduce(torch.ones(1))
+"""
+
+
+@pytest.mark.parametrize(("how", "status"), [("raises", 1), ("exits", 9)])
+def test_of_three_ranks_of_gloo_the_first_is_named_though_the_others_suffer(
+    how: str, status: int, local: Local
+):
+    ran = local(GLOO, "--show none", [how])
+    assert ran.report.startswith("rank 1 failed first"), ran.err
+    assert "the real cause" in ran.report
+    assert ran.status == status
+    if how == "raises":
+        assert "[rank1]: ValueError: the real cause" in ran.report
+
+
+# ------------------------------------------------------------------ tracebacks as they are printed
+
+CAUGHT = (
+    "import traceback\ndef f():\n try: 1/0\n except ArithmeticError: traceback.print_exc()\nf()"
+)
+PRINTED = [
+    ("1/0", True, False, "ZeroDivisionError: division by zero"),
+    ("def f(): 1/0\nf()", True, False, "ZeroDivisionError: division by zero"),
+    (CAUGHT, False, False, "ZeroDivisionError: division by zero"),
+    (CAUGHT + "\nraise ValueError('x')", True, False, "ValueError: x"),
+    ("import threading as t; t.Thread(target=int, args='x').start()", False, True, "ValueError: "),
+    ("import logging\ntry: 1/0\nexcept ArithmeticError: logging.exception('x')", True, False, "Z"),
+    ("try: 1/0\nexcept ArithmeticError as e: raise KeyError(1) from e", True, False, "KeyError: 1"),
+    ("def f(): f()\nf()", True, False, "RecursionError: "),
+    ("raise ValueError('a\\nb\\nc')", True, False, "ValueError: a"),
+    ("import ast; ast.parse('a b')", True, False, "SyntaxError: "),
+    (
+        "from rich import traceback as t; t.install()\ndef f(): 1/0\nf()",
+        True,
+        False,
+        "ZeroDivision",
+    ),
+    ("class A:\n def __del__(self): 1/0\nA()", False, False, "ZeroDivisionError: "),
+]
+
+
+@pytest.mark.parametrize(("code", "uncaught", "in_thread", "error"), PRINTED)
+def test_what_python_prints_is_understood(
+    code: str, uncaught: bool, in_thread: bool, error: str, tmp_path: Path
+):
+    (tmp_path / "script.py").write_text(code)
+    command = [sys.executable, tmp_path / "script.py"]
+    done = subprocess.run(command, stderr=subprocess.PIPE, text=True, check=False)
+    for prefix in ("", "\x1b[31m", "[rank1]: "):
+        watch = Watch()
+        for line in done.stderr.splitlines():
+            watch.line("stderr", prefix + line, 1.0)
+        raised = watch.raised
+        assert raised is not None
+        assert raised.error.startswith(error)
+        assert raised.uncaught == (uncaught or prefix.startswith("[rank"))
+        assert raised.in_thread == in_thread
+        assert raised.ending == raised.uncaught
+
+
+def test_of_a_very_long_traceback_its_ends_are_kept():
+    watch = Watch()
+    frames = [f'  File "x.py", line {n}, in <module>' for n in range(1000)]
+    for line in ["Traceback (most recent call last):", *frames, "ValueError: the real cause"]:
+        watch.line("stderr", line, 1.0)
+    assert watch.raised is not None
+    lines = watch.raised.lines
+    assert len(lines) == 61
+    assert (lines[1], lines[20], lines[-1]) == (
+        frames[0],
+        "... 942 lines left out ...",
+        "ValueError: the real cause",
+    )

@@ -116,7 +116,7 @@ class Attempt:
             data = self._stdin()
             self._fed = None if data is None else self._crew.agent(0).feed.remote(data)
         except ray.exceptions.RayError:  # told by `_listen`
-            self._stdin = None
+            self._stdin = self._fed = None
 
     def _decide(self, now: float) -> None:
         """What signals are due."""
@@ -147,7 +147,7 @@ class Attempt:
         left = [rank for rank in self._waiting.values() if rank not in self.ends]
         if not left:
             return
-        then = "Ctrl-C once more leaves them to their nodes"
+        then = "Ctrl-C once more does not wait"
         if self._kill_at is not None:
             again = ", or Ctrl-C again" if self._stops else ""
             then = f"SIGKILL in {max(0.0, self._kill_at - now):.0f} s{again}"
@@ -167,9 +167,12 @@ class Attempt:
 
     def _give_up(self, now: float) -> None:
         """Waits no longer for ranks that have not ended; for the last lines only if not stopped."""
+        end = End(None, now, lost="its node does not answer")
+        if len(self._stops) > 2:  # nobody wants to know
+            end = End(-signal.SIGKILL, now, asked="SIGKILL")
         for asked, rank in list(self._waiting.items()):
             if rank not in self.ends:
-                self.ends[rank] = End(None, now, lost="its node does not answer")
+                self.ends[rank] = end
                 del self._waiting[asked]
         if self._stops:
             self._waiting.clear()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import socket
 import tempfile
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -14,6 +15,8 @@ from raytrain_ddp.errors import PreflightError
 from raytrain_ddp.orchestration.run import ship
 from raytrain_ddp.orchestration.run.order import Order
 from raytrain_ddp.orchestration.run.plan import Worker
+
+_MARK_AGE_S = 600.0
 
 # Calls a method of the agents of some workers, and waits for their answers.
 Ask = Callable[..., list[Any]]
@@ -87,7 +90,10 @@ def _marked(folder: Path) -> Iterator[str]:
     """A file by which others know that they see the same folder; "" where nothing can be written.
     Of a folder that is shared nothing needs to be compared, however large it is."""
     try:
-        number, name = tempfile.mkstemp(prefix=".raytrain-run-", dir=folder)
+        for left in folder.glob(f"{ship.MARK}*"):  # by a run that was killed just then
+            if left.stat().st_mtime < time.time() - _MARK_AGE_S:
+                left.unlink()
+        number, name = tempfile.mkstemp(prefix=ship.MARK, dir=folder)
     except OSError:
         yield ""
         return

@@ -13,6 +13,7 @@ from pathlib import Path
 
 from raytrain_ddp.errors import PreflightError
 
+MARK = ".raytrain-run-"  # begins the name of a file by which machines see that they share a folder
 MOST_BYTES = 100 * 1024 * 1024
 _MOST_FILES = 20_000
 _MOST_HASHED = 10 * 1024 * 1024  # of a larger file the size tells: it is hardly code
@@ -153,7 +154,8 @@ def _entries(folder: Path) -> Iterator[Path]:
         yield from (Path(place, name) for name in folders)
         for name in sorted(names):
             path = Path(place, name)
-            if _is_kept(path) and not (name in _SECRETS and path.parent == folder):
+            left_out = path.parent == folder and (name in _SECRETS or name.startswith(MARK))
+            if _is_kept(path) and not left_out:
                 yield path
 
 

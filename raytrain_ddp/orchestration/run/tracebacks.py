@@ -69,16 +69,18 @@ class Raised:
         """Whether its process is ending of it, as far as one can see."""
         return self.uncaught and (self.surely or not self.goes_on)
 
-    def take(self, line: str) -> bool:
+    def take(self, line: str, at: float) -> bool:
         """Whether this line of the same stream belongs to it."""
-        if not self._frames and self._message >= _MESSAGE_LINES:
+        late = self._message >= _MESSAGE_LINES or at - self.last_at > _GOES_ON_S
+        if late and not self._frames:
             return False
+        self.last_at = at
         self._keep(line)
         plain, prefixed = _plain(line)
         if _HEADER.search(plain):
             if self._chained:
                 self._frames = self._first_frame = True
-                self._message, self._chained = 0, False
+                self._message, self._chained, self.error = 0, False, ""
         elif self._frames and (frame := _FRAME.search(plain)) and self._first_frame:
             name = frame[1] or frame[2]
             self._first_frame = False
@@ -123,8 +125,7 @@ class Watch:
         if header and not (current is not None and current.holds(plain)):
             self._note(at, new=not self._ignored)
             current = self._open[stream] = Raised(stream, at)
-        if current is not None and current.take(line):
-            current.last_at = at
+        if current is not None and current.take(line, at):
             # What is printed while a process ends of another traceback is no news.
             if self.raised is None or current.uncaught or not self.raised.ending:
                 self.raised = current

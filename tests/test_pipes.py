@@ -1,0 +1,121 @@
+"""Whoever reads a command's output may go: no traceback, and the status of other Unix tools."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from raytrain_ddp import cli
+
+BUFFERED = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
+DOORS = ("fit", "run", "evaluate", "convert", "doctor", "report", "chaos")
+
+
+def ended(folder: Path, script: str, unread: str) -> tuple[int, str]:
+    """Status and other output of a door whose stream (``stdout`` or ``stderr``) nobody reads."""
+    reads, writes = os.pipe()
+    os.close(reads)
+    other = {"stdout": "stderr", "stderr": "stdout"}[unread]
+    with subprocess.Popen(
+        [sys.executable, "-c", script],
+        cwd=folder,
+        text=True,
+        env=BUFFERED,
+        **{unread: writes, other: subprocess.PIPE},
+    ) as process:
+        os.close(writes)
+        out, err = process.communicate(timeout=100)
+        return process.returncode, out or err or ""
+
+
+def door(name: str, *argv: str) -> str:
+    return (
+        f"import runpy, sys; sys.argv = ['x', *{argv!r}]; "
+        f"runpy.run_module('raytrain_ddp.{name}', run_name='__main__', alter_sys=True)"
+    )
+
+
+CALLS = {
+    **{name: (name, "--help") for name in DOORS},
+    "fit --print-config": ("fit", "--print-config"),
+    "fit --dry-run": ("fit", "--dry-run"),
+    "fit --emit": ("fit", "--emit", "command"),
+    "run --dry-run": ("run", "--num-workers", "2", "--dry-run", "-m", "x"),
+}
+
+
+@pytest.mark.parametrize("call", CALLS)
+def test_a_command_whose_output_nobody_reads_ends_with_141_and_no_word(call: str, tmp_path: Path):
+    assert ended(tmp_path, door(*CALLS[call]), "stdout") == (141, "")
+
+
+def test_so_it_is_with_errors(tmp_path: Path):
+    assert ended(tmp_path, door("run", "--num-workers", "2"), "stderr")[0] == 141
+
+
+# A door's main, in a process of its own.
+MAIN = """
+import sys
+from raytrain_ddp.cli import run_door
+def main(argv):
+    {0}
+run_door(main)
+"""
+
+
+@pytest.mark.parametrize(
+    ("body", "status"),
+    [
+        ("print('x', flush=True); return 0", 141),
+        ("print('x'); return 0", 141),
+        ("print('x'); return 6", 6),  # that it failed tells more
+        ("import rich.console; rich.console.Console().print('x'); return 0", 141),
+        ("return 0", 0),
+    ],
+)
+def test_the_status_is_that_of_a_broken_pipe_unless_the_command_has_failed(
+    body: str, status: int, tmp_path: Path
+):
+    assert ended(tmp_path, MAIN.format(body), "stdout") == (status, "")
+
+
+def test_a_connection_that_broke_is_no_reader_that_has_gone():
+    def main(argv: object) -> int:
+        raise BrokenPipeError("of a socket")
+
+    with pytest.raises(BrokenPipeError):
+        cli.run_door(main)
+
+
+def test_a_full_disk_is_an_error_in_one_line(tmp_path: Path):
+    with Path("/dev/full").open("w") as full:
+        done = subprocess.run(
+            [sys.executable, "-c", MAIN.format("print('x'); return 0")],
+            stdout=full,
+            stderr=subprocess.PIPE,
+            text=True,
+            env=BUFFERED,
+            check=False,
+        )
+    assert done.returncode == 1
+    assert done.stderr == "error: cannot write the output: [Errno 28] No space left on device\n"
+
+
+def test_closed_streams_give_their_numbers_to_no_file(tmp_path: Path):
+    body = "f = open('data', 'w'); print('lost', file=sys.stderr); f.write('kept'); return 0"
+    script = MAIN.format(f"print('said'); {body}")
+    closed = f"exec '{sys.executable}' -c \"$SCRIPT\" 2>&- <&-"
+    done = subprocess.run(
+        ["sh", "-c", closed],
+        cwd=tmp_path,
+        env={**BUFFERED, "SCRIPT": script},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert (done.returncode, done.stdout) == (0, "said\n")
+    assert (tmp_path / "data").read_text() == "kept"
