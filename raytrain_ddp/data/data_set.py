@@ -125,7 +125,7 @@ def _of_parquet(
         splits: Splits = {split: files for split, files in found.items() if files}
         unusable = {split: "none of its files is there" for split in found if not found[split]}
         rest = len(set(names).difference(*splits.values()))
-        if rest:
+        if rest and not card.others:
             notes.append(f"README.md leaves {rest} Parquet file{'s' * (rest > 1)} out")
     else:
         splits, others = _by_name(listing, names, asked)

@@ -98,6 +98,9 @@ def list_files(source: str, shown: str) -> Listing:
         ConfigError: nothing knows the scheme of a URI.
         PreflightError: an object store cannot be reached.
     """
+    on_hub = _HUB_NAME.fullmatch(source)
+    if on_hub and on_hub[1]:
+        raise DataError(f"{shown} is a page: give hf://datasets/{on_hub[2]}.")
     if source.startswith("file://"):
         source = open_uri(source)[1]
     return _in_store(source, shown) if "://" in source else _on_disk(source, shown)
