@@ -29,8 +29,8 @@ from test_parquet import (
     write_parquet,
 )
 
-from raytrain_ddp.data import listing as listing_module
 from raytrain_ddp.data import shard as shard_module
+from raytrain_ddp.data import store_listing as listing_module
 from raytrain_ddp.data.source import BadRecord
 from raytrain_ddp.errors import ConfigError, DataError, PreflightError
 from raytrain_ddp.recipe import load
