@@ -379,12 +379,35 @@ def test_evaluation_splits_keep_their_names(tmp_path: Path):
         pq.write_table(table, tmp_path / f"{name}.parquet")
     done = run_convert(tmp_path, tmp_path.parent / f"{tmp_path.name}-out")
     assert done.dataset["rows"] == {"train": 1, "test": 1, "validation": 1}
+    assert done.notes == ()
     done = run_convert(
         tmp_path / "train.parquet",
         tmp_path.parent / f"{tmp_path.name}-own",
         eval_source=str(tmp_path / "train.parquet"),
     )
     assert done.dataset["rows"] == {"train": 1, "test": 1}
+
+
+def test_splits_are_converted_by_name_and_what_is_left_out_is_said(tmp_path: Path):
+    names = [f"data/{name}-00000-of-00001" for name in ("train", "extra", "validation", "test")]
+    (tmp_path / "in" / "data").mkdir(parents=True)
+    images = [encoded(picture(number)) for number in range(5)]
+    table = pa.table({"image": images, "label": [0, 1, 0, 1, 0]})
+    for rows, name in enumerate(names, start=2):
+        pq.write_table(table.slice(0, rows), tmp_path / "in" / f"{name}.parquet")
+    done = run_convert(tmp_path / "in", tmp_path / "all")
+    assert done.dataset["rows"] == {"train": 2, "validation": 4, "test": 5}
+    assert done.notes == ("the extra split (1 file) is not used.",)
+    done = run_convert(tmp_path / "in", tmp_path / "some", train_split="extra", eval_split="test")
+    assert done.dataset["rows"] == {"train": 3, "test": 5}
+    assert len(done.notes) == 2
+    train, evaluation = located(str(tmp_path / "some"))
+    assert evaluation is not None
+    assert (train.name, evaluation.name) == ("train", "test")
+    with pytest.raises(ConfigError, match="made with other input"):
+        run_convert(tmp_path / "in", tmp_path / "some")
+    with pytest.raises(DataError, match="has no such split, but train, extra"):
+        run_convert(tmp_path / "in", tmp_path / "none", train_split="no")
 
 
 def test_the_bundled_digits_are_a_source(tmp_path: Path):

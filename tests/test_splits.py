@@ -20,8 +20,10 @@ from raytrain_ddp.data.folder import FolderImages
 from raytrain_ddp.data.locate import Found, locate
 from raytrain_ddp.data.parquet import ParquetImages
 from raytrain_ddp.data.split_names import ROLE_OF
+from raytrain_ddp.data.splits import open_splits
 from raytrain_ddp.errors import ConfigError, DataError, PreflightError
 from raytrain_ddp.inputs import DataConfig
+from raytrain_ddp.orchestration.words import format_data
 
 Parts = dict[str, set[str]]
 
@@ -391,6 +393,21 @@ def test_validation_is_used_and_test_is_named_as_unused(tmp_path: Path):
         "the test split (1 file) is not used: the run is evaluated on validation.",
         "the extra split (1 file) is not used.",
     }
+
+
+def test_what_is_not_used_is_said_before_the_first_step(tmp_path: Path):
+    images = [{"bytes": picture, "path": None} for picture in PICTURES]
+    labels = {"train": [0, 1, 0, 1], "validation": [0, 1, 1, 1], "test": [-1] * 4}
+    for name, values in labels.items():
+        pq.write_table(pa.table({"image": images, "label": values}), tmp_path / f"{name}.parquet")
+    lines = format_data(open_splits(DataConfig(source=str(tmp_path))).summary(), "images")
+    assert ("evaluation", "4 images of 2 classes: the validation split of data.source") in lines
+    unused = "the test split (1 file) is not used: the run is evaluated on validation."
+    assert ("note", unused) in lines
+    (tmp_path / "validation.parquet").unlink()  # a test split without labels is no obstacle
+    opened = open_splits(DataConfig(source=str(tmp_path)))
+    assert opened.eval is None
+    assert any("not used to evaluate on" in note for note in opened.notes)
 
 
 def test_a_test_split_is_used_where_there_is_no_other(tmp_path: Path):
