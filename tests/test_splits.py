@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import io
 import socket
 from collections.abc import Sequence
@@ -753,6 +754,13 @@ def test_a_hub_that_cannot_be_reached_is_told_with_the_remedy(monkeypatch: pytes
         r"or download it \(hf download --repo-type dataset a/b --local-dir DIR\) and give DIR\.$"
     )
     with pytest.raises(PreflightError, match=told):
+        found_at("hf://datasets/a/b")
+
+    def down(*_: Any, **__: Any) -> None:
+        raise OSError(errno.ENETUNREACH, "Network is unreachable")
+
+    monkeypatch.setattr(HfFileSystem, "info", down)
+    with pytest.raises(PreflightError, match="cannot be reached: .*Network is unreachable"):
         found_at("hf://datasets/a/b")
 
     def missing(*_: Any, **__: Any) -> None:

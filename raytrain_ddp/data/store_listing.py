@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import glob
+import socket
+import ssl
 from collections.abc import Iterator
 from pathlib import PurePosixPath
 from typing import Any, TypeVar
@@ -121,7 +124,7 @@ def _answered(outcome: T | Exception, source: str, shown: str) -> T:
                 f"network and the credentials{download}."
             )
         reason = reason_of(source, outcome)
-        if any(isinstance(error, OSError) and _is_of_network(error) for error in _chain(outcome)):
+        if "NETWORK_CONNECTION" in reason or any(map(_is_of_network, _chain(outcome))):
             raise PreflightError(
                 f"{shown} cannot be reached: {reason}. Check the network{download}."
             )
@@ -151,6 +154,8 @@ def _chain(error: BaseException | None) -> Iterator[BaseException]:
         error = error.__cause__ or error.__context__
 
 
-def _is_of_network(error: OSError) -> bool:
+def _is_of_network(error: BaseException) -> bool:
     """A name that is not resolved, a connection that is refused or lost, or an offline mode."""
-    return isinstance(error, ConnectionError) or type(error).__module__ in ("socket", "ssl")
+    return isinstance(error, ConnectionError | socket.gaierror | ssl.SSLError) or (
+        isinstance(error, OSError) and error.errno in (errno.ENETUNREACH, errno.EHOSTUNREACH)
+    )
