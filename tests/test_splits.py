@@ -760,7 +760,7 @@ def test_a_hub_that_cannot_be_reached_is_told_with_the_remedy(monkeypatch: pytes
         raise OSError(errno.ENETUNREACH, "Network is unreachable")
 
     monkeypatch.setattr(HfFileSystem, "info", down)
-    with pytest.raises(PreflightError, match="cannot be reached: .*Network is unreachable"):
+    with pytest.raises(PreflightError, match=r"cannot be reached: .*Network is unreachable"):
         found_at("hf://datasets/a/b")
 
     def missing(*_: Any, **__: Any) -> None:
