@@ -647,6 +647,15 @@ def test_what_is_not_used_of_class_folders_is_said(tmp_path: Path):
     }
 
 
+def test_images_beside_parquet_files_are_read_by_their_paths_only(tmp_path: Path):
+    found = found_at(write(tmp_path, "train.parquet", "test.parquet", "train/a/0.png"))
+    assert found.train.kind == "parquet"
+    assert "of the images in folders only those are read that a Parquet file names." in found.notes
+    (tmp_path / "train.parquet").rename(tmp_path / "metadata.parquet")  # that of `datasets`
+    (tmp_path / "test.parquet").unlink()
+    assert found_at(tmp_path).train.kind == "folder"
+
+
 @pytest.mark.parametrize("layout", ["train and val", "before test", "in data"])
 def test_class_folders_have_the_rows_that_datasets_finds(layout: str, tmp_path: Path):
     files = [name for name in FOLDERS[layout][0] if name.endswith(".png")]

@@ -134,6 +134,9 @@ def _of_parquet(
         splits, others = _by_name(listing, names, asked)
         notes += [f"the config {name} is not used" for name in others]
 
+    if listing.images:
+        notes.append("of the images in folders only those are read that a Parquet file names")
+
     def check(split: str) -> None:
         def is_wanted(name: str) -> bool:
             of_card = not card or not card.patterns or is_of(card.patterns[split], name)
