@@ -522,6 +522,7 @@ def shards(split: str, *numbers: int, of: int) -> list[str]:
         (["data/" + name for name in shards("train", 1, of=2)], "missing: data/train-00000-of"),
         ([*shards("train", 0, of=1), *shards("train", 0, 1, of=2)], "shards of different totals"),
         (["train-00000-of-00002-ab.parquet", *shards("train", 0, 1, of=2)], "are the same shard"),
+        (shards("train", 0, 1, 2, of=2), "train-00002-of-00002.parquet are not among 2 shards"),
         (shards("train", 0, 1, 3, of=2), "train-00003-of-00002.parquet are not among 2 shards"),
         (["train_1_of_3.parquet", "train_3_of_3.parquet"], "missing: train_2_of_3.parquet"),
         (["train/x-0-of-2.parquet"], "missing: train/x-1-of-2.parquet"),
