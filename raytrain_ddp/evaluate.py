@@ -121,7 +121,8 @@ def _config(checkpoint: Checkpoint, data: str | None) -> TrainConfig:
     config = from_dict(dict(checkpoint.manifest.config), where=str(checkpoint))
     if data is None:
         return config
-    return replace(config, data=replace(config.data, eval_source=data, eval_split="auto"))
+    given = replace(config.data, eval_source=data, eval_split="auto", holdout=0.0)
+    return replace(config, data=given)
 
 
 def _print(

@@ -83,6 +83,9 @@ class DataConfig:
         require(workers_ok, "data.workers", self.workers, "must be auto, or 0 or more")
         rule = "must be a folder, Parquet files, 'torchvision:NAME' or 'digits'"
         require(bool(self.source), "data.source", self.source, rule)
+        for name in ("train_split", "eval_split", "config"):
+            value = getattr(self, name)
+            require(bool(value), f"data.{name}", value, "must be a name, or auto")
         self._require_classes()
         self._require_holdout()
 

@@ -60,16 +60,23 @@ def uri_beside(uri: str, path: str) -> str:
 
 
 def without_secrets(uri: str) -> str:
-    """The URI without its user part and query, also where a secret in it is not quoted."""
+    """The URI without password, key and query, also where a secret in it is not quoted."""
     scheme, separator, rest = uri.partition("://")
     if not separator:
         return uri
     place, *query = re.split(r"[?#]", rest, maxsplit=1)
     if query and "@" in query[0]:  # an unquoted "?" in a password, or an "@" in the query
         return f"{scheme}://***"
-    if scheme == "hf":  # has no user part; an "@" is before the revision
-        return f"{scheme}://{place}"
-    return f"{scheme}://{place.rpartition('@')[2]}"
+    first, slash, path = place.partition("/")
+    user, at, host = first.rpartition("@")
+    if scheme == "hf" or "@" not in place:  # a revision of Hugging Face's follows an "@"
+        bare = place
+    elif ":" not in (user if at else first) or _ends_in_port(scheme, first):  # no password
+        # In an own scheme it is a key, else a name, as in container@account.
+        bare = f"{host}{slash}{path}" if at and scheme in _OWN_SCHEMES else place
+    else:  # if there are several, what is before the last one may be of the password
+        bare = "***" if at and "@" in path else place.rpartition("@")[2]
+    return f"{scheme}://{bare}"
 
 
 def shareable(uri: str) -> str:
@@ -118,6 +125,11 @@ def _parts(uri: str) -> tuple[str, str, str]:
     scheme, _, rest = uri.partition("://")  # a plain path has no rest
     rest, _, query = rest.partition("?") if scheme in _OWN_SCHEMES else (rest, "", "")
     return scheme, rest, query
+
+
+def _ends_in_port(scheme: str, first: str) -> bool:
+    """Whether it is ``host:port``; an unquoted "/" in a password looks like that in S3's keys."""
+    return scheme not in _OWN_SCHEMES and re.fullmatch(r"[^@:]+:\d{1,5}", first) is not None
 
 
 def _is_harmless(key: str, value: str) -> bool:

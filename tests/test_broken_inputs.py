@@ -70,6 +70,14 @@ class Broken:
     at_once: bool = False
 
 
+def enormous() -> bytes:
+    """A small file that claims 28,000 x 28,000 pixels."""
+    content = bytearray(jpeg(0))
+    start = content.index(b"\xff\xc0") + 5
+    content[start : start + 4] = (28_000).to_bytes(2, "big") * 2
+    return bytes(content)
+
+
 def overwrite(name: str, content: bytes) -> Callable[[Path], object]:
     return lambda root: (folder(root) / name).write_bytes(content)
 
@@ -146,9 +154,23 @@ BROKEN = {
         ("'image'", "'img'", "--data.image-column"),
         True,
     ),
-    "labels that are text": Broken(
-        lambda root: parquet(root, lambda c: c.update(label=["ape"] * 24)), ("'label'",), True
+    "labels that are lists": Broken(
+        lambda root: parquet(root, lambda c: c.update(label=[["ape"]] * 24)), ("'label'",), True
     ),
+    "one class only": Broken(
+        lambda root: parquet(root, lambda c: c.update(label=["ape"] * 24)),
+        ("one class only, 'ape'",),
+        True,
+    ),
+    "a null among labels that are text": Broken(
+        lambda root: parquet(root, lambda c: c.update(label=["ape", "bat", None] * 8)),
+        ("train.parquet, row group 0, row 2", "null"),
+        True,
+    ),
+    "a link to nothing": Broken(
+        lambda root: (folder(root) / "train/bat/x.jpg").symlink_to("gone"), ("x.jpg", "nothing")
+    ),
+    "an enormous jpeg": Broken(overwrite("train/bat/05.jpg", enormous()), ("MAX_IMAGE_PIXELS",)),
     "a null label": Broken(
         lambda root: parquet(root, set_label(None)), ("train.parquet, row group 1", "null"), True
     ),
@@ -218,7 +240,9 @@ def test_the_same_data_unbroken_are_trained(workers: Group, tmp_path: Path):
         assert workers(1, fit, command(tmp_path, source, *name)) == [(0, "")]
 
 
-@pytest.mark.parametrize("kind", ["half a jpeg", "a null image", "a bad image to evaluate"])
+@pytest.mark.parametrize(
+    "kind", ["half a jpeg", "a null image", "a link to nothing", "a bad image to evaluate"]
+)
 def test_fault_20_a_bad_image_may_be_skipped(kind: str, workers: Group, tmp_path: Path):
     source = tmp_path / "data"
     source.mkdir()

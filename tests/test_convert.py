@@ -379,12 +379,35 @@ def test_evaluation_splits_keep_their_names(tmp_path: Path):
         pq.write_table(table, tmp_path / f"{name}.parquet")
     done = run_convert(tmp_path, tmp_path.parent / f"{tmp_path.name}-out")
     assert done.dataset["rows"] == {"train": 1, "test": 1, "validation": 1}
+    assert done.notes == ()
     done = run_convert(
         tmp_path / "train.parquet",
         tmp_path.parent / f"{tmp_path.name}-own",
         eval_source=str(tmp_path / "train.parquet"),
     )
     assert done.dataset["rows"] == {"train": 1, "test": 1}
+
+
+def test_splits_are_converted_by_name_and_what_is_left_out_is_said(tmp_path: Path):
+    names = [f"data/{name}-00000-of-00001" for name in ("train", "extra", "validation", "test")]
+    (tmp_path / "in" / "data").mkdir(parents=True)
+    images = [encoded(picture(number)) for number in range(5)]
+    table = pa.table({"image": images, "label": [0, 1, 0, 1, 0]})
+    for rows, name in enumerate(names, start=2):
+        pq.write_table(table.slice(0, rows), tmp_path / "in" / f"{name}.parquet")
+    done = run_convert(tmp_path / "in", tmp_path / "all")
+    assert done.dataset["rows"] == {"train": 2, "validation": 4, "test": 5}
+    assert done.notes == ("the extra split (1 file) is not used.",)
+    done = run_convert(tmp_path / "in", tmp_path / "some", train_split="extra", eval_split="test")
+    assert done.dataset["rows"] == {"train": 3, "test": 5}
+    assert len(done.notes) == 2
+    train, evaluation = located(str(tmp_path / "some"))
+    assert evaluation is not None
+    assert (train.name, evaluation.name) == ("train", "test")
+    with pytest.raises(ConfigError, match="made with other input"):
+        run_convert(tmp_path / "in", tmp_path / "some")
+    with pytest.raises(DataError, match="has no such split, but extra, test, train"):
+        run_convert(tmp_path / "in", tmp_path / "none", train_split="no")
 
 
 def test_the_bundled_digits_are_a_source(tmp_path: Path):
@@ -423,7 +446,7 @@ def test_splits_of_different_classes_are_refused(tmp_path: Path):
         for name in names:
             (tmp_path / "src" / split / name).mkdir(parents=True)
             (tmp_path / "src" / split / name / "0.jpg").write_bytes(encoded(picture(0)))
-    with pytest.raises(DataError, match=r"'val' has other classes than 'train'.*'c'"):
+    with pytest.raises(DataError, match=r"val: 'c' is not a class of the training set"):
         run_convert(tmp_path / "src", tmp_path / "out")
 
 
@@ -433,11 +456,14 @@ def test_fault_21_labels_that_are_no_class_are_named(tmp_path: Path):
         pq.write_table(
             pa.table({"image": [image] * 2, "label": labels}), tmp_path / f"{name}.parquet"
         )
-    with pytest.raises(DataError, match="'test' has other classes than 'train'"):
+    with pytest.raises(DataError, match=r"test\.parquet, row group 0, row 1: label 2"):
         run_convert(tmp_path, tmp_path.parent / "labels-out")
     pq.write_table(pa.table({"image": [image], "label": [-1]}), tmp_path / "test.parquet")
-    with pytest.raises(DataError, match=r"test\.parquet.*-1"):
-        run_convert(tmp_path, tmp_path.parent / "labels-out")
+    with pytest.raises(DataError, match=r"test\.parquet"):
+        run_convert(tmp_path, tmp_path.parent / "labels-out", eval_split="test")
+    done = run_convert(tmp_path, tmp_path.parent / "labels-out")  # a test set without labels
+    assert done.dataset["rows"] == {"train": 2}
+    assert any("not converted" in note and "test.parquet" in note for note in done.notes)
 
 
 def test_fault_22_a_source_without_images_is_refused_and_leaves_nothing(tmp_path: Path):

@@ -2,22 +2,29 @@
 
 from __future__ import annotations
 
+import errno
 import io
+import socket
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import datasets
+import fsspec
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from PIL import Image
 
 from raytrain_ddp.data.data_set import open_data_set
+from raytrain_ddp.data.folder import FolderImages
 from raytrain_ddp.data.locate import Found, locate
+from raytrain_ddp.data.parquet import ParquetImages
 from raytrain_ddp.data.split_names import ROLE_OF
-from raytrain_ddp.errors import DataError
+from raytrain_ddp.data.splits import open_splits
+from raytrain_ddp.errors import ConfigError, DataError, PreflightError
 from raytrain_ddp.inputs import DataConfig
+from raytrain_ddp.orchestration.words import format_data
 
 Parts = dict[str, set[str]]
 
@@ -84,7 +91,7 @@ def of_ours(root: Path, config: str = "auto") -> Parts:
     parts: Parts = {}
     for split, files in found.splits.items():
         name = ROLE_OF.get(split, split or "train")
-        parts.setdefault(name, set()).update(files)
+        parts.setdefault(name, set()).update(below(root, [*map(found.uri_of, files)]))
     return parts
 
 
@@ -149,6 +156,23 @@ def test_files_are_split_as_datasets_splits_them(layout: str, tmp_path: Path):
         train, evaluation = parts_of(found_at(root), root)
         assert train == theirs["train"]
         assert evaluation == theirs.get("validation", theirs.get("test", set()))
+
+
+def test_a_store_and_a_glob_have_the_splits_of_the_disk(tmp_path: Path):
+    memory = fsspec.filesystem("memory")
+    for number, layout in enumerate([*SAME, *DIFFERENT]):
+        files = SAME.get(layout) or DIFFERENT[layout][0]
+        root = write(tmp_path / str(number), *files)
+        for name in files:
+            memory.pipe(f"/splits/{number}/{name}", b"other\n")
+        try:
+            expected = open_data_set(str(root), "data.source", DataConfig()).splits
+        except DataError:
+            with pytest.raises(DataError, match="several"):
+                open_data_set(f"memory://splits/{number}", "data.source", DataConfig())
+            continue
+        for source in (f"memory://splits/{number}", str(root / "**")):
+            assert open_data_set(source, "data.source", DataConfig()).splits == expected, layout
 
 
 DIFFERENT: dict[str, tuple[Sequence[str], str, Parts | str]] = {
@@ -226,3 +250,534 @@ def test_files_are_split_otherwise_than_datasets_splits_them_on_purpose(
         ours = of_ours(root)
         assert ours == expected
         assert of_datasets(root) != ours
+
+
+# ------------------------------------------------------------------ README.md
+
+TWO_CONFIGS = """---
+license: mit
+configs:
+- config_name: plain
+  data_files:
+  - split: train
+    path: one/train-*
+  - split: test
+    path: [one/test-*]
+- config_name: other
+  data_files:
+  - split: train
+    path: two/*.parquet
+---
+# A data set
+"""
+CARD_FILES = ("one/train-0.parquet", "one/test-0.parquet", "two/a.parquet", "two/b.parquet")
+
+
+def card(configs: str) -> str:
+    return f"---\nconfigs:\n{configs}---\n"
+
+
+CARDS = {
+    # name: (README.md, files, config)
+    "of several, one is asked for": (TWO_CONFIGS, CARD_FILES, "plain"),
+    "of several, the other is asked for": (TWO_CONFIGS, CARD_FILES, "other"),
+    "a default by name": (TWO_CONFIGS.replace("other", "default"), CARD_FILES, None),
+    "a default by mark": (
+        TWO_CONFIGS.replace("name: other", "name: other\n  default: true"),
+        CARD_FILES,
+        None,
+    ),
+    "one config only": (
+        card("- config_name: x\n  data_files:\n  - {split: train, path: a/*}\n"),
+        ("a/x.parquet", "b/train.parquet"),
+        None,
+    ),
+    "other names of splits": (
+        card("- config_name: x\n  data_files:\n  - {split: dev, path: a/**}\n"),
+        ("a/b/x.parquet", "a/y.parquet", "z.parquet"),
+        None,
+    ),
+    "files as a list": (
+        card("- config_name: x\n  data_files: [a.parquet, b.parquet]\n"),
+        ("a.parquet", "b.parquet", "test.parquet"),
+        None,
+    ),
+    "files as one": (
+        card("- config_name: x\n  data_files: '**/good-?.parquet'\n"),
+        ("a/good-1.parquet", "good-2.parquet", "bad-1.parquet"),
+        None,
+    ),
+    "a folder": (
+        card("- config_name: x\n  data_dir: a\n- config_name: y\n  data_dir: b\n"),
+        ("a/train.parquet", "a/test.parquet", "b/train.parquet"),
+        "x",
+    ),
+    "a folder and files": (
+        card("- config_name: x\n  data_dir: a\n  data_files: '*.parquet'\n"),
+        ("a/1.parquet", "b/1.parquet", "for-datasets.parquet"),  # which looks here for the form
+        None,
+    ),
+    "no files of its own": (card("- config_name: x\n"), ("train.parquet", "test.parquet"), None),
+    "no configs": ("---\nlicense: mit\n---\n", ("train.parquet", "test.parquet"), None),
+    "no YAML": ("# Text\n---\nconfigs: []\n", ("train.parquet", "test.parquet"), None),
+}
+
+
+@pytest.mark.parametrize("layout", CARDS)
+def test_the_readme_is_read_as_datasets_reads_it(layout: str, tmp_path: Path):
+    readme, files, config = CARDS[layout]
+    root = write(tmp_path / "root", *files, readme=readme)
+    theirs = of_datasets(root, config)
+    assert theirs
+    expected = {ROLE_OF.get(split, split): names for split, names in theirs.items()}
+    assert of_ours(root, config or "auto") == expected
+
+
+def test_several_configs_without_a_default_are_refused_by_both(tmp_path: Path):
+    root = write(tmp_path / "root", *CARD_FILES, readme=TWO_CONFIGS)
+    assert not of_datasets(root)
+    for source, config, told in (
+        (root, "auto", "has several configs: plain, other. Name one with --data.config"),
+        (root, "plane", "has no config 'plane', but plain, other"),
+        (root, "Plain", "has no config 'Plain'"),
+        (write(tmp_path / "x", "train.parquet"), "plain", "has no config 'plain'"),
+        ("digits", "plain", "has no config"),
+        ("torchvision:MNIST", "plain", "has no config"),
+    ):
+        with pytest.raises(DataError, match=told):
+            found_at(source, config=config)
+    assert found_at(root, config="plain").notes == ("the config other is not used.",)
+
+
+@pytest.mark.parametrize(
+    ("readme", "told"),
+    [
+        (card("- [\n"), "the YAML of README.md is damaged"),
+        (card("- name: x\n"), "each with a config_name"),
+        ("---\nconfigs: x\n---\n", "must be a list"),
+        (card("- config_name: x\n  data_files: [{split: train}]\n"), "a split and a path"),
+        (card("- config_name: x\n  data_files: {train: x}\n"), "a split and a path"),
+        (card("- config_name: x\n  data_files: ../x.parquet\n"), "does not lie in"),
+        (card("- config_name: x\n  data_files: /x.parquet\n"), "does not lie in"),
+        (card("- config_name: x\n  data_files: s3://x/x.parquet\n"), "does not lie in"),
+        (card("- config_name: x\n  data_dir: /\n"), "does not lie in"),
+        (card("- config_name: x\n  data_files: no-*\n"), "no split to train on .train: none of"),
+    ],
+)
+def test_a_readme_that_makes_no_sense_is_refused(readme: str, told: str, tmp_path: Path):
+    root = write(tmp_path / "root", "train.parquet", readme=readme)
+    with pytest.raises(DataError, match=told):
+        found_at(root)
+
+
+def test_a_folder_is_a_config_where_no_readme_says_it(tmp_path: Path):
+    files = ("a/b/train-0.parquet", "a/b/val-0.parquet", "c/train-0.parquet", "train.parquet")
+    root = write(tmp_path / "root", *files)
+    for config in ("a/b", "b", "B"):
+        train, evaluation = parts_of(found_at(root, config=config), root)
+        assert (train, evaluation) == ({files[0]}, {files[1]})
+    assert parts_of(found_at(root, config="."), root)[0] == {"train.parquet"}
+    with pytest.raises(DataError, match=r"several configs: \., a/b, c"):
+        found_at(root)
+    assert len(found_at(root / "**" / "train*.parquet").train.paths) == 3
+
+
+# ------------------------------------------------------------------ the choice
+
+
+def test_validation_is_used_and_test_is_named_as_unused(tmp_path: Path):
+    files = ("train.parquet", "validation.parquet", "test.parquet", "extra/0.parquet")
+    found = found_at(write(tmp_path, *files))
+    assert (found.train.name, found.eval and found.eval.name) == ("train", "validation")
+    assert found.eval_from == "the validation split of data.source"
+    assert set(found.notes) == {
+        "the test split (1 file) is not used: the run is evaluated on validation.",
+        "the extra split (1 file) is not used.",
+    }
+
+
+def test_what_is_not_used_is_said_before_the_first_step(tmp_path: Path):
+    images = [{"bytes": picture, "path": None} for picture in PICTURES]
+    labels = {"train": [0, 1, 0, 1], "validation": [0, 1, 1, 1], "test": [-1] * 4}
+    for name, values in labels.items():
+        pq.write_table(pa.table({"image": images, "label": values}), tmp_path / f"{name}.parquet")
+    lines = format_data(open_splits(DataConfig(source=str(tmp_path))).summary(), "images")
+    assert ("evaluation", "4 images of 2 classes: the validation split of data.source") in lines
+    unused = "the test split (1 file) is not used: the run is evaluated on validation."
+    assert ("note", unused) in lines
+    (tmp_path / "validation.parquet").unlink()  # a test split without labels is no obstacle
+    opened = open_splits(DataConfig(source=str(tmp_path)))
+    assert opened.eval is None
+    assert any("not used to evaluate on" in note for note in opened.notes)
+
+
+def test_a_test_split_is_used_where_there_is_no_other(tmp_path: Path):
+    found = found_at(write(tmp_path, "train.parquet", "test.parquet"))
+    assert found.eval_from == "the test split of data.source"
+    assert found.notes == ()
+
+
+@pytest.mark.parametrize(
+    ("fields", "train", "evaluation"),
+    [
+        ({"train_split": "extra"}, "extra", "val"),
+        ({"train_split": "EXTRA", "eval_split": "Test"}, "extra", "test"),
+        ({"train_split": "training"}, "train", "val"),  # another word for it
+        ({"eval_split": "validation"}, "train", "val"),
+        ({"eval_split": "none"}, "train", None),
+        ({"train_split": "val"}, "val", "test"),
+        ({"eval_split": "train"}, "train", "train"),
+    ],
+)
+def test_a_split_can_be_named(
+    fields: dict[str, str], train: str, evaluation: str | None, tmp_path: Path
+):
+    files = ("train.parquet", "val.parquet", "test.parquet", "extra.parquet")
+    found = found_at(write(tmp_path, *files), **fields)
+    assert (found.train.name, found.eval.name if found.eval else None) == (train, evaluation)
+    trained_too = "the run is evaluated on the data that it is trained on."
+    assert (trained_too in found.notes) == (train == evaluation)
+
+
+@pytest.mark.parametrize(
+    ("files", "fields", "told"),
+    [
+        (["train.parquet", "val.parquet"], {"train_split": "x"}, "no such split, but train, val"),
+        (["train.parquet", "val.parquet"], {"eval_split": "test"}, "no such split, but train, val"),
+        (["a.parquet"], {"eval_split": "test"}, "has no splits"),
+        (["a.parquet"], {"train_split": "x"}, "has no splits"),
+        (["val.parquet"], {}, "only val. To train on one of them, name it: --data.train-split val"),
+        (["extra.parquet", "test.parquet"], {}, "no split to train on, only extra, test"),
+        (["train.parquet", "training.parquet"], {}, "several splits to train on: train, training"),
+        (["train.parquet", "dev.parquet", "val.parquet"], {}, "several splits to evaluate on"),
+        (["train/a/0.png", "train/b/0.png"], {"eval_split": "val"}, "no such split, but train"),
+        (["train/a/0.png", "val/"], {"eval_split": "val"}, "cannot be used .*holds no images"),
+        (["train/", "val/a/0.png"], {}, "no split to train on .train: it holds no images."),
+    ],
+)
+def test_what_cannot_be_chosen_is_refused(
+    files: list[str], fields: dict[str, str], told: str, tmp_path: Path
+):
+    with pytest.raises(DataError, match=told):
+        found_at(write(tmp_path, *files), **fields)
+
+
+def test_an_evaluation_source_has_splits_of_its_own(tmp_path: Path):
+    source = write(tmp_path / "a", "train.parquet", "val.parquet")
+    other = write(tmp_path / "b", "train.parquet", "test.parquet", "dev.parquet", "extra.parquet")
+    found = found_at(source, eval_source=str(other))
+    assert found.eval
+    assert (found.eval.name, found.eval_from) == ("dev", "the dev split of data.eval_source")
+    assert set(found.notes) == {
+        "the val split of data.source (1 file) is not used: the run is evaluated on "
+        "data.eval_source.",
+        "the extra split of data.eval_source (1 file) is not used.",
+        "the test split of data.eval_source (1 file) is not used: the run is evaluated on dev.",
+    }
+    found = found_at(source, eval_source=str(other), eval_split="extra", train_split="val")
+    assert (found.train.name, found.eval and found.eval.name) == ("val", "extra")
+    for eval_source in (source / "train.parquet", write(tmp_path / "c", "x.parquet")):
+        assert found_at(source, eval_source=str(eval_source)).eval
+    with pytest.raises(DataError, match=r"data\.eval_source .* has no such split, but dev"):
+        found_at(source, eval_source=str(other), eval_split="x")
+    odd = write(tmp_path / "d", "x-00000-of-00001.parquet", "y-00000-of-00001.parquet")
+    with pytest.raises(DataError, match="has no split to evaluate on, only x, y"):
+        found_at(source, eval_source=str(odd))
+    with pytest.raises(ConfigError, match="leave this or"):
+        found_at(source, eval_source=str(other), eval_split="none")
+
+
+def test_a_config_is_that_of_the_evaluation_source_too_if_it_has_it(tmp_path: Path):
+    source = write(tmp_path / "root", *CARD_FILES, readme=TWO_CONFIGS)
+    found = found_at(source, eval_source=str(source), config="plain")
+    assert found.eval
+    assert below(source, found.eval.paths) == {"one/test-0.parquet"}
+    plain = write(tmp_path / "plain", "test.parquet")
+    assert found_at(source, eval_source=str(plain), config="plain").eval
+
+
+def test_torchvision_sets_and_digits_take_the_names_of_splits():
+    found = found_at("torchvision:SVHN", train_split="extra", eval_split="test")
+    assert (found.train.name, found.eval and found.eval.name) == ("extra", "test")
+    found = found_at("torchvision:SVHN")
+    assert (found.train.name, found.eval and found.eval.name) == ("", "")
+    assert found_at("torchvision:SVHN", eval_split="none").eval is None
+    assert found_at("digits", train_split="test", eval_split="train").train.name == "test"
+    with pytest.raises(DataError, match="has no such split, but test, train"):
+        found_at("digits", eval_split="validation")
+
+
+# ------------------------------------------------------------------ shards
+
+
+def shards(split: str, *numbers: int, of: int) -> list[str]:
+    return [f"{split}-{number:05d}-of-{of:05d}.parquet" for number in numbers]
+
+
+@pytest.mark.parametrize(
+    ("files", "told"),
+    [
+        (shards("train", 0, 2, of=3), "1 of 3 shards are missing: train-00001-of-00003.parquet"),
+        ([*shards("train", 0, of=1), *shards("val", 1, of=2)], "missing: val-00000-of-00002"),
+        (["data/" + name for name in shards("train", 1, of=2)], "missing: data/train-00000-of"),
+        ([*shards("train", 0, of=1), *shards("train", 0, 1, of=2)], "shards of different totals"),
+        (["train-00000-of-00002-ab.parquet", *shards("train", 0, 1, of=2)], "are the same shard"),
+        (shards("train", 0, 1, 2, of=2), "train-00002-of-00002.parquet are not among 2 shards"),
+        (shards("train", 0, 1, 3, of=2), "train-00003-of-00002.parquet are not among 2 shards"),
+        (["train_1_of_3.parquet", "train_3_of_3.parquet"], "missing: train_2_of_3.parquet"),
+        (["train/x-0-of-2.parquet"], "missing: train/x-1-of-2.parquet"),
+        (shards("train", 5, of=99), r"98 of 99 .* and 88 more\. Download"),
+    ],
+)
+def test_missing_and_surplus_shards_are_named(files: list[str], told: str, tmp_path: Path):
+    root = write(tmp_path, *files)
+    with pytest.raises(DataError, match=told):
+        found_at(root)
+    if len(files) > 1:  # a glob that fits them fits what is missing, too
+        with pytest.raises(DataError):
+            found_at(root / "**" / "*.parquet")
+
+
+def test_whole_sets_of_shards_and_what_a_glob_leaves_out_are_used(tmp_path: Path):
+    files = [*shards("train", 0, 1, 2, of=3), "part-1-of-2.parquet", "val_1_of_1.parquet"]
+    root = write(tmp_path, *files)
+    assert len(found_at(root).train.paths) == 3  # part is not used, so it may lack what it lacks
+    assert len(found_at(root / "train-0000[02]-*").train.paths) == 2
+    assert len(found_at(root / files[0]).train.paths) == 1
+    (root / files[1]).unlink()
+    assert len(found_at(root / "train-0000[02]-*").train.paths) == 2
+    with pytest.raises(DataError, match=r"train-00001-of-00003\.parquet"):
+        found_at(root / "train-*")
+
+
+# ------------------------------------------------------------------ class folders
+
+FOLDERS = {
+    # name: (files, train, evaluation)
+    "train and val": (["train/a/0.png", "train/b/0.png", "val/a/0.png"], "train", "val"),
+    "Train and Test": (["Train/a/0.png", "Train/b/0.png", "Test/a/0.png"], "Train", "Test"),
+    "training": (["training/a/0.png", "testing/a/0.png"], "training", "testing"),
+    "Validation": (["train/a/0.png", "Validation/a/0.png"], "train", "Validation"),
+    "dev": (["train/a/0.png", "dev/a/0.png"], "train", "dev"),
+    "train2017": (["train2017/a/0.png", "val2017/a/0.png"], "train2017", "val2017"),
+    "before test": (["train/a/0.png", "val/a/0.png", "test/a/0.png"], "train", "val"),
+    "nested": (["train/train/a/0.png", "train/val/a/0.png"], "train/train", "train/val"),
+    "in data": (["data/train/a/0.png", "data/val/a/0.png"], "data/train", "data/val"),
+    "in images": (["x/images/train/a/0.png", "x/images/val/a/0.png"], "x/images/train", None),
+    "named alike": (["seg_train/a/0.png", "seg_test/a/0.png"], "seg_train", "seg_test"),
+    "twice": (
+        ["seg_train/seg_train/a/0.png", "seg_test/seg_test/a/0.png"],
+        "seg_train/seg_train",
+        "seg_test/seg_test",
+    ),
+    "no splits": (["a/0.png", "b/0.png"], ".", None),
+    "no splits, deeper": (["a/x/0.png", "b/y/0.png"], ".", None),
+    "words within class names": (["test tube/0.png", "training shoe/0.png"], ".", None),
+    "an empty split": (["train/a/0.png", "val/", "test/a/0.png"], "train", "test"),
+    "an empty split with classes": (["train/a/0.png", "val/a/", "test/a/0.png"], "train", "test"),
+    "a test split without classes": (["train/a/0.png", "test/0.png"], "train", None),
+    "what does not belong to it": (
+        [
+            *("train/a/0.png", "test/a/0.png", "README.md", "LICENSE", "train/.DS_Store"),
+            *(".cache/train/a/0.png", "__MACOSX/train/a/._0.png", ".ipynb_checkpoints/a/0.png"),
+        ],
+        "train",
+        "test",
+    ),
+}
+
+
+@pytest.mark.parametrize("layout", FOLDERS)
+def test_class_folders_are_split_by_the_folders_above_them(layout: str, tmp_path: Path):
+    files, train, evaluation = FOLDERS[layout]
+    if layout == "in images":
+        evaluation = "x/images/val"
+    root = write(tmp_path / "root", *files)
+    found = found_at(root)
+    assert found.train.kind == "folder"
+    assert parts_of(found, root) == ({train}, {evaluation} if evaluation else set())
+
+
+@pytest.mark.parametrize(
+    ("files", "told"),
+    [
+        (["train/a/0.png", "train/val/0.png"], "names of splits .train/val|val"),
+        (["train/a/0.png", "train/b/0.png", "train/val/a/0.png"], "names of splits"),
+        (["train/0.png", "cat/0.png", "dog/0.png"], "no split to train on"),
+        (["train/0.png", "test/0.png"], "no split to train on .train: it holds images without"),
+        (["cat/train/0.png", "cat/test/0.png", "dog/train/0.png"], "no split|several|names of"),
+        (["x/train/a/0.png", "y/train/a/0.png"], "several data sets .* x, y. Name one with --data"),
+        (["x/train/a/0.png", "masks/0.png"], "x holds splits, and masks beside it images"),
+        (["val/a/0.png", "val/b/0.png"], "only val. To train"),
+        (["test/a/0.png"], "only test. To train"),
+        (["train-1/a/0.png", "train-2/a/0.png"], "no split to train on, only train-1, train-2"),
+        (["0.png"], "holds images, but no class folders|no class folders"),
+        (["train/a/notes.txt"], "neither Parquet files nor class folders"),
+    ],
+)
+def test_folders_that_may_be_splits_or_classes_are_refused(
+    files: list[str], told: str, tmp_path: Path
+):
+    root = write(tmp_path, *files)
+    with pytest.raises(DataError, match=told):
+        FolderImages(found_at(root).train.paths[0])
+
+
+def test_names_of_splits_are_classes_where_that_is_said(tmp_path: Path):
+    root = write(tmp_path, "train/car/0.png", "train/train/0.png", "val/car/0.png")
+    with pytest.raises(DataError, match=r"say so with --data\.train-split train"):
+        found_at(root)
+    found = found_at(root, train_split="train")
+    assert FolderImages(found.train.paths[0]).class_names == ["car", "train"]
+    assert found.eval
+
+
+def test_folders_of_any_name_are_splits_where_that_is_said(tmp_path: Path):
+    root = write(tmp_path, "one/a/0.png", "one/b/0.png", "two/a/0.png", "three/a/0.png")
+    found = found_at(root, train_split="one", eval_split="two")
+    assert parts_of(found, root) == ({"one"}, {"two"})
+    assert found.notes == ("the three split (1 folder) is not used.",)
+
+
+def test_what_is_not_used_of_class_folders_is_said(tmp_path: Path):
+    files = ("train/a/0.png", "val/", "test/0.png", "extra/a/0.png", "eval/a/0.png")
+    assert set(found_at(write(tmp_path, *files)).notes) == {
+        "val is not used: it holds no images.",
+        "test is not used: it holds images without class folders.",
+        "extra is not used: its name is not that of a split.",
+    }
+
+
+def test_images_beside_parquet_files_are_read_by_their_paths_only(tmp_path: Path):
+    found = found_at(write(tmp_path, "train.parquet", "test.parquet", "train/a/0.png"))
+    assert found.train.kind == "parquet"
+    assert "of the images in folders only those are read that a Parquet file names." in found.notes
+    (tmp_path / "train.parquet").rename(tmp_path / "metadata.parquet")  # that of `datasets`
+    (tmp_path / "test.parquet").unlink()
+    assert found_at(tmp_path).train.kind == "folder"
+
+
+@pytest.mark.parametrize("layout", ["train and val", "before test", "in data"])
+def test_class_folders_have_the_rows_that_datasets_finds(layout: str, tmp_path: Path):
+    files = [name for name in FOLDERS[layout][0] if name.endswith(".png")]
+    more = [name.replace("/a/", "/b/") for name in files]
+    root = write(tmp_path / "root", *files, *more)
+    theirs = datasets.load_dataset(str(root), cache_dir=str(tmp_path / "cache"))
+    found = found_at(root)
+    assert found.eval
+    for part, split in ((found.train, "train"), (found.eval, None)):
+        ours = FolderImages(part.paths[0])
+        rows = theirs[split or ("validation" if "validation" in theirs else "test")]
+        assert ours.class_names == rows.features["label"].names
+        assert sorted(label for _, label in ours.files) == sorted(rows["label"])
+
+
+def test_parquet_has_the_rows_that_datasets_loads(tmp_path: Path):
+    root = write(tmp_path / "root", *SAME["sharded"])
+    theirs = datasets.load_dataset(str(root), cache_dir=str(tmp_path / "cache"))
+    found = found_at(root)
+    assert found.eval
+    train, evaluation = (
+        ParquetImages(part.paths, DataConfig(), ["0", "1"]) for part in (found.train, found.eval)
+    )
+    assert (train.blocks.sum(), evaluation.blocks.sum()) == (2, 1)
+    assert (len(theirs["train"]), len(theirs["validation"])) == (2, 1)
+
+
+def test_the_folder_of_a_readme_may_hold_class_folders(tmp_path: Path):
+    readme = card(
+        "- config_name: x\n  data_files:\n"
+        "  - {split: train, path: pics/one/**}\n  - {split: test, path: 'pics/two/*/*.png'}\n"
+        "  - {split: odd, path: 'pics/*/x.png'}\n"
+    )
+    files = ("pics/one/a/0.png", "pics/one/b/0.png", "pics/two/a/0.png")
+    root = write(tmp_path / "root", *files, readme=readme)
+    assert parts_of(found_at(root), root) == ({"pics/one"}, {"pics/two"})
+    with pytest.raises(DataError, match=r"must be FOLDER/\*\*"):
+        found_at(root, eval_split="odd")
+
+
+def test_a_folder_that_cannot_be_listed_whole_is_refused(tmp_path: Path):
+    root = write(tmp_path / "root", "train/a/0.png")
+    (root / "train" / "a" / "up").symlink_to(root)
+    with pytest.raises(DataError, match="the link train/a/up leads to a folder above it"):
+        found_at(root)
+
+
+def test_folders_behind_links_are_found(tmp_path: Path):
+    write(tmp_path / "elsewhere", "a/0.png", "b/0.png")
+    root = write(tmp_path / "root", "val/a/0.png")
+    (root / "train").symlink_to(tmp_path / "elsewhere")
+    (root / "gone").symlink_to(tmp_path / "nowhere")
+    assert parts_of(found_at(root), root) == ({"train"}, {"val"})
+
+
+# ------------------------------------------------------------------ other forms of data
+
+
+def test_what_save_to_disk_writes_is_refused_with_the_remedy_that_works(tmp_path: Path):
+    rows = datasets.Dataset.from_dict({"image": PICTURES[:2], "label": [0, 1]})
+    rows.save_to_disk(tmp_path / "one")
+    datasets.DatasetDict(train=rows, test=rows).save_to_disk(tmp_path / "two")
+    for name in ("one", "two", "two/train"):
+        with pytest.raises(DataError, match="was written by save_to_disk") as caught:
+            found_at(tmp_path / name)
+        remedy = str(caught.value).rpartition(": ")[2] if name != "two" else ""
+        remedy = remedy or str(caught.value)[str(caught.value).index("for name, part") :]
+        new = tmp_path / f"new-{name.replace('/', '-')}"
+        new.mkdir()
+        code = remedy.replace("FOLDER", repr(str(tmp_path / name))).replace("NEW", str(new))
+        exec(code, {"load_from_disk": datasets.load_from_disk})
+        found = found_at(new)
+        assert (found.eval is not None) == (name == "two")
+
+
+@pytest.mark.parametrize(
+    ("source", "told"),
+    [
+        ("ylecun/mnist", "of the Hugging Face Hub give hf://datasets/ylecun/mnist"),
+        (
+            "https://huggingface.co/datasets/ylecun/mnist",
+            "is a page: give hf://datasets/ylecun/mnist",
+        ),
+        ("./ylecun/mnist", "no such file or folder. Other choices"),
+        ("mnist", "no such file or folder. Other choices: 'digits', 'torchvision:CIFAR10'"),
+    ],
+)
+def test_a_name_of_the_hub_is_recognised(source: str, told: str):
+    with pytest.raises(DataError, match=told):
+        found_at(source)
+
+
+def test_a_hub_that_cannot_be_reached_is_told_with_the_remedy(monkeypatch: pytest.MonkeyPatch):
+    from huggingface_hub import HfFileSystem
+
+    def offline(*_: Any, **__: Any) -> None:
+        try:
+            raise socket.gaierror(-2, "Name or service not known")
+        except OSError as error:
+            raise RuntimeError(str(error)) from error
+
+    monkeypatch.setattr(HfFileSystem, "info", offline)
+    told = (
+        r"'hf://datasets/a/b' cannot be reached: .*Name or service not known.* Check the network, "
+        r"or download it \(hf download --repo-type dataset a/b --local-dir DIR\) and give DIR\.$"
+    )
+    with pytest.raises(PreflightError, match=told):
+        found_at("hf://datasets/a/b")
+
+    def down(*_: Any, **__: Any) -> None:
+        raise OSError(errno.ENETUNREACH, "Network is unreachable")
+
+    monkeypatch.setattr(HfFileSystem, "info", down)
+    with pytest.raises(PreflightError, match=r"cannot be reached: .*Network is unreachable"):
+        found_at("hf://datasets/a/b")
+
+    def missing(*_: Any, **__: Any) -> None:
+        raise FileNotFoundError("a/b")
+
+    monkeypatch.setattr(HfFileSystem, "info", missing)
+    with pytest.raises(DataError, match=r"no such data set, .*hf auth login"):
+        found_at("hf://datasets/a/b")
+    with pytest.raises(DataError, match=r"no such model: data sets are at hf://datasets/a/c"):
+        found_at("hf://a/c")

@@ -101,11 +101,17 @@ class Unlabelled(ByTrain):
     target = None
 
 
-def opened(fake: type[Any], root: Path, monkeypatch: pytest.MonkeyPatch, train: bool = True) -> Any:
+def opened(
+    fake: type[Any],
+    root: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    train: bool = True,
+    split: str = "",
+) -> Any:
     name = fake.__name__
     monkeypatch.setattr(datasets, name, fake, raising=False)
     monkeypatch.setattr(datasets, "__all__", (*datasets.__all__, name))
-    return TorchvisionImages(name, root, train)
+    return TorchvisionImages(name, root, train, split=split)
 
 
 @pytest.mark.parametrize(
@@ -132,6 +138,43 @@ def test_a_part_is_asked_for_as_the_set_names_it(
     images = opened(fake, tmp_path / "root", monkeypatch, train)
     assert images.read(np.array([0])) == [(told, 1)]
     assert images.class_names == ["cat", "dog"]
+
+
+@pytest.mark.parametrize(
+    ("fake", "split", "told"),
+    [
+        (BySplit, "test", {"split": "test", "download": True}),
+        (BySplit, "val", {"split": "val", "download": True}),
+        (ByTrain, "Train", {"train": True, "download": True}),
+        (ByTrain, "testing", {"train": False, "download": True}),
+    ],
+)
+def test_a_split_that_is_named_is_asked_for(
+    fake: type[Any],
+    split: str,
+    told: dict[str, Any],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+):
+    for train in (True, False):
+        images = opened(fake, tmp_path / "root", monkeypatch, train, split)
+        assert images.read(np.array([0])) == [(told, 1)]
+        assert images.split == told.get("split", "train" if told.get("train") else "test")
+
+
+@pytest.mark.parametrize(
+    ("fake", "told"),
+    [
+        (BySplit, "Unknown value 'extra' for argument split"),
+        (ByTrain, "it has train and test"),
+        (Whole, "it has none that are known here"),
+    ],
+)
+def test_a_split_that_a_set_lacks_is_refused(
+    fake: type[Any], told: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    with pytest.raises(DataError, match=f"{fake.__name__} has no split 'extra': {told}"):
+        opened(fake, tmp_path / "root", monkeypatch, split="extra")
 
 
 @pytest.mark.parametrize("fake", [Whole, WantsMore, OfLetters])

@@ -29,8 +29,8 @@ from test_parquet import (
     write_parquet,
 )
 
-from raytrain_ddp.data import listing as listing_module
 from raytrain_ddp.data import shard as shard_module
+from raytrain_ddp.data import store_listing as listing_module
 from raytrain_ddp.data.source import BadRecord
 from raytrain_ddp.errors import ConfigError, DataError, PreflightError
 from raytrain_ddp.recipe import load
@@ -125,6 +125,15 @@ def test_fault_45_what_is_shared_of_a_uri_says_where_but_not_who():
         (f"gs://b/x?{endpoint}", None),
         ("/a/b@c?region=x", None),
         ("hf://datasets/a/b@main/x", None),
+        ("s3://b/runs@home/x@2", None),
+        ("gs://b/a@b?region=eu", None),
+        ("abfs://container@account.dfs.core.windows.net/a@b", None),
+        ("sftp://user@host/a", None),
+        ("sftp://host:22/a@b", None),
+        (f"sftp://user:{SECRET}@host:22/a", "sftp://host:22/a"),
+        (f"sftp://user:{SECRET}@host/a@b", "sftp://***"),
+        (f"s3://{SECRET}@b/x@y", "s3://b/x@y"),
+        (f"s3://KEY:1/{SECRET}@b/x", "s3://b/x"),
         (f"s3://KEY:{SECRET}@b/x?secret_key={SECRET}&region=eu#{SECRET}", "s3://b/x?region=eu"),
         (f"s3://KEY:{SECRET}/more@b/x?access_key={SECRET}", "s3://b/x"),
         (

@@ -62,7 +62,7 @@ def class_folder_splits(listing: Listing, config: str, asked: Collection[str]) -
     while True:
         subs = tree.below(top)
         splits = _splits_among(subs, asked, tree)
-        inner = [name for name in subs if not splits and _splits_among(tree.below(name), (), tree)]
+        inner = [name for name in subs if not splits and _holds_splits(name, tree)]
         if not picked and not splits and inner:
             chosen = [n for n in inner if config.casefold() in (n.casefold(), _name(n).casefold())]
             if not chosen:
@@ -150,6 +150,11 @@ def _splits_among(folders: Collection[str], asked: Collection[str], tree: _Tree)
     if any(_name(folder).casefold() in wanted and tree.below(folder) for folder in folders):
         found |= {_name(folder): folder for folder in folders if folder not in found.values()}
     return {label: _unwrapped(folder, tree) for label, folder in found.items()}
+
+
+def _holds_splits(folder: str, tree: _Tree) -> bool:
+    inside = tree.below(folder)
+    return bool(_splits_among(inside, (), tree)) or any(_holds_splits(n, tree) for n in inside)
 
 
 def _paired(split: SplitName, names: Mapping[str, SplitName | None]) -> bool:

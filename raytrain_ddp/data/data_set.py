@@ -15,7 +15,7 @@ from raytrain_ddp.data.class_folders import (
     folder_of_patterns,
     refuse_split_names_as_classes,
 )
-from raytrain_ddp.data.listing import Listing, list_files
+from raytrain_ddp.data.listing import Listing, list_on_disk
 from raytrain_ddp.data.repository import (
     RepoConfig,
     files_of,
@@ -31,9 +31,10 @@ from raytrain_ddp.data.split_names import (
     require_all_shards,
     some,
 )
+from raytrain_ddp.data.store_listing import list_in_store
 from raytrain_ddp.errors import DataError
 from raytrain_ddp.inputs import DataConfig
-from raytrain_ddp.uri import without_secrets
+from raytrain_ddp.uri import open_uri, without_secrets
 
 DATASET_FILE = "dataset.json"  # written by `convert`
 
@@ -93,7 +94,9 @@ def open_data_set(source: str, field: str, config: DataConfig) -> DataSet:
         return DataSet(field, shown, "torchvision", {}, lambda _: name)
     if source == "digits":
         source = str(Path(__file__).parent / "digits")
-    listing = list_files(source, shown)
+    if source.startswith("file://"):
+        source = open_uri(source)[1]
+    listing = (list_in_store if "://" in source else list_on_disk)(source, shown)
     refuse_saved_to_disk(listing)
     of_dataset = _written_by_convert(listing) if DATASET_FILE in listing.files else None
     if of_dataset is not None:
@@ -125,11 +128,14 @@ def _of_parquet(
         splits: Splits = {split: files for split, files in found.items() if files}
         unusable = {split: "none of its files is there" for split in found if not found[split]}
         rest = len(set(names).difference(*splits.values()))
-        if rest:
+        if rest and not card.others:
             notes.append(f"README.md leaves {rest} Parquet file{'s' * (rest > 1)} out")
     else:
         splits, others = _by_name(listing, names, asked)
         notes += [f"the config {name} is not used" for name in others]
+
+    if listing.images:
+        notes.append("of the images in folders only those are read that a Parquet file names")
 
     def check(split: str) -> None:
         def is_wanted(name: str) -> bool:

@@ -18,6 +18,7 @@ from raytrain_ddp.data.source import BadRecord
 from raytrain_ddp.errors import DataError
 
 EXTENSIONS = (".jpg", ".jpeg", ".png", ".ppm", ".bmp", ".pgm", ".tif", ".tiff", ".webp")
+LOST_LINK = "a link to nothing"
 _ROWS_PER_BLOCK = 256
 _STAT_THREADS = 16  # for NFS
 _OF_THE_FILE = (errno.EACCES, errno.EISDIR, errno.ELOOP, errno.ENAMETOOLONG, errno.ENXIO)
@@ -90,9 +91,9 @@ class FolderImages:
 
     def _class_folders(self) -> list[str]:
         folders, images = [], 0
-        for entry in os.scandir(self._root):
-            if is_hidden(entry.name):
-                continue
+        with os.scandir(self._root) as found:
+            entries = [entry for entry in found if not is_hidden(entry.name)]
+        for entry in entries:
             if entry.is_dir():
                 folders.append(entry.name)
             elif not os.path.exists(entry.path) and not _is_image(entry.name):
@@ -140,7 +141,7 @@ def _content(path: str) -> bytes | BadRecord:
     except OSError as error:
         if error.errno in _OF_THE_FILE or (error.errno == errno.ENOENT and os.path.islink(path)):
             lost = error.errno == errno.ENOENT
-            return BadRecord("a link to nothing" if lost else error.strerror or str(error))
+            return BadRecord(LOST_LINK if lost else error.strerror or str(error))
         raise DataError(f"{path}: cannot be read: {error.strerror}.") from error
 
 

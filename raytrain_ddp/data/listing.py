@@ -1,35 +1,20 @@
-"""The files below a folder, glob or URI, on a disk or in an object store, as one listing."""
+"""The files below a folder or a glob as a listing, which object stores have, too."""
 
 from __future__ import annotations
 
 import glob
 import os
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from pathlib import Path, PurePosixPath
-from typing import Any, TypeVar
-
-from pyarrow import fs as pafs
 
 from raytrain_ddp.data.folder import EXTENSIONS, is_hidden
-from raytrain_ddp.errors import DataError, PreflightError, RaytrainError
-from raytrain_ddp.uri import (
-    REACH_TIMEOUT_S,
-    answer_within,
-    attempt,
-    open_uri,
-    reason_of,
-    uri_beside,
-    without_secrets,
-)
-
-T = TypeVar("T")
+from raytrain_ddp.errors import DataError
 
 _GLOB_SIGNS = "*?["
-_URI_GLOB_SIGNS = "*["  # a "?" begins the query
-_HUB_NAME = re.compile(r"(https://huggingface\.co/datasets/)?([\w.-]+/[\w.-]+)/?")
+_HUB_NAME = re.compile(r"[\w-][\w.-]*/[\w.-]+")
 
 
 @dataclass(frozen=True)
@@ -87,22 +72,6 @@ class Listing:
         )
 
 
-def list_files(source: str, shown: str) -> Listing:
-    """Lists a folder, a file, or what fits a glob.
-
-    Args:
-        shown: the field and its value, for messages.
-
-    Raises:
-        DataError: there is nothing, or it cannot be read.
-        ConfigError: nothing knows the scheme of a URI.
-        PreflightError: an object store cannot be reached.
-    """
-    if source.startswith("file://"):
-        source = open_uri(source)[1]
-    return _in_store(source, shown) if "://" in source else _on_disk(source, shown)
-
-
 def is_image(name: str) -> bool:
     return name.lower().endswith(EXTENSIONS)
 
@@ -110,7 +79,15 @@ def is_image(name: str) -> bool:
 # ------------------------------------------------------------------ disks
 
 
-def _on_disk(source: str, shown: str) -> Listing:
+def list_on_disk(source: str, shown: str) -> Listing:
+    """Lists a folder, a file, or what fits a glob.
+
+    Args:
+        shown: the field and its value, for messages.
+
+    Raises:
+        DataError: there is nothing, or it cannot be read.
+    """
     path = Path(source).expanduser()
     folders: list[str] = []
     pattern = ""
@@ -192,132 +169,9 @@ def _root_and_pattern(path: Path) -> tuple[Path, str]:
 
 
 def _remedy(source: str) -> str:
-    on_hub = _HUB_NAME.fullmatch(source)
-    if on_hub and not source.startswith((".", "~")):
-        return (
-            f" For the data set {on_hub[2]} of the Hugging Face Hub give hf://datasets/{on_hub[2]}."
-        )
+    if _HUB_NAME.fullmatch(source):
+        return f" For the data set {source} of the Hugging Face Hub give hf://datasets/{source}."
     return " Other choices: 'digits', 'torchvision:CIFAR10', hf://datasets/ORG/NAME."
-
-
-# ------------------------------------------------------------------ object stores
-
-
-def _in_store(source: str, shown: str) -> Listing:
-    """Asks the store for one list."""
-    folder, pattern = _cut_at_glob(source)
-
-    def ask() -> tuple[Any, Any]:
-        fs, path = open_uri(folder)
-        return fs, fs.get_file_info(path)
-
-    fs, info = _answered(answer_within(REACH_TIMEOUT_S, ask), source, shown)
-    if info.type == pafs.FileType.NotFound:
-        raise _not_there(source, shown)
-    root, sizes = info.path, {}
-    if info.is_file and not pattern:
-        root, name = str(PurePosixPath(info.path).parent), PurePosixPath(info.path).name
-        sizes, pattern = {name: info.size}, glob.escape(name)
-    else:
-        # No time limit: a long list takes longer than a first answer.
-        sizes = _answered(attempt(lambda: _files_below(fs, root)), source, shown)
-        if pattern:
-            sizes = {n: s for n, s in sizes.items() if fits(n, pattern)}
-            if not sizes:
-                raise DataError(f"{shown}: no file matches.")
-        else:
-            sizes = {n: s for n, s in sizes.items() if not any(map(is_hidden, n.split("/")))}
-
-    def uri_of(name: str) -> str:
-        return source if info.is_file else uri_beside(folder, f"{root}/{name}")
-
-    def content(name: str) -> bytes:
-        return _answered(attempt(lambda: _content(fs, f"{root}/{name}")), source, shown)
-
-    return Listing(
-        shown=shown,
-        is_local=False,
-        files=tuple(sizes),
-        folders=(),
-        pattern=pattern,
-        uri_of=uri_of,
-        content=content,
-        size_of=sizes.get,
-    )
-
-
-def _cut_at_glob(uri: str) -> tuple[str, str]:
-    """The URI of the folder before the first sign of a pattern, and the pattern ("": none)."""
-    place, question_mark, query = uri.partition("?")
-    first = min((place.find(sign) for sign in _URI_GLOB_SIGNS if sign in place), default=-1)
-    if first < 0:
-        return uri, ""
-    cut = place.rfind("/", 0, first)
-    return place[:cut] + question_mark + query, place[cut + 1 :]
-
-
-def _files_below(fs: Any, path: str) -> dict[str, int]:
-    """Sizes of all files, by their paths below the folder, sorted."""
-    infos = fs.get_file_info(pafs.FileSelector(path, recursive=True))
-    files = {info.path.removeprefix(path).lstrip("/"): info.size for info in infos if info.is_file}
-    return dict(sorted(files.items()))
-
-
-def _content(fs: Any, path: str) -> bytes:
-    with fs.open_input_stream(path, compression=None) as stream:
-        return bytes(stream.read())
-
-
-def _answered(outcome: T | Exception, source: str, shown: str) -> T:
-    if isinstance(outcome, RaytrainError):
-        raise outcome
-    if isinstance(outcome, FileNotFoundError):
-        raise _not_there(source, shown)
-    if isinstance(outcome, Exception):
-        download = ""
-        if source.startswith("hf://datasets/"):
-            name = "/".join(without_secrets(source).split("/")[3:5])
-            command = f"hf download --repo-type dataset {name} --local-dir DIR"
-            download = f", or download it ({command}) and give DIR"
-        if isinstance(outcome, TimeoutError):
-            raise PreflightError(
-                f"{shown} did not answer within {REACH_TIMEOUT_S:.0f} s: check the address, the "
-                f"network and the credentials{download}."
-            )
-        reason = reason_of(source, outcome)
-        if any(isinstance(error, OSError) and _is_of_network(error) for error in _chain(outcome)):
-            raise PreflightError(
-                f"{shown} cannot be reached: {reason}. Check the network{download}."
-            )
-        raise DataError(f"{shown}: cannot be read: {reason}.")
-    return outcome
-
-
-def _not_there(source: str, shown: str) -> DataError:
-    if not source.startswith("hf://"):
-        return DataError(f"{shown}: no such file or folder.")
-    if source.startswith("hf://datasets/"):
-        return DataError(
-            f"{shown}: no such data set, file or folder on the Hugging Face Hub. If it is private "
-            "or gated, log in (hf auth login)."
-        )
-    return DataError(
-        f"{shown}: no such model: data sets are at hf://datasets/{source.removeprefix('hf://')}."
-    )
-
-
-def _chain(error: BaseException | None) -> Iterator[BaseException]:
-    """An error and what it was raised from."""
-    seen: set[int] = set()
-    while error is not None and id(error) not in seen:
-        seen.add(id(error))
-        yield error
-        error = error.__cause__ or error.__context__
-
-
-def _is_of_network(error: OSError) -> bool:
-    """A name that is not resolved, a connection that is refused or lost, or an offline mode."""
-    return isinstance(error, ConnectionError) or type(error).__module__ in ("socket", "ssl")
 
 
 # ------------------------------------------------------------------ globs

@@ -127,11 +127,13 @@ def _to_train_on(source: DataSet, asked: str) -> str:
             "--data.train-split."
         )
     why = [f"{name}: {why}" for name, why in source.unusable.items() if role_of(name) == "train"]
+    told = f"{source.shown} has no split to train on{''.join(f' ({w})' for w in why)}"
     names = [*source.splits]
+    if not names:
+        raise DataError(f"{told}.")
     raise DataError(
-        f"{source.shown} has no split to train on{''.join(f' ({w})' for w in why)}, only "
-        f"{some(names) or 'what cannot be used'}. "
-        f"To train on one of them, name it: --data.train-split {names[0] if names else 'NAME'}."
+        f"{told}, only {some(names)}. To train on one of them, name it: --data.train-split "
+        f"{names[0]}."
     )
 
 

@@ -35,7 +35,8 @@ class TorchvisionImages:
 
     Raises:
         ConfigError: there is no such set, or it has no parts.
-        DataError: it has no split of the name, it cannot be downloaded or opened, or its targets are no classes.
+        DataError: it has no split of the name, it cannot be downloaded or opened, or its targets
+            are no classes.
     """
 
     def __init__(

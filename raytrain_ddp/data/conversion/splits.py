@@ -76,6 +76,8 @@ class Split:
 def open_splits(source: str, config: ConvertConfig) -> tuple[list[Split], tuple[str, ...]]:
     """The splits that training on `source` would read, the train split first.
 
+    Besides, sentences about what is left out.
+
     Raises:
         DataError: there is nothing to convert, or a split has a class that the train split has not.
     """

@@ -23,6 +23,7 @@ from raytrain_ddp.data.conversion.shards import Record, Tell
 from raytrain_ddp.data.conversion.stage import read_json, replace_with, write_json
 from raytrain_ddp.data.decode import reason_for
 from raytrain_ddp.data.draws import Rows
+from raytrain_ddp.data.folder import LOST_LINK
 from raytrain_ddp.data.parquet import ParquetImages
 from raytrain_ddp.data.shard import open_shard
 from raytrain_ddp.data.source import BadRecord
@@ -164,8 +165,8 @@ def listing_of_files(files: list[tuple[str, int]], root: str) -> Listing:
     """Of an ImageFolder's files and labels. Asks for the sizes from many threads, for NFS."""
     paths = [path for path, _ in files]
     with ThreadPoolExecutor(16) as threads:
-        sizes = list(threads.map(_size, paths, chunksize=256))
-    rows = len(files)
+        found = list(threads.map(_size, paths, chunksize=256))
+    rows, sizes = len(files), [-1 if isinstance(size, str) else size for size in found]
     return Listing(
         paths,
         np.arange(rows),
@@ -173,7 +174,7 @@ def listing_of_files(files: list[tuple[str, int]], root: str) -> Listing:
         np.array(sizes, np.int64),
         np.array([label for _, label in files], np.int64),
         [path.removeprefix(root).lstrip("/") for path in paths],
-        {},
+        {row: size for row, size in enumerate(found) if isinstance(size, str)},
     )
 
 
@@ -219,8 +220,11 @@ def _read_one(source: Any, row: int) -> tuple[Any, int]:
     return image, label
 
 
-def _size(path: str) -> int:
+def _size(path: str) -> int | str:
+    """Or why the file cannot be read, if it is a link to nothing."""
     try:
         return os.path.getsize(path)
     except OSError as error:
+        if os.path.islink(path):
+            return LOST_LINK
         raise DataError(f"{path}: cannot be read: {error.strerror}.") from error

@@ -1,0 +1,350 @@
+"""From the labels of Parquet files, folders and torchvision's sets to classes, and what is told."""
+
+from __future__ import annotations
+
+import unicodedata
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from test_parquet import png, with_class_names, write_parquet
+
+from raytrain_ddp.config import TrainConfig
+from raytrain_ddp.data.folder import FolderImages
+from raytrain_ddp.data.labels import NoLabelsError
+from raytrain_ddp.data.parquet import ParquetImages
+from raytrain_ddp.data.source import BadRecord
+from raytrain_ddp.data.splits import Splits, open_splits
+from raytrain_ddp.errors import ConfigError, DataError
+from raytrain_ddp.inputs import DataConfig
+from raytrain_ddp.orchestration.preflight import check
+from raytrain_ddp.orchestration.words import format_data
+from raytrain_ddp.recipe import dumps, from_dict, to_dict
+
+COMPOSED, DECOMPOSED = (unicodedata.normalize(form, "café") for form in ("NFC", "NFD"))
+
+
+def written(path: Path, labels: Any, **options: Any) -> str:
+    return write_parquet(path, {"image": [png(0)] * len(labels), "label": labels}, **options)
+
+
+def opened(path: str, classes: list[str] | None = None) -> ParquetImages:
+    return ParquetImages([path], DataConfig(), classes)
+
+
+def labels_of(source: Any) -> list[int]:
+    """As they are read with the images, row by row."""
+    return [label for _, label in source.read(np.arange(source.blocks.sum()))]
+
+
+def encoded(values: list[Any], kind: Any) -> Any:
+    return pa.array(values, kind).dictionary_encode()
+
+
+def folder(root: Path, **counts: int) -> Path:
+    """Class folders with so many pictures."""
+    for name, count in counts.items():
+        (root / name).mkdir(parents=True)
+        for number in range(count):
+            (root / name / f"{number}.png").write_bytes(png(number))
+    return root
+
+
+def splits_of(source: Path | str, **fields: Any) -> Splits:
+    return open_splits(DataConfig(source=str(source), **fields))
+
+
+def lines(splits: Splits) -> dict[str, str]:
+    told: dict[str, str] = {}
+    for title, text in format_data(splits.summary(), "images"):
+        told[title] = f"{told[title]} | {text}" if title in told else text
+    return told
+
+
+# ------------------------------------------------------------------ kinds of labels
+
+STRINGS = ["dog", "ape", "cat", "ape", "dog"]
+WORDS = (["ape", "cat", "dog"], [2, 0, 1, 0, 2])
+LABELS: Mapping[str, tuple[Any, list[str], list[int]]] = {
+    "string": (pa.array(STRINGS), *WORDS),
+    "large_string": (pa.array(STRINGS, pa.large_string()), *WORDS),
+    "string_view": (pa.array(STRINGS, pa.string_view()), *WORDS),
+    "dictionary of strings": (encoded(STRINGS, pa.string()), *WORDS),
+    "dictionary of integers": (encoded([7, 3, 5, 3, 7], pa.int64()), ["3", "5", "7"], WORDS[1]),
+    "boolean": (pa.array([True, False, True]), ["False", "True"], [1, 0, 1]),
+    "uint8": (pa.array([2, 0, 1], pa.uint8()), ["0", "1", "2"], [2, 0, 1]),
+    "int16 from 1": (pa.array([1, 2, 3], pa.int16()), ["1", "2", "3"], [0, 1, 2]),
+    "gaps": (pa.array([900, 0, 5]), ["0", "5", "900"], [2, 0, 1]),
+    "uint64": (pa.array([2**63, 1], pa.uint64()), ["1", str(2**63)], [1, 0]),
+    "10 follows 9": (pa.array([10, 9]), ["9", "10"], [1, 0]),
+    "whole floats": (pa.array([1.0, 0.0, 2.0]), ["0", "1", "2"], [1, 0, 2]),
+    "floats with gaps": (pa.array([3.0, 9.0], pa.float32()), ["3", "9"], [0, 1]),
+    "two forms of a word": (pa.array([COMPOSED, DECOMPOSED, "b"]), ["b", COMPOSED], [1, 1, 0]),
+}
+
+
+@pytest.mark.parametrize("write_statistics", [True, False])
+@pytest.mark.parametrize("kind", LABELS)
+def test_labels_of_any_kind_are_classes_in_sorted_order(
+    kind: str, write_statistics: bool, tmp_path: Path
+):
+    labels, names, numbers = LABELS[kind]
+    path = written(tmp_path / "x.parquet", labels, write_statistics=write_statistics)
+    source = opened(path)
+    assert source.class_names == names
+    assert labels_of(source) == source.labels().tolist() == numbers
+    more = "77" if names[0].isdigit() else "more"
+    other = opened(path, [*reversed(names), more])  # whatever the order of the classes
+    assert other.class_names == [*reversed(names), more]
+    assert labels_of(other) == [len(names) - 1 - number for number in numbers]
+
+
+WRONG: Mapping[str, tuple[Any, str]] = {
+    "null": (["a", "b", None, "a"], "row 2: label is null"),
+    "empty string": (["a", "b", "", "a"], "row 2: label is an empty string"),
+    "null boolean": ([True, False, None], "row 2: label is null"),
+    "fraction": ([0.0, 1.0, 1.5], "row 2: label 1.5 is not a whole number"),
+    "not a number": ([0.0, 1.0, float("nan")], "row 2: label is null"),
+    "negative": ([0, 1, -1], "row 2: label -1 is not in 0 to 1"),
+    "null in a dictionary": (encoded(["a", "b", None], pa.string()), "row 2: label is null"),
+}
+
+
+@pytest.mark.parametrize("kind", WRONG)
+def test_fault_21_a_value_that_is_no_label_is_named_with_its_row(kind: str, tmp_path: Path):
+    path = written(tmp_path / "x.parquet", WRONG[kind][0])
+    with pytest.raises(DataError, match=f"row group 0, {WRONG[kind][1]}"):
+        opened(path)
+
+
+@pytest.mark.parametrize(
+    "labels",
+    [
+        pa.array([-1, -1]),
+        pa.array([None, None], pa.int64()),
+        pa.array([None, None], pa.string()),
+        pa.array(["", ""]),
+    ],
+    ids=str,
+)
+def test_a_split_without_any_label_says_so(labels: Any, tmp_path: Path):
+    for statistics in (True, False):
+        path = written(tmp_path / "x.parquet", labels, write_statistics=statistics)
+        with pytest.raises(NoLabelsError, match="no row has a label"):
+            opened(path)
+
+
+@pytest.mark.parametrize("labels", [["ape", "emu"], [0, 5], [True], [0.0, 5.0]])
+def test_a_label_unknown_to_the_training_set_is_named(labels: list[Any], tmp_path: Path):
+    names = {str: ["ape", "bat"], int: ["0", "1"], bool: ["False", "x"], float: ["0", "1"]}
+    for statistics in (True, False):
+        path = written(tmp_path / "x.parquet", labels, write_statistics=statistics)
+        with pytest.raises(DataError, match=r"row group 0, row [01]: label .* is not"):
+            opened(path, names[type(labels[0])]).labels()
+
+
+def test_files_of_one_split_may_name_their_classes_or_not_but_not_mix_types(tmp_path: Path):
+    named = with_class_names(tmp_path / "0.parquet", ["ape", "bat"], [1, 0])
+    numbers = written(tmp_path / "1.parquet", pa.array([0, 1], pa.int8()))
+    words = written(tmp_path / "2.parquet", ["bat", "ape"])
+    source = ParquetImages([named, numbers, words], DataConfig())
+    assert source.class_names == ["ape", "bat"]
+    assert labels_of(source) == [1, 0, 0, 1, 1, 0]
+    with pytest.raises(DataError, match=r"labels of several types: integer in .*, string in"):
+        ParquetImages([numbers, words], DataConfig())
+
+
+# ------------------------------------------------------------------ training and evaluation alike
+
+
+def test_both_splits_are_mapped_by_name_whatever_their_order_and_absent_classes(tmp_path: Path):
+    with_class_names(tmp_path / "train.parquet", ["ape", "bat", "cat"], [0, 1, 2])
+    with_class_names(tmp_path / "test.parquet", ["cat", "ape"], [0, 1, 0])
+    splits = splits_of(tmp_path)
+    assert splits.eval is not None
+    assert labels_of(splits.eval) == [2, 0, 2]
+    written(tmp_path / "test.parquet", ["bat", "bat"])
+    splits = splits_of(tmp_path)
+    assert splits.eval is not None
+    assert labels_of(splits.eval) == [1, 1]
+    assert lines(splits)["evaluation"].startswith("2 images of 1 of the 3 classes: ")
+    with_class_names(tmp_path / "test.parquet", ["ape", "eel"], [0, 0])
+    with pytest.raises(DataError, match="'eel' is not a class of the training set"):
+        splits_of(tmp_path)
+
+
+def test_labels_with_gaps_have_as_many_classes_as_there_are_and_that_is_told(tmp_path: Path):
+    written(tmp_path / "train.parquet", [0, 5, 900, 5])
+    written(tmp_path / "test.parquet", [900, 5])
+    splits = splits_of(tmp_path)
+    assert splits.class_names == ["0", "5", "900"]
+    assert splits.eval is not None
+    assert labels_of(splits.eval) == [2, 1]
+    told = lines(splits)
+    assert told["training set"] == "4 images of 3 classes: 0, 5, 900"
+    assert "0 to 900 with gaps or an offset: classes 0 to 2" in told["note"]
+    written(tmp_path / "test.parquet", [900, 7])
+    with pytest.raises(DataError, match="row 1: label 7 is not one of the 3 classes: 0, 5, 900"):
+        splits_of(tmp_path)
+
+
+@pytest.mark.parametrize("train", [COMPOSED, DECOMPOSED])
+def test_class_names_in_another_unicode_form_are_the_same(train: str, tmp_path: Path):
+    other = DECOMPOSED if train == COMPOSED else COMPOSED
+    folder(tmp_path / "train", **{train: 1, "f": 1})
+    folder(tmp_path / "val", **{other: 1, "f": 2})
+    splits = splits_of(tmp_path)
+    assert splits.eval is not None
+    assert sorted(splits.class_names) == ["café", "f"] == sorted([COMPOSED, "f"])
+    place = splits.class_names.index(COMPOSED)
+    assert labels_of(splits.eval).count(place) == 1
+    assert np.bincount(splits.train.labels()).tolist() == [1, 1]
+
+
+def test_two_class_folders_of_one_name_are_refused(tmp_path: Path):
+    folder(tmp_path, **{COMPOSED: 1, DECOMPOSED: 1})
+    if len(list(tmp_path.iterdir())) == 1:
+        pytest.skip("this file system knows one form only")
+    with pytest.raises(DataError, match="'café' is there in two Unicode forms"):
+        FolderImages(str(tmp_path))
+
+
+def test_the_classes_can_be_named_and_are_used_or_refused(tmp_path: Path):
+    folder(tmp_path, ape=1, bat=2)
+    splits = splits_of(tmp_path, classes=("bat", "ape", "cat"))
+    assert splits.class_names == ["bat", "ape", "cat"]
+    assert labels_of(splits.train) == [1, 0, 0]
+    with pytest.raises(DataError, match="'ape' is not a class"):
+        splits_of(tmp_path, classes=("bat", "cat"))
+    for wrong in (("a",), ("a", "a")):
+        with pytest.raises(ConfigError, match=r"data\.classes"):
+            DataConfig(classes=wrong)
+
+
+def test_the_config_that_is_written_down_has_the_classes_and_maps_as_before(tmp_path: Path):
+    written(tmp_path / "train.parquet", ["cat", "ape", "dog"])
+    written(tmp_path / "test.parquet", ["dog"])
+    config = TrainConfig(data=DataConfig(source=str(tmp_path)))
+    checked = check(config)
+    assert checked.data.classes == ("ape", "cat", "dog")
+    assert 'classes = [\n        "ape",' in dumps(checked).replace("    ", "        ")
+    again = from_dict(to_dict(checked))
+    other = written(tmp_path / "other" / "test.parquet", ["dog", "cat"])
+    splits = open_splits(replace(again.data, eval_source=other))
+    assert splits.eval is not None
+    assert labels_of(splits.eval) == [2, 1]
+
+
+# ------------------------------------------------------------------ what is told, what is refused
+
+
+def test_the_data_are_told_with_their_classes_sizes_and_origin(tmp_path: Path):
+    folder(tmp_path / "train", **{f"c{number}": number + 1 for number in range(7)})
+    folder(tmp_path / "val", c0=1, c3=2)
+    (tmp_path / "train" / "c0" / "notes.txt").touch()
+    (tmp_path / "train" / "c1" / "x.gif").touch()
+    (tmp_path / "train" / ".DS_Store").touch()
+    told = lines(splits_of(tmp_path))
+    assert told["training set"] == "28 images of 7 classes: c0, c1, c2, c3, c4, ..."
+    assert told["class sizes"] == "1 (class c0) to 7 (class c6)"
+    assert told["evaluation"].startswith("3 images of 2 of the 7 classes: ")
+    assert "2 files of the training set are no images by name" in told["note"]
+
+
+def test_without_an_evaluation_split_the_remedy_is_told(tmp_path: Path):
+    folder(tmp_path, a=2, b=2)
+    told = lines(splits_of(tmp_path))
+    assert told["evaluation"] == "none"
+    assert "--data.holdout 0.1" in told["note"]
+
+
+@pytest.mark.parametrize("kind", ["folder", "parquet"])
+def test_a_test_split_without_labels_is_no_obstacle_unless_it_was_asked_for(
+    kind: str, tmp_path: Path
+):
+    if kind == "folder":
+        folder(tmp_path / "train", a=2, b=2)
+        folder(tmp_path, test=3)
+    else:
+        with_class_names(tmp_path / "train.parquet", ["a", "b"], [0, 1])
+        with_class_names(tmp_path / "test.parquet", ["a", "b"], [-1, -1])
+    splits = splits_of(tmp_path)
+    assert splits.eval is None
+    assert "not used to evaluate on: " in lines(splits)["note"]
+    test = tmp_path / ("test" if kind == "folder" else "test.parquet")
+    with pytest.raises(DataError, match="class folders" if kind == "folder" else "has a label"):
+        splits_of(tmp_path, eval_source=str(test))
+
+
+@pytest.mark.parametrize("kind", ["folder", "parquet", "named"])
+def test_one_class_is_refused_in_plain_words_before_anything_is_started(kind: str, tmp_path: Path):
+    if kind == "folder":
+        folder(tmp_path, cat=3)
+    elif kind == "parquet":
+        written(tmp_path / "x.parquet", ["cat"] * 3)
+    else:
+        with_class_names(tmp_path / "x.parquet", ["cat"], [0, 0])
+    with pytest.raises(DataError, match=r"one class only, 'cat'"):
+        check(TrainConfig(data=DataConfig(source=str(tmp_path))))
+
+
+def test_files_that_only_their_owner_can_repair_are_bad_records(tmp_path: Path):
+    folder(tmp_path, a=1, b=1)
+    (tmp_path / "a" / "lost.png").symlink_to(tmp_path / "nowhere")
+    (tmp_path / "a" / "ring.png").symlink_to(tmp_path / "a" / "ring.png")
+    source = FolderImages(str(tmp_path))
+    images = {
+        source.where(row)[-8:]: image for row, (image, _) in enumerate(source.read(np.arange(4)))
+    }
+    assert str(images["lost.png"]) == "a link to nothing"
+    assert isinstance(images["ring.png"], BadRecord)
+    assert source.fingerprint()
+    (tmp_path / "b" / "0.png").unlink()  # it was there when the folder was listed
+    with pytest.raises(DataError, match=r"b/0\.png: cannot be read"):
+        source.read(np.array([3]))
+    (tmp_path / "c").symlink_to(tmp_path / "nowhere")
+    with pytest.raises(DataError, match=f"{tmp_path / 'c'}: a link to nothing"):
+        FolderImages(str(tmp_path))
+
+
+def test_the_fingerprint_of_a_folder_knows_sizes_and_the_former_one_does_not(tmp_path: Path):
+    root = str(folder(tmp_path, a=1, b=1))
+    before = FolderImages(root)
+    marks = before.fingerprint(), before.former_fingerprint()
+    (tmp_path / "a" / "0.png").write_bytes(png(0) + b"x")
+    after = FolderImages(root)
+    assert after.fingerprint() != marks[0]
+    assert after.former_fingerprint() == marks[1]
+
+
+# ------------------------------------------------------------------ as `datasets` writes it
+
+
+@pytest.mark.parametrize("kind", ["string", "ClassLabel", "bool", "int from 1"])
+def test_parquet_of_hugging_face_datasets_has_the_classes_that_datasets_gives_it(
+    kind: str, tmp_path: Path
+):
+    datasets = pytest.importorskip("datasets")
+    feature = {
+        "string": datasets.Value("string"),
+        "ClassLabel": datasets.ClassLabel(names=["dog", "ape"]),
+        "bool": datasets.Value("bool"),
+        "int from 1": datasets.Value("int32"),
+    }[kind]
+    values = {"string": ["dog", "ape"], "ClassLabel": [1, 0], "bool": [True, False]}
+    labels = values.get(kind, [2, 1]) * 3
+    images = [{"bytes": png(number), "path": None} for number in range(6)]
+    features = datasets.Features({"image": datasets.Image(), "label": feature})
+    theirs = datasets.Dataset.from_dict({"image": images, "label": labels}, features=features)
+    theirs.to_parquet(str(tmp_path / "train.parquet"))
+    ours = splits_of(tmp_path)
+    assert pq.read_schema(tmp_path / "train.parquet").metadata
+    if kind != "ClassLabel":
+        theirs = theirs.class_encode_column("label")
+    assert ours.class_names == theirs.features["label"].names
+    assert labels_of(ours.train) == theirs["label"][:]
