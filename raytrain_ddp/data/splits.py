@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from threading import Thread
 from typing import Any, Protocol
@@ -15,7 +15,7 @@ import numpy as np
 from raytrain_ddp.data.draws import Rows
 from raytrain_ddp.data.folder import FolderImages
 from raytrain_ddp.data.holdout import Held, Part, held_out
-from raytrain_ddp.data.labels import NoLabelsError, normalized
+from raytrain_ddp.data.labels import NoLabelsError, UnknownClassError, normalized
 from raytrain_ddp.data.locate import Found, Located, locate
 from raytrain_ddp.data.parquet import ParquetImages
 from raytrain_ddp.data.source import Source
@@ -137,8 +137,14 @@ def open_splits(config: DataConfig, found: Found | None = None) -> Splits:
             to evaluate on that is none of the training set.
         PreflightError: an object store does not answer.
     """
-    found = found or locate(config)
-    train: ImageSource = open_images(found.train, config, config.classes)
+    if found is None or config.holdout:  # which takes the place of a split
+        found = locate(replace(config, eval_split="none" if config.holdout else config.eval_split))
+    try:
+        train: ImageSource = open_images(found.train, config, config.classes)
+    except UnknownClassError as error:
+        raise DataError(
+            f"{error} The config names these (data.classes): leave them out for other data."
+        ) from None
     classes = train.class_names
     if len(classes) < 2:
         raise DataError(
@@ -148,9 +154,6 @@ def open_splits(config: DataConfig, found: Found | None = None) -> Splits:
     notes = [*found.notes, *_notes_of(train, "the training set")]
     if config.holdout:
         held = _held(train, config)
-        if found.eval is not None:
-            name = f"the {found.eval.name} split" if found.eval.name else "the evaluation split"
-            notes.append(f"{name} of {found.eval_from or 'data.source'} is not used: data.holdout.")
         from_told = f"{config.holdout:.3g} of the training set, by data.holdout"
         return Splits(Part(train, held, True), Part(train, held, False), from_told, tuple(notes))
     evaluation, eval_from = None, ""
