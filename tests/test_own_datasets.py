@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import random
+import threading
+import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -126,6 +129,30 @@ def test_an_iterable_that_has_one_file_gives_the_right_items_to_all_lanes(
         assert slot.batch["row"].tolist() == list(range(*plan.span(slot.step, slot.index)))
     resumed = [s.digest for s in next(loader.steps(2, 3))]
     assert resumed == [s.digest for s in slots if s.step == 2]
+
+
+class Where:
+    """Each item says in which process and thread it was made."""
+
+    def __len__(self) -> int:
+        return ROWS
+
+    def __getitem__(self, row: int) -> tuple[int, int, str]:
+        time.sleep(0.001)
+        return row, os.getpid(), threading.current_thread().name
+
+
+@pytest.mark.parametrize("shared", [False, True])
+def test_threads_load_only_what_says_that_they_may_share_it(shared: bool):
+    data = Data(MapSource(Where(), shared=shared))
+    batches = list(eval_batches(data, 4, range(20), Threads(2)))
+    data.close()
+    assert torch.cat([rows for rows, _, _ in batches]).tolist() == list(range(80))
+    pids = {pid for _, some, _ in batches for pid in some.tolist()}
+    threads = {name for _, _, names in batches for name in names}
+    assert (pids == {os.getpid()}) == shared
+    assert len(pids) == (1 if shared else 2)
+    assert len(threads) == (2 if shared else 1)
 
 
 # ------------------------------------------------------------------ whole runs
