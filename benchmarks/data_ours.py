@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from data_decode import BATCH, SIZE
 from data_measure import Clock, Size, imported_s
-from data_peers import Contender
+from data_peers import TORCH, Contender, fast_folder
 
 if TYPE_CHECKING:
     from raytrain_ddp.data.draws import Draws
@@ -77,6 +77,20 @@ def ours(folder: Path, images: int, form: str, threads: int, mirror: bool) -> It
         yield slots[0].batch["image"], slots[0].batch["label"]
 
 
+def own_dataset(folder: Path, images: int, shared: bool) -> Iterator[Any]:
+    """The data set of `folder_fast` as a user's own: in processes, or in threads that share it."""
+    from raytrain_ddp.data.loader import TrainLoader
+    from raytrain_ddp.data.plan import Plan
+    from raytrain_ddp.data.source import Data, MapSource
+    from raytrain_ddp.data.threads import Threads
+
+    data = Data(MapSource(fast_folder(folder), shared=shared))
+    plan = Plan(data.rows, 1, BATCH)
+    loader = TrainLoader(data, plan, "full", 1, 0, 1, 0, Threads(2))
+    for slots in loader.steps(0, 2 * -(-images // BATCH)):
+        yield tuple(slots[0].batch)
+
+
 def first_batch(share: float, size: Size) -> dict[str, float]:
     """The first batch of a loader that starts at this share of the epoch."""
     imported_s(IMPORTS)
@@ -95,7 +109,14 @@ def contender(title: str, form: str, threads: int, limit: str, mirror: bool = Tr
     return Contender(title, IMPORTS, opened, limit)
 
 
+OWN = (*TORCH, *IMPORTS, "torchvision.datasets")
 OURS = {
+    "ours-map": Contender(
+        "ours, MapSource, 2 processes", OWN, partial(own_dataset, shared=False), "limit-2"
+    ),
+    "ours-map-shared": Contender(
+        "same, shared=True, 2 threads", OWN, partial(own_dataset, shared=True), "limit-2"
+    ),
     "ours-folder-1": contender("ours, ImageFolder, 1 thread", "images", 1, "limit-1"),
     "ours-folder": contender("ours, ImageFolder, 2 threads", "images", 2, "limit-2"),
     "ours-hf": contender("ours, datasets' Parquet, 2 threads", "parquet-hf", 2, "limit-2"),

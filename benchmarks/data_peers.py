@@ -78,13 +78,17 @@ def folder_v2(folder: Path, images: int) -> Iterator[Any]:
     yield from data_loader(found, images)
 
 
-def folder_fast(folder: Path, images: int) -> Iterator[Any]:
+def fast_folder(folder: Path) -> Any:
+    """A map-style data set of (image, label) in the fastest way."""
     from torchvision import datasets
 
-    found = datasets.ImageFolder(
+    return datasets.ImageFolder(
         str(folder / "images"), data_decode.decode_crop, loader=lambda path: Path(path).read_bytes()
     )
-    yield from data_loader(found, images)
+
+
+def folder_fast(folder: Path, images: int) -> Iterator[Any]:
+    yield from data_loader(fast_folder(folder), images)
 
 
 def webdataset(folder: Path, images: int) -> Iterator[Any]:

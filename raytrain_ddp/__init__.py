@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from raytrain_ddp.config import TrainConfig as TrainConfig
+    from raytrain_ddp.data.draws import Draws as Draws
     from raytrain_ddp.data.source import ArraySource as ArraySource
     from raytrain_ddp.data.source import Data as Data
     from raytrain_ddp.data.source import MapSource as MapSource
@@ -39,6 +40,7 @@ _HOMES = {
     "AugmentConfig": "inputs",
     "Data": "data.source",
     "DataConfig": "inputs",
+    "Draws": "data.draws",
     "FitResult": "orchestration.result",
     "IterableSource": "data.stream",
     "MapSource": "data.source",

@@ -58,8 +58,21 @@ class RetriesExhausted(RaytrainError):
     exit_status = 7
 
 
+class LoaderDied(RetriesExhausted, ConnectionError):
+    """A loader process was killed or crashed: on Ray the workers start again, as after a death."""
+
+
 class RunLockedError(RaytrainError):
     exit_status = 8
+
+
+class RemoteTraceback(Exception):
+    """The cause of an exception that was raised in a loader process: its traceback there."""
+
+
+def first_line(error: BaseException) -> str:
+    """Of what it says, without the full stop."""
+    return next(iter(str(error).splitlines()), "").rstrip(".")
 
 
 def did_you_mean(wrong: str, known: Iterable[str]) -> str:

@@ -66,10 +66,10 @@ class DataConfig:
     cache_gib: float = field(default=100.0, metadata=FREE)
     """Most disk space for data.cache, per node; the longest unused of other data sets makes way."""
     workers: int | Literal["auto"] = field(default="auto", metadata=FREE)
-    """Loader threads per training worker; 0 loads in the training thread; auto: as many of the
-    worker's CPUs as it takes not to wait."""
+    """Loader threads per training worker, or processes for data sets of your own; 0 loads in the
+    training thread; auto: as many of the worker's CPUs as it takes not to wait."""
     prefetch: int = field(default=4, metadata=FREE)
-    """Micro-batches prepared ahead per loader thread."""
+    """Micro-batches prepared ahead per loader thread or process."""
     prefetch_mib: int = field(default=1024, metadata=FREE)
     """Most memory for micro-batches prepared ahead, per worker."""
 

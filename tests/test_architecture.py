@@ -36,7 +36,7 @@ MOST_LINES = 320
 MOST_LINES_OF_TRAIN = 45
 
 OFFERED = {
-    *("ArraySource", "Data", "FitResult", "IterableSource", "MapSource", "RaytrainError"),
+    *("ArraySource", "Data", "Draws", "FitResult", "IterableSource", "MapSource", "RaytrainError"),
     *("Source", "Task", "TrainConfig", "fit"),
     *("AugmentConfig", "CheckpointConfig", "ComputeConfig", "DataConfig", "DdpConfig"),
     *("EvalConfig",),

@@ -26,10 +26,10 @@ from raytrain_ddp.data.loader import (
     TrainLoader,
     eval_batches,
     memory_note,
-    samples_of,
     shuffle_for,
     window_for,
 )
+from raytrain_ddp.data.nests import samples_of
 from raytrain_ddp.data.plan import EpochOrder, Plan, deal
 from raytrain_ddp.data.source import ArraySource, BadRecord, Data, MapSource
 from raytrain_ddp.data.stream import IterableSource
@@ -599,7 +599,7 @@ def test_digests_tell_rows_and_pixels_apart():
         data = rows_data(20)
         own = Data(
             data.source,
-            lambda r, d: {"x": torch.from_numpy(d.uniform(1) + draw), "r": torch.ones(1)},
+            lambda r, d: {"x": torch.from_numpy(d.uniform(1) + draw), "r": 1.0},
         )
         plan = Plan(20, slots=4, micro_batch=3)
         loader = TrainLoader(own, plan, "full", 3, seed, 1, 0, Threads(1), digests=True)
@@ -634,7 +634,8 @@ class SeekableStream(Stream):
 
 
 def stream_data(stream: Any, rows: int) -> Data:
-    return Data(IterableSource(stream, rows), lambda records, _: {"row": torch.tensor(records)})
+    source = IterableSource(stream, rows, shared=True)
+    return Data(source, lambda records, _: {"row": torch.tensor(records)})
 
 
 @pytest.mark.parametrize("kind", [Stream, SeekableStream])

@@ -13,11 +13,14 @@ import pytest
 import torch
 from processes import Group, WorkerError
 from tiny import (
+    CLASSES,
     EPOCHS,
     ROWS,
     STEPS_PER_EPOCH,
     TOTAL_STEPS,
+    Ran,
     ScriptedSession,
+    TinyTask,
     bits,
     plain,
     run_tiny,
@@ -165,6 +168,38 @@ def first_loss(rank: int, size: int, rows: list[int]) -> float:
     arrays = tiny_arrays(ROWS, 0)
     logits = TinyNet(norm=False)(torch.from_numpy(arrays["x"][rows]))
     return cross_entropy(logits, torch.from_numpy(arrays["y"][rows])).item()
+
+
+class FlatTask(TinyTask):
+    """Its batch norm refuses a single sample."""
+
+    def model(self) -> torch.nn.Module:
+        nn = torch.nn
+        hidden = nn.Sequential(nn.Flatten(), nn.Linear(16, 8), nn.BatchNorm1d(8))
+        self.made = nn.Sequential(hidden, nn.Dropout(0.2), nn.ReLU(), nn.Linear(8, CLASSES))
+        return self.made
+
+
+def run_flat(rank: int, size: int, *args: Any) -> Ran:
+    return run_tiny(rank, size, *args, kind=FlatTask)
+
+
+def test_fault_20_a_slot_of_which_one_sample_is_left_ends_no_run(workers: Group, tmp_path: Path):
+    """Batch norm has no statistics of one sample: it passes in evaluation mode, with the same bits
+    on any number of workers and after a stop."""
+    rows = 288  # the last step has full slots, too
+    data = DataConfig(workers=0, bad_records="skip")
+    config = tiny_config(tmp_path, "of-1", data=data, epochs=1, exact=True)
+    plan = Plan(rows, config.slots, config.micro_batch)
+    order = EpochOrder(ArraySource({"x": np.zeros(rows)}, 16).blocks, "full", config.seed, 0)
+    bad = [*order.read(*plan.span(2, 1)).tolist()[:7], *order.read(*plan.span(4, 3)).tolist()]
+    options = {"rows": rows, "bad_rows": bad}
+    workers(1, run_flat, plain(config), options)
+    assert trained(config)[-1]["skipped"] == len(bad) == 15
+    three = replace(config, name="of-3")
+    workers(3, run_flat, plain(three), options, 4)
+    workers(3, run_flat, plain(three), options)
+    assert bits(three) == bits(config)
 
 
 def test_fault_20_more_bad_records_than_allowed_end_the_run_in_the_same_step(

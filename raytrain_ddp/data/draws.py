@@ -6,6 +6,9 @@ to share between threads or to seed per sample (`torch.manual_seed` costs 0.1 ms
 
 from __future__ import annotations
 
+import random
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import numpy as np
@@ -14,11 +17,15 @@ import numpy.typing as npt
 Rows = npt.NDArray[np.int64]
 
 _MASK = (1 << 64) - 1
+_GLOBAL_STREAM = 0x5EED_0003  # keeps the seeds of global generators apart from other uses
 
 
 @dataclass(frozen=True)
 class Draws:
-    """The random numbers of some samples in one epoch.
+    """The random numbers of some samples in one epoch: a function of (seed, epoch, row, repeat).
+
+    What `Data.collate` draws from, where loader threads share torch's, numpy's and Python's global
+    generators: uniform(2) gives shape (n, 2), for the n samples of the batch in their order.
 
     Args:
         rows: row ids, shape (n,).
@@ -40,6 +47,38 @@ class Draws:
             columns = np.arange(1, count + 1, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15)
             bits = mix64(of_row[:, None] + columns[None, :])
         return np.asarray((bits >> np.uint64(11)) * 2.0**-53, dtype=np.float64)
+
+    def seed_globals(self, place: int, stream: int = 0) -> None:
+        """Seeds torch's, numpy's and Python's global generators for the sample at `place`."""
+        repeat = 0 if self.repeats is None else int(self.repeats[place])
+        row = int(self.rows[place])
+        seed_globals(hash64(self.seed, self.epoch, _GLOBAL_STREAM + stream, row, repeat) >> 1)
+
+
+def seed_globals(key: int) -> None:
+    """Seeds torch's generator of the CPU, numpy's and Python's with a key below 2^63.
+
+    `torch.manual_seed` takes 0.1 ms, as it seeds every device there is.
+    """
+    import torch  # the plan is made without it
+
+    random.seed(key)
+    np.random.seed(key & 0xFFFFFFFF)
+    torch.default_generator.manual_seed(key)
+
+
+@contextmanager
+def kept_globals() -> Iterator[None]:
+    """Puts those generators back to where they were."""
+    import torch
+
+    states = random.getstate(), np.random.get_state(), torch.get_rng_state()
+    try:
+        yield
+    finally:
+        random.setstate(states[0])
+        np.random.set_state(states[1])
+        torch.set_rng_state(states[2])
 
 
 def hash64(*values: int) -> int:

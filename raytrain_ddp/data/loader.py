@@ -1,27 +1,28 @@
-"""Micro-batches in order, prepared ahead by threads.
+"""Micro-batches in order, prepared ahead. A whole micro-batch is one task.
 
-Threads, not processes: decoding releases the GIL, a batch crosses no process border, and nothing is
-forked inside a Ray worker (where that can deadlock). In a Ray actor of two CPUs they load 1.4 times
-the images of two forkserver processes, 1.1 times beside a busy training loop, with half the memory
-and the first batch after 0.2 s instead of 2.8 (benchmarks/results/data.md). A whole micro-batch is
-one task.
+By threads, where the source may be shared: decoding releases the GIL, and a batch crosses no
+process border. In a Ray actor of two CPUs they load 1.4 times the images of two forkserver
+processes, 1.1 times beside a busy training loop, with half the memory and the first batch after
+0.2 s instead of 2.8 (benchmarks/results/data.md). By processes otherwise: see processes.py.
 """
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator
 from dataclasses import dataclass, replace
-from functools import cached_property
-from hashlib import sha256
+from functools import cached_property, partial
 from typing import Literal, NamedTuple
 
 import numpy as np
+import torch
+from torch import Tensor
 
-from raytrain_ddp.data.draws import Draws, Rows
+from raytrain_ddp.data.draws import Draws, Rows, kept_globals
+from raytrain_ddp.data.nests import bytes_of, digest_of, map_tensors
 from raytrain_ddp.data.plan import EpochOrder, Plan, Shuffle, deal
 from raytrain_ddp.data.source import Batch, Data
-from raytrain_ddp.data.threads import Threads, prefetched
-from raytrain_ddp.errors import DataError
+from raytrain_ddp.data.threads import Gate, Threads, prefetched
+from raytrain_ddp.errors import DataError, TaskError
 from raytrain_ddp.failpoints import failpoint
 
 _WINDOW_BYTES = 64 * 2**20
@@ -49,13 +50,16 @@ class Slot:
     digest: str = ""
 
 
+Pending = Callable[[], Batch]
+
+
 class _Task(NamedTuple):
     """A micro-batch to be loaded."""
 
     step: int
     slot: int
-    epoch: int
-    rows: Rows  # without repeats
+    rows: Rows
+    batch: Pending | None  # None: there are no rows
 
 
 @dataclass(frozen=True)
@@ -81,20 +85,23 @@ class TrainLoader:
     digests: bool = False
 
     def steps(self, start: int, stop: int) -> Generator[list[Slot], None, None]:
-        """Yields this worker's slots of global steps start..stop-1. Close it to end the threads."""
+        """Yields this worker's slots of global steps start..stop-1. Close it to end the threads or
+        processes."""
         slots = deal(self.plan.slots, self.world_size, self.rank)
+        threads, gate = _workers_for(self.data, self.threads)
         loaded = prefetched(
-            self._tasks(start, stop, slots),
+            self._tasks(start, stop, slots, gate),
             self._load,
-            _threads_for(self.data, self.threads),
+            threads,
             lambda slot: bytes_of(slot.batch),
+            gate,
         )
         try:
             for _ in range(start, stop):
                 yield [next(loaded) for _ in slots]
         finally:
             loaded.close()
-            _close(self.data)
+            self.data.close()
 
     def any_batch(self, samples: int | None = None) -> Batch:
         """A micro-batch to warm up with; of the usual size unless told, or bad records shorten it.
@@ -104,8 +111,9 @@ class TrainLoader:
         """
         wanted = min(samples or self.plan.micro_batch, len(self._first_rows))
         for start in range(0, len(self._first_rows) - wanted + 1, wanted):
-            batch = self._batch(0, self._first_rows[start : start + wanted], None)
-            if samples_of(batch):
+            draws = Draws(self.seed, 0, self._first_rows[start : start + wanted])
+            batch = _begun(self.data, draws, _workers_for(self.data, self.threads)[1])()
+            if self.data.samples_of(batch):
                 return batch
         raise DataError(f"none of the first {len(self._first_rows)} records is any good.")
 
@@ -118,8 +126,10 @@ class TrainLoader:
         """One sample, for a slot without any: its pass counts for nothing."""
         return self.any_batch(1)
 
-    def _tasks(self, start: int, stop: int, slots: range) -> Iterator[_Task]:
-        """The micro-batches in their order; tells the source of each when it is handed out."""
+    def _tasks(self, start: int, stop: int, slots: range, gate: Gate | None) -> Iterator[_Task]:
+        """The micro-batches in their order; tells the source of each when it is handed out, or has
+        a process begin with it."""
+        repeats = self.plan.repeats
         epoch, order = -1, None
         places = ((step, slot) for step in range(start, stop) for slot in slots)  # a lazy product
         for step, slot in places:
@@ -128,7 +138,10 @@ class TrainLoader:
                 epoch, order = now, self._order(now, len(slots))
             rows = order.read(*self.plan.span(step_of_epoch, slot))
             self._tell_ahead(order, rows, step_of_epoch, slot)
-            yield _Task(step, slot, epoch, rows)
+            which = np.tile(np.arange(repeats), len(rows))
+            draws = Draws(self.seed, epoch, np.repeat(rows, repeats), which)
+            begun = _begun(self.data, draws, gate) if len(rows) else None
+            yield _Task(step, slot, draws.rows, begun)
 
     def _order(self, epoch: int, lanes: int) -> EpochOrder:
         blocks = self.data.source.blocks
@@ -136,7 +149,7 @@ class TrainLoader:
 
     def _tell_ahead(self, order: EpochOrder, rows: Rows, step: int, slot: int) -> None:
         """Tells the source what this lane reads next, and half a window of blocks later."""
-        ahead = getattr(self.data.source, "ahead", None)
+        ahead = _ahead_of(self.data)
         if ahead is None:
             return
         ahead(rows)
@@ -148,60 +161,93 @@ class TrainLoader:
 
     def _load(self, task: _Task) -> Slot:
         failpoint("data.read", self.rank, task.step + 1)
-        repeats = self.plan.repeats
-        rows = np.repeat(task.rows, repeats)
-        batch: Batch = {}
-        if len(rows):
-            each = np.tile(np.arange(repeats), len(task.rows))
-            batch = self._batch(task.epoch, rows, each)
-        samples = samples_of(batch)
-        if samples < len(rows) and not self.skip:
+        batch: Batch = {} if task.batch is None else task.batch()
+        planned = len(task.rows)
+        samples = self.data.samples_of(batch) if planned else 0
+        if samples < planned and not self.skip:
             raise DataError(
-                f"{len(rows) - samples} of {len(rows)} samples of a micro-batch were left out, and "
+                f"{planned - samples} of {planned} samples of a micro-batch were left out, and "
                 "data.bad_records is error: collate must return all of them."
             )
-        digest = _digest(rows, batch) if samples and self.digests else ""
+        if samples > planned:
+            raise TaskError(
+                f"collate returned {samples} samples of {planned} records: their first "
+                "dimension must be the number of records. Several views of a record go into "
+                "another dimension, or say how batches are counted: Data(..., count=...)."
+            )
+        digest = digest_of(task.rows.tobytes(), batch) if samples and self.digests else ""
         batch = batch if samples else self._filler
         if self.pin:
-            batch = {name: tensor.pin_memory() for name, tensor in batch.items()}
-        return Slot(task.step, task.slot, len(rows), samples, batch, digest)
-
-    def _batch(self, epoch: int, rows: Rows, repeats: Rows | None) -> Batch:
-        draws = Draws(self.seed, epoch, rows, repeats)
-        return self.data.collate(self.data.source.read(rows), draws)
+            batch = map_tensors(Tensor.pin_memory, batch)
+        return Slot(task.step, task.slot, planned, samples, batch, digest)
 
 
 def eval_batches(
     data: Data, batch_size: int, chunks: Iterable[int], threads: Threads
 ) -> Generator[Batch, None, None]:
-    """Rows [chunk * batch_size, (chunk + 1) * batch_size) of each chunk, in the stored order."""
+    """Rows [chunk * batch_size, (chunk + 1) * batch_size) of each chunk, in the stored order.
 
-    ahead = getattr(data.source, "ahead", None)
+    Processes that load it stay for the next time, until `data.close()`.
+    """
+    ahead = _ahead_of(data)
+    threads, gate = _workers_for(data, threads)
 
-    def runs() -> Iterator[Rows]:
+    def begun() -> Iterator[Pending]:
         for chunk in chunks:
             stop = min((chunk + 1) * batch_size, data.rows)
             rows = np.arange(chunk * batch_size, stop, dtype=np.int64)
             if ahead is not None:
                 ahead(rows)
-            yield rows
-
-    def load(rows: Rows) -> Batch:
-        return data.collate(data.source.read(rows), Draws(0, 0, rows))
+            yield _begun(data, Draws(0, 0, rows), gate)
 
     try:
-        yield from prefetched(runs(), load, _threads_for(data, threads), bytes_of)
+        yield from prefetched(begun(), lambda batch: batch(), threads, bytes_of, gate)
     finally:
-        _close(data)
+        data.rest()
 
 
-def samples_of(batch: Batch) -> int:
-    """The first dimension of a batch's tensors; 0 without any."""
-    return next((len(tensor) for tensor in batch.values()), 0)
+def start_processes(data: Data, threads: Threads) -> None:
+    """Copies the data set for its loader processes, if there will be any, before it is used here;
+    they are there sooner, too.
+
+    Raises:
+        TaskError: it cannot be copied.
+    """
+    if _workers_for(data, threads)[1] is not None:
+        data.processes()
 
 
-def bytes_of(batch: Batch) -> int:
-    return sum(tensor.nbytes for tensor in batch.values())
+def _workers_for(data: Data, threads: Threads) -> tuple[Threads, Gate | None]:
+    """How many work; and what lets them, if they are processes. One, if the source can be read in
+    its own order only."""
+    if getattr(data.source, "in_order", False):
+        threads = replace(threads, most=min(1, threads.most), begin=None)
+    in_processes = threads.most > 0 and not data.shared
+    return threads, Gate(threads) if in_processes else None
+
+
+def _begun(data: Data, draws: Draws, gate: Gate | None) -> Pending:
+    """The batch, to be waited for; or to be made then, by whoever asks."""
+    if gate is not None:
+        return data.processes().submit(draws, gate.active).result
+    return partial(data.batch if data.shared else partial(_made_here, data), draws)
+
+
+def _made_here(data: Data, draws: Draws) -> Batch:
+    """As in a loader process: with one thread, and generators that are the data's for a while."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        with kept_globals():
+            return data.batch(draws)
+    finally:
+        torch.set_num_threads(threads)
+
+
+def _ahead_of(data: Data) -> Callable[[Rows], None] | None:
+    """Tells the source which rows will be read soon; None also where its copies read them."""
+    ahead: Callable[[Rows], None] | None = getattr(data.source, "ahead", None)
+    return ahead if data.shared else None
 
 
 def window_for(data: Data, asked: int | Literal["auto"]) -> int:
@@ -233,26 +279,6 @@ def memory_note(loader: TrainLoader, limit_bytes: int) -> str | None:
         f"than data.memory_mib = {limit_bytes / 2**20:.0f}: they will be read several times. Raise "
         f"--data.memory-mib to {needed / 2**20:.0f}, or {remedy}."
     )
-
-
-def _threads_for(data: Data, threads: Threads) -> Threads:
-    """One, if the source can be read in its own order only."""
-    in_order = getattr(data.source, "in_order", False)
-    return replace(threads, most=min(1, threads.most), begin=None) if in_order else threads
-
-
-def _close(data: Data) -> None:
-    close = getattr(data.source, "close", None)
-    if close is not None:
-        close()
-
-
-def _digest(rows: Rows, batch: Batch) -> str:
-    digest = sha256(rows.tobytes())
-    for name, tensor in sorted(batch.items()):
-        digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
-        digest.update(tensor.contiguous().numpy().tobytes())
-    return digest.hexdigest()
 
 
 def shuffle_for(data: Data, asked: str) -> Shuffle:

@@ -1,13 +1,13 @@
 """Where samples come from: rows in blocks.
 
-A `Source` says how many rows each of its blocks has and reads any rows by their ids. It is used
-from several threads at once. A `Data` adds the function that makes a batch of its records.
+A `Source` says how many rows each of its blocks has and reads any rows by their ids. A `Data` adds
+the function that makes a batch of its records.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from hashlib import sha256
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -18,17 +18,24 @@ from raytrain_ddp.data.plan import runs_of
 from raytrain_ddp.errors import DataError
 
 if TYPE_CHECKING:
-    from torch import Tensor
+    from raytrain_ddp.data.processes import Processes
 
-Batch = Mapping[str, "Tensor"]
+_MOST_NAMED = 64  # rows
+
+Batch = Any
+"""Any nest of tensors in mappings, lists, tuples, named tuples and dataclasses; strings, numbers
+and arrays travel along. The first dimension of all tensors is the number of samples."""
 
 
 class Source(Protocol):
-    """Rows in blocks.
+    """Rows in blocks, read by several threads at once.
 
-    A source may have more: `ahead(rows)` is told which rows will be read soon, and returns at once;
-    `close()` ends what that began; `prefers_blocks` and `in_order` have a say in the shuffle, see
-    `loader.shuffle_for`; `block_bytes`, shape (blocks,), says what a block takes in memory.
+    A source may have more. `shared = False`: each loader worker is a process with a copy of it, and
+    reads by `read_seeded(draws)` if there is such a method: the records of `draws.rows`, for each
+    of which `draws.seed_globals` seeds the global generators. `ahead(rows)` is told which rows will
+    be read soon, and returns at once; `close()` ends what that began. `prefers_blocks` and
+    `in_order` have a say in the shuffle, see `loader.shuffle_for`; `block_bytes`, shape (blocks,),
+    says what a block takes in memory.
     """
 
     @property
@@ -50,22 +57,87 @@ class BadRecord(Exception):
     """Stands where a record's image should be, and says why there is none."""
 
 
+def default_collate(records: Any, draws: Draws) -> Batch:
+    """A dict of arrays as tensors; a list of items stacked as by torch's `default_collate`."""
+    import torch  # here, as `convert` does without it
+    from torch.utils.data import default_collate as stacked
+
+    if isinstance(records, Mapping):
+        return {name: torch.from_numpy(array) for name, array in records.items()}
+    return stacked(records)
+
+
 @dataclass(frozen=True)
 class Data:
     """A source, and how its records become a batch.
 
     Args:
-        collate: (records of n rows, their random numbers) -> batch of tensors whose first dimension
-            is n, or less: rows that are left out count for nothing. Runs in loader threads, on the
-            host; all randomness must come from the `Draws`.
+        collate: (records of n rows, their random numbers) -> a `Batch` of n samples, or less: rows
+            that are left out count for nothing. Runs on the host, in the loader's processes or
+            threads. Where `source.shared` is false, torch's, numpy's and Python's generators are
+            seeded for each batch; else all randomness must come from the `Draws`.
+        count: the samples in a batch, where its tensors have no common first dimension.
     """
 
     source: Source
-    collate: Callable[[Any, Draws], Batch]
+    collate: Callable[[Any, Draws], Batch] = default_collate
+    count: Callable[[Batch], int] | None = None
+    _processes: list[Processes] = field(default_factory=list, init=False, repr=False, compare=False)
 
     @property
     def rows(self) -> int:
         return int(self.source.blocks.sum())
+
+    @property
+    def shared(self) -> bool:
+        """Whether threads may read from the source at once."""
+        return bool(getattr(self.source, "shared", True))
+
+    def batch(self, draws: Draws) -> Batch:
+        """The batch of `draws.rows`, one or more. Leaves the global generators anywhere."""
+        if self.shared:
+            return self.collate(self.source.read(draws.rows), draws)
+        read = getattr(self.source, "read_seeded", None)
+        draws.seed_globals(0)
+        records = self.source.read(draws.rows) if read is None else read(draws)
+        draws.seed_globals(0, stream=1)
+        return self.collate(records, draws)
+
+    def samples_of(self, batch: Batch) -> int:
+        """Raises TaskError if the number of samples is not clear; see `nests.samples_of`."""
+        from raytrain_ddp.data.nests import samples_of
+
+        return samples_of(batch) if self.count is None else int(self.count(batch))
+
+    def processes(self) -> Processes:
+        """Those that make its batches, from the first call on; they have copies as of then.
+
+        Raises:
+            TaskError: it cannot be copied.
+        """
+        from raytrain_ddp.data.processes import Processes
+
+        if not self._processes:
+            self._processes.append(Processes(self.batch, _described))
+        return self._processes[0]
+
+    def close(self) -> None:
+        """Ends the processes, and what the source does ahead."""
+        while self._processes:
+            self._processes.pop().close()
+        self.rest()
+
+    def rest(self) -> None:
+        """Ends what the source does ahead."""
+        close = getattr(self.source, "close", None)
+        if close is not None:
+            close()
+
+
+def _described(draws: Draws) -> str:
+    rows = [*dict.fromkeys(draws.rows.tolist())]
+    more = f" and {len(rows) - _MOST_NAMED} more" if len(rows) > _MOST_NAMED else ""
+    return f"rows {', '.join(map(str, rows[:_MOST_NAMED]))}{more}"
 
 
 class ArraySource:
@@ -94,19 +166,34 @@ class ArraySource:
 
 
 class MapSource:
-    """Any map-style data set (`__len__`, `__getitem__`); a record list holds its items.
+    """Any map-style data set (`__len__`, `__getitem__`); the records are a list of its items.
 
-    Randomness inside the data set's own `__getitem__` is not tied to the sample: promises about
-    augmentation hold for what `collate` draws only. It must not come from torch's global generator
-    (as that of torchvision's v2 transforms does), which dropout on a CPU shares.
+    Each loader worker is a process with a copy of the data set, as of a DataLoader. Before each
+    `__getitem__` torch's, numpy's and Python's generators are seeded by (seed, epoch, row, repeat),
+    so random transforms that draw from them give the same items on any number of workers and after
+    any restart; generators that the data set keeps for itself do not.
+
+    Args:
+        shared: the data set may be read by several threads at once, so the workers are threads,
+            which take less memory. No open file that they would move, no cache that they would
+            spoil; and random numbers from the `Draws` of `collate` only, as threads share the
+            global generators with each other and with dropout.
     """
 
-    def __init__(self, dataset: Any, rows_per_block: int = 256) -> None:
-        self.dataset = dataset
+    def __init__(self, dataset: Any, rows_per_block: int = 256, *, shared: bool = False) -> None:
+        self.dataset, self.shared = dataset, shared
         self.blocks = runs_of(len(dataset), rows_per_block)
 
     def read(self, rows: Rows) -> Sequence[Any]:
-        return [self.dataset[int(row)] for row in rows]
+        return [self.dataset[row] for row in rows.tolist()]
+
+    def read_seeded(self, draws: Draws) -> Sequence[Any]:
+        """The items of `draws.rows`; the global generators are seeded before each."""
+        records = []
+        for place, row in enumerate(draws.rows.tolist()):
+            draws.seed_globals(place)
+            records.append(self.dataset[row])
+        return records
 
     def fingerprint(self) -> str:
         return f"{type(self.dataset).__name__} of {len(self.dataset)} rows"

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from itertools import islice
 from typing import Any
 
-from raytrain_ddp.data.draws import Rows
+import cloudpickle
+
+from raytrain_ddp.data.draws import Draws, Rows
 from raytrain_ddp.data.plan import runs_of
-from raytrain_ddp.errors import DataError
+from raytrain_ddp.errors import DataError, TaskError
 
 _MOST_ITERATORS = 4096  # one for each lane is in use
 
@@ -19,29 +21,48 @@ class IterableSource:
     Sharded by offset: each slot reads its own run of the stream with an iterator of its own, which
     first passes over what comes before. So every item is used once an epoch on any number of
     workers, and a run goes on at the right item. But nothing is shuffled, all epochs have the same
-    order, one thread does all reading, and reaching a place takes the time of reading up to it,
+    order, one process does all reading, and reaching a place takes the time of reading up to it,
     unless the data set has a method `skip_to(offset)` that gives an iterator from there.
+
+    Each iterator has a copy of the data set to itself. Before each item torch's, numpy's and
+    Python's generators are seeded by (seed, epoch, offset); see `MapSource`.
 
     Args:
         rows: how many items the stream has; default: its `len`.
+        shared: its iterators do not disturb each other, also in several threads: no copies are
+            made, and a thread does all reading.
     """
 
     in_order = True
 
-    def __init__(self, dataset: Iterable[Any], rows: int | None = None) -> None:
+    def __init__(
+        self, dataset: Iterable[Any], rows: int | None = None, *, shared: bool = False
+    ) -> None:
         if rows is None and not hasattr(dataset, "__len__"):
             raise DataError(
                 f"{type(dataset).__name__} has no length: give the number of its items as rows=."
             )
-        self.dataset = dataset
+        self.dataset, self.shared = dataset, shared
         self.blocks = runs_of(len(dataset) if rows is None else rows, 256)  # type: ignore[arg-type]
+        self._pickled: bytes | None = None
         self._waiting: dict[int, Iterator[Any]] = {}  # by the offset that each gives next
 
     def read(self, rows: Rows) -> list[Any]:
         """Raises DataError if the stream ends early; `rows` must follow each other."""
+        return self._read(rows, lambda place: None)
+
+    def read_seeded(self, draws: Draws) -> list[Any]:
+        """The items of `draws.rows`; the global generators are seeded before each."""
+        return self._read(draws.rows, draws.seed_globals)
+
+    def _read(self, rows: Rows, before: Callable[[int], None]) -> list[Any]:
         start, stop = int(rows[0]), int(rows[-1]) + 1
-        items = self._waiting.pop(start, None) or self._from(start)
-        records = list(islice(items, stop - start))
+        waiting = self._waiting.pop(start, None)
+        items = self._from(start) if waiting is None else waiting
+        records: list[Any] = []
+        for place in range(stop - start):
+            before(place)
+            records += islice(items, 1)
         if len(records) < stop - start:
             raise DataError(
                 f"{type(self.dataset).__name__} ended after {start + len(records)} items, "
@@ -56,6 +77,22 @@ class IterableSource:
         return f"{type(self.dataset).__name__} of {int(self.blocks.sum())} items"
 
     def _from(self, offset: int) -> Iterator[Any]:
-        if hasattr(self.dataset, "skip_to"):
-            return iter(self.dataset.skip_to(offset))
-        return islice(iter(self.dataset), offset, None)
+        dataset = self.dataset if self.shared else self._copy()
+        if hasattr(dataset, "skip_to"):
+            return iter(dataset.skip_to(offset))
+        items = iter(dataset)
+        next(islice(items, offset, offset), None)  # now, as the generators are seeded after it
+        return items
+
+    def _copy(self) -> Any:
+        try:
+            if self._pickled is None:
+                self._pickled = cloudpickle.dumps(self.dataset)
+            return cloudpickle.loads(self._pickled)
+        except Exception as error:
+            raise TaskError(
+                f"{type(self.dataset).__name__} cannot be copied by pickle "
+                f"({type(error).__name__}: {error}), and each of several iterators needs a copy of "
+                "its own: open files in __iter__, or say that iterators do not disturb each other: "
+                "IterableSource(dataset, shared=True)."
+            ) from error

@@ -1,4 +1,4 @@
-"""Work done ahead by threads, its results in order."""
+"""Work done ahead by threads or processes, its results in order."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ _LOOK_EVERY = 32  # results
 
 @dataclass(frozen=True)
 class Threads:
-    """How many threads work ahead, and how far.
+    """How many threads or processes work ahead, and how far.
 
     Args:
-        most: 0: no thread, the consumer works.
+        most: 0: none, the consumer works.
         begin: with so many; another one joins whenever the consumer has to wait. None: with all.
-        ahead: results per thread prepared at most.
-        ahead_bytes: of all results prepared at most, but for one per thread.
+        ahead: results per thread or process prepared at most.
+        ahead_bytes: of all results prepared at most, but for one per thread or process.
     """
 
     most: int
@@ -39,12 +39,19 @@ def prefetched(
     work: Callable[[T], R],
     threads: Threads,
     size_bytes: Callable[[R], int] = lambda _: 1,
+    gate: Gate | None = None,
 ) -> Generator[R, None, None]:
-    """Yields work(item) in order; what work raises is raised in its place."""
+    """Yields work(item) in order; what work raises is raised in its place.
+
+    Args:
+        gate: where items are begun in processes, as many as it lets through: then one thread is
+            enough for `work`, which waits for them.
+    """
     if threads.most == 0:
         yield from map(work, items)
         return
-    gate = Gate(threads)
+    most = threads.most if gate is None else 1
+    gate = gate or Gate(threads)
     pending: deque[Future[R]] = deque()
 
     def gated(item: T) -> R:
@@ -53,7 +60,7 @@ def prefetched(
                 raise CancelledError
             return work(item)
 
-    with ThreadPoolExecutor(threads.most, "loader", _one_torch_thread) as pool:
+    with ThreadPoolExecutor(most, "loader", _one_torch_thread) as pool:
         try:
             for item in items:
                 pending.append(pool.submit(gated, item))

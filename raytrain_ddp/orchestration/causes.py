@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from raytrain_ddp.errors import CheckpointError
+from raytrain_ddp.errors import CheckpointError, RemoteTraceback
 
 _OF_COLLECTIVES = ("gloo", "nccl", "connection closed by peer", "connection reset by peer", "c10d")
 # Of disks that are full or fail, of networks, and of file systems that hang on one.
@@ -101,6 +101,8 @@ def without_memory(
 
 def users_traceback(error: BaseException) -> str:
     """Without the frames of this package that lead to the user's code."""
+    if isinstance(error.__cause__, RemoteTraceback):
+        return str(error.__cause__)
     frames = traceback.extract_tb(error.__traceback__)
     package = str(Path(__file__).parent.parent)
     mine = [n for n, f in enumerate(frames) if f.filename.startswith(package)]

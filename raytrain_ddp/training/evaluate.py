@@ -11,14 +11,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from raytrain_ddp.data.loader import eval_batches, samples_of
+from raytrain_ddp.data.loader import eval_batches
+from raytrain_ddp.data.nests import to_device
 from raytrain_ddp.data.plan import deal
 from raytrain_ddp.data.source import Data
 from raytrain_ddp.data.threads import Threads
 from raytrain_ddp.errors import ConfigError
 from raytrain_ddp.tasks.task import Task
 from raytrain_ddp.training.buffers import KeptBuffers
-from raytrain_ddp.training.step import to_device
 from raytrain_ddp.training.world import World, seed_slot
 
 if TYPE_CHECKING:
@@ -65,11 +65,11 @@ def evaluate(
             seed_slot(world.device, 0, 0, chunk)
             for metric in metrics.values():
                 metric.reset()
-            if not samples_of(batch):
+            if not data.samples_of(batch):
                 continue  # bad records only, and they are skipped
             task.evaluate(model, to_device(batch, world.device), metrics)
             buffers.restore()  # a chunk leaves no trace in the next one, nor in the training
-            samples += samples_of(batch)
+            samples += data.samples_of(batch)
             states.append({name: _kept(metric.metric_state) for name, metric in metrics.items()})
     model.train()
     values = _merged(metrics, _gathered([_to_cpu(state) for state in states], world))

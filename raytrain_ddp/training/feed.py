@@ -12,12 +12,13 @@ import torch
 import torch.distributed as dist
 
 from raytrain_ddp.data.loader import Slot, TrainLoader
+from raytrain_ddp.data.nests import tensors_of, to_device
+from raytrain_ddp.data.source import Data
 from raytrain_ddp.errors import DataError
 from raytrain_ddp.training.clock import AGREEING, Clock
 from raytrain_ddp.training.profiler import Profile
 from raytrain_ddp.training.session import Session
 from raytrain_ddp.training.state import TrainState
-from raytrain_ddp.training.step import to_device
 from raytrain_ddp.training.world import World
 
 Move = Callable[[list[Slot]], list[Slot]]
@@ -34,6 +35,7 @@ class Feed:
         count: the samples of the step over all workers.
         watch: is shown each step's slots; see `Audit`.
         profile: is told when a step begins.
+        eval_data: is closed after the last step.
     """
 
     loader: TrainLoader
@@ -41,17 +43,22 @@ class Feed:
     count: Count
     watch: Watch
     profile: Profile
+    eval_data: Data | None = None
 
     def steps(self, start: int, stop: int) -> Generator[tuple[list[Slot], int], None, None]:
         """Yields (this worker's slots, samples of all workers' slots) of steps start..stop-1.
 
-        All ranks take part in each step. Close it to end the loader's threads.
+        All ranks take part in each step. Close it to end the loader's threads and processes.
         """
         with closing(self.loader.steps(start, stop)) as steps, self.profile as profile:
-            for slots in steps:
-                profile.begin_step(slots[0].step + 1)
-                self.watch(slots)
-                yield self.move(slots), self.count(slots)
+            try:
+                for slots in steps:
+                    profile.begin_step(slots[0].step + 1)
+                    self.watch(slots)
+                    yield self.move(slots), self.count(slots)
+            finally:
+                if self.eval_data is not None:
+                    self.eval_data.close()
 
 
 def on_device(device: torch.device, clock: Clock) -> Move:
@@ -67,7 +74,7 @@ def on_device(device: torch.device, clock: Clock) -> Move:
         clock.mark("data")
         training.wait_stream(beside)
         clock.mark("copy")
-        for tensor in chain.from_iterable(slot.batch.values() for slot in moved):
+        for tensor in chain.from_iterable(tensors_of(slot.batch) for slot in moved):
             tensor.record_stream(training)
         return moved
 

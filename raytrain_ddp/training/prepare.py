@@ -13,7 +13,13 @@ from torch.nn.parallel import DistributedDataParallel
 from raytrain_ddp.checkpoint.layout import run_storage
 from raytrain_ddp.checkpoint.snapshot import unstorable
 from raytrain_ddp.config import TrainConfig
-from raytrain_ddp.data.loader import TrainLoader, memory_note, shuffle_for, window_for
+from raytrain_ddp.data.loader import (
+    TrainLoader,
+    memory_note,
+    shuffle_for,
+    start_processes,
+    window_for,
+)
 from raytrain_ddp.data.plan import Plan
 from raytrain_ddp.data.source import Data
 from raytrain_ddp.data.splits import Splits
@@ -59,6 +65,8 @@ def prepare(config: TrainConfig, task: Task, session: Session) -> Run:
     if data.source.blocks.min() < 1:
         raise DataError("the training set has a block of 0 rows: leave it out of Source.blocks.")
     plan = Plan(data.rows, config.slots, config.micro_batch, config.augment.repeats)
+    for each in filter(None, (data, eval_data)):
+        start_processes(each, loader_threads(config.data, world.threads))
 
     failpoint("start.opened", world.rank)
     session.tell({"kind": "phase", "name": "preparing the model"})
@@ -82,7 +90,8 @@ def prepare(config: TrainConfig, task: Task, session: Session) -> Run:
     note = memory_note(loader, config.data.memory_mib * 2**20)
     if note is not None:
         session.tell({"kind": "note", "text": note})
-    flops = stepper.warm_up(loader.any_batch(), loader.any_batch(_smallest_slot(plan)))
+    batch, smallest = loader.any_batch(), loader.any_batch(_smallest_slot(plan))
+    flops = stepper.warm_up(batch, smallest, loader.any_batch(1) if loader.skip else None)
     failpoint("start.warmed_up", world.rank)
 
     identity = DataIdentity.of(data, eval_data, task)
@@ -124,14 +133,14 @@ def prepare(config: TrainConfig, task: Task, session: Session) -> Run:
         session=session,
         state=state,
         plan=plan,
-        feed=make_feed(config, loader, state, session, clock),
+        feed=make_feed(config, loader, eval_data, state, session, clock),
         stepper=stepper,
         eval_data=eval_data,
         identity=identity,
         logged_step=state.step,
         clock=clock,
         stragglers=Stragglers(plan.slots, world.size),
-        flops=flops,
+        flops=flops / data.samples_of(batch),
         peak_flops_per_s=peak_flops_per_s(device_name(world.device), config.compute.precision),
     )
 
@@ -222,7 +231,12 @@ def loader_threads(config: DataConfig, cpus: int) -> Threads:
 
 
 def make_feed(
-    config: TrainConfig, loader: TrainLoader, state: TrainState, session: Session, clock: Clock
+    config: TrainConfig,
+    loader: TrainLoader,
+    eval_data: Data | None,
+    state: TrainState,
+    session: Session,
+    clock: Clock,
 ) -> Feed:
     """The loader's steps, as the config wants them."""
     plan, data = loader.plan, config.data
@@ -234,6 +248,7 @@ def make_feed(
         else lambda slots: plan.samples(slots[0].step % plan.steps_per_epoch),
         watch=Audit(session) if config.log.audit else lambda slots: None,
         profile=Profile(config.log, session.world, run_storage(config), clock, session.tell),
+        eval_data=eval_data,
     )
 
 

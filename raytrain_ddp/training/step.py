@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 
@@ -10,7 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from raytrain_ddp.config import TrainConfig
-from raytrain_ddp.data.loader import Slot, samples_of
+from raytrain_ddp.data.loader import Slot
+from raytrain_ddp.data.nests import to_device
 from raytrain_ddp.data.source import Batch
 from raytrain_ddp.errors import ConfigError
 from raytrain_ddp.failpoints import failpoint
@@ -29,6 +30,7 @@ from raytrain_ddp.training.timing import counting_flops
 from raytrain_ddp.training.world import World, seed_slot
 
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+_TOO_SMALL = "more than 1 value per channel"  # for batch norm, says torch
 
 
 class Stepper:
@@ -63,6 +65,7 @@ class Stepper:
         self._buffers = self._make_buffers()
         self._clip = config.optim.clip_norm
         self._dtype = _DTYPES[config.compute.precision]
+        self._fewest = 1  # samples of a slot in training mode
 
     def __call__(self, slots: list[Slot], samples: int, lr: float) -> Tensor:
         """Takes one step; all ranks take part. One that is not finite counts and changes nothing.
@@ -87,7 +90,8 @@ class Stepper:
             seed_slot(device, self._config.seed, slot.step, slot.index)
             self._buffers.rewind()
             is_last = slot is working[-1]
-            with self._reduction.passing(slot, is_last), self._training(bool(slot.samples)):
+            counts = slot.samples >= self._fewest
+            with self._reduction.passing(slot, is_last), self._training(counts):
                 loss = self._forward(slot.batch, self._net)
                 spoilt = failpoint("train.loss", *place)  # 1, but in a test
                 shown = loss.detach() * spoilt
@@ -127,16 +131,20 @@ class Stepper:
         state.optimizer.step()
         state.scaler.update()
 
-    def warm_up(self, batch: Batch, smallest: Batch) -> float:
+    def warm_up(self, batch: Batch, smallest: Batch, single: Batch | None = None) -> float:
         """Two passes that leave no trace; all ranks take part.
 
         Finds what cannot work, too: kernels, and a `smallest` micro-batch too small for batch norm.
+
+        Args:
+            single: one sample, where bad records may leave a slot no more. If batch norm refuses
+                it, such a slot passes in evaluation mode, on any number of workers.
 
         DDP lays its gradient buckets anew after the first backward pass, and so sums in another
         order from then on. Done before a state is loaded, a resumed run sums as an uninterrupted
         one.
 
-        Returns the floating-point operations of a sample, forward and backward; 0 if not known.
+        Returns the floating-point operations of `batch`, forward and backward; 0 if not known.
         """
         buffers = KeptBuffers(self._state.model)
         flags = Flags(self._state.model)
@@ -148,6 +156,8 @@ class Stepper:
             self._state.scaler.scale(torch.zeros((), device=self._world.device))
             with torch.no_grad():
                 self._forward(smallest, self._state.model)
+                if single is not None:
+                    self._fewest = 1 + self._is_too_small(single)
         except (RuntimeError, ValueError) as error:
             remedy = _remedy(str(error))
             if remedy is None:
@@ -156,7 +166,16 @@ class Stepper:
         self._buffers = self._make_buffers(flags.changed())
         buffers.restore()
         self._state.compression.forget()
-        return counter.get_total_flops() / samples_of(batch)
+        return float(counter.get_total_flops())
+
+    def _is_too_small(self, single: Batch) -> bool:
+        try:
+            self._forward(single, self._state.model)
+        except ValueError as error:
+            if _TOO_SMALL not in str(error):
+                raise
+            return True
+        return False
 
     def _pass(self, batch: Batch) -> None:
         self._forward(batch, self._net).backward()
@@ -169,7 +188,8 @@ class Stepper:
             return self._task.loss(model, to_device(batch, self._world.device))
 
     def _training(self, counts: bool) -> AbstractContextManager[None]:
-        """A slot without samples joins in evaluation mode, so that it leaves no statistics."""
+        """A slot without samples joins in evaluation mode, so that it leaves no statistics; so does
+        one with too few for any."""
         return nullcontext() if counts else _evaluating(self._net)
 
 
@@ -187,14 +207,9 @@ def _remedy(text: str) -> str | None:
             f"{text.splitlines()[0]} Give up bitwise resume with --compute.no-deterministic, or "
             "take another model."
         )
-    if "more than 1 value per channel" in text:
+    if _TOO_SMALL in text:
         return (
             "the last step of an epoch has a micro-batch of one sample, too few for this model's "
             "batch norm: take another --micro-batch or --batch-size."
         )
     return None
-
-
-def to_device(batch: Batch, device: torch.device) -> Mapping[str, Tensor]:
-    """The batch on `device`; from page-locked memory the copy runs beside other work."""
-    return {name: tensor.to(device, non_blocking=True) for name, tensor in batch.items()}

@@ -142,9 +142,9 @@ def _look(
     import torch
     from torch.nn.functional import cross_entropy
 
-    from raytrain_ddp.data.loader import eval_batches, samples_of
+    from raytrain_ddp.data.loader import eval_batches
+    from raytrain_ddp.data.nests import to_device
     from raytrain_ddp.data.threads import Threads
-    from raytrain_ddp.training.step import to_device
 
     size, device = config.micro_batch, next(model.parameters()).device
     chunks = list(range(-(-data.rows // size)))
@@ -156,7 +156,8 @@ def _look(
     loaded = eval_batches(data, size, chunks, Threads(torch.get_num_threads()))
     with torch.inference_mode(), closing(loaded):
         for chunk, batch in zip(chunks, loaded, strict=False):
-            count = samples_of(batch)
+            count = data.samples_of(batch)
+            images = batch.get("image") if isinstance(batch, dict) else None
             if count:
                 task.evaluate(model, to_device(batch, device), {"outputs": cast(Any, outputs)})
             if not count or outputs.taken is None:
@@ -179,7 +180,7 @@ def _look(
                     names[int(labels[place])],
                     names[int(guesses[place])],
                     logits[place].softmax(0).max().item(),
-                    picture(batch["image"][place]) if "image" in batch else "",
+                    picture(images[place]) if images is not None else "",
                     told,
                 )
                 heapq.heappush(worst, (loss, row, mistake))

@@ -1,0 +1,135 @@
+"""Batches: any nest of tensors in mappings, lists, tuples, named tuples and dataclasses.
+
+All else in them (strings, numbers, arrays) travels along as it is.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
+from dataclasses import fields, is_dataclass
+from hashlib import sha256
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from raytrain_ddp.errors import TaskError
+
+_PLAIN = (str, bytes, int, float, complex, type(None))
+_MOST_NAMED = 6
+
+
+def leaves_of(batch: Any, at: str = "") -> Iterator[tuple[str, Any]]:
+    """(where, leaf) of all that is in a batch and is no container, in a fixed order."""
+    if isinstance(batch, Mapping):
+        for key, inner in batch.items():
+            yield from leaves_of(inner, f"{at}[{key!r}]")
+    elif isinstance(batch, (list, tuple)):
+        names = getattr(batch, "_fields", None)
+        for place, inner in enumerate(batch):
+            yield from leaves_of(inner, f"{at}.{names[place]}" if names else f"{at}[{place}]")
+    elif is_dataclass(batch) and not isinstance(batch, type):
+        for field in fields(batch):
+            yield from leaves_of(getattr(batch, field.name), f"{at}.{field.name}")
+    else:
+        yield at, batch
+
+
+def map_leaves(function: Callable[[Any], Any], batch: Any) -> Any:
+    """The same nest with function(leaf) in place of each leaf."""
+    if isinstance(batch, Mapping):
+        mapped = {key: map_leaves(function, inner) for key, inner in batch.items()}
+        if type(batch) is dict:
+            return mapped
+        if isinstance(batch, MutableMapping):  # its constructor may want anything
+            batch = copy.copy(batch)
+            batch.update(mapped)
+            return batch
+        return type(batch)(mapped)  # type: ignore[call-arg]
+    if isinstance(batch, (list, tuple)):
+        items = [map_leaves(function, inner) for inner in batch]
+        make = getattr(batch, "_make", type(batch))
+        return make(items)
+    if is_dataclass(batch) and not isinstance(batch, type):
+        clone = copy.copy(batch)
+        for field in fields(batch):  # also of a frozen one
+            value = map_leaves(function, getattr(batch, field.name))
+            object.__setattr__(clone, field.name, value)
+        return clone
+    return function(batch)
+
+
+def map_tensors(function: Callable[[Tensor], Tensor], batch: Any) -> Any:
+    """The same nest with function(tensor) in place of each tensor."""
+    return map_leaves(lambda leaf: function(leaf) if isinstance(leaf, Tensor) else leaf, batch)
+
+
+def tensors_of(batch: Any) -> Iterator[Tensor]:
+    return (leaf for _, leaf in leaves_of(batch) if isinstance(leaf, Tensor))
+
+
+def samples_of(batch: Any) -> int:
+    """The number of samples: the common first dimension of all tensors; 0 of an empty nest.
+
+    Raises:
+        TaskError: naming the entries: first dimensions differ, a tensor has none, or there are
+            leaves and no tensor.
+    """
+    leaves = list(leaves_of(batch))
+    shapes = [(at, tuple(leaf.shape)) for at, leaf in leaves if isinstance(leaf, Tensor)]
+    if len({shape[:1] for _, shape in shapes}) == 1 and shapes[0][1]:
+        return int(shapes[0][1][0])
+    if not leaves:
+        return 0
+    if not shapes:
+        kinds = ", ".join(sorted({type(leaf).__name__ for _, leaf in leaves}))
+        raise TaskError(f"collate returned a batch without tensors (of {kinds}).")
+    told = ", ".join(f"batch{at} {list(shape)}" for at, shape in _telling(shapes))
+    raise TaskError(
+        f"collate returned tensors whose first dimensions differ: {told}. The first dimension of "
+        "each tensor is the number of samples: put a number that belongs to the whole batch in as "
+        "a Python number, or say how batches are counted: Data(source, collate, count=...)."
+    )
+
+
+def _telling(shapes: list[tuple[str, tuple[int, ...]]]) -> list[tuple[str, tuple[int, ...]]]:
+    """The first entry of each first dimension before others of the same."""
+    first = {shape[:1]: (at, shape) for at, shape in reversed(shapes)}
+    unlike = [entry for entry in shapes if entry in first.values()]
+    return [*unlike, *(entry for entry in shapes if entry not in unlike)][:_MOST_NAMED]
+
+
+def bytes_of(batch: Any) -> int:
+    """Bytes of the tensors and arrays."""
+    return sum(int(getattr(leaf, "nbytes", 0)) for _, leaf in leaves_of(batch))
+
+
+def to_device(batch: Any, device: torch.device) -> Any:
+    """The batch on `device`; from page-locked memory the copy runs beside other work.
+
+    Also what is no tensor, but has a method `to`.
+    """
+
+    def moved(leaf: Any) -> Any:
+        if isinstance(leaf, Tensor):
+            return leaf.to(device, non_blocking=True)
+        return leaf.to(device) if hasattr(leaf, "to") else leaf
+
+    return map_leaves(moved, batch)
+
+
+def digest_of(start: bytes, batch: Any) -> str:
+    """sha256 of `start` and of all tensors, arrays, strings and numbers, and of where they are."""
+    digest = sha256(start)
+    for at, leaf in sorted(leaves_of(batch), key=lambda pair: pair[0]):
+        if isinstance(leaf, Tensor):
+            digest.update(f"{at} {leaf.dtype} {tuple(leaf.shape)}".encode())
+            dense = leaf.detach().cpu().contiguous().view(-1)
+            digest.update(dense.view(torch.uint8).numpy().tobytes() if len(dense) else b"")
+        elif isinstance(leaf, _PLAIN):
+            digest.update(f"{at} {leaf!r}".encode())
+        else:  # bytes that have a shape, or an object whose text may hold an address
+            digest.update(f"{at} {type(leaf).__name__}".encode())
+            digest.update(leaf.tobytes() if hasattr(leaf, "tobytes") else b"")
+    return digest.hexdigest()

@@ -1,0 +1,117 @@
+"""Objects between processes: pickled, with their tensors and arrays in anonymous shared memory.
+
+A message is a memory file (memfd_create), whose descriptor goes over a Unix socket. It has no name,
+so nothing can stay in /dev/shm, nor does that mount's size count (64 MB in many containers); it is
+freed with its last user, however that one ends. The receiver maps it and copies nothing.
+"""
+
+from __future__ import annotations
+
+import io
+import mmap
+import os
+import pickle
+import socket
+import struct
+from collections.abc import Callable
+from typing import Any
+
+import cloudpickle
+import torch
+from torch import Tensor
+
+_ALIGNMENT = 64
+_COUNT = struct.Struct("<Q")
+
+
+def pack(value: Any) -> int:
+    """A memory file with `value`; returns its descriptor, which the caller closes."""
+    buffers: list[pickle.PickleBuffer] = []
+    stream = io.BytesIO()
+    _Pickler(stream, protocol=5, buffer_callback=buffers.append).dump(value)
+    parts = [stream.getbuffer(), *(buffer.raw() for buffer in buffers)]
+    head = struct.pack(f"<{len(parts) + 1}Q", len(parts), *(part.nbytes for part in parts))
+    file = os.memfd_create("raytrain_ddp", os.MFD_CLOEXEC)
+    try:
+        place = 0
+        for part in (memoryview(head), *parts):
+            place = _aligned(place)
+            os.ftruncate(file, place)
+            for start in range(0, part.nbytes, 2**30):  # a call writes 2 GiB at most
+                _write(file, part[start : start + 2**30], place + start)
+            place += part.nbytes
+    except BaseException:
+        os.close(file)
+        raise
+    return file
+
+
+def unpack(file: int) -> Any:
+    """The value in a memory file. What is changed of it is changed in this process only."""
+    memory = memoryview(mmap.mmap(file, 0, mmap.MAP_PRIVATE, mmap.PROT_READ | mmap.PROT_WRITE))
+    (count,) = _COUNT.unpack_from(memory)
+    sizes = struct.unpack_from(f"<{count}Q", memory, _COUNT.size)
+    parts, place = [], _COUNT.size * (count + 1)
+    for size in sizes:
+        place = _aligned(place)
+        parts.append(memory[place : place + size])
+        place += size
+    return pickle.loads(parts[0], buffers=parts[1:])
+
+
+def send(channel: socket.socket, value: Any) -> None:
+    """Raises OSError if the other side has gone; what `pack` raises if it cannot be pickled."""
+    file = pack(value)
+    try:
+        socket.send_fds(channel, [b"."], [file])
+    finally:
+        os.close(file)
+
+
+def receive(channel: socket.socket) -> Any:
+    """Raises EOFError if the other side has gone."""
+    try:
+        head, files, _, _ = socket.recv_fds(channel, 1, 1, socket.MSG_CMSG_CLOEXEC)
+    except ConnectionError:
+        raise EOFError from None
+    if not head:
+        raise EOFError
+    try:
+        return unpack(files[0])
+    finally:
+        os.close(files[0])
+
+
+class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
+    def reducer_override(self, value: Any) -> Any:
+        if type(value) is Tensor and value.layout is torch.strided and value.numel():
+            if value.device.type != "cpu":
+                raise TypeError(f"a tensor on {value.device}; loader processes have the CPU only")
+            if not (value.requires_grad or value.is_quantized):
+                return _reduced(value)
+        return super().reducer_override(value)
+
+
+def _reduced(tensor: Tensor) -> tuple[Callable[..., Tensor], tuple[Any, ...]]:
+    """Its own bytes, without those beside them in its storage, in the order that they lie in."""
+    tensor = tensor.resolve_conj().resolve_neg()
+    strides = tensor.stride()
+    order = sorted(range(tensor.dim()), key=lambda dim: (-strides[dim], dim))
+    laid = tensor.permute(order).contiguous()
+    inverse = sorted(range(len(order)), key=order.__getitem__)
+    array: Any = laid.view(-1).view(torch.uint8).numpy()
+    return _tensor, (pickle.PickleBuffer(array), tensor.dtype, tuple(laid.shape), inverse)
+
+
+def _tensor(buffer: Any, dtype: torch.dtype, shape: tuple[int, ...], order: list[int]) -> Tensor:
+    return torch.frombuffer(buffer, dtype=dtype).view(shape).permute(order)
+
+
+def _aligned(place: int) -> int:
+    return -(-place // _ALIGNMENT) * _ALIGNMENT
+
+
+def _write(file: int, part: memoryview, place: int) -> None:
+    while part.nbytes:
+        written = os.pwrite(file, part, place)
+        part, place = part[written:], place + written

@@ -1,0 +1,151 @@
+"""Batches of any shape: counted, moved and compared by all of their tensors."""
+
+from __future__ import annotations
+
+from collections import OrderedDict, UserDict, namedtuple
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from raytrain_ddp.data.draws import Draws
+from raytrain_ddp.data.loader import Slot, TrainLoader
+from raytrain_ddp.data.nests import bytes_of, digest_of, map_tensors, samples_of, to_device
+from raytrain_ddp.data.plan import Plan
+from raytrain_ddp.data.source import ArraySource, Batch, Data
+from raytrain_ddp.data.threads import Threads
+from raytrain_ddp.errors import DataError, TaskError
+
+Pair = namedtuple("Pair", "image label")
+
+
+@dataclass(frozen=True)
+class Sample:
+    image: Tensor
+    names: list[str]
+
+
+class Unlike(UserDict):  # type: ignore[type-arg]
+    """Has a constructor of its own, as BatchEncoding of transformers."""
+
+    def __init__(self, data: dict[str, Tensor], needed: int) -> None:
+        super().__init__(data)
+        self.needed = needed
+
+
+def x(rows: int = 4) -> Tensor:
+    return torch.arange(rows * 2, dtype=torch.float32).view(rows, 2)
+
+
+BATCHES: list[Any] = [
+    {"x": x(), "y": torch.ones(4)},
+    (x(), torch.ones(4)),
+    [x(), [torch.ones(4), {"deep": torch.zeros(4, 1)}]],
+    Pair(x(), torch.ones(4)),
+    Sample(x(), ["a", "b", "c", "d"]),
+    OrderedDict(x=x(), ids=["a", "b", "c", "d"], scale=0.5, none=None, raw=b"123"),
+    Unlike({"x": x()}, 7),
+    MappingProxyType({"x": x()}),
+    x(),
+    {"x": x(), "array": np.arange(3)},
+]
+
+
+@pytest.mark.parametrize("batch", BATCHES, ids=lambda batch: type(batch).__name__)
+def test_every_nest_is_counted_and_moved_whole(batch: Any):
+    assert samples_of(batch) == 4
+    moved = to_device(batch, torch.device("meta"))
+    assert type(moved) is type(batch)
+    seen: list[Tensor] = []
+    map_tensors(lambda tensor: seen.append(tensor) or tensor, moved)  # type: ignore[func-returns-value]
+    assert seen
+    assert {tensor.device.type for tensor in seen} == {"meta"}
+    same = map_tensors(lambda tensor: tensor + 0, batch)
+    assert digest_of(b"", same) == digest_of(b"", batch)
+    other = map_tensors(lambda tensor: tensor + 1, batch)
+    assert digest_of(b"", other) != digest_of(b"", batch)
+    assert bytes_of(batch) >= x().nbytes
+    assert bytes_of(same) == bytes_of(batch)
+
+
+def test_what_is_no_tensor_travels_along_and_counts_in_the_digest():
+    def batch(name: str, number: float, row: int) -> Any:
+        return {"x": x(), "name": [name], "number": number, "rows": np.array([row])}
+
+    base = batch("a", 1.0, 1)
+    moved = to_device(base, torch.device("cpu"))
+    assert (moved["name"], moved["number"], moved["rows"].tolist()) == (["a"], 1.0, [1])
+    hashes = [digest_of(b"", b) for b in (base, batch("b", 1, 1), batch("a", 2, 1))]
+    hashes += [digest_of(b"", batch("a", 1.0, 2)), digest_of(b"1", base)]
+    assert len(set(hashes)) == len(hashes)
+    assert Unlike({"x": x()}, 7).needed == to_device(Unlike({"x": x()}, 7), "cpu").needed
+
+
+@pytest.mark.parametrize(
+    ("batch", "told"),
+    [
+        ({"x": x(), "y": torch.ones(8)}, r"differ: batch\['x'\] \[4, 2\], batch\['y'\] \[8\]\."),
+        ({"y": torch.ones(8), "x": x()}, r"differ: batch\['y'\] \[8\], batch\['x'\] \[4, 2\]\."),
+        ((x(), torch.tensor(0.5)), r"differ: batch\[0\] \[4, 2\], batch\[1\] \[\]\. .* number"),
+        ([{"boxes": x(3)}, {"boxes": x(2)}], r"batch\[0\]\['boxes'\] \[3, 2\], batch\[1\]"),
+        (Pair(x(), [torch.ones(5)]), r"batch\.image \[4, 2\], batch\.label\[0\] \[5\]"),
+        (torch.tensor(1.0), r"differ: batch \[\]\."),
+        ({"x": np.ones(4), "id": ["a"]}, r"without tensors \(of ndarray, str\)"),
+    ],
+)
+def test_a_number_of_samples_is_never_guessed(batch: Any, told: str):
+    with pytest.raises(TaskError, match=told):
+        samples_of(batch)
+
+
+def loader_of(collate: Any, count: Any = None, skip: bool = False, threads: int = 0) -> TrainLoader:
+    data = Data(ArraySource({"row": np.arange(24)}), collate, count)
+    plan = Plan(24, slots=4, micro_batch=3)
+    return TrainLoader(data, plan, "none", 3, 9, 1, 0, Threads(threads), skip=skip, digests=True)
+
+
+@pytest.mark.parametrize("threads", [0, 2])
+def test_the_loader_takes_any_nest_and_fills_slots_with_it(threads: int):
+    def collate(records: dict[str, np.ndarray], draws: Draws) -> Batch:
+        kept = [row for row in records["row"].tolist() if row >= 6]  # slot 0 has none
+        return Pair(torch.tensor(kept), {"name": [f"row {row}" for row in kept], "scale": 1.5})
+
+    loader = loader_of(collate, skip=True, threads=threads)
+    slots: list[Slot] = [slot for step in loader.steps(0, 2) for slot in step]
+    assert [slot.samples for slot in slots] == [0, 3, 3, 3] * 2
+    for slot in slots:
+        assert type(slot.batch) is Pair
+        assert slot.batch.label["name"] == [f"row {row}" for row in slot.batch.image.tolist()]
+        assert bool(slot.digest) == bool(slot.samples)
+    with pytest.raises(DataError, match="3 of 3 samples of a micro-batch were left out"):
+        list(loader_of(collate).steps(0, 2))
+
+
+def test_more_samples_than_records_are_refused():
+    """As when a collate stacks several crops of each record: all weights would be wrong."""
+
+    def crops(records: dict[str, np.ndarray], draws: Draws) -> Batch:
+        return {"x": torch.from_numpy(np.repeat(records["row"], 8))}
+
+    with pytest.raises(TaskError, match=r"24 samples of 3 records.* count="):
+        next(loader_of(crops).steps(0, 1))
+
+
+def test_who_counts_batches_may_give_anything():
+    """Boxes of detection, of which each picture has another number."""
+
+    def collate(records: dict[str, np.ndarray], draws: Draws) -> Batch:
+        return [{"boxes": torch.zeros(row, 4)} for row in records["row"].tolist()]
+
+    slots = next(loader_of(collate, count=len).steps(0, 1))
+    assert [slot.samples for slot in slots] == [3, 3, 3, 3]
+    assert slots[1].batch[2]["boxes"].shape == (8, 4)
+
+
+def test_arrays_and_items_are_collated_without_a_function_of_ones_own():
+    batch = Data(ArraySource({"row": np.arange(24)})).batch(Draws(0, 0, np.array([3, 1])))
+    assert batch["row"].tolist() == [3, 1]

@@ -1,0 +1,238 @@
+"""A data set of the user's own behaves as in a DataLoader, and keeps every promise besides."""
+
+from __future__ import annotations
+
+import os
+import random
+import threading
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import cloudpickle
+import numpy as np
+import pytest
+import torch
+from pictures import Lines, Pictures, PicturesTask, require_right, write_pictures
+from processes import Died, Group, Raised
+from tiny import Ran, bits, plain, run_tiny, tiny_config
+from torch.utils.data import DataLoader
+
+from raytrain_ddp import errors
+from raytrain_ddp.checkpoint.layout import read_history, run_storage
+from raytrain_ddp.config import TrainConfig
+from raytrain_ddp.data import processes
+from raytrain_ddp.data.loader import TrainLoader, eval_batches
+from raytrain_ddp.data.plan import Plan
+from raytrain_ddp.data.source import Batch, Data, MapSource
+from raytrain_ddp.data.stream import IterableSource
+from raytrain_ddp.data.threads import Threads
+from raytrain_ddp.inputs import DataConfig
+from raytrain_ddp.sections import LogConfig
+
+ROWS = 107
+AUDITED = LogConfig(every_steps=1, tensorboard=False, audit=True)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _standing() -> Any:
+    """The interpreter that loader processes are forked from stays for all tests."""
+    return processes._server()
+
+
+@pytest.fixture(scope="module")
+def pictures(tmp_path_factory: pytest.TempPathFactory) -> str:
+    path = tmp_path_factory.mktemp("pictures") / "pictures.bin"
+    write_pictures(path, ROWS)
+    return str(path)
+
+
+def loader_of(data: Data, count: int, rank: int = 0, size: int = 1, seed: int = 9) -> TrainLoader:
+    plan = Plan(ROWS, slots=4, micro_batch=6)
+    threads = Threads(count, ahead=2)
+    return TrainLoader(data, plan, "full", 3, seed, size, rank, threads, digests=True)
+
+
+def digests_of(data: Data, count: int, steps: int) -> list[str]:
+    slots = [s for step in loader_of(data, count).steps(0, steps) for s in step]
+    for slot in slots:
+        require_right(slot.batch)
+    return [slot.digest for slot in slots]
+
+
+def test_items_are_those_of_a_dataloader(pictures: str):
+    theirs = list(DataLoader(Pictures(pictures, ROWS, augment=False), batch_size=16))
+    for count in (0, 2):
+        data = Data(MapSource(Pictures(pictures, ROWS, augment=False)))
+        ours = list(eval_batches(data, 16, range(7), Threads(count)))
+        data.close()
+        assert len(ours) == len(theirs) == 7
+        for one, other in zip(ours, theirs, strict=True):
+            assert one.keys() == other.keys()
+            for name, value in other.items():
+                assert torch.equal(one[name], value), name
+                assert one[name].dtype == value.dtype
+
+
+def test_random_transforms_are_the_same_for_any_number_of_loader_workers(pictures: str):
+    """Two epochs; torch's, numpy's and Python's generators of this process are left alone."""
+    states = random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state().tolist()
+    steps = 2 * Plan(ROWS, 4, 6).steps_per_epoch
+    runs = [digests_of(Data(MapSource(Pictures(pictures, ROWS))), n, steps) for n in (0, 1, 2)]
+    assert runs[0] == runs[1] == runs[2]
+    assert len({digest for digest in runs[0] if digest}) == sum(map(bool, runs[0]))
+    now = random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state().tolist()
+    assert now == states
+
+
+@pytest.mark.parametrize("count", [0, 2])
+def test_repeats_epochs_and_seeds_draw_differently_and_evaluations_alike(pictures: str, count: int):
+    data = Data(MapSource(Pictures(pictures, ROWS)))
+    plan = Plan(ROWS, slots=1, micro_batch=8, repeats=2)
+    loader = TrainLoader(data, plan, "none", 3, 9, 1, 0, Threads(count))
+    per_epoch = plan.steps_per_epoch
+    batches = [step[0].batch for step in loader.steps(0, per_epoch + 1)]
+    first, again = batches[0], batches[per_epoch]
+    assert first["row"].tolist() == again["row"].tolist() == [0, 0, 1, 1, 2, 2, 3, 3]
+    pixels = [x.tolist() for batch in (first, again) for x in batch["x"]]
+    other = next(replace(loader, seed=8).steps(0, 1))[0].batch
+    pixels += [x.tolist() for x in other["x"]]
+    assert len({str(x) for x in pixels}) == 24
+    ours = [list(eval_batches(data, 16, range(7), Threads(count))) for _ in range(2)]
+    for one, other in zip(*ours, strict=True):
+        assert torch.equal(one["x"], other["x"])
+    data.close()
+
+
+def test_collate_runs_in_the_process_seeded_for_its_batch(pictures: str):
+    def collate(records: list[Any], draws: Any) -> Batch:
+        return {"x": torch.rand(len(records)), "stored": torch.tensor(draws.rows)} | {
+            name: torch.tensor([record[name] for record in records]) for name in ("row", "ray")
+        }
+
+    made = [digests_of(Data(MapSource(Pictures(pictures, ROWS)), collate), n, 6) for n in (0, 2)]
+    assert made[0] == made[1]
+    assert len(set(made[0])) == len(made[0])
+
+
+@pytest.mark.parametrize("count", [0, 1])
+def test_an_iterable_that_has_one_file_gives_the_right_items_to_all_lanes(
+    pictures: str, count: int
+):
+    """Its iterators, read in turns, would take each other's items."""
+    data = Data(IterableSource(Lines(pictures), ROWS))
+    plan = Plan(ROWS, slots=4, micro_batch=6)
+    loader = TrainLoader(data, plan, "none", 3, 9, 1, 0, Threads(count), digests=True)
+    slots = [s for step in loader.steps(0, plan.steps_per_epoch) for s in step if s.samples]
+    for slot in slots:
+        assert slot.batch["row"].tolist() == list(range(*plan.span(slot.step, slot.index)))
+    resumed = [s.digest for s in next(loader.steps(2, 3))]
+    assert resumed == [s.digest for s in slots if s.step == 2]
+
+
+class Where:
+    """Each item says in which process and thread it was made."""
+
+    def __len__(self) -> int:
+        return ROWS
+
+    def __getitem__(self, row: int) -> tuple[int, int, str]:
+        time.sleep(0.001)
+        return row, os.getpid(), threading.current_thread().name
+
+
+@pytest.mark.parametrize("shared", [False, True])
+def test_threads_load_only_what_says_that_they_may_share_it(shared: bool):
+    data = Data(MapSource(Where(), shared=shared))
+    batches = list(eval_batches(data, 4, range(20), Threads(2)))
+    data.close()
+    assert torch.cat([rows for rows, _, _ in batches]).tolist() == list(range(80))
+    pids = {pid for _, some, _ in batches for pid in some.tolist()}
+    threads = {name for _, _, names in batches for name in names}
+    assert (pids == {os.getpid()}) == shared
+    assert len(pids) == (1 if shared else 2)
+    assert len(threads) == (2 if shared else 1)
+
+
+# ------------------------------------------------------------------ whole runs
+
+_kept: list[Any] = []
+
+
+def run_pictures(rank: int, size: int, *args: Any) -> Ran:
+    """As run_tiny; the interpreter that forks loader processes stays for the next run."""
+    _kept[:] = [processes._server()]
+    return run_tiny(rank, size, *args, kind=PicturesTask)
+
+
+def audit_of(config: TrainConfig) -> list[str]:
+    records = [r for r in read_history(run_storage(config)) if r["kind"] == "audit"]
+    assert [record["step"] for record in records] == list(range(1, len(records) + 1))
+    return [record["sha256"] for record in records]
+
+
+def test_fault_37_an_ordinary_dataset_keeps_every_promise(workers: Group, tmp_path: Path):
+    """It keeps a file open, is trained and evaluated on, and has random transforms. 1, 2 and 3
+    ranks with 0, 1 and 2 loader processes, and a run whose loader process is killed, that is
+    stopped and resized: all end with the same bits."""
+    path = tmp_path / "pictures.bin"
+    write_pictures(path, ROWS)
+    options = {"path": str(path), "rows": ROWS}
+
+    def config(name: str, count: int) -> TrainConfig:
+        data = DataConfig(workers=count, prefetch=2)
+        return tiny_config(tmp_path, name, log=AUDITED, data=data, exact=True, epochs=2)
+
+    ends = []
+    for size, count in ((1, 0), (2, 1), (3, 2)):
+        of = config(f"of-{size}", count)
+        workers(size, run_pictures, plain(of), options)
+        ends.append((audit_of(of), bits(of)))
+    assert ends[0] == ends[1] == ends[2]
+    assert len(set(ends[0][0])) == 8
+
+    disturbed = config("disturbed", 2)
+    workers(3, run_pictures, plain(disturbed), options, 3)
+    told = workers.outcomes(3, run_pictures, plain(disturbed), {**options, "die_at": 50})
+    died = [rank for rank in told if isinstance(rank, Raised) and rank.name == "LoaderDied"]
+    assert len(died) == 1, told
+    assert died[0].exit_status == 7
+    assert "was killed by SIGKILL while it loaded" in died[0].text
+    assert "50" in died[0].text
+    assert not any(isinstance(rank, Died) for rank in told)
+    workers(2, run_pictures, plain(replace(disturbed, data=DataConfig(workers=0))), options)
+    assert (audit_of(disturbed), bits(disturbed)) == ends[0]
+
+
+# ------------------------------------------------------------------ what cannot be copied
+
+
+def test_what_cannot_be_copied_is_refused_with_the_remedy(pictures: str):
+    with open(pictures, "rb") as file:
+        data = Data(MapSource([file]))
+        with pytest.raises(errors.TaskError, match=r"cannot pickle .*shared=True"):
+            loader_of(data, 1).any_batch()
+        stream = Data(IterableSource([file]))
+        with pytest.raises(errors.TaskError, match=r"iterators do not disturb each other"):
+            loader_of(stream, 0).any_batch()
+
+
+def test_what_cannot_be_unpickled_there_is_refused_with_the_remedy():
+    class Elsewhere:
+        def __reduce__(self) -> Any:
+            return __import__, ("no_such_module",)
+
+    data = Data(MapSource([Elsewhere()]))
+    with pytest.raises(errors.TaskError, match=r"No module named 'no_such_module'\. Define them"):
+        loader_of(data, 1).any_batch()
+    data.close()
+
+
+def test_a_loader_that_died_is_retried_and_keeps_its_text():
+    error = errors.LoaderDied("while it loaded row 5")
+    assert str(cloudpickle.loads(cloudpickle.dumps(error))) == "while it loaded row 5"
+    pytest.importorskip("ray")
+    from raytrain_ddp.orchestration.causes import cause_of
+
+    assert cause_of(error) == "outside"

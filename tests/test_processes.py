@@ -1,0 +1,299 @@
+"""Loader processes: in order, with the user's own errors, and gone when they should be."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections import namedtuple
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import psutil
+import pytest
+import torch
+
+from raytrain_ddp.data import processes, wire
+from raytrain_ddp.data.processes import Processes
+from raytrain_ddp.data.threads import Gate, Threads, prefetched
+from raytrain_ddp.errors import DataError, LoaderDied, RemoteTraceback, TaskError
+from raytrain_ddp.orchestration.causes import users_traceback
+
+Point = namedtuple("Point", "x y")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _standing() -> Any:
+    return processes._server()
+
+
+@pytest.fixture
+def made() -> Iterator[Callable[..., Processes]]:
+    """Makes pools that are closed in the end."""
+    pools: list[Processes] = []
+
+    def make(work: Callable[[Any], Any]) -> Processes:
+        pools.append(Processes(work, lambda item: f"row {item}"))
+        return pools[-1]
+
+    yield make
+    for pool in pools:
+        pool.close()
+
+
+def children() -> set[int]:
+    """All processes below this one, but for the interpreter that they are forked from."""
+    found = psutil.Process().children(recursive=True)
+    return {p.pid for p in found if p.status() != psutil.STATUS_ZOMBIE} - {
+        p.pid for p in psutil.Process().children()
+    }
+
+
+def gone(pids: set[int], within_s: float = 20.0) -> bool:
+    until = time.monotonic() + within_s
+    while time.monotonic() < until:
+        if not any(psutil.pid_exists(p) and not zombie(p) for p in pids):
+            return True
+        time.sleep(0.05)
+    return False
+
+
+def zombie(pid: int) -> bool:
+    try:
+        return psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return True
+
+
+def ahead(pool: Processes, items: Any, threads: Threads) -> Iterator[Any]:
+    gate = Gate(threads)
+    replies = (pool.submit(item, gate.active).result for item in items)
+    return prefetched(replies, lambda reply: reply(), threads, lambda _: 1, gate)
+
+
+@pytest.mark.parametrize("begin", [1, None])
+def test_results_come_in_order_and_no_further_ahead_than_asked(
+    made: Callable[..., Processes], begin: int | None
+):
+    begun: list[int] = []
+
+    def work(item: int) -> tuple[int, int]:
+        time.sleep(0.002 * (item % 3))
+        return item * item, os.getpid()
+
+    def items() -> Iterator[int]:
+        for item in range(50):
+            begun.append(item)
+            yield item
+
+    before = children()
+    results = ahead(made(work), items(), Threads(3, begin, ahead=2))
+    first = next(results)
+    time.sleep(0.05)
+    assert len(begun) <= 2 + 3 * 2
+    every = [first, *results]
+    assert [value for value, _ in every] == [item * item for item in range(50)]
+    pids = {pid for _, pid in every}
+    assert os.getpid() not in pids
+    assert len(pids) == 3 if begin is None else 1 <= len(pids) <= 3
+    assert children() - before == pids
+
+
+def test_an_error_comes_in_its_place_with_the_users_own_traceback(made: Callable[..., Processes]):
+    def users_code(item: int) -> int:
+        if item == 3:
+            raise KeyError("oops")
+        return item
+
+    results = ahead(made(users_code), range(100), Threads(2, ahead=2))
+    assert [next(results) for _ in range(3)] == [0, 1, 2]
+    with pytest.raises(KeyError, match="oops") as caught:
+        next(results)
+    assert isinstance(caught.value.__cause__, RemoteTraceback)
+    text = users_traceback(caught.value)
+    assert text == str(caught.value.__cause__)
+    assert text.splitlines()[1].endswith("in users_code")
+    assert text.splitlines()[-1] == "KeyError: 'oops'"
+
+
+class Odd(Exception):
+    def __init__(self, one: int, two: int) -> None:
+        super().__init__(f"{one} and {two}")
+
+
+def test_errors_of_any_kind_arrive(made: Callable[..., Processes]):
+    def work(item: int) -> Any:
+        if item == 0:
+            raise DataError("row 0 is bad.")
+        if item == 1:
+            raise Odd(1, 2)  # cannot be unpickled
+        return (n for n in range(3))  # cannot be pickled
+
+    pool = made(work)
+    replies = [pool.submit(item, 1) for item in range(3)]
+    with pytest.raises(DataError, match=r"^row 0 is bad\.$") as caught:
+        replies[0].result()
+    assert caught.value.__cause__ is None
+    with pytest.raises(RuntimeError, match=r"^Odd: 1 and 2$"):
+        replies[1].result()
+    with pytest.raises(TaskError, match=r"cannot be sent .*generator"):
+        replies[2].result()
+
+
+@pytest.mark.parametrize(
+    ("end", "how"),
+    [
+        (lambda: os.kill(os.getpid(), signal.SIGKILL), "was killed by SIGKILL"),
+        (lambda: os._exit(3), "ended with status 3"),
+        (lambda: sys.exit(4), "ended with status 4"),
+    ],
+)
+def test_fault_37_a_process_that_ends_is_an_error_that_names_what_it_loaded(
+    end: Callable[[], None], how: str, made: Callable[..., Processes]
+):
+    def work(item: int) -> int:
+        if item == 3:
+            end()
+        return item
+
+    results = ahead(made(work), range(100), Threads(1, ahead=2))
+    assert [next(results) for _ in range(3)] == [0, 1, 2]
+    with pytest.raises(LoaderDied, match=f"a loader process {how} while it loaded row 3"):
+        next(results)
+
+
+def test_signals_for_the_training_are_not_for_loader_processes(made: Callable[..., Processes]):
+    """Ctrl-C and a scheduler's SIGTERM reach all: the training ends after its step."""
+    pool = made(lambda item: os.getpid())
+    pid = pool.submit(0, 1).result()
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
+        os.kill(pid, number)
+        assert pool.submit(0, 1).result() == pid
+
+
+def test_closing_ends_the_processes_also_without_being_asked():
+    before = children()
+    pool = Processes(lambda item: os.getpid(), str)
+    pids = {pool.submit(0, 2).result() for _ in range(4)}
+    assert children() - before >= pids
+    pool.close()
+    assert gone(pids)
+    other = Processes(lambda item: os.getpid(), str)
+    pids = {other.submit(0, 1).result()}
+    del other
+    assert gone(pids)
+
+
+_SCRIPT = """
+import os, sys, time
+import numpy as np, torch
+from raytrain_ddp.data.loader import TrainLoader
+from raytrain_ddp.data.plan import Plan
+from raytrain_ddp.data.source import Data, MapSource
+from raytrain_ddp.data.threads import Threads
+
+class Rows:
+    def __len__(self):
+        return 40
+    def __getitem__(self, row):
+        if row % 20 >= 10 and sys.argv[1] == "stuck":
+            time.sleep(1000)
+        return {"row": torch.tensor(row), "pid": os.getpid()}
+
+data = Data(MapSource(Rows()))  # a class of __main__, and no guard
+loader = TrainLoader(data, Plan(40, 2, 5), "none", 1, 0, 1, 0, Threads(2))
+steps = loader.steps(0, 4)
+pids = {pid for slot in next(steps) for pid in slot.batch["pid"].tolist()}
+print(*pids, os.popen(f"pgrep -P {os.getpid()} -f raytrain_ddp.data.forked").read(), flush=True)
+if sys.argv[1] == "raise":
+    raise ValueError("done")
+if sys.argv[1] != "end":
+    time.sleep(1000)
+"""
+
+
+@pytest.mark.parametrize("way", ["end", "raise", "kill", "stuck"])
+def test_fault_37_no_process_outlives_a_script(way: str, tmp_path: Path):
+    """A script without a guard of __main__ that ends, raises, or is killed."""
+    script = tmp_path / "script.py"
+    script.write_text(_SCRIPT)
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    process = subprocess.Popen(
+        [sys.executable, str(script), way], stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+        text=True, env=environment,
+    )  # fmt: skip
+    assert process.stdout is not None
+    pids = {int(pid) for pid in process.stdout.readline().split()}
+    assert len(pids) >= 2
+    if way in ("kill", "stuck"):
+        process.kill()
+    _, said = process.communicate()
+    assert process.returncode == {"end": 0, "raise": 1}.get(way, -signal.SIGKILL), said
+    assert said.count("Traceback") == (way == "raise"), said
+    assert gone(pids)
+
+
+# ------------------------------------------------------------------ what goes between them
+
+
+def tensors() -> list[torch.Tensor]:
+    picture = torch.arange(2 * 3 * 4 * 5).view(2, 3, 4, 5)
+    return [
+        torch.rand(3, 4),
+        picture.to(torch.uint8).to(memory_format=torch.channels_last),
+        picture.transpose(1, 3)[:, ::2],
+        torch.rand(5).bfloat16(),
+        torch.tensor([True, False]),
+        torch.rand(2, 2, dtype=torch.complex64).conj(),
+        torch.ones(1).expand(4),
+        torch.empty(0, 3),
+        torch.tensor(3),
+        torch.rand(2, requires_grad=True),
+        torch.arange(100)[10:20],
+        torch.eye(3).to_sparse(),
+    ]
+
+
+def test_tensors_and_arrays_arrive_as_they_were_and_can_be_changed():
+    value = {"tensors": tensors(), "point": Point(np.arange(5), "text"), "none": None}
+    file = wire.pack(value)
+    arrived = wire.unpack(file)
+    os.close(file)
+    for one, other in zip(arrived["tensors"], value["tensors"], strict=True):
+        assert one.dtype == other.dtype
+        assert one.layout == other.layout
+        assert torch.equal(one.to_dense(), other.to_dense())
+        assert one.requires_grad == other.requires_grad
+    assert arrived["tensors"][1].is_contiguous(memory_format=torch.channels_last)
+    assert arrived["point"].x.tolist() == [0, 1, 2, 3, 4]
+    assert type(arrived["point"]) is Point
+    arrived["tensors"][0] += 1
+    arrived["point"].x[0] = 7
+
+
+def test_fault_38_batches_need_no_dev_shm(made: Callable[..., Processes]):
+    """One of 64 KiB is enough for batches of 8 MiB; without mounts: nothing is ever there."""
+    script = (
+        "import os, torch\n"
+        "from raytrain_ddp.data.processes import Processes\n"
+        "pool = Processes(lambda n: torch.full((2**23,), n, dtype=torch.uint8), str)\n"
+        "made = [pool.submit(n, 2) for n in range(6)]\n"
+        "assert [int(m.result()[-1]) for m in made] == list(range(6))\n"
+        "assert os.listdir('/dev/shm') == []\n"
+    )
+    mount = "mount -t tmpfs -o size=64k tmpfs /dev/shm"
+    unshare = ["unshare", "-rm", "sh", "-c"]
+    if shutil.which("unshare") and not subprocess.run([*unshare, mount], check=False).returncode:
+        command = f'{mount} && exec "$0" -c "$1"'
+        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+        subprocess.run([*unshare, command, sys.executable, script], check=True, env=environment)
+        return
+    pool = made(lambda n: torch.full((2**23,), n, dtype=torch.uint8))
+    replies = [pool.submit(n, 2) for n in range(6)]
+    assert [int(reply.result()[-1]) for reply in replies] == list(range(6))
+    assert not [name for name in os.listdir("/dev/shm") if name.startswith("torch_")]
