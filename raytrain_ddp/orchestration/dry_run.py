@@ -21,15 +21,16 @@ def dry_run(config: TrainConfig) -> str:
     import torch
 
     from raytrain_ddp.data.plan import Plan, deal
+    from raytrain_ddp.tasks.check import eval_data_of, model_of, train_data_of
     from raytrain_ddp.tasks.load import load_task
     from raytrain_ddp.training.optim import build_optimizer, learning_rate
 
     task = load_task(config)
-    data, eval_data = task.train_data(), task.eval_data()
+    data, eval_data = train_data_of(task), eval_data_of(task)
     repeats = config.augment.repeats
     plan = Plan(data.rows, config.slots, config.micro_batch, repeats)
     steps, per_epoch = config.epochs * plan.steps_per_epoch, plan.steps_per_epoch
-    model = task.model()
+    model = model_of(task)
     optimizer = build_optimizer(model, config.optim)
     for parameter in model.parameters():
         parameter.grad = torch.zeros_like(parameter)

@@ -14,6 +14,7 @@ from raytrain_ddp.data.folder import FolderImages
 from raytrain_ddp.data.locate import Located, locate
 from raytrain_ddp.data.parquet import ParquetImages
 from raytrain_ddp.recipe import from_dict
+from raytrain_ddp.tasks.check import eval_data_of, train_data_of
 from raytrain_ddp.tasks.load import BUILT_IN, load_task
 from raytrain_ddp.uri import attempt, reason_of
 
@@ -50,7 +51,7 @@ def _open(config: TrainConfig) -> tuple[list[Any], list[Any] | None]:
         if train.kind != "torchvision":
             return _summary(train, config), _summary(evaluation, config) if evaluation else None
     task = load_task(config)
-    data, other = task.train_data(), task.eval_data()
+    data, other = train_data_of(task), eval_data_of(task)
     return (
         [data.rows, data.source.fingerprint()],
         [other.rows, other.source.fingerprint()] if other else None,
