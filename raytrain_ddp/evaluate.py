@@ -36,8 +36,8 @@ class EvaluateArgs:
 
     run: Annotated[str, tyro.conf.Positional]
     """A run's folder, its name below runs/, or one checkpoint's folder."""
-    checkpoint: Literal["best", "last"] = "best"
-    """Which of a run's checkpoints."""
+    checkpoint: Literal["best", "last"] | None = None
+    """Which of a run's checkpoints. Default: the best."""
     data: str | None = None
     """Evaluate on this data source instead (as --data.source of fit)."""
     per_class: bool = False
@@ -66,8 +66,13 @@ def main(argv: Sequence[str]) -> int:
     device = choose_device(args.device)
     world = World(0, 1, device.index or 0, device, torch.get_num_threads())
     set_up(world, config.compute)
-    task = load_task(config)
+    reads: set[str] = set()
+    task = load_task(config, reads)
     data = eval_data_of(task)
+    if args.data is not None and "data.eval_source" not in reads:
+        raise ConfigError(
+            f"--data: {config.task} has not read data.eval_source; its eval_data() decides."
+        )
     if data is None:
         raise ConfigError("there is no evaluation set: give one with --data.")
     model = model_of(task)
@@ -88,8 +93,13 @@ def main(argv: Sequence[str]) -> int:
     return 0
 
 
-def find_checkpoint(place: str, which: Literal["best", "last"]) -> Checkpoint:
-    """Raises CheckpointError if there is none at `place`, or it is damaged."""
+def find_checkpoint(place: str, which: Literal["best", "last"] | None = None) -> Checkpoint:
+    """The best one of a run unless `which` says otherwise, or the one that lies at `place`.
+
+    Raises:
+        CheckpointError: there is none, or it is damaged.
+        ConfigError: there is nothing to choose.
+    """
     from raytrain_ddp.checkpoint.layout import CHECKPOINTS, checkpoint_store, read_history
     from raytrain_ddp.checkpoint.storage import open_storage
     from raytrain_ddp.checkpoint.store import MANIFEST_FILE, CheckpointName, CheckpointStore
@@ -98,6 +108,8 @@ def find_checkpoint(place: str, which: Literal["best", "last"]) -> Checkpoint:
         place = str(Path("runs") / place)
     folder = open_storage(place)
     if folder.exists(MANIFEST_FILE):
+        if which is not None:
+            raise ConfigError(f"--checkpoint {which} has no effect: {place} is one checkpoint.")
         parent, _, name = place.rstrip("/").rpartition("/")
         parsed = CheckpointName.parse(name)
         if parsed is None:
@@ -110,7 +122,7 @@ def find_checkpoint(place: str, which: Literal["best", "last"]) -> Checkpoint:
         raise CheckpointError(
             f"{place}: no checkpoint there (looked for {CHECKPOINTS}/).{did_you_mean(place, runs)}"
         )
-    if which == "best":
+    if which != "last":
         bests = [r["step"] for r in read_history(folder) if r["kind"] == "eval" and r["best"]]
         names = [name for name in names if bests and name.step == bests[-1]] or names
     return _verified(store.open(names[0]))

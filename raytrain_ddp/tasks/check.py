@@ -80,7 +80,10 @@ def metrics_of(task: Task, per_class: bool = False) -> Mapping[str, Metric] | Me
         if lacking and not hasattr(metric, "items"):  # a collection is looked at by its metrics
             kind = type(metric).__name__
             raise refused(
-                function, metrics, wanted, f" {name!r} is a {kind}, which has no {lacking[0]}()."
+                function,
+                metrics,
+                wanted,
+                f" {name!r} is of class {kind}, which has no {lacking[0]}().",
             )
     return metrics  # type: ignore[no-any-return]
 
@@ -131,7 +134,10 @@ def _described(value: Any) -> str:
         return "None"
     if isinstance(value, type):
         return f"the class {value.__qualname__}"
-    if isinstance(value, int | float | str | dict | list | tuple):
-        told = " ".join(repr(value).split())
-        return f"a {type(value).__name__}, {told[:80]}{'...' if told[80:] else ''}"
-    return f"an object of class {type(value).__qualname__}"
+    kind = type(value).__qualname__
+    told = f"{'an' if kind[0].lower() in 'aeiou' else 'a'} {kind}"
+    if isinstance(value, int | float | str):
+        return f"{told}, {repr(value)[:80]}"
+    if isinstance(value, Mapping) and value:
+        return f"{told} of {', '.join(map(repr, [*value][:5]))}"
+    return f"{told} of {len(value)} items" if isinstance(value, list | tuple | dict) else told

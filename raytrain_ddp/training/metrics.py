@@ -164,10 +164,11 @@ def require_mergeable(task: Task, name: str, metric: Metric) -> None:
         TaskError: the states of two chunks cannot be made one.
     """
     what = f"{place_of(task.metrics)}: the metric {name!r} cannot be merged over chunks of the data"
-    if not metric.metric_state:
+    parts = [m for m in getattr(metric, "modules", list)() if hasattr(m, "metric_state")]
+    if not metric.metric_state or len(parts) > 1:
         raise TaskError(
-            f"{what}: a {type(metric).__name__} has no state of its own. Return the metric that it "
-            "is made of; values that are no scalars are kept, too."
+            f"{what}: the state of a {type(metric).__name__} is that of other metrics. Return the "
+            "one that it is made of; values that are no scalars are kept, too."
         )
     if type(metric).merge_state.__module__ != "torchmetrics.metric":
         return  # it has a way of its own

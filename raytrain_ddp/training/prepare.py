@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Collection
 from functools import partial
 from typing import Any
 
@@ -18,6 +19,7 @@ from raytrain_ddp.data.loader import TrainLoader, memory_note, shuffle_for, wind
 from raytrain_ddp.data.plan import Plan
 from raytrain_ddp.data.source import Data
 from raytrain_ddp.data.threads import Threads
+from raytrain_ddp.effects import unread_notes
 from raytrain_ddp.errors import ConfigError, DataError
 from raytrain_ddp.failpoints import failpoint
 from raytrain_ddp.inputs import DataConfig
@@ -42,7 +44,9 @@ from raytrain_ddp.training.trial import try_evaluation
 from raytrain_ddp.training.world import World, broadcast, seed_all, set_up, versions
 
 
-def prepare(config: TrainConfig, task: Task, session: Session) -> Run:
+def prepare(
+    config: TrainConfig, task: Task, session: Session, reads: Collection[str] | None = None
+) -> Run:
     """Builds, places, wraps and warms up the model; goes to the newest checkpoint. All ranks."""
     world = session.world
     set_up(world, config.compute)
@@ -80,6 +84,8 @@ def prepare(config: TrainConfig, task: Task, session: Session) -> Run:
     flops = stepper.warm_up(loader.any_batch(), loader.any_batch(_smallest_slot(plan)))
     if eval_data is not None:
         try_evaluation(task, model, eval_data, config.micro_batch, world, session.tell)
+    for text in unread_notes(config, reads):
+        session.tell({"kind": "note", "text": text})
     failpoint("start.warmed_up", world.rank)
 
     fingerprint = data.source.fingerprint()
