@@ -144,7 +144,7 @@ WRONG: list[tuple[str, dict[str, Any], str, int]] = [
     (
         "metric",
         {"metrics": returns({"loss": 3, "top1": 4})},
-        "'loss' of class int, which has no r",
+        "of class int, which has no r",
         1,
     ),
     (

@@ -93,7 +93,7 @@ def torchvision_model(name: str, weights: str | None, classes: int) -> nn.Module
         options["input_size"] = wanted.meta["min_size"]
     model: nn.Module = get_model(name, weights=None, num_classes=classes, **options)
     try:
-        begun = get_model(name, weights=wanted, progress=False, **options).state_dict()
+        begun = get_model(name, weights=wanted, progress=False).state_dict()
     except (OSError, RuntimeError) as error:
         import torch
 

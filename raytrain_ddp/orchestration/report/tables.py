@@ -96,11 +96,12 @@ def _grid(found: Any) -> str:
     if not flat or len(rows) * len(rows[0]) > _MOST_CELLS or not rows[0]:
         return detail(json.dumps(found))
     numbers = [f">{number}" for number in range(len(rows[0]))]
-    lines = [
-        [str(number), *(escape(format_number(cell)) for cell in row)]
-        for number, row in enumerate(rows)
-    ]
+    lines = [[str(number), *(_cell(cell) for cell in row)] for number, row in enumerate(rows)]
     return table(["", *numbers], lines)
+
+
+def _cell(number: Any) -> str:
+    return str(number) if isinstance(number, int) else escape(format_number(number))
 
 
 def checkpoints(story: Story) -> str:
