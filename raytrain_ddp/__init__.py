@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from raytrain_ddp.inputs import AugmentConfig as AugmentConfig
     from raytrain_ddp.inputs import DataConfig as DataConfig
     from raytrain_ddp.orchestration.driver import fit as fit
+    from raytrain_ddp.orchestration.driver import fit_locally as fit_locally
     from raytrain_ddp.orchestration.result import FitResult as FitResult
     from raytrain_ddp.sections import CheckpointConfig as CheckpointConfig
     from raytrain_ddp.sections import ComputeConfig as ComputeConfig
@@ -49,6 +50,7 @@ _HOMES = {
     "Task": "tasks.task",
     "TrainConfig": "config",
     "fit": "orchestration.driver",
+    "fit_locally": "orchestration.driver",
 }
 _HOMES |= dict.fromkeys(
     (

@@ -7,8 +7,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from raytrain_ddp.cli import RecipeArgs, parse_with_recipe, run_door
+from raytrain_ddp.effects import given_flags, value_of
 from raytrain_ddp.rules import require
 
+_DECIDED = {
+    *("name", "scaling.num_workers", "checkpoint.every_s"),
+    *("log.every_steps", "log.tensorboard", "log.wandb", "log.mlflow", "log.project", "log.audit"),
+    *("log.profile_steps", "log.profile_ranks"),
+}
 _KILLS_LOCAL, _KILLS_ON_RAY = 50, 3
 
 
@@ -78,6 +84,10 @@ def parse(argv: Sequence[str]) -> ChaosArgs:
         there = args.local or args.nodes > 0
         require(there, "--resize", True, "needs --local, or --nodes for workers that come and go")
     args.config.require_slots(args.nodes or args.workers)
+    given = given_flags(argv)
+    require("workers" not in given or not args.nodes, "--workers", args.workers, "--nodes says it")
+    for name in sorted(given & _DECIDED):
+        require(False, f"--{name}", value_of(args.config, name), "chaos decides that itself")
     return args
 
 

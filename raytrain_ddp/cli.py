@@ -14,6 +14,7 @@ from typing import Annotated, Literal, TypeVar
 import tyro
 
 from raytrain_ddp.config import TrainConfig
+from raytrain_ddp.effects import require_effect, under_torchrun
 from raytrain_ddp.errors import ConfigError, RaytrainError
 from raytrain_ddp.recipe import load, shipped_recipes
 
@@ -62,12 +63,28 @@ class FitArgs(RecipeArgs):
 def parse_fit(argv: Sequence[str]) -> FitArgs:
     """Raises ConfigError for a recipe, SystemExit (2) for a flag that is wrong."""
     args = parse_with_recipe(argv, FitArgs, "fit")
+    _require_one_thing(args)
     log = args.config.log
     if args.audit:
         log = replace(log, audit=True)
     if args.profile and not log.profile_steps:
         log = replace(log, profile_steps=_PROFILE_STEPS)
-    return replace(args, config=replace(args.config, log=log))
+    args = replace(args, config=replace(args.config, log=log))
+    require_effect(argv, args.config, on_ray=not (args.local or under_torchrun()))
+    return args
+
+
+def _require_one_thing(args: FitArgs) -> None:
+    """Raises ConfigError for flags of which one makes another have no effect."""
+    modes = {"--print-config": args.print_config, "--dry-run": args.dry_run, "--emit": args.emit}
+    asked = [flag for flag, given in modes.items() if given]
+    local = ["--local"] * args.local
+    rays = {"--address": args.address, "--dashboard": args.dashboard}
+    ray = [flag for flag, given in rays.items() if given]
+    alone = local or ["torchrun"] * under_torchrun()
+    for this, others in ((asked, asked[1:] + local + ray), (alone, ray), (ray, ray[1:])):
+        if this and others:
+            raise ConfigError(f"{others[0]} has no effect with {this[0]}: leave one of them out.")
 
 
 def parse_with_recipe(argv: Sequence[str], kind: type[Args], door: str) -> Args:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
 
 from raytrain_ddp.errors import ConfigError
 from raytrain_ddp.inputs import AugmentConfig, DataConfig
@@ -23,18 +24,50 @@ from raytrain_ddp.sections import (
     ScheduleConfig,
 )
 
+if TYPE_CHECKING:
+    TaskLike = Any  # what Python code may give
+else:
+    TaskLike = str  # what it becomes, and what files and flags say
+
 RUN_NAME = re.compile(r"(?!\.{1,2}$)[A-Za-z0-9._-]{1,128}")
+
+
+class TaskName(str):
+    """The name of a task that Python code gave as a class, function or object, and holds it.
+
+    It travels to other processes as a plain string.
+    """
+
+    target: Any
+
+    @classmethod
+    def of(cls, target: Any) -> TaskName:
+        """``module:Class``, or ``module:Class()`` of an object."""
+        is_made = not hasattr(target, "__qualname__")
+        kind = type(target) if is_made else target
+        name = cls(f"{kind.__module__}:{kind.__qualname__}{'()' if is_made else ''}")
+        name.target = target
+        return name
+
+    def __deepcopy__(self, _: object) -> str:
+        return str(self)
+
+    def __reduce__(self) -> tuple[type[str], tuple[str]]:
+        return str, (str(self),)
 
 
 @dataclass(frozen=True)
 class TrainConfig:
-    """One training run, entirely."""
+    """One training run, entirely.
+
+    From Python, `task` may be a class, a function that makes a task, or a task.
+    """
 
     name: str | None = field(default=None, metadata=FREE)
     """Name of the run and of its folder. Default: the recipe's or the data's name."""
     storage: str = field(default="runs", metadata=FREE)
     """Folder or URI (s3://, gs://) that holds the runs; all nodes must reach it."""
-    task: str = "image-classification"
+    task: TaskLike = "image-classification"
     """What is learned: image-classification, package.module:Class or path/to/file.py:Class."""
     task_options: dict[str, str] = field(default_factory=dict)
     """Keyword arguments for a task of your own: KEY VALUE ..."""
@@ -61,6 +94,8 @@ class TrainConfig:
     log: LogConfig = field(default_factory=LogConfig)
 
     def __post_init__(self) -> None:
+        if not isinstance(self.task, str):
+            object.__setattr__(self, "task", TaskName.of(self.task))
         name_ok = self.name is None or bool(RUN_NAME.fullmatch(self.name))
         require(name_ok, "name", self.name, "use letters, digits, '.', '_' and '-', at most 128")
         for field_name in ("epochs", "batch_size", "micro_batch"):

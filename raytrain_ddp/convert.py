@@ -14,6 +14,7 @@ import tyro
 
 from raytrain_ddp.cli import run_door
 from raytrain_ddp.data.conversion.config import ConvertConfig
+from raytrain_ddp.effects import given_flags
 from raytrain_ddp.errors import ConfigError
 from raytrain_ddp.orchestration.resources import this_machine
 from raytrain_ddp.orchestration.words import format_data
@@ -56,6 +57,9 @@ def main(argv: Sequence[str]) -> int:
     if args.verify is not None:
         if args.source is not None:
             raise ConfigError("--verify checks one folder: give no SRC and DST with it.")
+        others = sorted(given_flags(argv) - {"verify", "workers"})
+        if others:
+            raise ConfigError(f"--{others[0].replace('_', '-')} has no effect with --verify.")
         from raytrain_ddp.data.dataset_file import read_dataset_file, verify
 
         folder = Path(args.verify).expanduser()

@@ -8,6 +8,8 @@ from contextlib import redirect_stdout
 from dataclasses import dataclass
 
 from raytrain_ddp.cli import RecipeArgs, parse_with_recipe, run_door
+from raytrain_ddp.effects import given_flags
+from raytrain_ddp.errors import ConfigError
 
 
 @dataclass(frozen=True)
@@ -56,7 +58,12 @@ def main(argv: Sequence[str]) -> int:
 
 def parse(argv: Sequence[str]) -> DoctorArgs:
     """Raises ConfigError for a recipe, SystemExit (2) for a flag that is wrong."""
-    return parse_with_recipe(argv, DoctorArgs, "doctor")
+    args = parse_with_recipe(argv, DoctorArgs, "doctor")
+    others = sorted(given_flags(argv) - {"run", "json"})
+    if args.run is not None and (others or args.recipe):
+        first = args.recipe or f"--{others[0].replace('_', '-')}"
+        raise ConfigError(f"{first} has no effect with --run, which looks at a run as it is.")
+    return args
 
 
 if __name__ == "__main__":

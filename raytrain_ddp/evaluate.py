@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import json
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
+from textwrap import indent
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import tyro
 
 from raytrain_ddp.cli import run_door
-from raytrain_ddp.errors import CheckpointError, ConfigError, DataError, did_you_mean
+from raytrain_ddp.errors import (
+    CheckpointError,
+    ConfigError,
+    DataError,
+    did_you_mean,
+)
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -28,14 +36,16 @@ class EvaluateArgs:
 
     run: Annotated[str, tyro.conf.Positional]
     """A run's folder, its name below runs/, or one checkpoint's folder."""
-    checkpoint: Literal["best", "last"] = "best"
-    """Which of a run's checkpoints."""
+    checkpoint: Literal["best", "last"] | None = None
+    """Which of a run's checkpoints. Default: the best."""
     data: str | None = None
     """Evaluate on this data source instead (as --data.source of fit)."""
     per_class: bool = False
     """Add a table with precision and recall of each class."""
     device: str = "auto"
     """cpu, cuda, cuda:1, ...; auto: a GPU if there is one."""
+    out: str | None = None
+    """Write all values to this file, as JSON."""
 
 
 def main(argv: Sequence[str]) -> int:
@@ -46,27 +56,30 @@ def main(argv: Sequence[str]) -> int:
     import torch
 
     from raytrain_ddp.data.threads import Threads
+    from raytrain_ddp.tasks.check import eval_data_of, metrics_of, model_of
     from raytrain_ddp.tasks.load import load_task
-    from raytrain_ddp.training.evaluate import evaluate, scalars
+    from raytrain_ddp.training.evaluate import evaluate
     from raytrain_ddp.training.feed import require_few_bad
     from raytrain_ddp.training.state import load_model
-    from raytrain_ddp.training.world import World, set_up
+    from raytrain_ddp.training.world import World, choose_device, set_up
 
-    cuda = torch.cuda.is_available()
-    device = torch.device(args.device if args.device != "auto" else "cuda" if cuda else "cpu")
+    device = choose_device(args.device)
     world = World(0, 1, device.index or 0, device, torch.get_num_threads())
     set_up(world, config.compute)
-    task = load_task(config)
-    data = task.eval_data()
+    reads: set[str] = set()
+    task = load_task(config, reads)
+    data = eval_data_of(task)
+    if args.data is not None and "data.eval_source" not in reads:
+        raise ConfigError(
+            f"--data: {config.task} has not read data.eval_source; its eval_data() decides."
+        )
     if data is None:
         raise ConfigError("there is no evaluation set: give one with --data.")
-    model = task.model()
+    model = model_of(task)
     load_model(model, checkpoint)
-    metrics = task.metrics()
-    if args.per_class:
-        if not hasattr(task, "per_class_metrics"):
-            raise ConfigError(f"task = {config.task!r} has no per_class_metrics().")
-        metrics = task.per_class_metrics()
+    if args.per_class and not hasattr(task, "per_class_metrics"):
+        raise ConfigError(f"task = {config.task!r} has no per_class_metrics().")
+    metrics = metrics_of(task, args.per_class)
     values = evaluate(
         task, model.to(device), data, config.micro_batch, world, Threads(world.threads), metrics
     )
@@ -74,16 +87,19 @@ def main(argv: Sequence[str]) -> int:
     if skipped == data.rows:
         raise DataError(f"none of the {skipped} {task.unit} of the evaluation set can be read.")
     require_few_bad(skipped, "in the evaluation set", config.data.max_bad)
-    _print(checkpoint, data.rows, skipped, task, scalars(values))
-    if args.per_class:
-        _print_classes(task, values["classes"])
+    if args.out is not None:
+        _write(Path(args.out), checkpoint, data.rows - skipped, values)
+    _print(checkpoint, data.rows, skipped, task, values)
     return 0
 
 
-def find_checkpoint(place: str, which: Literal["best", "last"]) -> Checkpoint:
-    """Raises CheckpointError if there is none at `place`, or it is damaged."""
-    from pathlib import Path
+def find_checkpoint(place: str, which: Literal["best", "last"] | None = None) -> Checkpoint:
+    """The best one of a run unless `which` says otherwise, or the one that lies at `place`.
 
+    Raises:
+        CheckpointError: there is none, or it is damaged.
+        ConfigError: there is nothing to choose.
+    """
     from raytrain_ddp.checkpoint.layout import CHECKPOINTS, checkpoint_store, read_history
     from raytrain_ddp.checkpoint.storage import open_storage
     from raytrain_ddp.checkpoint.store import MANIFEST_FILE, CheckpointName, CheckpointStore
@@ -92,6 +108,8 @@ def find_checkpoint(place: str, which: Literal["best", "last"]) -> Checkpoint:
         place = str(Path("runs") / place)
     folder = open_storage(place)
     if folder.exists(MANIFEST_FILE):
+        if which is not None:
+            raise ConfigError(f"--checkpoint {which} has no effect: {place} is one checkpoint.")
         parent, _, name = place.rstrip("/").rpartition("/")
         parsed = CheckpointName.parse(name)
         if parsed is None:
@@ -104,7 +122,7 @@ def find_checkpoint(place: str, which: Literal["best", "last"]) -> Checkpoint:
         raise CheckpointError(
             f"{place}: no checkpoint there (looked for {CHECKPOINTS}/).{did_you_mean(place, runs)}"
         )
-    if which == "best":
+    if which != "last":
         bests = [r["step"] for r in read_history(folder) if r["kind"] == "eval" and r["best"]]
         names = [name for name in names if bests and name.step == bests[-1]] or names
     return _verified(store.open(names[0]))
@@ -125,8 +143,21 @@ def _config(checkpoint: Checkpoint, data: str | None) -> TrainConfig:
     return replace(config, data=given)
 
 
+def _write(path: Path, checkpoint: Checkpoint, samples: int, values: Mapping[str, Tensor]) -> None:
+    """Numbers, and nested lists of them; what is not finite as NaN or Infinity."""
+    told = {"checkpoint": str(checkpoint), "samples": samples}
+    figures = {
+        name: value.item() if value.numel() == 1 else value.tolist()
+        for name, value in values.items()
+    }
+    try:
+        path.write_text(json.dumps({**told, "metrics": figures}) + "\n", encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"--out {path}: cannot be written ({error.strerror}).") from None
+
+
 def _print(
-    checkpoint: Checkpoint, rows: int, skipped: int, task: Task, values: dict[str, float]
+    checkpoint: Checkpoint, rows: int, skipped: int, task: Task, values: Mapping[str, Tensor]
 ) -> None:
     print(f"{checkpoint}")
     if skipped:
@@ -135,7 +166,14 @@ def _print(
     else:
         print(f"{rows} {task.unit}, each once")
     for name, value in values.items():
-        print(f"  {name:<8} {value:.6f}")
+        if value.numel() == 1:
+            print(f"  {name:<8} {value.item():.6f}")
+    for name, value in values.items():
+        if name == "classes" and value.shape == (len(getattr(task, "class_names", ())), 5):
+            _print_classes(task, value)
+        elif value.numel() != 1:  # torch leaves out the middle of large ones
+            print(f"  {name}, shape {tuple(value.shape)}")
+            print(indent(str(value).removeprefix("tensor"), "    "))
 
 
 def _print_classes(task: Any, counts: Tensor) -> None:

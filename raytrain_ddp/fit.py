@@ -8,6 +8,7 @@ from types import ModuleType
 from typing import Any
 
 from raytrain_ddp.cli import parse_fit, run_door
+from raytrain_ddp.effects import under_torchrun
 
 
 def main(argv: Sequence[str]) -> int:
@@ -31,7 +32,7 @@ def main(argv: Sequence[str]) -> int:
 
         print(dry_run(args.config))
         return 0
-    from raytrain_ddp.orchestration.driver import fit, fit_locally, under_torchrun
+    from raytrain_ddp.orchestration.driver import fit, fit_locally
 
     if args.local or under_torchrun():
         return fit_locally(args.config).exit_status

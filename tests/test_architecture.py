@@ -24,6 +24,7 @@ RANKS = [
     {"durable", "failpoints", "rules", "uri"},
     {"sections", "inputs"},
     {"config"},
+    {"effects"},
     {"recipe"},
     {"data", "checkpoint"},
     {"tasks"},
@@ -37,7 +38,7 @@ MOST_LINES_OF_TRAIN = 45
 
 OFFERED = {
     *("ArraySource", "Data", "Draws", "FitResult", "IterableSource", "MapSource", "RaytrainError"),
-    *("Source", "Task", "TrainConfig", "fit"),
+    *("Source", "Task", "TrainConfig", "fit", "fit_locally"),
     *("AugmentConfig", "CheckpointConfig", "ComputeConfig", "DataConfig", "DdpConfig"),
     *("EvalConfig",),
     *("LogConfig", "ModelConfig", "OptimConfig", "ScalingConfig", "ScheduleConfig"),

@@ -294,9 +294,12 @@ def test_evaluate_takes_a_name_a_folder_or_one_checkpoint(
 ):
     monkeypatch.chdir(finished)
     newest = str(max((finished / "runs/small/checkpoints").iterdir()))
-    for place in ("small", "runs/small", "runs/small/", newest):
+    for place in ("small", "runs/small", "runs/small/"):
         for which in ("best", "last"):
             assert find_checkpoint(place, which).name == CheckpointName(6, 1)
+    assert find_checkpoint(newest).name == CheckpointName(6, 1)
+    with pytest.raises(ConfigError, match="--checkpoint last has no effect"):
+        find_checkpoint(newest, "last")
 
 
 def damage_model(checkpoint: Path) -> None:

@@ -28,7 +28,7 @@ from raytrain_ddp.recipe import (
     publishable,
     to_dict,
 )
-from raytrain_ddp.tasks.zoo import check_model_name, known_models
+from raytrain_ddp.tasks.zoo import check_model, known_models
 
 # Adding a flag is a promise to keep it; marking one free says that it does not decide the result.
 
@@ -334,7 +334,7 @@ def test_the_config_of_a_run_is_named_after_its_folder(tmp_path: Path):
 def test_shipped_recipes_load_and_name_known_models(name: str):
     config = load(name)
     assert config.name == name
-    check_model_name(config.model.name)
+    check_model(config.model.name)
 
 
 def test_the_digits_recipe_is_what_fit_does_without_one():
@@ -502,4 +502,4 @@ def test_known_models_are_those_of_torchvision_and_our_own():
 def test_fault_40_an_unknown_model_is_refused_with_close_names():
     assert "resnet50" in known_models()
     with pytest.raises(ConfigError, match=r"model\.name = 'resnet51'.*'resnet50'"):
-        check_model_name("resnet51")
+        check_model("resnet51")

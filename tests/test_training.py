@@ -49,7 +49,7 @@ from raytrain_ddp.data.loader import eval_batches
 from raytrain_ddp.data.plan import EpochOrder, Plan, deal
 from raytrain_ddp.data.source import ArraySource
 from raytrain_ddp.data.threads import Threads
-from raytrain_ddp.errors import ConfigError
+from raytrain_ddp.errors import ConfigError, TaskError
 from raytrain_ddp.evaluate import find_checkpoint
 from raytrain_ddp.inputs import DataConfig
 from raytrain_ddp.recipe import load
@@ -63,7 +63,8 @@ from raytrain_ddp.sections import (
 )
 from raytrain_ddp.tasks.images import ImageClassification
 from raytrain_ddp.training.buffers import Flags, SlotBuffers
-from raytrain_ddp.training.evaluate import _require_mergeable, evaluate, scalars
+from raytrain_ddp.training.evaluate import evaluate
+from raytrain_ddp.training.metrics import require_mergeable, scalars
 from raytrain_ddp.training.optim import build_optimizer, learning_rate
 from raytrain_ddp.training.state import TrainState
 from raytrain_ddp.training.world import World
@@ -586,11 +587,12 @@ def test_a_metric_that_cannot_be_merged_is_refused_before_the_evaluation():
         def merge_state(self, incoming_state: Any) -> None:
             self.kept = torch.maximum(self.kept, incoming_state["kept"])
 
+    task = TinyTask(TrainConfig())
     for metric in (Kept("mean"), Kept(None), PearsonCorrCoef()):
-        with pytest.raises(ConfigError, match="'odd' cannot be merged over chunks of the data"):
-            _require_mergeable("odd", metric)
+        with pytest.raises(TaskError, match="'odd' cannot be merged over chunks of the data"):
+            require_mergeable(task, "odd", metric)
     for metric in (Kept("max"), Kept("sum"), Merging("mean")):
-        _require_mergeable("fine", metric)
+        require_mergeable(task, "fine", metric)
 
 
 def test_evaluation_is_right_also_for_metrics_that_keep_lists(workers: Group):

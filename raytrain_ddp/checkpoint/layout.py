@@ -105,4 +105,6 @@ def read_history(run: Storage, file: str = METRICS_FILE) -> list[dict[str, Any]]
 def _with_nan(value: Any) -> Any:
     if isinstance(value, dict):
         return {key: _with_nan(inner) for key, inner in value.items()}
+    if isinstance(value, list):
+        return [_with_nan(inner) for inner in value]
     return math.nan if value is None else value

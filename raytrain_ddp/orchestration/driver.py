@@ -17,6 +17,7 @@ from raytrain_ddp.checkpoint.lease import Lease
 from raytrain_ddp.checkpoint.manifest import Manifest
 from raytrain_ddp.checkpoint.storage import Storage
 from raytrain_ddp.config import TrainConfig
+from raytrain_ddp.effects import effect_notes, under_torchrun
 from raytrain_ddp.errors import PreflightError, RaytrainError
 from raytrain_ddp.orchestration.aside import rays_words_aside
 from raytrain_ddp.orchestration.causes import without_ray
@@ -94,6 +95,7 @@ def _train_here(
     config: TrainConfig, run: Storage, main: bool, show: Show
 ) -> tuple[Mapping[str, Any], _Starts]:
     show({"kind": "phase", "name": "loading torch"})
+    _note_idle(config, show)
     from raytrain_ddp.tasks.load import load_task
     from raytrain_ddp.training.local import LocalSession, join_world
     from raytrain_ddp.training.loop import train
@@ -103,18 +105,18 @@ def _train_here(
         write_config(config, run)
     # As many threads sum in one order: what is exact has as many everywhere.
     world = join_world(config.scaling, config.scaling.threads if config.exact else None)
-    task = load_task(config)
+    reads: set[str] = set()
+    task = load_task(config, reads)
     watch = _Starts(show)
     with LocalSession(config, world, Best(task.monitor, task.goal), watch) as session:
         session.stop_on_signals()
-        outcome = train(config, task, session)
+        outcome = train(config, task, session, reads)
     return asdict(outcome), watch
 
 
-def under_torchrun() -> bool:
-    """Whether torchrun (or its elastic agent) started this process. Then the workers exist already;
-    besides, torchrun takes a ``--local`` behind the script's name for one of its own options."""
-    return "TORCHELASTIC_RUN_ID" in os.environ
+def _note_idle(config: TrainConfig, show: Show) -> None:
+    for text in effect_notes(config):
+        show({"kind": "note", "text": text})
 
 
 def write_config(config: TrainConfig, run: Storage) -> None:
@@ -198,17 +200,20 @@ def _train_on_ray(
     show: Show,
     committed: int,
 ) -> tuple[Mapping[str, Any], _Starts]:
+    from raytrain_ddp.orchestration.carried import carried
     from raytrain_ddp.orchestration.cluster import cluster
     from raytrain_ddp.orchestration.dashboard import listed
     from raytrain_ddp.orchestration.launch import Interrupted, launch
 
     watch = _Starts(show)
+    _note_idle(config, show)
+    task = carried(config)
     phase = lambda name: show({"kind": "phase", "name": name})  # noqa: E731
     try:
         with rays_words_aside(run), cluster(config, address, dashboard, phase) as layout:
             write_config(config, run)
             with listed(show):
-                outcome = launch(config, run, layout, watch, committed)
+                outcome = launch(config, run, layout, watch, committed, task)
     except Interrupted as stop:
         raise KeyboardInterrupt(stop.number) from None
     return outcome, watch

@@ -3,13 +3,24 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 from raytrain_ddp.config import TrainConfig
 from raytrain_ddp.data.splits import Splits
+from raytrain_ddp.effects import effect_notes, unread_notes
 from raytrain_ddp.orchestration.preflight import check, is_complete, open_run
 from raytrain_ddp.orchestration.resources import choose_layout, missing, this_machine
 from raytrain_ddp.orchestration.words import format_data
 from raytrain_ddp.recipe import dumps, publishable
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from raytrain_ddp.data.plan import Plan
+    from raytrain_ddp.data.source import Data
+    from raytrain_ddp.tasks.task import Task
+
+_SAMPLES = 8  # are tried
 
 
 def dry_run(config: TrainConfig) -> str:
@@ -26,15 +37,19 @@ def dry_run(config: TrainConfig) -> str:
     import torch
 
     from raytrain_ddp.data.plan import Plan, deal
+    from raytrain_ddp.tasks.check import eval_data_of, model_of, train_data_of
     from raytrain_ddp.tasks.load import load_task
     from raytrain_ddp.training.optim import build_optimizer, learning_rate
 
-    task = load_task(config)
-    data, eval_data = task.train_data(), task.eval_data()
+    reads: set[str] = set()
+    task = load_task(config, reads)
+    data, eval_data = train_data_of(task), eval_data_of(task)
     repeats = config.augment.repeats
     plan = Plan(data.rows, config.slots, config.micro_batch, repeats)
     steps, per_epoch = config.epochs * plan.steps_per_epoch, plan.steps_per_epoch
-    model = task.model()
+    model = model_of(task)
+    notes = [*effect_notes(config), *_tried(config, task, model, data, eval_data, plan)]
+    notes += unread_notes(config, reads)
     optimizer = build_optimizer(model, config.optim)
     for parameter in model.parameters():
         parameter.grad = torch.zeros_like(parameter)
@@ -72,10 +87,40 @@ def dry_run(config: TrainConfig) -> str:
         lines.append(
             f"run            {'complete' if complete else 'goes on'} at step {manifest.step}"
         )
+    lines += [f"note           {text}" for text in notes]
     lacking = missing(layout, have)
     if lacking:
         lines.append(f"this machine lacks\n{lacking}")
     return "\n".join(lines)
+
+
+def _tried(
+    config: TrainConfig,
+    task: Task,
+    model: nn.Module,
+    data: Data,
+    eval_data: Data | None,
+    plan: Plan,
+) -> list[str]:
+    """A small batch through the loss, one through the evaluation; the notes on that."""
+    import torch
+
+    from raytrain_ddp.training.buffers import own_memory
+    from raytrain_ddp.training.prepare import train_loader
+    from raytrain_ddp.training.state import begin_training
+    from raytrain_ddp.training.trial import try_evaluation, try_loss
+    from raytrain_ddp.training.world import World
+
+    world = World(0, 1, 0, torch.device("cpu"), torch.get_num_threads())
+    begin_training(model)
+    own_memory(model)
+    batch = train_loader(config, data, plan, world).any_batch(min(_SAMPLES, config.micro_batch))
+    try_loss(config, task, model, batch, world)
+    told: list[str] = []
+    if eval_data is not None:
+        size, tell = min(_SAMPLES, config.micro_batch), lambda event: told.append(event["text"])
+        try_evaluation(task, model, eval_data, size, world, tell)
+    return told
 
 
 def _tensor_bytes(state: object) -> int:

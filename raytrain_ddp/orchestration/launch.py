@@ -48,11 +48,13 @@ def launch(
     layout: Layout,
     show: Callable[[Event], None],
     committed: int = 0,
+    task: bytes | None = None,
 ) -> Event:
     """Trains on `layout`; returns the outcome that rank 0 told.
 
     Args:
         committed: the step of the newest checkpoint, 0 without one.
+        task: the task, where its name is not enough; see `carried`.
 
     Raises:
         RaytrainError: what a worker raised, with its exit status.
@@ -79,7 +81,7 @@ def launch(
     try:
         with _signals(listener.on_signal):
             while True:
-                trainer = make_trainer(config, run, layout, board)
+                trainer = make_trainer(config, run, layout, board, task)
                 show({"kind": "phase", "name": f"placing {layout.said} (each loads torch)"})
                 why = _attend(trainer, listener)
                 if listener.outcome is not None:

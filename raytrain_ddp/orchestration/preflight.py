@@ -23,7 +23,7 @@ from raytrain_ddp.errors import ConfigError, PreflightError
 from raytrain_ddp.inputs import DataConfig
 from raytrain_ddp.recipe import changed_fields
 from raytrain_ddp.tasks.load import BUILT_IN, check_task_name
-from raytrain_ddp.tasks.zoo import check_model_name
+from raytrain_ddp.tasks.zoo import check_model
 from raytrain_ddp.uri import reason_of, without_secrets
 
 T = TypeVar("T")
@@ -47,7 +47,7 @@ def check(config: TrainConfig) -> TrainConfig:
             )
     check_task_name(config.task)
     if config.task in BUILT_IN:
-        check_model_name(config.model.name)
+        check_model(config.model.name, config.model.weights)
         config = replace(config, data=_with_classes(config.data))
     storage = config.storage  # absolute, so that it means the same in each worker and later
     if "://" not in storage:
@@ -125,7 +125,7 @@ def is_complete(config: TrainConfig, manifest: Manifest | None) -> bool:
 
 def _default_name(config: TrainConfig) -> str:
     if config.task not in BUILT_IN:
-        return config.task.rpartition(":")[2]
+        return str(config.task).rpartition(":")[2].rpartition(".")[2].removesuffix("()")
     source = without_secrets(config.data.source)
     name = source.partition(":")[2] if source.startswith("torchvision:") else Path(source).name
     name = name.split(".")[0].lower()

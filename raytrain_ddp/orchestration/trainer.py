@@ -20,8 +20,14 @@ from raytrain_ddp.recipe import to_dict
 _LOOK_EVERY_S = 3.0
 
 
-def make_trainer(config: TrainConfig, run: Storage, layout: Layout, board: Any) -> Any:
-    """A `TorchTrainer` whose workers run `train` on `layout`, and answer to `board`."""
+def make_trainer(
+    config: TrainConfig, run: Storage, layout: Layout, board: Any, task: bytes | None = None
+) -> Any:
+    """A `TorchTrainer` whose workers run `train` on `layout`, and answer to `board`.
+
+    Args:
+        task: the task, where its name is not enough; see `carried`.
+    """
     import ray
     from ray.train import FailureConfig, LoggingConfig, RunConfig, ScalingConfig
     from ray.train.torch import TorchConfig, TorchTrainer
@@ -31,6 +37,7 @@ def make_trainer(config: TrainConfig, run: Storage, layout: Layout, board: Any) 
     parent, _, name = run.path.rstrip("/").rpartition("/")
     given = WorkerSettings(
         config=to_dict(config),
+        task=task,
         folder=str(Path.cwd()),
         import_paths=import_paths(config),
         log_folder=f"{run.path}/{LOGS}" if run.is_local else None,

@@ -8,6 +8,7 @@ from __future__ import annotations
 import ctypes
 import dataclasses
 import os
+import pickle
 import signal
 import socket
 import sys
@@ -35,6 +36,7 @@ class WorkerSettings:
     """All that a worker is given.
 
     Args:
+        task: the task, pickled, where its name is not enough.
         board: the handle of the Board actor.
         look_every_s: how often to look for a notice that nodes are taken away; 0: never.
         failpoints: what the driver's environment arms, and the folder in which it is noted.
@@ -47,6 +49,7 @@ class WorkerSettings:
     board: Any
     look_every_s: float = 0.0
     failpoints: tuple[str, str] = ("", "")
+    task: bytes | None = dataclasses.field(default=None, repr=False)
 
 
 def train_on_worker(loop_config: dict[str, WorkerSettings]) -> None:
@@ -80,11 +83,14 @@ def _train(given: WorkerSettings, sessions: list[RaySession]) -> None:
     from raytrain_ddp.training.recorder import Best
 
     config = from_dict(given.config)
-    task = load_task(config)
+    if given.task is not None:
+        config = dataclasses.replace(config, task=pickle.loads(given.task))
+    reads: set[str] = set()
+    task = load_task(config, reads)
     best = Best(task.monitor, task.goal)
     with RaySession(config, given.board, best, given.look_every_s, _start()) as session:
         sessions.append(session)
-        outcome = train(config, task, session)
+        outcome = train(config, task, session, reads)
         if session.is_taken_away(outcome):
             outcome = dataclasses.replace(outcome, signal=session.hold())
         session.tell({"kind": "outcome", **dataclasses.asdict(outcome)})

@@ -14,10 +14,9 @@ from raytrain_ddp.data.device import finish, mix
 from raytrain_ddp.data.images import image_data
 from raytrain_ddp.data.source import Batch, Data
 from raytrain_ddp.data.splits import open_splits
-from raytrain_ddp.errors import ConfigError, did_you_mean
 from raytrain_ddp.tasks.digits import DigitsCNN
 from raytrain_ddp.tasks.task import Task
-from raytrain_ddp.tasks.zoo import DIGITS
+from raytrain_ddp.tasks.zoo import DIGITS, torchvision_model
 
 if TYPE_CHECKING:
     from torchmetrics import Metric
@@ -40,24 +39,7 @@ class ImageClassification(Task):
         config, classes = self._config.model, len(self.class_names)
         if config.name == DIGITS:
             return DigitsCNN(classes, config.dropout)
-        from torchvision.models import get_model, get_model_weights
-
-        # Their auxiliary heads would be trained by no loss here.
-        alone = {"aux_logits": False} if config.name in ("googlenet", "inception_v3") else {}
-        model: nn.Module = get_model(config.name, weights=None, num_classes=classes, **alone)
-        if config.weights:
-            known = get_model_weights(config.name)
-            if config.weights not in known.__members__:
-                names = list(known.__members__)
-                raise ConfigError(
-                    f"model.weights = {config.weights!r}: {config.name} has {', '.join(names)}."
-                    f"{did_you_mean(config.weights, names)}"
-                )
-            weights = known[config.weights].get_state_dict(check_hash=True)
-            own = model.state_dict()
-            fitting = {k: v for k, v in weights.items() if k in own and own[k].shape == v.shape}
-            model.load_state_dict(fitting, strict=False)
-        return model
+        return torchvision_model(config.name, config.weights, classes)
 
     def train_data(self) -> Data:
         config = self._config

@@ -6,40 +6,89 @@ import ast
 import importlib
 import importlib.util
 import sys
+from operator import attrgetter
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
-from raytrain_ddp.config import TrainConfig
+from raytrain_ddp.config import TaskName, TrainConfig
+from raytrain_ddp.effects import watched
 from raytrain_ddp.errors import ConfigError, did_you_mean
+from raytrain_ddp.tasks.protocol import check_options, check_task, has_constructor
 from raytrain_ddp.tasks.task import Task
 
 BUILT_IN = {"image-classification": "raytrain_ddp.tasks.images:ImageClassification"}
 
 
-def load_task(config: TrainConfig) -> Task:
-    """The task that `config.task` names, built.
+def load_task(config: TrainConfig, reads: set[str] | None = None) -> Task:
+    """The task of a config, built.
+
+    Args:
+        reads: is filled with the fields of the config that the task reads, now and later.
 
     Raises:
-        ConfigError: the module, file or class does not exist. An error raised by the task's own
-            code passes through as it is.
+        ConfigError: the module, file or class does not exist, or it has no such options.
+        TaskError: it is no task; see `check_task`. An error raised by the task's own code passes
+            through as it is.
     """
-    name = BUILT_IN.get(config.task, config.task)
-    place, _, class_name = name.rpartition(":")
-    module = _load_file(Path(place)) if place.endswith(".py") else importlib.import_module(place)
-    if not hasattr(module, class_name):
+    given = task_of(config)
+    if callable(given):
+        is_own = config.task not in BUILT_IN
+        seen = watched(config, reads) if is_own and reads is not None else config
+        given = given(seen, **config.task_options) if has_constructor(given) else given()
+    check_task(given)
+    return cast(Task, given)
+
+
+def task_of(config: TrainConfig) -> Any:
+    """The class, the function that makes a task, or the task that `config.task` names or holds.
+
+    Raises:
+        ConfigError, TaskError: as `load_task`.
+    """
+    check_task_name(config.task)
+    given = config.task.target if isinstance(config.task, TaskName) else _named(config.task)
+    if isinstance(given, type) or not callable(given):
+        check_task(given)
+    if callable(given):
+        check_options(given, config.task_options)
+    elif config.task_options:
         raise ConfigError(
-            f"task = {config.task!r}: {place} has no class {class_name!r}."
-            f"{did_you_mean(class_name, vars(module))}"
+            f"task_options = {config.task_options}: the task is an object already. Give its class, "
+            "or make it with them."
         )
-    return cast(Task, getattr(module, class_name)(config, **config.task_options))
+    return given
+
+
+def _named(task: str) -> Any:
+    place, _, class_name = BUILT_IN.get(task, task).rpartition(":")
+    if place == "__main__":
+        module: Any = sys.modules["__main__"]
+    else:
+        in_file = place.endswith(".py")
+        module = _load_file(Path(place)) if in_file else importlib.import_module(place)
+    try:
+        return attrgetter(class_name)(module)
+    except AttributeError:
+        pass
+    raise ConfigError(
+        f"task = {task!r}: {place} has no class {class_name!r}."
+        f"{did_you_mean(class_name, vars(module))}"
+    )
 
 
 def check_task_name(name: str) -> None:
     """Raises ConfigError if `name` cannot be a task's; imports nothing of it."""
-    if name in BUILT_IN:
+    if name in BUILT_IN or isinstance(name, TaskName):
         return
     place, colon, class_name = name.rpartition(":")
-    if not colon or not class_name.isidentifier():
+    from_python = class_name.endswith("()") or "<" in class_name
+    if from_python or (place == "__main__" and not hasattr(sys.modules["__main__"], class_name)):
+        raise ConfigError(
+            f"task = {name!r} was made by a script or a notebook, and is nowhere to be imported "
+            "from: run that again; fit(TrainConfig(...)) goes on with the run. Or put the class "
+            "into a file: --task path/to/file.py:Class."
+        )
+    if not colon or not all(part.isidentifier() for part in class_name.split(".")):
         raise ConfigError(
             f"task = {name!r}: expected {', '.join(BUILT_IN)}, package.module:Class or "
             f"path/to/file.py:Class.{did_you_mean(name, BUILT_IN)}"
@@ -47,8 +96,8 @@ def check_task_name(name: str) -> None:
     if place.endswith(".py"):
         if not Path(place).is_file():
             raise ConfigError(f"task = {name!r}: there is no file {place}.")
-        _check_class(name, Path(place), class_name)
-    elif importlib.util.find_spec(place.partition(".")[0]) is None:
+        _check_class(name, Path(place), class_name.partition(".")[0])
+    elif place != "__main__" and importlib.util.find_spec(place.partition(".")[0]) is None:
         raise ConfigError(
             f"task = {name!r}: no module {place.partition('.')[0]!r} can be imported from here."
         )

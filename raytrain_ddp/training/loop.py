@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from contextlib import closing
 
 from raytrain_ddp.config import TrainConfig
@@ -14,12 +15,17 @@ from raytrain_ddp.training.session import Session
 from raytrain_ddp.training.steering import Steering
 
 
-def train(config: TrainConfig, task: Task, session: Session) -> Outcome:
+def train(
+    config: TrainConfig, task: Task, session: Session, reads: Collection[str] | None = None
+) -> Outcome:
     """Trains to the end, or until asked to stop; goes on from the newest checkpoint if any.
 
     All ranks call it, with the same config.
+
+    Args:
+        reads: the fields of the config that the task reads, where it is watched; see `load_task`.
     """
-    run = prepare(config, task, session)
+    run = prepare(config, task, session, reads)
     state, plan = run.state, run.plan
     cadence = Cadence(config, plan.steps_per_epoch)
     steering = Steering(cadence, session)

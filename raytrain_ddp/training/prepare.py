@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Collection
 from functools import partial
 from typing import Any
 
@@ -24,9 +25,11 @@ from raytrain_ddp.data.plan import Plan
 from raytrain_ddp.data.source import Data
 from raytrain_ddp.data.splits import Splits
 from raytrain_ddp.data.threads import Threads
+from raytrain_ddp.effects import unread_notes
 from raytrain_ddp.errors import ConfigError, DataError
 from raytrain_ddp.failpoints import failpoint
 from raytrain_ddp.inputs import DataConfig
+from raytrain_ddp.tasks.check import eval_data_of, model_of, train_data_of
 from raytrain_ddp.tasks.task import Task
 from raytrain_ddp.training.buffers import own_memory
 from raytrain_ddp.training.clock import Clock
@@ -41,14 +44,17 @@ from raytrain_ddp.training.reduction import make_alike
 from raytrain_ddp.training.repro import judge
 from raytrain_ddp.training.run import Run
 from raytrain_ddp.training.session import Session
-from raytrain_ddp.training.state import TrainState
+from raytrain_ddp.training.state import TrainState, begin_training
 from raytrain_ddp.training.step import Stepper
 from raytrain_ddp.training.stragglers import Stragglers
 from raytrain_ddp.training.timing import peak_flops_per_s
+from raytrain_ddp.training.trial import try_evaluation
 from raytrain_ddp.training.world import World, seed_all, set_up, versions
 
 
-def prepare(config: TrainConfig, task: Task, session: Session) -> Run:
+def prepare(
+    config: TrainConfig, task: Task, session: Session, reads: Collection[str] | None = None
+) -> Run:
     """Builds, places, wraps and warms up the model; goes to the newest checkpoint. All ranks."""
     world = session.world
     set_up(world, config.compute)
@@ -56,12 +62,10 @@ def prepare(config: TrainConfig, task: Task, session: Session) -> Run:
     clock = Clock(world.device)
     session.watch(clock)
     session.tell({"kind": "phase", "name": "opening the data"})
-    data, eval_data = task.train_data(), task.eval_data()
+    data, eval_data = train_data_of(task), eval_data_of(task)
     splits = getattr(task, "splits", None) if world.is_main else None
     if isinstance(splits, Splits):
         splits.begin_counting()
-    if not data.rows:
-        raise DataError("the training set has 0 rows.")
     if data.source.blocks.min() < 1:
         raise DataError("the training set has a block of 0 rows: leave it out of Source.blocks.")
     plan = Plan(data.rows, config.slots, config.micro_batch, config.augment.repeats)
@@ -87,11 +91,13 @@ def prepare(config: TrainConfig, task: Task, session: Session) -> Run:
     guard = make_guard(state, partial(judge, config, state, session, loader), world.device)
     likeness = Likeness(config.scaling, state, session)
     stepper = Stepper(config, task, state, net, world, guard, clock, likeness)
-    note = memory_note(loader, config.data.memory_mib * 2**20)
-    if note is not None:
-        session.tell({"kind": "note", "text": note})
     batch, smallest = loader.any_batch(), loader.any_batch(_smallest_slot(plan))
     flops = stepper.warm_up(batch, smallest, loader.any_batch(1) if loader.skip else None)
+    if eval_data is not None:
+        try_evaluation(task, model, eval_data, config.micro_batch, world, session.tell)
+    note = memory_note(loader, config.data.memory_mib * 2**20)
+    for text in filter(None, (note, _mode_note(model), *unread_notes(config, reads))):
+        session.tell({"kind": "note", "text": text})
     failpoint("start.warmed_up", world.rank)
 
     identity = DataIdentity.of(data, eval_data, task)
@@ -148,7 +154,8 @@ def prepare(config: TrainConfig, task: Task, session: Session) -> Run:
 def initial_model(config: TrainConfig, task: Task, world: World) -> nn.Module:
     """On this worker's device, with the same weights on all workers; not wrapped."""
     seed_all(config.seed)
-    model = task.model()
+    model = model_of(task)
+    begin_training(model)
     own_memory(model)
     if config.compute.channels_last:
         model = model.to(memory_format=torch.channels_last)
@@ -167,6 +174,16 @@ def _require_storable(model: nn.Module) -> None:
             f"the model's {name} ({kind}) cannot be in a checkpoint: keep it in another type "
             "(torch.view_as_real for complex numbers), or as a buffer with persistent=False."
         )
+
+
+def _mode_note(model: nn.Module) -> str | None:
+    """Some libraries return models in evaluation mode."""
+    if any(module.training for module in model.modules()):
+        return None
+    return (
+        "The whole model is in evaluation mode, as model() returned it, and stays so: no dropout, "
+        "fixed batch norm statistics. Call train() on it in model() if that is not meant."
+    )
 
 
 def _smallest_slot(plan: Plan) -> int:

@@ -12,16 +12,17 @@ from raytrain_ddp.checkpoint.manifest import Manifest
 from raytrain_ddp.config import TrainConfig
 from raytrain_ddp.data.plan import Plan
 from raytrain_ddp.data.source import Data
-from raytrain_ddp.errors import ConfigError, DivergedError
+from raytrain_ddp.errors import DivergedError
 from raytrain_ddp.failpoints import failpoint
 from raytrain_ddp.recipe import publishable, to_dict
 from raytrain_ddp.tasks.task import Task
 from raytrain_ddp.training import timing
 from raytrain_ddp.training.cadence import Cadence
 from raytrain_ddp.training.clock import Clock
-from raytrain_ddp.training.evaluate import evaluate, scalars
+from raytrain_ddp.training.evaluate import evaluate
 from raytrain_ddp.training.feed import Feed, require_few_bad
 from raytrain_ddp.training.identity import DataIdentity
+from raytrain_ddp.training.metrics import require_monitor, scalars, tables
 from raytrain_ddp.training.repro import REMEDY
 from raytrain_ddp.training.session import Session
 from raytrain_ddp.training.state import TrainState
@@ -120,13 +121,11 @@ class Run:
                 beat=self.clock.beat,
             )
         self.metrics, self.state.evaluated_step = scalars(values), self.state.step
+        not_scalar = tables(values)
         skipped = int(self.metrics.get("skipped", 0))
         require_few_bad(skipped, "in the evaluation set", self.config.data.max_bad)
+        require_monitor(self.task, values)
         monitor = self.task.monitor
-        if monitor not in self.metrics:
-            raise ConfigError(
-                f"the task's monitor is {monitor!r}, but its metrics are {', '.join(self.metrics)}."
-            )
         best = self.state.improve(self.metrics[monitor], self.task.goal)
         self.session.log(
             {
@@ -134,6 +133,7 @@ class Run:
                 "step": self.state.step,
                 "epoch": (self.state.step - 1) // self.plan.steps_per_epoch,
                 "metrics": self.metrics,
+                **({"tables": not_scalar} if not_scalar else {}),
                 "monitor": monitor,
                 "best": best,
                 "seconds": time.monotonic() - started,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -122,6 +123,27 @@ class TrainState:
         if better:
             self.best, self.best_step = value, self.step
         return better
+
+
+@contextmanager
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """The model in evaluation mode; after it each module is in the mode in which it was."""
+    modes = [(module, module.training) for module in model.modules()]
+    model.eval()
+    try:
+        yield
+    finally:
+        for module, training in modes:
+            module.training = training
+
+
+def begin_training(model: nn.Module) -> None:
+    """Training mode, but for the modules that are in evaluation mode: so they stay, as a frozen
+    backbone does. A model's own `train` is called, as it may have such a rule itself."""
+    resting = [module for module in model.modules() if not module.training]
+    model.train()
+    for module in resting:
+        module.training = False
 
 
 def load_model(model: nn.Module, checkpoint: Checkpoint) -> None:

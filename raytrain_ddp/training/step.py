@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 
 import torch
@@ -15,6 +14,7 @@ from raytrain_ddp.data.nests import to_device
 from raytrain_ddp.data.source import Batch
 from raytrain_ddp.errors import ConfigError
 from raytrain_ddp.failpoints import failpoint
+from raytrain_ddp.tasks.check import require_loss
 from raytrain_ddp.tasks.task import Task
 from raytrain_ddp.training.buffers import Flags, KeptBuffers, SlotBuffers
 from raytrain_ddp.training.clock import Clock
@@ -25,7 +25,7 @@ from raytrain_ddp.training.reduction import (
     ExactReduction,
     Reduction,
 )
-from raytrain_ddp.training.state import TrainState
+from raytrain_ddp.training.state import TrainState, evaluating
 from raytrain_ddp.training.timing import counting_flops
 from raytrain_ddp.training.world import World, seed_slot
 
@@ -53,7 +53,6 @@ class Stepper:
     ) -> None:
         self.likeness = likeness
         self._config, self._task, self._state, self._net = config, task, state, net
-        net.train()
         self._world, self._guard, self._clock = world, guard, clock
         is_scaled = state.scaler.is_enabled()  # by which `compress` goes, too
         self._reduction: Reduction = DdpReduction(net, 1.0 if is_scaled else float(world.size))
@@ -64,7 +63,6 @@ class Stepper:
         self._make_buffers = partial(SlotBuffers, state.model, world, is_scaled, slots)
         self._buffers = self._make_buffers()
         self._clip = config.optim.clip_norm
-        self._dtype = _DTYPES[config.compute.precision]
         self._fewest = 1  # samples of a slot in training mode
 
     def __call__(self, slots: list[Slot], samples: int, lr: float) -> Tensor:
@@ -183,21 +181,26 @@ class Stepper:
         self._state.optimizer.zero_grad(set_to_none=True)
 
     def _forward(self, batch: Batch, model: nn.Module) -> Tensor:
-        reduced = self._dtype is not torch.float32
-        with torch.autocast(self._world.device.type, self._dtype, enabled=reduced):
-            return self._task.loss(model, to_device(batch, self._world.device))
+        return forward(self._config, self._task, model, batch, self._world)
 
     def _training(self, counts: bool) -> AbstractContextManager[None]:
         """A slot without samples joins in evaluation mode, so that it leaves no statistics; so does
         one with too few for any."""
-        return nullcontext() if counts else _evaluating(self._net)
+        return nullcontext() if counts else evaluating(self._net)
 
 
-@contextmanager
-def _evaluating(net: nn.Module) -> Iterator[None]:
-    net.eval()
-    yield
-    net.train()
+def forward(
+    config: TrainConfig, task: Task, model: nn.Module, batch: Batch, world: World
+) -> Tensor:
+    """The task's loss of a batch, shape (), in the config's precision.
+
+    Raises:
+        TaskError: it is no such loss.
+    """
+    dtype = _DTYPES[config.compute.precision]
+    with torch.autocast(world.device.type, dtype, enabled=dtype is not torch.float32):
+        loss = task.loss(model, to_device(batch, world.device))
+    return require_loss(task, loss, needs_gradient=torch.is_grad_enabled())
 
 
 def _remedy(text: str) -> str | None:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import os
 import platform
 import random
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from importlib import metadata
 from typing import Any
@@ -16,6 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from raytrain_ddp.data.draws import hash64, seed_globals
+from raytrain_ddp.errors import ConfigError, PreflightError
 from raytrain_ddp.sections import ComputeConfig
 
 
@@ -33,6 +35,24 @@ class World:
     def is_main(self) -> bool:
         """Guards writing, never a collective."""
         return self.rank == 0
+
+
+def choose_device(name: str, may_use_gpu: bool = True) -> torch.device:
+    """Of ``--device``: cpu, cuda, cuda:NUMBER, or auto, which is a GPU if there is one.
+
+    Raises:
+        ConfigError: there is no device of such a name.
+        PreflightError: it is not there.
+    """
+    gpus = torch.cuda.device_count()
+    if name == "auto":
+        return torch.device("cuda" if gpus and may_use_gpu else "cpu")
+    kind, colon, number = name.partition(":")
+    if name != "cpu" and (kind != "cuda" or (colon and not number.isdecimal())):
+        raise ConfigError(f"--device {name}: expected auto, cpu, cuda or cuda:NUMBER.")
+    if kind == "cuda" and int(number or 0) >= gpus:
+        raise PreflightError(f"--device {name}: torch finds {gpus or 'no'} GPUs here.")
+    return torch.device(name)
 
 
 def set_up(world: World, compute: ComputeConfig) -> None:
@@ -68,12 +88,25 @@ def seed_slot(device: torch.device, seed: int, step: int, slot: int) -> None:
         torch.cuda.default_generators[torch.cuda.current_device()].manual_seed(key)
 
 
-def broadcast(value: Any, world: World) -> Any:
-    """Rank 0's value on every rank; all ranks take part."""
+@contextmanager
+def keeping_generators(device: torch.device) -> Iterator[None]:
+    """Whatever is drawn meanwhile from torch's, numpy's and Python's generators leaves no trace."""
+    python, numpy = random.getstate(), np.random.get_state()
+    gpus = [torch.cuda.current_device()] if device.type == "cuda" else []
+    try:
+        with torch.random.fork_rng(gpus):
+            yield
+    finally:
+        random.setstate(python)
+        np.random.set_state(numpy)
+
+
+def broadcast(value: Any, world: World, source: int = 0) -> Any:
+    """The value of rank `source` on every rank; all ranks take part."""
     if world.size == 1:
         return value
     box = [value]
-    dist.broadcast_object_list(box, src=0, device=torch.device("cpu"))
+    dist.broadcast_object_list(box, src=source, device=torch.device("cpu"))
     return box[0]
 
 

@@ -14,6 +14,7 @@ from raytrain_ddp.data.locate import locate
 from raytrain_ddp.data.source import Source
 from raytrain_ddp.data.splits import open_splits
 from raytrain_ddp.recipe import from_dict
+from raytrain_ddp.tasks.check import eval_data_of, train_data_of
 from raytrain_ddp.tasks.load import BUILT_IN, load_task
 from raytrain_ddp.uri import attempt, reason_of
 
@@ -54,7 +55,7 @@ def _open(config: TrainConfig) -> tuple[list[Any], list[Any] | None]:
         splits.close()
     else:
         task = load_task(config)
-        data, eval_data = task.train_data(), task.eval_data()
+        data, eval_data = train_data_of(task), eval_data_of(task)
         train, other = data.source, eval_data.source if eval_data else None
     return _told(train), _told(other) if other else None
 

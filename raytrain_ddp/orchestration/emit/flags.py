@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import shlex
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 from typing import Any
 
 from raytrain_ddp.config import TrainConfig
+from raytrain_ddp.effects import idle
 from raytrain_ddp.recipe import load
 
 FIT = "python -m raytrain_ddp.fit"
@@ -20,21 +21,24 @@ def command(config: TrainConfig, base: str | None = None) -> str:
         base: the shipped recipe that it begins with; all that differs from it follows as flags.
     """
     words = [base] if base else []
-    words += _flags(config, load(base) if base else TrainConfig())
+    words += _flags(config, load(base) if base else TrainConfig(), idle(config))
     return shlex.join([*FIT.split(), *words])
 
 
-def _flags(section: Any, base: Any, prefix: str = "--") -> Iterator[str]:
-    """The flags by which `section` differs from `base`, which is of the same class."""
+def _flags(section: Any, base: Any, without: Container[str], prefix: str = "") -> Iterator[str]:
+    """The flags by which `section` differs from `base`, which is of the same class; of those
+    `without` effect none, as they would be refused."""
     for field in dataclasses.fields(section):
         value, before = getattr(section, field.name), getattr(base, field.name)
         name = field.name.replace("_", "-")
         if dataclasses.is_dataclass(value):
-            yield from _flags(value, before, f"{prefix}{name}.")
+            yield from _flags(value, before, without, f"{prefix}{field.name}.")
+        elif f"{prefix}{field.name}" in without:
+            continue
         elif value != before and field.type == "bool":
-            yield f"{prefix}{'' if value else 'no-'}{name}"
+            yield f"--{prefix}{'' if value else 'no-'}{name}"
         elif value != before:
-            yield from _with_value(prefix + name, value)
+            yield from _with_value(f"--{prefix}{name}", value)
 
 
 def _with_value(flag: str, value: Any) -> Iterator[str]:

@@ -74,16 +74,16 @@ def predict(files: RunFiles, device: str, is_running: bool) -> Predictions:
     checkpoint = _best(files)
     config = from_dict(dict(checkpoint.manifest.config), where=str(checkpoint))
     _require_no_download(config)
-    import torch
-
+    from raytrain_ddp.tasks.check import eval_data_of, model_of
     from raytrain_ddp.tasks.load import load_task
     from raytrain_ddp.training.state import load_model
+    from raytrain_ddp.training.world import choose_device
 
-    free = torch.cuda.is_available() and not is_running  # a training has the GPU to itself
-    on = torch.device(device if device != "auto" else "cuda" if free else "cpu")
+    free = not is_running  # a training has the GPU to itself
+    on = choose_device(device, free)
     try:
         task = load_task(config)
-        data = task.eval_data()
+        data = eval_data_of(task)
     except RaytrainError:
         raise
     except Exception as error:  # the user's own code, or what opens the data
@@ -93,7 +93,7 @@ def predict(files: RunFiles, device: str, is_running: bool) -> Predictions:
         raise ConfigError(f"task = {config.task!r} is no classification of images.")
     if data is None:
         raise ConfigError("there is no evaluation set.")
-    model = task.model()
+    model = model_of(task)
     load_model(model, checkpoint)
     try:
         return _look(task, model.to(on).eval(), data, config, [str(n) for n in names], checkpoint)

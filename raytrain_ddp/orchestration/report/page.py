@@ -47,6 +47,7 @@ def one_run(story: Story, predictions: str) -> str:
         _section("Speed", _panels(over_time, one=True) + _phases(story)),
         _section("Ranks", _rank_bars(story)),
         _section("What happened", tables.happenings(story) if story.happenings else ""),
+        _section("Metrics in full", tables.full_metrics(story)),
         _section("Predictions", predictions),
         _section("Checkpoints", tables.checkpoints(story)),
         _section("Config", tables.config(story.files)),

@@ -26,9 +26,15 @@ def write_report(places: Sequence[str], out: str | None, predict: bool, device: 
         predict: look at what a single run's best checkpoint gets wrong, if that can be done here.
 
     Raises:
-        ConfigError: there is no such run, or the file cannot be written.
+        ConfigError: there is no such run or device, or the file cannot be written.
         PreflightError: a run's storage does not answer.
     """
+    if device != "auto":
+        if not predict or len(places) > 1:
+            raise ConfigError("--device has no effect: it is for the predictions of a single run.")
+        from raytrain_ddp.training.world import choose_device  # loads torch
+
+        choose_device(device)
     runs = _told_apart([read_run(place) for place in places])
     stories = [story_of(files) for files in runs]
     if len(stories) == 1:

@@ -15,11 +15,12 @@ from raytrain_ddp.orchestration.words import (
     format_bytes,
     format_count,
     format_metric,
+    format_number,
     format_seconds,
     plural,
 )
 
-_MOST_HAPPENINGS, _MOST_CHECKPOINTS, _MOST_DETAIL = 200, 50, 6000
+_MOST_HAPPENINGS, _MOST_CHECKPOINTS, _MOST_DETAIL, _MOST_CELLS = 200, 50, 6000, 1024
 _SECTIONS_FREE = ("name", "storage")  # they say which run it is, not how it is trained
 
 
@@ -71,6 +72,36 @@ def detail(text: str, is_open: bool = False) -> str:
         return f" <small>{escape(text)}</small>"
     shown = escape(text[-_MOST_DETAIL:])
     return f"<details{' open' * is_open}><summary>more</summary><pre>{shown}</pre></details>"
+
+
+def full_metrics(story: Story) -> str:
+    """The metrics that are no single numbers, of the best evaluation, else of the last."""
+    files = story.files
+    record = files.best or (files.evals[-1] if files.evals else {})
+    parts = [
+        f"<h3>{escape(name)} <small>at step {record['step']}</small></h3>{_grid(found)}"
+        for name, found in record.get("tables", {}).items()
+    ]
+    return "".join(parts)
+
+
+def _grid(found: Any) -> str:
+    """Of a vector or a matrix; as text of what has more dimensions or more than fits."""
+    if isinstance(found, Mapping):
+        shape = " x ".join(map(str, found.get("shape", ())))
+        told = f"{shape} numbers, too many for the log: evaluate --out FILE writes them."
+        return f"<p class=note>{escape(told)}</p>"
+    rows = found if found and all(isinstance(row, list) for row in found) else [found]
+    flat = all(not isinstance(cell, list) for row in rows for cell in row)
+    if not flat or len(rows) * len(rows[0]) > _MOST_CELLS or not rows[0]:
+        return detail(json.dumps(found))
+    numbers = [f">{number}" for number in range(len(rows[0]))]
+    lines = [[str(number), *(_cell(cell) for cell in row)] for number, row in enumerate(rows)]
+    return table(["", *numbers], lines)
+
+
+def _cell(number: Any) -> str:
+    return str(number) if isinstance(number, int) else escape(format_number(number))
 
 
 def checkpoints(story: Story) -> str:

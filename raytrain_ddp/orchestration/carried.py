@@ -1,0 +1,58 @@
+"""A task that Python code gave, as it travels to the workers."""
+
+from __future__ import annotations
+
+import sys
+import sysconfig
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from raytrain_ddp.config import TaskName, TrainConfig
+from raytrain_ddp.errors import TaskError
+from raytrain_ddp.tasks.load import BUILT_IN, task_of
+
+
+def carried(config: TrainConfig) -> bytes | None:
+    """The config's task, looked at before anything is started, and pickled by value where workers
+    may not be able to import it; None where its name is enough.
+
+    Raises:
+        ConfigError, TaskError: as `load_task`; or it cannot be pickled.
+    """
+    if config.task in BUILT_IN:
+        return None
+    task = task_of(config)
+    if not isinstance(config.task, TaskName) and not config.task.startswith("__main__:"):
+        return None
+    from ray import cloudpickle
+
+    kind = task if hasattr(task, "__qualname__") else type(task)
+    try:
+        with _by_value(kind.__module__, cloudpickle):
+            pickled: bytes = cloudpickle.dumps(task)
+            return pickled
+    except Exception as error:  # whatever is in it raises what it likes
+        raise TaskError(
+            f"{config.task} cannot be sent to the workers: {type(error).__name__}: {error}. Open "
+            "files and connections, and make locks, in the task's constructor or later, of a class "
+            "that is given as TrainConfig(task=...): each worker builds its own."
+        ) from error
+
+
+@contextmanager
+def _by_value(name: str, cloudpickle: Any) -> Iterator[None]:
+    """Meanwhile what is in that module is pickled by value, unless it is an installed package's."""
+    module = sys.modules.get(name)
+    place = getattr(module, "__file__", None)
+    installed = [Path(sysconfig.get_path(kind)).resolve() for kind in ("purelib", "platlib")]
+    here = place and not any(Path(place).resolve().is_relative_to(each) for each in installed)
+    if name == "__main__" or module is None or not here or name.startswith("raytrain_ddp."):
+        yield
+        return
+    cloudpickle.register_pickle_by_value(module)
+    try:
+        yield
+    finally:
+        cloudpickle.unregister_pickle_by_value(module)

@@ -1,0 +1,254 @@
+"""Whether a class is a task: what it lacks, what its methods take, and what of it nothing calls.
+
+Found before anything is started, from the class alone: no torch, nothing is called.
+"""
+
+from __future__ import annotations
+
+import dis
+import inspect
+import re
+import typing
+from collections.abc import Iterator, Mapping
+from difflib import get_close_matches
+from functools import cached_property
+from types import CodeType
+from typing import Any
+
+from raytrain_ddp.errors import ConfigError, TaskError, did_you_mean
+from raytrain_ddp.tasks.task import Task
+
+_ARGUMENTS: dict[str, tuple[str, ...]] = {
+    "model": (),
+    "train_data": (),
+    "eval_data": (),
+    "loss": ("model", "batch"),
+    "metrics": (),
+    "evaluate": ("model", "batch", "metrics"),
+}
+_ATTRIBUTES = ("monitor", "goal", "unit")
+_KNOWN = {*_ARGUMENTS, *_ATTRIBUTES, "per_class_metrics", "class_names"}
+_ELSEWHERE = {
+    "the optimizer and its learning rate are the config's (--optim.*, --schedule.*)": (
+        "configure_optimizers configure_optimizer optimizer optimizers get_optimizer "
+        "create_optimizer make_optimizer optimizer_step schedule scheduler schedulers "
+        "lr_scheduler lr_schedulers get_scheduler create_scheduler lr learning_rate "
+        "configure_gradient_clipping"
+    ),
+    "what is learned is loss(model, batch)": (
+        "training_step train_step compute_loss loss_fn loss_function criterion forward backward"
+    ),
+    "a batch is evaluated by evaluate(model, batch, metrics)": (
+        "validation_step test_step eval_step validate evaluation eval compute_metrics val_step"
+    ),
+    "the data are those of train_data()": (
+        "train_dataloader get_train_dataloader train_loader train_dataset training_data"
+    ),
+    "the data to evaluate on are those of eval_data()": (
+        "val_dataloader test_dataloader get_eval_dataloader val_loader val_data val_dataset "
+        "valid_data validation_data test_data test_dataset eval_dataset"
+    ),
+    "the config has it (--epochs, --batch-size)": "epochs max_epochs num_epochs batch_size",
+    "the built-in methods are all that is called; do it in one of them": (
+        "setup teardown prepare_data configure_model configure_callbacks callbacks "
+        "training_epoch_end validation_epoch_end training_step_end validation_step_end"
+    ),
+}
+_FOREIGN = {name: why for why, names in _ELSEWHERE.items() for name in names.split()}
+_HOOK = re.compile(r"on_\w+")
+_NO_HOOKS = "there are no hooks; do it in loss() or evaluate()"
+
+
+def check_task(task: Any) -> None:
+    """Of a class, or of an object, which may be no subclass of `Task`.
+
+    Raises:
+        TaskError: it lacks a method, one takes other arguments, or nothing calls one.
+    """
+    kind = task if isinstance(task, type) else type(task)
+    where = _place_of_class(kind)
+    lacking = [name for name in _ARGUMENTS if _own(kind, name) is None and name not in _vars(task)]
+    lacking += [name for name in _ATTRIBUTES if not hasattr(task, name)]
+    if lacking:
+        own = [name for each in _classes(kind) for name in vars(each) if name not in _KNOWN]
+        meant = "".join(
+            f" Is {close[0]!r} meant to be {name!r}?"
+            for name in lacking
+            if (close := get_close_matches(name, own, n=1, cutoff=0.7))
+        )
+        parts = ", no ".join(f"{n}()" if n in _ARGUMENTS else n for n in lacking)
+        raise TaskError(f"{where}: {kind.__qualname__} has no {parts}, as a task must.{meant}")
+    for name, arguments in _ARGUMENTS.items():
+        _check_arguments(task, kind, name, arguments)
+    if not isinstance(task.monitor, str | property) or not isinstance(task.unit, str | property):
+        raise TaskError(f"{where}: monitor and unit of {kind.__qualname__} must be strings.")
+    if task.goal not in ("min", "max") and not isinstance(task.goal, property):
+        raise TaskError(f"{where}: goal = {task.goal!r} of {kind.__qualname__}: min or max.")
+    for name in _idle(task, kind):
+        close = get_close_matches(name, _KNOWN, n=1, cutoff=0.8)
+        why = f"did you mean {close[0]!r}?" if close else _NO_HOOKS
+        raise TaskError(
+            f"{where}: nothing uses {kind.__qualname__}.{name}: {_FOREIGN.get(name, why)}. If it "
+            "is meant for yourself, give it another name."
+        )
+
+
+def check_options(made_by: Any, options: Mapping[str, str]) -> None:
+    """That what makes the task takes the config and these options.
+
+    Raises:
+        ConfigError: there is no such option, or one must be given.
+        TaskError: it does not take a config.
+    """
+    name = getattr(made_by, "__qualname__", type(made_by).__qualname__)
+    if not has_constructor(made_by):
+        if options:
+            raise ConfigError(
+                f"task_options: {name} has no option {next(iter(options))!r}, nor any."
+            )
+        return
+    signature = inspect.signature(made_by)
+    parameters = list(signature.parameters.values())
+    takes = [
+        each.name
+        for each in parameters[1:]
+        if each.kind in (each.KEYWORD_ONLY, each.POSITIONAL_OR_KEYWORD)
+    ]
+    takes_any = any(each.kind is each.VAR_KEYWORD for each in parameters)
+    for option in options:
+        if option not in takes and not takes_any:
+            raise ConfigError(
+                f"task_options: {name} has no option {option!r}.{did_you_mean(option, takes)} "
+                f"It has {', '.join(takes) or 'none'}."
+            )
+    for each in parameters[1:]:
+        needed = each.default is each.empty and each.kind in (
+            each.KEYWORD_ONLY,
+            each.POSITIONAL_OR_KEYWORD,
+        )
+        if needed and each.name not in options:
+            raise ConfigError(
+                f"task_options: {name} needs {each.name!r}: --task-options {each.name} VALUE."
+            )
+    try:
+        signature.bind(None, **options)
+    except TypeError as error:
+        where = _place_of_class(made_by)
+        raise TaskError(
+            f"{where}: {name} must take the config as its first argument ({error})."
+        ) from None
+
+
+def has_constructor(made_by: Any) -> bool:
+    """Whether it is given the config: all but a class that has no constructor of its own."""
+    if not isinstance(made_by, type):
+        return True
+    init = inspect.getattr_static(made_by, "__init__")  # a protocol's is typing's own
+    return init is not object.__init__ and getattr(init, "__module__", "") != typing.__name__
+
+
+def _own(kind: type, name: str) -> Any:
+    """What the class has under that name, unless it is the protocol's empty method."""
+    found = inspect.getattr_static(kind, name, None)
+    return None if found is vars(Task).get(name) else found
+
+
+def _vars(task: Any) -> Mapping[str, Any]:
+    return {} if isinstance(task, type) else getattr(task, "__dict__", {})
+
+
+def _check_arguments(task: Any, kind: type, name: str, arguments: tuple[str, ...]) -> None:
+    method = getattr(task, name)
+    is_unbound = isinstance(task, type) and inspect.isfunction(_own(kind, name))
+    if isinstance(method, property) or isinstance(_own(kind, name), property | cached_property):
+        method = None  # neither here nor there: what it gives is called later
+    elif not callable(method):
+        raise TaskError(
+            f"{_place_of_class(kind)}: {kind.__qualname__}.{name} is a {type(method).__name__}; "
+            "expected a method."
+        )
+    try:
+        if method is not None:
+            inspect.signature(method).bind(*([None] if is_unbound else []), *arguments)
+    except (TypeError, ValueError) as error:
+        if isinstance(error, ValueError):
+            return  # made in C: it has no signature
+        code = _code(_own(kind, name))
+        where = f"{code.co_filename}:{code.co_firstlineno}" if code else _place_of_class(kind)
+        raise TaskError(
+            f"{where}, in {kind.__qualname__}.{name}: it takes {inspect.signature(method)}, but "
+            f"is called with ({', '.join(arguments)}): {error}."
+        ) from None
+
+
+def _idle(task: Any, kind: type) -> Iterator[str]:
+    """Names that look as if something were expected of them, and that the task's own code does not
+    use either. Helpers of other names are nobody's business."""
+    classes = _classes(kind)
+    beneath = {
+        name
+        for each in kind.__mro__
+        if each not in classes and "lightning" not in each.__module__
+        for name in vars(each)
+    }
+    used = {name for each in classes for code in _codes(each) for name in _used(code)}
+    for name in dict.fromkeys(name for each in classes for name in vars(each)):
+        if name.startswith("_") or name in _KNOWN or name in used or name in beneath:
+            continue
+        close = get_close_matches(name, _KNOWN, n=1, cutoff=0.8)
+        if close or name in _FOREIGN or _HOOK.fullmatch(name):
+            yield name
+    for name in _vars(task):
+        if name.startswith("_") or name in _KNOWN or name in used:
+            continue
+        if get_close_matches(name, _ATTRIBUTES, n=1, cutoff=0.8):
+            yield name
+
+
+def _classes(kind: type) -> list[type]:
+    """The user's own of its bases."""
+    return [
+        each
+        for each in kind.__mro__
+        if (each is kind or Task in each.__mro__)
+        and not each.__module__.startswith("raytrain_ddp.")
+    ]
+
+
+def _codes(kind: type) -> Iterator[CodeType]:
+    for value in vars(kind).values():
+        parts = [value]
+        if isinstance(value, property):
+            parts = [value.fget, value.fset]
+        elif isinstance(value, cached_property):
+            parts = [value.func]
+        for part in parts:
+            code = _code(part)
+            if code is not None:
+                yield code
+
+
+def _code(function: Any) -> CodeType | None:
+    plain = inspect.unwrap(getattr(function, "__func__", function)) if function else None
+    return getattr(plain, "__code__", None)
+
+
+def _used(code: CodeType) -> Iterator[str]:
+    """Names of attributes that it reads, and its strings, which may be for getattr."""
+    for step in dis.get_instructions(code):
+        reads = step.opname.startswith(("LOAD_ATTR", "LOAD_METHOD", "LOAD_SUPER"))
+        if isinstance(step.argval, str) and (reads or step.opname == "LOAD_CONST"):
+            yield step.argval
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            yield from _used(constant)
+
+
+def _place_of_class(kind: Any) -> str:
+    """``file.py:12``, or as much of it as is known."""
+    try:
+        return f"{inspect.getsourcefile(kind)}:{inspect.getsourcelines(kind)[1]}"
+    except (OSError, TypeError):
+        codes = _codes(kind) if isinstance(kind, type) else filter(None, [_code(kind)])
+        code = next((each for each in codes if each.co_filename != typing.__file__), None)
+        return code.co_filename if code else str(getattr(kind, "__module__", type(kind).__module__))

@@ -1,0 +1,284 @@
+"""What is given has an effect, or is refused or noted."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from processes import door
+from tiny import TinyTask, tiny_config
+
+from raytrain_ddp import TrainConfig
+from raytrain_ddp.chaos import parse as parse_chaos
+from raytrain_ddp.cli import parse_fit
+from raytrain_ddp.doctor import parse as parse_doctor
+from raytrain_ddp.effects import effect_notes, given_flags, idle, unread_notes, value_of, watched
+from raytrain_ddp.errors import ConfigError, PreflightError
+from raytrain_ddp.orchestration.dry_run import dry_run
+from raytrain_ddp.orchestration.emit.flags import command
+from raytrain_ddp.orchestration.report.report import write_report
+from raytrain_ddp.recipe import dumps, flat, load, shipped_recipes
+from raytrain_ddp.sections import ModelConfig, OptimConfig
+from raytrain_ddp.tasks.zoo import check_model, known_models, known_weights, torchvision_model
+
+IDLE = [
+    ("--model.name resnet50 --model.dropout 0.1", "model.dropout"),
+    ("--model.weights DEFAULT", "model.weights"),
+    ("--ddp.powersgd-rank 2", "ddp.powersgd_rank"),
+    ("--optim.betas 0.9 0.999", "optim.betas"),
+    ("--optim.name adamw --optim.momentum 0.9", "optim.momentum"),
+    ("--optim.name adamw --optim.no-nesterov", "optim.nesterov"),
+    ("--optim.max-nonfinite 5", "optim.max_nonfinite"),
+    ("--schedule.step-epochs 3", "schedule.step_epochs"),
+    ("--schedule.gamma=0.5", "schedule.gamma"),
+    ("--schedule.name step --schedule.final-lr 0.1", "schedule.final_lr"),
+    ("--exact --ddp.static-graph", "ddp.static_graph"),
+    ("--exact --ddp.no-gradient-as-bucket-view", "ddp.gradient_as_bucket_view"),
+    ("--data.shuffle full --data.shuffle-window 3", "data.shuffle_window"),
+    ("--data.max-bad 3", "data.max_bad"),
+    ("--data.workers 0 --data.prefetch 9", "data.prefetch"),
+    ("--data.cache /tmp/x", "data.cache"),
+    ("--data.cache-gib 3", "data.cache_gib"),
+    ("--data.root elsewhere", "data.root"),
+    ("--data.source torchvision:MNIST --data.label-column y", "data.label_column"),
+    ("--augment.scale 0.5 1", "augment.scale"),
+    ("--augment.policy trivial --augment.magnitude 5", "augment.magnitude"),
+    ("--augment.operations 3", "augment.operations"),
+    ("--scaling.resize-s 10", "scaling.resize_s"),
+    ("--scaling.use-gpu False --scaling.gpus-per-worker 0.5", "scaling.gpus_per_worker"),
+    ("--scaling.check-every-steps 0 --scaling.on-divergence resync", "scaling.on_divergence"),
+    ("--log.project mine", "log.project"),
+    ("--log.profile-ranks 1", "log.profile_ranks"),
+    ("--storage s3://bucket/x --log.tensorboard", "log.tensorboard"),
+    ("--task-options rows 5", "task_options"),
+    ("--local --scaling.num-workers 2", "scaling.num_workers"),
+    ("--local --scaling.max-failures 2", "scaling.max_failures"),
+    ("--local --scaling.cpus-per-worker 2", "scaling.cpus_per_worker"),
+]
+
+
+@pytest.mark.parametrize(("line", "field"), IDLE, ids=[line for line, _ in IDLE])
+def test_a_flag_without_effect_is_refused(line: str, field: str):
+    with pytest.raises(ConfigError, match=f"^{field} has no effect: it needs "):
+        parse_fit(line.split())
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "--optim.name adamw --optim.betas 0.8 0.9",
+        "--schedule.name step --schedule.gamma 0.5",
+        "--profile --log.profile-ranks 1",
+        "--data.source torchvision:MNIST --data.root elsewhere",
+        "--data.source s3://b/x --data.cache /tmp/x --data.cache-gib 3",
+        "--augment.policy randaugment --augment.magnitude 5",
+        "--scaling.num-workers 1:2 --scaling.resize-s 10",
+        "--local --exact --scaling.cpus-per-worker 2",
+        "--task x.py:Y --model.dropout 0.1 --augment.scale 0.5 1",
+        "imagenet-resnet50 --model.weights DEFAULT",
+    ],
+)
+def test_a_flag_with_effect_is_taken(line: str):
+    parse_fit(line.split())
+
+
+@pytest.mark.parametrize(
+    ("line", "told"),
+    [
+        ("--local --address auto", "--address has no effect with --local"),
+        ("--local --dashboard", "--dashboard has no effect with --local"),
+        ("--address auto --dashboard", "--dashboard has no effect with --address"),
+        ("--dry-run --emit slurm", "--emit has no effect with --dry-run"),
+        ("--print-config --dry-run", "--dry-run has no effect with --print-config"),
+        ("--dry-run --address auto", "--address has no effect with --dry-run"),
+        ("--dry-run --local", "--local has no effect with --dry-run"),
+    ],
+)
+def test_flags_of_which_one_makes_the_other_have_no_effect_are_refused(line: str, told: str):
+    with pytest.raises(ConfigError, match=told):
+        parse_fit(line.split())
+
+
+def test_under_torchrun_what_is_rays_is_refused(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "x")
+    with pytest.raises(ConfigError, match="--address has no effect with torchrun"):
+        parse_fit(["--address", "auto"])
+    with pytest.raises(ConfigError, match=r"scaling\.num_workers has no effect"):
+        parse_fit(["--scaling.num-workers", "2"])
+    parse_fit(["--epochs", "2", "--local"])
+
+
+def test_the_other_commands_refuse_flags_without_effect(tmp_path: Path):
+    for argv in (["--nodes", "2", "--workers", "2"], ["--log.no-tensorboard"], ["--name", "x"]):
+        with pytest.raises(ConfigError, match=r"says it|chaos decides that itself"):
+            parse_chaos(argv)
+    for argv in (["--run", "x", "--epochs", "3"], ["digits", "--run", "x"]):
+        with pytest.raises(ConfigError, match="has no effect with --run"):
+            parse_doctor(argv)
+    with pytest.raises(ConfigError, match="--device has no effect"):
+        write_report(["x"], None, False, "cpu")
+    with pytest.raises(ConfigError, match="--device bogus: expected"):
+        write_report(["x"], None, True, "bogus")
+    answer = door("convert", "--verify", "x", "--address", "auto", cwd=tmp_path)
+    assert (answer.status, answer.err) == (2, "error: --address has no effect with --verify.\n")
+
+
+def test_every_rule_is_of_a_field_and_no_default_or_recipe_trips_it(tmp_path: Path):
+    fields = flat(TrainConfig())
+    every = [idle(c, on_ray) for c in (TrainConfig(), TrainConfig(exact=True)) for on_ray in (0, 1)]
+    assert set().union(*every) <= set(fields)
+    for name in shipped_recipes():
+        assert effect_notes(load(name)) == []
+        path = tmp_path / "config.toml"  # as of a run: every field is in it
+        path.write_text(dumps(load(name)))
+        assert effect_notes(parse_fit([str(path)]).config) == []
+
+
+def test_what_a_recipe_gives_without_effect_is_noted_and_not_emitted(tmp_path: Path):
+    (tmp_path / "mine.toml").write_text('[optim]\nname = "adamw"\nmomentum = 0.5\n')
+    config = parse_fit([str(tmp_path / "mine.toml")]).config
+    note = "optim.momentum = 0.5 has no effect: it needs optim.name = sgd."
+    assert effect_notes(config) == [note]
+    assert note in dry_run(replace(config, storage=str(tmp_path)))
+    assert "momentum" not in command(config)
+    assert "adamw" in command(config)
+
+
+def test_flags_are_recognised_in_all_their_forms():
+    argv = ["digits", "--optim.no-nesterov", "--epochs=3", "--log.every_steps", "-5", "--no-x"]
+    assert {"optim.nesterov", "epochs", "log.every_steps", "x"} <= given_flags(argv)
+
+
+# ------------------------------------------------------------------ tasks of one's own
+
+
+class Reading(TinyTask):
+    def __init__(self, config: TrainConfig) -> None:
+        super().__init__(config)
+        self._config = config
+
+    def loss(self, model: Any, batch: Any) -> Any:
+        assert self._config.model.dropout == 0.5
+        return super().loss(model, batch)
+
+
+def test_a_field_that_a_task_does_not_read_is_noted(tmp_path: Path):
+    config = tiny_config(tmp_path, "reads", task=Reading, model=ModelConfig(dropout=0.5))
+    config = replace(config, optim=replace(config.optim, label_smoothing=0.3))
+    told = dry_run(config)
+    assert "optim.label_smoothing = 0.3 is given, but test_effects:Reading has not read" in told
+    assert "model.dropout = 0.5 is given" not in told  # it is read in `loss`
+
+
+def test_a_watched_config_is_the_config_in_all_else():
+    config, reads = TrainConfig(optim=OptimConfig(lr=0.5)), set()
+    seen = watched(config, reads)
+    assert isinstance(seen, TrainConfig)
+    assert reads == set()
+    assert (seen.optim.lr, seen.slots) == (0.5, config.slots)
+    assert {"optim", "optim.lr", "batch_size"} <= reads
+    assert "data.source" not in reads
+    for same in (pickle.loads(pickle.dumps(seen)), copy.deepcopy(seen)):
+        assert same == config
+        assert type(same) is TrainConfig
+        assert type(same.optim) is OptimConfig
+    assert replace(seen.data, image_size=8).image_size == 8
+    assert value_of(seen, "data.source") == "digits"
+    assert unread_notes(config, reads) == []  # the built-in task
+
+
+# ------------------------------------------------------------------ weights
+
+
+def test_the_names_of_weights_are_those_of_torchvision():
+    from torchvision.models import get_model_weights
+
+    for name in known_models()[1:]:
+        assert set(known_weights(name)) == set(get_model_weights(name).__members__), name
+
+
+@pytest.mark.parametrize(
+    ("model", "weights", "told"),
+    [
+        ("digits-cnn", "DEFAULT", "digits-cnn has none"),
+        ("resnet18", "IMAGENET1K_V2", "resnet18 has IMAGENET1K_V1, DEFAULT. Did you mean"),
+        ("resnet50", "default", "resnet50 has IMAGENET1K_V1, IMAGENET1K_V2, DEFAULT"),
+    ],
+)
+def test_weights_that_are_none_are_refused_without_torch(
+    model: str, weights: str, told: str, tmp_path: Path
+):
+    with pytest.raises(ConfigError, match=told):
+        check_model(model, weights)
+    config = f'[model]\nname = "{model}"\nweights = "{weights}"\n'
+    (tmp_path / "mine.toml").write_text(config)
+    answer = door("fit", "mine.toml", cwd=tmp_path)
+    assert answer.status == 2
+    assert told in answer.err
+    assert answer.heavy == []
+
+
+@pytest.fixture
+def no_download(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """Weights that torchvision's builders get instead of a download, by a seed."""
+    from torchvision.models import WeightsEnum, get_model
+
+    asked: dict[str, Any] = {}
+
+    def get_state_dict(self: Any, *_: object, **__: object) -> Any:
+        torch.manual_seed(1)
+        asked["weights"] = self
+        with monkeypatch.context() as plain:
+            plain.undo()
+        options = asked.get("options", {})
+        return get_model(asked["name"], weights=None, **options).state_dict()
+
+    monkeypatch.setattr(WeightsEnum, "get_state_dict", get_state_dict)
+    return asked
+
+
+@pytest.mark.parametrize(
+    ("name", "weights", "options"),
+    [
+        ("resnet18", "DEFAULT", {}),
+        ("squeezenet1_1", "IMAGENET1K_V1", {}),
+        ("googlenet", "DEFAULT", {"init_weights": False, "aux_logits": True}),
+        ("vit_b_16", "IMAGENET1K_SWAG_E2E_V1", {"image_size": 384}),
+    ],
+)
+def test_pretrained_models_are_those_of_torchvision_but_for_the_head(
+    name: str, weights: str, options: dict[str, Any], no_download: dict[str, Any]
+):
+    from torchvision.models import get_model
+
+    no_download |= {"name": name, "options": options}
+    ours = torchvision_model(name, weights, 7)
+    theirs = get_model(name, weights=weights)
+    assert getattr(ours, "transform_input", None) == getattr(theirs, "transform_input", None)
+    reference = theirs.state_dict()
+    different = [
+        key for key, tensor in ours.state_dict().items() if not torch.equal(tensor, reference[key])
+    ] if all(k in reference for k in ours.state_dict()) else None  # fmt: skip
+    assert different is not None
+    assert 1 <= len(different) <= 2
+    assert all(reference[key].shape[0] == 1000 for key in different)
+    assert all(ours.state_dict()[key].shape[0] == 7 for key in different)
+
+
+def test_weights_that_cannot_be_downloaded_are_one_line_with_status_3(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+):
+    from urllib.error import URLError
+
+    def refuse(*_: object, **__: object) -> None:
+        raise URLError("Name or service not known")
+
+    monkeypatch.setattr(torch.hub, "download_url_to_file", refuse)
+    monkeypatch.setenv("TORCH_HOME", str(tmp_path))
+    with pytest.raises(PreflightError, match=r"model.weights = 'DEFAULT': https://\S+ cannot be d"):
+        torchvision_model("resnet18", "DEFAULT", 10)

@@ -1,0 +1,278 @@
+"""Metrics over chunks: one tree on any number of workers, little memory, all values kept."""
+
+from __future__ import annotations
+
+import json
+import math
+import resource
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from processes import Group, door
+from tiny import CLASSES, TinyNet, TinyTask, plain, run_tiny, tiny_config
+from torch import Tensor, nn
+
+from raytrain_ddp import ArraySource, Data, Task, TrainConfig, fit_locally
+from raytrain_ddp.checkpoint.layout import read_history, run_storage
+from raytrain_ddp.data.plan import deal
+from raytrain_ddp.data.threads import Threads
+from raytrain_ddp.errors import ConfigError, PreflightError
+from raytrain_ddp.orchestration.report.reading import read_run
+from raytrain_ddp.orchestration.report.story import story_of
+from raytrain_ddp.orchestration.report.tables import full_metrics
+from raytrain_ddp.training.evaluate import evaluate
+from raytrain_ddp.training.metrics import MOST_NUMBERS, TreeMetrics, tables
+from raytrain_ddp.training.world import World, choose_device
+
+ALONE = World(0, 1, 0, torch.device("cpu"), threads=1)
+
+
+class Traced:
+    """A metric whose state says how it was merged."""
+
+    def __init__(self) -> None:
+        self.metric_state: dict[str, Any] = {"tree": []}
+
+    def to(self, _: object) -> None: ...
+    def reset(self) -> None:
+        self.metric_state = {"tree": []}
+
+    def update(self, chunk: int) -> None:
+        self.metric_state = {"tree": [chunk]}
+
+    def merge_state(self, other: Mapping[str, Any]) -> None:
+        mine, theirs = self.metric_state["tree"], other["tree"]
+        self.metric_state = {"tree": [[*theirs, *mine]] if mine else theirs}
+
+    def compute(self) -> Tensor:
+        return torch.tensor(0.0)
+
+
+def trace(rank: int, size: int, chunks: int, empty: list[int]) -> Any:
+    """How a worker of `size` merges `chunks`, of which some have no samples."""
+    world = World(rank, size, rank, torch.device("cpu"), threads=1)
+    scores = TreeMetrics(TinyTask(TrainConfig()), {"loss": Traced()}, world.device)
+    most = 0
+    for chunk in deal(chunks, size, rank):
+        scores.reset()
+        scores.given["loss"].update(chunk)
+        scores.take(chunk, chunk not in empty)
+        most = max(most, len(scores._nodes))
+    scores.values(world)
+    return scores.given["loss"].metric_state["tree"], most
+
+
+@pytest.mark.parametrize(
+    ("chunks", "empty"), [(1, []), (2, []), (7, []), (13, [0, 5, 12]), (100, [3]), (3, [0, 1, 2])]
+)
+def test_the_states_are_merged_along_one_tree_on_any_number_of_workers(
+    chunks: int, empty: list[int], workers: Group
+):
+    found = [tree for size in (1, 2, 3) for tree, _ in workers(size, trace, chunks, empty)]
+    assert found == [found[0]] * 6
+    flat = json.dumps(found[0]).replace("[", "").replace("]", "")
+    assert [int(each) for each in flat.split(",") if each.strip()] == [
+        chunk for chunk in range(chunks) if chunk not in empty
+    ]
+    if chunks == 7:
+        assert found[0] == [[[[0, 1], [2, 3]], [[4, 5], 6]]]
+    for size in (1, 3):
+        for _, most in workers(size, trace, chunks, empty):
+            assert most <= 2 * math.log2(chunks + 1) + 1
+
+
+class Many(Task):
+    """A confusion matrix of 1,000 classes, of which one state takes 8 MB."""
+
+    monitor = "loss"
+
+    def __init__(self, config: TrainConfig, rows: str = "1600") -> None:
+        labels = np.random.Generator(np.random.Philox(1)).integers(0, 1000, int(rows))
+        self._source = ArraySource({"x": labels.astype(np.float32), "y": labels})
+
+    def model(self) -> nn.Module:
+        return nn.Linear(1, 1)
+
+    def train_data(self) -> Data:
+        return Data(self._source, lambda r, _: {n: torch.from_numpy(a) for n, a in r.items()})
+
+    eval_data = train_data
+
+    def loss(self, model: nn.Module, batch: Any) -> Tensor:
+        return model(batch["x"][:, None]).square().mean()
+
+    def metrics(self) -> dict[str, Any]:
+        from torchmetrics import MeanMetric
+        from torchmetrics.classification import MulticlassConfusionMatrix
+
+        return {"loss": MeanMetric(), "confusion": MulticlassConfusionMatrix(1000)}
+
+    def evaluate(self, model: nn.Module, batch: Any, metrics: Mapping[str, Any]) -> None:
+        metrics["loss"].update(batch["x"])
+        metrics["confusion"].update(batch["y"], batch["y"])
+
+
+def evaluate_many(rank: int, size: int, rows: int) -> tuple[float, float, float]:
+    """(added MiB of memory at its peak, sum of the matrix, loss)."""
+    world = World(rank, size, rank, torch.device("cpu"), threads=1)
+    task = Many(TrainConfig(), str(rows))
+    evaluate(task, task.model(), Many(TrainConfig(), "32").eval_data(), 16, ALONE, Threads(0))
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    values = evaluate(task, task.model(), task.eval_data(), 16, world, Threads(0))
+    added = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 1024
+    return added, values["confusion"].sum().item(), values["loss"].item()
+
+
+def test_memory_does_not_grow_with_the_number_of_chunks(workers: Group):
+    """200 chunks of 8 MB were 1.6 GB."""
+    added, total, loss = workers(1, evaluate_many, 3200)[0]
+    assert total == 3200
+    assert added < 250
+    for _, total, other in workers(3, evaluate_many, 3200):
+        assert (total, other) == (3200, loss)
+
+
+class Collected(TinyTask):
+    """MetricCollections, alone or in a dict, against plain metrics; and what is no scalar."""
+
+    def __init__(self, config: TrainConfig, form: str = "dict", **options: Any) -> None:
+        super().__init__(config, **options)
+        self._form = form
+
+    def metrics(self) -> Any:
+        from torchmetrics import MeanMetric, MetricCollection
+        from torchmetrics.classification import (
+            MulticlassAccuracy,
+            MulticlassConfusionMatrix,
+            MulticlassPrecision,
+        )
+
+        made = {
+            "accuracy": MulticlassAccuracy(CLASSES),
+            "precision": MulticlassPrecision(CLASSES),
+            "classes": MulticlassAccuracy(CLASSES, average=None),
+            "confusion": MulticlassConfusionMatrix(CLASSES),
+        }
+        if self._form == "collection":
+            return MetricCollection(made)
+        if self._form == "inside":
+            return {"loss": MeanMetric(), "all": MetricCollection(made, prefix="my_")}
+        return {"loss": MeanMetric(), **made}
+
+    def evaluate(self, model: nn.Module, batch: Any, metrics: Any) -> None:
+        logits = model(batch["x"])
+        if "loss" in metrics:
+            loss = nn.functional.cross_entropy(logits, batch["y"], reduction="none")
+            metrics["loss"].update(loss)
+        if self._form == "collection":
+            metrics.update(logits, batch["y"])
+        elif self._form == "inside":
+            metrics["all"].update(logits, batch["y"])
+        else:
+            for name in ("accuracy", "precision", "classes", "confusion"):
+                metrics[name].update(logits, batch["y"])
+
+
+def evaluate_form(rank: int, size: int, form: str) -> dict[str, Any]:
+    torch.manual_seed(3)
+    world = World(rank, size, rank, torch.device("cpu"), threads=1)
+    task, model = Collected(TrainConfig(), form, eval_rows=53), TinyNet()
+    data = task.eval_data()
+    assert data is not None
+    values = evaluate(task, model, data, 7, world, Threads(0))
+    return {name: value.tolist() for name, value in values.items()}
+
+
+def test_a_collection_gives_what_its_metrics_give_alone(workers: Group):
+    """On any number of workers: compute groups would depend on a worker's first batch."""
+    plain_values = workers(1, evaluate_form, "dict")[0]
+    for size in (1, 3):
+        for form, before in (("dict", ""), ("collection", ""), ("inside", "all/my_")):
+            for found in workers(size, evaluate_form, form):
+                found.pop("loss", None)
+                assert found == {
+                    f"{before}{name}": v for name, v in plain_values.items() if name != "loss"
+                }
+
+
+def test_what_is_no_scalar_is_in_the_log_and_shown(
+    workers: Group, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    config = tiny_config(tmp_path, "kept", epochs=2)
+    workers(3, run_tiny, plain(config), None, 0, 0, None, Collected)
+    found = [r for r in read_history(run_storage(config)) if r["kind"] == "eval"]
+    assert set(found[0]["metrics"]) == {"loss", "accuracy", "precision"}
+    assert set(found[0]["tables"]) == {"classes", "confusion"}
+    assert len(found[0]["tables"]["classes"]) == CLASSES
+    assert sum(map(sum, found[0]["tables"]["confusion"])) == 53
+    page = full_metrics(story_of(read_run(str(tmp_path / "kept"))))
+    assert "<h3>confusion <small>at step " in page
+    best = next(r for r in reversed(found) if r["best"])
+    assert all(f">{max(row)}<" in page for row in best["tables"]["confusion"])
+
+
+def test_large_values_are_shapes_in_the_log_and_not_finite_ones_are_null(tmp_path: Path):
+    large = torch.zeros(MOST_NUMBERS + 1)
+    assert tables({"one": torch.ones(()), "large": large}) == {"large": {"shape": [len(large)]}}
+    from raytrain_ddp.training.logbook import _line
+
+    line = _line({"tables": {"c": [[1.0, math.nan], [math.inf, 2.0]]}})
+    assert json.loads(line) == {"tables": {"c": [[1.0, None], [None, 2.0]]}}
+
+
+def test_evaluate_prints_and_writes_all_values(tmp_path: Path):
+    (tmp_path / "collected.py").write_text(
+        "from test_evaluation import Collected as Base\n"
+        "class Collected(Base):\n"
+        "    def __init__(self, config):\n        super().__init__(config)\n"
+    )
+    (tmp_path / "test_evaluation.py").symlink_to(__file__)
+    for name in ("tiny.py", "processes.py"):
+        (tmp_path / name).symlink_to(Path(__file__).parent / name)
+    task = ["--task", "collected.py:Collected", "--name", "c", "--epochs", "1"]
+    small = ["--batch-size", "32", "--micro-batch", "8"]
+    answer = door("fit", "--local", *task, *small, cwd=tmp_path)
+    assert answer.status == 0, answer.err
+    answer = door("evaluate", "c", "--device", "cpu", "--out", "values.json", cwd=tmp_path)
+    assert answer.status == 0, answer.err
+    assert f"confusion, shape ({CLASSES}, {CLASSES})" in answer.out
+    told = json.loads((tmp_path / "values.json").read_text())
+    assert told["samples"] == 53
+    assert sum(map(sum, told["metrics"]["confusion"])) == 53
+    assert isinstance(told["metrics"]["accuracy"], float)
+    refused = door("evaluate", "c", "--data", "digits", cwd=tmp_path)
+    assert refused.status == 2
+    assert "has not read data.eval_source" in refused.err
+    assert len(refused.err.splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    ("name", "error"),
+    [
+        ("bogus", ConfigError),
+        ("cuda:x", ConfigError),
+        ("cuda:", ConfigError),
+        ("meta", ConfigError),
+        ("cpu:1", ConfigError),
+        ("", ConfigError),
+        ("cuda:99", PreflightError),
+    ],
+)
+def test_a_device_that_is_none_is_refused(name: str, error: type[Exception]):
+    with pytest.raises(error, match=f"--device {name}"):
+        choose_device(name)
+    assert choose_device("cpu").type == "cpu"
+    if not torch.cuda.is_available():
+        with pytest.raises(PreflightError, match="--device cuda: torch finds no GPUs here"):
+            choose_device("cuda")
+
+
+def test_an_evaluation_that_is_resumed_has_the_same_figures(tmp_path: Path):
+    """One process, told to stop; `fit_locally` is what a notebook calls."""
+    result = fit_locally(tiny_config(tmp_path, "whole", epochs=1, task=Collected))
+    assert result.status == "finished"
+    assert set(result.last) >= {"loss", "accuracy"}
