@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 from raytrain_ddp.errors import ConfigError
 from raytrain_ddp.inputs import AugmentConfig, DataConfig
-from raytrain_ddp.rules import FREE, require
+from raytrain_ddp.rules import FREE, require, require_plain
 from raytrain_ddp.sections import (
     CheckpointConfig,
     ComputeConfig,
@@ -61,6 +61,7 @@ class TrainConfig:
     log: LogConfig = field(default_factory=LogConfig)
 
     def __post_init__(self) -> None:
+        require_plain(self)
         name_ok = self.name is None or bool(RUN_NAME.fullmatch(self.name))
         require(name_ok, "name", self.name, "use letters, digits, '.', '_' and '-', at most 128")
         for field_name in ("epochs", "batch_size", "micro_batch"):
@@ -76,6 +77,13 @@ class TrainConfig:
         repeats = self.augment.repeats
         rule = f"must divide micro_batch = {micro}"
         require(micro % repeats == 0, "augment.repeats", repeats, rule)
+        for kind in ("mixup", "cutmix"):
+            alpha = getattr(self.augment, kind)
+            rule = (
+                f"mixes images of a micro-batch, and one has {micro // repeats} (micro_batch = "
+                f"{micro}, augment.repeats = {repeats}): take {2 * repeats} or more a micro-batch"
+            )
+            require(not alpha or micro >= 2 * repeats, f"augment.{kind}", alpha, rule)
         self.require_slots(self.scaling.worker_range()[1])
         if self.exact:
             self._require_exact()
