@@ -126,7 +126,7 @@ class Run:
             raise ConfigError(
                 f"the task's monitor is {monitor!r}, but its metrics are {', '.join(self.metrics)}."
             )
-        best = self.state.improve(self.metrics[monitor], self.task.goal)
+        best = self.state.improve(self.metrics, monitor, self.task.goal)
         self.session.log(
             {
                 "kind": "eval",
