@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 from raytrain_ddp.config import TrainConfig
-from raytrain_ddp.orchestration.preflight import check, is_complete, open_run
+from raytrain_ddp.orchestration.naming import open_run
+from raytrain_ddp.orchestration.preflight import check, is_complete
 from raytrain_ddp.orchestration.resources import choose_layout, missing, this_machine
 from raytrain_ddp.recipe import dumps, publishable
 
 
-def dry_run(config: TrainConfig) -> str:
+def dry_run(config: TrainConfig, default_name: str | None = None) -> str:
     """The resolved config, then the arithmetic that follows from it.
 
     Raises:
         RaytrainError: whatever `fit` would raise before it takes workers, but for their number.
     """
-    config = check(config)
-    run, manifest = open_run(config)
+    run = open_run(check(config), default_name)
+    config, manifest = run.config, run.manifest
     have = this_machine()
     layout = choose_layout(config, have)
     import torch
@@ -54,13 +55,13 @@ def dry_run(config: TrainConfig) -> str:
         f"evaluation     {eval_data.rows if eval_data else 0} {task.unit}",
         "learning rate  " + ", ".join(f"epoch {e}: {r:.3g}" for e, r in rates.items()),
         f"model          {sum(p.numel() for p in model.parameters()):,} parameters",
-        f"checkpoint     {size / 2**20:.1f} MiB, in {run}",
+        f"checkpoint     {size / 2**20:.1f} MiB, in {run.folder}",
     ]
+    state = "would be new"
     if manifest is not None:
-        complete = is_complete(config, manifest)
-        lines.append(
-            f"run            {'complete' if complete else 'goes on'} at step {manifest.step}"
-        )
+        done = is_complete(config, manifest)
+        state = f"{'is complete' if done else 'would go on'} at step {manifest.step}"
+    lines.append(f"run            {config.name} {state}{f' ({run.note})' if run.note else ''}")
     lacking = missing(layout, have)
     if lacking:
         lines.append(f"this machine lacks\n{lacking}")
