@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from raytrain_ddp.errors import ConfigError
 from raytrain_ddp.inputs import AugmentConfig, DataConfig
-from raytrain_ddp.rules import FREE, require
+from raytrain_ddp.rules import FREE, require, require_plain
 from raytrain_ddp.sections import (
     CheckpointConfig,
     ComputeConfig,
@@ -96,6 +96,7 @@ class TrainConfig:
     def __post_init__(self) -> None:
         if not isinstance(self.task, str):
             object.__setattr__(self, "task", TaskName.of(self.task))
+        require_plain(self)
         name_ok = self.name is None or bool(RUN_NAME.fullmatch(self.name))
         require(name_ok, "name", self.name, "use letters, digits, '.', '_' and '-', at most 128")
         for field_name in ("epochs", "batch_size", "micro_batch"):
@@ -111,6 +112,13 @@ class TrainConfig:
         repeats = self.augment.repeats
         rule = f"must divide micro_batch = {micro}"
         require(micro % repeats == 0, "augment.repeats", repeats, rule)
+        for kind in ("mixup", "cutmix"):
+            alpha = getattr(self.augment, kind)
+            rule = (
+                f"mixes images of a micro-batch, and one has {micro // repeats} (micro_batch = "
+                f"{micro}, augment.repeats = {repeats}): take {2 * repeats} or more a micro-batch"
+            )
+            require(not alpha or micro >= 2 * repeats, f"augment.{kind}", alpha, rule)
         self.require_slots(self.scaling.worker_range()[1])
         if self.exact:
             self._require_exact()

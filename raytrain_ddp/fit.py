@@ -9,14 +9,13 @@ from typing import Any
 
 from raytrain_ddp.cli import parse_fit, run_door
 from raytrain_ddp.effects import under_torchrun
+from raytrain_ddp.recipe import default_name, dumps
 
 
 def main(argv: Sequence[str]) -> int:
     """Returns the exit status."""
     args = parse_fit(argv)
     if args.print_config:
-        from raytrain_ddp.recipe import dumps
-
         print(dumps(args.config), end="")
         return 0
     if args.emit:
@@ -27,16 +26,18 @@ def main(argv: Sequence[str]) -> int:
         for note in emitted.notes:
             print(f"note: {note}", file=sys.stderr)
         return 0
+    name = default_name(args.recipe)
     if args.dry_run:
         from raytrain_ddp.orchestration.dry_run import dry_run
 
-        print(dry_run(args.config))
+        print(dry_run(args.config, name))
         return 0
     from raytrain_ddp.orchestration.driver import fit, fit_locally
 
     if args.local or under_torchrun():
-        return fit_locally(args.config).exit_status
-    return fit(args.config, address=args.address, dashboard=args.dashboard).exit_status
+        return fit_locally(args.config, default_name=name).exit_status
+    result = fit(args.config, address=args.address, dashboard=args.dashboard, default_name=name)
+    return result.exit_status
 
 
 class _Door(ModuleType):

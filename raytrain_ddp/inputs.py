@@ -127,9 +127,10 @@ class AugmentConfig:
     erase: float = 0.0
     """Probability that a random rectangle is erased."""
     mixup: float = 0.0
-    """Alpha of mixup within a micro-batch; 0: off. With cutmix too, each has half of them."""
+    """Alpha of mixup with another image of the micro-batch; 0: off. With cutmix too, each has half
+    of them. An image without another one, at the end of an epoch, stays as it is."""
     cutmix: float = 0.0
-    """Alpha of cutmix within a micro-batch; 0: off."""
+    """Alpha of cutmix with another image of the micro-batch; 0: off."""
     repeats: int = 1
     """Each image comes so many times an epoch, augmented differently, decoded once."""
 

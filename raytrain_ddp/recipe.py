@@ -44,10 +44,7 @@ def from_dict(values: Mapping[str, Any], where: str = "config") -> TrainConfig:
 
 
 def load(path_or_name: str) -> TrainConfig:
-    """A recipe from a TOML file, or one of those that ship with the package, by name.
-
-    A recipe without a name gets that of its file.
-    """
+    """A recipe from a TOML file, or one of those that ship with the package, by name."""
     path = Path(path_or_name)
     shipped = shipped_recipes()
     if path.suffix != ".toml" and path_or_name in shipped:
@@ -61,11 +58,15 @@ def load(path_or_name: str) -> TrainConfig:
         values = tomllib.loads(path.read_text(encoding="utf-8"))
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path} is not valid TOML: {error}.") from None
-    config = from_dict(values, where=str(path))
-    if config.name is None:
-        stem = path.parent.name if path.name == "config.toml" else path.stem
-        config = dataclasses.replace(config, name=stem)
-    return config
+    return from_dict(values, where=str(path))
+
+
+def default_name(path_or_name: str | None) -> str | None:
+    """What a run of this recipe is called where the recipe has no `name`: as its file."""
+    if path_or_name is None:
+        return None
+    path = Path(path_or_name).absolute()
+    return path.parent.name if path.name == "config.toml" else path.stem
 
 
 def dumps(config: TrainConfig) -> str:

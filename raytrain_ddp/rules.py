@@ -2,7 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
+import re
+from collections.abc import Iterator, Mapping
+
 from raytrain_ddp.errors import ConfigError
+
+# Of C0, C1 and DEL; what YAML and Unicode take for the end of a line; halves of a character.
+_CONTROL = re.compile("[\x00-\x1f\x7f-\x9f\u2028\u2029\ud800-\udfff\ufeff]")
 
 FREE: dict[str, bool] = {"free": True}
 
@@ -32,3 +39,27 @@ def below_one(section: str, holder: object, *fields: str) -> None:
     for name in fields:
         value = getattr(holder, name)
         require(0 <= value < 1, f"{section}.{name}", value, "must be 0 or more and below 1")
+
+
+def require_plain(holder: object, name: str = "") -> None:
+    """Requires that no text in a config, at any depth, has a control character: it would be another
+    line, or none at all, in files and commands that are made of the config."""
+    for field, text in _texts(holder, name):
+        found = _CONTROL.search(text)
+        rule = f"has the control character U+{ord(found[0]):04X}; leave it out" if found else ""
+        require(found is None, field, text, rule)
+
+
+def _texts(holder: object, name: str) -> Iterator[tuple[str, str]]:
+    if isinstance(holder, str):
+        yield name, holder
+    elif dataclasses.is_dataclass(holder):
+        for field in dataclasses.fields(holder):
+            below = f"{name}.{field.name}" if name else field.name
+            yield from _texts(getattr(holder, field.name), below)
+    elif isinstance(holder, Mapping):
+        for pair in holder.items():
+            yield from _texts(pair, name)
+    elif isinstance(holder, tuple | list):
+        for each in holder:
+            yield from _texts(each, name)

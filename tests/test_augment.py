@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy, interpolate, one_hot
 
 from raytrain_ddp.data import policies
-from raytrain_ddp.data.device import ERASE_DRAWS, erase_boxes, finish, mix
+from raytrain_ddp.data.device import ERASE_DRAWS, erase_boxes, finish, mix, partners_of
 from raytrain_ddp.data.draws import Draws
 from raytrain_ddp.data.policies import apply_policy, policy_draws
 from raytrain_ddp.inputs import AugmentConfig
@@ -454,7 +454,7 @@ def mixed(
 ) -> tuple[Tensor, Tensor, float]:
     """(inputs, soft labels of 5 classes, share) under a seed."""
     torch.default_generator.manual_seed(seed)
-    result, of = mix(inputs, labels, config)
+    result, of = mix(inputs, labels, partners_of(np.arange(len(labels))), config)
     soft = of.share * one_hot(of.labels, 5) + (1 - of.share) * one_hot(of.partners, 5)
     return result, soft, of.share
 
@@ -513,6 +513,28 @@ def test_with_both_on_a_fair_coin_chooses_and_the_seed_decides_all(inputs: Tenso
     assert 150 < summed < 250
 
 
+@pytest.mark.parametrize(("images", "repeats"), [(8, 1), (8, 2), (2, 4), (3, 4), (5, 3)])
+def test_partners_are_other_images_and_each_is_a_partner_once(images: int, repeats: int):
+    rows = np.repeat(np.random.Generator(np.random.Philox(0)).permutation(50)[:images], repeats)
+    partners = partners_of(rows)
+    assert sorted(partners.tolist()) == list(range(len(rows)))
+    assert (rows[partners.numpy()] != rows).all()
+    if repeats == 1:
+        assert torch.equal(partners, torch.arange(images).roll(1))
+    met = [set(rows[partners.numpy()][rows == row]) for row in rows]
+    assert {len(others) for others in met} == {min(repeats, images - 1)}
+
+
+def test_partners_where_copies_were_left_out_are_other_images():
+    rows = np.array([7, 7, 7, 7, 2, 9, 9, 2])  # one copy of 2 apart: no order is assumed
+    others = rows[partners_of(rows).numpy()]
+    assert (others != rows).all()
+    assert set(others) <= {2, 7, 9}
+    for alone in ([4], [4, 4, 4]):
+        assert partners_of(np.array(alone)).tolist() == list(range(len(alone)))
+    assert partners_of(np.array([], np.int64)).tolist() == []
+
+
 def test_mixing_one_sample_leaves_it_as_it_is(inputs: Tensor):
     for config in (AugmentConfig(mixup=1.0), AugmentConfig(cutmix=1.0)):
         result, soft, _ = mixed(config, 1, inputs[:1], LABELS[:1])
@@ -522,7 +544,7 @@ def test_mixing_one_sample_leaves_it_as_it_is(inputs: Tensor):
 
 def test_with_neither_on_nothing_is_drawn_and_the_loss_is_plain(inputs: Tensor):
     state = torch.get_rng_state()
-    result, of = mix(inputs, LABELS, AugmentConfig())
+    result, of = mix(inputs, LABELS, None, AugmentConfig())
     assert result is inputs
     assert torch.equal(torch.get_rng_state(), state)
     logits = torch.randn(6, 5, generator=torch.Generator().manual_seed(0))
@@ -537,7 +559,7 @@ def test_the_loss_and_its_gradient_are_those_of_soft_labels(smoothing: float, in
         config = AugmentConfig(**{kind: 1.0})
         _, soft, _ = mixed(config, seed, inputs, LABELS)
         torch.default_generator.manual_seed(seed)
-        _, of = mix(inputs, LABELS, config)
+        _, of = mix(inputs, LABELS, partners_of(np.arange(6)), config)
         logits = torch.randn(6, 5, generator=torch.Generator().manual_seed(seed)).requires_grad_()
         losses = (
             of.loss(logits, smoothing),
@@ -587,6 +609,7 @@ def test_a_gpu_gets_the_values_of_a_cpu_and_the_host_never_waits(inputs: Tensor)
     flip, erase = torch.arange(6) % 2 == 0, erase_boxes((12, 10), 0.8, erase_draws(6))
     arguments: Sequence[Tensor] = (batch(), MEAN, STD, flip, erase)
     on_gpu = [argument.cuda() for argument in arguments]
+    partners = partners_of(np.arange(6)).cuda()
     labels, logits = LABELS.cuda(), torch.zeros(6, 5, device="cuda")
     config = AugmentConfig(mixup=1.0, cutmix=1.0)
     for last, seed in product((False, True), range(4)):
@@ -594,7 +617,7 @@ def test_a_gpu_gets_the_values_of_a_cpu_and_the_host_never_waits(inputs: Tensor)
         torch.cuda.synchronize()
         with no_wait_for_the_device():
             torch.default_generator.manual_seed(seed)
-            result, of = mix(finish(*on_gpu, channels_last=last), labels, config)
+            result, of = mix(finish(*on_gpu, channels_last=last), labels, partners, config)
             of.loss(logits, 0.1)
         layout = torch.channels_last if last else torch.contiguous_format
         assert result.is_contiguous(memory_format=layout)

@@ -570,5 +570,5 @@ def test_help_answers_at_once(tmp_path: Path):
 
 def test_a_recipe_comes_first_and_flags_win_over_it():
     args = parse(["digits", "--epochs", "5", "--kills", "7"])
-    assert (args.config.name, args.config.epochs, args.kills) == ("digits", 5, 7)
+    assert (args.recipe, args.config.epochs, args.kills) == ("digits", 5, 7)
     assert parse([]).config == TrainConfig()

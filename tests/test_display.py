@@ -12,6 +12,7 @@ from rich.console import Console
 from rich.text import Text
 
 from raytrain_ddp.orchestration import display as module
+from raytrain_ddp.orchestration import redraw
 from raytrain_ddp.orchestration.display import Display, Pace, Summary
 
 PLAN = {
@@ -580,3 +581,29 @@ def test_the_display_needs_neither_torch_nor_ray() -> None:
     )
     run = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
     assert run.stdout == "[]\n"
+
+
+def test_a_narrower_terminal_leaves_no_pieces_of_the_block(monkeypatch: pytest.MonkeyPatch):
+    """tmux and others break the lines that are there; a terminal that cuts them off, as xterm does,
+    has no more rows than before."""
+    for breaks in (True, False):
+        for name in redraw.BREAKING:
+            monkeypatch.delenv(name, raising=False)
+        if breaks:
+            monkeypatch.setenv("TMUX", "/tmp/tmux")
+        shown, stream = live(width=80)
+        shown.handle(PLAN)
+        shown.handle(train(5))
+        with shown:
+            shown._block.refresh()
+            lines = [len(line) for line in block(shown)]
+            for width in (30, 100):
+                shown._console.width = width
+                rows = sum(max(1, math.ceil(length / width)) for length in lines)
+                stream.truncate(stream.seek(0))
+                shown.handle({"kind": "note", "text": "hello"})
+                before, _, _ = stream.getvalue().partition("hello")
+                assert rows > len(lines) or width == 100
+                ups = before.count("\x1b[1A")
+                assert ups >= rows - 1 if breaks else ups == len(lines) - 1
+                lines = [len(line) for line in block(shown)]

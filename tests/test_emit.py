@@ -218,7 +218,7 @@ def test_a_worker_for_whom_no_machine_is_known_is_refused(words: tuple[str, ...]
     ("run", "named"), [("My_Run.2", "my-run-2"), ("7up", "run-7up"), ("a" * 60, "a" * 40)]
 )
 def test_objects_have_names_that_kubernetes_takes(run: str, named: str):
-    assert object_name(TrainConfig(name=run)) == named
+    assert object_name(run) == named
 
 
 # ------------------------------------------------------------------ the door

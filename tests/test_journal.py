@@ -27,7 +27,7 @@ from raytrain_ddp.errors import CheckpointError, PreflightError
 from raytrain_ddp.orchestration import journal as journal_module
 from raytrain_ddp.orchestration import preflight
 from raytrain_ddp.orchestration.journal import Journal
-from raytrain_ddp.orchestration.preflight import open_run
+from raytrain_ddp.orchestration.naming import open_run
 
 
 def kinds_and_steps(run: Storage) -> list[tuple[str, int]]:
@@ -133,7 +133,7 @@ def test_fault_12_a_run_whose_checkpoints_are_all_gone_does_not_begin_at_0(tmp_p
     config = tiny_config(tmp_path, "run")
     run = run_storage(config)
     store = checkpoint_store(run)
-    assert open_run(config)[1] is None  # a new run
+    assert open_run(config).manifest is None  # a new run
     commit(store, 20)
     begun(Path(run.path))
     with Journal(run, lambda _: None) as journal:
@@ -153,7 +153,7 @@ def test_fault_12_a_run_killed_before_its_first_checkpoint_begins_again(tmp_path
     begun(Path(run_storage(config).path))
     with Journal(run_storage(config), lambda _: None) as journal:
         journal({"kind": "plan", "step": 0})
-    assert open_run(config)[1] is None
+    assert open_run(config).manifest is None
 
 
 # ------------------------------------------------------------------ a storage that does not answer
@@ -176,7 +176,7 @@ def test_fault_15_a_start_asks_a_storage_again_that_does_not_answer(
     monkeypatch.setattr(preflight, "_PAUSES_S", (0.0, 0.0))
     config = tiny_config(tmp_path, "run")
     monkeypatch.setattr(Storage, "walk", failing(2))
-    assert open_run(config)[1] is None
+    assert open_run(config).manifest is None
     monkeypatch.setattr(Storage, "walk", failing(3))
     with pytest.raises(PreflightError, match=r"no answer.*the same command again") as caught:
         open_run(config)

@@ -511,3 +511,11 @@ def test_a_browser_shows_it_without_a_complaint(
         browser.close()
     left = [c for c in complaints if not c.startswith(("file:", "data:"))]
     assert not left
+
+
+def test_the_axis_of_an_accuracy_has_its_first_point_too():
+    from raytrain_ddp.orchestration.report.curves import _room
+
+    axis = _room([0.4306, 0.88, 0.95, *[0.99] * 9, 1.0], floor=True)
+    assert axis.at(0.4306) >= 0
+    assert axis.high == 1

@@ -44,6 +44,9 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 
 from raytrain_ddp.checkpoint.layout import CLOCKS, METRICS_FILE, read_history, run_storage
+from raytrain_ddp.checkpoint.manifest import Manifest
+from raytrain_ddp.checkpoint.storage import open_storage
+from raytrain_ddp.checkpoint.store import CheckpointName, CheckpointStore
 from raytrain_ddp.config import TrainConfig
 from raytrain_ddp.data.loader import eval_batches
 from raytrain_ddp.data.plan import EpochOrder, Plan, deal
@@ -66,7 +69,8 @@ from raytrain_ddp.training.buffers import Flags, SlotBuffers
 from raytrain_ddp.training.evaluate import evaluate
 from raytrain_ddp.training.metrics import require_mergeable, scalars
 from raytrain_ddp.training.optim import build_optimizer, learning_rate
-from raytrain_ddp.training.state import TrainState
+from raytrain_ddp.training.recorder import Best
+from raytrain_ddp.training.state import TrainState, encode
 from raytrain_ddp.training.world import World
 
 VARIANTS: dict[str, dict[str, Any]] = {
@@ -698,11 +702,46 @@ def test_a_metric_that_is_not_a_number_is_never_the_best(goal: str):
     model = TinyNet()
     optimizer = build_optimizer(model, OptimConfig())
     state = TrainState(model, optimizer, torch.amp.GradScaler("cpu", enabled=False))
-    state.improve(math.nan, goal)
+
+    def improve(value: float, **others: float) -> bool:
+        return state.improve({"top1": value, **others}, "top1", goal)
+
+    improve(math.nan)
     state.step = 10
-    assert state.improve(0.5, goal)
-    assert not state.improve(math.nan, goal)
+    assert improve(0.5)
+    assert not improve(math.nan)
     assert (state.best, state.best_step) == (0.5, 10)
+
+
+def test_of_equal_evaluations_the_one_with_the_lower_loss_is_the_best(tmp_path: Path):
+    """In memory, after a restart, and among the checkpoints."""
+    model = TinyNet()
+    optimizer = build_optimizer(model, OptimConfig())
+    evaluations = [(10, 0.5, 2.0), (20, 0.5, 1.0), (30, 0.5, 1.0), (40, 0.4, 0.1)]
+    evaluations += [(50, 0.5, math.nan), (60, 0.5, 0.75), (70, 0.5, 0.8)]
+    store = CheckpointStore(open_storage(str(tmp_path / "all")))
+    for step, top1, loss in evaluations:
+        metrics = {"top1": top1, "loss": loss}
+        store.commit(Manifest(step, 0, 1, 1, {}, "x", metrics=metrics), {"a": b""})
+    assert Best("top1", "max").among(store) == CheckpointName(60, 1)
+    assert Best("top1", "min").among(store) == CheckpointName(40, 1)
+    for restart_at in (None, 20, 60):
+        state = TrainState(model, optimizer, torch.amp.GradScaler("cpu", enabled=False))
+        log, best = [], []
+        for step, top1, loss in evaluations:
+            metrics = {"top1": top1, "loss": loss}
+            state.step = step
+            best.append(state.improve(metrics, "top1", "max"))
+            log.append({"kind": "eval", "step": step, "metrics": metrics})
+            if step == restart_at:
+                folder = open_storage(str(tmp_path / str(restart_at)))
+                manifest = Manifest(step, 0, 1, 1, {}, "x", metrics=metrics)
+                files = encode(state.snapshot(manifest, log))
+                checkpoint = CheckpointStore(folder).commit(manifest, files)
+                state.best_loss = 0.0
+                assert len(state.load(checkpoint)) == len(log)
+        assert best == [True, True, False, False, False, True, False]
+        assert (state.best, state.best_step) == (0.5, 60)
 
 
 # ------------------------------------------------------------------ the doors without Ray

@@ -66,6 +66,11 @@ class Storage:
         for folder in missing:
             fsync(str(folder.parent))
 
+    def names(self) -> list[str]:
+        """Files and folders in this folder, not below; none where it does not exist."""
+        selector = pafs.FileSelector(self.path, allow_not_found=True)
+        return [info.base_name for info in self.fs.get_file_info(selector)]
+
     def walk(self) -> list[str]:
         """Relative paths of all that is below, sorted; those of folders end with ``/``."""
         selector = pafs.FileSelector(self.path, recursive=True, allow_not_found=True)

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 
+from raytrain_ddp.data.draws import Rows
 from raytrain_ddp.inputs import AugmentConfig
 
 _TRIES = 10
@@ -132,8 +133,36 @@ class Mixed:
         return self.share * own + (1 - self.share) * others
 
 
-def mix(inputs: Tensor, labels: Tensor, config: AugmentConfig) -> tuple[Tensor, Mixed]:
-    """Mixes each image with the one before it in the micro-batch, the first with the last.
+def partners_of(rows: Rows) -> Tensor:
+    """Which sample of a micro-batch each one is mixed with, on the host: of another row.
+
+    Without repeats the one before it, the first with the last, as torchvision's MixUp and CutMix.
+    The copies of a row meet copies of different rows. A row that is alone is its own partner.
+
+    Args:
+        rows: row ids of the samples, shape (n,); copies have the same.
+
+    Returns:
+        int64 (n,): places in the micro-batch; a permutation where all rows have as many copies.
+    """
+    _, first, group = np.unique(rows, return_index=True, return_inverse=True)
+    group = first.argsort().argsort()[group]  # numbered as they come
+    order = np.argsort(group, kind="stable")
+    counts = np.bincount(group)
+    starts = np.cumsum(counts) - counts
+    copy = np.empty(len(rows), np.int64)
+    copy[order] = np.arange(len(rows)) - np.repeat(starts, counts)
+    others = len(counts) - 1
+    if others < 1:
+        return torch.arange(len(rows))
+    other = (group - 1 - copy % others) % len(counts)
+    return torch.from_numpy(order[starts[other] + copy % counts[other]])
+
+
+def mix(
+    inputs: Tensor, labels: Tensor, partners: Tensor | None, config: AugmentConfig
+) -> tuple[Tensor, Mixed]:
+    """Mixes each image with its partner.
 
     mixup (Zhang et al. 2018) is a weighted sum, cutmix (Yun et al. 2019) a rectangle pasted in;
     with both on, a fair coin chooses. Draws from torch's default CPU generator, if any is on.
@@ -141,28 +170,46 @@ def mix(inputs: Tensor, labels: Tensor, config: AugmentConfig) -> tuple[Tensor, 
     Args:
         inputs: float (n, 3, h, w), not written to; the result keeps its memory format.
         labels: int64 (n,).
+        partners: from `partners_of`, int64 (n,), on the device; None where neither is on.
     """
-    if not config.mixup and not config.cutmix:
+    if partners is None or (not config.mixup and not config.cutmix):
         return inputs, Mixed(labels, labels, 1.0)
+    share, box = draw_mix(config, *inputs.shape[-2:])
+    others = labels.index_select(0, partners)
+    if box is None:
+        return _taken(inputs, partners).lerp_(inputs, share), Mixed(labels, others, share)
+    top, left, bottom, right = box
+    mixed = inputs.clone()
+    mixed[..., top:bottom, left:right] = _taken(inputs[..., top:bottom, left:right], partners)
+    return mixed, Mixed(labels, others, share)
+
+
+def draw_mix(
+    config: AugmentConfig, height: int, width: int
+) -> tuple[float, tuple[int, int, int, int] | None]:
+    """How a micro-batch is mixed, from torch's default CPU generator.
+
+    Returns:
+        the share that each image keeps; cutmix: the box that it loses (top, left, bottom, right),
+        mixup: None.
+    """
     sums = not config.cutmix or (config.mixup > 0 and float(torch.rand((), device="cpu")) < 0.5)
     alpha = config.mixup if sums else config.cutmix
     share = float(torch.distributions.Beta(alpha, alpha, validate_args=False).sample())
-    partners = _before(labels)
     if sums:
-        return _before(inputs).lerp_(inputs, share), Mixed(labels, partners, share)
-    height, width = inputs.shape[-2:]
+        return share, None
     side = 0.5 * math.sqrt(1 - share)
     left, right = _span(width, int(side * width))
     top, bottom = _span(height, int(side * height))
-    mixed = inputs.clone()
-    mixed[..., top:bottom, left:right] = _before(inputs[..., top:bottom, left:right])
     share = 1 - (bottom - top) * (right - left) / (height * width)  # as it was cut
-    return mixed, Mixed(labels, partners, share)
+    return share, (top, left, bottom, right)
 
 
-def _before(batch: Tensor) -> Tensor:
-    """Rolled by one. `roll` itself would give up channels_last on CUDA."""
-    return torch.cat((batch[-1:], batch[:-1]))
+def _taken(images: Tensor, which: Tensor) -> Tensor:
+    """`index_select` that keeps channels_last."""
+    if not images.is_contiguous(memory_format=torch.channels_last):
+        return images.index_select(0, which)
+    return images.permute(0, 2, 3, 1).index_select(0, which).permute(0, 3, 1, 2)
 
 
 def _span(length: int, half: int) -> tuple[int, int]:

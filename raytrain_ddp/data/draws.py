@@ -9,7 +9,7 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
@@ -36,6 +36,11 @@ class Draws:
     epoch: int
     rows: Rows
     repeats: Rows | None = None
+
+    def of(self, places: list[int]) -> Draws:
+        """Those of the samples at these places."""
+        repeats = None if self.repeats is None else self.repeats[places]
+        return replace(self, rows=self.rows[places], repeats=repeats)
 
     def uniform(self, count: int, stream: int = 0) -> npt.NDArray[np.float64]:
         """Uniform numbers in [0, 1), shape (n, count); another `stream` gives other numbers."""

@@ -13,9 +13,15 @@ from torch.nn.functional import pad
 from raytrain_ddp.data.decode import Picture, shrink_for
 from raytrain_ddp.inputs import AugmentConfig
 
-CROP_DRAWS = 4
+_TRIES = 10
+_ASPECT = 4 / 3  # of a random crop: 3/4 to 4/3
 _LONGEST = 8  # times the shorter side
 _EVAL_SHARE = 0.875  # of the shorter side: 224 of 256 pixels, as is usual
+
+
+def crop_draws(augment: AugmentConfig) -> int:
+    """How many uniform numbers `place_image` needs for an image."""
+    return {"none": 0, "shift": 2, "random": 2 + 2 * _TRIES}[augment.crop]
 
 
 def place_image(
@@ -30,7 +36,7 @@ def place_image(
     `out` is square, or of the picture's own size.
 
     Args:
-        draws: CROP_DRAWS uniform numbers.
+        draws: `crop_draws(augment)` uniform numbers in [0, 1).
 
     Raises:
         ValueError, OSError: the picture is damaged.
@@ -63,13 +69,23 @@ def random_into(
 def random_box(
     height: int, width: int, scale: tuple[float, float], draws: Sequence[float]
 ) -> tuple[int, int, int, int]:
-    """(top, left, height, width) of a part of the area in `scale` and of aspect 3/4 to 4/3, cut to
-    the image where it does not fit (after Szegedy et al., 2015)."""
-    area = height * width * (scale[0] + (scale[1] - scale[0]) * draws[0])
-    aspect = math.exp((2 * draws[1] - 1) * math.log(4 / 3))
-    w = min(width, max(1, round(math.sqrt(area * aspect))))
-    h = min(height, max(1, round(math.sqrt(area / aspect))))
-    return int(draws[2] * (height - h + 1)), int(draws[3] * (width - w + 1)), h, w
+    """(top, left, height, width) of a part of the image, as of torchvision's RandomResizedCrop.
+
+    Its share of the area is uniform in `scale`, its aspect log-uniform in 3/4 to 4/3 (Szegedy et
+    al. 2015). The first of ten that fits is taken; if none fits, the largest central part whose
+    aspect is in that range.
+
+    Args:
+        draws: uniform numbers in [0, 1): top, left, ten areas, ten aspects.
+    """
+    for place in range(2, 2 + _TRIES):
+        area = height * width * (scale[0] + (scale[1] - scale[0]) * draws[place])
+        aspect = _ASPECT ** (2 * draws[place + _TRIES] - 1)
+        w, h = round(math.sqrt(area * aspect)), round(math.sqrt(area / aspect))
+        if 0 < w <= width and 0 < h <= height:
+            return int(draws[0] * (height - h + 1)), int(draws[1] * (width - w + 1)), h, w
+    w, h = min(width, round(height * _ASPECT)), min(height, round(width * _ASPECT))
+    return (height - h) // 2, (width - w) // 2, h, w
 
 
 def centre_into(out: Tensor, picture: Picture, jpeg_scaling: bool) -> None:
@@ -98,10 +114,15 @@ def centre_into(out: Tensor, picture: Picture, jpeg_scaling: bool) -> None:
 def shifted(images: Tensor, draws: Sequence[float]) -> Tensor:
     """Padded by an eighth of the width with zeros, and cut out again elsewhere."""
     height, width = images.shape[-2:]
-    margin = max(1, width // 8)
-    top, left = (int(draw * (2 * margin + 1)) for draw in draws[:2])
+    margin, top, left = shift_of(width, draws)
     padded = pad(images, (margin, margin, margin, margin))
     return padded[..., top : top + height, left : left + width]
+
+
+def shift_of(width: int, draws: Sequence[float]) -> tuple[int, int, int]:
+    """(margin, top, left): how far an image is padded, and where in that it is cut out again."""
+    margin = max(1, width // 8)
+    return margin, int(draws[0] * (2 * margin + 1)), int(draws[1] * (2 * margin + 1))
 
 
 def resize_into(out: Tensor, image: Tensor, height: float, width: float) -> None:

@@ -13,9 +13,9 @@ from typing import Any
 import torch
 
 from raytrain_ddp.data.decode import Picture, open_picture, reason_for
-from raytrain_ddp.data.device import ERASE_DRAWS, erase_boxes
+from raytrain_ddp.data.device import ERASE_DRAWS, erase_boxes, partners_of
 from raytrain_ddp.data.draws import Draws
-from raytrain_ddp.data.geometry import CROP_DRAWS, place_image
+from raytrain_ddp.data.geometry import crop_draws, place_image
 from raytrain_ddp.data.policies import apply_policy, policy_draws
 from raytrain_ddp.data.source import Batch, Data
 from raytrain_ddp.data.splits import ImageSource
@@ -30,7 +30,7 @@ def image_data(
     source: ImageSource, config: DataConfig, augment: AugmentConfig | None, classes: int
 ) -> Data:
     """Batches of {"image": uint8 (n, 3, height, width), channels last; "label": int64 (n,)}; also
-    {"flip": bool (n,)} and {"erase": (n, 4)} where `augment` asks for them.
+    {"flip": bool (n,)}, {"erase": (n, 4)}, {"partner": int64 (n,)} where `augment` asks for them.
 
     A bad record is an error, or is left out of its batch, as `config.bad_records` says.
 
@@ -38,6 +38,24 @@ def image_data(
         augment: None for evaluation: the centre of each image.
     """
     return Data(source, _Collate(source, config, augment or AugmentConfig(crop="none"), classes))
+
+
+def for_device(
+    augment: AugmentConfig, draws: Draws, size: tuple[int, int]
+) -> dict[str, torch.Tensor]:
+    """What the device is to do with a batch of images: "flip", "erase" and "partner", see above.
+
+    Args:
+        size: height and width of the images.
+    """
+    made: dict[str, torch.Tensor] = {}
+    if augment.flip:
+        made["flip"] = torch.from_numpy(draws.uniform(1, _FLIP)[:, 0] < 0.5)
+    if augment.erase:
+        made["erase"] = erase_boxes(size, augment.erase, draws.uniform(ERASE_DRAWS, _ERASE))
+    if augment.mixup or augment.cutmix:
+        made["partner"] = partners_of(draws.rows)
+    return made
 
 
 class _Collate:
@@ -50,7 +68,7 @@ class _Collate:
         self._policy_draws = policy_draws(augment)
 
     def __call__(self, records: Sequence[tuple[Any, int]], draws: Draws) -> Batch:
-        crops = draws.uniform(CROP_DRAWS, _CROP).tolist()
+        crops = draws.uniform(crop_draws(self._augment), _CROP).tolist()
         policies = draws.uniform(self._policy_draws, _POLICY).tolist()
         images = torch.empty((0, 3, 1, 1), dtype=torch.uint8)
         kept: list[int] = []
@@ -71,14 +89,9 @@ class _Collate:
                 out[0] = apply_policy(out[0], self._augment, policies[place])
             kept.append(place)
         labels = torch.tensor([records[place][1] for place in kept], dtype=torch.int64)
-        batch = {"image": images[: len(kept)], "label": labels}
-        if self._augment.flip:
-            batch["flip"] = torch.from_numpy(draws.uniform(1, _FLIP)[kept, 0] < 0.5)
-        if self._augment.erase:
-            numbers = draws.uniform(ERASE_DRAWS, _ERASE)[kept]
-            size = images.shape[-2], images.shape[-1]
-            batch["erase"] = erase_boxes(size, self._augment.erase, numbers)
-        return batch
+        size = images.shape[-2], images.shape[-1]
+        made = for_device(self._augment, draws.of(kept), size)
+        return {"image": images[: len(kept)], "label": labels, **made}
 
     def _pictures(
         self, records: Sequence[tuple[Any, int]], rows: list[int]

@@ -26,9 +26,9 @@ from raytrain_ddp.orchestration.resources import (
     refuse,
     this_machine,
 )
+from raytrain_ddp.orchestration.token import use_token
 from raytrain_ddp.tasks.load import BUILT_IN
 
-_AUTH_MODE = "RAY_AUTH_MODE"
 _ASK_EVERY_S = 2.0
 _AFTER_FORK_S = 0.05
 _HEAD_DEAD_AFTER_S = 30.0  # after 60 s Ray ends all processes that were connected to it
@@ -67,7 +67,7 @@ def joined(
     if address:
         require_listener(address)
     with settled(settings):
-        use_token(embedded=not address)
+        use_token(embedded=not address, tell=tell)
         tell(f"connecting to Ray at {address}" if address else "starting Ray")
         import ray
 
@@ -280,21 +280,6 @@ def require_listener(address: str) -> None:
             f"no Ray at {address}: {error.strerror or error}. Start one with `ray start --head` "
             "(it prints its address), or leave --address out for an embedded one."
         ) from None
-
-
-def use_token(embedded: bool) -> None:
-    """Ray's token authentication: always for our own Ray, and for a cluster if there is a token.
-
-    `ray start` takes it into use where a token lies, a connecting driver does not, and is refused.
-    Ray reads the mode when it is imported, once: so it stays set, and where Ray has been imported
-    without it, it is left alone.
-    """
-    if "ray._raylet" in sys.modules:
-        return
-    own = Path.home() / ".ray" / "auth_token"
-    given = "RAY_AUTH_TOKEN" in os.environ or "RAY_AUTH_TOKEN_PATH" in os.environ
-    if embedded or given or own.is_file():
-        os.environ.setdefault(_AUTH_MODE, "token")
 
 
 def _import_ray_train() -> None:

@@ -19,6 +19,7 @@ from rich.live import Live
 from rich.text import Text
 
 from raytrain_ddp.orchestration.limits import Split
+from raytrain_ddp.orchestration.redraw import Picture
 from raytrain_ddp.orchestration.result import Summary
 from raytrain_ddp.orchestration.words import (
     format_bytes,
@@ -89,7 +90,8 @@ class Display:
             utf = console.encoding.startswith("utf")
             live = utf and console.is_interactive and console.file.isatty()
         self._live = live
-        self._block = Live(self, console=console, refresh_per_second=8, transient=True)
+        self._picture = Picture(self.__rich__)
+        self._block = Live(self._picture, console=console, refresh_per_second=8, transient=True)
         self._began = clock()
         self._phase: tuple[str, float] | None = None  # name, since when
         self._now: Event = {}  # the plan, overlaid with what came last; replaced, never changed
@@ -241,6 +243,8 @@ class Display:
             encoding = self._console.encoding
             text = Text((since + text.plain).encode(encoding, "replace").decode(encoding))
         try:
+            if self._picture.is_broken(self._console.width):  # or what is printed would be erased
+                self._block.refresh()
             self._console.print(text, soft_wrap=copied or not self._live, highlight=False)
         except (BrokenPipeError, SystemExit):  # Ctrl-C ends `| tee` too; the run is to end its step
             self._console.quiet = True

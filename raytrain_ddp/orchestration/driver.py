@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -18,13 +18,20 @@ from raytrain_ddp.checkpoint.manifest import Manifest
 from raytrain_ddp.checkpoint.storage import Storage
 from raytrain_ddp.config import TrainConfig
 from raytrain_ddp.effects import effect_notes, under_torchrun
-from raytrain_ddp.errors import PreflightError, RaytrainError
+from raytrain_ddp.errors import PreflightError, RaytrainError, RunLockedError
 from raytrain_ddp.orchestration.aside import rays_words_aside
 from raytrain_ddp.orchestration.causes import without_ray
 from raytrain_ddp.orchestration.display import Display
 from raytrain_ddp.orchestration.finish import already_complete, draw, finish, is_tidy, summary, tidy
 from raytrain_ddp.orchestration.journal import Journal
-from raytrain_ddp.orchestration.preflight import answered, check, is_complete, open_run
+from raytrain_ddp.orchestration.naming import (
+    Run,
+    after_refusal,
+    claimed,
+    open_run,
+    run_of_rank_0,
+)
+from raytrain_ddp.orchestration.preflight import answered, check, is_complete
 from raytrain_ddp.orchestration.result import FitResult
 from raytrain_ddp.recipe import dumps, publishable
 
@@ -36,56 +43,66 @@ def fit(
     *,
     address: str | None = None,
     dashboard: bool = False,
+    default_name: str | None = None,
     display: Display | None = None,
 ) -> FitResult:
     """Trains on Ray; goes on from the newest checkpoint if the run exists.
 
     Args:
+        config: without a name, the run is that of this config, or a new one.
         address: of a running Ray cluster ("auto": the one on this machine). Default: RAY_ADDRESS,
             else an embedded Ray that lasts as long as the run.
         dashboard: start the embedded Ray with its dashboard.
+        default_name: of a new run, where the config has none; a number follows if it is taken.
 
     Raises:
         RaytrainError: one of errors.py, each with its exit status.
         KeyboardInterrupt: Ctrl-C before training began, or twice.
     """
     started = time.monotonic()
-    config = check(config or TrainConfig())
-    run, manifest = open_run(config)
+    run = open_run(check(config or TrainConfig()), default_name)
     with display or Display() as shown:
-        if manifest is not None and is_complete(config, manifest):
-            result = _complete(config, run, manifest, shown.handle)
-        else:
-            with _owned(run, shown.handle) as tell:
+        with _driven(run, shown.handle) as (run, tell):
+            config, folder, manifest = run.config, run.folder, run.manifest
+            if manifest is not None and is_complete(config, manifest):
+                result = _complete(run, manifest, tell)
+            else:
                 outcome, watch = _train_on_ray(
-                    config, run, address, dashboard, tell, manifest.step if manifest else 0
+                    config, folder, address, dashboard, tell, manifest.step if manifest else 0
                 )
-                _draw(config, run, tell)
-                result = _end(config, run, outcome, watch, started)
+                _draw(config, folder, tell)
+                result = _end(config, folder, outcome, watch, started)
                 tell({"kind": "end", "status": result.exit_status, "step": result.step})
         shown.summary(summary(config, result, f" --address {address}" if address else ""))
     return result
 
 
-def fit_locally(config: TrainConfig | None = None, *, display: Display | None = None) -> FitResult:
+def fit_locally(
+    config: TrainConfig | None = None,
+    *,
+    default_name: str | None = None,
+    display: Display | None = None,
+) -> FitResult:
     """The same without Ray: in this process, or in each of those that torchrun started.
 
     Only rank 0 shows and writes; all ranks return the result.
     """
     started = time.monotonic()
     config = check(config or TrainConfig())
-    run, manifest = open_run(config)
     main = os.environ.get("RANK", "0") == "0"
+    run = (open_run if main else run_of_rank_0)(config, default_name)
     with display or (Display() if main else Display(Console(quiet=True), live=False)) as shown:
-        if manifest is not None and is_complete(config, manifest):
-            result = _complete(config, run, manifest, shown.handle, main)
-        else:
-            owned = _owned(run, shown.handle) if main else nullcontext(shown.handle)
-            with owned as tell:
-                outcome, watch = _train_here(config, run, main, tell)
+        with (
+            _driven(run, shown.handle) if main else nullcontext((run, shown.handle)) as (run, tell)
+        ):
+            config, folder, manifest = run.config, run.folder, run.manifest
+            if manifest is not None and is_complete(config, manifest):
+                result = _complete(run, manifest, tell, main)
+            else:
+                outcome, watch = _train_here(config, folder, main, tell)
                 if main:
-                    _draw(config, run, tell)
-                result = _end(config, run, outcome, watch, started)
+                    _draw(config, folder, tell)
+                result = _end(config, folder, outcome, watch, started)
                 tell({"kind": "end", "status": result.exit_status, "step": result.step})
         shown.summary(summary(config, result, "" if under_torchrun() else " --local"))
     return result
@@ -130,7 +147,32 @@ def write_config(config: TrainConfig, run: Storage) -> None:
 
 
 @contextmanager
-def _owned(run: Storage, show: Show) -> Iterator[Show]:
+def _driven(run: Run, show: Show) -> Iterator[tuple[Run, Show]]:
+    """Holds the run, unless it is complete; yields it with what is to be told each event.
+
+    It is another one if this is new, and another command has got its name meanwhile.
+
+    Raises:
+        RunLockedError: as `_owned`.
+    """
+    with ExitStack() as stack:
+        tell = show
+        while not is_complete(run.config, run.manifest):
+            try:
+                tell = stack.enter_context(_owned(run, show))
+                break
+            except RunLockedError:
+                other = after_refusal(run)
+                if other is None:
+                    raise
+                run = other
+        if run.note:
+            tell({"kind": "note", "text": run.note})
+        yield run, tell
+
+
+@contextmanager
+def _owned(run: Run, show: Show) -> Iterator[Show]:
     """Holds the run's lease, and keeps its journal; yields what is to be told each event.
 
     Of a run that is refused before it begins, no folder stays.
@@ -140,9 +182,15 @@ def _owned(run: Storage, show: Show) -> Iterator[Show]:
             been away for so long that another has taken over.
     """
     note = lambda text: show({"kind": "note", "text": text})  # noqa: E731
-    with _no_empty_folders(run), Lease.take(run, note) as lease, Journal(run, show) as journal:
+    folder = run.folder
+    with (
+        _no_empty_folders(folder),
+        Lease.take(folder, note) as lease,
+        claimed(run),
+        Journal(folder, show) as journal,
+    ):
         with suppress(OSError):
-            run.sweep()
+            folder.sweep()
 
         def tell(event: Mapping[str, Any]) -> None:
             lease.require()
@@ -246,13 +294,12 @@ def _draw(config: TrainConfig, run: Storage, show: Show) -> None:
         show({"kind": "note", "text": f"curves.png cannot be drawn: {error}"})
 
 
-def _complete(
-    config: TrainConfig, run: Storage, manifest: Manifest, show: Show, main: bool = True
-) -> FitResult:
+def _complete(run: Run, manifest: Manifest, show: Show, main: bool = True) -> FitResult:
     """Nothing is left to train; but the start that did it may have been killed right after."""
-    if main and not answered(config, lambda: is_tidy(run)):
+    config, folder = run.config, run.folder
+    if main and not answered(config, lambda: is_tidy(folder)):
         # Whoever else drives the run tidies it, too; and what cannot be written stays as it is.
         with suppress(RaytrainError, OSError), _owned(run, show) as tell:
-            tidy(config, run, manifest)
+            tidy(config, folder, manifest)
             tell({"kind": "end", "status": 0, "step": manifest.step})
-    return answered(config, lambda: already_complete(run, manifest))
+    return answered(config, lambda: already_complete(folder, manifest))

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING
 from raytrain_ddp.config import TrainConfig
 from raytrain_ddp.data.splits import Splits
 from raytrain_ddp.effects import effect_notes, unread_notes
-from raytrain_ddp.orchestration.preflight import check, is_complete, open_run
+from raytrain_ddp.orchestration.naming import open_run
+from raytrain_ddp.orchestration.preflight import check, is_complete
 from raytrain_ddp.orchestration.resources import choose_layout, missing, this_machine
 from raytrain_ddp.orchestration.words import format_data
 from raytrain_ddp.recipe import dumps, publishable
@@ -23,15 +24,15 @@ if TYPE_CHECKING:
 _SAMPLES = 8  # are tried
 
 
-def dry_run(config: TrainConfig) -> str:
+def dry_run(config: TrainConfig, default_name: str | None = None) -> str:
     """The resolved config, then the arithmetic that follows from it.
 
     Raises:
         RaytrainError: whatever `fit` would raise before it takes workers, but for their number.
     """
     named = config.data.classes  # those that are found are told below, with the data
-    config = check(config)
-    run, manifest = open_run(config)
+    run = open_run(check(config), default_name)
+    config, manifest = run.config, run.manifest
     have = this_machine()
     layout = choose_layout(config, have)
     import torch
@@ -80,13 +81,13 @@ def dry_run(config: TrainConfig) -> str:
         f"{task.unit}), {steps} in {config.epochs} epochs",
         "learning rate  " + ", ".join(f"epoch {e}: {r:.3g}" for e, r in rates.items()),
         f"model          {sum(p.numel() for p in model.parameters()):,} parameters",
-        f"checkpoint     {size / 2**20:.1f} MiB, in {run}",
+        f"checkpoint     {size / 2**20:.1f} MiB, in {run.folder}",
     ]
+    state = "would be new"
     if manifest is not None:
-        complete = is_complete(config, manifest)
-        lines.append(
-            f"run            {'complete' if complete else 'goes on'} at step {manifest.step}"
-        )
+        done = is_complete(config, manifest)
+        state = f"{'is complete' if done else 'would go on'} at step {manifest.step}"
+    lines.append(f"run            {config.name} {state}{f' ({run.note})' if run.note else ''}")
     lines += [f"note           {text}" for text in notes]
     lacking = missing(layout, have)
     if lacking:

@@ -9,19 +9,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TypeVar
 
-from raytrain_ddp.checkpoint.layout import (
-    newest_manifest,
-    require_none_lost,
-    run_storage,
-)
 from raytrain_ddp.checkpoint.manifest import Manifest
-from raytrain_ddp.checkpoint.storage import Storage
-from raytrain_ddp.config import RUN_NAME, TrainConfig
+from raytrain_ddp.config import TrainConfig
 from raytrain_ddp.data.locate import locate
 from raytrain_ddp.data.splits import open_splits
-from raytrain_ddp.errors import ConfigError, PreflightError
+from raytrain_ddp.errors import PreflightError
 from raytrain_ddp.inputs import DataConfig
-from raytrain_ddp.recipe import changed_fields
 from raytrain_ddp.tasks.load import BUILT_IN, check_task_name
 from raytrain_ddp.tasks.zoo import check_model
 from raytrain_ddp.uri import reason_of, without_secrets
@@ -33,7 +26,7 @@ _LASTING = (PermissionError, NotADirectoryError, IsADirectoryError)
 
 
 def check(config: TrainConfig) -> TrainConfig:
-    """The config with its name filled in and its storage absolute.
+    """The config with its storage absolute.
 
     Raises:
         ConfigError: there is no such task or model.
@@ -52,7 +45,7 @@ def check(config: TrainConfig) -> TrainConfig:
     storage = config.storage  # absolute, so that it means the same in each worker and later
     if "://" not in storage:
         storage = str(Path(storage).expanduser().absolute())
-    return replace(config, name=config.name or _default_name(config), storage=storage)
+    return replace(config, storage=storage)
 
 
 def _with_classes(data: DataConfig) -> DataConfig:
@@ -66,17 +59,6 @@ def _with_classes(data: DataConfig) -> DataConfig:
     splits = open_splits(data, found)  # reads lists of files and footers, and labels if need be
     splits.close()
     return replace(data, classes=tuple(splits.class_names))
-
-
-def open_run(config: TrainConfig) -> tuple[Storage, Manifest | None]:
-    """The run's folder, and what its newest checkpoint says.
-
-    Raises:
-        PreflightError: the storage cannot be reached.
-        ConfigError: the run was begun with another config; with a table of what differs.
-        CheckpointError: it had checkpoints, and all are gone.
-    """
-    return answered(config, lambda: _open_run(config))
 
 
 def answered(config: TrainConfig, ask: Callable[[], T]) -> T:
@@ -99,34 +81,7 @@ def answered(config: TrainConfig, ask: Callable[[], T]) -> T:
     raise AssertionError  # the last round has returned or raised
 
 
-def _open_run(config: TrainConfig) -> tuple[Storage, Manifest | None]:
-    run = run_storage(config)
-    manifest = newest_manifest(run)
-    if manifest is None:
-        require_none_lost(config, run)
-    else:
-        changed = changed_fields(manifest.config, config)
-        if changed:
-            width = max(len(name) for name, _, _ in changed)
-            rows = [f"  {name:<{width}}  {then!r} -> {now!r}" for name, then, now in changed]
-            raise ConfigError(
-                f"run {config.name} is at step {manifest.step}, but with another config "
-                "(checkpoint -> now):\n" + "\n".join(rows) + "\n"
-                "Take these back to go on with it, or start anew under another --name."
-            )
-    return run, manifest
-
-
 def is_complete(config: TrainConfig, manifest: Manifest | None) -> bool:
     """Whether nothing is left to do; more epochs than before leave something."""
     done = manifest is not None and manifest.finished
     return done and manifest is not None and config.epochs <= int(manifest.config["epochs"])
-
-
-def _default_name(config: TrainConfig) -> str:
-    if config.task not in BUILT_IN:
-        return str(config.task).rpartition(":")[2].rpartition(".")[2].removesuffix("()")
-    source = without_secrets(config.data.source)
-    name = source.partition(":")[2] if source.startswith("torchvision:") else Path(source).name
-    name = name.split(".")[0].lower()
-    return name if RUN_NAME.fullmatch(name) else "run"

@@ -51,7 +51,8 @@ class ImageClassification(Task):
         return image_data(self.splits.eval, self._config.data, None, len(self.class_names))
 
     def loss(self, model: nn.Module, batch: Batch) -> Tensor:
-        inputs, labels = mix(self._inputs(batch), batch["label"], self._config.augment)
+        inputs, partners = self._inputs(batch), batch.get("partner")
+        inputs, labels = mix(inputs, batch["label"], partners, self._config.augment)
         return labels.loss(model(inputs), self._config.optim.label_smoothing)
 
     def metrics(self) -> dict[str, Metric]:

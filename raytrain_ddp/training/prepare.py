@@ -91,8 +91,7 @@ def prepare(
     guard = make_guard(state, partial(judge, config, state, session, loader), world.device)
     likeness = Likeness(config.scaling, state, session)
     stepper = Stepper(config, task, state, net, world, guard, clock, likeness)
-    batch, smallest = loader.any_batch(), loader.any_batch(_smallest_slot(plan))
-    flops = stepper.warm_up(batch, smallest, loader.any_batch(1) if loader.skip else None)
+    flops = _warm_up(stepper, loader)
     if eval_data is not None:
         try_evaluation(task, model, eval_data, config.micro_batch, world, session.tell)
     note = memory_note(loader, config.data.memory_mib * 2**20)
@@ -146,7 +145,7 @@ def prepare(
         logged_step=state.step,
         clock=clock,
         stragglers=Stragglers(plan.slots, world.size),
-        flops=flops / data.samples_of(batch),
+        flops=flops,
         peak_flops_per_s=peak_flops_per_s(device_name(world.device), config.compute.precision),
     )
 
@@ -165,6 +164,13 @@ def initial_model(config: TrainConfig, task: Task, world: World) -> nn.Module:
     if config.compute.compile:
         model.compile()
     return model
+
+
+def _warm_up(stepper: Stepper, loader: TrainLoader) -> float:
+    """Returns the floating-point operations of a sample, forward and backward; 0: not known."""
+    batch, smallest = loader.any_batch(), loader.any_batch(_smallest_slot(loader.plan))
+    single = loader.any_batch(1) if loader.skip else None
+    return stepper.warm_up(batch, smallest, single) / loader.data.samples_of(batch)
 
 
 def _require_storable(model: nn.Module) -> None:

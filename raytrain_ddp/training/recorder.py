@@ -24,7 +24,7 @@ from raytrain_ddp.training.interval import Life, SaveTimer
 from raytrain_ddp.training.logbook import Logbook
 from raytrain_ddp.training.loggers import openers
 from raytrain_ddp.training.session import Record, Snapshot
-from raytrain_ddp.training.state import encode
+from raytrain_ddp.training.state import encode, loss_of
 from raytrain_ddp.training.world import World
 
 _LIFE = "life.json"
@@ -182,11 +182,13 @@ class Best:
         self.monitor, self._sign = monitor, 1 if goal == "max" else -1
 
     def among(self, store: CheckpointStore) -> CheckpointName | None:
-        """The best checkpoint that was made right after an evaluation; the earliest of equals."""
+        """The best checkpoint that was made right after an evaluation: of equal ones that with the
+        lower loss, then the earliest."""
         rated = []
         for name in store.names():
             with suppress(CheckpointError, FileNotFoundError):  # `latest` tells of damaged ones
-                value = store.open(name).manifest.metrics.get(self.monitor, math.nan)
+                metrics = store.open(name).manifest.metrics
+                value = metrics.get(self.monitor, math.nan)
                 if not math.isnan(value):
-                    rated.append((self._sign * value, name))
-        return max(rated, key=lambda pair: (pair[0], -pair[1].step))[1] if rated else None
+                    rated.append((self._sign * value, -loss_of(metrics), -name.step, name))
+        return max(rated, key=lambda each: each[:3])[-1] if rated else None

@@ -126,7 +126,7 @@ class Run:
         require_few_bad(skipped, "in the evaluation set", self.config.data.max_bad)
         require_monitor(self.task, values)
         monitor = self.task.monitor
-        best = self.state.improve(self.metrics[monitor], self.task.goal)
+        best = self.state.improve(self.metrics, monitor, self.task.goal)
         self.session.log(
             {
                 "kind": "eval",

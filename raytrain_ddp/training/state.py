@@ -41,6 +41,7 @@ class TrainState:
     step: int = 0
     best: float | None = None
     best_step: int = 0
+    best_loss: float = math.inf  # of that evaluation, as the log has it; inf: it has none
     evaluated_step: int = 0  # the last one; 0: none
     skipped: int = 0  # bad records left out so far in this epoch
     nonfinite: int = 0  # steps so far that were not finite, and so left out
@@ -101,6 +102,8 @@ class TrainState:
         self.nonfinite = progress.get("nonfinite", 0)
         self.evaluated_step = progress.get("evaluated_step", self.step)
         log: list[Record] = json.loads(checkpoint.read("log.json"))
+        evals = (r for r in log if r["kind"] == "eval" and r["step"] == self.best_step)
+        self.best_loss = next((loss_of(record["metrics"]) for record in evals), math.inf)
         return log
 
     def is_finite(self) -> bool:
@@ -115,14 +118,25 @@ class TrainState:
         finite += [~buffer.isnan().any() for buffer in self.model.buffers()]  # masks hold inf
         return bool(torch.stack(finite).all())
 
-    def improve(self, value: float, goal: str) -> bool:
-        """Notes an evaluation after the current step; whether it is the best so far."""
+    def improve(self, metrics: Mapping[str, float], monitor: str, goal: str) -> bool:
+        """Notes an evaluation after the current step; whether it is the best so far.
+
+        Of equal ones the one with the lower loss is better, then the earlier one.
+        """
+        value, loss = metrics[monitor], loss_of(metrics)
         if math.isnan(value):
             return False
         better = self.best is None or (value > self.best if goal == "max" else value < self.best)
+        better = better or (value == self.best and loss < self.best_loss)
         if better:
-            self.best, self.best_step = value, self.step
+            self.best, self.best_step, self.best_loss = value, self.step, loss
         return better
+
+
+def loss_of(metrics: Mapping[str, float]) -> float:
+    """The evaluation's metric called loss; inf where there is none, or it is not a number."""
+    loss = metrics.get("loss", math.inf)
+    return math.inf if loss is None or math.isnan(loss) else loss
 
 
 @contextmanager

@@ -6,8 +6,8 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
-from raytrain_ddp.orchestration.cluster import use_token
 from raytrain_ddp.orchestration.environment import SETTINGS
+from raytrain_ddp.orchestration.token import use_token
 
 
 class Nodes:

@@ -7,15 +7,18 @@ from __future__ import annotations
 
 import re
 import shlex
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from math import ceil
 from pathlib import Path
+from types import MappingProxyType
 from typing import Literal
 
 from raytrain_ddp.config import TrainConfig
 from raytrain_ddp.orchestration.emit.flags import FIT, command
 from raytrain_ddp.orchestration.emit.machines import machines, smallest_type
-from raytrain_ddp.recipe import publishable, shipped_recipes
+from raytrain_ddp.recipe import default_name, publishable, shipped_recipes
+from raytrain_ddp.rules import require
 from raytrain_ddp.sections import ScalingConfig
 
 Kind = Literal["slurm", "kuberay", "ray-up", "command"]
@@ -26,6 +29,7 @@ _WORKERS = 2
 _WORKERS_PER_NODE = 4  # half or all of the GPUs of common nodes
 _PODS_WAIT_S, _CLOUD_WAIT_S = 600, 1800  # images are pulled; machines are lent and set up
 _CLOUD_OF = {"s3": "aws", "gs": "gcp", "gcs": "gcp", "abfs": "azure", "abfss": "azure"}
+_BUCKET_NAME = re.compile(r"[A-Za-z0-9$][A-Za-z0-9._-]{0,221}")
 _TYPE_LINE = {
     "aws": "      InstanceType: ",
     "gcp": "      machineType: ",
@@ -41,9 +45,9 @@ class Emitted:
     notes: tuple[str, ...]
 
 
-def object_name(config: TrainConfig) -> str:
+def object_name(run: str | None) -> str:
     """Of a Slurm job, a cluster or a Kubernetes object, whose services begin with a letter."""
-    name = re.sub(r"[^a-z0-9]+", "-", (config.name or "run").lower())[:40].strip("-") or "run"
+    name = re.sub(r"[^a-z0-9]+", "-", (run or "run").lower())[:40].strip("-") or "run"
     return f"run-{name}" if name[0].isdigit() else name
 
 
@@ -56,13 +60,15 @@ def emit(config: TrainConfig, kind: Kind, recipe: str | None = None) -> Emitted:
     Raises:
         ConfigError: no machine that the file can name has room for a worker.
     """
+    base = recipe if recipe in shipped_recipes() else None
+    if config.name is None and base is None:  # the command will not name the recipe
+        config = replace(config, name=default_name(recipe))
     shown = publishable(config)
     notes = [] if shown == config else ["what may be secret in a URI was left out."]
-    base = recipe if recipe in shipped_recipes() else None
     if kind == "command":
         return Emitted(command(shown, base) + "\n", tuple(notes))
     filled, told = _filled(shown)
-    name = object_name(config)
+    name = object_name(config.name or base)
     if kind == "slurm":
         text = _slurm(filled, base, name)
     elif kind == "kuberay":
@@ -178,10 +184,7 @@ def _lan(config: TrainConfig, base: str | None, name: str) -> str:
 def _cloud(config: TrainConfig, cloud: str, base: str | None, name: str) -> str:
     need = machines(config, 1)
     machine = smallest_type(cloud, need)
-    text = _launched(cloud, config, base, name)
-    for blank, value in _bucket(config.storage).items():
-        # First, and once, it is among what the reader is asked to fill in.
-        text = text.replace(f" {blank},", "", 1).replace(blank, value)
+    text = _launched(cloud, config, base, name, _bucket(config.storage))
     head, mark, worker = text.partition("  worker:\n")
     head = _put(head, "max_workers: ", need.nodes)
     worker = _put(worker, "    max_workers: ", need.nodes)
@@ -190,9 +193,18 @@ def _cloud(config: TrainConfig, cloud: str, base: str | None, name: str) -> str:
     return head + mark + _put(worker, _TYPE_LINE[cloud], machine.name)
 
 
-def _launched(file: str, config: TrainConfig, base: str | None, name: str) -> str:
-    """A file for `ray up`, with its name, and with the command in its opening."""
+def _launched(
+    file: str,
+    config: TrainConfig,
+    base: str | None,
+    name: str,
+    blanks: Mapping[str, str] = MappingProxyType({}),
+) -> str:
+    """A file for `ray up`, with its name, its blanks filled in, and the command in its opening."""
     text = _read(f"{file}.yaml").replace(f"clusters/{file}.yaml", f"{name}.yaml")
+    for blank, value in blanks.items():
+        # First, and once, it is among what the reader is asked to fill in.
+        text = text.replace(f" {blank},", "", 1).replace(blank, value)
     text = _put(text, "cluster_name: ", f"raytrain-{name}")
     job = shlex.quote(f"ray job submit -- {command(config, base)}")
     return _put(text, "#   train       ", f"ray exec {name}.yaml {job}")
@@ -202,9 +214,14 @@ def _bucket(storage: str) -> dict[str, str]:
     """What stands in the files of the clouds for the place of a storage."""
     scheme, _, rest = storage.partition("://")
     place, _, path = rest.partition("/")
+    names = {"BUCKET": place}
     if scheme.startswith("abfs"):
-        return {"CONTAINER": path.partition("/")[0], "ACCOUNT": place.partition(".")[0]}
-    return {"BUCKET": place}
+        names = {"CONTAINER": path.partition("/")[0], "ACCOUNT": place.partition(".")[0]}
+    for name in names.values():
+        plain = bool(_BUCKET_NAME.fullmatch(name))
+        rule = f"{name!r} is no name of a bucket, an account or a container"
+        require(plain, "storage", storage, rule)
+    return names
 
 
 def _told_of_folder(config: TrainConfig, text: str) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 import shlex
 from collections.abc import Container, Iterator
 from typing import Any
@@ -10,7 +11,9 @@ from typing import Any
 from raytrain_ddp.config import TrainConfig
 from raytrain_ddp.effects import idle
 from raytrain_ddp.recipe import load
+from raytrain_ddp.rules import require
 
+_NUMBER = re.compile(r"-[0-9.]+")
 FIT = "python -m raytrain_ddp.fit"
 
 
@@ -43,7 +46,12 @@ def _flags(section: Any, base: Any, without: Container[str], prefix: str = "") -
 
 def _with_value(flag: str, value: Any) -> Iterator[str]:
     if isinstance(value, dict):
-        yield from (flag, *(_said(word) for pair in value.items() for word in pair))
+        words = [_said(word) for pair in value.items() for word in pair]
+        for word in words:
+            is_flag = word.startswith("-") and not _NUMBER.fullmatch(word)
+            rule = f"{word!r} would be taken for a flag on a command line: begin it otherwise"
+            require(not is_flag, flag[2:].replace("-", "_"), value, rule)
+        yield from (flag, *words)
     elif isinstance(value, tuple):
         yield from (flag, *map(_said, value))
     elif _said(value).startswith("-"):

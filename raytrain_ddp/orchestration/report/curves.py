@@ -240,9 +240,6 @@ def _room(values: Iterable[float], name: Told | None = None, floor: bool = False
     if not floor and 0 < low < 0.5 * high:
         low = 0.0
     if floor and high <= 1:
-        # A late high plateau is looked at more closely than the way to it.
-        usual = sorted(known)[len(known) // 8]
-        low = low if low >= 0.8 * usual else max(low, usual - 3 * (high - usual) - 0.02, 0.0)
         scale = linear(low, min(1.0, high + 0.05 * (high - low)), name)
         ticks = [tick for tick in scale.ticks if tick[0] <= 1 + 1e-9]
         return Scale(scale.low, min(1.0, scale.high), ticks)

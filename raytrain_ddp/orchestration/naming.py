@@ -1,0 +1,226 @@
+"""Which run a command means: that of its name, else the one that was begun with its config.
+
+A name is explicit if --name, the user's own recipe or Python gives it. Otherwise NAME, NAME-2,
+NAME-3 ... are looked through: the first with this config goes on; if there is none, a new run gets
+the first that is free. Who is first to hold a free one leaves its config there (`CLAIM_FILE`), so
+that of commands started together the same ones meet in one run, and others do not.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from raytrain_ddp.checkpoint.layout import (
+    CONFIG_FILE,
+    newest_manifest,
+    require_none_lost,
+    run_storage,
+)
+from raytrain_ddp.checkpoint.manifest import Manifest
+from raytrain_ddp.checkpoint.storage import Storage, open_storage
+from raytrain_ddp.config import RUN_NAME, TrainConfig
+from raytrain_ddp.errors import ConfigError, PreflightError, RunLockedError
+from raytrain_ddp.orchestration.preflight import answered
+from raytrain_ddp.recipe import changed_fields, dumps, publishable
+from raytrain_ddp.tasks.load import BUILT_IN
+from raytrain_ddp.uri import without_secrets
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
+CLAIM_FILE = "claimed.toml"
+"""The config of a new run, from when its name is held until the run ends."""
+
+_SHOWN = 3  # fields in a line
+_LONGEST = 120  # of a name that gets a number
+_PAUSE_S = 0.1
+_CLAIM_S = 10.0
+_RANK_0_S = 120.0
+
+Changes = Sequence[tuple[str, Any, Any]]
+
+
+@dataclass(frozen=True)
+class Run:
+    """A run that is there, or a new one.
+
+    Args:
+        config: with the run's name.
+        base: what its name was made of; None: its name is explicit.
+        is_new: it has a name that was found free.
+        note: what is to be said of its name; "" if it is the one to be expected.
+    """
+
+    config: TrainConfig
+    folder: Storage
+    manifest: Manifest | None
+    base: str | None = None
+    is_new: bool = False
+    note: str = ""
+
+
+def open_run(config: TrainConfig, default_name: str | None = None) -> Run:
+    """The run that a config means. Nothing is written.
+
+    Args:
+        config: checked; see preflight.py.
+        default_name: where the config has no name; default: that of the task or the data.
+
+    Raises:
+        PreflightError: the storage cannot be reached.
+        ConfigError: the run of an explicit name was begun with another config; with a table.
+        CheckpointError: it had checkpoints, and all are gone.
+    """
+    if config.name is not None:
+        return answered(config, lambda: _of_name(config))
+    return answered(config, lambda: _of_config(config, default_name or _default_name(config)))
+
+
+def run_of_rank_0(config: TrainConfig, default_name: str | None = None) -> Run:
+    """The same run as rank 0's, which may be about to begin.
+
+    Raises:
+        PreflightError: rank 0's run does not come to light in this storage; besides as `open_run`.
+    """
+    until_s = time.monotonic() + _RANK_0_S
+    while (run := open_run(config, default_name)).is_new:
+        if time.monotonic() > until_s:
+            raise PreflightError(
+                f"storage = {without_secrets(config.storage)}: rank 0 has begun no run here within "
+                f"{_RANK_0_S:g} s: all ranks must reach the same storage."
+            )
+        time.sleep(_PAUSE_S)
+    return run
+
+
+def after_refusal(run: Run) -> Run | None:
+    """Where a command goes on that came too late for a new run's name; None: nowhere, as the run
+    that has it is its own."""
+    if not run.is_new:
+        return None
+    config = replace(run.config, name=None)
+    until_s = time.monotonic() + _CLAIM_S
+    while answered(config, lambda: _begun(run.folder))[1] is None:
+        if time.monotonic() > until_s:
+            return None
+        time.sleep(_PAUSE_S)
+    other = open_run(config, run.base)
+    return other if other.config.name != run.config.name else None
+
+
+@contextmanager
+def claimed(run: Run) -> Iterator[None]:
+    """Leaves the config of a new run in its folder, so that others know whose name it is.
+
+    To be entered with the lease held.
+
+    Raises:
+        RunLockedError: meanwhile another command has begun a run of that name, and ended.
+    """
+    if not run.is_new:
+        yield
+        return
+    _, begun = answered(run.config, lambda: _begun(run.folder))
+    if begun is not None:
+        raise RunLockedError(f"Run {run.folder} was begun by another process meanwhile.")
+    text = dumps(publishable(run.config)).encode()
+    answered(run.config, lambda: run.folder.write_atomic(CLAIM_FILE, text))
+    try:
+        yield
+    finally:
+        with suppress(OSError):
+            run.folder.delete_file(CLAIM_FILE)
+
+
+def _of_name(config: TrainConfig) -> Run:
+    folder = run_storage(config)
+    manifest = newest_manifest(folder)
+    if manifest is None:
+        require_none_lost(config, folder)
+        return Run(config, folder, None)
+    changed = changed_fields(manifest.config, config)
+    if changed:
+        width = max(len(name) for name, _, _ in changed)
+        rows = [f"  {name:<{width}}  {then!r} -> {now!r}" for name, then, now in changed]
+        raise ConfigError(
+            f"run {config.name} is at step {manifest.step}, but with another config "
+            "(checkpoint -> now):\n" + "\n".join(rows) + "\n"
+            "Take these back to go on with it. To start a new run, give another --name, or no name "
+            "at all: then a free one is found."
+        )
+    return Run(config, folder, manifest)
+
+
+def _of_config(config: TrainConfig, base: str) -> Run:
+    taken: set[int] = set()
+    first: tuple[str, Changes] | None = None
+    for number in _numbers(open_storage(config.storage).names(), base):
+        named = replace(config, name=_numbered(base, number))
+        folder = run_storage(named)
+        try:
+            manifest, begun = _begun(folder)
+        except PermissionError:  # another user's
+            taken.add(number)
+            continue
+        if begun is None:
+            continue
+        changed = changed_fields(begun, config)
+        if not changed:
+            if manifest is None:
+                require_none_lost(named, folder)
+            note = f"run {named.name} goes on: it has this config" if number > 1 else ""
+            return Run(named, folder, manifest, base, note=note)
+        taken.add(number)
+        first = first or (str(named.name), changed)
+    number = next(n for n in range(1, len(taken) + 2) if n not in taken)
+    named = replace(config, name=_numbered(base, number))
+    note = f"new run {named.name}: {_differs(*first)}" if first else ""
+    folder = run_storage(named)
+    require_none_lost(named, folder)
+    return Run(named, folder, None, base, is_new=True, note=note)
+
+
+def _begun(folder: Storage) -> tuple[Manifest | None, Mapping[str, Any] | None]:
+    """The newest checkpoint of a run and the config it was begun with; None where it has none."""
+    manifest = newest_manifest(folder)
+    if manifest is not None:
+        return manifest, manifest.config
+    for file in (CONFIG_FILE, CLAIM_FILE):
+        with suppress(FileNotFoundError, ValueError):  # not TOML: torn, or not ours
+            return None, tomllib.loads(folder.read(file).decode())
+    return None, None
+
+
+def _numbers(names: Sequence[str], base: str) -> list[int]:
+    pattern = re.compile(rf"{re.escape(base[:_LONGEST])}-([1-9]\d{{0,8}})")
+    found = (pattern.fullmatch(name) for name in names)
+    numbers = {int(match[1]) for match in found if match} - {1}
+    return sorted(numbers | ({1} if base in names else set()))
+
+
+def _numbered(base: str, number: int) -> str:
+    return base if number == 1 else f"{base[:_LONGEST]}-{number}"
+
+
+def _differs(name: str, changed: Changes) -> str:
+    fields = [f"{field} {then!r} -> {now!r}" for field, then, now in changed[:_SHOWN]]
+    more = f" and {len(changed) - _SHOWN} more" if len(changed) > _SHOWN else ""
+    return f"{name} has another config ({', '.join(fields)}{more})"
+
+
+def _default_name(config: TrainConfig) -> str:
+    if config.task not in BUILT_IN:
+        return str(config.task).rpartition(":")[2].rpartition(".")[2].removesuffix("()")
+    source = without_secrets(config.data.source)
+    name = source.partition(":")[2] if source.startswith("torchvision:") else Path(source).name
+    name = name.split(".")[0].lower()
+    return name if RUN_NAME.fullmatch(name) else "run"

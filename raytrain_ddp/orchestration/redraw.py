@@ -1,0 +1,39 @@
+"""A block that is drawn again and again in place, also on a terminal that gets narrower."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+
+from rich.cells import cell_len
+from rich.console import Console, ConsoleOptions, RenderResult
+from rich.control import Control
+from rich.segment import ControlType
+from rich.text import Text
+
+BREAKING = (  # set by terminals that break lines anew when they get narrower; xterm cuts them off
+    *("TMUX", "VTE_VERSION", "KITTY_WINDOW_ID", "KONSOLE_VERSION", "WT_SESSION", "TERM_PROGRAM"),
+    "ALACRITTY_WINDOW_ID",
+)
+
+
+class Picture:
+    """Draws the block; first it erases what of the last one a narrower terminal has broken into
+    more rows than rich goes up."""
+
+    def __init__(self, block: Callable[[], Text]) -> None:
+        self._block = block
+        self._widths: list[int] = []  # of the lines that were drawn last
+        self._breaks = any(name in os.environ for name in BREAKING)
+
+    def is_broken(self, width: int) -> bool:
+        return self._breaks and any(line > width for line in self._widths)
+
+    def __rich_console__(self, _: Console, options: ConsoleOptions) -> RenderResult:
+        if self.is_broken(options.max_width):
+            rows = sum(max(1, -(-line // options.max_width)) for line in self._widths)
+            up = ((ControlType.CURSOR_UP, 1), (ControlType.ERASE_IN_LINE, 2))
+            yield Control(*up * (rows - len(self._widths)))
+        text = self._block()
+        self._widths = [min(cell_len(line), options.max_width) for line in text.plain.split("\n")]
+        yield text

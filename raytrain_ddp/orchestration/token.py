@@ -1,0 +1,84 @@
+"""Ray's authentication token: whoever reads it runs code as its owner."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import stat
+import sys
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+
+from raytrain_ddp.errors import PreflightError
+
+_MODE, _TOKEN, _PATH = "RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"
+
+
+def use_token(embedded: bool, tell: Callable[[str], None] = lambda _: None) -> None:
+    """Ray's token authentication: always for our own Ray, and for a cluster if there is a token.
+
+    `ray start` takes it into use where a token lies, a connecting driver does not, and is refused.
+    Ray reads the mode when it is imported, once: so it stays set, and where Ray has been imported
+    without it, it is left alone.
+
+    Raises:
+        PreflightError: others know the token, or could replace it; see `_secure`.
+    """
+    own = Path.home() / ".ray" / "auth_token"
+    given = bool(os.environ.get(_TOKEN) or os.environ.get(_PATH))
+    if "ray._raylet" not in sys.modules and (embedded or given or own.is_file()):
+        os.environ.setdefault(_MODE, "token")
+    if os.environ.get(_MODE, "token").lower() != "token" or os.environ.get(_TOKEN):
+        return  # where it is not set, `ray.init` makes a token by itself, as its umask has it
+    file = Path(os.environ.get(_PATH) or own)
+    if embedded and not given:
+        _make(file)
+    if file.exists():
+        _secure(file, embedded, tell)
+
+
+def _make(file: Path) -> None:
+    """A token for this user alone, where there is none: Ray itself leaves its mode to the umask."""
+    try:
+        file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        number = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+    except FileExistsError:
+        return
+    except OSError as error:
+        raise PreflightError(f"Ray's token {file} cannot be written: {error.strerror}.") from None
+    with os.fdopen(number, "w") as opened:
+        opened.write(secrets.token_hex(32))
+
+
+def _secure(file: Path, embedded: bool, tell: Callable[[str], None]) -> None:
+    """Takes other users' rights to the file, and those to write to its folder.
+
+    Raises:
+        PreflightError: it is another user's; or its mode cannot be changed, and a Ray is to be
+            started with it. (A file that a cluster mounts has the mode that it has.)
+    """
+    found, own = file.stat(), os.geteuid()
+    if found.st_uid not in (own, 0):
+        raise PreflightError(
+            f"Ray's token {file} belongs to user {found.st_uid}, who can run code as you with it. "
+            "Remove it; a new one is made by itself, or by `ray get-auth-token --generate`."
+        )
+    folder = file.parent.stat()
+    try:
+        if folder.st_uid == own and folder.st_mode & 0o022 and not folder.st_mode & stat.S_ISVTX:
+            file.parent.chmod(stat.S_IMODE(folder.st_mode) & ~0o022)
+        if found.st_mode & 0o077:
+            file.chmod(0o600)
+    except OSError as error:
+        if embedded:
+            raise PreflightError(
+                f"Ray's token {file} can be read by others (mode {found.st_mode & 0o777:03o}), and "
+                f"that cannot be changed: {error.strerror}. Give RAY_AUTH_TOKEN_PATH another file."
+            ) from None
+    with suppress(OSError):
+        if found.st_mode & 0o077 and not file.stat().st_mode & 0o077:
+            tell(
+                f"others could read Ray's token {file} (mode {found.st_mode & 0o777:03o}); now its "
+                "mode is 600. If this machine has other users, remove it: a new one is made."
+            )

@@ -1,0 +1,161 @@
+"""Text in a config is text: in no file or command that is made of it can it be anything else."""
+
+from __future__ import annotations
+
+import dataclasses
+import shlex
+import subprocess
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from cluster_checks import check_shell, configs
+
+from raytrain_ddp.cli import parse_fit
+from raytrain_ddp.config import TrainConfig
+from raytrain_ddp.errors import ConfigError
+from raytrain_ddp.orchestration.emit.emit import emit
+from raytrain_ddp.recipe import dumps, from_dict, load, to_dict
+
+CONTROL = [
+    *("\n", "\r", "\t", "\0", "\x1b", "\x7f", "\x85", "\u2028", "\u2029", "\ufeff"),
+    "x\ninitialization_commands: [touch pwned]\n#",
+]
+PRINTABLE = [
+    *("a b", "a'b", 'a"b', "a\\b", "$HOME", "$(touch pwned)", "`touch pwned`", "a # b", "#a"),
+    *("a: b", "{a: b}", "[a, b]", "a;b", "a|b", "a>b", "a&b", "!a", "*a", "%a", "@a", "~a", "- a"),
+    *("--a", "-a", "a=b", "\u00e9\u4e16", "\\1", "\\g<0>", "{BUCKET}", "BUCKET", "ACCOUNT"),
+    *("lan.yaml", "EOF", "'\\''", "a\u00a0b", "  # a comment", "'; touch pwned; '", '"$@x'),
+    *("a)", "(a", "&& touch pwned", "\\"),
+]
+# Other texts are names that are known, or have few letters only.
+FREE_TEXTS = {
+    *("storage", "task", "task_options", "data.source", "data.eval_source", "data.root"),
+    *("data.image_column", "data.label_column", "data.cache", "model.name", "model.weights"),
+    "log.project",
+}
+
+
+def texts(section: Any, prefix: str = "") -> Iterator[str]:
+    """The fields that may hold any text, by their types."""
+    for field in dataclasses.fields(section):
+        value, kind = getattr(section, field.name), str(field.type)
+        if dataclasses.is_dataclass(value):
+            yield from texts(value, f"{field.name}.")
+        elif "str" in kind:
+            yield prefix + field.name
+
+
+def with_text(fields: Iterable[str], text: str, config: TrainConfig | None = None) -> TrainConfig:
+    """An option has it as its name and as its value."""
+    cpus = dataclasses.replace(TrainConfig().scaling, use_gpu=False, num_workers=2)
+    config = config or TrainConfig(scaling=cpus)
+    for field in fields:
+        section, _, name = field.rpartition(".")
+        value: Any = {text: text} if field == "task_options" else text
+        if section:
+            inner = dataclasses.replace(getattr(config, section), **{name: value})
+            name, value = section, inner
+        config = dataclasses.replace(config, **{name: value})
+    return config
+
+
+def test_the_table_has_every_field_that_holds_text():
+    assert set(texts(TrainConfig())) - {"name", "scaling.num_workers"} == FREE_TEXTS
+
+
+@pytest.mark.parametrize("field", sorted({*FREE_TEXTS, "name", "scaling.num_workers"}))
+def test_control_characters_are_refused_wherever_a_config_comes_from(field: str):
+    for character in CONTROL:
+        text = f"a{character}b"
+        with pytest.raises(ConfigError):
+            with_text([field], text)
+        values = to_dict(TrainConfig())
+        at, (*sections, name) = values, field.split(".")
+        for section in sections:
+            at = at[section]
+        for value in ({"key": text}, {text: "value"}) if field == "task_options" else (text,):
+            at[name] = value
+            with pytest.raises(ConfigError, match=field):
+                from_dict(values)
+
+
+def test_half_a_character_is_refused():
+    """What Python makes of bytes that are no UTF-8, on a command line."""
+    with pytest.raises(ConfigError, match=r"log\.project.*U\+DC80"):
+        with_text(["log.project"], "\udc80")
+
+
+def test_control_characters_are_refused_in_recipes_and_flags(tmp_path: Path):
+    recipe = tmp_path / "mine.toml"
+    recipe.write_text(dumps(with_text(["log.project"], "fine")).replace('"fine"', '"fi\\nne"'))
+    with pytest.raises(ConfigError, match=r"log\.project.*U\+000A"):
+        load(str(recipe))
+    with pytest.raises((ConfigError, SystemExit)):
+        parse_fit(["--data.root", "a\tb"])
+
+
+@pytest.mark.parametrize("turn", range(12))
+def test_every_emitted_file_has_the_very_texts(turn: int):
+    """Each field has another text each time, and each text is in several fields."""
+    config = with_text([], "")
+    for place, field in enumerate(sorted(FREE_TEXTS)):
+        text = PRINTABLE[(12 * turn + place) % len(PRINTABLE)]
+        if field == "task_options" and text.startswith("-"):
+            with pytest.raises(ConfigError, match=r"task_options.*taken for a flag"):
+                emit(with_text([field], text), "command")
+            continue
+        config = with_text([field], text, config)
+    line = emit(config, "command").text
+    assert line.count("\n") == 1
+    assert parse_fit(shlex.split(line)[3:]).config == config
+    for kind in ("slurm", "kuberay", "ray-up"):
+        told = read(kind, emit(config, kind).text)  # type: ignore[arg-type]
+        expected = config
+        if kind == "slurm":
+            place = Path(config.storage).expanduser().absolute()
+            expected = dataclasses.replace(config, storage=str(place))
+        for field in FREE_TEXTS:
+            assert get(told, field) == get(expected, field), (kind, field)
+
+
+def read(kind: str, text: str) -> TrainConfig:
+    """What the file's command would train; all else of it is as without hostile texts."""
+    plain = emit(with_text([], ""), kind).text  # type: ignore[arg-type]
+    if kind == "slurm":
+        check_shell(text)
+        run = next(line for line in text.splitlines() if line.startswith("run=("))
+        assert len(text.splitlines()) == len(plain.splitlines())
+        script = f"{run}; printf '%s\\0' \"${{run[@]}}\""
+        words = subprocess.run(["bash", "-c", script], capture_output=True, check=True).stdout
+        return parse_fit(words.decode().split("\0")[3:-1]).config
+    loaded, usual = yaml.safe_load(text), yaml.safe_load(plain)
+    if kind == "kuberay":
+        command = loaded["spec"].pop("entrypoint")
+        assert usual["spec"].pop("entrypoint")
+        assert loaded == usual
+        return parse_fit(shlex.split(command)[3:]).config
+    assert loaded == usual
+    (config,) = configs(text)
+    return config
+
+
+def get(config: TrainConfig, field: str) -> Any:
+    value: Any = config
+    for name in field.split("."):
+        value = getattr(value, name)
+    return value
+
+
+@pytest.mark.parametrize("storage", ["s3://a b/x", "gs://a: {b}/x", "s3://a'b/x", "s3:///x"])
+def test_what_is_no_name_of_a_bucket_does_not_come_into_a_file(storage: str):
+    with pytest.raises(ConfigError, match=r"storage = .*is no name of a bucket"):
+        emit(with_text(["storage"], storage), "ray-up")
+
+
+def test_a_blank_in_the_users_own_path_is_not_filled_in():
+    config = with_text(["storage"], "s3://mine/BUCKET/ACCOUNT")
+    (told,) = configs(emit(config, "ray-up").text)
+    assert told.storage == config.storage

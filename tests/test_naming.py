@@ -1,0 +1,279 @@
+"""Which run a command means: the same command goes on with its run, another one gets a new one."""
+
+from __future__ import annotations
+
+import os
+import re
+import threading
+import time
+from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from processes import Group, door
+from rich.console import Console
+from s3 import s3_server
+from tiny import tiny_config
+
+from raytrain_ddp.checkpoint.layout import CONFIG_FILE, run_storage
+from raytrain_ddp.checkpoint.lease import Lease
+from raytrain_ddp.cli import parse_fit
+from raytrain_ddp.config import TrainConfig
+from raytrain_ddp.errors import ConfigError, PreflightError, RunLockedError
+from raytrain_ddp.orchestration import naming
+from raytrain_ddp.orchestration.display import Display
+from raytrain_ddp.orchestration.driver import _driven, _owned, fit_locally
+from raytrain_ddp.orchestration.dry_run import dry_run
+from raytrain_ddp.orchestration.naming import CLAIM_FILE, open_run, run_of_rank_0
+from raytrain_ddp.orchestration.preflight import check
+from raytrain_ddp.recipe import default_name, dumps
+
+TASK = f"{Path(__file__).with_name('tiny.py')}:TinyTask"
+
+
+def unnamed(folder: Path | str, lr: float = 0.05, **changes: Any) -> TrainConfig:
+    config = tiny_config(Path("x"), "x", task=TASK, epochs=1, **changes)
+    optim = replace(config.optim, lr=lr)
+    return replace(config, name=None, storage=str(folder), optim=optim)
+
+
+def begin(config: TrainConfig, name: str) -> None:
+    """A run that has begun and made no checkpoint yet."""
+    run = run_storage(replace(config, name=name))
+    run.mkdir()
+    run.write_atomic(CONFIG_FILE, dumps(replace(config, name=name)).encode())
+
+
+def named(config: TrainConfig, default: str | None = None) -> tuple[str | None, bool]:
+    run = open_run(config, default)
+    return run.config.name, run.is_new
+
+
+class Ears(Display):
+    """Keeps what it is told."""
+
+    def __init__(self) -> None:
+        super().__init__(Console(quiet=True), live=False)
+        self.notes: list[str] = []
+
+    def handle(self, event: Mapping[str, Any]) -> None:
+        if event["kind"] == "note":
+            self.notes.append(event["text"])
+
+
+def trained(config: TrainConfig, **options: Any) -> tuple[str, int, str, list[str]]:
+    """(name, step, status, notes) of a run of this config."""
+    ears = Ears()
+    result = fit_locally(config, display=ears, **options)
+    return Path(result.path).name, result.step, result.status, ears.notes
+
+
+# ------------------------------------------------------------------ one command after another
+
+
+def test_the_same_command_goes_on_and_another_config_is_a_new_run(tmp_path: Path):
+    config = unnamed(tmp_path)
+    steps = trained(config)[1]
+    assert trained(config) == ("TinyTask", steps, "already complete", [])
+    name, step, status, notes = trained(replace(config, optim=replace(config.optim, lr=0.1)))
+    assert (name, step, status) == ("TinyTask-2", steps, "finished")
+    assert notes == ["new run TinyTask-2: TinyTask has another config (optim.lr 0.05 -> 0.1)"]
+    # Fields that may change, also the number of epochs, are no other config.
+    longer = replace(config, epochs=2, checkpoint=replace(config.checkpoint, keep_last=5))
+    assert trained(longer) == ("TinyTask", 2 * steps, "finished", [])
+    again = replace(config, epochs=2, optim=replace(config.optim, lr=0.1))
+    assert trained(again) == (
+        "TinyTask-2", 2 * steps, "finished", ["run TinyTask-2 goes on: it has this config"],
+    )  # fmt: skip
+    assert trained(replace(config, seed=1))[0] == "TinyTask-3"
+    assert sorted(os.listdir(tmp_path)) == ["TinyTask", "TinyTask-2", "TinyTask-3"]
+    assert not list(tmp_path.glob(f"*/{CLAIM_FILE}"))
+    # With an explicit name all is as it was: other configs are refused.
+    with pytest.raises(ConfigError, match=r"(?s)seed  0 -> 2.*another --name, or no name at all"):
+        fit_locally(replace(config, name="TinyTask", seed=2))
+    text = dry_run(replace(config, seed=2))
+    assert "run            TinyTask-4 would be new (new run TinyTask-4: TinyTask has" in text
+    assert f"TinyTask-3 is complete at step {steps}" in dry_run(replace(config, seed=1))
+    assert sorted(os.listdir(tmp_path)) == ["TinyTask", "TinyTask-2", "TinyTask-3"]
+
+
+def test_the_readmes_commands_follow_each_other(tmp_path: Path):
+    small = ("--local", "--model.dropout", "0", "--checkpoint.every-s", "0", "--log.no-tensorboard")
+    first = door("fit", *small, "--epochs", "1", cwd=tmp_path)
+    assert first.status == 0, first.err
+    second = door("fit", "digits", *small, "--epochs", "1", "--optim.lr", "0.05", cwd=tmp_path)
+    assert second.status == 0, second.err
+    said = "new run digits-2: digits has another config (optim.lr 0.1 -> 0.05)"
+    assert [line for line in second.out.splitlines() if "new run" in line] == [
+        line for line in second.out.splitlines() if said in line
+    ]
+    assert said in second.out
+    config = "runs/digits/config.toml"
+    refused = door("fit", config, *small, "--optim.lr", "0.05", cwd=tmp_path)
+    assert refused.status == 2
+    assert re.search(r"optim\.lr +0\.1 -> 0\.05", refused.err)
+    assert sorted(os.listdir(tmp_path / "runs")) == ["digits", "digits-2"]
+
+
+# ------------------------------------------------------------------ which name
+
+
+def test_the_first_run_with_this_config_is_meant_and_else_the_first_free_name(tmp_path: Path):
+    config = unnamed(tmp_path)
+    assert named(config) == ("TinyTask", True)
+    for number, lr in ((1, 0.1), (2, 0.2), (3, 0.1), (10, 0.3), (12, 0.4)):
+        begin(unnamed(tmp_path, lr), "TinyTask" if number == 1 else f"TinyTask-{number}")
+    for other in ("TinyTask-02", "TinyTask-1", "TinyTask-x", "TinyTask2", "MyTinyTask", "my"):
+        begin(config, other)
+    assert named(config) == ("TinyTask-4", True)
+    assert named(unnamed(tmp_path, 0.1)) == ("TinyTask", False)
+    assert named(unnamed(tmp_path, 0.2)) == ("TinyTask-2", False)
+    assert named(unnamed(tmp_path, 0.3)) == ("TinyTask-10", False)
+    assert named(config, "my") == ("my", False)
+    assert named(config, "other") == ("other", True)
+    (tmp_path / "TinyTask" / CONFIG_FILE).write_text("torn = ")  # nothing says whose it is
+    assert named(unnamed(tmp_path, 0.1)) == ("TinyTask-3", False)
+    long = "x" * 128
+    begin(unnamed(tmp_path, 0.1), long)
+    assert named(config, long) == (f"{'x' * 120}-2", True)
+
+
+def test_where_the_name_comes_from(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """A shipped recipe's name, and that of a file without `name`, are only a beginning."""
+    monkeypatch.chdir(tmp_path)
+    for name in ("digits", "mine", "own"):
+        begin(unnamed("runs"), name)
+    Path("mine.toml").write_text("epochs = 3\n")
+    Path("own.toml").write_text('name = "own"\n')
+    expected = {
+        (): ("digits-2", True),
+        ("digits",): ("digits-2", True),
+        ("mine.toml",): ("mine-2", True),
+        ("own.toml",): ("own", False),
+        ("mine.toml", "--name", "digits"): ("digits", False),
+    }
+    for words, meant in expected.items():
+        args = parse_fit(words)
+        assert named(check(args.config), default_name(args.recipe)) == meant
+    printed = [dumps(parse_fit([recipe]).config) for recipe in ("digits", "own.toml", "mine.toml")]
+    assert ["name =" in text.partition("[")[0] for text in printed] == [False, True, False]
+
+
+@pytest.fixture
+def bucket(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    with s3_server() as server:
+        monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{server.port}")
+        yield f"s3://{server.bucket}/runs"
+
+
+def test_runs_in_a_bucket_are_named_alike(bucket: str):
+    config = unnamed(bucket)
+    assert named(config, "digits") == ("digits", True)
+    begin(config, "digits")
+    other = unnamed(bucket, 0.1)
+    assert named(config, "digits") == ("digits", False)
+    run = open_run(other, "digits")
+    with _owned(run, lambda _: None):
+        assert named(other, "digits") == ("digits-2", False)
+    assert (run.config.name, named(other, "digits")) == ("digits-2", ("digits-2", True))
+
+
+# ------------------------------------------------------------------ commands at the same time
+
+
+def quiet(_: object) -> None: ...
+
+
+def test_commands_started_together_share_a_name_only_if_they_are_the_same(tmp_path: Path):
+    """Of two alike, one gets status 8, as ever."""
+    gate = threading.Barrier(6)
+    done = threading.Barrier(6)
+
+    def start(lr: float) -> str | int:
+        run = open_run(unnamed(tmp_path, lr))
+        gate.wait()
+        try:
+            with _driven(run, quiet) as (run, _):
+                done.wait()
+                return str(run.config.name)
+        except RunLockedError as error:
+            done.wait()
+            return error.exit_status
+
+    rates = [0.1, 0.2, 0.3] * 2
+    with ThreadPoolExecutor(6) as pool:
+        names = list(pool.map(start, rates))
+    held = [name for name in names if name != 8]
+    assert sorted(map(str, held)) == ["TinyTask", "TinyTask-2", "TinyTask-3"]
+    assert names.count(8) == 3
+    assert len({rate for rate, name in zip(rates, names, strict=True) if name != 8}) == 3
+
+
+@contextmanager
+def in_thread(function: Any, *args: Any) -> Iterator[None]:
+    thread = threading.Thread(target=function, args=args)
+    thread.start()
+    yield
+    thread.join()
+
+
+def test_a_name_that_is_held_but_not_yet_claimed_is_waited_for(tmp_path: Path):
+    first, second = unnamed(tmp_path, 0.1), unnamed(tmp_path, 0.2)
+    run = open_run(second)
+    assert run.config.name == "TinyTask"
+
+    def claim() -> None:
+        time.sleep(0.5)
+        begin(first, "TinyTask")
+
+    with Lease.take(run.folder, quiet), in_thread(claim), _driven(run, quiet) as (taken, _):
+        assert taken.config.name == "TinyTask-2"
+
+
+def test_a_name_that_another_run_had_meanwhile_is_not_taken(tmp_path: Path):
+    run = open_run(unnamed(tmp_path, 0.1))
+    begin(unnamed(tmp_path, 0.2), "TinyTask")  # and has ended: nobody holds it
+    with _driven(run, quiet) as (taken, _):
+        assert taken.config.name == "TinyTask-2"
+        assert (tmp_path / "TinyTask-2" / CLAIM_FILE).exists()
+    assert os.listdir(tmp_path) == ["TinyTask"], "a run that did not begin leaves no folder"
+
+
+def test_other_ranks_take_the_run_of_rank_0(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    begin(unnamed(tmp_path, 0.2), "TinyTask")
+    config = unnamed(tmp_path, 0.1)
+    found: list[str | None] = []
+    with in_thread(lambda: found.append(run_of_rank_0(config).config.name)):
+        time.sleep(0.3)
+        assert not found, "before rank 0 has claimed it"
+        with _driven(open_run(config), quiet):
+            while not found:
+                time.sleep(0.01)
+    assert found == ["TinyTask-2"]
+    monkeypatch.setattr(naming, "_RANK_0_S", 0.2)
+    with pytest.raises(PreflightError, match="rank 0 has begun no run here"):
+        run_of_rank_0(unnamed(tmp_path, 0.3))
+
+
+def fit_here(rank: int, size: int, config: TrainConfig) -> tuple[str, int]:
+    os.environ.update({"RANK": str(rank), "WORLD_SIZE": str(size), "LOCAL_RANK": str(rank)})
+    try:
+        result = fit_locally(config, display=Ears())
+    finally:
+        for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
+            del os.environ[name]
+    return Path(result.path).name, result.step
+
+
+def test_three_ranks_agree_on_a_new_run_and_go_on_with_it(workers: Group, tmp_path: Path):
+    begin(unnamed(tmp_path, 0.2), "TinyTask")
+    config = unnamed(tmp_path, 0.1)
+    first = workers(3, fit_here, config)
+    assert {name for name, _ in first} == {"TinyTask-2"}
+    longer = workers(3, fit_here, replace(config, epochs=2))
+    assert longer == [("TinyTask-2", 2 * first[0][1])] * 3
+    assert sorted(os.listdir(tmp_path)) == ["TinyTask", "TinyTask-2"]

@@ -1,0 +1,115 @@
+"""Ray's token is for its user alone before Ray reads it."""
+
+from __future__ import annotations
+
+import os
+import stat
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+from raytrain_ddp.errors import PreflightError
+from raytrain_ddp.orchestration.token import use_token
+
+
+@pytest.fixture
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("RAY_AUTH_MODE", "token")  # and is put back afterwards
+    for name in ("RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"):
+        monkeypatch.delenv(name, raising=False)
+    return tmp_path
+
+
+def mode(path: Path) -> int:
+    return stat.S_IMODE(path.stat().st_mode)
+
+
+def written(path: Path, bits: int, folder: int = 0o755) -> Path:
+    path.parent.mkdir(exist_ok=True)
+    path.write_text("a" * 64)
+    path.chmod(bits)
+    path.parent.chmod(folder)
+    return path
+
+
+@pytest.mark.parametrize("umask", [0o000, 0o002, 0o022, 0o077])
+def test_a_token_is_made_before_ray_starts_and_for_its_user_alone(home: Path, umask: int):
+    before = os.umask(umask)
+    try:
+        use_token(embedded=True)
+    finally:
+        os.umask(before)
+    file = home / ".ray" / "auth_token"
+    assert (mode(file), mode(file.parent)) == (0o600, 0o700)
+    token = file.read_text()
+    assert len(token) == 64
+    use_token(embedded=True)
+    assert file.read_text() == token
+
+
+def test_where_ray_is_imported_already_its_token_is_for_its_user_alone(
+    home: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.delenv("RAY_AUTH_MODE")
+    monkeypatch.setitem(sys.modules, "ray._raylet", ModuleType("ray._raylet"))
+    use_token(embedded=True)
+    assert mode(home / ".ray" / "auth_token") == 0o600
+    assert "RAY_AUTH_MODE" not in os.environ
+
+
+@pytest.mark.parametrize("bits", [0o644, 0o640, 0o604, 0o660, 0o666, 0o777])
+@pytest.mark.parametrize("embedded", [True, False])
+def test_a_token_that_others_can_read_is_closed_and_said(home: Path, bits: int, embedded: bool):
+    file = written(home / ".ray" / "auth_token", bits, folder=0o777)
+    told: list[str] = []
+    use_token(embedded, told.append)
+    assert (mode(file), mode(file.parent)) == (0o600, 0o755)
+    assert len(told) == 1
+    assert f"{file} (mode {bits:03o})" in told[0]
+    use_token(embedded, told.append)
+    assert len(told) == 1
+
+
+def test_a_token_at_another_path_is_looked_at_too(home: Path, monkeypatch: pytest.MonkeyPatch):
+    file = written(home / "elsewhere" / "token", 0o644)
+    monkeypatch.setenv("RAY_AUTH_TOKEN_PATH", str(file))
+    use_token(embedded=True)
+    assert mode(file) == 0o600
+    assert not (home / ".ray").exists()
+
+
+def test_a_token_of_another_user_is_refused(home: Path, monkeypatch: pytest.MonkeyPatch):
+    file = written(home / ".ray" / "auth_token", 0o600)
+    if file.stat().st_uid == 0:
+        os.chown(file, 12345, 12345)
+    own = os.geteuid()
+    monkeypatch.setattr(os, "geteuid", lambda: own + 1)
+    with pytest.raises(PreflightError, match=r"belongs to user \d+, who can run code as you"):
+        use_token(embedded=True)
+
+
+def test_a_mode_that_cannot_be_changed_is_refused_for_a_ray_of_our_own(
+    home: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """That of a mounted secret is as the cluster has it."""
+    written(home / ".ray" / "auth_token", 0o644)
+
+    def read_only(*_: object) -> None:
+        raise OSError(30, "Read-only file system")
+
+    monkeypatch.setattr(Path, "chmod", read_only)
+    with pytest.raises(PreflightError, match=r"mode 644.*Read-only file system"):
+        use_token(embedded=True)
+    use_token(embedded=False)
+
+
+def test_without_token_authentication_nothing_is_made(home: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("RAY_AUTH_MODE", "disabled")
+    use_token(embedded=True)
+    monkeypatch.setenv("RAY_AUTH_MODE", "token")
+    monkeypatch.setenv("RAY_AUTH_TOKEN", "a" * 64)
+    use_token(embedded=True)
+    assert not (home / ".ray").exists()
