@@ -16,6 +16,7 @@ from raytrain_ddp.cli import run_door
 from raytrain_ddp.data.conversion.config import ConvertConfig
 from raytrain_ddp.errors import ConfigError
 from raytrain_ddp.orchestration.resources import this_machine
+from raytrain_ddp.orchestration.words import format_data
 from raytrain_ddp.rules import require
 
 if TYPE_CHECKING:
@@ -85,8 +86,8 @@ def main(argv: Sequence[str]) -> int:
     if done.found:
         print(f"{args.dest} is complete already (--verify {shlex.quote(args.dest)} checks it)")
     print(f"{args.dest}: {_counts(done.dataset)}")
-    for note in done.notes:
-        print(f"  note: {note}")
+    for title, text in format_data(done.told, "images"):
+        print(f"  {title}: {text}")
     for record in done.dataset["skipped"]:
         print(f"  skipped {record['where']}: {record['why']}")
     print(f"Train with:\n  {fit_command(args.dest, done.dataset)}")

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from threading import Thread
 from typing import Any, Protocol
@@ -137,7 +137,8 @@ def open_splits(config: DataConfig, found: Found | None = None) -> Splits:
             to evaluate on that is none of the training set.
         PreflightError: an object store does not answer.
     """
-    found = found or locate(config)
+    if found is None or config.holdout:  # which takes the place of a split
+        found = locate(replace(config, eval_split="none" if config.holdout else config.eval_split))
     train: ImageSource = open_images(found.train, config, config.classes)
     classes = train.class_names
     if len(classes) < 2:
@@ -148,9 +149,6 @@ def open_splits(config: DataConfig, found: Found | None = None) -> Splits:
     notes = [*found.notes, *_notes_of(train, "the training set")]
     if config.holdout:
         held = _held(train, config)
-        if found.eval is not None:
-            name = f"the {found.eval.name} split" if found.eval.name else "the evaluation split"
-            notes.append(f"{name} of {found.eval_from or 'data.source'} is not used: data.holdout.")
         from_told = f"{config.holdout:.3g} of the training set, by data.holdout"
         return Splits(Part(train, held, True), Part(train, held, False), from_told, tuple(notes))
     evaluation, eval_from = None, ""

@@ -37,6 +37,7 @@ from raytrain_ddp.data.dataset_file import FORMAT, read_dataset_file
 from raytrain_ddp.data.draws import Rows
 from raytrain_ddp.data.permute import sorted_permutation
 from raytrain_ddp.data.source import BadRecord
+from raytrain_ddp.data.splits import Splits
 from raytrain_ddp.errors import ConfigError, DataError, PreflightError
 from raytrain_ddp.uri import without_secrets
 
@@ -52,13 +53,13 @@ class Converted:
     Args:
         dataset: the content of its ``dataset.json``.
         found: it was there already.
-        notes: what of the source was left out, in sentences.
+        told: of the source, see `Splits.summary`; None if the data set was there already.
     """
 
     folder: Path
     dataset: Mapping[str, Any]
     found: bool
-    notes: tuple[str, ...] = ()
+    told: Mapping[str, Any] | None = None
 
 
 def convert(source: str, dest: str, config: ConvertConfig, run: Run, phase: Phase) -> Converted:
@@ -81,6 +82,14 @@ def convert(source: str, dest: str, config: ConvertConfig, run: Run, phase: Phas
                     stage.give_name()
             return Converted(stage.dest, dataset, found=place == stage.dest)
     splits, notes = open_splits(source, config)
+    first = splits[1] if len(splits) > 1 else None
+    data = Splits(
+        splits[0].source,
+        first.source if first else None,
+        f"the {first.name} split" if first else "",
+        notes,
+    )
+    data.begin_counting()
     with _told_of_disk(stage), stage.held():
         content = {split.name: split.fingerprint() for split in splits}
         versions = {"pyarrow": pa.__version__, "pillow": PIL.__version__}
@@ -89,7 +98,7 @@ def convert(source: str, dest: str, config: ConvertConfig, run: Run, phase: Phas
         done = [_convert_split(split, classes, stage, config, run, phase) for split in splits]
         dataset = _dataset(source, config, classes, done)
         stage.finish([file["path"] for file in dataset["files"]], dataset)
-    return Converted(stage.dest, dataset, found=False, notes=notes)
+    return Converted(stage.dest, dataset, found=False, told=data.summary())
 
 
 @dataclass(frozen=True)
