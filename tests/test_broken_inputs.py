@@ -8,6 +8,7 @@ from __future__ import annotations
 import io
 import json
 import sys
+import zlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -259,3 +260,48 @@ def test_fault_20_a_bad_image_may_be_skipped(kind: str, workers: Group, tmp_path
         1, fit, command(tmp_path, source, *argv[-4:-1], "again", "--data.max-bad", "0")
     )[0]
     assert (status, "max_bad = 0" in message) == (4, True)
+
+
+def test_each_bad_record_is_reported_once_and_in_words(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+):
+    from raytrain_ddp.data.draws import Draws
+    from raytrain_ddp.data.images import image_data
+    from raytrain_ddp.data.splits import open_splits
+    from raytrain_ddp.inputs import AugmentConfig, DataConfig
+
+    root = folder(tmp_path)
+    for name, content in (("00", b"hello"), ("01", b""), ("02", jpeg(2)[:500]), ("03", enormous())):
+        (root / "train/ape" / f"{name}.jpg").write_bytes(content)
+    config = DataConfig(source=str(root), bad_records="skip", image_size=8, jpeg_scaling=False)
+    source = open_splits(config).train
+    data = image_data(source, config, AugmentConfig(repeats=2), 2)
+    rows = np.repeat(np.arange(8), 2)
+    for epoch in range(3):
+        batch = data.collate(source.read(rows), Draws(0, epoch, rows, np.arange(16) % 2))
+        assert len(batch["label"]) == 8
+    lines = [record.getMessage() for record in caplog.records]
+    assert [line.partition(".jpg: ")[0][-2:] for line in lines] == ["00", "01", "02", "03"]
+    assert not [line for line in lines if "0x" in line or "\n" in line]
+
+
+@pytest.mark.parametrize("scaling", [True, False])
+def test_fault_20_an_enormous_jpeg_is_refused_by_its_header(
+    scaling: bool, monkeypatch: pytest.MonkeyPatch
+):
+    import simplejpeg
+
+    from raytrain_ddp.data.conversion.pixels import shrunk
+    from raytrain_ddp.data.decode import open_picture
+
+    monkeypatch.setattr(simplejpeg, "decode_jpeg", lambda *_, **__: pytest.fail("was decoded"))
+    for use in (open_picture, lambda content: shrunk(content, 8, 90)):
+        with pytest.raises(Image.DecompressionBombError, match="28000 x 28000"):
+            use(enormous())
+    content = io.BytesIO()
+    Image.new("L", (1, 1)).save(content, "png")
+    large = bytearray(content.getvalue())  # a PNG of as many pixels meets the same bound
+    large[16:24] = (28_000).to_bytes(4, "big") * 2
+    large[29:33] = zlib.crc32(large[12:29]).to_bytes(4, "big")
+    with pytest.raises(Image.DecompressionBombError):
+        open_picture(bytes(large))

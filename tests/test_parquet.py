@@ -8,6 +8,7 @@ import os
 import shutil
 import subprocess
 import sys
+import threading
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -331,6 +332,23 @@ def test_images_are_read_from_the_files_that_only_their_paths_tell_of(tmp_path: 
     only_paths = pa.array([{"path": "beside.png"}], pa.struct([("path", pa.string())]))
     path = write_parquet(tmp_path / "set" / "y.parquet", {"image": only_paths, "label": [0]})
     assert all_of(opened(path)) == [(b"beside.png", 0)]
+
+
+def test_images_in_files_of_a_store_are_read_at_the_same_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    column = hugging_face([None, png(1), None, None], ["a", None, "b", "c"])
+    source = opened(write_parquet(tmp_path / "x.parquet", {"image": column, "label": [0, 1, 0, 1]}))
+    monkeypatch.setattr(source, "_remote", True)
+    together = threading.Barrier(3)
+
+    def image_at(_: Any, path: str) -> bytes:
+        together.wait(timeout=20)
+        return path.encode()
+
+    monkeypatch.setattr(parquet_module, "image_at", image_at)
+    assert all_of(source) == [(b"a", 0), (png(1), 1), (b"b", 0), (b"c", 1)]
+    source.close()
 
 
 def test_a_null_image_is_a_bad_record(tmp_path: Path):

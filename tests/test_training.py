@@ -206,16 +206,21 @@ def test_a_stop_on_an_evaluation_step_saves_at_once_and_the_resume_makes_the_eva
     assert log_of(config) == log_of(whole)
 
 
-def test_fault_29_a_run_whose_data_have_changed_is_not_continued(workers: Group, tmp_path: Path):
+@pytest.mark.parametrize(("what", "rows"), [("training", ROWS + 1), ("evaluation", EVAL_ROWS + 1)])
+def test_fault_29_a_run_whose_data_have_changed_is_not_continued(
+    what: str, rows: int, workers: Group, tmp_path: Path
+):
     config = tiny_config(tmp_path, "grown")
     workers(3, run_tiny, plain(config), None, 12)
     before = bits(config)
-    ended = workers.outcomes(3, run_tiny, plain(config), {"rows": ROWS + 1})
+    changed = {"rows" if what == "training" else "eval_rows": rows}
+    ended = workers.outcomes(3, run_tiny, plain(config), changed)
     for outcome in ended:  # on all ranks, and none waits for another
         assert isinstance(outcome, Raised)
         assert outcome.exit_status == 4
-        assert f"{ROWS + 1} rows" in outcome.text
-        assert newest(config).manifest.data_fingerprint[:12] in outcome.text
+        assert f"the {what} data ({rows} rows" in outcome.text
+        fingerprint = newest(config).manifest.data_fingerprint[:12]
+        assert (fingerprint in outcome.text) == (what == "training")
     assert bits(config) == before
 
 

@@ -47,8 +47,9 @@ def dry_run(config: TrainConfig) -> str:
         for epoch in _epochs_to_show(config)
     }
     times = f" of {data.rows} x {repeats} {task.unit}" if repeats > 1 else ""
-    splits: Splits | None = getattr(task, "splits", None)
-    told = format_data(splits.summary() if splits else None, task.unit) or [
+    splits = getattr(task, "splits", None)
+    data_told = splits.summary() if isinstance(splits, Splits) else None
+    told = format_data(data_told, task.unit) or [
         ("training set", f"{data.rows} {task.unit}"),
         ("evaluation", f"{eval_data.rows} {task.unit}" if eval_data else "none"),
     ]

@@ -38,7 +38,7 @@ class DataIdentity:
             eval_data.source.fingerprint() if eval_data else "",
             data.rows,
             eval_data.rows if eval_data else 0,
-            tuple(map(str, getattr(task, "class_names", None) or ())),
+            _names(getattr(task, "class_names", None)),
         )
 
     def document(self) -> dict[str, Any]:
@@ -79,6 +79,11 @@ class DataIdentity:
                 f"the training data have {some_names(self.classes)}; {checkpoint.name} has "
                 f"{some_names(kept['classes'])}. Restore them, or start anew under another --name."
             )
+
+
+def _names(given: Any) -> tuple[str, ...]:
+    """A task of the user's may call anything `class_names`."""
+    return tuple(map(str, given)) if isinstance(given, (list, tuple)) else ()
 
 
 def _former(data: Data) -> str | None:

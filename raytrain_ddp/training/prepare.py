@@ -50,8 +50,8 @@ def prepare(config: TrainConfig, task: Task, session: Session) -> Run:
     session.watch(clock)
     session.tell({"kind": "phase", "name": "opening the data"})
     data, eval_data = task.train_data(), task.eval_data()
-    splits: Splits | None = getattr(task, "splits", None)
-    if splits is not None and world.is_main:
+    splits = getattr(task, "splits", None) if world.is_main else None
+    if isinstance(splits, Splits):
         splits.begin_counting()
     if not data.rows:
         raise DataError("the training set has 0 rows.")
@@ -110,7 +110,7 @@ def prepare(config: TrainConfig, task: Task, session: Session) -> Run:
             "train_samples": data.rows,
             "eval_samples": eval_data.rows if eval_data else 0,
             "unit": task.unit,
-            "data": splits.summary() if splits is not None and world.is_main else None,
+            "data": splits.summary() if isinstance(splits, Splits) else None,
             "resumed_from": str(checkpoint.name) if checkpoint else None,
             "hosts": session.hosts,
             "versions": versions(),
