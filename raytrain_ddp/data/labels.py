@@ -18,6 +18,10 @@ _INTEGER = re.compile(r"0|[1-9][0-9]*")
 _CLASSES_SHOWN = 5
 
 
+class UnknownClassError(DataError):
+    """A split has a class that the run does not have."""
+
+
 class NoLabelsError(DataError):
     """A split without any label, as test splits of competitions are published."""
 
@@ -159,13 +163,13 @@ def numbers_in(classes: Sequence[str], own: Sequence[str], where: str) -> list[i
     """The number in `classes` of each of a split's own class names.
 
     Raises:
-        DataError: a class is not among them.
+        UnknownClassError: a class is not among them.
     """
     numbers: Mapping[str, int] = {name: number for number, name in enumerate(classes)}
     unknown = [name for name in own if name not in numbers]
     if unknown:
         told = ", ".join(map(repr, unknown[:_CLASSES_SHOWN]))
-        raise DataError(
+        raise UnknownClassError(
             f"{where}: {told}{', ...' * (len(unknown) > _CLASSES_SHOWN)} is not a class of the "
             f"training set. Here are {some_names(own)}; the training set has {some_names(classes)}."
         )

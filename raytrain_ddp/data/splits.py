@@ -15,7 +15,7 @@ import numpy as np
 from raytrain_ddp.data.draws import Rows
 from raytrain_ddp.data.folder import FolderImages
 from raytrain_ddp.data.holdout import Held, Part, held_out
-from raytrain_ddp.data.labels import NoLabelsError, normalized
+from raytrain_ddp.data.labels import NoLabelsError, UnknownClassError, normalized
 from raytrain_ddp.data.locate import Found, Located, locate
 from raytrain_ddp.data.parquet import ParquetImages
 from raytrain_ddp.data.source import Source
@@ -139,7 +139,12 @@ def open_splits(config: DataConfig, found: Found | None = None) -> Splits:
     """
     if found is None or config.holdout:  # which takes the place of a split
         found = locate(replace(config, eval_split="none" if config.holdout else config.eval_split))
-    train: ImageSource = open_images(found.train, config, config.classes)
+    try:
+        train: ImageSource = open_images(found.train, config, config.classes)
+    except UnknownClassError as error:
+        raise DataError(
+            f"{error} The config names these (data.classes): leave them out for other data."
+        ) from None
     classes = train.class_names
     if len(classes) < 2:
         raise DataError(
