@@ -1,7 +1,7 @@
 """The exceptions of raytrain_ddp, and the exit status that each stands for.
 
     RaytrainError            1
-    ├── TaskError            1   the user's own code raised; the message is its traceback
+    ├── TaskError            1   the user's own code raised, or returns or has what cannot be used
     ├── ConfigError          2   a flag, field or name is wrong; also a changed config on resume
     ├── PreflightError       3   the environment cannot run this: resources, storage, versions
     ├── DataError            4   the data are missing, damaged or not what the config says

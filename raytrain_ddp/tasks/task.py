@@ -28,7 +28,7 @@ class Task(Protocol):
     """What a sample is called on the display."""
 
     def model(self) -> nn.Module:
-        """The model, on the CPU, in training mode."""
+        """The model, on the CPU. Modules that it leaves in evaluation mode stay in it."""
 
     def train_data(self) -> Data:
         """The training set."""
@@ -44,7 +44,7 @@ class Task(Protocol):
         """
 
     def metrics(self) -> dict[str, Metric]:
-        """Fresh torchmetrics metrics by name, one `compute()` value each."""
+        """Fresh torchmetrics metrics by name, or a MetricCollection; `monitor` is a number."""
 
     def evaluate(self, model: nn.Module, batch: Batch, metrics: Mapping[str, Metric]) -> None:
         """Updates each metric with one batch. Called without gradients, in evaluation mode."""

@@ -1,0 +1,145 @@
+"""Tasks that Python code gives, from a script, a cell and a test; by value to workers."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import subprocess
+import sys
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+from processes import ENVIRONMENT, door
+from tiny import TinyTask, tiny_config
+
+from raytrain_ddp import TrainConfig, fit_locally
+from raytrain_ddp.config import TaskName
+from raytrain_ddp.errors import ConfigError, TaskError
+from raytrain_ddp.orchestration.carried import carried
+from raytrain_ddp.orchestration.preflight import check
+from raytrain_ddp.recipe import dumps, to_dict
+from raytrain_ddp.tasks.load import check_task_name, load_task, task_of
+
+# A cell: no guard, no file to be imported from, and where it is read from a pipe no source either.
+CELL = """
+import sys
+sys.path.insert(0, {tests!r})
+import torch
+from tiny import TinyTask
+from raytrain_ddp import CheckpointConfig, LogConfig, TrainConfig, fit_locally
+
+class Mine(TinyTask):
+    def model(self):
+        return torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(16, 5))
+
+log, checkpoint = LogConfig(tensorboard=False), CheckpointConfig(every_s=0.0)
+result = fit_locally(TrainConfig(task={task}, epochs={epochs}, log=log, checkpoint=checkpoint))
+print("RESULT", result.status, result.step)
+"""
+
+
+@pytest.mark.parametrize("task", ["Mine", "'__main__:Mine'", "Mine(TrainConfig())"])
+@pytest.mark.parametrize("from_pipe", [False, True])
+def test_a_task_of_a_script_or_a_cell_is_trained_and_its_run_resumed(
+    task: str, from_pipe: bool, tmp_path: Path
+):
+    for epochs in (1, 2):
+        code = CELL.format(tests=str(Path(__file__).parent), task=task, epochs=epochs)
+        (tmp_path / "script.py").write_text(code)
+        done = subprocess.run(
+            [sys.executable, "-" if from_pipe else "script.py"],
+            input=code if from_pipe else None,
+            cwd=tmp_path,
+            env={**os.environ, **ENVIRONMENT},
+            capture_output=True,
+            text=True,
+            timeout=200,
+            check=False,
+        )
+        assert f"RESULT finished {5 * epochs}" in done.stdout, done.stderr
+    config = tmp_path / "runs" / "Mine" / "config.toml"
+    assert 'task = "__main__:Mine' in config.read_text()
+    if task == "Mine" and not from_pipe:
+        for argv in (["fit", str(config), "--local"], ["evaluate", "Mine"]):
+            answer = door(argv[0], *argv[1:], cwd=tmp_path)
+            assert answer.status == 2, answer.err
+            assert "was made by a script or a notebook" in answer.err
+            assert len(answer.err.splitlines()) == 1
+
+
+def local_class() -> type[TinyTask]:
+    class Local(TinyTask):
+        unit = "things"
+
+    return Local
+
+
+def test_a_class_of_a_test_is_trained_and_resumed(tmp_path: Path):
+    config = tiny_config(tmp_path, "local", task=local_class(), epochs=1)
+    assert fit_locally(config).step == 10
+    assert fit_locally(config).status == "already complete"
+    with pytest.raises(ConfigError, match="was made by a script or a notebook"):
+        check_task_name(str(config.task))
+
+
+def test_each_config_keeps_its_own_class_of_the_same_name():
+    one, other = (TrainConfig(task=local_class()) for _ in range(2))
+    assert one.task == other.task
+    assert task_of(one) is not task_of(other)
+    assert task_of(check(one)) is task_of(one)
+
+
+def test_a_given_task_is_a_plain_name_in_files_and_other_processes():
+    config = TrainConfig(task=TinyTask)
+    assert config.task == "tiny:TinyTask"
+    assert isinstance(config.task, TaskName)
+    assert type(to_dict(config)["task"]) is str
+    assert 'task = "tiny:TinyTask"' in dumps(config)
+    assert type(pickle.loads(pickle.dumps(config)).task) is str
+    assert check(config).name == "TinyTask"
+    assert TrainConfig(task=TinyTask(config)).task == "tiny:TinyTask()"
+    assert check(TrainConfig(task=local_class())).name == "Local"
+
+
+class Holder(TinyTask):
+    def __init__(self, config: TrainConfig) -> None:
+        super().__init__(config)
+        self.lock = threading.Lock()
+
+
+LOAD = "import pickle, sys; print(pickle.load(sys.stdin.buffer).unit)"
+
+
+def test_a_class_travels_by_value_to_where_its_module_is_not(tmp_path: Path):
+    """As to Ray's workers: nothing of this folder can be imported there but `tiny`, its base."""
+    pickled = carried(TrainConfig(task=local_class()))
+    assert pickled is not None
+    there = tmp_path / "there"
+    there.mkdir()
+    (there / "tiny.py").symlink_to(Path(__file__).parent / "tiny.py")
+    environment = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"}
+    done = subprocess.run(
+        [sys.executable, "-c", LOAD],
+        input=pickled,
+        cwd=there,
+        env=environment,
+        capture_output=True,
+        check=False,
+    )
+    assert done.stdout == b"things\n", done.stderr.decode()
+    assert carried(TrainConfig()) is None
+    with pytest.raises(TaskError, match="cannot be sent to the workers: TypeError"):
+        carried(TrainConfig(task=Holder(TrainConfig())))
+    assert carried(TrainConfig(task=Holder)) is not None  # each worker makes its own lock
+
+
+def test_a_function_that_makes_a_task_is_taken():
+    def make(config: TrainConfig, rows: str) -> Any:
+        return TinyTask(config, rows=int(rows))
+
+    task = load_task(TrainConfig(task=make, task_options={"rows": "7"}))
+    assert task.train_data().rows == 7
+    with pytest.raises(TaskError, match="int has no model"):
+        load_task(TrainConfig(task=lambda config: 5))
