@@ -326,7 +326,7 @@ def test_fault_10_evaluate_of_a_damaged_checkpoint_exits_5(
 def test_ctrl_c_in_the_midst_of_a_fork_is_not_lost(tmp_path: Path):
     script = """
 import os, signal, subprocess, sys, time
-from raytrain_ddp.orchestration.cluster import interruptible
+from raytrain_ddp.orchestration.starting import interruptible
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell in the background ignores it
 os.register_at_fork(after_in_parent=lambda: signal.raise_signal(signal.SIGINT))
 try:
