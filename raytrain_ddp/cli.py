@@ -11,7 +11,7 @@ from typing import Annotated, Literal, TypeVar
 import tyro
 
 from raytrain_ddp.config import TrainConfig
-from raytrain_ddp.errors import ConfigError, RaytrainError
+from raytrain_ddp.errors import ConfigError, RaytrainError, status_of
 from raytrain_ddp.recipe import load, shipped_recipes
 
 _PROFILE_STEPS = 5
@@ -98,7 +98,7 @@ def run_door(main: Callable[[Sequence[str]], int]) -> None:
         status = main(sys.argv[1:])
     except RaytrainError as error:
         print(f"error: {error}", file=sys.stderr)
-        status = error.exit_status
+        status = status_of(error)
     except KeyboardInterrupt as stop:
         print("stopped", file=sys.stderr)
         number = stop.args[0] if stop.args and isinstance(stop.args[0], int) else 2

@@ -2,9 +2,11 @@
 
 import io
 import math
+import os
 import re
 import subprocess
 import sys
+import time
 from dataclasses import replace
 
 import pytest
@@ -580,3 +582,16 @@ def test_the_display_needs_neither_torch_nor_ray() -> None:
     )
     run = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
     assert run.stdout == "[]\n"
+
+
+@pytest.mark.parametrize("live", [True, False])
+def test_a_terminal_that_is_closed_ends_nothing(live: bool) -> None:
+    ours, theirs = os.openpty()
+    with os.fdopen(theirs, "w", buffering=1) as terminal:
+        display = Display(Console(file=terminal, force_terminal=True), live=live)
+        with display as shown:
+            shown.handle({"kind": "note", "text": "before"})
+            os.close(ours)
+            for _ in range(3):
+                shown.handle({"kind": "note", "text": "nobody sees this"})
+            time.sleep(0.3)  # the block is drawn by a thread

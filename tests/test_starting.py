@@ -159,7 +159,6 @@ def test_a_hangup_does_not_reach_the_processes_of_ray_and_is_not_lost() -> None:
     def init() -> None:
         child.append(subprocess.Popen(["sleep", "60"]))
         os.kill(os.getpid(), signal.SIGHUP)
-        assert not hung_up  # it waits until Ray is there
 
     try:
         persistently_started(init, lambda: None, "this machine", 10.0, lambda _: None)

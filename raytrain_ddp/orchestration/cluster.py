@@ -28,10 +28,13 @@ from raytrain_ddp.orchestration.starting import (
     require_listener,
     require_same,
 )
+from raytrain_ddp.orchestration.waiting import Awake
 from raytrain_ddp.tasks.load import BUILT_IN
+from raytrain_ddp.uri import answer_within
 
 _AUTH_MODE = "RAY_AUTH_MODE"
 _ASK_EVERY_S = 2.0
+_SHUTDOWN_S = 30.0
 _HEAD_DEAD_AFTER_S = 30.0  # after 60 s Ray ends all processes that were connected to it
 
 
@@ -90,8 +93,8 @@ def joined(
         )
         try:
             yield
-        finally:
-            ray.shutdown()
+        finally:  # where the head is lost, Ray may wait for it
+            answer_within(_SHUTDOWN_S, ray.shutdown)
 
 
 @contextmanager
@@ -196,12 +199,18 @@ class Nodes:
 
     Args:
         kept: what is not lost with the head.
+
+    Attributes:
+        awake: the clock by which the head is judged.
+        is_lost: whether it was found that there is no head any more.
     """
 
     def __init__(self, kept: str = KEPT) -> None:
         self._kept = kept
+        self.awake = Awake()
+        self.is_lost = False
         self._living = self._ask()
-        self._at = time.monotonic()
+        self._at = self.awake()
         self._closed = threading.Event()
         threading.Thread(target=self._keep_asking, name="nodes", daemon=True).start()
 
@@ -211,19 +220,21 @@ class Nodes:
         Raises:
             RetriesExhausted: there has been none for so long that there is no head any more.
         """
-        if time.monotonic() - self._at > _HEAD_DEAD_AFTER_S:
+        if self.awake() - self._at > _HEAD_DEAD_AFTER_S:
+            self.is_lost = True
             silent = f"has not answered for {_HEAD_DEAD_AFTER_S:g} s"
             raise RetriesExhausted(f"the head of the Ray cluster {silent}. {self._kept}")
         return self._living
 
     def close(self) -> None:
         self._closed.set()
+        self.awake.close()
 
     def _keep_asking(self) -> None:
         while not self._closed.wait(_ASK_EVERY_S):
             with suppress(Exception):  # whatever Ray raises then: it is no answer
                 self._living = self._ask()
-                self._at = time.monotonic()
+                self._at = self.awake()
 
     @staticmethod
     def _ask() -> list[Mapping[str, float]]:

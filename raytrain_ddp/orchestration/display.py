@@ -7,12 +7,14 @@ library and rich, so that the first line is there before Ray or torch are.
 from __future__ import annotations
 
 import math
+import os
 import sys
 import time
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from textwrap import wrap
-from typing import Any
+from typing import IO, Any, cast
 
 from rich.console import Console
 from rich.live import Live
@@ -76,6 +78,36 @@ class Pace:
         return (self._total - step) * (usual_s + self.paused_s / max(1, step - self._start))
 
 
+class _Lasting:
+    """A stream that swallows everything when nobody reads it any more: a terminal is closed, or
+    Ctrl-C has ended ``| tee`` too. The run goes on to its checkpoint."""
+
+    def __init__(self, stream: IO[str]) -> None:
+        self._stream = stream
+
+    def write(self, text: str) -> int:
+        with self._surviving():
+            self._stream.write(text)
+        return len(text)
+
+    def flush(self) -> None:
+        with self._surviving():
+            self._stream.flush()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+    @contextmanager
+    def _surviving(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError:
+            with suppress(OSError):  # what is still buffered would fail again when Python exits
+                nowhere = os.open(os.devnull, os.O_WRONLY)
+                os.dup2(nowhere, self._stream.fileno())
+                os.close(nowhere)
+
+
 class Display:
     """Shows the events of a run, by default live on a terminal and plain elsewhere.
 
@@ -84,6 +116,7 @@ class Display:
 
     def __init__(self, console: Console | None = None, live: bool | None = None) -> None:
         self._console = console = console or Console(file=sys.stdout)
+        console.file = cast(IO[str], _Lasting(console.file))
         if live is None:  # isatty besides: FORCE_COLOR makes rich take a pipe for a terminal
             utf = console.encoding.startswith("utf")
             live = utf and console.is_interactive and console.file.isatty()
@@ -237,10 +270,7 @@ class Display:
             since = "" if copied else f"{format_seconds(clock() - self._began):>7}  "
             encoding = self._console.encoding
             text = Text((since + text.plain).encode(encoding, "replace").decode(encoding))
-        try:
-            self._console.print(text, soft_wrap=copied or not self._live, highlight=False)
-        except (BrokenPipeError, SystemExit):  # Ctrl-C ends `| tee` too; the run is to end its step
-            self._console.quiet = True
+        self._console.print(text, soft_wrap=copied or not self._live, highlight=False)
 
     def __rich__(self) -> Text:
         """The live part, drawn 8 times a second: the open phase, or the block of the training."""

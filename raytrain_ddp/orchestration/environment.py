@@ -28,6 +28,8 @@ SETTINGS = {
     "RAY_TRAIN_PREEMPTION_POLL_INTERVAL_S": "2",  # of a notice's short time (default 5 s)
     "RAY_DASHBOARD_ENABLE_PROFILING": "1",  # stack traces and flame graphs of workers
     **_SLOW_START,
+    # A process whose head is gone is aborted by Ray after 60 s; ours says so before, and ends.
+    "RAY_gcs_rpc_server_reconnect_timeout_s": "300",
     "RAY_worker_niceness": "0",  # workers are the point of this Ray (default 15: after all others)
 }
 

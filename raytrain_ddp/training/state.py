@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from raytrain_ddp.checkpoint.layout import LOG_FILE
 from raytrain_ddp.checkpoint.manifest import Manifest
 from raytrain_ddp.checkpoint.snapshot import (
     HostSnapshot,
@@ -77,7 +78,7 @@ class TrainState:
         return Snapshot(
             manifest=manifest,
             tensors=tensors,
-            documents={"state.json": progress, "log.json": list(log)},
+            documents={"state.json": progress, LOG_FILE: list(log)},
         )
 
     def load(self, checkpoint: Checkpoint) -> list[Record]:
@@ -100,7 +101,7 @@ class TrainState:
         # Older checkpoints have neither; there an evaluation that was due came first.
         self.nonfinite = progress.get("nonfinite", 0)
         self.evaluated_step = progress.get("evaluated_step", self.step)
-        log: list[Record] = json.loads(checkpoint.read("log.json"))
+        log: list[Record] = json.loads(checkpoint.read(LOG_FILE))
         return log
 
     def is_finite(self) -> bool:
