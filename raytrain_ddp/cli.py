@@ -15,7 +15,7 @@ import tyro
 
 from raytrain_ddp.config import TrainConfig
 from raytrain_ddp.effects import require_effect, under_torchrun
-from raytrain_ddp.errors import ConfigError, RaytrainError
+from raytrain_ddp.errors import ConfigError, RaytrainError, status_of
 from raytrain_ddp.recipe import load, shipped_recipes
 
 _PROFILE_STEPS = 5
@@ -131,7 +131,7 @@ def _status_of(main: Callable[[Sequence[str]], int]) -> int:
         return main(sys.argv[1:])
     except RaytrainError as error:
         print(f"error: {error}", file=sys.stderr)
-        return error.exit_status
+        return status_of(error)
     except KeyboardInterrupt as stop:
         print("stopped", file=sys.stderr)
         number = stop.args[0] if stop.args and isinstance(stop.args[0], int) else 2

@@ -10,8 +10,9 @@
     ├── RetriesExhausted     7   more failures in a row than `scaling.max_failures`
     └── RunLockedError       8   another process owns this run
 
-A run that is stopped by a signal ends with 128 + signal (130 for Ctrl-C, 143 for SIGTERM) after
-its checkpoint is committed. Each exception is built from its message alone, so that it survives
+A run that is stopped by a signal ends with 128 + signal (129 for SIGHUP, 130 for Ctrl-C, 143 for
+SIGTERM) after its checkpoint is committed. A subclass of one's own keeps its base's status, or has
+one of its own from 1 to 125. Each exception is built from its message alone, so that it survives
 pickling on its way from a worker to the driver.
 """
 
@@ -20,6 +21,8 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterable, Mapping
 from types import MappingProxyType
+
+_LAST_STATUS = 125  # a shell has uses of its own for those above
 
 
 class RaytrainError(Exception):
@@ -73,6 +76,16 @@ class RemoteTraceback(Exception):
 def first_line(error: BaseException) -> str:
     """Of what it says, without the full stop."""
     return next(iter(str(error).splitlines()), "").rstrip(".")
+
+
+def status_of(error: RaytrainError) -> int:
+    """Its exit status. A class of the user's own may have one from 1 to 125; of any other value,
+    that of its base here is taken."""
+    own: object = error.exit_status
+    if type(own) is int and 1 <= own <= _LAST_STATUS:
+        return own
+    base: type[RaytrainError] = next(k for k in type(error).__mro__ if k.__module__ == __name__)
+    return base.exit_status
 
 
 def did_you_mean(wrong: str, known: Iterable[str]) -> str:

@@ -187,7 +187,7 @@ class ScalingConfig:
     """How many times workers are replaced whose node was taken away with a notice; -1: always."""
     wait_s: float = field(default=60.0, metadata=FREE)
     """How long a running cluster may lack room for the workers, at the start and when nodes are
-    lost (autoscaling)."""
+    lost (autoscaling). Ray itself may take as long to start, or 300 s if that is more."""
     resize_s: float = field(default=30.0, metadata=FREE)
     """MIN:MAX workers: look this often whether more fit. Growing costs a restart from the newest
     checkpoint."""

@@ -246,6 +246,31 @@ def test_fault_03_30_what_a_kill_in_the_last_pruning_left_is_done_when_the_run_i
     assert contents(tmp_path) == done
 
 
+def test_a_kill_before_the_last_pruning_leaves_no_checkpoint_too_many_and_no_log_too_short(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    often = ("--checkpoint.every-steps", "1", "--checkpoint.keep-last", "2")
+    armed = {VARIABLE: "checkpoint.committed:kill@step=6", FOLDER_VARIABLE: str(tmp_path / "fired")}
+    killed = subprocess.run(
+        [sys.executable, "-m", "raytrain_ddp.fit", *TRAIN, *EPOCHS, *often],
+        cwd=tmp_path,
+        env={**os.environ, **ENVIRONMENT, **armed},
+        capture_output=True,
+        check=False,
+    )
+    assert killed.returncode == -9, killed.stderr
+    config = replace(parse_fit([*TRAIN, *EPOCHS, *often]).config, storage=str(tmp_path / "runs"))
+    run = run_storage(config)
+    assert [name.step for name in checkpoint_store(run).names()] == [6, 5, 4]
+    log = run.read("metrics.jsonl")
+    as_in_a_bucket = log.splitlines(keepends=True)[:-2]
+    run.write_atomic("metrics.jsonl", b"".join(as_in_a_bucket))
+    monkeypatch.chdir(tmp_path)
+    assert fit(config, display=Display(Console(file=io.StringIO()), live=False)).step == 6
+    assert [name.step for name in checkpoint_store(run).names()] == [6, 5]
+    assert run.read("metrics.jsonl") == log
+
+
 def test_a_run_leaves_all_its_files(finished: Path):
     run = finished / "runs" / "small"
     names = {path.name for path in run.iterdir()}
@@ -329,7 +354,7 @@ def test_fault_10_evaluate_of_a_damaged_checkpoint_exits_5(
 def test_ctrl_c_in_the_midst_of_a_fork_is_not_lost(tmp_path: Path):
     script = """
 import os, signal, subprocess, sys, time
-from raytrain_ddp.orchestration.cluster import interruptible
+from raytrain_ddp.orchestration.starting import interruptible
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell in the background ignores it
 os.register_at_fork(after_in_parent=lambda: signal.raise_signal(signal.SIGINT))
 try:

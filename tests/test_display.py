@@ -2,9 +2,11 @@
 
 import io
 import math
+import os
 import re
 import subprocess
 import sys
+import time
 from dataclasses import replace
 
 import pytest
@@ -607,3 +609,16 @@ def test_a_narrower_terminal_leaves_no_pieces_of_the_block(monkeypatch: pytest.M
                 ups = before.count("\x1b[1A")
                 assert ups >= rows - 1 if breaks else ups == len(lines) - 1
                 lines = [len(line) for line in block(shown)]
+
+
+@pytest.mark.parametrize("live", [True, False])
+def test_a_terminal_that_is_closed_ends_nothing(live: bool) -> None:
+    ours, theirs = os.openpty()
+    with os.fdopen(theirs, "w", buffering=1) as terminal:
+        display = Display(Console(file=terminal, force_terminal=True), live=live)
+        with display as shown:
+            shown.handle({"kind": "note", "text": "before"})
+            os.close(ours)
+            for _ in range(3):
+                shown.handle({"kind": "note", "text": "nobody sees this"})
+            time.sleep(0.3)  # the block is drawn by a thread

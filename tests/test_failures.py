@@ -25,9 +25,10 @@ from raytrain_ddp.orchestration.environment import ray_settings, settled
 from raytrain_ddp.orchestration.failures import Failures
 from raytrain_ddp.orchestration.launch import _signals
 from raytrain_ddp.orchestration.resources import Layout, room
-from raytrain_ddp.orchestration.waiting import Waiting
+from raytrain_ddp.orchestration.waiting import StartWatch, Waiting, stopped_workers
 from raytrain_ddp.orchestration.worker import WorkerSettings, _Tee, tell_failure
 from raytrain_ddp.sections import ScalingConfig
+from raytrain_ddp.training.local import asking
 
 Event = Mapping[str, Any]
 KILLED = "The actor died unexpectedly before finishing this task. actor_id: {} Worker exit type: "
@@ -412,6 +413,77 @@ def test_fault_42_workers_that_never_come_end_the_run_though_there_is_room():
         clockwork.run(600)
 
 
+def test_what_is_waited_for_while_workers_start_is_said_every_half_minute():
+    now, stopped = [0.0], ["pid 7 (ray::RayTrainWorker)"]
+    nodes, notes = [{"CPU": 2.0, "GPU": 1.0}] * 3, list[str]()
+    watch = StartWatch(
+        layout(2, 3),
+        lambda: nodes,
+        lambda event: notes.append(event["text"]),
+        lambda: now[0],
+        lambda: stopped,
+    )
+
+    def wait(seconds: int) -> list[str]:
+        notes.clear()
+        for _ in range(seconds):
+            now[0] += 1
+            watch.look()
+        return list(notes)
+
+    first, _, third = wait(95)
+    assert "has not started 2 to 3 workers yet, after 30 s; room for 3 on 3 node(s)" in first
+    assert "after 90 s" in third
+    assert "pid 7 (ray::RayTrainWorker) is stopped" in third
+    for rank in (2, 0):
+        watch.take({"kind": "joined", "start": "a", "rank": rank, "node": "n"})
+    (told,) = wait(30)
+    assert "started so far: rank 0, 2, after 12" in told
+    watch.take({"kind": "plan", "start_step": 0})
+    assert wait(500) == []
+    watch.lost()  # both hosts of two workers, in one second
+    del nodes[1:]
+    first, *_ = wait(31)
+    assert "room for 1 on 1 node(s)" in first
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="/proc")
+def test_a_stopped_worker_of_ray_is_found_by_its_title():
+    code = "exec -a ray::RayTrainWorker.run sleep 60"
+    with subprocess.Popen(["bash", "-c", code]) as worker:
+        told = f"pid {worker.pid} (ray::RayTrainWorker.run)"
+        try:
+            title = Path(f"/proc/{worker.pid}/cmdline")
+            deadline = time.monotonic() + 20
+            while not title.read_bytes().startswith(b"ray::") and time.monotonic() < deadline:
+                time.sleep(0.02)
+            assert told not in stopped_workers()
+            worker.send_signal(signal.SIGSTOP)
+            while told not in stopped_workers():
+                assert time.monotonic() < deadline
+                time.sleep(0.02)
+        finally:
+            worker.kill()
+
+
+def test_time_in_which_a_process_is_stopped_does_not_count():
+    """A driver that was suspended must not take the head's silence for its death."""
+    code = (
+        "import time; from raytrain_ddp.orchestration.waiting import Awake\n"
+        "awake, began = Awake(), time.monotonic()\n"
+        "print(flush=True)\n"
+        "while time.monotonic() - began < 4: time.sleep(0.05)\n"
+        "print(awake())"
+    )
+    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) as child:
+        assert child.stdout is not None
+        child.stdout.readline()
+        child.send_signal(signal.SIGSTOP)
+        time.sleep(4)
+        child.send_signal(signal.SIGCONT)
+        assert float(child.stdout.readline()) < 2.5
+
+
 def test_fault_06_a_head_that_answers_no_more_ends_the_run_within_a_bound(
     monkeypatch: pytest.MonkeyPatch,
 ):
@@ -596,7 +668,7 @@ def test_fault_05_a_worker_that_does_not_see_its_raylets_end_ends_with_it():
 # ------------------------------------------------------------------ signals
 
 
-@pytest.mark.parametrize("name", ["SIGINT", "SIGTERM", "SIGUSR1", "SIGUSR2"])
+@pytest.mark.parametrize("name", ["SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1", "SIGUSR2"])
 def test_fault_35_what_asks_for_an_end_without_ray_asks_for_it_on_ray(name: str):
     """The last two are Slurm's warnings before a time limit."""
     number = signal.Signals[name]
@@ -609,6 +681,19 @@ def test_fault_35_what_asks_for_an_end_without_ray_asks_for_it_on_ray(name: str)
             time.sleep(0.01)
     assert heard == [number]
     assert signal.getsignal(number) == before
+
+
+def test_after_nohup_a_hangup_is_ignored():
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    heard: list[int] = []
+    try:
+        with _signals(lambda n, _: heard.append(n)):
+            os.kill(os.getpid(), signal.SIGHUP)
+            assert signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
+        assert signal.SIGHUP not in asking()
+    finally:
+        signal.signal(signal.SIGHUP, before)
+    assert heard == []
 
 
 # ------------------------------------------------------------------ a full disk

@@ -218,3 +218,43 @@ def test_of_what_each_rank_does_a_part_is_kept(tmp_path: Path, monkeypatch: pyte
     assert steps[-1] - steps[-2] >= 35
     assert len(steps) < 160
     assert len(shown) == 2002
+
+
+def test_an_event_is_shown_before_it_is_written_and_no_later_one_waits_for_the_storage(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    run = begun(tmp_path, is_local=False)
+    answers, order, put = threading.Event(), [], Storage.write_atomic
+
+    def slow(self: Storage, *given: Any) -> None:
+        order.append("asked")
+        assert answers.wait(60)
+        put(self, *given)
+
+    monkeypatch.setattr(Storage, "write_atomic", slow)
+    monkeypatch.setattr(journal_module, "_WRITE_S", 0.01)
+    with Journal(run, lambda event: order.append(event["kind"])) as journal:
+        journal({"kind": "checkpoint", "step": 1})
+        for step in range(20):
+            journal({"kind": "note", "text": "the storage does not answer", "step": step})
+        assert order[0] == "checkpoint"
+        assert order.count("note") == 20
+        answers.set()
+    assert kinds_and_steps(run) == [("checkpoint", 1), *[("note", step) for step in range(20)]]
+
+
+@pytest.mark.parametrize("is_local", [True, False])
+def test_a_storage_that_never_answers_does_not_keep_the_run_from_ending(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_local: bool
+):
+    run = begun(tmp_path, is_local)
+    never = threading.Event()
+    monkeypatch.setattr(Storage, "exists", lambda *_: never.wait(60))
+    monkeypatch.setattr(journal_module, "_WRITE_S", 0.01)
+    monkeypatch.setattr(journal_module, "_LAST_S", 0.01)
+    shown: list[Any] = []
+    with Journal(run, shown.append) as journal:
+        journal({"kind": "note", "text": "slow"})
+        journal({"kind": "end", "status": 0})
+    assert len(shown) == 2
+    never.set()

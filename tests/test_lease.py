@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 from s3 import S3, s3_server
 
 from raytrain_ddp.checkpoint import lease as lease_module
-from raytrain_ddp.checkpoint.lease import LEASE_FILE, Lease, Owner
+from raytrain_ddp.checkpoint.lease import LEASE_FILE, Lease, Owner, holder, is_seen
 from raytrain_ddp.checkpoint.storage import TEMP_PREFIX, Storage, open_storage
 from raytrain_ddp.errors import PreflightError, RunLockedError
 
@@ -177,6 +177,26 @@ def test_fault_31_of_many_starters_at_the_same_instant_one_wins(anywhere: Storag
     for lease in taken:
         lease.release()
     assert not anywhere.exists(LEASE_FILE)
+
+
+def test_an_old_folder_of_the_same_run_is_not_taken_for_the_one_that_is_driven(
+    run: Storage, tmp_path: Path
+) -> None:
+    """As on a host that does not share the storage, but once drove a run of that name itself."""
+    other = open_storage(str(tmp_path / "other host"))
+    other.mkdir()
+    other.write_atomic("config.toml", b"")
+    with Lease.take(run):
+        token = holder(run)
+        assert token
+        assert is_seen(run, token, 0.1)
+        assert not is_seen(other, token, 0.1)  # no lease
+        other.write_atomic(LEASE_FILE, json.dumps(asdict(Owner.here())).encode())
+        assert not is_seen(other, token, 0.1)  # that of an older start
+        late = threading.Timer(0.3, other.write_atomic, (LEASE_FILE, run.read(LEASE_FILE)))
+        late.start()
+        assert is_seen(other, token, 20.0)  # NFS shows it after a while
+        late.join()
 
 
 def test_the_loser_of_a_tie_names_the_winner(run: Storage, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -234,6 +234,35 @@ def test_fault_33_a_stopped_worker_is_named_and_replaced_and_the_bits_are_the_sa
     assert weights(hung) == weights(whole)
 
 
+def test_a_killed_board_costs_nothing(tmp_path: Path) -> None:
+    """The actor between workers and driver; in mid-run, and once more at the end."""
+    (tmp_path / "slow").touch()
+    config = three_workers(tmp_path, "board", scaling=ScalingConfig(num_workers=2, max_failures=0))
+    log = tmp_path / "board" / "metrics.jsonl"
+
+    def kill_boards() -> None:
+        for lines in (10, 50):
+            while not log.exists() or log.read_text().count("\n") < lines:
+                time.sleep(0.05)
+            for process in psutil.Process().children(recursive=True):
+                if any(line.startswith("ray::Board") for line in _command(process)[:1]):
+                    process.kill()
+                    killed.append(process.pid)
+
+    killed: list[int] = []
+    killing = threading.Thread(target=kill_boards, daemon=True)
+    killing.start()
+    display, text = shown()
+    result = fit(config, display=display)
+    killing.join(10)
+    assert len({*killed}) == 2
+    assert result.status == "finished"
+    assert "failed" not in text.getvalue()
+    steps = [r["step"] for r in result.history if r["kind"] == "train"]
+    assert steps == list(range(1, 70))
+    assert len([line for line in text.getvalue().splitlines() if " eval " in line]) == 3
+
+
 def test_a_users_error_is_shown_once_as_the_users_own_traceback(tmp_path: Path) -> None:
     display, _ = shown()
     config = TrainConfig(storage=str(tmp_path), task=f"{HERE / 'ray_tasks.py'}:Faulty")

@@ -126,14 +126,39 @@ def test_jobs_on_one_node_have_ports_and_folders_of_their_own_and_leave_nothing(
 
 def test_a_ray_that_does_not_start_is_told_with_its_own_words(submit: Submit):
     job = submit(FAKE_RAY="broken")
-    assert job.status(30) == 1
+    assert job.status(30) == 3
     assert "Ray did not start" in job.said
     assert "no such luck" in job.said
 
 
+def test_a_ray_that_starts_slowly_is_started_again_on_each_node(submit: Submit):
+    job = submit(FAKE_RAY="slow", SLURM_JOB_NUM_NODES="2")
+    job.wait_until((job.folder / "training").exists, 30)
+    for node in range(2):
+        assert (job.folder / f"tries-{node}").read_text().count("again") == 2
+    job.warn(signal.SIGTERM)
+    assert job.status(30) == 143, job.said
+    assert processes_of(job.folder) == [], "a failed start leaves nothing"
+
+
+def test_a_ray_that_ends_after_all_nodes_had_joined_is_not_started_again(submit: Submit):
+    job = submit()
+    job.wait_until((job.folder / "training").exists, 30)
+    (ray,) = [p for p in processes_of(job.folder) if b"quick/ray\0start" in command_of(p)]
+    os.kill(ray, signal.SIGKILL)
+    job.wait_until(lambda: list(job.folder.glob(".raytrain-*/no-head")), 20)
+    job.warn(signal.SIGTERM)
+    assert job.status(30) == 143, job.said
+    assert (job.folder / "tries-0").read_text().count("again") == 0
+
+
+def command_of(process: int) -> bytes:
+    return Path(f"/proc/{process}/cmdline").read_bytes()
+
+
 def test_a_head_that_does_not_start_is_told_at_once_though_other_nodes_would_wait(submit: Submit):
     job = submit(FAKE_RAY="broken", SLURM_JOB_NUM_NODES="3", WAIT_S="600")
-    assert job.status(20) == 1
+    assert job.status(20) == 3
     assert "Ray did not start" in job.said
     assert processes_of(job.number) == []
 
@@ -149,7 +174,7 @@ def test_a_time_limit_while_nodes_are_waited_for_puts_the_job_back_into_the_queu
 
 def test_the_wait_for_nodes_is_bounded(submit: Submit):
     job = submit(FAKE_RAY="alone", SLURM_JOB_NUM_NODES="2", WAIT_S="2")
-    assert job.status(30) == 1
+    assert job.status(30) == 3
     assert "1 of 2 nodes are there" in job.said
     assert job.requeued == []
 

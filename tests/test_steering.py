@@ -13,8 +13,19 @@ from typing import Any
 import pytest
 import torch
 from processes import Died, Group, Raised
-from tiny import TOTAL_STEPS, ScriptedSession, TinyTask, newest, plain, run_tiny, tiny_config
+from tiny import (
+    STEPS_PER_EPOCH,
+    TOTAL_STEPS,
+    ScriptedSession,
+    TinyTask,
+    bits,
+    newest,
+    plain,
+    run_tiny,
+    tiny_config,
+)
 
+from raytrain_ddp.checkpoint.layout import CLOCKS, read_history, run_storage
 from raytrain_ddp.config import TrainConfig
 from raytrain_ddp.failpoints import SITES, arm
 from raytrain_ddp.recipe import from_dict
@@ -129,7 +140,8 @@ def test_the_interval_has_bounds():
     assert best_interval_s(0.0, 3600.0, 0.1) == 5.0
     assert best_interval_s(60.0, 1e6, 0.1) == 600.0
     assert best_interval_s(0.05, 3600.0, 40.0) == 80.0  # the store is idle half the time
-    assert best_interval_s(0.05, 3600.0, 400.0) == 600.0
+    assert best_interval_s(0.5, 3600.0, 400.0) == 800.0  # also above the longest
+    assert best_interval_s(60.0, 1e6, 301.0) == 602.0
 
 
 def test_the_mean_time_between_failures_is_an_hour_until_more_is_seen():
@@ -255,6 +267,70 @@ def test_fault_35_a_signal_to_any_rank_ends_all_with_a_checkpoint_and_handlers_a
     assert newest(config).name.step == 7
 
 
+# ------------------------------------------------------------------ signals during an evaluation
+
+
+class StoppedInEvaluation(ScriptedSession):
+    """Rank 1 is asked to end before chunk `at` of the first evaluation."""
+
+    at = 0
+
+    def meanwhile(self) -> Wishes:
+        asked, self.at = self.at == 0 and self.world.rank == 1, self.at - 1
+        return Wishes(stop=15 if asked else 0)
+
+
+def run_stopped_in_evaluation(
+    rank: int, size: int, config: Mapping[str, Any], at: int
+) -> tuple[int, int, list[str]]:
+    made = from_dict(config)
+    world = World(rank, size, rank, torch.device("cpu"), threads=1)
+    with StoppedInEvaluation(made, world, 0, 0) as session:
+        session.at = at
+        outcome = train(made, TinyTask(made, **LONG), session)
+    return outcome.step, outcome.signal, [str(event["kind"]) for event in session.events]
+
+
+LONG = {"eval_rows": 83}  # 11 chunks: three ranks have 3, 4 and 4
+
+
+@pytest.mark.parametrize("epochs", [1, 3])
+def test_a_signal_ends_an_evaluation_which_is_made_up_for_with_the_same_bits(
+    epochs: int, workers: Group, tmp_path: Path
+):
+    whole, cut = (tiny_config(tmp_path, name, epochs=epochs) for name in ("whole", "cut"))
+    workers(3, run_tiny, plain(whole), LONG)
+    # In the first evaluation; then in the one that makes up for it, at the last chance to ask.
+    for at in (0, 1):
+        for step, number, kinds in workers(3, run_stopped_in_evaluation, plain(cut), at):
+            assert (step, number) == (STEPS_PER_EPOCH, 15)
+            assert "eval" not in kinds
+    manifest = newest(cut).manifest
+    assert (manifest.step, manifest.finished, manifest.metrics) == (STEPS_PER_EPOCH, False, {})
+    workers(3, run_tiny, plain(cut), LONG)
+    assert bits(cut) == bits(whole)
+    assert newest(cut).manifest.finished
+    logs = [read_history(run_storage(config)) for config in (whole, cut)]
+    ours, theirs = ([{k: v for k, v in r.items() if k not in CLOCKS} for r in log] for log in logs)
+    assert ours == theirs
+
+
+def test_a_signal_in_the_last_chunk_of_an_evaluation_is_obeyed_after_it(
+    workers: Group, tmp_path: Path
+):
+    config = tiny_config(tmp_path, "late", epochs=1)
+    results = workers(3, run_stopped_in_evaluation, plain(config), 2)
+    assert [result[:2] for result in results] == [(STEPS_PER_EPOCH, 0)] * 3  # nothing is left to do
+
+
+def test_an_evaluation_of_fewer_chunks_than_ranks_is_not_interrupted(
+    workers: Group, tmp_path: Path
+):
+    config = tiny_config(tmp_path, "short", epochs=1)
+    ran = workers(3, run_tiny, plain(config), {"eval_rows": 9})
+    assert all(each.outcome.step == STEPS_PER_EPOCH for each in ran)
+
+
 # ------------------------------------------------------------------ failpoints
 
 
@@ -291,6 +367,16 @@ def test_the_failpoints_of_training_fire_at_their_step_and_once(workers: Group, 
         assert f"failpoint {site}" in result.text
     (done,) = workers(1, run_armed, plain(config), text, folder)
     assert done == TOTAL_STEPS
+
+
+def test_a_terminal_that_closes_hangs_up_twice_and_the_checkpoint_is_made(
+    workers: Group, tmp_path: Path
+):
+    config = tiny_config(tmp_path, "closed", epochs=1)
+    twice = [signal.SIGHUP, signal.SIGHUP]
+    ((step, number, restored, _),) = workers(1, run_signalled, plain(config), twice)
+    assert (step, number, restored) == (7, signal.SIGHUP, True)
+    assert newest(config).name.step == 7
 
 
 def test_fault_35_a_second_signal_of_whichever_kind_ends_at_once(workers: Group, tmp_path: Path):

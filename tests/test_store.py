@@ -1167,6 +1167,66 @@ def test_other_files_are_no_claims(root: Path, text: str) -> None:
     assert Claim.parse(text) is None
 
 
+GARBAGE = [
+    "claim-a999999999999999-0a1b2c3d.json",
+    "claim-a100000000000001-from-step-00000020-a0001-0a1b2c3d.json",
+    "claim-a0003-from-step-00000020-a999999999999999-0a1b2c3d.json",
+    "claim-a99999999999999999999-0a1b2c3d.json",
+    "claim-a0001-0a1b2c3d.json.bak",
+    "step-00000020-a999999999999999/model.safetensors",
+    "step-00000020-a999999999999999/manifest.json",
+    "step-999999999999999-a999999999999999/x",
+    "damaged-step-00000020-a99999999999999999999/manifest.json",
+    "step-00000030-a0001-copy/manifest.json",
+    "notes.txt",
+    "a folder/with a file",
+    "Ω",
+]
+
+
+@pytest.mark.parametrize("name", [*GARBAGE, b"step-\xff\xfe", "link", "loop"])
+def test_names_that_are_none_of_ours_are_passed_over(root: Path, name: str | bytes) -> None:
+    store = fresh(root)
+    start(store)
+    commit(store, 20, 1)
+    if name == "link":
+        (root / "link").symlink_to("/usr")
+    elif name == "loop":
+        (root / "loop").symlink_to(".")
+    elif isinstance(name, bytes):
+        os.mkdir(os.path.join(os.fsencode(root), name))
+    else:
+        (root / name).parent.mkdir(exist_ok=True)
+        (root / name).write_text("{}")
+    for attempt in (2, 3, 4):
+        store = fresh(root)
+        base, number = start(store)
+        assert base is not None
+        assert (base.name, number) == (
+            CheckpointName(20 + 10 * (attempt - 2), attempt - 1),
+            attempt,
+        )
+        store.sweep()
+        commit(store, 10 * (attempt + 1), attempt)
+        store.prune(9)
+        store.storage.sweep()
+
+
+def test_a_checkpoint_whose_folder_is_a_link_counts(root: Path, tmp_path: Path) -> None:
+    store = fresh(root)
+    commit(store, 20, 1)
+    (root / "step-00000020-a0001").rename(tmp_path / "elsewhere")
+    (root / "step-00000020-a0001").symlink_to(tmp_path / "elsewhere")
+    assert fresh(root).names() == [CheckpointName(20, 1)]
+
+
+def test_a_number_after_which_there_is_none_is_named(root: Path) -> None:
+    root.mkdir(parents=True)
+    (root / "claim-a100000000000000-0a1b2c3d.json").touch()
+    with pytest.raises(CheckpointError, match="100000000000000"):
+        start(fresh(root))
+
+
 def test_of_two_claims_of_one_number_the_one_that_saw_less_fences_nothing() -> None:
     """Its process died before it could withdraw it."""
     paths = ["claim-a0003-from-step-00000100-a0002-ffffffff.json"]

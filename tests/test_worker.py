@@ -7,7 +7,13 @@ import errno
 import pytest
 import torch
 
-from raytrain_ddp.errors import CheckpointError, DataError, RetriesExhausted
+from raytrain_ddp.errors import (
+    CheckpointError,
+    DataError,
+    RaytrainError,
+    RetriesExhausted,
+    status_of,
+)
 from raytrain_ddp.orchestration.causes import cause_of, users_traceback, without_ray
 from raytrain_ddp.orchestration.failures import as_error
 from raytrain_ddp.orchestration.worker import WorkerSettings, tell_failure
@@ -96,6 +102,41 @@ def test_a_workers_error_reaches_the_driver_as_the_same_exception(board: FakeBoa
     assert str(error) == "x.parquet: damaged"
     assert error.exit_status == 4
     assert board.events[0]["step"] == 5
+
+
+class OfTheUser(DataError):
+    """With a status of its own, and more than a message."""
+
+    exit_status = 42
+
+    def __init__(self, code: int, text: str) -> None:
+        super().__init__(f"{text} ({code})")
+
+
+def users(status: object, base: type[RaytrainError] = DataError) -> RaytrainError:
+    error: RaytrainError = type("Mine", (base,), {"exit_status": status})("the shelf is empty")
+    return error
+
+
+@pytest.mark.parametrize(
+    ("error", "status", "text"),
+    [
+        (OfTheUser(7, "the shelf is empty"), 42, "the shelf is empty (7)"),
+        (type("Mine", (DataError,), {})("gone"), 4, "gone"),
+        (type("Mine", (RaytrainError,), {})("gone"), 1, "gone"),
+        (type("Mine", (DataError,), {})(), 4, "Mine: "),
+        *[(users(status), 4, "the shelf is empty") for status in (0, -1, 126, 300, "4", None)],
+        (users(True, RaytrainError), 1, "the shelf is empty"),
+    ],
+)
+@pytest.mark.filterwarnings("ignore")
+def test_a_users_own_kind_of_error_keeps_its_text_and_its_status(
+    error: RaytrainError, status: int, text: str, board: FakeBoard
+):
+    assert status_of(error) == status
+    tell_failure(given(board), 0, 3, error)
+    told = as_error(board.events[0])
+    assert (str(told), told.exit_status, status_of(told)) == (text, status, status)
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-from raytrain_ddp.checkpoint.committed import CheckpointName
+from raytrain_ddp.checkpoint.committed import MOST_ATTEMPTS, CheckpointName
 from raytrain_ddp.errors import RunLockedError
 
 _NAME = re.compile(
@@ -61,4 +61,4 @@ class Claim:
             return None
         base = CheckpointName.parse(match[2]) if match[2] else None
         claim = Claim(int(match[1]), base, match[3])
-        return claim if str(claim) == text else None
+        return claim if str(claim) == text and claim.attempt <= MOST_ATTEMPTS else None

@@ -11,6 +11,8 @@ from raytrain_ddp.checkpoint.storage import Storage
 from raytrain_ddp.errors import CheckpointError
 
 _NAME = re.compile(r"step-([0-9]{8,15})-a([0-9]{4,15})")
+MOST_ATTEMPTS = 10**14
+"""No run is started so often: a higher number in a name is not one of ours, and is passed over."""
 
 
 @dataclass(frozen=True, order=True)
@@ -28,7 +30,9 @@ class CheckpointName:
         """The name that is written ``text``, or None where it is something else."""
         match = _NAME.fullmatch(text)
         name = CheckpointName(int(match[1]), int(match[2])) if match else None
-        return name if str(name) == text else None
+        if name is None or str(name) != text or name.attempt > MOST_ATTEMPTS:
+            return None
+        return name
 
 
 @dataclass(frozen=True)

@@ -28,6 +28,7 @@ from raytrain_ddp.errors import CheckpointError
 
 CONFIG_FILE = "config.toml"
 METRICS_FILE = "metrics.jsonl"
+LOG_FILE = "log.json"  # of each checkpoint: the records of metrics.jsonl so far
 EVENTS_FILE = "events.jsonl"
 CURVES_FILE = "curves.png"
 CHECKPOINTS = "checkpoints"

@@ -31,6 +31,7 @@ from raytrain_ddp.uri import answer_within
 LEASE_FILE = "lease.json"
 HEARTBEAT_S = 10.0
 TIMEOUT_S = 60.0
+SEEN_WITHIN_S = 15.0
 
 _FIRST_CHECK_S = 1.0  # of two starters at the same instant, both may have found the file theirs
 _SETTLE_S = 0.2
@@ -212,6 +213,22 @@ class Lease:
         self._thread.join()  # or it would write the file again
         if _read(self._run) == _encode(self._owner):
             self._run.delete_file(LEASE_FILE)
+
+
+def holder(run: Storage) -> str:
+    """The token of the process that holds a run; "" if there is none, or nobody can tell."""
+    data = _read(run)
+    owner = Owner.parse(data) if data is not None else None
+    return owner.token if owner is not None else ""
+
+
+def is_seen(run: Storage, token: str, within_s: float = SEEN_WITHIN_S) -> bool:
+    """Whether the run's folder, as this machine sees it, is the one that the process with that
+    token holds, and not an older one at the same path."""
+    until_s = time.monotonic() + within_s
+    while (found := holder(run)) != token and time.monotonic() < until_s:
+        time.sleep(min(1.0, within_s / 4))  # NFS may show for seconds what was there before
+    return found == token
 
 
 def _require_free(

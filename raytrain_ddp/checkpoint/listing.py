@@ -7,7 +7,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from raytrain_ddp.checkpoint.claims import Claim
-from raytrain_ddp.checkpoint.committed import CheckpointName
+from raytrain_ddp.checkpoint.committed import MOST_ATTEMPTS, CheckpointName
+from raytrain_ddp.errors import CheckpointError
 
 MANIFEST_FILE = "manifest.json"
 DAMAGED_MARK = "damaged.txt"
@@ -81,12 +82,19 @@ class Listing:
 
     def next_attempt(self) -> int:
         """The first that has left no trace, neither a claim nor a folder."""
-        return 1 + max(self.written(), self.claims[-1].attempt if self.claims else 0)
+        number = 1 + max(self.written(), self.claims[-1].attempt if self.claims else 0)
+        if number > MOST_ATTEMPTS:
+            raise CheckpointError(
+                f"A claim or a checkpoint has the attempt number {number - 1}, after which there "
+                "is none: delete that file or folder, as no start of a run has made it."
+            )
+        return number
 
     def written(self) -> int:
         """The highest attempt of all folders, whatever became of them; 0 if there is none."""
         matches = map(_ANY_FOLDER.fullmatch, self.folders)
-        return max((int(match[1]) for match in matches if match), default=0)
+        numbers = [int(match[1]) for match in matches if match]
+        return max((number for number in numbers if number <= MOST_ATTEMPTS), default=0)
 
     def committed(self) -> list[CheckpointName]:
         names = (

@@ -73,6 +73,8 @@ class Storage:
 
     def walk(self) -> list[str]:
         """Relative paths of all that is below, sorted; those of folders end with ``/``."""
+        if isinstance(self.fs, pafs.LocalFileSystem):
+            return sorted(_walk(self.path, ""))
         selector = pafs.FileSelector(self.path, recursive=True, allow_not_found=True)
         return sorted(
             info.path[len(self.path) :].lstrip("/") + ("/" if _is_folder(info) else "")
@@ -138,9 +140,15 @@ class Storage:
 
     def sweep(self) -> None:
         """Remove what killed writers left of `write_atomic` and `clock_s` in this folder."""
-        for info in self.fs.get_file_info(pafs.FileSelector(self.path, allow_not_found=True)):
-            if info.base_name.startswith(TEMP_PREFIX) and not _is_folder(info):
-                self.delete_file(info.base_name)
+        if isinstance(self.fs, pafs.LocalFileSystem):
+            names = list(_walk(self.path, "", deep=False))
+        else:
+            selector = pafs.FileSelector(self.path, allow_not_found=True)
+            infos = self.fs.get_file_info(selector)
+            names = [info.base_name for info in infos if not _is_folder(info)]
+        for name in names:
+            if name.startswith(TEMP_PREFIX) and not name.endswith("/"):
+                self.delete_file(name)
 
     def changed_s(self, name: str) -> float | None:
         """When a file was last written, by the clock of `clock_s`; None where there is none."""
@@ -242,6 +250,20 @@ def _views(data: Content) -> Iterator[memoryview]:
         yield from (memoryview(piece).cast("B") for piece in data)  # type: ignore[arg-type]
     else:
         yield whole.cast("B")
+
+
+def _walk(folder: str, above: str, deep: bool = True) -> Iterator[str]:
+    """As `Storage.walk`, or without what is in the folders. Unlike pyarrow it takes names of any
+    bytes, and does not follow links below the first folder, nor further than into a folder."""
+    with suppress(FileNotFoundError), os.scandir(folder) as entries:  # gone meanwhile
+        for entry in entries:
+            linked = entry.is_symlink()
+            if entry.is_dir() and not (linked and above):
+                yield f"{above}{entry.name}/"
+                if deep:
+                    yield from _walk(entry.path, f"{above}{entry.name}/", deep=not linked)
+            else:
+                yield f"{above}{entry.name}"
 
 
 def _is_folder(info: Any) -> bool:

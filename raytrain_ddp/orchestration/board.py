@@ -1,38 +1,67 @@
 """What the workers and the driver tell each other while a run lasts.
 
 A small actor: rank 0 pushes events, the driver takes them, and a wish to stop goes the other way as
-the answer to a push. Imports nothing, so that its process starts fast.
+the answer to a push. Imports next to nothing, so that its process starts fast.
+
+Ray starts it again if it is killed, and then it knows nothing: so the driver repeats its wishes
+each time that it takes events, and rank 0 keeps events until it hears that the driver has them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+import os
+from collections import deque
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+Event = Mapping[str, Any]
+
+
+class Answer(NamedTuple):
+    """To a push.
+
+    Args:
+        stop: the number of the signal that asks for an end, else 0.
+        board: which life of the board answers.
+        taken: how many events of this sender the driver has.
+    """
+
+    stop: int
+    board: str
+    taken: int
 
 
 class Board:
     """Events in order, and the signal by which the run shall stop."""
 
     def __init__(self) -> None:
-        self._events: list[Mapping[str, Any]] = []
+        self._name = os.urandom(8).hex()
+        self._events: list[tuple[str, int, Event]] = []  # sender, number, event
+        self._taken: Mapping[str, int] = {}
         self._stop = 0
         self._over = False
         self._signs: dict[int, Any] = {}  # of workers that get on no more
         self._signing = ""  # their start
 
-    def push(self, events: list[Mapping[str, Any]]) -> int:
-        """Adds events; returns the number of the signal that asks for an end, else 0."""
-        self._events += events
-        return self._stop
+    def push(self, events: Sequence[Event], sender: str = "", first: int = 0) -> Answer:
+        """Adds events; those of a named `sender` are numbered, from `first` on."""
+        self._events += [(sender, first + n, event) for n, event in enumerate(events)]
+        return Answer(self._stop, self._name, self._taken.get(sender, 0))
 
-    def take(self) -> list[Mapping[str, Any]]:
-        """The events since the last call."""
+    def take(self, taken: Mapping[str, int], stop: int = 0) -> list[tuple[str, int, Event]]:
+        """The events since the last call, each with its sender and number.
+
+        Args:
+            taken: how many of each sender the driver has so far.
+            stop: the number of the signal by which the run shall end, else 0.
+        """
+        self._taken, self._stop = taken, stop
         events, self._events = self._events, []
         return events
 
     def join(self, start: str, rank: int, node: str) -> bool:
         """A worker begins, as one of those of `start`; returns whether it shall."""
-        self._events.append({"kind": "joined", "start": start, "rank": rank, "node": node})
+        self.push([{"kind": "joined", "start": start, "rank": rank, "node": node}])
         return not self._over
 
     def meet(self, start: str, rank: int, sign: Any) -> dict[int, Any]:
@@ -49,5 +78,59 @@ class Board:
         """The driver has given up: workers that Ray starts from now on shall end at once."""
         self._over = True
 
-    def ask_stop(self, signal_number: int) -> None:
-        self._stop = signal_number
+
+class Outbox:
+    """Rank 0's events, kept until the driver has them.
+
+    Args:
+        sender: no other start of the workers has this name.
+    """
+
+    def __init__(self, sender: str) -> None:
+        self._sender = sender
+        self._kept: deque[Event] = deque()
+        self._first = 0  # the number of the first that is kept
+        self._sent = 0  # the number of the first that is not on the board
+        self._board = ""
+
+    def add(self, event: Event) -> None:
+        self._kept.append(event)
+
+    def letter(self) -> tuple[list[Event], str, int]:
+        """What is not on the board yet, as `Board.push` takes it."""
+        first = self._sent
+        events = list(self._kept)[first - self._first :]
+        self._sent += len(events)
+        return events, self._sender, first
+
+    def answered(self, answer: Answer) -> None:
+        """Forgets what the driver has. What another life of the board had taken with it is sent
+        again."""
+        while self._first < min(answer.taken, self._sent):
+            self._kept.popleft()
+            self._first += 1
+        if answer.board != self._board and self._board:
+            self._sent = self._first
+        self._board = answer.board
+
+    def is_empty(self) -> bool:
+        """Whether the driver has all."""
+        return not self._kept
+
+
+class Inbox:
+    """What the driver has taken off the board, each event once."""
+
+    def __init__(self) -> None:
+        self.taken: dict[str, int] = {}
+
+    def sort(self, letters: Sequence[tuple[str, int, Event]]) -> list[Event]:
+        """The events among these that are new. One that comes before its turn is left out: those
+        before it were lost with the board, and are sent again together with it."""
+        new = []
+        for sender, number, event in letters:
+            if not sender or number == self.taken.get(sender, 0):
+                new.append(event)
+                if sender:
+                    self.taken[sender] = number + 1
+        return new

@@ -3,20 +3,16 @@
 from __future__ import annotations
 
 import os
-import signal
-import socket
-import subprocess
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 from raytrain_ddp.config import TrainConfig
-from raytrain_ddp.errors import PreflightError, RetriesExhausted
+from raytrain_ddp.errors import RetriesExhausted
 from raytrain_ddp.orchestration.environment import dashboard_port, own_api, ray_settings, settled
 from raytrain_ddp.orchestration.failures import KEPT
 from raytrain_ddp.orchestration.resources import (
@@ -26,11 +22,19 @@ from raytrain_ddp.orchestration.resources import (
     refuse,
     this_machine,
 )
+from raytrain_ddp.orchestration.starting import (
+    RAY_START_S,
+    persistently_started,
+    require_listener,
+    require_same,
+)
 from raytrain_ddp.orchestration.token import use_token
+from raytrain_ddp.orchestration.waiting import Awake
 from raytrain_ddp.tasks.load import BUILT_IN
+from raytrain_ddp.uri import answer_within
 
 _ASK_EVERY_S = 2.0
-_AFTER_FORK_S = 0.05
+_SHUTDOWN_S = 30.0
 _HEAD_DEAD_AFTER_S = 30.0  # after 60 s Ray ends all processes that were connected to it
 
 
@@ -46,6 +50,7 @@ def joined(
     options: Mapping[str, Any],
     tell: Callable[[str], None],
     meanwhile: Callable[[], None] = lambda: None,
+    wait_s: float = 0.0,
 ) -> Iterator[None]:
     """Connects to the Ray at an address, or without one starts one here and ends it afterwards;
     does neither where this process is connected already. The environment is as before then, but for
@@ -55,11 +60,17 @@ def joined(
         settings: environment variables, for where the user has set none.
         options: what else to tell `ray.init`.
         meanwhile: called in a thread while Ray starts.
+        wait_s: how long Ray may take to start, if that is more than `RAY_START_S`.
 
     Raises:
-        PreflightError: there is no Ray at the address, or it cannot be started.
+        PreflightError: there is no Ray at the address, it cannot be started, or this process is
+            connected to another one.
     """
     if is_connected():
+        if address and address != os.environ.get("RAY_ADDRESS"):
+            import ray
+
+            require_same(address, ray.get_runtime_context().gcs_address)
         with settled(settings):
             tell("using the Ray that this process is connected to")
             yield
@@ -73,47 +84,17 @@ def joined(
 
         threading.Thread(target=meanwhile, name="meanwhile", daemon=True).start()
         where = {"address": address or "local", "log_to_driver": False, "logging_level": "ERROR"}
-        try:
-            with interruptible():
-                ray.init(**where, **options)
-        except (ConnectionError, RuntimeError, ValueError) as error:
-            said = next(iter(str(error).splitlines()), type(error).__name__)
-            raise PreflightError(f"no Ray at {address or 'this machine'}: {said}") from error
+        persistently_started(
+            lambda: ray.init(**where, **options),
+            ray.shutdown,
+            address or "this machine",
+            max(RAY_START_S, wait_s),
+            tell,
+        )
         try:
             yield
-        finally:
-            ray.shutdown()
-
-
-@contextmanager
-def interruptible() -> Iterator[None]:
-    """Ctrl-C counts also while processes are started.
-
-    What a signal's handler raises within a callback of os.register_at_fork, Python swallows; and
-    logging's lock, which such a callback gives back, is kept for ever, so that the next import in
-    another thread waits for ever. Therefore a signal that comes then is sent again later.
-    """
-    in_main = threading.current_thread() is threading.main_thread()
-    if not in_main or signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
-        yield
-        return
-
-    def handler(number: int, frame: FrameType | None) -> None:
-        above = frame
-        while above is not None:
-            if above.f_code is subprocess.Popen._execute_child.__code__:  # type: ignore[attr-defined]
-                again = threading.Timer(_AFTER_FORK_S, os.kill, (os.getpid(), number))
-                again.daemon = True
-                again.start()
-                return
-            above = above.f_back
-        signal.default_int_handler(number, frame)
-
-    signal.signal(signal.SIGINT, handler)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGINT, signal.default_int_handler)
+        finally:  # where the head is lost, Ray may wait for it
+            answer_within(_SHUTDOWN_S, ray.shutdown)
 
 
 @contextmanager
@@ -142,7 +123,8 @@ def cluster(
             options = {"runtime_env": _shipped(config)}
         # torch is dragged in by Ray Train: load it while Ray's own processes and the board start.
         settings = ray_settings(config, embedded)
-        stack.enter_context(joined(address, settings, options, tell, _import_ray_train))
+        wait_s = config.scaling.wait_s
+        stack.enter_context(joined(address, settings, options, tell, _import_ray_train, wait_s))
         if layout is None:
             import ray
 
@@ -217,12 +199,18 @@ class Nodes:
 
     Args:
         kept: what is not lost with the head.
+
+    Attributes:
+        awake: the clock by which the head is judged.
+        is_lost: whether it was found that there is no head any more.
     """
 
     def __init__(self, kept: str = KEPT) -> None:
         self._kept = kept
+        self.awake = Awake()
+        self.is_lost = False
         self._living = self._ask()
-        self._at = time.monotonic()
+        self._at = self.awake()
         self._closed = threading.Event()
         threading.Thread(target=self._keep_asking, name="nodes", daemon=True).start()
 
@@ -232,19 +220,21 @@ class Nodes:
         Raises:
             RetriesExhausted: there has been none for so long that there is no head any more.
         """
-        if time.monotonic() - self._at > _HEAD_DEAD_AFTER_S:
+        if self.awake() - self._at > _HEAD_DEAD_AFTER_S:
+            self.is_lost = True
             silent = f"has not answered for {_HEAD_DEAD_AFTER_S:g} s"
             raise RetriesExhausted(f"the head of the Ray cluster {silent}. {self._kept}")
         return self._living
 
     def close(self) -> None:
         self._closed.set()
+        self.awake.close()
 
     def _keep_asking(self) -> None:
         while not self._closed.wait(_ASK_EVERY_S):
             with suppress(Exception):  # whatever Ray raises then: it is no answer
                 self._living = self._ask()
-                self._at = time.monotonic()
+                self._at = self.awake()
 
     @staticmethod
     def _ask() -> list[Mapping[str, float]]:
@@ -261,25 +251,6 @@ def recount() -> None:
     with suppress(ValueError, AttributeError, TypeError):
         coordinator = ray.get_actor("AutoscalingCoordinator", "AutoscalingCoordinator")
         coordinator.get_reserved_resources.remote("", recompute=True)
-
-
-def require_listener(address: str) -> None:
-    """Ray itself tries for ten minutes and more to reach an address where nobody listens."""
-    if address.startswith("ray://"):
-        raise PreflightError(
-            f"--address {address}: Ray Client is not enough for this. Use HOST:6379 on a node of "
-            "the cluster, or submit a job: ray job submit -- python -m raytrain_ddp...."
-        )
-    host, _, port = address.rpartition(":")
-    if not host or not port.isdigit():
-        return  # "auto" and the like: Ray knows at once
-    try:
-        socket.create_connection((host, int(port)), timeout=5).close()
-    except OSError as error:
-        raise PreflightError(
-            f"no Ray at {address}: {error.strerror or error}. Start one with `ray start --head` "
-            "(it prints its address), or leave --address out for an embedded one."
-        ) from None
 
 
 def _import_ray_train() -> None:

@@ -12,14 +12,14 @@ import time
 from collections import deque
 from collections.abc import Mapping, Sequence
 from textwrap import wrap
-from typing import Any
+from typing import IO, Any, cast
 
 from rich.console import Console
 from rich.live import Live
 from rich.text import Text
 
 from raytrain_ddp.orchestration.limits import Split
-from raytrain_ddp.orchestration.redraw import Picture
+from raytrain_ddp.orchestration.redraw import LastingStream, Picture
 from raytrain_ddp.orchestration.result import Summary
 from raytrain_ddp.orchestration.words import (
     format_bytes,
@@ -86,6 +86,7 @@ class Display:
 
     def __init__(self, console: Console | None = None, live: bool | None = None) -> None:
         self._console = console = console or Console(file=sys.stdout)
+        console.file = cast(IO[str], LastingStream(console.file))
         if live is None:  # isatty besides: FORCE_COLOR makes rich take a pipe for a terminal
             utf = console.encoding.startswith("utf")
             live = utf and console.is_interactive and console.file.isatty()
@@ -242,12 +243,9 @@ class Display:
             since = "" if copied else f"{format_seconds(clock() - self._began):>7}  "
             encoding = self._console.encoding
             text = Text((since + text.plain).encode(encoding, "replace").decode(encoding))
-        try:
-            if self._picture.is_broken(self._console.width):  # or what is printed would be erased
-                self._block.refresh()
-            self._console.print(text, soft_wrap=copied or not self._live, highlight=False)
-        except (BrokenPipeError, SystemExit):  # Ctrl-C ends `| tee` too; the run is to end its step
-            self._console.quiet = True
+        if self._picture.is_broken(self._console.width):  # or what is printed would be erased
+            self._block.refresh()
+        self._console.print(text, soft_wrap=copied or not self._live, highlight=False)
 
     def __rich__(self) -> Text:
         """The live part, drawn 8 times a second: the open phase, or the block of the training."""

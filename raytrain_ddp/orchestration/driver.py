@@ -18,7 +18,7 @@ from raytrain_ddp.checkpoint.manifest import Manifest
 from raytrain_ddp.checkpoint.storage import Storage
 from raytrain_ddp.config import TrainConfig
 from raytrain_ddp.effects import effect_notes, under_torchrun
-from raytrain_ddp.errors import PreflightError, RaytrainError, RunLockedError
+from raytrain_ddp.errors import PreflightError, RaytrainError, RunLockedError, status_of
 from raytrain_ddp.orchestration.aside import rays_words_aside
 from raytrain_ddp.orchestration.causes import without_ray
 from raytrain_ddp.orchestration.display import Display
@@ -199,7 +199,7 @@ def _owned(run: Run, show: Show) -> Iterator[Show]:
         try:
             yield tell
         except RaytrainError as error:
-            told = {"status": error.exit_status, "message": str(error), **error.cause}
+            told = {"status": status_of(error), "message": str(error), **error.cause}
             journal({"kind": "end", **told})
             raise
         except KeyboardInterrupt as stop:

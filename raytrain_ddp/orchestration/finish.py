@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
@@ -11,6 +12,7 @@ from raytrain_ddp.checkpoint.layout import (
     CHECKPOINTS,
     CURVES_FILE,
     EVENTS_FILE,
+    LOG_FILE,
     LOGS,
     METRICS_FILE,
     TENSORBOARD,
@@ -70,12 +72,20 @@ def tidy(config: TrainConfig, run: Storage, manifest: Manifest) -> None:
 
     Raises:
         RunLockedError: another start goes on with it.
+        CheckpointError: the newest checkpoint is damaged.
         OSError: the storage does not answer, or cannot be written.
     """
+    from raytrain_ddp.training.logbook import write_log  # loads torch
+
     store, newest = checkpoint_store(run), CheckpointName(manifest.step, manifest.attempt)
     if store.names()[:1] == [newest]:  # else it is damaged, and not to be swept away
         store.claim(newest, {"why": "what a kill left of a complete run is removed"})
         store.sweep()
+        log = json.loads(store.open(newest).read(LOG_FILE))
+        write_log(run, log)  # on an object store it may lack its last records
+        best = next((r["step"] for r in reversed(log) if r["kind"] == "eval" and r["best"]), None)
+        kept = next((name for name in store.names() if name.step == best), None)
+        store.prune(config.checkpoint.keep_last, kept)
     draw(config, run)
 
 

@@ -13,10 +13,11 @@ import json
 import math
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from datetime import datetime, timezone
 from pathlib import Path
+from queue import SimpleQueue
 from typing import Any
 
 from raytrain_ddp.checkpoint.layout import CONFIG_FILE, EVENTS_FILE, read_history
@@ -33,18 +34,26 @@ _KINDS = {
 # so that a month has some 400 of them.
 _RANKS_EVERY_S, _RANKS_EVERY_SHARE, _MOST_RANKS = 5.0, 0.02, 64
 _PUT_EVERY_S = 30.0  # an object store cannot append: the file is put again
+_WRITE_S = 1.0  # that a caller waits for the storage; what takes longer is written behind its back
+_LAST_S = 30.0  # that the end of a run waits for it
 
 
 class Journal:
     """Writes the events of a run down, and hands all of them on; any thread may call it.
 
-    The run has begun when it has a config.toml: until then its events are held back. A journal
-    that cannot be written is no reason to end a run.
+    A storage that does not answer delays no event: a thread writes. The run has begun when it has a
+    config.toml: until then its events are held back. A journal that cannot be written is no reason
+    to end a run.
     """
 
     def __init__(self, run: Storage, show: Callable[[Event], None]) -> None:
         self._run, self._show = run, show
-        self._lock = threading.Lock()  # the thread that commits has events, too
+        # The thread that writes ends at None.
+        self._orders: SimpleQueue[tuple[str, bool, threading.Event] | None] = SimpleQueue()
+        self._written = threading.Event()  # the newest order
+        self._written.set()
+        self._thread = threading.Thread(target=self._work, name="journal", daemon=True)
+        self._thread.start()
         self._held: list[str] = []  # not written yet
         self._begun = False
         self._file: list[str] | None = None  # all of its lines, where it cannot be appended to
@@ -55,7 +64,9 @@ class Journal:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._write([], at_once=True)
+        self._order("", at_once=True)
+        self._orders.put(None)
+        self._thread.join(_LAST_S)
 
     def __call__(self, event: Event) -> None:
         if event["kind"] == "plan":
@@ -63,9 +74,12 @@ class Journal:
         if event["kind"] in _KINDS and not (event["kind"] == "ranks" and self._passes(event)):
             now = datetime.now(timezone.utc).strftime("%Y-%m-%dT%H:%M:%SZ")
             line = json.dumps({"kind": event["kind"], "time": now, **event}) + "\n"
+            # What is wrong with the storage is shown before it is written to that storage.
+            self._show(event)
             # Of a checkpoint there shall be word as soon as there is the checkpoint.
-            self._write([line], at_once=event["kind"] == "checkpoint")
-        self._show(event)
+            self._order(line, at_once=event["kind"] == "checkpoint")
+        else:
+            self._show(event)
 
     def _passes(self, ranks: Event) -> bool:
         """Whether this account of the ranks is one too many, or too long."""
@@ -76,9 +90,23 @@ class Journal:
         self._ranks_at = now
         return False
 
-    def _write(self, lines: Sequence[str], at_once: bool) -> None:
-        with self._lock, suppress(OSError):
-            self._held += lines
+    def _order(self, line: str, at_once: bool) -> None:
+        """Has a line written; waits for that a short time, but not where the storage is late."""
+        is_late = not self._written.is_set()
+        self._written = written = threading.Event()
+        self._orders.put((line, at_once, written))
+        if not is_late:
+            written.wait(_WRITE_S)
+
+    def _work(self) -> None:
+        while (order := self._orders.get()) is not None:
+            line, at_once, written = order
+            self._held += [line] if line else []
+            self._write(at_once)
+            written.set()
+
+    def _write(self, at_once: bool) -> None:
+        with suppress(OSError):
             self._begun = self._begun or self._run.exists(CONFIG_FILE)
             if not self._begun:
                 return

@@ -14,13 +14,13 @@ from raytrain_ddp import errors
 from raytrain_ddp.checkpoint.storage import Storage
 from raytrain_ddp.config import TrainConfig
 from raytrain_ddp.failpoints import failpoint
-from raytrain_ddp.orchestration.board import Board
+from raytrain_ddp.orchestration.board import Board, Inbox
 from raytrain_ddp.orchestration.cluster import Nodes, recount
 from raytrain_ddp.orchestration.failures import Failures
 from raytrain_ddp.orchestration.metrics import Metrics
 from raytrain_ddp.orchestration.resources import Layout
 from raytrain_ddp.orchestration.trainer import make_trainer
-from raytrain_ddp.orchestration.waiting import Waiting
+from raytrain_ddp.orchestration.waiting import StartWatch, Waiting, stopped_workers
 
 _POLL_S = 0.1
 _BOARD_TIMEOUT_S = 60.0
@@ -66,7 +66,9 @@ def launch(
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
     here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
-    board = ray.remote(num_cpus=0, scheduling_strategy=here)(Board).remote()
+    # Should it be killed, Ray starts it again, and calls are made again: see board.py.
+    lasting = {"max_restarts": -1, "max_task_retries": -1}
+    board = ray.remote(num_cpus=0, scheduling_strategy=here, **lasting)(Board).remote()
     show({"kind": "phase", "name": "loading torch"})
     failures = Failures(config.scaling.max_failures, committed)
     nodes = Nodes()
@@ -76,8 +78,9 @@ def launch(
         metrics.take(event)
         show(event)
 
-    waiting = Waiting(layout, config.scaling.wait_s, nodes, recount, told)
-    listener = _Listener(board, failures, waiting, metrics, told)
+    waiting = Waiting(layout, config.scaling.wait_s, nodes, recount, told, nodes.awake)
+    starting = StartWatch(layout, nodes, told, nodes.awake, stopped_workers)
+    listener = _Listener(board, failures, (waiting, starting), metrics, told, nodes.awake)
     try:
         with _signals(listener.on_signal):
             while True:
@@ -88,11 +91,13 @@ def launch(
                     return listener.outcome
                 told(failures.ended(why))
                 waiting.lost()
+                starting.lost()
     finally:  # on a Ray that outlives this call, the run shall end as well
-        board.close.remote()
         nodes.close()
-        metrics.close()
-        listener.end_controller()
+        if not nodes.is_lost:  # else each call would wait for a head that is gone
+            board.close.remote()
+            metrics.close()
+            listener.end_controller()
 
 
 def _attend(trainer: Any, listener: _Listener) -> str:
@@ -123,11 +128,14 @@ class _Listener:
         self,
         board: Any,
         failures: Failures,
-        waiting: Waiting,
+        waiting: tuple[Waiting, StartWatch],
         metrics: Metrics,
         show: Callable[[Event], None],
+        awake: Callable[[], float],
     ) -> None:
-        self._board, self._failures, self._waiting, self._show = board, failures, waiting, show
+        self._inbox, self._awake = Inbox(), awake
+        self._board, self._failures, self._show = board, failures, show
+        self._waiting, self._starting = waiting
         self._metrics = metrics
         self._began = False
         self._signals: list[int] = []
@@ -144,6 +152,7 @@ class _Listener:
         for event in self._take():
             kind = event["kind"]
             self._began = self._began or kind == "plan"
+            self._starting.take(event)
             to_show = self._failures.take(event)
             if kind == "outcome":
                 self.outcome, self._outcome_at = event, time.monotonic()
@@ -153,6 +162,7 @@ class _Listener:
                 self._waiting.joined()
             elif kind == "preempted" or to_show is not None:
                 self._waiting.lost()
+                self._starting.lost()
                 self._show(to_show or event)
             elif kind == "at":
                 self._metrics.take(event)
@@ -161,13 +171,14 @@ class _Listener:
             failpoint("driver.event", step=event.get("step") or 0)
         if self.outcome is None:
             self._waiting.look()
+            self._starting.look()
 
     def end_controller(self) -> None:
         """Ends Ray Train, which else goes on starting workers as long as this process lives."""
         import ray
 
         with suppress(Exception):  # it has ended by itself, or all of Ray has
-            for event in ray.get(self._board.take.remote(), timeout=1):
+            for _, _, event in ray.get(self._board.take.remote(self._inbox.taken), timeout=1):
                 if event["kind"] == "controller":
                     self._controller = event["actor"]
             if self._controller is None:
@@ -180,25 +191,27 @@ class _Listener:
 
     def on_signal(self, number: int, _: FrameType | None) -> None:
         """Only notes it: an exception from here could not pass through Ray's own code."""
-        self._signals.append(number)
+        if number != signal.SIGHUP or not self._signals:  # a closed terminal sends it twice
+            self._signals.append(number)
 
     def _take(self) -> list[Event]:
         import ray
 
-        asked, deadline = self._board.take.remote(), time.monotonic() + _BOARD_TIMEOUT_S
-        while time.monotonic() < deadline:
+        stop = self._signals[0] if self._stopping else 0
+        asked = self._board.take.remote(self._inbox.taken, stop)
+        deadline = self._awake() + _BOARD_TIMEOUT_S
+        while self._awake() < deadline:
             self._obey()
             ready, _ = ray.wait([asked], timeout=0.2)
             if ready:
                 break
         try:
-            events: list[Event] = ray.get(asked, timeout=1)
+            return self._inbox.sort(ray.get(asked, timeout=1))
         except ray.exceptions.RayError as error:
             raise errors.RetriesExhausted(
                 "the connection to Ray is lost; the last committed checkpoint is kept, and the "
                 f"same command goes on from there: {str(error).splitlines()[0]}"
             ) from error
-        return events
 
     def _obey(self) -> None:
         if not self._signals:
@@ -207,7 +220,6 @@ class _Listener:
             raise Interrupted(self._signals[-1])
         if not self._stopping:
             self._stopping = True
-            self._board.ask_stop.remote(self._signals[0])
             text = "Stopping after this step, with a checkpoint. Once more to stop without."
             self._show({"kind": "note", "text": text})
 
@@ -218,9 +230,9 @@ def _signals(handler: Callable[[int, FrameType | None], None]) -> Iterator[None]
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    from raytrain_ddp.training.local import ASKING  # loads torch, as Ray Train has done by now
+    from raytrain_ddp.training.local import asking  # loads torch, as Ray Train has done by now
 
-    before = {number: signal.signal(number, handler) for number in ASKING}
+    before = {number: signal.signal(number, handler) for number in asking()}
     try:
         yield
     finally:

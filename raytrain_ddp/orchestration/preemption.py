@@ -14,7 +14,7 @@ import ray.train
 
 from raytrain_ddp.training.session import Wishes
 
-STOP = 1  # in place of a signal's number, and below those by which a person stops a run
+STOP = 128  # in place of a signal's number: no signal has it
 _UNKNOWN_S = 120.0  # Ray's own patience with a notice that names no end
 _LEAST_MARGIN_S = 5.0
 
@@ -37,14 +37,18 @@ class Notice:
 
     def wishes(self) -> Wishes:
         """Rank 0's, once a step."""
+        save, self._save = self._save, False
+        return self.meanwhile()._replace(save=save)
+
+    def meanwhile(self) -> Wishes:
+        """Rank 0's, once a step or a chunk of an evaluation; a checkpoint that is wanted waits."""
         now = time.monotonic()
-        # The longest of the last steps: one may hold an evaluation, and the next one as well.
+        # The longest of the last steps or chunks: the next one may take as long.
         self._step_s = max(now - self._asked_at, 0.9 * self._step_s)
         self._asked_at = now
-        save, self._save = self._save, False
         stop = self._ends_at is not None and now >= self._ends_at - self.margin_s()
         look = 0 < self._every_s <= now - self._looked_at
-        return Wishes(STOP if stop else 0, save, look)
+        return Wishes(STOP if stop else 0, look=look)
 
     def look(self) -> None:
         """All ranks take part."""

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from typing import IO, Any
 
 from rich.cells import cell_len
 from rich.console import Console, ConsoleOptions, RenderResult
@@ -37,3 +39,33 @@ class Picture:
         text = self._block()
         self._widths = [min(cell_len(line), options.max_width) for line in text.plain.split("\n")]
         yield text
+
+
+class LastingStream:
+    """A stream that swallows everything when nobody reads it any more: a terminal is closed, or
+    Ctrl-C has ended ``| tee`` too. The run goes on to its checkpoint."""
+
+    def __init__(self, stream: IO[str]) -> None:
+        self._stream = stream
+
+    def write(self, text: str) -> int:
+        with self._surviving():
+            self._stream.write(text)
+        return len(text)
+
+    def flush(self) -> None:
+        with self._surviving():
+            self._stream.flush()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+    @contextmanager
+    def _surviving(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError:
+            with suppress(OSError):  # what is still buffered would fail again when Python exits
+                nowhere = os.open(os.devnull, os.O_WRONLY)
+                os.dup2(nowhere, self._stream.fileno())
+                os.close(nowhere)

@@ -7,7 +7,7 @@ import socket
 import threading
 import time
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict
 from typing import Any
@@ -24,6 +24,7 @@ from raytrain_ddp.checkpoint.lease import Owner
 from raytrain_ddp.checkpoint.storage import Storage
 from raytrain_ddp.config import TrainConfig
 from raytrain_ddp.errors import PreflightError, RetriesExhausted
+from raytrain_ddp.orchestration.board import Answer, Outbox
 from raytrain_ddp.orchestration.preemption import STOP, Notice
 from raytrain_ddp.orchestration.worker_log import WorkerLog
 from raytrain_ddp.training.hang import Hang, Sign
@@ -37,6 +38,8 @@ from raytrain_ddp.uri import without_secrets
 
 _PUSH_EVERY_S = 0.2
 _MEET_S = 10.0
+_LAST_S = 20.0  # that the driver may take for the last events
+_CONFIRM_EVERY_S = 0.05
 _HELD_LONGER_S = 60.0  # than a node is said to live
 
 
@@ -73,6 +76,7 @@ class RaySession(RecordingSession):
                 f"storage = {without_secrets(config.storage)}: node {socket.gethostname()} does "
                 "not see the run's folder there. Several nodes need a shared folder or a URI."
             )
+        self._outbox = Outbox(f"{start} {os.urandom(8).hex()}")
         self._events: deque[Record] = deque()  # the thread that commits adds to it, too
         self._notice = Notice(look_every_s, self._events.append)
         self._training = threading.current_thread()
@@ -88,10 +92,13 @@ class RaySession(RecordingSession):
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Nothing is left unsaid: the last events are sent and their arrival waited for."""
+        """Nothing is left unsaid: it is waited for that the driver has the last events."""
         self.close()
-        self.push(wait_s=10)  # once what is under way has arrived
-        self.push(wait_s=10)  # once that has arrived
+        self.push(wait_s=_LAST_S / 2)
+        deadline = time.monotonic() + _LAST_S / 2
+        while self.world.is_main and not self._outbox.is_empty() and time.monotonic() < deadline:
+            time.sleep(_CONFIRM_EVERY_S)
+            self.push(wait_s=1, to_say=False)
 
     def wrap(self, model: nn.Module, options: Mapping[str, Any]) -> nn.Module:
         wrapped: nn.Module = ray.train.torch.prepare_model(
@@ -148,11 +155,17 @@ class RaySession(RecordingSession):
     def wishes(self) -> Wishes:
         """Also counts the steps and keeps the events flowing: it is asked once a step."""
         self.step = (self.step or 0) + 1
+        return self._asked(self._notice.wishes)
+
+    def meanwhile(self) -> Wishes:
+        return self._asked(self._notice.meanwhile)
+
+    def _asked(self, notice: Callable[[], Wishes]) -> Wishes:
         if not self.world.is_main:
             return Wishes()
         if time.monotonic() - self._pushed_at >= _PUSH_EVERY_S:
             self.push()
-        wishes = self._notice.wishes()
+        wishes = notice()
         return wishes._replace(stop=self._signal) if self._signal else wishes
 
     def look(self) -> None:
@@ -217,19 +230,25 @@ class RaySession(RecordingSession):
             time.sleep(0.2)
         raise TimeoutError("the node that was to be taken away is still there")
 
-    def push(self, wait_s: float = 0) -> None:
-        """Sends the events without waiting, and looks at the answer to the push before."""
+    def push(self, wait_s: float = 0, to_say: bool = True) -> None:
+        """Sends the events without waiting, and looks at the answer to the push before.
+
+        A board that is being started again does not answer meanwhile; see board.py.
+        """
         if not self.world.is_main:
             return
         if self._answer is not None:
             ready, _ = ray.wait([self._answer], timeout=wait_s)
             if not ready:
                 return  # the board's machine is busy: say more next time
-            self._signal = ray.get(ready[0])
-        events = [self._events.popleft() for _ in range(len(self._events))]
-        if self.step is not None:  # where a worker that dies without a word was
-            events.append({"kind": "at", "step": self.step})
-        self._answer = self._board.push.remote(events)
+            answer: Answer = ray.get(ready[0])
+            self._signal = answer.stop
+            self._outbox.answered(answer)
+        for _ in range(len(self._events)):
+            self._outbox.add(self._events.popleft())
+        if self.step is not None and to_say:  # where a worker that dies without a word was
+            self._outbox.add({"kind": "at", "step": self.step})
+        self._answer = self._board.push.remote(*self._outbox.letter())
         self._pushed_at = time.monotonic()
 
 

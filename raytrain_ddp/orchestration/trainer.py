@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from raytrain_ddp.checkpoint.layout import LOGS
+from raytrain_ddp.checkpoint.lease import holder
 from raytrain_ddp.checkpoint.storage import Storage
 from raytrain_ddp.config import TrainConfig
 from raytrain_ddp.failpoints import FOLDER_VARIABLE, VARIABLE
@@ -42,6 +43,7 @@ def make_trainer(
         import_paths=import_paths(config),
         log_folder=f"{run.path}/{LOGS}" if run.is_local else None,
         board=board,
+        lease=holder(run),
         look_every_s=0.0 if os.environ.get(PREEMPTION_WATCHER) == "0" else _LOOK_EVERY_S,
         failpoints=(os.environ.get(VARIABLE, ""), os.environ.get(FOLDER_VARIABLE, "")),
     )

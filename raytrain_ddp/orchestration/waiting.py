@@ -2,16 +2,44 @@
 
 from __future__ import annotations
 
+import os
+import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 from raytrain_ddp.errors import PreflightError
 from raytrain_ddp.orchestration.resources import Layout, room
 
 _LOOK_EVERY_S = 2.0
+_SAY_EVERY_S = 30.0
+_TICK_S, _LONGEST_TICK_S = 0.1, 1.0
 # With room enough, but no worker in it: it is taken by others, or their start fails over and over.
 _STARTED_WITHIN_S = 480.0
+
+
+class Awake:
+    """A clock that stands still while this process is stopped (SIGSTOP, a laptop that sleeps): then
+    whatever has been silent meanwhile may have spoken all the time. In seconds."""
+
+    def __init__(self) -> None:
+        self._seconds = 0.0
+        self._closed = threading.Event()
+        threading.Thread(target=self._tick, name="awake", daemon=True).start()
+
+    def __call__(self) -> float:
+        return self._seconds
+
+    def close(self) -> None:
+        self._closed.set()
+
+    def _tick(self) -> None:
+        at = time.monotonic()
+        while not self._closed.wait(_TICK_S):
+            before, at = at, time.monotonic()
+            self._seconds += min(at - before, _LONGEST_TICK_S)
 
 
 class Waiting:
@@ -76,3 +104,69 @@ class Waiting:
                 "(scaling.wait_s) brought no more. What is committed is kept. Take fewer with "
                 "--scaling.num-workers, or MIN:MAX of them."
             )
+
+
+class StartWatch:
+    """Says what is waited for, as long as workers are being started: until they train, nothing
+    else watches them.
+
+    Args:
+        nodes: the resources of each node that lives.
+        stopped: the workers of this machine that are stopped.
+    """
+
+    def __init__(
+        self,
+        layout: Layout,
+        nodes: Callable[[], Sequence[Mapping[str, float]]],
+        show: Callable[[Mapping[str, Any]], None],
+        now: Callable[[], float],
+        stopped: Callable[[], list[str]],
+    ) -> None:
+        self._layout, self._nodes, self._show, self._now = layout, nodes, show, now
+        self._stopped = stopped
+        self.lost()
+
+    def lost(self) -> None:
+        """The workers are gone, and Ray begins to start others."""
+        self._since: float | None = self._now()
+        self._told_at = self._since
+        self._start, self._ranks = "", set[int]()
+
+    def take(self, event: Mapping[str, Any]) -> None:
+        if event["kind"] == "plan":
+            self._since = None
+        elif event["kind"] == "joined":
+            if event["start"] != self._start:
+                self._start, self._ranks = event["start"], set()
+            self._ranks.add(event["rank"])
+
+    def look(self) -> None:
+        """Cheap to call often."""
+        now = self._now()
+        if self._since is None or now - self._told_at < _SAY_EVERY_S:
+            return
+        self._told_at = now
+        nodes = self._nodes()
+        text = f"Ray has not started {self._layout.said} yet"
+        if self._ranks:
+            ranks = ", ".join(map(str, sorted(self._ranks)))
+            text = f"the workers do not train yet; started so far: rank {ranks}"
+        has = f"room for {room(self._layout, nodes)} on {len(nodes)} node(s)"
+        stopped = "".join(f"; {each} is stopped (SIGSTOP)" for each in self._stopped())
+        text = f"{text}, after {now - self._since:.0f} s; {has}{stopped}"
+        self._show({"kind": "note", "text": text})
+
+
+def stopped_workers() -> list[str]:
+    """Those of Ray's workers on this machine, of this user, that are stopped, as ``pid 12
+    (ray::RayTrainWorker)``."""
+    found = []
+    for entry in Path("/proc").glob("[0-9]*"):
+        with suppress(OSError, IndexError):
+            state = (entry / "stat").read_bytes().rpartition(b")")[2].split()[0]
+            if state in (b"T", b"t") and entry.stat().st_uid == os.getuid():
+                title = (entry / "cmdline").read_bytes().split(b"\0")[0].decode(errors="replace")
+                if title.startswith("ray::"):
+                    found.append(f"pid {entry.name} ({title.split()[0]})")
+    return sorted(found)

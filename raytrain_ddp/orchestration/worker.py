@@ -38,6 +38,7 @@ class WorkerSettings:
     Args:
         task: the task, pickled, where its name is not enough.
         board: the handle of the Board actor.
+        lease: the token by which the driver holds the run; "": not known.
         look_every_s: how often to look for a notice that nodes are taken away; 0: never.
         failpoints: what the driver's environment arms, and the folder in which it is noted.
     """
@@ -47,6 +48,7 @@ class WorkerSettings:
     import_paths: tuple[str, ...]
     log_folder: str | None
     board: Any
+    lease: str = ""
     look_every_s: float = 0.0
     failpoints: tuple[str, str] = ("", "")
     task: bytes | None = dataclasses.field(default=None, repr=False)
@@ -76,13 +78,23 @@ def train_on_worker(loop_config: dict[str, WorkerSettings]) -> None:
 
 def _train(given: WorkerSettings, sessions: list[RaySession]) -> None:
     """`sessions`: the one that is made is added to them, whatever comes."""
+    from raytrain_ddp.checkpoint.layout import run_storage
+    from raytrain_ddp.checkpoint.lease import is_seen
+    from raytrain_ddp.errors import PreflightError
     from raytrain_ddp.orchestration.session import RaySession
     from raytrain_ddp.recipe import from_dict
     from raytrain_ddp.tasks.load import load_task
     from raytrain_ddp.training.loop import train
     from raytrain_ddp.training.recorder import Best
+    from raytrain_ddp.uri import without_secrets
 
     config = from_dict(given.config)
+    if given.lease and not is_seen(run_storage(config), given.lease):
+        raise PreflightError(
+            f"storage = {without_secrets(config.storage)}: node {socket.gethostname()} does not "
+            "see the run's folder there, or sees an older one that is its own. Several nodes need "
+            "a shared folder or a URI."
+        )
     if given.task is not None:
         config = dataclasses.replace(config, task=pickle.loads(given.task))
     reads: set[str] = set()
@@ -139,7 +151,7 @@ def tell_failure(
     """
     import ray
 
-    from raytrain_ddp.errors import RaytrainError
+    from raytrain_ddp.errors import RaytrainError, status_of
 
     if is_lack_of_memory(error):
         error = without_memory(given.config, rank, step, error)
@@ -150,9 +162,9 @@ def tell_failure(
         "rank": rank,
         "step": step,
         "error": type(error).__name__,
-        "message": str(error) if known else f"{type(error).__name__}: {error}",
+        "message": f"{error}" if known and f"{error}" else f"{type(error).__name__}: {error}",
         "traceback": "" if known else users_traceback(error),
-        "status": error.exit_status if isinstance(error, RaytrainError) else 1,
+        "status": status_of(error) if isinstance(error, RaytrainError) else 1,
         "cause": cause_of(error) if known or not torn_down else "peer",
     }
     with suppress(Exception):  # of a board that is gone or slow: the error itself counts more

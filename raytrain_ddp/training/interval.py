@@ -18,19 +18,19 @@ _PRIOR_FAILURES, _PRIOR_S = 1, 3600.0
 
 
 def best_interval_s(stall_s: float, mtbf_s: float, commit_s: float) -> float:
-    """The seconds of training between checkpoints that lose the least time, within bounds.
+    """The seconds of training between checkpoints that lose the least time.
 
     To the first order this is sqrt(2 * stall * MTBF): J. W. Young, CACM 17 (1974); J. T. Daly,
-    Future Generation Computer Systems 22 (2006). Twice the time of a commit is the least, so that
-    the store is idle half the time.
+    Future Generation Computer Systems 22 (2006). Bounded by SHORTEST_S and LONGEST_S; and
+    never below twice the time of a commit, so that the store is idle half the time.
 
     Args:
         stall_s: for how long a checkpoint stops the training.
         mtbf_s: mean time between failures.
         commit_s: how long it then takes, in the background, until a checkpoint is committed.
     """
-    least = max(SHORTEST_S, 2 * commit_s)
-    return min(LONGEST_S, max(least, math.sqrt(2 * stall_s * mtbf_s)))
+    bounded = min(LONGEST_S, max(SHORTEST_S, math.sqrt(2 * stall_s * mtbf_s)))
+    return max(bounded, 2 * commit_s)
 
 
 @dataclass(frozen=True)

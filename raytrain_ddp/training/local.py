@@ -25,7 +25,14 @@ from raytrain_ddp.training.recording import RecordingSession
 from raytrain_ddp.training.session import Record, Snapshot, Wishes
 from raytrain_ddp.training.world import World
 
-ASKING = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
+ASKING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
+
+
+def asking() -> list[signal.Signals]:
+    """The signals that ask for a checkpoint and an end: those of `ASKING`, but not SIGHUP where it
+    is ignored, as after `nohup`."""
+    hung_up = signal.getsignal(signal.SIGHUP)
+    return [n for n in ASKING if n != signal.SIGHUP or hung_up != signal.SIG_IGN]
 
 
 class LocalSession(RecordingSession):
@@ -64,6 +71,9 @@ class LocalSession(RecordingSession):
             self.tell({"kind": "note", "text": "Stopping after this step; the checkpoint follows."})
         return Wishes(stop=self._signal)
 
+    def meanwhile(self) -> Wishes:
+        return LocalSession.wishes(self)
+
     def look(self) -> None: ...
 
     def meeting(self, owners: Sequence[Owner]) -> Exchange | None:
@@ -81,15 +91,17 @@ class LocalSession(RecordingSession):
         os._exit(RetriesExhausted.exit_status)
 
     def stop_on_signals(self) -> None:
-        """From now on Ctrl-C, SIGTERM and Slurm's warnings (SIGUSR1, SIGUSR2) ask for a checkpoint
-        and an end; a second signal, of whichever kind, ends at once."""
+        """From now on Ctrl-C, SIGTERM, SIGHUP (not after `nohup`) and Slurm's warnings (SIGUSR1,
+        SIGUSR2) ask for a checkpoint and an end; a second signal ends at once. A second one that is
+        SIGHUP does not: a shell and the kernel both send it when a terminal is closed."""
+        numbers = asking()
 
         def ask(number: int, _: FrameType | None) -> None:
             self._signal = number  # told later: a handler may have interrupted the display
-            for each in ASKING:
-                signal.signal(each, signal.SIG_DFL)
+            for each in numbers:
+                signal.signal(each, signal.SIG_IGN if each == signal.SIGHUP else signal.SIG_DFL)
 
-        for number in ASKING:
+        for number in numbers:
             self._handlers[number] = signal.signal(number, ask)
 
 

@@ -100,11 +100,16 @@ class Logbook:
             self._file = None
 
     def _write(self, records: Sequence[Record]) -> None:
-        self._run.write_atomic(METRICS_FILE, "".join(map(_line, records)).encode())
+        write_log(self._run, records)
 
     def _behind(self, error: OSError) -> None:
         text = f"{METRICS_FILE} cannot be written ({error}): the next checkpoint renews it."
         self._tell({"kind": "note", "text": text})
+
+
+def write_log(run: Storage, records: Sequence[Record]) -> None:
+    """Makes metrics.jsonl anew; raises OSError."""
+    run.write_atomic(METRICS_FILE, "".join(map(_line, records)).encode())
 
 
 def _line(record: Record) -> str:

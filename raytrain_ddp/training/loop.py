@@ -29,9 +29,9 @@ def train(
     state, plan = run.state, run.plan
     cadence = Cadence(config, plan.steps_per_epoch)
     steering = Steering(cadence, session)
-    run.make_up(cadence)
-    stop = 0
-    with closing(run.feed.steps(state.step, cadence.total_steps)) as steps:
+    stop = run.make_up(cadence)
+    end = state.step if stop else cadence.total_steps
+    with closing(run.feed.steps(state.step, end)) as steps:
         for slots, samples in run.clock.waits(steps):
             steering.ask(state.step + 1)
             rate = learning_rate(config, state.step, plan.steps_per_epoch)
@@ -40,7 +40,8 @@ def train(
             if log:
                 run.log(loss_share, rate)
             if evaluate:
-                save |= run.evaluate()  # the best is always kept
+                best, stop = run.evaluate()
+                save |= best or stop > 0  # the best is always kept
             if save:
                 run.save(last=stop > 0 or state.step == cadence.total_steps)
             if stop:

@@ -26,6 +26,7 @@ from raytrain_ddp.training.metrics import require_monitor, scalars, tables
 from raytrain_ddp.training.repro import REMEDY
 from raytrain_ddp.training.session import Session
 from raytrain_ddp.training.state import TrainState
+from raytrain_ddp.training.steering import Abandoned, EvaluationWatch
 from raytrain_ddp.training.step import Stepper
 from raytrain_ddp.training.stragglers import Stragglers
 
@@ -102,24 +103,41 @@ class Run:
             self.session.tell(straggler)
         self.logged_step = step
 
-    def evaluate(self) -> bool:
-        """Evaluates the model as it is; all ranks take part. Whether it is the best so far."""
+    def evaluate(self) -> tuple[bool, int]:
+        """Evaluates the model as it is; all ranks take part.
+
+        Returns:
+            Whether it is the best so far; and the number of a signal for which the evaluation was
+            given up, else 0. What was given up is made up for at the resume.
+        """
         data = self.eval_data
         if data is None:
-            return False
+            return False, 0
+        watch = EvaluationWatch(self.session, -(-data.rows // self.config.micro_batch))
+
+        def beat() -> None:
+            self.clock.beat()
+            watch()
+
         failpoint("evaluate", self.session.world.rank, self.state.step)
         started = time.monotonic()
         self.session.tell({"kind": "evaluating", "step": self.state.step})
+        stop = 0
         with self.clock.part("evaluation"):
-            values = evaluate(
-                self.task,
-                self.state.model,
-                data,
-                self.config.micro_batch,
-                self.session.world,
-                replace(self.feed.loader.threads, begin=None),  # nothing else to do meanwhile
-                beat=self.clock.beat,
-            )
+            try:
+                values = evaluate(
+                    self.task,
+                    self.state.model,
+                    data,
+                    self.config.micro_batch,
+                    self.session.world,
+                    replace(self.feed.loader.threads, begin=None),  # nothing else to do meanwhile
+                    beat=beat,
+                )
+            except Abandoned as abandoned:
+                stop = abandoned.stop
+        if stop:
+            return False, stop
         self.metrics, self.state.evaluated_step = scalars(values), self.state.step
         not_scalar = tables(values)
         skipped = int(self.metrics.get("skipped", 0))
@@ -139,18 +157,22 @@ class Run:
                 "seconds": time.monotonic() - started,
             }
         )
-        return best
+        return best, 0
 
     def owes_evaluation(self) -> bool:
         """Whether there is data to evaluate on, and the model as it is was not."""
         return self.eval_data is not None and self.state.evaluated_step != self.state.step
 
-    def make_up(self, cadence: Cadence) -> None:
-        """Evaluates a resumed model if a stop came between; all ranks take part."""
-        if cadence.evaluates(self.state.step) and self.owes_evaluation():
-            last = self.state.step >= cadence.total_steps  # a rerun may want fewer epochs
-            if self.evaluate() or last:
-                self.save(last)
+    def make_up(self, cadence: Cadence) -> int:
+        """Evaluates a resumed model if a stop came between; all ranks take part. The number of a
+        signal for which that was given up, else 0."""
+        if not (cadence.evaluates(self.state.step) and self.owes_evaluation()):
+            return 0
+        last = self.state.step >= cadence.total_steps  # a rerun may want fewer epochs
+        best, stop = self.evaluate()
+        if best or (last and not stop):
+            self.save(last)
+        return stop
 
     def save(self, last: bool) -> None:
         """Has a snapshot committed in the background; all ranks take part.

@@ -101,6 +101,10 @@ class Session(Protocol):
     def wishes(self) -> Wishes:
         """Asked on each rank, once a step, before its compute; cheap."""
 
+    def meanwhile(self) -> Wishes:
+        """As `wishes`, but before a chunk of an evaluation: no step begins, and nothing can be
+        saved; cheap."""
+
     def look(self) -> None:
         """Looks at what the ranks can see only together; all take part, after the same step.
 

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from raytrain_ddp.checkpoint.layout import LOG_FILE
 from raytrain_ddp.checkpoint.manifest import Manifest
 from raytrain_ddp.checkpoint.snapshot import (
     HostSnapshot,
@@ -78,7 +79,7 @@ class TrainState:
         return Snapshot(
             manifest=manifest,
             tensors=tensors,
-            documents={"state.json": progress, "log.json": list(log)},
+            documents={"state.json": progress, LOG_FILE: list(log)},
         )
 
     def load(self, checkpoint: Checkpoint) -> list[Record]:
@@ -101,7 +102,7 @@ class TrainState:
         # Older checkpoints have neither; there an evaluation that was due came first.
         self.nonfinite = progress.get("nonfinite", 0)
         self.evaluated_step = progress.get("evaluated_step", self.step)
-        log: list[Record] = json.loads(checkpoint.read("log.json"))
+        log: list[Record] = json.loads(checkpoint.read(LOG_FILE))
         evals = (r for r in log if r["kind"] == "eval" and r["step"] == self.best_step)
         self.best_loss = next((loss_of(record["metrics"]) for record in evals), math.inf)
         return log

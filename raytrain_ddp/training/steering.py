@@ -19,6 +19,40 @@ class Decision(NamedTuple):
     stop: int
 
 
+class Abandoned(Exception):
+    """An evaluation was given up, on all ranks alike, as the run shall end."""
+
+    def __init__(self, stop: int) -> None:
+        super().__init__(stop)
+        self.stop = stop
+
+
+class EvaluationWatch:
+    """Asks before each chunk of an evaluation whether the run shall end; all ranks take part.
+
+    The ranks agree while a chunk computes, and act before the next one. They have `least` chunks
+    each, or one more: so the last votes are cast before the last chunk that all of them have.
+    """
+
+    def __init__(self, session: Session, chunks: int) -> None:
+        self._session, self._ballot = session, Ballot(session.world)
+        self._least = chunks // session.world.size
+        self._chunk = 0
+
+    def __call__(self) -> None:
+        """Raises Abandoned."""
+        chunk, self._chunk = self._chunk, self._chunk + 1
+        if 0 < chunk < self._least:
+            stop, _, look = self._ballot.count()
+            if look:
+                self._session.look()
+            if stop:
+                raise Abandoned(stop)
+        if chunk < self._least - 1:
+            stop, _, look = self._session.meanwhile()
+            self._ballot.cast(stop, False, look)
+
+
 class Steering:
     """Joins what is due by the number of steps, by the clock, and by what the ranks wish.
 

@@ -119,7 +119,7 @@ def _work(order: Mapping[str, Any], config: TrainConfig, rank: int) -> int:
     from rich.console import Console
 
     from raytrain_ddp import failpoints
-    from raytrain_ddp.errors import RaytrainError
+    from raytrain_ddp.errors import RaytrainError, status_of
     from raytrain_ddp.orchestration.display import Display
     from raytrain_ddp.orchestration.driver import fit_locally
 
@@ -138,7 +138,7 @@ def _work(order: Mapping[str, Any], config: TrainConfig, rank: int) -> int:
         return fit_locally(config, display=display).exit_status
     except RaytrainError as error:
         print(f"error: {error}", file=sys.stderr)
-        return error.exit_status
+        return status_of(error)
 
 
 if __name__ == "__main__":

@@ -150,5 +150,5 @@ def connected(flags: Flags, tell: Callable[[str], None]) -> Iterator[None]:
             "num_gpus": int(have["GPU"]),
             "object_store_memory": _OBJECT_STORE_BYTES,
         }
-    with joined(address, SETTINGS, options, tell):
+    with joined(address, SETTINGS, options, tell, wait_s=flags.wait_s):
         yield

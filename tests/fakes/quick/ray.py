@@ -3,9 +3,19 @@
 import os
 from pathlib import Path
 
+_addresses: list[str] = []
+
 
 def init(address: str, **_: object) -> None:
     assert address == f"127.0.0.1:{os.environ['PORT']}"
+    _addresses.append(address)
+
+
+def is_initialized() -> bool:
+    return bool(_addresses)
+
+
+def shutdown() -> None: ...
 
 
 def nodes() -> list[dict[str, bool]]:

@@ -1,0 +1,197 @@
+"""Starting Ray, or joining one, however slow the disk is that Ray is read from.
+
+Ray gives its node 30 s to start and its agents about 15 s, and nobody can change that. What it then
+raises is a bare Exception. A second try finds most files in memory.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from types import FrameType
+
+from raytrain_ddp.errors import PreflightError
+
+RAY_START_S = 300.0
+"""How long Ray may take to start, in all tries; longer if `wait_s` is."""
+
+_AFTER_FORK_S = 0.05
+_PAUSES_S = (1.0, 2.0, 4.0, 8.0, 15.0)
+# Another try does not help: a wrong option, no Ray where one was named, another version, no token.
+_LASTING = ("could not find any running ray", "version mismatch", "authentication")
+
+
+def persistently_started(
+    init: Callable[[], object],
+    shutdown: Callable[[], object],
+    where: str,
+    within_s: float,
+    tell: Callable[[str], None],
+) -> None:
+    """Calls `init`, which starts or joins Ray, until it succeeds.
+
+    What a try that has failed leaves behind is ended before the next one.
+
+    Args:
+        where: of Ray, for messages.
+        within_s: no new try begins after that time.
+
+    Raises:
+        PreflightError: the time is over, or the reason does not pass.
+    """
+    began = time.monotonic()
+    for number in range(10**6):
+        before = _children()
+        try:
+            with interruptible(), _no_hangups():
+                init()
+            return
+        except Exception as error:  # Ray raises all kinds, also Exception itself
+            said = " ".join((str(error).splitlines() or [""])[0].split()) or type(error).__name__
+            with suppress(Exception):
+                shutdown()
+            _end_processes(_children() - before)
+            lasting = isinstance(error, (ValueError, TypeError))
+            if lasting or any(
+                words in f"{type(error).__name__} {error}".lower() for words in _LASTING
+            ):
+                raise PreflightError(f"no Ray at {where}: {said}") from error
+            pause_s = _PAUSES_S[min(number, len(_PAUSES_S) - 1)]
+            spent_s = time.monotonic() - began
+            if spent_s + pause_s > within_s:
+                raise PreflightError(
+                    f"no Ray at {where} within {within_s:g} s ({number + 1} tries): {said} "
+                    "Its logs are in /tmp/ray/session_latest/logs. On a slow disk or a busy "
+                    "machine give it more time with --scaling.wait-s (fit) or --wait-s (run)."
+                ) from error
+        tell(f"Ray did not start in {spent_s:.0f} s ({said}); trying again")
+        time.sleep(pause_s)
+
+
+@contextmanager
+def interruptible() -> Iterator[None]:
+    """Ctrl-C counts also while processes are started.
+
+    What a signal's handler raises within a callback of os.register_at_fork, Python swallows; and
+    logging's lock, which such a callback gives back, is kept for ever, so that the next import in
+    another thread waits for ever. Therefore a signal that comes then is sent again later.
+    """
+    in_main = threading.current_thread() is threading.main_thread()
+    if not in_main or signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
+        yield
+        return
+
+    def handler(number: int, frame: FrameType | None) -> None:
+        above = frame
+        while above is not None:
+            if above.f_code is subprocess.Popen._execute_child.__code__:  # type: ignore[attr-defined]
+                again = threading.Timer(_AFTER_FORK_S, os.kill, (os.getpid(), number))
+                again.daemon = True
+                again.start()
+                return
+            above = above.f_back
+        signal.default_int_handler(number, frame)
+
+    signal.signal(signal.SIGINT, handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+@contextmanager
+def _no_hangups() -> Iterator[None]:
+    """Processes started meanwhile never receive SIGHUP, and this one receives it afterwards.
+
+    A terminal that is closed sends it to each process of its group: Ray would end at once, and the
+    checkpoint that the driver then asks for would never be made.
+    """
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGHUP})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def require_listener(address: str) -> None:
+    """Ray itself tries for ten minutes and more to reach an address where nobody listens."""
+    if address.startswith("ray://"):
+        raise PreflightError(
+            f"--address {address}: Ray Client is not enough for this. Use HOST:6379 on a node of "
+            "the cluster, or submit a job: ray job submit -- python -m raytrain_ddp...."
+        )
+    host, _, port = address.rpartition(":")
+    if not host or not port.isdigit():
+        return  # "auto" and the like: Ray knows at once
+    try:
+        socket.create_connection((host, int(port)), timeout=5).close()
+    except OSError as error:
+        raise PreflightError(
+            f"no Ray at {address}: {error.strerror or error}. Start one with `ray start --head` "
+            "(it prints its address), or leave --address out for an embedded one."
+        ) from None
+
+
+def require_same(address: str, connected_to: str) -> None:
+    """Raises PreflightError if a process that is connected to one Ray is asked to use another."""
+    host, _, port = address.rpartition(":")
+    own_host, _, own_port = connected_to.rpartition(":")
+    if not host or not port.isdigit():
+        return  # "auto": the one that this process uses
+    ip, own_ip = _ip(host), _ip(own_host)
+    if port == own_port and (ip == own_ip or (_is_local(ip) and _is_local(own_ip))):
+        return
+    raise PreflightError(
+        f"--address {address}, but this process is connected to the Ray at {connected_to}. Call "
+        "ray.shutdown() first, or leave the address out."
+    )
+
+
+def _is_local(ip: str) -> bool:
+    with suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.bind((ip, 0))
+        return True
+    return False
+
+
+def _ip(host: str) -> str:
+    try:
+        return socket.gethostbyname(host.strip("[]"))
+    except OSError:
+        return host
+
+
+def _children() -> set[int]:
+    """The processes that this one has started; none where the system does not tell."""
+    return _children_of(os.getpid())
+
+
+def _children_of(pid: int) -> set[int]:
+    found: set[int] = set()
+    for path in Path(f"/proc/{pid}/task").glob("*/children"):
+        with suppress(OSError):
+            found |= {int(child) for child in path.read_text().split()}
+    return found
+
+
+def _end_processes(children: set[int]) -> None:
+    """Ends those of Ray among these children of this process, and all that they have started."""
+    for child in children:
+        with suppress(OSError):
+            if b"session_" not in Path(f"/proc/{child}/cmdline").read_bytes():
+                continue  # each process of Ray is given the name of its session
+            tree, new = {child}, {child}
+            while new:
+                new = set().union(*map(_children_of, new)) - tree
+                tree |= new
+            for process in tree:
+                with suppress(ProcessLookupError):
+                    os.kill(process, signal.SIGKILL)
+            os.waitpid(child, 0)

@@ -1,0 +1,88 @@
+"""The board between workers and driver, also when it is killed and begins anew; no Ray."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+
+from raytrain_ddp.orchestration.board import Board, Inbox, Outbox
+
+
+def numbers(events: list[Any]) -> list[int]:
+    return [event["n"] for event in events]
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_a_killed_board_costs_no_event_and_doubles_none(seed: int) -> None:
+    """Pushes, answers and takes in any order, while the board dies again and again."""
+    dice = random.Random(seed)
+    outbox, inbox, board = Outbox("a start"), Inbox(), Board()
+    under_way: list[Any] = []  # at most one push; Ray makes it again if the board dies
+    answer: list[Any] = []
+    heard: list[Any] = []
+    told = 0
+
+    def act() -> None:
+        nonlocal board, told
+        match dice.randrange(6):
+            case 0 | 1:
+                outbox.add({"n": told})
+                told += 1
+            case 2 if not under_way and not answer:
+                under_way.append(outbox.letter())
+            case 3 if under_way:
+                answer.append(board.push(*under_way.pop()))
+            case 4 if answer:
+                outbox.answered(answer.pop())
+            case 5:
+                if dice.random() < 0.3:
+                    board = Board()
+                elif dice.random() < 0.2:
+                    board.take(inbox.taken)  # the answer is lost with the board
+                    board = Board()
+                else:
+                    heard.extend(inbox.sort(board.take(dict(inbox.taken))))
+
+    for _ in range(2000):
+        act()
+    while not outbox.is_empty():  # as a session does at its end
+        if under_way:
+            answer.append(board.push(*under_way.pop()))
+        if answer:
+            outbox.answered(answer.pop())
+        heard += inbox.sort(board.take(dict(inbox.taken)))
+        outbox.answered(board.push(*outbox.letter()))
+    heard += inbox.sort(board.take(dict(inbox.taken)))
+    assert numbers(heard) == list(range(told))
+
+
+def test_a_board_that_begins_anew_hears_the_drivers_wish_again() -> None:
+    board = Board()
+    assert board.push([]).stop == 0
+    board.take({}, stop=15)
+    assert board.push([]).stop == 15
+    board = Board()
+    board.take({}, stop=15)
+    assert board.push([]).stop == 15
+
+
+def test_events_of_others_than_rank_0_are_passed_on_as_they_come() -> None:
+    board, inbox = Board(), Inbox()
+    assert board.join("s", 1, "n1")
+    board.push([{"kind": "failed"}])
+    board.push([{"kind": "at"}], "s", 0)
+    kinds = [event["kind"] for event in inbox.sort(board.take(inbox.taken))]
+    assert kinds == ["joined", "failed", "at"]
+    board.close()
+    assert not board.join("s", 2, "n2")
+
+
+def test_an_outbox_forgets_what_the_driver_has() -> None:
+    outbox, board, inbox = Outbox("s"), Board(), Inbox()
+    for n in range(100):
+        outbox.add({"n": n})
+        outbox.answered(board.push(*outbox.letter()))
+        inbox.sort(board.take(dict(inbox.taken)))
+    assert len(outbox._kept) <= 3

@@ -1,0 +1,194 @@
+"""Ray that starts slowly, or not at all; a Ray that is another one. No real Ray is started."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+
+from raytrain_ddp.errors import PreflightError
+from raytrain_ddp.orchestration import starting
+from raytrain_ddp.orchestration.cluster import joined
+from raytrain_ddp.orchestration.starting import persistently_started, require_same
+
+SLOW = Exception("The current node timed out during startup. This could happen because ...")
+
+
+@pytest.fixture(autouse=True)
+def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """The time, in its first item; sleeping takes none."""
+    now = [0.0]
+
+    def sleep(seconds: float) -> None:
+        now[0] += seconds
+
+    fake = SimpleNamespace(monotonic=lambda: now[0], sleep=sleep)
+    monkeypatch.setattr(starting, "time", fake)
+    return now
+
+
+@pytest.fixture
+def ray(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """A module in Ray's place, which is not connected."""
+    fake: Any = ModuleType("ray")
+    fake.calls, fake.ended, fake.to_raise = [], 0, []
+    fake.is_initialized = lambda: False
+
+    def init(**options: Any) -> None:
+        fake.calls.append(options)
+        if fake.to_raise:
+            raise fake.to_raise.pop(0)
+
+    def shutdown() -> None:
+        fake.ended += 1
+
+    fake.init, fake.shutdown = init, shutdown
+    monkeypatch.setitem(sys.modules, "ray", fake)
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    return fake
+
+
+def join(tell: Callable[[str], None] = lambda _: None, wait_s: float = 0.0) -> None:
+    with joined(None, {}, {"num_cpus": 2}, tell, wait_s=wait_s):
+        pass
+
+
+class OfSomeLibrary(Exception): ...
+
+
+@pytest.mark.parametrize("kind", [Exception, RuntimeError, TimeoutError, OSError, OfSomeLibrary])
+def test_a_ray_that_starts_slowly_is_started_again_whatever_it_raises(ray: Any, kind: Any) -> None:
+    ray.to_raise = [kind("The current node timed out during startup.")] * 3
+    told: list[str] = []
+    join(told.append)
+    assert len(ray.calls) == 4
+    assert ray.calls[0] == ray.calls[-1]
+    assert sum("timed out during startup" in line and "again" in line for line in told) == 3
+    assert ray.ended == 4  # after each failed try, and at the end
+
+
+def test_a_ray_that_never_starts_ends_at_its_time_limit_in_one_line_with_status_3(
+    ray: Any, clock: list[float]
+) -> None:
+    def slow(**_: Any) -> None:
+        clock[0] += 30
+        raise SLOW
+
+    ray.init = slow
+    with pytest.raises(PreflightError, match=r"within 300 s \(\d+ tries\): The current") as caught:
+        join()
+    assert caught.value.exit_status == 3
+    assert "\n" not in str(caught.value)
+    assert 270 < clock[0] <= 330
+    clock[0] = 0.0
+    with pytest.raises(PreflightError, match="within 600 s"):
+        join(wait_s=600)
+    assert 570 < clock[0] <= 630
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        ValueError("num_cpus must be an integer"),
+        ConnectionError("Could not find any running Ray instance. Please specify the one"),
+        RuntimeError("Version mismatch: The cluster was started with:\nRay: 2.9"),
+        type("AuthenticationError", (Exception,), {})("no token"),
+    ],
+)
+def test_what_does_not_pass_is_not_tried_again(ray: Any, error: Exception) -> None:
+    ray.to_raise = [error] * 9
+    with pytest.raises(PreflightError, match="no Ray at this machine"):
+        join()
+    assert len(ray.calls) == 1
+
+
+def test_ctrl_c_ends_the_tries(ray: Any) -> None:
+    ray.to_raise = [SLOW, KeyboardInterrupt()]
+    with pytest.raises(KeyboardInterrupt):
+        join()
+    assert len(ray.calls) == 2
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="/proc")
+def test_what_a_failed_try_has_started_is_ended_and_nothing_else(tmp_path: Path) -> None:
+    started: list[subprocess.Popen[bytes]] = []
+    mine = subprocess.Popen(["sleep", "60"])
+    below = tmp_path / "below"
+
+    def init() -> None:
+        if started:
+            return
+        # A raylet, which starts an agent, and what the user's own thread starts at that moment.
+        script = f"sleep 60 & echo $! > {below}.new; mv {below}.new {below}; wait"
+        started.append(subprocess.Popen(["bash", "-c", script, "--session-name=session_2026"]))
+        started.append(subprocess.Popen(["sleep", "60"]))
+        while not below.exists():
+            time.sleep(0.01)
+        raise SLOW
+
+    try:
+        persistently_started(init, lambda: None, "this machine", 10.0, lambda _: None)
+        agent = Path("/proc") / below.read_text().strip() / "cmdline"
+        deadline = time.monotonic() + 20
+        while agent.exists() and agent.read_bytes():  # one that is dead has no command any more
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        assert started[0].poll() is not None
+        assert started[1].poll() is None
+        assert mine.poll() is None
+    finally:
+        for process in (mine, *started):
+            process.kill()
+            process.wait()
+
+
+def test_a_hangup_does_not_reach_the_processes_of_ray_and_is_not_lost() -> None:
+    """A terminal that closes sends it to each process of its group."""
+    hung_up: list[int] = []
+    before = signal.signal(signal.SIGHUP, lambda number, _: hung_up.append(number))
+    child: list[subprocess.Popen[bytes]] = []
+
+    def init() -> None:
+        child.append(subprocess.Popen(["sleep", "60"]))
+        os.kill(os.getpid(), signal.SIGHUP)
+
+    try:
+        persistently_started(init, lambda: None, "this machine", 10.0, lambda _: None)
+        assert hung_up == [signal.SIGHUP]
+        child[0].send_signal(signal.SIGHUP)
+        with pytest.raises(subprocess.TimeoutExpired):
+            child[0].wait(0.3)
+    finally:
+        signal.signal(signal.SIGHUP, before)
+        child[0].kill()
+        child[0].wait()
+
+
+def test_an_address_in_a_process_that_is_connected_to_another_ray_is_refused(ray: Any) -> None:
+    ray.is_initialized = lambda: True
+    ray.get_runtime_context = lambda: SimpleNamespace(gcs_address="127.0.0.1:6379")
+    with (
+        pytest.raises(PreflightError, match=r"connected to the Ray at 127\.0\.0\.1:6379"),
+        joined("127.0.0.1:6380", {}, {}, lambda _: None),
+    ):
+        pass
+    for same in ("127.0.0.1:6379", "localhost:6379", "auto", None):
+        with joined(same, {}, {}, lambda _: None):
+            pass
+    assert not ray.calls
+
+
+def test_two_names_of_one_machine_are_one_address() -> None:
+    require_same("localhost:6379", "127.0.0.1:6379")
+    require_same("127.0.0.5:6379", "127.0.0.1:6379")
+    for other in ("192.0.2.7:6379", "127.0.0.1:6380"):
+        with pytest.raises(PreflightError, match=r"ray\.shutdown\(\)"):
+            require_same(other, "127.0.0.1:6379")
