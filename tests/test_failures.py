@@ -547,6 +547,8 @@ class Taken:
 def test_fault_34_a_notice_is_saved_for_at_once_and_again_before_the_end(
     monkeypatch: pytest.MonkeyPatch,
 ):
+    from raytrain_ddp.orchestration.preemption import STOP
+
     taken = Taken(monkeypatch)
     assert taken.steps(10) == []
     taken.drain(30)
@@ -555,7 +557,8 @@ def test_fault_34_a_notice_is_saved_for_at_once_and_again_before_the_end(
     stops = [at for at, wishes in wished if wishes.stop]
     assert saves == [12.5]  # looked for every 3 s
     assert stops[0] == 35.0  # 5 s before the end
-    assert {wishes.stop for _, wishes in wished if wishes.stop} == {1}  # below SIGINT and SIGTERM
+    assert {wishes.stop for _, wishes in wished if wishes.stop} == {STOP}
+    assert STOP not in signal.valid_signals()  # 1, for one, is SIGHUP
     assert len(taken.notes) == 1
     assert "the node of rank 1 is taken away in 28 s" in taken.notes[0]["text"]
 
