@@ -73,7 +73,7 @@ task task_options
 
 DOOR_FLAGS = {
     FitArgs: "address audit config dashboard dry_run emit local print_config profile recipe",
-    EvaluateArgs: "checkpoint data device per_class run",
+    EvaluateArgs: "checkpoint data device out per_class run",
 }
 
 

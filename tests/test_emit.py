@@ -50,8 +50,8 @@ def config_of(text: str) -> TrainConfig:
         "--task my.py:Task --task-options rows 5000 noise 0.5 --seed 9223372036854775807",
         "--scaling.num-workers 1:4 --scaling.max-preemptions 3 --scaling.use-gpu False",
         "--storage '/a folder/$HOME' --name=-dash --data.eval-source 'x y'",
-        "imagenet-resnet50 --name None --data.cache /scratch --model.weights DEFAULT",
-        "--optim.betas 0.5 0.25 --scaling.start-timeout-s 12.5 --data.bad-records skip",
+        "imagenet-resnet50 --name None --data.source s3://b/x --data.cache /x --seed 1",
+        "--optim.name adamw --optim.betas 0.5 0.25 --scaling.start-timeout-s 12.5",
     ],
 )
 def test_the_printed_command_has_the_same_config(words: str):

@@ -15,8 +15,8 @@ from raytrain_ddp.tasks.load import BUILT_IN, task_of
 
 
 def carried(config: TrainConfig) -> bytes | None:
-    """The config's task, looked at before anything is started, and pickled by value where workers
-    may not be able to import it; None where its name is enough.
+    """The config's task, pickled by value, as workers may not be able to import it; None where its
+    name is enough. Ray's settings must be in the environment by now: it imports Ray.
 
     Raises:
         ConfigError, TaskError: as `load_task`; or it cannot be pickled.

@@ -252,16 +252,18 @@ def _train_on_ray(
     from raytrain_ddp.orchestration.cluster import cluster
     from raytrain_ddp.orchestration.dashboard import listed
     from raytrain_ddp.orchestration.launch import Interrupted, launch
+    from raytrain_ddp.tasks.load import BUILT_IN, task_of
 
     watch = _Starts(show)
     _note_idle(config, show)
-    task = carried(config)
+    if config.task not in BUILT_IN:
+        task_of(config)  # looked at before anything is started; it loads torch, as Ray Train will
     phase = lambda name: show({"kind": "phase", "name": name})  # noqa: E731
     try:
         with rays_words_aside(run), cluster(config, address, dashboard, phase) as layout:
             write_config(config, run)
             with listed(show):
-                outcome = launch(config, run, layout, watch, committed, task)
+                outcome = launch(config, run, layout, watch, committed, carried(config))
     except Interrupted as stop:
         raise KeyboardInterrupt(stop.number) from None
     return outcome, watch
