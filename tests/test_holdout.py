@@ -188,9 +188,10 @@ def test_row_groups_are_read_once_a_part_and_make_way(tmp_path: Path):
             parts = [order.read(*plan.span(k, j)) for k in range(8) for j in range(3)]
             assert all(len(part) for part in pool.map(source.read, parts))
     groups: Groups[Any] = source._source._groups
-    assert groups.loads <= 2 * (len(source.blocks) + 4)  # two lanes share those of a window
-    assert groups._bytes <= 2**20  # what has been read makes way, though rows of it never are
+    loads, kept_bytes = groups.loads, groups._bytes
     source.close()
+    assert loads <= 2.5 * len(source.blocks)  # twice, and those that lanes share on a busy machine
+    assert kept_bytes <= 2**20  # what has been read makes way, though rows of it never are
 
 
 # ------------------------------------------------------------------ any number of ranks
