@@ -46,7 +46,7 @@ def require_plain(holder: object, name: str = "") -> None:
     line, or none at all, in files and commands that are made of the config."""
     for field, text in _texts(holder, name):
         found = _CONTROL.search(text)
-        rule = f"has the control character U+{ord(found[0]):04X}; leave it out" if found else ""
+        rule = f"must not contain the control character U+{ord(found[0]):04X}" if found else ""
         require(found is None, field, text, rule)
 
 

@@ -68,7 +68,8 @@ def contents(folder: Path) -> dict[str, tuple[int, str]]:
         ("--name", "x"),
         ("digits", "--epochs", "3", "--optim.lr", "0.3"),
         ("imagenet-resnet50", "--scaling.num-workers", "1:8", "--augment.flip"),
-        ("--name", "x", "--data.mean", "0.1", "0.2", "0.3", "--task-options", "a", "b c"),
+        ("--name", "x", "--data.mean", "0.1", "0.2", "0.3", "--optim.lr", "3e-4"),
+        ("--task", "mine.py:Mine", "--task-options", "a", "b c"),
     ],
 )
 def test_print_config_is_toml_that_loads_to_the_same_config(argv: tuple[str, ...], tmp_path: Path):
