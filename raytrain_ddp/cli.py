@@ -84,7 +84,7 @@ def _require_one_thing(args: FitArgs) -> None:
     alone = local or ["torchrun"] * under_torchrun()
     for this, others in ((asked, asked[1:] + local + ray), (alone, ray), (ray, ray[1:])):
         if this and others:
-            raise ConfigError(f"{others[0]} has no effect with {this[0]}: leave one of them out.")
+            raise ConfigError(f"{others[0]} has no effect with {this[0]}: remove one of them.")
 
 
 def parse_with_recipe(argv: Sequence[str], kind: type[Args], door: str) -> Args:

@@ -115,8 +115,9 @@ class TrainConfig:
         for kind in ("mixup", "cutmix"):
             alpha = getattr(self.augment, kind)
             rule = (
-                f"mixes images of a micro-batch, and one has {micro // repeats} (micro_batch = "
-                f"{micro}, augment.repeats = {repeats}): take {2 * repeats} or more a micro-batch"
+                f"mixes the images of a micro-batch, but each has only {micro // repeats} "
+                f"(micro_batch = {micro}, augment.repeats = {repeats}): set micro_batch to "
+                f"{2 * repeats} or more"
             )
             require(not alpha or micro >= 2 * repeats, f"augment.{kind}", alpha, rule)
         self.require_slots(self.scaling.worker_range()[1])

@@ -33,7 +33,7 @@ _RULES = [
     ),
     _Rule(
         "ddp.gradient_as_bucket_view ddp.static_graph ddp.find_unused_parameters",
-        "DistributedDataParallel, which exact = true goes without",
+        "DistributedDataParallel, which exact = true does not use",
         lambda c: not c.exact,
     ),
     _Rule(
@@ -43,7 +43,7 @@ _RULES = [
     ),
     _Rule("data.shuffle_window", "data.shuffle = block", lambda c: c.data.shuffle != "full"),
     _Rule("data.max_bad", "data.bad_records = skip", lambda c: c.data.bad_records == "skip"),
-    _Rule("data.prefetch data.prefetch_mib", "data.workers", lambda c: c.data.workers != 0),
+    _Rule("data.prefetch data.prefetch_mib", "data.workers above 0", lambda c: c.data.workers != 0),
     _Rule("data.cache_gib", "data.cache", lambda c: c.data.cache is not None),
     _Rule(
         "scaling.resize_s",
@@ -58,11 +58,11 @@ _RULES = [
     ),
     _Rule("log.project", "log.wandb or log.mlflow", lambda c: c.log.wandb or c.log.mlflow),
     _Rule("log.profile_ranks", "log.profile_steps", lambda c: c.log.profile_steps > 0),
-    _Rule("log.tensorboard", "a storage on a file system", lambda c: "://" not in c.storage),
+    _Rule("log.tensorboard", "storage on a file system", lambda c: "://" not in c.storage),
 ]
 _OF_IMAGES = [
     _Rule("model.dropout", "model.name = digits-cnn", lambda c: c.model.name == "digits-cnn"),
-    _Rule("model.weights", "a model of torchvision's", lambda c: c.model.name != "digits-cnn"),
+    _Rule("model.weights", "a torchvision model", lambda c: c.model.name != "digits-cnn"),
     _Rule("task_options", "a task of your own", lambda _: False),
     _Rule(
         "data.root",
@@ -90,7 +90,7 @@ _OF_RAY = [
     _Rule(
         "scaling.num_workers scaling.placement scaling.max_failures scaling.max_preemptions "
         "scaling.wait_s scaling.resize_s scaling.start_timeout_s scaling.gpus_per_worker",
-        "Ray: without it, whoever starts the processes decides",
+        "Ray (without it, the launcher of the processes decides)",
         lambda _: False,
     ),
     _Rule("scaling.cpus_per_worker", "Ray, or exact = true", lambda c: c.exact),
@@ -118,7 +118,7 @@ def require_effect(argv: Sequence[str], config: TrainConfig, on_ray: bool = True
     """Raises ConfigError if a flag on a command line has no effect."""
     given, without = given_flags(argv), idle(config, on_ray)
     lines = [
-        f"{name} has no effect: it needs {needs}. Leave it out."
+        f"{name} has no effect: it needs {needs}. Remove it."
         for name, needs in without.items()
         if name in given
     ]
@@ -197,7 +197,7 @@ def unread_notes(config: TrainConfig, reads: Collection[str] | None) -> list[str
     if reads is None or config.task == _IMAGES:
         return []
     return [
-        f"{name} = {value_of(config, name)!r} is given, but {config.task} has not read it."
+        f"{name} = {value_of(config, name)!r} is set, but {config.task} does not read it."
         for name in _fields_of_tasks(config)
         if name not in reads and value_of(config, name) != value_of(TrainConfig(), name)
     ]

@@ -37,7 +37,7 @@ class EvaluateArgs:
     run: Annotated[str, tyro.conf.Positional]
     """A run's folder, its name below runs/, or one checkpoint's folder."""
     checkpoint: Literal["best", "last"] | None = None
-    """Which of a run's checkpoints. Default: the best."""
+    """Which of the run's checkpoints to evaluate. Default: best."""
     data: str | None = None
     """Evaluate on this data source instead (as --data.source of fit)."""
     per_class: bool = False
@@ -45,7 +45,7 @@ class EvaluateArgs:
     device: str = "auto"
     """cpu, cuda, cuda:1, ...; auto: a GPU if there is one."""
     out: str | None = None
-    """Write all values to this file, as JSON."""
+    """Write all values to this file as JSON."""
 
 
 def main(argv: Sequence[str]) -> int:
@@ -70,9 +70,7 @@ def main(argv: Sequence[str]) -> int:
     task = load_task(config, reads)
     data = eval_data_of(task)
     if args.data is not None and "data.eval_source" not in reads:
-        raise ConfigError(
-            f"--data: {config.task} has not read data.eval_source; its eval_data() decides."
-        )
+        raise ConfigError(f"--data has no effect: {config.task} does not read data.eval_source.")
     if data is None:
         raise ConfigError("there is no evaluation set: give one with --data.")
     model = model_of(task)
@@ -109,7 +107,9 @@ def find_checkpoint(place: str, which: Literal["best", "last"] | None = None) ->
     folder = open_storage(place)
     if folder.exists(MANIFEST_FILE):
         if which is not None:
-            raise ConfigError(f"--checkpoint {which} has no effect: {place} is one checkpoint.")
+            raise ConfigError(
+                f"--checkpoint {which} has no effect: {place} is a single checkpoint."
+            )
         parent, _, name = place.rstrip("/").rpartition("/")
         parsed = CheckpointName.parse(name)
         if parsed is None:

@@ -66,20 +66,20 @@ def class_folder_splits(listing: Listing, config: str, asked: Collection[str]) -
         if not picked and not splits and inner:
             chosen = [n for n in inner if config.casefold() in (n.casefold(), _name(n).casefold())]
             if not chosen:
-                has = f"but {some(inner)}"
+                has = f"only {some(inner)}"
                 raise NoSuchConfigError(f"{listing.shown} has no config {config!r}, {has}.")
             top, picked = chosen[0], True
         elif len(inner) > 1:
             raise DataError(
-                f"{listing.shown} holds several data sets with splits of their own: "
+                f"{listing.shown} contains several data sets, each with its own splits: "
                 f"{some(inner)}. Name one with --data.config. If these are classes, move the "
                 f"splits above them (train/{_name(inner[0])})."
             )
         elif inner and len(subs) > 1:
             beside = [name for name in subs if name not in inner]
             raise DataError(
-                f"{listing.shown}: {inner[0]} holds splits, and {some(beside)} beside it images: "
-                f"give the folder {inner[0]} itself if that is the data set."
+                f"{listing.shown}: {inner[0]} contains splits, but there are also images in "
+                f"{some(beside)}: specify the folder {inner[0]} itself if it is the data set."
             )
         elif inner:
             top = inner[0]
@@ -88,7 +88,7 @@ def class_folder_splits(listing: Listing, config: str, asked: Collection[str]) -
         else:
             break
     if not picked:
-        raise NoSuchConfigError(f"{listing.shown} has no config {config!r}: leave it out.")
+        raise NoSuchConfigError(f"{listing.shown} has no config {config!r}: remove --data.config.")
     return _described(top, splits, subs, tree)
 
 
@@ -98,9 +98,9 @@ def refuse_split_names_as_classes(listing: Listing, split: str, folder: str) -> 
     odd = [name for name in names if (found := split_name(name)) and found.is_exact]
     if odd:
         raise DataError(
-            f"{listing.shown}: among the class folders of {split or folder} are names of splits "
-            f"({some(odd)}). If they are splits, give the folder that holds them, and only them; "
-            f"if they are classes, say so with --data.train-split{f' {split}' if split else ''}."
+            f"{listing.shown}: some class folders of {split or folder} have the names of splits "
+            f"({some(odd)}). If they are splits, specify a folder that contains only splits; if "
+            f"they are classes, confirm it with --data.train-split{f' {split}' if split else ''}."
         )
 
 
@@ -120,16 +120,16 @@ def _described(
         return found
     for name in subs:
         if name not in splits.values():
-            found.unusable[_name(name)] = "its name is not that of a split"
+            found.unusable[_name(name)] = "its name is not the name of a split"
     for label, folder in splits.items():
         if tree.below(folder):
             found.folders[label] = folder
         else:
-            found.unusable[label] = "it holds images without class folders"
+            found.unusable[label] = "it contains images without class folders"
     for name in tree.empty(top):
         split = split_name(_name(name))
         if split and split.is_exact:
-            found.unusable[split.word] = "it holds no images"
+            found.unusable[split.word] = "it contains no images"
     return found
 
 

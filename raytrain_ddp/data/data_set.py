@@ -110,11 +110,13 @@ def open_data_set(source: str, field: str, config: DataConfig) -> DataSet:
     if names:
         return _of_parquet(field, listing, names, card, asked)
     if not listing.is_local:
-        raise DataError(f"{shown}: holds no Parquet files (class folders: only on local disks).")
+        raise DataError(
+            f"{shown}: contains no Parquet files (class folders are supported on local disks only)."
+        )
     if listing.pattern:
-        raise DataError(f"{shown}: what matches is no Parquet file; of images, give the folder.")
+        raise DataError(f"{shown}: no match is a Parquet file; for images, specify the folder.")
     if not images:
-        raise DataError(f"{shown}: holds neither Parquet files nor class folders.")
+        raise DataError(f"{shown}: contains neither Parquet files nor class folders.")
     return _of_images(field, listing, card, asked, config)
 
 
@@ -126,16 +128,18 @@ def _of_parquet(
     if card is not None and card.patterns is not None:
         found = files_of(card.patterns, names)
         splits: Splits = {split: files for split, files in found.items() if files}
-        unusable = {split: "none of its files is there" for split in found if not found[split]}
+        unusable = {split: "none of its files exists" for split in found if not found[split]}
         rest = len(set(names).difference(*splits.values()))
         if rest and not card.others:
-            notes.append(f"README.md leaves {rest} Parquet file{'s' * (rest > 1)} out")
+            notes.append(
+                f"not used: {rest} Parquet file{'s' * (rest > 1)} that README.md does not list"
+            )
     else:
         splits, others = _by_name(listing, names, asked)
         notes += [f"the config {name} is not used" for name in others]
 
     if listing.images:
-        notes.append("of the images in folders only those are read that a Parquet file names")
+        notes.append("images in folders are read only if a Parquet file references them")
 
     def check(split: str) -> None:
         def is_wanted(name: str) -> bool:
@@ -169,7 +173,9 @@ def _by_name(listing: Listing, names: Sequence[str], asked: str) -> tuple[Splits
         name for name in folders if wanted in (name.casefold(), PurePosixPath(name).name.casefold())
     ]
     if len(chosen) != 1:
-        has = f"but {some([*configs])}" if len(configs) > 1 else "nor any other: leave it out"
+        has = (
+            f"only {some([*configs])}" if len(configs) > 1 else "or any other: remove --data.config"
+        )
         raise NoSuchConfigError(f"{listing.shown} has no config {asked!r}, {has}.")
     others = [name for name in configs if len(configs) > 1 and name != chosen[0]]
     if len(configs) == 1:
@@ -214,7 +220,7 @@ def _of_images(
 
 def _require_no_config(shown: str, asked: str) -> None:
     if asked != "auto":
-        raise NoSuchConfigError(f"{shown} has no config {asked!r}: leave it out.")
+        raise NoSuchConfigError(f"{shown} has no config {asked!r}: remove --data.config.")
 
 
 def _written_by_convert(listing: Listing) -> Splits | None:
@@ -230,8 +236,8 @@ def _written_by_convert(listing: Listing) -> Splits | None:
             return None
         if dataset["version"] != 1:
             raise DataError(
-                f"{told}: {DATASET_FILE} is of version {dataset['version']}; this is a version of "
-                "raytrain_ddp that knows version 1."
+                f"{told}: {DATASET_FILE} has version {dataset['version']}, but this version of "
+                "raytrain_ddp reads only version 1."
             )
         files = [(str(f["path"]), str(f["split"]), int(f["bytes"])) for f in dataset["files"]]
     except (ValueError, KeyError, TypeError):
@@ -247,8 +253,8 @@ def _written_by_convert(listing: Listing) -> Splits | None:
     if wrong:
         more = f", and {len(wrong) - _ERRORS_SHOWN} more" * (len(wrong) > _ERRORS_SHOWN)
         raise DataError(
-            f"{told}: {len(wrong)} of {len(files)} files are not as {DATASET_FILE} has them: "
-            f"{', '.join(wrong[:_ERRORS_SHOWN])}{more}. Copy them again, or convert again."
+            f"{told}: {len(wrong)} of {len(files)} files do not match {DATASET_FILE}: "
+            f"{', '.join(wrong[:_ERRORS_SHOWN])}{more}. Copy them again, or rerun the conversion."
         )
     return of_split
 

@@ -18,7 +18,7 @@ from raytrain_ddp.data.source import BadRecord
 from raytrain_ddp.errors import DataError
 
 EXTENSIONS = (".jpg", ".jpeg", ".png", ".ppm", ".bmp", ".pgm", ".tif", ".tiff", ".webp")
-LOST_LINK = "a link to nothing"
+LOST_LINK = "a broken link"
 _ROWS_PER_BLOCK = 256
 _STAT_THREADS = 16  # for NFS
 _OF_THE_FILE = (errno.EACCES, errno.EISDIR, errno.ELOOP, errno.ENAMETOOLONG, errno.ENXIO)
@@ -56,8 +56,8 @@ class FolderImages:
             found = self._images_below(folder)
             if not found:
                 raise DataError(
-                    f"{folder}: a class folder without images ({', '.join(EXTENSIONS)}): fill or "
-                    "remove it."
+                    f"{folder}: a class folder without images ({', '.join(EXTENSIONS)}): add "
+                    "images or remove it."
                 )
             self.files += [(path, label) for path in found]
         self.blocks = runs_of(len(self.files), _ROWS_PER_BLOCK)
@@ -97,17 +97,16 @@ class FolderImages:
             if entry.is_dir():
                 folders.append(entry.name)
             elif not os.path.exists(entry.path) and not _is_image(entry.name):
-                raise DataError(f"{entry.path}: a link to nothing: repair or remove it.")
+                raise DataError(f"{entry.path}: a broken link: repair or remove it.")
             else:
                 images += _is_image(entry.name)
                 self.ignored[_kind(entry.name)] += 1
         if not folders and images:
             raise NoLabelsError(
-                f"{self._root}: {images} images, but no class folders: there must be one folder "
-                "for each class."
+                f"{self._root}: {images} images, but no class folders: create one folder per class."
             )
         if not folders:
-            raise DataError(f"{self._root}: holds no class folders.")
+            raise DataError(f"{self._root}: contains no class folders.")
         return sorted(folders)
 
     def _images_below(self, folder: str) -> list[str]:

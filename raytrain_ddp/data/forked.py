@@ -143,7 +143,7 @@ def _unpacked(file: int) -> tuple[Callable[[Any], Any] | None, tuple[bool, Any, 
             TaskError(
                 "the data set and collate cannot be unpickled in a loader process: "
                 f"{type(error).__name__}: {first_line(error)}. Define them in a module that can be "
-                "imported there, or load in the training process, with --data.workers 0."
+                "imported there, or load in the training process with --data.workers 0."
             ),
             "",
         )

@@ -31,8 +31,8 @@ def held_out(labels: Rows, fraction: float, seed: int) -> Rows:
     counts = _shares(rows_of_class, fraction, seed)
     if not counts.any():
         raise DataError(
-            f"data.holdout = {fraction:g} of {len(labels)} rows is none: each class needs another "
-            "one to train on. Hold out a larger part, or set it to 0."
+            f"data.holdout = {fraction:g} holds out none of the {len(labels)} rows: each class "
+            "keeps at least one row to train on. Increase it, or set it to 0."
         )
     with np.errstate(over="ignore"):
         keys = mix64(np.arange(len(labels), dtype=np.uint64) ^ np.uint64(hash64(seed, _STREAM)))

@@ -101,7 +101,9 @@ class _Collate:
         for place, (row, (image, label)) in enumerate(zip(rows, records, strict=True)):
             if not 0 <= label < self._classes:
                 where = self._source.where(row)
-                raise DataError(f"{where}: label {label} is not in 0 to {self._classes - 1}.")
+                raise DataError(
+                    f"{where}: label {label} is not in the range 0 to {self._classes - 1}."
+                )
             try:
                 if row != before or picture is None:
                     picture = open_picture(image, self._config.exif_orientation)

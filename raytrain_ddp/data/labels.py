@@ -42,7 +42,7 @@ def distinct_names(names: Iterable[str], where: str) -> list[str]:
         other = kept.setdefault(normalized(name), name)
         if other is not name:
             how = "twice" if other == name else "in two Unicode forms (NFC and NFD)"
-            raise DataError(f"{where}: the class {normalized(name)!r} is there {how}: merge them.")
+            raise DataError(f"{where}: the class {normalized(name)!r} exists {how}: merge them.")
     return list(kept)
 
 
@@ -138,13 +138,13 @@ class Labels:
         return number
 
     def what_is_wrong(self, value: Any) -> str:
-        """With a value without number: ``is null``, ``7 is not in 0 to 2``."""
+        """With a value without number: ``is null``, ``7 is not in the range 0 to 2``."""
         if not is_label(value):
             return "is an empty string" if value == "" else "is null"
         if is_fraction(value):
             return f"{value:g} is not a whole number"
         if self._last is not None:
-            return f"{value} is not in 0 to {self._last}"
+            return f"{value} is not in the range 0 to {self._last}"
         return f"{value!r} is not one of the {some_names(self._classes)}"
 
 
@@ -171,6 +171,7 @@ def numbers_in(classes: Sequence[str], own: Sequence[str], where: str) -> list[i
         told = ", ".join(map(repr, unknown[:_CLASSES_SHOWN]))
         raise UnknownClassError(
             f"{where}: {told}{', ...' * (len(unknown) > _CLASSES_SHOWN)} is not a class of the "
-            f"training set. Here are {some_names(own)}; the training set has {some_names(classes)}."
+            f"training set. This split has {some_names(own)}; the training set has "
+            f"{some_names(classes)}."
         )
     return [numbers[name] for name in own]

@@ -101,7 +101,9 @@ def list_on_disk(source: str, shown: str) -> Listing:
         found = sorted(glob.glob(pattern, root_dir=path, recursive=True))
         files = [name for name in found if not (path / name).is_dir()]
         if not files:
-            folders_only = " The folders alone do: add /**/*.parquet." if found else ""
+            folders_only = (
+                " The pattern matches only folders: append /**/*.parquet." if found else ""
+            )
             raise DataError(f"{shown}: no file matches.{folders_only}")
     else:
         raise DataError(f"{shown}: no such file or folder.{_remedy(source)}")
@@ -146,7 +148,7 @@ def _below(root: str, shown: str, folders: list[str]) -> list[str]:
                 if is_link:
                     real = os.path.realpath(os.path.join(root, path))
                     if any((one + os.sep).startswith(real + os.sep) for one in above):
-                        raise DataError(f"{shown}: the link {path} leads to a folder above it.")
+                        raise DataError(f"{shown}: the link {path} points to a folder above it.")
                     inside = above | {real}
                 folders.append(path)
                 visit(f"{path}/", inside)
@@ -170,7 +172,7 @@ def _root_and_pattern(path: Path) -> tuple[Path, str]:
 
 def _remedy(source: str) -> str:
     if _HUB_NAME.fullmatch(source):
-        return f" For the data set {source} of the Hugging Face Hub give hf://datasets/{source}."
+        return f" For the data set {source} on the Hugging Face Hub, use hf://datasets/{source}."
     return " Other choices: 'digits', 'torchvision:CIFAR10', hf://datasets/ORG/NAME."
 
 

@@ -166,14 +166,14 @@ class TrainLoader:
         samples = self.data.samples_of(batch) if planned else 0
         if samples < planned and not self.skip:
             raise DataError(
-                f"{planned - samples} of {planned} samples of a micro-batch were left out, and "
-                "data.bad_records is error: collate must return all of them."
+                f"{planned - samples} of {planned} samples of a micro-batch were dropped, but "
+                "data.bad_records is error: collate must return all samples."
             )
         if samples > planned:
             raise TaskError(
-                f"collate returned {samples} samples of {planned} records: their first "
-                "dimension must be the number of records. Several views of a record go into "
-                "another dimension, or say how batches are counted: Data(..., count=...)."
+                f"collate returned {samples} samples for {planned} records: the first "
+                "dimension must be the number of records. Put several views of a record into "
+                "another dimension, or specify how to count samples: Data(..., count=...)."
             )
         digest = digest_of(task.rows.tobytes(), batch) if samples and self.digests else ""
         batch = batch if samples else self._filler

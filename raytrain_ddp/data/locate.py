@@ -74,7 +74,9 @@ def _find(config: DataConfig, keep: bool) -> tuple[Found, list[Located]]:
     other, chosen = source, None
     if config.eval_split == "none":
         if config.eval_source is not None:
-            raise ConfigError("data.eval_split = 'none': leave this or data.eval_source out.")
+            raise ConfigError(
+                "data.eval_split = 'none' conflicts with data.eval_source: remove one of them."
+            )
     elif config.eval_source is None:
         chosen = _to_evaluate_on(source, config.eval_split, train)
     else:
@@ -94,7 +96,7 @@ def _find(config: DataConfig, keep: bool) -> tuple[Found, list[Located]]:
         "" if chosen is None else _named(other, chosen),
     )
     if found.eval == replace(found.train, split="eval") and (train or source.splits):
-        notes.append("the run is evaluated on the data that it is trained on")
+        notes.append("the run is evaluated on its training data")
     sentences = tuple(f"{note}." for note in dict.fromkeys(notes))
     return replace(found, notes=sentences), [_located(source, name, "eval") for name in more]
 
@@ -132,8 +134,8 @@ def _to_train_on(source: DataSet, asked: str) -> str:
     if not names:
         raise DataError(f"{told}.")
     raise DataError(
-        f"{told}, only {some(names)}. To train on one of them, name it: --data.train-split "
-        f"{names[0]}."
+        f"{told}, only {some(names)}. To train on one of them, name it, such as with "
+        f"--data.train-split {names[0]}."
     )
 
 
@@ -180,11 +182,11 @@ def _of_name(source: DataSet, asked: str, use: Use) -> str:
     if "" in source.splits:
         if role_of(asked) == "train":
             return ""
-        raise DataError(f"{flag}: {source.shown} has no splits: nothing there is named so.")
+        raise DataError(f"{flag}: {source.shown} has no named splits.")
     for name, why in source.unusable.items():
         if name.casefold() == asked.casefold():
-            raise DataError(f"{flag}: {source.shown} cannot be used for that: {why}.")
-    raise DataError(f"{flag}: {source.shown} has no such split, but {some([*source.splits])}.")
+            raise DataError(f"{flag}: {source.shown} cannot be used: {why}.")
+    raise DataError(f"{flag}: {source.shown} has no such split, only {some([*source.splits])}.")
 
 
 def _located(source: DataSet, name: str, split: Use) -> Located:
@@ -203,7 +205,7 @@ def _unused(
     if on is None or evaluated is not source:
         instead = "" if on is None else ": the run is evaluated on data.eval_source"
     else:
-        instead = f": the run is evaluated on {on or 'all else'}"
+        instead = f": the run is evaluated on {on or 'everything else'}"
     of = "" if evaluated is source and source.field == "data.source" else f" of {source.field}"
     for name, files in source.splits.items():
         is_other_half = source.field != "data.source" and role_of(name) == "train"

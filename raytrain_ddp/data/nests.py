@@ -84,12 +84,12 @@ def samples_of(batch: Any) -> int:
         return 0
     if not shapes:
         kinds = ", ".join(sorted({type(leaf).__name__ for _, leaf in leaves}))
-        raise TaskError(f"collate returned a batch without tensors (of {kinds}).")
+        raise TaskError(f"collate returned a batch without tensors (it contains {kinds}).")
     told = ", ".join(f"batch{at} {list(shape)}" for at, shape in _telling(shapes))
     raise TaskError(
         f"collate returned tensors whose first dimensions differ: {told}. The first dimension of "
-        "each tensor is the number of samples: put a number that belongs to the whole batch in as "
-        "a Python number, or say how batches are counted: Data(source, collate, count=...)."
+        "each tensor must be the number of samples: pass a value that belongs to the whole batch "
+        "as a Python number, or specify how to count samples: Data(source, collate, count=...)."
     )
 
 

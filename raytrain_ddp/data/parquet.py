@@ -205,7 +205,7 @@ class ParquetImages:
         unnamed = [s for s in self._shards if s.kind in ("integer", "number") and not s.class_names]
         if not unnamed or not are_numbers(names) or names == [str(n) for n in range(len(names))]:
             return ""
-        return f"{names[0]} to {names[-1]} with gaps or an offset: classes 0 to {len(names) - 1}"
+        return f"{names[0]} to {names[-1]}, mapped to classes 0 to {len(names) - 1}"
 
     def _key(self, shard: Shard) -> str:
         told = f"{shard.name} {shard.size_bytes} {shard.digest} {self._columns}"

@@ -35,13 +35,13 @@ def class_names_of(
     """
     files = some([shard.name for shard in shards], 2)
     if all(_has_none(shard) for shard in shards):
-        raise NoLabelsError(f"{files}: no row has a label: all are null or negative.")
+        raise NoLabelsError(f"{files}: no row has a label: all labels are null or negative.")
     named = [shard for shard in shards if shard.class_names]
     for shard in named:
         own, first = shard.class_names or [], named[0].class_names or []
         if own != first:
             raise DataError(
-                f"{shard.name}: its class names ({some(own)}) are not those of "
+                f"{shard.name}: its class names ({some(own)}) differ from those in "
                 f"{named[0].name} ({some(first)})."
             )
     own = list(named[0].class_names or []) if named else []

@@ -74,8 +74,8 @@ class Processes:
             raise TaskError(
                 "the data set and collate cannot be copied to loader processes: "
                 f"{type(error).__name__}: {first_line(error)}. Open files when __getitem__ first "
-                "needs them, and keep no generators or locks; or load in the training process, "
-                "with --data.workers 0; or say that threads may share it: "
+                "needs them, and store no generators or locks; or load in the training process "
+                "with --data.workers 0; or declare that threads may share it: "
                 "MapSource(dataset, shared=True)."
             ) from error
         self._server = _server()
@@ -131,7 +131,7 @@ class _Process:
         how = self._server.status_of(self._number)
         return LoaderDied(
             f"a loader process {how} while it loaded {self._describe(self.pending[0].item)}. "
-            "The system's log tells of a lack of memory, if it was that: use fewer with "
+            "If the system ran out of memory (see its log), use fewer loader processes with "
             "--data.workers, or lower --data.prefetch-mib."
         )
 
@@ -176,10 +176,10 @@ class _Server:
             answer = b""
         status = json.loads(answer or "null")
         if status is None:
-            return "ended, or the one that it was forked from,"
+            return "exited, or the process it was forked from did,"
         if status < 0:
             return f"was killed by {signal.Signals(-status).name}"
-        return f"ended with status {status}"
+        return f"exited with status {status}"
 
 
 _running: weakref.ref[_Server] | None = None

@@ -47,7 +47,7 @@ def repo_config(listing: Listing, asked: str) -> RepoConfig | None:
     configs = {str(entry["config_name"]): entry for entry in entries}
     if asked != "auto" and asked not in configs:
         raise NoSuchConfigError(
-            f"{listing.shown} has no config {asked!r}, but {some(list(configs))}."
+            f"{listing.shown} has no config {asked!r}, only {some(list(configs))}."
         )
     chosen = [
         name
@@ -92,8 +92,8 @@ def refuse_saved_to_disk(listing: Listing) -> None:
     else:
         remedy = "load_from_disk(FOLDER).to_parquet('NEW/train.parquet')"
     raise DataError(
-        f"{listing.shown} was written by save_to_disk of Hugging Face datasets, which is not read "
-        f"here. Write it as Parquet, and give that folder: {remedy}"
+        f"{listing.shown} was written by save_to_disk of Hugging Face datasets, a format that is "
+        f"not supported. Write it as Parquet, and specify that folder: {remedy}"
     )
 
 
@@ -142,9 +142,9 @@ def _patterns(listing: Listing, files: Any) -> dict[str, tuple[str, ...]]:
 def _below(listing: Listing, path: str) -> str:
     """A path or pattern below the root."""
     if "://" in path or path.startswith("/") or ".." in PurePosixPath(path).parts:
-        raise _nonsense(listing, f"{path!r} does not lie in the data set's folder")
+        raise _nonsense(listing, f"{path!r} is outside the data set's folder")
     return "" if path in ("", ".", "./") else str(PurePosixPath(path))
 
 
 def _nonsense(listing: Listing, reason: str) -> DataError:
-    return DataError(f"{listing.shown}: {_README} makes no sense: {reason}.")
+    return DataError(f"{listing.shown}: {_README} is invalid: {reason}.")

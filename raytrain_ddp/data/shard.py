@@ -215,8 +215,8 @@ def _check_columns(
     kind = kind_of(label)
     if kind is None:
         raise DataError(
-            f"{name}: column {label_column!r} is {label}; integers, strings or booleans are "
-            "expected, one a row. Set --data.label-column."
+            f"{name}: column {label_column!r} is {label}; expected one integer, string or "
+            "boolean per row. Set --data.label-column."
         )
     leaves: tuple[str, ...] = ()
     if _is_binary(image):
@@ -281,7 +281,7 @@ def image_at(shard: Shard, path: str) -> bytes | BadRecord:
     """The image in a file: of this machine, or below the folder of the Parquet file."""
     parts = PurePosixPath(path).parts
     if not shard.is_local and (path.startswith("/") or "://" in path or ".." in parts):
-        return BadRecord(f"{path} is not below the folder of its Parquet file")
+        return BadRecord(f"{path} is not in the folder of its Parquet file or below it")
     place = os.path.join(os.path.dirname(shard.path), path)
 
     def ask() -> bytes:

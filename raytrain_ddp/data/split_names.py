@@ -148,8 +148,8 @@ def _labels(splits: Mapping[str, SplitName], shown: str) -> dict[str, str]:
         sets = sorted({split.before for split in splits.values() if split.role == role})
         if len(sets) > 1:
             raise DataError(
-                f"{shown}: the files of the {role} split are of several data sets, by their names "
-                f"({', '.join(map(repr, sets))}): give a glob that fits one of them."
+                f"{shown}: the file names of the {role} split belong to several data sets "
+                f"({', '.join(map(repr, sets))}): specify a glob that matches one of them."
             )
     return {
         name: str(split) if split.role in exact and not split.is_exact else split.word
@@ -216,8 +216,8 @@ def _require_all(
     totals = {int(shard["total"]): name for name, shard in shards}
     if len(totals) > 1:
         raise DataError(
-            f"{shown}: shards of different totals lie together ({', '.join(totals.values())}): "
-            "remove those of the older version, or give a glob that fits one of them."
+            f"{shown}: found shards with different totals ({', '.join(totals.values())}): "
+            "remove the shards of the older version, or specify a glob that matches one version."
         )
     of_number: dict[int, list[str]] = {}
     for name, shard in shards:
@@ -228,8 +228,8 @@ def _require_all(
     beyond = [files[0] for number, files in of_number.items() if number >= total + first]
     if twice or beyond:
         files = [name for files in twice for name in files] or beyond
-        wrong = "are the same shard" if twice else f"are not among {total} shards"
-        raise DataError(f"{shown}: {some(files)} {wrong}: remove what is not of this version.")
+        wrong = "are the same shard" if twice else f"are beyond the {total} shards"
+        raise DataError(f"{shown}: {some(files)} {wrong}: remove files of other versions.")
     name, shard = shards[0]
     rest = shard["rest"] if len({shard["rest"] for _, shard in shards}) == 1 else ""
     path = PurePosixPath(name)

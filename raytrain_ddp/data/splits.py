@@ -26,8 +26,8 @@ from raytrain_ddp.uri import attempt
 _NAMES_SHOWN = 5
 _COUNTED_WITHIN_S = 20.0  # the model is prepared meanwhile; a slow store is not waited for
 _NO_EVALUATION = (
-    "the run is not evaluated, as there is no evaluation split: set --data.holdout 0.1 to hold out "
-    "a part of the training set, or --data.eval-source."
+    "the run is not evaluated because there is no evaluation split: set --data.holdout 0.1 to hold "
+    "out a part of the training set, or set --data.eval-source."
 )
 
 
@@ -143,18 +143,18 @@ def open_splits(config: DataConfig, found: Found | None = None) -> Splits:
         train: ImageSource = open_images(found.train, config, config.classes)
     except UnknownClassError as error:
         raise DataError(
-            f"{error} The config names these (data.classes): leave them out for other data."
+            f"{error} The config lists the classes (data.classes): remove it for other data."
         ) from None
     classes = train.class_names
     if len(classes) < 2:
         raise DataError(
-            f"data.source has one class only, {classes[0]!r}, and nothing to tell apart: it must "
-            "have folders, or labels, of at least 2 classes."
+            f"data.source has only one class, {classes[0]!r}: it must have folders "
+            "or labels for at least 2 classes."
         )
     notes = [*found.notes, *_notes_of(train, "the training set")]
     if config.holdout:
         held = _held(train, config)
-        from_told = f"{config.holdout:.3g} of the training set, by data.holdout"
+        from_told = f"{config.holdout:.3g} of the training set (data.holdout)"
         return Splits(Part(train, held, True), Part(train, held, False), from_told, tuple(notes))
     evaluation, eval_from = None, ""
     if found.eval is not None:
@@ -164,11 +164,11 @@ def open_splits(config: DataConfig, found: Found | None = None) -> Splits:
             if split and not found.eval.name:  # of a torchvision set, which has now chosen it
                 eval_from = f"the {split} split of {eval_from}"
                 if split != "test":
-                    notes.append(f"the run is evaluated on {eval_from}, and on no other.")
+                    notes.append(f"the run is evaluated on {eval_from} only.")
         except NoLabelsError as error:
             if config.eval_source is not None or config.eval_split != "auto":
                 raise
-            notes.append(f"not used to evaluate on: {error}")
+            notes.append(f"not used for evaluation: {error}")
     if evaluation is None and config.eval_split != "none":
         notes.append(_NO_EVALUATION)
     elif evaluation is not None:
@@ -209,7 +209,9 @@ def _notes_of(source: ImageSource, what: str) -> list[str]:
         kinds = sorted(ignored.items(), key=lambda item: (-item[1], item[0]))[:3]
         told = ", ".join(f"{count} {kind}" for kind, count in kinds)
         files = sum(ignored.values())
-        notes.append(f"{files} files of {what} are no images by name, and not used ({told}).")
+        notes.append(
+            f"{files} files in {what} do not have an image extension and are not used ({told})."
+        )
     values = getattr(source, "mapped", "")
     if values:
         notes.append(f"the labels of {what} are {values}.")

@@ -43,7 +43,7 @@ def list_in_store(source: str, shown: str) -> Listing:
         PreflightError: the store cannot be reached.
     """
     if source.startswith(_PAGES):
-        raise DataError(f"{shown} is a page: give hf://datasets/{source.removeprefix(_PAGES)}.")
+        raise DataError(f"{shown} is a web page: use hf://datasets/{source.removeprefix(_PAGES)}.")
     folder, pattern = _cut_at_glob(source)
 
     def ask() -> tuple[Any, Any]:
@@ -117,7 +117,7 @@ def _answered(outcome: T | Exception, source: str, shown: str) -> T:
         if source.startswith("hf://datasets/"):
             name = "/".join(without_secrets(source).split("/")[3:5])
             command = f"hf download --repo-type dataset {name} --local-dir DIR"
-            download = f", or download it ({command}) and give DIR"
+            download = f", or download it ({command}) and use DIR"
         if isinstance(outcome, TimeoutError):
             raise PreflightError(
                 f"{shown} did not answer within {REACH_TIMEOUT_S:.0f} s: check the address, the "
@@ -141,7 +141,7 @@ def _not_there(source: str, shown: str) -> DataError:
             "or gated, log in (hf auth login)."
         )
     return DataError(
-        f"{shown}: no such model: data sets are at hf://datasets/{source.removeprefix('hf://')}."
+        f"{shown}: no such model: for a data set, use hf://datasets/{source.removeprefix('hf://')}."
     )
 
 

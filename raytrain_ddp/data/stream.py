@@ -92,7 +92,7 @@ class IterableSource:
         except Exception as error:
             raise TaskError(
                 f"{type(self.dataset).__name__} cannot be copied by pickle "
-                f"({type(error).__name__}: {error}), and each of several iterators needs a copy of "
-                "its own: open files in __iter__, or say that iterators do not disturb each other: "
+                f"({type(error).__name__}: {error}), but several iterators need a copy each: "
+                "open files in __iter__, or declare that iterators do not affect each other: "
                 "IterableSource(dataset, shared=True)."
             ) from error

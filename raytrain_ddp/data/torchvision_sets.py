@@ -84,7 +84,7 @@ class TorchvisionImages:
     def _number(self, row: int, label: Any) -> int:
         if not 0 <= int(label) < len(self._numbers):
             last = len(self._numbers) - 1
-            raise DataError(f"{self.where(row)}: label {label} is not in 0 to {last}.")
+            raise DataError(f"{self.where(row)}: label {label} is not in the range 0 to {last}.")
         return self._numbers[int(label)]
 
     def _targets(self) -> list[int]:
@@ -137,7 +137,7 @@ def _choices(
         names = (asked,) if asked else ("train",) if train else _EVAL_SPLITS
         return [{"split": split, **download} for split in names]
     if asked:
-        raise _no_split(name, asked, "it has none that are known here")
+        raise _no_split(name, asked, "it has no known splits")
     if whole and "root" in accepted:
         return [download]
     raise _without_parts(name)
@@ -179,6 +179,6 @@ def _no_split(name: str, asked: str, why: str) -> DataError:
 
 def _without_parts(name: str) -> ConfigError:
     return ConfigError(
-        f"torchvision:{name} has no train and test parts that are known here: hold out a part of "
-        "it (--data.holdout 0.1), or give a folder of its images."
+        f"torchvision:{name} has no known train and test parts: hold out a part of it "
+        "(--data.holdout 0.1), or specify a folder of its images."
     )

@@ -86,7 +86,7 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
     def reducer_override(self, value: Any) -> Any:
         if type(value) is Tensor and value.layout is torch.strided and value.numel():
             if value.device.type != "cpu":
-                raise TypeError(f"a tensor on {value.device}; loader processes have the CPU only")
+                raise TypeError(f"a tensor on {value.device}; loader processes have only the CPU")
             if not (value.requires_grad or value.is_quantized):
                 return _reduced(value)
         return super().reducer_override(value)

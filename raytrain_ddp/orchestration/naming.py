@@ -95,8 +95,8 @@ def run_of_rank_0(config: TrainConfig, default_name: str | None = None) -> Run:
     while (run := open_run(config, default_name)).is_new:
         if time.monotonic() > until_s:
             raise PreflightError(
-                f"storage = {without_secrets(config.storage)}: rank 0 has begun no run here within "
-                f"{_RANK_0_S:g} s: all ranks must reach the same storage."
+                f"storage = {without_secrets(config.storage)}: rank 0 did not start a run here "
+                f"within {_RANK_0_S:g} s: all ranks must use the same storage."
             )
         time.sleep(_PAUSE_S)
     return run
@@ -131,7 +131,7 @@ def claimed(run: Run) -> Iterator[None]:
         return
     _, begun = answered(run.config, lambda: _begun(run.folder))
     if begun is not None:
-        raise RunLockedError(f"Run {run.folder} was begun by another process meanwhile.")
+        raise RunLockedError(f"Run {run.folder} was started by another process in the meantime.")
     text = dumps(publishable(run.config)).encode()
     answered(run.config, lambda: run.folder.write_atomic(CLAIM_FILE, text))
     try:
@@ -152,10 +152,10 @@ def _of_name(config: TrainConfig) -> Run:
         width = max(len(name) for name, _, _ in changed)
         rows = [f"  {name:<{width}}  {then!r} -> {now!r}" for name, then, now in changed]
         raise ConfigError(
-            f"run {config.name} is at step {manifest.step}, but with another config "
+            f"run {config.name} is at step {manifest.step}, but has a different config "
             "(checkpoint -> now):\n" + "\n".join(rows) + "\n"
-            "Take these back to go on with it. To start a new run, give another --name, or no name "
-            "at all: then a free one is found."
+            "Revert these changes to continue it. To start a new run, use another --name, or none: "
+            "then a free name is chosen."
         )
     return Run(config, folder, manifest)
 
@@ -177,7 +177,7 @@ def _of_config(config: TrainConfig, base: str) -> Run:
         if not changed:
             if manifest is None:
                 require_none_lost(named, folder)
-            note = f"run {named.name} goes on: it has this config" if number > 1 else ""
+            note = f"continuing run {named.name}, which has this config" if number > 1 else ""
             return Run(named, folder, manifest, base, note=note)
         taken.add(number)
         first = first or (str(named.name), changed)
@@ -214,7 +214,7 @@ def _numbered(base: str, number: int) -> str:
 def _differs(name: str, changed: Changes) -> str:
     fields = [f"{field} {then!r} -> {now!r}" for field, then, now in changed[:_SHOWN]]
     more = f" and {len(changed) - _SHOWN} more" if len(changed) > _SHOWN else ""
-    return f"{name} has another config ({', '.join(fields)}{more})"
+    return f"{name} has a different config ({', '.join(fields)}{more})"
 
 
 def _default_name(config: TrainConfig) -> str:
