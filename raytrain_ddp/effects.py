@@ -1,4 +1,4 @@
-"""Which fields of a config have an effect: what is given without one is refused, or noted."""
+"""Which config fields have an effect: fields set without effect are an error or cause a note."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Section = TypeVar("Section")
 
 
 class _Rule(NamedTuple):
-    """The fields have an effect only where the condition holds, which `needs` says in words."""
+    """The fields have an effect only if the condition holds; `needs` describes it for messages."""
 
     fields: str
     needs: str
@@ -96,7 +96,7 @@ _OF_RAY = [
     _Rule("scaling.cpus_per_worker", "Ray, or exact = true", lambda c: c.exact),
 ]
 _IMAGES = "image-classification"
-# What of these is not the task's to read.
+# Fields of these sections that tasks do not read.
 _NOT_OF_TASKS = {
     *("data.shuffle", "data.shuffle_window", "data.bad_records", "data.max_bad"),
     *("data.workers", "data.prefetch", "data.prefetch_mib", "augment.repeats"),
@@ -104,7 +104,7 @@ _NOT_OF_TASKS = {
 
 
 def idle(config: TrainConfig, on_ray: bool = True) -> dict[str, str]:
-    """The fields that decide nothing, as the others are; and what they would need for that."""
+    """The fields without effect in this config, and what each of them needs."""
     rules = [*_RULES, *(_OF_IMAGES if config.task == _IMAGES else []), *([] if on_ray else _OF_RAY)]
     return {
         field: rule.needs
@@ -127,21 +127,21 @@ def require_effect(argv: Sequence[str], config: TrainConfig, on_ray: bool = True
 
 
 def under_torchrun() -> bool:
-    """Whether torchrun (or its elastic agent) started this process. Then the workers exist already;
-    besides, torchrun takes a ``--local`` behind the script's name for one of its own options."""
+    """Whether torchrun (or its elastic agent) started this process. Then the workers already exist;
+    also, torchrun parses a ``--local`` after the script's name as one of its own options."""
     return "TORCHELASTIC_RUN_ID" in os.environ
 
 
 def given_flags(argv: Sequence[str]) -> set[str]:
-    """The names of the flags on a command line, as ``optim.lr``; of ``--optim.no-nesterov`` also
-    ``optim.nesterov``."""
+    """The names of the flags on a command line, such as ``optim.lr``; ``--optim.no-nesterov`` also
+    gives ``optim.nesterov``."""
     words = [word[2:].partition("=")[0].replace("-", "_") for word in argv if word[:2] == "--"]
     parts = [word.rpartition(".") for word in words]
     return {*words, *(f"{a}{dot}{last.removeprefix('no_')}" for a, dot, last in parts)}
 
 
 def effect_notes(config: TrainConfig) -> list[str]:
-    """Of the fields that a recipe or Python code has changed from their default, without effect."""
+    """Notes for fields that a recipe or Python code changed from the default without effect."""
     return [
         f"{name} = {value_of(config, name)!r} has no effect: it needs {needs}."
         for name, needs in idle(config).items()
@@ -159,9 +159,9 @@ def value_of(config: Any, name: str) -> Any:
 
 
 def watched(config: TrainConfig, reads: set[str]) -> TrainConfig:
-    """The same config, which adds the names of the fields that are read of it to `reads`.
+    """A copy of the config that adds the name of each field that is read to `reads`.
 
-    It is pickled and copied as what it is without that.
+    It is pickled and copied as a plain config.
     """
     return _watched(config, "", reads)
 
@@ -193,7 +193,7 @@ def _plain(kind: type[Section], values: dict[str, Any]) -> Section:
 
 
 def unread_notes(config: TrainConfig, reads: Collection[str] | None) -> list[str]:
-    """Of the fields that are a task's to read and not as by default, and that it has not read."""
+    """Notes for fields meant for the task, changed from the default, that the task did not read."""
     if reads is None or config.task == _IMAGES:
         return []
     return [

@@ -92,11 +92,11 @@ def main(argv: Sequence[str]) -> int:
 
 
 def find_checkpoint(place: str, which: Literal["best", "last"] | None = None) -> Checkpoint:
-    """The best one of a run unless `which` says otherwise, or the one that lies at `place`.
+    """The checkpoint at `place`, or the one of that run that `which` selects (default: best).
 
     Raises:
-        CheckpointError: there is none, or it is damaged.
-        ConfigError: there is nothing to choose.
+        CheckpointError: there is no checkpoint, or it is damaged.
+        ConfigError: `which` is given, but `place` is a single checkpoint.
     """
     from raytrain_ddp.checkpoint.layout import CHECKPOINTS, checkpoint_store, read_history
     from raytrain_ddp.checkpoint.storage import open_storage
@@ -144,7 +144,7 @@ def _config(checkpoint: Checkpoint, data: str | None) -> TrainConfig:
 
 
 def _write(path: Path, checkpoint: Checkpoint, samples: int, values: Mapping[str, Tensor]) -> None:
-    """Numbers, and nested lists of them; what is not finite as NaN or Infinity."""
+    """Writes JSON: numbers and nested lists of numbers; non-finite values as NaN or Infinity."""
     told = {"checkpoint": str(checkpoint), "samples": samples}
     figures = {
         name: value.item() if value.numel() == 1 else value.tolist()
@@ -171,7 +171,7 @@ def _print(
     for name, value in values.items():
         if name == "classes" and value.shape == (len(getattr(task, "class_names", ())), 5):
             _print_classes(task, value)
-        elif value.numel() != 1:  # torch leaves out the middle of large ones
+        elif value.numel() != 1:  # torch abbreviates large tensors
             print(f"  {name}, shape {tuple(value.shape)}")
             print(indent(str(value).removeprefix("tensor"), "    "))
 

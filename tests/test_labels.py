@@ -211,7 +211,7 @@ def test_two_class_folders_of_one_name_are_refused(tmp_path: Path):
     folder(tmp_path, **{COMPOSED: 1, DECOMPOSED: 1})
     if len(list(tmp_path.iterdir())) == 1:
         pytest.skip("this file system knows one form only")
-    with pytest.raises(DataError, match="'café' is there in two Unicode forms"):
+    with pytest.raises(DataError, match="'café' exists in two Unicode forms"):
         FolderImages(str(tmp_path))
 
 

@@ -231,7 +231,7 @@ DIFFERENT: dict[str, tuple[Sequence[str], str, Parts | str]] = {
     "several data sets by their names": (
         ("cifar-train.parquet", "mnist-train.parquet", "mnist-test.parquet"),
         "they are merged",
-        "several data sets, by their names",
+        "file names of the train split belong to several data sets",
     ),
 }
 
@@ -338,7 +338,7 @@ def test_several_configs_without_a_default_are_refused_by_both(tmp_path: Path):
     assert not of_datasets(root)
     for source, config, told in (
         (root, "auto", "has several configs: plain, other. Name one with --data.config"),
-        (root, "plane", "has no config 'plane', but plain, other"),
+        (root, "plane", "has no config 'plane', only plain, other"),
         (root, "Plain", "has no config 'Plain'"),
         (write(tmp_path / "x", "train.parquet"), "plain", "has no config 'plain'"),
         ("digits", "plain", "has no config"),
@@ -456,7 +456,7 @@ def test_a_split_can_be_named(
         (["train.parquet", "training.parquet"], {}, "several splits to train on: train, training"),
         (["train.parquet", "dev.parquet", "val.parquet"], {}, "several splits to evaluate on"),
         (["train/a/0.png", "train/b/0.png"], {"eval_split": "val"}, "no such split, only train"),
-        (["train/a/0.png", "val/"], {"eval_split": "val"}, "cannot be used .*contains no images"),
+        (["train/a/0.png", "val/"], {"eval_split": "val"}, "cannot be used: it contains no images"),
         (["train/", "val/a/0.png"], {}, "no split to train on .train: it contains no images."),
     ],
 )
@@ -527,8 +527,8 @@ def shards(split: str, *numbers: int, of: int) -> list[str]:
         (["data/" + name for name in shards("train", 1, of=2)], "missing: data/train-00000-of"),
         ([*shards("train", 0, of=1), *shards("train", 0, 1, of=2)], "shards with different totals"),
         (["train-00000-of-00002-ab.parquet", *shards("train", 0, 1, of=2)], "are the same shard"),
-        (shards("train", 0, 1, 2, of=2), "train-00002-of-00002.parquet are not among 2 shards"),
-        (shards("train", 0, 1, 3, of=2), "train-00003-of-00002.parquet are not among 2 shards"),
+        (shards("train", 0, 1, 2, of=2), "train-00002-of-00002.parquet are not among the 2 shards"),
+        (shards("train", 0, 1, 3, of=2), "train-00003-of-00002.parquet are not among the 2 shards"),
         (["train_1_of_3.parquet", "train_3_of_3.parquet"], "missing: train_2_of_3.parquet"),
         (["train/x-0-of-2.parquet"], "missing: train/x-1-of-2.parquet"),
         (shards("train", 5, of=99), r"98 of 99 .* and 88 more\. Download"),
@@ -611,7 +611,10 @@ def test_class_folders_are_split_by_the_folders_above_them(layout: str, tmp_path
         (["train/0.png", "cat/0.png", "dog/0.png"], "no split to train on"),
         (["train/0.png", "test/0.png"], "no split to train on .train: it contains images without"),
         (["cat/train/0.png", "cat/test/0.png", "dog/train/0.png"], "no split|several|names of"),
-        (["x/train/a/0.png", "y/train/a/0.png"], "several data sets .* x, y. Name one with --data"),
+        (
+            ["x/train/a/0.png", "y/train/a/0.png"],
+            "several data sets, each .* x, y. Name one with --data",
+        ),
         (
             ["x/train/a/0.png", "masks/0.png"],
             "x contains splits, but there are also images in masks",

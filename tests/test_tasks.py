@@ -162,7 +162,7 @@ WRONG: list[tuple[str, dict[str, Any], str, int]] = [
     (
         "wrapper",
         {"metrics": metrics_of(_wrapped)},
-        "'top1' cannot be merged.*Wrapper is that",
+        "'top1' cannot be merged.*Wrapper wraps other",
         1,
     ),
     ("forgetful", {"metrics": metrics_of(forgetful)}, "'loss' cannot be merged.*add_state", 1),

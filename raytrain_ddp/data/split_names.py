@@ -228,7 +228,7 @@ def _require_all(
     beyond = [files[0] for number, files in of_number.items() if number >= total + first]
     if twice or beyond:
         files = [name for files in twice for name in files] or beyond
-        wrong = "are the same shard" if twice else f"are beyond the {total} shards"
+        wrong = "are the same shard" if twice else f"are not among the {total} shards"
         raise DataError(f"{shown}: {some(files)} {wrong}: remove files of other versions.")
     name, shard = shards[0]
     rest = shard["rest"] if len({shard["rest"] for _, shard in shards}) == 1 else ""

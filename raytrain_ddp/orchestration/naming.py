@@ -1,9 +1,9 @@
-"""Which run a command means: that of its name, else the one that was begun with its config.
+"""Which run a command refers to: the one with its name, or else the one started with its config.
 
-A name is explicit if --name, the user's own recipe or Python gives it. Otherwise NAME, NAME-2,
-NAME-3 ... are looked through: the first with this config goes on; if there is none, a new run gets
-the first that is free. Who is first to hold a free one leaves its config there (`CLAIM_FILE`), so
-that of commands started together the same ones meet in one run, and others do not.
+A name is explicit if --name, the user's own recipe or Python sets it. Otherwise, NAME, NAME-2,
+NAME-3 ... are searched: the first run with this config is resumed; if there is none, a new run gets
+the first free name. The first command to hold a free name stores its config there (`CLAIM_FILE`),
+so commands started at the same time share a run if their configs are equal, and only then.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ else:
     import tomli as tomllib
 
 CLAIM_FILE = "claimed.toml"
-"""The config of a new run, from when its name is held until the run ends."""
+"""The config of a new run, from the time its name is held until the run ends."""
 
 _SHOWN = 3  # fields in a line
 _LONGEST = 120  # of a name that gets a number
@@ -51,13 +51,13 @@ Changes = Sequence[tuple[str, Any, Any]]
 
 @dataclass(frozen=True)
 class Run:
-    """A run that is there, or a new one.
+    """An existing or a new run.
 
     Args:
         config: with the run's name.
-        base: what its name was made of; None: its name is explicit.
-        is_new: it has a name that was found free.
-        note: what is to be said of its name; "" if it is the one to be expected.
+        base: the name without its number; None: the name is explicit.
+        is_new: the run does not exist yet; its name was free.
+        note: a message about its name; "" if the name is as expected.
     """
 
     config: TrainConfig
@@ -69,16 +69,16 @@ class Run:
 
 
 def open_run(config: TrainConfig, default_name: str | None = None) -> Run:
-    """The run that a config means. Nothing is written.
+    """The run that a config refers to. Nothing is written.
 
     Args:
         config: checked; see preflight.py.
-        default_name: where the config has no name; default: that of the task or the data.
+        default_name: used if the config has no name. Default: derived from the task or the data.
 
     Raises:
         PreflightError: the storage cannot be reached.
-        ConfigError: the run of an explicit name was begun with another config; with a table.
-        CheckpointError: it had checkpoints, and all are gone.
+        ConfigError: the run with an explicit name has a different config; lists the differences.
+        CheckpointError: the run had checkpoints, but all of them are missing.
     """
     if config.name is not None:
         return answered(config, lambda: _of_name(config))
@@ -86,10 +86,10 @@ def open_run(config: TrainConfig, default_name: str | None = None) -> Run:
 
 
 def run_of_rank_0(config: TrainConfig, default_name: str | None = None) -> Run:
-    """The same run as rank 0's, which may be about to begin.
+    """The same run as rank 0's, which may not have started it yet.
 
     Raises:
-        PreflightError: rank 0's run does not come to light in this storage; besides as `open_run`.
+        PreflightError: rank 0's run does not appear in this storage; also as `open_run`.
     """
     until_s = time.monotonic() + _RANK_0_S
     while (run := open_run(config, default_name)).is_new:
@@ -103,8 +103,8 @@ def run_of_rank_0(config: TrainConfig, default_name: str | None = None) -> Run:
 
 
 def after_refusal(run: Run) -> Run | None:
-    """Where a command goes on that came too late for a new run's name; None: nowhere, as the run
-    that has it is its own."""
+    """The run for a command that lost the race for a new run's name; None: there is no other,
+    because the run that took the name has the same config."""
     if not run.is_new:
         return None
     config = replace(run.config, name=None)
@@ -119,12 +119,13 @@ def after_refusal(run: Run) -> Run | None:
 
 @contextmanager
 def claimed(run: Run) -> Iterator[None]:
-    """Leaves the config of a new run in its folder, so that others know whose name it is.
+    """Stores the config of a new run in its folder, so other commands know which config has the
+    name.
 
-    To be entered with the lease held.
+    Enter it only while holding the lease.
 
     Raises:
-        RunLockedError: meanwhile another command has begun a run of that name, and ended.
+        RunLockedError: in the meantime, another command started a run with that name and ended.
     """
     if not run.is_new:
         yield
@@ -190,7 +191,7 @@ def _of_config(config: TrainConfig, base: str) -> Run:
 
 
 def _begun(folder: Storage) -> tuple[Manifest | None, Mapping[str, Any] | None]:
-    """The newest checkpoint of a run and the config it was begun with; None where it has none."""
+    """The newest checkpoint of a run and the config it was started with; None if missing."""
     manifest = newest_manifest(folder)
     if manifest is not None:
         return manifest, manifest.config
