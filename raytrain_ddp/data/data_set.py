@@ -1,5 +1,5 @@
-"""The splits of a source: of a data set that `convert` wrote, of a Hugging Face repository, or of
-whatever the names of files and folders say."""
+"""Finds the splits of a source: a data set written by `convert`, a Hugging Face repository, or
+splits named by files and folders."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ DATASET_FILE = "dataset.json"  # written by `convert`
 
 Kind = Literal["parquet", "folder", "torchvision"]
 
-_METADATA_FILE = "metadata.parquet"  # of `datasets`, beside images
+_METADATA_FILE = "metadata.parquet"  # Hugging Face `datasets` stores it next to images
 _ERRORS_SHOWN = 20
 
 
@@ -50,12 +50,12 @@ class DataSet:
 
     Args:
         shown: the field and its value, for messages.
-        splits: name -> the files or the one folder of each, below the root. None are listed of a
-            torchvision set, which judges a name when it is opened.
+        splits: name -> the files or the single folder of each split, relative to the root. Empty
+            for a torchvision set, which checks the name when it is opened.
         uri_of: the path or URI of a file or folder.
-        unusable: what is there besides, and why it cannot be used.
-        notes: what else is not used, in sentences.
-        check: raises a DataError if a split is not whole, or not what it seems.
+        unusable: other splits that exist, and why they cannot be used.
+        notes: sentences about other data that is not used.
+        check: raises a DataError if a split is incomplete or may not be a split.
     """
 
     field: str
@@ -68,10 +68,10 @@ class DataSet:
     check: Callable[[str], None] = lambda _: None
 
     def paths(self, split: str) -> tuple[str, ...]:
-        """Of a split that is to be used.
+        """The paths or URIs of a split.
 
         Raises:
-            DataError: it is not whole, or not what it seems.
+            DataError: the split is incomplete, or may not be a split.
         """
         self.check(split)
         return tuple(map(self.uri_of, self.splits.get(split, ("",))))
@@ -81,9 +81,9 @@ def open_data_set(source: str, field: str, config: DataConfig) -> DataSet:
     """Finds the splits of a source.
 
     Raises:
-        NoSuchConfigError: there is no config of the name that is asked for.
-        DataError: there is nothing, or nothing that can be read as images.
-        ConfigError: nothing knows the scheme of a URI.
+        NoSuchConfigError: there is no config with the requested name.
+        DataError: there is nothing, or nothing readable as images.
+        ConfigError: the scheme of a URI is unknown.
         PreflightError: an object store cannot be reached.
     """
     shown = f"{field} = {without_secrets(source)!r}"
@@ -153,10 +153,10 @@ def _of_parquet(
 
 
 def _by_name(listing: Listing, names: Sequence[str], asked: str) -> tuple[Splits, list[str]]:
-    """The splits of the config that is asked for, and the names of the other configs."""
+    """The splits of the requested config, and the names of the other configs."""
     configs = configs_of(names, listing.shown)
     if asked == "auto" and (len(configs) == 1 or listing.pattern):
-        return merged(configs), []  # a glob fits what it is meant to fit
+        return merged(configs), []  # a glob selects the files explicitly
     if asked == "auto":
         raise DataError(
             f"{listing.shown} has several configs: {some([*configs])}. Name one with --data.config."
@@ -164,7 +164,7 @@ def _by_name(listing: Listing, names: Sequence[str], asked: str) -> tuple[Splits
     if len(configs) == 1 and asked == "default":
         return merged(configs), []
     folders = configs
-    if len(configs) == 1:  # its folder may be named all the same
+    if len(configs) == 1:  # its folder may still be requested by name
         folders = {
             str(above): {} for name in names for above in PurePosixPath(name).parents if above.name
         }
@@ -224,10 +224,10 @@ def _require_no_config(shown: str, asked: str) -> None:
 
 
 def _written_by_convert(listing: Listing) -> Splits | None:
-    """The files of each split that `convert` has written; None if it was somebody else.
+    """The files of each split, if `convert` wrote the data set; otherwise None.
 
     Raises:
-        DataError: files are missing or of another size; naming all of them.
+        DataError: files are missing or have a different size; the message lists them.
     """
     told = listing.shown
     try:

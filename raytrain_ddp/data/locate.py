@@ -1,6 +1,7 @@
-"""What a run is trained and evaluated on: found and checked without torch, before any start.
+"""Finds and checks the data that a run is trained and evaluated on, without torch, before anything
+starts.
 
-data_set.py finds the splits of a source; here those to use are chosen.
+data_set.py finds the splits of a source; this module chooses the splits to use.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ class Located:
 
     Args:
         split: what it is used for.
-        name: of the split, as its files or folder have it; "" if nothing names it.
+        name: the split's name from its files or folder; "" if it has none.
     """
 
     kind: Kind
@@ -35,13 +36,13 @@ class Located:
 
 @dataclass(frozen=True)
 class Found:
-    """The data of a run, the same wherever and however often they are looked for.
+    """The data of a run; deterministic on every machine and in every call.
 
     Args:
         eval: None if there is no evaluation split.
         eval_from: where the evaluation split comes from, such as "the validation split of
             data.source"; "" without one.
-        notes: what is there and not used, in sentences.
+        notes: sentences about existing data that is not used.
     """
 
     train: Located
@@ -51,20 +52,20 @@ class Found:
 
 
 def locate(config: DataConfig) -> Found:
-    """Finds the split to train on and the one to evaluate on.
+    """Finds the training split and the evaluation split.
 
     Raises:
-        DataError: nothing is there, nothing that can be read as images, or not all of a data set;
-            or it cannot be told which part of it is meant.
-        ConfigError: flags contradict each other, or nothing knows the scheme of a URI.
+        DataError: there is nothing, nothing readable as images, or an incomplete data set; or it is
+            ambiguous which part of it to use.
+        ConfigError: flags contradict each other, or the scheme of a URI is unknown.
         PreflightError: an object store cannot be reached.
     """
     return _find(config, keep=False)[0]
 
 
 def locate_all(config: DataConfig) -> tuple[Found, list[Located]]:
-    """As `locate`, and the validation and test splits of the source that the run does not use,
-    unless the evaluation split is named."""
+    """Like `locate`, but also returns the validation and test splits of the source that the run
+    does not use, unless the evaluation split is given explicitly."""
     return _find(config, keep=True)
 
 
@@ -102,12 +103,12 @@ def _find(config: DataConfig, keep: bool) -> tuple[Found, list[Located]]:
 
 
 def role_of(split: str) -> Role | None:
-    """What a split of this name is for; None: that is not said."""
+    """The role of a split with this name; None: unknown."""
     return ROLE_OF.get(split.lower())
 
 
 def _open_other(source: str, config: DataConfig) -> DataSet:
-    """The evaluation source: of the same config, if it has it."""
+    """The evaluation source, with the same config if it has that config."""
     try:
         return open_data_set(source, "data.eval_source", config)
     except NoSuchConfigError:
@@ -170,7 +171,7 @@ def _to_evaluate_on(source: DataSet, asked: str, train: str | None) -> str | Non
 
 
 def _of_name(source: DataSet, asked: str, use: Use) -> str:
-    """The split of that name, or the only one that has another word for it (val, validation)."""
+    """The split with that name, or the only one with a synonymous name (val, validation)."""
     flag = f"data.{use}_split = {asked!r}"
     if source.kind == "torchvision":
         return asked
@@ -194,14 +195,14 @@ def _located(source: DataSet, name: str, split: Use) -> Located:
 
 
 def _named(source: DataSet, split: str) -> str:
-    """Where a split comes from, in words."""
+    """Where a split comes from, for messages."""
     return f"the {split} split of {source.field}" if split else source.field
 
 
 def _unused(
     source: DataSet, used: set[str | None], evaluated: DataSet, on: str | None
 ) -> Iterator[str]:
-    """A sentence for each split that is there and not used."""
+    """A sentence for each existing split that is not used."""
     if on is None or evaluated is not source:
         instead = "" if on is None else ": the run is evaluated on data.eval_source"
     else:
