@@ -85,9 +85,14 @@ def parse(argv: Sequence[str]) -> ChaosArgs:
         require(there, "--resize", True, "needs --local, or --nodes for workers that come and go")
     args.config.require_slots(args.nodes or args.workers)
     given = given_flags(argv)
-    require("workers" not in given or not args.nodes, "--workers", args.workers, "--nodes says it")
+    require(
+        "workers" not in given or not args.nodes,
+        "--workers",
+        args.workers,
+        "--nodes already sets it",
+    )
     for name in sorted(given & _DECIDED):
-        require(False, f"--{name}", value_of(args.config, name), "chaos decides that itself")
+        require(False, f"--{name}", value_of(args.config, name), "chaos sets this itself")
     return args
 
 

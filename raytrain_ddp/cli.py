@@ -75,7 +75,7 @@ def parse_fit(argv: Sequence[str]) -> FitArgs:
 
 
 def _require_one_thing(args: FitArgs) -> None:
-    """Raises ConfigError for flags of which one makes another have no effect."""
+    """Raises ConfigError if one flag makes another one ineffective."""
     modes = {"--print-config": args.print_config, "--dry-run": args.dry_run, "--emit": args.emit}
     asked = [flag for flag, given in modes.items() if given]
     local = ["--local"] * args.local
@@ -84,7 +84,7 @@ def _require_one_thing(args: FitArgs) -> None:
     alone = local or ["torchrun"] * under_torchrun()
     for this, others in ((asked, asked[1:] + local + ray), (alone, ray), (ray, ray[1:])):
         if this and others:
-            raise ConfigError(f"{others[0]} has no effect with {this[0]}: leave one of them out.")
+            raise ConfigError(f"{others[0]} has no effect with {this[0]}: remove one of them.")
 
 
 def parse_with_recipe(argv: Sequence[str], kind: type[Args], door: str) -> Args:
@@ -113,14 +113,14 @@ def parse_with_recipe(argv: Sequence[str], kind: type[Args], door: str) -> Args:
 def run_door(main: Callable[[Sequence[str]], int]) -> None:
     """Runs a door's main with the command line, and exits with its status.
 
-    An error of ours is one line (or its own few) on standard error, without a traceback. If the
-    reader of the output has gone (`| head`), the status is 141, as with other Unix tools.
+    A RaytrainError prints its message on standard error, without a traceback. If the reader of the
+    output has exited (`| head`), the status is 141, as with other Unix tools.
     """
     _open_closed_streams()
     try:
         status = _status_of(main)
     except BrokenPipeError:
-        if not _reader_is_gone():  # a connection of ours broke
+        if not _reader_is_gone():  # another connection broke
             raise
         status = _BROKEN_PIPE
     sys.exit(_flushed(status))
@@ -146,13 +146,13 @@ def _status_of(main: Callable[[Sequence[str]], int]) -> int:
 
 
 def _flushed(status: int) -> int:
-    """The exit status after all buffered output has been written, or could not be."""
+    """Flushes the buffered output; returns the exit status, nonzero if that fails."""
     for stream in (sys.stdout, sys.stderr):
         try:
             stream.flush()
         except OSError as error:
             nothing = os.open(os.devnull, os.O_WRONLY)
-            os.dup2(nothing, stream.fileno())  # else Python tries again at the very end
+            os.dup2(nothing, stream.fileno())  # otherwise, Python tries again at exit
             broken = isinstance(error, BrokenPipeError)
             status = status or (_BROKEN_PIPE if broken else 1)
             if not broken:
@@ -161,7 +161,7 @@ def _flushed(status: int) -> int:
 
 
 def _reader_is_gone() -> bool:
-    """Whether standard output or error is a pipe that nobody reads any more."""
+    """Whether standard output or error is a pipe without a reader."""
     poll = select.poll()
     for fd in (1, 2):
         poll.register(fd, 0)
@@ -169,8 +169,8 @@ def _reader_is_gone() -> bool:
 
 
 def _open_closed_streams() -> None:
-    """Standard streams that were closed (`2>&-`) lead nowhere; else the next file that is opened
-    would get their number, and what is printed."""
+    """Opens closed standard streams (`2>&-`) on /dev/null; otherwise, the next opened file would
+    get their descriptor and receive printed output."""
     for fd, name in enumerate(("stdin", "stdout", "stderr")):
         try:
             os.fstat(fd)

@@ -25,24 +25,25 @@ from raytrain_ddp.sections import (
 )
 
 if TYPE_CHECKING:
-    TaskLike = Any  # what Python code may give
+    TaskLike = Any  # accepted from Python code
 else:
-    TaskLike = str  # what it becomes, and what files and flags say
+    TaskLike = str  # stored form; also used in files and flags
 
 RUN_NAME = re.compile(r"(?!\.{1,2}$)[A-Za-z0-9._-]{1,128}")
 
 
 class TaskName(str):
-    """The name of a task that Python code gave as a class, function or object, and holds it.
+    """The name of a task that Python code passed as a class, function or object, with a reference
+    to it.
 
-    It travels to other processes as a plain string.
+    It is pickled as a plain string.
     """
 
     target: Any
 
     @classmethod
     def of(cls, target: Any) -> TaskName:
-        """``module:Class``, or ``module:Class()`` of an object."""
+        """``module:Class``, or ``module:Class()`` for an object."""
         is_made = not hasattr(target, "__qualname__")
         kind = type(target) if is_made else target
         name = cls(f"{kind.__module__}:{kind.__qualname__}{'()' if is_made else ''}")
@@ -58,9 +59,9 @@ class TaskName(str):
 
 @dataclass(frozen=True)
 class TrainConfig:
-    """One training run, entirely.
+    """The complete config of a training run.
 
-    From Python, `task` may be a class, a function that makes a task, or a task.
+    From Python, `task` may be a class, a function that returns a task, or a task instance.
     """
 
     name: str | None = field(default=None, metadata=FREE)
@@ -115,8 +116,9 @@ class TrainConfig:
         for kind in ("mixup", "cutmix"):
             alpha = getattr(self.augment, kind)
             rule = (
-                f"mixes images of a micro-batch, and one has {micro // repeats} (micro_batch = "
-                f"{micro}, augment.repeats = {repeats}): take {2 * repeats} or more a micro-batch"
+                f"mixes the images of a micro-batch, but each has only {micro // repeats} "
+                f"(micro_batch = {micro}, augment.repeats = {repeats}): set micro_batch to "
+                f"{2 * repeats} or more"
             )
             require(not alpha or micro >= 2 * repeats, f"augment.{kind}", alpha, rule)
         self.require_slots(self.scaling.worker_range()[1])

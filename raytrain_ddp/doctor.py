@@ -62,7 +62,7 @@ def parse(argv: Sequence[str]) -> DoctorArgs:
     others = sorted(given_flags(argv) - {"run", "json"})
     if args.run is not None and (others or args.recipe):
         first = args.recipe or f"--{others[0].replace('_', '-')}"
-        raise ConfigError(f"{first} has no effect with --run, which looks at a run as it is.")
+        raise ConfigError(f"{first} has no effect with --run, which only inspects an existing run.")
     return args
 
 

@@ -1,4 +1,4 @@
-"""Which fields of a config have an effect: what is given without one is refused, or noted."""
+"""Which config fields have an effect: fields set without effect are an error or cause a note."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Section = TypeVar("Section")
 
 
 class _Rule(NamedTuple):
-    """The fields have an effect only where the condition holds, which `needs` says in words."""
+    """The fields have an effect only if the condition holds; `needs` describes it for messages."""
 
     fields: str
     needs: str
@@ -33,7 +33,7 @@ _RULES = [
     ),
     _Rule(
         "ddp.gradient_as_bucket_view ddp.static_graph ddp.find_unused_parameters",
-        "DistributedDataParallel, which exact = true goes without",
+        "DistributedDataParallel, which exact = true does not use",
         lambda c: not c.exact,
     ),
     _Rule(
@@ -43,7 +43,7 @@ _RULES = [
     ),
     _Rule("data.shuffle_window", "data.shuffle = block", lambda c: c.data.shuffle != "full"),
     _Rule("data.max_bad", "data.bad_records = skip", lambda c: c.data.bad_records == "skip"),
-    _Rule("data.prefetch data.prefetch_mib", "data.workers", lambda c: c.data.workers != 0),
+    _Rule("data.prefetch data.prefetch_mib", "data.workers above 0", lambda c: c.data.workers != 0),
     _Rule("data.cache_gib", "data.cache", lambda c: c.data.cache is not None),
     _Rule(
         "scaling.resize_s",
@@ -58,11 +58,11 @@ _RULES = [
     ),
     _Rule("log.project", "log.wandb or log.mlflow", lambda c: c.log.wandb or c.log.mlflow),
     _Rule("log.profile_ranks", "log.profile_steps", lambda c: c.log.profile_steps > 0),
-    _Rule("log.tensorboard", "a storage on a file system", lambda c: "://" not in c.storage),
+    _Rule("log.tensorboard", "storage on a file system", lambda c: "://" not in c.storage),
 ]
 _OF_IMAGES = [
     _Rule("model.dropout", "model.name = digits-cnn", lambda c: c.model.name == "digits-cnn"),
-    _Rule("model.weights", "a model of torchvision's", lambda c: c.model.name != "digits-cnn"),
+    _Rule("model.weights", "a torchvision model", lambda c: c.model.name != "digits-cnn"),
     _Rule("task_options", "a task of your own", lambda _: False),
     _Rule(
         "data.root",
@@ -90,13 +90,13 @@ _OF_RAY = [
     _Rule(
         "scaling.num_workers scaling.placement scaling.max_failures scaling.max_preemptions "
         "scaling.wait_s scaling.resize_s scaling.start_timeout_s scaling.gpus_per_worker",
-        "Ray: without it, whoever starts the processes decides",
+        "Ray (without it, the launcher of the processes decides)",
         lambda _: False,
     ),
     _Rule("scaling.cpus_per_worker", "Ray, or exact = true", lambda c: c.exact),
 ]
 _IMAGES = "image-classification"
-# What of these is not the task's to read.
+# Fields of these sections that tasks do not read.
 _NOT_OF_TASKS = {
     *("data.shuffle", "data.shuffle_window", "data.bad_records", "data.max_bad"),
     *("data.workers", "data.prefetch", "data.prefetch_mib", "augment.repeats"),
@@ -104,7 +104,7 @@ _NOT_OF_TASKS = {
 
 
 def idle(config: TrainConfig, on_ray: bool = True) -> dict[str, str]:
-    """The fields that decide nothing, as the others are; and what they would need for that."""
+    """The fields without effect in this config, and what each of them needs."""
     rules = [*_RULES, *(_OF_IMAGES if config.task == _IMAGES else []), *([] if on_ray else _OF_RAY)]
     return {
         field: rule.needs
@@ -118,7 +118,7 @@ def require_effect(argv: Sequence[str], config: TrainConfig, on_ray: bool = True
     """Raises ConfigError if a flag on a command line has no effect."""
     given, without = given_flags(argv), idle(config, on_ray)
     lines = [
-        f"{name} has no effect: it needs {needs}. Leave it out."
+        f"{name} has no effect: it needs {needs}. Remove it."
         for name, needs in without.items()
         if name in given
     ]
@@ -127,21 +127,21 @@ def require_effect(argv: Sequence[str], config: TrainConfig, on_ray: bool = True
 
 
 def under_torchrun() -> bool:
-    """Whether torchrun (or its elastic agent) started this process. Then the workers exist already;
-    besides, torchrun takes a ``--local`` behind the script's name for one of its own options."""
+    """Whether torchrun (or its elastic agent) started this process. Then the workers already exist;
+    also, torchrun parses a ``--local`` after the script's name as one of its own options."""
     return "TORCHELASTIC_RUN_ID" in os.environ
 
 
 def given_flags(argv: Sequence[str]) -> set[str]:
-    """The names of the flags on a command line, as ``optim.lr``; of ``--optim.no-nesterov`` also
-    ``optim.nesterov``."""
+    """The names of the flags on a command line, such as ``optim.lr``; ``--optim.no-nesterov`` also
+    gives ``optim.nesterov``."""
     words = [word[2:].partition("=")[0].replace("-", "_") for word in argv if word[:2] == "--"]
     parts = [word.rpartition(".") for word in words]
     return {*words, *(f"{a}{dot}{last.removeprefix('no_')}" for a, dot, last in parts)}
 
 
 def effect_notes(config: TrainConfig) -> list[str]:
-    """Of the fields that a recipe or Python code has changed from their default, without effect."""
+    """Notes for fields that a recipe or Python code changed from the default without effect."""
     return [
         f"{name} = {value_of(config, name)!r} has no effect: it needs {needs}."
         for name, needs in idle(config).items()
@@ -159,9 +159,9 @@ def value_of(config: Any, name: str) -> Any:
 
 
 def watched(config: TrainConfig, reads: set[str]) -> TrainConfig:
-    """The same config, which adds the names of the fields that are read of it to `reads`.
+    """A copy of the config that adds the name of each field that is read to `reads`.
 
-    It is pickled and copied as what it is without that.
+    It is pickled and copied as a plain config.
     """
     return _watched(config, "", reads)
 
@@ -193,11 +193,11 @@ def _plain(kind: type[Section], values: dict[str, Any]) -> Section:
 
 
 def unread_notes(config: TrainConfig, reads: Collection[str] | None) -> list[str]:
-    """Of the fields that are a task's to read and not as by default, and that it has not read."""
+    """Notes for fields meant for the task, changed from the default, that the task did not read."""
     if reads is None or config.task == _IMAGES:
         return []
     return [
-        f"{name} = {value_of(config, name)!r} is given, but {config.task} has not read it."
+        f"{name} = {value_of(config, name)!r} is set, but {config.task} does not read it."
         for name in _fields_of_tasks(config)
         if name not in reads and value_of(config, name) != value_of(TrainConfig(), name)
     ]

@@ -1,8 +1,8 @@
 """The exceptions of raytrain_ddp, and the exit status that each stands for.
 
     RaytrainError            1
-    ├── TaskError            1   the user's own code raised, or returns or has what cannot be used
-    ├── ConfigError          2   a flag, field or name is wrong; also a changed config on resume
+    ├── TaskError            1   the user's code raised or returned an invalid value, or is invalid
+    ├── ConfigError          2   a flag, field or name is invalid; also a changed config on resume
     ├── PreflightError       3   the environment cannot run this: resources, storage, versions
     ├── DataError            4   the data are missing, damaged or not what the config says
     ├── CheckpointError      5   no usable checkpoint where there must be one
@@ -11,9 +11,9 @@
     └── RunLockedError       8   another process owns this run
 
 A run that is stopped by a signal ends with 128 + signal (129 for SIGHUP, 130 for Ctrl-C, 143 for
-SIGTERM) after its checkpoint is committed. A subclass of one's own keeps its base's status, or has
-one of its own from 1 to 125. Each exception is built from its message alone, so that it survives
-pickling on its way from a worker to the driver.
+SIGTERM) after its checkpoint is committed. A user-defined subclass inherits the status of its base
+class, or defines its own from 1 to 125. Each exception is built from its message alone, so that it
+survives pickling on its way from a worker to the driver.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import difflib
 from collections.abc import Iterable, Mapping
 from types import MappingProxyType
 
-_LAST_STATUS = 125  # a shell has uses of its own for those above
+_LAST_STATUS = 125  # shells reserve higher numbers
 
 
 class RaytrainError(Exception):
@@ -62,7 +62,8 @@ class RetriesExhausted(RaytrainError):
 
 
 class LoaderDied(RetriesExhausted, ConnectionError):
-    """A loader process was killed or crashed: on Ray the workers start again, as after a death."""
+    """A loader process was killed or crashed; on Ray, the workers restart, as after a worker's
+    death."""
 
 
 class RunLockedError(RaytrainError):
@@ -70,7 +71,7 @@ class RunLockedError(RaytrainError):
 
 
 class RemoteTraceback(Exception):
-    """The cause of an exception that was raised in a loader process: its traceback there."""
+    """The cause of an exception raised in a loader process: its traceback in that process."""
 
 
 def first_line(error: BaseException) -> str:
@@ -79,8 +80,8 @@ def first_line(error: BaseException) -> str:
 
 
 def status_of(error: RaytrainError) -> int:
-    """Its exit status. A class of the user's own may have one from 1 to 125; of any other value,
-    that of its base here is taken."""
+    """The exit status. A user-defined class may set one from 1 to 125; for any other value, the
+    status of its base class here is used."""
     own: object = error.exit_status
     if type(own) is int and 1 <= own <= _LAST_STATUS:
         return own

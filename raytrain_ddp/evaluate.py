@@ -37,7 +37,7 @@ class EvaluateArgs:
     run: Annotated[str, tyro.conf.Positional]
     """A run's folder, its name below runs/, or one checkpoint's folder."""
     checkpoint: Literal["best", "last"] | None = None
-    """Which of a run's checkpoints. Default: the best."""
+    """Which of the run's checkpoints to evaluate. Default: best."""
     data: str | None = None
     """Evaluate on this data source instead (as --data.source of fit)."""
     per_class: bool = False
@@ -45,7 +45,7 @@ class EvaluateArgs:
     device: str = "auto"
     """cpu, cuda, cuda:1, ...; auto: a GPU if there is one."""
     out: str | None = None
-    """Write all values to this file, as JSON."""
+    """Write all values to this file as JSON."""
 
 
 def main(argv: Sequence[str]) -> int:
@@ -70,9 +70,7 @@ def main(argv: Sequence[str]) -> int:
     task = load_task(config, reads)
     data = eval_data_of(task)
     if args.data is not None and "data.eval_source" not in reads:
-        raise ConfigError(
-            f"--data: {config.task} has not read data.eval_source; its eval_data() decides."
-        )
+        raise ConfigError(f"--data has no effect: {config.task} does not read data.eval_source.")
     if data is None:
         raise ConfigError("there is no evaluation set: give one with --data.")
     model = model_of(task)
@@ -94,11 +92,11 @@ def main(argv: Sequence[str]) -> int:
 
 
 def find_checkpoint(place: str, which: Literal["best", "last"] | None = None) -> Checkpoint:
-    """The best one of a run unless `which` says otherwise, or the one that lies at `place`.
+    """The checkpoint at `place`, or the one of that run that `which` selects (default: best).
 
     Raises:
-        CheckpointError: there is none, or it is damaged.
-        ConfigError: there is nothing to choose.
+        CheckpointError: there is no checkpoint, or it is damaged.
+        ConfigError: `which` is given, but `place` is a single checkpoint.
     """
     from raytrain_ddp.checkpoint.layout import CHECKPOINTS, checkpoint_store, read_history
     from raytrain_ddp.checkpoint.storage import open_storage
@@ -109,7 +107,9 @@ def find_checkpoint(place: str, which: Literal["best", "last"] | None = None) ->
     folder = open_storage(place)
     if folder.exists(MANIFEST_FILE):
         if which is not None:
-            raise ConfigError(f"--checkpoint {which} has no effect: {place} is one checkpoint.")
+            raise ConfigError(
+                f"--checkpoint {which} has no effect: {place} is a single checkpoint."
+            )
         parent, _, name = place.rstrip("/").rpartition("/")
         parsed = CheckpointName.parse(name)
         if parsed is None:
@@ -144,7 +144,7 @@ def _config(checkpoint: Checkpoint, data: str | None) -> TrainConfig:
 
 
 def _write(path: Path, checkpoint: Checkpoint, samples: int, values: Mapping[str, Tensor]) -> None:
-    """Numbers, and nested lists of them; what is not finite as NaN or Infinity."""
+    """Writes JSON: numbers and nested lists of numbers; non-finite values as NaN or Infinity."""
     told = {"checkpoint": str(checkpoint), "samples": samples}
     figures = {
         name: value.item() if value.numel() == 1 else value.tolist()
@@ -171,7 +171,7 @@ def _print(
     for name, value in values.items():
         if name == "classes" and value.shape == (len(getattr(task, "class_names", ())), 5):
             _print_classes(task, value)
-        elif value.numel() != 1:  # torch leaves out the middle of large ones
+        elif value.numel() != 1:  # torch abbreviates large tensors
             print(f"  {name}, shape {tuple(value.shape)}")
             print(indent(str(value).removeprefix("tensor"), "    "))
 

@@ -19,14 +19,14 @@ class DataConfig:
     """'digits' (bundled), 'torchvision:CIFAR10' (any classification set, downloaded), a folder of
     class folders (ImageFolder), or Parquet files: file, folder, glob or URI (s3://, gs://, hf://)."""
     eval_source: str | None = None
-    """Like source, for evaluation. Default: the validation or test split beside train."""
+    """Like source, for evaluation. Default: the validation or test split of source."""
     train_split: str = "auto"
-    """Name of the split to train on; auto: train, or all where nothing names a split."""
+    """Name of the split to train on; auto: train, or everything if there are no named splits."""
     eval_split: str = "auto"
-    """Name of the split to evaluate on, of eval_source if there is one; auto: validation, else
-    test; none: do not evaluate."""
+    """Name of the split to evaluate on (of eval_source if set); auto: validation, else test; none:
+    do not evaluate."""
     config: str = "auto"
-    """Which of several data sets in one repository: a config of its README.md, or a folder."""
+    """Which of several data sets in a repository to use: a config of its README.md, or a folder."""
     root: str = field(default="data", metadata=FREE)
     """Folder for downloads of torchvision data sets."""
     image_column: str = "image"
@@ -34,12 +34,12 @@ class DataConfig:
     label_column: str = "label"
     """Parquet column with the labels: integers, strings or booleans."""
     classes: tuple[str, ...] | None = field(default=None, metadata=FREE)  # compared as data
-    """Names of the classes in their order. Default: those of the training set, sorted."""
+    """Class names, in order. Default: the classes of the training set, sorted."""
     holdout: float = 0.0
-    """Evaluate on this part of the training set, such as 0.1, and train on the rest: the same part
-    of each class, in place of a split for evaluation."""
+    """Evaluate on this fraction of the training set, such as 0.1, and train on the rest: the same
+    fraction of each class. Replaces the evaluation split."""
     holdout_seed: int = 0
-    """Which rows are held out: a function of this and of the rows, not of seed."""
+    """Selects which rows are held out; they do not depend on seed."""
     image_size: int = 0
     """Side of the square images the model sees, in pixels. 0: as stored (all must be equal)."""
     mean: tuple[float, float, float] = (0.485, 0.456, 0.406)
@@ -66,8 +66,8 @@ class DataConfig:
     cache_gib: float = field(default=100.0, metadata=FREE)
     """Most disk space for data.cache, per node; the longest unused of other data sets makes way."""
     workers: int | Literal["auto"] = field(default="auto", metadata=FREE)
-    """Loader threads per training worker, or processes for data sets of your own; 0 loads in the
-    training thread; auto: as many of the worker's CPUs as it takes not to wait."""
+    """Loader threads per training worker, or processes for your own data sets; 0 loads in the
+    training thread; auto: adds more while training waits for data, up to the worker's CPUs."""
     prefetch: int = field(default=4, metadata=FREE)
     """Micro-batches prepared ahead per loader thread or process."""
     prefetch_mib: int = field(default=1024, metadata=FREE)
@@ -90,7 +90,7 @@ class DataConfig:
         self._require_holdout()
 
     def _require_classes(self) -> None:
-        rule = "there must be 2 or more, each once"
+        rule = "must have 2 or more names, all different"
         classes = self.classes
         ok = classes is None or (len(classes) >= 2 and len(set(classes)) == len(classes))
         require(ok, "data.classes", classes, rule)
@@ -98,7 +98,7 @@ class DataConfig:
     def _require_holdout(self) -> None:
         below_one("data", self, "holdout")
         at_least(0, "data", self, "holdout_seed")
-        rule = "needs no other data to evaluate on: leave out data.{} = {!r}"
+        rule = "already provides the evaluation data: remove data.{} = {!r}"
         for name, unset in (("eval_source", (None,)), ("eval_split", ("auto", "none"))):
             given = getattr(self, name)
             ok = not self.holdout or given in unset
@@ -127,8 +127,8 @@ class AugmentConfig:
     erase: float = 0.0
     """Probability that a random rectangle is erased."""
     mixup: float = 0.0
-    """Alpha of mixup with another image of the micro-batch; 0: off. With cutmix too, each has half
-    of them. An image without another one, at the end of an epoch, stays as it is."""
+    """Alpha of mixup with another image of the micro-batch; 0: off. If cutmix is on too, each is
+    applied half of the time. An image that is alone in its micro-batch is not mixed."""
     cutmix: float = 0.0
     """Alpha of cutmix with another image of the micro-batch; 0: off."""
     repeats: int = 1

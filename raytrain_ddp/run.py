@@ -21,10 +21,10 @@ Run a distributed PyTorch script, unchanged, on the workers of a Ray cluster or 
 
   run [flags] SCRIPT [its arguments]      run [flags] -m PACKAGE.MODULE [its arguments]
 
-Each worker is a main process of its own, with torchrun's environment (RANK, LOCAL_RANK ...). Flags
-of run come before the script; what follows it is the script's. {rank} {local_rank} {world_size}
-{node_rank} {master_addr} {master_port} {init_method} are filled in there. torchrun's flags are
-taken as they are; those that have no effect here are named.
+Each worker is a separate main process with torchrun's environment (RANK, LOCAL_RANK ...). Flags of
+run come before the script; everything after it is passed to the script, where {rank} {local_rank}
+{world_size} {node_rank} {master_addr} {master_port} {init_method} are replaced by their values.
+torchrun's flags are accepted; run reports those that have no effect here.
 
   run --num-workers 8 --use-gpu train.py --lr 0.1
   run --nproc-per-node 8 --nnodes 4 train.py --lr 0.1
@@ -34,11 +34,11 @@ taken as they are; those that have no effect here are named.
   run --num-workers 2 --per node spawn.py --nodes {world_size} --node-rank {node_rank}
 
 Exit status: the script's own (the first failing rank's); 128 + n if signal n ended it; 2 for a
-wrong flag, 3 without room or Ray, 7 for a lost node or a lost head of Ray's. Ctrl-C ends all
+wrong flag, 3 without Ray or enough resources, 7 for a lost node or a lost Ray head. Ctrl-C ends all
 processes on all machines."""
 
-_BY_RAY = "Ray connects the nodes, and the ranks meet at rank 0"
-_ALONE = "each rank is a main process of its own"
+_BY_RAY = "Ray connects the nodes, and the ranks rendezvous at rank 0"
+_ALONE = "each rank is a separate main process"
 # torchrun's flags without effect here, with why; `None`: what they ask for is so in any case.
 _WITHOUT_EFFECT: dict[str, str | None] = {
     "rdzv-backend": _BY_RAY,
@@ -46,8 +46,8 @@ _WITHOUT_EFFECT: dict[str, str | None] = {
     "rdzv-conf": _BY_RAY,
     "master-addr": _BY_RAY,
     "local-addr": _BY_RAY,
-    "node-rank": "all nodes are started from here",
-    "monitor-interval": "the end of a rank is noticed at once",
+    "node-rank": "one command starts all nodes",
+    "monitor-interval": "the end of a rank is detected immediately",
     "start-method": _ALONE,
     "run-path": _ALONE,
     "event-log-handler": "there are no elastic events",
@@ -100,8 +100,8 @@ def parse(argv: Sequence[str], environ: Mapping[str, str] | None = None) -> Orde
     node_rank = dict(flags).get("node-rank") or "0"
     if node_rank != "0":
         raise ConfigError(
-            f"--node-rank {node_rank}: the ranks of all nodes are started by one command. On one "
-            f"machine: {translated}"
+            f"--node-rank {node_rank}: one command starts the ranks of all nodes. Run this on one "
+            f"machine only: {translated}"
         )
     shown = [_as_show(flag) for flag in kept]
     parsed = tyro.cli(
@@ -114,7 +114,9 @@ def parse(argv: Sequence[str], environ: Mapping[str, str] | None = None) -> Orde
         raise ConfigError(f"which script? {_PROG} --num-workers 2 train.py --its-flags")
     notes = _notes(flags, kept, translated)
     if ("tee", "0") in kept:
-        notes.append("--tee 0 is torchrun's: all ranks are shown; --show 0 shows rank 0 only")
+        notes.append(
+            "--tee 0 has torchrun's meaning, so all ranks are shown; use --show 0 for rank 0 only"
+        )
     notes += _behind(command, {name for name, _ in flags})
     return Order(parsed, command[0], tuple(command[1:]), module, tuple(notes))
 
@@ -178,7 +180,7 @@ def _notes(flags: Sequence[Flag], kept: Sequence[Flag], translated: str) -> list
     for name, value in without:
         why.setdefault(str(_WITHOUT_EFFECT[name]), []).append(shlex.join(_words([(name, value)])))
     said = "; ".join(f"{', '.join(words)} ({reason})" for reason, words in why.items())
-    return [f"without effect here: {said}", f"the same is: {translated}"]
+    return [f"no effect here: {said}", f"equivalent command: {translated}"]
 
 
 def _behind(command: Sequence[str], given: set[str]) -> list[str]:
@@ -197,7 +199,7 @@ def _behind(command: Sequence[str], given: set[str]) -> list[str]:
             found.append(word)
     if not found:
         return []
-    return [f"{', '.join(found)}: behind {command[0]}, so for the script; ours come before it"]
+    return [f"passed to the script: {', '.join(found)}; flags of run must come before {command[0]}"]
 
 
 if __name__ == "__main__":

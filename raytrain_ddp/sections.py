@@ -186,8 +186,8 @@ class ScalingConfig:
     max_preemptions: int = field(default=-1, metadata=FREE)
     """How many times workers are replaced whose node was taken away with a notice; -1: always."""
     wait_s: float = field(default=60.0, metadata=FREE)
-    """How long a running cluster may lack room for the workers, at the start and when nodes are
-    lost (autoscaling). Ray itself may take as long to start, or 300 s if that is more."""
+    """How long to wait while a running cluster lacks resources for the workers, at the start and
+    when nodes are lost (autoscaling). Also the time limit for Ray to start, but at least 300 s."""
     resize_s: float = field(default=30.0, metadata=FREE)
     """MIN:MAX workers: look this often whether more fit. Growing costs a restart from the newest
     checkpoint."""

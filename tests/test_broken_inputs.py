@@ -169,7 +169,7 @@ BROKEN = {
         True,
     ),
     "a link to nothing": Broken(
-        lambda root: (folder(root) / "train/bat/x.jpg").symlink_to("gone"), ("x.jpg", "nothing")
+        lambda root: (folder(root) / "train/bat/x.jpg").symlink_to("gone"), ("x.jpg", "broken link")
     ),
     "an enormous jpeg": Broken(overwrite("train/bat/05.jpg", enormous()), ("MAX_IMAGE_PIXELS",)),
     "a null label": Broken(

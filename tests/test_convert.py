@@ -406,7 +406,7 @@ def test_splits_are_converted_by_name_and_what_is_left_out_is_said(tmp_path: Pat
     assert (train.name, evaluation.name) == ("train", "test")
     with pytest.raises(ConfigError, match="made with other input"):
         run_convert(tmp_path / "in", tmp_path / "some")
-    with pytest.raises(DataError, match="has no such split, but extra, test, train"):
+    with pytest.raises(DataError, match="has no such split, only extra, test, train"):
         run_convert(tmp_path / "in", tmp_path / "none", train_split="no")
 
 

@@ -210,7 +210,7 @@ class _Images:
 @pytest.mark.parametrize(
     ("records", "told"),
     [
-        ([(png(0), 0), (png(1), 2)], r"image 6: label 2 is not in 0 to 1"),
+        ([(png(0), 0), (png(1), 2)], r"image 6: label 2 is not in the range 0 to 1"),
         ([(png(0), -1), (png(1), 0)], r"image 5: label -1"),
         ([(png(0), 0), (b"no image", 0)], r"image 6: not a readable image"),
         ([(png(0), 0), (b"", 0)], r"image 6: not a readable image"),
@@ -242,7 +242,7 @@ def test_fault_20_bad_samples_are_left_out_if_that_is_wanted(augment: AugmentCon
 
 def test_fault_20_a_label_out_of_range_is_never_skipped():
     data = image_data(_Images([]), DataConfig(bad_records="skip"), None, 2)
-    with pytest.raises(DataError, match="image 5: label 2 is not in 0 to 1"):
+    with pytest.raises(DataError, match="image 5: label 2 is not in the range 0 to 1"):
         data.collate([(png(0), 2)], Draws(0, 0, np.array([5])))
 
 
@@ -455,7 +455,7 @@ def test_closing_runs_nothing_that_waits_to_be_let_through():
 def test_a_batch_that_lost_samples_is_an_error_unless_they_may_be_skipped():
     plan = Plan(24, slots=4, micro_batch=3)
     loader = TrainLoader(bad_rows_data(24, {7}), plan, "none", 3, 9, 1, 0, Threads(1))
-    with pytest.raises(DataError, match="1 of 3 samples of a micro-batch were left out"):
+    with pytest.raises(DataError, match="1 of 3 samples of a micro-batch were dropped"):
         list(loader.steps(0, plan.steps_per_epoch))
 
 

@@ -267,7 +267,9 @@ def test_a_device_that_is_none_is_refused(name: str, error: type[Exception]):
         choose_device(name)
     assert choose_device("cpu").type == "cpu"
     if not torch.cuda.is_available():
-        with pytest.raises(PreflightError, match="--device cuda: torch finds no GPUs here"):
+        with pytest.raises(
+            PreflightError, match="--device cuda: torch finds no GPUs on this machine"
+        ):
             choose_device("cuda")
 
 

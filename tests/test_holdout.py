@@ -76,7 +76,7 @@ def test_the_rows_are_those_of_ever_and_spread_over_the_data():
 def test_small_classes_give_whole_rows_where_their_share_is_largest():
     labels = np.repeat([0, 1, 2, 3], [1, 4, 6, 9])  # 0.2: 0.2, 0.8, 1.2, 1.8 of 4 rows
     assert np.bincount(labels[held_out(labels, 0.2, 0)], minlength=4).tolist() == [0, 1, 1, 2]
-    with pytest.raises(DataError, match=r"data\.holdout = 0\.1 of 3 rows is none"):
+    with pytest.raises(DataError, match=r"data\.holdout = 0\.1 holds out none of the 3 rows"):
         held_out(np.array([0, 1, 2]), 0.1, 0)
 
 
@@ -123,7 +123,7 @@ def test_no_row_is_in_both_parts_and_none_is_lost(kind: str, tmp_path: Path):
     }
     assert len(marks) == 4
     assert splits.eval.fingerprint() not in marks
-    assert lines(splits)["evaluation"].endswith("0.2 of the training set, by data.holdout")
+    assert lines(splits)["evaluation"].endswith("0.2 of the training set (data.holdout)")
 
 
 def test_a_torchvision_set_without_parts_can_be_used(
@@ -167,7 +167,8 @@ def test_it_takes_the_place_of_a_split_and_says_so_but_not_of_one_that_is_asked_
     assert splits.eval.blocks.sum() == 6
     assert "is not used" in lines(splits)["note"]
     for fields in ({"eval_source": "x"}, {"eval_split": "test"}):
-        with pytest.raises(ConfigError, match=r"data\.holdout = 0\.1: needs no other data"):
+        said = r"data\.holdout = 0\.1: already provides the evaluation data"
+        with pytest.raises(ConfigError, match=said):
             DataConfig(holdout=0.1, **fields)
     for wrong in (-0.1, 1.0, float("nan")):
         with pytest.raises(ConfigError, match=r"data\.holdout"):

@@ -111,7 +111,7 @@ WRONG: Mapping[str, tuple[Any, str]] = {
     "null boolean": ([True, False, None], "row 2: label is null"),
     "fraction": ([0.0, 1.0, 1.5], "row 2: label 1.5 is not a whole number"),
     "not a number": ([0.0, 1.0, float("nan")], "row 2: label is null"),
-    "negative": ([0, 1, -1], "row 2: label -1 is not in 0 to 1"),
+    "negative": ([0, 1, -1], "row 2: label -1 is not in the range 0 to 1"),
     "null in a dictionary": (encoded(["a", "b", None], pa.string()), "row 2: label is null"),
 }
 
@@ -188,7 +188,7 @@ def test_labels_with_gaps_have_as_many_classes_as_there_are_and_that_is_told(tmp
     assert labels_of(splits.eval) == [2, 1]
     told = lines(splits)
     assert told["training set"] == "4 images of 3 classes: 0, 5, 900"
-    assert "0 to 900 with gaps or an offset: classes 0 to 2" in told["note"]
+    assert "0 to 900, mapped to classes 0 to 2" in told["note"]
     written(tmp_path / "test.parquet", [900, 7])
     with pytest.raises(DataError, match="row 1: label 7 is not one of the 3 classes: 0, 5, 900"):
         splits_of(tmp_path)
@@ -211,7 +211,7 @@ def test_two_class_folders_of_one_name_are_refused(tmp_path: Path):
     folder(tmp_path, **{COMPOSED: 1, DECOMPOSED: 1})
     if len(list(tmp_path.iterdir())) == 1:
         pytest.skip("this file system knows one form only")
-    with pytest.raises(DataError, match="'café' is there in two Unicode forms"):
+    with pytest.raises(DataError, match="'café' exists in two Unicode forms"):
         FolderImages(str(tmp_path))
 
 
@@ -254,7 +254,7 @@ def test_the_data_are_told_with_their_classes_sizes_and_origin(tmp_path: Path):
     assert told["training set"] == "28 images of 7 classes: c0, c1, c2, c3, c4, ..."
     assert told["class sizes"] == "1 (class c0) to 7 (class c6)"
     assert told["evaluation"].startswith("3 images of 2 of the 7 classes: ")
-    assert "2 files of the training set are no images by name" in told["note"]
+    assert "2 files in the training set do not have an image extension" in told["note"]
 
 
 def test_without_an_evaluation_split_the_remedy_is_told(tmp_path: Path):
@@ -276,7 +276,7 @@ def test_a_test_split_without_labels_is_no_obstacle_unless_it_was_asked_for(
         with_class_names(tmp_path / "test.parquet", ["a", "b"], [-1, -1])
     splits = splits_of(tmp_path)
     assert splits.eval is None
-    assert re.search(r"test.*not used|not used to evaluate on: .*test", lines(splits)["note"])
+    assert re.search(r"test.*not used|not used for evaluation: .*test", lines(splits)["note"])
     test = tmp_path / ("test" if kind == "folder" else "test.parquet")
     with pytest.raises(DataError, match="class folders" if kind == "folder" else "has a label"):
         splits_of(tmp_path, eval_source=str(test))
@@ -302,14 +302,14 @@ def test_files_that_only_their_owner_can_repair_are_bad_records(tmp_path: Path):
     images = {
         source.where(row)[-8:]: image for row, (image, _) in enumerate(source.read(np.arange(4)))
     }
-    assert str(images["lost.png"]) == "a link to nothing"
+    assert str(images["lost.png"]) == "a broken link"
     assert isinstance(images["ring.png"], BadRecord)
     assert source.fingerprint()
     (tmp_path / "b" / "0.png").unlink()  # it was there when the folder was listed
     with pytest.raises(DataError, match=r"b/0\.png: cannot be read"):
         source.read(np.array([3]))
     (tmp_path / "c").symlink_to(tmp_path / "nowhere")
-    with pytest.raises(DataError, match=f"{tmp_path / 'c'}: a link to nothing"):
+    with pytest.raises(DataError, match=f"{tmp_path / 'c'}: a broken link"):
         FolderImages(str(tmp_path))
 
 

@@ -81,22 +81,22 @@ def test_the_same_command_goes_on_and_another_config_is_a_new_run(tmp_path: Path
     assert trained(config) == ("TinyTask", steps, "already complete", [])
     name, step, status, notes = trained(replace(config, optim=replace(config.optim, lr=0.1)))
     assert (name, step, status) == ("TinyTask-2", steps, "finished")
-    assert notes == ["new run TinyTask-2: TinyTask has another config (optim.lr 0.05 -> 0.1)"]
+    assert notes == ["new run TinyTask-2: TinyTask has a different config (optim.lr 0.05 -> 0.1)"]
     # Fields that may change, also the number of epochs, are no other config.
     longer = replace(config, epochs=2, checkpoint=replace(config.checkpoint, keep_last=5))
     assert trained(longer) == ("TinyTask", 2 * steps, "finished", [])
     again = replace(config, epochs=2, optim=replace(config.optim, lr=0.1))
     assert trained(again) == (
-        "TinyTask-2", 2 * steps, "finished", ["run TinyTask-2 goes on: it has this config"],
+        "TinyTask-2", 2 * steps, "finished", ["continuing run TinyTask-2, which has this config"],
     )  # fmt: skip
     assert trained(replace(config, seed=1))[0] == "TinyTask-3"
     assert sorted(os.listdir(tmp_path)) == ["TinyTask", "TinyTask-2", "TinyTask-3"]
     assert not list(tmp_path.glob(f"*/{CLAIM_FILE}"))
     # With an explicit name all is as it was: other configs are refused.
-    with pytest.raises(ConfigError, match=r"(?s)seed  0 -> 2.*another --name, or no name at all"):
+    with pytest.raises(ConfigError, match=r"(?s)seed  0 -> 2.*another --name, or none"):
         fit_locally(replace(config, name="TinyTask", seed=2))
     text = dry_run(replace(config, seed=2))
-    assert "run            TinyTask-4 would be new (new run TinyTask-4: TinyTask has" in text
+    assert "run            TinyTask-4 would be created (new run TinyTask-4: TinyTask has" in text
     assert f"TinyTask-3 is complete at step {steps}" in dry_run(replace(config, seed=1))
     assert sorted(os.listdir(tmp_path)) == ["TinyTask", "TinyTask-2", "TinyTask-3"]
 
@@ -107,7 +107,7 @@ def test_the_readmes_commands_follow_each_other(tmp_path: Path):
     assert first.status == 0, first.err
     second = door("fit", "digits", *small, "--epochs", "1", "--optim.lr", "0.05", cwd=tmp_path)
     assert second.status == 0, second.err
-    said = "new run digits-2: digits has another config (optim.lr 0.1 -> 0.05)"
+    said = "new run digits-2: digits has a different config (optim.lr 0.1 -> 0.05)"
     assert [line for line in second.out.splitlines() if "new run" in line] == [
         line for line in second.out.splitlines() if said in line
     ]
@@ -255,7 +255,7 @@ def test_other_ranks_take_the_run_of_rank_0(tmp_path: Path, monkeypatch: pytest.
                 time.sleep(0.01)
     assert found == ["TinyTask-2"]
     monkeypatch.setattr(naming, "_RANK_0_S", 0.2)
-    with pytest.raises(PreflightError, match="rank 0 has begun no run here"):
+    with pytest.raises(PreflightError, match="rank 0 did not start a run here"):
         run_of_rank_0(unnamed(tmp_path, 0.3))
 
 

@@ -463,8 +463,8 @@ def test_fault_21_and_22_columns_that_cannot_be_right_are_refused_when_opened(
     ("bad", "told"),
     [
         (None, "row group 1, row 2: label is null"),
-        (-1, "row group 1, row 2: label -1 is not in 0 to 2"),
-        (3, "row group 1, row 2: label 3 is not in 0 to 2"),
+        (-1, "row group 1, row 2: label -1 is not in the range 0 to 2"),
+        (3, "row group 1, row 2: label 3 is not in the range 0 to 2"),
     ],
 )
 def test_fault_21_a_label_that_is_no_class_is_named_before_the_first_step(

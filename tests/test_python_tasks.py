@@ -65,7 +65,7 @@ def test_a_task_of_a_script_or_a_cell_is_trained_and_its_run_resumed(
         for argv in (["fit", str(config), "--local"], ["evaluate", "Mine"]):
             answer = door(argv[0], *argv[1:], cwd=tmp_path)
             assert answer.status == 2, answer.err
-            assert "was made by a script or a notebook" in answer.err
+            assert "was defined in a script or notebook" in answer.err
             assert len(answer.err.splitlines()) == 1
 
 
@@ -80,7 +80,7 @@ def test_a_class_of_a_test_is_trained_and_resumed(tmp_path: Path):
     config = tiny_config(tmp_path, "local", task=local_class(), epochs=1)
     assert fit_locally(config).step == 10
     assert fit_locally(config).status == "already complete"
-    with pytest.raises(ConfigError, match="was made by a script or a notebook"):
+    with pytest.raises(ConfigError, match="was defined in a script or notebook"):
         check_task_name(str(config.task))
 
 

@@ -78,7 +78,7 @@ def test_two_dashes_end_our_flags():
     [
         (["--num-workers", "2"], "which script"),
         (["--nproc-per-node", "4", "--num-workers", "4", "train.py"], "--num-workers"),
-        (["--nproc-per-node", "some", "train.py"], "auto, cpu, gpu"),
+        (["--nproc-per-node", "some", "train.py"], "auto, cpu or gpu"),
         (["--nnodes", "3:2", "train.py"], "1:4"),
         (["--standalone", "--address", "auto", "train.py"], "--address"),
         (["--signals-to-handle", "SIGKILL", "train.py"], "SIGKILL"),
@@ -167,9 +167,9 @@ def test_flags_without_effect_are_named_with_the_whole_command():
     line = "--nproc-per-node 2 --rdzv-backend c10d --rdzv-id 1 --start-method fork t.py -x 1"
     order = parse(line.split())
     assert order.notes == (
-        "without effect here: --rdzv-backend c10d (Ray connects the nodes, and the ranks meet at "
-        "rank 0); --start-method fork (each rank is a main process of its own)",
-        "the same is: python -m raytrain_ddp.run --nproc-per-node 2 --rdzv-id 1 t.py -x 1",
+        "no effect here: --rdzv-backend c10d (Ray connects the nodes, and the ranks rendezvous at "
+        "rank 0); --start-method fork (each rank is a separate main process)",
+        "equivalent command: python -m raytrain_ddp.run --nproc-per-node 2 --rdzv-id 1 t.py -x 1",
     )
     assert parse(["--nproc-per-node", "2", "--standalone", "t.py"]).notes == ()
 
@@ -179,7 +179,7 @@ def test_a_command_for_another_node_is_refused_with_the_whole_command():
     with pytest.raises(ConfigError) as told:
         parse(line.split())
     command = "python -m raytrain_ddp.run --nnodes 2 --nproc-per-node 4 t.py -x"
-    assert str(told.value).endswith(f"On one machine: {command}")
+    assert str(told.value).endswith(f"Run this on one machine only: {command}")
 
 
 @pytest.mark.parametrize("flag", ["-n", "-np", "--np"])

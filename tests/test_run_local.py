@@ -319,7 +319,7 @@ if rank == 1:
 """
     ran = local(HEAD + logged + OTHER, "--tee none")
     assert ran.report.startswith("rank 0 failed first")
-    assert "rank 1 had said: ValueError: was handled" in ran.report
+    assert "rank 1 had also raised: ValueError: was handled" in ran.report
 
 
 def test_an_error_that_follows_is_not_the_first_even_if_it_came_first(local: Local):
@@ -425,7 +425,7 @@ def test_a_terminal_and_dev_null_are_not_passed_on():
     ("script", "hint"),
     [
         ("import os\nif os.environ['RANK'] == '1': breakpoint()\n", "debugger"),
-        ("import os\nif os.environ['RANK'] == '1': input()\n", "only rank 0 has the standard"),
+        ("import os\nif os.environ['RANK'] == '1': input()\n", "only rank 0 gets the standard"),
         ("import os, time\nif os.environ['RANK'] == '1': os.kill(os.getpid(), 9)", "memory"),
     ],
 )
@@ -608,6 +608,6 @@ def test_of_a_very_long_traceback_its_ends_are_kept():
     assert len(lines) == 61
     assert (lines[1], lines[20], lines[-1]) == (
         frames[0],
-        "... 942 lines left out ...",
+        "... 942 lines omitted ...",
         "ValueError: the real cause",
     )

@@ -175,7 +175,7 @@ def test_a_time_limit_while_nodes_are_waited_for_puts_the_job_back_into_the_queu
 def test_the_wait_for_nodes_is_bounded(submit: Submit):
     job = submit(FAKE_RAY="alone", SLURM_JOB_NUM_NODES="2", WAIT_S="2")
     assert job.status(30) == 3
-    assert "1 of 2 nodes are there" in job.said
+    assert "1 of 2 nodes have joined" in job.said
     assert job.requeued == []
 
 

@@ -231,7 +231,7 @@ DIFFERENT: dict[str, tuple[Sequence[str], str, Parts | str]] = {
     "several data sets by their names": (
         ("cifar-train.parquet", "mnist-train.parquet", "mnist-test.parquet"),
         "they are merged",
-        "several data sets, by their names",
+        "file names of the train split belong to several data sets",
     ),
 }
 
@@ -338,7 +338,7 @@ def test_several_configs_without_a_default_are_refused_by_both(tmp_path: Path):
     assert not of_datasets(root)
     for source, config, told in (
         (root, "auto", "has several configs: plain, other. Name one with --data.config"),
-        (root, "plane", "has no config 'plane', but plain, other"),
+        (root, "plane", "has no config 'plane', only plain, other"),
         (root, "Plain", "has no config 'Plain'"),
         (write(tmp_path / "x", "train.parquet"), "plain", "has no config 'plain'"),
         ("digits", "plain", "has no config"),
@@ -357,10 +357,10 @@ def test_several_configs_without_a_default_are_refused_by_both(tmp_path: Path):
         ("---\nconfigs: x\n---\n", "must be a list"),
         (card("- config_name: x\n  data_files: [{split: train}]\n"), "a split and a path"),
         (card("- config_name: x\n  data_files: {train: x}\n"), "a split and a path"),
-        (card("- config_name: x\n  data_files: ../x.parquet\n"), "does not lie in"),
-        (card("- config_name: x\n  data_files: /x.parquet\n"), "does not lie in"),
-        (card("- config_name: x\n  data_files: s3://x/x.parquet\n"), "does not lie in"),
-        (card("- config_name: x\n  data_dir: /\n"), "does not lie in"),
+        (card("- config_name: x\n  data_files: ../x.parquet\n"), "is outside the data set"),
+        (card("- config_name: x\n  data_files: /x.parquet\n"), "is outside the data set"),
+        (card("- config_name: x\n  data_files: s3://x/x.parquet\n"), "is outside the data set"),
+        (card("- config_name: x\n  data_dir: /\n"), "is outside the data set"),
         (card("- config_name: x\n  data_files: no-*\n"), "no split to train on .train: none of"),
     ],
 )
@@ -408,7 +408,7 @@ def test_what_is_not_used_is_said_before_the_first_step(tmp_path: Path):
     (tmp_path / "validation.parquet").unlink()  # a test split without labels is no obstacle
     opened = open_splits(DataConfig(source=str(tmp_path)))
     assert opened.eval is None
-    assert any("not used to evaluate on" in note for note in opened.notes)
+    assert any("not used for evaluation" in note for note in opened.notes)
 
 
 def test_a_test_split_is_used_where_there_is_no_other(tmp_path: Path):
@@ -435,24 +435,29 @@ def test_a_split_can_be_named(
     files = ("train.parquet", "val.parquet", "test.parquet", "extra.parquet")
     found = found_at(write(tmp_path, *files), **fields)
     assert (found.train.name, found.eval.name if found.eval else None) == (train, evaluation)
-    trained_too = "the run is evaluated on the data that it is trained on."
+    trained_too = "the run is evaluated on its training data."
     assert (trained_too in found.notes) == (train == evaluation)
 
 
 @pytest.mark.parametrize(
     ("files", "fields", "told"),
     [
-        (["train.parquet", "val.parquet"], {"train_split": "x"}, "no such split, but train, val"),
-        (["train.parquet", "val.parquet"], {"eval_split": "test"}, "no such split, but train, val"),
-        (["a.parquet"], {"eval_split": "test"}, "has no splits"),
-        (["a.parquet"], {"train_split": "x"}, "has no splits"),
-        (["val.parquet"], {}, "only val. To train on one of them, name it: --data.train-split val"),
+        (["train.parquet", "val.parquet"], {"train_split": "x"}, "no such split, only train, val"),
+        (["train.parquet", "val.parquet"], {"eval_split": "test"}, "no such split, only train"),
+        (["train.parquet", "val.parquet"], {"eval_split": "test"}, "such split, only train, val"),
+        (["a.parquet"], {"eval_split": "test"}, "has no named splits"),
+        (["a.parquet"], {"train_split": "x"}, "has no named splits"),
+        (
+            ["val.parquet"],
+            {},
+            "only val. To train on one of them, name it, such as with --data.train-split val",
+        ),
         (["extra.parquet", "test.parquet"], {}, "no split to train on, only extra, test"),
         (["train.parquet", "training.parquet"], {}, "several splits to train on: train, training"),
         (["train.parquet", "dev.parquet", "val.parquet"], {}, "several splits to evaluate on"),
-        (["train/a/0.png", "train/b/0.png"], {"eval_split": "val"}, "no such split, but train"),
-        (["train/a/0.png", "val/"], {"eval_split": "val"}, "cannot be used .*holds no images"),
-        (["train/", "val/a/0.png"], {}, "no split to train on .train: it holds no images."),
+        (["train/a/0.png", "train/b/0.png"], {"eval_split": "val"}, "no such split, only train"),
+        (["train/a/0.png", "val/"], {"eval_split": "val"}, "cannot be used: it contains no images"),
+        (["train/", "val/a/0.png"], {}, "no split to train on .train: it contains no images."),
     ],
 )
 def test_what_cannot_be_chosen_is_refused(
@@ -478,12 +483,12 @@ def test_an_evaluation_source_has_splits_of_its_own(tmp_path: Path):
     assert (found.train.name, found.eval and found.eval.name) == ("val", "extra")
     for eval_source in (source / "train.parquet", write(tmp_path / "c", "x.parquet")):
         assert found_at(source, eval_source=str(eval_source)).eval
-    with pytest.raises(DataError, match=r"data\.eval_source .* has no such split, but dev"):
+    with pytest.raises(DataError, match=r"data\.eval_source .* has no such split, only dev"):
         found_at(source, eval_source=str(other), eval_split="x")
     odd = write(tmp_path / "d", "x-00000-of-00001.parquet", "y-00000-of-00001.parquet")
     with pytest.raises(DataError, match="has no split to evaluate on, only x, y"):
         found_at(source, eval_source=str(odd))
-    with pytest.raises(ConfigError, match="leave this or"):
+    with pytest.raises(ConfigError, match=r"conflicts with data\.eval_source"):
         found_at(source, eval_source=str(other), eval_split="none")
 
 
@@ -503,7 +508,7 @@ def test_torchvision_sets_and_digits_take_the_names_of_splits():
     assert (found.train.name, found.eval and found.eval.name) == ("", "")
     assert found_at("torchvision:SVHN", eval_split="none").eval is None
     assert found_at("digits", train_split="test", eval_split="train").train.name == "test"
-    with pytest.raises(DataError, match="has no such split, but test, train"):
+    with pytest.raises(DataError, match="has no such split, only test, train"):
         found_at("digits", eval_split="validation")
 
 
@@ -520,10 +525,10 @@ def shards(split: str, *numbers: int, of: int) -> list[str]:
         (shards("train", 0, 2, of=3), "1 of 3 shards are missing: train-00001-of-00003.parquet"),
         ([*shards("train", 0, of=1), *shards("val", 1, of=2)], "missing: val-00000-of-00002"),
         (["data/" + name for name in shards("train", 1, of=2)], "missing: data/train-00000-of"),
-        ([*shards("train", 0, of=1), *shards("train", 0, 1, of=2)], "shards of different totals"),
+        ([*shards("train", 0, of=1), *shards("train", 0, 1, of=2)], "shards with different totals"),
         (["train-00000-of-00002-ab.parquet", *shards("train", 0, 1, of=2)], "are the same shard"),
-        (shards("train", 0, 1, 2, of=2), "train-00002-of-00002.parquet are not among 2 shards"),
-        (shards("train", 0, 1, 3, of=2), "train-00003-of-00002.parquet are not among 2 shards"),
+        (shards("train", 0, 1, 2, of=2), "train-00002-of-00002.parquet are not among the 2 shards"),
+        (shards("train", 0, 1, 3, of=2), "train-00003-of-00002.parquet are not among the 2 shards"),
         (["train_1_of_3.parquet", "train_3_of_3.parquet"], "missing: train_2_of_3.parquet"),
         (["train/x-0-of-2.parquet"], "missing: train/x-1-of-2.parquet"),
         (shards("train", 5, of=99), r"98 of 99 .* and 88 more\. Download"),
@@ -604,10 +609,16 @@ def test_class_folders_are_split_by_the_folders_above_them(layout: str, tmp_path
         (["train/a/0.png", "train/val/0.png"], "names of splits .train/val|val"),
         (["train/a/0.png", "train/b/0.png", "train/val/a/0.png"], "names of splits"),
         (["train/0.png", "cat/0.png", "dog/0.png"], "no split to train on"),
-        (["train/0.png", "test/0.png"], "no split to train on .train: it holds images without"),
+        (["train/0.png", "test/0.png"], "no split to train on .train: it contains images without"),
         (["cat/train/0.png", "cat/test/0.png", "dog/train/0.png"], "no split|several|names of"),
-        (["x/train/a/0.png", "y/train/a/0.png"], "several data sets .* x, y. Name one with --data"),
-        (["x/train/a/0.png", "masks/0.png"], "x holds splits, and masks beside it images"),
+        (
+            ["x/train/a/0.png", "y/train/a/0.png"],
+            "several data sets, each .* x, y. Name one with --data",
+        ),
+        (
+            ["x/train/a/0.png", "masks/0.png"],
+            "x contains splits, but there are also images in masks",
+        ),
         (["val/a/0.png", "val/b/0.png"], "only val. To train"),
         (["test/a/0.png"], "only test. To train"),
         (["train-1/a/0.png", "train-2/a/0.png"], "no split to train on, only train-1, train-2"),
@@ -625,7 +636,7 @@ def test_folders_that_may_be_splits_or_classes_are_refused(
 
 def test_names_of_splits_are_classes_where_that_is_said(tmp_path: Path):
     root = write(tmp_path, "train/car/0.png", "train/train/0.png", "val/car/0.png")
-    with pytest.raises(DataError, match=r"say so with --data\.train-split train"):
+    with pytest.raises(DataError, match=r"confirm it with --data\.train-split train"):
         found_at(root)
     found = found_at(root, train_split="train")
     assert FolderImages(found.train.paths[0]).class_names == ["car", "train"]
@@ -642,16 +653,16 @@ def test_folders_of_any_name_are_splits_where_that_is_said(tmp_path: Path):
 def test_what_is_not_used_of_class_folders_is_said(tmp_path: Path):
     files = ("train/a/0.png", "val/", "test/0.png", "extra/a/0.png", "eval/a/0.png")
     assert set(found_at(write(tmp_path, *files)).notes) == {
-        "val is not used: it holds no images.",
-        "test is not used: it holds images without class folders.",
-        "extra is not used: its name is not that of a split.",
+        "val is not used: it contains no images.",
+        "test is not used: it contains images without class folders.",
+        "extra is not used: its name is not the name of a split.",
     }
 
 
 def test_images_beside_parquet_files_are_read_by_their_paths_only(tmp_path: Path):
     found = found_at(write(tmp_path, "train.parquet", "test.parquet", "train/a/0.png"))
     assert found.train.kind == "parquet"
-    assert "of the images in folders only those are read that a Parquet file names." in found.notes
+    assert "images in folders are read only if a Parquet file references them." in found.notes
     (tmp_path / "train.parquet").rename(tmp_path / "metadata.parquet")  # that of `datasets`
     (tmp_path / "test.parquet").unlink()
     assert found_at(tmp_path).train.kind == "folder"
@@ -700,7 +711,7 @@ def test_the_folder_of_a_readme_may_hold_class_folders(tmp_path: Path):
 def test_a_folder_that_cannot_be_listed_whole_is_refused(tmp_path: Path):
     root = write(tmp_path / "root", "train/a/0.png")
     (root / "train" / "a" / "up").symlink_to(root)
-    with pytest.raises(DataError, match="the link train/a/up leads to a folder above it"):
+    with pytest.raises(DataError, match="the link train/a/up points to a folder above it"):
         found_at(root)
 
 
@@ -735,10 +746,10 @@ def test_what_save_to_disk_writes_is_refused_with_the_remedy_that_works(tmp_path
 @pytest.mark.parametrize(
     ("source", "told"),
     [
-        ("ylecun/mnist", "of the Hugging Face Hub give hf://datasets/ylecun/mnist"),
+        ("ylecun/mnist", "on the Hugging Face Hub, use hf://datasets/ylecun/mnist"),
         (
             "https://huggingface.co/datasets/ylecun/mnist",
-            "is a page: give hf://datasets/ylecun/mnist",
+            "is a web page: use hf://datasets/ylecun/mnist",
         ),
         ("./ylecun/mnist", "no such file or folder. Other choices"),
         ("mnist", "no such file or folder. Other choices: 'digits', 'torchvision:CIFAR10'"),
@@ -761,7 +772,7 @@ def test_a_hub_that_cannot_be_reached_is_told_with_the_remedy(monkeypatch: pytes
     monkeypatch.setattr(HfFileSystem, "info", offline)
     told = (
         r"'hf://datasets/a/b' cannot be reached: .*Name or service not known.* Check the network, "
-        r"or download it \(hf download --repo-type dataset a/b --local-dir DIR\) and give DIR\.$"
+        r"or download it \(hf download --repo-type dataset a/b --local-dir DIR\) and use DIR\.$"
     )
     with pytest.raises(PreflightError, match=told):
         found_at("hf://datasets/a/b")
@@ -779,5 +790,5 @@ def test_a_hub_that_cannot_be_reached_is_told_with_the_remedy(monkeypatch: pytes
     monkeypatch.setattr(HfFileSystem, "info", missing)
     with pytest.raises(DataError, match=r"no such data set, .*hf auth login"):
         found_at("hf://datasets/a/b")
-    with pytest.raises(DataError, match=r"no such model: data sets are at hf://datasets/a/c"):
+    with pytest.raises(DataError, match=r"no such model: for a data set, use hf://datasets/a/c"):
         found_at("hf://a/c")

@@ -116,13 +116,13 @@ EMPTY = Data(ArraySource({"x": tiny_arrays(1, 0)["x"][:0]}), lambda r, _: r)
 WRONG: list[tuple[str, dict[str, Any], str, int]] = [
     ("float", {"loss": loss_of(lambda x: x.item())}, "in .*loss: returned a float, 1", 1),
     ("vector", {"loss": loss_of(lambda x: x.expand(3))}, r"shape \(3,\), float32.*mean over", 1),
-    ("dict", {"loss": loss_of(lambda x: {"loss": x})}, "a dict.*Return the loss alone", 1),
-    ("tuple", {"loss": loss_of(lambda x: (x, 1))}, "a tuple.*Return the loss alone", 1),
+    ("dict", {"loss": loss_of(lambda x: {"loss": x})}, "a dict.*Return only the loss", 1),
+    ("tuple", {"loss": loss_of(lambda x: (x, 1))}, "a tuple.*Return only the loss", 1),
     ("none", {"loss": loss_of(lambda x: None)}, "returned None; expected a floating", 1),
     ("detached", {"loss": loss_of(lambda x: x.detach())}, "depends on the model.*detached", 1),
     ("integer", {"loss": loss_of(lambda x: x.detach().long())}, r"shape \(\), int64", 1),
     ("bool", {"loss": loss_of(lambda x: x > 0)}, r"shape \(\), bool", 1),
-    ("frozen", {"model": frozen}, "in frozen: .*All are frozen", 1),
+    ("frozen", {"model": frozen}, "in frozen: .*All parameters are frozen", 1),
     ("no model", {"model": returns(None)}, "returned None; expected a torch.nn.Module", 1),
     ("class", {"model": returns(TinyNet)}, r"the class TinyNet; .* Return TinyNet\(\)", 1),
     ("empty model", {"model": returns(nn.Identity())}, "at least one parameter", 1),
@@ -150,7 +150,7 @@ WRONG: list[tuple[str, dict[str, Any], str, int]] = [
     (
         "metric class",
         {"metrics": metrics_of(lambda: {"loss": _torchmetrics().MeanMetric})},
-        "'loss' is a class: call it",
+        "'loss' is a class: create an instance",
         1,
     ),
     (
@@ -162,7 +162,7 @@ WRONG: list[tuple[str, dict[str, Any], str, int]] = [
     (
         "wrapper",
         {"metrics": metrics_of(_wrapped)},
-        "'top1' cannot be merged.*Wrapper is that",
+        "'top1' cannot be merged.*Wrapper wraps other",
         1,
     ),
     ("forgetful", {"metrics": metrics_of(forgetful)}, "'loss' cannot be merged.*add_state", 1),
@@ -175,7 +175,7 @@ WRONG: list[tuple[str, dict[str, Any], str, int]] = [
                 lambda: {"loss": _torchmetrics().CatMetric(), "top1": _torchmetrics().MeanMetric()}
             )
         },
-        r"whose value is no number, but of shape \(8,\)",
+        r"whose value is not a single number \(shape \(8,\)\)",
         1,
     ),
     (
@@ -311,7 +311,7 @@ def test_a_metric_that_evaluate_leaves_alone_is_noted(tmp_path: Path):
         return {name: tm.MeanMetric() for name in ("loss", "top1", "extra")}
 
     config = tiny_config(tmp_path, "noted", task=own(metrics=metrics))
-    assert "evaluate: left the metric 'extra' as it was" in dry_run(config)
+    assert "evaluate: did not update the metric 'extra'" in dry_run(config)
 
 
 # ------------------------------------------------------------------ the class
@@ -375,8 +375,8 @@ def test_a_method_left_out_is_named_before_anything_is_built():
     assert re.match(
         rf".*{HERE}:\d+: Lacking has no train_data\(\), no eval_data\(\), no loss", told
     )
-    assert "Is 'metric' meant to be 'metrics'?" in told
-    assert "Is 'train_datas' meant to be 'train_data'?" in told
+    assert "Should 'metric' be 'metrics'?" in told
+    assert "Should 'train_datas' be 'train_data'?" in told
 
 
 @pytest.mark.parametrize(
@@ -476,9 +476,9 @@ class WithoutConfig(Bare):
         (Optioned, {"rowz": "5"}, ConfigError, "no option 'rowz'. Did you mean 'rows'"),
         (Optioned, {"noise": "5"}, ConfigError, "needs 'rows': --task-options rows VALUE"),
         (Optioned, {"config": "5"}, ConfigError, "no option 'config'"),
-        (Bare, {"rows": "5"}, ConfigError, "Bare has no option 'rows', nor any"),
+        (Bare, {"rows": "5"}, ConfigError, "Bare has no option 'rows', or any other"),
         (WithoutConfig, {}, TaskError, "must take the config as its first argument"),
-        (Bare(), {"rows": "5"}, ConfigError, "the task is an object already"),
+        (Bare(), {"rows": "5"}, ConfigError, "the task is already an instance"),
     ],
 )
 def test_task_options_are_taken_or_refused(
@@ -585,4 +585,4 @@ def test_a_model_that_rests_as_a_whole_is_noted(tmp_path: Path):
         def summary(self, _: object) -> None: ...
 
     fit_locally(replace(config, checkpoint=CheckpointConfig(every_s=0.0)), display=Display())  # type: ignore[arg-type]
-    assert any("The whole model is in evaluation mode" in text for text in shown)
+    assert any("model() returned the whole model in evaluation mode" in text for text in shown)

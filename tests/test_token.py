@@ -87,7 +87,8 @@ def test_a_token_of_another_user_is_refused(home: Path, monkeypatch: pytest.Monk
         os.chown(file, 12345, 12345)
     own = os.geteuid()
     monkeypatch.setattr(os, "geteuid", lambda: own + 1)
-    with pytest.raises(PreflightError, match=r"belongs to user \d+, who can run code as you"):
+    said = r"belongs to user \d+, who could use it to run code as you"
+    with pytest.raises(PreflightError, match=said):
         use_token(embedded=True)
 
 

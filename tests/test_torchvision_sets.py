@@ -167,7 +167,7 @@ def test_a_split_that_is_named_is_asked_for(
     [
         (BySplit, "Unknown value 'extra' for argument split"),
         (ByTrain, "it has train and test"),
-        (Whole, "it has none that are known here"),
+        (Whole, "it has no known splits"),
     ],
 )
 def test_a_split_that_a_set_lacks_is_refused(
@@ -193,7 +193,8 @@ def test_sets_of_torchvision_without_parts_are_refused_before_anything_is_fetche
     name: str, tmp_path: Path
 ):
     for train in (True, False):
-        with pytest.raises(ConfigError, match=f"torchvision:{name} has no train and test parts"):
+        said = f"torchvision:{name} has no known train and test parts"
+        with pytest.raises(ConfigError, match=said):
             TorchvisionImages(name, tmp_path / "root", train)
     assert not list(tmp_path.iterdir())
 

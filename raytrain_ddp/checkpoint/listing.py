@@ -85,8 +85,8 @@ class Listing:
         number = 1 + max(self.written(), self.claims[-1].attempt if self.claims else 0)
         if number > MOST_ATTEMPTS:
             raise CheckpointError(
-                f"A claim or a checkpoint has the attempt number {number - 1}, after which there "
-                "is none: delete that file or folder, as no start of a run has made it."
+                f"A claim or a checkpoint has the attempt number {number - 1}, the highest "
+                "possible one. No run wrote it: delete that file or folder."
             )
         return number
 

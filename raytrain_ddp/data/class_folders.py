@@ -1,4 +1,4 @@
-"""Splits of images in class folders, by the names of the folders above the classes."""
+"""Finds splits of images in class folders from the names of the folders above the classes."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ _WHOLE_FOLDER = re.compile(r"(?:(?P<folder>[^*?\[]+)/)?(\*\*|\*/\*)(/\*)?(\.\w+)
 
 @dataclass
 class FolderSplits:
-    """Folders of class folders, below the listing's root.
+    """Folders that contain class folders, relative to the listing's root.
 
     Args:
-        folders: by split; one without a name is the split "".
+        folders: by split; an unnamed split is "".
         unusable: why a split cannot be used.
     """
 
@@ -28,7 +28,7 @@ class FolderSplits:
 
 
 class _Tree:
-    """The folders that hold images, at any depth."""
+    """The folders that contain images, at any depth."""
 
     def __init__(self, listing: Listing) -> None:
         self.direct = {str(PurePosixPath(name).parent) for name in listing.images}
@@ -45,18 +45,18 @@ class _Tree:
 
 
 def class_folder_splits(listing: Listing, config: str, asked: Collection[str]) -> FolderSplits:
-    """Finds the folders whose folders are the classes.
+    """Finds the folders whose subfolders are the classes.
 
-    They may lie some folders deeper, if nothing else does. Folders count as splits if their names
-    are ``train``, ``val2017`` ..., or ``my_train`` beside ``my_test``.
+    They may be several levels deeper if there is nothing else. Folders are splits if their names
+    are like ``train`` or ``val2017``, or come in pairs such as ``my_train`` and ``my_test``.
 
     Args:
-        config: the folder with splits to use, of several; "auto": there is one.
-        asked: names of splits, which then may be any.
+        config: which of several folders with splits to use; "auto": there must be only one.
+        asked: split names from the config, which may be arbitrary.
 
     Raises:
-        NoSuchConfigError: there is no config of the name that is asked for.
-        DataError: it cannot be told what is a split and what is a class.
+        NoSuchConfigError: there is no config with the requested name.
+        DataError: splits and classes cannot be told apart.
     """
     tree, top, picked = _Tree(listing), ".", config == "auto"
     while True:
@@ -66,20 +66,20 @@ def class_folder_splits(listing: Listing, config: str, asked: Collection[str]) -
         if not picked and not splits and inner:
             chosen = [n for n in inner if config.casefold() in (n.casefold(), _name(n).casefold())]
             if not chosen:
-                has = f"but {some(inner)}"
+                has = f"only {some(inner)}"
                 raise NoSuchConfigError(f"{listing.shown} has no config {config!r}, {has}.")
             top, picked = chosen[0], True
         elif len(inner) > 1:
             raise DataError(
-                f"{listing.shown} holds several data sets with splits of their own: "
+                f"{listing.shown} contains several data sets, each with its own splits: "
                 f"{some(inner)}. Name one with --data.config. If these are classes, move the "
                 f"splits above them (train/{_name(inner[0])})."
             )
         elif inner and len(subs) > 1:
             beside = [name for name in subs if name not in inner]
             raise DataError(
-                f"{listing.shown}: {inner[0]} holds splits, and {some(beside)} beside it images: "
-                f"give the folder {inner[0]} itself if that is the data set."
+                f"{listing.shown}: {inner[0]} contains splits, but there are also images in "
+                f"{some(beside)}: specify the folder {inner[0]} itself if it is the data set."
             )
         elif inner:
             top = inner[0]
@@ -88,7 +88,7 @@ def class_folder_splits(listing: Listing, config: str, asked: Collection[str]) -
         else:
             break
     if not picked:
-        raise NoSuchConfigError(f"{listing.shown} has no config {config!r}: leave it out.")
+        raise NoSuchConfigError(f"{listing.shown} has no config {config!r}: remove --data.config.")
     return _described(top, splits, subs, tree)
 
 
@@ -98,14 +98,15 @@ def refuse_split_names_as_classes(listing: Listing, split: str, folder: str) -> 
     odd = [name for name in names if (found := split_name(name)) and found.is_exact]
     if odd:
         raise DataError(
-            f"{listing.shown}: among the class folders of {split or folder} are names of splits "
-            f"({some(odd)}). If they are splits, give the folder that holds them, and only them; "
-            f"if they are classes, say so with --data.train-split{f' {split}' if split else ''}."
+            f"{listing.shown}: some class folders of {split or folder} have the names of splits "
+            f"({some(odd)}). If they are splits, specify a folder that contains only splits; if "
+            f"they are classes, confirm it with --data.train-split{f' {split}' if split else ''}."
         )
 
 
 def folder_of_patterns(patterns: Collection[str]) -> str | None:
-    """The folder of which ``data_files`` such as ``images/train/**`` are all; None: of none."""
+    """The folder whose entire content the ``data_files`` select, such as ``images/train/**``; else
+    None."""
     found = [_WHOLE_FOLDER.fullmatch(pattern) for pattern in patterns]
     folders = {match["folder"] or "." if match else None for match in found}
     return folders.pop() if len(folders) == 1 else None
@@ -120,21 +121,21 @@ def _described(
         return found
     for name in subs:
         if name not in splits.values():
-            found.unusable[_name(name)] = "its name is not that of a split"
+            found.unusable[_name(name)] = "its name is not the name of a split"
     for label, folder in splits.items():
         if tree.below(folder):
             found.folders[label] = folder
         else:
-            found.unusable[label] = "it holds images without class folders"
+            found.unusable[label] = "it contains images without class folders"
     for name in tree.empty(top):
         split = split_name(_name(name))
         if split and split.is_exact:
-            found.unusable[split.word] = "it holds no images"
+            found.unusable[split.word] = "it contains no images"
     return found
 
 
 def _splits_among(folders: Collection[str], asked: Collection[str], tree: _Tree) -> dict[str, str]:
-    """Those whose names are splits', by the split's name."""
+    """The folders that are splits, by split name."""
     names = {folder: split_name(_name(folder)) for folder in folders}
     known = {folder: split for folder, split in names.items() if split and split.is_exact}
     if not known:
@@ -158,7 +159,7 @@ def _holds_splits(folder: str, tree: _Tree) -> bool:
 
 
 def _paired(split: SplitName, names: Mapping[str, SplitName | None]) -> bool:
-    """Whether the same name is there for training and for another split: my_train, my_test."""
+    """Whether the same name exists for training and for another split: my_train, my_test."""
     roles = {
         other.role
         for other in names.values()
@@ -168,7 +169,8 @@ def _paired(split: SplitName, names: Mapping[str, SplitName | None]) -> bool:
 
 
 def _unwrapped(folder: str, tree: _Tree) -> str:
-    """``seg_train/seg_train`` of ``seg_train``, as archives unpacked in a folder of their name."""
+    """``seg_train/seg_train`` for ``seg_train``: an archive unpacked into a folder of the same
+    name."""
     while True:
         inside = tree.below(folder)
         same = len(inside) == 1 and _name(inside[0]).casefold() == _name(folder).casefold()
@@ -178,7 +180,7 @@ def _unwrapped(folder: str, tree: _Tree) -> str:
 
 
 def _nested(splits: Mapping[str, str], tree: _Tree) -> str | None:
-    """The only split's folder, if all that it holds is splits again: train/train, train/val."""
+    """The folder of the only split, if it contains nothing but splits: train/train, train/val."""
     if len(splits) != 1:
         return None
     (folder,) = splits.values()

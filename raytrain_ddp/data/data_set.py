@@ -1,5 +1,5 @@
-"""The splits of a source: of a data set that `convert` wrote, of a Hugging Face repository, or of
-whatever the names of files and folders say."""
+"""Finds the splits of a source: a data set written by `convert`, a Hugging Face repository, or
+splits named by files and folders."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ DATASET_FILE = "dataset.json"  # written by `convert`
 
 Kind = Literal["parquet", "folder", "torchvision"]
 
-_METADATA_FILE = "metadata.parquet"  # of `datasets`, beside images
+_METADATA_FILE = "metadata.parquet"  # Hugging Face `datasets` stores it next to images
 _ERRORS_SHOWN = 20
 
 
@@ -50,12 +50,12 @@ class DataSet:
 
     Args:
         shown: the field and its value, for messages.
-        splits: name -> the files or the one folder of each, below the root. None are listed of a
-            torchvision set, which judges a name when it is opened.
+        splits: name -> the files or the single folder of each split, relative to the root. Empty
+            for a torchvision set, which checks the name when it is opened.
         uri_of: the path or URI of a file or folder.
-        unusable: what is there besides, and why it cannot be used.
-        notes: what else is not used, in sentences.
-        check: raises a DataError if a split is not whole, or not what it seems.
+        unusable: other splits that exist, and why they cannot be used.
+        notes: sentences about other data that is not used.
+        check: raises a DataError if a split is incomplete or may not be a split.
     """
 
     field: str
@@ -68,10 +68,10 @@ class DataSet:
     check: Callable[[str], None] = lambda _: None
 
     def paths(self, split: str) -> tuple[str, ...]:
-        """Of a split that is to be used.
+        """The paths or URIs of a split.
 
         Raises:
-            DataError: it is not whole, or not what it seems.
+            DataError: the split is incomplete, or may not be a split.
         """
         self.check(split)
         return tuple(map(self.uri_of, self.splits.get(split, ("",))))
@@ -81,9 +81,9 @@ def open_data_set(source: str, field: str, config: DataConfig) -> DataSet:
     """Finds the splits of a source.
 
     Raises:
-        NoSuchConfigError: there is no config of the name that is asked for.
-        DataError: there is nothing, or nothing that can be read as images.
-        ConfigError: nothing knows the scheme of a URI.
+        NoSuchConfigError: there is no config with the requested name.
+        DataError: there is nothing, or nothing readable as images.
+        ConfigError: the scheme of a URI is unknown.
         PreflightError: an object store cannot be reached.
     """
     shown = f"{field} = {without_secrets(source)!r}"
@@ -110,11 +110,13 @@ def open_data_set(source: str, field: str, config: DataConfig) -> DataSet:
     if names:
         return _of_parquet(field, listing, names, card, asked)
     if not listing.is_local:
-        raise DataError(f"{shown}: holds no Parquet files (class folders: only on local disks).")
+        raise DataError(
+            f"{shown}: contains no Parquet files (class folders are supported on local disks only)."
+        )
     if listing.pattern:
-        raise DataError(f"{shown}: what matches is no Parquet file; of images, give the folder.")
+        raise DataError(f"{shown}: no match is a Parquet file; for images, specify the folder.")
     if not images:
-        raise DataError(f"{shown}: holds neither Parquet files nor class folders.")
+        raise DataError(f"{shown}: contains neither Parquet files nor class folders.")
     return _of_images(field, listing, card, asked, config)
 
 
@@ -126,16 +128,18 @@ def _of_parquet(
     if card is not None and card.patterns is not None:
         found = files_of(card.patterns, names)
         splits: Splits = {split: files for split, files in found.items() if files}
-        unusable = {split: "none of its files is there" for split in found if not found[split]}
+        unusable = {split: "none of its files exists" for split in found if not found[split]}
         rest = len(set(names).difference(*splits.values()))
         if rest and not card.others:
-            notes.append(f"README.md leaves {rest} Parquet file{'s' * (rest > 1)} out")
+            notes.append(
+                f"not used: {rest} Parquet file{'s' * (rest > 1)} that README.md does not list"
+            )
     else:
         splits, others = _by_name(listing, names, asked)
         notes += [f"the config {name} is not used" for name in others]
 
     if listing.images:
-        notes.append("of the images in folders only those are read that a Parquet file names")
+        notes.append("images in folders are read only if a Parquet file references them")
 
     def check(split: str) -> None:
         def is_wanted(name: str) -> bool:
@@ -149,10 +153,10 @@ def _of_parquet(
 
 
 def _by_name(listing: Listing, names: Sequence[str], asked: str) -> tuple[Splits, list[str]]:
-    """The splits of the config that is asked for, and the names of the other configs."""
+    """The splits of the requested config, and the names of the other configs."""
     configs = configs_of(names, listing.shown)
     if asked == "auto" and (len(configs) == 1 or listing.pattern):
-        return merged(configs), []  # a glob fits what it is meant to fit
+        return merged(configs), []  # a glob selects the files explicitly
     if asked == "auto":
         raise DataError(
             f"{listing.shown} has several configs: {some([*configs])}. Name one with --data.config."
@@ -160,7 +164,7 @@ def _by_name(listing: Listing, names: Sequence[str], asked: str) -> tuple[Splits
     if len(configs) == 1 and asked == "default":
         return merged(configs), []
     folders = configs
-    if len(configs) == 1:  # its folder may be named all the same
+    if len(configs) == 1:  # its folder may still be requested by name
         folders = {
             str(above): {} for name in names for above in PurePosixPath(name).parents if above.name
         }
@@ -169,7 +173,9 @@ def _by_name(listing: Listing, names: Sequence[str], asked: str) -> tuple[Splits
         name for name in folders if wanted in (name.casefold(), PurePosixPath(name).name.casefold())
     ]
     if len(chosen) != 1:
-        has = f"but {some([*configs])}" if len(configs) > 1 else "nor any other: leave it out"
+        has = (
+            f"only {some([*configs])}" if len(configs) > 1 else "or any other: remove --data.config"
+        )
         raise NoSuchConfigError(f"{listing.shown} has no config {asked!r}, {has}.")
     others = [name for name in configs if len(configs) > 1 and name != chosen[0]]
     if len(configs) == 1:
@@ -214,14 +220,14 @@ def _of_images(
 
 def _require_no_config(shown: str, asked: str) -> None:
     if asked != "auto":
-        raise NoSuchConfigError(f"{shown} has no config {asked!r}: leave it out.")
+        raise NoSuchConfigError(f"{shown} has no config {asked!r}: remove --data.config.")
 
 
 def _written_by_convert(listing: Listing) -> Splits | None:
-    """The files of each split that `convert` has written; None if it was somebody else.
+    """The files of each split, if `convert` wrote the data set; otherwise None.
 
     Raises:
-        DataError: files are missing or of another size; naming all of them.
+        DataError: files are missing or have a different size; the message lists them.
     """
     told = listing.shown
     try:
@@ -230,8 +236,8 @@ def _written_by_convert(listing: Listing) -> Splits | None:
             return None
         if dataset["version"] != 1:
             raise DataError(
-                f"{told}: {DATASET_FILE} is of version {dataset['version']}; this is a version of "
-                "raytrain_ddp that knows version 1."
+                f"{told}: {DATASET_FILE} has version {dataset['version']}, but this version of "
+                "raytrain_ddp reads only version 1."
             )
         files = [(str(f["path"]), str(f["split"]), int(f["bytes"])) for f in dataset["files"]]
     except (ValueError, KeyError, TypeError):
@@ -247,8 +253,8 @@ def _written_by_convert(listing: Listing) -> Splits | None:
     if wrong:
         more = f", and {len(wrong) - _ERRORS_SHOWN} more" * (len(wrong) > _ERRORS_SHOWN)
         raise DataError(
-            f"{told}: {len(wrong)} of {len(files)} files are not as {DATASET_FILE} has them: "
-            f"{', '.join(wrong[:_ERRORS_SHOWN])}{more}. Copy them again, or convert again."
+            f"{told}: {len(wrong)} of {len(files)} files do not match {DATASET_FILE}: "
+            f"{', '.join(wrong[:_ERRORS_SHOWN])}{more}. Copy them again, or rerun the conversion."
         )
     return of_split
 

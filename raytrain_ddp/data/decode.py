@@ -121,7 +121,7 @@ def _require_few_pixels(height: int, width: int) -> None:
     most = Image.MAX_IMAGE_PIXELS
     if most is not None and height * width > 2 * most:
         raise Image.DecompressionBombError(
-            f"{width} x {height} pixels are more than {2 * most} (Pillow's MAX_IMAGE_PIXELS, twice)"
+            f"{width} x {height} pixels exceed {2 * most} (twice Pillow's MAX_IMAGE_PIXELS)"
         )
 
 

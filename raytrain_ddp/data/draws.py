@@ -17,15 +17,15 @@ import numpy.typing as npt
 Rows = npt.NDArray[np.int64]
 
 _MASK = (1 << 64) - 1
-_GLOBAL_STREAM = 0x5EED_0003  # keeps the seeds of global generators apart from other uses
+_GLOBAL_STREAM = 0x5EED_0003  # separates the seeds of global generators from other uses
 
 
 @dataclass(frozen=True)
 class Draws:
-    """The random numbers of some samples in one epoch: a function of (seed, epoch, row, repeat).
+    """The random numbers of some samples in one epoch, as a function of (seed, epoch, row, repeat).
 
-    What `Data.collate` draws from, where loader threads share torch's, numpy's and Python's global
-    generators: uniform(2) gives shape (n, 2), for the n samples of the batch in their order.
+    `Data.collate` must use these where loader threads share the global generators of torch, NumPy
+    and Python: uniform(2) returns shape (n, 2), for the n samples of the batch in order.
 
     Args:
         rows: row ids, shape (n,).
@@ -38,7 +38,7 @@ class Draws:
     repeats: Rows | None = None
 
     def of(self, places: list[int]) -> Draws:
-        """Those of the samples at these places."""
+        """The draws of the samples at these positions."""
         repeats = None if self.repeats is None else self.repeats[places]
         return replace(self, rows=self.rows[places], repeats=repeats)
 
@@ -54,18 +54,18 @@ class Draws:
         return np.asarray((bits >> np.uint64(11)) * 2.0**-53, dtype=np.float64)
 
     def seed_globals(self, place: int, stream: int = 0) -> None:
-        """Seeds torch's, numpy's and Python's global generators for the sample at `place`."""
+        """Seeds the global generators of torch, NumPy and Python for the sample at `place`."""
         repeat = 0 if self.repeats is None else int(self.repeats[place])
         row = int(self.rows[place])
         seed_globals(hash64(self.seed, self.epoch, _GLOBAL_STREAM + stream, row, repeat) >> 1)
 
 
 def seed_globals(key: int) -> None:
-    """Seeds torch's generator of the CPU, numpy's and Python's with a key below 2^63.
+    """Seeds the generators of torch (CPU only), NumPy and Python with a key below 2^63.
 
-    `torch.manual_seed` takes 0.1 ms, as it seeds every device there is.
+    `torch.manual_seed` takes 0.1 ms because it seeds every device.
     """
-    import torch  # the plan is made without it
+    import torch  # making the plan does not need torch
 
     random.seed(key)
     np.random.seed(key & 0xFFFFFFFF)
@@ -74,7 +74,7 @@ def seed_globals(key: int) -> None:
 
 @contextmanager
 def kept_globals() -> Iterator[None]:
-    """Puts those generators back to where they were."""
+    """Restores the state of these generators."""
     import torch
 
     states = random.getstate(), np.random.get_state(), torch.get_rng_state()

@@ -18,30 +18,31 @@ from raytrain_ddp.data.source import BadRecord
 from raytrain_ddp.errors import DataError
 
 EXTENSIONS = (".jpg", ".jpeg", ".png", ".ppm", ".bmp", ".pgm", ".tif", ".tiff", ".webp")
-LOST_LINK = "a link to nothing"
+LOST_LINK = "a broken link"
 _ROWS_PER_BLOCK = 256
 _STAT_THREADS = 16  # for NFS
 _OF_THE_FILE = (errno.EACCES, errno.EISDIR, errno.ELOOP, errno.ENAMETOOLONG, errno.ENXIO)
 
 
 def is_hidden(name: str) -> bool:
-    """Whether a file or folder is none of the data: what file managers and notebooks leave."""
+    """Whether a file or folder is not data but left over from a file manager or notebook."""
     return name.startswith(".") or name in ("__MACOSX", "__pycache__")
 
 
 class FolderImages:
     """Rows of (encoded image, label) from the files below one folder per class.
 
-    A file that its owner alone can repair (a link to nothing, no permission) is a `BadRecord`.
+    A file that cannot be read (a broken link, no permission) is a `BadRecord`.
 
     Args:
-        root: its folders are the classes, in alphabetical order; images may lie at any depth.
-        classes: of which those of the folders must be some. Default: those of the folders.
+        root: its folders are the classes, in alphabetical order, with images at any depth.
+        classes: class names, which must include those of the folders. Default: those of the
+            folders.
 
     Raises:
         NoLabelsError: there are images, but no class folders.
-        DataError: there are no class folders, one of them holds no image or is no class, or a
-            folder cannot be read.
+        DataError: there are no class folders, one of them has no images or is not a known class, or
+            a folder cannot be read.
     """
 
     def __init__(self, root: str, classes: Sequence[str] | None = None) -> None:
@@ -56,8 +57,8 @@ class FolderImages:
             found = self._images_below(folder)
             if not found:
                 raise DataError(
-                    f"{folder}: a class folder without images ({', '.join(EXTENSIONS)}): fill or "
-                    "remove it."
+                    f"{folder}: a class folder without images ({', '.join(EXTENSIONS)}): add "
+                    "images or remove it."
                 )
             self.files += [(path, label) for path in found]
         self.blocks = runs_of(len(self.files), _ROWS_PER_BLOCK)
@@ -66,17 +67,17 @@ class FolderImages:
         return [(_content(path), label) for path, label in (self.files[r] for r in rows.tolist())]
 
     def labels(self) -> Rows:
-        """The number of each row's class, shape (rows,)."""
+        """The class number of each row, shape (rows,)."""
         return np.array([label for _, label in self.files], np.int64)
 
     def fingerprint(self) -> str:
-        """Of the names below the root, the labels and the sizes."""
+        """The fingerprint of names relative to the root, labels and sizes."""
         with ThreadPoolExecutor(_STAT_THREADS) as threads:
             sizes = threads.map(_size, (path for path, _ in self.files), chunksize=256)
             return self._digest(f" {size}" for size in sizes)
 
     def former_fingerprint(self) -> str:
-        """As earlier versions had it: without sizes."""
+        """The fingerprint of earlier versions, without sizes."""
         return self._digest("" for _ in self.files)
 
     def where(self, row: int) -> str:
@@ -97,17 +98,16 @@ class FolderImages:
             if entry.is_dir():
                 folders.append(entry.name)
             elif not os.path.exists(entry.path) and not _is_image(entry.name):
-                raise DataError(f"{entry.path}: a link to nothing: repair or remove it.")
+                raise DataError(f"{entry.path}: a broken link: repair or remove it.")
             else:
                 images += _is_image(entry.name)
                 self.ignored[_kind(entry.name)] += 1
         if not folders and images:
             raise NoLabelsError(
-                f"{self._root}: {images} images, but no class folders: there must be one folder "
-                "for each class."
+                f"{self._root}: {images} images, but no class folders: create one folder per class."
             )
         if not folders:
-            raise DataError(f"{self._root}: holds no class folders.")
+            raise DataError(f"{self._root}: contains no class folders.")
         return sorted(folders)
 
     def _images_below(self, folder: str) -> list[str]:
@@ -122,7 +122,7 @@ class FolderImages:
         return found
 
 
-def _refuse(error: OSError) -> None:  # else os.walk leaves the folder out
+def _refuse(error: OSError) -> None:  # otherwise, os.walk skips the folder
     raise DataError(f"{error.filename}: cannot be read: {error.strerror}.") from error
 
 
@@ -146,7 +146,7 @@ def _content(path: str) -> bytes | BadRecord:
 
 
 def _size(path: str) -> int:
-    """-1: there is none, as of a link to nothing."""
+    """-1 if there is no such file, as for a broken link."""
     try:
         return os.stat(path).st_size
     except OSError:

@@ -1,4 +1,4 @@
-"""What runs in the interpreter that loader processes are forked from, and in them."""
+"""Code that runs in the interpreter that forks loader processes, and in these processes."""
 
 from __future__ import annotations
 
@@ -23,27 +23,27 @@ import torch
 from raytrain_ddp.data import wire
 from raytrain_ddp.errors import RaytrainError, TaskError, first_line
 
-END_S = 5.0  # for an item that is worked on, until its process is killed
+END_S = 5.0  # time to finish an item before its process is killed
 _LOOK_S = 1.0
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 _PR_SET_PDEATHSIG = 1  # of <sys/prctl.h>
 
 
 def serve(number: int) -> NoReturn:
-    """Forks loader processes as it is asked to on a socket; ends them and itself with the other
-    side of it."""
-    for name in _SIGNALS:  # meant for the training process; and SIG_IGN would be inherited
+    """Forks loader processes on request over a socket; ends them and itself when the other side
+    closes it."""
+    for name in _SIGNALS:  # for the training process only; SIG_IGN would be inherited
         signal.signal(name, lambda *_: None)
     parent = os.getppid()
     channel = socket.socket(fileno=number)
     for module in json.loads(channel.recv(4096) or b"[]"):
         __import__(module)
     torch.set_num_threads(1)
-    # Messages that wait to be received count as open files.
+    # Messages waiting to be received count as open files.
     _, most_files = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (most_files, most_files))
     gc.collect()
-    gc.freeze()  # else each process's collector would copy all that is shared
+    gc.freeze()  # otherwise, garbage collection in each process would copy shared pages
     children: dict[int, int] = {}  # pid -> number
     statuses: dict[int, int] = {}
     while os.getppid() == parent:
@@ -143,14 +143,14 @@ def _unpacked(file: int) -> tuple[Callable[[Any], Any] | None, tuple[bool, Any, 
             TaskError(
                 "the data set and collate cannot be unpickled in a loader process: "
                 f"{type(error).__name__}: {first_line(error)}. Define them in a module that can be "
-                "imported there, or load in the training process, with --data.workers 0."
+                "imported there, or load in the training process with --data.workers 0."
             ),
             "",
         )
 
 
 def _raised(error: Exception) -> tuple[bool, Exception, str]:
-    """An outcome: the exception, or one that can be pickled and says the same; its traceback."""
+    """An outcome: the exception, or a picklable one with the same message; and its traceback."""
     frames = traceback.extract_tb(error.__traceback__)
     package = str(Path(__file__).parent.parent)
     mine = [n for n, frame in enumerate(frames) if frame.filename.startswith(package)]

@@ -1,4 +1,4 @@
-"""A part of the training rows that is kept for evaluation: ``--data.holdout``. No torch."""
+"""``--data.holdout``: keeps a part of the training rows for evaluation. Does not import torch."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from raytrain_ddp.data.draws import Rows, hash64, mix64
 from raytrain_ddp.data.groups import Flags
 from raytrain_ddp.errors import DataError
 
-_STREAM = 0x5EED_0007  # keeps these random bits apart from those of other uses
+_STREAM = 0x5EED_0007  # separates these random bits from other uses
 
 
 def held_out(labels: Rows, fraction: float, seed: int) -> Rows:
-    """The rows to evaluate on, ascending, shape (held,): that fraction of all rows, and as nearly
-    as whole numbers allow of each class, of which one row at least stays for training.
+    """The rows to evaluate on, ascending, shape (held,): the given fraction of all rows and, up to
+    rounding, of each class; each class keeps at least one row for training.
 
-    A function of its arguments, alike in every version of NumPy.
+    Depends only on its arguments, with the same result in every NumPy version.
 
     Args:
         labels: the class of each row, shape (rows,).
@@ -31,20 +31,20 @@ def held_out(labels: Rows, fraction: float, seed: int) -> Rows:
     counts = _shares(rows_of_class, fraction, seed)
     if not counts.any():
         raise DataError(
-            f"data.holdout = {fraction:g} of {len(labels)} rows is none: each class needs another "
-            "one to train on. Hold out a larger part, or set it to 0."
+            f"data.holdout = {fraction:g} holds out none of the {len(labels)} rows: each class "
+            "keeps at least one row to train on. Increase it, or set it to 0."
         )
     with np.errstate(over="ignore"):
         keys = mix64(np.arange(len(labels), dtype=np.uint64) ^ np.uint64(hash64(seed, _STREAM)))
-    order = np.lexsort((keys, labels))  # the rows of each class one after another, shuffled
+    order = np.lexsort((keys, labels))  # rows grouped by class, shuffled within each class
     starts = np.cumsum(rows_of_class) - rows_of_class
     place_in_class = np.arange(len(labels)) - np.repeat(starts, rows_of_class)
     return np.sort(order[place_in_class < np.repeat(counts, rows_of_class)]).astype(np.int64)
 
 
 def _shares(rows_of_class: Rows, fraction: float, seed: int) -> Rows:
-    """How many rows of each class: rounded down, and what is missing in all where the remainders
-    are largest; at random where they are equal."""
+    """Rows to hold out per class: rounded down, with the remaining rows assigned to the classes
+    with the largest remainders; ties are broken at random."""
     exact = rows_of_class * fraction
     counts = np.floor(exact).astype(np.int64)
     missing = round(float(fraction * rows_of_class.sum())) - int(counts.sum())
@@ -61,18 +61,18 @@ def _shares(rows_of_class: Rows, fraction: float, seed: int) -> Rows:
 
 @dataclass(frozen=True)
 class Held:
-    """The rows that are held out of a source, and those that are left.
+    """Which rows of a source are held out, and which remain.
 
     Args:
-        rows: that are held out, ascending.
-        told: of what they are a function, for the fingerprint.
+        rows: the rows held out, ascending.
+        told: the parameters that determine the rows, for the fingerprint.
     """
 
     rows: Rows
     told: str
 
     def of(self, part_rows: Rows, train: bool) -> Rows:
-        """The rows of the source that the rows of a part are."""
+        """Maps rows of a part to rows of the source."""
         if not train:
             return self.rows[part_rows]
         before = np.searchsorted(self.rows - np.arange(len(self.rows)), part_rows, side="right")
@@ -87,9 +87,9 @@ class Held:
 
 
 class Part:
-    """One part of a source of images: the rows that are held out, or those that are left.
+    """One part of an image source: the rows held out, or the remaining rows.
 
-    Its blocks are the source's, without the rows of the other part.
+    Its blocks are those of the source without the rows of the other part.
     """
 
     def __init__(self, source: Any, held: Held, train: bool) -> None:

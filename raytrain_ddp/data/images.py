@@ -32,10 +32,10 @@ def image_data(
     """Batches of {"image": uint8 (n, 3, height, width), channels last; "label": int64 (n,)}; also
     {"flip": bool (n,)}, {"erase": (n, 4)}, {"partner": int64 (n,)} where `augment` asks for them.
 
-    A bad record is an error, or is left out of its batch, as `config.bad_records` says.
+    Depending on `config.bad_records`, a bad record is an error or is omitted from its batch.
 
     Args:
-        augment: None for evaluation: the centre of each image.
+        augment: None for evaluation, which uses the center of each image.
     """
     return Data(source, _Collate(source, config, augment or AugmentConfig(crop="none"), classes))
 
@@ -43,7 +43,7 @@ def image_data(
 def for_device(
     augment: AugmentConfig, draws: Draws, size: tuple[int, int]
 ) -> dict[str, torch.Tensor]:
-    """What the device is to do with a batch of images: "flip", "erase" and "partner", see above.
+    """The operations that the device applies to a batch: "flip", "erase" and "partner", see above.
 
     Args:
         size: height and width of the images.
@@ -64,7 +64,7 @@ class _Collate:
     ) -> None:
         self._source, self._config, self._augment = source, config, augment
         self._classes = classes
-        self._told: set[int] = set()  # rows that were reported
+        self._told: set[int] = set()  # rows already reported
         self._policy_draws = policy_draws(augment)
 
     def __call__(self, records: Sequence[tuple[Any, int]], draws: Draws) -> Batch:
@@ -101,7 +101,9 @@ class _Collate:
         for place, (row, (image, label)) in enumerate(zip(rows, records, strict=True)):
             if not 0 <= label < self._classes:
                 where = self._source.where(row)
-                raise DataError(f"{where}: label {label} is not in 0 to {self._classes - 1}.")
+                raise DataError(
+                    f"{where}: label {label} is not in the range 0 to {self._classes - 1}."
+                )
             try:
                 if row != before or picture is None:
                     picture = open_picture(image, self._config.exif_orientation)

@@ -1,4 +1,4 @@
-"""Class names, and from the values of a label column to the numbers of classes. No torch."""
+"""Class names, and the mapping from label column values to class numbers. Does not import torch."""
 
 from __future__ import annotations
 
@@ -23,11 +23,12 @@ class UnknownClassError(DataError):
 
 
 class NoLabelsError(DataError):
-    """A split without any label, as test splits of competitions are published."""
+    """A split without any labels, such as the test splits of competitions."""
 
 
 def normalized(name: str) -> str:
-    """The name in Unicode's composed form (NFC): file systems and archives change the form."""
+    """The name in Unicode's composed form (NFC), because file systems and archives change the
+    form."""
     return unicodedata.normalize("NFC", name)
 
 
@@ -42,12 +43,12 @@ def distinct_names(names: Iterable[str], where: str) -> list[str]:
         other = kept.setdefault(normalized(name), name)
         if other is not name:
             how = "twice" if other == name else "in two Unicode forms (NFC and NFD)"
-            raise DataError(f"{where}: the class {normalized(name)!r} is there {how}: merge them.")
+            raise DataError(f"{where}: the class {normalized(name)!r} exists {how}: merge them.")
     return list(kept)
 
 
 def kind_of(label: Any) -> Kind | None:
-    """What the values of an Arrow type are; None if they cannot be labels."""
+    """The kind of an Arrow type's values; None if they cannot be labels."""
     label = label.value_type if pa.types.is_dictionary(label) else label
     checks: dict[Kind, tuple[Any, ...]] = {
         "integer": (pa.types.is_integer,),
@@ -60,7 +61,7 @@ def kind_of(label: Any) -> Kind | None:
 
 
 def hugging_face_names(schema: Any, column: str) -> list[str] | None:
-    """Those of the Hugging Face ClassLabel feature, if the column is one."""
+    """The names of the Hugging Face ClassLabel feature, if the column is one."""
     try:
         features = json.loads((schema.metadata or {}).get(b"huggingface", b"{}"))
         names = features["info"]["features"][column]["names"]
@@ -72,25 +73,24 @@ def hugging_face_names(schema: Any, column: str) -> list[str] | None:
 
 
 def is_label(value: Any) -> bool:
-    """Whether a value says anything: not null, not a number (NaN), no empty string."""
+    """Whether a value is present: not null, NaN or an empty string."""
     return value is not None and value != "" and value == value  # noqa: PLR0124
 
 
 def is_fraction(value: Any) -> bool:
-    """Whether a value is a number that is not whole."""
+    """Whether a value is a non-integer number."""
     return isinstance(value, float) and is_label(value) and not value.is_integer()
 
 
 def is_class_value(value: Any, kind: Kind) -> bool:
-    """Whether a value can stand for a class: -1 says that there is no label, 0.5 is no number of a
-    class."""
+    """Whether a value can represent a class: -1 means no label, and 0.5 is not a class number."""
     if kind in ("integer", "number"):
         return is_label(value) and value >= 0 and not is_fraction(value)
     return is_label(value)
 
 
 def names_of(values: Iterable[Any], kind: Kind) -> list[str]:
-    """The classes that values which all are labels stand for: numbers by size, names sorted."""
+    """The classes of the given labels: numbers in ascending order, names sorted."""
     if kind == "string":
         return sorted({normalized(value) for value in values})
     if kind == "boolean":
@@ -99,10 +99,11 @@ def names_of(values: Iterable[Any], kind: Kind) -> list[str]:
 
 
 class Labels:
-    """The numbers of the classes that the values of one file's label column stand for.
+    """Maps the values of one file's label column to class numbers.
 
-    Strings, booleans and numbers stand for the class of that name. Integers are places in `named`,
-    the file's own list of names, if it has one; or in `classes`, if these are no numbers.
+    Strings, booleans and numbers refer to the class with that name. Integers are indices into
+    `named`, the file's own list of names, if it has one; or into `classes`, if those are not
+    numbers.
 
     Args:
         classes: all names, in their order.
@@ -113,7 +114,7 @@ class Labels:
     ) -> None:
         self._classes, self._kind = classes, kind
         numbers = {name: number for number, name in enumerate(classes)}
-        self._last: int | None = None  # values are places, up to this one
+        self._last: int | None = None  # values are indices, up to this one
         self._numbers: dict[Any, int]
         if kind == "boolean":
             self._numbers = {
@@ -131,25 +132,26 @@ class Labels:
             self._last = len(places) - 1
 
     def number(self, value: Any) -> int | None:
-        """None: it is no label, or of no class."""
+        """None: not a label, or not a known class."""
         number = self._numbers.get(value)
         if number is None and self._kind == "string" and is_label(value):
             number = self._numbers.get(normalized(value))
         return number
 
     def what_is_wrong(self, value: Any) -> str:
-        """With a value without number: ``is null``, ``7 is not in 0 to 2``."""
+        """Describes a value without a class number: ``is
+        null``, ``7 is not in the range 0 to 2``."""
         if not is_label(value):
             return "is an empty string" if value == "" else "is null"
         if is_fraction(value):
             return f"{value:g} is not a whole number"
         if self._last is not None:
-            return f"{value} is not in 0 to {self._last}"
+            return f"{value} is not in the range 0 to {self._last}"
         return f"{value!r} is not one of the {some_names(self._classes)}"
 
 
 def are_numbers(names: Sequence[str]) -> bool:
-    """Whether all names are integers from 0 in their shortest form."""
+    """Whether all names are non-negative integers in their shortest form."""
     return all(_INTEGER.fullmatch(name) for name in names)
 
 
@@ -160,7 +162,7 @@ def some_names(names: Sequence[str], most: int = _CLASSES_SHOWN) -> str:
 
 
 def numbers_in(classes: Sequence[str], own: Sequence[str], where: str) -> list[int]:
-    """The number in `classes` of each of a split's own class names.
+    """The indices in `classes` of a split's own class names.
 
     Raises:
         UnknownClassError: a class is not among them.
@@ -171,6 +173,7 @@ def numbers_in(classes: Sequence[str], own: Sequence[str], where: str) -> list[i
         told = ", ".join(map(repr, unknown[:_CLASSES_SHOWN]))
         raise UnknownClassError(
             f"{where}: {told}{', ...' * (len(unknown) > _CLASSES_SHOWN)} is not a class of the "
-            f"training set. Here are {some_names(own)}; the training set has {some_names(classes)}."
+            f"training set. This split has {some_names(own)}; the training set has "
+            f"{some_names(classes)}."
         )
     return [numbers[name] for name in own]

@@ -1,4 +1,5 @@
-"""The files below a folder or a glob as a listing, which object stores have, too."""
+"""Listings of the files below a folder or matching a glob; for object stores, see
+store_listing.py."""
 
 from __future__ import annotations
 
@@ -19,13 +20,13 @@ _HUB_NAME = re.compile(r"[\w-][\w.-]*/[\w.-]+")
 
 @dataclass(frozen=True)
 class Listing:
-    """What lies below a place. Hidden files and folders are left out.
+    """The files and folders below a root. Hidden ones are omitted.
 
     Args:
         shown: the field and its value, for messages.
-        files: paths below the root, sorted; of the images in a folder, only the first.
-        folders: paths below the root; none in an object store.
-        pattern: of a glob, below the root; "" for a folder, and the file's name for a file.
+        files: paths relative to the root, sorted; for images, only the first one in each folder.
+        folders: paths relative to the root; empty for an object store.
+        pattern: the glob relative to the root; "" for a folder, and the file's name for a file.
         uri_of: the path or URI of a file or folder.
         content: reads a small file.
         size_of: in bytes; None if there is no such file.
@@ -42,7 +43,7 @@ class Listing:
 
     @property
     def parquet(self) -> list[str]:
-        """Also without those in folders such as ``__pycache__``, as `datasets` has it."""
+        """Also omits files in folders such as ``__pycache__``, like `datasets`."""
         return [
             name
             for name in self.files
@@ -58,7 +59,7 @@ class Listing:
         return not self.pattern or fits(name, self.pattern)
 
     def inside(self, folder: str) -> Listing:
-        """That of a folder in it; "" is the top."""
+        """The listing of a subfolder; "" is the root."""
         if not folder:
             return self
         start = f"{folder}/"
@@ -80,13 +81,13 @@ def is_image(name: str) -> bool:
 
 
 def list_on_disk(source: str, shown: str) -> Listing:
-    """Lists a folder, a file, or what fits a glob.
+    """Lists a folder, a file, or the matches of a glob.
 
     Args:
         shown: the field and its value, for messages.
 
     Raises:
-        DataError: there is nothing, or it cannot be read.
+        DataError: nothing matches, or it cannot be read.
     """
     path = Path(source).expanduser()
     folders: list[str] = []
@@ -101,7 +102,9 @@ def list_on_disk(source: str, shown: str) -> Listing:
         found = sorted(glob.glob(pattern, root_dir=path, recursive=True))
         files = [name for name in found if not (path / name).is_dir()]
         if not files:
-            folders_only = " The folders alone do: add /**/*.parquet." if found else ""
+            folders_only = (
+                " The pattern matches only folders: append /**/*.parquet." if found else ""
+            )
             raise DataError(f"{shown}: no file matches.{folders_only}")
     else:
         raise DataError(f"{shown}: no such file or folder.{_remedy(source)}")
@@ -146,7 +149,7 @@ def _below(root: str, shown: str, folders: list[str]) -> list[str]:
                 if is_link:
                     real = os.path.realpath(os.path.join(root, path))
                     if any((one + os.sep).startswith(real + os.sep) for one in above):
-                        raise DataError(f"{shown}: the link {path} leads to a folder above it.")
+                        raise DataError(f"{shown}: the link {path} points to a folder above it.")
                     inside = above | {real}
                 folders.append(path)
                 visit(f"{path}/", inside)
@@ -162,7 +165,7 @@ def _below(root: str, shown: str, folders: list[str]) -> list[str]:
 
 
 def _root_and_pattern(path: Path) -> tuple[Path, str]:
-    """The folder before the first sign of a glob, and the rest."""
+    """The folder before the first glob character, and the rest."""
     parts = path.parts
     first = next(n for n, part in enumerate(parts) if any(sign in part for sign in _GLOB_SIGNS))
     return Path(*parts[:first]), str(PurePosixPath(*parts[first:]))
@@ -170,7 +173,7 @@ def _root_and_pattern(path: Path) -> tuple[Path, str]:
 
 def _remedy(source: str) -> str:
     if _HUB_NAME.fullmatch(source):
-        return f" For the data set {source} of the Hugging Face Hub give hf://datasets/{source}."
+        return f" For the data set {source} on the Hugging Face Hub, use hf://datasets/{source}."
     return " Other choices: 'digits', 'torchvision:CIFAR10', hf://datasets/ORG/NAME."
 
 
@@ -178,8 +181,8 @@ def _remedy(source: str) -> str:
 
 
 def fits(name: str, pattern: str) -> bool:
-    """Whether a path fits, as `glob` has it: ``**`` stands for any number of folders, and only a
-    dot in the pattern fits a leading dot."""
+    """Whether a path matches, with the rules of `glob`: ``**`` matches any number of folders, and a
+    leading dot matches only a dot in the pattern."""
     return _fits(PurePosixPath(name).parts, PurePosixPath(pattern).parts)
 
 

@@ -1,9 +1,9 @@
-"""Micro-batches in order, prepared ahead. A whole micro-batch is one task.
+"""Prepares micro-batches ahead and yields them in order. One task makes a whole micro-batch.
 
-By threads, where the source may be shared: decoding releases the GIL, and a batch crosses no
-process border. In a Ray actor of two CPUs they load 1.4 times the images of two forkserver
-processes, 1.1 times beside a busy training loop, with half the memory and the first batch after
-0.2 s instead of 2.8 (benchmarks/results/data.md). By processes otherwise: see processes.py.
+Uses threads if the source may be shared: decoding releases the GIL, and no batch crosses a process
+boundary. In a Ray actor with two CPUs, they load 1.4 times as many images as two forkserver
+processes (1.1 times next to a busy training loop), with half the memory and the first batch after
+0.2 s instead of 2.8 s (benchmarks/results/data.md). Otherwise, it uses processes: see processes.py.
 """
 
 from __future__ import annotations
@@ -85,8 +85,8 @@ class TrainLoader:
     digests: bool = False
 
     def steps(self, start: int, stop: int) -> Generator[list[Slot], None, None]:
-        """Yields this worker's slots of global steps start..stop-1. Close it to end the threads or
-        processes."""
+        """Yields this worker's slots of global steps start..stop-1. Close the iterator to end the
+        threads or processes."""
         slots = deal(self.plan.slots, self.world_size, self.rank)
         threads, gate = _workers_for(self.data, self.threads)
         loaded = prefetched(
@@ -127,8 +127,8 @@ class TrainLoader:
         return self.any_batch(1)
 
     def _tasks(self, start: int, stop: int, slots: range, gate: Gate | None) -> Iterator[_Task]:
-        """The micro-batches in their order; tells the source of each when it is handed out, or has
-        a process begin with it."""
+        """The micro-batches in order; announces each one to the source when it is assigned, or
+        submits it to a process."""
         repeats = self.plan.repeats
         epoch, order = -1, None
         places = ((step, slot) for step in range(start, stop) for slot in slots)  # a lazy product
@@ -166,14 +166,14 @@ class TrainLoader:
         samples = self.data.samples_of(batch) if planned else 0
         if samples < planned and not self.skip:
             raise DataError(
-                f"{planned - samples} of {planned} samples of a micro-batch were left out, and "
-                "data.bad_records is error: collate must return all of them."
+                f"{planned - samples} of {planned} samples of a micro-batch were dropped, but "
+                "data.bad_records is error: collate must return all samples."
             )
         if samples > planned:
             raise TaskError(
-                f"collate returned {samples} samples of {planned} records: their first "
-                "dimension must be the number of records. Several views of a record go into "
-                "another dimension, or say how batches are counted: Data(..., count=...)."
+                f"collate returned {samples} samples for {planned} records: the first "
+                "dimension must be the number of records. Put several views of a record into "
+                "another dimension, or specify how to count samples: Data(..., count=...)."
             )
         digest = digest_of(task.rows.tobytes(), batch) if samples and self.digests else ""
         batch = batch if samples else self._filler
@@ -185,9 +185,9 @@ class TrainLoader:
 def eval_batches(
     data: Data, batch_size: int, chunks: Iterable[int], threads: Threads
 ) -> Generator[Batch, None, None]:
-    """Rows [chunk * batch_size, (chunk + 1) * batch_size) of each chunk, in the stored order.
+    """Yields rows [chunk * batch_size, (chunk + 1) * batch_size) for each chunk, in stored order.
 
-    Processes that load it stay for the next time, until `data.close()`.
+    Loader processes are kept for the next evaluation, until `data.close()`.
     """
     ahead = _ahead_of(data)
     threads, gate = _workers_for(data, threads)
@@ -207,11 +207,11 @@ def eval_batches(
 
 
 def start_processes(data: Data, threads: Threads) -> None:
-    """Copies the data set for its loader processes, if there will be any, before it is used here;
-    they are there sooner, too.
+    """Copies the data set for the loader processes, if any, before it is used in this process,
+    which also starts them earlier.
 
     Raises:
-        TaskError: it cannot be copied.
+        TaskError: the data set cannot be copied.
     """
     if _workers_for(data, threads)[1] is not None:
         data.processes()
@@ -227,14 +227,15 @@ def _workers_for(data: Data, threads: Threads) -> tuple[Threads, Gate | None]:
 
 
 def _begun(data: Data, draws: Draws, gate: Gate | None) -> Pending:
-    """The batch, to be waited for; or to be made then, by whoever asks."""
+    """The pending batch, or a function that makes it in the calling thread."""
     if gate is not None:
         return data.processes().submit(draws, gate.active).result
     return partial(data.batch if data.shared else partial(_made_here, data), draws)
 
 
 def _made_here(data: Data, draws: Draws) -> Batch:
-    """As in a loader process: with one thread, and generators that are the data's for a while."""
+    """Runs as in a loader process: with one thread, and temporarily with the data's own
+    generators."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -245,7 +246,8 @@ def _made_here(data: Data, draws: Draws) -> Batch:
 
 
 def _ahead_of(data: Data) -> Callable[[Rows], None] | None:
-    """Tells the source which rows will be read soon; None also where its copies read them."""
+    """The source's method for announcing rows to read; None if it has none, or if copies of it read
+    them."""
     ahead: Callable[[Rows], None] | None = getattr(data.source, "ahead", None)
     return ahead if data.shared else None
 

@@ -1,6 +1,7 @@
-"""What a run is trained and evaluated on: found and checked without torch, before any start.
+"""Finds and checks the data that a run is trained and evaluated on, without torch, before anything
+starts.
 
-data_set.py finds the splits of a source; here those to use are chosen.
+data_set.py finds the splits of a source; this module chooses the splits to use.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ class Located:
 
     Args:
         split: what it is used for.
-        name: of the split, as its files or folder have it; "" if nothing names it.
+        name: the split's name from its files or folder; "" if it has none.
     """
 
     kind: Kind
@@ -35,13 +36,13 @@ class Located:
 
 @dataclass(frozen=True)
 class Found:
-    """The data of a run, the same wherever and however often they are looked for.
+    """The data of a run; deterministic on every machine and in every call.
 
     Args:
         eval: None if there is no evaluation split.
         eval_from: where the evaluation split comes from, such as "the validation split of
             data.source"; "" without one.
-        notes: what is there and not used, in sentences.
+        notes: sentences about existing data that is not used.
     """
 
     train: Located
@@ -51,20 +52,20 @@ class Found:
 
 
 def locate(config: DataConfig) -> Found:
-    """Finds the split to train on and the one to evaluate on.
+    """Finds the training split and the evaluation split.
 
     Raises:
-        DataError: nothing is there, nothing that can be read as images, or not all of a data set;
-            or it cannot be told which part of it is meant.
-        ConfigError: flags contradict each other, or nothing knows the scheme of a URI.
+        DataError: there is nothing, nothing readable as images, or an incomplete data set; or it is
+            ambiguous which part of it to use.
+        ConfigError: flags contradict each other, or the scheme of a URI is unknown.
         PreflightError: an object store cannot be reached.
     """
     return _find(config, keep=False)[0]
 
 
 def locate_all(config: DataConfig) -> tuple[Found, list[Located]]:
-    """As `locate`, and the validation and test splits of the source that the run does not use,
-    unless the evaluation split is named."""
+    """Like `locate`, but also returns the validation and test splits of the source that the run
+    does not use, unless the evaluation split is given explicitly."""
     return _find(config, keep=True)
 
 
@@ -74,7 +75,9 @@ def _find(config: DataConfig, keep: bool) -> tuple[Found, list[Located]]:
     other, chosen = source, None
     if config.eval_split == "none":
         if config.eval_source is not None:
-            raise ConfigError("data.eval_split = 'none': leave this or data.eval_source out.")
+            raise ConfigError(
+                "data.eval_split = 'none' conflicts with data.eval_source: remove one of them."
+            )
     elif config.eval_source is None:
         chosen = _to_evaluate_on(source, config.eval_split, train)
     else:
@@ -94,18 +97,18 @@ def _find(config: DataConfig, keep: bool) -> tuple[Found, list[Located]]:
         "" if chosen is None else _named(other, chosen),
     )
     if found.eval == replace(found.train, split="eval") and (train or source.splits):
-        notes.append("the run is evaluated on the data that it is trained on")
+        notes.append("the run is evaluated on its training data")
     sentences = tuple(f"{note}." for note in dict.fromkeys(notes))
     return replace(found, notes=sentences), [_located(source, name, "eval") for name in more]
 
 
 def role_of(split: str) -> Role | None:
-    """What a split of this name is for; None: that is not said."""
+    """The role of a split with this name; None: unknown."""
     return ROLE_OF.get(split.lower())
 
 
 def _open_other(source: str, config: DataConfig) -> DataSet:
-    """The evaluation source: of the same config, if it has it."""
+    """The evaluation source, with the same config if it has that config."""
     try:
         return open_data_set(source, "data.eval_source", config)
     except NoSuchConfigError:
@@ -132,8 +135,8 @@ def _to_train_on(source: DataSet, asked: str) -> str:
     if not names:
         raise DataError(f"{told}.")
     raise DataError(
-        f"{told}, only {some(names)}. To train on one of them, name it: --data.train-split "
-        f"{names[0]}."
+        f"{told}, only {some(names)}. To train on one of them, name it, such as with "
+        f"--data.train-split {names[0]}."
     )
 
 
@@ -168,7 +171,7 @@ def _to_evaluate_on(source: DataSet, asked: str, train: str | None) -> str | Non
 
 
 def _of_name(source: DataSet, asked: str, use: Use) -> str:
-    """The split of that name, or the only one that has another word for it (val, validation)."""
+    """The split with that name, or the only one with a synonymous name (val, validation)."""
     flag = f"data.{use}_split = {asked!r}"
     if source.kind == "torchvision":
         return asked
@@ -180,11 +183,11 @@ def _of_name(source: DataSet, asked: str, use: Use) -> str:
     if "" in source.splits:
         if role_of(asked) == "train":
             return ""
-        raise DataError(f"{flag}: {source.shown} has no splits: nothing there is named so.")
+        raise DataError(f"{flag}: {source.shown} has no named splits.")
     for name, why in source.unusable.items():
         if name.casefold() == asked.casefold():
-            raise DataError(f"{flag}: {source.shown} cannot be used for that: {why}.")
-    raise DataError(f"{flag}: {source.shown} has no such split, but {some([*source.splits])}.")
+            raise DataError(f"{flag}: {source.shown} cannot be used: {why}.")
+    raise DataError(f"{flag}: {source.shown} has no such split, only {some([*source.splits])}.")
 
 
 def _located(source: DataSet, name: str, split: Use) -> Located:
@@ -192,18 +195,18 @@ def _located(source: DataSet, name: str, split: Use) -> Located:
 
 
 def _named(source: DataSet, split: str) -> str:
-    """Where a split comes from, in words."""
+    """Where a split comes from, for messages."""
     return f"the {split} split of {source.field}" if split else source.field
 
 
 def _unused(
     source: DataSet, used: set[str | None], evaluated: DataSet, on: str | None
 ) -> Iterator[str]:
-    """A sentence for each split that is there and not used."""
+    """A sentence for each existing split that is not used."""
     if on is None or evaluated is not source:
         instead = "" if on is None else ": the run is evaluated on data.eval_source"
     else:
-        instead = f": the run is evaluated on {on or 'all else'}"
+        instead = f": the run is evaluated on {on or 'everything else'}"
     of = "" if evaluated is source and source.field == "data.source" else f" of {source.field}"
     for name, files in source.splits.items():
         is_other_half = source.field != "data.source" and role_of(name) == "train"

@@ -1,6 +1,6 @@
 """Batches: any nest of tensors in mappings, lists, tuples, named tuples and dataclasses.
 
-All else in them (strings, numbers, arrays) travels along as it is.
+Everything else in them (strings, numbers, arrays) is passed through unchanged.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _MOST_NAMED = 6
 
 
 def leaves_of(batch: Any, at: str = "") -> Iterator[tuple[str, Any]]:
-    """(where, leaf) of all that is in a batch and is no container, in a fixed order."""
+    """(path, leaf) for each non-container in a batch, in a fixed order."""
     if isinstance(batch, Mapping):
         for key, inner in batch.items():
             yield from leaves_of(inner, f"{at}[{key!r}]")
@@ -42,7 +42,7 @@ def map_leaves(function: Callable[[Any], Any], batch: Any) -> Any:
         mapped = {key: map_leaves(function, inner) for key, inner in batch.items()}
         if type(batch) is dict:
             return mapped
-        if isinstance(batch, MutableMapping):  # its constructor may want anything
+        if isinstance(batch, MutableMapping):  # its constructor may need other arguments
             batch = copy.copy(batch)
             batch.update(mapped)
             return batch
@@ -53,7 +53,7 @@ def map_leaves(function: Callable[[Any], Any], batch: Any) -> Any:
         return make(items)
     if is_dataclass(batch) and not isinstance(batch, type):
         clone = copy.copy(batch)
-        for field in fields(batch):  # also of a frozen one
+        for field in fields(batch):  # also works for frozen dataclasses
             value = map_leaves(function, getattr(batch, field.name))
             object.__setattr__(clone, field.name, value)
         return clone
@@ -73,8 +73,8 @@ def samples_of(batch: Any) -> int:
     """The number of samples: the common first dimension of all tensors; 0 of an empty nest.
 
     Raises:
-        TaskError: naming the entries: first dimensions differ, a tensor has none, or there are
-            leaves and no tensor.
+        TaskError: first dimensions differ, a tensor has none, or there are leaves but no tensor;
+            names the entries.
     """
     leaves = list(leaves_of(batch))
     shapes = [(at, tuple(leaf.shape)) for at, leaf in leaves if isinstance(leaf, Tensor)]
@@ -84,17 +84,17 @@ def samples_of(batch: Any) -> int:
         return 0
     if not shapes:
         kinds = ", ".join(sorted({type(leaf).__name__ for _, leaf in leaves}))
-        raise TaskError(f"collate returned a batch without tensors (of {kinds}).")
+        raise TaskError(f"collate returned a batch without tensors (it contains {kinds}).")
     told = ", ".join(f"batch{at} {list(shape)}" for at, shape in _telling(shapes))
     raise TaskError(
         f"collate returned tensors whose first dimensions differ: {told}. The first dimension of "
-        "each tensor is the number of samples: put a number that belongs to the whole batch in as "
-        "a Python number, or say how batches are counted: Data(source, collate, count=...)."
+        "each tensor must be the number of samples: pass a value that belongs to the whole batch "
+        "as a Python number, or specify how to count samples: Data(source, collate, count=...)."
     )
 
 
 def _telling(shapes: list[tuple[str, tuple[int, ...]]]) -> list[tuple[str, tuple[int, ...]]]:
-    """The first entry of each first dimension before others of the same."""
+    """Moves the first entry of each distinct first dimension to the front."""
     first = {shape[:1]: (at, shape) for at, shape in reversed(shapes)}
     unlike = [entry for entry in shapes if entry in first.values()]
     return [*unlike, *(entry for entry in shapes if entry not in unlike)][:_MOST_NAMED]
@@ -106,9 +106,9 @@ def bytes_of(batch: Any) -> int:
 
 
 def to_device(batch: Any, device: torch.device) -> Any:
-    """The batch on `device`; from page-locked memory the copy runs beside other work.
+    """The batch on `device`; copies from page-locked memory run asynchronously.
 
-    Also what is no tensor, but has a method `to`.
+    Also moves other objects with a method `to`.
     """
 
     def moved(leaf: Any) -> Any:

@@ -33,20 +33,20 @@ _REMOTE_READERS = 8  # of object stores: mostly waiting
 class ParquetImages:
     """Rows of (encoded image, label) from Parquet files.
 
-    A row group is read once and kept until all its rows have been read; `ahead` has it read before.
+    A row group is read once and kept until all its rows have been read; `ahead` prefetches it.
     An image that is null or whose file is missing is a `BadRecord`.
 
     Args:
-        paths: of files, or URIs; rows are numbered through them in this order.
+        paths: paths or URIs of files; rows are numbered consecutively in this order.
         config: `image_column` is struct<bytes, path> or binary, `label_column` integers, strings
             or booleans.
-        classes: to which the labels belong. Default: those of the ClassLabel feature, else the
-            labels that occur, sorted: then the label columns are read.
+        classes: class names. Default: those of the ClassLabel feature, or else the distinct labels,
+            sorted, which requires reading the label columns.
 
     Raises:
         NoLabelsError: no row has a label.
-        DataError: files are missing or damaged, columns are missing or of the wrong type, or labels
-            are null or no class; naming the files.
+        DataError: files are missing or damaged, columns are missing or have the wrong type, or
+            labels are null or not classes; names the files.
     """
 
     def __init__(
@@ -83,7 +83,7 @@ class ParquetImages:
         self._groups = self._new_groups()
 
     def part(self, used: Callable[[int, int], Flags]) -> ParquetImages:
-        """The same rows, in memory of their own, of which some are never read.
+        """The same rows with a separate cache, for a reader that uses only some of them.
 
         Args:
             used: (start, stop) -> which of the rows start..stop-1 are read, shape (stop - start,).
@@ -114,10 +114,10 @@ class ParquetImages:
         return records
 
     def labels(self) -> Rows:
-        """The number of each row's class, shape (rows,). Reads the label columns, and only them.
+        """The class number of each row, shape (rows,). Reads only the label columns.
 
         Raises:
-            DataError: a label is null or no class, naming the row.
+            DataError: a label is null or not a class; names the row.
         """
         numbers: list[int] = []
         shards = [shard for shard in self._shards if any(told.rows for told in shard.groups)]
@@ -178,7 +178,7 @@ class ParquetImages:
         return self._numbers(self._blocks[block][0], values, int(self._starts[block]))
 
     def _numbers(self, shard: Shard, values: Sequence[Any], start: int) -> list[int]:
-        """The numbers of the classes of rows start, start + 1, ... of a file."""
+        """The class numbers of rows start, start + 1, ... of a file."""
         labels = self._labels_of[shard.uri]
         numbers = list(map(labels.number, values))
         if None in numbers:
@@ -188,7 +188,7 @@ class ParquetImages:
         return numbers  # type: ignore[return-value]
 
     def _images_at(self, apart: Sequence[tuple[int, Shard, str]]) -> Iterable[Image]:
-        """The images in files of their own; those in a store at the same time."""
+        """Reads images stored in separate files; from an object store, in parallel."""
         if not self._remote or len(apart) < 2:
             return [image_at(shard, path) for _, shard, path in apart]
         with ThreadPoolExecutor(_REMOTE_READERS, thread_name_prefix="images") as pool:
@@ -200,12 +200,12 @@ class ParquetImages:
         return Groups(self._load, *sizes, threads, used)
 
     def _how_mapped(self) -> str:
-        """What is to be said of labels that are numbers, but not those of their classes."""
+        """Describes the mapping of numeric labels that differ from their class numbers."""
         names = self.class_names
         unnamed = [s for s in self._shards if s.kind in ("integer", "number") and not s.class_names]
         if not unnamed or not are_numbers(names) or names == [str(n) for n in range(len(names))]:
             return ""
-        return f"{names[0]} to {names[-1]} with gaps or an offset: classes 0 to {len(names) - 1}"
+        return f"{names[0]} to {names[-1]}, mapped to classes 0 to {len(names) - 1}"
 
     def _key(self, shard: Shard) -> str:
         told = f"{shard.name} {shard.size_bytes} {shard.digest} {self._columns}"

@@ -1,4 +1,4 @@
-"""The label columns of Parquet files: which classes there are, and what their rows hold."""
+"""The label columns of Parquet files: the classes, and the labels of rows."""
 
 from __future__ import annotations
 
@@ -21,27 +21,28 @@ from raytrain_ddp.data.shard import Shard, some
 from raytrain_ddp.errors import DataError
 
 _READERS = 16
-_TRIED = 32  # row groups in which all classes are looked for before all are read
+_TRIED = 32  # row groups searched for all classes before reading all of them
 
 
 def class_names_of(
     shards: Sequence[Shard], column: str, classes: Sequence[str] | None
 ) -> list[str]:
-    """The classes that are given, or those of the ClassLabel feature; else one per label.
+    """The given classes, or those of the ClassLabel feature, or else one per distinct label.
 
     Raises:
         NoLabelsError: no row has a label.
-        DataError: files disagree about their classes, or have some that are not among those given.
+        DataError: files disagree about their classes, or have classes that are not in the given
+            list.
     """
     files = some([shard.name for shard in shards], 2)
     if all(_has_none(shard) for shard in shards):
-        raise NoLabelsError(f"{files}: no row has a label: all are null or negative.")
+        raise NoLabelsError(f"{files}: no row has a label: all labels are null or negative.")
     named = [shard for shard in shards if shard.class_names]
     for shard in named:
         own, first = shard.class_names or [], named[0].class_names or []
         if own != first:
             raise DataError(
-                f"{shard.name}: its class names ({some(own)}) are not those of "
+                f"{shard.name}: its class names ({some(own)}) differ from those in "
                 f"{named[0].name} ({some(first)})."
             )
     own = list(named[0].class_names or []) if named else []
@@ -52,20 +53,20 @@ def class_names_of(
 
 
 def all_values(shards: Sequence[Shard], column: str) -> Iterator[list[Any]]:
-    """The labels of each file, several files read at a time."""
+    """The labels of each file; reads several files in parallel."""
     with ThreadPoolExecutor(_READERS, thread_name_prefix="labels") as pool:
         yield from pool.map(lambda shard: shard.values(column), shards)
 
 
 def _has_none(shard: Shard) -> bool:
-    """Whether all labels are null or negative, by the file's statistics."""
+    """Whether all labels are null or negative according to the file's statistics."""
     told = [(group.rows, group.labels) for group in shard.groups if group.rows]
     return all(labels is not None and (labels[0] == n or labels[2] < 0) for n, labels in told)
 
 
 def _dense_labels(shards: Sequence[Shard], column: str) -> list[str] | None:
-    """The classes 0, 1, ..., if a few row groups have them all, which spares most data sets the
-    reading of all labels; else None."""
+    """The classes 0, 1, ... if a few row groups contain all of them, which avoids reading all
+    labels of most data sets; else None."""
     blocks = [(shard, g) for shard in shards for g, told in enumerate(shard.groups) if told.rows]
     known = [labels for shard, g in blocks if (labels := shard.groups[g].labels) is not None]
     if len(known) < len(blocks) or any(nulls or low < 0 for nulls, low, _ in known):

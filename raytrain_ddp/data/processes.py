@@ -1,9 +1,9 @@
 """Loader processes: each has a copy of the data set, and makes batches from it.
 
-A fresh interpreter loads torch once and forks the loader processes from itself, so nothing is
-forked from the training process (a Ray worker has threads, and a fork of it can deadlock), nobody's
-`__main__` is imported again, and another process costs neither seconds nor torch's memory. Linux
-ends loader processes with that interpreter, and it ends when the training process does.
+A separate interpreter loads torch once and forks the loader processes. So nothing is forked from
+the training process (a Ray worker has threads, and forking it can deadlock), the user's `__main__`
+is not imported again, and each further process starts quickly and shares torch's memory. Linux
+kills the loader processes when that interpreter ends, and it ends with the training process.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _BOOT = (
     "import json, sys; sys.path[:] = json.loads(sys.argv[2]); "
     "from raytrain_ddp.data.forked import serve; serve(int(sys.argv[1]))"
 )
-_PRELOADED = ("torchvision", "torchvision.transforms.v2", "PIL.Image")  # where the user has them
+_PRELOADED = ("torchvision", "torchvision.transforms.v2", "PIL.Image")  # if installed
 _ONE_THREAD = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"), "1")
 _END_S = 10.0  # longer than forked.END_S
 
@@ -57,11 +57,12 @@ class Reply:
 
 
 class Processes:
-    """Processes that apply `work` to items, each to its own in their order; started when used.
+    """Processes that apply `work` to items, each in the order of its own items; started on first
+    use.
 
     Args:
-        work: is copied now, by pickle (by value what a script or a notebook defines).
-        describe: an item, for messages.
+        work: copied now by pickle (by value if defined in a script or notebook).
+        describe: describes an item for messages.
 
     Raises:
         TaskError: it cannot be copied.
@@ -74,8 +75,8 @@ class Processes:
             raise TaskError(
                 "the data set and collate cannot be copied to loader processes: "
                 f"{type(error).__name__}: {first_line(error)}. Open files when __getitem__ first "
-                "needs them, and keep no generators or locks; or load in the training process, "
-                "with --data.workers 0; or say that threads may share it: "
+                "needs them, and store no generators or locks; or load in the training process "
+                "with --data.workers 0; or declare that threads may share it: "
                 "MapSource(dataset, shared=True)."
             ) from error
         self._server = _server()
@@ -83,10 +84,10 @@ class Processes:
         self._processes: list[_Process] = []
         self._lock = threading.Lock()
         self.close = weakref.finalize(self, _end_processes, self._processes, self._work)
-        """Ends the processes; those that work on an item end after it."""
+        """Ends the processes; a busy process first finishes its item."""
 
     def submit(self, item: Any, among: int) -> Reply:
-        """Gives the item to the one of the first `among` processes with the fewest; no waiting."""
+        """Gives the item to the least busy of the first `among` processes; does not block."""
         with self._lock:
             if len(self._processes) < among:
                 started = _Process(self._server, self._work, self._describe)
@@ -115,7 +116,7 @@ class _Process:
     def submit(self, item: Any) -> Reply:
         reply = Reply(self, item)
         self.pending.append(reply)
-        with suppress(OSError):  # of a dead one: `receive` finds that
+        with suppress(OSError):  # the process is dead; `receive` will notice
             wire.send(self.channel, item)
         return reply
 
@@ -131,7 +132,7 @@ class _Process:
         how = self._server.status_of(self._number)
         return LoaderDied(
             f"a loader process {how} while it loaded {self._describe(self.pending[0].item)}. "
-            "The system's log tells of a lack of memory, if it was that: use fewer with "
+            "If the system ran out of memory (see its log), use fewer loader processes with "
             "--data.workers, or lower --data.prefetch-mib."
         )
 
@@ -167,7 +168,7 @@ class _Server:
         return self._forked
 
     def status_of(self, number: int) -> str:
-        """How a process ended that has."""
+        """How an ended process ended, for messages."""
         try:
             with self._lock:
                 self._channel.send(json.dumps({"status": number}).encode())
@@ -176,17 +177,17 @@ class _Server:
             answer = b""
         status = json.loads(answer or "null")
         if status is None:
-            return "ended, or the one that it was forked from,"
+            return "exited, or the process it was forked from did,"
         if status < 0:
             return f"was killed by {signal.Signals(-status).name}"
-        return f"ended with status {status}"
+        return f"exited with status {status}"
 
 
 _running: weakref.ref[_Server] | None = None
 
 
 def _server() -> _Server:
-    """That of this process; it ends with the last `Processes` that has it."""
+    """The server of this process; it ends with the last `Processes` that uses it."""
     global _running  # noqa: PLW0603
     server = _running() if _running is not None else None
     if server is None or server.owner != os.getpid():  # a fork of that one

@@ -1,4 +1,4 @@
-"""The layout of a Hugging Face data set: what its README.md says of configs and files."""
+"""The layout of a Hugging Face data set: the configs and files that its README.md declares."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ class RepoConfig:
     """One of the `configs` of a README.md.
 
     Args:
-        patterns: of the files of each split; None: the names of files and folders tell.
-        folder: all else is meant from there; "" is the top.
+        patterns: file patterns of each split; None: use the names of files and folders.
+        folder: the base of all other paths; "" is the root.
         others: the names of the other configs.
     """
 
@@ -32,14 +32,14 @@ class RepoConfig:
 
 
 def repo_config(listing: Listing, asked: str) -> RepoConfig | None:
-    """The config to use, as `datasets` chooses it; None: README.md tells of none.
+    """The config to use, chosen as `datasets` does; None: README.md declares none.
 
     Args:
-        asked: its name; "auto": the only one, the one named default or the one marked as such.
+        asked: its name; "auto": the only one, the one named default, or the one marked as default.
 
     Raises:
-        NoSuchConfigError: there is none of that name.
-        DataError: there are several and none is the default, or README.md makes no sense.
+        NoSuchConfigError: there is no config with that name.
+        DataError: there are several and none is the default, or README.md is invalid.
     """
     entries = _entries(listing)
     if not entries:
@@ -47,7 +47,7 @@ def repo_config(listing: Listing, asked: str) -> RepoConfig | None:
     configs = {str(entry["config_name"]): entry for entry in entries}
     if asked != "auto" and asked not in configs:
         raise NoSuchConfigError(
-            f"{listing.shown} has no config {asked!r}, but {some(list(configs))}."
+            f"{listing.shown} has no config {asked!r}, only {some(list(configs))}."
         )
     chosen = [
         name
@@ -69,7 +69,7 @@ def repo_config(listing: Listing, asked: str) -> RepoConfig | None:
 
 
 def files_of(patterns: Mapping[str, Sequence[str]], names: Sequence[str]) -> dict[str, list[str]]:
-    """The files of each split, of those that are listed."""
+    """The listed files that belong to each split."""
     return {split: [name for name in names if is_of(p, name)] for split, p in patterns.items()}
 
 
@@ -92,8 +92,8 @@ def refuse_saved_to_disk(listing: Listing) -> None:
     else:
         remedy = "load_from_disk(FOLDER).to_parquet('NEW/train.parquet')"
     raise DataError(
-        f"{listing.shown} was written by save_to_disk of Hugging Face datasets, which is not read "
-        f"here. Write it as Parquet, and give that folder: {remedy}"
+        f"{listing.shown} was written by save_to_disk of Hugging Face datasets, a format that is "
+        f"not supported. Write it as Parquet, and specify that folder: {remedy}"
     )
 
 
@@ -103,7 +103,7 @@ def _entries(listing: Listing) -> list[dict[str, Any]]:
     lines = listing.content(_README).decode("utf-8", "replace").lstrip("\ufeff\r\n ").splitlines()
     if not lines or lines[0].rstrip() != _RULE or _RULE not in map(str.rstrip, lines[1:]):
         return []
-    import yaml  # few data sets have it
+    import yaml  # few data sets need it
 
     end = [line.rstrip() for line in lines[1:]].index(_RULE) + 1
     try:
@@ -142,9 +142,9 @@ def _patterns(listing: Listing, files: Any) -> dict[str, tuple[str, ...]]:
 def _below(listing: Listing, path: str) -> str:
     """A path or pattern below the root."""
     if "://" in path or path.startswith("/") or ".." in PurePosixPath(path).parts:
-        raise _nonsense(listing, f"{path!r} does not lie in the data set's folder")
+        raise _nonsense(listing, f"{path!r} is outside the data set's folder")
     return "" if path in ("", ".", "./") else str(PurePosixPath(path))
 
 
 def _nonsense(listing: Listing, reason: str) -> DataError:
-    return DataError(f"{listing.shown}: {_README} makes no sense: {reason}.")
+    return DataError(f"{listing.shown}: {_README} is invalid: {reason}.")

@@ -36,7 +36,7 @@ _BATCH_BYTES = 2**30  # an Arrow array of binary has at most 2 GiB
 
 
 class RowGroup(NamedTuple):
-    """What the footer says of a row group.
+    """The footer's metadata of a row group.
 
     Args:
         columns: that are read: the images' bytes, their paths if any bytes are missing, the labels.
@@ -58,7 +58,7 @@ class Shard:
 
     Args:
         name: of the file, without secrets, for messages.
-        digest: of the footer, which has the rows, sizes and offsets of all that is in the file.
+        digest: of the footer, which has the rows, sizes and offsets of everything in the file.
         kind: of the labels.
         class_names: of the ClassLabel feature, if the file has one.
     """
@@ -202,8 +202,7 @@ def _parsed(footer: bytes) -> Any:
 def _check_columns(
     name: str, schema: Any, image_column: str, label_column: str
 ) -> tuple[tuple[str, ...], Kind]:
-    """The paths of the images' columns (of their bytes, of their files' paths, or of both), and
-    what the labels are."""
+    """The column paths of the images (bytes, file paths or both), and the kind of the labels."""
     for column in (image_column, label_column):
         if column not in schema.names:
             raise DataError(
@@ -215,8 +214,8 @@ def _check_columns(
     kind = kind_of(label)
     if kind is None:
         raise DataError(
-            f"{name}: column {label_column!r} is {label}; integers, strings or booleans are "
-            "expected, one a row. Set --data.label-column."
+            f"{name}: column {label_column!r} is {label}; expected one integer, string or "
+            "boolean per row. Set --data.label-column."
         )
     leaves: tuple[str, ...] = ()
     if _is_binary(image):
@@ -263,7 +262,7 @@ def _row_group(
 
 
 def open_shards(paths: Sequence[str], image_column: str, label_column: str) -> list[Shard]:
-    """All files, or one error that tells of each that cannot be used."""
+    """Opens all files, or raises one error that lists each unusable file."""
     ask = partial(open_shard, image_column=image_column, label_column=label_column)
     with ThreadPoolExecutor(_OPENERS, thread_name_prefix="footers") as pool:
         opened = list(pool.map(lambda path: attempt(lambda: ask(path)), paths))
@@ -278,10 +277,10 @@ def open_shards(paths: Sequence[str], image_column: str, label_column: str) -> l
 
 
 def image_at(shard: Shard, path: str) -> bytes | BadRecord:
-    """The image in a file: of this machine, or below the folder of the Parquet file."""
+    """The image in a separate file: on this machine, or below the folder of the Parquet file."""
     parts = PurePosixPath(path).parts
     if not shard.is_local and (path.startswith("/") or "://" in path or ".." in parts):
-        return BadRecord(f"{path} is not below the folder of its Parquet file")
+        return BadRecord(f"{path} is not in the folder of its Parquet file or below it")
     place = os.path.join(os.path.dirname(shard.path), path)
 
     def ask() -> bytes:
@@ -291,7 +290,7 @@ def image_at(shard: Shard, path: str) -> bytes | BadRecord:
     outcome = patiently(ask, shard.is_local)
     if isinstance(outcome, FileNotFoundError | NotADirectoryError | IsADirectoryError):
         return BadRecord(f"{path}: no such file")
-    if isinstance(outcome, Exception):  # not the record's fault: it may well be there next time
+    if isinstance(outcome, Exception):  # not a bad record: the file may be readable next time
         raise DataError(f"{path}: cannot be read: {reason_of(shard.uri, outcome)}.")
     return outcome
 

@@ -1,7 +1,7 @@
 """Where samples come from: rows in blocks.
 
-A `Source` says how many rows each of its blocks has and reads any rows by their ids. A `Data` adds
-the function that makes a batch of its records.
+A `Source` knows the number of rows in each of its blocks and reads any rows by their ids. A `Data`
+adds the function that makes a batch of its records.
 """
 
 from __future__ import annotations
@@ -24,18 +24,18 @@ _MOST_NAMED = 64  # rows
 
 Batch = Any
 """Any nest of tensors in mappings, lists, tuples, named tuples and dataclasses; strings, numbers
-and arrays travel along. The first dimension of all tensors is the number of samples."""
+and arrays are passed through. The first dimension of every tensor is the number of samples."""
 
 
 class Source(Protocol):
     """Rows in blocks, read by several threads at once.
 
-    A source may have more. `shared = False`: each loader worker is a process with a copy of it, and
-    reads by `read_seeded(draws)` if there is such a method: the records of `draws.rows`, for each
-    of which `draws.seed_globals` seeds the global generators. `ahead(rows)` is told which rows will
-    be read soon, and returns at once; `close()` ends what that began. `prefers_blocks` and
-    `in_order` have a say in the shuffle, see `loader.shuffle_for`; `block_bytes`, shape (blocks,),
-    says what a block takes in memory.
+    Optional members: `shared = False` makes each loader worker a process with its own copy, which
+    reads with `read_seeded(draws)` if defined: the records of `draws.rows`, after seeding the
+    global generators with `draws.seed_globals` for each row. `ahead(rows)` receives the rows that
+    will be read soon and returns immediately; `close()` ends the work it started. `prefers_blocks`
+    and `in_order` influence the shuffle, see `loader.shuffle_for`; `block_bytes`, shape (blocks,),
+    is the memory that each block needs.
     """
 
     @property
@@ -58,8 +58,9 @@ class BadRecord(Exception):
 
 
 def default_collate(records: Any, draws: Draws) -> Batch:
-    """A dict of arrays as tensors; a list of items stacked as by torch's `default_collate`."""
-    import torch  # here, as `convert` does without it
+    """Converts a dict of arrays to tensors; stacks a list of items as torch's `default_collate`
+    does."""
+    import torch  # imported here because `convert` does not need it
     from torch.utils.data import default_collate as stacked
 
     if isinstance(records, Mapping):
@@ -69,14 +70,15 @@ def default_collate(records: Any, draws: Draws) -> Batch:
 
 @dataclass(frozen=True)
 class Data:
-    """A source, and how its records become a batch.
+    """A source, and the function that makes a batch of its records.
 
     Args:
-        collate: (records of n rows, their random numbers) -> a `Batch` of n samples, or less: rows
-            that are left out count for nothing. Runs on the host, in the loader's processes or
-            threads. Where `source.shared` is false, torch's, numpy's and Python's generators are
-            seeded for each batch; else all randomness must come from the `Draws`.
-        count: the samples in a batch, where its tensors have no common first dimension.
+        collate: (records of n rows, their random numbers) -> a `Batch` of n samples or fewer;
+            omitted rows have no weight. Runs on the host, in the loader's processes or threads. If
+            `source.shared` is false, the generators of torch, NumPy and Python are seeded for each
+            batch; otherwise, all randomness must come from the `Draws`.
+        count: returns the number of samples in a batch whose tensors have no common first
+            dimension.
     """
 
     source: Source
@@ -90,11 +92,11 @@ class Data:
 
     @property
     def shared(self) -> bool:
-        """Whether threads may read from the source at once."""
+        """Whether several threads may read from the source at the same time."""
         return bool(getattr(self.source, "shared", True))
 
     def batch(self, draws: Draws) -> Batch:
-        """The batch of `draws.rows`, one or more. Leaves the global generators anywhere."""
+        """The batch of `draws.rows` (at least one). Leaves the global generators in any state."""
         if self.shared:
             return self.collate(self.source.read(draws.rows), draws)
         read = getattr(self.source, "read_seeded", None)
@@ -110,7 +112,8 @@ class Data:
         return samples_of(batch) if self.count is None else int(self.count(batch))
 
     def processes(self) -> Processes:
-        """Those that make its batches, from the first call on; they have copies as of then.
+        """The loader processes, started by the first call, with copies of the data made at that
+        time.
 
         Raises:
             TaskError: it cannot be copied.
@@ -122,13 +125,13 @@ class Data:
         return self._processes[0]
 
     def close(self) -> None:
-        """Ends the processes, and what the source does ahead."""
+        """Ends the processes, and the source's read-ahead."""
         while self._processes:
             self._processes.pop().close()
         self.rest()
 
     def rest(self) -> None:
-        """Ends what the source does ahead."""
+        """Ends the source's read-ahead."""
         close = getattr(self.source, "close", None)
         if close is not None:
             close()
@@ -168,16 +171,16 @@ class ArraySource:
 class MapSource:
     """Any map-style data set (`__len__`, `__getitem__`); the records are a list of its items.
 
-    Each loader worker is a process with a copy of the data set, as of a DataLoader. Before each
-    `__getitem__` torch's, numpy's and Python's generators are seeded by (seed, epoch, row, repeat),
-    so random transforms that draw from them give the same items on any number of workers and after
-    any restart; generators that the data set keeps for itself do not.
+    Each loader worker is a process with its own copy of the data set, as in a DataLoader. Before
+    each `__getitem__`, the global generators of torch, NumPy and Python are seeded by (seed, epoch,
+    row, repeat), so random transforms that use them give the same items on any number of workers
+    and after any restart; generators stored in the data set do not.
 
     Args:
-        shared: the data set may be read by several threads at once, so the workers are threads,
-            which take less memory. No open file that they would move, no cache that they would
-            spoil; and random numbers from the `Draws` of `collate` only, as threads share the
-            global generators with each other and with dropout.
+        shared: several threads may read the data set at the same time, so the workers are threads,
+            which use less memory. The data set must not share file positions or unsafe caches
+            between calls, and random numbers must come only from the `Draws` of `collate`, because
+            threads share the global generators with each other and with dropout.
     """
 
     def __init__(self, dataset: Any, rows_per_block: int = 256, *, shared: bool = False) -> None:

@@ -1,4 +1,5 @@
-"""Splits by the names of files and folders, as Hugging Face `datasets` finds them, case ignored.
+"""Detects splits from the names of files and folders as Hugging Face `datasets` does, ignoring
+case.
 
 Works on names alone: no file is opened.
 Source: https://huggingface.co/docs/hub/datasets-file-names-and-splits
@@ -35,12 +36,12 @@ _NAMES_SHOWN = 10
 
 
 class NoSuchConfigError(DataError):
-    """There is no config of the name that is asked for."""
+    """There is no config with the requested name."""
 
 
 @dataclass(frozen=True)
 class SplitName:
-    """What a name says of a split.
+    """The split that a name refers to.
 
     Args:
         word: the keyword, in lower case, such as "val".
@@ -61,8 +62,8 @@ class SplitName:
 
 
 def split_name(name: str) -> SplitName | None:
-    """Of a folder's name, or a file's without its ending; None: no keyword, or those of several
-    splits."""
+    """Parses the name of a folder, or of a file without its extension; None: no keyword, or
+    keywords of several splits."""
     words = [word for word in _SEPARATORS.split(_stem(name).lower()) if word]
     known = [n for n, word in enumerate(words) if word in ROLE_OF]
     if len({ROLE_OF[words[n]] for n in known}) != 1:
@@ -76,17 +77,17 @@ def split_name(name: str) -> SplitName | None:
 
 
 def configs_of(names: Sequence[str], shown: str) -> Mapping[str, Splits]:
-    """Files by their config and split, both as their names and folders have them.
+    """Groups files by config and split, both taken from the names of files and folders.
 
-    A config is a folder with splits of its own ("." is the top), where several have the same; else
-    all is the config "". Files that nothing names get a split of their own name, or of their
-    folder's. If nothing names any file, all are of the split "".
+    If several folders contain the same splits, each is a config ("." is the root); otherwise,
+    everything is the config "". Files without a keyword form a split named after the file or its
+    folder. If no file has a keyword, all files form the split "".
 
     Args:
         names: paths below the root, sorted.
 
     Raises:
-        DataError: the files of a split are those of several data sets, by their names.
+        DataError: by their names, the files of a split belong to several data sets.
     """
     in_data = {name: match["split"] for name in names if (match := _IN_DATA.fullmatch(name))}
     if in_data:
@@ -125,7 +126,7 @@ def merged(configs: Mapping[str, Splits]) -> Splits:
 
 
 def _by_folder(name: str) -> tuple[str, SplitName] | None:
-    """The config, and the split that the innermost folder with a keyword names."""
+    """The config and split from the innermost folder whose name has a keyword."""
     folders = name.split("/")[:-1]
     for depth in reversed(range(len(folders))):
         split = split_name(folders[depth])
@@ -148,8 +149,8 @@ def _labels(splits: Mapping[str, SplitName], shown: str) -> dict[str, str]:
         sets = sorted({split.before for split in splits.values() if split.role == role})
         if len(sets) > 1:
             raise DataError(
-                f"{shown}: the files of the {role} split are of several data sets, by their names "
-                f"({', '.join(map(repr, sets))}): give a glob that fits one of them."
+                f"{shown}: the file names of the {role} split belong to several data sets "
+                f"({', '.join(map(repr, sets))}): specify a glob that matches one of them."
             )
     return {
         name: str(split) if split.role in exact and not split.is_exact else split.word
@@ -158,7 +159,7 @@ def _labels(splits: Mapping[str, SplitName], shown: str) -> dict[str, str]:
 
 
 def _with_others(labels: Mapping[str, str], names: Sequence[str], tops: Sequence[str]) -> Splits:
-    """Files by split, also those that no keyword names."""
+    """Files by split, including files without a keyword."""
     others = [name for name in names if name not in labels]
     own = {name: _own_label(name, tops) for name in others}
     if not labels and (len(set(own.values())) < 2 or not all(map(is_shard, others))):
@@ -172,7 +173,7 @@ def _with_others(labels: Mapping[str, str], names: Sequence[str], tops: Sequence
 
 
 def _own_label(name: str, tops: Sequence[str]) -> str:
-    """The folder below the splits' folder, else the name without its numbers."""
+    """The folder below the splits' folder, or else the name without its numbers."""
     top = max((top for top in tops if top and name.startswith(f"{top}/")), key=len, default="")
     rest = name[len(top) + 1 :] if top else name
     folder, inside, _ = rest.partition("/")
@@ -194,10 +195,10 @@ def is_shard(name: str) -> bool:
 def require_all_shards(
     names: Sequence[str], shown: str, is_wanted: Callable[[str], bool] = lambda _: True
 ) -> None:
-    """Raises a DataError if of files such as ``train-00000-of-00003`` some are missing or surplus.
+    """Raises a DataError if shards such as ``train-00000-of-00003`` are missing or duplicated.
 
     Args:
-        shown: what is read, for the message.
+        shown: the data source, for the message.
         is_wanted: whether a missing file of this name would have been read.
     """
     groups: dict[tuple[str, str], list[tuple[str, re.Match[str]]]] = {}
@@ -216,8 +217,8 @@ def _require_all(
     totals = {int(shard["total"]): name for name, shard in shards}
     if len(totals) > 1:
         raise DataError(
-            f"{shown}: shards of different totals lie together ({', '.join(totals.values())}): "
-            "remove those of the older version, or give a glob that fits one of them."
+            f"{shown}: found shards with different totals ({', '.join(totals.values())}): "
+            "remove the shards of the older version, or specify a glob that matches one version."
         )
     of_number: dict[int, list[str]] = {}
     for name, shard in shards:
@@ -228,8 +229,8 @@ def _require_all(
     beyond = [files[0] for number, files in of_number.items() if number >= total + first]
     if twice or beyond:
         files = [name for files in twice for name in files] or beyond
-        wrong = "are the same shard" if twice else f"are not among {total} shards"
-        raise DataError(f"{shown}: {some(files)} {wrong}: remove what is not of this version.")
+        wrong = "are the same shard" if twice else f"are not among the {total} shards"
+        raise DataError(f"{shown}: {some(files)} {wrong}: remove files of other versions.")
     name, shard = shards[0]
     rest = shard["rest"] if len({shard["rest"] for _, shard in shards}) == 1 else ""
     path = PurePosixPath(name)
@@ -248,12 +249,12 @@ def _require_all(
 
 
 def some(names: Sequence[str]) -> str:
-    """The first of the names, and how many more there are."""
+    """The first names, and the number of the remaining ones."""
     more = f" and {len(names) - _NAMES_SHOWN} more" if len(names) > _NAMES_SHOWN else ""
     return ", ".join(names[:_NAMES_SHOWN]) + more
 
 
 def _stem(name: str) -> str:
-    """A file's name without its ending and ``-00000-of-00003``."""
+    """A file's name without its extension and ``-00000-of-00003``."""
     shard = _SHARD.fullmatch(name)
     return shard["stem"] if shard else name

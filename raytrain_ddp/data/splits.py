@@ -1,5 +1,5 @@
-"""The splits of a run, opened with one list of classes, and what is to be said of them. No torch,
-but for torchvision's own data sets."""
+"""Opens the splits of a run with one list of classes, and describes them. Imports torch only for
+torchvision data sets."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ from raytrain_ddp.inputs import DataConfig
 from raytrain_ddp.uri import attempt
 
 _NAMES_SHOWN = 5
-_COUNTED_WITHIN_S = 20.0  # the model is prepared meanwhile; a slow store is not waited for
+_COUNTED_WITHIN_S = 20.0  # runs while the model is prepared; no long waits for slow storage
 _NO_EVALUATION = (
-    "the run is not evaluated, as there is no evaluation split: set --data.holdout 0.1 to hold out "
-    "a part of the training set, or --data.eval-source."
+    "the run is not evaluated because there is no evaluation split: set --data.holdout 0.1 to hold "
+    "out a part of the training set, or set --data.eval-source."
 )
 
 
@@ -51,7 +51,7 @@ class Splits:
 
     Args:
         eval_from: where the evaluation split comes from; "" without one.
-        notes: what is not used, and what should be known, in sentences.
+        notes: sentences about data that is not used, and other remarks.
     """
 
     train: ImageSource
@@ -68,16 +68,17 @@ class Splits:
         return self.train.class_names
 
     def begin_counting(self) -> None:
-        """Reads the labels in a thread: `summary` tells of those that are there by then."""
+        """Starts reading the labels in a thread; `summary` includes the counts available by
+        then."""
         self._began = time.monotonic()
         self._counting = Thread(target=self._count, name="counting", daemon=True)
         self._counting.start()
 
     def summary(self) -> dict[str, Any]:
-        """What `format_data` makes lines of: rows and classes of both splits, their origin, notes.
+        """The input of `format_data`: rows and classes of both splits, their origin, notes.
 
         Raises:
-            DataError: a label is no class, where the labels have been read.
+            DataError: a label that has been read is not a class.
         """
         if self._counting is None:
             self.begin_counting()
@@ -119,7 +120,7 @@ class Splits:
         }
 
     def close(self) -> None:
-        """Ends the threads that read ahead; the sources remain of use."""
+        """Ends the read-ahead threads; the sources remain usable."""
         for source in (self.train, self.eval):
             close = getattr(source, "close", None)
             if close is not None:
@@ -127,48 +128,48 @@ class Splits:
 
 
 def open_splits(config: DataConfig, found: Found | None = None) -> Splits:
-    """Opens what `config` names, or what was found of it already.
+    """Opens the data that `config` refers to, or that was already `found`.
 
-    `config.classes` are the classes, if they are known; else those of the training set.
+    The classes are `config.classes` if set, or else those of the training set.
 
     Raises:
         ConfigError: there is no such data set.
-        DataError: data are missing, damaged or of the wrong form, there is one class only, or one
-            to evaluate on that is none of the training set.
-        PreflightError: an object store does not answer.
+        DataError: data is missing, damaged or has the wrong format, there is only one class, or the
+            evaluation set has a class that the training set lacks.
+        PreflightError: an object store does not respond.
     """
-    if found is None or config.holdout:  # which takes the place of a split
+    if found is None or config.holdout:  # a holdout replaces the evaluation split
         found = locate(replace(config, eval_split="none" if config.holdout else config.eval_split))
     try:
         train: ImageSource = open_images(found.train, config, config.classes)
     except UnknownClassError as error:
         raise DataError(
-            f"{error} The config names these (data.classes): leave them out for other data."
+            f"{error} The config lists the classes (data.classes): remove it for other data."
         ) from None
     classes = train.class_names
     if len(classes) < 2:
         raise DataError(
-            f"data.source has one class only, {classes[0]!r}, and nothing to tell apart: it must "
-            "have folders, or labels, of at least 2 classes."
+            f"data.source has only one class, {classes[0]!r}: it must have folders "
+            "or labels for at least 2 classes."
         )
     notes = [*found.notes, *_notes_of(train, "the training set")]
     if config.holdout:
         held = _held(train, config)
-        from_told = f"{config.holdout:.3g} of the training set, by data.holdout"
+        from_told = f"{config.holdout:.3g} of the training set (data.holdout)"
         return Splits(Part(train, held, True), Part(train, held, False), from_told, tuple(notes))
     evaluation, eval_from = None, ""
     if found.eval is not None:
         try:
             evaluation, eval_from = open_images(found.eval, config, classes), found.eval_from
             split = getattr(evaluation, "split", "")
-            if split and not found.eval.name:  # of a torchvision set, which has now chosen it
+            if split and not found.eval.name:  # torchvision sets choose it when opened
                 eval_from = f"the {split} split of {eval_from}"
                 if split != "test":
-                    notes.append(f"the run is evaluated on {eval_from}, and on no other.")
+                    notes.append(f"the run is evaluated on {eval_from} only.")
         except NoLabelsError as error:
             if config.eval_source is not None or config.eval_split != "auto":
                 raise
-            notes.append(f"not used to evaluate on: {error}")
+            notes.append(f"not used for evaluation: {error}")
     if evaluation is None and config.eval_split != "none":
         notes.append(_NO_EVALUATION)
     elif evaluation is not None:
@@ -182,7 +183,7 @@ def open_images(
     """The source that `locate` found.
 
     Args:
-        classes: to which its labels belong. Default: those that it has itself.
+        classes: the class names to map labels to. Default: the source's own.
     """
     classes = None if classes is None else [normalized(name) for name in classes]
     if found.kind == "parquet":
@@ -202,14 +203,16 @@ def _held(train: ImageSource, config: DataConfig) -> Held:
 
 
 def _notes_of(source: ImageSource, what: str) -> list[str]:
-    """What of a source is not used, or not as it is written."""
+    """Notes about files that are not used and labels that are mapped."""
     notes = []
     ignored: Mapping[str, int] = getattr(source, "ignored", {})
     if ignored:
         kinds = sorted(ignored.items(), key=lambda item: (-item[1], item[0]))[:3]
         told = ", ".join(f"{count} {kind}" for kind, count in kinds)
         files = sum(ignored.values())
-        notes.append(f"{files} files of {what} are no images by name, and not used ({told}).")
+        notes.append(
+            f"{files} files in {what} do not have an image extension and are not used ({told})."
+        )
     values = getattr(source, "mapped", "")
     if values:
         notes.append(f"the labels of {what} are {values}.")

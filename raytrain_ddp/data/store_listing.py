@@ -1,4 +1,4 @@
-"""The files in an object store as a listing, and what to say if there is no answer."""
+"""Listings of files in an object store, and error messages if the store does not respond."""
 
 from __future__ import annotations
 
@@ -28,22 +28,22 @@ from raytrain_ddp.uri import (
 T = TypeVar("T")
 
 _PAGES = "https://huggingface.co/datasets/"
-_URI_GLOB_SIGNS = "*["  # a "?" begins the query
+_URI_GLOB_SIGNS = "*["  # "?" starts the query
 
 
 def list_in_store(source: str, shown: str) -> Listing:
-    """Lists what lies at a URI, or fits its glob; asks the store for one list.
+    """Lists the files below a URI or matching its glob, with a single list request.
 
     Args:
         shown: the field and its value, for messages.
 
     Raises:
-        DataError: there is nothing, or it cannot be read.
-        ConfigError: nothing knows the scheme.
+        DataError: nothing matches, or it cannot be read.
+        ConfigError: the scheme is unknown.
         PreflightError: the store cannot be reached.
     """
     if source.startswith(_PAGES):
-        raise DataError(f"{shown} is a page: give hf://datasets/{source.removeprefix(_PAGES)}.")
+        raise DataError(f"{shown} is a web page: use hf://datasets/{source.removeprefix(_PAGES)}.")
     folder, pattern = _cut_at_glob(source)
 
     def ask() -> tuple[Any, Any]:
@@ -58,7 +58,7 @@ def list_in_store(source: str, shown: str) -> Listing:
         root, name = str(PurePosixPath(info.path).parent), PurePosixPath(info.path).name
         sizes, pattern = {name: info.size}, glob.escape(name)
     else:
-        # No time limit: a long list takes longer than a first answer.
+        # No time limit: a long list takes longer than the first response.
         sizes = _answered(attempt(lambda: _files_below(fs, root)), source, shown)
         if pattern:
             sizes = {n: s for n, s in sizes.items() if fits(n, pattern)}
@@ -86,7 +86,7 @@ def list_in_store(source: str, shown: str) -> Listing:
 
 
 def _cut_at_glob(uri: str) -> tuple[str, str]:
-    """The URI of the folder before the first sign of a pattern, and the pattern ("": none)."""
+    """The URI of the folder before the first glob character, and the pattern ("": none)."""
     place, question_mark, query = uri.partition("?")
     first = min((place.find(sign) for sign in _URI_GLOB_SIGNS if sign in place), default=-1)
     if first < 0:
@@ -117,7 +117,7 @@ def _answered(outcome: T | Exception, source: str, shown: str) -> T:
         if source.startswith("hf://datasets/"):
             name = "/".join(without_secrets(source).split("/")[3:5])
             command = f"hf download --repo-type dataset {name} --local-dir DIR"
-            download = f", or download it ({command}) and give DIR"
+            download = f", or download it ({command}) and use DIR"
         if isinstance(outcome, TimeoutError):
             raise PreflightError(
                 f"{shown} did not answer within {REACH_TIMEOUT_S:.0f} s: check the address, the "
@@ -141,12 +141,12 @@ def _not_there(source: str, shown: str) -> DataError:
             "or gated, log in (hf auth login)."
         )
     return DataError(
-        f"{shown}: no such model: data sets are at hf://datasets/{source.removeprefix('hf://')}."
+        f"{shown}: no such model: for a data set, use hf://datasets/{source.removeprefix('hf://')}."
     )
 
 
 def _chain(error: BaseException | None) -> Iterator[BaseException]:
-    """An error and what it was raised from."""
+    """An error and its causes."""
     seen: set[int] = set()
     while error is not None and id(error) not in seen:
         seen.add(id(error))
@@ -155,7 +155,7 @@ def _chain(error: BaseException | None) -> Iterator[BaseException]:
 
 
 def _is_of_network(error: BaseException) -> bool:
-    """A name that is not resolved, a connection that is refused or lost, or an offline mode."""
+    """Whether it is a failed name resolution, a refused or lost connection, or an offline mode."""
     return isinstance(error, ConnectionError | socket.gaierror | ssl.SSLError) or (
         isinstance(error, OSError) and error.errno in (errno.ENETUNREACH, errno.EHOSTUNREACH)
     )

@@ -16,21 +16,21 @@ _MOST_ITERATORS = 4096  # one for each lane is in use
 
 
 class IterableSource:
-    """An `IterableDataset`, or anything that gives the same items each time it is iterated over.
+    """An `IterableDataset`, or any iterable that yields the same items each time.
 
-    Sharded by offset: each slot reads its own run of the stream with an iterator of its own, which
-    first passes over what comes before. So every item is used once an epoch on any number of
-    workers, and a run goes on at the right item. But nothing is shuffled, all epochs have the same
-    order, one process does all reading, and reaching a place takes the time of reading up to it,
-    unless the data set has a method `skip_to(offset)` that gives an iterator from there.
+    Sharded by offset: each slot reads its own range of the stream with its own iterator, which
+    first skips the items before it. So every item is used once per epoch on any number of workers,
+    and a run resumes at the correct item. However, nothing is shuffled, all epochs have the same
+    order, one process does all reading, and seeking takes as long as reading up to that offset,
+    unless the data set has a method `skip_to(offset)` that returns an iterator starting there.
 
-    Each iterator has a copy of the data set to itself. Before each item torch's, numpy's and
-    Python's generators are seeded by (seed, epoch, offset); see `MapSource`.
+    Each iterator has its own copy of the data set. Before each item, the global generators of
+    torch, NumPy and Python are seeded by (seed, epoch, offset); see `MapSource`.
 
     Args:
         rows: how many items the stream has; default: its `len`.
-        shared: its iterators do not disturb each other, also in several threads: no copies are
-            made, and a thread does all reading.
+        shared: its iterators do not affect each other, even in several threads: no copies are made,
+            and one thread does all reading.
     """
 
     in_order = True
@@ -81,7 +81,7 @@ class IterableSource:
         if hasattr(dataset, "skip_to"):
             return iter(dataset.skip_to(offset))
         items = iter(dataset)
-        next(islice(items, offset, offset), None)  # now, as the generators are seeded after it
+        next(islice(items, offset, offset), None)  # skip now, before the generators are seeded
         return items
 
     def _copy(self) -> Any:
@@ -92,7 +92,7 @@ class IterableSource:
         except Exception as error:
             raise TaskError(
                 f"{type(self.dataset).__name__} cannot be copied by pickle "
-                f"({type(error).__name__}: {error}), and each of several iterators needs a copy of "
-                "its own: open files in __iter__, or say that iterators do not disturb each other: "
+                f"({type(error).__name__}: {error}), but several iterators need a copy each: "
+                "open files in __iter__, or declare that iterators do not affect each other: "
                 "IterableSource(dataset, shared=True)."
             ) from error

@@ -1,4 +1,4 @@
-"""Work done ahead by threads or processes, its results in order."""
+"""Runs work ahead in threads or processes, and yields the results in order."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ _LOOK_EVERY = 32  # results
 
 @dataclass(frozen=True)
 class Threads:
-    """How many threads or processes work ahead, and how far.
+    """The number of threads or processes that work ahead, and their limits.
 
     Args:
-        most: 0: none, the consumer works.
-        begin: with so many; another one joins whenever the consumer has to wait. None: with all.
-        ahead: results per thread or process prepared at most.
-        ahead_bytes: of all results prepared at most, but for one per thread or process.
+        most: the maximum number; 0: none, the consumer does the work.
+        begin: the initial number; another one starts whenever the consumer has to wait. None: all.
+        ahead: maximum number of prepared results per thread or process.
+        ahead_bytes: maximum size of all prepared results, except one per thread or process.
     """
 
     most: int
@@ -41,7 +41,7 @@ def prefetched(
     size_bytes: Callable[[R], int] = lambda _: 1,
     gate: Gate | None = None,
 ) -> Generator[R, None, None]:
-    """Yields work(item) in order; what work raises is raised in its place.
+    """Yields work(item) in order; an exception of `work` is raised in its position.
 
     Args:
         gate: where items are begun in processes, as many as it lets through: then one thread is

@@ -19,24 +19,24 @@ from raytrain_ddp.data.plan import runs_of
 from raytrain_ddp.data.split_names import ROLE_OF
 from raytrain_ddp.errors import ConfigError, DataError, did_you_mean
 
-_EVAL_SPLITS = ("val", "valid", "validation", "test")  # the first that a set has
-_LABELS = ("targets", "labels", "_labels", "y")  # where sets keep those of all rows
-_LOOKED_AT = 5  # of which some are compared with what the set gives
+_EVAL_SPLITS = ("val", "valid", "validation", "test")  # in order of preference
+_LABELS = ("targets", "labels", "_labels", "y")  # attributes with the labels of all rows
+_LOOKED_AT = 5  # labels that are compared with those of the items
 
 
 class TorchvisionImages:
-    """A torchvision classification data set by name, downloaded by the first who needs it.
+    """A torchvision classification data set by name, downloaded by the first process that needs it.
 
     Args:
-        train: the part to train on, not that to evaluate on.
-        classes: of which those of the set must be some. Default: those of the set.
-        whole: a set without parts is taken as a whole.
-        split: the name of the part, as torchvision has it. Default: the usual ones.
+        train: the training part, not the evaluation part.
+        classes: class names, which must include those of the set. Default: those of the set.
+        whole: use a set without parts as a whole.
+        split: torchvision's name of the part. Default: the usual names.
 
     Raises:
         ConfigError: there is no such set, or it has no parts.
-        DataError: it has no split of the name, it cannot be downloaded or opened, or its targets
-            are no classes.
+        DataError: it has no split with that name, it cannot be downloaded or opened, or its targets
+            are not classes.
     """
 
     def __init__(
@@ -77,14 +77,14 @@ class TorchvisionImages:
         return [(image, self._number(row, label)) for row, image, label in records]
 
     def labels(self) -> Rows:
-        """The number of each row's class, shape (rows,); reads the images of few sets only."""
+        """The class number of each row, shape (rows,); reads images only for a few sets."""
         numbers = [self._number(row, label) for row, label in enumerate(self._targets())]
         return np.array(numbers, np.int64)
 
     def _number(self, row: int, label: Any) -> int:
         if not 0 <= int(label) < len(self._numbers):
             last = len(self._numbers) - 1
-            raise DataError(f"{self.where(row)}: label {label} is not in 0 to {last}.")
+            raise DataError(f"{self.where(row)}: label {label} is not in the range 0 to {last}.")
         return self._numbers[int(label)]
 
     def _targets(self) -> list[int]:
@@ -98,7 +98,7 @@ class TorchvisionImages:
         return [int(self._dataset[row][1]) for row in range(len(self._dataset))]
 
     def _fits(self, labels: Any) -> bool:
-        """Whether these are the labels that the set gives, in the order of its rows."""
+        """Whether these are the labels of the set's items, in row order."""
         if len(labels) != len(self._dataset):
             return False
         rows = {row * (len(labels) - 1) // (_LOOKED_AT - 1) for row in range(_LOOKED_AT)}
@@ -115,7 +115,8 @@ class TorchvisionImages:
 
 
 def _distinct(names: list[str]) -> list[str]:
-    """The names, with their number where several classes have one, as cranes in ImageNet."""
+    """The names, with the class number appended if several classes share a name, such as crane in
+    ImageNet."""
     count = Counter(map(normalized, names))
     return [
         f"{name} ({number})" if count[name] > 1 else name
@@ -137,7 +138,7 @@ def _choices(
         names = (asked,) if asked else ("train",) if train else _EVAL_SPLITS
         return [{"split": split, **download} for split in names]
     if asked:
-        raise _no_split(name, asked, "it has none that are known here")
+        raise _no_split(name, asked, "it has no known splits")
     if whole and "root" in accepted:
         return [download]
     raise _without_parts(name)
@@ -179,6 +180,6 @@ def _no_split(name: str, asked: str, why: str) -> DataError:
 
 def _without_parts(name: str) -> ConfigError:
     return ConfigError(
-        f"torchvision:{name} has no train and test parts that are known here: hold out a part of "
-        "it (--data.holdout 0.1), or give a folder of its images."
+        f"torchvision:{name} has no known train and test parts: hold out a part of it "
+        "(--data.holdout 0.1), or specify a folder of its images."
     )

@@ -1,8 +1,9 @@
-"""Objects between processes: pickled, with their tensors and arrays in anonymous shared memory.
+"""Sends objects between processes: pickled, with tensors and arrays in anonymous shared memory.
 
-A message is a memory file (memfd_create), whose descriptor goes over a Unix socket. It has no name,
-so nothing can stay in /dev/shm, nor does that mount's size count (64 MB in many containers); it is
-freed with its last user, however that one ends. The receiver maps it and copies nothing.
+A message is a memory file (memfd_create) whose descriptor is sent over a Unix socket. It has no
+name, so nothing can be left in /dev/shm, and the size of that mount (64 MB in many containers) does
+not matter. It is freed with its last user, however that process ends. The receiver maps it without
+copying.
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ def pack(value: Any) -> int:
 
 
 def unpack(file: int) -> Any:
-    """The value in a memory file. What is changed of it is changed in this process only."""
+    """The value in a memory file. Changes to it are visible only in this process."""
     memory = memoryview(mmap.mmap(file, 0, mmap.MAP_PRIVATE, mmap.PROT_READ | mmap.PROT_WRITE))
     (count,) = _COUNT.unpack_from(memory)
     sizes = struct.unpack_from(f"<{count}Q", memory, _COUNT.size)
@@ -60,7 +61,8 @@ def unpack(file: int) -> Any:
 
 
 def send(channel: socket.socket, value: Any) -> None:
-    """Raises OSError if the other side has gone; what `pack` raises if it cannot be pickled."""
+    """Raises OSError if the other side is closed, and the error of `pack` if it cannot be
+    pickled."""
     file = pack(value)
     try:
         socket.send_fds(channel, [b"."], [file])
@@ -69,7 +71,7 @@ def send(channel: socket.socket, value: Any) -> None:
 
 
 def receive(channel: socket.socket) -> Any:
-    """Raises EOFError if the other side has gone."""
+    """Raises EOFError if the other side is closed."""
     try:
         head, files, _, _ = socket.recv_fds(channel, 1, 1, socket.MSG_CMSG_CLOEXEC)
     except ConnectionError:
@@ -86,14 +88,14 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
     def reducer_override(self, value: Any) -> Any:
         if type(value) is Tensor and value.layout is torch.strided and value.numel():
             if value.device.type != "cpu":
-                raise TypeError(f"a tensor on {value.device}; loader processes have the CPU only")
+                raise TypeError(f"a tensor on {value.device}; loader processes have only the CPU")
             if not (value.requires_grad or value.is_quantized):
                 return _reduced(value)
         return super().reducer_override(value)
 
 
 def _reduced(tensor: Tensor) -> tuple[Callable[..., Tensor], tuple[Any, ...]]:
-    """Its own bytes, without those beside them in its storage, in the order that they lie in."""
+    """The tensor's own bytes in memory order, without the rest of its storage."""
     tensor = tensor.resolve_conj().resolve_neg()
     strides = tensor.stride()
     order = sorted(range(tensor.dim()), key=lambda dim: (-strides[dim], dim))

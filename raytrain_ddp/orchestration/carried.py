@@ -36,8 +36,8 @@ def carried(config: TrainConfig) -> bytes | None:
     except Exception as error:  # whatever is in it raises what it likes
         raise TaskError(
             f"{config.task} cannot be sent to the workers: {type(error).__name__}: {error}. Open "
-            "files and connections, and make locks, in the task's constructor or later, of a class "
-            "that is given as TrainConfig(task=...): each worker builds its own."
+            "files and connections, and create locks, in the task's constructor or later, and "
+            "pass the class as TrainConfig(task=...): each worker then builds its own task."
         ) from error
 
 

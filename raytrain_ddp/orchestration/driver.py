@@ -46,14 +46,14 @@ def fit(
     default_name: str | None = None,
     display: Display | None = None,
 ) -> FitResult:
-    """Trains on Ray; goes on from the newest checkpoint if the run exists.
+    """Trains on Ray; resumes from the newest checkpoint if the run exists.
 
     Args:
-        config: without a name, the run is that of this config, or a new one.
+        config: without a name, the existing run with this config is used, or a new one.
         address: of a running Ray cluster ("auto": the one on this machine). Default: RAY_ADDRESS,
             else an embedded Ray that lasts as long as the run.
         dashboard: start the embedded Ray with its dashboard.
-        default_name: of a new run, where the config has none; a number follows if it is taken.
+        default_name: name of a new run if the config has none; a number is appended if it is taken.
 
     Raises:
         RaytrainError: one of errors.py, each with its exit status.
@@ -148,9 +148,10 @@ def write_config(config: TrainConfig, run: Storage) -> None:
 
 @contextmanager
 def _driven(run: Run, show: Show) -> Iterator[tuple[Run, Show]]:
-    """Holds the run, unless it is complete; yields it with what is to be told each event.
+    """Holds the lease of the run unless it is complete; yields the run and the receiver of its
+    events.
 
-    It is another one if this is new, and another command has got its name meanwhile.
+    Yields another run if this one is new and another command took its name in the meantime.
 
     Raises:
         RunLockedError: as `_owned`.
@@ -257,7 +258,9 @@ def _train_on_ray(
     watch = _Starts(show)
     _note_idle(config, show)
     if config.task not in BUILT_IN:
-        task_of(config)  # looked at before anything is started; it loads torch, as Ray Train will
+        task_of(
+            config
+        )  # checked before anything is started; loads torch, which Ray Train does later anyway
     phase = lambda name: show({"kind": "phase", "name": name})  # noqa: E731
     try:
         with rays_words_aside(run), cluster(config, address, dashboard, phase) as layout:

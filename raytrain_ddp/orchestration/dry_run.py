@@ -77,16 +77,16 @@ def dry_run(config: TrainConfig, default_name: str | None = None) -> str:
         f"workers        {layout.said}, each {_resources(layout.per_worker)}, over "
         f"{layout.backend}; slots per worker: {', '.join(map(str, per_worker))}",
         *(f"{title:<14} {text}" for title, text in told),
-        f"steps          {per_epoch} an epoch{times} (the last with {plan.samples(per_epoch - 1)} "
+        f"steps          {per_epoch} per epoch{times} (the last has {plan.samples(per_epoch - 1)} "
         f"{task.unit}), {steps} in {config.epochs} epochs",
         "learning rate  " + ", ".join(f"epoch {e}: {r:.3g}" for e, r in rates.items()),
         f"model          {sum(p.numel() for p in model.parameters()):,} parameters",
         f"checkpoint     {size / 2**20:.1f} MiB, in {run.folder}",
     ]
-    state = "would be new"
+    state = "would be created"
     if manifest is not None:
         done = is_complete(config, manifest)
-        state = f"{'is complete' if done else 'would go on'} at step {manifest.step}"
+        state = f"{'is complete at' if done else 'would resume from'} step {manifest.step}"
     lines.append(f"run            {config.name} {state}{f' ({run.note})' if run.note else ''}")
     lines += [f"note           {text}" for text in notes]
     lacking = missing(layout, have)

@@ -1,9 +1,9 @@
-"""Which run a command means: that of its name, else the one that was begun with its config.
+"""Which run a command refers to: the one with its name, or else the one started with its config.
 
-A name is explicit if --name, the user's own recipe or Python gives it. Otherwise NAME, NAME-2,
-NAME-3 ... are looked through: the first with this config goes on; if there is none, a new run gets
-the first that is free. Who is first to hold a free one leaves its config there (`CLAIM_FILE`), so
-that of commands started together the same ones meet in one run, and others do not.
+A name is explicit if --name, the user's own recipe or Python sets it. Otherwise, NAME, NAME-2,
+NAME-3 ... are searched: the first run with this config is resumed; if there is none, a new run gets
+the first free name. The first command to hold a free name stores its config there (`CLAIM_FILE`),
+so commands started at the same time share a run if their configs are equal, and only then.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ else:
     import tomli as tomllib
 
 CLAIM_FILE = "claimed.toml"
-"""The config of a new run, from when its name is held until the run ends."""
+"""The config of a new run, from the time its name is held until the run ends."""
 
 _SHOWN = 3  # fields in a line
 _LONGEST = 120  # of a name that gets a number
@@ -51,13 +51,13 @@ Changes = Sequence[tuple[str, Any, Any]]
 
 @dataclass(frozen=True)
 class Run:
-    """A run that is there, or a new one.
+    """An existing or a new run.
 
     Args:
         config: with the run's name.
-        base: what its name was made of; None: its name is explicit.
-        is_new: it has a name that was found free.
-        note: what is to be said of its name; "" if it is the one to be expected.
+        base: the name without its number; None: the name is explicit.
+        is_new: the run does not exist yet; its name was free.
+        note: a message about its name; "" if the name is as expected.
     """
 
     config: TrainConfig
@@ -69,16 +69,16 @@ class Run:
 
 
 def open_run(config: TrainConfig, default_name: str | None = None) -> Run:
-    """The run that a config means. Nothing is written.
+    """The run that a config refers to. Nothing is written.
 
     Args:
         config: checked; see preflight.py.
-        default_name: where the config has no name; default: that of the task or the data.
+        default_name: used if the config has no name. Default: derived from the task or the data.
 
     Raises:
         PreflightError: the storage cannot be reached.
-        ConfigError: the run of an explicit name was begun with another config; with a table.
-        CheckpointError: it had checkpoints, and all are gone.
+        ConfigError: the run with an explicit name has a different config; lists the differences.
+        CheckpointError: the run had checkpoints, but all of them are missing.
     """
     if config.name is not None:
         return answered(config, lambda: _of_name(config))
@@ -86,25 +86,25 @@ def open_run(config: TrainConfig, default_name: str | None = None) -> Run:
 
 
 def run_of_rank_0(config: TrainConfig, default_name: str | None = None) -> Run:
-    """The same run as rank 0's, which may be about to begin.
+    """The same run as rank 0's, which may not have started it yet.
 
     Raises:
-        PreflightError: rank 0's run does not come to light in this storage; besides as `open_run`.
+        PreflightError: rank 0's run does not appear in this storage; also as `open_run`.
     """
     until_s = time.monotonic() + _RANK_0_S
     while (run := open_run(config, default_name)).is_new:
         if time.monotonic() > until_s:
             raise PreflightError(
-                f"storage = {without_secrets(config.storage)}: rank 0 has begun no run here within "
-                f"{_RANK_0_S:g} s: all ranks must reach the same storage."
+                f"storage = {without_secrets(config.storage)}: rank 0 did not start a run here "
+                f"within {_RANK_0_S:g} s: all ranks must use the same storage."
             )
         time.sleep(_PAUSE_S)
     return run
 
 
 def after_refusal(run: Run) -> Run | None:
-    """Where a command goes on that came too late for a new run's name; None: nowhere, as the run
-    that has it is its own."""
+    """The run for a command that lost the race for a new run's name; None: there is no other,
+    because the run that took the name has the same config."""
     if not run.is_new:
         return None
     config = replace(run.config, name=None)
@@ -119,19 +119,20 @@ def after_refusal(run: Run) -> Run | None:
 
 @contextmanager
 def claimed(run: Run) -> Iterator[None]:
-    """Leaves the config of a new run in its folder, so that others know whose name it is.
+    """Stores the config of a new run in its folder, so other commands know which config has the
+    name.
 
-    To be entered with the lease held.
+    Enter it only while holding the lease.
 
     Raises:
-        RunLockedError: meanwhile another command has begun a run of that name, and ended.
+        RunLockedError: in the meantime, another command started a run with that name and ended.
     """
     if not run.is_new:
         yield
         return
     _, begun = answered(run.config, lambda: _begun(run.folder))
     if begun is not None:
-        raise RunLockedError(f"Run {run.folder} was begun by another process meanwhile.")
+        raise RunLockedError(f"Run {run.folder} was started by another process in the meantime.")
     text = dumps(publishable(run.config)).encode()
     answered(run.config, lambda: run.folder.write_atomic(CLAIM_FILE, text))
     try:
@@ -152,10 +153,10 @@ def _of_name(config: TrainConfig) -> Run:
         width = max(len(name) for name, _, _ in changed)
         rows = [f"  {name:<{width}}  {then!r} -> {now!r}" for name, then, now in changed]
         raise ConfigError(
-            f"run {config.name} is at step {manifest.step}, but with another config "
+            f"run {config.name} is at step {manifest.step}, but has a different config "
             "(checkpoint -> now):\n" + "\n".join(rows) + "\n"
-            "Take these back to go on with it. To start a new run, give another --name, or no name "
-            "at all: then a free one is found."
+            "Revert these changes to continue it. To start a new run, use another --name, or none: "
+            "then a free name is chosen."
         )
     return Run(config, folder, manifest)
 
@@ -177,7 +178,7 @@ def _of_config(config: TrainConfig, base: str) -> Run:
         if not changed:
             if manifest is None:
                 require_none_lost(named, folder)
-            note = f"run {named.name} goes on: it has this config" if number > 1 else ""
+            note = f"continuing run {named.name}, which has this config" if number > 1 else ""
             return Run(named, folder, manifest, base, note=note)
         taken.add(number)
         first = first or (str(named.name), changed)
@@ -190,7 +191,7 @@ def _of_config(config: TrainConfig, base: str) -> Run:
 
 
 def _begun(folder: Storage) -> tuple[Manifest | None, Mapping[str, Any] | None]:
-    """The newest checkpoint of a run and the config it was begun with; None where it has none."""
+    """The newest checkpoint of a run and the config it was started with; None if missing."""
     manifest = newest_manifest(folder)
     if manifest is not None:
         return manifest, manifest.config
@@ -214,7 +215,7 @@ def _numbered(base: str, number: int) -> str:
 def _differs(name: str, changed: Changes) -> str:
     fields = [f"{field} {then!r} -> {now!r}" for field, then, now in changed[:_SHOWN]]
     more = f" and {len(changed) - _SHOWN} more" if len(changed) > _SHOWN else ""
-    return f"{name} has another config ({', '.join(fields)}{more})"
+    return f"{name} has a different config ({', '.join(fields)}{more})"
 
 
 def _default_name(config: TrainConfig) -> str:

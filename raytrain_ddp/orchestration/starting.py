@@ -67,9 +67,9 @@ def persistently_started(
             spent_s = time.monotonic() - began
             if spent_s + pause_s > within_s:
                 raise PreflightError(
-                    f"no Ray at {where} within {within_s:g} s ({number + 1} tries): {said} "
-                    "Its logs are in /tmp/ray/session_latest/logs. On a slow disk or a busy "
-                    "machine give it more time with --scaling.wait-s (fit) or --wait-s (run)."
+                    f"Ray did not start at {where} within {within_s:g} s ({number + 1} tries): "
+                    f"{said} Its logs are in /tmp/ray/session_latest/logs. On a slow disk or a "
+                    "busy machine, allow more time with --scaling.wait-s (fit) or --wait-s (run)."
                 ) from error
         tell(f"Ray did not start in {spent_s:.0f} s ({said}); trying again")
         time.sleep(pause_s)
@@ -124,7 +124,7 @@ def require_listener(address: str) -> None:
     """Ray itself tries for ten minutes and more to reach an address where nobody listens."""
     if address.startswith("ray://"):
         raise PreflightError(
-            f"--address {address}: Ray Client is not enough for this. Use HOST:6379 on a node of "
+            f"--address {address}: Ray Client is not supported. Use HOST:6379 on a node of "
             "the cluster, or submit a job: ray job submit -- python -m raytrain_ddp...."
         )
     host, _, port = address.rpartition(":")
@@ -135,7 +135,7 @@ def require_listener(address: str) -> None:
     except OSError as error:
         raise PreflightError(
             f"no Ray at {address}: {error.strerror or error}. Start one with `ray start --head` "
-            "(it prints its address), or leave --address out for an embedded one."
+            "(it prints its address), or remove --address to use an embedded Ray."
         ) from None
 
 
@@ -150,7 +150,7 @@ def require_same(address: str, connected_to: str) -> None:
         return
     raise PreflightError(
         f"--address {address}, but this process is connected to the Ray at {connected_to}. Call "
-        "ray.shutdown() first, or leave the address out."
+        "ray.shutdown() first, or remove the address."
     )
 
 

@@ -61,8 +61,9 @@ def _secure(file: Path, embedded: bool, tell: Callable[[str], None]) -> None:
     found, own = file.stat(), os.geteuid()
     if found.st_uid not in (own, 0):
         raise PreflightError(
-            f"Ray's token {file} belongs to user {found.st_uid}, who can run code as you with it. "
-            "Remove it; a new one is made by itself, or by `ray get-auth-token --generate`."
+            f"Ray's token {file} belongs to user {found.st_uid}, who could use it to run code as "
+            "you. Remove it: a new one is created automatically, or by `ray get-auth-token "
+            "--generate`."
         )
     folder = file.parent.stat()
     try:
@@ -73,12 +74,14 @@ def _secure(file: Path, embedded: bool, tell: Callable[[str], None]) -> None:
     except OSError as error:
         if embedded:
             raise PreflightError(
-                f"Ray's token {file} can be read by others (mode {found.st_mode & 0o777:03o}), and "
-                f"that cannot be changed: {error.strerror}. Give RAY_AUTH_TOKEN_PATH another file."
+                f"other users can read Ray's token {file} (mode {found.st_mode & 0o777:03o}), and "
+                f"its mode cannot be changed: {error.strerror}. Set RAY_AUTH_TOKEN_PATH to another "
+                "file."
             ) from None
     with suppress(OSError):
         if found.st_mode & 0o077 and not file.stat().st_mode & 0o077:
             tell(
-                f"others could read Ray's token {file} (mode {found.st_mode & 0o777:03o}); now its "
-                "mode is 600. If this machine has other users, remove it: a new one is made."
+                f"other users could read Ray's token {file} (mode {found.st_mode & 0o777:03o}); "
+                "its mode is now 600. If this machine has other users, remove it: a new one is "
+                "created."
             )

@@ -151,7 +151,7 @@ class StartWatch:
         text = f"Ray has not started {self._layout.said} yet"
         if self._ranks:
             ranks = ", ".join(map(str, sorted(self._ranks)))
-            text = f"the workers do not train yet; started so far: rank {ranks}"
+            text = f"the workers are not training yet; started so far: rank {ranks}"
         has = f"room for {room(self._layout, nodes)} on {len(nodes)} node(s)"
         stopped = "".join(f"; {each} is stopped (SIGSTOP)" for each in self._stopped())
         text = f"{text}, after {now - self._since:.0f} s; {has}{stopped}"

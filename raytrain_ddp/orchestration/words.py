@@ -58,7 +58,7 @@ def format_data(data: Mapping[str, Any] | None, unit: str) -> list[tuple[str, st
     classes = f"{format_count(data['classes'])} classes"
     told = ", ".join(names) + ", ..." * (data["classes"] > len(names))
     lines = [("training set", f"{format_count(train['rows'])} {unit} of {classes}: {told}")]
-    told = "not counted, as the storage is slow"
+    told = "not counted because the storage is slow"
     if "smallest" in train:
         (small, least), (large, most) = train["smallest"], train["largest"]
         told = f"{format_count(least)} (class {small}) to {format_count(most)} (class {large})"

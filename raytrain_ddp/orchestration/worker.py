@@ -92,8 +92,8 @@ def _train(given: WorkerSettings, sessions: list[RaySession]) -> None:
     if given.lease and not is_seen(run_storage(config), given.lease):
         raise PreflightError(
             f"storage = {without_secrets(config.storage)}: node {socket.gethostname()} does not "
-            "see the run's folder there, or sees an older one that is its own. Several nodes need "
-            "a shared folder or a URI."
+            "see the run's folder there, or sees an older local folder. Several nodes need a "
+            "shared folder or a URI."
         )
     if given.task is not None:
         config = dataclasses.replace(config, task=pickle.loads(given.task))

@@ -28,7 +28,7 @@ def model_of(task: Task) -> nn.Module:
         raise refused(task.model, model, "a torch.nn.Module", hint)
     if not any(parameter.requires_grad for parameter in model.parameters()):
         wanted = "a model with at least one parameter to train"
-        hint = " All are frozen (requires_grad is False), or there are none."
+        hint = " All parameters are frozen (requires_grad is False), or there are none."
         raise refused(task.model, model, wanted, hint)
     return model
 
@@ -43,7 +43,7 @@ def eval_data_of(task: Task) -> Data | None:
     data = task.eval_data()
     if data is None:
         return None
-    empty = "the evaluation set has 0 rows: give one with rows, or none (eval_data() -> None)."
+    empty = "the evaluation set has 0 rows: provide rows, or return None in eval_data()."
     return _data(task.eval_data, data, empty)
 
 
@@ -51,7 +51,9 @@ def _data(function: Any, data: Any, empty: str) -> Data:
     if not isinstance(data, Data):
         hint = ""
         if hasattr(data, "dataset"):  # a DataLoader
-            hint = " Return Data(MapSource(loader.dataset), collate): batches are made here."
+            hint = (
+                " Return Data(MapSource(loader.dataset), collate): raytrain_ddp makes the batches."
+            )
         elif hasattr(data, "__getitem__") and hasattr(data, "__len__"):
             hint = " Return Data(MapSource(dataset), collate)."
         raise refused(function, data, "a raytrain_ddp.Data", hint)
@@ -76,7 +78,7 @@ def metrics_of(task: Task, per_class: bool = False) -> Mapping[str, Metric] | Me
     for name, metric in metrics.items():
         lacking = [each for each in _OF_METRIC if not hasattr(metric, each)]
         if isinstance(metric, type):
-            raise refused(function, metrics, wanted, f" {name!r} is a class: call it.")
+            raise refused(function, metrics, wanted, f" {name!r} is a class: create an instance.")
         if lacking and not hasattr(metric, "items"):  # a collection is looked at by its metrics
             kind = type(metric).__name__
             raise refused(
@@ -98,7 +100,7 @@ def require_loss(task: Task, loss: Any, needs_gradient: bool) -> Tensor:
         if is_tensor and loss.ndim:
             hint = " Take its mean over the samples."
         elif isinstance(loss, Mapping | tuple | list):
-            hint = " Return the loss alone."
+            hint = " Return only the loss."
         raise refused(task.loss, loss, "a floating-point tensor of shape ()", hint)
     if needs_gradient and not loss.requires_grad:
         raise refused(

@@ -53,8 +53,8 @@ def task_of(config: TrainConfig) -> Any:
         check_options(given, config.task_options)
     elif config.task_options:
         raise ConfigError(
-            f"task_options = {config.task_options}: the task is an object already. Give its class, "
-            "or make it with them."
+            f"task_options = {config.task_options}: the task is already an instance. Pass its "
+            "class instead, or set the options when you create it."
         )
     return given
 
@@ -84,9 +84,9 @@ def check_task_name(name: str) -> None:
     from_python = class_name.endswith("()") or "<" in class_name
     if from_python or (place == "__main__" and not hasattr(sys.modules["__main__"], class_name)):
         raise ConfigError(
-            f"task = {name!r} was made by a script or a notebook, and is nowhere to be imported "
-            "from: run that again; fit(TrainConfig(...)) goes on with the run. Or put the class "
-            "into a file: --task path/to/file.py:Class."
+            f"task = {name!r} was defined in a script or notebook and cannot be imported. Run "
+            "that again: fit(TrainConfig(...)) continues the run. Or put the class into a file: "
+            "--task path/to/file.py:Class."
         )
     if not colon or not all(part.isidentifier() for part in class_name.split(".")):
         raise ConfigError(

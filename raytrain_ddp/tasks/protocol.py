@@ -29,27 +29,27 @@ _ARGUMENTS: dict[str, tuple[str, ...]] = {
 _ATTRIBUTES = ("monitor", "goal", "unit")
 _KNOWN = {*_ARGUMENTS, *_ATTRIBUTES, "per_class_metrics", "class_names"}
 _ELSEWHERE = {
-    "the optimizer and its learning rate are the config's (--optim.*, --schedule.*)": (
+    "the config sets the optimizer and the learning rate (--optim.*, --schedule.*)": (
         "configure_optimizers configure_optimizer optimizer optimizers get_optimizer "
         "create_optimizer make_optimizer optimizer_step schedule scheduler schedulers "
         "lr_scheduler lr_schedulers get_scheduler create_scheduler lr learning_rate "
         "configure_gradient_clipping"
     ),
-    "what is learned is loss(model, batch)": (
+    "training minimizes loss(model, batch)": (
         "training_step train_step compute_loss loss_fn loss_function criterion forward backward"
     ),
-    "a batch is evaluated by evaluate(model, batch, metrics)": (
+    "evaluate(model, batch, metrics) evaluates a batch": (
         "validation_step test_step eval_step validate evaluation eval compute_metrics val_step"
     ),
-    "the data are those of train_data()": (
+    "train_data() returns the training data": (
         "train_dataloader get_train_dataloader train_loader train_dataset training_data"
     ),
-    "the data to evaluate on are those of eval_data()": (
+    "eval_data() returns the evaluation data": (
         "val_dataloader test_dataloader get_eval_dataloader val_loader val_data val_dataset "
         "valid_data validation_data test_data test_dataset eval_dataset"
     ),
-    "the config has it (--epochs, --batch-size)": "epochs max_epochs num_epochs batch_size",
-    "the built-in methods are all that is called; do it in one of them": (
+    "the config sets it (--epochs, --batch-size)": "epochs max_epochs num_epochs batch_size",
+    "only the protocol's methods are called; do it in one of them": (
         "setup teardown prepare_data configure_model configure_callbacks callbacks "
         "training_epoch_end validation_epoch_end training_step_end validation_step_end"
     ),
@@ -72,24 +72,26 @@ def check_task(task: Any) -> None:
     if lacking:
         own = [name for each in _classes(kind) for name in vars(each) if name not in _KNOWN]
         meant = "".join(
-            f" Is {close[0]!r} meant to be {name!r}?"
+            f" Should {close[0]!r} be {name!r}?"
             for name in lacking
             if (close := get_close_matches(name, own, n=1, cutoff=0.7))
         )
         parts = ", no ".join(f"{n}()" if n in _ARGUMENTS else n for n in lacking)
-        raise TaskError(f"{where}: {kind.__qualname__} has no {parts}, as a task must.{meant}")
+        raise TaskError(
+            f"{where}: {kind.__qualname__} has no {parts}, which a task requires.{meant}"
+        )
     for name, arguments in _ARGUMENTS.items():
         _check_arguments(task, kind, name, arguments)
     if not isinstance(task.monitor, str | property) or not isinstance(task.unit, str | property):
         raise TaskError(f"{where}: monitor and unit of {kind.__qualname__} must be strings.")
     if task.goal not in ("min", "max") and not isinstance(task.goal, property):
-        raise TaskError(f"{where}: goal = {task.goal!r} of {kind.__qualname__}: min or max.")
+        raise TaskError(f"{where}: goal = {task.goal!r} of {kind.__qualname__} must be min or max.")
     for name in _idle(task, kind):
         close = get_close_matches(name, _KNOWN, n=1, cutoff=0.8)
         why = f"did you mean {close[0]!r}?" if close else _NO_HOOKS
         raise TaskError(
             f"{where}: nothing uses {kind.__qualname__}.{name}: {_FOREIGN.get(name, why)}. If it "
-            "is meant for yourself, give it another name."
+            "is for your own use, rename it."
         )
 
 
@@ -104,7 +106,7 @@ def check_options(made_by: Any, options: Mapping[str, str]) -> None:
     if not has_constructor(made_by):
         if options:
             raise ConfigError(
-                f"task_options: {name} has no option {next(iter(options))!r}, nor any."
+                f"task_options: {name} has no option {next(iter(options))!r}, or any other."
             )
         return
     signature = inspect.signature(made_by)
@@ -119,7 +121,7 @@ def check_options(made_by: Any, options: Mapping[str, str]) -> None:
         if option not in takes and not takes_any:
             raise ConfigError(
                 f"task_options: {name} has no option {option!r}.{did_you_mean(option, takes)} "
-                f"It has {', '.join(takes) or 'none'}."
+                f"Its options: {', '.join(takes) or 'none'}."
             )
     for each in parameters[1:]:
         needed = each.default is each.empty and each.kind in (
@@ -177,7 +179,7 @@ def _check_arguments(task: Any, kind: type, name: str, arguments: tuple[str, ...
         where = f"{code.co_filename}:{code.co_firstlineno}" if code else _place_of_class(kind)
         raise TaskError(
             f"{where}, in {kind.__qualname__}.{name}: it takes {inspect.signature(method)}, but "
-            f"is called with ({', '.join(arguments)}): {error}."
+            f"it is called with ({', '.join(arguments)}): {error}."
         ) from None
 
 

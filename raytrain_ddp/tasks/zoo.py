@@ -55,7 +55,7 @@ def check_model(name: str, weights: str | None = None) -> None:
     if weights is None:
         return
     if name == DIGITS:
-        raise ConfigError(f"model.weights = {weights!r}: {name} has none; leave it out.")
+        raise ConfigError(f"model.weights = {weights!r}: {name} has no weights; remove it.")
     names = known_weights(name)
     if names and weights not in names:
         raise ConfigError(
@@ -108,6 +108,8 @@ def torchvision_model(name: str, weights: str | None, classes: int) -> nn.Module
         if begun[key].shape == tensor.shape:
             own[key] = begun[key]
         elif (tensor.shape, begun[key].shape) != head:
-            raise ConfigError(f"model.weights = {weights!r}: {key} of {name} has another shape.")
+            raise ConfigError(
+                f"model.weights = {weights!r}: {key} of {name} has a different shape."
+            )
     model.load_state_dict(own)
     return model

@@ -188,8 +188,8 @@ class Flags:
         """Raises ConfigError if one was written to."""
         for place in self.changed():
             raise ConfigError(
-                f"the model's bool buffer {place.name} changes in this step, but did not in the "
-                "first one, so it was taken for a constant mask. Make it an integer buffer."
+                f"the model's bool buffer {place.name} changes in this step but did not in the "
+                "first one, so it was treated as a constant mask. Make it an integer buffer."
             )
 
 

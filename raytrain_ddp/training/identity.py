@@ -60,7 +60,7 @@ class DataIdentity:
             if mine != theirs:
                 told = f" ({rows} rows)" if rows else ""
                 raise DataError(
-                    f"rank {world.rank} has other {what}{told} than rank 0: give all nodes the "
+                    f"rank {world.rank} has different {what}{told} than rank 0: all nodes need the "
                     "same files."
                 )
 
@@ -77,7 +77,8 @@ class DataIdentity:
         if kept["classes"] and kept["classes"] != list(self.classes):
             raise DataError(
                 f"the training data have {some_names(self.classes)}; {checkpoint.name} has "
-                f"{some_names(kept['classes'])}. Restore them, or start anew under another --name."
+                f"{some_names(kept['classes'])}. Restore them, or start a new run with another "
+                "--name."
             )
 
 
@@ -93,11 +94,13 @@ def _former(data: Data) -> str | None:
 
 
 def _other(what: str, rows: int, now: str, before: str, checkpoint: Checkpoint) -> DataError:
-    remedy = "restore them, or start anew under another --name."
+    remedy = "restore them, or start a new run with another --name."
     if not now:
-        return DataError(f"there are no {what} data, but {checkpoint.name} was made with: {remedy}")
+        return DataError(
+            f"there are no {what} data, but {checkpoint.name} was made with some: {remedy}"
+        )
     those = f"those of {checkpoint.name} ({before[:12]})"
-    there = those if before else f"{checkpoint.name}, which was made without"
+    there = those if before else f"{checkpoint.name}, which was made without any"
     return DataError(
         f"the {what} data ({rows} rows, fingerprint {now[:12]}) differ from {there}: {remedy}"
     )

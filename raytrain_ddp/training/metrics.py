@@ -153,7 +153,9 @@ def require_monitor(task: Task, values: Mapping[str, Tensor]) -> None:
     told = f"the task's monitor is {monitor!r}, but its metrics are {', '.join(names) or 'none'}"
     if monitor in values:
         shape = tuple(values[monitor].shape)
-        told = f"the task's monitor is {monitor!r}, whose value is no number, but of shape {shape}"
+        told = (
+            f"the task's monitor is {monitor!r}, whose value is not a single number (shape {shape})"
+        )
     raise TaskError(f"{place_of(task.metrics)}: {told}.{did_you_mean(monitor, names)}")
 
 
@@ -167,8 +169,8 @@ def require_mergeable(task: Task, name: str, metric: Metric) -> None:
     parts = [m for m in getattr(metric, "modules", list)() if hasattr(m, "metric_state")]
     if not metric.metric_state or len(parts) > 1:
         raise TaskError(
-            f"{what}: the state of a {type(metric).__name__} is that of other metrics. Return the "
-            "one that it is made of; values that are no scalars are kept, too."
+            f"{what}: a {type(metric).__name__} wraps other metrics and holds their states. Return "
+            "the wrapped metric; non-scalar values are kept too."
         )
     if type(metric).merge_state.__module__ != "torchmetrics.metric":
         return  # it has a way of its own
@@ -181,14 +183,14 @@ def require_mergeable(task: Task, name: str, metric: Metric) -> None:
     ]
     if unweighted:
         raise TaskError(
-            f"{what}: its state {unweighted[0]!r} is a mean, or has no dist_reduce_fx; keep sum "
-            "and count instead."
+            f"{what}: its state {unweighted[0]!r} is a mean, or has no dist_reduce_fx; store a "
+            "sum and a count instead."
         )
     if metric.full_state_update is not False:
         raise TaskError(
             f"{what}: {type(metric).__name__}.full_state_update is {metric.full_state_update}. "
-            "Take another one; or, if its updates do not depend on those before, a subclass with "
-            "False."
+            "Use another metric; or, if its updates do not depend on earlier ones, a subclass that "
+            "sets it to False."
         )
 
 

@@ -187,8 +187,8 @@ def _mode_note(model: nn.Module) -> str | None:
     if any(module.training for module in model.modules()):
         return None
     return (
-        "The whole model is in evaluation mode, as model() returned it, and stays so: no dropout, "
-        "fixed batch norm statistics. Call train() on it in model() if that is not meant."
+        "model() returned the whole model in evaluation mode, and it stays there: no dropout, "
+        "fixed batch norm statistics. If that is not intended, call train() on it in model()."
     )
 
 

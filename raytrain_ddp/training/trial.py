@@ -78,8 +78,8 @@ def try_evaluation(
             if not _alike(value, merged[name]):
                 raise TaskError(
                     f"{place_of(task.metrics)}: the metric {name!r} cannot be merged over chunks "
-                    f"of the data: its value is {_short(value)}, and {_short(merged[name])} when "
-                    "its state is merged into that of a fresh one. All that compute() needs must "
+                    f"of the data: its value is {_short(value)}, but {_short(merged[name])} after "
+                    "its state is merged into a fresh metric. Everything that compute() needs must "
                     "be a state (add_state)."
                 )
         for chunk in range(2):
@@ -87,7 +87,7 @@ def try_evaluation(
         scores.values(alone)
     require_monitor(task, values)
     for name in untouched:
-        text = f"{place_of(task.evaluate)}: left the metric {name!r} as it was."
+        text = f"{place_of(task.evaluate)}: did not update the metric {name!r}."
         tell({"kind": "note", "text": text})
     for name, value in values.items():
         if value.numel() > MOST_NUMBERS:

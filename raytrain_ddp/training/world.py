@@ -51,7 +51,7 @@ def choose_device(name: str, may_use_gpu: bool = True) -> torch.device:
     if name != "cpu" and (kind != "cuda" or (colon and not number.isdecimal())):
         raise ConfigError(f"--device {name}: expected auto, cpu, cuda or cuda:NUMBER.")
     if kind == "cuda" and int(number or 0) >= gpus:
-        raise PreflightError(f"--device {name}: torch finds {gpus or 'no'} GPUs here.")
+        raise PreflightError(f"--device {name}: torch finds {gpus or 'no'} GPUs on this machine.")
     return torch.device(name)
 
 

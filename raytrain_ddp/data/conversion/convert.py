@@ -267,7 +267,7 @@ def _require_same(dest: Path, dataset: Mapping[str, Any], given: Mapping[str, An
 def _bad_record(split: Split, row: int, why: str) -> DataError:
     return DataError(
         f"{split.source.where(row)}: not a readable image: {why.rstrip('.')}. Repair or remove it, "
-        "or give --bad-records skip."
+        "or set --bad-records skip."
     )
 
 

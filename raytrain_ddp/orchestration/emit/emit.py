@@ -219,7 +219,7 @@ def _bucket(storage: str) -> dict[str, str]:
         names = {"CONTAINER": path.partition("/")[0], "ACCOUNT": place.partition(".")[0]}
     for name in names.values():
         plain = bool(_BUCKET_NAME.fullmatch(name))
-        rule = f"{name!r} is no name of a bucket, an account or a container"
+        rule = f"{name!r} is not a valid bucket, account or container name"
         require(plain, "storage", storage, rule)
     return names
 

@@ -49,7 +49,9 @@ def _with_value(flag: str, value: Any) -> Iterator[str]:
         words = [_said(word) for pair in value.items() for word in pair]
         for word in words:
             is_flag = word.startswith("-") and not _NUMBER.fullmatch(word)
-            rule = f"{word!r} would be taken for a flag on a command line: begin it otherwise"
+            rule = (
+                f"{word!r} would be parsed as a flag on a command line: change its first character"
+            )
             require(not is_flag, flag[2:].replace("-", "_"), value, rule)
         yield from (flag, *words)
     elif isinstance(value, tuple):

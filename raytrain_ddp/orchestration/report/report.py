@@ -31,7 +31,9 @@ def write_report(places: Sequence[str], out: str | None, predict: bool, device: 
     """
     if device != "auto":
         if not predict or len(places) > 1:
-            raise ConfigError("--device has no effect: it is for the predictions of a single run.")
+            raise ConfigError(
+                "--device has no effect: it applies only to the predictions of a single run."
+            )
         from raytrain_ddp.training.world import choose_device  # loads torch
 
         choose_device(device)

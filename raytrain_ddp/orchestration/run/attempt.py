@@ -147,9 +147,9 @@ class Attempt:
         left = [rank for rank in self._waiting.values() if rank not in self.ends]
         if not left:
             return
-        then = "Ctrl-C once more does not wait"
+        then = "press Ctrl-C again to stop waiting"
         if self._kill_at is not None:
-            again = ", or Ctrl-C again" if self._stops else ""
+            again = ", or press Ctrl-C again" if self._stops else ""
             then = f"SIGKILL in {max(0.0, self._kill_at - now):.0f} s{again}"
         self._tell(f"{self._asked} sent; waiting for {ranks_said(left)} to end ({then})")
 
@@ -167,7 +167,7 @@ class Attempt:
 
     def _give_up(self, now: float) -> None:
         """Waits no longer for ranks that have not ended; for the last lines only if not stopped."""
-        end = End(None, now, lost="its node does not answer")
+        end = End(None, now, lost="its node does not respond")
         if len(self._stops) > 2:  # nobody wants to know
             end = End(-signal.SIGKILL, now, asked="SIGKILL")
         for asked, rank in list(self._waiting.items()):

@@ -98,7 +98,9 @@ class Crew:
         (port,) = _answers([self.agent(0).free_port.remote(wanted)], check)
         if not port:
             where = self.workers[0].where
-            raise PreflightError(f"--master-port {asked} is taken on {where}: choose another.")
+            raise PreflightError(
+                f"--master-port {asked} is in use on {where}: choose another port."
+            )
         group = Group(self.workers, meeting_address(self.workers), port, run_id, attempt)
         started = [self._start(group, worker, feeds) for worker in self.workers]
         _answers(started, check)

@@ -37,7 +37,7 @@ _SCONTROL = """#!/bin/sh
 # There is no Slurm here. Answers: scontrol show hostnames [LIST]
 case "$1 $2" in
   "show hostname"|"show hostnames") echo "${3:-$SLURM_JOB_NODELIST}" | tr , '\\n' ;;
-  *) echo "scontrol: only 'show hostnames' is there, as this is Ray" >&2; exit 1 ;;
+  *) echo "scontrol: on Ray, only 'show hostnames' is supported" >&2; exit 1 ;;
 esac
 """
 

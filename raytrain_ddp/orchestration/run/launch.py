@@ -74,7 +74,7 @@ def _attempts(order: Order, driver: dict[str, str], stops: list[int]) -> int:
                     _tell(_places(crew.workers))
                 if not attempt:
                     if changed := overruled(driver, crew.workers):
-                        _tell(f"not passed on from this shell, or set anew: {', '.join(changed)}")
+                        _tell(f"not passed on from this shell, or overridden: {', '.join(changed)}")
                     stdin = _standard_input()
                 crew.start(run_id, attempt, check, feeds=stdin is not None)
                 folder = logs / f"attempt_{attempt}" if logs else None

@@ -26,10 +26,10 @@ class Flags:
     num_workers: int | None = None
     """How many processes in all. Default: one per GPU (--use-gpu), or per node (--per node)."""
     nproc_per_node: str | None = None
-    """As torchrun's, instead of --num-workers: so many on each node, or gpu, cpu, auto. Each has a
-    GPU where there are enough; more processes than CPUs share these."""
+    """As in torchrun, instead of --num-workers: processes per node, or gpu, cpu, auto. Each gets a
+    GPU if there are enough; if there are more processes than CPUs, they share CPUs."""
     nnodes: str | None = None
-    """As torchrun's, with --nproc-per-node: N nodes, or MIN:MAX. Default: 1."""
+    """As in torchrun, with --nproc-per-node: N nodes, or MIN:MAX. Default: 1."""
     use_gpu: bool = False
     """A GPU for each worker. Those of all its node's are visible, so cuda:LOCAL_RANK is its own.
     Without it no GPU is visible: Ray may have given them to others."""
@@ -54,40 +54,40 @@ class Flags:
     """Write each rank's output, byte for byte, to LOG_DIR/RUN/attempt_N/RANK/stdout.log and
     stderr.log."""
     redirects: str = "0"
-    """As torchrun's (-r): 1 stdout, 2 stderr, 3 both go to the files only; or 0:1,1:3 by local
-    rank."""
+    """As in torchrun (-r): streams that go only to the files: 1 stdout, 2 stderr, 3 both; or by
+    local rank, such as 0:1,1:3."""
     tee: str = "0"
-    """As torchrun's (-t): like --redirects, but shown as well. Ranks are chosen with --show."""
+    """As in torchrun (-t): like --redirects, but also shown. Select ranks with --show."""
     local_ranks_filter: str = ""
-    """As torchrun's: 0,1: only these local ranks are shown."""
+    """As in torchrun: show only these local ranks, such as 0,1."""
     log_line_prefix_template: str = "[rank ${rank}] "
-    """As torchrun's: with ${rank}, ${local_rank}, ${role_name}, ${hostname}."""
+    """As in torchrun: may contain ${rank}, ${local_rank}, ${role_name} and ${hostname}."""
     role: str = "default"
-    """As torchrun's: ROLE_NAME."""
+    """As in torchrun: sets ROLE_NAME."""
     rdzv_id: str | None = None
-    """As torchrun's: TORCHELASTIC_RUN_ID, and the name of the run in LOG_DIR. Default: random."""
+    """As in torchrun: sets TORCHELASTIC_RUN_ID, and names the run in LOG_DIR. Default: random."""
     master_port: int | None = None
-    """As torchrun's: the port that rank 0 listens on. Default: a free one."""
+    """As in torchrun: the port that rank 0 listens on. Default: a free port."""
     virtual_local_rank: bool = False
-    """As torchrun's: LOCAL_RANK is 0 everywhere, and each rank sees its own GPUs only."""
+    """As in torchrun: LOCAL_RANK is 0 everywhere, and each rank sees only its own GPUs."""
     signals_to_handle: str = "SIGTERM,SIGINT,SIGHUP,SIGQUIT"
-    """As torchrun's: signals that are passed on to all ranks, and end the run."""
+    """As in torchrun: signals that are forwarded to all ranks and end the run."""
     grace_s: float = 30.0
-    """Time to end after SIGINT or SIGTERM until SIGKILL (torchrun's --shutdown-timeout). A second
-    Ctrl-C ends all at once."""
+    """Seconds from SIGINT or SIGTERM to SIGKILL (torchrun's --shutdown-timeout). A second Ctrl-C
+    kills all ranks immediately."""
     wait_s: float = 60.0
     """How long a running cluster may lack room, at the start and when a node is lost."""
     ship: Literal["auto", "always", "never"] = "auto"
     """Copy the current folder to other machines; auto: to those that have not the same files there
     (of other files than *.py, those that both have)."""
     export: str = ""
-    """NAME,NAME: variables with this shell's value on all machines. Without it, another machine has
-    those of its `ray start`, and of this shell's what is not set there and does not concern this
-    machine only (PATH, HOME, LD_*, CONDA_*, CUDA_VISIBLE_DEVICES ... stay here)."""
+    """NAME,NAME: variables that get this shell's value on all machines. On another machine, this
+    shell's other variables are set only if its `ray start` did not set them and they are not
+    specific to one machine (PATH, HOME, LD_*, CONDA_*, CUDA_VISIBLE_DEVICES ... stay here)."""
     address: str | None = None
     """A running Ray cluster (auto: on this machine). Default: RAY_ADDRESS, else an embedded Ray."""
     standalone: bool = False
-    """As torchrun's: on this machine alone, whatever RAY_ADDRESS says."""
+    """As in torchrun: use only this machine, and ignore RAY_ADDRESS."""
     dry_run: bool = False
     """Print each worker's environment and command, and do nothing else."""
 
@@ -103,14 +103,18 @@ class Flags:
         if self.gpus_per_worker is not None and not (self.use_gpu or counted):
             raise ConfigError("--gpus-per-worker is for --use-gpu: add it.")
         if self.num_workers is not None and (counted or self.nnodes is not None):
-            raise ConfigError("--num-workers counts all processes: leave --nproc-per-node out.")
+            raise ConfigError(
+                "--num-workers counts all processes: remove --nproc-per-node and --nnodes."
+            )
         if counted and self.per == "node":
-            raise ConfigError("--per node starts one process on each: leave --nproc-per-node out.")
+            raise ConfigError(
+                "--per node starts one process on each node: remove --nproc-per-node."
+            )
         if self.standalone and self.address is not None:
-            raise ConfigError("--standalone is this machine alone: leave it or --address out.")
+            raise ConfigError("--standalone uses only this machine: remove it or --address.")
         nproc = self.nproc_per_node or "1"
         known = nproc in ("auto", "cpu", "gpu") or (nproc.isdecimal() and int(nproc) > 0)
-        require(known, "--nproc-per-node", nproc, "must be 1 or more, or auto, cpu, gpu")
+        require(known, "--nproc-per-node", nproc, "must be 1 or more, auto, cpu or gpu")
         nodes = self.nnodes or "1"
         ranged = re.fullmatch(r"\d+(:\d+)?", nodes) and 0 < self.nodes[0] <= self.nodes[1]
         require(bool(ranged), "--nnodes", nodes, "must be like 2, or like 1:4")
@@ -125,7 +129,7 @@ class Flags:
             require(value in ("all", "none") or _ranks(value) is not None, flag, value, rule)
         for name in self.signals:
             known = name in signal.Signals.__members__ and name not in ("SIGKILL", "SIGSTOP")
-            require(known, "--signals-to-handle", name, "is no signal that can be handled")
+            require(known, "--signals-to-handle", name, "is not a signal that can be handled")
 
     @property
     def exported(self) -> list[str]:

@@ -132,7 +132,7 @@ class Output:
             file.write(data)
             file.flush()
         except OSError as error:  # no reason to end the scripts
-            text = f"run: no more output is written to {self._folder}: {error}\n"
+            text = f"run: cannot write to {self._folder}, so no more output is saved: {error}\n"
             self._texts.put((2, text.encode(errors="replace")))
             self._folder = None
 

@@ -96,8 +96,8 @@ def _as_torchrun(flags: Flags, nodes: Nodes) -> Places:
 
 def _no_gpu(flag: str) -> PreflightError:
     return PreflightError(
-        f"{flag}: there is no GPU. Check nvidia-smi and CUDA_VISIBLE_DEVICES, or say how "
-        "many workers an autoscaling cluster shall bring with --num-workers."
+        f"{flag}: no GPU found. Check nvidia-smi and CUDA_VISIBLE_DEVICES, or, on an "
+        "autoscaling cluster, request workers with --num-workers."
     )
 
 

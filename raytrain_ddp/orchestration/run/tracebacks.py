@@ -61,7 +61,7 @@ class Raised:
     @property
     def lines(self) -> Sequence[str]:
         """As it was printed; of a very long one the first lines and the last."""
-        left_out = [f"... {self._left_out} lines left out ..."] if self._left_out else []
+        left_out = [f"... {self._left_out} lines omitted ..."] if self._left_out else []
         return [*self._head, *left_out, *self._tail]
 
     @property

@@ -17,19 +17,19 @@ from raytrain_ddp.orchestration.run.tracebacks import follows
 _HINTS = (
     (
         r"bdb\.BdbQuit",
-        "breakpoint() and pdb need a terminal, and the ranks have none. Debug one process: "
-        "paste the command that --dry-run prints with --num-workers 1; or use a debugger that "
+        "breakpoint() and pdb need a terminal, but the ranks have none. Either run a single "
+        "process with the command that --dry-run --num-workers 1 prints, or use a debugger that "
         "listens on a port, such as debugpy.",
     ),
     (
         r"EOFError: EOF when reading a line",
-        "only rank 0 has the standard input of `run`, if that is a pipe or a file; all others, "
-        "and a terminal, are closed to the script.",
+        "only rank 0 gets the standard input of `run`, and only if it is a pipe or a file; a "
+        "terminal is not passed on, and all other ranks have an empty standard input.",
     ),
 )
 _BY_SIGNAL = {
-    signal.SIGKILL: "often by the system, as memory was short: see dmesg, or the machine's log.",
-    signal.SIGSEGV: "PYTHONFAULTHANDLER=1 shows where.",
+    signal.SIGKILL: "the system often sends it when memory runs out: see dmesg or the system log.",
+    signal.SIGSEGV: "set PYTHONFAULTHANDLER=1 to see where it crashed.",
 }
 
 
@@ -139,7 +139,7 @@ def report(rank: int, ends: Mapping[int, End], workers: Sequence[Worker], output
     if end.asked:
         thread = raised is not None and raised.in_thread
         what = "an exception ended one of its threads" if thread else "it raised an error"
-        how = f"{what}, and was still running when we sent {end.asked}"
+        how = f"{what}, and it was still running when we sent {end.asked}"
     lines = [f"rank {rank} failed first, on {workers[rank].where}: {how}"]
     told = end.error or {}
     stack = str(told.get("extraInfo", {}).get("py_callstack", "")) or str(told.get("message", ""))
@@ -156,7 +156,7 @@ def report(rank: int, ends: Mapping[int, End], workers: Sequence[Worker], output
     for other in sorted(ends):
         theirs = output.raised(other)
         if other != rank and theirs is not None and theirs.at < ends[other].asked_at:
-            lines.append(f"rank {other} had said: {theirs.error}")
+            lines.append(f"rank {other} had also raised: {theirs.error}")
     return "\n".join(lines)
 
 
