@@ -254,7 +254,20 @@ def test_the_data_are_told_with_their_classes_sizes_and_origin(tmp_path: Path):
     assert told["training set"] == "28 images of 7 classes: c0, c1, c2, c3, c4, ..."
     assert told["class sizes"] == "1 (class c0) to 7 (class c6)"
     assert told["evaluation"].startswith("3 images of 2 of the 7 classes: ")
-    assert "2 files in the training set do not have an image extension" in told["note"]
+    assert "2 files are not used in the training set: no image extension" in told["note"]
+
+
+def test_classes_of_one_size_and_class_folders_with_the_same_folders_are_said(tmp_path: Path):
+    for fold in ("fold1", "fold2"):
+        for name in ("cat", "dog"):
+            folder(tmp_path / fold / name, images=1)
+    told = lines(splits_of(tmp_path))
+    assert told["class sizes"] == "2 each"
+        told
+    )
+    assert "has the same folders (cat, dog, ...). If those are the classes" in str(told)
+    folder(tmp_path / "fold2", more=1)
+    assert "the same folders" not in str(lines(splits_of(tmp_path)))
 
 
 def test_without_an_evaluation_split_the_remedy_is_told(tmp_path: Path):
@@ -290,7 +303,7 @@ def test_one_class_is_refused_in_plain_words_before_anything_is_started(kind: st
         written(tmp_path / "x.parquet", ["cat"] * 3)
     else:
         with_class_names(tmp_path / "x.parquet", ["cat"], [0, 0])
-    with pytest.raises(DataError, match=r"one class only, 'cat'"):
+    with pytest.raises(DataError, match=r"only one class, 'cat'"):
         check(TrainConfig(data=DataConfig(source=str(tmp_path))))
 
 

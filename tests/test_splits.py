@@ -570,6 +570,7 @@ FOLDERS = {
     "in data": (["data/train/a/0.png", "data/val/a/0.png"], "data/train", "data/val"),
     "in images": (["x/images/train/a/0.png", "x/images/val/a/0.png"], "x/images/train", None),
     "named alike": (["seg_train/a/0.png", "seg_test/a/0.png"], "seg_train", "seg_test"),
+    "test_set": (["train/a/0.png", "train/b/0.png", "test_set/a/0.png"], "train", "test_set"),
     "twice": (
         ["seg_train/seg_train/a/0.png", "seg_test/seg_test/a/0.png"],
         "seg_train/seg_train",

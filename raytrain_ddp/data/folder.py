@@ -32,7 +32,8 @@ def is_hidden(name: str) -> bool:
 class FolderImages:
     """Rows of (encoded image, label) from the files below one folder per class.
 
-    A file that cannot be read (a broken link, no permission) is a `BadRecord`.
+    A file that cannot be read (a broken link, no permission) is a `BadRecord`. `same_inside` names
+    the folders that all classes have in common, if all images are in such.
 
     Args:
         root: its folders are the classes, in alphabetical order, with images at any depth.
@@ -48,6 +49,7 @@ class FolderImages:
     def __init__(self, root: str, classes: Sequence[str] | None = None) -> None:
         self._root = root
         self.ignored: Counter[str] = Counter()  # files by extension
+        inside: list[list[str]] = []  # folders of each class that has no images beside them
         folders = self._class_folders()
         own = distinct_names(folders, root)
         self.class_names = own if classes is None else list(classes)
@@ -61,6 +63,10 @@ class FolderImages:
                     "images or remove it."
                 )
             self.files += [(path, label) for path in found]
+            parts = [os.path.relpath(path, folder).split(os.sep) for path in found]
+            inside.append(sorted({each[0] for each in parts}) if min(map(len, parts)) > 1 else [])
+        is_alike = len(inside[0]) > 1 and inside.count(inside[0]) == len(inside) > 1
+        self.same_inside = inside[0] if is_alike else []
         self.blocks = runs_of(len(self.files), _ROWS_PER_BLOCK)
 
     def read(self, rows: Rows) -> list[tuple[bytes | BadRecord, int]]:

@@ -210,8 +210,16 @@ def _notes_of(source: ImageSource, what: str) -> list[str]:
         kinds = sorted(ignored.items(), key=lambda item: (-item[1], item[0]))[:3]
         told = ", ".join(f"{count} {kind}" for kind, count in kinds)
         files = sum(ignored.values())
+        noun = "file is" if files == 1 else "files are"
         notes.append(
-            f"{files} files in {what} do not have an image extension and are not used ({told})."
+            f"{files} {noun} not used in {what}: no image extension, or outside of the class "
+            f"folders ({told})."
+        )
+    alike = getattr(source, "same_inside", ())
+    if alike:
+        notes.append(
+            f"every class folder of {what} has the same folders ({', '.join(alike[:3])}, ...). If "
+            "those are the classes, move them to the top."
         )
     values = getattr(source, "mapped", "")
     if values:

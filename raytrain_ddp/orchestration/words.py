@@ -62,6 +62,8 @@ def format_data(data: Mapping[str, Any] | None, unit: str) -> list[tuple[str, st
     if "smallest" in train:
         (small, least), (large, most) = train["smallest"], train["largest"]
         told = f"{format_count(least)} (class {small}) to {format_count(most)} (class {large})"
+        if least == most:
+            told = f"{format_count(least)} each"
     lines.append(("class sizes", told))
     told = "none"
     if evaluation is not None:
