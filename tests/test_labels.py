@@ -263,8 +263,6 @@ def test_classes_of_one_size_and_class_folders_with_the_same_folders_are_said(tm
             folder(tmp_path / fold / name, images=1)
     told = lines(splits_of(tmp_path))
     assert told["class sizes"] == "2 each"
-        told
-    )
     assert "has the same folders (cat, dog, ...). If those are the classes" in str(told)
     folder(tmp_path / "fold2", more=1)
     assert "the same folders" not in str(lines(splits_of(tmp_path)))
