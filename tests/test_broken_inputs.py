@@ -160,7 +160,7 @@ BROKEN = {
     ),
     "one class only": Broken(
         lambda root: parquet(root, lambda c: c.update(label=["ape"] * 24)),
-        ("one class only, 'ape'",),
+        ("only one class, 'ape'",),
         True,
     ),
     "a null among labels that are text": Broken(

@@ -290,7 +290,7 @@ def test_one_class_is_refused_in_plain_words_before_anything_is_started(kind: st
         written(tmp_path / "x.parquet", ["cat"] * 3)
     else:
         with_class_names(tmp_path / "x.parquet", ["cat"], [0, 0])
-    with pytest.raises(DataError, match=r"one class only, 'cat'"):
+    with pytest.raises(DataError, match=r"only one class, 'cat'"):
         check(TrainConfig(data=DataConfig(source=str(tmp_path))))
 
 
