@@ -205,7 +205,7 @@ def test_the_names_of_weights_are_those_of_torchvision():
 @pytest.mark.parametrize(
     ("model", "weights", "told"),
     [
-        ("digits-cnn", "DEFAULT", "digits-cnn has none"),
+        ("digits-cnn", "DEFAULT", "digits-cnn has no weights"),
         ("resnet18", "IMAGENET1K_V2", "resnet18 has IMAGENET1K_V1, DEFAULT. Did you mean"),
         ("resnet50", "default", "resnet50 has IMAGENET1K_V1, IMAGENET1K_V2, DEFAULT"),
     ],

@@ -131,7 +131,7 @@ def test_more_samples_than_records_are_refused():
     def crops(records: dict[str, np.ndarray], draws: Draws) -> Batch:
         return {"x": torch.from_numpy(np.repeat(records["row"], 8))}
 
-    with pytest.raises(TaskError, match=r"24 samples of 3 records.* count="):
+    with pytest.raises(TaskError, match=r"24 samples for 3 records.* count="):
         next(loader_of(crops).steps(0, 1))
 
 

@@ -157,7 +157,7 @@ def test_fault_17_what_is_not_there_is_named_with_its_field(tmp_path: Path):
     for source, eval_source, told in (
         (str(tmp_path / "no"), None, "data.source"),
         (str(tmp_path / "*.parquet"), None, "no file matches"),
-        (str(tmp_path / "empty"), None, "holds neither"),
+        (str(tmp_path / "empty"), None, "contains neither"),
         (str(tmp_path / "only"), None, "no split to train on, only test"),
         (str(tmp_path / "folders"), None, "no split to train on, only val"),
         ("digits", str(tmp_path / "no"), "data.eval_source"),
@@ -443,7 +443,7 @@ def test_reading_needs_neither_torch_nor_slow_imports(tmp_path: Path):
         ({"image": ["text"], "label": [0]}, ["'image' is string", "binary"]),
         ({"image": [{"a": 1}], "label": [0]}, ["'image' is struct", "binary"]),
         ({"image": [b""], "label": [0.5]}, ["row group 0, row 0: label 0.5 is not a whole"]),
-        ({"image": [b""], "label": [["cat"]]}, ["'label' is list", "integers, strings"]),
+        ({"image": [b""], "label": [["cat"]]}, ["'label' is list", "one integer, string"]),
         ({"image": pa.array([], pa.binary()), "label": pa.array([], pa.int64())}, ["0 rows"]),
     ],
 )

@@ -249,7 +249,7 @@ def test_workers_are_counted_by_node_as_torchrun_does(line, nodes, workers, each
 
 
 def test_gpus_that_are_not_there_are_said():
-    with pytest.raises(PreflightError, match="--nproc-per-node gpu: there is no GPU"):
+    with pytest.raises(PreflightError, match="--nproc-per-node gpu: no GPU found"):
         layout_for(parse(["--nproc-per-node", "gpu", "t.py"]).flags, [CPUS])
 
 

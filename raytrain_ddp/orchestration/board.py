@@ -1,10 +1,10 @@
-"""What the workers and the driver tell each other while a run lasts.
+"""Communication between the workers and the driver during a run.
 
-A small actor: rank 0 pushes events, the driver takes them, and a wish to stop goes the other way as
-the answer to a push. Imports next to nothing, so that its process starts fast.
+A small actor: rank 0 pushes events, the driver takes them, and a stop request travels in the reply
+to a push. It imports almost nothing, so its process starts quickly.
 
-Ray starts it again if it is killed, and then it knows nothing: so the driver repeats its wishes
-each time that it takes events, and rank 0 keeps events until it hears that the driver has them.
+If it is killed, Ray restarts it with empty state: so the driver repeats its requests whenever it
+takes events, and rank 0 keeps events until the driver has confirmed them.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ Event = Mapping[str, Any]
 
 
 class Answer(NamedTuple):
-    """To a push.
+    """The reply to a push.
 
     Args:
-        stop: the number of the signal that asks for an end, else 0.
-        board: which life of the board answers.
-        taken: how many events of this sender the driver has.
+        stop: the number of the signal that requested a stop, else 0.
+        board: identifies the incarnation of the board that replies.
+        taken: the number of this sender's events that the driver has taken.
     """
 
     stop: int
@@ -53,7 +53,7 @@ class Board:
 
         Args:
             taken: how many of each sender the driver has so far.
-            stop: the number of the signal by which the run shall end, else 0.
+            stop: the number of the signal that should stop the run, else 0.
         """
         self._taken, self._stop = taken, stop
         events, self._events = self._events, []
@@ -83,7 +83,7 @@ class Outbox:
     """Rank 0's events, kept until the driver has them.
 
     Args:
-        sender: no other start of the workers has this name.
+        sender: a name that is unique to this start of the workers.
     """
 
     def __init__(self, sender: str) -> None:
@@ -97,15 +97,15 @@ class Outbox:
         self._kept.append(event)
 
     def letter(self) -> tuple[list[Event], str, int]:
-        """What is not on the board yet, as `Board.push` takes it."""
+        """The events not on the board yet, as arguments of `Board.push`."""
         first = self._sent
         events = list(self._kept)[first - self._first :]
         self._sent += len(events)
         return events, self._sender, first
 
     def answered(self, answer: Answer) -> None:
-        """Forgets what the driver has. What another life of the board had taken with it is sent
-        again."""
+        """Drops events that the driver has. Events lost with an earlier incarnation of the board
+        are sent again."""
         while self._first < min(answer.taken, self._sent):
             self._kept.popleft()
             self._first += 1
@@ -119,14 +119,14 @@ class Outbox:
 
 
 class Inbox:
-    """What the driver has taken off the board, each event once."""
+    """Collects the events that the driver takes off the board, each exactly once."""
 
     def __init__(self) -> None:
         self.taken: dict[str, int] = {}
 
     def sort(self, letters: Sequence[tuple[str, int, Event]]) -> list[Event]:
-        """The events among these that are new. One that comes before its turn is left out: those
-        before it were lost with the board, and are sent again together with it."""
+        """The new events among these. An out-of-order event is skipped: the events before it were
+        lost with the board, and all of them are sent again."""
         new = []
         for sender, number, event in letters:
             if not sender or number == self.taken.get(sender, 0):

@@ -1,4 +1,4 @@
-"""A task that Python code gave, as it travels to the workers."""
+"""Sends a task that was passed from Python code to the workers."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from raytrain_ddp.tasks.load import BUILT_IN, task_of
 
 
 def carried(config: TrainConfig) -> bytes | None:
-    """The config's task, pickled by value, as workers may not be able to import it; None where its
-    name is enough. Ray's settings must be in the environment by now: it imports Ray.
+    """The config's task, pickled by value because workers may not be able to import it; None if its
+    name suffices. Imports Ray, so Ray's settings must already be in the environment.
 
     Raises:
-        ConfigError, TaskError: as `load_task`; or it cannot be pickled.
+        ConfigError, TaskError: as `load_task`, or if the task cannot be pickled.
     """
     if config.task in BUILT_IN:
         return None
@@ -33,7 +33,7 @@ def carried(config: TrainConfig) -> bytes | None:
         with _by_value(kind.__module__, cloudpickle):
             pickled: bytes = cloudpickle.dumps(task)
             return pickled
-    except Exception as error:  # whatever is in it raises what it likes
+    except Exception as error:  # its contents may raise any exception
         raise TaskError(
             f"{config.task} cannot be sent to the workers: {type(error).__name__}: {error}. Open "
             "files and connections, and create locks, in the task's constructor or later, and "
@@ -43,7 +43,8 @@ def carried(config: TrainConfig) -> bytes | None:
 
 @contextmanager
 def _by_value(name: str, cloudpickle: Any) -> Iterator[None]:
-    """Meanwhile what is in that module is pickled by value, unless it is an installed package's."""
+    """Within this context, objects of that module are pickled by value, unless it belongs to an
+    installed package."""
     module = sys.modules.get(name)
     place = getattr(module, "__file__", None)
     installed = [Path(sysconfig.get_path(kind)).resolve() for kind in ("purelib", "platlib")]

@@ -52,19 +52,19 @@ def joined(
     meanwhile: Callable[[], None] = lambda: None,
     wait_s: float = 0.0,
 ) -> Iterator[None]:
-    """Connects to the Ray at an address, or without one starts one here and ends it afterwards;
-    does neither where this process is connected already. The environment is as before then, but for
-    the token's mode: see `use_token`.
+    """Connects to the Ray at an address; without an address, starts a Ray here and stops it
+    afterwards. Does neither if this process is already connected. Afterwards, the environment is
+    restored, except for the token's mode: see `use_token`.
 
     Args:
-        settings: environment variables, for where the user has set none.
-        options: what else to tell `ray.init`.
+        settings: environment variables, set unless the user has set them.
+        options: other arguments of `ray.init`.
         meanwhile: called in a thread while Ray starts.
         wait_s: how long Ray may take to start, if that is more than `RAY_START_S`.
 
     Raises:
         PreflightError: there is no Ray at the address, it cannot be started, or this process is
-            connected to another one.
+            connected to a different Ray.
     """
     if is_connected():
         if address and address != os.environ.get("RAY_ADDRESS"):
@@ -93,7 +93,7 @@ def joined(
         )
         try:
             yield
-        finally:  # where the head is lost, Ray may wait for it
+        finally:  # if the head is lost, Ray may wait for it
             answer_within(_SHUTDOWN_S, ray.shutdown)
 
 
@@ -195,14 +195,14 @@ def living() -> list[Mapping[str, float]]:
 
 
 class Nodes:
-    """The resources of each node that lives, asked for beside: the head may be slow, or dead.
+    """The resources of each live node, queried in a thread because the head may be slow or dead.
 
     Args:
         kept: what is not lost with the head.
 
     Attributes:
-        awake: the clock by which the head is judged.
-        is_lost: whether it was found that there is no head any more.
+        awake: the clock used to decide whether the head is lost.
+        is_lost: whether the head is known to be lost.
     """
 
     def __init__(self, kept: str = KEPT) -> None:

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from raytrain_ddp.data.source import Data
     from raytrain_ddp.tasks.task import Task
 
-_SAMPLES = 8  # are tried
+_SAMPLES = 8  # in the trial batch
 
 
 def dry_run(config: TrainConfig, default_name: str | None = None) -> str:
@@ -30,7 +30,7 @@ def dry_run(config: TrainConfig, default_name: str | None = None) -> str:
     Raises:
         RaytrainError: whatever `fit` would raise before it takes workers, but for their number.
     """
-    named = config.data.classes  # those that are found are told below, with the data
+    named = config.data.classes  # classes found in the data are listed below
     run = open_run(check(config), default_name)
     config, manifest = run.config, run.manifest
     have = this_machine()
@@ -103,7 +103,7 @@ def _tried(
     eval_data: Data | None,
     plan: Plan,
 ) -> list[str]:
-    """A small batch through the loss, one through the evaluation; the notes on that."""
+    """Passes a small batch through the loss and one through the evaluation; returns notes."""
     import torch
 
     from raytrain_ddp.training.buffers import own_memory

@@ -12,7 +12,7 @@ from raytrain_ddp.config import TrainConfig
 _API = "RAY_API_SERVER_ADDRESS"
 _USUAL_PORT, _NOBODYS_PORT = 8265, 9
 PREEMPTION_WATCHER = "RAY_TRAIN_ENABLE_PREEMPTION_WATCHER"
-# How long each part of Ray may take to start, as far as Ray lets one choose: see starting.py.
+# How long each part of Ray may take to start, where this is configurable: see starting.py.
 _SLOW_START = {
     "RAY_gcs_server_port_wait_time_s": "120",
     "RAY_gcs_rpc_server_connect_timeout_s": "120",
@@ -28,7 +28,7 @@ SETTINGS = {
     "RAY_TRAIN_PREEMPTION_POLL_INTERVAL_S": "2",  # of a notice's short time (default 5 s)
     "RAY_DASHBOARD_ENABLE_PROFILING": "1",  # stack traces and flame graphs of workers
     **_SLOW_START,
-    # A process whose head is gone is aborted by Ray after 60 s; ours says so before, and ends.
+    # Ray aborts a process 60 s after its head is lost; our processes report it earlier and exit.
     "RAY_gcs_rpc_server_reconnect_timeout_s": "300",
     "RAY_worker_niceness": "0",  # workers are the point of this Ray (default 15: after all others)
 }

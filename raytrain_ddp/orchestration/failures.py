@@ -218,7 +218,7 @@ def as_error(event: Event, node: str = "its node") -> errors.RaytrainError:
         error: errors.RaytrainError = errors.TaskError(text)
     else:
         kinds = {kind.exit_status: kind for kind in errors.RaytrainError.__subclasses__()}
-        # A class of the user's own may have a status of its own.
+        # A user-defined class may define its own status.
         error = kinds.get(event["status"], errors.RaytrainError)(event["message"])
         error.exit_status = event["status"]
     error.cause = {"rank": rank, "node": node, "step": step, "error": event["error"]}

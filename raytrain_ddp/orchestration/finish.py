@@ -68,12 +68,12 @@ def is_tidy(run: Storage) -> bool:
 
 
 def tidy(config: TrainConfig, run: Storage, manifest: Manifest) -> None:
-    """Does what is left to do for a complete run; to be called by its owner.
+    """Does the remaining work for a complete run; only its owner may call this.
 
     Raises:
-        RunLockedError: another start goes on with it.
+        RunLockedError: another start has continued the run.
         CheckpointError: the newest checkpoint is damaged.
-        OSError: the storage does not answer, or cannot be written.
+        OSError: the storage does not respond, or is not writable.
     """
     from raytrain_ddp.training.logbook import write_log  # loads torch
 
@@ -82,7 +82,7 @@ def tidy(config: TrainConfig, run: Storage, manifest: Manifest) -> None:
         store.claim(newest, {"why": "what a kill left of a complete run is removed"})
         store.sweep()
         log = json.loads(store.open(newest).read(LOG_FILE))
-        write_log(run, log)  # on an object store it may lack its last records
+        write_log(run, log)  # on an object store, the last records may be missing
         best = next((r["step"] for r in reversed(log) if r["kind"] == "eval" and r["best"]), None)
         kept = next((name for name in store.names() if name.step == best), None)
         store.prune(config.checkpoint.keep_last, kept)

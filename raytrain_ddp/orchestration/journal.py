@@ -34,21 +34,20 @@ _KINDS = {
 # so that a month has some 400 of them.
 _RANKS_EVERY_S, _RANKS_EVERY_SHARE, _MOST_RANKS = 5.0, 0.02, 64
 _PUT_EVERY_S = 30.0  # an object store cannot append: the file is put again
-_WRITE_S = 1.0  # that a caller waits for the storage; what takes longer is written behind its back
-_LAST_S = 30.0  # that the end of a run waits for it
+_WRITE_S = 1.0  # time that a caller waits for the storage; slower writes continue in the background
+_LAST_S = 30.0  # time that the end of a run waits for the storage
 
 
 class Journal:
-    """Writes the events of a run down, and hands all of them on; any thread may call it.
+    """Records the events of a run, and forwards all of them; thread-safe.
 
-    A storage that does not answer delays no event: a thread writes. The run has begun when it has a
-    config.toml: until then its events are held back. A journal that cannot be written is no reason
-    to end a run.
+    A thread does the writing, so slow storage does not delay events. Events are held back until the
+    run has a config.toml. A journal that cannot be written does not end the run.
     """
 
     def __init__(self, run: Storage, show: Callable[[Event], None]) -> None:
         self._run, self._show = run, show
-        # The thread that writes ends at None.
+        # None ends the writer thread.
         self._orders: SimpleQueue[tuple[str, bool, threading.Event] | None] = SimpleQueue()
         self._written = threading.Event()  # the newest order
         self._written.set()
@@ -74,7 +73,7 @@ class Journal:
         if event["kind"] in _KINDS and not (event["kind"] == "ranks" and self._passes(event)):
             now = datetime.now(timezone.utc).strftime("%Y-%m-%dT%H:%M:%SZ")
             line = json.dumps({"kind": event["kind"], "time": now, **event}) + "\n"
-            # What is wrong with the storage is shown before it is written to that storage.
+            # Storage errors are shown before they are written to that storage.
             self._show(event)
             # Of a checkpoint there shall be word as soon as there is the checkpoint.
             self._order(line, at_once=event["kind"] == "checkpoint")
@@ -91,7 +90,7 @@ class Journal:
         return False
 
     def _order(self, line: str, at_once: bool) -> None:
-        """Has a line written; waits for that a short time, but not where the storage is late."""
+        """Queues a line for writing and waits briefly, but not if the storage is already late."""
         is_late = not self._written.is_set()
         self._written = written = threading.Event()
         self._orders.put((line, at_once, written))

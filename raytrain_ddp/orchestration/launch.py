@@ -50,23 +50,23 @@ def launch(
     committed: int = 0,
     task: bytes | None = None,
 ) -> Event:
-    """Trains on `layout`; returns the outcome that rank 0 told.
+    """Trains on `layout`; returns the outcome reported by rank 0.
 
     Args:
         committed: the step of the newest checkpoint, 0 without one.
-        task: the task, where its name is not enough; see `carried`.
+        task: the task, if its name does not suffice; see `carried`.
 
     Raises:
         RaytrainError: what a worker raised, with its exit status.
-        RetriesExhausted: workers died too often, or for ever at the same step; see failures.py.
-        PreflightError: there was no room for the workers, or there is none any more.
-        Interrupted: by a signal that nothing could be saved for.
+        RetriesExhausted: workers died too often, or repeatedly at the same step; see failures.py.
+        PreflightError: there were never, or are no longer, enough resources for the workers.
+        Interrupted: a signal arrived when nothing could be saved.
     """
     import ray
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
     here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
-    # Should it be killed, Ray starts it again, and calls are made again: see board.py.
+    # If it is killed, Ray restarts it and retries calls: see board.py.
     lasting = {"max_restarts": -1, "max_task_retries": -1}
     board = ray.remote(num_cpus=0, scheduling_strategy=here, **lasting)(Board).remote()
     show({"kind": "phase", "name": "loading torch"})
@@ -94,7 +94,7 @@ def launch(
                 starting.lost()
     finally:  # on a Ray that outlives this call, the run shall end as well
         nodes.close()
-        if not nodes.is_lost:  # else each call would wait for a head that is gone
+        if not nodes.is_lost:  # otherwise, each call would wait for the lost head
             board.close.remote()
             metrics.close()
             listener.end_controller()

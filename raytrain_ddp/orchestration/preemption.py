@@ -14,7 +14,7 @@ import ray.train
 
 from raytrain_ddp.training.session import Wishes
 
-STOP = 128  # in place of a signal's number: no signal has it
+STOP = 128  # used instead of a signal number; no signal has it
 _UNKNOWN_S = 120.0  # Ray's own patience with a notice that names no end
 _LEAST_MARGIN_S = 5.0
 
@@ -41,9 +41,9 @@ class Notice:
         return self.meanwhile()._replace(save=save)
 
     def meanwhile(self) -> Wishes:
-        """Rank 0's, once a step or a chunk of an evaluation; a checkpoint that is wanted waits."""
+        """Called by rank 0 once per step or evaluation chunk; a requested checkpoint waits."""
         now = time.monotonic()
-        # The longest of the last steps or chunks: the next one may take as long.
+        # The longest of the recent steps or chunks, as an estimate for the next one.
         self._step_s = max(now - self._asked_at, 0.9 * self._step_s)
         self._asked_at = now
         stop = self._ends_at is not None and now >= self._ends_at - self.margin_s()

@@ -29,9 +29,9 @@ def check(config: TrainConfig) -> TrainConfig:
     """The config with its storage absolute.
 
     Raises:
-        ConfigError: there is no such task or model.
-        DataError: there are no such data, or they cannot be read.
-        PreflightError: a package is not installed that the log is to use.
+        ConfigError: the task or model does not exist.
+        DataError: the data does not exist, or cannot be read.
+        PreflightError: a package that the log needs is not installed.
     """
     for name, is_wanted in (("wandb", config.log.wandb), ("mlflow", config.log.mlflow)):
         if is_wanted and importlib.util.find_spec(name) is None:
@@ -49,8 +49,8 @@ def check(config: TrainConfig) -> TrainConfig:
 
 
 def _with_classes(data: DataConfig) -> DataConfig:
-    """With the names of the classes, so that all workers and who resumes have the same. Those of
-    torchvision's sets, which torch is needed for, the workers see themselves."""
+    """The data config with the class names, so that all workers and later resumes use the same
+    ones. For torchvision sets, which need torch, the workers determine them."""
     found = locate(data)
     if any(
         split is not None and split.kind == "torchvision" for split in (found.train, found.eval)

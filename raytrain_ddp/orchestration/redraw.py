@@ -1,4 +1,4 @@
-"""A block that is drawn again and again in place, also on a terminal that gets narrower."""
+"""A block that is redrawn in place, even if the terminal becomes narrower."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ from rich.control import Control
 from rich.segment import ControlType
 from rich.text import Text
 
-BREAKING = (  # set by terminals that break lines anew when they get narrower; xterm cuts them off
+BREAKING = (  # set by terminals that rewrap lines when they become narrower; xterm truncates them
     *("TMUX", "VTE_VERSION", "KITTY_WINDOW_ID", "KONSOLE_VERSION", "WT_SESSION", "TERM_PROGRAM"),
     "ALACRITTY_WINDOW_ID",
 )
 
 
 class Picture:
-    """Draws the block; first it erases what of the last one a narrower terminal has broken into
-    more rows than rich goes up."""
+    """Draws the block; first erases rows of the previous one that a narrower terminal has wrapped
+    and that rich would miss."""
 
     def __init__(self, block: Callable[[], Text]) -> None:
         self._block = block
-        self._widths: list[int] = []  # of the lines that were drawn last
+        self._widths: list[int] = []  # widths of the lines drawn last
         self._breaks = any(name in os.environ for name in BREAKING)
 
     def is_broken(self, width: int) -> bool:
@@ -42,8 +42,8 @@ class Picture:
 
 
 class LastingStream:
-    """A stream that swallows everything when nobody reads it any more: a terminal is closed, or
-    Ctrl-C has ended ``| tee`` too. The run goes on to its checkpoint."""
+    """A stream that discards output once its reader is gone: the terminal was closed, or Ctrl-C
+    also ended ``| tee``. The run continues to its checkpoint."""
 
     def __init__(self, stream: IO[str]) -> None:
         self._stream = stream
@@ -65,7 +65,7 @@ class LastingStream:
         try:
             yield
         except OSError:
-            with suppress(OSError):  # what is still buffered would fail again when Python exits
+            with suppress(OSError):  # buffered output would fail again when Python exits
                 nowhere = os.open(os.devnull, os.O_WRONLY)
                 os.dup2(nowhere, self._stream.fileno())
                 os.close(nowhere)

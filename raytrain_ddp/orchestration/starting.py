@@ -1,7 +1,7 @@
-"""Starting Ray, or joining one, however slow the disk is that Ray is read from.
+"""Starts or joins Ray, even if Ray is read from a slow disk.
 
-Ray gives its node 30 s to start and its agents about 15 s, and nobody can change that. What it then
-raises is a bare Exception. A second try finds most files in memory.
+Ray gives its node 30 s to start and its agents about 15 s, which cannot be configured, and then
+raises a bare Exception. A second try finds most files in memory.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from types import FrameType
 from raytrain_ddp.errors import PreflightError
 
 RAY_START_S = 300.0
-"""How long Ray may take to start, in all tries; longer if `wait_s` is."""
+"""The time limit for starting Ray, over all tries, unless `wait_s` is longer."""
 
 _AFTER_FORK_S = 0.05
 _PAUSES_S = (1.0, 2.0, 4.0, 8.0, 15.0)
-# Another try does not help: a wrong option, no Ray where one was named, another version, no token.
+# Retrying does not help: a wrong option, no Ray at the address, a different version, no token.
 _LASTING = ("could not find any running ray", "version mismatch", "authentication")
 
 
@@ -37,14 +37,14 @@ def persistently_started(
 ) -> None:
     """Calls `init`, which starts or joins Ray, until it succeeds.
 
-    What a try that has failed leaves behind is ended before the next one.
+    Processes left behind by a failed try are ended before the next one.
 
     Args:
-        where: of Ray, for messages.
-        within_s: no new try begins after that time.
+        where: the location of Ray, for messages.
+        within_s: no new try starts after this time.
 
     Raises:
-        PreflightError: the time is over, or the reason does not pass.
+        PreflightError: the time limit has passed, or retrying cannot help.
     """
     began = time.monotonic()
     for number in range(10**6):
@@ -53,7 +53,7 @@ def persistently_started(
             with interruptible(), _no_hangups():
                 init()
             return
-        except Exception as error:  # Ray raises all kinds, also Exception itself
+        except Exception as error:  # Ray raises various types, even Exception itself
             said = " ".join((str(error).splitlines() or [""])[0].split()) or type(error).__name__
             with suppress(Exception):
                 shutdown()
@@ -77,11 +77,12 @@ def persistently_started(
 
 @contextmanager
 def interruptible() -> Iterator[None]:
-    """Ctrl-C counts also while processes are started.
+    """Makes Ctrl-C reliable while processes are being started.
 
-    What a signal's handler raises within a callback of os.register_at_fork, Python swallows; and
-    logging's lock, which such a callback gives back, is kept for ever, so that the next import in
-    another thread waits for ever. Therefore a signal that comes then is sent again later.
+    Python swallows an exception that a signal handler raises within a callback of
+    os.register_at_fork. Moreover, such a callback then never releases logging's lock, so the next
+    import in another thread deadlocks. Therefore, a signal that arrives at that time is sent again
+    later.
     """
     in_main = threading.current_thread() is threading.main_thread()
     if not in_main or signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
@@ -110,8 +111,8 @@ def interruptible() -> Iterator[None]:
 def _no_hangups() -> Iterator[None]:
     """Processes started meanwhile never receive SIGHUP, and this one receives it afterwards.
 
-    A terminal that is closed sends it to each process of its group: Ray would end at once, and the
-    checkpoint that the driver then asks for would never be made.
+    A closed terminal sends it to each process of its group: Ray would end immediately, and the
+    checkpoint that the driver then requests would never be made.
     """
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGHUP})
     try:
@@ -121,7 +122,8 @@ def _no_hangups() -> Iterator[None]:
 
 
 def require_listener(address: str) -> None:
-    """Ray itself tries for ten minutes and more to reach an address where nobody listens."""
+    """Fails fast; Ray itself tries for ten minutes or more to reach an address without a
+    listener."""
     if address.startswith("ray://"):
         raise PreflightError(
             f"--address {address}: Ray Client is not supported. Use HOST:6379 on a node of "

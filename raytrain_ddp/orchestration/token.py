@@ -1,4 +1,4 @@
-"""Ray's authentication token: whoever reads it runs code as its owner."""
+"""Ray's authentication token: anyone who can read it can run code as its owner."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def use_token(embedded: bool, tell: Callable[[str], None] = lambda _: None) -> N
     without it, it is left alone.
 
     Raises:
-        PreflightError: others know the token, or could replace it; see `_secure`.
+        PreflightError: others can read or replace the token; see `_secure`.
     """
     own = Path.home() / ".ray" / "auth_token"
     given = bool(os.environ.get(_TOKEN) or os.environ.get(_PATH))
@@ -39,7 +39,8 @@ def use_token(embedded: bool, tell: Callable[[str], None] = lambda _: None) -> N
 
 
 def _make(file: Path) -> None:
-    """A token for this user alone, where there is none: Ray itself leaves its mode to the umask."""
+    """Creates a token readable only by this user if there is none; Ray's own would have a
+    umask-dependent mode."""
     try:
         file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         number = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
@@ -52,7 +53,7 @@ def _make(file: Path) -> None:
 
 
 def _secure(file: Path, embedded: bool, tell: Callable[[str], None]) -> None:
-    """Takes other users' rights to the file, and those to write to its folder.
+    """Removes other users' access to the file, and their write access to its folder.
 
     Raises:
         PreflightError: it is another user's; or its mode cannot be changed, and a Ray is to be

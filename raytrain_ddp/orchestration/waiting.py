@@ -107,12 +107,12 @@ class Waiting:
 
 
 class StartWatch:
-    """Says what is waited for, as long as workers are being started: until they train, nothing
-    else watches them.
+    """Reports what a start of the workers is waiting for; until they train, nothing else watches
+    them.
 
     Args:
         nodes: the resources of each node that lives.
-        stopped: the workers of this machine that are stopped.
+        stopped: returns the workers on this machine that are stopped.
     """
 
     def __init__(
@@ -128,7 +128,7 @@ class StartWatch:
         self.lost()
 
     def lost(self) -> None:
-        """The workers are gone, and Ray begins to start others."""
+        """The workers are gone, and Ray starts new ones."""
         self._since: float | None = self._now()
         self._told_at = self._since
         self._start, self._ranks = "", set[int]()

@@ -61,7 +61,7 @@ def emit(config: TrainConfig, kind: Kind, recipe: str | None = None) -> Emitted:
         ConfigError: no machine that the file can name has room for a worker.
     """
     base = recipe if recipe in shipped_recipes() else None
-    if config.name is None and base is None:  # the command will not name the recipe
+    if config.name is None and base is None:  # the command will not mention the recipe
         config = replace(config, name=default_name(recipe))
     shown = publishable(config)
     notes = [] if shown == config else ["what may be secret in a URI was left out."]

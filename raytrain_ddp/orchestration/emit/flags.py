@@ -29,8 +29,8 @@ def command(config: TrainConfig, base: str | None = None) -> str:
 
 
 def _flags(section: Any, base: Any, without: Container[str], prefix: str = "") -> Iterator[str]:
-    """The flags by which `section` differs from `base`, which is of the same class; of those
-    `without` effect none, as they would be refused."""
+    """The flags by which `section` differs from `base`, of the same class, except those `without`
+    effect, which would be an error."""
     for field in dataclasses.fields(section):
         value, before = getattr(section, field.name), getattr(base, field.name)
         name = field.name.replace("_", "-")

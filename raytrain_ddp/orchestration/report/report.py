@@ -22,12 +22,14 @@ def write_report(places: Sequence[str], out: str | None, predict: bool, device: 
     """Writes the report of one run, or of several side by side; returns where it is.
 
     Args:
-        out: the file. Default: report.html in the folder of a single local run, else here.
-        predict: look at what a single run's best checkpoint gets wrong, if that can be done here.
+        out: the file. Default: report.html in the folder of a single local run, else in the current
+            folder.
+        predict: include wrong predictions of a single run's best checkpoint, if possible on this
+            machine.
 
     Raises:
-        ConfigError: there is no such run or device, or the file cannot be written.
-        PreflightError: a run's storage does not answer.
+        ConfigError: the run or device does not exist, or the file cannot be written.
+        PreflightError: a run's storage does not respond.
     """
     if device != "auto":
         if not predict or len(places) > 1:

@@ -75,7 +75,7 @@ def detail(text: str, is_open: bool = False) -> str:
 
 
 def full_metrics(story: Story) -> str:
-    """The metrics that are no single numbers, of the best evaluation, else of the last."""
+    """The non-scalar metrics of the best evaluation, or else of the last one."""
     files = story.files
     record = files.best or (files.evals[-1] if files.evals else {})
     parts = [
@@ -86,7 +86,7 @@ def full_metrics(story: Story) -> str:
 
 
 def _grid(found: Any) -> str:
-    """Of a vector or a matrix; as text of what has more dimensions or more than fits."""
+    """A table of a vector or matrix; text for more dimensions or for values that do not fit."""
     if isinstance(found, Mapping):
         shape = " x ".join(map(str, found.get("shape", ())))
         told = f"{shape} numbers, too many for the log: evaluate --out FILE writes them."

@@ -1,8 +1,8 @@
-"""The actor of one worker: starts the script under its guard, and passes on what it says.
+"""The actor of one worker: starts the script under its guard, and forwards its output.
 
-The driver sends this module with the actor, so that a node needs Ray and what the script needs,
-and not this package. So it knows the standard library and Ray alone, and is spoken to in plain
-values: an object of a class of ours could not be read there.
+The driver sends this module with the actor, so a node needs only Ray and the script's own
+dependencies, not this package. Therefore, it imports only the standard library and Ray, and its
+interface uses plain values: objects of this package could not be unpickled there.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ from typing import IO, Any
 from raytrain_ddp.orchestration.run.ship import contents, unpack
 
 _CHUNK_BYTES = 1 << 16
-_MOST_CHUNKS = 100  # in one answer
-_MOST_WAITING = 1_000  # chunks that the driver has not taken; a script that prints more has to wait
+_MOST_CHUNKS = 100  # per reply
+_MOST_WAITING = 1_000  # chunks not yet taken by the driver; a script that prints more blocks
 _LOOK_S = 0.5  # whether a stream that says nothing can say more
 
 
@@ -46,7 +46,7 @@ class Agent:
         self._asked = 0
         self._asked_at = 0.0
         self._guard: subprocess.Popen[bytes] | None = None
-        self._feeds = -1  # the end of a pipe whose other end is the script's standard input
+        self._feeds = -1  # the write end of the pipe to the script's standard input
 
     def seat(self) -> dict[str, Any]:
         """Where this is."""
@@ -64,7 +64,8 @@ class Agent:
         }
 
     def free_port(self, wanted: Sequence[int]) -> int:
-        """The first of these that is free here, else any; the only one if it is free, else 0."""
+        """The first free port of these, or any free port; a single port is returned if free, else
+        0."""
         for port in wanted if len(wanted) == 1 else (*wanted, 0):
             with socket.socket() as probe:
                 probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as torch's store
@@ -107,12 +108,12 @@ class Agent:
         slurm: bool,
         feeds: bool,
     ) -> None:
-        """Starts a command in a folder; `take` then tells the rest.
+        """Starts a command in a folder; call `take` for its output and status.
 
         Args:
-            environment: complete, but for the path of TORCHELASTIC_ERROR_FILE.
-            slurm: whether a `scontrol` is put on the PATH where there is none.
-            feeds: whether `feed` gives it its standard input; else that is empty.
+            environment: complete except for the path in TORCHELASTIC_ERROR_FILE.
+            slurm: whether to put a `scontrol` on the PATH if there is none.
+            feeds: whether `feed` provides its standard input; otherwise it is empty.
         """
         own = Path(tempfile.gettempdir()) / f"raytrain-run-{uuid.uuid4().hex}"  # the guard makes it
         if "TORCHELASTIC_ERROR_FILE" in environment:
@@ -120,7 +121,7 @@ class Agent:
         if slurm and shutil.which("scontrol", path=environment.get("PATH")) is None:
             environment["PATH"] = f"{own}/bin:{environment.get('PATH', os.defpath)}"
         told, tells = os.pipe()
-        code, writes = os.pipe()  # nothing of ours is on the disk, whenever this is killed
+        code, writes = os.pipe()  # nothing is left on disk if this process is killed
         os.write(writes, self._source)
         os.close(writes)
         stdin, self._feeds = os.pipe() if feeds else (-1, -1)
@@ -152,13 +153,13 @@ class Agent:
         threading.Thread(target=self._attend, args=args, daemon=True).start()
 
     def feed(self, data: bytes) -> bool:
-        """Writes this to the script's standard input, and closes it after the last (no) data;
-        whether more is wanted. Waits until the script has read enough."""
+        """Writes data to the script's standard input; empty data closes it. Returns whether more
+        data is wanted. Blocks until the script has read enough."""
         wanted = bool(data) and self._feeds >= 0
         try:
             while data and self._feeds >= 0:
                 data = data[os.write(self._feeds, data) :]
-        except OSError:  # it has ended, or has closed it
+        except OSError:  # the script has ended or closed its input
             wanted = False
         if not wanted and self._feeds >= 0:
             os.close(self._feeds)
@@ -175,9 +176,9 @@ class Agent:
                 guard.stdin.write(f"{word}\n".encode())
 
     def take(self, wait_s: float, most: int = _MOST_CHUNKS) -> list[dict[str, Any]]:
-        """What there is to tell, with at most so many chunks; waits until there is something:
+        """The news, with at most `most` chunks; waits up to `wait_s` for any:
 
-        - {"stream", "data", "at"}: bytes as the script wrote them, and at last {"closed"};
+        - {"stream", "data", "at"}: bytes as the script wrote them, and finally {"closed"};
         - {"status", "at", "asked", "asked_at", "error"}: as soon as the script has ended, before
           any chunks.
 
@@ -196,12 +197,12 @@ class Agent:
         return time.monotonic()
 
     def clean(self) -> None:
-        """Ends what there is; the guard removes what is its own."""
+        """Ends the script; the guard removes its own files."""
         if self._guard is not None and self._guard.stdin is not None:
             self._guard.stdin.close()
 
     def _attend(self, guard: subprocess.Popen[bytes], told: int, own: Path) -> None:
-        """Tells of the script's end at once, and at last that all its output has been told."""
+        """Reports the script's end immediately, and finally that all output has been forwarded."""
         over = threading.Event()
         readers = [
             threading.Thread(target=self._read, args=(name, stream, over), daemon=True)
@@ -225,7 +226,7 @@ class Agent:
         self._put(self._chunks, {"closed": True})
 
     def _read(self, name: str, stream: IO[bytes], over: threading.Event) -> None:
-        """Passes bytes on, until the stream ends, or nobody who writes to it can be left."""
+        """Forwards bytes until the stream ends, or until no writer can be left."""
         poll = select.poll()
         poll.register(stream, select.POLLIN)
         while True:

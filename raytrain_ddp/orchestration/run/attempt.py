@@ -17,20 +17,21 @@ _TAKE_BEHIND_S = 0.5  # how often it is looked whether the console has caught up
 _MOST_CHUNKS = 100  # at once
 _POLL_S = 0.1
 _SETTLE_S = 0.3  # failures of the same moment shall all be told, and not be cut short by our signal
-_ENDING_S = 5.0  # likewise a process that is ending of an error: what it exits with tells more
+_ENDING_S = 5.0  # likewise for a process that is exiting after an error: its exit status tells more
 _UNANSWERED_S = 10.0  # after SIGKILL, or for a node that is off
-_WAITING_AFTER_S, _WAITING_EVERY_S = 2.0, 5.0  # when it is said which ranks have not ended
+_WAITING_AFTER_S, _WAITING_EVERY_S = 2.0, 5.0  # when to report which ranks have not ended
 
 
 class Attempt:
-    """Ends when every rank has: by itself, by our signal, or with its node.
+    """One attempt; it ends when every rank has ended: on its own, by our signal, or with its node.
 
     Args:
-        stops: the numbers of the signals that the driver has got, in order; it grows meanwhile.
-        check: called all the time; may raise, and all that is left ends with its agent.
+        stops: the numbers of the signals that the driver has received, in order; grows during the
+            attempt.
+        check: called continuously; if it raises, the remaining ranks end with their agents.
         tell: shows a line.
-        stdin: gives what to pass to rank 0's standard input, b"" at its end, and None as long as
-            there is nothing new; or None.
+        stdin: returns data for rank 0's standard input, b"" at the end, and None while there is
+            nothing new; or None for no input.
     """
 
     def __init__(
@@ -101,7 +102,7 @@ class Attempt:
             self._failed_at = time.monotonic()
 
     def _feed(self) -> None:
-        """Passes standard input on, a piece at a time: the next when rank 0 has taken the last."""
+        """Forwards standard input piece by piece, each after rank 0 has taken the previous one."""
         import ray
 
         if self._stdin is None:
@@ -115,7 +116,7 @@ class Attempt:
                     return
             data = self._stdin()
             self._fed = None if data is None else self._crew.agent(0).feed.remote(data)
-        except ray.exceptions.RayError:  # told by `_listen`
+        except ray.exceptions.RayError:  # reported by `_listen`
             self._stdin = self._fed = None
 
     def _decide(self, now: float) -> None:
@@ -139,7 +140,7 @@ class Attempt:
             self._tell_waiting(now)
 
     def _is_ending(self) -> bool:
-        """Whether a rank that has not ended has shown the error of which it is ending."""
+        """Whether a rank that is still running has printed the error that is ending it."""
         left = (rank for rank in self._waiting.values() if rank not in self.ends)
         return any(said.ending for rank in left if (said := self._output.raised(rank)) is not None)
 
@@ -168,7 +169,7 @@ class Attempt:
     def _give_up(self, now: float) -> None:
         """Waits no longer for ranks that have not ended; for the last lines only if not stopped."""
         end = End(None, now, lost="its node does not respond")
-        if len(self._stops) > 2:  # nobody wants to know
+        if len(self._stops) > 2:  # the user no longer wants to wait
             end = End(-signal.SIGKILL, now, asked="SIGKILL")
         for asked, rank in list(self._waiting.items()):
             if rank not in self.ends:

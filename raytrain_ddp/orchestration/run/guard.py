@@ -1,22 +1,24 @@
-"""The process above a script: starts it, passes signals on, and leaves nothing behind.
+"""The parent process of a script: starts it, forwards signals, and leaves nothing behind.
 
-``python -I -S guard.py REPORT_FD STDIN_FD FOLDER COMMAND...``, on the standard library alone:
+``python -I -S guard.py REPORT_FD STDIN_FD FOLDER COMMAND...``, uses only the standard library:
 
-- the script is a real main process, in a session of its own, without anything of Ray in it;
-- the guard goes to the background: Ray kills the children of a worker that ends, and then nobody
-  would end theirs;
-- FOLDER is made here and removed here, so that it never outlives whoever started this;
-- when standard input ends, as whoever started this is gone, all below is killed at once;
+- the script is a real main process in its own session, without anything from Ray;
+- the guard moves to the background: Ray
+kills the children of a worker that ends, but nobody would kill their
+  children;
+- FOLDER is created and removed here, so it never outlives the starting process;
+- when standard input ends because the starting process is gone, all descendants are killed
+immediately;
 - a line on standard input is the number of a signal for the script's process group, or ``kill``;
-- processes that the script has left behind, also those that made themselves daemons, are ended.
+- processes left behind by the script, including daemons, are ended.
 
 The script's standard input is STDIN_FD; with -1 it is empty.
 
-Tells on REPORT_FD, a line of JSON each: {"pid", "guard"}, and as soon as the script has ended
-{"status", "at", "asked", "asked_at", "error"}: its status as subprocess has it, negative for a
-signal; when, by this machine's monotonic clock; which signal it had been sent before, or 0, and
-when the first one; and what torch's @record wrote about the exception that ended it, or null. The
-end of REPORT_FD is that of all below.
+Reports JSON lines on REPORT_FD: {"pid", "guard"}, and as soon as the script has ended {"status",
+"at", "asked", "asked_at", "error"}: its status as in subprocess, negative for a signal; the time,
+by this machine's monotonic clock; the signal it had been sent before, or 0, and when the first one
+was sent; and what torch's @record wrote about the exception that ended it, or null. REPORT_FD is
+closed when all descendants have ended.
 """
 
 from __future__ import annotations
@@ -87,7 +89,7 @@ def _watch(report: int, stdin: int, folder: str, command: list[str]) -> None:
 
 
 def _furnish(folder: str) -> None:
-    """Makes the folder, and in it a `scontrol` if it is on the PATH of the script."""
+    """Creates the folder, with a `scontrol` in it if the script's PATH refers to it."""
     os.mkdir(folder, 0o700)
     if f"{folder}/bin" in os.environ.get("PATH", "").split(":"):
         os.mkdir(f"{folder}/bin")
@@ -97,7 +99,7 @@ def _furnish(folder: str) -> None:
 
 
 def _recorded(path: str) -> dict[str, object] | None:
-    """What torch's @record wrote, and `at`: when, by this machine's monotonic clock."""
+    """What torch's @record wrote, plus the time `at`, by this machine's monotonic clock."""
     try:
         with open(path) as file:
             told = json.load(file)["message"]
@@ -114,7 +116,7 @@ def _start(command: list[str], stdin: int) -> int:
     if pid:
         os.close(starting)
         if stdin >= 0:
-            os.close(stdin)  # whoever writes to it notices when the script ends
+            os.close(stdin)  # so the writer notices when the script ends
         os.read(ready, 1)  # a signal sent before it has its process group would be lost
         os.close(ready)
         return pid
@@ -212,5 +214,5 @@ def _tell(report: int, told: dict[str, object]) -> None:
 
 if __name__ == "__main__":
     if sys.argv[0].startswith("/dev/fd/"):
-        os.close(int(sys.argv[0].rpartition("/")[2]))  # this code came from there
+        os.close(int(sys.argv[0].rpartition("/")[2]))  # this code was read from it
     main(int(sys.argv[1]), int(sys.argv[2]), sys.argv[3], sys.argv[4:])

@@ -178,7 +178,7 @@ class Order:
 
     Args:
         program: the script, or with `module` the name of one; `args` follow it untouched.
-        notes: what to say of the command line before anything is started.
+        notes: messages about the command line, shown before anything starts.
     """
 
     flags: Flags

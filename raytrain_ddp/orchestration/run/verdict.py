@@ -13,7 +13,7 @@ from raytrain_ddp.orchestration.run.output import Output
 from raytrain_ddp.orchestration.run.plan import Worker
 from raytrain_ddp.orchestration.run.tracebacks import follows
 
-# What the last line of a failure means here, and what helps.
+# Hints for the last lines of a failure.
 _HINTS = (
     (
         r"bdb\.BdbQuit",
@@ -35,7 +35,7 @@ _BY_SIGNAL = {
 
 @dataclass(frozen=True)
 class End:
-    """How one script has ended.
+    """How one script ended.
 
     Args:
         status: as subprocess has it: negative is a signal. None: its node or its actor is lost.
@@ -80,13 +80,13 @@ def first_failure(
 ) -> int | None:
     """The rank that failed first, or None if none did.
 
-    A rank failed when its traceback came, or else when it ended: taking a process down may take
-    longer than its peers' noticing, and it may have been sent a signal meanwhile. A rank that
-    printed a traceback and went on did not fail. Errors that speak of a lost peer count after all
-    others, as they have a cause elsewhere; so a lost node is the cause of what its peers suffer.
-    Before them also comes a thread that ended with an exception in a rank that went on.
+    The time of a failure is that of the rank's traceback, or else of its end: a process may take
+    longer to exit than its peers take to notice, and may receive a signal meanwhile. A rank that
+    printed a traceback and continued did not fail. Errors about a lost peer rank behind all others,
+    because their cause is elsewhere; so a lost node is the cause of its peers' errors. A thread
+    that ended with an exception in a rank that continued also ranks before them.
 
-    Times are those of the machines; `clocks` tells how far these ranks' clocks are ahead of a
+    Times are those of each machine; `clocks` returns how far these ranks' clocks are ahead of a
     common one.
     """
     lost = [rank for rank, end in ends.items() if end.status is None]
@@ -121,7 +121,7 @@ def _began(rank: int, end: End, output: Output) -> tuple[int, float] | None:
             at, said = min(at, raised.at), raised.error
         else:  # what torch's watchdog says before it aborts
             said = "\n".join(output.last(rank)) if end.status == -signal.SIGABRT else ""
-        # Who was killed did not die of what it said of its peers.
+        # A killed process did not end because of an error about its peers.
         killed = end.status in (-signal.SIGKILL, -signal.SIGSEGV, -signal.SIGBUS)
         return (_FOLLOWS if follows(said) and not killed else _OWN), at
     if raised is not None and raised.at < end.asked_at:
