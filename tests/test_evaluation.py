@@ -246,7 +246,7 @@ def test_evaluate_prints_and_writes_all_values(tmp_path: Path):
     assert isinstance(told["metrics"]["accuracy"], float)
     refused = door("evaluate", "c", "--data", "digits", cwd=tmp_path)
     assert refused.status == 2
-    assert "has not read data.eval_source" in refused.err
+    assert "does not read data.eval_source" in refused.err
     assert len(refused.err.splitlines()) == 1
 
 

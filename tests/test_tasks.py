@@ -167,7 +167,12 @@ WRONG: list[tuple[str, dict[str, Any], str, int]] = [
     ),
     ("forgetful", {"metrics": metrics_of(forgetful)}, "'loss' cannot be merged.*add_state", 1),
     ("monitor", {"monitor": "lost"}, "monitor is 'lost', but its metrics.*mean 'loss'", 1),
-    ("goal", {"goal": "low", "loss": loss_of(lambda x: x)}, "goal = 'low' of Mine must be min or max", 1),
+    (
+        "goal",
+        {"goal": "low", "loss": loss_of(lambda x: x)},
+        "goal = 'low' of Mine must be min or max",
+        1,
+    ),
     (
         "monitor of many",
         {
