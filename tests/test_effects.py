@@ -44,6 +44,7 @@ IDLE = [
     ("--data.workers 0 --data.prefetch 9", "data.prefetch"),
     ("--data.cache /tmp/x", "data.cache"),
     ("--data.cache-gib 3", "data.cache_gib"),
+    ("--data.holdout-seed 3", "data.holdout_seed"),
     ("--data.root elsewhere", "data.root"),
     ("--data.source torchvision:MNIST --data.label-column y", "data.label_column"),
     ("--augment.scale 0.5 1", "augment.scale"),

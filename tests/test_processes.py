@@ -171,6 +171,7 @@ def test_signals_for_the_training_are_not_for_loader_processes(made: Callable[..
     """Ctrl-C and a scheduler's SIGTERM reach all: the training ends after its step."""
     pool = made(lambda item: os.getpid())
     pid = pool.submit(0, 1).result()
+    assert os.getpgid(pid) != os.getpgid(0)  # torchrun signals the group, maybe during the start
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
         os.kill(pid, number)
         assert pool.submit(0, 1).result() == pid

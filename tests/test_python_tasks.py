@@ -59,6 +59,8 @@ def test_a_task_of_a_script_or_a_cell_is_trained_and_its_run_resumed(
             check=False,
         )
         assert f"RESULT finished {5 * epochs}" in done.stdout, done.stderr
+        assert "run the same Python code again" in done.stdout
+        assert "raytrain_ddp.fit" not in done.stdout
     config = tmp_path / "runs" / "Mine" / "config.toml"
     assert 'task = "__main__:Mine' in config.read_text()
     if task == "Mine" and not from_pipe:

@@ -160,6 +160,21 @@ WRONG: list[tuple[str, dict[str, Any], str, int]] = [
         1,
     ),
     (
+        "evaluate returns",
+        {"evaluate": lambda self, model, batch, metrics: {"top1": 0.5}},
+        "returned a dict of .*; expected None. It updates the metrics",
+        1,
+    ),
+    (
+        "evaluate does nothing",
+        {
+            "evaluate": lambda self, model, batch, metrics: None,
+            "metrics": metrics_of(lambda: {"loss": _torchmetrics().MeanMetric()}),
+        },
+        "did not update the metric 'loss', which is the task's monitor",
+        1,
+    ),
+    (
         "wrapper",
         {"metrics": metrics_of(_wrapped)},
         "'top1' cannot be merged.*Wrapper wraps other",
@@ -405,6 +420,7 @@ def test_a_class_that_is_no_task_is_refused(kind: Any, told: str):
     ("name", "told"),
     [
         ("configure_optimizers", "--optim"),
+        ("configure_scheduler", "no hooks"),
         ("optimizer", "--optim"),
         ("schedule", "--schedule"),
         ("lr_scheduler", "--schedule"),

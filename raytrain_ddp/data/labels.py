@@ -139,14 +139,14 @@ class Labels:
         return number
 
     def what_is_wrong(self, value: Any) -> str:
-        """Describes a value without a class number: ``is
-        null``, ``7 is not in the range 0 to 2``."""
+        """Describes a value without a class number, such as ``is null``."""
         if not is_label(value):
             return "is an empty string" if value == "" else "is null"
         if is_fraction(value):
             return f"{value:g} is not a whole number"
         if self._last is not None:
-            return f"{value} is not in the range 0 to {self._last}"
+            why = ": negative numbers mark rows without a label" if value < 0 else ""
+            return f"{value} is not in the range 0 to {self._last}{why}"
         return f"{value!r} is not one of the {some_names(self._classes)}"
 
 

@@ -151,6 +151,7 @@ class _Server:
                 [sys.executable, "-c", _BOOT, str(theirs.fileno()), paths],
                 pass_fds=[theirs.fileno()],
                 stdin=subprocess.DEVNULL,
+                start_new_session=True,  # signals to the group of processes are not meant for it
                 env={**os.environ, **_ONE_THREAD},
             )
             preloaded = [name for name in _PRELOADED if name in sys.modules]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
@@ -95,13 +96,17 @@ def _checkpoints_among(entries: Sequence[str]) -> Listing:
 
 
 def summary(config: TrainConfig, result: FitResult, flags: str = "") -> Summary:
-    """What is told at the end; `flags` belong to each command that trains, as ``--local``."""
+    """The lines at the end of a run; `flags` belong to each command that trains, as ``--local``."""
     name, place = config.name, result.path
     again = f"python -m raytrain_ddp.fit {place}/config.toml{flags}"
     commands = []
-    if result.monitor:
+    # No command can load a class of a script, a notebook or a function, nor an object.
+    is_importable = re.search(r"^__main__:|<locals>|\(\)$", config.task) is None
+    if result.monitor and is_importable:
         commands.append(("evaluate", f"python -m raytrain_ddp.evaluate {place}"))
-    if result.status == "interrupted":
+    if not is_importable:
+        commands.append(("train on", "run the same Python code again, with more epochs"))
+    elif result.status == "interrupted":
         commands.append(("resume", again if "://" not in place else "the same command again"))
     elif "://" not in place:
         commands.append(("train on", f"{again} --epochs {2 * config.epochs}"))

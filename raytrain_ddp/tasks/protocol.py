@@ -55,7 +55,7 @@ _ELSEWHERE = {
     ),
 }
 _FOREIGN = {name: why for why, names in _ELSEWHERE.items() for name in names.split()}
-_HOOK = re.compile(r"on_\w+")
+_HOOK = re.compile(r"(on|configure)_\w+")
 _NO_HOOKS = "there are no hooks; do it in loss() or evaluate()"
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import closing
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -15,7 +16,7 @@ from raytrain_ddp.data.nests import to_device
 from raytrain_ddp.data.source import Batch, Data
 from raytrain_ddp.data.threads import Threads
 from raytrain_ddp.errors import TaskError
-from raytrain_ddp.tasks.check import metrics_of, place_of
+from raytrain_ddp.tasks.check import metrics_of, place_of, refused
 from raytrain_ddp.tasks.task import Task
 from raytrain_ddp.training.buffers import KeptBuffers
 from raytrain_ddp.training.metrics import MOST_NUMBERS, TreeMetrics, require_monitor
@@ -67,9 +68,17 @@ def try_evaluation(
             return  # bad records only, of which the evaluation will count all
         scores.reset()
         seed_slot(world.device, 0, 0, 0)
-        task.evaluate(model, to_device(batch, world.device), scores.given)
+        returned: Any = task.evaluate(model, to_device(batch, world.device), scores.given)  # type: ignore[func-returns-value]
+        if returned is not None:
+            hint = " It updates the metrics that it is given: metrics['name'].update(...)."
+            raise refused(task.evaluate, returned, "None", hint)
         buffers.restore()
         untouched = scores.untouched()
+        if task.monitor.partition("/")[0] in untouched:
+            raise TaskError(
+                f"{place_of(task.evaluate)}: did not update the metric {task.monitor!r}, which is "
+                "the task's monitor: call its update()."
+            )
         scores.take(0, True)
         values = scores.computed()
         alone = replace(world, rank=0, size=1)
