@@ -18,6 +18,7 @@ from raytrain_ddp.config import TrainConfig
 from raytrain_ddp.errors import ConfigError
 from raytrain_ddp.orchestration.emit.emit import emit
 from raytrain_ddp.recipe import dumps, from_dict, load, to_dict
+from raytrain_ddp.sections import LogConfig
 
 CONTROL = [
     *("\n", "\r", "\t", "\0", "\x1b", "\x7f", "\x85", "\u2028", "\u2029", "\ufeff"),
@@ -34,7 +35,7 @@ PRINTABLE = [
 FREE_TEXTS = {
     *("storage", "task", "task_options", "data.source", "data.eval_source", "data.root"),
     *("data.image_column", "data.label_column", "data.cache", "model.name", "model.weights"),
-    "log.project",
+    *("data.train_split", "data.eval_split", "data.config", "data.classes", "log.project"),
 }
 
 
@@ -44,17 +45,17 @@ def texts(section: Any, prefix: str = "") -> Iterator[str]:
         value, kind = getattr(section, field.name), str(field.type)
         if dataclasses.is_dataclass(value):
             yield from texts(value, f"{field.name}.")
-        elif "str" in kind:
+        elif "str" in kind or kind == "TaskLike":
             yield prefix + field.name
 
 
 def with_text(fields: Iterable[str], text: str, config: TrainConfig | None = None) -> TrainConfig:
     """An option has it as its name and as its value."""
     cpus = dataclasses.replace(TrainConfig().scaling, use_gpu=False, num_workers=2)
-    config = config or TrainConfig(scaling=cpus)
+    config = config or TrainConfig(scaling=cpus, log=LogConfig(wandb=True))  # reads log.project
     for field in fields:
         section, _, name = field.rpartition(".")
-        value: Any = {text: text} if field == "task_options" else text
+        value: Any = {"task_options": {text: text}, "data.classes": (text, "b")}.get(field, text)
         if section:
             inner = dataclasses.replace(getattr(config, section), **{name: value})
             name, value = section, inner
@@ -76,7 +77,8 @@ def test_control_characters_are_refused_wherever_a_config_comes_from(field: str)
         at, (*sections, name) = values, field.split(".")
         for section in sections:
             at = at[section]
-        for value in ({"key": text}, {text: "value"}) if field == "task_options" else (text,):
+        values_of = {"task_options": ({"key": text}, {text: "value"}), "data.classes": ([text],)}
+        for value in values_of.get(field, (text,)):
             at[name] = value
             with pytest.raises(ConfigError, match=field):
                 from_dict(values)
@@ -105,7 +107,7 @@ def test_every_emitted_file_has_the_very_texts(turn: int):
         text = PRINTABLE[(12 * turn + place) % len(PRINTABLE)]
         if field == "task_options" and text.startswith("-"):
             with pytest.raises(ConfigError, match=r"task_options.*parsed as a flag"):
-                emit(with_text([field], text), "command")
+                emit(with_text([field], text, with_text(["task"], "a:Mine")), "command")
             continue
         config = with_text([field], text, config)
     line = emit(config, "command").text

@@ -214,7 +214,7 @@ def test_what_cannot_be_copied_is_refused_with_the_remedy(pictures: str):
         with pytest.raises(errors.TaskError, match=r"cannot pickle .*shared=True"):
             loader_of(data, 1).any_batch()
         stream = Data(IterableSource([file]))
-        with pytest.raises(errors.TaskError, match=r"iterators do not disturb each other"):
+        with pytest.raises(errors.TaskError, match=r"iterators do not affect each other"):
             loader_of(stream, 0).any_batch()
 
 
