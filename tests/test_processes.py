@@ -149,8 +149,8 @@ def test_errors_of_any_kind_arrive(made: Callable[..., Processes]):
     ("end", "how"),
     [
         (lambda: os.kill(os.getpid(), signal.SIGKILL), "was killed by SIGKILL"),
-        (lambda: os._exit(3), "ended with status 3"),
-        (lambda: sys.exit(4), "ended with status 4"),
+        (lambda: os._exit(3), "exited with status 3"),
+        (lambda: sys.exit(4), "exited with status 4"),
     ],
 )
 def test_fault_37_a_process_that_ends_is_an_error_that_names_what_it_loaded(
