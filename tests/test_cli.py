@@ -102,7 +102,7 @@ def test_dry_run_prints_the_arithmetic_and_takes_no_worker(tmp_path: Path):
     assert "slots per worker: 1, 2" in said
     # 1437 rows in 3 lanes of 479: 14 full steps of 96, and one of 93.
     assert "1437" in said
-    assert "15 per epoch (the last has 93 images), 150 steps in 10 epochs" in said
+    assert "15 per epoch (the last has 93 images), 150 in 10 epochs" in said
     assert "360" in said
     assert "131,754 parameters" in said
     assert re.search(r"epoch 0: \S+, epoch 1: 0\.1, epoch 5: \S+, epoch 10: \S+", said)

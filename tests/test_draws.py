@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
+import random
+
 import numpy as np
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -96,3 +100,17 @@ def test_hash64_spreads_the_slots_of_a_long_run():
     """Seeds of dropout: no two slots of a run share one."""
     seen = {hash64(0, step, slot) >> 1 for step in range(2000) for slot in range(32)}
     assert len(seen) == 64_000
+
+
+def test_the_global_generators_are_seeded_by_seed_epoch_row_repeat_and_stream():
+    found = set()
+    for seed, epoch, repeat, stream in itertools.product((0, 1), repeat=4):
+        draws = Draws(seed, epoch, np.arange(5), np.full(5, repeat))
+        for place in range(5):
+            for _ in range(2):  # twice the same
+                draws.seed_globals(place, stream)
+                drawn = random.random(), float(np.random.random()), torch.rand(()).item()
+                found.add((seed, epoch, repeat, stream, place, *drawn))
+    assert len(found) == 5 * 2**4
+    for generator in (-3, -2, -1):
+        assert len({each[generator] for each in found}) == 5 * 2**4

@@ -18,6 +18,7 @@ from raytrain_ddp import TrainConfig, fit_locally
 from raytrain_ddp.config import TaskName
 from raytrain_ddp.errors import ConfigError, TaskError
 from raytrain_ddp.orchestration.carried import carried
+from raytrain_ddp.orchestration.naming import open_run
 from raytrain_ddp.orchestration.preflight import check
 from raytrain_ddp.recipe import dumps, to_dict
 from raytrain_ddp.tasks.load import check_task_name, load_task, task_of
@@ -100,9 +101,9 @@ def test_a_given_task_is_a_plain_name_in_files_and_other_processes():
     assert type(to_dict(config)["task"]) is str
     assert 'task = "tiny:TinyTask"' in dumps(config)
     assert type(pickle.loads(pickle.dumps(config)).task) is str
-    assert check(config).name == "TinyTask"
+    assert open_run(check(config)).config.name == "TinyTask"
     assert TrainConfig(task=TinyTask(config)).task == "tiny:TinyTask()"
-    assert check(TrainConfig(task=local_class())).name == "Local"
+    assert open_run(check(TrainConfig(task=local_class()))).config.name == "Local"
 
 
 class Holder(TinyTask):

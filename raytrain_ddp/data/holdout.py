@@ -46,7 +46,7 @@ def _shares(rows_of_class: Rows, fraction: float, seed: int) -> Rows:
     """Rows to hold out per class: rounded down, with the remaining rows assigned to the classes
     with the largest remainders; ties are broken at random."""
     exact = rows_of_class * fraction
-    counts = np.floor(exact).astype(np.int64)
+    counts: Rows = np.floor(exact).astype(np.int64)
     missing = round(float(fraction * rows_of_class.sum())) - int(counts.sum())
     with np.errstate(over="ignore"):
         ties = mix64(np.arange(len(counts), dtype=np.uint64) ^ np.uint64(hash64(seed, ~_STREAM)))
@@ -54,9 +54,7 @@ def _shares(rows_of_class: Rows, fraction: float, seed: int) -> Rows:
     fitting = np.where(counts + 1 < rows_of_class, remainders, -1.0)
     for number in np.lexsort((ties, -fitting))[: max(0, missing)].tolist():
         counts[number] += fitting[number] > 0
-    most: Rows = np.maximum(rows_of_class - 1, 0)
-    least: Rows = np.minimum(counts, most)
-    return least
+    return counts
 
 
 @dataclass(frozen=True)
