@@ -75,7 +75,7 @@ def write(
 
 
 def page_of(*runs: Path, out: Path | None = None) -> str:
-    path = write_report([str(run) for run in runs], str(out) if out else None, False, "cpu")
+    path = write_report([str(run) for run in runs], str(out) if out else None, False, "auto")
     return path.read_text(encoding="utf-8")
 
 
@@ -183,13 +183,13 @@ def test_a_report_goes_into_the_run_or_here_or_where_it_is_told(
 ):
     monkeypatch.chdir(tmp_path)
     one, two = str(troubled), str(shutil.copytree(troubled, tmp_path / "two"))
-    assert write_report([one], None, False, "cpu") == troubled / "report.html"
-    assert write_report([one, two], None, False, "cpu") == Path("report.html")
-    assert write_report([one], "new/a.html", False, "cpu") == Path("new/a.html")
+    assert write_report([one], None, False, "auto") == troubled / "report.html"
+    assert write_report([one, two], None, False, "auto") == Path("report.html")
+    assert write_report([one], "new/a.html", False, "auto") == Path("new/a.html")
     assert [path.name for path in tmp_path.glob("new/*")] == ["a.html"]
     Path("a.html").touch()
     with pytest.raises(ConfigError, match=r"cannot be written .* --out"):
-        write_report([one], "a.html/b", False, "cpu")
+        write_report([one], "a.html/b", False, "auto")
 
 
 # ------------------------------------------------------------------ what it tells
@@ -491,8 +491,8 @@ def test_a_browser_shows_it_without_a_complaint(
         pytest.skip("there is no chromium")
     paths = [
         write_report([str(untrained)], str(tmp_path / "a.html"), True, "cpu"),
-        write_report([str(troubled)], str(tmp_path / "b.html"), False, "cpu"),
-        write_report([str(troubled), str(untrained)], str(tmp_path / "c.html"), False, "cpu"),
+        write_report([str(troubled)], str(tmp_path / "b.html"), False, "auto"),
+        write_report([str(troubled), str(untrained)], str(tmp_path / "c.html"), False, "auto"),
     ]
     complaints: list[str] = []
     with api.sync_playwright() as playwright:

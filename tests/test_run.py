@@ -208,7 +208,7 @@ def test_flags_behind_the_script_are_noted_unless_it_knows_them(
     in_folder(monkeypatch, tmp_path, "parser.add_argument('--log_dir')")
     argv = ["-n", "2", "script.py", "--log-dir", "x", "--max_restarts=3", "--lr", "1", "--use-gpu"]
     (note,) = parse(argv).notes
-    assert note.startswith("--max_restarts=3: behind script.py")
+    assert note.startswith("passed to the script: --max_restarts=3; flags of run must come before")
 
 
 def test_the_script_is_found_behind_flags_without_values():

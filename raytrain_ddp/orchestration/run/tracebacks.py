@@ -15,6 +15,7 @@ _PREFIX = re.compile(r"\[rank\d+\]: ?")  # torch's excepthook: it prints uncaugh
 _HEADER = re.compile(r"Traceback \(most recent call last\)")
 _CHAIN = re.compile(r"(During handling of the above|The above exception was the direct cause)")
 _FRAME = re.compile(r"""File "[^"]*", line \d+, in (.+)|^[│\s]*\S+:\d+ in ([\w<>.]+)""")
+_WRAPPED = re.compile(r"^[│\s]*(\S+:\d+(?: in)?)[│\s]*$")  # rich breaks frames of long paths
 # The outermost frame of what nobody has caught: a script's own, that of `python -m`, a thread's.
 _OUTERMOST = {"<module>", "_run_module_as_main"}
 _OF_A_THREAD = {"_bootstrap_inner", "_bootstrap"}
@@ -55,6 +56,7 @@ class Raised:
         self._left_out = 0
         self._frames = True
         self._first_frame = True
+        self._wrapped = ""  # the first line of a frame that is on two
         self._message = 0
         self._chained = False
 
@@ -77,10 +79,14 @@ class Raised:
         self.last_at = at
         self._keep(line)
         plain, prefixed = _plain(line)
+        if self._wrapped:
+            plain, self._wrapped = f"{self._wrapped} {plain.lstrip('│ ')}", ""
         if _HEADER.search(plain):
             if self._chained:
                 self._frames = self._first_frame = True
                 self._message, self._chained, self.error = 0, False, ""
+        elif self._first_frame and (wrapped := _WRAPPED.match(plain)):
+            self._wrapped = wrapped[1]
         elif self._frames and (frame := _FRAME.search(plain)) and self._first_frame:
             name = frame[1] or frame[2]
             self._first_frame = False
