@@ -344,7 +344,8 @@ def test_mixing_needs_two_images_in_a_micro_batch(kind: str):
     """Else it would be switched on and never done."""
     for micro, repeats in ((1, 1), (4, 4)):
         augment = inputs.AugmentConfig(repeats=repeats, **{kind: 0.2})
-        with pytest.raises(ConfigError, match=rf"augment\.{kind} = 0\.2: .* set micro_batch to {2 * repeats} or"):
+        told = rf"augment\.{kind} = 0\.2: .* set micro_batch to {2 * repeats} or more"
+        with pytest.raises(ConfigError, match=told):
             TrainConfig(batch_size=8, micro_batch=micro, augment=augment)
         TrainConfig(batch_size=8, micro_batch=2 * repeats, augment=augment)
 

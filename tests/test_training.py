@@ -518,7 +518,7 @@ def test_a_bool_buffer_that_changes_later_than_in_the_first_pass_is_refused():
     buffers.begin()
     buffers.add(0, 1.0, torch.zeros(()))
     model.seen[0] = True
-    with pytest.raises(ConfigError, match="bool buffer seen changes in this step, but did not"):
+    with pytest.raises(ConfigError, match="bool buffer seen changes in this step but did not"):
         buffers.add(1, 1.0, torch.zeros(()))
 
 
