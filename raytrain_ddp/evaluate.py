@@ -57,7 +57,7 @@ def main(argv: Sequence[str]) -> int:
 
     from raytrain_ddp.data.threads import Threads
     from raytrain_ddp.tasks.check import eval_data_of, metrics_of, model_of
-    from raytrain_ddp.tasks.load import load_task
+    from raytrain_ddp.tasks.load import BUILT_IN, load_task
     from raytrain_ddp.training.evaluate import evaluate
     from raytrain_ddp.training.feed import require_few_bad
     from raytrain_ddp.training.state import load_model
@@ -69,7 +69,7 @@ def main(argv: Sequence[str]) -> int:
     reads: set[str] = set()
     task = load_task(config, reads)
     data = eval_data_of(task)
-    if args.data is not None and "data.eval_source" not in reads:
+    if args.data is not None and config.task not in BUILT_IN and "data.eval_source" not in reads:
         raise ConfigError(f"--data has no effect: {config.task} does not read data.eval_source.")
     if data is None:
         raise ConfigError("there is no evaluation set: give one with --data.")
