@@ -204,21 +204,26 @@ def test_fault_30_a_finished_run_says_so_and_changes_no_file(finished: Path):
         assert contents(finished) == before
 
 
-def test_fault_03_30_what_a_kill_in_the_last_pruning_left_is_done_when_the_run_is_started_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
+def killed_at(point: str, folder: Path) -> TrainConfig:
+    """A run with a checkpoint after each step, killed at a failpoint; its config."""
     often = ("--checkpoint.every-steps", "1", "--checkpoint.keep-last", "2")
-    armed = {VARIABLE: "prune.manifest:kill@step=4", FOLDER_VARIABLE: str(tmp_path / "fired")}
+    armed = {VARIABLE: point, FOLDER_VARIABLE: str(folder / "fired")}
     killed = subprocess.run(
         [sys.executable, "-m", "raytrain_ddp.fit", *TRAIN, *EPOCHS, *often],
-        cwd=tmp_path,
+        cwd=folder,
         env={**os.environ, **ENVIRONMENT, **armed},
         capture_output=True,
         check=False,
     )
     assert killed.returncode == -9, killed.stderr
+    return replace(parse_fit([*TRAIN, *EPOCHS, *often]).config, storage=str(folder / "runs"))
+
+
+def test_fault_03_30_what_a_kill_in_the_last_pruning_left_is_done_when_the_run_is_started_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    config = killed_at("prune.manifest:kill@step=4", tmp_path)
     monkeypatch.chdir(tmp_path)
-    config = replace(parse_fit([*TRAIN, *EPOCHS, *often]).config, storage=str(tmp_path / "runs"))
     run = run_storage(config)
     half_deleted = Path(run.path) / "checkpoints" / "step-00000004-a0001"
 
@@ -250,17 +255,7 @@ def test_fault_03_30_what_a_kill_in_the_last_pruning_left_is_done_when_the_run_i
 def test_a_kill_before_the_last_pruning_leaves_no_checkpoint_too_many_and_no_log_too_short(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    often = ("--checkpoint.every-steps", "1", "--checkpoint.keep-last", "2")
-    armed = {VARIABLE: "checkpoint.committed:kill@step=6", FOLDER_VARIABLE: str(tmp_path / "fired")}
-    killed = subprocess.run(
-        [sys.executable, "-m", "raytrain_ddp.fit", *TRAIN, *EPOCHS, *often],
-        cwd=tmp_path,
-        env={**os.environ, **ENVIRONMENT, **armed},
-        capture_output=True,
-        check=False,
-    )
-    assert killed.returncode == -9, killed.stderr
-    config = replace(parse_fit([*TRAIN, *EPOCHS, *often]).config, storage=str(tmp_path / "runs"))
+    config = killed_at("checkpoint.committed:kill@step=6", tmp_path)
     run = run_storage(config)
     assert [name.step for name in checkpoint_store(run).names()] == [6, 5, 4]
     log = run.read("metrics.jsonl")
