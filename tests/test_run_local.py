@@ -131,6 +131,7 @@ def local(
     monkeypatch.setitem(sys.modules, "ray", Threads())
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    monkeypatch.delenv("PYTHONBREAKPOINT", raising=False)  # `ray.init` of another test sets it
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     each = Local(tmp_path, capfd)
