@@ -26,8 +26,8 @@ from torch.nn.functional import cross_entropy
 from raytrain_ddp.checkpoint.manifest import Manifest
 from raytrain_ddp.checkpoint.storage import open_storage
 from raytrain_ddp.checkpoint.store import CheckpointStore
-from raytrain_ddp.durable import fsync
-from raytrain_ddp.training.state import TrainState, encode
+from raytrain_ddp.files import fsync
+from raytrain_ddp.training.train_state import TrainState, encode
 
 FEATURES, CLASSES, BATCH = 768, 10, 8
 WARM_STEPS = 5  # the first ones allocate gradients and the optimizer's state

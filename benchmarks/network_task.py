@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import nn
 
-from raytrain_ddp.tasks.images import ImageClassification
+from raytrain_ddp.tasks.image_classification import ImageClassification
 
 
 class WideDigits(ImageClassification):

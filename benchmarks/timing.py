@@ -26,9 +26,9 @@ from series import Series, describe_machine, spread, table
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
-from raytrain_ddp.tasks.digits import DigitsCNN
-from raytrain_ddp.training.clock import PHASES, Clock
-from raytrain_ddp.training.timing import Reading, in_order, summary
+from raytrain_ddp.tasks.digits_cnn import DigitsCNN
+from raytrain_ddp.training.phase_clock import PHASES, Clock
+from raytrain_ddp.training.step_timing import Reading, in_order, summary
 
 RANKS, STEPS_A_LINE = 16, 10
 

@@ -12,45 +12,45 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from raytrain_ddp.config import TrainConfig as TrainConfig
-    from raytrain_ddp.data.draws import Draws as Draws
-    from raytrain_ddp.data.source import ArraySource as ArraySource
-    from raytrain_ddp.data.source import Data as Data
-    from raytrain_ddp.data.source import MapSource as MapSource
-    from raytrain_ddp.data.source import Source as Source
-    from raytrain_ddp.data.stream import IterableSource as IterableSource
+    from raytrain_ddp.config.input_sections import AugmentConfig as AugmentConfig
+    from raytrain_ddp.config.input_sections import DataConfig as DataConfig
+    from raytrain_ddp.config.sections import CheckpointConfig as CheckpointConfig
+    from raytrain_ddp.config.sections import ComputeConfig as ComputeConfig
+    from raytrain_ddp.config.sections import DdpConfig as DdpConfig
+    from raytrain_ddp.config.sections import EvalConfig as EvalConfig
+    from raytrain_ddp.config.sections import LogConfig as LogConfig
+    from raytrain_ddp.config.sections import ModelConfig as ModelConfig
+    from raytrain_ddp.config.sections import OptimConfig as OptimConfig
+    from raytrain_ddp.config.sections import ScalingConfig as ScalingConfig
+    from raytrain_ddp.config.sections import ScheduleConfig as ScheduleConfig
+    from raytrain_ddp.config.train_config import TrainConfig as TrainConfig
+    from raytrain_ddp.data.iterable_source import IterableSource as IterableSource
+    from raytrain_ddp.data.sample_rng import Draws as Draws
+    from raytrain_ddp.data.sources import ArraySource as ArraySource
+    from raytrain_ddp.data.sources import Data as Data
+    from raytrain_ddp.data.sources import MapSource as MapSource
+    from raytrain_ddp.data.sources import Source as Source
+    from raytrain_ddp.driver.fit_driver import fit as fit
+    from raytrain_ddp.driver.fit_driver import fit_locally as fit_locally
     from raytrain_ddp.errors import RaytrainError as RaytrainError
-    from raytrain_ddp.inputs import AugmentConfig as AugmentConfig
-    from raytrain_ddp.inputs import DataConfig as DataConfig
-    from raytrain_ddp.orchestration.driver import fit as fit
-    from raytrain_ddp.orchestration.driver import fit_locally as fit_locally
-    from raytrain_ddp.orchestration.result import FitResult as FitResult
-    from raytrain_ddp.sections import CheckpointConfig as CheckpointConfig
-    from raytrain_ddp.sections import ComputeConfig as ComputeConfig
-    from raytrain_ddp.sections import DdpConfig as DdpConfig
-    from raytrain_ddp.sections import EvalConfig as EvalConfig
-    from raytrain_ddp.sections import LogConfig as LogConfig
-    from raytrain_ddp.sections import ModelConfig as ModelConfig
-    from raytrain_ddp.sections import OptimConfig as OptimConfig
-    from raytrain_ddp.sections import ScalingConfig as ScalingConfig
-    from raytrain_ddp.sections import ScheduleConfig as ScheduleConfig
+    from raytrain_ddp.result import FitResult as FitResult
     from raytrain_ddp.tasks.task import Task as Task
 
 _HOMES = {
-    "ArraySource": "data.source",
-    "AugmentConfig": "inputs",
-    "Data": "data.source",
-    "DataConfig": "inputs",
-    "Draws": "data.draws",
-    "FitResult": "orchestration.result",
-    "IterableSource": "data.stream",
-    "MapSource": "data.source",
+    "ArraySource": "data.sources",
+    "AugmentConfig": "config.input_sections",
+    "Data": "data.sources",
+    "DataConfig": "config.input_sections",
+    "Draws": "data.sample_rng",
+    "FitResult": "result",
+    "IterableSource": "data.iterable_source",
+    "MapSource": "data.sources",
     "RaytrainError": "errors",
-    "Source": "data.source",
+    "Source": "data.sources",
     "Task": "tasks.task",
-    "TrainConfig": "config",
-    "fit": "orchestration.driver",
-    "fit_locally": "orchestration.driver",
+    "TrainConfig": "config.train_config",
+    "fit": "driver.fit_driver",
+    "fit_locally": "driver.fit_driver",
 }
 _HOMES |= dict.fromkeys(
     (
@@ -64,7 +64,7 @@ _HOMES |= dict.fromkeys(
         "ScalingConfig",
         "ScheduleConfig",
     ),
-    "sections",
+    "config.sections",
 )
 __all__ = [*_HOMES]  # noqa: PLE0604  (strings, kept in one place with their homes)
 

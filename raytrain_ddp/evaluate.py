@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import tyro
 
-from raytrain_ddp.cli import run_door
+from raytrain_ddp.command_line import run_command
 from raytrain_ddp.errors import (
     CheckpointError,
     ConfigError,
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from raytrain_ddp.checkpoint.store import Checkpoint
-    from raytrain_ddp.config import TrainConfig
+    from raytrain_ddp.config.train_config import TrainConfig
     from raytrain_ddp.tasks.task import Task
 
 
@@ -55,12 +55,12 @@ def main(argv: Sequence[str]) -> int:
     config = _config(checkpoint, args.data)
     import torch
 
-    from raytrain_ddp.data.threads import Threads
-    from raytrain_ddp.tasks.check import eval_data_of, metrics_of, model_of
-    from raytrain_ddp.tasks.load import BUILT_IN, load_task
-    from raytrain_ddp.training.evaluate import evaluate
-    from raytrain_ddp.training.feed import require_few_bad
-    from raytrain_ddp.training.state import load_model
+    from raytrain_ddp.data.loader_threads import Threads
+    from raytrain_ddp.tasks.task_check import eval_data_of, metrics_of, model_of
+    from raytrain_ddp.tasks.task_loading import BUILT_IN, load_task
+    from raytrain_ddp.training.device_feed import require_few_bad
+    from raytrain_ddp.training.evaluation import evaluate
+    from raytrain_ddp.training.train_state import load_model
     from raytrain_ddp.training.world import World, choose_device, set_up
 
     device = choose_device(args.device)
@@ -98,7 +98,7 @@ def find_checkpoint(place: str, which: Literal["best", "last"] | None = None) ->
         CheckpointError: there is no checkpoint, or it is damaged.
         ConfigError: `which` is given, but `place` is a single checkpoint.
     """
-    from raytrain_ddp.checkpoint.layout import CHECKPOINTS, checkpoint_store, read_history
+    from raytrain_ddp.checkpoint.run_folder import CHECKPOINTS, checkpoint_store, read_history
     from raytrain_ddp.checkpoint.storage import open_storage
     from raytrain_ddp.checkpoint.store import MANIFEST_FILE, CheckpointName, CheckpointStore
 
@@ -134,7 +134,7 @@ def _verified(checkpoint: Checkpoint) -> Checkpoint:
 
 
 def _config(checkpoint: Checkpoint, data: str | None) -> TrainConfig:
-    from raytrain_ddp.recipe import from_dict
+    from raytrain_ddp.config.recipe import from_dict
 
     config = from_dict(dict(checkpoint.manifest.config), where=str(checkpoint))
     if data is None:
@@ -192,4 +192,4 @@ def _print_classes(task: Any, counts: Tensor) -> None:
 
 
 if __name__ == "__main__":
-    run_door(main)
+    run_command(main)

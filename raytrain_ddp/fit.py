@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from types import ModuleType
 from typing import Any
 
-from raytrain_ddp.cli import parse_fit, run_door
-from raytrain_ddp.effects import under_torchrun
-from raytrain_ddp.recipe import default_name, dumps
+from raytrain_ddp.command_line import parse_fit, run_command
+from raytrain_ddp.config.effects import under_torchrun
+from raytrain_ddp.config.recipe import default_name, dumps
 
 
 def main(argv: Sequence[str]) -> int:
@@ -19,7 +19,7 @@ def main(argv: Sequence[str]) -> int:
         print(dumps(args.config), end="")
         return 0
     if args.emit:
-        from raytrain_ddp.orchestration.emit.emit import emit
+        from raytrain_ddp.driver.cluster_files import emit
 
         emitted = emit(args.config, args.emit, args.recipe)
         print(emitted.text, end="")
@@ -28,11 +28,11 @@ def main(argv: Sequence[str]) -> int:
         return 0
     name = default_name(args.recipe)
     if args.dry_run:
-        from raytrain_ddp.orchestration.dry_run import dry_run
+        from raytrain_ddp.driver.dry_run import dry_run
 
         print(dry_run(args.config, name))
         return 0
-    from raytrain_ddp.orchestration.driver import fit, fit_locally
+    from raytrain_ddp.driver.fit_driver import fit, fit_locally
 
     if args.local or under_torchrun():
         return fit_locally(args.config, default_name=name).exit_status
@@ -44,7 +44,7 @@ class _Door(ModuleType):
     """Lets ``raytrain_ddp.fit(config)`` work also where this module hides the function `fit`."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        from raytrain_ddp.orchestration.driver import fit
+        from raytrain_ddp.driver.fit_driver import fit
 
         return fit(*args, **kwargs)
 
@@ -52,4 +52,4 @@ class _Door(ModuleType):
 sys.modules[__name__].__class__ = _Door
 
 if __name__ == "__main__":
-    run_door(main)
+    run_command(main)

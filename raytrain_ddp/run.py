@@ -11,9 +11,9 @@ from pathlib import Path
 
 import tyro
 
-from raytrain_ddp.cli import run_door
+from raytrain_ddp.command_line import run_command
 from raytrain_ddp.errors import ConfigError
-from raytrain_ddp.orchestration.run.order import Flags, Order
+from raytrain_ddp.launcher.run_options import Flags, Order
 
 _PROG = "python -m raytrain_ddp.run"
 _DESCRIPTION = """\
@@ -73,11 +73,11 @@ def main(argv: Sequence[str]) -> int:
     for note in order.notes:
         print(f"run: {note}", file=sys.stderr)
     if order.flags.dry_run:
-        from raytrain_ddp.orchestration.run.preview import dry_run
+        from raytrain_ddp.launcher.preview import dry_run
 
         print(dry_run(order))
         return 0
-    from raytrain_ddp.orchestration.run.launch import launch
+    from raytrain_ddp.launcher.script_launch import launch
 
     return launch(order)
 
@@ -203,4 +203,4 @@ def _behind(command: Sequence[str], given: set[str]) -> list[str]:
 
 
 if __name__ == "__main__":
-    run_door(main)
+    run_command(main)

@@ -14,8 +14,8 @@ from typing import Any
 import jsonschema
 import yaml
 
-from raytrain_ddp.cli import parse_fit
-from raytrain_ddp.config import TrainConfig
+from raytrain_ddp.command_line import parse_fit
+from raytrain_ddp.config.train_config import TrainConfig
 
 # Of the custom resources of KubeRay 1.6 (ray.io/v1): fields that may be used here. The API server
 # drops a field that it does not know without a word.

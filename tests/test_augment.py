@@ -17,11 +17,11 @@ import torch
 from torch import Tensor
 from torch.nn.functional import cross_entropy, interpolate, one_hot
 
-from raytrain_ddp.data import policies
-from raytrain_ddp.data.device import ERASE_DRAWS, erase_boxes, finish, mix, partners_of
-from raytrain_ddp.data.draws import Draws
-from raytrain_ddp.data.policies import apply_policy, policy_draws
-from raytrain_ddp.inputs import AugmentConfig
+from raytrain_ddp.config.input_sections import AugmentConfig
+from raytrain_ddp.data import auto_augment
+from raytrain_ddp.data.auto_augment import apply_policy, policy_draws
+from raytrain_ddp.data.gpu_augment import ERASE_DRAWS, erase_boxes, finish, mix, partners_of
+from raytrain_ddp.data.sample_rng import Draws
 
 v2 = pytest.importorskip("torchvision.transforms.v2")
 
@@ -86,8 +86,8 @@ def dealt(monkeypatch: pytest.MonkeyPatch) -> Dealt:
     return Dealt(monkeypatch)
 
 
-def names_of(policy: policies.Policy) -> list[str]:
-    return [name for name, _, _ in policies._space(policy, 9, 9)]
+def names_of(policy: auto_augment.Policy) -> list[str]:
+    return [name for name, _, _ in auto_augment._space(policy, 9, 9)]
 
 
 # ------------------------------------------------------------------ policies, pixel for pixel
@@ -100,7 +100,7 @@ def test_the_operations_are_torchvisions():
         "augmix": v2.AugMix._AUGMENTATION_SPACE,
     }
     for policy, space in spaces.items():
-        ours = policies._space(policy, 37, 53)
+        ours = auto_augment._space(policy, 37, 53)
         assert {name for name, _, _ in ours} == set(space)
         levels = 10 if policy == "augmix" else 31
         for name, magnitudes, signed in ours:
@@ -181,7 +181,7 @@ def test_jitter_gives_torchvisions_pixels_in_every_order():
         factors = [a + d * 2 * j for a, d, j in zip(low, draws[1:], JITTER, strict=True)]
         kinds = ("brightness", "contrast", "saturation", "hue")
         params = {f"{kind}_factor": f for kind, f in zip(kinds, factors, strict=True)}
-        params["fn_idx"] = policies._ORDERS[order]
+        params["fn_idx"] = auto_augment._ORDERS[order]
         assert torch.equal(apply_policy(image, config, draws), theirs.transform(image, params))
 
 
@@ -193,12 +193,12 @@ def test_our_own_kernels_give_torchvisions_pixels():
     steps = torch.arange(0, 256, 15)  # 0 and 255 among them
     colours = torch.cartesian_prod(steps, steps, steps).T.reshape(3, 18, -1).to(torch.uint8)
     for shift in (-0.5, -1 / 3, -0.01, -1e-9, 0.0, 1e-9, 0.07, 1 / 6, 0.25, 0.49, 0.5):
-        assert torch.equal(policies._hue(colours, shift), tv.adjust_hue(colours, shift))
+        assert torch.equal(auto_augment._hue(colours, shift), tv.adjust_hue(colours, shift))
     for image in (picture(), picture(2, 5), picture(1, 1), torch.full((3, 8, 8), 255).byte()):
         for factor in np.linspace(0, 2, 21).tolist():
-            sharp = policies._operate(image, "Sharpness", factor - 1)
+            sharp = auto_augment._operate(image, "Sharpness", factor - 1)
             assert torch.equal(sharp, tv.adjust_sharpness(image, 1 + (factor - 1)))
-            contrast = policies._operate(image, "Contrast", factor - 1)
+            contrast = auto_augment._operate(image, "Contrast", factor - 1)
             assert torch.equal(contrast, tv.adjust_contrast(image, 1 + (factor - 1)))
 
 
@@ -239,7 +239,7 @@ def test_torchs_number_of_threads_does_not_change_the_pixels(name: str):
         pixels = []
         for threads in (1, 3):
             torch.set_num_threads(threads)
-            pixels.append(policies._operate(image, name, magnitude, mode))
+            pixels.append(auto_augment._operate(image, name, magnitude, mode))
         assert torch.equal(*pixels)
 
 
@@ -252,7 +252,7 @@ def test_the_mean_grey_of_a_large_image_is_exact():
     image = torch.from_numpy(pixels).byte().view(601, 1001).expand(3, -1, -1)
     for threads in (1, 2, 3, 4):
         torch.set_num_threads(threads)
-        assert (policies._operate(image, "Contrast", -1.0) == 127).all()
+        assert (auto_augment._operate(image, "Contrast", -1.0) == 127).all()
 
 
 @pytest.mark.parametrize("config", EVERY_KIND)
@@ -281,7 +281,7 @@ def operations_of(
         seen.append((name, magnitude))
         return image
 
-    monkeypatch.setattr(policies, "_operate", note)
+    monkeypatch.setattr(auto_augment, "_operate", note)
     for draws in draws_of(config, images):
         apply_policy(picture(), config, draws)
     return seen
@@ -332,9 +332,9 @@ def test_augmix_shares_are_uniform_and_add_up_to_one(monkeypatch: pytest.MonkeyP
     config = AugmentConfig(policy="augmix")
     white, black = (torch.full((3, 1, 1), value, dtype=torch.uint8) for value in (255, 0))
     draws = draws_of(config, 2000)
-    monkeypatch.setattr(policies, "_operate", lambda image, *_, **__: image)
+    monkeypatch.setattr(auto_augment, "_operate", lambda image, *_, **__: image)
     assert min(int(apply_policy(white, config, d).min()) for d in draws) >= 254  # truncated
-    monkeypatch.setattr(policies, "_operate", lambda *_, **__: black)
+    monkeypatch.setattr(auto_augment, "_operate", lambda *_, **__: black)
     own = np.array([int(apply_policy(white, config, d)[0]) for d in draws]) / 255
     assert abs(np.sort(own) - np.linspace(0, 1, 2000)).max() < 1.95 / 2000**0.5 + 1 / 255
 
@@ -344,7 +344,7 @@ def test_augmix_shares_are_uniform_and_add_up_to_one(monkeypatch: pytest.MonkeyP
         """Each chain, which starts from the image itself, lights a channel of its own."""
         return next(lit) if image is black else image
 
-    monkeypatch.setattr(policies, "_operate", light)
+    monkeypatch.setattr(auto_augment, "_operate", light)
     shares = torch.stack([apply_policy(black, config, [0.0, *d[1:]]).flatten() for d in draws])
     for share in shares.T.numpy() / 255:
         expected = 1 - (1 - np.linspace(0, 1, 2000)) ** 0.5  # quantiles of Beta(1, 2)

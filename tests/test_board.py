@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from raytrain_ddp.orchestration.board import Board, Inbox, Outbox
+from raytrain_ddp.ray_backend.mailbox import Board, Inbox, Outbox
 
 
 def numbers(events: list[Any]) -> list[int]:

@@ -265,10 +265,10 @@ def test_fault_20_a_bad_image_may_be_skipped(kind: str, workers: Group, tmp_path
 def test_each_bad_record_is_reported_once_and_in_words(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ):
-    from raytrain_ddp.data.draws import Draws
-    from raytrain_ddp.data.images import image_data
+    from raytrain_ddp.config.input_sections import AugmentConfig, DataConfig
+    from raytrain_ddp.data.image_batches import image_data
+    from raytrain_ddp.data.sample_rng import Draws
     from raytrain_ddp.data.splits import open_splits
-    from raytrain_ddp.inputs import AugmentConfig, DataConfig
 
     root = folder(tmp_path)
     for name, content in (("00", b"hello"), ("01", b""), ("02", jpeg(2)[:500]), ("03", enormous())):
@@ -291,8 +291,8 @@ def test_fault_20_an_enormous_jpeg_is_refused_by_its_header(
 ):
     import simplejpeg
 
-    from raytrain_ddp.data.conversion.pixels import shrunk
-    from raytrain_ddp.data.decode import open_picture
+    from raytrain_ddp.convert.pixels import shrunk
+    from raytrain_ddp.data.decoding import open_picture
 
     monkeypatch.setattr(simplejpeg, "decode_jpeg", lambda *_, **__: pytest.fail("was decoded"))
     for use in (open_picture, lambda content: shrunk(content, 8, 90)):

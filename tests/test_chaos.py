@@ -17,18 +17,18 @@ import pytest
 from processes import Group, door
 from tiny import TOTAL_STEPS, plain, run_tiny, tiny_config
 
-from raytrain_ddp.chaos import parse
-from raytrain_ddp.checkpoint.layout import METRICS_FILE, checkpoint_store, run_storage
-from raytrain_ddp.config import TrainConfig
+from raytrain_ddp.chaos.__main__ import parse
+from raytrain_ddp.chaos.comparison import left_by
+from raytrain_ddp.chaos.drive import Watcher, drive
+from raytrain_ddp.chaos.experiment import Order, Outcome, chaos
+from raytrain_ddp.chaos.fault_plan import DRIVER, Fault, Shape, armed, draw
+from raytrain_ddp.chaos.observation import TAG, Faults, Fired, Log, tag, tagged
+from raytrain_ddp.chaos.runners import Local, OnRay, Zygote
+from raytrain_ddp.checkpoint.run_folder import METRICS_FILE, checkpoint_store, run_storage
+from raytrain_ddp.config.sections import CheckpointConfig, LogConfig, ScalingConfig
+from raytrain_ddp.config.train_config import TrainConfig
 from raytrain_ddp.errors import ConfigError, PreflightError, RaytrainError
 from raytrain_ddp.failpoints import SITES, arm
-from raytrain_ddp.orchestration.chaos.chaos import Order, Outcome, chaos
-from raytrain_ddp.orchestration.chaos.compare import left_by
-from raytrain_ddp.orchestration.chaos.drive import Watcher, drive
-from raytrain_ddp.orchestration.chaos.plan import DRIVER, Fault, Shape, armed, draw
-from raytrain_ddp.orchestration.chaos.runners import Local, OnRay, Zygote
-from raytrain_ddp.orchestration.chaos.watch import TAG, Faults, Fired, Log, tag, tagged
-from raytrain_ddp.sections import CheckpointConfig, LogConfig, ScalingConfig
 
 HERE = Path(__file__).parent
 SHAPE = Shape(total_steps=100, world_size=3, save_every=5)
@@ -239,7 +239,7 @@ class Frozen(Scripted):
 def test_a_run_in_which_nothing_happens_is_killed_and_given_up(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr("raytrain_ddp.orchestration.chaos.drive.STUCK_S", 0.1)
+    monkeypatch.setattr("raytrain_ddp.chaos.drive.STUCK_S", 0.1)
     faults = Faults([], tmp_path / "fired")
     runner = Frozen([(0, "")], tmp_path / "fired")
     ran = drive(runner, Log(tmp_path / METRICS_FILE), faults, Watcher())

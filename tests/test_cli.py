@@ -19,20 +19,20 @@ import pytest
 from processes import ENVIRONMENT, Answer, door
 from rich.console import Console
 
-from raytrain_ddp.checkpoint.layout import checkpoint_store, run_storage
 from raytrain_ddp.checkpoint.lease import Lease
+from raytrain_ddp.checkpoint.run_folder import checkpoint_store, run_storage
 from raytrain_ddp.checkpoint.storage import open_storage
 from raytrain_ddp.checkpoint.store import CheckpointName
-from raytrain_ddp.cli import parse_fit
-from raytrain_ddp.config import TrainConfig
+from raytrain_ddp.command_line import parse_fit
+from raytrain_ddp.config.recipe import load
+from raytrain_ddp.config.sections import ScalingConfig
+from raytrain_ddp.config.train_config import TrainConfig
+from raytrain_ddp.display.progress_display import Display
+from raytrain_ddp.driver.dry_run import dry_run
+from raytrain_ddp.driver.fit_driver import _end, _Starts, fit
 from raytrain_ddp.errors import ConfigError
 from raytrain_ddp.evaluate import find_checkpoint
 from raytrain_ddp.failpoints import FOLDER_VARIABLE, VARIABLE
-from raytrain_ddp.orchestration.display import Display
-from raytrain_ddp.orchestration.driver import _end, _Starts, fit
-from raytrain_ddp.orchestration.dry_run import dry_run
-from raytrain_ddp.recipe import load
-from raytrain_ddp.sections import ScalingConfig
 
 TRAIN = ("--name", "small", "--local", "--batch-size", "256", "--micro-batch", "64")
 EPOCHS = ("--epochs", "1", "--eval.every-epochs", "1")
@@ -351,7 +351,7 @@ def test_fault_10_evaluate_of_a_damaged_checkpoint_exits_5(
 def test_ctrl_c_in_the_midst_of_a_fork_is_not_lost(tmp_path: Path):
     script = """
 import os, signal, subprocess, sys, time
-from raytrain_ddp.orchestration.starting import interruptible
+from raytrain_ddp.ray_backend.ray_start import interruptible
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell in the background ignores it
 os.register_at_fork(after_in_parent=lambda: signal.raise_signal(signal.SIGINT))
 try:
@@ -372,7 +372,7 @@ def test_what_came_before_a_restart_is_not_told_as_start_up(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     now = [10.0]
-    monkeypatch.setattr("raytrain_ddp.orchestration.driver.time.monotonic", lambda: now[0])
+    monkeypatch.setattr("raytrain_ddp.driver.fit_driver.time.monotonic", lambda: now[0])
     run, parts = open_storage(str(tmp_path)), {"total": 9.0, "evaluation": 2.0, "checkpoint": 1.0}
     outcome = {"seconds": parts, "signal": 0, "step": 3, "total_steps": 3}
     watch = _Starts(lambda _: None)

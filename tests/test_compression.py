@@ -26,13 +26,13 @@ from tiny import (
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from raytrain_ddp.checkpoint.layout import read_history, run_storage
+from raytrain_ddp.checkpoint.run_folder import read_history, run_storage
 from raytrain_ddp.checkpoint.snapshot import decode_tensors
-from raytrain_ddp.config import TrainConfig
-from raytrain_ddp.recipe import from_dict
-from raytrain_ddp.sections import CheckpointConfig, ComputeConfig, DdpConfig, OptimConfig
-from raytrain_ddp.training.clock import Clock
-from raytrain_ddp.training.compression import compress
+from raytrain_ddp.config.recipe import from_dict
+from raytrain_ddp.config.sections import CheckpointConfig, ComputeConfig, DdpConfig, OptimConfig
+from raytrain_ddp.config.train_config import TrainConfig
+from raytrain_ddp.training.gradient_compression import compress
+from raytrain_ddp.training.phase_clock import Clock
 from raytrain_ddp.training.prepare import prepare
 from raytrain_ddp.training.world import World
 

@@ -15,12 +15,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from processes import door
 
-from raytrain_ddp import inputs, recipe, sections
-from raytrain_ddp.cli import FitArgs
-from raytrain_ddp.config import TrainConfig
-from raytrain_ddp.errors import ConfigError
-from raytrain_ddp.evaluate import EvaluateArgs
-from raytrain_ddp.recipe import (
+from raytrain_ddp.command_line import FitArgs
+from raytrain_ddp.config import input_sections, recipe, sections
+from raytrain_ddp.config.recipe import (
     changed_fields,
     dumps,
     flat,
@@ -29,7 +26,10 @@ from raytrain_ddp.recipe import (
     publishable,
     to_dict,
 )
-from raytrain_ddp.tasks.zoo import check_model, known_models
+from raytrain_ddp.config.train_config import TrainConfig
+from raytrain_ddp.errors import ConfigError
+from raytrain_ddp.evaluate import EvaluateArgs
+from raytrain_ddp.tasks.model_zoo import check_model, known_models
 
 # Adding a flag is a promise to keep it; marking one free says that it does not decide the result.
 
@@ -254,7 +254,7 @@ def test_every_field_has_a_line_of_help():
 def test_fault_45_what_is_written_down_holds_no_secret_of_a_uri():
     where = "endpoint_override=http%3A%2F%2F10.0.0.1%3A9000&scheme=http"
     secret = f"s3://key:canary@bucket/images?secret_key=canary&region=x&{where}"
-    data = inputs.DataConfig(source=secret, eval_source=secret)
+    data = input_sections.DataConfig(source=secret, eval_source=secret)
     config = TrainConfig(storage=secret, data=data)
     assert "canary" not in dumps(publishable(config))
     for written in (publishable(config).storage, publishable(config).data.source):
@@ -264,7 +264,7 @@ def test_fault_45_what_is_written_down_holds_no_secret_of_a_uri():
     assert changed_fields(written, config) == []  # the run goes on with the same flags
     elsewhere = dataclasses.replace(data, source="s3://bucket/images?region=y")
     assert changed_fields(written, dataclasses.replace(config, data=elsewhere)) == []
-    other = dataclasses.replace(config, data=inputs.DataConfig(source="s3://other/images"))
+    other = dataclasses.replace(config, data=input_sections.DataConfig(source="s3://other/images"))
     assert [name for name, _, _ in changed_fields(written, other)] == [
         *("data.source", "data.eval_source"),
     ]
@@ -285,7 +285,7 @@ configs = st.builds(
     seed=st.integers(0, 2**63 - 1),
     epochs=st.integers(1, 10**6),
     data=st.builds(
-        inputs.DataConfig,
+        input_sections.DataConfig,
         source=texts(min_size=1),
         eval_source=st.none() | texts(),
         mean=st.tuples(numbers, numbers, numbers),
@@ -293,7 +293,7 @@ configs = st.builds(
         workers=st.just("auto") | st.integers(0, 99),
     ),
     augment=st.builds(
-        inputs.AugmentConfig,
+        input_sections.AugmentConfig,
         flip=st.booleans(),
         policy=st.sampled_from(["none", "randaugment", "trivial", "augmix"]),
         mixup=numbers,
@@ -343,7 +343,7 @@ def test_shipped_recipes_load_and_name_known_models(name: str):
 def test_mixing_needs_two_images_in_a_micro_batch(kind: str):
     """Else it would be switched on and never done."""
     for micro, repeats in ((1, 1), (4, 4)):
-        augment = inputs.AugmentConfig(repeats=repeats, **{kind: 0.2})
+        augment = input_sections.AugmentConfig(repeats=repeats, **{kind: 0.2})
         told = rf"augment\.{kind} = 0\.2: .* set micro_batch to {2 * repeats} or more"
         with pytest.raises(ConfigError, match=told):
             TrainConfig(batch_size=8, micro_batch=micro, augment=augment)

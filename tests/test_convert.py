@@ -25,18 +25,19 @@ from PIL import Image
 from processes import door
 from test_parquet import located
 
-from raytrain_ddp.cli import parse_fit
-from raytrain_ddp.convert import fit_command
-from raytrain_ddp.data.conversion import stage as stage_module
-from raytrain_ddp.data.conversion.config import ConvertConfig
-from raytrain_ddp.data.conversion.convert import Converted, convert
-from raytrain_ddp.data.conversion.meter import Meter
-from raytrain_ddp.data.conversion.pixels import PixelCounts, decoded, png, shrunk
-from raytrain_ddp.data.conversion.pool import Processes
-from raytrain_ddp.data.conversion.shards import Tell, write_shard
-from raytrain_ddp.data.conversion.stage import Stage
-from raytrain_ddp.data.dataset_file import read_dataset_file, verify
-from raytrain_ddp.data.parquet import ParquetImages
+from raytrain_ddp.command_line import parse_fit
+from raytrain_ddp.config.input_sections import DataConfig
+from raytrain_ddp.convert import staging as stage_module
+from raytrain_ddp.convert.__main__ import fit_command
+from raytrain_ddp.convert.conversion import Converted, convert
+from raytrain_ddp.convert.options import ConvertConfig
+from raytrain_ddp.convert.pixels import PixelCounts, decoded, png, shrunk
+from raytrain_ddp.convert.process_pool import Processes
+from raytrain_ddp.convert.progress import Meter
+from raytrain_ddp.convert.shard_writer import Tell, write_shard
+from raytrain_ddp.convert.staging import Stage
+from raytrain_ddp.data.converted_dataset import read_dataset_file, verify
+from raytrain_ddp.data.parquet_images import ParquetImages
 from raytrain_ddp.errors import (
     ConfigError,
     DataError,
@@ -44,7 +45,6 @@ from raytrain_ddp.errors import (
     RaytrainError,
     RunLockedError,
 )
-from raytrain_ddp.inputs import DataConfig
 
 CLASSES = ("ant", "bee", "cow")
 TRAIN, VAL = 60, 12
@@ -630,13 +630,13 @@ def test_a_spool_that_is_there_is_not_written_again(
         raise Stopped
 
     with monkeypatch.context() as patch:
-        patch.setattr("raytrain_ddp.data.conversion.convert.write_shard", no_shards)
+        patch.setattr("raytrain_ddp.convert.conversion.write_shard", no_shards)
         with pytest.raises(Stopped):
             run_convert(converted, tmp_path / "out")
     spool = sorted((hidden(tmp_path / "out") / "state" / "spool").iterdir())
     assert spool
     with monkeypatch.context() as patch:
-        patch.setattr("raytrain_ddp.data.conversion.spool.write_spool", no_shards)
+        patch.setattr("raytrain_ddp.convert.spool.write_spool", no_shards)
         with pytest.raises(Stopped):  # the other split's
             run_convert(converted, tmp_path / "out")
     run_convert(converted, tmp_path / "out")
@@ -668,7 +668,7 @@ def test_going_on_with_other_input_is_refused(
         return write_shard(*given)
 
     with monkeypatch.context() as patch:
-        patch.setattr("raytrain_ddp.data.conversion.convert.write_shard", stop_at_second)
+        patch.setattr("raytrain_ddp.convert.conversion.write_shard", stop_at_second)
         with pytest.raises(Stopped):
             run_convert(source.parent, tmp_path / "out", **SMALL)
     if change.pop("touch", False):
@@ -918,7 +918,7 @@ def test_wrong_input_is_one_line_with_its_status(
 
 def test_help_loads_nothing_heavy(tmp_path: Path):
     code = (
-        "import sys\nfrom raytrain_ddp.convert import main\n"
+        "import sys\nfrom raytrain_ddp.convert.__main__ import main\n"
         "try:\n    main(['--help'])\nexcept SystemExit:\n    pass\n"
         "print({'torch', 'ray', 'numpy', 'pyarrow', 'PIL'} & set(sys.modules), file=sys.stderr)"
     )
@@ -952,7 +952,7 @@ def test_on_ray_the_bytes_are_the_same(
 ):
     import ray
 
-    from raytrain_ddp.orchestration.convert import on_cluster
+    from raytrain_ddp.convert.on_ray import on_cluster
 
     ray.init(address="local", num_cpus=2, include_dashboard=False, log_to_driver=False)
     try:

@@ -14,7 +14,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 
-from raytrain_ddp.training.curves import draw_curves, smoothed, steps_per_epoch
+from raytrain_ddp.training.curves_png import draw_curves, smoothed, steps_per_epoch
 
 
 def run(
@@ -183,7 +183,7 @@ def test_smoothing_leaves_out_what_is_not_finite() -> None:
 
 def test_matplotlib_waits_until_it_is_needed_and_pyplot_always() -> None:
     script = (
-        "import io, sys, raytrain_ddp.training.curves as curves\n"
+        "import io, sys, raytrain_ddp.training.curves_png as curves\n"
         "assert not {'matplotlib', 'torch', 'ray'} & {*sys.modules}\n"
         "curves.draw_curves([], io.BytesIO(), '')\n"
         "assert 'matplotlib' in sys.modules and 'matplotlib.pyplot' not in sys.modules"

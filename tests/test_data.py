@@ -18,10 +18,12 @@ from PIL import Image
 from torchvision.datasets import ImageFolder
 from torchvision.datasets.folder import IMG_EXTENSIONS
 
-from raytrain_ddp.data.decode import Picture
-from raytrain_ddp.data.draws import Draws
-from raytrain_ddp.data.folder import EXTENSIONS, FolderImages
-from raytrain_ddp.data.images import image_data
+from raytrain_ddp.config.input_sections import AugmentConfig, DataConfig
+from raytrain_ddp.data.decoding import Picture
+from raytrain_ddp.data.epoch_order import EpochOrder, Plan, deal
+from raytrain_ddp.data.image_batches import image_data
+from raytrain_ddp.data.image_folder import EXTENSIONS, FolderImages
+from raytrain_ddp.data.iterable_source import IterableSource
 from raytrain_ddp.data.loader import (
     TrainLoader,
     eval_batches,
@@ -29,13 +31,11 @@ from raytrain_ddp.data.loader import (
     shuffle_for,
     window_for,
 )
-from raytrain_ddp.data.nests import samples_of
-from raytrain_ddp.data.plan import EpochOrder, Plan, deal
-from raytrain_ddp.data.source import ArraySource, BadRecord, Data, MapSource
-from raytrain_ddp.data.stream import IterableSource
-from raytrain_ddp.data.threads import Gate, Threads, prefetched
+from raytrain_ddp.data.loader_threads import Gate, Threads, prefetched
+from raytrain_ddp.data.nested import samples_of
+from raytrain_ddp.data.sample_rng import Draws
+from raytrain_ddp.data.sources import ArraySource, BadRecord, Data, MapSource
 from raytrain_ddp.errors import DataError
-from raytrain_ddp.inputs import AugmentConfig, DataConfig
 
 
 def png(seed: int, height: int = 12, width: int = 10) -> bytes:
@@ -399,7 +399,7 @@ def test_bytes_prepared_ahead_are_bounded():
 def test_another_thread_joins_only_while_the_consumer_waits(monkeypatch: pytest.MonkeyPatch):
     """Each result takes a millisecond to use; the clock is ours."""
     now = 0.0
-    monkeypatch.setattr("raytrain_ddp.data.threads.time.monotonic", lambda: now)
+    monkeypatch.setattr("raytrain_ddp.data.loader_threads.time.monotonic", lambda: now)
     gate = Gate(Threads(3, begin=1))
 
     def consume(results: int, wait_s: float) -> int:

@@ -12,9 +12,9 @@ import torch
 from PIL import Image, ImageOps
 from torch.nn.functional import interpolate
 
-from raytrain_ddp.data import decode
-from raytrain_ddp.data.decode import open_picture, shrink_for
-from raytrain_ddp.data.geometry import (
+from raytrain_ddp.config.input_sections import AugmentConfig
+from raytrain_ddp.data import decoding
+from raytrain_ddp.data.cropping import (
     centre_into,
     place_image,
     random_box,
@@ -22,7 +22,7 @@ from raytrain_ddp.data.geometry import (
     shifted,
     to_tensor,
 )
-from raytrain_ddp.inputs import AugmentConfig
+from raytrain_ddp.data.decoding import open_picture, shrink_for
 
 
 def smooth(height: int, width: int, channels: int = 3, seed: int = 0) -> np.ndarray:
@@ -89,7 +89,7 @@ def test_a_pillow_image_and_an_encoded_one_are_the_same_picture():
 
 
 def test_a_16_bit_grey_image_is_told_of_once(caplog: pytest.LogCaptureFixture):
-    decode._tell_once.cache_clear()
+    decoding._tell_once.cache_clear()
     with caplog.at_level(logging.WARNING, "raytrain_ddp"):
         for _ in range(3):
             open_picture(FORMS["16-bit png"]).pixels()

@@ -13,9 +13,9 @@ import pytest
 from rich.console import Console
 from rich.text import Text
 
-from raytrain_ddp.orchestration import display as module
-from raytrain_ddp.orchestration import redraw
-from raytrain_ddp.orchestration.display import Display, Pace, Summary
+from raytrain_ddp.display import progress_display as module
+from raytrain_ddp.display import redraw
+from raytrain_ddp.display.progress_display import Display, Pace, Summary
 
 PLAN = {
     "kind": "plan",
@@ -559,7 +559,7 @@ def test_no_color_means_none(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_training_goes_on_when_the_reader_of_the_pipe_leaves() -> None:
     """Ctrl-C ends ``fit | tee log`` at tee first: the run still has a checkpoint to write."""
     script = (
-        "import sys; from raytrain_ddp.orchestration.display import Display\n"
+        "import sys; from raytrain_ddp.display.progress_display import Display\n"
         "with Display() as display:\n"
         "    for n in range(20000): display.handle({'kind': 'note', 'text': 'x' * 50})\n"
         "sys.stderr.write('saved')"
@@ -578,7 +578,7 @@ def test_training_goes_on_when_the_reader_of_the_pipe_leaves() -> None:
 
 def test_the_display_needs_neither_torch_nor_ray() -> None:
     script = (
-        "import sys, raytrain_ddp.orchestration.display\n"
+        "import sys, raytrain_ddp.display.progress_display\n"
         "print([name for name in ('torch', 'ray', 'numpy', 'pyarrow') if name in sys.modules])"
     )
     run = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)

@@ -19,14 +19,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from raytrain_ddp.data import device, geometry, policies
-from raytrain_ddp.data.device import ERASE_DRAWS, draw_mix, erase_boxes
-from raytrain_ddp.data.draws import Draws
-from raytrain_ddp.data.geometry import crop_draws
-from raytrain_ddp.data.images import for_device
-from raytrain_ddp.data.plan import EpochOrder, runs_of
-from raytrain_ddp.data.policies import apply_policy, policy_draws
-from raytrain_ddp.inputs import AugmentConfig
+from raytrain_ddp.config.input_sections import AugmentConfig
+from raytrain_ddp.data import auto_augment, cropping, gpu_augment
+from raytrain_ddp.data.auto_augment import apply_policy, policy_draws
+from raytrain_ddp.data.cropping import crop_draws
+from raytrain_ddp.data.epoch_order import EpochOrder, runs_of
+from raytrain_ddp.data.gpu_augment import ERASE_DRAWS, draw_mix, erase_boxes
+from raytrain_ddp.data.image_batches import for_device
+from raytrain_ddp.data.sample_rng import Draws
 
 v2 = pytest.importorskip("torchvision.transforms.v2")
 
@@ -115,7 +115,7 @@ def _uniform(count: int, images: int, seed: int) -> Numbers:
 def crop() -> Samples:
     draws = _uniform(crop_draws(AugmentConfig(crop="random")), N // len(SIZES), 1).tolist()
     return [
-        _boxes([geometry.random_box(h, w, (0.08, 1.0), d) for d in draws], h, w) for h, w in SIZES
+        _boxes([cropping.random_box(h, w, (0.08, 1.0), d) for d in draws], h, w) for h, w in SIZES
     ]
 
 
@@ -143,7 +143,7 @@ def erase_reference() -> Samples:
 
 def shift() -> Samples:
     draws = _uniform(crop_draws(AugmentConfig(crop="shift")), N // 4, 3).tolist()
-    places = [np.array([geometry.shift_of(width, d) for d in draws]) for width in (8, 32, 100, 5)]
+    places = [np.array([cropping.shift_of(width, d) for d in draws]) for width in (8, 32, 100, 5)]
     return [_shifts(p[:, 1] - p[:, 0], p[:, 2] - p[:, 0]) for p in places]
 
 
@@ -220,13 +220,13 @@ class _Operations:
 
 def policy(name: str) -> Samples:
     config, _ = POLICIES[name]
-    noted, before = _Operations(), policies._operate
-    policies._operate = noted  # type: ignore[assignment]
+    noted, before = _Operations(), auto_augment._operate
+    auto_augment._operate = noted  # type: ignore[assignment]
     try:
         draws = _uniform(policy_draws(config), N // OPERATIONS[name], 5).tolist()
         results = [apply_policy(BLACK, config, d) for d in draws]
     finally:
-        policies._operate = before
+        auto_augment._operate = before
     return [noted.sample(), *_shares(torch.stack(results), name)]
 
 
@@ -255,13 +255,13 @@ def _shares(pixels: Tensor, name: str) -> Samples:
 
 def jitter() -> Samples:
     config = AugmentConfig(jitter=JITTER)
-    noted, before = [], policies._operate
-    policies._operate = lambda image, name, m: noted.append((name, m)) or image  # type: ignore
+    noted, before = [], auto_augment._operate
+    auto_augment._operate = lambda image, name, m: noted.append((name, m)) or image  # type: ignore
     try:
         for draws in _uniform(policy_draws(config), N, 6).tolist():
             apply_policy(BLACK, config, draws)
     finally:
-        policies._operate = before
+        auto_augment._operate = before
     order = [",".join(name for name, _ in noted[at : at + 4]) for at in range(0, 4 * N, 4)]
     numbers = {
         kind: np.array([m for name, m in noted if name == kind]) + (kind != "Hue")
@@ -334,7 +334,7 @@ def partner(repeats: int) -> Samples:
         rows = EpochOrder(runs_of(ROWS, ROWS), "full", 7, epoch).read(0, ROWS)
         for part in np.split(rows, ROWS // AT_ONCE):
             copies = np.repeat(part, repeats)
-            pairs.append((copies, copies[device.partners_of(copies).numpy()]))
+            pairs.append((copies, copies[gpu_augment.partners_of(copies).numpy()]))
     return [_pairs(*(np.concatenate(x) for x in zip(*pairs, strict=True)))]
 
 
@@ -432,7 +432,9 @@ def clamped(height: int, width: int, scale: tuple[float, float], draws: list[flo
 
 def shorter(dropped: int) -> Mutation:
     """A policy without one of its operations."""
-    return swapped(policies, "_space", lambda f: lambda *a: f(*a)[:dropped] + f(*a)[dropped + 1 :])
+    return swapped(
+        auto_augment, "_space", lambda f: lambda *a: f(*a)[:dropped] + f(*a)[dropped + 1 :]
+    )
 
 
 def one_try(numbers: Numbers) -> None:
@@ -445,9 +447,9 @@ def by_one(rows: Numbers) -> Tensor:
 
 
 MUTATIONS: dict[str, tuple[str, Mutation]] = {
-    "a crop is clamped": ("crop", swapped(geometry, "random_box", lambda _: clamped)),
-    "three tries": ("crop", swapped(geometry, "_TRIES", lambda _: 3)),
-    "wider aspects": ("crop", swapped(geometry, "_ASPECT", lambda _: 1.4)),
+    "a crop is clamped": ("crop", swapped(cropping, "random_box", lambda _: clamped)),
+    "three tries": ("crop", swapped(cropping, "_TRIES", lambda _: 3)),
+    "wider aspects": ("crop", swapped(cropping, "_ASPECT", lambda _: 1.4)),
     "larger areas": ("crop", drawn(lambda x: np.sqrt(x, out=x))),
     "never at the lower right": ("crop", drawn(lambda x: np.multiply(x, 0.9, out=x))),
     "crops on the diagonal": ("crop", alike(0, 1)),
@@ -459,7 +461,7 @@ MUTATIONS: dict[str, tuple[str, Mutation]] = {
     "never shifted to the end": ("shift", drawn(lambda x: np.multiply(x, 0.95, out=x))),
     "shifted by the height": (
         "shift",
-        swapped(geometry, "shift_of", lambda f: lambda w, d: f(w + 8, d)),
+        swapped(cropping, "shift_of", lambda f: lambda w, d: f(w + 8, d)),
     ),
     "mirrored too often": ("chances", drawn(lambda x: np.multiply(x, 0.97, out=x))),
     "what is mirrored is erased": (
@@ -472,12 +474,15 @@ MUTATIONS: dict[str, tuple[str, Mutation]] = {
     "the operation decides the sign": ("trivial", alike(0, 2)),
     "no strongest level": ("trivial", drawn(lambda x: np.multiply(x, 0.96, out=x))),
     "12 operations": ("augmix", shorter(0)),
-    "a deeper chain": ("augmix", swapped(policies, "_DEPTH", lambda _: 2)),
-    "a milder level": ("augmix", swapped(policies, "_SEVERITY", lambda _: 2)),
+    "a deeper chain": ("augmix", swapped(auto_augment, "_DEPTH", lambda _: 2)),
+    "a milder level": ("augmix", swapped(auto_augment, "_SEVERITY", lambda _: 2)),
     "weights that favour the image": ("augmix", drawn(lambda x: np.sqrt(x[:, :1], out=x[:, :1]))),
     "chains of one weight": ("augmix", alike(1, 2)),
     "brightness decides the contrast": ("jitter", alike(1, 2)),
-    "an order is left out": ("jitter", swapped(policies, "_ORDERS", lambda orders: orders[:-1])),
+    "an order is left out": (
+        "jitter",
+        swapped(auto_augment, "_ORDERS", lambda orders: orders[:-1]),
+    ),
     "weaker colours": ("jitter", drawn(lambda x: np.multiply(x, 0.98, out=x))),
     "uniform mixup": (
         "mixup",
@@ -489,14 +494,20 @@ MUTATIONS: dict[str, tuple[str, Mutation]] = {
     ),
     "a box that is whole": (
         "cutmix",
-        swapped(device, "_span", lambda f: lambda n, h: (0, min(n, 2 * h))),
+        swapped(gpu_augment, "_span", lambda f: lambda n, h: (0, min(n, 2 * h))),
     ),
     "a box of the share": ("cutmix", swapped(math, "sqrt", lambda _: lambda x: x)),
-    "a copy of itself": ("partner, repeats 2", swapped(device, "partners_of", lambda _: by_one)),
-    "copies of itself": ("partner, repeats 4", swapped(device, "partners_of", lambda _: by_one)),
+    "a copy of itself": (
+        "partner, repeats 2",
+        swapped(gpu_augment, "partners_of", lambda _: by_one),
+    ),
+    "copies of itself": (
+        "partner, repeats 4",
+        swapped(gpu_augment, "partners_of", lambda _: by_one),
+    ),
     "not mixed": (
         "partner, repeats 1",
-        swapped(device, "partners_of", lambda _: lambda rows: torch.arange(len(rows))),
+        swapped(gpu_augment, "partners_of", lambda _: lambda rows: torch.arange(len(rows))),
     ),
 }
 

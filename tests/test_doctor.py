@@ -17,18 +17,24 @@ from processes import door
 from rich.console import Console
 
 from raytrain_ddp import TrainConfig
-from raytrain_ddp.checkpoint.layout import checkpoint_store
+from raytrain_ddp.checkpoint.run_folder import checkpoint_store
 from raytrain_ddp.checkpoint.storage import open_storage
-from raytrain_ddp.doctor import main
-from raytrain_ddp.inputs import DataConfig
-from raytrain_ddp.orchestration.doctor import dataset, facts, probe, storage, wires
-from raytrain_ddp.orchestration.doctor.doctor import examine
-from raytrain_ddp.orchestration.doctor.judge import judge
-from raytrain_ddp.orchestration.doctor.rows import Note, Report, Row, grouped, rate, seconds
-from raytrain_ddp.orchestration.doctor.show import show
-from raytrain_ddp.orchestration.environment import SETTINGS
-from raytrain_ddp.orchestration.words import format_bytes
-from raytrain_ddp.recipe import to_dict
+from raytrain_ddp.config.input_sections import DataConfig
+from raytrain_ddp.config.recipe import to_dict
+from raytrain_ddp.display.formatting import format_bytes
+from raytrain_ddp.doctor import (
+    cluster_probe,
+    dataset_probe,
+    machine_facts,
+    network_facts,
+    storage_probe,
+)
+from raytrain_ddp.doctor.__main__ import main
+from raytrain_ddp.doctor.assessment import judge
+from raytrain_ddp.doctor.examine import examine
+from raytrain_ddp.doctor.output_table import show
+from raytrain_ddp.doctor.rows import Note, Report, Row, grouped, rate, seconds
+from raytrain_ddp.ray_backend.ray_settings import SETTINGS
 
 GIB = 2**30
 Findings = dict[str, Any]
@@ -403,16 +409,16 @@ def test_the_table_fits_and_gives_advice_below_what_is_wrong(width: int):
 
 def test_an_error_of_a_node_is_told_in_a_line():
     gloo = RuntimeError("Gloo failed with [/build/gloo/pair.cc:152] Connection refused$1\nmore")
-    assert probe.said(gloo) == "RuntimeError: Gloo failed with Connection refused"
+    assert cluster_probe.said(gloo) == "RuntimeError: Gloo failed with Connection refused"
     lacks = RuntimeError("The remote function failed to import ...\nImportError: no torch here\n")
-    assert probe.said(lacks) == "ImportError: no torch here"
+    assert cluster_probe.said(lacks) == "ImportError: no torch here"
 
 
 # ------------------------------------------------------------------ facts of this machine
 
 
 def test_the_facts_of_this_machine_are_json_and_loading_them_loads_nothing():
-    found = facts.gather("/nowhere/yet/runs", dashboard=None)
+    found = machine_facts.gather("/nowhere/yet/runs", dashboard=None)
     assert json.loads(json.dumps(found)) == found
     assert found["versions"]["python"].startswith("3.")
     assert found["versions"]["torch"]
@@ -432,9 +438,9 @@ def test_gpus_are_those_that_nvidia_smi_tells_of(tmp_path: Path, monkeypatch: py
     )
     (tmp_path / "nvidia-smi").chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
-    (gpu,) = facts.gpus()
+    (gpu,) = machine_facts.gpus()
     assert gpu == {"name": "NVIDIA H100 80GB HBM3", "total": 81559 * 2**20, "free": 81008 * 2**20}
-    assert facts.driver() == {"version": "580.95.05", "cuda": "13.0"}
+    assert machine_facts.driver() == {"version": "580.95.05", "cuda": "13.0"}
 
 
 def test_a_token_that_others_may_read_is_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
@@ -442,10 +448,10 @@ def test_a_token_that_others_may_read_is_noticed(tmp_path: Path, monkeypatch: py
     token.write_text("secret")
     monkeypatch.setenv("RAY_AUTH_TOKEN_PATH", str(token))
     token.chmod(0o600)
-    assert facts.token() == {"path": str(token), "mode": 0o600, "exposed": False}
+    assert machine_facts.token() == {"path": str(token), "mode": 0o600, "exposed": False}
     token.chmod(0o644)
     tmp_path.chmod(0o700)
-    told = facts.token()
+    told = machine_facts.token()
     assert told is not None
     assert not told["exposed"], "nobody else gets into its folder"
     assert "secret" not in json.dumps(told)
@@ -454,13 +460,13 @@ def test_a_token_that_others_may_read_is_noticed(tmp_path: Path, monkeypatch: py
 def test_listeners_and_own_connections_are_found():
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
-        assert wires.listening(port) == ["127.0.0.1"]
-        before = wires.connections()
+        assert network_facts.listening(port) == ["127.0.0.1"]
+        before = network_facts.connections()
         with socket.create_connection(("127.0.0.1", port)) as client, server.accept()[0]:
-            new = wires.connections() - before
+            new = network_facts.connections() - before
             assert (client.getsockname(), ("127.0.0.1", port)) in new
             assert (("127.0.0.1", port), client.getsockname()) in new
-    assert wires.listening(port) == []
+    assert network_facts.listening(port) == []
 
 
 @pytest.mark.skipif(sys.byteorder != "little", reason="as the kernel writes it there")
@@ -475,7 +481,7 @@ def test_listeners_and_own_connections_are_found():
     ],
 )
 def test_addresses_are_read_as_the_kernel_writes_them(digits: str, address: str):
-    assert wires.address_of(digits) == address
+    assert network_facts.address_of(digits) == address
 
 
 # ------------------------------------------------------------------ storage and data
@@ -483,52 +489,59 @@ def test_addresses_are_read_as_the_kernel_writes_them(digits: str, address: str)
 
 def test_the_storage_is_tried_with_the_commit_protocol_and_left_as_it_was(tmp_path: Path):
     uri = str(tmp_path / "new" / "runs")
-    first = storage.commit(uri, "doctor-1", "place-0")
-    second = storage.commit(uri, "doctor-1", "place-1")
+    first = storage_probe.commit(uri, "doctor-1", "place-0")
+    second = storage_probe.commit(uri, "doctor-1", "place-1")
     assert first["commit_s"] > 0
     assert first["bytes_per_s"] > 0
     assert (first["made"], second["made"]) == ([uri, str(tmp_path / "new")], [])
     store = checkpoint_store(open_storage(uri).join("doctor-1").join("place-0"))
     assert [name.step for name in store.names()] == [3, 2]
-    seen = storage.see(uri, "doctor-1", ["place-0", "place-1"], timeout_s=0)
+    seen = storage_probe.see(uri, "doctor-1", ["place-0", "place-1"], timeout_s=0)
     assert seen["sees"] == ["place-0", "place-1"]
-    assert storage.clean(uri, "doctor-1", first["made"]) == {}
+    assert storage_probe.clean(uri, "doctor-1", first["made"]) == {}
     assert list(tmp_path.iterdir()) == []
 
 
 def test_a_machine_with_a_folder_of_its_own_does_not_see_the_others(tmp_path: Path):
     for place_name in ("place-0", "place-1"):
-        storage.commit(str(tmp_path / place_name), "doctor-1", place_name)
-    seen = storage.see(str(tmp_path / "place-0"), "doctor-1", ["place-1", "place-0"], timeout_s=0)
+        storage_probe.commit(str(tmp_path / place_name), "doctor-1", place_name)
+    seen = storage_probe.see(
+        str(tmp_path / "place-0"), "doctor-1", ["place-1", "place-0"], timeout_s=0
+    )
     assert seen["sees"] == ["place-0"]
 
 
 def test_a_checkpoint_that_is_not_whole_when_read_elsewhere_is_an_error(tmp_path: Path):
-    storage.commit(str(tmp_path), "doctor-1", "place-0")
+    storage_probe.commit(str(tmp_path), "doctor-1", "place-0")
     payload = next(tmp_path.glob("doctor-1/place-0/checkpoints/step-00000003-*/model.safetensors"))
     payload.write_bytes(payload.read_bytes()[:-1] + b"!")
-    assert "error" in storage.see(str(tmp_path), "doctor-1", ["place-0"], timeout_s=0)
+    assert "error" in storage_probe.see(str(tmp_path), "doctor-1", ["place-0"], timeout_s=0)
 
 
 def test_storage_and_data_that_cannot_be_opened_are_told_without_secrets(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     (tmp_path / "file").touch()
-    assert "is a file" in storage.commit(str(tmp_path / "file"), "doctor-1", "place-0")["error"]
+    assert (
+        "is a file" in storage_probe.commit(str(tmp_path / "file"), "doctor-1", "place-0")["error"]
+    )
     config = TrainConfig(data=DataConfig(source=str(tmp_path / "none")))
-    assert "no such file" in dataset.look(to_dict(config), str(Path.cwd()), [])["error"]
+    assert "no such file" in dataset_probe.look(to_dict(config), str(Path.cwd()), [])["error"]
 
     def refuse(uri: str) -> None:
         raise OSError(f"AWS Error ACCESS_DENIED for {uri}")
 
-    monkeypatch.setattr(storage, "open_storage", refuse)
+    monkeypatch.setattr(storage_probe, "open_storage", refuse)
     uri = "s3://AKIAKEY:hush@bucket/runs?region=x"
-    assert storage.commit(uri, "doctor-1", "a") == {"error": "AWS Error ACCESS_DENIED", "made": []}
+    assert storage_probe.commit(uri, "doctor-1", "a") == {
+        "error": "AWS Error ACCESS_DENIED",
+        "made": [],
+    }
 
 
 def test_data_are_looked_at_as_a_worker_opens_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.chdir(tmp_path)
-    told = dataset.look(to_dict(TrainConfig()), str(tmp_path), [])
+    told = dataset_probe.look(to_dict(TrainConfig()), str(tmp_path), [])
     assert (told["train"][0], told["eval"][0]) == (1437, 360)
     assert told["train"][1] != told["eval"][1]
 
@@ -598,8 +611,8 @@ def test_a_storage_that_is_another_folder_on_the_node_is_found_before_the_run(
     ray_elsewhere: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(probe, "measure", lambda *_: [])
-    monkeypatch.setattr("raytrain_ddp.orchestration.doctor.doctor._SEEN_S", 0.5)
+    monkeypatch.setattr(cluster_probe, "measure", lambda *_: [])
+    monkeypatch.setattr("raytrain_ddp.doctor.examine._SEEN_S", 0.5)
     config = TrainConfig(storage="/proc/self/cwd/runs")  # each process has its own
     phases: list[str] = []
     report = examine(config, None, phases.append)

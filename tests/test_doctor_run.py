@@ -12,14 +12,14 @@ from typing import Any
 import pytest
 from processes import door
 
-from raytrain_ddp.checkpoint.layout import CONFIG_FILE, EVENTS_FILE, HANGS, METRICS_FILE
 from raytrain_ddp.checkpoint.lease import LEASE_FILE, Owner
+from raytrain_ddp.checkpoint.run_folder import CONFIG_FILE, EVENTS_FILE, HANGS, METRICS_FILE
 from raytrain_ddp.checkpoint.storage import open_storage
-from raytrain_ddp.config import TrainConfig
+from raytrain_ddp.config.recipe import dumps
+from raytrain_ddp.config.train_config import TrainConfig
+from raytrain_ddp.doctor.rows import Report, Row
+from raytrain_ddp.doctor.run_status import judge, look, open_run
 from raytrain_ddp.errors import ConfigError, PreflightError
-from raytrain_ddp.orchestration.doctor.alive import judge, look, open_run
-from raytrain_ddp.orchestration.doctor.rows import Report, Row
-from raytrain_ddp.recipe import dumps
 
 PLAN = {"kind": "plan", "start_step": 0, "total_steps": 100, "world_size": 3, "device": "cpu"}
 FAILED = {"kind": "failed", "step": 12, "message": "rank 1 (b) crashed; going on from step 10"}

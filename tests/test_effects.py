@@ -14,17 +14,24 @@ from processes import door
 from tiny import TinyTask, tiny_config
 
 from raytrain_ddp import TrainConfig
-from raytrain_ddp.chaos import parse as parse_chaos
-from raytrain_ddp.cli import parse_fit
-from raytrain_ddp.doctor import parse as parse_doctor
-from raytrain_ddp.effects import effect_notes, given_flags, idle, unread_notes, value_of, watched
+from raytrain_ddp.chaos.__main__ import parse as parse_chaos
+from raytrain_ddp.command_line import parse_fit
+from raytrain_ddp.config.effects import (
+    effect_notes,
+    given_flags,
+    idle,
+    unread_notes,
+    value_of,
+    watched,
+)
+from raytrain_ddp.config.recipe import dumps, flat, load, shipped_recipes
+from raytrain_ddp.config.sections import ModelConfig, OptimConfig
+from raytrain_ddp.doctor.__main__ import parse as parse_doctor
+from raytrain_ddp.driver.config_flags import command
+from raytrain_ddp.driver.dry_run import dry_run
 from raytrain_ddp.errors import ConfigError, PreflightError
-from raytrain_ddp.orchestration.dry_run import dry_run
-from raytrain_ddp.orchestration.emit.flags import command
-from raytrain_ddp.orchestration.report.report import write_report
-from raytrain_ddp.recipe import dumps, flat, load, shipped_recipes
-from raytrain_ddp.sections import ModelConfig, OptimConfig
-from raytrain_ddp.tasks.zoo import check_model, known_models, known_weights, torchvision_model
+from raytrain_ddp.report.write import write_report
+from raytrain_ddp.tasks.model_zoo import check_model, known_models, known_weights, torchvision_model
 
 IDLE = [
     ("--model.name resnet50 --model.dropout 0.1", "model.dropout"),

@@ -15,13 +15,13 @@ from cluster_checks import check_kubernetes, check_ray_up, check_sbatch, configs
 from processes import door
 from slurm import FAKES, Job, free_number
 
-from raytrain_ddp.cli import parse_fit
-from raytrain_ddp.config import TrainConfig
+from raytrain_ddp.command_line import parse_fit
+from raytrain_ddp.config.recipe import shipped_recipes
+from raytrain_ddp.config.sections import ScalingConfig
+from raytrain_ddp.config.train_config import TrainConfig
+from raytrain_ddp.driver.cluster_files import Emitted, Kind, emit, object_name
+from raytrain_ddp.driver.machine_types import Machines, machines
 from raytrain_ddp.errors import ConfigError
-from raytrain_ddp.orchestration.emit.emit import Emitted, Kind, emit, object_name
-from raytrain_ddp.orchestration.emit.machines import Machines, machines
-from raytrain_ddp.recipe import shipped_recipes
-from raytrain_ddp.sections import ScalingConfig
 
 GPUS = ("--scaling.use-gpu", "True", "--scaling.num-workers")
 

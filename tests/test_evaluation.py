@@ -17,15 +17,15 @@ from tiny import CLASSES, TinyNet, TinyTask, plain, run_tiny, tiny_config
 from torch import Tensor, nn
 
 from raytrain_ddp import ArraySource, Data, Task, TrainConfig, fit_locally
-from raytrain_ddp.checkpoint.layout import read_history, run_storage
-from raytrain_ddp.data.plan import deal
-from raytrain_ddp.data.threads import Threads
+from raytrain_ddp.checkpoint.run_folder import read_history, run_storage
+from raytrain_ddp.data.epoch_order import deal
+from raytrain_ddp.data.loader_threads import Threads
 from raytrain_ddp.errors import ConfigError, PreflightError
-from raytrain_ddp.orchestration.report.reading import read_run
-from raytrain_ddp.orchestration.report.story import story_of
-from raytrain_ddp.orchestration.report.tables import full_metrics
-from raytrain_ddp.training.evaluate import evaluate
-from raytrain_ddp.training.metrics import MOST_NUMBERS, TreeMetrics, tables
+from raytrain_ddp.report.history import story_of
+from raytrain_ddp.report.run_files import read_run
+from raytrain_ddp.report.tables import full_metrics
+from raytrain_ddp.training.evaluation import evaluate
+from raytrain_ddp.training.metric_states import MOST_NUMBERS, TreeMetrics, tables
 from raytrain_ddp.training.world import World, choose_device
 
 ALONE = World(0, 1, 0, torch.device("cpu"), threads=1)
@@ -218,7 +218,7 @@ def test_what_is_no_scalar_is_in_the_log_and_shown(
 def test_large_values_are_shapes_in_the_log_and_not_finite_ones_are_null(tmp_path: Path):
     large = torch.zeros(MOST_NUMBERS + 1)
     assert tables({"one": torch.ones(()), "large": large}) == {"large": {"shape": [len(large)]}}
-    from raytrain_ddp.training.logbook import _line
+    from raytrain_ddp.training.metrics_log import _line
 
     line = _line({"tables": {"c": [[1.0, math.nan], [math.inf, 2.0]]}})
     assert json.loads(line) == {"tables": {"c": [[1.0, None], [None, 2.0]]}}

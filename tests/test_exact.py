@@ -31,18 +31,18 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from torch.utils.checkpoint import checkpoint
 
-from raytrain_ddp.config import TrainConfig
+from raytrain_ddp.config.input_sections import DataConfig
+from raytrain_ddp.config.recipe import changed_fields, to_dict
+from raytrain_ddp.config.sections import ComputeConfig, DdpConfig, OptimConfig, ScalingConfig
+from raytrain_ddp.config.train_config import TrainConfig
+from raytrain_ddp.data.epoch_order import deal
 from raytrain_ddp.data.loader import Slot
-from raytrain_ddp.data.plan import deal
+from raytrain_ddp.driver import fit_driver
 from raytrain_ddp.errors import ConfigError
-from raytrain_ddp.inputs import DataConfig
-from raytrain_ddp.orchestration import driver
-from raytrain_ddp.recipe import changed_fields, to_dict
-from raytrain_ddp.sections import ComputeConfig, DdpConfig, OptimConfig, ScalingConfig
-from raytrain_ddp.training import local
-from raytrain_ddp.training.clock import Clock
+from raytrain_ddp.training import local_session
+from raytrain_ddp.training.phase_clock import Clock
 from raytrain_ddp.training.reduction import ExactReduction
-from raytrain_ddp.training.tree import TreeSum, nodes, subtrees
+from raytrain_ddp.training.tree_sum import TreeSum, nodes, subtrees
 from raytrain_ddp.training.world import World, broadcast_tensor
 
 VARIANTS: dict[str, dict[str, Any]] = {
@@ -329,12 +329,14 @@ def test_processes_without_ray_compute_with_as_many_threads_however_many_there_a
     monkeypatch: pytest.MonkeyPatch,
 ):
     seen = []
-    monkeypatch.setattr(local, "join_world", lambda scaling, threads: seen.append(threads) or 1 / 0)
+    monkeypatch.setattr(
+        local_session, "join_world", lambda scaling, threads: seen.append(threads) or 1 / 0
+    )
     monkeypatch.setenv("OMP_NUM_THREADS", "2")
     for exact in (True, False):
         config = TrainConfig(exact=exact, scaling=ScalingConfig(cpus_per_worker=3))
         with pytest.raises(ZeroDivisionError):
-            driver._train_here(config, None, False, lambda event: None)  # type: ignore[arg-type]
+            fit_driver._train_here(config, None, False, lambda event: None)  # type: ignore[arg-type]
     assert seen == [3, None]
 
 

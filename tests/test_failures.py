@@ -17,18 +17,18 @@ from unittest import mock
 import pytest
 from processes import Group, Raised
 
-from raytrain_ddp.config import TrainConfig
+from raytrain_ddp.config.sections import ScalingConfig
+from raytrain_ddp.config.train_config import TrainConfig
 from raytrain_ddp.errors import DataError, PreflightError, RetriesExhausted, TaskError
-from raytrain_ddp.orchestration import cluster
-from raytrain_ddp.orchestration.aside import _Lazy
-from raytrain_ddp.orchestration.environment import ray_settings, settled
-from raytrain_ddp.orchestration.failures import Failures
-from raytrain_ddp.orchestration.launch import _signals
-from raytrain_ddp.orchestration.resources import Layout, room
-from raytrain_ddp.orchestration.waiting import StartWatch, Waiting, stopped_workers
-from raytrain_ddp.orchestration.worker import WorkerSettings, _Tee, tell_failure
-from raytrain_ddp.sections import ScalingConfig
-from raytrain_ddp.training.local import asking
+from raytrain_ddp.ray_backend import cluster
+from raytrain_ddp.ray_backend.capacity_watch import StartWatch, Waiting, stopped_workers
+from raytrain_ddp.ray_backend.failure_policy import Failures
+from raytrain_ddp.ray_backend.placement import Layout, room
+from raytrain_ddp.ray_backend.ray_output import _Lazy
+from raytrain_ddp.ray_backend.ray_settings import ray_settings, settled
+from raytrain_ddp.ray_backend.training_launch import _signals
+from raytrain_ddp.ray_backend.worker import WorkerSettings, _Tee, tell_failure
+from raytrain_ddp.training.local_session import asking
 
 Event = Mapping[str, Any]
 KILLED = "The actor died unexpectedly before finishing this task. actor_id: {} Worker exit type: "
@@ -302,7 +302,7 @@ def test_a_start_from_an_older_checkpoint_counts_from_there():
 def test_the_driver_gets_hold_of_the_controller_not_of_its_workers(monkeypatch: pytest.MonkeyPatch):
     import ray
 
-    from raytrain_ddp.orchestration.witness import Witness
+    from raytrain_ddp.ray_backend.failure_callback import Witness
 
     pushed: list[Any] = []
     board = SimpleNamespace(push=SimpleNamespace(remote=pushed.extend))
@@ -469,7 +469,7 @@ def test_a_stopped_worker_of_ray_is_found_by_its_title():
 def test_time_in_which_a_process_is_stopped_does_not_count():
     """A driver that was suspended must not take the head's silence for its death."""
     code = (
-        "import time; from raytrain_ddp.orchestration.waiting import Awake\n"
+        "import time; from raytrain_ddp.ray_backend.capacity_watch import Awake\n"
         "awake, began = Awake(), time.monotonic()\n"
         "print(flush=True)\n"
         "while time.monotonic() - began < 4: time.sleep(0.05)\n"
@@ -515,7 +515,7 @@ class Taken:
     def __init__(self, monkeypatch: pytest.MonkeyPatch, every_s: float = 3.0) -> None:
         import ray.train
 
-        from raytrain_ddp.orchestration import preemption
+        from raytrain_ddp.ray_backend import preemption
 
         self.now, self.said, self.notes = 1000.0, None, []
         monkeypatch.setattr(ray.train, "get_preemption_info", lambda: self.said)
@@ -547,7 +547,7 @@ class Taken:
 def test_fault_34_a_notice_is_saved_for_at_once_and_again_before_the_end(
     monkeypatch: pytest.MonkeyPatch,
 ):
-    from raytrain_ddp.orchestration.preemption import STOP
+    from raytrain_ddp.ray_backend.preemption import STOP
 
     taken = Taken(monkeypatch)
     assert taken.steps(10) == []
@@ -653,7 +653,7 @@ def test_fault_01_a_rank_whose_group_ray_has_ended_tells_that_it_suffers_from_it
 @pytest.mark.skipif(sys.platform != "linux", reason="Linux does it")
 def test_fault_05_a_worker_that_does_not_see_its_raylets_end_ends_with_it():
     code = (
-        "import os, time; from raytrain_ddp.orchestration.worker import end_with_parent\n"
+        "import os, time; from raytrain_ddp.ray_backend.worker import end_with_parent\n"
         "if os.fork(): time.sleep(60)\n"
         "end_with_parent(); print(flush=True); time.sleep(60)"
     )

@@ -11,8 +11,8 @@ import pytest
 from processes import Group, door
 from tiny import Ran, bits, newest, plain, run_tiny, tiny_config
 
-from raytrain_ddp.checkpoint.layout import CLOCKS, read_history, run_storage
-from raytrain_ddp.config import TrainConfig
+from raytrain_ddp.checkpoint.run_folder import CLOCKS, read_history, run_storage
+from raytrain_ddp.config.train_config import TrainConfig
 
 HOUR_S = 3600.0
 

@@ -27,17 +27,17 @@ from tiny import (
     tiny_config,
 )
 
-from raytrain_ddp.checkpoint.layout import read_history, run_storage
-from raytrain_ddp.config import TrainConfig
+from raytrain_ddp.checkpoint.run_folder import read_history, run_storage
+from raytrain_ddp.config.input_sections import AugmentConfig, DataConfig
+from raytrain_ddp.config.recipe import from_dict
+from raytrain_ddp.config.sections import CheckpointConfig, LogConfig
+from raytrain_ddp.config.train_config import TrainConfig
+from raytrain_ddp.data.epoch_order import EpochOrder, Plan
 from raytrain_ddp.data.loader import Slot
-from raytrain_ddp.data.plan import EpochOrder, Plan
-from raytrain_ddp.data.source import ArraySource
-from raytrain_ddp.inputs import AugmentConfig, DataConfig
-from raytrain_ddp.recipe import from_dict
-from raytrain_ddp.sections import CheckpointConfig, LogConfig
-from raytrain_ddp.training.clock import Clock
-from raytrain_ddp.training.feed import AgreedCount
-from raytrain_ddp.training.state import TrainState
+from raytrain_ddp.data.sources import ArraySource
+from raytrain_ddp.training.device_feed import AgreedCount
+from raytrain_ddp.training.phase_clock import Clock
+from raytrain_ddp.training.train_state import TrainState
 from raytrain_ddp.training.world import World
 
 AUDITED = LogConfig(every_steps=1, tensorboard=False, audit=True)
@@ -248,7 +248,7 @@ def run_digits(rank: int, size: int, config: Mapping[str, Any], stop_at: int = 0
     """Trains on the bundled digits without evaluation; returns the notes of the run."""
     import torch
 
-    from raytrain_ddp.tasks.images import ImageClassification
+    from raytrain_ddp.tasks.image_classification import ImageClassification
     from raytrain_ddp.training.loop import train
     from raytrain_ddp.training.world import World
 
@@ -304,8 +304,8 @@ def test_slots_reach_the_gpu_whole_while_it_is_busy():
     import torch
 
     from raytrain_ddp.data.loader import Slot
-    from raytrain_ddp.training.clock import Clock
-    from raytrain_ddp.training.feed import on_device
+    from raytrain_ddp.training.device_feed import on_device
+    from raytrain_ddp.training.phase_clock import Clock
 
     device = torch.device("cuda", 0)
     move = on_device(device, Clock(device))

@@ -23,9 +23,9 @@ from torch import nn
 from raytrain_ddp.checkpoint.manifest import FORMAT, DamagedError
 from raytrain_ddp.checkpoint.storage import open_storage
 from raytrain_ddp.checkpoint.store import CheckpointName, CheckpointStore
+from raytrain_ddp.config.recipe import from_dict
 from raytrain_ddp.errors import CheckpointError
-from raytrain_ddp.recipe import from_dict
-from raytrain_ddp.training.state import TrainState
+from raytrain_ddp.training.train_state import TrainState
 
 GOLDEN = Path(__file__).parent / "golden"
 NEWEST = CheckpointName(12, 1)

@@ -21,7 +21,7 @@ import pytest
 
 from raytrain_ddp.data import disk_cache as disk_cache_module
 from raytrain_ddp.data.disk_cache import DiskCache
-from raytrain_ddp.data.groups import Groups
+from raytrain_ddp.data.row_group_cache import Groups
 from raytrain_ddp.errors import DataError
 
 ROWS = 4

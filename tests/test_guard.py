@@ -39,27 +39,27 @@ from tiny import (
 )
 from torch import Tensor, nn
 
-from raytrain_ddp.checkpoint.layout import CLOCKS, read_history, run_storage
+from raytrain_ddp.checkpoint.run_folder import CLOCKS, read_history, run_storage
 from raytrain_ddp.checkpoint.snapshot import flatten_state
-from raytrain_ddp.cli import run_door
-from raytrain_ddp.config import TrainConfig
-from raytrain_ddp.data.plan import EpochOrder, Plan
-from raytrain_ddp.data.source import ArraySource, Batch
-from raytrain_ddp.errors import DivergedError
-from raytrain_ddp.failpoints import arm
-from raytrain_ddp.fit import main
-from raytrain_ddp.recipe import from_dict
-from raytrain_ddp.sections import (
+from raytrain_ddp.command_line import run_command
+from raytrain_ddp.config.recipe import from_dict
+from raytrain_ddp.config.sections import (
     CheckpointConfig,
     ComputeConfig,
     DdpConfig,
     LogConfig,
     OptimConfig,
 )
-from raytrain_ddp.training.guard import Guard, Trace, through_pinned_memory
-from raytrain_ddp.training.optim import build_optimizer, learning_rate
+from raytrain_ddp.config.train_config import TrainConfig
+from raytrain_ddp.data.epoch_order import EpochOrder, Plan
+from raytrain_ddp.data.sources import ArraySource, Batch
+from raytrain_ddp.errors import DivergedError
+from raytrain_ddp.failpoints import arm
+from raytrain_ddp.fit import main
+from raytrain_ddp.training.lr_schedule import build_optimizer, learning_rate
+from raytrain_ddp.training.nonfinite import Guard, Trace, through_pinned_memory
 from raytrain_ddp.training.prepare import prepare
-from raytrain_ddp.training.state import TrainState, encode
+from raytrain_ddp.training.train_state import TrainState, encode
 from raytrain_ddp.training.world import World, slot_seed
 
 SKIP = OptimConfig(lr=0.05, nonfinite="skip")
@@ -422,7 +422,7 @@ def through_the_door(rank: int, size: int, folder: str, argv: Sequence[str]) -> 
     sys.argv = ["fit", *argv]
     try:
         with redirect_stdout(out), redirect_stderr(out), pytest.raises(SystemExit) as end:
-            run_door(main)
+            run_command(main)
     finally:
         os.chdir(before[0])
         sys.argv = before[1]

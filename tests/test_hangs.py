@@ -32,16 +32,16 @@ from tiny import (
 )
 from torch import nn
 
-from raytrain_ddp.checkpoint.layout import EVENTS_FILE, HANGS, read_history, run_storage
 from raytrain_ddp.checkpoint.lease import Owner
+from raytrain_ddp.checkpoint.run_folder import EVENTS_FILE, HANGS, read_history, run_storage
 from raytrain_ddp.checkpoint.storage import open_storage
-from raytrain_ddp.config import TrainConfig
+from raytrain_ddp.config.sections import DdpConfig, ScalingConfig
+from raytrain_ddp.config.train_config import TrainConfig
 from raytrain_ddp.errors import DataError, RetriesExhausted
 from raytrain_ddp.failpoints import FOLDER_VARIABLE, VARIABLE, arm
-from raytrain_ddp.orchestration.board import Board
-from raytrain_ddp.sections import DdpConfig, ScalingConfig
-from raytrain_ddp.training.clock import Clock
-from raytrain_ddp.training.hang import Hang, Sign, is_compiling, is_hang, judge
+from raytrain_ddp.ray_backend.mailbox import Board
+from raytrain_ddp.training.hang_diagnosis import Hang, Sign, is_compiling, is_hang, judge
+from raytrain_ddp.training.phase_clock import Clock
 from raytrain_ddp.training.watchdog import State, Watchdog
 
 Meddle = Callable[[int, Path, int], None]

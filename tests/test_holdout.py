@@ -17,11 +17,11 @@ from processes import Group
 from test_labels import folder, labels_of, lines, splits_of
 from test_parquet import png, write_parquet
 
-from raytrain_ddp.data.groups import Groups
+from raytrain_ddp.config.input_sections import AugmentConfig, DataConfig
+from raytrain_ddp.data.epoch_order import EpochOrder, Plan
 from raytrain_ddp.data.holdout import Held, held_out
-from raytrain_ddp.data.plan import EpochOrder, Plan
+from raytrain_ddp.data.row_group_cache import Groups
 from raytrain_ddp.errors import ConfigError, DataError
-from raytrain_ddp.inputs import AugmentConfig, DataConfig
 
 
 def pictures(root: Path, rows: int = 60, classes: int = 3) -> Path:
@@ -200,11 +200,11 @@ def test_row_groups_are_read_once_a_part_and_make_way(tmp_path: Path):
 
 def look(rank: int, size: int, source: str, batch_size: int) -> Mapping[str, Any]:
     """What this rank sees of both parts."""
-    from raytrain_ddp.config import TrainConfig
-    from raytrain_ddp.data.draws import Draws
+    from raytrain_ddp.config.train_config import TrainConfig
     from raytrain_ddp.data.loader import TrainLoader
-    from raytrain_ddp.data.threads import Threads
-    from raytrain_ddp.tasks.images import ImageClassification
+    from raytrain_ddp.data.loader_threads import Threads
+    from raytrain_ddp.data.sample_rng import Draws
+    from raytrain_ddp.tasks.image_classification import ImageClassification
 
     data = DataConfig(source=source, holdout=0.2, image_size=8)
     config = TrainConfig(

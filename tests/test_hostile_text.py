@@ -13,12 +13,12 @@ import pytest
 import yaml
 from cluster_checks import check_shell, configs
 
-from raytrain_ddp.cli import parse_fit
-from raytrain_ddp.config import TrainConfig
+from raytrain_ddp.command_line import parse_fit
+from raytrain_ddp.config.recipe import dumps, from_dict, load, to_dict
+from raytrain_ddp.config.sections import LogConfig
+from raytrain_ddp.config.train_config import TrainConfig
+from raytrain_ddp.driver.cluster_files import emit
 from raytrain_ddp.errors import ConfigError
-from raytrain_ddp.orchestration.emit.emit import emit
-from raytrain_ddp.recipe import dumps, from_dict, load, to_dict
-from raytrain_ddp.sections import LogConfig
 
 CONTROL = [
     *("\n", "\r", "\t", "\0", "\x1b", "\x7f", "\x85", "\u2028", "\u2029", "\ufeff"),

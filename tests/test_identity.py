@@ -10,10 +10,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from raytrain_ddp.data.folder import FolderImages
-from raytrain_ddp.data.source import ArraySource, Data
+from raytrain_ddp.data.image_folder import FolderImages
+from raytrain_ddp.data.sources import ArraySource, Data
 from raytrain_ddp.errors import DataError
-from raytrain_ddp.training.identity import DataIdentity
+from raytrain_ddp.training.data_identity import DataIdentity
 
 
 class Kept:

@@ -15,7 +15,7 @@ from pyarrow import fs as pafs
 from test_store import commit
 from tiny import tiny_config
 
-from raytrain_ddp.checkpoint.layout import (
+from raytrain_ddp.checkpoint.run_folder import (
     CONFIG_FILE,
     EVENTS_FILE,
     checkpoint_store,
@@ -23,11 +23,11 @@ from raytrain_ddp.checkpoint.layout import (
     run_storage,
 )
 from raytrain_ddp.checkpoint.storage import Storage, open_storage
+from raytrain_ddp.driver import event_log as journal_module
+from raytrain_ddp.driver import preflight
+from raytrain_ddp.driver.event_log import Journal
+from raytrain_ddp.driver.run_naming import open_run
 from raytrain_ddp.errors import CheckpointError, PreflightError
-from raytrain_ddp.orchestration import journal as journal_module
-from raytrain_ddp.orchestration import preflight
-from raytrain_ddp.orchestration.journal import Journal
-from raytrain_ddp.orchestration.naming import open_run
 
 
 def kinds_and_steps(run: Storage) -> list[tuple[str, int]]:

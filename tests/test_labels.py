@@ -15,17 +15,17 @@ import pyarrow.parquet as pq
 import pytest
 from test_parquet import png, with_class_names, write_parquet
 
-from raytrain_ddp.config import TrainConfig
-from raytrain_ddp.data.folder import FolderImages
+from raytrain_ddp.config.input_sections import DataConfig
+from raytrain_ddp.config.recipe import dumps, from_dict, to_dict
+from raytrain_ddp.config.train_config import TrainConfig
+from raytrain_ddp.data.image_folder import FolderImages
 from raytrain_ddp.data.labels import NoLabelsError
-from raytrain_ddp.data.parquet import ParquetImages
-from raytrain_ddp.data.source import BadRecord
+from raytrain_ddp.data.parquet_images import ParquetImages
+from raytrain_ddp.data.sources import BadRecord
 from raytrain_ddp.data.splits import Splits, open_splits
+from raytrain_ddp.display.formatting import format_data
+from raytrain_ddp.driver.preflight import check
 from raytrain_ddp.errors import ConfigError, DataError
-from raytrain_ddp.inputs import DataConfig
-from raytrain_ddp.orchestration.preflight import check
-from raytrain_ddp.orchestration.words import format_data
-from raytrain_ddp.recipe import dumps, from_dict, to_dict
 
 COMPOSED, DECOMPOSED = (unicodedata.normalize(form, "café") for form in ("NFC", "NFD"))
 

@@ -16,8 +16,8 @@ from typing import Any
 
 import pytest
 
-from raytrain_ddp.orchestration.environment import SETTINGS
-from raytrain_ddp.orchestration.run.launch import launch
+from raytrain_ddp.launcher.script_launch import launch
+from raytrain_ddp.ray_backend.ray_settings import SETTINGS
 from raytrain_ddp.run import parse
 
 EXAMPLES = Path(__file__).parent.parent / "examples" / "launchers"

@@ -11,12 +11,12 @@ from processes import Group, Raised
 from tiny import TOTAL_STEPS, Ran, bits, kept_steps, plain, run_tiny, tiny_config
 from torch import Tensor
 
-from raytrain_ddp.checkpoint.layout import read_history, run_storage
-from raytrain_ddp.config import TrainConfig
+from raytrain_ddp.checkpoint.run_folder import read_history, run_storage
+from raytrain_ddp.config.sections import DdpConfig, OptimConfig, ScalingConfig
+from raytrain_ddp.config.train_config import TrainConfig
 from raytrain_ddp.errors import DivergedError
 from raytrain_ddp.failpoints import arm
-from raytrain_ddp.sections import DdpConfig, OptimConfig, ScalingConfig
-from raytrain_ddp.training.likeness import fingerprints
+from raytrain_ddp.training.replica_check import fingerprints
 
 AT = "train.weights:flip@rank={},step=13"
 EVERY = ScalingConfig(check_every_steps=5)

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from raytrain_ddp.orchestration.limits import Split, split_of
+from raytrain_ddp.display.bottleneck import Split, split_of
 
 
 def line(step: int, slowest: dict[str, Any] | None = None, **split_s: float) -> dict[str, Any]:

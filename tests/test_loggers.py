@@ -10,13 +10,13 @@ from pathlib import Path
 import pytest
 
 from raytrain_ddp.checkpoint.storage import open_storage
-from raytrain_ddp.config import TrainConfig
+from raytrain_ddp.config.sections import LogConfig
+from raytrain_ddp.config.train_config import TrainConfig
+from raytrain_ddp.driver.preflight import check
 from raytrain_ddp.errors import PreflightError
-from raytrain_ddp.orchestration.preflight import check
-from raytrain_ddp.sections import LogConfig
-from raytrain_ddp.training.logbook import Logbook
-from raytrain_ddp.training.loggers import MLflow, openers, scalars
+from raytrain_ddp.training.metrics_log import Logbook
 from raytrain_ddp.training.session import Record
+from raytrain_ddp.training.trackers import MLflow, openers, scalars
 
 
 def train(step: int, loss: float) -> Record:
@@ -163,7 +163,7 @@ def test_a_service_that_fails_is_told_and_tried_again_with_the_next_checkpoint(t
 def test_a_service_that_does_not_answer_keeps_neither_the_training_nor_its_end_waiting(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr("raytrain_ddp.training.courier._LAST_S", 0.1)
+    monkeypatch.setattr("raytrain_ddp.training.background_writer._LAST_S", 0.1)
     answers = threading.Event()
 
     def wait(_: Sequence[Record]) -> Moody:

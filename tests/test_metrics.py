@@ -22,9 +22,9 @@ import pytest
 import torch
 from processes import ENVIRONMENT
 
-from raytrain_ddp.cli import parse_fit
-from raytrain_ddp.orchestration.dashboard import said
-from raytrain_ddp.orchestration.metrics import (
+from raytrain_ddp.command_line import parse_fit
+from raytrain_ddp.ray_backend.dashboard import said
+from raytrain_ddp.ray_backend.prometheus import (
     ENDED,
     EVALUATING,
     GAUGES,
@@ -33,7 +33,7 @@ from raytrain_ddp.orchestration.metrics import (
     TRAINING,
     Metrics,
 )
-from raytrain_ddp.orchestration.worker_log import WorkerLog
+from raytrain_ddp.ray_backend.worker_log import WorkerLog
 from raytrain_ddp.training.world import World
 
 HERE = Path(__file__).parent
@@ -205,7 +205,7 @@ def test_no_run_fails_of_its_metrics() -> None:
 
 
 def test_all_is_said_again_until_the_run_has_ended(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("raytrain_ddp.orchestration.metrics._SAY_AGAIN_EVERY_S", 0.01)
+    monkeypatch.setattr("raytrain_ddp.ray_backend.prometheus._SAY_AGAIN_EVERY_S", 0.01)
     told = Told().take(PLAN, TRAIN)
     before = dict(told.values)
     told.values.clear()

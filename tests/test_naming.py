@@ -19,18 +19,18 @@ from rich.console import Console
 from s3 import s3_server
 from tiny import tiny_config
 
-from raytrain_ddp.checkpoint.layout import CONFIG_FILE, run_storage
 from raytrain_ddp.checkpoint.lease import Lease
-from raytrain_ddp.cli import parse_fit
-from raytrain_ddp.config import TrainConfig
+from raytrain_ddp.checkpoint.run_folder import CONFIG_FILE, run_storage
+from raytrain_ddp.command_line import parse_fit
+from raytrain_ddp.config.recipe import default_name, dumps
+from raytrain_ddp.config.train_config import TrainConfig
+from raytrain_ddp.display.progress_display import Display
+from raytrain_ddp.driver import run_naming
+from raytrain_ddp.driver.dry_run import dry_run
+from raytrain_ddp.driver.fit_driver import _driven, _owned, fit_locally
+from raytrain_ddp.driver.preflight import check
+from raytrain_ddp.driver.run_naming import CLAIM_FILE, open_run, run_of_rank_0
 from raytrain_ddp.errors import ConfigError, PreflightError, RunLockedError
-from raytrain_ddp.orchestration import naming
-from raytrain_ddp.orchestration.display import Display
-from raytrain_ddp.orchestration.driver import _driven, _owned, fit_locally
-from raytrain_ddp.orchestration.dry_run import dry_run
-from raytrain_ddp.orchestration.naming import CLAIM_FILE, open_run, run_of_rank_0
-from raytrain_ddp.orchestration.preflight import check
-from raytrain_ddp.recipe import default_name, dumps
 
 TASK = f"{Path(__file__).with_name('tiny.py')}:TinyTask"
 
@@ -254,7 +254,7 @@ def test_other_ranks_take_the_run_of_rank_0(tmp_path: Path, monkeypatch: pytest.
             while not found:
                 time.sleep(0.01)
     assert found == ["TinyTask-2"]
-    monkeypatch.setattr(naming, "_RANK_0_S", 0.2)
+    monkeypatch.setattr(run_naming, "_RANK_0_S", 0.2)
     with pytest.raises(PreflightError, match="rank 0 did not start a run here"):
         run_of_rank_0(unnamed(tmp_path, 0.3))
 

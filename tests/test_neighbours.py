@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from raytrain_ddp.orchestration.environment import dashboard_port, own_api
+from raytrain_ddp.ray_backend.ray_settings import dashboard_port, own_api
 
 HERE = Path(__file__).parent
 API = "RAY_API_SERVER_ADDRESS"

@@ -20,16 +20,16 @@ from tiny import Ran, bits, plain, run_tiny, tiny_config
 from torch.utils.data import DataLoader
 
 from raytrain_ddp import errors
-from raytrain_ddp.checkpoint.layout import read_history, run_storage
-from raytrain_ddp.config import TrainConfig
-from raytrain_ddp.data import processes
+from raytrain_ddp.checkpoint.run_folder import read_history, run_storage
+from raytrain_ddp.config.input_sections import DataConfig
+from raytrain_ddp.config.sections import LogConfig
+from raytrain_ddp.config.train_config import TrainConfig
+from raytrain_ddp.data import loader_processes
+from raytrain_ddp.data.epoch_order import Plan
+from raytrain_ddp.data.iterable_source import IterableSource
 from raytrain_ddp.data.loader import TrainLoader, eval_batches
-from raytrain_ddp.data.plan import Plan
-from raytrain_ddp.data.source import Batch, Data, MapSource
-from raytrain_ddp.data.stream import IterableSource
-from raytrain_ddp.data.threads import Threads
-from raytrain_ddp.inputs import DataConfig
-from raytrain_ddp.sections import LogConfig
+from raytrain_ddp.data.loader_threads import Threads
+from raytrain_ddp.data.sources import Batch, Data, MapSource
 
 ROWS = 107
 AUDITED = LogConfig(every_steps=1, tensorboard=False, audit=True)
@@ -38,7 +38,7 @@ AUDITED = LogConfig(every_steps=1, tensorboard=False, audit=True)
 @pytest.fixture(scope="module", autouse=True)
 def _standing() -> Any:
     """The interpreter that loader processes are forked from stays for all tests."""
-    return processes._server()
+    return loader_processes._server()
 
 
 @pytest.fixture(scope="module")
@@ -162,7 +162,7 @@ _kept: list[Any] = []
 
 def run_pictures(rank: int, size: int, *args: Any) -> Ran:
     """As run_tiny; the interpreter that forks loader processes stays for the next run."""
-    _kept[:] = [processes._server()]
+    _kept[:] = [loader_processes._server()]
     return run_tiny(rank, size, *args, kind=PicturesTask)
 
 
@@ -233,6 +233,6 @@ def test_a_loader_that_died_is_retried_and_keeps_its_text():
     error = errors.LoaderDied("while it loaded row 5")
     assert str(cloudpickle.loads(cloudpickle.dumps(error))) == "while it loaded row 5"
     pytest.importorskip("ray")
-    from raytrain_ddp.orchestration.causes import cause_of
+    from raytrain_ddp.ray_backend.failure_causes import cause_of
 
     assert cause_of(error) == "outside"

@@ -12,8 +12,8 @@ from pathlib import Path
 
 from processes import ENVIRONMENT
 
-from raytrain_ddp.checkpoint.layout import EVENTS_FILE, read_history
 from raytrain_ddp.checkpoint.lease import LEASE_FILE
+from raytrain_ddp.checkpoint.run_folder import EVENTS_FILE, read_history
 from raytrain_ddp.checkpoint.storage import Storage, open_storage
 
 FIT = [sys.executable, "-m", "raytrain_ddp.fit", "--local", "--name", "run", "--epochs", "500"]

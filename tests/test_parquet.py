@@ -20,14 +20,14 @@ import pyarrow.parquet as pq
 import pytest
 from PIL import Image
 
-from raytrain_ddp.data import parquet as parquet_module
-from raytrain_ddp.data import shard as shard_module
-from raytrain_ddp.data.locate import Located, locate
-from raytrain_ddp.data.parquet import ParquetImages
-from raytrain_ddp.data.plan import EpochOrder, Plan
-from raytrain_ddp.data.source import BadRecord
+from raytrain_ddp.config.input_sections import DataConfig
+from raytrain_ddp.data import parquet_images as parquet_module
+from raytrain_ddp.data import parquet_shard as shard_module
+from raytrain_ddp.data.data_check import Located, locate
+from raytrain_ddp.data.epoch_order import EpochOrder, Plan
+from raytrain_ddp.data.parquet_images import ParquetImages
+from raytrain_ddp.data.sources import BadRecord
 from raytrain_ddp.errors import DataError
-from raytrain_ddp.inputs import DataConfig
 
 ROWS_PER_GROUP = 4
 
@@ -421,8 +421,8 @@ def test_many_files_are_opened_without_keeping_them_open(tmp_path: Path):
 def test_reading_needs_neither_torch_nor_slow_imports(tmp_path: Path):
     path = write_images(tmp_path / "x.parquet", 1)
     code = (
-        "import sys\nfrom raytrain_ddp.data.locate import locate\n"
-        "from raytrain_ddp.data.parquet import ParquetImages\n"
+        "import sys\nfrom raytrain_ddp.data.data_check import locate\n"
+        "from raytrain_ddp.data.parquet_images import ParquetImages\n"
         "from raytrain_ddp.inputs import DataConfig\n"
         f"found = locate(DataConfig(source={path!r}))\n"
         "source = ParquetImages(found.train.paths, DataConfig())\n"

@@ -18,18 +18,18 @@ import psutil
 import pytest
 import torch
 
-from raytrain_ddp.data import processes, wire
-from raytrain_ddp.data.processes import Processes
-from raytrain_ddp.data.threads import Gate, Threads, prefetched
+from raytrain_ddp.data import loader_processes, shared_memory
+from raytrain_ddp.data.loader_processes import Processes
+from raytrain_ddp.data.loader_threads import Gate, Threads, prefetched
 from raytrain_ddp.errors import DataError, LoaderDied, RemoteTraceback, TaskError
-from raytrain_ddp.orchestration.causes import users_traceback
+from raytrain_ddp.ray_backend.failure_causes import users_traceback
 
 Point = namedtuple("Point", "x y")
 
 
 @pytest.fixture(scope="module", autouse=True)
 def _standing() -> Any:
-    return processes._server()
+    return loader_processes._server()
 
 
 @pytest.fixture
@@ -194,9 +194,9 @@ _SCRIPT = """
 import os, sys, time
 import numpy as np, torch
 from raytrain_ddp.data.loader import TrainLoader
-from raytrain_ddp.data.plan import Plan
-from raytrain_ddp.data.source import Data, MapSource
-from raytrain_ddp.data.threads import Threads
+from raytrain_ddp.data.epoch_order import Plan
+from raytrain_ddp.data.sources import Data, MapSource
+from raytrain_ddp.data.loader_threads import Threads
 
 class Rows:
     def __len__(self):
@@ -210,7 +210,7 @@ data = Data(MapSource(Rows()))  # a class of __main__, and no guard
 loader = TrainLoader(data, Plan(40, 2, 5), "none", 1, 0, 1, 0, Threads(2))
 steps = loader.steps(0, 4)
 pids = {pid for slot in next(steps) for pid in slot.batch["pid"].tolist()}
-print(*pids, os.popen(f"pgrep -P {os.getpid()} -f raytrain_ddp.data.forked").read(), flush=True)
+print(*pids, os.popen(f"pgrep -P {os.getpid()} -f raytrain_ddp.data.loader_worker").read(), flush=True)
 if sys.argv[1] == "raise":
     raise ValueError("done")
 if sys.argv[1] != "end":
@@ -262,8 +262,8 @@ def tensors() -> list[torch.Tensor]:
 
 def test_tensors_and_arrays_arrive_as_they_were_and_can_be_changed():
     value = {"tensors": tensors(), "point": Point(np.arange(5), "text"), "none": None}
-    file = wire.pack(value)
-    arrived = wire.unpack(file)
+    file = shared_memory.pack(value)
+    arrived = shared_memory.unpack(file)
     os.close(file)
     for one, other in zip(arrived["tensors"], value["tensors"], strict=True):
         assert one.dtype == other.dtype
@@ -281,7 +281,7 @@ def test_fault_38_batches_need_no_dev_shm(made: Callable[..., Processes]):
     """One of 64 KiB is enough for batches of 8 MiB; without mounts: nothing is ever there."""
     script = (
         "import os, torch\n"
-        "from raytrain_ddp.data.processes import Processes\n"
+        "from raytrain_ddp.data.loader_processes import Processes\n"
         "pool = Processes(lambda n: torch.full((2**23,), n, dtype=torch.uint8), str)\n"
         "made = [pool.submit(n, 2) for n in range(6)]\n"
         "assert [int(m.result()[-1]) for m in made] == list(range(6))\n"

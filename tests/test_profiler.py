@@ -13,9 +13,9 @@ from processes import Group
 from tiny import plain, run_tiny, tiny_config
 
 from raytrain_ddp.checkpoint.storage import open_storage
-from raytrain_ddp.cli import parse_fit
-from raytrain_ddp.sections import LogConfig
-from raytrain_ddp.training.clock import Clock
+from raytrain_ddp.command_line import parse_fit
+from raytrain_ddp.config.sections import LogConfig
+from raytrain_ddp.training.phase_clock import Clock
 from raytrain_ddp.training.profiler import Profile
 from raytrain_ddp.training.watchdog import WRITING
 from raytrain_ddp.training.world import World

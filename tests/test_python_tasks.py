@@ -15,13 +15,13 @@ from processes import ENVIRONMENT, door
 from tiny import TinyTask, tiny_config
 
 from raytrain_ddp import TrainConfig, fit_locally
-from raytrain_ddp.config import TaskName
+from raytrain_ddp.config.recipe import dumps, to_dict
+from raytrain_ddp.config.train_config import TaskName
+from raytrain_ddp.driver.preflight import check
+from raytrain_ddp.driver.run_naming import open_run
 from raytrain_ddp.errors import ConfigError, TaskError
-from raytrain_ddp.orchestration.carried import carried
-from raytrain_ddp.orchestration.naming import open_run
-from raytrain_ddp.orchestration.preflight import check
-from raytrain_ddp.recipe import dumps, to_dict
-from raytrain_ddp.tasks.load import check_task_name, load_task, task_of
+from raytrain_ddp.ray_backend.task_transfer import carried
+from raytrain_ddp.tasks.task_loading import check_task_name, load_task, task_of
 
 # A cell: no guard, no file to be imported from, and where it is read from a pipe no source either.
 CELL = """

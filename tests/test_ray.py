@@ -21,13 +21,13 @@ import pytest
 from rich.console import Console
 
 from raytrain_ddp import FitResult, TrainConfig, fit
-from raytrain_ddp.checkpoint.layout import CLOCKS, checkpoint_store, run_storage
+from raytrain_ddp.checkpoint.run_folder import CLOCKS, checkpoint_store, run_storage
+from raytrain_ddp.config.recipe import load
+from raytrain_ddp.config.sections import CheckpointConfig, LogConfig, ScalingConfig
+from raytrain_ddp.display.progress_display import Display
 from raytrain_ddp.errors import PreflightError, RetriesExhausted, TaskError
 from raytrain_ddp.failpoints import FOLDER_VARIABLE, VARIABLE
-from raytrain_ddp.orchestration.display import Display
-from raytrain_ddp.orchestration.environment import SETTINGS
-from raytrain_ddp.recipe import load
-from raytrain_ddp.sections import CheckpointConfig, LogConfig, ScalingConfig
+from raytrain_ddp.ray_backend.ray_settings import SETTINGS
 
 HERE = Path(__file__).parent
 pytestmark = [pytest.mark.ray, pytest.mark.filterwarnings("ignore")]  # Ray's own warnings
@@ -80,7 +80,7 @@ def without_ray(config: TrainConfig, workers: int) -> None:
     """Runs the config under torchrun."""
     run_storage(config).mkdir()
     recipe = Path(config.storage) / f"{config.name}.toml"
-    from raytrain_ddp.recipe import dumps
+    from raytrain_ddp.config.recipe import dumps
 
     recipe.write_text(dumps(config))
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(workers)]

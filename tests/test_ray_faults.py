@@ -20,17 +20,17 @@ import torch
 from rich.console import Console
 
 from raytrain_ddp import FitResult, TrainConfig, fit
-from raytrain_ddp.checkpoint.layout import read_history, run_storage
-from raytrain_ddp.orchestration.display import Display
-from raytrain_ddp.orchestration.driver import fit_locally
-from raytrain_ddp.orchestration.environment import SETTINGS
-from raytrain_ddp.sections import (
+from raytrain_ddp.checkpoint.run_folder import read_history, run_storage
+from raytrain_ddp.config.sections import (
     CheckpointConfig,
     EvalConfig,
     LogConfig,
     OptimConfig,
     ScalingConfig,
 )
+from raytrain_ddp.display.progress_display import Display
+from raytrain_ddp.driver.fit_driver import fit_locally
+from raytrain_ddp.ray_backend.ray_settings import SETTINGS
 
 HERE = Path(__file__).parent
 pytestmark = [pytest.mark.ray, pytest.mark.filterwarnings("ignore")]  # Ray's own warnings

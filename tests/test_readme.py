@@ -15,15 +15,15 @@ import tyro
 
 import raytrain_ddp
 from raytrain_ddp import errors
-from raytrain_ddp.chaos import ChaosArgs
-from raytrain_ddp.chaos import parse as parse_chaos
-from raytrain_ddp.cli import FitArgs, parse_fit
-from raytrain_ddp.config import TrainConfig
-from raytrain_ddp.convert import ConvertArgs
-from raytrain_ddp.doctor import DoctorArgs
+from raytrain_ddp.chaos.__main__ import ChaosArgs
+from raytrain_ddp.chaos.__main__ import parse as parse_chaos
+from raytrain_ddp.command_line import FitArgs, parse_fit
+from raytrain_ddp.config.train_config import TrainConfig
+from raytrain_ddp.convert.__main__ import ConvertArgs
+from raytrain_ddp.doctor.__main__ import DoctorArgs
 from raytrain_ddp.evaluate import EvaluateArgs
-from raytrain_ddp.orchestration.run.order import Flags
-from raytrain_ddp.report import ReportArgs
+from raytrain_ddp.launcher.run_options import Flags
+from raytrain_ddp.report.__main__ import ReportArgs
 from raytrain_ddp.run import parse as parse_run
 
 ROOT = Path(__file__).resolve().parent.parent

@@ -39,24 +39,24 @@ from tiny import (
     tiny_config,
 )
 
-from raytrain_ddp.checkpoint.layout import checkpoint_store, read_history, run_storage
 from raytrain_ddp.checkpoint.manifest import Manifest
+from raytrain_ddp.checkpoint.run_folder import checkpoint_store, read_history, run_storage
 from raytrain_ddp.checkpoint.storage import Storage, open_storage
 from raytrain_ddp.checkpoint.store import CheckpointStore
-from raytrain_ddp.config import TrainConfig
+from raytrain_ddp.config.sections import CheckpointConfig
+from raytrain_ddp.config.train_config import TrainConfig
 from raytrain_ddp.errors import CheckpointError, RunLockedError
-from raytrain_ddp.sections import CheckpointConfig
-from raytrain_ddp.training import committer, recording
+from raytrain_ddp.training import async_checkpoint, recording_session
 from raytrain_ddp.training import recorder as recorder_module
-from raytrain_ddp.training.committer import TRIES, Committer, pauses, persistently
-from raytrain_ddp.training.curves import draw_curves
-from raytrain_ddp.training.interval import LONGEST_S, Life, SaveTimer
-from raytrain_ddp.training.local import LocalSession
-from raytrain_ddp.training.logbook import Logbook
-from raytrain_ddp.training.loggers import TensorBoard
+from raytrain_ddp.training.async_checkpoint import TRIES, Committer, pauses, persistently
+from raytrain_ddp.training.checkpoint_interval import LONGEST_S, Life, SaveTimer
+from raytrain_ddp.training.curves_png import draw_curves
+from raytrain_ddp.training.local_session import LocalSession
+from raytrain_ddp.training.metrics_log import Logbook
 from raytrain_ddp.training.recorder import Best, Recorder
 from raytrain_ddp.training.session import Record, Snapshot
-from raytrain_ddp.training.state import encode
+from raytrain_ddp.training.trackers import TensorBoard
+from raytrain_ddp.training.train_state import encode
 from raytrain_ddp.training.world import World
 
 THROTTLED = "AWS Error SLOW_DOWN during PutObject operation: Please reduce your request rate."
@@ -195,7 +195,7 @@ def test_fault_16_a_second_commit_waits_for_the_first_and_the_wait_is_told(
 def test_fault_16_a_commit_that_hangs_is_told_while_the_training_waits_for_it(
     commits: Committer, store: Store, told: list[Record], monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr(committer, "_HANGS_S", 0.1)
+    monkeypatch.setattr(async_checkpoint, "_HANGS_S", 0.1)
     store.free.clear()
     threading.Timer(0.6, store.free.set).start()
     commits.submit(snapshot(9))
@@ -208,7 +208,7 @@ def test_fault_16_a_commit_that_hangs_is_told_while_the_training_waits_for_it(
 def test_fault_16_a_commit_that_hangs_is_told_at_the_end_of_a_session_too(
     commits: Committer, store: Store, told: list[Record], monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr(committer, "_HANGS_S", 0.05)
+    monkeypatch.setattr(async_checkpoint, "_HANGS_S", 0.05)
     store.free.clear()
     threading.Timer(0.1, store.free.set).start()
     commits.submit(snapshot(9))
@@ -421,7 +421,7 @@ def test_fault_07_a_replaced_start_commits_nothing_more_and_ends(
 def test_fault_15_a_store_out_of_order_at_the_start_is_tried_again(
     tmp_path: Path, told: list[Record], monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr(committer, "pauses", lambda: iter([0.01] * 4))
+    monkeypatch.setattr(async_checkpoint, "pauses", lambda: iter([0.01] * 4))
     made = recorder(tiny_config(tmp_path, "start"), told)
     in_weather(made).failures = 2
     assert made.begin() is None
@@ -469,7 +469,7 @@ def test_a_run_goes_on_without_its_age_where_that_cannot_be_read(
 @pytest.fixture
 def weather(monkeypatch: pytest.MonkeyPatch) -> Weather:
     """That of all checkpoints of this test; trying again takes no time."""
-    monkeypatch.setattr(committer, "pauses", lambda: iter([0.01] * 4))
+    monkeypatch.setattr(async_checkpoint, "pauses", lambda: iter([0.01] * 4))
     made = Weather()
     fs = pafs.PyFileSystem(FaultyHandler(made, False))
 
@@ -477,7 +477,7 @@ def weather(monkeypatch: pytest.MonkeyPatch) -> Weather:
         return CheckpointStore(Storage(fs, run.join("checkpoints").path, is_local=False))
 
     monkeypatch.setattr(recorder_module, "checkpoint_store", store)
-    monkeypatch.setattr(recording, "checkpoint_store", store)
+    monkeypatch.setattr(recording_session, "checkpoint_store", store)
     return made
 
 

@@ -14,20 +14,20 @@ from typing import Any
 import pytest
 from processes import door
 
-from raytrain_ddp.checkpoint.layout import CHECKPOINTS
 from raytrain_ddp.checkpoint.lease import Lease
 from raytrain_ddp.checkpoint.manifest import Manifest
+from raytrain_ddp.checkpoint.run_folder import CHECKPOINTS
 from raytrain_ddp.checkpoint.storage import open_storage
 from raytrain_ddp.checkpoint.store import CheckpointStore
-from raytrain_ddp.config import TrainConfig
+from raytrain_ddp.config.input_sections import DataConfig
+from raytrain_ddp.config.recipe import dumps, to_dict
+from raytrain_ddp.config.train_config import TrainConfig
 from raytrain_ddp.errors import ConfigError
-from raytrain_ddp.inputs import DataConfig
-from raytrain_ddp.orchestration.report import phases, scale
-from raytrain_ddp.orchestration.report.lives import timeline_of
-from raytrain_ddp.orchestration.report.reading import read_run
-from raytrain_ddp.orchestration.report.report import write_report
-from raytrain_ddp.orchestration.report.story import Story, story_of
-from raytrain_ddp.recipe import dumps, to_dict
+from raytrain_ddp.report import axes, step_phases
+from raytrain_ddp.report.history import Story, story_of
+from raytrain_ddp.report.run_files import read_run
+from raytrain_ddp.report.timeline import timeline_of
+from raytrain_ddp.report.write import write_report
 
 NASTY = "<script>alert(1)</script>&\"'"
 PER_EPOCH = 23
@@ -265,8 +265,8 @@ def test_a_long_log_is_thinned_and_says_so_and_keeps_its_outliers(tmp_path: Path
     assert len(page) < 500_000
     assert "thinned: 20,000 records" in page
     many = [(float(n), 1.0 + (n == 12345) - (n == 54321)) for n in range(100_000)]
-    few = scale.thinned(many)
-    assert len(few) <= scale.MOST_POINTS
+    few = axes.thinned(many)
+    assert len(few) <= axes.MOST_POINTS
     assert {(12345.0, 2.0), (54321.0, 0.0)} < set(few)
     assert few == sorted(few)
 
@@ -345,7 +345,7 @@ def untrained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     import torch
 
     from raytrain_ddp.checkpoint.snapshot import encode_tensors
-    from raytrain_ddp.tasks.digits import DigitsCNN
+    from raytrain_ddp.tasks.digits_cnn import DigitsCNN
 
     torch.manual_seed(0)
     config = TrainConfig(name="untrained", micro_batch=64, batch_size=64)
@@ -370,14 +370,14 @@ def untrained(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_what_is_no_picture_is_left_out(shape: tuple[int, ...], dtype: str, is_shown: bool):
     import torch
 
-    from raytrain_ddp.orchestration.report.mistakes import picture
+    from raytrain_ddp.report.mistakes import picture
 
     drawn = picture(torch.zeros(shape, dtype=getattr(torch, dtype)))
     assert drawn.startswith("data:image/") == is_shown
 
 
 def test_the_worst_mistakes_are_shown_with_figures_by_class(untrained: Path, tmp_path: Path):
-    from raytrain_ddp.orchestration.report.mistakes import predict
+    from raytrain_ddp.report.mistakes import predict
 
     found = predict(read_run(str(untrained)), "cpu", is_running=False)
     assert (found.samples, found.rows) == (360, 360)
@@ -403,8 +403,8 @@ def test_predictions_that_cannot_be_made_are_no_reason_to_fail(untrained: Path, 
 
 
 def test_of_many_classes_those_that_are_confused_most_are_shown():
-    from raytrain_ddp.orchestration.report.classes import classes
-    from raytrain_ddp.orchestration.report.mistakes import Predictions
+    from raytrain_ddp.report.class_tables import classes
+    from raytrain_ddp.report.mistakes import Predictions
 
     matrix = [[0] * 100 for _ in range(100)]
     for n in range(100):
@@ -424,33 +424,33 @@ def test_of_many_classes_those_that_are_confused_most_are_shown():
 @pytest.mark.parametrize(
     ("made", "names"),
     [
-        (scale.linear(0, 1), ["0", "0.2", "0.4", "0.6", "0.8", "1"]),
-        (scale.linear(0, 0.1, ticks=4), ["0", "0.025", "0.05", "0.075", "0.1"]),
-        (scale.linear(0, 9, ticks=6, whole=True, snap=False), ["0", "2", "4", "6", "8"]),
-        (scale.linear(0, 1, ticks=6, whole=True), ["0", "1"]),
-        (scale.linear(3.0, 3.0), ["2.6", "2.8", "3", "3.2", "3.4"]),
-        (scale.linear(0, 250_000, ticks=3), ["0", "100,000", "200,000", "300,000"]),
-        (scale.linear(math.nan, math.nan, ticks=2), ["0", "0.5", "1"]),
-        (scale.logarithmic(0.05, 3), ["0.05", "0.1", "0.2", "0.5", "1", "2"]),
-        (scale.logarithmic(1e-6, 1e3), ["1e-06", "0.0001", "0.01", "1", "100"]),
-        (scale.seconds(100), ["0", "30 s", "1 min", "1 min 30"]),
-        (scale.seconds(7000), ["0", "30 min", "1 h", "1 h 30"]),
-        (scale.seconds(10 * 86400), ["0", "2 d", "4 d", "6 d", "8 d", "10 d"]),
+        (axes.linear(0, 1), ["0", "0.2", "0.4", "0.6", "0.8", "1"]),
+        (axes.linear(0, 0.1, ticks=4), ["0", "0.025", "0.05", "0.075", "0.1"]),
+        (axes.linear(0, 9, ticks=6, whole=True, snap=False), ["0", "2", "4", "6", "8"]),
+        (axes.linear(0, 1, ticks=6, whole=True), ["0", "1"]),
+        (axes.linear(3.0, 3.0), ["2.6", "2.8", "3", "3.2", "3.4"]),
+        (axes.linear(0, 250_000, ticks=3), ["0", "100,000", "200,000", "300,000"]),
+        (axes.linear(math.nan, math.nan, ticks=2), ["0", "0.5", "1"]),
+        (axes.logarithmic(0.05, 3), ["0.05", "0.1", "0.2", "0.5", "1", "2"]),
+        (axes.logarithmic(1e-6, 1e3), ["1e-06", "0.0001", "0.01", "1", "100"]),
+        (axes.seconds(100), ["0", "30 s", "1 min", "1 min 30"]),
+        (axes.seconds(7000), ["0", "30 min", "1 h", "1 h 30"]),
+        (axes.seconds(10 * 86400), ["0", "2 d", "4 d", "6 d", "8 d", "10 d"]),
     ],
     ids=lambda value: "" if isinstance(value, list) else f"{value.low:g}-{value.high:g}",
 )
-def test_ticks_are_round(made: scale.Scale, names: list[str]):
+def test_ticks_are_round(made: axes.Scale, names: list[str]):
     assert [name for _, name in made.ticks] == names
     assert all(-1e-9 <= made.at(value) <= 1 + 1e-9 for value, _ in made.ticks)
 
 
 def test_all_phases_of_a_step_have_a_name_and_a_colour():
-    from raytrain_ddp.training.clock import PHASES
+    from raytrain_ddp.training.phase_clock import PHASES
 
-    css = (Path(phases.__file__).parent / "style.css").read_text()
-    assert set(phases.PHASES) == set(PHASES)
+    css = (Path(step_phases.__file__).parent / "style.css").read_text()
+    assert set(step_phases.PHASES) == set(PHASES)
     for phase in PHASES:
-        assert f"{phases.css(phase)} {{" in css
+        assert f"{step_phases.css(phase)} {{" in css
         assert css.count(f"--{phase}: #") == 2  # light and dark
 
 
@@ -514,7 +514,7 @@ def test_a_browser_shows_it_without_a_complaint(
 
 
 def test_the_axis_of_an_accuracy_has_its_first_point_too():
-    from raytrain_ddp.orchestration.report.curves import _room
+    from raytrain_ddp.report.step_panels import _room
 
     axis = _room([0.4306, 0.88, 0.95, *[0.99] * 9, 1.0], floor=True)
     assert axis.at(0.4306) >= 0

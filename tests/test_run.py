@@ -23,17 +23,15 @@ import pytest
 from processes import door
 
 from raytrain_ddp.errors import ConfigError, PreflightError
-from raytrain_ddp.orchestration.environment import SETTINGS
-from raytrain_ddp.orchestration.run import crew as crewing
-from raytrain_ddp.orchestration.run import launch as launching
-from raytrain_ddp.orchestration.run import ship
-from raytrain_ddp.orchestration.run.agent import Agent
-from raytrain_ddp.orchestration.run.crew import Crew, sent_whole
-from raytrain_ddp.orchestration.run.folders import provide
-from raytrain_ddp.orchestration.run.launch import launch
-from raytrain_ddp.orchestration.run.order import PLACEHOLDERS, Flags, Order, fill
-from raytrain_ddp.orchestration.run.output import Output
-from raytrain_ddp.orchestration.run.plan import (
+from raytrain_ddp.launcher import code_shipping
+from raytrain_ddp.launcher import script_launch as launching
+from raytrain_ddp.launcher import worker_group as crewing
+from raytrain_ddp.launcher.agent import Agent
+from raytrain_ddp.launcher.capacity import connected, lacking, layout_for
+from raytrain_ddp.launcher.exit_report import End, first_failure, ranks_said, report
+from raytrain_ddp.launcher.output import Output
+from raytrain_ddp.launcher.preview import preview
+from raytrain_ddp.launcher.rank_environment import (
     Group,
     Seat,
     base_environment,
@@ -43,13 +41,15 @@ from raytrain_ddp.orchestration.run.plan import (
     ranked,
     values,
 )
-from raytrain_ddp.orchestration.run.preview import preview
-from raytrain_ddp.orchestration.run.room import connected, lacking, layout_for
-from raytrain_ddp.orchestration.run.verdict import End, first_failure, ranks_said, report
+from raytrain_ddp.launcher.run_options import PLACEHOLDERS, Flags, Order, fill
+from raytrain_ddp.launcher.script_launch import launch
+from raytrain_ddp.launcher.worker_group import Crew, sent_whole
+from raytrain_ddp.launcher.working_folder import provide
+from raytrain_ddp.ray_backend.ray_settings import SETTINGS
 from raytrain_ddp.run import parse, split
 
 ROOT = Path(__file__).parent.parent
-GUARD = Path(ship.__file__).with_name("guard.py")
+GUARD = Path(code_shipping.__file__).with_name("guard.py")
 
 # ------------------------------------------------------------------ the command line
 
@@ -432,7 +432,7 @@ def test_the_drivers_environment_travels_but_for_what_is_its_machines():
     }
     node = {"PATH": "/node", "NCCL_DEBUG": "WARN", "RAY_JOB_ID": "1", "OMP_NUM_THREADS": "1"}
     node |= {"PYTHONBREAKPOINT": "ray.util.rpdb.set_trace", "PYTHONPATH": "/site:lib"}
-    there = partial(ship.moved, here=Path("/here"), there="/copy")
+    there = partial(code_shipping.moved, here=Path("/here"), there="/copy")
     expected = {
         "PATH": "/node",
         "NCCL_DEBUG": "WARN",
@@ -623,11 +623,13 @@ def test_a_folder_is_copied_without_what_is_not_the_users_code(tmp_path: Path):
     here = written(tmp_path / "here", "train.py", "lib/net.py", "data.txt", *left_out)
     written(here, "lib/runs/z.py", "wandb/__init__.py")  # packages of these names
     (here / "results").mkdir()
-    ship.unpack(ship.pack(here), there := tmp_path / "there")
+    code_shipping.unpack(code_shipping.pack(here), there := tmp_path / "there")
     kept = {"train.py", "lib/net.py", "data.txt", "lib/runs/z.py", "wandb/__init__.py"}
     assert names_in(there) == kept
     assert (there / "results").is_dir()
-    assert ship.difference(ship.contents(here), ship.contents(there)) == ""
+    assert (
+        code_shipping.difference(code_shipping.contents(here), code_shipping.contents(there)) == ""
+    )
 
 
 def test_any_file_that_is_another_elsewhere_is_found(tmp_path: Path):
@@ -635,7 +637,7 @@ def test_any_file_that_is_another_elsewhere_is_found(tmp_path: Path):
     here, there = (written(tmp_path / name, *names) for name in ("here", "there"))
 
     def different() -> str:
-        return ship.difference(ship.contents(here), ship.contents(there))
+        return code_shipping.difference(code_shipping.contents(here), code_shipping.contents(there))
 
     written(there, "checkpoint.pt")  # a script's own, on the machine of rank 0
     assert different() == ""
@@ -645,8 +647,8 @@ def test_any_file_that_is_another_elsewhere_is_found(tmp_path: Path):
         written(there, name)
     written(here, "lib/new.py")
     assert different() == "lib/new.py"
-    assert ship.contents(tmp_path / "nowhere") is None
-    assert ship.difference(ship.contents(here), None) == "all"
+    assert code_shipping.contents(tmp_path / "nowhere") is None
+    assert code_shipping.difference(code_shipping.contents(here), None) == "all"
 
 
 def test_links_arrive_as_what_they_lead_to(tmp_path: Path):
@@ -658,11 +660,11 @@ def test_links_arrive_as_what_they_lead_to(tmp_path: Path):
     (here / "self").symlink_to(here)
     (here / "gone").symlink_to("/no/such/place")
     os.mkfifo(here / "pipe")
-    archive = ship.pack(here)
+    archive = code_shipping.pack(here)
     there = written(tmp_path / "there", "config.yaml")
     (there / "lib").symlink_to(tmp_path / "dataset")  # of an earlier copy
     for _ in range(2):
-        ship.unpack(archive, there)
+        code_shipping.unpack(archive, there)
     assert {name for name in names_in(there) if not name.startswith("self/")} >= {"lib/net.py"}
     assert not (there / "config.yaml").is_symlink()
     assert (there / "config.yaml").read_text() == "shared/config.yaml"
@@ -672,15 +674,17 @@ def test_links_arrive_as_what_they_lead_to(tmp_path: Path):
     assert sorted(path.name for path in (tmp_path / "dataset").iterdir()) == ["1.png"]
     assert (there / "gone").is_symlink()
     assert not (there / "pipe").exists()
-    assert ship.difference(ship.contents(here), ship.contents(there)) == ""
+    assert (
+        code_shipping.difference(code_shipping.contents(here), code_shipping.contents(there)) == ""
+    )
 
 
 def test_a_new_copy_leaves_the_old_files_to_those_who_have_them_open(tmp_path: Path):
     here = written(tmp_path / "here", "ops.so")
-    ship.unpack(ship.pack(here), tmp_path / "there")
+    code_shipping.unpack(code_shipping.pack(here), tmp_path / "there")
     with (tmp_path / "there/ops.so").open() as old:
         (here / "ops.so").write_text("new")
-        ship.unpack(ship.pack(here), tmp_path / "there")
+        code_shipping.unpack(code_shipping.pack(here), tmp_path / "there")
         assert old.read() == "ops.so"
     assert (tmp_path / "there/ops.so").read_text() == "new"
 
@@ -720,19 +724,19 @@ def test_a_folder_that_is_shared_is_known_by_a_mark(tmp_path: Path, monkeypatch)
 
 def test_a_mark_that_a_killed_run_has_left_is_removed_and_never_copied(tmp_path, monkeypatch):
     in_folder(monkeypatch, tmp_path, "")
-    old, new = (tmp_path / f"{ship.MARK}{name}" for name in ("old", "new"))
+    old, new = (tmp_path / f"{code_shipping.MARK}{name}" for name in ("old", "new"))
     for mark in (old, new):
         mark.touch()
     os.utime(old, (0, 0))
-    assert ship.contents(tmp_path) is not None
-    assert set(ship.contents(tmp_path)) == {"script.py"}
+    assert code_shipping.contents(tmp_path) is not None
+    assert set(code_shipping.contents(tmp_path)) == {"script.py"}
     provided(Elsewhere(shared=True))
     assert (old.exists(), new.exists()) == (False, True)
 
 
 def test_why_a_folder_is_copied_is_said(tmp_path: Path, monkeypatch, putting: None):
     in_folder(monkeypatch, tmp_path, "")
-    same = ship.contents(tmp_path)
+    same = code_shipping.contents(tmp_path)
     assert provided(Elsewhere(files=same)) == {}
     for files, why in ((None, "it is not there"), ({"script.py": "x"}, "its script.py is another")):
         assert provided(other := Elsewhere(files=files)) == {1: "/copy"}
@@ -749,16 +753,16 @@ def test_a_script_outside_of_the_folder_that_is_copied_is_refused(
         with pytest.raises(PreflightError, match=rf"{script} is not on w10 .*10\.0\.0\.10"):
             provided(Elsewhere(), name)
         assert provided(Elsewhere(shared=True), name) == {}
-    assert ship.moved(script, tmp_path, "/copy") == "/copy/train.py"
-    assert ship.moved(script, tmp_path / "jobs", "/copy") == script
+    assert code_shipping.moved(script, tmp_path, "/copy") == "/copy/train.py"
+    assert code_shipping.moved(script, tmp_path / "jobs", "/copy") == script
 
 
 def test_a_folder_too_large_is_refused_with_what_is_large(tmp_path: Path, monkeypatch):
-    monkeypatch.setattr(ship, "MOST_BYTES", 1000)
+    monkeypatch.setattr(code_shipping, "MOST_BYTES", 1000)
     (tmp_path / "weights").mkdir()
     (tmp_path / "weights/w.bin").write_bytes(bytes(2000))
     with pytest.raises(PreflightError, match="weights"):
-        ship.pack(tmp_path)
+        code_shipping.pack(tmp_path)
 
 
 # ------------------------------------------------------------------ failures
@@ -856,7 +860,7 @@ def test_output_goes_to_the_console_prefixed_and_to_files(tmp_path: Path, capfd)
 
 SLOW_CONSOLE = """
 import os, sys
-from raytrain_ddp.orchestration.run.output import Output
+from raytrain_ddp.launcher.output import Output
 with Output(lambda rank, stream: True, None, hurried=lambda: os.path.exists("hurry")) as output:
     for n in range(20_000):
         output.take(0, "stdout", b"%d\\n" % n, 0.0)
@@ -1315,7 +1319,7 @@ agent.clean()
         with sent_whole():
             (tmp_path / "agent").write_bytes(cloudpickle.dumps(Agent))
         (tmp_path / "empty").mkdir()
-        (tmp_path / "archive").write_bytes(ship.pack(tmp_path / "empty"))
+        (tmp_path / "archive").write_bytes(code_shipping.pack(tmp_path / "empty"))
         command = [sys.executable, "-c", read, tmp_path / "agent", tmp_path / "archive"]
         environment = {**os.environ, "TMPDIR": str(tmp_path)}
         done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)

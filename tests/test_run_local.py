@@ -19,16 +19,16 @@ from typing import Any
 
 import pytest
 
-from raytrain_ddp.orchestration.run import launch as launching
-from raytrain_ddp.orchestration.run import ship
-from raytrain_ddp.orchestration.run.agent import Agent
-from raytrain_ddp.orchestration.run.crew import Crew
-from raytrain_ddp.orchestration.run.order import Order
-from raytrain_ddp.orchestration.run.plan import Seat, ranked
-from raytrain_ddp.orchestration.run.tracebacks import Watch
+from raytrain_ddp.launcher import code_shipping
+from raytrain_ddp.launcher import script_launch as launching
+from raytrain_ddp.launcher.agent import Agent
+from raytrain_ddp.launcher.rank_environment import Seat, ranked
+from raytrain_ddp.launcher.run_options import Order
+from raytrain_ddp.launcher.tracebacks import Watch
+from raytrain_ddp.launcher.worker_group import Crew
 from raytrain_ddp.run import parse
 
-GUARD = Path(ship.__file__).with_name("guard.py").read_text()
+GUARD = Path(code_shipping.__file__).with_name("guard.py").read_text()
 
 
 class Threads(types.ModuleType):
@@ -391,7 +391,7 @@ def test_a_script_that_reads_no_standard_input_holds_nothing_up(local: Local):
 @pytest.mark.parametrize("kind", ["pipe", "file"])
 def test_standard_input_is_that_of_the_command_if_it_is_a_pipe_or_a_file(kind: str, tmp_path: Path):
     script = """
-from raytrain_ddp.orchestration.run.launch import _standard_input
+from raytrain_ddp.launcher.script_launch import _standard_input
 import time
 take, data = _standard_input(), b""
 while (piece := take()) != b"":
@@ -410,7 +410,7 @@ print(len(data))
 
 def test_a_terminal_and_dev_null_are_not_passed_on():
     check = (
-        "from raytrain_ddp.orchestration.run.launch import _standard_input as f; print(f() is None)"
+        "from raytrain_ddp.launcher.script_launch import _standard_input as f; print(f() is None)"
     )
     ours, theirs = os.openpty()
     for fd in (theirs, subprocess.DEVNULL):
@@ -505,7 +505,7 @@ def stopped(local: Local, *after_s: float) -> None:
 def test_ctrl_c_says_for_which_ranks_it_waits_until_they_are_killed(
     local: Local, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr("raytrain_ddp.orchestration.run.attempt._WAITING_EVERY_S", 1.0)
+    monkeypatch.setattr("raytrain_ddp.launcher.attempt._WAITING_EVERY_S", 1.0)
     stopped(local, 0.5)
     ran = local(STUBBORN, "--grace-s 4")
     assert len(ran.told) >= 2

@@ -11,9 +11,9 @@ from processes import Died, Group
 from s3 import S3, s3_server
 from tiny import TOTAL_STEPS, bits, newest, plain, run_tiny, tiny_config
 
-from raytrain_ddp.checkpoint.layout import CLOCKS, read_history, run_storage
-from raytrain_ddp.config import TrainConfig
-from raytrain_ddp.sections import CheckpointConfig
+from raytrain_ddp.checkpoint.run_folder import CLOCKS, read_history, run_storage
+from raytrain_ddp.config.sections import CheckpointConfig
+from raytrain_ddp.config.train_config import TrainConfig
 
 
 @pytest.fixture(scope="module")

@@ -16,15 +16,15 @@ import pyarrow.parquet as pq
 import pytest
 from PIL import Image
 
-from raytrain_ddp.data.data_set import open_data_set
-from raytrain_ddp.data.folder import FolderImages
-from raytrain_ddp.data.locate import Found, locate
-from raytrain_ddp.data.parquet import ParquetImages
+from raytrain_ddp.config.input_sections import DataConfig
+from raytrain_ddp.data.data_check import Found, locate
+from raytrain_ddp.data.discovery import open_data_set
+from raytrain_ddp.data.image_folder import FolderImages
+from raytrain_ddp.data.parquet_images import ParquetImages
 from raytrain_ddp.data.split_names import ROLE_OF
 from raytrain_ddp.data.splits import open_splits
+from raytrain_ddp.display.formatting import format_data
 from raytrain_ddp.errors import ConfigError, DataError, PreflightError
-from raytrain_ddp.inputs import DataConfig
-from raytrain_ddp.orchestration.words import format_data
 
 Parts = dict[str, set[str]]
 

@@ -15,9 +15,9 @@ from typing import Any
 import pytest
 
 from raytrain_ddp.errors import PreflightError
-from raytrain_ddp.orchestration import starting
-from raytrain_ddp.orchestration.cluster import joined
-from raytrain_ddp.orchestration.starting import persistently_started, require_same
+from raytrain_ddp.ray_backend import ray_start
+from raytrain_ddp.ray_backend.cluster import joined
+from raytrain_ddp.ray_backend.ray_start import persistently_started, require_same
 
 SLOW = Exception("The current node timed out during startup. This could happen because ...")
 
@@ -31,7 +31,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
         now[0] += seconds
 
     fake = SimpleNamespace(monotonic=lambda: now[0], sleep=sleep)
-    monkeypatch.setattr(starting, "time", fake)
+    monkeypatch.setattr(ray_start, "time", fake)
     return now
 
 

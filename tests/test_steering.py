@@ -25,18 +25,18 @@ from tiny import (
     tiny_config,
 )
 
-from raytrain_ddp.checkpoint.layout import CLOCKS, read_history, run_storage
-from raytrain_ddp.config import TrainConfig
+from raytrain_ddp.checkpoint.run_folder import CLOCKS, read_history, run_storage
+from raytrain_ddp.config.recipe import from_dict
+from raytrain_ddp.config.sections import CheckpointConfig, EvalConfig, LogConfig
+from raytrain_ddp.config.train_config import TrainConfig
 from raytrain_ddp.failpoints import SITES, arm
-from raytrain_ddp.recipe import from_dict
-from raytrain_ddp.sections import CheckpointConfig, EvalConfig, LogConfig
-from raytrain_ddp.training import interval
+from raytrain_ddp.training import checkpoint_interval
 from raytrain_ddp.training.cadence import Cadence
-from raytrain_ddp.training.interval import Life, SaveTimer, best_interval_s
-from raytrain_ddp.training.local import ASKING, LocalSession
+from raytrain_ddp.training.checkpoint_interval import Life, SaveTimer, best_interval_s
+from raytrain_ddp.training.local_session import ASKING, LocalSession
 from raytrain_ddp.training.loop import train
 from raytrain_ddp.training.session import Record, Wishes
-from raytrain_ddp.training.steering import Decision, Steering
+from raytrain_ddp.training.step_decisions import Decision, Steering
 from raytrain_ddp.training.world import World
 
 # ------------------------------------------------------------------ by the number of steps
@@ -168,7 +168,7 @@ class Hands:
 @pytest.fixture
 def hands(monkeypatch: pytest.MonkeyPatch) -> Hands:
     hands = Hands()
-    monkeypatch.setattr(interval, "time", hands)
+    monkeypatch.setattr(checkpoint_interval, "time", hands)
     return hands
 
 

@@ -16,10 +16,10 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from raytrain_ddp import ArraySource, Data, Task, TrainConfig, fit_locally
+from raytrain_ddp.config.sections import CheckpointConfig
+from raytrain_ddp.driver.dry_run import dry_run
 from raytrain_ddp.errors import ConfigError, DataError, RaytrainError, TaskError
-from raytrain_ddp.orchestration.dry_run import dry_run
-from raytrain_ddp.sections import CheckpointConfig
-from raytrain_ddp.tasks.load import load_task, task_of
+from raytrain_ddp.tasks.task_loading import load_task, task_of
 from raytrain_ddp.training import prepare as preparing
 
 HERE = Path(__file__).name
@@ -285,7 +285,7 @@ def untried(session: Any) -> None:
 
 
 def tried(session: Any) -> None:
-    from raytrain_ddp.training.trial import try_evaluation
+    from raytrain_ddp.training.sanity_check import try_evaluation
 
     preparing.try_evaluation = try_evaluation
 
@@ -307,7 +307,7 @@ def test_the_trial_leaves_the_generators_as_they_were(tmp_path: Path):
 
     import numpy as np
 
-    from raytrain_ddp.training.trial import try_evaluation, try_loss
+    from raytrain_ddp.training.sanity_check import try_evaluation, try_loss
     from raytrain_ddp.training.world import World
 
     world, config = World(0, 1, 0, torch.device("cpu"), 1), TrainConfig()

@@ -13,12 +13,11 @@ from processes import Group
 from tiny import ScriptedSession, plain, run_tiny, tiny_config
 from torch import nn
 
-from raytrain_ddp.checkpoint.layout import read_history, run_storage
-from raytrain_ddp.config import TrainConfig
-from raytrain_ddp.data.plan import beyond_others
-from raytrain_ddp.training.clock import PHASES, Clock
-from raytrain_ddp.training.stragglers import Stragglers
-from raytrain_ddp.training.timing import (
+from raytrain_ddp.checkpoint.run_folder import read_history, run_storage
+from raytrain_ddp.config.train_config import TrainConfig
+from raytrain_ddp.data.epoch_order import beyond_others
+from raytrain_ddp.training.phase_clock import PHASES, Clock
+from raytrain_ddp.training.step_timing import (
     Reading,
     by_rank,
     counting_flops,
@@ -26,6 +25,7 @@ from raytrain_ddp.training.timing import (
     peak_flops_per_s,
     summary,
 )
+from raytrain_ddp.training.stragglers import Stragglers
 
 CPU = torch.device("cpu")
 

@@ -11,7 +11,7 @@ from types import ModuleType
 import pytest
 
 from raytrain_ddp.errors import PreflightError
-from raytrain_ddp.orchestration.token import use_token
+from raytrain_ddp.ray_backend.auth_token import use_token
 
 
 @pytest.fixture

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from torchvision import datasets
 
-from raytrain_ddp.data.torchvision_sets import TorchvisionImages
+from raytrain_ddp.data.torchvision_datasets import TorchvisionImages
 from raytrain_ddp.errors import ConfigError, DataError
 
 

@@ -43,20 +43,13 @@ from tiny import (
 from torch import nn
 from torch.nn.functional import cross_entropy
 
-from raytrain_ddp.checkpoint.layout import CLOCKS, METRICS_FILE, read_history, run_storage
 from raytrain_ddp.checkpoint.manifest import Manifest
+from raytrain_ddp.checkpoint.run_folder import CLOCKS, METRICS_FILE, read_history, run_storage
 from raytrain_ddp.checkpoint.storage import open_storage
 from raytrain_ddp.checkpoint.store import CheckpointName, CheckpointStore
-from raytrain_ddp.config import TrainConfig
-from raytrain_ddp.data.loader import eval_batches
-from raytrain_ddp.data.plan import EpochOrder, Plan, deal
-from raytrain_ddp.data.source import ArraySource
-from raytrain_ddp.data.threads import Threads
-from raytrain_ddp.errors import ConfigError, TaskError
-from raytrain_ddp.evaluate import find_checkpoint
-from raytrain_ddp.inputs import DataConfig
-from raytrain_ddp.recipe import load
-from raytrain_ddp.sections import (
+from raytrain_ddp.config.input_sections import DataConfig
+from raytrain_ddp.config.recipe import load
+from raytrain_ddp.config.sections import (
     CheckpointConfig,
     ComputeConfig,
     EvalConfig,
@@ -64,13 +57,20 @@ from raytrain_ddp.sections import (
     OptimConfig,
     ScheduleConfig,
 )
-from raytrain_ddp.tasks.images import ImageClassification
-from raytrain_ddp.training.buffers import Flags, SlotBuffers
-from raytrain_ddp.training.evaluate import evaluate
-from raytrain_ddp.training.metrics import require_mergeable, scalars
-from raytrain_ddp.training.optim import build_optimizer, learning_rate
+from raytrain_ddp.config.train_config import TrainConfig
+from raytrain_ddp.data.epoch_order import EpochOrder, Plan, deal
+from raytrain_ddp.data.loader import eval_batches
+from raytrain_ddp.data.loader_threads import Threads
+from raytrain_ddp.data.sources import ArraySource
+from raytrain_ddp.errors import ConfigError, TaskError
+from raytrain_ddp.evaluate import find_checkpoint
+from raytrain_ddp.tasks.image_classification import ImageClassification
+from raytrain_ddp.training.buffer_sync import Flags, SlotBuffers
+from raytrain_ddp.training.evaluation import evaluate
+from raytrain_ddp.training.lr_schedule import build_optimizer, learning_rate
+from raytrain_ddp.training.metric_states import require_mergeable, scalars
 from raytrain_ddp.training.recorder import Best
-from raytrain_ddp.training.state import TrainState, encode
+from raytrain_ddp.training.train_state import TrainState, encode
 from raytrain_ddp.training.world import World
 
 VARIANTS: dict[str, dict[str, Any]] = {

@@ -29,11 +29,11 @@ from test_parquet import (
     write_parquet,
 )
 
-from raytrain_ddp.data import shard as shard_module
+from raytrain_ddp.config.recipe import load
+from raytrain_ddp.data import parquet_shard as shard_module
 from raytrain_ddp.data import store_listing as listing_module
-from raytrain_ddp.data.source import BadRecord
+from raytrain_ddp.data.sources import BadRecord
 from raytrain_ddp.errors import ConfigError, DataError, PreflightError
-from raytrain_ddp.recipe import load
 from raytrain_ddp.uri import (
     answer_within,
     attempt,

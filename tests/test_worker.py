@@ -14,9 +14,9 @@ from raytrain_ddp.errors import (
     RetriesExhausted,
     status_of,
 )
-from raytrain_ddp.orchestration.causes import cause_of, users_traceback, without_ray
-from raytrain_ddp.orchestration.failures import as_error
-from raytrain_ddp.orchestration.worker import WorkerSettings, tell_failure
+from raytrain_ddp.ray_backend.failure_causes import cause_of, users_traceback, without_ray
+from raytrain_ddp.ray_backend.failure_policy import as_error
+from raytrain_ddp.ray_backend.worker import WorkerSettings, tell_failure
 
 
 def because(error: Exception, cause: Exception) -> Exception:

@@ -16,20 +16,20 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
-from raytrain_ddp.checkpoint.layout import checkpoint_store, run_storage
+from raytrain_ddp.checkpoint.run_folder import checkpoint_store, run_storage
 from raytrain_ddp.checkpoint.snapshot import decode_tensors
 from raytrain_ddp.checkpoint.store import Checkpoint
-from raytrain_ddp.config import TrainConfig
-from raytrain_ddp.data.draws import Draws
-from raytrain_ddp.data.source import ArraySource, Batch, Data
-from raytrain_ddp.inputs import DataConfig
-from raytrain_ddp.recipe import from_dict, to_dict
-from raytrain_ddp.sections import CheckpointConfig, LogConfig, OptimConfig
+from raytrain_ddp.config.input_sections import DataConfig
+from raytrain_ddp.config.recipe import from_dict, to_dict
+from raytrain_ddp.config.sections import CheckpointConfig, LogConfig, OptimConfig
+from raytrain_ddp.config.train_config import TrainConfig
+from raytrain_ddp.data.sample_rng import Draws
+from raytrain_ddp.data.sources import ArraySource, Batch, Data
 from raytrain_ddp.tasks.task import Task
-from raytrain_ddp.training.local import LocalSession
+from raytrain_ddp.training.local_session import LocalSession
 from raytrain_ddp.training.loop import train
+from raytrain_ddp.training.prepared_run import Outcome
 from raytrain_ddp.training.recorder import Best
-from raytrain_ddp.training.run import Outcome
 from raytrain_ddp.training.session import Record, Wishes
 from raytrain_ddp.training.world import World
 

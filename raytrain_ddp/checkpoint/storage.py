@@ -14,8 +14,8 @@ from typing import Any
 
 from pyarrow import fs as pafs
 
-from raytrain_ddp.durable import fsync
 from raytrain_ddp.errors import ConfigError, PreflightError
+from raytrain_ddp.files import fsync
 from raytrain_ddp.uri import REACH_TIMEOUT_S, answer_within, reason_of, without_secrets
 
 BytesLike = bytes | bytearray | memoryview

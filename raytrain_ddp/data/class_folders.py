@@ -7,7 +7,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from pathlib import PurePosixPath
 
-from raytrain_ddp.data.listing import Listing
+from raytrain_ddp.data.file_listing import Listing
 from raytrain_ddp.data.split_names import NoSuchConfigError, SplitName, some, split_name
 from raytrain_ddp.errors import DataError
 

@@ -17,11 +17,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from raytrain_ddp.data.draws import Draws, Rows, kept_globals
-from raytrain_ddp.data.nests import bytes_of, digest_of, map_tensors
-from raytrain_ddp.data.plan import EpochOrder, Plan, Shuffle, deal
-from raytrain_ddp.data.source import Batch, Data
-from raytrain_ddp.data.threads import Gate, Threads, prefetched
+from raytrain_ddp.data.epoch_order import EpochOrder, Plan, Shuffle, deal
+from raytrain_ddp.data.loader_threads import Gate, Threads, prefetched
+from raytrain_ddp.data.nested import bytes_of, digest_of, map_tensors
+from raytrain_ddp.data.sample_rng import Draws, Rows, kept_globals
+from raytrain_ddp.data.sources import Batch, Data
 from raytrain_ddp.errors import DataError, TaskError
 from raytrain_ddp.failpoints import failpoint
 

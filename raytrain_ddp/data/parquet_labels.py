@@ -16,8 +16,8 @@ from raytrain_ddp.data.labels import (
     names_of,
     numbers_in,
 )
-from raytrain_ddp.data.permute import Feistel
-from raytrain_ddp.data.shard import Shard, some
+from raytrain_ddp.data.parquet_shard import Shard, some
+from raytrain_ddp.data.permutation import Feistel
 from raytrain_ddp.errors import DataError
 
 _READERS = 16

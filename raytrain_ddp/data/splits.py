@@ -12,15 +12,15 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from raytrain_ddp.data.draws import Rows
-from raytrain_ddp.data.folder import FolderImages
+from raytrain_ddp.config.input_sections import DataConfig
+from raytrain_ddp.data.data_check import Found, Located, locate
 from raytrain_ddp.data.holdout import Held, Part, held_out
+from raytrain_ddp.data.image_folder import FolderImages
 from raytrain_ddp.data.labels import NoLabelsError, UnknownClassError, normalized
-from raytrain_ddp.data.locate import Found, Located, locate
-from raytrain_ddp.data.parquet import ParquetImages
-from raytrain_ddp.data.source import Source
+from raytrain_ddp.data.parquet_images import ParquetImages
+from raytrain_ddp.data.sample_rng import Rows
+from raytrain_ddp.data.sources import Source
 from raytrain_ddp.errors import DataError
-from raytrain_ddp.inputs import DataConfig
 from raytrain_ddp.uri import attempt
 
 _NAMES_SHOWN = 5
@@ -190,7 +190,7 @@ def open_images(
         return ParquetImages(found.paths, config, classes)
     if found.kind == "folder":
         return FolderImages(found.paths[0], classes)
-    from raytrain_ddp.data.torchvision_sets import TorchvisionImages
+    from raytrain_ddp.data.torchvision_datasets import TorchvisionImages
 
     train, root = found.split == "train", Path(config.root)
     whole = config.holdout > 0

@@ -12,8 +12,8 @@ from typing import Any, TypeVar
 
 from pyarrow import fs as pafs
 
-from raytrain_ddp.data.folder import is_hidden
-from raytrain_ddp.data.listing import Listing, fits
+from raytrain_ddp.data.file_listing import Listing, fits
+from raytrain_ddp.data.image_folder import is_hidden
 from raytrain_ddp.errors import DataError, PreflightError, RaytrainError
 from raytrain_ddp.uri import (
     REACH_TIMEOUT_S,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from raytrain_ddp.config import TrainConfig
+from raytrain_ddp.config.train_config import TrainConfig
 
 
 class Cadence:

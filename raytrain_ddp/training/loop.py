@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Collection
 from contextlib import closing
 
-from raytrain_ddp.config import TrainConfig
+from raytrain_ddp.config.train_config import TrainConfig
 from raytrain_ddp.tasks.task import Task
 from raytrain_ddp.training.cadence import Cadence
-from raytrain_ddp.training.optim import learning_rate
+from raytrain_ddp.training.lr_schedule import learning_rate
 from raytrain_ddp.training.prepare import prepare
-from raytrain_ddp.training.run import Outcome
+from raytrain_ddp.training.prepared_run import Outcome
 from raytrain_ddp.training.session import Session
-from raytrain_ddp.training.steering import Steering
+from raytrain_ddp.training.step_decisions import Steering
 
 
 def train(

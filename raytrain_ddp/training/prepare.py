@@ -11,9 +11,12 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from raytrain_ddp.checkpoint.layout import run_storage
+from raytrain_ddp.checkpoint.run_folder import run_storage
 from raytrain_ddp.checkpoint.snapshot import unstorable
-from raytrain_ddp.config import TrainConfig
+from raytrain_ddp.config.effects import unread_notes
+from raytrain_ddp.config.input_sections import DataConfig
+from raytrain_ddp.config.train_config import TrainConfig
+from raytrain_ddp.data.epoch_order import Plan
 from raytrain_ddp.data.loader import (
     TrainLoader,
     memory_note,
@@ -21,34 +24,31 @@ from raytrain_ddp.data.loader import (
     start_processes,
     window_for,
 )
-from raytrain_ddp.data.plan import Plan
-from raytrain_ddp.data.source import Data
+from raytrain_ddp.data.loader_threads import Threads
+from raytrain_ddp.data.sources import Data
 from raytrain_ddp.data.splits import Splits
-from raytrain_ddp.data.threads import Threads
-from raytrain_ddp.effects import unread_notes
 from raytrain_ddp.errors import ConfigError, DataError
 from raytrain_ddp.failpoints import failpoint
-from raytrain_ddp.inputs import DataConfig
-from raytrain_ddp.tasks.check import eval_data_of, model_of, train_data_of
 from raytrain_ddp.tasks.task import Task
-from raytrain_ddp.training.buffers import own_memory
-from raytrain_ddp.training.clock import Clock
-from raytrain_ddp.training.compression import compress
-from raytrain_ddp.training.feed import AgreedCount, Audit, Feed, on_device
-from raytrain_ddp.training.guard import make_guard
-from raytrain_ddp.training.identity import DataIdentity
-from raytrain_ddp.training.likeness import Likeness
-from raytrain_ddp.training.optim import build_optimizer
+from raytrain_ddp.tasks.task_check import eval_data_of, model_of, train_data_of
+from raytrain_ddp.training.buffer_sync import own_memory
+from raytrain_ddp.training.data_identity import DataIdentity
+from raytrain_ddp.training.device_feed import AgreedCount, Audit, Feed, on_device
+from raytrain_ddp.training.gradient_compression import compress
+from raytrain_ddp.training.lr_schedule import build_optimizer
+from raytrain_ddp.training.nonfinite import make_guard
+from raytrain_ddp.training.nonfinite_repro import judge
+from raytrain_ddp.training.phase_clock import Clock
+from raytrain_ddp.training.prepared_run import Run
 from raytrain_ddp.training.profiler import Profile
 from raytrain_ddp.training.reduction import make_alike
-from raytrain_ddp.training.repro import judge
-from raytrain_ddp.training.run import Run
+from raytrain_ddp.training.replica_check import Likeness
+from raytrain_ddp.training.sanity_check import try_evaluation
 from raytrain_ddp.training.session import Session
-from raytrain_ddp.training.state import TrainState, begin_training
 from raytrain_ddp.training.step import Stepper
+from raytrain_ddp.training.step_timing import peak_flops_per_s
 from raytrain_ddp.training.stragglers import Stragglers
-from raytrain_ddp.training.timing import peak_flops_per_s
-from raytrain_ddp.training.trial import try_evaluation
+from raytrain_ddp.training.train_state import TrainState, begin_training
 from raytrain_ddp.training.world import World, seed_all, set_up, versions
 
 

@@ -8,10 +8,10 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from raytrain_ddp.checkpoint.layout import PROFILES
+from raytrain_ddp.checkpoint.run_folder import PROFILES
 from raytrain_ddp.checkpoint.storage import Storage
-from raytrain_ddp.sections import LogConfig
-from raytrain_ddp.training.clock import Clock
+from raytrain_ddp.config.sections import LogConfig
+from raytrain_ddp.training.phase_clock import Clock
 from raytrain_ddp.training.session import Record
 from raytrain_ddp.training.watchdog import WRITING
 from raytrain_ddp.training.world import World

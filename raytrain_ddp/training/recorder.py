@@ -14,17 +14,17 @@ from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
-from raytrain_ddp.checkpoint.layout import checkpoint_store, require_none_lost, run_storage
+from raytrain_ddp.checkpoint.run_folder import checkpoint_store, require_none_lost, run_storage
 from raytrain_ddp.checkpoint.storage import Storage
 from raytrain_ddp.checkpoint.store import Checkpoint, CheckpointName, CheckpointStore
-from raytrain_ddp.config import TrainConfig
+from raytrain_ddp.config.train_config import TrainConfig
 from raytrain_ddp.errors import CheckpointError
-from raytrain_ddp.training.committer import Committer, persistently
-from raytrain_ddp.training.interval import Life, SaveTimer
-from raytrain_ddp.training.logbook import Logbook
-from raytrain_ddp.training.loggers import openers
+from raytrain_ddp.training.async_checkpoint import Committer, persistently
+from raytrain_ddp.training.checkpoint_interval import Life, SaveTimer
+from raytrain_ddp.training.metrics_log import Logbook
 from raytrain_ddp.training.session import Record, Snapshot
-from raytrain_ddp.training.state import encode, loss_of
+from raytrain_ddp.training.trackers import openers
+from raytrain_ddp.training.train_state import encode, loss_of
 from raytrain_ddp.training.world import World
 
 _LIFE = "life.json"

@@ -16,8 +16,8 @@ from torch.utils.hooks import RemovableHandle
 
 from raytrain_ddp.data.loader import Slot
 from raytrain_ddp.errors import ConfigError
-from raytrain_ddp.training.clock import Clock
-from raytrain_ddp.training.tree import TreeSum
+from raytrain_ddp.training.phase_clock import Clock
+from raytrain_ddp.training.tree_sum import TreeSum
 from raytrain_ddp.training.world import World, broadcast, broadcast_tensor
 
 

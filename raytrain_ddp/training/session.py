@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from raytrain_ddp.checkpoint.manifest import Manifest
 from raytrain_ddp.checkpoint.store import Checkpoint
-from raytrain_ddp.training.clock import Clock
+from raytrain_ddp.training.phase_clock import Clock
 from raytrain_ddp.training.world import World
 
 Record = Mapping[str, Any]

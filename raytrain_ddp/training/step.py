@@ -8,25 +8,25 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from raytrain_ddp.config import TrainConfig
+from raytrain_ddp.config.train_config import TrainConfig
 from raytrain_ddp.data.loader import Slot
-from raytrain_ddp.data.nests import to_device
-from raytrain_ddp.data.source import Batch
+from raytrain_ddp.data.nested import to_device
+from raytrain_ddp.data.sources import Batch
 from raytrain_ddp.errors import ConfigError
 from raytrain_ddp.failpoints import failpoint
-from raytrain_ddp.tasks.check import require_loss
 from raytrain_ddp.tasks.task import Task
-from raytrain_ddp.training.buffers import Flags, KeptBuffers, SlotBuffers
-from raytrain_ddp.training.clock import Clock
-from raytrain_ddp.training.guard import Guard
-from raytrain_ddp.training.likeness import Likeness
+from raytrain_ddp.tasks.task_check import require_loss
+from raytrain_ddp.training.buffer_sync import Flags, KeptBuffers, SlotBuffers
+from raytrain_ddp.training.nonfinite import Guard
+from raytrain_ddp.training.phase_clock import Clock
 from raytrain_ddp.training.reduction import (
     DdpReduction,
     ExactReduction,
     Reduction,
 )
-from raytrain_ddp.training.state import TrainState, evaluating
-from raytrain_ddp.training.timing import counting_flops
+from raytrain_ddp.training.replica_check import Likeness
+from raytrain_ddp.training.step_timing import counting_flops
+from raytrain_ddp.training.train_state import TrainState, evaluating
 from raytrain_ddp.training.world import World, seed_slot
 
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}

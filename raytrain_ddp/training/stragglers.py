@@ -6,7 +6,7 @@ from collections import Counter, deque
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from raytrain_ddp.data.plan import beyond_others
+from raytrain_ddp.data.epoch_order import beyond_others
 from raytrain_ddp.training.session import Record
 
 _SLOWER = 2.0  # than the others

@@ -25,11 +25,10 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from statistics import median
 
-from raytrain_ddp.checkpoint.layout import HANGS
 from raytrain_ddp.checkpoint.lease import Owner
+from raytrain_ddp.checkpoint.run_folder import HANGS
 from raytrain_ddp.checkpoint.storage import Storage
-from raytrain_ddp.training.clock import STARTING, Clock
-from raytrain_ddp.training.hang import (
+from raytrain_ddp.training.hang_diagnosis import (
     Hang,
     Sign,
     collectives,
@@ -41,7 +40,8 @@ from raytrain_ddp.training.hang import (
     look_at,
     stacks,
 )
-from raytrain_ddp.training.meeting import Exchange, start_folder
+from raytrain_ddp.training.phase_clock import STARTING, Clock
+from raytrain_ddp.training.rendezvous import Exchange, start_folder
 
 State = Callable[[Owner], str]
 """How a process is, as `Owner.state` has it; may raise anything."""

@@ -16,9 +16,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from raytrain_ddp.data.draws import hash64, seed_globals
+from raytrain_ddp.config.sections import ComputeConfig
+from raytrain_ddp.data.sample_rng import hash64, seed_globals
 from raytrain_ddp.errors import ConfigError, PreflightError
-from raytrain_ddp.sections import ComputeConfig
 
 
 @dataclass(frozen=True)

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from torchmetrics import Metric
 
 from raytrain_ddp import TrainConfig
-from raytrain_ddp.data.source import Batch
-from raytrain_ddp.tasks.images import ImageClassification
+from raytrain_ddp.data.sources import Batch
+from raytrain_ddp.tasks.image_classification import ImageClassification
 
 
 class Paced(ImageClassification):

@@ -1,0 +1,100 @@
+"""``python -m raytrain_ddp.chaos [RECIPE] [flags]``: does a run survive being killed?"""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from raytrain_ddp.command_line import RecipeArgs, parse_with_recipe, run_command
+from raytrain_ddp.config.effects import given_flags, value_of
+from raytrain_ddp.config.validation import require
+
+_DECIDED = {
+    *("name", "scaling.num_workers", "checkpoint.every_s"),
+    *("log.every_steps", "log.tensorboard", "log.wandb", "log.mlflow", "log.project", "log.audit"),
+    *("log.profile_steps", "log.profile_ranks"),
+}
+_KILLS_LOCAL, _KILLS_ON_RAY = 50, 3
+
+
+@dataclass(frozen=True)
+class ChaosArgs(RecipeArgs):
+    """Run a config undisturbed, then again while its processes are killed, and compare the two.
+
+    Weights, optimizer, the samples of each step and the log must be equal to the last bit, and
+    nothing may be left behind: exit status 0, else 1. What is killed, and where, follows from
+    --seed, as all else does.
+    """
+
+    kills: int | None = None
+    """How many times a worker is killed (SIGKILL). Default: 3, with --local 50."""
+    drivers: int = 1
+    """How many times the driver is killed; with --local, all workers at once."""
+    workers: int = 3
+    """How many there are. Fewer than three prove less: two can sum in one order only."""
+    resize: bool = False
+    """Start with another number of workers each time, 1 to --workers; needs --exact, and compares
+    with a run on one worker. On --nodes, workers come and go with their nodes."""
+    local: bool = False
+    """Without Ray: gloo workers on this machine, there again in a fraction of a second."""
+    nodes: int = 0
+    """On a Ray cluster of so many one-worker nodes on this machine, instead of an embedded Ray."""
+    node_kills: int | None = None
+    """With --nodes: how many times a node is killed. Default: 1."""
+
+
+def main(argv: Sequence[str]) -> int:
+    """Returns 0 if the runs are equal, else 1."""
+    args = parse(argv)
+    kills = _KILLS_LOCAL if args.local else _KILLS_ON_RAY
+    kills = args.kills if args.kills is not None else kills
+    from raytrain_ddp.chaos.experiment import Order, chaos
+    from raytrain_ddp.chaos.screen import Screen
+
+    order = Order(
+        config=args.config,
+        seed=args.config.seed,
+        kills=kills,
+        drivers=args.drivers,
+        node_kills=int(args.nodes > 0) if args.node_kills is None else args.node_kills,
+        workers=args.nodes or args.workers,
+        resize=args.resize,
+        local=args.local,
+        nodes=args.nodes,
+    )
+    with Screen() as screen:
+        outcome = chaos(order, screen)
+    screen.verdict(outcome, f"python -m raytrain_ddp.chaos {shlex.join(argv)}".strip())
+    return 0 if outcome.equal else 1
+
+
+def parse(argv: Sequence[str]) -> ChaosArgs:
+    """Raises ConfigError for a recipe or a number, SystemExit (2) for a flag that is wrong."""
+    args = parse_with_recipe(argv, ChaosArgs, "chaos")
+    counts = ("kills", 0), ("drivers", 0), ("workers", 1), ("nodes", 0), ("node_kills", 0)
+    for name, least in counts:
+        value = getattr(args, name)
+        flag = f"--{name.replace('_', '-')}"
+        require(value is None or value >= least, flag, value, f"must be {least} or more")
+    require(args.nodes > 0 or not args.node_kills, "--node-kills", args.node_kills, "needs --nodes")
+    require(not (args.local and args.nodes), "--nodes", args.nodes, "is for Ray: leave out --local")
+    if args.resize:
+        require(args.config.exact, "--resize", True, "needs --exact: other bits are to be expected")
+        there = args.local or args.nodes > 0
+        require(there, "--resize", True, "needs --local, or --nodes for workers that come and go")
+    args.config.require_slots(args.nodes or args.workers)
+    given = given_flags(argv)
+    require(
+        "workers" not in given or not args.nodes,
+        "--workers",
+        args.workers,
+        "--nodes already sets it",
+    )
+    for name in sorted(given & _DECIDED):
+        require(False, f"--{name}", value_of(args.config, name), "chaos sets this itself")
+    return args
+
+
+if __name__ == "__main__":
+    run_command(main)

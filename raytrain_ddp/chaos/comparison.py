@@ -1,0 +1,76 @@
+"""What two runs left behind, side by side."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from hashlib import sha256
+from json import dumps
+from typing import Any
+
+from raytrain_ddp.checkpoint.run_folder import CLOCKS, checkpoint_store, read_history
+from raytrain_ddp.checkpoint.storage import TEMP_PREFIX, Storage
+from raytrain_ddp.checkpoint.store import MANIFEST_FILE, CheckpointName
+from raytrain_ddp.errors import CheckpointError
+
+
+@dataclass(frozen=True)
+class Left:
+    """Of one run: hashes of what must be equal, and what must not be there at all."""
+
+    weights: str
+    optimizer: str
+    samples: str
+    log: str
+    steps: Sequence[int]
+    leftovers: Sequence[str]
+
+
+def left_by(run: Storage) -> Left:
+    """Reads a run's folder. Everything is verified against the newest checkpoint's manifest.
+
+    Raises:
+        CheckpointError: the newest checkpoint is damaged, or there is none.
+    """
+    store = checkpoint_store(run)
+    names = store.names()
+    if not names:
+        raise CheckpointError(f"{run}: there is no checkpoint.")
+    newest = store.open(names[0])
+    newest.verify()
+    history = [_timeless(record) for record in read_history(run)]
+    audit = [record for record in history if record["kind"] == "audit"]
+    others = [record for record in history if record["kind"] != "audit"]
+    return Left(
+        weights=newest.manifest.files["model.safetensors"].sha256,
+        optimizer=newest.manifest.files["optimizer.safetensors"].sha256,
+        samples=_digest(audit),
+        log=_digest(others),
+        steps=[record["step"] for record in others if record["kind"] == "train"],
+        leftovers=leftovers(run),
+    )
+
+
+def leftovers(run: Storage) -> list[str]:
+    """Temporary files, and folders of checkpoints without a manifest."""
+    entries = run.walk()
+    whole = {e.removesuffix(MANIFEST_FILE) for e in entries if e.endswith(MANIFEST_FILE)}
+    return [
+        entry
+        for entry in entries
+        if TEMP_PREFIX in entry
+        or (
+            entry.endswith("/")
+            and CheckpointName.parse(entry.rstrip("/").rpartition("/")[2])
+            and entry not in whole
+        )
+    ]
+
+
+def _timeless(record: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in record.items() if key not in CLOCKS}
+
+
+def _digest(records: Sequence[Mapping[str, Any]]) -> str:
+    lines = (dumps(record, sort_keys=True) for record in records)
+    return sha256("\n".join(lines).encode()).hexdigest()

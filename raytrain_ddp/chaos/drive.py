@@ -1,0 +1,98 @@
+"""Runs a config to its end, whatever its processes do, and counts what that took."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from raytrain_ddp.chaos.observation import Faults, Fired, Log
+from raytrain_ddp.chaos.runners import Runner
+
+STUCK_S = 300.0
+
+
+@dataclass(frozen=True)
+class Ran:
+    """How a run came to its end.
+
+    Args:
+        statuses: of the last start's processes.
+        starts: how often the command was run.
+        executed: steps that were logged, those included that were done again.
+        problem: why it was given up; empty if it came to its end.
+        sizes: how many workers each start had, if that is known.
+    """
+
+    statuses: Sequence[int]
+    starts: int
+    wall_s: float
+    executed: int
+    problem: str = ""
+    sizes: Sequence[int] = ()
+
+
+class Watcher:
+    """Is told what happens; this one does nothing about it."""
+
+    def phase(self, name: str, planned: int = 0, total_steps: int = 0) -> None: ...
+
+    def at(self, step: int) -> None: ...
+
+    def fired(self, fired: Fired) -> None: ...
+
+
+def drive(runner: Runner, log: Log, faults: Faults, watcher: Watcher) -> Ran:
+    """Starts the run anew as long as it fails because of a fault.
+
+    It is given up when it fails without one, or does nothing for `STUCK_S`.
+    """
+    started, starts, problem = time.monotonic(), 0, ""
+    while True:
+        starts += 1
+        before = faults.count
+        runner.start()
+        statuses, stuck = _until_ended(runner, log, faults, watcher)
+        if stuck:
+            problem = f"no step and no fault in {STUCK_S:.0f} s"
+        elif any(statuses) and faults.count == before:
+            problem = f"it failed ({_said(statuses)}) without a fault: {runner.words()}"
+        if problem or not any(statuses):
+            wall_s = time.monotonic() - started
+            return Ran(statuses, starts, wall_s, log.executed, problem, runner.sizes)
+
+
+def _until_ended(
+    runner: Runner, log: Log, faults: Faults, watcher: Watcher
+) -> tuple[Sequence[int], bool]:
+    """(exit statuses, whether it had to be killed because nothing happened)."""
+    last, since, killed = (0, 0), time.monotonic(), False
+    while True:
+        statuses = runner.ended()
+        log.look()
+        watcher.at(log.step)
+        for news in faults.news():
+            watcher.fired(news)
+        if statuses is not None:
+            return statuses, False
+        due = faults.driver_due(log.step) if not killed else None
+        if due is not None:
+            watcher.fired(due)
+            runner.kill()
+            killed = True  # workers that outlive it for a moment may reach the next one's step
+        now = (log.executed, faults.count)
+        if now != last:
+            last, since = now, time.monotonic()
+        if time.monotonic() - since > STUCK_S:
+            runner.kill()
+            return _end_of(runner), True
+
+
+def _end_of(runner: Runner) -> Sequence[int]:
+    while (statuses := runner.ended()) is None:
+        pass
+    return statuses
+
+
+def _said(statuses: Sequence[int]) -> str:
+    return ", ".join(str(status) for status in statuses if status)

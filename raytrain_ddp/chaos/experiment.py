@@ -1,0 +1,264 @@
+"""One config run twice, undisturbed and under a plan of faults, and compared."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import tempfile
+import time
+import uuid
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass, replace
+from math import ceil
+from pathlib import Path
+from random import Random
+
+from raytrain_ddp.chaos.comparison import Left, left_by
+from raytrain_ddp.chaos.drive import Ran, Watcher, drive
+from raytrain_ddp.chaos.fault_plan import Fault, Shape, draw
+from raytrain_ddp.chaos.killable_nodes import Nodes
+from raytrain_ddp.chaos.observation import Faults, Log, tag, tagged
+from raytrain_ddp.chaos.runners import Local, OnRay, Runner, Zygote, with_failpoints
+from raytrain_ddp.checkpoint.run_folder import METRICS_FILE, newest_manifest, run_storage
+from raytrain_ddp.config.sections import LogConfig
+from raytrain_ddp.config.train_config import TrainConfig
+from raytrain_ddp.errors import PreflightError, RaytrainError
+from raytrain_ddp.failpoints import FOLDER_VARIABLE, VARIABLE
+from raytrain_ddp.ray_backend.placement import this_machine
+from raytrain_ddp.uri import without_secrets
+
+SAVE_EVERY_STEPS = 5  # where the config says nothing
+_MOST_LIVE_ON_S = 90.0  # Ray's agents notice a minute late that their node is gone
+
+Make = Callable[[TrainConfig, Sequence[Fault], Path], Runner]
+
+
+@dataclass(frozen=True)
+class Order:
+    """What is to be done.
+
+    Args:
+        kills, drivers, node_kills: how many workers, drivers and nodes are killed.
+        workers: how many; three or more, as two sum in one order only.
+        resize: each start of the disturbed run has another number of workers, up to that; the
+            undisturbed run has one.
+        local: without Ray.
+        nodes: 0, or run on a cluster of so many nodes on this machine, a worker on each.
+    """
+
+    config: TrainConfig
+    seed: int
+    kills: int
+    drivers: int = 0
+    node_kills: int = 0
+    workers: int = 3
+    resize: bool = False
+    local: bool = False
+    nodes: int = 0
+
+
+@dataclass(frozen=True)
+class Row:
+    """One comparison: a value of each run, and whether the second is as it must be."""
+
+    what: str
+    undisturbed: str
+    disturbed: str
+    right: bool
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """Both runs, side by side; `folder` holds them, unless they are equal."""
+
+    rows: Sequence[Row]
+    total_steps: int
+    undisturbed: Ran
+    disturbed: Ran
+    planned: int
+    fired: int
+    folder: Path
+
+    @property
+    def equal(self) -> bool:
+        return all(row.right for row in self.rows)
+
+
+def chaos(order: Order, watcher: Watcher) -> Outcome:
+    """Runs both and compares them.
+
+    Raises:
+        PreflightError: the storage is not a folder of this machine.
+        RaytrainError: the undisturbed run failed.
+    """
+    token = uuid.uuid4().hex
+    folder = _new_folder(order.config.storage)
+    config = _settled(order, folder)
+    calm, wild = (replace(config, name=name) for name in ("undisturbed", "disturbed"))
+    if order.resize:
+        calm = replace(calm, scaling=replace(calm.scaling, num_workers=1))
+    with _runners(order, tag(token, _environment())) as make:
+        watcher.phase("undisturbed")
+        nothing = Faults([], folder / "fired-undisturbed")
+        undisturbed = _drive(make, calm, [], nothing, watcher)
+        if undisturbed.problem:
+            raise RaytrainError(f"the undisturbed run: {undisturbed.problem} (see {folder}).")
+        shape = _shape(calm, 1 if order.resize else order.workers)
+        plan = draw(order.seed, shape, order.kills, order.drivers, order.node_kills)
+        if order.resize:  # whoever comes first: a rank may not be there
+            plan = [replace(fault, rank=None) for fault in plan]
+        watcher.phase("disturbed", len(plan), shape.total_steps)
+        faults = Faults(plan, folder / "fired")
+        disturbed = _drive(make, wild, plan, faults, watcher)
+    watcher.phase("comparing")
+    orphans = _orphans(token)
+    rows = _compared(calm, wild, disturbed, shape.total_steps)
+    if not order.local:  # there a worker's end is for the run itself to get over
+        most = 1 + order.drivers
+        rows.append(Row("starts", "1", str(disturbed.starts), right=disturbed.starts <= most))
+    named = ", ".join(orphans.values())
+    rows.append(Row("processes left behind", "", f"{len(orphans)} {named}".strip(), not orphans))
+    outcome = Outcome(
+        rows, shape.total_steps, undisturbed, disturbed, len(plan), faults.count, folder
+    )
+    if outcome.equal:
+        shutil.rmtree(folder)
+    return outcome
+
+
+@contextmanager
+def _runners(order: Order, environment: Mapping[str, str]) -> Iterator[Make]:
+    """Yields what makes a runner of a config, a plan and the folder of what fired."""
+    with ExitStack() as stack:
+        if order.local:
+            zygote = stack.enter_context(Zygote(environment))
+
+            def local(config: TrainConfig, plan: Sequence[Fault], fired: Path) -> Runner:
+                return Local(zygote, config, plan, fired, _sizes(order, config))
+
+            yield local
+            return
+
+        def on_ray(config: TrainConfig, plan: Sequence[Fault], fired: Path) -> Runner:
+            if not plan:
+                return OnRay(config, environment)
+            own = with_failpoints(environment, plan, fired)
+            if not order.nodes:
+                return OnRay(config, own)
+            cpus = ceil(config.scaling.cpus_per_worker)
+            return OnRay(config, own, stack.enter_context(Nodes(order.nodes, cpus, own)))
+
+        yield on_ray
+
+
+def _sizes(order: Order, config: TrainConfig) -> Callable[[int], int]:
+    """How many workers a start has, from 1."""
+    most = config.scaling.worker_range()[1]
+    if not order.resize:
+        return lambda start: most
+    random, sizes = Random(order.seed), [0]
+
+    def another(start: int) -> int:
+        while len(sizes) <= start:
+            others = [size for size in range(1, most + 1) if size != sizes[-1]] or [most]
+            sizes.append(others[int(random.random() * len(others))])
+        return sizes[start]
+
+    return another
+
+
+def _drive(
+    make: Make, config: TrainConfig, plan: Sequence[Fault], faults: Faults, watcher: Watcher
+) -> Ran:
+    log = Log(Path(config.storage) / str(config.name) / METRICS_FILE)
+    runner = make(config, plan, faults.folder)
+    try:
+        return drive(runner, log, faults, watcher)
+    finally:
+        log.close()
+        runner.close()
+
+
+def _environment() -> dict[str, str]:
+    """Without what would take the runs to another Ray, or arm more than is planned."""
+    unwanted = ("RAY_ADDRESS", VARIABLE, FOLDER_VARIABLE)
+    return {name: value for name, value in os.environ.items() if name not in unwanted}
+
+
+def _new_folder(storage: str) -> Path:
+    if "://" in storage:
+        shown = without_secrets(storage)
+        raise PreflightError(f"storage = {shown}: chaos needs a folder of this machine.")
+    parent = Path(storage).expanduser().absolute()
+    parent.mkdir(parents=True, exist_ok=True)
+    return Path(tempfile.mkdtemp(prefix="chaos-", dir=parent))
+
+
+def _settled(order: Order, folder: Path) -> TrainConfig:
+    """The config with all that is free to choose as the comparison needs it."""
+    config, checkpoint = order.config, order.config.checkpoint
+    every = checkpoint.every_steps or SAVE_EVERY_STEPS
+    scaling = replace(
+        config.scaling,
+        num_workers=f"1:{order.workers}" if order.resize and order.nodes else order.workers,
+        max_failures=config.scaling.max_failures + order.kills + order.node_kills,
+    )
+    if order.local:
+        scaling = replace(scaling, use_gpu=False)
+    else:  # so that they fit on a small machine, too
+        cpus = this_machine()["CPU"] / order.workers
+        scaling = replace(scaling, cpus_per_worker=min(scaling.cpus_per_worker, cpus))
+    return replace(
+        config,
+        storage=str(folder),
+        scaling=scaling,
+        checkpoint=replace(checkpoint, every_steps=every, every_s=0.0),
+        log=LogConfig(every_steps=1, tensorboard=False, audit=True),
+    )
+
+
+def _shape(config: TrainConfig, workers: int) -> Shape:
+    manifest = newest_manifest(run_storage(config))
+    assert manifest is not None  # the run has ended well
+    return Shape(manifest.step, workers, config.checkpoint.every_steps)
+
+
+def _compared(calm: TrainConfig, wild: TrainConfig, ran: Ran, total_steps: int) -> list[Row]:
+    if ran.problem:
+        return [Row("comes to its end", "yes", ran.problem, False)]
+    ours = left_by(run_storage(calm))
+    try:
+        theirs = left_by(run_storage(wild))
+    except RaytrainError as error:
+        return [Row("newest checkpoint", "whole", str(error), False)]
+    named = ("weights", "optimizer", "samples", "log")
+    rows = [_equal_hashes(name, ours, theirs) for name in named]
+    once = list(range(1, total_steps + 1))
+    said = ["each once" if list(left.steps) == once else "not so" for left in (ours, theirs)]
+    each = theirs.steps == once
+    rows.append(Row(f"steps 1 to {total_steps} in the log", said[0], said[1], each))
+    rest = theirs.leftovers
+    rows.append(Row("leftover files", str(len(ours.leftovers)), _counted(rest), right=not rest))
+    return rows
+
+
+def _equal_hashes(name: str, ours: Left, theirs: Left) -> Row:
+    pair = getattr(ours, name), getattr(theirs, name)
+    return Row(f"{name} (sha256)", pair[0][:16], pair[1][:16], right=pair[0] == pair[1])
+
+
+def _counted(names: Sequence[str]) -> str:
+    return f"{len(names)} {', '.join(names[:3])}".strip()
+
+
+def _orphans(token: str) -> dict[int, str]:
+    """Processes of the runs that live on although all is over; they are ended now."""
+    deadline = time.monotonic() + _MOST_LIVE_ON_S
+    while (left := tagged(token)) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    for pid in left:
+        with suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+    return left

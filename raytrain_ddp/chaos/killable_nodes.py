@@ -1,0 +1,41 @@
+"""A cluster of one-worker nodes on this machine, whose nodes may be killed."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from typing import Any
+
+from raytrain_ddp.ray_backend.auth_token import use_token
+from raytrain_ddp.ray_backend.ray_settings import SETTINGS
+
+
+class Nodes:
+    """A head without CPUs and `count` nodes with so many; their processes get `environment`."""
+
+    def __init__(self, count: int, cpus: int, environment: Mapping[str, str]) -> None:
+        self._before = dict(os.environ)
+        os.environ.update(SETTINGS | dict(environment))  # inherited by Ray's processes
+        use_token(embedded=False)
+        from ray.cluster_utils import Cluster
+
+        head = {"num_cpus": 0, "include_dashboard": False}
+        self._cluster: Any = Cluster(initialize_head=True, head_node_args=head)
+        self._cpus = cpus
+        self._nodes = [self._cluster.add_node(num_cpus=cpus) for _ in range(count)]
+        self.address = str(self._cluster.address)
+
+    def __enter__(self) -> Nodes:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._cluster.shutdown()
+        os.environ.clear()
+        os.environ.update(self._before)
+
+    def replace_dead(self) -> None:
+        """A new node for each whose raylet has died; what is left of the old one is ended."""
+        for place, node in enumerate(self._nodes):
+            if node.dead_processes():
+                self._cluster.remove_node(node, allow_graceful=False)
+                self._nodes[place] = self._cluster.add_node(num_cpus=self._cpus)

@@ -1,0 +1,197 @@
+"""Two ways to run a config so that its processes can be killed: without Ray, and on Ray.
+
+Both start the same command again and again, as a person or a scheduler would.
+"""
+
+from __future__ import annotations
+
+import json
+import select
+import subprocess
+import sys
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+from raytrain_ddp import failpoints
+from raytrain_ddp.chaos.fault_plan import Fault, armed
+from raytrain_ddp.chaos.killable_nodes import Nodes
+from raytrain_ddp.config.recipe import dumps, to_dict
+from raytrain_ddp.config.train_config import TrainConfig
+from raytrain_ddp.errors import PreflightError
+
+_POLL_S = 0.02
+_ONE_THREAD = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")
+
+
+class Runner(Protocol):
+    """A run that can be started, waited for a little, and killed.
+
+    Attributes:
+        sizes: how many workers each start had, if that is known.
+    """
+
+    sizes: list[int]
+
+    def start(self) -> None:
+        """Starts the run, or goes on with it."""
+
+    def ended(self) -> Sequence[int] | None:
+        """The exit statuses of its processes once all have ended; waits a moment for that."""
+
+    def kill(self) -> None:
+        """SIGKILL to what drives the run."""
+
+    def words(self) -> str:
+        """The last thing that it said."""
+
+    def close(self) -> None:
+        """Ends it, if it has not ended."""
+
+
+class Zygote:
+    """Forks workers that have everything loaded; see zygote.py."""
+
+    def __init__(self, environment: Mapping[str, str]) -> None:
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "raytrain_ddp.chaos.zygote"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            env={**environment, **_ONE_THREAD},
+            bufsize=0,
+            start_new_session=True,  # Ctrl-C is for us; they end when their input does
+        )
+        self.answer()  # it is ready
+
+    def __enter__(self) -> Zygote:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        self._process.stdin.close()
+        self._process.wait()
+        self._process.stdout.close()
+
+    def order(self, order: Any) -> None:
+        assert self._process.stdin is not None
+        self._process.stdin.write(json.dumps(order).encode() + b"\n")
+
+    def answer(self, wait_s: float | None = None) -> Any:
+        """None if there is none in time. Raises PreflightError if the process has ended."""
+        assert self._process.stdout is not None
+        ready, _, _ = select.select([self._process.stdout], [], [], wait_s)
+        if not ready:
+            return None
+        line = self._process.stdout.readline()
+        if not line:
+            raise PreflightError("the process that forks the workers has ended; see above.")
+        return json.loads(line)
+
+
+class Local:
+    """Workers forked by a zygote, with gloo between them. When one dies, all are started again.
+
+    Args:
+        size: of a start, from 1: how many there are.
+    """
+
+    def __init__(
+        self,
+        zygote: Zygote,
+        config: TrainConfig,
+        plan: Sequence[Fault],
+        fired: Path,
+        size: Callable[[int], int],
+    ) -> None:
+        self._zygote, self._fired, self._size = zygote, fired, size
+        self._folder, self._name = Path(config.storage), config.name
+        self.sizes: list[int] = []
+        self._order = {
+            "config": to_dict(config),
+            "failpoints": armed(plan),
+            "fired": str(fired),
+            "folder": str(self._folder),
+        }
+
+    def start(self) -> None:
+        self.sizes.append(self._size(len(self.sizes) + 1))
+        rendezvous = str(self._folder / f"rendezvous-{self._name}-{len(self.sizes)}")
+        self._zygote.order({**self._order, "size": self.sizes[-1], "rendezvous": rendezvous})
+
+    def ended(self) -> Sequence[int] | None:
+        statuses: Sequence[int] | None = self._zygote.answer(_POLL_S)
+        return statuses
+
+    def kill(self) -> None:
+        self._zygote.order("kill")
+
+    def words(self) -> str:
+        return _last_error(self._folder.glob("rank-*.log"))
+
+    def close(self) -> None:
+        """The zygote does it, when its input ends."""
+
+
+class OnRay:
+    """``python -m raytrain_ddp.fit`` in a process of its own; Ray replaces the workers that die.
+
+    Args:
+        environment: of that process, and so of an embedded Ray and its workers.
+    """
+
+    def __init__(
+        self, config: TrainConfig, environment: Mapping[str, str], nodes: Nodes | None = None
+    ) -> None:
+        self._folder, self._nodes = Path(config.storage), nodes
+        self.sizes: list[int] = []
+        recipe = self._folder / f"{config.name}.toml"
+        recipe.write_text(dumps(config), encoding="utf-8")
+        address = ["--address", nodes.address] if nodes is not None else []
+        self._command = [sys.executable, "-m", "raytrain_ddp.fit", str(recipe), *address]
+        self._environment = environment
+        self._said = self._folder / f"{config.name}.log"
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def start(self) -> None:
+        with self._said.open("ab") as said:
+            self._process = subprocess.Popen(
+                self._command, env=self._environment, stdout=said, stderr=subprocess.STDOUT
+            )
+
+    def ended(self) -> Sequence[int] | None:
+        assert self._process is not None
+        if self._nodes is not None:
+            self._nodes.replace_dead()
+        try:
+            return [self._process.wait(_POLL_S)]
+        except subprocess.TimeoutExpired:
+            return None
+
+    def kill(self) -> None:
+        assert self._process is not None
+        self._process.kill()
+
+    def words(self) -> str:
+        return _last_error([self._said])
+
+    def close(self) -> None:
+        if self._process is not None and self._process.poll() is None:
+            self._process.kill()
+            self._process.wait()
+
+
+def with_failpoints(
+    environment: Mapping[str, str], plan: Sequence[Fault], fired: Path
+) -> dict[str, str]:
+    """The environment of a process that shall meet the plan's faults."""
+    armed_by = {failpoints.VARIABLE: armed(plan), failpoints.FOLDER_VARIABLE: str(fired)}
+    return {**environment, **armed_by}
+
+
+def _last_error(files: Iterable[Path]) -> str:
+    """The last line about an error in any of these; a rank's own before what its peers suffered."""
+    lines = [line for file in files for line in file.read_text(errors="replace").splitlines()]
+    told = [line for line in lines if "rror" in line]
+    own = [line for line in told if "gloo" not in line and "closed by peer" not in line]
+    return (own or told or lines or ["nothing"])[-1]

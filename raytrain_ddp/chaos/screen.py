@@ -1,0 +1,98 @@
+"""What a person sees of it: each fault in a line as it comes, a bar, and the verdict."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+from raytrain_ddp.chaos.drive import Watcher
+from raytrain_ddp.chaos.experiment import Outcome
+from raytrain_ddp.chaos.fault_plan import DRIVER
+from raytrain_ddp.chaos.observation import Fired
+from raytrain_ddp.display.formatting import format_seconds, plural
+
+_ROW = "{:>4}  {:>8}  {:<6}  {:<21}  {:>4}  {:>6}"
+
+
+class Screen(Watcher):
+    """Prints lines, and on a terminal a bar below them."""
+
+    def __init__(self, console: Console | None = None) -> None:
+        self._console = console or Console(highlight=False)
+        columns = (
+            TextColumn("{task.description}"),
+            BarColumn(),
+            TextColumn("step"),
+            MofNCompleteColumn(),
+            TimeElapsedColumn(),
+        )
+        self._bar = Progress(*columns, console=self._console, transient=True)
+        self._task = self._bar.add_task("starting", total=None)
+        self._began = time.monotonic()
+        self._planned = 0
+
+    def __enter__(self) -> Screen:
+        if self._console.is_terminal:
+            self._bar.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._bar.stop()
+
+    def phase(self, name: str, planned: int = 0, total_steps: int = 0) -> None:
+        self._began = time.monotonic()
+        self._bar.update(self._task, description=name, total=total_steps or None, completed=0)
+        if planned:
+            self._planned = planned
+            self._console.print(f"{name}: {planned} faults in {total_steps} steps")
+            self._console.print(_ROW.format("", "after", "what", "where", "rank", "step"))
+        else:
+            self._console.print(name)
+
+    def at(self, step: int) -> None:
+        self._bar.update(self._task, completed=step)
+
+    def fired(self, fired: Fired) -> None:
+        fault = fired.fault
+        what = "driver" if fault.site == DRIVER else fault.action
+        where = "log" if fault.site == DRIVER else fault.site
+        rank = _said(fired.rank)
+        after = format_seconds(time.monotonic() - self._began)
+        self._console.print(_ROW.format(fired.number, after, what, where, rank, _said(fired.step)))
+        self._bar.update(self._task, description=f"fault {fired.number} of {self._planned}")
+
+    def verdict(self, outcome: Outcome, command: str) -> None:
+        table = Table("", "undisturbed", "disturbed", "", box=None, pad_edge=False)
+        for row in outcome.rows:
+            mark = "equal" if row.right and row.undisturbed == row.disturbed else ""
+            mark = mark or ("right" if row.right else "[bold]WRONG[/]")
+            table.add_row(row.what, row.undisturbed, row.disturbed, mark)
+        self._console.print(table)
+        calm, wild, steps = outcome.undisturbed, outcome.disturbed, outcome.total_steps
+        executed, wall_s = max(1, wild.executed), max(1e-9, wild.wall_s)
+        self._console.print(
+            f"faults      {outcome.fired} of {outcome.planned} came; starts of the command: "
+            f"{wild.starts}\n"
+            f"goodput     steps: useful {steps} / executed {wild.executed} = "
+            f"{steps / executed:.1%}\n"
+            f"            time: undisturbed {format_seconds(calm.wall_s)} / wall "
+            f"{format_seconds(wild.wall_s)} = {calm.wall_s / wall_s:.1%}, "
+            f"{(wild.wall_s - calm.wall_s) / max(1, outcome.fired):.2f} s for each fault"
+        )
+        if len(set(wild.sizes)) > 1:
+            counts = sorted(Counter(wild.sizes).items())
+            told = ", ".join(f"{count} on {plural(size, 'worker')}" for size, count in counts)
+            self._console.print(f"starts      {told}; undisturbed: on {calm.sizes[0]}")
+        if outcome.equal:
+            self._console.print("equal to the last bit")
+        else:
+            self._console.print(f"NOT equal; both are kept in {outcome.folder}", soft_wrap=True)
+        self._console.print(f"once more   {command}", soft_wrap=True)
+
+
+def _said(number: int | None) -> str:
+    return "" if number is None else str(number)

@@ -1,0 +1,111 @@
+"""Where a run keeps its files, and what its newest checkpoint says. No torch, no Ray.
+
+<storage>/<name>/config.toml     every field, resolved
+                 metrics.jsonl   one record a line: what was trained
+                 events.jsonl    one event a line: what happened to the run
+                 lease.json      which process drives it, while one does: see lease.py
+                 checkpoints/    see store.py
+                 hang/           where all ranks were when a start hung: see watchdog.py
+                 curves.png, tensorboard/, logs/
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from typing import Any
+
+from raytrain_ddp.checkpoint.manifest import DamagedError, Manifest
+from raytrain_ddp.checkpoint.storage import Storage, open_storage
+from raytrain_ddp.checkpoint.store import (
+    DAMAGED_MARK,
+    DAMAGED_PREFIX,
+    MANIFEST_FILE,
+    CheckpointStore,
+)
+from raytrain_ddp.config.train_config import TrainConfig
+from raytrain_ddp.errors import CheckpointError
+
+CONFIG_FILE = "config.toml"
+METRICS_FILE = "metrics.jsonl"
+LOG_FILE = "log.json"  # of each checkpoint: the records of metrics.jsonl so far
+EVENTS_FILE = "events.jsonl"
+CURVES_FILE = "curves.png"
+CHECKPOINTS = "checkpoints"
+TENSORBOARD = "tensorboard"
+LOGS = "logs"
+PROFILES = "profiles"
+HANGS = "hang"
+
+CLOCKS = frozenset({"seconds", "samples_per_s", "timing"})
+"""The keys of a log's records that tell of time; all else is the same in each run."""
+
+
+def run_storage(config: TrainConfig) -> Storage:
+    """Raises PreflightError if the storage cannot be reached."""
+    return open_storage(config.storage).join(str(config.name))
+
+
+def checkpoint_store(run: Storage) -> CheckpointStore:
+    return CheckpointStore(run.join(CHECKPOINTS))
+
+
+def newest_manifest(run: Storage) -> Manifest | None:
+    """Of the newest checkpoint with a readable manifest; its files are not verified here."""
+    store = checkpoint_store(run)
+    for name in store.names():
+        try:
+            return store.open(name).manifest
+        except DamagedError:
+            continue
+    return None
+
+
+def require_none_lost(config: TrainConfig, run: Storage) -> None:
+    """A run that has lost its checkpoints never starts again at step 0 by itself.
+
+    To be asked where no checkpoint is found. (If damaged ones are there, `CheckpointStore.latest`
+    names them.)
+
+    Raises:
+        CheckpointError: events.jsonl tells of a checkpoint, and there is no trace of any.
+        OSError: the storage does not answer.
+    """
+    entries = checkpoint_store(run).storage.walk()
+    if any(
+        e.startswith(DAMAGED_PREFIX) or e.endswith((MANIFEST_FILE, DAMAGED_MARK)) for e in entries
+    ):
+        return
+    events = read_history(run, EVENTS_FILE)
+    saved = [int(e.get("step", 0)) for e in events if e.get("kind") == "checkpoint"]
+    if saved:
+        raise CheckpointError(
+            f"run {config.name} had a checkpoint of step {max(saved)} ({run}/{EVENTS_FILE} says "
+            "so), and there is none any more: restore it, or start anew under another --name."
+        )
+
+
+def read_history(run: Storage, file: str = METRICS_FILE) -> list[dict[str, Any]]:
+    """The records of metrics.jsonl, or of events.jsonl; a torn line is left out.
+
+    A null among the numbers of metrics.jsonl is a figure that was not finite, and comes as nan.
+    """
+    if not run.exists(file):
+        return []
+    records = []
+    for line in run.read(file).decode("utf-8", errors="replace").splitlines():
+        try:
+            record = json.loads(line)
+        except ValueError:
+            continue
+        if isinstance(record, dict):
+            records.append(_with_nan(record) if file == METRICS_FILE else record)
+    return records
+
+
+def _with_nan(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _with_nan(inner) for key, inner in value.items()}
+    if isinstance(value, list):
+        return [_with_nan(inner) for inner in value]
+    return math.nan if value is None else value

@@ -1,0 +1,216 @@
+"""Which config fields have an effect: fields set without effect are an error or cause a note."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections.abc import Callable, Collection, Iterator, Sequence
+from typing import Any, NamedTuple, TypeVar
+
+from raytrain_ddp.config.train_config import TrainConfig
+from raytrain_ddp.errors import ConfigError
+
+Section = TypeVar("Section")
+
+
+class _Rule(NamedTuple):
+    """The fields have an effect only if the condition holds; `needs` describes it for messages."""
+
+    fields: str
+    needs: str
+    holds: Callable[[TrainConfig], bool]
+
+
+_RULES = [
+    _Rule("optim.momentum optim.nesterov", "optim.name = sgd", lambda c: c.optim.name == "sgd"),
+    _Rule("optim.betas", "optim.name = adamw", lambda c: c.optim.name == "adamw"),
+    _Rule("optim.max_nonfinite", "optim.nonfinite = skip", lambda c: c.optim.nonfinite == "skip"),
+    _Rule("schedule.final_lr", "schedule.name = cosine", lambda c: c.schedule.name == "cosine"),
+    _Rule(
+        "schedule.step_epochs schedule.gamma",
+        "schedule.name = step",
+        lambda c: c.schedule.name == "step",
+    ),
+    _Rule(
+        "ddp.gradient_as_bucket_view ddp.static_graph ddp.find_unused_parameters",
+        "DistributedDataParallel, which exact = true does not use",
+        lambda c: not c.exact,
+    ),
+    _Rule(
+        "ddp.powersgd_rank",
+        "ddp.compression = powersgd",
+        lambda c: c.ddp.compression == "powersgd",
+    ),
+    _Rule("data.shuffle_window", "data.shuffle = block", lambda c: c.data.shuffle != "full"),
+    _Rule("data.max_bad", "data.bad_records = skip", lambda c: c.data.bad_records == "skip"),
+    _Rule("data.prefetch data.prefetch_mib", "data.workers above 0", lambda c: c.data.workers != 0),
+    _Rule("data.holdout_seed", "data.holdout", lambda c: c.data.holdout > 0),
+    _Rule("data.cache_gib", "data.cache", lambda c: c.data.cache is not None),
+    _Rule(
+        "scaling.resize_s",
+        "scaling.num_workers = MIN:MAX",
+        lambda c: ":" in str(c.scaling.num_workers),
+    ),
+    _Rule("scaling.gpus_per_worker", "scaling.use_gpu", lambda c: c.scaling.use_gpu is not False),
+    _Rule(
+        "scaling.on_divergence",
+        "scaling.check_every_steps",
+        lambda c: c.scaling.check_every_steps > 0,
+    ),
+    _Rule("log.project", "log.wandb or log.mlflow", lambda c: c.log.wandb or c.log.mlflow),
+    _Rule("log.profile_ranks", "log.profile_steps", lambda c: c.log.profile_steps > 0),
+    _Rule("log.tensorboard", "storage on a file system", lambda c: "://" not in c.storage),
+]
+_OF_IMAGES = [
+    _Rule("model.dropout", "model.name = digits-cnn", lambda c: c.model.name == "digits-cnn"),
+    _Rule("model.weights", "a torchvision model", lambda c: c.model.name != "digits-cnn"),
+    _Rule("task_options", "a task of your own", lambda _: False),
+    _Rule(
+        "data.root",
+        "data.source = torchvision:NAME",
+        lambda c: any(source.startswith("torchvision:") for source in _sources(c)),
+    ),
+    _Rule(
+        "data.image_column data.label_column data.memory_mib",
+        "Parquet files",
+        lambda c: not all(source.startswith("torchvision:") for source in _sources(c)),
+    ),
+    _Rule(
+        "data.cache",
+        "data in an object store",
+        lambda c: any("://" in source for source in _sources(c)),
+    ),
+    _Rule("augment.scale", "augment.crop = random", lambda c: c.augment.crop == "random"),
+    _Rule(
+        "augment.operations augment.magnitude",
+        "augment.policy = randaugment",
+        lambda c: c.augment.policy == "randaugment",
+    ),
+]
+_OF_RAY = [
+    _Rule(
+        "scaling.num_workers scaling.placement scaling.max_failures scaling.max_preemptions "
+        "scaling.wait_s scaling.resize_s scaling.start_timeout_s scaling.gpus_per_worker",
+        "Ray (without it, the launcher of the processes decides)",
+        lambda _: False,
+    ),
+    _Rule("scaling.cpus_per_worker", "Ray, or exact = true", lambda c: c.exact),
+]
+_IMAGES = "image-classification"
+# Fields of these sections that tasks do not read.
+_NOT_OF_TASKS = {
+    *("data.shuffle", "data.shuffle_window", "data.bad_records", "data.max_bad"),
+    *("data.workers", "data.prefetch", "data.prefetch_mib", "augment.repeats"),
+}
+
+
+def idle(config: TrainConfig, on_ray: bool = True) -> dict[str, str]:
+    """The fields without effect in this config, and what each of them needs."""
+    rules = [*_RULES, *(_OF_IMAGES if config.task == _IMAGES else []), *([] if on_ray else _OF_RAY)]
+    return {
+        field: rule.needs
+        for rule in rules
+        if not rule.holds(config)
+        for field in rule.fields.split()
+    }
+
+
+def require_effect(argv: Sequence[str], config: TrainConfig, on_ray: bool = True) -> None:
+    """Raises ConfigError if a flag on a command line has no effect."""
+    given, without = given_flags(argv), idle(config, on_ray)
+    lines = [
+        f"{name} has no effect: it needs {needs}. Remove it."
+        for name, needs in without.items()
+        if name in given
+    ]
+    if lines:
+        raise ConfigError("\n".join(lines))
+
+
+def under_torchrun() -> bool:
+    """Whether torchrun (or its elastic agent) started this process. Then the workers already exist;
+    also, torchrun parses a ``--local`` after the script's name as one of its own options."""
+    return "TORCHELASTIC_RUN_ID" in os.environ
+
+
+def given_flags(argv: Sequence[str]) -> set[str]:
+    """The names of the flags on a command line, such as ``optim.lr``; ``--optim.no-nesterov`` also
+    gives ``optim.nesterov``."""
+    words = [word[2:].partition("=")[0].replace("-", "_") for word in argv if word[:2] == "--"]
+    parts = [word.rpartition(".") for word in words]
+    return {*words, *(f"{a}{dot}{last.removeprefix('no_')}" for a, dot, last in parts)}
+
+
+def effect_notes(config: TrainConfig) -> list[str]:
+    """Notes for fields that a recipe or Python code changed from the default without effect."""
+    return [
+        f"{name} = {value_of(config, name)!r} has no effect: it needs {needs}."
+        for name, needs in idle(config).items()
+        if value_of(config, name) != value_of(TrainConfig(), name)
+    ]
+
+
+def value_of(config: Any, name: str) -> Any:
+    for part in name.split("."):
+        config = getattr(config, part)
+    return config
+
+
+# ------------------------------------------------------------------ tasks of one's own
+
+
+def watched(config: TrainConfig, reads: set[str]) -> TrainConfig:
+    """A copy of the config that adds the name of each field that is read to `reads`.
+
+    It is pickled and copied as a plain config.
+    """
+    return _watched(config, "", reads)
+
+
+def _watched(section: Section, prefix: str, reads: set[str]) -> Section:
+    kind: Any = type(section)
+    names = {f.name for f in dataclasses.fields(kind)}
+
+    def read(self: Any, name: str) -> Any:
+        if name in names:
+            reads.add(prefix + name)
+        return kind.__getattribute__(self, name)
+
+    def plain(self: Any, *_: object) -> Any:
+        return _plain, (kind, {name: getattr(self, name) for name in names})
+
+    made = type(kind.__name__, (kind,), {"__getattribute__": read, "__reduce_ex__": plain})
+    copy: Any = object.__new__(made)
+    for name in names:
+        value = getattr(section, name)
+        if dataclasses.is_dataclass(value):
+            value = _watched(value, f"{prefix}{name}.", reads)
+        object.__setattr__(copy, name, value)
+    return copy  # type: ignore[no-any-return]
+
+
+def _plain(kind: type[Section], values: dict[str, Any]) -> Section:
+    return kind(**values)
+
+
+def unread_notes(config: TrainConfig, reads: Collection[str] | None) -> list[str]:
+    """Notes for fields meant for the task, changed from the default, that the task did not read."""
+    if reads is None or config.task == _IMAGES:
+        return []
+    return [
+        f"{name} = {value_of(config, name)!r} is set, but {config.task} does not read it."
+        for name in _fields_of_tasks(config)
+        if name not in reads and value_of(config, name) != value_of(TrainConfig(), name)
+    ]
+
+
+def _fields_of_tasks(config: TrainConfig) -> Iterator[str]:
+    for section in ("model", "data", "augment"):
+        for field in dataclasses.fields(getattr(config, section)):
+            if f"{section}.{field.name}" not in _NOT_OF_TASKS:
+                yield f"{section}.{field.name}"
+    yield "optim.label_smoothing"
+
+
+def _sources(config: TrainConfig) -> list[str]:
+    return [config.data.source, *filter(None, [config.data.eval_source])]

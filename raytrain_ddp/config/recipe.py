@@ -1,0 +1,169 @@
+"""A config as plain data: dicts (between processes), TOML files (for people), and what changed.
+
+Imports nothing heavy; see config.py for the fields themselves.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from raytrain_ddp.config.train_config import TrainConfig
+from raytrain_ddp.errors import ConfigError, did_you_mean
+from raytrain_ddp.uri import shareable, without_secrets
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
+
+def to_dict(config: TrainConfig) -> dict[str, Any]:
+    """Nested dicts, lists and scalars; `from_dict` is the inverse."""
+    plain: dict[str, Any] = _plain(dataclasses.asdict(config))
+    return plain
+
+
+def from_dict(values: Mapping[str, Any], where: str = "config") -> TrainConfig:
+    """Raises ConfigError that lists every unknown field and every wrong type in `values`."""
+    from pydantic import TypeAdapter, ValidationError  # 0.1 s: only where a dict is read
+
+    wrong = list(_unknown_fields(values, TrainConfig()))
+    try:
+        config = TypeAdapter(TrainConfig).validate_python(dict(values))
+    except ConfigError as error:
+        wrong.append(str(error))
+    except ValidationError as error:
+        wrong += [_refusal(e) for e in error.errors()]
+    if wrong:
+        raise ConfigError("\n".join(f"{where}: {line}" for line in wrong))
+    return config
+
+
+def load(path_or_name: str) -> TrainConfig:
+    """A recipe from a TOML file, or one of those that ship with the package, by name."""
+    path = Path(path_or_name)
+    shipped = shipped_recipes()
+    if path.suffix != ".toml" and path_or_name in shipped:
+        path = shipped[path_or_name]
+    if not path.is_file():
+        raise ConfigError(
+            f"no recipe {path_or_name!r}: give a .toml file or one of {', '.join(shipped)}."
+            + did_you_mean(path_or_name, shipped)
+        )
+    try:
+        values = tomllib.loads(path.read_text(encoding="utf-8"))
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path} is not valid TOML: {error}.") from None
+    return from_dict(values, where=str(path))
+
+
+def default_name(path_or_name: str | None) -> str | None:
+    """What a run of this recipe is called where the recipe has no `name`: as its file."""
+    if path_or_name is None:
+        return None
+    path = Path(path_or_name).absolute()
+    return path.parent.name if path.name == "config.toml" else path.stem
+
+
+def dumps(config: TrainConfig) -> str:
+    """The config as TOML, every field; `load` reads it back. Fields that are None are left out."""
+    import tomli_w
+
+    return tomli_w.dumps(_without_none(to_dict(config)))
+
+
+def shipped_recipes() -> dict[str, Path]:
+    """Name -> file of the recipes in this package."""
+    folder = Path(__file__).parent / "recipes"
+    return {path.stem: path for path in sorted(folder.glob("*.toml"))}
+
+
+def flat(config: TrainConfig) -> dict[str, Any]:
+    """``{"optim.lr": 0.1, ...}`` in the order of the fields."""
+    return dict(fields_of(to_dict(config)))
+
+
+def publishable(config: TrainConfig) -> TrainConfig:
+    """The config as it is written down: its URIs without what may be secret of them.
+
+    Who goes on from it has the credentials in the environment.
+    """
+    source, eval_source = config.data.source, config.data.eval_source
+    data = dataclasses.replace(
+        config.data,
+        source=shareable(source),
+        eval_source=shareable(eval_source) if eval_source else eval_source,
+    )
+    return dataclasses.replace(config, storage=shareable(config.storage), data=data)
+
+
+def changed_fields(old: Mapping[str, Any], new: TrainConfig) -> list[tuple[str, Any, Any]]:
+    """(field, then, now) for each field that decides the result and differs from a checkpoint's.
+
+    Fields that did not exist when the checkpoint was written count as their default. Where the
+    data of a URI are served from (its query) may change: their fingerprint is compared besides.
+    """
+    free = set(_free_fields(TrainConfig(), ""))
+    if new.exact:  # as many threads sum in another order
+        free -= {"scaling.cpus_per_worker"}
+    then = _bare({**flat(TrainConfig()), **dict(fields_of(old))})
+    now = _bare(flat(new))
+    fixed = [name for name in {**now, **then} if name not in free]
+    return [(n, then.get(n), now.get(n)) for n in fixed if then.get(n) != now.get(n)]
+
+
+def _bare(fields: Mapping[str, Any]) -> dict[str, Any]:
+    return {k: without_secrets(v) if isinstance(v, str) else v for k, v in fields.items()}
+
+
+def _refusal(error: Mapping[str, Any]) -> str:
+    """One of pydantic's errors in a line: of a wrong type, or of a section that refused itself."""
+    own = error.get("ctx", {}).get("error")
+    if isinstance(own, ConfigError):
+        return str(own)
+    field = ".".join(str(part) for part in error["loc"] if part not in ("int", "float", "str"))
+    return f"{field} = {error['input']!r}: {error['msg']}."
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _plain(inner) for key, inner in value.items()}
+    return [_plain(inner) for inner in value] if isinstance(value, (tuple, list)) else value
+
+
+def _without_none(values: dict[str, Any]) -> dict[str, Any]:
+    return {
+        key: _without_none(value) if isinstance(value, dict) else value
+        for key, value in values.items()
+        if value is not None
+    }
+
+
+def fields_of(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """(name, value) of each field in a recipe's tables, as ``optim.lr``."""
+    for key, value in values.items():
+        if isinstance(value, dict) and key != "task_options":
+            yield from fields_of(value, f"{prefix}{key}.")
+        else:
+            yield prefix + key, value
+
+
+def _free_fields(section: Any, prefix: str) -> Iterator[str]:
+    for f in dataclasses.fields(section):
+        if f.metadata.get("free"):
+            yield prefix + f.name
+        elif dataclasses.is_dataclass(getattr(section, f.name)):
+            yield from _free_fields(getattr(section, f.name), f"{prefix}{f.name}.")
+
+
+def _unknown_fields(values: Mapping[str, Any], section: Any, prefix: str = "") -> Iterator[str]:
+    known = {f.name: getattr(section, f.name) for f in dataclasses.fields(section)}
+    for key, value in values.items():
+        if key not in known:
+            yield f"there is no field {prefix}{key}.{did_you_mean(key, known)}"
+        elif dataclasses.is_dataclass(known[key]) and isinstance(value, Mapping):
+            yield from _unknown_fields(value, known[key], f"{prefix}{key}.")

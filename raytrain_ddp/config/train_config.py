@@ -1,0 +1,155 @@
+"""What a run is told: one frozen dataclass of sections, checked at birth.
+
+Imports nothing heavy, so that ``--help`` and every error of a config answer in well under a second.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from raytrain_ddp.config.input_sections import AugmentConfig, DataConfig
+from raytrain_ddp.config.sections import (
+    CheckpointConfig,
+    ComputeConfig,
+    DdpConfig,
+    EvalConfig,
+    LogConfig,
+    ModelConfig,
+    OptimConfig,
+    ScalingConfig,
+    ScheduleConfig,
+)
+from raytrain_ddp.config.validation import FREE, require, require_plain
+from raytrain_ddp.errors import ConfigError
+
+if TYPE_CHECKING:
+    TaskLike = Any  # accepted from Python code
+else:
+    TaskLike = str  # stored form; also used in files and flags
+
+RUN_NAME = re.compile(r"(?!\.{1,2}$)[A-Za-z0-9._-]{1,128}")
+
+
+class TaskName(str):
+    """The name of a task that Python code passed as a class, function or object, with a reference
+    to it.
+
+    It is pickled as a plain string.
+    """
+
+    target: Any
+
+    @classmethod
+    def of(cls, target: Any) -> TaskName:
+        """``module:Class``, or ``module:Class()`` for an object."""
+        is_made = not hasattr(target, "__qualname__")
+        kind = type(target) if is_made else target
+        name = cls(f"{kind.__module__}:{kind.__qualname__}{'()' if is_made else ''}")
+        name.target = target
+        return name
+
+    def __deepcopy__(self, _: object) -> str:
+        return str(self)
+
+    def __reduce__(self) -> tuple[type[str], tuple[str]]:
+        return str, (str(self),)
+
+
+@dataclass(frozen=True)
+class TrainConfig:
+    """The complete config of a training run.
+
+    From Python, `task` may be a class, a function that returns a task, or a task instance.
+    """
+
+    name: str | None = field(default=None, metadata=FREE)
+    """Name of the run and of its folder. Default: the recipe's or the data's name."""
+    storage: str = field(default="runs", metadata=FREE)
+    """Folder or URI (s3://, gs://) that holds the runs; all nodes must reach it."""
+    task: TaskLike = "image-classification"
+    """What is learned: image-classification, package.module:Class or path/to/file.py:Class."""
+    task_options: dict[str, str] = field(default_factory=dict)
+    """Keyword arguments for a task of your own: KEY VALUE ..."""
+    seed: int = 0
+    """Everything random is a function of it."""
+    epochs: int = field(default=12, metadata=FREE)
+    """Passes over the training data."""
+    batch_size: int = 64
+    """Samples per optimizer step over all workers: the global batch."""
+    micro_batch: int = 16
+    """Samples per forward pass; batch_size / micro_batch slots are dealt to the workers."""
+    exact: bool = False
+    """The same bits on any number of workers: gradients are summed slot by slot in one order."""
+    data: DataConfig = field(default_factory=DataConfig)
+    augment: AugmentConfig = field(default_factory=AugmentConfig)
+    model: ModelConfig = field(default_factory=ModelConfig)
+    optim: OptimConfig = field(default_factory=OptimConfig)
+    schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
+    compute: ComputeConfig = field(default_factory=ComputeConfig)
+    ddp: DdpConfig = field(default_factory=DdpConfig)
+    eval: EvalConfig = field(default_factory=EvalConfig)
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    scaling: ScalingConfig = field(default_factory=ScalingConfig)
+    log: LogConfig = field(default_factory=LogConfig)
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.task, str):
+            object.__setattr__(self, "task", TaskName.of(self.task))
+        require_plain(self)
+        name_ok = self.name is None or bool(RUN_NAME.fullmatch(self.name))
+        require(name_ok, "name", self.name, "use letters, digits, '.', '_' and '-', at most 128")
+        for field_name in ("epochs", "batch_size", "micro_batch"):
+            value = getattr(self, field_name)
+            require(value >= 1, field_name, value, "must be 1 or more")
+        require(0 <= self.seed < 2**63, "seed", self.seed, "must be 0 or more and below 2**63")
+        batch, micro = self.batch_size, self.micro_batch
+        rule = f"must be at least micro_batch = {micro}; set --micro-batch {batch}"
+        require(batch >= micro, "batch_size", batch, rule)
+        below, above = batch // micro * micro, (batch // micro + 1) * micro
+        rule = f"must be a multiple of micro_batch = {micro}; take {below} or {above}"
+        require(batch % micro == 0, "batch_size", batch, rule)
+        repeats = self.augment.repeats
+        rule = f"must divide micro_batch = {micro}"
+        require(micro % repeats == 0, "augment.repeats", repeats, rule)
+        for kind in ("mixup", "cutmix"):
+            alpha = getattr(self.augment, kind)
+            rule = (
+                f"mixes the images of a micro-batch, but each has only {micro // repeats} "
+                f"(micro_batch = {micro}, augment.repeats = {repeats}): set micro_batch to "
+                f"{2 * repeats} or more"
+            )
+            require(not alpha or micro >= 2 * repeats, f"augment.{kind}", alpha, rule)
+        self.require_slots(self.scaling.worker_range()[1])
+        if self.exact:
+            self._require_exact()
+
+    def _require_exact(self) -> None:
+        whole = "must be {} with exact = true, whose gradients are summed whole, slot by slot"
+        compression, synced = self.ddp.compression, self.ddp.sync_batchnorm
+        require(compression == "none", "ddp.compression", compression, whole.format("none"))
+        require(not synced, "ddp.sync_batchnorm", synced, whole.format("off"))
+        rule = "must be off with exact = true: what is compiled may depend on what was seen before"
+        require(not self.compute.compile, "compute.compile", self.compute.compile, rule)
+        rule = "must be on with exact = true: other kernels sum in an order of their own"
+        deterministic = self.compute.deterministic
+        require(deterministic, "compute.deterministic", deterministic, rule)
+
+    @property
+    def slots(self) -> int:
+        """Micro-batches per optimizer step."""
+        return self.batch_size // self.micro_batch
+
+    def require_slots(self, workers: int) -> None:
+        """Raises ConfigError if `workers` are more than the slots of a step."""
+        if workers <= self.slots:
+            return
+        fitting = [m for m in range(1, self.micro_batch) if self.batch_size % m == 0]
+        fitting = [m for m in fitting if self.batch_size // m >= workers]
+        alone = f"--batch-size {workers} --micro-batch 1"
+        raise ConfigError(
+            f"batch_size = {self.batch_size} is {self.slots} slots of {self.micro_batch}, too few "
+            f"for {workers} workers: set {f'--micro-batch {max(fitting)}' if fitting else alone}, "
+            f"or --scaling.num-workers {self.slots}."
+        )

@@ -1,0 +1,121 @@
+"""``python -m raytrain_ddp.convert SRC DST``: images as Parquet shards made for training."""
+
+from __future__ import annotations
+
+import shlex
+import sys
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import tyro
+
+from raytrain_ddp.command_line import run_command
+from raytrain_ddp.config.effects import given_flags
+from raytrain_ddp.config.validation import require
+from raytrain_ddp.convert.options import ConvertConfig
+from raytrain_ddp.display.formatting import format_data
+from raytrain_ddp.errors import ConfigError
+from raytrain_ddp.ray_backend.placement import this_machine
+
+if TYPE_CHECKING:
+    from raytrain_ddp.convert.process_pool import Run
+
+
+@dataclass(frozen=True)
+class ConvertArgs:
+    """Convert images to Parquet shards made for training, or check a converted data set.
+
+    The shards have the layout of Hugging Face `datasets`. They depend on SRC and the flags below
+    only, not on the number of processes; the same command again goes on where it was stopped. DST
+    is there when it is whole.
+    """
+
+    source: Annotated[str | None, tyro.conf.Positional, tyro.conf.arg(metavar="SRC")] = None
+    """A folder of class folders, 'torchvision:CIFAR10', or Parquet: file, folder, glob or URI."""
+    dest: Annotated[str | None, tyro.conf.Positional, tyro.conf.arg(metavar="DST")] = None
+    """The folder to make."""
+    verify: Annotated[str | None, tyro.conf.arg(metavar="DST")] = None
+    """Instead: read all of a converted data set and compare it with its dataset.json."""
+    workers: int | None = None
+    """Processes. Default: one per CPU, or all CPUs of the cluster."""
+    address: str | None = None
+    """Convert on a running Ray cluster (auto, HOST:6379); SRC and DST must be shared folders."""
+    shards: Annotated[ConvertConfig, tyro.conf.arg(name="")] = field(default_factory=ConvertConfig)
+
+
+def main(argv: Sequence[str]) -> int:
+    """Returns the exit status."""
+    args = tyro.cli(ConvertArgs, prog="python -m raytrain_ddp.convert", args=list(argv))
+    workers = args.workers
+    require(workers is None or workers >= 1, "--workers", workers, "must be 1 or more")
+    cpus = workers or int(this_machine()["CPU"])
+    from raytrain_ddp.convert.progress import shown
+
+    if args.verify is not None:
+        if args.source is not None:
+            raise ConfigError("--verify checks one folder: give no SRC and DST with it.")
+        others = sorted(given_flags(argv) - {"verify", "workers"})
+        if others:
+            raise ConfigError(f"--{others[0].replace('_', '-')} has no effect with --verify.")
+        from raytrain_ddp.data.converted_dataset import read_dataset_file, verify
+
+        folder = Path(args.verify).expanduser()
+        rows = read_dataset_file(folder).get("rows")
+        images = sum(rows.values()) if isinstance(rows, dict) else 0
+        with shown() as meter:
+            dataset = verify(folder, cpus, meter.phase("verifying", images))
+        print(f"{folder}: {_counts(dataset)}: all as written")
+        return 0
+    if args.source is None or args.dest is None:
+        raise ConfigError("SRC and DST must be given (or --verify DST); --help tells more.")
+    from raytrain_ddp.convert.conversion import convert
+
+    if args.address is None:
+        from raytrain_ddp.convert.process_pool import Processes
+
+        runner: AbstractContextManager[Run] = Processes(cpus)
+    else:
+        from raytrain_ddp.convert.on_ray import on_cluster
+
+        runner = on_cluster(args.address, workers)
+    try:
+        with shown() as meter, runner as run:
+            done = convert(args.source, args.dest, args.shards, run, meter.phase)
+    except KeyboardInterrupt:
+        print("What is done is kept: the same command goes on.", file=sys.stderr)
+        raise
+    if done.found:
+        print(f"{args.dest} is complete already (--verify {shlex.quote(args.dest)} checks it)")
+    print(f"{args.dest}: {_counts(done.dataset)}")
+    for title, text in format_data(done.told, "images"):
+        print(f"  {title}: {text}")
+    for record in done.dataset["skipped"]:
+        print(f"  skipped {record['where']}: {record['why']}")
+    print(f"Train with:\n  {fit_command(args.dest, done.dataset)}")
+    return 0
+
+
+def fit_command(folder: str, dataset: Mapping[str, Any]) -> str:
+    """How to train on a converted data set, ready to paste."""
+    flags = ["--data.source", shlex.quote(folder)]
+    for name in ("mean", "std"):
+        flags += [f"--data.{name}", *(f"{value:.4f}" for value in dataset[name])]
+    sampled = dataset["sampled"]
+    if any(least != most for least, most in (sampled["height"], sampled["width"])):
+        flags += ["--data.image-size", "224", "--augment.crop", "random"]
+        flags += ["--model.name", "resnet18"]
+    return f"python -m raytrain_ddp.fit {' '.join(flags)}"
+
+
+def _counts(dataset: Mapping[str, Any]) -> str:
+    """``1,437 train and 360 test images of 10 classes in 2 files``"""
+    rows = " and ".join(f"{count:,} {split}" for split, count in dataset["rows"].items())
+    files, classes = len(dataset["files"]), len(dataset["class_names"])
+    return f"{rows} images of {classes:,} classes in {files:,} file{'s' * (files > 1)}"
+
+
+if __name__ == "__main__":
+    run_command(main)

@@ -1,0 +1,77 @@
+"""The tasks of `convert` as Ray tasks on a cluster. The shards are those of one machine."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from itertools import islice
+from typing import Any, TypeVar
+
+from raytrain_ddp.convert.process_pool import Run
+from raytrain_ddp.convert.shard_writer import Tell
+from raytrain_ddp.errors import RaytrainError
+from raytrain_ddp.ray_backend.cluster import joined
+
+Task = TypeVar("Task")
+Result = TypeVar("Result")
+
+
+@contextmanager
+def on_cluster(address: str, workers: int | None) -> Iterator[Run]:
+    """Runs tasks on the cluster at `address`, or on the Ray that this process is connected to.
+
+    Args:
+        workers: so many at once; None: as many as there are CPUs.
+
+    Raises:
+        PreflightError: there is no Ray at the address.
+        RaytrainError: a task was lost, time and again.
+    """
+    with joined(address, {}, {}, tell=lambda _: None):
+        import ray
+
+        cpus = int(ray.cluster_resources().get("CPU", 1))
+        yield partial(_run, workers or 2 * cpus)  # a few wait in line, for nodes that come
+
+
+def _run(
+    at_once: int,
+    function: Callable[[Task, Tell], Result],
+    tasks: Iterable[Task],
+    tell: Tell,
+) -> Iterator[Result]:
+    import ray
+
+    remote = ray.remote(num_cpus=1)(_call)
+    tasks = iter(tasks)
+    pending: list[Any] = []
+    try:
+        while pending := pending + [
+            remote.remote(function, task) for task in islice(tasks, at_once - len(pending))
+        ]:
+            done, pending = ray.wait(pending)
+            for result, images, size in ray.get(done):
+                tell(images, size)
+                yield result
+    except ray.exceptions.RayError as error:
+        cause = getattr(error, "cause", None)  # what the function raised
+        if isinstance(cause, Exception) and not isinstance(cause, ray.exceptions.RayError):
+            raise cause from None
+        reason = str(error).partition("\n")[0]
+        raise RaytrainError(f"Ray lost a task: {reason}. The same command goes on.") from error
+    finally:
+        for ref in pending:
+            ray.cancel(ref, force=True)
+
+
+def _call(function: Callable[[Task, Tell], Result], task: Task) -> tuple[Result, int, int]:
+    """The result, and the images and bytes that `function` told of."""
+    images = size = 0
+
+    def tell(more_images: int, more_bytes: int) -> None:
+        nonlocal images, size
+        images += more_images
+        size += more_bytes
+
+    return function(task, tell), images, size

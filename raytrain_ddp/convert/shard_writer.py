@@ -1,0 +1,240 @@
+"""One Parquet shard from the places where its images lie: the part of `convert` that runs anywhere.
+
+No torch: it runs in many processes, each of which would need seconds to import it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from raytrain_ddp.convert.options import ConvertConfig
+from raytrain_ddp.convert.pixels import PixelCounts, decoded, shrunk
+from raytrain_ddp.convert.staging import PART, replace_with, write_json
+from raytrain_ddp.data.decoding import reason_for
+from raytrain_ddp.data.sources import BadRecord
+from raytrain_ddp.errors import DataError
+from raytrain_ddp.files import fsync
+
+MIB = 2**20
+_PAGE_BYTES = MIB  # what one checksum covers
+_READ_BYTES = 8 * MIB
+
+Tell = Callable[[int, int], None]  # told of images that are done, and their bytes in the source
+Phase = Callable[[str, int], Tell]  # begins a part of the work, of a name and so many images
+
+
+class Record(NamedTuple):
+    """One row to be: where the bytes of its image are, and what stands beside them."""
+
+    row: int  # of the source's split
+    file: str
+    offset: int
+    size: int
+    label: int
+    path: str | None
+
+
+@dataclass(frozen=True)
+class ShardTask:
+    """A shard to write into the folder `stage`.
+
+    Args:
+        sampled: rows whose pixels are counted.
+    """
+
+    name: str
+    stage: str
+    records: list[Record]
+    sampled: frozenset[int]
+    class_names: tuple[str, ...]
+    config: ConvertConfig
+
+
+@dataclass(frozen=True)
+class ShardDone:
+    """What is known of a shard that is whole.
+
+    Args:
+        bad: rows that were left out, and why.
+    """
+
+    name: str
+    rows: int
+    bytes: int
+    sha256: str
+    bad: list[tuple[int, str]]
+    pixels: PixelCounts
+
+    def to_dict(self) -> dict[str, Any]:
+        return {**vars(self), "pixels": self.pixels.to_dict()}
+
+    @classmethod
+    def from_dict(cls, record: dict[str, Any]) -> ShardDone:
+        bad = [(row, why) for row, why in record["bad"]]
+        return cls(**{**record, "bad": bad, "pixels": PixelCounts.from_dict(record["pixels"])})
+
+
+def write_shard(task: ShardTask, tell: Tell) -> ShardDone:
+    """Writes the shard and its record; both last when it returns.
+
+    Raises:
+        BadRecord: (row, reason), with `bad_records = "error"`.
+        DataError: a file of the source is gone or changed, or `stage` is not there.
+        OSError: the shard cannot be written.
+    """
+    stage = Path(task.stage)
+    state = stage / "state"
+    part = stage / f"{task.name}{PART}"
+    images = _Images(task, tell)
+    rows = 0
+    with replace_with(part, state) as temp:
+        with pq.ParquetWriter(
+            str(temp),
+            schema(task.class_names),
+            compression="none",  # nothing is gained on JPEG, and pages stay readable in place
+            use_dictionary=False,
+            write_statistics=["label"],
+            write_page_checksum=True,
+            data_page_size=_PAGE_BYTES,
+            write_batch_size=1,  # the size of a page is looked at after so many rows
+        ) as writer:
+            for group in images.groups():
+                writer.write_table(group, row_group_size=len(group))
+                rows += len(group)
+        size, digest = temp.stat().st_size, sha256_of(temp)
+    fsync(stage)
+    done = ShardDone(task.name, rows, size, digest, images.bad, images.counts)
+    write_json(record_path(stage, task.name), done.to_dict(), state)
+    return done
+
+
+def finished_shard(stage: Path, name: str, part: Path) -> ShardDone | None:
+    """The record of a shard that an earlier process finished, and that is still there."""
+    try:
+        record = json.loads(record_path(stage, name).read_text(encoding="utf-8"))
+        done = ShardDone.from_dict(record)
+        return done if part.stat().st_size == done.bytes else None
+    except (FileNotFoundError, ValueError, TypeError, KeyError):
+        return None
+
+
+def record_path(stage: Path, name: str) -> Path:
+    return stage / "state" / f"{name}.json"
+
+
+def schema(class_names: tuple[str, ...]) -> pa.Schema:
+    """As Hugging Face `datasets` writes a data set with the features Image and ClassLabel."""
+    features = {
+        "image": {"_type": "Image"},
+        "label": {"names": list(class_names), "_type": "ClassLabel"},
+    }
+    return pa.schema(
+        [
+            ("image", pa.struct([("bytes", pa.binary()), ("path", pa.string())])),
+            ("label", pa.int64()),
+        ],
+        metadata={"huggingface": json.dumps({"info": {"features": features}})},
+    )
+
+
+def sha256_of(path: Path) -> str:
+    digest = hashlib.sha256()
+    with path.open("rb") as file:
+        while chunk := file.read(_READ_BYTES):
+            digest.update(chunk)
+    return digest.hexdigest()
+
+
+def stored(content: bytes, config: ConvertConfig, count: bool) -> tuple[bytes, PixelCounts | None]:
+    """The bytes to keep of an image, and with `count` its pixels as they will be decoded.
+
+    Raises:
+        BadRecord: it cannot be decoded; found only where it is decoded.
+    """
+    try:
+        if config.resize_short:
+            content = shrunk(content, config.resize_short, config.quality)
+        counts = None
+        if count or (config.check and not config.resize_short):
+            pixels = decoded(content)
+            counts = PixelCounts.of(pixels) if count else None
+    except Exception as error:  # decoders raise what they like
+        raise BadRecord(reason_for(error)) from None
+    return content, counts
+
+
+class _Images:
+    """The rows of a shard, one row group in memory at a time."""
+
+    def __init__(self, task: ShardTask, tell: Tell) -> None:
+        self._task, self._tell = task, tell
+        self._schema = schema(task.class_names)
+        self.bad: list[tuple[int, str]] = []
+        self.counts = PixelCounts.none()
+
+    def groups(self) -> Iterator[pa.Table]:
+        limit = self._task.config.row_group_mib * MIB
+        group: list[tuple[bytes, Record]] = []
+        size = 0
+        for content, record in self._rows():
+            full = len(group) == self._task.config.rows_per_group
+            if group and (full or size + len(content) > limit):
+                yield self._table(group)
+                group, size = [], 0
+            group.append((content, record))
+            size += len(content)
+        if group:
+            yield self._table(group)
+
+    def _rows(self) -> Iterator[tuple[bytes, Record]]:
+        config = self._task.config
+        for record in self._task.records:
+            content = read_image(record)
+            self._tell(1, len(content))
+            try:
+                kept, counts = stored(content, config, record.row in self._task.sampled)
+            except BadRecord as why:
+                if config.bad_records == "error":
+                    raise BadRecord(record.row, str(why)) from why
+                self.bad.append((record.row, str(why)))
+                continue
+            if counts is not None:
+                self.counts = self.counts.plus(counts)
+            yield kept, record
+
+    def _table(self, group: list[tuple[bytes, Record]]) -> pa.Table:
+        contents = pa.array([content for content, _ in group], pa.binary())
+        paths = pa.array([_text(record.path) for _, record in group], pa.string())
+        images = pa.StructArray.from_arrays([contents, paths], ["bytes", "path"])
+        labels = pa.array([record.label for _, record in group], pa.int64())
+        return pa.table([images, labels], schema=self._schema)
+
+
+def read_image(record: Record) -> bytes:
+    """The bytes as the source has them.
+
+    Raises:
+        DataError: the file is gone or has become shorter.
+    """
+    try:
+        with open(record.file, "rb") as file:
+            file.seek(record.offset)
+            content = file.read(record.size)
+    except OSError as error:
+        raise DataError(f"{record.file}: cannot be read: {error.strerror}.") from error
+    if len(content) != record.size:
+        raise DataError(f"{record.file}: {record.size} bytes expected, {len(content)} read.")
+    return content
+
+
+def _text(path: str | None) -> str | None:
+    """File names may be any bytes, a string column holds UTF-8 only."""
+    return path and path.encode("utf-8", "replace").decode()

@@ -1,0 +1,129 @@
+"""The splits of a source that is to be converted: opened, listed and recognised again. No torch,
+but for torchvision's own data sets."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from hashlib import sha256
+from typing import Any, Literal
+
+from raytrain_ddp.config.input_sections import DataConfig
+from raytrain_ddp.convert.options import ConvertConfig
+from raytrain_ddp.convert.process_pool import Run
+from raytrain_ddp.convert.shard_writer import Phase
+from raytrain_ddp.convert.spool import (
+    Listing,
+    listing_of_files,
+    listing_of_spool,
+    parquet_chunks,
+    spool_chunk,
+    spool_images,
+)
+from raytrain_ddp.convert.staging import Stage
+from raytrain_ddp.data.data_check import Located, locate_all, role_of
+from raytrain_ddp.data.labels import NoLabelsError
+from raytrain_ddp.data.splits import open_images
+
+
+@dataclass(frozen=True)
+class Split:
+    """A split under the name that its shards get."""
+
+    name: str
+    kind: Literal["parquet", "folder", "torchvision"]
+    paths: tuple[str, ...]
+    source: Any  # a FolderImages, ParquetImages or TorchvisionImages
+    data: DataConfig
+
+    @property
+    def rows(self) -> int:
+        return int(self.source.blocks.sum())
+
+    @property
+    def class_names(self) -> list[str]:
+        return list(self.source.class_names)
+
+    def size_bytes(self) -> int:
+        """Of its Parquet files, as far as they are on this machine."""
+        return sum(os.path.getsize(path) for path in self.paths if os.path.isfile(path))
+
+    def fingerprint(self) -> str:
+        """Changes when rows, sizes or times of files do."""
+        digest = sha256(f"{self.kind} {self.source.fingerprint()}".encode())
+        files = [path for path, _ in self.source.files] if self.kind == "folder" else self.paths
+        with ThreadPoolExecutor(16) as threads:  # for NFS
+            for seen in threads.map(_size_and_time, files, chunksize=256):
+                digest.update(f"{seen}\n".encode())
+        return digest.hexdigest()
+
+    def list_rows(self, stage: Stage, run: Run, phase: Phase) -> Listing:
+        """Where each row's image can be read; Parquet and torchvision are spooled first."""
+        if self.kind == "folder":
+            return listing_of_files(self.source.files, self.paths[0])
+        tell = phase(f"{self.name}: reading", self.rows)
+        if self.kind == "torchvision":
+            names = list(spool_images(self.source, self.name, stage.folder, tell))
+        else:
+            classes = self.source.class_names
+            chunks = parquet_chunks(self.name, stage.folder, self.paths, classes, self.data)
+            names = sorted(run(spool_chunk, chunks, tell))
+        return listing_of_spool(stage.spool, names)
+
+
+def open_splits(source: str, config: ConvertConfig) -> tuple[list[Split], tuple[str, ...]]:
+    """The splits that training on `source` would read, the train split first.
+
+    Besides, sentences about what is left out.
+
+    Raises:
+        DataError: there is nothing to convert, or a split has a class that the train split has not.
+    """
+    data = DataConfig(
+        source=source,
+        eval_source=config.eval_source,
+        train_split=config.train_split,
+        eval_split=config.eval_split,
+        config=config.config,
+        root=config.root,
+        image_column=config.image_column,
+        label_column=config.label_column,
+        bad_records=config.bad_records,
+    )
+    found, more = locate_all(data)
+    splits = [_open("train", found.train, data, None)]
+    notes = list(found.notes)
+    for part in (found.eval, *more):
+        if part is not None:
+            try:
+                splits.append(_open(_name_of_shards(part), part, data, splits[0].class_names))
+            except NoLabelsError as error:
+                if config.eval_source is not None or config.eval_split != "auto":
+                    raise
+                notes.append(f"not converted: {error}")
+    return splits, tuple(notes)
+
+
+def _open(name: str, found: Located, data: DataConfig, classes: Sequence[str] | None) -> Split:
+    paths = found.paths
+    if found.kind != "torchvision":
+        paths = tuple(path if "://" in path else os.path.abspath(path) for path in paths)
+        found = replace(found, paths=paths)
+    return Split(name, found.kind, paths, open_images(found, data, classes), data)
+
+
+def _name_of_shards(part: Located) -> str:
+    """That of the split, if it says that it is to evaluate on; else test."""
+    name = part.name.lower()
+    return name if role_of(name) in ("validation", "test") else "test"
+
+
+def _size_and_time(path: str) -> tuple[int, int] | None:
+    """None for what is no file of this machine: a URI's files are known by their footers."""
+    try:
+        status = os.stat(path)
+    except OSError:
+        return None
+    return status.st_size, status.st_mtime_ns

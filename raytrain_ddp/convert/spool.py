@@ -1,0 +1,230 @@
+"""Sources that cannot be read row by row, copied once to where they can.
+
+A shuffled shard has rows from everywhere. Read from Parquet, each would cost its whole row group;
+so the images are first laid one after another in plain files, `.bin`, each with its index, `.json`.
+Every row group is read once, by one process.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from raytrain_ddp.config.input_sections import DataConfig
+from raytrain_ddp.convert.pixels import png
+from raytrain_ddp.convert.shard_writer import Record, Tell
+from raytrain_ddp.convert.staging import read_json, replace_with, write_json
+from raytrain_ddp.data.decoding import reason_for
+from raytrain_ddp.data.image_folder import LOST_LINK
+from raytrain_ddp.data.parquet_images import ParquetImages
+from raytrain_ddp.data.parquet_shard import open_shard
+from raytrain_ddp.data.sample_rng import Rows
+from raytrain_ddp.data.sources import BadRecord
+from raytrain_ddp.errors import DataError
+
+CHUNK_ROWS = 2048  # and at least one row group
+_OPENERS = 16  # of footers, at a time
+_PNG_ROWS = 64  # encoded at a time
+
+Item = tuple[bytes | BadRecord, int, str | None]  # image, label, path
+
+
+@dataclass(frozen=True)
+class Listing:
+    """Where the image of each row of a split lies; each array has shape (rows,).
+
+    Args:
+        file_of: places in `files`.
+        sizes: bytes; -1 for a row in `bad`.
+        bad: rows without an image, and why.
+    """
+
+    files: list[str]
+    file_of: Rows
+    offsets: Rows
+    sizes: Rows
+    labels: Rows
+    paths: list[str | None]
+    bad: dict[int, str]
+
+    def record(self, row: int) -> Record:
+        file, offset, size, label = (
+            int(column[row]) for column in (self.file_of, self.offsets, self.sizes, self.labels)
+        )
+        return Record(row, self.files[file], offset, size, label, self.paths[row])
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """Row groups first..stop-1 of a Parquet file, to be laid into the stage under `name`."""
+
+    name: str
+    stage: str
+    path: str
+    first: int
+    stop: int
+    classes: tuple[str, ...]
+    config: DataConfig
+
+
+def parquet_chunks(
+    split: str, stage: Path, paths: Sequence[str], classes: Sequence[str], config: DataConfig
+) -> list[Chunk]:
+    """The files' row groups in order, in runs of `CHUNK_ROWS` rows or one row group."""
+    columns = {"image_column": config.image_column, "label_column": config.label_column}
+    spans: list[tuple[str, int, int]] = []
+    with ThreadPoolExecutor(_OPENERS) as threads:
+        for path, shard in zip(
+            paths, threads.map(partial(open_shard, **columns), paths), strict=True
+        ):
+            first = rows = 0
+            for group, told in enumerate(shard.groups):
+                if rows and rows + told.rows > CHUNK_ROWS:
+                    spans.append((path, first, group))
+                    first, rows = group, 0
+                rows += told.rows
+            if rows:
+                spans.append((path, first, len(shard.groups)))
+    return [
+        Chunk(f"{split}-{number:06d}", str(stage), path, first, stop, tuple(classes), config)
+        for number, (path, first, stop) in enumerate(spans)
+    ]
+
+
+def spool_chunk(chunk: Chunk, tell: Tell) -> str:
+    """Copies a chunk, if that is not done yet, and returns its name.
+
+    Raises:
+        DataError: the file is damaged, or a label is none of `classes`.
+    """
+    spool = Path(chunk.stage) / "state" / "spool"
+    if not (spool / f"{chunk.name}.json").exists():
+        write_spool(spool, chunk.name, _parquet_items(chunk), tell)
+    return chunk.name
+
+
+def spool_images(source: Any, split: str, stage: Path, tell: Tell) -> Iterator[str]:
+    """The same for a source of PIL images in this process, which become PNG files."""
+    spool = stage / "state" / "spool"
+    rows = int(source.blocks.sum())
+    with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as threads:
+        for number, start in enumerate(range(0, rows, CHUNK_ROWS)):
+            name = f"{split}-{number:06d}"
+            if not (spool / f"{name}.json").exists():
+                items = _pil_items(source, range(start, min(start + CHUNK_ROWS, rows)), threads)
+                write_spool(spool, name, items, tell)
+            yield name
+
+
+def write_spool(spool: Path, name: str, items: Iterable[Item], tell: Tell) -> None:
+    index: dict[str, Any] = {"sizes": [], "labels": [], "paths": [], "bad": {}}
+    state = spool.parent
+    with replace_with(spool / f"{name}.bin", state) as temp, temp.open("wb") as file:
+        for row, (image, label, path) in enumerate(items):
+            size = -1
+            if isinstance(image, BadRecord):
+                index["bad"][row] = str(image)
+            else:
+                size = file.write(image)
+            index["sizes"].append(size)
+            index["labels"].append(label)
+            index["paths"].append(path)
+            tell(1, max(size, 0))
+    write_json(spool / f"{name}.json", index, state)
+
+
+def listing_of_spool(spool: Path, names: Iterable[str]) -> Listing:
+    """Of all rows of a split, whose chunks have these names, in order."""
+    files: list[str] = []
+    columns: list[Rows] = []  # of each chunk: file, offset, size, label; (4, rows)
+    paths: list[str | None] = []
+    bad: dict[int, str] = {}
+    for number, name in enumerate(names):
+        index = read_json(spool / f"{name}.json")
+        assert index is not None, f"{name} was not written"
+        bad.update({len(paths) + int(row): why for row, why in index["bad"].items()})
+        files.append(str(spool / f"{name}.bin"))
+        paths += index["paths"]
+        sizes = np.array(index["sizes"], np.int64)
+        lengths = np.maximum(sizes, 0)
+        offsets = np.cumsum(lengths) - lengths
+        columns.append(np.stack([np.full_like(sizes, number), offsets, sizes, index["labels"]]))
+    file_of, offsets, sizes, labels = np.concatenate(columns, axis=1)
+    return Listing(files, file_of, offsets, sizes, labels, paths, bad)
+
+
+def listing_of_files(files: list[tuple[str, int]], root: str) -> Listing:
+    """Of an ImageFolder's files and labels. Asks for the sizes from many threads, for NFS."""
+    paths = [path for path, _ in files]
+    with ThreadPoolExecutor(16) as threads:
+        found = list(threads.map(_size, paths, chunksize=256))
+    rows, sizes = len(files), [-1 if isinstance(size, str) else size for size in found]
+    return Listing(
+        paths,
+        np.arange(rows),
+        np.zeros(rows, np.int64),
+        np.array(sizes, np.int64),
+        np.array([label for _, label in files], np.int64),
+        [path.removeprefix(root).lstrip("/") for path in paths],
+        {row: size for row, size in enumerate(found) if isinstance(size, str)},
+    )
+
+
+def _parquet_items(chunk: Chunk) -> Iterator[Item]:
+    config = chunk.config
+    path_column = f"{config.image_column}.path"
+    shard = open_shard(chunk.path, config.image_column, config.label_column)
+    start = sum(told.rows for told in shard.groups[: chunk.first])
+    with closing(ParquetImages([chunk.path], config, chunk.classes)) as source:
+        for group in range(chunk.first, chunk.stop):
+            rows = start + np.arange(shard.groups[group].rows, dtype=np.int64)
+            start += len(rows)
+            table = shard.read(group, [path_column])
+            told = path_column in table.column_names
+            paths = table.column(path_column).to_pylist() if told else [None] * len(rows)
+            for (image, label), path in zip(source.read(rows), paths, strict=True):
+                yield image, label, path
+
+
+def _pil_items(source: Any, rows: range, threads: ThreadPoolExecutor) -> Iterator[Item]:
+    def encoded(record: tuple[Any, int]) -> bytes | BadRecord:
+        try:
+            return record[0] if isinstance(record[0], bytes | BadRecord) else png(record[0])
+        except Exception as error:  # decoders, which PIL calls late, raise what they like
+            return BadRecord(reason_for(error))
+
+    for start in range(rows.start, rows.stop, _PNG_ROWS):
+        some = range(start, min(start + _PNG_ROWS, rows.stop))
+        records = [_read_one(source, row) for row in some]
+        for row, image, (_, label) in zip(
+            some, threads.map(encoded, records), records, strict=True
+        ):
+            yield image, int(label), f"{row}.png"
+
+
+def _read_one(source: Any, row: int) -> tuple[Any, int]:
+    try:
+        image, label = source.read(np.array([row], np.int64))[0]
+    except DataError:
+        raise
+    except Exception as error:  # the data set's own
+        raise DataError(f"{source.where(row)}: cannot be read: {error}.") from error
+    return image, label
+
+
+def _size(path: str) -> int | str:
+    """Or why the file cannot be read, if it is a link to nothing."""
+    try:
+        return os.path.getsize(path)
+    except OSError as error:
+        if os.path.islink(path):
+            return LOST_LINK
+        raise DataError(f"{path}: cannot be read: {error.strerror}.") from error

@@ -1,0 +1,142 @@
+"""Which part of an image the model sees, at which size; cut out and resized as uint8."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from raytrain_ddp.config.input_sections import AugmentConfig
+from raytrain_ddp.data.decoding import Picture, shrink_for
+
+_TRIES = 10
+_ASPECT = 4 / 3  # of a random crop: 3/4 to 4/3
+_LONGEST = 8  # times the shorter side
+_EVAL_SHARE = 0.875  # of the shorter side: 224 of 256 pixels, as is usual
+
+
+def crop_draws(augment: AugmentConfig) -> int:
+    """How many uniform numbers `place_image` needs for an image."""
+    return {"none": 0, "shift": 2, "random": 2 + 2 * _TRIES}[augment.crop]
+
+
+def place_image(
+    out: Tensor,
+    picture: Picture,
+    augment: AugmentConfig,
+    draws: Sequence[float],
+    jpeg_scaling: bool,
+) -> None:
+    """Decodes, crops and resizes into `out`, uint8 (1, 3, height, width), channels last.
+
+    `out` is square, or of the picture's own size.
+
+    Args:
+        draws: `crop_draws(augment)` uniform numbers in [0, 1).
+
+    Raises:
+        ValueError, OSError: the picture is damaged.
+    """
+    if augment.crop == "random":
+        random_into(out, picture, augment.scale, draws, jpeg_scaling)
+        return
+    centre_into(out, picture, jpeg_scaling)
+    if augment.crop == "shift":
+        out.copy_(shifted(out, draws))
+
+
+def random_into(
+    out: Tensor,
+    picture: Picture,
+    scale: tuple[float, float],
+    draws: Sequence[float],
+    jpeg_scaling: bool,
+) -> None:
+    """A random part of the picture, resized to the size of `out`."""
+    top, left, height, width = random_box(picture.height, picture.width, scale, draws)
+    shrink = shrink_for((height, width), (out.shape[-2], out.shape[-1]))
+    top, left = top // shrink * shrink, left // shrink * shrink  # where a shrunk one has a pixel
+    by = shrink if jpeg_scaling and picture.jpeg else 1
+    image = to_tensor(picture.pixels(by))
+    part = image[:, :, top // by : -(-(top + height) // by), left // by : -(-(left + width) // by)]
+    resize_into(out, part, height / by, width / by)
+
+
+def random_box(
+    height: int, width: int, scale: tuple[float, float], draws: Sequence[float]
+) -> tuple[int, int, int, int]:
+    """(top, left, height, width) of a part of the image, as of torchvision's RandomResizedCrop.
+
+    Its share of the area is uniform in `scale`, its aspect log-uniform in 3/4 to 4/3 (Szegedy et
+    al. 2015). The first of ten that fits is taken; if none fits, the largest central part whose
+    aspect is in that range.
+
+    Args:
+        draws: uniform numbers in [0, 1): top, left, ten areas, ten aspects.
+    """
+    for place in range(2, 2 + _TRIES):
+        area = height * width * (scale[0] + (scale[1] - scale[0]) * draws[place])
+        aspect = _ASPECT ** (2 * draws[place + _TRIES] - 1)
+        w, h = round(math.sqrt(area * aspect)), round(math.sqrt(area / aspect))
+        if 0 < w <= width and 0 < h <= height:
+            return int(draws[0] * (height - h + 1)), int(draws[1] * (width - w + 1)), h, w
+    w, h = min(width, round(height * _ASPECT)), min(height, round(width * _ASPECT))
+    return (height - h) // 2, (width - w) // 2, h, w
+
+
+def centre_into(out: Tensor, picture: Picture, jpeg_scaling: bool) -> None:
+    """Shorter side to size / 0.875, then the central square; an image of that size stays."""
+    height, width = picture.height, picture.width
+    if (height, width) == tuple(out.shape[-2:]):
+        out.copy_(to_tensor(picture.pixels()))
+        return
+    size = out.shape[-1]
+    longest = _LONGEST * min(height, width)
+    if max(height, width) > longest:  # a ribbon: resized whole, it could take gigabytes
+        pixels = picture.pixels()
+        top, left = max(0, height - longest) // 2, max(0, width - longest) // 2
+        middle = pixels[top : top + longest, left : left + longest]
+        picture = Picture.of_pixels(np.ascontiguousarray(middle))
+        height, width = picture.height, picture.width
+    factor = size / _EVAL_SHARE / min(height, width)
+    h, w = max(size, round(height * factor)), max(size, round(width * factor))
+    shrink = shrink_for((height, width), (h, w)) if jpeg_scaling and picture.jpeg else 1
+    whole = torch.empty((1, 3, h, w), dtype=torch.uint8, memory_format=torch.channels_last)
+    resize_into(whole, to_tensor(picture.pixels(shrink)), height / shrink, width / shrink)
+    top, left = (h - size) // 2, (w - size) // 2
+    out.copy_(whole[:, :, top : top + size, left : left + size])
+
+
+def shifted(images: Tensor, draws: Sequence[float]) -> Tensor:
+    """Padded by an eighth of the width with zeros, and cut out again elsewhere."""
+    height, width = images.shape[-2:]
+    margin, top, left = shift_of(width, draws)
+    padded = pad(images, (margin, margin, margin, margin))
+    return padded[..., top : top + height, left : left + width]
+
+
+def shift_of(width: int, draws: Sequence[float]) -> tuple[int, int, int]:
+    """(margin, top, left): how far an image is padded, and where in that it is cut out again."""
+    margin = max(1, width // 8)
+    return margin, int(draws[0] * (2 * margin + 1)), int(draws[1] * (2 * margin + 1))
+
+
+def resize_into(out: Tensor, image: Tensor, height: float, width: float) -> None:
+    """Bilinear with antialiasing, uint8: `interpolate` without its copies (half of its time).
+
+    Args:
+        height, width: of what shall fill `out`; at most a pixel less than the image.
+    """
+    size = list(out.shape[-2:])
+    exact = (height, width) == tuple(image.shape[-2:])
+    scales = (None, None) if exact else (size[0] / height, size[1] / width)
+    torch.ops.aten._upsample_bilinear2d_aa.out(image, size, False, *scales, out=out)
+
+
+def to_tensor(pixels: object) -> Tensor:
+    """uint8 (height, width, 3) as (1, 3, height, width) in channels-last memory; no copy."""
+    return torch.as_tensor(pixels).permute(2, 0, 1)[None]

@@ -1,0 +1,155 @@
+"""Which sample goes where: the order of an epoch, and its cut into steps and slots.
+
+Pure functions of (seed, epoch, step, slot); nothing here knows how many workers there are until the
+last function deals slots to them. The position in the data is two integers, so any step can be
+reached at once and there is no loader state to save.
+
+    epoch order   row ids 0..rows-1, permuted by (seed, epoch)
+    lanes         the order cut into `slots` runs of equal length (+-1)
+    step k        slot j takes places [k * micro_batch, (k + 1) * micro_batch) of lane j
+
+So every row is used exactly once an epoch, the last step is smaller, and a slot reads its row
+groups one after another.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+from statistics import median
+from typing import Literal
+
+import numpy as np
+
+from raytrain_ddp.data.permutation import Feistel, sorted_permutation
+from raytrain_ddp.data.row_runs import Runs
+from raytrain_ddp.data.sample_rng import Rows
+
+Shuffle = Literal["full", "block", "none"]
+
+_EPOCH_STREAM = 0x5EED_0001  # keeps the shuffle's random bits apart from those of other uses
+_WINDOW_STREAM = 0x5EED_0002
+_ROWS_AT_ONCE = 4096  # of a full shuffle
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The cut of an epoch of `rows` into steps of `slots` micro-batches.
+
+    Args:
+        micro_batch: samples.
+        repeats: samples that are made of each row, one after another; divides `micro_batch`.
+    """
+
+    rows: int
+    slots: int
+    micro_batch: int
+    repeats: int = 1
+
+    @property
+    def rows_at_once(self) -> int:
+        """Rows of a micro-batch."""
+        return self.micro_batch // self.repeats
+
+    @property
+    def steps_per_epoch(self) -> int:
+        longest = -(-self.rows // self.slots)
+        return -(-longest // self.rows_at_once)
+
+    def lane(self, slot: int) -> tuple[int, int]:
+        """Places [start, stop) of the epoch order that `slot` takes in the whole epoch."""
+        return slot * self.rows // self.slots, (slot + 1) * self.rows // self.slots
+
+    def span(self, step: int, slot: int) -> tuple[int, int]:
+        """Places [start, stop) of the epoch order that `slot` takes in `step` of the epoch."""
+        lane_start, lane_stop = self.lane(slot)
+        start = min(lane_start + step * self.rows_at_once, lane_stop)
+        return start, min(start + self.rows_at_once, lane_stop)
+
+    def samples(self, step: int) -> int:
+        """Samples in `step` of the epoch, over all slots."""
+        spans = (self.span(step, slot) for slot in range(self.slots))
+        return self.repeats * sum(stop - start for start, stop in spans)
+
+
+def deal(items: int, world_size: int, rank: int) -> range:
+    """The contiguous run of `items` (slots, or chunks of an evaluation) that `rank` works on."""
+    return range(rank * items // world_size, (rank + 1) * items // world_size)
+
+
+def beyond_others(items: int, world_size: int, rank: int) -> float:
+    """How many times as many of `items` as the others `rank` is dealt, 1 or more."""
+    counts = [len(deal(items, world_size, each)) for each in range(world_size)]
+    own = counts.pop(rank)
+    return max(1.0, own / median(counts)) if counts and median(counts) else 1.0
+
+
+class EpochOrder:
+    """The order of all rows in one epoch, read in pieces.
+
+    Args:
+        blocks: rows in each block, shape (blocks,); row ids count through the blocks.
+        shuffle: "full" permutes all rows, in memory that does not grow with them; "block" permutes
+            the blocks, then the rows within each window of `window` consecutive blocks (memory
+            for blocks of unusual length only); "none" keeps the stored order.
+        windows_kept: how many are remembered: lanes and threads read in turns.
+    """
+
+    def __init__(
+        self,
+        blocks: Rows,
+        shuffle: Shuffle,
+        seed: int,
+        epoch: int,
+        window: int = 1,
+        windows_kept: int = 64,
+    ) -> None:
+        self.rows = int(blocks.sum())
+        self._key = (seed, epoch)
+        if shuffle == "block":
+            self._blocks, self._window = Runs.of(blocks), window
+            self._permutation = Feistel(len(blocks), seed, epoch, _EPOCH_STREAM)
+            self._order = self._blocks.permuted(self._permutation)
+            make = self._of_blocks
+        else:
+            self._order, self._window = Runs.of(runs_of(self.rows, _ROWS_AT_ONCE)), 1
+            self._permutation = Feistel(self.rows, seed, epoch, _EPOCH_STREAM)
+            make = self._of_all if shuffle == "full" else self._in_order
+        self._read_window = lru_cache(maxsize=windows_kept)(make)
+
+    def read(self, start: int, stop: int) -> Rows:
+        """Row ids at places [start, stop) of the epoch, shape (stop - start,)."""
+        if stop <= start:
+            return np.empty(0, np.int64)
+        first, last = self._order.at(np.array([start, stop - 1])) // self._window
+        rows = np.concatenate([self._read_window(w) for w in range(first, last + 1)])
+        begun = self._bounds(int(first))[0]
+        return rows[start - begun : stop - begun]
+
+    def _bounds(self, window: int) -> tuple[int, int]:
+        """The places at which a window begins and ends."""
+        runs = np.array([window, window + 1]) * self._window
+        begin, end = self._order.start(np.minimum(runs, self._order.count)).tolist()
+        return begin, end
+
+    def _in_order(self, window: int) -> Rows:
+        return np.arange(*self._bounds(window), dtype=np.int64)
+
+    def _of_all(self, window: int) -> Rows:
+        return self._permutation(self._in_order(window))
+
+    def _of_blocks(self, window: int) -> Rows:
+        stop = min((window + 1) * self._window, self._order.count)
+        blocks = self._permutation(np.arange(window * self._window, stop))
+        ends = zip(self._blocks.start(blocks), self._blocks.start(blocks + 1), strict=True)
+        stored = np.concatenate([np.arange(*pair, dtype=np.int64) for pair in ends])
+        shuffled: Rows = stored[
+            sorted_permutation(len(stored), *self._key, _WINDOW_STREAM + window)
+        ]
+        return shuffled
+
+
+def runs_of(rows: int, length: int) -> Rows:
+    """Blocks of `length` rows for data that has none of its own, shape (blocks,)."""
+    full, rest = divmod(rows, length)
+    return np.array([length] * full + [rest] * (rest > 0), dtype=np.int64)

@@ -1,0 +1,150 @@
+"""The layout of a Hugging Face data set: the configs and files that its README.md declares."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import PurePosixPath
+from typing import Any
+
+from raytrain_ddp.data.file_listing import Listing, fits
+from raytrain_ddp.data.split_names import NoSuchConfigError, some
+from raytrain_ddp.errors import DataError
+
+_README = "README.md"
+_RULE = "---"
+
+
+@dataclass(frozen=True)
+class RepoConfig:
+    """One of the `configs` of a README.md.
+
+    Args:
+        patterns: file patterns of each split; None: use the names of files and folders.
+        folder: the base of all other paths; "" is the root.
+        others: the names of the other configs.
+    """
+
+    name: str
+    patterns: Mapping[str, tuple[str, ...]] | None
+    folder: str
+    others: tuple[str, ...]
+
+
+def repo_config(listing: Listing, asked: str) -> RepoConfig | None:
+    """The config to use, chosen as `datasets` does; None: README.md declares none.
+
+    Args:
+        asked: its name; "auto": the only one, the one named default, or the one marked as default.
+
+    Raises:
+        NoSuchConfigError: there is no config with that name.
+        DataError: there are several and none is the default, or README.md is invalid.
+    """
+    entries = _entries(listing)
+    if not entries:
+        return None
+    configs = {str(entry["config_name"]): entry for entry in entries}
+    if asked != "auto" and asked not in configs:
+        raise NoSuchConfigError(
+            f"{listing.shown} has no config {asked!r}, only {some(list(configs))}."
+        )
+    chosen = [
+        name
+        for name, entry in configs.items()
+        if (name == asked)
+        or (asked == "auto" and (len(configs) == 1 or name == "default" or entry.get("default")))
+    ]
+    if len(chosen) != 1:
+        raise DataError(
+            f"{listing.shown} has several configs: {some(list(configs))}. Name one with "
+            "--data.config."
+        )
+    entry = configs[chosen[0]]
+    folder = _below(listing, str(entry.get("data_dir") or ""))
+    files = entry.get("data_files")
+    patterns = None if files is None else _patterns(listing, files)
+    others = tuple(name for name in configs if name != chosen[0])
+    return RepoConfig(chosen[0], patterns, folder, others)
+
+
+def files_of(patterns: Mapping[str, Sequence[str]], names: Sequence[str]) -> dict[str, list[str]]:
+    """The listed files that belong to each split."""
+    return {split: [name for name in names if is_of(p, name)] for split, p in patterns.items()}
+
+
+def is_of(patterns: Sequence[str], name: str) -> bool:
+    """Whether a file of this name belongs to the split."""
+    return any(fits(name, pattern) for pattern in patterns)
+
+
+def refuse_saved_to_disk(listing: Listing) -> None:
+    """Raises a DataError if this is what `Dataset.save_to_disk` writes."""
+    names = {PurePosixPath(name).name for name in listing.files}
+    arrow = any(name.endswith(".arrow") for name in names)
+    if not arrow or not names & {"dataset_dict.json", "state.json"}:
+        return
+    if "dataset_dict.json" in names:
+        remedy = (
+            "for name, part in load_from_disk(FOLDER).items(): "
+            "part.to_parquet(f'NEW/{name}.parquet')"
+        )
+    else:
+        remedy = "load_from_disk(FOLDER).to_parquet('NEW/train.parquet')"
+    raise DataError(
+        f"{listing.shown} was written by save_to_disk of Hugging Face datasets, a format that is "
+        f"not supported. Write it as Parquet, and specify that folder: {remedy}"
+    )
+
+
+def _entries(listing: Listing) -> list[dict[str, Any]]:
+    if _README not in listing.files:
+        return []
+    lines = listing.content(_README).decode("utf-8", "replace").lstrip("\ufeff\r\n ").splitlines()
+    if not lines or lines[0].rstrip() != _RULE or _RULE not in map(str.rstrip, lines[1:]):
+        return []
+    import yaml  # few data sets need it
+
+    end = [line.rstrip() for line in lines[1:]].index(_RULE) + 1
+    try:
+        card = yaml.safe_load("\n".join(lines[1:end]))
+    except yaml.YAMLError as error:
+        reason = " ".join(str(error).split())
+        raise DataError(f"{listing.shown}: the YAML of {_README} is damaged: {reason}.") from None
+    entries = card.get("configs") if isinstance(card, dict) else None
+    if not entries:
+        return []
+    if not isinstance(entries, list) or not all(
+        isinstance(entry, dict) and "config_name" in entry for entry in entries
+    ):
+        raise _nonsense(listing, "configs must be a list, each with a config_name")
+    return entries
+
+
+def _patterns(listing: Listing, files: Any) -> dict[str, tuple[str, ...]]:
+    """`data_files` in any of its forms."""
+    if isinstance(files, str) or (
+        isinstance(files, list) and all(isinstance(entry, str) for entry in files)
+    ):
+        files = [{"split": "train", "path": files}]
+    found: dict[str, tuple[str, ...]] = {}
+    for entry in files if isinstance(files, list) else [None]:
+        if not isinstance(entry, dict) or {*entry} != {"split", "path"}:
+            raise _nonsense(listing, "each entry of data_files must have a split and a path")
+        paths = entry["path"] if isinstance(entry["path"], list) else [entry["path"]]
+        split = str(entry["split"])
+        if split in found:
+            raise _nonsense(listing, f"data_files has split {split} twice")
+        found[split] = tuple(_below(listing, str(path)) for path in paths)
+    return found
+
+
+def _below(listing: Listing, path: str) -> str:
+    """A path or pattern below the root."""
+    if "://" in path or path.startswith("/") or ".." in PurePosixPath(path).parts:
+        raise _nonsense(listing, f"{path!r} is outside the data set's folder")
+    return "" if path in ("", ".", "./") else str(PurePosixPath(path))
+
+
+def _nonsense(listing: Listing, reason: str) -> DataError:
+    return DataError(f"{listing.shown}: {_README} is invalid: {reason}.")

@@ -1,0 +1,131 @@
+"""Batches of images from any source: decode, crop, resize and augment on the host, as uint8.
+
+What is cheap for whole batches (mirror, normalise, erase, mix) is left to the device: device.py.
+Every random choice comes from the sample's own draws.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+
+from raytrain_ddp.config.input_sections import AugmentConfig, DataConfig
+from raytrain_ddp.data.auto_augment import apply_policy, policy_draws
+from raytrain_ddp.data.cropping import crop_draws, place_image
+from raytrain_ddp.data.decoding import Picture, open_picture, reason_for
+from raytrain_ddp.data.gpu_augment import ERASE_DRAWS, erase_boxes, partners_of
+from raytrain_ddp.data.sample_rng import Draws
+from raytrain_ddp.data.sources import Batch, Data
+from raytrain_ddp.data.splits import ImageSource
+from raytrain_ddp.errors import DataError
+
+_log = logging.getLogger("raytrain_ddp")
+_CROP, _FLIP, _POLICY, _ERASE = range(4)  # streams of random numbers
+
+
+def image_data(
+    source: ImageSource, config: DataConfig, augment: AugmentConfig | None, classes: int
+) -> Data:
+    """Batches of {"image": uint8 (n, 3, height, width), channels last; "label": int64 (n,)}; also
+    {"flip": bool (n,)}, {"erase": (n, 4)}, {"partner": int64 (n,)} where `augment` asks for them.
+
+    Depending on `config.bad_records`, a bad record is an error or is omitted from its batch.
+
+    Args:
+        augment: None for evaluation, which uses the center of each image.
+    """
+    return Data(source, _Collate(source, config, augment or AugmentConfig(crop="none"), classes))
+
+
+def for_device(
+    augment: AugmentConfig, draws: Draws, size: tuple[int, int]
+) -> dict[str, torch.Tensor]:
+    """The operations that the device applies to a batch: "flip", "erase" and "partner", see above.
+
+    Args:
+        size: height and width of the images.
+    """
+    made: dict[str, torch.Tensor] = {}
+    if augment.flip:
+        made["flip"] = torch.from_numpy(draws.uniform(1, _FLIP)[:, 0] < 0.5)
+    if augment.erase:
+        made["erase"] = erase_boxes(size, augment.erase, draws.uniform(ERASE_DRAWS, _ERASE))
+    if augment.mixup or augment.cutmix:
+        made["partner"] = partners_of(draws.rows)
+    return made
+
+
+class _Collate:
+    def __init__(
+        self, source: ImageSource, config: DataConfig, augment: AugmentConfig, classes: int
+    ) -> None:
+        self._source, self._config, self._augment = source, config, augment
+        self._classes = classes
+        self._told: set[int] = set()  # rows already reported
+        self._policy_draws = policy_draws(augment)
+
+    def __call__(self, records: Sequence[tuple[Any, int]], draws: Draws) -> Batch:
+        crops = draws.uniform(crop_draws(self._augment), _CROP).tolist()
+        policies = draws.uniform(self._policy_draws, _POLICY).tolist()
+        images = torch.empty((0, 3, 1, 1), dtype=torch.uint8)
+        kept: list[int] = []
+        for place, picture in self._pictures(records, draws.rows.tolist()):
+            if not len(images):
+                shape = (len(records), 3, *self._size(picture))
+                images = torch.empty(shape, dtype=torch.uint8, memory_format=torch.channels_last)
+            elif self._size(picture) != tuple(images.shape[-2:]):
+                sizes = f"{tuple(images.shape[-2:])} and {self._size(picture)}"
+                raise DataError(f"images of unequal size, {sizes}: set --data.image-size.")
+            out = images[len(kept) : len(kept) + 1]
+            try:
+                place_image(out, picture, self._augment, crops[place], self._config.jpeg_scaling)
+            except Exception as error:  # decoders raise what they like
+                self._refuse(int(draws.rows[place]), error)
+                continue
+            if self._policy_draws:
+                out[0] = apply_policy(out[0], self._augment, policies[place])
+            kept.append(place)
+        labels = torch.tensor([records[place][1] for place in kept], dtype=torch.int64)
+        size = images.shape[-2], images.shape[-1]
+        made = for_device(self._augment, draws.of(kept), size)
+        return {"image": images[: len(kept)], "label": labels, **made}
+
+    def _pictures(
+        self, records: Sequence[tuple[Any, int]], rows: list[int]
+    ) -> Iterator[tuple[int, Picture]]:
+        """(place, opened picture) of each record that can be opened; one for repeats of a row."""
+        before, picture = -1, None
+        for place, (row, (image, label)) in enumerate(zip(rows, records, strict=True)):
+            if not 0 <= label < self._classes:
+                where = self._source.where(row)
+                raise DataError(
+                    f"{where}: label {label} is not in the range 0 to {self._classes - 1}."
+                )
+            try:
+                if row != before or picture is None:
+                    picture = open_picture(image, self._config.exif_orientation)
+            except Exception as error:
+                self._refuse(row, error)
+                picture = None
+            else:
+                yield place, picture
+            before = row
+
+    def _size(self, picture: Picture) -> tuple[int, int]:
+        """(height, width) of what the model sees."""
+        side = self._config.image_size
+        if side or self._augment.crop == "random":
+            return side or picture.width, side or picture.width
+        return picture.height, picture.width
+
+    def _refuse(self, row: int, reason: Exception) -> None:
+        line = f"{self._source.where(row)}: not a readable image: {reason_for(reason)}"
+        if self._config.bad_records == "error":
+            remedy = "Repair or remove it, or set --data.bad-records skip."
+            raise DataError(f"{line}. {remedy}") from None
+        if row not in self._told:
+            self._told.add(row)
+            _log.warning("skipped %s", line)

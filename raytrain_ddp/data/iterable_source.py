@@ -1,0 +1,98 @@
+"""An iterable data set, which can be read from its beginning only."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from itertools import islice
+from typing import Any
+
+import cloudpickle
+
+from raytrain_ddp.data.epoch_order import runs_of
+from raytrain_ddp.data.sample_rng import Draws, Rows
+from raytrain_ddp.errors import DataError, TaskError
+
+_MOST_ITERATORS = 4096  # one for each lane is in use
+
+
+class IterableSource:
+    """An `IterableDataset`, or any iterable that yields the same items each time.
+
+    Sharded by offset: each slot reads its own range of the stream with its own iterator, which
+    first skips the items before it. So every item is used once per epoch on any number of workers,
+    and a run resumes at the correct item. However, nothing is shuffled, all epochs have the same
+    order, one process does all reading, and seeking takes as long as reading up to that offset,
+    unless the data set has a method `skip_to(offset)` that returns an iterator starting there.
+
+    Each iterator has its own copy of the data set. Before each item, the global generators of
+    torch, NumPy and Python are seeded by (seed, epoch, offset); see `MapSource`.
+
+    Args:
+        rows: how many items the stream has; default: its `len`.
+        shared: its iterators do not affect each other, even in several threads: no copies are made,
+            and one thread does all reading.
+    """
+
+    in_order = True
+
+    def __init__(
+        self, dataset: Iterable[Any], rows: int | None = None, *, shared: bool = False
+    ) -> None:
+        if rows is None and not hasattr(dataset, "__len__"):
+            raise DataError(
+                f"{type(dataset).__name__} has no length: give the number of its items as rows=."
+            )
+        self.dataset, self.shared = dataset, shared
+        self.blocks = runs_of(len(dataset) if rows is None else rows, 256)  # type: ignore[arg-type]
+        self._pickled: bytes | None = None
+        self._waiting: dict[int, Iterator[Any]] = {}  # by the offset that each gives next
+
+    def read(self, rows: Rows) -> list[Any]:
+        """Raises DataError if the stream ends early; `rows` must follow each other."""
+        return self._read(rows, lambda place: None)
+
+    def read_seeded(self, draws: Draws) -> list[Any]:
+        """The items of `draws.rows`; the global generators are seeded before each."""
+        return self._read(draws.rows, draws.seed_globals)
+
+    def _read(self, rows: Rows, before: Callable[[int], None]) -> list[Any]:
+        start, stop = int(rows[0]), int(rows[-1]) + 1
+        waiting = self._waiting.pop(start, None)
+        items = self._from(start) if waiting is None else waiting
+        records: list[Any] = []
+        for place in range(stop - start):
+            before(place)
+            records += islice(items, 1)
+        if len(records) < stop - start:
+            raise DataError(
+                f"{type(self.dataset).__name__} ended after {start + len(records)} items, "
+                f"{int(self.blocks.sum())} were announced."
+            )
+        self._waiting[stop] = items
+        while len(self._waiting) > _MOST_ITERATORS:
+            self._waiting.pop(next(iter(self._waiting)))
+        return records
+
+    def fingerprint(self) -> str:
+        return f"{type(self.dataset).__name__} of {int(self.blocks.sum())} items"
+
+    def _from(self, offset: int) -> Iterator[Any]:
+        dataset = self.dataset if self.shared else self._copy()
+        if hasattr(dataset, "skip_to"):
+            return iter(dataset.skip_to(offset))
+        items = iter(dataset)
+        next(islice(items, offset, offset), None)  # skip now, before the generators are seeded
+        return items
+
+    def _copy(self) -> Any:
+        try:
+            if self._pickled is None:
+                self._pickled = cloudpickle.dumps(self.dataset)
+            return cloudpickle.loads(self._pickled)
+        except Exception as error:
+            raise TaskError(
+                f"{type(self.dataset).__name__} cannot be copied by pickle "
+                f"({type(error).__name__}: {error}), but several iterators need a copy each: "
+                "open files in __iter__, or declare that iterators do not affect each other: "
+                "IterableSource(dataset, shared=True)."
+            ) from error

@@ -1,0 +1,241 @@
+"""Images in Parquet files, as Hugging Face `datasets` writes them. Row groups are the blocks."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from hashlib import sha256
+from pathlib import PurePosixPath
+from typing import Any
+
+import numpy as np
+
+from raytrain_ddp.config.input_sections import DataConfig
+from raytrain_ddp.data.disk_cache import DiskCache
+from raytrain_ddp.data.labels import Labels, are_numbers
+from raytrain_ddp.data.parquet_labels import all_values, class_names_of
+from raytrain_ddp.data.parquet_shard import Shard, image_at, open_shards, some
+from raytrain_ddp.data.row_group_cache import Flags, Groups
+from raytrain_ddp.data.sample_rng import Rows
+from raytrain_ddp.data.sources import BadRecord
+from raytrain_ddp.errors import DataError
+
+Image = bytes | BadRecord
+
+_MIB = 2**20
+_BLOCKS_FROM_BYTES = 512 * _MIB  # of images: with more, a shuffle of all rows is no good idea
+_READERS = 2  # of local files: little more than copying, beside threads that decode
+_REMOTE_READERS = 8  # of object stores: mostly waiting
+
+
+class ParquetImages:
+    """Rows of (encoded image, label) from Parquet files.
+
+    A row group is read once and kept until all its rows have been read; `ahead` prefetches it.
+    An image that is null or whose file is missing is a `BadRecord`.
+
+    Args:
+        paths: paths or URIs of files; rows are numbered consecutively in this order.
+        config: `image_column` is struct<bytes, path> or binary, `label_column` integers, strings
+            or booleans.
+        classes: class names. Default: those of the ClassLabel feature, or else the distinct labels,
+            sorted, which requires reading the label columns.
+
+    Raises:
+        NoLabelsError: no row has a label.
+        DataError: files are missing or damaged, columns are missing or have the wrong type, or
+            labels are null or not classes; names the files.
+    """
+
+    def __init__(
+        self, paths: Sequence[str], config: DataConfig, classes: Sequence[str] | None = None
+    ) -> None:
+        self._columns = config.image_column, config.label_column
+        self._shards = open_shards(paths, *self._columns)
+        self._blocks = [  # (shard, row group)
+            (shard, group)
+            for shard in self._shards
+            for group, told in enumerate(shard.groups)
+            if told.rows
+        ]
+        told_of_all = [shard.groups[group] for shard, group in self._blocks]
+        if not told_of_all:
+            raise DataError(f"{some([shard.name for shard in self._shards])}: 0 rows.")
+        self.blocks: Rows = np.array([told.rows for told in told_of_all], np.int64)
+        self.block_bytes: Rows = np.array([told.size_bytes for told in told_of_all], np.int64)
+        self._starts = np.cumsum(self.blocks) - self.blocks
+        self.prefers_blocks = sum(told.image_bytes for told in told_of_all) > _BLOCKS_FROM_BYTES
+        self.class_names = class_names_of(self._shards, self._columns[1], classes)
+        self._labels_of = {
+            shard.uri: Labels(self.class_names, shard.kind, shard.class_names)
+            for shard in self._shards
+        }
+        self.mapped = self._how_mapped()
+        self._check_statistics()
+        self._remote = any(not shard.is_local for shard in self._shards)
+        self._cache: DiskCache | None = None
+        if config.cache and self._remote:
+            keys = {self._key(shard) for shard in self._shards}
+            self._cache = DiskCache(config.cache, int(config.cache_gib * 2**30), keys)
+        self._memory_bytes = config.memory_mib * _MIB
+        self._groups = self._new_groups()
+
+    def part(self, used: Callable[[int, int], Flags]) -> ParquetImages:
+        """The same rows with a separate cache, for a reader that uses only some of them.
+
+        Args:
+            used: (start, stop) -> which of the rows start..stop-1 are read, shape (stop - start,).
+        """
+        twin = copy.copy(self)
+        ends = self._starts + self.blocks
+        twin._groups = twin._new_groups(lambda b: used(int(self._starts[b]), int(ends[b])))
+        return twin
+
+    def read(self, rows: Rows) -> list[tuple[Image, int]]:
+        blocks = self._blocks_of(rows)
+        places = rows - self._starts[blocks]
+        wanted = list(dict.fromkeys(blocks.tolist()))
+        if self._remote:  # all at the same time, the first of them by this thread
+            self._groups.ahead(wanted[1:])
+        records: list[Any] = [None] * len(rows)
+        apart: list[tuple[int, Shard, str]] = []  # (index, file, path of the image)
+        for block in wanted:
+            chosen = np.flatnonzero(blocks == block)
+            group = self._groups.get(block, places[chosen])
+            for index, place in zip(chosen.tolist(), places[chosen].tolist(), strict=True):
+                image = _image(group, place)
+                if isinstance(image, str):
+                    apart.append((index, self._blocks[block][0], image))
+                records[index] = image, group.labels[place]
+        for (index, _, _), image in zip(apart, self._images_at(apart), strict=True):
+            records[index] = image, records[index][1]
+        return records
+
+    def labels(self) -> Rows:
+        """The class number of each row, shape (rows,). Reads only the label columns.
+
+        Raises:
+            DataError: a label is null or not a class; names the row.
+        """
+        numbers: list[int] = []
+        shards = [shard for shard in self._shards if any(told.rows for told in shard.groups)]
+        for shard, values in zip(shards, all_values(shards, self._columns[1]), strict=True):
+            numbers += self._numbers(shard, values, len(numbers))
+        return np.array(numbers, np.int64)
+
+    def ahead(self, rows: Rows) -> None:
+        """Has the row groups of these rows read, which nobody has read yet. Returns at once."""
+        self._groups.ahead(self._blocks_of(rows).tolist())
+
+    def close(self) -> None:
+        """Ends the threads that read ahead; the source remains of use."""
+        self._groups.close()
+
+    @property
+    def reads(self) -> tuple[int, int]:
+        """Row groups read so far, and how many of them again because memory did not suffice."""
+        return self._groups.loads, self._groups.reloads
+
+    def fingerprint(self) -> str:
+        """Of the files' names, sizes and footers, wherever the files lie."""
+        digest = sha256()
+        for shard in self._shards:
+            name = PurePosixPath(shard.path).name
+            digest.update(f"{name} {shard.size_bytes} {shard.digest}\n".encode())
+        return digest.hexdigest()
+
+    def where(self, row: int) -> str:
+        """File, row group and row in it, for messages."""
+        block = int(self._blocks_of(np.array([row]))[0])
+        shard, group = self._blocks[block]
+        return f"{shard.name}, row group {group}, row {row - int(self._starts[block])}"
+
+    def _blocks_of(self, rows: Rows) -> Rows:
+        return np.searchsorted(self._starts, rows, side="right") - 1
+
+    def _load(self, block: int) -> _Group:
+        shard, group = self._blocks[block]
+        columns = shard.groups[group].columns
+        if self._cache is None or shard.is_local:
+            table = shard.read(group, columns)
+        else:
+            name = f"{self._key(shard)}-{group}"
+            table = self._cache.table(name, lambda: shard.read(group, columns))
+        kept: dict[str, Any] = {}
+        for name in columns[:-1]:
+            column = table.column(name)
+            is_path = name.endswith(".path") and name != self._columns[0]
+            kept["paths" if is_path else "images"] = (
+                column.chunk(0) if column.num_chunks == 1 else column
+            )
+        return _Group(labels=self._labels(block, table), nbytes=table.nbytes, **kept)
+
+    def _labels(self, block: int, table: Any) -> list[int]:
+        # In Python: a worker's first read is not to import pyarrow.compute, or pandas for to_numpy.
+        values = table.column(self._columns[1]).to_pylist()
+        return self._numbers(self._blocks[block][0], values, int(self._starts[block]))
+
+    def _numbers(self, shard: Shard, values: Sequence[Any], start: int) -> list[int]:
+        """The class numbers of rows start, start + 1, ... of a file."""
+        labels = self._labels_of[shard.uri]
+        numbers = list(map(labels.number, values))
+        if None in numbers:
+            place = numbers.index(None)
+            wrong = labels.what_is_wrong(values[place])
+            raise DataError(f"{self.where(start + place)}: {self._columns[1]} {wrong}.")
+        return numbers  # type: ignore[return-value]
+
+    def _images_at(self, apart: Sequence[tuple[int, Shard, str]]) -> Iterable[Image]:
+        """Reads images stored in separate files; from an object store, in parallel."""
+        if not self._remote or len(apart) < 2:
+            return [image_at(shard, path) for _, shard, path in apart]
+        with ThreadPoolExecutor(_REMOTE_READERS, thread_name_prefix="images") as pool:
+            return list(pool.map(lambda each: image_at(*each[1:]), apart))
+
+    def _new_groups(self, used: Callable[[int], Flags] | None = None) -> Groups[_Group]:
+        threads = _REMOTE_READERS if self._remote else _READERS
+        sizes = self.blocks, self.block_bytes, self._memory_bytes
+        return Groups(self._load, *sizes, threads, used)
+
+    def _how_mapped(self) -> str:
+        """Describes the mapping of numeric labels that differ from their class numbers."""
+        names = self.class_names
+        unnamed = [s for s in self._shards if s.kind in ("integer", "number") and not s.class_names]
+        if not unnamed or not are_numbers(names) or names == [str(n) for n in range(len(names))]:
+            return ""
+        return f"{names[0]} to {names[-1]}, mapped to classes 0 to {len(names) - 1}"
+
+    def _key(self, shard: Shard) -> str:
+        told = f"{shard.name} {shard.size_bytes} {shard.digest} {self._columns}"
+        return sha256(told.encode()).hexdigest()[:32]
+
+    def _check_statistics(self) -> None:
+        """Labels that are no class are found now, where the files have statistics."""
+        for block, (shard, group) in enumerate(self._blocks):
+            told = shard.groups[group].labels
+            number = self._labels_of[shard.uri].number
+            if told is not None and (told[0] or number(told[1]) is None or number(told[2]) is None):
+                self._labels(block, shard.read(group, self._columns[1:]))  # names the row
+                raise DataError(f"{shard.name}, row group {group}: its statistics are damaged.")
+
+
+@dataclass(frozen=True)
+class _Group:
+    """A row group in memory: Arrow arrays, out of which a row is copied when it is read."""
+
+    labels: list[int]
+    nbytes: int
+    images: Any = None
+    paths: Any = None
+
+
+def _image(group: _Group, place: int) -> Image | str:
+    """The image, or the path of its file."""
+    if group.images is not None:
+        image = group.images[place].as_py()
+        if image is not None:
+            return bytes(image)
+    path = None if group.paths is None else group.paths[place].as_py()
+    return str(path) if path else BadRecord("the image is null")

@@ -1,0 +1,185 @@
+"""torchvision's classification data sets by name."""
+
+from __future__ import annotations
+
+import fcntl
+import operator
+from collections import Counter
+from collections.abc import Sequence
+from hashlib import sha256
+from inspect import Parameter, isclass, signature
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from raytrain_ddp.data.epoch_order import runs_of
+from raytrain_ddp.data.labels import names_of, normalized, numbers_in
+from raytrain_ddp.data.sample_rng import Rows
+from raytrain_ddp.data.split_names import ROLE_OF
+from raytrain_ddp.errors import ConfigError, DataError, did_you_mean
+
+_EVAL_SPLITS = ("val", "valid", "validation", "test")  # in order of preference
+_LABELS = ("targets", "labels", "_labels", "y")  # attributes with the labels of all rows
+_LOOKED_AT = 5  # labels that are compared with those of the items
+
+
+class TorchvisionImages:
+    """A torchvision classification data set by name, downloaded by the first process that needs it.
+
+    Args:
+        train: the training part, not the evaluation part.
+        classes: class names, which must include those of the set. Default: those of the set.
+        whole: use a set without parts as a whole.
+        split: torchvision's name of the part. Default: the usual names.
+
+    Raises:
+        ConfigError: there is no such set, or it has no parts.
+        DataError: it has no split with that name, it cannot be downloaded or opened, or its targets
+            are not classes.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        root: Path,
+        train: bool,
+        classes: Sequence[str] | None = None,
+        whole: bool = False,
+        split: str = "",
+    ) -> None:
+        from torchvision import datasets
+
+        known = [known for known in datasets.__all__ if isclass(getattr(datasets, known))]
+        if name not in known:
+            raise ConfigError(f"torchvision has no data set {name!r}.{did_you_mean(name, known)}")
+        made_by = getattr(datasets, name)
+        choices = _choices(made_by, name, train, whole, split)
+        root.mkdir(parents=True, exist_ok=True)
+        with (root / f".{name}.lock").open("w") as lock:  # workers of one node share the folder
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            self._dataset, chosen = _make(made_by, name, root, choices, split)
+        self.split = str(chosen.get("split", "train" if chosen.get("train", train) else "test"))
+        self._name = f"torchvision:{name} {self.split}"
+        try:
+            operator.index(self._dataset[0][1])
+        except (TypeError, IndexError, ValueError):
+            raise DataError(f"{self.where(0)}: not an image and the number of a class.") from None
+        own = _distinct([str(name) for name in getattr(self._dataset, "classes", ())])
+        if not own:
+            own = [str(n) for n in range(int(names_of(set(self._targets()), "integer")[-1]) + 1)]
+        self.class_names = own if classes is None else list(classes)
+        self._numbers = numbers_in(self.class_names, own, self._name)
+        self.blocks = runs_of(len(self._dataset), 256)
+
+    def read(self, rows: Rows) -> list[tuple[Any, int]]:
+        records = ((row, *self._dataset[row]) for row in rows.tolist())
+        return [(image, self._number(row, label)) for row, image, label in records]
+
+    def labels(self) -> Rows:
+        """The class number of each row, shape (rows,); reads images only for a few sets."""
+        numbers = [self._number(row, label) for row, label in enumerate(self._targets())]
+        return np.array(numbers, np.int64)
+
+    def _number(self, row: int, label: Any) -> int:
+        if not 0 <= int(label) < len(self._numbers):
+            last = len(self._numbers) - 1
+            raise DataError(f"{self.where(row)}: label {label} is not in the range 0 to {last}.")
+        return self._numbers[int(label)]
+
+    def _targets(self) -> list[int]:
+        for name in _LABELS:
+            found = getattr(self._dataset, name, None)
+            if found is not None and self._fits(found):
+                return [int(label) for label in found]
+        samples = getattr(self._dataset, "_samples", None)
+        if samples is not None and self._fits([sample[-1] for sample in samples]):
+            return [int(sample[-1]) for sample in samples]
+        return [int(self._dataset[row][1]) for row in range(len(self._dataset))]
+
+    def _fits(self, labels: Any) -> bool:
+        """Whether these are the labels of the set's items, in row order."""
+        if len(labels) != len(self._dataset):
+            return False
+        rows = {row * (len(labels) - 1) // (_LOOKED_AT - 1) for row in range(_LOOKED_AT)}
+        try:
+            return all(int(labels[row]) == int(self._dataset[row][1]) for row in rows)
+        except (TypeError, ValueError):
+            return False
+
+    def fingerprint(self) -> str:
+        return sha256(f"{self._name} {len(self._dataset)}".encode()).hexdigest()
+
+    def where(self, row: int) -> str:
+        return f"{self._name}, row {row}"
+
+
+def _distinct(names: list[str]) -> list[str]:
+    """The names, with the class number appended if several classes share a name, such as crane in
+    ImageNet."""
+    count = Counter(map(normalized, names))
+    return [
+        f"{name} ({number})" if count[name] > 1 else name
+        for number, name in enumerate(map(normalized, names))
+    ]
+
+
+def _choices(
+    made_by: type[Any], name: str, train: bool, whole: bool, asked: str
+) -> list[dict[str, Any]]:
+    """The arguments to try, in turn, for one part of a set."""
+    accepted = _arguments(made_by)
+    download = {"download": True} if "download" in accepted else {}
+    if "train" in accepted:
+        if asked and ROLE_OF.get(asked.lower()) not in ("train", "test"):
+            raise _no_split(name, asked, "it has train and test")
+        return [{"train": ROLE_OF[asked.lower()] == "train" if asked else train, **download}]
+    if "split" in accepted:
+        names = (asked,) if asked else ("train",) if train else _EVAL_SPLITS
+        return [{"split": split, **download} for split in names]
+    if asked:
+        raise _no_split(name, asked, "it has no known splits")
+    if whole and "root" in accepted:
+        return [download]
+    raise _without_parts(name)
+
+
+def _arguments(made_by: type[Any]) -> set[str]:
+    """Those of the constructor; if it passes others on, also those of its parent's."""
+    names: set[str] = set()
+    for parent in made_by.__mro__:
+        if "__init__" in vars(parent):
+            parameters = signature(vars(parent)["__init__"]).parameters
+            names |= set(parameters)
+            if all(p.kind is not Parameter.VAR_KEYWORD for p in parameters.values()):
+                break
+    return names
+
+
+def _make(
+    made_by: type[Any], name: str, root: Path, choices: list[dict[str, Any]], asked: str
+) -> tuple[Any, dict[str, Any]]:
+    """The set, and the arguments that made it."""
+    for arguments in choices:
+        try:
+            return made_by(str(root), **arguments), arguments
+        except ValueError as error:
+            if asked and "split" in arguments:
+                raise _no_split(name, asked, str(error).rstrip(".")) from None
+            continue  # it has no split of that name
+        except TypeError:
+            break  # it needs more arguments: no classification set
+        except (RuntimeError, OSError, ImportError) as error:
+            raise DataError(f"torchvision:{name} cannot be had: {error}") from error
+    raise _without_parts(name)
+
+
+def _no_split(name: str, asked: str, why: str) -> DataError:
+    return DataError(f"torchvision:{name} has no split {asked!r}: {why}.")
+
+
+def _without_parts(name: str) -> ConfigError:
+    return ConfigError(
+        f"torchvision:{name} has no known train and test parts: hold out a part of it "
+        "(--data.holdout 0.1), or specify a folder of its images."
+    )

@@ -1,0 +1,138 @@
+"""What limits a run, in words: from the split of its steps, as the log has it."""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict, deque
+from collections.abc import Iterable, Mapping
+from typing import Any, NamedTuple
+
+from raytrain_ddp.display.formatting import format_share
+
+_OVER_S = 30.0  # of training; less jumps, more is slow to see a change
+_SLOWER = 1.25  # than the median rank, to be named
+
+
+class _Cause(NamedTuple):
+    """Told from `least` on, as a share of the time."""
+
+    phase: str
+    least: float
+    told: str
+    remedy: str
+
+
+_CAUSES = (
+    _Cause(
+        "data",
+        0.10,
+        "waits for data",
+        "more CPUs a worker (scaling.cpus_per_worker), smaller images (convert), less augmentation",
+    ),
+    _Cause(
+        "copy",
+        0.10,
+        "waits for batches on their way to the GPU",
+        "images as uint8, smaller ones, or a larger data.prefetch",
+    ),
+    _Cause(
+        "communication",
+        0.20,
+        "waits for all-reduces",
+        "a larger batch, ddp.compression, or a faster network (doctor measures it)",
+    ),
+    _Cause("optimizer", 0.25, "updates weights", "a larger batch for fewer updates"),
+    _Cause("checkpoint", 0.05, "stands still for checkpoints", "a larger checkpoint.every_s"),
+    _Cause("evaluation", 0.40, "evaluates", "a larger eval.every_epochs"),
+    _Cause("other", 0.20, "launches and agrees, between steps", "a larger micro_batch"),
+)
+
+
+class Split:
+    """Shares of the time by phase.
+
+    Args:
+        over_s: seconds of training that count, the newest; None: all.
+    """
+
+    def __init__(self, over_s: float | None = _OVER_S) -> None:
+        self._over_s = over_s
+        self._lines: deque[tuple[float, dict[str, float], Any]] = deque()
+        self._spent_s = 0.0
+        self._step: int | None = None
+
+    def add(self, record: Mapping[str, Any]) -> None:
+        """Takes in a record of kind "train"."""
+        steps = record["step"] - (self._step or 0)
+        self._step = record["step"]
+        if steps <= 0:  # a restart: how many steps the line is for is not known
+            return
+        timing = record["timing"]
+        seconds = {phase: steps * each for phase, each in timing["split_s"].items()}
+        spent_s = sum(seconds.values())
+        self._lines.append((spent_s, seconds, timing.get("slowest")))
+        self._spent_s += spent_s
+        while self._over_s is not None and self._spent_s - self._lines[0][0] >= self._over_s:
+            self._spent_s -= self._lines.popleft()[0]
+
+    def begin(self, step: int) -> None:
+        """The run goes on from here."""
+        self._step = step
+
+    @property
+    def is_settled(self) -> bool:
+        """Whether it rests on as many seconds as it should."""
+        return self._over_s is None or self._spent_s >= self._over_s
+
+    def shares(self) -> dict[str, float]:
+        """By phase, 0 to 1, the largest first; empty at the start."""
+        totals: dict[str, float] = defaultdict(float)
+        for _, seconds, _ in self._lines:
+            for phase, each in seconds.items():
+                totals[phase] += each
+        whole = sum(totals.values())
+        ordered = sorted(totals.items(), key=lambda item: -item[1])
+        return {phase: each / whole for phase, each in ordered} if whole > 0 else {}
+
+    def slowest(self) -> tuple[int, str, float] | None:
+        """(rank, phase, times the median) of a rank that the others have waited for most of the
+        time, if there is one."""
+        named = Counter[tuple[int, str]]()
+        ratios: dict[tuple[int, str], float] = defaultdict(float)
+        for spent_s, _, slowest in self._lines:
+            if slowest and slowest["ratio"] >= _SLOWER:
+                place = slowest["rank"], slowest["phase"]
+                named[place] += round(1000 * spent_s)
+                ratios[place] += spent_s * slowest["ratio"]
+        if not named:
+            return None
+        place, milliseconds = named.most_common(1)[0]
+        if milliseconds < 0.6 * 1000 * self._spent_s:
+            return None
+        return (*place, 1000 * ratios[place] / milliseconds)
+
+    def limit(self) -> str:
+        """In a line, what stands most in the way of computing, and what helps; "" at the start."""
+        shares, slow = self.shares(), self.slowest()
+        if not shares:
+            return ""
+        found = [cause for cause in _CAUSES if shares.get(cause.phase, 0.0) >= cause.least]
+        if not found:
+            return f"computes {format_share(shares.get('compute', 0.0))} of the time"
+        worst = max(found, key=lambda cause: shares[cause.phase] - cause.least)
+        share = format_share(shares[worst.phase])
+        if worst.phase == "communication" and slow is not None:
+            rank, phase, ratio = slow
+            return (
+                f"waits for rank {rank} {share} of the time: its {phase} makes it {ratio:.1f} x as "
+                "slow as the others"
+            )
+        return f"{worst.told} {share} of the time: {worst.remedy}"
+
+
+def split_of(records: Iterable[Mapping[str, Any]]) -> Split:
+    """Of a whole log."""
+    split = Split(None)
+    for record in records:
+        if record["kind"] == "train":
+            split.add(record)
+    return split

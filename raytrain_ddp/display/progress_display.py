@@ -1,0 +1,295 @@
+"""What a person sees of a run: a live block on a terminal, plain lines everywhere else.
+
+Fed with events (plain dicts) on the driver's main thread. Imports little besides the standard
+library and rich, so that the first line is there before Ray or torch are.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+import time
+from collections import deque
+from collections.abc import Mapping, Sequence
+from textwrap import wrap
+from typing import IO, Any, cast
+
+from rich.console import Console
+from rich.live import Live
+from rich.text import Text
+
+from raytrain_ddp.display.bottleneck import Split
+from raytrain_ddp.display.formatting import (
+    format_bytes,
+    format_count,
+    format_data,
+    format_metric,
+    format_number,
+    format_plan,
+    format_seconds,
+    format_share,
+    plural,
+)
+from raytrain_ddp.display.redraw import LastingStream, Picture
+from raytrain_ddp.result import Summary
+
+PLAIN_LINE_EVERY_S = 2.0
+LIMIT_EVERY_S = 60.0  # at most, and only if another one
+BLOCK_WIDTH, CELL_WIDTH = 100, 20  # characters: the first at most, the second at least
+SPINNER = "⠋⠙⠹⠸⠼⠴⠦⠧⠇⠏"
+
+Event = Mapping[str, Any]
+clock = time.monotonic
+
+
+def flow(parts: Sequence[Text], width: int, indent: int = 4) -> Text:
+    """The parts, two spaces between them, in as many lines as they need."""
+    out, column = Text(), 0
+    for part in parts:
+        fits = column + 2 + part.cell_len <= width
+        gap = "" if not column else "  " if fits else "\n" + " " * indent
+        column = part.cell_len + (column + len(gap) if fits or not column else indent)
+        out.append(gap).append_text(part)
+    return out
+
+
+class Pace:
+    """The time left: the usual seconds a step (median of recent lines) plus the usual pauses.
+
+    Evaluations and checkpoint stalls are taken out of the lines and spread over the steps so far,
+    so that neither one slow line nor an evaluation just made lets the time left jump.
+    """
+
+    def __init__(self, start_step: int, total_steps: int, began_s: float) -> None:
+        self._start, self._total, self._last = start_step, total_steps, (start_step, began_s)
+        self._step_s: deque[float] = deque(maxlen=25)
+        self.paused_s = 0.0
+
+    def left_s(self, step: int, seconds: float) -> float:
+        """Takes in a training line; returns the seconds left, nan while they are unknown."""
+        running_s = seconds - self.paused_s
+        steps, took_s = step - self._last[0], running_s - self._last[1]
+        self._last = (step, running_s)
+        if steps > 0 and took_s >= 0:  # not so: a clock that began anew, or is not known (nan)
+            self._step_s.append(took_s / steps)
+        if not self._step_s:
+            return math.nan
+        usual_s = sorted(self._step_s)[len(self._step_s) // 2]
+        return (self._total - step) * (usual_s + self.paused_s / max(1, step - self._start))
+
+
+class Display:
+    """Shows the events of a run, by default live on a terminal and plain elsewhere.
+
+    One thread calls ``handle`` (another may for checkpoints); rich's refresh thread only reads.
+    """
+
+    def __init__(self, console: Console | None = None, live: bool | None = None) -> None:
+        self._console = console = console or Console(file=sys.stdout)
+        console.file = cast(IO[str], LastingStream(console.file))
+        if live is None:  # isatty besides: FORCE_COLOR makes rich take a pipe for a terminal
+            utf = console.encoding.startswith("utf")
+            live = utf and console.is_interactive and console.file.isatty()
+        self._live = live
+        self._picture = Picture(self.__rich__)
+        self._block = Live(self._picture, console=console, refresh_per_second=8, transient=True)
+        self._began = clock()
+        self._phase: tuple[str, float] | None = None  # name, since when
+        self._now: Event = {}  # the plan, overlaid with what came last; replaced, never changed
+        self._pace, self._ends_at = Pace(0, 0, 0.0), math.nan  # when all will be done, by our clock
+        self._smooth_loss, self._saved = math.nan, ""
+        self._split, self._limit, self._limit_at = Split(), "", -math.inf
+        self._held_back, self._printed_at = False, -math.inf  # of the latest training line
+
+    def __enter__(self) -> Display:
+        if self._live:
+            self._block.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._settle()
+        self._block.stop()
+
+    def handle(self, event: Event) -> None:
+        """Takes in one event: phase, plan, train, eval, note, failed ...; others pass."""
+        match event.get("kind"):
+            case "phase":
+                self._settle(next_phase=(event["name"], clock()))
+                if not self._live:
+                    self._print(Text(event["name"]))
+            case "plan":
+                self._begin(event)
+            case "train":
+                self._train(event)
+            case "eval":
+                self._evaluated(event)
+            case "pause":
+                self._pace.paused_s += event["seconds"]
+            case "checkpoint":
+                self._saved = str(event["step"])
+            case "note" | "preempted" | "straggler":
+                self._print(Text(f"note: {event['text']}", style="yellow"))
+            case "failed":
+                self._settle()
+                if self._now:  # it got further than was shown
+                    reached = max(self._now["step"], event.get("step") or 0)
+                    self._now = {**self._now, "step": reached}
+                who = "failed" if event.get("rank") is None else f"rank {event['rank']} failed"
+                self._print(Text(f"{who}: {event['message']}", style="bold red"))
+                if event.get("traceback"):
+                    self._print(Text.from_ansi(str(event["traceback"]).rstrip()), copied=True)
+
+    def summary(self, end: Summary) -> None:
+        """Prints the end of a run, in place of the live block."""
+        self.__exit__()
+        reached = f"\n{end.run}: {end.status} at step {end.step} of {end.total_steps}"
+        color = "yellow" if end.status == "interrupted" else "green"
+        self._print(Text(reached, style=f"bold {color}"), copied=True)
+        rows: list[tuple[str, list[Text]]] = [
+            (name, [_cell("step", str(at[0])), *_metrics(at[1], end.monitor)])
+            for name, at in (("best", end.best), ("last", end.last))
+            if at is not None
+        ]
+        if end.seconds:
+            rows.append(("time", [_cell(k, format_seconds(s)) for k, s in end.seconds.items()]))
+        if end.limit:
+            room = max(1, self._console.width - 4) if self._live else 10**6
+            rows.append(("training", [Text("\n    ".join(wrap(end.limit, room)))]))
+        rows += [(name, [Text(text)]) for name, text in (*end.paths.items(), *end.commands)]
+        for name, cells in rows:
+            self._print(Text(f"  {name:<17}", style="dim"), *cells, copied=True)
+
+    def _settle(self, next_phase: tuple[str, float] | None = None) -> None:
+        """Ends what is open: a phase leaves its duration, a held-back training line is printed."""
+        phase, self._phase = self._phase, next_phase
+        held_back, self._held_back = self._held_back, False
+        if self._live and phase:
+            self._print(Text(f"  {phase[0]}  {format_seconds(clock() - phase[1])}", style="dim"))
+        elif not self._live and held_back:
+            self._printed_at = clock()
+            self._print(*_place(self._now), *self._measured(self._now, self._now["loss"]))
+
+    def _begin(self, plan: Event) -> None:
+        self._settle()
+        before, start, total = self._now, plan["start_step"], plan["total_steps"]
+        # Whether the seconds of restarted workers begin anew, only their first line will tell.
+        self._pace, self._ends_at = Pace(start, total, math.nan if before else 0.0), math.nan
+        epoch = min(start // plan["steps_per_epoch"], plan["epochs"] - 1)  # at its very end, too
+        self._now = {**plan, "step": start, "epoch": epoch}
+        self._split.begin(start)
+        if not before:
+            for line in format_plan(plan):
+                self._print(Text(line))
+            for title, text in format_data(plan.get("data"), plan.get("unit", "samples")):
+                self._print(Text(f"{title}: {text}", style="yellow" if title == "note" else ""))
+            return
+        text = f"restarted with {plural(plan['world_size'], 'worker')} (before: "
+        text += f"{before['world_size']}) at step {start} of {total}"
+        text += f", {again} steps again" if (again := before["step"] - start) > 0 else ""
+        self._print(Text(text, style="yellow"))
+
+    def _train(self, line: Event) -> None:
+        if self._phase or line["epoch"] != self._now["epoch"]:
+            self._settle()  # the last line of an epoch is not held back for ever
+        # The live block smooths the loss lightly for the eye; what is not finite shows at once.
+        loss, before = line["loss"], self._smooth_loss
+        self._smooth_loss = 0.7 * before + 0.3 * loss if math.isfinite(before + loss) else loss
+        self._ends_at = clock() + self._pace.left_s(line["step"], line["seconds"])
+        self._split.add(line)
+        self._now, self._held_back = {**self._now, **line}, True
+        epoch_ends = line["step"] % self._now["steps_per_epoch"] == 0
+        if epoch_ends or clock() - self._printed_at >= PLAIN_LINE_EVERY_S:
+            self._settle()
+        if not self._live and clock() - self._limit_at >= LIMIT_EVERY_S and self._split.is_settled:
+            self._limit_at = clock()
+            told, self._limit = self._limit, self._split.limit()
+            if _without_figures(self._limit) != _without_figures(told):
+                self._print(Text(self._limit))
+
+    def _evaluated(self, event: Event) -> None:
+        self._settle()
+        self._pace.paused_s += event["seconds"]
+        self._now = {**self._now, "step": event["step"], "epoch": event["epoch"]}
+        star = [Text("★" if self._live else "* best", style="bold green")]
+        cells = [*_metrics(event["metrics"]), *(star if event["best"] else [])]
+        self._print(*_place(self._now), Text("eval", style="cyan"), *cells)
+
+    def _measured(self, now: Event, loss: float) -> list[Text]:
+        """The figures of the latest training line, and the time left."""
+        ends_at, unit = self._ends_at, now.get("unit", "samples")
+        cells = [
+            _cell("loss", format_number(loss)),
+            _cell("lr", format_number(now["lr"])),
+            _cell("", format_count(now["samples_per_s"]), f" {unit}/s"),
+        ]
+        if self._live:
+            cells += [_cell(p, format_share(s)) for p, s in self._split.shares().items()]
+            if "mfu" in now["timing"]:
+                cells.append(_cell("MFU", format_share(now["timing"]["mfu"])))
+            cells.append(_cell("memory", format_bytes(now["timing"]["peak_memory_bytes"])))
+        else:
+            cells += _largest_but_compute(now["timing"]["split_s"])
+        for name, label in (("skipped", "skipped"), ("nonfinite", "not finite")):
+            if now.get(name):
+                cells.append(_cell(label, str(now[name])))
+        if math.isfinite(ends_at) and now["step"] < now["total_steps"]:
+            cells.append(_cell("", format_seconds(max(0.0, ends_at - clock())), " left"))
+        return cells
+
+    def _print(self, *parts: Text, copied: bool = False) -> None:
+        """Permanent lines above the block; what may be copied (a path, a command) is not broken."""
+        text = flow(parts, self._console.width if self._live else 10**6)
+        if not self._live:  # no style: no control codes, not even where FORCE_COLOR is set
+            since = "" if copied else f"{format_seconds(clock() - self._began):>7}  "
+            encoding = self._console.encoding
+            text = Text((since + text.plain).encode(encoding, "replace").decode(encoding))
+        if self._picture.is_broken(self._console.width):  # or what is printed would be erased
+            self._block.refresh()
+        self._console.print(text, soft_wrap=copied or not self._live, highlight=False)
+
+    def __rich__(self) -> Text:
+        """The live part, drawn 8 times a second: the open phase, or the block of the training."""
+        phase, now = self._phase, self._now  # read once: `handle` replaces them meanwhile
+        if phase:
+            spinner, waited = SPINNER[int(10 * clock()) % 10], format_seconds(clock() - phase[1])
+            return Text.assemble((spinner, "cyan"), f" {phase[0]}  ", (waited, "dim"))
+        if not now:
+            return Text("")
+        cells = _place(now) + (self._measured(now, self._smooth_loss) if "loss" in now else [])
+        cells += [_cell("saved step", self._saved)] if self._saved else []
+        width = min(self._console.width, BLOCK_WIDTH)
+        wide = (width + 2) // max(1, width // CELL_WIDTH)  # each cell, with the gap after it
+        for cell in cells:
+            cell.truncate(wide - 2, overflow="ellipsis", pad=True)
+        part = min(1.0, now["step"] / now["total_steps"])  # more, if fewer epochs are wanted now
+        tail = f"{int(100 * part):4} %  {format_seconds(clock() - self._began)}"
+        done = int(part * (width - len(tail)))
+        bar = ("━" * done, "cyan"), ("─" * (width - len(tail) - done), "dim"), tail
+        limit = Text("\n".join(wrap(self._split.limit(), width)))
+        return Text("\n").join([Text.assemble(*bar), flow(cells, width, indent=0), limit])
+
+
+def _place(now: Event) -> list[Text]:
+    """``epoch  3/12`` and ``step  55/276``, padded so that lines below each other align."""
+    epochs, steps = str(now["epochs"]), str(now["total_steps"])
+    epoch, step = f"{now['epoch'] + 1:>{len(epochs)}}", f"{now['step']:>{len(steps)}}"
+    return [_cell("epoch", f"{epoch}/{epochs}"), _cell("step", f"{step}/{steps}")]
+
+
+def _cell(name: str, value: str, unit: str = "") -> Text:
+    return Text.assemble((f"{name} " if name else "", "dim"), (value, "bold"), (unit, "dim"))
+
+
+def _largest_but_compute(seconds: Mapping[str, float]) -> list[Text]:
+    """The one that tells most, in a line of a log."""
+    phase = max((p for p in seconds if p != "compute"), key=seconds.__getitem__, default=None)
+    return [_cell(phase, format_share(seconds[phase] / sum(seconds.values())))] if phase else []
+
+
+def _without_figures(text: str) -> str:
+    return "".join(letter for letter in text if not letter.isdigit())
+
+
+def _metrics(metrics: Mapping[str, float], first: str = "") -> list[Text]:
+    ordered = sorted(metrics.items(), key=lambda item: item[0] != first)
+    return [_cell(name, format_metric(name, value)) for name, value in ordered]

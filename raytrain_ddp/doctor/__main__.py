@@ -1,0 +1,73 @@
+"""``python -m raytrain_ddp.doctor [RECIPE] [flags]``: is all there that a run needs?"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from contextlib import redirect_stdout
+from dataclasses import dataclass
+
+from raytrain_ddp.command_line import RecipeArgs, parse_with_recipe, run_command
+from raytrain_ddp.config.effects import given_flags
+from raytrain_ddp.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class DoctorArgs(RecipeArgs):
+    """Look at the cluster, before a run: versions, GPUs, network, storage, data, security.
+
+    With --run: look at a run, while it lasts or after, from any machine that reaches its folder.
+    Else takes the recipe and the flags of the run to come. Measures all-reduces and commits small
+    checkpoints, which are removed. Exit status 0 if the run would start, 3 if something fails.
+    """
+
+    address: str | None = None
+    """A running Ray cluster (auto: on this machine). Default: RAY_ADDRESS, else an embedded Ray."""
+    run: str | None = None
+    """Does this run get on? Its folder or URI, or its name below runs/. Exit status 3 if not."""
+    json: bool = False
+    """Print one JSON document: rows, and all that was found."""
+
+
+def main(argv: Sequence[str]) -> int:
+    """Returns the exit status."""
+    args = parse(argv)
+    from raytrain_ddp.doctor import output_table
+
+    words = output_table.OF_A_CLUSTER
+    if args.run is not None:
+        from raytrain_ddp.doctor.run_status import judge, look, open_run
+
+        seen = look(open_run(args.run))
+        report, words = (
+            judge(seen),
+            output_table.OF_AN_ENDED_RUN if seen.has_ended else output_table.OF_A_RUN,
+        )
+    else:
+        from raytrain_ddp.doctor.examine import examine
+
+        with output_table.progress() as tell, redirect_stdout(sys.stderr):  # where Ray prints, too
+            report = examine(args.config, args.address, tell)
+    if args.json:
+        import json
+
+        print(json.dumps(report.as_dict(), indent=1))
+    else:
+        from rich.console import Console
+
+        output_table.show(report, Console(highlight=False), words)
+    return report.exit_status
+
+
+def parse(argv: Sequence[str]) -> DoctorArgs:
+    """Raises ConfigError for a recipe, SystemExit (2) for a flag that is wrong."""
+    args = parse_with_recipe(argv, DoctorArgs, "doctor")
+    others = sorted(given_flags(argv) - {"run", "json"})
+    if args.run is not None and (others or args.recipe):
+        first = args.recipe or f"--{others[0].replace('_', '-')}"
+        raise ConfigError(f"{first} has no effect with --run, which only inspects an existing run.")
+    return args
+
+
+if __name__ == "__main__":
+    run_command(main)

@@ -1,0 +1,127 @@
+"""One rank of an all-reduce that is timed. Knows torch, and is told where to meet.
+
+Sent to the nodes by value, as facts.py.
+"""
+
+from __future__ import annotations
+
+import math
+import socket
+import time
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
+
+from raytrain_ddp.doctor import network_facts
+
+if TYPE_CHECKING:
+    import torch
+
+SIZES_MIB = (16, 64)
+_MEET_S = 30.0  # ranks that do not find each other by then never will
+_LEAST_CALLS, _MOST_CALLS = 1, 200
+_FOR_EACH_S = 1.0
+_MOST_S = 4.0  # a call that takes longer is not made: the smaller one has told enough
+
+
+class Rank:
+    """An actor; every call of `measure` forms a process group of its own."""
+
+    def __init__(self) -> None:
+        import torch.distributed  # seconds: so that all have it before the first call
+
+        assert torch.distributed.is_available()
+
+    def free_port(self) -> int:
+        """Where rank 0 can listen."""
+        with socket.socket() as probe:
+            probe.bind(("", 0))
+            return int(probe.getsockname()[1])
+
+    def measure(self, host: str, port: int, rank: int, size: int, backend: str) -> dict[str, Any]:
+        """Times all-reduces; all ranks take part.
+
+        Returns:
+            latency_s: of 8 bytes, on the device.
+            cpu_latency_s: of 8 bytes on the CPU, which each step of training has, too; None where
+                the device is the CPU.
+            bus_bytes_per_s: by MiB: 2 (n - 1) / n times the size a second, the rate at which each
+                rank sends (that is how nccl-tests have it).
+            talks: [own address, other's] of the connections that were made.
+        """
+        import torch
+        import torch.distributed as dist
+
+        device = torch.device("cpu" if "nccl" not in backend and not _has_gpu() else "cuda:0")
+        if device.type == "cuda":
+            torch.cuda.set_device(device)
+        before = network_facts.connections()
+        dist.init_process_group(
+            backend,
+            init_method=f"tcp://{'[' + host + ']' if ':' in host else host}:{port}",
+            rank=rank,
+            world_size=size,
+            timeout=timedelta(seconds=_MEET_S),
+        )
+        try:
+            latency_s = _seconds(torch.zeros(1, dtype=torch.float64, device=device))
+            cpu_latency_s = None
+            if device.type != "cpu":
+                cpu_latency_s = _seconds(torch.zeros(1, dtype=torch.float64))
+            rates: dict[str, float] = {}
+            call_s = 0.0
+            for mib in SIZES_MIB:
+                if call_s * mib / SIZES_MIB[0] > _MOST_S:
+                    break
+                tensor = torch.zeros(mib * 2**18, device=device)
+                call_s = _seconds(tensor)
+                rates[str(mib)] = 2 * (size - 1) / size * mib * 2**20 / call_s
+            talks = {
+                (here[0], there[0])
+                for here, there in network_facts.connections() - before
+                if port not in (here[1], there[1])  # that is where they met
+            }
+        finally:
+            dist.destroy_process_group()
+        return {
+            "latency_s": latency_s,
+            "cpu_latency_s": cpu_latency_s,
+            "bus_bytes_per_s": rates,
+            "talks": sorted(map(list, talks)),
+            "nccl": _nccl() if device.type == "cuda" else None,
+        }
+
+
+def _seconds(tensor: torch.Tensor) -> float:
+    """Of one all-reduce in a row of several, where it takes longest; all ranks take part."""
+    import torch
+    import torch.distributed as dist
+
+    def run(calls: int) -> float:
+        began = time.perf_counter()
+        for _ in range(calls):
+            dist.all_reduce(tensor)
+        if tensor.is_cuda:
+            torch.cuda.synchronize()
+        spent = torch.tensor(
+            [time.perf_counter() - began], dtype=torch.float64, device=tensor.device
+        )
+        dist.all_reduce(spent, op=dist.ReduceOp.MAX)
+        return float(spent.item()) / calls
+
+    run(1)  # connections are made, memory is found
+    calls = math.floor(_FOR_EACH_S / max(run(1), 1e-9))
+    return run(min(max(calls, _LEAST_CALLS), _MOST_CALLS))
+
+
+def _has_gpu() -> bool:
+    """Whether this actor was given one: Ray hides all others."""
+    import torch
+
+    return torch.cuda.is_available()
+
+
+def _nccl() -> str:
+    import torch
+
+    version = torch.cuda.nccl.version()
+    return ".".join(map(str, version)) if isinstance(version, tuple) else str(version)

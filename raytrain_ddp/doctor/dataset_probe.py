@@ -1,0 +1,64 @@
+"""Looks at a run's data from one machine. Knows no Ray, and no torch where it can be helped."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from raytrain_ddp.config.recipe import from_dict
+from raytrain_ddp.config.train_config import TrainConfig
+from raytrain_ddp.data.data_check import locate
+from raytrain_ddp.data.sources import Source
+from raytrain_ddp.data.splits import open_splits
+from raytrain_ddp.tasks.task_check import eval_data_of, train_data_of
+from raytrain_ddp.tasks.task_loading import BUILT_IN, load_task
+from raytrain_ddp.uri import attempt, reason_of
+
+
+def look(config: Mapping[str, Any], folder: str, import_paths: Sequence[str]) -> dict[str, Any]:
+    """Opens the data as a worker does.
+
+    Args:
+        config: as `to_dict` has it.
+        folder: the driver's working directory, which relative paths are meant from.
+        import_paths: where the user's task is, on the driver's machine.
+
+    Returns:
+        train, eval: [rows, fingerprint] (None: there is no evaluation set). seconds. error: what
+        went wrong, without secrets, if anything.
+    """
+    if Path(folder).is_dir():
+        os.chdir(folder)
+    for path in reversed(import_paths):
+        if path not in sys.path and Path(path).is_dir():
+            sys.path.insert(0, path)
+    parsed = from_dict(dict(config))
+    began = time.perf_counter()
+    found = attempt(lambda: _open(parsed))
+    if isinstance(found, Exception):
+        return {"error": reason_of(parsed.data.source, found)}
+    train, evaluation = found
+    return {"train": train, "eval": evaluation, "seconds": time.perf_counter() - began}
+
+
+def _open(config: TrainConfig) -> tuple[list[Any], list[Any] | None]:
+    train: Source
+    other: Source | None
+    found = locate(config.data) if config.task in BUILT_IN else None
+    if found is not None and found.train.kind != "torchvision":
+        splits = open_splits(config.data, found)
+        train, other = splits.train, splits.eval
+        splits.close()
+    else:
+        task = load_task(config)
+        data, eval_data = train_data_of(task), eval_data_of(task)
+        train, other = data.source, eval_data.source if eval_data else None
+    return _told(train), _told(other) if other else None
+
+
+def _told(source: Source) -> list[Any]:
+    return [int(source.blocks.sum()), source.fingerprint()]

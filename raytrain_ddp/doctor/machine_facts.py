@@ -1,0 +1,272 @@
+"""What a machine is and has, as a dict of JSON values.
+
+Sent to the nodes by value, as they may have another version of this package, or none: it knows the
+standard library alone. Versions are read from files: importing torch or Ray takes seconds.
+"""
+
+from __future__ import annotations
+
+import ast
+import hashlib
+import importlib.util
+import json
+import os
+import platform
+import re
+import resource
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+from raytrain_ddp.doctor import network_facts
+
+SETTINGS = (
+    *("OMP_NUM_THREADS", "MKL_NUM_THREADS", "CUDA_VISIBLE_DEVICES"),
+    *("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "RAY_AUTH_MODE"),
+)
+_SMI_TIMEOUT_S = 30.0  # the driver may have to wake the GPUs up
+_TORCH_TIMEOUT_S = 60.0
+_TORCH_GPUS = """
+import json, torch
+gpus = []
+for n in range(torch.cuda.device_count()):
+    free, total = torch.cuda.mem_get_info(n)
+    gpus.append({"name": torch.cuda.get_device_name(n), "total": total, "free": free})
+print(json.dumps(gpus))
+"""
+
+
+def gather(storage: str | None, dashboard: int | None) -> dict[str, Any]:
+    """The facts of this machine; what the system does not tell is None.
+
+    Sizes are in bytes.
+
+    Args:
+        storage: a path of which the free disk space is asked, too.
+        dashboard: the port of Ray's dashboard, if it has one.
+    """
+    parts: Mapping[str, Callable[[], Any]] = {
+        "host": platform.node,
+        "versions": versions,
+        "gpus": gpus,
+        "driver": driver,
+        "cpus": cpus,
+        "memory": memory,
+        "shm": lambda: disk("/dev/shm"),
+        "tmp": lambda: disk("/tmp"),
+        "storage_disk": lambda: disk(storage) if storage is not None else None,
+        "open_files": lambda: resource.getrlimit(resource.RLIMIT_NOFILE)[0],
+        "settings": settings,
+        "token": token,
+        "wires": lambda: network_facts.gather(dashboard),
+    }
+    return {name: _known(part) for name, part in parts.items()}
+
+
+def now() -> float:
+    """This machine's clock, in s."""
+    return time.time()
+
+
+def versions() -> dict[str, str | None]:
+    """Of Python and of what is installed; of this package also a hash of its code."""
+    torch, cuda = _torch()
+    nccl = (_installed(f"nvidia-nccl-cu{major}") for major in (13, 12, 11))
+    project = _installed("raytrain_ddp")
+    code = _code("raytrain_ddp")
+    return {
+        "python": platform.python_version(),
+        "torch": torch,
+        "torch_cuda": cuda,
+        "ray": _installed("ray"),
+        "nccl": next((version for version in nccl if version), None),
+        "project": f"{project or 'a checkout'}, code {code}" if code else None,
+    }
+
+
+def gpus() -> list[dict[str, Any]]:
+    """Name, total and free memory of each GPU of the machine, also of those hidden from us."""
+    ask = [
+        "nvidia-smi",
+        "--query-gpu=name,memory.total,memory.free",
+        "--format=csv,noheader,nounits",
+    ]
+    told = _output(ask, _SMI_TIMEOUT_S)
+    if told is None and any(Path("/dev").glob("nvidia[0-9]*")):
+        # In a container without the driver's tools. A task without GPUs is shown none by Ray.
+        shown = {k: v for k, v in os.environ.items() if k != "CUDA_VISIBLE_DEVICES"}
+        told = _output([sys.executable, "-c", _TORCH_GPUS], _TORCH_TIMEOUT_S, shown)
+        found: list[dict[str, Any]] = json.loads(told) if told else []
+        return found
+    lines = [line.split(", ") for line in (told or "").splitlines() if line.count(", ") == 2]
+    return [
+        {"name": name, "total": int(total) * 2**20, "free": int(free) * 2**20}
+        for name, total, free in lines
+        if total.isdigit() and free.isdigit()
+    ]
+
+
+def driver() -> dict[str, str | None] | None:
+    """The NVIDIA driver's version, and the newest CUDA that it can run; None without a driver."""
+    told = _output(["nvidia-smi"], _SMI_TIMEOUT_S)
+    if told is None:
+        path = Path("/proc/driver/nvidia/version")
+        if not path.is_file():
+            return None
+        told = path.read_text(encoding="utf-8")
+    version = re.search(r"(?:Driver Version:|Kernel Module\D*?)\s*(\d+\.[\d.]+)", told)
+    cuda = re.search(r"CUDA[^:|]*Version:\s*(\d+\.\d+)", told)
+    return {"version": version and version[1], "cuda": cuda and cuda[1]}
+
+
+def cpus() -> dict[str, float | None]:
+    """CPUs of the machine, those that this process may use, and how many its cgroup pays for."""
+    affinity = getattr(os, "sched_getaffinity", None)
+    quotas = []
+    for limit in _cgroup("cpu", "cpu.cfs_quota_us", "cpu.max"):
+        words = limit.read_text(encoding="ascii").split()
+        if words[0] in ("max", "-1"):
+            continue
+        period = words[1] if len(words) > 1 else (limit.parent / "cpu.cfs_period_us").read_text()
+        quotas.append(int(words[0]) / int(period))
+    return {
+        "machine": os.cpu_count(),
+        "usable": len(affinity(0)) if affinity else os.cpu_count(),
+        "quota": min(quotas, default=None),
+    }
+
+
+def memory() -> dict[str, int | None]:
+    """In bytes: of the machine, available, allowed by the cgroup (None: no limit), and swap."""
+    lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
+    told = {line.split(":")[0]: int(line.split()[1]) * 1024 for line in lines}
+    limits = []
+    for file in _cgroup("memory", "memory.limit_in_bytes", "memory.max"):
+        word = file.read_text(encoding="ascii").strip()
+        if word.isdigit() and int(word) < told["MemTotal"]:
+            limits.append(int(word))
+    return {
+        "total": told["MemTotal"],
+        "available": told["MemAvailable"],
+        "limit": min(limits, default=None),
+        "swap": told["SwapTotal"],
+        "swapped": told["SwapTotal"] - told["SwapFree"],
+    }
+
+
+def disk(path: str) -> dict[str, Any]:
+    """Size and free bytes of the file system that a path is on, or will be on once it is made."""
+    place = Path(path)
+    there = next(folder for folder in (place, *place.parents) if folder.exists())
+    used = shutil.disk_usage(there)
+    return {"path": path, "total": used.total, "free": used.free}
+
+
+def settings() -> dict[str, str]:
+    """Environment variables that steer training.
+
+    A worker of Ray has the thread settings of its own task; what counts for the next one is what
+    its raylet was started with.
+    """
+    environment: Mapping[str, str] = os.environ
+    parent = Path("/proc") / str(os.getppid())
+    if (parent / "comm").is_file() and (parent / "comm").read_text().strip() == "raylet":
+        pairs = (parent / "environ").read_bytes().decode(errors="replace").split("\0")
+        environment = dict(pair.partition("=")[::2] for pair in pairs)
+    return {name: environment[name] for name in SETTINGS if environment.get(name)}
+
+
+def token() -> dict[str, Any] | None:
+    """The file with Ray's authentication token, its mode, and whether that lets other users of the
+    machine read it; None without a file."""
+    path = Path(os.environ.get("RAY_AUTH_TOKEN_PATH") or Path.home() / ".ray" / "auth_token")
+    if not path.is_file():
+        return None
+    mode = path.stat().st_mode & 0o777
+    open_folders = all(folder.stat().st_mode & 0o011 for folder in path.absolute().parents)
+    return {"path": str(path), "mode": mode, "exposed": bool(mode & 0o044) and open_folders}
+
+
+def _known(part: Callable[[], Any]) -> Any:
+    try:
+        return part()
+    except Exception:  # what one machine cannot tell keeps nobody from the rest
+        return None
+
+
+def _installed(package: str) -> str | None:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def _folder(package: str) -> Path | None:
+    spec = importlib.util.find_spec(package)
+    places = list(spec.submodule_search_locations or []) if spec else []
+    return Path(places[0]) if places else None
+
+
+def _torch() -> tuple[str | None, str | None]:
+    """torch's version and the CUDA that it was built for."""
+    folder = _folder("torch")
+    if folder is None:
+        return None, None
+    text = (folder / "version.py").read_text(encoding="utf-8")
+    found: dict[str, Any] = {}
+    for node in ast.parse(text).body:
+        target = node.targets[0] if isinstance(node, ast.Assign) else getattr(node, "target", None)
+        value = getattr(node, "value", None)
+        if isinstance(target, ast.Name) and isinstance(value, ast.Constant):
+            found[target.id] = value.value
+    return found.get("__version__") or _installed("torch"), found.get("cuda")
+
+
+def _code(package: str) -> str | None:
+    """Eight digits that change with the source: in development the version stays the same."""
+    folder = _folder(package)
+    if folder is None:
+        return None
+    digest = hashlib.sha256()
+    for path in sorted(folder.rglob("*.py")):
+        digest.update(path.relative_to(folder).as_posix().encode() + b"\0")
+        digest.update(path.read_bytes())
+    return digest.hexdigest()[:8]
+
+
+def _output(
+    command: list[str], timeout_s: float, environment: Mapping[str, str] | None = None
+) -> str | None:
+    """What a command prints; None if there is no such command, or it fails."""
+    try:
+        done = subprocess.run(
+            command,
+            capture_output=True,
+            text=True,
+            timeout=timeout_s,
+            check=True,
+            env=None if environment is None else dict(environment),
+        )
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return done.stdout
+
+
+def _cgroup(controller: str, v1: str, v2: str) -> list[Path]:
+    """Files of this process's cgroup, and of those above it, that limit something."""
+    found = []
+    for line in Path("/proc/self/cgroup").read_text(encoding="utf-8").splitlines():
+        _, names, path = line.split(":", 2)
+        if names and controller not in names.split(","):
+            continue
+        root = Path("/sys/fs/cgroup", controller if names else "")
+        place = root / path.lstrip("/")
+        file = v1 if names else v2
+        above = [place, *place.parents]
+        found += [f / file for f in above if (f / file).is_file() and root in (f, *f.parents)]
+    return found

@@ -1,0 +1,177 @@
+"""Judges each machine: GPUs, CPUs, threads, memory, disks, limits, clock."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from raytrain_ddp.display.formatting import format_bytes
+from raytrain_ddp.doctor.rows import (
+    GIB,
+    Note,
+    Place,
+    Row,
+    Verdict,
+    grouped,
+    seconds,
+)
+
+_LEAST_SHM = GIB  # with GPUs: NCCL's ranks on one node talk through it
+_LEAST_SHM_CPU = 100 * 2**20
+_LEAST_FREE = 5 * GIB
+_FULL = 0.95  # there Ray refuses to write more
+_LEAST_MEMORY = 2 * GIB
+# What Ray recommends: in its own warning, and in its guide to large clusters.
+_LEAST_FILES, _LEAST_FILES_LARGE, _LARGE_NODES = 8192, 65535, 10
+_CLOCK_S = 1.0
+
+
+def machine_rows(nodes: Sequence[Place], run: Mapping[str, Any]) -> list[Row]:
+    """Of all nodes that answered."""
+    large = len(nodes) > _LARGE_NODES
+    checks: list[tuple[str, Callable[[Place], Note | None]]] = [
+        ("GPUs", lambda place: gpus(place, run["use_gpu"])),
+        ("CPUs", cpus),
+        ("threads", lambda place: threads(place, run["cpus_per_worker"])),
+        ("memory", memory),
+        ("/dev/shm", shared_memory),
+        ("/tmp", lambda place: disk(place["facts"]["tmp"], "Ray logs and spills there")),
+        ("disk", lambda place: disk(place["facts"]["storage_disk"], "checkpoints go there")),
+        ("open files", lambda place: open_files(place, large)),
+    ]
+    rows = []
+    for check, judge in checks:
+        notes = {place["name"]: judge(place) for place in nodes}
+        rows += grouped(check, {name: note for name, note in notes.items() if note}, nodes)
+    return rows + clock_rows(nodes)
+
+
+def gpus(place: Place, wanted: bool) -> Note | None:
+    there, counted = place["facts"]["gpus"], int(place["resources"].get("GPU", 0))
+    if there is None:
+        return None
+    if not there:
+        if not counted:
+            return Note("none")
+        advice = "Ray was told of GPUs that are not there: check --num-gpus and nvidia-smi."
+        return Note(f"none, Ray counts {counted}", "fail" if wanted else "warn", advice)
+    names = ", ".join(dict.fromkeys(gpu["name"] for gpu in there)).replace("{", "{{")
+    free, total = (min(gpu[key] for gpu in there) for key in ("free", "total"))
+    numbers = ((free, format_bytes), (total, format_bytes))
+    found = f"{len(there)} x {names}, {{}} free of {{}}"
+    if counted != len(there):
+        advice = "Start Ray with all GPUs (--num-gpus, CUDA_VISIBLE_DEVICES), if they are yours."
+        return Note(f"{found}; Ray counts {counted}", "warn", advice, numbers)
+    if free < 0.9 * total:
+        advice = "Another process uses a GPU: nvidia-smi tells which."
+        return Note(found, "warn", advice, numbers)
+    return Note(found, numbers=numbers)
+
+
+def cpus(place: Place) -> Note | None:
+    facts, counted = place["facts"]["cpus"], place["resources"].get("CPU", 0)
+    if facts is None:
+        return None
+    usable = min(facts["usable"], facts["quota"] or facts["usable"])
+    found = f"{usable:g} usable, Ray counts {counted:g}"
+    if counted > usable + 0.5:
+        advice = f"Workers would share cores: start Ray there with --num-cpus {int(usable) or 1}."
+        return Note(found, "warn", advice)
+    return Note(found)
+
+
+def threads(place: Place, cpus_per_worker: float) -> Note | None:
+    """`fit` sets torch's threads itself; what else computes in a worker obeys the environment."""
+    settings = place["facts"]["settings"]
+    if settings is None:
+        return None
+    given = {
+        name: settings[name] for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS") if name in settings
+    }
+    if not given:
+        return Note(f"{max(1, int(cpus_per_worker))} per worker, as scaling.cpus_per_worker says")
+    found = ", ".join(f"{name}={value}" for name, value in given.items()).replace("{", "{{")
+    few = [v for v in given.values() if v.isdigit() and int(v) < int(cpus_per_worker)]
+    if few:
+        advice = (
+            f"Unset it before `ray start` (`ray up` sets 1): a worker has {cpus_per_worker:g} CPUs."
+        )
+        return Note(found, "warn", advice)
+    return Note(found)
+
+
+def memory(place: Place) -> Note | None:
+    facts = place["facts"]["memory"]
+    if facts is None:
+        return None
+    most = facts["limit"] or facts["total"]
+    free = min(facts["available"], most)
+    numbers = ((free, format_bytes), (most, format_bytes))
+    found = "{} free of {}" + (", a limit of its cgroup" if facts["limit"] else "")
+    found += "" if facts["swap"] else ", no swap"
+    if free < _LEAST_MEMORY:
+        advice = "A worker takes 1 GiB and more before it has a model: end what else runs there."
+        return Note(found, "warn", advice, numbers)
+    if facts["swapped"] > 0.1 * facts["total"]:
+        advice = "The machine swaps, which makes all workers wait: end what else runs there."
+        return Note(found + ", swapping", "warn", advice, numbers)
+    return Note(found, numbers=numbers)
+
+
+def shared_memory(place: Place) -> Note | None:
+    facts = place["facts"]["shm"]
+    if facts is None:
+        return None
+    numbers = ((facts["free"], format_bytes), (facts["total"], format_bytes))
+    least = _LEAST_SHM if place["facts"]["gpus"] else _LEAST_SHM_CPU
+    if facts["free"] < least:
+        advice = (
+            f"Give it {format_bytes(least)} and more (docker run --shm-size, Kubernetes: an "
+            "emptyDir of medium Memory): Ray's objects and NCCL live there."
+        )
+        return Note("{} free of {}", "warn", advice, numbers)
+    return Note("{} free of {}", numbers=numbers)
+
+
+def disk(facts: Mapping[str, Any] | None, why: str) -> Note | None:
+    if facts is None:
+        return None
+    numbers = ((facts["free"], format_bytes), (facts["total"], format_bytes))
+    if facts["free"] < _LEAST_FREE or facts["free"] < (1 - _FULL) * facts["total"]:
+        verdict: Verdict = "fail" if facts["free"] < _LEAST_FREE / 50 else "warn"
+        return Note("{} free of {}", verdict, f"Make room in {facts['path']}: {why}.", numbers)
+    return Note("{} free of {}", numbers=numbers)
+
+
+def open_files(place: Place, large: bool) -> Note | None:
+    limit = place["facts"]["open_files"]
+    if limit is None:
+        return None
+    least = _LEAST_FILES_LARGE if large else _LEAST_FILES
+    if 0 <= limit < least:  # -1: no limit
+        advice = "`ulimit -n 65536` before `ray start`; in a service, LimitNOFILE."
+        return Note(f"{limit}", "warn", advice)
+    return Note(f"{limit}" if limit >= 0 else "no limit")
+
+
+def clock_rows(nodes: Sequence[Place]) -> list[Row]:
+    """Clocks are compared with that of the driver's machine."""
+    if len(nodes) < 2:
+        return []
+    known = {p["name"]: p["clock"] for p in nodes if "error" not in p["clock"]}
+    apart_s = {name: abs(c["ahead_s"]) - c["within_s"] for name, c in known.items()}
+    good = [name for name in known if apart_s[name] <= _CLOCK_S]
+    bound_s = max((abs(known[n]["ahead_s"]) + known[n]["within_s"] for n in good), default=0.0)
+    advice = (
+        "Turn on NTP (timedatectl set-ntp true): notices of nodes that are taken away name a time, "
+        "and object stores refuse clocks that are minutes off."
+    )
+    notes = {}
+    for name, told in known.items():
+        if name in good:
+            notes[name] = Note(f"less than {seconds(bound_s)} apart")
+        else:
+            way = "ahead" if told["ahead_s"] > 0 else "behind"
+            off = f"{seconds(abs(told['ahead_s']))} {way} (within {seconds(told['within_s'])})"
+            notes[name] = Note(off, "warn", advice)
+    return grouped("clock", notes, nodes)

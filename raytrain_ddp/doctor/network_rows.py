@@ -1,0 +1,205 @@
+"""Judges the network: names, all-reduces, and who could reach Ray."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from ipaddress import ip_address
+from typing import Any
+
+from raytrain_ddp.doctor.rows import (
+    Note,
+    Place,
+    Row,
+    grouped,
+    rate,
+    seconds,
+    where,
+)
+
+_GRADIENTS_BYTES = 100e6  # of 25 million parameters in fp32
+_MOST_S = 1.0  # for these, each step
+_LEAST_GPU_BYTES_PER_S = 2e9
+
+
+def network_rows(findings: Mapping[str, Any], nodes: Sequence[Place]) -> list[Row]:
+    """Of the nodes that answered."""
+    nodes = [node for node in nodes if node["facts"]["wires"]]
+    met = {
+        name
+        for each in findings["all_reduce"]
+        if each["kind"] == "across" and "error" not in each
+        for name in each["nodes"]
+    }
+    names = {n["name"]: host_name(n, len(nodes), n["name"] in met) for n in nodes}
+    return [
+        *grouped("host name", names, nodes),
+        *all_reduce_rows(findings, nodes),
+        *dashboard_rows(findings, nodes),
+        *authentication_rows(nodes),
+        *token_rows(nodes),
+    ]
+
+
+def host_name(node: Place, count: int, met: bool) -> Note:
+    """gloo offers the others the address of GLOO_SOCKET_IFNAME, or else that of the host's name.
+
+    Args:
+        met: the all-reduce across nodes has worked there. Of two ranks the one with the lower
+            address listens, so a single bad one may do no harm, until another node has one, too.
+    """
+    wires, ip = node["facts"]["wires"], node["ip"]
+    interface = (node["facts"]["settings"] or {}).get("GLOO_SOCKET_IFNAME")
+    if interface:
+        if interface.split(",")[0] in wires["interfaces"]:
+            return Note(f"GLOO_SOCKET_IFNAME={interface}")
+        advice = f"There is no such interface; there are {', '.join(wires['interfaces'])}."
+        return Note(f"GLOO_SOCKET_IFNAME={interface}", "fail", advice)
+    first = next(iter(wires["resolves"]), None)
+    found = f"resolves to {first}" if first else "does not resolve"
+    if count == 1:
+        return Note(found)
+    own = _interface_of(ip, wires) or "eth0"
+    set_it = f"set GLOO_SOCKET_IFNAME={own} (and NCCL_SOCKET_IFNAME) before `ray start` there"
+    offered = _interface_of(first, wires) if first and not _is_loopback(first) else None
+    if offered is None:
+        advice = (
+            f"gloo would offer it to the other nodes, in vain: {set_it}, or put the right address "
+            "into /etc/hosts."
+        )
+        return Note(found, "warn" if met else "fail", advice)
+    if offered != own:
+        advice = f"Gradients would go over {offered}; if {own} is the faster one, {set_it}."
+        return Note(f"{found} ({offered}), Ray uses {ip} ({own})", "warn", advice)
+    return Note("resolves to its own address")
+
+
+def all_reduce_rows(findings: Mapping[str, Any], nodes: Sequence[Place]) -> list[Row]:
+    """Latency and bandwidth, within nodes and across them."""
+    told = findings["all_reduce"]
+    if not told:
+        return [Row("all-reduce", where([n["name"] for n in nodes], nodes), "nothing to measure")]
+    return [_all_reduce(each, findings["run"], nodes) for each in told]
+
+
+def _all_reduce(told: Mapping[str, Any], run: Mapping[str, Any], nodes: Sequence[Place]) -> Row:
+    across = told["kind"] == "across"
+    place = f"across {len(told['nodes'])} nodes" if across else f"within {told['nodes'][0]}"
+    if "error" in told:
+        advice = (
+            "All ports must be open between the nodes, and each must reach the others' addresses; "
+            "with several networks, or after 'connectFullMesh', set GLOO_SOCKET_IFNAME and "
+            "NCCL_SOCKET_IFNAME before `ray start`."
+        )
+        if "did not start" in told["error"]:
+            advice = "Other jobs may hold the GPUs or the memory: see `ray status`."
+        return Row("all-reduce", place, told["error"], "fail", advice)
+    rates = told["bus_bytes_per_s"]
+    bus = list(rates.values())[-1]
+    sizes = ", ".join(f"{mib} MiB {rate(value)}" for mib, value in rates.items())
+    found = f"{told['ranks']} ranks: 8 bytes {seconds(told['latency_s'])}"
+    if told.get("cpu_latency_s") is not None:
+        found += f" (on CPUs {seconds(told['cpu_latency_s'])})"
+    found += f"; bus {sizes}"
+    ways = _ways(told, nodes) if across else ""
+    found += f"; over {ways}" if ways else ""
+    step_s = _GRADIENTS_BYTES * 2 * (told["ranks"] - 1) / told["ranks"] / bus
+    if across and step_s > _MOST_S:
+        advice = (
+            f"The gradients of 25 million parameters (100 MB) take {seconds(step_s)} each step: a "
+            "larger --batch-size means fewer steps, --ddp.compression bf16 halves the bytes; best "
+            "is a faster network."
+        )
+        return Row("all-reduce", place, found, "warn", advice)
+    if not across and run["use_gpu"] and bus < _LEAST_GPU_BYTES_PER_S:
+        advice = "Slow for GPUs of one machine: see `nvidia-smi topo -m`, and NCCL_DEBUG=INFO."
+        return Row("all-reduce", place, found, "warn", advice)
+    return Row("all-reduce", place, found)
+
+
+def _ways(told: Mapping[str, Any], nodes: Sequence[Place]) -> str:
+    """``eth0 (1000 Mbit/s)``: the interfaces by which the ranks have talked."""
+    own = set(told["nodes"])
+    ways: dict[str, None] = {}
+    for node in nodes:
+        wires = node["facts"]["wires"]
+        for here, _ in told["talks"] if node["name"] in own else []:
+            name = _interface_of(here, wires)
+            if name is not None and (name != "lo" or len(own) == 1):
+                speed = wires["interfaces"][name]["mbit_per_s"]
+                ways[f"{name} ({speed} Mbit/s)" if speed else name] = None
+    return ", ".join(ways)
+
+
+def dashboard_rows(findings: Mapping[str, Any], nodes: Sequence[Place]) -> list[Row]:
+    """Whoever reaches the dashboard runs code as its user, unless it asks for a token."""
+    told = findings["dashboard"]
+    if told is None:
+        return [Row("dashboard", "cluster", "none")]
+    host, port = told
+    node = next((node for node in nodes if node["facts"]["wires"]["dashboard"]), None)
+    ears = node["facts"]["wires"]["dashboard"] if node else [host]
+    mode = _told_mode(nodes) or (_own_mode(node) if node else "")
+    place = node["name"] if node else "cluster"
+    if all(_is_loopback(ear) for ear in ears):
+        return [Row("dashboard", place, f"on {', '.join(ears)}, port {port}")]
+    found = f"on {', '.join(ears)}, port {port}"
+    if mode == "token":
+        return [Row("dashboard", place, f"{found}, asks for a token")]
+    advice = (
+        "Whoever reaches it runs code as you: start Ray with RAY_AUTH_MODE=token on all nodes, or "
+        "with --dashboard-host 127.0.0.1 and reach it through ssh."
+    )
+    return [Row("dashboard", place, f"{found}, asks for no token", "fail", advice)]
+
+
+def authentication_rows(nodes: Sequence[Place]) -> list[Row]:
+    notes = {}
+    for node in nodes:
+        mode = _own_mode(node) or _told_mode(nodes)
+        advice = (
+            "Whoever reaches Ray's ports runs code as you: `ray get-auth-token --generate`, copy "
+            "~/.ray/auth_token to all nodes, and start Ray with RAY_AUTH_MODE=token."
+        )
+        ok = Note(f"RAY_AUTH_MODE={mode}")
+        notes[node["name"]] = ok if mode not in ("", "disabled") else Note("none", "warn", advice)
+    return grouped("authentication", notes, nodes)
+
+
+def token_rows(nodes: Sequence[Place]) -> list[Row]:
+    """The file with the token is a password."""
+    notes = {}
+    for node in nodes:
+        token = node["facts"]["token"]
+        if token is None:
+            continue
+        mode = f"{token['mode']:03o}"
+        if token["exposed"]:
+            advice = f"Others on that machine may read it: chmod 600 {token['path']}"
+            notes[node["name"]] = Note(f"mode {mode}", "warn", advice.replace("{", "{{"))
+        else:
+            notes[node["name"]] = Note(f"mode {mode}")
+    return grouped("token file", notes, nodes)
+
+
+def _told_mode(nodes: Sequence[Place]) -> str:
+    """What the dashboard tells of the whole cluster."""
+    modes = (node["facts"]["wires"]["dashboard_mode"] for node in nodes)
+    return next((mode for mode in modes if mode), "")
+
+
+def _own_mode(node: Place) -> str:
+    """What its raylet was started with."""
+    return str((node["facts"]["settings"] or {}).get("RAY_AUTH_MODE", "")).lower()
+
+
+def _is_loopback(address: str) -> bool:
+    try:
+        return ip_address(address.partition("%")[0]).is_loopback
+    except ValueError:
+        return address == "localhost"
+
+
+def _interface_of(address: str, wires: Mapping[str, Any]) -> str | None:
+    bare = address.partition("%")[0]
+    found = (n for n, each in wires["interfaces"].items() if bare in each["addresses"])
+    return next(found, None)

@@ -1,0 +1,300 @@
+"""How a run is, seen from outside: by what it has written. Loads neither torch nor Ray."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+from raytrain_ddp.checkpoint.lease import LEASE_FILE, TIMEOUT_S, Owner
+from raytrain_ddp.checkpoint.manifest import DamagedError
+from raytrain_ddp.checkpoint.run_folder import (
+    CHECKPOINTS,
+    CONFIG_FILE,
+    EVENTS_FILE,
+    HANGS,
+    METRICS_FILE,
+    checkpoint_store,
+    read_history,
+)
+from raytrain_ddp.checkpoint.storage import Storage, open_storage
+from raytrain_ddp.checkpoint.store import MANIFEST_FILE
+from raytrain_ddp.data.epoch_order import beyond_others
+from raytrain_ddp.display.bottleneck import Split
+from raytrain_ddp.display.formatting import format_count, format_seconds, gist, plural
+from raytrain_ddp.doctor.rows import Report, Row, seconds
+from raytrain_ddp.errors import ConfigError, did_you_mean
+
+_LEAST_S = 30.0  # as the workers' own watchdog
+_USUALLY = 10  # times the usual pause between two lines of the log
+_APART_S = 600.0  # for a start or an evaluation
+_AWAY_S = 60.0  # a store that cannot append gets its files anew every so often
+_HANGS_SHOWN = 3
+
+Event = Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Seen:
+    """What a run has written. Times are ages in s; None where there is nothing."""
+
+    run: Storage
+    owner: Owner | None
+    lease_s: float | None
+    config_s: float | None  # since its driver has begun
+    metrics_s: float | None
+    events_s: float | None
+    checkpoint_s: float | None
+    checkpoint: int | None  # its step
+    events: Sequence[Event]
+    lines: Sequence[Event]  # of metrics.jsonl, of kind train
+    evaluated: int | None  # the step of its newest evaluation
+    resyncs: Sequence[Event]  # of metrics.jsonl
+    hangs: Sequence[tuple[str, Event]]  # folder, hang.json; the newest last
+
+    @property
+    def plan(self) -> Event:
+        """Of the newest start; empty if there was none."""
+        plans = [event for event in self.events if event["kind"] == "plan"]
+        return plans[-1] if plans else {}
+
+    @property
+    def has_ended(self) -> bool:
+        return bool(self.events) and self.events[-1]["kind"] == "end"
+
+    @property
+    def newest_s(self) -> float | None:
+        ages = (self.metrics_s, self.events_s, self.checkpoint_s, self.config_s)
+        return min((age for age in ages if age is not None), default=None)
+
+
+def open_run(place: str) -> Storage:
+    """A run's folder, or its name below runs/.
+
+    Raises:
+        ConfigError: there is none.
+        PreflightError: the storage cannot be reached.
+    """
+    if "://" not in place and not Path(place).exists() and (Path("runs") / place).is_dir():
+        place = str(Path("runs") / place)
+    run = open_storage(place)
+    if not run.exists(CONFIG_FILE):
+        runs = [path.name for path in Path("runs").glob("*/")] if Path("runs").is_dir() else []
+        raise ConfigError(f"{run}: no run there (no {CONFIG_FILE}).{did_you_mean(place, runs)}")
+    return run
+
+
+def look(run: Storage) -> Seen:
+    """Reads what the run has written; writes a probe, by which the store tells its time."""
+    try:
+        now_s = run.clock_s()
+    except OSError:  # it may be read only
+        now_s = time.time()
+
+    def age(folder: Storage, name: str) -> float | None:
+        changed_s = folder.changed_s(name)
+        return None if changed_s is None else max(0.0, now_s - changed_s)
+
+    owner, records = None, read_history(run)
+    with suppress(FileNotFoundError):
+        owner = Owner.parse(run.read(LEASE_FILE))
+    step, checkpoint_s = None, None
+    store = checkpoint_store(run)
+    for name in store.names()[:1]:
+        with suppress(DamagedError, FileNotFoundError):
+            step = store.open(name).manifest.step
+            checkpoint_s = age(run.join(CHECKPOINTS).join(str(name)), MANIFEST_FILE)
+    return Seen(
+        run=run,
+        owner=owner,
+        lease_s=age(run, LEASE_FILE),
+        config_s=age(run, CONFIG_FILE),
+        metrics_s=age(run, METRICS_FILE),
+        events_s=age(run, EVENTS_FILE),
+        checkpoint_s=checkpoint_s,
+        checkpoint=step,
+        events=[event for event in read_history(run, EVENTS_FILE) if "kind" in event],
+        lines=[record for record in records if record.get("kind") == "train"],
+        evaluated=max((r["step"] for r in records if r.get("kind") == "eval"), default=None),
+        resyncs=[record for record in records if record.get("kind") == "resync"],
+        hangs=_hangs(run),
+    )
+
+
+def _hangs(run: Storage) -> list[tuple[str, Event]]:
+    found = []
+    with suppress(OSError):
+        names = sorted(n for n in run.join(HANGS).walk() if n.endswith("/hang.json"))
+        for name in names:
+            folder = name.partition("/")[0]
+            with suppress(OSError, ValueError):
+                found.append((folder, json.loads(run.join(HANGS).join(folder).read("hang.json"))))
+    return found
+
+
+def judge(seen: Seen) -> Report:
+    """The rows; a `fail` is a run that does not get on and should."""
+    rows = [_driver(seen), _progress(seen), *_pace(seen), _failures(seen)]
+    rows += [*_hung(seen), *_replaced(seen), _checkpoint(seen)]
+    findings = {
+        "run": str(seen.run),
+        "plan": dict(seen.plan),
+        "newest_s": seen.newest_s,
+        "newest": dict(seen.lines[-1]) if seen.lines else None,
+        "checkpoint": seen.checkpoint,
+        "hangs": [{"folder": folder, **hang} for folder, hang in seen.hangs],
+    }
+    return Report(tuple(rows), findings)
+
+
+def _driver(seen: Seen) -> Row:
+    name, where = "driver", str(seen.run).rstrip("/").rpartition("/")[2]
+    if seen.owner is None or seen.lease_s is None:
+        if seen.has_ended:
+            status, why = seen.events[-1].get("status"), gist(seen.events[-1].get("message", ""))
+            told = f"ended with status {status}{why and ': '}{why}"
+            return Row(name, where, told, "warn" if status else "ok")
+        again = "Run the command again: it goes on from the newest checkpoint."
+        return Row(name, where, "no process drives it, and it has not ended", "warn", again)
+    on = f"{seen.owner.host}, pid {seen.owner.pid}"
+    if seen.owner.is_dead() or seen.lease_s > TIMEOUT_S:
+        again = "Run the command again: it takes the run over, and goes on."
+        since = f"its lease was renewed {_ago(seen.lease_s)}"
+        return Row(name, where, f"{on} is gone: {since}", "fail", again)
+    return Row(name, where, f"{on}, since {seen.owner.since}")
+
+
+def _progress(seen: Seen) -> Row:
+    plan, name = seen.plan, "progress"
+    if not plan or seen.newest_s is None:
+        return Row(name, "", "not begun")
+    step = max(seen.lines[-1]["step"] if seen.lines else 0, plan["start_step"])
+    place = f"step {step} of {plan['total_steps']}"
+    told = f"{place} ({100 * step // max(1, plan['total_steps'])} %), {_ago(seen.newest_s)}"
+    workers = plural(plan["world_size"], "worker")
+    if seen.has_ended or seen.owner is None:
+        return Row(name, workers, told)
+    allowed_s = max(_LEAST_S, _USUALLY * _between(seen.lines))
+    if _has_leave(seen):
+        allowed_s = max(_APART_S, allowed_s)
+    if not seen.run.is_local:
+        every = [e["seconds"] for e in seen.events if e["kind"] == "interval"][-1:]
+        allowed_s += _AWAY_S + sum(every)
+    if seen.newest_s <= allowed_s:
+        return Row(name, workers, told)
+    advice = (
+        f"Nothing for longer than {format_seconds(allowed_s)}. An evaluation or a start may take "
+        "so long; workers that hang are ended after scaling.hang_s, and named here."
+    )
+    return Row(name, workers, told, "fail", advice)
+
+
+def _has_leave(seen: Seen) -> bool:
+    """Whether it starts, goes on after a failure, evaluates, or has not shown its pace yet."""
+    plan, begun = seen.plan, [n for n, e in enumerate(seen.events) if e["kind"] == "plan"][-1]
+    failed = any(e["kind"] in ("failed", "preempted") for e in seen.events[begun:])
+    new = [line for line in seen.lines if line["step"] > plan["start_step"]]
+    epoch, last = plan.get("steps_per_epoch", 0), new[-1]["step"] if new else 0
+    evaluates = bool(epoch) and last % epoch == 0 and seen.evaluated != last
+    written = [age for age in (seen.metrics_s, seen.events_s) if age is not None]
+    starts = seen.config_s is not None and seen.config_s < min(written, default=0.0)
+    return failed or starts or evaluates or not new or len(seen.lines) < 2
+
+
+def _between(lines: Sequence[Event]) -> float:
+    """The usual seconds between two lines; 0 without any."""
+    if not lines:
+        return 0.0
+    steps = [b["step"] - a["step"] for a, b in pairwise(lines[-20:])]
+    return max(steps, default=1) * max(0.0, float(lines[-1]["timing"]["step_s"]))
+
+
+def _pace(seen: Seen) -> list[Row]:
+    if not seen.lines:
+        return []
+    last, plan, split = seen.lines[-1], seen.plan, Split()
+    for line in seen.lines[-200:]:
+        split.add(line)
+    step_s = last["timing"]["step_s"]
+    left_s = step_s * max(0, plan.get("total_steps", last["step"]) - last["step"])
+    unit = f"{plan.get('unit', 'samples')}/s"
+    speed = f"{format_count(last['samples_per_s'])} {unit}, {seconds(step_s)} a step"
+    left = f", {format_seconds(left_s)} left" if left_s and not seen.has_ended else ""
+    rows = [Row("speed", plan.get("device", ""), speed + left)]
+    limit, _, remedy = split.limit().partition(": ")
+    if limit:
+        rows.append(Row("limit", "", limit, "warn" if remedy else "ok", remedy.capitalize()))
+    slow = split.slowest()
+    told = [event for event in seen.events if event["kind"] == "straggler"][-1:]
+    hosts = {event["rank"]: event.get("host", "") for event in told if event["rank"] is not None}
+    if slow is not None:
+        rank, phase, ratio = slow
+        found = f"{ratio:.1f} x as long as the others, most in {phase}"
+        where = f"rank {rank} {hosts.get(rank, '')}".rstrip()
+        size = plan.get("world_size", 1)
+        due = beyond_others(plan.get("slots", 1), size, rank) if rank < size else 1.0
+        rows.append(Row("slowest", where, found, "warn" if ratio >= 2 * due else "ok"))
+    elif plan.get("world_size", 1) > 1:
+        rows.append(Row("slowest", "", "no rank stands out"))
+    return rows
+
+
+def _failures(seen: Seen) -> Row:
+    failed = [event for event in seen.events if event["kind"] in ("failed", "preempted")]
+    if not failed:
+        return Row("failures", "", "none")
+    last = failed[-1]
+    since = [e for e in seen.events[seen.events.index(last) :] if e["kind"] == "checkpoint"]
+    text = str(last.get("message") or last.get("text"))
+    found = f"{len(failed)}; the last at {last.get('time', '')}: {text}"
+    return Row("failures", "", found, "ok" if since else "warn")
+
+
+def _hung(seen: Seen) -> list[Row]:
+    """Also hangs whose failure is not told yet, as the workers are still being ended."""
+    done = seen.has_ended and seen.events[-1].get("status") == 0
+    saved = max((e["step"] for e in seen.events if e["kind"] == "checkpoint"), default=-1)
+    return [
+        Row(
+            "hang",
+            ", ".join(f"rank {rank}" for rank in hang.get("ranks", [])),
+            f"step {hang.get('step')}; stacks: {HANGS}/{folder}/rank-*.txt",
+            "ok" if done or saved > hang.get("step", 0) else "warn",
+            "Where the others wait, and what that rank does instead, is in these files.",
+        )
+        for folder, hang in seen.hangs[-_HANGS_SHOWN:]
+    ]
+
+
+def _replaced(seen: Seen) -> list[Row]:
+    """Weights that differed between ranks."""
+    return [
+        Row(
+            "divergence",
+            ", ".join(f"rank {rank}" for rank in record["ranks"]),
+            f"step {record['step']}: other weights, first in {record['first']}; mended",
+            "warn",
+            "Look at that host: a device, a memory or a kernel of it computes wrong.",
+        )
+        for record in seen.resyncs
+    ]
+
+
+def _checkpoint(seen: Seen) -> Row:
+    newest = "none yet"
+    if seen.checkpoint is not None and seen.checkpoint_s is not None:
+        newest = f"step {seen.checkpoint}, {_ago(seen.checkpoint_s)}"
+    outcomes = [e for e in seen.events if e["kind"] in ("checkpoint", "checkpoint_failed")]
+    if outcomes and outcomes[-1]["kind"] == "checkpoint_failed":
+        why = str(outcomes[-1].get("text") or outcomes[-1].get("message") or "see events.jsonl")
+        return Row("checkpoint", "", f"{newest}; the last commit failed", "warn", why)
+    return Row("checkpoint", "", newest)
+
+
+def _ago(age_s: float) -> str:
+    return f"{format_seconds(age_s)} ago"

@@ -1,0 +1,138 @@
+"""Tries the storage of a run from one machine, by what a run does with it. Knows no Ray.
+
+All is done in a folder of its own, in which each machine has one:
+
+    <storage>/<folder>/<place>/checkpoints/step-00000003-a0001/manifest.json
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from raytrain_ddp.checkpoint.manifest import Manifest
+from raytrain_ddp.checkpoint.run_folder import CHECKPOINTS, checkpoint_store
+from raytrain_ddp.checkpoint.storage import Storage, open_storage
+from raytrain_ddp.checkpoint.store import MANIFEST_FILE, CheckpointName
+from raytrain_ddp.errors import RaytrainError
+from raytrain_ddp.uri import attempt, reason_of
+
+PAYLOADS_MIB = (1, 1, 8)  # of three checkpoints: two to be kept, and one to be pruned
+_NEWEST = CheckpointName(len(PAYLOADS_MIB), 1)
+_LOOK_EVERY_S = 0.5
+
+
+def commit(uri: str, folder: str, place: str) -> dict[str, Any]:
+    """Writes, renames, reads, lists and deletes a file; then commits, finds and prunes checkpoints.
+
+    Returns:
+        commit_s: of a small checkpoint. bytes_per_s: of a larger one. made: folders above `folder`
+        that were not there before. error: what went wrong, without secrets, if anything.
+    """
+    made: list[str] = []
+    told = _told(uri, lambda: _commit(uri, folder, place, made))
+    return {**told, "made": made}
+
+
+def see(uri: str, folder: str, places: Sequence[str], timeout_s: float) -> dict[str, Any]:
+    """Which machines' checkpoints are seen from here; the last of `places` is read to the end.
+
+    Returns:
+        sees: those places. seconds: until all were seen. error: as `commit`.
+    """
+    return _told(uri, lambda: _see(uri, folder, places, timeout_s))
+
+
+def clean(uri: str, folder: str, made: Sequence[str]) -> dict[str, Any]:
+    """Removes the folder, and those above it that were made for it and are empty.
+
+    Returns:
+        error: as `commit`.
+    """
+
+    def remove() -> dict[str, Any]:
+        root = open_storage(uri)
+        root.delete_dir(folder)
+        while root.join(folder).walk():  # another node deleted it at the same time, and met ours
+            time.sleep(_LOOK_EVERY_S)
+            root.delete_dir(folder)
+        with suppress(OSError):  # somebody has begun to use it
+            for path in made:
+                os.rmdir(path)
+        return {}
+
+    return _told(uri, remove)
+
+
+def _commit(uri: str, folder: str, place: str, made: list[str]) -> dict[str, Any]:
+    root = open_storage(uri)
+    if root.is_local:
+        above = (Path(root.path), *Path(root.path).parents)
+        made += [str(path) for path in above if not path.exists()]
+    own = root.join(folder).join(place)
+    own.mkdir()
+    _use_a_file(own)
+    store = checkpoint_store(own)
+    store.latest()
+    number = store.claim(None, {"by": "doctor"})
+    seconds = []
+    for step, mib in enumerate(PAYLOADS_MIB, start=1):
+        manifest = Manifest(step, 0, number, 1, {}, data_fingerprint="")
+        payload = os.urandom(mib * 2**20)
+        began = time.perf_counter()
+        store.commit(manifest, {"model.safetensors": payload})
+        seconds.append(time.perf_counter() - began)
+    newest = store.latest()
+    _require(newest is not None and newest.name == _NEWEST, "the newest checkpoint is not found")
+    store.prune(keep_last=2)
+    _require(len(store.names()) == 2, "what is deleted is still there")
+    return {"commit_s": min(seconds), "bytes_per_s": PAYLOADS_MIB[-1] * 2**20 / seconds[-1]}
+
+
+def _use_a_file(own: Storage) -> None:
+    content = os.urandom(1000)
+    own.write_atomic("probe", content)
+    own.rename("probe", "renamed")
+    _require(own.read("renamed") == content, "a file does not read as it was written")
+    own.write_atomic("renamed", content[::-1])
+    _require(own.read("renamed") == content[::-1], "a file that was replaced reads as before")
+    _require(own.walk() == ["renamed"], "a list of files is not right")
+    own.delete_file("renamed")
+    _require(not own.exists("renamed"), "a file that was deleted is still there")
+
+
+def _see(uri: str, folder: str, places: Sequence[str], timeout_s: float) -> dict[str, Any]:
+    root = open_storage(uri).join(folder)
+    began = time.monotonic()
+    while True:
+        there = set(root.walk())
+        ends = {p: f"{p}/{CHECKPOINTS}/{_NEWEST}/{MANIFEST_FILE}" for p in places}
+        sees = [place for place in places if ends[place] in there]
+        seconds = time.monotonic() - began
+        if len(sees) == len(places) or seconds > timeout_s:
+            break
+        time.sleep(_LOOK_EVERY_S)
+    if places and places[-1] in sees:
+        newest = checkpoint_store(root.join(places[-1])).latest()
+        _require(
+            newest is not None and newest.name == _NEWEST, f"that of {places[-1]} is not whole"
+        )
+    return {"sees": sees, "seconds": seconds}
+
+
+def _told(uri: str, ask: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+    outcome = attempt(ask)
+    if isinstance(outcome, RaytrainError):
+        return {"error": str(outcome)}
+    if isinstance(outcome, Exception):
+        return {"error": reason_of(uri, outcome)}
+    return outcome
+
+
+def _require(is_right: bool, what: str) -> None:
+    if not is_right:
+        raise OSError(what)

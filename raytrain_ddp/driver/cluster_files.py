@@ -1,0 +1,245 @@
+"""``--emit``: the files of clusters/, with this run's workers, memory, storage and command in them.
+
+Each is made of the file that stands in clusters/, so there is one source. Neither torch nor Ray.
+"""
+
+from __future__ import annotations
+
+import re
+import shlex
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from math import ceil
+from pathlib import Path
+from types import MappingProxyType
+from typing import Literal
+
+from raytrain_ddp.config.recipe import default_name, publishable, shipped_recipes
+from raytrain_ddp.config.sections import ScalingConfig
+from raytrain_ddp.config.train_config import TrainConfig
+from raytrain_ddp.config.validation import require
+from raytrain_ddp.driver.config_flags import FIT, command
+from raytrain_ddp.driver.machine_types import machines, smallest_type
+
+Kind = Literal["slurm", "kuberay", "ray-up", "command"]
+
+FOLDER = Path(__file__).parents[1] / "clusters"  # a link to clusters/ beside the package
+# Guesses, where a config says nothing of the machines.
+_WORKERS = 2
+_WORKERS_PER_NODE = 4  # half or all of the GPUs of common nodes
+_PODS_WAIT_S, _CLOUD_WAIT_S = 600, 1800  # images are pulled; machines are lent and set up
+_CLOUD_OF = {"s3": "aws", "gs": "gcp", "gcs": "gcp", "abfs": "azure", "abfss": "azure"}
+_BUCKET_NAME = re.compile(r"[A-Za-z0-9$][A-Za-z0-9._-]{0,221}")
+_TYPE_LINE = {
+    "aws": "      InstanceType: ",
+    "gcp": "      machineType: ",
+    "azure": "        vmSize: ",
+}
+
+
+@dataclass(frozen=True)
+class Emitted:
+    """The text of a file, and what its reader must be told besides."""
+
+    text: str
+    notes: tuple[str, ...]
+
+
+def object_name(run: str | None) -> str:
+    """Of a Slurm job, a cluster or a Kubernetes object, whose services begin with a letter."""
+    name = re.sub(r"[^a-z0-9]+", "-", (run or "run").lower())[:40].strip("-") or "run"
+    return f"run-{name}" if name[0].isdigit() else name
+
+
+def emit(config: TrainConfig, kind: Kind, recipe: str | None = None) -> Emitted:
+    """The file for this run.
+
+    Args:
+        recipe: what the config was read from; the command names it if it is a shipped one.
+
+    Raises:
+        ConfigError: no machine that the file can name has room for a worker.
+    """
+    base = recipe if recipe in shipped_recipes() else None
+    if config.name is None and base is None:  # the command will not mention the recipe
+        config = replace(config, name=default_name(recipe))
+    shown = publishable(config)
+    notes = [] if shown == config else ["what may be secret in a URI was left out."]
+    if kind == "command":
+        return Emitted(command(shown, base) + "\n", tuple(notes))
+    filled, told = _filled(shown)
+    name = object_name(config.name or base)
+    if kind == "slurm":
+        text = _slurm(filled, base, name)
+    elif kind == "kuberay":
+        text = _kuberay(_waiting(filled, _PODS_WAIT_S), base, name)
+        told += _unshared(filled, "pods")
+    else:
+        cloud = _CLOUD_OF.get(filled.storage.partition("://")[0])
+        if cloud:
+            told.append(f"storage = {filled.storage}: clusters/{cloud}.yaml, filled in.")
+            text = _cloud(_waiting(filled, _CLOUD_WAIT_S), cloud, base, name)
+        else:
+            told += _unshared(filled, "machines")
+            text = _lan(filled, base, name)
+    return Emitted(text, (*notes, *told))
+
+
+def _filled(config: TrainConfig) -> tuple[TrainConfig, list[str]]:
+    """What is `auto` on a cluster that is there must be said to get one."""
+    scaling, told = config.scaling, []
+    if scaling.use_gpu == "auto":
+        scaling = replace(scaling, use_gpu=True)
+        told.append("scaling.use_gpu = auto: machines with GPUs; False for such without.")
+    if scaling.num_workers == "auto":
+        scaling = replace(scaling, num_workers=min(_WORKERS, config.slots))
+        told.append(
+            f"scaling.num_workers = auto: {scaling.num_workers}; say how many with "
+            "--scaling.num-workers."
+        )
+    return replace(config, scaling=scaling), told
+
+
+def _waiting(config: TrainConfig, wait_s: float) -> TrainConfig:
+    """The config with a longer wait for workers, unless the user has chosen one."""
+    if config.scaling.wait_s != ScalingConfig().wait_s:
+        return config
+    return replace(config, scaling=replace(config.scaling, wait_s=wait_s))
+
+
+def _unshared(config: TrainConfig, those: str) -> list[str]:
+    """What is on this machine's disk, and would have to be on all."""
+    told = []
+    if "://" not in config.storage:
+        told.append(
+            f"storage = {config.storage} is a folder, which the {those} do not share unless it is "
+            "mounted on each at the same place: give s3://, gs:// or abfs://."
+        )
+    for field in ("source", "eval_source"):
+        value = getattr(config.data, field) or "digits"
+        if "://" not in value and value != "digits" and not value.startswith("torchvision:"):
+            told.append(f"data.{field} = {value} must be there on each of the {those}.")
+    if ".py:" in config.task:
+        told.append(
+            f"task = {config.task} must be there on the head of the {those}, or come along with "
+            "ray job submit --working-dir."
+        )
+    return told
+
+
+# ------------------------------------------------------------------ the files
+
+
+def _slurm(config: TrainConfig, base: str | None, name: str) -> str:
+    if "://" not in config.storage:
+        config = replace(config, storage=str(Path(config.storage).expanduser().absolute()))
+    need = machines(config, _WORKERS_PER_NODE)
+    text = _read("slurm.sbatch")
+    text = _put(text, "#   bring up and train   sbatch ", f"{name}.sbatch")
+    text = _put(text, "#SBATCH --job-name=", name)
+    text = _put(text, "#SBATCH --nodes=", need.nodes)
+    text = _put(text, "#SBATCH --cpus-per-task=", need.cpus)
+    text = _put(text, "#SBATCH --mem=", f"{need.memory_gib}G")
+    text = _put(text, "#SBATCH --gpus-per-node=", need.gpus)
+    if not need.gpus:
+        text = text.replace("#SBATCH --gpus-per-node=0\n", "")
+    words = command(config, base).removeprefix(FIT)
+    return _put(text, f"run=({FIT}", f'{words} "$@")')
+
+
+def _kuberay(config: TrainConfig, base: str | None, name: str) -> str:
+    """The RayJob of the file, without the RayCluster."""
+    need = machines(config, _WORKERS_PER_NODE)
+    least, most = config.scaling.worker_range()
+    job = _read("kuberay.yaml").partition("\n---\n")[0] + "\n"
+    job = re.sub(r", and\n# a RayCluster that stays.*?\n#\n", ".\n#\n", job, flags=re.DOTALL)
+    job = re.sub(r"#\n# The same with .*?\n#\n", "#\n", job, flags=re.DOTALL)
+    job = job.replace("clusters/kuberay.yaml -l raytrain=job", f"{name}.yaml")
+    job = job.replace("job/raytrain", f"job/{name}").replace(" and BUCKET.", ".")
+    head, mark, workers = job.partition("    workerGroupSpecs:\n")
+    head = _put(head, "  name: ", name)
+    head = _put(head, f"    {FIT}", command(config, base).removeprefix(FIT))
+    size = f'cpu: "{need.cpus}", memory: {need.memory_gib}Gi'
+    gpus = f', nvidia.com/gpu: "{need.gpus}"' if need.gpus else ""
+    workers = _put(workers, "      - groupName: ", "gpu" if need.gpus else "cpu")
+    workers = _put(workers, "        replicas: ", need.nodes)
+    workers = _put(workers, "        minReplicas: ", ceil(need.nodes * least / most))
+    workers = _put(workers, "        maxReplicas: ", need.nodes)
+    workers = _put(workers, "                  requests: ", f"{{{size}}}")
+    workers = _put(workers, "                  limits: ", f"{{{size}{gpus}}}")
+    return _told_of_folder(config, head + mark + workers)
+
+
+def _lan(config: TrainConfig, base: str | None, name: str) -> str:
+    need = machines(config, 1)
+    text = _launched("lan", config, base, name)
+    each = f"{need.cpus} CPUs, {need.gpus} GPUs and {need.memory_gib} GiB"
+    said = f"# fill in; with the head {need.nodes} machines of {each}, or fewer and larger ones"
+    text = text.replace(
+        "worker_ips: [192.168.1.11] # fill in", f"worker_ips: [192.168.1.11] {said}"
+    )
+    return _told_of_folder(config, text)
+
+
+def _cloud(config: TrainConfig, cloud: str, base: str | None, name: str) -> str:
+    need = machines(config, 1)
+    machine = smallest_type(cloud, need)
+    text = _launched(cloud, config, base, name, _bucket(config.storage))
+    head, mark, worker = text.partition("  worker:\n")
+    head = _put(head, "max_workers: ", need.nodes)
+    worker = _put(worker, "    max_workers: ", need.nodes)
+    gpu = f', "GPU": {need.gpus}' if need.gpus else ""
+    worker = _put(worker, "    resources: ", f'{{"CPU": {machine.cpus}{gpu}}}')
+    return head + mark + _put(worker, _TYPE_LINE[cloud], machine.name)
+
+
+def _launched(
+    file: str,
+    config: TrainConfig,
+    base: str | None,
+    name: str,
+    blanks: Mapping[str, str] = MappingProxyType({}),
+) -> str:
+    """A file for `ray up`, with its name, its blanks filled in, and the command in its opening."""
+    text = _read(f"{file}.yaml").replace(f"clusters/{file}.yaml", f"{name}.yaml")
+    for blank, value in blanks.items():
+        # First, and once, it is among what the reader is asked to fill in.
+        text = text.replace(f" {blank},", "", 1).replace(blank, value)
+    text = _put(text, "cluster_name: ", f"raytrain-{name}")
+    job = shlex.quote(f"ray job submit -- {command(config, base)}")
+    return _put(text, "#   train       ", f"ray exec {name}.yaml {job}")
+
+
+def _bucket(storage: str) -> dict[str, str]:
+    """What stands in the files of the clouds for the place of a storage."""
+    scheme, _, rest = storage.partition("://")
+    place, _, path = rest.partition("/")
+    names = {"BUCKET": place}
+    if scheme.startswith("abfs"):
+        names = {"CONTAINER": path.partition("/")[0], "ACCOUNT": place.partition(".")[0]}
+    for name in names.values():
+        plain = bool(_BUCKET_NAME.fullmatch(name))
+        rule = f"{name!r} is not a valid bucket, account or container name"
+        require(plain, "storage", storage, rule)
+    return names
+
+
+def _told_of_folder(config: TrainConfig, text: str) -> str:
+    """A folder as storage is spoken of in the file, where it will be read later."""
+    if "://" in config.storage:
+        return text
+    told = f"# storage is the folder {config.storage}: each machine must reach the same one there."
+    first, _, rest = text.partition("#\n")
+    return f"{first}#\n{told}\n#\n{rest}"
+
+
+def _read(file: str) -> str:
+    return (FOLDER / file).read_text(encoding="utf-8")
+
+
+def _put(text: str, start: str, value: object) -> str:
+    """The one line that begins with `start` goes on with `value`; a comment behind it stays."""
+    pattern = re.compile(rf"(?m)^({re.escape(start)})[^\n]*?((?: +# [^\n]*)?)$")
+    text, times = pattern.subn(lambda found: f"{found[1]}{value}{found[2]}", text)
+    assert times == 1, f"{times} lines of a file in clusters/ begin with {start!r}"
+    return text

@@ -1,0 +1,66 @@
+"""A config as a command line."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+import shlex
+from collections.abc import Container, Iterator
+from typing import Any
+
+from raytrain_ddp.config.effects import idle
+from raytrain_ddp.config.recipe import load
+from raytrain_ddp.config.train_config import TrainConfig
+from raytrain_ddp.config.validation import require
+
+_NUMBER = re.compile(r"-[0-9.]+")
+FIT = "python -m raytrain_ddp.fit"
+
+
+def command(config: TrainConfig, base: str | None = None) -> str:
+    """The command line that has this config, whatever files are beside it.
+
+    Args:
+        base: the shipped recipe that it begins with; all that differs from it follows as flags.
+    """
+    words = [base] if base else []
+    words += _flags(config, load(base) if base else TrainConfig(), idle(config))
+    return shlex.join([*FIT.split(), *words])
+
+
+def _flags(section: Any, base: Any, without: Container[str], prefix: str = "") -> Iterator[str]:
+    """The flags by which `section` differs from `base`, of the same class, except those `without`
+    effect, which would be an error."""
+    for field in dataclasses.fields(section):
+        value, before = getattr(section, field.name), getattr(base, field.name)
+        name = field.name.replace("_", "-")
+        if dataclasses.is_dataclass(value):
+            yield from _flags(value, before, without, f"{prefix}{field.name}.")
+        elif f"{prefix}{field.name}" in without:
+            continue
+        elif value != before and field.type == "bool":
+            yield f"--{prefix}{'' if value else 'no-'}{name}"
+        elif value != before:
+            yield from _with_value(f"--{prefix}{name}", value)
+
+
+def _with_value(flag: str, value: Any) -> Iterator[str]:
+    if isinstance(value, dict):
+        words = [_said(word) for pair in value.items() for word in pair]
+        for word in words:
+            is_flag = word.startswith("-") and not _NUMBER.fullmatch(word)
+            rule = (
+                f"{word!r} would be parsed as a flag on a command line: change its first character"
+            )
+            require(not is_flag, flag[2:].replace("-", "_"), value, rule)
+        yield from (flag, *words)
+    elif isinstance(value, tuple):
+        yield from (flag, *map(_said, value))
+    elif _said(value).startswith("-"):
+        yield f"{flag}={_said(value)}"  # else it would be taken for a flag
+    else:
+        yield from (flag, _said(value))
+
+
+def _said(value: Any) -> str:
+    return f"{value:.0f}" if isinstance(value, float) and value.is_integer() else str(value)

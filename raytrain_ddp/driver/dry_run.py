@@ -1,0 +1,145 @@
+"""``--dry-run``: what would be done, in numbers. Takes no worker and starts no Ray."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from raytrain_ddp.config.effects import effect_notes, unread_notes
+from raytrain_ddp.config.recipe import dumps, publishable
+from raytrain_ddp.config.train_config import TrainConfig
+from raytrain_ddp.data.splits import Splits
+from raytrain_ddp.display.formatting import format_data
+from raytrain_ddp.driver.preflight import check, is_complete
+from raytrain_ddp.driver.run_naming import open_run
+from raytrain_ddp.ray_backend.placement import choose_layout, missing, this_machine
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from raytrain_ddp.data.epoch_order import Plan
+    from raytrain_ddp.data.sources import Data
+    from raytrain_ddp.tasks.task import Task
+
+_SAMPLES = 8  # in the trial batch
+
+
+def dry_run(config: TrainConfig, default_name: str | None = None) -> str:
+    """The resolved config, then the arithmetic that follows from it.
+
+    Raises:
+        RaytrainError: whatever `fit` would raise before it takes workers, but for their number.
+    """
+    named = config.data.classes  # classes found in the data are listed below
+    run = open_run(check(config), default_name)
+    config, manifest = run.config, run.manifest
+    have = this_machine()
+    layout = choose_layout(config, have)
+    import torch
+
+    from raytrain_ddp.data.epoch_order import Plan, deal
+    from raytrain_ddp.tasks.task_check import eval_data_of, model_of, train_data_of
+    from raytrain_ddp.tasks.task_loading import load_task
+    from raytrain_ddp.training.lr_schedule import build_optimizer, learning_rate
+
+    reads: set[str] = set()
+    task = load_task(config, reads)
+    data, eval_data = train_data_of(task), eval_data_of(task)
+    repeats = config.augment.repeats
+    plan = Plan(data.rows, config.slots, config.micro_batch, repeats)
+    steps, per_epoch = config.epochs * plan.steps_per_epoch, plan.steps_per_epoch
+    model = model_of(task)
+    notes = [*effect_notes(config), *_tried(config, task, model, data, eval_data, plan)]
+    notes += unread_notes(config, reads)
+    optimizer = build_optimizer(model, config.optim)
+    for parameter in model.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    optimizer.step()  # makes the optimizer's state, which has most of a checkpoint's bytes
+    size = _tensor_bytes(model.state_dict()) + _tensor_bytes(optimizer.state_dict())
+    least = min(layout.least, layout.most)
+    per_worker = [len(deal(config.slots, least, rank)) for rank in range(least)]
+    rates = {
+        f"{epoch:g}": learning_rate(config, min(steps - 1, int(epoch * per_epoch)), per_epoch)
+        for epoch in _epochs_to_show(config)
+    }
+    times = f" of {data.rows} x {repeats} {task.unit}" if repeats > 1 else ""
+    splits = getattr(task, "splits", None)
+    data_told = splits.summary() if isinstance(splits, Splits) else None
+    told = format_data(data_told, task.unit) or [
+        ("training set", f"{data.rows} {task.unit}"),
+        ("evaluation", f"{eval_data.rows} {task.unit}" if eval_data else "none"),
+    ]
+    lines = [
+        dumps(publishable(replace(config, data=replace(config.data, classes=named)))).rstrip(),
+        "",
+        f"batch          {config.batch_size} = {config.slots} slots x {config.micro_batch} "
+        f"{task.unit}",
+        f"workers        {layout.said}, each {_resources(layout.per_worker)}, over "
+        f"{layout.backend}; slots per worker: {', '.join(map(str, per_worker))}",
+        *(f"{title:<14} {text}" for title, text in told),
+        f"steps          {per_epoch} per epoch{times} (the last has {plan.samples(per_epoch - 1)} "
+        f"{task.unit}), {steps} in {config.epochs} epochs",
+        "learning rate  " + ", ".join(f"epoch {e}: {r:.3g}" for e, r in rates.items()),
+        f"model          {sum(p.numel() for p in model.parameters()):,} parameters",
+        f"checkpoint     {size / 2**20:.1f} MiB, in {run.folder}",
+    ]
+    state = "would be created"
+    if manifest is not None:
+        done = is_complete(config, manifest)
+        state = f"{'is complete at' if done else 'would resume from'} step {manifest.step}"
+    lines.append(f"run            {config.name} {state}{f' ({run.note})' if run.note else ''}")
+    lines += [f"note           {text}" for text in notes]
+    lacking = missing(layout, have)
+    if lacking:
+        lines.append(f"this machine lacks\n{lacking}")
+    return "\n".join(lines)
+
+
+def _tried(
+    config: TrainConfig,
+    task: Task,
+    model: nn.Module,
+    data: Data,
+    eval_data: Data | None,
+    plan: Plan,
+) -> list[str]:
+    """Passes a small batch through the loss and one through the evaluation; returns notes."""
+    import torch
+
+    from raytrain_ddp.training.buffer_sync import own_memory
+    from raytrain_ddp.training.prepare import train_loader
+    from raytrain_ddp.training.sanity_check import try_evaluation, try_loss
+    from raytrain_ddp.training.train_state import begin_training
+    from raytrain_ddp.training.world import World
+
+    world = World(0, 1, 0, torch.device("cpu"), torch.get_num_threads())
+    begin_training(model)
+    own_memory(model)
+    batch = train_loader(config, data, plan, world).any_batch(min(_SAMPLES, config.micro_batch))
+    try_loss(config, task, model, batch, world)
+    told: list[str] = []
+    if eval_data is not None:
+        size, tell = min(_SAMPLES, config.micro_batch), lambda event: told.append(event["text"])
+        try_evaluation(task, model, eval_data, size, world, tell)
+    return told
+
+
+def _tensor_bytes(state: object) -> int:
+    import torch
+
+    if isinstance(state, torch.Tensor):
+        return state.numel() * state.element_size()
+    if isinstance(state, dict):
+        return sum(_tensor_bytes(value) for value in state.values())
+    return sum(map(_tensor_bytes, state)) if isinstance(state, list) else 0
+
+
+def _epochs_to_show(config: TrainConfig) -> list[float]:
+    warmup = config.schedule.warmup_epochs
+    points = {0.0, min(warmup, config.epochs), config.epochs / 2, float(config.epochs)}
+    return sorted(points)
+
+
+def _resources(per_worker: object) -> str:
+    assert isinstance(per_worker, dict)
+    return " + ".join(f"{amount:g} {name}" for name, amount in per_worker.items())

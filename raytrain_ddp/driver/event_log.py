@@ -1,0 +1,131 @@
+"""What happened to a run: ``events.jsonl``, written by the process that drives it.
+
+    {"kind": "plan", "time": "2026-11-20T18:05:31Z", "start_step": 40, "world_size": 3, ...}
+    {"kind": "checkpoint", "time": ..., "step": 60, "seconds": 0.2, "size_bytes": 1234}
+
+metrics.jsonl is the same whatever happened; this file is not. It also proves, when all checkpoints
+are gone, that there were some. A run that is refused before it begins leaves none.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import threading
+import time
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from datetime import datetime, timezone
+from pathlib import Path
+from queue import SimpleQueue
+from typing import Any
+
+from raytrain_ddp.checkpoint.run_folder import CONFIG_FILE, EVENTS_FILE, read_history
+from raytrain_ddp.checkpoint.storage import Storage
+
+Event = Mapping[str, Any]
+
+_KINDS = {
+    *("plan", "checkpoint", "checkpoint_failed", "interval", "failed", "preempted", "note", "end"),
+    "ranks",
+    "straggler",
+}
+# What each rank does with a step comes with each line of the log: a part is kept, ever less often,
+# so that a month has some 400 of them.
+_RANKS_EVERY_S, _RANKS_EVERY_SHARE, _MOST_RANKS = 5.0, 0.02, 64
+_PUT_EVERY_S = 30.0  # an object store cannot append: the file is put again
+_WRITE_S = 1.0  # time that a caller waits for the storage; slower writes continue in the background
+_LAST_S = 30.0  # time that the end of a run waits for the storage
+
+
+class Journal:
+    """Records the events of a run, and forwards all of them; thread-safe.
+
+    A thread does the writing, so slow storage does not delay events. Events are held back until the
+    run has a config.toml. A journal that cannot be written does not end the run.
+    """
+
+    def __init__(self, run: Storage, show: Callable[[Event], None]) -> None:
+        self._run, self._show = run, show
+        # None ends the writer thread.
+        self._orders: SimpleQueue[tuple[str, bool, threading.Event] | None] = SimpleQueue()
+        self._written = threading.Event()  # the newest order
+        self._written.set()
+        self._thread = threading.Thread(target=self._work, name="journal", daemon=True)
+        self._thread.start()
+        self._held: list[str] = []  # not written yet
+        self._begun = False
+        self._file: list[str] | None = None  # all of its lines, where it cannot be appended to
+        self._put_at = -math.inf
+        self._since, self._ranks_at = time.monotonic(), -math.inf
+
+    def __enter__(self) -> Journal:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._order("", at_once=True)
+        self._orders.put(None)
+        self._thread.join(_LAST_S)
+
+    def __call__(self, event: Event) -> None:
+        if event["kind"] == "plan":
+            self._ranks_at = time.monotonic()  # the first steps are not like the others
+        if event["kind"] in _KINDS and not (event["kind"] == "ranks" and self._passes(event)):
+            now = datetime.now(timezone.utc).strftime("%Y-%m-%dT%H:%M:%SZ")
+            line = json.dumps({"kind": event["kind"], "time": now, **event}) + "\n"
+            # Storage errors are shown before they are written to that storage.
+            self._show(event)
+            # Of a checkpoint there shall be word as soon as there is the checkpoint.
+            self._order(line, at_once=event["kind"] == "checkpoint")
+        else:
+            self._show(event)
+
+    def _passes(self, ranks: Event) -> bool:
+        """Whether this account of the ranks is one too many, or too long."""
+        now = time.monotonic()
+        pause_s = max(_RANKS_EVERY_S, _RANKS_EVERY_SHARE * (now - self._since))
+        if len(ranks["split_s"]) > _MOST_RANKS or now - self._ranks_at < pause_s:
+            return True
+        self._ranks_at = now
+        return False
+
+    def _order(self, line: str, at_once: bool) -> None:
+        """Queues a line for writing and waits briefly, but not if the storage is already late."""
+        is_late = not self._written.is_set()
+        self._written = written = threading.Event()
+        self._orders.put((line, at_once, written))
+        if not is_late:
+            written.wait(_WRITE_S)
+
+    def _work(self) -> None:
+        while (order := self._orders.get()) is not None:
+            line, at_once, written = order
+            self._held += [line] if line else []
+            self._write(at_once)
+            written.set()
+
+    def _write(self, at_once: bool) -> None:
+        with suppress(OSError):
+            self._begun = self._begun or self._run.exists(CONFIG_FILE)
+            if not self._begun:
+                return
+            if self._run.is_local:
+                self._append("".join(self._held).encode())
+                self._held = []
+                return
+            if self._file is None:
+                before = read_history(self._run, EVENTS_FILE)
+                self._file = [json.dumps(event) + "\n" for event in before]
+            if self._held and (at_once or time.monotonic() - self._put_at >= _PUT_EVERY_S):
+                self._put_at = time.monotonic()
+                whole = [*self._file, *self._held]
+                self._run.write_atomic(EVENTS_FILE, "".join(whole).encode())
+                self._file, self._held = whole, []
+
+    def _append(self, lines: bytes) -> None:
+        if not lines:
+            return
+        with Path(self._run.path, EVENTS_FILE).open("ab+") as file:
+            file.seek(max(0, file.tell() - 1))
+            torn = file.read(1) not in (b"", b"\n")  # by a kill
+            file.write((b"\n" if torn else b"") + lines)

@@ -1,0 +1,179 @@
+"""The end of a run: its result, its curves, and what to do next."""
+
+from __future__ import annotations
+
+import io
+import json
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+from raytrain_ddp.checkpoint.listing import Listing
+from raytrain_ddp.checkpoint.manifest import Manifest
+from raytrain_ddp.checkpoint.run_folder import (
+    CHECKPOINTS,
+    CURVES_FILE,
+    EVENTS_FILE,
+    LOG_FILE,
+    LOGS,
+    METRICS_FILE,
+    TENSORBOARD,
+    checkpoint_store,
+    read_history,
+)
+from raytrain_ddp.checkpoint.storage import Storage
+from raytrain_ddp.checkpoint.store import CheckpointName
+from raytrain_ddp.config.train_config import TrainConfig
+from raytrain_ddp.display.bottleneck import split_of
+from raytrain_ddp.result import FitResult, Summary
+from raytrain_ddp.training.curves_png import draw_curves
+
+Record = Mapping[str, Any]
+
+
+def draw(config: TrainConfig, run: Storage) -> None:
+    """Draws the run's curves anew. Raises OSError."""
+    image = io.BytesIO()
+    draw_curves(read_history(run), image, str(config.name))
+    run.write_atomic(CURVES_FILE, image.getvalue())
+
+
+def finish(
+    run: Storage,
+    outcome: Mapping[str, Any],
+    seconds: Mapping[str, float],
+) -> FitResult:
+    """Gathers the result of a run that has just ended."""
+    history = read_history(run)
+    signal = int(outcome["signal"])
+    status: Literal["finished", "interrupted"] = "interrupted" if signal else "finished"
+    return _result(run, history, status, outcome["step"], outcome["total_steps"], seconds, signal)
+
+
+def already_complete(run: Storage, manifest: Manifest) -> FitResult:
+    """The result of a run that was complete before; nothing is written."""
+    history = read_history(run)
+    return _result(run, history, "already complete", manifest.step, manifest.step, {}, 0)
+
+
+def is_tidy(run: Storage) -> bool:
+    """Whether the last start of a complete run came to its end, and was not killed after its last
+    commit."""
+    entries = run.walk()
+    listing = _checkpoints_among(entries)
+    if CURVES_FILE not in entries or listing.leftovers():
+        return False
+    events = read_history(run, EVENTS_FILE)
+    return not events or events[-1].get("kind") == "end"
+
+
+def tidy(config: TrainConfig, run: Storage, manifest: Manifest) -> None:
+    """Does the remaining work for a complete run; only its owner may call this.
+
+    Raises:
+        RunLockedError: another start has continued the run.
+        CheckpointError: the newest checkpoint is damaged.
+        OSError: the storage does not respond, or is not writable.
+    """
+    from raytrain_ddp.training.metrics_log import write_log  # loads torch
+
+    store, newest = checkpoint_store(run), CheckpointName(manifest.step, manifest.attempt)
+    if store.names()[:1] == [newest]:  # else it is damaged, and not to be swept away
+        store.claim(newest, {"why": "what a kill left of a complete run is removed"})
+        store.sweep()
+        log = json.loads(store.open(newest).read(LOG_FILE))
+        write_log(run, log)  # on an object store, the last records may be missing
+        best = next((r["step"] for r in reversed(log) if r["kind"] == "eval" and r["best"]), None)
+        kept = next((name for name in store.names() if name.step == best), None)
+        store.prune(config.checkpoint.keep_last, kept)
+    draw(config, run)
+
+
+def _checkpoints_among(entries: Sequence[str]) -> Listing:
+    folder = f"{CHECKPOINTS}/"
+    return Listing.of(entry[len(folder) :] for entry in entries if entry.startswith(folder))
+
+
+def summary(config: TrainConfig, result: FitResult, flags: str = "") -> Summary:
+    """The lines at the end of a run; `flags` belong to each command that trains, as ``--local``."""
+    name, place = config.name, result.path
+    again = f"python -m raytrain_ddp.fit {place}/config.toml{flags}"
+    commands = []
+    # No command can load a class of a script, a notebook or a function, nor an object.
+    is_importable = re.search(r"^__main__:|<locals>|\(\)$", config.task) is None
+    if result.monitor and is_importable:
+        commands.append(("evaluate", f"python -m raytrain_ddp.evaluate {place}"))
+    if not is_importable:
+        commands.append(("train on", "run the same Python code again, with more epochs"))
+    elif result.status == "interrupted":
+        commands.append(("resume", again if "://" not in place else "the same command again"))
+    elif "://" not in place:
+        commands.append(("train on", f"{again} --epochs {2 * config.epochs}"))
+        commands.append(("train anew", f"{again} --name {name}-2"))
+    commands.append(("report", f"python -m raytrain_ddp.report {place}"))
+    if config.log.tensorboard:
+        commands.append(("see the curves", f"tensorboard --logdir {place}/{TENSORBOARD}"))
+    paths = {"curves": f"{place}/{CURVES_FILE}", "metrics": f"{place}/{METRICS_FILE}"}
+    if result.best_checkpoint:
+        paths["best checkpoint"] = result.best_checkpoint
+    if result.last_checkpoint:
+        paths["last checkpoint"] = result.last_checkpoint
+    if Path(place, LOGS).is_dir():
+        paths["logs"] = f"{place}/{LOGS}"
+    return Summary(
+        run=str(name),
+        status=result.status,
+        step=result.step,
+        total_steps=result.total_steps,
+        monitor=result.monitor,
+        best=_evaluation(result.best),
+        last=_evaluation(result.last),
+        seconds=result.seconds,
+        limit=split_of(result.history).limit(),
+        paths=paths,
+        commands=commands,
+    )
+
+
+def _evaluation(metrics: Mapping[str, float]) -> tuple[int, Mapping[str, float]] | None:
+    if not metrics:
+        return None
+    return int(metrics["step"]), {k: v for k, v in metrics.items() if k != "step"}
+
+
+def _result(
+    run: Storage,
+    history: Sequence[Record],
+    status: Literal["finished", "interrupted", "already complete"],
+    step: int,
+    total_steps: int,
+    seconds: Mapping[str, float],
+    signal: int,
+) -> FitResult:
+    evaluations = [record for record in history if record["kind"] == "eval"]
+    bests = [record for record in evaluations if record["best"]]
+    best, last = (
+        {**records[-1]["metrics"], "step": records[-1]["step"]} if records else {}
+        for records in (bests, evaluations)
+    )
+    names = checkpoint_store(run).names()
+    at_best = next((name for name in names if name.step == best.get("step")), None)
+    return FitResult(
+        status=status,
+        step=step,
+        total_steps=total_steps,
+        monitor=evaluations[-1]["monitor"] if evaluations else "",
+        best=best,
+        last=last,
+        path=str(run),
+        best_checkpoint=_place(run, at_best),
+        last_checkpoint=_place(run, names[0] if names else None),
+        history=history,
+        seconds=seconds,
+        signal=signal,
+    )
+
+
+def _place(run: Storage, name: CheckpointName | None) -> str | None:
+    return str(run.join(CHECKPOINTS).join(str(name))) if name else None

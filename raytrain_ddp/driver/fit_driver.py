@@ -1,0 +1,310 @@
+"""`fit`: from a config to a trained model, whatever runs it."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from raytrain_ddp.checkpoint.lease import Lease
+from raytrain_ddp.checkpoint.manifest import Manifest
+from raytrain_ddp.checkpoint.run_folder import CONFIG_FILE
+from raytrain_ddp.checkpoint.storage import Storage
+from raytrain_ddp.config.effects import effect_notes, under_torchrun
+from raytrain_ddp.config.recipe import dumps, publishable
+from raytrain_ddp.config.train_config import TrainConfig
+from raytrain_ddp.display.progress_display import Display
+from raytrain_ddp.driver.event_log import Journal
+from raytrain_ddp.driver.finish import already_complete, draw, finish, is_tidy, summary, tidy
+from raytrain_ddp.driver.preflight import answered, check, is_complete
+from raytrain_ddp.driver.run_naming import (
+    Run,
+    after_refusal,
+    claimed,
+    open_run,
+    run_of_rank_0,
+)
+from raytrain_ddp.errors import PreflightError, RaytrainError, RunLockedError, status_of
+from raytrain_ddp.ray_backend.failure_causes import without_ray
+from raytrain_ddp.ray_backend.ray_output import rays_words_aside
+from raytrain_ddp.result import FitResult
+
+Show = Callable[[Mapping[str, Any]], None]
+
+
+def fit(
+    config: TrainConfig | None = None,
+    *,
+    address: str | None = None,
+    dashboard: bool = False,
+    default_name: str | None = None,
+    display: Display | None = None,
+) -> FitResult:
+    """Trains on Ray; resumes from the newest checkpoint if the run exists.
+
+    Args:
+        config: without a name, the existing run with this config is used, or a new one.
+        address: of a running Ray cluster ("auto": the one on this machine). Default: RAY_ADDRESS,
+            else an embedded Ray that lasts as long as the run.
+        dashboard: start the embedded Ray with its dashboard.
+        default_name: name of a new run if the config has none; a number is appended if it is taken.
+
+    Raises:
+        RaytrainError: one of errors.py, each with its exit status.
+        KeyboardInterrupt: Ctrl-C before training began, or twice.
+    """
+    started = time.monotonic()
+    run = open_run(check(config or TrainConfig()), default_name)
+    with display or Display() as shown:
+        with _driven(run, shown.handle) as (run, tell):
+            config, folder, manifest = run.config, run.folder, run.manifest
+            if manifest is not None and is_complete(config, manifest):
+                result = _complete(run, manifest, tell)
+            else:
+                outcome, watch = _train_on_ray(
+                    config, folder, address, dashboard, tell, manifest.step if manifest else 0
+                )
+                _draw(config, folder, tell)
+                result = _end(config, folder, outcome, watch, started)
+                tell({"kind": "end", "status": result.exit_status, "step": result.step})
+        shown.summary(summary(config, result, f" --address {address}" if address else ""))
+    return result
+
+
+def fit_locally(
+    config: TrainConfig | None = None,
+    *,
+    default_name: str | None = None,
+    display: Display | None = None,
+) -> FitResult:
+    """The same without Ray: in this process, or in each of those that torchrun started.
+
+    Only rank 0 shows and writes; all ranks return the result.
+    """
+    started = time.monotonic()
+    config = check(config or TrainConfig())
+    main = os.environ.get("RANK", "0") == "0"
+    run = (open_run if main else run_of_rank_0)(config, default_name)
+    with display or (Display() if main else Display(Console(quiet=True), live=False)) as shown:
+        with (
+            _driven(run, shown.handle) if main else nullcontext((run, shown.handle)) as (run, tell)
+        ):
+            config, folder, manifest = run.config, run.folder, run.manifest
+            if manifest is not None and is_complete(config, manifest):
+                result = _complete(run, manifest, tell, main)
+            else:
+                outcome, watch = _train_here(config, folder, main, tell)
+                if main:
+                    _draw(config, folder, tell)
+                result = _end(config, folder, outcome, watch, started)
+                tell({"kind": "end", "status": result.exit_status, "step": result.step})
+        shown.summary(summary(config, result, "" if under_torchrun() else " --local"))
+    return result
+
+
+def _train_here(
+    config: TrainConfig, run: Storage, main: bool, show: Show
+) -> tuple[Mapping[str, Any], _Starts]:
+    show({"kind": "phase", "name": "loading torch"})
+    _note_idle(config, show)
+    from raytrain_ddp.tasks.task_loading import load_task
+    from raytrain_ddp.training.local_session import LocalSession, join_world
+    from raytrain_ddp.training.loop import train
+    from raytrain_ddp.training.recorder import Best
+
+    if main:
+        write_config(config, run)
+    # As many threads sum in one order: what is exact has as many everywhere.
+    world = join_world(config.scaling, config.scaling.threads if config.exact else None)
+    reads: set[str] = set()
+    task = load_task(config, reads)
+    watch = _Starts(show)
+    with LocalSession(config, world, Best(task.monitor, task.goal), watch) as session:
+        session.stop_on_signals()
+        outcome = train(config, task, session, reads)
+    return asdict(outcome), watch
+
+
+def _note_idle(config: TrainConfig, show: Show) -> None:
+    for text in effect_notes(config):
+        show({"kind": "note", "text": text})
+
+
+def write_config(config: TrainConfig, run: Storage) -> None:
+    """Writes config.toml: running it again reproduces the run."""
+    told = publishable(config)
+    try:
+        run.mkdir()
+        run.write_atomic(CONFIG_FILE, dumps(told).encode())
+    except OSError as error:
+        raise PreflightError(f"storage = {told.storage}: cannot be written: {error}") from error
+
+
+@contextmanager
+def _driven(run: Run, show: Show) -> Iterator[tuple[Run, Show]]:
+    """Holds the lease of the run unless it is complete; yields the run and the receiver of its
+    events.
+
+    Yields another run if this one is new and another command took its name in the meantime.
+
+    Raises:
+        RunLockedError: as `_owned`.
+    """
+    with ExitStack() as stack:
+        tell = show
+        while not is_complete(run.config, run.manifest):
+            try:
+                tell = stack.enter_context(_owned(run, show))
+                break
+            except RunLockedError:
+                other = after_refusal(run)
+                if other is None:
+                    raise
+                run = other
+        if run.note:
+            tell({"kind": "note", "text": run.note})
+        yield run, tell
+
+
+@contextmanager
+def _owned(run: Run, show: Show) -> Iterator[Show]:
+    """Holds the run's lease, and keeps its journal; yields what is to be told each event.
+
+    Of a run that is refused before it begins, no folder stays.
+
+    Raises:
+        RunLockedError: another process trains this run; also from what is yielded, if this one has
+            been away for so long that another has taken over.
+    """
+    note = lambda text: show({"kind": "note", "text": text})  # noqa: E731
+    folder = run.folder
+    with (
+        _no_empty_folders(folder),
+        Lease.take(folder, note) as lease,
+        claimed(run),
+        Journal(folder, show) as journal,
+    ):
+        with suppress(OSError):
+            folder.sweep()
+
+        def tell(event: Mapping[str, Any]) -> None:
+            lease.require()
+            journal(event)
+
+        try:
+            yield tell
+        except RaytrainError as error:
+            told = {"status": status_of(error), "message": str(error), **error.cause}
+            journal({"kind": "end", **told})
+            raise
+        except KeyboardInterrupt as stop:
+            number = stop.args[0] if stop.args and isinstance(stop.args[0], int) else 2
+            journal({"kind": "end", "status": 128 + number})
+            raise
+        except Exception as error:  # the user's own, in this process
+            journal({"kind": "end", "status": 1, **without_ray(error)})
+            raise
+
+
+@contextmanager
+def _no_empty_folders(run: Storage) -> Iterator[None]:
+    """Removes the folders that are made for the run meanwhile, if nothing comes into them."""
+    above = [Path(run.path), *Path(run.path).parents] if run.is_local else []
+    made = [folder for folder in above if not folder.exists()]
+    try:
+        yield
+    finally:
+        with suppress(OSError):  # the first that is not empty ends it
+            for folder in made:
+                folder.rmdir()
+
+
+class _Starts:
+    """Passes events on, and notes when training began, at first and after the last failure."""
+
+    def __init__(self, show: Show) -> None:
+        self._show = show
+        self.first_began = self.began = time.monotonic()
+        self._none_yet = True
+
+    def __call__(self, event: Mapping[str, Any]) -> None:
+        if event["kind"] == "plan":
+            self.began = time.monotonic()
+            if self._none_yet:
+                self.first_began, self._none_yet = self.began, False
+        self._show(event)
+
+
+def _train_on_ray(
+    config: TrainConfig,
+    run: Storage,
+    address: str | None,
+    dashboard: bool,
+    show: Show,
+    committed: int,
+) -> tuple[Mapping[str, Any], _Starts]:
+    from raytrain_ddp.ray_backend.cluster import cluster
+    from raytrain_ddp.ray_backend.dashboard import listed
+    from raytrain_ddp.ray_backend.task_transfer import carried
+    from raytrain_ddp.ray_backend.training_launch import Interrupted, launch
+    from raytrain_ddp.tasks.task_loading import BUILT_IN, task_of
+
+    watch = _Starts(show)
+    _note_idle(config, show)
+    if config.task not in BUILT_IN:
+        task_of(
+            config
+        )  # checked before anything is started; loads torch, which Ray Train does later anyway
+    phase = lambda name: show({"kind": "phase", "name": name})  # noqa: E731
+    try:
+        with rays_words_aside(run), cluster(config, address, dashboard, phase) as layout:
+            write_config(config, run)
+            with listed(show):
+                outcome = launch(config, run, layout, watch, committed, carried(config))
+    except Interrupted as stop:
+        raise KeyboardInterrupt(stop.number) from None
+    return outcome, watch
+
+
+def _end(
+    config: TrainConfig,
+    run: Storage,
+    outcome: Mapping[str, Any],
+    watch: _Starts,
+    started: float,
+) -> FitResult:
+    parts, again = outcome["seconds"], watch.began - watch.first_began
+    aside = parts.get("evaluation", 0.0) + parts.get("checkpoint", 0.0)
+    seconds = {
+        "start-up": watch.first_began - started,
+        **({"until the last restart": again} if again else {}),
+        "training": parts["total"] - aside,
+        "evaluation": parts.get("evaluation", 0.0),
+        "checkpoints": parts.get("checkpoint", 0.0),
+        "total": time.monotonic() - started,
+    }
+    return answered(config, lambda: finish(run, outcome, seconds))
+
+
+def _draw(config: TrainConfig, run: Storage, show: Show) -> None:
+    try:
+        draw(config, run)
+    except OSError as error:  # no reason to fail, now that all is trained and saved
+        show({"kind": "note", "text": f"curves.png cannot be drawn: {error}"})
+
+
+def _complete(run: Run, manifest: Manifest, show: Show, main: bool = True) -> FitResult:
+    """Nothing is left to train; but the start that did it may have been killed right after."""
+    config, folder = run.config, run.folder
+    if main and not answered(config, lambda: is_tidy(folder)):
+        # Whoever else drives the run tidies it, too; and what cannot be written stays as it is.
+        with suppress(RaytrainError, OSError), _owned(run, show) as tell:
+            tidy(config, folder, manifest)
+            tell({"kind": "end", "status": 0, "step": manifest.step})
+    return answered(config, lambda: already_complete(folder, manifest))

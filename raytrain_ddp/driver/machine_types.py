@@ -1,0 +1,128 @@
+"""What machines a config takes, and which of a cloud's have that."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import ceil
+
+from raytrain_ddp.config.train_config import TrainConfig
+from raytrain_ddp.errors import ConfigError
+
+_TORCH_GIB, _RAY_GIB = 4, 4  # host memory of a worker beside its data; of Ray and the driver
+
+
+@dataclass(frozen=True)
+class Machines:
+    """What the workers of a config take: `nodes` machines, of which each has this much."""
+
+    nodes: int
+    cpus: int
+    gpus: int
+    memory_gib: int
+
+
+@dataclass(frozen=True)
+class Type:
+    """A kind of machine that a cloud lends, with one GPU or none."""
+
+    name: str
+    cpus: int
+    memory_gib: int
+
+
+# From small to large; those with a GPU first.
+_AWS = (
+    [
+        Type("g6.xlarge", 4, 16),
+        Type("g6.2xlarge", 8, 32),
+        Type("g6.4xlarge", 16, 64),
+        Type("g6.8xlarge", 32, 128),
+        Type("g6.16xlarge", 64, 256),
+    ],
+    [
+        Type("m7i.large", 2, 8),
+        Type("m7i.xlarge", 4, 16),
+        Type("m7i.2xlarge", 8, 32),
+        Type("m7i.4xlarge", 16, 64),
+        Type("m7i.8xlarge", 32, 128),
+    ],
+)
+_GCP = (
+    [
+        Type("g2-standard-4", 4, 16),
+        Type("g2-standard-8", 8, 32),
+        Type("g2-standard-12", 12, 48),
+        Type("g2-standard-16", 16, 64),
+        Type("g2-standard-32", 32, 128),
+    ],
+    [
+        Type("n2-standard-2", 2, 8),
+        Type("n2-standard-4", 4, 16),
+        Type("n2-standard-8", 8, 32),
+        Type("n2-standard-16", 16, 64),
+        Type("n2-standard-32", 32, 128),
+    ],
+)
+_AZURE = (
+    [
+        Type("Standard_NC4as_T4_v3", 4, 28),
+        Type("Standard_NC8as_T4_v3", 8, 56),
+        Type("Standard_NC16as_T4_v3", 16, 110),
+    ],
+    [
+        Type("Standard_D2s_v5", 2, 8),
+        Type("Standard_D4s_v5", 4, 16),
+        Type("Standard_D8s_v5", 8, 32),
+        Type("Standard_D16s_v5", 16, 64),
+        Type("Standard_D32s_v5", 32, 128),
+    ],
+)
+_TYPES = {"aws": _AWS, "gcp": _GCP, "azure": _AZURE}
+
+
+def machines(config: TrainConfig, most_per_node: int) -> Machines:
+    """The least number of alike nodes for all workers of a config that names their number.
+
+    With `scaling.placement` STRICT_PACK all are on one node, with SPREAD each has its own.
+
+    Args:
+        most_per_node: GPUs of a node, or workers where there are no GPUs.
+    """
+    scaling = config.scaling
+    workers = scaling.worker_range()[1]
+    per_gpu = int(1 / scaling.gpus_per_worker + 1e-9) if scaling.use_gpu else 1
+    wanted = ceil(workers / per_gpu)
+    if scaling.placement == "STRICT_PACK":
+        most_per_node = wanted
+    elif scaling.placement != "PACK":
+        most_per_node, per_gpu, wanted = 1, 1, workers
+    nodes = ceil(wanted / most_per_node)
+    per_node = ceil(wanted / nodes)
+    here = min(workers, per_node * per_gpu)
+    data_mib = 2 * config.data.memory_mib + config.data.prefetch_mib  # 2: also for evaluation
+    return Machines(
+        nodes=nodes,
+        cpus=max(1, ceil(here * scaling.cpus_per_worker)),
+        gpus=per_node if scaling.use_gpu else 0,
+        memory_gib=here * (_TORCH_GIB + ceil(data_mib / 1024)) + _RAY_GIB,
+    )
+
+
+def smallest_type(cloud: str, need: Machines) -> Type:
+    """The smallest known machine of a cloud that suffices for one of `need`.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    types = _TYPES[cloud][0 if need.gpus else 1]
+    fitting = [t for t in types if t.cpus >= need.cpus and t.memory_gib >= need.memory_gib]
+    if need.gpus > 1 or not fitting:
+        largest = types[-1]
+        raise ConfigError(
+            f"no known machine of {cloud} has {need.gpus} GPUs, {need.cpus} CPUs and "
+            f"{need.memory_gib} GiB; the largest is {largest.name} with {min(need.gpus, 1)}, "
+            f"{largest.cpus} and {largest.memory_gib}. Set --scaling.placement PACK, lower "
+            "--scaling.cpus-per-worker or --data.memory-mib, or fill in a larger one in "
+            f"clusters/{cloud}.yaml by hand."
+        )
+    return fitting[0]

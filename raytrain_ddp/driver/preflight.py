@@ -1,0 +1,87 @@
+"""What can be found wrong before anything is started, is found here. No torch, no Ray."""
+
+from __future__ import annotations
+
+import importlib.util
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import TypeVar
+
+from raytrain_ddp.checkpoint.manifest import Manifest
+from raytrain_ddp.config.input_sections import DataConfig
+from raytrain_ddp.config.train_config import TrainConfig
+from raytrain_ddp.data.data_check import locate
+from raytrain_ddp.data.splits import open_splits
+from raytrain_ddp.errors import PreflightError
+from raytrain_ddp.tasks.model_zoo import check_model
+from raytrain_ddp.tasks.task_loading import BUILT_IN, check_task_name
+from raytrain_ddp.uri import reason_of, without_secrets
+
+T = TypeVar("T")
+
+_PAUSES_S = (0.5, 1.0, 2.0)
+_LASTING = (PermissionError, NotADirectoryError, IsADirectoryError)
+
+
+def check(config: TrainConfig) -> TrainConfig:
+    """The config with its storage absolute.
+
+    Raises:
+        ConfigError: the task or model does not exist.
+        DataError: the data does not exist, or cannot be read.
+        PreflightError: a package that the log needs is not installed.
+    """
+    for name, is_wanted in (("wandb", config.log.wandb), ("mlflow", config.log.mlflow)):
+        if is_wanted and importlib.util.find_spec(name) is None:
+            raise PreflightError(
+                f"log.{name}: the package is not installed: pip install 'raytrain_ddp[{name}]'."
+            )
+    check_task_name(config.task)
+    if config.task in BUILT_IN:
+        check_model(config.model.name, config.model.weights)
+        config = replace(config, data=_with_classes(config.data))
+    storage = config.storage  # absolute, so that it means the same in each worker and later
+    if "://" not in storage:
+        storage = str(Path(storage).expanduser().absolute())
+    return replace(config, storage=storage)
+
+
+def _with_classes(data: DataConfig) -> DataConfig:
+    """The data config with the class names, so that all workers and later resumes use the same
+    ones. For torchvision sets, which need torch, the workers determine them."""
+    found = locate(data)
+    if any(
+        split is not None and split.kind == "torchvision" for split in (found.train, found.eval)
+    ):
+        return data
+    splits = open_splits(data, found)  # reads lists of files and footers, and labels if need be
+    splits.close()
+    return replace(data, classes=tuple(splits.class_names))
+
+
+def answered(config: TrainConfig, ask: Callable[[], T]) -> T:
+    """What `ask` learns from the storage, which is asked again a few times where that may help.
+
+    Raises:
+        PreflightError: it gave no answer, but OSErrors.
+    """
+    for pause_s in (*_PAUSES_S, None):
+        try:
+            return ask()
+        except OSError as error:
+            if pause_s is None or isinstance(error, _LASTING):
+                raise PreflightError(
+                    f"storage = {without_secrets(config.storage)}: it cannot be read: "
+                    f"{reason_of(config.storage, error)}. Nothing is lost by that: mend it, then "
+                    "run the same command again."
+                ) from None
+        time.sleep(pause_s)
+    raise AssertionError  # the last round has returned or raised
+
+
+def is_complete(config: TrainConfig, manifest: Manifest | None) -> bool:
+    """Whether nothing is left to do; more epochs than before leave something."""
+    done = manifest is not None and manifest.finished
+    return done and manifest is not None and config.epochs <= int(manifest.config["epochs"])

@@ -1,0 +1,227 @@
+"""Which run a command refers to: the one with its name, or else the one started with its config.
+
+A name is explicit if --name, the user's own recipe or Python sets it. Otherwise, NAME, NAME-2,
+NAME-3 ... are searched: the first run with this config is resumed; if there is none, a new run gets
+the first free name. The first command to hold a free name stores its config there (`CLAIM_FILE`),
+so commands started at the same time share a run if their configs are equal, and only then.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from raytrain_ddp.checkpoint.manifest import Manifest
+from raytrain_ddp.checkpoint.run_folder import (
+    CONFIG_FILE,
+    newest_manifest,
+    require_none_lost,
+    run_storage,
+)
+from raytrain_ddp.checkpoint.storage import Storage, open_storage
+from raytrain_ddp.config.recipe import changed_fields, dumps, publishable
+from raytrain_ddp.config.train_config import RUN_NAME, TrainConfig
+from raytrain_ddp.driver.preflight import answered
+from raytrain_ddp.errors import ConfigError, PreflightError, RunLockedError
+from raytrain_ddp.tasks.task_loading import BUILT_IN
+from raytrain_ddp.uri import without_secrets
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
+CLAIM_FILE = "claimed.toml"
+"""The config of a new run, from the time its name is held until the run ends."""
+
+_SHOWN = 3  # fields in a line
+_LONGEST = 120  # of a name that gets a number
+_PAUSE_S = 0.1
+_CLAIM_S = 10.0
+_RANK_0_S = 120.0
+
+Changes = Sequence[tuple[str, Any, Any]]
+
+
+@dataclass(frozen=True)
+class Run:
+    """An existing or a new run.
+
+    Args:
+        config: with the run's name.
+        base: the name without its number; None: the name is explicit.
+        is_new: the run does not exist yet; its name was free.
+        note: a message about its name; "" if the name is as expected.
+    """
+
+    config: TrainConfig
+    folder: Storage
+    manifest: Manifest | None
+    base: str | None = None
+    is_new: bool = False
+    note: str = ""
+
+
+def open_run(config: TrainConfig, default_name: str | None = None) -> Run:
+    """The run that a config refers to. Nothing is written.
+
+    Args:
+        config: checked; see preflight.py.
+        default_name: used if the config has no name. Default: derived from the task or the data.
+
+    Raises:
+        PreflightError: the storage cannot be reached.
+        ConfigError: the run with an explicit name has a different config; lists the differences.
+        CheckpointError: the run had checkpoints, but all of them are missing.
+    """
+    if config.name is not None:
+        return answered(config, lambda: _of_name(config))
+    return answered(config, lambda: _of_config(config, default_name or _default_name(config)))
+
+
+def run_of_rank_0(config: TrainConfig, default_name: str | None = None) -> Run:
+    """The same run as rank 0's, which may not have started it yet.
+
+    Raises:
+        PreflightError: rank 0's run does not appear in this storage; also as `open_run`.
+    """
+    until_s = time.monotonic() + _RANK_0_S
+    while (run := open_run(config, default_name)).is_new:
+        if time.monotonic() > until_s:
+            raise PreflightError(
+                f"storage = {without_secrets(config.storage)}: rank 0 did not start a run here "
+                f"within {_RANK_0_S:g} s: all ranks must use the same storage."
+            )
+        time.sleep(_PAUSE_S)
+    return run
+
+
+def after_refusal(run: Run) -> Run | None:
+    """The run for a command that lost the race for a new run's name; None: there is no other,
+    because the run that took the name has the same config."""
+    if not run.is_new:
+        return None
+    config = replace(run.config, name=None)
+    until_s = time.monotonic() + _CLAIM_S
+    while answered(config, lambda: _begun(run.folder))[1] is None:
+        if time.monotonic() > until_s:
+            return None
+        time.sleep(_PAUSE_S)
+    other = open_run(config, run.base)
+    return other if other.config.name != run.config.name else None
+
+
+@contextmanager
+def claimed(run: Run) -> Iterator[None]:
+    """Stores the config of a new run in its folder, so other commands know which config has the
+    name.
+
+    Enter it only while holding the lease.
+
+    Raises:
+        RunLockedError: in the meantime, another command started a run with that name and ended.
+    """
+    if not run.is_new:
+        yield
+        return
+    _, begun = answered(run.config, lambda: _begun(run.folder))
+    if begun is not None:
+        raise RunLockedError(f"Run {run.folder} was started by another process in the meantime.")
+    text = dumps(publishable(run.config)).encode()
+    answered(run.config, lambda: run.folder.write_atomic(CLAIM_FILE, text))
+    try:
+        yield
+    finally:
+        with suppress(OSError):
+            run.folder.delete_file(CLAIM_FILE)
+
+
+def _of_name(config: TrainConfig) -> Run:
+    folder = run_storage(config)
+    manifest = newest_manifest(folder)
+    if manifest is None:
+        require_none_lost(config, folder)
+        return Run(config, folder, None)
+    changed = changed_fields(manifest.config, config)
+    if changed:
+        width = max(len(name) for name, _, _ in changed)
+        rows = [f"  {name:<{width}}  {then!r} -> {now!r}" for name, then, now in changed]
+        raise ConfigError(
+            f"run {config.name} is at step {manifest.step}, but has a different config "
+            "(checkpoint -> now):\n" + "\n".join(rows) + "\n"
+            "Revert these changes to continue it. To start a new run, use another --name, or none: "
+            "then a free name is chosen."
+        )
+    return Run(config, folder, manifest)
+
+
+def _of_config(config: TrainConfig, base: str) -> Run:
+    taken: set[int] = set()
+    first: tuple[str, Changes] | None = None
+    for number in _numbers(open_storage(config.storage).names(), base):
+        named = replace(config, name=_numbered(base, number))
+        folder = run_storage(named)
+        try:
+            manifest, begun = _begun(folder)
+        except PermissionError:  # another user's
+            taken.add(number)
+            continue
+        if begun is None:
+            continue
+        changed = changed_fields(begun, config)
+        if not changed:
+            if manifest is None:
+                require_none_lost(named, folder)
+            note = f"continuing run {named.name}, which has this config" if number > 1 else ""
+            return Run(named, folder, manifest, base, note=note)
+        taken.add(number)
+        first = first or (str(named.name), changed)
+    number = next(n for n in range(1, len(taken) + 2) if n not in taken)
+    named = replace(config, name=_numbered(base, number))
+    note = f"new run {named.name}: {_differs(*first)}" if first else ""
+    folder = run_storage(named)
+    require_none_lost(named, folder)
+    return Run(named, folder, None, base, is_new=True, note=note)
+
+
+def _begun(folder: Storage) -> tuple[Manifest | None, Mapping[str, Any] | None]:
+    """The newest checkpoint of a run and the config it was started with; None if missing."""
+    manifest = newest_manifest(folder)
+    if manifest is not None:
+        return manifest, manifest.config
+    for file in (CONFIG_FILE, CLAIM_FILE):
+        with suppress(FileNotFoundError, ValueError):  # not TOML: torn, or not ours
+            return None, tomllib.loads(folder.read(file).decode())
+    return None, None
+
+
+def _numbers(names: Sequence[str], base: str) -> list[int]:
+    pattern = re.compile(rf"{re.escape(base[:_LONGEST])}-([1-9]\d{{0,8}})")
+    found = (pattern.fullmatch(name) for name in names)
+    numbers = {int(match[1]) for match in found if match} - {1}
+    return sorted(numbers | ({1} if base in names else set()))
+
+
+def _numbered(base: str, number: int) -> str:
+    return base if number == 1 else f"{base[:_LONGEST]}-{number}"
+
+
+def _differs(name: str, changed: Changes) -> str:
+    fields = [f"{field} {then!r} -> {now!r}" for field, then, now in changed[:_SHOWN]]
+    more = f" and {len(changed) - _SHOWN} more" if len(changed) > _SHOWN else ""
+    return f"{name} has a different config ({', '.join(fields)}{more})"
+
+
+def _default_name(config: TrainConfig) -> str:
+    if config.task not in BUILT_IN:
+        return str(config.task).rpartition(":")[2].rpartition(".")[2].removesuffix("()")
+    source = without_secrets(config.data.source)
+    name = source.partition(":")[2] if source.startswith("torchvision:") else Path(source).name
+    name = name.split(".")[0].lower()
+    return name if RUN_NAME.fullmatch(name) else "run"

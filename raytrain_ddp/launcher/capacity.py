@@ -1,0 +1,154 @@
+"""How many workers, on what, and whether there is room; a Ray to run them on."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+
+from raytrain_ddp.errors import ConfigError, PreflightError
+from raytrain_ddp.launcher.run_options import Flags
+from raytrain_ddp.ray_backend.cluster import is_connected, joined
+from raytrain_ddp.ray_backend.placement import Layout, missing, this_machine
+from raytrain_ddp.ray_backend.placement import room as places
+from raytrain_ddp.ray_backend.ray_settings import SETTINGS
+
+_OBJECT_STORE_BYTES = 128 * 1024 * 1024  # nothing large goes through the embedded Ray
+
+Nodes = Sequence[Mapping[str, float]]
+
+
+@dataclass(frozen=True)
+class Places(Layout):
+    """A layout whose workers are placed `each` at a time: those are on one node.
+
+    Args:
+        apart: whether each such group has a node of its own.
+    """
+
+    each: int = 1
+    apart: bool = False
+
+    @property
+    def bundles(self) -> list[dict[str, float]]:
+        """What Ray is asked for, a bundle for each group."""
+        one = {name: amount * self.each for name, amount in self.per_worker.items()}
+        return [dict(one) for _ in range(self.least // self.each)]
+
+
+def layout_for(flags: Flags, nodes: Nodes) -> Places:
+    """What is asked for, on nodes with these resources.
+
+    Raises:
+        ConfigError: it is not said how many workers.
+        PreflightError: there are no GPUs, and it is not said how many there shall be.
+    """
+    if flags.by_node:
+        return _as_torchrun(flags, nodes)
+    usable = [n for n in nodes if n.get("CPU", 0) and (n.get("GPU", 0) or not flags.use_gpu)]
+    if flags.use_gpu and not usable and flags.num_workers is None:
+        raise _no_gpu("--use-gpu")
+    count = flags.num_workers
+    if flags.per == "node":
+        least, most = flags.nodes if flags.nnodes else (1, max(1, len(usable)))
+        count = count or max(least, min(most, len(usable)))
+        taken = sorted(usable, key=lambda n: (n.get("GPU", 0), n["CPU"]))[-count:]
+        cpus = flags.cpus_per_worker or min((n["CPU"] for n in taken), default=1)
+        gpus = flags.gpus_per_worker or min((n.get("GPU", 0) for n in taken), default=1)
+    else:
+        cpus, gpus = flags.cpus_per_worker or 1, flags.gpus_per_worker or 1
+        if count is None and not flags.use_gpu:
+            raise ConfigError("how many processes? --num-workers N, or --use-gpu: one per GPU.")
+        count = count or int(sum(n["GPU"] // gpus for n in usable))
+    per_worker = {"CPU": float(cpus)} | ({"GPU": float(gpus)} if flags.use_gpu else {})
+    return Places(count, count, flags.use_gpu, per_worker, "", 1, flags.per == "node")
+
+
+def _as_torchrun(flags: Flags, nodes: Nodes) -> Places:
+    """As many workers on each node, as --nproc-per-node and --nnodes say."""
+    asked, (least, most) = flags.nproc_per_node or "1", flags.nodes
+    per_gpu = flags.gpus_per_worker or 1
+    with_gpus = [node for node in nodes if node.get("GPU", 0) >= per_gpu]
+    if asked == "gpu" and not with_gpus:
+        raise _no_gpu("--nproc-per-node gpu")
+    count_gpus = asked == "gpu" or (asked == "auto" and bool(with_gpus))
+    usable = with_gpus if count_gpus else [node for node in nodes if node.get("CPU", 0)]
+    taken = sorted(usable, key=lambda n: (n.get("GPU", 0), n.get("CPU", 0)))[-most:]
+    if count_gpus:
+        each = int(min(node["GPU"] for node in taken) // per_gpu)
+    elif asked.isdecimal():
+        each = int(asked)
+    else:
+        each = max(1, int(min((node["CPU"] for node in taken), default=1)))
+    roomy = [node for node in nodes if node.get("GPU", 0) >= each * per_gpu]
+    use_gpu = flags.use_gpu or count_gpus or (asked != "cpu" and len(roomy) >= least)
+    fit = [node for node in (roomy if use_gpu else usable) if node.get("CPU", 0)]
+    shared = min(1.0, max((node["CPU"] for node in fit), default=1.0) / each)
+    cpus = flags.cpus_per_worker or math.floor(shared * 1000) / 1000
+    per_worker = {"CPU": float(cpus)} | ({"GPU": float(per_gpu)} if use_gpu else {})
+    one = Places(each, each, use_gpu, per_worker, "", each, True)
+    count = each * max(least, min(most, sum(places(one, [node]) >= each for node in fit)))
+    return replace(one, least=count, most=count)
+
+
+def _no_gpu(flag: str) -> PreflightError:
+    return PreflightError(
+        f"{flag}: no GPU found. Check nvidia-smi and CUDA_VISIBLE_DEVICES, or, on an "
+        "autoscaling cluster, request workers with --num-workers."
+    )
+
+
+def lacking(layout: Places, nodes: Nodes) -> str:
+    """``""``, or in a few words what there is too little of on nodes with these resources."""
+    total: dict[str, float] = {}
+    for node in nodes:
+        for name, amount in node.items():
+            total[name] = total.get(name, 0) + amount
+    lines = missing(layout, total)
+    if lines:
+        return "; ".join(line.strip() for line in lines.splitlines())
+    want, share = len(layout.bundles), dict(layout.bundles[0])
+    fit = [places(layout, [node]) // layout.each for node in nodes]
+    have = sum(map(bool, fit)) if layout.apart else sum(fit)
+    if have < want:
+        return f"{'nodes' if layout.apart else 'places'} with {share}: want {want}, have {have}"
+    return ""
+
+
+def refusal(layout: Layout, lacks: str, where: str) -> PreflightError:
+    """To be raised if the workers do not fit."""
+    return PreflightError(
+        f"{layout.said} do not fit on {where}: {lacks}. Take fewer with --num-workers, or less "
+        "each with --cpus-per-worker."
+    )
+
+
+@contextmanager
+def connected(flags: Flags, tell: Callable[[str], None]) -> Iterator[None]:
+    """Connects to Ray, or starts one with just the room that is needed and ends it afterwards.
+
+    Raises:
+        PreflightError: there is no Ray at the address, or this machine is too small for the
+            embedded one; before anything is started.
+    """
+    address = flags.address or os.environ.get("RAY_ADDRESS")
+    address = None if flags.standalone else address
+    options: dict[str, Any] = {}
+    if not address and not is_connected():
+        have = this_machine()
+        layout = layout_for(flags, [have])
+        lacks = lacking(layout, [have])
+        if lacks:
+            raise refusal(layout, lacks, "this machine")
+        needed = layout.least_needed()
+        options = {
+            "include_dashboard": False,
+            "num_cpus": max(1, math.ceil(needed["CPU"])),  # Ray starts a process ahead for each
+            "num_gpus": int(have["GPU"]),
+            "object_store_memory": _OBJECT_STORE_BYTES,
+        }
+    with joined(address, SETTINGS, options, tell, wait_s=flags.wait_s):
+        yield

@@ -1,0 +1,197 @@
+"""How an attempt has ended, and whose fault it was."""
+
+from __future__ import annotations
+
+import re
+import signal
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from raytrain_ddp.errors import RetriesExhausted
+from raytrain_ddp.launcher.output import Output
+from raytrain_ddp.launcher.rank_environment import Worker
+from raytrain_ddp.launcher.tracebacks import follows
+
+# Hints for the last lines of a failure.
+_HINTS = (
+    (
+        r"bdb\.BdbQuit",
+        "breakpoint() and pdb need a terminal, but the ranks have none. Either run a single "
+        "process with the command that --dry-run --num-workers 1 prints, or use a debugger that "
+        "listens on a port, such as debugpy.",
+    ),
+    (
+        r"EOFError: EOF when reading a line",
+        "only rank 0 gets the standard input of `run`, and only if it is a pipe or a file; a "
+        "terminal is not passed on, and all other ranks have an empty standard input.",
+    ),
+)
+_BY_SIGNAL = {
+    signal.SIGKILL: "the system often sends it when memory runs out: see dmesg or the system log.",
+    signal.SIGSEGV: "set PYTHONFAULTHANDLER=1 to see where it crashed.",
+}
+
+
+@dataclass(frozen=True)
+class End:
+    """How one script ended.
+
+    Args:
+        status: as subprocess has it: negative is a signal. None: its node or its actor is lost.
+        at: when, in seconds, by its machine's monotonic clock.
+        error: what torch's @record wrote, {"message", "extraInfo": {"py_callstack"}}, and {"at"}.
+        asked: the signal that it had been sent before; `asked_at` is when the first one was.
+        lost: why it is lost.
+    """
+
+    status: int | None
+    at: float
+    error: Mapping[str, Any] | None = None
+    asked: str = ""
+    lost: str = ""
+    asked_at: float = 0.0
+
+    @property
+    def failed(self) -> bool:
+        """Whether it has ended by itself, and not well."""
+        return self.status != 0 and not self.asked
+
+    @property
+    def said(self) -> str:
+        if self.status is None:
+            return f"lost: {self.lost}"
+        if self.status >= 0:
+            return f"exit status {self.status}"
+        return f"killed by {signal_name(-self.status)}"
+
+    @property
+    def exit_status(self) -> int:
+        """What the shell would say of it."""
+        if self.status is None:
+            return RetriesExhausted.exit_status
+        if self.asked:
+            return 1  # it had raised an error before; the signal's number is ours
+        return self.status if self.status >= 0 else 128 - self.status
+
+
+def first_failure(
+    ends: Mapping[int, End], output: Output, clocks: Callable[[Sequence[int]], Mapping[int, float]]
+) -> int | None:
+    """The rank that failed first, or None if none did.
+
+    The time of a failure is that of the rank's traceback, or else of its end: a process may take
+    longer to exit than its peers take to notice, and may receive a signal meanwhile. A rank that
+    printed a traceback and continued did not fail. Errors about a lost peer rank behind all others,
+    because their cause is elsewhere; so a lost node is the cause of its peers' errors. A thread
+    that ended with an exception in a rank that continued also ranks before them.
+
+    Times are those of each machine; `clocks` returns how far these ranks' clocks are ahead of a
+    common one.
+    """
+    lost = [rank for rank, end in ends.items() if end.status is None]
+    began = {rank: key for rank, end in ends.items() if (key := _began(rank, end, output))}
+    if not any(weight != _THREAD for weight, _ in began.values()):
+        began = {}
+    if lost:
+        return min(lost, key=lambda rank: ends[rank].at)
+    ahead = clocks(list(began)) if len(began) > 1 else {}
+
+    def order(rank: int) -> tuple[int, bool, float]:
+        weight, at = began[rank]
+        return weight, bool(ahead) and rank not in ahead, at - ahead.get(rank, 0.0)
+
+    return min(began, key=order, default=None)
+
+
+_OWN, _THREAD, _FOLLOWS = range(3)
+
+
+def _began(rank: int, end: End, output: Output) -> tuple[int, float] | None:
+    """How much a rank's failure counts (less is more), and when it began; None: it did not fail."""
+    raised = output.raised(rank)
+    if end.status is None or end.status == 0:
+        return None
+    error_at = float((end.error or {}).get("at", end.at))
+    if end.failed:
+        at = min(end.at, error_at)
+        if raised is not None and (
+            not raised.goes_on or raised.ending or (raised.uncaught and end.status == 1)
+        ):
+            at, said = min(at, raised.at), raised.error
+        else:  # what torch's watchdog says before it aborts
+            said = "\n".join(output.last(rank)) if end.status == -signal.SIGABRT else ""
+        # A killed process did not end because of an error about its peers.
+        killed = end.status in (-signal.SIGKILL, -signal.SIGSEGV, -signal.SIGBUS)
+        return (_FOLLOWS if follows(said) and not killed else _OWN), at
+    if raised is not None and raised.at < end.asked_at:
+        if raised.ending:
+            return (_FOLLOWS if follows(raised.error) else _OWN), raised.at
+        if raised.in_thread and not raised.goes_on:
+            return _THREAD, raised.at
+    return (_OWN, error_at) if end.error and error_at < end.asked_at else None
+
+
+def report(rank: int, ends: Mapping[int, End], workers: Sequence[Worker], output: Output) -> str:
+    """The first failing rank: where, how, its last words; and how the others ended."""
+    end, raised = ends[rank], output.raised(rank)
+    how = end.said
+    if end.asked:
+        thread = raised is not None and raised.in_thread
+        what = "an exception ended one of its threads" if thread else "it raised an error"
+        how = f"{what}, and it was still running when we sent {end.asked}"
+    lines = [f"rank {rank} failed first, on {workers[rank].where}: {how}"]
+    told = end.error or {}
+    stack = str(told.get("extraInfo", {}).get("py_callstack", "")) or str(told.get("message", ""))
+    if stack:
+        last: Sequence[str] = stack.rstrip().splitlines()
+    elif raised is not None and (end.asked or not raised.goes_on or raised.uncaught):
+        last = raised.lines
+    else:
+        last = output.last(rank)
+    lines += [f"  {line}" for line in last]
+    lines += [f"hint: {hint}" for hint in _hints(end, last)]
+    if len(ends) > 1:
+        lines.append(f"the others: {_others(rank, ends)}")
+    for other in sorted(ends):
+        theirs = output.raised(other)
+        if other != rank and theirs is not None and theirs.at < ends[other].asked_at:
+            lines.append(f"rank {other} had also raised: {theirs.error}")
+    return "\n".join(lines)
+
+
+def _hints(end: End, last: Sequence[str]) -> list[str]:
+    text = "\n".join(last[-3:])
+    hints = [hint for pattern, hint in _HINTS if re.search(pattern, text)]
+    if end.status is not None and end.status < 0 and not end.asked:
+        hints += [hint for number, hint in _BY_SIGNAL.items() if -end.status == number]
+    return hints
+
+
+def signal_name(number: int) -> str:
+    """``SIGKILL`` for 9; the number where it has no name."""
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"
+
+
+def ranks_said(ranks: Iterable[int]) -> str:
+    """``ranks 0-2, 5`` for [0, 1, 2, 5]."""
+    runs: list[list[int]] = []
+    for rank in sorted(ranks):
+        if runs and rank == runs[-1][-1] + 1:
+            runs[-1].append(rank)
+        else:
+            runs.append([rank])
+    said = ", ".join(f"{run[0]}-{run[-1]}" if len(run) > 1 else f"{run[0]}" for run in runs)
+    return f"rank{'s' if len(runs) > 1 or len(runs[0]) > 1 else ''} {said}"
+
+
+def _others(rank: int, ends: Mapping[int, End]) -> str:
+    groups: dict[str, list[int]] = {}
+    for other, end in ends.items():
+        if other != rank:
+            said = f"{end.said} (we sent {end.asked})" if end.asked else end.said
+            groups.setdefault(said, []).append(other)
+    return "; ".join(f"{ranks_said(ranks)} {said}" for said, ranks in groups.items())

@@ -1,0 +1,67 @@
+"""What would be run: each worker's environment and command, without a Ray."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+
+from raytrain_ddp.launcher.capacity import layout_for
+from raytrain_ddp.launcher.rank_environment import (
+    Group,
+    Seat,
+    base_environment,
+    environment,
+    meeting_address,
+    ranked,
+    values,
+)
+from raytrain_ddp.launcher.run_options import Order
+from raytrain_ddp.ray_backend.placement import this_machine
+
+_NOTE = """\
+# As if all were on this machine: Ray decides. MASTER_PORT is found when the script is started.
+# Variables that stay as they are in this shell are not shown."""
+
+
+def preview(order: Order, driver: Mapping[str, str]) -> str:
+    """Shell commands, one for each worker.
+
+    Raises:
+        ConfigError, PreflightError: as the run itself, as far as this machine can tell.
+    """
+    order.require_script(Path.cwd())
+    flags = order.flags
+    layout = layout_for(flags, [this_machine()])
+    gpus = int(layout.per_worker.get("GPU", 0))
+    seats = []
+    for n in range(layout.least):
+        node, first = divmod(n, layout.each) if layout.apart else (0, n)
+        seats.append(
+            Seat(
+                number=n,
+                node=f"node-{node}",
+                ip=f"NODE{node}" if layout.apart else "127.0.0.1",
+                host="",
+                gpus=[str(gpu + first * gpus) for gpu in range(gpus)],
+            )
+        )
+    workers = ranked(seats)
+    group = Group(workers, meeting_address(workers), flags.master_port or 29500, "0" * 32)
+    base = base_environment(driver, {}, local=True)
+    lines = [_NOTE]
+    for worker in workers:
+        env = environment(flags, group, worker, base, error_file="error.json")
+        added = {k: v for k, v in sorted(env.items()) if driver.get(k) != v}
+        command = order.command(sys.executable, values(group, worker))
+        lines += ["", f"# rank {worker.rank}"]
+        lines += [f"{name}={shlex.quote(value)} \\" for name, value in added.items()]
+        lines.append(shlex.join(command))
+    return "\n".join(lines)
+
+
+def dry_run(order: Order) -> str:
+    """`preview` for this process."""
+    return preview(order, os.environ)

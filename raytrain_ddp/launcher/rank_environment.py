@@ -1,0 +1,261 @@
+"""Which seat gets which rank, and what its process finds in its environment. Pure; no Ray."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+from raytrain_ddp.launcher.run_options import Flags
+
+# Of the driver's environment, what belongs to its machine or shell, and goes to no other; parts of
+# PYTHONPATH do.
+_OF_THE_MACHINE = re.compile(
+    r"(PATH|HOME|USER|LOGNAME|SHELL|SHLVL|PWD|OLDPWD|_|HOSTNAME|HOST|TERM|TMPDIR|TEMP|TMP|MAIL|LANG"
+    r"|LD_.*|DYLD_.*|VIRTUAL_ENV.*|PYTHON(PATH|HOME|STARTUP|USERBASE|PYCACHEPREFIX|EXECUTABLE)|CONDA_.*|_CE_.*|SSH_.*|XDG_.*|DBUS_.*|DISPLAY|LC_.*"
+    r"|LS_COLORS|SLURMD_.*|SLURM_(TMPDIR|CONF|(CPUS|GPUS|MEM)_(ON|PER)_NODE|(CPU|MEM|GPU)_BIND.*"
+    r"|JOB_GPUS|TOPOLOGY.*|SRUN_.*)|CUDA_VISIBLE_DEVICES|NVIDIA_.*|KUBERNETES_.*|.*_SERVICE_(HOST|PORT).*)"
+)
+# Of the environment of `ray start` on the driver's machine, what its shell may not have: there the
+# cluster files set GLOO_SOCKET_IFNAME and the like.
+_OF_THE_NETWORK = re.compile(r"(GLOO|NCCL|TORCH_NCCL|TORCH_GLOO|UCX|FI)_.*")
+# What Ray puts into the environment of its own workers.
+_OF_RAY = re.compile(r"RAY_.*|SPT_NOENV|OMP_NUM_THREADS|CUDA_VISIBLE_DEVICES|PYTHONBREAKPOINT")
+# What another launcher may have left in the driver's environment, or what is set anew: with it a
+# script or a library would take a rank of that group for its own. Nothing else of these prefixes.
+_OF_A_LAUNCHER = re.compile(
+    r"RANK|LOCAL_RANK|WORLD_SIZE|LOCAL_WORLD_SIZE|NODE_RANK|GROUP_(RANK|WORLD_SIZE)"
+    r"|ROLE_(RANK|NAME|WORLD_SIZE)|MASTER_(ADDR|PORT)"
+    r"|TORCHELASTIC_(RUN_ID|RESTART_COUNT|MAX_RESTARTS|USE_AGENT_STORE|ERROR_FILE"
+    r"|SIGNALS_TO_HANDLE)|SLURMD_NODENAME"
+    r"|SLURM_(PROCID|LOCALID|NODEID|GTIDS|NTASKS(_PER_\w+)?|NPROCS|NNODES|(JOB_)?NODELIST"
+    r"|JOB_NUM_NODES|TASKS_PER_NODE|STEP_\w+|STEPID|LAUNCH_NODE_IPADDR|RESTART_COUNT)"
+)
+
+
+@dataclass(frozen=True)
+class Seat:
+    """A place that Ray has given: `number` of the bundle, where it is, and its GPUs there."""
+
+    number: int
+    node: str
+    ip: str
+    host: str
+    gpus: Sequence[str] = ()
+    node_has_gpus: bool = False
+
+
+@dataclass(frozen=True)
+class Worker:
+    """A seat with its rank; `node_rank` counts the nodes, `gpus` are all of the run's there."""
+
+    seat: Seat
+    rank: int
+    local_rank: int
+    node_rank: int
+    local_world_size: int
+    gpus: Sequence[str]
+
+    @property
+    def where(self) -> str:
+        return f"{self.seat.host} ({self.seat.ip})"
+
+
+@dataclass(frozen=True)
+class Group:
+    """All workers of an attempt, and where they meet."""
+
+    workers: Sequence[Worker]
+    master_addr: str
+    master_port: int
+    run_id: str
+    attempt: int = 0
+
+    @property
+    def nodes(self) -> list[Worker]:
+        """The first worker of each node."""
+        return [worker for worker in self.workers if worker.local_rank == 0]
+
+
+def ranked(seats: Sequence[Seat], first_node: str = "") -> list[Worker]:
+    """Ranks by node (`first_node` first, then by address), and there by GPU."""
+    nodes = sorted({(s.node != first_node, _address(s.ip), s.node) for s in seats})
+    workers: list[Worker] = []
+    for node_rank, (_, _, node) in enumerate(nodes):
+        here = [seat for seat in seats if seat.node == node]
+        here.sort(key=lambda s: ([_natural(gpu) for gpu in s.gpus], s.number))
+        gpus = [gpu for seat in here for gpu in seat.gpus]
+        workers += [
+            Worker(seat, len(workers) + i, i, node_rank, len(here), gpus)
+            for i, seat in enumerate(here)
+        ]
+    return workers
+
+
+def meeting_address(workers: Sequence[Worker]) -> str:
+    """Where rank 0 listens: loopback where all are on one node, which needs no network at all."""
+    one_node = len({worker.seat.node for worker in workers}) == 1
+    return "127.0.0.1" if one_node else workers[0].seat.ip
+
+
+def values(group: Group, worker: Worker) -> dict[str, str]:
+    """The placeholders' values for one worker."""
+    address = f"[{group.master_addr}]" if ":" in group.master_addr else group.master_addr
+    return {
+        "rank": str(worker.rank),
+        "local_rank": str(worker.local_rank),
+        "world_size": str(len(group.workers)),
+        "node_rank": str(worker.node_rank),
+        "master_addr": group.master_addr,
+        "master_port": str(group.master_port),
+        "init_method": f"tcp://{address}:{group.master_port}",
+    }
+
+
+def base_environment(
+    driver: Mapping[str, str],
+    node: Mapping[str, str],
+    local: bool,
+    export: Sequence[str] = (),
+    moved: Callable[[str], str] = str,
+) -> dict[str, str]:
+    """What a script finds before the launcher's own variables are added.
+
+    On the driver's machine (`local`) that is the driver's environment, as under torchrun, and what
+    concerns the network of the node's, which is that of `ray start`. On another it is the node's,
+    and of the driver's what is not set there and is not its machine's (WANDB_API_KEY,
+    PYTHONHASHSEED ...); PYTHONPATH is both.
+
+    Args:
+        export: names of variables that have the driver's value in any case.
+        moved: an entry of the driver's PYTHONPATH as it is there.
+    """
+    own = {k: v for k, v in driver.items() if not re.fullmatch("RAY_.*", k)}
+    there = {k: v for k, v in node.items() if not _OF_RAY.fullmatch(k)}
+    if local:
+        own = {k: v for k, v in there.items() if _OF_THE_NETWORK.fullmatch(k)} | own
+    else:
+        own = {k: v for k, v in own.items() if not _OF_THE_MACHINE.fullmatch(k)} | there
+        paths = [moved(each) for each in driver.get("PYTHONPATH", "").split(":") if each]
+        paths += [each for each in there.get("PYTHONPATH", "").split(":") if each]
+        if paths:
+            own["PYTHONPATH"] = ":".join(dict.fromkeys(paths))
+        first = ("OMP_NUM_THREADS", *export)
+        own |= {name: driver[name] for name in first if name in driver}
+    return {k: v for k, v in own.items() if not _OF_A_LAUNCHER.fullmatch(k)}
+
+
+def overruled(driver: Mapping[str, str], workers: Sequence[Worker]) -> list[str]:
+    """Names of the driver's variables that do not reach the ranks, or only with another value."""
+    names = {name for name in driver if re.fullmatch("RAY_.*", name)}
+    names |= {name for name in driver if _OF_A_LAUNCHER.fullmatch(name)}
+    if any(worker.gpus or worker.seat.node_has_gpus for worker in workers):
+        names |= driver.keys() & {"CUDA_VISIBLE_DEVICES"}
+    return sorted(names)
+
+
+def environment(
+    flags: Flags, group: Group, worker: Worker, base: Mapping[str, str], error_file: str
+) -> dict[str, str]:
+    """All variables of one worker: those of torchrun (torch.distributed.elastic's local agent), or
+    those of srun and of the sbatch script around it."""
+    env = dict(base)
+    if "OMP_NUM_THREADS" not in env:
+        if flags.cpus_per_worker is not None and flags.cpus_per_worker >= 1:
+            env["OMP_NUM_THREADS"] = str(int(flags.cpus_per_worker))
+        elif worker.local_world_size > 1:
+            env["OMP_NUM_THREADS"] = "1"
+    if flags.virtual_local_rank and worker.seat.gpus:
+        env["CUDA_VISIBLE_DEVICES"] = ",".join(worker.seat.gpus)
+    elif worker.gpus:
+        env["CUDA_VISIBLE_DEVICES"] = ",".join(worker.gpus)
+    elif worker.seat.node_has_gpus:
+        env["CUDA_VISIBLE_DEVICES"] = ""  # they are others'; --use-gpu takes some
+    meeting = {
+        "WORLD_SIZE": str(len(group.workers)),
+        "MASTER_ADDR": group.master_addr,
+        "MASTER_PORT": str(group.master_port),
+    }
+    env.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1")
+    if flags.env == "slurm":
+        return env | meeting | _slurm(group, worker, env)
+    return env | meeting | _torchrun(flags, group, worker) | {"TORCHELASTIC_ERROR_FILE": error_file}
+
+
+def _torchrun(flags: Flags, group: Group, worker: Worker) -> dict[str, str]:
+    size = str(len(group.workers))
+    return {
+        "RANK": str(worker.rank),
+        "LOCAL_RANK": "0" if flags.virtual_local_rank else str(worker.local_rank),
+        "GROUP_RANK": str(worker.node_rank),
+        "ROLE_RANK": str(worker.rank),
+        "ROLE_NAME": flags.role,
+        "LOCAL_WORLD_SIZE": str(worker.local_world_size),
+        "GROUP_WORLD_SIZE": str(len(group.nodes)),
+        "ROLE_WORLD_SIZE": size,
+        "TORCHELASTIC_RESTART_COUNT": str(group.attempt),
+        "TORCHELASTIC_MAX_RESTARTS": str(flags.max_restarts),
+        "TORCHELASTIC_RUN_ID": flags.rdzv_id or group.run_id,
+        # torchrun's agent serves the store that the ranks meet at; here rank 0 itself does.
+        "TORCHELASTIC_USE_AGENT_STORE": "False",
+        "TORCHELASTIC_SIGNALS_TO_HANDLE": flags.signals_to_handle,
+    }
+
+
+def _slurm(group: Group, worker: Worker, env: Mapping[str, str]) -> dict[str, str]:
+    """As srun and slurmd set them, for the job that `env` speaks of, if any.
+
+    Nodes are named by their addresses, which need no resolving, and listed with commas, which is a
+    hostlist that a simple ``split(",")`` can read too.
+    """
+    nodes = ",".join(first.seat.ip for first in group.nodes)
+    counts = [first.local_world_size for first in group.nodes]
+    here = [w.rank for w in group.workers if w.node_rank == worker.node_rank]
+    size, count = str(len(group.workers)), str(len(counts))
+    job = env.get("SLURM_JOB_ID") or env.get("SLURM_JOBID") or str(int(group.run_id[:7], 16))
+    return {
+        "SLURM_JOB_ID": job,
+        "SLURM_JOBID": job,
+        "SLURM_JOB_NAME": env.get("SLURM_JOB_NAME", "raytrain_ddp"),
+        "SLURM_PROCID": str(worker.rank),
+        "SLURM_LOCALID": str(worker.local_rank),
+        "SLURM_NODEID": str(worker.node_rank),
+        "SLURM_NTASKS": size,
+        "SLURM_NPROCS": size,
+        "SLURM_NNODES": count,
+        "SLURM_JOB_NUM_NODES": count,
+        "SLURM_STEP_NUM_NODES": count,
+        "SLURM_STEP_NUM_TASKS": size,
+        "SLURM_STEP_ID": "0",
+        "SLURM_STEPID": "0",
+        "SLURM_NODELIST": nodes,
+        "SLURM_JOB_NODELIST": nodes,
+        "SLURM_STEP_NODELIST": nodes,
+        "SLURM_NTASKS_PER_NODE": str(max(counts)),
+        "SLURM_TASKS_PER_NODE": _counted(counts),
+        "SLURM_STEP_TASKS_PER_NODE": _counted(counts),
+        "SLURM_GTIDS": ",".join(map(str, here)),
+        "SLURM_LAUNCH_NODE_IPADDR": group.master_addr,
+        "SLURM_RESTART_COUNT": str(group.attempt),
+        "SLURMD_NODENAME": worker.seat.ip,
+        **({"SLURM_GPUS_ON_NODE": str(len(worker.gpus))} if worker.gpus else {}),
+    }
+
+
+def _counted(counts: Sequence[int]) -> str:
+    """``2(x3),1`` for [2, 2, 2, 1], as Slurm writes it."""
+    runs: list[tuple[int, int]] = []
+    for count in counts:
+        if runs and runs[-1][0] == count:
+            runs[-1] = (count, runs[-1][1] + 1)
+        else:
+            runs.append((count, 1))
+    return ",".join(f"{count}(x{times})" if times > 1 else f"{count}" for count, times in runs)
+
+
+def _natural(text: str) -> tuple[int, str]:
+    return (int(text), "") if text.isdigit() else (1 << 30, text)
+
+
+def _address(ip: str) -> tuple[tuple[int, str], ...]:
+    return tuple(_natural(part) for part in re.split(r"[.:]", ip))

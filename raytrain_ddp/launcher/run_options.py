@@ -1,0 +1,258 @@
+"""What `run` is asked for: its flags, and the user's command line behind them."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from raytrain_ddp.config.validation import require
+from raytrain_ddp.errors import ConfigError, did_you_mean
+
+# Names that are filled in within the arguments of a script; all other braces stay as they are.
+PLACEHOLDERS = ("rank", "local_rank", "world_size", "node_rank", "master_addr", "master_port")
+INIT_METHOD = "init_method"
+_STREAMS = re.compile(r"[0-3]|(\d+:[0-3],)*\d+:[0-3]")
+
+
+@dataclass(frozen=True)
+class Flags:
+    """The flags of `run`; how each reads on the command line."""
+
+    num_workers: int | None = None
+    """How many processes in all. Default: one per GPU (--use-gpu), or per node (--per node)."""
+    nproc_per_node: str | None = None
+    """As in torchrun, instead of --num-workers: processes per node, or gpu, cpu, auto. Each gets a
+    GPU if there are enough; if there are more processes than CPUs, they share CPUs."""
+    nnodes: str | None = None
+    """As in torchrun, with --nproc-per-node: N nodes, or MIN:MAX. Default: 1."""
+    use_gpu: bool = False
+    """A GPU for each worker. Those of all its node's are visible, so cuda:LOCAL_RANK is its own.
+    Without it no GPU is visible: Ray may have given them to others."""
+    cpus_per_worker: float | None = None
+    """CPUs to reserve for each; also its OMP_NUM_THREADS. Default: 1 (and as torchrun)."""
+    gpus_per_worker: int | None = None
+    """GPUs to reserve for each, with --use-gpu. Default: 1, with --per node all of the node."""
+    per: Literal["worker", "node"] = "worker"
+    """node: one process on each node, for scripts that spawn the others themselves."""
+    max_restarts: int = 0
+    """How many times all workers are started again after one of them has failed."""
+    env: Literal["torchrun", "slurm"] = "torchrun"
+    """Which variables the script reads: RANK, LOCAL_RANK ... or SLURM_PROCID, SLURM_LOCALID ..."""
+    legacy_local_rank: bool = False
+    """Pass --local_rank=N to the script, as torch.distributed.launch did; or --local-rank=N, as it
+    does since torch 2.0, to a script in whose text there is this spelling only."""
+    no_python: bool = False
+    """The program is not a Python script: run it itself."""
+    show: str = "all"
+    """Ranks whose output is shown: all, none, or 0,2,5."""
+    log_dir: str | None = None
+    """Write each rank's output, byte for byte, to LOG_DIR/RUN/attempt_N/RANK/stdout.log and
+    stderr.log."""
+    redirects: str = "0"
+    """As in torchrun (-r): streams that go only to the files: 1 stdout, 2 stderr, 3 both; or by
+    local rank, such as 0:1,1:3."""
+    tee: str = "0"
+    """As in torchrun (-t): like --redirects, but also shown. Select ranks with --show."""
+    local_ranks_filter: str = ""
+    """As in torchrun: show only these local ranks, such as 0,1."""
+    log_line_prefix_template: str = "[rank ${rank}] "
+    """As in torchrun: may contain ${rank}, ${local_rank}, ${role_name} and ${hostname}."""
+    role: str = "default"
+    """As in torchrun: sets ROLE_NAME."""
+    rdzv_id: str | None = None
+    """As in torchrun: sets TORCHELASTIC_RUN_ID, and names the run in LOG_DIR. Default: random."""
+    master_port: int | None = None
+    """As in torchrun: the port that rank 0 listens on. Default: a free port."""
+    virtual_local_rank: bool = False
+    """As in torchrun: LOCAL_RANK is 0 everywhere, and each rank sees only its own GPUs."""
+    signals_to_handle: str = "SIGTERM,SIGINT,SIGHUP,SIGQUIT"
+    """As in torchrun: signals that are forwarded to all ranks and end the run."""
+    grace_s: float = 30.0
+    """Seconds from SIGINT or SIGTERM to SIGKILL (torchrun's --shutdown-timeout). A second Ctrl-C
+    kills all ranks immediately."""
+    wait_s: float = 60.0
+    """How long a running cluster may lack room, at the start and when a node is lost."""
+    ship: Literal["auto", "always", "never"] = "auto"
+    """Copy the current folder to other machines; auto: to those that have not the same files there
+    (of other files than *.py, those that both have)."""
+    export: str = ""
+    """NAME,NAME: variables that get this shell's value on all machines. On another machine, this
+    shell's other variables are set only if its `ray start` did not set them and they are not
+    specific to one machine (PATH, HOME, LD_*, CONDA_*, CUDA_VISIBLE_DEVICES ... stay here)."""
+    address: str | None = None
+    """A running Ray cluster (auto: on this machine). Default: RAY_ADDRESS, else an embedded Ray."""
+    standalone: bool = False
+    """As in torchrun: use only this machine, and ignore RAY_ADDRESS."""
+    dry_run: bool = False
+    """Print each worker's environment and command, and do nothing else."""
+
+    def __post_init__(self) -> None:
+        _from(1, "--num-workers", self.num_workers)
+        _from(1, "--gpus-per-worker", self.gpus_per_worker)
+        _from(0, "--max-restarts", self.max_restarts)
+        _from(0, "--grace-s", self.grace_s)
+        _from(0, "--wait-s", self.wait_s)
+        cpus = self.cpus_per_worker
+        require(cpus is None or cpus > 0, "--cpus-per-worker", cpus, "must be above 0")
+        counted = self.nproc_per_node is not None
+        if self.gpus_per_worker is not None and not (self.use_gpu or counted):
+            raise ConfigError("--gpus-per-worker is for --use-gpu: add it.")
+        if self.num_workers is not None and (counted or self.nnodes is not None):
+            raise ConfigError(
+                "--num-workers counts all processes: remove --nproc-per-node and --nnodes."
+            )
+        if counted and self.per == "node":
+            raise ConfigError(
+                "--per node starts one process on each node: remove --nproc-per-node."
+            )
+        if self.standalone and self.address is not None:
+            raise ConfigError("--standalone uses only this machine: remove it or --address.")
+        nproc = self.nproc_per_node or "1"
+        known = nproc in ("auto", "cpu", "gpu") or (nproc.isdecimal() and int(nproc) > 0)
+        require(known, "--nproc-per-node", nproc, "must be 1 or more, auto, cpu or gpu")
+        nodes = self.nnodes or "1"
+        ranged = re.fullmatch(r"\d+(:\d+)?", nodes) and 0 < self.nodes[0] <= self.nodes[1]
+        require(bool(ranged), "--nnodes", nodes, "must be like 2, or like 1:4")
+        least, most = 0, 65_535
+        port = self.master_port
+        require(port is None or least <= port <= most, "--master-port", port, "must be a port")
+        rule = "must be 0 (none), 1 (stdout), 2 (stderr), 3 (both), or like 0:1,1:3 by local rank"
+        for flag, value in (("--tee", self.tee), ("--redirects", self.redirects)):
+            require(bool(_STREAMS.fullmatch(value)), flag, value, rule)
+        for flag, value in (("--show", self.show), ("--local-ranks-filter", self.filter)):
+            rule = "must be all, none, or like 0,2,5"
+            require(value in ("all", "none") or _ranks(value) is not None, flag, value, rule)
+        for name in self.signals:
+            known = name in signal.Signals.__members__ and name not in ("SIGKILL", "SIGSTOP")
+            require(known, "--signals-to-handle", name, "is not a signal that can be handled")
+
+    @property
+    def exported(self) -> list[str]:
+        """The names in --export."""
+        return [name for each in self.export.split(",") if (name := each.strip())]
+
+    @property
+    def signals(self) -> list[str]:
+        """The names in --signals-to-handle."""
+        return [name for each in self.signals_to_handle.split(",") if (name := each.strip())]
+
+    @property
+    def nodes(self) -> tuple[int, int]:
+        """The least and the most nodes, by --nnodes."""
+        least, _, most = (self.nnodes or "1").partition(":")
+        return int(least), int(most or least)
+
+    @property
+    def by_node(self) -> bool:
+        """Whether the workers are counted by node, as torchrun does."""
+        return self.per == "worker" and (self.nproc_per_node or self.nnodes) is not None
+
+    @property
+    def filter(self) -> str:
+        """--local-ranks-filter as --show has it."""
+        return self.local_ranks_filter or "all"
+
+    @property
+    def files(self) -> bool:
+        """Whether the ranks' output goes to files."""
+        wanted = self.log_dir is not None or f"{self.tee}{self.redirects}".strip("0") != ""
+        return wanted and self.log_dir != os.devnull
+
+    def shown(self, rank: int, local_rank: int, stream: str) -> bool:
+        """Whether this rank's stream (``stdout`` or ``stderr``) goes to the console."""
+        if not (_chosen(self.show, rank) and _chosen(self.filter, local_rank)):
+            return False
+        bit = 1 if stream == "stdout" else 2
+        redirected, teed = (_streams(text, local_rank) for text in (self.redirects, self.tee))
+        return not redirected & bit or bool(teed & bit)
+
+
+@dataclass(frozen=True)
+class Order:
+    """One call of `run`.
+
+    Args:
+        program: the script, or with `module` the name of one; `args` follow it untouched.
+        notes: messages about the command line, shown before anything starts.
+    """
+
+    flags: Flags
+    program: str
+    args: Sequence[str] = ()
+    module: bool = False
+    notes: Sequence[str] = ()
+
+    def __post_init__(self) -> None:
+        if self.flags.no_python:
+            require(not self.module, "-m", self.program, "is not for --no-python")
+            require(
+                not self.flags.legacy_local_rank,
+                *("--legacy-local-rank", True),
+                "is for Python scripts; write --local_rank={local_rank} behind the program",
+            )
+
+    def require_script(self, folder: Path) -> None:
+        """Raises ConfigError if there is no such script in the folder."""
+        if self.module or self.flags.no_python or (folder / self.program).is_file():
+            return
+        hint = did_you_mean(self.program, (p.name for p in folder.glob("*.py")))
+        raise ConfigError(f"there is no script {self.program!r} in {folder}.{hint}")
+
+    def command(
+        self, python: str, values: Mapping[str, str], moved: Callable[[str], str] = str
+    ) -> list[str]:
+        """What one worker runs: as torchrun, with the placeholders filled in from `values`.
+
+        Args:
+            moved: the script's path as it is there.
+        """
+        head = [] if self.flags.no_python else [python, "-u"]
+        head += ["-m", self.program] if self.module else [moved(self.program)]
+        if self.flags.legacy_local_rank:
+            head.append(f"{self._local_rank_flag()}={values['local_rank']}")
+        return head + [fill(arg, values) for arg in self.args]
+
+    def _local_rank_flag(self) -> str:
+        """Old scripts read the one, new ones the other or both."""
+        try:
+            text = Path(self.program).read_text(encoding="utf-8", errors="replace")
+        except OSError:  # a module
+            text = ""
+        dashed_only = "--local-rank" in text and "--local_rank" not in text
+        return "--local-rank" if dashed_only else "--local_rank"
+
+
+def fill(text: str, values: Mapping[str, str]) -> str:
+    """``{rank}`` and the other placeholders by their values, and torchrun's ``${local_rank}``;
+    other braces stay."""
+    text = text.replace("${local_rank}", values["local_rank"])
+    for name in (*PLACEHOLDERS, INIT_METHOD):
+        text = text.replace(f"{{{name}}}", values[name])
+    return text
+
+
+def _from(least: float, flag: str, value: float | None) -> None:
+    require(value is None or value >= least, flag, value, f"must be {least:g} or more")
+
+
+def _ranks(text: str) -> set[int] | None:
+    """``0,2,5`` as a set; None where it is not like that."""
+    words = [word.strip() for word in text.split(",")]
+    return {int(word) for word in words} if all(word.isdecimal() for word in words) else None
+
+
+def _chosen(text: str, rank: int) -> bool:
+    return text == "all" or (text != "none" and rank in (_ranks(text) or ()))
+
+
+def _streams(text: str, local_rank: int) -> int:
+    """The bits of --tee or --redirects for a local rank."""
+    if ":" not in text:
+        return int(text)
+    pairs = dict(pair.split(":") for pair in text.split(","))
+    return int(pairs.get(str(local_rank), "0"))

@@ -1,0 +1,221 @@
+"""Runs a script on the cluster's workers, again if it must, and says how it ended."""
+
+from __future__ import annotations
+
+import os
+import queue
+import signal
+import stat
+import sys
+import tempfile
+import threading
+import uuid
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from string import Template
+from types import FrameType
+
+from raytrain_ddp.config.validation import require
+from raytrain_ddp.errors import PreflightError
+from raytrain_ddp.launcher.attempt import Attempt
+from raytrain_ddp.launcher.capacity import connected, layout_for
+from raytrain_ddp.launcher.exit_report import first_failure, ranks_said, report
+from raytrain_ddp.launcher.output import Output
+from raytrain_ddp.launcher.rank_environment import Worker, overruled
+from raytrain_ddp.launcher.run_options import Flags, Order
+from raytrain_ddp.launcher.worker_group import Crew, SeatLost
+from raytrain_ddp.ray_backend.cluster import Nodes
+
+
+def launch(order: Order) -> int:
+    """Runs the script to its end; returns its exit status (128 + n if signal n ended it).
+
+    Raises:
+        ConfigError: there is no such script, or no such variable.
+        PreflightError: there is no Ray, no room, or a folder too large to be copied.
+        RetriesExhausted: the cluster's head is lost.
+        KeyboardInterrupt: a signal came before the script was started; its argument is the number.
+        BrokenPipeError: whoever has read our output has gone.
+    """
+    order.require_script(Path.cwd())
+    driver = dict(os.environ)  # before anything of ours or Ray's is added
+    for name in order.flags.exported:
+        require(name in driver, "--export", name, "is not set in this shell")
+    ours = [signal.Signals[name] for name in order.flags.signals]
+    # Ray puts a handler of its own in place, so ours comes again.
+    with _signals(ours) as stops, connected(order.flags, _tell), _signals(ours, stops):
+        return _attempts(order, driver, stops)
+
+
+def _attempts(order: Order, driver: dict[str, str], stops: list[int]) -> int:
+    flags, run_id = order.flags, str(uuid.uuid4())
+    nodes = Nodes(kept="All ranks are ended.")
+
+    def check() -> None:
+        nodes()
+        if stops:
+            raise KeyboardInterrupt(stops[0])
+
+    logs = _log_folder(flags, run_id) if flags.files else None
+    if logs is not None:
+        _tell(f"output of each rank: {logs}")
+    crew: Crew | None = None
+    status, stdin = 0, None
+    try:
+        check()
+        for attempt in range(flags.max_restarts + 1):
+            if attempt:
+                _tell(f"starting all again: restart {attempt} of {flags.max_restarts}")
+            try:
+                if crew is None:
+                    layout = layout_for(flags, nodes())
+                    crew = Crew(order, layout, driver, sys.executable, _tell, check)
+                    _tell(_places(crew.workers))
+                if not attempt:
+                    if changed := overruled(driver, crew.workers):
+                        _tell(f"not passed on from this shell, or overridden: {', '.join(changed)}")
+                    stdin = _standard_input()
+                crew.start(run_id, attempt, check, feeds=stdin is not None)
+                folder = logs / f"attempt_{attempt}" if logs else None
+                status, lost = _attempt(order, crew, folder, stops, nodes, stdin)
+            except SeatLost as error:
+                _tell(str(error))
+                status, lost = error.exit_status, True
+            if stops:
+                status = 128 + stops[0]
+            if stops or not status:
+                break
+            if lost and crew is not None:
+                crew.close()
+                crew = None
+        return status
+    finally:
+        if crew is not None:
+            crew.close()
+        nodes.close()
+
+
+def _attempt(
+    order: Order,
+    crew: Crew,
+    logs: Path | None,
+    stops: list[int],
+    nodes: Nodes,
+    stdin: Callable[[], bytes | None] | None,
+) -> tuple[int, bool]:
+    """The exit status of what has been started, and whether some agent is lost.
+
+    Raises:
+        RetriesExhausted: the cluster's head is lost.
+    """
+    flags, workers = order.flags, crew.workers
+
+    def shown(rank: int, stream: str) -> bool:
+        return flags.shown(rank, workers[rank].local_rank, stream)
+
+    def prefix(rank: int) -> str:
+        worker = workers[rank]
+        return Template(flags.log_line_prefix_template).safe_substitute(
+            role_name=flags.role,
+            rank=rank,
+            local_rank=worker.local_rank,
+            hostname=worker.seat.host,
+        )
+
+    with Output(shown, logs, lambda: stops, prefix) as output:
+        output.open_files(range(len(workers)))
+        ends = Attempt(crew, output, flags.grace_s, stops, nodes, _tell, stdin).run()
+    failed = first_failure(ends, output, crew.clocks)
+    if failed is not None:
+        print(report(failed, ends, workers, output), file=sys.stderr, flush=True)
+    status = 0 if failed is None else ends[failed].exit_status
+    return status, any(end.status is None for end in ends.values())
+
+
+def _log_folder(flags: Flags, run_id: str) -> Path:
+    """A new folder in LOG_DIR (as under torchrun, else among the temporary files) for this run.
+
+    Raises:
+        PreflightError: it cannot be made.
+    """
+    try:
+        top = Path(flags.log_dir or tempfile.mkdtemp(prefix="torchelastic_")).absolute()
+        folder = top / f"{flags.rdzv_id or 'none'}_{run_id[:8]}"
+        folder.mkdir(parents=True)
+    except OSError as error:
+        raise PreflightError(f"--log-dir {flags.log_dir}: {error}") from None
+    return folder
+
+
+def _standard_input() -> Callable[[], bytes | None] | None:
+    """Gives what comes on standard input piece by piece, None as long as there is nothing new, and
+    b"" for ever at its end. None where it is a terminal, which belongs to the shell, or nothing."""
+    try:
+        mode = os.fstat(0).st_mode
+    except OSError:
+        return None
+    if not (stat.S_ISFIFO(mode) or stat.S_ISREG(mode) or stat.S_ISSOCK(mode)):
+        return None
+    pieces: queue.Queue[bytes] = queue.Queue(maxsize=2)
+
+    def read() -> None:
+        data = b"?"
+        while data:
+            try:
+                data = os.read(0, 1 << 18)
+            except OSError:
+                data = b""
+            pieces.put(data)
+
+    def take() -> bytes | None:
+        if not reader.is_alive() and pieces.empty():
+            return b""
+        try:
+            return pieces.get_nowait()
+        except queue.Empty:
+            return None
+
+    reader = threading.Thread(target=read, name="stdin", daemon=True)
+    reader.start()
+    return take
+
+
+def _places(workers: Sequence[Worker]) -> str:
+    """``ranks 0-1 on head (10.0.0.1), ranks 2-3 on w1 (10.0.0.2)``"""
+    nodes: dict[int, list[Worker]] = {}
+    for worker in workers:
+        nodes.setdefault(worker.node_rank, []).append(worker)
+    places = [f"{ranks_said(w.rank for w in here)} on {here[0].where}" for here in nodes.values()]
+    return ", ".join(places)
+
+
+def _tell(text: str) -> None:
+    print(f"run: {text}", file=sys.stderr, flush=True)
+
+
+@contextmanager
+def _signals(ours: Sequence[int], noted: list[int] | None = None) -> Iterator[list[int]]:
+    """Collects the numbers of these signals, in `noted` if it is given: an exception from a handler
+    could not pass through Ray's own code.
+
+    Without it, while Ray is started or joined, a second signal ends that: it may hang.
+    """
+    stops: list[int] = [] if noted is None else noted
+
+    def note(number: int, _: FrameType | None) -> None:
+        stops.append(number)
+        if noted is None and len(stops) > 1:
+            raise KeyboardInterrupt(stops[0])
+
+    if threading.current_thread() is not threading.main_thread():
+        yield stops
+        return
+    # `nohup` wants it to live on
+    ours = [n for n in ours if n != signal.SIGHUP or signal.getsignal(n) != signal.SIG_IGN]
+    before = {number: signal.signal(number, note) for number in ours}
+    try:
+        yield stops
+    finally:
+        for number, old in before.items():
+            signal.signal(number, old)

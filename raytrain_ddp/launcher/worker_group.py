@@ -1,0 +1,269 @@
+"""The workers' seats on the cluster: an actor for each, in one placement group."""
+
+from __future__ import annotations
+
+import random
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from raytrain_ddp.errors import PreflightError, RetriesExhausted
+from raytrain_ddp.launcher import agent, code_shipping, supervisor
+from raytrain_ddp.launcher.agent import Agent
+from raytrain_ddp.launcher.capacity import Places, lacking, refusal
+from raytrain_ddp.launcher.code_shipping import moved
+from raytrain_ddp.launcher.rank_environment import (
+    Group,
+    Seat,
+    Worker,
+    base_environment,
+    environment,
+    meeting_address,
+    ranked,
+    values,
+)
+from raytrain_ddp.launcher.run_options import Order
+from raytrain_ddp.launcher.working_folder import provide
+from raytrain_ddp.ray_backend.cluster import living
+
+_POLL_S = 0.2
+_ANSWER_TIMEOUT_S = 300.0
+_CLOSE_TIMEOUT_S = 5.0
+_CLOCK_ASKED = 5
+# Below the range from which systems take the ports of outgoing connections, and above that of the
+# services one knows: what is free now is free when the script listens there seconds later.
+# And above those of slurm.sbatch.
+_PORTS = range(32_000, 32_768)
+
+Check = Callable[[], None]
+
+
+class SeatLost(RetriesExhausted):
+    """A seat was lost before the script was started on it."""
+
+
+class Crew:
+    """An agent on each seat, ranked. `check` is called while waiting, and may raise.
+
+    Raises:
+        PreflightError: there is no room, also after `wait_s`; or the code cannot be copied.
+        SeatLost: a node went while all this was going on.
+    """
+
+    def __init__(
+        self,
+        order: Order,
+        layout: Places,
+        driver: Mapping[str, str],
+        python: str,
+        tell: Callable[[str], None],
+        check: Check,
+    ) -> None:
+        self._order, self._driver, self._python, self._check = order, driver, python, check
+        self._group: Any = None
+        self._agents: list[Any] = []
+        try:
+            self._group = _reserve(order.flags.wait_s, layout, tell, check)
+            self._agents = _agents(self._group, layout)
+            facts = _answers([a.seat.remote() for a in self._agents], check)
+            self._here = _this_node()
+            self._facts = facts
+            self.workers: Sequence[Worker] = ranked(
+                [_seat(number, fact) for number, fact in enumerate(facts)], self._here
+            )
+            first = [w for w in self.workers if w.local_rank == 0 and w.seat.node != self._here]
+            copies = provide(order, first, self._ask, tell)
+            self._folders = {self.workers[rank].node_rank: copies[rank] for rank in copies}
+        except BaseException:
+            self.close()
+            raise
+
+    def agent(self, rank: int) -> Any:
+        """The actor of a rank."""
+        return self._agents[self.workers[rank].seat.number]
+
+    def start(self, run_id: str, attempt: int, check: Check, feeds: bool) -> None:
+        """Starts the script on all workers; no rank is ahead by more than a moment.
+
+        Args:
+            feeds: whether rank 0 has a standard input.
+        """
+        asked = self._order.flags.master_port
+        wanted = [asked] if asked is not None else random.sample(_PORTS, 20)
+        (port,) = _answers([self.agent(0).free_port.remote(wanted)], check)
+        if not port:
+            where = self.workers[0].where
+            raise PreflightError(
+                f"--master-port {asked} is in use on {where}: choose another port."
+            )
+        group = Group(self.workers, meeting_address(self.workers), port, run_id, attempt)
+        started = [self._start(group, worker, feeds) for worker in self.workers]
+        _answers(started, check)
+
+    def clocks(self, ranks: Sequence[int]) -> dict[int, float]:
+        """How far these ranks' clocks are ahead of this one, in seconds, to a millisecond or so;
+        of a machine that does not answer it is not known."""
+        import ray
+
+        ahead: dict[str, float] = {}
+        nodes = {self.workers[rank].seat.node: rank for rank in ranks}
+        for node, rank in nodes.items() if len(nodes) > 1 else ():
+            best_s = float("inf")
+            for _ in range(_CLOCK_ASKED):
+                asked = time.monotonic()
+                with suppress(ray.exceptions.RayError):  # GetTimeoutError too
+                    theirs = ray.get(self.agent(rank).clock.remote(), timeout=2)
+                    if (took_s := time.monotonic() - asked) < best_s:
+                        best_s, ahead[node] = took_s, theirs - asked - took_s / 2
+        return {r: ahead[n] for r in ranks if (n := self.workers[r].seat.node) in ahead}
+
+    def close(self) -> None:
+        """Ends all agents, and with them whatever their scripts have left."""
+        # Aside: where Ray itself has been ended meanwhile, its calls take a minute to say so.
+        closing = threading.Thread(target=_release, args=(self._agents, self._group), daemon=True)
+        closing.start()
+        closing.join(_CLOSE_TIMEOUT_S)
+        self._agents, self._group = [], None
+
+    def _start(self, group: Group, worker: Worker, feeds: bool) -> Any:
+        fact, flags = self._facts[worker.seat.number], self._order.flags
+        local, here = worker.seat.node == self._here, Path.cwd()
+        folder = self._folders.get(worker.node_rank, str(here))
+        there = partial(moved, here=here, there=folder)
+        python = self._python if local else fact["python"]
+        base = base_environment(self._driver, fact["environment"], local, flags.exported, there)
+        return self.agent(worker.rank).start.remote(
+            self._order.command(python, values(group, worker), there),
+            environment(flags, group, worker, base, error_file=""),
+            folder,
+            flags.env == "slurm",
+            feeds and worker.rank == 0,
+        )
+
+    def _ask(self, workers: Sequence[Worker], method: str, *args: Any) -> list[Any]:
+        asked = [getattr(self.agent(worker.rank), method).remote(*args) for worker in workers]
+        return _answers(asked, self._check, [worker.where for worker in workers])
+
+
+def _release(agents: Sequence[Any], group: Any) -> None:
+    import ray
+
+    with suppress(Exception):  # there is nothing to be done about it
+        for each in agents:  # at once, and also where no head is left to end the agents
+            each.signal.remote("kill")
+        cleaned = [each.clean.remote() for each in agents]
+        if cleaned:
+            ray.wait(cleaned, num_returns=len(cleaned), timeout=1)
+        for each in agents:
+            ray.kill(each, no_restart=True)
+        if group is not None:
+            ray.util.remove_placement_group(group)
+
+
+def _reserve(wait_s: float, layout: Places, tell: Callable[[str], None], check: Check) -> Any:
+    """A placement group with room for all workers."""
+    from ray.util import placement_group, remove_placement_group
+
+    strategy = "STRICT_SPREAD" if layout.apart else "PACK"
+    group = placement_group(layout.bundles, strategy=strategy)
+    began = time.monotonic()
+    lacks = lacking(layout, living())
+    said = False
+    try:
+        while not group.wait(_POLL_S):
+            check()
+            waited_s = time.monotonic() - began
+            lacks = lacking(layout, living())
+            if waited_s > wait_s:
+                busy = "others use what there is (ray status)"
+                raise refusal(layout, lacks or busy, "the cluster")
+            if not said and (lacks or waited_s > 2):
+                said = True
+                tell(f"waiting up to {wait_s:g} s for {layout.said}: {lacks or 'all busy'}")
+    except BaseException:
+        remove_placement_group(group)
+        raise
+    return group
+
+
+@contextmanager
+def sent_whole() -> Iterator[None]:
+    """The agent's class goes to the nodes as it is here: they need not have this package."""
+    from ray import cloudpickle
+
+    for module in (agent, code_shipping):
+        cloudpickle.register_pickle_by_value(module)
+    try:
+        yield
+    finally:
+        for module in (agent, code_shipping):
+            cloudpickle.unregister_pickle_by_value(module)
+
+
+def _agents(group: Any, layout: Places) -> list[Any]:
+    import ray
+    from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+    source = Path(supervisor.__file__).read_text(encoding="utf-8")
+    actor = ray.remote(Agent)
+    with sent_whole():
+        return [
+            actor.options(
+                num_cpus=layout.per_worker["CPU"],
+                num_gpus=layout.per_worker.get("GPU", 0),
+                max_concurrency=8,
+                scheduling_strategy=PlacementGroupSchedulingStrategy(
+                    group, placement_group_bundle_index=number // layout.each
+                ),
+            ).remote(source)
+            for number in range(layout.least)
+        ]
+
+
+def _seat(number: int, fact: Mapping[str, Any]) -> Seat:
+    named = {name: fact[name] for name in ("node", "ip", "host", "node_has_gpus")}
+    return replace(Seat(number, gpus=(), **named), gpus=[str(gpu) for gpu in fact["gpus"]])
+
+
+def _answers(asked: list[Any], check: Check, where: Sequence[str] = ()) -> list[Any]:
+    """What the agents answer.
+
+    Args:
+        where: the machine of each, for what is said of an error.
+
+    Raises:
+        SeatLost: one of them does not, as its node or its process is gone.
+        PreflightError: it cannot do what it is asked for.
+    """
+    import ray
+
+    deadline = time.monotonic() + _ANSWER_TIMEOUT_S
+    while True:
+        ready, _ = ray.wait(asked, num_returns=len(asked), timeout=_POLL_S)
+        if len(ready) == len(asked) or time.monotonic() > deadline:
+            break
+        check()
+    answers = []
+    for number, each in enumerate(asked):
+        try:
+            answers.append(ray.get(each, timeout=1))
+        except (ray.exceptions.RayActorError, ray.exceptions.GetTimeoutError) as error:
+            said = str(error).strip().splitlines()
+            raise SeatLost(
+                f"a node or a worker of Ray was lost: {(said or ['no answer'])[-1]}"
+            ) from error
+        except ray.exceptions.RayTaskError as error:
+            place = where[number] if where else "a node of the cluster"
+            raise PreflightError(f"{place}: {error.cause or error}") from None
+    return answers
+
+
+def _this_node() -> str:
+    import ray
+
+    return str(ray.get_runtime_context().get_node_id())

@@ -1,0 +1,104 @@
+"""In which folder the script works on each machine: in that of the driver, or in a copy."""
+
+from __future__ import annotations
+
+import os
+import socket
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from raytrain_ddp.errors import PreflightError
+from raytrain_ddp.launcher import code_shipping
+from raytrain_ddp.launcher.rank_environment import Worker
+from raytrain_ddp.launcher.run_options import Order
+
+_MARK_AGE_S = 600.0
+
+# Calls a method of the agents of some workers, and waits for their answers.
+Ask = Callable[..., list[Any]]
+
+
+def provide(
+    order: Order, elsewhere: Sequence[Worker], ask: Ask, tell: Callable[[str], None]
+) -> dict[int, str]:
+    """The folders of the nodes, by rank, that work in a copy. The others see the driver's folder,
+    or have the same files in one of the same path.
+
+    Args:
+        elsewhere: the first worker of each node that is not the driver's.
+
+    Raises:
+        PreflightError: the folder cannot be copied, or the script is outside of it.
+    """
+    here, flags = Path.cwd(), order.flags
+    if not elsewhere or flags.ship == "never":
+        return {}
+    _require_script(order, here, elsewhere, ask)
+    why = {worker.rank: "--ship always" for worker in elsewhere}
+    if flags.ship == "auto":
+        why = _lacking(here, elsewhere, ask)
+    lacks = [worker for worker in elsewhere if worker.rank in why]
+    if not lacks:
+        return {}
+    import ray
+
+    archive = ray.put(code_shipping.pack(here))
+    places = ask(lacks, "unpack", archive, code_shipping.place_name(here, socket.gethostname()))
+    for worker, place in zip(lacks, places, strict=True):
+        tell(f"{worker.where} works in a copy of {here} ({why[worker.rank]}): {place}")
+    return {worker.rank: place for worker, place in zip(lacks, places, strict=True)}
+
+
+def _require_script(order: Order, here: Path, elsewhere: Sequence[Worker], ask: Ask) -> None:
+    if order.module or order.flags.no_python:
+        return
+    script = os.path.normpath(here / order.program)
+    if Path(script).is_relative_to(here):
+        return
+    for worker, there in zip(elsewhere, ask(elsewhere, "exists", script), strict=True):
+        if not there:
+            raise PreflightError(
+                f"{script} is not on {worker.where}, and is not copied there, as it is outside of "
+                f"the folder in which run was called, {here}. Call run in the script's folder or "
+                "one above it."
+            )
+
+
+def _lacking(here: Path, elsewhere: Sequence[Worker], ask: Ask) -> dict[int, str]:
+    """Which nodes have not the same files there, and why one knows."""
+    with _marked(here) as mark:
+        seen = ask(elsewhere, "exists", mark) if mark else [False] * len(elsewhere)
+    others = [worker for worker, sees in zip(elsewhere, seen, strict=True) if not sees]
+    if not others:
+        return {}
+    mine = code_shipping.contents(here)
+    why: dict[int, str] = {}
+    for worker, theirs in zip(others, ask(others, "contents", str(here)), strict=True):
+        other = code_shipping.difference(mine, theirs)
+        if other:
+            lacks = "it is not there" if theirs is None else f"its {other} is another there"
+            why[worker.rank] = lacks
+    return why
+
+
+@contextmanager
+def _marked(folder: Path) -> Iterator[str]:
+    """A file by which others know that they see the same folder; "" where nothing can be written.
+    Of a folder that is shared nothing needs to be compared, however large it is."""
+    try:
+        for left in folder.glob(f"{code_shipping.MARK}*"):  # by a run that was killed just then
+            if left.stat().st_mtime < time.time() - _MARK_AGE_S:
+                left.unlink()
+        number, name = tempfile.mkstemp(prefix=code_shipping.MARK, dir=folder)
+    except OSError:
+        yield ""
+        return
+    os.close(number)
+    try:
+        yield name
+    finally:
+        os.unlink(name)

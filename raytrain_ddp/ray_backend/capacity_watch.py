@@ -1,0 +1,172 @@
+"""Whether there will be workers at all: Ray Train itself waits for room for ever."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from raytrain_ddp.errors import PreflightError
+from raytrain_ddp.ray_backend.placement import Layout, room
+
+_LOOK_EVERY_S = 2.0
+_SAY_EVERY_S = 30.0
+_TICK_S, _LONGEST_TICK_S = 0.1, 1.0
+# With room enough, but no worker in it: it is taken by others, or their start fails over and over.
+_STARTED_WITHIN_S = 480.0
+
+
+class Awake:
+    """A clock that stands still while this process is stopped (SIGSTOP, a laptop that sleeps): then
+    whatever has been silent meanwhile may have spoken all the time. In seconds."""
+
+    def __init__(self) -> None:
+        self._seconds = 0.0
+        self._closed = threading.Event()
+        threading.Thread(target=self._tick, name="awake", daemon=True).start()
+
+    def __call__(self) -> float:
+        return self._seconds
+
+    def close(self) -> None:
+        self._closed.set()
+
+    def _tick(self) -> None:
+        at = time.monotonic()
+        while not self._closed.wait(_TICK_S):
+            before, at = at, time.monotonic()
+            self._seconds += min(at - before, _LONGEST_TICK_S)
+
+
+class Waiting:
+    """Watches the cluster's nodes all the time, and the time that workers take to come.
+
+    Args:
+        wait_s: how long room for the fewest workers may be lacking.
+        nodes: the resources of each node that lives.
+        changed: called when there are other nodes than before.
+    """
+
+    def __init__(
+        self,
+        layout: Layout,
+        wait_s: float,
+        nodes: Callable[[], Sequence[Mapping[str, float]]],
+        changed: Callable[[], None],
+        show: Callable[[Mapping[str, Any]], None],
+        now: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._layout, self._wait_s, self._nodes, self._changed = layout, wait_s, nodes, changed
+        self._show, self._now = show, now
+        self._before = len(nodes())
+        self._since: float | None = now()
+        self._lacking_since: float | None = None
+        self._looked_at = now()
+
+    def lost(self) -> None:
+        """The workers are gone, and Ray begins to look for room for others."""
+        self._since = self._now()
+
+    def joined(self) -> None:
+        self._since = None
+
+    def look(self) -> None:
+        """Raises PreflightError when no workers can be expected any more; cheap to call often."""
+        now = self._now()
+        if now - self._looked_at < _LOOK_EVERY_S:
+            return
+        self._looked_at = now
+        said, nodes = self._layout.said, self._nodes()
+        if len(nodes) != self._before:
+            self._before = len(nodes)
+            self._changed()
+        has = room(self._layout, nodes)
+        if has >= self._layout.least:
+            self._lacking_since = None
+            if self._since is not None and now - self._since > _STARTED_WITHIN_S:
+                raise PreflightError(
+                    f"Ray has not started {said} in {_STARTED_WITHIN_S:g} s, although the cluster "
+                    "has that room: is it busy (`ray status`), or does their start fail (logs/)?"
+                )
+            return
+        lack = f"for {said}, each with {dict(self._layout.per_worker)}, there is room for {has}"
+        if self._lacking_since is None:
+            self._lacking_since = now
+            text = f"waiting up to {self._wait_s:g} s: {lack} on {len(nodes)} node(s)"
+            self._show({"kind": "note", "text": text})
+        if now - self._lacking_since > self._wait_s:
+            raise PreflightError(
+                f"{lack} on the cluster's {len(nodes)} node(s), and {self._wait_s:g} s "
+                "(scaling.wait_s) brought no more. What is committed is kept. Take fewer with "
+                "--scaling.num-workers, or MIN:MAX of them."
+            )
+
+
+class StartWatch:
+    """Reports what a start of the workers is waiting for; until they train, nothing else watches
+    them.
+
+    Args:
+        nodes: the resources of each node that lives.
+        stopped: returns the workers on this machine that are stopped.
+    """
+
+    def __init__(
+        self,
+        layout: Layout,
+        nodes: Callable[[], Sequence[Mapping[str, float]]],
+        show: Callable[[Mapping[str, Any]], None],
+        now: Callable[[], float],
+        stopped: Callable[[], list[str]],
+    ) -> None:
+        self._layout, self._nodes, self._show, self._now = layout, nodes, show, now
+        self._stopped = stopped
+        self.lost()
+
+    def lost(self) -> None:
+        """The workers are gone, and Ray starts new ones."""
+        self._since: float | None = self._now()
+        self._told_at = self._since
+        self._start, self._ranks = "", set[int]()
+
+    def take(self, event: Mapping[str, Any]) -> None:
+        if event["kind"] == "plan":
+            self._since = None
+        elif event["kind"] == "joined":
+            if event["start"] != self._start:
+                self._start, self._ranks = event["start"], set()
+            self._ranks.add(event["rank"])
+
+    def look(self) -> None:
+        """Cheap to call often."""
+        now = self._now()
+        if self._since is None or now - self._told_at < _SAY_EVERY_S:
+            return
+        self._told_at = now
+        nodes = self._nodes()
+        text = f"Ray has not started {self._layout.said} yet"
+        if self._ranks:
+            ranks = ", ".join(map(str, sorted(self._ranks)))
+            text = f"the workers are not training yet; started so far: rank {ranks}"
+        has = f"room for {room(self._layout, nodes)} on {len(nodes)} node(s)"
+        stopped = "".join(f"; {each} is stopped (SIGSTOP)" for each in self._stopped())
+        text = f"{text}, after {now - self._since:.0f} s; {has}{stopped}"
+        self._show({"kind": "note", "text": text})
+
+
+def stopped_workers() -> list[str]:
+    """Those of Ray's workers on this machine, of this user, that are stopped, as ``pid 12
+    (ray::RayTrainWorker)``."""
+    found = []
+    for entry in Path("/proc").glob("[0-9]*"):
+        with suppress(OSError, IndexError):
+            state = (entry / "stat").read_bytes().rpartition(b")")[2].split()[0]
+            if state in (b"T", b"t") and entry.stat().st_uid == os.getuid():
+                title = (entry / "cmdline").read_bytes().split(b"\0")[0].decode(errors="replace")
+                if title.startswith("ray::"):
+                    found.append(f"pid {entry.name} ({title.split()[0]})")
+    return sorted(found)

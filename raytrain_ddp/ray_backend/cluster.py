@@ -1,0 +1,257 @@
+"""A Ray to run on: an embedded one, or a cluster that is there already."""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+from raytrain_ddp.config.train_config import TrainConfig
+from raytrain_ddp.errors import RetriesExhausted
+from raytrain_ddp.ray_backend.auth_token import use_token
+from raytrain_ddp.ray_backend.capacity_watch import Awake
+from raytrain_ddp.ray_backend.failure_policy import KEPT
+from raytrain_ddp.ray_backend.placement import (
+    Layout,
+    choose_layout,
+    missing,
+    refuse,
+    this_machine,
+)
+from raytrain_ddp.ray_backend.ray_settings import dashboard_port, own_api, ray_settings, settled
+from raytrain_ddp.ray_backend.ray_start import (
+    RAY_START_S,
+    persistently_started,
+    require_listener,
+    require_same,
+)
+from raytrain_ddp.tasks.task_loading import BUILT_IN
+from raytrain_ddp.uri import answer_within
+
+_ASK_EVERY_S = 2.0
+_SHUTDOWN_S = 30.0
+_HEAD_DEAD_AFTER_S = 30.0  # after 60 s Ray ends all processes that were connected to it
+
+
+def is_connected() -> bool:
+    """Whether this process is connected to Ray already."""
+    return "ray" in sys.modules and sys.modules["ray"].is_initialized()
+
+
+@contextmanager
+def joined(
+    address: str | None,
+    settings: Mapping[str, str],
+    options: Mapping[str, Any],
+    tell: Callable[[str], None],
+    meanwhile: Callable[[], None] = lambda: None,
+    wait_s: float = 0.0,
+) -> Iterator[None]:
+    """Connects to the Ray at an address; without an address, starts a Ray here and stops it
+    afterwards. Does neither if this process is already connected. Afterwards, the environment is
+    restored, except for the token's mode: see `use_token`.
+
+    Args:
+        settings: environment variables, set unless the user has set them.
+        options: other arguments of `ray.init`.
+        meanwhile: called in a thread while Ray starts.
+        wait_s: how long Ray may take to start, if that is more than `RAY_START_S`.
+
+    Raises:
+        PreflightError: there is no Ray at the address, it cannot be started, or this process is
+            connected to a different Ray.
+    """
+    if is_connected():
+        if address and address != os.environ.get("RAY_ADDRESS"):
+            import ray
+
+            require_same(address, ray.get_runtime_context().gcs_address)
+        with settled(settings):
+            tell("using the Ray that this process is connected to")
+            yield
+        return
+    if address:
+        require_listener(address)
+    with settled(settings):
+        use_token(embedded=not address, tell=tell)
+        tell(f"connecting to Ray at {address}" if address else "starting Ray")
+        import ray
+
+        threading.Thread(target=meanwhile, name="meanwhile", daemon=True).start()
+        where = {"address": address or "local", "log_to_driver": False, "logging_level": "ERROR"}
+        persistently_started(
+            lambda: ray.init(**where, **options),
+            ray.shutdown,
+            address or "this machine",
+            max(RAY_START_S, wait_s),
+            tell,
+        )
+        try:
+            yield
+        finally:  # if the head is lost, Ray may wait for it
+            answer_within(_SHUTDOWN_S, ray.shutdown)
+
+
+@contextmanager
+def cluster(
+    config: TrainConfig, address: str | None, dashboard: bool, tell: Callable[[str], None]
+) -> Iterator[Layout]:
+    """Connects to Ray, or starts one for this run and ends it afterwards.
+
+    Yields:
+        the workers that this cluster can place.
+
+    Raises:
+        PreflightError: there is no Ray at the address, or it is too small; before anything is
+            started where it is the embedded one that is too small.
+    """
+    address = address or os.environ.get("RAY_ADDRESS")
+    embedded = not address and not is_connected()
+    layout: Layout | None = None
+    with ExitStack() as stack:
+        if embedded:
+            layout, options = _starting(config)
+            port = dashboard_port() if dashboard else None
+            options |= {"include_dashboard": dashboard, "dashboard_port": port}
+            stack.enter_context(own_api(port))
+        else:
+            options = {"runtime_env": _shipped(config)}
+        # torch is dragged in by Ray Train: load it while Ray's own processes and the board start.
+        settings = ray_settings(config, embedded)
+        wait_s = config.scaling.wait_s
+        stack.enter_context(joined(address, settings, options, tell, _import_ray_train, wait_s))
+        if layout is None:
+            import ray
+
+            layout = _wait_for(config, ray.cluster_resources, tell)
+            if not layout.use_gpu and config.scaling.use_gpu == "auto":
+                tell("training on CPUs: the cluster has no GPU (--scaling.use-gpu waits for one)")
+        yield layout
+
+
+def _starting(config: TrainConfig) -> tuple[Layout, dict[str, Any]]:
+    """For an embedded Ray: the layout on this machine, and what to tell `ray.init`."""
+    have = this_machine()
+    layout = choose_layout(config, have)
+    if config.scaling.num_workers == "auto":  # the default runs on one core too
+        have["CPU"] = max(have["CPU"], layout.least_needed()["CPU"])
+    refuse(layout, have, "this machine")
+    return layout, {"num_cpus": int(have["CPU"]), "num_gpus": int(have["GPU"])}
+
+
+def import_paths(config: TrainConfig) -> tuple[str, ...]:
+    """Folders from which workers on this machine import the user's task."""
+    place = config.task.rpartition(":")[0]
+    own = [str(Path(place).resolve().parent)] if place.endswith(".py") else []
+    return (*own, str(Path.cwd()))
+
+
+def _shipped(config: TrainConfig) -> dict[str, Any]:
+    """A runtime environment with the user's task, if it is a file or a package in this folder."""
+    place = config.task.rpartition(":")[0]
+    if config.task in BUILT_IN:
+        return {}
+    if place.endswith(".py"):
+        return {"py_modules": [str(Path(place).resolve())]}
+    package = Path.cwd() / place.partition(".")[0]
+    if package.is_dir():
+        return {"py_modules": [str(package)]}
+    module = package.with_suffix(".py")
+    return {"py_modules": [str(module)]} if module.is_file() else {}
+
+
+def _wait_for(
+    config: TrainConfig, resources: Callable[[], Mapping[str, float]], tell: Callable[[str], None]
+) -> Layout:
+    """A cluster may still be growing: it is asked for what lacks, and given `wait_s`."""
+    deadline = time.monotonic() + config.scaling.wait_s
+    layout = choose_layout(config, resources())
+    lacks = missing(layout, resources())
+    if lacks:
+        tell(f"waiting up to {config.scaling.wait_s:g} s for {layout.said}")
+        from ray.autoscaler.sdk import request_resources
+
+        request_resources(bundles=[dict(layout.per_worker)] * layout.least)
+        try:
+            while lacks and time.monotonic() < deadline:
+                time.sleep(0.5)
+                lacks = missing(layout, resources())
+        finally:  # it would hold for ever, and idle nodes with it
+            request_resources(bundles=[])
+    refuse(layout, resources(), "the cluster")
+    return layout
+
+
+def living() -> list[Mapping[str, float]]:
+    """The resources of each node of the cluster that lives."""
+    import ray
+
+    return [node["Resources"] for node in ray.nodes() if node["Alive"]]
+
+
+class Nodes:
+    """The resources of each live node, queried in a thread because the head may be slow or dead.
+
+    Args:
+        kept: what is not lost with the head.
+
+    Attributes:
+        awake: the clock used to decide whether the head is lost.
+        is_lost: whether the head is known to be lost.
+    """
+
+    def __init__(self, kept: str = KEPT) -> None:
+        self._kept = kept
+        self.awake = Awake()
+        self.is_lost = False
+        self._living = self._ask()
+        self._at = self.awake()
+        self._closed = threading.Event()
+        threading.Thread(target=self._keep_asking, name="nodes", daemon=True).start()
+
+    def __call__(self) -> list[Mapping[str, float]]:
+        """The last answer.
+
+        Raises:
+            RetriesExhausted: there has been none for so long that there is no head any more.
+        """
+        if self.awake() - self._at > _HEAD_DEAD_AFTER_S:
+            self.is_lost = True
+            silent = f"has not answered for {_HEAD_DEAD_AFTER_S:g} s"
+            raise RetriesExhausted(f"the head of the Ray cluster {silent}. {self._kept}")
+        return self._living
+
+    def close(self) -> None:
+        self._closed.set()
+        self.awake.close()
+
+    def _keep_asking(self) -> None:
+        while not self._closed.wait(_ASK_EVERY_S):
+            with suppress(Exception):  # whatever Ray raises then: it is no answer
+                self._living = self._ask()
+                self._at = self.awake()
+
+    @staticmethod
+    def _ask() -> list[Mapping[str, float]]:
+        return living()
+
+
+def recount() -> None:
+    """Lets Ray Train know at once that nodes have come or gone; by itself it looks every 20 s.
+
+    Asks an actor that Ray does not document. Should it be another one some day, all is as without.
+    """
+    import ray
+
+    with suppress(ValueError, AttributeError, TypeError):
+        coordinator = ray.get_actor("AutoscalingCoordinator", "AutoscalingCoordinator")
+        coordinator.get_reserved_resources.remote("", recompute=True)
+
+
+def _import_ray_train() -> None:
+    import ray.train.torch  # noqa: F401

@@ -1,0 +1,117 @@
+"""How many workers, on what: decided and refused before anything is started."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from raytrain_ddp.config.train_config import TrainConfig
+from raytrain_ddp.errors import PreflightError
+
+
+@dataclass(frozen=True)
+class Layout:
+    """What Ray is asked for: `least` to `most` workers, each with `per_worker` resources."""
+
+    least: int
+    most: int
+    use_gpu: bool
+    per_worker: Mapping[str, float]
+    backend: str
+
+    @property
+    def workers(self) -> int | tuple[int, int]:
+        """As ray.train.ScalingConfig takes it; a pair is elastic."""
+        return self.most if self.least == self.most else (self.least, self.most)
+
+    @property
+    def said(self) -> str:
+        """``2 workers``, or ``1 to 8 workers``."""
+        count = f"{self.most}" if self.least == self.most else f"{self.least} to {self.most}"
+        return f"{count} worker{'s' if self.most > 1 else ''}"
+
+    def least_needed(self) -> dict[str, float]:
+        """Resources without which nothing can start."""
+        return {name: amount * self.least for name, amount in self.per_worker.items()}
+
+
+def choose_layout(config: TrainConfig, have: Mapping[str, float]) -> Layout:
+    """The layout that the config asks for, on a cluster that has these resources.
+
+    Raises:
+        PreflightError: GPUs are asked for and there are none.
+        ConfigError: more workers than slots.
+    """
+    scaling = config.scaling
+    gpus = have.get("GPU", 0)
+    use_gpu = gpus > 0 if scaling.use_gpu == "auto" else scaling.use_gpu
+    least, most = scaling.worker_range()
+    if (least, most) == (0, 0):
+        if use_gpu and not gpus:
+            raise PreflightError(
+                "scaling.use_gpu = true, but there is no GPU: check nvidia-smi and "
+                "CUDA_VISIBLE_DEVICES, train on CPUs with --scaling.use-gpu False, or say how many "
+                "workers an autoscaling cluster shall bring with --scaling.num-workers."
+            )
+        whole = int(gpus / scaling.gpus_per_worker) if use_gpu else 2
+        least = most = min(whole, config.slots)
+    config.require_slots(most)
+    per_worker = {"CPU": scaling.cpus_per_worker}
+    backend = scaling.backend
+    if use_gpu:
+        per_worker["GPU"] = scaling.gpus_per_worker
+    if backend == "auto":
+        backend = "nccl" if use_gpu and scaling.gpus_per_worker == 1 else "gloo"
+    return Layout(
+        least, most, use_gpu, per_worker, "cpu:gloo,cuda:nccl" if backend == "nccl" else backend
+    )
+
+
+def room(layout: Layout, nodes: Sequence[Mapping[str, float]]) -> int:
+    """For how many workers there is room on nodes with these resources; a worker is on one node."""
+    wants = {name: amount for name, amount in layout.per_worker.items() if amount > 0}
+    return sum(
+        int(min(node.get(name, 0) / amount + 1e-9 for name, amount in wants.items()))
+        for node in nodes
+    )
+
+
+def missing(layout: Layout, have: Mapping[str, float]) -> str:
+    """``""``, or a line for each resource of which there is too little."""
+    lines = [
+        f"  {name}: want {want:g} ({layout.least} x {layout.per_worker[name]:g}), have "
+        f"{have.get(name, 0):g}"
+        for name, want in layout.least_needed().items()
+        if want > have.get(name, 0) + 1e-9
+    ]
+    return "\n".join(lines)
+
+
+def refuse(layout: Layout, have: Mapping[str, float], where: str) -> None:
+    """Raises PreflightError, with want and have of each resource, if the layout cannot start."""
+    lines = missing(layout, have)
+    if lines:
+        remedy = (
+            "Take fewer with --scaling.num-workers, or less each with --scaling.cpus-per-worker."
+        )
+        if layout.use_gpu and not have.get("GPU"):
+            remedy = (
+                "scaling.use_gpu = true, but there is no GPU: check nvidia-smi and "
+                "CUDA_VISIBLE_DEVICES, or train on CPUs with --scaling.use-gpu False."
+            )
+        raise PreflightError(f"{layout.said} do not fit on {where}:\n{lines}\n{remedy}")
+
+
+def this_machine() -> dict[str, float]:
+    """CPUs that this process may use, and GPUs, counted without torch or Ray."""
+    affinity = getattr(os, "sched_getaffinity", None)
+    cpus = len(affinity(0)) if affinity else os.cpu_count() or 1
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    gpus = len(list(Path("/dev").glob("nvidia[0-9]*")))
+    if visible is not None:
+        devices = [device.strip() for device in visible.split(",")]
+        hidden = next((n for n, d in enumerate(devices) if not d or d.startswith("-")), None)
+        gpus = min(gpus, len(devices[:hidden]))  # CUDA stops at the first that is no device
+    return {"CPU": float(cpus), "GPU": float(gpus)}

@@ -1,0 +1,258 @@
+"""The session under Ray Train."""
+
+from __future__ import annotations
+
+import os
+import socket
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import asdict
+from typing import Any
+
+import ray
+import ray.train
+import ray.train.torch
+from ray.train import CheckpointUploadMode
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+from torch import nn
+
+from raytrain_ddp.checkpoint.lease import Owner
+from raytrain_ddp.checkpoint.run_folder import CONFIG_FILE, run_storage
+from raytrain_ddp.checkpoint.storage import Storage
+from raytrain_ddp.config.train_config import TrainConfig
+from raytrain_ddp.errors import PreflightError, RetriesExhausted
+from raytrain_ddp.ray_backend.mailbox import Answer, Outbox
+from raytrain_ddp.ray_backend.preemption import STOP, Notice
+from raytrain_ddp.ray_backend.worker_log import WorkerLog
+from raytrain_ddp.training.hang_diagnosis import Hang, Sign
+from raytrain_ddp.training.prepared_run import Outcome
+from raytrain_ddp.training.recorder import Best
+from raytrain_ddp.training.recording_session import RecordingSession
+from raytrain_ddp.training.rendezvous import Exchange
+from raytrain_ddp.training.session import Record, Snapshot, Wishes
+from raytrain_ddp.training.world import World
+from raytrain_ddp.uri import without_secrets
+
+_PUSH_EVERY_S = 0.2
+_MEET_S = 10.0
+_LAST_S = 20.0  # that the driver may take for the last events
+_CONFIRM_EVERY_S = 0.05
+_HELD_LONGER_S = 60.0  # than a node is said to live
+
+
+class RaySession(RecordingSession):
+    """Ray Train places the workers and registers the checkpoints; rank 0 commits each of them.
+
+    Args:
+        board: handle of the Board actor.
+        look_every_s: how often to look whether nodes are taken away; 0: never.
+        start: what the workers of this start share, and no others.
+
+    Attributes:
+        step: the one in progress; None before the first.
+    """
+
+    def __init__(
+        self,
+        config: TrainConfig,
+        board: Any,
+        best: Best,
+        look_every_s: float = 0.0,
+        start: str = "",
+    ) -> None:
+        context = ray.train.get_context()
+        world = World(
+            rank=context.get_world_rank(),
+            size=context.get_world_size(),
+            local_rank=context.get_local_rank(),
+            device=ray.train.torch.get_device(),
+            threads=config.scaling.threads,
+        )
+        if not run_storage(config).exists(CONFIG_FILE):
+            raise PreflightError(
+                f"storage = {without_secrets(config.storage)}: node {socket.gethostname()} does "
+                "not see the run's folder there. Several nodes need a shared folder or a URI."
+            )
+        self._outbox = Outbox(f"{start} {os.urandom(8).hex()}")
+        self._events: deque[Record] = deque()  # the thread that commits adds to it, too
+        self._notice = Notice(look_every_s, self._events.append)
+        self._training = threading.current_thread()
+        self._words = WorkerLog(world)
+        super().__init__(config, world, best, self._say)
+        self.step: int | None = None
+        self._board, self._start = board, start
+        self._pushed_at = 0.0
+        self._answer: Any = None
+        self._signal = 0
+
+    def __enter__(self) -> RaySession:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Nothing is left unsaid: it is waited for that the driver has the last events."""
+        self.close()
+        self.push(wait_s=_LAST_S / 2)
+        deadline = time.monotonic() + _LAST_S / 2
+        while self.world.is_main and not self._outbox.is_empty() and time.monotonic() < deadline:
+            time.sleep(_CONFIRM_EVERY_S)
+            self.push(wait_s=1, to_say=False)
+
+    def wrap(self, model: nn.Module, options: Mapping[str, Any]) -> nn.Module:
+        wrapped: nn.Module = ray.train.torch.prepare_model(
+            model, parallel_strategy_kwargs=dict(options) if self.world.size > 1 else None
+        )
+        return wrapped
+
+    def _say(self, event: Record) -> None:
+        """All events of rank 0 pass here, also those of the thread that commits."""
+        self._words.take(event)
+        if event["kind"] == "checkpoint":
+            self._notice.committed(event["seconds"])
+        self._events.append(event)
+        if event["kind"] == "note" and threading.current_thread() is self._training:
+            self.push()  # it may be about to wait
+
+    def log(self, record: Record) -> None:
+        super().log(record)
+        if not self.world.is_main:
+            self._words.take(record)
+
+    def tell(self, event: Record) -> None:
+        super().tell(event)
+        if not self.world.is_main:
+            self._words.take(event)
+        if event["kind"] == "plan":
+            self.step = event["start_step"]
+        if event["kind"] in ("phase", "plan", "evaluating"):
+            self.push()  # it may be long until a step brings the next one
+
+    def report(self, metrics: Mapping[str, float], snapshot: Snapshot | None) -> None:
+        """Ray's upload thread waits for the commit, then registers the checkpoint.
+
+        If the commit fails, Ray is given the newest good checkpoint instead: it would take an
+        error for the end of the training.
+        """
+        if self.recorder is None or snapshot is None:
+            ray.train.report(dict(metrics), checkpoint_upload_mode=CheckpointUploadMode.ASYNC)
+            return
+        recorder, committed = self.recorder, self.recorder.submit(snapshot)
+
+        def registered(_: ray.train.Checkpoint, __: str) -> ray.train.Checkpoint:
+            committed.result()
+            return _as_rays(recorder.place())
+
+        ray.train.report(
+            dict(metrics),
+            checkpoint=_as_rays(recorder.place()),
+            checkpoint_upload_mode=CheckpointUploadMode.ASYNC,
+            checkpoint_upload_fn=registered,
+            delete_local_checkpoint_after_upload=False,
+        )
+
+    def wishes(self) -> Wishes:
+        """Also counts the steps and keeps the events flowing: it is asked once a step."""
+        self.step = (self.step or 0) + 1
+        return self._asked(self._notice.wishes)
+
+    def meanwhile(self) -> Wishes:
+        return self._asked(self._notice.meanwhile)
+
+    def _asked(self, notice: Callable[[], Wishes]) -> Wishes:
+        if not self.world.is_main:
+            return Wishes()
+        if time.monotonic() - self._pushed_at >= _PUSH_EVERY_S:
+            self.push()
+        wishes = notice()
+        return wishes._replace(stop=self._signal) if self._signal else wishes
+
+    def look(self) -> None:
+        self._notice.look()
+
+    def meeting(self, owners: Sequence[Owner]) -> Exchange:
+        def exchange(sign: Sign | None) -> dict[int, Sign]:
+            told = self._board.meet.remote(self._start, self.world.rank, sign and asdict(sign))
+            answers = ray.get(told, timeout=_MEET_S)
+            return {rank: Sign(**each) for rank, each in answers.items()}
+
+        return exchange
+
+    def state(self, owner: Owner) -> str:
+        """Of another machine's process a task tells that runs there."""
+        if owner.is_here():
+            return owner.state()
+        there = [
+            NodeAffinitySchedulingStrategy(node["NodeID"], soft=False)
+            for node in ray.nodes()
+            if node["Alive"] and node["NodeManagerHostname"] == owner.host
+        ]
+        look = ray.remote(num_cpus=0, max_retries=0)(Owner.state)
+        told = [look.options(scheduling_strategy=node).remote(owner) for node in there]
+        return next(filter(None, ray.get(told, timeout=_MEET_S)), "") if told else ""
+
+    def hung(self, hang: Hang) -> None:
+        """The driver hears it from each rank that answers; Ray then ends those that do not."""
+        event = {
+            "kind": "failed",
+            "start": self._start,
+            "rank": self.world.rank,
+            "step": hang.step,
+            "error": f"the hang of {', '.join(f'rank {r}' for r in hang.ranks) or 'all ranks'}",
+            "message": hang.text,
+            "traceback": "",
+            "status": RetriesExhausted.exit_status,
+            "cause": "hang",
+        }
+        with suppress(Exception):
+            ray.get(self._board.push.remote([event]), timeout=_MEET_S)
+        os._exit(RetriesExhausted.exit_status)
+
+    def is_taken_away(self, outcome: Outcome) -> bool:
+        """Whether the training stopped because nodes are taken away, with something left to do."""
+        return outcome.signal == STOP
+
+    def hold(self) -> int:
+        """Waits, all being committed, until Ray ends this worker.
+
+        Returns the signal by which a person stops the run meanwhile.
+
+        Raises:
+            TimeoutError: Ray has not done so.
+        """
+        self.tell({"kind": "preempted", "text": "all is saved; waiting for other nodes"})
+        deadline = time.monotonic() + self._notice.left_s() + _HELD_LONGER_S
+        while time.monotonic() < deadline:
+            self.push(wait_s=1)
+            if self._signal:
+                return self._signal
+            time.sleep(0.2)
+        raise TimeoutError("the node that was to be taken away is still there")
+
+    def push(self, wait_s: float = 0, to_say: bool = True) -> None:
+        """Sends the events without waiting, and looks at the answer to the push before.
+
+        A board that is being started again does not answer meanwhile; see board.py.
+        """
+        if not self.world.is_main:
+            return
+        if self._answer is not None:
+            ready, _ = ray.wait([self._answer], timeout=wait_s)
+            if not ready:
+                return  # the board's machine is busy: say more next time
+            answer: Answer = ray.get(ready[0])
+            self._signal = answer.stop
+            self._outbox.answered(answer)
+        for _ in range(len(self._events)):
+            self._outbox.add(self._events.popleft())
+        if self.step is not None and to_say:  # where a worker that dies without a word was
+            self._outbox.add({"kind": "at", "step": self.step})
+        self._answer = self._board.push.remote(*self._outbox.letter())
+        self._pushed_at = time.monotonic()
+
+
+def _as_rays(place: Storage) -> ray.train.Checkpoint:
+    """As Ray's register takes it, which is not in the run's storage: see trainer.py."""
+    register = ray.train.get_context().get_storage().storage_filesystem
+    return ray.train.Checkpoint(place.path, register)

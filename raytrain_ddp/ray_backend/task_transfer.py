@@ -1,0 +1,59 @@
+"""Sends a task that was passed from Python code to the workers."""
+
+from __future__ import annotations
+
+import sys
+import sysconfig
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from raytrain_ddp.config.train_config import TaskName, TrainConfig
+from raytrain_ddp.errors import TaskError
+from raytrain_ddp.tasks.task_loading import BUILT_IN, task_of
+
+
+def carried(config: TrainConfig) -> bytes | None:
+    """The config's task, pickled by value because workers may not be able to import it; None if its
+    name suffices. Imports Ray, so Ray's settings must already be in the environment.
+
+    Raises:
+        ConfigError, TaskError: as `load_task`, or if the task cannot be pickled.
+    """
+    if config.task in BUILT_IN:
+        return None
+    task = task_of(config)
+    if not isinstance(config.task, TaskName) and not config.task.startswith("__main__:"):
+        return None
+    from ray import cloudpickle
+
+    kind = task if hasattr(task, "__qualname__") else type(task)
+    try:
+        with _by_value(kind.__module__, cloudpickle):
+            pickled: bytes = cloudpickle.dumps(task)
+            return pickled
+    except Exception as error:  # its contents may raise any exception
+        raise TaskError(
+            f"{config.task} cannot be sent to the workers: {type(error).__name__}: {error}. Open "
+            "files and connections, and create locks, in the task's constructor or later, and "
+            "pass the class as TrainConfig(task=...): each worker then builds its own task."
+        ) from error
+
+
+@contextmanager
+def _by_value(name: str, cloudpickle: Any) -> Iterator[None]:
+    """Within this context, objects of that module are pickled by value, unless it belongs to an
+    installed package."""
+    module = sys.modules.get(name)
+    place = getattr(module, "__file__", None)
+    installed = [Path(sysconfig.get_path(kind)).resolve() for kind in ("purelib", "platlib")]
+    here = place and not any(Path(place).resolve().is_relative_to(each) for each in installed)
+    if name == "__main__" or module is None or not here or name.startswith("raytrain_ddp."):
+        yield
+        return
+    cloudpickle.register_pickle_by_value(module)
+    try:
+        yield
+    finally:
+        cloudpickle.unregister_pickle_by_value(module)

@@ -1,0 +1,87 @@
+"""What Ray Train is told of a run."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+from raytrain_ddp.checkpoint.lease import holder
+from raytrain_ddp.checkpoint.run_folder import LOGS
+from raytrain_ddp.checkpoint.storage import Storage
+from raytrain_ddp.config.recipe import to_dict
+from raytrain_ddp.config.train_config import TrainConfig
+from raytrain_ddp.failpoints import FOLDER_VARIABLE, VARIABLE
+from raytrain_ddp.ray_backend.cluster import import_paths
+from raytrain_ddp.ray_backend.placement import Layout
+from raytrain_ddp.ray_backend.ray_settings import PREEMPTION_WATCHER
+from raytrain_ddp.ray_backend.worker import WorkerSettings, train_on_worker
+
+# A look costs 4 to 13 ms of all workers; notices come half a minute ahead and more.
+_LOOK_EVERY_S = 3.0
+
+
+def make_trainer(
+    config: TrainConfig, run: Storage, layout: Layout, board: Any, task: bytes | None = None
+) -> Any:
+    """A `TorchTrainer` whose workers run `train` on `layout`, and answer to `board`.
+
+    Args:
+        task: the task, where its name is not enough; see `carried`.
+    """
+    import ray
+    from ray.train import FailureConfig, LoggingConfig, RunConfig, ScalingConfig
+    from ray.train.torch import TorchConfig, TorchTrainer
+
+    from raytrain_ddp.ray_backend.failure_callback import Witness
+
+    parent, _, name = run.path.rstrip("/").rpartition("/")
+    given = WorkerSettings(
+        config=to_dict(config),
+        task=task,
+        folder=str(Path.cwd()),
+        import_paths=import_paths(config),
+        log_folder=f"{run.path}/{LOGS}" if run.is_local else None,
+        board=board,
+        lease=holder(run),
+        look_every_s=0.0 if os.environ.get(PREEMPTION_WATCHER) == "0" else _LOOK_EVERY_S,
+        failpoints=(os.environ.get(VARIABLE, ""), os.environ.get(FOLDER_VARIABLE, "")),
+    )
+    return TorchTrainer(
+        train_on_worker,
+        train_loop_config={"given": given},
+        scaling_config=ScalingConfig(
+            num_workers=layout.workers,
+            use_gpu=layout.use_gpu,
+            resources_per_worker=dict(layout.per_worker),
+            placement_strategy=config.scaling.placement,
+            elastic_resize_monitor_interval_s=config.scaling.resize_s,
+        ),
+        run_config=RunConfig(
+            name=name,
+            storage_path=parent,
+            storage_filesystem=_memory(),
+            # Ray replaces workers whatever happens, and counts none of it; the driver judges.
+            failure_config=FailureConfig(
+                max_failures=-1,
+                max_preemption_failures=config.scaling.max_preemptions,
+                controller_failure_limit=-1,
+            ),
+            callbacks=[Witness(board, ray.get_runtime_context().get_actor_id())],
+            logging_config=LoggingConfig(log_level="WARNING"),
+        ),
+        torch_config=TorchConfig(backend=layout.backend),
+    )
+
+
+def _memory() -> Any:
+    """Where Ray Train keeps its register of checkpoints: in its controller's memory.
+
+    In the run's storage it would be written without a second try, so that a storage which fails
+    once ends the run; and what it says of an earlier start would be believed, though a checkpoint
+    in it may be pruned since. What counts are the checkpoints themselves.
+    """
+    import fsspec  # type: ignore[import-untyped]
+    from pyarrow.fs import FSSpecHandler, PyFileSystem
+
+    return PyFileSystem(FSSpecHandler(fsspec.filesystem("memory")))

@@ -1,0 +1,242 @@
+"""Runs the workers under Ray Train, and listens to them until they are done."""
+
+from __future__ import annotations
+
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from types import FrameType
+from typing import Any
+
+from raytrain_ddp import errors
+from raytrain_ddp.checkpoint.storage import Storage
+from raytrain_ddp.config.train_config import TrainConfig
+from raytrain_ddp.failpoints import failpoint
+from raytrain_ddp.ray_backend.capacity_watch import StartWatch, Waiting, stopped_workers
+from raytrain_ddp.ray_backend.cluster import Nodes, recount
+from raytrain_ddp.ray_backend.failure_policy import Failures
+from raytrain_ddp.ray_backend.mailbox import Board, Inbox
+from raytrain_ddp.ray_backend.placement import Layout
+from raytrain_ddp.ray_backend.prometheus import Metrics
+from raytrain_ddp.ray_backend.trainer import make_trainer
+
+_POLL_S = 0.1
+_BOARD_TIMEOUT_S = 60.0
+# Ray Train's clean-up after the workers' end; without a dashboard it waits 15 s for nothing.
+_CLEAN_UP_S = 3.0
+# A controller that is only killed leaves its claim on the cluster, for which an elastic run that
+# comes next would wait for three minutes, and its workers' places. It may be starting workers, for
+# as long as that takes, and hears only then.
+_ABORT_S = 20.0
+
+Event = Mapping[str, Any]
+
+
+class Interrupted(Exception):
+    """Stopped by a signal before there was anything to save, or by a second one."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__(number)
+        self.number = number
+
+
+def launch(
+    config: TrainConfig,
+    run: Storage,
+    layout: Layout,
+    show: Callable[[Event], None],
+    committed: int = 0,
+    task: bytes | None = None,
+) -> Event:
+    """Trains on `layout`; returns the outcome reported by rank 0.
+
+    Args:
+        committed: the step of the newest checkpoint, 0 without one.
+        task: the task, if its name does not suffice; see `carried`.
+
+    Raises:
+        RaytrainError: what a worker raised, with its exit status.
+        RetriesExhausted: workers died too often, or repeatedly at the same step; see failures.py.
+        PreflightError: there were never, or are no longer, enough resources for the workers.
+        Interrupted: a signal arrived when nothing could be saved.
+    """
+    import ray
+    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+    here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
+    # If it is killed, Ray restarts it and retries calls: see board.py.
+    lasting = {"max_restarts": -1, "max_task_retries": -1}
+    board = ray.remote(num_cpus=0, scheduling_strategy=here, **lasting)(Board).remote()
+    show({"kind": "phase", "name": "loading torch"})
+    failures = Failures(config.scaling.max_failures, committed)
+    nodes = Nodes()
+    metrics = Metrics(str(config.name))
+
+    def told(event: Event) -> None:
+        metrics.take(event)
+        show(event)
+
+    waiting = Waiting(layout, config.scaling.wait_s, nodes, recount, told, nodes.awake)
+    starting = StartWatch(layout, nodes, told, nodes.awake, stopped_workers)
+    listener = _Listener(board, failures, (waiting, starting), metrics, told, nodes.awake)
+    try:
+        with _signals(listener.on_signal):
+            while True:
+                trainer = make_trainer(config, run, layout, board, task)
+                show({"kind": "phase", "name": f"placing {layout.said} (each loads torch)"})
+                why = _attend(trainer, listener)
+                if listener.outcome is not None:
+                    return listener.outcome
+                told(failures.ended(why))
+                waiting.lost()
+                starting.lost()
+    finally:  # on a Ray that outlives this call, the run shall end as well
+        nodes.close()
+        if not nodes.is_lost:  # otherwise, each call would wait for the lost head
+            board.close.remote()
+            metrics.close()
+            listener.end_controller()
+
+
+def _attend(trainer: Any, listener: _Listener) -> str:
+    """Listens until the training is over; returns what Ray Train said last if it has failed."""
+    raised: list[BaseException] = []
+
+    def fit() -> None:
+        try:
+            trainer.fit()
+        except BaseException as error:
+            raised.append(error)
+
+    # In a thread, so that this one can show events and take signals (Ray's own answer to Ctrl-C
+    # ends the workers without a checkpoint).
+    training = threading.Thread(target=fit, name="ray-train", daemon=True)
+    training.start()
+    while training.is_alive() and not listener.waited_enough():
+        listener.listen()
+        time.sleep(_POLL_S)
+    listener.listen()
+    return str(raised[0]) if raised else ""
+
+
+class _Listener:
+    """Takes events off the board, and shows them or hands them to those who judge them."""
+
+    def __init__(
+        self,
+        board: Any,
+        failures: Failures,
+        waiting: tuple[Waiting, StartWatch],
+        metrics: Metrics,
+        show: Callable[[Event], None],
+        awake: Callable[[], float],
+    ) -> None:
+        self._inbox, self._awake = Inbox(), awake
+        self._board, self._failures, self._show = board, failures, show
+        self._waiting, self._starting = waiting
+        self._metrics = metrics
+        self._began = False
+        self._signals: list[int] = []
+        self._stopping = False
+        self._controller: Any = None
+        self.outcome: Event | None = None
+        self._outcome_at = 0.0
+
+    def waited_enough(self) -> bool:
+        """Whether the outcome, which follows the last commit, has been there for a while."""
+        return self.outcome is not None and time.monotonic() - self._outcome_at > _CLEAN_UP_S
+
+    def listen(self) -> None:
+        for event in self._take():
+            kind = event["kind"]
+            self._began = self._began or kind == "plan"
+            self._starting.take(event)
+            to_show = self._failures.take(event)
+            if kind == "outcome":
+                self.outcome, self._outcome_at = event, time.monotonic()
+            elif kind == "controller":
+                self._controller = event["actor"]
+            elif kind == "joined":
+                self._waiting.joined()
+            elif kind == "preempted" or to_show is not None:
+                self._waiting.lost()
+                self._starting.lost()
+                self._show(to_show or event)
+            elif kind == "at":
+                self._metrics.take(event)
+            elif kind not in ("failed", "died"):
+                self._show(event)
+            failpoint("driver.event", step=event.get("step") or 0)
+        if self.outcome is None:
+            self._waiting.look()
+            self._starting.look()
+
+    def end_controller(self) -> None:
+        """Ends Ray Train, which else goes on starting workers as long as this process lives."""
+        import ray
+
+        with suppress(Exception):  # it has ended by itself, or all of Ray has
+            for _, _, event in ray.get(self._board.take.remote(self._inbox.taken), timeout=1):
+                if event["kind"] == "controller":
+                    self._controller = event["actor"]
+            if self._controller is None:
+                return
+            try:  # as Ray's own answer to Ctrl-C does; no public way, so it may not be there
+                with suppress(Exception):
+                    ray.get(self._controller.abort.remote(), timeout=_ABORT_S)
+            finally:
+                ray.kill(self._controller)
+
+    def on_signal(self, number: int, _: FrameType | None) -> None:
+        """Only notes it: an exception from here could not pass through Ray's own code."""
+        if number != signal.SIGHUP or not self._signals:  # a closed terminal sends it twice
+            self._signals.append(number)
+
+    def _take(self) -> list[Event]:
+        import ray
+
+        stop = self._signals[0] if self._stopping else 0
+        asked = self._board.take.remote(self._inbox.taken, stop)
+        deadline = self._awake() + _BOARD_TIMEOUT_S
+        while self._awake() < deadline:
+            self._obey()
+            ready, _ = ray.wait([asked], timeout=0.2)
+            if ready:
+                break
+        try:
+            return self._inbox.sort(ray.get(asked, timeout=1))
+        except ray.exceptions.RayError as error:
+            raise errors.RetriesExhausted(
+                "the connection to Ray is lost; the last committed checkpoint is kept, and the "
+                f"same command goes on from there: {str(error).splitlines()[0]}"
+            ) from error
+
+    def _obey(self) -> None:
+        if not self._signals:
+            return
+        if len(self._signals) > 1 or not self._began:
+            raise Interrupted(self._signals[-1])
+        if not self._stopping:
+            self._stopping = True
+            text = "Stopping after this step, with a checkpoint. Once more to stop without."
+            self._show({"kind": "note", "text": text})
+
+
+@contextmanager
+def _signals(handler: Callable[[int, FrameType | None], None]) -> Iterator[None]:
+    """What asks for an end, as without Ray, goes to `handler`, where signals can be handled."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    from raytrain_ddp.training.local_session import (
+        asking,  # loads torch, as Ray Train has done by now
+    )
+
+    before = {number: signal.signal(number, handler) for number in asking()}
+    try:
+        yield
+    finally:
+        for number, old in before.items():
+            signal.signal(number, old)

@@ -1,0 +1,98 @@
+"""What a worker's own log tells: in the run's logs/rank-N.log, and in Ray's dashboard."""
+
+from __future__ import annotations
+
+import logging
+import math
+import os
+import socket
+import time
+from collections.abc import Mapping
+from typing import Any
+
+from raytrain_ddp.display.bottleneck import Split
+from raytrain_ddp.display.formatting import (
+    format_bytes,
+    format_count,
+    format_metric,
+    format_number,
+    format_seconds,
+)
+from raytrain_ddp.training.world import World
+
+_LINE_EVERY_S = 10.0
+
+_log = logging.getLogger("raytrain_ddp")  # Ray Train gives what is logged to its files
+
+
+class WorkerLog:
+    """Writes a line of each event that matters; of steps, of evaluations and of checkpoints one in
+    ten seconds."""
+
+    def __init__(self, world: World) -> None:
+        self._world = world
+        self._total = 0
+        self._told_at: dict[str, float] = {}  # by kind
+        self._split = Split()
+        for name in [*logging.root.manager.loggerDict]:
+            if "/ray/train/" in name:  # one of Ray's is named by its file, and so tells all reports
+                logging.getLogger(name).setLevel(logging.WARNING)
+
+    def take(self, event: Mapping[str, Any]) -> None:
+        """An event of any kind; of rank 0 also from the thread that commits."""
+        words = getattr(self, f"_{event['kind']}", None)
+        line = words(event) if words is not None else ""
+        if line:
+            now = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
+            _log.info("%s  rank %d: %s", now, self._world.rank, line)
+
+    def _plan(self, event: Mapping[str, Any]) -> str:
+        self._total = event["total_steps"]
+        self._split.begin(event["start_step"])
+        return (
+            f"one of {self._world.size} on {socket.gethostname()}, {event['device']}, process "
+            f"{os.getpid()}; from step {event['start_step']} to {self._total}"
+        )
+
+    def _train(self, event: Mapping[str, Any]) -> str:
+        self._split.add(event)
+        if self._is_too_soon("train"):
+            return ""
+        limit = f"; {self._split.limit()}" if self._split.is_settled else ""
+        return (
+            f"step {event['step']}/{self._total}, loss {format_number(event['loss'])}, "
+            f"{format_count(event['samples_per_s'])} samples/s{limit}"
+        )
+
+    def _eval(self, event: Mapping[str, Any]) -> str:
+        if self._is_too_soon("eval"):
+            return ""
+        values = _told(event["metrics"])
+        return f"step {event['step']}/{self._total}, evaluation: {values}"
+
+    def _checkpoint(self, event: Mapping[str, Any]) -> str:
+        if self._is_too_soon("checkpoint"):
+            return ""
+        size, seconds = format_bytes(event["size_bytes"]), format_seconds(event["seconds"])
+        return f"checkpoint of step {event['step']}: {size}, committed in {seconds}"
+
+    def _outcome(self, event: Mapping[str, Any]) -> str:
+        metrics = _told(event["metrics"])  # of the last evaluation, whether it had a line or not
+        return f"ended at step {event['step']}" + (f", evaluation: {metrics}" if metrics else "")
+
+    def _note(self, event: Mapping[str, Any]) -> str:
+        return str(event["text"])
+
+    _preempted = _note
+
+    def _is_too_soon(self, kind: str) -> bool:
+        """For another line of this kind; else it is told now."""
+        now = time.monotonic()
+        if now - self._told_at.get(kind, -math.inf) < _LINE_EVERY_S:
+            return True
+        self._told_at[kind] = now
+        return False
+
+
+def _told(metrics: Mapping[str, float]) -> str:
+    return ", ".join(f"{name} {format_metric(name, value)}" for name, value in metrics.items())

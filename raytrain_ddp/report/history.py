@@ -1,0 +1,235 @@
+"""What became of a run, and what happened on the way, in words."""
+
+from __future__ import annotations
+
+import math
+import signal
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from statistics import median
+from typing import Literal
+
+from raytrain_ddp.display.bottleneck import split_of
+from raytrain_ddp.display.formatting import (
+    format_count,
+    format_metric,
+    format_seconds,
+    gist,
+    plural,
+)
+from raytrain_ddp.report.run_files import Record, RunFiles
+from raytrain_ddp.report.timeline import Timeline, timeline_of, wall_of
+
+Kind = Literal["start", "restart", "resize", "failure", "preempted", "trouble", "note", "end"]
+_OF_A_START = ("plan", "end")
+
+
+@dataclass(frozen=True)
+class Happening:
+    """One thing that happened; `step` is None where it is not known."""
+
+    wall: float
+    step: int | None
+    kind: Kind
+    text: str
+    detail: str = ""
+
+
+@dataclass(frozen=True)
+class Story:
+    """A run in words.
+
+    Args:
+        state: "running", "finished", "interrupted", "failed", or "gone": without a word.
+        told: the state in a sentence.
+        cause: what the failure was, as its first line; "" unless failed.
+        detail: its other lines.
+    """
+
+    files: RunFiles
+    state: Literal["running", "finished", "interrupted", "failed", "gone"]
+    told: str
+    cause: str
+    detail: str
+    timeline: Timeline
+    happenings: Sequence[Happening]
+
+    @property
+    def limit(self) -> str:
+        """What stands most in the way of computing; "" where it is not known."""
+        return split_of(timed(self.files)).limit()
+
+    @property
+    def unit(self) -> str:
+        return next((str(life.plan.get("unit")) for life in self.timeline.lives if life.plan), "")
+
+    @property
+    def total_steps(self) -> int | None:
+        plans = [e for e in self.files.events if e["kind"] == "plan"]
+        return int(plans[-1]["total_steps"]) if plans else None
+
+    def speed(self) -> float:
+        """Samples/s of all workers, the median of the newest start; nan before the first line."""
+        start = self.timeline.lives[-1].start_step if self.timeline.lives else 0
+        newest = [r for r in self.files.train if r["step"] > start] or self.files.train
+        speeds = [r["samples_per_s"] for r in newest if "samples_per_s" in r]
+        return median(speeds) if speeds else math.nan
+
+    def best_told(self) -> str:
+        """``top1 97.50 % at step 184``; "" without an evaluation."""
+        best, monitor = self.files.best, self.files.monitor
+        value = best["metrics"].get(monitor) if best else None
+        if best is None or value is None:
+            return ""
+        return f"{monitor} {format_metric(monitor, value)} at step {format_count(best['step'])}"
+
+
+def timed(files: RunFiles) -> list[Record]:
+    """The records that say where the time went."""
+    return [r for r in files.train if "split_s" in r.get("timing", {})]
+
+
+def story_of(files: RunFiles) -> Story:
+    ends = [e for e in files.events if e["kind"] in _OF_A_START]
+    end = ends[-1] if ends and ends[-1]["kind"] == "end" else None
+    running = files.owner is not None and (end is None or _later(files.owner.since, end["time"]))
+    timeline = timeline_of(files, running)
+    cause = detail = ""
+    state: Literal["running", "finished", "interrupted", "failed", "gone"]
+    if running:
+        state = "running"
+    elif end is None:
+        state = "finished" if files.manifest and files.manifest.finished else "gone"
+    elif end["status"] == 0:
+        state = "finished"
+    elif end["status"] > 128:
+        state = "interrupted"
+    else:
+        state = "failed"
+        cause = gist(str(end.get("message", ""))) or f"exit status {end['status']}"
+        if end.get("rank") is not None and f"rank {end['rank']}" not in cause:
+            cause += f" (rank {end['rank']}"
+            cause += f" on {end['node']}" if end.get("node") else ""
+            cause += f", step {end['step']})" if end.get("step") else ")"
+    told = _told(files, state, timeline, end)
+    return Story(files, state, told, cause, detail, timeline, list(_happenings(files)))
+
+
+def _told(files: RunFiles, state: str, timeline: Timeline, end: Record | None) -> str:
+    step = (end or {}).get("step") or files.last_step
+    total = next((e["total_steps"] for e in reversed(files.events) if e["kind"] == "plan"), None)
+    at = f"step {format_count(step)}" + (f" of {format_count(total)}" if total else "")
+    if state == "running":
+        return _still(files, at, total, timeline)
+    if state == "finished":
+        return f"Finished at {at}."
+    if state == "interrupted" and end is not None:
+        return f"Interrupted by {_signal(end['status'])} at {at}; the same command goes on there."
+    if state == "failed":
+        return f"Failed {'after ' + at if step else 'before its first step'}."
+    if not step:
+        return "Gone without a word before its first step: its process was killed, it seems."
+    return (
+        f"Gone without a word after {at}: its process was killed, it seems. The same command goes "
+        "on from the newest checkpoint."
+    )
+
+
+def _still(files: RunFiles, at: str, total: int | None, timeline: Timeline) -> str:
+    if not files.train or not timeline.lives:
+        return "Running: the first step is still to come."
+    life = timeline.lives[-1]
+    done = files.last_step - life.start_step
+    left = (total or 0) - files.last_step
+    if done <= 0 or left <= 0:
+        return f"Running: {at}."
+    left_s = left * (life.ended - life.began) / done
+    return f"Running: {at}, about {format_seconds(left_s)} left."
+
+
+def _signal(status: int) -> str:
+    try:
+        name = signal.Signals(status - 128).name
+    except ValueError:
+        name = f"signal {status - 128}"
+    return f"Ctrl-C ({name})" if name == "SIGINT" else name
+
+
+def _later(since: str, time: str) -> bool:
+    """Of a lease ("2026-11-20 18:05:31 UTC") and an event ("2026-11-20T18:05:31Z")."""
+    return since[:19].replace(" ", "T") > time[:19]
+
+
+def _happenings(files: RunFiles) -> Iterator[Happening]:
+    before: Record | None = None  # the plan before
+    lost_at: float | None = None
+    stopped = False
+    reached = 0
+    for event in files.events:
+        wall, kind = wall_of(event), event["kind"]
+        if kind == "plan":
+            yield _start(event, before, wall, lost_at, reached, stopped)
+            before, lost_at, stopped = event, None, False
+            reached = event["start_step"]
+        elif kind == "failed":
+            rank, step = event.get("rank"), event.get("step")
+            who = "The workers" if rank is None else f"Rank {rank}"
+            reached, lost_at = max(reached, step or 0), wall
+            yield Happening(wall, step, "failure", f"{who} {event.get('message', '')}")
+        elif kind == "preempted":
+            lost_at = wall
+            yield Happening(wall, None, "preempted", str(event.get("text", "")))
+        elif kind == "checkpoint":
+            reached = max(reached, event["step"])
+        elif kind == "checkpoint_failed":
+            text = f"The checkpoint of step {event['step']} could not be written"
+            yield Happening(wall, event["step"], "trouble", text, str(event.get("message", "")))
+        elif kind == "note":
+            yield Happening(wall, None, "note", str(event.get("text", "")))
+        elif kind == "end":
+            stopped = True
+            yield _end(event, wall)
+
+
+def _start(
+    plan: Record,
+    before: Record | None,
+    wall: float,
+    lost_at: float | None,
+    reached: int,
+    stopped: bool,
+) -> Happening:
+    step, workers = plan["start_step"], plural(plan["world_size"], "worker")
+    on = f"{workers} on {plan['device']}"
+    if before is None:
+        resumed = f"; resumed from {plan['resumed_from']}" if plan.get("resumed_from") else ""
+        return Happening(wall, step, "start", f"Started with {on}{resumed}")
+    resized = before["world_size"] != plan["world_size"]
+    text = f"Went on from step {step} with {on}"
+    if resized:
+        text += f" (before: {before['world_size']})"
+    again = reached - step
+    if again > 0:
+        text += f"; {plural(again, 'step')} done again"
+    if lost_at is not None:
+        text += f"; {format_seconds(max(0.0, wall - lost_at))} without training"
+    detail = "" if lost_at is not None else "a new start of the command"
+    if not stopped and lost_at is None:
+        detail += "; the one before ended without a word"
+    return Happening(wall, step, "resize" if resized else "restart", text, detail)
+
+
+def _end(event: Record, wall: float) -> Happening:
+    status, step = event["status"], event.get("step")
+    if status == 0:
+        return Happening(wall, step, "end", "Finished")
+    if status > 128:
+        return Happening(wall, step, "trouble", f"Interrupted by {_signal(status)}")
+    first, _, rest = str(event.get("message", "")).partition("\n")
+    return Happening(wall, step, "failure", f"Ended with status {status}: {first}", rest)
+
+
+def speed_told(story: Story) -> str:
+    """``1437 images/s``; "" before the first line of the log."""
+    speed = story.speed()
+    return "" if math.isnan(speed) else f"{format_count(speed)} {story.unit or 'samples'}/s"

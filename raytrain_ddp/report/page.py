@@ -1,0 +1,285 @@
+"""The report as one file: everything is in it, and it asks for nothing else."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from datetime import datetime, timezone
+from html import escape
+from pathlib import Path
+from statistics import median
+
+from raytrain_ddp.checkpoint.manifest import package_version
+from raytrain_ddp.display.formatting import (
+    format_bytes,
+    format_count,
+    format_metric,
+    format_seconds,
+    format_share,
+    plural,
+)
+from raytrain_ddp.report import step_phases, tables
+from raytrain_ddp.report.history import Story, speed_told, timed
+from raytrain_ddp.report.rank_panels import own_work, rank_panels, rank_splits
+from raytrain_ddp.report.step_panels import color, curve_panels
+from raytrain_ddp.report.svg_panel import Panel
+from raytrain_ddp.report.time_panels import axis_of, time_panels, total_split
+
+_HERE = Path(__file__).parent
+_POLICY = "default-src 'none'; img-src data:; style-src 'unsafe-inline'; script-src 'unsafe-inline'"
+_LEAST_TOLD = 0.005  # a share of the time that is named
+_MOST_BARS, _FEW_BARS = 16, 10
+
+
+def one_run(story: Story, predictions: str) -> str:
+    """The page of a single run.
+
+    Args:
+        predictions: HTML; "" if there are none.
+    """
+    x = axis_of([story])
+    over_time = [*time_panels([story], x), *rank_panels(story, x)]
+    parts = [
+        _head(story),
+        _what_went_wrong(story),
+        _cards(story),
+        _section("Curves", _panels(curve_panels([story]))),
+        _section("Speed", _panels(over_time, one=True) + _phases(story)),
+        _section("Ranks", _rank_bars(story)),
+        _section("What happened", tables.happenings(story) if story.happenings else ""),
+        _section("Metrics in full", tables.full_metrics(story)),
+        _section("Predictions", predictions),
+        _section("Checkpoints", tables.checkpoints(story)),
+        _section("Config", tables.config(story.files)),
+        _section("Environment", tables.environment(story)),
+    ]
+    return _page(story.files.name, "".join(parts), [story])
+
+
+def several_runs(stories: Sequence[Story]) -> str:
+    """The page of runs beside each other."""
+    names = [story.files.name for story in stories]
+    parts = [
+        f"<header><h1>{escape(' · '.join(names))}</h1></header>",
+        _section("Side by side", _side_by_side(stories)),
+        _section("Where their configs differ", tables.config_differences(stories)),
+        _section("Curves", _panels(curve_panels(stories))),
+        _section("Speed", _panels(time_panels(stories, axis_of(stories))) + _run_bars(stories)),
+    ]
+    for story in stories:
+        inner = _what_went_wrong(story) + tables.happenings(story)
+        parts.append(_section(f"What happened: {story.files.name}", inner))
+    return _page(", ".join(names), "".join(parts), stories)
+
+
+def _page(title: str, body: str, stories: Sequence[Story]) -> str:
+    made = datetime.now(timezone.utc).strftime("%Y-%m-%d %H:%M:%S UTC")
+    places = " ".join(str(story.files.place) for story in stories)
+    live = any(story.state == "running" for story in stories)
+    again = " A run was still going on: the same command shows how it is now." if live else ""
+    return (
+        '<!doctype html><html lang="en"><head><meta charset="utf-8">'
+        f'<meta http-equiv="Content-Security-Policy" content="{_POLICY}">'
+        '<meta name="viewport" content="width=device-width, initial-scale=1">'
+        f"<title>{escape(title)}</title>"
+        f"<style>{(_HERE / 'style.css').read_text(encoding='utf-8')}</style></head><body>"
+        f"{body}<footer>{made}, raytrain_ddp {escape(package_version())}: "
+        f"<code>python -m raytrain_ddp.report {escape(places)}</code>.{again}</footer>"
+        f"<script>{(_HERE / 'hover.js').read_text(encoding='utf-8')}</script></body></html>\n"
+    )
+
+
+def _section(title: str, inner: str) -> str:
+    return f"<section><h2>{escape(title)}</h2>{inner}</section>" if inner else ""
+
+
+def _panels(panels: Sequence[Panel], one: bool = False) -> str:
+    """Beside each other, or below each other with one axis of time."""
+    inner = "".join(panel.html() for panel in panels)
+    css = " one" if one else " odd" if len(panels) % 2 else ""
+    return f'<div class="panels{css}">{inner}</div>' if inner else ""
+
+
+def _head(story: Story) -> str:
+    return (
+        f"<header><h1>{escape(story.files.name)}{_badge(story)}</h1>"
+        f"<p>{escape(story.told)}</p></header>"
+    )
+
+
+def _badge(story: Story) -> str:
+    return f'<span class="badge {story.state}">{story.state}</span>'
+
+
+def _cards(story: Story) -> str:
+    files, line = story.files, story.timeline
+    cards: list[tuple[str, str, str]] = []  # name, value, what is said besides
+    best, monitor = files.best, files.monitor
+    if best and monitor in best["metrics"]:
+        value = format_metric(monitor, best["metrics"][monitor])
+        last = files.evals[-1]["metrics"].get(monitor, math.nan)
+        besides = f"at step {format_count(best['step'])}; last {format_metric(monitor, last)}"
+        cards.append((f"Best {monitor}", value, besides))
+    if line.lives:
+        starts = plural(len(line.lives), "start")
+        days = line.lives[-1].ended - line.lives[0].began
+        besides = f"in {starts} over {format_seconds(days)}" if len(line.lives) > 1 else "one start"
+        cards.append(("Time at work", format_seconds(line.worked_s), besides))
+    if speed_told(story):
+        steps = [r["timing"]["step_s"] for r in timed(files)]
+        besides = f"{step_phases.step_time(median(steps))} a step" if steps else ""
+        cards.append(("Speed", speed_told(story), besides))
+    sizes = [str(life.world_size) for life in line.lives if life.world_size]
+    if sizes:
+        grown = list(dict.fromkeys(sizes))
+        cards.append(("Workers", sizes[-1], f"so far {', '.join(grown)}" if grown[1:] else ""))
+    if line.lives[1:]:
+        failures = plural(sum(life.failed for life in line.lives), "failure")
+        told = f"after {failures} of workers" if any(life.failed for life in line.lives) else ""
+        cards.append(("Restarts", str(len(line.lives) - 1), told))
+    newest = [r["timing"] for r in timed(files)[-50:]]
+    mfu = [t["mfu"] for t in newest if "mfu" in t]
+    flops = [t["flops_per_s"] for t in newest if "flops_per_s" in t]
+    if flops:
+        each = _flops(median(flops))
+        if mfu:
+            cards.append(("MFU", format_share(median(mfu)), f"{each} a worker"))
+        else:
+            cards.append(("Arithmetic", each, "a worker"))
+    memory = max((r["timing"].get("peak_memory_bytes", 0) for r in timed(files)), default=0)
+    if memory:
+        cards.append(("Peak memory", format_bytes(memory), "of a worker"))
+    limit = story.limit
+    if limit:
+        cards.append(("What limits it", limit[0].upper() + limit[1:] + ".", ""))
+    inner = "".join(
+        f"<div{' class=long' if len(value) > 40 or name == 'What limits it' else ''}>"
+        f"<dt>{escape(name)}</dt><dd>{_whole(value)}"
+        f"{f'<small>{_whole(besides)}</small>' if besides else ''}</dd></div>"
+        for name, value, besides in cards
+    )
+    return f'<dl class="cards">{inner}</dl>' if cards else ""
+
+
+def _whole(text: str) -> str:
+    """No line begins with the sign of a percentage."""
+    return escape(text.replace(" %", "\u00a0%"))
+
+
+def _flops(per_s: float) -> str:
+    unit, step = next(((u, s) for u, s in (("T", 1e12), ("G", 1e9)) if per_s >= s), ("M", 1e6))
+    return f"{per_s / step:.3g} {unit}FLOP/s"
+
+
+def _what_went_wrong(story: Story) -> str:
+    if story.state != "failed":
+        return ""
+    cause = story.cause[0].upper() + story.cause[1:]
+    return (
+        f'<div class="wrong-box"><b>What went wrong</b><br>{escape(cause)}'
+        f"{tables.detail(story.detail, is_open=True)}</div>"
+    )
+
+
+def _phases(story: Story) -> str:
+    """The split of all steps, as a table."""
+    seconds = total_split(story)
+    shares = step_phases.shares(seconds)
+    steps = max(1, story.files.last_step)
+    rows = [
+        (
+            f'<span class="key"><i class="{step_phases.css(name)}"></i></span>'
+            f"{escape(step_phases.PHASES.get(name, name))}",
+            format_share(share),
+            step_phases.step_time(seconds[name] / steps),
+            format_seconds(seconds[name]),
+        )
+        for name, share in sorted(shares.items(), key=lambda item: -item[1])
+    ]
+    if not rows:
+        return ""
+    return tables.table(("over the whole run", ">share", ">a step", ">in all"), rows)
+
+
+def _rank_bars(story: Story) -> str:
+    """A bar for each rank: what it did with a step of the newest start."""
+    ranks = rank_splits(story)
+    longest = max((sum(rank.values()) for rank in ranks), default=0.0)
+    if longest <= 0:
+        return ""
+    slowest_first = sorted(range(len(ranks)), key=lambda rank: -own_work(ranks[rank]))
+    bars = {
+        rank: _bar(f"rank {rank}", ranks[rank], sum(ranks[rank].values()) / longest)
+        for rank in range(len(ranks))
+    }
+    note = "<p class=note>Each rank's step in the newest start, in the median. A rank that is fast "
+    note += "waits in the all-reduce for those that are slow.</p>"
+    if len(ranks) <= _MOST_BARS:
+        return f'{note}<div class="stacks">{"".join(bars.values())}</div>{_legend(ranks)}'
+    first = "".join(bars[rank] for rank in slowest_first[:_FEW_BARS])
+    return (
+        f"{note}<p class=note>The {_FEW_BARS} with the most work of their own:</p>"
+        f'<div class="stacks">{first}</div>{_legend(ranks)}<details><summary>all {len(ranks)} ranks'
+        f'</summary><div class="stacks">{"".join(bars.values())}</div></details>'
+    )
+
+
+def _run_bars(stories: Sequence[Story]) -> str:
+    """A bar for each run: where its time went."""
+    splits = [total_split(story) for story in stories]
+    bars = [
+        _bar(story.files.name, {n: s / max(1, story.files.last_step) for n, s in split.items()})
+        for story, split in zip(stories, splits, strict=True)
+        if split
+    ]
+    if not bars:
+        return ""
+    return f'<h3>Where the time goes</h3><div class="stacks">{"".join(bars)}</div>{_legend(splits)}'
+
+
+def _bar(name: str, split: Mapping[str, float], width: float = 1.0, unit: str = "a step") -> str:
+    parts = []
+    for phase, share in step_phases.shares(split).items():
+        told = f"{step_phases.PHASES.get(phase, phase)}: {format_share(share)}"
+        told += f", {step_phases.step_time(split[phase])} {unit}"
+        style = f"width:{100 * share * width:.2f}%"
+        css = step_phases.css(phase)
+        parts.append(f'<i class="{css}" style="{style}" title="{escape(told, quote=True)}"></i>')
+    whole = f"{step_phases.step_time(sum(split.values()))} {unit}"
+    return (
+        f"<span>{escape(name)}</span>"
+        f'<div class="stack">{"".join(parts)}</div><span class="dim">{whole}</span>'
+    )
+
+
+def _legend(splits: Sequence[Mapping[str, float]]) -> str:
+    shares = [step_phases.shares(split).items() for split in splits]
+    names = step_phases.ordered({n for each in shares for n, share in each if share > _LEAST_TOLD})
+    keys = (
+        f'<span class="key"><i class="{step_phases.css(n)}"></i>{escape(step_phases.PHASES.get(n, n))}</span>'
+        for n in names
+    )
+    return f"<p>{''.join(keys)}</p>"
+
+
+def _side_by_side(stories: Sequence[Story]) -> str:
+    rows = []
+    for number, story in enumerate(stories):
+        line = story.timeline
+        total = f" of {story.total_steps}" if story.total_steps else ""
+        rows.append(
+            (
+                f'<span class="key"><i class="{color(number)}"></i></span>'
+                f"{escape(story.files.name)}",
+                f'<span class="{story.state}">{story.state}</span>',
+                escape(story.best_told() or "-"),
+                f"{story.files.last_step}{total}",
+                format_seconds(line.worked_s) if line.lives else "-",
+                escape(speed_told(story) or "-"),
+                str(line.lives[-1].world_size or "-") if line.lives else "-",
+                str(max(0, len(line.lives) - 1)),
+                escape(story.limit or "-"),
+            )
+        )
+    head = ("run", "state", "best", ">steps", ">time at work", ">speed", ">workers", ">restarts")
+    return tables.table((*head, "what limits it"), rows, "runs")

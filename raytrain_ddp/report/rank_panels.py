@@ -1,0 +1,115 @@
+"""Who was slow: panels over the time, and what each rank does with a step."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping
+from statistics import median
+
+from raytrain_ddp.display.formatting import plural
+from raytrain_ddp.report import step_phases
+from raytrain_ddp.report.axes import Point, Scale, linear
+from raytrain_ddp.report.history import Story
+from raytrain_ddp.report.svg_panel import Area, Line, Panel
+from raytrain_ddp.report.time_panels import (
+    MOST_STRETCHES,
+    marks,
+    stretches_of,
+    x_name,
+)
+from raytrain_ddp.report.timeline import wall_of
+
+_LEAST_EVENTS = 3  # fewer are no picture
+
+
+def rank_panels(story: Story, x: Scale) -> list[Panel]:
+    """The slowest rank, and how long each rank's own work has taken."""
+    return [panel for panel in (_slowest_rank(story, x), _ranks(story, x)) if panel is not None]
+
+
+def own_work(split_s: Mapping[str, float]) -> float:
+    """Seconds in which a rank waits for no other."""
+    return sum(split_s.get(name, 0.0) for name in step_phases.WORK)
+
+
+def rank_splits(story: Story) -> list[dict[str, float]]:
+    """Seconds of a step by phase for each rank, in the newest start: median over its events.
+
+    Without evaluations and checkpoints, which come once in many steps and to all alike.
+    """
+    events = [e for e in story.files.events if e["kind"] == "ranks"]
+    size = len(events[-1]["split_s"]) if events else 0
+    newest = [e["split_s"] for e in events if len(e["split_s"]) == size]
+    found = {phase for each in newest for rank in each for phase in rank}
+    names = step_phases.ordered(found - {"evaluation", "checkpoint"})
+    return [
+        {name: median(each[rank].get(name, 0.0) for each in newest) for name in names}
+        for rank in range(size)
+    ]
+
+
+def _slowest_rank(story: Story, x: Scale) -> Panel | None:
+    stretches = [one for one in stretches_of(story) if one.slowest]
+    if not stretches:
+        return None
+    by_phase: dict[str, list[Point]] = defaultdict(list)
+    told = []
+    for one in stretches:
+        slowest = one.slowest or {}
+        ratio, phase = float(slowest["ratio"]), str(slowest["phase"])
+        at = (one.since + one.to) / 2
+        by_phase[phase].append((at, ratio))
+        text = f"step {one.last_step}\nrank {slowest['rank']}: {ratio:.2f} x the median, by its"
+        told.append((at, f"{text} {phase}"))
+    highest = max(y for points in by_phase.values() for _, y in points)
+    return Panel(
+        title="The slowest rank's own work, as a multiple of the median rank's",
+        x=x,
+        y=linear(1.0, max(1.5, highest), lambda value: f"{value:g} x", ticks=4),
+        x_name=x_name([story.timeline]),
+        lines=[
+            Line(f"by its {name}", f"dots {step_phases.css(name)}", [by_phase[name]])
+            for name in step_phases.ordered(by_phase)
+        ],
+        marks=marks(story),
+        hovers=told,
+        height="low",
+    )
+
+
+def _ranks(story: Story, x: Scale) -> Panel | None:
+    """A row for each rank: the darker, the longer its own work has taken."""
+    events = [e for e in story.files.events if e["kind"] == "ranks"]
+    events = events[:: -(-len(events) // MOST_STRETCHES) or 1]
+    if len(events) < _LEAST_EVENTS:
+        return None
+    most = max(len(e["split_s"]) for e in events)
+    ats = [story.timeline.at(wall_of(e)) for e in events]
+    shades: dict[int, list[tuple[float, float, float, float]]] = defaultdict(list)
+    told = []
+    before = 0.0
+    starts = [story.timeline.at(life.began) for life in story.timeline.lives]
+    for at, event in zip(ats, events, strict=True):
+        since = max([before, *(start for start in starts if start <= at)])
+        work = [own_work(rank) for rank in event["split_s"]]
+        usual = median(work)
+        for rank, each in enumerate(work):
+            shade = min(5, max(0, round(10 * (each / max(usual, 1e-9) - 1))))
+            if at > since:
+                shades[shade].append((since, at, most - rank - 1, most - rank))
+        slow = sorted(range(len(work)), key=lambda rank: -work[rank])[:4]
+        rows = [f"rank {rank}: {step_phases.step_time(work[rank])} a step" for rank in slow]
+        told.append(((since + at) / 2, "\n".join([f"step {event['step']}", *rows])))
+        before = at
+    each = -(-most // 8)
+    names = [(most - rank - 0.5, f"rank {rank}") for rank in range(0, most, each)]
+    return Panel(
+        title=f"Own work of each of {plural(most, 'rank')}",
+        x=x,
+        y=Scale(0.0, float(most), names),
+        x_name=x_name([story.timeline]),
+        areas=[Area("", f"shade{shade}", shades[shade]) for shade in sorted(shades)],
+        legend=[("as the median", "shade0"), ("+25 %", "shade3"), ("+50 % or more", "shade5")],
+        hovers=told,
+        height="low" if most <= 4 else "",
+    )

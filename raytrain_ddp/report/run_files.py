@@ -1,0 +1,190 @@
+"""What a run's folder holds, read without a change to it: also while the run goes on."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from raytrain_ddp.checkpoint.claims import Claim
+from raytrain_ddp.checkpoint.lease import LEASE_FILE, TIMEOUT_S, Owner
+from raytrain_ddp.checkpoint.manifest import Manifest
+from raytrain_ddp.checkpoint.run_folder import (
+    CHECKPOINTS,
+    CONFIG_FILE,
+    EVENTS_FILE,
+    METRICS_FILE,
+    checkpoint_store,
+    read_history,
+)
+from raytrain_ddp.checkpoint.storage import Storage, open_storage
+from raytrain_ddp.config.recipe import fields_of, flat
+from raytrain_ddp.config.train_config import TrainConfig
+from raytrain_ddp.errors import CheckpointError, ConfigError, PreflightError, did_you_mean
+from raytrain_ddp.uri import without_secrets
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
+Record = Mapping[str, Any]
+
+_RUNS = "runs"
+
+
+class Kept(NamedTuple):
+    """A checkpoint that is there; `manifest` is None where it cannot be read."""
+
+    name: str
+    step: int
+    manifest: Manifest | None
+
+
+@dataclass(frozen=True)
+class RunFiles:
+    """A run as its folder has it.
+
+    Args:
+        name: the folder's.
+        config: the fields that config.toml has, by their full names.
+        train, evals, events: records in the order in which they were written.
+        kept: the checkpoints that are there, newest first.
+        owner: the process that holds the run, as far as can be seen.
+        claims: what each start has left of itself: host, pid, workers.
+        read_at: seconds since 1970.
+    """
+
+    place: Storage
+    name: str
+    config: Mapping[str, Any]
+    train: Sequence[Record]
+    evals: Sequence[Record]
+    events: Sequence[Record]
+    kept: Sequence[Kept]
+    owner: Owner | None
+    claims: Sequence[tuple[int, Record]]
+    read_at: float
+
+    @property
+    def manifest(self) -> Manifest | None:
+        """Of the newest checkpoint that can be read."""
+        return next((kept.manifest for kept in self.kept if kept.manifest), None)
+
+    @property
+    def monitor(self) -> str:
+        """The metric that decides which evaluation is the best; "" before the first."""
+        return str(self.evals[-1].get("monitor", "")) if self.evals else ""
+
+    @property
+    def best(self) -> Record | None:
+        """The evaluation that was the best."""
+        return next((record for record in reversed(self.evals) if record.get("best")), None)
+
+    @property
+    def last_step(self) -> int:
+        """Of what the log, the events and the checkpoints tell."""
+        steps = [record["step"] for record in (*self.train[-1:], *self.evals[-1:])]
+        steps += [kept.step for kept in self.kept[:1]]
+        steps += [e["start_step"] for e in self.events[-1:] if e["kind"] == "plan"]
+        return max(steps, default=0)
+
+    def settings(self) -> dict[str, tuple[Any, Any]]:
+        """Field -> (value, default) of all fields, also of those that this version lacks."""
+        defaults = flat(TrainConfig())
+        names = list(dict.fromkeys([*defaults, *self.config]))
+        return {n: (self.config.get(n, defaults.get(n)), defaults.get(n)) for n in names}
+
+
+def read_run(place: str) -> RunFiles:
+    """The run at a path, at a URI, or of that name below runs/.
+
+    Raises:
+        ConfigError: there is no run.
+        PreflightError: the storage does not answer.
+    """
+    if "://" not in place and not Path(place).exists() and (Path(_RUNS) / place).is_dir():
+        place = str(Path(_RUNS) / place)
+    storage = open_storage(place)
+    try:
+        return _read(storage, place)
+    except OSError as error:
+        raise PreflightError(f"{storage}: cannot be read: {error}") from error
+
+
+def _read(storage: Storage, place: str) -> RunFiles:
+    if not any(storage.exists(name) for name in (CONFIG_FILE, METRICS_FILE, EVENTS_FILE)):
+        raise ConfigError(_no_run(place))
+    records = [r for r in read_history(storage) if isinstance(r.get("step"), int)]
+    return RunFiles(
+        place=storage,
+        name=storage.path.rstrip("/").rpartition("/")[2],
+        config=_config(storage),
+        train=[r for r in records if r.get("kind") == "train"],
+        evals=[r for r in records if r.get("kind") == "eval"],
+        events=[e for e in read_history(storage, EVENTS_FILE) if "kind" in e and "time" in e],
+        kept=_kept(storage),
+        owner=_owner(storage),
+        claims=_claims(storage),
+        read_at=time.time(),
+    )
+
+
+def _no_run(place: str) -> str:
+    folder = Path(place if Path(place).is_dir() else _RUNS)
+    runs = sorted(path.parent.name for path in folder.glob(f"*/{CONFIG_FILE}"))
+    told = did_you_mean(Path(place).name, runs) or (
+        f" In {folder} there are: {', '.join(runs[:8])}." if runs else ""
+    )
+    shown = without_secrets(place)
+    return f"{shown}: no run there (looked for {METRICS_FILE} and {EVENTS_FILE}).{told}"
+
+
+def _config(storage: Storage) -> dict[str, Any]:
+    """As it was written, whatever version did; {} where there is none."""
+    if not storage.exists(CONFIG_FILE):
+        return {}
+    text = storage.read(CONFIG_FILE).decode("utf-8", errors="replace")
+    try:
+        return dict(fields_of(tomllib.loads(text)))
+    except tomllib.TOMLDecodeError:
+        return {}
+
+
+def _kept(storage: Storage) -> list[Kept]:
+    store, kept = checkpoint_store(storage), []
+    for name in store.names():
+        manifest = None
+        with suppress(CheckpointError, FileNotFoundError):  # damaged, or just pruned
+            manifest = store.open(name).manifest
+        kept.append(Kept(str(name), name.step, manifest))
+    return kept
+
+
+def _owner(storage: Storage) -> Owner | None:
+    """Who drives the run. Of another machine it is known by the age of its lease alone."""
+    with suppress(FileNotFoundError):
+        owner, changed_s = Owner.parse(storage.read(LEASE_FILE)), storage.changed_s(LEASE_FILE)
+        # Nothing is written to ask for the store's own clock: ours may be some seconds off.
+        fresh = changed_s is not None and time.time() - changed_s < 2 * TIMEOUT_S
+        if owner is not None and fresh and not owner.is_dead():
+            return owner
+    return None
+
+
+def _claims(storage: Storage) -> list[tuple[int, Record]]:
+    """(attempt, what it says of itself), the oldest first; of the last starts only."""
+    import json
+
+    folder, found = storage.join(CHECKPOINTS), []
+    for path in folder.walk():
+        claim = Claim.parse(path) if "/" not in path else None
+        if claim is not None:
+            with suppress(FileNotFoundError, ValueError):
+                told = json.loads(folder.read(path))
+                found.append((claim.attempt, told if isinstance(told, dict) else {}))
+    return sorted(found, key=lambda pair: pair[0])

@@ -1,0 +1,255 @@
+"""Panels over the steps: loss, metrics and learning rate, of one run or of several."""
+
+from __future__ import annotations
+
+import bisect
+import math
+import re
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+from itertools import pairwise
+
+from raytrain_ddp.display.formatting import format_metric, format_number
+from raytrain_ddp.report.axes import (
+    MOST_POINTS,
+    Point,
+    Scale,
+    linear,
+    logarithmic,
+    percent,
+    sampled,
+    thinned,
+)
+from raytrain_ddp.report.history import Story
+from raytrain_ddp.report.svg_panel import Line, Mark, Panel
+from raytrain_ddp.training.curves_png import smoothed, steps_per_epoch
+
+COLORS = 8
+_DOTS_UP_TO = 60
+MOST_MARKS = 80  # more would be one band of colour
+_MOST_METRICS, _MOST_FLAGS = 8, 10
+_FRACTION = re.compile(r"(^|[/_.])(top\d+|acc(uracy)?)$")
+
+Told = Callable[[float], str]
+Series = tuple[str, Sequence[Point], Told]  # what a hover tells of a line
+
+
+def color(number: int) -> str:
+    return f"c{number % COLORS}" + (" dashed" if number >= COLORS else "")
+
+
+def curve_panels(stories: Sequence[Story]) -> list[Panel]:
+    """The loss, a panel or more of metrics, the learning rate; those that there is anything of."""
+    x = _steps(stories)
+    panels = [_loss(stories, x), *_metrics(stories, x), _rate(stories, x)]
+    return [panel for panel in panels if panel is not None]
+
+
+def restarts(story: Story) -> list[Mark]:
+    """Where the run went on, over the steps."""
+    marks = []
+    lives = story.timeline.lives
+    for before, life in pairwise(lives):
+        resized = before.world_size != life.world_size
+        change = f"{before.world_size}→{life.world_size}"
+        told = f"went on from step {life.start_step}"
+        told += f" with {change} workers" if resized else ""
+        kind = "resize" if resized else "restart"
+        flag = change if resized else "↻"
+        label = flag if len(lives) <= _MOST_FLAGS else ""
+        marks.append(Mark(life.start_step, kind, told, label))
+    return marks[:: -(-len(marks) // MOST_MARKS) or 1]
+
+
+def hovers(
+    series: Sequence[Series], name: Callable[[float], str], most: int = 300
+) -> list[tuple[float, str]]:
+    """At some x of the lines, what each of them is there, or was last."""
+    places = sorted({x for _, points, _ in series for x, _ in points})
+    places = places[:: -(-len(places) // most) or 1]
+    told = []
+    ends = [[x for x, _ in points] for _, points, _ in series]
+    for x in places:
+        parts = [name(x)]
+        for (label, points, say), xs in zip(series, ends, strict=True):
+            at = bisect.bisect_right(xs, x) - 1
+            if at >= 0 and (at + 1 < len(xs) or xs[at] == x):
+                parts.append(f"{label} {say(points[at][1])}".strip())
+        told.append((x, "\n".join(parts)))
+    return told
+
+
+def _steps(stories: Sequence[Story]) -> Scale:
+    return linear(0, max(1, *(s.files.last_step for s in stories)), ticks=6, whole=True, snap=False)
+
+
+def _step_name(stories: Sequence[Story]) -> Callable[[float], str]:
+    epochs = {steps_per_epoch([*s.files.train, *s.files.evals]) for s in stories}
+    steps = epochs.pop() if len(epochs) == 1 else None
+    if steps is None:
+        return lambda step: f"step {step:g}"
+    return lambda step: f"step {step:g}, epoch {step / steps:.3g}"
+
+
+def _loss(stories: Sequence[Story], x: Scale) -> Panel | None:
+    alone = len(stories) == 1
+    lines: list[Line] = []
+    told: list[Series] = []
+    seen: list[float] = []
+    lost: list[float] = []
+    count = 0
+    for number, story in enumerate(stories):
+        train, css = story.files.train, color(number)
+        steps = [float(r["step"]) for r in train]
+        losses = [_finite(r.get("loss")) for r in train]
+        smooth = list(zip(steps, smoothed(losses, len(losses) // 40 + 1), strict=True))
+        tested = [p for p in _evaluated(story, "loss") if math.isfinite(p[1])]
+        count = max(count, len(train))
+        seen += [y for _, y in (*smooth, *(tested if alone else ())) if math.isfinite(y)]
+        lost += [step for step, loss in zip(steps, losses, strict=True) if math.isnan(loss)]
+        raw, line = thinned(list(zip(steps, losses, strict=True))), sampled(smooth)
+        if alone:
+            lines.append(Line("", f"raw {css}", [raw]))
+            lines.append(Line("training, smoothed", css, [line]))
+            lines.append(_dotted("evaluation", color(1), tested))
+            told += [("training", raw, format_number), ("smoothed", line, format_number)]
+            told.append(("evaluation", tested, format_number))
+        else:
+            lines.append(Line(story.files.name, css, [line]))
+            told.append((story.files.name, line, format_number))
+    if not seen and not lost:
+        return None
+    is_log = bool(seen) and min(seen) > 0 and max(seen) > 20 * min(seen)
+    y = logarithmic(min(seen) / 1.5, max(seen) * 1.3) if is_log else _room(seen)
+    if lost:
+        foot = y.low * (y.high / y.low) ** 0.03 if y.log else y.low + 0.03 * (y.high - y.low)
+        places = sampled([(step, foot) for step in lost], 200)
+        lines.append(Line(f"not finite ({len(lost)})", "dots bad", [places]))
+    return Panel(
+        title="Loss" + (" (logarithmic)" if is_log else "") + ("" if alone else ", smoothed"),
+        x=x,
+        y=y,
+        x_name="step",
+        lines=[line for line in lines if any(line.pieces)],
+        marks=restarts(stories[0]) if alone else (),
+        hovers=hovers(told, _step_name(stories)),
+        note=thinned_note(count),
+        height="high",
+        stars=_stars(stories, "loss"),
+    )
+
+
+def _metrics(stories: Sequence[Story], x: Scale) -> list[Panel]:
+    names = list(dict.fromkeys(n for s in stories for r in s.files.evals for n in r["metrics"]))
+    first = stories[0].files.monitor
+    hidden = ("skipped", "loss") if len(stories) == 1 else ("skipped",)  # it is with the other
+    names = sorted((n for n in names if n not in hidden), key=lambda n: n != first)
+    names = names[:_MOST_METRICS]
+    fractions = [name for name in names if _is_fraction(name, stories)]
+    groups = [fractions] if len(stories) == 1 and fractions else [[name] for name in fractions]
+    groups += [[name] for name in names if name not in fractions]
+    return [_metric(stories, group, x, group[0] in fractions) for group in groups]
+
+
+def _metric(stories: Sequence[Story], names: Sequence[str], x: Scale, is_fraction: bool) -> Panel:
+    alone = len(stories) == 1
+    lines: list[Line] = []
+    told: list[Series] = []
+    for number, story in enumerate(stories):
+        for place, name in enumerate(names):
+            points = [p for p in _evaluated(story, name) if math.isfinite(p[1])]
+            label = name if alone else story.files.name
+            lines.append(_dotted(label, color(2 + place if alone else number), points))
+            told.append((label, points, partial(format_metric, name)))
+    values = [y for line in lines for piece in line.pieces for _, y in piece]
+    y = _room(values, percent if is_fraction else None, floor=is_fraction)
+    title = "Accuracy" if is_fraction and alone else names[0]
+    return Panel(
+        title=f"{title} (evaluation)",
+        x=x,
+        y=y,
+        x_name="step",
+        lines=lines,
+        marks=restarts(stories[0]) if alone else (),
+        hovers=hovers(told, _step_name(stories)),
+        stars=_stars(stories, *names),
+    )
+
+
+def _rate(stories: Sequence[Story], x: Scale) -> Panel | None:
+    lines, told = [], []
+    for number, story in enumerate(stories):
+        points = [(float(r["step"]), _finite(r.get("lr"))) for r in story.files.train]
+        line = sampled(points)
+        label = "" if len(stories) == 1 else story.files.name
+        lines.append(Line(label, color(number), [line]))
+        told.append((label or "learning rate", line, format_number))
+    highest = max((y for line in lines for _, y in line.pieces[0]), default=math.nan)
+    if math.isnan(highest):
+        return None
+    return Panel(
+        title="Learning rate",
+        x=x,
+        y=linear(0.0, highest or 1.0, ticks=4),
+        x_name="step",
+        lines=lines,
+        hovers=hovers(told, _step_name(stories)),
+        height="low",
+    )
+
+
+def thinned_note(count: int) -> str:
+    """What is said of a picture that does not hold all that there is."""
+    if count <= MOST_POINTS:
+        return ""
+    return f"thinned: {count:,} records; lowest and highest of each stretch are kept"
+
+
+def _dotted(label: str, css: str, points: Sequence[Point]) -> Line:
+    """With dots, where they do not run into each other."""
+    few = len(points) <= _DOTS_UP_TO
+    return Line(label, f"dotted {css}" if few else css, [thinned(points)])
+
+
+def _evaluated(story: Story, name: str) -> list[Point]:
+    return [
+        (float(r["step"]), _finite(r["metrics"][name]))
+        for r in story.files.evals
+        if name in r["metrics"]
+    ]
+
+
+def _stars(stories: Sequence[Story], *names: str) -> list[tuple[float, float, str]]:
+    """The best evaluations, where a panel shows what they were chosen by."""
+    stars = []
+    for story in stories:
+        best, monitor = story.files.best, story.files.monitor
+        value = _finite(best["metrics"].get(monitor)) if best else math.nan
+        if best and monitor in names and math.isfinite(value):
+            whose = "" if len(stories) == 1 else f"{story.files.name}: "
+            stars.append((float(best["step"]), value, f"{whose}best: {story.best_told()}"))
+    return stars
+
+
+def _room(values: Iterable[float], name: Told | None = None, floor: bool = False) -> Scale:
+    """A scale with all values inside; fractions end at 1."""
+    known = [value for value in values if math.isfinite(value)]
+    if not known:
+        return linear(0.0, 1.0, name)
+    low, high = min(known), max(known)
+    if not floor and 0 < low < 0.5 * high:
+        low = 0.0
+    if floor and high <= 1:
+        scale = linear(low, min(1.0, high + 0.05 * (high - low)), name)
+        ticks = [tick for tick in scale.ticks if tick[0] <= 1 + 1e-9]
+        return Scale(scale.low, min(1.0, scale.high), ticks)
+    return linear(low, high, name)
+
+
+def _is_fraction(name: str, stories: Sequence[Story]) -> bool:
+    values = [y for story in stories for _, y in _evaluated(story, name) if math.isfinite(y)]
+    return _FRACTION.search(name) is not None and all(0 <= value <= 1 for value in values)
+
+
+def _finite(value: float | None) -> float:
+    return value if value is not None and math.isfinite(value) else math.nan

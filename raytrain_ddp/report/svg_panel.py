@@ -1,0 +1,189 @@
+"""A panel: SVG that is stretched to any width, and labels of HTML that are not.
+
+Text in the SVG itself would shrink with it on a phone. All positions are thousandths.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from html import escape
+
+from raytrain_ddp.report.axes import Point, Scale
+
+_MOST_HOVERS = 400
+
+
+@dataclass(frozen=True)
+class Line:
+    """A line of one or more pieces; where it is "dotted", with a dot at each point.
+
+    Args:
+        css: classes: c0 to c7 are colours, "raw" is thin, "dots" are points alone, "fine" has none.
+    """
+
+    label: str
+    css: str
+    pieces: Sequence[Sequence[Point]]
+
+
+@dataclass(frozen=True)
+class Area:
+    """Of constant height over each (from, to): (from, to, foot, top)."""
+
+    label: str
+    css: str
+    steps: Sequence[tuple[float, float, float, float]]
+
+
+@dataclass(frozen=True)
+class Mark:
+    """An upright line, or a band where `to` is given, and what it stands for."""
+
+    x: float
+    kind: str
+    told: str
+    label: str = ""
+    to: float | None = None
+
+
+@dataclass(frozen=True)
+class Panel:
+    """One picture; `hovers` are (x, text) that are shown where the pointer is."""
+
+    title: str
+    x: Scale
+    y: Scale
+    x_name: str
+    lines: Sequence[Line] = ()
+    areas: Sequence[Area] = ()
+    marks: Sequence[Mark] = ()
+    hovers: Sequence[tuple[float, str]] = ()
+    note: str = ""
+    legend: Sequence[tuple[str, str]] | None = None  # (label, css); None: of lines and areas
+    stars: Sequence[tuple[float, float, str]] = field(default=())  # (x, y, told)
+    height: str = ""  # "low" or "high"
+
+    def html(self) -> str:
+        """A <figure>."""
+        parts = [
+            f'<figure class="panel {self.height}">',
+            f"<figcaption><b>{escape(self.title)}</b>{self._legend()}",
+            f"<small>{escape(self.note)}</small>" if self.note else "",
+            "</figcaption>",
+            '<div class="plot">',
+            self._svg(),
+            *self._labels(),
+            f'<script type="application/json">{self._hovers()}</script>',
+            "</div>",
+            f'<div class="xname">{escape(self.x_name)}</div></figure>',
+        ]
+        return "".join(parts)
+
+    def _svg(self) -> str:
+        label = escape(self.title, quote=True)
+        parts = [
+            f'<svg viewBox="0 0 1000 1000" preserveAspectRatio="none" role="img" '
+            f'aria-label="{label}">'
+        ]
+        grid = "".join(f"M0 {self._down(value)}h1000" for value, _ in self.y.ticks)
+        parts.append(f'<path class="grid" d="{grid}"/>')
+        for mark in (mark for mark in self.marks if mark.to is not None):
+            x, to = self._across(mark.x), self._across(mark.to or 0.0)
+            shape = f'<rect x="{x}" y="0" width="{_short(float(to) - float(x))}" height="1000"'
+            parts.append(f'{shape} class="band {mark.kind}">{_title(mark.told)}</rect>')
+        for area in self.areas:
+            parts.append(f'<path class="area {area.css}" d="{self._area(area)}"/>')
+        for line in self.lines:
+            css = line.css.split()
+            parts.append(f'<path class="line {line.css}" d="{self._path(line, "dots" in css)}"/>')
+            if "dotted" in css:
+                parts.append(f'<path class="line dots {line.css}" d="{self._path(line, True)}"/>')
+        for mark in (mark for mark in self.marks if mark.to is None):
+            d = f"M{self._across(mark.x)} 0v1000"
+            parts.append(f'<path class="mark {mark.kind}" d="{d}">{_title(mark.told)}</path>')
+        return "".join(parts) + "</svg>"
+
+    def _area(self, area: Area) -> str:
+        """There along the tops and back along the feet, for each piece without a gap."""
+        pieces: list[list[tuple[float, float, float, float]]] = []
+        for step in area.steps:
+            if pieces and abs(pieces[-1][-1][1] - step[0]) < 1e-9:
+                pieces[-1].append(step)
+            else:
+                pieces.append([step])
+        out = []
+        for piece in pieces:
+            there = "".join(f"V{self._down(top)}H{self._across(to)}" for _, to, _, top in piece)
+            back = "".join(
+                f"V{self._down(foot)}H{self._across(since)}" for since, _, foot, _ in piece[::-1]
+            )
+            out.append(f"M{self._across(piece[0][0])} {self._down(piece[0][2])}{there}{back}Z")
+        return "".join(out)
+
+    def _path(self, line: Line, dots: bool) -> str:
+        out = []
+        for piece in line.pieces:
+            at = [f"{self._across(x)} {self._down(y)}" for x, y in piece]
+            if dots or len(at) == 1:
+                out += [f"M{place}h0" for place in at]  # with round ends: a dot
+            elif at:
+                out.append("M" + "L".join(at))
+        return "".join(out)
+
+    def _labels(self) -> Iterable[str]:
+        for value, name in self.y.ticks:
+            yield f'<span class="y" style="top:{self._part(1 - self.y.at(value))}">{name}</span>'
+        for value, name in self.x.ticks:
+            yield f'<span class="x" style="left:{self._part(self.x.at(value))}">{name}</span>'
+        for mark in self.marks:
+            if mark.label:
+                left = self._part(self.x.at(mark.x))
+                yield (
+                    f'<span class="flag {mark.kind}" style="left:{left}" '
+                    f'title="{escape(mark.told, quote=True)}">{escape(mark.label)}</span>'
+                )
+        for x, y, told in self.stars:
+            place = f"left:{self._part(self.x.at(x))};top:{self._part(1 - self.y.at(y))}"
+            title = escape(told, quote=True)
+            yield f'<span class="star" style="{place}" title="{title}">★</span>'
+
+    def _legend(self) -> str:
+        entries = self.legend
+        if entries is None:
+            shown: list[Line | Area] = [*self.lines, *self.areas]
+            entries = [(one.label, one.css) for one in shown if one.label]
+        return "".join(
+            f'<span class="key"><i class="{css}"></i>{escape(label)}</span>'
+            for label, css in entries
+        )
+
+    def _hovers(self) -> str:
+        told = self.hovers[:: -(-len(self.hovers) // _MOST_HOVERS) or 1]
+        pairs = [[round(1000 * self.x.at(x), 1), text.replace(" %", "\u00a0%")] for x, text in told]
+        return as_script(pairs)
+
+    def _across(self, value: float) -> str:
+        return _short(1000 * min(1.01, max(-0.01, self.x.at(value))))
+
+    def _down(self, value: float) -> str:
+        return _short(1000 * (1 - min(1.2, max(-0.2, self.y.at(value)))))
+
+    @staticmethod
+    def _part(share: float) -> str:
+        return f"{_short(100 * share)}%"
+
+
+def as_script(value: object) -> str:
+    """JSON that no text in it can end or leave."""
+    text = json.dumps(value, separators=(",", ":"), ensure_ascii=False)
+    return text.replace("&", "\\u0026").replace("<", "\\u003c").replace(">", "\\u003e")
+
+
+def _title(text: str) -> str:
+    return f"<title>{escape(text)}</title>"
+
+
+def _short(value: float) -> str:
+    return f"{value:.1f}".removesuffix(".0")

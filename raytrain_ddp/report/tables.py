@@ -1,0 +1,246 @@
+"""Tables of a report: what happened, checkpoints, config, environment. Each is a string of HTML."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from html import escape
+from statistics import median
+from typing import Any
+
+from raytrain_ddp.display.formatting import (
+    format_bytes,
+    format_count,
+    format_metric,
+    format_number,
+    format_seconds,
+    plural,
+)
+from raytrain_ddp.report.history import Happening, Story
+from raytrain_ddp.report.run_files import RunFiles
+
+_MOST_HAPPENINGS, _MOST_CHECKPOINTS, _MOST_DETAIL, _MOST_CELLS = 200, 50, 6000, 1024
+_SECTIONS_FREE = ("name", "storage")  # they say which run it is, not how it is trained
+
+
+def table(head: Sequence[str], rows: Iterable[Sequence[str]], css: str = "") -> str:
+    """Cells are HTML already; columns whose name begins with ``>`` are of figures."""
+    right = [name.startswith(">") for name in head]
+    names = "".join(
+        f"<th{' class=n' if n else ''}>{escape(name.removeprefix('>'))}</th>"
+        for name, n in zip(head, right, strict=True)
+    )
+    lines = "".join(
+        "<tr>"
+        + "".join(
+            f"<td{' class=n' if n else ''}>{cell}</td>" for cell, n in zip(row, right, strict=True)
+        )
+        + "</tr>"
+        for row in rows
+    )
+    top = f"<thead><tr>{names}</tr></thead>" if any(head) else ""
+    return f'<div class="wide"><table class="{css}">{top}<tbody>{lines}</tbody></table></div>'
+
+
+def happenings(story: Story) -> str:
+    """What happened, in the order of time."""
+    told = list(story.happenings)
+    left_out = len(told) - _MOST_HAPPENINGS
+    if left_out > 0:  # notes go first, then those in the middle
+        told = [one for one in told if one.kind != "note"]
+        told = told if len(told) <= _MOST_HAPPENINGS else [*told[:50], *told[-150:]]
+        left_out = len(story.happenings) - len(told)
+    rows = [
+        (
+            escape(moment(one.wall)),
+            _step(one),
+            f'<span class="dot {one.kind}"></span>{escape(one.text)}{detail(one.detail)}',
+        )
+        for one in told
+    ]
+    note = f"<p class=note>{left_out} of them are left out.</p>" if left_out > 0 else ""
+    return table(("when (UTC)", ">step", "what"), rows, "happenings") + note
+
+
+def detail(text: str, is_open: bool = False) -> str:
+    """Short text behind the line, a long one to be opened."""
+    text = text.strip()
+    if not text:
+        return ""
+    if "\n" not in text and len(text) < 120:
+        return f" <small>{escape(text)}</small>"
+    shown = escape(text[-_MOST_DETAIL:])
+    return f"<details{' open' * is_open}><summary>more</summary><pre>{shown}</pre></details>"
+
+
+def full_metrics(story: Story) -> str:
+    """The non-scalar metrics of the best evaluation, or else of the last one."""
+    files = story.files
+    record = files.best or (files.evals[-1] if files.evals else {})
+    parts = [
+        f"<h3>{escape(name)} <small>at step {record['step']}</small></h3>{_grid(found)}"
+        for name, found in record.get("tables", {}).items()
+    ]
+    return "".join(parts)
+
+
+def _grid(found: Any) -> str:
+    """A table of a vector or matrix; text for more dimensions or for values that do not fit."""
+    if isinstance(found, Mapping):
+        shape = " x ".join(map(str, found.get("shape", ())))
+        told = f"{shape} numbers, too many for the log: evaluate --out FILE writes them."
+        return f"<p class=note>{escape(told)}</p>"
+    rows = found if found and all(isinstance(row, list) for row in found) else [found]
+    flat = all(not isinstance(cell, list) for row in rows for cell in row)
+    if not flat or len(rows) * len(rows[0]) > _MOST_CELLS or not rows[0]:
+        return detail(json.dumps(found))
+    numbers = [f">{number}" for number in range(len(rows[0]))]
+    lines = [[str(number), *(_cell(cell) for cell in row)] for number, row in enumerate(rows)]
+    return table(["", *numbers], lines)
+
+
+def _cell(number: Any) -> str:
+    return str(number) if isinstance(number, int) else escape(format_number(number))
+
+
+def checkpoints(story: Story) -> str:
+    """Those that are there, the newest first, and how the others went."""
+    files = story.files
+    made = {e.get("name"): e for e in files.events if e["kind"] == "checkpoint"}
+    best = files.best
+    rows = []
+    for kept in files.kept[:_MOST_CHECKPOINTS]:
+        manifest, event = kept.manifest, made.get(kept.name, {})
+        at_best = bool(best and kept.step == best["step"])
+        size = sum(f.size_bytes for f in manifest.files.values()) if manifest else 0
+        metrics = manifest.metrics if manifest else {}
+        told = ", ".join(f"{n} {format_metric(n, v)}" for n, v in metrics.items())
+        rows.append(
+            (
+                f"<code>{escape(kept.name)}</code>"
+                + (' <span class="best">★ best</span>' if at_best else "")
+                + ("" if manifest else ' <span class="bad">cannot be read</span>'),
+                str(kept.step),
+                escape(size_told(size)) if size else "-",
+                escape(format_seconds(event["seconds"])) if "seconds" in event else "-",
+                escape(told) or "-",
+            )
+        )
+    out = table(("there now", ">step", ">size", ">written in", "metrics"), rows) if rows else ""
+    seconds = [e["seconds"] for e in made.values() if "seconds" in e]
+    told = "There is no checkpoint." if not rows else ""
+    if seconds:
+        sizes = [e["size_bytes"] for e in made.values() if "size_bytes" in e]
+        each = f"{format_seconds(median(seconds))} each in the median"
+        told = f"{plural(len(seconds), 'checkpoint')} written, {each}, "
+        told += f"{format_seconds(max(seconds))} at most"
+        told += f"; {size_told(max(sizes))} at most." if sizes else "."
+    failed = sum(e["kind"] == "checkpoint_failed" for e in files.events)
+    told += f" {failed} could not be written." if failed else ""
+    intervals = [e for e in files.events if e["kind"] == "interval"]
+    if intervals:
+        told += f" By time: every {format_seconds(intervals[-1]['seconds'])} (auto)."
+    return out + (f"<p class=note>{escape(told)}</p>" if told else "")
+
+
+def config(files: RunFiles) -> str:
+    """What differs from the defaults first, then all."""
+    settings = files.settings()
+    if not files.config:
+        return "<p class=note>There is no config.toml, or it cannot be read.</p>"
+    changed = {n: pair for n, pair in settings.items() if pair[0] != pair[1]}
+    rows = [
+        (f"<code>{escape(name)}</code>", value(now), f'<span class="dim">{value(then)}</span>')
+        for name, (now, then) in changed.items()
+    ]
+    first = table(("differs from its default", "value", "default"), rows, "config")
+    every = [(f"<code>{escape(n)}</code>", value(now)) for n, (now, _) in settings.items()]
+    count = plural(len(every), "field")
+    rest = table(("field", "value"), every, "config")
+    return f"{first}<details><summary>all {count}</summary>{rest}</details>"
+
+
+def config_differences(stories: Sequence[Story]) -> str:
+    """The fields in which runs differ, a column for each run."""
+    all_settings = [story.files.settings() for story in stories]
+    names = list(dict.fromkeys(name for settings in all_settings for name in settings))
+    rows = []
+    for name in names:
+        values = [settings.get(name, (None, None))[0] for settings in all_settings]
+        if any(v != values[0] for v in values) and name not in _SECTIONS_FREE:
+            rows.append((f"<code>{escape(name)}</code>", *map(value, values)))
+    if not rows:
+        return "<p class=note>Their configs are the same.</p>"
+    return table(("field", *(s.files.name for s in stories)), rows, "config")
+
+
+def environment(story: Story) -> str:
+    """Where it ran, on what, and with which versions; as far as the run says."""
+    files, rows = story.files, []
+
+    def add(name: str, text: object) -> None:
+        if text:
+            rows.append((escape(name), escape(str(text))))
+
+    add("folder", files.place)
+    plans = [life.plan for life in story.timeline.lives if life.plan]
+    if plans:
+        plan = plans[-1]
+        devices = dict.fromkeys(f"{p['world_size']} x {p['device']}" for p in plans)
+        add("devices", ", ".join(devices))
+        add("hosts", _hosts(plan.get("hosts", [])))
+        versions = plan.get("versions", {})
+        add("versions", ", ".join(f"{name} {text}" for name, text in versions.items()))
+        sizes = f"{format_count(plan['train_samples'])} {plan['unit']} to train on"
+        add("data", f"{sizes}, {format_count(plan['eval_samples'])} to evaluate on")
+        add("parameters", f"{plan['parameters']:,}")
+    if files.manifest:
+        add("raytrain_ddp", files.manifest.written_by)
+        add("data fingerprint", files.manifest.data_fingerprint[:64])
+    starts = [
+        f"{told.get('host')} (pid {told.get('pid')}, {plural(int(told['workers']), 'worker')})"
+        for _, told in files.claims
+        if isinstance(told.get("workers"), int)
+    ]
+    add("rank 0 was on", "; ".join(starts[-10:]))
+    if files.owner:
+        add("driven now by", files.owner)
+    return table(("", ""), rows, "facts")
+
+
+def size_told(count: float) -> str:
+    """``12 KiB``, and from a MiB on as everywhere."""
+    return format_bytes(count) if count >= 2**20 else f"{math.ceil(count / 1024)} KiB"
+
+
+def moment(wall: float) -> str:
+    """``11-20 18:05:31``, in UTC."""
+    from datetime import datetime, timezone
+
+    if math.isnan(wall):
+        return "?"
+    return datetime.fromtimestamp(wall, timezone.utc).strftime("%m-%d %H:%M:%S")
+
+
+def first_day(files: RunFiles) -> str:
+    """The date of the first event; "" without any."""
+    return str(files.events[0]["time"])[:10] if files.events else ""
+
+
+def value(thing: Any) -> str:
+    """A config's value as TOML has it."""
+    if thing is None:
+        return '<span class="dim">not set</span>'
+    if isinstance(thing, Mapping) and not thing:
+        return '<span class="dim">none</span>'
+    return f"<code>{escape(json.dumps(thing, ensure_ascii=False, default=str))}</code>"
+
+
+def _step(happening: Happening) -> str:
+    return "" if happening.step is None else escape(str(happening.step))
+
+
+def _hosts(hosts: Sequence[str]) -> str:
+    counts = {host: hosts.count(host) for host in dict.fromkeys(hosts)}
+    return ", ".join(f"{host} ({plural(count, 'worker')})" for host, count in counts.items())

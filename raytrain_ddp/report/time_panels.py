@@ -1,0 +1,271 @@
+"""Panels over the time: speed, where the time went, and who was slow."""
+
+from __future__ import annotations
+
+import bisect
+import math
+from collections import Counter, defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from statistics import median
+from typing import Any
+
+from raytrain_ddp.display.formatting import (
+    format_count,
+    format_seconds,
+    format_share,
+)
+from raytrain_ddp.report import step_phases
+from raytrain_ddp.report.axes import (
+    MOST_POINTS,
+    Point,
+    Scale,
+    linear,
+    percent,
+    sampled,
+    seconds,
+    thinned,
+)
+from raytrain_ddp.report.history import Story, timed
+from raytrain_ddp.report.run_files import Record
+from raytrain_ddp.report.step_panels import MOST_MARKS, color, hovers, thinned_note
+from raytrain_ddp.report.svg_panel import Area, Line, Mark, Panel
+from raytrain_ddp.report.timeline import Timeline
+from raytrain_ddp.training.curves_png import smoothed
+
+MOST_STRETCHES, _MOST_FLAGS = 150, 10
+
+
+@dataclass(frozen=True)
+class Stretch:
+    """Lines of the log that follow each other in one start.
+
+    Args:
+        since, to: on the axis of time, in seconds.
+        split_s: by phase, all steps together.
+    """
+
+    since: float
+    to: float
+    steps: int
+    last_step: int
+    split_s: Mapping[str, float]
+    slowest: Mapping[str, Any] | None
+
+
+def time_panels(stories: Sequence[Story], x: Scale) -> list[Panel]:
+    """Speed of all; of a single run besides where the time went."""
+    panels = [_speed(stories, x)]
+    if len(stories) == 1:
+        panels.append(_split(stories[0], x))
+    return [panel for panel in panels if panel is not None]
+
+
+def total_split(story: Story) -> dict[str, float]:
+    """Seconds by phase of all steps in the log; mean over the ranks."""
+    totals: dict[str, float] = defaultdict(float)
+    for record, steps in zip(timed(story.files), _steps_of(timed(story.files)), strict=True):
+        for phase, each in record["timing"]["split_s"].items():
+            totals[phase] += each * steps
+    return dict(totals)
+
+
+def marks(story: Story) -> list[Mark]:
+    """Restarts, resizes, failures and pauses, over the time."""
+    line, found = story.timeline, []
+    cuts = {since for since, _ in line.cuts}
+    flags = len(line.lives) <= _MOST_FLAGS
+    told = {h.wall: h.text for h in story.happenings if h.kind in ("restart", "resize")}
+    for before, life in pairwise(line.lives):
+        since, to = line.at(before.ended), line.at(life.began)
+        text = told.get(life.began, f"went on from step {life.start_step}")
+        resized = before.world_size != life.world_size and life.world_size
+        kind = "resize" if resized else "restart"
+        label = (f"{before.world_size}→{life.world_size}" if resized else "↻") if flags else ""
+        pause = life.began - before.ended
+        if before.ended in cuts:
+            text += f". A pause of {format_seconds(pause)} is cut out here."
+            label = f"{label} ✂ {format_seconds(pause)}" if flags else ""
+        elif to > since:
+            down = f"no training for {format_seconds(pause)}"
+            found.append(Mark(since, "down" if before.failed else "lost", down, to=to))
+        found.append(Mark(to, kind, text, label))
+    failures = [h for h in story.happenings if h.kind in ("failure", "preempted")]
+    found += [Mark(line.at(h.wall), "failure", h.text) for h in failures]
+    every = -(-len(found) // MOST_MARKS) or 1
+    return [*found[::every], *_lost(story)]
+
+
+def _lost(story: Story) -> list[Mark]:
+    """Where steps were made that a later start did again: they have left the log."""
+    line, found = story.timeline, []
+    walls = sorted(wall for wall in line.walls(story.files.train) if math.isfinite(wall))
+    for number, life in enumerate(line.lives[:-1]):
+        last = line.last_before(walls, number) or life.began
+        if life.ended - last > 0.01 * line.worked_s:
+            told = f"{format_seconds(life.ended - last)} of work, of which no log is kept"
+            found.append(Mark(line.at(last), "lost", told, to=line.at(life.ended)))
+    return found
+
+
+def axis_of(stories: Sequence[Story]) -> Scale:
+    ends = [s.timeline.at(life.ended) for s in stories for life in s.timeline.lives[-1:]]
+    return seconds(max(ends, default=1.0))
+
+
+def x_name(timelines: Sequence[Timeline]) -> str:
+    cut = any(line.cuts for line in timelines)
+    return "time since the first step" + (", without long pauses" if cut else "")
+
+
+def _pieces(story: Story, records: Sequence[Record]) -> list[list[tuple[float, Record]]]:
+    """(time on the axis, record), cut where a start ended."""
+    line = story.timeline
+    begins = [life.began for life in line.lives]
+    pieces: list[list[tuple[float, Record]]] = [[] for _ in line.lives]
+    for wall, record in zip(line.walls(records), records, strict=True):
+        number = bisect.bisect_right(begins, wall) - 1
+        if number >= 0 and math.isfinite(wall):
+            pieces[number].append((line.at(wall), record))
+    return [piece for piece in pieces if piece]
+
+
+def _speed(stories: Sequence[Story], x: Scale) -> Panel | None:
+    lines, told, highs = [], [], []
+    units = {story.unit for story in stories}
+    unit = (units.pop() if len(units) == 1 else "") or "samples"
+    for number, story in enumerate(stories):
+        records = [r for r in story.files.train if "samples_per_s" in r]
+        pieces = [[(at, r["samples_per_s"]) for at, r in p] for p in _pieces(story, records)]
+        flat = sorted(y for piece in pieces for _, y in piece)
+        if not flat:
+            continue
+        highs.append(
+            min(flat[-1], 3 * flat[len(flat) // 2])
+        )  # one lucky line may leave the picture
+        shares = [max(4, MOST_POINTS * len(piece) // len(flat)) for piece in pieces]
+        calm = [_calm(piece, len(flat) // 40 + 1) for piece in pieces]
+        smooth = [sampled(piece, most) for piece, most in zip(calm, shares, strict=True)]
+        if len(stories) == 1:
+            raw = [thinned(piece, most) for piece, most in zip(pieces, shares, strict=True)]
+            lines.append(Line("", f"raw {color(0)}", raw))
+        lines.append(Line("" if len(stories) == 1 else story.files.name, color(number), smooth))
+        points: list[Point] = [point for piece in smooth for point in piece]
+        told.append((lines[-1].label, points, lambda value: f"{format_count(value)} {unit}/s"))
+    if not lines:
+        return None
+    alone = stories[0] if len(stories) == 1 else None
+    shown = marks(alone) if alone else []
+    notes = [thinned_note(max(len(s.files.train) for s in stories))]
+    return Panel(
+        title=f"Throughput of all workers, {unit}/s",
+        x=x,
+        y=linear(0.0, max(highs)),
+        x_name=x_name([story.timeline for story in stories]),
+        lines=lines,
+        marks=shown,
+        hovers=hovers(told, clock_of),
+        note=" ".join(filter(None, notes)),
+        legend=[*((line.label, line.css) for line in lines if line.label), *_keys(shown)],
+    )
+
+
+def _keys(shown: Sequence[Mark]) -> list[tuple[str, str]]:
+    """What the bands and lines are that there are."""
+    names = {
+        "failure": "a failure",
+        "down": "no training",
+        "lost": "done again later, or a pause",
+        "restart": "went on",
+        "resize": "went on with another number of workers",
+    }
+    kinds = {mark.kind for mark in shown}
+    return [(name, f"k-{kind}") for kind, name in names.items() if kind in kinds]
+
+
+def _calm(points: Sequence[Point], half_width: int) -> list[Point]:
+    values = smoothed([y for _, y in points], half_width)
+    return [(x, y) for (x, _), y in zip(points, values, strict=True)]
+
+
+def clock_of(value: float) -> str:
+    return f"after {format_seconds(value)}"
+
+
+def stretches_of(story: Story, most: int = MOST_STRETCHES) -> list[Stretch]:
+    """The log in at most some `most` stretches, none of which goes beyond a start."""
+    records = timed(story.files)
+    steps = dict(zip((r["step"] for r in records), _steps_of(records), strict=True))
+    each = -(-len(records) // most) or 1
+    found = []
+    begins = {life.began: story.timeline.at(life.began) for life in story.timeline.lives}
+    for piece in _pieces(story, records):
+        first = max((at for at in begins.values() if at <= piece[0][0]), default=0.0)
+        for n in range(0, len(piece), each):
+            part = piece[n : n + each]
+            split: dict[str, float] = defaultdict(float)
+            for _, record in part:
+                for phase, value in record["timing"]["split_s"].items():
+                    split[phase] += value * steps[record["step"]]
+            slow = [r["timing"]["slowest"] for _, r in part if r["timing"].get("slowest")]
+            count = sum(steps[record["step"]] for _, record in part)
+            last = part[-1][1]["step"]
+            found.append(Stretch(first, part[-1][0], count, last, split, _usual(slow)))
+            first = part[-1][0]
+    return found
+
+
+def _usual(slow: Sequence[Mapping[str, Any]]) -> Mapping[str, Any] | None:
+    """The rank that was the slowest most often, and the phase; its ratio in the median."""
+    if not slow:
+        return None
+    (rank, phase), _ = Counter((one["rank"], one["phase"]) for one in slow).most_common(1)[0]
+    ratios = [one["ratio"] for one in slow if (one["rank"], one["phase"]) == (rank, phase)]
+    return {"rank": rank, "phase": phase, "ratio": median(ratios)}
+
+
+def _steps_of(records: Sequence[Record]) -> list[int]:
+    """How many steps each line of the log is for."""
+    before = [0, *(record["step"] for record in records)]
+    return [
+        max(1, record["step"] - last) for record, last in zip(records, before[:-1], strict=True)
+    ]
+
+
+def _split(story: Story, x: Scale) -> Panel | None:
+    stretches = stretches_of(story)
+    names = step_phases.ordered({name for one in stretches for name in one.split_s})
+    if not names:
+        return None
+    steps: dict[str, list[tuple[float, float, float, float]]] = {name: [] for name in names}
+    told = []
+    for one in stretches:
+        foot = 0.0
+        shares = step_phases.shares(one.split_s)
+        for name in names:
+            top = foot + shares.get(name, 0.0)
+            steps[name].append((one.since, one.to, foot, top))
+            foot = top
+        whole = step_phases.step_time(sum(one.split_s.values()) / one.steps)
+        parts = [f"up to step {one.last_step}: {whole} a step"]
+        parts += [
+            f"{step_phases.PHASES.get(name, name)} {format_share(share)}, "
+            f"{step_phases.step_time(one.split_s[name] / one.steps)}"
+            for name, share in sorted(shares.items(), key=lambda item: -item[1])
+            if share >= 0.005
+        ]
+        told.append(((one.since + one.to) / 2, "\n".join(parts)))
+    return Panel(
+        title="Where the time goes",
+        x=x,
+        y=linear(0.0, 1.0, percent, ticks=4),
+        x_name=x_name([story.timeline]),
+        areas=[Area(step_phases.PHASES.get(n, n), step_phases.css(n), steps[n]) for n in names],
+        marks=marks(story),
+        hovers=told,
+        note=thinned_note(len(story.files.train)).replace(
+            "lowest and highest of each stretch are kept", "each stretch is a mean"
+        ),
+        height="high",
+    )

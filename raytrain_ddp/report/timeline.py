@@ -1,0 +1,160 @@
+"""The starts of a run, and all of them on one axis of time.
+
+A record of the log says how long its own start had lasted; the events say when that start began.
+What a later start did again is no longer in the log: there the axis has a gap.
+"""
+
+from __future__ import annotations
+
+import bisect
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from datetime import datetime, timezone
+from functools import cached_property
+from itertools import accumulate, pairwise
+
+from raytrain_ddp.report.run_files import Record, RunFiles
+
+# Longer pauses, also as a share of the time at work, are cut out: after a failure, and between two
+# starts of the command, which may have a night between them.
+_CUT_FAILED, _CUT_ENDED = (60.0, 0.15), (10.0, 0.05)
+_ENDS = ("failed", "preempted", "end")
+
+
+@dataclass(frozen=True)
+class Life:
+    """One start of the workers: from the plan to the last word of it, in seconds since 1970."""
+
+    began: float
+    ended: float
+    start_step: int
+    world_size: int  # 0: not known
+    plan: Record
+    failed: bool = False  # and the same command went on, without its workers
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """The lives of a run, in order, and the pauses that are cut out of its axis."""
+
+    lives: Sequence[Life]
+    cuts: Sequence[tuple[float, float]]  # (from, to), seconds since 1970
+
+    def at(self, wall: float) -> float:
+        """Seconds since the run began, without the pauses that are cut out."""
+        began = self.lives[0].began if self.lives else wall
+        place = bisect.bisect_right(self.cuts, (wall, math.inf))
+        out = self._cut_s[place]
+        if place:  # it may be within that pause
+            out -= max(0.0, self.cuts[place - 1][1] - wall)
+        return max(0.0, wall - began - out)
+
+    @cached_property
+    def _cut_s(self) -> list[float]:
+        """Of the first so many pauses together."""
+        return [0.0, *accumulate(to - since for since, to in self.cuts)]
+
+    def last_before(self, walls: Sequence[float], number: int) -> float | None:
+        """The last of the ascending `walls` that belongs to a life; None if there is none."""
+        following = self.lives[number + 1 : number + 2]
+        until = following[0].began if following else math.inf
+        place = bisect.bisect_right(walls, until)
+        return walls[place - 1] if place and walls[place - 1] >= self.lives[number].began else None
+
+    @property
+    def worked_s(self) -> float:
+        return sum(life.ended - life.began for life in self.lives)
+
+    def walls(self, records: Sequence[Record]) -> list[float]:
+        """When each record was written; nan where that is not known."""
+        firsts: list[int] = []
+        owners: list[Life] = []
+        limit = math.inf
+        for life in reversed(self.lives):  # a later start has overwritten what came after its step
+            if life.start_step < limit:
+                firsts.insert(0, life.start_step)
+                owners.insert(0, life)
+                limit = life.start_step
+        walls = []
+        for record in records:
+            seconds = record.get("seconds", math.nan)
+            place = bisect.bisect_left(firsts, record["step"]) - 1
+            walls.append(owners[place].began + seconds if place >= 0 else math.nan)
+        return walls
+
+
+def timeline_of(files: RunFiles, is_running: bool) -> Timeline:
+    """From the events; where there are none, from where the log's seconds begin anew."""
+    lives = _from_events(files, is_running) or _from_log(files)
+    whole = Timeline(_as_long_as_logged(lives, files), [])
+    cuts = []
+    for one, two in pairwise(whole.lives):
+        least_s, share = _CUT_FAILED if one.failed else _CUT_ENDED
+        if two.began - one.ended > max(least_s, share * whole.worked_s):
+            cuts.append((one.ended, two.began))
+    return Timeline(whole.lives, cuts)
+
+
+def _as_long_as_logged(lives: Sequence[Life], files: RunFiles) -> list[Life]:
+    """No life ends before its last line: events are dated to the second, and some are not heard."""
+    line = Timeline(lives, [])
+    walls = sorted(wall for wall in line.walls(files.train) if math.isfinite(wall))
+    lasts = [line.last_before(walls, number) for number in range(len(lives))]
+    return [
+        replace(life, ended=max(life.ended, last or life.ended))
+        for life, last in zip(lives, lasts, strict=True)
+    ]
+
+
+def wall_of(event: Record) -> float:
+    """Seconds since 1970; nan for a time that cannot be read."""
+    try:
+        when = datetime.strptime(str(event["time"]), "%Y-%m-%dT%H:%M:%SZ")
+    except ValueError:
+        return math.nan
+    return when.replace(tzinfo=timezone.utc).timestamp()
+
+
+def _from_events(files: RunFiles, is_running: bool) -> list[Life]:
+    lives: list[Life] = []
+    plan: Record | None = None
+    heard = math.nan
+
+    def close(ended: float, failed: bool = False) -> None:
+        if plan is not None:
+            began, step, size = wall_of(plan), plan["start_step"], plan["world_size"]
+            lives.append(Life(began, max(began, ended), step, size, plan, failed))
+
+    for event in files.events:
+        wall = wall_of(event)
+        if math.isnan(wall):
+            continue
+        if event["kind"] == "plan":
+            close(heard)
+            plan = event
+        elif event["kind"] in _ENDS:
+            ended = event["kind"] == "end"
+            planned = ended and (event["status"] == 0 or event["status"] > 128)
+            # After its last checkpoint only Ray is put away.
+            close(heard if planned else wall, failed=not ended)
+            plan = None
+        heard = wall
+    if plan is not None:  # still at work, or gone without a word
+        close(max(heard, files.read_at) if is_running else heard)
+    return lives
+
+
+def _from_log(files: RunFiles) -> list[Life]:
+    lives: list[Life] = []
+    began = before = 0.0
+    start_step = step = 0
+    for record in files.train:
+        seconds = float(record.get("seconds", math.nan))
+        if not math.isfinite(seconds):
+            continue
+        if seconds < before:
+            lives.append(Life(began, began + before, start_step, 0, {}))
+            began, start_step = began + before, step
+        before, step = seconds, record["step"]
+    return [*lives, Life(began, began + before, start_step, 0, {})] if before else lives

@@ -1,0 +1,94 @@
+"""From runs to a file."""
+
+from __future__ import annotations
+
+import os
+import uuid
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import replace
+from html import escape
+from pathlib import Path
+
+from raytrain_ddp.errors import ConfigError, RaytrainError
+from raytrain_ddp.report.history import Story, story_of
+from raytrain_ddp.report.page import one_run, several_runs
+from raytrain_ddp.report.run_files import RunFiles, read_run
+
+REPORT_FILE = "report.html"
+
+
+def write_report(places: Sequence[str], out: str | None, predict: bool, device: str) -> Path:
+    """Writes the report of one run, or of several side by side; returns where it is.
+
+    Args:
+        out: the file. Default: report.html in the folder of a single local run, else in the current
+            folder.
+        predict: include wrong predictions of a single run's best checkpoint, if possible on this
+            machine.
+
+    Raises:
+        ConfigError: the run or device does not exist, or the file cannot be written.
+        PreflightError: a run's storage does not respond.
+    """
+    if device != "auto":
+        if not predict or len(places) > 1:
+            raise ConfigError(
+                "--device has no effect: it applies only to the predictions of a single run."
+            )
+        from raytrain_ddp.training.world import choose_device  # loads torch
+
+        choose_device(device)
+    runs = _told_apart([read_run(place) for place in places])
+    stories = [story_of(files) for files in runs]
+    if len(stories) == 1:
+        page = one_run(stories[0], _predictions(stories[0], device) if predict else "")
+    else:
+        page = several_runs(stories)
+    path = Path(out) if out is not None else _place(runs)
+    _write(path, page)
+    return path
+
+
+def _told_apart(runs: Sequence[RunFiles]) -> list[RunFiles]:
+    """Those of one name get as much of their path as they need: a/digits, b/digits."""
+    parts = [[part for part in run.place.path.split("/") if part] for run in runs]
+
+    def name(number: int) -> str:
+        own = parts[number]
+        others = [each for each in parts if each != own]
+        need = (n for n in range(1, len(own)) if all(each[-n:] != own[-n:] for each in others))
+        return "/".join(own[-next(need, len(own)) :])
+
+    return [replace(run, name=name(number)) for number, run in enumerate(runs)]
+
+
+def _place(runs: Sequence[RunFiles]) -> Path:
+    alone = runs[0].place if len(runs) == 1 else None
+    return Path(alone.path if alone is not None and alone.is_local else ".") / REPORT_FILE
+
+
+def _predictions(story: Story, device: str) -> str:
+    """HTML, or why there is none: that is no reason to fail."""
+    if not story.files.kept:
+        return ""
+    from raytrain_ddp.report.class_tables import classes
+    from raytrain_ddp.report.mistakes import predict
+
+    try:
+        return classes(predict(story.files, device, story.state == "running"))
+    except (RaytrainError, OSError) as error:
+        return f"<p class=note>None: {escape(str(error))}</p>"
+
+
+def _write(path: Path, page: str) -> None:
+    """So that a browser that looks meanwhile sees one report or the other."""
+    temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        temporary.write_text(page, encoding="utf-8", errors="replace")
+        os.replace(temporary, path)
+    except OSError as error:
+        with suppress(OSError):
+            temporary.unlink()
+        raise ConfigError(f"{path}: cannot be written ({error.strerror}): set --out.") from error

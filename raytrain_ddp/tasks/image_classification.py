@@ -1,0 +1,92 @@
+"""Image classification: any torchvision model, or a small network for digits."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+
+from raytrain_ddp.config.train_config import TrainConfig
+from raytrain_ddp.data.gpu_augment import finish, mix
+from raytrain_ddp.data.image_batches import image_data
+from raytrain_ddp.data.sources import Batch, Data
+from raytrain_ddp.data.splits import open_splits
+from raytrain_ddp.tasks.digits_cnn import DigitsCNN
+from raytrain_ddp.tasks.model_zoo import DIGITS, torchvision_model
+from raytrain_ddp.tasks.task import Task
+
+if TYPE_CHECKING:
+    from torchmetrics import Metric
+
+
+class ImageClassification(Task):
+    """Cross entropy over class labels; top-1, top-5 and loss as metrics."""
+
+    monitor = "top1"
+    goal: Literal["min", "max"] = "max"
+    unit = "images"
+
+    def __init__(self, config: TrainConfig) -> None:
+        self._config = config
+        self._scales: dict[torch.device, Tensor] = {}  # mean and std, (2, 3, 1, 1)
+        self.splits = open_splits(config.data)
+        self.class_names = self.splits.class_names
+
+    def model(self) -> nn.Module:
+        config, classes = self._config.model, len(self.class_names)
+        if config.name == DIGITS:
+            return DigitsCNN(classes, config.dropout)
+        return torchvision_model(config.name, config.weights, classes)
+
+    def train_data(self) -> Data:
+        config = self._config
+        return image_data(self.splits.train, config.data, config.augment, len(self.class_names))
+
+    def eval_data(self) -> Data | None:
+        if self.splits.eval is None:
+            return None
+        return image_data(self.splits.eval, self._config.data, None, len(self.class_names))
+
+    def loss(self, model: nn.Module, batch: Batch) -> Tensor:
+        inputs, partners = self._inputs(batch), batch.get("partner")
+        inputs, labels = mix(inputs, batch["label"], partners, self._config.augment)
+        return labels.loss(model(inputs), self._config.optim.label_smoothing)
+
+    def metrics(self) -> dict[str, Metric]:
+        from torchmetrics import MeanMetric  # seconds to import: not before it is needed
+        from torchmetrics.classification import MulticlassAccuracy
+
+        classes = len(self.class_names)
+        metrics: dict[str, Metric] = {"loss": MeanMetric()}
+        for k in (1, 5):
+            if k < classes:
+                metrics[f"top{k}"] = MulticlassAccuracy(classes, top_k=k, average="micro")
+        return metrics
+
+    def per_class_metrics(self) -> dict[str, Metric]:
+        """Adds "classes": tp, fp, tn, fn and support of each class, shape (classes, 5)."""
+        from torchmetrics.classification import MulticlassStatScores
+
+        counts = MulticlassStatScores(len(self.class_names), average=None)
+        return {**self.metrics(), "classes": counts}
+
+    def evaluate(self, model: nn.Module, batch: Batch, metrics: Mapping[str, Metric]) -> None:
+        logits, labels = model(self._inputs(batch)).float(), batch["label"]
+        for name, metric in metrics.items():
+            if name == "loss":
+                metric.update(cross_entropy(logits, labels, reduction="none"))
+            else:
+                metric.update(logits, labels)
+
+    def _inputs(self, batch: Batch) -> Tensor:
+        """What the model is given, float (n, 3, h, w), made on the device."""
+        images = batch["image"]
+        if images.device not in self._scales:  # once: such a copy makes the host wait
+            values = torch.tensor([self._config.data.mean, self._config.data.std])
+            self._scales[images.device] = (values * 255).view(2, 3, 1, 1).to(images.device)
+        mean, std = self._scales[images.device]
+        flip, erase = batch.get("flip"), batch.get("erase")
+        return finish(images, mean, std, flip, erase, self._config.compute.channels_last)

@@ -1,0 +1,145 @@
+"""What a task returns, checked: a TaskError names the user's own function, and what is expected."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from raytrain_ddp.data.sources import Data
+from raytrain_ddp.errors import DataError, TaskError
+from raytrain_ddp.tasks.task import Task
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+    from torchmetrics import Metric, MetricCollection
+
+_OF_SOURCE = ("blocks", "read", "fingerprint")
+_OF_METRIC = ("reset", "update", "compute", "merge_state", "metric_state", "to")
+
+
+def model_of(task: Task) -> nn.Module:
+    """`task.model()`, of which something can be trained."""
+    from torch import nn
+
+    model = task.model()
+    if not isinstance(model, nn.Module):
+        hint = f" Return {model.__name__}()." if isinstance(model, type) else ""
+        raise refused(task.model, model, "a torch.nn.Module", hint)
+    if not any(parameter.requires_grad for parameter in model.parameters()):
+        wanted = "a model with at least one parameter to train"
+        hint = " All parameters are frozen (requires_grad is False), or there are none."
+        raise refused(task.model, model, wanted, hint)
+    return model
+
+
+def train_data_of(task: Task) -> Data:
+    """`task.train_data()`, which has rows."""
+    return _data(task.train_data, task.train_data(), "the training set has 0 rows.")
+
+
+def eval_data_of(task: Task) -> Data | None:
+    """`task.eval_data()`; it has rows if there is one."""
+    data = task.eval_data()
+    if data is None:
+        return None
+    empty = "the evaluation set has 0 rows: provide rows, or return None in eval_data()."
+    return _data(task.eval_data, data, empty)
+
+
+def _data(function: Any, data: Any, empty: str) -> Data:
+    if not isinstance(data, Data):
+        hint = ""
+        if hasattr(data, "dataset"):  # a DataLoader
+            hint = (
+                " Return Data(MapSource(loader.dataset), collate): raytrain_ddp makes the batches."
+            )
+        elif hasattr(data, "__getitem__") and hasattr(data, "__len__"):
+            hint = " Return Data(MapSource(dataset), collate)."
+        raise refused(function, data, "a raytrain_ddp.Data", hint)
+    lacking = [name for name in _OF_SOURCE if not hasattr(data.source, name)]
+    if lacking:
+        hint = f" A {type(data.source).__name__} has no {' and no '.join(lacking)}."
+        raise refused(function, data, "a Data whose source is a raytrain_ddp.Source", hint)
+    if not data.rows:
+        raise DataError(empty)
+    return data
+
+
+def metrics_of(task: Task, per_class: bool = False) -> Mapping[str, Metric] | MetricCollection:
+    """`task.metrics()`: at least one, each with what a metric needs."""
+    function = task.per_class_metrics if per_class else task.metrics  # type: ignore[attr-defined]
+    metrics: Any = function()
+    wanted = "a dict of torchmetrics metrics by name, or a MetricCollection"
+    if not isinstance(metrics, Mapping) and not hasattr(metrics, "items"):
+        raise refused(function, metrics, wanted)
+    if not len(metrics):
+        raise refused(function, metrics, wanted, " Without evaluation, return None in eval_data().")
+    for name, metric in metrics.items():
+        lacking = [each for each in _OF_METRIC if not hasattr(metric, each)]
+        if isinstance(metric, type):
+            raise refused(function, metrics, wanted, f" {name!r} is a class: create an instance.")
+        if lacking and not hasattr(metric, "items"):  # a collection is looked at by its metrics
+            kind = type(metric).__name__
+            raise refused(
+                function,
+                metrics,
+                wanted,
+                f" {name!r} is of class {kind}, which has no {lacking[0]}().",
+            )
+    return metrics  # type: ignore[no-any-return]
+
+
+def require_loss(task: Task, loss: Any, needs_gradient: bool) -> Tensor:
+    """What `task.loss` has returned: a mean loss that a backward pass can begin with."""
+    import torch
+
+    is_tensor = isinstance(loss, torch.Tensor)
+    if not is_tensor or loss.ndim or not loss.is_floating_point():
+        hint = ""
+        if is_tensor and loss.ndim:
+            hint = " Take its mean over the samples."
+        elif isinstance(loss, Mapping | tuple | list):
+            hint = " Return only the loss."
+        raise refused(task.loss, loss, "a floating-point tensor of shape ()", hint)
+    if needs_gradient and not loss.requires_grad:
+        raise refused(
+            task.loss,
+            loss,
+            "a loss that depends on the model's parameters",
+            " It was detached, computed without gradients (.item(), .detach(), torch.no_grad()), "
+            "or depends on frozen parameters only.",
+        )
+    return loss  # type: ignore[no-any-return]
+
+
+def refused(function: Any, got: object, wanted: str, hint: str = "") -> TaskError:
+    """The error for what the user's `function` has returned."""
+    return TaskError(f"{place_of(function)}: returned {_described(got)}; expected {wanted}.{hint}")
+
+
+def place_of(function: Any) -> str:
+    """``file.py:12, in MyTask.loss``"""
+    name = getattr(function, "__qualname__", type(function).__qualname__)
+    code = getattr(inspect.unwrap(getattr(function, "__func__", function)), "__code__", None)
+    return f"{code.co_filename}:{code.co_firstlineno}, in {name}" if code else name
+
+
+def _described(value: Any) -> str:
+    import torch
+
+    if isinstance(value, torch.Tensor):
+        kind = str(value.dtype).removeprefix("torch.")
+        gradient = "" if value.requires_grad else ", without a gradient"
+        return f"a tensor of shape {tuple(value.shape)}, {kind}{gradient}"
+    if value is None:
+        return "None"
+    if isinstance(value, type):
+        return f"the class {value.__qualname__}"
+    kind = type(value).__qualname__
+    told = f"{'an' if kind[0].lower() in 'aeiou' else 'a'} {kind}"
+    if isinstance(value, int | float | str):
+        return f"{told}, {repr(value)[:80]}"
+    if isinstance(value, Mapping) and value:
+        return f"{told} of {', '.join(map(repr, [*value][:5]))}"
+    return f"{told} of {len(value)} items" if isinstance(value, list | tuple | dict) else told

@@ -1,0 +1,132 @@
+"""Finds the task that a config names, and checks the name before anything is imported."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import importlib.util
+import sys
+from operator import attrgetter
+from pathlib import Path
+from typing import Any, cast
+
+from raytrain_ddp.config.effects import watched
+from raytrain_ddp.config.train_config import TaskName, TrainConfig
+from raytrain_ddp.errors import ConfigError, did_you_mean
+from raytrain_ddp.tasks.task import Task
+from raytrain_ddp.tasks.task_signature import check_options, check_task, has_constructor
+
+BUILT_IN = {"image-classification": "raytrain_ddp.tasks.image_classification:ImageClassification"}
+
+
+def load_task(config: TrainConfig, reads: set[str] | None = None) -> Task:
+    """The task of a config, built.
+
+    Args:
+        reads: is filled with the fields of the config that the task reads, now and later.
+
+    Raises:
+        ConfigError: the module, file or class does not exist, or it has no such options.
+        TaskError: it is no task; see `check_task`. An error raised by the task's own code passes
+            through as it is.
+    """
+    given = task_of(config)
+    if callable(given):
+        is_own = config.task not in BUILT_IN
+        seen = watched(config, reads) if is_own and reads is not None else config
+        given = given(seen, **config.task_options) if has_constructor(given) else given()
+    check_task(given)
+    return cast(Task, given)
+
+
+def task_of(config: TrainConfig) -> Any:
+    """The class, the function that makes a task, or the task that `config.task` names or holds.
+
+    Raises:
+        ConfigError, TaskError: as `load_task`.
+    """
+    check_task_name(config.task)
+    given = config.task.target if isinstance(config.task, TaskName) else _named(config.task)
+    if isinstance(given, type) or not callable(given):
+        check_task(given)
+    if callable(given):
+        check_options(given, config.task_options)
+    elif config.task_options:
+        raise ConfigError(
+            f"task_options = {config.task_options}: the task is already an instance. Pass its "
+            "class instead, or set the options when you create it."
+        )
+    return given
+
+
+def _named(task: str) -> Any:
+    place, _, class_name = BUILT_IN.get(task, task).rpartition(":")
+    if place == "__main__":
+        module: Any = sys.modules["__main__"]
+    else:
+        in_file = place.endswith(".py")
+        module = _load_file(Path(place)) if in_file else importlib.import_module(place)
+    try:
+        return attrgetter(class_name)(module)
+    except AttributeError:
+        pass
+    raise ConfigError(
+        f"task = {task!r}: {place} has no class {class_name!r}."
+        f"{did_you_mean(class_name, vars(module))}"
+    )
+
+
+def check_task_name(name: str) -> None:
+    """Raises ConfigError if `name` cannot be a task's; imports nothing of it."""
+    if name in BUILT_IN or isinstance(name, TaskName):
+        return
+    place, colon, class_name = name.rpartition(":")
+    from_python = class_name.endswith("()") or "<" in class_name
+    if from_python or (place == "__main__" and not hasattr(sys.modules["__main__"], class_name)):
+        raise ConfigError(
+            f"task = {name!r} was defined in a script or notebook and cannot be imported. Run "
+            "that again: fit(TrainConfig(...)) continues the run. Or put the class into a file: "
+            "--task path/to/file.py:Class."
+        )
+    if not colon or not all(part.isidentifier() for part in class_name.split(".")):
+        raise ConfigError(
+            f"task = {name!r}: expected {', '.join(BUILT_IN)}, package.module:Class or "
+            f"path/to/file.py:Class.{did_you_mean(name, BUILT_IN)}"
+        )
+    if place.endswith(".py"):
+        if not Path(place).is_file():
+            raise ConfigError(f"task = {name!r}: there is no file {place}.")
+        _check_class(name, Path(place), class_name.partition(".")[0])
+    elif place != "__main__" and importlib.util.find_spec(place.partition(".")[0]) is None:
+        raise ConfigError(
+            f"task = {name!r}: no module {place.partition('.')[0]!r} can be imported from here."
+        )
+
+
+def _check_class(name: str, path: Path, class_name: str) -> None:
+    """Reads the file without running it; a name that is made or imported there passes too."""
+    try:
+        tree = ast.parse(path.read_text(encoding="utf-8"), str(path))
+    except (SyntaxError, UnicodeDecodeError) as error:
+        raise ConfigError(f"task = {name!r}: {path} is not valid Python: {error}.") from None
+    nodes = list(ast.walk(tree))
+    named = {n.name for n in nodes if isinstance(n, (ast.ClassDef, ast.FunctionDef, ast.alias))}
+    named |= {n.asname for n in nodes if isinstance(n, ast.alias) and n.asname}
+    named |= {n.id for n in nodes if isinstance(n, ast.Name)}
+    if class_name not in named:
+        classes = [node.name for node in nodes if isinstance(node, ast.ClassDef)]
+        raise ConfigError(
+            f"task = {name!r}: {path} has no class {class_name!r}."
+            f"{did_you_mean(class_name, classes)}"
+        )
+
+
+def _load_file(path: Path) -> object:
+    """Imports a file by its stem, so that what it defines can be pickled by reference.
+
+    On another machine the file lies elsewhere: Ray has put its folder on the import path there.
+    """
+    folder = str(path.resolve().parent)
+    if path.is_file() and folder not in sys.path:
+        sys.path.insert(0, folder)
+    return importlib.import_module(path.stem)

@@ -1,0 +1,106 @@
+"""Which data a run is trained and evaluated on: alike on all ranks, and the same on resume."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from raytrain_ddp.checkpoint.store import Checkpoint
+from raytrain_ddp.data.labels import some_names
+from raytrain_ddp.data.sources import Data
+from raytrain_ddp.errors import DataError
+from raytrain_ddp.training.world import World, broadcast
+
+_KEY = "data"  # in a checkpoint's state.json
+
+
+@dataclass(frozen=True)
+class DataIdentity:
+    """What a checkpoint keeps of the data.
+
+    Args:
+        train, eval: fingerprints; "": there is no evaluation set.
+        train_rows, eval_rows: in each set.
+        classes: their names, if the task has any.
+    """
+
+    train: str
+    eval: str
+    train_rows: int
+    eval_rows: int
+    classes: tuple[str, ...]
+
+    @staticmethod
+    def of(data: Data, eval_data: Data | None, task: Any) -> DataIdentity:
+        return DataIdentity(
+            data.source.fingerprint(),
+            eval_data.source.fingerprint() if eval_data else "",
+            data.rows,
+            eval_data.rows if eval_data else 0,
+            _names(getattr(task, "class_names", None)),
+        )
+
+    def document(self) -> dict[str, Any]:
+        """For the checkpoint's state.json."""
+        return {_KEY: {**asdict(self), "classes": list(self.classes)}}
+
+    def require_alike(self, world: World) -> None:
+        """All ranks take part.
+
+        Raises:
+            DataError: this rank has other data than rank 0.
+        """
+        first: DataIdentity = broadcast(self, world)
+        for what, mine, theirs, rows in (
+            ("training data", self.train, first.train, self.train_rows),
+            ("evaluation data", self.eval, first.eval, self.eval_rows),
+            ("classes", self.classes, first.classes, 0),
+        ):
+            if mine != theirs:
+                told = f" ({rows} rows)" if rows else ""
+                raise DataError(
+                    f"rank {world.rank} has different {what}{told} than rank 0: all nodes need the "
+                    "same files."
+                )
+
+    def require_same(self, checkpoint: Checkpoint, data: Data) -> None:
+        """Raises DataError if the checkpoint was made with other data, naming which."""
+        before = checkpoint.manifest.data_fingerprint
+        kept = json.loads(checkpoint.read("state.json")).get(_KEY)  # none in older checkpoints
+        if before != self.train and (kept is not None or before != _former(data)):
+            raise _other("training", self.train_rows, self.train, before, checkpoint)
+        if kept is None:
+            return
+        if kept["eval"] != self.eval:
+            raise _other("evaluation", self.eval_rows, self.eval, kept["eval"], checkpoint)
+        if kept["classes"] and kept["classes"] != list(self.classes):
+            raise DataError(
+                f"the training data have {some_names(self.classes)}; {checkpoint.name} has "
+                f"{some_names(kept['classes'])}. Restore them, or start a new run with another "
+                "--name."
+            )
+
+
+def _names(given: Any) -> tuple[str, ...]:
+    """A task of the user's may call anything `class_names`."""
+    return tuple(map(str, given)) if isinstance(given, (list, tuple)) else ()
+
+
+def _former(data: Data) -> str | None:
+    """The fingerprint as earlier versions had it, of sources where it was another."""
+    former = getattr(data.source, "former_fingerprint", None)
+    return former() if former is not None else None
+
+
+def _other(what: str, rows: int, now: str, before: str, checkpoint: Checkpoint) -> DataError:
+    remedy = "restore them, or start a new run with another --name."
+    if not now:
+        return DataError(
+            f"there are no {what} data, but {checkpoint.name} was made with some: {remedy}"
+        )
+    those = f"those of {checkpoint.name} ({before[:12]})"
+    there = those if before else f"{checkpoint.name}, which was made without any"
+    return DataError(
+        f"the {what} data ({rows} rows, fingerprint {now[:12]}) differ from {there}: {remedy}"
+    )

@@ -1,0 +1,138 @@
+"""What goes into each step: this worker's slots on its device, and the samples of all workers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator
+from contextlib import closing
+from dataclasses import dataclass, replace
+from hashlib import sha256
+from itertools import chain
+
+import torch
+import torch.distributed as dist
+
+from raytrain_ddp.data.loader import Slot, TrainLoader
+from raytrain_ddp.data.nested import tensors_of, to_device
+from raytrain_ddp.data.sources import Data
+from raytrain_ddp.errors import DataError
+from raytrain_ddp.training.phase_clock import AGREEING, Clock
+from raytrain_ddp.training.profiler import Profile
+from raytrain_ddp.training.session import Session
+from raytrain_ddp.training.train_state import TrainState
+from raytrain_ddp.training.world import World
+
+Move = Callable[[list[Slot]], list[Slot]]
+Count = Callable[[list[Slot]], int]
+Watch = Callable[[list[Slot]], None]
+
+
+@dataclass(frozen=True)
+class Feed:
+    """The loader's steps, brought to where and what the training needs.
+
+    Args:
+        move: brings slots to the device.
+        count: the samples of the step over all workers.
+        watch: is shown each step's slots; see `Audit`.
+        profile: is told when a step begins.
+        eval_data: is closed after the last step.
+    """
+
+    loader: TrainLoader
+    move: Move
+    count: Count
+    watch: Watch
+    profile: Profile
+    eval_data: Data | None = None
+
+    def steps(self, start: int, stop: int) -> Generator[tuple[list[Slot], int], None, None]:
+        """Yields (this worker's slots, samples of all workers' slots) of steps start..stop-1.
+
+        All ranks take part in each step. Close it to end the loader's threads and processes.
+        """
+        with closing(self.loader.steps(start, stop)) as steps, self.profile as profile:
+            try:
+                for slots in steps:
+                    profile.begin_step(slots[0].step + 1)
+                    self.watch(slots)
+                    yield self.move(slots), self.count(slots)
+            finally:
+                if self.eval_data is not None:
+                    self.eval_data.close()
+
+
+def on_device(device: torch.device, clock: Clock) -> Move:
+    """On a GPU the copy has a stream of its own, so that it runs beside the step before."""
+    if device.type != "cuda":
+        return lambda slots: slots
+    beside = torch.cuda.Stream(device)
+
+    def move(slots: list[Slot]) -> list[Slot]:
+        with torch.cuda.stream(beside):
+            moved = [replace(slot, batch=to_device(slot.batch, device)) for slot in slots]
+        training = torch.cuda.current_stream(device)
+        clock.mark("data")
+        training.wait_stream(beside)
+        clock.mark("copy")
+        for tensor in chain.from_iterable(tensors_of(slot.batch) for slot in moved):
+            tensor.record_stream(training)
+        return moved
+
+    return move
+
+
+class AgreedCount:
+    """The samples there really are where bad records are skipped; all ranks take part.
+
+    Args:
+        most: bad records that an epoch may have; more raise DataError, on all ranks in one step.
+        clock: is told that a rank waits here for those whose data come late, and not for its own.
+    """
+
+    def __init__(
+        self, state: TrainState, steps_per_epoch: int, most: int, world: World, clock: Clock
+    ) -> None:
+        self._state, self._steps_per_epoch = state, steps_per_epoch
+        self._most, self._world, self._clock = most, world, clock
+
+    def __call__(self, slots: list[Slot]) -> int:
+        totals = torch.tensor(
+            [sum(slot.samples for slot in slots), sum(slot.planned for slot in slots)]
+        )
+        if self._world.size > 1:
+            self._clock.mark("data")
+            self._clock.doing = AGREEING
+            dist.all_reduce(totals)
+            self._clock.mark("communication")
+        samples, planned = totals.tolist()
+        step = slots[0].step
+        if step % self._steps_per_epoch == 0:
+            self._state.skipped = 0
+        self._state.skipped += planned - samples
+        require_few_bad(self._state.skipped, f"by step {step + 1} in its epoch", self._most)
+        return int(samples)
+
+
+def require_few_bad(skipped: int, where: str, most: int) -> None:
+    """Raises DataError if more than `most` records were left out."""
+    if skipped > most:
+        raise DataError(
+            f"{skipped} bad records {where}, more than data.max_bad = {most}. The workers' logs "
+            "name them."
+        )
+
+
+class Audit:
+    """Logs one hash of each step's ids and pixels: alike on any number of workers and threads, and
+    after any restart. All ranks take part."""
+
+    def __init__(self, session: Session) -> None:
+        self._session, self._world = session, session.world
+
+    def __call__(self, slots: list[Slot]) -> None:
+        mine = [slot.digest for slot in slots]
+        parts: list[list[str]] = [mine] * self._world.size
+        if self._world.size > 1:
+            dist.all_gather_object(parts, mine)
+        digest = sha256("".join(chain.from_iterable(parts)).encode()).hexdigest()
+        self._session.log({"kind": "audit", "step": slots[0].step + 1, "sha256": digest})

@@ -1,0 +1,249 @@
+"""What a worker tells of itself when it gets on no more, and what all say together: who keeps the
+others waiting, and in which collective. Pure, but for the look into this process."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import sysconfig
+import threading
+import traceback
+from collections import Counter
+from collections.abc import Mapping, Sequence, Set
+from contextlib import suppress
+from dataclasses import dataclass
+from types import FrameType
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from raytrain_ddp.checkpoint.lease import Owner
+from raytrain_ddp.training.phase_clock import AGREEING, EXCHANGING
+
+_LIBRARIES = tuple(sysconfig.get_paths()[name] for name in ("stdlib", "purelib", "platlib"))
+_OF_COLLECTIVES = f"{os.sep}torch{os.sep}distributed{os.sep}"
+_OF_COMPILERS = tuple(
+    os.sep.join(("torch", *path))
+    for path in (("_dynamo", "convert_frame.py"), ("_inductor", "compile_fx.py"))
+)
+_MOST_COLLECTIVES = 100
+_STATES = {
+    "T": "its process is stopped (SIGSTOP, or a debugger)",
+    "t": "its process is stopped by a debugger",
+    "D": "the kernel does not let its process go (a disk, or a network's file system)",
+    "Z": "its process is gone",
+    "X": "its process is gone",
+}
+
+
+@dataclass(frozen=True)
+class Sign:
+    """What a rank says when it gets on no more.
+
+    Args:
+        step: in progress, or the last one.
+        doing: see `Clock.doing`.
+        collective: the number of the last one that it has entered; -1 if that is not known.
+        name: of that collective; "" if it is not known.
+        waits: whether it waits in a collective.
+        at: the innermost line that belongs to no library.
+        still_s: for how long it has finished no step.
+        patience_s: for how long that is all right.
+        stopped: the ranks whose process it has seen stopped.
+        kept: its stacks are written.
+    """
+
+    rank: int
+    step: int
+    doing: str
+    collective: int
+    name: str
+    waits: bool
+    at: str
+    still_s: float
+    patience_s: float
+    stopped: Sequence[int] = ()
+    kept: bool = False
+
+
+@dataclass(frozen=True)
+class Hang:
+    """What was found: in words, and the ranks that keep the others waiting, if they are known."""
+
+    text: str
+    step: int
+    ranks: tuple[int, ...]
+
+
+class _Place(NamedTuple):
+    """Where a rank waits; in the order in which a training comes by."""
+
+    step: int
+    collective: int
+    name: str
+    doing: str
+
+
+def is_hang(signs: Mapping[int, Sign]) -> bool:
+    """Whether all that have said something have lost their patience."""
+    return all(sign.still_s >= sign.patience_s for sign in signs.values())
+
+
+def judge(
+    signs: Mapping[int, Sign], owners: Sequence[Owner], stopped: Set[int] = frozenset()
+) -> Hang:
+    """Who keeps the others waiting.
+
+    Args:
+        signs: by rank, those of the ranks that answer; not empty.
+        owners: the processes of all ranks.
+        stopped: ranks that do not answer, and are known to be stopped.
+    """
+    waiting = [sign for sign in signs.values() if sign.waits]
+    seen = waiting or list(signs.values())
+    usual, _ = Counter(_place(sign) for sign in seen).most_common(1)[0]
+    what = _collective(usual) if waiting else f"step {usual.step}"
+    since = f"{min(sign.still_s for sign in seen):.0f} s"
+    silent = [rank for rank in range(len(owners)) if rank not in signs]
+    if silent:
+        states = {rank: "T" if rank in stopped else owners[rank].state() for rank in silent}
+        unknown = (
+            "it does not answer: it is stopped, or gone, or a thread of it holds Python's lock"
+        )
+        here = "a thread of it holds Python's lock and does not let it go"
+        why = [_STATES.get(s, here if s else unknown) for s in states.values()]
+        return Hang(
+            f"{_who(silent, owners)} did not enter {what}: {_each(why)}; the others have waited "
+            f"{since}",
+            usual.step,
+            tuple(silent),
+        )
+    busy = [sign for sign in signs.values() if not sign.waits]
+    if busy and not waiting:
+        text = f"no rank has finished {what} in {since}: {_places(busy)}"
+        return Hang(text, usual.step, ())
+    behind = busy or _odd(waiting)
+    if not behind:
+        text = (
+            f"all ranks are in {what}, and it has not ended in {since}: a packet, a cable or a "
+            "library has lost it"
+        )
+        return Hang(text, usual.step, ())
+    ranks = [sign.rank for sign in behind]
+    return Hang(
+        f"{_who(ranks, owners)} did not enter {what}: {_places(behind)}; the others wait {since}",
+        usual.step,
+        tuple(ranks),
+    )
+
+
+def _odd(waiting: Sequence[Sign]) -> list[Sign]:
+    """Those that wait in another collective than most: the ones behind, where that is a draw."""
+    places = Counter(_place(sign) for sign in waiting)
+    if len(places) < 2:
+        return []
+    most = max(places.values())
+    usual = max(place for place, count in places.items() if count == most)
+    return [sign for sign in waiting if _place(sign) != usual]
+
+
+def _place(sign: Sign) -> _Place:
+    return _Place(sign.step, sign.collective, sign.name, sign.doing)
+
+
+def _collective(place: _Place) -> str:
+    """``the all-reduce of step 12 (gradient exchange, collective 345)``."""
+    named = place.name.replace("_", "-") or "collective"
+    number = f", collective {place.collective}" if place.collective >= 0 else ""
+    return f"the {named} of step {place.step} ({place.doing}{number})"
+
+
+def _who(ranks: Sequence[int], owners: Sequence[Owner]) -> str:
+    return ", ".join(f"rank {rank} ({owners[rank].host})" for rank in ranks[:4]) + (
+        f" and {len(ranks) - 4} more" if len(ranks) > 4 else ""
+    )
+
+
+def _places(signs: Sequence[Sign]) -> str:
+    where = [
+        f"in {_collective(_place(sign))}" if sign.waits else f"in {sign.doing} ({sign.at})"
+        for sign in signs
+    ]
+    return _each([f"it is {place}" for place in where])
+
+
+def _each(texts: Sequence[str]) -> str:
+    return " and ".join(dict.fromkeys(texts))
+
+
+# ------------------------------------------------------------------ of this process
+
+
+def look_at(thread: int) -> tuple[str, bool]:
+    """(the innermost line of a thread that belongs to no library, whether it is in a call of
+    torch.distributed)."""
+    frame = sys._current_frames().get(thread)
+    innermost, inside = frame, False
+    while frame is not None:
+        inside = inside or _OF_COLLECTIVES in frame.f_code.co_filename
+        if not frame.f_code.co_filename.startswith((*_LIBRARIES, "<")):
+            return _line(frame), inside
+        frame = frame.f_back
+    return _line(innermost) if innermost is not None else "its thread has ended", inside
+
+
+def _line(frame: FrameType) -> str:
+    path = frame.f_code.co_filename
+    short = os.sep.join(path.split(os.sep)[-2:])
+    return f"{short}:{frame.f_lineno} in {frame.f_code.co_name}"
+
+
+def is_waiting(doing: str, inside: bool) -> bool:
+    """Whether a rank that does this waits for others."""
+    return inside or doing in (EXCHANGING, AGREEING)
+
+
+def is_compiling() -> bool:
+    """Whether torch.compile compiles in any thread: that of a backward pass is none of ours."""
+    frames = [*sys._current_frames().values()]
+    return any(
+        each.f_code.co_filename.endswith(_OF_COMPILERS)
+        for frame in frames
+        for each, _ in traceback.walk_stack(frame)
+    )
+
+
+def stacks() -> str:
+    """Of all Python threads of this process."""
+    names = {thread.ident: thread.name for thread in threading.enumerate()}
+    parts = [
+        f"Thread {names.get(ident, ident)}:\n{''.join(traceback.format_stack(frame))}"
+        for ident, frame in sys._current_frames().items()
+    ]
+    return "\n".join(parts)
+
+
+def last_collective() -> tuple[int, str]:
+    """Number and name of the last one that this process has entered; (-1, "") if unknown."""
+    number, name = -1, ""
+    with suppress(Exception):  # no public name tells
+        number = int(dist.group.WORLD._get_sequence_number_for_group())  # type: ignore[union-attr]
+    with suppress(Exception):
+        name = str(collectives()[-1]["profiling_name"]).partition(":")[2]
+    return number, name
+
+
+def collectives() -> list[dict[str, Any]]:
+    """What torch's flight recorder holds of the newest ones, if it records; NCCL's if there are.
+
+    NCCL's is on where TORCH_FR_BUFFER_SIZE (before torch 2.9: TORCH_NCCL_TRACE_BUFFER_SIZE) says
+    how many it shall hold. It was never tried on several GPUs.
+    """
+    for dump in ("_dump_nccl_trace_json", "_dump_fr_trace_json"):
+        read = getattr(torch._C._distributed_c10d, dump, None)
+        entries = json.loads(read(True, False)).get("entries", []) if read is not None else []
+        if entries:
+            return list(entries[-_MOST_COLLECTIVES:])
+    return []

@@ -1,0 +1,139 @@
+"""The session without Ray: one plain process, or the processes that torchrun starts."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from types import FrameType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from raytrain_ddp.checkpoint.lease import Owner
+from raytrain_ddp.config.sections import ScalingConfig
+from raytrain_ddp.config.train_config import TrainConfig
+from raytrain_ddp.errors import PreflightError, RetriesExhausted
+from raytrain_ddp.training.hang_diagnosis import Hang
+from raytrain_ddp.training.recorder import Best
+from raytrain_ddp.training.recording_session import RecordingSession
+from raytrain_ddp.training.rendezvous import Exchange, through_folder
+from raytrain_ddp.training.session import Record, Snapshot, Wishes
+from raytrain_ddp.training.world import World
+
+ASKING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
+
+
+def asking() -> list[signal.Signals]:
+    """The signals that ask for a checkpoint and an end: those of `ASKING`, but not SIGHUP where it
+    is ignored, as after `nohup`."""
+    hung_up = signal.getsignal(signal.SIGHUP)
+    return [n for n in ASKING if n != signal.SIGHUP or hung_up != signal.SIG_IGN]
+
+
+class LocalSession(RecordingSession):
+    """The whole of `train` in this process, for debugging, tests and torchrun."""
+
+    def __init__(
+        self, config: TrainConfig, world: World, best: Best, show: Callable[[Record], None]
+    ) -> None:
+        super().__init__(config, world, best, show)
+        self._signal = 0
+        self._told = False
+        self._handlers: dict[int, Any] = {}
+
+    def __enter__(self) -> LocalSession:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for number, before in self._handlers.items():
+            signal.signal(number, before or signal.SIG_DFL)  # None: set by C code
+        self.close()
+
+    def wrap(self, model: nn.Module, options: Mapping[str, Any]) -> nn.Module:
+        model = model.to(self.world.device)
+        if self.world.size == 1:
+            return model
+        devices = [self.world.device] if self.world.device.type == "cuda" else None
+        return DistributedDataParallel(model, device_ids=devices, **options)
+
+    def report(self, metrics: Mapping[str, float], snapshot: Snapshot | None) -> None:
+        if self.recorder is not None and snapshot is not None:
+            self.recorder.submit(snapshot)
+
+    def wishes(self) -> Wishes:
+        if self._signal and not self._told:
+            self._told = True
+            self.tell({"kind": "note", "text": "Stopping after this step; the checkpoint follows."})
+        return Wishes(stop=self._signal)
+
+    def meanwhile(self) -> Wishes:
+        return LocalSession.wishes(self)
+
+    def look(self) -> None: ...
+
+    def meeting(self, owners: Sequence[Owner]) -> Exchange | None:
+        """A process that is alone may stand in a debugger for as long as it likes."""
+        if self.world.size == 1:
+            return None
+        return through_folder(self._run, self.world.rank, owners)
+
+    def hung(self, hang: Hang) -> None:
+        """torchrun, if it is there, ends the other processes and starts all anew."""
+        text = f"{hang.text} A launcher that starts all workers anew goes on from the newest one."
+        event = {"kind": "failed", "rank": None, "step": hang.step, "message": text}
+        with suppress(Exception):
+            self.tell({**event, "hung": True})
+        os._exit(RetriesExhausted.exit_status)
+
+    def stop_on_signals(self) -> None:
+        """From now on Ctrl-C, SIGTERM, SIGHUP (not after `nohup`) and Slurm's warnings (SIGUSR1,
+        SIGUSR2) ask for a checkpoint and an end; a second signal ends at once. A second one that is
+        SIGHUP does not: a shell and the kernel both send it when a terminal is closed."""
+        numbers = asking()
+
+        def ask(number: int, _: FrameType | None) -> None:
+            self._signal = number  # told later: a handler may have interrupted the display
+            for each in numbers:
+                signal.signal(each, signal.SIG_IGN if each == signal.SIGHUP else signal.SIG_DFL)
+
+        for number in numbers:
+            self._handlers[number] = signal.signal(number, ask)
+
+
+def join_world(scaling: ScalingConfig, threads: int | None = None) -> World:
+    """This process's world: torchrun's, if its variables are set, else alone.
+
+    Args:
+        scaling: `use_gpu` and `backend` are followed; the number of workers is torchrun's.
+        threads: for CPU arithmetic; default: what OMP_NUM_THREADS or torch says.
+
+    Raises:
+        PreflightError: there is no GPU for this process, and one is wanted.
+    """
+    rank, size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+    local_rank = int(os.environ.get("LOCAL_RANK", "0"))
+    gpus = torch.cuda.device_count()
+    use_gpu = gpus > 0 if scaling.use_gpu == "auto" else scaling.use_gpu
+    if use_gpu and local_rank >= gpus:
+        raise PreflightError(
+            f"process {local_rank} of this machine wants a GPU and there are {gpus}: start fewer, "
+            "or train on CPUs with --scaling.use-gpu False."
+        )
+    if size > 1 and not dist.is_initialized():
+        over_nccl = use_gpu and scaling.backend != "gloo"
+        store, _, _ = next(dist.rendezvous("env://", rank, size))  # type: ignore[attr-defined]
+        # torchrun's store outlives a restart, with the addresses of those that were there before.
+        start = f"start-{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
+        dist.init_process_group(
+            "cpu:gloo,cuda:nccl" if over_nccl else "gloo",
+            store=dist.PrefixStore(start, store),  # type: ignore[attr-defined]
+            rank=rank,
+            world_size=size,
+        )
+    device = torch.device("cuda", local_rank) if use_gpu else torch.device("cpu")
+    return World(rank, size, local_rank, device, threads or torch.get_num_threads())

@@ -1,0 +1,49 @@
+"""The optimizer, and the learning rate as a function of the step."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import nn
+
+from raytrain_ddp.config.sections import OptimConfig
+from raytrain_ddp.config.train_config import TrainConfig
+
+
+def build_optimizer(model: nn.Module, config: OptimConfig) -> torch.optim.Optimizer:
+    """SGD or AdamW; weight decay on matrices and kernels only, not on biases and norm layers.
+
+    Fused, as only those leave a step out on the device: where their attribute `found_inf` is 1.
+    """
+    trained = [p for p in model.parameters() if p.requires_grad]
+    groups = [
+        {"params": [p for p in trained if p.ndim > 1], "weight_decay": config.weight_decay},
+        {"params": [p for p in trained if p.ndim <= 1], "weight_decay": 0.0},
+    ]
+    groups = [group for group in groups if group["params"]]
+    if config.name == "adamw":
+        return torch.optim.AdamW(groups, lr=config.lr, betas=config.betas, fused=True)
+    sgd = torch.optim.SGD(
+        groups, lr=config.lr, momentum=config.momentum, nesterov=config.nesterov, fused=True
+    )
+    if config.momentum:  # SGD would allocate it in the first step, and not fill it if refused
+        for parameter in trained:
+            sgd.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
+    return sgd
+
+
+def learning_rate(config: TrainConfig, step: int, steps_per_epoch: int) -> float:
+    """The learning rate of `step` (from 0): linear warm-up, then the schedule."""
+    schedule, peak = config.schedule, config.optim.lr
+    warmup = schedule.warmup_epochs * steps_per_epoch
+    if step < warmup:
+        return peak * (step + 1) / (warmup + 1)
+    total = config.epochs * steps_per_epoch
+    if schedule.name == "constant":
+        return peak
+    if schedule.name == "step":
+        return peak * schedule.gamma ** int(step / (schedule.step_epochs * steps_per_epoch))
+    done = min(1.0, (step - warmup) / max(1.0, total - warmup))
+    cosine = (1 + math.cos(math.pi * done)) / 2
+    return peak * (schedule.final_lr + (1 - schedule.final_lr) * cosine)

@@ -1,0 +1,232 @@
+"""A prepared run: its parts, and the acts that a step may be followed by."""
+
+from __future__ import annotations
+
+import math
+import time
+from dataclasses import dataclass, field, replace
+
+from torch import Tensor
+
+from raytrain_ddp.checkpoint.manifest import Manifest
+from raytrain_ddp.config.recipe import publishable, to_dict
+from raytrain_ddp.config.train_config import TrainConfig
+from raytrain_ddp.data.epoch_order import Plan
+from raytrain_ddp.data.sources import Data
+from raytrain_ddp.errors import DivergedError
+from raytrain_ddp.failpoints import failpoint
+from raytrain_ddp.tasks.task import Task
+from raytrain_ddp.training import step_timing
+from raytrain_ddp.training.cadence import Cadence
+from raytrain_ddp.training.data_identity import DataIdentity
+from raytrain_ddp.training.device_feed import Feed, require_few_bad
+from raytrain_ddp.training.evaluation import evaluate
+from raytrain_ddp.training.metric_states import require_monitor, scalars, tables
+from raytrain_ddp.training.nonfinite_repro import REMEDY
+from raytrain_ddp.training.phase_clock import Clock
+from raytrain_ddp.training.session import Session
+from raytrain_ddp.training.step import Stepper
+from raytrain_ddp.training.step_decisions import Abandoned, EvaluationWatch
+from raytrain_ddp.training.stragglers import Stragglers
+from raytrain_ddp.training.train_state import TrainState
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a call of `train` ended. `signal` is that of an interruption which left something to do,
+    be it an evaluation after the last step; else 0."""
+
+    step: int
+    total_steps: int
+    signal: int
+    best: float | None
+    best_step: int
+    metrics: dict[str, float]
+    seconds: dict[str, float]
+
+
+@dataclass
+class Run:
+    """The parts of a prepared run, and the acts that a step may be followed by."""
+
+    config: TrainConfig
+    task: Task
+    session: Session
+    state: TrainState
+    plan: Plan
+    feed: Feed
+    stepper: Stepper
+    eval_data: Data | None
+    identity: DataIdentity
+    logged_step: int
+    clock: Clock
+    stragglers: Stragglers
+    flops: float  # of a sample, forward and backward
+    peak_flops_per_s: float | None
+    metrics: dict[str, float] = field(default_factory=dict)  # of the evaluation after this step
+
+    def log(self, loss_share: Tensor, rate: float) -> None:
+        """Writes the step's loss and the speed since the last line; all ranks take part.
+
+        The one place where the host waits for the device.
+        """
+        step, world = self.state.step, self.session.world
+        self.stepper.settle()  # so that `nonfinite` is that of this step
+        trained_s, phases = self.clock.window()
+        memory = step_timing.peak_memory_bytes(world.device)
+        mine = step_timing.Reading(
+            loss_share.item(), trained_s, step_timing.in_order(phases), memory
+        )
+        readings = step_timing.gathered(mine, world)
+        per_epoch = self.plan.steps_per_epoch
+        samples = sum(self.plan.samples(s % per_epoch) for s in range(self.logged_step, step))
+        samples_per_s = samples / trained_s
+        flops_per_s = self.flops * samples_per_s / world.size
+        told = step_timing.summary(
+            readings, step - self.logged_step, flops_per_s, self.peak_flops_per_s
+        )
+        self.session.log(
+            {
+                "kind": "train",
+                "step": step,
+                "epoch": (step - 1) // per_epoch,
+                "loss": math.fsum(reading.loss_share for reading in readings),
+                "lr": rate,
+                "samples_per_s": samples_per_s,
+                "skipped": self.state.skipped,
+                "nonfinite": self.state.nonfinite,
+                "seconds": self.clock.elapsed(),
+                "timing": told,
+            }
+        )
+        if world.size > 1:  # not in the log, which would grow with the number of workers
+            split_s = step_timing.by_rank(readings, step - self.logged_step)
+            self.session.tell({"kind": "ranks", "step": step, "split_s": split_s})
+        straggler = self.stragglers.look(step, told.get("slowest"), self.session.hosts)
+        if straggler is not None:
+            self.session.tell(straggler)
+        self.logged_step = step
+
+    def evaluate(self) -> tuple[bool, int]:
+        """Evaluates the model as it is; all ranks take part.
+
+        Returns:
+            Whether it is the best so far; and the number of a signal for which the evaluation was
+            given up, else 0. What was given up is made up for at the resume.
+        """
+        data = self.eval_data
+        if data is None:
+            return False, 0
+        watch = EvaluationWatch(self.session, -(-data.rows // self.config.micro_batch))
+
+        def beat() -> None:
+            self.clock.beat()
+            watch()
+
+        failpoint("evaluate", self.session.world.rank, self.state.step)
+        started = time.monotonic()
+        self.session.tell({"kind": "evaluating", "step": self.state.step})
+        stop = 0
+        with self.clock.part("evaluation"):
+            try:
+                values = evaluate(
+                    self.task,
+                    self.state.model,
+                    data,
+                    self.config.micro_batch,
+                    self.session.world,
+                    replace(self.feed.loader.threads, begin=None),  # nothing else to do meanwhile
+                    beat=beat,
+                )
+            except Abandoned as abandoned:
+                stop = abandoned.stop
+        if stop:
+            return False, stop
+        self.metrics, self.state.evaluated_step = scalars(values), self.state.step
+        not_scalar = tables(values)
+        skipped = int(self.metrics.get("skipped", 0))
+        require_few_bad(skipped, "in the evaluation set", self.config.data.max_bad)
+        require_monitor(self.task, values)
+        monitor = self.task.monitor
+        best = self.state.improve(self.metrics, monitor, self.task.goal)
+        self.session.log(
+            {
+                "kind": "eval",
+                "step": self.state.step,
+                "epoch": (self.state.step - 1) // self.plan.steps_per_epoch,
+                "metrics": self.metrics,
+                **({"tables": not_scalar} if not_scalar else {}),
+                "monitor": monitor,
+                "best": best,
+                "seconds": time.monotonic() - started,
+            }
+        )
+        return best, 0
+
+    def owes_evaluation(self) -> bool:
+        """Whether there is data to evaluate on, and the model as it is was not."""
+        return self.eval_data is not None and self.state.evaluated_step != self.state.step
+
+    def make_up(self, cadence: Cadence) -> int:
+        """Evaluates a resumed model if a stop came between; all ranks take part. The number of a
+        signal for which that was given up, else 0."""
+        if not (cadence.evaluates(self.state.step) and self.owes_evaluation()):
+            return 0
+        last = self.state.step >= cadence.total_steps  # a rerun may want fewer epochs
+        best, stop = self.evaluate()
+        if best or (last and not stop):
+            self.save(last)
+        return stop
+
+    def save(self, last: bool) -> None:
+        """Has a snapshot committed in the background; all ranks take part.
+
+        The training waits for the copy to the host, and for the commit before if it is not done.
+
+        Args:
+            last: the run ends with it, as it should.
+        """
+        step, world, asked = self.state.step, self.session.world, time.monotonic()
+        self.stepper.settle()  # the device has its own work to end, which is no stall
+        began = time.monotonic()
+        self.stepper.likeness.require()
+        if not self.state.is_finite():  # the weights are alike on all ranks, and so is the answer
+            raise DivergedError(
+                f"weights are not finite after step {step}. The last checkpoint is kept; {REMEDY}."
+            )
+        metrics = self.metrics if self.state.evaluated_step == step else {}
+        snapshot = None
+        with self.clock.part("checkpoint"):
+            free = time.monotonic()
+            self.session.drain()
+            waited = time.monotonic() - free
+            gathered = self.state.compression.gather()
+            if world.is_main:
+                manifest = Manifest(
+                    step=step,
+                    epoch=step // self.plan.steps_per_epoch,
+                    attempt=0,  # the recorder's to say
+                    world_size=world.size,
+                    config=to_dict(publishable(self.config)),
+                    data_fingerprint=self.identity.train,
+                    metrics=metrics,
+                    finished=step >= self.config.epochs * self.plan.steps_per_epoch
+                    and not self.owes_evaluation(),
+                )
+                taken = self.state.snapshot(manifest, self.session.records(), gathered)
+                progress = {**taken.documents["state.json"], **self.identity.document()}
+                documents = {**taken.documents, "state.json": progress}
+                snapshot = replace(taken, documents=documents, last=last)
+                failpoint("checkpoint.snapshot", world.rank, step)
+            self.session.report({**metrics, "step": step}, snapshot)
+        self.session.saved(time.monotonic() - began - waited)
+        self.session.tell({"kind": "pause", "seconds": time.monotonic() - asked})
+
+    def outcome(self, total_steps: int, signal: int) -> Outcome:
+        state, seconds = self.state, dict(self.clock.seconds)
+        seconds["total"] = self.clock.elapsed()
+        if state.step == total_steps and not self.owes_evaluation():
+            signal = 0
+        return Outcome(
+            state.step, total_steps, signal, state.best, state.best_step, self.metrics, seconds
+        )

@@ -1,0 +1,51 @@
+"""How the ranks of one start find each other, and what each says of itself."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict
+from typing import Any
+
+import torch.distributed as dist
+
+from raytrain_ddp.checkpoint.lease import Owner
+from raytrain_ddp.checkpoint.run_folder import HANGS
+from raytrain_ddp.checkpoint.storage import Storage
+from raytrain_ddp.training.hang_diagnosis import Sign
+from raytrain_ddp.training.world import World
+
+Exchange = Callable[[Sign | None], Mapping[int, Sign]]
+"""Puts this rank's sign where the others find it, or takes it away, and returns those of all."""
+
+
+def start_folder(owners: Sequence[Owner]) -> str:
+    """The name by which the ranks of one start, and no others, find each other."""
+    first = owners[0]
+    return f"{''.join(c for c in first.since if c.isdigit())}-{first.token[:4]}"
+
+
+def through_folder(run: Storage, rank: int, owners: Sequence[Owner]) -> Exchange:
+    """By files in the run's folder, which all ranks reach; nothing is there before a hang."""
+    folder = run.join(HANGS).join(start_folder(owners))
+
+    def exchange(sign: Sign | None) -> dict[int, Sign]:
+        if sign is None:
+            folder.delete_file(f"rank-{rank}.json")
+            return {}
+        folder.mkdir()
+        folder.write_atomic(f"rank-{rank}.json", json.dumps(asdict(sign)).encode())
+        names = [(r, f"rank-{r}.json") for r in range(len(owners))]
+        found = [(r, folder.read(name)) for r, name in names if folder.exists(name)]
+        return {r: Sign(**json.loads(data)) for r, data in found}
+
+    return exchange
+
+
+def met(world: World) -> list[Owner]:
+    """The processes of all ranks; all take part."""
+    mine = Owner.here()
+    owners: list[Any] = [mine] * world.size
+    if world.size > 1:
+        dist.all_gather_object(owners, mine)
+    return owners

@@ -1,0 +1,114 @@
+"""What would be found out after an epoch is found out before the first step: a batch through it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import closing
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from raytrain_ddp.config.train_config import TrainConfig
+from raytrain_ddp.data.loader import eval_batches
+from raytrain_ddp.data.loader_threads import Threads
+from raytrain_ddp.data.nested import to_device
+from raytrain_ddp.data.sources import Batch, Data
+from raytrain_ddp.errors import TaskError
+from raytrain_ddp.tasks.task import Task
+from raytrain_ddp.tasks.task_check import metrics_of, place_of, refused
+from raytrain_ddp.training.buffer_sync import KeptBuffers
+from raytrain_ddp.training.metric_states import MOST_NUMBERS, TreeMetrics, require_monitor
+from raytrain_ddp.training.session import Record
+from raytrain_ddp.training.step import forward
+from raytrain_ddp.training.train_state import evaluating
+from raytrain_ddp.training.world import World, keeping_generators, seed_slot
+
+_MOST_BAD = 4096  # rows that are looked through for one that can be read
+
+
+def try_loss(
+    config: TrainConfig, task: Task, model: nn.Module, batch: Batch, world: World
+) -> Tensor:
+    """The loss of a batch, which leaves no trace; the warm-up of a run does as much.
+
+    Raises:
+        TaskError: no backward pass can begin with it.
+    """
+    buffers = KeptBuffers(model)
+    with keeping_generators(world.device):
+        seed_slot(world.device, config.seed, 0, 0)
+        loss = forward(config, task, model, batch, world)
+    buffers.restore()
+    return loss
+
+
+def try_evaluation(
+    task: Task,
+    model: nn.Module,
+    data: Data,
+    batch_size: int,
+    world: World,
+    tell: Callable[[Record], None],
+) -> None:
+    """The first chunk of an evaluation, which leaves no trace. Each rank does the same, alone.
+
+    Raises:
+        TaskError: the metrics' states cannot be merged, or the task's monitor is none of them.
+    """
+    scores = TreeMetrics(task, metrics_of(task), world.device)
+    chunks = range(-(-min(data.rows, _MOST_BAD) // batch_size))
+    loaded = eval_batches(data, batch_size, chunks, Threads(0))
+    buffers = KeptBuffers(model)
+    with keeping_generators(world.device), evaluating(model), torch.inference_mode():
+        with closing(loaded):
+            batch = next((each for each in loaded if data.samples_of(each)), None)
+        if batch is None:
+            return  # bad records only, of which the evaluation will count all
+        scores.reset()
+        seed_slot(world.device, 0, 0, 0)
+        returned: Any = task.evaluate(model, to_device(batch, world.device), scores.given)  # type: ignore[func-returns-value]
+        if returned is not None:
+            hint = " It updates the metrics that it is given: metrics['name'].update(...)."
+            raise refused(task.evaluate, returned, "None", hint)
+        buffers.restore()
+        untouched = scores.untouched()
+        if task.monitor.partition("/")[0] in untouched:
+            raise TaskError(
+                f"{place_of(task.evaluate)}: did not update the metric {task.monitor!r}, which is "
+                "the task's monitor: call its update()."
+            )
+        scores.take(0, True)
+        values = scores.computed()
+        alone = replace(world, rank=0, size=1)
+        merged = scores.values(alone)
+        for name, value in values.items():
+            if not _alike(value, merged[name]):
+                raise TaskError(
+                    f"{place_of(task.metrics)}: the metric {name!r} cannot be merged over chunks "
+                    f"of the data: its value is {_short(value)}, but {_short(merged[name])} after "
+                    "its state is merged into a fresh metric. Everything that compute() needs must "
+                    "be a state (add_state)."
+                )
+        for chunk in range(2):
+            scores.take(chunk, True)
+        scores.values(alone)
+    require_monitor(task, values)
+    for name in untouched:
+        text = f"{place_of(task.evaluate)}: did not update the metric {name!r}."
+        tell({"kind": "note", "text": text})
+    for name, value in values.items():
+        if value.numel() > MOST_NUMBERS:
+            text = f"The metric {name!r} has {value.numel():,} numbers, too many for the log."
+            tell({"kind": "note", "text": f"{text} `evaluate --out FILE` writes all of them."})
+
+
+def _alike(one: Tensor, other: Tensor) -> bool:
+    if one.shape != other.shape:
+        return False
+    return torch.allclose(one.double(), other.double(), rtol=1e-4, atol=1e-6, equal_nan=True)
+
+
+def _short(value: Tensor) -> str:
+    return f"{value.item():.6g}" if value.numel() == 1 else f"of shape {tuple(value.shape)}"

@@ -1,0 +1,161 @@
+"""What the ranks' clocks say together: the split of a step, who is slow, how well a GPU is used."""
+
+from __future__ import annotations
+
+import math
+import re
+import resource
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from statistics import median
+from typing import Any, NamedTuple
+
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+
+from raytrain_ddp.training.phase_clock import PHASES
+from raytrain_ddp.training.torch_compat import all_gather
+from raytrain_ddp.training.world import World
+
+# Dense, without sparsity, as NVIDIA's data sheets give them; FLOP/s in fp16 and bf16, whose results
+# are summed in fp32. The first name counts that is among the words of a GPU's own.
+_PEAKS = {
+    "B200": 2250e12,
+    "H200": 989.4e12,
+    "H100 PCIe": 756e12,
+    "H100 NVL": 835.5e12,
+    "H100": 989.4e12,
+    "A100": 312e12,
+    "L40S": 362e12,
+    "L40": 181e12,
+    "L4": 121e12,
+    "A10G": 70e12,
+    "A10": 125e12,
+    "V100-PCIE": 112e12,
+    "V100": 125e12,
+    "T4": 65e12,
+    "RTX 4090": 165.2e12,
+    "RTX 3090": 71e12,
+}
+_FP16_ONLY = {"V100-PCIE", "V100", "T4"}
+_WORK = ("data", "copy", "compute", "optimizer")  # in which a rank waits for no other
+
+
+class Reading(NamedTuple):
+    """One rank's share since the last reading.
+
+    Args:
+        loss_share: of the last step's mean loss.
+        seconds: of training since the last reading, see `Clock.window`.
+        phases: seconds by phase, in the order of PHASES.
+        peak_memory_bytes: of the device, or of this process.
+    """
+
+    loss_share: float
+    seconds: float
+    phases: tuple[float, ...]
+    peak_memory_bytes: int
+
+
+def gathered(mine: Reading, world: World) -> list[Reading]:
+    """Those of all ranks, by rank; all ranks take part."""
+    if world.size == 1:
+        return [mine]
+    flat = [mine.loss_share, mine.seconds, float(mine.peak_memory_bytes), *mine.phases]
+    parts = torch.empty(world.size * len(flat), dtype=torch.float64)
+    all_gather(parts, torch.tensor(flat, dtype=torch.float64))
+    rows = parts.view(world.size, -1).tolist()
+    return [Reading(loss, s, tuple(phases), int(m)) for loss, s, m, *phases in rows]
+
+
+def summary(
+    readings: Sequence[Reading], steps: int, flops_per_s: float, peak: float | None
+) -> dict[str, Any]:
+    """What the log says of the time of `steps` steps.
+
+    Args:
+        flops_per_s: that a rank has done; 0 if it is not known.
+        peak: that its GPU could do; None if it is not known.
+
+    Returns:
+        step_s: of a step, without evaluations and checkpoints. split_s: of a step by phase, with
+        both, those that took any; means over the ranks. slowest: the rank that waits least for the
+        others, the phase in which it stands out most and its time as a multiple of their median;
+        not if it is alone. peak_memory_bytes: of any rank. flops_per_s, mfu (model FLOPs
+        utilization, Chowdhery et al. 2022): of a rank, where they are known.
+    """
+    told: dict[str, Any] = {
+        "step_s": max(reading.seconds for reading in readings) / steps,
+        "split_s": _split(readings, steps),
+        "peak_memory_bytes": max(reading.peak_memory_bytes for reading in readings),
+    }
+    if len(readings) > 1:
+        told["slowest"] = _slowest(readings)
+    if flops_per_s:
+        told["flops_per_s"] = flops_per_s
+        if peak:
+            told["mfu"] = flops_per_s / peak
+    return told
+
+
+def by_rank(readings: Sequence[Reading], steps: int) -> list[dict[str, float]]:
+    """Seconds of a step by phase, of those phases that took any, for each rank."""
+    return [
+        {p: float(f"{s / steps:.3g}") for p, s in zip(PHASES, r.phases, strict=True) if s > 0}
+        for r in readings
+    ]
+
+
+def _split(readings: Sequence[Reading], steps: int) -> dict[str, float]:
+    """Seconds of a step by phase, of those phases that took any; means over the ranks."""
+    by_phase = zip(*(reading.phases for reading in readings), strict=True)
+    means = (math.fsum(each) / len(each) / steps for each in by_phase)
+    return {phase: mean for phase, mean in zip(PHASES, means, strict=True) if mean > 0}
+
+
+def _slowest(readings: Sequence[Reading]) -> dict[str, Any]:
+    """The rank whose own work took longest; the others have waited for it in communication."""
+    work = [[r.phases[PHASES.index(phase)] for phase in _WORK] for r in readings]
+    busy = [math.fsum(each) for each in work]
+    rank = max(range(len(busy)), key=busy.__getitem__)
+    others = work[:rank] + work[rank + 1 :]
+    usual = [median(each) for each in zip(*others, strict=True)]
+    usually = median(math.fsum(each) for each in others)
+    beyond = [own - other for own, other in zip(work[rank], usual, strict=True)]
+    phase = _WORK[max(range(len(_WORK)), key=beyond.__getitem__)]
+    return {"rank": rank, "phase": phase, "ratio": busy[rank] / max(usually, 1e-9)}
+
+
+def in_order(phases: Mapping[str, float]) -> tuple[float, ...]:
+    """Of PHASES; 0 where there is none."""
+    return tuple(phases.get(phase, 0.0) for phase in PHASES)
+
+
+def peak_memory_bytes(device: torch.device) -> int:
+    """Of tensors on a GPU; else of this process, as the system counts it."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+def peak_flops_per_s(device_name: str, precision: str) -> float | None:
+    """Of a GPU, in fp16 or bf16; None where it is not known, and for fp32, which is part TF32."""
+    name = next((n for n in _PEAKS if re.search(rf"\b{n}\b", device_name)), None)
+    if name is None or precision == "fp32" or (precision == "bf16" and name in _FP16_ONLY):
+        return None
+    return _PEAKS[name]
+
+
+@contextmanager
+def counting_flops(compiled: bool) -> Iterator[FlopCounterMode]:
+    """Counts the operations of what runs in it: those of matrix products and convolutions.
+
+    Args:
+        compiled: part of it is, and shall run as it was written.
+    """
+    torch.compiler.set_stance("force_eager" if compiled else "default")
+    try:
+        with FlopCounterMode(display=False) as counter:
+            yield counter
+    finally:
+        torch.compiler.set_stance("default")

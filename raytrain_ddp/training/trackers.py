@@ -1,0 +1,189 @@
+"""Where else the figures of a log go: TensorBoard, Weights & Biases, MLflow."""
+
+from __future__ import annotations
+
+import math
+import os
+import shutil
+import time
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any, Protocol
+from uuid import uuid4
+
+from raytrain_ddp.checkpoint.run_folder import TENSORBOARD, run_storage
+from raytrain_ddp.checkpoint.storage import Storage
+from raytrain_ddp.config.recipe import publishable, to_dict
+from raytrain_ddp.config.train_config import TrainConfig
+from raytrain_ddp.training.session import Record
+
+_IDENTITY_FILE = "logged-as"
+
+
+class Logger(Protocol):
+    """A place for figures. What it raises ends no training, and no training waits for it: see
+    courier.py.
+
+    A log that is restored has records that the place may have had before; they are equal.
+    """
+
+    def add(self, record: Record) -> None:
+        """Takes in a record; cheap."""
+
+    def close(self, failed: bool) -> None:
+        """Waits until all has arrived; `failed`: by an error, the run has not reached its end."""
+
+
+Open = Callable[[Sequence[Record]], Logger]
+"""Opens a place, given the records so far. Called late: importing its library takes long."""
+
+
+def openers(config: TrainConfig) -> dict[str, Open]:
+    """By name, those that the config asks for."""
+    run, log = run_storage(config), config.log
+    wanted: dict[str, Open] = {}
+    if log.tensorboard and run.is_local:
+        wanted["TensorBoard"] = partial(TensorBoard, Path(run.path) / TENSORBOARD)
+    if log.wandb:
+        wanted["Weights & Biases"] = partial(WeightsAndBiases, config)
+    if log.mlflow:
+        wanted["MLflow"] = partial(MLflow, config)
+    return wanted
+
+
+def scalars(record: Record) -> Iterator[tuple[str, float]]:
+    """(name, value) of a record's figures, such as train/loss, time/data_s and eval/top1."""
+    kind = record["kind"]
+    for name, value in (record["metrics"] if kind == "eval" else record).items():
+        if isinstance(value, float) or (kind == "eval" and isinstance(value, int)):
+            yield f"{kind}/{name}", float(value)
+    timing = record.get("timing", {})
+    for name, value in timing.items():
+        if isinstance(value, int | float):
+            yield f"time/{name}", float(value)
+    for phase, seconds in timing.get("split_s", {}).items():
+        yield f"time/{phase}_s", seconds
+
+
+class TensorBoard:
+    """Events in a folder, which is made anew."""
+
+    def __init__(self, folder: Path, records: Sequence[Record]) -> None:
+        from torch.utils.tensorboard import SummaryWriter
+
+        shutil.rmtree(folder, ignore_errors=True)
+        self._writer: Any = SummaryWriter(str(folder))
+        for record in records:
+            self.add(record)
+
+    def add(self, record: Record) -> None:
+        for name, value in scalars(record):
+            self._writer.add_scalar(name, value, record["step"])
+
+    def close(self, failed: bool) -> None:
+        self._writer.close()
+
+
+class WeightsAndBiases:
+    """A run of W&B, which all starts of ours share. Steps that it has had it passes over itself."""
+
+    def __init__(self, config: TrainConfig, records: Sequence[Record]) -> None:
+        import wandb
+
+        self._run: Any = wandb.init(
+            project=config.log.project,
+            name=str(config.name),
+            id=_identity(run_storage(config)),
+            resume="allow",
+            config=to_dict(publishable(config)),
+            settings=wandb.Settings(console="off", silent=True),
+        )
+        for record in records:
+            self.add(record)
+
+    def add(self, record: Record) -> None:
+        figures = dict(scalars(record))
+        if figures:
+            self._run.log(figures, step=record["step"])
+
+    def close(self, failed: bool) -> None:
+        self._run.finish(exit_code=int(failed))
+
+
+class MLflow:
+    """A run of MLflow, found again by a tag. What it has had is not sent again."""
+
+    def __init__(self, config: TrainConfig, records: Sequence[Record]) -> None:
+        import mlflow
+        from mlflow.entities import Param
+
+        try:
+            self._client: Any = mlflow.MlflowClient()
+        except mlflow.MlflowException as error:  # its default needs what mlflow-skinny has not
+            if "MLFLOW_TRACKING_URI" in os.environ:
+                raise
+            raise OSError(f"set MLFLOW_TRACKING_URI, as http://HOST:5000; {error}") from error
+        identity = _identity(run_storage(config))
+        experiment = self._experiment(config.log.project)
+        found = self._client.search_runs([experiment], f"tags.raytrain_run = '{identity}'")
+        if found:
+            self._id = found[0].info.run_id
+            self._client.update_run(self._id, status="RUNNING")
+        else:
+            made = self._client.create_run(
+                experiment, run_name=str(config.name), tags={"raytrain_run": identity}
+            )
+            self._id = made.info.run_id
+            settings = _flat(to_dict(publishable(config)))
+            params = [Param(name, str(value)) for name, value in settings]
+            for part in _parts(params, 100):
+                self._client.log_batch(self._id, params=part)
+        metrics = found[0].data.metrics if found else {}
+        self._had = {name: self._last_step(name) for name in metrics}
+        for part in _parts([metric for record in records for metric in self._new(record)], 1000):
+            self._client.log_batch(self._id, metrics=part)
+
+    def _experiment(self, name: str) -> str:
+        there = self._client.get_experiment_by_name(name)
+        return str(there.experiment_id if there else self._client.create_experiment(name))
+
+    def _last_step(self, name: str) -> int:
+        return max(int(each.step) for each in self._client.get_metric_history(self._id, name))
+
+    def add(self, record: Record) -> None:
+        metrics = self._new(record)
+        if metrics:
+            self._client.log_batch(self._id, metrics=metrics)
+
+    def _new(self, record: Record) -> list[Any]:
+        """The metrics of a record that MLflow has not had, and can take."""
+        from mlflow.entities import Metric
+
+        step = record["step"]
+        new = [pair for pair in scalars(record) if step > self._had.get(pair[0], -1)]
+        now_ms = int(1000 * time.time())
+        return [Metric(n, v, now_ms, step) for n, v in new if math.isfinite(v)]
+
+    def close(self, failed: bool) -> None:
+        self._client.set_terminated(self._id, status="FAILED" if failed else "FINISHED")
+
+
+def _parts(items: Sequence[Any], most: int) -> Iterator[Sequence[Any]]:
+    """MLflow takes so many in a request."""
+    return (items[n : n + most] for n in range(0, len(items), most))
+
+
+def _identity(run: Storage) -> str:
+    """Of a run, the same at each start. It lies in the run's folder, as names are used again."""
+    if not run.exists(_IDENTITY_FILE):
+        run.write_atomic(_IDENTITY_FILE, uuid4().hex[:16].encode())
+    return run.read(_IDENTITY_FILE).decode()
+
+
+def _flat(values: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for name, value in values.items():
+        if isinstance(value, dict):
+            yield from _flat(value, f"{prefix}{name}.")
+        else:
+            yield prefix + name, value

@@ -1,0 +1,198 @@
+"""All that a run is at a step; what can be computed from (config, step) is not in it."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from raytrain_ddp.checkpoint.manifest import Manifest
+from raytrain_ddp.checkpoint.run_folder import LOG_FILE
+from raytrain_ddp.checkpoint.snapshot import (
+    HostSnapshot,
+    decode_tensors,
+    encode_tensors,
+    flatten_state,
+    unflatten_state,
+)
+from raytrain_ddp.checkpoint.storage import Content
+from raytrain_ddp.checkpoint.store import Checkpoint
+from raytrain_ddp.training.buffer_sync import REALS, own_memory
+from raytrain_ddp.training.gradient_compression import Compression
+from raytrain_ddp.training.session import Record, Snapshot
+
+_PIECE = 500  # records of the log
+_COMPRESSION = "compression"  # stem of the file, if there is any
+
+
+@dataclass
+class TrainState:
+    """Model, optimizer and scaler after `step` optimizer steps, and the best evaluation so far."""
+
+    model: nn.Module
+    optimizer: torch.optim.Optimizer
+    scaler: torch.amp.GradScaler
+    compression: Compression = field(default_factory=Compression)
+    step: int = 0
+    best: float | None = None
+    best_step: int = 0
+    best_loss: float = math.inf  # of that evaluation, as the log has it; inf: it has none
+    evaluated_step: int = 0  # the last one; 0: none
+    skipped: int = 0  # bad records left out so far in this epoch
+    nonfinite: int = 0  # steps so far that were not finite, and so left out
+    _host: HostSnapshot = field(default_factory=HostSnapshot, repr=False)
+
+    def snapshot(
+        self,
+        manifest: Manifest,
+        log: Sequence[Record],
+        gathered: Mapping[str, Tensor] | None = None,
+    ) -> Snapshot:
+        """Copies the state to the host; the copy holds until the next snapshot is taken.
+
+        Args:
+            gathered: what `compression` has gathered.
+        """
+        optimizer, rest = flatten_state(self.optimizer.state_dict())
+        named = {f"model/{k}": v for k, v in self.model.state_dict().items()}
+        named |= {f"optimizer/{k}": v for k, v in optimizer.items()}
+        copies = self._host.take(named)
+        progress = {
+            "step": self.step,
+            "best": self.best,
+            "best_step": self.best_step,
+            "evaluated_step": self.evaluated_step,
+            "skipped": self.skipped,
+            "nonfinite": self.nonfinite,
+            "scaler": self.scaler.state_dict(),
+            "optimizer": rest,
+        }
+        tensors = {stem: _below(stem, copies) for stem in ("model", "optimizer")}
+        if gathered:
+            tensors[_COMPRESSION] = dict(gathered)
+        return Snapshot(
+            manifest=manifest,
+            tensors=tensors,
+            documents={"state.json": progress, LOG_FILE: list(log)},
+        )
+
+    def load(self, checkpoint: Checkpoint) -> list[Record]:
+        """Becomes the state in `checkpoint`; returns the log up to it."""
+        load_model(self.model, checkpoint)
+        progress = json.loads(checkpoint.read("state.json"))
+        tensors = decode_tensors(checkpoint.read("optimizer.safetensors"))
+        saved = unflatten_state(tensors, progress["optimizer"])
+        for group in saved["param_groups"]:
+            group["fused"] = True  # how it computes is no part of its state; see build_optimizer
+        self.optimizer.load_state_dict(saved)
+        if progress["scaler"]:
+            self.scaler.load_state_dict(progress["scaler"])
+        if f"{_COMPRESSION}.safetensors" in checkpoint.manifest.files:
+            tensors = decode_tensors(checkpoint.read(f"{_COMPRESSION}.safetensors"))
+            self.compression.load(tensors)
+        self.step = progress["step"]
+        self.best, self.best_step = progress["best"], progress["best_step"]
+        self.skipped = progress["skipped"]
+        # Older checkpoints have neither; there an evaluation that was due came first.
+        self.nonfinite = progress.get("nonfinite", 0)
+        self.evaluated_step = progress.get("evaluated_step", self.step)
+        log: list[Record] = json.loads(checkpoint.read(LOG_FILE))
+        evals = (r for r in log if r["kind"] == "eval" and r["step"] == self.best_step)
+        self.best_loss = next((loss_of(record["metrics"]) for record in evals), math.inf)
+        return log
+
+    def is_finite(self) -> bool:
+        """Whether weights are finite and buffers numbers; the host waits for the device.
+
+        The optimizer's state is, as no gradient is applied whose norm overflows. Norms read the
+        weights once, several times as fast as `isfinite` on a CPU.
+        """
+        weights = [w.detach() for w in self.model.parameters()]  # frozen ones may be quantized
+        norms = torch._foreach_norm([w for w in weights if w.dtype in REALS or w.is_complex()])
+        finite = [norm.isfinite() for norm in norms]
+        finite += [~buffer.isnan().any() for buffer in self.model.buffers()]  # masks hold inf
+        return bool(torch.stack(finite).all())
+
+    def improve(self, metrics: Mapping[str, float], monitor: str, goal: str) -> bool:
+        """Notes an evaluation after the current step; whether it is the best so far.
+
+        Of equal ones the one with the lower loss is better, then the earlier one.
+        """
+        value, loss = metrics[monitor], loss_of(metrics)
+        if math.isnan(value):
+            return False
+        better = self.best is None or (value > self.best if goal == "max" else value < self.best)
+        better = better or (value == self.best and loss < self.best_loss)
+        if better:
+            self.best, self.best_step, self.best_loss = value, self.step, loss
+        return better
+
+
+def loss_of(metrics: Mapping[str, float]) -> float:
+    """The evaluation's metric called loss; inf where there is none, or it is not a number."""
+    loss = metrics.get("loss", math.inf)
+    return math.inf if loss is None or math.isnan(loss) else loss
+
+
+@contextmanager
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """The model in evaluation mode; after it each module is in the mode in which it was."""
+    modes = [(module, module.training) for module in model.modules()]
+    model.eval()
+    try:
+        yield
+    finally:
+        for module, training in modes:
+            module.training = training
+
+
+def begin_training(model: nn.Module) -> None:
+    """Training mode, but for the modules that are in evaluation mode: so they stay, as a frozen
+    backbone does. A model's own `train` is called, as it may have such a rule itself."""
+    resting = [module for module in model.modules() if not module.training]
+    model.train()
+    for module in resting:
+        module.training = False
+
+
+def load_model(model: nn.Module, checkpoint: Checkpoint) -> None:
+    """Loads the weights of `checkpoint` into `model`."""
+    own_memory(model)
+    model.load_state_dict(decode_tensors(checkpoint.read("model.safetensors")))
+
+
+def encode(snapshot: Snapshot) -> dict[str, Content]:
+    """The files of a checkpoint, without its manifest. The tensors' are views of the snapshot.
+
+    Each can be written once.
+    """
+    files: dict[str, Content] = {
+        f"{stem}.safetensors": encode_tensors(t) for stem, t in snapshot.tensors.items()
+    }
+    for name, value in snapshot.documents.items():
+        if isinstance(value, list):
+            files[name] = _encode_list(value)
+        else:
+            files[name] = json.dumps(value).encode()
+    return files
+
+
+def _encode_list(values: Sequence[Any]) -> Iterator[bytes]:
+    """The bytes of `json.dumps`, piece by piece: it holds Python's lock until it returns, and the
+    log grows for as long as the run."""
+    yield b"["
+    for start in range(0, len(values), _PIECE):
+        piece = json.dumps(values[start : start + _PIECE])
+        yield (", " if start else "").encode() + piece[1:-1].encode()
+    yield b"]"
+
+
+def _below(stem: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    prefix = stem + "/"
+    return {k.removeprefix(prefix): v for k, v in tensors.items() if k.startswith(prefix)}

@@ -1,0 +1,184 @@
+"""Sums over the slots of a step in one order, on however many workers the slots are.
+
+Floating-point sums depend on their order. An all-reduce sums by worker, so that its last bits
+depend on how many there are. Here the slots are the leaves of one binary tree, which depends on
+their number alone; each worker sums the subtrees of which it has all leaves, and what is above them
+is summed for a part of the vector by each worker, and gathered. (EasyScale, Li et al., SC'23,
+showed that training can be made independent of the workers by fixing such an order.)
+
+Each of n workers sends 2 (n - 1) / n times the vector, as in an all-reduce by rings, if the slots
+of each are one subtree, such as 1, 2, 4 ...; else up to the logarithm of their number times half as
+much more.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from raytrain_ddp.data.epoch_order import deal
+from raytrain_ddp.training.torch_compat import all_gather
+from raytrain_ddp.training.world import World
+
+Span = tuple[int, int]  # leaves start .. stop-1
+
+
+@lru_cache(maxsize=64)
+def nodes(leaves: int) -> frozenset[Span]:
+    """Of the tree over `leaves`: left of each branch is the largest power of two that leaves some
+    to its right."""
+    found: set[Span] = set()
+    todo = [(0, leaves)]
+    while todo:
+        start, stop = todo.pop()
+        found.add((start, stop))
+        if stop - start > 1:
+            middle = start + (1 << (stop - start - 1).bit_length() - 1)
+            todo += [(start, middle), (middle, stop)]
+    return frozenset(found)
+
+
+def subtrees(leaves: int, mine: range) -> list[Span]:
+    """The largest ones that have no leaf outside of `mine`."""
+    stack: list[Span] = []
+    for leaf in mine:
+        stack.append((leaf, leaf + 1))
+        while joinable(stack, leaves):
+            (start, _), (_, stop) = stack[-2:]
+            stack[-2:] = [(start, stop)]
+    return stack
+
+
+def joinable(stack: Sequence[Span], leaves: int) -> bool:
+    """Whether the last two are the branches of one node."""
+    return len(stack) > 1 and (stack[-2][0], stack[-1][1]) in nodes(leaves)
+
+
+class TreeSum:
+    """Sums a vector of each slot. A slot without one counts as zeros.
+
+    `start` and `share` begin what `finish` waits for, and leave time for other work, such as other
+    sums. All ranks take part in each of the three, and come to those of several sums in one order.
+
+    Args:
+        length: of the vectors; they are on `world.device`, of `dtype`.
+    """
+
+    def __init__(self, slots: int, length: int, dtype: torch.dtype, world: World) -> None:
+        self._slots, self._length, self._dtype, self._world = slots, length, dtype, world
+        self._mine = deal(slots, world.size, world.rank)
+        self._part = -(-length // world.size)  # that each worker sums
+        self._dealt = [subtrees(slots, deal(slots, world.size, r)) for r in range(world.size)]
+        self._spans: list[Span] = []
+        self._sums: list[Tensor] = []
+        self._free: list[Tensor] = []
+        self._works: list[Any] = []  # dist.Work, which torch says may be None
+
+    def begin(self) -> None:
+        """Forgets the step before, with the sum that was returned for it."""
+        self._free += self._sums
+        self._spans, self._sums, self._next = [], [], self._mine.start
+
+    def take(self) -> Tensor:
+        """Zeros to be filled and given to `add`, shape (length,)."""
+        buffer = self._free.pop().zero_() if self._free else self._empty().zero_()
+        return buffer[: self._length]
+
+    def add(self, slot: int, vector: Tensor) -> None:
+        """Of this worker's next slot; those that were passed over have none."""
+        while self._next < slot:
+            self._push(self.take())
+        self._push(vector)
+
+    def start(self) -> None:
+        """All is added: each rank begins to send the others their parts of its subtrees."""
+        while self._next < self._mine.stop:
+            self._push(self.take())
+        size, part, mine = self._world.size, self._part, len(self._sums)
+        if size == 1:
+            return
+        parts = [whole.view(size, part) for whole in self._sums]
+        sent = parts[0] if mine == 1 else torch.stack(parts, 1)  # (ranks, subtrees, part)
+        counts = [len(spans) for spans in self._dealt]
+        self._got = torch.empty(sum(counts) * part, dtype=self._dtype, device=self._world.device)
+        self._works = [
+            dist.all_to_all_single(
+                self._got,
+                sent.view(-1),
+                [count * part for count in counts],
+                [mine * part] * size,
+                async_op=True,
+            )
+        ]
+
+    def share(self) -> None:
+        """Waits for its own part of all subtrees, sums them, and begins to give the sum to all."""
+        size, part = self._world.size, self._part
+        if size == 1:
+            return
+        self._wait()
+        spans: list[Span] = []
+        sums: list[Tensor] = []
+        every = [span for each in self._dealt for span in each]
+        for span, vector in zip(every, self._got.view(-1, part), strict=True):
+            spans.append(span)
+            sums.append(vector)
+            join(spans, sums, self._slots)
+        total, *free = self._sums
+        self._works = gather(total.view(size, part), sums[0], self._world)
+        del self._got
+        self._spans, self._sums = [(0, self._slots)], [total]
+        self._free += free
+
+    def finish(self) -> Tensor:
+        """The sum over all slots, shape (length,), the same on all ranks."""
+        self._wait()
+        (total,) = self._sums
+        return total[: self._length]
+
+    def _wait(self) -> None:
+        for work in self._works:
+            work.wait()
+        self._works = []
+
+    def _push(self, vector: Tensor) -> None:
+        # The whole buffer of which `take` gave the vector, with its padding.
+        whole = vector.as_strided((self._part * self._world.size,), (1,), 0)
+        self._spans.append((self._next, self._next + 1))
+        self._sums.append(whole)
+        self._next += 1
+        self._free += join(self._spans, self._sums, self._slots)
+
+    def _empty(self) -> Tensor:
+        length = self._part * self._world.size
+        return torch.empty(length, dtype=self._dtype, device=self._world.device)
+
+
+def gather(parts: Tensor, own: Tensor, world: World) -> list[Any]:
+    """Begins to put each rank's `own` into its row of `parts`, shape (ranks, ...); all take part.
+
+    gloo's own way takes four times as long.
+    """
+    if parts.is_cuda:
+        return [all_gather(parts, own, async_op=True)]
+    parts[world.rank] = own
+    others = [(world.rank + n) % world.size for n in range(1, world.size)]
+    ways = [dist.P2POp(dist.isend, own, other) for other in others]
+    ways += [dist.P2POp(dist.irecv, parts[other], other) for other in reversed(others)]
+    return list(dist.batch_isend_irecv(ways))
+
+
+def join(spans: list[Span], sums: list[Tensor], leaves: int) -> list[Tensor]:
+    """Sums what are branches of one node, in place; returns what has become free."""
+    free = []
+    while joinable(spans, leaves):
+        (start, _), (_, stop) = spans[-2:]
+        sums[-2].add_(sums[-1])
+        spans[-2:] = [(start, stop)]
+        free.append(sums.pop())
+    return free
