@@ -35,7 +35,7 @@ def train_loader(
     from raytrain_ddp.data.epoch_order import Plan
     from raytrain_ddp.data.image_batches import image_data, open_images
     from raytrain_ddp.data.loader import TrainLoader, shuffle_for, window_for
-    from raytrain_ddp.data.loader_threads import Threads
+    from raytrain_ddp.data.loader_threads import LoaderThreads
 
     config = DataConfig(
         source=str(folder / form),
@@ -53,7 +53,7 @@ def train_loader(
         seed=0,
         world_size=1,
         rank=0,
-        threads=Threads(threads),
+        threads=LoaderThreads(threads),
     )
 
 
@@ -81,12 +81,12 @@ def own_dataset(folder: Path, images: int, shared: bool) -> Iterator[Any]:
     """The data set of `folder_fast` as a user's own: in processes, or in threads that share it."""
     from raytrain_ddp.data.epoch_order import Plan
     from raytrain_ddp.data.loader import TrainLoader
-    from raytrain_ddp.data.loader_threads import Threads
+    from raytrain_ddp.data.loader_threads import LoaderThreads
     from raytrain_ddp.data.sources import Data, MapSource
 
     data = Data(MapSource(fast_folder(folder), shared=shared))
     plan = Plan(data.rows, 1, BATCH)
-    loader = TrainLoader(data, plan, "full", 1, 0, 1, 0, Threads(2))
+    loader = TrainLoader(data, plan, "full", 1, 0, 1, 0, LoaderThreads(2))
     for slots in loader.steps(0, 2 * -(-images // BATCH)):
         yield tuple(slots[0].batch)
 

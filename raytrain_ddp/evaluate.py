@@ -55,7 +55,7 @@ def main(argv: Sequence[str]) -> int:
     config = _config(checkpoint, args.data)
     import torch
 
-    from raytrain_ddp.data.loader_threads import Threads
+    from raytrain_ddp.data.loader_threads import LoaderThreads
     from raytrain_ddp.tasks.task_check import eval_data_of, metrics_of, model_of
     from raytrain_ddp.tasks.task_loading import BUILT_IN, load_task
     from raytrain_ddp.training.device_feed import require_few_bad
@@ -79,7 +79,13 @@ def main(argv: Sequence[str]) -> int:
         raise ConfigError(f"task = {config.task!r} has no per_class_metrics().")
     metrics = metrics_of(task, args.per_class)
     values = evaluate(
-        task, model.to(device), data, config.micro_batch, world, Threads(world.threads), metrics
+        task,
+        model.to(device),
+        data,
+        config.micro_batch,
+        world,
+        LoaderThreads(world.threads),
+        metrics,
     )
     skipped = int(values.pop("skipped", 0))
     if skipped == data.rows:

@@ -13,7 +13,7 @@ import tyro
 
 from raytrain_ddp.command_line import run_command
 from raytrain_ddp.errors import ConfigError
-from raytrain_ddp.launcher.run_options import Flags, Order
+from raytrain_ddp.launcher.run_options import Flags, RunOptions
 
 _PROG = "python -m raytrain_ddp.run"
 _DESCRIPTION = """\
@@ -82,7 +82,7 @@ def main(argv: Sequence[str]) -> int:
     return launch(order)
 
 
-def parse(argv: Sequence[str], environ: Mapping[str, str] | None = None) -> Order:
+def parse(argv: Sequence[str], environ: Mapping[str, str] | None = None) -> RunOptions:
     """What a command line asks for, with torchrun's flags as torchrun takes them.
 
     Args:
@@ -118,7 +118,7 @@ def parse(argv: Sequence[str], environ: Mapping[str, str] | None = None) -> Orde
             "--tee 0 has torchrun's meaning, so all ranks are shown; use --show 0 for rank 0 only"
         )
     notes += _behind(command, {name for name, _ in flags})
-    return Order(parsed, command[0], tuple(command[1:]), module, tuple(notes))
+    return RunOptions(parsed, command[0], tuple(command[1:]), module, tuple(notes))
 
 
 def split(argv: Sequence[str]) -> tuple[list[Flag], list[str]]:

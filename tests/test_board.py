@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from raytrain_ddp.ray_backend.mailbox import Board, Inbox, Outbox
+from raytrain_ddp.ray_backend.mailbox import Inbox, Mailbox, Outbox
 
 
 def numbers(events: list[Any]) -> list[int]:
@@ -18,7 +18,7 @@ def numbers(events: list[Any]) -> list[int]:
 def test_a_killed_board_costs_no_event_and_doubles_none(seed: int) -> None:
     """Pushes, answers and takes in any order, while the board dies again and again."""
     dice = random.Random(seed)
-    outbox, inbox, board = Outbox("a start"), Inbox(), Board()
+    outbox, inbox, board = Outbox("a start"), Inbox(), Mailbox()
     under_way: list[Any] = []  # at most one push; Ray makes it again if the board dies
     answer: list[Any] = []
     heard: list[Any] = []
@@ -38,10 +38,10 @@ def test_a_killed_board_costs_no_event_and_doubles_none(seed: int) -> None:
                 outbox.answered(answer.pop())
             case 5:
                 if dice.random() < 0.3:
-                    board = Board()
+                    board = Mailbox()
                 elif dice.random() < 0.2:
                     board.take(inbox.taken)  # the answer is lost with the board
-                    board = Board()
+                    board = Mailbox()
                 else:
                     heard.extend(inbox.sort(board.take(dict(inbox.taken))))
 
@@ -59,17 +59,17 @@ def test_a_killed_board_costs_no_event_and_doubles_none(seed: int) -> None:
 
 
 def test_a_board_that_begins_anew_hears_the_drivers_wish_again() -> None:
-    board = Board()
+    board = Mailbox()
     assert board.push([]).stop == 0
     board.take({}, stop=15)
     assert board.push([]).stop == 15
-    board = Board()
+    board = Mailbox()
     board.take({}, stop=15)
     assert board.push([]).stop == 15
 
 
 def test_events_of_others_than_rank_0_are_passed_on_as_they_come() -> None:
-    board, inbox = Board(), Inbox()
+    board, inbox = Mailbox(), Inbox()
     assert board.join("s", 1, "n1")
     board.push([{"kind": "failed"}])
     board.push([{"kind": "at"}], "s", 0)
@@ -80,7 +80,7 @@ def test_events_of_others_than_rank_0_are_passed_on_as_they_come() -> None:
 
 
 def test_an_outbox_forgets_what_the_driver_has() -> None:
-    outbox, board, inbox = Outbox("s"), Board(), Inbox()
+    outbox, board, inbox = Outbox("s"), Mailbox(), Inbox()
     for n in range(100):
         outbox.add({"n": n})
         outbox.answered(board.push(*outbox.letter()))

@@ -30,13 +30,13 @@ from raytrain_ddp.config.input_sections import DataConfig
 from raytrain_ddp.convert import staging as stage_module
 from raytrain_ddp.convert.__main__ import fit_command
 from raytrain_ddp.convert.conversion import Converted, convert
+from raytrain_ddp.convert.dataset_file import read_dataset_file, verify
 from raytrain_ddp.convert.options import ConvertConfig
 from raytrain_ddp.convert.pixels import PixelCounts, decoded, png, shrunk
-from raytrain_ddp.convert.process_pool import Processes
+from raytrain_ddp.convert.process_pool import ProcessPool
 from raytrain_ddp.convert.progress import Meter
 from raytrain_ddp.convert.shard_writer import Tell, write_shard
 from raytrain_ddp.convert.staging import Stage
-from raytrain_ddp.data.converted_dataset import read_dataset_file, verify
 from raytrain_ddp.data.parquet_images import ParquetImages
 from raytrain_ddp.errors import (
     ConfigError,
@@ -82,7 +82,7 @@ def silent(title: str, images: int) -> Tell:
 
 
 def run_convert(source: Any, dest: Path, workers: int = 1, **options: Any) -> Converted:
-    with Processes(workers) as run:
+    with ProcessPool(workers) as run:
         return convert(str(source), str(dest), ConvertConfig(**options), run, silent)
 
 
@@ -711,7 +711,7 @@ def test_the_destination_must_be_a_folder_of_its_own(folder: Path, tmp_path: Pat
     ]:
         with pytest.raises(ConfigError, match=told):
             run_convert(folder, dest)
-    with Processes(1) as run, pytest.raises(ConfigError, match="must be a folder"):
+    with ProcessPool(1) as run, pytest.raises(ConfigError, match="must be a folder"):
         convert(str(folder), "s3://bucket/x", ConvertConfig(), run, silent)
     (tmp_path / "empty").mkdir()
     assert run_convert(folder, tmp_path / "empty").dataset["rows"]["train"] == TRAIN
@@ -761,7 +761,7 @@ def test_fault_17_a_file_that_vanishes_meanwhile_is_named(folder: Path, tmp_path
     victim.parent.mkdir(parents=True)
     for number in range(3):
         (victim.parent / f"{number}.jpg").write_bytes(encoded(picture(number)))
-    with Processes(1) as run, pytest.raises(DataError, match=r"ant/1\.jpg: cannot be read"):
+    with ProcessPool(1) as run, pytest.raises(DataError, match=r"ant/1\.jpg: cannot be read"):
         convert(str(victim.parents[1]), str(tmp_path / "out"), ConvertConfig(), run, phase)
 
 
@@ -788,13 +788,13 @@ def test_processes_map_tell_and_fail_as_one_would():
     def tell(images: int, size: int) -> None:
         told[:] += images, size
 
-    with Processes(2) as run:
+    with ProcessPool(2) as run:
         assert sorted(run(double, range(10), tell)) == list(range(0, 20, 2))
         assert told.tolist() == [10, 45]
         assert list(run(double, [7], tell)) == [14]
         with pytest.raises(DataError, match="task -1"):
             list(run(double, [1, -1, *range(100)], tell))
-    with Processes(2) as run, pytest.raises(RaytrainError, match="--workers"):
+    with ProcessPool(2) as run, pytest.raises(RaytrainError, match="--workers"):
         list(run(die, range(8), tell))
 
 

@@ -19,7 +19,7 @@ from torchvision.datasets import ImageFolder
 from torchvision.datasets.folder import IMG_EXTENSIONS
 
 from raytrain_ddp.config.input_sections import AugmentConfig, DataConfig
-from raytrain_ddp.data.decoding import Picture
+from raytrain_ddp.data.decoding import EncodedImage
 from raytrain_ddp.data.epoch_order import EpochOrder, Plan, deal
 from raytrain_ddp.data.image_batches import image_data
 from raytrain_ddp.data.image_folder import EXTENSIONS, FolderImages
@@ -31,7 +31,7 @@ from raytrain_ddp.data.loader import (
     shuffle_for,
     window_for,
 )
-from raytrain_ddp.data.loader_threads import Gate, Threads, prefetched
+from raytrain_ddp.data.loader_threads import Gate, LoaderThreads, prefetched
 from raytrain_ddp.data.nested import samples_of
 from raytrain_ddp.data.sample_rng import Draws
 from raytrain_ddp.data.sources import ArraySource, BadRecord, Data, MapSource
@@ -143,7 +143,7 @@ def test_a_row_has_the_same_pixels_in_any_batch_order_and_thread(choice: str, im
     assert together[0].is_contiguous(memory_format=torch.channels_last)
     order = [4, 8, 0, 3]
     assert equal(collate(order), [value[order] for value in together])
-    alone = list(prefetched(range(9), lambda row: collate([row]), Threads(3, ahead=2)))
+    alone = list(prefetched(range(9), lambda row: collate([row]), LoaderThreads(3, ahead=2)))
     assert equal([torch.cat(parts) for parts in zip(*alone, strict=True)], together)
     same_again = equal(collate(list(range(9)), epoch=4), together)
     assert same_again is (choice in ("evaluation", "none"))
@@ -156,8 +156,8 @@ def test_repeats_of_a_row_are_augmented_apart_and_decoded_once(
     source = FolderImages(str(image_folder / "train"))
     data = image_data(source, DataConfig(image_size=16), CHOICES[choice], 2)
     opened: list[Any] = []
-    decode = Picture._pixels
-    monkeypatch.setattr(Picture, "_pixels", lambda *a: opened.append(a) or decode(*a))
+    decode = EncodedImage._pixels
+    monkeypatch.setattr(EncodedImage, "_pixels", lambda *a: opened.append(a) or decode(*a))
     rows, repeats = np.array([3, 3, 3, 7, 7, 7]), np.array([0, 1, 2] * 2)
     together = data.collate(source.read(rows), Draws(7, 0, rows, repeats))["image"]
     assert len(opened) == 2  # decoded
@@ -262,7 +262,7 @@ def test_prefetched_keeps_the_order_and_works_ahead_but_not_further(threads: int
         time.sleep(0.002 * (item % 3))  # later ones are done earlier
         return item * item
 
-    results = prefetched(iter(range(50)), work, Threads(threads, ahead=2))
+    results = prefetched(iter(range(50)), work, LoaderThreads(threads, ahead=2))
     first = next(results)
     time.sleep(0.05)
     assert len(begun) <= 1 + threads * 2
@@ -277,7 +277,7 @@ def test_prefetched_raises_the_workers_error_in_its_place_and_ends_its_threads(t
             raise DataError("row 3")
         return item
 
-    results = prefetched(range(1000), work, Threads(threads, ahead=2))
+    results = prefetched(range(1000), work, LoaderThreads(threads, ahead=2))
     assert [next(results) for _ in range(3)] == [0, 1, 2]
     with pytest.raises(DataError, match="row 3"):
         next(results)
@@ -292,7 +292,7 @@ def test_closing_ends_the_threads_and_begins_nothing_more(threads: int):
         begun.append(item)
         time.sleep(0.05)
 
-    results = prefetched(range(10**9), work, Threads(threads, ahead=4))
+    results = prefetched(range(10**9), work, LoaderThreads(threads, ahead=4))
     next(results)
     assert loader_threads()
     results.close()
@@ -317,7 +317,9 @@ def rows_data(rows: int) -> Data:
 
 def train_loader(rows: int, size: int, rank: int, threads: int, shuffle: Any) -> TrainLoader:
     plan = Plan(rows, slots=4, micro_batch=6)
-    return TrainLoader(rows_data(rows), plan, shuffle, 3, 9, size, rank, Threads(threads, ahead=2))
+    return TrainLoader(
+        rows_data(rows), plan, shuffle, 3, 9, size, rank, LoaderThreads(threads, ahead=2)
+    )
 
 
 def of_all_ranks(
@@ -371,12 +373,12 @@ def test_closing_the_steps_ends_the_threads():
 def test_eval_batches_are_the_chunks_in_stored_order_the_last_one_shorter(threads: int):
     chunks = [
         batch["row"].tolist()
-        for batch in eval_batches(rows_data(20), 8, range(3), Threads(threads))
+        for batch in eval_batches(rows_data(20), 8, range(3), LoaderThreads(threads))
     ]
     assert chunks == [list(range(8)), list(range(8, 16)), list(range(16, 20))]
-    (middle,) = eval_batches(rows_data(20), 8, [1], Threads(threads))
+    (middle,) = eval_batches(rows_data(20), 8, [1], LoaderThreads(threads))
     assert middle["row"].tolist() == chunks[1]
-    assert list(eval_batches(rows_data(20), 8, [], Threads(threads))) == []
+    assert list(eval_batches(rows_data(20), 8, [], LoaderThreads(threads))) == []
 
 
 def test_bytes_prepared_ahead_are_bounded():
@@ -387,7 +389,7 @@ def test_bytes_prepared_ahead_are_bounded():
         begun.append(item)
         return bytes(100)
 
-    results = prefetched(range(100), work, Threads(1, ahead=10, ahead_bytes=300), len)
+    results = prefetched(range(100), work, LoaderThreads(1, ahead=10, ahead_bytes=300), len)
     for taken in range(1, 6):
         next(results)
         time.sleep(0.02)
@@ -400,7 +402,7 @@ def test_another_thread_joins_only_while_the_consumer_waits(monkeypatch: pytest.
     """Each result takes a millisecond to use; the clock is ours."""
     now = 0.0
     monkeypatch.setattr("raytrain_ddp.data.loader_threads.time.monotonic", lambda: now)
-    gate = Gate(Threads(3, begin=1))
+    gate = Gate(LoaderThreads(3, begin=1))
 
     def consume(results: int, wait_s: float) -> int:
         nonlocal now
@@ -434,7 +436,9 @@ def test_no_more_threads_work_than_are_let_through(begin: int | None):
         running.discard(item)
         return item
 
-    results = prefetched(range(24), work, Threads(3, begin=begin))  # too few to look at the wait
+    results = prefetched(
+        range(24), work, LoaderThreads(3, begin=begin)
+    )  # too few to look at the wait
     assert list(results) == list(range(24))
     assert max(most) <= (begin or 3)
 
@@ -446,7 +450,7 @@ def test_closing_runs_nothing_that_waits_to_be_let_through():
         begun.append(item)
         time.sleep(0.1)
 
-    results = prefetched(range(100), work, Threads(8, begin=1))
+    results = prefetched(range(100), work, LoaderThreads(8, begin=1))
     next(results)
     results.close()
     assert len(begun) <= 3  # the first, and what had begun when it came
@@ -454,7 +458,7 @@ def test_closing_runs_nothing_that_waits_to_be_let_through():
 
 def test_a_batch_that_lost_samples_is_an_error_unless_they_may_be_skipped():
     plan = Plan(24, slots=4, micro_batch=3)
-    loader = TrainLoader(bad_rows_data(24, {7}), plan, "none", 3, 9, 1, 0, Threads(1))
+    loader = TrainLoader(bad_rows_data(24, {7}), plan, "none", 3, 9, 1, 0, LoaderThreads(1))
     with pytest.raises(DataError, match="1 of 3 samples of a micro-batch were dropped"):
         list(loader.steps(0, plan.steps_per_epoch))
 
@@ -490,7 +494,7 @@ def test_a_source_is_told_of_each_row_before_it_is_read_and_of_no_other_lane():
     order = EpochOrder(source.blocks, "block", 9, 0, window=3)
     for rank in (0, 1):
         source.events.clear()
-        loader = TrainLoader(data, plan, "block", 3, 9, 2, rank, Threads(0))
+        loader = TrainLoader(data, plan, "block", 3, 9, 2, rank, LoaderThreads(0))
         seen = [s.batch["row"].tolist() for step in loader.steps(0, 8) for s in step]
         lanes = [row for slot in deal(4, 2, rank) for row in order.read(*plan.lane(slot)).tolist()]
         assert sorted(row for rows in seen for row in rows) == sorted(lanes)
@@ -519,7 +523,7 @@ def test_more_row_groups_than_memory_holds_are_told_of():
     plan = Plan(160, slots=4, micro_batch=5)
 
     def note(shuffle: Any, limit_mib: int, size: int = 1) -> str | None:
-        loader = TrainLoader(data, plan, shuffle, 3, 9, size, 0, Threads(0))
+        loader = TrainLoader(data, plan, shuffle, 3, 9, size, 0, LoaderThreads(0))
         return memory_note(loader, limit_mib * 2**20)
 
     assert note("block", 18) is None  # 4 lanes x 3 blocks x 1 MiB, and half of it read ahead
@@ -537,7 +541,7 @@ def test_repeats_come_together_and_each_draws_its_own_numbers():
     plan = Plan(20, slots=4, micro_batch=6, repeats=3)
 
     def steps(size: int, rank: int) -> Iterator[Any]:
-        loader = TrainLoader(rows_data(20), plan, "full", 3, 9, size, rank, Threads(2))
+        loader = TrainLoader(rows_data(20), plan, "full", 3, 9, size, rank, LoaderThreads(2))
         return loader.steps(0, 2 * plan.steps_per_epoch)
 
     alone = [slot for slots in steps(1, 0) for slot in slots]
@@ -571,7 +575,7 @@ def test_fault_20_a_slot_counts_the_samples_that_are_left():
 
     def steps(size: int, rank: int) -> list[Any]:
         data = bad_rows_data(24, bad)
-        loader = TrainLoader(data, plan, "none", 3, 9, size, rank, Threads(1), skip=True)
+        loader = TrainLoader(data, plan, "none", 3, 9, size, rank, LoaderThreads(1), skip=True)
         return [slot for slots in loader.steps(0, plan.steps_per_epoch) for slot in slots]
 
     slots = steps(1, 0)
@@ -589,7 +593,9 @@ def test_fault_20_a_slot_counts_the_samples_that_are_left():
 
 def test_fault_20_data_without_any_good_record_are_refused():
     plan = Plan(24, slots=4, micro_batch=3)
-    loader = TrainLoader(bad_rows_data(24, set(range(24))), plan, "none", 3, 9, 1, 0, Threads(0))
+    loader = TrainLoader(
+        bad_rows_data(24, set(range(24))), plan, "none", 3, 9, 1, 0, LoaderThreads(0)
+    )
     with pytest.raises(DataError, match="none of the first 24 records"):
         loader.any_batch()
 
@@ -602,7 +608,7 @@ def test_digests_tell_rows_and_pixels_apart():
             lambda r, d: {"x": torch.from_numpy(d.uniform(1) + draw), "r": 1.0},
         )
         plan = Plan(20, slots=4, micro_batch=3)
-        loader = TrainLoader(own, plan, "full", 3, seed, 1, 0, Threads(1), digests=True)
+        loader = TrainLoader(own, plan, "full", 3, seed, 1, 0, LoaderThreads(1), digests=True)
         return [slot.digest for slots in loader.steps(0, 2) for slot in slots]
 
     assert digests(1) == digests(1)
@@ -649,7 +655,7 @@ def test_an_iterable_is_sharded_by_offset_each_item_once(kind: Any, threads: int
             stream = kind(107)
             data = stream_data(stream, 107)
             shuffle = shuffle_for(data, "auto")
-            loader = TrainLoader(data, plan, shuffle, 3, 9, size, rank, Threads(threads))
+            loader = TrainLoader(data, plan, shuffle, 3, 9, size, rank, LoaderThreads(threads))
             slots = [s for step in loader.steps(0, per_epoch) for s in step if s.samples]
             for slot in slots:
                 place = plan.span(slot.step, slot.index)
@@ -665,7 +671,7 @@ def test_an_iterable_is_sharded_by_offset_each_item_once(kind: Any, threads: int
 
 def test_an_iterable_goes_on_at_the_right_item_and_begins_anew_each_epoch():
     plan = Plan(20, slots=2, micro_batch=5)
-    loader = TrainLoader(stream_data(Stream(20), 20), plan, "none", 3, 9, 1, 0, Threads(1))
+    loader = TrainLoader(stream_data(Stream(20), 20), plan, "none", 3, 9, 1, 0, LoaderThreads(1))
     rows = [[s.batch["row"].tolist() for s in step] for step in loader.steps(1, 4)]
     second = [[5, 6, 7, 8, 9], [15, 16, 17, 18, 19]]
     assert rows == [second, [[0, 1, 2, 3, 4], [10, 11, 12, 13, 14]], second]

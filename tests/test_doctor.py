@@ -30,7 +30,7 @@ from raytrain_ddp.doctor import (
     storage_probe,
 )
 from raytrain_ddp.doctor.__main__ import main
-from raytrain_ddp.doctor.assessment import judge
+from raytrain_ddp.doctor.assessment import assess
 from raytrain_ddp.doctor.examine import examine
 from raytrain_ddp.doctor.output_table import show
 from raytrain_ddp.doctor.rows import Note, Report, Row, grouped, rate, seconds
@@ -143,7 +143,7 @@ def of(report: Report, check: str) -> list[Row]:
 @pytest.mark.parametrize("gpus", [0, 2])
 @pytest.mark.parametrize("names", [["one"], ["head", "w1", "w2"]])
 def test_a_healthy_cluster_has_nothing_but_ok(names: list[str], gpus: int):
-    report = judge(cluster(*names, gpus=gpus))
+    report = assess(cluster(*names, gpus=gpus))
     assert {row.verdict for row in report.rows} == {"ok"}
     assert not any(row.advice for row in report.rows)
     assert report.exit_status == 0
@@ -280,7 +280,7 @@ def test_one_thing_wrong_on_one_node_is_found_there_with_advice(
     check, change, verdict, found, advice = case
     findings = cluster("head", "w1", gpus=2)
     change(findings, findings["places"][1])
-    report = judge(findings)
+    report = assess(findings)
     row = of(report, check)[-1] if check == "all-reduce" else of(report, check)[0]
     assert row.verdict == verdict
     assert found in row.found
@@ -295,24 +295,24 @@ def test_fault_46_a_dashboard_that_others_reach_fails_unless_it_asks_for_a_token
     for mode, status in (("disabled", 3), ("token", 0)):
         findings = cluster("head", "w1")
         dashboard(listens, mode)(findings, findings["places"][1])
-        assert judge(findings).exit_status == status
+        assert assess(findings).exit_status == status
 
 
 def test_threads_are_judged_by_what_a_worker_shall_have():
     findings = cluster("one")
     findings["places"][0]["facts"]["settings"]["OMP_NUM_THREADS"] = "1"
-    assert of(judge(findings), "threads")[0].verdict == "ok"
+    assert of(assess(findings), "threads")[0].verdict == "ok"
     findings["run"]["cpus_per_worker"] = 4.0
-    (row,) = of(judge(findings), "threads")
+    (row,) = of(assess(findings), "threads")
     assert (row.verdict, row.found) == ("warn", "OMP_NUM_THREADS=1")
 
 
 def test_a_machine_without_gpus_is_well_and_a_gpu_run_on_it_is_not():
     findings = cluster("one")
-    assert of(judge(findings), "GPUs")[0] == Row("GPUs", "one", "none")
+    assert of(assess(findings), "GPUs")[0] == Row("GPUs", "one", "none")
     findings["run"] = {**findings["run"], "lacks": "scaling.use_gpu = true, but there is no GPU"}
     del findings["run"]["workers"]
-    report = judge(findings)
+    report = assess(findings)
     assert of(report, "workers")[0].verdict == "fail"
     assert report.exit_status == 3
 
@@ -323,7 +323,7 @@ def test_facts_that_a_system_does_not_tell_are_left_out():
     findings["places"][0]["facts"] |= {
         name: None for name in findings["places"][0]["facts"] if name not in kept
     }
-    report = judge(findings)
+    report = assess(findings)
     assert report.count("fail") == 0
     assert not of(report, "memory")
 
@@ -334,7 +334,7 @@ def test_of_nodes_with_folders_of_their_own_one_row_tells_who_shares_with_whom()
     apart |= {name: {"head", "w1", "driver", "w2", "w3"} - {name} for name in ("w2", "w3")}
     for each in findings["places"]:
         each["seen"]["misses"] = sorted(apart[each["name"]])
-    (row,) = of(judge(findings), "shared")
+    (row,) = of(assess(findings), "shared")
     assert row.verdict == "fail"
     assert row.where == "all 4 nodes"
     assert row.found == "3 different places: head, w1 | w2 | w3"
@@ -394,7 +394,7 @@ def test_the_table_fits_and_gives_advice_below_what_is_wrong(width: int):
     findings["places"][1]["storage"] = {"error": "OSError: Permission denied: " + "long " * 30}
     for each in findings["places"][:3]:
         each["facts"]["settings"] = {}
-    report = judge(findings)
+    report = assess(findings)
     text = io.StringIO()
     show(report, Console(file=text, width=width, highlight=False))
     lines = text.getvalue().splitlines()

@@ -18,7 +18,7 @@ from raytrain_ddp.checkpoint.storage import open_storage
 from raytrain_ddp.config.recipe import dumps
 from raytrain_ddp.config.train_config import TrainConfig
 from raytrain_ddp.doctor.rows import Report, Row
-from raytrain_ddp.doctor.run_status import judge, look, open_run
+from raytrain_ddp.doctor.run_status import assess_run, open_run, read_status
 from raytrain_ddp.errors import ConfigError, PreflightError
 
 PLAN = {"kind": "plan", "start_step": 0, "total_steps": 100, "world_size": 3, "device": "cpu"}
@@ -54,7 +54,7 @@ def written(
 
 
 def rows(run: Path) -> tuple[Report, dict[str, Row]]:
-    report = judge(look(open_run(str(run))))
+    report = assess_run(read_status(open_run(str(run))))
     return report, {row.check: row for row in report.rows}
 
 
@@ -213,4 +213,4 @@ def test_a_folder_that_may_only_be_read_is_enough(tmp_path: Path, monkeypatch: p
         raise PermissionError("read only")
 
     monkeypatch.setattr(type(storage), "clock_s", refused)
-    assert judge(look(storage)).exit_status == 0
+    assert assess_run(read_status(storage)).exit_status == 0

@@ -19,9 +19,9 @@ from torch import Tensor, nn
 from raytrain_ddp import ArraySource, Data, Task, TrainConfig, fit_locally
 from raytrain_ddp.checkpoint.run_folder import read_history, run_storage
 from raytrain_ddp.data.epoch_order import deal
-from raytrain_ddp.data.loader_threads import Threads
+from raytrain_ddp.data.loader_threads import LoaderThreads
 from raytrain_ddp.errors import ConfigError, PreflightError
-from raytrain_ddp.report.history import story_of
+from raytrain_ddp.report.history import history_of
 from raytrain_ddp.report.run_files import read_run
 from raytrain_ddp.report.tables import full_metrics
 from raytrain_ddp.training.evaluation import evaluate
@@ -120,9 +120,9 @@ def evaluate_many(rank: int, size: int, rows: int) -> tuple[float, float, float]
     """(added MiB of memory at its peak, sum of the matrix, loss)."""
     world = World(rank, size, rank, torch.device("cpu"), threads=1)
     task = Many(TrainConfig(), str(rows))
-    evaluate(task, task.model(), Many(TrainConfig(), "32").eval_data(), 16, ALONE, Threads(0))
+    evaluate(task, task.model(), Many(TrainConfig(), "32").eval_data(), 16, ALONE, LoaderThreads(0))
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    values = evaluate(task, task.model(), task.eval_data(), 16, world, Threads(0))
+    values = evaluate(task, task.model(), task.eval_data(), 16, world, LoaderThreads(0))
     added = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 1024
     return added, values["confusion"].sum().item(), values["loss"].item()
 
@@ -183,7 +183,7 @@ def evaluate_form(rank: int, size: int, form: str) -> dict[str, Any]:
     task, model = Collected(TrainConfig(), form, eval_rows=53), TinyNet()
     data = task.eval_data()
     assert data is not None
-    values = evaluate(task, model, data, 7, world, Threads(0))
+    values = evaluate(task, model, data, 7, world, LoaderThreads(0))
     return {name: value.tolist() for name, value in values.items()}
 
 
@@ -209,7 +209,7 @@ def test_what_is_no_scalar_is_in_the_log_and_shown(
     assert set(found[0]["tables"]) == {"classes", "confusion"}
     assert len(found[0]["tables"]["classes"]) == CLASSES
     assert sum(map(sum, found[0]["tables"]["confusion"])) == 53
-    page = full_metrics(story_of(read_run(str(tmp_path / "kept"))))
+    page = full_metrics(history_of(read_run(str(tmp_path / "kept"))))
     assert "<h3>confusion <small>at step " in page
     best = next(r for r in reversed(found) if r["best"])
     assert all(f">{max(row)}<" in page for row in best["tables"]["confusion"])

@@ -21,8 +21,8 @@ from raytrain_ddp.config.sections import ScalingConfig
 from raytrain_ddp.config.train_config import TrainConfig
 from raytrain_ddp.errors import DataError, PreflightError, RetriesExhausted, TaskError
 from raytrain_ddp.ray_backend import cluster
-from raytrain_ddp.ray_backend.capacity_watch import StartWatch, Waiting, stopped_workers
-from raytrain_ddp.ray_backend.failure_policy import Failures
+from raytrain_ddp.ray_backend.capacity_watch import CapacityWatch, StartWatch, stopped_workers
+from raytrain_ddp.ray_backend.failure_policy import FailurePolicy
 from raytrain_ddp.ray_backend.placement import Layout, room
 from raytrain_ddp.ray_backend.ray_output import _Lazy
 from raytrain_ddp.ray_backend.ray_settings import ray_settings, settled
@@ -38,7 +38,7 @@ class Story:
     """Tells a policy what happens to three workers, one start after another."""
 
     def __init__(self, most: int = 3) -> None:
-        self.policy = Failures(most)
+        self.policy = FailurePolicy(most)
         self.starts = 0
 
     def start(self, at: int = 0) -> Story:
@@ -153,7 +153,7 @@ def test_fault_48_another_step_another_rank_or_a_checkpoint_between_is_no_loop(
 
 
 def test_fault_48_the_death_of_one_that_was_alone_is_placed_by_what_it_said_last():
-    policy = Failures(100)
+    policy = FailurePolicy(100)
     for number in range(2):
         joined = {"kind": "joined", "start": f"{number}", "rank": 0, "node": "n0"}
         for event in (joined, {"kind": "plan", "start_step": 0}, {"kind": "at", "step": 12}):
@@ -302,13 +302,13 @@ def test_a_start_from_an_older_checkpoint_counts_from_there():
 def test_the_driver_gets_hold_of_the_controller_not_of_its_workers(monkeypatch: pytest.MonkeyPatch):
     import ray
 
-    from raytrain_ddp.ray_backend.failure_callback import Witness
+    from raytrain_ddp.ray_backend.failure_callback import FailureCallback
 
     pushed: list[Any] = []
     board = SimpleNamespace(push=SimpleNamespace(remote=pushed.extend))
     process = SimpleNamespace(get_actor_id=lambda: None, current_actor=None)
     monkeypatch.setattr(ray, "get_runtime_context", lambda: process)
-    made = copy.copy(Witness(board, None))  # copied in the driver, too
+    made = copy.copy(FailureCallback(board, None))  # copied in the driver, too
     process.get_actor_id, process.current_actor = lambda: "c", "the controller"
     held = copy.copy(made)
     process.get_actor_id, process.current_actor = lambda: "w", "a worker"
@@ -317,7 +317,7 @@ def test_the_driver_gets_hold_of_the_controller_not_of_its_workers(monkeypatch: 
 
 
 def test_what_a_resumed_run_goes_on_from_is_known_before_its_workers_are():
-    policy = Failures(3, committed=40)
+    policy = FailurePolicy(3, committed=40)
     shown = policy.take({"kind": "died", "texts": {0: "gone"}, "preempted": []})
     assert shown is not None
     assert "going on from step 40" in shown["message"]
@@ -345,7 +345,7 @@ class Clockwork:
         self.now, self.nodes = 0.0, [{"CPU": 2, "GPU": 1}] * 3
         self.notes: list[Event] = []
         self.changes: list[float] = []
-        self.waiting = Waiting(
+        self.waiting = CapacityWatch(
             layout(least, most),
             60,
             lambda: self.nodes,

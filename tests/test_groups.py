@@ -21,7 +21,7 @@ import pytest
 
 from raytrain_ddp.data import disk_cache as disk_cache_module
 from raytrain_ddp.data.disk_cache import DiskCache
-from raytrain_ddp.data.row_group_cache import Groups
+from raytrain_ddp.data.row_group_cache import RowGroupCache
 from raytrain_ddp.errors import DataError
 
 ROWS = 4
@@ -54,10 +54,10 @@ class Store:
         return Block(block)
 
 
-def groups_of(store: Store, blocks: int, fitting: int, threads: int = 2) -> Groups[Block]:
+def groups_of(store: Store, blocks: int, fitting: int, threads: int = 2) -> RowGroupCache[Block]:
     """`blocks` blocks of 10 bytes, of which so many fit into memory."""
     rows, sizes = np.full(blocks, ROWS), np.full(blocks, 10)
-    return Groups(store.load, rows, sizes, 10 * fitting, threads)
+    return RowGroupCache(store.load, rows, sizes, 10 * fitting, threads)
 
 
 def until(condition: Callable[[], bool]) -> None:

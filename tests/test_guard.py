@@ -57,7 +57,7 @@ from raytrain_ddp.errors import DivergedError
 from raytrain_ddp.failpoints import arm
 from raytrain_ddp.fit import main
 from raytrain_ddp.training.lr_schedule import build_optimizer, learning_rate
-from raytrain_ddp.training.nonfinite import Guard, Trace, through_pinned_memory
+from raytrain_ddp.training.nonfinite import NonfiniteGuard, Trace, through_pinned_memory
 from raytrain_ddp.training.prepare import prepare
 from raytrain_ddp.training.train_state import TrainState, encode
 from raytrain_ddp.training.world import World, slot_seed
@@ -538,7 +538,7 @@ def small_state() -> TrainState:
     return TrainState(model, optimizer, torch.amp.GradScaler("cpu", enabled=False))
 
 
-def examine(guard: Guard, state: TrainState, loss_factor: float) -> bool:
+def examine(guard: NonfiniteGuard, state: TrainState, loss_factor: float) -> bool:
     """What a step does with the guard; whether it is refused."""
     state.optimizer.zero_grad(set_to_none=True)
     loss = state.model(torch.ones(5, 3)).sum()
@@ -565,7 +565,7 @@ def test_on_a_gpu_the_flag_of_a_step_is_waited_for_one_step_later_and_before_a_c
         return read
 
     judged: list[Trace] = []
-    guard = Guard(state, judged.append, fetch, lag=1)
+    guard = NonfiniteGuard(state, judged.append, fetch, lag=1)
     seen = []
     for factor in (1.0, math.nan, 1.0, math.inf):
         refused = examine(guard, state, factor)
@@ -603,7 +603,7 @@ def test_a_flag_comes_from_a_real_gpu_without_a_wait_when_it_is_asked_for():
 def test_a_guard_changes_no_gradient_that_is_finite():
     guarded, free = small_state(), small_state()
     judged: list[Trace] = []
-    guard = Guard(guarded, judged.append, lambda flag: lambda: bool(flag), lag=0)
+    guard = NonfiniteGuard(guarded, judged.append, lambda flag: lambda: bool(flag), lag=0)
     assert not examine(guard, guarded, 1.0)
     free.model(torch.ones(5, 3)).sum().backward()
     pairs = zip(guarded.model.parameters(), free.model.parameters(), strict=True)

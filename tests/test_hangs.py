@@ -39,8 +39,8 @@ from raytrain_ddp.config.sections import DdpConfig, ScalingConfig
 from raytrain_ddp.config.train_config import TrainConfig
 from raytrain_ddp.errors import DataError, RetriesExhausted
 from raytrain_ddp.failpoints import FOLDER_VARIABLE, VARIABLE, arm
-from raytrain_ddp.ray_backend.mailbox import Board
-from raytrain_ddp.training.hang_diagnosis import Hang, Sign, is_compiling, is_hang, judge
+from raytrain_ddp.ray_backend.mailbox import Mailbox
+from raytrain_ddp.training.hang_diagnosis import Hang, Sign, diagnose, is_compiling, is_hang
 from raytrain_ddp.training.phase_clock import Clock
 from raytrain_ddp.training.watchdog import State, Watchdog
 
@@ -156,7 +156,7 @@ def sign(rank: int, **changes: Any) -> Sign:
 
 def said(*signs: Sign, size: int = 3) -> tuple[str, tuple[int, ...]]:
     owners = [Owner(f"{n}", f"h{n}", 1 + n, "now", "another machine", 0) for n in range(size)]
-    hang = judge({each.rank: each for each in signs}, owners)
+    hang = diagnose({each.rank: each for each in signs}, owners)
     return hang.text, hang.ranks
 
 
@@ -191,7 +191,7 @@ def test_one_rank_with_patience_is_enough_for_no_hang():
 
 
 def test_the_board_brings_together_the_ranks_of_one_start_only():
-    board = Board()
+    board = Mailbox()
     assert board.meet("a", 0, "x") == {0: "x"}
     assert board.meet("a", 1, "y") == {0: "x", 1: "y"}
     assert board.meet("a", 0, None) == {1: "y"}

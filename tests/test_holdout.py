@@ -20,7 +20,7 @@ from test_parquet import png, write_parquet
 from raytrain_ddp.config.input_sections import AugmentConfig, DataConfig
 from raytrain_ddp.data.epoch_order import EpochOrder, Plan
 from raytrain_ddp.data.holdout import Held, held_out
-from raytrain_ddp.data.row_group_cache import Groups
+from raytrain_ddp.data.row_group_cache import RowGroupCache
 from raytrain_ddp.errors import ConfigError, DataError
 
 
@@ -188,7 +188,7 @@ def test_row_groups_are_read_once_a_part_and_make_way(tmp_path: Path):
         with ThreadPoolExecutor(3) as pool:
             parts = [order.read(*plan.span(k, j)) for k in range(8) for j in range(3)]
             assert all(len(part) for part in pool.map(source.read, parts))
-    groups: Groups[Any] = source._source._groups
+    groups: RowGroupCache[Any] = source._source._groups
     loads, kept_bytes = groups.loads, groups._bytes
     source.close()
     assert loads <= 2.5 * len(source.blocks)  # twice, and those that lanes share on a busy machine
@@ -202,7 +202,7 @@ def look(rank: int, size: int, source: str, batch_size: int) -> Mapping[str, Any
     """What this rank sees of both parts."""
     from raytrain_ddp.config.train_config import TrainConfig
     from raytrain_ddp.data.loader import TrainLoader
-    from raytrain_ddp.data.loader_threads import Threads
+    from raytrain_ddp.data.loader_threads import LoaderThreads
     from raytrain_ddp.data.sample_rng import Draws
     from raytrain_ddp.tasks.image_classification import ImageClassification
 
@@ -214,7 +214,9 @@ def look(rank: int, size: int, source: str, batch_size: int) -> Mapping[str, Any
     train, evaluation = task.train_data(), task.eval_data()
     assert evaluation is not None
     plan = Plan(train.rows, config.slots, 4)
-    loader = TrainLoader(train, plan, "full", 1, 0, size, rank, Threads(0, None, 1, 2**20), False)
+    loader = TrainLoader(
+        train, plan, "full", 1, 0, size, rank, LoaderThreads(0, None, 1, 2**20), False
+    )
     steps = loader.steps(0, plan.steps_per_epoch)
     seen = [
         int(n) for slots in steps for slot in slots for n in slot.batch["label"][: slot.samples]

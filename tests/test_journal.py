@@ -25,7 +25,7 @@ from raytrain_ddp.checkpoint.run_folder import (
 from raytrain_ddp.checkpoint.storage import Storage, open_storage
 from raytrain_ddp.driver import event_log as journal_module
 from raytrain_ddp.driver import preflight
-from raytrain_ddp.driver.event_log import Journal
+from raytrain_ddp.driver.event_log import EventLog
 from raytrain_ddp.driver.run_naming import open_run
 from raytrain_ddp.errors import CheckpointError, PreflightError
 
@@ -45,11 +45,11 @@ def begun(folder: Path, is_local: bool = True) -> Storage:
 def test_events_are_kept_over_several_starts_and_all_are_shown(tmp_path: Path, is_local: bool):
     run = begun(tmp_path, is_local)
     shown = []
-    with Journal(run, shown.append) as journal:
+    with EventLog(run, shown.append) as journal:
         journal({"kind": "plan", "step": 0})
         journal({"kind": "train", "step": 1})
         journal({"kind": "checkpoint", "step": 2})
-    with Journal(run, shown.append) as journal:
+    with EventLog(run, shown.append) as journal:
         journal({"kind": "end", "step": 3})
     assert kinds_and_steps(run) == [("plan", 0), ("checkpoint", 2), ("end", 3)]
     assert [e["kind"] for e in shown] == ["plan", "train", "checkpoint", "end"]
@@ -59,7 +59,7 @@ def test_events_are_kept_over_several_starts_and_all_are_shown(tmp_path: Path, i
 def test_a_line_torn_by_a_kill_costs_no_other_line(tmp_path: Path):
     run = begun(tmp_path)
     (tmp_path / EVENTS_FILE).write_text('{"kind": "plan", "step": 7}\n{"kind": "check')
-    with Journal(run, lambda _: None) as journal:
+    with EventLog(run, lambda _: None) as journal:
         journal({"kind": "checkpoint", "step": 8})
     assert kinds_and_steps(run) == [("plan", 7), ("checkpoint", 8)]
 
@@ -67,11 +67,11 @@ def test_a_line_torn_by_a_kill_costs_no_other_line(tmp_path: Path):
 @pytest.mark.parametrize("is_local", [True, False])
 def test_until_a_run_has_begun_its_events_are_held_back(tmp_path: Path, is_local: bool):
     run = Storage(pafs.LocalFileSystem(), str(tmp_path), is_local)
-    with Journal(run, lambda _: None) as journal:
+    with EventLog(run, lambda _: None) as journal:
         journal({"kind": "note", "text": "a disk is slow"})
         journal({"kind": "end", "status": 3})
     assert list(tmp_path.iterdir()) == []
-    with Journal(run, lambda _: None) as journal:
+    with EventLog(run, lambda _: None) as journal:
         journal({"kind": "note", "text": "taken over"})
         begun(tmp_path)
         journal({"kind": "plan", "step": 0})
@@ -80,7 +80,7 @@ def test_until_a_run_has_begun_its_events_are_held_back(tmp_path: Path, is_local
 
 def test_fault_12_of_a_checkpoint_there_is_word_at_once_also_in_a_bucket(tmp_path: Path):
     run = begun(tmp_path, is_local=False)
-    journal = Journal(run, lambda _: None)
+    journal = EventLog(run, lambda _: None)
     for step in (0, 20, 40):
         journal({"kind": "checkpoint" if step else "plan", "step": step})
         assert kinds_and_steps(run)[-1][1] == step  # nobody has closed it
@@ -90,7 +90,7 @@ def test_a_store_that_fails_for_a_while_costs_no_event(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     run = begun(tmp_path, is_local=False)
-    with Journal(run, lambda _: None) as journal:
+    with EventLog(run, lambda _: None) as journal:
         journal({"kind": "plan", "step": 0})
         with monkeypatch.context() as failing:
             failing.setattr(Storage, "write_atomic", out_of_order)
@@ -106,7 +106,7 @@ def out_of_order(*_: Any) -> Any:
 @pytest.mark.parametrize("is_local", [True, False])
 def test_threads_lose_no_event_of_each_other(tmp_path: Path, is_local: bool):
     run = begun(tmp_path, is_local)
-    with Journal(run, lambda _: None) as journal:
+    with EventLog(run, lambda _: None) as journal:
 
         def tell(first: int) -> None:
             for step in range(first, first + 25):
@@ -124,7 +124,7 @@ def test_a_journal_that_cannot_be_written_ends_nothing(tmp_path: Path):
     run = open_storage(str(tmp_path / "file" / "run"))
     (tmp_path / "file").write_text("")
     shown = []
-    with Journal(run, shown.append) as journal:
+    with EventLog(run, shown.append) as journal:
         journal({"kind": "plan", "step": 0})
     assert shown == [{"kind": "plan", "step": 0}]
 
@@ -136,7 +136,7 @@ def test_fault_12_a_run_whose_checkpoints_are_all_gone_does_not_begin_at_0(tmp_p
     assert open_run(config).manifest is None  # a new run
     commit(store, 20)
     begun(Path(run.path))
-    with Journal(run, lambda _: None) as journal:
+    with EventLog(run, lambda _: None) as journal:
         journal({"kind": "checkpoint", "step": 20})
     shutil.rmtree(store.storage.path)
     with pytest.raises(CheckpointError, match=r"had a checkpoint of step 20 .* none any more") as e:
@@ -151,7 +151,7 @@ def test_fault_12_a_run_killed_before_its_first_checkpoint_begins_again(tmp_path
     config = tiny_config(tmp_path, "run")
     run_storage(config).mkdir()
     begun(Path(run_storage(config).path))
-    with Journal(run_storage(config), lambda _: None) as journal:
+    with EventLog(run_storage(config), lambda _: None) as journal:
         journal({"kind": "plan", "step": 0})
     assert open_run(config).manifest is None
 
@@ -206,7 +206,7 @@ def test_of_what_each_rank_does_a_part_is_kept(tmp_path: Path, monkeypatch: pyte
     monkeypatch.setattr(journal_module.time, "monotonic", lambda: now[0])
     run, shown = begun(tmp_path), []
     few, many = [{"compute": 0.1}] * 2, [{"compute": 0.1}] * 1000
-    with Journal(run, shown.append) as journal:
+    with EventLog(run, shown.append) as journal:
         journal({"kind": "plan", "step": 0})
         for second in range(2000):
             now[0] = float(second)
@@ -233,7 +233,7 @@ def test_an_event_is_shown_before_it_is_written_and_no_later_one_waits_for_the_s
 
     monkeypatch.setattr(Storage, "write_atomic", slow)
     monkeypatch.setattr(journal_module, "_WRITE_S", 0.01)
-    with Journal(run, lambda event: order.append(event["kind"])) as journal:
+    with EventLog(run, lambda event: order.append(event["kind"])) as journal:
         journal({"kind": "checkpoint", "step": 1})
         for step in range(20):
             journal({"kind": "note", "text": "the storage does not answer", "step": step})
@@ -253,7 +253,7 @@ def test_a_storage_that_never_answers_does_not_keep_the_run_from_ending(
     monkeypatch.setattr(journal_module, "_WRITE_S", 0.01)
     monkeypatch.setattr(journal_module, "_LAST_S", 0.01)
     shown: list[Any] = []
-    with Journal(run, shown.append) as journal:
+    with EventLog(run, shown.append) as journal:
         journal({"kind": "note", "text": "slow"})
         journal({"kind": "end", "status": 0})
     assert len(shown) == 2

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from raytrain_ddp.display.bottleneck import Split, split_of
+from raytrain_ddp.display.bottleneck import StepSplit, split_of
 
 
 def line(step: int, slowest: dict[str, Any] | None = None, **split_s: float) -> dict[str, Any]:
@@ -52,7 +52,7 @@ def test_ranks_that_take_turns_in_being_slow_are_not_named():
 
 
 def test_lines_count_by_their_steps_and_the_newest_only():
-    split = Split(10.0)
+    split = StepSplit(10.0)
     split.begin(100)
     split.add(line(110, data=1.0))
     assert split.is_settled
@@ -65,4 +65,4 @@ def test_lines_count_by_their_steps_and_the_newest_only():
 
 def test_nothing_is_told_before_the_first_line():
     assert split_of([]).limit() == ""
-    assert not Split().is_settled
+    assert not StepSplit().is_settled

@@ -14,9 +14,9 @@ from raytrain_ddp.config.sections import LogConfig
 from raytrain_ddp.config.train_config import TrainConfig
 from raytrain_ddp.driver.preflight import check
 from raytrain_ddp.errors import PreflightError
-from raytrain_ddp.training.metrics_log import Logbook
+from raytrain_ddp.training.metrics_log import MetricsLog
 from raytrain_ddp.training.session import Record
-from raytrain_ddp.training.trackers import MLflow, openers, scalars
+from raytrain_ddp.training.trackers import MLflow, openers, tracker_scalars
 
 
 def train(step: int, loss: float) -> Record:
@@ -44,7 +44,7 @@ def logged(
 ) -> list[Record]:
     """What is told while a start that goes on after `before` logs `records`."""
     told: list[Record] = []
-    book = Logbook(open_storage(made.storage).join("digits"), openers(made), told.append)
+    book = MetricsLog(open_storage(made.storage).join("digits"), openers(made), told.append)
     book.restore(before)
     for record in records:
         book.add(record)
@@ -55,7 +55,7 @@ def logged(
 
 
 def test_figures_are_named_by_what_they_are_of():
-    assert dict(scalars(train(1, 0.5))) == {
+    assert dict(tracker_scalars(train(1, 0.5))) == {
         "train/loss": 0.5,
         "train/lr": 0.1,
         "time/step_s": 0.5,
@@ -63,9 +63,9 @@ def test_figures_are_named_by_what_they_are_of():
         "time/data_s": 0.1,
         "time/compute_s": 0.4,
     }
-    assert dict(scalars(EVALUATION)) == {"eval/top1": 0.75}
+    assert dict(tracker_scalars(EVALUATION)) == {"eval/top1": 0.75}
     counted = {**EVALUATION, "metrics": {"top1": 0.75, "skipped": 3}}
-    assert dict(scalars(counted)) == {"eval/top1": 0.75, "eval/skipped": 3.0}
+    assert dict(tracker_scalars(counted)) == {"eval/top1": 0.75, "eval/skipped": 3.0}
 
 
 def test_a_run_that_is_restarted_is_one_run_of_mlflow_with_each_step_once(
@@ -146,7 +146,7 @@ def test_a_service_that_fails_is_told_and_tried_again_with_the_next_checkpoint(t
         return opened[-1]
 
     told: list[Record] = []
-    book = Logbook(open_storage(str(tmp_path)), {"Service": open_it}, told.append)
+    book = MetricsLog(open_storage(str(tmp_path)), {"Service": open_it}, told.append)
     book.restore([])
     for step in (1, 2, 3):
         book.add(train(step, 1.0))
@@ -171,7 +171,7 @@ def test_a_service_that_does_not_answer_keeps_neither_the_training_nor_its_end_w
         raise ConnectionError("no answer")
 
     told: list[Record] = []
-    book = Logbook(open_storage(str(tmp_path)), {"Service": wait}, told.append)
+    book = MetricsLog(open_storage(str(tmp_path)), {"Service": wait}, told.append)
     book.restore([])
     began = time.monotonic()
     for step in (1, 2):
@@ -198,7 +198,7 @@ def test_a_service_that_goes_on_failing_is_tried_at_most_once_a_failure_and_told
         raise ConnectionError("down")
 
     told: list[Record] = []
-    book = Logbook(open_storage(str(tmp_path)), {"Service": refuse}, told.append)
+    book = MetricsLog(open_storage(str(tmp_path)), {"Service": refuse}, told.append)
     book.restore([])
     book.add(train(1, 1.0))
     for _ in range(5):  # checkpoints, while it still tries
@@ -218,7 +218,7 @@ def test_a_service_that_cannot_be_opened_ends_no_training(tmp_path: Path):
         raise ValueError("no API key")
 
     told: list[Record] = []
-    book = Logbook(open_storage(str(tmp_path)), {"Service": refuse}, told.append)
+    book = MetricsLog(open_storage(str(tmp_path)), {"Service": refuse}, told.append)
     book.restore([])
     book.add(train(1, 1.0))
     book.add(train(2, 1.0))

@@ -31,7 +31,7 @@ from raytrain_ddp.ray_backend.prometheus import (
     PREFIX,
     STARTING,
     TRAINING,
-    Metrics,
+    PrometheusMetrics,
 )
 from raytrain_ddp.ray_backend.worker_log import WorkerLog
 from raytrain_ddp.training.world import World
@@ -94,7 +94,7 @@ class Told:
 
     def __init__(self) -> None:
         self.values: dict[tuple[str, ...], float] = {}
-        self.metrics = Metrics("digits", self.gauge)
+        self.metrics = PrometheusMetrics("digits", self.gauge)
 
     def gauge(self, name: str, told: str, tags: tuple[str, ...]) -> Any:
         values = self.values
@@ -200,7 +200,7 @@ def test_no_run_fails_of_its_metrics() -> None:
         def set(self, *_: object) -> None:
             raise RuntimeError("Ray is gone")
 
-    Metrics("digits", lambda *_: Broken()).take(TRAIN)
+    PrometheusMetrics("digits", lambda *_: Broken()).take(TRAIN)
     Told().take({"kind": "train"}, {"kind": "no such kind"}, {**TRAIN, "timing": {}})
 
 

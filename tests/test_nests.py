@@ -14,7 +14,7 @@ from torch import Tensor
 
 from raytrain_ddp.data.epoch_order import Plan
 from raytrain_ddp.data.loader import Slot, TrainLoader
-from raytrain_ddp.data.loader_threads import Threads
+from raytrain_ddp.data.loader_threads import LoaderThreads
 from raytrain_ddp.data.nested import bytes_of, digest_of, map_tensors, samples_of, to_device
 from raytrain_ddp.data.sample_rng import Draws
 from raytrain_ddp.data.sources import ArraySource, Batch, Data
@@ -105,7 +105,9 @@ def test_a_number_of_samples_is_never_guessed(batch: Any, told: str):
 def loader_of(collate: Any, count: Any = None, skip: bool = False, threads: int = 0) -> TrainLoader:
     data = Data(ArraySource({"row": np.arange(24)}), collate, count)
     plan = Plan(24, slots=4, micro_batch=3)
-    return TrainLoader(data, plan, "none", 3, 9, 1, 0, Threads(threads), skip=skip, digests=True)
+    return TrainLoader(
+        data, plan, "none", 3, 9, 1, 0, LoaderThreads(threads), skip=skip, digests=True
+    )
 
 
 @pytest.mark.parametrize("threads", [0, 2])

@@ -28,7 +28,7 @@ from raytrain_ddp.data import loader_processes
 from raytrain_ddp.data.epoch_order import Plan
 from raytrain_ddp.data.iterable_source import IterableSource
 from raytrain_ddp.data.loader import TrainLoader, eval_batches
-from raytrain_ddp.data.loader_threads import Threads
+from raytrain_ddp.data.loader_threads import LoaderThreads
 from raytrain_ddp.data.sources import Batch, Data, MapSource
 
 ROWS = 107
@@ -50,7 +50,7 @@ def pictures(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 def loader_of(data: Data, count: int, rank: int = 0, size: int = 1, seed: int = 9) -> TrainLoader:
     plan = Plan(ROWS, slots=4, micro_batch=6)
-    threads = Threads(count, ahead=2)
+    threads = LoaderThreads(count, ahead=2)
     return TrainLoader(data, plan, "full", 3, seed, size, rank, threads, digests=True)
 
 
@@ -65,7 +65,7 @@ def test_items_are_those_of_a_dataloader(pictures: str):
     theirs = list(DataLoader(Pictures(pictures, ROWS, augment=False), batch_size=16))
     for count in (0, 2):
         data = Data(MapSource(Pictures(pictures, ROWS, augment=False)))
-        ours = list(eval_batches(data, 16, range(7), Threads(count)))
+        ours = list(eval_batches(data, 16, range(7), LoaderThreads(count)))
         data.close()
         assert len(ours) == len(theirs) == 7
         for one, other in zip(ours, theirs, strict=True):
@@ -90,7 +90,7 @@ def test_random_transforms_are_the_same_for_any_number_of_loader_workers(picture
 def test_repeats_epochs_and_seeds_draw_differently_and_evaluations_alike(pictures: str, count: int):
     data = Data(MapSource(Pictures(pictures, ROWS)))
     plan = Plan(ROWS, slots=1, micro_batch=8, repeats=2)
-    loader = TrainLoader(data, plan, "none", 3, 9, 1, 0, Threads(count))
+    loader = TrainLoader(data, plan, "none", 3, 9, 1, 0, LoaderThreads(count))
     per_epoch = plan.steps_per_epoch
     batches = [step[0].batch for step in loader.steps(0, per_epoch + 1)]
     first, again = batches[0], batches[per_epoch]
@@ -99,7 +99,7 @@ def test_repeats_epochs_and_seeds_draw_differently_and_evaluations_alike(picture
     other = next(replace(loader, seed=8).steps(0, 1))[0].batch
     pixels += [x.tolist() for x in other["x"]]
     assert len({str(x) for x in pixels}) == 24
-    ours = [list(eval_batches(data, 16, range(7), Threads(count))) for _ in range(2)]
+    ours = [list(eval_batches(data, 16, range(7), LoaderThreads(count))) for _ in range(2)]
     for one, other in zip(*ours, strict=True):
         assert torch.equal(one["x"], other["x"])
     data.close()
@@ -123,7 +123,7 @@ def test_an_iterable_that_has_one_file_gives_the_right_items_to_all_lanes(
     """Its iterators, read in turns, would take each other's items."""
     data = Data(IterableSource(Lines(pictures), ROWS))
     plan = Plan(ROWS, slots=4, micro_batch=6)
-    loader = TrainLoader(data, plan, "none", 3, 9, 1, 0, Threads(count), digests=True)
+    loader = TrainLoader(data, plan, "none", 3, 9, 1, 0, LoaderThreads(count), digests=True)
     slots = [s for step in loader.steps(0, plan.steps_per_epoch) for s in step if s.samples]
     for slot in slots:
         assert slot.batch["row"].tolist() == list(range(*plan.span(slot.step, slot.index)))
@@ -145,7 +145,7 @@ class Where:
 @pytest.mark.parametrize("shared", [False, True])
 def test_threads_load_only_what_says_that_they_may_share_it(shared: bool):
     data = Data(MapSource(Where(), shared=shared))
-    batches = list(eval_batches(data, 4, range(20), Threads(2)))
+    batches = list(eval_batches(data, 4, range(20), LoaderThreads(2)))
     data.close()
     assert torch.cat([rows for rows, _, _ in batches]).tolist() == list(range(80))
     pids = {pid for _, some, _ in batches for pid in some.tolist()}

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from raytrain_ddp.data.epoch_order import EpochOrder, Plan, deal, runs_of
 from raytrain_ddp.data.permutation import Feistel, sorted_permutation
-from raytrain_ddp.data.row_runs import Runs
+from raytrain_ddp.data.row_runs import RowRuns
 
 plans = st.builds(
     Plan, rows=st.integers(1, 2000), slots=st.integers(1, 40), micro_batch=st.integers(1, 50)
@@ -261,8 +261,8 @@ def test_runs_begin_and_hold_places_as_their_lengths_say(lengths: np.ndarray, ke
     permutation = Feistel(len(lengths), key)
     order = permutation(np.arange(len(lengths)))
     for runs, laid in (
-        (Runs.of(lengths), lengths),
-        (Runs.of(lengths).permuted(permutation), lengths[order]),
+        (RowRuns.of(lengths), lengths),
+        (RowRuns.of(lengths).permuted(permutation), lengths[order]),
     ):
         starts = np.concatenate([[0], np.cumsum(laid)])
         assert runs.start(np.arange(len(laid) + 1)).tolist() == starts.tolist()

@@ -19,8 +19,8 @@ import pytest
 import torch
 
 from raytrain_ddp.data import loader_processes, shared_memory
-from raytrain_ddp.data.loader_processes import Processes
-from raytrain_ddp.data.loader_threads import Gate, Threads, prefetched
+from raytrain_ddp.data.loader_processes import LoaderProcesses
+from raytrain_ddp.data.loader_threads import Gate, LoaderThreads, prefetched
 from raytrain_ddp.errors import DataError, LoaderDied, RemoteTraceback, TaskError
 from raytrain_ddp.ray_backend.failure_causes import users_traceback
 
@@ -33,12 +33,12 @@ def _standing() -> Any:
 
 
 @pytest.fixture
-def made() -> Iterator[Callable[..., Processes]]:
+def made() -> Iterator[Callable[..., LoaderProcesses]]:
     """Makes pools that are closed in the end."""
-    pools: list[Processes] = []
+    pools: list[LoaderProcesses] = []
 
-    def make(work: Callable[[Any], Any]) -> Processes:
-        pools.append(Processes(work, lambda item: f"row {item}"))
+    def make(work: Callable[[Any], Any]) -> LoaderProcesses:
+        pools.append(LoaderProcesses(work, lambda item: f"row {item}"))
         return pools[-1]
 
     yield make
@@ -70,7 +70,7 @@ def zombie(pid: int) -> bool:
         return True
 
 
-def ahead(pool: Processes, items: Any, threads: Threads) -> Iterator[Any]:
+def ahead(pool: LoaderProcesses, items: Any, threads: LoaderThreads) -> Iterator[Any]:
     gate = Gate(threads)
     replies = (pool.submit(item, gate.active).result for item in items)
     return prefetched(replies, lambda reply: reply(), threads, lambda _: 1, gate)
@@ -78,7 +78,7 @@ def ahead(pool: Processes, items: Any, threads: Threads) -> Iterator[Any]:
 
 @pytest.mark.parametrize("begin", [1, None])
 def test_results_come_in_order_and_no_further_ahead_than_asked(
-    made: Callable[..., Processes], begin: int | None
+    made: Callable[..., LoaderProcesses], begin: int | None
 ):
     begun: list[int] = []
 
@@ -92,7 +92,7 @@ def test_results_come_in_order_and_no_further_ahead_than_asked(
             yield item
 
     before = children()
-    results = ahead(made(work), items(), Threads(3, begin, ahead=2))
+    results = ahead(made(work), items(), LoaderThreads(3, begin, ahead=2))
     first = next(results)
     time.sleep(0.05)
     assert len(begun) <= 2 + 3 * 2
@@ -104,13 +104,15 @@ def test_results_come_in_order_and_no_further_ahead_than_asked(
     assert children() - before == pids
 
 
-def test_an_error_comes_in_its_place_with_the_users_own_traceback(made: Callable[..., Processes]):
+def test_an_error_comes_in_its_place_with_the_users_own_traceback(
+    made: Callable[..., LoaderProcesses],
+):
     def users_code(item: int) -> int:
         if item == 3:
             raise KeyError("oops")
         return item
 
-    results = ahead(made(users_code), range(100), Threads(2, ahead=2))
+    results = ahead(made(users_code), range(100), LoaderThreads(2, ahead=2))
     assert [next(results) for _ in range(3)] == [0, 1, 2]
     with pytest.raises(KeyError, match="oops") as caught:
         next(results)
@@ -126,7 +128,7 @@ class Odd(Exception):
         super().__init__(f"{one} and {two}")
 
 
-def test_errors_of_any_kind_arrive(made: Callable[..., Processes]):
+def test_errors_of_any_kind_arrive(made: Callable[..., LoaderProcesses]):
     def work(item: int) -> Any:
         if item == 0:
             raise DataError("row 0 is bad.")
@@ -154,20 +156,22 @@ def test_errors_of_any_kind_arrive(made: Callable[..., Processes]):
     ],
 )
 def test_fault_37_a_process_that_ends_is_an_error_that_names_what_it_loaded(
-    end: Callable[[], None], how: str, made: Callable[..., Processes]
+    end: Callable[[], None], how: str, made: Callable[..., LoaderProcesses]
 ):
     def work(item: int) -> int:
         if item == 3:
             end()
         return item
 
-    results = ahead(made(work), range(100), Threads(1, ahead=2))
+    results = ahead(made(work), range(100), LoaderThreads(1, ahead=2))
     assert [next(results) for _ in range(3)] == [0, 1, 2]
     with pytest.raises(LoaderDied, match=f"a loader process {how} while it loaded row 3"):
         next(results)
 
 
-def test_signals_for_the_training_are_not_for_loader_processes(made: Callable[..., Processes]):
+def test_signals_for_the_training_are_not_for_loader_processes(
+    made: Callable[..., LoaderProcesses],
+):
     """Ctrl-C and a scheduler's SIGTERM reach all: the training ends after its step."""
     pool = made(lambda item: os.getpid())
     pid = pool.submit(0, 1).result()
@@ -179,12 +183,12 @@ def test_signals_for_the_training_are_not_for_loader_processes(made: Callable[..
 
 def test_closing_ends_the_processes_also_without_being_asked():
     before = children()
-    pool = Processes(lambda item: os.getpid(), str)
+    pool = LoaderProcesses(lambda item: os.getpid(), str)
     pids = {pool.submit(0, 2).result() for _ in range(4)}
     assert children() - before >= pids
     pool.close()
     assert gone(pids)
-    other = Processes(lambda item: os.getpid(), str)
+    other = LoaderProcesses(lambda item: os.getpid(), str)
     pids = {other.submit(0, 1).result()}
     del other
     assert gone(pids)
@@ -277,7 +281,7 @@ def test_tensors_and_arrays_arrive_as_they_were_and_can_be_changed():
     arrived["point"].x[0] = 7
 
 
-def test_fault_38_batches_need_no_dev_shm(made: Callable[..., Processes]):
+def test_fault_38_batches_need_no_dev_shm(made: Callable[..., LoaderProcesses]):
     """One of 64 KiB is enough for batches of 8 MiB; without mounts: nothing is ever there."""
     script = (
         "import os, torch\n"

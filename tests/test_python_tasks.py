@@ -20,7 +20,7 @@ from raytrain_ddp.config.train_config import TaskName
 from raytrain_ddp.driver.preflight import check
 from raytrain_ddp.driver.run_naming import open_run
 from raytrain_ddp.errors import ConfigError, TaskError
-from raytrain_ddp.ray_backend.task_transfer import carried
+from raytrain_ddp.ray_backend.task_transfer import pickled_task
 from raytrain_ddp.tasks.task_loading import check_task_name, load_task, task_of
 
 # A cell: no guard, no file to be imported from, and where it is read from a pipe no source either.
@@ -117,7 +117,7 @@ LOAD = "import pickle, sys; print(pickle.load(sys.stdin.buffer).unit)"
 
 def test_a_class_travels_by_value_to_where_its_module_is_not(tmp_path: Path):
     """As to Ray's workers: nothing of this folder can be imported there but `tiny`, its base."""
-    pickled = carried(TrainConfig(task=local_class()))
+    pickled = pickled_task(TrainConfig(task=local_class()))
     assert pickled is not None
     there = tmp_path / "there"
     there.mkdir()
@@ -132,10 +132,10 @@ def test_a_class_travels_by_value_to_where_its_module_is_not(tmp_path: Path):
         check=False,
     )
     assert done.stdout == b"things\n", done.stderr.decode()
-    assert carried(TrainConfig()) is None
+    assert pickled_task(TrainConfig()) is None
     with pytest.raises(TaskError, match="cannot be sent to the workers: TypeError"):
-        carried(TrainConfig(task=Holder(TrainConfig())))
-    assert carried(TrainConfig(task=Holder)) is not None  # each worker makes its own lock
+        pickled_task(TrainConfig(task=Holder(TrainConfig())))
+    assert pickled_task(TrainConfig(task=Holder)) is not None  # each worker makes its own lock
 
 
 def test_a_function_that_makes_a_task_is_taken():

@@ -48,11 +48,11 @@ from raytrain_ddp.config.train_config import TrainConfig
 from raytrain_ddp.errors import CheckpointError, RunLockedError
 from raytrain_ddp.training import async_checkpoint, recording_session
 from raytrain_ddp.training import recorder as recorder_module
-from raytrain_ddp.training.async_checkpoint import TRIES, Committer, pauses, persistently
+from raytrain_ddp.training.async_checkpoint import TRIES, AsyncCheckpointer, pauses, persistently
 from raytrain_ddp.training.checkpoint_interval import LONGEST_S, Life, SaveTimer
 from raytrain_ddp.training.curves_png import draw_curves
 from raytrain_ddp.training.local_session import LocalSession
-from raytrain_ddp.training.metrics_log import Logbook
+from raytrain_ddp.training.metrics_log import MetricsLog
 from raytrain_ddp.training.recorder import Best, Recorder
 from raytrain_ddp.training.session import Record, Snapshot
 from raytrain_ddp.training.trackers import TensorBoard
@@ -163,8 +163,8 @@ def store() -> Store:
 
 
 @pytest.fixture
-def commits(store: Store, told: list[Record]) -> Iterator[Committer]:
-    made = Committer(store, 3, told.append, lambda _: True)
+def commits(store: Store, told: list[Record]) -> Iterator[AsyncCheckpointer]:
+    made = AsyncCheckpointer(store, 3, told.append, lambda _: True)
     yield made
     store.free.set()
     made.close()
@@ -175,7 +175,7 @@ def notes(told: list[Record]) -> list[str]:
 
 
 def test_fault_16_a_second_commit_waits_for_the_first_and_the_wait_is_told(
-    commits: Committer, store: Store, told: list[Record]
+    commits: AsyncCheckpointer, store: Store, told: list[Record]
 ):
     store.free.clear()
     commits.submit(snapshot(1))
@@ -193,7 +193,7 @@ def test_fault_16_a_second_commit_waits_for_the_first_and_the_wait_is_told(
 
 
 def test_fault_16_a_commit_that_hangs_is_told_while_the_training_waits_for_it(
-    commits: Committer, store: Store, told: list[Record], monkeypatch: pytest.MonkeyPatch
+    commits: AsyncCheckpointer, store: Store, told: list[Record], monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setattr(async_checkpoint, "_HANGS_S", 0.1)
     store.free.clear()
@@ -206,7 +206,7 @@ def test_fault_16_a_commit_that_hangs_is_told_while_the_training_waits_for_it(
 
 
 def test_fault_16_a_commit_that_hangs_is_told_at_the_end_of_a_session_too(
-    commits: Committer, store: Store, told: list[Record], monkeypatch: pytest.MonkeyPatch
+    commits: AsyncCheckpointer, store: Store, told: list[Record], monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setattr(async_checkpoint, "_HANGS_S", 0.05)
     store.free.clear()
@@ -218,7 +218,7 @@ def test_fault_16_a_commit_that_hangs_is_told_at_the_end_of_a_session_too(
 
 
 def test_fault_08_failures_in_a_row_end_the_training_and_a_success_forgives_them(
-    commits: Committer, store: Store, told: list[Record]
+    commits: AsyncCheckpointer, store: Store, told: list[Record]
 ):
     full = OSError(errno.ENOSPC, "No space left on device")
     store.errors = iter([full, full, None, full, full, full])
@@ -234,7 +234,7 @@ def test_fault_08_failures_in_a_row_end_the_training_and_a_success_forgives_them
     assert "1 of checkpoint.max_failed = 3 in a row" in notes(told)[0]
 
 
-def test_the_last_commit_must_not_fail(commits: Committer, store: Store):
+def test_the_last_commit_must_not_fail(commits: AsyncCheckpointer, store: Store):
     store.errors = iter([OSError(errno.ENOSPC, "No space left on device")])
     commits.submit(snapshot(30))
     with pytest.raises(CheckpointError, match="step 30") as caught:
@@ -243,7 +243,7 @@ def test_the_last_commit_must_not_fail(commits: Committer, store: Store):
 
 
 def test_fault_15_each_try_is_told_and_the_training_hears_of_none(
-    commits: Committer, store: Store, told: list[Record]
+    commits: AsyncCheckpointer, store: Store, told: list[Record]
 ):
     store.errors = iter([OSError(THROTTLED)] * 3)
     commits.submit(snapshot(7))
@@ -255,7 +255,7 @@ def test_fault_15_each_try_is_told_and_the_training_hears_of_none(
 
 @pytest.mark.parametrize("error", [RunLockedError("taken over"), ValueError("a bug")])
 def test_what_is_not_the_storages_fault_ends_the_training_at_its_next_step(
-    error: Exception, commits: Committer, store: Store
+    error: Exception, commits: AsyncCheckpointer, store: Store
 ):
     store.errors = iter([error])
     commits.submit(snapshot(1)).result()  # not here: this is what Ray's upload thread waits for
@@ -268,7 +268,7 @@ def test_whoever_cannot_be_told_ends_the_training_at_its_next_step(deaf: Excepti
     def tell(_: Record) -> None:
         raise deaf
 
-    commits = Committer(store, 3, tell, lambda _: True)
+    commits = AsyncCheckpointer(store, 3, tell, lambda _: True)
     store.errors = iter([OSError(errno.ENOSPC, "No space left on device")])
     commits.submit(snapshot(1)).result()  # not here
     commits.close()
@@ -294,7 +294,7 @@ def test_figures_that_are_not_finite_are_null_in_metrics_jsonl_and_nan_to_its_re
     tmp_path: Path, told: list[Record]
 ):
     run = open_storage(str(tmp_path))
-    book = Logbook(run, {}, told.append)
+    book = MetricsLog(run, {}, told.append)
     first = {"kind": "train", "step": 1, "epoch": 0, "loss": math.nan, "lr": 0.1}
     shown = {"kind": "eval", "step": 1, "epoch": 0, "metrics": {"loss": math.inf, "top1": 0.5}}
     book.restore([first])
@@ -318,7 +318,7 @@ def test_tensorboard_is_imported_when_there_is_something_to_show(
 ):
     """0.4 s of each start, also of one that goes on."""
     run = open_storage(str(tmp_path))
-    book = Logbook(
+    book = MetricsLog(
         run, {"TensorBoard": partial(TensorBoard, tmp_path / "tensorboard")}, told.append
     )
     with monkeypatch.context() as patch:
@@ -343,7 +343,7 @@ def test_fault_08_a_log_that_cannot_be_restored_is_no_reason_not_to_train(
 ):
     run = open_storage(str(tmp_path))
     (tmp_path / "metrics.jsonl").mkdir()  # stands for any storage that cannot be written
-    book = Logbook(
+    book = MetricsLog(
         run, {"TensorBoard": partial(TensorBoard, tmp_path / "tensorboard")}, told.append
     )
     book.restore([{"kind": "train", "step": 1, "loss": 0.5}])

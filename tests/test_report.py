@@ -24,7 +24,7 @@ from raytrain_ddp.config.recipe import dumps, to_dict
 from raytrain_ddp.config.train_config import TrainConfig
 from raytrain_ddp.errors import ConfigError
 from raytrain_ddp.report import axes, step_phases
-from raytrain_ddp.report.history import Story, story_of
+from raytrain_ddp.report.history import RunHistory, history_of
 from raytrain_ddp.report.run_files import read_run
 from raytrain_ddp.report.timeline import timeline_of
 from raytrain_ddp.report.write import write_report
@@ -79,8 +79,8 @@ def page_of(*runs: Path, out: Path | None = None) -> str:
     return path.read_text(encoding="utf-8")
 
 
-def told(run: Path) -> Story:
-    return story_of(read_run(str(run)))
+def told(run: Path) -> RunHistory:
+    return history_of(read_run(str(run)))
 
 
 @pytest.fixture

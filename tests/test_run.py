@@ -36,14 +36,14 @@ from raytrain_ddp.launcher.rank_environment import (
     Seat,
     base_environment,
     environment,
-    meeting_address,
     overruled,
     ranked,
+    rendezvous_address,
     values,
 )
-from raytrain_ddp.launcher.run_options import PLACEHOLDERS, Flags, Order, fill
+from raytrain_ddp.launcher.run_options import PLACEHOLDERS, Flags, RunOptions, fill
 from raytrain_ddp.launcher.script_launch import launch
-from raytrain_ddp.launcher.worker_group import Crew, sent_whole
+from raytrain_ddp.launcher.worker_group import WorkerGroup, sent_whole
 from raytrain_ddp.launcher.working_folder import provide
 from raytrain_ddp.ray_backend.ray_settings import SETTINGS
 from raytrain_ddp.run import parse, split
@@ -340,8 +340,8 @@ def test_ranks_count_up_by_node_and_there_by_gpu():
 
 def test_ranks_of_one_node_meet_at_loopback():
     workers = three_on_two_nodes().workers
-    assert meeting_address(workers) == "10.0.0.9"
-    assert meeting_address(workers[1:]) == "127.0.0.1"
+    assert rendezvous_address(workers) == "10.0.0.9"
+    assert rendezvous_address(workers[1:]) == "127.0.0.1"
 
 
 def test_the_environment_is_torchruns():
@@ -458,7 +458,7 @@ def test_on_this_machine_the_shell_counts_and_of_ray_starts_the_network():
 def test_a_variable_to_be_exported_must_be_set(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     in_folder(monkeypatch, tmp_path, "")
     with pytest.raises(ConfigError, match="--export = 'NO_SUCH'"):
-        launch(Order(Flags(num_workers=1, export="PATH, NO_SUCH"), "script.py"))
+        launch(RunOptions(Flags(num_workers=1, export="PATH, NO_SUCH"), "script.py"))
 
 
 @pytest.mark.parametrize(
@@ -474,7 +474,7 @@ def test_the_old_launchers_flag_is_spelled_as_the_script_reads_it(
     text: str, flag: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     in_folder(monkeypatch, tmp_path, text)
-    order = Order(Flags(legacy_local_rank=True), "script.py")
+    order = RunOptions(Flags(legacy_local_rank=True), "script.py")
     group = three_on_two_nodes()
     assert order.command("python", values(group, group.workers[1])) == [
         *("python", "-u", "script.py", flag)
@@ -483,7 +483,7 @@ def test_the_old_launchers_flag_is_spelled_as_the_script_reads_it(
 
 def test_placeholders_are_filled_in_and_other_braces_stay():
     group = three_on_two_nodes()
-    order = Order(
+    order = RunOptions(
         Flags(legacy_local_rank=True),
         "old.py",
         ("--r={rank}/{world_size}", "{init_method}", "{'lr': 1}", "{ranks}", "{{rank}}"),
@@ -491,7 +491,9 @@ def test_placeholders_are_filled_in_and_other_braces_stay():
     command = order.command("python", values(group, group.workers[1]))
     assert command[:4] == ["python", "-u", "old.py", "--local_rank=0"]
     assert command[4:] == ["--r=1/3", "tcp://10.0.0.9:23456", "{'lr': 1}", "{ranks}", "{1}"]
-    order = Order(Flags(no_python=True), "./go.sh", ("{node_rank}", "{master_addr}:{master_port}"))
+    order = RunOptions(
+        Flags(no_python=True), "./go.sh", ("{node_rank}", "{master_addr}:{master_port}")
+    )
     assert order.command("python", values(group, group.workers[1])) == [
         *("./go.sh", "1", "10.0.0.9:23456")
     ]
@@ -500,7 +502,7 @@ def test_placeholders_are_filled_in_and_other_braces_stay():
 def test_dry_run_prints_each_command_ready_to_paste(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "t.py").touch()
-    text = preview(Order(Flags(num_workers=2), "t.py", ("--r", "{rank}")), {"PATH": "/bin"})
+    text = preview(RunOptions(Flags(num_workers=2), "t.py", ("--r", "{rank}")), {"PATH": "/bin"})
     assert len(re.findall(r"^WORLD_SIZE=2 \\$", text, re.MULTILINE)) == 2
     assert f"{sys.executable} -u t.py --r 1" in text
     assert "PATH=" not in text
@@ -598,7 +600,7 @@ def test_a_signal_while_ray_starts_ends_the_run_when_ray_can_be_ended(
     monkeypatch.setitem(sys.modules, "ray", fake := Slow())
     before = [signal.getsignal(each) for each in (signal.SIGINT, signal.SIGTERM)]
     with pytest.raises(KeyboardInterrupt) as stop:
-        launch(Order(Flags(num_workers=1), "script.py"))
+        launch(RunOptions(Flags(num_workers=1), "script.py"))
     assert stop.value.args == (number,)
     assert fake.told["ended"]
     assert [signal.getsignal(each) for each in (signal.SIGINT, signal.SIGTERM)] == before
@@ -704,7 +706,7 @@ class Elsewhere:
 
 def provided(elsewhere: Elsewhere, program: str = "script.py") -> dict[int, str]:
     others = three_on_two_nodes().workers[1:2]
-    order = Order(Flags(), program)
+    order = RunOptions(Flags(), program)
     return provide(order, others, elsewhere, elsewhere.asked.append)
 
 
@@ -1169,7 +1171,7 @@ def test_the_clocks_of_machines_are_compared_with_the_drivers(monkeypatch: pytes
             return time.monotonic() + self.ahead_s
 
     monkeypatch.setitem(sys.modules, "ray", Answering())
-    crew = Crew.__new__(Crew)
+    crew = WorkerGroup.__new__(WorkerGroup)
     crew.workers = three_on_two_nodes().workers
     crew._agents = [Clock(100.0), Clock(-5.0), Clock(-5.0)]  # by seat
     ahead = crew.clocks([0, 1, 2])
@@ -1249,7 +1251,7 @@ class TestOnRay:
         torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
         command = [*torchrun, "--max-restarts", "3", "script.py", "theirs", "--rank"]
         subprocess.run(command, check=True, capture_output=True)
-        order = Order(Flags(num_workers=2, max_restarts=3), "script.py", ("ours", "--rank"))
+        order = RunOptions(Flags(num_workers=2, max_restarts=3), "script.py", ("ours", "--rank"))
         assert launch(order) == 0
         for rank in range(2):
             old = json.loads((tmp_path / f"theirs-{rank}").read_text())
@@ -1278,7 +1280,7 @@ class TestOnRay:
         in_folder(monkeypatch, tmp_path, script)
         monkeypatch.setenv("TEST_TRAVELS", "far")
         flags = Flags(num_workers=3, env="slurm", log_dir="logs", ship="always")
-        assert launch(Order(flags, "script.py", ("env", "{rank}", "{node_rank}"))) == 0
+        assert launch(RunOptions(flags, "script.py", ("env", "{rank}", "{node_rank}"))) == 0
         out, err = capfd.readouterr()
         copied = re.search(r"run: .* works in a copy of .*: (.*)", err)
         assert copied is not None
@@ -1330,7 +1332,7 @@ agent.clean()
         self, ray_of_two_nodes: TwoNodes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ):
         in_folder(monkeypatch, tmp_path, DUMP)
-        assert launch(Order(Flags(per="node"), "script.py", ("env", "{init_method}"))) == 0
+        assert launch(RunOptions(Flags(per="node"), "script.py", ("env", "{init_method}"))) == 0
         envs = [json.loads((tmp_path / f"env-{rank}").read_text()) for rank in range(2)]
         for rank, env in enumerate(envs):
             names = ("WORLD_SIZE", "GROUP_RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
@@ -1354,7 +1356,7 @@ time.sleep(0 if attempt == sys.argv[1] else 600)
 """
         in_folder(monkeypatch, tmp_path, script)
         flags = Flags(num_workers=3, max_restarts=2, grace_s=20)
-        assert launch(Order(flags, "script.py", ("2",))) == 0
+        assert launch(RunOptions(flags, "script.py", ("2",))) == 0
         out, err = capfd.readouterr()
         assert sorted(line.partition(" port")[0] for line in out.splitlines()) == sorted(
             f"[rank {rank}] attempt {attempt}" for rank in range(3) for attempt in range(3)
@@ -1372,7 +1374,7 @@ time.sleep(0 if attempt == sys.argv[1] else 600)
         self, ray_of_two_nodes: TwoNodes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ):
         in_folder(monkeypatch, tmp_path, "import os; os.kill(os.getpid(), 9)")
-        assert launch(Order(Flags(num_workers=1, max_restarts=1), "script.py")) == 137
+        assert launch(RunOptions(Flags(num_workers=1, max_restarts=1), "script.py")) == 137
 
     @pytest.mark.slow
     def test_a_lost_worker_of_rays_is_a_failure_too(
@@ -1387,21 +1389,21 @@ if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
 """
         import ray
 
-        crews: list[Crew] = []
+        crews: list[WorkerGroup] = []
 
-        def crew(*args: Any) -> Crew:
-            crews.append(Crew(*args))
+        def crew(*args: Any) -> WorkerGroup:
+            crews.append(WorkerGroup(*args))
             return crews[-1]
 
         def kill() -> None:
             wait_until(lambda: all((tmp_path / rank).exists() for rank in "01"), within_s=60)
             ray.kill(crews[0].agent(0))
 
-        monkeypatch.setattr(launching, "Crew", crew)
+        monkeypatch.setattr(launching, "WorkerGroup", crew)
         (killer := threading.Thread(target=kill)).start()
         in_folder(monkeypatch, tmp_path, script)
         flags = Flags(num_workers=2, max_restarts=1)
-        assert launch(Order(flags, "script.py")) == 0
+        assert launch(RunOptions(flags, "script.py")) == 0
         killer.join()
         assert re.search("rank 0 failed first, on .*: lost: ", capfd.readouterr().err)
         assert not any(alive(int((tmp_path / rank).read_text())) for rank in "01")
@@ -1413,10 +1415,10 @@ if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
     ):
         in_folder(monkeypatch, tmp_path, "")
         with pytest.raises(PreflightError, match=r"CPU: want 9 \(9 x 1\), have 3"):
-            launch(Order(Flags(num_workers=9, wait_s=0), "script.py"))
+            launch(RunOptions(Flags(num_workers=9, wait_s=0), "script.py"))
         flags = Flags(num_workers=3, per="node", cpus_per_worker=1, wait_s=0)
         with pytest.raises(PreflightError, match=r"want 3, have 2"):
-            launch(Order(flags, "script.py"))
+            launch(RunOptions(flags, "script.py"))
 
     @pytest.mark.parametrize(
         "how", ["Ctrl-C", *(pytest.param(h, marks=pytest.mark.slow) for h in HARDER)]

@@ -23,9 +23,9 @@ from raytrain_ddp.launcher import code_shipping
 from raytrain_ddp.launcher import script_launch as launching
 from raytrain_ddp.launcher.agent import Agent
 from raytrain_ddp.launcher.rank_environment import Seat, ranked
-from raytrain_ddp.launcher.run_options import Order
+from raytrain_ddp.launcher.run_options import RunOptions
 from raytrain_ddp.launcher.tracebacks import Watch
-from raytrain_ddp.launcher.worker_group import Crew
+from raytrain_ddp.launcher.worker_group import WorkerGroup
 from raytrain_ddp.run import parse
 
 GUARD = Path(code_shipping.__file__).with_name("guard.py").read_text()
@@ -114,8 +114,8 @@ class Local:
         said = self._capfd.readouterr()
         return Ran(status, said.out, said.err, self.told, seconds)
 
-    def _crew(self, order: Order, actors: list[Actor]) -> Crew:
-        crew = Crew.__new__(Crew)
+    def _crew(self, order: RunOptions, actors: list[Actor]) -> WorkerGroup:
+        crew = WorkerGroup.__new__(WorkerGroup)
         crew._order, crew._driver, crew._python = order, dict(os.environ), sys.executable
         crew._check, crew._here, crew._folders, crew._group = lambda: None, "here", {}, None
         crew._agents = actors

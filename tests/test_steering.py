@@ -35,8 +35,8 @@ from raytrain_ddp.training.cadence import Cadence
 from raytrain_ddp.training.checkpoint_interval import Life, SaveTimer, best_interval_s
 from raytrain_ddp.training.local_session import ASKING, LocalSession
 from raytrain_ddp.training.loop import train
-from raytrain_ddp.training.session import Record, Wishes
-from raytrain_ddp.training.step_decisions import Decision, Steering
+from raytrain_ddp.training.session import Record, Requests
+from raytrain_ddp.training.step_decisions import Decision, StepDecisions
 from raytrain_ddp.training.world import World
 
 # ------------------------------------------------------------------ by the number of steps
@@ -64,14 +64,16 @@ def test_what_is_due_follows_from_the_number_of_steps():
 class Wishing:
     """As much of a session as `Steering` needs; wishes what is written for (rank, step)."""
 
-    def __init__(self, world: World, script: Mapping[tuple[int, int], Wishes], timed: int) -> None:
+    def __init__(
+        self, world: World, script: Mapping[tuple[int, int], Requests], timed: int
+    ) -> None:
         self.world, self._script, self._timed = world, script, timed
         self.step = 0
         self.looked: list[int] = []
 
-    def wishes(self) -> Wishes:
+    def wishes(self) -> Requests:
         self.step += 1
-        return self._script.get((self.world.rank, self.step), Wishes())
+        return self._script.get((self.world.rank, self.step), Requests())
 
     def time_to_save(self) -> bool:
         return self.world.is_main and self.step == self._timed
@@ -81,11 +83,11 @@ class Wishing:
 
 
 def steer(
-    rank: int, size: int, script: Mapping[tuple[int, int], Wishes], timed: int
+    rank: int, size: int, script: Mapping[tuple[int, int], Requests], timed: int
 ) -> tuple[list[Decision], list[int]]:
     session = Wishing(World(rank, size, rank, torch.device("cpu"), 1), script, timed)
     config = TrainConfig(checkpoint=CheckpointConfig(every_epochs=0, every_s=0.0))
-    steering = Steering(Cadence(config, 1000), session)  # type: ignore[arg-type]
+    steering = StepDecisions(Cadence(config, 1000), session)  # type: ignore[arg-type]
     decisions = []
     for step in range(1, 9):
         steering.ask(step)
@@ -95,10 +97,10 @@ def steer(
 
 def test_what_one_rank_wishes_all_ranks_do_after_the_same_step(workers: Group):
     script = {
-        (1, 2): Wishes(save=True),
-        (2, 4): Wishes(look=True),
-        (0, 6): Wishes(stop=15),
-        (1, 6): Wishes(stop=10, look=True),
+        (1, 2): Requests(save=True),
+        (2, 4): Requests(look=True),
+        (0, 6): Requests(stop=15),
+        (1, 6): Requests(stop=10, look=True),
     }
     results = workers(3, steer, script, 3)
     assert results == [results[0]] * 3
@@ -233,7 +235,7 @@ class Signalled(ScriptedSession):
         self._at, self._signals = at, signals
         super().__init__(config, world, 0, 0)
 
-    def wishes(self) -> Wishes:
+    def wishes(self) -> Requests:
         super().wishes()
         if self.step == self._at and self.world.rank == 1 % self.world.size:
             for number in self._signals:
@@ -275,9 +277,9 @@ class StoppedInEvaluation(ScriptedSession):
 
     at = 0
 
-    def meanwhile(self) -> Wishes:
+    def meanwhile(self) -> Requests:
         asked, self.at = self.at == 0 and self.world.rank == 1, self.at - 1
-        return Wishes(stop=15 if asked else 0)
+        return Requests(stop=15 if asked else 0)
 
 
 def run_stopped_in_evaluation(

@@ -28,7 +28,7 @@ from pyarrow import fs as pafs
 
 from raytrain_ddp.checkpoint import storage as storage_module
 from raytrain_ddp.checkpoint.claims import Claim, ContendedError
-from raytrain_ddp.checkpoint.listing import Listing
+from raytrain_ddp.checkpoint.listing import CheckpointListing
 from raytrain_ddp.checkpoint.manifest import DamagedError, FileEntry, Manifest
 from raytrain_ddp.checkpoint.storage import (
     Storage,
@@ -1232,8 +1232,8 @@ def test_of_two_claims_of_one_number_the_one_that_saw_less_fences_nothing() -> N
     paths = ["claim-a0003-from-step-00000100-a0002-ffffffff.json"]
     paths += ["claim-a0003-from-step-00000150-a0002-00000000.json"]
     paths += [f"step-00000{step}-a0002/manifest.json" for step in (100, 150)]
-    assert Listing.of(paths).names() == [CheckpointName(150, 2), CheckpointName(100, 2)]
-    assert Listing.of([paths[0], *paths[2:]]).fenced() == [CheckpointName(150, 2)]
+    assert CheckpointListing.of(paths).names() == [CheckpointName(150, 2), CheckpointName(100, 2)]
+    assert CheckpointListing.of([paths[0], *paths[2:]]).fenced() == [CheckpointName(150, 2)]
 
 
 def test_attempts_count_up_whatever_is_swept(root: Path) -> None:

@@ -60,7 +60,7 @@ from raytrain_ddp.config.sections import (
 from raytrain_ddp.config.train_config import TrainConfig
 from raytrain_ddp.data.epoch_order import EpochOrder, Plan, deal
 from raytrain_ddp.data.loader import eval_batches
-from raytrain_ddp.data.loader_threads import Threads
+from raytrain_ddp.data.loader_threads import LoaderThreads
 from raytrain_ddp.data.sources import ArraySource
 from raytrain_ddp.errors import ConfigError, TaskError
 from raytrain_ddp.evaluate import find_checkpoint
@@ -550,7 +550,7 @@ def evaluate_tiny(rank: int, size: int, eval_rows: int, batch_size: int) -> dict
     world = World(rank, size, rank, torch.device("cpu"), threads=1)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torchmetrics on classes without a sample
-        values = evaluate(task, model, data, batch_size, world, Threads(2), metrics)
+        values = evaluate(task, model, data, batch_size, world, LoaderThreads(2), metrics)
     assert model.training
     assert all(torch.equal(t, before[name]) for name, t in model.state_dict().items())
     return {name: value.hex() for name, value in scalars(values).items()}
@@ -607,7 +607,7 @@ def test_evaluation_is_right_also_for_metrics_that_keep_lists(workers: Group):
     model, task = TinyNet().eval(), TinyTask(TrainConfig(), eval_rows=200)
     data = task.eval_data()
     assert data is not None
-    (batch,) = eval_batches(data, 200, range(1), Threads(0))
+    (batch,) = eval_batches(data, 200, range(1), LoaderThreads(0))
     with torch.inference_mode():
         logits = model(batch["x"])
     auroc = MulticlassAUROC(5)(logits.softmax(1), batch["y"]).item()

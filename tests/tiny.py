@@ -30,7 +30,7 @@ from raytrain_ddp.training.local_session import LocalSession
 from raytrain_ddp.training.loop import train
 from raytrain_ddp.training.prepared_run import Outcome
 from raytrain_ddp.training.recorder import Best
-from raytrain_ddp.training.session import Record, Wishes
+from raytrain_ddp.training.session import Record, Requests
 from raytrain_ddp.training.world import World
 
 CLASSES = 5
@@ -189,13 +189,13 @@ class ScriptedSession(LocalSession):
             self.start_step = int(event["start_step"])
         super().tell(event)
 
-    def wishes(self) -> Wishes:
+    def wishes(self) -> Requests:
         self.step = (self.step or self.start_step) + 1
         stop_at, die_at = self._script
         if self.step == die_at:
             os._exit(9)
         self.before_step(self.step)
-        return Wishes(stop=15 if self.step == stop_at else 0)
+        return Requests(stop=15 if self.step == stop_at else 0)
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,7 @@ from random import Random
 from raytrain_ddp.chaos.comparison import Left, left_by
 from raytrain_ddp.chaos.drive import Ran, Watcher, drive
 from raytrain_ddp.chaos.fault_plan import Fault, Shape, draw
-from raytrain_ddp.chaos.killable_nodes import Nodes
+from raytrain_ddp.chaos.killable_nodes import KillableNodes
 from raytrain_ddp.chaos.observation import Faults, Log, tag, tagged
 from raytrain_ddp.chaos.runners import Local, OnRay, Runner, Zygote, with_failpoints
 from raytrain_ddp.checkpoint.run_folder import METRICS_FILE, newest_manifest, run_storage
@@ -148,7 +148,7 @@ def _runners(order: Order, environment: Mapping[str, str]) -> Iterator[Make]:
             if not order.nodes:
                 return OnRay(config, own)
             cpus = ceil(config.scaling.cpus_per_worker)
-            return OnRay(config, own, stack.enter_context(Nodes(order.nodes, cpus, own)))
+            return OnRay(config, own, stack.enter_context(KillableNodes(order.nodes, cpus, own)))
 
         yield on_ray
 

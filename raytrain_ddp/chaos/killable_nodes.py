@@ -10,7 +10,7 @@ from raytrain_ddp.ray_backend.auth_token import use_token
 from raytrain_ddp.ray_backend.ray_settings import SETTINGS
 
 
-class Nodes:
+class KillableNodes:
     """A head without CPUs and `count` nodes with so many; their processes get `environment`."""
 
     def __init__(self, count: int, cpus: int, environment: Mapping[str, str]) -> None:
@@ -25,7 +25,7 @@ class Nodes:
         self._nodes = [self._cluster.add_node(num_cpus=cpus) for _ in range(count)]
         self.address = str(self._cluster.address)
 
-    def __enter__(self) -> Nodes:
+    def __enter__(self) -> KillableNodes:
         return self
 
     def __exit__(self, *_: object) -> None:

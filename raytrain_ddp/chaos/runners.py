@@ -15,7 +15,7 @@ from typing import Any, Protocol
 
 from raytrain_ddp import failpoints
 from raytrain_ddp.chaos.fault_plan import Fault, armed
-from raytrain_ddp.chaos.killable_nodes import Nodes
+from raytrain_ddp.chaos.killable_nodes import KillableNodes
 from raytrain_ddp.config.recipe import dumps, to_dict
 from raytrain_ddp.config.train_config import TrainConfig
 from raytrain_ddp.errors import PreflightError
@@ -141,7 +141,10 @@ class OnRay:
     """
 
     def __init__(
-        self, config: TrainConfig, environment: Mapping[str, str], nodes: Nodes | None = None
+        self,
+        config: TrainConfig,
+        environment: Mapping[str, str],
+        nodes: KillableNodes | None = None,
     ) -> None:
         self._folder, self._nodes = Path(config.storage), nodes
         self.sizes: list[int] = []

@@ -18,14 +18,14 @@ _ANY_FOLDER = re.compile(rf"(?:{DAMAGED_PREFIX})?step-[0-9]+-a([0-9]+)(?:-[0-9]+
 
 
 @dataclass(frozen=True)
-class Listing:
+class CheckpointListing:
     """The folders of a store with the names in them, and its claims, that of the owner last."""
 
     folders: Mapping[str, set[str]]
     claims: list[Claim]
 
     @staticmethod
-    def of(paths: Iterable[str]) -> Listing:
+    def of(paths: Iterable[str]) -> CheckpointListing:
         """From relative paths, in which those of folders end with ``/``."""
         folders: dict[str, set[str]] = {}
         claims = []
@@ -35,7 +35,7 @@ class Listing:
                 folders.setdefault(folder, set()).add(rest)
             elif claim := Claim.parse(path):
                 claims.append(claim)
-        return Listing(folders, sorted(claims, key=lambda claim: claim.rank))
+        return CheckpointListing(folders, sorted(claims, key=lambda claim: claim.rank))
 
     def names(self) -> list[CheckpointName]:
         """The committed checkpoints that count, newest first; not none if any is there."""

@@ -25,7 +25,12 @@ from typing import Any, NoReturn
 
 from raytrain_ddp.checkpoint.claims import Claim, ContendedError
 from raytrain_ddp.checkpoint.committed import Checkpoint, CheckpointName
-from raytrain_ddp.checkpoint.listing import DAMAGED_MARK, DAMAGED_PREFIX, MANIFEST_FILE, Listing
+from raytrain_ddp.checkpoint.listing import (
+    DAMAGED_MARK,
+    DAMAGED_PREFIX,
+    MANIFEST_FILE,
+    CheckpointListing,
+)
 from raytrain_ddp.checkpoint.manifest import DamagedError, FileEntry, Manifest
 from raytrain_ddp.checkpoint.storage import Content, Storage, is_plain_name
 from raytrain_ddp.errors import CheckpointError, RunLockedError
@@ -235,16 +240,16 @@ class CheckpointStore:
         """1 + the highest attempt that left any trace: claimed, committed, leftover or damaged."""
         return self._list().next_attempt()
 
-    def _list(self) -> Listing:
+    def _list(self) -> CheckpointListing:
         """One request on an object store, for a thousand files."""
-        return Listing.of(self.storage.walk())
+        return CheckpointListing.of(self.storage.walk())
 
-    def _look(self) -> Listing:
+    def _look(self) -> CheckpointListing:
         listing = self._list()
         self._seen = listing.claims[-1:], set(listing.committed())
         return listing
 
-    def _owned(self, attempt: int | None = None) -> Listing:
+    def _owned(self, attempt: int | None = None) -> CheckpointListing:
         """What is there; RunLockedError if a later start than `attempt`, or than ours, owns it."""
         listing = self._list()
         mine = attempt if attempt is not None or self._claim is None else self._claim.attempt
@@ -262,7 +267,7 @@ class CheckpointStore:
             )
         return listing
 
-    def _require_sole(self, claim: Claim, listing: Listing) -> None:
+    def _require_sole(self, claim: Claim, listing: CheckpointListing) -> None:
         # Of two starts that claim one number, at least one sees the other here, and gives way.
         sole = [other for other in listing.claims if other.attempt >= claim.attempt] == [claim]
         if not sole or (claim.base is not None and claim.base not in listing.names()):

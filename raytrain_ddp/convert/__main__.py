@@ -60,7 +60,7 @@ def main(argv: Sequence[str]) -> int:
         others = sorted(given_flags(argv) - {"verify", "workers"})
         if others:
             raise ConfigError(f"--{others[0].replace('_', '-')} has no effect with --verify.")
-        from raytrain_ddp.data.converted_dataset import read_dataset_file, verify
+        from raytrain_ddp.convert.dataset_file import read_dataset_file, verify
 
         folder = Path(args.verify).expanduser()
         rows = read_dataset_file(folder).get("rows")
@@ -74,9 +74,9 @@ def main(argv: Sequence[str]) -> int:
     from raytrain_ddp.convert.conversion import convert
 
     if args.address is None:
-        from raytrain_ddp.convert.process_pool import Processes
+        from raytrain_ddp.convert.process_pool import ProcessPool
 
-        runner: AbstractContextManager[Run] = Processes(cpus)
+        runner: AbstractContextManager[Run] = ProcessPool(cpus)
     else:
         from raytrain_ddp.convert.on_ray import on_cluster
 

@@ -16,6 +16,7 @@ import numpy as np
 import PIL
 import pyarrow as pa
 
+from raytrain_ddp.convert.dataset_file import FORMAT, read_dataset_file
 from raytrain_ddp.convert.options import ConvertConfig
 from raytrain_ddp.convert.pixels import PixelCounts, shrunk
 from raytrain_ddp.convert.process_pool import Run
@@ -29,10 +30,9 @@ from raytrain_ddp.convert.shard_writer import (
     read_image,
     write_shard,
 )
-from raytrain_ddp.convert.source_splits import Split, open_splits
-from raytrain_ddp.convert.spool import Listing
+from raytrain_ddp.convert.source_splits import SourceSplit, open_splits
+from raytrain_ddp.convert.spool import SpoolListing
 from raytrain_ddp.convert.staging import Stage, different
-from raytrain_ddp.data.converted_dataset import FORMAT, read_dataset_file
 from raytrain_ddp.data.discovery import DATASET_FILE
 from raytrain_ddp.data.permutation import sorted_permutation
 from raytrain_ddp.data.sample_rng import Rows
@@ -113,7 +113,7 @@ class _SplitDone:
 
 
 def _convert_split(
-    split: Split,
+    split: SourceSplit,
     classes: tuple[str, ...],
     stage: Stage,
     config: ConvertConfig,
@@ -164,7 +164,9 @@ def _convert_split(
     return _SplitDone(split.name, [done[name] for name in names], skipped)
 
 
-def _cut(listing: Listing, order: Rows, names: list[str]) -> Iterator[tuple[str, list[Record]]]:
+def _cut(
+    listing: SpoolListing, order: Rows, names: list[str]
+) -> Iterator[tuple[str, list[Record]]]:
     """The order in runs of equal length (+-1), one per name."""
     for number, name in enumerate(names):
         start, stop = (n * len(order) // len(names) for n in (number, number + 1))
@@ -177,7 +179,7 @@ def _sampled(order: Rows, config: ConvertConfig) -> frozenset[int]:
     return frozenset(order[np.arange(count) * len(order) // max(1, count)].tolist())
 
 
-def _foreseen_bytes(listing: Listing, order: Rows, config: ConvertConfig) -> int:
+def _foreseen_bytes(listing: SpoolListing, order: Rows, config: ConvertConfig) -> int:
     """The size of all images as they will be written; if resized, judged by a few."""
     if not config.resize_short:
         return int(listing.sizes[order].sum())
@@ -264,7 +266,7 @@ def _require_same(dest: Path, dataset: Mapping[str, Any], given: Mapping[str, An
         )
 
 
-def _bad_record(split: Split, row: int, why: str) -> DataError:
+def _bad_record(split: SourceSplit, row: int, why: str) -> DataError:
     return DataError(
         f"{split.source.where(row)}: not a readable image: {why.rstrip('.')}. Repair or remove it, "
         "or set --bad-records skip."

@@ -30,7 +30,7 @@ class Run(Protocol):
     ) -> Iterator[Result]: ...
 
 
-class Processes:
+class ProcessPool:
     """Runs tasks in as many processes, begun when they are first needed; with 1, in this process.
 
     They are started anew: a fork would copy this process's threads' locks.

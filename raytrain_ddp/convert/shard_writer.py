@@ -5,7 +5,6 @@ No torch: it runs in many processes, each of which would need seconds to import 
 
 from __future__ import annotations
 
-import hashlib
 import json
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -21,7 +20,7 @@ from raytrain_ddp.convert.staging import PART, replace_with, write_json
 from raytrain_ddp.data.decoding import reason_for
 from raytrain_ddp.data.sources import BadRecord
 from raytrain_ddp.errors import DataError
-from raytrain_ddp.files import fsync
+from raytrain_ddp.files import fsync, sha256_of
 
 MIB = 2**20
 _PAGE_BYTES = MIB  # what one checksum covers
@@ -143,14 +142,6 @@ def schema(class_names: tuple[str, ...]) -> pa.Schema:
         ],
         metadata={"huggingface": json.dumps({"info": {"features": features}})},
     )
-
-
-def sha256_of(path: Path) -> str:
-    digest = hashlib.sha256()
-    with path.open("rb") as file:
-        while chunk := file.read(_READ_BYTES):
-            digest.update(chunk)
-    return digest.hexdigest()
 
 
 def stored(content: bytes, config: ConvertConfig, count: bool) -> tuple[bytes, PixelCounts | None]:

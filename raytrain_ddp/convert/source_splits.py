@@ -15,7 +15,7 @@ from raytrain_ddp.convert.options import ConvertConfig
 from raytrain_ddp.convert.process_pool import Run
 from raytrain_ddp.convert.shard_writer import Phase
 from raytrain_ddp.convert.spool import (
-    Listing,
+    SpoolListing,
     listing_of_files,
     listing_of_spool,
     parquet_chunks,
@@ -29,7 +29,7 @@ from raytrain_ddp.data.splits import open_images
 
 
 @dataclass(frozen=True)
-class Split:
+class SourceSplit:
     """A split under the name that its shards get."""
 
     name: str
@@ -59,7 +59,7 @@ class Split:
                 digest.update(f"{seen}\n".encode())
         return digest.hexdigest()
 
-    def list_rows(self, stage: Stage, run: Run, phase: Phase) -> Listing:
+    def list_rows(self, stage: Stage, run: Run, phase: Phase) -> SpoolListing:
         """Where each row's image can be read; Parquet and torchvision are spooled first."""
         if self.kind == "folder":
             return listing_of_files(self.source.files, self.paths[0])
@@ -73,7 +73,7 @@ class Split:
         return listing_of_spool(stage.spool, names)
 
 
-def open_splits(source: str, config: ConvertConfig) -> tuple[list[Split], tuple[str, ...]]:
+def open_splits(source: str, config: ConvertConfig) -> tuple[list[SourceSplit], tuple[str, ...]]:
     """The splits that training on `source` would read, the train split first.
 
     Besides, sentences about what is left out.
@@ -106,12 +106,14 @@ def open_splits(source: str, config: ConvertConfig) -> tuple[list[Split], tuple[
     return splits, tuple(notes)
 
 
-def _open(name: str, found: Located, data: DataConfig, classes: Sequence[str] | None) -> Split:
+def _open(
+    name: str, found: Located, data: DataConfig, classes: Sequence[str] | None
+) -> SourceSplit:
     paths = found.paths
     if found.kind != "torchvision":
         paths = tuple(path if "://" in path else os.path.abspath(path) for path in paths)
         found = replace(found, paths=paths)
-    return Split(name, found.kind, paths, open_images(found, data, classes), data)
+    return SourceSplit(name, found.kind, paths, open_images(found, data, classes), data)
 
 
 def _name_of_shards(part: Located) -> str:

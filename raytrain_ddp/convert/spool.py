@@ -38,7 +38,7 @@ Item = tuple[bytes | BadRecord, int, str | None]  # image, label, path
 
 
 @dataclass(frozen=True)
-class Listing:
+class SpoolListing:
     """Where the image of each row of a split lies; each array has shape (rows,).
 
     Args:
@@ -141,7 +141,7 @@ def write_spool(spool: Path, name: str, items: Iterable[Item], tell: Tell) -> No
     write_json(spool / f"{name}.json", index, state)
 
 
-def listing_of_spool(spool: Path, names: Iterable[str]) -> Listing:
+def listing_of_spool(spool: Path, names: Iterable[str]) -> SpoolListing:
     """Of all rows of a split, whose chunks have these names, in order."""
     files: list[str] = []
     columns: list[Rows] = []  # of each chunk: file, offset, size, label; (4, rows)
@@ -158,16 +158,16 @@ def listing_of_spool(spool: Path, names: Iterable[str]) -> Listing:
         offsets = np.cumsum(lengths) - lengths
         columns.append(np.stack([np.full_like(sizes, number), offsets, sizes, index["labels"]]))
     file_of, offsets, sizes, labels = np.concatenate(columns, axis=1)
-    return Listing(files, file_of, offsets, sizes, labels, paths, bad)
+    return SpoolListing(files, file_of, offsets, sizes, labels, paths, bad)
 
 
-def listing_of_files(files: list[tuple[str, int]], root: str) -> Listing:
+def listing_of_files(files: list[tuple[str, int]], root: str) -> SpoolListing:
     """Of an ImageFolder's files and labels. Asks for the sizes from many threads, for NFS."""
     paths = [path for path, _ in files]
     with ThreadPoolExecutor(16) as threads:
         found = list(threads.map(_size, paths, chunksize=256))
     rows, sizes = len(files), [-1 if isinstance(size, str) else size for size in found]
-    return Listing(
+    return SpoolListing(
         paths,
         np.arange(rows),
         np.zeros(rows, np.int64),

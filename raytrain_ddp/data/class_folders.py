@@ -7,7 +7,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from pathlib import PurePosixPath
 
-from raytrain_ddp.data.file_listing import Listing
+from raytrain_ddp.data.file_listing import FileListing
 from raytrain_ddp.data.split_names import NoSuchConfigError, SplitName, some, split_name
 from raytrain_ddp.errors import DataError
 
@@ -30,7 +30,7 @@ class FolderSplits:
 class _Tree:
     """The folders that contain images, at any depth."""
 
-    def __init__(self, listing: Listing) -> None:
+    def __init__(self, listing: FileListing) -> None:
         self.direct = {str(PurePosixPath(name).parent) for name in listing.images}
         self.full = {str(above) for name in listing.images for above in PurePosixPath(name).parents}
         self._below: dict[str, list[str]] = {}
@@ -44,7 +44,7 @@ class _Tree:
         return [name for name in self._below.get(folder, []) if name not in self.full]
 
 
-def class_folder_splits(listing: Listing, config: str, asked: Collection[str]) -> FolderSplits:
+def class_folder_splits(listing: FileListing, config: str, asked: Collection[str]) -> FolderSplits:
     """Finds the folders whose subfolders are the classes.
 
     They may be several levels deeper if there is nothing else. Folders are splits if their names
@@ -92,7 +92,7 @@ def class_folder_splits(listing: Listing, config: str, asked: Collection[str]) -
     return _described(top, splits, subs, tree)
 
 
-def refuse_split_names_as_classes(listing: Listing, split: str, folder: str) -> None:
+def refuse_split_names_as_classes(listing: FileListing, split: str, folder: str) -> None:
     """Raises a DataError if class folders have the names of splits."""
     names = [_name(name) for name in _Tree(listing).below(folder)]
     odd = [name for name in names if (found := split_name(name)) and found.is_exact]

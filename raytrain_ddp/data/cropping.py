@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from raytrain_ddp.config.input_sections import AugmentConfig
-from raytrain_ddp.data.decoding import Picture, shrink_for
+from raytrain_ddp.data.decoding import EncodedImage, shrink_for
 
 _TRIES = 10
 _ASPECT = 4 / 3  # of a random crop: 3/4 to 4/3
@@ -26,7 +26,7 @@ def crop_draws(augment: AugmentConfig) -> int:
 
 def place_image(
     out: Tensor,
-    picture: Picture,
+    picture: EncodedImage,
     augment: AugmentConfig,
     draws: Sequence[float],
     jpeg_scaling: bool,
@@ -51,7 +51,7 @@ def place_image(
 
 def random_into(
     out: Tensor,
-    picture: Picture,
+    picture: EncodedImage,
     scale: tuple[float, float],
     draws: Sequence[float],
     jpeg_scaling: bool,
@@ -88,7 +88,7 @@ def random_box(
     return (height - h) // 2, (width - w) // 2, h, w
 
 
-def centre_into(out: Tensor, picture: Picture, jpeg_scaling: bool) -> None:
+def centre_into(out: Tensor, picture: EncodedImage, jpeg_scaling: bool) -> None:
     """Shorter side to size / 0.875, then the central square; an image of that size stays."""
     height, width = picture.height, picture.width
     if (height, width) == tuple(out.shape[-2:]):
@@ -100,7 +100,7 @@ def centre_into(out: Tensor, picture: Picture, jpeg_scaling: bool) -> None:
         pixels = picture.pixels()
         top, left = max(0, height - longest) // 2, max(0, width - longest) // 2
         middle = pixels[top : top + longest, left : left + longest]
-        picture = Picture.of_pixels(np.ascontiguousarray(middle))
+        picture = EncodedImage.of_pixels(np.ascontiguousarray(middle))
         height, width = picture.height, picture.width
     factor = size / _EVAL_SHARE / min(height, width)
     h, w = max(size, round(height * factor)), max(size, round(width * factor))

@@ -33,7 +33,7 @@ _OBJECT = re.compile(r"\s*<[\w.]+ object at 0x[0-9a-fA-F]+>")  # in Pillow's mes
 
 
 @dataclass(frozen=True)
-class Picture:
+class EncodedImage:
     """An image whose size is known and whose pixels are decoded when asked for.
 
     Args:
@@ -49,10 +49,10 @@ class Picture:
     _decoded: dict[int, Pixels] = field(default_factory=dict, repr=False)  # the last, by `shrink`
 
     @staticmethod
-    def of_pixels(pixels: Pixels) -> Picture:
+    def of_pixels(pixels: Pixels) -> EncodedImage:
         """What is decoded already, uint8 (height, width, 3)."""
         height, width, _ = pixels.shape
-        return Picture(height, width, 1, None, Image.fromarray(pixels))
+        return EncodedImage(height, width, 1, None, Image.fromarray(pixels))
 
     def pixels(self, shrink: int = 1) -> Pixels:
         """RGB, uint8 (height, width, 3), both divided by `shrink` (1, 2, 4, 8) and rounded up.
@@ -79,7 +79,7 @@ class Picture:
         return _upright(pixels, self.orientation)
 
 
-def open_picture(image: Any, exif_orientation: bool = False) -> Picture:
+def open_picture(image: Any, exif_orientation: bool = False) -> EncodedImage:
     """Reads the header of encoded bytes; a PIL image is taken as it is.
 
     Raises:
@@ -98,7 +98,7 @@ def open_picture(image: Any, exif_orientation: bool = False) -> Picture:
         if colours not in ("CMYK", "YCCK"):
             turn = _orientation(Image.open(io.BytesIO(image))) if exif_orientation else 1
             height, width = (width, height) if turn >= _SIDEWAYS else (height, width)
-            return Picture(height, width, turn, image, None)
+            return EncodedImage(height, width, turn, image, None)
     return _of_pil(Image.open(io.BytesIO(image)), exif_orientation)
 
 
@@ -125,10 +125,10 @@ def _require_few_pixels(height: int, width: int) -> None:
         )
 
 
-def _of_pil(image: Any, exif_orientation: bool) -> Picture:
+def _of_pil(image: Any, exif_orientation: bool) -> EncodedImage:
     turn = _orientation(image) if exif_orientation else 1
     width, height = image.size if turn < _SIDEWAYS else reversed(image.size)
-    return Picture(height, width, turn, None, image)
+    return EncodedImage(height, width, turn, None, image)
 
 
 def _orientation(image: Any) -> int:

@@ -16,7 +16,7 @@ from raytrain_ddp.data.class_folders import (
     folder_of_patterns,
     refuse_split_names_as_classes,
 )
-from raytrain_ddp.data.file_listing import Listing, list_on_disk
+from raytrain_ddp.data.file_listing import FileListing, list_on_disk
 from raytrain_ddp.data.hf_repository import (
     RepoConfig,
     files_of,
@@ -121,7 +121,7 @@ def open_data_set(source: str, field: str, config: DataConfig) -> DataSet:
 
 
 def _of_parquet(
-    field: str, listing: Listing, names: Sequence[str], card: RepoConfig | None, asked: str
+    field: str, listing: FileListing, names: Sequence[str], card: RepoConfig | None, asked: str
 ) -> DataSet:
     notes = [f"the config {name} is not used" for name in card.others] if card else []
     unusable: dict[str, str] = {}
@@ -152,7 +152,7 @@ def _of_parquet(
     return DataSet(field, listing.shown, "parquet", splits, listing.uri_of, unusable, kept, check)
 
 
-def _by_name(listing: Listing, names: Sequence[str], asked: str) -> tuple[Splits, list[str]]:
+def _by_name(listing: FileListing, names: Sequence[str], asked: str) -> tuple[Splits, list[str]]:
     """The splits of the requested config, and the names of the other configs."""
     configs = configs_of(names, listing.shown)
     if asked == "auto" and (len(configs) == 1 or listing.pattern):
@@ -185,7 +185,7 @@ def _by_name(listing: Listing, names: Sequence[str], asked: str) -> tuple[Splits
 
 
 def _of_images(
-    field: str, listing: Listing, card: RepoConfig | None, asked: str, config: DataConfig
+    field: str, listing: FileListing, card: RepoConfig | None, asked: str, config: DataConfig
 ) -> DataSet:
     notes = [f"the config {name} is not used" for name in card.others] if card else []
     unusable: dict[str, str] = {}
@@ -223,7 +223,7 @@ def _require_no_config(shown: str, asked: str) -> None:
         raise NoSuchConfigError(f"{shown} has no config {asked!r}: remove --data.config.")
 
 
-def _written_by_convert(listing: Listing) -> Splits | None:
+def _written_by_convert(listing: FileListing) -> Splits | None:
     """The files of each split, if `convert` wrote the data set; otherwise None.
 
     Raises:

@@ -22,7 +22,7 @@ from typing import Literal
 import numpy as np
 
 from raytrain_ddp.data.permutation import Feistel, sorted_permutation
-from raytrain_ddp.data.row_runs import Runs
+from raytrain_ddp.data.row_runs import RowRuns
 from raytrain_ddp.data.sample_rng import Rows
 
 Shuffle = Literal["full", "block", "none"]
@@ -107,12 +107,12 @@ class EpochOrder:
         self.rows = int(blocks.sum())
         self._key = (seed, epoch)
         if shuffle == "block":
-            self._blocks, self._window = Runs.of(blocks), window
+            self._blocks, self._window = RowRuns.of(blocks), window
             self._permutation = Feistel(len(blocks), seed, epoch, _EPOCH_STREAM)
             self._order = self._blocks.permuted(self._permutation)
             make = self._of_blocks
         else:
-            self._order, self._window = Runs.of(runs_of(self.rows, _ROWS_AT_ONCE)), 1
+            self._order, self._window = RowRuns.of(runs_of(self.rows, _ROWS_AT_ONCE)), 1
             self._permutation = Feistel(self.rows, seed, epoch, _EPOCH_STREAM)
             make = self._of_all if shuffle == "full" else self._in_order
         self._read_window = lru_cache(maxsize=windows_kept)(make)

@@ -19,7 +19,7 @@ _HUB_NAME = re.compile(r"[\w-][\w.-]*/[\w.-]+")
 
 
 @dataclass(frozen=True)
-class Listing:
+class FileListing:
     """The files and folders below a root. Hidden ones are omitted.
 
     Args:
@@ -58,7 +58,7 @@ class Listing:
         """Whether a file of this name would be in the listing."""
         return not self.pattern or fits(name, self.pattern)
 
-    def inside(self, folder: str) -> Listing:
+    def inside(self, folder: str) -> FileListing:
         """The listing of a subfolder; "" is the root."""
         if not folder:
             return self
@@ -80,7 +80,7 @@ def is_image(name: str) -> bool:
 # ------------------------------------------------------------------ disks
 
 
-def list_on_disk(source: str, shown: str) -> Listing:
+def list_on_disk(source: str, shown: str) -> FileListing:
     """Lists a folder, a file, or the matches of a glob.
 
     Args:
@@ -112,7 +112,7 @@ def list_on_disk(source: str, shown: str) -> Listing:
     def size_of(name: str) -> int | None:
         return (path / name).stat().st_size if (path / name).is_file() else None
 
-    return Listing(
+    return FileListing(
         shown=shown,
         is_local=True,
         files=tuple(sorted(files)),

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import PurePosixPath
 from typing import Any
 
-from raytrain_ddp.data.file_listing import Listing, fits
+from raytrain_ddp.data.file_listing import FileListing, fits
 from raytrain_ddp.data.split_names import NoSuchConfigError, some
 from raytrain_ddp.errors import DataError
 
@@ -31,7 +31,7 @@ class RepoConfig:
     others: tuple[str, ...]
 
 
-def repo_config(listing: Listing, asked: str) -> RepoConfig | None:
+def repo_config(listing: FileListing, asked: str) -> RepoConfig | None:
     """The config to use, chosen as `datasets` does; None: README.md declares none.
 
     Args:
@@ -78,7 +78,7 @@ def is_of(patterns: Sequence[str], name: str) -> bool:
     return any(fits(name, pattern) for pattern in patterns)
 
 
-def refuse_saved_to_disk(listing: Listing) -> None:
+def refuse_saved_to_disk(listing: FileListing) -> None:
     """Raises a DataError if this is what `Dataset.save_to_disk` writes."""
     names = {PurePosixPath(name).name for name in listing.files}
     arrow = any(name.endswith(".arrow") for name in names)
@@ -97,7 +97,7 @@ def refuse_saved_to_disk(listing: Listing) -> None:
     )
 
 
-def _entries(listing: Listing) -> list[dict[str, Any]]:
+def _entries(listing: FileListing) -> list[dict[str, Any]]:
     if _README not in listing.files:
         return []
     lines = listing.content(_README).decode("utf-8", "replace").lstrip("\ufeff\r\n ").splitlines()
@@ -121,7 +121,7 @@ def _entries(listing: Listing) -> list[dict[str, Any]]:
     return entries
 
 
-def _patterns(listing: Listing, files: Any) -> dict[str, tuple[str, ...]]:
+def _patterns(listing: FileListing, files: Any) -> dict[str, tuple[str, ...]]:
     """`data_files` in any of its forms."""
     if isinstance(files, str) or (
         isinstance(files, list) and all(isinstance(entry, str) for entry in files)
@@ -139,12 +139,12 @@ def _patterns(listing: Listing, files: Any) -> dict[str, tuple[str, ...]]:
     return found
 
 
-def _below(listing: Listing, path: str) -> str:
+def _below(listing: FileListing, path: str) -> str:
     """A path or pattern below the root."""
     if "://" in path or path.startswith("/") or ".." in PurePosixPath(path).parts:
         raise _nonsense(listing, f"{path!r} is outside the data set's folder")
     return "" if path in ("", ".", "./") else str(PurePosixPath(path))
 
 
-def _nonsense(listing: Listing, reason: str) -> DataError:
+def _nonsense(listing: FileListing, reason: str) -> DataError:
     return DataError(f"{listing.shown}: {_README} is invalid: {reason}.")

@@ -15,7 +15,7 @@ import torch
 from raytrain_ddp.config.input_sections import AugmentConfig, DataConfig
 from raytrain_ddp.data.auto_augment import apply_policy, policy_draws
 from raytrain_ddp.data.cropping import crop_draws, place_image
-from raytrain_ddp.data.decoding import Picture, open_picture, reason_for
+from raytrain_ddp.data.decoding import EncodedImage, open_picture, reason_for
 from raytrain_ddp.data.gpu_augment import ERASE_DRAWS, erase_boxes, partners_of
 from raytrain_ddp.data.sample_rng import Draws
 from raytrain_ddp.data.sources import Batch, Data
@@ -95,7 +95,7 @@ class _Collate:
 
     def _pictures(
         self, records: Sequence[tuple[Any, int]], rows: list[int]
-    ) -> Iterator[tuple[int, Picture]]:
+    ) -> Iterator[tuple[int, EncodedImage]]:
         """(place, opened picture) of each record that can be opened; one for repeats of a row."""
         before, picture = -1, None
         for place, (row, (image, label)) in enumerate(zip(rows, records, strict=True)):
@@ -114,7 +114,7 @@ class _Collate:
                 yield place, picture
             before = row
 
-    def _size(self, picture: Picture) -> tuple[int, int]:
+    def _size(self, picture: EncodedImage) -> tuple[int, int]:
         """(height, width) of what the model sees."""
         side = self._config.image_size
         if side or self._augment.crop == "random":

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from raytrain_ddp.data.epoch_order import EpochOrder, Plan, Shuffle, deal
-from raytrain_ddp.data.loader_threads import Gate, Threads, prefetched
+from raytrain_ddp.data.loader_threads import Gate, LoaderThreads, prefetched
 from raytrain_ddp.data.nested import bytes_of, digest_of, map_tensors
 from raytrain_ddp.data.sample_rng import Draws, Rows, kept_globals
 from raytrain_ddp.data.sources import Batch, Data
@@ -79,7 +79,7 @@ class TrainLoader:
     seed: int
     world_size: int
     rank: int
-    threads: Threads
+    threads: LoaderThreads
     skip: bool = False
     pin: bool = False
     digests: bool = False
@@ -183,7 +183,7 @@ class TrainLoader:
 
 
 def eval_batches(
-    data: Data, batch_size: int, chunks: Iterable[int], threads: Threads
+    data: Data, batch_size: int, chunks: Iterable[int], threads: LoaderThreads
 ) -> Generator[Batch, None, None]:
     """Yields rows [chunk * batch_size, (chunk + 1) * batch_size) for each chunk, in stored order.
 
@@ -206,7 +206,7 @@ def eval_batches(
         data.rest()
 
 
-def start_processes(data: Data, threads: Threads) -> None:
+def start_processes(data: Data, threads: LoaderThreads) -> None:
     """Copies the data set for the loader processes, if any, before it is used in this process,
     which also starts them earlier.
 
@@ -217,7 +217,7 @@ def start_processes(data: Data, threads: Threads) -> None:
         data.processes()
 
 
-def _workers_for(data: Data, threads: Threads) -> tuple[Threads, Gate | None]:
+def _workers_for(data: Data, threads: LoaderThreads) -> tuple[LoaderThreads, Gate | None]:
     """How many work; and what lets them, if they are processes. One, if the source can be read in
     its own order only."""
     if getattr(data.source, "in_order", False):

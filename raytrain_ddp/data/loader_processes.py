@@ -56,7 +56,7 @@ class Reply:
         return value
 
 
-class Processes:
+class LoaderProcesses:
     """Processes that apply `work` to items, each in the order of its own items; started on first
     use.
 

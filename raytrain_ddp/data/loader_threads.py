@@ -18,7 +18,7 @@ _LOOK_EVERY = 32  # results
 
 
 @dataclass(frozen=True)
-class Threads:
+class LoaderThreads:
     """The number of threads or processes that work ahead, and their limits.
 
     Args:
@@ -37,7 +37,7 @@ class Threads:
 def prefetched(
     items: Iterable[T],
     work: Callable[[T], R],
-    threads: Threads,
+    threads: LoaderThreads,
     size_bytes: Callable[[R], int] = lambda _: 1,
     gate: Gate | None = None,
 ) -> Generator[R, None, None]:
@@ -77,7 +77,7 @@ def prefetched(
 class Gate:
     """Lets so many threads through as it takes not to keep the consumer waiting."""
 
-    def __init__(self, threads: Threads) -> None:
+    def __init__(self, threads: LoaderThreads) -> None:
         self.active = threads.most if threads.begin is None else threads.begin
         self.semaphore = Semaphore(self.active)
         self.closed = False

@@ -17,7 +17,7 @@ from raytrain_ddp.data.disk_cache import DiskCache
 from raytrain_ddp.data.labels import Labels, are_numbers
 from raytrain_ddp.data.parquet_labels import all_values, class_names_of
 from raytrain_ddp.data.parquet_shard import Shard, image_at, open_shards, some
-from raytrain_ddp.data.row_group_cache import Flags, Groups
+from raytrain_ddp.data.row_group_cache import Flags, RowGroupCache
 from raytrain_ddp.data.sample_rng import Rows
 from raytrain_ddp.data.sources import BadRecord
 from raytrain_ddp.errors import DataError
@@ -194,10 +194,10 @@ class ParquetImages:
         with ThreadPoolExecutor(_REMOTE_READERS, thread_name_prefix="images") as pool:
             return list(pool.map(lambda each: image_at(*each[1:]), apart))
 
-    def _new_groups(self, used: Callable[[int], Flags] | None = None) -> Groups[_Group]:
+    def _new_groups(self, used: Callable[[int], Flags] | None = None) -> RowGroupCache[_Group]:
         threads = _REMOTE_READERS if self._remote else _READERS
         sizes = self.blocks, self.block_bytes, self._memory_bytes
-        return Groups(self._load, *sizes, threads, used)
+        return RowGroupCache(self._load, *sizes, threads, used)
 
     def _how_mapped(self) -> str:
         """Describes the mapping of numeric labels that differ from their class numbers."""

@@ -30,7 +30,7 @@ B = TypeVar("B", bound=Sized)
 Flags = npt.NDArray[np.bool_]
 
 
-class Groups(Generic[B]):
+class RowGroupCache(Generic[B]):
     """Blocks that are loaded when needed, by whoever needs them first, or ahead by threads.
 
     May be used from several threads: they wait for each other only for the same block.

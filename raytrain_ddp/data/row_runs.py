@@ -12,7 +12,7 @@ from raytrain_ddp.data.permutation import Feistel
 from raytrain_ddp.data.sample_rng import Rows
 
 
-class Runs:
+class RowRuns:
     """`count` runs of `usual` places each, but for a few.
 
     Args:
@@ -28,18 +28,18 @@ class Runs:
         self._after_starts = self._after * usual + self._shifts
 
     @staticmethod
-    def of(lengths: Rows) -> Runs:
+    def of(lengths: Rows) -> RowRuns:
         """Runs of these lengths, shape (count,), each 1 or more."""
         some = Feistel(len(lengths))(np.arange(min(len(lengths), 1001)))  # no regular sample
         usual = int(np.median(lengths[some]))
         odd = np.flatnonzero(lengths != usual)
-        return Runs(len(lengths), usual, odd, lengths[odd] - usual)
+        return RowRuns(len(lengths), usual, odd, lengths[odd] - usual)
 
-    def permuted(self, permutation: Feistel) -> Runs:
+    def permuted(self, permutation: Feistel) -> RowRuns:
         """The same runs in another order: run `permutation(i)` becomes the i-th."""
         odd = permutation.inverse(self._odd)
         order = np.argsort(odd)
-        return Runs(self.count, self._usual, odd[order], self._more[order])
+        return RowRuns(self.count, self._usual, odd[order], self._more[order])
 
     def start(self, runs: Rows) -> Rows:
         """Where each of `runs`, shape (k,), begins; run `count`: where the last one ends."""

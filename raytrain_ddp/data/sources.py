@@ -18,7 +18,7 @@ from raytrain_ddp.data.sample_rng import Draws, Rows
 from raytrain_ddp.errors import DataError
 
 if TYPE_CHECKING:
-    from raytrain_ddp.data.loader_processes import Processes
+    from raytrain_ddp.data.loader_processes import LoaderProcesses
 
 _MOST_NAMED = 64  # rows
 
@@ -84,7 +84,9 @@ class Data:
     source: Source
     collate: Callable[[Any, Draws], Batch] = default_collate
     count: Callable[[Batch], int] | None = None
-    _processes: list[Processes] = field(default_factory=list, init=False, repr=False, compare=False)
+    _processes: list[LoaderProcesses] = field(
+        default_factory=list, init=False, repr=False, compare=False
+    )
 
     @property
     def rows(self) -> int:
@@ -111,17 +113,17 @@ class Data:
 
         return samples_of(batch) if self.count is None else int(self.count(batch))
 
-    def processes(self) -> Processes:
+    def processes(self) -> LoaderProcesses:
         """The loader processes, started by the first call, with copies of the data made at that
         time.
 
         Raises:
             TaskError: it cannot be copied.
         """
-        from raytrain_ddp.data.loader_processes import Processes
+        from raytrain_ddp.data.loader_processes import LoaderProcesses
 
         if not self._processes:
-            self._processes.append(Processes(self.batch, _described))
+            self._processes.append(LoaderProcesses(self.batch, _described))
         return self._processes[0]
 
     def close(self) -> None:

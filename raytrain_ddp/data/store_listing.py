@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 
 from pyarrow import fs as pafs
 
-from raytrain_ddp.data.file_listing import Listing, fits
+from raytrain_ddp.data.file_listing import FileListing, fits
 from raytrain_ddp.data.image_folder import is_hidden
 from raytrain_ddp.errors import DataError, PreflightError, RaytrainError
 from raytrain_ddp.uri import (
@@ -31,7 +31,7 @@ _PAGES = "https://huggingface.co/datasets/"
 _URI_GLOB_SIGNS = "*["  # "?" starts the query
 
 
-def list_in_store(source: str, shown: str) -> Listing:
+def list_in_store(source: str, shown: str) -> FileListing:
     """Lists the files below a URI or matching its glob, with a single list request.
 
     Args:
@@ -73,7 +73,7 @@ def list_in_store(source: str, shown: str) -> Listing:
     def content(name: str) -> bytes:
         return _answered(attempt(lambda: _content(fs, f"{root}/{name}")), source, shown)
 
-    return Listing(
+    return FileListing(
         shown=shown,
         is_local=False,
         files=tuple(sizes),

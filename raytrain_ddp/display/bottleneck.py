@@ -47,7 +47,7 @@ _CAUSES = (
 )
 
 
-class Split:
+class StepSplit:
     """Shares of the time by phase.
 
     Args:
@@ -129,9 +129,9 @@ class Split:
         return f"{worst.told} {share} of the time: {worst.remedy}"
 
 
-def split_of(records: Iterable[Mapping[str, Any]]) -> Split:
+def split_of(records: Iterable[Mapping[str, Any]]) -> StepSplit:
     """Of a whole log."""
-    split = Split(None)
+    split = StepSplit(None)
     for record in records:
         if record["kind"] == "train":
             split.add(record)

@@ -18,7 +18,7 @@ from rich.console import Console
 from rich.live import Live
 from rich.text import Text
 
-from raytrain_ddp.display.bottleneck import Split
+from raytrain_ddp.display.bottleneck import StepSplit
 from raytrain_ddp.display.formatting import (
     format_bytes,
     format_count,
@@ -30,7 +30,7 @@ from raytrain_ddp.display.formatting import (
     format_share,
     plural,
 )
-from raytrain_ddp.display.redraw import LastingStream, Picture
+from raytrain_ddp.display.redraw import LastingStream, RedrawnBlock
 from raytrain_ddp.result import Summary
 
 PLAIN_LINE_EVERY_S = 2.0
@@ -91,14 +91,14 @@ class Display:
             utf = console.encoding.startswith("utf")
             live = utf and console.is_interactive and console.file.isatty()
         self._live = live
-        self._picture = Picture(self.__rich__)
+        self._picture = RedrawnBlock(self.__rich__)
         self._block = Live(self._picture, console=console, refresh_per_second=8, transient=True)
         self._began = clock()
         self._phase: tuple[str, float] | None = None  # name, since when
         self._now: Event = {}  # the plan, overlaid with what came last; replaced, never changed
         self._pace, self._ends_at = Pace(0, 0, 0.0), math.nan  # when all will be done, by our clock
         self._smooth_loss, self._saved = math.nan, ""
-        self._split, self._limit, self._limit_at = Split(), "", -math.inf
+        self._split, self._limit, self._limit_at = StepSplit(), "", -math.inf
         self._held_back, self._printed_at = False, -math.inf  # of the latest training line
 
     def __enter__(self) -> Display:

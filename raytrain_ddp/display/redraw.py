@@ -19,7 +19,7 @@ BREAKING = (  # set by terminals that rewrap lines when they become narrower; xt
 )
 
 
-class Picture:
+class RedrawnBlock:
     """Draws the block; first erases rows of the previous one that a narrower terminal has wrapped
     and that rich would miss."""
 

@@ -36,11 +36,11 @@ def main(argv: Sequence[str]) -> int:
 
     words = output_table.OF_A_CLUSTER
     if args.run is not None:
-        from raytrain_ddp.doctor.run_status import judge, look, open_run
+        from raytrain_ddp.doctor.run_status import assess_run, open_run, read_status
 
-        seen = look(open_run(args.run))
+        seen = read_status(open_run(args.run))
         report, words = (
-            judge(seen),
+            assess_run(seen),
             output_table.OF_AN_ENDED_RUN if seen.has_ended else output_table.OF_A_RUN,
         )
     else:

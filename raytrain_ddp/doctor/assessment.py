@@ -28,7 +28,7 @@ from raytrain_ddp.doctor.version_rows import version_rows
 _SHOWN = 3
 
 
-def judge(findings: Mapping[str, Any]) -> Report:
+def assess(findings: Mapping[str, Any]) -> Report:
     """All rows, in the order in which one would mend things."""
     places, run = findings["places"], findings["run"]
     reached = [place for place in places if "error" not in place["facts"]]

@@ -16,7 +16,7 @@ from raytrain_ddp.config.input_sections import DataConfig
 from raytrain_ddp.config.recipe import to_dict
 from raytrain_ddp.config.train_config import TrainConfig
 from raytrain_ddp.doctor import cluster_probe, dataset_probe, machine_facts, storage_probe
-from raytrain_ddp.doctor.assessment import judge
+from raytrain_ddp.doctor.assessment import assess
 from raytrain_ddp.doctor.cluster_probe import Answer, Asked, Node
 from raytrain_ddp.doctor.rows import Report
 from raytrain_ddp.driver.preflight import check
@@ -45,7 +45,7 @@ def examine(config: TrainConfig, address: str | None, tell: Tell) -> Report:
     connected = "ray" in sys.modules and sys.modules["ray"].is_initialized()
     embedded = not (connected or address or os.environ.get("RAY_ADDRESS"))
     with cluster(_modest(config), address, False, tell):
-        return judge(_findings(config, embedded, tell))
+        return assess(_findings(config, embedded, tell))
 
 
 def _resolved(config: TrainConfig) -> TrainConfig:

@@ -25,7 +25,7 @@ from raytrain_ddp.checkpoint.run_folder import (
 from raytrain_ddp.checkpoint.storage import Storage, open_storage
 from raytrain_ddp.checkpoint.store import MANIFEST_FILE
 from raytrain_ddp.data.epoch_order import beyond_others
-from raytrain_ddp.display.bottleneck import Split
+from raytrain_ddp.display.bottleneck import StepSplit
 from raytrain_ddp.display.formatting import format_count, format_seconds, gist, plural
 from raytrain_ddp.doctor.rows import Report, Row, seconds
 from raytrain_ddp.errors import ConfigError, did_you_mean
@@ -40,7 +40,7 @@ Event = Mapping[str, Any]
 
 
 @dataclass(frozen=True)
-class Seen:
+class RunStatus:
     """What a run has written. Times are ages in s; None where there is nothing."""
 
     run: Storage
@@ -89,7 +89,7 @@ def open_run(place: str) -> Storage:
     return run
 
 
-def look(run: Storage) -> Seen:
+def read_status(run: Storage) -> RunStatus:
     """Reads what the run has written; writes a probe, by which the store tells its time."""
     try:
         now_s = run.clock_s()
@@ -109,7 +109,7 @@ def look(run: Storage) -> Seen:
         with suppress(DamagedError, FileNotFoundError):
             step = store.open(name).manifest.step
             checkpoint_s = age(run.join(CHECKPOINTS).join(str(name)), MANIFEST_FILE)
-    return Seen(
+    return RunStatus(
         run=run,
         owner=owner,
         lease_s=age(run, LEASE_FILE),
@@ -137,7 +137,7 @@ def _hangs(run: Storage) -> list[tuple[str, Event]]:
     return found
 
 
-def judge(seen: Seen) -> Report:
+def assess_run(seen: RunStatus) -> Report:
     """The rows; a `fail` is a run that does not get on and should."""
     rows = [_driver(seen), _progress(seen), *_pace(seen), _failures(seen)]
     rows += [*_hung(seen), *_replaced(seen), _checkpoint(seen)]
@@ -152,7 +152,7 @@ def judge(seen: Seen) -> Report:
     return Report(tuple(rows), findings)
 
 
-def _driver(seen: Seen) -> Row:
+def _driver(seen: RunStatus) -> Row:
     name, where = "driver", str(seen.run).rstrip("/").rpartition("/")[2]
     if seen.owner is None or seen.lease_s is None:
         if seen.has_ended:
@@ -169,7 +169,7 @@ def _driver(seen: Seen) -> Row:
     return Row(name, where, f"{on}, since {seen.owner.since}")
 
 
-def _progress(seen: Seen) -> Row:
+def _progress(seen: RunStatus) -> Row:
     plan, name = seen.plan, "progress"
     if not plan or seen.newest_s is None:
         return Row(name, "", "not begun")
@@ -194,7 +194,7 @@ def _progress(seen: Seen) -> Row:
     return Row(name, workers, told, "fail", advice)
 
 
-def _has_leave(seen: Seen) -> bool:
+def _has_leave(seen: RunStatus) -> bool:
     """Whether it starts, goes on after a failure, evaluates, or has not shown its pace yet."""
     plan, begun = seen.plan, [n for n, e in enumerate(seen.events) if e["kind"] == "plan"][-1]
     failed = any(e["kind"] in ("failed", "preempted") for e in seen.events[begun:])
@@ -214,10 +214,10 @@ def _between(lines: Sequence[Event]) -> float:
     return max(steps, default=1) * max(0.0, float(lines[-1]["timing"]["step_s"]))
 
 
-def _pace(seen: Seen) -> list[Row]:
+def _pace(seen: RunStatus) -> list[Row]:
     if not seen.lines:
         return []
-    last, plan, split = seen.lines[-1], seen.plan, Split()
+    last, plan, split = seen.lines[-1], seen.plan, StepSplit()
     for line in seen.lines[-200:]:
         split.add(line)
     step_s = last["timing"]["step_s"]
@@ -244,7 +244,7 @@ def _pace(seen: Seen) -> list[Row]:
     return rows
 
 
-def _failures(seen: Seen) -> Row:
+def _failures(seen: RunStatus) -> Row:
     failed = [event for event in seen.events if event["kind"] in ("failed", "preempted")]
     if not failed:
         return Row("failures", "", "none")
@@ -255,7 +255,7 @@ def _failures(seen: Seen) -> Row:
     return Row("failures", "", found, "ok" if since else "warn")
 
 
-def _hung(seen: Seen) -> list[Row]:
+def _hung(seen: RunStatus) -> list[Row]:
     """Also hangs whose failure is not told yet, as the workers are still being ended."""
     done = seen.has_ended and seen.events[-1].get("status") == 0
     saved = max((e["step"] for e in seen.events if e["kind"] == "checkpoint"), default=-1)
@@ -271,7 +271,7 @@ def _hung(seen: Seen) -> list[Row]:
     ]
 
 
-def _replaced(seen: Seen) -> list[Row]:
+def _replaced(seen: RunStatus) -> list[Row]:
     """Weights that differed between ranks."""
     return [
         Row(
@@ -285,7 +285,7 @@ def _replaced(seen: Seen) -> list[Row]:
     ]
 
 
-def _checkpoint(seen: Seen) -> Row:
+def _checkpoint(seen: RunStatus) -> Row:
     newest = "none yet"
     if seen.checkpoint is not None and seen.checkpoint_s is not None:
         newest = f"step {seen.checkpoint}, {_ago(seen.checkpoint_s)}"

@@ -38,7 +38,7 @@ _WRITE_S = 1.0  # time that a caller waits for the storage; slower writes contin
 _LAST_S = 30.0  # time that the end of a run waits for the storage
 
 
-class Journal:
+class EventLog:
     """Records the events of a run, and forwards all of them; thread-safe.
 
     A thread does the writing, so slow storage does not delay events. Events are held back until the
@@ -59,7 +59,7 @@ class Journal:
         self._put_at = -math.inf
         self._since, self._ranks_at = time.monotonic(), -math.inf
 
-    def __enter__(self) -> Journal:
+    def __enter__(self) -> EventLog:
         return self
 
     def __exit__(self, *_: object) -> None:

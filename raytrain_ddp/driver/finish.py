@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
-from raytrain_ddp.checkpoint.listing import Listing
+from raytrain_ddp.checkpoint.listing import CheckpointListing
 from raytrain_ddp.checkpoint.manifest import Manifest
 from raytrain_ddp.checkpoint.run_folder import (
     CHECKPOINTS,
@@ -90,9 +90,11 @@ def tidy(config: TrainConfig, run: Storage, manifest: Manifest) -> None:
     draw(config, run)
 
 
-def _checkpoints_among(entries: Sequence[str]) -> Listing:
+def _checkpoints_among(entries: Sequence[str]) -> CheckpointListing:
     folder = f"{CHECKPOINTS}/"
-    return Listing.of(entry[len(folder) :] for entry in entries if entry.startswith(folder))
+    return CheckpointListing.of(
+        entry[len(folder) :] for entry in entries if entry.startswith(folder)
+    )
 
 
 def summary(config: TrainConfig, result: FitResult, flags: str = "") -> Summary:

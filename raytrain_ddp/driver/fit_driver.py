@@ -20,11 +20,11 @@ from raytrain_ddp.config.effects import effect_notes, under_torchrun
 from raytrain_ddp.config.recipe import dumps, publishable
 from raytrain_ddp.config.train_config import TrainConfig
 from raytrain_ddp.display.progress_display import Display
-from raytrain_ddp.driver.event_log import Journal
+from raytrain_ddp.driver.event_log import EventLog
 from raytrain_ddp.driver.finish import already_complete, draw, finish, is_tidy, summary, tidy
 from raytrain_ddp.driver.preflight import answered, check, is_complete
 from raytrain_ddp.driver.run_naming import (
-    Run,
+    NamedRun,
     after_refusal,
     claimed,
     open_run,
@@ -32,7 +32,7 @@ from raytrain_ddp.driver.run_naming import (
 )
 from raytrain_ddp.errors import PreflightError, RaytrainError, RunLockedError, status_of
 from raytrain_ddp.ray_backend.failure_causes import without_ray
-from raytrain_ddp.ray_backend.ray_output import rays_words_aside
+from raytrain_ddp.ray_backend.ray_output import ray_output_to_file
 from raytrain_ddp.result import FitResult
 
 Show = Callable[[Mapping[str, Any]], None]
@@ -147,7 +147,7 @@ def write_config(config: TrainConfig, run: Storage) -> None:
 
 
 @contextmanager
-def _driven(run: Run, show: Show) -> Iterator[tuple[Run, Show]]:
+def _driven(run: NamedRun, show: Show) -> Iterator[tuple[NamedRun, Show]]:
     """Holds the lease of the run unless it is complete; yields the run and the receiver of its
     events.
 
@@ -173,7 +173,7 @@ def _driven(run: Run, show: Show) -> Iterator[tuple[Run, Show]]:
 
 
 @contextmanager
-def _owned(run: Run, show: Show) -> Iterator[Show]:
+def _owned(run: NamedRun, show: Show) -> Iterator[Show]:
     """Holds the run's lease, and keeps its journal; yields what is to be told each event.
 
     Of a run that is refused before it begins, no folder stays.
@@ -188,7 +188,7 @@ def _owned(run: Run, show: Show) -> Iterator[Show]:
         _no_empty_folders(folder),
         Lease.take(folder, note) as lease,
         claimed(run),
-        Journal(folder, show) as journal,
+        EventLog(folder, show) as journal,
     ):
         with suppress(OSError):
             folder.sweep()
@@ -251,7 +251,7 @@ def _train_on_ray(
 ) -> tuple[Mapping[str, Any], _Starts]:
     from raytrain_ddp.ray_backend.cluster import cluster
     from raytrain_ddp.ray_backend.dashboard import listed
-    from raytrain_ddp.ray_backend.task_transfer import carried
+    from raytrain_ddp.ray_backend.task_transfer import pickled_task
     from raytrain_ddp.ray_backend.training_launch import Interrupted, launch
     from raytrain_ddp.tasks.task_loading import BUILT_IN, task_of
 
@@ -263,10 +263,10 @@ def _train_on_ray(
         )  # checked before anything is started; loads torch, which Ray Train does later anyway
     phase = lambda name: show({"kind": "phase", "name": name})  # noqa: E731
     try:
-        with rays_words_aside(run), cluster(config, address, dashboard, phase) as layout:
+        with ray_output_to_file(run), cluster(config, address, dashboard, phase) as layout:
             write_config(config, run)
             with listed(show):
-                outcome = launch(config, run, layout, watch, committed, carried(config))
+                outcome = launch(config, run, layout, watch, committed, pickled_task(config))
     except Interrupted as stop:
         raise KeyboardInterrupt(stop.number) from None
     return outcome, watch
@@ -299,7 +299,7 @@ def _draw(config: TrainConfig, run: Storage, show: Show) -> None:
         show({"kind": "note", "text": f"curves.png cannot be drawn: {error}"})
 
 
-def _complete(run: Run, manifest: Manifest, show: Show, main: bool = True) -> FitResult:
+def _complete(run: NamedRun, manifest: Manifest, show: Show, main: bool = True) -> FitResult:
     """Nothing is left to train; but the start that did it may have been killed right after."""
     config, folder = run.config, run.folder
     if main and not answered(config, lambda: is_tidy(folder)):

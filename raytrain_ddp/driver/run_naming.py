@@ -50,7 +50,7 @@ Changes = Sequence[tuple[str, Any, Any]]
 
 
 @dataclass(frozen=True)
-class Run:
+class NamedRun:
     """An existing or a new run.
 
     Args:
@@ -68,7 +68,7 @@ class Run:
     note: str = ""
 
 
-def open_run(config: TrainConfig, default_name: str | None = None) -> Run:
+def open_run(config: TrainConfig, default_name: str | None = None) -> NamedRun:
     """The run that a config refers to. Nothing is written.
 
     Args:
@@ -85,7 +85,7 @@ def open_run(config: TrainConfig, default_name: str | None = None) -> Run:
     return answered(config, lambda: _of_config(config, default_name or _default_name(config)))
 
 
-def run_of_rank_0(config: TrainConfig, default_name: str | None = None) -> Run:
+def run_of_rank_0(config: TrainConfig, default_name: str | None = None) -> NamedRun:
     """The same run as rank 0's, which may not have started it yet.
 
     Raises:
@@ -102,7 +102,7 @@ def run_of_rank_0(config: TrainConfig, default_name: str | None = None) -> Run:
     return run
 
 
-def after_refusal(run: Run) -> Run | None:
+def after_refusal(run: NamedRun) -> NamedRun | None:
     """The run for a command that lost the race for a new run's name; None: there is no other,
     because the run that took the name has the same config."""
     if not run.is_new:
@@ -118,7 +118,7 @@ def after_refusal(run: Run) -> Run | None:
 
 
 @contextmanager
-def claimed(run: Run) -> Iterator[None]:
+def claimed(run: NamedRun) -> Iterator[None]:
     """Stores the config of a new run in its folder, so other commands know which config has the
     name.
 
@@ -142,12 +142,12 @@ def claimed(run: Run) -> Iterator[None]:
             run.folder.delete_file(CLAIM_FILE)
 
 
-def _of_name(config: TrainConfig) -> Run:
+def _of_name(config: TrainConfig) -> NamedRun:
     folder = run_storage(config)
     manifest = newest_manifest(folder)
     if manifest is None:
         require_none_lost(config, folder)
-        return Run(config, folder, None)
+        return NamedRun(config, folder, None)
     changed = changed_fields(manifest.config, config)
     if changed:
         width = max(len(name) for name, _, _ in changed)
@@ -158,10 +158,10 @@ def _of_name(config: TrainConfig) -> Run:
             "Revert these changes to continue it. To start a new run, use another --name, or none: "
             "then a free name is chosen."
         )
-    return Run(config, folder, manifest)
+    return NamedRun(config, folder, manifest)
 
 
-def _of_config(config: TrainConfig, base: str) -> Run:
+def _of_config(config: TrainConfig, base: str) -> NamedRun:
     taken: set[int] = set()
     first: tuple[str, Changes] | None = None
     for number in _numbers(open_storage(config.storage).names(), base):
@@ -179,7 +179,7 @@ def _of_config(config: TrainConfig, base: str) -> Run:
             if manifest is None:
                 require_none_lost(named, folder)
             note = f"continuing run {named.name}, which has this config" if number > 1 else ""
-            return Run(named, folder, manifest, base, note=note)
+            return NamedRun(named, folder, manifest, base, note=note)
         taken.add(number)
         first = first or (str(named.name), changed)
     number = next(n for n in range(1, len(taken) + 2) if n not in taken)
@@ -187,7 +187,7 @@ def _of_config(config: TrainConfig, base: str) -> Run:
     note = f"new run {named.name}: {_differs(*first)}" if first else ""
     folder = run_storage(named)
     require_none_lost(named, folder)
-    return Run(named, folder, None, base, is_new=True, note=note)
+    return NamedRun(named, folder, None, base, is_new=True, note=note)
 
 
 def _begun(folder: Storage) -> tuple[Manifest | None, Mapping[str, Any] | None]:

@@ -10,7 +10,7 @@ from typing import Any
 
 from raytrain_ddp.launcher.exit_report import End, ranks_said, signal_name
 from raytrain_ddp.launcher.output import Output
-from raytrain_ddp.launcher.worker_group import Crew
+from raytrain_ddp.launcher.worker_group import WorkerGroup
 
 _TAKE_S = 5.0
 _TAKE_BEHIND_S = 0.5  # how often it is looked whether the console has caught up
@@ -36,7 +36,7 @@ class Attempt:
 
     def __init__(
         self,
-        crew: Crew,
+        crew: WorkerGroup,
         output: Output,
         grace_s: float,
         stops: list[int],

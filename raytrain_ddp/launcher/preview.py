@@ -14,11 +14,11 @@ from raytrain_ddp.launcher.rank_environment import (
     Seat,
     base_environment,
     environment,
-    meeting_address,
     ranked,
+    rendezvous_address,
     values,
 )
-from raytrain_ddp.launcher.run_options import Order
+from raytrain_ddp.launcher.run_options import RunOptions
 from raytrain_ddp.ray_backend.placement import this_machine
 
 _NOTE = """\
@@ -26,7 +26,7 @@ _NOTE = """\
 # Variables that stay as they are in this shell are not shown."""
 
 
-def preview(order: Order, driver: Mapping[str, str]) -> str:
+def preview(order: RunOptions, driver: Mapping[str, str]) -> str:
     """Shell commands, one for each worker.
 
     Raises:
@@ -49,7 +49,7 @@ def preview(order: Order, driver: Mapping[str, str]) -> str:
             )
         )
     workers = ranked(seats)
-    group = Group(workers, meeting_address(workers), flags.master_port or 29500, "0" * 32)
+    group = Group(workers, rendezvous_address(workers), flags.master_port or 29500, "0" * 32)
     base = base_environment(driver, {}, local=True)
     lines = [_NOTE]
     for worker in workers:
@@ -62,6 +62,6 @@ def preview(order: Order, driver: Mapping[str, str]) -> str:
     return "\n".join(lines)
 
 
-def dry_run(order: Order) -> str:
+def dry_run(order: RunOptions) -> str:
     """`preview` for this process."""
     return preview(order, os.environ)

@@ -92,7 +92,7 @@ def ranked(seats: Sequence[Seat], first_node: str = "") -> list[Worker]:
     return workers
 
 
-def meeting_address(workers: Sequence[Worker]) -> str:
+def rendezvous_address(workers: Sequence[Worker]) -> str:
     """Where rank 0 listens: loopback where all are on one node, which needs no network at all."""
     one_node = len({worker.seat.node for worker in workers}) == 1
     return "127.0.0.1" if one_node else workers[0].seat.ip

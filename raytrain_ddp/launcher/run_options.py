@@ -173,7 +173,7 @@ class Flags:
 
 
 @dataclass(frozen=True)
-class Order:
+class RunOptions:
     """One call of `run`.
 
     Args:

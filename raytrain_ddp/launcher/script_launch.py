@@ -23,12 +23,12 @@ from raytrain_ddp.launcher.capacity import connected, layout_for
 from raytrain_ddp.launcher.exit_report import first_failure, ranks_said, report
 from raytrain_ddp.launcher.output import Output
 from raytrain_ddp.launcher.rank_environment import Worker, overruled
-from raytrain_ddp.launcher.run_options import Flags, Order
-from raytrain_ddp.launcher.worker_group import Crew, SeatLost
+from raytrain_ddp.launcher.run_options import Flags, RunOptions
+from raytrain_ddp.launcher.worker_group import SeatLost, WorkerGroup
 from raytrain_ddp.ray_backend.cluster import Nodes
 
 
-def launch(order: Order) -> int:
+def launch(order: RunOptions) -> int:
     """Runs the script to its end; returns its exit status (128 + n if signal n ended it).
 
     Raises:
@@ -48,7 +48,7 @@ def launch(order: Order) -> int:
         return _attempts(order, driver, stops)
 
 
-def _attempts(order: Order, driver: dict[str, str], stops: list[int]) -> int:
+def _attempts(order: RunOptions, driver: dict[str, str], stops: list[int]) -> int:
     flags, run_id = order.flags, str(uuid.uuid4())
     nodes = Nodes(kept="All ranks are ended.")
 
@@ -60,7 +60,7 @@ def _attempts(order: Order, driver: dict[str, str], stops: list[int]) -> int:
     logs = _log_folder(flags, run_id) if flags.files else None
     if logs is not None:
         _tell(f"output of each rank: {logs}")
-    crew: Crew | None = None
+    crew: WorkerGroup | None = None
     status, stdin = 0, None
     try:
         check()
@@ -70,7 +70,7 @@ def _attempts(order: Order, driver: dict[str, str], stops: list[int]) -> int:
             try:
                 if crew is None:
                     layout = layout_for(flags, nodes())
-                    crew = Crew(order, layout, driver, sys.executable, _tell, check)
+                    crew = WorkerGroup(order, layout, driver, sys.executable, _tell, check)
                     _tell(_places(crew.workers))
                 if not attempt:
                     if changed := overruled(driver, crew.workers):
@@ -97,8 +97,8 @@ def _attempts(order: Order, driver: dict[str, str], stops: list[int]) -> int:
 
 
 def _attempt(
-    order: Order,
-    crew: Crew,
+    order: RunOptions,
+    crew: WorkerGroup,
     logs: Path | None,
     stops: list[int],
     nodes: Nodes,

@@ -23,11 +23,11 @@ from raytrain_ddp.launcher.rank_environment import (
     Worker,
     base_environment,
     environment,
-    meeting_address,
     ranked,
+    rendezvous_address,
     values,
 )
-from raytrain_ddp.launcher.run_options import Order
+from raytrain_ddp.launcher.run_options import RunOptions
 from raytrain_ddp.launcher.working_folder import provide
 from raytrain_ddp.ray_backend.cluster import living
 
@@ -47,7 +47,7 @@ class SeatLost(RetriesExhausted):
     """A seat was lost before the script was started on it."""
 
 
-class Crew:
+class WorkerGroup:
     """An agent on each seat, ranked. `check` is called while waiting, and may raise.
 
     Raises:
@@ -57,7 +57,7 @@ class Crew:
 
     def __init__(
         self,
-        order: Order,
+        order: RunOptions,
         layout: Places,
         driver: Mapping[str, str],
         python: str,
@@ -101,7 +101,7 @@ class Crew:
             raise PreflightError(
                 f"--master-port {asked} is in use on {where}: choose another port."
             )
-        group = Group(self.workers, meeting_address(self.workers), port, run_id, attempt)
+        group = Group(self.workers, rendezvous_address(self.workers), port, run_id, attempt)
         started = [self._start(group, worker, feeds) for worker in self.workers]
         _answers(started, check)
 

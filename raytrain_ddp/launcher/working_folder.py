@@ -14,7 +14,7 @@ from typing import Any
 from raytrain_ddp.errors import PreflightError
 from raytrain_ddp.launcher import code_shipping
 from raytrain_ddp.launcher.rank_environment import Worker
-from raytrain_ddp.launcher.run_options import Order
+from raytrain_ddp.launcher.run_options import RunOptions
 
 _MARK_AGE_S = 600.0
 
@@ -23,7 +23,7 @@ Ask = Callable[..., list[Any]]
 
 
 def provide(
-    order: Order, elsewhere: Sequence[Worker], ask: Ask, tell: Callable[[str], None]
+    order: RunOptions, elsewhere: Sequence[Worker], ask: Ask, tell: Callable[[str], None]
 ) -> dict[int, str]:
     """The folders of the nodes, by rank, that work in a copy. The others see the driver's folder,
     or have the same files in one of the same path.
@@ -53,7 +53,7 @@ def provide(
     return {worker.rank: place for worker, place in zip(lacks, places, strict=True)}
 
 
-def _require_script(order: Order, here: Path, elsewhere: Sequence[Worker], ask: Ask) -> None:
+def _require_script(order: RunOptions, here: Path, elsewhere: Sequence[Worker], ask: Ask) -> None:
     if order.module or order.flags.no_python:
         return
     script = os.path.normpath(here / order.program)

@@ -42,7 +42,7 @@ class Awake:
             self._seconds += min(at - before, _LONGEST_TICK_S)
 
 
-class Waiting:
+class CapacityWatch:
     """Watches the cluster's nodes all the time, and the time that workers take to come.
 
     Args:

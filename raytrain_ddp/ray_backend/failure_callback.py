@@ -11,7 +11,7 @@ from ray.train import UserCallback
 _MOST_CHARACTERS = 4000
 
 
-class Witness(UserCallback):  # type: ignore[misc]
+class FailureCallback(UserCallback):  # type: ignore[misc]
     """A worker that is killed says nothing; Ray sees it die.
 
     Args:

@@ -29,7 +29,7 @@ _MEMORY = (
 _BY_RAY_FOR_MEMORY = ("running low on memory", "NODE_OUT_OF_MEMORY", "OutOfMemoryError")
 
 
-class Failures:
+class FailurePolicy:
     """Judges the failures of one run.
 
     Args:

@@ -31,7 +31,7 @@ class Answer(NamedTuple):
     taken: int
 
 
-class Board:
+class Mailbox:
     """Events in order, and the signal by which the run shall stop."""
 
     def __init__(self) -> None:

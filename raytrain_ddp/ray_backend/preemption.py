@@ -12,7 +12,7 @@ from typing import Any
 
 import ray.train
 
-from raytrain_ddp.training.session import Wishes
+from raytrain_ddp.training.session import Requests
 
 STOP = 128  # used instead of a signal number; no signal has it
 _UNKNOWN_S = 120.0  # Ray's own patience with a notice that names no end
@@ -35,12 +35,12 @@ class Notice:
         self._ends_at: float | None = None  # by this host's monotonic clock
         self._save = False
 
-    def wishes(self) -> Wishes:
+    def wishes(self) -> Requests:
         """Rank 0's, once a step."""
         save, self._save = self._save, False
         return self.meanwhile()._replace(save=save)
 
-    def meanwhile(self) -> Wishes:
+    def meanwhile(self) -> Requests:
         """Called by rank 0 once per step or evaluation chunk; a requested checkpoint waits."""
         now = time.monotonic()
         # The longest of the recent steps or chunks, as an estimate for the next one.
@@ -48,7 +48,7 @@ class Notice:
         self._asked_at = now
         stop = self._ends_at is not None and now >= self._ends_at - self.margin_s()
         look = 0 < self._every_s <= now - self._looked_at
-        return Wishes(STOP if stop else 0, look=look)
+        return Requests(STOP if stop else 0, look=look)
 
     def look(self) -> None:
         """All ranks take part."""

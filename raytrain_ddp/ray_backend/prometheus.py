@@ -74,7 +74,7 @@ class Gauge(Protocol):
     def set(self, value: float, tags: dict[str, str]) -> None: ...
 
 
-class Metrics:
+class PrometheusMetrics:
     """Tells Prometheus of one run until it is closed. Whatever happens here, no run fails of it.
 
     Args:

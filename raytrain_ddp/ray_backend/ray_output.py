@@ -12,7 +12,7 @@ from raytrain_ddp.checkpoint.storage import Storage
 
 
 @contextmanager
-def rays_words_aside(run: Storage) -> Iterator[None]:
+def ray_output_to_file(run: Storage) -> Iterator[None]:
     """Standard output and error of this process go to the run's logs/driver.log meanwhile.
 
     A display made before keeps the terminal, as it writes to the stream itself.

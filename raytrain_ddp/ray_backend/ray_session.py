@@ -32,7 +32,7 @@ from raytrain_ddp.training.prepared_run import Outcome
 from raytrain_ddp.training.recorder import Best
 from raytrain_ddp.training.recording_session import RecordingSession
 from raytrain_ddp.training.rendezvous import Exchange
-from raytrain_ddp.training.session import Record, Snapshot, Wishes
+from raytrain_ddp.training.session import Record, Requests, Snapshot
 from raytrain_ddp.training.world import World
 from raytrain_ddp.uri import without_secrets
 
@@ -152,17 +152,17 @@ class RaySession(RecordingSession):
             delete_local_checkpoint_after_upload=False,
         )
 
-    def wishes(self) -> Wishes:
+    def wishes(self) -> Requests:
         """Also counts the steps and keeps the events flowing: it is asked once a step."""
         self.step = (self.step or 0) + 1
         return self._asked(self._notice.wishes)
 
-    def meanwhile(self) -> Wishes:
+    def meanwhile(self) -> Requests:
         return self._asked(self._notice.meanwhile)
 
-    def _asked(self, notice: Callable[[], Wishes]) -> Wishes:
+    def _asked(self, notice: Callable[[], Requests]) -> Requests:
         if not self.world.is_main:
-            return Wishes()
+            return Requests()
         if time.monotonic() - self._pushed_at >= _PUSH_EVERY_S:
             self.push()
         wishes = notice()

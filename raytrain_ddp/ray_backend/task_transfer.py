@@ -14,7 +14,7 @@ from raytrain_ddp.errors import TaskError
 from raytrain_ddp.tasks.task_loading import BUILT_IN, task_of
 
 
-def carried(config: TrainConfig) -> bytes | None:
+def pickled_task(config: TrainConfig) -> bytes | None:
     """The config's task, pickled by value because workers may not be able to import it; None if its
     name suffices. Imports Ray, so Ray's settings must already be in the environment.
 

@@ -33,7 +33,7 @@ def make_trainer(
     from ray.train import FailureConfig, LoggingConfig, RunConfig, ScalingConfig
     from ray.train.torch import TorchConfig, TorchTrainer
 
-    from raytrain_ddp.ray_backend.failure_callback import Witness
+    from raytrain_ddp.ray_backend.failure_callback import FailureCallback
 
     parent, _, name = run.path.rstrip("/").rpartition("/")
     given = WorkerSettings(
@@ -67,7 +67,7 @@ def make_trainer(
                 max_preemption_failures=config.scaling.max_preemptions,
                 controller_failure_limit=-1,
             ),
-            callbacks=[Witness(board, ray.get_runtime_context().get_actor_id())],
+            callbacks=[FailureCallback(board, ray.get_runtime_context().get_actor_id())],
             logging_config=LoggingConfig(log_level="WARNING"),
         ),
         torch_config=TorchConfig(backend=layout.backend),

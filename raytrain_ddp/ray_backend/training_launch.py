@@ -14,12 +14,12 @@ from raytrain_ddp import errors
 from raytrain_ddp.checkpoint.storage import Storage
 from raytrain_ddp.config.train_config import TrainConfig
 from raytrain_ddp.failpoints import failpoint
-from raytrain_ddp.ray_backend.capacity_watch import StartWatch, Waiting, stopped_workers
+from raytrain_ddp.ray_backend.capacity_watch import CapacityWatch, StartWatch, stopped_workers
 from raytrain_ddp.ray_backend.cluster import Nodes, recount
-from raytrain_ddp.ray_backend.failure_policy import Failures
-from raytrain_ddp.ray_backend.mailbox import Board, Inbox
+from raytrain_ddp.ray_backend.failure_policy import FailurePolicy
+from raytrain_ddp.ray_backend.mailbox import Inbox, Mailbox
 from raytrain_ddp.ray_backend.placement import Layout
-from raytrain_ddp.ray_backend.prometheus import Metrics
+from raytrain_ddp.ray_backend.prometheus import PrometheusMetrics
 from raytrain_ddp.ray_backend.trainer import make_trainer
 
 _POLL_S = 0.1
@@ -68,17 +68,17 @@ def launch(
     here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
     # If it is killed, Ray restarts it and retries calls: see board.py.
     lasting = {"max_restarts": -1, "max_task_retries": -1}
-    board = ray.remote(num_cpus=0, scheduling_strategy=here, **lasting)(Board).remote()
+    board = ray.remote(num_cpus=0, scheduling_strategy=here, **lasting)(Mailbox).remote()
     show({"kind": "phase", "name": "loading torch"})
-    failures = Failures(config.scaling.max_failures, committed)
+    failures = FailurePolicy(config.scaling.max_failures, committed)
     nodes = Nodes()
-    metrics = Metrics(str(config.name))
+    metrics = PrometheusMetrics(str(config.name))
 
     def told(event: Event) -> None:
         metrics.take(event)
         show(event)
 
-    waiting = Waiting(layout, config.scaling.wait_s, nodes, recount, told, nodes.awake)
+    waiting = CapacityWatch(layout, config.scaling.wait_s, nodes, recount, told, nodes.awake)
     starting = StartWatch(layout, nodes, told, nodes.awake, stopped_workers)
     listener = _Listener(board, failures, (waiting, starting), metrics, told, nodes.awake)
     try:
@@ -127,9 +127,9 @@ class _Listener:
     def __init__(
         self,
         board: Any,
-        failures: Failures,
-        waiting: tuple[Waiting, StartWatch],
-        metrics: Metrics,
+        failures: FailurePolicy,
+        waiting: tuple[CapacityWatch, StartWatch],
+        metrics: PrometheusMetrics,
         show: Callable[[Event], None],
         awake: Callable[[], float],
     ) -> None:

@@ -10,7 +10,7 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
-from raytrain_ddp.display.bottleneck import Split
+from raytrain_ddp.display.bottleneck import StepSplit
 from raytrain_ddp.display.formatting import (
     format_bytes,
     format_count,
@@ -33,7 +33,7 @@ class WorkerLog:
         self._world = world
         self._total = 0
         self._told_at: dict[str, float] = {}  # by kind
-        self._split = Split()
+        self._split = StepSplit()
         for name in [*logging.root.manager.loggerDict]:
             if "/ray/train/" in name:  # one of Ray's is named by its file, and so tells all reports
                 logging.getLogger(name).setLevel(logging.WARNING)

@@ -25,7 +25,7 @@ _OF_A_START = ("plan", "end")
 
 
 @dataclass(frozen=True)
-class Happening:
+class HistoryEntry:
     """One thing that happened; `step` is None where it is not known."""
 
     wall: float
@@ -36,7 +36,7 @@ class Happening:
 
 
 @dataclass(frozen=True)
-class Story:
+class RunHistory:
     """A run in words.
 
     Args:
@@ -52,7 +52,7 @@ class Story:
     cause: str
     detail: str
     timeline: Timeline
-    happenings: Sequence[Happening]
+    happenings: Sequence[HistoryEntry]
 
     @property
     def limit(self) -> str:
@@ -89,7 +89,7 @@ def timed(files: RunFiles) -> list[Record]:
     return [r for r in files.train if "split_s" in r.get("timing", {})]
 
 
-def story_of(files: RunFiles) -> Story:
+def history_of(files: RunFiles) -> RunHistory:
     ends = [e for e in files.events if e["kind"] in _OF_A_START]
     end = ends[-1] if ends and ends[-1]["kind"] == "end" else None
     running = files.owner is not None and (end is None or _later(files.owner.since, end["time"]))
@@ -112,7 +112,7 @@ def story_of(files: RunFiles) -> Story:
             cause += f" on {end['node']}" if end.get("node") else ""
             cause += f", step {end['step']})" if end.get("step") else ")"
     told = _told(files, state, timeline, end)
-    return Story(files, state, told, cause, detail, timeline, list(_happenings(files)))
+    return RunHistory(files, state, told, cause, detail, timeline, list(_happenings(files)))
 
 
 def _told(files: RunFiles, state: str, timeline: Timeline, end: Record | None) -> str:
@@ -160,7 +160,7 @@ def _later(since: str, time: str) -> bool:
     return since[:19].replace(" ", "T") > time[:19]
 
 
-def _happenings(files: RunFiles) -> Iterator[Happening]:
+def _happenings(files: RunFiles) -> Iterator[HistoryEntry]:
     before: Record | None = None  # the plan before
     lost_at: float | None = None
     stopped = False
@@ -175,17 +175,17 @@ def _happenings(files: RunFiles) -> Iterator[Happening]:
             rank, step = event.get("rank"), event.get("step")
             who = "The workers" if rank is None else f"Rank {rank}"
             reached, lost_at = max(reached, step or 0), wall
-            yield Happening(wall, step, "failure", f"{who} {event.get('message', '')}")
+            yield HistoryEntry(wall, step, "failure", f"{who} {event.get('message', '')}")
         elif kind == "preempted":
             lost_at = wall
-            yield Happening(wall, None, "preempted", str(event.get("text", "")))
+            yield HistoryEntry(wall, None, "preempted", str(event.get("text", "")))
         elif kind == "checkpoint":
             reached = max(reached, event["step"])
         elif kind == "checkpoint_failed":
             text = f"The checkpoint of step {event['step']} could not be written"
-            yield Happening(wall, event["step"], "trouble", text, str(event.get("message", "")))
+            yield HistoryEntry(wall, event["step"], "trouble", text, str(event.get("message", "")))
         elif kind == "note":
-            yield Happening(wall, None, "note", str(event.get("text", "")))
+            yield HistoryEntry(wall, None, "note", str(event.get("text", "")))
         elif kind == "end":
             stopped = True
             yield _end(event, wall)
@@ -198,12 +198,12 @@ def _start(
     lost_at: float | None,
     reached: int,
     stopped: bool,
-) -> Happening:
+) -> HistoryEntry:
     step, workers = plan["start_step"], plural(plan["world_size"], "worker")
     on = f"{workers} on {plan['device']}"
     if before is None:
         resumed = f"; resumed from {plan['resumed_from']}" if plan.get("resumed_from") else ""
-        return Happening(wall, step, "start", f"Started with {on}{resumed}")
+        return HistoryEntry(wall, step, "start", f"Started with {on}{resumed}")
     resized = before["world_size"] != plan["world_size"]
     text = f"Went on from step {step} with {on}"
     if resized:
@@ -216,20 +216,20 @@ def _start(
     detail = "" if lost_at is not None else "a new start of the command"
     if not stopped and lost_at is None:
         detail += "; the one before ended without a word"
-    return Happening(wall, step, "resize" if resized else "restart", text, detail)
+    return HistoryEntry(wall, step, "resize" if resized else "restart", text, detail)
 
 
-def _end(event: Record, wall: float) -> Happening:
+def _end(event: Record, wall: float) -> HistoryEntry:
     status, step = event["status"], event.get("step")
     if status == 0:
-        return Happening(wall, step, "end", "Finished")
+        return HistoryEntry(wall, step, "end", "Finished")
     if status > 128:
-        return Happening(wall, step, "trouble", f"Interrupted by {_signal(status)}")
+        return HistoryEntry(wall, step, "trouble", f"Interrupted by {_signal(status)}")
     first, _, rest = str(event.get("message", "")).partition("\n")
-    return Happening(wall, step, "failure", f"Ended with status {status}: {first}", rest)
+    return HistoryEntry(wall, step, "failure", f"Ended with status {status}: {first}", rest)
 
 
-def speed_told(story: Story) -> str:
+def speed_told(story: RunHistory) -> str:
     """``1437 images/s``; "" before the first line of the log."""
     speed = story.speed()
     return "" if math.isnan(speed) else f"{format_count(speed)} {story.unit or 'samples'}/s"

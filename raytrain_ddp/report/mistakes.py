@@ -143,7 +143,7 @@ def _look(
     from torch.nn.functional import cross_entropy
 
     from raytrain_ddp.data.loader import eval_batches
-    from raytrain_ddp.data.loader_threads import Threads
+    from raytrain_ddp.data.loader_threads import LoaderThreads
     from raytrain_ddp.data.nested import to_device
 
     size, device = config.micro_batch, next(model.parameters()).device
@@ -153,7 +153,7 @@ def _look(
     matrix = torch.zeros((len(names), len(names)), dtype=torch.int64)
     worst: list[tuple[float, int, Mistake]] = []
     outputs, until, samples = _Outputs(), time.monotonic() + _MOST_S, 0
-    loaded = eval_batches(data, size, chunks, Threads(torch.get_num_threads()))
+    loaded = eval_batches(data, size, chunks, LoaderThreads(torch.get_num_threads()))
     with torch.inference_mode(), closing(loaded):
         for chunk, batch in zip(chunks, loaded, strict=False):
             count = data.samples_of(batch)

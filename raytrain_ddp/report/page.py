@@ -19,7 +19,7 @@ from raytrain_ddp.display.formatting import (
     plural,
 )
 from raytrain_ddp.report import step_phases, tables
-from raytrain_ddp.report.history import Story, speed_told, timed
+from raytrain_ddp.report.history import RunHistory, speed_told, timed
 from raytrain_ddp.report.rank_panels import own_work, rank_panels, rank_splits
 from raytrain_ddp.report.step_panels import color, curve_panels
 from raytrain_ddp.report.svg_panel import Panel
@@ -31,7 +31,7 @@ _LEAST_TOLD = 0.005  # a share of the time that is named
 _MOST_BARS, _FEW_BARS = 16, 10
 
 
-def one_run(story: Story, predictions: str) -> str:
+def one_run(story: RunHistory, predictions: str) -> str:
     """The page of a single run.
 
     Args:
@@ -56,7 +56,7 @@ def one_run(story: Story, predictions: str) -> str:
     return _page(story.files.name, "".join(parts), [story])
 
 
-def several_runs(stories: Sequence[Story]) -> str:
+def several_runs(stories: Sequence[RunHistory]) -> str:
     """The page of runs beside each other."""
     names = [story.files.name for story in stories]
     parts = [
@@ -72,7 +72,7 @@ def several_runs(stories: Sequence[Story]) -> str:
     return _page(", ".join(names), "".join(parts), stories)
 
 
-def _page(title: str, body: str, stories: Sequence[Story]) -> str:
+def _page(title: str, body: str, stories: Sequence[RunHistory]) -> str:
     made = datetime.now(timezone.utc).strftime("%Y-%m-%d %H:%M:%S UTC")
     places = " ".join(str(story.files.place) for story in stories)
     live = any(story.state == "running" for story in stories)
@@ -100,18 +100,18 @@ def _panels(panels: Sequence[Panel], one: bool = False) -> str:
     return f'<div class="panels{css}">{inner}</div>' if inner else ""
 
 
-def _head(story: Story) -> str:
+def _head(story: RunHistory) -> str:
     return (
         f"<header><h1>{escape(story.files.name)}{_badge(story)}</h1>"
         f"<p>{escape(story.told)}</p></header>"
     )
 
 
-def _badge(story: Story) -> str:
+def _badge(story: RunHistory) -> str:
     return f'<span class="badge {story.state}">{story.state}</span>'
 
 
-def _cards(story: Story) -> str:
+def _cards(story: RunHistory) -> str:
     files, line = story.files, story.timeline
     cards: list[tuple[str, str, str]] = []  # name, value, what is said besides
     best, monitor = files.best, files.monitor
@@ -171,7 +171,7 @@ def _flops(per_s: float) -> str:
     return f"{per_s / step:.3g} {unit}FLOP/s"
 
 
-def _what_went_wrong(story: Story) -> str:
+def _what_went_wrong(story: RunHistory) -> str:
     if story.state != "failed":
         return ""
     cause = story.cause[0].upper() + story.cause[1:]
@@ -181,7 +181,7 @@ def _what_went_wrong(story: Story) -> str:
     )
 
 
-def _phases(story: Story) -> str:
+def _phases(story: RunHistory) -> str:
     """The split of all steps, as a table."""
     seconds = total_split(story)
     shares = step_phases.shares(seconds)
@@ -201,7 +201,7 @@ def _phases(story: Story) -> str:
     return tables.table(("over the whole run", ">share", ">a step", ">in all"), rows)
 
 
-def _rank_bars(story: Story) -> str:
+def _rank_bars(story: RunHistory) -> str:
     """A bar for each rank: what it did with a step of the newest start."""
     ranks = rank_splits(story)
     longest = max((sum(rank.values()) for rank in ranks), default=0.0)
@@ -224,7 +224,7 @@ def _rank_bars(story: Story) -> str:
     )
 
 
-def _run_bars(stories: Sequence[Story]) -> str:
+def _run_bars(stories: Sequence[RunHistory]) -> str:
     """A bar for each run: where its time went."""
     splits = [total_split(story) for story in stories]
     bars = [
@@ -262,7 +262,7 @@ def _legend(splits: Sequence[Mapping[str, float]]) -> str:
     return f"<p>{''.join(keys)}</p>"
 
 
-def _side_by_side(stories: Sequence[Story]) -> str:
+def _side_by_side(stories: Sequence[RunHistory]) -> str:
     rows = []
     for number, story in enumerate(stories):
         line = story.timeline

@@ -9,7 +9,7 @@ from statistics import median
 from raytrain_ddp.display.formatting import plural
 from raytrain_ddp.report import step_phases
 from raytrain_ddp.report.axes import Point, Scale, linear
-from raytrain_ddp.report.history import Story
+from raytrain_ddp.report.history import RunHistory
 from raytrain_ddp.report.svg_panel import Area, Line, Panel
 from raytrain_ddp.report.time_panels import (
     MOST_STRETCHES,
@@ -22,7 +22,7 @@ from raytrain_ddp.report.timeline import wall_of
 _LEAST_EVENTS = 3  # fewer are no picture
 
 
-def rank_panels(story: Story, x: Scale) -> list[Panel]:
+def rank_panels(story: RunHistory, x: Scale) -> list[Panel]:
     """The slowest rank, and how long each rank's own work has taken."""
     return [panel for panel in (_slowest_rank(story, x), _ranks(story, x)) if panel is not None]
 
@@ -32,7 +32,7 @@ def own_work(split_s: Mapping[str, float]) -> float:
     return sum(split_s.get(name, 0.0) for name in step_phases.WORK)
 
 
-def rank_splits(story: Story) -> list[dict[str, float]]:
+def rank_splits(story: RunHistory) -> list[dict[str, float]]:
     """Seconds of a step by phase for each rank, in the newest start: median over its events.
 
     Without evaluations and checkpoints, which come once in many steps and to all alike.
@@ -48,7 +48,7 @@ def rank_splits(story: Story) -> list[dict[str, float]]:
     ]
 
 
-def _slowest_rank(story: Story, x: Scale) -> Panel | None:
+def _slowest_rank(story: RunHistory, x: Scale) -> Panel | None:
     stretches = [one for one in stretches_of(story) if one.slowest]
     if not stretches:
         return None
@@ -77,7 +77,7 @@ def _slowest_rank(story: Story, x: Scale) -> Panel | None:
     )
 
 
-def _ranks(story: Story, x: Scale) -> Panel | None:
+def _ranks(story: RunHistory, x: Scale) -> Panel | None:
     """A row for each rank: the darker, the longer its own work has taken."""
     events = [e for e in story.files.events if e["kind"] == "ranks"]
     events = events[:: -(-len(events) // MOST_STRETCHES) or 1]

@@ -20,7 +20,7 @@ from raytrain_ddp.report.axes import (
     sampled,
     thinned,
 )
-from raytrain_ddp.report.history import Story
+from raytrain_ddp.report.history import RunHistory
 from raytrain_ddp.report.svg_panel import Line, Mark, Panel
 from raytrain_ddp.training.curves_png import smoothed, steps_per_epoch
 
@@ -38,14 +38,14 @@ def color(number: int) -> str:
     return f"c{number % COLORS}" + (" dashed" if number >= COLORS else "")
 
 
-def curve_panels(stories: Sequence[Story]) -> list[Panel]:
+def curve_panels(stories: Sequence[RunHistory]) -> list[Panel]:
     """The loss, a panel or more of metrics, the learning rate; those that there is anything of."""
     x = _steps(stories)
     panels = [_loss(stories, x), *_metrics(stories, x), _rate(stories, x)]
     return [panel for panel in panels if panel is not None]
 
 
-def restarts(story: Story) -> list[Mark]:
+def restarts(story: RunHistory) -> list[Mark]:
     """Where the run went on, over the steps."""
     marks = []
     lives = story.timeline.lives
@@ -79,11 +79,11 @@ def hovers(
     return told
 
 
-def _steps(stories: Sequence[Story]) -> Scale:
+def _steps(stories: Sequence[RunHistory]) -> Scale:
     return linear(0, max(1, *(s.files.last_step for s in stories)), ticks=6, whole=True, snap=False)
 
 
-def _step_name(stories: Sequence[Story]) -> Callable[[float], str]:
+def _step_name(stories: Sequence[RunHistory]) -> Callable[[float], str]:
     epochs = {steps_per_epoch([*s.files.train, *s.files.evals]) for s in stories}
     steps = epochs.pop() if len(epochs) == 1 else None
     if steps is None:
@@ -91,7 +91,7 @@ def _step_name(stories: Sequence[Story]) -> Callable[[float], str]:
     return lambda step: f"step {step:g}, epoch {step / steps:.3g}"
 
 
-def _loss(stories: Sequence[Story], x: Scale) -> Panel | None:
+def _loss(stories: Sequence[RunHistory], x: Scale) -> Panel | None:
     alone = len(stories) == 1
     lines: list[Line] = []
     told: list[Series] = []
@@ -139,7 +139,7 @@ def _loss(stories: Sequence[Story], x: Scale) -> Panel | None:
     )
 
 
-def _metrics(stories: Sequence[Story], x: Scale) -> list[Panel]:
+def _metrics(stories: Sequence[RunHistory], x: Scale) -> list[Panel]:
     names = list(dict.fromkeys(n for s in stories for r in s.files.evals for n in r["metrics"]))
     first = stories[0].files.monitor
     hidden = ("skipped", "loss") if len(stories) == 1 else ("skipped",)  # it is with the other
@@ -151,7 +151,9 @@ def _metrics(stories: Sequence[Story], x: Scale) -> list[Panel]:
     return [_metric(stories, group, x, group[0] in fractions) for group in groups]
 
 
-def _metric(stories: Sequence[Story], names: Sequence[str], x: Scale, is_fraction: bool) -> Panel:
+def _metric(
+    stories: Sequence[RunHistory], names: Sequence[str], x: Scale, is_fraction: bool
+) -> Panel:
     alone = len(stories) == 1
     lines: list[Line] = []
     told: list[Series] = []
@@ -176,7 +178,7 @@ def _metric(stories: Sequence[Story], names: Sequence[str], x: Scale, is_fractio
     )
 
 
-def _rate(stories: Sequence[Story], x: Scale) -> Panel | None:
+def _rate(stories: Sequence[RunHistory], x: Scale) -> Panel | None:
     lines, told = [], []
     for number, story in enumerate(stories):
         points = [(float(r["step"]), _finite(r.get("lr"))) for r in story.files.train]
@@ -211,7 +213,7 @@ def _dotted(label: str, css: str, points: Sequence[Point]) -> Line:
     return Line(label, f"dotted {css}" if few else css, [thinned(points)])
 
 
-def _evaluated(story: Story, name: str) -> list[Point]:
+def _evaluated(story: RunHistory, name: str) -> list[Point]:
     return [
         (float(r["step"]), _finite(r["metrics"][name]))
         for r in story.files.evals
@@ -219,7 +221,7 @@ def _evaluated(story: Story, name: str) -> list[Point]:
     ]
 
 
-def _stars(stories: Sequence[Story], *names: str) -> list[tuple[float, float, str]]:
+def _stars(stories: Sequence[RunHistory], *names: str) -> list[tuple[float, float, str]]:
     """The best evaluations, where a panel shows what they were chosen by."""
     stars = []
     for story in stories:
@@ -246,7 +248,7 @@ def _room(values: Iterable[float], name: Told | None = None, floor: bool = False
     return linear(low, high, name)
 
 
-def _is_fraction(name: str, stories: Sequence[Story]) -> bool:
+def _is_fraction(name: str, stories: Sequence[RunHistory]) -> bool:
     values = [y for story in stories for _, y in _evaluated(story, name) if math.isfinite(y)]
     return _FRACTION.search(name) is not None and all(0 <= value <= 1 for value in values)
 

@@ -17,7 +17,7 @@ from raytrain_ddp.display.formatting import (
     format_seconds,
     plural,
 )
-from raytrain_ddp.report.history import Happening, Story
+from raytrain_ddp.report.history import HistoryEntry, RunHistory
 from raytrain_ddp.report.run_files import RunFiles
 
 _MOST_HAPPENINGS, _MOST_CHECKPOINTS, _MOST_DETAIL, _MOST_CELLS = 200, 50, 6000, 1024
@@ -43,7 +43,7 @@ def table(head: Sequence[str], rows: Iterable[Sequence[str]], css: str = "") -> 
     return f'<div class="wide"><table class="{css}">{top}<tbody>{lines}</tbody></table></div>'
 
 
-def happenings(story: Story) -> str:
+def happenings(story: RunHistory) -> str:
     """What happened, in the order of time."""
     told = list(story.happenings)
     left_out = len(told) - _MOST_HAPPENINGS
@@ -74,7 +74,7 @@ def detail(text: str, is_open: bool = False) -> str:
     return f"<details{' open' * is_open}><summary>more</summary><pre>{shown}</pre></details>"
 
 
-def full_metrics(story: Story) -> str:
+def full_metrics(story: RunHistory) -> str:
     """The non-scalar metrics of the best evaluation, or else of the last one."""
     files = story.files
     record = files.best or (files.evals[-1] if files.evals else {})
@@ -104,7 +104,7 @@ def _cell(number: Any) -> str:
     return str(number) if isinstance(number, int) else escape(format_number(number))
 
 
-def checkpoints(story: Story) -> str:
+def checkpoints(story: RunHistory) -> str:
     """Those that are there, the newest first, and how the others went."""
     files = story.files
     made = {e.get("name"): e for e in files.events if e["kind"] == "checkpoint"}
@@ -161,7 +161,7 @@ def config(files: RunFiles) -> str:
     return f"{first}<details><summary>all {count}</summary>{rest}</details>"
 
 
-def config_differences(stories: Sequence[Story]) -> str:
+def config_differences(stories: Sequence[RunHistory]) -> str:
     """The fields in which runs differ, a column for each run."""
     all_settings = [story.files.settings() for story in stories]
     names = list(dict.fromkeys(name for settings in all_settings for name in settings))
@@ -175,7 +175,7 @@ def config_differences(stories: Sequence[Story]) -> str:
     return table(("field", *(s.files.name for s in stories)), rows, "config")
 
 
-def environment(story: Story) -> str:
+def environment(story: RunHistory) -> str:
     """Where it ran, on what, and with which versions; as far as the run says."""
     files, rows = story.files, []
 
@@ -237,7 +237,7 @@ def value(thing: Any) -> str:
     return f"<code>{escape(json.dumps(thing, ensure_ascii=False, default=str))}</code>"
 
 
-def _step(happening: Happening) -> str:
+def _step(happening: HistoryEntry) -> str:
     return "" if happening.step is None else escape(str(happening.step))
 
 

@@ -27,7 +27,7 @@ from raytrain_ddp.report.axes import (
     seconds,
     thinned,
 )
-from raytrain_ddp.report.history import Story, timed
+from raytrain_ddp.report.history import RunHistory, timed
 from raytrain_ddp.report.run_files import Record
 from raytrain_ddp.report.step_panels import MOST_MARKS, color, hovers, thinned_note
 from raytrain_ddp.report.svg_panel import Area, Line, Mark, Panel
@@ -54,7 +54,7 @@ class Stretch:
     slowest: Mapping[str, Any] | None
 
 
-def time_panels(stories: Sequence[Story], x: Scale) -> list[Panel]:
+def time_panels(stories: Sequence[RunHistory], x: Scale) -> list[Panel]:
     """Speed of all; of a single run besides where the time went."""
     panels = [_speed(stories, x)]
     if len(stories) == 1:
@@ -62,7 +62,7 @@ def time_panels(stories: Sequence[Story], x: Scale) -> list[Panel]:
     return [panel for panel in panels if panel is not None]
 
 
-def total_split(story: Story) -> dict[str, float]:
+def total_split(story: RunHistory) -> dict[str, float]:
     """Seconds by phase of all steps in the log; mean over the ranks."""
     totals: dict[str, float] = defaultdict(float)
     for record, steps in zip(timed(story.files), _steps_of(timed(story.files)), strict=True):
@@ -71,7 +71,7 @@ def total_split(story: Story) -> dict[str, float]:
     return dict(totals)
 
 
-def marks(story: Story) -> list[Mark]:
+def marks(story: RunHistory) -> list[Mark]:
     """Restarts, resizes, failures and pauses, over the time."""
     line, found = story.timeline, []
     cuts = {since for since, _ in line.cuts}
@@ -97,7 +97,7 @@ def marks(story: Story) -> list[Mark]:
     return [*found[::every], *_lost(story)]
 
 
-def _lost(story: Story) -> list[Mark]:
+def _lost(story: RunHistory) -> list[Mark]:
     """Where steps were made that a later start did again: they have left the log."""
     line, found = story.timeline, []
     walls = sorted(wall for wall in line.walls(story.files.train) if math.isfinite(wall))
@@ -109,7 +109,7 @@ def _lost(story: Story) -> list[Mark]:
     return found
 
 
-def axis_of(stories: Sequence[Story]) -> Scale:
+def axis_of(stories: Sequence[RunHistory]) -> Scale:
     ends = [s.timeline.at(life.ended) for s in stories for life in s.timeline.lives[-1:]]
     return seconds(max(ends, default=1.0))
 
@@ -119,7 +119,7 @@ def x_name(timelines: Sequence[Timeline]) -> str:
     return "time since the first step" + (", without long pauses" if cut else "")
 
 
-def _pieces(story: Story, records: Sequence[Record]) -> list[list[tuple[float, Record]]]:
+def _pieces(story: RunHistory, records: Sequence[Record]) -> list[list[tuple[float, Record]]]:
     """(time on the axis, record), cut where a start ended."""
     line = story.timeline
     begins = [life.began for life in line.lives]
@@ -131,7 +131,7 @@ def _pieces(story: Story, records: Sequence[Record]) -> list[list[tuple[float, R
     return [piece for piece in pieces if piece]
 
 
-def _speed(stories: Sequence[Story], x: Scale) -> Panel | None:
+def _speed(stories: Sequence[RunHistory], x: Scale) -> Panel | None:
     lines, told, highs = [], [], []
     units = {story.unit for story in stories}
     unit = (units.pop() if len(units) == 1 else "") or "samples"
@@ -193,7 +193,7 @@ def clock_of(value: float) -> str:
     return f"after {format_seconds(value)}"
 
 
-def stretches_of(story: Story, most: int = MOST_STRETCHES) -> list[Stretch]:
+def stretches_of(story: RunHistory, most: int = MOST_STRETCHES) -> list[Stretch]:
     """The log in at most some `most` stretches, none of which goes beyond a start."""
     records = timed(story.files)
     steps = dict(zip((r["step"] for r in records), _steps_of(records), strict=True))
@@ -233,7 +233,7 @@ def _steps_of(records: Sequence[Record]) -> list[int]:
     ]
 
 
-def _split(story: Story, x: Scale) -> Panel | None:
+def _split(story: RunHistory, x: Scale) -> Panel | None:
     stretches = stretches_of(story)
     names = step_phases.ordered({name for one in stretches for name in one.split_s})
     if not names:

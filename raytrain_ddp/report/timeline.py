@@ -23,7 +23,7 @@ _ENDS = ("failed", "preempted", "end")
 
 
 @dataclass(frozen=True)
-class Life:
+class RunAttempt:
     """One start of the workers: from the plan to the last word of it, in seconds since 1970."""
 
     began: float
@@ -38,7 +38,7 @@ class Life:
 class Timeline:
     """The lives of a run, in order, and the pauses that are cut out of its axis."""
 
-    lives: Sequence[Life]
+    lives: Sequence[RunAttempt]
     cuts: Sequence[tuple[float, float]]  # (from, to), seconds since 1970
 
     def at(self, wall: float) -> float:
@@ -69,7 +69,7 @@ class Timeline:
     def walls(self, records: Sequence[Record]) -> list[float]:
         """When each record was written; nan where that is not known."""
         firsts: list[int] = []
-        owners: list[Life] = []
+        owners: list[RunAttempt] = []
         limit = math.inf
         for life in reversed(self.lives):  # a later start has overwritten what came after its step
             if life.start_step < limit:
@@ -96,7 +96,7 @@ def timeline_of(files: RunFiles, is_running: bool) -> Timeline:
     return Timeline(whole.lives, cuts)
 
 
-def _as_long_as_logged(lives: Sequence[Life], files: RunFiles) -> list[Life]:
+def _as_long_as_logged(lives: Sequence[RunAttempt], files: RunFiles) -> list[RunAttempt]:
     """No life ends before its last line: events are dated to the second, and some are not heard."""
     line = Timeline(lives, [])
     walls = sorted(wall for wall in line.walls(files.train) if math.isfinite(wall))
@@ -116,15 +116,15 @@ def wall_of(event: Record) -> float:
     return when.replace(tzinfo=timezone.utc).timestamp()
 
 
-def _from_events(files: RunFiles, is_running: bool) -> list[Life]:
-    lives: list[Life] = []
+def _from_events(files: RunFiles, is_running: bool) -> list[RunAttempt]:
+    lives: list[RunAttempt] = []
     plan: Record | None = None
     heard = math.nan
 
     def close(ended: float, failed: bool = False) -> None:
         if plan is not None:
             began, step, size = wall_of(plan), plan["start_step"], plan["world_size"]
-            lives.append(Life(began, max(began, ended), step, size, plan, failed))
+            lives.append(RunAttempt(began, max(began, ended), step, size, plan, failed))
 
     for event in files.events:
         wall = wall_of(event)
@@ -145,8 +145,8 @@ def _from_events(files: RunFiles, is_running: bool) -> list[Life]:
     return lives
 
 
-def _from_log(files: RunFiles) -> list[Life]:
-    lives: list[Life] = []
+def _from_log(files: RunFiles) -> list[RunAttempt]:
+    lives: list[RunAttempt] = []
     began = before = 0.0
     start_step = step = 0
     for record in files.train:
@@ -154,7 +154,7 @@ def _from_log(files: RunFiles) -> list[Life]:
         if not math.isfinite(seconds):
             continue
         if seconds < before:
-            lives.append(Life(began, began + before, start_step, 0, {}))
+            lives.append(RunAttempt(began, began + before, start_step, 0, {}))
             began, start_step = began + before, step
         before, step = seconds, record["step"]
-    return [*lives, Life(began, began + before, start_step, 0, {})] if before else lives
+    return [*lives, RunAttempt(began, began + before, start_step, 0, {})] if before else lives

@@ -11,7 +11,7 @@ from html import escape
 from pathlib import Path
 
 from raytrain_ddp.errors import ConfigError, RaytrainError
-from raytrain_ddp.report.history import Story, story_of
+from raytrain_ddp.report.history import RunHistory, history_of
 from raytrain_ddp.report.page import one_run, several_runs
 from raytrain_ddp.report.run_files import RunFiles, read_run
 
@@ -40,7 +40,7 @@ def write_report(places: Sequence[str], out: str | None, predict: bool, device: 
 
         choose_device(device)
     runs = _told_apart([read_run(place) for place in places])
-    stories = [story_of(files) for files in runs]
+    stories = [history_of(files) for files in runs]
     if len(stories) == 1:
         page = one_run(stories[0], _predictions(stories[0], device) if predict else "")
     else:
@@ -68,7 +68,7 @@ def _place(runs: Sequence[RunFiles]) -> Path:
     return Path(alone.path if alone is not None and alone.is_local else ".") / REPORT_FILE
 
 
-def _predictions(story: Story, device: str) -> str:
+def _predictions(story: RunHistory, device: str) -> str:
     """HTML, or why there is none: that is no reason to fail."""
     if not story.files.kept:
         return ""

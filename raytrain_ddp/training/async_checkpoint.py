@@ -49,7 +49,7 @@ def persistently(act: Callable[[int], T], pause: Callable[[float, OSError], bool
     return act(TRIES - 1)
 
 
-class Committer:
+class AsyncCheckpointer:
     """Has snapshots committed in the background, at most one at a time.
 
     A commit that fails ends no training; `max_failed` in a row do, and the last one of all must not

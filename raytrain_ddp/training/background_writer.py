@@ -25,7 +25,7 @@ class _Word(NamedTuple):
     said_s: float
 
 
-class Courier:
+class BackgroundWriter:
     """Opens a place for the first record, and hands it each one; the training waits for nothing.
 
     W&B needs 90 s to find that its server does not answer, MLflow four minutes. A place that has

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from raytrain_ddp.data.epoch_order import deal
 from raytrain_ddp.data.loader import eval_batches
-from raytrain_ddp.data.loader_threads import Threads
+from raytrain_ddp.data.loader_threads import LoaderThreads
 from raytrain_ddp.data.nested import to_device
 from raytrain_ddp.data.sources import Data
 from raytrain_ddp.tasks.task import Task
@@ -32,7 +32,7 @@ def evaluate(
     data: Data,
     batch_size: int,
     world: World,
-    threads: Threads,
+    threads: LoaderThreads,
     metrics: Mapping[str, Metric] | MetricCollection | None = None,
     beat: Callable[[], None] = lambda: None,
 ) -> dict[str, Tensor]:

@@ -91,7 +91,7 @@ def is_hang(signs: Mapping[int, Sign]) -> bool:
     return all(sign.still_s >= sign.patience_s for sign in signs.values())
 
 
-def judge(
+def diagnose(
     signs: Mapping[int, Sign], owners: Sequence[Owner], stopped: Set[int] = frozenset()
 ) -> Hang:
     """Who keeps the others waiting.

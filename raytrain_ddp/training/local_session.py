@@ -22,7 +22,7 @@ from raytrain_ddp.training.hang_diagnosis import Hang
 from raytrain_ddp.training.recorder import Best
 from raytrain_ddp.training.recording_session import RecordingSession
 from raytrain_ddp.training.rendezvous import Exchange, through_folder
-from raytrain_ddp.training.session import Record, Snapshot, Wishes
+from raytrain_ddp.training.session import Record, Requests, Snapshot
 from raytrain_ddp.training.world import World
 
 ASKING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
@@ -65,13 +65,13 @@ class LocalSession(RecordingSession):
         if self.recorder is not None and snapshot is not None:
             self.recorder.submit(snapshot)
 
-    def wishes(self) -> Wishes:
+    def wishes(self) -> Requests:
         if self._signal and not self._told:
             self._told = True
             self.tell({"kind": "note", "text": "Stopping after this step; the checkpoint follows."})
-        return Wishes(stop=self._signal)
+        return Requests(stop=self._signal)
 
-    def meanwhile(self) -> Wishes:
+    def meanwhile(self) -> Requests:
         return LocalSession.wishes(self)
 
     def look(self) -> None: ...

@@ -12,7 +12,7 @@ from raytrain_ddp.training.lr_schedule import learning_rate
 from raytrain_ddp.training.prepare import prepare
 from raytrain_ddp.training.prepared_run import Outcome
 from raytrain_ddp.training.session import Session
-from raytrain_ddp.training.step_decisions import Steering
+from raytrain_ddp.training.step_decisions import StepDecisions
 
 
 def train(
@@ -28,7 +28,7 @@ def train(
     run = prepare(config, task, session, reads)
     state, plan = run.state, run.plan
     cadence = Cadence(config, plan.steps_per_epoch)
-    steering = Steering(cadence, session)
+    steering = StepDecisions(cadence, session)
     stop = run.make_up(cadence)
     end = state.step if stop else cadence.total_steps
     with closing(run.feed.steps(state.step, end)) as steps:

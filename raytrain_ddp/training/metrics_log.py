@@ -16,12 +16,12 @@ from typing import IO, Any
 
 from raytrain_ddp.checkpoint.run_folder import METRICS_FILE
 from raytrain_ddp.checkpoint.storage import Storage
-from raytrain_ddp.training.background_writer import Courier
+from raytrain_ddp.training.background_writer import BackgroundWriter
 from raytrain_ddp.training.session import Record
 from raytrain_ddp.training.trackers import Open
 
 
-class Logbook:
+class MetricsLog:
     """All records of a run, and their copies: in its folder, and where `openers` lead.
 
     A disk that is full, or a service that fails, ends no training: the copies are then behind until
@@ -39,7 +39,7 @@ class Logbook:
         self._run, self._tell = run, tell
         self._file: IO[str] | None = None
         self._couriers = [
-            Courier(name, opened, self.records, tell) for name, opened in openers.items()
+            BackgroundWriter(name, opened, self.records, tell) for name, opened in openers.items()
         ]
         self._lock = threading.Lock()  # the thread that commits publishes
         self._failed = True

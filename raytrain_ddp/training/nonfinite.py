@@ -44,7 +44,7 @@ class Trace:
     witness: str
 
 
-class Guard:
+class NonfiniteGuard:
     """Finds out in each step whether it may be applied.
 
     Args:
@@ -123,11 +123,13 @@ class Guard:
                 self._judge(trace)
 
 
-def make_guard(state: TrainState, judge: Callable[[Trace], None], device: torch.device) -> Guard:
+def make_guard(
+    state: TrainState, judge: Callable[[Trace], None], device: torch.device
+) -> NonfiniteGuard:
     """The guard for a device."""
     if device.type == "cuda":
-        return Guard(state, judge, through_pinned_memory, lag=1)
-    return Guard(state, judge, lambda flag: lambda: bool(flag), lag=0)
+        return NonfiniteGuard(state, judge, through_pinned_memory, lag=1)
+    return NonfiniteGuard(state, judge, lambda flag: lambda: bool(flag), lag=0)
 
 
 def through_pinned_memory(flag: Tensor) -> Callable[[], bool]:

@@ -29,7 +29,7 @@ class _SlotLoss(NamedTuple):
     loss: float
 
 
-def judge(
+def judge_nonfinite(
     config: TrainConfig, state: TrainState, session: Session, loader: TrainLoader, trace: Trace
 ) -> None:
     """Counts a step that was refused, and says so or ends the run; all ranks take part.

@@ -24,7 +24,7 @@ from raytrain_ddp.data.loader import (
     start_processes,
     window_for,
 )
-from raytrain_ddp.data.loader_threads import Threads
+from raytrain_ddp.data.loader_threads import LoaderThreads
 from raytrain_ddp.data.sources import Data
 from raytrain_ddp.data.splits import Splits
 from raytrain_ddp.errors import ConfigError, DataError
@@ -37,12 +37,12 @@ from raytrain_ddp.training.device_feed import AgreedCount, Audit, Feed, on_devic
 from raytrain_ddp.training.gradient_compression import compress
 from raytrain_ddp.training.lr_schedule import build_optimizer
 from raytrain_ddp.training.nonfinite import make_guard
-from raytrain_ddp.training.nonfinite_repro import judge
+from raytrain_ddp.training.nonfinite_repro import judge_nonfinite
 from raytrain_ddp.training.phase_clock import Clock
-from raytrain_ddp.training.prepared_run import Run
+from raytrain_ddp.training.prepared_run import PreparedRun
 from raytrain_ddp.training.profiler import Profile
 from raytrain_ddp.training.reduction import make_alike
-from raytrain_ddp.training.replica_check import Likeness
+from raytrain_ddp.training.replica_check import ReplicaCheck
 from raytrain_ddp.training.sanity_check import try_evaluation
 from raytrain_ddp.training.session import Session
 from raytrain_ddp.training.step import Stepper
@@ -54,7 +54,7 @@ from raytrain_ddp.training.world import World, seed_all, set_up, versions
 
 def prepare(
     config: TrainConfig, task: Task, session: Session, reads: Collection[str] | None = None
-) -> Run:
+) -> PreparedRun:
     """Builds, places, wraps and warms up the model; goes to the newest checkpoint. All ranks."""
     world = session.world
     set_up(world, config.compute)
@@ -88,8 +88,10 @@ def prepare(
     scaler = torch.amp.GradScaler(world.device.type, enabled=config.compute.precision == "fp16")
     state = TrainState(model, optimizer, scaler, compress(net, config, scaler, world, clock))
     loader = train_loader(config, data, plan, world)
-    guard = make_guard(state, partial(judge, config, state, session, loader), world.device)
-    likeness = Likeness(config.scaling, state, session)
+    guard = make_guard(
+        state, partial(judge_nonfinite, config, state, session, loader), world.device
+    )
+    likeness = ReplicaCheck(config.scaling, state, session)
     stepper = Stepper(config, task, state, net, world, guard, clock, likeness)
     flops = _warm_up(stepper, loader)
     if eval_data is not None:
@@ -132,7 +134,7 @@ def prepare(
         }
     )
     clock.start()
-    return Run(
+    return PreparedRun(
         config=config,
         task=task,
         session=session,
@@ -246,11 +248,11 @@ def train_loader(config: TrainConfig, data: Data, plan: Plan, world: World) -> T
     )
 
 
-def loader_threads(config: DataConfig, cpus: int) -> Threads:
+def loader_threads(config: DataConfig, cpus: int) -> LoaderThreads:
     """auto: one, and more of the worker's `cpus` as long as the training waits for data."""
     auto = config.workers == "auto"
     most = cpus if config.workers == "auto" else config.workers
-    return Threads(most, 1 if auto else None, config.prefetch, config.prefetch_mib * 2**20)
+    return LoaderThreads(most, 1 if auto else None, config.prefetch, config.prefetch_mib * 2**20)
 
 
 def make_feed(

@@ -46,7 +46,7 @@ class Outcome:
 
 
 @dataclass
-class Run:
+class PreparedRun:
     """The parts of a prepared run, and the acts that a step may be followed by."""
 
     config: TrainConfig

@@ -19,9 +19,9 @@ from raytrain_ddp.checkpoint.storage import Storage
 from raytrain_ddp.checkpoint.store import Checkpoint, CheckpointName, CheckpointStore
 from raytrain_ddp.config.train_config import TrainConfig
 from raytrain_ddp.errors import CheckpointError
-from raytrain_ddp.training.async_checkpoint import Committer, persistently
+from raytrain_ddp.training.async_checkpoint import AsyncCheckpointer, persistently
 from raytrain_ddp.training.checkpoint_interval import Life, SaveTimer
-from raytrain_ddp.training.metrics_log import Logbook
+from raytrain_ddp.training.metrics_log import MetricsLog
 from raytrain_ddp.training.session import Record, Snapshot
 from raytrain_ddp.training.trackers import openers
 from raytrain_ddp.training.train_state import encode, loss_of
@@ -43,9 +43,9 @@ class Recorder:
         self._config, self._world, self._best, self._tell = config, world, best, tell
         self._run = run_storage(config)
         self.store = checkpoint_store(self._run)
-        self.log = Logbook(self._run, openers(config), tell)
+        self.log = MetricsLog(self._run, openers(config), tell)
         self._closing = threading.Event()
-        self.committer = Committer(
+        self.committer = AsyncCheckpointer(
             self._commit, config.checkpoint.max_failed, tell, lambda s: not self._closing.wait(s)
         )
         self._newest: Checkpoint | None = None

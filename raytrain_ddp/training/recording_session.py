@@ -19,7 +19,7 @@ from raytrain_ddp.training.async_checkpoint import persistently
 from raytrain_ddp.training.hang_diagnosis import Hang
 from raytrain_ddp.training.phase_clock import STARTING, Clock
 from raytrain_ddp.training.recorder import Best, Recorder
-from raytrain_ddp.training.rendezvous import Exchange, met
+from raytrain_ddp.training.rendezvous import Exchange, exchange_owners
 from raytrain_ddp.training.session import Record
 from raytrain_ddp.training.watchdog import WRITING, Watchdog
 from raytrain_ddp.training.world import World, broadcast
@@ -69,7 +69,7 @@ class RecordingSession:
 
     def watch(self, clock: Clock) -> None:
         self._clock = clock
-        owners = met(self.world)
+        owners = exchange_owners(self.world)
         self.hosts = [owner.host for owner in owners]
         exchange = self.meeting(owners)
         if self._hang_s and exchange is not None:

@@ -42,7 +42,7 @@ def through_folder(run: Storage, rank: int, owners: Sequence[Owner]) -> Exchange
     return exchange
 
 
-def met(world: World) -> list[Owner]:
+def exchange_owners(world: World) -> list[Owner]:
     """The processes of all ranks; all take part."""
     mine = Owner.here()
     owners: list[Any] = [mine] * world.size

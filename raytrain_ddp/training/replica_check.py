@@ -28,7 +28,7 @@ _PIECE = {"cpu": 1 << 16, "cuda": 1 << 22}  # numbers: what stays in a cache, an
 _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
-class Likeness:
+class ReplicaCheck:
     """Compares parameters and buffers of all workers, and mends or ends what is not alike."""
 
     def __init__(self, scaling: ScalingConfig, state: TrainState, session: Session) -> None:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from raytrain_ddp.config.train_config import TrainConfig
 from raytrain_ddp.data.loader import eval_batches
-from raytrain_ddp.data.loader_threads import Threads
+from raytrain_ddp.data.loader_threads import LoaderThreads
 from raytrain_ddp.data.nested import to_device
 from raytrain_ddp.data.sources import Batch, Data
 from raytrain_ddp.errors import TaskError
@@ -59,7 +59,7 @@ def try_evaluation(
     """
     scores = TreeMetrics(task, metrics_of(task), world.device)
     chunks = range(-(-min(data.rows, _MOST_BAD) // batch_size))
-    loaded = eval_batches(data, batch_size, chunks, Threads(0))
+    loaded = eval_batches(data, batch_size, chunks, LoaderThreads(0))
     buffers = KeptBuffers(model)
     with keeping_generators(world.device), evaluating(model), torch.inference_mode():
         with closing(loaded):

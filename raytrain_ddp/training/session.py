@@ -33,7 +33,7 @@ class Snapshot:
     last: bool = False
 
 
-class Wishes(NamedTuple):
+class Requests(NamedTuple):
     """What one rank wants to follow the step that now begins; all ranks then do what any wants.
 
     Args:
@@ -98,10 +98,10 @@ class Session(Protocol):
     def finish(self) -> None:
         """Waits until the last snapshot is committed; CheckpointError if it was not. Rank 0's."""
 
-    def wishes(self) -> Wishes:
+    def wishes(self) -> Requests:
         """Asked on each rank, once a step, before its compute; cheap."""
 
-    def meanwhile(self) -> Wishes:
+    def meanwhile(self) -> Requests:
         """As `wishes`, but before a chunk of an evaluation: no step begins, and nothing can be
         saved; cheap."""
 

@@ -17,14 +17,14 @@ from raytrain_ddp.failpoints import failpoint
 from raytrain_ddp.tasks.task import Task
 from raytrain_ddp.tasks.task_check import require_loss
 from raytrain_ddp.training.buffer_sync import Flags, KeptBuffers, SlotBuffers
-from raytrain_ddp.training.nonfinite import Guard
+from raytrain_ddp.training.nonfinite import NonfiniteGuard
 from raytrain_ddp.training.phase_clock import Clock
 from raytrain_ddp.training.reduction import (
     DdpReduction,
     ExactReduction,
     Reduction,
 )
-from raytrain_ddp.training.replica_check import Likeness
+from raytrain_ddp.training.replica_check import ReplicaCheck
 from raytrain_ddp.training.step_timing import counting_flops
 from raytrain_ddp.training.train_state import TrainState, evaluating
 from raytrain_ddp.training.world import World, seed_slot
@@ -47,9 +47,9 @@ class Stepper:
         state: TrainState,
         net: nn.Module,
         world: World,
-        guard: Guard,
+        guard: NonfiniteGuard,
         clock: Clock,
-        likeness: Likeness,
+        likeness: ReplicaCheck,
     ) -> None:
         self.likeness = likeness
         self._config, self._task, self._state, self._net = config, task, state, net

@@ -53,7 +53,7 @@ class EvaluationWatch:
             self._ballot.cast(stop, False, look)
 
 
-class Steering:
+class StepDecisions:
     """Joins what is due by the number of steps, by the clock, and by what the ranks wish.
 
     Each rank asks before the compute of a step and decides after it.

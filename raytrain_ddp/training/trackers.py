@@ -52,7 +52,7 @@ def openers(config: TrainConfig) -> dict[str, Open]:
     return wanted
 
 
-def scalars(record: Record) -> Iterator[tuple[str, float]]:
+def tracker_scalars(record: Record) -> Iterator[tuple[str, float]]:
     """(name, value) of a record's figures, such as train/loss, time/data_s and eval/top1."""
     kind = record["kind"]
     for name, value in (record["metrics"] if kind == "eval" else record).items():
@@ -78,7 +78,7 @@ class TensorBoard:
             self.add(record)
 
     def add(self, record: Record) -> None:
-        for name, value in scalars(record):
+        for name, value in tracker_scalars(record):
             self._writer.add_scalar(name, value, record["step"])
 
     def close(self, failed: bool) -> None:
@@ -103,7 +103,7 @@ class WeightsAndBiases:
             self.add(record)
 
     def add(self, record: Record) -> None:
-        figures = dict(scalars(record))
+        figures = dict(tracker_scalars(record))
         if figures:
             self._run.log(figures, step=record["step"])
 
@@ -161,7 +161,7 @@ class MLflow:
         from mlflow.entities import Metric
 
         step = record["step"]
-        new = [pair for pair in scalars(record) if step > self._had.get(pair[0], -1)]
+        new = [pair for pair in tracker_scalars(record) if step > self._had.get(pair[0], -1)]
         now_ms = int(1000 * time.time())
         return [Metric(n, v, now_ms, step) for n, v in new if math.isfinite(v)]
 

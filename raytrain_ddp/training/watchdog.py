@@ -32,10 +32,10 @@ from raytrain_ddp.training.hang_diagnosis import (
     Hang,
     Sign,
     collectives,
+    diagnose,
     is_compiling,
     is_hang,
     is_waiting,
-    judge,
     last_collective,
     look_at,
     stacks,
@@ -232,7 +232,7 @@ class Watchdog:
 
     def _finish(self, signs: Mapping[int, Sign], still_s: float, stopped: Set[int]) -> None:
         """Keeps what all ranks know, and ends this process."""
-        hang = judge(signs, self._owners, stopped)
+        hang = diagnose(signs, self._owners, stopped)
         folder = start_folder(self._owners)
         text = f"{hang.text}. The stacks of all ranks are in {self._run}/{HANGS}/{folder}."
         hang = replace(hang, text=text)

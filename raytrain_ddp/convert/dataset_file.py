@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -10,10 +10,10 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from raytrain_ddp.convert.shard_writer import Tell, sha256_of
 from raytrain_ddp.convert.staging import read_json
 from raytrain_ddp.data.discovery import DATASET_FILE
 from raytrain_ddp.errors import DataError
+from raytrain_ddp.files import sha256_of
 
 FORMAT = {"format": "raytrain_ddp", "version": 1}
 
@@ -36,7 +36,7 @@ def read_dataset_file(folder: Path) -> dict[str, Any]:
     return content
 
 
-def verify(folder: Path, threads: int, tell: Tell) -> dict[str, Any]:
+def verify(folder: Path, threads: int, tell: Callable[[int, int], None]) -> dict[str, Any]:
     """Reads every byte of a converted data set and compares it with its ``dataset.json``.
 
     Raises:
@@ -62,7 +62,9 @@ def verify(folder: Path, threads: int, tell: Tell) -> dict[str, Any]:
     return content
 
 
-def _problems(folder: Path, file: Mapping[str, Any], tell: Tell) -> Iterator[str]:
+def _problems(
+    folder: Path, file: Mapping[str, Any], tell: Callable[[int, int], None]
+) -> Iterator[str]:
     name = str(file["path"])
     path = folder / name
     if Path(name).name != name or not path.is_file():
