@@ -200,7 +200,7 @@ import numpy as np, torch
 from raytrain_ddp.data.loader import TrainLoader
 from raytrain_ddp.data.epoch_order import Plan
 from raytrain_ddp.data.sources import Data, MapSource
-from raytrain_ddp.data.loader_threads import Threads
+from raytrain_ddp.data.loader_threads import LoaderThreads
 
 class Rows:
     def __len__(self):
@@ -211,10 +211,11 @@ class Rows:
         return {"row": torch.tensor(row), "pid": os.getpid()}
 
 data = Data(MapSource(Rows()))  # a class of __main__, and no guard
-loader = TrainLoader(data, Plan(40, 2, 5), "none", 1, 0, 1, 0, Threads(2))
+loader = TrainLoader(data, Plan(40, 2, 5), "none", 1, 0, 1, 0, LoaderThreads(2))
 steps = loader.steps(0, 4)
 pids = {pid for slot in next(steps) for pid in slot.batch["pid"].tolist()}
-print(*pids, os.popen(f"pgrep -P {os.getpid()} -f raytrain_ddp.data.loader_worker").read(), flush=True)
+pgrep = f"pgrep -P {os.getpid()} -f raytrain_ddp.data.loader_worker"
+print(*pids, os.popen(pgrep).read(), flush=True)
 if sys.argv[1] == "raise":
     raise ValueError("done")
 if sys.argv[1] != "end":

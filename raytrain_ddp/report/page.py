@@ -256,8 +256,9 @@ def _legend(splits: Sequence[Mapping[str, float]]) -> str:
     shares = [step_phases.shares(split).items() for split in splits]
     names = step_phases.ordered({n for each in shares for n, share in each if share > _LEAST_TOLD})
     keys = (
-        f'<span class="key"><i class="{step_phases.css(n)}"></i>{escape(step_phases.PHASES.get(n, n))}</span>'
-        for n in names
+        f'<span class="key"><i class="{step_phases.css(name)}"></i>'
+        f"{escape(step_phases.PHASES.get(name, name))}</span>"
+        for name in names
     )
     return f"<p>{''.join(keys)}</p>"
 
