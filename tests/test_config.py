@@ -239,7 +239,7 @@ def test_every_section_is_frozen():
 
 def test_every_field_has_a_line_of_help():
     """tyro shows the string below a field; a field without one stays unexplained."""
-    for name in ("sections", "inputs", "config"):
+    for name in ("sections", "input_sections", "train_config"):
         source = (Path(sections.__file__).parent / f"{name}.py").read_text()
         lines = [line.strip() for line in source.splitlines()]
         for place, line in enumerate(lines):

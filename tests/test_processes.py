@@ -286,8 +286,8 @@ def test_fault_38_batches_need_no_dev_shm(made: Callable[..., LoaderProcesses]):
     """One of 64 KiB is enough for batches of 8 MiB; without mounts: nothing is ever there."""
     script = (
         "import os, torch\n"
-        "from raytrain_ddp.data.loader_processes import Processes\n"
-        "pool = Processes(lambda n: torch.full((2**23,), n, dtype=torch.uint8), str)\n"
+        "from raytrain_ddp.data.loader_processes import LoaderProcesses\n"
+        "pool = LoaderProcesses(lambda n: torch.full((2**23,), n, dtype=torch.uint8), str)\n"
         "made = [pool.submit(n, 2) for n in range(6)]\n"
         "assert [int(m.result()[-1]) for m in made] == list(range(6))\n"
         "assert os.listdir('/dev/shm') == []\n"

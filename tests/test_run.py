@@ -49,7 +49,7 @@ from raytrain_ddp.ray_backend.ray_settings import SETTINGS
 from raytrain_ddp.run import parse, split
 
 ROOT = Path(__file__).parent.parent
-GUARD = Path(code_shipping.__file__).with_name("guard.py")
+GUARD = Path(code_shipping.__file__).with_name("supervisor.py")
 
 # ------------------------------------------------------------------ the command line
 

@@ -28,7 +28,7 @@ from raytrain_ddp.launcher.tracebacks import Watch
 from raytrain_ddp.launcher.worker_group import WorkerGroup
 from raytrain_ddp.run import parse
 
-GUARD = Path(code_shipping.__file__).with_name("guard.py").read_text()
+GUARD = Path(code_shipping.__file__).with_name("supervisor.py").read_text()
 
 
 class Threads(types.ModuleType):

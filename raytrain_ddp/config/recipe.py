@@ -78,7 +78,7 @@ def dumps(config: TrainConfig) -> str:
 
 def shipped_recipes() -> dict[str, Path]:
     """Name -> file of the recipes in this package."""
-    folder = Path(__file__).parent / "recipes"
+    folder = Path(__file__).parents[1] / "recipes"
     return {path.stem: path for path in sorted(folder.glob("*.toml"))}
 
 
