@@ -70,6 +70,13 @@ DOORS = (
 KNOWN = {*(flag for door in DOORS for flag in flags(door)), "help"}
 
 
+def file_of_tests(name: str) -> Path:
+    """The file of that name anywhere below tests/; no two have the same."""
+    found = [*(ROOT / "tests").rglob(name)]
+    assert len(found) == 1, f"{name}: {found}"
+    return found[0]
+
+
 def tree() -> set[str]:
     """The files in the README's tree, relative to the package."""
     block = README.partition("```\nraytrain_ddp/\n")[2].partition("```")[0]
@@ -103,7 +110,7 @@ def test_every_promise_names_tests_that_exist():
         named = re.findall(r"`(test_\w+\.py)::(test_\w+)`", promise)
         assert named, promise
         for file, test in named:
-            parsed = ast.parse((ROOT / "tests" / file).read_text(encoding="utf-8"))
+            parsed = ast.parse(file_of_tests(file).read_text(encoding="utf-8"))
             functions = {n.name for n in ast.walk(parsed) if isinstance(n, ast.FunctionDef)}
             assert test in functions, f"{file} has no {test}"
 
@@ -112,7 +119,7 @@ def test_every_test_file_and_benchmark_that_is_named_exists():
     for document in DOCUMENTS:
         text = document.read_text(encoding="utf-8")
         for name in re.findall(r"\btest_\w+\.py", text):
-            assert (ROOT / "tests" / name).is_file(), f"{document.name}: {name}"
+            assert file_of_tests(name).is_file(), f"{document.name}: {name}"
         for name in re.findall(r"benchmarks/\w+\.py", text):
             assert (ROOT / name).is_file(), f"{document.name}: {name}"
 
@@ -123,7 +130,8 @@ def test_every_door_and_name_that_is_mentioned_exists():
         for names in re.findall(r"from raytrain_ddp import ([\w, ]+)", text):
             assert set(names.split(", ")) <= {*raytrain_ddp.__all__}, f"{document.name}: {names}"
         for door in re.findall(r"python -m raytrain_ddp\.(\w+)", text):
-            assert (PACKAGE / f"{door}.py").is_file(), f"{document.name}: {door}"
+            files = (PACKAGE / f"{door}.py", PACKAGE / door / "__main__.py")
+            assert any(map(Path.is_file, files)), f"{document.name}: {door}"
 
 
 def test_every_exit_status_of_an_error_is_in_the_table():

@@ -16,9 +16,7 @@ import fsspec
 import numpy as np
 import pyarrow.parquet as pq
 import pytest
-from processes import Group
-from s3 import CREDENTIALS, S3, s3_server
-from test_parquet import (
+from parquet_files import (
     all_of,
     converted,
     hugging_face,
@@ -28,6 +26,8 @@ from test_parquet import (
     write_images,
     write_parquet,
 )
+from processes import Group
+from s3 import CREDENTIALS, S3, s3_server
 
 from raytrain_ddp.config.recipe import load
 from raytrain_ddp.data import parquet_shard as shard_module

@@ -13,7 +13,8 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from test_parquet import png, with_class_names, write_parquet
+from parquet_files import png, with_class_names, write_parquet
+from split_checks import folder, labels_of, lines, splits_of
 
 from raytrain_ddp.config.input_sections import DataConfig
 from raytrain_ddp.config.recipe import dumps, from_dict, to_dict
@@ -22,8 +23,7 @@ from raytrain_ddp.data.image_folder import FolderImages
 from raytrain_ddp.data.labels import NoLabelsError
 from raytrain_ddp.data.parquet_images import ParquetImages
 from raytrain_ddp.data.sources import BadRecord
-from raytrain_ddp.data.splits import Splits, open_splits
-from raytrain_ddp.display.formatting import format_data
+from raytrain_ddp.data.splits import open_splits
 from raytrain_ddp.driver.preflight import check
 from raytrain_ddp.errors import ConfigError, DataError
 
@@ -38,33 +38,8 @@ def opened(path: str, classes: list[str] | None = None) -> ParquetImages:
     return ParquetImages([path], DataConfig(), classes)
 
 
-def labels_of(source: Any) -> list[int]:
-    """As they are read with the images, row by row."""
-    return [label for _, label in source.read(np.arange(source.blocks.sum()))]
-
-
 def encoded(values: list[Any], kind: Any) -> Any:
     return pa.array(values, kind).dictionary_encode()
-
-
-def folder(root: Path, **counts: int) -> Path:
-    """Class folders with so many pictures."""
-    for name, count in counts.items():
-        (root / name).mkdir(parents=True)
-        for number in range(count):
-            (root / name / f"{number}.png").write_bytes(png(number))
-    return root
-
-
-def splits_of(source: Path | str, **fields: Any) -> Splits:
-    return open_splits(DataConfig(source=str(source), **fields))
-
-
-def lines(splits: Splits) -> dict[str, str]:
-    told: dict[str, str] = {}
-    for title, text in format_data(splits.summary(), "images"):
-        told[title] = f"{told[title]} | {text}" if title in told else text
-    return told
 
 
 # ------------------------------------------------------------------ kinds of labels

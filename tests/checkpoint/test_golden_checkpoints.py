@@ -27,7 +27,7 @@ from raytrain_ddp.config.recipe import from_dict
 from raytrain_ddp.errors import CheckpointError
 from raytrain_ddp.training.train_state import TrainState
 
-GOLDEN = Path(__file__).parent / "golden"
+GOLDEN = Path(__file__).parents[1] / "golden"
 NEWEST = CheckpointName(12, 1)
 DIGEST = "69d260710e4b82bea7389e315118eb94950cab60de2b328fa1764bbeb7be3b2f"
 

@@ -29,7 +29,7 @@ from raytrain_ddp.errors import PreflightError, RetriesExhausted, TaskError
 from raytrain_ddp.failpoints import FOLDER_VARIABLE, VARIABLE
 from raytrain_ddp.ray_backend.ray_settings import SETTINGS
 
-HERE = Path(__file__).parent
+HERE = Path(__file__).parents[1]
 pytestmark = [pytest.mark.ray, pytest.mark.filterwarnings("ignore")]  # Ray's own warnings
 
 

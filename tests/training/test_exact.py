@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from logs import log_of
 from processes import Group, WorkerError
-from test_training import log_of
 from tiny import (
     CLASSES,
     EPOCHS,

@@ -36,7 +36,7 @@ from raytrain_ddp.ray_backend.prometheus import (
 from raytrain_ddp.ray_backend.worker_log import WorkerLog
 from raytrain_ddp.training.world import World
 
-HERE = Path(__file__).parent
+HERE = Path(__file__).parents[1]
 MONITORING = HERE.parent / "clusters" / "monitoring"
 DASHBOARD = json.loads((MONITORING / "raytrain.json").read_text())
 RULES = (MONITORING / "raytrain.rules.yml").read_text()

@@ -13,7 +13,7 @@ import pytest
 
 from raytrain_ddp.ray_backend.ray_settings import dashboard_port, own_api
 
-HERE = Path(__file__).parent
+HERE = Path(__file__).parents[1]
 API = "RAY_API_SERVER_ADDRESS"
 
 

@@ -20,7 +20,7 @@ from raytrain_ddp.launcher.script_launch import launch
 from raytrain_ddp.ray_backend.ray_settings import SETTINGS
 from raytrain_ddp.run import parse
 
-EXAMPLES = Path(__file__).parent.parent / "examples" / "launchers"
+EXAMPLES = Path(__file__).parents[2] / "examples" / "launchers"
 pytestmark = [pytest.mark.ray, pytest.mark.filterwarnings("ignore")]
 
 

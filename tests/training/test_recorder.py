@@ -23,10 +23,10 @@ from typing import Any
 
 import pytest
 import torch
+from faulty_storage import Faults, FaultyHandler
+from logs import log_of
 from processes import Group, Raised
 from pyarrow import fs as pafs
-from test_store import Faults, FaultyHandler
-from test_training import log_of
 from tiny import (
     TOTAL_STEPS,
     Ran,

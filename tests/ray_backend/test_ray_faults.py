@@ -32,7 +32,7 @@ from raytrain_ddp.display.progress_display import Display
 from raytrain_ddp.driver.fit_driver import fit_locally
 from raytrain_ddp.ray_backend.ray_settings import SETTINGS
 
-HERE = Path(__file__).parent
+HERE = Path(__file__).parents[1]
 pytestmark = [pytest.mark.ray, pytest.mark.filterwarnings("ignore")]  # Ray's own warnings
 
 

@@ -48,7 +48,7 @@ from raytrain_ddp.launcher.working_folder import provide
 from raytrain_ddp.ray_backend.ray_settings import SETTINGS
 from raytrain_ddp.run import parse, split
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 GUARD = Path(code_shipping.__file__).with_name("supervisor.py")
 
 # ------------------------------------------------------------------ the command line

@@ -32,7 +32,7 @@ from raytrain_ddp.driver.preflight import check
 from raytrain_ddp.driver.run_naming import CLAIM_FILE, open_run, run_of_rank_0
 from raytrain_ddp.errors import ConfigError, PreflightError, RunLockedError
 
-TASK = f"{Path(__file__).with_name('tiny.py')}:TinyTask"
+TASK = f"{Path(__file__).parents[1] / 'tiny.py'}:TinyTask"
 
 
 def unnamed(folder: Path | str, lr: float = 0.05, **changes: Any) -> TrainConfig:

@@ -13,9 +13,9 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from parquet_files import png, write_parquet
 from processes import Group
-from test_labels import folder, labels_of, lines, splits_of
-from test_parquet import png, write_parquet
+from split_checks import folder, labels_of, lines, splits_of
 
 from raytrain_ddp.config.input_sections import AugmentConfig, DataConfig
 from raytrain_ddp.data.epoch_order import EpochOrder, Plan

@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from faulty_storage import commit
 from processes import door
 from pyarrow import fs as pafs
-from test_store import commit
 from tiny import tiny_config
 
 from raytrain_ddp.checkpoint.run_folder import (

@@ -21,9 +21,9 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from parquet_files import located
 from PIL import Image
 from processes import door
-from test_parquet import located
 
 from raytrain_ddp.command_line import parse_fit
 from raytrain_ddp.config.input_sections import DataConfig

@@ -47,7 +47,7 @@ def test_a_task_of_a_script_or_a_cell_is_trained_and_its_run_resumed(
     task: str, from_pipe: bool, tmp_path: Path
 ):
     for epochs in (1, 2):
-        code = CELL.format(tests=str(Path(__file__).parent), task=task, epochs=epochs)
+        code = CELL.format(tests=str(Path(__file__).parents[1]), task=task, epochs=epochs)
         (tmp_path / "script.py").write_text(code)
         done = subprocess.run(
             [sys.executable, "-" if from_pipe else "script.py"],
@@ -121,7 +121,7 @@ def test_a_class_travels_by_value_to_where_its_module_is_not(tmp_path: Path):
     assert pickled is not None
     there = tmp_path / "there"
     there.mkdir()
-    (there / "tiny.py").symlink_to(Path(__file__).parent / "tiny.py")
+    (there / "tiny.py").symlink_to(Path(__file__).parents[1] / "tiny.py")
     environment = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"}
     done = subprocess.run(
         [sys.executable, "-c", LOAD],

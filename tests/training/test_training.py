@@ -20,6 +20,7 @@ from typing import Any
 
 import pytest
 import torch
+from logs import log_of
 from processes import ENVIRONMENT, Died, Group, Raised
 from tiny import (
     EPOCHS,
@@ -44,7 +45,7 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 
 from raytrain_ddp.checkpoint.manifest import Manifest
-from raytrain_ddp.checkpoint.run_folder import CLOCKS, METRICS_FILE, read_history, run_storage
+from raytrain_ddp.checkpoint.run_folder import METRICS_FILE
 from raytrain_ddp.checkpoint.storage import open_storage
 from raytrain_ddp.checkpoint.store import CheckpointName, CheckpointStore
 from raytrain_ddp.config.input_sections import DataConfig
@@ -82,12 +83,6 @@ VARIANTS: dict[str, dict[str, Any]] = {
     },
     "fp16": {"compute": ComputeConfig(precision="fp16")},
 }
-
-
-def log_of(config: TrainConfig) -> list[dict[str, Any]]:
-    """metrics.jsonl without what depends on the time of day."""
-    history = read_history(run_storage(config))
-    return [{k: v for k, v in record.items() if k not in CLOCKS} for record in history]
 
 
 def losses_of(config: TrainConfig) -> list[float]:

@@ -1,0 +1,24 @@
+"""Fixtures of the tests of the checkpoint store."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+STORE_TESTS = {"test_store", "test_damage", "test_claims", "test_store_interleavings"}
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    return tmp_path / "run" / "checkpoints"
+
+
+@pytest.fixture(autouse=True)
+def _no_waiting_for_the_disk(
+    request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No test cuts the power; that the calls are made is tested by counting them."""
+    if request.path.stem in STORE_TESTS:
+        monkeypatch.setattr(os, "fsync", lambda fd: None)

@@ -1,0 +1,311 @@
+"""The commit protocol on a file system that fails, and damage to what it wrote."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pytest
+from faulty_storage import (
+    Faults,
+    commit,
+    content,
+    faulty_store,
+    flip_bit,
+    fresh,
+    latest,
+    manifest,
+    payload,
+    sweep_faults,
+    tree,
+)
+from hypothesis import given
+from hypothesis import strategies as st
+
+from raytrain_ddp.checkpoint import storage as storage_module
+from raytrain_ddp.checkpoint.manifest import FileEntry
+from raytrain_ddp.checkpoint.storage import (
+    is_plain_name,
+    open_storage,
+)
+from raytrain_ddp.checkpoint.store import CheckpointName, CheckpointStore
+from raytrain_ddp.errors import CheckpointError
+
+# ------------------------------------------------------------------ a file system that fails
+
+
+# ------------------------------------------------------------------------------- helpers
+
+
+# ------------------------------------------------------------------- commit, open, read
+
+
+def test_commit_then_read(root: Path) -> None:
+    store = fresh(root)
+    assert store.latest() is None
+    assert store.names() == []
+    assert store.next_attempt() == 1
+    committed = commit(store, 120)
+    assert committed.name == CheckpointName(120, 1)
+    assert str(committed) == str(root / "step-00000120-a0001")
+    found, told = latest(root)
+    assert found is not None
+    assert told == []
+    assert content(found) == payload(120)
+    assert found.manifest == replace(manifest(120), files=committed.manifest.files)
+    assert found.manifest.files["model.safetensors"] == FileEntry(
+        700, hashlib.sha256(payload(120)["model.safetensors"]).hexdigest()
+    )
+    assert sorted(os.listdir(root / "step-00000120-a0001")) == [
+        "manifest.json",
+        "model.safetensors",
+        "state.json",
+    ]
+
+
+@pytest.mark.parametrize("kind", [bytes, bytearray, memoryview, pa.py_buffer])
+def test_commit_takes_any_buffer(root: Path, kind: Callable[[bytes], Any]) -> None:
+    checkpoint = fresh(root).commit(manifest(1), {"x": kind(b"abc"), "empty": kind(b"")})
+    assert content(checkpoint) == {"x": b"abc", "empty": b""}
+
+
+def test_write_of_several_chunks(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(storage_module, "CHUNK_BYTES", 7)
+    checkpoint = commit(fresh(root), 3)
+    checkpoint.verify()
+    assert content(checkpoint) == payload(3)
+
+
+def test_names_never_choose_compression(root: Path) -> None:
+    checkpoint = fresh(root).commit(manifest(1), {"x.gz": b"not gzip"})
+    assert checkpoint.read("x.gz") == b"not gzip"
+    assert (root / "step-00000001-a0001" / "x.gz").read_bytes() == b"not gzip"
+
+
+def test_order_is_step_then_attempt(root: Path) -> None:
+    store = fresh(root)
+    for step, attempt in [(9, 2), (10, 1), (10, 12), (10, 2), (100_000_000, 1)]:
+        commit(store, step, attempt)
+    assert [str(name) for name in store.names()] == [
+        "step-100000000-a0001",
+        "step-00000010-a0012",
+        "step-00000010-a0002",
+        "step-00000010-a0001",
+        "step-00000009-a0002",
+    ]
+    assert store.next_attempt() == 13
+
+
+@given(st.integers(0, 10**14), st.integers(0, 10**14))
+def test_checkpoint_name_round_trip(step: int, attempt: int) -> None:
+    name = CheckpointName(step, attempt)
+    assert CheckpointName.parse(str(name)) == name
+    assert is_plain_name(str(name))
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "step-1-a1",
+        "step-00000001-a0001 ",
+        "step-00000001-a0001\n",
+        "step-000000001-a0001",
+        "step-0000000\u0661-a0001",
+        "damaged-step-00000001-a0001",
+        "x/step-00000001-a0001",
+    ],
+)
+def test_other_folders_are_no_checkpoints(text: str) -> None:
+    assert CheckpointName.parse(text) is None
+
+
+def test_commit_refuses_a_name_twice_and_leaves_the_first(root: Path) -> None:
+    store = fresh(root)
+    commit(store, 5)
+    before = tree(root)
+    with pytest.raises(CheckpointError, match="step-00000005-a0001 exists already"):
+        store.commit(manifest(5), {"other": b"x"})
+    assert tree(root) == before
+
+
+def test_commit_replaces_a_leftover(root: Path) -> None:
+    leftover = root / "step-00000005-a0001"
+    leftover.mkdir(parents=True)
+    (leftover / "junk").write_bytes(b"x")
+    checkpoint = commit(fresh(root), 5)
+    assert not (leftover / "junk").exists()
+    assert content(checkpoint) == payload(5)
+
+
+def test_read_of_an_unknown_file(root: Path) -> None:
+    with pytest.raises(CheckpointError, match=r"has no file 'ema'; it has: model\.safetensors, s"):
+        commit(fresh(root), 5).read("ema")
+
+
+def test_commit_of_config_that_is_not_json_leaves_nothing(root: Path) -> None:
+    with pytest.raises(TypeError):
+        fresh(root).commit(manifest(1, config={"x": object()}), payload(1))
+    assert tree(root) == {}
+    assert latest(root) == (None, [])
+
+
+@pytest.mark.parametrize("is_local", [True, False], ids=["local", "object_store"])
+@pytest.mark.parametrize("mode", Faults.MODES)
+def test_fault_02_08_any_operation_of_a_commit_fails(
+    tmp_path: Path, mode: str, is_local: bool
+) -> None:
+    outcomes = set()
+
+    def prepare(store: CheckpointStore) -> None:
+        commit(store, 10)
+
+    def act(store: CheckpointStore) -> None:
+        commit(store, 20)
+
+    for root, returned, where in sweep_faults(tmp_path, prepare, act, mode, is_local):
+        found, told = latest(root)
+        outcomes.add(content(found) == payload(20))
+        if returned:
+            assert content(found) == payload(20), where
+        else:
+            assert content(found) in (payload(10), payload(20)), where
+        if is_local:
+            assert told == [], where  # a kill leaves no damage: the manifest appears by rename
+
+        store = fresh(root)
+        store.sweep()
+        kept = {p.name for p in root.iterdir() if not p.name.startswith("damaged-")}
+        assert kept == {str(name) for name in store.names()}, where
+        assert not any(".tmp-" in path for path in tree(root)), where
+        assert content(store.latest()) == content(found), where
+        again = commit(store, 20, store.next_attempt())
+        assert content(store.latest()) == content(again), where
+    # Until the commit point the old one is found; only a kill after it leaves the new one.
+    assert False in outcomes
+
+
+@pytest.mark.parametrize("is_local", [True, False], ids=["local", "object_store"])
+@pytest.mark.parametrize("mode", ["eio", "enospc", "torn"])
+def test_fault_08_failed_commit_cleans_up_itself(tmp_path: Path, mode: str, is_local: bool) -> None:
+    for root, returned, where in sweep_faults(
+        tmp_path, lambda s: commit(s, 10), lambda s: commit(s, 20), mode, is_local
+    ):
+        assert returned or set(os.listdir(root)) == {"step-00000010-a0001"}, where
+
+
+def test_fault_02_first_commit_of_a_run_fails(tmp_path: Path) -> None:
+    for mode in Faults.MODES:
+        for root, returned, where in sweep_faults(
+            tmp_path / mode, lambda s: None, lambda s: commit(s, 20), mode, True
+        ):
+            found, told = latest(root)
+            assert content(found) in ((payload(20),) if returned else (None, payload(20))), where
+            assert told == []
+
+
+def test_commit_syncs_payload_before_the_manifest_appears(
+    root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    faults = Faults()
+    commit(faulty_store(root, faults, True, monkeypatch), 1)
+    writes = [what for what in faults.done if what in ("open_output", "fsync", "move")]
+    file = ["open_output", "fsync"]
+    made_folders = ["fsync"] * 3
+    assert writes == [*made_folders, *file, *file, *file, "move", "fsync"]
+
+
+# ------------------------------------------------------------------------ fault 3: pruning
+
+
+@pytest.mark.parametrize("is_local", [True, False], ids=["local", "object_store"])
+@pytest.mark.parametrize("mode", Faults.MODES)
+def test_fault_03_any_operation_of_prune_fails(tmp_path: Path, mode: str, is_local: bool) -> None:
+    def prepare(store: CheckpointStore) -> None:
+        for step in (10, 20, 30, 40):
+            commit(store, step)
+
+    for root, _, where in sweep_faults(tmp_path, prepare, lambda s: s.prune(2), mode, is_local):
+        found, told = latest(root)
+        assert content(found) == payload(40), where
+        assert told == [], where
+        store = fresh(root)
+        for name in store.names():  # whatever is still listed is whole
+            store.open(name).verify()
+        assert store.names()[:2] == [CheckpointName(40, 1), CheckpointName(30, 1)], where
+        store.sweep()
+        store.prune(2)
+        assert sorted(os.listdir(root)) == ["step-00000030-a0001", "step-00000040-a0001"], where
+
+
+@pytest.mark.parametrize(
+    ("keep_last", "best", "kept"),
+    [
+        (0, None, [50, 40]),
+        (1, None, [50, 40]),
+        (3, None, [50, 40, 30]),
+        (9, None, [50, 40, 30, 20, 10]),
+        (2, CheckpointName(10, 1), [50, 40, 10]),
+        (2, CheckpointName(50, 1), [50, 40]),
+        (2, CheckpointName(11, 1), [50, 40]),
+    ],
+)
+def test_prune_keeps_the_newest_and_the_best(
+    root: Path, keep_last: int, best: CheckpointName | None, kept: list[int]
+) -> None:
+    store = fresh(root)
+    for step in (10, 20, 30, 40, 50):
+        commit(store, step)
+    store.prune(keep_last, best)
+    assert [name.step for name in store.names()] == kept
+    assert len(os.listdir(root)) == len(kept)
+
+
+@pytest.mark.parametrize("is_local", [True, False], ids=["local", "object_store"])
+def test_prune_does_not_count_damaged_ones(root: Path, is_local: bool) -> None:
+    store = CheckpointStore(replace(open_storage(str(root)), is_local=is_local))
+    for step in (10, 20, 30):
+        commit(store, step)
+    for step in (20, 30):
+        flip_bit(root / f"step-{step:08d}-a0001" / "state.json", 0)
+    assert store.latest(lambda line: None) == store.open(CheckpointName(10, 1))
+    commit(store, 11, store.next_attempt())
+    store.prune(2)
+    assert store.names() == [CheckpointName(11, 2), CheckpointName(10, 1)]
+    assert sum("state.json" in path for path in tree(root)) == 4  # the damaged are still there
+
+
+def test_sweep_touches_only_its_own_leftovers(root: Path) -> None:
+    store = fresh(root)
+    commit(store, 10)
+    for folder in ("step-00000020-a0001", "damaged-step-00000005-a0001", "notes"):
+        (root / folder).mkdir()
+        (root / folder / "x").write_bytes(b"x")
+    (root / "step-00000030-a0001").mkdir()
+    (root / ".tmp-abc").write_bytes(b"x")
+    (root / "readme").write_bytes(b"x")
+    store.sweep()
+    assert sorted(os.listdir(root)) == [
+        "damaged-step-00000005-a0001",
+        "notes",
+        "readme",
+        "step-00000010-a0001",
+    ]
+
+
+def test_next_attempt_counts_leftovers_and_damaged(root: Path) -> None:
+    root.mkdir(parents=True)
+    store = fresh(root)
+    for folder, expected in [
+        ("step-00000020-a0003", 4),
+        ("damaged-step-00000020-a0007", 8),
+        ("damaged-step-00000020-a0008-2", 9),
+        ("stepping-a0099", 9),
+    ]:
+        (root / folder).mkdir()
+        assert store.next_attempt() == expected

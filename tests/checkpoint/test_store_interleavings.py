@@ -1,0 +1,479 @@
+"""Two processes that take turns at any operation, and the store as a state machine."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+import threading
+from collections.abc import Callable, Set
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+from faulty_storage import (
+    FILES,
+    Faults,
+    FaultyHandler,
+    Killed,
+    both,
+    claims_in,
+    commit,
+    content,
+    faulty_store,
+    flip_bit,
+    payload,
+    start,
+    tree,
+    unaware,
+)
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+from pyarrow import fs as pafs
+
+from raytrain_ddp.checkpoint.claims import ContendedError
+from raytrain_ddp.checkpoint.storage import (
+    Storage,
+)
+from raytrain_ddp.checkpoint.store import Checkpoint, CheckpointName, CheckpointStore
+from raytrain_ddp.errors import CheckpointError, RunLockedError
+
+# ----------------------------------------------- two processes that take turns at any operation
+
+
+class Turns(Faults):
+    """A process of which each operation waits until it is its turn."""
+
+    def __init__(self, act: Callable[[Faults], Any]) -> None:
+        super().__init__()
+        self.turn, self.waits = threading.Semaphore(0), threading.Semaphore(0)
+        self.result: Any = None
+        self.ended = False
+        self.act = act
+        threading.Thread(target=self.run, daemon=True).start()
+        self.waits.acquire()
+
+    def run(self) -> None:
+        try:
+            self.result = self.act(self)
+        except Exception as error:
+            self.result = error
+        self.ended = True
+        self.waits.release()
+
+    def __call__(self, what: str, act: Callable[[], Any], _: Any = None) -> Any:
+        self.done.append(what)
+        self.waits.release()
+        self.turn.acquire()
+        return act()
+
+    def go_on(self, operations: int = 2**30) -> None:
+        while operations and not self.ended:
+            self.turn.release()
+            self.waits.acquire()
+            operations -= 1
+
+
+def in_turns(root: Path, is_local: bool, act: Callable[[CheckpointStore], Any]) -> Turns:
+    def run(faults: Faults) -> Any:
+        fs = pafs.PyFileSystem(FaultyHandler(faults, is_local))
+        return act(CheckpointStore(Storage(fs, str(root), is_local)))
+
+    return Turns(run)
+
+
+def operations_of(tmp_path: Path, prepare: Any, act: Any, is_local: bool) -> int:
+    prepare(tmp_path / "count")
+    process = in_turns(tmp_path / "count", is_local, act)
+    process.go_on()
+    assert not isinstance(process.result, Exception), process.result
+    return len(process.done)
+
+
+@pytest.mark.parametrize("is_local", [True, False], ids=["local", "object_store"])
+def test_fault_07_a_prune_and_a_start_in_any_order_leave_a_whole_checkpoint(
+    tmp_path: Path, is_local: bool
+) -> None:
+    """The start had taken the oldest for the newest, and the prune is about to remove it."""
+    stores: dict[Path, tuple[CheckpointStore, Any]] = {}
+
+    def prepare(root: Path) -> None:
+        writer, starter = both(root, is_local), both(root, is_local)
+        start(writer)
+        commit(writer, 10, 1)
+        starter.latest()
+        for step in (20, 30):
+            commit(writer, step, 1)
+        starter._look()  # as if these were damaged, and could not be set aside
+        stores[root] = writer, starter._seen
+
+    def prune(store: CheckpointStore) -> None:
+        store._claim = stores[Path(store.storage.path)][0]._claim
+        store.prune(2)
+
+    def go_on(store: CheckpointStore) -> None:
+        store._seen = stores[Path(store.storage.path)][1]
+        store.claim(CheckpointName(10, 1), {})
+        store.sweep()
+
+    outcomes = set()
+    first = operations_of(tmp_path / "prune", prepare, prune, is_local)
+    second = operations_of(tmp_path / "start", prepare, go_on, is_local)
+    for i in range(first + 1):
+        for j in range(1, second + 1):
+            root, where = tmp_path / f"{i}-{j}", f"{i} of {first}, then {j} of {second}"
+            prepare(root)
+            old, new = in_turns(root, is_local, prune), in_turns(root, is_local, go_on)
+            for process, operations in ((old, i), (new, j), (old, 2**30), (new, 2**30)):
+                process.go_on(operations)
+                assert both(root, is_local).names(), where
+            results = (type(old.result), type(new.result))
+            assert results[0] in (type(None), RunLockedError), (where, old.result)
+            assert results[1] in (type(None), ContendedError), (where, new.result)
+            outcomes.add(results)
+            told: list[str] = []
+            successor = both(root, is_local)
+            found, attempt = start(successor, told)
+            assert found is not None, where
+            assert content(found) == payload(found.name.step), where
+            assert told == [], where
+            commit(successor, 40, attempt)
+            successor.prune(2)
+            assert successor.names()[0] == CheckpointName(40, attempt), where
+    # Where neither is told, the start owns the run, but what it goes on from is gone.
+    none = type(None)
+    assert outcomes == {(RunLockedError, none), (none, ContendedError), (none, none)}
+
+
+@pytest.mark.parametrize("is_local", [True, False], ids=["local", "object_store"])
+def test_fault_31_two_starts_in_any_order_never_own_one_number(
+    tmp_path: Path, is_local: bool
+) -> None:
+    def prepare(root: Path) -> None:
+        start(both(root, is_local))
+
+    outcomes = set()
+    count = operations_of(tmp_path, prepare, start, is_local)
+    for i in range(count + 1):
+        for j in range(1, count + 1):
+            root, where = tmp_path / f"{i}-{j}", f"{i}, then {j} of {count}"
+            prepare(root)
+            one, two = in_turns(root, is_local, start), in_turns(root, is_local, start)
+            for process, operations in ((one, i), (two, j), (one, 2**30), (two, 2**30)):
+                process.go_on(operations)
+            results = [one.result, two.result]
+            numbers = [result[1] for result in results if isinstance(result, tuple)]
+            assert len(set(numbers)) == len(numbers), where
+            contended = [error for error in results if isinstance(error, ContendedError)]
+            assert len(contended) + len(numbers) == 2, (where, results)
+            outcomes.add(len(numbers))
+            assert [claim.attempt for claim in claims_in(root)] == [1, *sorted(numbers)], where
+            assert start(both(root, is_local))[1] == 1 + max(numbers, default=1), where
+    assert outcomes == {1, 2}
+
+
+@settings(
+    max_examples=int(os.environ.get("STORE_TURNS_EXAMPLES", "40")),
+    deadline=None,
+    suppress_health_check=list(HealthCheck),
+)
+@given(
+    is_local=st.booleans(),
+    turns=st.lists(st.tuples(st.integers(0, 2), st.integers(1, 25)), min_size=5, max_size=40),
+)
+def test_invariants_08_09_writers_that_take_turns_always_leave_a_whole_checkpoint(
+    is_local: bool, turns: list[tuple[int, int]]
+) -> None:
+    def live(store: CheckpointStore) -> None:
+        for _ in range(5):
+            with suppress(ContendedError):
+                found, attempt = start(store)
+                break
+        else:
+            return
+        with suppress(RunLockedError, FileNotFoundError):
+            for further in (1, 2, 3):
+                commit(store, (found.name.step if found else 0) + further, attempt)
+                store.prune(2)
+
+    with tempfile.TemporaryDirectory(prefix="raytrain-turns-") as folder:
+        root = Path(folder)
+        first = both(root, is_local)
+        commit(first, 1, start(first)[1])
+        processes = [in_turns(root, is_local, live) for _ in range(3)]
+        for number, operations in [*turns, *((number, 2**30) for number in range(3))]:
+            processes[number].go_on(operations)
+            assert both(root, is_local).names()
+        for process in processes:
+            assert process.result is None, process.result
+        found, attempt = start(both(root, is_local))
+        assert found is not None
+        assert content(found) == payload(found.name.step, found.name.attempt)
+        assert attempt > max(claim.attempt for claim in claims_in(root)[:-1])
+
+
+# ------------------------------------------- invariants 8, 9: the store as a state machine
+
+
+class Writer:
+    """A process that started the run; all but the newest are zombies."""
+
+    def __init__(self, store: CheckpointStore, attempt: int, step: int) -> None:
+        self.store, self.attempt, self.step = store, attempt, step
+
+
+class StoreMachine(RuleBasedStateMachine):
+    """Starts, commits, kills, prunings, damage and zombies in any order.
+
+    A start finds the newest good commit that is not fenced off, and never an older one than the
+    start before, but for damage; and some good one, as long as there is any.
+    """
+
+    @initialize(is_local=st.booleans())
+    def begin(self, is_local: bool) -> None:
+        self.folder = tempfile.mkdtemp(prefix="raytrain-store-")
+        self.root = Path(self.folder) / "run"
+        self.is_local = is_local
+        self.good: set[CheckpointName] = set()
+        self.bad: set[CheckpointName] = set()  # damaged, and perhaps not noticed yet
+        self.writers: list[Writer] = []
+        self.attempts: list[int] = []
+        self.resumed: CheckpointName | None = None
+
+    def teardown(self) -> None:
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+    def store(self) -> CheckpointStore:
+        return both(self.root, self.is_local)
+
+    def under_fault(self, act: Callable[[CheckpointStore], Any], mode: str, at: int) -> bool:
+        with pytest.MonkeyPatch.context() as patch:
+            try:
+                act(faulty_store(self.root, Faults(mode, at), self.is_local, patch))
+            except (OSError, Killed):
+                return False
+        return True
+
+    # ------------------------------------------------------------------- the model
+
+    def noticed(self) -> set[CheckpointName]:
+        """The damaged ones that are kept aside, as the folder shows."""
+        plain = {str(name): name for name in self.bad}
+        kept = set()
+        for path in self.root.iterdir() if self.root.exists() else []:
+            name = path.name.removeprefix("damaged-")[: len("step-00000000-a0000")]
+            if path.name.startswith("damaged-") or (path / "damaged.txt").exists():
+                kept.add(plain[name])
+        return kept
+
+    def counted(self, aside: Set[CheckpointName] = frozenset()) -> set[CheckpointName]:
+        there = self.good | (self.bad - self.noticed() - aside)
+        standing = [
+            claim
+            for claim in claims_in(self.root)
+            if claim.base in there or any(name.attempt >= claim.attempt for name in there)
+        ]
+        fenced = {
+            name
+            for claim in standing
+            for name in there
+            if claim.attempt > name.attempt and (claim.base is None or claim.base < name)
+        }
+        numbered = {claim.attempt: claim for claim in standing}
+        line, last = set(), standing[-1:]
+        while last and last[0].base:  # the newest start's, that of the start it goes back to, ...
+            line.add(last[0].base)
+            last = [numbered[last[0].base.attempt]] if last[0].base.attempt in numbered else []
+        return there - (fenced - line)
+
+    def newest(self) -> CheckpointName | None:
+        return max(self.good & self.counted(), default=None)
+
+    def live(self) -> Writer | None:
+        claims = claims_in(self.root)
+        newest = self.writers[-1] if self.writers else None
+        return newest if newest and newest.attempt == claims[-1].attempt else None
+
+    def dropped(self, names: set[CheckpointName]) -> None:
+        self.good -= names
+        self.bad -= names - self.noticed()
+
+    # ------------------------------------------------------------------ looking and starting
+
+    def look(self, store: CheckpointStore) -> tuple[Checkpoint | None, bool]:
+        """latest() as the model says; False: it is an error, as all are damaged."""
+        told: list[str] = []
+        noticed, passed = self.noticed(), set[CheckpointName]()
+        while (newest := max(self.counted(passed), default=None)) in self.bad:
+            passed.add(newest)
+        based = any(claim.base for claim in claims_in(self.root))
+        if newest is None and (passed or noticed or based):
+            with pytest.raises(CheckpointError, match="No usable checkpoint"):
+                store.latest(told.append)
+            found = None
+        else:
+            found = store.latest(told.append)
+            assert (found.name if found else None) == newest
+            if found is not None:
+                assert content(found) == payload(found.name.step, found.name.attempt)
+        assert len(told) == len(passed)
+        assert self.noticed() == noticed | passed
+        return found, found is not None or not (passed or noticed or based)
+
+    @rule()
+    def a_reader_looks(self) -> None:
+        self.look(self.store())
+
+    @rule()
+    def start(self) -> None:
+        store = self.store()
+        found, usable = self.look(store)
+        if not usable:
+            return
+        if self.resumed is not None:
+            assert found is not None
+            assert found.name >= self.resumed
+        self.resumed = found.name if found else None
+        attempt = store.claim(self.resumed, {})
+        assert attempt > max(self.attempts, default=0)
+        assert attempt > max((n.attempt for n in self.good | self.bad), default=0)
+        self.attempts.append(attempt)
+        self.writers.append(Writer(store, attempt, found.name.step if found else 0))
+        store.sweep()
+        known = {str(name) for name in self.good | self.bad}
+        for path in self.root.iterdir():
+            assert path.name in known or path.name.startswith(("damaged-", "claim-"))
+
+    @rule(mode=st.sampled_from(["eio", "enospc", "late", "kill"]), at=st.integers(0, 40))
+    def start_under_fault(self, mode: str, at: int) -> None:
+        with suppress(CheckpointError):
+            self.under_fault(start, mode, at)
+        claims = claims_in(self.root)
+        self.attempts += [claims[-1].attempt] if claims else []
+
+    @rule(mode=st.sampled_from(["late", "kill"]), data=st.data())
+    def claim_and_die(self, mode: str, data: st.DataObject) -> None:
+        """Often enough: a start that dies about when it writes its claim."""
+        newest = self.newest()
+        if newest is not None or not claims_in(self.root):
+            at = data.draw(st.integers(1, 12))
+            self.under_fault(lambda store: store.claim(newest, {}), mode, at)
+            claims = claims_in(self.root)
+            self.attempts += [claims[-1].attempt] if claims else []
+
+    # ----------------------------------------------------------------------- writing
+
+    @rule(steps=st.integers(1, 3))
+    def commit(self, steps: int) -> None:
+        if writer := self.live():
+            writer.step += steps
+            self.good.add(commit(writer.store, writer.step, writer.attempt).name)
+
+    @rule(mode=st.sampled_from(["eio", "enospc", "late", "kill"]), at=st.integers(0, 25))
+    def commit_under_fault(self, mode: str, at: int) -> None:
+        writer = self.live()
+        if writer is None:
+            return
+        writer.step += 1
+        name = CheckpointName(writer.step, writer.attempt)
+        returned = self.under_fault(lambda s: commit(s, name.step, name.attempt), mode, at)
+        there = {path: data for path, data in tree(self.root).items() if str(name) in path}
+        is_whole = f"{name}/manifest.json" in there
+        assert is_whole or not returned
+        if is_whole:
+            files = payload(name.step, name.attempt)
+            assert all(there.get(f"{name}/{file}") == data for file, data in files.items())
+            self.good.add(name)
+
+    @rule(data=st.data())
+    def a_zombie_commits(self, data: st.DataObject) -> None:
+        zombies = [writer for writer in self.writers if writer is not self.live()]
+        if zombies:
+            writer = data.draw(st.sampled_from(zombies))
+            before = tree(self.root)
+            with pytest.raises(RunLockedError):
+                commit(writer.store, writer.step + 1, writer.attempt)
+            assert tree(self.root) == before
+
+    @rule(data=st.data())
+    def a_zombie_commits_late(self, data: st.DataObject) -> None:
+        """It looked for a newer claim before there was one."""
+        zombies = [writer for writer in self.writers if writer is not self.live()]
+        if zombies:
+            writer = data.draw(st.sampled_from(zombies))
+            writer.step += 1
+            with pytest.MonkeyPatch.context() as patch:
+                unaware(patch)
+                self.good.add(commit(writer.store, writer.step, writer.attempt).name)
+
+    @rule(keep_last=st.integers(0, 4), data=st.data())
+    def prune(self, keep_last: int, data: st.DataObject) -> None:
+        if writer := self.live():
+            listed = sorted(self.counted(), reverse=True)
+            best = data.draw(st.sampled_from([None, *listed]))
+            writer.store.prune(keep_last, best)
+            kept = {*listed[: max(2, keep_last)], *({best} - {None})}
+            if listed and listed[0].attempt < writer.attempt:  # it has not committed itself yet
+                kept |= (self.good | self.bad) - set(listed)
+            self.dropped((self.good | self.bad) - kept)
+
+    @rule(mode=st.sampled_from(Faults.MODES), at=st.integers(0, 25))
+    def prune_under_fault(self, mode: str, at: int) -> None:
+        def prune(store: CheckpointStore) -> None:
+            store._claim = writer.store._claim
+            store.prune(2)
+
+        if writer := self.live():
+            listed = sorted(self.counted(), reverse=True)
+            self.under_fault(prune, mode, at)
+            left = set(self.store().names())
+            assert set(listed[:2]) <= left <= set(listed)
+            there = {n for n in self.good | self.bad if (self.root / str(n) / FILES[2]).exists()}
+            self.dropped((self.good | self.bad) - there)
+
+    @rule(data=st.data())
+    def a_zombie_prunes(self, data: st.DataObject) -> None:
+        zombies = [writer for writer in self.writers if writer is not self.live()]
+        if zombies:
+            before = tree(self.root)
+            with pytest.raises(RunLockedError):
+                data.draw(st.sampled_from(zombies)).store.prune(2)
+            assert tree(self.root) == before
+
+    # ------------------------------------------------------------------------ damage
+
+    @rule(data=st.data())
+    def damage(self, data: st.DataObject) -> None:
+        if self.good:
+            name = data.draw(st.sampled_from(sorted(self.good)))
+            victim = self.root / str(name) / data.draw(st.sampled_from(FILES))
+            flip_bit(victim, data.draw(st.integers(0, 8 * victim.stat().st_size - 1)))
+            self.good.remove(name)
+            self.bad.add(name)
+            self.resumed = None  # the one thing that sets a run back
+
+    @rule(data=st.data(), left=st.binary(max_size=5))
+    def damage_a_claim(self, data: st.DataObject, left: bytes) -> None:
+        if claims := claims_in(self.root):
+            (self.root / str(data.draw(st.sampled_from(claims)))).write_bytes(left)
+
+    @invariant()
+    def what_counts_is_listed(self) -> None:
+        if hasattr(self, "root"):
+            assert set(self.store().names()) == self.counted()
+            assert self.counted() or not self.good
+
+
+@settings(
+    max_examples=int(os.environ.get("STORE_MACHINE_EXAMPLES", "60")),
+    stateful_step_count=30,
+    deadline=None,
+    suppress_health_check=list(HealthCheck),
+)
+class _Machine(StoreMachine):
+    pass
+
+
+test_invariants_08_09_store_as_state_machine = _Machine.TestCase

@@ -1,0 +1,14 @@
+"""What tests compare of a run's log."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from raytrain_ddp.checkpoint.run_folder import CLOCKS, read_history, run_storage
+from raytrain_ddp.config.train_config import TrainConfig
+
+
+def log_of(config: TrainConfig) -> list[dict[str, Any]]:
+    """metrics.jsonl without what depends on the time of day."""
+    history = read_history(run_storage(config))
+    return [{k: v for k, v in record.items() if k not in CLOCKS} for record in history]

@@ -1,0 +1,85 @@
+"""Parquet files of images for tests, and what is read from them."""
+
+from __future__ import annotations
+
+import io
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+from PIL import Image
+
+from raytrain_ddp.config.input_sections import DataConfig
+from raytrain_ddp.data.data_check import Located, locate
+from raytrain_ddp.data.parquet_images import ParquetImages
+
+ROWS_PER_GROUP = 4
+
+
+def png(seed: int) -> bytes:
+    """A picture of noise."""
+    random = np.random.Generator(np.random.Philox(seed))
+    content = io.BytesIO()
+    Image.fromarray(random.integers(0, 256, (12, 10, 3), np.uint8)).save(content, "png")
+    return content.getvalue()
+
+
+def write_parquet(path: Path, columns: dict[str, Any], **options: Any) -> str:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    options = {"row_group_size": ROWS_PER_GROUP, "write_page_checksum": True, **options}
+    pq.write_table(pa.table(columns), path, **options)
+    return str(path)
+
+
+def hugging_face(images: Sequence[bytes | None], paths: Sequence[str | None] = ()) -> pa.Array:
+    """A column as `datasets` writes it."""
+    paths = [*paths, *[None] * (len(images) - len(paths))]
+    records = [{"bytes": b, "path": p} for b, p in zip(images, paths, strict=True)]
+    return pa.array(records, pa.struct([("bytes", pa.binary()), ("path", pa.string())]))
+
+
+def write_images(path: Path, rows: int, first: int = 0, **options: Any) -> str:
+    """Row r of all files has picture r and label r."""
+    ids = range(first, first + rows)
+    columns = {"image": hugging_face([png(i) for i in ids]), "label": list(ids)}
+    return write_parquet(path, columns, **options)
+
+
+def opened(*paths: str, **fields: Any) -> ParquetImages:
+    return ParquetImages(paths, DataConfig(**fields))
+
+
+def all_of(source: ParquetImages) -> list[tuple[Any, int]]:
+    return source.read(np.arange(source.blocks.sum()))
+
+
+def located(
+    source: str, eval_source: str | None = None, **fields: Any
+) -> tuple[Located, Located | None]:
+    """The train split and the evaluation split."""
+    found = locate(DataConfig(source=source, eval_source=eval_source, **fields))
+    return found.train, found.eval
+
+
+def converted(root: Path, **changes: Any) -> Path:
+    """A folder as `convert` leaves it; the files hold their names."""
+    names = {"b.parquet": "train", "a.parquet": "train", "c.parquet": "validation"}
+    for name in names:
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).write_text(name)
+    files = [{"path": name, "split": split, "bytes": 9} for name, split in names.items()]
+    told = {"format": "raytrain_ddp", "version": 1, "files": files, **changes}
+    (root / "dataset.json").write_text(json.dumps(told))
+    return root
+
+
+def with_class_names(path: Path, names: list[str], labels: list[int]) -> str:
+    features = {"label": {"names": names, "_type": "ClassLabel"}}
+    metadata = {"huggingface": json.dumps({"info": {"features": features}})}
+    table = pa.table({"image": [png(0)] * len(labels), "label": pa.array(labels, pa.int64())})
+    pq.write_table(table.replace_schema_metadata(metadata), path)
+    return str(path)
