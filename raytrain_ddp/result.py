@@ -1,4 +1,4 @@
-"""What `fit` gives back, and what is told of it."""
+"""The result of `fit`, and its summary for display."""
 
 from __future__ import annotations
 

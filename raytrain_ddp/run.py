@@ -1,4 +1,4 @@
-"""``python -m raytrain_ddp.run [flags] SCRIPT [its flags]``: torchrun, on Ray."""
+"""``python -m raytrain_ddp.run [flags] SCRIPT [its flags]``: torchrun on Ray."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ processes on all machines."""
 
 _BY_RAY = "Ray connects the nodes, and the ranks rendezvous at rank 0"
 _ALONE = "each rank is a separate main process"
-# torchrun's flags without effect here, with why; `None`: what they ask for is so in any case.
+# torchrun's flags that have no effect here, and why; `None`: the behavior is the same anyway.
 _WITHOUT_EFFECT: dict[str, str | None] = {
     "rdzv-backend": _BY_RAY,
     "rdzv-endpoint": _BY_RAY,
@@ -83,10 +83,10 @@ def main(argv: Sequence[str]) -> int:
 
 
 def parse(argv: Sequence[str], environ: Mapping[str, str] | None = None) -> RunOptions:
-    """What a command line asks for, with torchrun's flags as torchrun takes them.
+    """Parses a command line; torchrun's flags have torchrun's meaning.
 
     Args:
-        environ: has the defaults of torchrun's flags, as it reads them: PET_NNODES and so on.
+        environ: supplies the defaults of torchrun's flags, as torchrun does: PET_NNODES and so on.
 
     Raises:
         ConfigError: for a value, a missing script, or one of torchrun's flags that would start
@@ -122,7 +122,7 @@ def parse(argv: Sequence[str], environ: Mapping[str, str] | None = None) -> RunO
 
 
 def split(argv: Sequence[str]) -> tuple[list[Flag], list[str]]:
-    """Our own flags by their full names, and from the script on the user's words."""
+    """Splits the arguments: our flags by their full names, and everything from the script on."""
     own: list[Flag] = []
     at = 0
     while at < len(argv) and argv[at].startswith("-") and argv[at] != "-":
@@ -144,7 +144,7 @@ def split(argv: Sequence[str]) -> tuple[list[Flag], list[str]]:
 
 
 def _full(name: str) -> str:
-    """A flag's name from an alias, or from as much of it as no other begins with."""
+    """A flag's full name, from an alias or an unambiguous prefix."""
     if name not in _KNOWN and len(name) > 1:
         begun = {known for known in _KNOWN if known.startswith(name)}
         name = begun.pop() if len(begun) == 1 else name
@@ -166,7 +166,8 @@ def _words(flags: Iterable[Flag]) -> list[str]:
 
 
 def _as_show(flag: Flag) -> Flag:
-    """``--tee none`` and ``--tee 0,2`` say which ranks are shown, and no stream of torchrun's."""
+    """``--tee none`` and ``--tee 0,2`` select the ranks to show, unlike torchrun's stream
+    numbers."""
     name, value = flag
     words = value is not None and (value in ("all", "none") or ("," in value and ":" not in value))
     return ("show", value) if name == "tee" and words else flag
@@ -184,7 +185,7 @@ def _notes(flags: Sequence[Flag], kept: Sequence[Flag], translated: str) -> list
 
 
 def _behind(command: Sequence[str], given: set[str]) -> list[str]:
-    """Words behind the script that look like flags of ours, and that its text does not know."""
+    """Arguments after the script that look like our flags and do not occur in its text."""
     try:
         text = Path(command[0]).read_text(encoding="utf-8", errors="replace")
     except OSError:  # a module, or none
