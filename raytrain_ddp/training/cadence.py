@@ -6,7 +6,7 @@ from raytrain_ddp.config.train_config import TrainConfig
 
 
 class Cadence:
-    """Answers by the number of steps done; the clock is rank 0's: see interval.py."""
+    """Decides by the number of steps done; for saving by time, see checkpoint_interval.py."""
 
     def __init__(self, config: TrainConfig, steps_per_epoch: int) -> None:
         self.total_steps = config.epochs * steps_per_epoch
@@ -14,7 +14,7 @@ class Cadence:
         self._config = config
 
     def logs(self, step: int) -> bool:
-        """Every so many steps, at the end of each epoch, and after the first step."""
+        """Every `log.every_steps` steps, at the end of each epoch, and after the first step."""
         every = self._config.log.every_steps
         return step % every == 0 or step % self._epoch == 0 or step == 1
 

@@ -1,4 +1,4 @@
-"""Exact evaluation: each sample once, the same figures on any number of workers."""
+"""Exact evaluation: each sample once, the same values for any number of workers."""
 
 from __future__ import annotations
 
@@ -38,19 +38,19 @@ def evaluate(
 ) -> dict[str, Tensor]:
     """Metric values over all of `data`, on the CPU. All ranks take part and get the same.
 
-    The rows are cut into chunks of `batch_size` whoever works on them; the metrics' states of the
-    chunks are merged along a tree over all of them, so that floating-point sums come out the same
-    for any number of workers; see `TreeMetrics`. Random numbers that `Task.evaluate` draws from
-    torch's, numpy's and Python's generators are a function of the chunk, and alike in all
+    The rows are cut into chunks of `batch_size`, independent of the number of workers. The metric
+    states of the chunks are merged along a tree over all chunks, so floating-point sums are the
+    same for any number of workers; see `TreeMetrics`. Random numbers that `Task.evaluate` draws
+    from torch's, numpy's and Python's generators are a function of the chunk, the same in all
     evaluations.
 
-    "skipped" is among the values if bad records were left out: how many.
+    The values include "skipped", the number of bad records, if any were skipped.
 
     Args:
-        beat: is called before each batch.
+        beat: called before each batch.
 
     Raises:
-        TaskError: a metric's states of two chunks cannot be made one.
+        TaskError: a metric's states of two chunks cannot be merged.
     """
     scores = TreeMetrics(task, metrics_of(task) if metrics is None else metrics, world.device)
     chunks = deal(-(-data.rows // batch_size), world.size, world.rank)
@@ -62,10 +62,10 @@ def evaluate(
             beat()
             seed_slot(world.device, 0, 0, chunk)
             scores.reset()
-            count = data.samples_of(batch)  # 0: bad records only, and they are skipped
+            count = data.samples_of(batch)  # 0: all records are bad, and skipped
             if count:
                 task.evaluate(model, to_device(batch, world.device), scores.given)
-                buffers.restore()  # a chunk leaves no trace in the next one, nor in the training
+                buffers.restore()  # a chunk affects neither the next one nor the training
             samples += count
             scores.take(chunk, count > 0)
         values = scores.values(world)

@@ -1,5 +1,5 @@
-"""What a worker tells of itself when it gets on no more, and what all say together: who keeps the
-others waiting, and in which collective. Pure, but for the look into this process."""
+"""Diagnoses a hang: the status that each rank publishes, and which ranks block the others, in
+which collective. Pure functions, apart from inspecting this process."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _MOST_COLLECTIVES = 100
 _STATES = {
     "T": "its process is stopped (SIGSTOP, or a debugger)",
     "t": "its process is stopped by a debugger",
-    "D": "the kernel does not let its process go (a disk, or a network's file system)",
+    "D": "its process is blocked in the kernel (a disk, or a network file system)",
     "Z": "its process is gone",
     "X": "its process is gone",
 }
@@ -40,17 +40,17 @@ _STATES = {
 
 @dataclass(frozen=True)
 class Sign:
-    """What a rank says when it gets on no more.
+    """The status that a rank publishes when it makes no progress.
 
     Args:
-        step: in progress, or the last one.
+        step: the current one, or the last one.
         doing: see `Clock.doing`.
-        collective: the number of the last one that it has entered; -1 if that is not known.
-        name: of that collective; "" if it is not known.
+        collective: the number of the last one that it entered; -1 if unknown.
+        name: of that collective; "" if unknown.
         waits: whether it waits in a collective.
-        at: the innermost line that belongs to no library.
-        still_s: for how long it has finished no step.
-        patience_s: for how long that is all right.
+        at: the innermost source line that is not in a library.
+        still_s: seconds since it last finished a step.
+        patience_s: how long it may take before it counts as a hang.
         stopped: the ranks whose process it has seen stopped.
         kept: its stacks are written.
     """
@@ -70,7 +70,7 @@ class Sign:
 
 @dataclass(frozen=True)
 class Hang:
-    """What was found: in words, and the ranks that keep the others waiting, if they are known."""
+    """A diagnosis: as text, and the ranks that block the others, if they are known."""
 
     text: str
     step: int
@@ -78,7 +78,7 @@ class Hang:
 
 
 class _Place(NamedTuple):
-    """Where a rank waits; in the order in which a training comes by."""
+    """Where a rank waits; ordered as training reaches these places."""
 
     step: int
     collective: int
@@ -87,19 +87,19 @@ class _Place(NamedTuple):
 
 
 def is_hang(signs: Mapping[int, Sign]) -> bool:
-    """Whether all that have said something have lost their patience."""
+    """Whether all ranks that have published a status have exceeded their patience."""
     return all(sign.still_s >= sign.patience_s for sign in signs.values())
 
 
 def diagnose(
     signs: Mapping[int, Sign], owners: Sequence[Owner], stopped: Set[int] = frozenset()
 ) -> Hang:
-    """Who keeps the others waiting.
+    """Finds the ranks that block the others.
 
     Args:
-        signs: by rank, those of the ranks that answer; not empty.
+        signs: by rank, for the ranks that respond; not empty.
         owners: the processes of all ranks.
-        stopped: ranks that do not answer, and are known to be stopped.
+        stopped: ranks that do not respond and are known to be stopped.
     """
     waiting = [sign for sign in signs.values() if sign.waits]
     seen = waiting or list(signs.values())
@@ -109,10 +109,8 @@ def diagnose(
     silent = [rank for rank in range(len(owners)) if rank not in signs]
     if silent:
         states = {rank: "T" if rank in stopped else owners[rank].state() for rank in silent}
-        unknown = (
-            "it does not answer: it is stopped, or gone, or a thread of it holds Python's lock"
-        )
-        here = "a thread of it holds Python's lock and does not let it go"
+        unknown = "it does not respond: it is stopped, or dead, or one of its threads holds the GIL"
+        here = "one of its threads holds the GIL and does not release it"
         why = [_STATES.get(s, here if s else unknown) for s in states.values()]
         return Hang(
             f"{_who(silent, owners)} did not enter {what}: {_each(why)}; the others have waited "
@@ -127,8 +125,8 @@ def diagnose(
     behind = busy or _odd(waiting)
     if not behind:
         text = (
-            f"all ranks are in {what}, and it has not ended in {since}: a packet, a cable or a "
-            "library has lost it"
+            f"all ranks are in {what}, and it has not ended in {since}: probably the network or a "
+            "library lost a message"
         )
         return Hang(text, usual.step, ())
     ranks = [sign.rank for sign in behind]
@@ -140,7 +138,7 @@ def diagnose(
 
 
 def _odd(waiting: Sequence[Sign]) -> list[Sign]:
-    """Those that wait in another collective than most: the ones behind, where that is a draw."""
+    """Those that wait in another collective than most; the ones behind if it is a tie."""
     places = Counter(_place(sign) for sign in waiting)
     if len(places) < 2:
         return []
@@ -178,11 +176,11 @@ def _each(texts: Sequence[str]) -> str:
     return " and ".join(dict.fromkeys(texts))
 
 
-# ------------------------------------------------------------------ of this process
+# ------------------------------------------------------------------ inspection of this process
 
 
 def look_at(thread: int) -> tuple[str, bool]:
-    """(the innermost line of a thread that belongs to no library, whether it is in a call of
+    """(the innermost line of a thread that is not in a library, whether the thread is in a call of
     torch.distributed)."""
     frame = sys._current_frames().get(thread)
     innermost, inside = frame, False
@@ -206,7 +204,7 @@ def is_waiting(doing: str, inside: bool) -> bool:
 
 
 def is_compiling() -> bool:
-    """Whether torch.compile compiles in any thread: that of a backward pass is none of ours."""
+    """Whether torch.compile runs in any thread; a backward pass runs in a thread of torch's."""
     frames = [*sys._current_frames().values()]
     return any(
         each.f_code.co_filename.endswith(_OF_COMPILERS)
@@ -216,7 +214,7 @@ def is_compiling() -> bool:
 
 
 def stacks() -> str:
-    """Of all Python threads of this process."""
+    """The stacks of all Python threads of this process."""
     names = {thread.ident: thread.name for thread in threading.enumerate()}
     parts = [
         f"Thread {names.get(ident, ident)}:\n{''.join(traceback.format_stack(frame))}"
@@ -226,9 +224,9 @@ def stacks() -> str:
 
 
 def last_collective() -> tuple[int, str]:
-    """Number and name of the last one that this process has entered; (-1, "") if unknown."""
+    """Number and name of the last collective that this process entered; (-1, "") if unknown."""
     number, name = -1, ""
-    with suppress(Exception):  # no public name tells
+    with suppress(Exception):  # there is no public API
         number = int(dist.group.WORLD._get_sequence_number_for_group())  # type: ignore[union-attr]
     with suppress(Exception):
         name = str(collectives()[-1]["profiling_name"]).partition(":")[2]
@@ -236,10 +234,10 @@ def last_collective() -> tuple[int, str]:
 
 
 def collectives() -> list[dict[str, Any]]:
-    """What torch's flight recorder holds of the newest ones, if it records; NCCL's if there are.
+    """The newest entries of torch's flight recorder, if it records (NCCL's only).
 
-    NCCL's is on where TORCH_FR_BUFFER_SIZE (before torch 2.9: TORCH_NCCL_TRACE_BUFFER_SIZE) says
-    how many it shall hold. It was never tried on several GPUs.
+    NCCL's records if TORCH_FR_BUFFER_SIZE (before torch 2.9: TORCH_NCCL_TRACE_BUFFER_SIZE) sets
+    how many entries it holds. Not tested on several GPUs.
     """
     for dump in ("_dump_nccl_trace_json", "_dump_fr_trace_json"):
         read = getattr(torch._C._distributed_c10d, dump, None)

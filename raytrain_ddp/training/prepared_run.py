@@ -1,4 +1,4 @@
-"""A prepared run: its parts, and the acts that a step may be followed by."""
+"""A prepared run: its parts, and the actions that may follow a step."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ from raytrain_ddp.training.train_state import TrainState
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a call of `train` ended. `signal` is that of an interruption which left something to do,
-    be it an evaluation after the last step; else 0."""
+    """How a call of `train` ended. `signal` is the signal that interrupted it while something was
+    left to do, be it only an evaluation after the last step; else 0."""
 
     step: int
     total_steps: int
@@ -47,7 +47,7 @@ class Outcome:
 
 @dataclass
 class PreparedRun:
-    """The parts of a prepared run, and the acts that a step may be followed by."""
+    """The parts of a prepared run, and the actions that may follow a step."""
 
     config: TrainConfig
     task: Task
@@ -66,12 +66,12 @@ class PreparedRun:
     metrics: dict[str, float] = field(default_factory=dict)  # of the evaluation after this step
 
     def log(self, loss_share: Tensor, rate: float) -> None:
-        """Writes the step's loss and the speed since the last line; all ranks take part.
+        """Logs the step's loss and the speed since the last record; all ranks take part.
 
         The one place where the host waits for the device.
         """
         step, world = self.state.step, self.session.world
-        self.stepper.settle()  # so that `nonfinite` is that of this step
+        self.stepper.settle()  # so that `nonfinite` includes this step
         trained_s, phases = self.clock.window()
         memory = step_timing.peak_memory_bytes(world.device)
         mine = step_timing.Reading(
@@ -99,7 +99,7 @@ class PreparedRun:
                 "timing": told,
             }
         )
-        if world.size > 1:  # not in the log, which would grow with the number of workers
+        if world.size > 1:  # not logged: the log would grow with the number of workers
             split_s = step_timing.by_rank(readings, step - self.logged_step)
             self.session.tell({"kind": "ranks", "step": step, "split_s": split_s})
         straggler = self.stragglers.look(step, told.get("slowest"), self.session.hosts)
@@ -108,11 +108,11 @@ class PreparedRun:
         self.logged_step = step
 
     def evaluate(self) -> tuple[bool, int]:
-        """Evaluates the model as it is; all ranks take part.
+        """Evaluates the current model; all ranks take part.
 
         Returns:
-            Whether it is the best so far; and the number of a signal for which the evaluation was
-            given up, else 0. What was given up is made up for at the resume.
+            Whether it is the best so far; and the number of the signal that interrupted the
+            evaluation, else 0. An interrupted evaluation is repeated when the run resumes.
         """
         data = self.eval_data
         if data is None:
@@ -135,7 +135,7 @@ class PreparedRun:
                     data,
                     self.config.micro_batch,
                     self.session.world,
-                    replace(self.feed.loader.threads, begin=None),  # nothing else to do meanwhile
+                    replace(self.feed.loader.threads, begin=None),  # nothing runs meanwhile
                     beat=beat,
                 )
             except Abandoned as abandoned:
@@ -164,33 +164,33 @@ class PreparedRun:
         return best, 0
 
     def owes_evaluation(self) -> bool:
-        """Whether there is data to evaluate on, and the model as it is was not."""
+        """Whether there is evaluation data and the current model was not evaluated."""
         return self.eval_data is not None and self.state.evaluated_step != self.state.step
 
     def make_up(self, cadence: Cadence) -> int:
-        """Evaluates a resumed model if a stop came between; all ranks take part. The number of a
-        signal for which that was given up, else 0."""
+        """Repeats the evaluation of a resumed model that was interrupted; all ranks take part.
+        Returns the number of the signal that interrupted it again, else 0."""
         if not (cadence.evaluates(self.state.step) and self.owes_evaluation()):
             return 0
-        last = self.state.step >= cadence.total_steps  # a rerun may want fewer epochs
+        last = self.state.step >= cadence.total_steps  # a rerun may have fewer epochs
         best, stop = self.evaluate()
         if best or (last and not stop):
             self.save(last)
         return stop
 
     def save(self, last: bool) -> None:
-        """Has a snapshot committed in the background; all ranks take part.
+        """Commits a snapshot in the background; all ranks take part.
 
-        The training waits for the copy to the host, and for the commit before if it is not done.
+        Training waits for the copy to the host, and for the previous commit if it is not done.
 
         Args:
-            last: the run ends with it, as it should.
+            last: the run ends normally with it.
         """
         step, world, asked = self.state.step, self.session.world, time.monotonic()
-        self.stepper.settle()  # the device has its own work to end, which is no stall
+        self.stepper.settle()  # the device finishes its work first, which is not stall time
         began = time.monotonic()
         self.stepper.likeness.require()
-        if not self.state.is_finite():  # the weights are alike on all ranks, and so is the answer
+        if not self.state.is_finite():  # weights, and thus the answer, are equal on all ranks
             raise DivergedError(
                 f"weights are not finite after step {step}. The last checkpoint is kept; {REMEDY}."
             )
@@ -205,7 +205,7 @@ class PreparedRun:
                 manifest = Manifest(
                     step=step,
                     epoch=step // self.plan.steps_per_epoch,
-                    attempt=0,  # the recorder's to say
+                    attempt=0,  # set by the recorder
                     world_size=world.size,
                     config=to_dict(publishable(self.config)),
                     data_fingerprint=self.identity.train,

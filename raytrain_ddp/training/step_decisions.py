@@ -1,4 +1,4 @@
-"""What follows a step: the same on all ranks, agreed on while the step computes."""
+"""Decides what follows a step: the same on all ranks, agreed on while the step computes."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from raytrain_ddp.training.world import Ballot
 
 
 class Decision(NamedTuple):
-    """What is to be done after a step. `stop` is the number of a signal, or 0."""
+    """The actions after a step. `stop` is the number of a signal, or 0."""
 
     log: bool
     evaluate: bool
@@ -20,7 +20,7 @@ class Decision(NamedTuple):
 
 
 class Abandoned(Exception):
-    """An evaluation was given up, on all ranks alike, as the run shall end."""
+    """An evaluation was interrupted, on all ranks, because the run is stopping."""
 
     def __init__(self, stop: int) -> None:
         super().__init__(stop)
@@ -28,10 +28,10 @@ class Abandoned(Exception):
 
 
 class EvaluationWatch:
-    """Asks before each chunk of an evaluation whether the run shall end; all ranks take part.
+    """Checks before each chunk of an evaluation whether the run must stop; all ranks take part.
 
-    The ranks agree while a chunk computes, and act before the next one. They have `least` chunks
-    each, or one more: so the last votes are cast before the last chunk that all of them have.
+    The ranks agree while a chunk computes, and act before the next one. Each has `least` chunks
+    or one more, so the last votes are cast before the last chunk that all of them have.
     """
 
     def __init__(self, session: Session, chunks: int) -> None:
@@ -40,7 +40,7 @@ class EvaluationWatch:
         self._chunk = 0
 
     def __call__(self) -> None:
-        """Raises Abandoned."""
+        """Raises Abandoned if the run must stop."""
         chunk, self._chunk = self._chunk, self._chunk + 1
         if 0 < chunk < self._least:
             stop, _, look = self._ballot.count()
@@ -54,7 +54,7 @@ class EvaluationWatch:
 
 
 class StepDecisions:
-    """Joins what is due by the number of steps, by the clock, and by what the ranks wish.
+    """Combines what is due by the number of steps, by time, and by requests of the ranks.
 
     Each rank asks before the compute of a step and decides after it.
     """
@@ -79,7 +79,7 @@ class StepDecisions:
         due = self._cadence
         return Decision(
             log=due.logs(step),
-            # Whoever ends the run may not wait for an evaluation: it is made up for at the resume.
+            # A run that is stopping does not wait for an evaluation: it is repeated on resume.
             evaluate=due.evaluates(step) and not stop,
             save=save or stop > 0 or due.saves(step),
             stop=stop,

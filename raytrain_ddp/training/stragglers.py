@@ -1,4 +1,4 @@
-"""Who keeps the others waiting line after line of the log: told once, and again when it changes."""
+"""Reports a rank that keeps slowing the others down: once, and again when it changes."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ from typing import Any
 from raytrain_ddp.data.epoch_order import beyond_others
 from raytrain_ddp.training.session import Record
 
-_SLOWER = 2.0  # than the others
+_SLOWER = 2.0  # times the others
 _LINES = 5
 
 
 class Stragglers:
-    """Is shown who was slowest in each line of the log.
+    """Collects the slowest rank of each log record.
 
     Args:
-        slots: of a step; where they are not dealt evenly, who has more of them may take longer.
-        size: how many ranks there are.
+        slots: per step; if they are dealt unevenly, a rank with more of them may take longer.
+        size: the number of ranks.
     """
 
     def __init__(self, slots: int, size: int) -> None:
@@ -29,10 +29,10 @@ class Stragglers:
     def look(
         self, step: int, slowest: Mapping[str, Any] | None, hosts: Sequence[str]
     ) -> Record | None:
-        """An event, if there is something new to tell.
+        """An event, if there is something new to report.
 
         Args:
-            slowest: see `timing.summary`; None if there is one rank only.
+            slowest: see `step_timing.summary`; None if there is only one rank.
             hosts: of all ranks.
         """
         if slowest is None:
@@ -47,7 +47,7 @@ class Stragglers:
         if before == self._told:
             return None
         if self._told is None:
-            text = f"rank {before} keeps up with the others again, by step {step}"
+            text = f"rank {before} keeps up with the others again, as of step {step}"
             return {"kind": "straggler", "step": step, "rank": None, "text": text}
         phase = Counter(phase for _, phase, _ in self._lines).most_common(1)[0][0]
         ratio = sorted(ratio for _, _, ratio in self._lines)[_LINES // 2]
@@ -57,5 +57,5 @@ class Stragglers:
         return {
             **{"kind": "straggler", "step": step, "rank": rank, "host": host, "phase": phase},
             "ratio": ratio,
-            "text": f"{text}most in {phase}, by step {step}",
+            "text": f"{text}mostly in {phase}, as of step {step}",
         }

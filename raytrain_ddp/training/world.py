@@ -1,4 +1,4 @@
-"""Who this worker is among the workers. Replaces every ``os.environ["RANK"]``."""
+"""This worker's place among the workers, process-wide set-up, seeds and broadcasts."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from raytrain_ddp.errors import ConfigError, PreflightError
 
 @dataclass(frozen=True)
 class World:
-    """One worker's place: `rank` of `size`, its device, and its CPU threads."""
+    """One worker's place: its `rank` of `size`, its device, and its number of CPU threads."""
 
     rank: int
     size: int
@@ -33,16 +33,16 @@ class World:
 
     @property
     def is_main(self) -> bool:
-        """Guards writing, never a collective."""
+        """Use it to guard writing, never a collective."""
         return self.rank == 0
 
 
 def choose_device(name: str, may_use_gpu: bool = True) -> torch.device:
-    """Of ``--device``: cpu, cuda, cuda:NUMBER, or auto, which is a GPU if there is one.
+    """The device for ``--device``: cpu, cuda, cuda:NUMBER, or auto (a GPU if there is one).
 
     Raises:
-        ConfigError: there is no device of such a name.
-        PreflightError: it is not there.
+        ConfigError: the name is invalid.
+        PreflightError: the device does not exist.
     """
     gpus = torch.cuda.device_count()
     if name == "auto":
@@ -76,7 +76,7 @@ def seed_all(seed: int) -> None:
 
 
 def slot_seed(seed: int, step: int, slot: int) -> int:
-    """Of all generators, for one micro-batch of a global step, from 0. Below 2^63."""
+    """The seed of all generators for one micro-batch of a global step, from 0. Below 2^63."""
     return hash64(seed, step, slot) >> 1
 
 
@@ -90,7 +90,7 @@ def seed_slot(device: torch.device, seed: int, step: int, slot: int) -> None:
 
 @contextmanager
 def keeping_generators(device: torch.device) -> Iterator[None]:
-    """Whatever is drawn meanwhile from torch's, numpy's and Python's generators leaves no trace."""
+    """Restores torch's, numpy's and Python's generators afterward."""
     python, numpy = random.getstate(), np.random.get_state()
     gpus = [torch.cuda.current_device()] if device.type == "cuda" else []
     try:
@@ -111,19 +111,19 @@ def broadcast(value: Any, world: World, source: int = 0) -> Any:
 
 
 def broadcast_tensor(tensor: Tensor, source: int) -> None:
-    """Makes a tensor on all ranks that of rank `source`; all take part.
+    """Copies a tensor from rank `source` to all ranks; all take part.
 
-    As bytes, as gloo knows few types; and without the gaps that it may have in memory, which a
-    collective would take for its own.
+    As bytes, since gloo supports few dtypes; and contiguous, since a collective would overwrite
+    gaps in memory.
     """
-    dense = tensor.detach().contiguous()  # itself, if it is
+    dense = tensor.detach().contiguous()  # itself if contiguous
     dist.broadcast(dense.view(-1).view(torch.uint8), source)
     if dense.data_ptr() != tensor.data_ptr():
         tensor.detach().copy_(dense)
 
 
 def versions() -> dict[str, str]:
-    """Of what a result may depend on."""
+    """The versions of software that a result may depend on."""
     found = {"python": platform.python_version(), "torch": str(torch.__version__)}
     for name in ("torchvision", "ray"):
         with suppress(metadata.PackageNotFoundError):
@@ -136,8 +136,8 @@ def versions() -> dict[str, str]:
 class Ballot:
     """Lets all ranks agree on what follows a step, without a barrier.
 
-    The largest vote wins. It is found while the step computes, in a collective on the CPU; every
-    rank casts and counts once a step.
+    The largest vote wins. It is computed during the step, in a collective on the CPU; every
+    rank casts and counts once per step.
     """
 
     def __init__(self, world: World) -> None:
@@ -149,7 +149,7 @@ class Ballot:
             self._work = dist.all_reduce(self._votes, op=dist.ReduceOp.MAX, async_op=True)
 
     def count(self) -> tuple[int, bool, bool]:
-        """(signal number of a wanted stop or 0, whether to save, whether to look)."""
+        """(signal number of a requested stop or 0, whether to save, whether to look)."""
         if not self._alone:
             self._work.wait()
         stop, save, look = self._votes.tolist()

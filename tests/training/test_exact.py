@@ -501,7 +501,9 @@ def test_a_model_with_what_no_checkpoint_can_hold_is_refused_at_the_start(
         kind = {"kind": partial(Rotary, persistent)}
         (ended,) = workers.outcomes(1, run_tiny, plain(config), kind, 0, 0, None, OddTask)
         assert getattr(ended, "exit_status", None) == status
-        assert persistent == ("turns (torch.complex64) cannot be in a checkpoint" in str(ended))
+        assert persistent == (
+            "turns (torch.complex64) cannot be stored in a checkpoint" in str(ended)
+        )
 
 
 def test_by_default_too_replaced_buffers_are_alike_and_a_noisy_evaluation_is_the_same(

@@ -479,7 +479,7 @@ def test_fault_24_skip_goes_on_tells_each_and_counts_them_in_the_log(skipping: A
     for number, ((step, slot), note) in enumerate(zip(bad, told, strict=True), 1):
         rank = [0, 1, 2, 2][slot]
         assert note.startswith(f"The loss of slot {slot} (rank {rank}) is nan at step {step} ")
-        assert note.endswith(f"{number} such, of at most 3.")
+        assert note.endswith(f"({number} of at most 3).")
     log = [record for record in log_of(config) if record["kind"] == "train"]
     assert [r["step"] for r in log] == list(range(1, TOTAL_STEPS + 1))
     assert [r["step"] for r in log if r["loss"] == "nan"] == [step for step, _ in bad]

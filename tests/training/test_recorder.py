@@ -348,7 +348,7 @@ def test_fault_08_a_log_that_cannot_be_restored_is_no_reason_not_to_train(
     )
     book.restore([{"kind": "train", "step": 1, "loss": 0.5}])
     book.add({"kind": "train", "step": 2, "loss": 0.25})
-    assert ["the next checkpoint renews it" in note for note in notes(told)] == [True]
+    assert ["the next checkpoint rewrites it" in note for note in notes(told)] == [True]
     (tmp_path / "metrics.jsonl").rmdir()
     book.publish()
     book.add({"kind": "train", "step": 3, "loss": 0.125})
@@ -444,7 +444,7 @@ def test_fault_12_checkpoints_that_vanish_while_the_driver_lives_are_missed_by_t
     shutil.rmtree(place)
     for _ in range(2):
         again = recorder(config, told)
-        with pytest.raises(CheckpointError, match=r"checkpoint of step 20 .* none any more"):
+        with pytest.raises(CheckpointError, match=r"checkpoint of step 20 .* there is none now"):
             again.begin()
         again.close()
     assert not place.exists()  # it has claimed nothing
