@@ -143,7 +143,7 @@ def _splits_among(folders: Collection[str], asked: Collection[str], tree: _Tree)
             folder: split for folder, split in names.items() if split and _paired(split, names)
         }
     roles = {split.role for split in known.values()}
-    if "train" in roles:  # beside it nothing is a class: test_set
+    if "train" in roles:  # then no sibling is a class: test_set
         known |= {f: split for f, split in names.items() if split and split.role not in roles}
     words = [split.word for split in known.values()]
     found = {

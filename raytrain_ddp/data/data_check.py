@@ -1,7 +1,7 @@
-"""Finds and checks the data that a run is trained and evaluated on, without torch, before anything
-starts.
+"""Finds and checks a run's training and evaluation data before anything starts, without torch.
 
-data_set.py finds the splits of a source; this module chooses the splits to use.
+
+discovery.py finds the splits of a source; this module chooses which ones to use.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ Use = Literal["train", "eval"]
 
 @dataclass(frozen=True)
 class Located:
-    """Where one split lies: Parquet files (paths or URIs), an ImageFolder's root, or a torchvision
-    set's name.
+    """Where one split is: Parquet files (paths or URIs), an ImageFolder's root, or the name of a
+    torchvision data set.
 
     Args:
         split: what it is used for.

@@ -1,4 +1,4 @@
-"""The layout of a Hugging Face data set: the configs and files that its README.md declares."""
+"""Reads the configs and files that the README.md of a Hugging Face data set declares."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Batches of images from any source: decode, crop, resize and augment on the host, as uint8.
+"""Makes batches of images: decodes, crops, resizes and augments on the host, as uint8.
 
-What is cheap for whole batches (mirror, normalise, erase, mix) is left to the device: device.py.
-Every random choice comes from the sample's own draws.
+Operations that are cheap for whole batches (flip, normalize, erase, mix) run on the device: see
+gpu_augment.py. All random choices come from the sample's own `Draws`.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ class _Collate:
             out = images[len(kept) : len(kept) + 1]
             try:
                 place_image(out, picture, self._augment, crops[place], self._config.jpeg_scaling)
-            except Exception as error:  # decoders raise what they like
+            except Exception as error:  # decoders raise any type
                 self._refuse(int(draws.rows[place]), error)
                 continue
             if self._policy_draws:
@@ -96,7 +96,8 @@ class _Collate:
     def _pictures(
         self, records: Sequence[tuple[Any, int]], rows: list[int]
     ) -> Iterator[tuple[int, EncodedImage]]:
-        """(place, opened picture) of each record that can be opened; one for repeats of a row."""
+        """(place, opened picture) of each record that can be opened; one for all repeats of a
+        row."""
         before, picture = -1, None
         for place, (row, (image, label)) in enumerate(zip(rows, records, strict=True)):
             if not 0 <= label < self._classes:
@@ -115,7 +116,7 @@ class _Collate:
             before = row
 
     def _size(self, picture: EncodedImage) -> tuple[int, int]:
-        """(height, width) of what the model sees."""
+        """(height, width) of the model's input."""
         side = self._config.image_size
         if side or self._augment.crop == "random":
             return side or picture.width, side or picture.width

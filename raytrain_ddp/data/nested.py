@@ -1,4 +1,4 @@
-"""Batches: any nest of tensors in mappings, lists, tuples, named tuples and dataclasses.
+"""Nested batches: tensors in mappings, lists, tuples, named tuples and dataclasses.
 
 Everything else in them (strings, numbers, arrays) is passed through unchanged.
 """

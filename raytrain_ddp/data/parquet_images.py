@@ -25,9 +25,9 @@ from raytrain_ddp.errors import DataError
 Image = bytes | BadRecord
 
 _MIB = 2**20
-_BLOCKS_FROM_BYTES = 512 * _MIB  # of images: with more, a shuffle of all rows is no good idea
-_READERS = 2  # of local files: little more than copying, beside threads that decode
-_REMOTE_READERS = 8  # of object stores: mostly waiting
+_BLOCKS_FROM_BYTES = 512 * _MIB  # of images: with more, shuffling all rows is too slow
+_READERS = 2  # of local files: mostly copying, concurrent with decoding threads
+_REMOTE_READERS = 8  # of object stores: mostly waiting for the network
 
 
 class ParquetImages:
@@ -97,10 +97,10 @@ class ParquetImages:
         blocks = self._blocks_of(rows)
         places = rows - self._starts[blocks]
         wanted = list(dict.fromkeys(blocks.tolist()))
-        if self._remote:  # all at the same time, the first of them by this thread
+        if self._remote:  # all concurrently, the first one by this thread
             self._groups.ahead(wanted[1:])
         records: list[Any] = [None] * len(rows)
-        apart: list[tuple[int, Shard, str]] = []  # (index, file, path of the image)
+        apart: list[tuple[int, Shard, str]] = []  # (index, shard, path of the image)
         for block in wanted:
             chosen = np.flatnonzero(blocks == block)
             group = self._groups.get(block, places[chosen])
@@ -126,20 +126,21 @@ class ParquetImages:
         return np.array(numbers, np.int64)
 
     def ahead(self, rows: Rows) -> None:
-        """Has the row groups of these rows read, which nobody has read yet. Returns at once."""
+        """Starts reading the row groups of these rows, which must not have been read. Returns at
+        once."""
         self._groups.ahead(self._blocks_of(rows).tolist())
 
     def close(self) -> None:
-        """Ends the threads that read ahead; the source remains of use."""
+        """Ends the read-ahead threads; the source remains usable."""
         self._groups.close()
 
     @property
     def reads(self) -> tuple[int, int]:
-        """Row groups read so far, and how many of them again because memory did not suffice."""
+        """Row groups read so far, and how many of them repeatedly, for lack of memory."""
         return self._groups.loads, self._groups.reloads
 
     def fingerprint(self) -> str:
-        """Of the files' names, sizes and footers, wherever the files lie."""
+        """A hash of the files' names, sizes and footers, independent of where the files are."""
         digest = sha256()
         for shard in self._shards:
             name = PurePosixPath(shard.path).name
@@ -173,7 +174,8 @@ class ParquetImages:
         return _Group(labels=self._labels(block, table), nbytes=table.nbytes, **kept)
 
     def _labels(self, block: int, table: Any) -> list[int]:
-        # In Python: a worker's first read is not to import pyarrow.compute, or pandas for to_numpy.
+        # In pure Python: a worker's first read must not import pyarrow.compute, or pandas for
+        # to_numpy.
         values = table.column(self._columns[1]).to_pylist()
         return self._numbers(self._blocks[block][0], values, int(self._starts[block]))
 
@@ -212,7 +214,7 @@ class ParquetImages:
         return sha256(told.encode()).hexdigest()[:32]
 
     def _check_statistics(self) -> None:
-        """Labels that are no class are found now, where the files have statistics."""
+        """Finds labels that are not classes early, if the files have statistics."""
         for block, (shard, group) in enumerate(self._blocks):
             told = shard.groups[group].labels
             number = self._labels_of[shard.uri].number
@@ -223,7 +225,7 @@ class ParquetImages:
 
 @dataclass(frozen=True)
 class _Group:
-    """A row group in memory: Arrow arrays, out of which a row is copied when it is read."""
+    """A row group in memory: Arrow arrays from which rows are copied when they are read."""
 
     labels: list[int]
     nbytes: int

@@ -1,4 +1,4 @@
-"""The label columns of Parquet files: the classes, and the labels of rows."""
+"""Reads the label columns of Parquet files: the classes, and the labels of rows."""
 
 from __future__ import annotations
 

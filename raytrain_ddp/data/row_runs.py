@@ -1,8 +1,8 @@
-"""Runs of rows laid end to end, of which nearly all have one length.
+"""Consecutive runs of rows, nearly all of the same length.
 
-So it is with the blocks of a data set: row groups are alike but for the last of each file. Where a
-run begins, and in which run a place is, follow from the few odd ones, whatever their number.
-"""
+The blocks of a data set are like this: row groups have equal lengths, except the last of each
+file. The start of a run, and the run of a place, follow from the few exceptions, whatever the
+number of runs."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from raytrain_ddp.data.sample_rng import Rows
 
 
 class RowRuns:
-    """`count` runs of `usual` places each, but for a few.
+    """`count` consecutive runs of `usual` places each, with a few exceptions.
 
     Args:
-        odd: which runs have another length, shape (n,), ascending.
-        more: how many places more than usual (or less) they have, shape (n,).
+        odd: the runs with another length, shape (n,), ascending.
+        more: how many places more (or less, if negative) they have, shape (n,).
     """
 
     def __init__(self, count: int, usual: int, odd: Rows, more: Rows) -> None:
@@ -30,7 +30,7 @@ class RowRuns:
     @staticmethod
     def of(lengths: Rows) -> RowRuns:
         """Runs of these lengths, shape (count,), each 1 or more."""
-        some = Feistel(len(lengths))(np.arange(min(len(lengths), 1001)))  # no regular sample
+        some = Feistel(len(lengths))(np.arange(min(len(lengths), 1001)))  # a random sample
         usual = int(np.median(lengths[some]))
         odd = np.flatnonzero(lengths != usual)
         return RowRuns(len(lengths), usual, odd, lengths[odd] - usual)
@@ -42,14 +42,14 @@ class RowRuns:
         return RowRuns(self.count, self._usual, odd[order], self._more[order])
 
     def start(self, runs: Rows) -> Rows:
-        """Where each of `runs`, shape (k,), begins; run `count`: where the last one ends."""
+        """The start of each of `runs`, shape (k,); for run `count`, the end of the last one."""
         starts: Rows = runs * self._usual + self._shifts[np.searchsorted(self._odd, runs)]
         return starts
 
     def at(self, places: Rows) -> Rows:
-        """The run that each of `places`, shape (k,), is in."""
+        """The run that contains each of `places`, shape (k,)."""
         passed = np.searchsorted(self._after_starts, places, side="right") - 1
         runs = self._after[passed] + (places - self._after_starts[passed]) // self._usual
-        latest = np.append(self._odd, self.count - 1)[passed]  # an odd run may be a long one
+        latest = np.append(self._odd, self.count - 1)[passed]  # an odd run may be longer
         found: Rows = np.minimum(runs, latest)
         return found

@@ -143,7 +143,7 @@ def _by_file(name: str) -> tuple[str, SplitName] | None:
 
 def _labels(splits: Mapping[str, SplitName], shown: str) -> dict[str, str]:
     """The split of each file. ``train_a`` and ``train_b`` are parts of train, but ``train_extra``
-    beside ``train`` is a split of its own."""
+    next to ``train`` is a split of its own."""
     exact = {split.role for split in splits.values() if split.is_exact}
     for role in set(KEYWORDS) - exact:
         sets = sorted({split.before for split in splits.values() if split.role == role})

@@ -32,17 +32,18 @@ _NO_EVALUATION = (
 
 
 class ImageSource(Source, Protocol):
-    """A source of (image, label): encoded bytes, a PIL image, or why there is none."""
+    """A source of (image, label), where the image is encoded bytes, a PIL image or a
+    `BadRecord`."""
 
     class_names: list[str]
 
     def read(self, rows: Rows) -> Sequence[tuple[Any, int]]: ...
 
     def labels(self) -> Rows:
-        """The number of each row's class, shape (rows,)."""
+        """The class number of each row, shape (rows,)."""
 
     def where(self, row: int) -> str:
-        """File and row, for messages."""
+        """The file and row, for messages."""
 
 
 @dataclass

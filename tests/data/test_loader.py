@@ -530,7 +530,7 @@ def test_more_row_groups_than_memory_holds_are_told_of():
     assert note("block", 9, size=2) is None
     told = note("block", 17)
     assert told is not None
-    assert "12 row groups are in use at a time, which takes 18 MiB" in told
+    assert "12 row groups are in use at a time, which need 18 MiB" in told
     assert "--data.memory-mib to 18" in told
     assert "lower --data.shuffle-window" in told
     assert "--data.shuffle block" in str(note("full", 20))
