@@ -1,4 +1,4 @@
-"""``python -m raytrain_ddp.convert SRC DST``: images as Parquet shards made for training."""
+"""``python -m raytrain_ddp.convert SRC DST``: converts images to Parquet shards for training."""
 
 from __future__ import annotations
 

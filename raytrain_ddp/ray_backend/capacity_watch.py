@@ -1,4 +1,4 @@
-"""Whether there will be workers at all: Ray Train itself waits for room for ever."""
+"""Checks that workers can be placed at all: Ray Train itself would wait forever."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from raytrain_ddp.ray_backend.placement import Layout, room
 _LOOK_EVERY_S = 2.0
 _SAY_EVERY_S = 30.0
 _TICK_S, _LONGEST_TICK_S = 0.1, 1.0
-# With room enough, but no worker in it: it is taken by others, or their start fails over and over.
+# With room but no workers after this time, others occupy it, or their start keeps failing.
 _STARTED_WITHIN_S = 480.0
 
 
 class Awake:
-    """A clock that stands still while this process is stopped (SIGSTOP, a laptop that sleeps): then
-    whatever has been silent meanwhile may have spoken all the time. In seconds."""
+    """A clock, in seconds, that stops while this process is stopped (SIGSTOP, a sleeping laptop):
+    components that seemed silent in that time may have been active."""
 
     def __init__(self) -> None:
         self._seconds = 0.0
@@ -43,12 +43,12 @@ class Awake:
 
 
 class CapacityWatch:
-    """Watches the cluster's nodes all the time, and the time that workers take to come.
+    """Watches the cluster's nodes, and how long workers take to start.
 
     Args:
-        wait_s: how long room for the fewest workers may be lacking.
-        nodes: the resources of each node that lives.
-        changed: called when there are other nodes than before.
+        wait_s: how long room for the minimum number of workers may be missing.
+        nodes: the resources of each live node.
+        changed: called when the set of nodes has changed.
     """
 
     def __init__(
@@ -68,14 +68,14 @@ class CapacityWatch:
         self._looked_at = now()
 
     def lost(self) -> None:
-        """The workers are gone, and Ray begins to look for room for others."""
+        """The workers are gone, and Ray starts looking for room for new ones."""
         self._since = self._now()
 
     def joined(self) -> None:
         self._since = None
 
     def look(self) -> None:
-        """Raises PreflightError when no workers can be expected any more; cheap to call often."""
+        """Raises PreflightError when no workers can be expected anymore; cheap to call often."""
         now = self._now()
         if now - self._looked_at < _LOOK_EVERY_S:
             return
@@ -90,7 +90,7 @@ class CapacityWatch:
             if self._since is not None and now - self._since > _STARTED_WITHIN_S:
                 raise PreflightError(
                     f"Ray has not started {said} in {_STARTED_WITHIN_S:g} s, although the cluster "
-                    "has that room: is it busy (`ray status`), or does their start fail (logs/)?"
+                    "has room: is it busy (`ray status`), or does their start fail (logs/)?"
                 )
             return
         lack = f"for {said}, each with {dict(self._layout.per_worker)}, there is room for {has}"
@@ -100,18 +100,18 @@ class CapacityWatch:
             self._show({"kind": "note", "text": text})
         if now - self._lacking_since > self._wait_s:
             raise PreflightError(
-                f"{lack} on the cluster's {len(nodes)} node(s), and {self._wait_s:g} s "
-                "(scaling.wait_s) brought no more. What is committed is kept. Take fewer with "
-                "--scaling.num-workers, or MIN:MAX of them."
+                f"{lack} on the cluster's {len(nodes)} node(s), and no more in {self._wait_s:g} s "
+                "(scaling.wait_s). Committed checkpoints are kept. Use fewer workers with "
+                "--scaling.num-workers, or MIN:MAX."
             )
 
 
 class StartWatch:
-    """Reports what a start of the workers is waiting for; until they train, nothing else watches
-    them.
+    """Reports what a start of the workers is waiting for; nothing else watches them until they
+    train.
 
     Args:
-        nodes: the resources of each node that lives.
+        nodes: the resources of each live node.
         stopped: returns the workers on this machine that are stopped.
     """
 
@@ -159,7 +159,7 @@ class StartWatch:
 
 
 def stopped_workers() -> list[str]:
-    """Those of Ray's workers on this machine, of this user, that are stopped, as ``pid 12
+    """Ray's workers of this user on this machine that are stopped, as ``pid 12
     (ray::RayTrainWorker)``."""
     found = []
     for entry in Path("/proc").glob("[0-9]*"):

@@ -1,4 +1,4 @@
-"""Ray's dashboard: where it is, and that it knows of the run."""
+"""Finds Ray's dashboard, and lists the run in it."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from typing import Any
 
 from raytrain_ddp.ray_backend.ray_settings import settled
 
-_LISTED = {"RAY_TRAIN_ENABLE_STATE_TRACKING": "1"}  # an actor more, and its process
+_LISTED = {"RAY_TRAIN_ENABLE_STATE_TRACKING": "1"}  # costs an additional actor process
 
 
 def dashboard_address() -> tuple[str, int] | None:
-    """Where Ray says that its dashboard is; None: it has none."""
+    """The address of Ray's dashboard; None if it has none."""
     import ray
 
-    # Of a Ray that is connected already, this only tells.
+    # For a connected Ray, this only returns its address.
     told = ray.init(ignore_reinit_error=True, configure_logging=False, logging_level="ERROR")
     host, _, port = (told.dashboard_url or "").rpartition(":")
     return (host, int(port)) if port.isdigit() else None
@@ -23,13 +23,13 @@ def dashboard_address() -> tuple[str, int] | None:
 
 @contextmanager
 def listed(tell: Callable[[Mapping[str, Any]], None]) -> Iterator[None]:
-    """The dashboard knows the trainings that start meanwhile, if there is one; tells where it is.
+    """Lists the trainings started in this context in the dashboard, if any; reports its address.
 
-    The open dashboard shows them as a job with its workers and their logs. Only its API has their
-    name, state and attempts: `/api/train/v2/runs/v1`; the page that shows those is not open.
+    The open-source dashboard shows them as a job with its workers and their logs. Name, state
+    and attempts are only in its API, `/api/train/v2/runs/v1`; the page for them is not open.
 
     Args:
-        tell: is given a note.
+        tell: receives a note.
     """
     found = dashboard_address()
     if found is None:
@@ -46,10 +46,10 @@ def listed(tell: Callable[[Mapping[str, Any]], None]) -> Iterator[None]:
 
 
 def said(host: str, port: int, job: str, away: str = "") -> str:
-    """Where to look, for a person.
+    """The dashboard's address, for a person.
 
     Args:
-        away: the head, if this is another machine.
+        away: the head node, if it is another machine.
     """
     page = f"http://{host}:{port}/#/jobs/{job}"
     if away and host in ("127.0.0.1", "localhost", "::1"):

@@ -184,11 +184,11 @@ def _children_of(pid: int) -> set[int]:
 
 
 def _end_processes(children: set[int]) -> None:
-    """Ends those of Ray among these children of this process, and all that they have started."""
+    """Ends Ray's processes among these children of this process, and all their descendants."""
     for child in children:
         with suppress(OSError):
             if b"session_" not in Path(f"/proc/{child}/cmdline").read_bytes():
-                continue  # each process of Ray is given the name of its session
+                continue  # each Ray process has its session's name as an argument
             tree, new = {child}, {child}
             while new:
                 new = set().union(*map(_children_of, new)) - tree

@@ -56,7 +56,7 @@ class ImageClassification(Task):
         return labels.loss(model(inputs), self._config.optim.label_smoothing)
 
     def metrics(self) -> dict[str, Metric]:
-        from torchmetrics import MeanMetric  # seconds to import: not before it is needed
+        from torchmetrics import MeanMetric  # takes seconds to import; imported only when needed
         from torchmetrics.classification import MulticlassAccuracy
 
         classes = len(self.class_names)
@@ -82,9 +82,9 @@ class ImageClassification(Task):
                 metric.update(logits, labels)
 
     def _inputs(self, batch: Batch) -> Tensor:
-        """What the model is given, float (n, 3, h, w), made on the device."""
+        """The model's input, float (n, 3, h, w), computed on the device."""
         images = batch["image"]
-        if images.device not in self._scales:  # once: such a copy makes the host wait
+        if images.device not in self._scales:  # only once: such a copy makes the host wait
             values = torch.tensor([self._config.data.mean, self._config.data.std])
             self._scales[images.device] = (values * 255).view(2, 3, 1, 1).to(images.device)
         mean, std = self._scales[images.device]

@@ -79,8 +79,8 @@ class ReplicaCheck:
         if differing is not None:
             raise DivergedError(
                 f"{told}. A device, memory or kernel of that host computes wrong results, or the "
-                "task changes weights on its own. The last checkpoint, made earlier, is kept; "
-                "exclude that host, or go on with the others' weights: --scaling.on-divergence resync."
+                "task changes weights on its own. The last checkpoint, made earlier, is kept. "
+                "Exclude that host, or continue with the others': --scaling.on-divergence resync."
             )
 
     def _differing(self) -> tuple[int, list[int], list[str]] | None:

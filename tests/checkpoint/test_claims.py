@@ -607,7 +607,7 @@ def test_fault_12_a_base_that_is_gone_is_an_error(root: Path) -> None:
     start(fresh(root))
     shutil.rmtree(root / "step-00000010-a0001")
     for _ in range(2):
-        with pytest.raises(CheckpointError, match=r"attempt 2 went on from step-00000010-a0001, w"):
+        with pytest.raises(CheckpointError, match=r"attempt 2 resumed from step-00000010-a0001, w"):
             start(fresh(root))
 
 

@@ -125,7 +125,7 @@ def test_fault_11_payload_missing(root: Path, left: str) -> None:
     found, told = latest(root)
     assert content(found) == payload(10)
     assert len(told) == 1
-    assert "model.safetensors is missing or no plain file" in told[0]
+    assert "model.safetensors is missing or not a regular file" in told[0]
 
 
 def test_fault_11_manifest_missing_is_a_leftover(root: Path) -> None:
@@ -564,6 +564,6 @@ def test_without_secrets_leaves_the_rest() -> None:
 def test_fault_14_unreachable_object_store(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(storage_module, "REACH_TIMEOUT_S", 0.5)
     uri = "s3://KEY:SECRET@bucket/x?endpoint_override=127.0.0.1:1&scheme=http&region=nowhere"
-    with pytest.raises(PreflightError, match=r"s3://bucket/x.*(did not answer|NETWORK)") as caught:
+    with pytest.raises(PreflightError, match=r"s3://bucket/x.*(did not respond|NETWORK)") as caught:
         open_storage(uri)
     assert "SECRET" not in str(caught.value)

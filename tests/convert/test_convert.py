@@ -673,7 +673,7 @@ def test_going_on_with_other_input_is_refused(
             run_convert(source.parent, tmp_path / "out", **SMALL)
     if change.pop("touch", False):
         (source / "0.jpg").write_bytes(encoded(picture(1)))
-    with pytest.raises(ConfigError, match=f"{told}.*Give the same again, or delete"):
+    with pytest.raises(ConfigError, match=f"{told}.*Use the same input, or delete"):
         run_convert(source.parent, tmp_path / "out", **SMALL, **change)
 
 
@@ -705,8 +705,8 @@ def test_the_destination_must_be_a_folder_of_its_own(folder: Path, tmp_path: Pat
         (tmp_path / "full", r"has other files \(notes\.txt\)"),
         (tmp_path / "file", "is a file"),
         (tmp_path / "link", "is a file"),
-        (folder, "lies in SRC"),
-        (folder / "train" / "parquet", "lies in SRC"),
+        (folder, "is inside SRC"),
+        (folder / "train" / "parquet", "is inside SRC"),
         (Path("/proc"), "is a mount point"),
     ]:
         with pytest.raises(ConfigError, match=told):
@@ -850,7 +850,7 @@ def test_fault_19_a_flipped_bit_is_found_wherever_it_is(copy: Path):
         flipped[place] ^= 1
         shard.write_bytes(flipped)
         told = problems(copy)
-        assert told[0] == f"{shard.name}: other content than was written (sha256)"
+        assert told[0] == f"{shard.name}: content differs from what was written (sha256)"
         if place not in (2, len(content) - 6):
             assert told[1].startswith(f"{shard.name}, row group 1: cannot be read")
     shard.write_bytes(content)

@@ -121,7 +121,7 @@ def test_fault_48_the_same_death_at_the_same_step_twice_ends_the_run_at_once():
     assert story.start(at=3).killed(rank=1, step=5) is not None
     with pytest.raises(RetriesExhausted, match="at step 5, as it did before") as caught:
         story.start(at=3).killed(rank=1, step=5)
-    assert "no checkpoint between" in str(caught.value)
+    assert "no checkpoint in between" in str(caught.value)
     assert "native code" in str(caught.value)
 
 
@@ -186,7 +186,7 @@ def test_fault_25_a_worker_ended_by_rays_memory_monitor_is_replaced_once():
     story = Story(most=100)
     shown = story.start().killed(rank=1, step=5, why=why)
     assert shown is not None
-    assert "ended by Ray, as its node ran out of memory" in shown["message"]
+    assert "ended by Ray because its node ran out of memory" in shown["message"]
     with pytest.raises(RetriesExhausted, match="again") as caught:
         story.start().killed(rank=2, step=9, why=why)
     for knob in ("--micro-batch", "--data.prefetch-mib", "--scaling.cpus-per-worker"):
@@ -216,7 +216,7 @@ def test_fault_33_a_hang_is_a_failure_with_its_cause_in_words():
 def test_fault_33_48_hangs_at_the_same_step_twice_or_too_often_end_the_run():
     story = Story()
     assert hung(story.start(), 40) is not None
-    with pytest.raises(RetriesExhausted, match=r"step 40.*as before, with no checkpoint between"):
+    with pytest.raises(RetriesExhausted, match=r"step 40.*as before, with no checkpoint in"):
         hung(story.start(), 40)
     story = Story(most=1)
     assert hung(story.start(), 40) is not None
@@ -560,7 +560,7 @@ def test_fault_34_a_notice_is_saved_for_at_once_and_again_before_the_end(
     assert {wishes.stop for _, wishes in wished if wishes.stop} == {STOP}
     assert STOP not in signal.valid_signals()  # 1, for one, is SIGHUP
     assert len(taken.notes) == 1
-    assert "the node of rank 1 is taken away in 28 s" in taken.notes[0]["text"]
+    assert "the node of rank 1 will be preempted in 28 s" in taken.notes[0]["text"]
 
 
 @pytest.mark.filterwarnings("ignore")

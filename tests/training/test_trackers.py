@@ -152,7 +152,7 @@ def test_a_service_that_fails_is_told_and_tried_again_with_the_next_checkpoint(t
         book.add(train(step, 1.0))
     until(told, 1)
     assert [note["text"] for note in told] == [
-        "Service has failed (no route to host): it is tried again with each checkpoint."
+        "Service has failed (no route to host): it is retried with each checkpoint."
     ]
     book.publish()
     book.add(train(4, 1.0))
