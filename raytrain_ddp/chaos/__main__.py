@@ -78,11 +78,11 @@ def parse(argv: Sequence[str]) -> ChaosArgs:
         flag = f"--{name.replace('_', '-')}"
         require(value is None or value >= least, flag, value, f"must be {least} or more")
     require(args.nodes > 0 or not args.node_kills, "--node-kills", args.node_kills, "needs --nodes")
-    require(not (args.local and args.nodes), "--nodes", args.nodes, "is for Ray: leave out --local")
+    require(not (args.local and args.nodes), "--nodes", args.nodes, "is for Ray: remove --local")
     if args.resize:
-        require(args.config.exact, "--resize", True, "needs --exact: other bits are to be expected")
+        require(args.config.exact, "--resize", True, "needs --exact: otherwise the bits differ")
         there = args.local or args.nodes > 0
-        require(there, "--resize", True, "needs --local, or --nodes for workers that come and go")
+        require(there, "--resize", True, "needs --local, or --nodes to add and remove workers")
     args.config.require_slots(args.nodes or args.workers)
     given = given_flags(argv)
     require(

@@ -1,4 +1,4 @@
-"""What two runs left behind, side by side."""
+"""Compares what two runs left behind."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from raytrain_ddp.errors import CheckpointError
 
 @dataclass(frozen=True)
 class Left:
-    """Of one run: hashes of what must be equal, and what must not be there at all."""
+    """One run's results: hashes of what must be equal, and files that must not exist."""
 
     weights: str
     optimizer: str

@@ -1,4 +1,4 @@
-"""Runs a config to its end, whatever its processes do, and counts what that took."""
+"""Runs a config to its end despite faults, and counts starts and steps."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ STUCK_S = 300.0
 
 @dataclass(frozen=True)
 class Ran:
-    """How a run came to its end.
+    """How a run ended.
 
     Args:
         statuses: of the last start's processes.
         starts: how often the command was run.
-        executed: steps that were logged, those included that were done again.
-        problem: why it was given up; empty if it came to its end.
-        sizes: how many workers each start had, if that is known.
+        executed: logged steps, including repeated ones.
+        problem: why it was given up; empty if it finished.
+        sizes: the number of workers of each start, if known.
     """
 
     statuses: Sequence[int]
@@ -33,7 +33,7 @@ class Ran:
 
 
 class Watcher:
-    """Is told what happens; this one does nothing about it."""
+    """Receives what happens; this one ignores it."""
 
     def phase(self, name: str, planned: int = 0, total_steps: int = 0) -> None: ...
 
@@ -43,9 +43,9 @@ class Watcher:
 
 
 def drive(runner: Runner, log: Log, faults: Faults, watcher: Watcher) -> Ran:
-    """Starts the run anew as long as it fails because of a fault.
+    """Restarts the run as long as it fails because of a fault.
 
-    It is given up when it fails without one, or does nothing for `STUCK_S`.
+    Gives up if it fails without a fault, or makes no progress for `STUCK_S`.
     """
     started, starts, problem = time.monotonic(), 0, ""
     while True:
@@ -79,7 +79,7 @@ def _until_ended(
         if due is not None:
             watcher.fired(due)
             runner.kill()
-            killed = True  # workers that outlive it for a moment may reach the next one's step
+            killed = True  # workers that survive it briefly may reach the step of the next fault
         now = (log.executed, faults.count)
         if now != last:
             last, since = now, time.monotonic()

@@ -1,4 +1,4 @@
-"""One config run twice, undisturbed and under a plan of faults, and compared."""
+"""Runs a config twice, undisturbed and with faults, and compares the results."""
 
 from __future__ import annotations
 
@@ -29,23 +29,23 @@ from raytrain_ddp.failpoints import FOLDER_VARIABLE, VARIABLE
 from raytrain_ddp.ray_backend.placement import this_machine
 from raytrain_ddp.uri import without_secrets
 
-SAVE_EVERY_STEPS = 5  # where the config says nothing
-_MOST_LIVE_ON_S = 90.0  # Ray's agents notice a minute late that their node is gone
+SAVE_EVERY_STEPS = 5  # if the config does not set it
+_MOST_LIVE_ON_S = 90.0  # Ray's agents notice after a minute that their node is gone
 
 Make = Callable[[TrainConfig, Sequence[Fault], Path], Runner]
 
 
 @dataclass(frozen=True)
 class Order:
-    """What is to be done.
+    """The experiment to run.
 
     Args:
         kills, drivers, node_kills: how many workers, drivers and nodes are killed.
-        workers: how many; three or more, as two sum in one order only.
-        resize: each start of the disturbed run has another number of workers, up to that; the
-            undisturbed run has one.
+        workers: their number; at least three, as two can sum in only one order.
+        resize: each start of the disturbed run has another number of workers, up to `workers`;
+            the undisturbed run has one.
         local: without Ray.
-        nodes: 0, or run on a cluster of so many nodes on this machine, a worker on each.
+        nodes: 0, or the number of one-worker nodes of a cluster on this machine.
     """
 
     config: TrainConfig
@@ -61,7 +61,7 @@ class Order:
 
 @dataclass(frozen=True)
 class Row:
-    """One comparison: a value of each run, and whether the second is as it must be."""
+    """One comparison: a value of each run, and whether the second is correct."""
 
     what: str
     undisturbed: str
@@ -107,7 +107,7 @@ def chaos(order: Order, watcher: Watcher) -> Outcome:
             raise RaytrainError(f"the undisturbed run: {undisturbed.problem} (see {folder}).")
         shape = _shape(calm, 1 if order.resize else order.workers)
         plan = draw(order.seed, shape, order.kills, order.drivers, order.node_kills)
-        if order.resize:  # whoever comes first: a rank may not be there
+        if order.resize:  # any rank: a specific one may not exist
             plan = [replace(fault, rank=None) for fault in plan]
         watcher.phase("disturbed", len(plan), shape.total_steps)
         faults = Faults(plan, folder / "fired")
@@ -115,7 +115,7 @@ def chaos(order: Order, watcher: Watcher) -> Outcome:
     watcher.phase("comparing")
     orphans = _orphans(token)
     rows = _compared(calm, wild, disturbed, shape.total_steps)
-    if not order.local:  # there a worker's end is for the run itself to get over
+    if not order.local:  # on Ray the run itself must survive the end of a worker
         most = 1 + order.drivers
         rows.append(Row("starts", "1", str(disturbed.starts), right=disturbed.starts <= most))
     named = ", ".join(orphans.values())
@@ -130,7 +130,8 @@ def chaos(order: Order, watcher: Watcher) -> Outcome:
 
 @contextmanager
 def _runners(order: Order, environment: Mapping[str, str]) -> Iterator[Make]:
-    """Yields what makes a runner of a config, a plan and the folder of what fired."""
+    """Yields a function that makes a runner from a config, a plan and the folder of fired
+    faults."""
     with ExitStack() as stack:
         if order.local:
             zygote = stack.enter_context(Zygote(environment))
@@ -154,7 +155,7 @@ def _runners(order: Order, environment: Mapping[str, str]) -> Iterator[Make]:
 
 
 def _sizes(order: Order, config: TrainConfig) -> Callable[[int], int]:
-    """How many workers a start has, from 1."""
+    """The number of workers of a start, counted from 1."""
     most = config.scaling.worker_range()[1]
     if not order.resize:
         return lambda start: most
@@ -182,7 +183,7 @@ def _drive(
 
 
 def _environment() -> dict[str, str]:
-    """Without what would take the runs to another Ray, or arm more than is planned."""
+    """The environment without variables that select another Ray or arm other failpoints."""
     unwanted = ("RAY_ADDRESS", VARIABLE, FOLDER_VARIABLE)
     return {name: value for name, value in os.environ.items() if name not in unwanted}
 
@@ -197,7 +198,7 @@ def _new_folder(storage: str) -> Path:
 
 
 def _settled(order: Order, folder: Path) -> TrainConfig:
-    """The config with all that is free to choose as the comparison needs it."""
+    """The config, with all free choices set as the comparison needs them."""
     config, checkpoint = order.config, order.config.checkpoint
     every = checkpoint.every_steps or SAVE_EVERY_STEPS
     scaling = replace(
@@ -207,7 +208,7 @@ def _settled(order: Order, folder: Path) -> TrainConfig:
     )
     if order.local:
         scaling = replace(scaling, use_gpu=False)
-    else:  # so that they fit on a small machine, too
+    else:  # so that they also fit on a small machine
         cpus = this_machine()["CPU"] / order.workers
         scaling = replace(scaling, cpus_per_worker=min(scaling.cpus_per_worker, cpus))
     return replace(
@@ -227,7 +228,7 @@ def _shape(config: TrainConfig, workers: int) -> Shape:
 
 def _compared(calm: TrainConfig, wild: TrainConfig, ran: Ran, total_steps: int) -> list[Row]:
     if ran.problem:
-        return [Row("comes to its end", "yes", ran.problem, False)]
+        return [Row("finishes", "yes", ran.problem, False)]
     ours = left_by(run_storage(calm))
     try:
         theirs = left_by(run_storage(wild))
@@ -236,7 +237,7 @@ def _compared(calm: TrainConfig, wild: TrainConfig, ran: Ran, total_steps: int) 
     named = ("weights", "optimizer", "samples", "log")
     rows = [_equal_hashes(name, ours, theirs) for name in named]
     once = list(range(1, total_steps + 1))
-    said = ["each once" if list(left.steps) == once else "not so" for left in (ours, theirs)]
+    said = ["each once" if list(left.steps) == once else "no" for left in (ours, theirs)]
     each = theirs.steps == once
     rows.append(Row(f"steps 1 to {total_steps} in the log", said[0], said[1], each))
     rest = theirs.leftovers
@@ -254,7 +255,7 @@ def _counted(names: Sequence[str]) -> str:
 
 
 def _orphans(token: str) -> dict[int, str]:
-    """Processes of the runs that live on although all is over; they are ended now."""
+    """Processes of the runs that are still alive at the end; they are killed now."""
     deadline = time.monotonic() + _MOST_LIVE_ON_S
     while (left := tagged(token)) and time.monotonic() < deadline:
         time.sleep(0.1)

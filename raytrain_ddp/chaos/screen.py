@@ -1,4 +1,4 @@
-"""What a person sees of it: each fault in a line as it comes, a bar, and the verdict."""
+"""Shows each fault as it fires, a progress bar, and the verdict."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _ROW = "{:>4}  {:>8}  {:<6}  {:<21}  {:>4}  {:>6}"
 
 
 class Screen(Watcher):
-    """Prints lines, and on a terminal a bar below them."""
+    """Prints lines, and on a terminal a progress bar below them."""
 
     def __init__(self, console: Console | None = None) -> None:
         self._console = console or Console(highlight=False)
@@ -75,13 +75,13 @@ class Screen(Watcher):
         calm, wild, steps = outcome.undisturbed, outcome.disturbed, outcome.total_steps
         executed, wall_s = max(1, wild.executed), max(1e-9, wild.wall_s)
         self._console.print(
-            f"faults      {outcome.fired} of {outcome.planned} came; starts of the command: "
+            f"faults      {outcome.fired} of {outcome.planned} fired; starts of the command: "
             f"{wild.starts}\n"
             f"goodput     steps: useful {steps} / executed {wild.executed} = "
             f"{steps / executed:.1%}\n"
             f"            time: undisturbed {format_seconds(calm.wall_s)} / wall "
             f"{format_seconds(wild.wall_s)} = {calm.wall_s / wall_s:.1%}, "
-            f"{(wild.wall_s - calm.wall_s) / max(1, outcome.fired):.2f} s for each fault"
+            f"{(wild.wall_s - calm.wall_s) / max(1, outcome.fired):.2f} s per fault"
         )
         if len(set(wild.sizes)) > 1:
             counts = sorted(Counter(wild.sizes).items())
@@ -91,7 +91,7 @@ class Screen(Watcher):
             self._console.print("equal to the last bit")
         else:
             self._console.print(f"NOT equal; both are kept in {outcome.folder}", soft_wrap=True)
-        self._console.print(f"once more   {command}", soft_wrap=True)
+        self._console.print(f"repeat      {command}", soft_wrap=True)
 
 
 def _said(number: int | None) -> str:

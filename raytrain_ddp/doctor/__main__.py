@@ -1,4 +1,4 @@
-"""``python -m raytrain_ddp.doctor [RECIPE] [flags]``: is all there that a run needs?"""
+"""``python -m raytrain_ddp.doctor [RECIPE] [flags]``: checks a cluster before a run, or a run."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def main(argv: Sequence[str]) -> int:
     else:
         from raytrain_ddp.doctor.examine import examine
 
-        with output_table.progress() as tell, redirect_stdout(sys.stderr):  # where Ray prints, too
+        with output_table.progress() as tell, redirect_stdout(sys.stderr):  # Ray prints there, too
             report = examine(args.config, args.address, tell)
     if args.json:
         import json

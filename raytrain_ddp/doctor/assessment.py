@@ -1,7 +1,7 @@
-"""From what was found to rows: pure functions, no Ray, no machine.
+"""Turns findings into rows. Pure functions that use neither Ray nor the machine.
 
-The findings are those of `doctor._findings`: plain dicts of JSON values, in which a part that could
-not be learned is None, or has an "error".
+The findings are those of `examine._findings`: dicts of JSON values, in which a part that could
+not be determined is None or has an "error".
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _SHOWN = 3
 
 
 def assess(findings: Mapping[str, Any]) -> Report:
-    """All rows, in the order in which one would mend things."""
+    """All rows, in the order in which one would fix problems."""
     places, run = findings["places"], findings["run"]
     reached = [place for place in places if "error" not in place["facts"]]
     rows = [
@@ -61,14 +61,14 @@ def worker_rows(run: Mapping[str, Any], places: Sequence[Place]) -> list[Row]:
 
 
 _FEWER = (
-    "Take fewer workers (--scaling.num-workers), or less each (--scaling.cpus-per-worker), or add "
-    "nodes; --scaling.wait-s is how long a cluster that grows by itself is waited for."
+    "Use fewer workers (--scaling.num-workers), smaller ones (--scaling.cpus-per-worker), or add "
+    "nodes; --scaling.wait-s is how long to wait for a cluster that grows automatically."
 )
 
 
 def unreached_rows(places: Sequence[Place]) -> list[Row]:
-    """Nodes that count as living, but run no task."""
-    advice = "See the raylet's log there (/tmp/ray/session_latest/logs), or take the node away."
+    """Nodes that count as alive but run no task."""
+    advice = "See the raylet's log there (/tmp/ray/session_latest/logs), or remove the node."
     notes = {
         place["name"]: Note(_braced(place["facts"]["error"]), "fail", advice)
         for place in places
@@ -78,7 +78,7 @@ def unreached_rows(places: Sequence[Place]) -> list[Row]:
 
 
 def storage_rows(places: Sequence[Place], run: Mapping[str, Any]) -> list[Row]:
-    """Whether every place can commit, and sees what the others have committed."""
+    """Whether every place can commit, and sees the commits of the others."""
     able = [place for place in places if place["facts"]["versions"].get("project")]
     told = run["storage"]
     notes, seen, left = {}, {}, {}
@@ -94,7 +94,7 @@ def storage_rows(places: Sequence[Place], run: Mapping[str, Any]) -> list[Row]:
         numbers = ((tried["commit_s"], seconds), (tried["bytes_per_s"], rate))
         notes[place["name"]] = Note("written, renamed, read; commit {}, {}", numbers=numbers)
         if "error" in sees:
-            advice = "What is committed must read the same on every node: see the store's own log."
+            advice = "A checkpoint must read the same on every node: see the store's own log."
             seen[place["name"]] = Note(_braced(sees["error"]), "fail", advice)
         elif not sees["misses"]:
             seen[place["name"]] = Note(
@@ -105,7 +105,7 @@ def storage_rows(places: Sequence[Place], run: Mapping[str, Any]) -> list[Row]:
             left[place["name"]] = Note(_braced(place["cleaned"]["error"]), "warn", advice)
     shared = apart_rows(able, run) or grouped("shared", seen, places)
     if len(nodes_of(places)) == 1 and all(row.verdict == "ok" for row in shared):
-        shared = []  # nobody to share it with
+        shared = []  # no other node to share it with
     return [
         *grouped("storage", notes, places),
         *shared,
@@ -114,7 +114,7 @@ def storage_rows(places: Sequence[Place], run: Mapping[str, Any]) -> list[Row]:
 
 
 def apart_rows(places: Sequence[Place], run: Mapping[str, Any]) -> list[Row]:
-    """Where places do not see each other's checkpoints: one row, with those that do together."""
+    """Places that do not see each other's checkpoints: one row, grouped by what they share."""
     names = [place["name"] for place in places if "error" not in place["storage"]]
     together: dict[frozenset[str], list[str]] = {}
     for place in places:
@@ -129,14 +129,14 @@ def apart_rows(places: Sequence[Place], run: Mapping[str, Any]) -> list[Row]:
     more = len(together) - _SHOWN
     found += f" and {more} more" if more > 0 else ""
     advice = (
-        f"storage = {run['storage']} is a folder of its own there: give one that all nodes share "
+        f"storage = {run['storage']} is a separate folder there: use one that all nodes share "
         "(NFS), or a bucket (s3://, gs://)."
     )
     return [Row("shared", where(names, places), found, "fail", advice)]
 
 
 def data_rows(places: Sequence[Place], run: Mapping[str, Any]) -> list[Row]:
-    """Whether every place has the data, and the same."""
+    """Whether every place has the data, and the same data."""
     able = [place for place in places if place["facts"]["versions"].get("project")]
     good = [place for place in able if "error" not in place["data"]]
     mine = next((p for p in good if p["driver"]), good[0] if good else None)
@@ -157,7 +157,7 @@ def data_rows(places: Sequence[Place], run: Mapping[str, Any]) -> list[Row]:
             mine["data"]["eval"],
         ]:
             advice = "Copy them again: a run refuses nodes whose data differ."
-            found = f"{rows}, and not those of {mine['name']}"
+            found = f"{rows}, but different from {mine['name']}'s"
             notes[place["name"]] = Note(_braced(found), "fail", advice)
         else:
             notes[place["name"]] = Note(f"{rows}, opened in {{}}", numbers=numbers)
@@ -166,7 +166,7 @@ def data_rows(places: Sequence[Place], run: Mapping[str, Any]) -> list[Row]:
 
 def _import_advice(error: str) -> str:
     if re.match(r"(ModuleNotFound|Import)Error", error):
-        return "Not tried: install the driver's version of this package, and your code, there."
+        return "Not tested: install the driver's version of this package, and your code, there."
     return ""
 
 
@@ -175,5 +175,5 @@ def _one_line(text: str) -> str:
 
 
 def _braced(text: str) -> str:
-    """Text that others wrote, as part of a Note's `found`."""
+    """Text from other programs, escaped for a Note's `found`."""
     return _one_line(text).replace("{", "{{").replace("}", "}}")

@@ -1,4 +1,4 @@
-"""Looks at a run's data from one machine. Knows no Ray, and no torch where it can be helped."""
+"""Opens a run's data on one machine. Does not use Ray, and imports torch only if necessary."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ from raytrain_ddp.uri import attempt, reason_of
 
 
 def look(config: Mapping[str, Any], folder: str, import_paths: Sequence[str]) -> dict[str, Any]:
-    """Opens the data as a worker does.
+    """Opens the data like a worker.
 
     Args:
-        config: as `to_dict` has it.
-        folder: the driver's working directory, which relative paths are meant from.
-        import_paths: where the user's task is, on the driver's machine.
+        config: in the form of `to_dict`.
+        folder: the driver's working directory, for relative paths.
+        import_paths: the location of the user's task on the driver's machine.
 
     Returns:
-        train, eval: [rows, fingerprint] (None: there is no evaluation set). seconds. error: what
-        went wrong, without secrets, if anything.
+        train, eval: [rows, fingerprint] (None: there is no evaluation set). seconds. error: the
+        error, without secrets, if any.
     """
     if Path(folder).is_dir():
         os.chdir(folder)

@@ -1,4 +1,4 @@
-"""Looks at all that a run stands on, before the run: machines, network, storage, data."""
+"""Examines everything that a run needs: machines, network, storage, data."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from raytrain_ddp.ray_backend.placement import Layout, choose_layout, missing, r
 from raytrain_ddp.uri import without_secrets
 
 _FACTS_S, _COMMIT_S, _DATA_S = 120.0, 120.0, 600.0  # data may be downloaded first
-_SEEN_S = 10.0  # what is written on one node is there on another; NFS keeps old lists for seconds
+_SEEN_S = 10.0  # until a file of one node appears on another; NFS caches listings for seconds
 _CLEANED_S = 30.0
 _ASK_EVERY_S = 0.5
 
@@ -35,10 +35,10 @@ Tell = Callable[[str], None]
 
 
 def examine(config: TrainConfig, address: str | None, tell: Tell) -> Report:
-    """Everything that can be learned without training, judged.
+    """Everything that can be checked without training, assessed.
 
     Raises:
-        ConfigError: the config names what cannot be, on any cluster.
+        ConfigError: the config cannot work on any cluster.
         PreflightError: there is no Ray at the address.
     """
     config = _resolved(config)
@@ -49,12 +49,13 @@ def examine(config: TrainConfig, address: str | None, tell: Tell) -> Report:
 
 
 def _resolved(config: TrainConfig) -> TrainConfig:
-    """As `fit` has it; whether the data are there is asked later, on each node."""
+    """The config as `fit` resolves it; the data are checked later, on each node."""
     return replace(check(replace(config, data=DataConfig())), data=config.data)
 
 
 def _modest(config: TrainConfig) -> TrainConfig:
-    """Asks for next to nothing: what the run itself lacks is a finding, and ends nothing."""
+    """A config that needs almost nothing: the run's missing resources are a finding, not an
+    error."""
     scaling = replace(config.scaling, num_workers="auto", use_gpu=False, cpus_per_worker=0.01)
     return replace(config, scaling=scaling)
 
@@ -65,7 +66,7 @@ def _findings(config: TrainConfig, embedded: bool, tell: Tell) -> dict[str, Any]
     dashboard = dashboard_address()
     places = _facts(config, nodes, dashboard, tell)
     _try_storage(config, nodes, places, tell)
-    tell("looking at the data")
+    tell("checking the data")
     told = (to_dict(config), str(Path.cwd()), import_paths(config))
     _note("data", places, _everywhere(nodes, dataset_probe.look, lambda _: told, _DATA_S))
     ranks, gpus = _ranks(config, layout, nodes)
@@ -81,7 +82,7 @@ def _findings(config: TrainConfig, embedded: bool, tell: Tell) -> dict[str, Any]
 
 
 def _room(config: TrainConfig, embedded: bool, tell: Tell) -> tuple[dict[str, Any], Layout | None]:
-    """Whether the workers fit; a cluster that may grow is asked for them, and given `wait_s`."""
+    """Whether the workers fit; requests them from a cluster that may grow, and waits `wait_s`."""
     import ray
 
     told: dict[str, Any] = {
@@ -99,7 +100,7 @@ def _room(config: TrainConfig, embedded: bool, tell: Tell) -> tuple[dict[str, An
                 layout = choose_layout(config, have)
             except PreflightError as error:
                 return {**told, "lacks": str(error)}, None
-            if embedded and config.scaling.num_workers == "auto":  # as `fit` starts it then
+            if embedded and config.scaling.num_workers == "auto":  # as `fit` then starts it
                 have["CPU"] = max(have.get("CPU", 0), layout.least_needed()["CPU"])
             lacks = missing(layout, have)
             if not lacks or time.monotonic() > deadline:
@@ -130,12 +131,12 @@ def _room(config: TrainConfig, embedded: bool, tell: Tell) -> tuple[dict[str, An
 def _facts(
     config: TrainConfig, nodes: Sequence[Node], dashboard: tuple[str, int] | None, tell: Tell
 ) -> list[dict[str, Any]]:
-    """A place for each node, and one for this process, which comes last."""
+    """The facts of each node and, last, of this process."""
     tell("asking 1 node" if len(nodes) == 1 else f"asking {len(nodes)} nodes")
     try:
         root = open_storage(config.storage)
         local = root.path if root.is_local else None
-    except PreflightError:  # will be told by each place that tries it
+    except PreflightError:  # each place that tries it reports it
         local = None
     given = (local, dashboard[1] if dashboard else None)
     answers = _everywhere(nodes, machine_facts.gather, lambda _: given, _FACTS_S)
@@ -159,8 +160,8 @@ def _facts(
 def _try_storage(
     config: TrainConfig, nodes: Sequence[Node], places: list[dict[str, Any]], tell: Tell
 ) -> None:
-    """Each place commits checkpoints, then looks for those of all others; nothing of it stays."""
-    tell("trying the storage")
+    """Each place commits checkpoints, then looks for those of all others; all are removed."""
+    tell("testing the storage")
     uri, folder = config.storage, f"doctor-{uuid.uuid4().hex[:8]}"
     own = [f"place-{number}" for number in range(len(places))]
     names = {mark: place["name"] for mark, place in zip(own, places, strict=True)}
@@ -177,7 +178,7 @@ def _try_storage(
             _SEEN_S + _COMMIT_S,
         )
     finally:
-        # One after the other where they share it: it is gone then for the nodes.
+        # One after the other, in case they share it: then it is already gone for the nodes.
         here = storage_probe.clean(uri, folder, made[-1])
         asked = Asked(nodes, storage_probe.clean, lambda n: (uri, folder, made[n]))
         left = [*asked.answers(_CLEANED_S), here]
@@ -190,7 +191,7 @@ def _try_storage(
 
 
 def _turned(marks: Sequence[str], own: str) -> list[str]:
-    """The others; the next one in a ring comes last, and is read to the end."""
+    """The others; the next one in a ring comes last and is read completely."""
     others = [m for m in marks if m > own] + [m for m in marks if m < own]
     return others[1:] + others[:1]
 
@@ -201,7 +202,7 @@ def _everywhere(
     arguments: Callable[[int], tuple[Any, ...]],
     timeout_s: float,
 ) -> list[Answer]:
-    """On each node, and in this process."""
+    """The answers of each node and of this process."""
     asked = Asked(nodes, function, arguments)
     here = function(*arguments(len(nodes)))
     return [*asked.answers(timeout_s), here]
@@ -217,9 +218,9 @@ def _note(
 def _ranks(
     config: TrainConfig, layout: Layout | None, nodes: Sequence[Node]
 ) -> tuple[list[int], float]:
-    """How many ranks measure on each node, and the GPUs of each rank.
+    """The number of ranks that measure on each node, and the GPUs per rank.
 
-    On CPUs one on each, but two on the first: they all share its memory, and load torch.
+    On CPUs one per node, but two on the first: they share its memory, and each imports torch.
     """
     if layout and layout.use_gpu:
         gpus = config.scaling.gpus_per_worker

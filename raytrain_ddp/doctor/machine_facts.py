@@ -1,7 +1,7 @@
-"""What a machine is and has, as a dict of JSON values.
+"""Collects facts about a machine, as a dict of JSON values.
 
-Sent to the nodes by value, as they may have another version of this package, or none: it knows the
-standard library alone. Versions are read from files: importing torch or Ray takes seconds.
+Sent to the nodes by value, as they may have another version of this package, or none: it uses only
+the standard library. Versions are read from files: importing torch or Ray takes seconds.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ SETTINGS = (
     *("OMP_NUM_THREADS", "MKL_NUM_THREADS", "CUDA_VISIBLE_DEVICES"),
     *("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "RAY_AUTH_MODE"),
 )
-_SMI_TIMEOUT_S = 30.0  # the driver may have to wake the GPUs up
+_SMI_TIMEOUT_S = 30.0  # the driver may have to initialize the GPUs
 _TORCH_TIMEOUT_S = 60.0
 _TORCH_GPUS = """
 import json, torch
@@ -42,12 +42,12 @@ print(json.dumps(gpus))
 
 
 def gather(storage: str | None, dashboard: int | None) -> dict[str, Any]:
-    """The facts of this machine; what the system does not tell is None.
+    """The facts of this machine; None for what the system does not provide.
 
     Sizes are in bytes.
 
     Args:
-        storage: a path of which the free disk space is asked, too.
+        storage: a path for which the free disk space is determined, too.
         dashboard: the port of Ray's dashboard, if it has one.
     """
     parts: Mapping[str, Callable[[], Any]] = {
@@ -74,7 +74,7 @@ def now() -> float:
 
 
 def versions() -> dict[str, str | None]:
-    """Of Python and of what is installed; of this package also a hash of its code."""
+    """Versions of Python and installed packages; for this package also a hash of its code."""
     torch, cuda = _torch()
     nccl = (_installed(f"nvidia-nccl-cu{major}") for major in (13, 12, 11))
     project = _installed("raytrain_ddp")
@@ -90,7 +90,7 @@ def versions() -> dict[str, str | None]:
 
 
 def gpus() -> list[dict[str, Any]]:
-    """Name, total and free memory of each GPU of the machine, also of those hidden from us."""
+    """Name, total and free memory of each GPU of the machine, even those hidden from us."""
     ask = [
         "nvidia-smi",
         "--query-gpu=name,memory.total,memory.free",
@@ -98,7 +98,7 @@ def gpus() -> list[dict[str, Any]]:
     ]
     told = _output(ask, _SMI_TIMEOUT_S)
     if told is None and any(Path("/dev").glob("nvidia[0-9]*")):
-        # In a container without the driver's tools. A task without GPUs is shown none by Ray.
+        # In a container without the driver's tools. Ray hides the GPUs from a task without GPUs.
         shown = {k: v for k, v in os.environ.items() if k != "CUDA_VISIBLE_DEVICES"}
         told = _output([sys.executable, "-c", _TORCH_GPUS], _TORCH_TIMEOUT_S, shown)
         found: list[dict[str, Any]] = json.loads(told) if told else []
@@ -125,7 +125,7 @@ def driver() -> dict[str, str | None] | None:
 
 
 def cpus() -> dict[str, float | None]:
-    """CPUs of the machine, those that this process may use, and how many its cgroup pays for."""
+    """CPUs of the machine, those that this process may use, and the limit of its cgroup."""
     affinity = getattr(os, "sched_getaffinity", None)
     quotas = []
     for limit in _cgroup("cpu", "cpu.cfs_quota_us", "cpu.max"):
@@ -142,7 +142,7 @@ def cpus() -> dict[str, float | None]:
 
 
 def memory() -> dict[str, int | None]:
-    """In bytes: of the machine, available, allowed by the cgroup (None: no limit), and swap."""
+    """In bytes: of the machine, available, limit of the cgroup (None: no limit), and swap."""
     lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
     told = {line.split(":")[0]: int(line.split()[1]) * 1024 for line in lines}
     limits = []
@@ -160,7 +160,7 @@ def memory() -> dict[str, int | None]:
 
 
 def disk(path: str) -> dict[str, Any]:
-    """Size and free bytes of the file system that a path is on, or will be on once it is made."""
+    """Size and free bytes of the file system of a path, which need not exist yet."""
     place = Path(path)
     there = next(folder for folder in (place, *place.parents) if folder.exists())
     used = shutil.disk_usage(there)
@@ -168,10 +168,10 @@ def disk(path: str) -> dict[str, Any]:
 
 
 def settings() -> dict[str, str]:
-    """Environment variables that steer training.
+    """Environment variables that affect training.
 
-    A worker of Ray has the thread settings of its own task; what counts for the next one is what
-    its raylet was started with.
+    A Ray worker has the thread settings of its own task; for the next one, the environment that
+    its raylet was started with counts.
     """
     environment: Mapping[str, str] = os.environ
     parent = Path("/proc") / str(os.getppid())
@@ -182,8 +182,8 @@ def settings() -> dict[str, str]:
 
 
 def token() -> dict[str, Any] | None:
-    """The file with Ray's authentication token, its mode, and whether that lets other users of the
-    machine read it; None without a file."""
+    """The file with Ray's authentication token, its mode, and whether other users of the machine
+    can read it; None without a file."""
     path = Path(os.environ.get("RAY_AUTH_TOKEN_PATH") or Path.home() / ".ray" / "auth_token")
     if not path.is_file():
         return None
@@ -195,7 +195,7 @@ def token() -> dict[str, Any] | None:
 def _known(part: Callable[[], Any]) -> Any:
     try:
         return part()
-    except Exception:  # what one machine cannot tell keeps nobody from the rest
+    except Exception:  # a failing part must not prevent the others
         return None
 
 
@@ -213,7 +213,7 @@ def _folder(package: str) -> Path | None:
 
 
 def _torch() -> tuple[str | None, str | None]:
-    """torch's version and the CUDA that it was built for."""
+    """torch's version and the CUDA version it was built for."""
     folder = _folder("torch")
     if folder is None:
         return None, None
@@ -228,7 +228,7 @@ def _torch() -> tuple[str | None, str | None]:
 
 
 def _code(package: str) -> str | None:
-    """Eight digits that change with the source: in development the version stays the same."""
+    """Eight digits that change with the source: during development the version stays the same."""
     folder = _folder(package)
     if folder is None:
         return None
@@ -242,7 +242,7 @@ def _code(package: str) -> str | None:
 def _output(
     command: list[str], timeout_s: float, environment: Mapping[str, str] | None = None
 ) -> str | None:
-    """What a command prints; None if there is no such command, or it fails."""
+    """The output of a command; None if it does not exist or fails."""
     try:
         done = subprocess.run(
             command,
@@ -258,7 +258,7 @@ def _output(
 
 
 def _cgroup(controller: str, v1: str, v2: str) -> list[Path]:
-    """Files of this process's cgroup, and of those above it, that limit something."""
+    """Limit files of this process's cgroup and of its parents."""
     found = []
     for line in Path("/proc/self/cgroup").read_text(encoding="utf-8").splitlines():
         _, names, path = line.split(":", 2)

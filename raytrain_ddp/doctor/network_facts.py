@@ -1,6 +1,6 @@
-"""How a machine is connected: interfaces, what its name resolves to, who listens, who talks.
+"""Collects network facts: interfaces, name resolution, listening ports, connections.
 
-Sent to the nodes by value, as facts.py: the standard library alone.
+Sent to the nodes by value, like machine_facts.py: uses only the standard library.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ End = tuple[str, int]  # address, port
 
 
 def gather(dashboard: int | None) -> dict[str, Any]:
-    """Host name, the addresses that it resolves to, and the machine's interfaces.
+    """Host name, the addresses it resolves to, and the machine's interfaces.
 
     Args:
         dashboard: the port on which Ray's dashboard listens on one of the nodes.
@@ -74,7 +74,7 @@ def connections() -> set[tuple[End, End]]:
     for number in os.listdir("/proc/self/fd"):
         try:
             own.add(os.readlink(f"/proc/self/fd/{number}"))
-        except OSError:  # the one by which the folder was read
+        except OSError:  # the descriptor by which the folder was read
             continue
     found = _sockets("/proc/self/net", _ESTABLISHED)
     return {(here, there) for here, there, inode in found if f"socket:[{inode}]" in own}
@@ -125,7 +125,7 @@ def _speed(name: str) -> int | None:
 
 
 def _mode(address: str, port: int) -> str | None:
-    """What the dashboard says of its authentication: token, disabled ...; None: no answer."""
+    """The authentication mode that the dashboard reports: token, disabled ...; None: no answer."""
     host = {"0.0.0.0": "127.0.0.1", "::": "127.0.0.1"}.get(address, address)
     host = f"[{host}]" if ":" in host else host
     opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))

@@ -1,4 +1,4 @@
-"""Judges the network: names, all-reduces, and who could reach Ray."""
+"""Assesses the network: names, all-reduces, and who could reach Ray."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from raytrain_ddp.doctor.rows import (
 )
 
 _GRADIENTS_BYTES = 100e6  # of 25 million parameters in fp32
-_MOST_S = 1.0  # for these, each step
+_MOST_S = 1.0  # for these, per step
 _LEAST_GPU_BYTES_PER_S = 2e9
 
 
 def network_rows(findings: Mapping[str, Any], nodes: Sequence[Place]) -> list[Row]:
-    """Of the nodes that answered."""
+    """The rows of the nodes that responded."""
     nodes = [node for node in nodes if node["facts"]["wires"]]
     met = {
         name
@@ -41,11 +41,11 @@ def network_rows(findings: Mapping[str, Any], nodes: Sequence[Place]) -> list[Ro
 
 
 def host_name(node: Place, count: int, met: bool) -> Note:
-    """gloo offers the others the address of GLOO_SOCKET_IFNAME, or else that of the host's name.
+    """gloo announces the address of GLOO_SOCKET_IFNAME, or else that of the host name.
 
     Args:
-        met: the all-reduce across nodes has worked there. Of two ranks the one with the lower
-            address listens, so a single bad one may do no harm, until another node has one, too.
+        met: whether the all-reduce across nodes worked there. Of two ranks the one with the lower
+            address listens, so a single wrong address may be harmless until another node has one.
     """
     wires, ip = node["facts"]["wires"], node["ip"]
     interface = (node["facts"]["settings"] or {}).get("GLOO_SOCKET_IFNAME")
@@ -63,8 +63,8 @@ def host_name(node: Place, count: int, met: bool) -> Note:
     offered = _interface_of(first, wires) if first and not _is_loopback(first) else None
     if offered is None:
         advice = (
-            f"gloo would offer it to the other nodes, in vain: {set_it}, or put the right address "
-            "into /etc/hosts."
+            f"gloo would announce it to the other nodes, which cannot reach it: {set_it}, or put "
+            "the right address into /etc/hosts."
         )
         return Note(found, "warn" if met else "fail", advice)
     if offered != own:
@@ -117,7 +117,7 @@ def _all_reduce(told: Mapping[str, Any], run: Mapping[str, Any], nodes: Sequence
 
 
 def _ways(told: Mapping[str, Any], nodes: Sequence[Place]) -> str:
-    """``eth0 (1000 Mbit/s)``: the interfaces by which the ranks have talked."""
+    """``eth0 (1000 Mbit/s)``: the interfaces that the ranks used."""
     own = set(told["nodes"])
     ways: dict[str, None] = {}
     for node in nodes:
@@ -131,7 +131,7 @@ def _ways(told: Mapping[str, Any], nodes: Sequence[Place]) -> str:
 
 
 def dashboard_rows(findings: Mapping[str, Any], nodes: Sequence[Place]) -> list[Row]:
-    """Whoever reaches the dashboard runs code as its user, unless it asks for a token."""
+    """Anyone who reaches the dashboard can run code as its user, unless it requires a token."""
     told = findings["dashboard"]
     if told is None:
         return [Row("dashboard", "cluster", "none")]
@@ -144,12 +144,12 @@ def dashboard_rows(findings: Mapping[str, Any], nodes: Sequence[Place]) -> list[
         return [Row("dashboard", place, f"on {', '.join(ears)}, port {port}")]
     found = f"on {', '.join(ears)}, port {port}"
     if mode == "token":
-        return [Row("dashboard", place, f"{found}, asks for a token")]
+        return [Row("dashboard", place, f"{found}, requires a token")]
     advice = (
-        "Whoever reaches it runs code as you: start Ray with RAY_AUTH_MODE=token on all nodes, or "
-        "with --dashboard-host 127.0.0.1 and reach it through ssh."
+        "Anyone who reaches it can run code as you: start Ray with RAY_AUTH_MODE=token on all "
+        "nodes, or with --dashboard-host 127.0.0.1 and reach it through ssh."
     )
-    return [Row("dashboard", place, f"{found}, asks for no token", "fail", advice)]
+    return [Row("dashboard", place, f"{found}, requires no token", "fail", advice)]
 
 
 def authentication_rows(nodes: Sequence[Place]) -> list[Row]:
@@ -157,8 +157,8 @@ def authentication_rows(nodes: Sequence[Place]) -> list[Row]:
     for node in nodes:
         mode = _own_mode(node) or _told_mode(nodes)
         advice = (
-            "Whoever reaches Ray's ports runs code as you: `ray get-auth-token --generate`, copy "
-            "~/.ray/auth_token to all nodes, and start Ray with RAY_AUTH_MODE=token."
+            "Anyone who reaches Ray's ports can run code as you: `ray get-auth-token --generate`, "
+            "copy ~/.ray/auth_token to all nodes, and start Ray with RAY_AUTH_MODE=token."
         )
         ok = Note(f"RAY_AUTH_MODE={mode}")
         notes[node["name"]] = ok if mode not in ("", "disabled") else Note("none", "warn", advice)
@@ -166,7 +166,7 @@ def authentication_rows(nodes: Sequence[Place]) -> list[Row]:
 
 
 def token_rows(nodes: Sequence[Place]) -> list[Row]:
-    """The file with the token is a password."""
+    """The token in the file is a password."""
     notes = {}
     for node in nodes:
         token = node["facts"]["token"]
@@ -174,7 +174,7 @@ def token_rows(nodes: Sequence[Place]) -> list[Row]:
             continue
         mode = f"{token['mode']:03o}"
         if token["exposed"]:
-            advice = f"Others on that machine may read it: chmod 600 {token['path']}"
+            advice = f"Other users of that machine can read it: chmod 600 {token['path']}"
             notes[node["name"]] = Note(f"mode {mode}", "warn", advice.replace("{", "{{"))
         else:
             notes[node["name"]] = Note(f"mode {mode}")
@@ -182,13 +182,13 @@ def token_rows(nodes: Sequence[Place]) -> list[Row]:
 
 
 def _told_mode(nodes: Sequence[Place]) -> str:
-    """What the dashboard tells of the whole cluster."""
+    """The mode that the dashboard reports for the whole cluster."""
     modes = (node["facts"]["wires"]["dashboard_mode"] for node in nodes)
     return next((mode for mode in modes if mode), "")
 
 
 def _own_mode(node: Place) -> str:
-    """What its raylet was started with."""
+    """The mode that its raylet was started with."""
     return str((node["facts"]["settings"] or {}).get("RAY_AUTH_MODE", "")).lower()
 
 

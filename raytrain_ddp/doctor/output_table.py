@@ -1,4 +1,4 @@
-"""What a person sees: progress, then the table."""
+"""Shows progress, then the table of results."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ from raytrain_ddp.doctor.rows import Report, Row
 
 _CHECK, _WHERE, _VERDICT, _LEAST_FOUND, _MOST_WIDTH = 14, 16, 4, 20, 110
 OF_A_CLUSTER = "a run would start", "a run would not get far"
-OF_A_RUN = "the run gets on", "the run does not get on"
+OF_A_RUN = "the run makes progress", "the run makes no progress"
 OF_AN_ENDED_RUN = "the run has ended", "the run has ended"
 _STYLE = {"ok": "green", "warn": "yellow", "fail": "bold red"}
 
 
 @contextmanager
 def progress() -> Iterator[Callable[[str], None]]:
-    """On standard error: a line that changes on a terminal, else a line for each phase."""
+    """On standard error: a line that changes on a terminal, otherwise a line per phase."""
     console = Console(stderr=True, highlight=False)
     if not console.is_terminal:
         yield lambda text: console.print(f"doctor: {text}", soft_wrap=True, markup=False)
         return
-    with console.status("looking around") as status:
+    with console.status("examining the cluster") as status:
         yield lambda text: status.update(Text(text))
 
 
@@ -34,7 +34,7 @@ def show(report: Report, console: Console, words: tuple[str, str] = OF_A_CLUSTER
     """The table: check, where, found, verdict; below each that is not ok, what to do.
 
     Args:
-        words: what it comes to with warnings only, and with failures.
+        words: the conclusion with only warnings, and with failures.
     """
     width = min(console.width, _MOST_WIDTH)
     room = max(_LEAST_FOUND, width - _CHECK - _WHERE - _VERDICT - 3 * 2)
@@ -51,7 +51,7 @@ def show(report: Report, console: Console, words: tuple[str, str] = OF_A_CLUSTER
     elif report.count("warn"):
         told = f"{counts[1]}: {words[0]}."
     else:
-        told = "All is well."
+        told = "No problems found."
     _print(console, Text(told, "bold"))
 
 

@@ -1,4 +1,4 @@
-"""A config as a command line."""
+"""Writes a config as a command line."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ FIT = "python -m raytrain_ddp.fit"
 
 
 def command(config: TrainConfig, base: str | None = None) -> str:
-    """The command line that has this config, whatever files are beside it.
+    """The command line for this config, independent of files next to it.
 
     Args:
-        base: the shipped recipe that it begins with; all that differs from it follows as flags.
+        base: the shipped recipe to start from; differences from it follow as flags.
     """
     words = [base] if base else []
     words += _flags(config, load(base) if base else TrainConfig(), idle(config))
@@ -57,7 +57,7 @@ def _with_value(flag: str, value: Any) -> Iterator[str]:
     elif isinstance(value, tuple):
         yield from (flag, *map(_said, value))
     elif _said(value).startswith("-"):
-        yield f"{flag}={_said(value)}"  # else it would be taken for a flag
+        yield f"{flag}={_said(value)}"  # otherwise it would be parsed as a flag
     else:
         yield from (flag, _said(value))
 

@@ -1,4 +1,4 @@
-"""``--dry-run``: what would be done, in numbers. Takes no worker and starts no Ray."""
+"""``--dry-run``: what would be done, in numbers. Takes no worker and does not start Ray."""
 
 from __future__ import annotations
 
@@ -28,7 +28,8 @@ def dry_run(config: TrainConfig, default_name: str | None = None) -> str:
     """The resolved config, then the arithmetic that follows from it.
 
     Raises:
-        RaytrainError: whatever `fit` would raise before it takes workers, but for their number.
+        RaytrainError: any error that `fit` would raise before it takes workers, except for their
+            number.
     """
     named = config.data.classes  # classes found in the data are listed below
     run = open_run(check(config), default_name)
@@ -54,7 +55,7 @@ def dry_run(config: TrainConfig, default_name: str | None = None) -> str:
     optimizer = build_optimizer(model, config.optim)
     for parameter in model.parameters():
         parameter.grad = torch.zeros_like(parameter)
-    optimizer.step()  # makes the optimizer's state, which has most of a checkpoint's bytes
+    optimizer.step()  # creates the optimizer state, most of a checkpoint's bytes
     size = _tensor_bytes(model.state_dict()) + _tensor_bytes(optimizer.state_dict())
     least = min(layout.least, layout.most)
     per_worker = [len(deal(config.slots, least, rank)) for rank in range(least)]

@@ -1,4 +1,4 @@
-"""`fit`: from a config to a trained model, whatever runs it."""
+"""The driver of `fit`: from a config to a trained model, with or without Ray."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def fit(
     """Trains on Ray; resumes from the newest checkpoint if the run exists.
 
     Args:
-        config: without a name, the existing run with this config is used, or a new one.
+        config: if it has no name, resumes the run with this config, or starts a new one.
         address: of a running Ray cluster ("auto": the one on this machine). Default: RAY_ADDRESS,
             else an embedded Ray that lasts as long as the run.
         dashboard: start the embedded Ray with its dashboard.
@@ -83,7 +83,7 @@ def fit_locally(
     default_name: str | None = None,
     display: Display | None = None,
 ) -> FitResult:
-    """The same without Ray: in this process, or in each of those that torchrun started.
+    """Like `fit`, but without Ray: in this process, or in each process that torchrun started.
 
     Only rank 0 shows and writes; all ranks return the result.
     """
@@ -120,7 +120,7 @@ def _train_here(
 
     if main:
         write_config(config, run)
-    # As many threads sum in one order: what is exact has as many everywhere.
+    # The number of threads affects the order of sums: exact mode uses the same number everywhere.
     world = join_world(config.scaling, config.scaling.threads if config.exact else None)
     reads: set[str] = set()
     task = load_task(config, reads)
@@ -154,7 +154,7 @@ def _driven(run: NamedRun, show: Show) -> Iterator[tuple[NamedRun, Show]]:
     Yields another run if this one is new and another command took its name in the meantime.
 
     Raises:
-        RunLockedError: as `_owned`.
+        RunLockedError: like `_owned`.
     """
     with ExitStack() as stack:
         tell = show
@@ -174,13 +174,13 @@ def _driven(run: NamedRun, show: Show) -> Iterator[tuple[NamedRun, Show]]:
 
 @contextmanager
 def _owned(run: NamedRun, show: Show) -> Iterator[Show]:
-    """Holds the run's lease, and keeps its journal; yields what is to be told each event.
+    """Holds the run's lease, and keeps its event log; yields the receiver of events.
 
-    Of a run that is refused before it begins, no folder stays.
+    If a run is refused before it begins, its folder is removed.
 
     Raises:
-        RunLockedError: another process trains this run; also from what is yielded, if this one has
-            been away for so long that another has taken over.
+        RunLockedError: another process trains this run; also raised by the yielded function, if
+            another process has taken the run over because this one was suspended for too long.
     """
     note = lambda text: show({"kind": "note", "text": text})  # noqa: E731
     folder = run.folder
@@ -207,26 +207,26 @@ def _owned(run: NamedRun, show: Show) -> Iterator[Show]:
             number = stop.args[0] if stop.args and isinstance(stop.args[0], int) else 2
             journal({"kind": "end", "status": 128 + number})
             raise
-        except Exception as error:  # the user's own, in this process
+        except Exception as error:  # of the user's code, in this process
             journal({"kind": "end", "status": 1, **without_ray(error)})
             raise
 
 
 @contextmanager
 def _no_empty_folders(run: Storage) -> Iterator[None]:
-    """Removes the folders that are made for the run meanwhile, if nothing comes into them."""
+    """Removes folders that are created for the run in this context, if they stay empty."""
     above = [Path(run.path), *Path(run.path).parents] if run.is_local else []
     made = [folder for folder in above if not folder.exists()]
     try:
         yield
     finally:
-        with suppress(OSError):  # the first that is not empty ends it
+        with suppress(OSError):  # stops at the first one that is not empty
             for folder in made:
                 folder.rmdir()
 
 
 class _Starts:
-    """Passes events on, and notes when training began, at first and after the last failure."""
+    """Forwards events, and records when training began, at first and after the last failure."""
 
     def __init__(self, show: Show) -> None:
         self._show = show
@@ -295,15 +295,15 @@ def _end(
 def _draw(config: TrainConfig, run: Storage, show: Show) -> None:
     try:
         draw(config, run)
-    except OSError as error:  # no reason to fail, now that all is trained and saved
+    except OSError as error:  # not a reason to fail: everything is trained and saved
         show({"kind": "note", "text": f"curves.png cannot be drawn: {error}"})
 
 
 def _complete(run: NamedRun, manifest: Manifest, show: Show, main: bool = True) -> FitResult:
-    """Nothing is left to train; but the start that did it may have been killed right after."""
+    """Nothing is left to train, but the start that finished it may have been killed right after."""
     config, folder = run.config, run.folder
     if main and not answered(config, lambda: is_tidy(folder)):
-        # Whoever else drives the run tidies it, too; and what cannot be written stays as it is.
+        # Another process that drives the run tidies it as well; a read-only storage stays as it is.
         with suppress(RaytrainError, OSError), _owned(run, show) as tell:
             tidy(config, folder, manifest)
             tell({"kind": "end", "status": 0, "step": manifest.step})

@@ -32,11 +32,11 @@ from raytrain_ddp.launcher.code_shipping import contents, unpack
 _CHUNK_BYTES = 1 << 16
 _MOST_CHUNKS = 100  # per reply
 _MOST_WAITING = 1_000  # chunks not yet taken by the driver; a script that prints more blocks
-_LOOK_S = 0.5  # whether a stream that says nothing can say more
+_LOOK_S = 0.5  # how often to check whether a silent stream has a writer left
 
 
 class Agent:
-    """One worker's seat. `take` may wait while the other calls go on."""
+    """The actor on one worker's seat. `take` may wait while other calls run."""
 
     def __init__(self, guard: str) -> None:
         self._source = guard.encode()
@@ -49,7 +49,7 @@ class Agent:
         self._feeds = -1  # the write end of the pipe to the script's standard input
 
     def seat(self) -> dict[str, Any]:
-        """Where this is."""
+        """The facts about this seat."""
         import ray
 
         context = ray.get_runtime_context()
@@ -68,7 +68,7 @@ class Agent:
         0."""
         for port in wanted if len(wanted) == 1 else (*wanted, 0):
             with socket.socket() as probe:
-                probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as torch's store
+                probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # like torch's store
                 try:
                     probe.bind(("", port))
                 except OSError:
@@ -81,14 +81,14 @@ class Agent:
         return os.path.exists(path)
 
     def contents(self, folder: str) -> dict[str, str] | None:
-        """What there is in the folder of this path; None if that is unknown."""
+        """The files in the folder at this path; None if it cannot be listed."""
         return contents(Path(folder))
 
     def unpack(self, archive: bytes, folder: str) -> str:
         """Writes the code to a folder of this name among the temporary ones; returns its path.
 
         Raises:
-            PermissionError: somebody else has made that folder.
+            PermissionError: another user has created that folder.
         """
         own = Path(tempfile.gettempdir()) / f"raytrain_ddp-{os.getuid()}"
         own.mkdir(mode=0o700, exist_ok=True)
@@ -138,7 +138,7 @@ class Agent:
                 stdout=subprocess.PIPE,
                 stderr=subprocess.PIPE,
                 pass_fds=given,
-                start_new_session=True,  # a signal to Ray's processes is none to the guard
+                start_new_session=True,  # signals to Ray's process group must not reach the guard
             )
         except OSError as error:
             os.close(told)
@@ -210,7 +210,7 @@ class Agent:
         ]
         for reader in readers:
             reader.start()
-        guard.wait()  # it has gone to the background
+        guard.wait()  # it has moved to the background
         ended = False
         with os.fdopen(told) as reports:
             for report in map(json.loads, reports):

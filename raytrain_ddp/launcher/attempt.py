@@ -1,4 +1,4 @@
-"""One attempt: listens to all scripts until they have ended, and ends them when it must."""
+"""Supervises one attempt: handles the output of all scripts, and ends them when necessary."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from raytrain_ddp.launcher.output import Output
 from raytrain_ddp.launcher.worker_group import WorkerGroup
 
 _TAKE_S = 5.0
-_TAKE_BEHIND_S = 0.5  # how often it is looked whether the console has caught up
-_MOST_CHUNKS = 100  # at once
+_TAKE_BEHIND_S = 0.5  # how often to check whether the console has caught up
+_MOST_CHUNKS = 100  # per request
 _POLL_S = 0.1
-_SETTLE_S = 0.3  # failures of the same moment shall all be told, and not be cut short by our signal
-_ENDING_S = 5.0  # likewise for a process that is exiting after an error: its exit status tells more
+_SETTLE_S = 0.3  # simultaneous failures are all reported before we send a signal
+_ENDING_S = 5.0  # likewise for a process exiting after an error: its exit status is informative
 _UNANSWERED_S = 10.0  # after SIGKILL, or for a node that is off
 _WAITING_AFTER_S, _WAITING_EVERY_S = 2.0, 5.0  # when to report which ranks have not ended
 
@@ -120,7 +120,7 @@ class Attempt:
             self._stdin = self._fed = None
 
     def _decide(self, now: float) -> None:
-        """What signals are due."""
+        """Sends the signals that are due."""
         if len(self._stops) > self._stops_seen:
             self._stops_seen = len(self._stops)
             if self._stops_seen > 2:
@@ -158,7 +158,7 @@ class Attempt:
         self._asked = signal_name(number)
         killed = number == signal.SIGKILL
         for rank in self._waiting.values():
-            if killed or rank not in self.ends:  # what a script has left has its own time to end
+            if killed or rank not in self.ends:  # leftover processes have their own time limit
                 with suppress(Exception):
                     word = "kill" if killed else str(int(number))
                     self._crew.agent(rank).signal.remote(word)
@@ -167,7 +167,8 @@ class Attempt:
         self._give_up_at = now + _UNANSWERED_S if killed else None
 
     def _give_up(self, now: float) -> None:
-        """Waits no longer for ranks that have not ended; for the last lines only if not stopped."""
+        """Stops waiting for ranks that have not ended; if not stopped, first waits for last
+        lines."""
         end = End(None, now, lost="its node does not respond")
         if len(self._stops) > 2:  # the user no longer wants to wait
             end = End(-signal.SIGKILL, now, asked="SIGKILL")
@@ -185,6 +186,6 @@ class Attempt:
 
 
 def _why(said: list[str]) -> str:
-    """Ray's explanation in a line, from the error of an actor that has died."""
+    """Ray's explanation of an actor's death, in one line."""
     told = [line.strip() for line in said if "node" in line.lower() or "memory" in line.lower()]
     return (told or said or ["its actor died"])[-1][:300]

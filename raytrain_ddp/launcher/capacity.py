@@ -1,4 +1,4 @@
-"""How many workers, on what, and whether there is room; a Ray to run them on."""
+"""Computes the workers' resources, checks that they fit, and connects to Ray."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ from raytrain_ddp.ray_backend.placement import Layout, missing, this_machine
 from raytrain_ddp.ray_backend.placement import room as places
 from raytrain_ddp.ray_backend.ray_settings import SETTINGS
 
-_OBJECT_STORE_BYTES = 128 * 1024 * 1024  # nothing large goes through the embedded Ray
+_OBJECT_STORE_BYTES = 128 * 1024 * 1024  # no large objects in the embedded Ray
 
 Nodes = Sequence[Mapping[str, float]]
 
 
 @dataclass(frozen=True)
 class Places(Layout):
-    """A layout whose workers are placed `each` at a time: those are on one node.
+    """A layout whose workers are placed in groups of `each`; a group is on one node.
 
     Args:
-        apart: whether each such group has a node of its own.
+    apart: whether each group has a node of its own.
     """
 
     each: int = 1
@@ -34,17 +34,17 @@ class Places(Layout):
 
     @property
     def bundles(self) -> list[dict[str, float]]:
-        """What Ray is asked for, a bundle for each group."""
+        """The bundles to request from Ray, one per group."""
         one = {name: amount * self.each for name, amount in self.per_worker.items()}
         return [dict(one) for _ in range(self.least // self.each)]
 
 
 def layout_for(flags: Flags, nodes: Nodes) -> Places:
-    """What is asked for, on nodes with these resources.
+    """The layout that the flags request, on nodes with these resources.
 
     Raises:
-        ConfigError: it is not said how many workers.
-        PreflightError: there are no GPUs, and it is not said how many there shall be.
+        ConfigError: the number of workers is not given.
+        PreflightError: there are no GPUs, and their number is not given.
     """
     if flags.by_node:
         return _as_torchrun(flags, nodes)
@@ -68,7 +68,7 @@ def layout_for(flags: Flags, nodes: Nodes) -> Places:
 
 
 def _as_torchrun(flags: Flags, nodes: Nodes) -> Places:
-    """As many workers on each node, as --nproc-per-node and --nnodes say."""
+    """The number of workers on each node by --nproc-per-node and --nnodes, as in torchrun."""
     asked, (least, most) = flags.nproc_per_node or "1", flags.nodes
     per_gpu = flags.gpus_per_worker or 1
     with_gpus = [node for node in nodes if node.get("GPU", 0) >= per_gpu]
@@ -102,7 +102,7 @@ def _no_gpu(flag: str) -> PreflightError:
 
 
 def lacking(layout: Places, nodes: Nodes) -> str:
-    """``""``, or in a few words what there is too little of on nodes with these resources."""
+    """``""``, or a short description of the resources missing on these nodes."""
     total: dict[str, float] = {}
     for node in nodes:
         for name, amount in node.items():
@@ -119,20 +119,20 @@ def lacking(layout: Places, nodes: Nodes) -> str:
 
 
 def refusal(layout: Layout, lacks: str, where: str) -> PreflightError:
-    """To be raised if the workers do not fit."""
+    """The error for workers that do not fit."""
     return PreflightError(
-        f"{layout.said} do not fit on {where}: {lacks}. Take fewer with --num-workers, or less "
-        "each with --cpus-per-worker."
+        f"{layout.said} do not fit on {where}: {lacks}. Use fewer with --num-workers, or smaller "
+        "ones with --cpus-per-worker."
     )
 
 
 @contextmanager
 def connected(flags: Flags, tell: Callable[[str], None]) -> Iterator[None]:
-    """Connects to Ray, or starts one with just the room that is needed and ends it afterwards.
+    """Connects to Ray, or starts an embedded one with the needed resources and stops it afterward.
 
     Raises:
         PreflightError: there is no Ray at the address, or this machine is too small for the
-            embedded one; before anything is started.
+            embedded one, which is checked before it is started.
     """
     address = flags.address or os.environ.get("RAY_ADDRESS")
     address = None if flags.standalone else address
@@ -146,7 +146,7 @@ def connected(flags: Flags, tell: Callable[[str], None]) -> Iterator[None]:
         needed = layout.least_needed()
         options = {
             "include_dashboard": False,
-            "num_cpus": max(1, math.ceil(needed["CPU"])),  # Ray starts a process ahead for each
+            "num_cpus": max(1, math.ceil(needed["CPU"])),  # Ray prestarts a process for each
             "num_gpus": int(have["GPU"]),
             "object_store_memory": _OBJECT_STORE_BYTES,
         }

@@ -1,4 +1,4 @@
-"""How an attempt has ended, and whose fault it was."""
+"""Reports how an attempt ended, and which rank failed first."""
 
 from __future__ import annotations
 
@@ -38,10 +38,11 @@ class End:
     """How one script ended.
 
     Args:
-        status: as subprocess has it: negative is a signal. None: its node or its actor is lost.
-        at: when, in seconds, by its machine's monotonic clock.
-        error: what torch's @record wrote, {"message", "extraInfo": {"py_callstack"}}, and {"at"}.
-        asked: the signal that it had been sent before; `asked_at` is when the first one was.
+        status: as in subprocess: negative is a signal. None: its node or actor is lost.
+        at: time of the end in seconds, by its machine's monotonic clock.
+        error: the content of torch's @record file, {"message", "extraInfo": {"py_callstack"}},
+        plus {"at"}.
+        asked: the signal sent to it before; `asked_at` is the time of the first one.
         lost: why it is lost.
     """
 
@@ -54,7 +55,7 @@ class End:
 
     @property
     def failed(self) -> bool:
-        """Whether it has ended by itself, and not well."""
+        """Whether it ended by itself with a failure."""
         return self.status != 0 and not self.asked
 
     @property
@@ -67,11 +68,11 @@ class End:
 
     @property
     def exit_status(self) -> int:
-        """What the shell would say of it."""
+        """The exit status as a shell would report it."""
         if self.status is None:
             return RetriesExhausted.exit_status
         if self.asked:
-            return 1  # it had raised an error before; the signal's number is ours
+            return 1  # it had raised an error before; we sent the signal
         return self.status if self.status >= 0 else 128 - self.status
 
 
@@ -108,7 +109,7 @@ _OWN, _THREAD, _FOLLOWS = range(3)
 
 
 def _began(rank: int, end: End, output: Output) -> tuple[int, float] | None:
-    """How much a rank's failure counts (less is more), and when it began; None: it did not fail."""
+    """The rank of a failure's severity (lower is more severe) and its time; None: no failure."""
     raised = output.raised(rank)
     if end.status is None or end.status == 0:
         return None
@@ -119,7 +120,7 @@ def _began(rank: int, end: End, output: Output) -> tuple[int, float] | None:
             not raised.goes_on or raised.ending or (raised.uncaught and end.status == 1)
         ):
             at, said = min(at, raised.at), raised.error
-        else:  # what torch's watchdog says before it aborts
+        else:  # the message of torch's watchdog before it aborts
             said = "\n".join(output.last(rank)) if end.status == -signal.SIGABRT else ""
         # A killed process did not end because of an error about its peers.
         killed = end.status in (-signal.SIGKILL, -signal.SIGSEGV, -signal.SIGBUS)
@@ -133,7 +134,7 @@ def _began(rank: int, end: End, output: Output) -> tuple[int, float] | None:
 
 
 def report(rank: int, ends: Mapping[int, End], workers: Sequence[Worker], output: Output) -> str:
-    """The first failing rank: where, how, its last words; and how the others ended."""
+    """The first failing rank: where, how, its last lines; and how the others ended."""
     end, raised = ends[rank], output.raised(rank)
     how = end.said
     if end.asked:
@@ -169,7 +170,7 @@ def _hints(end: End, last: Sequence[str]) -> list[str]:
 
 
 def signal_name(number: int) -> str:
-    """``SIGKILL`` for 9; the number where it has no name."""
+    """``SIGKILL`` for 9; the number if it has no name."""
     try:
         return signal.Signals(number).name
     except ValueError:

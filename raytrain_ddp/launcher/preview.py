@@ -1,4 +1,4 @@
-"""What would be run: each worker's environment and command, without a Ray."""
+"""Previews each worker's environment and command, without Ray."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ from raytrain_ddp.launcher.run_options import RunOptions
 from raytrain_ddp.ray_backend.placement import this_machine
 
 _NOTE = """\
-# As if all were on this machine: Ray decides. MASTER_PORT is found when the script is started.
-# Variables that stay as they are in this shell are not shown."""
+# Shown as if all workers ran on this machine; Ray decides the placement. MASTER_PORT is chosen
+# at the start. Variables that are the same in this shell are omitted."""
 
 
 def preview(order: RunOptions, driver: Mapping[str, str]) -> str:
-    """Shell commands, one for each worker.
+    """Shell commands, one per worker.
 
     Raises:
-        ConfigError, PreflightError: as the run itself, as far as this machine can tell.
+        ConfigError, PreflightError: as in a real run, as far as this machine can tell.
     """
     order.require_script(Path.cwd())
     flags = order.flags

@@ -1,4 +1,4 @@
-"""Runs a script on the cluster's workers, again if it must, and says how it ended."""
+"""Runs a script on the cluster's workers, with restarts, and reports how it ended."""
 
 from __future__ import annotations
 
@@ -32,18 +32,19 @@ def launch(order: RunOptions) -> int:
     """Runs the script to its end; returns its exit status (128 + n if signal n ended it).
 
     Raises:
-        ConfigError: there is no such script, or no such variable.
-        PreflightError: there is no Ray, no room, or a folder too large to be copied.
+        ConfigError: the script, or an exported variable, does not exist.
+        PreflightError: there is no Ray, not enough resources, or a folder too large to copy.
         RetriesExhausted: the cluster's head is lost.
-        KeyboardInterrupt: a signal came before the script was started; its argument is the number.
-        BrokenPipeError: whoever has read our output has gone.
+        KeyboardInterrupt: a signal arrived before the script was started; the argument is its
+            number.
+        BrokenPipeError: the reader of our output is gone.
     """
     order.require_script(Path.cwd())
-    driver = dict(os.environ)  # before anything of ours or Ray's is added
+    driver = dict(os.environ)  # before we or Ray add anything
     for name in order.flags.exported:
         require(name in driver, "--export", name, "is not set in this shell")
     ours = [signal.Signals[name] for name in order.flags.signals]
-    # Ray puts a handler of its own in place, so ours comes again.
+    # Ray installs its own handler, so ours is installed again.
     with _signals(ours) as stops, connected(order.flags, _tell), _signals(ours, stops):
         return _attempts(order, driver, stops)
 
@@ -104,7 +105,7 @@ def _attempt(
     nodes: Nodes,
     stdin: Callable[[], bytes | None] | None,
 ) -> tuple[int, bool]:
-    """The exit status of what has been started, and whether some agent is lost.
+    """The exit status of the attempt, and whether an agent is lost.
 
     Raises:
         RetriesExhausted: the cluster's head is lost.
@@ -134,10 +135,10 @@ def _attempt(
 
 
 def _log_folder(flags: Flags, run_id: str) -> Path:
-    """A new folder in LOG_DIR (as under torchrun, else among the temporary files) for this run.
+    """A new folder for this run in LOG_DIR (or, as under torchrun, among the temporary files).
 
     Raises:
-        PreflightError: it cannot be made.
+        PreflightError: it cannot be created.
     """
     try:
         top = Path(flags.log_dir or tempfile.mkdtemp(prefix="torchelastic_")).absolute()
@@ -149,8 +150,8 @@ def _log_folder(flags: Flags, run_id: str) -> Path:
 
 
 def _standard_input() -> Callable[[], bytes | None] | None:
-    """Gives what comes on standard input piece by piece, None as long as there is nothing new, and
-    b"" for ever at its end. None where it is a terminal, which belongs to the shell, or nothing."""
+    """Returns a function that yields standard input in pieces: None if there is nothing new, and
+    b"" at its end. None if it is a terminal, which belongs to the shell, or closed."""
     try:
         mode = os.fstat(0).st_mode
     except OSError:
@@ -196,10 +197,10 @@ def _tell(text: str) -> None:
 
 @contextmanager
 def _signals(ours: Sequence[int], noted: list[int] | None = None) -> Iterator[list[int]]:
-    """Collects the numbers of these signals, in `noted` if it is given: an exception from a handler
+    """Collects the numbers of these signals, in `noted` if given: an exception raised in a handler
     could not pass through Ray's own code.
 
-    Without it, while Ray is started or joined, a second signal ends that: it may hang.
+    Without `noted`, while Ray is started or joined, a second signal aborts that, as it may hang.
     """
     stops: list[int] = [] if noted is None else noted
 
@@ -211,7 +212,7 @@ def _signals(ours: Sequence[int], noted: list[int] | None = None) -> Iterator[li
     if threading.current_thread() is not threading.main_thread():
         yield stops
         return
-    # `nohup` wants it to live on
+    # `nohup` wants the process to survive SIGHUP
     ours = [n for n in ours if n != signal.SIGHUP or signal.getsignal(n) != signal.SIG_IGN]
     before = {number: signal.signal(number, note) for number in ours}
     try:

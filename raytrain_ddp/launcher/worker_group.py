@@ -35,9 +35,9 @@ _POLL_S = 0.2
 _ANSWER_TIMEOUT_S = 300.0
 _CLOSE_TIMEOUT_S = 5.0
 _CLOCK_ASKED = 5
-# Below the range from which systems take the ports of outgoing connections, and above that of the
-# services one knows: what is free now is free when the script listens there seconds later.
-# And above those of slurm.sbatch.
+# Below the range of ports for outgoing connections, and above that of well-known services: a port
+# that is free now is still free when the script listens on it seconds later.
+# Also above the ports of slurm.sbatch.
 _PORTS = range(32_000, 32_768)
 
 Check = Callable[[], None]
@@ -48,11 +48,12 @@ class SeatLost(RetriesExhausted):
 
 
 class WorkerGroup:
-    """An agent on each seat, ranked. `check` is called while waiting, and may raise.
+    """An agent on each seat, with ranks. `check` is called while waiting, and may raise.
 
     Raises:
-        PreflightError: there is no room, also after `wait_s`; or the code cannot be copied.
-        SeatLost: a node went while all this was going on.
+        PreflightError: there are not enough resources, even after `wait_s`; or the code cannot be
+        copied.
+        SeatLost: a node was lost during the set-up.
     """
 
     def __init__(
@@ -88,7 +89,7 @@ class WorkerGroup:
         return self._agents[self.workers[rank].seat.number]
 
     def start(self, run_id: str, attempt: int, check: Check, feeds: bool) -> None:
-        """Starts the script on all workers; no rank is ahead by more than a moment.
+        """Starts the script on all workers, nearly simultaneously.
 
         Args:
             feeds: whether rank 0 has a standard input.
@@ -106,8 +107,8 @@ class WorkerGroup:
         _answers(started, check)
 
     def clocks(self, ranks: Sequence[int]) -> dict[int, float]:
-        """How far these ranks' clocks are ahead of this one, in seconds, to a millisecond or so;
-        of a machine that does not answer it is not known."""
+        """How far these ranks' clocks are ahead of this one, in seconds, to about a millisecond;
+        without the ranks of a machine that does not respond."""
         import ray
 
         ahead: dict[str, float] = {}
@@ -123,8 +124,8 @@ class WorkerGroup:
         return {r: ahead[n] for r in ranks if (n := self.workers[r].seat.node) in ahead}
 
     def close(self) -> None:
-        """Ends all agents, and with them whatever their scripts have left."""
-        # Aside: where Ray itself has been ended meanwhile, its calls take a minute to say so.
+        """Ends all agents, and with them all processes left by their scripts."""
+        # In a thread: if Ray itself has ended, its calls take a minute to fail.
         closing = threading.Thread(target=_release, args=(self._agents, self._group), daemon=True)
         closing.start()
         closing.join(_CLOSE_TIMEOUT_S)
@@ -153,8 +154,8 @@ class WorkerGroup:
 def _release(agents: Sequence[Any], group: Any) -> None:
     import ray
 
-    with suppress(Exception):  # there is nothing to be done about it
-        for each in agents:  # at once, and also where no head is left to end the agents
+    with suppress(Exception):  # nothing can be done about it
+        for each in agents:  # immediately, and even if no head is left to end the agents
             each.signal.remote("kill")
         cleaned = [each.clean.remote() for each in agents]
         if cleaned:
@@ -166,7 +167,7 @@ def _release(agents: Sequence[Any], group: Any) -> None:
 
 
 def _reserve(wait_s: float, layout: Places, tell: Callable[[str], None], check: Check) -> Any:
-    """A placement group with room for all workers."""
+    """A placement group with resources for all workers."""
     from ray.util import placement_group, remove_placement_group
 
     strategy = "STRICT_SPREAD" if layout.apart else "PACK"
@@ -180,7 +181,7 @@ def _reserve(wait_s: float, layout: Places, tell: Callable[[str], None], check: 
             waited_s = time.monotonic() - began
             lacks = lacking(layout, living())
             if waited_s > wait_s:
-                busy = "others use what there is (ray status)"
+                busy = "other jobs use the resources (ray status)"
                 raise refusal(layout, lacks or busy, "the cluster")
             if not said and (lacks or waited_s > 2):
                 said = True
@@ -193,7 +194,7 @@ def _reserve(wait_s: float, layout: Places, tell: Callable[[str], None], check: 
 
 @contextmanager
 def sent_whole() -> Iterator[None]:
-    """The agent's class goes to the nodes as it is here: they need not have this package."""
+    """Sends the agent's class by value: nodes need not have this package."""
     from ray import cloudpickle
 
     for module in (agent, code_shipping):
@@ -231,14 +232,14 @@ def _seat(number: int, fact: Mapping[str, Any]) -> Seat:
 
 
 def _answers(asked: list[Any], check: Check, where: Sequence[str] = ()) -> list[Any]:
-    """What the agents answer.
+    """The agents' answers.
 
     Args:
-        where: the machine of each, for what is said of an error.
+        where: the machine of each, for error messages.
 
     Raises:
-        SeatLost: one of them does not, as its node or its process is gone.
-        PreflightError: it cannot do what it is asked for.
+        SeatLost: an agent does not respond because its node or process is gone.
+        PreflightError: an agent cannot do what is requested.
     """
     import ray
 

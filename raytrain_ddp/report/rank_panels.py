@@ -1,4 +1,4 @@
-"""Who was slow: panels over the time, and what each rank does with a step."""
+"""Panels over time that show which ranks were slow, and each rank's time per step."""
 
 from __future__ import annotations
 
@@ -19,23 +19,23 @@ from raytrain_ddp.report.time_panels import (
 )
 from raytrain_ddp.report.timeline import wall_of
 
-_LEAST_EVENTS = 3  # fewer are no picture
+_LEAST_EVENTS = 3  # fewer make no useful picture
 
 
 def rank_panels(story: RunHistory, x: Scale) -> list[Panel]:
-    """The slowest rank, and how long each rank's own work has taken."""
+    """The slowest rank, and how long each rank's own work took."""
     return [panel for panel in (_slowest_rank(story, x), _ranks(story, x)) if panel is not None]
 
 
 def own_work(split_s: Mapping[str, float]) -> float:
-    """Seconds in which a rank waits for no other."""
+    """Seconds in which a rank does not wait for others."""
     return sum(split_s.get(name, 0.0) for name in step_phases.WORK)
 
 
 def rank_splits(story: RunHistory) -> list[dict[str, float]]:
     """Seconds of a step by phase for each rank, in the newest start: median over its events.
 
-    Without evaluations and checkpoints, which come once in many steps and to all alike.
+    Without evaluations and checkpoints, which are rare and affect all ranks equally.
     """
     events = [e for e in story.files.events if e["kind"] == "ranks"]
     size = len(events[-1]["split_s"]) if events else 0
@@ -78,7 +78,7 @@ def _slowest_rank(story: RunHistory, x: Scale) -> Panel | None:
 
 
 def _ranks(story: RunHistory, x: Scale) -> Panel | None:
-    """A row for each rank: the darker, the longer its own work has taken."""
+    """A row for each rank: darker where its own work took longer."""
     events = [e for e in story.files.events if e["kind"] == "ranks"]
     events = events[:: -(-len(events) // MOST_STRETCHES) or 1]
     if len(events) < _LEAST_EVENTS:

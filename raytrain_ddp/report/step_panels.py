@@ -1,4 +1,4 @@
-"""Panels over the steps: loss, metrics and learning rate, of one run or of several."""
+"""Panels over the steps: loss, metrics and learning rate, of one or several runs."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ from raytrain_ddp.training.curves_png import smoothed, steps_per_epoch
 
 COLORS = 8
 _DOTS_UP_TO = 60
-MOST_MARKS = 80  # more would be one band of colour
+MOST_MARKS = 80  # more would be one band of color
 _MOST_METRICS, _MOST_FLAGS = 8, 10
 _FRACTION = re.compile(r"(^|[/_.])(top\d+|acc(uracy)?)$")
 
 Told = Callable[[float], str]
-Series = tuple[str, Sequence[Point], Told]  # what a hover tells of a line
+Series = tuple[str, Sequence[Point], Told]  # what a hover shows of a line
 
 
 def color(number: int) -> str:
@@ -39,20 +39,20 @@ def color(number: int) -> str:
 
 
 def curve_panels(stories: Sequence[RunHistory]) -> list[Panel]:
-    """The loss, a panel or more of metrics, the learning rate; those that there is anything of."""
+    """The loss, one or more panels of metrics, and the learning rate, as far as there are any."""
     x = _steps(stories)
     panels = [_loss(stories, x), *_metrics(stories, x), _rate(stories, x)]
     return [panel for panel in panels if panel is not None]
 
 
 def restarts(story: RunHistory) -> list[Mark]:
-    """Where the run went on, over the steps."""
+    """Marks the steps at which the run resumed."""
     marks = []
     lives = story.timeline.lives
     for before, life in pairwise(lives):
         resized = before.world_size != life.world_size
         change = f"{before.world_size}→{life.world_size}"
-        told = f"went on from step {life.start_step}"
+        told = f"resumed from step {life.start_step}"
         told += f" with {change} workers" if resized else ""
         kind = "resize" if resized else "restart"
         flag = change if resized else "↻"
@@ -64,7 +64,7 @@ def restarts(story: RunHistory) -> list[Mark]:
 def hovers(
     series: Sequence[Series], name: Callable[[float], str], most: int = 300
 ) -> list[tuple[float, str]]:
-    """At some x of the lines, what each of them is there, or was last."""
+    """(x, text) pairs: the values of all lines at x, or their last ones before it."""
     places = sorted({x for _, points, _ in series for x, _ in points})
     places = places[:: -(-len(places) // most) or 1]
     told = []
@@ -142,7 +142,7 @@ def _loss(stories: Sequence[RunHistory], x: Scale) -> Panel | None:
 def _metrics(stories: Sequence[RunHistory], x: Scale) -> list[Panel]:
     names = list(dict.fromkeys(n for s in stories for r in s.files.evals for n in r["metrics"]))
     first = stories[0].files.monitor
-    hidden = ("skipped", "loss") if len(stories) == 1 else ("skipped",)  # it is with the other
+    hidden = ("skipped", "loss") if len(stories) == 1 else ("skipped",)  # the loss has a panel
     names = sorted((n for n in names if n not in hidden), key=lambda n: n != first)
     names = names[:_MOST_METRICS]
     fractions = [name for name in names if _is_fraction(name, stories)]
@@ -201,14 +201,14 @@ def _rate(stories: Sequence[RunHistory], x: Scale) -> Panel | None:
 
 
 def thinned_note(count: int) -> str:
-    """What is said of a picture that does not hold all that there is."""
+    """A note for a picture that does not show all records."""
     if count <= MOST_POINTS:
         return ""
     return f"thinned: {count:,} records; lowest and highest of each stretch are kept"
 
 
 def _dotted(label: str, css: str, points: Sequence[Point]) -> Line:
-    """With dots, where they do not run into each other."""
+    """With dots, if there are few enough points."""
     few = len(points) <= _DOTS_UP_TO
     return Line(label, f"dotted {css}" if few else css, [thinned(points)])
 
@@ -222,7 +222,7 @@ def _evaluated(story: RunHistory, name: str) -> list[Point]:
 
 
 def _stars(stories: Sequence[RunHistory], *names: str) -> list[tuple[float, float, str]]:
-    """The best evaluations, where a panel shows what they were chosen by."""
+    """The best evaluations, in a panel that shows the metric they were chosen by."""
     stars = []
     for story in stories:
         best, monitor = story.files.best, story.files.monitor
@@ -234,7 +234,7 @@ def _stars(stories: Sequence[RunHistory], *names: str) -> list[tuple[float, floa
 
 
 def _room(values: Iterable[float], name: Told | None = None, floor: bool = False) -> Scale:
-    """A scale with all values inside; fractions end at 1."""
+    """A scale that contains all values; fractions end at 1."""
     known = [value for value in values if math.isfinite(value)]
     if not known:
         return linear(0.0, 1.0, name)

@@ -1,6 +1,6 @@
-"""A panel: SVG that is stretched to any width, and labels of HTML that are not.
+"""A panel: SVG that is stretched to any width, with labels in HTML.
 
-Text in the SVG itself would shrink with it on a phone. All positions are thousandths.
+Text within the SVG would shrink with it on a phone. All positions are in thousandths.
 """
 
 from __future__ import annotations
@@ -17,10 +17,11 @@ _MOST_HOVERS = 400
 
 @dataclass(frozen=True)
 class Line:
-    """A line of one or more pieces; where it is "dotted", with a dot at each point.
+    """A line of one or more pieces; if "dotted", with a dot at each point.
 
     Args:
-        css: classes: c0 to c7 are colours, "raw" is thin, "dots" are points alone, "fine" has none.
+        css: classes: c0 to c7 are colors, "raw" is thin, "dots" draws points only, "fine" no
+            points.
     """
 
     label: str
@@ -30,7 +31,7 @@ class Line:
 
 @dataclass(frozen=True)
 class Area:
-    """Of constant height over each (from, to): (from, to, foot, top)."""
+    """An area of constant height over each interval: (from, to, bottom, top)."""
 
     label: str
     css: str
@@ -39,7 +40,7 @@ class Area:
 
 @dataclass(frozen=True)
 class Mark:
-    """An upright line, or a band where `to` is given, and what it stands for."""
+    """A vertical line, or a band if `to` is set, with its meaning."""
 
     x: float
     kind: str
@@ -50,7 +51,7 @@ class Mark:
 
 @dataclass(frozen=True)
 class Panel:
-    """One picture; `hovers` are (x, text) that are shown where the pointer is."""
+    """One panel; `hovers` are (x, text), shown at the pointer."""
 
     title: str
     x: Scale
@@ -106,7 +107,7 @@ class Panel:
         return "".join(parts) + "</svg>"
 
     def _area(self, area: Area) -> str:
-        """There along the tops and back along the feet, for each piece without a gap."""
+        """Forth along the top edges and back along the bottom edges, for each gapless piece."""
         pieces: list[list[tuple[float, float, float, float]]] = []
         for step in area.steps:
             if pieces and abs(pieces[-1][-1][1] - step[0]) < 1e-9:
@@ -127,7 +128,7 @@ class Panel:
         for piece in line.pieces:
             at = [f"{self._across(x)} {self._down(y)}" for x, y in piece]
             if dots or len(at) == 1:
-                out += [f"M{place}h0" for place in at]  # with round ends: a dot
+                out += [f"M{place}h0" for place in at]  # with round line caps: a dot
             elif at:
                 out.append("M" + "L".join(at))
         return "".join(out)
@@ -176,7 +177,7 @@ class Panel:
 
 
 def as_script(value: object) -> str:
-    """JSON that no text in it can end or leave."""
+    """JSON in which no text can close the script element."""
     text = json.dumps(value, separators=(",", ":"), ensure_ascii=False)
     return text.replace("&", "\\u0026").replace("<", "\\u003c").replace(">", "\\u003e")
 

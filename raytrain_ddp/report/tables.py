@@ -1,4 +1,4 @@
-"""Tables of a report: what happened, checkpoints, config, environment. Each is a string of HTML."""
+"""HTML tables of a report: what happened, checkpoints, config, environment."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ from raytrain_ddp.report.history import HistoryEntry, RunHistory
 from raytrain_ddp.report.run_files import RunFiles
 
 _MOST_HAPPENINGS, _MOST_CHECKPOINTS, _MOST_DETAIL, _MOST_CELLS = 200, 50, 6000, 1024
-_SECTIONS_FREE = ("name", "storage")  # they say which run it is, not how it is trained
+_SECTIONS_FREE = ("name", "storage")  # they identify the run, not how it is trained
 
 
 def table(head: Sequence[str], rows: Iterable[Sequence[str]], css: str = "") -> str:
-    """Cells are HTML already; columns whose name begins with ``>`` are of figures."""
+    """Cells are HTML already; columns whose name begins with ``>`` contain numbers."""
     right = [name.startswith(">") for name in head]
     names = "".join(
         f"<th{' class=n' if n else ''}>{escape(name.removeprefix('>'))}</th>"
@@ -44,10 +44,10 @@ def table(head: Sequence[str], rows: Iterable[Sequence[str]], css: str = "") -> 
 
 
 def happenings(story: RunHistory) -> str:
-    """What happened, in the order of time."""
+    """What happened, in chronological order."""
     told = list(story.happenings)
     left_out = len(told) - _MOST_HAPPENINGS
-    if left_out > 0:  # notes go first, then those in the middle
+    if left_out > 0:  # notes are dropped first, then entries in the middle
         told = [one for one in told if one.kind != "note"]
         told = told if len(told) <= _MOST_HAPPENINGS else [*told[:50], *told[-150:]]
         left_out = len(story.happenings) - len(told)
@@ -59,12 +59,12 @@ def happenings(story: RunHistory) -> str:
         )
         for one in told
     ]
-    note = f"<p class=note>{left_out} of them are left out.</p>" if left_out > 0 else ""
+    note = f"<p class=note>{left_out} entries are omitted.</p>" if left_out > 0 else ""
     return table(("when (UTC)", ">step", "what"), rows, "happenings") + note
 
 
 def detail(text: str, is_open: bool = False) -> str:
-    """Short text behind the line, a long one to be opened."""
+    """Short text after the line; long text in a collapsible element."""
     text = text.strip()
     if not text:
         return ""
@@ -86,7 +86,7 @@ def full_metrics(story: RunHistory) -> str:
 
 
 def _grid(found: Any) -> str:
-    """A table of a vector or matrix; text for more dimensions or for values that do not fit."""
+    """A table of a vector or matrix; text for more dimensions or values of another form."""
     if isinstance(found, Mapping):
         shape = " x ".join(map(str, found.get("shape", ())))
         told = f"{shape} numbers, too many for the log: evaluate --out FILE writes them."
@@ -105,7 +105,7 @@ def _cell(number: Any) -> str:
 
 
 def checkpoints(story: RunHistory) -> str:
-    """Those that are there, the newest first, and how the others went."""
+    """The existing checkpoints, newest first, and a summary of the others."""
     files = story.files
     made = {e.get("name"): e for e in files.events if e["kind"] == "checkpoint"}
     best = files.best
@@ -132,7 +132,7 @@ def checkpoints(story: RunHistory) -> str:
     told = "There is no checkpoint." if not rows else ""
     if seconds:
         sizes = [e["size_bytes"] for e in made.values() if "size_bytes" in e]
-        each = f"{format_seconds(median(seconds))} each in the median"
+        each = f"{format_seconds(median(seconds))} each (median)"
         told = f"{plural(len(seconds), 'checkpoint')} written, {each}, "
         told += f"{format_seconds(max(seconds))} at most"
         told += f"; {size_told(max(sizes))} at most." if sizes else "."
@@ -145,7 +145,7 @@ def checkpoints(story: RunHistory) -> str:
 
 
 def config(files: RunFiles) -> str:
-    """What differs from the defaults first, then all."""
+    """First the fields that differ from the defaults, then all."""
     settings = files.settings()
     if not files.config:
         return "<p class=note>There is no config.toml, or it cannot be read.</p>"
@@ -162,7 +162,7 @@ def config(files: RunFiles) -> str:
 
 
 def config_differences(stories: Sequence[RunHistory]) -> str:
-    """The fields in which runs differ, a column for each run."""
+    """The fields in which runs differ, with a column for each run."""
     all_settings = [story.files.settings() for story in stories]
     names = list(dict.fromkeys(name for settings in all_settings for name in settings))
     rows = []
@@ -171,12 +171,12 @@ def config_differences(stories: Sequence[RunHistory]) -> str:
         if any(v != values[0] for v in values) and name not in _SECTIONS_FREE:
             rows.append((f"<code>{escape(name)}</code>", *map(value, values)))
     if not rows:
-        return "<p class=note>Their configs are the same.</p>"
+        return "<p class=note>Their configs are equal.</p>"
     return table(("field", *(s.files.name for s in stories)), rows, "config")
 
 
 def environment(story: RunHistory) -> str:
-    """Where it ran, on what, and with which versions; as far as the run says."""
+    """Where it ran, on which devices, and with which versions, as far as recorded."""
     files, rows = story.files, []
 
     def add(name: str, text: object) -> None:
@@ -210,7 +210,7 @@ def environment(story: RunHistory) -> str:
 
 
 def size_told(count: float) -> str:
-    """``12 KiB``, and from a MiB on as everywhere."""
+    """``12 KiB``; from one MiB on as `format_bytes`."""
     return format_bytes(count) if count >= 2**20 else f"{math.ceil(count / 1024)} KiB"
 
 
@@ -229,7 +229,7 @@ def first_day(files: RunFiles) -> str:
 
 
 def value(thing: Any) -> str:
-    """A config's value as TOML has it."""
+    """A config value as in TOML."""
     if thing is None:
         return '<span class="dim">not set</span>'
     if isinstance(thing, Mapping) and not thing:

@@ -1,4 +1,4 @@
-"""Panels over the time: speed, where the time went, and who was slow."""
+"""Panels over time: speed, where the time goes, and which ranks were slow."""
 
 from __future__ import annotations
 
@@ -39,11 +39,11 @@ MOST_STRETCHES, _MOST_FLAGS = 150, 10
 
 @dataclass(frozen=True)
 class Stretch:
-    """Lines of the log that follow each other in one start.
+    """Consecutive log records of one start.
 
     Args:
-        since, to: on the axis of time, in seconds.
-        split_s: by phase, all steps together.
+        since, to: on the time axis, in seconds.
+        split_s: seconds by phase, all steps together.
     """
 
     since: float
@@ -55,7 +55,7 @@ class Stretch:
 
 
 def time_panels(stories: Sequence[RunHistory], x: Scale) -> list[Panel]:
-    """Speed of all; of a single run besides where the time went."""
+    """The speed of all runs; for a single run also where the time went."""
     panels = [_speed(stories, x)]
     if len(stories) == 1:
         panels.append(_split(stories[0], x))
@@ -63,7 +63,7 @@ def time_panels(stories: Sequence[RunHistory], x: Scale) -> list[Panel]:
 
 
 def total_split(story: RunHistory) -> dict[str, float]:
-    """Seconds by phase of all steps in the log; mean over the ranks."""
+    """Seconds by phase over all steps in the log; mean over the ranks."""
     totals: dict[str, float] = defaultdict(float)
     for record, steps in zip(timed(story.files), _steps_of(timed(story.files)), strict=True):
         for phase, each in record["timing"]["split_s"].items():
@@ -72,14 +72,14 @@ def total_split(story: RunHistory) -> dict[str, float]:
 
 
 def marks(story: RunHistory) -> list[Mark]:
-    """Restarts, resizes, failures and pauses, over the time."""
+    """Restarts, resizes, failures and pauses, over time."""
     line, found = story.timeline, []
     cuts = {since for since, _ in line.cuts}
     flags = len(line.lives) <= _MOST_FLAGS
     told = {h.wall: h.text for h in story.happenings if h.kind in ("restart", "resize")}
     for before, life in pairwise(line.lives):
         since, to = line.at(before.ended), line.at(life.began)
-        text = told.get(life.began, f"went on from step {life.start_step}")
+        text = told.get(life.began, f"resumed from step {life.start_step}")
         resized = before.world_size != life.world_size and life.world_size
         kind = "resize" if resized else "restart"
         label = (f"{before.world_size}→{life.world_size}" if resized else "↻") if flags else ""
@@ -98,13 +98,13 @@ def marks(story: RunHistory) -> list[Mark]:
 
 
 def _lost(story: RunHistory) -> list[Mark]:
-    """Where steps were made that a later start did again: they have left the log."""
+    """Steps that a later start repeated; they are no longer in the log."""
     line, found = story.timeline, []
     walls = sorted(wall for wall in line.walls(story.files.train) if math.isfinite(wall))
     for number, life in enumerate(line.lives[:-1]):
         last = line.last_before(walls, number) or life.began
         if life.ended - last > 0.01 * line.worked_s:
-            told = f"{format_seconds(life.ended - last)} of work, of which no log is kept"
+            told = f"{format_seconds(life.ended - last)} of work that is not in the log"
             found.append(Mark(line.at(last), "lost", told, to=line.at(life.ended)))
     return found
 
@@ -120,7 +120,7 @@ def x_name(timelines: Sequence[Timeline]) -> str:
 
 
 def _pieces(story: RunHistory, records: Sequence[Record]) -> list[list[tuple[float, Record]]]:
-    """(time on the axis, record), cut where a start ended."""
+    """(time on the axis, record), split where a start ended."""
     line = story.timeline
     begins = [life.began for life in line.lives]
     pieces: list[list[tuple[float, Record]]] = [[] for _ in line.lives]
@@ -141,9 +141,7 @@ def _speed(stories: Sequence[RunHistory], x: Scale) -> Panel | None:
         flat = sorted(y for piece in pieces for _, y in piece)
         if not flat:
             continue
-        highs.append(
-            min(flat[-1], 3 * flat[len(flat) // 2])
-        )  # one lucky line may leave the picture
+        highs.append(min(flat[-1], 3 * flat[len(flat) // 2]))  # a single outlier may be cut off
         shares = [max(4, MOST_POINTS * len(piece) // len(flat)) for piece in pieces]
         calm = [_calm(piece, len(flat) // 40 + 1) for piece in pieces]
         smooth = [sampled(piece, most) for piece, most in zip(calm, shares, strict=True)]
@@ -172,13 +170,13 @@ def _speed(stories: Sequence[RunHistory], x: Scale) -> Panel | None:
 
 
 def _keys(shown: Sequence[Mark]) -> list[tuple[str, str]]:
-    """What the bands and lines are that there are."""
+    """A legend for the marks that are shown."""
     names = {
         "failure": "a failure",
         "down": "no training",
-        "lost": "done again later, or a pause",
-        "restart": "went on",
-        "resize": "went on with another number of workers",
+        "lost": "repeated later, or a pause",
+        "restart": "resumed",
+        "resize": "resumed with another number of workers",
     }
     kinds = {mark.kind for mark in shown}
     return [(name, f"k-{kind}") for kind, name in names.items() if kind in kinds]
@@ -194,7 +192,7 @@ def clock_of(value: float) -> str:
 
 
 def stretches_of(story: RunHistory, most: int = MOST_STRETCHES) -> list[Stretch]:
-    """The log in at most some `most` stretches, none of which goes beyond a start."""
+    """About `most` stretches of the log, none of which spans two starts."""
     records = timed(story.files)
     steps = dict(zip((r["step"] for r in records), _steps_of(records), strict=True))
     each = -(-len(records) // most) or 1
@@ -217,7 +215,7 @@ def stretches_of(story: RunHistory, most: int = MOST_STRETCHES) -> list[Stretch]
 
 
 def _usual(slow: Sequence[Mapping[str, Any]]) -> Mapping[str, Any] | None:
-    """The rank that was the slowest most often, and the phase; its ratio in the median."""
+    """The rank that was slowest most often, with its phase and median ratio."""
     if not slow:
         return None
     (rank, phase), _ = Counter((one["rank"], one["phase"]) for one in slow).most_common(1)[0]
@@ -226,7 +224,7 @@ def _usual(slow: Sequence[Mapping[str, Any]]) -> Mapping[str, Any] | None:
 
 
 def _steps_of(records: Sequence[Record]) -> list[int]:
-    """How many steps each line of the log is for."""
+    """The number of steps that each log record covers."""
     before = [0, *(record["step"] for record in records)]
     return [
         max(1, record["step"] - last) for record, last in zip(records, before[:-1], strict=True)

@@ -424,7 +424,7 @@ def test_a_thousand_kills_and_equal_to_the_last_bit(tmp_path: Path):
     print(
         f"\n{outcome.fired} of {outcome.planned} faults in {time.monotonic() - started:.0f} s, "
         f"{wild.starts} starts; steps: useful {outcome.total_steps} / executed {wild.executed}; "
-        f"{(wild.wall_s - calm.wall_s) / outcome.fired:.2f} s for each fault"
+        f"{(wild.wall_s - calm.wall_s) / outcome.fired:.2f} s per fault"
     )
 
 

@@ -223,15 +223,15 @@ CASES: list[tuple[str, Change, str, str, str]] = [
     ("GPUs", put("facts.gpus", []), "fail", "none, Ray counts 2", "nvidia-smi"),
     ("CPUs", put("resources.CPU", 16.0), "warn", "8 usable, Ray counts 16", "--num-cpus 8"),
     ("CPUs", put("facts.cpus.quota", 2.5), "warn", "2.5 usable", "--num-cpus 2"),
-    ("memory", put("facts.memory.available", GIB), "warn", "1.0 GiB free of 64 GiB", "end what"),
-    ("memory", put("facts.memory.limit", GIB), "warn", "limit of its cgroup", "end what"),
-    ("memory", put("facts.memory.swapped", 9 * GIB), "warn", "swapping", "end what"),
+    ("memory", put("facts.memory.available", GIB), "warn", "1.0 GiB free of 64 GiB", "stop other"),
+    ("memory", put("facts.memory.limit", GIB), "warn", "limit of its cgroup", "stop other"),
+    ("memory", put("facts.memory.swapped", 9 * GIB), "warn", "swapping", "stop other"),
     ("/dev/shm", put("facts.shm.free", 64 * 2**20), "warn", "64 MiB free", "--shm-size"),
     ("/tmp", put("facts.tmp", {"path": "/tmp", "total": 99 * GIB, "free": GIB}), "warn", "1.0", ""),
     (
         "disk",
         put("facts.storage_disk", {"path": "/shared/runs", "total": 9 * GIB, "free": 9}),
-        *("fail", "0 MiB free of 9.0 GiB", "room in /shared/runs"),
+        *("fail", "0 MiB free of 9.0 GiB", "space in /shared/runs"),
     ),
     ("open files", put("facts.open_files", 1024), "warn", "1024", "ulimit -n 65536"),
     ("clock", put("clock.ahead_s", -3.2), "warn", "3.2 s behind (within 2.0 ms)", "NTP"),
@@ -250,8 +250,8 @@ CASES: list[tuple[str, Change, str, str, str]] = [
     ("all-reduce", across(bus_bytes_per_s={"16": 12e6}), "warn", "12 MB/s", "8.3 s each step"),
     ("dashboard", dashboard("0.0.0.0", "disabled"), "fail", "0.0.0.0", "RAY_AUTH_MODE=token"),
     ("dashboard", dashboard("::", "disabled"), "fail", "::", "--dashboard-host"),
-    ("dashboard", dashboard("10.0.0.2", None), "ok", "asks for a token", ""),
-    ("dashboard", dashboard("0.0.0.0", "token"), "ok", "asks for a token", ""),
+    ("dashboard", dashboard("10.0.0.2", None), "ok", "requires a token", ""),
+    ("dashboard", dashboard("0.0.0.0", "token"), "ok", "requires a token", ""),
     ("dashboard", dashboard("127.0.0.1", "disabled"), "ok", "127.0.0.1, port 8265", ""),
     ("authentication", put("facts.settings", {}), "warn", "none", "ray get-auth-token"),
     ("authentication", dashboard("127.0.0.1", "disabled"), "warn", "none", "auth_token"),
@@ -261,7 +261,7 @@ CASES: list[tuple[str, Change, str, str, str]] = [
         *("warn", "644", "chmod 600 /t"),
     ),
     ("storage", put("storage", {"error": "Permission denied {x}"}), "fail", "denied {x}", "rights"),
-    ("shared", put("seen.error", "not whole"), "fail", "not whole", "the same"),
+    ("shared", put("seen.error", "is incomplete"), "fail", "is incomplete", "the same"),
     ("left behind", put("cleaned", {"error": "gone"}), "warn", "gone", "doctor-*"),
     ("data", put("data", {"error": "no such file"}), "fail", "no such file", "the same path"),
     (
@@ -269,7 +269,7 @@ CASES: list[tuple[str, Change, str, str, str]] = [
         put("data", {"error": "ModuleNotFoundError: No module named 'x'"}),
         *("fail", "'x'", "install"),
     ),
-    ("data", put("data.train", [1437, "cc"]), "fail", "not those of driver", "Copy"),
+    ("data", put("data.train", [1437, "cc"]), "fail", "but different from driver", "Copy"),
 ]
 
 
@@ -404,7 +404,7 @@ def test_the_table_fits_and_gives_advice_below_what_is_wrong(width: int):
     assert sum(line.startswith("  -> ") for line in lines) == 3
     at = next(n for n, line in enumerate(lines) if line.startswith("authentication"))
     assert lines[at].endswith("warn")
-    assert lines[at + 1].startswith("  -> Whoever reaches Ray's ports")
+    assert lines[at + 1].startswith("  -> Anyone who reaches Ray's ports")
 
 
 def test_an_error_of_a_node_is_told_in_a_line():

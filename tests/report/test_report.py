@@ -297,7 +297,7 @@ def test_a_run_that_goes_on_is_told_from_one_that_is_gone(tmp_path: Path):
         story = told(run)
         assert story.state == "running"
         assert re.match(r"Running: step 10 of 230, about \S+( \S+)? left\.", story.told)
-        assert "the same command shows how it is now" in page_of(run)
+        assert "run the command again to update this" in page_of(run)
     write(run, records, [*events, end("2026-11-20T21:00:00Z", 143, step=10)])
     assert told(run).state == "interrupted"
     assert "SIGTERM" in told(run).told
@@ -389,7 +389,7 @@ def test_the_worst_mistakes_are_shown_with_figures_by_class(untrained: Path, tmp
     assert "row" in found.worst[0].where
     page = write_report([str(untrained)], str(tmp_path / "r.html"), True, "cpu").read_text()
     assert page.count('<img src="data:image/png') == len(losses)
-    assert "360 samples are right" in page
+    assert "360 samples are correct" in page
     _Seen(page)
 
 
@@ -412,7 +412,7 @@ def test_of_many_classes_those_that_are_confused_most_are_shown():
     matrix[7][8], matrix[90][7] = 20, 5
     page = classes(Predictions("step-1", [f"kind {n}" for n in range(100)], matrix, 5025, 6000, []))
     _Seen(page)
-    assert "99.50% of 5,025 of 6,000 samples are right" in page
+    assert "99.50% of 5,025 of 6,000 samples are correct" in page
     assert "3 of 100 classes" in page
     assert page.index(">kind 7<") < page.index("all 100 classes") < page.index(">kind 60<")
     assert 'title="kind 7 taken for kind 8: 20 of 70"' in page
