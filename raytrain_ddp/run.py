@@ -13,7 +13,7 @@ import tyro
 
 from raytrain_ddp.command_line import run_command
 from raytrain_ddp.errors import ConfigError
-from raytrain_ddp.launcher.run_options import Flags, RunOptions
+from raytrain_ddp.launcher.run_options import RunFlags, RunOptions
 
 _PROG = "python -m raytrain_ddp.run"
 _DESCRIPTION = """\
@@ -59,7 +59,7 @@ _WITHOUT_EFFECT: dict[str, str | None] = {
 }
 _ALIASES = {"t": "tee", "r": "redirects", "n": "num-workers", "np": "num-workers"}
 _ALIASES |= {"shutdown-timeout": "grace-s", "module": "m", "h": "help"}
-_OWN = {field.name.replace("_", "-"): field for field in dataclasses.fields(Flags)}
+_OWN = {field.name.replace("_", "-"): field for field in dataclasses.fields(RunFlags)}
 _VALUELESS = {name for name, field in _OWN.items() if isinstance(field.default, bool)}
 _VALUELESS |= {"help", "m", "run-path", "use-env"}
 _KNOWN = {*_OWN, *_WITHOUT_EFFECT, *_ALIASES, *_VALUELESS}
@@ -73,13 +73,13 @@ def main(argv: Sequence[str]) -> int:
     for note in order.notes:
         print(f"run: {note}", file=sys.stderr)
     if order.flags.dry_run:
-        from raytrain_ddp.launcher.preview import dry_run
+        from raytrain_ddp.launcher.preview import preview_here
 
-        print(dry_run(order))
+        print(preview_here(order))
         return 0
-    from raytrain_ddp.launcher.script_launch import launch
+    from raytrain_ddp.launcher.script_launch import run_script
 
-    return launch(order)
+    return run_script(order)
 
 
 def parse(argv: Sequence[str], environ: Mapping[str, str] | None = None) -> RunOptions:
@@ -105,7 +105,7 @@ def parse(argv: Sequence[str], environ: Mapping[str, str] | None = None) -> RunO
         )
     shown = [_as_show(flag) for flag in kept]
     parsed = tyro.cli(
-        tyro.conf.FlagCreatePairsOff[Flags],
+        tyro.conf.FlagCreatePairsOff[RunFlags],
         prog=_PROG,
         description=_DESCRIPTION,
         args=_words(shown),

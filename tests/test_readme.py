@@ -22,7 +22,7 @@ from raytrain_ddp.config.train_config import TrainConfig
 from raytrain_ddp.convert.__main__ import ConvertArgs
 from raytrain_ddp.doctor.__main__ import DoctorArgs
 from raytrain_ddp.evaluate import EvaluateArgs
-from raytrain_ddp.launcher.run_options import Flags
+from raytrain_ddp.launcher.run_options import RunFlags
 from raytrain_ddp.report.__main__ import ReportArgs
 from raytrain_ddp.run import parse as parse_run
 
@@ -65,7 +65,7 @@ DOORS = (
     EvaluateArgs(run=""),
     ConvertArgs(),
     ReportArgs(runs=()),
-    Flags(),
+    RunFlags(),
 )
 KNOWN = {*(flag for door in DOORS for flag in flags(door)), "help"}
 

@@ -49,10 +49,10 @@ def main(argv: Sequence[str]) -> int:
     args = parse(argv)
     kills = _KILLS_LOCAL if args.local else _KILLS_ON_RAY
     kills = args.kills if args.kills is not None else kills
-    from raytrain_ddp.chaos.experiment import Order, chaos
-    from raytrain_ddp.chaos.screen import Screen
+    from raytrain_ddp.chaos.experiment import ChaosOptions, chaos
+    from raytrain_ddp.chaos.screen import ChaosDisplay
 
-    order = Order(
+    order = ChaosOptions(
         config=args.config,
         seed=args.config.seed,
         kills=kills,
@@ -63,7 +63,7 @@ def main(argv: Sequence[str]) -> int:
         local=args.local,
         nodes=args.nodes,
     )
-    with Screen() as screen:
+    with ChaosDisplay() as screen:
         outcome = chaos(order, screen)
     screen.verdict(outcome, f"python -m raytrain_ddp.chaos {shlex.join(argv)}".strip())
     return 0 if outcome.equal else 1

@@ -6,14 +6,14 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from raytrain_ddp.chaos.observation import Faults, Fired, Log
+from raytrain_ddp.chaos.observation import FaultMonitor, FiredFault, LogFollower
 from raytrain_ddp.chaos.runners import Runner
 
 STUCK_S = 300.0
 
 
 @dataclass(frozen=True)
-class Ran:
+class DriveResult:
     """How a run ended.
 
     Args:
@@ -39,10 +39,10 @@ class Watcher:
 
     def at(self, step: int) -> None: ...
 
-    def fired(self, fired: Fired) -> None: ...
+    def fired(self, fired: FiredFault) -> None: ...
 
 
-def drive(runner: Runner, log: Log, faults: Faults, watcher: Watcher) -> Ran:
+def drive(runner: Runner, log: LogFollower, faults: FaultMonitor, watcher: Watcher) -> DriveResult:
     """Restarts the run as long as it fails because of a fault.
 
     Gives up if it fails without a fault, or makes no progress for `STUCK_S`.
@@ -59,11 +59,11 @@ def drive(runner: Runner, log: Log, faults: Faults, watcher: Watcher) -> Ran:
             problem = f"it failed ({_said(statuses)}) without a fault: {runner.words()}"
         if problem or not any(statuses):
             wall_s = time.monotonic() - started
-            return Ran(statuses, starts, wall_s, log.executed, problem, runner.sizes)
+            return DriveResult(statuses, starts, wall_s, log.executed, problem, runner.sizes)
 
 
 def _until_ended(
-    runner: Runner, log: Log, faults: Faults, watcher: Watcher
+    runner: Runner, log: LogFollower, faults: FaultMonitor, watcher: Watcher
 ) -> tuple[Sequence[int], bool]:
     """(exit statuses, whether it had to be killed because nothing happened)."""
     last, since, killed = (0, 0), time.monotonic(), False

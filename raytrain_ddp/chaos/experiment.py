@@ -15,18 +15,18 @@ from math import ceil
 from pathlib import Path
 from random import Random
 
-from raytrain_ddp.chaos.comparison import Left, left_by
-from raytrain_ddp.chaos.drive import Ran, Watcher, drive
-from raytrain_ddp.chaos.fault_plan import Fault, Shape, draw
+from raytrain_ddp.chaos.comparison import RunResults, results_of
+from raytrain_ddp.chaos.drive import DriveResult, Watcher, drive
+from raytrain_ddp.chaos.fault_plan import Fault, RunShape, draw_faults
 from raytrain_ddp.chaos.killable_nodes import KillableNodes
-from raytrain_ddp.chaos.observation import Faults, Log, tag, tagged
-from raytrain_ddp.chaos.runners import Local, OnRay, Runner, Zygote, with_failpoints
+from raytrain_ddp.chaos.observation import FaultMonitor, LogFollower, tag, tagged
+from raytrain_ddp.chaos.runners import LocalRunner, RayRunner, Runner, Zygote, with_failpoints
 from raytrain_ddp.checkpoint.run_folder import METRICS_FILE, newest_manifest, run_storage
 from raytrain_ddp.config.sections import LogConfig
 from raytrain_ddp.config.train_config import TrainConfig
 from raytrain_ddp.errors import PreflightError, RaytrainError
 from raytrain_ddp.failpoints import FOLDER_VARIABLE, VARIABLE
-from raytrain_ddp.ray_backend.placement import this_machine
+from raytrain_ddp.ray_backend.placement import local_resources
 from raytrain_ddp.uri import without_secrets
 
 SAVE_EVERY_STEPS = 5  # if the config does not set it
@@ -36,7 +36,7 @@ Make = Callable[[TrainConfig, Sequence[Fault], Path], Runner]
 
 
 @dataclass(frozen=True)
-class Order:
+class ChaosOptions:
     """The experiment to run.
 
     Args:
@@ -60,7 +60,7 @@ class Order:
 
 
 @dataclass(frozen=True)
-class Row:
+class ComparisonRow:
     """One comparison: a value of each run, and whether the second is correct."""
 
     what: str
@@ -70,13 +70,13 @@ class Row:
 
 
 @dataclass(frozen=True)
-class Outcome:
+class ChaosOutcome:
     """Both runs, side by side; `folder` holds them, unless they are equal."""
 
-    rows: Sequence[Row]
+    rows: Sequence[ComparisonRow]
     total_steps: int
-    undisturbed: Ran
-    disturbed: Ran
+    undisturbed: DriveResult
+    disturbed: DriveResult
     planned: int
     fired: int
     folder: Path
@@ -86,7 +86,7 @@ class Outcome:
         return all(row.right for row in self.rows)
 
 
-def chaos(order: Order, watcher: Watcher) -> Outcome:
+def chaos(order: ChaosOptions, watcher: Watcher) -> ChaosOutcome:
     """Runs both and compares them.
 
     Raises:
@@ -95,32 +95,36 @@ def chaos(order: Order, watcher: Watcher) -> Outcome:
     """
     token = uuid.uuid4().hex
     folder = _new_folder(order.config.storage)
-    config = _settled(order, folder)
+    config = _resolved_config(order, folder)
     calm, wild = (replace(config, name=name) for name in ("undisturbed", "disturbed"))
     if order.resize:
         calm = replace(calm, scaling=replace(calm.scaling, num_workers=1))
     with _runners(order, tag(token, _environment())) as make:
         watcher.phase("undisturbed")
-        nothing = Faults([], folder / "fired-undisturbed")
+        nothing = FaultMonitor([], folder / "fired-undisturbed")
         undisturbed = _drive(make, calm, [], nothing, watcher)
         if undisturbed.problem:
             raise RaytrainError(f"the undisturbed run: {undisturbed.problem} (see {folder}).")
         shape = _shape(calm, 1 if order.resize else order.workers)
-        plan = draw(order.seed, shape, order.kills, order.drivers, order.node_kills)
+        plan = draw_faults(order.seed, shape, order.kills, order.drivers, order.node_kills)
         if order.resize:  # any rank: a specific one may not exist
             plan = [replace(fault, rank=None) for fault in plan]
         watcher.phase("disturbed", len(plan), shape.total_steps)
-        faults = Faults(plan, folder / "fired")
+        faults = FaultMonitor(plan, folder / "fired")
         disturbed = _drive(make, wild, plan, faults, watcher)
     watcher.phase("comparing")
     orphans = _orphans(token)
     rows = _compared(calm, wild, disturbed, shape.total_steps)
     if not order.local:  # on Ray the run itself must survive the end of a worker
         most = 1 + order.drivers
-        rows.append(Row("starts", "1", str(disturbed.starts), right=disturbed.starts <= most))
+        rows.append(
+            ComparisonRow("starts", "1", str(disturbed.starts), right=disturbed.starts <= most)
+        )
     named = ", ".join(orphans.values())
-    rows.append(Row("processes left behind", "", f"{len(orphans)} {named}".strip(), not orphans))
-    outcome = Outcome(
+    rows.append(
+        ComparisonRow("processes left behind", "", f"{len(orphans)} {named}".strip(), not orphans)
+    )
+    outcome = ChaosOutcome(
         rows, shape.total_steps, undisturbed, disturbed, len(plan), faults.count, folder
     )
     if outcome.equal:
@@ -129,7 +133,7 @@ def chaos(order: Order, watcher: Watcher) -> Outcome:
 
 
 @contextmanager
-def _runners(order: Order, environment: Mapping[str, str]) -> Iterator[Make]:
+def _runners(order: ChaosOptions, environment: Mapping[str, str]) -> Iterator[Make]:
     """Yields a function that makes a runner from a config, a plan and the folder of fired
     faults."""
     with ExitStack() as stack:
@@ -137,24 +141,26 @@ def _runners(order: Order, environment: Mapping[str, str]) -> Iterator[Make]:
             zygote = stack.enter_context(Zygote(environment))
 
             def local(config: TrainConfig, plan: Sequence[Fault], fired: Path) -> Runner:
-                return Local(zygote, config, plan, fired, _sizes(order, config))
+                return LocalRunner(zygote, config, plan, fired, _sizes(order, config))
 
             yield local
             return
 
         def on_ray(config: TrainConfig, plan: Sequence[Fault], fired: Path) -> Runner:
             if not plan:
-                return OnRay(config, environment)
+                return RayRunner(config, environment)
             own = with_failpoints(environment, plan, fired)
             if not order.nodes:
-                return OnRay(config, own)
+                return RayRunner(config, own)
             cpus = ceil(config.scaling.cpus_per_worker)
-            return OnRay(config, own, stack.enter_context(KillableNodes(order.nodes, cpus, own)))
+            return RayRunner(
+                config, own, stack.enter_context(KillableNodes(order.nodes, cpus, own))
+            )
 
         yield on_ray
 
 
-def _sizes(order: Order, config: TrainConfig) -> Callable[[int], int]:
+def _sizes(order: ChaosOptions, config: TrainConfig) -> Callable[[int], int]:
     """The number of workers of a start, counted from 1."""
     most = config.scaling.worker_range()[1]
     if not order.resize:
@@ -171,9 +177,9 @@ def _sizes(order: Order, config: TrainConfig) -> Callable[[int], int]:
 
 
 def _drive(
-    make: Make, config: TrainConfig, plan: Sequence[Fault], faults: Faults, watcher: Watcher
-) -> Ran:
-    log = Log(Path(config.storage) / str(config.name) / METRICS_FILE)
+    make: Make, config: TrainConfig, plan: Sequence[Fault], faults: FaultMonitor, watcher: Watcher
+) -> DriveResult:
+    log = LogFollower(Path(config.storage) / str(config.name) / METRICS_FILE)
     runner = make(config, plan, faults.folder)
     try:
         return drive(runner, log, faults, watcher)
@@ -197,7 +203,7 @@ def _new_folder(storage: str) -> Path:
     return Path(tempfile.mkdtemp(prefix="chaos-", dir=parent))
 
 
-def _settled(order: Order, folder: Path) -> TrainConfig:
+def _resolved_config(order: ChaosOptions, folder: Path) -> TrainConfig:
     """The config, with all free choices set as the comparison needs them."""
     config, checkpoint = order.config, order.config.checkpoint
     every = checkpoint.every_steps or SAVE_EVERY_STEPS
@@ -209,7 +215,7 @@ def _settled(order: Order, folder: Path) -> TrainConfig:
     if order.local:
         scaling = replace(scaling, use_gpu=False)
     else:  # so that they also fit on a small machine
-        cpus = this_machine()["CPU"] / order.workers
+        cpus = local_resources()["CPU"] / order.workers
         scaling = replace(scaling, cpus_per_worker=min(scaling.cpus_per_worker, cpus))
     return replace(
         config,
@@ -220,34 +226,38 @@ def _settled(order: Order, folder: Path) -> TrainConfig:
     )
 
 
-def _shape(config: TrainConfig, workers: int) -> Shape:
+def _shape(config: TrainConfig, workers: int) -> RunShape:
     manifest = newest_manifest(run_storage(config))
     assert manifest is not None  # the run has ended well
-    return Shape(manifest.step, workers, config.checkpoint.every_steps)
+    return RunShape(manifest.step, workers, config.checkpoint.every_steps)
 
 
-def _compared(calm: TrainConfig, wild: TrainConfig, ran: Ran, total_steps: int) -> list[Row]:
+def _compared(
+    calm: TrainConfig, wild: TrainConfig, ran: DriveResult, total_steps: int
+) -> list[ComparisonRow]:
     if ran.problem:
-        return [Row("finishes", "yes", ran.problem, False)]
-    ours = left_by(run_storage(calm))
+        return [ComparisonRow("finishes", "yes", ran.problem, False)]
+    ours = results_of(run_storage(calm))
     try:
-        theirs = left_by(run_storage(wild))
+        theirs = results_of(run_storage(wild))
     except RaytrainError as error:
-        return [Row("newest checkpoint", "whole", str(error), False)]
+        return [ComparisonRow("newest checkpoint", "whole", str(error), False)]
     named = ("weights", "optimizer", "samples", "log")
     rows = [_equal_hashes(name, ours, theirs) for name in named]
     once = list(range(1, total_steps + 1))
     said = ["each once" if list(left.steps) == once else "no" for left in (ours, theirs)]
     each = theirs.steps == once
-    rows.append(Row(f"steps 1 to {total_steps} in the log", said[0], said[1], each))
+    rows.append(ComparisonRow(f"steps 1 to {total_steps} in the log", said[0], said[1], each))
     rest = theirs.leftovers
-    rows.append(Row("leftover files", str(len(ours.leftovers)), _counted(rest), right=not rest))
+    rows.append(
+        ComparisonRow("leftover files", str(len(ours.leftovers)), _counted(rest), right=not rest)
+    )
     return rows
 
 
-def _equal_hashes(name: str, ours: Left, theirs: Left) -> Row:
+def _equal_hashes(name: str, ours: RunResults, theirs: RunResults) -> ComparisonRow:
     pair = getattr(ours, name), getattr(theirs, name)
-    return Row(f"{name} (sha256)", pair[0][:16], pair[1][:16], right=pair[0] == pair[1])
+    return ComparisonRow(f"{name} (sha256)", pair[0][:16], pair[1][:16], right=pair[0] == pair[1])
 
 
 def _counted(names: Sequence[str]) -> str:

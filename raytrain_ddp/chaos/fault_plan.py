@@ -48,7 +48,7 @@ class Fault:
 
 
 @dataclass(frozen=True)
-class Shape:
+class RunShape:
     """The properties of a run that the plan depends on. `save_every` is in steps."""
 
     total_steps: int
@@ -56,7 +56,9 @@ class Shape:
     save_every: int
 
 
-def draw(seed: int, shape: Shape, kills: int, drivers: int = 0, nodes: int = 0) -> list[Fault]:
+def draw_faults(
+    seed: int, shape: RunShape, kills: int, drivers: int = 0, nodes: int = 0
+) -> list[Fault]:
     """`kills` killed workers, `drivers` killed drivers, `nodes` killed nodes, roughly in the order
     in which they occur. A pure function; no fault occurs twice.
 
@@ -98,7 +100,7 @@ def armed(plan: Sequence[Fault]) -> str:
     return ";".join(str(fault) for fault in plan if fault.site != DRIVER)
 
 
-def _pools(random: Random, shape: Shape) -> dict[str, list[Fault]]:
+def _pools(random: Random, shape: RunShape) -> dict[str, list[Fault]]:
     """Kind -> all faults at a step; drawn from the end.
 
     Excludes the first and the last step.

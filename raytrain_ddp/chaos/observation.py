@@ -14,7 +14,7 @@ from raytrain_ddp.chaos.fault_plan import DRIVER, Fault
 TAG = "RAYTRAIN_DDP_CHAOS"
 
 
-class Log:
+class LogFollower:
     """Follows metrics.jsonl through all starts of a run, each of which rewrites it.
 
     Attributes:
@@ -61,7 +61,7 @@ class Log:
 
 
 @dataclass(frozen=True)
-class Fired:
+class FiredFault:
     """A fault that fired, and where."""
 
     number: int
@@ -70,7 +70,7 @@ class Fired:
     step: int | None
 
 
-class Faults:
+class FaultMonitor:
     """The plan, and which of its faults have fired; each has a file in `folder`."""
 
     def __init__(self, plan: Sequence[Fault], folder: Path) -> None:
@@ -81,25 +81,25 @@ class Faults:
         self._drivers = sorted(fault.step or 0 for fault in plan if fault.site == DRIVER)
         self.count = 0
 
-    def news(self) -> list[Fired]:
+    def news(self) -> list[FiredFault]:
         """The faults that have fired since the last call."""
         names = sorted(self._open.keys() & {*os.listdir(self.folder)})
         return [self._fired(self._open.pop(n), (self.folder / n).read_text()) for n in names]
 
-    def driver_due(self, step: int) -> Fired | None:
+    def driver_due(self, step: int) -> FiredFault | None:
         """The driver fault that is due now that the log has reached `step`, if any."""
         if not self._drivers or step < self._drivers[0]:
             return None
         fault = Fault(DRIVER, step=self._drivers.pop(0))
         (self.folder / f"driver-{len(self._drivers)}").touch()
         self.count += 1
-        return Fired(self.count, fault, None, step)
+        return FiredFault(self.count, fault, None, step)
 
-    def _fired(self, fault: Fault, note: str) -> Fired:
+    def _fired(self, fault: Fault, note: str) -> FiredFault:
         self.count += 1
         rank, _, step = note.partition(" ")
         known = step.isdigit()  # a process may have been killed while writing this
-        return Fired(
+        return FiredFault(
             self.count,
             fault,
             int(rank) if known else fault.rank,

@@ -89,7 +89,7 @@ class Zygote:
         return json.loads(line)
 
 
-class Local:
+class LocalRunner:
     """Workers forked by a zygote, connected by gloo. When one dies, all are restarted.
 
     Args:
@@ -133,7 +133,7 @@ class Local:
         """Nothing to do: the zygote ends them when its input ends."""
 
 
-class OnRay:
+class RayRunner:
     """``python -m raytrain_ddp.fit`` in its own process; Ray replaces workers that die.
 
     Args:

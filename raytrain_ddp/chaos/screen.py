@@ -10,15 +10,15 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from raytrain_ddp.chaos.drive import Watcher
-from raytrain_ddp.chaos.experiment import Outcome
+from raytrain_ddp.chaos.experiment import ChaosOutcome
 from raytrain_ddp.chaos.fault_plan import DRIVER
-from raytrain_ddp.chaos.observation import Fired
+from raytrain_ddp.chaos.observation import FiredFault
 from raytrain_ddp.display.formatting import format_seconds, plural
 
 _ROW = "{:>4}  {:>8}  {:<6}  {:<21}  {:>4}  {:>6}"
 
 
-class Screen(Watcher):
+class ChaosDisplay(Watcher):
     """Prints lines, and on a terminal a progress bar below them."""
 
     def __init__(self, console: Console | None = None) -> None:
@@ -35,7 +35,7 @@ class Screen(Watcher):
         self._began = time.monotonic()
         self._planned = 0
 
-    def __enter__(self) -> Screen:
+    def __enter__(self) -> ChaosDisplay:
         if self._console.is_terminal:
             self._bar.start()
         return self
@@ -56,7 +56,7 @@ class Screen(Watcher):
     def at(self, step: int) -> None:
         self._bar.update(self._task, completed=step)
 
-    def fired(self, fired: Fired) -> None:
+    def fired(self, fired: FiredFault) -> None:
         fault = fired.fault
         what = "driver" if fault.site == DRIVER else fault.action
         where = "log" if fault.site == DRIVER else fault.site
@@ -65,7 +65,7 @@ class Screen(Watcher):
         self._console.print(_ROW.format(fired.number, after, what, where, rank, _said(fired.step)))
         self._bar.update(self._task, description=f"fault {fired.number} of {self._planned}")
 
-    def verdict(self, outcome: Outcome, command: str) -> None:
+    def verdict(self, outcome: ChaosOutcome, command: str) -> None:
         table = Table("", "undisturbed", "disturbed", "", box=None, pad_edge=False)
         for row in outcome.rows:
             mark = "equal" if row.right and row.undisturbed == row.disturbed else ""

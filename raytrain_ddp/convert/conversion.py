@@ -19,8 +19,8 @@ import pyarrow as pa
 
 from raytrain_ddp.convert.dataset_file import FORMAT, read_dataset_file
 from raytrain_ddp.convert.options import ConvertConfig
-from raytrain_ddp.convert.pixels import PixelCounts, shrunk
-from raytrain_ddp.convert.process_pool import Run
+from raytrain_ddp.convert.pixels import PixelCounts, shrink_image
+from raytrain_ddp.convert.process_pool import TaskRunner
 from raytrain_ddp.convert.shard_writer import (
     MIB,
     Phase,
@@ -31,7 +31,7 @@ from raytrain_ddp.convert.shard_writer import (
     read_image,
     write_shard,
 )
-from raytrain_ddp.convert.source_splits import SourceSplit, open_splits
+from raytrain_ddp.convert.source_splits import SourceSplit, open_source_splits
 from raytrain_ddp.convert.spool import SpoolListing
 from raytrain_ddp.convert.staging import Stage, different
 from raytrain_ddp.data.discovery import DATASET_FILE
@@ -63,7 +63,9 @@ class Converted:
     told: Mapping[str, Any] | None = None
 
 
-def convert(source: str, dest: str, config: ConvertConfig, run: Run, phase: Phase) -> Converted:
+def convert(
+    source: str, dest: str, config: ConvertConfig, run: TaskRunner, phase: Phase
+) -> Converted:
     """Converts `source` into the folder `dest`, resumes an earlier conversion, or finds it
     complete.
 
@@ -83,7 +85,7 @@ def convert(source: str, dest: str, config: ConvertConfig, run: Run, phase: Phas
                 with _told_of_disk(stage), stage.held():
                     stage.give_name()
             return Converted(stage.dest, dataset, found=place == stage.dest)
-    splits, notes = open_splits(source, config)
+    splits, notes = open_source_splits(source, config)
     first = splits[1] if len(splits) > 1 else None
     data = Splits(
         splits[0].source,
@@ -119,7 +121,7 @@ def _convert_split(
     classes: tuple[str, ...],
     stage: Stage,
     config: ConvertConfig,
-    run: Run,
+    run: TaskRunner,
     phase: Phase,
 ) -> _SplitDone:
     if split.kind != "folder":  # the images are temporarily stored twice
@@ -189,7 +191,7 @@ def _foreseen_bytes(listing: SpoolListing, order: Rows, config: ConvertConfig) -
     for row in order[np.arange(_TRIED) * len(order) // _TRIED].tolist() if len(order) else ():
         with suppress(Exception):  # decoders raise any type; writing the shard reports it
             content = read_image(listing.record(row))
-            sizes.append(len(shrunk(content, config.resize_short, config.quality)))
+            sizes.append(len(shrink_image(content, config.resize_short, config.quality)))
     return int(np.mean(sizes) * len(order)) if sizes else 0
 
 

@@ -8,17 +8,17 @@ from functools import partial
 from itertools import islice
 from typing import Any, TypeVar
 
-from raytrain_ddp.convert.process_pool import Run
+from raytrain_ddp.convert.process_pool import TaskRunner
 from raytrain_ddp.convert.shard_writer import Tell
 from raytrain_ddp.errors import RaytrainError
-from raytrain_ddp.ray_backend.cluster import joined
+from raytrain_ddp.ray_backend.cluster import ray_connection
 
 Task = TypeVar("Task")
 Result = TypeVar("Result")
 
 
 @contextmanager
-def on_cluster(address: str, workers: int | None) -> Iterator[Run]:
+def on_cluster(address: str, workers: int | None) -> Iterator[TaskRunner]:
     """Runs tasks on the cluster at `address`, or on the Ray that this process is connected to.
 
     Args:
@@ -28,7 +28,7 @@ def on_cluster(address: str, workers: int | None) -> Iterator[Run]:
         PreflightError: there is no Ray at the address.
         RaytrainError: a task failed repeatedly.
     """
-    with joined(address, {}, {}, tell=lambda _: None):
+    with ray_connection(address, {}, {}, tell=lambda _: None):
         import ray
 
         cpus = int(ray.cluster_resources().get("CPU", 1))

@@ -12,10 +12,10 @@ import numpy as np
 import numpy.typing as npt
 from PIL import Image
 
-from raytrain_ddp.data.decoding import ORIENTATION, Pixels, open_picture, shrink_for
+from raytrain_ddp.data.decoding import ORIENTATION, Pixels, open_encoded_image, shrink_for
 
 
-def shrunk(content: bytes, short: int, quality: int) -> bytes:
+def shrink_image(content: bytes, short: int, quality: int) -> bytes:
     """An image as RGB JPEG, with its shorter side reduced to `short` pixels.
 
     An RGB JPEG that is not too large stays unchanged: encoding it again would lose quality. Of the
@@ -25,7 +25,7 @@ def shrunk(content: bytes, short: int, quality: int) -> bytes:
     Raises:
         Exception: it cannot be decoded; decoders raise any type.
     """
-    picture = open_picture(content)
+    picture = open_encoded_image(content)
     image = Image.open(io.BytesIO(content))
     least = min(picture.height, picture.width)
     if least <= short:
@@ -47,16 +47,16 @@ def shrunk(content: bytes, short: int, quality: int) -> bytes:
     return encoded.getvalue()
 
 
-def png(image: Any) -> bytes:
+def encode_png(image: Any) -> bytes:
     """Encodes a PIL image losslessly."""
     encoded = io.BytesIO()
     image.save(encoded, "PNG")
     return encoded.getvalue()
 
 
-def decoded(content: bytes) -> Pixels:
+def decode_image(content: bytes) -> Pixels:
     """RGB, uint8 (height, width, 3), as in training."""
-    return open_picture(content).pixels()
+    return open_encoded_image(content).pixels()
 
 
 @dataclass(frozen=True)

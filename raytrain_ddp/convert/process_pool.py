@@ -22,7 +22,7 @@ Result = TypeVar("Result")
 _TELL_EVERY_S = 0.5
 
 
-class Run(Protocol):
+class TaskRunner(Protocol):
     """Yields function(task, tell) for each task as it finishes, in any order."""
 
     def __call__(
@@ -43,7 +43,7 @@ class ProcessPool:
         self._told = (0, 0)
         self._others = set(multiprocessing.active_children())
 
-    def __enter__(self) -> Run:
+    def __enter__(self) -> TaskRunner:
         return self._run
 
     def __exit__(self, *_: object) -> None:

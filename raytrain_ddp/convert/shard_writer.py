@@ -15,7 +15,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from raytrain_ddp.convert.options import ConvertConfig
-from raytrain_ddp.convert.pixels import PixelCounts, decoded, shrunk
+from raytrain_ddp.convert.pixels import PixelCounts, decode_image, shrink_image
 from raytrain_ddp.convert.staging import PART, replace_with, write_json
 from raytrain_ddp.data.decoding import reason_for
 from raytrain_ddp.data.sources import BadRecord
@@ -144,7 +144,9 @@ def schema(class_names: tuple[str, ...]) -> pa.Schema:
     )
 
 
-def stored(content: bytes, config: ConvertConfig, count: bool) -> tuple[bytes, PixelCounts | None]:
+def stored_image(
+    content: bytes, config: ConvertConfig, count: bool
+) -> tuple[bytes, PixelCounts | None]:
     """The bytes to store for an image, and with `count` the histogram of its decoded pixels.
 
     Raises:
@@ -152,10 +154,10 @@ def stored(content: bytes, config: ConvertConfig, count: bool) -> tuple[bytes, P
     """
     try:
         if config.resize_short:
-            content = shrunk(content, config.resize_short, config.quality)
+            content = shrink_image(content, config.resize_short, config.quality)
         counts = None
         if count or (config.check and not config.resize_short):
-            pixels = decoded(content)
+            pixels = decode_image(content)
             counts = PixelCounts.of(pixels) if count else None
     except Exception as error:  # decoders raise any type
         raise BadRecord(reason_for(error)) from None
@@ -191,7 +193,7 @@ class _Images:
             content = read_image(record)
             self._tell(1, len(content))
             try:
-                kept, counts = stored(content, config, record.row in self._task.sampled)
+                kept, counts = stored_image(content, config, record.row in self._task.sampled)
             except BadRecord as why:
                 if config.bad_records == "error":
                     raise BadRecord(record.row, str(why)) from why

@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 from raytrain_ddp.config.input_sections import DataConfig
 from raytrain_ddp.convert.options import ConvertConfig
-from raytrain_ddp.convert.process_pool import Run
+from raytrain_ddp.convert.process_pool import TaskRunner
 from raytrain_ddp.convert.shard_writer import Phase
 from raytrain_ddp.convert.spool import (
     SpoolListing,
@@ -59,7 +59,7 @@ class SourceSplit:
                 digest.update(f"{seen}\n".encode())
         return digest.hexdigest()
 
-    def list_rows(self, stage: Stage, run: Run, phase: Phase) -> SpoolListing:
+    def list_rows(self, stage: Stage, run: TaskRunner, phase: Phase) -> SpoolListing:
         """Where each row's image can be read; Parquet and torchvision sources are spooled first."""
         if self.kind == "folder":
             return listing_of_files(self.source.files, self.paths[0])
@@ -73,7 +73,9 @@ class SourceSplit:
         return listing_of_spool(stage.spool, names)
 
 
-def open_splits(source: str, config: ConvertConfig) -> tuple[list[SourceSplit], tuple[str, ...]]:
+def open_source_splits(
+    source: str, config: ConvertConfig
+) -> tuple[list[SourceSplit], tuple[str, ...]]:
     """The splits that training on `source` would read, the train split first.
 
     Also returns sentences about data that is not converted.

@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 
 from raytrain_ddp.config.input_sections import DataConfig
-from raytrain_ddp.convert.pixels import png
+from raytrain_ddp.convert.pixels import encode_png
 from raytrain_ddp.convert.shard_writer import Record, Tell
 from raytrain_ddp.convert.staging import read_json, replace_with, write_json
 from raytrain_ddp.data.decoding import reason_for
@@ -197,7 +197,7 @@ def _parquet_items(chunk: Chunk) -> Iterator[Item]:
 def _pil_items(source: Any, rows: range, threads: ThreadPoolExecutor) -> Iterator[Item]:
     def encoded(record: tuple[Any, int]) -> bytes | BadRecord:
         try:
-            return record[0] if isinstance(record[0], bytes | BadRecord) else png(record[0])
+            return record[0] if isinstance(record[0], bytes | BadRecord) else encode_png(record[0])
         except Exception as error:  # PIL decodes lazily, and decoders raise any type
             return BadRecord(reason_for(error))
 

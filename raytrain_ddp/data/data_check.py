@@ -12,7 +12,7 @@ from typing import Literal
 
 from raytrain_ddp.config.input_sections import DataConfig
 from raytrain_ddp.data.discovery import DataSet, Kind, open_data_set
-from raytrain_ddp.data.split_names import ROLE_OF, NoSuchConfigError, Role, some
+from raytrain_ddp.data.split_names import ROLE_OF, NoSuchConfigError, Role, first_names
 from raytrain_ddp.errors import ConfigError, DataError
 
 Use = Literal["train", "eval"]
@@ -126,7 +126,7 @@ def _to_train_on(source: DataSet, asked: str) -> str:
         return found[0] if found else ""
     if found:
         raise DataError(
-            f"{source.shown} has several splits to train on: {some(found)}. Name one with "
+            f"{source.shown} has several splits to train on: {first_names(found)}. Name one with "
             "--data.train-split."
         )
     why = [f"{name}: {why}" for name, why in source.unusable.items() if role_of(name) == "train"]
@@ -135,7 +135,7 @@ def _to_train_on(source: DataSet, asked: str) -> str:
     if not names:
         raise DataError(f"{told}.")
     raise DataError(
-        f"{told}, only {some(names)}. To train on one of them, name it, such as with "
+        f"{told}, only {first_names(names)}. To train on one of them, name it, such as with "
         f"--data.train-split {names[0]}."
     )
 
@@ -155,8 +155,8 @@ def _to_evaluate_on(source: DataSet, asked: str, train: str | None) -> str | Non
         found = [name for name in source.splits if role_of(name) == role and name != train]
         if len(found) > 1:
             raise DataError(
-                f"{source.shown} has several splits to evaluate on: {some(found)}. Name one with "
-                "--data.eval-split."
+                f"{source.shown} has several splits to evaluate on: {first_names(found)}. Name one "
+                "with --data.eval-split."
             )
         if found:
             return found[0]
@@ -165,8 +165,8 @@ def _to_evaluate_on(source: DataSet, asked: str, train: str | None) -> str | Non
     if len(source.splits) == 1:
         return next(iter(source.splits))
     raise DataError(
-        f"{source.shown} has no split to evaluate on, only {some([*source.splits])}. Name one with "
-        "--data.eval-split."
+        f"{source.shown} has no split to evaluate on, only {first_names([*source.splits])}. Name "
+        "one with --data.eval-split."
     )
 
 
@@ -187,7 +187,9 @@ def _of_name(source: DataSet, asked: str, use: Use) -> str:
     for name, why in source.unusable.items():
         if name.casefold() == asked.casefold():
             raise DataError(f"{flag}: {source.shown} cannot be used: {why}.")
-    raise DataError(f"{flag}: {source.shown} has no such split, only {some([*source.splits])}.")
+    raise DataError(
+        f"{flag}: {source.shown} has no such split, only {first_names([*source.splits])}."
+    )
 
 
 def _located(source: DataSet, name: str, split: Use) -> Located:

@@ -79,7 +79,7 @@ class EncodedImage:
         return _upright(pixels, self.orientation)
 
 
-def open_picture(image: Any, exif_orientation: bool = False) -> EncodedImage:
+def open_encoded_image(image: Any, exif_orientation: bool = False) -> EncodedImage:
     """Reads the header of encoded bytes; accepts a PIL image as well.
 
     Raises:

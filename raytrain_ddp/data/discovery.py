@@ -28,9 +28,9 @@ from raytrain_ddp.data.split_names import (
     NoSuchConfigError,
     Splits,
     configs_of,
+    first_names,
     merged,
     require_all_shards,
-    some,
 )
 from raytrain_ddp.data.store_listing import list_in_store
 from raytrain_ddp.errors import DataError
@@ -159,7 +159,8 @@ def _by_name(listing: FileListing, names: Sequence[str], asked: str) -> tuple[Sp
         return merged(configs), []  # a glob selects the files explicitly
     if asked == "auto":
         raise DataError(
-            f"{listing.shown} has several configs: {some([*configs])}. Name one with --data.config."
+            f"{listing.shown} has several configs: {first_names([*configs])}. Name one with "
+            "--data.config."
         )
     if len(configs) == 1 and asked == "default":
         return merged(configs), []
@@ -174,7 +175,9 @@ def _by_name(listing: FileListing, names: Sequence[str], asked: str) -> tuple[Sp
     ]
     if len(chosen) != 1:
         has = (
-            f"only {some([*configs])}" if len(configs) > 1 else "or any other: remove --data.config"
+            f"only {first_names([*configs])}"
+            if len(configs) > 1
+            else "or any other: remove --data.config"
         )
         raise NoSuchConfigError(f"{listing.shown} has no config {asked!r}, {has}.")
     others = [name for name in configs if len(configs) > 1 and name != chosen[0]]

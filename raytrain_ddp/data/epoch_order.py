@@ -1,8 +1,8 @@
 """The order of samples: a permutation per epoch, divided into steps and slots.
 
 Pure functions of (seed, epoch, step, slot), independent of the number of workers, except for
-`deal`, which assigns slots to workers. The position in the data is two integers, so any step can
-be reached at once and there is no loader state to save.
+`items_of_rank`, which assigns slots to workers. The position in the data is two integers, so any
+step can be reached at once and there is no loader state to save.
 
     epoch order   row ids 0..rows-1, permuted by (seed, epoch)
     lanes         the order divided into `slots` runs of equal length (+-1)
@@ -72,14 +72,14 @@ class Plan:
         return self.repeats * sum(stop - start for start, stop in spans)
 
 
-def deal(items: int, world_size: int, rank: int) -> range:
+def items_of_rank(items: int, world_size: int, rank: int) -> range:
     """The contiguous range of `items` (slots, or chunks of an evaluation) assigned to `rank`."""
     return range(rank * items // world_size, (rank + 1) * items // world_size)
 
 
-def beyond_others(items: int, world_size: int, rank: int) -> float:
+def relative_load(items: int, world_size: int, rank: int) -> float:
     """The items of `rank` as a multiple of the other ranks' median, at least 1."""
-    counts = [len(deal(items, world_size, each)) for each in range(world_size)]
+    counts = [len(items_of_rank(items, world_size, each)) for each in range(world_size)]
     own = counts.pop(rank)
     return max(1.0, own / median(counts)) if counts and median(counts) else 1.0
 

@@ -53,7 +53,7 @@ def erase_boxes(
     return torch.from_numpy(boxes.astype(np.int64))
 
 
-def finish(
+def finish_images(
     images: Tensor,
     mean: Tensor,
     std: Tensor,

@@ -15,7 +15,7 @@ import torch
 from raytrain_ddp.config.input_sections import AugmentConfig, DataConfig
 from raytrain_ddp.data.auto_augment import apply_policy, policy_draws
 from raytrain_ddp.data.cropping import crop_draws, place_image
-from raytrain_ddp.data.decoding import EncodedImage, open_picture, reason_for
+from raytrain_ddp.data.decoding import EncodedImage, open_encoded_image, reason_for
 from raytrain_ddp.data.gpu_augment import ERASE_DRAWS, erase_boxes, partners_of
 from raytrain_ddp.data.sample_rng import Draws
 from raytrain_ddp.data.sources import Batch, Data
@@ -40,7 +40,7 @@ def image_data(
     return Data(source, _Collate(source, config, augment or AugmentConfig(crop="none"), classes))
 
 
-def for_device(
+def device_augmentation(
     augment: AugmentConfig, draws: Draws, size: tuple[int, int]
 ) -> dict[str, torch.Tensor]:
     """The operations that the device applies to a batch: "flip", "erase" and "partner", see above.
@@ -90,7 +90,7 @@ class _Collate:
             kept.append(place)
         labels = torch.tensor([records[place][1] for place in kept], dtype=torch.int64)
         size = images.shape[-2], images.shape[-1]
-        made = for_device(self._augment, draws.of(kept), size)
+        made = device_augmentation(self._augment, draws.of(kept), size)
         return {"image": images[: len(kept)], "label": labels, **made}
 
     def _pictures(
@@ -107,7 +107,7 @@ class _Collate:
                 )
             try:
                 if row != before or picture is None:
-                    picture = open_picture(image, self._config.exif_orientation)
+                    picture = open_encoded_image(image, self._config.exif_orientation)
             except Exception as error:
                 self._refuse(row, error)
                 picture = None

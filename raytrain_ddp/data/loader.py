@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from raytrain_ddp.data.epoch_order import EpochOrder, Plan, Shuffle, deal
+from raytrain_ddp.data.epoch_order import EpochOrder, Plan, Shuffle, items_of_rank
 from raytrain_ddp.data.loader_threads import Gate, LoaderThreads, prefetched
 from raytrain_ddp.data.nested import bytes_of, digest_of, map_tensors
 from raytrain_ddp.data.sample_rng import Draws, Rows, kept_globals
@@ -88,7 +88,7 @@ class TrainLoader:
     def steps(self, start: int, stop: int) -> Generator[list[Slot], None, None]:
         """Yields this worker's slots of global steps start..stop-1. Close the iterator to end the
         threads or processes."""
-        slots = deal(self.plan.slots, self.world_size, self.rank)
+        slots = items_of_rank(self.plan.slots, self.world_size, self.rank)
         threads, gate = _workers_for(self.data, self.threads)
         loaded = prefetched(
             self._tasks(start, stop, slots, gate),
@@ -272,7 +272,7 @@ def memory_note(loader: TrainLoader, limit_bytes: int) -> str | None:
     sizes = getattr(loader.data.source, "block_bytes", None)
     if sizes is None or loader.shuffle == "none":
         return None
-    slots = len(deal(loader.plan.slots, loader.world_size, loader.rank))
+    slots = len(items_of_rank(loader.plan.slots, loader.world_size, loader.rank))
     in_use = len(sizes) if loader.shuffle == "full" else min(len(sizes), slots * loader.window)
     needed = int(1.5 * sizes.mean() * in_use)  # including read-ahead
     if needed <= limit_bytes:

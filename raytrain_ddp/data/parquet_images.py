@@ -16,8 +16,8 @@ from raytrain_ddp.config.input_sections import DataConfig
 from raytrain_ddp.data.disk_cache import DiskCache
 from raytrain_ddp.data.labels import Labels, are_numbers
 from raytrain_ddp.data.parquet_labels import all_values, class_names_of
-from raytrain_ddp.data.parquet_shard import Shard, image_at, open_shards, some
-from raytrain_ddp.data.row_group_cache import Flags, RowGroupCache
+from raytrain_ddp.data.parquet_shard import Shard, image_at, join_some, open_shards
+from raytrain_ddp.data.row_group_cache import RowGroupCache, RowMask
 from raytrain_ddp.data.sample_rng import Rows
 from raytrain_ddp.data.sources import BadRecord
 from raytrain_ddp.errors import DataError
@@ -62,7 +62,7 @@ class ParquetImages:
         ]
         told_of_all = [shard.groups[group] for shard, group in self._blocks]
         if not told_of_all:
-            raise DataError(f"{some([shard.name for shard in self._shards])}: 0 rows.")
+            raise DataError(f"{join_some([shard.name for shard in self._shards])}: 0 rows.")
         self.blocks: Rows = np.array([told.rows for told in told_of_all], np.int64)
         self.block_bytes: Rows = np.array([told.size_bytes for told in told_of_all], np.int64)
         self._starts = np.cumsum(self.blocks) - self.blocks
@@ -82,7 +82,7 @@ class ParquetImages:
         self._memory_bytes = config.memory_mib * _MIB
         self._groups = self._new_groups()
 
-    def part(self, used: Callable[[int, int], Flags]) -> ParquetImages:
+    def part(self, used: Callable[[int, int], RowMask]) -> ParquetImages:
         """The same rows with a separate cache, for a reader that uses only some of them.
 
         Args:
@@ -196,7 +196,7 @@ class ParquetImages:
         with ThreadPoolExecutor(_REMOTE_READERS, thread_name_prefix="images") as pool:
             return list(pool.map(lambda each: image_at(*each[1:]), apart))
 
-    def _new_groups(self, used: Callable[[int], Flags] | None = None) -> RowGroupCache[_Group]:
+    def _new_groups(self, used: Callable[[int], RowMask] | None = None) -> RowGroupCache[_Group]:
         threads = _REMOTE_READERS if self._remote else _READERS
         sizes = self.blocks, self.block_bytes, self._memory_bytes
         return RowGroupCache(self._load, *sizes, threads, used)

@@ -16,7 +16,7 @@ from raytrain_ddp.data.labels import (
     names_of,
     numbers_in,
 )
-from raytrain_ddp.data.parquet_shard import Shard, some
+from raytrain_ddp.data.parquet_shard import Shard, join_some
 from raytrain_ddp.data.permutation import Feistel
 from raytrain_ddp.errors import DataError
 
@@ -34,7 +34,7 @@ def class_names_of(
         DataError: files disagree about their classes, or have classes that are not in the given
             list.
     """
-    files = some([shard.name for shard in shards], 2)
+    files = join_some([shard.name for shard in shards], 2)
     if all(_has_none(shard) for shard in shards):
         raise NoLabelsError(f"{files}: no row has a label: all labels are null or negative.")
     named = [shard for shard in shards if shard.class_names]
@@ -42,8 +42,8 @@ def class_names_of(
         own, first = shard.class_names or [], named[0].class_names or []
         if own != first:
             raise DataError(
-                f"{shard.name}: its class names ({some(own)}) differ from those in "
-                f"{named[0].name} ({some(first)})."
+                f"{shard.name}: its class names ({join_some(own)}) differ from those in "
+                f"{named[0].name} ({join_some(first)})."
             )
     own = list(named[0].class_names or []) if named else []
     if classes is not None:
@@ -84,7 +84,7 @@ def _dense_labels(shards: Sequence[Shard], column: str) -> list[str] | None:
 def _labels_that_occur(shards: Sequence[Shard], column: str) -> list[str]:
     kinds = {"number" if shard.kind == "integer" else shard.kind for shard in shards}
     if len(kinds) > 1:
-        told = some(sorted(f"{shard.kind} in {shard.name}" for shard in shards), 4)
+        told = join_some(sorted(f"{shard.kind} in {shard.name}" for shard in shards), 4)
         raise DataError(f"column {column!r} has labels of several types: {told}.")
     kind = shards[0].kind
     used = [shard for shard in shards if any(told.rows for told in shard.groups)]
@@ -97,7 +97,9 @@ def _labels_that_occur(shards: Sequence[Shard], column: str) -> list[str]:
             elif bad is None:
                 bad = shard, values.index(value), value
     if not good and (bad is None or not is_fraction(bad[2])):
-        raise NoLabelsError(f"{some([shard.name for shard in shards], 2)}: no row has a label.")
+        raise NoLabelsError(
+            f"{join_some([shard.name for shard in shards], 2)}: no row has a label."
+        )
     names = names_of(good, kind)
     if bad is not None:
         shard, row, value = bad

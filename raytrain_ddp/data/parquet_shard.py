@@ -103,7 +103,7 @@ class Shard:
         return f"{self.name}, row group {group}, row {row - ends[group] + self.groups[group].rows}"
 
     def _answered(self, groups: Sequence[int], columns: Sequence[str], where: str) -> Any:
-        outcome = patiently(lambda: self._read(groups, columns), self.is_local)
+        outcome = with_retries(lambda: self._read(groups, columns), self.is_local)
         if isinstance(outcome, Exception):
             reason = reason_of(self.uri, outcome)
             raise DataError(f"{self.name}{where}: cannot be read: {reason}.")
@@ -140,7 +140,7 @@ def open_shard(uri: str, image_column: str, label_column: str) -> Shard:
     """
     name = without_secrets(uri)
     is_local = "://" not in uri
-    outcome = patiently(lambda: _open(uri, name, image_column, label_column), is_local)
+    outcome = with_retries(lambda: _open(uri, name, image_column, label_column), is_local)
     if isinstance(outcome, RaytrainError):
         raise outcome
     if isinstance(outcome, FileNotFoundError):
@@ -150,7 +150,7 @@ def open_shard(uri: str, image_column: str, label_column: str) -> Shard:
     return outcome
 
 
-def patiently(ask: Callable[[], T], is_local: bool) -> T | Exception:
+def with_retries(ask: Callable[[], T], is_local: bool) -> T | Exception:
     """Like `attempt`, but retries errors of an object store a little later."""
     outcome = attempt(ask)
     for wait_s in () if is_local else RETRY_S:
@@ -271,7 +271,7 @@ def open_shards(paths: Sequence[str], image_column: str, label_column: str) -> l
         if len(errors) == 1 or not isinstance(error, DataError):
             raise error
     if errors:
-        told = some([str(error).rstrip(".") for error in errors], _ERRORS_SHOWN, "; ")
+        told = join_some([str(error).rstrip(".") for error in errors], _ERRORS_SHOWN, "; ")
         raise DataError(f"{len(errors)} of {len(paths)} files cannot be used: {told}.")
     return [result for result in opened if isinstance(result, Shard)]
 
@@ -287,7 +287,7 @@ def image_at(shard: Shard, path: str) -> bytes | BadRecord:
         with shard.fs.open_input_stream(place, compression=None) as stream:
             return bytes(stream.read())
 
-    outcome = patiently(ask, shard.is_local)
+    outcome = with_retries(ask, shard.is_local)
     if isinstance(outcome, FileNotFoundError | NotADirectoryError | IsADirectoryError):
         return BadRecord(f"{path}: no such file")
     if isinstance(outcome, Exception):  # not a bad record: the file may be readable later
@@ -295,6 +295,6 @@ def image_at(shard: Shard, path: str) -> bytes | BadRecord:
     return outcome
 
 
-def some(names: Sequence[str], most: int = 5, separator: str = ", ") -> str:
+def join_some(names: Sequence[str], most: int = 5, separator: str = ", ") -> str:
     more = f"{separator}and {len(names) - most} more" if len(names) > most else ""
     return separator.join(names[:most]) + more

@@ -27,7 +27,7 @@ class Sized(Protocol):
 
 
 B = TypeVar("B", bound=Sized)
-Flags = npt.NDArray[np.bool_]
+RowMask = npt.NDArray[np.bool_]
 
 
 class RowGroupCache(Generic[B]):
@@ -53,7 +53,7 @@ class RowGroupCache(Generic[B]):
         sizes: Rows,
         limit_bytes: int,
         threads: int,
-        used: Callable[[int], Flags] | None = None,
+        used: Callable[[int], RowMask] | None = None,
     ) -> None:
         self._load, self._sizes = load, sizes
         self._used = used or (lambda block: np.ones(rows[block], bool))
@@ -174,7 +174,7 @@ class RowGroupCache(Generic[B]):
 @dataclass(eq=False)
 class _Kept(Generic[B]):
     size_bytes: int  # expected, then measured
-    used: Flags  # (rows,)
+    used: RowMask  # (rows,)
     content: Future[B] = field(default_factory=Future)
 
     def __post_init__(self) -> None:

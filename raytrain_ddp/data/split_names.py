@@ -230,7 +230,7 @@ def _require_all(
     if twice or beyond:
         files = [name for files in twice for name in files] or beyond
         wrong = "are the same shard" if twice else f"are not among the {total} shards"
-        raise DataError(f"{shown}: {some(files)} {wrong}: remove files of other versions.")
+        raise DataError(f"{shown}: {first_names(files)} {wrong}: remove files of other versions.")
     name, shard = shards[0]
     rest = shard["rest"] if len({shard["rest"] for _, shard in shards}) == 1 else ""
     path = PurePosixPath(name)
@@ -243,12 +243,12 @@ def _require_all(
     missing = [name for name in missing if is_wanted(name)]
     if missing:
         raise DataError(
-            f"{shown}: {len(missing)} of {total} shards are missing: {some(missing)}. Download or "
-            "copy them again."
+            f"{shown}: {len(missing)} of {total} shards are missing: {first_names(missing)}. "
+            "Download or copy them again."
         )
 
 
-def some(names: Sequence[str]) -> str:
+def first_names(names: Sequence[str]) -> str:
     """The first names, and the number of the remaining ones."""
     more = f" and {len(names) - _NAMES_SHOWN} more" if len(names) > _NAMES_SHOWN else ""
     return ", ".join(names[:_NAMES_SHOWN]) + more

@@ -14,7 +14,7 @@ import numpy as np
 
 from raytrain_ddp.config.input_sections import DataConfig
 from raytrain_ddp.data.data_check import Found, Located, locate
-from raytrain_ddp.data.holdout import Held, Part, held_out
+from raytrain_ddp.data.holdout import HoldoutPart, HoldoutRows, held_out
 from raytrain_ddp.data.image_folder import FolderImages
 from raytrain_ddp.data.labels import NoLabelsError, UnknownClassError, normalized
 from raytrain_ddp.data.parquet_images import ParquetImages
@@ -157,7 +157,9 @@ def open_splits(config: DataConfig, found: Found | None = None) -> Splits:
     if config.holdout:
         held = _held(train, config)
         from_told = f"{config.holdout:.3g} of the training set (data.holdout)"
-        return Splits(Part(train, held, True), Part(train, held, False), from_told, tuple(notes))
+        return Splits(
+            HoldoutPart(train, held, True), HoldoutPart(train, held, False), from_told, tuple(notes)
+        )
     evaluation, eval_from = None, ""
     if found.eval is not None:
         try:
@@ -198,9 +200,9 @@ def open_images(
     return TorchvisionImages(found.paths[0], root, train, classes, whole, found.name)
 
 
-def _held(train: ImageSource, config: DataConfig) -> Held:
+def _held(train: ImageSource, config: DataConfig) -> HoldoutRows:
     rows = held_out(train.labels(), config.holdout, config.holdout_seed)
-    return Held(rows, f"{config.holdout!r} {config.holdout_seed}")
+    return HoldoutRows(rows, f"{config.holdout!r} {config.holdout_seed}")
 
 
 def _notes_of(source: ImageSource, what: str) -> list[str]:

@@ -17,11 +17,11 @@ from raytrain_ddp.doctor.rows import (
     Place,
     Report,
     Row,
+    describe_places,
+    format_duration,
+    format_rate,
     grouped,
     nodes_of,
-    rate,
-    seconds,
-    where,
 )
 from raytrain_ddp.doctor.version_rows import version_rows
 
@@ -91,14 +91,14 @@ def storage_rows(places: Sequence[Place], run: Mapping[str, Any]) -> list[Row]:
             )
             notes[place["name"]] = Note(_braced(tried["error"]), "fail", advice)
             continue
-        numbers = ((tried["commit_s"], seconds), (tried["bytes_per_s"], rate))
+        numbers = ((tried["commit_s"], format_duration), (tried["bytes_per_s"], format_rate))
         notes[place["name"]] = Note("written, renamed, read; commit {}, {}", numbers=numbers)
         if "error" in sees:
             advice = "A checkpoint must read the same on every node: see the store's own log."
             seen[place["name"]] = Note(_braced(sees["error"]), "fail", advice)
         elif not sees["misses"]:
             seen[place["name"]] = Note(
-                "sees those of all others, after {}", numbers=((sees["seconds"], seconds),)
+                "sees those of all others, after {}", numbers=((sees["seconds"], format_duration),)
             )
         if "error" in place["cleaned"]:
             advice = f"Delete the folder doctor-* in {told}."
@@ -124,7 +124,7 @@ def apart_rows(places: Sequence[Place], run: Mapping[str, Any]) -> list[Row]:
     if len(together) < 2:
         return []
     found = f"{len(together)} different places: " + " | ".join(
-        [where(some, places) for some in together.values()][:_SHOWN]
+        [describe_places(some, places) for some in together.values()][:_SHOWN]
     )
     more = len(together) - _SHOWN
     found += f" and {more} more" if more > 0 else ""
@@ -132,7 +132,7 @@ def apart_rows(places: Sequence[Place], run: Mapping[str, Any]) -> list[Row]:
         f"storage = {run['storage']} is a separate folder there: use one that all nodes share "
         "(NFS), or a bucket (s3://, gs://)."
     )
-    return [Row("shared", where(names, places), found, "fail", advice)]
+    return [Row("shared", describe_places(names, places), found, "fail", advice)]
 
 
 def data_rows(places: Sequence[Place], run: Mapping[str, Any]) -> list[Row]:
@@ -151,7 +151,7 @@ def data_rows(places: Sequence[Place], run: Mapping[str, Any]) -> list[Row]:
             notes[place["name"]] = Note(_braced(data["error"]), "fail", advice)
             continue
         rows = f"{data['train'][0]} + {data['eval'][0] if data['eval'] else 0} rows"
-        numbers = ((data["seconds"], seconds),)
+        numbers = ((data["seconds"], format_duration),)
         if mine is not None and [data["train"], data["eval"]] != [
             mine["data"]["train"],
             mine["data"]["eval"],

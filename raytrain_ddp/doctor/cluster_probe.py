@@ -30,7 +30,7 @@ class Node:
     resources: Mapping[str, float]
 
 
-def living() -> list[Node]:
+def live_nodes() -> list[Node]:
     """The live nodes, that of this process first."""
     import ray
 
@@ -43,7 +43,7 @@ def living() -> list[Node]:
     return sorted(found, key=lambda node: (node.id != here, node.ip, node.id))
 
 
-class Asked:
+class NodeTasks:
     """A task on each node, submitted on construction."""
 
     def __init__(
@@ -77,7 +77,7 @@ class Asked:
         return [_result(task) if task in ready else lost for task in self._tasks]
 
 
-def clock(node: Node) -> Answer:
+def measure_clock(node: Node) -> Answer:
     """How far a node's clock is ahead of ours, in s, and the uncertainty."""
     import ray
 
@@ -89,14 +89,14 @@ def clock(node: Node) -> Answer:
             try:
                 there = ray.get(task.remote(), timeout=_CLOCK_TIMEOUT_S)
             except Exception as error:
-                return {"error": said(error)}
+                return {"error": describe_error(error)}
             trip_s = time.perf_counter() - tick
             looks.append((trip_s / 2, there - began - trip_s / 2))
     within_s, ahead_s = min(looks)  # the fastest answer is the most precise
     return {"ahead_s": ahead_s, "within_s": within_s}
 
 
-def measure(
+def measure_all_reduces(
     nodes: Sequence[Node],
     names: Sequence[str],
     ranks: Sequence[int],
@@ -166,7 +166,7 @@ def _one(actors: Sequence[Any], host: str, backend: str) -> Answer:
     try:
         port = ray.get(actors[0].free_port.remote(), timeout=_MEASURED_S)
     except Exception as error:
-        return {"error": said(error)}
+        return {"error": describe_error(error)}
     size = len(actors)
     calls = [a.measure.remote(host, port, rank, size, backend) for rank, a in enumerate(actors)]
     answers: dict[Any, Answer] = {}
@@ -193,11 +193,11 @@ def _result(task: Any) -> Answer:
     try:
         answer: Answer = ray.get(task, timeout=_CLOCK_TIMEOUT_S)
     except Exception as error:
-        return {"error": said(error)}
+        return {"error": describe_error(error)}
     return answer
 
 
-def said(error: Exception) -> str:
+def describe_error(error: Exception) -> str:
     """One line; for a missing module only its name; without C++ source locations."""
     cause = getattr(error, "cause", None) or error
     text = str(cause).strip()

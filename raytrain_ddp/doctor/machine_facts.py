@@ -41,7 +41,7 @@ print(json.dumps(gpus))
 """
 
 
-def gather(storage: str | None, dashboard: int | None) -> dict[str, Any]:
+def gather_machine_facts(storage: str | None, dashboard: int | None) -> dict[str, Any]:
     """The facts of this machine; None for what the system does not provide.
 
     Sizes are in bytes.
@@ -63,7 +63,7 @@ def gather(storage: str | None, dashboard: int | None) -> dict[str, Any]:
         "open_files": lambda: resource.getrlimit(resource.RLIMIT_NOFILE)[0],
         "settings": settings,
         "token": token,
-        "wires": lambda: network_facts.gather(dashboard),
+        "wires": lambda: network_facts.gather_network_facts(dashboard),
     }
     return {name: _known(part) for name, part in parts.items()}
 

@@ -12,8 +12,8 @@ from raytrain_ddp.doctor.rows import (
     Place,
     Row,
     Verdict,
+    format_duration,
     grouped,
-    seconds,
 )
 
 _LEAST_SHM = GIB  # with GPUs: NCCL uses it between ranks on one node
@@ -30,14 +30,14 @@ def machine_rows(nodes: Sequence[Place], run: Mapping[str, Any]) -> list[Row]:
     """The rows of all nodes that responded."""
     large = len(nodes) > _LARGE_NODES
     checks: list[tuple[str, Callable[[Place], Note | None]]] = [
-        ("GPUs", lambda place: gpus(place, run["use_gpu"])),
-        ("CPUs", cpus),
-        ("threads", lambda place: threads(place, run["cpus_per_worker"])),
-        ("memory", memory),
-        ("/dev/shm", shared_memory),
-        ("/tmp", lambda place: disk(place["facts"]["tmp"], "Ray logs and spills there")),
-        ("disk", lambda place: disk(place["facts"]["storage_disk"], "checkpoints go there")),
-        ("open files", lambda place: open_files(place, large)),
+        ("GPUs", lambda place: assess_gpus(place, run["use_gpu"])),
+        ("CPUs", assess_cpus),
+        ("threads", lambda place: assess_threads(place, run["cpus_per_worker"])),
+        ("memory", assess_memory),
+        ("/dev/shm", assess_shared_memory),
+        ("/tmp", lambda place: assess_disk(place["facts"]["tmp"], "Ray logs and spills there")),
+        ("disk", lambda place: assess_disk(place["facts"]["storage_disk"], "checkpoints go there")),
+        ("open files", lambda place: assess_open_files(place, large)),
     ]
     rows = []
     for check, judge in checks:
@@ -46,7 +46,7 @@ def machine_rows(nodes: Sequence[Place], run: Mapping[str, Any]) -> list[Row]:
     return rows + clock_rows(nodes)
 
 
-def gpus(place: Place, wanted: bool) -> Note | None:
+def assess_gpus(place: Place, wanted: bool) -> Note | None:
     there, counted = place["facts"]["gpus"], int(place["resources"].get("GPU", 0))
     if there is None:
         return None
@@ -68,7 +68,7 @@ def gpus(place: Place, wanted: bool) -> Note | None:
     return Note(found, numbers=numbers)
 
 
-def cpus(place: Place) -> Note | None:
+def assess_cpus(place: Place) -> Note | None:
     facts, counted = place["facts"]["cpus"], place["resources"].get("CPU", 0)
     if facts is None:
         return None
@@ -80,7 +80,7 @@ def cpus(place: Place) -> Note | None:
     return Note(found)
 
 
-def threads(place: Place, cpus_per_worker: float) -> Note | None:
+def assess_threads(place: Place, cpus_per_worker: float) -> Note | None:
     """`fit` sets torch's threads itself; other libraries in a worker use the environment."""
     settings = place["facts"]["settings"]
     if settings is None:
@@ -100,7 +100,7 @@ def threads(place: Place, cpus_per_worker: float) -> Note | None:
     return Note(found)
 
 
-def memory(place: Place) -> Note | None:
+def assess_memory(place: Place) -> Note | None:
     facts = place["facts"]["memory"]
     if facts is None:
         return None
@@ -118,7 +118,7 @@ def memory(place: Place) -> Note | None:
     return Note(found, numbers=numbers)
 
 
-def shared_memory(place: Place) -> Note | None:
+def assess_shared_memory(place: Place) -> Note | None:
     facts = place["facts"]["shm"]
     if facts is None:
         return None
@@ -133,7 +133,7 @@ def shared_memory(place: Place) -> Note | None:
     return Note("{} free of {}", numbers=numbers)
 
 
-def disk(facts: Mapping[str, Any] | None, why: str) -> Note | None:
+def assess_disk(facts: Mapping[str, Any] | None, why: str) -> Note | None:
     if facts is None:
         return None
     numbers = ((facts["free"], format_bytes), (facts["total"], format_bytes))
@@ -143,7 +143,7 @@ def disk(facts: Mapping[str, Any] | None, why: str) -> Note | None:
     return Note("{} free of {}", numbers=numbers)
 
 
-def open_files(place: Place, large: bool) -> Note | None:
+def assess_open_files(place: Place, large: bool) -> Note | None:
     limit = place["facts"]["open_files"]
     if limit is None:
         return None
@@ -169,9 +169,9 @@ def clock_rows(nodes: Sequence[Place]) -> list[Row]:
     notes = {}
     for name, told in known.items():
         if name in good:
-            notes[name] = Note(f"less than {seconds(bound_s)} apart")
+            notes[name] = Note(f"less than {format_duration(bound_s)} apart")
         else:
             way = "ahead" if told["ahead_s"] > 0 else "behind"
-            off = f"{seconds(abs(told['ahead_s']))} {way} (within {seconds(told['within_s'])})"
-            notes[name] = Note(off, "warn", advice)
+            ahead, within = format_duration(abs(told["ahead_s"])), format_duration(told["within_s"])
+            notes[name] = Note(f"{ahead} {way} (within {within})", "warn", advice)
     return grouped("clock", notes, nodes)

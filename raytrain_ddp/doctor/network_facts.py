@@ -19,10 +19,10 @@ _SIOCGIFADDR = 0x8915  # of <linux/sockios.h>
 _LISTENING, _ESTABLISHED = "0A", "01"
 _ANSWER_S = 3.0
 
-End = tuple[str, int]  # address, port
+Endpoint = tuple[str, int]  # address, port
 
 
-def gather(dashboard: int | None) -> dict[str, Any]:
+def gather_network_facts(dashboard: int | None) -> dict[str, Any]:
     """Host name, the addresses it resolves to, and the machine's interfaces.
 
     Args:
@@ -40,7 +40,9 @@ def gather(dashboard: int | None) -> dict[str, Any]:
         "resolves": resolves,
         "interfaces": interfaces(),
         "dashboard": listens,
-        "dashboard_mode": _mode(listens[0], dashboard) if listens and dashboard else None,
+        "dashboard_mode": _authentication_mode(listens[0], dashboard)
+        if listens and dashboard
+        else None,
     }
 
 
@@ -68,7 +70,7 @@ def listening(port: int) -> list[str]:
     return sorted({here[0] for here, _, _ in _sockets("/proc/net", _LISTENING) if here[1] == port})
 
 
-def connections() -> set[tuple[End, End]]:
+def connections() -> set[tuple[Endpoint, Endpoint]]:
     """(here, there) of each TCP connection of this process."""
     own = set()
     for number in os.listdir("/proc/self/fd"):
@@ -96,15 +98,15 @@ def _little() -> bool:
     return struct.pack("=H", 1) == b"\x01\x00"
 
 
-def _sockets(folder: str, state: str) -> Iterator[tuple[End, End, str]]:
+def _sockets(folder: str, state: str) -> Iterator[tuple[Endpoint, Endpoint, str]]:
     for file in ("tcp", "tcp6"):
         for line in _lines(f"{folder}/{file}")[1:]:
             words = line.split()
             if words[3] == state:
-                yield _end(words[1]), _end(words[2]), words[9]
+                yield _endpoint(words[1]), _endpoint(words[2]), words[9]
 
 
-def _end(word: str) -> End:
+def _endpoint(word: str) -> Endpoint:
     digits, _, port = word.partition(":")
     return address_of(digits), int(port, 16)
 
@@ -124,7 +126,7 @@ def _speed(name: str) -> int | None:
     return speed if speed > 0 else None
 
 
-def _mode(address: str, port: int) -> str | None:
+def _authentication_mode(address: str, port: int) -> str | None:
     """The authentication mode that the dashboard reports: token, disabled ...; None: no answer."""
     host = {"0.0.0.0": "127.0.0.1", "::": "127.0.0.1"}.get(address, address)
     host = f"[{host}]" if ":" in host else host

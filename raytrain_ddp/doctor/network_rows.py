@@ -10,10 +10,10 @@ from raytrain_ddp.doctor.rows import (
     Note,
     Place,
     Row,
+    describe_places,
+    format_duration,
+    format_rate,
     grouped,
-    rate,
-    seconds,
-    where,
 )
 
 _GRADIENTS_BYTES = 100e6  # of 25 million parameters in fp32
@@ -30,7 +30,7 @@ def network_rows(findings: Mapping[str, Any], nodes: Sequence[Place]) -> list[Ro
         if each["kind"] == "across" and "error" not in each
         for name in each["nodes"]
     }
-    names = {n["name"]: host_name(n, len(nodes), n["name"] in met) for n in nodes}
+    names = {n["name"]: assess_host_name(n, len(nodes), n["name"] in met) for n in nodes}
     return [
         *grouped("host name", names, nodes),
         *all_reduce_rows(findings, nodes),
@@ -40,7 +40,7 @@ def network_rows(findings: Mapping[str, Any], nodes: Sequence[Place]) -> list[Ro
     ]
 
 
-def host_name(node: Place, count: int, met: bool) -> Note:
+def assess_host_name(node: Place, count: int, met: bool) -> Note:
     """gloo announces the address of GLOO_SOCKET_IFNAME, or else that of the host name.
 
     Args:
@@ -77,7 +77,13 @@ def all_reduce_rows(findings: Mapping[str, Any], nodes: Sequence[Place]) -> list
     """Latency and bandwidth, within nodes and across them."""
     told = findings["all_reduce"]
     if not told:
-        return [Row("all-reduce", where([n["name"] for n in nodes], nodes), "nothing to measure")]
+        return [
+            Row(
+                "all-reduce",
+                describe_places([n["name"] for n in nodes], nodes),
+                "nothing to measure",
+            )
+        ]
     return [_all_reduce(each, findings["run"], nodes) for each in told]
 
 
@@ -95,19 +101,19 @@ def _all_reduce(told: Mapping[str, Any], run: Mapping[str, Any], nodes: Sequence
         return Row("all-reduce", place, told["error"], "fail", advice)
     rates = told["bus_bytes_per_s"]
     bus = list(rates.values())[-1]
-    sizes = ", ".join(f"{mib} MiB {rate(value)}" for mib, value in rates.items())
-    found = f"{told['ranks']} ranks: 8 bytes {seconds(told['latency_s'])}"
+    sizes = ", ".join(f"{mib} MiB {format_rate(value)}" for mib, value in rates.items())
+    found = f"{told['ranks']} ranks: 8 bytes {format_duration(told['latency_s'])}"
     if told.get("cpu_latency_s") is not None:
-        found += f" (on CPUs {seconds(told['cpu_latency_s'])})"
+        found += f" (on CPUs {format_duration(told['cpu_latency_s'])})"
     found += f"; bus {sizes}"
     ways = _ways(told, nodes) if across else ""
     found += f"; over {ways}" if ways else ""
     step_s = _GRADIENTS_BYTES * 2 * (told["ranks"] - 1) / told["ranks"] / bus
     if across and step_s > _MOST_S:
         advice = (
-            f"The gradients of 25 million parameters (100 MB) take {seconds(step_s)} each step: a "
-            "larger --batch-size means fewer steps, --ddp.compression bf16 halves the bytes; best "
-            "is a faster network."
+            f"The gradients of 25 million parameters (100 MB) take {format_duration(step_s)} each "
+            "step: a larger --batch-size means fewer steps, --ddp.compression bf16 halves the "
+            "bytes; best is a faster network."
         )
         return Row("all-reduce", place, found, "warn", advice)
     if not across and run["use_gpu"] and bus < _LEAST_GPU_BYTES_PER_S:

@@ -77,11 +77,13 @@ def grouped(check: str, notes: Mapping[str, Note], places: Sequence[Place]) -> l
     rows = []
     for (found, verdict, advice), names in groups.items():
         spans = [_span(each) for each in zip(*(notes[n].numbers for n in names), strict=True)]
-        rows.append(Row(check, where(names, places), found.format(*spans), verdict, advice))
+        rows.append(
+            Row(check, describe_places(names, places), found.format(*spans), verdict, advice)
+        )
     return sorted(rows, key=lambda row: ("fail", "warn", "ok").index(row.verdict))
 
 
-def where(names: Sequence[str], places: Sequence[Place]) -> str:
+def describe_places(names: Sequence[str], places: Sequence[Place]) -> str:
     """``all 3 nodes``, ``w1, w2`` or ``w1, w2, w3 and 4 more``.
 
     The driver is omitted if its node is among them.
@@ -101,14 +103,14 @@ def nodes_of(places: Sequence[Place]) -> list[Place]:
     return [place for place in places if not place["driver"]]
 
 
-def rate(count: float) -> str:
+def format_rate(count: float) -> str:
     """Bytes per second: ``85 MB/s``, ``1.9 GB/s``, ``240 GB/s``."""
     if count < 0.995e9:
         return f"{count / 1e6:.{1 if count < 9.95e6 else 0}f} MB/s"
     return f"{count / 1e9:.{1 if count < 9.95e9 else 0}f} GB/s"
 
 
-def seconds(value: float) -> str:
+def format_duration(value: float) -> str:
     """``0.12 ms``, ``8 ms``, ``0.42 s``, ``12m05s``."""
     if value < 0.0995:
         return f"{value * 1e3:.{2 if value < 0.000995 else 1 if value < 0.00995 else 0}f} ms"

@@ -24,10 +24,10 @@ from raytrain_ddp.checkpoint.run_folder import (
 )
 from raytrain_ddp.checkpoint.storage import Storage, open_storage
 from raytrain_ddp.checkpoint.store import MANIFEST_FILE
-from raytrain_ddp.data.epoch_order import beyond_others
+from raytrain_ddp.data.epoch_order import relative_load
 from raytrain_ddp.display.bottleneck import StepSplit
 from raytrain_ddp.display.formatting import format_count, format_seconds, gist, plural
-from raytrain_ddp.doctor.rows import Report, Row, seconds
+from raytrain_ddp.doctor.rows import Report, Row, format_duration
 from raytrain_ddp.errors import ConfigError, did_you_mean
 
 _LEAST_S = 30.0  # as the workers' own watchdog
@@ -223,7 +223,7 @@ def _pace(seen: RunStatus) -> list[Row]:
     step_s = last["timing"]["step_s"]
     left_s = step_s * max(0, plan.get("total_steps", last["step"]) - last["step"])
     unit = f"{plan.get('unit', 'samples')}/s"
-    speed = f"{format_count(last['samples_per_s'])} {unit}, {seconds(step_s)} a step"
+    speed = f"{format_count(last['samples_per_s'])} {unit}, {format_duration(step_s)} a step"
     left = f", {format_seconds(left_s)} left" if left_s and not seen.has_ended else ""
     rows = [Row("speed", plan.get("device", ""), speed + left)]
     limit, _, remedy = split.limit().partition(": ")
@@ -237,7 +237,7 @@ def _pace(seen: RunStatus) -> list[Row]:
         found = f"{ratio:.1f} x as long as the others, most in {phase}"
         where = f"rank {rank} {hosts.get(rank, '')}".rstrip()
         size = plan.get("world_size", 1)
-        due = beyond_others(plan.get("slots", 1), size, rank) if rank < size else 1.0
+        due = relative_load(plan.get("slots", 1), size, rank) if rank < size else 1.0
         rows.append(Row("slowest", where, found, "warn" if ratio >= 2 * due else "ok"))
     elif plan.get("world_size", 1) > 1:
         rows.append(Row("slowest", "", "no rank stands out"))

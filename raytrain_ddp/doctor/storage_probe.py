@@ -26,7 +26,7 @@ _NEWEST = CheckpointName(len(PAYLOADS_MIB), 1)
 _LOOK_EVERY_S = 0.5
 
 
-def commit(uri: str, folder: str, place: str) -> dict[str, Any]:
+def probe_commit(uri: str, folder: str, place: str) -> dict[str, Any]:
     """Writes, renames, reads, lists and deletes a file; then commits, finds and prunes checkpoints.
 
     Returns:
@@ -34,24 +34,26 @@ def commit(uri: str, folder: str, place: str) -> dict[str, Any]:
         that did not exist before. error: the error, without secrets, if any.
     """
     made: list[str] = []
-    told = _told(uri, lambda: _commit(uri, folder, place, made))
+    told = _answer_or_error(uri, lambda: _commit(uri, folder, place, made))
     return {**told, "made": made}
 
 
-def see(uri: str, folder: str, places: Sequence[str], timeout_s: float) -> dict[str, Any]:
+def probe_visibility(
+    uri: str, folder: str, places: Sequence[str], timeout_s: float
+) -> dict[str, Any]:
     """Looks for the checkpoints of other machines; reads that of the last of `places` completely.
 
     Returns:
-        sees: the places found. seconds: until all were found. error: like `commit`.
+        sees: the places found. seconds: until all were found. error: like `probe_commit`.
     """
-    return _told(uri, lambda: _see(uri, folder, places, timeout_s))
+    return _answer_or_error(uri, lambda: _see(uri, folder, places, timeout_s))
 
 
-def clean(uri: str, folder: str, made: Sequence[str]) -> dict[str, Any]:
+def clean_up(uri: str, folder: str, made: Sequence[str]) -> dict[str, Any]:
     """Removes the folder, and those above it that were created for it and are empty.
 
     Returns:
-        error: like `commit`.
+        error: like `probe_commit`.
     """
 
     def remove() -> dict[str, Any]:
@@ -65,7 +67,7 @@ def clean(uri: str, folder: str, made: Sequence[str]) -> dict[str, Any]:
                 os.rmdir(path)
         return {}
 
-    return _told(uri, remove)
+    return _answer_or_error(uri, remove)
 
 
 def _commit(uri: str, folder: str, place: str, made: list[str]) -> dict[str, Any]:
@@ -124,7 +126,7 @@ def _see(uri: str, folder: str, places: Sequence[str], timeout_s: float) -> dict
     return {"sees": sees, "seconds": seconds}
 
 
-def _told(uri: str, ask: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+def _answer_or_error(uri: str, ask: Callable[[], dict[str, Any]]) -> dict[str, Any]:
     outcome = attempt(ask)
     if isinstance(outcome, RaytrainError):
         return {"error": str(outcome)}

@@ -11,8 +11,8 @@ from raytrain_ddp.config.train_config import TrainConfig
 from raytrain_ddp.data.splits import Splits
 from raytrain_ddp.display.formatting import format_data
 from raytrain_ddp.driver.preflight import check, is_complete
-from raytrain_ddp.driver.run_naming import open_run
-from raytrain_ddp.ray_backend.placement import choose_layout, missing, this_machine
+from raytrain_ddp.driver.run_naming import find_run
+from raytrain_ddp.ray_backend.placement import choose_layout, local_resources, missing_resources
 
 if TYPE_CHECKING:
     from torch import nn
@@ -32,13 +32,13 @@ def dry_run(config: TrainConfig, default_name: str | None = None) -> str:
             number.
     """
     named = config.data.classes  # classes found in the data are listed below
-    run = open_run(check(config), default_name)
+    run = find_run(check(config), default_name)
     config, manifest = run.config, run.manifest
-    have = this_machine()
+    have = local_resources()
     layout = choose_layout(config, have)
     import torch
 
-    from raytrain_ddp.data.epoch_order import Plan, deal
+    from raytrain_ddp.data.epoch_order import Plan, items_of_rank
     from raytrain_ddp.tasks.task_check import eval_data_of, model_of, train_data_of
     from raytrain_ddp.tasks.task_loading import load_task
     from raytrain_ddp.training.lr_schedule import build_optimizer, learning_rate
@@ -58,7 +58,7 @@ def dry_run(config: TrainConfig, default_name: str | None = None) -> str:
     optimizer.step()  # creates the optimizer state, most of a checkpoint's bytes
     size = _tensor_bytes(model.state_dict()) + _tensor_bytes(optimizer.state_dict())
     least = min(layout.least, layout.most)
-    per_worker = [len(deal(config.slots, least, rank)) for rank in range(least)]
+    per_worker = [len(items_of_rank(config.slots, least, rank)) for rank in range(least)]
     rates = {
         f"{epoch:g}": learning_rate(config, min(steps - 1, int(epoch * per_epoch)), per_epoch)
         for epoch in _epochs_to_show(config)
@@ -90,7 +90,7 @@ def dry_run(config: TrainConfig, default_name: str | None = None) -> str:
         state = f"{'is complete at' if done else 'would resume from'} step {manifest.step}"
     lines.append(f"run            {config.name} {state}{f' ({run.note})' if run.note else ''}")
     lines += [f"note           {text}" for text in notes]
-    lacking = missing(layout, have)
+    lacking = missing_resources(layout, have)
     if lacking:
         lines.append(f"this machine lacks\n{lacking}")
     return "\n".join(lines)

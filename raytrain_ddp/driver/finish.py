@@ -32,7 +32,7 @@ from raytrain_ddp.training.curves_png import draw_curves
 Record = Mapping[str, Any]
 
 
-def draw(config: TrainConfig, run: Storage) -> None:
+def draw_run_curves(config: TrainConfig, run: Storage) -> None:
     """Redraws the run's curves. Raises OSError."""
     image = io.BytesIO()
     draw_curves(read_history(run), image, str(config.name))
@@ -87,7 +87,7 @@ def tidy(config: TrainConfig, run: Storage, manifest: Manifest) -> None:
         best = next((r["step"] for r in reversed(log) if r["kind"] == "eval" and r["best"]), None)
         kept = next((name for name in store.names() if name.step == best), None)
         store.prune(config.checkpoint.keep_last, kept)
-    draw(config, run)
+    draw_run_curves(config, run)
 
 
 def _checkpoints_among(entries: Sequence[str]) -> CheckpointListing:
@@ -97,7 +97,7 @@ def _checkpoints_among(entries: Sequence[str]) -> CheckpointListing:
     )
 
 
-def summary(config: TrainConfig, result: FitResult, flags: str = "") -> Summary:
+def run_summary(config: TrainConfig, result: FitResult, flags: str = "") -> Summary:
     """The lines at the end of a run; `flags` are added to each training command, as ``--local``."""
     name, place = config.name, result.path
     again = f"python -m raytrain_ddp.fit {place}/config.toml{flags}"

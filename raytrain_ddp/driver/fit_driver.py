@@ -21,17 +21,24 @@ from raytrain_ddp.config.recipe import dumps, publishable
 from raytrain_ddp.config.train_config import TrainConfig
 from raytrain_ddp.display.progress_display import Display
 from raytrain_ddp.driver.event_log import EventLog
-from raytrain_ddp.driver.finish import already_complete, draw, finish, is_tidy, summary, tidy
+from raytrain_ddp.driver.finish import (
+    already_complete,
+    draw_run_curves,
+    finish,
+    is_tidy,
+    run_summary,
+    tidy,
+)
 from raytrain_ddp.driver.preflight import answered, check, is_complete
 from raytrain_ddp.driver.run_naming import (
     NamedRun,
     after_refusal,
     claimed,
-    open_run,
+    find_run,
     run_of_rank_0,
 )
 from raytrain_ddp.errors import PreflightError, RaytrainError, RunLockedError, status_of
-from raytrain_ddp.ray_backend.failure_causes import without_ray
+from raytrain_ddp.ray_backend.failure_causes import failure_event
 from raytrain_ddp.ray_backend.ray_output import ray_output_to_file
 from raytrain_ddp.result import FitResult
 
@@ -60,7 +67,7 @@ def fit(
         KeyboardInterrupt: Ctrl-C before training began, or twice.
     """
     started = time.monotonic()
-    run = open_run(check(config or TrainConfig()), default_name)
+    run = find_run(check(config or TrainConfig()), default_name)
     with display or Display() as shown:
         with _driven(run, shown.handle) as (run, tell):
             config, folder, manifest = run.config, run.folder, run.manifest
@@ -73,7 +80,7 @@ def fit(
                 _draw(config, folder, tell)
                 result = _end(config, folder, outcome, watch, started)
                 tell({"kind": "end", "status": result.exit_status, "step": result.step})
-        shown.summary(summary(config, result, f" --address {address}" if address else ""))
+        shown.summary(run_summary(config, result, f" --address {address}" if address else ""))
     return result
 
 
@@ -90,7 +97,7 @@ def fit_locally(
     started = time.monotonic()
     config = check(config or TrainConfig())
     main = os.environ.get("RANK", "0") == "0"
-    run = (open_run if main else run_of_rank_0)(config, default_name)
+    run = (find_run if main else run_of_rank_0)(config, default_name)
     with display or (Display() if main else Display(Console(quiet=True), live=False)) as shown:
         with (
             _driven(run, shown.handle) if main else nullcontext((run, shown.handle)) as (run, tell)
@@ -104,7 +111,7 @@ def fit_locally(
                     _draw(config, folder, tell)
                 result = _end(config, folder, outcome, watch, started)
                 tell({"kind": "end", "status": result.exit_status, "step": result.step})
-        shown.summary(summary(config, result, "" if under_torchrun() else " --local"))
+        shown.summary(run_summary(config, result, "" if under_torchrun() else " --local"))
     return result
 
 
@@ -208,7 +215,7 @@ def _owned(run: NamedRun, show: Show) -> Iterator[Show]:
             journal({"kind": "end", "status": 128 + number})
             raise
         except Exception as error:  # of the user's code, in this process
-            journal({"kind": "end", "status": 1, **without_ray(error)})
+            journal({"kind": "end", "status": 1, **failure_event(error)})
             raise
 
 
@@ -250,9 +257,9 @@ def _train_on_ray(
     committed: int,
 ) -> tuple[Mapping[str, Any], _Starts]:
     from raytrain_ddp.ray_backend.cluster import cluster
-    from raytrain_ddp.ray_backend.dashboard import listed
+    from raytrain_ddp.ray_backend.dashboard import listed_in_dashboard
     from raytrain_ddp.ray_backend.task_transfer import pickled_task
-    from raytrain_ddp.ray_backend.training_launch import Interrupted, launch
+    from raytrain_ddp.ray_backend.training_launch import Interrupted, run_workers
     from raytrain_ddp.tasks.task_loading import BUILT_IN, task_of
 
     watch = _Starts(show)
@@ -265,8 +272,8 @@ def _train_on_ray(
     try:
         with ray_output_to_file(run), cluster(config, address, dashboard, phase) as layout:
             write_config(config, run)
-            with listed(show):
-                outcome = launch(config, run, layout, watch, committed, pickled_task(config))
+            with listed_in_dashboard(show):
+                outcome = run_workers(config, run, layout, watch, committed, pickled_task(config))
     except Interrupted as stop:
         raise KeyboardInterrupt(stop.number) from None
     return outcome, watch
@@ -294,7 +301,7 @@ def _end(
 
 def _draw(config: TrainConfig, run: Storage, show: Show) -> None:
     try:
-        draw(config, run)
+        draw_run_curves(config, run)
     except OSError as error:  # not a reason to fail: everything is trained and saved
         show({"kind": "note", "text": f"curves.png cannot be drawn: {error}"})
 

@@ -68,7 +68,7 @@ class NamedRun:
     note: str = ""
 
 
-def open_run(config: TrainConfig, default_name: str | None = None) -> NamedRun:
+def find_run(config: TrainConfig, default_name: str | None = None) -> NamedRun:
     """The run that a config refers to. Nothing is written.
 
     Args:
@@ -89,10 +89,10 @@ def run_of_rank_0(config: TrainConfig, default_name: str | None = None) -> Named
     """The same run as rank 0's, which may not have started it yet.
 
     Raises:
-        PreflightError: rank 0's run does not appear in this storage; also like `open_run`.
+        PreflightError: rank 0's run does not appear in this storage; also like `find_run`.
     """
     until_s = time.monotonic() + _RANK_0_S
-    while (run := open_run(config, default_name)).is_new:
+    while (run := find_run(config, default_name)).is_new:
         if time.monotonic() > until_s:
             raise PreflightError(
                 f"storage = {without_secrets(config.storage)}: rank 0 did not start a run here "
@@ -113,7 +113,7 @@ def after_refusal(run: NamedRun) -> NamedRun | None:
         if time.monotonic() > until_s:
             return None
         time.sleep(_PAUSE_S)
-    other = open_run(config, run.base)
+    other = find_run(config, run.base)
     return other if other.config.name != run.config.name else None
 
 

@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import IO, Any
 
 # Functions, not the module: only they go along with the class.
-from raytrain_ddp.launcher.code_shipping import contents, unpack
+from raytrain_ddp.launcher.code_shipping import contents, unpack_folder
 
 _CHUNK_BYTES = 1 << 16
 _MOST_CHUNKS = 100  # per reply
@@ -97,7 +97,7 @@ class Agent:
             raise PermissionError(f"{own} is another user's, who may change what is in it")
         own.chmod(0o700)
         place = own / folder
-        unpack(archive, place)
+        unpack_folder(archive, place)
         return str(place)
 
     def start(

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
-from raytrain_ddp.launcher.exit_report import End, ranks_said, signal_name
+from raytrain_ddp.launcher.exit_report import RankExit, format_ranks, signal_name
 from raytrain_ddp.launcher.output import Output
 from raytrain_ddp.launcher.worker_group import WorkerGroup
 
@@ -53,10 +53,10 @@ class Attempt:
         self._kill_at: float | None = None
         self._give_up_at: float | None = None
         self._say_at: float | None = None
-        self.ends: dict[int, End] = {}
+        self.ends: dict[int, RankExit] = {}
         self._waiting = {self._ask(w.rank): w.rank for w in crew.workers}
 
-    def run(self) -> dict[int, End]:
+    def run(self) -> dict[int, RankExit]:
         """How each rank has ended."""
         while self._waiting:
             self._check()
@@ -81,7 +81,7 @@ class Attempt:
             except ray.exceptions.RayError as error:
                 said = str(error).strip().splitlines()
                 if rank not in self.ends:
-                    self._end(rank, End(None, time.monotonic(), lost=_why(said)))
+                    self._end(rank, RankExit(None, time.monotonic(), lost=_why(said)))
                 continue
             closed = False
             for each in news:
@@ -90,13 +90,13 @@ class Attempt:
                 elif "status" in each:
                     sent = signal_name(each["asked"]) if each["asked"] else ""
                     told = (each["status"], each["at"], each["error"], sent)
-                    self._end(rank, End(*told, asked_at=each["asked_at"]))
+                    self._end(rank, RankExit(*told, asked_at=each["asked_at"]))
                 else:
                     closed = True
             if not closed:
                 self._waiting[self._ask(rank)] = rank
 
-    def _end(self, rank: int, end: End) -> None:
+    def _end(self, rank: int, end: RankExit) -> None:
         self.ends[rank] = end
         if end.failed and self._failed_at is None:
             self._failed_at = time.monotonic()
@@ -152,7 +152,7 @@ class Attempt:
         if self._kill_at is not None:
             again = ", or press Ctrl-C again" if self._stops else ""
             then = f"SIGKILL in {max(0.0, self._kill_at - now):.0f} s{again}"
-        self._tell(f"{self._asked} sent; waiting for {ranks_said(left)} to end ({then})")
+        self._tell(f"{self._asked} sent; waiting for {format_ranks(left)} to end ({then})")
 
     def _stop(self, number: int, now: float) -> None:
         self._asked = signal_name(number)
@@ -169,9 +169,9 @@ class Attempt:
     def _give_up(self, now: float) -> None:
         """Stops waiting for ranks that have not ended; if not stopped, first waits for last
         lines."""
-        end = End(None, now, lost="its node does not respond")
+        end = RankExit(None, now, lost="its node does not respond")
         if len(self._stops) > 2:  # the user no longer wants to wait
-            end = End(-signal.SIGKILL, now, asked="SIGKILL")
+            end = RankExit(-signal.SIGKILL, now, asked="SIGKILL")
         for asked, rank in list(self._waiting.items()):
             if rank not in self.ends:
                 self.ends[rank] = end

@@ -61,7 +61,7 @@ def difference(here: Mapping[str, str] | None, there: Mapping[str, str] | None) 
     return ""
 
 
-def pack(folder: Path) -> bytes:
+def pack_folder(folder: Path) -> bytes:
     """The folder as a tar file, without version control, environments, caches and results.
 
     A link to a file is packed as the file. A link to a folder, or a broken one, stays a link, which
@@ -96,7 +96,7 @@ def pack(folder: Path) -> bytes:
     return archive.getvalue()
 
 
-def unpack(archive: bytes, place: Path) -> None:
+def unpack_folder(archive: bytes, place: Path) -> None:
     """Extracts a folder over an earlier copy; files that a script left there stay."""
     place.mkdir(parents=True, exist_ok=True)
     with tarfile.open(fileobj=io.BytesIO(archive)) as files:
@@ -108,14 +108,14 @@ def unpack(archive: bytes, place: Path) -> None:
             files.extract(member, place, **safe)  # type: ignore[arg-type]
 
 
-def moved(path: str, here: Path, there: str) -> str:
+def path_in_copy(path: str, here: Path, there: str) -> str:
     """Maps an absolute path in one folder to its copy; other paths stay unchanged."""
     if not os.path.isabs(path) or not Path(os.path.normpath(path)).is_relative_to(here):
         return path
     return str(Path(there) / Path(os.path.normpath(path)).relative_to(here))
 
 
-def place_name(folder: Path, host: str) -> str:
+def copy_name(folder: Path, host: str) -> str:
     """The name of a folder's copies: the same at each call, so files that a script left
     there, such as checkpoints, are found again."""
     return f"{folder.name}-{hashlib.sha256(f'{host}:{folder}'.encode()).hexdigest()[:8]}"

@@ -11,7 +11,7 @@ from typing import Any
 from raytrain_ddp.errors import RetriesExhausted
 from raytrain_ddp.launcher.output import Output
 from raytrain_ddp.launcher.rank_environment import Worker
-from raytrain_ddp.launcher.tracebacks import follows
+from raytrain_ddp.launcher.tracebacks import is_peer_error
 
 # Hints for the last lines of a failure.
 _HINTS = (
@@ -34,7 +34,7 @@ _BY_SIGNAL = {
 
 
 @dataclass(frozen=True)
-class End:
+class RankExit:
     """How one script ended.
 
     Args:
@@ -77,7 +77,9 @@ class End:
 
 
 def first_failure(
-    ends: Mapping[int, End], output: Output, clocks: Callable[[Sequence[int]], Mapping[int, float]]
+    ends: Mapping[int, RankExit],
+    output: Output,
+    clocks: Callable[[Sequence[int]], Mapping[int, float]],
 ) -> int | None:
     """The rank that failed first, or None if none did.
 
@@ -108,7 +110,7 @@ def first_failure(
 _OWN, _THREAD, _FOLLOWS = range(3)
 
 
-def _began(rank: int, end: End, output: Output) -> tuple[int, float] | None:
+def _began(rank: int, end: RankExit, output: Output) -> tuple[int, float] | None:
     """The rank of a failure's severity (lower is more severe) and its time; None: no failure."""
     raised = output.raised(rank)
     if end.status is None or end.status == 0:
@@ -124,16 +126,18 @@ def _began(rank: int, end: End, output: Output) -> tuple[int, float] | None:
             said = "\n".join(output.last(rank)) if end.status == -signal.SIGABRT else ""
         # A killed process did not end because of an error about its peers.
         killed = end.status in (-signal.SIGKILL, -signal.SIGSEGV, -signal.SIGBUS)
-        return (_FOLLOWS if follows(said) and not killed else _OWN), at
+        return (_FOLLOWS if is_peer_error(said) and not killed else _OWN), at
     if raised is not None and raised.at < end.asked_at:
         if raised.ending:
-            return (_FOLLOWS if follows(raised.error) else _OWN), raised.at
+            return (_FOLLOWS if is_peer_error(raised.error) else _OWN), raised.at
         if raised.in_thread and not raised.goes_on:
             return _THREAD, raised.at
     return (_OWN, error_at) if end.error and error_at < end.asked_at else None
 
 
-def report(rank: int, ends: Mapping[int, End], workers: Sequence[Worker], output: Output) -> str:
+def failure_report(
+    rank: int, ends: Mapping[int, RankExit], workers: Sequence[Worker], output: Output
+) -> str:
     """The first failing rank: where, how, its last lines; and how the others ended."""
     end, raised = ends[rank], output.raised(rank)
     how = end.said
@@ -161,7 +165,7 @@ def report(rank: int, ends: Mapping[int, End], workers: Sequence[Worker], output
     return "\n".join(lines)
 
 
-def _hints(end: End, last: Sequence[str]) -> list[str]:
+def _hints(end: RankExit, last: Sequence[str]) -> list[str]:
     text = "\n".join(last[-3:])
     hints = [hint for pattern, hint in _HINTS if re.search(pattern, text)]
     if end.status is not None and end.status < 0 and not end.asked:
@@ -177,7 +181,7 @@ def signal_name(number: int) -> str:
         return f"signal {number}"
 
 
-def ranks_said(ranks: Iterable[int]) -> str:
+def format_ranks(ranks: Iterable[int]) -> str:
     """``ranks 0-2, 5`` for [0, 1, 2, 5]."""
     runs: list[list[int]] = []
     for rank in sorted(ranks):
@@ -189,10 +193,10 @@ def ranks_said(ranks: Iterable[int]) -> str:
     return f"rank{'s' if len(runs) > 1 or len(runs[0]) > 1 else ''} {said}"
 
 
-def _others(rank: int, ends: Mapping[int, End]) -> str:
+def _others(rank: int, ends: Mapping[int, RankExit]) -> str:
     groups: dict[str, list[int]] = {}
     for other, end in ends.items():
         if other != rank:
             said = f"{end.said} (we sent {end.asked})" if end.asked else end.said
             groups.setdefault(said, []).append(other)
-    return "; ".join(f"{ranks_said(ranks)} {said}" for said, ranks in groups.items())
+    return "; ".join(f"{format_ranks(ranks)} {said}" for said, ranks in groups.items())

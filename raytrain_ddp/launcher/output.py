@@ -12,7 +12,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import BinaryIO
 
-from raytrain_ddp.launcher.tracebacks import Raised, Watch
+from raytrain_ddp.launcher.tracebacks import PrintedTraceback, TracebackFinder
 
 _LAST = 20
 _BEHIND_BYTES = 1 << 17  # not yet written to the console
@@ -48,7 +48,7 @@ class Output:
         self._open = ExitStack()
         self._lines: dict[tuple[int, str], _Lines] = {}
         self._last: dict[int, deque[str]] = {}
-        self._watches: dict[int, Watch] = {}
+        self._watches: dict[int, TracebackFinder] = {}
         # Written in a thread, so that a slow terminal does not block reading from the ranks.
         self._texts: queue.SimpleQueue[tuple[int, bytes] | None] = queue.SimpleQueue()
         self._put_bytes = self._written_bytes = 0
@@ -98,14 +98,14 @@ class Output:
         """The last lines of a rank."""
         return list(self._last.get(rank, ()))
 
-    def raised(self, rank: int) -> Raised | None:
+    def raised(self, rank: int) -> PrintedTraceback | None:
         """The traceback that best explains how a rank ended, if any."""
         watch = self._watches.get(rank)
         return watch.raised if watch is not None else None
 
     def _say(self, rank: int, stream: str, lines: Sequence[bytes], at: float) -> None:
         texts = [_drawn(line).decode(errors="replace") for line in lines]
-        watch = self._watches.setdefault(rank, Watch())
+        watch = self._watches.setdefault(rank, TracebackFinder())
         for text in texts:
             watch.line(stream, text, at)
         self._last.setdefault(rank, deque(maxlen=_LAST)).extend(texts[-_LAST:])

@@ -6,7 +6,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from raytrain_ddp.launcher.run_options import Flags
+from raytrain_ddp.launcher.run_options import RunFlags
 
 # Variables of the driver's environment that belong to its machine or shell and are not passed on,
 # except for parts of PYTHONPATH.
@@ -34,7 +34,7 @@ _OF_A_LAUNCHER = re.compile(
 
 
 @dataclass(frozen=True)
-class Seat:
+class Placement:
     """A place assigned by Ray: `number` of the bundle, its location, and its GPUs."""
 
     number: int
@@ -50,7 +50,7 @@ class Worker:
     """A seat with its rank; `node_rank` counts nodes, `gpus` are all GPUs of the run on its
     node."""
 
-    seat: Seat
+    seat: Placement
     rank: int
     local_rank: int
     node_rank: int
@@ -63,7 +63,7 @@ class Worker:
 
 
 @dataclass(frozen=True)
-class Group:
+class RankedGroup:
     """All workers of an attempt, and their rendezvous address."""
 
     workers: Sequence[Worker]
@@ -78,7 +78,7 @@ class Group:
         return [worker for worker in self.workers if worker.local_rank == 0]
 
 
-def ranked(seats: Sequence[Seat], first_node: str = "") -> list[Worker]:
+def assign_ranks(seats: Sequence[Placement], first_node: str = "") -> list[Worker]:
     """Assigns ranks by node (`first_node` first, then by address), and within a node by GPU."""
     nodes = sorted({(s.node != first_node, _address(s.ip), s.node) for s in seats})
     workers: list[Worker] = []
@@ -99,7 +99,7 @@ def rendezvous_address(workers: Sequence[Worker]) -> str:
     return "127.0.0.1" if one_node else workers[0].seat.ip
 
 
-def values(group: Group, worker: Worker) -> dict[str, str]:
+def placeholder_values(group: RankedGroup, worker: Worker) -> dict[str, str]:
     """The placeholders' values for one worker."""
     address = f"[{group.master_addr}]" if ":" in group.master_addr else group.master_addr
     return {
@@ -146,7 +146,7 @@ def base_environment(
     return {k: v for k, v in own.items() if not _OF_A_LAUNCHER.fullmatch(k)}
 
 
-def overruled(driver: Mapping[str, str], workers: Sequence[Worker]) -> list[str]:
+def not_passed_on(driver: Mapping[str, str], workers: Sequence[Worker]) -> list[str]:
     """The driver's variables that do not reach the ranks, or only with a different value."""
     names = {name for name in driver if re.fullmatch("RAY_.*", name)}
     names |= {name for name in driver if _OF_A_LAUNCHER.fullmatch(name)}
@@ -155,8 +155,8 @@ def overruled(driver: Mapping[str, str], workers: Sequence[Worker]) -> list[str]
     return sorted(names)
 
 
-def environment(
-    flags: Flags, group: Group, worker: Worker, base: Mapping[str, str], error_file: str
+def rank_variables(
+    flags: RunFlags, group: RankedGroup, worker: Worker, base: Mapping[str, str], error_file: str
 ) -> dict[str, str]:
     """All variables of one worker: those of torchrun (torch.distributed.elastic's local agent), or
     those of srun and the surrounding sbatch script."""
@@ -183,7 +183,7 @@ def environment(
     return env | meeting | _torchrun(flags, group, worker) | {"TORCHELASTIC_ERROR_FILE": error_file}
 
 
-def _torchrun(flags: Flags, group: Group, worker: Worker) -> dict[str, str]:
+def _torchrun(flags: RunFlags, group: RankedGroup, worker: Worker) -> dict[str, str]:
     size = str(len(group.workers))
     return {
         "RANK": str(worker.rank),
@@ -203,7 +203,7 @@ def _torchrun(flags: Flags, group: Group, worker: Worker) -> dict[str, str]:
     }
 
 
-def _slurm(group: Group, worker: Worker, env: Mapping[str, str]) -> dict[str, str]:
+def _slurm(group: RankedGroup, worker: Worker, env: Mapping[str, str]) -> dict[str, str]:
     """The variables set by srun and slurmd, for the job that `env` describes, if any.
 
     Nodes are named by their addresses, which need no resolving, and are listed with commas, which

@@ -20,7 +20,7 @@ _STREAMS = re.compile(r"[0-3]|(\d+:[0-3],)*\d+:[0-3]")
 
 
 @dataclass(frozen=True)
-class Flags:
+class RunFlags:
     """The flags of `run`, as on the command line."""
 
     num_workers: int | None = None
@@ -181,7 +181,7 @@ class RunOptions:
         notes: messages about the command line, shown before anything starts.
     """
 
-    flags: Flags
+    flags: RunFlags
     program: str
     args: Sequence[str] = ()
     module: bool = False

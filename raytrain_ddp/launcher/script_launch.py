@@ -20,15 +20,15 @@ from raytrain_ddp.config.validation import require
 from raytrain_ddp.errors import PreflightError
 from raytrain_ddp.launcher.attempt import Attempt
 from raytrain_ddp.launcher.capacity import connected, layout_for
-from raytrain_ddp.launcher.exit_report import first_failure, ranks_said, report
+from raytrain_ddp.launcher.exit_report import failure_report, first_failure, format_ranks
 from raytrain_ddp.launcher.output import Output
-from raytrain_ddp.launcher.rank_environment import Worker, overruled
-from raytrain_ddp.launcher.run_options import Flags, RunOptions
-from raytrain_ddp.launcher.worker_group import SeatLost, WorkerGroup
-from raytrain_ddp.ray_backend.cluster import Nodes
+from raytrain_ddp.launcher.rank_environment import Worker, not_passed_on
+from raytrain_ddp.launcher.run_options import RunFlags, RunOptions
+from raytrain_ddp.launcher.worker_group import NodeLost, WorkerGroup
+from raytrain_ddp.ray_backend.cluster import LiveNodes
 
 
-def launch(order: RunOptions) -> int:
+def run_script(order: RunOptions) -> int:
     """Runs the script to its end; returns its exit status (128 + n if signal n ended it).
 
     Raises:
@@ -51,7 +51,7 @@ def launch(order: RunOptions) -> int:
 
 def _attempts(order: RunOptions, driver: dict[str, str], stops: list[int]) -> int:
     flags, run_id = order.flags, str(uuid.uuid4())
-    nodes = Nodes(kept="All ranks are ended.")
+    nodes = LiveNodes(kept="All ranks are ended.")
 
     def check() -> None:
         nodes()
@@ -74,13 +74,13 @@ def _attempts(order: RunOptions, driver: dict[str, str], stops: list[int]) -> in
                     crew = WorkerGroup(order, layout, driver, sys.executable, _tell, check)
                     _tell(_places(crew.workers))
                 if not attempt:
-                    if changed := overruled(driver, crew.workers):
+                    if changed := not_passed_on(driver, crew.workers):
                         _tell(f"not passed on from this shell, or overridden: {', '.join(changed)}")
                     stdin = _standard_input()
                 crew.start(run_id, attempt, check, feeds=stdin is not None)
                 folder = logs / f"attempt_{attempt}" if logs else None
                 status, lost = _attempt(order, crew, folder, stops, nodes, stdin)
-            except SeatLost as error:
+            except NodeLost as error:
                 _tell(str(error))
                 status, lost = error.exit_status, True
             if stops:
@@ -102,7 +102,7 @@ def _attempt(
     crew: WorkerGroup,
     logs: Path | None,
     stops: list[int],
-    nodes: Nodes,
+    nodes: LiveNodes,
     stdin: Callable[[], bytes | None] | None,
 ) -> tuple[int, bool]:
     """The exit status of the attempt, and whether an agent is lost.
@@ -129,12 +129,12 @@ def _attempt(
         ends = Attempt(crew, output, flags.grace_s, stops, nodes, _tell, stdin).run()
     failed = first_failure(ends, output, crew.clocks)
     if failed is not None:
-        print(report(failed, ends, workers, output), file=sys.stderr, flush=True)
+        print(failure_report(failed, ends, workers, output), file=sys.stderr, flush=True)
     status = 0 if failed is None else ends[failed].exit_status
     return status, any(end.status is None for end in ends.values())
 
 
-def _log_folder(flags: Flags, run_id: str) -> Path:
+def _log_folder(flags: RunFlags, run_id: str) -> Path:
     """A new folder for this run in LOG_DIR (or, as under torchrun, among the temporary files).
 
     Raises:
@@ -187,7 +187,7 @@ def _places(workers: Sequence[Worker]) -> str:
     nodes: dict[int, list[Worker]] = {}
     for worker in workers:
         nodes.setdefault(worker.node_rank, []).append(worker)
-    places = [f"{ranks_said(w.rank for w in here)} on {here[0].where}" for here in nodes.values()]
+    places = [f"{format_ranks(w.rank for w in here)} on {here[0].where}" for here in nodes.values()]
     return ", ".join(places)
 
 

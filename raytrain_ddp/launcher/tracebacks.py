@@ -37,7 +37,7 @@ _FOLLOWS = re.compile(
 )
 
 
-class Raised:
+class PrintedTraceback:
     """A traceback, including those it is chained to.
 
     Args:
@@ -115,12 +115,12 @@ class Raised:
             self._tail.append(line)
 
 
-class Watch:
+class TracebackFinder:
     """Finds the most informative traceback in the lines of one rank."""
 
     def __init__(self) -> None:
-        self.raised: Raised | None = None
-        self._open: dict[str, Raised] = {}  # by stream
+        self.raised: PrintedTraceback | None = None
+        self._open: dict[str, PrintedTraceback] = {}  # by stream
         self._ignored = False
 
     def line(self, stream: str, line: str, at: float) -> None:
@@ -130,7 +130,7 @@ class Watch:
         header = _HEADER.search(plain)
         if header and not (current is not None and current.holds(plain)):
             self._note(at, new=not self._ignored)
-            current = self._open[stream] = Raised(stream, at)
+            current = self._open[stream] = PrintedTraceback(stream, at)
         if current is not None and current.take(line, at):
             # Lines printed while a process ends because of another traceback do not count.
             if self.raised is None or current.uncaught or not self.raised.ending:
@@ -144,7 +144,7 @@ class Watch:
             self.raised.goes_on = True
 
 
-def follows(text: str) -> bool:
+def is_peer_error(text: str) -> bool:
     """Whether an error is about a lost peer, and so has a cause elsewhere."""
     return bool(_FOLLOWS.search(text))
 

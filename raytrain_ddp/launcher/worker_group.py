@@ -15,21 +15,21 @@ from typing import Any
 from raytrain_ddp.errors import PreflightError, RetriesExhausted
 from raytrain_ddp.launcher import agent, code_shipping, supervisor
 from raytrain_ddp.launcher.agent import Agent
-from raytrain_ddp.launcher.capacity import Places, lacking, refusal
-from raytrain_ddp.launcher.code_shipping import moved
+from raytrain_ddp.launcher.capacity import GroupedLayout, capacity_error, missing_capacity
+from raytrain_ddp.launcher.code_shipping import path_in_copy
 from raytrain_ddp.launcher.rank_environment import (
-    Group,
-    Seat,
+    Placement,
+    RankedGroup,
     Worker,
+    assign_ranks,
     base_environment,
-    environment,
-    ranked,
+    placeholder_values,
+    rank_variables,
     rendezvous_address,
-    values,
 )
 from raytrain_ddp.launcher.run_options import RunOptions
-from raytrain_ddp.launcher.working_folder import provide
-from raytrain_ddp.ray_backend.cluster import living
+from raytrain_ddp.launcher.working_folder import provide_folders
+from raytrain_ddp.ray_backend.cluster import live_node_resources
 
 _POLL_S = 0.2
 _ANSWER_TIMEOUT_S = 300.0
@@ -43,7 +43,7 @@ _PORTS = range(32_000, 32_768)
 Check = Callable[[], None]
 
 
-class SeatLost(RetriesExhausted):
+class NodeLost(RetriesExhausted):
     """A seat was lost before the script was started on it."""
 
 
@@ -53,13 +53,13 @@ class WorkerGroup:
     Raises:
         PreflightError: there are not enough resources, even after `wait_s`; or the code cannot be
         copied.
-        SeatLost: a node was lost during the set-up.
+        NodeLost: a node was lost during the set-up.
     """
 
     def __init__(
         self,
         order: RunOptions,
-        layout: Places,
+        layout: GroupedLayout,
         driver: Mapping[str, str],
         python: str,
         tell: Callable[[str], None],
@@ -71,14 +71,14 @@ class WorkerGroup:
         try:
             self._group = _reserve(order.flags.wait_s, layout, tell, check)
             self._agents = _agents(self._group, layout)
-            facts = _answers([a.seat.remote() for a in self._agents], check)
+            facts = _wait_for_answers([a.seat.remote() for a in self._agents], check)
             self._here = _this_node()
             self._facts = facts
-            self.workers: Sequence[Worker] = ranked(
+            self.workers: Sequence[Worker] = assign_ranks(
                 [_seat(number, fact) for number, fact in enumerate(facts)], self._here
             )
             first = [w for w in self.workers if w.local_rank == 0 and w.seat.node != self._here]
-            copies = provide(order, first, self._ask, tell)
+            copies = provide_folders(order, first, self._ask, tell)
             self._folders = {self.workers[rank].node_rank: copies[rank] for rank in copies}
         except BaseException:
             self.close()
@@ -96,15 +96,15 @@ class WorkerGroup:
         """
         asked = self._order.flags.master_port
         wanted = [asked] if asked is not None else random.sample(_PORTS, 20)
-        (port,) = _answers([self.agent(0).free_port.remote(wanted)], check)
+        (port,) = _wait_for_answers([self.agent(0).free_port.remote(wanted)], check)
         if not port:
             where = self.workers[0].where
             raise PreflightError(
                 f"--master-port {asked} is in use on {where}: choose another port."
             )
-        group = Group(self.workers, rendezvous_address(self.workers), port, run_id, attempt)
+        group = RankedGroup(self.workers, rendezvous_address(self.workers), port, run_id, attempt)
         started = [self._start(group, worker, feeds) for worker in self.workers]
-        _answers(started, check)
+        _wait_for_answers(started, check)
 
     def clocks(self, ranks: Sequence[int]) -> dict[int, float]:
         """How far these ranks' clocks are ahead of this one, in seconds, to about a millisecond;
@@ -131,16 +131,16 @@ class WorkerGroup:
         closing.join(_CLOSE_TIMEOUT_S)
         self._agents, self._group = [], None
 
-    def _start(self, group: Group, worker: Worker, feeds: bool) -> Any:
+    def _start(self, group: RankedGroup, worker: Worker, feeds: bool) -> Any:
         fact, flags = self._facts[worker.seat.number], self._order.flags
         local, here = worker.seat.node == self._here, Path.cwd()
         folder = self._folders.get(worker.node_rank, str(here))
-        there = partial(moved, here=here, there=folder)
+        there = partial(path_in_copy, here=here, there=folder)
         python = self._python if local else fact["python"]
         base = base_environment(self._driver, fact["environment"], local, flags.exported, there)
         return self.agent(worker.rank).start.remote(
-            self._order.command(python, values(group, worker), there),
-            environment(flags, group, worker, base, error_file=""),
+            self._order.command(python, placeholder_values(group, worker), there),
+            rank_variables(flags, group, worker, base, error_file=""),
             folder,
             flags.env == "slurm",
             feeds and worker.rank == 0,
@@ -148,7 +148,7 @@ class WorkerGroup:
 
     def _ask(self, workers: Sequence[Worker], method: str, *args: Any) -> list[Any]:
         asked = [getattr(self.agent(worker.rank), method).remote(*args) for worker in workers]
-        return _answers(asked, self._check, [worker.where for worker in workers])
+        return _wait_for_answers(asked, self._check, [worker.where for worker in workers])
 
 
 def _release(agents: Sequence[Any], group: Any) -> None:
@@ -166,23 +166,25 @@ def _release(agents: Sequence[Any], group: Any) -> None:
             ray.util.remove_placement_group(group)
 
 
-def _reserve(wait_s: float, layout: Places, tell: Callable[[str], None], check: Check) -> Any:
+def _reserve(
+    wait_s: float, layout: GroupedLayout, tell: Callable[[str], None], check: Check
+) -> Any:
     """A placement group with resources for all workers."""
     from ray.util import placement_group, remove_placement_group
 
     strategy = "STRICT_SPREAD" if layout.apart else "PACK"
     group = placement_group(layout.bundles, strategy=strategy)
     began = time.monotonic()
-    lacks = lacking(layout, living())
+    lacks = missing_capacity(layout, live_node_resources())
     said = False
     try:
         while not group.wait(_POLL_S):
             check()
             waited_s = time.monotonic() - began
-            lacks = lacking(layout, living())
+            lacks = missing_capacity(layout, live_node_resources())
             if waited_s > wait_s:
                 busy = "other jobs use the resources (ray status)"
-                raise refusal(layout, lacks or busy, "the cluster")
+                raise capacity_error(layout, lacks or busy, "the cluster")
             if not said and (lacks or waited_s > 2):
                 said = True
                 tell(f"waiting up to {wait_s:g} s for {layout.said}: {lacks or 'all busy'}")
@@ -193,7 +195,7 @@ def _reserve(wait_s: float, layout: Places, tell: Callable[[str], None], check: 
 
 
 @contextmanager
-def sent_whole() -> Iterator[None]:
+def agent_by_value() -> Iterator[None]:
     """Sends the agent's class by value: nodes need not have this package."""
     from ray import cloudpickle
 
@@ -206,13 +208,13 @@ def sent_whole() -> Iterator[None]:
             cloudpickle.unregister_pickle_by_value(module)
 
 
-def _agents(group: Any, layout: Places) -> list[Any]:
+def _agents(group: Any, layout: GroupedLayout) -> list[Any]:
     import ray
     from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
     source = Path(supervisor.__file__).read_text(encoding="utf-8")
     actor = ray.remote(Agent)
-    with sent_whole():
+    with agent_by_value():
         return [
             actor.options(
                 num_cpus=layout.per_worker["CPU"],
@@ -226,19 +228,19 @@ def _agents(group: Any, layout: Places) -> list[Any]:
         ]
 
 
-def _seat(number: int, fact: Mapping[str, Any]) -> Seat:
+def _seat(number: int, fact: Mapping[str, Any]) -> Placement:
     named = {name: fact[name] for name in ("node", "ip", "host", "node_has_gpus")}
-    return replace(Seat(number, gpus=(), **named), gpus=[str(gpu) for gpu in fact["gpus"]])
+    return replace(Placement(number, gpus=(), **named), gpus=[str(gpu) for gpu in fact["gpus"]])
 
 
-def _answers(asked: list[Any], check: Check, where: Sequence[str] = ()) -> list[Any]:
+def _wait_for_answers(asked: list[Any], check: Check, where: Sequence[str] = ()) -> list[Any]:
     """The agents' answers.
 
     Args:
         where: the machine of each, for error messages.
 
     Raises:
-        SeatLost: an agent does not respond because its node or process is gone.
+        NodeLost: an agent does not respond because its node or process is gone.
         PreflightError: an agent cannot do what is requested.
     """
     import ray
@@ -255,7 +257,7 @@ def _answers(asked: list[Any], check: Check, where: Sequence[str] = ()) -> list[
             answers.append(ray.get(each, timeout=1))
         except (ray.exceptions.RayActorError, ray.exceptions.GetTimeoutError) as error:
             said = str(error).strip().splitlines()
-            raise SeatLost(
+            raise NodeLost(
                 f"a node or a worker of Ray was lost: {(said or ['no answer'])[-1]}"
             ) from error
         except ray.exceptions.RayTaskError as error:

@@ -19,11 +19,11 @@ from raytrain_ddp.launcher.run_options import RunOptions
 _MARK_AGE_S = 600.0
 
 # Calls a method of the agents of some workers, and waits for their answers.
-Ask = Callable[..., list[Any]]
+AskAgents = Callable[..., list[Any]]
 
 
-def provide(
-    order: RunOptions, elsewhere: Sequence[Worker], ask: Ask, tell: Callable[[str], None]
+def provide_folders(
+    order: RunOptions, elsewhere: Sequence[Worker], ask: AskAgents, tell: Callable[[str], None]
 ) -> dict[int, str]:
     """The folders of the nodes that work in a copy, by rank. Other nodes share the driver's folder,
     or have the same files at the same path.
@@ -46,14 +46,16 @@ def provide(
         return {}
     import ray
 
-    archive = ray.put(code_shipping.pack(here))
-    places = ask(lacks, "unpack", archive, code_shipping.place_name(here, socket.gethostname()))
+    archive = ray.put(code_shipping.pack_folder(here))
+    places = ask(lacks, "unpack", archive, code_shipping.copy_name(here, socket.gethostname()))
     for worker, place in zip(lacks, places, strict=True):
         tell(f"{worker.where} works in a copy of {here} ({why[worker.rank]}): {place}")
     return {worker.rank: place for worker, place in zip(lacks, places, strict=True)}
 
 
-def _require_script(order: RunOptions, here: Path, elsewhere: Sequence[Worker], ask: Ask) -> None:
+def _require_script(
+    order: RunOptions, here: Path, elsewhere: Sequence[Worker], ask: AskAgents
+) -> None:
     if order.module or order.flags.no_python:
         return
     script = os.path.normpath(here / order.program)
@@ -68,7 +70,7 @@ def _require_script(order: RunOptions, here: Path, elsewhere: Sequence[Worker], 
             )
 
 
-def _lacking(here: Path, elsewhere: Sequence[Worker], ask: Ask) -> dict[int, str]:
+def _lacking(here: Path, elsewhere: Sequence[Worker], ask: AskAgents) -> dict[int, str]:
     """The nodes that do not have the same files, and how they differ."""
     with _marked(here) as mark:
         seen = ask(elsewhere, "exists", mark) if mark else [False] * len(elsewhere)

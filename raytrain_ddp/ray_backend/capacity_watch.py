@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from raytrain_ddp.errors import PreflightError
-from raytrain_ddp.ray_backend.placement import Layout, room
+from raytrain_ddp.ray_backend.placement import Layout, workers_that_fit
 
 _LOOK_EVERY_S = 2.0
 _SAY_EVERY_S = 30.0
@@ -20,7 +20,7 @@ _TICK_S, _LONGEST_TICK_S = 0.1, 1.0
 _STARTED_WITHIN_S = 480.0
 
 
-class Awake:
+class AwakeClock:
     """A clock, in seconds, that stops while this process is stopped (SIGSTOP, a sleeping laptop):
     components that seemed silent in that time may have been active."""
 
@@ -84,7 +84,7 @@ class CapacityWatch:
         if len(nodes) != self._before:
             self._before = len(nodes)
             self._changed()
-        has = room(self._layout, nodes)
+        has = workers_that_fit(self._layout, nodes)
         if has >= self._layout.least:
             self._lacking_since = None
             if self._since is not None and now - self._since > _STARTED_WITHIN_S:
@@ -152,7 +152,7 @@ class StartWatch:
         if self._ranks:
             ranks = ", ".join(map(str, sorted(self._ranks)))
             text = f"the workers are not training yet; started so far: rank {ranks}"
-        has = f"room for {room(self._layout, nodes)} on {len(nodes)} node(s)"
+        has = f"room for {workers_that_fit(self._layout, nodes)} on {len(nodes)} node(s)"
         stopped = "".join(f"; {each} is stopped (SIGSTOP)" for each in self._stopped())
         text = f"{text}, after {now - self._since:.0f} s; {has}{stopped}"
         self._show({"kind": "note", "text": text})

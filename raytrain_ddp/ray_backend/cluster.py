@@ -14,21 +14,26 @@ from typing import Any
 from raytrain_ddp.config.train_config import TrainConfig
 from raytrain_ddp.errors import RetriesExhausted
 from raytrain_ddp.ray_backend.auth_token import use_token
-from raytrain_ddp.ray_backend.capacity_watch import Awake
+from raytrain_ddp.ray_backend.capacity_watch import AwakeClock
 from raytrain_ddp.ray_backend.failure_policy import KEPT
 from raytrain_ddp.ray_backend.placement import (
     Layout,
     choose_layout,
-    missing,
-    refuse,
-    this_machine,
+    local_resources,
+    missing_resources,
+    require_capacity,
 )
-from raytrain_ddp.ray_backend.ray_settings import dashboard_port, own_api, ray_settings, settled
+from raytrain_ddp.ray_backend.ray_settings import (
+    applied_settings,
+    dashboard_port,
+    own_state_api,
+    ray_settings,
+)
 from raytrain_ddp.ray_backend.ray_start import (
     RAY_START_S,
-    persistently_started,
     require_listener,
     require_same,
+    start_with_retries,
 )
 from raytrain_ddp.tasks.task_loading import BUILT_IN
 from raytrain_ddp.uri import answer_within
@@ -44,7 +49,7 @@ def is_connected() -> bool:
 
 
 @contextmanager
-def joined(
+def ray_connection(
     address: str | None,
     settings: Mapping[str, str],
     options: Mapping[str, Any],
@@ -71,20 +76,20 @@ def joined(
             import ray
 
             require_same(address, ray.get_runtime_context().gcs_address)
-        with settled(settings):
+        with applied_settings(settings):
             tell("using the Ray that this process is connected to")
             yield
         return
     if address:
         require_listener(address)
-    with settled(settings):
+    with applied_settings(settings):
         use_token(embedded=not address, tell=tell)
         tell(f"connecting to Ray at {address}" if address else "starting Ray")
         import ray
 
         threading.Thread(target=meanwhile, name="meanwhile", daemon=True).start()
         where = {"address": address or "local", "log_to_driver": False, "logging_level": "ERROR"}
-        persistently_started(
+        start_with_retries(
             lambda: ray.init(**where, **options),
             ray.shutdown,
             address or "this machine",
@@ -118,13 +123,15 @@ def cluster(
             layout, options = _starting(config)
             port = dashboard_port() if dashboard else None
             options |= {"include_dashboard": dashboard, "dashboard_port": port}
-            stack.enter_context(own_api(port))
+            stack.enter_context(own_state_api(port))
         else:
             options = {"runtime_env": _shipped(config)}
         # Ray Train imports torch: load it while Ray's processes and the mailbox start.
         settings = ray_settings(config, embedded)
         wait_s = config.scaling.wait_s
-        stack.enter_context(joined(address, settings, options, tell, _import_ray_train, wait_s))
+        stack.enter_context(
+            ray_connection(address, settings, options, tell, _import_ray_train, wait_s)
+        )
         if layout is None:
             import ray
 
@@ -136,11 +143,11 @@ def cluster(
 
 def _starting(config: TrainConfig) -> tuple[Layout, dict[str, Any]]:
     """For an embedded Ray: the layout on this machine, and the arguments of `ray.init`."""
-    have = this_machine()
+    have = local_resources()
     layout = choose_layout(config, have)
     if config.scaling.num_workers == "auto":  # the default must run on one core, too
         have["CPU"] = max(have["CPU"], layout.least_needed()["CPU"])
-    refuse(layout, have, "this machine")
+    require_capacity(layout, have, "this machine")
     return layout, {"num_cpus": int(have["CPU"]), "num_gpus": int(have["GPU"])}
 
 
@@ -171,7 +178,7 @@ def _wait_for(
     """Requests the missing resources from a cluster that may be growing; waits up to `wait_s`."""
     deadline = time.monotonic() + config.scaling.wait_s
     layout = choose_layout(config, resources())
-    lacks = missing(layout, resources())
+    lacks = missing_resources(layout, resources())
     if lacks:
         tell(f"waiting up to {config.scaling.wait_s:g} s for {layout.said}")
         from ray.autoscaler.sdk import request_resources
@@ -180,21 +187,21 @@ def _wait_for(
         try:
             while lacks and time.monotonic() < deadline:
                 time.sleep(0.5)
-                lacks = missing(layout, resources())
+                lacks = missing_resources(layout, resources())
         finally:  # the request would last forever and keep idle nodes alive
             request_resources(bundles=[])
-    refuse(layout, resources(), "the cluster")
+    require_capacity(layout, resources(), "the cluster")
     return layout
 
 
-def living() -> list[Mapping[str, float]]:
+def live_node_resources() -> list[Mapping[str, float]]:
     """The resources of each live node of the cluster."""
     import ray
 
     return [node["Resources"] for node in ray.nodes() if node["Alive"]]
 
 
-class Nodes:
+class LiveNodes:
     """The resources of each live node, queried in a thread because the head may be slow or dead.
 
     Args:
@@ -207,7 +214,7 @@ class Nodes:
 
     def __init__(self, kept: str = KEPT) -> None:
         self._kept = kept
-        self.awake = Awake()
+        self.awake = AwakeClock()
         self.is_lost = False
         self._living = self._ask()
         self._at = self.awake()
@@ -238,10 +245,10 @@ class Nodes:
 
     @staticmethod
     def _ask() -> list[Mapping[str, float]]:
-        return living()
+        return live_node_resources()
 
 
-def recount() -> None:
+def notify_node_change() -> None:
     """Notifies Ray Train of a changed number of nodes; by itself it checks every 20 s.
 
     Uses an actor that Ray does not document. If that changes, only the notification is lost.

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
-from raytrain_ddp.ray_backend.ray_settings import settled
+from raytrain_ddp.ray_backend.ray_settings import applied_settings
 
 _LISTED = {"RAY_TRAIN_ENABLE_STATE_TRACKING": "1"}  # costs an additional actor process
 
@@ -22,7 +22,7 @@ def dashboard_address() -> tuple[str, int] | None:
 
 
 @contextmanager
-def listed(tell: Callable[[Mapping[str, Any]], None]) -> Iterator[None]:
+def listed_in_dashboard(tell: Callable[[Mapping[str, Any]], None]) -> Iterator[None]:
     """Lists the trainings started in this context in the dashboard, if any; reports its address.
 
     The open-source dashboard shows them as a job with its workers and their logs. Name, state
@@ -40,12 +40,12 @@ def listed(tell: Callable[[Mapping[str, Any]], None]) -> Iterator[None]:
     context = ray.get_runtime_context()
     head = context.gcs_address.rpartition(":")[0]
     away = head if head != ray.util.get_node_ip_address() else ""
-    tell({"kind": "note", "text": said(*found, context.get_job_id(), away)})
-    with settled(_LISTED):
+    tell({"kind": "note", "text": describe_dashboard(*found, context.get_job_id(), away)})
+    with applied_settings(_LISTED):
         yield
 
 
-def said(host: str, port: int, job: str, away: str = "") -> str:
+def describe_dashboard(host: str, port: int, job: str, away: str = "") -> str:
     """The dashboard's address, for a person.
 
     Args:

@@ -51,7 +51,7 @@ def cause_of(error: BaseException) -> str:
     return cause_of(error.__cause__) if failed_storage and error.__cause__ else "error"
 
 
-def without_ray(error: Exception) -> dict[str, Any]:
+def failure_event(error: Exception) -> dict[str, Any]:
     """The event for an error in rank 0 that ends a run without Ray."""
     if _is_of_collectives(error):
         line = next(iter(str(error).splitlines()), "")
@@ -74,7 +74,7 @@ def is_lack_of_memory(error: BaseException) -> bool:
     return isinstance(error, RuntimeError) and "DefaultCPUAllocator" in str(error)
 
 
-def without_memory(
+def out_of_memory_error(
     config: Mapping[str, Any], rank: int, step: int | None, error: BaseException
 ) -> BaseException:
     """Adds the config's remedy. Not retried: it would happen again."""

@@ -69,7 +69,7 @@ def choose_layout(config: TrainConfig, have: Mapping[str, float]) -> Layout:
     )
 
 
-def room(layout: Layout, nodes: Sequence[Mapping[str, float]]) -> int:
+def workers_that_fit(layout: Layout, nodes: Sequence[Mapping[str, float]]) -> int:
     """The number of workers that fit on nodes with these resources; each needs a single node."""
     wants = {name: amount for name, amount in layout.per_worker.items() if amount > 0}
     return sum(
@@ -78,7 +78,7 @@ def room(layout: Layout, nodes: Sequence[Mapping[str, float]]) -> int:
     )
 
 
-def missing(layout: Layout, have: Mapping[str, float]) -> str:
+def missing_resources(layout: Layout, have: Mapping[str, float]) -> str:
     """``""``, or one line per resource that is short."""
     lines = [
         f"  {name}: want {want:g} ({layout.least} x {layout.per_worker[name]:g}), have "
@@ -89,9 +89,9 @@ def missing(layout: Layout, have: Mapping[str, float]) -> str:
     return "\n".join(lines)
 
 
-def refuse(layout: Layout, have: Mapping[str, float], where: str) -> None:
+def require_capacity(layout: Layout, have: Mapping[str, float], where: str) -> None:
     """Raises PreflightError, listing want and have of each resource, if the layout cannot start."""
-    lines = missing(layout, have)
+    lines = missing_resources(layout, have)
     if lines:
         remedy = (
             "Use fewer with --scaling.num-workers, or smaller ones with --scaling.cpus-per-worker."
@@ -104,7 +104,7 @@ def refuse(layout: Layout, have: Mapping[str, float], where: str) -> None:
         raise PreflightError(f"{layout.said} do not fit on {where}:\n{lines}\n{remedy}")
 
 
-def this_machine() -> dict[str, float]:
+def local_resources() -> dict[str, float]:
     """The CPUs that this process may use, and the GPUs, counted without torch or Ray."""
     affinity = getattr(os, "sched_getaffinity", None)
     cpus = len(affinity(0)) if affinity else os.cpu_count() or 1

@@ -18,11 +18,11 @@ def ray_output_to_file(run: Storage) -> Iterator[None]:
     A display created before keeps the terminal, as it writes to the stream itself.
     """
     path = Path(run.path) / LOGS / "driver.log" if run.is_local else Path("/dev/null")
-    with _Lazy(path) as log, redirect_stdout(log), redirect_stderr(log):
+    with _LazyFile(path) as log, redirect_stdout(log), redirect_stderr(log):
         yield
 
 
-class _Lazy(io.TextIOBase):
+class _LazyFile(io.TextIOBase):
     """A text file created at the first write; write errors, such as a full disk, are ignored."""
 
     def __init__(self, path: Path) -> None:

@@ -47,14 +47,14 @@ def ray_settings(config: TrainConfig, embedded: bool) -> dict[str, str]:
 
 
 @contextmanager
-def settled(settings: Mapping[str, str]) -> Iterator[None]:
+def applied_settings(settings: Mapping[str, str]) -> Iterator[None]:
     """Sets these environment variables, except those that the user has set."""
     with _with({name: v for name, v in settings.items() if name not in os.environ}):
         yield
 
 
 @contextmanager
-def own_api(port: int | None) -> Iterator[None]:
+def own_state_api(port: int | None) -> Iterator[None]:
     """Makes processes of a Ray that is started in this context use the state API at this port.
 
     Otherwise they ask at the dashboard's usual port, or the newest Ray of the machine. If

@@ -28,7 +28,7 @@ _PAUSES_S = (1.0, 2.0, 4.0, 8.0, 15.0)
 _LASTING = ("could not find any running ray", "version mismatch", "authentication")
 
 
-def persistently_started(
+def start_with_retries(
     init: Callable[[], object],
     shutdown: Callable[[], object],
     where: str,

@@ -15,7 +15,7 @@ from raytrain_ddp.checkpoint.storage import Storage
 from raytrain_ddp.config.train_config import TrainConfig
 from raytrain_ddp.failpoints import failpoint
 from raytrain_ddp.ray_backend.capacity_watch import CapacityWatch, StartWatch, stopped_workers
-from raytrain_ddp.ray_backend.cluster import Nodes, recount
+from raytrain_ddp.ray_backend.cluster import LiveNodes, notify_node_change
 from raytrain_ddp.ray_backend.failure_policy import FailurePolicy
 from raytrain_ddp.ray_backend.mailbox import Inbox, Mailbox
 from raytrain_ddp.ray_backend.placement import Layout
@@ -42,7 +42,7 @@ class Interrupted(Exception):
         self.number = number
 
 
-def launch(
+def run_workers(
     config: TrainConfig,
     run: Storage,
     layout: Layout,
@@ -72,14 +72,16 @@ def launch(
     board = ray.remote(num_cpus=0, scheduling_strategy=here, **lasting)(Mailbox).remote()
     show({"kind": "phase", "name": "loading torch"})
     failures = FailurePolicy(config.scaling.max_failures, committed)
-    nodes = Nodes()
+    nodes = LiveNodes()
     metrics = PrometheusMetrics(str(config.name))
 
     def told(event: Event) -> None:
         metrics.take(event)
         show(event)
 
-    waiting = CapacityWatch(layout, config.scaling.wait_s, nodes, recount, told, nodes.awake)
+    waiting = CapacityWatch(
+        layout, config.scaling.wait_s, nodes, notify_node_change, told, nodes.awake
+    )
     starting = StartWatch(layout, nodes, told, nodes.awake, stopped_workers)
     listener = _Listener(board, failures, (waiting, starting), metrics, told, nodes.awake)
     try:

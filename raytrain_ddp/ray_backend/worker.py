@@ -21,8 +21,8 @@ from raytrain_ddp.failpoints import arm
 from raytrain_ddp.ray_backend.failure_causes import (
     cause_of,
     is_lack_of_memory,
+    out_of_memory_error,
     users_traceback,
-    without_memory,
 )
 
 if TYPE_CHECKING:
@@ -67,12 +67,12 @@ def train_on_worker(loop_config: dict[str, WorkerSettings]) -> None:
     sessions: list[RaySession] = []
     try:
         if ray.get(given.board.join.remote(_start(), rank, socket.gethostname())):
-            _settle(given)
+            _apply_settings(given)
             with _Tee(given.log_folder, rank):
                 _train(given, sessions)
     except BaseException as error:
         step = sessions[0].step if sessions else None
-        tell_failure(given, rank, step, error, torn_down=grouped and not dist.is_initialized())
+        report_failure(given, rank, step, error, torn_down=grouped and not dist.is_initialized())
         raise
 
 
@@ -108,7 +108,7 @@ def _train(given: WorkerSettings, sessions: list[RaySession]) -> None:
         session.tell({"kind": "outcome", **dataclasses.asdict(outcome)})
 
 
-def _settle(given: WorkerSettings) -> None:
+def _apply_settings(given: WorkerSettings) -> None:
     """Sets the driver's working folder, import paths and failpoints, as far as they exist here."""
     if Path(given.folder).is_dir():
         os.chdir(given.folder)
@@ -136,7 +136,7 @@ def _start() -> str:
     return f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
 
 
-def tell_failure(
+def report_failure(
     given: WorkerSettings,
     rank: int,
     step: int | None,
@@ -154,7 +154,7 @@ def tell_failure(
     from raytrain_ddp.errors import RaytrainError, status_of
 
     if is_lack_of_memory(error):
-        error = without_memory(given.config, rank, step, error)
+        error = out_of_memory_error(given.config, rank, step, error)
     known = isinstance(error, RaytrainError)
     event = {
         "kind": "failed",
@@ -192,7 +192,7 @@ class _Tee:
         if self._file is None:
             return
         self._streams = sys.stdout, sys.stderr
-        sys.stdout, sys.stderr = (_Both(stream, self._file) for stream in self._streams)
+        sys.stdout, sys.stderr = (_TeeStream(stream, self._file) for stream in self._streams)
 
     def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
         if self._file is None:
@@ -203,7 +203,7 @@ class _Tee:
                 self._file.write("".join(traceback.format_exception(error)))
 
 
-class _Both:
+class _TeeStream:
     """A stream that writes to two others."""
 
     def __init__(self, stream: Any, copy: IO[str]) -> None:

@@ -29,7 +29,7 @@ class Scale:
         return (value - self.low) / (self.high - self.low)
 
 
-def linear(
+def linear_scale(
     low: float,
     high: float,
     name: Callable[[float], str] | None = None,
@@ -55,10 +55,10 @@ def linear(
         low, high = first * step, last * step
     values = [n * step for n in range(first, last + 1)]
     inside = [v for v in values if low - 1e-9 * step <= v <= high + 1e-9 * step]
-    return Scale(low, high, [(v, name(v) if name else number(v, step)) for v in inside])
+    return Scale(low, high, [(v, name(v) if name else tick_number(v, step)) for v in inside])
 
 
-def logarithmic(low: float, high: float) -> Scale:
+def log_scale(low: float, high: float) -> Scale:
     """A scale over [low, high], both above 0; ticks at 1, 2 and 5 times powers of ten, if they
     fit."""
     powers = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
@@ -71,16 +71,16 @@ def logarithmic(low: float, high: float) -> Scale:
     return Scale(low, high, [(value, f"{value:g}") for value in inside], log=True)
 
 
-def seconds(high: float, ticks: int = 6) -> Scale:
+def time_scale(high: float, ticks: int = 6) -> Scale:
     """A scale from 0 on; ticks at whole seconds, minutes, hours or days."""
     high = max(high, 1.0)
     days = (86400.0 * _round_step(high / 86400 / ticks),)
     step = next(s for s in (*_SECONDS, *days) if s >= high / ticks or s == days[0])
     values = [n * step for n in range(int(high / step) + 1)]
-    return Scale(0.0, high, [(value, clock(value)) for value in values])
+    return Scale(0.0, high, [(value, tick_time(value)) for value in values])
 
 
-def clock(value: float) -> str:
+def tick_time(value: float) -> str:
     """``0``, ``45 s``, ``1 min 30``, ``1 h 30``, ``2 d``: the label of a time tick."""
     whole = round(value)
     if whole == 0:
@@ -94,7 +94,7 @@ def clock(value: float) -> str:
     return f"{whole // 60} min" + (f" {whole % 60:02d}" if whole % 60 else "")
 
 
-def number(value: float, step: float) -> str:
+def tick_number(value: float, step: float) -> str:
     """As many digits as the step between ticks needs, with thousands separators."""
     if abs(value) < step / 1e6:
         return "0"
@@ -108,7 +108,7 @@ def number(value: float, step: float) -> str:
     return text.rstrip("0").rstrip(".") if "." in text else text
 
 
-def percent(value: float) -> str:
+def tick_percent(value: float) -> str:
     return f"{100 * value:.4g} %"
 
 

@@ -96,7 +96,9 @@ def predict(files: RunFiles, device: str, is_running: bool) -> Predictions:
     model = model_of(task)
     load_model(model, checkpoint)
     try:
-        return _look(task, model.to(on).eval(), data, config, [str(n) for n in names], checkpoint)
+        return _evaluate(
+            task, model.to(on).eval(), data, config, [str(n) for n in names], checkpoint
+        )
     except RaytrainError:
         raise
     except Exception as error:
@@ -131,7 +133,7 @@ class _Outputs:
         self.taken = logits, labels
 
 
-def _look(
+def _evaluate(
     task: Task,
     model: torch.nn.Module,
     data: Data,

@@ -51,7 +51,7 @@ def one_run(story: RunHistory, predictions: str) -> str:
         _section("Predictions", predictions),
         _section("Checkpoints", tables.checkpoints(story)),
         _section("Config", tables.config(story.files)),
-        _section("Environment", tables.environment(story)),
+        _section("Environment", tables.environment_table(story)),
     ]
     return _page(story.files.name, "".join(parts), [story])
 

@@ -8,7 +8,7 @@ from statistics import median
 
 from raytrain_ddp.display.formatting import plural
 from raytrain_ddp.report import step_phases
-from raytrain_ddp.report.axes import Point, Scale, linear
+from raytrain_ddp.report.axes import Point, Scale, linear_scale
 from raytrain_ddp.report.history import RunHistory
 from raytrain_ddp.report.svg_panel import Area, Line, Panel
 from raytrain_ddp.report.time_panels import (
@@ -65,7 +65,7 @@ def _slowest_rank(story: RunHistory, x: Scale) -> Panel | None:
     return Panel(
         title="The slowest rank's own work, as a multiple of the median rank's",
         x=x,
-        y=linear(1.0, max(1.5, highest), lambda value: f"{value:g} x", ticks=4),
+        y=linear_scale(1.0, max(1.5, highest), lambda value: f"{value:g} x", ticks=4),
         x_name=x_name([story.timeline]),
         lines=[
             Line(f"by its {name}", f"dots {step_phases.css(name)}", [by_phase[name]])

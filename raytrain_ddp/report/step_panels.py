@@ -14,11 +14,11 @@ from raytrain_ddp.report.axes import (
     MOST_POINTS,
     Point,
     Scale,
-    linear,
-    logarithmic,
-    percent,
+    linear_scale,
+    log_scale,
     sampled,
     thinned,
+    tick_percent,
 )
 from raytrain_ddp.report.history import RunHistory
 from raytrain_ddp.report.svg_panel import Line, Mark, Panel
@@ -80,7 +80,9 @@ def hovers(
 
 
 def _steps(stories: Sequence[RunHistory]) -> Scale:
-    return linear(0, max(1, *(s.files.last_step for s in stories)), ticks=6, whole=True, snap=False)
+    return linear_scale(
+        0, max(1, *(s.files.last_step for s in stories)), ticks=6, whole=True, snap=False
+    )
 
 
 def _step_name(stories: Sequence[RunHistory]) -> Callable[[float], str]:
@@ -120,7 +122,7 @@ def _loss(stories: Sequence[RunHistory], x: Scale) -> Panel | None:
     if not seen and not lost:
         return None
     is_log = bool(seen) and min(seen) > 0 and max(seen) > 20 * min(seen)
-    y = logarithmic(min(seen) / 1.5, max(seen) * 1.3) if is_log else _room(seen)
+    y = log_scale(min(seen) / 1.5, max(seen) * 1.3) if is_log else _room(seen)
     if lost:
         foot = y.low * (y.high / y.low) ** 0.03 if y.log else y.low + 0.03 * (y.high - y.low)
         places = sampled([(step, foot) for step in lost], 200)
@@ -164,7 +166,7 @@ def _metric(
             lines.append(_dotted(label, color(2 + place if alone else number), points))
             told.append((label, points, partial(format_metric, name)))
     values = [y for line in lines for piece in line.pieces for _, y in piece]
-    y = _room(values, percent if is_fraction else None, floor=is_fraction)
+    y = _room(values, tick_percent if is_fraction else None, floor=is_fraction)
     title = "Accuracy" if is_fraction and alone else names[0]
     return Panel(
         title=f"{title} (evaluation)",
@@ -192,7 +194,7 @@ def _rate(stories: Sequence[RunHistory], x: Scale) -> Panel | None:
     return Panel(
         title="Learning rate",
         x=x,
-        y=linear(0.0, highest or 1.0, ticks=4),
+        y=linear_scale(0.0, highest or 1.0, ticks=4),
         x_name="step",
         lines=lines,
         hovers=hovers(told, _step_name(stories)),
@@ -237,15 +239,15 @@ def _room(values: Iterable[float], name: Told | None = None, floor: bool = False
     """A scale that contains all values; fractions end at 1."""
     known = [value for value in values if math.isfinite(value)]
     if not known:
-        return linear(0.0, 1.0, name)
+        return linear_scale(0.0, 1.0, name)
     low, high = min(known), max(known)
     if not floor and 0 < low < 0.5 * high:
         low = 0.0
     if floor and high <= 1:
-        scale = linear(low, min(1.0, high + 0.05 * (high - low)), name)
+        scale = linear_scale(low, min(1.0, high + 0.05 * (high - low)), name)
         ticks = [tick for tick in scale.ticks if tick[0] <= 1 + 1e-9]
         return Scale(scale.low, min(1.0, scale.high), ticks)
-    return linear(low, high, name)
+    return linear_scale(low, high, name)
 
 
 def _is_fraction(name: str, stories: Sequence[RunHistory]) -> bool:

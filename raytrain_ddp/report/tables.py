@@ -175,7 +175,7 @@ def config_differences(stories: Sequence[RunHistory]) -> str:
     return table(("field", *(s.files.name for s in stories)), rows, "config")
 
 
-def environment(story: RunHistory) -> str:
+def environment_table(story: RunHistory) -> str:
     """Where it ran, on which devices, and with which versions, as far as recorded."""
     files, rows = story.files, []
 

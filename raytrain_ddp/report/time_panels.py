@@ -21,11 +21,11 @@ from raytrain_ddp.report.axes import (
     MOST_POINTS,
     Point,
     Scale,
-    linear,
-    percent,
+    linear_scale,
     sampled,
-    seconds,
     thinned,
+    tick_percent,
+    time_scale,
 )
 from raytrain_ddp.report.history import RunHistory, timed
 from raytrain_ddp.report.run_files import Record
@@ -111,7 +111,7 @@ def _lost(story: RunHistory) -> list[Mark]:
 
 def axis_of(stories: Sequence[RunHistory]) -> Scale:
     ends = [s.timeline.at(life.ended) for s in stories for life in s.timeline.lives[-1:]]
-    return seconds(max(ends, default=1.0))
+    return time_scale(max(ends, default=1.0))
 
 
 def x_name(timelines: Sequence[Timeline]) -> str:
@@ -143,7 +143,7 @@ def _speed(stories: Sequence[RunHistory], x: Scale) -> Panel | None:
             continue
         highs.append(min(flat[-1], 3 * flat[len(flat) // 2]))  # a single outlier may be cut off
         shares = [max(4, MOST_POINTS * len(piece) // len(flat)) for piece in pieces]
-        calm = [_calm(piece, len(flat) // 40 + 1) for piece in pieces]
+        calm = [_smoothed(piece, len(flat) // 40 + 1) for piece in pieces]
         smooth = [sampled(piece, most) for piece, most in zip(calm, shares, strict=True)]
         if len(stories) == 1:
             raw = [thinned(piece, most) for piece, most in zip(pieces, shares, strict=True)]
@@ -159,7 +159,7 @@ def _speed(stories: Sequence[RunHistory], x: Scale) -> Panel | None:
     return Panel(
         title=f"Throughput of all workers, {unit}/s",
         x=x,
-        y=linear(0.0, max(highs)),
+        y=linear_scale(0.0, max(highs)),
         x_name=x_name([story.timeline for story in stories]),
         lines=lines,
         marks=shown,
@@ -182,7 +182,7 @@ def _keys(shown: Sequence[Mark]) -> list[tuple[str, str]]:
     return [(name, f"k-{kind}") for kind, name in names.items() if kind in kinds]
 
 
-def _calm(points: Sequence[Point], half_width: int) -> list[Point]:
+def _smoothed(points: Sequence[Point], half_width: int) -> list[Point]:
     values = smoothed([y for _, y in points], half_width)
     return [(x, y) for (x, _), y in zip(points, values, strict=True)]
 
@@ -257,7 +257,7 @@ def _split(story: RunHistory, x: Scale) -> Panel | None:
     return Panel(
         title="Where the time goes",
         x=x,
-        y=linear(0.0, 1.0, percent, ticks=4),
+        y=linear_scale(0.0, 1.0, tick_percent, ticks=4),
         x_name=x_name([story.timeline]),
         areas=[Area(step_phases.PHASES.get(n, n), step_phases.css(n), steps[n]) for n in names],
         marks=marks(story),

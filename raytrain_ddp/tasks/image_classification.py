@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 from raytrain_ddp.config.train_config import TrainConfig
-from raytrain_ddp.data.gpu_augment import finish, mix
+from raytrain_ddp.data.gpu_augment import finish_images, mix
 from raytrain_ddp.data.image_batches import image_data
 from raytrain_ddp.data.sources import Batch, Data
 from raytrain_ddp.data.splits import open_splits
@@ -89,4 +89,4 @@ class ImageClassification(Task):
             self._scales[images.device] = (values * 255).view(2, 3, 1, 1).to(images.device)
         mean, std = self._scales[images.device]
         flip, erase = batch.get("flip"), batch.get("erase")
-        return finish(images, mean, std, flip, erase, self._config.compute.channels_last)
+        return finish_images(images, mean, std, flip, erase, self._config.compute.channels_last)

@@ -23,7 +23,7 @@ _HANGS_S = 30.0
 _LASTING = {errno.ENOSPC, errno.EFBIG, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM}
 
 
-def pauses() -> Iterator[float]:
+def retry_pauses() -> Iterator[float]:
     """Seconds to wait before each retry: doubled each time, with jitter to avoid synchronized
     retries against an overloaded store."""
     jitter = random.Random()  # the global one may have the same seed on all machines
@@ -31,14 +31,14 @@ def pauses() -> Iterator[float]:
         yield 2**n * jitter.uniform(0.5, 1)  # at most 15 s in total
 
 
-def persistently(act: Callable[[int], T], pause: Callable[[float, OSError], bool]) -> T:
-    """Calls act(0), act(1), ... until one raises no transient OSError; at most `TRIES` times.
+def with_backoff(act: Callable[[int], T], pause: Callable[[float, OSError], bool]) -> T:
+    """Calls act(0), act(1), ... until one raises no transient OSError, at most `TRIES` times.
 
     Args:
         pause: waits the given seconds; returns whether to continue.
     """
     failed: float | None = None  # time of the first failure
-    for number, wait_s in enumerate(pauses()):
+    for number, wait_s in enumerate(retry_pauses()):
         try:
             return act(number)
         except OSError as error:
@@ -162,7 +162,7 @@ class AsyncCheckpointer:
 
         try:
             try:
-                persistently(lambda number: self._commit(snapshot, number), pause)
+                with_backoff(lambda number: self._commit(snapshot, number), pause)
                 self._in_a_row, self._failure = 0, None
             except OSError as error:
                 self._failed(snapshot.manifest.step, error)

@@ -16,7 +16,7 @@ REALS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 _INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 
 
-class Place(NamedTuple):
+class BufferLocation(NamedTuple):
     """Where a buffer is; a forward pass may put another tensor there, as by ``self.mean = ...``."""
 
     name: str
@@ -28,17 +28,17 @@ class Place(NamedTuple):
         return found.detach()
 
 
-def buffers_of(model: nn.Module) -> list[Place]:
+def buffers_of(model: nn.Module) -> list[BufferLocation]:
     """Each buffer once, in the order of `nn.Module.named_buffers`."""
     places = {
-        id(buffer): Place(f"{name}.{key}" if name else key, module, key)
+        id(buffer): BufferLocation(f"{name}.{key}" if name else key, module, key)
         for name, module in reversed([*model.named_modules()])
         for key, buffer in module.named_buffers(recurse=False)
     }
     return [places[id(buffer)] for buffer in model.buffers()]
 
 
-class KeptBuffers:
+class SavedBuffers:
     """A copy of a model's buffers; `restore` writes them back."""
 
     def __init__(self, model: nn.Module) -> None:
@@ -90,15 +90,15 @@ class SlotBuffers:
         world: World,
         with_loss: bool = False,
         exact_slots: int = 0,
-        changing: Collection[Place] = (),
+        changing: Collection[BufferLocation] = (),
     ) -> None:
-        by_type: dict[torch.dtype, list[Place]] = {}
+        by_type: dict[torch.dtype, list[BufferLocation]] = {}
         for place in buffers_of(model):
             dtype = place.tensor().dtype
             if is_merged(dtype) and (dtype is not torch.bool or place in changing):
                 by_type.setdefault(dtype, []).append(place)
         self._groups = list(by_type.values())
-        self._flags = Flags(model, without=changing)
+        self._flags = BoolBuffers(model, without=changing)
         self._lengths = [sum(place.tensor().numel() for place in g) for g in self._groups]
         self._world, self._is_exact = world, bool(exact_slots)
         self._agrees = with_loss or self._is_exact or bool(self._groups)
@@ -163,11 +163,11 @@ class SlotBuffers:
                 _spread(start.long() + applied.round().long(), group)
 
 
-class Flags:
+class BoolBuffers:
     """Detects which bool buffers were written to since `begin`. The host knows this without
     waiting for the device: torch counts in-place changes of a tensor."""
 
-    def __init__(self, model: nn.Module, without: Collection[Place] = ()) -> None:
+    def __init__(self, model: nn.Module, without: Collection[BufferLocation] = ()) -> None:
         places = [p for p in buffers_of(model) if p.tensor().dtype is torch.bool]
         self._places = [place for place in places if place not in without]
         self.begin()
@@ -176,11 +176,11 @@ class Flags:
         self._written = [self._state(place) for place in self._places]
 
     @staticmethod
-    def _state(place: Place) -> tuple[int, int]:
+    def _state(place: BufferLocation) -> tuple[int, int]:
         tensor = getattr(place.module, place.key)
         return id(tensor), tensor._version
 
-    def changed(self) -> list[Place]:
+    def changed(self) -> list[BufferLocation]:
         pairs = zip(self._places, self._written, strict=True)
         return [place for place, written in pairs if self._state(place) != written]
 
@@ -193,11 +193,11 @@ class Flags:
             )
 
 
-def _flat(places: list[Place]) -> Tensor:
+def _flat(places: list[BufferLocation]) -> Tensor:
     return torch.cat([place.tensor().reshape(-1) for place in places])
 
 
-def _spread(values: Tensor, places: list[Place]) -> None:
+def _spread(values: Tensor, places: list[BufferLocation]) -> None:
     """Writes a flat vector into the buffers, in one kernel on a GPU."""
     buffers = [place.tensor() for place in places]
     pieces = values.split([buffer.numel() for buffer in buffers])

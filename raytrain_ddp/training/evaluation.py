@@ -10,14 +10,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from raytrain_ddp.data.epoch_order import deal
+from raytrain_ddp.data.epoch_order import items_of_rank
 from raytrain_ddp.data.loader import eval_batches
 from raytrain_ddp.data.loader_threads import LoaderThreads
 from raytrain_ddp.data.nested import to_device
 from raytrain_ddp.data.sources import Data
 from raytrain_ddp.tasks.task import Task
 from raytrain_ddp.tasks.task_check import metrics_of
-from raytrain_ddp.training.buffer_sync import KeptBuffers
+from raytrain_ddp.training.buffer_sync import SavedBuffers
 from raytrain_ddp.training.metric_states import TreeMetrics
 from raytrain_ddp.training.train_state import evaluating
 from raytrain_ddp.training.world import World, seed_slot
@@ -53,9 +53,9 @@ def evaluate(
         TaskError: a metric's states of two chunks cannot be merged.
     """
     scores = TreeMetrics(task, metrics_of(task) if metrics is None else metrics, world.device)
-    chunks = deal(-(-data.rows // batch_size), world.size, world.rank)
+    chunks = items_of_rank(-(-data.rows // batch_size), world.size, world.rank)
     samples = 0
-    buffers = KeptBuffers(model)
+    buffers = SavedBuffers(model)
     loaded = eval_batches(data, batch_size, chunks, threads)
     with torch.inference_mode(), evaluating(model), closing(loaded):
         for chunk, batch in zip(chunks, loaded, strict=True):

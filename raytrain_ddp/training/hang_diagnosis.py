@@ -77,7 +77,7 @@ class Hang:
     ranks: tuple[int, ...]
 
 
-class _Place(NamedTuple):
+class _WaitPoint(NamedTuple):
     """Where a rank waits; ordered as training reaches these places."""
 
     step: int
@@ -103,7 +103,7 @@ def diagnose(
     """
     waiting = [sign for sign in signs.values() if sign.waits]
     seen = waiting or list(signs.values())
-    usual, _ = Counter(_place(sign) for sign in seen).most_common(1)[0]
+    usual, _ = Counter(_wait_point(sign) for sign in seen).most_common(1)[0]
     what = _collective(usual) if waiting else f"step {usual.step}"
     since = f"{min(sign.still_s for sign in seen):.0f} s"
     silent = [rank for rank in range(len(owners)) if rank not in signs]
@@ -113,7 +113,7 @@ def diagnose(
         here = "one of its threads holds the GIL and does not release it"
         why = [_STATES.get(s, here if s else unknown) for s in states.values()]
         return Hang(
-            f"{_who(silent, owners)} did not enter {what}: {_each(why)}; the others have waited "
+            f"{_who(silent, owners)} did not enter {what}: {_joined(why)}; the others have waited "
             f"{since}",
             usual.step,
             tuple(silent),
@@ -122,7 +122,7 @@ def diagnose(
     if busy and not waiting:
         text = f"no rank has finished {what} in {since}: {_places(busy)}"
         return Hang(text, usual.step, ())
-    behind = busy or _odd(waiting)
+    behind = busy or _outliers(waiting)
     if not behind:
         text = (
             f"all ranks are in {what}, and it has not ended in {since}: probably the network or a "
@@ -137,21 +137,21 @@ def diagnose(
     )
 
 
-def _odd(waiting: Sequence[Sign]) -> list[Sign]:
+def _outliers(waiting: Sequence[Sign]) -> list[Sign]:
     """Those that wait in another collective than most; the ones behind if it is a tie."""
-    places = Counter(_place(sign) for sign in waiting)
+    places = Counter(_wait_point(sign) for sign in waiting)
     if len(places) < 2:
         return []
     most = max(places.values())
     usual = max(place for place, count in places.items() if count == most)
-    return [sign for sign in waiting if _place(sign) != usual]
+    return [sign for sign in waiting if _wait_point(sign) != usual]
 
 
-def _place(sign: Sign) -> _Place:
-    return _Place(sign.step, sign.collective, sign.name, sign.doing)
+def _wait_point(sign: Sign) -> _WaitPoint:
+    return _WaitPoint(sign.step, sign.collective, sign.name, sign.doing)
 
 
-def _collective(place: _Place) -> str:
+def _collective(place: _WaitPoint) -> str:
     """``the all-reduce of step 12 (gradient exchange, collective 345)``."""
     named = place.name.replace("_", "-") or "collective"
     number = f", collective {place.collective}" if place.collective >= 0 else ""
@@ -166,20 +166,20 @@ def _who(ranks: Sequence[int], owners: Sequence[Owner]) -> str:
 
 def _places(signs: Sequence[Sign]) -> str:
     where = [
-        f"in {_collective(_place(sign))}" if sign.waits else f"in {sign.doing} ({sign.at})"
+        f"in {_collective(_wait_point(sign))}" if sign.waits else f"in {sign.doing} ({sign.at})"
         for sign in signs
     ]
-    return _each([f"it is {place}" for place in where])
+    return _joined([f"it is {place}" for place in where])
 
 
-def _each(texts: Sequence[str]) -> str:
+def _joined(texts: Sequence[str]) -> str:
     return " and ".join(dict.fromkeys(texts))
 
 
 # ------------------------------------------------------------------ inspection of this process
 
 
-def look_at(thread: int) -> tuple[str, bool]:
+def innermost_line(thread: int) -> tuple[str, bool]:
     """(the innermost line of a thread that is not in a library, whether the thread is in a call of
     torch.distributed)."""
     frame = sys._current_frames().get(thread)

@@ -21,7 +21,7 @@ Fetch = Callable[[Tensor], Callable[[], bool]]
 
 
 @dataclass(frozen=True)
-class Trace:
+class StepTrace:
     """What a step keeps until the host knows whether it was finite; tensors on the device.
 
     Args:
@@ -55,7 +55,7 @@ class NonfiniteGuard:
     """
 
     def __init__(
-        self, state: TrainState, judge: Callable[[Trace], None], fetch: Fetch, lag: int
+        self, state: TrainState, judge: Callable[[StepTrace], None], fetch: Fetch, lag: int
     ) -> None:
         self._state, self._judge, self._fetch, self._lag = state, judge, fetch, lag
         named = state.model.named_parameters()
@@ -68,7 +68,7 @@ class NonfiniteGuard:
         self._taint = torch.zeros((), device=self._witness.device)
         self._witness.register_hook(lambda gradient: gradient + self._taint)
         self._losses: dict[int, Tensor] = {}
-        self._open: deque[tuple[Trace, Callable[[], bool]]] = deque()
+        self._open: deque[tuple[StepTrace, Callable[[], bool]]] = deque()
 
     def watch(self, slot: int, loss: Tensor) -> None:
         """Records a slot's loss, shape (), before its backward pass.
@@ -104,7 +104,7 @@ class NonfiniteGuard:
             told = refused & (small | ~forward.isfinite())
         names = [name for name, _ in there]
         step = self._state.step + 1
-        trace = Trace(step, lr, self._losses, forward, names, norms, norm, self._name)
+        trace = StepTrace(step, lr, self._losses, forward, names, norms, norm, self._name)
         self._open.append((trace, self._fetch(told)))
         self._losses = {}
         return norm, refused
@@ -125,7 +125,7 @@ class NonfiniteGuard:
 
 
 def make_guard(
-    state: TrainState, judge: Callable[[Trace], None], device: torch.device
+    state: TrainState, judge: Callable[[StepTrace], None], device: torch.device
 ) -> NonfiniteGuard:
     """The guard for a device."""
     if device.type == "cuda":

@@ -14,7 +14,7 @@ from raytrain_ddp.config.train_config import TrainConfig
 from raytrain_ddp.data.epoch_order import EpochOrder
 from raytrain_ddp.data.loader import TrainLoader
 from raytrain_ddp.errors import DivergedError, RaytrainError
-from raytrain_ddp.training.nonfinite import Trace
+from raytrain_ddp.training.nonfinite import StepTrace
 from raytrain_ddp.training.session import Session
 from raytrain_ddp.training.train_state import TrainState
 from raytrain_ddp.training.world import World, broadcast, slot_seed
@@ -29,8 +29,8 @@ class _SlotLoss(NamedTuple):
     loss: float
 
 
-def judge_nonfinite(
-    config: TrainConfig, state: TrainState, session: Session, loader: TrainLoader, trace: Trace
+def handle_nonfinite(
+    config: TrainConfig, state: TrainState, session: Session, loader: TrainLoader, trace: StepTrace
 ) -> None:
     """Counts and reports a refused step, or ends the run; all ranks take part.
 
@@ -40,7 +40,7 @@ def judge_nonfinite(
     """
     losses = _all_losses(trace, session.world)
     names = _names(trace, losses)
-    what = _what(trace, losses, names)
+    what = _description(trace, losses, names)
     state.nonfinite += 1
     most = config.optim.max_nonfinite
     if config.optim.nonfinite == "skip" and state.nonfinite <= most:
@@ -49,7 +49,7 @@ def judge_nonfinite(
         return
     file = f"diverged-step-{trace.step:08d}.json"
     if session.world.is_main:
-        session.keep(file, _bundle(config, session, loader, trace, losses, names))
+        session.keep(file, _repro_document(config, session, loader, trace, losses, names))
     broadcast(None, session.world)  # the first rank to raise may cause the others to be killed
     if config.optim.nonfinite == "skip":
         what += f", and {most} such steps (optim.max_nonfinite) were skipped before"
@@ -59,7 +59,7 @@ def judge_nonfinite(
     )
 
 
-def _all_losses(trace: Trace, world: World) -> list[_SlotLoss]:
+def _all_losses(trace: StepTrace, world: World) -> list[_SlotLoss]:
     mine = [_SlotLoss(world.rank, slot, loss.item()) for slot, loss in trace.losses.items()]
     parts = [mine] * world.size
     if world.size > 1:
@@ -67,7 +67,7 @@ def _all_losses(trace: Trace, world: World) -> list[_SlotLoss]:
     return sorted((loss for part in parts for loss in part), key=lambda loss: loss.slot)
 
 
-def _names(trace: Trace, losses: list[_SlotLoss]) -> list[str]:
+def _names(trace: StepTrace, losses: list[_SlotLoss]) -> list[str]:
     """Parameters whose gradient norm is not finite, except a witness that carries another cause."""
     norms = zip(trace.names, trace.norms.tolist(), strict=True)
     names = [name for name, norm in norms if not math.isfinite(norm)]
@@ -75,7 +75,7 @@ def _names(trace: Trace, losses: list[_SlotLoss]) -> list[str]:
     return [] if names == [trace.witness] and spoken_for else names
 
 
-def _what(trace: Trace, losses: list[_SlotLoss], names: list[str]) -> str:
+def _description(trace: StepTrace, losses: list[_SlotLoss], names: list[str]) -> str:
     at = f"at step {trace.step} (learning rate {trace.lr:.3g})"
     lost = [x for x in losses if not math.isfinite(x.loss)]
     if lost:
@@ -91,11 +91,11 @@ def _some(names: list[str]) -> str:
     return f"{', '.join(names[:3])}{f' and {len(names) - 3} more' if len(names) > 3 else ''}"
 
 
-def _bundle(
+def _repro_document(
     config: TrainConfig,
     session: Session,
     loader: TrainLoader,
-    trace: Trace,
+    trace: StepTrace,
     losses: list[_SlotLoss],
     names: list[str],
 ) -> dict[str, Any]:

@@ -37,11 +37,11 @@ from raytrain_ddp.training.device_feed import AgreedCount, Audit, Feed, on_devic
 from raytrain_ddp.training.gradient_compression import compress
 from raytrain_ddp.training.lr_schedule import build_optimizer
 from raytrain_ddp.training.nonfinite import make_guard
-from raytrain_ddp.training.nonfinite_repro import judge_nonfinite
+from raytrain_ddp.training.nonfinite_repro import handle_nonfinite
 from raytrain_ddp.training.phase_clock import Clock
 from raytrain_ddp.training.prepared_run import PreparedRun
 from raytrain_ddp.training.profiler import Profile
-from raytrain_ddp.training.reduction import make_alike
+from raytrain_ddp.training.reduction import broadcast_model
 from raytrain_ddp.training.replica_check import ReplicaCheck
 from raytrain_ddp.training.sanity_check import try_evaluation
 from raytrain_ddp.training.session import Session
@@ -49,7 +49,7 @@ from raytrain_ddp.training.step import Stepper
 from raytrain_ddp.training.step_timing import peak_flops_per_s
 from raytrain_ddp.training.stragglers import Stragglers
 from raytrain_ddp.training.train_state import TrainState, begin_training
-from raytrain_ddp.training.world import World, seed_all, set_up, versions
+from raytrain_ddp.training.world import World, seed_all, set_up, software_versions
 
 
 def prepare(
@@ -82,14 +82,14 @@ def prepare(
     if not config.exact:
         net = session.wrap(model, ddp_options(config))
     elif world.size > 1:
-        make_alike(model, world)
+        broadcast_model(model, world)
 
     optimizer = build_optimizer(model, config.optim)
     scaler = torch.amp.GradScaler(world.device.type, enabled=config.compute.precision == "fp16")
     state = TrainState(model, optimizer, scaler, compress(net, config, scaler, world, clock))
     loader = train_loader(config, data, plan, world)
     guard = make_guard(
-        state, partial(judge_nonfinite, config, state, session, loader), world.device
+        state, partial(handle_nonfinite, config, state, session, loader), world.device
     )
     likeness = ReplicaCheck(config.scaling, state, session)
     stepper = Stepper(config, task, state, net, world, guard, clock, likeness)
@@ -130,7 +130,7 @@ def prepare(
             "data": splits.summary() if isinstance(splits, Splits) else None,
             "resumed_from": str(checkpoint.name) if checkpoint else None,
             "hosts": session.hosts,
-            "versions": versions(),
+            "versions": software_versions(),
         }
     )
     clock.start()

@@ -15,7 +15,7 @@ from raytrain_ddp.checkpoint.storage import Storage
 from raytrain_ddp.checkpoint.store import Checkpoint, CheckpointName
 from raytrain_ddp.config.train_config import TrainConfig
 from raytrain_ddp.errors import CheckpointError, RaytrainError
-from raytrain_ddp.training.async_checkpoint import persistently
+from raytrain_ddp.training.async_checkpoint import with_backoff
 from raytrain_ddp.training.hang_diagnosis import Hang
 from raytrain_ddp.training.phase_clock import STARTING, Clock
 from raytrain_ddp.training.recorder import Best, Recorder
@@ -32,7 +32,7 @@ class PatientCheckpoint(Checkpoint):
     """A checkpoint whose files are asked for again where the storage does not answer.
 
     Args:
-        pause: see `persistently`.
+        pause: see `with_backoff`.
     """
 
     pause: Pause
@@ -40,7 +40,7 @@ class PatientCheckpoint(Checkpoint):
     def read(self, filename: str) -> bytes:
         """Raises a CheckpointError, also where the storage fails for good."""
         try:
-            return persistently(lambda _: Checkpoint.read(self, filename), self.pause)
+            return with_backoff(lambda _: Checkpoint.read(self, filename), self.pause)
         except OSError as error:
             raise _failing(self.storage, error) from error
 

@@ -262,7 +262,7 @@ class ExactSum:
         return self._sum.finish()
 
 
-def make_alike(model: nn.Module, world: World) -> None:
+def broadcast_model(model: nn.Module, world: World) -> None:
     """Copies rank 0's parameters and buffers to all ranks, as DDP does; all take part.
 
     Raises:

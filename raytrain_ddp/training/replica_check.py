@@ -118,12 +118,12 @@ def fingerprints(tensors: Sequence[Tensor]) -> Tensor:
     """
     device = tensors[0].device
     piece = min(_PIECE.get(device.type, 1 << 16), max(tensor.numel() for tensor in tensors))
-    odd = _odd(max(1, piece), device)
+    odd = _odd_numbers(max(1, piece), device)
     return torch.stack([_fingerprint(tensor, odd) for tensor in tensors])
 
 
 @lru_cache(maxsize=2)
-def _odd(count: int, device: torch.device) -> Tensor:
+def _odd_numbers(count: int, device: torch.device) -> Tensor:
     """Odd numbers, shape (count,), spread by Knuth's multiplicative hash."""
     places = torch.arange(count, dtype=torch.int64, device=device)
     return (places * 2654435761 * 2 + 1).to(torch.int32)

@@ -18,7 +18,7 @@ from raytrain_ddp.data.sources import Batch, Data
 from raytrain_ddp.errors import TaskError
 from raytrain_ddp.tasks.task import Task
 from raytrain_ddp.tasks.task_check import metrics_of, place_of, refused
-from raytrain_ddp.training.buffer_sync import KeptBuffers
+from raytrain_ddp.training.buffer_sync import SavedBuffers
 from raytrain_ddp.training.metric_states import MOST_NUMBERS, TreeMetrics, require_monitor
 from raytrain_ddp.training.session import Record
 from raytrain_ddp.training.step import forward
@@ -36,7 +36,7 @@ def try_loss(
     Raises:
         TaskError: it has no gradient.
     """
-    buffers = KeptBuffers(model)
+    buffers = SavedBuffers(model)
     with keeping_generators(world.device):
         seed_slot(world.device, config.seed, 0, 0)
         loss = forward(config, task, model, batch, world)
@@ -60,7 +60,7 @@ def try_evaluation(
     scores = TreeMetrics(task, metrics_of(task), world.device)
     chunks = range(-(-min(data.rows, _MOST_BAD) // batch_size))
     loaded = eval_batches(data, batch_size, chunks, LoaderThreads(0))
-    buffers = KeptBuffers(model)
+    buffers = SavedBuffers(model)
     with keeping_generators(world.device), evaluating(model), torch.inference_mode():
         with closing(loaded):
             batch = next((each for each in loaded if data.samples_of(each)), None)

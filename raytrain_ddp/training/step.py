@@ -16,7 +16,7 @@ from raytrain_ddp.errors import ConfigError
 from raytrain_ddp.failpoints import failpoint
 from raytrain_ddp.tasks.task import Task
 from raytrain_ddp.tasks.task_check import require_loss
-from raytrain_ddp.training.buffer_sync import Flags, KeptBuffers, SlotBuffers
+from raytrain_ddp.training.buffer_sync import BoolBuffers, SavedBuffers, SlotBuffers
 from raytrain_ddp.training.nonfinite import NonfiniteGuard
 from raytrain_ddp.training.phase_clock import Clock
 from raytrain_ddp.training.reduction import (
@@ -73,7 +73,7 @@ class Stepper:
 
         Raises:
             DivergedError: this step, or on a GPU the previous one, was not finite (see
-                `judge_nonfinite`), or the weights of the ranks differ (see `ReplicaCheck`).
+                `handle_nonfinite`), or the weights of the ranks differ (see `ReplicaCheck`).
         """
         state, device = self._state, self._world.device
         place = self._world.rank, state.step + 1
@@ -144,8 +144,8 @@ class Stepper:
 
         Returns the floating-point operations of `batch`, forward and backward; 0 if unknown.
         """
-        buffers = KeptBuffers(self._state.model)
-        flags = Flags(self._state.model)
+        buffers = SavedBuffers(self._state.model)
+        flags = BoolBuffers(self._state.model)
         try:
             with counting_flops(self._config.compute.compile) as counter:
                 self._pass(batch)

@@ -6,7 +6,7 @@ from collections import Counter, deque
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from raytrain_ddp.data.epoch_order import beyond_others
+from raytrain_ddp.data.epoch_order import relative_load
 from raytrain_ddp.training.session import Record
 
 _SLOWER = 2.0  # times the others
@@ -38,7 +38,7 @@ class Stragglers:
         if slowest is None:
             return None
         rank = slowest["rank"]
-        ratio = slowest["ratio"] / beyond_others(self._slots, self._size, rank)
+        ratio = slowest["ratio"] / relative_load(self._slots, self._size, rank)
         self._lines.append((rank if ratio >= _SLOWER else -1, slowest["phase"], ratio))
         if len({each for each, _, _ in self._lines}) > 1 or len(self._lines) < _LINES:
             return None

@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from raytrain_ddp.data.epoch_order import deal
+from raytrain_ddp.data.epoch_order import items_of_rank
 from raytrain_ddp.training.torch_compat import all_gather
 from raytrain_ddp.training.world import World
 
@@ -70,9 +70,11 @@ class TreeSum:
 
     def __init__(self, slots: int, length: int, dtype: torch.dtype, world: World) -> None:
         self._slots, self._length, self._dtype, self._world = slots, length, dtype, world
-        self._mine = deal(slots, world.size, world.rank)
+        self._mine = items_of_rank(slots, world.size, world.rank)
         self._part = -(-length // world.size)  # the part that each worker sums
-        self._dealt = [subtrees(slots, deal(slots, world.size, r)) for r in range(world.size)]
+        self._dealt = [
+            subtrees(slots, items_of_rank(slots, world.size, r)) for r in range(world.size)
+        ]
         self._spans: list[Span] = []
         self._sums: list[Tensor] = []
         self._free: list[Tensor] = []
@@ -129,7 +131,7 @@ class TreeSum:
             sums.append(vector)
             join(spans, sums, self._slots)
         total, *free = self._sums
-        self._works = gather(total.view(size, part), sums[0], self._world)
+        self._works = start_gather(total.view(size, part), sums[0], self._world)
         del self._got
         self._spans, self._sums = [(0, self._slots)], [total]
         self._free += free
@@ -158,7 +160,7 @@ class TreeSum:
         return torch.empty(length, dtype=self._dtype, device=self._world.device)
 
 
-def gather(parts: Tensor, own: Tensor, world: World) -> list[Any]:
+def start_gather(parts: Tensor, own: Tensor, world: World) -> list[Any]:
     """Starts gathering each rank's `own` into its row of `parts`, shape (ranks, ...); all take
     part.
 

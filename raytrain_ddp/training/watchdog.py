@@ -33,11 +33,11 @@ from raytrain_ddp.training.hang_diagnosis import (
     Sign,
     collectives,
     diagnose,
+    innermost_line,
     is_compiling,
     is_hang,
     is_waiting,
     last_collective,
-    look_at,
     stacks,
 )
 from raytrain_ddp.training.phase_clock import STARTING, Clock
@@ -217,7 +217,7 @@ class Watchdog:
             faulthandler.dump_traceback_later(self.limit_s, file=where)  # type: ignore[arg-type]
 
     def _sign(self, still_s: float) -> Sign:
-        doing, (at, inside) = self._clock.doing, look_at(self._training)
+        doing, (at, inside) = self._clock.doing, innermost_line(self._training)
         doing = COMPILING if is_compiling() else doing
         number, name = last_collective()
         step = self._first + self._clock.steps + 1

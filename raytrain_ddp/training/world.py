@@ -122,7 +122,7 @@ def broadcast_tensor(tensor: Tensor, source: int) -> None:
         tensor.detach().copy_(dense)
 
 
-def versions() -> dict[str, str]:
+def software_versions() -> dict[str, str]:
     """The versions of software that a result may depend on."""
     found = {"python": platform.python_version(), "torch": str(torch.__version__)}
     for name in ("torchvision", "ray"):

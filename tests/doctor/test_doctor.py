@@ -33,7 +33,7 @@ from raytrain_ddp.doctor.__main__ import main
 from raytrain_ddp.doctor.assessment import assess
 from raytrain_ddp.doctor.examine import examine
 from raytrain_ddp.doctor.output_table import show
-from raytrain_ddp.doctor.rows import Note, Report, Row, grouped, rate, seconds
+from raytrain_ddp.doctor.rows import Note, Report, Row, format_duration, format_rate, grouped
 from raytrain_ddp.ray_backend.ray_settings import SETTINGS
 
 GIB = 2**30
@@ -383,8 +383,16 @@ def test_the_worst_rows_of_a_check_come_first():
 def test_numbers_have_two_digits_and_a_unit():
     told = [format_bytes(count) for count in (2**30 - 1, 80 * GIB, 1.5 * GIB, 5e5)]
     assert told == ["1.0 GiB", "80 GiB", "1.5 GiB", "0 MiB"]
-    assert [rate(9.5e6), rate(85e6), rate(1.94e9)] == ["9.5 MB/s", "85 MB/s", "1.9 GB/s"]
-    assert [seconds(1.2e-4), seconds(0.004), seconds(0.5)] == ["0.12 ms", "4.0 ms", "0.50 s"]
+    assert [format_rate(9.5e6), format_rate(85e6), format_rate(1.94e9)] == [
+        "9.5 MB/s",
+        "85 MB/s",
+        "1.9 GB/s",
+    ]
+    assert [format_duration(1.2e-4), format_duration(0.004), format_duration(0.5)] == [
+        "0.12 ms",
+        "4.0 ms",
+        "0.50 s",
+    ]
 
 
 @pytest.mark.parametrize("width", [80, 100, 200])
@@ -409,16 +417,16 @@ def test_the_table_fits_and_gives_advice_below_what_is_wrong(width: int):
 
 def test_an_error_of_a_node_is_told_in_a_line():
     gloo = RuntimeError("Gloo failed with [/build/gloo/pair.cc:152] Connection refused$1\nmore")
-    assert cluster_probe.said(gloo) == "RuntimeError: Gloo failed with Connection refused"
+    assert cluster_probe.describe_error(gloo) == "RuntimeError: Gloo failed with Connection refused"
     lacks = RuntimeError("The remote function failed to import ...\nImportError: no torch here\n")
-    assert cluster_probe.said(lacks) == "ImportError: no torch here"
+    assert cluster_probe.describe_error(lacks) == "ImportError: no torch here"
 
 
 # ------------------------------------------------------------------ facts of this machine
 
 
 def test_the_facts_of_this_machine_are_json_and_loading_them_loads_nothing():
-    found = machine_facts.gather("/nowhere/yet/runs", dashboard=None)
+    found = machine_facts.gather_machine_facts("/nowhere/yet/runs", dashboard=None)
     assert json.loads(json.dumps(found)) == found
     assert found["versions"]["python"].startswith("3.")
     assert found["versions"]["torch"]
@@ -489,33 +497,35 @@ def test_addresses_are_read_as_the_kernel_writes_them(digits: str, address: str)
 
 def test_the_storage_is_tried_with_the_commit_protocol_and_left_as_it_was(tmp_path: Path):
     uri = str(tmp_path / "new" / "runs")
-    first = storage_probe.commit(uri, "doctor-1", "place-0")
-    second = storage_probe.commit(uri, "doctor-1", "place-1")
+    first = storage_probe.probe_commit(uri, "doctor-1", "place-0")
+    second = storage_probe.probe_commit(uri, "doctor-1", "place-1")
     assert first["commit_s"] > 0
     assert first["bytes_per_s"] > 0
     assert (first["made"], second["made"]) == ([uri, str(tmp_path / "new")], [])
     store = checkpoint_store(open_storage(uri).join("doctor-1").join("place-0"))
     assert [name.step for name in store.names()] == [3, 2]
-    seen = storage_probe.see(uri, "doctor-1", ["place-0", "place-1"], timeout_s=0)
+    seen = storage_probe.probe_visibility(uri, "doctor-1", ["place-0", "place-1"], timeout_s=0)
     assert seen["sees"] == ["place-0", "place-1"]
-    assert storage_probe.clean(uri, "doctor-1", first["made"]) == {}
+    assert storage_probe.clean_up(uri, "doctor-1", first["made"]) == {}
     assert list(tmp_path.iterdir()) == []
 
 
 def test_a_machine_with_a_folder_of_its_own_does_not_see_the_others(tmp_path: Path):
     for place_name in ("place-0", "place-1"):
-        storage_probe.commit(str(tmp_path / place_name), "doctor-1", place_name)
-    seen = storage_probe.see(
+        storage_probe.probe_commit(str(tmp_path / place_name), "doctor-1", place_name)
+    seen = storage_probe.probe_visibility(
         str(tmp_path / "place-0"), "doctor-1", ["place-1", "place-0"], timeout_s=0
     )
     assert seen["sees"] == ["place-0"]
 
 
 def test_a_checkpoint_that_is_not_whole_when_read_elsewhere_is_an_error(tmp_path: Path):
-    storage_probe.commit(str(tmp_path), "doctor-1", "place-0")
+    storage_probe.probe_commit(str(tmp_path), "doctor-1", "place-0")
     payload = next(tmp_path.glob("doctor-1/place-0/checkpoints/step-00000003-*/model.safetensors"))
     payload.write_bytes(payload.read_bytes()[:-1] + b"!")
-    assert "error" in storage_probe.see(str(tmp_path), "doctor-1", ["place-0"], timeout_s=0)
+    assert "error" in storage_probe.probe_visibility(
+        str(tmp_path), "doctor-1", ["place-0"], timeout_s=0
+    )
 
 
 def test_storage_and_data_that_cannot_be_opened_are_told_without_secrets(
@@ -523,17 +533,18 @@ def test_storage_and_data_that_cannot_be_opened_are_told_without_secrets(
 ):
     (tmp_path / "file").touch()
     assert (
-        "is a file" in storage_probe.commit(str(tmp_path / "file"), "doctor-1", "place-0")["error"]
+        "is a file"
+        in storage_probe.probe_commit(str(tmp_path / "file"), "doctor-1", "place-0")["error"]
     )
     config = TrainConfig(data=DataConfig(source=str(tmp_path / "none")))
-    assert "no such file" in dataset_probe.look(to_dict(config), str(Path.cwd()), [])["error"]
+    assert "no such file" in dataset_probe.probe_data(to_dict(config), str(Path.cwd()), [])["error"]
 
     def refuse(uri: str) -> None:
         raise OSError(f"AWS Error ACCESS_DENIED for {uri}")
 
     monkeypatch.setattr(storage_probe, "open_storage", refuse)
     uri = "s3://AKIAKEY:hush@bucket/runs?region=x"
-    assert storage_probe.commit(uri, "doctor-1", "a") == {
+    assert storage_probe.probe_commit(uri, "doctor-1", "a") == {
         "error": "AWS Error ACCESS_DENIED",
         "made": [],
     }
@@ -541,7 +552,7 @@ def test_storage_and_data_that_cannot_be_opened_are_told_without_secrets(
 
 def test_data_are_looked_at_as_a_worker_opens_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.chdir(tmp_path)
-    told = dataset_probe.look(to_dict(TrainConfig()), str(tmp_path), [])
+    told = dataset_probe.probe_data(to_dict(TrainConfig()), str(tmp_path), [])
     assert (told["train"][0], told["eval"][0]) == (1437, 360)
     assert told["train"][1] != told["eval"][1]
 
@@ -611,7 +622,7 @@ def test_a_storage_that_is_another_folder_on_the_node_is_found_before_the_run(
     ray_elsewhere: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(cluster_probe, "measure", lambda *_: [])
+    monkeypatch.setattr(cluster_probe, "measure_all_reduces", lambda *_: [])
     monkeypatch.setattr("raytrain_ddp.doctor.examine._SEEN_S", 0.5)
     config = TrainConfig(storage="/proc/self/cwd/runs")  # each process has its own
     phases: list[str] = []

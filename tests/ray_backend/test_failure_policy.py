@@ -23,11 +23,11 @@ from raytrain_ddp.errors import DataError, PreflightError, RetriesExhausted, Tas
 from raytrain_ddp.ray_backend import cluster
 from raytrain_ddp.ray_backend.capacity_watch import CapacityWatch, StartWatch, stopped_workers
 from raytrain_ddp.ray_backend.failure_policy import FailurePolicy
-from raytrain_ddp.ray_backend.placement import Layout, room
-from raytrain_ddp.ray_backend.ray_output import _Lazy
-from raytrain_ddp.ray_backend.ray_settings import ray_settings, settled
+from raytrain_ddp.ray_backend.placement import Layout, workers_that_fit
+from raytrain_ddp.ray_backend.ray_output import _LazyFile
+from raytrain_ddp.ray_backend.ray_settings import applied_settings, ray_settings
 from raytrain_ddp.ray_backend.training_launch import _signals
-from raytrain_ddp.ray_backend.worker import WorkerSettings, _Tee, tell_failure
+from raytrain_ddp.ray_backend.worker import WorkerSettings, _Tee, report_failure
 from raytrain_ddp.training.local_session import asking
 
 Event = Mapping[str, Any]
@@ -332,10 +332,10 @@ def layout(least: int, most: int) -> Layout:
 
 def test_room_is_counted_node_by_node():
     nodes = [{"CPU": 4, "GPU": 4}, {"CPU": 1, "GPU": 1}, {"CPU": 64}, {"CPU": 64, "GPU": 1.0}]
-    assert room(layout(1, 8), nodes) == 3
-    assert room(layout(1, 8), []) == 0
+    assert workers_that_fit(layout(1, 8), nodes) == 3
+    assert workers_that_fit(layout(1, 8), []) == 0
     shared = Layout(1, 8, True, {"CPU": 1, "GPU": 0.1}, "gloo")
-    assert room(shared, [{"CPU": 64, "GPU": 1}]) == 10
+    assert workers_that_fit(shared, [{"CPU": 64, "GPU": 1}]) == 10
 
 
 class Clockwork:
@@ -492,11 +492,11 @@ def test_fault_06_a_head_that_answers_no_more_ends_the_run_within_a_bound(
 
     monkeypatch.setattr(cluster, "_ASK_EVERY_S", 0.01)
     monkeypatch.setattr(cluster, "_HEAD_DEAD_AFTER_S", 0.3)
-    monkeypatch.setattr(cluster.Nodes, "_ask", lambda _: [{"CPU": 1.0}])
-    nodes = cluster.Nodes()
+    monkeypatch.setattr(cluster.LiveNodes, "_ask", lambda _: [{"CPU": 1.0}])
+    nodes = cluster.LiveNodes()
     time.sleep(0.5)
     assert nodes() == [{"CPU": 1.0}]
-    monkeypatch.setattr(cluster.Nodes, "_ask", lambda _: silent())
+    monkeypatch.setattr(cluster.LiveNodes, "_ask", lambda _: silent())
     time.sleep(0.5)
     with pytest.raises(RetriesExhausted, match=r"has not answered for 0\.3 s\. The last committed"):
         nodes()
@@ -607,12 +607,12 @@ def test_rays_time_outs_follow_the_config_and_are_gone_after_the_run(
 ):
     before = dict(os.environ)
     scaling = ScalingConfig(num_workers=workers, start_timeout_s=timeout_s)
-    with settled(ray_settings(TrainConfig(scaling=scaling), embedded=True)):
+    with applied_settings(ray_settings(TrainConfig(scaling=scaling), embedded=True)):
         assert os.environ["RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S"] == expected
         assert os.environ["RAY_TRAIN_ENABLE_PREEMPTION_WATCHER"] == "0"
     assert dict(os.environ) == before
     monkeypatch.setenv("RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S", "33")
-    with settled(ray_settings(TrainConfig(scaling=scaling), embedded=False)):
+    with applied_settings(ray_settings(TrainConfig(scaling=scaling), embedded=False)):
         assert os.environ["RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S"] == "33"
         assert "RAY_TRAIN_ENABLE_PREEMPTION_WATCHER" not in os.environ
     assert os.environ["RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S"] == "33"
@@ -633,7 +633,7 @@ def told_cause(rank: int, size: int, torn_down: bool) -> tuple[str, str]:
         dist.all_reduce(torch.zeros(1))
     except Exception as error:
         with mock.patch("ray.get"):
-            tell_failure(WorkerSettings({}, ".", (), None, board), rank, 7, error, torn_down)
+            report_failure(WorkerSettings({}, ".", (), None, board), rank, 7, error, torn_down)
         raised = type(error).__name__
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     return raised, told[0]["cause"]
@@ -733,7 +733,7 @@ def test_fault_08_where_no_log_can_be_made_a_worker_does_without(tmp_path: Path)
 @full_disk
 def test_fault_08_rays_words_on_a_full_disk_are_lost_and_no_more(tmp_path: Path):
     (tmp_path / "driver.log").symlink_to("/dev/full")
-    with _Lazy(tmp_path / "driver.log") as log:
+    with _LazyFile(tmp_path / "driver.log") as log:
         assert log.write("a line\n") == 7
         assert log.write("another\n") == 8
 

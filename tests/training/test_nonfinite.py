@@ -57,7 +57,7 @@ from raytrain_ddp.errors import DivergedError
 from raytrain_ddp.failpoints import arm
 from raytrain_ddp.fit import main
 from raytrain_ddp.training.lr_schedule import build_optimizer, learning_rate
-from raytrain_ddp.training.nonfinite import NonfiniteGuard, Trace, through_pinned_memory
+from raytrain_ddp.training.nonfinite import NonfiniteGuard, StepTrace, through_pinned_memory
 from raytrain_ddp.training.prepare import prepare
 from raytrain_ddp.training.train_state import TrainState, encode
 from raytrain_ddp.training.world import World, slot_seed
@@ -564,7 +564,7 @@ def test_on_a_gpu_the_flag_of_a_step_is_waited_for_one_step_later_and_before_a_c
 
         return read
 
-    judged: list[Trace] = []
+    judged: list[StepTrace] = []
     guard = NonfiniteGuard(state, judged.append, fetch, lag=1)
     seen = []
     for factor in (1.0, math.nan, 1.0, math.inf):
@@ -602,7 +602,7 @@ def test_a_flag_comes_from_a_real_gpu_without_a_wait_when_it_is_asked_for():
 
 def test_a_guard_changes_no_gradient_that_is_finite():
     guarded, free = small_state(), small_state()
-    judged: list[Trace] = []
+    judged: list[StepTrace] = []
     guard = NonfiniteGuard(guarded, judged.append, lambda flag: lambda: bool(flag), lag=0)
     assert not examine(guard, guarded, 1.0)
     free.model(torch.ones(5, 3)).sum().backward()

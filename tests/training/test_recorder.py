@@ -48,7 +48,12 @@ from raytrain_ddp.config.train_config import TrainConfig
 from raytrain_ddp.errors import CheckpointError, RunLockedError
 from raytrain_ddp.training import async_checkpoint, recording_session
 from raytrain_ddp.training import recorder as recorder_module
-from raytrain_ddp.training.async_checkpoint import TRIES, AsyncCheckpointer, pauses, persistently
+from raytrain_ddp.training.async_checkpoint import (
+    TRIES,
+    AsyncCheckpointer,
+    retry_pauses,
+    with_backoff,
+)
 from raytrain_ddp.training.checkpoint_interval import LONGEST_S, Life, SaveTimer
 from raytrain_ddp.training.curves_png import draw_curves
 from raytrain_ddp.training.local_session import LocalSession
@@ -86,7 +91,7 @@ def test_pauses_double_with_jitter_and_are_bounded():
     for _ in range(100):
         random.seed(0)  # as training scripts do on all machines
         before = random.getstate()
-        waits = list(pauses())
+        waits = list(retry_pauses())
         assert random.getstate() == before
         assert len(waits) == TRIES - 1
         assert all(2**n / 2 <= wait_s <= 2**n for n, wait_s in enumerate(waits))
@@ -110,26 +115,26 @@ def no_pause(_: float, __: OSError) -> bool:
 def test_fault_15_what_may_pass_is_tried_five_times():
     throttled = OSError(THROTTLED)
     for times in range(TRIES):
-        assert persistently(failing(times, throttled), no_pause) == times
+        assert with_backoff(failing(times, throttled), no_pause) == times
     with pytest.raises(OSError, match="SLOW_DOWN"):
-        persistently(failing(TRIES, throttled), no_pause)
+        with_backoff(failing(TRIES, throttled), no_pause)
 
 
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EFBIG, errno.EDQUOT, errno.EROFS])
 def test_fault_08_a_full_disk_is_not_tried_again_at_once(number: int):
     with pytest.raises(OSError, match="full"):
-        persistently(failing(1, OSError(number, "full")), no_pause)
+        with_backoff(failing(1, OSError(number, "full")), no_pause)
 
 
 def test_fault_15_trying_again_ends_with_the_session_and_after_a_minute(
     monkeypatch: pytest.MonkeyPatch,
 ):
     with pytest.raises(OSError, match="SLOW_DOWN"):
-        persistently(failing(1, OSError(THROTTLED)), lambda _, __: False)
+        with_backoff(failing(1, OSError(THROTTLED)), lambda _, __: False)
     clock = iter([0.0, 59.9])
     monkeypatch.setattr(time, "monotonic", lambda: next(clock))
     with pytest.raises(OSError, match="SLOW_DOWN"):
-        persistently(failing(1, OSError(THROTTLED)), no_pause)
+        with_backoff(failing(1, OSError(THROTTLED)), no_pause)
 
 
 # ------------------------------------------------------------------ one at a time
@@ -421,7 +426,7 @@ def test_fault_07_a_replaced_start_commits_nothing_more_and_ends(
 def test_fault_15_a_store_out_of_order_at_the_start_is_tried_again(
     tmp_path: Path, told: list[Record], monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr(async_checkpoint, "pauses", lambda: iter([0.01] * 4))
+    monkeypatch.setattr(async_checkpoint, "retry_pauses", lambda: iter([0.01] * 4))
     made = recorder(tiny_config(tmp_path, "start"), told)
     in_weather(made).failures = 2
     assert made.begin() is None
@@ -469,7 +474,7 @@ def test_a_run_goes_on_without_its_age_where_that_cannot_be_read(
 @pytest.fixture
 def weather(monkeypatch: pytest.MonkeyPatch) -> Weather:
     """That of all checkpoints of this test; trying again takes no time."""
-    monkeypatch.setattr(async_checkpoint, "pauses", lambda: iter([0.01] * 4))
+    monkeypatch.setattr(async_checkpoint, "retry_pauses", lambda: iter([0.01] * 4))
     made = Weather()
     fs = pafs.PyFileSystem(FaultyHandler(made, False))
 
