@@ -180,8 +180,8 @@ def _notes(flags: Sequence[Flag], kept: Sequence[Flag], translated: str) -> list
     why: dict[str, list[str]] = {}
     for name, value in without:
         why.setdefault(str(_WITHOUT_EFFECT[name]), []).append(shlex.join(_words([(name, value)])))
-    said = "; ".join(f"{', '.join(words)} ({reason})" for reason, words in why.items())
-    return [f"no effect here: {said}", f"equivalent command: {translated}"]
+    ignored = "; ".join(f"{', '.join(names)} ({reason})" for reason, names in why.items())
+    return [f"no effect here: {ignored}", f"equivalent command: {translated}"]
 
 
 def _behind(command: Sequence[str], given: set[str]) -> list[str]:

@@ -95,9 +95,9 @@ def shareable(uri: str) -> str:
 def reason_of(uri: str, error: BaseException) -> str:
     """The first line of an error's text; shortened if it contains any part of the URI's secrets."""
     text = str(error).partition("\n")[0].rstrip(". ")
-    kept = set(_words(without_secrets(uri)))
-    secrets = [word for word in _words(uri) if word not in kept]
-    if any(word in text.casefold() for word in secrets):
+    kept = set(_parts_of(without_secrets(uri)))
+    secrets = [part for part in _parts_of(uri) if part not in kept]
+    if any(part in text.casefold() for part in secrets):
         token = re.search(r"AWS Error [A-Z_]+", text)
         text = token.group() if token else ""
     return text or type(error).__name__
@@ -136,7 +136,7 @@ def _is_harmless(key: str, value: str) -> bool:
     return key in _HARMLESS_KEYS and _HARMLESS_VALUE.fullmatch(unquote(value)) is not None
 
 
-def _words(uri: str) -> list[str]:
+def _parts_of(uri: str) -> list[str]:
     """The parts between a URI's delimiters, as written and percent-decoded."""
     pieces = re.split(r"[:/@?#&=]", uri) + re.split(r"[:/@?#&=]", unquote(uri))
     return [piece.casefold() for piece in pieces if len(piece) >= _SHORTEST_SECRET]

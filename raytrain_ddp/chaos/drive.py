@@ -56,7 +56,7 @@ def drive(runner: Runner, log: LogFollower, faults: FaultMonitor, watcher: Watch
         if stuck:
             problem = f"no step and no fault in {STUCK_S:.0f} s"
         elif any(statuses) and faults.count == before:
-            problem = f"it failed ({_said(statuses)}) without a fault: {runner.words()}"
+            problem = f"it failed ({_failed_statuses(statuses)}) without a fault: {runner.words()}"
         if problem or not any(statuses):
             wall_s = time.monotonic() - started
             return DriveResult(statuses, starts, wall_s, log.executed, problem, runner.sizes)
@@ -94,5 +94,5 @@ def _end_of(runner: Runner) -> Sequence[int]:
     return statuses
 
 
-def _said(statuses: Sequence[int]) -> str:
+def _failed_statuses(statuses: Sequence[int]) -> str:
     return ", ".join(str(status) for status in statuses if status)

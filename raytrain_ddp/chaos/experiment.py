@@ -86,7 +86,7 @@ class ChaosOutcome:
         return all(row.right for row in self.rows)
 
 
-def chaos(order: ChaosOptions, watcher: Watcher) -> ChaosOutcome:
+def chaos(options: ChaosOptions, watcher: Watcher) -> ChaosOutcome:
     """Runs both and compares them.
 
     Raises:
@@ -94,29 +94,31 @@ def chaos(order: ChaosOptions, watcher: Watcher) -> ChaosOutcome:
         RaytrainError: the undisturbed run failed.
     """
     token = uuid.uuid4().hex
-    folder = _new_folder(order.config.storage)
-    config = _resolved_config(order, folder)
-    calm, wild = (replace(config, name=name) for name in ("undisturbed", "disturbed"))
-    if order.resize:
-        calm = replace(calm, scaling=replace(calm.scaling, num_workers=1))
-    with _runners(order, tag(token, _environment())) as make:
+    folder = _new_folder(options.config.storage)
+    config = _resolved_config(options, folder)
+    plain_config, faulty_config = (
+        replace(config, name=name) for name in ("undisturbed", "disturbed")
+    )
+    if options.resize:
+        plain_config = replace(plain_config, scaling=replace(plain_config.scaling, num_workers=1))
+    with _runners(options, tag(token, _environment())) as make:
         watcher.phase("undisturbed")
         nothing = FaultMonitor([], folder / "fired-undisturbed")
-        undisturbed = _drive(make, calm, [], nothing, watcher)
+        undisturbed = _drive(make, plain_config, [], nothing, watcher)
         if undisturbed.problem:
             raise RaytrainError(f"the undisturbed run: {undisturbed.problem} (see {folder}).")
-        shape = _shape(calm, 1 if order.resize else order.workers)
-        plan = draw_faults(order.seed, shape, order.kills, order.drivers, order.node_kills)
-        if order.resize:  # any rank: a specific one may not exist
+        shape = _shape(plain_config, 1 if options.resize else options.workers)
+        plan = draw_faults(options.seed, shape, options.kills, options.drivers, options.node_kills)
+        if options.resize:  # any rank: a specific one may not exist
             plan = [replace(fault, rank=None) for fault in plan]
         watcher.phase("disturbed", len(plan), shape.total_steps)
         faults = FaultMonitor(plan, folder / "fired")
-        disturbed = _drive(make, wild, plan, faults, watcher)
+        disturbed = _drive(make, faulty_config, plan, faults, watcher)
     watcher.phase("comparing")
     orphans = _orphans(token)
-    rows = _compared(calm, wild, disturbed, shape.total_steps)
-    if not order.local:  # on Ray the run itself must survive the end of a worker
-        most = 1 + order.drivers
+    rows = _compared(plain_config, faulty_config, disturbed, shape.total_steps)
+    if not options.local:  # on Ray the run itself must survive the end of a worker
+        most = 1 + options.drivers
         rows.append(
             ComparisonRow("starts", "1", str(disturbed.starts), right=disturbed.starts <= most)
         )
@@ -133,15 +135,15 @@ def chaos(order: ChaosOptions, watcher: Watcher) -> ChaosOutcome:
 
 
 @contextmanager
-def _runners(order: ChaosOptions, environment: Mapping[str, str]) -> Iterator[Make]:
+def _runners(options: ChaosOptions, environment: Mapping[str, str]) -> Iterator[Make]:
     """Yields a function that makes a runner from a config, a plan and the folder of fired
     faults."""
     with ExitStack() as stack:
-        if order.local:
+        if options.local:
             zygote = stack.enter_context(Zygote(environment))
 
             def local(config: TrainConfig, plan: Sequence[Fault], fired: Path) -> Runner:
-                return LocalRunner(zygote, config, plan, fired, _sizes(order, config))
+                return LocalRunner(zygote, config, plan, fired, _sizes(options, config))
 
             yield local
             return
@@ -150,22 +152,22 @@ def _runners(order: ChaosOptions, environment: Mapping[str, str]) -> Iterator[Ma
             if not plan:
                 return RayRunner(config, environment)
             own = with_failpoints(environment, plan, fired)
-            if not order.nodes:
+            if not options.nodes:
                 return RayRunner(config, own)
             cpus = ceil(config.scaling.cpus_per_worker)
             return RayRunner(
-                config, own, stack.enter_context(KillableNodes(order.nodes, cpus, own))
+                config, own, stack.enter_context(KillableNodes(options.nodes, cpus, own))
             )
 
         yield on_ray
 
 
-def _sizes(order: ChaosOptions, config: TrainConfig) -> Callable[[int], int]:
+def _sizes(options: ChaosOptions, config: TrainConfig) -> Callable[[int], int]:
     """The number of workers of a start, counted from 1."""
     most = config.scaling.worker_range()[1]
-    if not order.resize:
+    if not options.resize:
         return lambda start: most
-    random, sizes = Random(order.seed), [0]
+    random, sizes = Random(options.seed), [0]
 
     def another(start: int) -> int:
         while len(sizes) <= start:
@@ -203,19 +205,19 @@ def _new_folder(storage: str) -> Path:
     return Path(tempfile.mkdtemp(prefix="chaos-", dir=parent))
 
 
-def _resolved_config(order: ChaosOptions, folder: Path) -> TrainConfig:
+def _resolved_config(options: ChaosOptions, folder: Path) -> TrainConfig:
     """The config, with all free choices set as the comparison needs them."""
-    config, checkpoint = order.config, order.config.checkpoint
+    config, checkpoint = options.config, options.config.checkpoint
     every = checkpoint.every_steps or SAVE_EVERY_STEPS
     scaling = replace(
         config.scaling,
-        num_workers=f"1:{order.workers}" if order.resize and order.nodes else order.workers,
-        max_failures=config.scaling.max_failures + order.kills + order.node_kills,
+        num_workers=f"1:{options.workers}" if options.resize and options.nodes else options.workers,
+        max_failures=config.scaling.max_failures + options.kills + options.node_kills,
     )
-    if order.local:
+    if options.local:
         scaling = replace(scaling, use_gpu=False)
     else:  # so that they also fit on a small machine
-        cpus = local_resources()["CPU"] / order.workers
+        cpus = local_resources()["CPU"] / options.workers
         scaling = replace(scaling, cpus_per_worker=min(scaling.cpus_per_worker, cpus))
     return replace(
         config,
@@ -233,21 +235,23 @@ def _shape(config: TrainConfig, workers: int) -> RunShape:
 
 
 def _compared(
-    calm: TrainConfig, wild: TrainConfig, ran: DriveResult, total_steps: int
+    plain_config: TrainConfig, faulty_config: TrainConfig, ran: DriveResult, total_steps: int
 ) -> list[ComparisonRow]:
     if ran.problem:
         return [ComparisonRow("finishes", "yes", ran.problem, False)]
-    ours = results_of(run_storage(calm))
+    ours = results_of(run_storage(plain_config))
     try:
-        theirs = results_of(run_storage(wild))
+        theirs = results_of(run_storage(faulty_config))
     except RaytrainError as error:
         return [ComparisonRow("newest checkpoint", "whole", str(error), False)]
     named = ("weights", "optimizer", "samples", "log")
     rows = [_equal_hashes(name, ours, theirs) for name in named]
     once = list(range(1, total_steps + 1))
-    said = ["each once" if list(left.steps) == once else "no" for left in (ours, theirs)]
+    once_each = ["each once" if list(left.steps) == once else "no" for left in (ours, theirs)]
     each = theirs.steps == once
-    rows.append(ComparisonRow(f"steps 1 to {total_steps} in the log", said[0], said[1], each))
+    rows.append(
+        ComparisonRow(f"steps 1 to {total_steps} in the log", once_each[0], once_each[1], each)
+    )
     rest = theirs.leftovers
     rows.append(
         ComparisonRow("leftover files", str(len(ours.leftovers)), _counted(rest), right=not rest)

@@ -117,9 +117,9 @@ def tagged(token: str) -> dict[int, str]:
     for folder in Path("/proc").glob("[0-9]*"):
         try:
             if wanted in (folder / "environ").read_bytes().split(b"\0"):
-                words = (folder / "cmdline").read_bytes().split(b"\0")
-                if any(words):  # otherwise it is a zombie process
-                    found[int(folder.name)] = b" ".join(words).decode(errors="replace").strip()
+                arguments = (folder / "cmdline").read_bytes().split(b"\0")
+                if any(arguments):  # otherwise it is a zombie process
+                    found[int(folder.name)] = b" ".join(arguments).decode(errors="replace").strip()
         except OSError:
             continue
     return found

@@ -153,13 +153,13 @@ class RayRunner:
         address = ["--address", nodes.address] if nodes is not None else []
         self._command = [sys.executable, "-m", "raytrain_ddp.fit", str(recipe), *address]
         self._environment = environment
-        self._said = self._folder / f"{config.name}.log"
+        self._output_path = self._folder / f"{config.name}.log"
         self._process: subprocess.Popen[bytes] | None = None
 
     def start(self) -> None:
-        with self._said.open("ab") as said:
+        with self._output_path.open("ab") as output:
             self._process = subprocess.Popen(
-                self._command, env=self._environment, stdout=said, stderr=subprocess.STDOUT
+                self._command, env=self._environment, stdout=output, stderr=subprocess.STDOUT
             )
 
     def ended(self) -> Sequence[int] | None:
@@ -176,7 +176,7 @@ class RayRunner:
         self._process.kill()
 
     def words(self) -> str:
-        return _last_error([self._said])
+        return _last_error([self._output_path])
 
     def close(self) -> None:
         if self._process is not None and self._process.poll() is None:
@@ -195,6 +195,6 @@ def with_failpoints(
 def _last_error(files: Iterable[Path]) -> str:
     """The last line with an error in these files; a rank's own error before those about peers."""
     lines = [line for file in files for line in file.read_text(errors="replace").splitlines()]
-    told = [line for line in lines if "rror" in line]
-    own = [line for line in told if "gloo" not in line and "closed by peer" not in line]
-    return (own or told or lines or ["nothing"])[-1]
+    errors = [line for line in lines if "rror" in line]
+    own = [line for line in errors if "gloo" not in line and "closed by peer" not in line]
+    return (own or errors or lines or ["nothing"])[-1]

@@ -60,9 +60,11 @@ class ChaosDisplay(Watcher):
         fault = fired.fault
         what = "driver" if fault.site == DRIVER else fault.action
         where = "log" if fault.site == DRIVER else fault.site
-        rank = _said(fired.rank)
+        rank = _or_dash(fired.rank)
         after = format_seconds(time.monotonic() - self._began)
-        self._console.print(_ROW.format(fired.number, after, what, where, rank, _said(fired.step)))
+        self._console.print(
+            _ROW.format(fired.number, after, what, where, rank, _or_dash(fired.step))
+        )
         self._bar.update(self._task, description=f"fault {fired.number} of {self._planned}")
 
     def verdict(self, outcome: ChaosOutcome, command: str) -> None:
@@ -72,21 +74,21 @@ class ChaosDisplay(Watcher):
             mark = mark or ("right" if row.right else "[bold]WRONG[/]")
             table.add_row(row.what, row.undisturbed, row.disturbed, mark)
         self._console.print(table)
-        calm, wild, steps = outcome.undisturbed, outcome.disturbed, outcome.total_steps
-        executed, wall_s = max(1, wild.executed), max(1e-9, wild.wall_s)
+        undisturbed, disturbed, steps = outcome.undisturbed, outcome.disturbed, outcome.total_steps
+        executed, wall_s = max(1, disturbed.executed), max(1e-9, disturbed.wall_s)
         self._console.print(
             f"faults      {outcome.fired} of {outcome.planned} fired; starts of the command: "
-            f"{wild.starts}\n"
-            f"goodput     steps: useful {steps} / executed {wild.executed} = "
+            f"{disturbed.starts}\n"
+            f"goodput     steps: useful {steps} / executed {disturbed.executed} = "
             f"{steps / executed:.1%}\n"
-            f"            time: undisturbed {format_seconds(calm.wall_s)} / wall "
-            f"{format_seconds(wild.wall_s)} = {calm.wall_s / wall_s:.1%}, "
-            f"{(wild.wall_s - calm.wall_s) / max(1, outcome.fired):.2f} s per fault"
+            f"            time: undisturbed {format_seconds(undisturbed.wall_s)} / wall "
+            f"{format_seconds(disturbed.wall_s)} = {undisturbed.wall_s / wall_s:.1%}, "
+            f"{(disturbed.wall_s - undisturbed.wall_s) / max(1, outcome.fired):.2f} s per fault"
         )
-        if len(set(wild.sizes)) > 1:
-            counts = sorted(Counter(wild.sizes).items())
-            told = ", ".join(f"{count} on {plural(size, 'worker')}" for size, count in counts)
-            self._console.print(f"starts      {told}; undisturbed: on {calm.sizes[0]}")
+        if len(set(disturbed.sizes)) > 1:
+            counts = sorted(Counter(disturbed.sizes).items())
+            started = ", ".join(f"{count} on {plural(size, 'worker')}" for size, count in counts)
+            self._console.print(f"starts      {started}; undisturbed: on {undisturbed.sizes[0]}")
         if outcome.equal:
             self._console.print("equal to the last bit")
         else:
@@ -94,5 +96,5 @@ class ChaosDisplay(Watcher):
         self._console.print(f"repeat      {command}", soft_wrap=True)
 
 
-def _said(number: int | None) -> str:
+def _or_dash(number: int | None) -> str:
     return "" if number is None else str(number)

@@ -71,10 +71,10 @@ def _supervise(order: Mapping[str, Any]) -> list[int]:
         pid, status = os.waitpid(-1, os.WNOHANG)
         if pid:
             statuses[workers[pid]] = os.waitstatus_to_exitcode(status)
-        told, _, _ = select.select([sys.stdin], [], [], 0 if pid else _POLL_S)
-        if told:  # `kill`, or the end of the input
+        readable, _, _ = select.select([sys.stdin], [], [], 0 if pid else _POLL_S)
+        if readable:  # `kill`, or the end of the input
             sys.stdin.readline()
-        if told or any(statuses.values()):
+        if readable or any(statuses.values()):
             for worker, rank in workers.items():
                 if rank not in statuses:
                     os.kill(worker, signal.SIGKILL)

@@ -90,7 +90,7 @@ def main(argv: Sequence[str]) -> int:
     if done.found:
         print(f"{args.dest} is complete already (--verify {shlex.quote(args.dest)} checks it)")
     print(f"{args.dest}: {_counts(done.dataset)}")
-    for title, text in format_data(done.told, "images"):
+    for title, text in format_data(done.summary, "images"):
         print(f"  {title}: {text}")
     for record in done.dataset["skipped"]:
         print(f"  skipped {record['where']}: {record['why']}")

@@ -60,7 +60,7 @@ class Converted:
     folder: Path
     dataset: Mapping[str, Any]
     found: bool
-    told: Mapping[str, Any] | None = None
+    summary: Mapping[str, Any] | None = None
 
 
 def convert(
@@ -82,7 +82,7 @@ def convert(
             dataset = read_dataset_file(place)
             _require_same(stage.dest, dataset, given)
             if place == stage.folder:  # stopped when only the final rename was missing
-                with _told_of_disk(stage), stage.held():
+                with _reporting_disk_errors(stage), stage.held():
                     stage.give_name()
             return Converted(stage.dest, dataset, found=place == stage.dest)
     splits, notes = open_source_splits(source, config)
@@ -94,7 +94,7 @@ def convert(
         notes,
     )
     data.begin_counting()
-    with _told_of_disk(stage), stage.held():
+    with _reporting_disk_errors(stage), stage.held():
         content = {split.name: split.fingerprint() for split in splits}
         versions = {"pyarrow": pa.__version__, "pillow": PIL.__version__}
         stage.begin({**given, "content": content, "written with": versions})
@@ -102,7 +102,7 @@ def convert(
         done = [_convert_split(split, classes, stage, config, run, phase) for split in splits]
         dataset = _dataset(source, config, classes, done)
         stage.finish([file["path"] for file in dataset["files"]], dataset)
-    return Converted(stage.dest, dataset, found=False, told=data.summary())
+    return Converted(stage.dest, dataset, found=False, summary=data.summary())
 
 
 @dataclass(frozen=True)
@@ -286,7 +286,7 @@ def _require_space(stage: Stage, need: int) -> None:
 
 
 @contextmanager
-def _told_of_disk(stage: Stage) -> Iterator[None]:
+def _reporting_disk_errors(stage: Stage) -> Iterator[None]:
     try:
         yield
     except OSError as error:

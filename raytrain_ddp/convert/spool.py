@@ -86,11 +86,11 @@ def parquet_chunks(
             paths, threads.map(partial(open_shard, **columns), paths), strict=True
         ):
             first = rows = 0
-            for group, told in enumerate(shard.groups):
-                if rows and rows + told.rows > CHUNK_ROWS:
+            for group, row_group in enumerate(shard.groups):
+                if rows and rows + row_group.rows > CHUNK_ROWS:
                     spans.append((path, first, group))
                     first, rows = group, 0
-                rows += told.rows
+                rows += row_group.rows
             if rows:
                 spans.append((path, first, len(shard.groups)))
     return [
@@ -182,14 +182,14 @@ def _parquet_items(chunk: Chunk) -> Iterator[Item]:
     config = chunk.config
     path_column = f"{config.image_column}.path"
     shard = open_shard(chunk.path, config.image_column, config.label_column)
-    start = sum(told.rows for told in shard.groups[: chunk.first])
+    start = sum(row_group.rows for row_group in shard.groups[: chunk.first])
     with closing(ParquetImages([chunk.path], config, chunk.classes)) as source:
         for group in range(chunk.first, chunk.stop):
             rows = start + np.arange(shard.groups[group].rows, dtype=np.int64)
             start += len(rows)
             table = shard.read(group, [path_column])
-            told = path_column in table.column_names
-            paths = table.column(path_column).to_pylist() if told else [None] * len(rows)
+            row_group = path_column in table.column_names
+            paths = table.column(path_column).to_pylist() if row_group else [None] * len(rows)
             for (image, label), path in zip(source.read(rows), paths, strict=True):
                 yield image, label, path
 

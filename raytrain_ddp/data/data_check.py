@@ -130,12 +130,12 @@ def _to_train_on(source: DataSet, asked: str) -> str:
             "--data.train-split."
         )
     why = [f"{name}: {why}" for name, why in source.unusable.items() if role_of(name) == "train"]
-    told = f"{source.shown} has no split to train on{''.join(f' ({w})' for w in why)}"
+    problem = f"{source.shown} has no split to train on{''.join(f' ({w})' for w in why)}"
     names = [*source.splits]
     if not names:
-        raise DataError(f"{told}.")
+        raise DataError(f"{problem}.")
     raise DataError(
-        f"{told}, only {first_names(names)}. To train on one of them, name it, such as with "
+        f"{problem}, only {first_names(names)}. To train on one of them, name it, such as with "
         f"--data.train-split {names[0]}."
     )
 
@@ -176,8 +176,10 @@ def _of_name(source: DataSet, asked: str, use: Use) -> str:
     if source.kind == "torchvision":
         return asked
     same = [name for name in source.splits if name.casefold() == asked.casefold()]
-    alike = [name for name in source.splits if role_of(asked) and role_of(name) == role_of(asked)]
-    for found in (same, alike):
+    matching = [
+        name for name in source.splits if role_of(asked) and role_of(name) == role_of(asked)
+    ]
+    for found in (same, matching):
         if len(found) == 1:
             return found[0]
     if "" in source.splits:

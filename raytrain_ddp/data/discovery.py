@@ -232,19 +232,19 @@ def _written_by_convert(listing: FileListing) -> Splits | None:
     Raises:
         DataError: files are missing or have a different size; the message lists them.
     """
-    told = listing.shown
+    shown = listing.shown
     try:
         dataset = json.loads(listing.content(DATASET_FILE))
         if not isinstance(dataset, dict) or dataset.get("format") != "raytrain_ddp":
             return None
         if dataset["version"] != 1:
             raise DataError(
-                f"{told}: {DATASET_FILE} has version {dataset['version']}, but this version of "
+                f"{shown}: {DATASET_FILE} has version {dataset['version']}, but this version of "
                 "raytrain_ddp reads only version 1."
             )
         files = [(str(f["path"]), str(f["split"]), int(f["bytes"])) for f in dataset["files"]]
     except (ValueError, KeyError, TypeError):
-        raise DataError(f"{told}: {DATASET_FILE} is damaged: convert the data again.") from None
+        raise DataError(f"{shown}: {DATASET_FILE} is damaged: convert the data again.") from None
     wrong = []
     of_split: dict[str, list[str]] = {}
     for name, split, expected in files:
@@ -256,7 +256,7 @@ def _written_by_convert(listing: FileListing) -> Splits | None:
     if wrong:
         more = f", and {len(wrong) - _ERRORS_SHOWN} more" * (len(wrong) > _ERRORS_SHOWN)
         raise DataError(
-            f"{told}: {len(wrong)} of {len(files)} files do not match {DATASET_FILE}: "
+            f"{shown}: {len(wrong)} of {len(files)} files do not match {DATASET_FILE}: "
             f"{', '.join(wrong[:_ERRORS_SHOWN])}{more}. Copy them again, or rerun the conversion."
         )
     return of_split

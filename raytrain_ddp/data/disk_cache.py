@@ -105,8 +105,8 @@ class DiskCache:
         usage = os.open(self._folder / "usage", os.O_RDWR | os.O_CREAT, 0o666)
         try:
             fcntl.flock(usage, fcntl.LOCK_EX)
-            told = os.pread(usage, 32, 0)
-            used = int(told) if told.isdigit() else self._limit
+            recorded = os.pread(usage, 32, 0)
+            used = int(recorded) if recorded.isdigit() else self._limit
             if used + size > self._limit:
                 used = self._make_room(size)
             fits = used + size <= self._limit

@@ -67,7 +67,7 @@ class HoldoutRows:
     """
 
     rows: Rows
-    told: str
+    parameters: str
 
     def of(self, part_rows: Rows, train: bool) -> Rows:
         """Maps rows of a part to rows of the source."""
@@ -127,7 +127,7 @@ class HoldoutPart:
     def fingerprint(self) -> str:
         which = "without" if self._train else "only"
         return sha256(
-            f"{self._source.fingerprint()} {which} {self._held.told}".encode()
+            f"{self._source.fingerprint()} {which} {self._held.parameters}".encode()
         ).hexdigest()
 
     def where(self, row: int) -> str:

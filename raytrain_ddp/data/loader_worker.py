@@ -130,8 +130,8 @@ def _work(channel: socket.socket, file: int) -> None:
         except OSError:
             return  # the other end is closed
         except Exception as error:
-            said = f"a batch cannot be sent to the training process: {first_line(error)}."
-            shared_memory.send(channel, (False, TaskError(said), ""))
+            message = f"a batch cannot be sent to the training process: {first_line(error)}."
+            shared_memory.send(channel, (False, TaskError(message), ""))
 
 
 def _unpacked(file: int) -> tuple[Callable[[Any], Any] | None, tuple[bool, Any, str]]:

@@ -57,16 +57,20 @@ class ParquetImages:
         self._blocks = [  # (shard, row group)
             (shard, group)
             for shard in self._shards
-            for group, told in enumerate(shard.groups)
-            if told.rows
+            for group, group_info in enumerate(shard.groups)
+            if group_info.rows
         ]
         told_of_all = [shard.groups[group] for shard, group in self._blocks]
         if not told_of_all:
             raise DataError(f"{join_some([shard.name for shard in self._shards])}: 0 rows.")
-        self.blocks: Rows = np.array([told.rows for told in told_of_all], np.int64)
-        self.block_bytes: Rows = np.array([told.size_bytes for told in told_of_all], np.int64)
+        self.blocks: Rows = np.array([group_info.rows for group_info in told_of_all], np.int64)
+        self.block_bytes: Rows = np.array(
+            [group_info.size_bytes for group_info in told_of_all], np.int64
+        )
         self._starts = np.cumsum(self.blocks) - self.blocks
-        self.prefers_blocks = sum(told.image_bytes for told in told_of_all) > _BLOCKS_FROM_BYTES
+        self.prefers_blocks = (
+            sum(group_info.image_bytes for group_info in told_of_all) > _BLOCKS_FROM_BYTES
+        )
         self.class_names = class_names_of(self._shards, self._columns[1], classes)
         self._labels_of = {
             shard.uri: Labels(self.class_names, shard.kind, shard.class_names)
@@ -120,7 +124,7 @@ class ParquetImages:
             DataError: a label is null or not a class; names the row.
         """
         numbers: list[int] = []
-        shards = [shard for shard in self._shards if any(told.rows for told in shard.groups)]
+        shards = [shard for shard in self._shards if any(group.rows for group in shard.groups)]
         for shard, values in zip(shards, all_values(shards, self._columns[1]), strict=True):
             numbers += self._numbers(shard, values, len(numbers))
         return np.array(numbers, np.int64)
@@ -210,15 +214,17 @@ class ParquetImages:
         return f"{names[0]} to {names[-1]}, mapped to classes 0 to {len(names) - 1}"
 
     def _key(self, shard: Shard) -> str:
-        told = f"{shard.name} {shard.size_bytes} {shard.digest} {self._columns}"
-        return sha256(told.encode()).hexdigest()[:32]
+        identity = f"{shard.name} {shard.size_bytes} {shard.digest} {self._columns}"
+        return sha256(identity.encode()).hexdigest()[:32]
 
     def _check_statistics(self) -> None:
         """Finds labels that are not classes early, if the files have statistics."""
         for block, (shard, group) in enumerate(self._blocks):
-            told = shard.groups[group].labels
+            known = shard.groups[group].labels
             number = self._labels_of[shard.uri].number
-            if told is not None and (told[0] or number(told[1]) is None or number(told[2]) is None):
+            if known is not None and (
+                known[0] or number(known[1]) is None or number(known[2]) is None
+            ):
                 self._labels(block, shard.read(group, self._columns[1:]))  # names the row
                 raise DataError(f"{shard.name}, row group {group}: its statistics are damaged.")
 

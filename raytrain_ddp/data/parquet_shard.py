@@ -92,13 +92,13 @@ class Shard:
         Raises:
             DataError: like `read`.
         """
-        groups = [group for group, told in enumerate(self.groups) if told.rows]
+        groups = [group for group, row_group in enumerate(self.groups) if row_group.rows]
         values: list[Any] = self._answered(groups, [column], "").column(0).to_pylist()
         return values
 
     def where(self, row: int) -> str:
         """File, row group and row in it, for messages."""
-        ends = list(accumulate(told.rows for told in self.groups))
+        ends = list(accumulate(row_group.rows for row_group in self.groups))
         group = bisect_right(ends, row)
         return f"{self.name}, row group {group}, row {row - ends[group] + self.groups[group].rows}"
 
@@ -128,8 +128,8 @@ class Shard:
             return pa.Table.from_batches(batches).flatten()
 
     def _batch_rows(self, group: int) -> int:
-        told = self.groups[group]
-        return max(1, told.rows * _BATCH_BYTES // max(_BATCH_BYTES, told.size_bytes))
+        row_group = self.groups[group]
+        return max(1, row_group.rows * _BATCH_BYTES // max(_BATCH_BYTES, row_group.size_bytes))
 
 
 def open_shard(uri: str, image_column: str, label_column: str) -> Shard:
@@ -271,8 +271,8 @@ def open_shards(paths: Sequence[str], image_column: str, label_column: str) -> l
         if len(errors) == 1 or not isinstance(error, DataError):
             raise error
     if errors:
-        told = join_some([str(error).rstrip(".") for error in errors], _ERRORS_SHOWN, "; ")
-        raise DataError(f"{len(errors)} of {len(paths)} files cannot be used: {told}.")
+        listed = join_some([str(error).rstrip(".") for error in errors], _ERRORS_SHOWN, "; ")
+        raise DataError(f"{len(errors)} of {len(paths)} files cannot be used: {listed}.")
     return [result for result in opened if isinstance(result, Shard)]
 
 

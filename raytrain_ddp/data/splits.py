@@ -88,7 +88,7 @@ class Splits:
         if self._error:
             raise self._error[0]
         names = self.class_names
-        told: dict[str, Any] = {
+        result: dict[str, Any] = {
             "train": {"rows": int(self.train.blocks.sum()), **self._counts("train")},
             "eval": None,
             "classes": len(names),
@@ -97,8 +97,8 @@ class Splits:
         }
         if self.eval is not None:
             rows = int(self.eval.blocks.sum())
-            told["eval"] = {"rows": rows, "from": self.eval_from, **self._counts("eval")}
-        return told
+            result["eval"] = {"rows": rows, "from": self.eval_from, **self._counts("eval")}
+        return result
 
     def _count(self) -> None:
         for name, source in (("train", self.train), ("eval", self.eval)):
@@ -211,17 +211,17 @@ def _notes_of(source: ImageSource, what: str) -> list[str]:
     ignored: Mapping[str, int] = getattr(source, "ignored", {})
     if ignored:
         kinds = sorted(ignored.items(), key=lambda item: (-item[1], item[0]))[:3]
-        told = ", ".join(f"{count} {kind}" for kind, count in kinds)
+        listed = ", ".join(f"{count} {kind}" for kind, count in kinds)
         files = sum(ignored.values())
         noun = "file is" if files == 1 else "files are"
         notes.append(
             f"{files} {noun} not used in {what}: no image extension, or outside of the class "
-            f"folders ({told})."
+            f"folders ({listed})."
         )
-    alike = getattr(source, "same_inside", ())
-    if alike:
+    same = getattr(source, "same_inside", ())
+    if same:
         notes.append(
-            f"every class folder of {what} has the same folders ({', '.join(alike[:3])}, ...). If "
+            f"every class folder of {what} has the same folders ({', '.join(same[:3])}, ...). If "
             "those are the classes, move them to the top."
         )
     values = getattr(source, "mapped", "")

@@ -17,7 +17,7 @@ class _Cause(NamedTuple):
 
     phase: str
     least: float
-    told: str
+    activity: str
     remedy: str
 
 
@@ -126,7 +126,7 @@ class StepSplit:
                 f"waits for rank {rank} {share} of the time: its {phase} takes {ratio:.1f} x as "
                 "long as on the others"
             )
-        return f"{worst.told} {share} of the time: {worst.remedy}"
+        return f"{worst.activity} {share} of the time: {worst.remedy}"
 
 
 def split_of(records: Iterable[Mapping[str, Any]]) -> StepSplit:

@@ -56,21 +56,21 @@ def format_data(data: Mapping[str, Any] | None, unit: str) -> list[tuple[str, st
         return []
     train, evaluation, names = data["train"], data["eval"], data["names"]
     classes = f"{format_count(data['classes'])} classes"
-    told = ", ".join(names) + ", ..." * (data["classes"] > len(names))
-    lines = [("training set", f"{format_count(train['rows'])} {unit} of {classes}: {told}")]
-    told = "not counted because the storage is slow"
+    shown = ", ".join(names) + ", ..." * (data["classes"] > len(names))
+    lines = [("training set", f"{format_count(train['rows'])} {unit} of {classes}: {shown}")]
+    shown = "not counted because the storage is slow"
     if "smallest" in train:
         (small, least), (large, most) = train["smallest"], train["largest"]
-        told = f"{format_count(least)} (class {small}) to {format_count(most)} (class {large})"
+        shown = f"{format_count(least)} (class {small}) to {format_count(most)} (class {large})"
         if least == most:
-            told = f"{format_count(least)} each"
-    lines.append(("class sizes", told))
-    told = "none"
+            shown = f"{format_count(least)} each"
+    lines.append(("class sizes", shown))
+    shown = "none"
     if evaluation is not None:
         absent = evaluation.get("empty", 0)
         some = f"{data['classes'] - absent} of the {classes}" if absent else classes
-        told = f"{format_count(evaluation['rows'])} {unit} of {some}: {evaluation['from']}"
-    lines.append(("evaluation", told))
+        shown = f"{format_count(evaluation['rows'])} {unit} of {some}: {evaluation['from']}"
+    lines.append(("evaluation", shown))
     return lines + [("note", note) for note in data["notes"]]
 
 

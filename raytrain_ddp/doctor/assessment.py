@@ -51,13 +51,13 @@ def worker_rows(run: Mapping[str, Any], places: Sequence[Place]) -> list[Row]:
     if "workers" not in run:
         return [Row("workers", there, _one_line(run["lacks"]), "fail", _FEWER)]
     each = " + ".join(f"{amount:g} {name}" for name, amount in run["per_worker"].items())
-    told = f"{run['workers']}, each {each}, over {run['backend']}"
+    wanted = f"{run['workers']}, each {each}, over {run['backend']}"
     if run["lacks"]:
-        return [Row("workers", there, f"{told}: {_one_line(run['lacks'])}", "fail", _FEWER)]
+        return [Row("workers", there, f"{wanted}: {_one_line(run['lacks'])}", "fail", _FEWER)]
     if run["fit"] < run["least"]:
-        found = f"{told}: room for {run['fit']}, as a worker is on one node"
+        found = f"{wanted}: room for {run['fit']}, as a worker is on one node"
         return [Row("workers", there, found, "fail", _FEWER)]
-    return [Row("workers", there, told)]
+    return [Row("workers", there, wanted)]
 
 
 _FEWER = (
@@ -80,13 +80,13 @@ def unreached_rows(places: Sequence[Place]) -> list[Row]:
 def storage_rows(places: Sequence[Place], run: Mapping[str, Any]) -> list[Row]:
     """Whether every place can commit, and sees the commits of the others."""
     able = [place for place in places if place["facts"]["versions"].get("project")]
-    told = run["storage"]
+    uri = run["storage"]
     notes, seen, left = {}, {}, {}
     for place in able:
         tried, sees = place["storage"], place["seen"]
         if "error" in tried:
             advice = _import_advice(tried["error"]) or (
-                f"storage = {told} must be a folder or bucket that every node may read and write: "
+                f"storage = {uri} must be a folder or bucket that every node may read and write: "
                 "check the path, the rights and the credentials there."
             )
             notes[place["name"]] = Note(_braced(tried["error"]), "fail", advice)
@@ -101,7 +101,7 @@ def storage_rows(places: Sequence[Place], run: Mapping[str, Any]) -> list[Row]:
                 "sees those of all others, after {}", numbers=((sees["seconds"], format_duration),)
             )
         if "error" in place["cleaned"]:
-            advice = f"Delete the folder doctor-* in {told}."
+            advice = f"Delete the folder doctor-* in {uri}."
             left[place["name"]] = Note(_braced(place["cleaned"]["error"]), "warn", advice)
     shared = apart_rows(able, run) or grouped("shared", seen, places)
     if len(nodes_of(places)) == 1 and all(row.verdict == "ok" for row in shared):

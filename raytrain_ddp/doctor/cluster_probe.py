@@ -133,7 +133,7 @@ def measure_all_reduces(
     try:
         flat = [a for own in actors for a in own]
         started = _started(flat)
-        told = []
+        results = []
         for kind, numbers in groups:
             there = [names[number] for number in dict.fromkeys(numbers)]
             tell(f"all-reduce within {there[0]}" if kind == "within" else "all-reduce across nodes")
@@ -144,8 +144,8 @@ def measure_all_reduces(
                 if late
                 else _one(chosen, nodes[numbers[0]].ip, backend)
             )
-            told.append({"kind": kind, "nodes": there, "ranks": len(chosen), **answer})
-        return told
+            results.append({"kind": kind, "nodes": there, "ranks": len(chosen), **answer})
+        return results
     finally:
         for a in (a for own in actors for a in own):
             ray.kill(a)

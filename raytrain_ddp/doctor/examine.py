@@ -72,9 +72,11 @@ def _findings(config: TrainConfig, embedded: bool, tell: Tell) -> dict[str, Any]
     places = _facts(config, nodes, dashboard, tell)
     _probe_storage(config, nodes, places, tell)
     tell("checking the data")
-    told = (to_dict(config), str(Path.cwd()), import_paths(config))
+    arguments = (to_dict(config), str(Path.cwd()), import_paths(config))
     _store_answers(
-        "data", places, _run_everywhere(nodes, dataset_probe.probe_data, lambda _: told, _DATA_S)
+        "data",
+        places,
+        _run_everywhere(nodes, dataset_probe.probe_data, lambda _: arguments, _DATA_S),
     )
     ranks, gpus = _ranks(config, layout, nodes)
     backend = layout.backend if layout else "gloo"
@@ -94,7 +96,7 @@ def _capacity(
     """Whether the workers fit; requests them from a cluster that may grow, and waits `wait_s`."""
     import ray
 
-    told: dict[str, Any] = {
+    result: dict[str, Any] = {
         "storage": without_secrets(config.storage),
         "data": without_secrets(config.data.source),
         "cpus_per_worker": config.scaling.cpus_per_worker,
@@ -108,7 +110,7 @@ def _capacity(
             try:
                 layout = choose_layout(config, have)
             except PreflightError as error:
-                return {**told, "lacks": str(error)}, None
+                return {**result, "lacks": str(error)}, None
             if embedded and config.scaling.num_workers == "auto":  # as `fit` then starts it
                 have["CPU"] = max(have.get("CPU", 0), layout.least_needed()["CPU"])
             lacks = missing_resources(layout, have)
@@ -125,7 +127,7 @@ def _capacity(
         if asked:
             request_resources(bundles=[])
     places = [have] if embedded else [node.resources for node in cluster_probe.live_nodes()]
-    told |= {
+    result |= {
         "workers": layout.said,
         "per_worker": dict(layout.per_worker),
         "backend": "nccl" if "nccl" in layout.backend else "gloo",
@@ -134,7 +136,7 @@ def _capacity(
         "fit": workers_that_fit(layout, places),
         "lacks": lacks,
     }
-    return told, layout
+    return result, layout
 
 
 def _facts(

@@ -96,14 +96,14 @@ def gpus() -> list[dict[str, Any]]:
         "--query-gpu=name,memory.total,memory.free",
         "--format=csv,noheader,nounits",
     ]
-    told = _output(ask, _SMI_TIMEOUT_S)
-    if told is None and any(Path("/dev").glob("nvidia[0-9]*")):
+    output = _output(ask, _SMI_TIMEOUT_S)
+    if output is None and any(Path("/dev").glob("nvidia[0-9]*")):
         # In a container without the driver's tools. Ray hides the GPUs from a task without GPUs.
         shown = {k: v for k, v in os.environ.items() if k != "CUDA_VISIBLE_DEVICES"}
-        told = _output([sys.executable, "-c", _TORCH_GPUS], _TORCH_TIMEOUT_S, shown)
-        found: list[dict[str, Any]] = json.loads(told) if told else []
+        output = _output([sys.executable, "-c", _TORCH_GPUS], _TORCH_TIMEOUT_S, shown)
+        found: list[dict[str, Any]] = json.loads(output) if output else []
         return found
-    lines = [line.split(", ") for line in (told or "").splitlines() if line.count(", ") == 2]
+    lines = [line.split(", ") for line in (output or "").splitlines() if line.count(", ") == 2]
     return [
         {"name": name, "total": int(total) * 2**20, "free": int(free) * 2**20}
         for name, total, free in lines
@@ -113,14 +113,14 @@ def gpus() -> list[dict[str, Any]]:
 
 def driver() -> dict[str, str | None] | None:
     """The NVIDIA driver's version, and the newest CUDA that it can run; None without a driver."""
-    told = _output(["nvidia-smi"], _SMI_TIMEOUT_S)
-    if told is None:
+    output = _output(["nvidia-smi"], _SMI_TIMEOUT_S)
+    if output is None:
         path = Path("/proc/driver/nvidia/version")
         if not path.is_file():
             return None
-        told = path.read_text(encoding="utf-8")
-    version = re.search(r"(?:Driver Version:|Kernel Module\D*?)\s*(\d+\.[\d.]+)", told)
-    cuda = re.search(r"CUDA[^:|]*Version:\s*(\d+\.\d+)", told)
+        output = path.read_text(encoding="utf-8")
+    version = re.search(r"(?:Driver Version:|Kernel Module\D*?)\s*(\d+\.[\d.]+)", output)
+    cuda = re.search(r"CUDA[^:|]*Version:\s*(\d+\.\d+)", output)
     return {"version": version and version[1], "cuda": cuda and cuda[1]}
 
 
@@ -129,11 +129,11 @@ def cpus() -> dict[str, float | None]:
     affinity = getattr(os, "sched_getaffinity", None)
     quotas = []
     for limit in _cgroup("cpu", "cpu.cfs_quota_us", "cpu.max"):
-        words = limit.read_text(encoding="ascii").split()
-        if words[0] in ("max", "-1"):
+        fields = limit.read_text(encoding="ascii").split()
+        if fields[0] in ("max", "-1"):
             continue
-        period = words[1] if len(words) > 1 else (limit.parent / "cpu.cfs_period_us").read_text()
-        quotas.append(int(words[0]) / int(period))
+        period = fields[1] if len(fields) > 1 else (limit.parent / "cpu.cfs_period_us").read_text()
+        quotas.append(int(fields[0]) / int(period))
     return {
         "machine": os.cpu_count(),
         "usable": len(affinity(0)) if affinity else os.cpu_count(),
@@ -144,18 +144,18 @@ def cpus() -> dict[str, float | None]:
 def memory() -> dict[str, int | None]:
     """In bytes: of the machine, available, limit of the cgroup (None: no limit), and swap."""
     lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
-    told = {line.split(":")[0]: int(line.split()[1]) * 1024 for line in lines}
+    meminfo = {line.split(":")[0]: int(line.split()[1]) * 1024 for line in lines}
     limits = []
     for file in _cgroup("memory", "memory.limit_in_bytes", "memory.max"):
-        word = file.read_text(encoding="ascii").strip()
-        if word.isdigit() and int(word) < told["MemTotal"]:
-            limits.append(int(word))
+        limit_text = file.read_text(encoding="ascii").strip()
+        if limit_text.isdigit() and int(limit_text) < meminfo["MemTotal"]:
+            limits.append(int(limit_text))
     return {
-        "total": told["MemTotal"],
-        "available": told["MemAvailable"],
+        "total": meminfo["MemTotal"],
+        "available": meminfo["MemAvailable"],
         "limit": min(limits, default=None),
-        "swap": told["SwapTotal"],
-        "swapped": told["SwapTotal"] - told["SwapFree"],
+        "swap": meminfo["SwapTotal"],
+        "swapped": meminfo["SwapTotal"] - meminfo["SwapFree"],
     }
 
 

@@ -40,8 +40,8 @@ def machine_rows(nodes: Sequence[Place], run: Mapping[str, Any]) -> list[Row]:
         ("open files", lambda place: assess_open_files(place, large)),
     ]
     rows = []
-    for check, judge in checks:
-        notes = {place["name"]: judge(place) for place in nodes}
+    for check, assess in checks:
+        notes = {place["name"]: assess(place) for place in nodes}
         rows += grouped(check, {name: note for name, note in notes.items() if note}, nodes)
     return rows + clock_rows(nodes)
 
@@ -167,11 +167,14 @@ def clock_rows(nodes: Sequence[Place]) -> list[Row]:
         "stores refuse clocks that are minutes off."
     )
     notes = {}
-    for name, told in known.items():
+    for name, measured in known.items():
         if name in good:
             notes[name] = Note(f"less than {format_duration(bound_s)} apart")
         else:
-            way = "ahead" if told["ahead_s"] > 0 else "behind"
-            ahead, within = format_duration(abs(told["ahead_s"])), format_duration(told["within_s"])
+            way = "ahead" if measured["ahead_s"] > 0 else "behind"
+            ahead, within = (
+                format_duration(abs(measured["ahead_s"])),
+                format_duration(measured["within_s"]),
+            )
             notes[name] = Note(f"{ahead} {way} (within {within})", "warn", advice)
     return grouped("clock", notes, nodes)

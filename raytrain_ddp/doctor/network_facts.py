@@ -101,13 +101,13 @@ def _little() -> bool:
 def _sockets(folder: str, state: str) -> Iterator[tuple[Endpoint, Endpoint, str]]:
     for file in ("tcp", "tcp6"):
         for line in _lines(f"{folder}/{file}")[1:]:
-            words = line.split()
-            if words[3] == state:
-                yield _endpoint(words[1]), _endpoint(words[2]), words[9]
+            fields = line.split()
+            if fields[3] == state:
+                yield _endpoint(fields[1]), _endpoint(fields[2]), fields[9]
 
 
-def _endpoint(word: str) -> Endpoint:
-    digits, _, port = word.partition(":")
+def _endpoint(text: str) -> Endpoint:
+    digits, _, port = text.partition(":")
     return address_of(digits), int(port, 16)
 
 
@@ -134,7 +134,7 @@ def _authentication_mode(address: str, port: int) -> str | None:
     try:
         url = f"http://{host}:{port}/api/authentication_mode"
         with opener.open(url, timeout=_ANSWER_S) as answer:
-            told = json.load(answer).get("authentication_mode")
+            mode = json.load(answer).get("authentication_mode")
     except (OSError, ValueError, AttributeError):
         return None
-    return str(told).lower() if told else None
+    return str(mode).lower() if mode else None

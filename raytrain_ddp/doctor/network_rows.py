@@ -75,8 +75,8 @@ def assess_host_name(node: Place, count: int, met: bool) -> Note:
 
 def all_reduce_rows(findings: Mapping[str, Any], nodes: Sequence[Place]) -> list[Row]:
     """Latency and bandwidth, within nodes and across them."""
-    told = findings["all_reduce"]
-    if not told:
+    results = findings["all_reduce"]
+    if not results:
         return [
             Row(
                 "all-reduce",
@@ -84,31 +84,31 @@ def all_reduce_rows(findings: Mapping[str, Any], nodes: Sequence[Place]) -> list
                 "nothing to measure",
             )
         ]
-    return [_all_reduce(each, findings["run"], nodes) for each in told]
+    return [_all_reduce(each, findings["run"], nodes) for each in results]
 
 
-def _all_reduce(told: Mapping[str, Any], run: Mapping[str, Any], nodes: Sequence[Place]) -> Row:
-    across = told["kind"] == "across"
-    place = f"across {len(told['nodes'])} nodes" if across else f"within {told['nodes'][0]}"
-    if "error" in told:
+def _all_reduce(result: Mapping[str, Any], run: Mapping[str, Any], nodes: Sequence[Place]) -> Row:
+    across = result["kind"] == "across"
+    place = f"across {len(result['nodes'])} nodes" if across else f"within {result['nodes'][0]}"
+    if "error" in result:
         advice = (
             "All ports must be open between the nodes, and each must reach the others' addresses; "
             "with several networks, or after 'connectFullMesh', set GLOO_SOCKET_IFNAME and "
             "NCCL_SOCKET_IFNAME before `ray start`."
         )
-        if "did not start" in told["error"]:
+        if "did not start" in result["error"]:
             advice = "Other jobs may hold the GPUs or the memory: see `ray status`."
-        return Row("all-reduce", place, told["error"], "fail", advice)
-    rates = told["bus_bytes_per_s"]
+        return Row("all-reduce", place, result["error"], "fail", advice)
+    rates = result["bus_bytes_per_s"]
     bus = list(rates.values())[-1]
     sizes = ", ".join(f"{mib} MiB {format_rate(value)}" for mib, value in rates.items())
-    found = f"{told['ranks']} ranks: 8 bytes {format_duration(told['latency_s'])}"
-    if told.get("cpu_latency_s") is not None:
-        found += f" (on CPUs {format_duration(told['cpu_latency_s'])})"
+    found = f"{result['ranks']} ranks: 8 bytes {format_duration(result['latency_s'])}"
+    if result.get("cpu_latency_s") is not None:
+        found += f" (on CPUs {format_duration(result['cpu_latency_s'])})"
     found += f"; bus {sizes}"
-    ways = _ways(told, nodes) if across else ""
+    ways = _ways(result, nodes) if across else ""
     found += f"; over {ways}" if ways else ""
-    step_s = _GRADIENTS_BYTES * 2 * (told["ranks"] - 1) / told["ranks"] / bus
+    step_s = _GRADIENTS_BYTES * 2 * (result["ranks"] - 1) / result["ranks"] / bus
     if across and step_s > _MOST_S:
         advice = (
             f"The gradients of 25 million parameters (100 MB) take {format_duration(step_s)} each "
@@ -122,13 +122,13 @@ def _all_reduce(told: Mapping[str, Any], run: Mapping[str, Any], nodes: Sequence
     return Row("all-reduce", place, found)
 
 
-def _ways(told: Mapping[str, Any], nodes: Sequence[Place]) -> str:
+def _ways(result: Mapping[str, Any], nodes: Sequence[Place]) -> str:
     """``eth0 (1000 Mbit/s)``: the interfaces that the ranks used."""
-    own = set(told["nodes"])
+    own = set(result["nodes"])
     ways: dict[str, None] = {}
     for node in nodes:
         wires = node["facts"]["wires"]
-        for here, _ in told["talks"] if node["name"] in own else []:
+        for here, _ in result["talks"] if node["name"] in own else []:
             name = _interface_of(here, wires)
             if name is not None and (name != "lo" or len(own) == 1):
                 speed = wires["interfaces"][name]["mbit_per_s"]
@@ -138,17 +138,17 @@ def _ways(told: Mapping[str, Any], nodes: Sequence[Place]) -> str:
 
 def dashboard_rows(findings: Mapping[str, Any], nodes: Sequence[Place]) -> list[Row]:
     """Anyone who reaches the dashboard can run code as its user, unless it requires a token."""
-    told = findings["dashboard"]
-    if told is None:
+    dashboard = findings["dashboard"]
+    if dashboard is None:
         return [Row("dashboard", "cluster", "none")]
-    host, port = told
+    host, port = dashboard
     node = next((node for node in nodes if node["facts"]["wires"]["dashboard"]), None)
-    ears = node["facts"]["wires"]["dashboard"] if node else [host]
+    addresses = node["facts"]["wires"]["dashboard"] if node else [host]
     mode = _told_mode(nodes) or (_own_mode(node) if node else "")
     place = node["name"] if node else "cluster"
-    if all(_is_loopback(ear) for ear in ears):
-        return [Row("dashboard", place, f"on {', '.join(ears)}, port {port}")]
-    found = f"on {', '.join(ears)}, port {port}"
+    if all(_is_loopback(address) for address in addresses):
+        return [Row("dashboard", place, f"on {', '.join(addresses)}, port {port}")]
+    found = f"on {', '.join(addresses)}, port {port}"
     if mode == "token":
         return [Row("dashboard", place, f"{found}, requires a token")]
     advice = (

@@ -34,8 +34,8 @@ def probe_commit(uri: str, folder: str, place: str) -> dict[str, Any]:
         that did not exist before. error: the error, without secrets, if any.
     """
     made: list[str] = []
-    told = _answer_or_error(uri, lambda: _commit(uri, folder, place, made))
-    return {**told, "made": made}
+    result = _answer_or_error(uri, lambda: _commit(uri, folder, place, made))
+    return {**result, "made": made}
 
 
 def probe_visibility(

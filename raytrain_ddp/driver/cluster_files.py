@@ -67,37 +67,37 @@ def emit(config: TrainConfig, kind: Kind, recipe: str | None = None) -> Emitted:
     notes = [] if shown == config else ["parts of a URI that may be secret were omitted."]
     if kind == "command":
         return Emitted(command(shown, base) + "\n", tuple(notes))
-    filled, told = _filled(shown)
+    filled, filled_notes = _filled(shown)
     name = object_name(config.name or base)
     if kind == "slurm":
         text = _slurm(filled, base, name)
     elif kind == "kuberay":
         text = _kuberay(_waiting(filled, _PODS_WAIT_S), base, name)
-        told += _unshared(filled, "pods")
+        filled_notes += _unshared(filled, "pods")
     else:
         cloud = _CLOUD_OF.get(filled.storage.partition("://")[0])
         if cloud:
-            told.append(f"storage = {filled.storage}: clusters/{cloud}.yaml, filled in.")
+            filled_notes.append(f"storage = {filled.storage}: clusters/{cloud}.yaml, filled in.")
             text = _cloud(_waiting(filled, _CLOUD_WAIT_S), cloud, base, name)
         else:
-            told += _unshared(filled, "machines")
+            filled_notes += _unshared(filled, "machines")
             text = _lan(filled, base, name)
-    return Emitted(text, (*notes, *told))
+    return Emitted(text, (*notes, *filled_notes))
 
 
 def _filled(config: TrainConfig) -> tuple[TrainConfig, list[str]]:
     """Replaces `auto` values that would mean an existing cluster; returns notes about that."""
-    scaling, told = config.scaling, []
+    scaling, notes = config.scaling, []
     if scaling.use_gpu == "auto":
         scaling = replace(scaling, use_gpu=True)
-        told.append("scaling.use_gpu = auto: machines with GPUs; False for machines without.")
+        notes.append("scaling.use_gpu = auto: machines with GPUs; False for machines without.")
     if scaling.num_workers == "auto":
         scaling = replace(scaling, num_workers=min(_WORKERS, config.slots))
-        told.append(
+        notes.append(
             f"scaling.num_workers = auto: {scaling.num_workers}; set the number with "
             "--scaling.num-workers."
         )
-    return replace(config, scaling=scaling), told
+    return replace(config, scaling=scaling), notes
 
 
 def _waiting(config: TrainConfig, wait_s: float) -> TrainConfig:
@@ -109,22 +109,22 @@ def _waiting(config: TrainConfig, wait_s: float) -> TrainConfig:
 
 def _unshared(config: TrainConfig, those: str) -> list[str]:
     """Notes about files on this machine's disk that all machines would need."""
-    told = []
+    notes = []
     if "://" not in config.storage:
-        told.append(
+        notes.append(
             f"storage = {config.storage} is a folder, which the {those} do not share unless it is "
             "mounted at the same path on each: use s3://, gs:// or abfs://."
         )
     for field in ("source", "eval_source"):
         value = getattr(config.data, field) or "digits"
         if "://" not in value and value != "digits" and not value.startswith("torchvision:"):
-            told.append(f"data.{field} = {value} must exist on each of the {those}.")
+            notes.append(f"data.{field} = {value} must exist on each of the {those}.")
     if ".py:" in config.task:
-        told.append(
+        notes.append(
             f"task = {config.task} must exist on the head of the {those}, or be uploaded with "
             "ray job submit --working-dir."
         )
-    return told
+    return notes
 
 
 # ------------------------------------------------------------------ the files
@@ -174,9 +174,9 @@ def _lan(config: TrainConfig, base: str | None, name: str) -> str:
     need = machines(config, 1)
     text = _launched("lan", config, base, name)
     each = f"{need.cpus} CPUs, {need.gpus} GPUs and {need.memory_gib} GiB"
-    said = f"# fill in; with the head {need.nodes} machines of {each}, or fewer and larger ones"
+    comment = f"# fill in; with the head {need.nodes} machines of {each}, or fewer and larger ones"
     text = text.replace(
-        "worker_ips: [192.168.1.11] # fill in", f"worker_ips: [192.168.1.11] {said}"
+        "worker_ips: [192.168.1.11] # fill in", f"worker_ips: [192.168.1.11] {comment}"
     )
     return _told_of_folder(config, text)
 
@@ -228,9 +228,11 @@ def _told_of_folder(config: TrainConfig, text: str) -> str:
     """Adds a comment about a storage folder to the file, where it is read later."""
     if "://" in config.storage:
         return text
-    told = f"# storage is the folder {config.storage}: each machine must reach the same one there."
+    comment = (
+        f"# storage is the folder {config.storage}: each machine must reach the same one there."
+    )
     first, _, rest = text.partition("#\n")
-    return f"{first}#\n{told}\n#\n{rest}"
+    return f"{first}#\n{comment}\n#\n{rest}"
 
 
 def _read(file: str) -> str:

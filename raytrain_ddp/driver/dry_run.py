@@ -66,7 +66,7 @@ def dry_run(config: TrainConfig, default_name: str | None = None) -> str:
     times = f" of {data.rows} x {repeats} {task.unit}" if repeats > 1 else ""
     splits = getattr(task, "splits", None)
     data_told = splits.summary() if isinstance(splits, Splits) else None
-    told = format_data(data_told, task.unit) or [
+    data_lines = format_data(data_told, task.unit) or [
         ("training set", f"{data.rows} {task.unit}"),
         ("evaluation", f"{eval_data.rows} {task.unit}" if eval_data else "none"),
     ]
@@ -77,7 +77,7 @@ def dry_run(config: TrainConfig, default_name: str | None = None) -> str:
         f"{task.unit}",
         f"workers        {layout.said}, each {_resources(layout.per_worker)}, over "
         f"{layout.backend}; slots per worker: {', '.join(map(str, per_worker))}",
-        *(f"{title:<14} {text}" for title, text in told),
+        *(f"{title:<14} {text}" for title, text in data_lines),
         f"steps          {per_epoch} per epoch{times} (the last has {plan.samples(per_epoch - 1)} "
         f"{task.unit}), {steps} in {config.epochs} epochs",
         "learning rate  " + ", ".join(f"epoch {e}: {r:.3g}" for e, r in rates.items()),
@@ -118,11 +118,11 @@ def _tried(
     own_memory(model)
     batch = train_loader(config, data, plan, world).any_batch(min(_SAMPLES, config.micro_batch))
     try_loss(config, task, model, batch, world)
-    told: list[str] = []
+    notes: list[str] = []
     if eval_data is not None:
-        size, tell = min(_SAMPLES, config.micro_batch), lambda event: told.append(event["text"])
+        size, tell = min(_SAMPLES, config.micro_batch), lambda event: notes.append(event["text"])
         try_evaluation(task, model, eval_data, size, world, tell)
-    return told
+    return notes
 
 
 def _tensor_bytes(state: object) -> int:

@@ -145,12 +145,12 @@ def _note_idle(config: TrainConfig, show: Show) -> None:
 
 def write_config(config: TrainConfig, run: Storage) -> None:
     """Writes config.toml: running it again reproduces the run."""
-    told = publishable(config)
+    shown = publishable(config)
     try:
         run.mkdir()
-        run.write_atomic(CONFIG_FILE, dumps(told).encode())
+        run.write_atomic(CONFIG_FILE, dumps(shown).encode())
     except OSError as error:
-        raise PreflightError(f"storage = {told.storage}: cannot be written: {error}") from error
+        raise PreflightError(f"storage = {shown.storage}: cannot be written: {error}") from error
 
 
 @contextmanager
@@ -195,27 +195,27 @@ def _owned(run: NamedRun, show: Show) -> Iterator[Show]:
         _no_empty_folders(folder),
         Lease.take(folder, note) as lease,
         claimed(run),
-        EventLog(folder, show) as journal,
+        EventLog(folder, show) as event_log,
     ):
         with suppress(OSError):
             folder.sweep()
 
         def tell(event: Mapping[str, Any]) -> None:
             lease.require()
-            journal(event)
+            event_log(event)
 
         try:
             yield tell
         except RaytrainError as error:
-            told = {"status": status_of(error), "message": str(error), **error.cause}
-            journal({"kind": "end", **told})
+            ended = {"status": status_of(error), "message": str(error), **error.cause}
+            event_log({"kind": "end", **ended})
             raise
         except KeyboardInterrupt as stop:
             number = stop.args[0] if stop.args and isinstance(stop.args[0], int) else 2
-            journal({"kind": "end", "status": 128 + number})
+            event_log({"kind": "end", "status": 128 + number})
             raise
         except Exception as error:  # of the user's code, in this process
-            journal({"kind": "end", "status": 1, **failure_event(error)})
+            event_log({"kind": "end", "status": 1, **failure_event(error)})
             raise
 
 
@@ -287,11 +287,11 @@ def _end(
     started: float,
 ) -> FitResult:
     parts, again = outcome["seconds"], watch.began - watch.first_began
-    aside = parts.get("evaluation", 0.0) + parts.get("checkpoint", 0.0)
+    not_training_s = parts.get("evaluation", 0.0) + parts.get("checkpoint", 0.0)
     seconds = {
         "start-up": watch.first_began - started,
         **({"until the last restart": again} if again else {}),
-        "training": parts["total"] - aside,
+        "training": parts["total"] - not_training_s,
         "evaluation": parts.get("evaluation", 0.0),
         "checkpoints": parts.get("checkpoint", 0.0),
         "total": time.monotonic() - started,

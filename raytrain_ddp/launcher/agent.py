@@ -120,13 +120,21 @@ class Agent:
             environment["TORCHELASTIC_ERROR_FILE"] = str(own / "error.json")
         if slurm and shutil.which("scontrol", path=environment.get("PATH")) is None:
             environment["PATH"] = f"{own}/bin:{environment.get('PATH', os.defpath)}"
-        told, tells = os.pipe()
+        report_end, write_end = os.pipe()
         code, writes = os.pipe()  # nothing is left on disk if this process is killed
         os.write(writes, self._source)
         os.close(writes)
         stdin, self._feeds = os.pipe() if feeds else (-1, -1)
-        guard = [sys.executable, "-I", "-S", f"/dev/fd/{code}", str(tells), str(stdin), str(own)]
-        given = [fd for fd in (tells, code, stdin) if fd >= 0]
+        guard = [
+            sys.executable,
+            "-I",
+            "-S",
+            f"/dev/fd/{code}",
+            str(write_end),
+            str(stdin),
+            str(own),
+        ]
+        given = [fd for fd in (write_end, code, stdin) if fd >= 0]
         self._guard, self._asked, self._asked_at = None, 0, 0.0
         try:
             self._guard = subprocess.Popen(
@@ -141,7 +149,7 @@ class Agent:
                 start_new_session=True,  # signals to Ray's process group must not reach the guard
             )
         except OSError as error:
-            os.close(told)
+            os.close(report_end)
             self._tell("stderr", f"cannot start in {folder}: {error}\n".encode())
             self._put(self._urgent, _end(127))
             self._put(self._chunks, {"closed": True})
@@ -149,7 +157,7 @@ class Agent:
         finally:
             for fd in given:
                 os.close(fd)
-        args = (self._guard, told, own)
+        args = (self._guard, report_end, own)
         threading.Thread(target=self._attend, args=args, daemon=True).start()
 
     def feed(self, data: bytes) -> bool:
@@ -166,14 +174,14 @@ class Agent:
             self._feeds = -1
         return wanted
 
-    def signal(self, word: str) -> None:
+    def signal(self, instruction: str) -> None:
         """The number of a signal for the script and its children, or ``kill``."""
         guard = self._guard
         if guard is not None and guard.stdin is not None:
-            self._asked = int(signal.SIGKILL) if word == "kill" else int(word)
+            self._asked = int(signal.SIGKILL) if instruction == "kill" else int(instruction)
             self._asked_at = self._asked_at or time.monotonic()
             with suppress(OSError, ValueError):  # it has ended
-                guard.stdin.write(f"{word}\n".encode())
+                guard.stdin.write(f"{instruction}\n".encode())
 
     def take(self, wait_s: float, most: int = _MOST_CHUNKS) -> list[dict[str, Any]]:
         """The news, with at most `most` chunks; waits up to `wait_s` for any:
@@ -201,7 +209,7 @@ class Agent:
         if self._guard is not None and self._guard.stdin is not None:
             self._guard.stdin.close()
 
-    def _attend(self, guard: subprocess.Popen[bytes], told: int, own: Path) -> None:
+    def _attend(self, guard: subprocess.Popen[bytes], report_end: int, own: Path) -> None:
         """Reports the script's end immediately, and finally that all output has been forwarded."""
         over = threading.Event()
         readers = [
@@ -212,7 +220,7 @@ class Agent:
             reader.start()
         guard.wait()  # it has moved to the background
         ended = False
-        with os.fdopen(told) as reports:
+        with os.fdopen(report_end) as reports:
             for report in map(json.loads, reports):
                 if "status" in report:
                     self._put(self._urgent, {"asked_at": 0.0, "error": None, **report})

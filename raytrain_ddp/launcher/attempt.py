@@ -36,7 +36,7 @@ class Attempt:
 
     def __init__(
         self,
-        crew: WorkerGroup,
+        group: WorkerGroup,
         output: Output,
         grace_s: float,
         stops: list[int],
@@ -44,7 +44,7 @@ class Attempt:
         tell: Callable[[str], None],
         stdin: Callable[[], bytes | None] | None = None,
     ) -> None:
-        self._crew, self._output, self._grace_s, self._stops = crew, output, grace_s, stops
+        self._group, self._output, self._grace_s, self._stops = group, output, grace_s, stops
         self._check, self._tell, self._stdin = check, tell, stdin
         self._fed: Any = None
         self._asked = ""
@@ -54,7 +54,7 @@ class Attempt:
         self._give_up_at: float | None = None
         self._say_at: float | None = None
         self.ends: dict[int, RankExit] = {}
-        self._waiting = {self._ask(w.rank): w.rank for w in crew.workers}
+        self._waiting = {self._ask(w.rank): w.rank for w in group.workers}
 
     def run(self) -> dict[int, RankExit]:
         """How each rank has ended."""
@@ -79,9 +79,9 @@ class Attempt:
             try:
                 news = ray.get(answer)
             except ray.exceptions.RayError as error:
-                said = str(error).strip().splitlines()
+                explanation = str(error).strip().splitlines()
                 if rank not in self.ends:
-                    self._end(rank, RankExit(None, time.monotonic(), lost=_why(said)))
+                    self._end(rank, RankExit(None, time.monotonic(), lost=_why(explanation)))
                 continue
             closed = False
             for each in news:
@@ -89,8 +89,8 @@ class Attempt:
                     self._output.take(rank, each["stream"], each["data"], each["at"])
                 elif "status" in each:
                     sent = signal_name(each["asked"]) if each["asked"] else ""
-                    told = (each["status"], each["at"], each["error"], sent)
-                    self._end(rank, RankExit(*told, asked_at=each["asked_at"]))
+                    ended = (each["status"], each["at"], each["error"], sent)
+                    self._end(rank, RankExit(*ended, asked_at=each["asked_at"]))
                 else:
                     closed = True
             if not closed:
@@ -115,7 +115,7 @@ class Attempt:
                     self._stdin = self._fed = None
                     return
             data = self._stdin()
-            self._fed = None if data is None else self._crew.agent(0).feed.remote(data)
+            self._fed = None if data is None else self._group.agent(0).feed.remote(data)
         except ray.exceptions.RayError:  # reported by `_listen`
             self._stdin = self._fed = None
 
@@ -142,7 +142,9 @@ class Attempt:
     def _is_ending(self) -> bool:
         """Whether a rank that is still running has printed the error that is ending it."""
         left = (rank for rank in self._waiting.values() if rank not in self.ends)
-        return any(said.ending for rank in left if (said := self._output.raised(rank)) is not None)
+        return any(
+            found.ending for rank in left if (found := self._output.raised(rank)) is not None
+        )
 
     def _tell_waiting(self, now: float) -> None:
         left = [rank for rank in self._waiting.values() if rank not in self.ends]
@@ -160,8 +162,8 @@ class Attempt:
         for rank in self._waiting.values():
             if killed or rank not in self.ends:  # leftover processes have their own time limit
                 with suppress(Exception):
-                    word = "kill" if killed else str(int(number))
-                    self._crew.agent(rank).signal.remote(word)
+                    instruction = "kill" if killed else str(int(number))
+                    self._group.agent(rank).signal.remote(instruction)
         self._say_at = now + _WAITING_AFTER_S
         self._kill_at = None if killed else now + self._grace_s
         self._give_up_at = now + _UNANSWERED_S if killed else None
@@ -182,10 +184,12 @@ class Attempt:
     def _ask(self, rank: int) -> Any:
         behind = self._output.behind
         wait_s, most = (_TAKE_BEHIND_S, 0) if behind else (_TAKE_S, _MOST_CHUNKS)
-        return self._crew.agent(rank).take.remote(wait_s, most)
+        return self._group.agent(rank).take.remote(wait_s, most)
 
 
-def _why(said: list[str]) -> str:
+def _why(lines: list[str]) -> str:
     """Ray's explanation of an actor's death, in one line."""
-    told = [line.strip() for line in said if "node" in line.lower() or "memory" in line.lower()]
-    return (told or said or ["its actor died"])[-1][:300]
+    relevant = [
+        line.strip() for line in lines if "node" in line.lower() or "memory" in line.lower()
+    ]
+    return (relevant or lines or ["its actor died"])[-1][:300]

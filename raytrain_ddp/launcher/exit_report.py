@@ -121,12 +121,12 @@ def _began(rank: int, end: RankExit, output: Output) -> tuple[int, float] | None
         if raised is not None and (
             not raised.goes_on or raised.ending or (raised.uncaught and end.status == 1)
         ):
-            at, said = min(at, raised.at), raised.error
+            at, message = min(at, raised.at), raised.error
         else:  # the message of torch's watchdog before it aborts
-            said = "\n".join(output.last(rank)) if end.status == -signal.SIGABRT else ""
+            message = "\n".join(output.last(rank)) if end.status == -signal.SIGABRT else ""
         # A killed process did not end because of an error about its peers.
         killed = end.status in (-signal.SIGKILL, -signal.SIGSEGV, -signal.SIGBUS)
-        return (_FOLLOWS if is_peer_error(said) and not killed else _OWN), at
+        return (_FOLLOWS if is_peer_error(message) and not killed else _OWN), at
     if raised is not None and raised.at < end.asked_at:
         if raised.ending:
             return (_FOLLOWS if is_peer_error(raised.error) else _OWN), raised.at
@@ -146,8 +146,10 @@ def failure_report(
         what = "an exception ended one of its threads" if thread else "it raised an error"
         how = f"{what}, and it was still running when we sent {end.asked}"
     lines = [f"rank {rank} failed first, on {workers[rank].where}: {how}"]
-    told = end.error or {}
-    stack = str(told.get("extraInfo", {}).get("py_callstack", "")) or str(told.get("message", ""))
+    record = end.error or {}
+    stack = str(record.get("extraInfo", {}).get("py_callstack", "")) or str(
+        record.get("message", "")
+    )
     if stack:
         last: Sequence[str] = stack.rstrip().splitlines()
     elif raised is not None and (end.asked or not raised.goes_on or raised.uncaught):
@@ -189,14 +191,14 @@ def format_ranks(ranks: Iterable[int]) -> str:
             runs[-1].append(rank)
         else:
             runs.append([rank])
-    said = ", ".join(f"{run[0]}-{run[-1]}" if len(run) > 1 else f"{run[0]}" for run in runs)
-    return f"rank{'s' if len(runs) > 1 or len(runs[0]) > 1 else ''} {said}"
+    shown = ", ".join(f"{run[0]}-{run[-1]}" if len(run) > 1 else f"{run[0]}" for run in runs)
+    return f"rank{'s' if len(runs) > 1 or len(runs[0]) > 1 else ''} {shown}"
 
 
 def _others(rank: int, ends: Mapping[int, RankExit]) -> str:
     groups: dict[str, list[int]] = {}
     for other, end in ends.items():
         if other != rank:
-            said = f"{end.said} (we sent {end.asked})" if end.asked else end.said
-            groups.setdefault(said, []).append(other)
-    return "; ".join(f"{format_ranks(ranks)} {said}" for said, ranks in groups.items())
+            shown = f"{end.said} (we sent {end.asked})" if end.asked else end.said
+            groups.setdefault(shown, []).append(other)
+    return "; ".join(f"{format_ranks(ranks)} {shown}" for shown, ranks in groups.items())

@@ -26,14 +26,14 @@ _NOTE = """\
 # at the start. Variables that are the same in this shell are omitted."""
 
 
-def preview(order: RunOptions, driver: Mapping[str, str]) -> str:
+def preview(options: RunOptions, driver: Mapping[str, str]) -> str:
     """Shell commands, one per worker.
 
     Raises:
         ConfigError, PreflightError: as in a real run, as far as this machine can tell.
     """
-    order.require_script(Path.cwd())
-    flags = order.flags
+    options.require_script(Path.cwd())
+    flags = options.flags
     layout = layout_for(flags, [local_resources()])
     gpus = int(layout.per_worker.get("GPU", 0))
     seats = []
@@ -55,13 +55,13 @@ def preview(order: RunOptions, driver: Mapping[str, str]) -> str:
     for worker in workers:
         env = rank_variables(flags, group, worker, base, error_file="error.json")
         added = {k: v for k, v in sorted(env.items()) if driver.get(k) != v}
-        command = order.command(sys.executable, placeholder_values(group, worker))
+        command = options.command(sys.executable, placeholder_values(group, worker))
         lines += ["", f"# rank {worker.rank}"]
         lines += [f"{name}={shlex.quote(value)} \\" for name, value in added.items()]
         lines.append(shlex.join(command))
     return "\n".join(lines)
 
 
-def preview_here(order: RunOptions) -> str:
+def preview_here(options: RunOptions) -> str:
     """`preview` for this process."""
-    return preview(order, os.environ)
+    return preview(options, os.environ)

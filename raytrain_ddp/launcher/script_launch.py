@@ -28,7 +28,7 @@ from raytrain_ddp.launcher.worker_group import NodeLost, WorkerGroup
 from raytrain_ddp.ray_backend.cluster import LiveNodes
 
 
-def run_script(order: RunOptions) -> int:
+def run_script(options: RunOptions) -> int:
     """Runs the script to its end; returns its exit status (128 + n if signal n ended it).
 
     Raises:
@@ -39,18 +39,18 @@ def run_script(order: RunOptions) -> int:
             number.
         BrokenPipeError: the reader of our output is gone.
     """
-    order.require_script(Path.cwd())
+    options.require_script(Path.cwd())
     driver = dict(os.environ)  # before we or Ray add anything
-    for name in order.flags.exported:
+    for name in options.flags.exported:
         require(name in driver, "--export", name, "is not set in this shell")
-    ours = [signal.Signals[name] for name in order.flags.signals]
+    ours = [signal.Signals[name] for name in options.flags.signals]
     # Ray installs its own handler, so ours is installed again.
-    with _signals(ours) as stops, connected(order.flags, _tell), _signals(ours, stops):
-        return _attempts(order, driver, stops)
+    with _signals(ours) as stops, connected(options.flags, _tell), _signals(ours, stops):
+        return _attempts(options, driver, stops)
 
 
-def _attempts(order: RunOptions, driver: dict[str, str], stops: list[int]) -> int:
-    flags, run_id = order.flags, str(uuid.uuid4())
+def _attempts(options: RunOptions, driver: dict[str, str], stops: list[int]) -> int:
+    flags, run_id = options.flags, str(uuid.uuid4())
     nodes = LiveNodes(kept="All ranks are ended.")
 
     def check() -> None:
@@ -61,7 +61,7 @@ def _attempts(order: RunOptions, driver: dict[str, str], stops: list[int]) -> in
     logs = _log_folder(flags, run_id) if flags.files else None
     if logs is not None:
         _tell(f"output of each rank: {logs}")
-    crew: WorkerGroup | None = None
+    group: WorkerGroup | None = None
     status, stdin = 0, None
     try:
         check()
@@ -69,17 +69,17 @@ def _attempts(order: RunOptions, driver: dict[str, str], stops: list[int]) -> in
             if attempt:
                 _tell(f"starting all again: restart {attempt} of {flags.max_restarts}")
             try:
-                if crew is None:
+                if group is None:
                     layout = layout_for(flags, nodes())
-                    crew = WorkerGroup(order, layout, driver, sys.executable, _tell, check)
-                    _tell(_places(crew.workers))
+                    group = WorkerGroup(options, layout, driver, sys.executable, _tell, check)
+                    _tell(_places(group.workers))
                 if not attempt:
-                    if changed := not_passed_on(driver, crew.workers):
+                    if changed := not_passed_on(driver, group.workers):
                         _tell(f"not passed on from this shell, or overridden: {', '.join(changed)}")
                     stdin = _standard_input()
-                crew.start(run_id, attempt, check, feeds=stdin is not None)
+                group.start(run_id, attempt, check, feeds=stdin is not None)
                 folder = logs / f"attempt_{attempt}" if logs else None
-                status, lost = _attempt(order, crew, folder, stops, nodes, stdin)
+                status, lost = _attempt(options, group, folder, stops, nodes, stdin)
             except NodeLost as error:
                 _tell(str(error))
                 status, lost = error.exit_status, True
@@ -87,19 +87,19 @@ def _attempts(order: RunOptions, driver: dict[str, str], stops: list[int]) -> in
                 status = 128 + stops[0]
             if stops or not status:
                 break
-            if lost and crew is not None:
-                crew.close()
-                crew = None
+            if lost and group is not None:
+                group.close()
+                group = None
         return status
     finally:
-        if crew is not None:
-            crew.close()
+        if group is not None:
+            group.close()
         nodes.close()
 
 
 def _attempt(
-    order: RunOptions,
-    crew: WorkerGroup,
+    options: RunOptions,
+    group: WorkerGroup,
     logs: Path | None,
     stops: list[int],
     nodes: LiveNodes,
@@ -110,7 +110,7 @@ def _attempt(
     Raises:
         RetriesExhausted: the cluster's head is lost.
     """
-    flags, workers = order.flags, crew.workers
+    flags, workers = options.flags, group.workers
 
     def shown(rank: int, stream: str) -> bool:
         return flags.shown(rank, workers[rank].local_rank, stream)
@@ -126,8 +126,8 @@ def _attempt(
 
     with Output(shown, logs, lambda: stops, prefix) as output:
         output.open_files(range(len(workers)))
-        ends = Attempt(crew, output, flags.grace_s, stops, nodes, _tell, stdin).run()
-    failed = first_failure(ends, output, crew.clocks)
+        ends = Attempt(group, output, flags.grace_s, stops, nodes, _tell, stdin).run()
+    failed = first_failure(ends, output, group.clocks)
     if failed is not None:
         print(failure_report(failed, ends, workers, output), file=sys.stderr, flush=True)
     status = 0 if failed is None else ends[failed].exit_status

@@ -76,11 +76,11 @@ def _watch(report: int, stdin: int, folder: str, command: list[str]) -> None:
         if woken in ready:
             os.read(woken, 4096)  # processes that ended before a signal ended by themselves
         elif 0 in ready:
-            words = os.read(0, 4096).split()
-            if not words:
+            instructions = os.read(0, 4096).split()
+            if not instructions:
                 watched.remove(0)
-            for word in words or [b"kill"]:
-                asked = signal.SIGKILL if word == b"kill" else int(word)
+            for instruction in instructions or [b"kill"]:
+                asked = signal.SIGKILL if instruction == b"kill" else int(instruction)
                 asked_at = asked_at or time.monotonic()
                 _obey(script, asked)
     ended = {"status": status, "at": time.monotonic(), "asked": asked, "asked_at": asked_at}
@@ -103,9 +103,9 @@ def _recorded(path: str) -> dict[str, object] | None:
     clock."""
     try:
         with open(path) as file:
-            told = json.load(file)["message"]
-        told = told if isinstance(told, dict) else {"message": str(told)}
-        return {**told, "at": time.monotonic() - time.time() + os.stat(path).st_mtime}
+            content = json.load(file)["message"]
+        content = content if isinstance(content, dict) else {"message": str(content)}
+        return {**content, "at": time.monotonic() - time.time() + os.stat(path).st_mtime}
     except (OSError, ValueError, LookupError, TypeError):
         return None
 
@@ -208,9 +208,9 @@ def _prctl(option: int, value: int) -> None:
         ctypes.CDLL(None).prctl(option, value, 0, 0, 0)
 
 
-def _tell(report: int, told: dict[str, object]) -> None:
+def _tell(report: int, content: dict[str, object]) -> None:
     with suppress(OSError):
-        os.write(report, json.dumps(told).encode() + b"\n")
+        os.write(report, json.dumps(content).encode() + b"\n")
 
 
 if __name__ == "__main__":

@@ -58,18 +58,18 @@ class WorkerGroup:
 
     def __init__(
         self,
-        order: RunOptions,
+        options: RunOptions,
         layout: GroupedLayout,
         driver: Mapping[str, str],
         python: str,
         tell: Callable[[str], None],
         check: Check,
     ) -> None:
-        self._order, self._driver, self._python, self._check = order, driver, python, check
+        self._options, self._driver, self._python, self._check = options, driver, python, check
         self._group: Any = None
         self._agents: list[Any] = []
         try:
-            self._group = _reserve(order.flags.wait_s, layout, tell, check)
+            self._group = _reserve(options.flags.wait_s, layout, tell, check)
             self._agents = _agents(self._group, layout)
             facts = _wait_for_answers([a.seat.remote() for a in self._agents], check)
             self._here = _this_node()
@@ -78,7 +78,7 @@ class WorkerGroup:
                 [_seat(number, fact) for number, fact in enumerate(facts)], self._here
             )
             first = [w for w in self.workers if w.local_rank == 0 and w.seat.node != self._here]
-            copies = provide_folders(order, first, self._ask, tell)
+            copies = provide_folders(options, first, self._ask, tell)
             self._folders = {self.workers[rank].node_rank: copies[rank] for rank in copies}
         except BaseException:
             self.close()
@@ -94,7 +94,7 @@ class WorkerGroup:
         Args:
             feeds: whether rank 0 has a standard input.
         """
-        asked = self._order.flags.master_port
+        asked = self._options.flags.master_port
         wanted = [asked] if asked is not None else random.sample(_PORTS, 20)
         (port,) = _wait_for_answers([self.agent(0).free_port.remote(wanted)], check)
         if not port:
@@ -132,14 +132,14 @@ class WorkerGroup:
         self._agents, self._group = [], None
 
     def _start(self, group: RankedGroup, worker: Worker, feeds: bool) -> Any:
-        fact, flags = self._facts[worker.seat.number], self._order.flags
+        fact, flags = self._facts[worker.seat.number], self._options.flags
         local, here = worker.seat.node == self._here, Path.cwd()
         folder = self._folders.get(worker.node_rank, str(here))
         there = partial(path_in_copy, here=here, there=folder)
         python = self._python if local else fact["python"]
         base = base_environment(self._driver, fact["environment"], local, flags.exported, there)
         return self.agent(worker.rank).start.remote(
-            self._order.command(python, placeholder_values(group, worker), there),
+            self._options.command(python, placeholder_values(group, worker), there),
             rank_variables(flags, group, worker, base, error_file=""),
             folder,
             flags.env == "slurm",
@@ -176,7 +176,7 @@ def _reserve(
     group = placement_group(layout.bundles, strategy=strategy)
     began = time.monotonic()
     lacks = missing_capacity(layout, live_node_resources())
-    said = False
+    reported = False
     try:
         while not group.wait(_POLL_S):
             check()
@@ -185,8 +185,8 @@ def _reserve(
             if waited_s > wait_s:
                 busy = "other jobs use the resources (ray status)"
                 raise capacity_error(layout, lacks or busy, "the cluster")
-            if not said and (lacks or waited_s > 2):
-                said = True
+            if not reported and (lacks or waited_s > 2):
+                reported = True
                 tell(f"waiting up to {wait_s:g} s for {layout.said}: {lacks or 'all busy'}")
     except BaseException:
         remove_placement_group(group)
@@ -256,9 +256,9 @@ def _wait_for_answers(asked: list[Any], check: Check, where: Sequence[str] = ())
         try:
             answers.append(ray.get(each, timeout=1))
         except (ray.exceptions.RayActorError, ray.exceptions.GetTimeoutError) as error:
-            said = str(error).strip().splitlines()
+            explanation = str(error).strip().splitlines()
             raise NodeLost(
-                f"a node or a worker of Ray was lost: {(said or ['no answer'])[-1]}"
+                f"a node or a worker of Ray was lost: {(explanation or ['no answer'])[-1]}"
             ) from error
         except ray.exceptions.RayTaskError as error:
             place = where[number] if where else "a node of the cluster"

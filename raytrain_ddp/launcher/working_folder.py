@@ -23,7 +23,7 @@ AskAgents = Callable[..., list[Any]]
 
 
 def provide_folders(
-    order: RunOptions, elsewhere: Sequence[Worker], ask: AskAgents, tell: Callable[[str], None]
+    options: RunOptions, elsewhere: Sequence[Worker], ask: AskAgents, tell: Callable[[str], None]
 ) -> dict[int, str]:
     """The folders of the nodes that work in a copy, by rank. Other nodes share the driver's folder,
     or have the same files at the same path.
@@ -34,10 +34,10 @@ def provide_folders(
     Raises:
         PreflightError: the folder cannot be copied, or the script is outside of it.
     """
-    here, flags = Path.cwd(), order.flags
+    here, flags = Path.cwd(), options.flags
     if not elsewhere or flags.ship == "never":
         return {}
-    _require_script(order, here, elsewhere, ask)
+    _require_script(options, here, elsewhere, ask)
     why = {worker.rank: "--ship always" for worker in elsewhere}
     if flags.ship == "auto":
         why = _lacking(here, elsewhere, ask)
@@ -54,11 +54,11 @@ def provide_folders(
 
 
 def _require_script(
-    order: RunOptions, here: Path, elsewhere: Sequence[Worker], ask: AskAgents
+    options: RunOptions, here: Path, elsewhere: Sequence[Worker], ask: AskAgents
 ) -> None:
-    if order.module or order.flags.no_python:
+    if options.module or options.flags.no_python:
         return
-    script = os.path.normpath(here / order.program)
+    script = os.path.normpath(here / options.program)
     if Path(script).is_relative_to(here):
         return
     for worker, there in zip(elsewhere, ask(elsewhere, "exists", script), strict=True):

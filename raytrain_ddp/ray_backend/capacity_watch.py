@@ -80,7 +80,7 @@ class CapacityWatch:
         if now - self._looked_at < _LOOK_EVERY_S:
             return
         self._looked_at = now
-        said, nodes = self._layout.said, self._nodes()
+        wanted, nodes = self._layout.said, self._nodes()
         if len(nodes) != self._before:
             self._before = len(nodes)
             self._changed()
@@ -89,11 +89,11 @@ class CapacityWatch:
             self._lacking_since = None
             if self._since is not None and now - self._since > _STARTED_WITHIN_S:
                 raise PreflightError(
-                    f"Ray has not started {said} in {_STARTED_WITHIN_S:g} s, although the cluster "
-                    "has room: is it busy (`ray status`), or does their start fail (logs/)?"
+                    f"Ray has not started {wanted} in {_STARTED_WITHIN_S:g} s, although the "
+                    "cluster has room: is it busy (`ray status`), or does their start fail (logs/)?"
                 )
             return
-        lack = f"for {said}, each with {dict(self._layout.per_worker)}, there is room for {has}"
+        lack = f"for {wanted}, each with {dict(self._layout.per_worker)}, there is room for {has}"
         if self._lacking_since is None:
             self._lacking_since = now
             text = f"waiting up to {self._wait_s:g} s: {lack} on {len(nodes)} node(s)"

@@ -16,8 +16,8 @@ def dashboard_address() -> tuple[str, int] | None:
     import ray
 
     # For a connected Ray, this only returns its address.
-    told = ray.init(ignore_reinit_error=True, configure_logging=False, logging_level="ERROR")
-    host, _, port = (told.dashboard_url or "").rpartition(":")
+    context = ray.init(ignore_reinit_error=True, configure_logging=False, logging_level="ERROR")
+    host, _, port = (context.dashboard_url or "").rpartition(":")
     return (host, int(port)) if port.isdigit() else None
 
 

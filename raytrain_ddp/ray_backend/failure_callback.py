@@ -32,12 +32,12 @@ class FailureCallback(UserCallback):  # type: ignore[misc]
 
     def after_exception(self, run_context: Any, worker_exceptions: dict[int, Exception]) -> None:
         """Called at each check that finds dead workers; the driver handles each death once."""
-        texts = {rank: _said(error) for rank, error in worker_exceptions.items()}
+        texts = {rank: _described(error) for rank, error in worker_exceptions.items()}
         preempted = [rank for rank, error in worker_exceptions.items() if _was_preempted(error)]
         self._board.push.remote([{"kind": "died", "texts": texts, "preempted": preempted}])
 
 
-def _said(error: Exception) -> str:
+def _described(error: Exception) -> str:
     return f"{type(_inner(error)).__name__}: {error}"[:_MOST_CHARACTERS]
 
 

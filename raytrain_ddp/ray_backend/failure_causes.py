@@ -43,8 +43,8 @@ def cause_of(error: BaseException) -> str:
     if isinstance(error, (ConnectionError, TimeoutError)):
         return "outside"
     if isinstance(error, OSError):
-        of_store = any(words in text for words in _OF_STORES) and not any(
-            words in text for words in _LASTING_OF_STORES
+        of_store = any(pattern in text for pattern in _OF_STORES) and not any(
+            pattern in text for pattern in _LASTING_OF_STORES
         )
         return "outside" if error.errno in _PASSING or of_store else "error"
     failed_storage = isinstance(error, CheckpointError) and isinstance(error.__cause__, OSError)
@@ -63,7 +63,7 @@ def failure_event(error: Exception) -> dict[str, Any]:
 
 def _is_of_collectives(error: BaseException) -> bool:
     text = str(error).lower()
-    return isinstance(error, RuntimeError) and any(word in text for word in _OF_COLLECTIVES)
+    return isinstance(error, RuntimeError) and any(pattern in text for pattern in _OF_COLLECTIVES)
 
 
 def is_lack_of_memory(error: BaseException) -> bool:

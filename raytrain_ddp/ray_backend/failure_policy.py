@@ -61,23 +61,23 @@ class FailurePolicy:
                 start = self._start = _Start(event["start"])
             start.nodes[event["rank"]] = event["node"]
         elif kind == "checkpoint":
-            self._got_on(event["step"])
+            self._note_progress(event["step"])
         elif kind == "plan":
             self._committed = min(self._committed, event["start_step"])  # a newer one is damaged
-            self._got_on(event["start_step"])  # the report may have died with rank 0
+            self._note_progress(event["start_step"])  # the report may have died with rank 0
             start.step = event["start_step"] + 1
         elif kind == "at":
             start.step = event["step"]
         elif kind == "failed" and event["start"] == start.name:  # and not from a replaced start
             # A rank that reported a hang may then lose its peers.
-            start.words.setdefault(event["rank"], event)
+            start.reports.setdefault(event["rank"], event)
             if event["cause"] == "error":
                 raise as_error(event, start.node(event["rank"]))
-        elif kind == "died" and not start.judged & {*event["texts"].values()}:
-            if start.judged:  # another start, which died before it reported anything
+        elif kind == "died" and not start.handled & {*event["texts"].values()}:
+            if start.handled:  # another start, which died before it reported anything
                 start = self._start = _Start("")
-            start.judged |= {*event["texts"].values()}
-            return self._judge(event)
+            start.handled |= {*event["texts"].values()}
+            return self._handle_death(event)
         return None
 
     def ended(self, why: str) -> Event:
@@ -92,25 +92,30 @@ class FailurePolicy:
                 "nodes were taken away more often than scaling.max_preemptions allows: "
                 f"{why} {KEPT}"
             )
-        said = "" if self._start.judged else self._start.own_words()
-        why = said or why or "Ray Train ended, and no worker reported why."
+        report = "" if self._start.handled else self._start.own_report()
+        why = report or why or "Ray Train ended, and no worker reported why."
         self._in_a_row += 1
         if self._in_a_row > self._most:
             raise errors.RetriesExhausted(f"{why} {KEPT}")
         last = [line.strip() for line in why.splitlines() if line.strip()][-1]
         self._start = _Start("")
-        return {"kind": "failed", "rank": None, "step": None, "message": f"{last}; {self._going()}"}
+        return {
+            "kind": "failed",
+            "rank": None,
+            "step": None,
+            "message": f"{last}; {self._resume_text()}",
+        }
 
-    def _got_on(self, step: int) -> None:
+    def _note_progress(self, step: int) -> None:
         if step > self._committed:
             self._committed, self._in_a_row, self._before, self._for_memory = step, 0, None, 0
 
-    def _judge(self, event: Event) -> Event:
+    def _handle_death(self, event: Event) -> Event:
         if event["preempted"]:
             return {"kind": "preempted", "text": self._start.preempted(event["preempted"])}
         hang = self._start.hang()
         if hang is not None:
-            return self._hung(hang)
+            return self._handle_hang(hang)
         rank, what, said = self._start.cause(event["texts"])
         step = self._start.step_of(rank)
         node = self._start.node(rank)
@@ -136,26 +141,26 @@ class FailurePolicy:
                 cause,
             )
         self._before = (step, what) if step else None
-        message = f"{said} {where}; {self._going()}"
+        message = f"{said} {where}; {self._resume_text()}"
         return {"kind": "failed", **cause, "message": message}
 
-    def _hung(self, hang: Event) -> Event:
-        step, what, said = hang["step"], hang["error"], hang["message"].rstrip(".")
+    def _handle_hang(self, hang: Event) -> Event:
+        step, what, text = hang["step"], hang["error"], hang["message"].rstrip(".")
         if self._before == (step, what):
             raise errors.RetriesExhausted(
-                f"{said}; as before, with no checkpoint in between: it would repeat forever. {KEPT}"
+                f"{text}; as before, with no checkpoint in between: it would repeat forever. {KEPT}"
             )
         self._in_a_row += 1
         if self._in_a_row > self._most:
             raise errors.RetriesExhausted(
                 f"workers failed {self._in_a_row} times with no new checkpoint in between "
-                f"(scaling.max_failures = {self._most}); the last time {said}. {KEPT}"
+                f"(scaling.max_failures = {self._most}); the last time {text}. {KEPT}"
             )
         self._before = (step, what)
-        message = f"{said}; {self._going()}"
+        message = f"{text}; {self._resume_text()}"
         return {"kind": "failed", "rank": None, "step": step, "message": message, "hung": True}
 
-    def _going(self) -> str:
+    def _resume_text(self) -> str:
         place = f"step {self._committed}" if self._committed else "the start"
         return f"going on from {place} (failure {self._in_a_row} of at most {self._most} in a row)"
 
@@ -166,43 +171,45 @@ class _Start:
     def __init__(self, name: str) -> None:
         self.name = name
         self.nodes: dict[int, str] = {}
-        self.words: dict[int, Event] = {}  # the last report of each rank
+        self.reports: dict[int, Event] = {}  # the last report of each rank
         self.step: int | None = None  # in progress, as far as the driver knows
-        self.judged: set[str] = set()
+        self.handled: set[str] = set()
 
     def node(self, rank: int) -> str:
         return self.nodes.get(rank, "its node")
 
     def step_of(self, rank: int) -> int | None:
         """The step a rank was at: by its own report, its peers', or the last event."""
-        said = self.words[rank]["step"] if rank in self.words else None
-        theirs = [event["step"] for event in self.words.values() if event["step"]]
-        return said or max(theirs, default=self.step)
+        reported_step = self.reports[rank]["step"] if rank in self.reports else None
+        theirs = [event["step"] for event in self.reports.values() if event["step"]]
+        return reported_step or max(theirs, default=self.step)
 
     def hang(self) -> Event | None:
         """The report of a rank that detected a hang."""
-        return next((event for event in self.words.values() if event["cause"] == "hang"), None)
+        return next((event for event in self.reports.values() if event["cause"] == "hang"), None)
 
     def cause(self, texts: Mapping[int, str]) -> tuple[int, str, str]:
         """Which rank failed first, the class of its failure, and what happened.
 
         A rank that reports its peers is only affected by them; a silent one crashed or was killed.
         """
-        own = [event for event in self.words.values() if event["cause"] != "peer"]
+        own = [event for event in self.reports.values() if event["cause"] != "peer"]
         if own:
             line = next(iter(own[0]["message"].splitlines()), "")
             return own[0]["rank"], own[0]["error"], f"failed ({line})"
         # Ray reports a dead process before its peers do, a dead node after them.
-        silent = [rank for ranks in (texts, self.nodes) for rank in ranks if rank not in self.words]
+        silent = [
+            rank for ranks in (texts, self.nodes) for rank in ranks if rank not in self.reports
+        ]
         if silent:
             return silent[0], f"the end of rank {silent[0]}", "crashed, or was killed,"
         return min(texts), "the end of a connection", "lost its peers"
 
-    def own_words(self) -> str:
+    def own_report(self) -> str:
         """The report of the first worker that was not only affected by another; or ``""``."""
-        words = [*self.words.values()]
-        own = [event for event in words if event["cause"] != "peer"]
-        return str((own or words)[0]["message"]) if words else ""
+        reports = [*self.reports.values()]
+        own = [event for event in reports if event["cause"] != "peer"]
+        return str((own or reports)[0]["message"]) if reports else ""
 
     def preempted(self, ranks: Iterable[int]) -> str:
         nodes = sorted({self.node(rank) for rank in ranks})

@@ -16,7 +16,7 @@ from typing import Any, Protocol
 
 Event = Mapping[str, Any]
 
-_SAY_AGAIN_EVERY_S = 5.0  # Ray exports values updated in the last 10 s
+_EXPORT_EVERY_S = 5.0  # Ray exports values updated in the last 10 s
 
 PREFIX = "raytrain_"
 ENDED, STARTING, TRAINING, EVALUATING = 0, 1, 2, 3
@@ -86,51 +86,51 @@ class PrometheusMetrics:
         self, run: str, gauge: Callable[[str, str, tuple[str, ...]], Gauge] | None = None
     ) -> None:
         self._run = run
-        self._make = gauge or _rays
+        self._make = gauge or _ray_gauge
         self._gauges: dict[str, Gauge] = {}
-        self._said: dict[tuple[str, ...], Sample] = {}  # the newest for each name and tags
+        self._newest: dict[tuple[str, ...], Sample] = {}  # the newest for each name and tags
         self._figures = Figures()
         self._lock = threading.Lock()
         self._closed = threading.Event()
         self.take({"kind": "begin"})
-        threading.Thread(target=self._keep_saying, name="metrics", daemon=True).start()
+        threading.Thread(target=self._keep_exporting, name="metrics", daemon=True).start()
 
     def take(self, event: Event) -> None:
         """Handles an event of any kind: those shown, and "at", the step in progress."""
         with suppress(Exception), self._lock:
             for name, value, tags in self._figures.of(event):
-                self._say(name, float(value), tags)
+                self._export(name, float(value), tags)
                 if name in _PASSING and not value:
-                    del self._said[_key(name, tags)]
+                    del self._newest[_key(name, tags)]
 
     def close(self) -> None:
         """The run has ended; Ray soon drops its values."""
         self.take({"kind": "end"})
         self._closed.set()
 
-    def _keep_saying(self) -> None:
-        while not self._closed.wait(_SAY_AGAIN_EVERY_S):
+    def _keep_exporting(self) -> None:
+        while not self._closed.wait(_EXPORT_EVERY_S):
             with suppress(Exception), self._lock:
-                for sample in list(self._said.values()):
-                    self._say(*sample)
+                for sample in list(self._newest.values()):
+                    self._export(*sample)
 
-    def _say(self, name: str, value: float, tags: dict[str, str]) -> None:
+    def _export(self, name: str, value: float, tags: dict[str, str]) -> None:
         gauge = self._gauges.get(name)
         if gauge is None:
-            told, besides = GAUGES[name]
-            gauge = self._gauges[name] = self._make(PREFIX + name, told, ("run", *besides))
+            description, besides = GAUGES[name]
+            gauge = self._gauges[name] = self._make(PREFIX + name, description, ("run", *besides))
         gauge.set(value, {"run": self._run, **tags})
-        self._said[_key(name, tags)] = name, value, tags
+        self._newest[_key(name, tags)] = name, value, tags
 
 
 def _key(name: str, tags: dict[str, str]) -> tuple[str, ...]:
     return name, *tags.values()
 
 
-def _rays(name: str, told: str, tags: tuple[str, ...]) -> Gauge:
+def _ray_gauge(name: str, description: str, tags: tuple[str, ...]) -> Gauge:
     from ray.util import metrics
 
-    made: Gauge = metrics.Gauge(name, told, tags)
+    made: Gauge = metrics.Gauge(name, description, tags)
     return made
 
 

@@ -173,8 +173,8 @@ class RaySession(RecordingSession):
 
     def meeting(self, owners: Sequence[Owner]) -> Exchange:
         def exchange(sign: Sign | None) -> dict[int, Sign]:
-            told = self._board.meet.remote(self._start, self.world.rank, sign and asdict(sign))
-            answers = ray.get(told, timeout=_MEET_S)
+            pending = self._board.meet.remote(self._start, self.world.rank, sign and asdict(sign))
+            answers = ray.get(pending, timeout=_MEET_S)
             return {rank: Sign(**each) for rank, each in answers.items()}
 
         return exchange
@@ -189,8 +189,8 @@ class RaySession(RecordingSession):
             if node["Alive"] and node["NodeManagerHostname"] == owner.host
         ]
         look = ray.remote(num_cpus=0, max_retries=0)(Owner.state)
-        told = [look.options(scheduling_strategy=node).remote(owner) for node in there]
-        return next(filter(None, ray.get(told, timeout=_MEET_S)), "") if told else ""
+        pending = [look.options(scheduling_strategy=node).remote(owner) for node in there]
+        return next(filter(None, ray.get(pending, timeout=_MEET_S)), "") if pending else ""
 
     def hung(self, hang: Hang) -> None:
         """The driver is notified by each rank that responds; Ray then ends those that do not."""

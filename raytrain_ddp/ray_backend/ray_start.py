@@ -54,24 +54,24 @@ def start_with_retries(
                 init()
             return
         except Exception as error:  # Ray raises various types, even Exception itself
-            said = " ".join((str(error).splitlines() or [""])[0].split()) or type(error).__name__
+            message = " ".join((str(error).splitlines() or [""])[0].split()) or type(error).__name__
             with suppress(Exception):
                 shutdown()
             _end_processes(_children() - before)
             lasting = isinstance(error, (ValueError, TypeError))
             if lasting or any(
-                words in f"{type(error).__name__} {error}".lower() for words in _LASTING
+                pattern in f"{type(error).__name__} {error}".lower() for pattern in _LASTING
             ):
-                raise PreflightError(f"no Ray at {where}: {said}") from error
+                raise PreflightError(f"no Ray at {where}: {message}") from error
             pause_s = _PAUSES_S[min(number, len(_PAUSES_S) - 1)]
             spent_s = time.monotonic() - began
             if spent_s + pause_s > within_s:
                 raise PreflightError(
                     f"Ray did not start at {where} within {within_s:g} s ({number + 1} tries): "
-                    f"{said} Its logs are in /tmp/ray/session_latest/logs. On a slow disk or a "
+                    f"{message} Its logs are in /tmp/ray/session_latest/logs. On a slow disk or a "
                     "busy machine, allow more time with --scaling.wait-s (fit) or --wait-s (run)."
                 ) from error
-        tell(f"Ray did not start in {spent_s:.0f} s ({said}); trying again")
+        tell(f"Ray did not start in {spent_s:.0f} s ({message}); trying again")
         time.sleep(pause_s)
 
 

@@ -40,11 +40,11 @@ class WorkerLog:
 
     def take(self, event: Mapping[str, Any]) -> None:
         """Handles an event of any kind; on rank 0 also from the committing thread."""
-        words = getattr(self, f"_{event['kind']}", None)
-        line = words(event) if words is not None else ""
-        if line:
+        describe = getattr(self, f"_{event['kind']}", None)
+        text = describe(event) if describe is not None else ""
+        if text:
             now = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
-            _log.info("%s  rank %d: %s", now, self._world.rank, line)
+            _log.info("%s  rank %d: %s", now, self._world.rank, text)
 
     def _plan(self, event: Mapping[str, Any]) -> str:
         self._total = event["total_steps"]

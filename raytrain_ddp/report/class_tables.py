@@ -45,11 +45,11 @@ def _matrix(found: Predictions) -> str:
             count = matrix[truth][guess]
             is_right = truth == guess
             shade = count / whole if is_right else (count / most_wrong if most_wrong else 0.0)
-            told = f"{names[truth]} taken for {names[guess]}: {count} of {sum(matrix[truth])}"
+            hover = f"{names[truth]} taken for {names[guess]}: {count} of {sum(matrix[truth])}"
             style = f' style="--s:{shade:.2f}"' if count else ""
             cells.append(
                 f'<td class="{"right" if is_right else "wrong"}"{style} '
-                f'title="{escape(told, quote=True)}">{count or ""}</td>'
+                f'title="{escape(hover, quote=True)}">{count or ""}</td>'
             )
         rows.append(f"<tr><th>{_name(names[truth])}</th>{''.join(cells)}</tr>")
     heads = "".join(f"<th><span>{_name(names[n])}</span></th>" for n in chosen)
@@ -113,9 +113,9 @@ def _gallery(found: Predictions) -> str:
     cards = []
     for one in found.worst:
         place = one.where.rpartition("/")[2]  # the file without its folder, which is in the title
-        told = f"{one.where}; loss {format_number(one.loss)}"
+        hover = f"{one.where}; loss {format_number(one.loss)}"
         cards.append(
-            f'<figure title="{escape(told, quote=True)}">'
+            f'<figure title="{escape(hover, quote=True)}">'
             + (f'<img src="{escape(one.picture, quote=True)}" alt="">' if one.picture else "")
             + f"<figcaption><b>{_name(one.truth)}</b><br>taken for <b>{_name(one.guess)}</b> "
             f"({one.sure:.0%} sure)<small>{escape(place)}</small></figcaption></figure>"

@@ -176,14 +176,14 @@ def _evaluate(
                 if len(worst) == _WORST and loss <= worst[0][0]:
                     continue
                 row = chunk * size + place
-                told = _where(data, row) if whole else ""
+                where = _where(data, row) if whole else ""
                 mistake = Mistake(
                     loss,
                     names[int(labels[place])],
                     names[int(guesses[place])],
                     logits[place].softmax(0).max().item(),
                     picture(images[place]) if images is not None else "",
-                    told,
+                    where,
                 )
                 heapq.heappush(worst, (loss, row, mistake))
                 if len(worst) > _WORST:

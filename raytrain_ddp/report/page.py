@@ -135,8 +135,8 @@ def _cards(story: RunHistory) -> str:
         cards.append(("Workers", sizes[-1], f"so far {', '.join(grown)}" if grown[1:] else ""))
     if line.lives[1:]:
         failures = plural(sum(life.failed for life in line.lives), "failure")
-        told = f"after {failures} of workers" if any(life.failed for life in line.lives) else ""
-        cards.append(("Restarts", str(len(line.lives) - 1), told))
+        failed = f"after {failures} of workers" if any(life.failed for life in line.lives) else ""
+        cards.append(("Restarts", str(len(line.lives) - 1), failed))
     newest = [r["timing"] for r in timed(files)[-50:]]
     mfu = [t["mfu"] for t in newest if "mfu" in t]
     flops = [t["flops_per_s"] for t in newest if "flops_per_s" in t]
@@ -240,11 +240,11 @@ def _run_bars(stories: Sequence[RunHistory]) -> str:
 def _bar(name: str, split: Mapping[str, float], width: float = 1.0, unit: str = "a step") -> str:
     parts = []
     for phase, share in step_phases.shares(split).items():
-        told = f"{step_phases.PHASES.get(phase, phase)}: {format_share(share)}"
-        told += f", {step_phases.step_time(split[phase])} {unit}"
+        title = f"{step_phases.PHASES.get(phase, phase)}: {format_share(share)}"
+        title += f", {step_phases.step_time(split[phase])} {unit}"
         style = f"width:{100 * share * width:.2f}%"
         css = step_phases.css(phase)
-        parts.append(f'<i class="{css}" style="{style}" title="{escape(told, quote=True)}"></i>')
+        parts.append(f'<i class="{css}" style="{style}" title="{escape(title, quote=True)}"></i>')
     whole = f"{step_phases.step_time(sum(split.values()))} {unit}"
     return (
         f"<span>{escape(name)}</span>"

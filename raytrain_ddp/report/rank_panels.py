@@ -53,14 +53,14 @@ def _slowest_rank(story: RunHistory, x: Scale) -> Panel | None:
     if not stretches:
         return None
     by_phase: dict[str, list[Point]] = defaultdict(list)
-    told = []
+    hover_texts = []
     for one in stretches:
         slowest = one.slowest or {}
         ratio, phase = float(slowest["ratio"]), str(slowest["phase"])
         at = (one.since + one.to) / 2
         by_phase[phase].append((at, ratio))
         text = f"step {one.last_step}\nrank {slowest['rank']}: {ratio:.2f} x the median, by its"
-        told.append((at, f"{text} {phase}"))
+        hover_texts.append((at, f"{text} {phase}"))
     highest = max(y for points in by_phase.values() for _, y in points)
     return Panel(
         title="The slowest rank's own work, as a multiple of the median rank's",
@@ -72,7 +72,7 @@ def _slowest_rank(story: RunHistory, x: Scale) -> Panel | None:
             for name in step_phases.ordered(by_phase)
         ],
         marks=marks(story),
-        hovers=told,
+        hovers=hover_texts,
         height="low",
     )
 
@@ -86,7 +86,7 @@ def _ranks(story: RunHistory, x: Scale) -> Panel | None:
     most = max(len(e["split_s"]) for e in events)
     ats = [story.timeline.at(wall_of(e)) for e in events]
     shades: dict[int, list[tuple[float, float, float, float]]] = defaultdict(list)
-    told = []
+    hover_texts = []
     before = 0.0
     starts = [story.timeline.at(life.began) for life in story.timeline.lives]
     for at, event in zip(ats, events, strict=True):
@@ -99,7 +99,7 @@ def _ranks(story: RunHistory, x: Scale) -> Panel | None:
                 shades[shade].append((since, at, most - rank - 1, most - rank))
         slow = sorted(range(len(work)), key=lambda rank: -work[rank])[:4]
         rows = [f"rank {rank}: {step_phases.step_time(work[rank])} a step" for rank in slow]
-        told.append(((since + at) / 2, "\n".join([f"step {event['step']}", *rows])))
+        hover_texts.append(((since + at) / 2, "\n".join([f"step {event['step']}", *rows])))
         before = at
     each = -(-most // 8)
     names = [(most - rank - 0.5, f"rank {rank}") for rank in range(0, most, each)]
@@ -110,6 +110,6 @@ def _ranks(story: RunHistory, x: Scale) -> Panel | None:
         x_name=x_name([story.timeline]),
         areas=[Area("", f"shade{shade}", shades[shade]) for shade in sorted(shades)],
         legend=[("as the median", "shade0"), ("+25 %", "shade3"), ("+50 % or more", "shade5")],
-        hovers=told,
+        hovers=hover_texts,
         height="low" if most <= 4 else "",
     )

@@ -52,12 +52,12 @@ def restarts(story: RunHistory) -> list[Mark]:
     for before, life in pairwise(lives):
         resized = before.world_size != life.world_size
         change = f"{before.world_size}→{life.world_size}"
-        told = f"resumed from step {life.start_step}"
-        told += f" with {change} workers" if resized else ""
+        text = f"resumed from step {life.start_step}"
+        text += f" with {change} workers" if resized else ""
         kind = "resize" if resized else "restart"
         flag = change if resized else "↻"
         label = flag if len(lives) <= _MOST_FLAGS else ""
-        marks.append(Mark(life.start_step, kind, told, label))
+        marks.append(Mark(life.start_step, kind, text, label))
     return marks[:: -(-len(marks) // MOST_MARKS) or 1]
 
 
@@ -67,16 +67,16 @@ def hovers(
     """(x, text) pairs: the values of all lines at x, or their last ones before it."""
     places = sorted({x for _, points, _ in series for x, _ in points})
     places = places[:: -(-len(places) // most) or 1]
-    told = []
+    texts = []
     ends = [[x for x, _ in points] for _, points, _ in series]
     for x in places:
         parts = [name(x)]
-        for (label, points, say), xs in zip(series, ends, strict=True):
+        for (label, points, describe), xs in zip(series, ends, strict=True):
             at = bisect.bisect_right(xs, x) - 1
             if at >= 0 and (at + 1 < len(xs) or xs[at] == x):
-                parts.append(f"{label} {say(points[at][1])}".strip())
-        told.append((x, "\n".join(parts)))
-    return told
+                parts.append(f"{label} {describe(points[at][1])}".strip())
+        texts.append((x, "\n".join(parts)))
+    return texts
 
 
 def _steps(stories: Sequence[RunHistory]) -> Scale:
@@ -96,7 +96,7 @@ def _step_name(stories: Sequence[RunHistory]) -> Callable[[float], str]:
 def _loss(stories: Sequence[RunHistory], x: Scale) -> Panel | None:
     alone = len(stories) == 1
     lines: list[Line] = []
-    told: list[Series] = []
+    series: list[Series] = []
     seen: list[float] = []
     lost: list[float] = []
     count = 0
@@ -114,11 +114,11 @@ def _loss(stories: Sequence[RunHistory], x: Scale) -> Panel | None:
             lines.append(Line("", f"raw {css}", [raw]))
             lines.append(Line("training, smoothed", css, [line]))
             lines.append(_dotted("evaluation", color(1), tested))
-            told += [("training", raw, format_number), ("smoothed", line, format_number)]
-            told.append(("evaluation", tested, format_number))
+            series += [("training", raw, format_number), ("smoothed", line, format_number)]
+            series.append(("evaluation", tested, format_number))
         else:
             lines.append(Line(story.files.name, css, [line]))
-            told.append((story.files.name, line, format_number))
+            series.append((story.files.name, line, format_number))
     if not seen and not lost:
         return None
     is_log = bool(seen) and min(seen) > 0 and max(seen) > 20 * min(seen)
@@ -134,7 +134,7 @@ def _loss(stories: Sequence[RunHistory], x: Scale) -> Panel | None:
         x_name="step",
         lines=[line for line in lines if any(line.pieces)],
         marks=restarts(stories[0]) if alone else (),
-        hovers=hovers(told, _step_name(stories)),
+        hovers=hovers(series, _step_name(stories)),
         note=thinned_note(count),
         height="high",
         stars=_stars(stories, "loss"),
@@ -158,13 +158,13 @@ def _metric(
 ) -> Panel:
     alone = len(stories) == 1
     lines: list[Line] = []
-    told: list[Series] = []
+    series: list[Series] = []
     for number, story in enumerate(stories):
         for place, name in enumerate(names):
             points = [p for p in _evaluated(story, name) if math.isfinite(p[1])]
             label = name if alone else story.files.name
             lines.append(_dotted(label, color(2 + place if alone else number), points))
-            told.append((label, points, partial(format_metric, name)))
+            series.append((label, points, partial(format_metric, name)))
     values = [y for line in lines for piece in line.pieces for _, y in piece]
     y = _room(values, tick_percent if is_fraction else None, floor=is_fraction)
     title = "Accuracy" if is_fraction and alone else names[0]
@@ -175,19 +175,19 @@ def _metric(
         x_name="step",
         lines=lines,
         marks=restarts(stories[0]) if alone else (),
-        hovers=hovers(told, _step_name(stories)),
+        hovers=hovers(series, _step_name(stories)),
         stars=_stars(stories, *names),
     )
 
 
 def _rate(stories: Sequence[RunHistory], x: Scale) -> Panel | None:
-    lines, told = [], []
+    lines, series = [], []
     for number, story in enumerate(stories):
         points = [(float(r["step"]), _finite(r.get("lr"))) for r in story.files.train]
         line = sampled(points)
         label = "" if len(stories) == 1 else story.files.name
         lines.append(Line(label, color(number), [line]))
-        told.append((label or "learning rate", line, format_number))
+        series.append((label or "learning rate", line, format_number))
     highest = max((y for line in lines for _, y in line.pieces[0]), default=math.nan)
     if math.isnan(highest):
         return None
@@ -197,7 +197,7 @@ def _rate(stories: Sequence[RunHistory], x: Scale) -> Panel | None:
         y=linear_scale(0.0, highest or 1.0, ticks=4),
         x_name="step",
         lines=lines,
-        hovers=hovers(told, _step_name(stories)),
+        hovers=hovers(series, _step_name(stories)),
         height="low",
     )
 

@@ -44,7 +44,7 @@ class Mark:
 
     x: float
     kind: str
-    told: str
+    text: str
     label: str = ""
     to: float | None = None
 
@@ -93,7 +93,7 @@ class Panel:
         for mark in (mark for mark in self.marks if mark.to is not None):
             x, to = self._across(mark.x), self._across(mark.to or 0.0)
             shape = f'<rect x="{x}" y="0" width="{_short(float(to) - float(x))}" height="1000"'
-            parts.append(f'{shape} class="band {mark.kind}">{_title(mark.told)}</rect>')
+            parts.append(f'{shape} class="band {mark.kind}">{_title(mark.text)}</rect>')
         for area in self.areas:
             parts.append(f'<path class="area {area.css}" d="{self._area(area)}"/>')
         for line in self.lines:
@@ -103,7 +103,7 @@ class Panel:
                 parts.append(f'<path class="line dots {line.css}" d="{self._path(line, True)}"/>')
         for mark in (mark for mark in self.marks if mark.to is None):
             d = f"M{self._across(mark.x)} 0v1000"
-            parts.append(f'<path class="mark {mark.kind}" d="{d}">{_title(mark.told)}</path>')
+            parts.append(f'<path class="mark {mark.kind}" d="{d}">{_title(mark.text)}</path>')
         return "".join(parts) + "</svg>"
 
     def _area(self, area: Area) -> str:
@@ -143,11 +143,11 @@ class Panel:
                 left = self._part(self.x.at(mark.x))
                 yield (
                     f'<span class="flag {mark.kind}" style="left:{left}" '
-                    f'title="{escape(mark.told, quote=True)}">{escape(mark.label)}</span>'
+                    f'title="{escape(mark.text, quote=True)}">{escape(mark.label)}</span>'
                 )
-        for x, y, told in self.stars:
+        for x, y, text in self.stars:
             place = f"left:{self._part(self.x.at(x))};top:{self._part(1 - self.y.at(y))}"
-            title = escape(told, quote=True)
+            title = escape(text, quote=True)
             yield f'<span class="star" style="{place}" title="{title}">★</span>'
 
     def _legend(self) -> str:
@@ -161,8 +161,10 @@ class Panel:
         )
 
     def _hovers(self) -> str:
-        told = self.hovers[:: -(-len(self.hovers) // _MOST_HOVERS) or 1]
-        pairs = [[round(1000 * self.x.at(x), 1), text.replace(" %", "\u00a0%")] for x, text in told]
+        shown = self.hovers[:: -(-len(self.hovers) // _MOST_HOVERS) or 1]
+        pairs = [
+            [round(1000 * self.x.at(x), 1), text.replace(" %", "\u00a0%")] for x, text in shown
+        ]
         return as_script(pairs)
 
     def _across(self, value: float) -> str:

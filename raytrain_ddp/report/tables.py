@@ -45,19 +45,19 @@ def table(head: Sequence[str], rows: Iterable[Sequence[str]], css: str = "") -> 
 
 def happenings(story: RunHistory) -> str:
     """What happened, in chronological order."""
-    told = list(story.happenings)
-    left_out = len(told) - _MOST_HAPPENINGS
+    entries = list(story.happenings)
+    left_out = len(entries) - _MOST_HAPPENINGS
     if left_out > 0:  # notes are dropped first, then entries in the middle
-        told = [one for one in told if one.kind != "note"]
-        told = told if len(told) <= _MOST_HAPPENINGS else [*told[:50], *told[-150:]]
-        left_out = len(story.happenings) - len(told)
+        entries = [one for one in entries if one.kind != "note"]
+        entries = entries if len(entries) <= _MOST_HAPPENINGS else [*entries[:50], *entries[-150:]]
+        left_out = len(story.happenings) - len(entries)
     rows = [
         (
             escape(moment(one.wall)),
             _step(one),
             f'<span class="dot {one.kind}"></span>{escape(one.text)}{detail(one.detail)}',
         )
-        for one in told
+        for one in entries
     ]
     note = f"<p class=note>{left_out} entries are omitted.</p>" if left_out > 0 else ""
     return table(("when (UTC)", ">step", "what"), rows, "happenings") + note
@@ -89,8 +89,8 @@ def _grid(found: Any) -> str:
     """A table of a vector or matrix; text for more dimensions or values of another form."""
     if isinstance(found, Mapping):
         shape = " x ".join(map(str, found.get("shape", ())))
-        told = f"{shape} numbers, too many for the log: evaluate --out FILE writes them."
-        return f"<p class=note>{escape(told)}</p>"
+        note = f"{shape} numbers, too many for the log: evaluate --out FILE writes them."
+        return f"<p class=note>{escape(note)}</p>"
     rows = found if found and all(isinstance(row, list) for row in found) else [found]
     flat = all(not isinstance(cell, list) for row in rows for cell in row)
     if not flat or len(rows) * len(rows[0]) > _MOST_CELLS or not rows[0]:
@@ -115,7 +115,7 @@ def checkpoints(story: RunHistory) -> str:
         at_best = bool(best and kept.step == best["step"])
         size = sum(f.size_bytes for f in manifest.files.values()) if manifest else 0
         metrics = manifest.metrics if manifest else {}
-        told = ", ".join(f"{n} {format_metric(n, v)}" for n, v in metrics.items())
+        text = ", ".join(f"{n} {format_metric(n, v)}" for n, v in metrics.items())
         rows.append(
             (
                 f"<code>{escape(kept.name)}</code>"
@@ -124,24 +124,24 @@ def checkpoints(story: RunHistory) -> str:
                 str(kept.step),
                 escape(size_told(size)) if size else "-",
                 escape(format_seconds(event["seconds"])) if "seconds" in event else "-",
-                escape(told) or "-",
+                escape(text) or "-",
             )
         )
     out = table(("there now", ">step", ">size", ">written in", "metrics"), rows) if rows else ""
     seconds = [e["seconds"] for e in made.values() if "seconds" in e]
-    told = "There is no checkpoint." if not rows else ""
+    text = "There is no checkpoint." if not rows else ""
     if seconds:
         sizes = [e["size_bytes"] for e in made.values() if "size_bytes" in e]
         each = f"{format_seconds(median(seconds))} each (median)"
-        told = f"{plural(len(seconds), 'checkpoint')} written, {each}, "
-        told += f"{format_seconds(max(seconds))} at most"
-        told += f"; {size_told(max(sizes))} at most." if sizes else "."
+        text = f"{plural(len(seconds), 'checkpoint')} written, {each}, "
+        text += f"{format_seconds(max(seconds))} at most"
+        text += f"; {size_told(max(sizes))} at most." if sizes else "."
     failed = sum(e["kind"] == "checkpoint_failed" for e in files.events)
-    told += f" {failed} could not be written." if failed else ""
+    text += f" {failed} could not be written." if failed else ""
     intervals = [e for e in files.events if e["kind"] == "interval"]
     if intervals:
-        told += f" By time: every {format_seconds(intervals[-1]['seconds'])} (auto)."
-    return out + (f"<p class=note>{escape(told)}</p>" if told else "")
+        text += f" By time: every {format_seconds(intervals[-1]['seconds'])} (auto)."
+    return out + (f"<p class=note>{escape(text)}</p>" if text else "")
 
 
 def config(files: RunFiles) -> str:
@@ -199,9 +199,9 @@ def environment_table(story: RunHistory) -> str:
         add("raytrain_ddp", files.manifest.written_by)
         add("data fingerprint", files.manifest.data_fingerprint[:64])
     starts = [
-        f"{told.get('host')} (pid {told.get('pid')}, {plural(int(told['workers']), 'worker')})"
-        for _, told in files.claims
-        if isinstance(told.get("workers"), int)
+        f"{claim.get('host')} (pid {claim.get('pid')}, {plural(int(claim['workers']), 'worker')})"
+        for _, claim in files.claims
+        if isinstance(claim.get("workers"), int)
     ]
     add("rank 0 was on", "; ".join(starts[-10:]))
     if files.owner:

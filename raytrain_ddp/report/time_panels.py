@@ -76,10 +76,10 @@ def marks(story: RunHistory) -> list[Mark]:
     line, found = story.timeline, []
     cuts = {since for since, _ in line.cuts}
     flags = len(line.lives) <= _MOST_FLAGS
-    told = {h.wall: h.text for h in story.happenings if h.kind in ("restart", "resize")}
+    texts = {h.wall: h.text for h in story.happenings if h.kind in ("restart", "resize")}
     for before, life in pairwise(line.lives):
         since, to = line.at(before.ended), line.at(life.began)
-        text = told.get(life.began, f"resumed from step {life.start_step}")
+        text = texts.get(life.began, f"resumed from step {life.start_step}")
         resized = before.world_size != life.world_size and life.world_size
         kind = "resize" if resized else "restart"
         label = (f"{before.world_size}→{life.world_size}" if resized else "↻") if flags else ""
@@ -104,8 +104,8 @@ def _lost(story: RunHistory) -> list[Mark]:
     for number, life in enumerate(line.lives[:-1]):
         last = line.last_before(walls, number) or life.began
         if life.ended - last > 0.01 * line.worked_s:
-            told = f"{format_seconds(life.ended - last)} of work that is not in the log"
-            found.append(Mark(line.at(last), "lost", told, to=line.at(life.ended)))
+            text = f"{format_seconds(life.ended - last)} of work that is not in the log"
+            found.append(Mark(line.at(last), "lost", text, to=line.at(life.ended)))
     return found
 
 
@@ -132,7 +132,7 @@ def _pieces(story: RunHistory, records: Sequence[Record]) -> list[list[tuple[flo
 
 
 def _speed(stories: Sequence[RunHistory], x: Scale) -> Panel | None:
-    lines, told, highs = [], [], []
+    lines, series, highs = [], [], []
     units = {story.unit for story in stories}
     unit = (units.pop() if len(units) == 1 else "") or "samples"
     for number, story in enumerate(stories):
@@ -150,7 +150,7 @@ def _speed(stories: Sequence[RunHistory], x: Scale) -> Panel | None:
             lines.append(Line("", f"raw {color(0)}", raw))
         lines.append(Line("" if len(stories) == 1 else story.files.name, color(number), smooth))
         points: list[Point] = [point for piece in smooth for point in piece]
-        told.append((lines[-1].label, points, lambda value: f"{format_count(value)} {unit}/s"))
+        series.append((lines[-1].label, points, lambda value: f"{format_count(value)} {unit}/s"))
     if not lines:
         return None
     alone = stories[0] if len(stories) == 1 else None
@@ -163,7 +163,7 @@ def _speed(stories: Sequence[RunHistory], x: Scale) -> Panel | None:
         x_name=x_name([story.timeline for story in stories]),
         lines=lines,
         marks=shown,
-        hovers=hovers(told, clock_of),
+        hovers=hovers(series, clock_of),
         note=" ".join(filter(None, notes)),
         legend=[*((line.label, line.css) for line in lines if line.label), *_keys(shown)],
     )
@@ -237,7 +237,7 @@ def _split(story: RunHistory, x: Scale) -> Panel | None:
     if not names:
         return None
     steps: dict[str, list[tuple[float, float, float, float]]] = {name: [] for name in names}
-    told = []
+    texts = []
     for one in stretches:
         foot = 0.0
         shares = step_phases.shares(one.split_s)
@@ -253,7 +253,7 @@ def _split(story: RunHistory, x: Scale) -> Panel | None:
             for name, share in sorted(shares.items(), key=lambda item: -item[1])
             if share >= 0.005
         ]
-        told.append(((one.since + one.to) / 2, "\n".join(parts)))
+        texts.append(((one.since + one.to) / 2, "\n".join(parts)))
     return Panel(
         title="Where the time goes",
         x=x,
@@ -261,7 +261,7 @@ def _split(story: RunHistory, x: Scale) -> Panel | None:
         x_name=x_name([story.timeline]),
         areas=[Area(step_phases.PHASES.get(n, n), step_phases.css(n), steps[n]) for n in names],
         marks=marks(story),
-        hovers=told,
+        hovers=texts,
         note=thinned_note(len(story.files.train)).replace(
             "lowest and highest of each stretch are kept", "each stretch is a mean"
         ),

@@ -137,9 +137,9 @@ def _described(value: Any) -> str:
     if isinstance(value, type):
         return f"the class {value.__qualname__}"
     kind = type(value).__qualname__
-    told = f"{'an' if kind[0].lower() in 'aeiou' else 'a'} {kind}"
+    noun = f"{'an' if kind[0].lower() in 'aeiou' else 'a'} {kind}"
     if isinstance(value, int | float | str):
-        return f"{told}, {repr(value)[:80]}"
+        return f"{noun}, {repr(value)[:80]}"
     if isinstance(value, Mapping) and value:
-        return f"{told} of {', '.join(map(repr, [*value][:5]))}"
-    return f"{told} of {len(value)} items" if isinstance(value, list | tuple | dict) else told
+        return f"{noun} of {', '.join(map(repr, [*value][:5]))}"
+    return f"{noun} of {len(value)} items" if isinstance(value, list | tuple | dict) else noun

@@ -16,7 +16,7 @@ _LAST_S = 30.0  # how long the end of a run waits for a service
 _MOST = 200  # characters of an error message
 
 
-class _Word(NamedTuple):
+class _Item(NamedTuple):
     """A record, or None: try again if the service had failed by then. `known`: the number of
     records at that time."""
 
@@ -45,7 +45,7 @@ class BackgroundWriter:
         tell: Callable[[Record], None],
     ) -> None:
         self._name, self._open, self._records, self._tell = name, opened, records, tell
-        self._words: SimpleQueue[_Word | None] = SimpleQueue()
+        self._queue: SimpleQueue[_Item | None] = SimpleQueue()
         self._logger: Logger | None = None
         self._failed_s, self._reason = -1.0, ""
         self._thread: threading.Thread | None = None
@@ -53,7 +53,7 @@ class BackgroundWriter:
 
     def add(self, record: Record) -> None:
         """Sends the newest of the records; the service is opened for the first one."""
-        self._words.put(_Word(len(self._records), record, time.monotonic()))
+        self._queue.put(_Item(len(self._records), record, time.monotonic()))
         if self._thread is None:
             self._thread = threading.Thread(target=self._work, name=self._name, daemon=True)
             self._thread.start()
@@ -61,14 +61,14 @@ class BackgroundWriter:
     def again(self) -> None:
         """Tries again if the service has failed."""
         if self._thread is not None:
-            self._words.put(_Word(len(self._records), None, time.monotonic()))
+            self._queue.put(_Item(len(self._records), None, time.monotonic()))
 
     def close(self, failed: bool) -> None:
         """Waits until everything is sent, but not forever; `failed`: see `Logger.close`."""
         if self._thread is None:
             return
         self._run_failed = failed
-        self._words.put(None)
+        self._queue.put(None)
         self._thread.join(_LAST_S)
         if self._thread.is_alive():
             within = f"within {_LAST_S:.0f} s: records may be missing there."
@@ -77,13 +77,13 @@ class BackgroundWriter:
 
     def _work(self) -> None:
         first = True
-        while (word := self._words.get()) is not None:
+        while (item := self._queue.get()) is not None:
             if self._logger is not None:
-                if word.record is not None:
-                    self._try(self._logger.add, word.record)
-            elif first or (word.record is None and word.said_s > self._failed_s):
+                if item.record is not None:
+                    self._try(self._logger.add, item.record)
+            elif first or (item.record is None and item.said_s > self._failed_s):
                 first = False
-                self._try(self._begin, word.known)
+                self._try(self._begin, item.known)
         self._drop()
 
     def _begin(self, known: int) -> None:

@@ -58,9 +58,9 @@ class DataIdentity:
             ("classes", self.classes, first.classes, 0),
         ):
             if mine != theirs:
-                told = f" ({rows} rows)" if rows else ""
+                size = f" ({rows} rows)" if rows else ""
                 raise DataError(
-                    f"rank {world.rank} has different {what}{told} than rank 0: all nodes need the "
+                    f"rank {world.rank} has different {what}{size} than rank 0: all nodes need the "
                     "same files."
                 )
 

@@ -150,13 +150,13 @@ def require_monitor(task: Task, values: Mapping[str, Tensor]) -> None:
     monitor, names = task.monitor, list(scalars(values))
     if monitor in names:
         return
-    told = f"the task's monitor is {monitor!r}, but its metrics are {', '.join(names) or 'none'}"
+    problem = f"the task's monitor is {monitor!r}, but its metrics are {', '.join(names) or 'none'}"
     if monitor in values:
         shape = tuple(values[monitor].shape)
-        told = (
+        problem = (
             f"the task's monitor is {monitor!r}, whose value is not a single number (shape {shape})"
         )
-    raise TaskError(f"{place_of(task.metrics)}: {told}.{did_you_mean(monitor, names)}")
+    raise TaskError(f"{place_of(task.metrics)}: {problem}.{did_you_mean(monitor, names)}")
 
 
 def require_mergeable(task: Task, name: str, metric: Metric) -> None:

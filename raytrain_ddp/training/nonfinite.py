@@ -31,7 +31,7 @@ class StepTrace:
         names: of the parameters that have a gradient.
         norms: of their gradients, shape (parameters,).
         norm: of the whole gradient, shape ().
-        witness: name of the parameter whose gradient carries the non-finite losses and buffers.
+        sentinel: name of the parameter whose gradient carries the non-finite losses and buffers.
     """
 
     step: int
@@ -41,32 +41,32 @@ class StepTrace:
     names: list[str]
     norms: Tensor
     norm: Tensor
-    witness: str
+    sentinel: str
 
 
 class NonfiniteGuard:
     """Decides in each step whether its update may be applied.
 
     Args:
-        judge: called for each refused step, in order, on all ranks; it may end the run.
+        on_refused: called for each refused step, in order, on all ranks; it may end the run.
         fetch: starts the copy of a flag, shape (), to the host; the returned function waits for it.
         lag: how many steps later to wait for it. On a GPU 1, so that the host is a step ahead and
             the GPU is never idle.
     """
 
     def __init__(
-        self, state: TrainState, judge: Callable[[StepTrace], None], fetch: Fetch, lag: int
+        self, state: TrainState, on_refused: Callable[[StepTrace], None], fetch: Fetch, lag: int
     ) -> None:
-        self._state, self._judge, self._fetch, self._lag = state, judge, fetch, lag
+        self._state, self._on_refused, self._fetch, self._lag = state, on_refused, fetch, lag
         named = state.model.named_parameters()
         self._trained = [(name, p) for name, p in named if p.requires_grad]
         # The smallest non-empty one; if several, the last: nearest to the loss. (In a step
         # that leaves it unused, as ddp.find_unused_parameters allows, only gradients are examined.)
-        self._name, self._witness = min(
+        self._name, self._sentinel = min(
             reversed(self._trained), key=lambda item: item[1].numel() or math.inf
         )
-        self._taint = torch.zeros((), device=self._witness.device)
-        self._witness.register_hook(lambda gradient: gradient + self._taint)
+        self._taint = torch.zeros((), device=self._sentinel.device)
+        self._sentinel.register_hook(lambda gradient: gradient + self._taint)
         self._losses: dict[int, Tensor] = {}
         self._open: deque[tuple[StepTrace, Callable[[], bool]]] = deque()
 
@@ -90,22 +90,22 @@ class NonfiniteGuard:
             The norm of the whole gradient, and whether the step is refused; both of shape ().
         """
         scaler = self._state.scaler
-        if self._witness.grad is not None:
-            self._witness.grad.add_(forward * 0)
+        if self._sentinel.grad is not None:
+            self._sentinel.grad.add_(forward * 0)
         scaler.unscale_(self._state.optimizer)
         there = [(name, p.grad) for name, p in self._trained if p.grad is not None]
         norms = torch.stack(torch._foreach_norm([gradient for _, gradient in there]))
         norm = torch.linalg.vector_norm(norms)
         # A norm above 2e19 overflows, as the second moments of AdamW would.
         refused = ~norm.isfinite()
-        told = refused
+        counted = refused
         if scaler.is_enabled():  # above a scale of 1, the scale may have caused the overflow
             small = scaler.scale(torch.ones_like(norm)) < 1
-            told = refused & (small | ~forward.isfinite())
+            counted = refused & (small | ~forward.isfinite())
         names = [name for name, _ in there]
         step = self._state.step + 1
         trace = StepTrace(step, lr, self._losses, forward, names, norms, norm, self._name)
-        self._open.append((trace, self._fetch(told)))
+        self._open.append((trace, self._fetch(counted)))
         self._losses = {}
         return norm, refused
 
@@ -121,16 +121,16 @@ class NonfiniteGuard:
         while len(self._open) > lag:
             trace, refused = self._open.popleft()
             if refused():
-                self._judge(trace)
+                self._on_refused(trace)
 
 
 def make_guard(
-    state: TrainState, judge: Callable[[StepTrace], None], device: torch.device
+    state: TrainState, on_refused: Callable[[StepTrace], None], device: torch.device
 ) -> NonfiniteGuard:
     """The guard for a device."""
     if device.type == "cuda":
-        return NonfiniteGuard(state, judge, through_pinned_memory, lag=1)
-    return NonfiniteGuard(state, judge, lambda flag: lambda: bool(flag), lag=0)
+        return NonfiniteGuard(state, on_refused, through_pinned_memory, lag=1)
+    return NonfiniteGuard(state, on_refused, lambda flag: lambda: bool(flag), lag=0)
 
 
 def through_pinned_memory(flag: Tensor) -> Callable[[], bool]:

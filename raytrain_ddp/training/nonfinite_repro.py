@@ -68,11 +68,12 @@ def _all_losses(trace: StepTrace, world: World) -> list[_SlotLoss]:
 
 
 def _names(trace: StepTrace, losses: list[_SlotLoss]) -> list[str]:
-    """Parameters whose gradient norm is not finite, except a witness that carries another cause."""
+    """Parameters whose gradient norm is not finite, except a sentinel that carries another
+    cause."""
     norms = zip(trace.names, trace.norms.tolist(), strict=True)
     names = [name for name, norm in norms if not math.isfinite(norm)]
     spoken_for = not trace.forward.isfinite() or not all(math.isfinite(x.loss) for x in losses)
-    return [] if names == [trace.witness] and spoken_for else names
+    return [] if names == [trace.sentinel] and spoken_for else names
 
 
 def _description(trace: StepTrace, losses: list[_SlotLoss], names: list[str]) -> str:

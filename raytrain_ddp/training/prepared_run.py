@@ -82,7 +82,7 @@ class PreparedRun:
         samples = sum(self.plan.samples(s % per_epoch) for s in range(self.logged_step, step))
         samples_per_s = samples / trained_s
         flops_per_s = self.flops * samples_per_s / world.size
-        told = step_timing.summary(
+        timing = step_timing.summary(
             readings, step - self.logged_step, flops_per_s, self.peak_flops_per_s
         )
         self.session.log(
@@ -96,13 +96,13 @@ class PreparedRun:
                 "skipped": self.state.skipped,
                 "nonfinite": self.state.nonfinite,
                 "seconds": self.clock.elapsed(),
-                "timing": told,
+                "timing": timing,
             }
         )
         if world.size > 1:  # not logged: the log would grow with the number of workers
             split_s = step_timing.by_rank(readings, step - self.logged_step)
             self.session.tell({"kind": "ranks", "step": step, "split_s": split_s})
-        straggler = self.stragglers.look(step, told.get("slowest"), self.session.hosts)
+        straggler = self.stragglers.look(step, timing.get("slowest"), self.session.hosts)
         if straggler is not None:
             self.session.tell(straggler)
         self.logged_step = step

@@ -65,7 +65,7 @@ class ReplicaCheck:
         if differing is None:
             return
         source, ranks, names = differing
-        told = self._told(ranks, names)
+        found = self._problem(ranks, names)
         if self._mends:
             for tensor in _all(self._named().values(), self._state.optimizer):
                 broadcast_tensor(tensor, source)
@@ -73,12 +73,12 @@ class ReplicaCheck:
             step = self._state.step
             record = {"kind": "resync", "step": step, "ranks": ranks, "source": source}
             self._session.log({**record, "first": names[0]})
-            text = f"{told}. All go on with the weights and optimizer state of rank {source}."
+            text = f"{found}. All go on with the weights and optimizer state of rank {source}."
             self._session.tell({"kind": "note", "text": text})
             differing = self._differing()
         if differing is not None:
             raise DivergedError(
-                f"{told}. A device, memory or kernel of that host computes wrong results, or the "
+                f"{found}. A device, memory or kernel of that host computes wrong results, or the "
                 "task changes weights on its own. The last checkpoint, made earlier, is kept. "
                 "Exclude that host, or continue with the others': --scaling.on-divergence resync."
             )
@@ -99,7 +99,7 @@ class ReplicaCheck:
         names = [name for name, column in columns if len(set(column)) > 1]
         return rows.index(usual), ranks, names
 
-    def _told(self, ranks: Sequence[int], names: Sequence[str]) -> str:
+    def _problem(self, ranks: Sequence[int], names: Sequence[str]) -> str:
         hosts = self._session.hosts
         who = ", ".join(f"{rank} ({hosts[rank]})" if hosts else f"{rank}" for rank in ranks)
         others = "rank 0" if self._world.size == 2 else "the others"

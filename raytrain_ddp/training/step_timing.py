@@ -84,18 +84,18 @@ def summary(
         median; absent with a single rank. peak_memory_bytes: the maximum over ranks. flops_per_s,
         mfu (model FLOPs utilization, Chowdhery et al. 2022): per rank, if known.
     """
-    told: dict[str, Any] = {
+    result: dict[str, Any] = {
         "step_s": max(reading.seconds for reading in readings) / steps,
         "split_s": _split(readings, steps),
         "peak_memory_bytes": max(reading.peak_memory_bytes for reading in readings),
     }
     if len(readings) > 1:
-        told["slowest"] = _slowest(readings)
+        result["slowest"] = _slowest(readings)
     if flops_per_s:
-        told["flops_per_s"] = flops_per_s
+        result["flops_per_s"] = flops_per_s
         if peak:
-            told["mfu"] = flops_per_s / peak
-    return told
+            result["mfu"] = flops_per_s / peak
+    return result
 
 
 def by_rank(readings: Sequence[Reading], steps: int) -> list[dict[str, float]]:

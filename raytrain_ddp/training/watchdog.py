@@ -188,8 +188,8 @@ class Watchdog:
         if far and self._rank == min(answering):
             self._look_far([rank for rank in silent if rank not in here])
         self._stopped = frozenset(filter(self._is_stopped, here)) | self._stopped_far
-        told = self._stopped.union(*(sign.stopped for sign in answering.values()))
-        return told.intersection(silent)  # a rank that responds has continued since
+        stopped = self._stopped.union(*(sign.stopped for sign in answering.values()))
+        return stopped.intersection(silent)  # a rank that responds has continued since
 
     def _look_far(self, ranks: Iterable[int]) -> None:
         """In a thread: an unreachable machine would keep this rank from reporting its own
@@ -270,8 +270,8 @@ class Watchdog:
             for rank, owner in enumerate(self._owners):
                 if rank not in signs and (stack := _stack_of(owner, rank)):
                     folder.write_atomic(f"rank-{rank}.txt", stack)
-            told = {**asdict(hang), "signs": [asdict(sign) for sign in signs.values()]}
-            folder.write_atomic("hang.json", json.dumps(told, indent=1).encode())
+            document = {**asdict(hang), "signs": [asdict(sign) for sign in signs.values()]}
+            folder.write_atomic("hang.json", json.dumps(document, indent=1).encode())
 
 
 def _open_stack(rank: int, owners: Sequence[Owner]) -> int | None:

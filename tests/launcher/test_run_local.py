@@ -116,7 +116,7 @@ class Local:
 
     def _crew(self, order: RunOptions, actors: list[Actor]) -> WorkerGroup:
         crew = WorkerGroup.__new__(WorkerGroup)
-        crew._order, crew._driver, crew._python = order, dict(os.environ), sys.executable
+        crew._options, crew._driver, crew._python = order, dict(os.environ), sys.executable
         crew._check, crew._here, crew._folders, crew._group = lambda: None, "here", {}, None
         crew._agents = actors
         crew.workers = assign_ranks([Placement(n, "here", "127.0.0.1", "host") for n in range(3)])

@@ -612,7 +612,7 @@ def test_a_guard_changes_no_gradient_that_is_finite():
     assert len(judged) == 1
     norms = zip(judged[0].names, judged[0].norms, strict=True)
     bad = [name for name, norm in norms if norm.isnan()]
-    assert bad == [judged[0].witness] == ["2.bias"]
+    assert bad == [judged[0].sentinel] == ["2.bias"]
 
 
 def test_a_state_with_a_weight_that_is_not_finite_or_a_buffer_that_is_no_number_is_not_finite():
