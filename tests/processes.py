@@ -25,7 +25,7 @@ CALL_TIMEOUT_S = 100.0
 _DOOR = """
 import json, os, sys, time
 from importlib import import_module
-from raytrain_ddp.cli import run_command
+from raytrain_ddp.command_line import run_command
 
 sys.argv = ["door", *sys.argv[2:]]
 status = None

@@ -863,7 +863,7 @@ def test_a_damaged_dataset_file_is_a_data_error(copy: Path, text: str):
     with pytest.raises(DataError, match=r"dataset\.json"):
         verify(copy, 1, silent("", 0))
     (copy / "dataset.json").unlink()
-    with pytest.raises(DataError, match="not there"):
+    with pytest.raises(DataError, match="not found"):
         verify(copy, 1, silent("", 0))
 
 

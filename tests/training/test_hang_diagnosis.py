@@ -172,7 +172,7 @@ def test_fault_33_who_keeps_the_others_waiting_is_told_from_what_all_say():
     )
     text, ranks = said(sign(0), sign(2))
     assert ranks == (1,)
-    assert f"rank 1 (h1) did not enter {ALL_REDUCE}: it does not answer" in text
+    assert f"rank 1 (h1) did not enter {ALL_REDUCE}: it does not respond" in text
     text, ranks = said(sign(0), sign(1, name="barrier"), sign(2))
     assert ranks == (1,)
     assert "it is in the barrier of step 9" in text

@@ -474,8 +474,8 @@ def test_fault_24_skip_goes_on_tells_each_and_counts_them_in_the_log(skipping: A
     assert len(bad) == config.epochs
     assert {r.outcome.step for r in ran} == {TOTAL_STEPS}
     assert len({r.digest for r in ran}) == 1
-    assert [[note for note in notes(r) if "left out" in note] for r in ran[1:]] == [[], []]
-    told = [note for note in notes(ran[0]) if "left out" in note]
+    assert [[note for note in notes(r) if "skipped" in note] for r in ran[1:]] == [[], []]
+    told = [note for note in notes(ran[0]) if "skipped" in note]
     for number, ((step, slot), note) in enumerate(zip(bad, told, strict=True), 1):
         rank = [0, 1, 2, 2][slot]
         assert note.startswith(f"The loss of slot {slot} (rank {rank}) is nan at step {step} ")

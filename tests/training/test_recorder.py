@@ -207,7 +207,7 @@ def test_fault_16_a_commit_that_hangs_is_told_while_the_training_waits_for_it(
     commits.finish()
     assert {note.split(" for the")[0] for note in notes(told)} == {"training waits"}
     assert len(notes(told)) > 1
-    assert all("step 9" in note and "does not answer" in note for note in notes(told))
+    assert all("step 9" in note and "does not respond" in note for note in notes(told))
 
 
 def test_fault_16_a_commit_that_hangs_is_told_at_the_end_of_a_session_too(
@@ -219,7 +219,7 @@ def test_fault_16_a_commit_that_hangs_is_told_at_the_end_of_a_session_too(
     commits.submit(snapshot(9))
     commits.close()
     assert store.done == [9]
-    assert {"does not answer" in note for note in notes(told)} == {True}
+    assert {"does not respond" in note for note in notes(told)} == {True}
 
 
 def test_fault_08_failures_in_a_row_end_the_training_and_a_success_forgives_them(
@@ -231,7 +231,7 @@ def test_fault_08_failures_in_a_row_end_the_training_and_a_success_forgives_them
         commits.submit(snapshot(step)).result()
         commits.require()
     commits.submit(snapshot(6)).result()
-    with pytest.raises(CheckpointError, match=r"step 6.*No space left.*make room"):
+    with pytest.raises(CheckpointError, match=r"step 6.*No space left.*free space"):
         commits.require()
     failed = [e for e in told if e["kind"] == "checkpoint_failed"]
     assert [(e["step"], e["in_a_row"]) for e in failed] == [(1, 1), (2, 2), (4, 1), (5, 2), (6, 3)]
@@ -255,7 +255,7 @@ def test_fault_15_each_try_is_told_and_the_training_hears_of_none(
     commits.finish()
     assert store.done == [7]
     assert len(notes(told)) == 3
-    assert all("SLOW_DOWN" in note and "trying again in" in note for note in notes(told))
+    assert all("SLOW_DOWN" in note and "retrying in" in note for note in notes(told))
 
 
 @pytest.mark.parametrize("error", [RunLockedError("taken over"), ValueError("a bug")])
@@ -710,7 +710,7 @@ def test_fault_08_too_many_failures_or_a_failed_end_exit_with_5_and_the_run_goes
     results = workers.outcomes(3, run_until_full, plain(config))
     assert isinstance(results[0], Raised)
     assert (results[0].name, results[0].exit_status) == ("CheckpointError", 5)
-    assert "make room" in results[0].text
+    assert "free space" in results[0].text
     assert kept_steps(config)[-1] == 10
     workers(3, run_tiny, plain(config))
     assert_same_run(config, reference)
