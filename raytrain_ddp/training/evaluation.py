@@ -19,8 +19,9 @@ from raytrain_ddp.tasks.task import Task
 from raytrain_ddp.tasks.task_check import metrics_of
 from raytrain_ddp.training.buffer_sync import SavedBuffers
 from raytrain_ddp.training.metric_states import TreeMetrics
+from raytrain_ddp.training.seeding import seed_slot
 from raytrain_ddp.training.train_state import evaluating
-from raytrain_ddp.training.world import World, seed_slot
+from raytrain_ddp.training.world import World
 
 if TYPE_CHECKING:
     from torchmetrics import Metric, MetricCollection

@@ -15,9 +15,10 @@ from raytrain_ddp.data.epoch_order import EpochOrder
 from raytrain_ddp.data.loader import TrainLoader
 from raytrain_ddp.errors import DivergedError, RaytrainError
 from raytrain_ddp.training.nonfinite import StepTrace
+from raytrain_ddp.training.seeding import slot_seed
 from raytrain_ddp.training.session import Session
 from raytrain_ddp.training.train_state import TrainState
-from raytrain_ddp.training.world import World, broadcast, slot_seed
+from raytrain_ddp.training.world import World, broadcast
 
 _MOST_NAMES = 10
 REMEDY = "lower optim.lr, lengthen schedule.warmup_epochs or set optim.clip_norm"

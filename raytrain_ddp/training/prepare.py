@@ -44,12 +44,13 @@ from raytrain_ddp.training.profiler import Profile
 from raytrain_ddp.training.reduction import broadcast_model
 from raytrain_ddp.training.replica_check import ReplicaCheck
 from raytrain_ddp.training.sanity_check import try_evaluation
+from raytrain_ddp.training.seeding import seed_all
 from raytrain_ddp.training.session import Session
 from raytrain_ddp.training.step import Stepper
 from raytrain_ddp.training.step_timing import peak_flops_per_s
 from raytrain_ddp.training.stragglers import Stragglers
 from raytrain_ddp.training.train_state import TrainState, begin_training
-from raytrain_ddp.training.world import World, seed_all, set_up, software_versions
+from raytrain_ddp.training.world import World, set_up, software_versions
 
 
 def prepare(

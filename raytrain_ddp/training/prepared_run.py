@@ -17,7 +17,6 @@ from raytrain_ddp.errors import DivergedError
 from raytrain_ddp.failpoints import failpoint
 from raytrain_ddp.tasks.task import Task
 from raytrain_ddp.training import step_timing
-from raytrain_ddp.training.cadence import Cadence
 from raytrain_ddp.training.data_identity import DataIdentity
 from raytrain_ddp.training.device_feed import Feed, require_few_bad
 from raytrain_ddp.training.evaluation import evaluate
@@ -26,7 +25,7 @@ from raytrain_ddp.training.nonfinite_repro import REMEDY
 from raytrain_ddp.training.phase_clock import Clock
 from raytrain_ddp.training.session import Session
 from raytrain_ddp.training.step import Stepper
-from raytrain_ddp.training.step_decisions import Abandoned, EvaluationWatch
+from raytrain_ddp.training.step_decisions import Abandoned, Cadence, EvaluationWatch
 from raytrain_ddp.training.stragglers import Stragglers
 from raytrain_ddp.training.train_state import TrainState
 

@@ -20,10 +20,11 @@ from raytrain_ddp.tasks.task import Task
 from raytrain_ddp.tasks.task_check import metrics_of, place_of, refused
 from raytrain_ddp.training.buffer_sync import SavedBuffers
 from raytrain_ddp.training.metric_states import MOST_NUMBERS, TreeMetrics, require_monitor
+from raytrain_ddp.training.seeding import keeping_generators, seed_slot
 from raytrain_ddp.training.session import Record
 from raytrain_ddp.training.step import forward
 from raytrain_ddp.training.train_state import evaluating
-from raytrain_ddp.training.world import World, keeping_generators, seed_slot
+from raytrain_ddp.training.world import World
 
 _MOST_BAD = 4096  # rows searched for a readable one
 

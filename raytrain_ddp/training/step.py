@@ -25,9 +25,10 @@ from raytrain_ddp.training.reduction import (
     Reduction,
 )
 from raytrain_ddp.training.replica_check import ReplicaCheck
+from raytrain_ddp.training.seeding import seed_slot
 from raytrain_ddp.training.step_timing import counting_flops
 from raytrain_ddp.training.train_state import TrainState, evaluating
-from raytrain_ddp.training.world import World, seed_slot
+from raytrain_ddp.training.world import World
 
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 _TOO_SMALL = "more than 1 value per channel"  # for batch norm, says torch

@@ -1,13 +1,62 @@
-"""Decides what follows a step: the same on all ranks, agreed on while the step computes."""
+"""Decides what follows a step: due actions, and a vote of the ranks while the step computes."""
 
 from __future__ import annotations
 
 from typing import NamedTuple
 
+import torch
+import torch.distributed as dist
+
+from raytrain_ddp.config.train_config import TrainConfig
 from raytrain_ddp.failpoints import failpoint
-from raytrain_ddp.training.cadence import Cadence
 from raytrain_ddp.training.session import Session
-from raytrain_ddp.training.world import Ballot
+from raytrain_ddp.training.world import World
+
+
+class Cadence:
+    """Decides by the number of steps done; for saving by time, see checkpoint_interval.py."""
+
+    def __init__(self, config: TrainConfig, steps_per_epoch: int) -> None:
+        self.total_steps = config.epochs * steps_per_epoch
+        self._epoch = steps_per_epoch
+        self._config = config
+
+    def logs(self, step: int) -> bool:
+        """Every `log.every_steps` steps, at the end of each epoch, and after the first step."""
+        every = self._config.log.every_steps
+        return step % every == 0 or step % self._epoch == 0 or step == 1
+
+    def evaluates(self, step: int) -> bool:
+        every = self._config.eval.every_epochs * self._epoch
+        return step >= self.total_steps or (every > 0 and step % every == 0)
+
+    def saves(self, step: int) -> bool:
+        checkpoint = self._config.checkpoint
+        every = (checkpoint.every_epochs * self._epoch, checkpoint.every_steps)
+        return step == self.total_steps or any(n and step % n == 0 for n in every)
+
+
+class Ballot:
+    """Lets all ranks agree on what follows a step, without a barrier.
+
+    The largest vote wins. It is computed during the step, in a collective on the CPU; every
+    rank casts and counts once per step.
+    """
+
+    def __init__(self, world: World) -> None:
+        self._alone = world.size == 1
+
+    def cast(self, stop: int, save: bool, look: bool) -> None:
+        self._votes = torch.tensor([stop, int(save), int(look)], dtype=torch.int32)
+        if not self._alone:
+            self._work = dist.all_reduce(self._votes, op=dist.ReduceOp.MAX, async_op=True)
+
+    def count(self) -> tuple[int, bool, bool]:
+        """(signal number of a requested stop or 0, whether to save, whether to look)."""
+        if not self._alone:
+            self._work.wait()
+        stop, save, look = self._votes.tolist()
+        return stop, bool(save), bool(look)
 
 
 class Decision(NamedTuple):

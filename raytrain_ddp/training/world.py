@@ -4,20 +4,16 @@ from __future__ import annotations
 
 import os
 import platform
-import random
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import dataclass
 from importlib import metadata
 from typing import Any
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from raytrain_ddp.config.sections import ComputeConfig
-from raytrain_ddp.data.sample_rng import hash64, seed_globals
 from raytrain_ddp.errors import ConfigError, PreflightError
 
 
@@ -68,39 +64,6 @@ def set_up(world: World, compute: ComputeConfig) -> None:
     torch.use_deterministic_algorithms(compute.deterministic)
 
 
-def seed_all(seed: int) -> None:
-    """Seeds torch's generators of all devices, numpy's and Python's."""
-    random.seed(seed)
-    np.random.seed(seed & 0xFFFFFFFF)
-    torch.manual_seed(seed)
-
-
-def slot_seed(seed: int, step: int, slot: int) -> int:
-    """The seed of all generators for one micro-batch of a global step, from 0. Below 2^63."""
-    return hash64(seed, step, slot) >> 1
-
-
-def seed_slot(device: torch.device, seed: int, step: int, slot: int) -> None:
-    """Seeds torch's, numpy's and Python's generators for one micro-batch (dropout and the like)."""
-    key = slot_seed(seed, step, slot)
-    seed_globals(key)
-    if device.type == "cuda":
-        torch.cuda.default_generators[torch.cuda.current_device()].manual_seed(key)
-
-
-@contextmanager
-def keeping_generators(device: torch.device) -> Iterator[None]:
-    """Restores torch's, numpy's and Python's generators afterward."""
-    python, numpy = random.getstate(), np.random.get_state()
-    gpus = [torch.cuda.current_device()] if device.type == "cuda" else []
-    try:
-        with torch.random.fork_rng(gpus):
-            yield
-    finally:
-        random.setstate(python)
-        np.random.set_state(numpy)
-
-
 def broadcast(value: Any, world: World, source: int = 0) -> Any:
     """The value of rank `source` on every rank; all ranks take part."""
     if world.size == 1:
@@ -131,26 +94,3 @@ def software_versions() -> dict[str, str]:
     if torch.version.cuda:
         found["CUDA"] = torch.version.cuda
     return found
-
-
-class Ballot:
-    """Lets all ranks agree on what follows a step, without a barrier.
-
-    The largest vote wins. It is computed during the step, in a collective on the CPU; every
-    rank casts and counts once per step.
-    """
-
-    def __init__(self, world: World) -> None:
-        self._alone = world.size == 1
-
-    def cast(self, stop: int, save: bool, look: bool) -> None:
-        self._votes = torch.tensor([stop, int(save), int(look)], dtype=torch.int32)
-        if not self._alone:
-            self._work = dist.all_reduce(self._votes, op=dist.ReduceOp.MAX, async_op=True)
-
-    def count(self) -> tuple[int, bool, bool]:
-        """(signal number of a requested stop or 0, whether to save, whether to look)."""
-        if not self._alone:
-            self._work.wait()
-        stop, save, look = self._votes.tolist()
-        return stop, bool(save), bool(look)

@@ -59,8 +59,9 @@ from raytrain_ddp.fit import main
 from raytrain_ddp.training.lr_schedule import build_optimizer, learning_rate
 from raytrain_ddp.training.nonfinite import NonfiniteGuard, StepTrace, through_pinned_memory
 from raytrain_ddp.training.prepare import prepare
+from raytrain_ddp.training.seeding import slot_seed
 from raytrain_ddp.training.train_state import TrainState, encode
-from raytrain_ddp.training.world import World, slot_seed
+from raytrain_ddp.training.world import World
 
 SKIP = OptimConfig(lr=0.05, nonfinite="skip")
 VARIANTS: dict[str, dict[str, Any]] = {
