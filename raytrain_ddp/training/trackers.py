@@ -7,6 +7,7 @@ import os
 import shutil
 import time
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import fields
 from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
@@ -16,7 +17,7 @@ from raytrain_ddp.checkpoint.run_folder import TENSORBOARD, run_storage
 from raytrain_ddp.checkpoint.storage import Storage
 from raytrain_ddp.config.recipe import publishable, to_dict
 from raytrain_ddp.config.train_config import TrainConfig
-from raytrain_ddp.events import Eval, LogRecord, Train
+from raytrain_ddp.events import Eval, LogRecord, Timing, Train
 
 _IDENTITY_FILE = "logged-as"
 
@@ -60,16 +61,19 @@ def tracker_scalars(record: LogRecord) -> Iterator[tuple[str, float]]:
             for name in ("lr", "samples_per_s", "seconds"):
                 if math.isfinite(value := getattr(record, name)):
                     yield f"train/{name}", value
-            timing = record.timing
-            whole = {"step_s": timing.step_s, "peak_memory_bytes": timing.peak_memory_bytes}
-            known = {"flops_per_s": timing.flops_per_s, "mfu": timing.mfu}
-            for name, value in (whole | {k: v for k, v in known.items() if v is not None}).items():
-                yield f"time/{name}", value
-            for phase, seconds in timing.split_s.items():
-                yield f"time/{phase}_s", seconds
+            yield from _timing(record.timing)
         case Eval():
             for name, value in record.metrics.items():
                 yield f"eval/{name}", float(value)
+
+
+def _timing(timing: Timing) -> Iterator[tuple[str, float]]:
+    for field in fields(timing):
+        value = getattr(timing, field.name)
+        if timing.split_s and isinstance(value, int | float):
+            yield f"time/{field.name}", value
+    for phase, seconds in timing.split_s.items():
+        yield f"time/{phase}_s", seconds
 
 
 class TensorBoard:

@@ -24,7 +24,7 @@ def draw_curves(records: list[dict[str, Any]], *given: Any) -> None:
 
 
 def steps_per_epoch(records: list[dict[str, Any]]) -> int | None:
-    return curves_png.steps_per_epoch([event(each) for each in records])
+    return curves_png.steps_per_epoch([event({"kind": "train", **each}) for each in records])
 
 
 def run(

@@ -66,7 +66,7 @@ def test_the_split_is_the_mean_over_the_ranks_of_a_step():
     assert told.split_s == {"data": 0.1, "compute": 0.9}
     assert told.step_s == 1.0
     assert told.peak_memory_bytes == 1000
-    assert "flops_per_s" not in told
+    assert told.flops_per_s is None
 
 
 @pytest.mark.parametrize("phase", ["data", "copy", "compute", "optimizer"])
@@ -158,7 +158,7 @@ def test_operations_are_those_of_the_forward_and_backward_pass(compiled: bool):
 def rank_1_dawdles(session: ScriptedSession) -> None:
     def dawdle(_: int) -> None:
         if session.world.rank == 1:
-            time.sleep(0.05)
+            time.sleep(0.2)
 
     session.before_step = dawdle
 
@@ -184,7 +184,7 @@ def test_a_slow_rank_is_named_with_what_it_is_slow_in(records: list[dict[str, An
 def test_the_others_wait_for_it_in_communication(records: list[dict[str, Any]]):
     waits = [record["timing"]["split_s"]["communication"] for record in records]
     waits = sorted(waits)
-    assert waits[len(waits) // 2] > 0.5 * (0.05 * 2 / 3)  # two of three ranks wait for 50 ms
+    assert waits[len(waits) // 2] > 0.5 * (0.2 * 2 / 3)  # two of three ranks wait for 0.2 s
 
 
 def test_the_split_accounts_for_the_whole_step(records: list[dict[str, Any]]):
