@@ -40,6 +40,7 @@ from raytrain_ddp.data.sample_rng import Rows
 from raytrain_ddp.data.sources import BadRecord
 from raytrain_ddp.data.splits import Splits
 from raytrain_ddp.errors import ConfigError, DataError, PreflightError
+from raytrain_ddp.events import DataSummary
 from raytrain_ddp.uri import without_secrets
 
 _STREAM = 0x5EED_C0DE  # separates this shuffle's random bits from training's
@@ -60,7 +61,7 @@ class Converted:
     folder: Path
     dataset: Mapping[str, Any]
     found: bool
-    summary: Mapping[str, Any] | None = None
+    summary: DataSummary | None = None
 
 
 def convert(

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -38,11 +37,13 @@ from raytrain_ddp.driver.run_naming import (
     run_of_rank_0,
 )
 from raytrain_ddp.errors import PreflightError, RaytrainError, RunLockedError, status_of
+from raytrain_ddp.events import End, Note, Plan
+from raytrain_ddp.messages import Event, Outcome, Phase
 from raytrain_ddp.ray_backend.failure_causes import failure_event
 from raytrain_ddp.ray_backend.ray_output import ray_output_to_file
 from raytrain_ddp.result import FitResult
 
-Show = Callable[[Mapping[str, Any]], None]
+Show = Callable[[Event], None]
 
 
 def fit(
@@ -79,7 +80,7 @@ def fit(
                 )
                 _draw(config, folder, tell)
                 result = _end(config, folder, outcome, watch, started)
-                tell({"kind": "end", "status": result.exit_status, "step": result.step})
+                tell(End(result.exit_status, result.step))
         shown.summary(run_summary(config, result, f" --address {address}" if address else ""))
     return result
 
@@ -110,15 +111,15 @@ def fit_locally(
                 if main:
                     _draw(config, folder, tell)
                 result = _end(config, folder, outcome, watch, started)
-                tell({"kind": "end", "status": result.exit_status, "step": result.step})
+                tell(End(result.exit_status, result.step))
         shown.summary(run_summary(config, result, "" if under_torchrun() else " --local"))
     return result
 
 
 def _train_here(
     config: TrainConfig, run: Storage, main: bool, show: Show
-) -> tuple[Mapping[str, Any], _Starts]:
-    show({"kind": "phase", "name": "loading torch"})
+) -> tuple[Outcome, _Starts]:
+    show(Phase("loading torch"))
     _note_idle(config, show)
     from raytrain_ddp.tasks.task_loading import load_task
     from raytrain_ddp.training.local_session import LocalSession, join_world
@@ -135,12 +136,12 @@ def _train_here(
     with LocalSession(config, world, Best(task.monitor, task.goal), watch) as session:
         session.stop_on_signals()
         outcome = train(config, task, session, reads)
-    return asdict(outcome), watch
+    return outcome, watch
 
 
 def _note_idle(config: TrainConfig, show: Show) -> None:
     for text in effect_notes(config):
-        show({"kind": "note", "text": text})
+        show(Note(text))
 
 
 def write_config(config: TrainConfig, run: Storage) -> None:
@@ -175,7 +176,7 @@ def _driven(run: NamedRun, show: Show) -> Iterator[tuple[NamedRun, Show]]:
                     raise
                 run = other
         if run.note:
-            tell({"kind": "note", "text": run.note})
+            tell(Note(run.note))
         yield run, tell
 
 
@@ -189,7 +190,7 @@ def _owned(run: NamedRun, show: Show) -> Iterator[Show]:
         RunLockedError: another process trains this run; also raised by the yielded function, if
             another process has taken the run over because this one was suspended for too long.
     """
-    note = lambda text: show({"kind": "note", "text": text})  # noqa: E731
+    note = lambda text: show(Note(text))  # noqa: E731
     folder = run.folder
     with (
         _no_empty_folders(folder),
@@ -200,22 +201,22 @@ def _owned(run: NamedRun, show: Show) -> Iterator[Show]:
         with suppress(OSError):
             folder.sweep()
 
-        def tell(event: Mapping[str, Any]) -> None:
+        def tell(event: Event) -> None:
             lease.require()
             event_log(event)
 
         try:
             yield tell
         except RaytrainError as error:
-            ended = {"status": status_of(error), "message": str(error), **error.cause}
-            event_log({"kind": "end", **ended})
+            cause: dict[str, Any] = {k: v for k, v in error.cause.items() if v is not None}
+            event_log(End(status_of(error), message=str(error), **cause))
             raise
         except KeyboardInterrupt as stop:
             number = stop.args[0] if stop.args and isinstance(stop.args[0], int) else 2
-            event_log({"kind": "end", "status": 128 + number})
+            event_log(End(128 + number))
             raise
         except Exception as error:  # of the user's code, in this process
-            event_log({"kind": "end", "status": 1, **failure_event(error)})
+            event_log(failure_event(error))
             raise
 
 
@@ -240,8 +241,8 @@ class _Starts:
         self.first_began = self.began = time.monotonic()
         self._none_yet = True
 
-    def __call__(self, event: Mapping[str, Any]) -> None:
-        if event["kind"] == "plan":
+    def __call__(self, event: Event) -> None:
+        if isinstance(event, Plan):
             self.began = time.monotonic()
             if self._none_yet:
                 self.first_began, self._none_yet = self.began, False
@@ -255,7 +256,7 @@ def _train_on_ray(
     dashboard: bool,
     show: Show,
     committed: int,
-) -> tuple[Mapping[str, Any], _Starts]:
+) -> tuple[Outcome, _Starts]:
     from raytrain_ddp.ray_backend.cluster import cluster
     from raytrain_ddp.ray_backend.dashboard import listed_in_dashboard
     from raytrain_ddp.ray_backend.task_transfer import pickled_task
@@ -268,7 +269,7 @@ def _train_on_ray(
         task_of(
             config
         )  # checked before anything is started; loads torch, which Ray Train does later anyway
-    phase = lambda name: show({"kind": "phase", "name": name})  # noqa: E731
+    phase = lambda name: show(Phase(name))  # noqa: E731
     try:
         with ray_output_to_file(run), cluster(config, address, dashboard, phase) as layout:
             write_config(config, run)
@@ -282,11 +283,11 @@ def _train_on_ray(
 def _end(
     config: TrainConfig,
     run: Storage,
-    outcome: Mapping[str, Any],
+    outcome: Outcome,
     watch: _Starts,
     started: float,
 ) -> FitResult:
-    parts, again = outcome["seconds"], watch.began - watch.first_began
+    parts, again = outcome.seconds, watch.began - watch.first_began
     not_training_s = parts.get("evaluation", 0.0) + parts.get("checkpoint", 0.0)
     seconds = {
         "start-up": watch.first_began - started,
@@ -303,7 +304,7 @@ def _draw(config: TrainConfig, run: Storage, show: Show) -> None:
     try:
         draw_run_curves(config, run)
     except OSError as error:  # not a reason to fail: everything is trained and saved
-        show({"kind": "note", "text": f"curves.png cannot be drawn: {error}"})
+        show(Note(f"curves.png cannot be drawn: {error}"))
 
 
 def _complete(run: NamedRun, manifest: Manifest, show: Show, main: bool = True) -> FitResult:
@@ -313,5 +314,5 @@ def _complete(run: NamedRun, manifest: Manifest, show: Show, main: bool = True) 
         # Another process that drives the run tidies it as well; a read-only storage stays as it is.
         with suppress(RaytrainError, OSError), _owned(run, show) as tell:
             tidy(config, folder, manifest)
-            tell({"kind": "end", "status": 0, "step": manifest.step})
+            tell(End(0, manifest.step))
     return answered(config, lambda: already_complete(folder, manifest))

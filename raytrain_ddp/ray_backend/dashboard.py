@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
 
+from raytrain_ddp.events import Note
 from raytrain_ddp.ray_backend.ray_settings import applied_settings
 
 _LISTED = {"RAY_TRAIN_ENABLE_STATE_TRACKING": "1"}  # costs an additional actor process
@@ -22,7 +22,7 @@ def dashboard_address() -> tuple[str, int] | None:
 
 
 @contextmanager
-def listed_in_dashboard(tell: Callable[[Mapping[str, Any]], None]) -> Iterator[None]:
+def listed_in_dashboard(tell: Callable[[Note], None]) -> Iterator[None]:
     """Lists the trainings started in this context in the dashboard, if any; reports its address.
 
     The open-source dashboard shows them as a job with its workers and their logs. Name, state
@@ -40,7 +40,7 @@ def listed_in_dashboard(tell: Callable[[Mapping[str, Any]], None]) -> Iterator[N
     context = ray.get_runtime_context()
     head = context.gcs_address.rpartition(":")[0]
     away = head if head != ray.util.get_node_ip_address() else ""
-    tell({"kind": "note", "text": describe_dashboard(*found, context.get_job_id(), away)})
+    tell(Note(describe_dashboard(*found, context.get_job_id(), away)))
     with applied_settings(_LISTED):
         yield
 

@@ -15,11 +15,10 @@ the driver knows whether the run makes progress:
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import Any
 
 from raytrain_ddp import errors
-
-Event = Mapping[str, Any]
+from raytrain_ddp.events import Checkpoint, Failed, Plan, Preempted
+from raytrain_ddp.messages import Died, Event, InProgress, Joined, WorkerFailed
 
 KEPT = "The last committed checkpoint is kept; run the same command again to resume from it."
 _MEMORY = (
@@ -40,12 +39,12 @@ class FailurePolicy:
     def __init__(self, most: int, committed: int = 0) -> None:
         self._most = most
         self._in_a_row = 0
-        self._before: tuple[int, str] | None = None  # (step, what) of the previous failure
+        self._before: tuple[int | None, str] | None = None  # (step, what) of the previous failure
         self._for_memory = 0
         self._committed = committed
         self._start: _Start = _Start("")
 
-    def take(self, event: Event) -> Event | None:
+    def take(self, event: Event) -> Failed | Preempted | None:
         """Handles an event of any kind; returns the event to show if it is a failure.
 
         Kinds: joined (start, rank, node), at (the step in progress), failed (a worker's last
@@ -55,32 +54,34 @@ class FailurePolicy:
         Raises:
             RaytrainError: the run must end.
         """
-        kind, start = event["kind"], self._start
-        if kind == "joined":
-            if event["start"] != start.name:
-                start = self._start = _Start(event["start"])
-            start.nodes[event["rank"]] = event["node"]
-        elif kind == "checkpoint":
-            self._note_progress(event["step"])
-        elif kind == "plan":
-            self._committed = min(self._committed, event["start_step"])  # a newer one is damaged
-            self._note_progress(event["start_step"])  # the report may have died with rank 0
-            start.step = event["start_step"] + 1
-        elif kind == "at":
-            start.step = event["step"]
-        elif kind == "failed" and event["start"] == start.name:  # and not from a replaced start
-            # A rank that reported a hang may then lose its peers.
-            start.reports.setdefault(event["rank"], event)
-            if event["cause"] == "error":
-                raise as_error(event, start.node(event["rank"]))
-        elif kind == "died" and not start.handled & {*event["texts"].values()}:
-            if start.handled:  # another start, which died before it reported anything
-                start = self._start = _Start("")
-            start.handled |= {*event["texts"].values()}
-            return self._handle_death(event)
+        start = self._start
+        match event:
+            case Joined():
+                if event.start != start.name:
+                    start = self._start = _Start(event.start)
+                start.nodes[event.rank] = event.node
+            case Checkpoint():
+                self._note_progress(event.step)
+            case Plan():
+                # Lower if a newer checkpoint is damaged.
+                self._committed = min(self._committed, event.start_step)
+                self._note_progress(event.start_step)  # its event may have died with rank 0
+                start.step = event.start_step + 1
+            case InProgress():
+                start.step = event.step
+            case WorkerFailed() if event.start == start.name:  # not of an earlier start
+                # A worker that reports a hang may lose its peers afterwards.
+                start.reports.setdefault(event.rank, event)
+                if event.cause == "error":
+                    raise as_error(event, start.node(event.rank))
+            case Died() if not start.handled & {*event.texts.values()}:
+                if start.handled:  # another start, which died before it sent any event
+                    start = self._start = _Start("")
+                start.handled |= {*event.texts.values()}
+                return self._handle_death(event)
         return None
 
-    def ended(self, why: str) -> Event:
+    def ended(self, why: str) -> Failed:
         """Handles a failure of Ray Train itself, as when the workers could not form a group;
         returns the event to show before it is retried.
 
@@ -99,29 +100,24 @@ class FailurePolicy:
             raise errors.RetriesExhausted(f"{why} {KEPT}")
         last = [line.strip() for line in why.splitlines() if line.strip()][-1]
         self._start = _Start("")
-        return {
-            "kind": "failed",
-            "rank": None,
-            "step": None,
-            "message": f"{last}; {self._resume_text()}",
-        }
+        return Failed(None, None, f"{last}; {self._resume_text()}")
 
     def _note_progress(self, step: int) -> None:
         if step > self._committed:
             self._committed, self._in_a_row, self._before, self._for_memory = step, 0, None, 0
 
-    def _handle_death(self, event: Event) -> Event:
-        if event["preempted"]:
-            return {"kind": "preempted", "text": self._start.preempted(event["preempted"])}
+    def _handle_death(self, event: Died) -> Failed | Preempted:
+        if event.preempted:
+            return Preempted(self._start.preempted(event.preempted))
         hang = self._start.hang()
         if hang is not None:
             return self._handle_hang(hang)
-        rank, what, said = self._start.cause(event["texts"])
+        rank, what, said = self._start.cause(event.texts)
         step = self._start.step_of(rank)
         node = self._start.node(rank)
         where = f"on {node} {f'at step {step}' if step else 'while starting'}"
         cause = {"rank": rank, "node": node, "step": step, "error": what}
-        if any(sign in event["texts"].get(rank, "") for sign in _BY_RAY_FOR_MEMORY):
+        if any(sign in event.texts.get(rank, "") for sign in _BY_RAY_FOR_MEMORY):
             self._for_memory += 1
             said = "was ended by Ray because its node ran out of memory,"
             if self._for_memory > 1:
@@ -141,11 +137,10 @@ class FailurePolicy:
                 cause,
             )
         self._before = (step, what) if step else None
-        message = f"{said} {where}; {self._resume_text()}"
-        return {"kind": "failed", **cause, "message": message}
+        return Failed(rank, step, f"{said} {where}; {self._resume_text()}", node, what)
 
-    def _handle_hang(self, hang: Event) -> Event:
-        step, what, text = hang["step"], hang["error"], hang["message"].rstrip(".")
+    def _handle_hang(self, hang: WorkerFailed) -> Failed:
+        step, what, text = hang.step, hang.error, hang.message.rstrip(".")
         if self._before == (step, what):
             raise errors.RetriesExhausted(
                 f"{text}; as before, with no checkpoint in between: it would repeat forever. {KEPT}"
@@ -157,8 +152,7 @@ class FailurePolicy:
                 f"(scaling.max_failures = {self._most}); the last time {text}. {KEPT}"
             )
         self._before = (step, what)
-        message = f"{text}; {self._resume_text()}"
-        return {"kind": "failed", "rank": None, "step": step, "message": message, "hung": True}
+        return Failed(None, step, f"{text}; {self._resume_text()}", hung=True)
 
     def _resume_text(self) -> str:
         place = f"step {self._committed}" if self._committed else "the start"
@@ -171,7 +165,7 @@ class _Start:
     def __init__(self, name: str) -> None:
         self.name = name
         self.nodes: dict[int, str] = {}
-        self.reports: dict[int, Event] = {}  # the last report of each rank
+        self.reports: dict[int, WorkerFailed] = {}  # the last report of each rank
         self.step: int | None = None  # in progress, as far as the driver knows
         self.handled: set[str] = set()
 
@@ -180,23 +174,23 @@ class _Start:
 
     def step_of(self, rank: int) -> int | None:
         """The step a rank was at: by its own report, its peers', or the last event."""
-        reported_step = self.reports[rank]["step"] if rank in self.reports else None
-        theirs = [event["step"] for event in self.reports.values() if event["step"]]
+        reported_step = self.reports[rank].step if rank in self.reports else None
+        theirs = [event.step for event in self.reports.values() if event.step]
         return reported_step or max(theirs, default=self.step)
 
-    def hang(self) -> Event | None:
+    def hang(self) -> WorkerFailed | None:
         """The report of a rank that detected a hang."""
-        return next((event for event in self.reports.values() if event["cause"] == "hang"), None)
+        return next((event for event in self.reports.values() if event.cause == "hang"), None)
 
     def cause(self, texts: Mapping[int, str]) -> tuple[int, str, str]:
         """Which rank failed first, the class of its failure, and what happened.
 
         A rank that reports its peers is only affected by them; a silent one crashed or was killed.
         """
-        own = [event for event in self.reports.values() if event["cause"] != "peer"]
+        own = [event for event in self.reports.values() if event.cause != "peer"]
         if own:
-            line = next(iter(own[0]["message"].splitlines()), "")
-            return own[0]["rank"], own[0]["error"], f"failed ({line})"
+            line = next(iter(own[0].message.splitlines()), "")
+            return own[0].rank, own[0].error, f"failed ({line})"
         # Ray reports a dead process before its peers do, a dead node after them.
         silent = [
             rank for ranks in (texts, self.nodes) for rank in ranks if rank not in self.reports
@@ -208,27 +202,27 @@ class _Start:
     def own_report(self) -> str:
         """The report of the first worker that was not only affected by another; or ``""``."""
         reports = [*self.reports.values()]
-        own = [event for event in reports if event["cause"] != "peer"]
-        return str((own or reports)[0]["message"]) if reports else ""
+        own = [event for event in reports if event.cause != "peer"]
+        return (own or reports)[0].message if reports else ""
 
     def preempted(self, ranks: Iterable[int]) -> str:
         nodes = sorted({self.node(rank) for rank in ranks})
         return f"{', '.join(nodes)} preempted (rank {', '.join(map(str, sorted(ranks)))})"
 
 
-def as_error(event: Event, node: str = "its node") -> errors.RaytrainError:
+def as_error(event: WorkerFailed, node: str = "its node") -> errors.RaytrainError:
     """The worker's exception, in the driver: one of ours, or the user's with its traceback."""
-    rank, step = event["rank"], event["step"]
-    if event["traceback"]:
+    rank, step = event.rank, event.step
+    if event.traceback:
         when = f"at step {step}" if step else "while starting"
-        text = f"the task failed {when} on {node}, rank {rank}:\n{event['traceback']}"
+        text = f"the task failed {when} on {node}, rank {rank}:\n{event.traceback}"
         error: errors.RaytrainError = errors.TaskError(text)
     else:
         kinds = {kind.exit_status: kind for kind in errors.RaytrainError.__subclasses__()}
         # A user-defined class may define its own status.
-        error = kinds.get(event["status"], errors.RaytrainError)(event["message"])
-        error.exit_status = event["status"]
-    error.cause = {"rank": rank, "node": node, "step": step, "error": event["error"]}
+        error = kinds.get(event.status, errors.RaytrainError)(event.message)
+        error.exit_status = event.status
+    error.cause = {"rank": rank, "node": node, "step": step, "error": event.error}
     return error
 
 

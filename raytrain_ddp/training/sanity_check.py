@@ -16,12 +16,13 @@ from raytrain_ddp.data.loader_threads import LoaderThreads
 from raytrain_ddp.data.nested import to_device
 from raytrain_ddp.data.sources import Batch, Data
 from raytrain_ddp.errors import TaskError
+from raytrain_ddp.events import Note
+from raytrain_ddp.messages import Event
 from raytrain_ddp.tasks.task import Task
 from raytrain_ddp.tasks.task_check import metrics_of, place_of, refused
 from raytrain_ddp.training.buffer_sync import SavedBuffers
 from raytrain_ddp.training.metric_states import MOST_NUMBERS, TreeMetrics, require_monitor
 from raytrain_ddp.training.seeding import keeping_generators, seed_slot
-from raytrain_ddp.training.session import Record
 from raytrain_ddp.training.step import forward
 from raytrain_ddp.training.train_state import evaluating
 from raytrain_ddp.training.world import World
@@ -51,7 +52,7 @@ def try_evaluation(
     data: Data,
     batch_size: int,
     world: World,
-    tell: Callable[[Record], None],
+    tell: Callable[[Event], None],
 ) -> None:
     """Evaluates the first chunk, without side effects. Each rank does the same, alone.
 
@@ -98,11 +99,11 @@ def try_evaluation(
     require_monitor(task, values)
     for name in untouched:
         text = f"{place_of(task.evaluate)}: did not update the metric {name!r}."
-        tell({"kind": "note", "text": text})
+        tell(Note(text))
     for name, value in values.items():
         if value.numel() > MOST_NUMBERS:
             text = f"The metric {name!r} has {value.numel():,} numbers, too many for the log."
-            tell({"kind": "note", "text": f"{text} `evaluate --out FILE` writes them all."})
+            tell(Note(f"{text} `evaluate --out FILE` writes them all."))
 
 
 def _alike(one: Tensor, other: Tensor) -> bool:
