@@ -589,7 +589,7 @@ def test_old_checkpoints_that_cannot_be_removed_are_no_failed_commit(
         made.submit(snapshot(step))
     made.drain()
     assert kept_steps(config) == [1, 2, 3]
-    assert sum("could not be renewed" in note for note in notes(told)) == 3
+    assert sum("could not be updated" in note for note in notes(told)) == 3
     monkeypatch.setattr(made.store, "prune", prune)
     made.submit(snapshot(4))
     made.finish()
