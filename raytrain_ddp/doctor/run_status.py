@@ -27,7 +27,7 @@ from raytrain_ddp.checkpoint.storage import Storage, open_storage
 from raytrain_ddp.checkpoint.store import MANIFEST_FILE
 from raytrain_ddp.data.epoch_order import relative_load
 from raytrain_ddp.display.bottleneck import StepSplit
-from raytrain_ddp.display.formatting import format_count, format_seconds, gist, plural
+from raytrain_ddp.display.formatting import error_summary, format_count, format_seconds, plural
 from raytrain_ddp.doctor.rows import Report, Row, format_duration
 from raytrain_ddp.errors import ConfigError, did_you_mean
 from raytrain_ddp.events import (
@@ -175,7 +175,7 @@ def _driver(seen: RunStatus) -> Row:
     name, where = "driver", str(seen.run).rstrip("/").rpartition("/")[2]
     if seen.owner is None or seen.lease_s is None:
         if seen.end is not None:
-            status, why = seen.end.status, gist(seen.end.message)
+            status, why = seen.end.status, error_summary(seen.end.message)
             told = f"ended with status {status}{why and ': '}{why}"
             return Row(name, where, told, "warn" if status else "ok")
         again = "Run the command again: it resumes from the newest checkpoint."

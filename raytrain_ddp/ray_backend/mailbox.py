@@ -22,12 +22,12 @@ class Answer(NamedTuple):
 
     Args:
         stop: the number of the signal that requested a stop, else 0.
-        board: identifies the incarnation of the mailbox that replies.
+        mailbox: identifies the incarnation of the mailbox that replies.
         taken: the number of this sender's events that the driver has taken.
     """
 
     stop: int
-    board: str
+    mailbox: str
     taken: int
 
 
@@ -40,8 +40,8 @@ class Mailbox:
         self._taken: Mapping[str, int] = {}
         self._stop = 0
         self._over = False
-        self._signs: dict[int, Any] = {}  # of workers that make no progress
-        self._signing = ""  # their start
+        self._statuses: dict[int, Any] = {}  # of workers that make no progress
+        self._hanging_start = ""  # their start
 
     def push(self, events: Sequence[Event], sender: str = "", first: int = 0) -> Answer:
         """Adds events; those of a named `sender` are numbered from `first`."""
@@ -64,15 +64,15 @@ class Mailbox:
         self.push([Joined(start, rank, node)])
         return not self._over
 
-    def meet(self, start: str, rank: int, sign: Any) -> dict[int, Any]:
+    def exchange_status(self, start: str, rank: int, status: Any) -> dict[int, Any]:
         """Publishes the status of a rank of `start`, or removes it if None; returns the status of
         all ranks."""
-        if start != self._signing:
-            self._signing, self._signs = start, {}
-        self._signs.pop(rank, None)
-        if sign is not None:
-            self._signs[rank] = sign
-        return self._signs
+        if start != self._hanging_start:
+            self._hanging_start, self._statuses = start, {}
+        self._statuses.pop(rank, None)
+        if status is not None:
+            self._statuses[rank] = status
+        return self._statuses
 
     def close(self) -> None:
         """The driver has given up: workers that Ray starts from now on must end at once."""
@@ -91,7 +91,7 @@ class Outbox:
         self._kept: deque[Event] = deque()
         self._first = 0  # the number of the first event kept
         self._sent = 0  # the number of the first event not in the mailbox
-        self._board = ""
+        self._mailbox = ""
 
     def add(self, event: Event) -> None:
         self._kept.append(event)
@@ -109,9 +109,9 @@ class Outbox:
         while self._first < min(answer.taken, self._sent):
             self._kept.popleft()
             self._first += 1
-        if answer.board != self._board and self._board:
+        if answer.mailbox != self._mailbox and self._mailbox:
             self._sent = self._first
-        self._board = answer.board
+        self._mailbox = answer.mailbox
 
     def is_empty(self) -> bool:
         """Whether the driver has everything."""

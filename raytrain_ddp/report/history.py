@@ -11,10 +11,10 @@ from typing import Literal
 
 from raytrain_ddp.display.bottleneck import split_of
 from raytrain_ddp.display.formatting import (
+    error_summary,
     format_count,
     format_metric,
     format_seconds,
-    gist,
     plural,
 )
 from raytrain_ddp.events import (
@@ -114,7 +114,7 @@ def history_of(files: RunFiles) -> RunHistory:
         state = "interrupted"
     else:
         state = "failed"
-        cause = gist(end.message) or f"exit status {end.status}"
+        cause = error_summary(end.message) or f"exit status {end.status}"
         if end.rank is not None and f"rank {end.rank}" not in cause:
             cause += f" (rank {end.rank}"
             cause += f" on {end.node}" if end.node else ""

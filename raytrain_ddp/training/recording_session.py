@@ -47,7 +47,7 @@ class PatientCheckpoint(Checkpoint):
 
 
 class RecordingSession:
-    """A session except for `wrap`, `report`, `wishes` and `look`; only rank 0 has a recorder.
+    """A session except for `wrap`, `report`, `requests` and `look`; only rank 0 has a recorder.
 
     Args:
         show: receives each event on rank 0, also from the committing and watching threads.
@@ -72,7 +72,7 @@ class RecordingSession:
         self._clock = clock
         owners = exchange_owners(self.world)
         self.hosts = [owner.host for owner in owners]
-        exchange = self.meeting(owners)
+        exchange = self.status_exchange(owners)
         if self._hang_s and exchange is not None:
             self._watchdog = Watchdog(
                 clock,
@@ -82,10 +82,10 @@ class RecordingSession:
                 self._run,
                 exchange,
                 self.state,
-                self.hung,
+                self.report_hang,
             )
 
-    def meeting(self, owners: Sequence[Owner]) -> Exchange | None:
+    def status_exchange(self, owners: Sequence[Owner]) -> Exchange | None:
         """The exchange for ranks that make no progress; None: there is no watchdog."""
         raise NotImplementedError
 
@@ -93,7 +93,7 @@ class RecordingSession:
         """The state of a worker's process, as `Owner.state`; "" if unknown."""
         return owner.state()
 
-    def hung(self, hang: Hang) -> None:
+    def report_hang(self, hang: Hang) -> None:
         """Reports the hang, and ends this process."""
         raise NotImplementedError
 

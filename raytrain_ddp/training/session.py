@@ -101,17 +101,17 @@ class Session(Protocol):
     def finish(self) -> None:
         """Waits for the last commit; CheckpointError if it failed. Only rank 0 acts."""
 
-    def wishes(self) -> Requests:
+    def requests(self) -> Requests:
         """This rank's requests; called once per step, before its compute; cheap."""
 
-    def meanwhile(self) -> Requests:
-        """Like `wishes`, but before a chunk of an evaluation, where nothing can be saved;
+    def requests_in_evaluation(self) -> Requests:
+        """Like `requests`, but before a chunk of an evaluation, where nothing can be saved;
         cheap."""
 
     def look(self) -> None:
         """Checks what the ranks can see only together; all take part, after the same step.
 
-        The consequences are among the next `wishes`.
+        The consequences are among the next `requests`.
         """
 
     def keep(self, name: str, document: Mapping[str, Any]) -> None:
