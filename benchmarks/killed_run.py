@@ -12,6 +12,7 @@ from __future__ import annotations
 import hashlib
 import os
 import re
+import socket
 import subprocess
 import sys
 import tempfile
@@ -24,21 +25,26 @@ from rich.console import Console
 from rich.text import Text
 
 KILL_AFTER_STEP = 120
+WIDTH = 104
 WORKER = "ray::RayTrainWorker"  # the title that Ray gives to a worker's process
 FIT = "python -m raytrain_ddp.fit"
-FLAGS = "--scaling.num-workers 3 --scaling.cpus-per-worker 0.5 --epochs 8"
-# Of all lines, those that tell the story; the others are left out, and so are paths.
-KEPT = re.compile(r"slots x|epoch +[1-8]/8 .* eval|killed|worker|rank|going on|continu|finished|note")
-DROPPED = re.compile(r"placing|starting|log of|cause|stacks")
+FLAGS = "--epochs 8 --scaling.num-workers 3 --scaling.cpus-per-worker 0.5"
+# Of all lines, those that tell the story; the others are left out.
+KEPT = re.compile(r"slots x|epoch [4-8]/8 .* eval|rank \d failed|restarted with|: finished")
+COLORS = {
+    r"\$ kill|.* failed": "bold #ff7a6b",
+    r"\$": "bold #7cc7ff",
+    r"[0-9a-f]{64}|.*restarted": "bold #8fd18f",
+}
 # As rich's own format, without its fonts from the network.
 SVG = """<svg xmlns="http://www.w3.org/2000/svg" class="rich-terminal"
- viewBox="0 0 {terminal_width} {terminal_height}" width="{terminal_width}">
+ viewBox="0 0 {terminal_width} {terminal_height}">
 <style>{styles} .{unique_id}-matrix {{ font: {char_height}px/{line_height}px Menlo, Consolas,
  "DejaVu Sans Mono", monospace; }}</style>
 <defs><clipPath id="{unique_id}-clip-terminal"><rect x="0" y="0" width="{terminal_width}"
  height="{terminal_height}"/></clipPath>{lines}</defs>
 <rect width="100%" height="100%" rx="8" fill="#292929"/>
-<g transform="translate({terminal_x}, {terminal_y})" clip-path="url(#{unique_id}-clip-terminal)">
+<g transform="translate(10, 10)" clip-path="url(#{unique_id}-clip-terminal)">
 {backgrounds}<g class="{unique_id}-matrix">{matrix}</g></g></svg>
 """
 
@@ -46,8 +52,8 @@ SVG = """<svg xmlns="http://www.w3.org/2000/svg" class="rich-terminal"
 def run(folder: Path, name: str, kill: bool) -> list[str]:
     """The lines that one `fit` prints; `kill` ends one of its workers on the way."""
     command = [sys.executable, *FIT.split()[1:], "--name", name, *FLAGS.split()]
-    print(f"$ {FIT} --name {name} {FLAGS}", flush=True)
-    lines = []
+    lines = [f"$ {FIT} --name {name} {FLAGS}"]
+    print(lines[0], flush=True)
     with subprocess.Popen(
         command, cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
     ) as fit:
@@ -71,7 +77,7 @@ def kill_a_worker(fit: subprocess.Popen[str], metrics: Path, lines: list[str]) -
             workers = [child for child in children if child.name().startswith(WORKER[:15])]
             workers = [child for child in workers if WORKER in " ".join(child.cmdline())]
             workers[1].kill()
-            lines.append(f"$ kill -9 {workers[1].pid}        # one of the three workers")
+            lines.append(f"$ kill -9 {workers[1].pid}  # one of the three workers")
             print(lines[-1], flush=True)
             return
         time.sleep(0.02)
@@ -86,28 +92,32 @@ def weights(folder: Path, name: str) -> str:
 def draw(lines: list[str], path: Path) -> None:
     """An SVG of a terminal that shows these lines."""
     with open(os.devnull, "w", encoding="utf-8") as nothing:
-        console = Console(record=True, width=100, file=nothing, force_terminal=True)
+        console = Console(record=True, width=WIDTH, file=nothing, force_terminal=True)
         for line in lines:
-            style = "bold red" if "kill" in line or "exited" in line or "died" in line else ""
-            style = style or ("bold cyan" if line.startswith("$") else "")
-            style = style or ("bold green" if re.match("[0-9a-f]{64}", line) else "")
-            console.print(Text(line, style=style), soft_wrap=False)
-        path.write_text(console.export_svg(code_format=SVG, unique_id="run"), encoding="utf-8")
+            styles = (style for start, style in COLORS.items() if re.match(start, line))
+            console.print(Text(line, style=next(styles, "")))
+        svg = console.export_svg(code_format=SVG, unique_id="run")
+    path.write_text("\n".join(line.rstrip() for line in svg.splitlines()) + "\n", encoding="utf-8")
+
+
+def story(lines: list[str]) -> list[str]:
+    """The lines that are shown, without the details in brackets."""
+    kept = [line for line in lines if KEPT.search(line) or line.startswith("$")]
+    return [
+        line.partition(" (failure")[0].replace(f", on {socket.gethostname()}", "") for line in kept
+    ]
 
 
 def main() -> int:
     path = Path(sys.argv[1]).resolve()
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
-        shown = [f"$ {FIT} --name killed {FLAGS}"]
-        for line in run(folder, "killed", kill=True):
-            if (KEPT.search(line) or line.startswith("$")) and not DROPPED.search(line):
-                shown.append(line.replace(f"{folder}/", ""))
+        shown = story(run(folder, "killed", kill=True))
         run(folder, "undisturbed", kill=False)
-        shown.append(f"$ {FIT} --name undisturbed {FLAGS}")
+        shown += ["", f"$ {FIT} --name undisturbed {FLAGS}", "..."]
         shown.append("$ sha256sum runs/*/checkpoints/step-00000184-*/model.safetensors")
         hashes = {name: weights(folder, name) for name in ("killed", "undisturbed")}
-        shown += [f"{digest}  {name}" for name, digest in hashes.items()]
+        shown += [f"{digest}  runs/{name}/..." for name, digest in hashes.items()]
         print(*shown[-2:], sep="\n")
         draw(shown, path)
     return len(set(hashes.values())) - 1

@@ -27,6 +27,7 @@ from raytrain_ddp.command_line import FitArgs
 from raytrain_ddp.config.recipe import shipped_recipes
 from raytrain_ddp.config.train_config import TrainConfig
 from raytrain_ddp.convert.__main__ import ConvertArgs
+from raytrain_ddp.convert.options import ConvertConfig
 from raytrain_ddp.doctor.__main__ import DoctorArgs
 from raytrain_ddp.evaluate import EvaluateArgs
 from raytrain_ddp.launcher.run_options import Flags
@@ -118,18 +119,28 @@ def rows_of(kind: type, prefix: str, free: bool) -> Iterator[str]:
 
 def table(kind: type, prefix: str = "", free: bool = False) -> str:
     change = (" may change on resume |", " --- |") if free else ("", "")
-    head = f"| flag | value | default | meaning |{change[0]}\n| --- | --- | --- | --- |{change[1]}\n"
+    head = (
+        f"| flag | value | default | meaning |{change[0]}\n| --- | --- | --- | --- |{change[1]}\n"
+    )
     return head + "\n".join(rows_of(kind, prefix, free)) + "\n"
+
+
+def sections() -> dict[str, type]:
+    """Those of TrainConfig, by name."""
+    made = {field.name: field.default_factory for field in dataclasses.fields(TrainConfig)}
+    return {
+        name: kind
+        for name, kind in made.items()
+        if isinstance(kind, type) and dataclasses.is_dataclass(kind)
+    }
 
 
 def configuration(_: str) -> str:
     """All fields of TrainConfig, a table for each section."""
     parts = ["## Run\n", table(TrainConfig, free=True)]
-    for field in dataclasses.fields(TrainConfig):
-        section = field.default_factory
-        if isinstance(section, type) and dataclasses.is_dataclass(section):
-            parts += [f"## {field.name}\n", f"{inspect.getdoc(section)}\n"]
-            parts.append(table(section, f"{field.name}.", free=True))
+    for name, section in sections().items():
+        parts += [f"## {name}\n", f"{inspect.getdoc(section)}\n"]
+        parts.append(table(section, f"{name}.", free=True))
     return "\n" + "\n".join(parts) + "\n"
 
 
@@ -139,9 +150,7 @@ def flags(command: str) -> str:
     text = "" if kind is Flags else f"{inspect.getdoc(kind)}\n\n"
     more = ""
     if kind is ConvertArgs:
-        section = next(f.default_factory for f in dataclasses.fields(kind) if f.name == "shards")
-        assert isinstance(section, type)
-        more = "\n".join(rows_of(section, "", False)) + "\n"
+        more = "\n".join(rows_of(ConvertConfig, "", False)) + "\n"
     return f"\n{text}{table(kind)}{more}\n"
 
 
@@ -208,7 +217,7 @@ def _about(path: Path) -> str:
 
 def schema(name: str) -> str:
     """The records of one file of a run, from the dataclasses of events.py."""
-    from raytrain_ddp import events  # type: ignore[attr-defined]
+    from raytrain_ddp import events
 
     parts = []
     for kind in typing.get_args(getattr(events, name.strip())):
