@@ -25,26 +25,26 @@ from rich.console import Console
 from rich.text import Text
 
 KILL_AFTER_STEP = 120
-WIDTH = 104
+WIDTH = 92
 WORKER = "ray::RayTrainWorker"  # the title that Ray gives to a worker's process
 FIT = "python -m raytrain_ddp.fit"
 FLAGS = "--epochs 8 --scaling.num-workers 3 --scaling.cpus-per-worker 0.5"
 # Of all lines, those that tell the story; the others are left out.
-KEPT = re.compile(r"slots x|epoch [4-8]/8 .* eval|rank \d failed|restarted with|: finished")
+KEPT = re.compile(r"slots x|epoch [4-8]/8 .*  eval  |rank \d failed|restarted with|: finished")
 COLORS = {
     r"\$ kill|.* failed": "bold #ff7a6b",
-    r"\$": "bold #7cc7ff",
+    r"\$|    --": "bold #7cc7ff",
     r"[0-9a-f]{64}|.*restarted": "bold #8fd18f",
 }
 # As rich's own format, without its fonts from the network.
 SVG = """<svg xmlns="http://www.w3.org/2000/svg" class="rich-terminal"
- viewBox="0 0 {terminal_width} {terminal_height}">
+ viewBox="0 0 {width} {height}">
 <style>{styles} .{unique_id}-matrix {{ font: {char_height}px/{line_height}px Menlo, Consolas,
  "DejaVu Sans Mono", monospace; }}</style>
 <defs><clipPath id="{unique_id}-clip-terminal"><rect x="0" y="0" width="{terminal_width}"
  height="{terminal_height}"/></clipPath>{lines}</defs>
 <rect width="100%" height="100%" rx="8" fill="#292929"/>
-<g transform="translate(10, 10)" clip-path="url(#{unique_id}-clip-terminal)">
+<g transform="translate(16, 20)" clip-path="url(#{unique_id}-clip-terminal)">
 {backgrounds}<g class="{unique_id}-matrix">{matrix}</g></g></svg>
 """
 
@@ -101,11 +101,17 @@ def draw(lines: list[str], path: Path) -> None:
 
 
 def story(lines: list[str]) -> list[str]:
-    """The lines that are shown, without the details in brackets."""
+    """The lines that are shown, without details, and none too long."""
     kept = [line for line in lines if KEPT.search(line) or line.startswith("$")]
-    return [
-        line.partition(" (failure")[0].replace(f", on {socket.gethostname()}", "") for line in kept
-    ]
+    host = f", on {socket.gethostname()}"
+    kept = [line.partition(" (failure")[0].replace(host, "") for line in kept]
+    return [part for line in kept for part in wrapped(line)]
+
+
+def wrapped(line: str) -> list[str]:
+    """A command over two lines, as one would type it."""
+    head, cut, tail = line.partition(" --scaling")
+    return [f"{head} \\", f"   {cut}{tail}"] if cut else [line]
 
 
 def main() -> int:
@@ -114,7 +120,7 @@ def main() -> int:
         folder = Path(temporary)
         shown = story(run(folder, "killed", kill=True))
         run(folder, "undisturbed", kill=False)
-        shown += ["", f"$ {FIT} --name undisturbed {FLAGS}", "..."]
+        shown += ["", *wrapped(f"$ {FIT} --name undisturbed {FLAGS}"), "    ..."]
         shown.append("$ sha256sum runs/*/checkpoints/step-00000184-*/model.safetensors")
         hashes = {name: weights(folder, name) for name in ("killed", "undisturbed")}
         shown += [f"{digest}  runs/{name}/..." for name, digest in hashes.items()]

@@ -118,7 +118,7 @@ def rows_of(kind: type, prefix: str, free: bool) -> Iterator[str]:
 
 
 def table(kind: type, prefix: str = "", free: bool = False) -> str:
-    change = (" may change on resume |", " --- |") if free else ("", "")
+    change = (" may change |", " --- |") if free else ("", "")
     head = (
         f"| flag | value | default | meaning |{change[0]}\n| --- | --- | --- | --- |{change[1]}\n"
     )
@@ -162,7 +162,7 @@ def recipes(_: str) -> str:
         words = re.match(r"(?:#.*\n)+", text)
         told = " ".join(words[0].replace("#", " ").split()) if words else ""
         lines.append(f"| `{name}` | {cell(told)} |\n")
-    return "\n| recipe | |\n| --- | --- |\n" + "".join(lines) + "\n"
+    return "\n| recipe | what it is |\n| --- | --- |\n" + "".join(lines) + "\n"
 
 
 def statuses(_: str) -> str:
@@ -192,7 +192,12 @@ def tree(_: str) -> str:
     lines = []
     for path in sorted(PACKAGE.rglob("*"), key=lambda p: (p.parent.parts, p.name)):
         name = path.relative_to(PACKAGE)
-        if not path.is_file() or path.suffix == ".pyc" or "clusters" in name.parts:
+        if (
+            not path.is_file()
+            or path.suffix == ".pyc"
+            or "clusters" in name.parts
+            or path.name == "py.typed"
+        ):
             continue
         if path.name == "__init__.py" and not path.stat().st_size:
             continue
@@ -203,7 +208,9 @@ def tree(_: str) -> str:
     parts = []
     for folder, rows in sorted(folders.items()):
         title = "raytrain_ddp" if folder == "." else f"raytrain_ddp/{folder}"
-        parts.append(f"### {title}\n\n| file | |\n| --- | --- |\n" + "\n".join(rows) + "\n")
+        parts.append(
+            f"### {title}\n\n| file | what it is |\n| --- | --- |\n" + "\n".join(rows) + "\n"
+        )
     return "\n" + "\n".join(parts) + "\n"
 
 
@@ -212,7 +219,7 @@ def _about(path: Path) -> str:
         return ""
     text = ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or ""
     first = " ".join(text.partition("\n\n")[0].split())
-    return re.sub(r"``(\S+?)``", r"`\1`", first)
+    return re.sub(r"``(.+?)``", lambda found: f"`{found[1].replace('|', ' or ')}`", first)
 
 
 def schema(name: str) -> str:
