@@ -151,6 +151,19 @@ def test_the_tree_has_every_file_of_the_package():
             assert about, f"{path}: not a word about it"
 
 
+def test_the_paths_through_the_code_name_what_there_is():
+    text = TEXTS[DOCS / "contributing" / "paths.md"]
+    steps = [line for line in text.splitlines() if re.match(r"[\w/]+\.py ", line)]
+    assert len(steps) > 35
+    for line in steps:
+        file, name, about = line[:31].strip(), line[31:52].strip(), line[52:]
+        code = (PACKAGE / file).read_text(encoding="utf-8")
+        if name:
+            assert re.search(rf"^(?:class|def) {name}\b", code, re.MULTILINE), f"{file}: {name}"
+        for method in re.findall(r"\b(\w+)\(\)", about):
+            assert f"def {method}(" in code, f"{file}: {method}"
+
+
 def test_every_promise_names_tests_that_exist():
     rows = TEXTS[DOCS / "contributing" / "promises.md"].splitlines()
     promises = [row for row in rows if row.startswith("| ") and "---" not in row][1:]
