@@ -25,12 +25,15 @@ CALL_TIMEOUT_S = 100.0
 _DOOR = """
 import json, os, sys, time
 from importlib import import_module
-from raytrain_ddp.cli import run_command
+from raytrain_ddp.command_line import run_command
 
 sys.argv = ["door", *sys.argv[2:]]
 status = None
+module = import_module(os.environ["TEST_DOOR"])
+if not hasattr(module, "main"):
+    module = import_module(module.__name__ + ".__main__")
 try:
-    run_command(import_module(os.environ["TEST_DOOR"]).main)
+    run_command(module.main)
 except SystemExit as stop:
     status = stop.code
 heavy = [name for name in ("torch", "ray", "torchvision", "matplotlib") if name in sys.modules]

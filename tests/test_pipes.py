@@ -60,7 +60,7 @@ def test_so_it_is_with_errors(tmp_path: Path):
 # A door's main, in a process of its own.
 MAIN = """
 import sys
-from raytrain_ddp.cli import run_command
+from raytrain_ddp.command_line import run_command
 def main(argv):
     {0}
 run_command(main)
