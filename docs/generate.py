@@ -29,7 +29,7 @@ from raytrain_ddp.convert.__main__ import ConvertArgs
 from raytrain_ddp.convert.options import ConvertConfig
 from raytrain_ddp.doctor.__main__ import DoctorArgs
 from raytrain_ddp.evaluate import EvaluateArgs
-from raytrain_ddp.launcher.run_options import Flags
+from raytrain_ddp.launcher.run_options import RunFlags
 from raytrain_ddp.report.__main__ import ReportArgs
 
 DOCS = Path(__file__).resolve().parent
@@ -38,7 +38,7 @@ BLOCK = re.compile(r"(<!-- begin (\w+)([^>]*?) -->\n)(.*?)(<!-- end -->)", re.DO
 COMMANDS: dict[str, type] = {
     "fit": FitArgs,
     "evaluate": EvaluateArgs,
-    "run": Flags,
+    "run": RunFlags,
     "convert": ConvertArgs,
     "doctor": DoctorArgs,
     "report": ReportArgs,
@@ -146,7 +146,7 @@ def configuration(_: str) -> str:
 def flags(command: str) -> str:
     """What a command is for, and its own flags."""
     kind = COMMANDS[command]
-    text = "" if kind is Flags else f"{inspect.getdoc(kind)}\n\n"
+    text = "" if kind is RunFlags else f"{inspect.getdoc(kind)}\n\n"
     more = ""
     if kind is ConvertArgs:
         more = "\n".join(rows_of(ConvertConfig, "", False)) + "\n"

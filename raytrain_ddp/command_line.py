@@ -87,8 +87,9 @@ def _require_one_thing(args: FitArgs) -> None:
             raise ConfigError(f"{others[0]} has no effect with {this[0]}: remove one of them.")
 
 
-def parse_with_recipe(argv: Sequence[str], kind: type[Args], door: str) -> Args:
-    """The flags of a door that trains: those of `kind`, over the recipe that comes first, if any.
+def parse_with_recipe(argv: Sequence[str], kind: type[Args], command: str) -> Args:
+    """The flags of a command that trains: those of `kind`, over the recipe that comes first, if
+    any.
 
     Raises ConfigError for a recipe, SystemExit (2) for a flag that is wrong.
     """
@@ -97,7 +98,7 @@ def parse_with_recipe(argv: Sequence[str], kind: type[Args], door: str) -> Args:
     names = ", ".join(shipped_recipes())
     args = tyro.cli(
         kind,
-        prog=f"python -m raytrain_ddp.{door}",
+        prog=f"python -m raytrain_ddp.{command}",
         description=f"{inspect.getdoc(kind)}\n\nShipped recipes: {names}.",
         args=list(argv),
         default=kind(config=config),
@@ -111,7 +112,7 @@ def parse_with_recipe(argv: Sequence[str], kind: type[Args], door: str) -> Args:
 
 
 def run_command(main: Callable[[Sequence[str]], int]) -> None:
-    """Runs a door's main with the command line, and exits with its status.
+    """Runs a command's main with the command line, and exits with its status.
 
     A RaytrainError prints its message on standard error, without a traceback. If the reader of the
     output has exited (`| head`), the status is 141, as with other Unix tools.

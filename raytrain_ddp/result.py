@@ -1,4 +1,4 @@
-"""What `fit` returns, and the summary that it prints."""
+"""The result of `fit`, and its summary for display."""
 
 from __future__ import annotations
 
