@@ -16,6 +16,7 @@ import inspect
 import json
 import re
 import sys
+import textwrap
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -181,9 +182,8 @@ def statuses(_: str) -> str:
 def layout(module: str) -> str:
     """The layout of a folder, as the docstring of the module that writes it draws it."""
     parsed = ast.parse((PACKAGE / module.strip()).read_text(encoding="utf-8"))
-    lines = (ast.get_docstring(parsed) or "").splitlines()
-    block = [line[4:] for line in lines if line.startswith("    ")]
-    return "\n```text\n" + "\n".join(block) + "\n```\n\n"
+    _, block, *_ = (ast.get_docstring(parsed) or "").split("\n\n")
+    return f"\n```text\n{textwrap.dedent(block)}\n```\n\n"
 
 
 def tree(_: str) -> str:
