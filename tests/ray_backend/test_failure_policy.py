@@ -484,8 +484,8 @@ def test_a_stopped_worker_of_ray_is_found_by_its_title():
 def test_time_in_which_a_process_is_stopped_does_not_count():
     """A driver that was suspended must not take the head's silence for its death."""
     code = (
-        "import time; from raytrain_ddp.ray_backend.capacity_watch import Awake\n"
-        "awake, began = Awake(), time.monotonic()\n"
+        "import time; from raytrain_ddp.ray_backend.capacity_watch import AwakeClock\n"
+        "awake, began = AwakeClock(), time.monotonic()\n"
         "print(flush=True)\n"
         "while time.monotonic() - began < 4: time.sleep(0.05)\n"
         "print(awake())"

@@ -101,7 +101,7 @@ def test_a_workers_error_reaches_the_driver_as_the_same_exception(mailbox: FakeB
     assert type(error) is DataError
     assert str(error) == "x.parquet: damaged"
     assert error.exit_status == 4
-    assert mailbox.events[0]["step"] == 5
+    assert mailbox.events[0].step == 5
 
 
 class OfTheUser(DataError):
@@ -156,7 +156,7 @@ def test_fault_26_too_little_memory_ends_the_run_with_the_knob_that_helps(
     told = as_error(mailbox.events[0])
     assert type(told) is RetriesExhausted
     assert told.exit_status == 7
-    assert mailbox.events[0]["cause"] == "error"  # ends the run at once: it would happen again
+    assert mailbox.events[0].cause == "error"  # ends the run at once: it would happen again
     for words in ("rank 1", "at step 5", "GiB", "--micro-batch (now 16)", "batch of 64 stays"):
         assert words in str(told)
     assert "\n" not in str(told)
@@ -164,11 +164,11 @@ def test_fault_26_too_little_memory_ends_the_run_with_the_knob_that_helps(
 
 def test_without_ray_the_end_of_another_worker_is_not_told_as_this_ones_fault():
     told = failure_event(RuntimeError("[gloo] Connection closed by peer [10.0.0.2]"))
-    assert told["message"].startswith("another worker has ended")
+    assert told.message.startswith("another worker has ended")
     assert "rank" not in told
     try:
         raise ValueError("mine")
     except ValueError as error:
         told = failure_event(error)
-    assert told["message"].startswith("the task failed:\nTraceback")
-    assert (told["rank"], told["error"]) == (0, "ValueError")
+    assert told.message.startswith("the task failed:\nTraceback")
+    assert (told.rank, told.error) == (0, "ValueError")

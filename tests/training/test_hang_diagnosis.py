@@ -124,7 +124,7 @@ def slow_log_on_rank_0(session: ScriptedSession) -> None:
         add = log.add
 
         def slow(record: Any) -> None:
-            time.sleep(4.0 if record["step"] == 15 else 0.0)
+            time.sleep(4.0 if record.step == 15 else 0.0)
             add(record)
 
         log.add = slow  # type: ignore[method-assign]
