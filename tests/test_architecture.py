@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import json
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -105,6 +106,22 @@ def test_a_file_has_one_job(path: Path):
     text = path.read_text(encoding="utf-8")
     assert len(text.splitlines()) <= MOST_LINES
     assert not text.strip() or ast.get_docstring(ast.parse(text)), "a module without a docstring"
+
+
+def test_each_package_keeps_to_its_budget_of_lines():
+    """The table of CONTRIBUTING.md."""
+    table = (PACKAGE.parent / "CONTRIBUTING.md").read_text(encoding="utf-8")
+    budgets = dict(
+        re.findall(r"^\| (\S+|\(top level\)) \| [^|]+ \| (\d+) \|$", table, re.MULTILINE)
+    )
+    spent: dict[str, int] = {}
+    for path in FILES:
+        folders = path.relative_to(PACKAGE).parts[:-1]
+        name = folders[0] if folders else "(top level)"
+        spent[name] = spent.get(name, 0) + len(path.read_text(encoding="utf-8").splitlines())
+    assert {*budgets} == {*spent} - {"recipes"}
+    over = {name: n for name, n in spent.items() if n > int(budgets.get(name, 0))}
+    assert not over, f"more lines than CONTRIBUTING.md allows: {over}"
 
 
 def test_the_training_loop_fits_on_one_screen():
