@@ -16,12 +16,12 @@ import inspect
 import json
 import re
 import sys
-import typing
+import textwrap
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from raytrain_ddp import errors
+from raytrain_ddp import errors, events
 from raytrain_ddp.chaos.__main__ import ChaosArgs
 from raytrain_ddp.command_line import FitArgs
 from raytrain_ddp.config.recipe import shipped_recipes
@@ -182,9 +182,8 @@ def statuses(_: str) -> str:
 def layout(module: str) -> str:
     """The layout of a folder, as the docstring of the module that writes it draws it."""
     parsed = ast.parse((PACKAGE / module.strip()).read_text(encoding="utf-8"))
-    lines = (ast.get_docstring(parsed) or "").splitlines()
-    block = [line[4:] for line in lines if line.startswith("    ")]
-    return "\n```text\n" + "\n".join(block) + "\n```\n\n"
+    _, block, *_ = (ast.get_docstring(parsed) or "").split("\n\n")
+    return f"\n```text\n{textwrap.dedent(block)}\n```\n\n"
 
 
 def tree(_: str) -> str:
@@ -223,19 +222,38 @@ def _about(path: Path) -> str:
 
 
 def schema(name: str) -> str:
-    """The records of one file of a run, from the dataclasses of events.py."""
-    from raytrain_ddp import events
-
+    """The records of one file of a run, from the dataclasses of events.py, and what is in them."""
+    kinds = [*getattr(events, name)]
+    for kind in kinds:  # grows: a nested one is described after those that have it
+        inner = (field.metadata.get("type") for field in dataclasses.fields(kind))
+        kinds += [each for each in inner if each is not None and each not in kinds]
     parts = []
-    for kind in typing.get_args(getattr(events, name.strip())):
-        texts = docstrings(kind)
+    for kind in kinds:
+        fields = dataclasses.fields(kind)
+        about, _, described = (inspect.getdoc(kind) or "").partition("\n\nArgs:\n")
+        names = "|".join(field.name for field in fields)
+        found = re.split(
+            rf"(?:^|(?<=\. )|(?<=; ))((?:{names})(?:, (?:{names}))*): ", flat(described)
+        )
+        told = {
+            each: text.strip()
+            for named, text in zip(found[1::2], found[2::2], strict=True)
+            for each in named.split(", ")
+        }
         rows = [
-            f"| `{field.name}` | {cell(texts[field.name][0])} | {cell(texts[field.name][1])} |"
-            for field in dataclasses.fields(kind)
+            f"| `{field.metadata.get('key', field.name)}` | {cell(str(field.type))} | "
+            f"{cell(told.get(field.name, ''))} |\n"
+            for field in fields
         ]
-        parts += [f"### {kind.__name__}\n", f"{inspect.getdoc(kind)}\n"]
-        parts += ["| field | type | meaning |\n| --- | --- | --- |", "\n".join(rows) + "\n"]
+        title = f"`{kind.kind}`" if hasattr(kind, "kind") else kind.__name__
+        about = re.sub(r"``(.+?)``", r"`\1`", flat(about))
+        head = "| field | type | meaning |\n| --- | --- | --- |\n"
+        parts.append(f"### {title}\n\n{about}\n\n{head}{''.join(rows)}")
     return "\n" + "\n".join(parts) + "\n"
+
+
+def flat(text: str) -> str:
+    return " ".join(text.split())
 
 
 MAKERS: dict[str, Callable[[str], str]] = {
