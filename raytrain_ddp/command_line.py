@@ -24,7 +24,7 @@ _BROKEN_PIPE = 128 + signal.SIGPIPE
 
 @dataclass(frozen=True)
 class RecipeArgs:
-    """The flags of all doors that train."""
+    """The flags of all commands that train."""
 
     config: Annotated[TrainConfig, tyro.conf.arg(name="")]
     recipe: Annotated[str | None, tyro.conf.Positional] = None

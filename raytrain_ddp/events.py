@@ -206,7 +206,7 @@ class Checkpoint:
 
 @dataclass(frozen=True)
 class CheckpointFailed:
-    """A checkpoint could not be written; training goes on for a while."""
+    """A checkpoint could not be written; training continues for now."""
 
     kind: ClassVar[str] = "checkpoint_failed"
     step: int
@@ -232,7 +232,7 @@ class Interval:
 
 @dataclass(frozen=True)
 class Failed:
-    """Workers have failed, and the run goes on.
+    """Workers have failed, and the run continues.
 
     Args:
         rank: of the worker that failed first; None if it is not known, as after a hang.
@@ -252,7 +252,7 @@ class Failed:
 
 @dataclass(frozen=True)
 class Preempted:
-    """Nodes are taken away, after a notice."""
+    """Nodes are preempted, after a notice."""
 
     kind: ClassVar[str] = "preempted"
     text: str
@@ -277,7 +277,7 @@ class Ranks:
 
 @dataclass(frozen=True)
 class Straggler:
-    """A rank that the others wait for again and again; `rank` None: there is none any more."""
+    """A rank that repeatedly slows the others down; `rank` None: there is none anymore."""
 
     kind: ClassVar[str] = "straggler"
     step: int = 0

@@ -27,7 +27,7 @@ class Evaluating:
 
 @dataclass(frozen=True)
 class Pause:
-    """A checkpoint has stopped training for so many seconds."""
+    """A checkpoint blocked the training for this many seconds."""
 
     seconds: float
 

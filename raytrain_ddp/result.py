@@ -53,7 +53,7 @@ class FitResult:
 
 @dataclass(frozen=True)
 class Summary:
-    """What is told at the end of a run; empty parts are left out."""
+    """The summary at the end of a run; empty parts are omitted."""
 
     run: str
     status: Literal["finished", "interrupted", "already complete"]

@@ -90,7 +90,7 @@ def flat(config: TrainConfig) -> dict[str, Any]:
 def publishable(config: TrainConfig) -> TrainConfig:
     """The config as it is written down: its URIs without what may be secret of them.
 
-    Who goes on from it has the credentials in the environment.
+    Whoever resumes from it has the credentials in the environment.
     """
     source, eval_source = config.data.source, config.data.eval_source
     data = dataclasses.replace(

@@ -1,4 +1,4 @@
-"""What a run is told: one frozen dataclass of sections, checked at birth.
+"""The config of a run: one frozen dataclass of sections, validated when created.
 
 Imports nothing heavy, so that ``--help`` and every error of a config answer in well under a second.
 """

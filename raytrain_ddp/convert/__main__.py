@@ -85,7 +85,7 @@ def main(argv: Sequence[str]) -> int:
         with shown() as meter, runner as run:
             done = convert(args.source, args.dest, args.shards, run, meter.phase)
     except KeyboardInterrupt:
-        print("What is done is kept: the same command goes on.", file=sys.stderr)
+        print("Finished work is kept: run the same command again to continue.", file=sys.stderr)
         raise
     if done.found:
         print(f"{args.dest} is complete already (--verify {shlex.quote(args.dest)} checks it)")

@@ -113,13 +113,13 @@ def _space(policy: Policy, height: int, width: int) -> list[_Operation]:
         return torch.linspace(least, most, levels).tolist()  # float32, as torchvision's
 
     if policy == "trivial":
-        shear, across, down, angle, colour = 0.99, 32.0, 32.0, 135.0, 0.99
+        shear, across, down, angle, color = 0.99, 32.0, 32.0, 135.0, 0.99
         bits = 8 - torch.arange(levels) / ((levels - 1) / 6)
     elif policy == "randaugment":
-        shear, across, down, angle, colour = 0.3, 150 / 331 * width, 150 / 331 * height, 30.0, 0.9
+        shear, across, down, angle, color = 0.3, 150 / 331 * width, 150 / 331 * height, 30.0, 0.9
         bits = 8 - torch.arange(levels) / ((levels - 1) / 4)
     else:
-        shear, across, down, angle, colour = 0.3, width / 3, height / 3, 30.0, 0.9
+        shear, across, down, angle, color = 0.3, width / 3, height / 3, 30.0, 0.9
         bits = 4 - torch.arange(levels) / ((levels - 1) / 4)
     same = [] if policy == "augmix" else [("Identity", [0.0] * levels, False)]
     return [
@@ -129,10 +129,10 @@ def _space(policy: Policy, height: int, width: int) -> list[_Operation]:
         ("TranslateX", to(across), True),
         ("TranslateY", to(down), True),
         ("Rotate", to(angle), True),
-        ("Brightness", to(colour), True),
-        ("Color", to(colour), True),
-        ("Contrast", to(colour), True),
-        ("Sharpness", to(colour), True),
+        ("Brightness", to(color), True),
+        ("Color", to(color), True),
+        ("Contrast", to(color), True),
+        ("Sharpness", to(color), True),
         ("Posterize", bits.round().tolist(), False),
         ("Solarize", to(0.0, 1.0), False),
         ("AutoContrast", [0.0] * levels, False),
@@ -182,13 +182,13 @@ def _kernels(mode: str) -> dict[str, Callable[[Tensor, float], Tensor]]:
     }
 
 
-def _contrast(grey: Tensor, image: Tensor, factor: float) -> Tensor:
+def _contrast(gray: Tensor, image: Tensor, factor: float) -> Tensor:
     """Blends with the mean gray.
 
     The mean is computed from integers, exactly. torchvision's, in float32, depends on the number
     of threads in images of more than 2**24 / 255 pixels; in smaller ones both are equal.
     """
-    mean = torch.tensor(int(grey.sum()) / grey.numel(), dtype=torch.float32)
+    mean = torch.tensor(int(gray.sum()) / gray.numel(), dtype=torch.float32)
     return (image * factor).add_(mean, alpha=1 - factor).clamp_(0, 255).to(torch.uint8)
 
 
@@ -214,12 +214,12 @@ def _hue(image: Tensor, shift: float) -> Tensor:
     Rounds where torchvision does, to the same pixels, in 0.4 of its time: `where` and indexing
     are slow on a CPU, so choices are sums of products with 0 and 1.
     """
-    colours = image.float().mul_(1 / 255)
-    r, g, b = colours  # each (h, w), as all that follows
+    rgb = image.float().mul_(1 / 255)
+    r, g, b = rgb  # each (h, w), as all that follows
     value = torch.maximum(torch.maximum(r, g), b)
     span = value - torch.minimum(torch.minimum(r, g), b)
     saturation = span / value.clamp(min=1e-3)  # grays: 0 / 1e-3; others are at least 1 / 255
-    from_r, from_g, from_b = (value - colours) / span.clamp(min=1e-3)
+    from_r, from_g, from_b = (value - rgb) / span.clamp(min=1e-3)
     red = (value == r).float()
     green = (value == g).float().mul_(1 - red)
     sixths = (from_b - from_g).mul_(red)
@@ -237,8 +237,8 @@ def _hue(image: Tensor, shift: float) -> Tensor:
     at = (sector - places).abs_().neg_().add_(1).clamp_(min=0)  # (6, h, w): 1 in the pixel's sector
     for i in range(3):  # red is maximal in sectors 5 and 0, falls in 1, rises in 4; others alike
         o = 2 * i
-        channel = torch.mul(at[o - 1] + at[o], value, out=colours[i])
+        channel = torch.mul(at[o - 1] + at[o], value, out=rgb[i])
         channel += at[(o + 1) % 6] * falling
         channel += (at[(o + 2) % 6] + at[(o + 3) % 6]).mul_(lowest)
         channel += at[(o + 4) % 6] * rising
-    return colours.mul_(256 - 1e-3).to(torch.uint8)
+    return rgb.mul_(256 - 1e-3).to(torch.uint8)

@@ -91,11 +91,11 @@ def open_encoded_image(image: Any, exif_orientation: bool = False) -> EncodedIma
         return _of_pil(image, exif_orientation)
     if image[:2] == b"\xff\xd8":
         try:
-            height, width, colours, _ = simplejpeg.decode_jpeg_header(image)
+            height, width, color_space, _ = simplejpeg.decode_jpeg_header(image)
         except ValueError:
             return _of_pil(Image.open(io.BytesIO(image)), exif_orientation)
         _require_few_pixels(height, width)
-        if colours not in ("CMYK", "YCCK"):
+        if color_space not in ("CMYK", "YCCK"):
             turn = _orientation(Image.open(io.BytesIO(image))) if exif_orientation else 1
             height, width = (width, height) if turn >= _SIDEWAYS else (height, width)
             return EncodedImage(height, width, turn, image, None)

@@ -79,13 +79,13 @@ def finish_images(
         # Adds the difference modulo 256: a `where` of bytes takes ten times as long on a CPU.
         chosen = flip.to(torch.uint8).view(-1, 1, 1, 1)
         images = images.flip(-1).sub_(images).mul_(chosen).add_(images)
-    inputs = _normalised(images, mean, std, channels_last)
+    inputs = _normalized(images, mean, std, channels_last)
     if erase is not None:
         inputs.masked_fill_(_inside(erase, *images.shape[-2:]), 0)
     return inputs
 
 
-def _normalised(images: Tensor, mean: Tensor, std: Tensor, channels_last: bool) -> Tensor:
+def _normalized(images: Tensor, mean: Tensor, std: Tensor, channels_last: bool) -> Tensor:
     """Changes the memory layout while values are bytes, then works in place: on a CPU, allocating
     memory costs more than the arithmetic."""
     if not channels_last:

@@ -204,7 +204,7 @@ class Display:
     def _train(self, line: Train) -> None:
         assert self._now is not None  # a plan comes first
         if self._phase or line.epoch != self._now.epoch:
-            self._settle()  # the last line of an epoch is not held back for ever
+            self._settle()  # the last line of an epoch is not held back forever
         # The live block smooths the loss lightly for the eye; what is not finite shows at once.
         loss, before = line.loss, self._smooth_loss
         self._smooth_loss = 0.7 * before + 0.3 * loss if math.isfinite(before + loss) else loss
@@ -265,7 +265,7 @@ class Display:
 
     def __rich__(self) -> Text:
         """The live part, drawn 8 times a second: the open phase, or the block of the training."""
-        phase, now = self._phase, self._now  # read once: `handle` replaces them meanwhile
+        phase, now = self._phase, self._now  # read once: `handle` may replace them
         if phase:
             spinner, waited = SPINNER[int(10 * clock()) % 10], format_seconds(clock() - phase[1])
             return Text.assemble((spinner, "cyan"), f" {phase[0]}  ", (waited, "dim"))

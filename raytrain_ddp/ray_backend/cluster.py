@@ -54,7 +54,7 @@ def ray_connection(
     settings: Mapping[str, str],
     options: Mapping[str, Any],
     tell: Callable[[str], None],
-    meanwhile: Callable[[], None] = lambda: None,
+    during_start: Callable[[], None] = lambda: None,
     wait_s: float = 0.0,
 ) -> Iterator[None]:
     """Connects to the Ray at an address; without an address, starts a Ray here and stops it
@@ -64,7 +64,7 @@ def ray_connection(
     Args:
         settings: environment variables, set unless the user has set them.
         options: other arguments of `ray.init`.
-        meanwhile: called in a thread while Ray starts.
+        during_start: called in a thread while Ray starts.
         wait_s: how long Ray may take to start, if that is more than `RAY_START_S`.
 
     Raises:
@@ -87,7 +87,7 @@ def ray_connection(
         tell(f"connecting to Ray at {address}" if address else "starting Ray")
         import ray
 
-        threading.Thread(target=meanwhile, name="meanwhile", daemon=True).start()
+        threading.Thread(target=during_start, name="during-start", daemon=True).start()
         where = {"address": address or "local", "log_to_driver": False, "logging_level": "ERROR"}
         start_with_retries(
             lambda: ray.init(**where, **options),
