@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from raytrain_ddp import command_line
+from raytrain_ddp.command_line import run_command
 
 BUFFERED = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
 DOORS = ("fit", "run", "evaluate", "convert", "doctor", "report", "chaos")
@@ -60,7 +60,7 @@ def test_so_it_is_with_errors(tmp_path: Path):
 # A door's main, in a process of its own.
 MAIN = """
 import sys
-from raytrain_ddp.cli import run_command
+from raytrain_ddp.command_line import run_command
 def main(argv):
     {0}
 run_command(main)
@@ -88,7 +88,7 @@ def test_a_connection_that_broke_is_no_reader_that_has_gone():
         raise BrokenPipeError("of a socket")
 
     with pytest.raises(BrokenPipeError):
-        command_line.run_command(main)
+        run_command(main)
 
 
 def test_a_full_disk_is_an_error_in_one_line(tmp_path: Path):
