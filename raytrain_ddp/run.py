@@ -20,9 +20,9 @@ COMMAND = Command(
     "[--FLAG VALUE ...] [-m] SCRIPT [ARGUMENT ...]",
     {
         "Workers": ["num-workers", "nproc-per-node", "nnodes", "use-gpu", "cpus-per-worker", "per"],
-        "Script": ["env", "max-restarts", "ship", "export", "dry-run"],
+        "Script": ["env", "max-restarts", "dry-run"],
         "Output": ["show", "log-dir"],
-        "Cluster": ["address", "standalone", "wait-s"],
+        "Cluster": ["address", "standalone", "ship"],
     },
 )
 _BY_RAY = "Ray connects the nodes, and the ranks rendezvous at rank 0"
@@ -49,6 +49,7 @@ _ALIASES = {"t": "tee", "r": "redirects", "n": "num-workers", "np": "num-workers
 _ALIASES |= {"shutdown-timeout": "grace-s", "module": "m", "h": "help"}
 _OWN = {field.name.replace("_", "-"): field for field in dataclasses.fields(Flags)}
 _VALUELESS = {name for name, field in _OWN.items() if isinstance(field.default, bool)}
+_VALUELESS |= {f"no-{name}" for name in _VALUELESS - {"no-python"}}
 _VALUELESS |= {"help", "help-all", "m", "run-path", "use-env"}
 _KNOWN = {*_OWN, *_WITHOUT_EFFECT, *_ALIASES, *_VALUELESS}
 

@@ -102,12 +102,13 @@ def _of_a_command(
             if flag.is_switch:
                 yield f"--{negated(flag.name)}", ""
         yield from (("--help", "Main flags"), ("--help-all", "All flags"))
-    elif previous is not None and previous.choices:
-        yield from ((word, "") for word in previous.choices)
-    elif previous is None or previous.is_switch:
-        yield from ((word, "") for word in _placed(flags, before))
-    elif previous.name == "run":
-        yield from ((run, "") for run in _runs())
+    else:
+        words = previous.choices if previous else []
+        if previous is None or previous.is_switch:
+            words = [*words, *_placed(flags, before)]
+        elif previous.name == "run":
+            words = _runs()
+        yield from ((word, "") for word in words)
 
 
 def _placed(flags: Sequence[Flag], before: Sequence[str]) -> list[str]:

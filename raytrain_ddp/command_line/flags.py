@@ -81,8 +81,7 @@ class Flag:
     @property
     def choices(self) -> list[str]:
         """The words that it takes, as far as they can be listed."""
-        bools = ["true", "false"] if self.is_switch else []
-        return [word for kind in self.members for word in _literals(kind)] + bools
+        return [word for kind in self.members for word in _words(kind)]
 
     @property
     def metavar(self) -> str:
@@ -91,14 +90,15 @@ class Flag:
             return str(self.metadata.get("metavar") or self.positional)
         if self.kind is bool:
             return ""
-        return "|".join(_described(kind, 1) for kind in self.members if kind is not NoneType)
+        return "|".join(filter(None, (_described(kind, 1) for kind in self.members)))
 
     @property
     def takes(self) -> str:
         """``auto or an integer``: for messages."""
         if "metavar" in self.metadata:
             return self.metavar
-        return " or ".join(_described(kind, 0) for kind in self.members if kind is not NoneType)
+        words = [word for kind in self.members for word in _words(kind) or [_described(kind, 0)]]
+        return listed(word for word in words if word)
 
 
 def flags_of(
@@ -146,23 +146,24 @@ def changes(holder: Any, values: Mapping[tuple[str, ...], Any]) -> dict[str, Any
     return result
 
 
-def listed(words: Iterable[str], last: str = "or") -> str:
+def listed(words: Iterable[str]) -> str:
     """``a, b or c``"""
-    *first, end = words
-    return f"{', '.join(first)} {last} {end}" if first else end
+    *first, last = words
+    return f"{', '.join(first)} or {last}" if first else last
 
 
-def _literals(kind: Any) -> list[str]:
+def _words(kind: Any) -> list[str]:
+    """The words of a type that has only some."""
+    if kind is bool:
+        return ["true", "false"]
     return [*map(str, get_args(kind))] if get_origin(kind) is Literal else []
 
 
 def _described(kind: Any, form: int) -> str:
-    """A type in words (form 0) or as a metavar (form 1)."""
+    """A type in words (form 0) or as a metavar (form 1); None is not described."""
     origin, args = get_origin(kind), get_args(kind)
-    if origin is Literal:
-        return (listed, "|".join)[form](_literals(kind))
-    if kind is bool:
-        return ("true or false", "true|false")[form]
+    if kind is NoneType or _words(kind):
+        return "|".join(_words(kind))
     if origin is dict:
         return ("pairs of KEY and VALUE", "KEY VALUE ...")[form]
     if origin is not tuple:
@@ -186,7 +187,7 @@ def _converted(kind: Any, words: Sequence[str]) -> Any:
         word = word.lower()
     known: Mapping[str, Any] = _BOOLS if kind is bool else {"None": None}
     if origin is Literal:
-        known = dict(zip(_literals(kind), args, strict=True))
+        known = dict(zip(_words(kind), args, strict=True))
     elif kind not in (bool, NoneType):
         return kind(word)
     if word not in known:

@@ -68,7 +68,8 @@ def page(
         lines += [line for name in names for line in _brief(named[name], f"--{name}", width)]
     hidden = set(named) - {name for names in main.values() for name in names}
     if hidden - {flag.name for flag in placed}:
-        told = f"More: --help-all, --help FLAG, --help SECTION: {', '.join(sections)}."
+        of = f", --help SECTION: {', '.join(sections)}" if len(sections) > 1 else ""
+        told = f"More: --help-all, --help FLAG{of}."
         lines += ["", *wrap(f"Defaults in [ ]. {told}", width)]
     return "\n".join(lines)
 

@@ -69,7 +69,7 @@ class TrainConfig:
     storage: str = field(default="runs", metadata=FREE)
     """Folder or URI for the runs (s3://, gs://). All nodes must have access to it."""
     task: TaskLike = "image-classification"
-    """Built-in task, or your own file.py:Class. Either image-classification, or
+    """Built in, or file.py:Class. What to train: image-classification, or a task of your own as
     package.module:Class or path/to/file.py:Class."""
     task_options: dict[str, str] = field(default_factory=dict)
     """Keyword arguments for a task of your own."""

@@ -21,7 +21,7 @@ _STREAMS = re.compile(r"[0-3]|(\d+:[0-3],)*\d+:[0-3]")
 
 @dataclass(frozen=True)
 class Flags:
-    """Run a distributed PyTorch script, unchanged, on a Ray cluster or on this machine.
+    """Run a distributed PyTorch script, unchanged, on Ray or on this machine.
 
     Each worker is a process of its own with torchrun's environment (RANK, LOCAL_RANK ...). Flags
     come before the script. Everything after it is passed on, with {rank} {local_rank} {world_size}
@@ -39,10 +39,10 @@ class Flags:
     num_workers: int | None = None
     """Total number of processes. Default: one per GPU (--use-gpu), or per node (--per node)."""
     nproc_per_node: str | None = None
-    """As in torchrun: processes per node, or gpu, cpu, auto. Replaces --num-workers. Each process
+    """Processes per node, or gpu, cpu, auto. As in torchrun. Replaces --num-workers. Each process
     gets a GPU if there are enough. If there are more processes than CPUs, they share CPUs."""
     nnodes: str | None = None
-    """As in torchrun, with --nproc-per-node: number of nodes, or MIN:MAX. Default: 1."""
+    """Number of nodes, or MIN:MAX. As in torchrun, with --nproc-per-node. Default: 1."""
     use_gpu: bool = False
     """Give each worker a GPU. All GPUs of the workers on its node are visible, so cuda:LOCAL_RANK
     is its own. Without this flag no GPU is visible, as Ray may have given them to others."""
@@ -55,7 +55,7 @@ class Flags:
     """Start one process per worker or per node. node is for scripts that spawn the other processes
     themselves."""
     max_restarts: int = 0
-    """How many times all workers are restarted after one has failed."""
+    """Restarts of all workers after one has failed."""
     env: Literal["torchrun", "slurm"] = "torchrun"
     """Environment variables for the script. torchrun: RANK, LOCAL_RANK and so on; slurm:
     SLURM_PROCID, SLURM_LOCALID and so on."""
@@ -65,7 +65,7 @@ class Flags:
     no_python: bool = False
     """Run the program itself; it is not a Python script."""
     show: str = "all"
-    """Ranks whose output is shown: all, none, or a list such as 0,2,5."""
+    """Ranks whose output is shown: all, none, or 0,2,5."""
     log_dir: str | None = None
     """Folder for the output of each rank. It is written byte for byte to
     LOG_DIR/RUN/attempt_N/RANK/stdout.log and stderr.log."""
@@ -108,9 +108,9 @@ class Flags:
     """Address of a running Ray cluster. auto: the one on this machine. Default: RAY_ADDRESS if set,
     else a Ray is started."""
     standalone: bool = False
-    """As in torchrun: use only this machine, and ignore RAY_ADDRESS."""
+    """Use only this machine, and ignore RAY_ADDRESS."""
     dry_run: bool = False
-    """Print the environment and command of each worker and exit."""
+    """Print environment and command of each worker."""
 
     def __post_init__(self) -> None:
         _from(1, "--num-workers", self.num_workers)
