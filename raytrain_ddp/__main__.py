@@ -6,7 +6,6 @@ import os
 import sys
 from collections.abc import Sequence
 from importlib import import_module
-from importlib.metadata import version
 from typing import Any
 
 from raytrain_ddp.command_line import run_command
@@ -35,6 +34,8 @@ def main(argv: Sequence[str]) -> int:
             return 0
         name, rest = rest[0], ["--help", *rest[1:]]
     if name in ("-V", "--version"):
+        from importlib.metadata import version  # 40 ms
+
         print(f"raytrain_ddp {version('raytrain_ddp')}")
         return 0
     if name == "--print-completion":

@@ -23,19 +23,19 @@ SHELLS = {
 _SCRIPTS = {
     "bash": """\
 _raytrain() {
-    local IFS=$'\\n' line
+    local word told
     COMPREPLY=()
-    while read -r line; do COMPREPLY+=("${line%%$'\\t'*}"); done < <(
+    while IFS=$'\\t' read -r word told; do COMPREPLY+=("$word"); done < <(
         raytrain --complete "${COMP_WORDS[@]:1:COMP_CWORD}" 2>/dev/null)
 }
 complete -o default -F _raytrain raytrain
 """,
     "zsh": """\
 _raytrain() {
-    local line
+    local word told
     local -a found
-    while read -r line; do
-        found+=("${${line%%$'\\t'*}//:/\\\\:}:${line#*$'\\t'}")
+    while IFS=$'\\t' read -r word told; do
+        found+=("${word//:/\\\\:}${told:+:$told}")
     done < <(raytrain --complete "${(@)words[2,CURRENT]}" 2>/dev/null)
     if (( $#found )); then _describe raytrain found -o nosort; else _files; fi
 }
@@ -72,10 +72,14 @@ def complete(
         commands: all commands, and what each is for.
     """
     *before, last = words or [""]
+    start = ""
     if last == "=":
         before, last = [*before, last], ""
     if before[-1:] == ["="]:
         before = before[:-1]
+    elif last.startswith("--") and "=" in last:
+        flag, _, last = last.partition("=")
+        before, start = [*before, flag], f"{flag}="
     if not before:
         others = {"--help": "", "--version": "", "--print-completion": "bash, zsh, or fish"}
         found = [*{**commands, **(others if last.startswith("-") else {})}.items()]
@@ -85,7 +89,7 @@ def complete(
         found = [*_of_a_command(load(before[0]), before[1:], last)]
     else:
         found = []
-    return [f"{word}\t{told}" for word, told in found if word.startswith(last)]
+    return [f"{start}{word}\t{told}" for word, told in found if word.startswith(last)]
 
 
 def _of_a_command(

@@ -34,6 +34,7 @@ def offered(line: str) -> list[str]:
         ("fit --optim.no", ["--optim.nonfinite", "--optim.no-nesterov"]),
         ("fit --emit s", ["slurm"]),
         ("fit --emit = k", ["kuberay"]),  # as bash cuts --emit=k
+        ("fit --emit=k", ["--emit=kuberay"]),
         ("fit --emit =", ["slurm", "kuberay", "ray-up", "command"]),
         ("fit --scaling.use_gpu ", ["auto", "true", "false"]),
         ("fit --exact t", ["true"]),
