@@ -66,11 +66,8 @@ def page(
     for title, names in main.items():
         lines += [_bold(title)]
         lines += [line for name in names for line in _brief(named[name], f"--{name}", width)]
-    hidden = set(named) - {name for names in main.values() for name in names}
-    if hidden - {flag.name for flag in placed}:
-        of = f", --help SECTION: {', '.join(sections)}" if len(sections) > 1 else ""
-        told = f"More: --help-all, --help FLAG{of}."
-        lines += ["", *wrap(f"Defaults in [ ]. {told}", width)]
+    of = f", --help SECTION: {', '.join(sections)}" if len(sections) > 1 else ""
+    lines += ["", *wrap(f"Defaults in [ ]. More: --help-all, --help FLAG{of}.", width)]
     return "\n".join(lines)
 
 
