@@ -41,6 +41,9 @@ def door(name: str, *argv: str) -> str:
 
 CALLS = {
     **{name: (name, "--help") for name in DOORS},
+    "fit --help-all": ("fit", "--help-all"),
+    "raytrain --help": ("__main__", "--help"),
+    "raytrain fit --help": ("__main__", "fit", "--help"),
     "fit --print-config": ("fit", "--print-config"),
     "fit --dry-run": ("fit", "--dry-run"),
     "fit --emit": ("fit", "--emit", "command"),

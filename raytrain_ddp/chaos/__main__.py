@@ -95,7 +95,8 @@ def parse(argv: Sequence[str]) -> ChaosArgs:
         "--nodes already sets it",
     )
     for name in sorted(given & _DECIDED):
-        require(False, f"--{name}", value_of(args.config, name), "chaos sets this itself")
+        flag = f"--{name.replace('_', '-')}"
+        require(False, flag, value_of(args.config, name), "chaos sets this itself")
     return args
 
 

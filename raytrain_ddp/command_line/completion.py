@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from raytrain_ddp.command_line.commands import Command
-from raytrain_ddp.command_line.flags import Flag
+from raytrain_ddp.command_line.flags import Flag, listed
 from raytrain_ddp.command_line.help_page import negated, summary
 from raytrain_ddp.config.recipe import shipped_recipes
 from raytrain_ddp.config.train_config import TrainConfig
@@ -58,7 +58,7 @@ complete -c raytrain -f -a '(__raytrain)'
 def script(shell: str) -> str:
     """The script that makes a shell complete ``raytrain``. Raises ConfigError for another shell."""
     if shell not in _SCRIPTS:
-        raise ConfigError(f"--print-completion takes {', '.join(_SCRIPTS)}, not {shell!r}.")
+        raise ConfigError(f"--print-completion takes {listed(_SCRIPTS)}, not {shell!r}.")
     return _SCRIPTS[shell]
 
 

@@ -30,7 +30,7 @@ def asked_for(argv: Sequence[str]) -> str | None:
         name, equals, text = word.replace("_", "-").partition("=")
         if name in ("-h", "--help"):
             return text if equals else "" if behind.startswith("-") else behind
-        if word == "--help-all":
+        if name == "--help-all":
             return "all"
     return None
 

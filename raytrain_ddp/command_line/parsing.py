@@ -72,7 +72,7 @@ def _find(word: str, named: Mapping[str, Flag]) -> tuple[Flag, bool]:
     positive = named.get(f"{section}{dot}{last.removeprefix('no-')}")
     if last.startswith("no-") and positive is not None and positive.is_switch:
         return positive, True
-    found = [f"--{flag}" for flag in meant(word.lstrip("-"), named)]
+    found = [f"--{flag}" for flag in meant(word.lstrip("-"), [*named, "help", "help-all"])]
     hint = f"Did you mean {listed(found)}?" if found else "See --help-all."
     raise ConfigError(f"there is no flag {word}. {hint}")
 

@@ -111,7 +111,7 @@ def parse_with_recipe(argv: Sequence[str], command: Command[Args]) -> Args:
     args: Any = command.parse(argv, config=config)
     if args.recipe != recipe:
         raise ConfigError(
-            f"the recipe {args.recipe!r} must be the first argument, before the flags. (If it is "
-            "none: the flag before it takes no value.)"
+            f"unexpected argument {args.recipe!r}: a recipe must be the first argument, before the "
+            "flags."
         )
     return args  # type: ignore[no-any-return]

@@ -76,4 +76,4 @@ def _close(name: str, known: Collection[str]) -> list[str]:
 
 
 def _begun(name: str, known: Collection[str]) -> list[str]:
-    return [flag for flag in known if flag.startswith(name)][:3]
+    return [flag for flag in known if name and flag.startswith(name)][:3]

@@ -38,10 +38,10 @@ class Flags:
 
     num_workers: int | None = None
     """Total number of processes. Default: one per GPU (--use-gpu), or per node (--per node)."""
-    nproc_per_node: str | None = None
+    nproc_per_node: str | None = field(default=None, metadata={"metavar": "N|gpu|cpu|auto"})
     """Processes per node, or gpu, cpu, auto. As in torchrun. Replaces --num-workers. Each process
     gets a GPU if there are enough. If there are more processes than CPUs, they share CPUs."""
-    nnodes: str | None = None
+    nnodes: str | None = field(default=None, metadata={"metavar": "N|MIN:MAX"})
     """Number of nodes, or MIN:MAX. As in torchrun, with --nproc-per-node. Default: 1."""
     use_gpu: bool = False
     """Give each worker a GPU. All GPUs of the workers on its node are visible, so cuda:LOCAL_RANK

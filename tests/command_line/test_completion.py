@@ -61,7 +61,7 @@ def test_runs_are_offered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
 
 
 def test_another_shell_is_refused():
-    with pytest.raises(ConfigError, match="bash, zsh, fish, not 'tcsh'"):
+    with pytest.raises(ConfigError, match="bash, zsh or fish, not 'tcsh'"):
         script("tcsh")
 
 

@@ -164,6 +164,11 @@ def test_run_takes_booleans_only_behind_an_equals_sign():
             "--storage=--local.",
         ),
         ("--task-options a", "--task-options takes pairs of KEY and VALUE, not 'a'."),
+        (
+            "--exact maybe",
+            "unexpected argument 'maybe': a recipe must be the first argument, before the flags.",
+        ),
+        ("--=3", "there is no flag --. See --help-all."),
         ("digits cifar10", "unexpected argument 'cifar10'. See --help."),
         ("digits -- --local", "unexpected argument '--local'. See --help."),
     ],
@@ -194,6 +199,8 @@ def test_a_wrong_value_is_told_with_its_flag_and_what_that_takes(line: str, told
         ("--data", "--data.source"),
         ("--precision", "--compute.precision"),
         ("--train.epochs", "--epochs"),
+        ("--HELP", "--help"),
+        ("-help", "--help"),
         ("--every-steps", "--checkpoint.every-steps or --log.every-steps"),
     ],
 )
