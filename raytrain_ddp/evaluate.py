@@ -106,9 +106,10 @@ def find_checkpoint(place: str, which: Literal["best", "last"] | None = None) ->
         CheckpointError: there is no checkpoint, or it is damaged.
         ConfigError: `which` is given, but `place` is a single checkpoint.
     """
-    from raytrain_ddp.checkpoint.run_folder import CHECKPOINTS, checkpoint_store, read_history
+    from raytrain_ddp.checkpoint.run_folder import CHECKPOINTS, checkpoint_store, read_log
     from raytrain_ddp.checkpoint.storage import open_storage
     from raytrain_ddp.checkpoint.store import MANIFEST_FILE, CheckpointName, CheckpointStore
+    from raytrain_ddp.events import Eval
 
     if "://" not in place and not Path(place).exists() and (Path("runs") / place).is_dir():
         place = str(Path("runs") / place)
@@ -131,7 +132,7 @@ def find_checkpoint(place: str, which: Literal["best", "last"] | None = None) ->
             f"{place}: no checkpoint there (looked for {CHECKPOINTS}/).{did_you_mean(place, runs)}"
         )
     if which != "last":
-        bests = [r["step"] for r in read_history(folder) if r["kind"] == "eval" and r["best"]]
+        bests = [r.step for r in read_log(folder) if isinstance(r, Eval) and r.best]
         names = [name for name in names if bests and name.step == bests[-1]] or names
     return _verified(store.open(names[0]))
 

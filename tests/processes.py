@@ -25,16 +25,15 @@ CALL_TIMEOUT_S = 100.0
 _DOOR = """
 import json, os, sys, time
 from importlib import import_module
-from importlib.util import find_spec
 from raytrain_ddp.command_line import run_command
 
 sys.argv = ["door", *sys.argv[2:]]
 status = None
+module = import_module(os.environ["TEST_DOOR"])
+if not hasattr(module, "main"):
+    module = import_module(module.__name__ + ".__main__")
 try:
-    name = os.environ["TEST_DOOR"]
-    in_package = name + ".__main__"
-    is_package = find_spec(name).submodule_search_locations is not None
-    run_command(import_module(in_package if is_package else name).main)
+    run_command(module.main)
 except SystemExit as stop:
     status = stop.code
 heavy = [name for name in ("torch", "ray", "torchvision", "matplotlib") if name in sys.modules]

@@ -19,7 +19,8 @@ COMMANDS = {"fit", "evaluate", "run", "convert", "doctor", "report", "chaos"}
 
 # A part may import those of lower rank, and itself; parts of one rank do not know each other.
 RANKS = [
-    {"errors"},
+    {"errors", "events"},
+    {"messages", "records"},
     {"files", "failpoints", "uri"},
     {"config"},
     {"data", "checkpoint"},

@@ -25,12 +25,13 @@ from raytrain_ddp.config.sections import CheckpointConfig, LogConfig, OptimConfi
 from raytrain_ddp.config.train_config import TrainConfig
 from raytrain_ddp.data.sample_rng import Draws
 from raytrain_ddp.data.sources import ArraySource, Batch, Data
+from raytrain_ddp.events import Plan
+from raytrain_ddp.messages import Event, Outcome
 from raytrain_ddp.tasks.task import Task
 from raytrain_ddp.training.local_session import LocalSession
 from raytrain_ddp.training.loop import train
-from raytrain_ddp.training.prepared_run import Outcome
 from raytrain_ddp.training.recorder import Best
-from raytrain_ddp.training.session import Record, Requests
+from raytrain_ddp.training.session import Requests
 from raytrain_ddp.training.world import World
 
 CLASSES = 5
@@ -172,21 +173,23 @@ class ScriptedSession(LocalSession):
     """Asks to stop, or dies, when a step begins; on the last rank only, so that all must agree."""
 
     def __init__(self, config: TrainConfig, world: World, stop_at: int, die_at: int) -> None:
-        self.events: list[Record] = []
+        from event_records import to  # not where this file is used alone, as a task
+
+        self.events: list[dict[str, Any]] = []
         self.start_step = 0
         self.step = 0  # the one that is worked on, from 1; 0 before training
         self.model: nn.Module | None = None
         self.before_step: Callable[[int], None] = lambda step: None
         self._script = (stop_at, die_at) if world.rank == world.size - 1 else (0, 0)
-        super().__init__(config, world, Best("loss", "min"), self.events.append)
+        super().__init__(config, world, Best("loss", "min"), to(self.events))
 
     def wrap(self, model: nn.Module, options: Mapping[str, Any]) -> nn.Module:
         self.model = model
         return super().wrap(model, options)
 
-    def tell(self, event: Record) -> None:
-        if event["kind"] == "plan":
-            self.start_step = int(event["start_step"])
+    def tell(self, event: Event) -> None:
+        if isinstance(event, Plan):
+            self.start_step = event.start_step
         super().tell(event)
 
     def wishes(self) -> Requests:
@@ -206,7 +209,7 @@ class Ran:
     start_step: int
     digest: str  # of the model in memory
     seen: list[tuple[int, list[int]]]
-    events: list[Record] = field(repr=False)
+    events: list[dict[str, Any]] = field(repr=False)
 
 
 def run_tiny(

@@ -15,6 +15,7 @@ import json
 import math
 from typing import Any
 
+from raytrain_ddp import events
 from raytrain_ddp.checkpoint.manifest import DamagedError, Manifest
 from raytrain_ddp.checkpoint.storage import Storage, open_storage
 from raytrain_ddp.checkpoint.store import (
@@ -25,6 +26,8 @@ from raytrain_ddp.checkpoint.store import (
 )
 from raytrain_ddp.config.train_config import TrainConfig
 from raytrain_ddp.errors import CheckpointError
+from raytrain_ddp.events import LogRecord
+from raytrain_ddp.records import Timed, log_records, stored_events
 
 CONFIG_FILE = "config.toml"
 METRICS_FILE = "metrics.jsonl"
@@ -76,13 +79,22 @@ def require_none_lost(config: TrainConfig, run: Storage) -> None:
         e.startswith(DAMAGED_PREFIX) or e.endswith((MANIFEST_FILE, DAMAGED_MARK)) for e in entries
     ):
         return
-    events = read_history(run, EVENTS_FILE)
-    saved = [int(e.get("step", 0)) for e in events if e.get("kind") == "checkpoint"]
+    saved = [e.step for e, _, _ in read_events(run) if isinstance(e, events.Checkpoint)]
     if saved:
         raise CheckpointError(
             f"run {config.name} had a checkpoint of step {max(saved)} ({run}/{EVENTS_FILE} says "
             "so), and there is none any more: restore it, or start anew under another --name."
         )
+
+
+def read_log(run: Storage) -> list[LogRecord]:
+    """The records of metrics.jsonl."""
+    return log_records(read_history(run))
+
+
+def read_events(run: Storage) -> list[Timed]:
+    """The events of events.jsonl."""
+    return stored_events(read_history(run, EVENTS_FILE))
 
 
 def read_history(run: Storage, file: str = METRICS_FILE) -> list[dict[str, Any]]:

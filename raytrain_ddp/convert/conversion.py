@@ -39,6 +39,7 @@ from raytrain_ddp.data.sample_rng import Rows
 from raytrain_ddp.data.sources import BadRecord
 from raytrain_ddp.data.splits import Splits
 from raytrain_ddp.errors import ConfigError, DataError, PreflightError
+from raytrain_ddp.events import DataSummary
 from raytrain_ddp.uri import without_secrets
 
 _STREAM = 0x5EED_C0DE  # keeps this shuffle's random bits apart from those of training
@@ -59,7 +60,7 @@ class Converted:
     folder: Path
     dataset: Mapping[str, Any]
     found: bool
-    told: Mapping[str, Any] | None = None
+    told: DataSummary | None = None
 
 
 def convert(source: str, dest: str, config: ConvertConfig, run: Run, phase: Phase) -> Converted:

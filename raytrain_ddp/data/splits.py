@@ -21,6 +21,7 @@ from raytrain_ddp.data.parquet_images import ParquetImages
 from raytrain_ddp.data.sample_rng import Rows
 from raytrain_ddp.data.sources import Source
 from raytrain_ddp.errors import DataError
+from raytrain_ddp.events import DataSummary, SplitSummary
 from raytrain_ddp.uri import attempt
 
 _NAMES_SHOWN = 5
@@ -74,7 +75,7 @@ class Splits:
         self._counting = Thread(target=self._count, name="counting", daemon=True)
         self._counting.start()
 
-    def summary(self) -> dict[str, Any]:
+    def summary(self) -> DataSummary:
         """The input of `format_data`: rows and classes of both splits, their origin, notes.
 
         Raises:
@@ -87,17 +88,13 @@ class Splits:
         if self._error:
             raise self._error[0]
         names = self.class_names
-        told: dict[str, Any] = {
-            "train": {"rows": int(self.train.blocks.sum()), **self._counts("train")},
-            "eval": None,
-            "classes": len(names),
-            "names": names[:_NAMES_SHOWN],
-            "notes": [*self.notes],
-        }
-        if self.eval is not None:
-            rows = int(self.eval.blocks.sum())
-            told["eval"] = {"rows": rows, "from": self.eval_from, **self._counts("eval")}
-        return told
+        return DataSummary(
+            train=self._summary_of("train", self.train),
+            eval=self._summary_of("eval", self.eval, self.eval_from) if self.eval else None,
+            classes=len(names),
+            names=names[:_NAMES_SHOWN],
+            notes=[*self.notes],
+        )
 
     def _count(self) -> None:
         for name, source in (("train", self.train), ("eval", self.eval)):
@@ -108,16 +105,18 @@ class Splits:
                     return
                 self._labels[name] = np.bincount(found, minlength=len(self.class_names))
 
-    def _counts(self, split: str) -> dict[str, Any]:
-        counts = self._labels.get(split)
+    def _summary_of(self, split: str, source: ImageSource, origin: str = "") -> SplitSummary:
+        rows, counts = int(source.blocks.sum()), self._labels.get(split)
         if counts is None:
-            return {}
+            return SplitSummary(rows, origin)
         few, many = int(counts.argmin()), int(counts.argmax())
-        return {
-            "smallest": [self.class_names[few], int(counts[few])],
-            "largest": [self.class_names[many], int(counts[many])],
-            "empty": int((counts == 0).sum()),
-        }
+        return SplitSummary(
+            rows,
+            origin,
+            smallest=(self.class_names[few], int(counts[few])),
+            largest=(self.class_names[many], int(counts[many])),
+            empty=int((counts == 0).sum()),
+        )
 
     def close(self) -> None:
         """Ends the read-ahead threads; the sources remain usable."""

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict, deque
-from collections.abc import Iterable, Mapping
-from typing import Any, NamedTuple
+from collections.abc import Iterable
+from typing import NamedTuple
 
 from raytrain_ddp.display.formatting import format_share
+from raytrain_ddp.events import LogRecord, Slowest, Train
 
 _OVER_S = 30.0  # of training; less jumps, more is slow to see a change
 _SLOWER = 1.25  # than the median rank, to be named
@@ -56,20 +57,20 @@ class StepSplit:
 
     def __init__(self, over_s: float | None = _OVER_S) -> None:
         self._over_s = over_s
-        self._lines: deque[tuple[float, dict[str, float], Any]] = deque()
+        self._lines: deque[tuple[float, dict[str, float], Slowest | None]] = deque()
         self._spent_s = 0.0
         self._step: int | None = None
 
-    def add(self, record: Mapping[str, Any]) -> None:
+    def add(self, record: Train) -> None:
         """Takes in a record of kind "train"."""
-        steps = record["step"] - (self._step or 0)
-        self._step = record["step"]
+        steps = record.step - (self._step or 0)
+        self._step = record.step
         if steps <= 0:  # a restart: how many steps the line is for is not known
             return
-        timing = record["timing"]
-        seconds = {phase: steps * each for phase, each in timing["split_s"].items()}
+        timing = record.timing
+        seconds = {phase: steps * each for phase, each in timing.split_s.items()}
         spent_s = sum(seconds.values())
-        self._lines.append((spent_s, seconds, timing.get("slowest")))
+        self._lines.append((spent_s, seconds, timing.slowest))
         self._spent_s += spent_s
         while self._over_s is not None and self._spent_s - self._lines[0][0] >= self._over_s:
             self._spent_s -= self._lines.popleft()[0]
@@ -99,10 +100,10 @@ class StepSplit:
         named = Counter[tuple[int, str]]()
         ratios: dict[tuple[int, str], float] = defaultdict(float)
         for spent_s, _, slowest in self._lines:
-            if slowest and slowest["ratio"] >= _SLOWER:
-                place = slowest["rank"], slowest["phase"]
+            if slowest and slowest.ratio >= _SLOWER:
+                place = slowest.rank, slowest.phase
                 named[place] += round(1000 * spent_s)
-                ratios[place] += spent_s * slowest["ratio"]
+                ratios[place] += spent_s * slowest.ratio
         if not named:
             return None
         place, milliseconds = named.most_common(1)[0]
@@ -129,10 +130,10 @@ class StepSplit:
         return f"{worst.told} {share} of the time: {worst.remedy}"
 
 
-def split_of(records: Iterable[Mapping[str, Any]]) -> StepSplit:
+def split_of(records: Iterable[LogRecord]) -> StepSplit:
     """Of a whole log."""
     split = StepSplit(None)
     for record in records:
-        if record["kind"] == "train":
+        if isinstance(record, Train):
             split.add(record)
     return split

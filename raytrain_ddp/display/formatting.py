@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
-from typing import Any
+
+from raytrain_ddp.events import DataSummary, Plan
 
 
 def format_seconds(seconds: float) -> str:
@@ -37,41 +37,40 @@ def plural(count: int, what: str) -> str:
     return f"{count} {what}" if count == 1 else f"{count} {what}s"
 
 
-def format_plan(plan: Mapping[str, Any]) -> tuple[str, str]:
+def format_plan(plan: Plan) -> tuple[str, str]:
     """The arithmetic of the batch in one line, what is trained in another."""
-    unit, resumed = plan.get("unit", "samples"), plan.get("resumed_from")
+    unit, resumed = plan.unit, plan.resumed_from
     return (
-        f"{plan['batch_size']} = {plan['slots']} slots x {plan['micro_batch']}, "
-        f"on {plural(plan['world_size'], 'worker')}; {format_count(plan['train_samples'])} {unit}, "
-        f"{plural(plan['steps_per_epoch'], 'step')} an epoch, {plan['total_steps']} in all",
-        f"{plan['run']}: {plural(plan['epochs'], 'epoch')} on {plan['device']}, "
-        f"{plan['parameters']:,} parameters, {format_count(plan['eval_samples'])} {unit} to "
+        f"{plan.batch_size} = {plan.slots} slots x {plan.micro_batch}, "
+        f"on {plural(plan.world_size, 'worker')}; {format_count(plan.train_samples)} {unit}, "
+        f"{plural(plan.steps_per_epoch, 'step')} an epoch, {plan.total_steps} in all",
+        f"{plan.run}: {plural(plan.epochs, 'epoch')} on {plan.device}, "
+        f"{plan.parameters:,} parameters, {format_count(plan.eval_samples)} {unit} to "
         f"evaluate{f'; resumed from {resumed}' if resumed else ''}",
     )
 
 
-def format_data(data: Mapping[str, Any] | None, unit: str) -> list[tuple[str, str]]:
+def format_data(data: DataSummary | None, unit: str) -> list[tuple[str, str]]:
     """Title and text of each line about the data, as `Splits.summary` has them; none without."""
     if data is None:
         return []
-    train, evaluation, names = data["train"], data["eval"], data["names"]
-    classes = f"{format_count(data['classes'])} classes"
-    told = ", ".join(names) + ", ..." * (data["classes"] > len(names))
-    lines = [("training set", f"{format_count(train['rows'])} {unit} of {classes}: {told}")]
+    classes = f"{format_count(data.classes)} classes"
+    told = ", ".join(data.names) + ", ..." * (data.classes > len(data.names))
+    lines = [("training set", f"{format_count(data.train.rows)} {unit} of {classes}: {told}")]
     told = "not counted because the storage is slow"
-    if "smallest" in train:
-        (small, least), (large, most) = train["smallest"], train["largest"]
+    if data.train.smallest and data.train.largest:
+        (small, least), (large, most) = data.train.smallest, data.train.largest
         told = f"{format_count(least)} (class {small}) to {format_count(most)} (class {large})"
         if least == most:
             told = f"{format_count(least)} each"
     lines.append(("class sizes", told))
     told = "none"
-    if evaluation is not None:
-        absent = evaluation.get("empty", 0)
-        some = f"{data['classes'] - absent} of the {classes}" if absent else classes
-        told = f"{format_count(evaluation['rows'])} {unit} of {some}: {evaluation['from']}"
+    if data.eval is not None:
+        absent = data.eval.empty or 0
+        some = f"{data.classes - absent} of the {classes}" if absent else classes
+        told = f"{format_count(data.eval.rows)} {unit} of {some}: {data.eval.origin}"
     lines.append(("evaluation", told))
-    return lines + [("note", note) for note in data["notes"]]
+    return lines + [("note", note) for note in data.notes]
 
 
 def format_bytes(count: float) -> str:

@@ -1,6 +1,6 @@
 """What a person sees of a run: a live block on a terminal, plain lines everywhere else.
 
-Fed with events (plain dicts) on the driver's main thread. Imports little besides the standard
+Receives events on the driver's main thread. Imports little besides the standard
 library and rich, so that the first line is there before Ray or torch are.
 """
 
@@ -11,8 +11,9 @@ import sys
 import time
 from collections import deque
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from textwrap import wrap
-from typing import IO, Any, cast
+from typing import IO, cast
 
 from rich.console import Console
 from rich.live import Live
@@ -31,6 +32,8 @@ from raytrain_ddp.display.formatting import (
     plural,
 )
 from raytrain_ddp.display.redraw import LastingStream, RedrawnBlock
+from raytrain_ddp.events import Checkpoint, Eval, Failed, Note, Plan, Preempted, Straggler, Train
+from raytrain_ddp.messages import Event, Pause, Phase
 from raytrain_ddp.result import Summary
 
 PLAIN_LINE_EVERY_S = 2.0
@@ -38,7 +41,6 @@ LIMIT_EVERY_S = 60.0  # at most, and only if another one
 BLOCK_WIDTH, CELL_WIDTH = 100, 20  # characters: the first at most, the second at least
 SPINNER = "⠋⠙⠹⠸⠼⠴⠦⠧⠇⠏"
 
-Event = Mapping[str, Any]
 clock = time.monotonic
 
 
@@ -78,6 +80,16 @@ class Pace:
         return (self._total - step) * (usual_s + self.paused_s / max(1, step - self._start))
 
 
+@dataclass(frozen=True)
+class _Now:
+    """The state of training that is shown; replaced, never changed. `line`: the latest one."""
+
+    plan: Plan
+    step: int
+    epoch: int
+    line: Train | None = None
+
+
 class Display:
     """Shows the events of a run, by default live on a terminal and plain elsewhere.
 
@@ -95,7 +107,7 @@ class Display:
         self._block = Live(self._picture, console=console, refresh_per_second=8, transient=True)
         self._began = clock()
         self._phase: tuple[str, float] | None = None  # name, since when
-        self._now: Event = {}  # the plan, overlaid with what came last; replaced, never changed
+        self._now: _Now | None = None  # before the first plan
         self._pace, self._ends_at = Pace(0, 0, 0.0), math.nan  # when all will be done, by our clock
         self._smooth_loss, self._saved = math.nan, ""
         self._split, self._limit, self._limit_at = StepSplit(), "", -math.inf
@@ -111,33 +123,33 @@ class Display:
         self._block.stop()
 
     def handle(self, event: Event) -> None:
-        """Takes in one event: phase, plan, train, eval, note, failed ...; others pass."""
-        match event.get("kind"):
-            case "phase":
-                self._settle(next_phase=(event["name"], clock()))
+        """Takes in one event of any kind; those that people need not see are ignored."""
+        match event:
+            case Phase():
+                self._settle(next_phase=(event.name, clock()))
                 if not self._live:
-                    self._print(Text(event["name"]))
-            case "plan":
+                    self._print(Text(event.name))
+            case Plan():
                 self._begin(event)
-            case "train":
+            case Train():
                 self._train(event)
-            case "eval":
+            case Eval():
                 self._evaluated(event)
-            case "pause":
-                self._pace.paused_s += event["seconds"]
-            case "checkpoint":
-                self._saved = str(event["step"])
-            case "note" | "preempted" | "straggler":
-                self._print(Text(f"note: {event['text']}", style="yellow"))
-            case "failed":
+            case Pause():
+                self._pace.paused_s += event.seconds
+            case Checkpoint():
+                self._saved = str(event.step)
+            case Note() | Preempted() | Straggler():
+                self._print(Text(f"note: {event.text}", style="yellow"))
+            case Failed():
                 self._settle()
-                if self._now:  # it got further than was shown
-                    reached = max(self._now["step"], event.get("step") or 0)
-                    self._now = {**self._now, "step": reached}
-                who = "failed" if event.get("rank") is None else f"rank {event['rank']} failed"
-                self._print(Text(f"{who}: {event['message']}", style="bold red"))
-                if event.get("traceback"):
-                    self._print(Text.from_ansi(str(event["traceback"]).rstrip()), copied=True)
+                if self._now is not None:  # it got further than was shown
+                    step = max(self._now.step, event.step or 0)
+                    self._now = replace(self._now, step=step)
+                who = "failed" if event.rank is None else f"rank {event.rank} failed"
+                self._print(Text(f"{who}: {event.message}", style="bold red"))
+                if event.traceback:
+                    self._print(Text.from_ansi(event.traceback.rstrip()), copied=True)
 
     def summary(self, end: Summary) -> None:
         """Prints the end of a run, in place of the live block."""
@@ -165,39 +177,42 @@ class Display:
         held_back, self._held_back = self._held_back, False
         if self._live and phase:
             self._print(Text(f"  {phase[0]}  {format_seconds(clock() - phase[1])}", style="dim"))
-        elif not self._live and held_back:
+        elif not self._live and held_back and self._now and self._now.line:
             self._printed_at = clock()
-            self._print(*_place(self._now), *self._measured(self._now, self._now["loss"]))
+            line = self._now.line
+            self._print(*_place(self._now), *self._measured(self._now, line, line.loss))
 
-    def _begin(self, plan: Event) -> None:
+    def _begin(self, plan: Plan) -> None:
         self._settle()
-        before, start, total = self._now, plan["start_step"], plan["total_steps"]
+        before, start, total = self._now, plan.start_step, plan.total_steps
         # Whether the seconds of restarted workers begin anew, only their first line will tell.
         self._pace, self._ends_at = Pace(start, total, math.nan if before else 0.0), math.nan
-        epoch = min(start // plan["steps_per_epoch"], plan["epochs"] - 1)  # at its very end, too
-        self._now = {**plan, "step": start, "epoch": epoch}
+        epoch = min(start // plan.steps_per_epoch, plan.epochs - 1)  # at its very end, too
+        self._now = _Now(plan, start, epoch)
         self._split.begin(start)
-        if not before:
+        if before is None:
             for line in format_plan(plan):
                 self._print(Text(line))
-            for title, text in format_data(plan.get("data"), plan.get("unit", "samples")):
+            for title, text in format_data(plan.data, plan.unit):
                 self._print(Text(f"{title}: {text}", style="yellow" if title == "note" else ""))
             return
-        text = f"restarted with {plural(plan['world_size'], 'worker')} (before: "
-        text += f"{before['world_size']}) at step {start} of {total}"
-        text += f", {again} steps again" if (again := before["step"] - start) > 0 else ""
+        text = f"restarted with {plural(plan.world_size, 'worker')} (before: "
+        text += f"{before.plan.world_size}) at step {start} of {total}"
+        text += f", {again} steps again" if (again := before.step - start) > 0 else ""
         self._print(Text(text, style="yellow"))
 
-    def _train(self, line: Event) -> None:
-        if self._phase or line["epoch"] != self._now["epoch"]:
+    def _train(self, line: Train) -> None:
+        assert self._now is not None  # a plan comes first
+        if self._phase or line.epoch != self._now.epoch:
             self._settle()  # the last line of an epoch is not held back for ever
         # The live block smooths the loss lightly for the eye; what is not finite shows at once.
-        loss, before = line["loss"], self._smooth_loss
+        loss, before = line.loss, self._smooth_loss
         self._smooth_loss = 0.7 * before + 0.3 * loss if math.isfinite(before + loss) else loss
-        self._ends_at = clock() + self._pace.left_s(line["step"], line["seconds"])
+        self._ends_at = clock() + self._pace.left_s(line.step, line.seconds)
         self._split.add(line)
-        self._now, self._held_back = {**self._now, **line}, True
-        epoch_ends = line["step"] % self._now["steps_per_epoch"] == 0
+        self._now = _Now(self._now.plan, line.step, line.epoch, line)
+        self._held_back = True
+        epoch_ends = line.step % self._now.plan.steps_per_epoch == 0
         if epoch_ends or clock() - self._printed_at >= PLAIN_LINE_EVERY_S:
             self._settle()
         if not self._live and clock() - self._limit_at >= LIMIT_EVERY_S and self._split.is_settled:
@@ -206,33 +221,34 @@ class Display:
             if _without_figures(self._limit) != _without_figures(told):
                 self._print(Text(self._limit))
 
-    def _evaluated(self, event: Event) -> None:
+    def _evaluated(self, event: Eval) -> None:
+        assert self._now is not None
         self._settle()
-        self._pace.paused_s += event["seconds"]
-        self._now = {**self._now, "step": event["step"], "epoch": event["epoch"]}
+        self._pace.paused_s += event.seconds
+        self._now = replace(self._now, step=event.step, epoch=event.epoch)
         star = [Text("★" if self._live else "* best", style="bold green")]
-        cells = [*_metrics(event["metrics"]), *(star if event["best"] else [])]
+        cells = [*_metrics(event.metrics), *(star if event.best else [])]
         self._print(*_place(self._now), Text("eval", style="cyan"), *cells)
 
-    def _measured(self, now: Event, loss: float) -> list[Text]:
+    def _measured(self, now: _Now, line: Train, loss: float) -> list[Text]:
         """The figures of the latest training line, and the time left."""
-        ends_at, unit = self._ends_at, now.get("unit", "samples")
+        ends_at, timing = self._ends_at, line.timing
         cells = [
             _cell("loss", format_number(loss)),
-            _cell("lr", format_number(now["lr"])),
-            _cell("", format_count(now["samples_per_s"]), f" {unit}/s"),
+            _cell("lr", format_number(line.lr)),
+            _cell("", format_count(line.samples_per_s), f" {now.plan.unit}/s"),
         ]
         if self._live:
             cells += [_cell(p, format_share(s)) for p, s in self._split.shares().items()]
-            if "mfu" in now["timing"]:
-                cells.append(_cell("MFU", format_share(now["timing"]["mfu"])))
-            cells.append(_cell("memory", format_bytes(now["timing"]["peak_memory_bytes"])))
+            if timing.mfu is not None:
+                cells.append(_cell("MFU", format_share(timing.mfu)))
+            cells.append(_cell("memory", format_bytes(timing.peak_memory_bytes)))
         else:
-            cells += _largest_but_compute(now["timing"]["split_s"])
-        for name, label in (("skipped", "skipped"), ("nonfinite", "not finite")):
-            if now.get(name):
-                cells.append(_cell(label, str(now[name])))
-        if math.isfinite(ends_at) and now["step"] < now["total_steps"]:
+            cells += _largest_but_compute(timing.split_s)
+        for count, label in ((line.skipped, "skipped"), (line.nonfinite, "not finite")):
+            if count:
+                cells.append(_cell(label, str(count)))
+        if math.isfinite(ends_at) and now.step < now.plan.total_steps:
             cells.append(_cell("", format_seconds(max(0.0, ends_at - clock())), " left"))
         return cells
 
@@ -253,15 +269,17 @@ class Display:
         if phase:
             spinner, waited = SPINNER[int(10 * clock()) % 10], format_seconds(clock() - phase[1])
             return Text.assemble((spinner, "cyan"), f" {phase[0]}  ", (waited, "dim"))
-        if not now:
+        if now is None:
             return Text("")
-        cells = _place(now) + (self._measured(now, self._smooth_loss) if "loss" in now else [])
+        cells = _place(now)
+        if now.line is not None:
+            cells += self._measured(now, now.line, self._smooth_loss)
         cells += [_cell("saved step", self._saved)] if self._saved else []
         width = min(self._console.width, BLOCK_WIDTH)
         wide = (width + 2) // max(1, width // CELL_WIDTH)  # each cell, with the gap after it
         for cell in cells:
             cell.truncate(wide - 2, overflow="ellipsis", pad=True)
-        part = min(1.0, now["step"] / now["total_steps"])  # more, if fewer epochs are wanted now
+        part = min(1.0, now.step / now.plan.total_steps)  # more, if fewer epochs are wanted now
         tail = f"{int(100 * part):4} %  {format_seconds(clock() - self._began)}"
         done = int(part * (width - len(tail)))
         bar = ("━" * done, "cyan"), ("─" * (width - len(tail) - done), "dim"), tail
@@ -269,10 +287,10 @@ class Display:
         return Text("\n").join([Text.assemble(*bar), flow(cells, width, indent=0), limit])
 
 
-def _place(now: Event) -> list[Text]:
+def _place(now: _Now) -> list[Text]:
     """``epoch  3/12`` and ``step  55/276``, padded so that lines below each other align."""
-    epochs, steps = str(now["epochs"]), str(now["total_steps"])
-    epoch, step = f"{now['epoch'] + 1:>{len(epochs)}}", f"{now['step']:>{len(steps)}}"
+    epochs, steps = str(now.plan.epochs), str(now.plan.total_steps)
+    epoch, step = f"{now.epoch + 1:>{len(epochs)}}", f"{now.step:>{len(steps)}}"
     return [_cell("epoch", f"{epoch}/{epochs}"), _cell("step", f"{step}/{steps}")]
 
 

@@ -20,7 +20,8 @@ from raytrain_ddp.checkpoint.run_folder import (
     HANGS,
     METRICS_FILE,
     checkpoint_store,
-    read_history,
+    read_events,
+    read_log,
 )
 from raytrain_ddp.checkpoint.storage import Storage, open_storage
 from raytrain_ddp.checkpoint.store import MANIFEST_FILE
@@ -29,14 +30,26 @@ from raytrain_ddp.display.bottleneck import StepSplit
 from raytrain_ddp.display.formatting import format_count, format_seconds, gist, plural
 from raytrain_ddp.doctor.rows import Report, Row, seconds
 from raytrain_ddp.errors import ConfigError, did_you_mean
+from raytrain_ddp.events import (
+    Checkpoint,
+    CheckpointFailed,
+    End,
+    Eval,
+    Failed,
+    Interval,
+    Plan,
+    Preempted,
+    Resync,
+    Straggler,
+    Train,
+)
+from raytrain_ddp.records import Timed, to_record
 
 _LEAST_S = 30.0  # as the workers' own watchdog
 _USUALLY = 10  # times the usual pause between two lines of the log
 _APART_S = 600.0  # for a start or an evaluation
 _AWAY_S = 60.0  # a store that cannot append gets its files anew every so often
 _HANGS_SHOWN = 3
-
-Event = Mapping[str, Any]
 
 
 @dataclass(frozen=True)
@@ -51,21 +64,27 @@ class RunStatus:
     events_s: float | None
     checkpoint_s: float | None
     checkpoint: int | None  # its step
-    events: Sequence[Event]
-    lines: Sequence[Event]  # of metrics.jsonl, of kind train
+    events: Sequence[Timed]
+    lines: Sequence[Train]
     evaluated: int | None  # the step of its newest evaluation
-    resyncs: Sequence[Event]  # of metrics.jsonl
-    hangs: Sequence[tuple[str, Event]]  # folder, hang.json; the newest last
+    resyncs: Sequence[Resync]
+    hangs: Sequence[tuple[str, Mapping[str, Any]]]  # folder, hang.json; the newest last
 
     @property
-    def plan(self) -> Event:
-        """Of the newest start; empty if there was none."""
-        plans = [event for event in self.events if event["kind"] == "plan"]
-        return plans[-1] if plans else {}
+    def plan(self) -> Plan | None:
+        """Of the newest start; None if there was none."""
+        plans = [event for event, _, _ in self.events if isinstance(event, Plan)]
+        return plans[-1] if plans else None
+
+    @property
+    def end(self) -> End | None:
+        """The last event, if the run has ended."""
+        last = self.events[-1].event if self.events else None
+        return last if isinstance(last, End) else None
 
     @property
     def has_ended(self) -> bool:
-        return bool(self.events) and self.events[-1]["kind"] == "end"
+        return self.end is not None
 
     @property
     def newest_s(self) -> float | None:
@@ -100,7 +119,7 @@ def read_status(run: Storage) -> RunStatus:
         changed_s = folder.changed_s(name)
         return None if changed_s is None else max(0.0, now_s - changed_s)
 
-    owner, records = None, read_history(run)
+    owner, records = None, read_log(run)
     with suppress(FileNotFoundError):
         owner = Owner.parse(run.read(LEASE_FILE))
     step, checkpoint_s = None, None
@@ -118,15 +137,15 @@ def read_status(run: Storage) -> RunStatus:
         events_s=age(run, EVENTS_FILE),
         checkpoint_s=checkpoint_s,
         checkpoint=step,
-        events=[event for event in read_history(run, EVENTS_FILE) if "kind" in event],
-        lines=[record for record in records if record.get("kind") == "train"],
-        evaluated=max((r["step"] for r in records if r.get("kind") == "eval"), default=None),
-        resyncs=[record for record in records if record.get("kind") == "resync"],
+        events=read_events(run),
+        lines=[record for record in records if isinstance(record, Train)],
+        evaluated=max((r.step for r in records if isinstance(r, Eval)), default=None),
+        resyncs=[record for record in records if isinstance(record, Resync)],
         hangs=_hangs(run),
     )
 
 
-def _hangs(run: Storage) -> list[tuple[str, Event]]:
+def _hangs(run: Storage) -> list[tuple[str, Mapping[str, Any]]]:
     found = []
     with suppress(OSError):
         names = sorted(n for n in run.join(HANGS).walk() if n.endswith("/hang.json"))
@@ -143,9 +162,9 @@ def assess_run(seen: RunStatus) -> Report:
     rows += [*_hung(seen), *_replaced(seen), _checkpoint(seen)]
     findings = {
         "run": str(seen.run),
-        "plan": dict(seen.plan),
+        "plan": to_record(seen.plan) if seen.plan else {},
         "newest_s": seen.newest_s,
-        "newest": dict(seen.lines[-1]) if seen.lines else None,
+        "newest": to_record(seen.lines[-1]) if seen.lines else None,
         "checkpoint": seen.checkpoint,
         "hangs": [{"folder": folder, **hang} for folder, hang in seen.hangs],
     }
@@ -155,8 +174,8 @@ def assess_run(seen: RunStatus) -> Report:
 def _driver(seen: RunStatus) -> Row:
     name, where = "driver", str(seen.run).rstrip("/").rpartition("/")[2]
     if seen.owner is None or seen.lease_s is None:
-        if seen.has_ended:
-            status, why = seen.events[-1].get("status"), gist(seen.events[-1].get("message", ""))
+        if seen.end is not None:
+            status, why = seen.end.status, gist(seen.end.message)
             told = f"ended with status {status}{why and ': '}{why}"
             return Row(name, where, told, "warn" if status else "ok")
         again = "Run the command again: it goes on from the newest checkpoint."
@@ -171,19 +190,19 @@ def _driver(seen: RunStatus) -> Row:
 
 def _progress(seen: RunStatus) -> Row:
     plan, name = seen.plan, "progress"
-    if not plan or seen.newest_s is None:
+    if plan is None or seen.newest_s is None:
         return Row(name, "", "not begun")
-    step = max(seen.lines[-1]["step"] if seen.lines else 0, plan["start_step"])
-    place = f"step {step} of {plan['total_steps']}"
-    told = f"{place} ({100 * step // max(1, plan['total_steps'])} %), {_ago(seen.newest_s)}"
-    workers = plural(plan["world_size"], "worker")
+    step = max(seen.lines[-1].step if seen.lines else 0, plan.start_step)
+    place = f"step {step} of {plan.total_steps}"
+    told = f"{place} ({100 * step // max(1, plan.total_steps)} %), {_ago(seen.newest_s)}"
+    workers = plural(plan.world_size, "worker")
     if seen.has_ended or seen.owner is None:
         return Row(name, workers, told)
     allowed_s = max(_LEAST_S, _USUALLY * _between(seen.lines))
-    if _has_leave(seen):
+    if _has_leave(seen, plan):
         allowed_s = max(_APART_S, allowed_s)
     if not seen.run.is_local:
-        every = [e["seconds"] for e in seen.events if e["kind"] == "interval"][-1:]
+        every = [e.seconds for e, _, _ in seen.events if isinstance(e, Interval)][-1:]
         allowed_s += _AWAY_S + sum(every)
     if seen.newest_s <= allowed_s:
         return Row(name, workers, told)
@@ -194,24 +213,24 @@ def _progress(seen: RunStatus) -> Row:
     return Row(name, workers, told, "fail", advice)
 
 
-def _has_leave(seen: RunStatus) -> bool:
+def _has_leave(seen: RunStatus, plan: Plan) -> bool:
     """Whether it starts, goes on after a failure, evaluates, or has not shown its pace yet."""
-    plan, begun = seen.plan, [n for n, e in enumerate(seen.events) if e["kind"] == "plan"][-1]
-    failed = any(e["kind"] in ("failed", "preempted") for e in seen.events[begun:])
-    new = [line for line in seen.lines if line["step"] > plan["start_step"]]
-    epoch, last = plan.get("steps_per_epoch", 0), new[-1]["step"] if new else 0
+    begun = [n for n, each in enumerate(seen.events) if isinstance(each.event, Plan)][-1]
+    failed = any(isinstance(e, Failed | Preempted) for e, _, _ in seen.events[begun:])
+    new = [line for line in seen.lines if line.step > plan.start_step]
+    epoch, last = plan.steps_per_epoch, new[-1].step if new else 0
     evaluates = bool(epoch) and last % epoch == 0 and seen.evaluated != last
     written = [age for age in (seen.metrics_s, seen.events_s) if age is not None]
     starts = seen.config_s is not None and seen.config_s < min(written, default=0.0)
     return failed or starts or evaluates or not new or len(seen.lines) < 2
 
 
-def _between(lines: Sequence[Event]) -> float:
+def _between(lines: Sequence[Train]) -> float:
     """The usual seconds between two lines; 0 without any."""
     if not lines:
         return 0.0
-    steps = [b["step"] - a["step"] for a, b in pairwise(lines[-20:])]
-    return max(steps, default=1) * max(0.0, float(lines[-1]["timing"]["step_s"]))
+    steps = [b.step - a.step for a, b in pairwise(lines[-20:])]
+    return max(steps, default=1) * max(0.0, lines[-1].timing.step_s)
 
 
 def _pace(seen: RunStatus) -> list[Row]:
@@ -220,45 +239,45 @@ def _pace(seen: RunStatus) -> list[Row]:
     last, plan, split = seen.lines[-1], seen.plan, StepSplit()
     for line in seen.lines[-200:]:
         split.add(line)
-    step_s = last["timing"]["step_s"]
-    left_s = step_s * max(0, plan.get("total_steps", last["step"]) - last["step"])
-    unit = f"{plan.get('unit', 'samples')}/s"
-    speed = f"{format_count(last['samples_per_s'])} {unit}, {seconds(step_s)} a step"
+    step_s = last.timing.step_s
+    left_s = step_s * max(0, plan.total_steps - last.step) if plan else 0.0
+    unit = f"{plan.unit if plan else 'samples'}/s"
+    speed = f"{format_count(last.samples_per_s)} {unit}, {seconds(step_s)} a step"
     left = f", {format_seconds(left_s)} left" if left_s and not seen.has_ended else ""
-    rows = [Row("speed", plan.get("device", ""), speed + left)]
+    rows = [Row("speed", plan.device if plan else "", speed + left)]
     limit, _, remedy = split.limit().partition(": ")
     if limit:
         rows.append(Row("limit", "", limit, "warn" if remedy else "ok", remedy.capitalize()))
     slow = split.slowest()
-    told = [event for event in seen.events if event["kind"] == "straggler"][-1:]
-    hosts = {event["rank"]: event.get("host", "") for event in told if event["rank"] is not None}
+    told = [event for event, _, _ in seen.events if isinstance(event, Straggler)][-1:]
+    hosts = {event.rank: event.host for event in told if event.rank is not None}
     if slow is not None:
         rank, phase, ratio = slow
         found = f"{ratio:.1f} x as long as the others, most in {phase}"
         where = f"rank {rank} {hosts.get(rank, '')}".rstrip()
-        size = plan.get("world_size", 1)
-        due = beyond_others(plan.get("slots", 1), size, rank) if rank < size else 1.0
+        size, slots = (plan.world_size, plan.slots) if plan else (1, 1)
+        due = beyond_others(slots, size, rank) if rank < size else 1.0
         rows.append(Row("slowest", where, found, "warn" if ratio >= 2 * due else "ok"))
-    elif plan.get("world_size", 1) > 1:
+    elif plan is not None and plan.world_size > 1:
         rows.append(Row("slowest", "", "no rank stands out"))
     return rows
 
 
 def _failures(seen: RunStatus) -> Row:
-    failed = [event for event in seen.events if event["kind"] in ("failed", "preempted")]
+    failed = [n for n, e in enumerate(seen.events) if isinstance(e.event, Failed | Preempted)]
     if not failed:
         return Row("failures", "", "none")
-    last = failed[-1]
-    since = [e for e in seen.events[seen.events.index(last) :] if e["kind"] == "checkpoint"]
-    text = str(last.get("message") or last.get("text"))
-    found = f"{len(failed)}; the last at {last.get('time', '')}: {text}"
+    last, time, _ = seen.events[failed[-1]]
+    since = any(isinstance(e, Checkpoint) for e, _, _ in seen.events[failed[-1] :])
+    text = last.message if isinstance(last, Failed) else last.text  # type: ignore[union-attr]
+    found = f"{len(failed)}; the last at {time}: {text}"
     return Row("failures", "", found, "ok" if since else "warn")
 
 
 def _hung(seen: RunStatus) -> list[Row]:
     """Also hangs whose failure is not told yet, as the workers are still being ended."""
-    done = seen.has_ended and seen.events[-1].get("status") == 0
-    saved = max((e["step"] for e in seen.events if e["kind"] == "checkpoint"), default=-1)
+    done = seen.end is not None and seen.end.status == 0
+    saved = max((e.step for e, _, _ in seen.events if isinstance(e, Checkpoint)), default=-1)
     return [
         Row(
             "hang",
@@ -276,8 +295,8 @@ def _replaced(seen: RunStatus) -> list[Row]:
     return [
         Row(
             "divergence",
-            ", ".join(f"rank {rank}" for rank in record["ranks"]),
-            f"step {record['step']}: other weights, first in {record['first']}; mended",
+            ", ".join(f"rank {rank}" for rank in record.ranks),
+            f"step {record.step}: other weights, first in {record.first}; mended",
             "warn",
             "Look at that host: a device, a memory or a kernel of it computes wrong.",
         )
@@ -289,9 +308,10 @@ def _checkpoint(seen: RunStatus) -> Row:
     newest = "none yet"
     if seen.checkpoint is not None and seen.checkpoint_s is not None:
         newest = f"step {seen.checkpoint}, {_ago(seen.checkpoint_s)}"
-    outcomes = [e for e in seen.events if e["kind"] in ("checkpoint", "checkpoint_failed")]
-    if outcomes and outcomes[-1]["kind"] == "checkpoint_failed":
-        why = str(outcomes[-1].get("text") or outcomes[-1].get("message") or "see events.jsonl")
+    outcomes = [e for e, _, _ in seen.events if isinstance(e, Checkpoint | CheckpointFailed)]
+    last = outcomes[-1] if outcomes else None
+    if isinstance(last, CheckpointFailed):
+        why = last.message or "see events.jsonl"
         return Row("checkpoint", "", f"{newest}; the last commit failed", "warn", why)
     return Row("checkpoint", "", newest)
 

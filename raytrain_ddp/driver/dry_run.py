@@ -119,7 +119,7 @@ def _tried(
     try_loss(config, task, model, batch, world)
     told: list[str] = []
     if eval_data is not None:
-        size, tell = min(_SAMPLES, config.micro_batch), lambda event: told.append(event["text"])
+        size, tell = min(_SAMPLES, config.micro_batch), lambda event: told.append(event.text)
         try_evaluation(task, model, eval_data, size, world, tell)
     return told
 

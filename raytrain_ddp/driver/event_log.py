@@ -13,23 +13,17 @@ import json
 import math
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import suppress
-from datetime import datetime, timezone
 from pathlib import Path
 from queue import SimpleQueue
-from typing import Any
 
 from raytrain_ddp.checkpoint.run_folder import CONFIG_FILE, EVENTS_FILE, read_history
 from raytrain_ddp.checkpoint.storage import Storage
+from raytrain_ddp.events import STORED_EVENTS, Checkpoint, Plan, Ranks
+from raytrain_ddp.messages import Event
+from raytrain_ddp.records import event_line
 
-Event = Mapping[str, Any]
-
-_KINDS = {
-    *("plan", "checkpoint", "checkpoint_failed", "interval", "failed", "preempted", "note", "end"),
-    "ranks",
-    "straggler",
-}
 # What each rank does with a step comes with each line of the log: a part is kept, ever less often,
 # so that a month has some 400 of them.
 _RANKS_EVERY_S, _RANKS_EVERY_SHARE, _MOST_RANKS = 5.0, 0.02, 64
@@ -68,23 +62,23 @@ class EventLog:
         self._thread.join(_LAST_S)
 
     def __call__(self, event: Event) -> None:
-        if event["kind"] == "plan":
+        if isinstance(event, Plan):
             self._ranks_at = time.monotonic()  # the first steps are not like the others
-        if event["kind"] in _KINDS and not (event["kind"] == "ranks" and self._passes(event)):
-            now = datetime.now(timezone.utc).strftime("%Y-%m-%dT%H:%M:%SZ")
-            line = json.dumps({"kind": event["kind"], "time": now, **event}) + "\n"
+        dropped = isinstance(event, Ranks) and self._is_too_much(event)
+        if isinstance(event, STORED_EVENTS) and not dropped:
+            line = event_line(event)
             # Storage errors are shown before they are written to that storage.
             self._show(event)
             # Of a checkpoint there shall be word as soon as there is the checkpoint.
-            self._order(line, at_once=event["kind"] == "checkpoint")
+            self._order(line, at_once=isinstance(event, Checkpoint))
         else:
             self._show(event)
 
-    def _passes(self, ranks: Event) -> bool:
+    def _is_too_much(self, ranks: Ranks) -> bool:
         """Whether this account of the ranks is one too many, or too long."""
         now = time.monotonic()
         pause_s = max(_RANKS_EVERY_S, _RANKS_EVERY_SHARE * (now - self._since))
-        if len(ranks["split_s"]) > _MOST_RANKS or now - self._ranks_at < pause_s:
+        if len(ranks.split_s) > _MOST_RANKS or now - self._ranks_at < pause_s:
             return True
         self._ranks_at = now
         return False

@@ -14,41 +14,43 @@ from raytrain_ddp.checkpoint.manifest import Manifest
 from raytrain_ddp.checkpoint.run_folder import (
     CHECKPOINTS,
     CURVES_FILE,
-    EVENTS_FILE,
     LOG_FILE,
     LOGS,
     METRICS_FILE,
     TENSORBOARD,
     checkpoint_store,
+    read_events,
     read_history,
+    read_log,
 )
 from raytrain_ddp.checkpoint.storage import Storage
 from raytrain_ddp.checkpoint.store import CheckpointName
 from raytrain_ddp.config.train_config import TrainConfig
 from raytrain_ddp.display.bottleneck import split_of
+from raytrain_ddp.events import End, Eval
+from raytrain_ddp.messages import Outcome
+from raytrain_ddp.records import log_records
 from raytrain_ddp.result import FitResult, Summary
 from raytrain_ddp.training.curves_png import draw_curves
-
-Record = Mapping[str, Any]
 
 
 def draw(config: TrainConfig, run: Storage) -> None:
     """Draws the run's curves anew. Raises OSError."""
     image = io.BytesIO()
-    draw_curves(read_history(run), image, str(config.name))
+    draw_curves(read_log(run), image, str(config.name))
     run.write_atomic(CURVES_FILE, image.getvalue())
 
 
 def finish(
     run: Storage,
-    outcome: Mapping[str, Any],
+    outcome: Outcome,
     seconds: Mapping[str, float],
 ) -> FitResult:
     """Gathers the result of a run that has just ended."""
     history = read_history(run)
-    signal = int(outcome["signal"])
+    signal = outcome.signal
     status: Literal["finished", "interrupted"] = "interrupted" if signal else "finished"
-    return _result(run, history, status, outcome["step"], outcome["total_steps"], seconds, signal)
+    return _result(run, history, status, outcome.step, outcome.total_steps, seconds, signal)
 
 
 def already_complete(run: Storage, manifest: Manifest) -> FitResult:
@@ -64,8 +66,8 @@ def is_tidy(run: Storage) -> bool:
     listing = _checkpoints_among(entries)
     if CURVES_FILE not in entries or listing.leftovers():
         return False
-    events = read_history(run, EVENTS_FILE)
-    return not events or events[-1].get("kind") == "end"
+    events = read_events(run)
+    return not events or isinstance(events[-1].event, End)
 
 
 def tidy(config: TrainConfig, run: Storage, manifest: Manifest) -> None:
@@ -82,9 +84,9 @@ def tidy(config: TrainConfig, run: Storage, manifest: Manifest) -> None:
     if store.names()[:1] == [newest]:  # else it is damaged, and not to be swept away
         store.claim(newest, {"why": "what a kill left of a complete run is removed"})
         store.sweep()
-        log = json.loads(store.open(newest).read(LOG_FILE))
+        log = log_records(json.loads(store.open(newest).read(LOG_FILE)))
         write_log(run, log)  # on an object store, the last records may be missing
-        best = next((r["step"] for r in reversed(log) if r["kind"] == "eval" and r["best"]), None)
+        best = next((r.step for r in reversed(log) if isinstance(r, Eval) and r.best), None)
         kept = next((name for name in store.names() if name.step == best), None)
         store.prune(config.checkpoint.keep_last, kept)
     draw(config, run)
@@ -132,7 +134,7 @@ def summary(config: TrainConfig, result: FitResult, flags: str = "") -> Summary:
         best=_evaluation(result.best),
         last=_evaluation(result.last),
         seconds=result.seconds,
-        limit=split_of(result.history).limit(),
+        limit=split_of(log_records(result.history)).limit(),
         paths=paths,
         commands=commands,
     )
@@ -146,17 +148,17 @@ def _evaluation(metrics: Mapping[str, float]) -> tuple[int, Mapping[str, float]]
 
 def _result(
     run: Storage,
-    history: Sequence[Record],
+    history: Sequence[Mapping[str, Any]],
     status: Literal["finished", "interrupted", "already complete"],
     step: int,
     total_steps: int,
     seconds: Mapping[str, float],
     signal: int,
 ) -> FitResult:
-    evaluations = [record for record in history if record["kind"] == "eval"]
-    bests = [record for record in evaluations if record["best"]]
+    evaluations = [record for record in log_records(history) if isinstance(record, Eval)]
+    bests = [record for record in evaluations if record.best]
     best, last = (
-        {**records[-1]["metrics"], "step": records[-1]["step"]} if records else {}
+        {**records[-1].metrics, "step": records[-1].step} if records else {}
         for records in (bests, evaluations)
     )
     names = checkpoint_store(run).names()
@@ -165,7 +167,7 @@ def _result(
         status=status,
         step=step,
         total_steps=total_steps,
-        monitor=evaluations[-1]["monitor"] if evaluations else "",
+        monitor=evaluations[-1].monitor if evaluations else "",
         best=best,
         last=last,
         path=str(run),

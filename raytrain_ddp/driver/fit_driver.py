@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -31,11 +30,13 @@ from raytrain_ddp.driver.run_naming import (
     run_of_rank_0,
 )
 from raytrain_ddp.errors import PreflightError, RaytrainError, RunLockedError, status_of
+from raytrain_ddp.events import End, Note, Plan
+from raytrain_ddp.messages import Event, Outcome, Phase
 from raytrain_ddp.ray_backend.failure_causes import without_ray
 from raytrain_ddp.ray_backend.ray_output import ray_output_to_file
 from raytrain_ddp.result import FitResult
 
-Show = Callable[[Mapping[str, Any]], None]
+Show = Callable[[Event], None]
 
 
 def fit(
@@ -72,7 +73,7 @@ def fit(
                 )
                 _draw(config, folder, tell)
                 result = _end(config, folder, outcome, watch, started)
-                tell({"kind": "end", "status": result.exit_status, "step": result.step})
+                tell(End(result.exit_status, result.step))
         shown.summary(summary(config, result, f" --address {address}" if address else ""))
     return result
 
@@ -103,15 +104,15 @@ def fit_locally(
                 if main:
                     _draw(config, folder, tell)
                 result = _end(config, folder, outcome, watch, started)
-                tell({"kind": "end", "status": result.exit_status, "step": result.step})
+                tell(End(result.exit_status, result.step))
         shown.summary(summary(config, result, "" if under_torchrun() else " --local"))
     return result
 
 
 def _train_here(
     config: TrainConfig, run: Storage, main: bool, show: Show
-) -> tuple[Mapping[str, Any], _Starts]:
-    show({"kind": "phase", "name": "loading torch"})
+) -> tuple[Outcome, _Starts]:
+    show(Phase("loading torch"))
     _note_idle(config, show)
     from raytrain_ddp.tasks.task_loading import load_task
     from raytrain_ddp.training.local_session import LocalSession, join_world
@@ -128,12 +129,12 @@ def _train_here(
     with LocalSession(config, world, Best(task.monitor, task.goal), watch) as session:
         session.stop_on_signals()
         outcome = train(config, task, session, reads)
-    return asdict(outcome), watch
+    return outcome, watch
 
 
 def _note_idle(config: TrainConfig, show: Show) -> None:
     for text in effect_notes(config):
-        show({"kind": "note", "text": text})
+        show(Note(text))
 
 
 def write_config(config: TrainConfig, run: Storage) -> None:
@@ -168,7 +169,7 @@ def _driven(run: NamedRun, show: Show) -> Iterator[tuple[NamedRun, Show]]:
                     raise
                 run = other
         if run.note:
-            tell({"kind": "note", "text": run.note})
+            tell(Note(run.note))
         yield run, tell
 
 
@@ -182,7 +183,7 @@ def _owned(run: NamedRun, show: Show) -> Iterator[Show]:
         RunLockedError: another process trains this run; also from what is yielded, if this one has
             been away for so long that another has taken over.
     """
-    note = lambda text: show({"kind": "note", "text": text})  # noqa: E731
+    note = lambda text: show(Note(text))  # noqa: E731
     folder = run.folder
     with (
         _no_empty_folders(folder),
@@ -193,22 +194,22 @@ def _owned(run: NamedRun, show: Show) -> Iterator[Show]:
         with suppress(OSError):
             folder.sweep()
 
-        def tell(event: Mapping[str, Any]) -> None:
+        def tell(event: Event) -> None:
             lease.require()
             journal(event)
 
         try:
             yield tell
         except RaytrainError as error:
-            told = {"status": status_of(error), "message": str(error), **error.cause}
-            journal({"kind": "end", **told})
+            cause: dict[str, Any] = {k: v for k, v in error.cause.items() if v is not None}
+            journal(End(status_of(error), message=str(error), **cause))
             raise
         except KeyboardInterrupt as stop:
             number = stop.args[0] if stop.args and isinstance(stop.args[0], int) else 2
-            journal({"kind": "end", "status": 128 + number})
+            journal(End(128 + number))
             raise
         except Exception as error:  # the user's own, in this process
-            journal({"kind": "end", "status": 1, **without_ray(error)})
+            journal(without_ray(error))
             raise
 
 
@@ -233,8 +234,8 @@ class _Starts:
         self.first_began = self.began = time.monotonic()
         self._none_yet = True
 
-    def __call__(self, event: Mapping[str, Any]) -> None:
-        if event["kind"] == "plan":
+    def __call__(self, event: Event) -> None:
+        if isinstance(event, Plan):
             self.began = time.monotonic()
             if self._none_yet:
                 self.first_began, self._none_yet = self.began, False
@@ -248,7 +249,7 @@ def _train_on_ray(
     dashboard: bool,
     show: Show,
     committed: int,
-) -> tuple[Mapping[str, Any], _Starts]:
+) -> tuple[Outcome, _Starts]:
     from raytrain_ddp.ray_backend.cluster import cluster
     from raytrain_ddp.ray_backend.dashboard import listed
     from raytrain_ddp.ray_backend.task_transfer import pickled_task
@@ -261,7 +262,7 @@ def _train_on_ray(
         task_of(
             config
         )  # checked before anything is started; loads torch, which Ray Train does later anyway
-    phase = lambda name: show({"kind": "phase", "name": name})  # noqa: E731
+    phase = lambda name: show(Phase(name))  # noqa: E731
     try:
         with ray_output_to_file(run), cluster(config, address, dashboard, phase) as layout:
             write_config(config, run)
@@ -275,11 +276,11 @@ def _train_on_ray(
 def _end(
     config: TrainConfig,
     run: Storage,
-    outcome: Mapping[str, Any],
+    outcome: Outcome,
     watch: _Starts,
     started: float,
 ) -> FitResult:
-    parts, again = outcome["seconds"], watch.began - watch.first_began
+    parts, again = outcome.seconds, watch.began - watch.first_began
     aside = parts.get("evaluation", 0.0) + parts.get("checkpoint", 0.0)
     seconds = {
         "start-up": watch.first_began - started,
@@ -296,7 +297,7 @@ def _draw(config: TrainConfig, run: Storage, show: Show) -> None:
     try:
         draw(config, run)
     except OSError as error:  # no reason to fail, now that all is trained and saved
-        show({"kind": "note", "text": f"curves.png cannot be drawn: {error}"})
+        show(Note(f"curves.png cannot be drawn: {error}"))
 
 
 def _complete(run: NamedRun, manifest: Manifest, show: Show, main: bool = True) -> FitResult:
@@ -306,5 +307,5 @@ def _complete(run: NamedRun, manifest: Manifest, show: Show, main: bool = True) 
         # Whoever else drives the run tidies it, too; and what cannot be written stays as it is.
         with suppress(RaytrainError, OSError), _owned(run, show) as tell:
             tidy(config, folder, manifest)
-            tell({"kind": "end", "status": 0, "step": manifest.step})
+            tell(End(0, manifest.step))
     return answered(config, lambda: already_complete(folder, manifest))

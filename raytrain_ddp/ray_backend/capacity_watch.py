@@ -8,9 +8,10 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
 from raytrain_ddp.errors import PreflightError
+from raytrain_ddp.events import Note, Plan
+from raytrain_ddp.messages import Event, Joined
 from raytrain_ddp.ray_backend.placement import Layout, room
 
 _LOOK_EVERY_S = 2.0
@@ -57,7 +58,7 @@ class CapacityWatch:
         wait_s: float,
         nodes: Callable[[], Sequence[Mapping[str, float]]],
         changed: Callable[[], None],
-        show: Callable[[Mapping[str, Any]], None],
+        show: Callable[[Event], None],
         now: Callable[[], float] = time.monotonic,
     ) -> None:
         self._layout, self._wait_s, self._nodes, self._changed = layout, wait_s, nodes, changed
@@ -97,7 +98,7 @@ class CapacityWatch:
         if self._lacking_since is None:
             self._lacking_since = now
             text = f"waiting up to {self._wait_s:g} s: {lack} on {len(nodes)} node(s)"
-            self._show({"kind": "note", "text": text})
+            self._show(Note(text))
         if now - self._lacking_since > self._wait_s:
             raise PreflightError(
                 f"{lack} on the cluster's {len(nodes)} node(s), and {self._wait_s:g} s "
@@ -119,7 +120,7 @@ class StartWatch:
         self,
         layout: Layout,
         nodes: Callable[[], Sequence[Mapping[str, float]]],
-        show: Callable[[Mapping[str, Any]], None],
+        show: Callable[[Event], None],
         now: Callable[[], float],
         stopped: Callable[[], list[str]],
     ) -> None:
@@ -133,13 +134,13 @@ class StartWatch:
         self._told_at = self._since
         self._start, self._ranks = "", set[int]()
 
-    def take(self, event: Mapping[str, Any]) -> None:
-        if event["kind"] == "plan":
+    def take(self, event: Event) -> None:
+        if isinstance(event, Plan):
             self._since = None
-        elif event["kind"] == "joined":
-            if event["start"] != self._start:
-                self._start, self._ranks = event["start"], set()
-            self._ranks.add(event["rank"])
+        elif isinstance(event, Joined):
+            if event.start != self._start:
+                self._start, self._ranks = event.start, set()
+            self._ranks.add(event.rank)
 
     def look(self) -> None:
         """Cheap to call often."""
@@ -155,7 +156,7 @@ class StartWatch:
         has = f"room for {room(self._layout, nodes)} on {len(nodes)} node(s)"
         stopped = "".join(f"; {each} is stopped (SIGSTOP)" for each in self._stopped())
         text = f"{text}, after {now - self._since:.0f} s; {has}{stopped}"
-        self._show({"kind": "note", "text": text})
+        self._show(Note(text))
 
 
 def stopped_workers() -> list[str]:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
 
+from raytrain_ddp.events import Note
 from raytrain_ddp.ray_backend.ray_settings import settled
 
 _LISTED = {"RAY_TRAIN_ENABLE_STATE_TRACKING": "1"}  # an actor more, and its process
@@ -22,7 +22,7 @@ def dashboard_address() -> tuple[str, int] | None:
 
 
 @contextmanager
-def listed(tell: Callable[[Mapping[str, Any]], None]) -> Iterator[None]:
+def listed(tell: Callable[[Note], None]) -> Iterator[None]:
     """The dashboard knows the trainings that start meanwhile, if there is one; tells where it is.
 
     The open dashboard shows them as a job with its workers and their logs. Only its API has their
@@ -40,7 +40,7 @@ def listed(tell: Callable[[Mapping[str, Any]], None]) -> Iterator[None]:
     context = ray.get_runtime_context()
     head = context.gcs_address.rpartition(":")[0]
     away = head if head != ray.util.get_node_ip_address() else ""
-    tell({"kind": "note", "text": said(*found, context.get_job_id(), away)})
+    tell(Note(said(*found, context.get_job_id(), away)))
     with settled(_LISTED):
         yield
 

@@ -8,6 +8,8 @@ import ray
 from ray.exceptions import RayActorError
 from ray.train import UserCallback
 
+from raytrain_ddp.messages import ControllerStarted, Died
+
 _MOST_CHARACTERS = 4000
 
 
@@ -28,13 +30,13 @@ class FailureCallback(UserCallback):  # type: ignore[misc]
         context = ray.get_runtime_context()
         if not self._told and context.get_actor_id() not in (None, self._driver):
             self._told = True  # the controller hands copies to its workers
-            self._board.push.remote([{"kind": "controller", "actor": context.current_actor}])
+            self._board.push.remote([ControllerStarted(context.current_actor)])
 
     def after_exception(self, run_context: Any, worker_exceptions: dict[int, Exception]) -> None:
         """Called at each look at dead workers; the driver judges one death once."""
         texts = {rank: _said(error) for rank, error in worker_exceptions.items()}
         preempted = [rank for rank, error in worker_exceptions.items() if _was_preempted(error)]
-        self._board.push.remote([{"kind": "died", "texts": texts, "preempted": preempted}])
+        self._board.push.remote([Died(texts, preempted)])
 
 
 def _said(error: Exception) -> str:

@@ -9,6 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from raytrain_ddp.errors import CheckpointError, RemoteTraceback
+from raytrain_ddp.events import End
+from raytrain_ddp.messages import Cause
 
 _OF_COLLECTIVES = ("gloo", "nccl", "connection closed by peer", "connection reset by peer", "c10d")
 # Of disks that are full or fail, of networks, and of file systems that hang on one.
@@ -22,7 +24,7 @@ _OF_STORES = ("AWS Error", "google::cloud", "Azure")
 _LASTING_OF_STORES = ("ACCESS_DENIED", "NO_SUCH", "NOT_FOUND", "INVALID", "PERMISSION_DENIED")
 
 
-def cause_of(error: BaseException) -> str:
+def cause_of(error: BaseException) -> Cause:
     """ "peer": another worker died; "outside": may pass by itself; "error": will happen again.
 
     What is taken for passing and comes again at the same step ends the run at its second time.
@@ -51,14 +53,14 @@ def cause_of(error: BaseException) -> str:
     return cause_of(error.__cause__) if failed_storage and error.__cause__ else "error"
 
 
-def without_ray(error: Exception) -> dict[str, Any]:
+def without_ray(error: Exception) -> End:
     """What the journal says of an error in rank 0 that ends a run without Ray."""
     if _is_of_collectives(error):
         line = next(iter(str(error).splitlines()), "")
         text = "another worker has ended, and rank 0 with it: what that one has printed says why."
-        return {"message": f"{text}\n{type(error).__name__}: {line}"}
+        return End(1, message=f"{text}\n{type(error).__name__}: {line}")
     text = f"the task failed:\n{users_traceback(error)}"
-    return {"message": text, "rank": 0, "error": type(error).__name__}
+    return End(1, message=text, rank=0, error=type(error).__name__)
 
 
 def _is_of_collectives(error: BaseException) -> bool:

@@ -14,7 +14,7 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-Event = Mapping[str, Any]
+from raytrain_ddp.messages import Event, Joined
 
 
 class Answer(NamedTuple):
@@ -61,7 +61,7 @@ class Mailbox:
 
     def join(self, start: str, rank: int, node: str) -> bool:
         """A worker begins, as one of those of `start`; returns whether it shall."""
-        self.push([{"kind": "joined", "start": start, "rank": rank, "node": node}])
+        self.push([Joined(start, rank, node)])
         return not self._over
 
     def meet(self, start: str, rank: int, sign: Any) -> dict[int, Any]:

@@ -7,11 +7,11 @@ take a return for the end of the run, and an exception for a failure.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Callable
 
 import ray.train
 
+from raytrain_ddp.events import Note
 from raytrain_ddp.training.session import Requests
 
 STOP = 128  # used instead of a signal number; no signal has it
@@ -27,7 +27,7 @@ class Notice:
         tell: is given a note.
     """
 
-    def __init__(self, look_every_s: float, tell: Callable[[Mapping[str, Any]], None]) -> None:
+    def __init__(self, look_every_s: float, tell: Callable[[Note], None]) -> None:
         self._every_s, self._tell = look_every_s, tell
         self._looked_at = self._asked_at = time.monotonic()
         self._step_s = self._commit_s = 0.0
@@ -63,7 +63,7 @@ class Notice:
             self._nodes, self._save = found.preempted_node_ids, True
             ranks = ", ".join(map(str, found.preempted_ranks))
             text = f"the node of rank {ranks} is taken away in {max(0.0, left_s):.0f} s: "
-            self._tell({"kind": "note", "text": text + "saving now, and again before that"})
+            self._tell(Note(text + "saving now, and again before that"))
 
     def left_s(self) -> float:
         """How long the nodes have still to live."""

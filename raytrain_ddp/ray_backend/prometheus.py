@@ -10,11 +10,21 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
-from typing import Any, Protocol
+from typing import Protocol
 
-Event = Mapping[str, Any]
+from raytrain_ddp.events import (
+    Checkpoint,
+    CheckpointFailed,
+    End,
+    Eval,
+    Failed,
+    Plan,
+    Preempted,
+    Train,
+)
+from raytrain_ddp.messages import Evaluating, Event, InProgress, Pause
 
 _SAY_AGAIN_EVERY_S = 5.0  # Ray passes on what it has heard in the last 10 s
 
@@ -92,20 +102,23 @@ class PrometheusMetrics:
         self._figures = Figures()
         self._lock = threading.Lock()
         self._closed = threading.Event()
-        self.take({"kind": "begin"})
+        self._say_all(self._figures.begin())
         threading.Thread(target=self._keep_saying, name="metrics", daemon=True).start()
 
     def take(self, event: Event) -> None:
         """Takes in an event of any kind: what is shown, and "at", the step in progress."""
+        self._say_all(self._figures.of(event))
+
+    def _say_all(self, samples: Iterable[Sample]) -> None:
         with suppress(Exception), self._lock:
-            for name, value, tags in self._figures.of(event):
+            for name, value, tags in samples:
                 self._say(name, float(value), tags)
                 if name in _PASSING and not value:
                     del self._said[_key(name, tags)]
 
     def close(self) -> None:
         """The run has ended; Ray soon forgets it."""
-        self.take({"kind": "end"})
+        self._say_all([("state", ENDED, {})])
         self._closed.set()
 
     def _keep_saying(self) -> None:
@@ -148,11 +161,32 @@ class Figures:
 
     def of(self, event: Event) -> Iterator[Sample]:
         """The samples that follow from an event."""
-        figures = getattr(self, f"_{event['kind']}", None)
-        if figures is not None:
-            yield from figures(event)
+        match event:
+            case Plan():
+                yield from self._plan(event)
+            case InProgress():
+                yield from self._in_progress(event)
+            case Train():
+                yield from self._train(event)
+            case Evaluating():
+                yield "state", EVALUATING, {}
+            case Eval():
+                yield from self._eval(event)
+            case Checkpoint():
+                yield from self._checkpoint(event)
+            case CheckpointFailed():
+                yield self._count("checkpoints_failed")
+            case Pause():
+                yield "checkpoint_stall_seconds", event.seconds, {}
+            case Failed():  # each counts, also of workers that had not begun to train again
+                yield from self._restart("failure")
+            # A worker that sees it coming reports it, and the driver once the node is gone.
+            case Preempted() if self._lost != "preemption":
+                yield from self._restart("preemption")
+            case End():
+                yield "state", ENDED, {}
 
-    def _begin(self, _: Event) -> Iterator[Sample]:
+    def begin(self) -> Iterator[Sample]:
         now = time.time()
         yield "state", STARTING, {}
         yield "last_step_timestamp_seconds", now, {}
@@ -162,93 +196,72 @@ class Figures:
         for name, count in self._commits.items():
             yield name, count, {}
 
-    def _plan(self, event: Event) -> Iterator[Sample]:
+    def _plan(self, event: Plan) -> Iterator[Sample]:
         if self._planned and not self._lost:
             yield from self._restart("resize")
         self._planned, self._lost = True, ""
-        self._step = event["start_step"]
+        self._step = event.start_step
         yield "state", TRAINING, {}
         yield "step", self._step, {}
-        yield "steps_planned", event["total_steps"], {}
-        yield "epochs_planned", event["epochs"], {}
-        yield "world_size", event["world_size"], {}
+        yield "steps_planned", event.total_steps, {}
+        yield "epochs_planned", event.epochs, {}
+        yield "world_size", event.world_size, {}
         if self._step == 0:
             yield "nonfinite_steps", 0, {}
             yield "skipped_samples", 0, {}
 
-    def _at(self, event: Event) -> Iterator[Sample]:
+    def _in_progress(self, event: InProgress) -> Iterator[Sample]:
         """A step is in progress: the one before is done."""
-        if event["step"] > self._step + 1:
-            self._step = event["step"] - 1
+        if event.step > self._step + 1:
+            self._step = event.step - 1
             yield "step", self._step, {}
             yield "last_step_timestamp_seconds", time.time(), {}
 
-    def _train(self, event: Event) -> Iterator[Sample]:
-        timing = event["timing"]
-        self._step = event["step"]
+    def _train(self, event: Train) -> Iterator[Sample]:
+        timing = event.timing
+        self._step = event.step
         yield "step", self._step, {}
         yield "last_step_timestamp_seconds", time.time(), {}
-        yield "epoch", event["epoch"], {}
-        yield "loss", event["loss"], {}
-        yield "learning_rate", event["lr"], {}
-        yield "samples_per_second", event["samples_per_s"], {}
-        yield "nonfinite_steps", event["nonfinite"], {}
-        yield "skipped_samples", event["skipped"], {}
-        yield "step_seconds", timing["step_s"], {}
-        yield "peak_memory_bytes", timing["peak_memory_bytes"], {}
-        split = timing["split_s"]
+        yield "epoch", event.epoch, {}
+        yield "loss", event.loss, {}
+        yield "learning_rate", event.lr, {}
+        yield "samples_per_second", event.samples_per_s, {}
+        yield "nonfinite_steps", event.nonfinite, {}
+        yield "skipped_samples", event.skipped, {}
+        yield "step_seconds", timing.step_s, {}
+        yield "peak_memory_bytes", timing.peak_memory_bytes, {}
+        split = timing.split_s
         self._phases |= {*split}
         for phase in self._phases:  # one that takes no time any more is not left where it was
             yield "phase_seconds", split.get(phase, 0.0), {"phase": phase}
-        if "flops_per_s" in timing:
-            yield "flops_per_second", timing["flops_per_s"], {}
-        if "mfu" in timing:
-            yield "mfu_ratio", timing["mfu"], {}
-        slowest = timing.get("slowest")  # a worker that is alone has none
-        place = {"rank": str(slowest["rank"]), "phase": slowest["phase"]} if slowest else {}
+        if timing.flops_per_s is not None:
+            yield "flops_per_second", timing.flops_per_s, {}
+        if timing.mfu is not None:
+            yield "mfu_ratio", timing.mfu, {}
+        slowest = timing.slowest  # None with one rank
+        place = {"rank": str(slowest.rank), "phase": slowest.phase} if slowest else {}
         if self._slowest not in ({}, place):
             yield "slowest_rank_ratio", 0, self._slowest
         self._slowest = place
         if slowest:
-            yield "slowest_rank_ratio", slowest["ratio"], place
+            yield "slowest_rank_ratio", slowest.ratio, place
 
-    def _evaluating(self, _: Event) -> Iterator[Sample]:
-        yield "state", EVALUATING, {}
-
-    def _eval(self, event: Event) -> Iterator[Sample]:
+    def _eval(self, event: Eval) -> Iterator[Sample]:
         yield "state", TRAINING, {}
         yield "last_step_timestamp_seconds", time.time(), {}
-        yield "evaluation_seconds", event["seconds"], {}
-        for metric, value in event["metrics"].items():
+        yield "evaluation_seconds", event.seconds, {}
+        for metric, value in event.metrics.items():
             yield "evaluation", value, {"metric": metric}
-        if event["best"]:
-            monitor = event["monitor"]
-            yield "best_evaluation", event["metrics"][monitor], {"metric": monitor}
+        if event.best:
+            monitor = event.monitor
+            yield "best_evaluation", event.metrics[monitor], {"metric": monitor}
 
-    def _checkpoint(self, event: Event) -> Iterator[Sample]:
+    def _checkpoint(self, event: Checkpoint) -> Iterator[Sample]:
         yield self._count("checkpoints")
         yield "last_checkpoint_timestamp_seconds", time.time(), {}
-        yield "checkpoint_step", event["step"], {}
-        yield "checkpoint_seconds", event["seconds"], {}
-        yield "checkpoint_bytes", event["size_bytes"], {}
-
-    def _checkpoint_failed(self, _: Event) -> Iterator[Sample]:
-        yield self._count("checkpoints_failed")
-
-    def _pause(self, event: Event) -> Iterator[Sample]:
-        yield "checkpoint_stall_seconds", event["seconds"], {}
-
-    def _failed(self, _: Event) -> Iterator[Sample]:
-        """Each failure counts, also of workers that had not begun to train again."""
-        yield from self._restart("failure")
-
-    def _preempted(self, _: Event) -> Iterator[Sample]:
-        """Is told by the worker that sees it coming, and again when the node is gone."""
-        if self._lost != "preemption":
-            yield from self._restart("preemption")
-
-    def _end(self, _: Event) -> Iterator[Sample]:
-        yield "state", ENDED, {}
+        yield "checkpoint_step", event.step, {}
+        yield "checkpoint_seconds", event.seconds or 0.0, {}
+        yield "checkpoint_bytes", event.size_bytes or 0, {}
 
     def _restart(self, cause: str) -> Iterator[Sample]:
         self._lost = cause

@@ -24,15 +24,16 @@ from raytrain_ddp.checkpoint.run_folder import CONFIG_FILE, run_storage
 from raytrain_ddp.checkpoint.storage import Storage
 from raytrain_ddp.config.train_config import TrainConfig
 from raytrain_ddp.errors import PreflightError, RetriesExhausted
+from raytrain_ddp.events import Checkpoint, LogRecord, Note, Plan, Preempted
+from raytrain_ddp.messages import Evaluating, Event, InProgress, Outcome, Phase, WorkerFailed
 from raytrain_ddp.ray_backend.mailbox import Answer, Outbox
 from raytrain_ddp.ray_backend.preemption import STOP, Notice
 from raytrain_ddp.ray_backend.worker_log import WorkerLog
 from raytrain_ddp.training.hang_diagnosis import Hang, Sign
-from raytrain_ddp.training.prepared_run import Outcome
 from raytrain_ddp.training.recorder import Best
 from raytrain_ddp.training.recording_session import RecordingSession
 from raytrain_ddp.training.rendezvous import Exchange
-from raytrain_ddp.training.session import Record, Requests, Snapshot
+from raytrain_ddp.training.session import Requests, Snapshot
 from raytrain_ddp.training.world import World
 from raytrain_ddp.uri import without_secrets
 
@@ -77,7 +78,7 @@ class RaySession(RecordingSession):
                 "not see the run's folder there. Several nodes need a shared folder or a URI."
             )
         self._outbox = Outbox(f"{start} {os.urandom(8).hex()}")
-        self._events: deque[Record] = deque()  # the thread that commits adds to it, too
+        self._events: deque[Event] = deque()  # the thread that commits adds to it, too
         self._notice = Notice(look_every_s, self._events.append)
         self._training = threading.current_thread()
         self._words = WorkerLog(world)
@@ -106,27 +107,27 @@ class RaySession(RecordingSession):
         )
         return wrapped
 
-    def _say(self, event: Record) -> None:
+    def _say(self, event: Event) -> None:
         """All events of rank 0 pass here, also those of the thread that commits."""
         self._words.take(event)
-        if event["kind"] == "checkpoint":
-            self._notice.committed(event["seconds"])
+        if isinstance(event, Checkpoint):
+            self._notice.committed(event.seconds or 0.0)
         self._events.append(event)
-        if event["kind"] == "note" and threading.current_thread() is self._training:
+        if isinstance(event, Note) and threading.current_thread() is self._training:
             self.push()  # it may be about to wait
 
-    def log(self, record: Record) -> None:
+    def log(self, record: LogRecord) -> None:
         super().log(record)
         if not self.world.is_main:
             self._words.take(record)
 
-    def tell(self, event: Record) -> None:
+    def tell(self, event: Event) -> None:
         super().tell(event)
         if not self.world.is_main:
             self._words.take(event)
-        if event["kind"] == "plan":
-            self.step = event["start_step"]
-        if event["kind"] in ("phase", "plan", "evaluating"):
+        if isinstance(event, Plan):
+            self.step = event.start_step
+        if isinstance(event, Phase | Plan | Evaluating):
             self.push()  # it may be long until a step brings the next one
 
     def report(self, metrics: Mapping[str, float], snapshot: Snapshot | None) -> None:
@@ -194,17 +195,16 @@ class RaySession(RecordingSession):
 
     def hung(self, hang: Hang) -> None:
         """The driver hears it from each rank that answers; Ray then ends those that do not."""
-        event = {
-            "kind": "failed",
-            "start": self._start,
-            "rank": self.world.rank,
-            "step": hang.step,
-            "error": f"the hang of {', '.join(f'rank {r}' for r in hang.ranks) or 'all ranks'}",
-            "message": hang.text,
-            "traceback": "",
-            "status": RetriesExhausted.exit_status,
-            "cause": "hang",
-        }
+        event = WorkerFailed(
+            start=self._start,
+            rank=self.world.rank,
+            step=hang.step,
+            error=f"the hang of {', '.join(f'rank {r}' for r in hang.ranks) or 'all ranks'}",
+            message=hang.text,
+            traceback="",
+            status=RetriesExhausted.exit_status,
+            cause="hang",
+        )
         with suppress(Exception):
             ray.get(self._board.push.remote([event]), timeout=_MEET_S)
         os._exit(RetriesExhausted.exit_status)
@@ -221,7 +221,7 @@ class RaySession(RecordingSession):
         Raises:
             TimeoutError: Ray has not done so.
         """
-        self.tell({"kind": "preempted", "text": "all is saved; waiting for other nodes"})
+        self.tell(Preempted("all is saved; waiting for other nodes"))
         deadline = time.monotonic() + self._notice.left_s() + _HELD_LONGER_S
         while time.monotonic() < deadline:
             self.push(wait_s=1)
@@ -247,7 +247,7 @@ class RaySession(RecordingSession):
         for _ in range(len(self._events)):
             self._outbox.add(self._events.popleft())
         if self.step is not None and to_say:  # where a worker that dies without a word was
-            self._outbox.add({"kind": "at", "step": self.step})
+            self._outbox.add(InProgress(self.step))
         self._answer = self._board.push.remote(*self._outbox.letter())
         self._pushed_at = time.monotonic()
 

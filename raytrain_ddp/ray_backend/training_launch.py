@@ -5,7 +5,7 @@ from __future__ import annotations
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from types import FrameType
 from typing import Any
@@ -13,7 +13,18 @@ from typing import Any
 from raytrain_ddp import errors
 from raytrain_ddp.checkpoint.storage import Storage
 from raytrain_ddp.config.train_config import TrainConfig
+from raytrain_ddp.events import Note, Plan, Preempted
 from raytrain_ddp.failpoints import failpoint
+from raytrain_ddp.messages import (
+    ControllerStarted,
+    Died,
+    Event,
+    InProgress,
+    Joined,
+    Outcome,
+    Phase,
+    WorkerFailed,
+)
 from raytrain_ddp.ray_backend.capacity_watch import CapacityWatch, StartWatch, stopped_workers
 from raytrain_ddp.ray_backend.cluster import Nodes, recount
 from raytrain_ddp.ray_backend.failure_policy import FailurePolicy
@@ -31,8 +42,6 @@ _CLEAN_UP_S = 3.0
 # as long as that takes, and hears only then.
 _ABORT_S = 20.0
 
-Event = Mapping[str, Any]
-
 
 class Interrupted(Exception):
     """Stopped by a signal before there was anything to save, or by a second one."""
@@ -49,7 +58,7 @@ def launch(
     show: Callable[[Event], None],
     committed: int = 0,
     task: bytes | None = None,
-) -> Event:
+) -> Outcome:
     """Trains on `layout`; returns the outcome reported by rank 0.
 
     Args:
@@ -69,7 +78,7 @@ def launch(
     # If it is killed, Ray restarts it and retries calls: see board.py.
     lasting = {"max_restarts": -1, "max_task_retries": -1}
     board = ray.remote(num_cpus=0, scheduling_strategy=here, **lasting)(Mailbox).remote()
-    show({"kind": "phase", "name": "loading torch"})
+    show(Phase("loading torch"))
     failures = FailurePolicy(config.scaling.max_failures, committed)
     nodes = Nodes()
     metrics = PrometheusMetrics(str(config.name))
@@ -85,7 +94,7 @@ def launch(
         with _signals(listener.on_signal):
             while True:
                 trainer = make_trainer(config, run, layout, board, task)
-                show({"kind": "phase", "name": f"placing {layout.said} (each loads torch)"})
+                show(Phase(f"placing {layout.said} (each loads torch)"))
                 why = _attend(trainer, listener)
                 if listener.outcome is not None:
                     return listener.outcome
@@ -141,7 +150,7 @@ class _Listener:
         self._signals: list[int] = []
         self._stopping = False
         self._controller: Any = None
-        self.outcome: Event | None = None
+        self.outcome: Outcome | None = None
         self._outcome_at = 0.0
 
     def waited_enough(self) -> bool:
@@ -150,28 +159,34 @@ class _Listener:
 
     def listen(self) -> None:
         for event in self._take():
-            kind = event["kind"]
-            self._began = self._began or kind == "plan"
+            self._began = self._began or isinstance(event, Plan)
             self._starting.take(event)
             to_show = self._failures.take(event)
-            if kind == "outcome":
-                self.outcome, self._outcome_at = event, time.monotonic()
-            elif kind == "controller":
-                self._controller = event["actor"]
-            elif kind == "joined":
-                self._waiting.joined()
-            elif kind == "preempted" or to_show is not None:
+            if to_show is not None or isinstance(event, Preempted):
                 self._waiting.lost()
                 self._starting.lost()
                 self._show(to_show or event)
-            elif kind == "at":
-                self._metrics.take(event)
-            elif kind not in ("failed", "died"):
-                self._show(event)
-            failpoint("driver.event", step=event.get("step") or 0)
+            else:
+                self._pass_on(event)
+            failpoint("driver.event", step=getattr(event, "step", None) or 0)
         if self.outcome is None:
             self._waiting.look()
             self._starting.look()
+
+    def _pass_on(self, event: Event) -> None:
+        match event:
+            case Outcome():
+                self.outcome, self._outcome_at = event, time.monotonic()
+            case ControllerStarted():
+                self._controller = event.actor
+            case Joined():
+                self._waiting.joined()
+            case InProgress():
+                self._metrics.take(event)
+            case WorkerFailed() | Died():
+                pass  # the failure policy decides what to show
+            case _:
+                self._show(event)
 
     def end_controller(self) -> None:
         """Ends Ray Train, which else goes on starting workers as long as this process lives."""
@@ -179,8 +194,8 @@ class _Listener:
 
         with suppress(Exception):  # it has ended by itself, or all of Ray has
             for _, _, event in ray.get(self._board.take.remote(self._inbox.taken), timeout=1):
-                if event["kind"] == "controller":
-                    self._controller = event["actor"]
+                if isinstance(event, ControllerStarted):
+                    self._controller = event.actor
             if self._controller is None:
                 return
             try:  # as Ray's own answer to Ctrl-C does; no public way, so it may not be there
@@ -221,7 +236,7 @@ class _Listener:
         if not self._stopping:
             self._stopping = True
             text = "Stopping after this step, with a checkpoint. Once more to stop without."
-            self._show({"kind": "note", "text": text})
+            self._show(Note(text))
 
 
 @contextmanager

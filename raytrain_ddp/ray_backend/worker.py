@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
 from raytrain_ddp.failpoints import arm
+from raytrain_ddp.messages import WorkerFailed
 from raytrain_ddp.ray_backend.failure_causes import (
     cause_of,
     is_lack_of_memory,
@@ -105,7 +106,7 @@ def _train(given: WorkerSettings, sessions: list[RaySession]) -> None:
         outcome = train(config, task, session, reads)
         if session.is_taken_away(outcome):
             outcome = dataclasses.replace(outcome, signal=session.hold())
-        session.tell({"kind": "outcome", **dataclasses.asdict(outcome)})
+        session.tell(outcome)
 
 
 def _settle(given: WorkerSettings) -> None:
@@ -156,17 +157,16 @@ def tell_failure(
     if is_lack_of_memory(error):
         error = without_memory(given.config, rank, step, error)
     known = isinstance(error, RaytrainError)
-    event = {
-        "kind": "failed",
-        "start": _start(),
-        "rank": rank,
-        "step": step,
-        "error": type(error).__name__,
-        "message": f"{error}" if known and f"{error}" else f"{type(error).__name__}: {error}",
-        "traceback": "" if known else users_traceback(error),
-        "status": status_of(error) if isinstance(error, RaytrainError) else 1,
-        "cause": cause_of(error) if known or not torn_down else "peer",
-    }
+    event = WorkerFailed(
+        start=_start(),
+        rank=rank,
+        step=step,
+        error=type(error).__name__,
+        message=f"{error}" if known and f"{error}" else f"{type(error).__name__}: {error}",
+        traceback="" if known else users_traceback(error),
+        status=status_of(error) if isinstance(error, RaytrainError) else 1,
+        cause=cause_of(error) if known or not torn_down else "peer",
+    )
     with suppress(Exception):  # of a board that is gone or slow: the error itself counts more
         ray.get(given.board.push.remote([event]), timeout=10)
 

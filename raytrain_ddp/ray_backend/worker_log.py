@@ -8,7 +8,6 @@ import os
 import socket
 import time
 from collections.abc import Mapping
-from typing import Any
 
 from raytrain_ddp.display.bottleneck import StepSplit
 from raytrain_ddp.display.formatting import (
@@ -18,6 +17,8 @@ from raytrain_ddp.display.formatting import (
     format_number,
     format_seconds,
 )
+from raytrain_ddp.events import Checkpoint, Eval, Note, Plan, Preempted, Train
+from raytrain_ddp.messages import Event, Outcome
 from raytrain_ddp.training.world import World
 
 _LINE_EVERY_S = 10.0
@@ -38,52 +39,64 @@ class WorkerLog:
             if "/ray/train/" in name:  # one of Ray's is named by its file, and so tells all reports
                 logging.getLogger(name).setLevel(logging.WARNING)
 
-    def take(self, event: Mapping[str, Any]) -> None:
+    def take(self, event: Event) -> None:
         """An event of any kind; of rank 0 also from the thread that commits."""
-        words = getattr(self, f"_{event['kind']}", None)
-        line = words(event) if words is not None else ""
+        line = self._line(event)
         if line:
             now = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
             _log.info("%s  rank %d: %s", now, self._world.rank, line)
 
-    def _plan(self, event: Mapping[str, Any]) -> str:
-        self._total = event["total_steps"]
-        self._split.begin(event["start_step"])
+    def _line(self, event: Event) -> str:
+        match event:
+            case Plan():
+                line = self._plan(event)
+            case Train():
+                line = self._train(event)
+            case Eval():
+                line = self._eval(event)
+            case Checkpoint():
+                line = self._checkpoint(event)
+            case Outcome():
+                line = self._outcome(event)
+            case Note() | Preempted():
+                line = event.text
+            case _:
+                line = ""
+        return line
+
+    def _plan(self, event: Plan) -> str:
+        self._total = event.total_steps
+        self._split.begin(event.start_step)
         return (
-            f"one of {self._world.size} on {socket.gethostname()}, {event['device']}, process "
-            f"{os.getpid()}; from step {event['start_step']} to {self._total}"
+            f"one of {self._world.size} on {socket.gethostname()}, {event.device}, process "
+            f"{os.getpid()}; from step {event.start_step} to {self._total}"
         )
 
-    def _train(self, event: Mapping[str, Any]) -> str:
+    def _train(self, event: Train) -> str:
         self._split.add(event)
         if self._is_too_soon("train"):
             return ""
         limit = f"; {self._split.limit()}" if self._split.is_settled else ""
         return (
-            f"step {event['step']}/{self._total}, loss {format_number(event['loss'])}, "
-            f"{format_count(event['samples_per_s'])} samples/s{limit}"
+            f"step {event.step}/{self._total}, loss {format_number(event.loss)}, "
+            f"{format_count(event.samples_per_s)} samples/s{limit}"
         )
 
-    def _eval(self, event: Mapping[str, Any]) -> str:
+    def _eval(self, event: Eval) -> str:
         if self._is_too_soon("eval"):
             return ""
-        values = _told(event["metrics"])
-        return f"step {event['step']}/{self._total}, evaluation: {values}"
+        values = _told(event.metrics)
+        return f"step {event.step}/{self._total}, evaluation: {values}"
 
-    def _checkpoint(self, event: Mapping[str, Any]) -> str:
+    def _checkpoint(self, event: Checkpoint) -> str:
         if self._is_too_soon("checkpoint"):
             return ""
-        size, seconds = format_bytes(event["size_bytes"]), format_seconds(event["seconds"])
-        return f"checkpoint of step {event['step']}: {size}, committed in {seconds}"
+        size, seconds = format_bytes(event.size_bytes or 0), format_seconds(event.seconds or 0.0)
+        return f"checkpoint of step {event.step}: {size}, committed in {seconds}"
 
-    def _outcome(self, event: Mapping[str, Any]) -> str:
-        metrics = _told(event["metrics"])  # of the last evaluation, whether it had a line or not
-        return f"ended at step {event['step']}" + (f", evaluation: {metrics}" if metrics else "")
-
-    def _note(self, event: Mapping[str, Any]) -> str:
-        return str(event["text"])
-
-    _preempted = _note
+    def _outcome(self, event: Outcome) -> str:
+        metrics = _told(event.metrics)  # of the last evaluation, whether it had a line or not
+        return f"ended at step {event.step}" + (f", evaluation: {metrics}" if metrics else "")
 
     def _is_too_soon(self, kind: str) -> bool:
         """For another line of this kind; else it is told now."""

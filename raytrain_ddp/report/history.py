@@ -17,11 +17,20 @@ from raytrain_ddp.display.formatting import (
     gist,
     plural,
 )
-from raytrain_ddp.report.run_files import Record, RunFiles
-from raytrain_ddp.report.timeline import Timeline, timeline_of, wall_of
+from raytrain_ddp.events import (
+    Checkpoint,
+    CheckpointFailed,
+    End,
+    Failed,
+    Note,
+    Plan,
+    Preempted,
+    Train,
+)
+from raytrain_ddp.report.run_files import RunFiles
+from raytrain_ddp.report.timeline import Timeline, timeline_of
 
 Kind = Literal["start", "restart", "resize", "failure", "preempted", "trouble", "note", "end"]
-_OF_A_START = ("plan", "end")
 
 
 @dataclass(frozen=True)
@@ -61,38 +70,37 @@ class RunHistory:
 
     @property
     def unit(self) -> str:
-        return next((str(life.plan.get("unit")) for life in self.timeline.lives if life.plan), "")
+        return next((life.plan.unit for life in self.timeline.lives if life.plan), "")
 
     @property
     def total_steps(self) -> int | None:
-        plans = [e for e in self.files.events if e["kind"] == "plan"]
-        return int(plans[-1]["total_steps"]) if plans else None
+        return _total_steps(self.files)
 
     def speed(self) -> float:
         """Samples/s of all workers, the median of the newest start; nan before the first line."""
         start = self.timeline.lives[-1].start_step if self.timeline.lives else 0
-        newest = [r for r in self.files.train if r["step"] > start] or self.files.train
-        speeds = [r["samples_per_s"] for r in newest if "samples_per_s" in r]
+        newest = [r for r in self.files.train if r.step > start] or self.files.train
+        speeds = [r.samples_per_s for r in newest]
         return median(speeds) if speeds else math.nan
 
     def best_told(self) -> str:
         """``top1 97.50 % at step 184``; "" without an evaluation."""
         best, monitor = self.files.best, self.files.monitor
-        value = best["metrics"].get(monitor) if best else None
+        value = best.metrics.get(monitor) if best else None
         if best is None or value is None:
             return ""
-        return f"{monitor} {format_metric(monitor, value)} at step {format_count(best['step'])}"
+        return f"{monitor} {format_metric(monitor, value)} at step {format_count(best.step)}"
 
 
-def timed(files: RunFiles) -> list[Record]:
+def timed(files: RunFiles) -> list[Train]:
     """The records that say where the time went."""
-    return [r for r in files.train if "split_s" in r.get("timing", {})]
+    return [r for r in files.train if r.timing.split_s]
 
 
 def history_of(files: RunFiles) -> RunHistory:
-    ends = [e for e in files.events if e["kind"] in _OF_A_START]
-    end = ends[-1] if ends and ends[-1]["kind"] == "end" else None
-    running = files.owner is not None and (end is None or _later(files.owner.since, end["time"]))
+    ends = [each for each in files.events if isinstance(each.event, Plan | End)]
+    end = ends[-1].event if ends and isinstance(ends[-1].event, End) else None
+    running = files.owner is not None and (end is None or _later(files.owner.since, ends[-1].time))
     timeline = timeline_of(files, running)
     cause = detail = ""
     state: Literal["running", "finished", "interrupted", "failed", "gone"]
@@ -100,31 +108,31 @@ def history_of(files: RunFiles) -> RunHistory:
         state = "running"
     elif end is None:
         state = "finished" if files.manifest and files.manifest.finished else "gone"
-    elif end["status"] == 0:
+    elif end.status == 0:
         state = "finished"
-    elif end["status"] > 128:
+    elif end.status > 128:
         state = "interrupted"
     else:
         state = "failed"
-        cause = gist(str(end.get("message", ""))) or f"exit status {end['status']}"
-        if end.get("rank") is not None and f"rank {end['rank']}" not in cause:
-            cause += f" (rank {end['rank']}"
-            cause += f" on {end['node']}" if end.get("node") else ""
-            cause += f", step {end['step']})" if end.get("step") else ")"
+        cause = gist(end.message) or f"exit status {end.status}"
+        if end.rank is not None and f"rank {end.rank}" not in cause:
+            cause += f" (rank {end.rank}"
+            cause += f" on {end.node}" if end.node else ""
+            cause += f", step {end.step})" if end.step else ")"
     told = _told(files, state, timeline, end)
     return RunHistory(files, state, told, cause, detail, timeline, list(_happenings(files)))
 
 
-def _told(files: RunFiles, state: str, timeline: Timeline, end: Record | None) -> str:
-    step = (end or {}).get("step") or files.last_step
-    total = next((e["total_steps"] for e in reversed(files.events) if e["kind"] == "plan"), None)
+def _told(files: RunFiles, state: str, timeline: Timeline, end: End | None) -> str:
+    step = (end.step if end else None) or files.last_step
+    total = _total_steps(files)
     at = f"step {format_count(step)}" + (f" of {format_count(total)}" if total else "")
     if state == "running":
         return _still(files, at, total, timeline)
     if state == "finished":
         return f"Finished at {at}."
     if state == "interrupted" and end is not None:
-        return f"Interrupted by {_signal(end['status'])} at {at}; the same command goes on there."
+        return f"Interrupted by {_signal(end.status)} at {at}; the same command goes on there."
     if state == "failed":
         return f"Failed {'after ' + at if step else 'before its first step'}."
     if not step:
@@ -133,6 +141,11 @@ def _told(files: RunFiles, state: str, timeline: Timeline, end: Record | None) -
         f"Gone without a word after {at}: its process was killed, it seems. The same command goes "
         "on from the newest checkpoint."
     )
+
+
+def _total_steps(files: RunFiles) -> int | None:
+    plans = (each.event for each in reversed(files.events) if isinstance(each.event, Plan))
+    return next((plan.total_steps for plan in plans), None)
 
 
 def _still(files: RunFiles, at: str, total: int | None, timeline: Timeline) -> str:
@@ -161,53 +174,52 @@ def _later(since: str, time: str) -> bool:
 
 
 def _happenings(files: RunFiles) -> Iterator[HistoryEntry]:
-    before: Record | None = None  # the plan before
+    before: Plan | None = None
     lost_at: float | None = None
     stopped = False
     reached = 0
-    for event in files.events:
-        wall, kind = wall_of(event), event["kind"]
-        if kind == "plan":
-            yield _start(event, before, wall, lost_at, reached, stopped)
-            before, lost_at, stopped = event, None, False
-            reached = event["start_step"]
-        elif kind == "failed":
-            rank, step = event.get("rank"), event.get("step")
-            who = "The workers" if rank is None else f"Rank {rank}"
-            reached, lost_at = max(reached, step or 0), wall
-            yield HistoryEntry(wall, step, "failure", f"{who} {event.get('message', '')}")
-        elif kind == "preempted":
-            lost_at = wall
-            yield HistoryEntry(wall, None, "preempted", str(event.get("text", "")))
-        elif kind == "checkpoint":
-            reached = max(reached, event["step"])
-        elif kind == "checkpoint_failed":
-            text = f"The checkpoint of step {event['step']} could not be written"
-            yield HistoryEntry(wall, event["step"], "trouble", text, str(event.get("message", "")))
-        elif kind == "note":
-            yield HistoryEntry(wall, None, "note", str(event.get("text", "")))
-        elif kind == "end":
-            stopped = True
-            yield _end(event, wall)
+    for event, _, wall in files.events:
+        match event:
+            case Plan():
+                yield _start(event, before, wall, lost_at, reached, stopped)
+                before, lost_at, stopped = event, None, False
+                reached = event.start_step
+            case Failed():
+                who = "The workers" if event.rank is None else f"Rank {event.rank}"
+                reached, lost_at = max(reached, event.step or 0), wall
+                yield HistoryEntry(wall, event.step, "failure", f"{who} {event.message}")
+            case Preempted():
+                lost_at = wall
+                yield HistoryEntry(wall, None, "preempted", event.text)
+            case Checkpoint():
+                reached = max(reached, event.step)
+            case CheckpointFailed():
+                text = f"The checkpoint of step {event.step} could not be written"
+                yield HistoryEntry(wall, event.step, "trouble", text, event.message)
+            case Note():
+                yield HistoryEntry(wall, None, "note", event.text)
+            case End():
+                stopped = True
+                yield _end(event, wall)
 
 
 def _start(
-    plan: Record,
-    before: Record | None,
+    plan: Plan,
+    before: Plan | None,
     wall: float,
     lost_at: float | None,
     reached: int,
     stopped: bool,
 ) -> HistoryEntry:
-    step, workers = plan["start_step"], plural(plan["world_size"], "worker")
-    on = f"{workers} on {plan['device']}"
+    step, workers = plan.start_step, plural(plan.world_size, "worker")
+    on = f"{workers} on {plan.device}"
     if before is None:
-        resumed = f"; resumed from {plan['resumed_from']}" if plan.get("resumed_from") else ""
+        resumed = f"; resumed from {plan.resumed_from}" if plan.resumed_from else ""
         return HistoryEntry(wall, step, "start", f"Started with {on}{resumed}")
-    resized = before["world_size"] != plan["world_size"]
+    resized = before.world_size != plan.world_size
     text = f"Went on from step {step} with {on}"
     if resized:
-        text += f" (before: {before['world_size']})"
+        text += f" (before: {before.world_size})"
     again = reached - step
     if again > 0:
         text += f"; {plural(again, 'step')} done again"
@@ -219,13 +231,13 @@ def _start(
     return HistoryEntry(wall, step, "resize" if resized else "restart", text, detail)
 
 
-def _end(event: Record, wall: float) -> HistoryEntry:
-    status, step = event["status"], event.get("step")
+def _end(event: End, wall: float) -> HistoryEntry:
+    status, step = event.status, event.step
     if status == 0:
         return HistoryEntry(wall, step, "end", "Finished")
     if status > 128:
         return HistoryEntry(wall, step, "trouble", f"Interrupted by {_signal(status)}")
-    first, _, rest = str(event.get("message", "")).partition("\n")
+    first, _, rest = event.message.partition("\n")
     return HistoryEntry(wall, step, "failure", f"Ended with status {status}: {first}", rest)
 
 

@@ -106,7 +106,7 @@ def predict(files: RunFiles, device: str, is_running: bool) -> Predictions:
 def _best(files: RunFiles) -> Checkpoint:
     """The checkpoint of the best evaluation, else the newest."""
     kept = [one for one in files.kept if one.manifest]
-    at = [one for one in kept if files.best and one.step == files.best["step"]] or kept
+    at = [one for one in kept if files.best and one.step == files.best.step] or kept
     if not at:
         raise CheckpointError("there is no checkpoint yet.")
     name = CheckpointName.parse(at[0].name)

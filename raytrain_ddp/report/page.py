@@ -115,10 +115,10 @@ def _cards(story: RunHistory) -> str:
     files, line = story.files, story.timeline
     cards: list[tuple[str, str, str]] = []  # name, value, what is said besides
     best, monitor = files.best, files.monitor
-    if best and monitor in best["metrics"]:
-        value = format_metric(monitor, best["metrics"][monitor])
-        last = files.evals[-1]["metrics"].get(monitor, math.nan)
-        besides = f"at step {format_count(best['step'])}; last {format_metric(monitor, last)}"
+    if best and monitor in best.metrics:
+        value = format_metric(monitor, best.metrics[monitor])
+        last = files.evals[-1].metrics.get(monitor, math.nan)
+        besides = f"at step {format_count(best.step)}; last {format_metric(monitor, last)}"
         cards.append((f"Best {monitor}", value, besides))
     if line.lives:
         starts = plural(len(line.lives), "start")
@@ -126,7 +126,7 @@ def _cards(story: RunHistory) -> str:
         besides = f"in {starts} over {format_seconds(days)}" if len(line.lives) > 1 else "one start"
         cards.append(("Time at work", format_seconds(line.worked_s), besides))
     if speed_told(story):
-        steps = [r["timing"]["step_s"] for r in timed(files)]
+        steps = [r.timing.step_s for r in timed(files)]
         besides = f"{step_phases.step_time(median(steps))} a step" if steps else ""
         cards.append(("Speed", speed_told(story), besides))
     sizes = [str(life.world_size) for life in line.lives if life.world_size]
@@ -137,16 +137,16 @@ def _cards(story: RunHistory) -> str:
         failures = plural(sum(life.failed for life in line.lives), "failure")
         told = f"after {failures} of workers" if any(life.failed for life in line.lives) else ""
         cards.append(("Restarts", str(len(line.lives) - 1), told))
-    newest = [r["timing"] for r in timed(files)[-50:]]
-    mfu = [t["mfu"] for t in newest if "mfu" in t]
-    flops = [t["flops_per_s"] for t in newest if "flops_per_s" in t]
+    newest = [r.timing for r in timed(files)[-50:]]
+    mfu = [t.mfu for t in newest if t.mfu is not None]
+    flops = [t.flops_per_s for t in newest if t.flops_per_s is not None]
     if flops:
         each = _flops(median(flops))
         if mfu:
             cards.append(("MFU", format_share(median(mfu)), f"{each} a worker"))
         else:
             cards.append(("Arithmetic", each, "a worker"))
-    memory = max((r["timing"].get("peak_memory_bytes", 0) for r in timed(files)), default=0)
+    memory = max((r.timing.peak_memory_bytes for r in timed(files)), default=0)
     if memory:
         cards.append(("Peak memory", format_bytes(memory), "of a worker"))
     limit = story.limit

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from statistics import median
 
 from raytrain_ddp.display.formatting import plural
+from raytrain_ddp.events import Ranks
 from raytrain_ddp.report import step_phases
 from raytrain_ddp.report.axes import Point, Scale, linear
 from raytrain_ddp.report.history import RunHistory
@@ -17,7 +18,6 @@ from raytrain_ddp.report.time_panels import (
     stretches_of,
     x_name,
 )
-from raytrain_ddp.report.timeline import wall_of
 
 _LEAST_EVENTS = 3  # fewer are no picture
 
@@ -37,9 +37,9 @@ def rank_splits(story: RunHistory) -> list[dict[str, float]]:
 
     Without evaluations and checkpoints, which come once in many steps and to all alike.
     """
-    events = [e for e in story.files.events if e["kind"] == "ranks"]
-    size = len(events[-1]["split_s"]) if events else 0
-    newest = [e["split_s"] for e in events if len(e["split_s"]) == size]
+    events = [e for e, _, _ in story.files.events if isinstance(e, Ranks)]
+    size = len(events[-1].split_s) if events else 0
+    newest = [e.split_s for e in events if len(e.split_s) == size]
     found = {phase for each in newest for rank in each for phase in rank}
     names = step_phases.ordered(found - {"evaluation", "checkpoint"})
     return [
@@ -55,11 +55,12 @@ def _slowest_rank(story: RunHistory, x: Scale) -> Panel | None:
     by_phase: dict[str, list[Point]] = defaultdict(list)
     told = []
     for one in stretches:
-        slowest = one.slowest or {}
-        ratio, phase = float(slowest["ratio"]), str(slowest["phase"])
+        slowest = one.slowest
+        assert slowest is not None
+        ratio, phase = slowest.ratio, slowest.phase
         at = (one.since + one.to) / 2
         by_phase[phase].append((at, ratio))
-        text = f"step {one.last_step}\nrank {slowest['rank']}: {ratio:.2f} x the median, by its"
+        text = f"step {one.last_step}\nrank {slowest.rank}: {ratio:.2f} x the median, by its"
         told.append((at, f"{text} {phase}"))
     highest = max(y for points in by_phase.values() for _, y in points)
     return Panel(
@@ -79,19 +80,19 @@ def _slowest_rank(story: RunHistory, x: Scale) -> Panel | None:
 
 def _ranks(story: RunHistory, x: Scale) -> Panel | None:
     """A row for each rank: the darker, the longer its own work has taken."""
-    events = [e for e in story.files.events if e["kind"] == "ranks"]
+    events = [(e, wall) for e, _, wall in story.files.events if isinstance(e, Ranks)]
     events = events[:: -(-len(events) // MOST_STRETCHES) or 1]
     if len(events) < _LEAST_EVENTS:
         return None
-    most = max(len(e["split_s"]) for e in events)
-    ats = [story.timeline.at(wall_of(e)) for e in events]
+    most = max(len(e.split_s) for e, _ in events)
+    ats = [story.timeline.at(wall) for _, wall in events]
     shades: dict[int, list[tuple[float, float, float, float]]] = defaultdict(list)
     told = []
     before = 0.0
     starts = [story.timeline.at(life.began) for life in story.timeline.lives]
-    for at, event in zip(ats, events, strict=True):
+    for at, (event, _) in zip(ats, events, strict=True):
         since = max([before, *(start for start in starts if start <= at)])
-        work = [own_work(rank) for rank in event["split_s"]]
+        work = [own_work(rank) for rank in event.split_s]
         usual = median(work)
         for rank, each in enumerate(work):
             shade = min(5, max(0, round(10 * (each / max(usual, 1e-9) - 1))))
@@ -99,7 +100,7 @@ def _ranks(story: RunHistory, x: Scale) -> Panel | None:
                 shades[shade].append((since, at, most - rank - 1, most - rank))
         slow = sorted(range(len(work)), key=lambda rank: -work[rank])[:4]
         rows = [f"rank {rank}: {step_phases.step_time(work[rank])} a step" for rank in slow]
-        told.append(((since + at) / 2, "\n".join([f"step {event['step']}", *rows])))
+        told.append(((since + at) / 2, "\n".join([f"step {event.step}", *rows])))
         before = at
     each = -(-most // 8)
     names = [(most - rank - 0.5, f"rank {rank}") for rank in range(0, most, each)]

@@ -19,12 +19,15 @@ from raytrain_ddp.checkpoint.run_folder import (
     EVENTS_FILE,
     METRICS_FILE,
     checkpoint_store,
-    read_history,
+    read_events,
+    read_log,
 )
 from raytrain_ddp.checkpoint.storage import Storage, open_storage
 from raytrain_ddp.config.recipe import fields_of, flat
 from raytrain_ddp.config.train_config import TrainConfig
 from raytrain_ddp.errors import CheckpointError, ConfigError, PreflightError, did_you_mean
+from raytrain_ddp.events import Eval, Plan, Train
+from raytrain_ddp.records import Timed
 from raytrain_ddp.uri import without_secrets
 
 if sys.version_info >= (3, 11):
@@ -62,9 +65,9 @@ class RunFiles:
     place: Storage
     name: str
     config: Mapping[str, Any]
-    train: Sequence[Record]
-    evals: Sequence[Record]
-    events: Sequence[Record]
+    train: Sequence[Train]
+    evals: Sequence[Eval]
+    events: Sequence[Timed]
     kept: Sequence[Kept]
     owner: Owner | None
     claims: Sequence[tuple[int, Record]]
@@ -78,19 +81,20 @@ class RunFiles:
     @property
     def monitor(self) -> str:
         """The metric that decides which evaluation is the best; "" before the first."""
-        return str(self.evals[-1].get("monitor", "")) if self.evals else ""
+        return self.evals[-1].monitor if self.evals else ""
 
     @property
-    def best(self) -> Record | None:
+    def best(self) -> Eval | None:
         """The evaluation that was the best."""
-        return next((record for record in reversed(self.evals) if record.get("best")), None)
+        return next((record for record in reversed(self.evals) if record.best), None)
 
     @property
     def last_step(self) -> int:
         """Of what the log, the events and the checkpoints tell."""
-        steps = [record["step"] for record in (*self.train[-1:], *self.evals[-1:])]
+        steps = [record.step for record in self.train[-1:]]
+        steps += [record.step for record in self.evals[-1:]]
         steps += [kept.step for kept in self.kept[:1]]
-        steps += [e["start_step"] for e in self.events[-1:] if e["kind"] == "plan"]
+        steps += [e.start_step for e, _, _ in self.events[-1:] if isinstance(e, Plan)]
         return max(steps, default=0)
 
     def settings(self) -> dict[str, tuple[Any, Any]]:
@@ -119,14 +123,14 @@ def read_run(place: str) -> RunFiles:
 def _read(storage: Storage, place: str) -> RunFiles:
     if not any(storage.exists(name) for name in (CONFIG_FILE, METRICS_FILE, EVENTS_FILE)):
         raise ConfigError(_no_run(place))
-    records = [r for r in read_history(storage) if isinstance(r.get("step"), int)]
+    records = [record for record in read_log(storage) if isinstance(record.step, int)]
     return RunFiles(
         place=storage,
         name=storage.path.rstrip("/").rpartition("/")[2],
         config=_config(storage),
-        train=[r for r in records if r.get("kind") == "train"],
-        evals=[r for r in records if r.get("kind") == "eval"],
-        events=[e for e in read_history(storage, EVENTS_FILE) if "kind" in e and "time" in e],
+        train=[r for r in records if isinstance(r, Train)],
+        evals=[r for r in records if isinstance(r, Eval)],
+        events=[each for each in read_events(storage) if each.time],
         kept=_kept(storage),
         owner=_owner(storage),
         claims=_claims(storage),

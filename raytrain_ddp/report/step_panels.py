@@ -100,8 +100,8 @@ def _loss(stories: Sequence[RunHistory], x: Scale) -> Panel | None:
     count = 0
     for number, story in enumerate(stories):
         train, css = story.files.train, color(number)
-        steps = [float(r["step"]) for r in train]
-        losses = [_finite(r.get("loss")) for r in train]
+        steps = [float(r.step) for r in train]
+        losses = [_finite(r.loss) for r in train]
         smooth = list(zip(steps, smoothed(losses, len(losses) // 40 + 1), strict=True))
         tested = [p for p in _evaluated(story, "loss") if math.isfinite(p[1])]
         count = max(count, len(train))
@@ -140,7 +140,7 @@ def _loss(stories: Sequence[RunHistory], x: Scale) -> Panel | None:
 
 
 def _metrics(stories: Sequence[RunHistory], x: Scale) -> list[Panel]:
-    names = list(dict.fromkeys(n for s in stories for r in s.files.evals for n in r["metrics"]))
+    names = list(dict.fromkeys(n for s in stories for r in s.files.evals for n in r.metrics))
     first = stories[0].files.monitor
     hidden = ("skipped", "loss") if len(stories) == 1 else ("skipped",)  # it is with the other
     names = sorted((n for n in names if n not in hidden), key=lambda n: n != first)
@@ -181,7 +181,7 @@ def _metric(
 def _rate(stories: Sequence[RunHistory], x: Scale) -> Panel | None:
     lines, told = [], []
     for number, story in enumerate(stories):
-        points = [(float(r["step"]), _finite(r.get("lr"))) for r in story.files.train]
+        points = [(float(r.step), _finite(r.lr)) for r in story.files.train]
         line = sampled(points)
         label = "" if len(stories) == 1 else story.files.name
         lines.append(Line(label, color(number), [line]))
@@ -215,9 +215,7 @@ def _dotted(label: str, css: str, points: Sequence[Point]) -> Line:
 
 def _evaluated(story: RunHistory, name: str) -> list[Point]:
     return [
-        (float(r["step"]), _finite(r["metrics"][name]))
-        for r in story.files.evals
-        if name in r["metrics"]
+        (float(r.step), _finite(r.metrics[name])) for r in story.files.evals if name in r.metrics
     ]
 
 
@@ -226,10 +224,10 @@ def _stars(stories: Sequence[RunHistory], *names: str) -> list[tuple[float, floa
     stars = []
     for story in stories:
         best, monitor = story.files.best, story.files.monitor
-        value = _finite(best["metrics"].get(monitor)) if best else math.nan
+        value = _finite(best.metrics.get(monitor)) if best else math.nan
         if best and monitor in names and math.isfinite(value):
             whose = "" if len(stories) == 1 else f"{story.files.name}: "
-            stars.append((float(best["step"]), value, f"{whose}best: {story.best_told()}"))
+            stars.append((float(best.step), value, f"{whose}best: {story.best_told()}"))
     return stars
 
 

@@ -17,6 +17,7 @@ from raytrain_ddp.display.formatting import (
     format_seconds,
     plural,
 )
+from raytrain_ddp.events import Checkpoint, CheckpointFailed, Interval
 from raytrain_ddp.report.history import HistoryEntry, RunHistory
 from raytrain_ddp.report.run_files import RunFiles
 
@@ -77,10 +78,11 @@ def detail(text: str, is_open: bool = False) -> str:
 def full_metrics(story: RunHistory) -> str:
     """The non-scalar metrics of the best evaluation, or else of the last one."""
     files = story.files
-    record = files.best or (files.evals[-1] if files.evals else {})
+    record = files.best or (files.evals[-1] if files.evals else None)
     parts = [
-        f"<h3>{escape(name)} <small>at step {record['step']}</small></h3>{_grid(found)}"
-        for name, found in record.get("tables", {}).items()
+        f"<h3>{escape(name)} <small>at step {record.step}</small></h3>{_grid(found)}"
+        for name, found in (record.tables.items() if record else ())
+        if record
     ]
     return "".join(parts)
 
@@ -107,12 +109,12 @@ def _cell(number: Any) -> str:
 def checkpoints(story: RunHistory) -> str:
     """Those that are there, the newest first, and how the others went."""
     files = story.files
-    made = {e.get("name"): e for e in files.events if e["kind"] == "checkpoint"}
+    made = {e.name: e for e, _, _ in files.events if isinstance(e, Checkpoint)}
     best = files.best
     rows = []
     for kept in files.kept[:_MOST_CHECKPOINTS]:
-        manifest, event = kept.manifest, made.get(kept.name, {})
-        at_best = bool(best and kept.step == best["step"])
+        manifest, event = kept.manifest, made.get(kept.name)
+        at_best = bool(best and kept.step == best.step)
         size = sum(f.size_bytes for f in manifest.files.values()) if manifest else 0
         metrics = manifest.metrics if manifest else {}
         told = ", ".join(f"{n} {format_metric(n, v)}" for n, v in metrics.items())
@@ -123,24 +125,26 @@ def checkpoints(story: RunHistory) -> str:
                 + ("" if manifest else ' <span class="bad">cannot be read</span>'),
                 str(kept.step),
                 escape(size_told(size)) if size else "-",
-                escape(format_seconds(event["seconds"])) if "seconds" in event else "-",
+                escape(format_seconds(event.seconds))
+                if event and event.seconds is not None
+                else "-",
                 escape(told) or "-",
             )
         )
     out = table(("there now", ">step", ">size", ">written in", "metrics"), rows) if rows else ""
-    seconds = [e["seconds"] for e in made.values() if "seconds" in e]
+    seconds = [e.seconds for e in made.values() if e.seconds is not None]
     told = "There is no checkpoint." if not rows else ""
     if seconds:
-        sizes = [e["size_bytes"] for e in made.values() if "size_bytes" in e]
+        sizes = [e.size_bytes for e in made.values() if e.size_bytes is not None]
         each = f"{format_seconds(median(seconds))} each in the median"
         told = f"{plural(len(seconds), 'checkpoint')} written, {each}, "
         told += f"{format_seconds(max(seconds))} at most"
         told += f"; {size_told(max(sizes))} at most." if sizes else "."
-    failed = sum(e["kind"] == "checkpoint_failed" for e in files.events)
+    failed = sum(isinstance(e, CheckpointFailed) for e, _, _ in files.events)
     told += f" {failed} could not be written." if failed else ""
-    intervals = [e for e in files.events if e["kind"] == "interval"]
+    intervals = [e for e, _, _ in files.events if isinstance(e, Interval)]
     if intervals:
-        told += f" By time: every {format_seconds(intervals[-1]['seconds'])} (auto)."
+        told += f" By time: every {format_seconds(intervals[-1].seconds)} (auto)."
     return out + (f"<p class=note>{escape(told)}</p>" if told else "")
 
 
@@ -187,14 +191,13 @@ def environment(story: RunHistory) -> str:
     plans = [life.plan for life in story.timeline.lives if life.plan]
     if plans:
         plan = plans[-1]
-        devices = dict.fromkeys(f"{p['world_size']} x {p['device']}" for p in plans)
+        devices = dict.fromkeys(f"{p.world_size} x {p.device}" for p in plans)
         add("devices", ", ".join(devices))
-        add("hosts", _hosts(plan.get("hosts", [])))
-        versions = plan.get("versions", {})
-        add("versions", ", ".join(f"{name} {text}" for name, text in versions.items()))
-        sizes = f"{format_count(plan['train_samples'])} {plan['unit']} to train on"
-        add("data", f"{sizes}, {format_count(plan['eval_samples'])} to evaluate on")
-        add("parameters", f"{plan['parameters']:,}")
+        add("hosts", _hosts(plan.hosts))
+        add("versions", ", ".join(f"{name} {text}" for name, text in plan.versions.items()))
+        sizes = f"{format_count(plan.train_samples)} {plan.unit} to train on"
+        add("data", f"{sizes}, {format_count(plan.eval_samples)} to evaluate on")
+        add("parameters", f"{plan.parameters:,}")
     if files.manifest:
         add("raytrain_ddp", files.manifest.written_by)
         add("data fingerprint", files.manifest.data_fingerprint[:64])
@@ -225,7 +228,7 @@ def moment(wall: float) -> str:
 
 def first_day(files: RunFiles) -> str:
     """The date of the first event; "" without any."""
-    return str(files.events[0]["time"])[:10] if files.events else ""
+    return files.events[0].time[:10] if files.events else ""
 
 
 def value(thing: Any) -> str:

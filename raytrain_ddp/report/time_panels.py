@@ -9,13 +9,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from statistics import median
-from typing import Any
 
 from raytrain_ddp.display.formatting import (
     format_count,
     format_seconds,
     format_share,
 )
+from raytrain_ddp.events import Slowest, Train
 from raytrain_ddp.report import step_phases
 from raytrain_ddp.report.axes import (
     MOST_POINTS,
@@ -28,7 +28,6 @@ from raytrain_ddp.report.axes import (
     thinned,
 )
 from raytrain_ddp.report.history import RunHistory, timed
-from raytrain_ddp.report.run_files import Record
 from raytrain_ddp.report.step_panels import MOST_MARKS, color, hovers, thinned_note
 from raytrain_ddp.report.svg_panel import Area, Line, Mark, Panel
 from raytrain_ddp.report.timeline import Timeline
@@ -51,7 +50,7 @@ class Stretch:
     steps: int
     last_step: int
     split_s: Mapping[str, float]
-    slowest: Mapping[str, Any] | None
+    slowest: Slowest | None
 
 
 def time_panels(stories: Sequence[RunHistory], x: Scale) -> list[Panel]:
@@ -66,7 +65,7 @@ def total_split(story: RunHistory) -> dict[str, float]:
     """Seconds by phase of all steps in the log; mean over the ranks."""
     totals: dict[str, float] = defaultdict(float)
     for record, steps in zip(timed(story.files), _steps_of(timed(story.files)), strict=True):
-        for phase, each in record["timing"]["split_s"].items():
+        for phase, each in record.timing.split_s.items():
             totals[phase] += each * steps
     return dict(totals)
 
@@ -119,11 +118,11 @@ def x_name(timelines: Sequence[Timeline]) -> str:
     return "time since the first step" + (", without long pauses" if cut else "")
 
 
-def _pieces(story: RunHistory, records: Sequence[Record]) -> list[list[tuple[float, Record]]]:
+def _pieces(story: RunHistory, records: Sequence[Train]) -> list[list[tuple[float, Train]]]:
     """(time on the axis, record), cut where a start ended."""
     line = story.timeline
     begins = [life.began for life in line.lives]
-    pieces: list[list[tuple[float, Record]]] = [[] for _ in line.lives]
+    pieces: list[list[tuple[float, Train]]] = [[] for _ in line.lives]
     for wall, record in zip(line.walls(records), records, strict=True):
         number = bisect.bisect_right(begins, wall) - 1
         if number >= 0 and math.isfinite(wall):
@@ -136,8 +135,8 @@ def _speed(stories: Sequence[RunHistory], x: Scale) -> Panel | None:
     units = {story.unit for story in stories}
     unit = (units.pop() if len(units) == 1 else "") or "samples"
     for number, story in enumerate(stories):
-        records = [r for r in story.files.train if "samples_per_s" in r]
-        pieces = [[(at, r["samples_per_s"]) for at, r in p] for p in _pieces(story, records)]
+        records = [r for r in story.files.train if math.isfinite(r.samples_per_s)]
+        pieces = [[(at, r.samples_per_s) for at, r in p] for p in _pieces(story, records)]
         flat = sorted(y for piece in pieces for _, y in piece)
         if not flat:
             continue
@@ -196,7 +195,7 @@ def clock_of(value: float) -> str:
 def stretches_of(story: RunHistory, most: int = MOST_STRETCHES) -> list[Stretch]:
     """The log in at most some `most` stretches, none of which goes beyond a start."""
     records = timed(story.files)
-    steps = dict(zip((r["step"] for r in records), _steps_of(records), strict=True))
+    steps = dict(zip((r.step for r in records), _steps_of(records), strict=True))
     each = -(-len(records) // most) or 1
     found = []
     begins = {life.began: story.timeline.at(life.began) for life in story.timeline.lives}
@@ -206,31 +205,29 @@ def stretches_of(story: RunHistory, most: int = MOST_STRETCHES) -> list[Stretch]
             part = piece[n : n + each]
             split: dict[str, float] = defaultdict(float)
             for _, record in part:
-                for phase, value in record["timing"]["split_s"].items():
-                    split[phase] += value * steps[record["step"]]
-            slow = [r["timing"]["slowest"] for _, r in part if r["timing"].get("slowest")]
-            count = sum(steps[record["step"]] for _, record in part)
-            last = part[-1][1]["step"]
+                for phase, value in record.timing.split_s.items():
+                    split[phase] += value * steps[record.step]
+            slow = [r.timing.slowest for _, r in part if r.timing.slowest]
+            count = sum(steps[record.step] for _, record in part)
+            last = part[-1][1].step
             found.append(Stretch(first, part[-1][0], count, last, split, _usual(slow)))
             first = part[-1][0]
     return found
 
 
-def _usual(slow: Sequence[Mapping[str, Any]]) -> Mapping[str, Any] | None:
+def _usual(slow: Sequence[Slowest]) -> Slowest | None:
     """The rank that was the slowest most often, and the phase; its ratio in the median."""
     if not slow:
         return None
-    (rank, phase), _ = Counter((one["rank"], one["phase"]) for one in slow).most_common(1)[0]
-    ratios = [one["ratio"] for one in slow if (one["rank"], one["phase"]) == (rank, phase)]
-    return {"rank": rank, "phase": phase, "ratio": median(ratios)}
+    (rank, phase), _ = Counter((one.rank, one.phase) for one in slow).most_common(1)[0]
+    ratios = [one.ratio for one in slow if (one.rank, one.phase) == (rank, phase)]
+    return Slowest(rank, phase, median(ratios))
 
 
-def _steps_of(records: Sequence[Record]) -> list[int]:
+def _steps_of(records: Sequence[Train]) -> list[int]:
     """How many steps each line of the log is for."""
-    before = [0, *(record["step"] for record in records)]
-    return [
-        max(1, record["step"] - last) for record, last in zip(records, before[:-1], strict=True)
-    ]
+    before = [0, *(record.step for record in records)]
+    return [max(1, record.step - last) for record, last in zip(records, before[:-1], strict=True)]
 
 
 def _split(story: RunHistory, x: Scale) -> Panel | None:

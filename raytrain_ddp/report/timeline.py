@@ -10,16 +10,15 @@ import bisect
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from datetime import datetime, timezone
 from functools import cached_property
 from itertools import accumulate, pairwise
 
-from raytrain_ddp.report.run_files import Record, RunFiles
+from raytrain_ddp.events import End, Eval, Failed, Plan, Preempted, Train
+from raytrain_ddp.report.run_files import RunFiles
 
 # Longer pauses, also as a share of the time at work, are cut out: after a failure, and between two
 # starts of the command, which may have a night between them.
 _CUT_FAILED, _CUT_ENDED = (60.0, 0.15), (10.0, 0.05)
-_ENDS = ("failed", "preempted", "end")
 
 
 @dataclass(frozen=True)
@@ -30,7 +29,7 @@ class RunAttempt:
     ended: float
     start_step: int
     world_size: int  # 0: not known
-    plan: Record
+    plan: Plan | None
     failed: bool = False  # and the same command went on, without its workers
 
 
@@ -66,7 +65,7 @@ class Timeline:
     def worked_s(self) -> float:
         return sum(life.ended - life.began for life in self.lives)
 
-    def walls(self, records: Sequence[Record]) -> list[float]:
+    def walls(self, records: Sequence[Train | Eval]) -> list[float]:
         """When each record was written; nan where that is not known."""
         firsts: list[int] = []
         owners: list[RunAttempt] = []
@@ -78,9 +77,8 @@ class Timeline:
                 limit = life.start_step
         walls = []
         for record in records:
-            seconds = record.get("seconds", math.nan)
-            place = bisect.bisect_left(firsts, record["step"]) - 1
-            walls.append(owners[place].began + seconds if place >= 0 else math.nan)
+            place = bisect.bisect_left(firsts, record.step) - 1
+            walls.append(owners[place].began + record.seconds if place >= 0 else math.nan)
         return walls
 
 
@@ -107,37 +105,27 @@ def _as_long_as_logged(lives: Sequence[RunAttempt], files: RunFiles) -> list[Run
     ]
 
 
-def wall_of(event: Record) -> float:
-    """Seconds since 1970; nan for a time that cannot be read."""
-    try:
-        when = datetime.strptime(str(event["time"]), "%Y-%m-%dT%H:%M:%SZ")
-    except ValueError:
-        return math.nan
-    return when.replace(tzinfo=timezone.utc).timestamp()
-
-
 def _from_events(files: RunFiles, is_running: bool) -> list[RunAttempt]:
     lives: list[RunAttempt] = []
-    plan: Record | None = None
+    plan: tuple[Plan, float] | None = None
     heard = math.nan
 
     def close(ended: float, failed: bool = False) -> None:
         if plan is not None:
-            began, step, size = wall_of(plan), plan["start_step"], plan["world_size"]
-            lives.append(RunAttempt(began, max(began, ended), step, size, plan, failed))
+            what, began = plan
+            step, size = what.start_step, what.world_size
+            lives.append(RunAttempt(began, max(began, ended), step, size, what, failed))
 
-    for event in files.events:
-        wall = wall_of(event)
+    for event, _, wall in files.events:
         if math.isnan(wall):
             continue
-        if event["kind"] == "plan":
+        if isinstance(event, Plan):
             close(heard)
-            plan = event
-        elif event["kind"] in _ENDS:
-            ended = event["kind"] == "end"
-            planned = ended and (event["status"] == 0 or event["status"] > 128)
+            plan = event, wall
+        elif isinstance(event, End | Failed | Preempted):
+            planned = isinstance(event, End) and (event.status == 0 or event.status > 128)
             # After its last checkpoint only Ray is put away.
-            close(heard if planned else wall, failed=not ended)
+            close(heard if planned else wall, failed=not isinstance(event, End))
             plan = None
         heard = wall
     if plan is not None:  # still at work, or gone without a word
@@ -150,11 +138,11 @@ def _from_log(files: RunFiles) -> list[RunAttempt]:
     began = before = 0.0
     start_step = step = 0
     for record in files.train:
-        seconds = float(record.get("seconds", math.nan))
+        seconds = record.seconds
         if not math.isfinite(seconds):
             continue
         if seconds < before:
-            lives.append(RunAttempt(began, began + before, start_step, 0, {}))
+            lives.append(RunAttempt(began, began + before, start_step, 0, None))
             began, start_step = began + before, step
-        before, step = seconds, record["step"]
-    return [*lives, RunAttempt(began, began + before, start_step, 0, {})] if before else lives
+        before, step = seconds, record.step
+    return [*lives, RunAttempt(began, began + before, start_step, 0, None)] if before else lives

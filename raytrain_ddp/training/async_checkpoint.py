@@ -11,7 +11,9 @@ from concurrent.futures import wait as wait_for
 from typing import TypeVar
 
 from raytrain_ddp.errors import CheckpointError
-from raytrain_ddp.training.session import Record, Snapshot
+from raytrain_ddp.events import CheckpointFailed, Note
+from raytrain_ddp.messages import Event
+from raytrain_ddp.training.session import Snapshot
 
 T = TypeVar("T")
 
@@ -66,7 +68,7 @@ class AsyncCheckpointer:
         self,
         commit: Callable[[Snapshot, int], T],
         max_failed: int,
-        tell: Callable[[Record], None],
+        tell: Callable[[Event], None],
         sleep: Callable[[float], bool],
     ) -> None:
         self._commit, self._max_failed, self._tell, self.sleep = commit, max_failed, tell, sleep
@@ -175,14 +177,7 @@ class AsyncCheckpointer:
         )
         if self._in_a_row >= self._max_failed:
             self._problem = self._failure
-        self._tell(
-            {
-                "kind": "checkpoint_failed",
-                "step": step,
-                "message": str(error),
-                "in_a_row": self._in_a_row,
-            }
-        )
+        self._tell(CheckpointFailed(step=step, message=str(error), in_a_row=self._in_a_row))
         if self._in_a_row < self._max_failed:
             self._note(
                 f"the checkpoint of step {step} could not be written ({error}). Training goes on; "
@@ -190,4 +185,4 @@ class AsyncCheckpointer:
             )
 
     def _note(self, text: str) -> None:
-        self._tell({"kind": "note", "text": text})
+        self._tell(Note(text))

@@ -9,7 +9,8 @@ from contextlib import suppress
 from queue import SimpleQueue
 from typing import NamedTuple
 
-from raytrain_ddp.training.session import Record
+from raytrain_ddp.events import LogRecord, Note
+from raytrain_ddp.messages import Event
 from raytrain_ddp.training.trackers import Logger, Open
 
 _LAST_S = 30.0  # that the end of a run waits for a place
@@ -21,7 +22,7 @@ class _Word(NamedTuple):
     records there were."""
 
     known: int
-    record: Record | None
+    record: LogRecord | None
     said_s: float
 
 
@@ -41,8 +42,8 @@ class BackgroundWriter:
         self,
         name: str,
         opened: Open,
-        records: Sequence[Record],
-        tell: Callable[[Record], None],
+        records: Sequence[LogRecord],
+        tell: Callable[[Event], None],
     ) -> None:
         self._name, self._open, self._records, self._tell = name, opened, records, tell
         self._words: SimpleQueue[_Word | None] = SimpleQueue()
@@ -51,7 +52,7 @@ class BackgroundWriter:
         self._thread: threading.Thread | None = None
         self._run_failed = False
 
-    def add(self, record: Record) -> None:
+    def add(self, record: LogRecord) -> None:
         """The newest of the records; not before there is one is the place opened."""
         self._words.put(_Word(len(self._records), record, time.monotonic()))
         if self._thread is None:
@@ -111,4 +112,4 @@ class BackgroundWriter:
 
     def _note(self, text: str) -> None:
         with suppress(Exception):
-            self._tell({"kind": "note", "text": text})
+            self._tell(Note(text))

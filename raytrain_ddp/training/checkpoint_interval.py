@@ -9,7 +9,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from raytrain_ddp.training.session import Record
+from raytrain_ddp.events import Interval
+from raytrain_ddp.messages import Event
 
 SHORTEST_S, LONGEST_S = 5.0, 600.0
 _GUESSED_STALL_S = 0.1
@@ -81,7 +82,7 @@ class SaveTimer:
     """
 
     def __init__(
-        self, every_s: float | Literal["auto"], life: Life, tell: Callable[[Record], None]
+        self, every_s: float | Literal["auto"], life: Life, tell: Callable[[Event], None]
     ) -> None:
         self._every_s, self._life, self._tell = every_s, life, tell
         self._began = self._last = time.monotonic()
@@ -119,13 +120,12 @@ class SaveTimer:
         if not self._told_s / 2 <= chosen_s <= self._told_s * 2:
             self._told_s = chosen_s
             self._tell(
-                {
-                    "kind": "interval",
-                    "seconds": chosen_s,
-                    "stall_s": self._stall_s(),
-                    "commit_s": self._commit_s,
-                    "mtbf_s": self._life.mtbf_s(self.lived_s()),
-                }
+                Interval(
+                    seconds=chosen_s,
+                    stall_s=self._stall_s(),
+                    commit_s=self._commit_s,
+                    mtbf_s=self._life.mtbf_s(self.lived_s()),
+                )
             )
 
     def _stall_s(self) -> float:

@@ -5,13 +5,14 @@ from __future__ import annotations
 import math
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import IO, TYPE_CHECKING, Any
+
+from raytrain_ddp.events import Eval, LogRecord, Train
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-Record = Mapping[str, Any]
 
 SIZE_INCHES, DPI = (10.0, 9.0), 120
 BLUE, ORANGE, RED, GREY = "#2a6fb0", "#d9650f", "#c00000", "#666666"
@@ -33,7 +34,7 @@ STYLE: dict[str, Any] = {
 
 
 def draw_curves(
-    records: Sequence[Record], path_or_file: str | os.PathLike[str] | IO[bytes], title: str
+    records: Sequence[LogRecord], path_or_file: str | os.PathLike[str] | IO[bytes], title: str
 ) -> None:
     """Writes a PNG of three panels, 1200 pixels wide, from records of kind "train" and "eval".
 
@@ -44,8 +45,8 @@ def draw_curves(
     from matplotlib.figure import Figure
     from matplotlib.ticker import MaxNLocator
 
-    train = [record for record in records if record["kind"] == "train"]
-    evals = [record for record in records if record["kind"] == "eval"]
+    train = [record for record in records if isinstance(record, Train)]
+    evals = [record for record in records if isinstance(record, Eval)]
     with matplotlib.style.context(["default", STYLE]):  # whatever the user's matplotlibrc says
         figure = Figure(figsize=SIZE_INCHES, dpi=DPI, layout="constrained")
         FigureCanvasAgg(figure)
@@ -56,10 +57,11 @@ def draw_curves(
         _draw_rate(rate, train)
         _mark_best((loss, metrics, rate), evals)
         rate.set_xlabel("step")
-        last = max((record["step"] for record in (*train, *evals)), default=1)
+        shown: list[Train | Eval] = [*train, *evals]
+        last = max((record.step for record in shown), default=1)
         rate.set_xlim(0, max(1, last) * 1.02)
         rate.xaxis.set_major_locator(MaxNLocator(integer=True))
-        steps = steps_per_epoch([*train, *evals])
+        steps = steps_per_epoch(shown)
         if steps is not None:
             epochs = rate.secondary_xaxis(
                 -0.38, functions=(lambda step: step / steps, lambda epoch: epoch * steps)
@@ -89,25 +91,25 @@ def smoothed(values: Sequence[float], half_width: int) -> list[float]:
     return means
 
 
-def steps_per_epoch(records: Sequence[Record]) -> int | None:
+def steps_per_epoch(records: Sequence[Train | Eval]) -> int | None:
     """The steps of an epoch, where the records (steps done, epoch from 0) pin it to 2 %."""
     low, high = 1, math.inf
     for record in records:
-        low = max(low, math.ceil(record["step"] / (record["epoch"] + 1)))
-        if record["epoch"] > 0:
-            high = min(high, record["step"] / record["epoch"])
+        low = max(low, math.ceil(record.step / (record.epoch + 1)))
+        if record.epoch > 0:
+            high = min(high, record.step / record.epoch)
     # The smallest is exact where an epoch's last step is in the records: its evaluation mostly is.
     return low if low <= high <= low * 1.02 + 1 else None
 
 
-def _draw_loss(axes: Axes, train: Sequence[Record], evals: Sequence[Record]) -> None:
+def _draw_loss(axes: Axes, train: Sequence[Train], evals: Sequence[Eval]) -> None:
     axes.set_title("loss")
-    steps, values = [r["step"] for r in train], [_finite(r["loss"]) for r in train]
+    steps, values = [r.step for r in train], [_finite(r.loss) for r in train]
     smooth = smoothed(values, len(values) // 40 + 1)
     axes.plot(steps, values, color=BLUE, lw=0.8, alpha=0.35)
     few = "o" * (len(steps) < 3)  # a line through one point cannot be seen
     axes.plot(steps, smooth, marker=few, color=BLUE, lw=2, label="training, smoothed")
-    tested = [(r["step"], _finite(r["metrics"]["loss"])) for r in evals if "loss" in r["metrics"]]
+    tested = [(r.step, _finite(r.metrics["loss"])) for r in evals if "loss" in r.metrics]
     if tested:
         at, losses = zip(*tested, strict=True)
         axes.plot(at, losses, color=ORANGE, marker=_marker(at), ms=4.5, label="evaluation")
@@ -124,8 +126,8 @@ def _draw_loss(axes: Axes, train: Sequence[Record], evals: Sequence[Record]) -> 
     _legend_or_note(axes, "" if steps or tested else "no training steps yet")
 
 
-def _draw_metrics(axes: Axes, evals: Sequence[Record]) -> None:
-    names = list(dict.fromkeys(name for r in evals for name in r["metrics"] if name != "loss"))
+def _draw_metrics(axes: Axes, evals: Sequence[Eval]) -> None:
+    names = list(dict.fromkeys(name for r in evals for name in r.metrics if name != "loss"))
     percent = [name for name in names if _is_fraction(name, evals)]
     others = [name for name in names if name not in percent]
     axes.set_title(" and ".join(["accuracy"] * bool(percent) + others[:3]) or "evaluation metrics")
@@ -137,7 +139,7 @@ def _draw_metrics(axes: Axes, evals: Sequence[Record]) -> None:
         axes.set_zorder(right.get_zorder() + 1)  # the legend and the star are on `axes`
         axes.patch.set_visible(False)
     for name, color in zip(names, METRIC_COLORS * len(names), strict=False):
-        points = [(r["step"], _finite(r["metrics"][name])) for r in evals if name in r["metrics"]]
+        points = [(r.step, _finite(r.metrics[name])) for r in evals if name in r.metrics]
         at, values = zip(*points, strict=True)
         on = axes if name in percent else right
         on.plot(at, values, color=color, marker=_marker(at), ms=4.5, lw=1.6)
@@ -148,30 +150,30 @@ def _draw_metrics(axes: Axes, evals: Sequence[Record]) -> None:
     _legend_or_note(axes, "" if names else "no evaluation yet" if not evals else "the loss alone")
 
 
-def _draw_rate(axes: Axes, train: Sequence[Record]) -> None:
+def _draw_rate(axes: Axes, train: Sequence[Train]) -> None:
     axes.set_title("learning rate")
-    steps = [r["step"] for r in train]
-    axes.plot(steps, [r["lr"] for r in train], marker="o" * (len(train) < 3), color=GREY, lw=1.6)
+    steps = [r.step for r in train]
+    axes.plot(steps, [r.lr for r in train], marker="o" * (len(train) < 3), color=GREY, lw=1.6)
     axes.set_ylim(bottom=0)
     if not train:
         axes.set_yticks([])
 
 
-def _mark_best(panels: Sequence[Axes], evals: Sequence[Record]) -> None:
-    best = next((record for record in reversed(evals) if record.get("best")), None)
+def _mark_best(panels: Sequence[Axes], evals: Sequence[Eval]) -> None:
+    best = next((record for record in reversed(evals) if record.best), None)
     if best is None:
         return
     for axes in panels:
-        axes.axvline(best["step"], color=GREY, lw=0.9, ls=(0, (2, 3)), zorder=0)
-    name = str(best.get("monitor"))
-    value = _finite(best["metrics"].get(name))
+        axes.axvline(best.step, color=GREY, lw=0.9, ls=(0, (2, 3)), zorder=0)
+    name = best.monitor
+    value = _finite(best.metrics.get(name))
     if math.isnan(value):
         return
     axes = panels[0] if name == "loss" else panels[1]
     shown = f"{100 * value:.4g} %" if _is_fraction(name, evals) else f"{value:.4g}"
-    axes.plot(best["step"], value, "*", ms=15, color="#f2b400", mec="#5c4500", mew=0.8, zorder=5)
+    axes.plot(best.step, value, "*", ms=15, color="#f2b400", mec="#5c4500", mew=0.8, zorder=5)
     axes.set_title(
-        f"best {name} {shown}, step {best['step']}", loc="right", color=GREY, weight="normal"
+        f"best {name} {shown}, step {best.step}", loc="right", color=GREY, weight="normal"
     )
 
 
@@ -188,9 +190,9 @@ def _marker(points: Sequence[object]) -> str:
     return "o" if len(points) <= 60 else ""
 
 
-def _is_fraction(name: str, evals: Sequence[Record]) -> bool:
+def _is_fraction(name: str, evals: Sequence[Eval]) -> bool:
     """Whether this is a top-k or an accuracy in [0, 1], which people read as percent."""
-    values = [_finite(r["metrics"][name]) for r in evals if name in r["metrics"]]
+    values = [_finite(r.metrics[name]) for r in evals if name in r.metrics]
     named = re.search(r"(^|[/_.])(top\d+|acc(uracy)?)$", name) is not None
     return named and all(0 <= value <= 1 for value in values if not math.isnan(value))
 

@@ -11,6 +11,7 @@ from itertools import chain
 import torch
 import torch.distributed as dist
 
+from raytrain_ddp import events
 from raytrain_ddp.data.loader import Slot, TrainLoader
 from raytrain_ddp.data.nested import tensors_of, to_device
 from raytrain_ddp.data.sources import Data
@@ -135,4 +136,4 @@ class Audit:
         if self._world.size > 1:
             dist.all_gather_object(parts, mine)
         digest = sha256("".join(chain.from_iterable(parts)).encode()).hexdigest()
-        self._session.log({"kind": "audit", "step": slots[0].step + 1, "sha256": digest})
+        self._session.log(events.Audit(slots[0].step + 1, digest))

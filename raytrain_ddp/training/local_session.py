@@ -18,11 +18,13 @@ from raytrain_ddp.checkpoint.lease import Owner
 from raytrain_ddp.config.sections import ScalingConfig
 from raytrain_ddp.config.train_config import TrainConfig
 from raytrain_ddp.errors import PreflightError, RetriesExhausted
+from raytrain_ddp.events import Failed, Note
+from raytrain_ddp.messages import Event
 from raytrain_ddp.training.hang_diagnosis import Hang
 from raytrain_ddp.training.recorder import Best
 from raytrain_ddp.training.recording_session import RecordingSession
 from raytrain_ddp.training.rendezvous import Exchange, through_folder
-from raytrain_ddp.training.session import Record, Requests, Snapshot
+from raytrain_ddp.training.session import Requests, Snapshot
 from raytrain_ddp.training.world import World
 
 ASKING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
@@ -39,7 +41,7 @@ class LocalSession(RecordingSession):
     """The whole of `train` in this process, for debugging, tests and torchrun."""
 
     def __init__(
-        self, config: TrainConfig, world: World, best: Best, show: Callable[[Record], None]
+        self, config: TrainConfig, world: World, best: Best, show: Callable[[Event], None]
     ) -> None:
         super().__init__(config, world, best, show)
         self._signal = 0
@@ -68,7 +70,7 @@ class LocalSession(RecordingSession):
     def wishes(self) -> Requests:
         if self._signal and not self._told:
             self._told = True
-            self.tell({"kind": "note", "text": "Stopping after this step; the checkpoint follows."})
+            self.tell(Note("Stopping after this step; the checkpoint follows."))
         return Requests(stop=self._signal)
 
     def meanwhile(self) -> Requests:
@@ -85,9 +87,8 @@ class LocalSession(RecordingSession):
     def hung(self, hang: Hang) -> None:
         """torchrun, if it is there, ends the other processes and starts all anew."""
         text = f"{hang.text} A launcher that starts all workers anew goes on from the newest one."
-        event = {"kind": "failed", "rank": None, "step": hang.step, "message": text}
         with suppress(Exception):
-            self.tell({**event, "hung": True})
+            self.tell(Failed(None, hang.step, text, hung=True))
         os._exit(RetriesExhausted.exit_status)
 
     def stop_on_signals(self) -> None:

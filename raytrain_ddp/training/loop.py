@@ -6,11 +6,11 @@ from collections.abc import Collection
 from contextlib import closing
 
 from raytrain_ddp.config.train_config import TrainConfig
+from raytrain_ddp.messages import Outcome
 from raytrain_ddp.tasks.task import Task
 from raytrain_ddp.training.cadence import Cadence
 from raytrain_ddp.training.lr_schedule import learning_rate
 from raytrain_ddp.training.prepare import prepare
-from raytrain_ddp.training.prepared_run import Outcome
 from raytrain_ddp.training.session import Session
 from raytrain_ddp.training.step_decisions import StepDecisions
 

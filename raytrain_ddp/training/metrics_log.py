@@ -16,8 +16,10 @@ from typing import IO, Any
 
 from raytrain_ddp.checkpoint.run_folder import METRICS_FILE
 from raytrain_ddp.checkpoint.storage import Storage
+from raytrain_ddp.events import LogRecord, Note
+from raytrain_ddp.messages import Event
+from raytrain_ddp.records import to_record
 from raytrain_ddp.training.background_writer import BackgroundWriter
-from raytrain_ddp.training.session import Record
 from raytrain_ddp.training.trackers import Open
 
 
@@ -33,9 +35,9 @@ class MetricsLog:
     """
 
     def __init__(
-        self, run: Storage, openers: Mapping[str, Open], tell: Callable[[Record], None]
+        self, run: Storage, openers: Mapping[str, Open], tell: Callable[[Event], None]
     ) -> None:
-        self.records: list[Record] = []
+        self.records: list[LogRecord] = []
         self._run, self._tell = run, tell
         self._file: IO[str] | None = None
         self._couriers = [
@@ -44,7 +46,7 @@ class MetricsLog:
         self._lock = threading.Lock()  # the thread that commits publishes
         self._failed = True
 
-    def restore(self, records: Sequence[Record]) -> None:
+    def restore(self, records: Sequence[LogRecord]) -> None:
         """Begins the log with these records; called once, before the first `add`."""
         self.records[:] = records
         try:
@@ -52,7 +54,7 @@ class MetricsLog:
         except OSError as error:
             self._behind(error)
 
-    def add(self, record: Record) -> None:
+    def add(self, record: LogRecord) -> None:
         """Appends one record."""
         with self._lock:
             self.records.append(record)
@@ -99,25 +101,25 @@ class MetricsLog:
                 self._file.close()
             self._file = None
 
-    def _write(self, records: Sequence[Record]) -> None:
+    def _write(self, records: Sequence[LogRecord]) -> None:
         write_log(self._run, records)
 
     def _behind(self, error: OSError) -> None:
         text = f"{METRICS_FILE} cannot be written ({error}): the next checkpoint renews it."
-        self._tell({"kind": "note", "text": text})
+        self._tell(Note(text))
 
 
-def write_log(run: Storage, records: Sequence[Record]) -> None:
+def write_log(run: Storage, records: Sequence[LogRecord]) -> None:
     """Makes metrics.jsonl anew; raises OSError."""
     run.write_atomic(METRICS_FILE, "".join(map(_line, records)).encode())
 
 
-def _line(record: Record) -> str:
+def _line(record: LogRecord) -> str:
     """JSON knows no number that is not finite: null, which `read_history` gives back as nan."""
     try:
-        return json.dumps(record, allow_nan=False) + "\n"
+        return json.dumps(to_record(record), allow_nan=False) + "\n"
     except ValueError:
-        return json.dumps(_finite(record), allow_nan=False) + "\n"
+        return json.dumps(_finite(to_record(record)), allow_nan=False) + "\n"
 
 
 def _finite(value: Any) -> Any:

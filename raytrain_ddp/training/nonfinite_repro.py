@@ -14,6 +14,7 @@ from raytrain_ddp.config.train_config import TrainConfig
 from raytrain_ddp.data.epoch_order import EpochOrder
 from raytrain_ddp.data.loader import TrainLoader
 from raytrain_ddp.errors import DivergedError, RaytrainError
+from raytrain_ddp.events import Note
 from raytrain_ddp.training.nonfinite import Trace
 from raytrain_ddp.training.session import Session
 from raytrain_ddp.training.train_state import TrainState
@@ -45,7 +46,7 @@ def judge_nonfinite(
     most = config.optim.max_nonfinite
     if config.optim.nonfinite == "skip" and state.nonfinite <= most:
         text = f"{what}. Its update is left out: {state.nonfinite} such, of at most {most}."
-        session.tell({"kind": "note", "text": text[0].upper() + text[1:]})
+        session.tell(Note(text[0].upper() + text[1:]))
         return
     file = f"diverged-step-{trace.step:08d}.json"
     if session.world.is_main:

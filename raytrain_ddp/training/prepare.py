@@ -11,6 +11,7 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from raytrain_ddp import events, messages
 from raytrain_ddp.checkpoint.run_folder import run_storage
 from raytrain_ddp.checkpoint.snapshot import unstorable
 from raytrain_ddp.config.effects import unread_notes
@@ -61,7 +62,7 @@ def prepare(
     config.require_slots(world.size)
     clock = Clock(world.device)
     session.watch(clock)
-    session.tell({"kind": "phase", "name": "opening the data"})
+    session.tell(messages.Phase("opening the data"))
     data, eval_data = train_data_of(task), eval_data_of(task)
     splits = getattr(task, "splits", None) if world.is_main else None
     if isinstance(splits, Splits):
@@ -73,7 +74,7 @@ def prepare(
         start_processes(each, loader_threads(config.data, world.threads))
 
     failpoint("start.opened", world.rank)
-    session.tell({"kind": "phase", "name": "preparing the model"})
+    session.tell(messages.Phase("preparing the model"))
     if config.ddp.sync_batchnorm and world.size > 1:
         _require_one_slot_each(plan, world)
     model = initial_model(config, task, world)
@@ -98,7 +99,7 @@ def prepare(
         try_evaluation(task, model, eval_data, config.micro_batch, world, session.tell)
     note = memory_note(loader, config.data.memory_mib * 2**20)
     for text in filter(None, (note, _mode_note(model), *unread_notes(config, reads))):
-        session.tell({"kind": "note", "text": text})
+        session.tell(events.Note(text))
     failpoint("start.warmed_up", world.rank)
 
     identity = DataIdentity.of(data, eval_data, task)
@@ -111,27 +112,26 @@ def prepare(
         session.restore_log([])
     failpoint("start.loaded", world.rank, state.step)
     session.tell(
-        {
-            "kind": "plan",
-            "run": config.name,
-            "start_step": state.step,
-            "total_steps": config.epochs * plan.steps_per_epoch,
-            "steps_per_epoch": plan.steps_per_epoch,
-            "epochs": config.epochs,
-            "batch_size": config.batch_size,
-            "slots": config.slots,
-            "micro_batch": config.micro_batch,
-            "world_size": world.size,
-            "device": device_name(world.device),
-            "parameters": sum(p.numel() for p in model.parameters()),
-            "train_samples": data.rows,
-            "eval_samples": eval_data.rows if eval_data else 0,
-            "unit": task.unit,
-            "data": splits.summary() if isinstance(splits, Splits) else None,
-            "resumed_from": str(checkpoint.name) if checkpoint else None,
-            "hosts": session.hosts,
-            "versions": versions(),
-        }
+        events.Plan(
+            run=config.name,
+            start_step=state.step,
+            total_steps=config.epochs * plan.steps_per_epoch,
+            steps_per_epoch=plan.steps_per_epoch,
+            epochs=config.epochs,
+            batch_size=config.batch_size,
+            slots=config.slots,
+            micro_batch=config.micro_batch,
+            world_size=world.size,
+            device=device_name(world.device),
+            parameters=sum(p.numel() for p in model.parameters()),
+            train_samples=data.rows,
+            eval_samples=eval_data.rows if eval_data else 0,
+            unit=task.unit,
+            data=splits.summary() if isinstance(splits, Splits) else None,
+            resumed_from=str(checkpoint.name) if checkpoint else None,
+            hosts=session.hosts,
+            versions=versions(),
+        )
     )
     clock.start()
     return PreparedRun(

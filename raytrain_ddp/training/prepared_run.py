@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 
 from torch import Tensor
 
+from raytrain_ddp import events, messages
 from raytrain_ddp.checkpoint.manifest import Manifest
 from raytrain_ddp.config.recipe import publishable, to_dict
 from raytrain_ddp.config.train_config import TrainConfig
@@ -29,20 +30,6 @@ from raytrain_ddp.training.step import Stepper
 from raytrain_ddp.training.step_decisions import Abandoned, EvaluationWatch
 from raytrain_ddp.training.stragglers import Stragglers
 from raytrain_ddp.training.train_state import TrainState
-
-
-@dataclass(frozen=True)
-class Outcome:
-    """How a call of `train` ended. `signal` is that of an interruption which left something to do,
-    be it an evaluation after the last step; else 0."""
-
-    step: int
-    total_steps: int
-    signal: int
-    best: float | None
-    best_step: int
-    metrics: dict[str, float]
-    seconds: dict[str, float]
 
 
 @dataclass
@@ -82,27 +69,26 @@ class PreparedRun:
         samples = sum(self.plan.samples(s % per_epoch) for s in range(self.logged_step, step))
         samples_per_s = samples / trained_s
         flops_per_s = self.flops * samples_per_s / world.size
-        told = step_timing.summary(
+        timing = step_timing.summary(
             readings, step - self.logged_step, flops_per_s, self.peak_flops_per_s
         )
         self.session.log(
-            {
-                "kind": "train",
-                "step": step,
-                "epoch": (step - 1) // per_epoch,
-                "loss": math.fsum(reading.loss_share for reading in readings),
-                "lr": rate,
-                "samples_per_s": samples_per_s,
-                "skipped": self.state.skipped,
-                "nonfinite": self.state.nonfinite,
-                "seconds": self.clock.elapsed(),
-                "timing": told,
-            }
+            events.Train(
+                step=step,
+                epoch=(step - 1) // per_epoch,
+                loss=math.fsum(reading.loss_share for reading in readings),
+                lr=rate,
+                samples_per_s=samples_per_s,
+                skipped=self.state.skipped,
+                nonfinite=self.state.nonfinite,
+                seconds=self.clock.elapsed(),
+                timing=timing,
+            )
         )
         if world.size > 1:  # not in the log, which would grow with the number of workers
             split_s = step_timing.by_rank(readings, step - self.logged_step)
-            self.session.tell({"kind": "ranks", "step": step, "split_s": split_s})
-        straggler = self.stragglers.look(step, told.get("slowest"), self.session.hosts)
+            self.session.tell(events.Ranks(step, split_s))
+        straggler = self.stragglers.look(step, timing.slowest, self.session.hosts)
         if straggler is not None:
             self.session.tell(straggler)
         self.logged_step = step
@@ -125,7 +111,7 @@ class PreparedRun:
 
         failpoint("evaluate", self.session.world.rank, self.state.step)
         started = time.monotonic()
-        self.session.tell({"kind": "evaluating", "step": self.state.step})
+        self.session.tell(messages.Evaluating(self.state.step))
         stop = 0
         with self.clock.part("evaluation"):
             try:
@@ -143,23 +129,21 @@ class PreparedRun:
         if stop:
             return False, stop
         self.metrics, self.state.evaluated_step = scalars(values), self.state.step
-        not_scalar = tables(values)
         skipped = int(self.metrics.get("skipped", 0))
         require_few_bad(skipped, "in the evaluation set", self.config.data.max_bad)
         require_monitor(self.task, values)
         monitor = self.task.monitor
         best = self.state.improve(self.metrics, monitor, self.task.goal)
         self.session.log(
-            {
-                "kind": "eval",
-                "step": self.state.step,
-                "epoch": (self.state.step - 1) // self.plan.steps_per_epoch,
-                "metrics": self.metrics,
-                **({"tables": not_scalar} if not_scalar else {}),
-                "monitor": monitor,
-                "best": best,
-                "seconds": time.monotonic() - started,
-            }
+            events.Eval(
+                step=self.state.step,
+                epoch=(self.state.step - 1) // self.plan.steps_per_epoch,
+                metrics=self.metrics,
+                tables=tables(values),
+                monitor=monitor,
+                best=best,
+                seconds=time.monotonic() - started,
+            )
         )
         return best, 0
 
@@ -220,13 +204,13 @@ class PreparedRun:
                 failpoint("checkpoint.snapshot", world.rank, step)
             self.session.report({**metrics, "step": step}, snapshot)
         self.session.saved(time.monotonic() - began - waited)
-        self.session.tell({"kind": "pause", "seconds": time.monotonic() - asked})
+        self.session.tell(messages.Pause(time.monotonic() - asked))
 
-    def outcome(self, total_steps: int, signal: int) -> Outcome:
+    def outcome(self, total_steps: int, signal: int) -> messages.Outcome:
         state, seconds = self.state, dict(self.clock.seconds)
         seconds["total"] = self.clock.elapsed()
         if state.step == total_steps and not self.owes_evaluation():
             signal = 0
-        return Outcome(
+        return messages.Outcome(
             state.step, total_steps, signal, state.best, state.best_step, self.metrics, seconds
         )

@@ -11,8 +11,9 @@ from typing import Any
 from raytrain_ddp.checkpoint.run_folder import PROFILES
 from raytrain_ddp.checkpoint.storage import Storage
 from raytrain_ddp.config.sections import LogConfig
+from raytrain_ddp.events import Note
+from raytrain_ddp.messages import Event
 from raytrain_ddp.training.phase_clock import Clock
-from raytrain_ddp.training.session import Record
 from raytrain_ddp.training.watchdog import WRITING
 from raytrain_ddp.training.world import World
 
@@ -35,7 +36,7 @@ class Profile:
         world: World,
         run: Storage,
         clock: Clock,
-        tell: Callable[[Record], None],
+        tell: Callable[[Event], None],
     ) -> None:
         self._steps = log.profile_steps if world.rank in log.profile_ranks else 0
         self._world, self._run, self._clock, self._tell = world, run, clock, tell
@@ -74,7 +75,7 @@ class Profile:
             trace.start()
         except RuntimeError as error:  # as when another profiler is under way
             self._steps = 0
-            self._tell({"kind": "note", "text": f"no trace of steps: {error}"})
+            self._tell(Note(f"no trace of steps: {error}"))
             return
         self._trace = trace
 
@@ -90,7 +91,7 @@ class Profile:
         except (OSError, RuntimeError) as error:
             where = f"; {name} cannot be written: {error}"
         table = "\n".join(_table(trace, steps, self._world.device.type == "cuda"))
-        self._tell({"kind": "note", "text": f"steps {self._first} to {last}{where}\n{table}"})
+        self._tell(Note(f"steps {self._first} to {last}{where}\n{table}"))
 
     def _keep(self, trace: Any, name: str) -> None:
         with TemporaryDirectory() as folder:

@@ -14,15 +14,17 @@ from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
+from raytrain_ddp import events
 from raytrain_ddp.checkpoint.run_folder import checkpoint_store, require_none_lost, run_storage
 from raytrain_ddp.checkpoint.storage import Storage
 from raytrain_ddp.checkpoint.store import Checkpoint, CheckpointName, CheckpointStore
 from raytrain_ddp.config.train_config import TrainConfig
 from raytrain_ddp.errors import CheckpointError
+from raytrain_ddp.messages import Event
 from raytrain_ddp.training.async_checkpoint import AsyncCheckpointer, persistently
 from raytrain_ddp.training.checkpoint_interval import Life, SaveTimer
 from raytrain_ddp.training.metrics_log import MetricsLog
-from raytrain_ddp.training.session import Record, Snapshot
+from raytrain_ddp.training.session import Snapshot
 from raytrain_ddp.training.trackers import openers
 from raytrain_ddp.training.train_state import encode, loss_of
 from raytrain_ddp.training.world import World
@@ -38,7 +40,7 @@ class Recorder:
     """
 
     def __init__(
-        self, config: TrainConfig, world: World, best: Best, tell: Callable[[Record], None]
+        self, config: TrainConfig, world: World, best: Best, tell: Callable[[Event], None]
     ) -> None:
         self._config, self._world, self._best, self._tell = config, world, best, tell
         self._run = run_storage(config)
@@ -148,14 +150,13 @@ class Recorder:
         seconds = time.monotonic() - started
         self._timer.committed(seconds)
         self._tell(
-            {
-                "kind": "checkpoint",
-                "step": manifest.step,
-                "name": str(name),
-                "seconds": seconds,
-                "size_bytes": sum(e.size_bytes for e in checkpoint.manifest.files.values()),
-                "tries": number + 1,
-            }
+            events.Checkpoint(
+                step=manifest.step,
+                name=str(name),
+                seconds=seconds,
+                size_bytes=sum(e.size_bytes for e in checkpoint.manifest.files.values()),
+                tries=number + 1,
+            )
         )
         self._tidy()
 
@@ -172,7 +173,7 @@ class Recorder:
         return not self._closing.wait(wait_s)
 
     def _note(self, text: str) -> None:
-        self._tell({"kind": "note", "text": text})
+        self._tell(events.Note(text))
 
 
 class Best:

@@ -15,12 +15,13 @@ from raytrain_ddp.checkpoint.storage import Storage
 from raytrain_ddp.checkpoint.store import Checkpoint, CheckpointName
 from raytrain_ddp.config.train_config import TrainConfig
 from raytrain_ddp.errors import CheckpointError, RaytrainError
+from raytrain_ddp.events import LogRecord, Note, Plan
+from raytrain_ddp.messages import Event
 from raytrain_ddp.training.async_checkpoint import persistently
 from raytrain_ddp.training.hang_diagnosis import Hang
 from raytrain_ddp.training.phase_clock import STARTING, Clock
 from raytrain_ddp.training.recorder import Best, Recorder
 from raytrain_ddp.training.rendezvous import Exchange, exchange_owners
-from raytrain_ddp.training.session import Record
 from raytrain_ddp.training.watchdog import WRITING, Watchdog
 from raytrain_ddp.training.world import World, broadcast
 
@@ -56,7 +57,7 @@ class RecordingSession:
     """
 
     def __init__(
-        self, config: TrainConfig, world: World, best: Best, show: Callable[[Record], None]
+        self, config: TrainConfig, world: World, best: Best, show: Callable[[Event], None]
     ) -> None:
         self.world = world
         self._show = show
@@ -122,19 +123,19 @@ class RecordingSession:
         place = self._storage.join(str(name))
         return PatientCheckpoint(name, manifest, place, self._trying_again)
 
-    def restore_log(self, records: Sequence[Record]) -> None:
+    def restore_log(self, records: Sequence[LogRecord]) -> None:
         if self.recorder is not None:
             self.recorder.log.restore(records)
 
-    def log(self, record: Record) -> None:
+    def log(self, record: LogRecord) -> None:
         if self.recorder is not None:
             with self._doing(WRITING):
                 self.recorder.log.add(record)
             self.tell(record)
 
-    def tell(self, event: Record) -> None:
-        if self._watchdog is not None and event["kind"] == "plan":
-            self._watchdog.begin(event["start_step"])
+    def tell(self, event: Event) -> None:
+        if self._watchdog is not None and isinstance(event, Plan):
+            self._watchdog.begin(event.start_step)
         if self.world.is_main:
             with self._doing(WRITING):
                 self._show(event)
@@ -151,7 +152,7 @@ class RecordingSession:
         finally:
             self._clock.doing = before
 
-    def records(self) -> Sequence[Record]:
+    def records(self) -> Sequence[LogRecord]:
         return self.recorder.log.records if self.recorder is not None else ()
 
     def keep(self, name: str, document: Mapping[str, Any]) -> None:
@@ -189,7 +190,7 @@ class RecordingSession:
 
     def _trying_again(self, wait_s: float, error: OSError) -> bool:
         text = f"{self._storage} does not answer ({error}): trying again in {wait_s:.1f} s."
-        self.tell({"kind": "note", "text": text})
+        self.tell(Note(text))
         time.sleep(wait_s)
         return True
 

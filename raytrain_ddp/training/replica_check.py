@@ -17,6 +17,7 @@ from torch import Tensor
 
 from raytrain_ddp.config.sections import ScalingConfig
 from raytrain_ddp.errors import DivergedError
+from raytrain_ddp.events import Note, Resync
 from raytrain_ddp.failpoints import failpoint
 from raytrain_ddp.training.buffer_sync import buffers_of, is_merged
 from raytrain_ddp.training.session import Session
@@ -69,10 +70,9 @@ class ReplicaCheck:
                 broadcast_tensor(tensor, source)
             self._state.compression.align(source)
             step = self._state.step
-            record = {"kind": "resync", "step": step, "ranks": ranks, "source": source}
-            self._session.log({**record, "first": names[0]})
+            self._session.log(Resync(step, ranks, source, first=names[0]))
             text = f"{told}. All go on with the weights and the optimizer of rank {source}."
-            self._session.tell({"kind": "note", "text": text})
+            self._session.tell(Note(text))
             differing = self._differing()
         if differing is not None:
             raise DivergedError(

@@ -16,11 +16,12 @@ from raytrain_ddp.data.loader_threads import LoaderThreads
 from raytrain_ddp.data.nested import to_device
 from raytrain_ddp.data.sources import Batch, Data
 from raytrain_ddp.errors import TaskError
+from raytrain_ddp.events import Note
+from raytrain_ddp.messages import Event
 from raytrain_ddp.tasks.task import Task
 from raytrain_ddp.tasks.task_check import metrics_of, place_of, refused
 from raytrain_ddp.training.buffer_sync import KeptBuffers
 from raytrain_ddp.training.metric_states import MOST_NUMBERS, TreeMetrics, require_monitor
-from raytrain_ddp.training.session import Record
 from raytrain_ddp.training.step import forward
 from raytrain_ddp.training.train_state import evaluating
 from raytrain_ddp.training.world import World, keeping_generators, seed_slot
@@ -50,7 +51,7 @@ def try_evaluation(
     data: Data,
     batch_size: int,
     world: World,
-    tell: Callable[[Record], None],
+    tell: Callable[[Event], None],
 ) -> None:
     """The first chunk of an evaluation, which leaves no trace. Each rank does the same, alone.
 
@@ -97,11 +98,11 @@ def try_evaluation(
     require_monitor(task, values)
     for name in untouched:
         text = f"{place_of(task.evaluate)}: did not update the metric {name!r}."
-        tell({"kind": "note", "text": text})
+        tell(Note(text))
     for name, value in values.items():
         if value.numel() > MOST_NUMBERS:
             text = f"The metric {name!r} has {value.numel():,} numbers, too many for the log."
-            tell({"kind": "note", "text": f"{text} `evaluate --out FILE` writes all of them."})
+            tell(Note(f"{text} `evaluate --out FILE` writes all of them."))
 
 
 def _alike(one: Tensor, other: Tensor) -> bool:

@@ -10,10 +10,10 @@ from torch import Tensor, nn
 
 from raytrain_ddp.checkpoint.manifest import Manifest
 from raytrain_ddp.checkpoint.store import Checkpoint
+from raytrain_ddp.events import LogRecord
+from raytrain_ddp.messages import Event
 from raytrain_ddp.training.phase_clock import Clock
 from raytrain_ddp.training.world import World
-
-Record = Mapping[str, Any]
 
 
 @dataclass(frozen=True)
@@ -24,12 +24,14 @@ class Snapshot:
         manifest: without its files.
         tensors: file stem -> name -> tensor.
         documents: file name -> JSON-able value.
+        log: all records so far.
         last: the run ends with it, as it should.
     """
 
     manifest: Manifest
     tensors: Mapping[str, Mapping[str, Tensor]]
     documents: Mapping[str, Any]
+    log: Sequence[LogRecord] = ()
     last: bool = False
 
 
@@ -66,16 +68,16 @@ class Session(Protocol):
     def latest(self) -> Checkpoint | None:
         """The newest checkpoint that is whole. All ranks take part and get the same."""
 
-    def restore_log(self, records: Sequence[Record]) -> None:
+    def restore_log(self, records: Sequence[LogRecord]) -> None:
         """Makes the log what it was at a checkpoint. Only rank 0 acts."""
 
-    def log(self, record: Record) -> None:
+    def log(self, record: LogRecord) -> None:
         """Adds a record to the run's log and shows it; cheap. Only rank 0 acts."""
 
-    def tell(self, event: Record) -> None:
+    def tell(self, event: Event) -> None:
         """Shows something that is not part of the log. Only rank 0 acts."""
 
-    def records(self) -> Sequence[Record]:
+    def records(self) -> Sequence[LogRecord]:
         """The log so far; empty but on rank 0."""
 
     def time_to_save(self) -> bool:

@@ -8,11 +8,12 @@ import resource
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from statistics import median
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
+from raytrain_ddp.events import Slowest, Timing
 from raytrain_ddp.training.phase_clock import PHASES
 from raytrain_ddp.training.torch_compat import all_gather
 from raytrain_ddp.training.world import World
@@ -70,32 +71,21 @@ def gathered(mine: Reading, world: World) -> list[Reading]:
 
 def summary(
     readings: Sequence[Reading], steps: int, flops_per_s: float, peak: float | None
-) -> dict[str, Any]:
+) -> Timing:
     """What the log says of the time of `steps` steps.
 
     Args:
         flops_per_s: that a rank has done; 0 if it is not known.
         peak: that its GPU could do; None if it is not known.
-
-    Returns:
-        step_s: of a step, without evaluations and checkpoints. split_s: of a step by phase, with
-        both, those that took any; means over the ranks. slowest: the rank that waits least for the
-        others, the phase in which it stands out most and its time as a multiple of their median;
-        not if it is alone. peak_memory_bytes: of any rank. flops_per_s, mfu (model FLOPs
-        utilization, Chowdhery et al. 2022): of a rank, where they are known.
     """
-    told: dict[str, Any] = {
-        "step_s": max(reading.seconds for reading in readings) / steps,
-        "split_s": _split(readings, steps),
-        "peak_memory_bytes": max(reading.peak_memory_bytes for reading in readings),
-    }
-    if len(readings) > 1:
-        told["slowest"] = _slowest(readings)
-    if flops_per_s:
-        told["flops_per_s"] = flops_per_s
-        if peak:
-            told["mfu"] = flops_per_s / peak
-    return told
+    return Timing(
+        step_s=max(reading.seconds for reading in readings) / steps,
+        split_s=_split(readings, steps),
+        peak_memory_bytes=max(reading.peak_memory_bytes for reading in readings),
+        slowest=_slowest(readings) if len(readings) > 1 else None,
+        flops_per_s=flops_per_s or None,
+        mfu=flops_per_s / peak if flops_per_s and peak else None,
+    )
 
 
 def by_rank(readings: Sequence[Reading], steps: int) -> list[dict[str, float]]:
@@ -113,7 +103,7 @@ def _split(readings: Sequence[Reading], steps: int) -> dict[str, float]:
     return {phase: mean for phase, mean in zip(PHASES, means, strict=True) if mean > 0}
 
 
-def _slowest(readings: Sequence[Reading]) -> dict[str, Any]:
+def _slowest(readings: Sequence[Reading]) -> Slowest:
     """The rank whose own work took longest; the others have waited for it in communication."""
     work = [[r.phases[PHASES.index(phase)] for phase in _WORK] for r in readings]
     busy = [math.fsum(each) for each in work]
@@ -123,7 +113,7 @@ def _slowest(readings: Sequence[Reading]) -> dict[str, Any]:
     usually = median(math.fsum(each) for each in others)
     beyond = [own - other for own, other in zip(work[rank], usual, strict=True)]
     phase = _WORK[max(range(len(_WORK)), key=beyond.__getitem__)]
-    return {"rank": rank, "phase": phase, "ratio": busy[rank] / max(usually, 1e-9)}
+    return Slowest(rank, phase, busy[rank] / max(usually, 1e-9))
 
 
 def in_order(phases: Mapping[str, float]) -> tuple[float, ...]:

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 from raytrain_ddp.data.epoch_order import beyond_others
-from raytrain_ddp.training.session import Record
+from raytrain_ddp.events import Slowest, Straggler
 
 _SLOWER = 2.0  # than the others
 _LINES = 5
@@ -26,9 +25,7 @@ class Stragglers:
         self._lines: deque[tuple[int, str, float]] = deque(maxlen=_LINES)
         self._told: int | None = None
 
-    def look(
-        self, step: int, slowest: Mapping[str, Any] | None, hosts: Sequence[str]
-    ) -> Record | None:
+    def look(self, step: int, slowest: Slowest | None, hosts: Sequence[str]) -> Straggler | None:
         """An event, if there is something new to tell.
 
         Args:
@@ -37,9 +34,9 @@ class Stragglers:
         """
         if slowest is None:
             return None
-        rank = slowest["rank"]
-        ratio = slowest["ratio"] / beyond_others(self._slots, self._size, rank)
-        self._lines.append((rank if ratio >= _SLOWER else -1, slowest["phase"], ratio))
+        rank = slowest.rank
+        ratio = slowest.ratio / beyond_others(self._slots, self._size, rank)
+        self._lines.append((rank if ratio >= _SLOWER else -1, slowest.phase, ratio))
         if len({each for each, _, _ in self._lines}) > 1 or len(self._lines) < _LINES:
             return None
         rank = self._lines[0][0]
@@ -48,14 +45,11 @@ class Stragglers:
             return None
         if self._told is None:
             text = f"rank {before} keeps up with the others again, by step {step}"
-            return {"kind": "straggler", "step": step, "rank": None, "text": text}
+            return Straggler(step, None, text)
         phase = Counter(phase for _, phase, _ in self._lines).most_common(1)[0][0]
         ratio = sorted(ratio for _, _, ratio in self._lines)[_LINES // 2]
         host = hosts[rank] if rank < len(hosts) else ""
         where = f" on {host}" if host else ""
         text = f"rank {rank}{where} takes {ratio:.1f} x as long as the others, which wait for it: "
-        return {
-            **{"kind": "straggler", "step": step, "rank": rank, "host": host, "phase": phase},
-            "ratio": ratio,
-            "text": f"{text}most in {phase}, by step {step}",
-        }
+        text += f"most in {phase}, by step {step}"
+        return Straggler(step, rank, text, host, phase, ratio)

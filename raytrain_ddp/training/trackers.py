@@ -7,6 +7,7 @@ import os
 import shutil
 import time
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import fields
 from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
@@ -16,7 +17,7 @@ from raytrain_ddp.checkpoint.run_folder import TENSORBOARD, run_storage
 from raytrain_ddp.checkpoint.storage import Storage
 from raytrain_ddp.config.recipe import publishable, to_dict
 from raytrain_ddp.config.train_config import TrainConfig
-from raytrain_ddp.training.session import Record
+from raytrain_ddp.events import Eval, LogRecord, Timing, Train
 
 _IDENTITY_FILE = "logged-as"
 
@@ -28,14 +29,14 @@ class Logger(Protocol):
     A log that is restored has records that the place may have had before; they are equal.
     """
 
-    def add(self, record: Record) -> None:
+    def add(self, record: LogRecord) -> None:
         """Takes in a record; cheap."""
 
     def close(self, failed: bool) -> None:
         """Waits until all has arrived; `failed`: by an error, the run has not reached its end."""
 
 
-Open = Callable[[Sequence[Record]], Logger]
+Open = Callable[[Sequence[LogRecord]], Logger]
 """Opens a place, given the records so far. Called late: importing its library takes long."""
 
 
@@ -52,24 +53,33 @@ def openers(config: TrainConfig) -> dict[str, Open]:
     return wanted
 
 
-def tracker_scalars(record: Record) -> Iterator[tuple[str, float]]:
+def tracker_scalars(record: LogRecord) -> Iterator[tuple[str, float]]:
     """(name, value) of a record's figures, such as train/loss, time/data_s and eval/top1."""
-    kind = record["kind"]
-    for name, value in (record["metrics"] if kind == "eval" else record).items():
-        if isinstance(value, float) or (kind == "eval" and isinstance(value, int)):
-            yield f"{kind}/{name}", float(value)
-    timing = record.get("timing", {})
-    for name, value in timing.items():
-        if isinstance(value, int | float):
-            yield f"time/{name}", float(value)
-    for phase, seconds in timing.get("split_s", {}).items():
+    match record:
+        case Train():
+            yield "train/loss", record.loss
+            for name in ("lr", "samples_per_s", "seconds"):
+                if math.isfinite(value := getattr(record, name)):
+                    yield f"train/{name}", value
+            yield from _timing(record.timing)
+        case Eval():
+            for name, value in record.metrics.items():
+                yield f"eval/{name}", float(value)
+
+
+def _timing(timing: Timing) -> Iterator[tuple[str, float]]:
+    for field in fields(timing):
+        value = getattr(timing, field.name)
+        if timing.split_s and isinstance(value, int | float):
+            yield f"time/{field.name}", value
+    for phase, seconds in timing.split_s.items():
         yield f"time/{phase}_s", seconds
 
 
 class TensorBoard:
     """Events in a folder, which is made anew."""
 
-    def __init__(self, folder: Path, records: Sequence[Record]) -> None:
+    def __init__(self, folder: Path, records: Sequence[LogRecord]) -> None:
         from torch.utils.tensorboard import SummaryWriter
 
         shutil.rmtree(folder, ignore_errors=True)
@@ -77,9 +87,9 @@ class TensorBoard:
         for record in records:
             self.add(record)
 
-    def add(self, record: Record) -> None:
+    def add(self, record: LogRecord) -> None:
         for name, value in tracker_scalars(record):
-            self._writer.add_scalar(name, value, record["step"])
+            self._writer.add_scalar(name, value, record.step)
 
     def close(self, failed: bool) -> None:
         self._writer.close()
@@ -88,7 +98,7 @@ class TensorBoard:
 class WeightsAndBiases:
     """A run of W&B, which all starts of ours share. Steps that it has had it passes over itself."""
 
-    def __init__(self, config: TrainConfig, records: Sequence[Record]) -> None:
+    def __init__(self, config: TrainConfig, records: Sequence[LogRecord]) -> None:
         import wandb
 
         self._run: Any = wandb.init(
@@ -102,10 +112,10 @@ class WeightsAndBiases:
         for record in records:
             self.add(record)
 
-    def add(self, record: Record) -> None:
+    def add(self, record: LogRecord) -> None:
         figures = dict(tracker_scalars(record))
         if figures:
-            self._run.log(figures, step=record["step"])
+            self._run.log(figures, step=record.step)
 
     def close(self, failed: bool) -> None:
         self._run.finish(exit_code=int(failed))
@@ -114,7 +124,7 @@ class WeightsAndBiases:
 class MLflow:
     """A run of MLflow, found again by a tag. What it has had is not sent again."""
 
-    def __init__(self, config: TrainConfig, records: Sequence[Record]) -> None:
+    def __init__(self, config: TrainConfig, records: Sequence[LogRecord]) -> None:
         import mlflow
         from mlflow.entities import Param
 
@@ -151,16 +161,16 @@ class MLflow:
     def _last_step(self, name: str) -> int:
         return max(int(each.step) for each in self._client.get_metric_history(self._id, name))
 
-    def add(self, record: Record) -> None:
+    def add(self, record: LogRecord) -> None:
         metrics = self._new(record)
         if metrics:
             self._client.log_batch(self._id, metrics=metrics)
 
-    def _new(self, record: Record) -> list[Any]:
+    def _new(self, record: LogRecord) -> list[Any]:
         """The metrics of a record that MLflow has not had, and can take."""
         from mlflow.entities import Metric
 
-        step = record["step"]
+        step = record.step
         new = [pair for pair in tracker_scalars(record) if step > self._had.get(pair[0], -1)]
         now_ms = int(1000 * time.time())
         return [Metric(n, v, now_ms, step) for n, v in new if math.isfinite(v)]

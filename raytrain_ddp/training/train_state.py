@@ -7,7 +7,6 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -23,9 +22,11 @@ from raytrain_ddp.checkpoint.snapshot import (
 )
 from raytrain_ddp.checkpoint.storage import Content
 from raytrain_ddp.checkpoint.store import Checkpoint
+from raytrain_ddp.events import Eval, LogRecord
+from raytrain_ddp.records import log_records, to_record
 from raytrain_ddp.training.buffer_sync import REALS, own_memory
 from raytrain_ddp.training.gradient_compression import Compression
-from raytrain_ddp.training.session import Record, Snapshot
+from raytrain_ddp.training.session import Snapshot
 
 _PIECE = 500  # records of the log
 _COMPRESSION = "compression"  # stem of the file, if there is any
@@ -51,7 +52,7 @@ class TrainState:
     def snapshot(
         self,
         manifest: Manifest,
-        log: Sequence[Record],
+        log: Sequence[LogRecord],
         gathered: Mapping[str, Tensor] | None = None,
     ) -> Snapshot:
         """Copies the state to the host; the copy holds until the next snapshot is taken.
@@ -79,10 +80,11 @@ class TrainState:
         return Snapshot(
             manifest=manifest,
             tensors=tensors,
-            documents={"state.json": progress, LOG_FILE: list(log)},
+            documents={"state.json": progress},
+            log=list(log),
         )
 
-    def load(self, checkpoint: Checkpoint) -> list[Record]:
+    def load(self, checkpoint: Checkpoint) -> list[LogRecord]:
         """Becomes the state in `checkpoint`; returns the log up to it."""
         load_model(self.model, checkpoint)
         progress = json.loads(checkpoint.read("state.json"))
@@ -102,9 +104,9 @@ class TrainState:
         # Older checkpoints have neither; there an evaluation that was due came first.
         self.nonfinite = progress.get("nonfinite", 0)
         self.evaluated_step = progress.get("evaluated_step", self.step)
-        log: list[Record] = json.loads(checkpoint.read(LOG_FILE))
-        evals = (r for r in log if r["kind"] == "eval" and r["step"] == self.best_step)
-        self.best_loss = next((loss_of(record["metrics"]) for record in evals), math.inf)
+        log = log_records(json.loads(checkpoint.read(LOG_FILE)))
+        evals = (r for r in log if isinstance(r, Eval) and r.step == self.best_step)
+        self.best_loss = next((loss_of(record.metrics) for record in evals), math.inf)
         return log
 
     def is_finite(self) -> bool:
@@ -176,19 +178,17 @@ def encode(snapshot: Snapshot) -> dict[str, Content]:
         f"{stem}.safetensors": encode_tensors(t) for stem, t in snapshot.tensors.items()
     }
     for name, value in snapshot.documents.items():
-        if isinstance(value, list):
-            files[name] = _encode_list(value)
-        else:
-            files[name] = json.dumps(value).encode()
+        files[name] = json.dumps(value).encode()
+    files[LOG_FILE] = _encode_log(snapshot.log)
     return files
 
 
-def _encode_list(values: Sequence[Any]) -> Iterator[bytes]:
+def _encode_log(log: Sequence[LogRecord]) -> Iterator[bytes]:
     """The bytes of `json.dumps`, piece by piece: it holds Python's lock until it returns, and the
     log grows for as long as the run."""
     yield b"["
-    for start in range(0, len(values), _PIECE):
-        piece = json.dumps(values[start : start + _PIECE])
+    for start in range(0, len(log), _PIECE):
+        piece = json.dumps([to_record(each) for each in log[start : start + _PIECE]])
         yield (", " if start else "").encode() + piece[1:-1].encode()
     yield b"]"
 

@@ -362,7 +362,7 @@ def test_reading_needs_neither_torch_nor_slow_imports(tmp_path: Path):
     code = (
         "import sys\nfrom raytrain_ddp.data.data_check import locate\n"
         "from raytrain_ddp.data.parquet_images import ParquetImages\n"
-        "from raytrain_ddp.inputs import DataConfig\n"
+        "from raytrain_ddp.config.input_sections import DataConfig\n"
         f"found = locate(DataConfig(source={path!r}))\n"
         "source = ParquetImages(found.train.paths, DataConfig())\n"
         "source.read(source.blocks - source.blocks)\n"

@@ -5,13 +5,16 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from event_records import event
 
 from raytrain_ddp.display.bottleneck import StepSplit, split_of
+from raytrain_ddp.events import Train
 
 
-def line(step: int, slowest: dict[str, Any] | None = None, **split_s: float) -> dict[str, Any]:
+def line(step: int, slowest: dict[str, Any] | None = None, **split_s: float) -> Train:
     timing = {"step_s": 1.0, "split_s": split_s} | ({"slowest": slowest} if slowest else {})
-    return {"kind": "train", "step": step, "timing": timing}
+    made: Train = event({"kind": "train", "step": step, "timing": timing})
+    return made
 
 
 @pytest.mark.parametrize(

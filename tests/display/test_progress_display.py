@@ -10,12 +10,13 @@ import time
 from dataclasses import replace
 
 import pytest
+from event_records import event
 from rich.console import Console
 from rich.text import Text
 
 from raytrain_ddp.display import progress_display as module
 from raytrain_ddp.display import redraw
-from raytrain_ddp.display.progress_display import Display, Pace, Summary
+from raytrain_ddp.display.progress_display import Pace, Summary
 
 PLAN = {
     "kind": "plan",
@@ -34,6 +35,15 @@ PLAN = {
     "eval_samples": 360,
     "resumed_from": None,
 }
+
+
+class Display(module.Display):
+    """Takes records instead of events."""
+
+    def handle(self, record: dict[str, object]) -> None:
+        super().handle(event(record))
+
+
 CONTROL = re.compile(r"\x1b\[[0-9;?]*[a-zA-Z]")
 
 
@@ -149,11 +159,11 @@ def test_metrics_have_four_digits_and_accuracies_are_percent(
 
 
 def test_plan_tells_the_arithmetic_in_one_line() -> None:
-    batch, about = module.format_plan(PLAN)
+    batch, about = module.format_plan(event(PLAN))
     assert batch == ("64 = 4 slots x 16, on 2 workers; 1437 samples, 23 steps an epoch, 276 in all")
     assert about == "digits: 12 epochs on cpu, 12,345 parameters, 360 samples to evaluate"
     resumed = PLAN | {"world_size": 1, "unit": "images", "resumed_from": "step-00000120-a0001"}
-    batch, about = module.format_plan(resumed)
+    batch, about = module.format_plan(event(resumed))
     assert "on 1 worker; 1437 images" in batch
     assert about.endswith("360 images to evaluate; resumed from step-00000120-a0001")
 
@@ -195,7 +205,7 @@ def test_plain_lines_read_as_a_log(clock: Clock) -> None:
         shown.handle({"kind": "phase", "name": "placing 2 workers"})
         clock.now += 1.3
         shown.handle(PLAN)
-        shown.handle(train(10, loss=1.2345678, grad_norm=1.0))
+        shown.handle(train(10, loss=1.2345678))
         shown.handle({"kind": "checkpoint", "step": 10, "name": "c"})
         shown.handle(evaluation(23))
         shown.handle(evaluation(46, best=False))
@@ -335,8 +345,8 @@ def test_time_left_counts_pauses_and_starts_anew_with_the_workers() -> None:
 
 def test_unknown_kinds_pass() -> None:
     shown, stream = plain()
-    shown.handle({"kind": "weather", "text": "rain"})
-    shown.handle({})
+    shown.handle({"kind": "at", "step": 3})
+    shown.handle({"kind": "died", "texts": {}})
     assert stream.getvalue() == ""
 
 
@@ -560,8 +570,9 @@ def test_training_goes_on_when_the_reader_of_the_pipe_leaves() -> None:
     """Ctrl-C ends ``fit | tee log`` at tee first: the run still has a checkpoint to write."""
     script = (
         "import sys; from raytrain_ddp.display.progress_display import Display\n"
+        "from raytrain_ddp.events import Note\n"
         "with Display() as display:\n"
-        "    for n in range(20000): display.handle({'kind': 'note', 'text': 'x' * 50})\n"
+        "    for n in range(20000): display.handle(Note('x' * 50))\n"
         "sys.stderr.write('saved')"
     )
     run = subprocess.Popen(

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from event_records import event, record
 from faulty_storage import commit
 from processes import door
 from pyarrow import fs as pafs
@@ -25,13 +26,24 @@ from raytrain_ddp.checkpoint.run_folder import (
 from raytrain_ddp.checkpoint.storage import Storage, open_storage
 from raytrain_ddp.driver import event_log as journal_module
 from raytrain_ddp.driver import preflight
-from raytrain_ddp.driver.event_log import EventLog
 from raytrain_ddp.driver.run_naming import open_run
 from raytrain_ddp.errors import CheckpointError, PreflightError
 
 
+class EventLog(journal_module.EventLog):
+    """Takes and shows records instead of events."""
+
+    def __init__(self, run: Storage, show: Callable[[dict[str, Any]], None]) -> None:
+        super().__init__(run, lambda event: show(record(event)))
+
+    def __call__(self, record: dict[str, Any]) -> None:  # type: ignore[override]
+        super().__call__(event(record))
+
+
 def kinds_and_steps(run: Storage) -> list[tuple[str, int]]:
-    return [(e["kind"], e.get("step", -1)) for e in read_history(run, EVENTS_FILE)]
+    return [
+        (e["kind"], e.get("start_step", e.get("step", -1))) for e in read_history(run, EVENTS_FILE)
+    ]
 
 
 def begun(folder: Path, is_local: bool = True) -> Storage:
@@ -46,7 +58,7 @@ def test_events_are_kept_over_several_starts_and_all_are_shown(tmp_path: Path, i
     run = begun(tmp_path, is_local)
     shown = []
     with EventLog(run, shown.append) as journal:
-        journal({"kind": "plan", "step": 0})
+        journal({"kind": "plan", "start_step": 0})
         journal({"kind": "train", "step": 1})
         journal({"kind": "checkpoint", "step": 2})
     with EventLog(run, shown.append) as journal:
@@ -58,7 +70,7 @@ def test_events_are_kept_over_several_starts_and_all_are_shown(tmp_path: Path, i
 
 def test_a_line_torn_by_a_kill_costs_no_other_line(tmp_path: Path):
     run = begun(tmp_path)
-    (tmp_path / EVENTS_FILE).write_text('{"kind": "plan", "step": 7}\n{"kind": "check')
+    (tmp_path / EVENTS_FILE).write_text('{"kind": "plan", "start_step": 7}\n{"kind": "check')
     with EventLog(run, lambda _: None) as journal:
         journal({"kind": "checkpoint", "step": 8})
     assert kinds_and_steps(run) == [("plan", 7), ("checkpoint", 8)]
@@ -74,7 +86,7 @@ def test_until_a_run_has_begun_its_events_are_held_back(tmp_path: Path, is_local
     with EventLog(run, lambda _: None) as journal:
         journal({"kind": "note", "text": "taken over"})
         begun(tmp_path)
-        journal({"kind": "plan", "step": 0})
+        journal({"kind": "plan", "start_step": 0})
     assert kinds_and_steps(run) == [("note", -1), ("plan", 0)]
 
 
@@ -82,7 +94,7 @@ def test_fault_12_of_a_checkpoint_there_is_word_at_once_also_in_a_bucket(tmp_pat
     run = begun(tmp_path, is_local=False)
     journal = EventLog(run, lambda _: None)
     for step in (0, 20, 40):
-        journal({"kind": "checkpoint" if step else "plan", "step": step})
+        journal({"kind": "checkpoint", "step": step} if step else {"kind": "plan", "start_step": 0})
         assert kinds_and_steps(run)[-1][1] == step  # nobody has closed it
 
 
@@ -91,7 +103,7 @@ def test_a_store_that_fails_for_a_while_costs_no_event(
 ):
     run = begun(tmp_path, is_local=False)
     with EventLog(run, lambda _: None) as journal:
-        journal({"kind": "plan", "step": 0})
+        journal({"kind": "plan", "start_step": 0})
         with monkeypatch.context() as failing:
             failing.setattr(Storage, "write_atomic", out_of_order)
             journal({"kind": "checkpoint", "step": 1})
@@ -125,8 +137,8 @@ def test_a_journal_that_cannot_be_written_ends_nothing(tmp_path: Path):
     (tmp_path / "file").write_text("")
     shown = []
     with EventLog(run, shown.append) as journal:
-        journal({"kind": "plan", "step": 0})
-    assert shown == [{"kind": "plan", "step": 0}]
+        journal({"kind": "plan", "start_step": 0})
+    assert shown == [record(event({"kind": "plan", "start_step": 0}))]
 
 
 def test_fault_12_a_run_whose_checkpoints_are_all_gone_does_not_begin_at_0(tmp_path: Path):
@@ -152,7 +164,7 @@ def test_fault_12_a_run_killed_before_its_first_checkpoint_begins_again(tmp_path
     run_storage(config).mkdir()
     begun(Path(run_storage(config).path))
     with EventLog(run_storage(config), lambda _: None) as journal:
-        journal({"kind": "plan", "step": 0})
+        journal({"kind": "plan", "start_step": 0})
     assert open_run(config).manifest is None
 
 
@@ -207,7 +219,7 @@ def test_of_what_each_rank_does_a_part_is_kept(tmp_path: Path, monkeypatch: pyte
     run, shown = begun(tmp_path), []
     few, many = [{"compute": 0.1}] * 2, [{"compute": 0.1}] * 1000
     with EventLog(run, shown.append) as journal:
-        journal({"kind": "plan", "step": 0})
+        journal({"kind": "plan", "start_step": 0})
         for second in range(2000):
             now[0] = float(second)
             journal({"kind": "ranks", "step": second, "split_s": few})
@@ -236,11 +248,12 @@ def test_an_event_is_shown_before_it_is_written_and_no_later_one_waits_for_the_s
     with EventLog(run, lambda event: order.append(event["kind"])) as journal:
         journal({"kind": "checkpoint", "step": 1})
         for step in range(20):
-            journal({"kind": "note", "text": "the storage does not answer", "step": step})
+            journal({"kind": "note", "text": f"the storage does not answer {step}"})
         assert order[0] == "checkpoint"
         assert order.count("note") == 20
         answers.set()
-    assert kinds_and_steps(run) == [("checkpoint", 1), *[("note", step) for step in range(20)]]
+    _, *notes = read_history(run, EVENTS_FILE)
+    assert [note["text"].split()[-1] for note in notes] == [str(step) for step in range(20)]
 
 
 @pytest.mark.parametrize("is_local", [True, False])

@@ -15,14 +15,16 @@ from typing import Any
 from unittest import mock
 
 import pytest
+from event_records import event as made
+from event_records import record, to
 from processes import Group, Raised
 
 from raytrain_ddp.config.sections import ScalingConfig
 from raytrain_ddp.config.train_config import TrainConfig
 from raytrain_ddp.errors import DataError, PreflightError, RetriesExhausted, TaskError
-from raytrain_ddp.ray_backend import cluster
+from raytrain_ddp.messages import ControllerStarted
+from raytrain_ddp.ray_backend import cluster, failure_policy
 from raytrain_ddp.ray_backend.capacity_watch import CapacityWatch, StartWatch, stopped_workers
-from raytrain_ddp.ray_backend.failure_policy import FailurePolicy
 from raytrain_ddp.ray_backend.placement import Layout, room
 from raytrain_ddp.ray_backend.ray_output import _Lazy
 from raytrain_ddp.ray_backend.ray_settings import ray_settings, settled
@@ -31,6 +33,19 @@ from raytrain_ddp.ray_backend.worker import WorkerSettings, _Tee, tell_failure
 from raytrain_ddp.training.local_session import asking
 
 Event = Mapping[str, Any]
+
+
+class FailurePolicy(failure_policy.FailurePolicy):
+    """Takes and returns records instead of events."""
+
+    def take(self, event: Event) -> Event | None:  # type: ignore[override]
+        shown = super().take(made(event))
+        return shown and record(shown)
+
+    def ended(self, why: str) -> Event:  # type: ignore[override]
+        return record(super().ended(why))
+
+
 KILLED = "The actor died unexpectedly before finishing this task. actor_id: {} Worker exit type: "
 
 
@@ -313,7 +328,7 @@ def test_the_driver_gets_hold_of_the_controller_not_of_its_workers(monkeypatch: 
     held = copy.copy(made)
     process.get_actor_id, process.current_actor = lambda: "w", "a worker"
     copy.copy(held)
-    assert pushed == [{"kind": "controller", "actor": "the controller"}]
+    assert pushed == [ControllerStarted("the controller")]
 
 
 def test_what_a_resumed_run_goes_on_from_is_known_before_its_workers_are():
@@ -350,7 +365,7 @@ class Clockwork:
             60,
             lambda: self.nodes,
             lambda: self.changes.append(self.now),
-            self.notes.append,
+            to(self.notes),
             lambda: self.now,
         )
 
@@ -419,7 +434,7 @@ def test_what_is_waited_for_while_workers_start_is_said_every_half_minute():
     watch = StartWatch(
         layout(2, 3),
         lambda: nodes,
-        lambda event: notes.append(event["text"]),
+        lambda event: notes.append(event.text),
         lambda: now[0],
         lambda: stopped,
     )
@@ -436,10 +451,10 @@ def test_what_is_waited_for_while_workers_start_is_said_every_half_minute():
     assert "after 90 s" in third
     assert "pid 7 (ray::RayTrainWorker) is stopped" in third
     for rank in (2, 0):
-        watch.take({"kind": "joined", "start": "a", "rank": rank, "node": "n"})
+        watch.take(made({"kind": "joined", "start": "a", "rank": rank, "node": "n"}))
     (told,) = wait(30)
     assert "started so far: rank 0, 2, after 12" in told
-    watch.take({"kind": "plan", "start_step": 0})
+    watch.take(made({"kind": "plan", "start_step": 0}))
     assert wait(500) == []
     watch.lost()  # both hosts of two workers, in one second
     del nodes[1:]
@@ -521,7 +536,7 @@ class Taken:
         monkeypatch.setattr(ray.train, "get_preemption_info", lambda: self.said)
         clock = SimpleNamespace(monotonic=lambda: self.now, time=lambda: self.now + 5e8)
         monkeypatch.setattr(preemption, "time", clock)
-        self.notice = preemption.Notice(every_s, self.notes.append)
+        self.notice = preemption.Notice(every_s, to(self.notes))
 
     def drain(self, left_s: float | None, nodes: Mapping[str, list[int]] = ONE) -> None:
         deadline_ms = None if left_s is None else int(1e3 * (self.now + 5e8 + left_s))
@@ -636,7 +651,7 @@ def told_cause(rank: int, size: int, torn_down: bool) -> tuple[str, str]:
             tell_failure(WorkerSettings({}, ".", (), None, board), rank, 7, error, torn_down)
         raised = type(error).__name__
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    return raised, told[0]["cause"]
+    return raised, told[0].cause
 
 
 @pytest.mark.filterwarnings("ignore")  # of Ray's import

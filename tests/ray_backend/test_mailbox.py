@@ -7,6 +7,8 @@ from typing import Any
 
 import pytest
 
+from raytrain_ddp.events import Failed
+from raytrain_ddp.messages import InProgress, Joined
 from raytrain_ddp.ray_backend.mailbox import Inbox, Mailbox, Outbox
 
 
@@ -71,10 +73,9 @@ def test_a_board_that_begins_anew_hears_the_drivers_wish_again() -> None:
 def test_events_of_others_than_rank_0_are_passed_on_as_they_come() -> None:
     board, inbox = Mailbox(), Inbox()
     assert board.join("s", 1, "n1")
-    board.push([{"kind": "failed"}])
-    board.push([{"kind": "at"}], "s", 0)
-    kinds = [event["kind"] for event in inbox.sort(board.take(inbox.taken))]
-    assert kinds == ["joined", "failed", "at"]
+    board.push([Failed()])
+    board.push([InProgress(1)], "s", 0)
+    assert inbox.sort(board.take(inbox.taken)) == [Joined("s", 1, "n1"), Failed(), InProgress(1)]
     board.close()
     assert not board.join("s", 2, "n2")
 

@@ -216,7 +216,7 @@ def test_time_goes_on_over_restarts_and_long_pauses_are_cut_out(troubled: Path):
     line = timeline_of(files, is_running=False)
     assert [(life.start_step, life.world_size) for life in line.lives] == [(0, 2), (46, 2), (69, 3)]
     walls = line.walls(files.train)
-    at = {record["step"]: line.at(wall) for record, wall in zip(files.train, walls, strict=True)}
+    at = {record.step: line.at(wall) for record, wall in zip(files.train, walls, strict=True)}
     assert at[45] == 45
     assert at[50] == 67 + 4  # the second start, at 67 s, made the steps from 47 on
     assert at[65] == 67 + 19

@@ -10,11 +10,21 @@ from typing import Any
 
 import numpy as np
 import pytest
+from event_records import event
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 
-from raytrain_ddp.training.curves_png import draw_curves, smoothed, steps_per_epoch
+from raytrain_ddp.training import curves_png
+from raytrain_ddp.training.curves_png import smoothed
+
+
+def draw_curves(records: list[dict[str, Any]], *given: Any) -> None:
+    curves_png.draw_curves([event(each) for each in records], *given)
+
+
+def steps_per_epoch(records: list[dict[str, Any]]) -> int | None:
+    return curves_png.steps_per_epoch([event({"kind": "train", **each}) for each in records])
 
 
 def run(

@@ -23,6 +23,7 @@ from typing import Any
 
 import pytest
 import torch
+from event_records import event, record, to
 from faulty_storage import Faults, FaultyHandler
 from logs import log_of
 from processes import Group, Raised
@@ -40,7 +41,12 @@ from tiny import (
 )
 
 from raytrain_ddp.checkpoint.manifest import Manifest
-from raytrain_ddp.checkpoint.run_folder import checkpoint_store, read_history, run_storage
+from raytrain_ddp.checkpoint.run_folder import (
+    checkpoint_store,
+    read_history,
+    read_log,
+    run_storage,
+)
 from raytrain_ddp.checkpoint.storage import Storage, open_storage
 from raytrain_ddp.checkpoint.store import CheckpointStore
 from raytrain_ddp.config.sections import CheckpointConfig
@@ -54,10 +60,12 @@ from raytrain_ddp.training.curves_png import draw_curves
 from raytrain_ddp.training.local_session import LocalSession
 from raytrain_ddp.training.metrics_log import MetricsLog
 from raytrain_ddp.training.recorder import Best, Recorder
-from raytrain_ddp.training.session import Record, Snapshot
+from raytrain_ddp.training.session import Snapshot
 from raytrain_ddp.training.trackers import TensorBoard
 from raytrain_ddp.training.train_state import encode
 from raytrain_ddp.training.world import World
+
+Record = Any
 
 THROTTLED = "AWS Error SLOW_DOWN during PutObject operation: Please reduce your request rate."
 ALONE = World(0, 1, 0, torch.device("cpu"), threads=1)
@@ -164,7 +172,7 @@ def store() -> Store:
 
 @pytest.fixture
 def commits(store: Store, told: list[Record]) -> Iterator[AsyncCheckpointer]:
-    made = AsyncCheckpointer(store, 3, told.append, lambda _: True)
+    made = AsyncCheckpointer(store, 3, to(told), lambda _: True)
     yield made
     store.free.set()
     made.close()
@@ -281,9 +289,14 @@ def test_whoever_cannot_be_told_ends_the_training_at_its_next_step(deaf: Excepti
 
 def test_the_log_is_encoded_piece_by_piece_to_the_bytes_of_json():
     for records in (0, 1, 499, 500, 501, 1700):
-        log = [{"kind": "train", "step": n, "loss": n / 7, "ü": None} for n in range(records)]
+        log = [
+            {"kind": "eval", "step": n, "epoch": 0, "metrics": {"ü": n / 7, "none": None}}
+            | {"monitor": "ü", "best": False, "seconds": 0.5}
+            for n in range(records)
+        ]
+        events = [event(each) for each in log]
         given = snapshot(1)
-        files = encode(replace(given, documents={"log.json": log, "state.json": {"a": [1, 2]}}))
+        files = encode(replace(given, log=events, documents={"state.json": {"a": [1, 2]}}))
         pieces = list(files["log.json"])
         assert max(map(len, pieces)) < 600 * len(json.dumps(log[-1:]))
         assert b"".join(pieces) == json.dumps(log).encode()
@@ -294,22 +307,22 @@ def test_figures_that_are_not_finite_are_null_in_metrics_jsonl_and_nan_to_its_re
     tmp_path: Path, told: list[Record]
 ):
     run = open_storage(str(tmp_path))
-    book = MetricsLog(run, {}, told.append)
-    first = {"kind": "train", "step": 1, "epoch": 0, "loss": math.nan, "lr": 0.1}
+    book = MetricsLog(run, {}, to(told))
+    first = event({"kind": "train", "step": 1, "loss": math.nan, "lr": 0.1, "seconds": 1.0})
     shown = {"kind": "eval", "step": 1, "epoch": 0, "metrics": {"loss": math.inf, "top1": 0.5}}
     book.restore([first])
-    book.add({**shown, "best": False, "monitor": "loss"})
+    book.add(event({**shown, "best": False, "monitor": "loss"}))
     book.close()
     lines = (tmp_path / "metrics.jsonl").read_text().splitlines()
     train, evaluated = (json.loads(line, parse_constant=pytest.fail) for line in lines)
-    assert train == {**first, "loss": None}
+    assert train == {**record(first), "loss": None, "samples_per_s": None}
     assert evaluated["metrics"] == {"loss": None, "top1": 0.5}
-    assert math.isnan(book.records[0]["loss"])  # the checkpoint keeps what it was
+    assert math.isnan(book.records[0].loss)  # the checkpoint keeps what it was
     train, evaluated = read_history(run)
     assert math.isnan(train["loss"])
     assert math.isnan(evaluated["metrics"]["loss"])
     image = io.BytesIO()
-    draw_curves([train, evaluated], image, "a run")
+    draw_curves(read_log(run), image, "a run")
     assert image.getvalue().startswith(b"\x89PNG")
 
 
@@ -319,13 +332,13 @@ def test_tensorboard_is_imported_when_there_is_something_to_show(
     """0.4 s of each start, also of one that goes on."""
     run = open_storage(str(tmp_path))
     book = MetricsLog(
-        run, {"TensorBoard": partial(TensorBoard, tmp_path / "tensorboard")}, told.append
+        run, {"TensorBoard": partial(TensorBoard, tmp_path / "tensorboard")}, to(told)
     )
     with monkeypatch.context() as patch:
         patch.setitem(sys.modules, "torch.utils.tensorboard", None)
-        book.restore([{"kind": "train", "step": 1, "loss": 0.5}])
-    book.add({"kind": "train", "step": 2, "loss": 0.25})
-    book.add({"kind": "train", "step": 3, "loss": 0.125})
+        book.restore([event({"kind": "train", "step": 1, "loss": 0.5})])
+    book.add(event({"kind": "train", "step": 2, "loss": 0.25}))
+    book.add(event({"kind": "train", "step": 3, "loss": 0.125}))
     book.close()
     assert events_of(tmp_path) == [(1, 0.5), (2, 0.25), (3, 0.125)]
 
@@ -344,14 +357,14 @@ def test_fault_08_a_log_that_cannot_be_restored_is_no_reason_not_to_train(
     run = open_storage(str(tmp_path))
     (tmp_path / "metrics.jsonl").mkdir()  # stands for any storage that cannot be written
     book = MetricsLog(
-        run, {"TensorBoard": partial(TensorBoard, tmp_path / "tensorboard")}, told.append
+        run, {"TensorBoard": partial(TensorBoard, tmp_path / "tensorboard")}, to(told)
     )
-    book.restore([{"kind": "train", "step": 1, "loss": 0.5}])
-    book.add({"kind": "train", "step": 2, "loss": 0.25})
+    book.restore([event({"kind": "train", "step": 1, "loss": 0.5})])
+    book.add(event({"kind": "train", "step": 2, "loss": 0.25}))
     assert ["the next checkpoint renews it" in note for note in notes(told)] == [True]
     (tmp_path / "metrics.jsonl").rmdir()
     book.publish()
-    book.add({"kind": "train", "step": 3, "loss": 0.125})
+    book.add(event({"kind": "train", "step": 3, "loss": 0.125}))
     book.close()
     assert [record["step"] for record in read_history(run)] == [1, 2, 3]
     assert events_of(tmp_path) == [(1, 0.5), (2, 0.25), (3, 0.125)]
@@ -361,7 +374,7 @@ def test_fault_08_a_log_that_cannot_be_restored_is_no_reason_not_to_train(
 
 
 def recorder(config: TrainConfig, told: list[Record]) -> Recorder:
-    return Recorder(config, ALONE, Best("loss", "min"), told.append)
+    return Recorder(config, ALONE, Best("loss", "min"), to(told))
 
 
 class Weather(Faults):
@@ -494,7 +507,7 @@ def test_fault_15_what_a_start_reads_is_read_again_where_the_store_is_out_of_ord
 ):
     config = tiny_config(tmp_path, "reads")
     begun(config)
-    with LocalSession(config, ALONE, Best("loss", "min"), told.append) as session:
+    with LocalSession(config, ALONE, Best("loss", "min"), to(told)) as session:
         assert session.recorder is not None
         begin = session.recorder.begin
 
@@ -525,7 +538,7 @@ def test_fault_15_a_store_out_of_order_for_good_ends_the_start_with_5_and_one_li
     begun(config)
     setattr(weather, what, 99)
     with (
-        LocalSession(config, ALONE, Best("loss", "min"), told.append) as session,
+        LocalSession(config, ALONE, Best("loss", "min"), to(told)) as session,
         pytest.raises(CheckpointError, match="SLOW_DOWN") as caught,
     ):
         session.latest()
@@ -616,7 +629,7 @@ def test_the_next_interval_begins_with_each_checkpoint(tmp_path: Path, told: lis
 
 
 def test_the_interval_follows_the_latest_stalls_not_the_one_that_allocated(told: list[Record]):
-    timer = SaveTimer("auto", Life(), told.append)
+    timer = SaveTimer("auto", Life(), to(told))
     timer.saved(100.0)
     timer.committed(0.1)
     assert timer.interval_s() == LONGEST_S
@@ -749,7 +762,7 @@ def slow(session: ScriptedSession) -> None:
         assert session.recorder is not None
         places = [t.data_ptr() for tensors in given.tensors.values() for t in tensors.values()]
         busy = session.recorder.committer.is_busy()
-        session.tell({"kind": "submitted", "places": places, "busy": busy})
+        session.events.append({"kind": "submitted", "places": places, "busy": busy})
         return submit(given)
 
     session.recorder.submit = watched  # type: ignore[method-assign]

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from event_records import to
 from processes import Died, Group, Raised
 from tiny import (
     STEPS_PER_EPOCH,
@@ -35,9 +36,11 @@ from raytrain_ddp.training.cadence import Cadence
 from raytrain_ddp.training.checkpoint_interval import Life, SaveTimer, best_interval_s
 from raytrain_ddp.training.local_session import ASKING, LocalSession
 from raytrain_ddp.training.loop import train
-from raytrain_ddp.training.session import Record, Requests
+from raytrain_ddp.training.session import Requests
 from raytrain_ddp.training.step_decisions import Decision, StepDecisions
 from raytrain_ddp.training.world import World
+
+Record = Any
 
 # ------------------------------------------------------------------ by the number of steps
 
@@ -188,7 +191,7 @@ def test_the_clock_asks_every_so_many_seconds_or_never(hands: Hands):
 
 def test_the_interval_is_found_by_measuring_and_told_when_it_has_changed(hands: Hands):
     told: list[Record] = []
-    timer = SaveTimer("auto", Life(), told.append)
+    timer = SaveTimer("auto", Life(), to(told))
     guess_s = timer.interval_s()
     assert 20 < guess_s < 40
     assert told == []

@@ -5,9 +5,12 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
+from event_records import event, to
 
 from raytrain_ddp.checkpoint.storage import open_storage
 from raytrain_ddp.config.sections import LogConfig
@@ -15,8 +18,9 @@ from raytrain_ddp.config.train_config import TrainConfig
 from raytrain_ddp.driver.preflight import check
 from raytrain_ddp.errors import PreflightError
 from raytrain_ddp.training.metrics_log import MetricsLog
-from raytrain_ddp.training.session import Record
 from raytrain_ddp.training.trackers import MLflow, openers, tracker_scalars
+
+Record = Any
 
 
 def train(step: int, loss: float) -> Record:
@@ -26,10 +30,12 @@ def train(step: int, loss: float) -> Record:
         "slowest": {"rank": 1, "phase": "data", "ratio": 1.5},
         "peak_memory_bytes": 100,
     }
-    return {"kind": "train", "step": step, "loss": loss, "lr": 0.1, "timing": timing}
+    return event({"kind": "train", "step": step, "loss": loss, "lr": 0.1, "timing": timing})
 
 
-EVALUATION = {"kind": "eval", "step": 2, "metrics": {"top1": 0.75}, "monitor": "top1", "best": True}
+EVALUATION = event(
+    {"kind": "eval", "step": 2, "metrics": {"top1": 0.75}, "monitor": "top1", "best": True}
+)
 
 
 def config(folder: Path, **log: bool) -> TrainConfig:
@@ -44,7 +50,7 @@ def logged(
 ) -> list[Record]:
     """What is told while a start that goes on after `before` logs `records`."""
     told: list[Record] = []
-    book = MetricsLog(open_storage(made.storage).join("digits"), openers(made), told.append)
+    book = MetricsLog(open_storage(made.storage).join("digits"), openers(made), to(told))
     book.restore(before)
     for record in records:
         book.add(record)
@@ -64,7 +70,7 @@ def test_figures_are_named_by_what_they_are_of():
         "time/compute_s": 0.4,
     }
     assert dict(tracker_scalars(EVALUATION)) == {"eval/top1": 0.75}
-    counted = {**EVALUATION, "metrics": {"top1": 0.75, "skipped": 3}}
+    counted = replace(EVALUATION, metrics={"top1": 0.75, "skipped": 3})
     assert dict(tracker_scalars(counted)) == {"eval/top1": 0.75, "eval/skipped": 3.0}
 
 
@@ -119,12 +125,12 @@ class Moody:
     """A service that fails now and then."""
 
     def __init__(self, records: Sequence[Record]) -> None:
-        self.had = [record["step"] for record in records]
+        self.had = [record.step for record in records]
 
     def add(self, record: Record) -> None:
-        if record["step"] == 2:
+        if record.step == 2:
             raise ConnectionError("no route to host")
-        self.had.append(record["step"])
+        self.had.append(record.step)
 
     def close(self, failed: bool) -> None:
         raise ConnectionError("nor now")
@@ -146,7 +152,7 @@ def test_a_service_that_fails_is_told_and_tried_again_with_the_next_checkpoint(t
         return opened[-1]
 
     told: list[Record] = []
-    book = MetricsLog(open_storage(str(tmp_path)), {"Service": open_it}, told.append)
+    book = MetricsLog(open_storage(str(tmp_path)), {"Service": open_it}, to(told))
     book.restore([])
     for step in (1, 2, 3):
         book.add(train(step, 1.0))
@@ -171,7 +177,7 @@ def test_a_service_that_does_not_answer_keeps_neither_the_training_nor_its_end_w
         raise ConnectionError("no answer")
 
     told: list[Record] = []
-    book = MetricsLog(open_storage(str(tmp_path)), {"Service": wait}, told.append)
+    book = MetricsLog(open_storage(str(tmp_path)), {"Service": wait}, to(told))
     book.restore([])
     began = time.monotonic()
     for step in (1, 2):
@@ -198,7 +204,7 @@ def test_a_service_that_goes_on_failing_is_tried_at_most_once_a_failure_and_told
         raise ConnectionError("down")
 
     told: list[Record] = []
-    book = MetricsLog(open_storage(str(tmp_path)), {"Service": refuse}, told.append)
+    book = MetricsLog(open_storage(str(tmp_path)), {"Service": refuse}, to(told))
     book.restore([])
     book.add(train(1, 1.0))
     for _ in range(5):  # checkpoints, while it still tries
@@ -218,14 +224,14 @@ def test_a_service_that_cannot_be_opened_ends_no_training(tmp_path: Path):
         raise ValueError("no API key")
 
     told: list[Record] = []
-    book = MetricsLog(open_storage(str(tmp_path)), {"Service": refuse}, told.append)
+    book = MetricsLog(open_storage(str(tmp_path)), {"Service": refuse}, to(told))
     book.restore([])
     book.add(train(1, 1.0))
     book.add(train(2, 1.0))
     book.close()
     assert len(told) == 1
     assert "no API key" in told[0]["text"]
-    assert [record["step"] for record in book.records] == [1, 2]
+    assert [record.step for record in book.records] == [1, 2]
 
 
 @pytest.mark.parametrize("name", ["wandb", "mlflow"])

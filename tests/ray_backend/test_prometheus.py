@@ -20,6 +20,7 @@ from typing import Any
 
 import pytest
 import torch
+from event_records import event as made
 from processes import ENVIRONMENT
 
 from raytrain_ddp.command_line import parse_fit
@@ -112,7 +113,7 @@ class Told:
 
     def take(self, *events: Mapping[str, Any]) -> Told:
         for event in events:
-            self.metrics.take(event)
+            self.metrics.take(made(event))
         return self
 
     def __getitem__(self, key: str) -> float:
@@ -200,8 +201,8 @@ def test_no_run_fails_of_its_metrics() -> None:
         def set(self, *_: object) -> None:
             raise RuntimeError("Ray is gone")
 
-    PrometheusMetrics("digits", lambda *_: Broken()).take(TRAIN)
-    Told().take({"kind": "train"}, {"kind": "no such kind"}, {**TRAIN, "timing": {}})
+    PrometheusMetrics("digits", lambda *_: Broken()).take(made(TRAIN))
+    Told().take({"kind": "train"}, {"kind": "phase"}, {**TRAIN, "timing": {}})
 
 
 def test_all_is_said_again_until_the_run_has_ended(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -375,14 +376,14 @@ def test_a_workers_log_says_where_it_is_and_little_more(
     timing = {**TRAIN["timing"], "split_s": {"data": 0.2, "compute": 0.6}}  # type: ignore[dict-item]
     log = WorkerLog(World(1, 2, 1, torch.device("cpu"), 1))
     with caplog.at_level(logging.INFO, "raytrain_ddp"):
-        log.take(PLAN)
+        log.take(made(PLAN))
         for step in range(20, 120):
             now += 0.5
-            log.take({**TRAIN, "step": step, "timing": timing})
+            log.take(made({**TRAIN, "step": step, "timing": timing}))
         outcome = {"kind": "outcome", "step": 276, "metrics": {"top1": 0.75}}
         short = [EVAL, CHECKPOINT] * 3  # of epochs that take no time
         for event in (*short, {"kind": "phase", "name": "x"}, NOTE, outcome):
-            log.take(event)
+            log.take(made(event))
     lines = caplog.messages
     first = r"\S+Z  rank 1: one of 2 on \S+, cpu, process \d+; from step 0 to 276"
     assert re.fullmatch(first, lines[0])

@@ -1,0 +1,316 @@
+"""The events of a run that are written to its files: one frozen dataclass for each kind.
+
+- `LogRecord`: the lines of ``metrics.jsonl``. They are part of each checkpoint.
+- `StoredEvent`: the lines of ``events.jsonl``, each with the ``time`` at which it was written.
+
+records.py converts them to and from JSON. A field marked `OPTIONAL` is left out of a line where it
+has its default. Fields that older versions did not write have a default. A plan names the
+`SCHEMA` with which a run's files were written. What is only passed between processes is in
+messages.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+SCHEMA = 1
+OPTIONAL = {"optional": True}
+
+
+# ------------------------------------------------------------------ metrics.jsonl
+
+
+@dataclass(frozen=True)
+class Slowest:
+    """The rank whose own work took longest since the last record.
+
+    Args:
+        phase: the phase in which it stands out most.
+        ratio: its time as a multiple of the median of the other ranks.
+    """
+
+    rank: int
+    phase: str
+    ratio: float
+
+
+@dataclass(frozen=True)
+class Timing:
+    """Where the time went since the last record.
+
+    Args:
+        step_s: seconds of a step, without evaluations and checkpoints.
+        split_s: seconds of a step by phase, with both; means over the ranks.
+        peak_memory_bytes: the most of any rank: of its GPU, or else of its process.
+        slowest: None with one rank.
+        flops_per_s: of a rank; None if unknown.
+        mfu: model FLOPs utilization (Chowdhery et al. 2022), 0 to 1; None if unknown.
+    """
+
+    step_s: float = 0.0
+    split_s: Mapping[str, float] = field(default_factory=dict)
+    peak_memory_bytes: int = 0
+    slowest: Slowest | None = field(default=None, metadata={"type": Slowest, **OPTIONAL})
+    flops_per_s: float | None = field(default=None, metadata=OPTIONAL)
+    mfu: float | None = field(default=None, metadata=OPTIONAL)
+
+
+@dataclass(frozen=True)
+class Train:
+    """A training step, once every ``log.every_steps``.
+
+    Args:
+        step: optimizer steps done. epoch: from 0.
+        loss: mean over the global batch of this step.
+        skipped: bad records so far. nonfinite: steps so far that were not applied.
+        seconds: since this start of the workers began to train.
+    """
+
+    kind: ClassVar[str] = "train"
+    step: int
+    epoch: int = 0
+    loss: float = float("nan")
+    lr: float = float("nan")
+    samples_per_s: float = float("nan")
+    skipped: int = 0
+    nonfinite: int = 0
+    seconds: float = float("nan")
+    timing: Timing = field(default_factory=Timing, metadata={"type": Timing})
+
+
+@dataclass(frozen=True)
+class Eval:
+    """An evaluation after a step.
+
+    Args:
+        metrics: name -> value. tables: metrics that are not scalars, as nested lists.
+        monitor: the metric that decides. best: whether this is the best so far.
+        seconds: that it took.
+    """
+
+    kind: ClassVar[str] = "eval"
+    step: int
+    epoch: int = 0
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    tables: Mapping[str, Any] = field(default_factory=dict, metadata=OPTIONAL)
+    monitor: str = ""
+    best: bool = False
+    seconds: float = float("nan")
+
+
+@dataclass(frozen=True)
+class Audit:
+    """SHA-256 of a step's sample ids and pixels (``log.audit``)."""
+
+    kind: ClassVar[str] = "audit"
+    step: int
+    sha256: str
+
+
+@dataclass(frozen=True)
+class Resync:
+    """`ranks` had other weights than the rest, and took those of rank `source`.
+
+    Args:
+        first: the first tensor that differed.
+    """
+
+    kind: ClassVar[str] = "resync"
+    step: int
+    ranks: Sequence[int] = ()
+    source: int = 0
+    first: str = ""
+
+
+# ------------------------------------------------------------------ events.jsonl
+
+
+@dataclass(frozen=True)
+class SplitSummary:
+    """The rows of a split. `smallest` and `largest`: (class, rows); None if not counted.
+
+    Args:
+        origin: where an evaluation split comes from.
+        empty: classes without rows.
+    """
+
+    rows: int
+    origin: str = field(default="", metadata={"key": "from", **OPTIONAL})
+    smallest: tuple[str, int] | None = field(default=None, metadata=OPTIONAL)
+    largest: tuple[str, int] | None = field(default=None, metadata=OPTIONAL)
+    empty: int | None = field(default=None, metadata=OPTIONAL)
+
+
+@dataclass(frozen=True)
+class DataSummary:
+    """The data of a run. `names`: of the first classes; `classes`: how many there are."""
+
+    train: SplitSummary = field(metadata={"type": SplitSummary})
+    eval: SplitSummary | None = field(metadata={"type": SplitSummary})
+    classes: int
+    names: Sequence[str]
+    notes: Sequence[str] = ()
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The workers of a start are about to train.
+
+    Args:
+        start_step: optimizer steps done before.
+        slots: micro-batches per step. device: name of rank 0's device.
+        unit: of samples, for people.
+        resumed_from: name of a checkpoint.
+        hosts: of all ranks. versions: of packages on rank 0.
+    """
+
+    kind: ClassVar[str] = "plan"
+    run: str | None = None
+    start_step: int = 0
+    total_steps: int = 0
+    steps_per_epoch: int = 0
+    epochs: int = 0
+    batch_size: int = 0
+    slots: int = 0
+    micro_batch: int = 0
+    world_size: int = 0
+    device: str = ""
+    parameters: int = 0
+    train_samples: int = 0
+    eval_samples: int = 0
+    unit: str = "samples"
+    data: DataSummary | None = field(default=None, metadata={"type": DataSummary})
+    resumed_from: str | None = None
+    hosts: Sequence[str] = ()
+    versions: Mapping[str, Any] = field(default_factory=dict)
+    schema: int = SCHEMA
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A checkpoint is committed.
+
+    Args:
+        seconds: that its commit took, in the background. tries: more than 1 if the storage failed.
+    """
+
+    kind: ClassVar[str] = "checkpoint"
+    step: int = 0
+    name: str = ""
+    seconds: float | None = None
+    size_bytes: int | None = None
+    tries: int = 1
+
+
+@dataclass(frozen=True)
+class CheckpointFailed:
+    """A checkpoint could not be written; training goes on for a while."""
+
+    kind: ClassVar[str] = "checkpoint_failed"
+    step: int
+    message: str = ""
+    in_a_row: int = 1
+
+
+@dataclass(frozen=True)
+class Interval:
+    """``checkpoint.every_s = "auto"`` has chosen another interval.
+
+    Args:
+        stall_s: for which a checkpoint stops training. commit_s: until it is committed.
+        mtbf_s: mean time between failures, as estimated.
+    """
+
+    kind: ClassVar[str] = "interval"
+    seconds: float
+    stall_s: float = 0.0
+    commit_s: float = 0.0
+    mtbf_s: float = 0.0
+
+
+@dataclass(frozen=True)
+class Failed:
+    """Workers have failed, and the run goes on.
+
+    Args:
+        rank: of the worker that failed first; None if it is not known, as after a hang.
+        step: in progress; None if there was none.
+        error: class of the failure.
+    """
+
+    kind: ClassVar[str] = "failed"
+    rank: int | None = None
+    step: int | None = None
+    message: str = ""
+    node: str = field(default="", metadata=OPTIONAL)
+    error: str = field(default="", metadata=OPTIONAL)
+    traceback: str = field(default="", metadata=OPTIONAL)
+    hung: bool = field(default=False, metadata=OPTIONAL)
+
+
+@dataclass(frozen=True)
+class Preempted:
+    """Nodes are taken away, after a notice."""
+
+    kind: ClassVar[str] = "preempted"
+    text: str
+
+
+@dataclass(frozen=True)
+class Note:
+    """A line for people."""
+
+    kind: ClassVar[str] = "note"
+    text: str
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """Seconds of a step by phase, for each rank."""
+
+    kind: ClassVar[str] = "ranks"
+    step: int
+    split_s: Sequence[Mapping[str, float]]
+
+
+@dataclass(frozen=True)
+class Straggler:
+    """A rank that the others wait for again and again; `rank` None: there is none any more."""
+
+    kind: ClassVar[str] = "straggler"
+    step: int = 0
+    rank: int | None = None
+    text: str = ""
+    host: str = field(default="", metadata=OPTIONAL)
+    phase: str = field(default="", metadata=OPTIONAL)
+    ratio: float | None = field(default=None, metadata=OPTIONAL)
+
+
+@dataclass(frozen=True)
+class End:
+    """The command has ended.
+
+    Args:
+        status: its exit status. step: optimizer steps done.
+        message: the error. rank, node, error: of the worker that failed first.
+    """
+
+    kind: ClassVar[str] = "end"
+    status: int = 0
+    step: int | None = field(default=None, metadata=OPTIONAL)
+    message: str = field(default="", metadata=OPTIONAL)
+    rank: int | None = field(default=None, metadata=OPTIONAL)
+    node: str = field(default="", metadata=OPTIONAL)
+    error: str = field(default="", metadata=OPTIONAL)
+
+
+LogRecord = Train | Eval | Audit | Resync
+LOG_RECORDS = (Train, Eval, Audit, Resync)
+Trouble = CheckpointFailed | Failed | Preempted | Straggler
+StoredEvent = Plan | Checkpoint | Interval | Note | Ranks | End | Trouble
+STORED_EVENTS = (
+    *(Plan, Checkpoint, CheckpointFailed, Interval, Failed, Preempted, Note, Ranks, Straggler),
+    End,
+)

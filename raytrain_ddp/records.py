@@ -1,0 +1,101 @@
+"""Converts events to and from the JSON objects in ``metrics.jsonl`` and ``events.jsonl``."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import MISSING, Field, fields, is_dataclass
+from datetime import datetime, timezone
+from typing import Any, NamedTuple, TypeVar
+
+from raytrain_ddp.events import LOG_RECORDS, STORED_EVENTS, LogRecord, StoredEvent
+
+_TIME = "%Y-%m-%dT%H:%M:%SZ"
+_LOG_KINDS = {each.kind: each for each in LOG_RECORDS}
+_STORED_KINDS = {each.kind: each for each in STORED_EVENTS}
+T = TypeVar("T")
+
+
+class Timed(NamedTuple):
+    """An event of ``events.jsonl``.
+
+    Args:
+        time: as it was written, such as 2026-11-20T18:05:31Z.
+        wall: seconds since 1970; nan if the time cannot be read.
+    """
+
+    event: StoredEvent
+    time: str
+    wall: float
+
+
+def to_record(event: LogRecord | StoredEvent) -> dict[str, Any]:
+    """The JSON object of an event, with its kind first."""
+    return {"kind": event.kind, **_encoded(event)}
+
+
+def event_line(event: StoredEvent) -> str:
+    """The line of ``events.jsonl`` for an event that happens now."""
+    now = datetime.now(timezone.utc).strftime(_TIME)
+    return json.dumps({"kind": event.kind, "time": now, **_encoded(event)}) + "\n"
+
+
+def log_records(records: Iterable[Mapping[str, Any]]) -> list[LogRecord]:
+    """The records of a log; those of unknown kinds and without a needed field are left out."""
+    decoded = (_decoded(_LOG_KINDS.get(str(each.get("kind"))), each) for each in records)
+    return [record for record in decoded if isinstance(record, LOG_RECORDS)]
+
+
+def stored_events(records: Iterable[Mapping[str, Any]]) -> list[Timed]:
+    """The events of an event log; those of unknown kinds and without a needed field are left
+    out."""
+    return [*_stored(records)]
+
+
+def _stored(records: Iterable[Mapping[str, Any]]) -> Iterator[Timed]:
+    for record in records:
+        event = _decoded(_STORED_KINDS.get(str(record.get("kind"))), record)
+        if isinstance(event, STORED_EVENTS):
+            time = str(record.get("time", ""))
+            yield Timed(event, time, _wall(time))
+
+
+def _wall(time: str) -> float:
+    try:
+        return datetime.strptime(time, _TIME).replace(tzinfo=timezone.utc).timestamp()
+    except ValueError:
+        return math.nan
+
+
+def _encoded(value: Any) -> dict[str, Any]:
+    pairs = ((field, getattr(value, field.name)) for field in fields(value))
+    return {
+        _key(field): _encoded(each) if is_dataclass(each) else each
+        for field, each in pairs
+        if not (field.metadata.get("optional") and each == _default(field))
+    }
+
+
+def _decoded(kind: type[T] | None, record: Mapping[str, Any]) -> T | None:
+    """None for an unknown kind, or where a field without a default is missing."""
+    if kind is None:
+        return None
+    values: dict[str, Any] = {}
+    for field in fields(kind):  # type: ignore[arg-type]
+        if _key(field) in record:
+            value, inner = record[_key(field)], field.metadata.get("type")
+            if inner is not None and isinstance(value, Mapping):
+                value = _decoded(inner, value)
+            values[field.name] = value
+        elif field.default is MISSING and field.default_factory is MISSING:
+            return None
+    return kind(**values)
+
+
+def _key(field: Field[Any]) -> str:
+    return str(field.metadata.get("key", field.name))
+
+
+def _default(field: Field[Any]) -> Any:
+    return field.default if field.default_factory is MISSING else field.default_factory()
