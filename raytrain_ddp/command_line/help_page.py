@@ -61,11 +61,11 @@ def page(
             raise ConfigError(f"there is no help on {topic!r}.{hint}")
         return "\n".join(_full(found, width))
     placed = [flag for flag in flags if flag.positional]
-    lines = [*head, *(line for flag in placed for line in _brief(flag, flag.metavar, width))]
+    lines = [*head, *(line for flag in placed for line in _brief(flag, width))]
     named = {flag.name: flag for flag in flags}
     for title, names in main.items():
         lines += [_bold(title)]
-        lines += [line for name in names for line in _brief(named[name], f"--{name}", width)]
+        lines += [line for name in names for line in _brief(named[name], width)]
     of = f", --help SECTION: {', '.join(sections)}" if len(sections) > 1 else ""
     lines += ["", *wrap(f"Defaults in [ ]. More: --help-all, --help FLAG{of}.", width)]
     return "\n".join(lines)
@@ -126,8 +126,10 @@ def _full(flags: Iterable[Flag], width: int) -> Iterator[str]:
             yield from _wrapped(text, width, " " * 6)
 
 
-def _brief(flag: Flag, name: str, width: int) -> Iterator[str]:
+def _brief(flag: Flag, width: int) -> Iterator[str]:
     """One flag of the short help: the first sentence and the default."""
+    is_on = flag.kind is bool and flag.default is True
+    name = flag.positional or f"--{negated(flag.name, '[no-]') if is_on else flag.name}"
     metavar = "" if flag.positional else f" {flag.metavar}"
     left = f"  {name}{metavar if len(name + metavar) <= _FIRST_COLUMN - 3 else ''}".rstrip()
     default = _default(flag)
@@ -158,10 +160,10 @@ def _shown(value: Any) -> str:
     return " ".join(map(_shown, value)) if isinstance(value, tuple | list) else str(value)
 
 
-def negated(name: str) -> str:
+def negated(name: str, no: str = "no-") -> str:
     """``optim.no-nesterov`` for ``optim.nesterov``."""
     section, dot, last = name.rpartition(".")
-    return f"{section}{dot}no-{last}"
+    return f"{section}{dot}{no}{last}"
 
 
 def _paragraphs(text: str, width: int) -> Iterator[str]:

@@ -57,6 +57,12 @@ def test_the_help_is_plain(short: dict[str, str]):
         assert re.search(r" $", text, re.MULTILINE) is None
 
 
+def test_a_switch_that_is_on_shows_how_to_turn_it_off(short: dict[str, str]):
+    assert "  --[no-]predict " in short["report"]
+    assert "  --[no-]shuffle " in short["convert"]
+    assert "  --per-class " in short["evaluate"]
+
+
 def test_the_short_help_of_fit_has_what_people_look_for(short: dict[str, str]):
     titles = re.findall(r"^(\w[\w ]+)$", short["fit"], re.MULTILINE)
     assert titles == [
@@ -168,12 +174,13 @@ def test_help_imports_nothing_heavy():
     code = (
         "import sys; from raytrain_ddp.__main__ import main\n"
         "try: main(['fit', '--help'])\n"
-        "except SystemExit: print([*sys.modules])"
+        "except SystemExit: print([*sys.modules], len(sys.modules))"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     loaded = done.stdout.rpartition("[")[2]
     for heavy in ("torch", "ray", "numpy", "pydantic", "rich", "pyarrow", "asyncio"):
         assert f"'{heavy}'" not in loaded
+    assert int(loaded.split()[-1]) < 180  # 130 when this was written, in 0.13 s of CPU time
 
 
 def test_a_class_without_a_docstring_or_texts_has_empty_help():
