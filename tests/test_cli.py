@@ -32,7 +32,9 @@ from raytrain_ddp.driver.dry_run import dry_run
 from raytrain_ddp.driver.fit_driver import _end, _Starts, fit
 from raytrain_ddp.errors import ConfigError
 from raytrain_ddp.evaluate import find_checkpoint
+from raytrain_ddp.events import Plan
 from raytrain_ddp.failpoints import FOLDER_VARIABLE, VARIABLE
+from raytrain_ddp.messages import Outcome
 
 TRAIN = ("--name", "small", "--local", "--batch-size", "256", "--micro-batch", "64")
 EPOCHS = ("--epochs", "1", "--eval.every-epochs", "1")
@@ -374,11 +376,11 @@ def test_what_came_before_a_restart_is_not_told_as_start_up(
     now = [10.0]
     monkeypatch.setattr("raytrain_ddp.driver.fit_driver.time.monotonic", lambda: now[0])
     run, parts = open_storage(str(tmp_path)), {"total": 9.0, "evaluation": 2.0, "checkpoint": 1.0}
-    outcome = {"seconds": parts, "signal": 0, "step": 3, "total_steps": 3}
+    outcome = Outcome(3, 3, 0, None, 0, {}, parts)
     watch = _Starts(lambda _: None)
     told = []
     for now[0] in (15.0, 40.0):
-        watch({"kind": "plan"})
+        watch(Plan())
         told.append(_end(TrainConfig(storage=str(tmp_path)), run, outcome, watch, 10.0).seconds)
     rest = {"training": 6.0, "evaluation": 2.0, "checkpoints": 1.0}
     assert told[0] == {"start-up": 5.0, **rest, "total": 5.0}

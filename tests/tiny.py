@@ -192,7 +192,7 @@ class ScriptedSession(LocalSession):
             self.start_step = event.start_step
         super().tell(event)
 
-    def wishes(self) -> Requests:
+    def requests(self) -> Requests:
         self.step = (self.step or self.start_step) + 1
         stop_at, die_at = self._script
         if self.step == die_at:

@@ -87,7 +87,7 @@ def format_share(share: float) -> str:
     return f"{100 * share:.{0 if share >= 0.00995 or share == 0 else 1}f} %"
 
 
-def gist(message: str) -> str:
+def error_summary(message: str) -> str:
     """The first line of an error's message; for a traceback below it, also the exception."""
     first, _, rest = message.strip().partition("\n")
     last = rest.splitlines()[-1:] if "Traceback" in rest else []

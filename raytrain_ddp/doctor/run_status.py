@@ -1,4 +1,4 @@
-"""How a run is, seen from outside: by what it has written. Loads neither torch nor Ray."""
+"""Assesses a run from outside, by what it has written. Imports neither torch nor Ray."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from raytrain_ddp.checkpoint.storage import Storage, open_storage
 from raytrain_ddp.checkpoint.store import MANIFEST_FILE
 from raytrain_ddp.data.epoch_order import relative_load
 from raytrain_ddp.display.bottleneck import StepSplit
-from raytrain_ddp.display.formatting import format_count, format_seconds, gist, plural
+from raytrain_ddp.display.formatting import error_summary, format_count, format_seconds, plural
 from raytrain_ddp.doctor.rows import Report, Row, format_duration
 from raytrain_ddp.errors import ConfigError, did_you_mean
 from raytrain_ddp.events import (
@@ -45,21 +45,21 @@ from raytrain_ddp.events import (
 )
 from raytrain_ddp.records import Timed, to_record
 
-_LEAST_S = 30.0  # as the workers' own watchdog
-_USUALLY = 10  # times the usual pause between two lines of the log
+_LEAST_S = 30.0  # like the workers' watchdog
+_USUALLY = 10  # times the usual interval between log records
 _APART_S = 600.0  # for a start or an evaluation
-_AWAY_S = 60.0  # a store that cannot append gets its files anew every so often
+_AWAY_S = 60.0  # files in a store that cannot append are rewritten only periodically
 _HANGS_SHOWN = 3
 
 
 @dataclass(frozen=True)
 class RunStatus:
-    """What a run has written. Times are ages in s; None where there is nothing."""
+    """What a run has written. Times are ages in s; None if there is nothing."""
 
     run: Storage
     owner: Owner | None
     lease_s: float | None
-    config_s: float | None  # since its driver has begun
+    config_s: float | None  # since its driver started
     metrics_s: float | None
     events_s: float | None
     checkpoint_s: float | None
@@ -72,7 +72,7 @@ class RunStatus:
 
     @property
     def plan(self) -> Plan | None:
-        """Of the newest start; None if there was none."""
+        """The plan of the newest start; None if there was none."""
         plans = [event for event, _, _ in self.events if isinstance(event, Plan)]
         return plans[-1] if plans else None
 
@@ -93,10 +93,10 @@ class RunStatus:
 
 
 def open_run(place: str) -> Storage:
-    """A run's folder, or its name below runs/.
+    """A run's folder, by its path, URI or name below runs/.
 
     Raises:
-        ConfigError: there is none.
+        ConfigError: there is no run.
         PreflightError: the storage cannot be reached.
     """
     if "://" not in place and not Path(place).exists() and (Path("runs") / place).is_dir():
@@ -109,7 +109,7 @@ def open_run(place: str) -> Storage:
 
 
 def read_status(run: Storage) -> RunStatus:
-    """Reads what the run has written; writes a probe, by which the store tells its time."""
+    """Reads what the run has written; writes a probe file to get the store's time."""
     try:
         now_s = run.clock_s()
     except OSError:  # it may be read only
@@ -157,7 +157,7 @@ def _hangs(run: Storage) -> list[tuple[str, Mapping[str, Any]]]:
 
 
 def assess_run(seen: RunStatus) -> Report:
-    """The rows; a `fail` is a run that does not get on and should."""
+    """The rows; `fail` means that the run should make progress but does not."""
     rows = [_driver(seen), _progress(seen), *_pace(seen), _failures(seen)]
     rows += [*_hung(seen), *_replaced(seen), _checkpoint(seen)]
     findings = {
@@ -175,14 +175,14 @@ def _driver(seen: RunStatus) -> Row:
     name, where = "driver", str(seen.run).rstrip("/").rpartition("/")[2]
     if seen.owner is None or seen.lease_s is None:
         if seen.end is not None:
-            status, why = seen.end.status, gist(seen.end.message)
+            status, why = seen.end.status, error_summary(seen.end.message)
             told = f"ended with status {status}{why and ': '}{why}"
             return Row(name, where, told, "warn" if status else "ok")
-        again = "Run the command again: it goes on from the newest checkpoint."
+        again = "Run the command again: it resumes from the newest checkpoint."
         return Row(name, where, "no process drives it, and it has not ended", "warn", again)
     on = f"{seen.owner.host}, pid {seen.owner.pid}"
     if seen.owner.is_dead() or seen.lease_s > TIMEOUT_S:
-        again = "Run the command again: it takes the run over, and goes on."
+        again = "Run the command again: it takes the run over and resumes it."
         since = f"its lease was renewed {_ago(seen.lease_s)}"
         return Row(name, where, f"{on} is gone: {since}", "fail", again)
     return Row(name, where, f"{on}, since {seen.owner.since}")
@@ -191,7 +191,7 @@ def _driver(seen: RunStatus) -> Row:
 def _progress(seen: RunStatus) -> Row:
     plan, name = seen.plan, "progress"
     if plan is None or seen.newest_s is None:
-        return Row(name, "", "not begun")
+        return Row(name, "", "not started")
     step = max(seen.lines[-1].step if seen.lines else 0, plan.start_step)
     place = f"step {step} of {plan.total_steps}"
     told = f"{place} ({100 * step // max(1, plan.total_steps)} %), {_ago(seen.newest_s)}"
@@ -214,7 +214,7 @@ def _progress(seen: RunStatus) -> Row:
 
 
 def _has_leave(seen: RunStatus, plan: Plan) -> bool:
-    """Whether it starts, goes on after a failure, evaluates, or has not shown its pace yet."""
+    """Whether it starts, resumes after a failure, evaluates, or has no known pace yet."""
     begun = [n for n, each in enumerate(seen.events) if isinstance(each.event, Plan)][-1]
     failed = any(isinstance(e, Failed | Preempted) for e, _, _ in seen.events[begun:])
     new = [line for line in seen.lines if line.step > plan.start_step]
@@ -226,7 +226,7 @@ def _has_leave(seen: RunStatus, plan: Plan) -> bool:
 
 
 def _between(lines: Sequence[Train]) -> float:
-    """The usual seconds between two lines; 0 without any."""
+    """The usual seconds between two records; 0 without any."""
     if not lines:
         return 0.0
     steps = [b.step - a.step for a, b in pairwise(lines[-20:])]
@@ -253,7 +253,7 @@ def _pace(seen: RunStatus) -> list[Row]:
     hosts = {event.rank: event.host for event in told if event.rank is not None}
     if slow is not None:
         rank, phase, ratio = slow
-        found = f"{ratio:.1f} x as long as the others, most in {phase}"
+        found = f"{ratio:.1f} x as long as the others, mostly in {phase}"
         where = f"rank {rank} {hosts.get(rank, '')}".rstrip()
         size, slots = (plan.world_size, plan.slots) if plan else (1, 1)
         due = relative_load(slots, size, rank) if rank < size else 1.0
@@ -275,7 +275,7 @@ def _failures(seen: RunStatus) -> Row:
 
 
 def _hung(seen: RunStatus) -> list[Row]:
-    """Also hangs whose failure is not told yet, as the workers are still being ended."""
+    """Also hangs whose failure is not recorded yet, while the workers are being ended."""
     done = seen.end is not None and seen.end.status == 0
     saved = max((e.step for e, _, _ in seen.events if isinstance(e, Checkpoint)), default=-1)
     return [
@@ -284,7 +284,7 @@ def _hung(seen: RunStatus) -> list[Row]:
             ", ".join(f"rank {rank}" for rank in hang.get("ranks", [])),
             f"step {hang.get('step')}; stacks: {HANGS}/{folder}/rank-*.txt",
             "ok" if done or saved > hang.get("step", 0) else "warn",
-            "Where the others wait, and what that rank does instead, is in these files.",
+            "These files show where the others wait and what that rank does instead.",
         )
         for folder, hang in seen.hangs[-_HANGS_SHOWN:]
     ]
@@ -296,9 +296,9 @@ def _replaced(seen: RunStatus) -> list[Row]:
         Row(
             "divergence",
             ", ".join(f"rank {rank}" for rank in record.ranks),
-            f"step {record.step}: other weights, first in {record.first}; mended",
+            f"step {record.step}: different weights, first in {record.first}; resynchronized",
             "warn",
-            "Look at that host: a device, a memory or a kernel of it computes wrong.",
+            "Check that host: its device, memory or a kernel computes wrong results.",
         )
         for record in seen.resyncs
     ]

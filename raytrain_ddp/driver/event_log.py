@@ -1,10 +1,10 @@
-"""What happened to a run: ``events.jsonl``, written by the process that drives it.
+"""Writes ``events.jsonl``, the history of a run, in the process that drives it.
 
     {"kind": "plan", "time": "2026-11-20T18:05:31Z", "start_step": 40, "world_size": 3, ...}
     {"kind": "checkpoint", "time": ..., "step": 60, "seconds": 0.2, "size_bytes": 1234}
 
-metrics.jsonl is the same whatever happened; this file is not. It also proves, when all checkpoints
-are gone, that there were some. A run that is refused before it begins leaves none.
+metrics.jsonl does not depend on failures; this file does. It also proves, if all checkpoints
+disappear, that there were some. A run that is refused before it begins leaves no file.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ from raytrain_ddp.events import STORED_EVENTS, Checkpoint, Plan, Ranks
 from raytrain_ddp.messages import Event
 from raytrain_ddp.records import event_line
 
-# What each rank does with a step comes with each line of the log: a part is kept, ever less often,
-# so that a month has some 400 of them.
+# The time of each rank per step comes with each log record: a part is kept, less and less often,
+# about 400 of them in a month.
 _RANKS_EVERY_S, _RANKS_EVERY_SHARE, _MOST_RANKS = 5.0, 0.02, 64
-_PUT_EVERY_S = 30.0  # an object store cannot append: the file is put again
+_PUT_EVERY_S = 30.0  # an object store cannot append: the file is rewritten
 _WRITE_S = 1.0  # time that a caller waits for the storage; slower writes continue in the background
 _LAST_S = 30.0  # time that the end of a run waits for the storage
 
@@ -36,20 +36,20 @@ class EventLog:
     """Records the events of a run, and forwards all of them; thread-safe.
 
     A thread does the writing, so slow storage does not delay events. Events are held back until the
-    run has a config.toml. A journal that cannot be written does not end the run.
+    run has a config.toml. A log that cannot be written does not end the run.
     """
 
     def __init__(self, run: Storage, show: Callable[[Event], None]) -> None:
         self._run, self._show = run, show
         # None ends the writer thread.
         self._orders: SimpleQueue[tuple[str, bool, threading.Event] | None] = SimpleQueue()
-        self._written = threading.Event()  # the newest order
+        self._written = threading.Event()  # of the newest order
         self._written.set()
         self._thread = threading.Thread(target=self._work, name="journal", daemon=True)
         self._thread.start()
         self._held: list[str] = []  # not written yet
         self._begun = False
-        self._file: list[str] | None = None  # all of its lines, where it cannot be appended to
+        self._file: list[str] | None = None  # all of its lines, if it cannot be appended to
         self._put_at = -math.inf
         self._since, self._ranks_at = time.monotonic(), -math.inf
 
@@ -63,19 +63,19 @@ class EventLog:
 
     def __call__(self, event: Event) -> None:
         if isinstance(event, Plan):
-            self._ranks_at = time.monotonic()  # the first steps are not like the others
+            self._ranks_at = time.monotonic()  # the first steps are not typical
         dropped = isinstance(event, Ranks) and self._is_too_much(event)
         if isinstance(event, STORED_EVENTS) and not dropped:
             line = event_line(event)
             # Storage errors are shown before they are written to that storage.
             self._show(event)
-            # Of a checkpoint there shall be word as soon as there is the checkpoint.
+            # A checkpoint's event must be written as soon as the checkpoint exists.
             self._order(line, at_once=isinstance(event, Checkpoint))
         else:
             self._show(event)
 
     def _is_too_much(self, ranks: Ranks) -> bool:
-        """Whether this account of the ranks is one too many, or too long."""
+        """Whether this record of the ranks is one too many, or too long."""
         now = time.monotonic()
         pause_s = max(_RANKS_EVERY_S, _RANKS_EVERY_SHARE * (now - self._since))
         if len(ranks.split_s) > _MOST_RANKS or now - self._ranks_at < pause_s:

@@ -172,15 +172,17 @@ def rank_variables(
         env["CUDA_VISIBLE_DEVICES"] = ",".join(worker.gpus)
     elif worker.seat.node_has_gpus:
         env["CUDA_VISIBLE_DEVICES"] = ""  # they belong to others; --use-gpu reserves some
-    meeting = {
+    rendezvous = {
         "WORLD_SIZE": str(len(group.workers)),
         "MASTER_ADDR": group.master_addr,
         "MASTER_PORT": str(group.master_port),
     }
     env.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1")
     if flags.env == "slurm":
-        return env | meeting | _slurm(group, worker, env)
-    return env | meeting | _torchrun(flags, group, worker) | {"TORCHELASTIC_ERROR_FILE": error_file}
+        return env | rendezvous | _slurm(group, worker, env)
+    return (
+        env | rendezvous | _torchrun(flags, group, worker) | {"TORCHELASTIC_ERROR_FILE": error_file}
+    )
 
 
 def _torchrun(flags: RunFlags, group: RankedGroup, worker: Worker) -> dict[str, str]:

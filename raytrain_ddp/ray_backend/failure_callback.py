@@ -17,12 +17,12 @@ class FailureCallback(UserCallback):  # type: ignore[misc]
     """A killed worker cannot report its failure; Ray detects it.
 
     Args:
-        board: handle of the Mailbox actor.
+        mailbox: handle of the Mailbox actor.
         driver: the driver's own actor id, if it is an actor.
     """
 
-    def __init__(self, board: Any, driver: str | None) -> None:
-        self._board, self._driver, self._told = board, driver, False
+    def __init__(self, mailbox: Any, driver: str | None) -> None:
+        self._mailbox, self._driver, self._told = mailbox, driver, False
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """In the controller: gives the driver a handle to it, which Ray Train does not offer."""
@@ -30,13 +30,13 @@ class FailureCallback(UserCallback):  # type: ignore[misc]
         context = ray.get_runtime_context()
         if not self._told and context.get_actor_id() not in (None, self._driver):
             self._told = True  # the controller passes copies to its workers
-            self._board.push.remote([ControllerStarted(context.current_actor)])
+            self._mailbox.push.remote([ControllerStarted(context.current_actor)])
 
     def after_exception(self, run_context: Any, worker_exceptions: dict[int, Exception]) -> None:
         """Called at each check that finds dead workers; the driver handles each death once."""
         texts = {rank: _described(error) for rank, error in worker_exceptions.items()}
         preempted = [rank for rank, error in worker_exceptions.items() if _was_preempted(error)]
-        self._board.push.remote([Died(texts, preempted)])
+        self._mailbox.push.remote([Died(texts, preempted)])
 
 
 def _described(error: Exception) -> str:

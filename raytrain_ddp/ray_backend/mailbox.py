@@ -1,4 +1,4 @@
-"""Communication between the workers and the driver during a run.
+"""The mailbox between the workers and the driver of a run.
 
 A small actor: rank 0 pushes events, the driver takes them, and a stop request travels in the reply
 to a push. It imports almost nothing, so its process starts quickly.
@@ -22,17 +22,17 @@ class Answer(NamedTuple):
 
     Args:
         stop: the number of the signal that requested a stop, else 0.
-        board: identifies the incarnation of the board that replies.
+        mailbox: identifies the incarnation of the mailbox that replies.
         taken: the number of this sender's events that the driver has taken.
     """
 
     stop: int
-    board: str
+    mailbox: str
     taken: int
 
 
 class Mailbox:
-    """Events in order, and the signal by which the run shall stop."""
+    """Events in order, and the signal that stops the run."""
 
     def __init__(self) -> None:
         self._name = os.urandom(8).hex()
@@ -40,11 +40,11 @@ class Mailbox:
         self._taken: Mapping[str, int] = {}
         self._stop = 0
         self._over = False
-        self._signs: dict[int, Any] = {}  # of workers that get on no more
-        self._signing = ""  # their start
+        self._statuses: dict[int, Any] = {}  # of workers that make no progress
+        self._hanging_start = ""  # their start
 
     def push(self, events: Sequence[Event], sender: str = "", first: int = 0) -> Answer:
-        """Adds events; those of a named `sender` are numbered, from `first` on."""
+        """Adds events; those of a named `sender` are numbered from `first`."""
         self._events += [(sender, first + n, event) for n, event in enumerate(events)]
         return Answer(self._stop, self._name, self._taken.get(sender, 0))
 
@@ -60,22 +60,22 @@ class Mailbox:
         return events
 
     def join(self, start: str, rank: int, node: str) -> bool:
-        """A worker begins, as one of those of `start`; returns whether it shall."""
+        """A worker of `start` begins; returns whether it may."""
         self.push([Joined(start, rank, node)])
         return not self._over
 
-    def meet(self, start: str, rank: int, sign: Any) -> dict[int, Any]:
-        """Puts what a rank of `start` says of itself, or takes it away if it is None; returns what
-        all of them say."""
-        if start != self._signing:
-            self._signing, self._signs = start, {}
-        self._signs.pop(rank, None)
-        if sign is not None:
-            self._signs[rank] = sign
-        return self._signs
+    def exchange_status(self, start: str, rank: int, status: Any) -> dict[int, Any]:
+        """Publishes the status of a rank of `start`, or removes it if None; returns the status of
+        all ranks."""
+        if start != self._hanging_start:
+            self._hanging_start, self._statuses = start, {}
+        self._statuses.pop(rank, None)
+        if status is not None:
+            self._statuses[rank] = status
+        return self._statuses
 
     def close(self) -> None:
-        """The driver has given up: workers that Ray starts from now on shall end at once."""
+        """The driver has given up: workers that Ray starts from now on must end at once."""
         self._over = True
 
 
@@ -89,44 +89,44 @@ class Outbox:
     def __init__(self, sender: str) -> None:
         self._sender = sender
         self._kept: deque[Event] = deque()
-        self._first = 0  # the number of the first that is kept
-        self._sent = 0  # the number of the first that is not on the board
-        self._board = ""
+        self._first = 0  # the number of the first event kept
+        self._sent = 0  # the number of the first event not in the mailbox
+        self._mailbox = ""
 
     def add(self, event: Event) -> None:
         self._kept.append(event)
 
     def letter(self) -> tuple[list[Event], str, int]:
-        """The events not on the board yet, as arguments of `Board.push`."""
+        """The events not in the mailbox yet, as arguments of `Mailbox.push`."""
         first = self._sent
         events = list(self._kept)[first - self._first :]
         self._sent += len(events)
         return events, self._sender, first
 
     def answered(self, answer: Answer) -> None:
-        """Drops events that the driver has. Events lost with an earlier incarnation of the board
+        """Drops events that the driver has. Events lost with an earlier incarnation of the mailbox
         are sent again."""
         while self._first < min(answer.taken, self._sent):
             self._kept.popleft()
             self._first += 1
-        if answer.board != self._board and self._board:
+        if answer.mailbox != self._mailbox and self._mailbox:
             self._sent = self._first
-        self._board = answer.board
+        self._mailbox = answer.mailbox
 
     def is_empty(self) -> bool:
-        """Whether the driver has all."""
+        """Whether the driver has everything."""
         return not self._kept
 
 
 class Inbox:
-    """Collects the events that the driver takes off the board, each exactly once."""
+    """Collects the events that the driver takes from the mailbox, each exactly once."""
 
     def __init__(self) -> None:
         self.taken: dict[str, int] = {}
 
     def sort(self, letters: Sequence[tuple[str, int, Event]]) -> list[Event]:
         """The new events among these. An out-of-order event is skipped: the events before it were
-        lost with the board, and all of them are sent again."""
+        lost with the mailbox, and all of them are sent again."""
         new = []
         for sender, number, event in letters:
             if not sender or number == self.taken.get(sender, 0):

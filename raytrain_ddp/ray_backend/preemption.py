@@ -35,12 +35,12 @@ class Notice:
         self._ends_at: float | None = None  # by this host's monotonic clock
         self._save = False
 
-    def wishes(self) -> Requests:
+    def requests(self) -> Requests:
         """Rank 0's requests, called once per step."""
         save, self._save = self._save, False
-        return self.meanwhile()._replace(save=save)
+        return self.requests_in_evaluation()._replace(save=save)
 
-    def meanwhile(self) -> Requests:
+    def requests_in_evaluation(self) -> Requests:
         """Called by rank 0 once per step or evaluation chunk; a requested checkpoint waits."""
         now = time.monotonic()
         # The longest of the recent steps or chunks, as an estimate for the next one.

@@ -29,7 +29,7 @@ from raytrain_ddp.messages import Evaluating, Event, InProgress, Outcome, Phase,
 from raytrain_ddp.ray_backend.mailbox import Answer, Outbox
 from raytrain_ddp.ray_backend.preemption import STOP, Notice
 from raytrain_ddp.ray_backend.worker_log import WorkerLog
-from raytrain_ddp.training.hang_diagnosis import Hang, Sign
+from raytrain_ddp.training.hang_diagnosis import Hang, RankStatus
 from raytrain_ddp.training.recorder import Best
 from raytrain_ddp.training.recording_session import RecordingSession
 from raytrain_ddp.training.rendezvous import Exchange
@@ -48,7 +48,7 @@ class RaySession(RecordingSession):
     """Ray Train places the workers and registers the checkpoints; rank 0 commits each of them.
 
     Args:
-        board: handle of the Mailbox actor.
+        mailbox: handle of the Mailbox actor.
         look_every_s: how often to check for preemption notices; 0: never.
         start: an id shared by the workers of this start only.
 
@@ -59,7 +59,7 @@ class RaySession(RecordingSession):
     def __init__(
         self,
         config: TrainConfig,
-        board: Any,
+        mailbox: Any,
         best: Best,
         look_every_s: float = 0.0,
         start: str = "",
@@ -84,7 +84,7 @@ class RaySession(RecordingSession):
         self._words = WorkerLog(world)
         super().__init__(config, world, best, self._say)
         self.step: int | None = None
-        self._board, self._start = board, start
+        self._mailbox, self._start = mailbox, start
         self._pushed_at = 0.0
         self._answer: Any = None
         self._signal = 0
@@ -153,30 +153,32 @@ class RaySession(RecordingSession):
             delete_local_checkpoint_after_upload=False,
         )
 
-    def wishes(self) -> Requests:
+    def requests(self) -> Requests:
         """Called once per step; also counts steps and pushes events."""
         self.step = (self.step or 0) + 1
-        return self._asked(self._notice.wishes)
+        return self._asked(self._notice.requests)
 
-    def meanwhile(self) -> Requests:
-        return self._asked(self._notice.meanwhile)
+    def requests_in_evaluation(self) -> Requests:
+        return self._asked(self._notice.requests_in_evaluation)
 
     def _asked(self, notice: Callable[[], Requests]) -> Requests:
         if not self.world.is_main:
             return Requests()
         if time.monotonic() - self._pushed_at >= _PUSH_EVERY_S:
             self.push()
-        wishes = notice()
-        return wishes._replace(stop=self._signal) if self._signal else wishes
+        requests = notice()
+        return requests._replace(stop=self._signal) if self._signal else requests
 
     def look(self) -> None:
         self._notice.look()
 
-    def meeting(self, owners: Sequence[Owner]) -> Exchange:
-        def exchange(sign: Sign | None) -> dict[int, Sign]:
-            pending = self._board.meet.remote(self._start, self.world.rank, sign and asdict(sign))
+    def status_exchange(self, owners: Sequence[Owner]) -> Exchange:
+        def exchange(status: RankStatus | None) -> dict[int, RankStatus]:
+            pending = self._mailbox.exchange_status.remote(
+                self._start, self.world.rank, status and asdict(status)
+            )
             answers = ray.get(pending, timeout=_MEET_S)
-            return {rank: Sign(**each) for rank, each in answers.items()}
+            return {rank: RankStatus(**each) for rank, each in answers.items()}
 
         return exchange
 
@@ -193,7 +195,7 @@ class RaySession(RecordingSession):
         pending = [look.options(scheduling_strategy=node).remote(owner) for node in there]
         return next(filter(None, ray.get(pending, timeout=_MEET_S)), "") if pending else ""
 
-    def hung(self, hang: Hang) -> None:
+    def report_hang(self, hang: Hang) -> None:
         """The driver is notified by each rank that responds; Ray then ends those that do not."""
         event = WorkerFailed(
             start=self._start,
@@ -206,7 +208,7 @@ class RaySession(RecordingSession):
             cause="hang",
         )
         with suppress(Exception):
-            ray.get(self._board.push.remote([event]), timeout=_MEET_S)
+            ray.get(self._mailbox.push.remote([event]), timeout=_MEET_S)
         os._exit(RetriesExhausted.exit_status)
 
     def is_taken_away(self, outcome: Outcome) -> bool:
@@ -248,7 +250,7 @@ class RaySession(RecordingSession):
             self._outbox.add(self._events.popleft())
         if self.step is not None and to_say:  # shows where a silently killed worker was
             self._outbox.add(InProgress(self.step))
-        self._answer = self._board.push.remote(*self._outbox.letter())
+        self._answer = self._mailbox.push.remote(*self._outbox.letter())
         self._pushed_at = time.monotonic()
 
 

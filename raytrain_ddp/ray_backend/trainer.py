@@ -22,9 +22,9 @@ _LOOK_EVERY_S = 3.0
 
 
 def make_trainer(
-    config: TrainConfig, run: Storage, layout: Layout, board: Any, task: bytes | None = None
+    config: TrainConfig, run: Storage, layout: Layout, mailbox: Any, task: bytes | None = None
 ) -> Any:
-    """A `TorchTrainer` whose workers run `train` on `layout` and report to `board`.
+    """A `TorchTrainer` whose workers run `train` on `layout` and report to `mailbox`.
 
     Args:
         task: the pickled task, if its name does not suffice; see `pickled_task`.
@@ -42,7 +42,7 @@ def make_trainer(
         folder=str(Path.cwd()),
         import_paths=import_paths(config),
         log_folder=f"{run.path}/{LOGS}" if run.is_local else None,
-        board=board,
+        mailbox=mailbox,
         lease=holder(run),
         look_every_s=0.0 if os.environ.get(PREEMPTION_WATCHER) == "0" else _LOOK_EVERY_S,
         failpoints=(os.environ.get(VARIABLE, ""), os.environ.get(FOLDER_VARIABLE, "")),
@@ -67,7 +67,7 @@ def make_trainer(
                 max_preemption_failures=config.scaling.max_preemptions,
                 controller_failure_limit=-1,
             ),
-            callbacks=[FailureCallback(board, ray.get_runtime_context().get_actor_id())],
+            callbacks=[FailureCallback(mailbox, ray.get_runtime_context().get_actor_id())],
             logging_config=LoggingConfig(log_level="WARNING"),
         ),
         torch_config=TorchConfig(backend=layout.backend),

@@ -78,7 +78,7 @@ def run_workers(
     here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
     # If it is killed, Ray restarts it and retries calls: see mailbox.py.
     lasting = {"max_restarts": -1, "max_task_retries": -1}
-    board = ray.remote(num_cpus=0, scheduling_strategy=here, **lasting)(Mailbox).remote()
+    mailbox = ray.remote(num_cpus=0, scheduling_strategy=here, **lasting)(Mailbox).remote()
     show(Phase("loading torch"))
     failures = FailurePolicy(config.scaling.max_failures, committed)
     nodes = LiveNodes()
@@ -92,11 +92,11 @@ def run_workers(
         layout, config.scaling.wait_s, nodes, notify_node_change, told, nodes.awake
     )
     starting = StartWatch(layout, nodes, told, nodes.awake, stopped_workers)
-    listener = _Listener(board, failures, (waiting, starting), metrics, told, nodes.awake)
+    listener = _Listener(mailbox, failures, (waiting, starting), metrics, told, nodes.awake)
     try:
         with _signals(listener.on_signal):
             while True:
-                trainer = make_trainer(config, run, layout, board, task)
+                trainer = make_trainer(config, run, layout, mailbox, task)
                 show(Phase(f"placing {layout.said} (each loads torch)"))
                 why = _attend(trainer, listener)
                 if listener.outcome is not None:
@@ -107,7 +107,7 @@ def run_workers(
     finally:  # end the run also on a Ray that outlives this call
         nodes.close()
         if not nodes.is_lost:  # otherwise, each call would wait for the lost head
-            board.close.remote()
+            mailbox.close.remote()
             metrics.close()
             listener.end_controller()
 
@@ -138,7 +138,7 @@ class _Listener:
 
     def __init__(
         self,
-        board: Any,
+        mailbox: Any,
         failures: FailurePolicy,
         waiting: tuple[CapacityWatch, StartWatch],
         metrics: PrometheusMetrics,
@@ -146,7 +146,7 @@ class _Listener:
         awake: Callable[[], float],
     ) -> None:
         self._inbox, self._awake = Inbox(), awake
-        self._board, self._failures, self._show = board, failures, show
+        self._mailbox, self._failures, self._show = mailbox, failures, show
         self._waiting, self._starting = waiting
         self._metrics = metrics
         self._began = False
@@ -196,7 +196,7 @@ class _Listener:
         import ray
 
         with suppress(Exception):  # it, or all of Ray, has already ended
-            for _, _, event in ray.get(self._board.take.remote(self._inbox.taken), timeout=1):
+            for _, _, event in ray.get(self._mailbox.take.remote(self._inbox.taken), timeout=1):
                 if isinstance(event, ControllerStarted):
                     self._controller = event.actor
             if self._controller is None:
@@ -216,7 +216,7 @@ class _Listener:
         import ray
 
         stop = self._signals[0] if self._stopping else 0
-        asked = self._board.take.remote(self._inbox.taken, stop)
+        asked = self._mailbox.take.remote(self._inbox.taken, stop)
         deadline = self._awake() + _BOARD_TIMEOUT_S
         while self._awake() < deadline:
             self._obey()
@@ -249,10 +249,10 @@ def _signals(handler: Callable[[int, FrameType | None], None]) -> Iterator[None]
         yield
         return
     from raytrain_ddp.training.local_session import (
-        asking,  # imports torch, as Ray Train has done by now
+        stop_signals,  # imports torch, as Ray Train has done by now
     )
 
-    before = {number: signal.signal(number, handler) for number in asking()}
+    before = {number: signal.signal(number, handler) for number in stop_signals()}
     try:
         yield
     finally:

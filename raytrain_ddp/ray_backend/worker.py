@@ -38,7 +38,7 @@ class WorkerSettings:
 
     Args:
         task: the pickled task, if its name does not suffice.
-        board: handle of the Mailbox actor.
+        mailbox: handle of the Mailbox actor.
         lease: the token with which the driver holds the run; "": unknown.
         look_every_s: how often to check for preemption notices; 0: never.
         failpoints: those armed in the driver's environment, and the folder that records them.
@@ -48,7 +48,7 @@ class WorkerSettings:
     folder: str
     import_paths: tuple[str, ...]
     log_folder: str | None
-    board: Any
+    mailbox: Any
     lease: str = ""
     look_every_s: float = 0.0
     failpoints: tuple[str, str] = ("", "")
@@ -67,7 +67,7 @@ def train_on_worker(loop_config: dict[str, WorkerSettings]) -> None:
     grouped = dist.is_initialized()
     sessions: list[RaySession] = []
     try:
-        if ray.get(given.board.join.remote(_start(), rank, socket.gethostname())):
+        if ray.get(given.mailbox.join.remote(_start(), rank, socket.gethostname())):
             _apply_settings(given)
             with _Tee(given.log_folder, rank):
                 _train(given, sessions)
@@ -101,7 +101,7 @@ def _train(given: WorkerSettings, sessions: list[RaySession]) -> None:
     reads: set[str] = set()
     task = load_task(config, reads)
     best = Best(task.monitor, task.goal)
-    with RaySession(config, given.board, best, given.look_every_s, _start()) as session:
+    with RaySession(config, given.mailbox, best, given.look_every_s, _start()) as session:
         sessions.append(session)
         outcome = train(config, task, session, reads)
         if session.is_taken_away(outcome):
@@ -168,7 +168,7 @@ def report_failure(
         cause=cause_of(error) if known or not torn_down else "peer",
     )
     with suppress(Exception):  # the mailbox may be gone or slow; the error itself matters more
-        ray.get(given.board.push.remote([event]), timeout=10)
+        ray.get(given.mailbox.push.remote([event]), timeout=10)
 
 
 class _Tee:

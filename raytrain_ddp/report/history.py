@@ -1,4 +1,4 @@
-"""What became of a run, and what happened on the way, in words."""
+"""Describes what happened to a run, as text."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from typing import Literal
 
 from raytrain_ddp.display.bottleneck import split_of
 from raytrain_ddp.display.formatting import (
+    error_summary,
     format_count,
     format_metric,
     format_seconds,
-    gist,
     plural,
 )
 from raytrain_ddp.events import (
@@ -35,7 +35,7 @@ Kind = Literal["start", "restart", "resize", "failure", "preempted", "trouble", 
 
 @dataclass(frozen=True)
 class HistoryEntry:
-    """One thing that happened; `step` is None where it is not known."""
+    """One thing that happened; `step` is None if unknown."""
 
     wall: float
     step: int | None
@@ -46,12 +46,12 @@ class HistoryEntry:
 
 @dataclass(frozen=True)
 class RunHistory:
-    """A run in words.
+    """A run as text.
 
     Args:
-        state: "running", "finished", "interrupted", "failed", or "gone": without a word.
+        state: "running", "finished", "interrupted", "failed", or "gone": ended without an event.
         told: the state in a sentence.
-        cause: what the failure was, as its first line; "" unless failed.
+        cause: the first line of the failure; "" unless failed.
         detail: its other lines.
     """
 
@@ -65,7 +65,7 @@ class RunHistory:
 
     @property
     def limit(self) -> str:
-        """What stands most in the way of computing; "" where it is not known."""
+        """The main bottleneck; "" if unknown."""
         return split_of(timed(self.files)).limit()
 
     @property
@@ -77,7 +77,7 @@ class RunHistory:
         return _total_steps(self.files)
 
     def speed(self) -> float:
-        """Samples/s of all workers, the median of the newest start; nan before the first line."""
+        """Samples/s of all workers, the median of the newest start; nan before the first record."""
         start = self.timeline.lives[-1].start_step if self.timeline.lives else 0
         newest = [r for r in self.files.train if r.step > start] or self.files.train
         speeds = [r.samples_per_s for r in newest]
@@ -93,7 +93,7 @@ class RunHistory:
 
 
 def timed(files: RunFiles) -> list[Train]:
-    """The records that say where the time went."""
+    """The records with timing."""
     return [r for r in files.train if r.timing.split_s]
 
 
@@ -114,7 +114,7 @@ def history_of(files: RunFiles) -> RunHistory:
         state = "interrupted"
     else:
         state = "failed"
-        cause = gist(end.message) or f"exit status {end.status}"
+        cause = error_summary(end.message) or f"exit status {end.status}"
         if end.rank is not None and f"rank {end.rank}" not in cause:
             cause += f" (rank {end.rank}"
             cause += f" on {end.node}" if end.node else ""
@@ -132,14 +132,14 @@ def _told(files: RunFiles, state: str, timeline: Timeline, end: End | None) -> s
     if state == "finished":
         return f"Finished at {at}."
     if state == "interrupted" and end is not None:
-        return f"Interrupted by {_signal(end.status)} at {at}; the same command goes on there."
+        return f"Interrupted by {_signal(end.status)} at {at}; the same command resumes it."
     if state == "failed":
         return f"Failed {'after ' + at if step else 'before its first step'}."
     if not step:
-        return "Gone without a word before its first step: its process was killed, it seems."
+        return "Disappeared before its first step: its process was probably killed."
     return (
-        f"Gone without a word after {at}: its process was killed, it seems. The same command goes "
-        "on from the newest checkpoint."
+        f"Disappeared after {at}: its process was probably killed. Run the same command again to "
+        "resume from the newest checkpoint."
     )
 
 
@@ -150,7 +150,7 @@ def _total_steps(files: RunFiles) -> int | None:
 
 def _still(files: RunFiles, at: str, total: int | None, timeline: Timeline) -> str:
     if not files.train or not timeline.lives:
-        return "Running: the first step is still to come."
+        return "Running: the first step is not done yet."
     life = timeline.lives[-1]
     done = files.last_step - life.start_step
     left = (total or 0) - files.last_step
@@ -169,7 +169,7 @@ def _signal(status: int) -> str:
 
 
 def _later(since: str, time: str) -> bool:
-    """Of a lease ("2026-11-20 18:05:31 UTC") and an event ("2026-11-20T18:05:31Z")."""
+    """Compares a lease ("2026-11-20 18:05:31 UTC") and an event ("2026-11-20T18:05:31Z")."""
     return since[:19].replace(" ", "T") > time[:19]
 
 
@@ -217,17 +217,17 @@ def _start(
         resumed = f"; resumed from {plan.resumed_from}" if plan.resumed_from else ""
         return HistoryEntry(wall, step, "start", f"Started with {on}{resumed}")
     resized = before.world_size != plan.world_size
-    text = f"Went on from step {step} with {on}"
+    text = f"Resumed from step {step} with {on}"
     if resized:
         text += f" (before: {before.world_size})"
     again = reached - step
     if again > 0:
-        text += f"; {plural(again, 'step')} done again"
+        text += f"; {plural(again, 'step')} repeated"
     if lost_at is not None:
         text += f"; {format_seconds(max(0.0, wall - lost_at))} without training"
     detail = "" if lost_at is not None else "a new start of the command"
     if not stopped and lost_at is None:
-        detail += "; the one before ended without a word"
+        detail += "; the previous one disappeared"
     return HistoryEntry(wall, step, "resize" if resized else "restart", text, detail)
 
 
@@ -242,6 +242,6 @@ def _end(event: End, wall: float) -> HistoryEntry:
 
 
 def speed_told(story: RunHistory) -> str:
-    """``1437 images/s``; "" before the first line of the log."""
+    """``1437 images/s``; "" before the first record of the log."""
     speed = story.speed()
     return "" if math.isnan(speed) else f"{format_count(speed)} {story.unit or 'samples'}/s"

@@ -60,7 +60,7 @@ def several_runs(stories: Sequence[RunHistory]) -> str:
     """The page of several runs side by side."""
     names = [story.files.name for story in stories]
     parts = [
-        f"<header><h1>{escape('   '.join(names))}</h1></header>",
+        f"<header><h1>{escape(' · '.join(names))}</h1></header>",
         _section("Side by side", _side_by_side(stories)),
         _section("Where their configs differ", tables.config_differences(stories)),
         _section("Curves", _panels(curve_panels(stories))),

@@ -1,4 +1,4 @@
-"""What a run's folder holds, read without a change to it: also while the run goes on."""
+"""Reads a run's folder without changing it, even while the run is in progress."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ _RUNS = "runs"
 
 
 class Kept(NamedTuple):
-    """A checkpoint that is there; `manifest` is None where it cannot be read."""
+    """An existing checkpoint; `manifest` is None if it cannot be read."""
 
     name: str
     step: int
@@ -50,15 +50,15 @@ class Kept(NamedTuple):
 
 @dataclass(frozen=True)
 class RunFiles:
-    """A run as its folder has it.
+    """The content of a run's folder.
 
     Args:
         name: the folder's.
-        config: the fields that config.toml has, by their full names.
+        config: the fields in config.toml, by their full names.
         train, evals, events: records in the order in which they were written.
-        kept: the checkpoints that are there, newest first.
-        owner: the process that holds the run, as far as can be seen.
-        claims: what each start has left of itself: host, pid, workers.
+        kept: the existing checkpoints, newest first.
+        owner: the process that holds the run, as far as known.
+        claims: the record of each start: host, pid, workers.
         read_at: seconds since 1970.
     """
 
@@ -75,7 +75,7 @@ class RunFiles:
 
     @property
     def manifest(self) -> Manifest | None:
-        """Of the newest checkpoint that can be read."""
+        """The manifest of the newest readable checkpoint."""
         return next((kept.manifest for kept in self.kept if kept.manifest), None)
 
     @property
@@ -85,12 +85,12 @@ class RunFiles:
 
     @property
     def best(self) -> Eval | None:
-        """The evaluation that was the best."""
+        """The best evaluation."""
         return next((record for record in reversed(self.evals) if record.best), None)
 
     @property
     def last_step(self) -> int:
-        """Of what the log, the events and the checkpoints tell."""
+        """The last step in the log, the events and the checkpoints."""
         steps = [record.step for record in self.train[-1:]]
         steps += [record.step for record in self.evals[-1:]]
         steps += [kept.step for kept in self.kept[:1]]
@@ -98,7 +98,7 @@ class RunFiles:
         return max(steps, default=0)
 
     def settings(self) -> dict[str, tuple[Any, Any]]:
-        """Field -> (value, default) of all fields, also of those that this version lacks."""
+        """Field -> (value, default) of all fields, including those that this version lacks."""
         defaults = flat(TrainConfig())
         names = list(dict.fromkeys([*defaults, *self.config]))
         return {n: (self.config.get(n, defaults.get(n)), defaults.get(n)) for n in names}

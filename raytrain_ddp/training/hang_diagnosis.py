@@ -39,7 +39,7 @@ _STATES = {
 
 
 @dataclass(frozen=True)
-class Sign:
+class RankStatus:
     """The status that a rank publishes when it makes no progress.
 
     Args:
@@ -86,13 +86,13 @@ class _WaitPoint(NamedTuple):
     doing: str
 
 
-def is_hang(signs: Mapping[int, Sign]) -> bool:
+def is_hang(statuses: Mapping[int, RankStatus]) -> bool:
     """Whether all ranks that have published a status have exceeded their patience."""
-    return all(sign.still_s >= sign.patience_s for sign in signs.values())
+    return all(status.still_s >= status.patience_s for status in statuses.values())
 
 
 def diagnose(
-    signs: Mapping[int, Sign], owners: Sequence[Owner], stopped: Set[int] = frozenset()
+    statuses: Mapping[int, RankStatus], owners: Sequence[Owner], stopped: Set[int] = frozenset()
 ) -> Hang:
     """Finds the ranks that block the others.
 
@@ -101,12 +101,12 @@ def diagnose(
         owners: the processes of all ranks.
         stopped: ranks that do not respond and are known to be stopped.
     """
-    waiting = [sign for sign in signs.values() if sign.waits]
-    seen = waiting or list(signs.values())
-    usual, _ = Counter(_wait_point(sign) for sign in seen).most_common(1)[0]
+    waiting = [status for status in statuses.values() if status.waits]
+    seen = waiting or list(statuses.values())
+    usual, _ = Counter(_wait_point(status) for status in seen).most_common(1)[0]
     what = _collective(usual) if waiting else f"step {usual.step}"
-    since = f"{min(sign.still_s for sign in seen):.0f} s"
-    silent = [rank for rank in range(len(owners)) if rank not in signs]
+    since = f"{min(status.still_s for status in seen):.0f} s"
+    silent = [rank for rank in range(len(owners)) if rank not in statuses]
     if silent:
         states = {rank: "T" if rank in stopped else owners[rank].state() for rank in silent}
         unknown = "it does not respond: it is stopped, or dead, or one of its threads holds the GIL"
@@ -118,7 +118,7 @@ def diagnose(
             usual.step,
             tuple(silent),
         )
-    busy = [sign for sign in signs.values() if not sign.waits]
+    busy = [status for status in statuses.values() if not status.waits]
     if busy and not waiting:
         text = f"no rank has finished {what} in {since}: {_places(busy)}"
         return Hang(text, usual.step, ())
@@ -129,7 +129,7 @@ def diagnose(
             "library lost a message"
         )
         return Hang(text, usual.step, ())
-    ranks = [sign.rank for sign in behind]
+    ranks = [status.rank for status in behind]
     return Hang(
         f"{_who(ranks, owners)} did not enter {what}: {_places(behind)}; the others wait {since}",
         usual.step,
@@ -137,18 +137,18 @@ def diagnose(
     )
 
 
-def _outliers(waiting: Sequence[Sign]) -> list[Sign]:
+def _outliers(waiting: Sequence[RankStatus]) -> list[RankStatus]:
     """Those that wait in another collective than most; the ones behind if it is a tie."""
-    places = Counter(_wait_point(sign) for sign in waiting)
+    places = Counter(_wait_point(status) for status in waiting)
     if len(places) < 2:
         return []
     most = max(places.values())
     usual = max(place for place, count in places.items() if count == most)
-    return [sign for sign in waiting if _wait_point(sign) != usual]
+    return [status for status in waiting if _wait_point(status) != usual]
 
 
-def _wait_point(sign: Sign) -> _WaitPoint:
-    return _WaitPoint(sign.step, sign.collective, sign.name, sign.doing)
+def _wait_point(status: RankStatus) -> _WaitPoint:
+    return _WaitPoint(status.step, status.collective, status.name, status.doing)
 
 
 def _collective(place: _WaitPoint) -> str:
@@ -164,10 +164,12 @@ def _who(ranks: Sequence[int], owners: Sequence[Owner]) -> str:
     )
 
 
-def _places(signs: Sequence[Sign]) -> str:
+def _places(statuses: Sequence[RankStatus]) -> str:
     where = [
-        f"in {_collective(_wait_point(sign))}" if sign.waits else f"in {sign.doing} ({sign.at})"
-        for sign in signs
+        f"in {_collective(_wait_point(status))}"
+        if status.waits
+        else f"in {status.doing} ({status.at})"
+        for status in statuses
     ]
     return _joined([f"it is {place}" for place in where])
 

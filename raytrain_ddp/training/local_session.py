@@ -27,14 +27,14 @@ from raytrain_ddp.training.rendezvous import Exchange, through_folder
 from raytrain_ddp.training.session import Requests, Snapshot
 from raytrain_ddp.training.world import World
 
-ASKING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
+STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 
 
-def asking() -> list[signal.Signals]:
+def stop_signals() -> list[signal.Signals]:
     """The signals that request a checkpoint and a stop: those of `ASKING`, except SIGHUP if it is
     ignored, as after `nohup`."""
     hung_up = signal.getsignal(signal.SIGHUP)
-    return [n for n in ASKING if n != signal.SIGHUP or hung_up != signal.SIG_IGN]
+    return [n for n in STOP_SIGNALS if n != signal.SIGHUP or hung_up != signal.SIG_IGN]
 
 
 class LocalSession(RecordingSession):
@@ -67,24 +67,24 @@ class LocalSession(RecordingSession):
         if self.recorder is not None and snapshot is not None:
             self.recorder.submit(snapshot)
 
-    def wishes(self) -> Requests:
+    def requests(self) -> Requests:
         if self._signal and not self._told:
             self._told = True
             self.tell(Note("Stopping after this step; the checkpoint follows."))
         return Requests(stop=self._signal)
 
-    def meanwhile(self) -> Requests:
-        return LocalSession.wishes(self)
+    def requests_in_evaluation(self) -> Requests:
+        return LocalSession.requests(self)
 
     def look(self) -> None: ...
 
-    def meeting(self, owners: Sequence[Owner]) -> Exchange | None:
+    def status_exchange(self, owners: Sequence[Owner]) -> Exchange | None:
         """None for a single process: it may stop in a debugger for as long as it likes."""
         if self.world.size == 1:
             return None
         return through_folder(self._run, self.world.rank, owners)
 
-    def hung(self, hang: Hang) -> None:
+    def report_hang(self, hang: Hang) -> None:
         """torchrun, if present, ends the other processes and restarts them all."""
         text = f"{hang.text} A launcher that restarts all workers resumes from there."
         with suppress(Exception):
@@ -95,7 +95,7 @@ class LocalSession(RecordingSession):
         """From now on, Ctrl-C, SIGTERM, SIGHUP (not after `nohup`) and Slurm's warnings (SIGUSR1,
         SIGUSR2) request a checkpoint and a stop; a second signal ends the process at once. A second
         SIGHUP does not: both the shell and the kernel send one when a terminal is closed."""
-        numbers = asking()
+        numbers = stop_signals()
 
         def ask(number: int, _: FrameType | None) -> None:
             self._signal = number  # reported later: the handler may have interrupted the display

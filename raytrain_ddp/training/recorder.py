@@ -1,4 +1,4 @@
-"""What rank 0 writes of a run: the log, the checkpoints, and what is kept besides."""
+"""Writes a run's log, checkpoints and other files, on rank 0."""
 
 from __future__ import annotations
 
@@ -33,10 +33,10 @@ _LIFE = "life.json"
 
 
 class Recorder:
-    """The log, the checkpoints and the clock by which they are made; `begin` comes first.
+    """The log, the checkpoints and their timer; call `begin` first.
 
     Args:
-        tell: is given events for the display, also from the thread that commits.
+        tell: receives events for the display, also from the committing thread.
     """
 
     def __init__(
@@ -53,12 +53,12 @@ class Recorder:
         self._newest: Checkpoint | None = None
 
     def begin(self) -> Checkpoint | None:
-        """The newest checkpoint that is whole; from now on earlier starts can commit no more.
+        """The newest good checkpoint; from now on, earlier starts can commit nothing.
 
         Raises:
-            CheckpointError: there are only damaged ones, or there were some and all are gone.
-            RunLockedError: another start claims the run at this moment.
-            OSError: the storage does not answer, or is full.
+            CheckpointError: there are only damaged ones, or all have disappeared.
+            RunLockedError: another start is claiming the run.
+            OSError: the storage does not respond or is full.
         """
         host = {"host": socket.gethostname(), "pid": os.getpid(), "workers": self._world.size}
 
@@ -77,7 +77,7 @@ class Recorder:
         return newest
 
     def time_to_save(self) -> bool:
-        """Whether the clock asks for a checkpoint, and none is under way.
+        """Whether a checkpoint is due by time, and none is being committed.
 
         Raises:
             CheckpointError: too many commits in a row have failed.
@@ -87,20 +87,20 @@ class Recorder:
         return self._timer.is_due() and not self.committer.postpones()
 
     def drain(self) -> None:
-        """Waits until no commit is under way."""
+        """Waits until no commit is running."""
         self.committer.wait()
         self.committer.require()
 
     def submit(self, snapshot: Snapshot) -> Future[None]:
-        """Has a snapshot committed in the background; what it comes to never raises."""
+        """Commits a snapshot in the background; the future never raises."""
         return self.committer.submit(snapshot)
 
     def saved(self, stall_s: float) -> None:
-        """Notes for how long a checkpoint has stopped the training."""
+        """Records how long a checkpoint blocked the training."""
         self._timer.saved(stall_s)
 
     def place(self) -> Storage:
-        """Where the newest checkpoint is that is whole; the folder of all if there is none."""
+        """The folder of the newest good checkpoint; the folder of all if there is none."""
         return self._newest.storage if self._newest is not None else self.store.storage
 
     def finish(self) -> None:
@@ -109,21 +109,21 @@ class Recorder:
         self.log.finish()
 
     def close(self) -> None:
-        """Waits for the commit under way; it is not tried again if it fails."""
+        """Waits for the current commit; it is not retried if it fails."""
         self._closing.set()
         self.committer.close()
         self.log.close()
 
     def keep(self, name: str, document: Mapping[str, Any]) -> None:
-        """Writes a JSON file into the run's folder; says where, or that it cannot be written."""
+        """Writes a JSON file into the run's folder; a note says where, or that it failed."""
         try:
             self._run.write_atomic(name, json.dumps(document, indent=1).encode())
-            self._note(f"{name} is kept in {self._run}.")
+            self._note(f"{name} is in {self._run}.")
         except OSError as error:
             self._note(f"{name} cannot be written: {error}")
 
     def _life_after(self, newest: Checkpoint | None) -> Life:
-        """It only decides how often to save: no reason to end a run, if it cannot be read."""
+        """It only affects how often to save, so an unreadable history does not end the run."""
         if newest is None or _LIFE not in newest.manifest.files:
             return Life(failures=self._attempt - 1)
         try:
@@ -131,15 +131,15 @@ class Recorder:
             return Life.after(json.loads(text), self._attempt)
         except (OSError, CheckpointError, KeyError, TypeError, ValueError) as error:
             told = f"{type(error).__name__}: {error}"
-            self._note(f"the age of the run begins anew: {_LIFE} cannot be read ({told}).")
+            self._note(f"the failure history starts over: {_LIFE} cannot be read ({told}).")
             return Life()
 
     def _commit(self, snapshot: Snapshot, number: int) -> None:
-        """Makes a checkpoint, then removes those that need not be kept; try `number`, from 0."""
+        """Commits a checkpoint, then removes old ones; `number` counts the attempts, from 0."""
         started = time.monotonic()
         manifest = replace(snapshot.manifest, attempt=self._attempt)
         name = CheckpointName(manifest.step, manifest.attempt)
-        if number and name in self.store.names():  # its commit was done, only the answer was lost
+        if number and name in self.store.names():  # the commit succeeded, but its reply was lost
             checkpoint = self.store.open(name)
         else:
             life = self._life.document(self._attempt, self._timer.lived_s(), snapshot.last)
@@ -161,15 +161,15 @@ class Recorder:
         self._tidy()
 
     def _tidy(self) -> None:
-        """What may wait until the next commit, if the storage fails."""
+        """Work that may wait until the next commit if the storage fails."""
         try:
             self.store.prune(self._config.checkpoint.keep_last, self._best.among(self.store))
             self.log.publish()
         except OSError as error:
-            self._note(f"old checkpoints or the log could not be renewed in {self._run}: {error}")
+            self._note(f"old checkpoints or the log could not be updated in {self._run}: {error}")
 
     def _trying_again(self, wait_s: float, error: OSError) -> bool:
-        self._note(f"{self._run}: {error} Trying again in {wait_s:.1f} s.")
+        self._note(f"{self._run}: {error} Retrying in {wait_s:.1f} s.")
         return not self._closing.wait(wait_s)
 
     def _note(self, text: str) -> None:
@@ -177,17 +177,17 @@ class Recorder:
 
 
 class Best:
-    """Which checkpoint is the best by a metric; read off the manifests, so that nothing is kept."""
+    """Finds the best checkpoint by a metric from the manifests, without state of its own."""
 
     def __init__(self, monitor: str, goal: str) -> None:
         self.monitor, self._sign = monitor, 1 if goal == "max" else -1
 
     def among(self, store: CheckpointStore) -> CheckpointName | None:
-        """The best checkpoint that was made right after an evaluation: of equal ones that with the
-        lower loss, then the earliest."""
+        """The best checkpoint made right after an evaluation: of equal ones the one with the lower
+        loss, then the earliest."""
         rated = []
         for name in store.names():
-            with suppress(CheckpointError, FileNotFoundError):  # `latest` tells of damaged ones
+            with suppress(CheckpointError, FileNotFoundError):  # `latest` reports damaged ones
                 metrics = store.open(name).manifest.metrics
                 value = metrics.get(self.monitor, math.nan)
                 if not math.isnan(value):

@@ -1,4 +1,4 @@
-"""The half of a session that is alike with Ray and without: what rank 0 writes and says."""
+"""What sessions with and without Ray have in common: recording on rank 0, and the watchdog."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ Pause = Callable[[float, OSError], bool]
 
 @dataclass(frozen=True)
 class PatientCheckpoint(Checkpoint):
-    """A checkpoint whose files are asked for again where the storage does not answer.
+    """A checkpoint whose files are read with retries if the storage does not respond.
 
     Args:
         pause: see `with_backoff`.
@@ -39,7 +39,7 @@ class PatientCheckpoint(Checkpoint):
     pause: Pause
 
     def read(self, filename: str) -> bytes:
-        """Raises a CheckpointError, also where the storage fails for good."""
+        """Raises a CheckpointError if the file is damaged or the storage fails permanently."""
         try:
             return with_backoff(lambda _: Checkpoint.read(self, filename), self.pause)
         except OSError as error:
@@ -47,10 +47,10 @@ class PatientCheckpoint(Checkpoint):
 
 
 class RecordingSession:
-    """A session but for `wrap`, `report`, `wishes` and `look`; only rank 0 has a recorder.
+    """A session except for `wrap`, `report`, `requests` and `look`; only rank 0 has a recorder.
 
     Args:
-        show: is given each event on rank 0, also from the threads that commit and watch.
+        show: receives each event on rank 0, also from the committing and watching threads.
 
     Attributes:
         hosts: of all ranks; empty before `watch`.
@@ -72,7 +72,7 @@ class RecordingSession:
         self._clock = clock
         owners = exchange_owners(self.world)
         self.hosts = [owner.host for owner in owners]
-        exchange = self.meeting(owners)
+        exchange = self.status_exchange(owners)
         if self._hang_s and exchange is not None:
             self._watchdog = Watchdog(
                 clock,
@@ -82,28 +82,28 @@ class RecordingSession:
                 self._run,
                 exchange,
                 self.state,
-                self.hung,
+                self.report_hang,
             )
 
-    def meeting(self, owners: Sequence[Owner]) -> Exchange | None:
-        """Where ranks that get on no more say so; None: nobody watches."""
+    def status_exchange(self, owners: Sequence[Owner]) -> Exchange | None:
+        """The exchange for ranks that make no progress; None: there is no watchdog."""
         raise NotImplementedError
 
     def state(self, owner: Owner) -> str:
-        """Of a worker's process, as `Owner.state` has it; "" where nobody sees it."""
+        """The state of a worker's process, as `Owner.state`; "" if unknown."""
         return owner.state()
 
-    def hung(self, hang: Hang) -> None:
-        """Tells of it, and ends this process."""
+    def report_hang(self, hang: Hang) -> None:
+        """Reports the hang, and ends this process."""
         raise NotImplementedError
 
     def latest(self) -> Checkpoint | None:
-        """From the storage, not from Ray's register: that lags behind by a poll, and a checkpoint
-        that it lists may be damaged.
+        """From the storage, not from Ray's register: that lags behind by one poll, and may list a
+        damaged checkpoint.
 
         Raises:
-            CheckpointError: there is none where there must be one, or the storage fails.
-            RunLockedError: another start claims the run at this moment.
+            CheckpointError: there is none although there must be one, or the storage fails.
+            RunLockedError: another start is claiming the run.
         """
         found: tuple[CheckpointName, Manifest] | RaytrainError | OSError | None = None
         if self.recorder is not None:
@@ -142,7 +142,7 @@ class RecordingSession:
 
     @contextmanager
     def _doing(self, what: str) -> Iterator[None]:
-        """Has the watchdog know what rank 0 does while the others wait for it."""
+        """Tells the watchdog what rank 0 does while the others wait for it."""
         if self._clock is None or self._clock.doing in ("checkpoint", "evaluation", STARTING):
             yield
             return
@@ -178,7 +178,7 @@ class RecordingSession:
             self.recorder.finish()
 
     def close(self) -> None:
-        """Waits for the commit that is under way; after an error the others wait meanwhile."""
+        """Waits for the current commit; after an error, the others wait in the meantime."""
         if self.recorder is not None:
             with self._doing("checkpoint"):
                 self.recorder.close()
@@ -189,7 +189,7 @@ class RecordingSession:
             self._watchdog.close()
 
     def _trying_again(self, wait_s: float, error: OSError) -> bool:
-        text = f"{self._storage} does not answer ({error}): trying again in {wait_s:.1f} s."
+        text = f"{self._storage} does not respond ({error}): retrying in {wait_s:.1f} s."
         self.tell(Note(text))
         time.sleep(wait_s)
         return True
@@ -197,6 +197,6 @@ class RecordingSession:
 
 def _failing(storage: Storage, error: OSError) -> CheckpointError:
     return CheckpointError(
-        f"the storage of {storage} fails: {' '.join(str(error).split())}. Mend it or make room: "
-        "the same command then goes on from the newest checkpoint."
+        f"the storage of {storage} fails: {' '.join(str(error).split())}. Fix it or free space, "
+        "then run the same command again to resume from the newest checkpoint."
     )

@@ -12,10 +12,10 @@ import torch.distributed as dist
 from raytrain_ddp.checkpoint.lease import Owner
 from raytrain_ddp.checkpoint.run_folder import HANGS
 from raytrain_ddp.checkpoint.storage import Storage
-from raytrain_ddp.training.hang_diagnosis import Sign
+from raytrain_ddp.training.hang_diagnosis import RankStatus
 from raytrain_ddp.training.world import World
 
-Exchange = Callable[[Sign | None], Mapping[int, Sign]]
+Exchange = Callable[[RankStatus | None], Mapping[int, RankStatus]]
 """Publishes this rank's status, or removes it (None), and returns the status of all ranks."""
 
 
@@ -29,15 +29,15 @@ def through_folder(run: Storage, rank: int, owners: Sequence[Owner]) -> Exchange
     """An exchange by files in the run's folder; nothing is written before a hang."""
     folder = run.join(HANGS).join(start_folder(owners))
 
-    def exchange(sign: Sign | None) -> dict[int, Sign]:
-        if sign is None:
+    def exchange(status: RankStatus | None) -> dict[int, RankStatus]:
+        if status is None:
             folder.delete_file(f"rank-{rank}.json")
             return {}
         folder.mkdir()
-        folder.write_atomic(f"rank-{rank}.json", json.dumps(asdict(sign)).encode())
+        folder.write_atomic(f"rank-{rank}.json", json.dumps(asdict(status)).encode())
         names = [(r, f"rank-{r}.json") for r in range(len(owners))]
         found = [(r, folder.read(name)) for r, name in names if folder.exists(name)]
-        return {r: Sign(**json.loads(data)) for r, data in found}
+        return {r: RankStatus(**json.loads(data)) for r, data in found}
 
     return exchange
 

@@ -1,4 +1,4 @@
-"""The seam between the loop and whatever runs it: Ray, torchrun or a plain process."""
+"""The interface between the loop and what runs it: Ray, torchrun or a plain process."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from raytrain_ddp.training.world import World
 
 @dataclass(frozen=True)
 class Snapshot:
-    """What becomes a checkpoint: host copies that no later step changes.
+    """The content of a checkpoint: host copies that later steps do not change.
 
     Args:
         manifest: without its files.
         tensors: file stem -> name -> tensor.
-        documents: file name -> JSON-able value.
+        documents: file name -> JSON-serializable value.
         log: all records so far.
-        last: the run ends with it, as it should.
+        last: the run ends normally with it.
     """
 
     manifest: Manifest
@@ -36,12 +36,12 @@ class Snapshot:
 
 
 class Requests(NamedTuple):
-    """What one rank wants to follow the step that now begins; all ranks then do what any wants.
+    """What one rank requests after the current step; all ranks then do what any rank requests.
 
     Args:
-        stop: the number of the signal by which the run shall end, else 0.
-        save: a checkpoint, though none is due.
-        look: that all ranks look together at what none sees alone; see `Session.look`.
+        stop: the number of the signal that stops the run, else 0.
+        save: a checkpoint, even if none is due.
+        look: that all ranks check together what none can see alone; see `Session.look`.
     """
 
     stop: int = 0
@@ -50,7 +50,7 @@ class Requests(NamedTuple):
 
 
 class Session(Protocol):
-    """What the loop needs from outside. RaySession and LocalSession are the two kinds.
+    """What the loop needs from its environment. Implemented by RaySession and LocalSession.
 
     Attributes:
         hosts: of all ranks; empty before `watch`.
@@ -60,28 +60,28 @@ class Session(Protocol):
     hosts: list[str]
 
     def watch(self, clock: Clock) -> None:
-        """From now on until `finish`, workers that get on no more are ended. All take part."""
+        """Until `finish`, workers that make no progress are ended. All ranks take part."""
 
     def wrap(self, model: nn.Module, options: Mapping[str, Any]) -> nn.Module:
-        """The model in DistributedDataParallel with `options`; itself if it is alone."""
+        """The model in DistributedDataParallel with `options`; unchanged for a single worker."""
 
     def latest(self) -> Checkpoint | None:
-        """The newest checkpoint that is whole. All ranks take part and get the same."""
+        """The newest good checkpoint. All ranks take part and get the same."""
 
     def restore_log(self, records: Sequence[LogRecord]) -> None:
-        """Makes the log what it was at a checkpoint. Only rank 0 acts."""
+        """Restores the log of a checkpoint. Only rank 0 acts."""
 
     def log(self, record: LogRecord) -> None:
         """Adds a record to the run's log and shows it; cheap. Only rank 0 acts."""
 
     def tell(self, event: Event) -> None:
-        """Shows something that is not part of the log. Only rank 0 acts."""
+        """Shows an event that is not part of the log. Only rank 0 acts."""
 
     def records(self) -> Sequence[LogRecord]:
-        """The log so far; empty but on rank 0."""
+        """The log so far; empty on other ranks than 0."""
 
     def time_to_save(self) -> bool:
-        """Whether the clock asks for a checkpoint, and none is under way. Only rank 0 knows.
+        """Whether a checkpoint is due by time, and none is being committed. Only rank 0 knows.
 
         Raises:
             CheckpointError: too many commits in a row have failed.
@@ -92,29 +92,30 @@ class Session(Protocol):
         """Waits until no snapshot is being committed: its memory is free. Only rank 0 waits."""
 
     def report(self, metrics: Mapping[str, float], snapshot: Snapshot | None) -> None:
-        """Commits a snapshot in the background. All ranks take part; rank 0 brings the snapshot."""
+        """Commits a snapshot in the background. All ranks take part; rank 0 supplies the
+        snapshot."""
 
     def saved(self, stall_s: float) -> None:
-        """Notes for how long a checkpoint has stopped the training. Only rank 0 acts."""
+        """Records how long a checkpoint blocked the training. Only rank 0 acts."""
 
     def finish(self) -> None:
-        """Waits until the last snapshot is committed; CheckpointError if it was not. Rank 0's."""
+        """Waits for the last commit; CheckpointError if it failed. Only rank 0 acts."""
 
-    def wishes(self) -> Requests:
-        """Asked on each rank, once a step, before its compute; cheap."""
+    def requests(self) -> Requests:
+        """This rank's requests; called once per step, before its compute; cheap."""
 
-    def meanwhile(self) -> Requests:
-        """As `wishes`, but before a chunk of an evaluation: no step begins, and nothing can be
-        saved; cheap."""
+    def requests_in_evaluation(self) -> Requests:
+        """Like `requests`, but before a chunk of an evaluation, where nothing can be saved;
+        cheap."""
 
     def look(self) -> None:
-        """Looks at what the ranks can see only together; all take part, after the same step.
+        """Checks what the ranks can see only together; all take part, after the same step.
 
-        What follows from it is among the next `wishes`.
+        The consequences are among the next `requests`.
         """
 
     def keep(self, name: str, document: Mapping[str, Any]) -> None:
         """Writes a JSON file into the run's folder; a note says where. Only rank 0 acts.
 
-        A storage that fails is told in a note, too, and raises nothing.
+        A storage failure is reported in a note as well, and raises nothing.
         """

@@ -98,7 +98,7 @@ class EvaluationWatch:
             if stop:
                 raise Abandoned(stop)
         if chunk < self._least - 1:
-            stop, _, look = self._session.meanwhile()
+            stop, _, look = self._session.requests_in_evaluation()
             self._ballot.cast(stop, False, look)
 
 
@@ -114,7 +114,7 @@ class StepDecisions:
 
     def ask(self, step: int) -> None:
         """Casts this rank's votes on what follows `step`; all ranks take part."""
-        stop, save, look = self._session.wishes()
+        stop, save, look = self._session.requests()
         by_the_clock = self._session.time_to_save()
         self._ballot.cast(stop, save or by_the_clock, look)
         failpoint("train.before_step", self._session.world.rank, step)

@@ -30,7 +30,7 @@ from raytrain_ddp.checkpoint.run_folder import HANGS
 from raytrain_ddp.checkpoint.storage import Storage
 from raytrain_ddp.training.hang_diagnosis import (
     Hang,
-    Sign,
+    RankStatus,
     collectives,
     diagnose,
     innermost_line,
@@ -144,12 +144,14 @@ class Watchdog:
                     self._ask(None)
             elif still_s >= self.limit_s and now_s - asked_s >= self._ask_s:
                 asked_s, called_s = now_s, called_s or now_s
-                signs = self._hear(self._ask(self._sign(still_s)))
-                complete = len(signs) == len(self._owners)
+                statuses = self._receive(self._ask(self._own_status(still_s)))
+                complete = len(statuses) == len(self._owners)
                 waited = time.monotonic() - called_s >= self._grace_s
-                answering = {rank: sign for rank, sign in signs.items() if self._is_new(rank)}
-                stopped = self._look(answering, waited)
-                lost = is_hang(signs) or bool(stopped)
+                answering = {
+                    rank: status for rank, status in statuses.items() if self._is_new(rank)
+                }
+                stopped = self._find_stopped(answering, waited)
+                lost = is_hang(statuses) or bool(stopped)
                 if lost and (complete or waited) and clock.moved_s == moved_s:
                     self._finish(answering, still_s, stopped)
                     break
@@ -159,25 +161,28 @@ class Watchdog:
 
     def _forget(self) -> None:
         """Resets the exchange when the ranks make progress again."""
-        self._heard: dict[int, tuple[Sign, float]] = {}  # newest status, and since when
+        self._received: dict[int, tuple[RankStatus, float]] = {}  # newest status, and since when
         self._stopped: frozenset[int] = frozenset()  # ranks that this one sees stopped
         self._stopped_far: frozenset[int] = frozenset()
 
-    def _hear(self, signs: Mapping[int, Sign]) -> dict[int, Sign]:
+    def _receive(self, statuses: Mapping[int, RankStatus]) -> dict[int, RankStatus]:
         """The valid status of each rank. The status of a rank that can no longer report stays, and
         its patience runs out as well."""
         now_s = time.monotonic()
-        for rank, sign in signs.items():
-            if rank not in self._heard or self._heard[rank][0] != sign:
-                self._heard[rank] = sign, now_s
-        since_s = {rank: now_s - self._heard[rank][1] for rank in signs}
-        return {r: replace(sign, still_s=sign.still_s + since_s[r]) for r, sign in signs.items()}
+        for rank, status in statuses.items():
+            if rank not in self._received or self._received[rank][0] != status:
+                self._received[rank] = status, now_s
+        since_s = {rank: now_s - self._received[rank][1] for rank in statuses}
+        return {
+            r: replace(status, still_s=status.still_s + since_s[r])
+            for r, status in statuses.items()
+        }
 
     def _is_new(self, rank: int) -> bool:
         """Whether a rank that has reported did so recently."""
-        return rank == self._rank or time.monotonic() - self._heard[rank][1] < self._grace_s
+        return rank == self._rank or time.monotonic() - self._received[rank][1] < self._grace_s
 
-    def _look(self, answering: Mapping[int, Sign], far: bool) -> frozenset[int]:
+    def _find_stopped(self, answering: Mapping[int, RankStatus], far: bool) -> frozenset[int]:
         """The ranks that are stopped: no patience applies to them.
 
         Each rank checks those of its machine that do not respond; the lowest one also `far`. The
@@ -186,12 +191,12 @@ class Watchdog:
         silent = [rank for rank in range(len(self._owners)) if rank not in answering]
         here = [rank for rank in silent if self._owners[rank].is_here()]
         if far and self._rank == min(answering):
-            self._look_far([rank for rank in silent if rank not in here])
+            self._find_stopped_far([rank for rank in silent if rank not in here])
         self._stopped = frozenset(filter(self._is_stopped, here)) | self._stopped_far
-        stopped = self._stopped.union(*(sign.stopped for sign in answering.values()))
+        stopped = self._stopped.union(*(status.stopped for status in answering.values()))
         return stopped.intersection(silent)  # a rank that responds has continued since
 
-    def _look_far(self, ranks: Iterable[int]) -> None:
+    def _find_stopped_far(self, ranks: Iterable[int]) -> None:
         """In a thread: an unreachable machine would keep this rank from reporting its own
         status."""
 
@@ -216,7 +221,7 @@ class Watchdog:
         with suppress(Exception):  # a stderr without a file
             faulthandler.dump_traceback_later(self.limit_s, file=where)  # type: ignore[arg-type]
 
-    def _sign(self, still_s: float) -> Sign:
+    def _own_status(self, still_s: float) -> RankStatus:
         doing, (at, inside) = self._clock.doing, innermost_line(self._training)
         doing = COMPILING if is_compiling() else doing
         number, name = last_collective()
@@ -224,40 +229,42 @@ class Watchdog:
         waits = is_waiting(doing, inside)
         patience_s = self.patience_s(doing, waits)
         told = (self._rank, step, doing, number, name, waits, at, still_s, patience_s)
-        return Sign(*told, tuple(sorted(self._stopped)))
+        return RankStatus(*told, tuple(sorted(self._stopped)))
 
-    def _ask(self, sign: Sign | None) -> dict[int, Sign]:
-        own = {} if sign is None else {self._rank: sign}
+    def _ask(self, status: RankStatus | None) -> dict[int, RankStatus]:
+        own = {} if status is None else {self._rank: status}
         with suppress(Exception):  # a failed exchange means no status
-            return {**self._exchange(sign), **own}
+            return {**self._exchange(status), **own}
         return own
 
-    def _finish(self, signs: Mapping[int, Sign], still_s: float, stopped: Set[int]) -> None:
+    def _finish(
+        self, statuses: Mapping[int, RankStatus], still_s: float, stopped: Set[int]
+    ) -> None:
         """Saves what all ranks know, and ends this process."""
-        hang = diagnose(signs, self._owners, stopped)
+        hang = diagnose(statuses, self._owners, stopped)
         folder = start_folder(self._owners)
         text = f"{hang.text}. The stacks of all ranks are in {self._run}/{HANGS}/{folder}."
         hang = replace(hang, text=text)
         mine = f"rank {self._rank}: {hang.text}\n\n{stacks()}"
         print(mine, file=sys.stderr, flush=True)
         # In a thread, as the storage may be what hangs.
-        keeping = threading.Thread(target=self._keep, args=(hang, mine, signs), daemon=True)
+        keeping = threading.Thread(target=self._keep, args=(hang, mine, statuses), daemon=True)
         keeping.start()
         keeping.join(_KEPT_S)
         until_s = time.monotonic() + _KEPT_S
-        sign = replace(self._sign(still_s), kept=True)
+        status = replace(self._own_status(still_s), kept=True)
         while time.monotonic() < until_s:
-            answers = self._ask(sign)
-            if all(rank in answers and answers[rank].kept for rank in signs):
+            answers = self._ask(status)
+            if all(rank in answers and answers[rank].kept for rank in statuses):
                 break
             time.sleep(min(0.1, self._ask_s))
-        if len(signs) > 1:
+        if len(statuses) > 1:
             for rank, owner in enumerate(self._owners):
-                if rank not in signs and owner.is_here() and not owner.is_dead():
+                if rank not in statuses and owner.is_here() and not owner.is_dead():
                     os.kill(owner.pid, signal.SIGKILL)  # it cannot end by itself
         self._end(hang)
 
-    def _keep(self, hang: Hang, mine: str, signs: Mapping[int, Sign]) -> None:
+    def _keep(self, hang: Hang, mine: str, statuses: Mapping[int, RankStatus]) -> None:
         with suppress(OSError):
             folder = self._run.join(HANGS).join(start_folder(self._owners))
             folder.mkdir()
@@ -265,12 +272,12 @@ class Watchdog:
             with suppress(Exception):
                 newest = json.dumps(collectives(), indent=1)
                 folder.write_atomic(f"rank-{self._rank}-collectives.json", newest.encode())
-            if self._rank != min(signs):
+            if self._rank != min(statuses):
                 return
             for rank, owner in enumerate(self._owners):
-                if rank not in signs and (stack := _stack_of(owner, rank)):
+                if rank not in statuses and (stack := _stack_of(owner, rank)):
                     folder.write_atomic(f"rank-{rank}.txt", stack)
-            document = {**asdict(hang), "signs": [asdict(sign) for sign in signs.values()]}
+            document = {**asdict(hang), "signs": [asdict(status) for status in statuses.values()]}
             folder.write_atomic("hang.json", json.dumps(document, indent=1).encode())
 
 

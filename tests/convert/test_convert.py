@@ -380,7 +380,7 @@ def test_evaluation_splits_keep_their_names(tmp_path: Path):
     done = run_convert(tmp_path, tmp_path.parent / f"{tmp_path.name}-out")
     assert done.dataset["rows"] == {"train": 1, "test": 1, "validation": 1}
     assert done.summary is not None
-    assert done.summary["notes"] == []
+    assert done.summary.notes == []
     done = run_convert(
         tmp_path / "train.parquet",
         tmp_path.parent / f"{tmp_path.name}-own",
@@ -399,11 +399,11 @@ def test_splits_are_converted_by_name_and_what_is_left_out_is_said(tmp_path: Pat
     done = run_convert(tmp_path / "in", tmp_path / "all")
     assert done.dataset["rows"] == {"train": 2, "validation": 4, "test": 5}
     assert done.summary is not None
-    assert done.summary["notes"] == ["the extra split (1 file) is not used."]
+    assert done.summary.notes == ["the extra split (1 file) is not used."]
     done = run_convert(tmp_path / "in", tmp_path / "some", train_split="extra", eval_split="test")
     assert done.dataset["rows"] == {"train": 3, "test": 5}
     assert done.summary is not None
-    assert len(done.summary["notes"]) == 2
+    assert len(done.summary.notes) == 2
     train, evaluation = located(str(tmp_path / "some"))
     assert evaluation is not None
     assert (train.name, evaluation.name) == ("train", "test")
@@ -467,7 +467,7 @@ def test_fault_21_labels_that_are_no_class_are_named(tmp_path: Path):
     done = run_convert(tmp_path, tmp_path.parent / "labels-out")  # a test set without labels
     assert done.dataset["rows"] == {"train": 2}
     assert done.summary is not None
-    assert any("test.parquet" in note for note in done.summary["notes"])
+    assert any("test.parquet" in note for note in done.summary.notes)
 
 
 def test_fault_22_a_source_without_images_is_refused_and_leaves_nothing(tmp_path: Path):

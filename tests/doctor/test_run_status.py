@@ -144,7 +144,7 @@ def test_fault_32_a_slow_rank_and_what_limits_the_run_are_told(tmp_path: Path):
     records = [line(10 * n, rank=2, ratio=3.0) for n in range(1, 9)]
     _, row = rows(written(tmp_path, [PLAN, straggler], records, owner=Owner.here()))
     assert row["slowest"] == Row(
-        "slowest", "rank 2 w2", "3.0 x as long as the others, most in data", "warn"
+        "slowest", "rank 2 w2", "3.0 x as long as the others, mostly in data", "warn"
     )
     assert row["limit"].found == "waits for rank 2 60 % of the time"
 

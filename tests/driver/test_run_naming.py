@@ -6,7 +6,7 @@ import os
 import re
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
@@ -31,6 +31,7 @@ from raytrain_ddp.driver.fit_driver import _driven, _owned, fit_locally
 from raytrain_ddp.driver.preflight import check
 from raytrain_ddp.driver.run_naming import CLAIM_FILE, find_run, run_of_rank_0
 from raytrain_ddp.errors import ConfigError, PreflightError, RunLockedError
+from raytrain_ddp.events import Note
 
 TASK = f"{Path(__file__).parents[1] / 'tiny.py'}:TinyTask"
 
@@ -60,9 +61,9 @@ class Ears(Display):
         super().__init__(Console(quiet=True), live=False)
         self.notes: list[str] = []
 
-    def handle(self, event: Mapping[str, Any]) -> None:
-        if event["kind"] == "note":
-            self.notes.append(event["text"])
+    def handle(self, event: object) -> None:
+        if isinstance(event, Note):
+            self.notes.append(event.text)
 
 
 def trained(config: TrainConfig, **options: Any) -> tuple[str, int, str, list[str]]:

@@ -30,7 +30,7 @@ from raytrain_ddp.ray_backend.ray_output import _LazyFile
 from raytrain_ddp.ray_backend.ray_settings import applied_settings, ray_settings
 from raytrain_ddp.ray_backend.training_launch import _signals
 from raytrain_ddp.ray_backend.worker import WorkerSettings, _Tee, report_failure
-from raytrain_ddp.training.local_session import asking
+from raytrain_ddp.training.local_session import stop_signals
 
 Event = Mapping[str, Any]
 
@@ -320,10 +320,10 @@ def test_the_driver_gets_hold_of_the_controller_not_of_its_workers(monkeypatch: 
     from raytrain_ddp.ray_backend.failure_callback import FailureCallback
 
     pushed: list[Any] = []
-    board = SimpleNamespace(push=SimpleNamespace(remote=pushed.extend))
+    mailbox = SimpleNamespace(push=SimpleNamespace(remote=pushed.extend))
     process = SimpleNamespace(get_actor_id=lambda: None, current_actor=None)
     monkeypatch.setattr(ray, "get_runtime_context", lambda: process)
-    made = copy.copy(FailureCallback(board, None))  # copied in the driver, too
+    made = copy.copy(FailureCallback(mailbox, None))  # copied in the driver, too
     process.get_actor_id, process.current_actor = lambda: "c", "the controller"
     held = copy.copy(made)
     process.get_actor_id, process.current_actor = lambda: "w", "a worker"
@@ -484,8 +484,8 @@ def test_a_stopped_worker_of_ray_is_found_by_its_title():
 def test_time_in_which_a_process_is_stopped_does_not_count():
     """A driver that was suspended must not take the head's silence for its death."""
     code = (
-        "import time; from raytrain_ddp.ray_backend.capacity_watch import Awake\n"
-        "awake, began = Awake(), time.monotonic()\n"
+        "import time; from raytrain_ddp.ray_backend.capacity_watch import AwakeClock\n"
+        "awake, began = AwakeClock(), time.monotonic()\n"
         "print(flush=True)\n"
         "while time.monotonic() - began < 4: time.sleep(0.05)\n"
         "print(awake())"
@@ -549,10 +549,10 @@ class Taken:
         """Goes through steps as the loop does; returns when which wish was not none."""
         until, wished = self.now + seconds, []
         while self.now < until:
-            wishes = self.notice.wishes()
-            if wishes.stop or wishes.save:
-                wished.append((self.now - 1000, wishes))
-            if wishes.look:
+            requests = self.notice.requests()
+            if requests.stop or requests.save:
+                wished.append((self.now - 1000, requests))
+            if requests.look:
                 self.notice.look()
             self.now += each_s
         return wished
@@ -568,11 +568,11 @@ def test_fault_34_a_notice_is_saved_for_at_once_and_again_before_the_end(
     assert taken.steps(10) == []
     taken.drain(30)
     wished = taken.steps(29)
-    saves = [at for at, wishes in wished if wishes.save]
-    stops = [at for at, wishes in wished if wishes.stop]
+    saves = [at for at, requests in wished if requests.save]
+    stops = [at for at, requests in wished if requests.stop]
     assert saves == [12.5]  # looked for every 3 s
     assert stops[0] == 35.0  # 5 s before the end
-    assert {wishes.stop for _, wishes in wished if wishes.stop} == {STOP}
+    assert {requests.stop for _, requests in wished if requests.stop} == {STOP}
     assert STOP not in signal.valid_signals()  # 1, for one, is SIGHUP
     assert len(taken.notes) == 1
     assert "the node of rank 1 will be preempted in 28 s" in taken.notes[0]["text"]
@@ -586,7 +586,7 @@ def test_fault_34_the_margin_follows_the_slowest_commit_and_the_steps(
     taken.notice.committed(6.0)
     taken.notice.committed(0.1)
     taken.drain(60)
-    stops = [at for at, wishes in taken.steps(60, each_s=2.0) if wishes.stop]
+    stops = [at for at, requests in taken.steps(60, each_s=2.0) if requests.stop]
     assert stops[0] == 60 - 2 * (6 + 2)
 
 
@@ -594,12 +594,12 @@ def test_fault_34_the_margin_follows_the_slowest_commit_and_the_steps(
 def test_fault_34_more_nodes_and_an_earlier_end_are_followed(monkeypatch: pytest.MonkeyPatch):
     taken = Taken(monkeypatch)
     taken.drain(None)
-    assert [wishes.save for _, wishes in taken.steps(20)] == [True]
+    assert [requests.save for _, requests in taken.steps(20)] == [True]
     assert taken.notice.left_s() == pytest.approx(120, abs=20)
     taken.drain(20, {"n0": [0], "n1": [1]})
     wished = taken.steps(20)
-    assert [wishes.save for _, wishes in wished].count(True) == 1
-    assert next(at for at, wishes in wished if wishes.stop) == 35.0
+    assert [requests.save for _, requests in wished].count(True) == 1
+    assert next(at for at, requests in wished if requests.stop) == 35.0
     assert "rank 0, 1" in taken.notes[-1]["text"]
 
 
@@ -642,13 +642,13 @@ def told_cause(rank: int, size: int, torn_down: bool) -> tuple[str, str]:
     import torch.distributed as dist
 
     told: list[Any] = []
-    board = SimpleNamespace(push=SimpleNamespace(remote=told.extend))
+    mailbox = SimpleNamespace(push=SimpleNamespace(remote=told.extend))
     dist.destroy_process_group()
     try:
         dist.all_reduce(torch.zeros(1))
     except Exception as error:
         with mock.patch("ray.get"):
-            report_failure(WorkerSettings({}, ".", (), None, board), rank, 7, error, torn_down)
+            report_failure(WorkerSettings({}, ".", (), None, mailbox), rank, 7, error, torn_down)
         raised = type(error).__name__
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     return raised, told[0].cause
@@ -708,7 +708,7 @@ def test_after_nohup_a_hangup_is_ignored():
         with _signals(lambda n, _: heard.append(n)):
             os.kill(os.getpid(), signal.SIGHUP)
             assert signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
-        assert signal.SIGHUP not in asking()
+        assert signal.SIGHUP not in stop_signals()
     finally:
         signal.signal(signal.SIGHUP, before)
     assert heard == []

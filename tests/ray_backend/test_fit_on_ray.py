@@ -246,7 +246,7 @@ def test_a_killed_board_costs_nothing(tmp_path: Path) -> None:
             while not log.exists() or log.read_text().count("\n") < lines:
                 time.sleep(0.05)
             for process in psutil.Process().children(recursive=True):
-                if any(line.startswith("ray::Board") for line in _command(process)[:1]):
+                if any(line.startswith("ray::Mailbox") for line in _command(process)[:1]):
                     process.kill()
                     killed.append(process.pid)
 

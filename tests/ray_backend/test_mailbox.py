@@ -20,14 +20,14 @@ def numbers(events: list[Any]) -> list[int]:
 def test_a_killed_board_costs_no_event_and_doubles_none(seed: int) -> None:
     """Pushes, answers and takes in any order, while the board dies again and again."""
     dice = random.Random(seed)
-    outbox, inbox, board = Outbox("a start"), Inbox(), Mailbox()
+    outbox, inbox, mailbox = Outbox("a start"), Inbox(), Mailbox()
     under_way: list[Any] = []  # at most one push; Ray makes it again if the board dies
     answer: list[Any] = []
     heard: list[Any] = []
     told = 0
 
     def act() -> None:
-        nonlocal board, told
+        nonlocal mailbox, told
         match dice.randrange(6):
             case 0 | 1:
                 outbox.add({"n": told})
@@ -35,55 +35,55 @@ def test_a_killed_board_costs_no_event_and_doubles_none(seed: int) -> None:
             case 2 if not under_way and not answer:
                 under_way.append(outbox.letter())
             case 3 if under_way:
-                answer.append(board.push(*under_way.pop()))
+                answer.append(mailbox.push(*under_way.pop()))
             case 4 if answer:
                 outbox.answered(answer.pop())
             case 5:
                 if dice.random() < 0.3:
-                    board = Mailbox()
+                    mailbox = Mailbox()
                 elif dice.random() < 0.2:
-                    board.take(inbox.taken)  # the answer is lost with the board
-                    board = Mailbox()
+                    mailbox.take(inbox.taken)  # the answer is lost with the board
+                    mailbox = Mailbox()
                 else:
-                    heard.extend(inbox.sort(board.take(dict(inbox.taken))))
+                    heard.extend(inbox.sort(mailbox.take(dict(inbox.taken))))
 
     for _ in range(2000):
         act()
     while not outbox.is_empty():  # as a session does at its end
         if under_way:
-            answer.append(board.push(*under_way.pop()))
+            answer.append(mailbox.push(*under_way.pop()))
         if answer:
             outbox.answered(answer.pop())
-        heard += inbox.sort(board.take(dict(inbox.taken)))
-        outbox.answered(board.push(*outbox.letter()))
-    heard += inbox.sort(board.take(dict(inbox.taken)))
+        heard += inbox.sort(mailbox.take(dict(inbox.taken)))
+        outbox.answered(mailbox.push(*outbox.letter()))
+    heard += inbox.sort(mailbox.take(dict(inbox.taken)))
     assert numbers(heard) == list(range(told))
 
 
 def test_a_board_that_begins_anew_hears_the_drivers_wish_again() -> None:
-    board = Mailbox()
-    assert board.push([]).stop == 0
-    board.take({}, stop=15)
-    assert board.push([]).stop == 15
-    board = Mailbox()
-    board.take({}, stop=15)
-    assert board.push([]).stop == 15
+    mailbox = Mailbox()
+    assert mailbox.push([]).stop == 0
+    mailbox.take({}, stop=15)
+    assert mailbox.push([]).stop == 15
+    mailbox = Mailbox()
+    mailbox.take({}, stop=15)
+    assert mailbox.push([]).stop == 15
 
 
 def test_events_of_others_than_rank_0_are_passed_on_as_they_come() -> None:
-    board, inbox = Mailbox(), Inbox()
-    assert board.join("s", 1, "n1")
-    board.push([Failed()])
-    board.push([InProgress(1)], "s", 0)
-    assert inbox.sort(board.take(inbox.taken)) == [Joined("s", 1, "n1"), Failed(), InProgress(1)]
-    board.close()
-    assert not board.join("s", 2, "n2")
+    mailbox, inbox = Mailbox(), Inbox()
+    assert mailbox.join("s", 1, "n1")
+    mailbox.push([Failed()])
+    mailbox.push([InProgress(1)], "s", 0)
+    assert inbox.sort(mailbox.take(inbox.taken)) == [Joined("s", 1, "n1"), Failed(), InProgress(1)]
+    mailbox.close()
+    assert not mailbox.join("s", 2, "n2")
 
 
 def test_an_outbox_forgets_what_the_driver_has() -> None:
-    outbox, board, inbox = Outbox("s"), Mailbox(), Inbox()
+    outbox, mailbox, inbox = Outbox("s"), Mailbox(), Inbox()
     for n in range(100):
         outbox.add({"n": n})
-        outbox.answered(board.push(*outbox.letter()))
-        inbox.sort(board.take(dict(inbox.taken)))
+        outbox.answered(mailbox.push(*outbox.letter()))
+        inbox.sort(mailbox.take(dict(inbox.taken)))
     assert len(outbox._kept) <= 3

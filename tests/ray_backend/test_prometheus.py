@@ -206,7 +206,7 @@ def test_no_run_fails_of_its_metrics() -> None:
 
 
 def test_all_is_said_again_until_the_run_has_ended(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("raytrain_ddp.ray_backend.prometheus._SAY_AGAIN_EVERY_S", 0.01)
+    monkeypatch.setattr("raytrain_ddp.ray_backend.prometheus._EXPORT_EVERY_S", 0.01)
     told = Told().take(PLAN, TRAIN)
     before = dict(told.values)
     told.values.clear()
@@ -254,7 +254,7 @@ def test_only_the_rank_that_is_slowest_now_is_said_again() -> None:
     values = told.values
     ratios = [v for (name, *_), v in values.items() if name.endswith("slowest_rank_ratio")]
     assert sorted(ratios) == [0.0] * 499 + [1.1]
-    again = [key for key in told.metrics._said if key[0] == "slowest_rank_ratio"]
+    again = [key for key in told.metrics._newest if key[0] == "slowest_rank_ratio"]
     assert again == [("slowest_rank_ratio", "499", "data")]
 
 

@@ -17,6 +17,7 @@ from typing import Any
 
 import pytest
 import torch
+from event_records import record
 from rich.console import Console
 
 from raytrain_ddp import FitResult, TrainConfig, fit
@@ -44,7 +45,7 @@ class Ears(Display):
         self.heard: list[tuple[float, dict[str, Any]]] = []
 
     def handle(self, event: Any) -> None:
-        self.heard.append((time.monotonic(), dict(event)))
+        self.heard.append((time.monotonic(), record(event)))
 
     def of(self, kind: str) -> list[dict[str, Any]]:
         return [event for _, event in self.heard if event["kind"] == kind]

@@ -83,25 +83,25 @@ class FakeBoard:
 
 
 @pytest.fixture
-def board(monkeypatch: pytest.MonkeyPatch) -> FakeBoard:
+def mailbox(monkeypatch: pytest.MonkeyPatch) -> FakeBoard:
     import ray
 
     monkeypatch.setattr(ray, "get", lambda *_, **__: None)
     return FakeBoard()
 
 
-def given(board: FakeBoard) -> WorkerSettings:
-    return WorkerSettings({"micro_batch": 16, "batch_size": 64}, ".", (), None, board)
+def given(mailbox: FakeBoard) -> WorkerSettings:
+    return WorkerSettings({"micro_batch": 16, "batch_size": 64}, ".", (), None, mailbox)
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_a_workers_error_reaches_the_driver_as_the_same_exception(board: FakeBoard):
-    report_failure(given(board), 2, 5, DataError("x.parquet: damaged"))
-    error = as_error(board.events[0])
+def test_a_workers_error_reaches_the_driver_as_the_same_exception(mailbox: FakeBoard):
+    report_failure(given(mailbox), 2, 5, DataError("x.parquet: damaged"))
+    error = as_error(mailbox.events[0])
     assert type(error) is DataError
     assert str(error) == "x.parquet: damaged"
     assert error.exit_status == 4
-    assert board.events[0]["step"] == 5
+    assert mailbox.events[0].step == 5
 
 
 class OfTheUser(DataError):
@@ -131,11 +131,11 @@ def users(status: object, base: type[RaytrainError] = DataError) -> RaytrainErro
 )
 @pytest.mark.filterwarnings("ignore")
 def test_a_users_own_kind_of_error_keeps_its_text_and_its_status(
-    error: RaytrainError, status: int, text: str, board: FakeBoard
+    error: RaytrainError, status: int, text: str, mailbox: FakeBoard
 ):
     assert status_of(error) == status
-    report_failure(given(board), 0, 3, error)
-    told = as_error(board.events[0])
+    report_failure(given(mailbox), 0, 3, error)
+    told = as_error(mailbox.events[0])
     assert (str(told), told.exit_status, status_of(told)) == (text, status, status)
 
 
@@ -150,13 +150,13 @@ def test_a_users_own_kind_of_error_keeps_its_text_and_its_status(
 )
 @pytest.mark.filterwarnings("ignore")
 def test_fault_26_too_little_memory_ends_the_run_with_the_knob_that_helps(
-    error: Exception, board: FakeBoard
+    error: Exception, mailbox: FakeBoard
 ):
-    report_failure(given(board), 1, 5, error)
-    told = as_error(board.events[0])
+    report_failure(given(mailbox), 1, 5, error)
+    told = as_error(mailbox.events[0])
     assert type(told) is RetriesExhausted
     assert told.exit_status == 7
-    assert board.events[0]["cause"] == "error"  # ends the run at once: it would happen again
+    assert mailbox.events[0].cause == "error"  # ends the run at once: it would happen again
     for words in ("rank 1", "at step 5", "GiB", "--micro-batch (now 16)", "batch of 64 stays"):
         assert words in str(told)
     assert "\n" not in str(told)
@@ -164,11 +164,11 @@ def test_fault_26_too_little_memory_ends_the_run_with_the_knob_that_helps(
 
 def test_without_ray_the_end_of_another_worker_is_not_told_as_this_ones_fault():
     told = failure_event(RuntimeError("[gloo] Connection closed by peer [10.0.0.2]"))
-    assert told["message"].startswith("another worker has ended")
+    assert told.message.startswith("another worker has ended")
     assert "rank" not in told
     try:
         raise ValueError("mine")
     except ValueError as error:
         told = failure_event(error)
-    assert told["message"].startswith("the task failed:\nTraceback")
-    assert (told["rank"], told["error"]) == (0, "ValueError")
+    assert told.message.startswith("the task failed:\nTraceback")
+    assert (told.rank, told.error) == (0, "ValueError")

@@ -199,7 +199,7 @@ def test_a_run_that_was_killed_and_resized(troubled: Path):
     story, page = told(troubled), page_of(troubled)
     texts = [one.text for one in story.happenings]
     assert texts[1].startswith("Rank 1 crashed, or was killed, on n2 at step 57")
-    assert "11 steps done again; 10 s without training" in texts[2]
+    assert "11 steps repeated; 10 s without training" in texts[2]
     assert texts[3] == "Interrupted by Ctrl-C (SIGINT)"
     assert "with 3 workers on cpu (before: 2)" in texts[4]
     for text in (*texts, "Finished at step 115 of 230", "✂ 11h58m", "2→3", "a (2 workers)"):
@@ -240,7 +240,7 @@ def test_one_record_is_a_report_and_so_is_none(tmp_path: Path):
     none = page_of(write(tmp_path / "none"))
     assert "<svg" in one
     assert "<svg" not in none
-    assert "Gone without a word before its first step" in none
+    assert "Disappeared before its first step" in none
     for page in (one, none):
         _Seen(page)
 

@@ -40,7 +40,7 @@ from raytrain_ddp.config.train_config import TrainConfig
 from raytrain_ddp.errors import DataError, RetriesExhausted
 from raytrain_ddp.failpoints import FOLDER_VARIABLE, VARIABLE, arm
 from raytrain_ddp.ray_backend.mailbox import Mailbox
-from raytrain_ddp.training.hang_diagnosis import Hang, Sign, diagnose, is_compiling, is_hang
+from raytrain_ddp.training.hang_diagnosis import Hang, RankStatus, diagnose, is_compiling, is_hang
 from raytrain_ddp.training.phase_clock import Clock
 from raytrain_ddp.training.watchdog import State, Watchdog
 
@@ -124,7 +124,7 @@ def slow_log_on_rank_0(session: ScriptedSession) -> None:
         add = log.add
 
         def slow(record: Any) -> None:
-            time.sleep(4.0 if record["step"] == 15 else 0.0)
+            time.sleep(4.0 if record.step == 15 else 0.0)
             add(record)
 
         log.add = slow  # type: ignore[method-assign]
@@ -147,14 +147,14 @@ def pause_all(rank: int, folder: Path, step: int) -> None:
             subprocess.Popen(["sh", "-c", f"kill -STOP $(cat pid-*); {wake}"], cwd=folder)
 
 
-def sign(rank: int, **changes: Any) -> Sign:
+def sign(rank: int, **changes: Any) -> RankStatus:
     """Of a rank that waits in the all-reduce of step 9, and has no patience left."""
     usual: dict[str, Any] = {"step": 9, "doing": "gradient exchange", "collective": 40}
     usual |= {"name": "all_reduce", "waits": True, "at": "a.py:1 in f"}
-    return Sign(rank, **{**usual, "still_s": 31.0, "patience_s": 30.0, **changes})
+    return RankStatus(rank, **{**usual, "still_s": 31.0, "patience_s": 30.0, **changes})
 
 
-def said(*signs: Sign, size: int = 3) -> tuple[str, tuple[int, ...]]:
+def said(*signs: RankStatus, size: int = 3) -> tuple[str, tuple[int, ...]]:
     owners = [Owner(f"{n}", f"h{n}", 1 + n, "now", "another machine", 0) for n in range(size)]
     hang = diagnose({each.rank: each for each in signs}, owners)
     return hang.text, hang.ranks
@@ -191,11 +191,11 @@ def test_one_rank_with_patience_is_enough_for_no_hang():
 
 
 def test_the_board_brings_together_the_ranks_of_one_start_only():
-    board = Mailbox()
-    assert board.meet("a", 0, "x") == {0: "x"}
-    assert board.meet("a", 1, "y") == {0: "x", 1: "y"}
-    assert board.meet("a", 0, None) == {1: "y"}
-    assert board.meet("b", 2, "z") == {2: "z"}
+    mailbox = Mailbox()
+    assert mailbox.exchange_status("a", 0, "x") == {0: "x"}
+    assert mailbox.exchange_status("a", 1, "y") == {0: "x", 1: "y"}
+    assert mailbox.exchange_status("a", 0, None) == {1: "y"}
+    assert mailbox.exchange_status("b", 2, "z") == {2: "z"}
 
 
 def found(config: TrainConfig) -> tuple[Path, dict[str, Any]]:
@@ -358,7 +358,7 @@ def test_who_waits_in_a_collective_has_no_more_patience_than_for_a_step(tmp_path
 
 def watched(
     folder: Path,
-    others: Callable[[], list[Sign]],
+    others: Callable[[], list[RankStatus]],
     state: State,
     doing: str = "evaluation",
     rank: int = 0,
@@ -371,7 +371,7 @@ def watched(
     owners = [Owner(f"{n}", "far", 1 + n, "now", "its boot", 0) for n in range(3)]
     owners[rank] = Owner.here()
 
-    def exchange(mine: Sign | None) -> dict[int, Sign]:
+    def exchange(mine: RankStatus | None) -> dict[int, RankStatus]:
         kept = mine is not None and mine.kept
         return {each.rank: replace(each, kept=kept) for each in others()}
 
@@ -390,13 +390,13 @@ def test_fault_33_a_rank_stopped_on_another_host_is_named_where_others_have_pati
 ):
     said_before = [sign(n, doing="evaluation", patience_s=60.0, still_s=1.0) for n in (1, 2)]
 
-    def new(rank: int, **changes: Any) -> list[Sign]:
+    def new(rank: int, **changes: Any) -> list[RankStatus]:
         return [replace(said_before[rank - 1], still_s=time.monotonic() % 10, **changes)]
 
     def nobody_can_look(_: Owner) -> str:
         raise OSError
 
-    cases: dict[str, tuple[Callable[[], list[Sign]], State]] = {
+    cases: dict[str, tuple[Callable[[], list[RankStatus]], State]] = {
         "rank 2 is silent and stopped": (
             lambda: new(1),
             lambda owner: "T" if owner.pid == 3 else "S",
@@ -427,10 +427,10 @@ def test_fault_33_a_sign_that_stays_where_it_was_put_keeps_nobody_waiting_for_ev
     here the lowest one, which else looks at other machines."""
     before = sign(0, doing="evaluation", still_s=1.0, patience_s=3.0)
 
-    def others() -> list[Sign]:
+    def others() -> list[RankStatus]:
         return [before, sign(2, still_s=30 + time.monotonic() % 10)]
 
-    def patient() -> list[Sign]:
+    def patient() -> list[RankStatus]:
         return [replace(before, patience_s=60.0), others()[1]]
 
     tried = [
@@ -446,10 +446,10 @@ def test_fault_33_a_sign_that_stays_where_it_was_put_keeps_nobody_waiting_for_ev
 def test_a_rank_that_was_stopped_for_a_while_is_not_said_to_be_so_the_next_time(tmp_path: Path):
     """Others would end the run at its next long evaluation."""
     clock = Clock(torch.device("cpu"))
-    said: list[Sign | None] = []
+    said: list[RankStatus | None] = []
     owners = [Owner.here(), Owner.here()]
 
-    def exchange(mine: Sign | None) -> dict[int, Sign]:
+    def exchange(mine: RankStatus | None) -> dict[int, RankStatus]:
         said.append(mine)
         return {}
 

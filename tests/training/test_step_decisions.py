@@ -33,7 +33,7 @@ from raytrain_ddp.config.train_config import TrainConfig
 from raytrain_ddp.failpoints import SITES, arm
 from raytrain_ddp.training import checkpoint_interval
 from raytrain_ddp.training.checkpoint_interval import Life, SaveTimer, best_interval_s
-from raytrain_ddp.training.local_session import ASKING, LocalSession
+from raytrain_ddp.training.local_session import STOP_SIGNALS, LocalSession
 from raytrain_ddp.training.loop import train
 from raytrain_ddp.training.session import Requests
 from raytrain_ddp.training.step_decisions import Cadence, Decision, StepDecisions
@@ -73,7 +73,7 @@ class Wishing:
         self.step = 0
         self.looked: list[int] = []
 
-    def wishes(self) -> Requests:
+    def requests(self) -> Requests:
         self.step += 1
         return self._script.get((self.world.rank, self.step), Requests())
 
@@ -237,12 +237,12 @@ class Signalled(ScriptedSession):
         self._at, self._signals = at, signals
         super().__init__(config, world, 0, 0)
 
-    def wishes(self) -> Requests:
-        super().wishes()
+    def requests(self) -> Requests:
+        super().requests()
         if self.step == self._at and self.world.rank == 1 % self.world.size:
             for number in self._signals:
                 os.kill(os.getpid(), number)
-        return LocalSession.wishes(self)
+        return LocalSession.requests(self)
 
 
 def run_signalled(
@@ -250,17 +250,17 @@ def run_signalled(
 ) -> tuple[int, int, bool, list[str]]:
     """(step, signal) of the outcome, whether the handlers are again what they were, notes."""
     made = from_dict(config)
-    before = [signal.getsignal(number) for number in ASKING]
+    before = [signal.getsignal(number) for number in STOP_SIGNALS]
     world = World(rank, size, rank, torch.device("cpu"), threads=1)
     with Signalled(made, world, 7, signals) as session:
         session.stop_on_signals()
         outcome = train(made, TinyTask(made), session)
-    restored = [signal.getsignal(number) for number in ASKING] == before
+    restored = [signal.getsignal(number) for number in STOP_SIGNALS] == before
     notes = [str(e["text"]) for e in session.events if e["kind"] == "note"]
     return outcome.step, outcome.signal, restored, notes
 
 
-@pytest.mark.parametrize("number", ASKING, ids=lambda n: signal.Signals(n).name)
+@pytest.mark.parametrize("number", STOP_SIGNALS, ids=lambda n: signal.Signals(n).name)
 def test_fault_35_a_signal_to_any_rank_ends_all_with_a_checkpoint_and_handlers_are_restored(
     number: int, workers: Group, tmp_path: Path
 ):
@@ -279,7 +279,7 @@ class StoppedInEvaluation(ScriptedSession):
 
     at = 0
 
-    def meanwhile(self) -> Requests:
+    def requests_in_evaluation(self) -> Requests:
         asked, self.at = self.at == 0 and self.world.rank == 1, self.at - 1
         return Requests(stop=15 if asked else 0)
 

@@ -122,7 +122,8 @@ def test_fault_32_a_straggler_is_told_once_and_again_when_it_changes():
     *_, event = (stragglers.look(10, each, ["a", "b", "c"]) for each in lines(*[1] * 5))
     assert event is not None
     assert event.text == (
-        "rank 1 on b takes 3.0 x as long as the others, which wait for it: most in data, by step 10"
+        "rank 1 on b takes 3.0 x as long as the others, which wait for it: mostly in data, "
+        "as of step 10"
     )
 
 

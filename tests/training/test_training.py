@@ -65,6 +65,7 @@ from raytrain_ddp.data.loader_threads import LoaderThreads
 from raytrain_ddp.data.sources import ArraySource
 from raytrain_ddp.errors import ConfigError, TaskError
 from raytrain_ddp.evaluate import find_checkpoint
+from raytrain_ddp.events import Eval
 from raytrain_ddp.tasks.image_classification import ImageClassification
 from raytrain_ddp.training.buffer_sync import BoolBuffers, SlotBuffers
 from raytrain_ddp.training.evaluation import evaluate
@@ -727,7 +728,7 @@ def test_of_equal_evaluations_the_one_with_the_lower_loss_is_the_best(tmp_path: 
             metrics = {"top1": top1, "loss": loss}
             state.step = step
             best.append(state.improve(metrics, "top1", "max"))
-            log.append({"kind": "eval", "step": step, "metrics": metrics})
+            log.append(Eval(step, metrics=metrics))
             if step == restart_at:
                 folder = open_storage(str(tmp_path / str(restart_at)))
                 manifest = Manifest(step, 0, 1, 1, {}, "x", metrics=metrics)
