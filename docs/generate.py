@@ -17,51 +17,19 @@ import json
 import re
 import sys
 import textwrap
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import Any
 
 from raytrain_ddp import errors, events
-from raytrain_ddp.chaos.__main__ import ChaosArgs
-from raytrain_ddp.command_line import FitArgs
+from raytrain_ddp.__main__ import COMMANDS, _command
+from raytrain_ddp.command_line.flags import Flag, listed
+from raytrain_ddp.command_line.help_page import _default, help_of
 from raytrain_ddp.config.recipe import shipped_recipes
 from raytrain_ddp.config.train_config import TrainConfig
-from raytrain_ddp.convert.__main__ import ConvertArgs
-from raytrain_ddp.convert.options import ConvertConfig
-from raytrain_ddp.doctor.__main__ import DoctorArgs
-from raytrain_ddp.evaluate import EvaluateArgs
-from raytrain_ddp.launcher.run_options import RunFlags
-from raytrain_ddp.report.__main__ import ReportArgs
 
 DOCS = Path(__file__).resolve().parent
 PACKAGE = DOCS.parent / "raytrain_ddp"
 BLOCK = re.compile(r"(<!-- begin (\w+)([^>]*?) -->\n)(.*?)(<!-- end -->)", re.DOTALL)
-COMMANDS: dict[str, type] = {
-    "fit": FitArgs,
-    "evaluate": EvaluateArgs,
-    "run": RunFlags,
-    "convert": ConvertArgs,
-    "doctor": DoctorArgs,
-    "report": ReportArgs,
-    "chaos": ChaosArgs,
-}
-
-
-def docstrings(kind: type) -> dict[str, tuple[str, str]]:
-    """Field -> (its type as written, the string below it), those of base classes included."""
-    found: dict[str, tuple[str, str]] = {}
-    for base in reversed(kind.__mro__):
-        if not dataclasses.is_dataclass(base):
-            continue
-        (body,) = ast.parse(inspect.getsource(base)).body
-        assert isinstance(body, ast.ClassDef)
-        for this, following in zip(body.body, [*body.body[1:], None], strict=True):
-            if isinstance(this, ast.AnnAssign) and isinstance(this.target, ast.Name):
-                text = ""
-                if isinstance(following, ast.Expr) and isinstance(following.value, ast.Constant):
-                    text = inspect.cleandoc(str(following.value.value))
-                found[this.target.id] = (ast.unparse(this.annotation), text)
-    return found
 
 
 def cell(text: str) -> str:
@@ -70,88 +38,56 @@ def cell(text: str) -> str:
     return text.replace("<", "&lt;").replace("*", "\\*")
 
 
-def kind_of(annotation: str) -> str:
-    """``int | Literal['auto']`` -> int, auto."""
-    annotation = re.sub(r"Annotated\[([^\[\]]*(?:\[[^\]]*\])?[^\[\],]*),.*\]", r"\1", annotation)
-    annotation = re.sub(r"Literal\[([^\]]*)\]", lambda m: m[1].replace("'", ""), annotation)
-    annotation = annotation.replace("TaskLike", "str").replace("dict[str, str]", "KEY VALUE ...")
-    tupled = re.search(r"tuple\[(\w+), \.\.\.\]", annotation)
-    if tupled:
-        annotation = annotation.replace(tupled[0], f"{tupled[1]} ...")
-    annotation = re.sub(r"tuple\[([^\]]*)\]", lambda m: m[1].replace(",", ""), annotation)
-    names = {"str": "text", "int": "integer", "float": "number", "bool": "yes or no"}
-    for name, told in names.items():
-        annotation = re.sub(rf"\b{name}\b", told, annotation)
-    return annotation.replace(" | None", "").replace(" | ", ", ")
+def flags_of(command: str) -> list[Flag]:
+    """All that a command takes, in the order of its help."""
+    made = _command(command)
+    given = {"config": TrainConfig()} if "config" in _fields(made.args) else {}
+    return [*made.flags(made.defaults(**given))]
 
 
-def default_of(field: dataclasses.Field[Any]) -> str:
-    value = field.default
-    if field.default_factory is not dataclasses.MISSING:
-        value = field.default_factory()
-    if value is dataclasses.MISSING:
-        return "required"
-    if value is None or value in ({}, ()):
-        return ""
-    if isinstance(value, bool):
-        return "yes" if value else "no"
-    text = " ".join(map(str, value)) if isinstance(value, tuple) else str(value)
-    return f"`{text}`" if text.strip() else ""
+def _fields(kind: type) -> set[str]:
+    return {field.name for field in dataclasses.fields(kind)}
 
 
-def rows_of(kind: type, prefix: str, free: bool) -> Iterator[str]:
-    """A row for each field that is no section."""
-    texts = docstrings(kind)
-    for field in dataclasses.fields(kind):
-        if field.name in ("config", "shards") and prefix == "":
-            continue
-        if dataclasses.is_dataclass(field.default_factory):  # a section, with a table of its own
-            continue
-        annotation, text = texts[field.name]
-        flag = f"`--{prefix}{field.name.replace('_', '-')}`"
-        if "Positional" in annotation:
-            metavar = re.search(r"metavar='(\w+)'", annotation)
-            flag = f"`{metavar[1] if metavar else field.name.upper().removesuffix('S')}`"
-        change = f" {'yes' if field.metadata.get('free') else 'no'} |" if free else ""
-        told = f"{flag} | {kind_of(annotation)} | {cell(default_of(field))} | {cell(text)}"
-        yield f"| {told} |{change}"
+def is_of_config(flag: Flag) -> bool:
+    return flag.path[0] == "config"
 
 
-def table(kind: type, prefix: str = "", free: bool = False) -> str:
-    change = (" may change |", " --- |") if free else ("", "")
-    head = (
-        f"| flag | value | default | meaning |{change[0]}\n| --- | --- | --- | --- |{change[1]}\n"
-    )
-    return head + "\n".join(rows_of(kind, prefix, free)) + "\n"
-
-
-def sections() -> dict[str, type]:
-    """Those of TrainConfig, by name."""
-    made = {field.name: field.default_factory for field in dataclasses.fields(TrainConfig)}
-    return {
-        name: kind
-        for name, kind in made.items()
-        if isinstance(kind, type) and dataclasses.is_dataclass(kind)
-    }
+def table(flags: Iterable[Flag], free: bool = False) -> str:
+    """Those flags; `free` adds whether each may change when a run is resumed."""
+    head = ["flag", "value", "default", "meaning", *["may change"] * free]
+    rows = [head, ["---"] * len(head)]
+    for flag in flags:
+        name = flag.metavar if flag.positional else f"--{flag.name}"
+        value = "" if flag.positional else listed(flag.takes.split("|"))
+        default = _default(flag) or ("false" if flag.is_switch else "")
+        row = [f"`{name}`", cell(value), f"`{default}`" if default else "", cell(help_of(flag))]
+        rows.append(row + ["yes" if flag.metadata.get("free") else "no"] * free)
+    return "".join(f"| {' | '.join(row)} |\n" for row in rows)
 
 
 def configuration(_: str) -> str:
     """All fields of TrainConfig, a table for each section."""
-    parts = ["## Run\n", table(TrainConfig, free=True)]
-    for name, section in sections().items():
-        parts += [f"## {name}\n", f"{inspect.getdoc(section)}\n"]
-        parts.append(table(section, f"{name}.", free=True))
+    sections: dict[str, list[Flag]] = {}
+    for flag in filter(is_of_config, flags_of("fit")):
+        sections.setdefault(flag.section, []).append(flag)
+    parts = []
+    for name, flags in sections.items():
+        about = inspect.getdoc(flags[0].owner) if flags[0].owner is not TrainConfig else ""
+        parts.append(f"## {name}\n\n{about}\n\n{table(flags, free=True)}")
     return "\n" + "\n".join(parts) + "\n"
 
 
 def flags(command: str) -> str:
     """What a command is for, and its own flags."""
-    kind = COMMANDS[command]
-    text = "" if kind is RunFlags else f"{inspect.getdoc(kind)}\n\n"
-    more = ""
-    if kind is ConvertArgs:
-        more = "\n".join(rows_of(ConvertConfig, "", False)) + "\n"
-    return f"\n{text}{table(kind)}{more}\n"
+    own = [flag for flag in flags_of(command) if not is_of_config(flag)]
+    return f"\n{inspect.getdoc(_command(command).args)}\n\n{table(own)}\n"
+
+
+def commands(_: str) -> str:
+    """All of them, with a line about each."""
+    rows = "".join(f"| [`{name}`](#{name}) | {cell(told)} |\n" for name, told in COMMANDS.items())
+    return f"\n| command | what it does |\n| --- | --- |\n{rows}\n"
 
 
 def recipes(_: str) -> str:
@@ -258,7 +194,7 @@ def flat(text: str) -> str:
 
 MAKERS: dict[str, Callable[[str], str]] = {
     function.__name__: function
-    for function in (configuration, flags, recipes, statuses, layout, tree, schema)
+    for function in (commands, configuration, flags, recipes, statuses, layout, tree, schema)
 }
 
 

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from textwrap import indent
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
-import tyro
-
-from raytrain_ddp.command_line import run_command
+from raytrain_ddp.command_line import Command, run_command
+from raytrain_ddp.command_line.flags import positional
 from raytrain_ddp.errors import (
     CheckpointError,
     ConfigError,
@@ -29,28 +28,31 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class EvaluateArgs:
-    """Evaluate a checkpoint, each sample once, in this process.
+    """Evaluate a checkpoint in this process, each sample once.
 
-    The figures are those that training printed, to the last digit on the same kind of device.
+    The metrics equal those that training printed, to the last digit on the same kind of device.
     """
 
-    run: Annotated[str, tyro.conf.Positional]
-    """A run's folder, its name below runs/, or one checkpoint's folder."""
+    run: str = field(metadata=positional("RUN"))
+    """Folder of a run, its name below runs/, or the folder of one checkpoint."""
     checkpoint: Literal["best", "last"] | None = None
-    """Which of the run's checkpoints to evaluate. Default: best."""
+    """Checkpoint of the run to evaluate. Default: best."""
     data: str | None = None
-    """Evaluate on this data source instead (as --data.source of fit)."""
+    """Data to evaluate on, as --data.source of fit. Default: the evaluation data of the run."""
     per_class: bool = False
-    """Add a table with precision and recall of each class."""
+    """Add a table with the precision and recall of each class."""
     device: str = "auto"
-    """cpu, cuda, cuda:1, ...; auto: a GPU if there is one."""
+    """Device, such as cpu, cuda or cuda:1. auto: a GPU if there is one."""
     out: str | None = None
     """Write all values to this file as JSON."""
 
 
+COMMAND = Command("evaluate", EvaluateArgs, "RUN [--FLAG VALUE ...]")
+
+
 def main(argv: Sequence[str]) -> int:
     """Returns the exit status."""
-    args = tyro.cli(EvaluateArgs, prog="python -m raytrain_ddp.evaluate", args=list(argv))
+    args = COMMAND.parse(argv)
     checkpoint = find_checkpoint(args.run, args.checkpoint)
     config = _config(checkpoint, args.data)
     import torch

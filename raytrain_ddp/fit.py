@@ -7,9 +7,11 @@ from collections.abc import Sequence
 from types import ModuleType
 from typing import Any
 
-from raytrain_ddp.command_line import parse_fit, run_command
+from raytrain_ddp.command_line import FIT, parse_fit, run_command
 from raytrain_ddp.config.effects import under_torchrun
 from raytrain_ddp.config.recipe import default_name, dumps
+
+COMMAND = FIT
 
 
 def main(argv: Sequence[str]) -> int:

@@ -9,34 +9,22 @@ import sys
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
-import tyro
-
-from raytrain_ddp.command_line import run_command
+from raytrain_ddp.command_line import Command, run_command
 from raytrain_ddp.errors import ConfigError
 from raytrain_ddp.launcher.run_options import RunFlags, RunOptions
 
 _PROG = "python -m raytrain_ddp.run"
-_DESCRIPTION = """\
-Run a distributed PyTorch script, unchanged, on the workers of a Ray cluster or on this machine:
-
-  run [flags] SCRIPT [its arguments]      run [flags] -m PACKAGE.MODULE [its arguments]
-
-Each worker is a separate main process with torchrun's environment (RANK, LOCAL_RANK ...). Flags of
-run come before the script; everything after it is passed to the script, where {rank} {local_rank}
-{world_size} {node_rank} {master_addr} {master_port} {init_method} are replaced by their values.
-torchrun's flags are accepted; run reports those that have no effect here.
-
-  run --num-workers 8 --use-gpu train.py --lr 0.1
-  run --nproc-per-node 8 --nnodes 4 train.py --lr 0.1
-  run --num-workers 4 old.py --rank {rank} --world-size {world_size} --init-method {init_method}
-  run --num-workers 4 --legacy-local-rank launch.py
-  run --num-workers 4 --env slurm srun.py
-  run --num-workers 2 --per node spawn.py --nodes {world_size} --node-rank {node_rank}
-
-Exit status: the script's own (the first failing rank's); 128 + n if signal n ended it; 2 for a
-wrong flag, 3 without Ray or enough resources, 7 for a lost node or a lost Ray head. Ctrl-C ends all
-processes on all machines."""
-
+COMMAND = Command(
+    "run",
+    RunFlags,
+    "[--FLAG VALUE ...] [-m] SCRIPT [ARGUMENT ...]",
+    {
+        "Workers": ["num-workers", "nproc-per-node", "nnodes", "use-gpu", "cpus-per-worker", "per"],
+        "Script": ["env", "max-restarts", "dry-run"],
+        "Output": ["show", "log-dir"],
+        "Cluster": ["address", "standalone", "ship"],
+    },
+)
 _BY_RAY = "Ray connects the nodes, and the ranks rendezvous at rank 0"
 _ALONE = "each rank is a separate main process"
 # torchrun's flags that have no effect here, and why; `None`: the behavior is the same anyway.
@@ -61,7 +49,8 @@ _ALIASES = {"t": "tee", "r": "redirects", "n": "num-workers", "np": "num-workers
 _ALIASES |= {"shutdown-timeout": "grace-s", "module": "m", "h": "help"}
 _OWN = {field.name.replace("_", "-"): field for field in dataclasses.fields(RunFlags)}
 _VALUELESS = {name for name, field in _OWN.items() if isinstance(field.default, bool)}
-_VALUELESS |= {"help", "m", "run-path", "use-env"}
+_VALUELESS |= {f"no-{name}" for name in _VALUELESS - {"no-python"}}
+_VALUELESS |= {"help", "help-all", "m", "run-path", "use-env"}
 _KNOWN = {*_OWN, *_WITHOUT_EFFECT, *_ALIASES, *_VALUELESS}
 
 Flag = tuple[str, str | None]
@@ -104,12 +93,7 @@ def parse(argv: Sequence[str], environ: Mapping[str, str] | None = None) -> RunO
             f"machine only: {translated}"
         )
     shown = [_as_show(flag) for flag in kept]
-    parsed = tyro.cli(
-        tyro.conf.FlagCreatePairsOff[RunFlags],
-        prog=_PROG,
-        description=_DESCRIPTION,
-        args=_words(shown),
-    )
+    parsed = COMMAND.parse(_words(shown))
     if not command:
         raise ConfigError(f"which script? {_PROG} --num-workers 2 train.py --its-flags")
     notes = _notes(flags, kept, translated)

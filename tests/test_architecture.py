@@ -34,6 +34,7 @@ RANKS = [
     {"launcher"},
     {"command_line"},
     COMMANDS,
+    {"__main__"},
 ]
 # The only parts that import Ray.
 SPEAK_RAY = {"ray_backend", "launcher", "doctor", "chaos", "convert"}

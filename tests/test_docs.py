@@ -15,19 +15,16 @@ from types import ModuleType
 from typing import Any
 
 import pytest
-import tyro
 
 import raytrain_ddp
 from raytrain_ddp import errors
 from raytrain_ddp.chaos.__main__ import parse as parse_chaos
 from raytrain_ddp.checkpoint import run_folder
 from raytrain_ddp.command_line import parse_fit
+from raytrain_ddp.command_line.help_page import negated
 from raytrain_ddp.config.recipe import load
 from raytrain_ddp.config.train_config import TrainConfig
-from raytrain_ddp.convert.__main__ import ConvertArgs
 from raytrain_ddp.doctor.__main__ import parse as parse_doctor
-from raytrain_ddp.evaluate import EvaluateArgs
-from raytrain_ddp.report.__main__ import ReportArgs
 from raytrain_ddp.run import parse as parse_run
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -67,16 +64,19 @@ FOREIGN = {
 PROGRAMS = {
     *("pip", "pytest", "ruff", "torchrun", "srun", "ray", "kubectl", "tensorboard", "prometheus"),
     *("diff", "cp", "for", "done;", "mkdocs", "bash", "python3", "git"),
-    *("python", "grafana"),  # of scripts and benchmarks, whose files must be there
+    *(
+        "python",
+        "grafana",
+        "raytrain",
+        "eval",
+    ),  # of scripts and benchmarks, whose files must be there
 }
 PARSERS: dict[str, Callable[[Sequence[str]], Any]] = {
     "fit": parse_fit,
     "chaos": parse_chaos,
     "doctor": parse_doctor,
     "run": parse_run,
-    "evaluate": lambda argv: tyro.cli(EvaluateArgs, args=list(argv)),
-    "convert": lambda argv: tyro.cli(ConvertArgs, args=list(argv)),
-    "report": lambda argv: tyro.cli(ReportArgs, args=list(argv)),
+    **{name: generate._command(name).parse for name in ("evaluate", "convert", "report")},
 }
 
 
@@ -87,24 +87,9 @@ def shown(path: Path) -> str:
 each_document = pytest.mark.parametrize("document", DOCUMENTS, ids=shown)
 
 
-def flags_of(kind: type, prefix: str = "") -> Iterator[str]:
-    """``optim.lr`` and so on, as the reference has them."""
-    for row in generate.rows_of(kind, prefix, False):
-        for flag in re.findall(r"^\| `--(\S+)`", row):
-            section, _, name = flag.rpartition(".")
-            yield from (flag, f"{section}.no-{name}" if section else f"no-{name}")
-
-
-def known_flags() -> set[str]:
-    found = {"help", *flags_of(TrainConfig), *flags_of(generate.ConvertConfig)}
-    for kind in generate.COMMANDS.values():
-        found |= {*flags_of(kind)}
-    for name, section in generate.sections().items():
-        found |= {*flags_of(section, f"{name}.")}
-    return found
-
-
-KNOWN = known_flags()
+FLAGS = {flag.name for command in PARSERS for flag in generate.flags_of(command)}
+KNOWN = FLAGS | {negated(name) for name in FLAGS}
+KNOWN |= {"help", "help-all", "version", "print-completion"}
 
 
 def file_of_tests(name: str) -> Path:
@@ -194,8 +179,8 @@ def test_every_command_and_name_that_is_mentioned_exists(document: Path):
         path = (PACKAGE / module.replace(".", "/")).with_suffix(".py")
         names = {n.name for n in ast.parse(path.read_text()).body if hasattr(n, "name")}
         assert name in names, f"{module}: {name}"
-    for command in re.findall(r"python -m raytrain_ddp\.(\w+)", text):
-        assert command in PARSERS, command
+    for command in re.findall(r"python -m raytrain_ddp\.(\w+)|`raytrain ([a-z]+)", text):
+        assert "".join(command) in PARSERS, command
 
 
 def test_every_exit_status_of_an_error_is_in_the_table():
@@ -242,7 +227,8 @@ def commands_of(text: str) -> Iterator[str]:
     """What a reader may type, of this package: lines of code, and commands within a line."""
     inline = [" ".join(code.split()) for code in re.findall(r"`([^`\n]+(?:\n[^`\n]+)?)`", text)]
     for line in (*lines_of_code(text), *inline):
-        yield from re.findall(r"python -m raytrain_ddp\.\w+ ?.*", line)
+        for found in re.findall(r"(?:python -m raytrain_ddp[. ]|\braytrain )([a-z]+\b.*)", line):
+            yield f"python -m raytrain_ddp.{found}"
         if line.startswith("sbatch clusters/slurm.sbatch "):
             yield line.replace("sbatch clusters/slurm.sbatch", "python -m raytrain_ddp.fit")
 
@@ -287,7 +273,7 @@ def test_an_indented_block_has_commands_only(document: Path):
     """What is not a command, as output, stands in a fenced block, and is marked as ``text``."""
     if document.name == "CHANGELOG.md":
         return  # its indented lines belong to lists
-    for line in lines_of_code(TEXTS[document]):
+    for line in lines_of_code(WRITTEN[document]):
         words = [word for word in line.split() if not re.match(r"[A-Z_a-z0-9]+=", word)]
         assert words[0] in PROGRAMS | {"sbatch", "RAY_AUTH_MODE=token", ".", "python -m"}, line
         for name in re.findall(r"python3? ((?:benchmarks|docs|examples)/\S+)", line):

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from raytrain_ddp import command_line
+from raytrain_ddp.command_line import run_command
 
 BUFFERED = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
 DOORS = ("fit", "run", "evaluate", "convert", "doctor", "report", "chaos")
@@ -41,6 +41,9 @@ def door(name: str, *argv: str) -> str:
 
 CALLS = {
     **{name: (name, "--help") for name in DOORS},
+    "fit --help-all": ("fit", "--help-all"),
+    "raytrain --help": ("__main__", "--help"),
+    "raytrain fit --help": ("__main__", "fit", "--help"),
     "fit --print-config": ("fit", "--print-config"),
     "fit --dry-run": ("fit", "--dry-run"),
     "fit --emit": ("fit", "--emit", "command"),
@@ -88,7 +91,7 @@ def test_a_connection_that_broke_is_no_reader_that_has_gone():
         raise BrokenPipeError("of a socket")
 
     with pytest.raises(BrokenPipeError):
-        command_line.run_command(main)
+        run_command(main)
 
 
 def test_a_full_disk_is_an_error_in_one_line(tmp_path: Path):

@@ -6,7 +6,7 @@ import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from raytrain_ddp.command_line import RecipeArgs, parse_with_recipe, run_command
+from raytrain_ddp.command_line import Command, RecipeArgs, parse_with_recipe, run_command
 from raytrain_ddp.config.effects import given_flags, value_of
 from raytrain_ddp.config.validation import require
 
@@ -20,28 +20,31 @@ _KILLS_LOCAL, _KILLS_ON_RAY = 50, 3
 
 @dataclass(frozen=True)
 class ChaosArgs(RecipeArgs):
-    """Run a config undisturbed, then again while its processes are killed, and compare the two.
+    """Train undisturbed, and again while processes are killed, and compare the two runs.
 
-    Weights, optimizer, the samples of each step and the log must be equal to the last bit, and
-    nothing may be left behind: exit status 0, else 1. What is killed, and where, follows from
-    --seed, as all else does.
+    Weights, optimizer, the samples of each step, and the log must be bitwise identical, and no
+    files or processes may be left behind: exit status 0, else 1. What is killed, and when, depends
+    on --seed only.
     """
 
     kills: int | None = None
-    """How many times a worker is killed (SIGKILL). Default: 3, with --local 50."""
+    """Number of times that a worker is killed (SIGKILL). Default: 3, with --local 50."""
     drivers: int = 1
-    """How many times the driver is killed; with --local, all workers at once."""
+    """Number of times that the driver is killed. With --local: all workers at once."""
     workers: int = 3
-    """How many there are. Fewer than three prove less: two can sum in one order only."""
+    """Number of workers. Fewer than three prove less, as two can sum in one order only."""
     resize: bool = False
-    """Start with another number of workers each time, 1 to --workers; needs --exact, and compares
-    with a run on one worker. On --nodes, workers come and go with their nodes."""
+    """Start with another number of workers each time, 1 to --workers. Requires --exact, and
+    compares with a run on one worker. With --nodes, workers come and go with their nodes."""
     local: bool = False
-    """Without Ray: gloo workers on this machine, there again in a fraction of a second."""
+    """Without Ray: Gloo workers on this machine, which restart in a fraction of a second."""
     nodes: int = 0
-    """On a Ray cluster of so many one-worker nodes on this machine, instead of an embedded Ray."""
+    """Use a Ray cluster of this many one-worker nodes on this machine. 0: an embedded Ray."""
     node_kills: int | None = None
-    """With --nodes: how many times a node is killed. Default: 1."""
+    """With --nodes: number of times that a node is killed. Default: 1."""
+
+
+COMMAND = Command("chaos", ChaosArgs, "[RECIPE] [--FLAG VALUE ...]")
 
 
 def main(argv: Sequence[str]) -> int:
@@ -71,7 +74,7 @@ def main(argv: Sequence[str]) -> int:
 
 def parse(argv: Sequence[str]) -> ChaosArgs:
     """Raises ConfigError for a recipe or a number, SystemExit (2) for a flag that is wrong."""
-    args = parse_with_recipe(argv, ChaosArgs, "chaos")
+    args = parse_with_recipe(argv, COMMAND)
     counts = ("kills", 0), ("drivers", 0), ("workers", 1), ("nodes", 0), ("node_kills", 0)
     for name, least in counts:
         value = getattr(args, name)
@@ -92,7 +95,8 @@ def parse(argv: Sequence[str]) -> ChaosArgs:
         "--nodes already sets it",
     )
     for name in sorted(given & _DECIDED):
-        require(False, f"--{name}", value_of(args.config, name), "chaos sets this itself")
+        flag = f"--{name.replace('_', '-')}"
+        require(False, flag, value_of(args.config, name), "chaos sets this itself")
     return args
 
 

@@ -13,65 +13,71 @@ from raytrain_ddp.config.validation import FREE, at_least, below_one, require
 
 @dataclass(frozen=True)
 class DataConfig:
-    """Where the images come from, in which order, and who decodes them."""
+    """Where the images come from, their order, and how they are loaded."""
 
     source: str = "digits"
-    """'digits' (bundled), 'torchvision:CIFAR10' (any classification set, downloaded), a folder of
-    class folders (ImageFolder), or Parquet files: file, folder, glob or URI (s3://, gs://, hf://)."""
+    """Folder, Parquet, torchvision:NAME, or URI. A folder of class folders (ImageFolder); Parquet
+    files as a file, folder, glob or URI (s3://, gs://, hf://); a classification data set of
+    torchvision, such as torchvision:CIFAR10, which is downloaded; or digits, which is bundled."""
     eval_source: str | None = None
-    """Like source, for evaluation. Default: the validation or test split of source."""
+    """Data to evaluate on, like source. Default: the validation or test split of source."""
     train_split: str = "auto"
-    """Name of the split to train on; auto: train, or everything if there are no named splits."""
+    """Split to train on. auto: train, or all data if there are no named splits."""
     eval_split: str = "auto"
-    """Name of the split to evaluate on (of eval_source if set); auto: validation, else test; none:
-    do not evaluate."""
+    """Split to evaluate on, of eval_source if set. auto: validation, else test; none: do not
+    evaluate."""
     config: str = "auto"
-    """Which of several data sets in a repository to use: a config of its README.md, or a folder."""
+    """Data set to use from a repository with several: a config of its README.md, or a folder."""
     root: str = field(default="data", metadata=FREE)
-    """Folder for downloads of torchvision data sets."""
+    """Folder for downloaded torchvision data sets."""
     image_column: str = "image"
     """Parquet column with the images: struct<bytes, path> or binary."""
     label_column: str = "label"
-    """Parquet column with the labels: integers, strings or booleans."""
+    """Parquet column with the labels: integers, strings, or booleans."""
     classes: tuple[str, ...] | None = field(default=None, metadata=FREE)  # compared as data
     """Class names, in order. Default: the classes of the training set, sorted."""
     holdout: float = 0.0
-    """Evaluate on this fraction of the training set, such as 0.1, and train on the rest: the same
-    fraction of each class. Replaces the evaluation split."""
+    """Fraction of the training set to evaluate on, such as 0.1. The rest is trained on. The
+    fraction is the same for each class. Replaces the evaluation split."""
     holdout_seed: int = 0
-    """Selects which rows are held out; they do not depend on seed."""
+    """Random seed that selects the held-out rows. They do not depend on seed."""
     image_size: int = 0
-    """Side of the square images the model sees, in pixels. 0: as stored (all must be equal)."""
+    """Side of the square images, in pixels. 0: as stored; all images must then have the same
+    size."""
     mean: tuple[float, float, float] = (0.485, 0.456, 0.406)
-    """Per-channel mean of the images (RGB, scale 0 to 1), subtracted on the device."""
+    """Mean of each channel (RGB, scale 0 to 1), subtracted on the device."""
     std: tuple[float, float, float] = (0.229, 0.224, 0.225)
-    """Per-channel standard deviation of the images (RGB, scale 0 to 1)."""
+    """Standard deviation of each channel (RGB, scale 0 to 1)."""
     exif_orientation: bool = False
-    """Turn images as their EXIF tag says; torchvision does not."""
+    """Rotate images as their EXIF tag says. torchvision does not."""
     jpeg_scaling: bool = True
-    """Decode a JPEG at 1/2, 1/4 or 1/8 of its size where that leaves twice the pixels needed."""
+    """Decode a JPEG at 1/2, 1/4 or 1/8 of its size if that leaves twice the pixels needed."""
     shuffle: Literal["auto", "full", "block"] = "auto"
-    """full: any row may follow any other; block: blocks (Parquet row groups) are permuted, then the
-    rows within windows of blocks; auto: block for Parquet files of more than 512 MiB of images."""
+    """Order of the samples. full: any row may follow any other; block: blocks (Parquet row groups)
+    are permuted, then the rows within windows of blocks; auto: block for Parquet files with more
+    than 512 MiB of images."""
     shuffle_window: int | Literal["auto"] = "auto"
-    """Blocks per window of the block shuffle; auto: those that take 64 MiB, 1 to 16."""
+    """Blocks per window of the block shuffle. auto: as many as take 64 MiB, 1 to 16."""
     bad_records: Literal["error", "skip"] = "error"
-    """What happens to an image that cannot be decoded."""
+    """What to do with an image that cannot be decoded. error: end the run (exit status 4); skip:
+    leave it out."""
     max_bad: int = field(default=100, metadata=FREE)
-    """skip: how many bad records an epoch may have."""
+    """With bad_records = skip: number of bad records that an epoch may have."""
     memory_mib: int = field(default=1024, metadata=FREE)
-    """Most memory for row groups of Parquet files, per worker; as much again for evaluation."""
+    """Memory limit for row groups of Parquet files, in MiB per worker. Evaluation may use as much
+    again."""
     cache: str | None = field(default=None, metadata=FREE)
-    """Folder on each node's own disk for copies of row groups of remote Parquet files."""
+    """Folder on the local disk of each node for copies of row groups of remote Parquet files."""
     cache_gib: float = field(default=100.0, metadata=FREE)
-    """Most disk space for data.cache, per node; the longest unused of other data sets makes way."""
+    """Disk space limit of data.cache, in GiB per node. The least recently used files of other data
+    sets are removed to make room."""
     workers: int | Literal["auto"] = field(default="auto", metadata=FREE)
-    """Loader threads per training worker, or processes for your own data sets; 0 loads in the
-    training thread; auto: adds more while training waits for data, up to the worker's CPUs."""
+    """Loader threads per training worker, or processes for your own data sets. 0: load in the
+    training thread. auto: add more while training waits for data, up to the CPUs of the worker."""
     prefetch: int = field(default=4, metadata=FREE)
     """Micro-batches prepared ahead per loader thread or process."""
     prefetch_mib: int = field(default=1024, metadata=FREE)
-    """Most memory for micro-batches prepared ahead, per worker."""
+    """Memory limit for micro-batches prepared ahead, in MiB per worker."""
 
     def __post_init__(self) -> None:
         at_least(0, "data", self, "image_size", "max_bad", "cache_gib")
@@ -107,32 +113,34 @@ class DataConfig:
 
 @dataclass(frozen=True)
 class AugmentConfig:
-    """What is done to training images. Each random number belongs to (seed, epoch, row, repeat), or
-    to (seed, step, slot) where images are mixed."""
+    """Augmentation of training images. The random numbers depend on (seed, epoch, row, repeat), or
+    on (seed, step, slot) where images are mixed."""
 
     crop: Literal["none", "shift", "random"] = "shift"
-    """none; shift: pad by an eighth of the width and crop back; random: random resized crop."""
+    """How images are cropped. shift: pad by an eighth of the width and crop back; random: random
+    resized crop."""
     scale: tuple[float, float] = (0.08, 1.0)
-    """random: share of the image's area that a crop takes, from and to."""
+    """With crop = random: smallest and largest area of a crop, as a fraction of the image."""
     flip: bool = False
-    """Mirror half of the images left to right."""
+    """Flip half of the images left to right."""
     policy: Literal["none", "randaugment", "trivial", "augmix"] = "none"
-    """RandAugment, TrivialAugmentWide or AugMix, with torchvision's operations and defaults."""
+    """RandAugment, TrivialAugmentWide, or AugMix, with torchvision's operations and defaults."""
     operations: int = 2
-    """randaugment: how many operations follow each other."""
+    """randaugment: number of operations per image."""
     magnitude: int = 9
-    """randaugment: their strength, 0 to 30."""
+    """randaugment: strength of the operations, 0 to 30."""
     jitter: tuple[float, float, float, float] = (0.0, 0.0, 0.0, 0.0)
-    """Most change of brightness, contrast, saturation and hue (torchvision's ColorJitter)."""
+    """Maximum change of brightness, contrast, saturation, and hue (torchvision's ColorJitter)."""
     erase: float = 0.0
     """Probability that a random rectangle is erased."""
     mixup: float = 0.0
-    """Alpha of mixup with another image of the micro-batch; 0: off. If cutmix is on too, each is
+    """Alpha of mixup with another image of the micro-batch. 0: off. If cutmix is on too, each is
     applied half of the time. An image that is alone in its micro-batch is not mixed."""
     cutmix: float = 0.0
-    """Alpha of cutmix with another image of the micro-batch; 0: off."""
+    """Alpha of CutMix with another image of the micro-batch. 0: off."""
     repeats: int = 1
-    """Each image comes so many times an epoch, augmented differently, decoded once."""
+    """Number of times that each image is used per epoch (repeated augmentation). It is decoded once
+    and augmented differently each time."""
 
     def __post_init__(self) -> None:
         at_least(0, "augment", self, "mixup", "cutmix")

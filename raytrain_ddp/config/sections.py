@@ -14,14 +14,15 @@ from raytrain_ddp.config.validation import FREE, above_zero, at_least, below_one
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """Which network."""
+    """The model."""
 
     name: str = "digits-cnn"
-    """'digits-cnn' or any torchvision classification model, such as resnet50."""
+    """Torchvision model, such as resnet50. Any classification model of torchvision, or digits-cnn,
+    a small network for the bundled digits."""
     weights: str | None = None
-    """Start from torchvision's weights of this name, such as DEFAULT (the head is replaced)."""
+    """Pretrained torchvision weights, such as DEFAULT. The classification head is replaced."""
     dropout: float = 0.0
-    """Dropout before the head of digits-cnn."""
+    """Dropout probability before the head of digits-cnn."""
 
     def __post_init__(self) -> None:
         below_one("model", self, "dropout")
@@ -29,28 +30,29 @@ class ModelConfig:
 
 @dataclass(frozen=True)
 class OptimConfig:
-    """The optimizer and what is done to gradients."""
+    """The optimizer, the loss, and the handling of gradients."""
 
     name: Literal["sgd", "adamw"] = "sgd"
     """SGD with momentum, or AdamW."""
     lr: float = 0.1
-    """Peak learning rate, for the global batch; it is never scaled by the number of workers."""
+    """Peak learning rate, for the global batch. It is never scaled by the number of workers."""
     momentum: float = 0.9
     """Momentum of SGD."""
     nesterov: bool = True
-    """Nesterov momentum (SGD)."""
+    """Use Nesterov momentum (SGD)."""
     betas: tuple[float, float] = (0.9, 0.999)
-    """Averaging coefficients of AdamW."""
+    """Coefficients of AdamW's running averages of the gradient and its square."""
     weight_decay: float = 5e-4
-    """Weight decay; not applied to biases and norm layers."""
+    """Weight decay. It is not applied to biases and normalization layers."""
     clip_norm: float = 0.0
-    """Clip the norm of the whole gradient to this; 0: do not clip."""
+    """Clip the norm of the whole gradient to this value. 0: do not clip."""
     nonfinite: Literal["stop", "skip"] = field(default="stop", metadata=FREE)
-    """A step whose loss or gradient is not finite is never applied; stop: the run ends with it."""
+    """What to do when a loss or gradient is not finite. Such a step is never applied. stop: end the
+    run (exit status 6); skip: go on with the next step."""
     max_nonfinite: int = field(default=3, metadata=FREE)
-    """skip: how many such steps a run may have."""
+    """With nonfinite = skip: number of steps that a run may skip."""
     label_smoothing: float = 0.1
-    """Label smoothing of the cross entropy."""
+    """Label smoothing of the cross-entropy loss."""
 
     def __post_init__(self) -> None:
         above_zero("optim", self, "lr")
@@ -68,13 +70,13 @@ class ScheduleConfig:
     """The learning rate as a function of the step."""
 
     name: Literal["cosine", "step", "constant"] = "cosine"
-    """Shape after the warm-up."""
+    """Shape of the learning rate after the warmup."""
     warmup_epochs: float = 1.0
-    """Linear warm-up from 0, in epochs."""
+    """Length of the linear warmup from 0, in epochs."""
     final_lr: float = 0.0
-    """Where cosine ends, as a fraction of optim.lr."""
+    """cosine: final learning rate, as a fraction of optim.lr."""
     step_epochs: float = 30.0
-    """step: multiply the learning rate by gamma every so many epochs."""
+    """step: multiply the learning rate by gamma every this many epochs."""
     gamma: float = 0.1
     """step: the factor."""
 
@@ -87,38 +89,42 @@ class ScheduleConfig:
 
 @dataclass(frozen=True)
 class ComputeConfig:
-    """How the arithmetic is done on a worker."""
+    """Precision and kernels."""
 
     precision: Literal["fp32", "bf16", "fp16"] = "fp32"
-    """bf16 and fp16 run the forward pass under autocast; fp16 with a gradient scaler."""
+    """Precision: fp32, or autocast to bf16 or fp16. fp16 also uses a gradient scaler."""
     compile: bool = False
     """Compile the model with torch.compile."""
     channels_last: bool = False
-    """Memory format of images and convolutions; faster on tensor cores."""
+    """Use the channels_last memory format for images and convolutions. It is faster on tensor
+    cores."""
     deterministic: bool = True
-    """Refuse kernels whose result changes from run to run (what bitwise resume stands on)."""
+    """Use only deterministic kernels, and raise an error where there is none. Bitwise identical
+    results after a restart depend on it."""
 
 
 @dataclass(frozen=True)
 class DdpConfig:
-    """DistributedDataParallel's own knobs."""
+    """Options of DistributedDataParallel."""
 
     bucket_cap_mb: float = 25.0
-    """Size of a gradient bucket, in MiB; of `exact`, too."""
+    """Size of a gradient bucket, in MiB. Also used with exact."""
     gradient_as_bucket_view: bool = True
-    """Let gradients live in the buckets: one copy less."""
+    """Let gradients be views of the buckets, which saves one copy."""
     static_graph: bool = False
-    """Promise that the graph never changes."""
+    """Promise that the graph is the same in every step."""
     find_unused_parameters: bool = False
-    """For models in which a step may skip parameters."""
+    """Find parameters that a step does not use. Required for models that skip some."""
     sync_batchnorm: bool = False
-    """Normalise over all workers' current slots. Ties the result to the number of workers."""
+    """Compute batch-norm statistics over the current slots of all workers (SyncBatchNorm). The
+    result then depends on the number of workers."""
     compression: Literal["none", "bf16", "fp16", "powersgd"] = "none"
-    """For slow networks: gradients are sent in this precision or, far shorter, as low-rank factors
-    (PowerSGD, arXiv:1905.13727). What those leave out is sent later; until then it is part of the
-    checkpoint, which grows by as much as the model for each worker."""
+    """Compress gradients, for slow networks. bf16 and fp16 send them in that precision, powersgd as
+    low-rank factors, which are far smaller (PowerSGD, arXiv:1905.13727). What the factors leave out
+    is sent in later steps. Until then it is part of the checkpoint, which grows by the size of the
+    model for each worker."""
     powersgd_rank: int = 4
-    """powersgd: rank of the factors; a higher one is nearer to the gradient, and longer."""
+    """powersgd: rank of the factors. A higher rank is closer to the gradient and takes longer."""
 
     def __post_init__(self) -> None:
         above_zero("ddp", self, "bucket_cap_mb")
@@ -130,7 +136,7 @@ class EvalConfig:
     """When the model is evaluated."""
 
     every_epochs: int = 1
-    """Evaluate after every so many epochs, and always at the end; 0: only at the end."""
+    """Evaluate every this many epochs, and always at the end. 0: only at the end."""
 
     def __post_init__(self) -> None:
         at_least(0, "eval", self, "every_epochs")
@@ -138,20 +144,22 @@ class EvalConfig:
 
 @dataclass(frozen=True)
 class CheckpointConfig:
-    """When a checkpoint is committed, and which are kept. One is always committed at the end."""
+    """When a checkpoint is saved, and which are kept. One is always saved at the end."""
 
     every_epochs: int = field(default=1, metadata=FREE)
-    """After every so many epochs; 0: off."""
+    """Save a checkpoint every this many epochs. 0: off."""
     every_steps: int = field(default=0, metadata=FREE)
-    """After every so many steps; 0: off."""
+    """Save a checkpoint every this many steps. 0: off."""
     every_s: float | Literal["auto"] = field(default="auto", metadata=FREE)
-    """After so many seconds since the last one; 0: off; auto: sqrt(2 * stall * MTBF), which loses
-    the least time (Young/Daly): the stall of a checkpoint is measured, the mean time between
-    failures is an hour until more is seen. 5 to 600 s, and twice the time of a commit at least."""
+    """Seconds between checkpoints, or auto. 0: off. auto: sqrt(2 * stall * MTBF), which loses the
+    least time (Young/Daly). The stall of a checkpoint is measured; the mean time between failures
+    is taken as one hour until more is known. The result is 5 to 600 s, and at least twice the time
+    of a commit."""
     keep_last: int = field(default=2, metadata=FREE)
-    """How many of the newest are kept (2 or more), besides the best."""
+    """Number of newest checkpoints to keep (2 or more), besides the best."""
     max_failed: int = field(default=3, metadata=FREE)
-    """Training goes on when a checkpoint cannot be written; so many in a row end it (status 5)."""
+    """Number of failed checkpoints in a row that ends the run (exit status 5). Training goes on
+    after fewer."""
 
     def __post_init__(self) -> None:
         at_least(0, "checkpoint", self, "every_epochs", "every_steps")
@@ -164,47 +172,52 @@ class CheckpointConfig:
 
 @dataclass(frozen=True)
 class ScalingConfig:
-    """How many workers, and what each is given. None of it changes the result's mathematics."""
+    """The number of workers and their resources. They do not change the mathematics of the
+    result."""
 
-    num_workers: int | str = field(default="auto", metadata=FREE)
-    """A number, MIN:MAX (elastic), or auto: all GPUs of the cluster, else two CPU workers."""
+    num_workers: int | str = field(default="auto", metadata={**FREE, "metavar": "N|MIN:MAX|auto"})
+    """Number, MIN:MAX (elastic), or auto. auto: all GPUs of the cluster, or two CPU workers if it
+    has none."""
     use_gpu: bool | Literal["auto"] = field(default="auto", metadata=FREE)
-    """Train on GPUs; auto: if the cluster has any."""
+    """Train on GPUs: true, false, or auto. auto: if the cluster has any."""
     cpus_per_worker: float = field(default=1.0, metadata=FREE)
-    """CPUs of a worker: its loader threads, and its compute threads without a GPU."""
+    """CPUs per worker, for its loader threads and, without a GPU, its compute threads."""
     gpus_per_worker: float = field(default=1.0, metadata=FREE)
-    """GPUs of a worker; below 1, several workers share one GPU (over gloo)."""
+    """GPUs per worker, at most 1. Below 1, several workers share a GPU (over Gloo)."""
     backend: Literal["auto", "nccl", "gloo"] = field(default="auto", metadata=FREE)
-    """Communication; auto: nccl with whole GPUs, else gloo."""
+    """Communication backend. auto: nccl if each worker has a whole GPU, else gloo."""
     placement: Literal["PACK", "SPREAD", "STRICT_PACK", "STRICT_SPREAD"] = field(
         default="PACK", metadata=FREE
     )
-    """How Ray spreads the workers over nodes."""
+    """How Ray places the workers on nodes (its placement group strategy)."""
     max_failures: int = field(default=3, metadata=FREE)
-    """How many times in a row dead workers are replaced before the run gives up. A new checkpoint
-    sets the count back: a long run meets many failures, a broken one makes no checkpoint."""
+    """How many times in a row failed workers are replaced before the run ends (exit status 7). A
+    new checkpoint resets the count: a long run survives many failures, and a broken one ends."""
     max_preemptions: int = field(default=-1, metadata=FREE)
-    """How many times workers are replaced whose node was taken away with a notice; -1: always."""
+    """How many times workers are replaced after a preemption notice for their node. -1: no
+    limit."""
     wait_s: float = field(default=60.0, metadata=FREE)
-    """How long to wait while a running cluster lacks resources for the workers, at the start and
-    when nodes are lost (autoscaling). Also the time limit for Ray to start, but at least 300 s."""
+    """Seconds to wait while a running cluster lacks resources for the workers, at the start and
+    after nodes are lost (autoscaling). Also the time limit for the start of Ray, but at least 300
+    s."""
     resize_s: float = field(default=30.0, metadata=FREE)
-    """MIN:MAX workers: look this often whether more fit. Growing costs a restart from the newest
-    checkpoint."""
+    """With MIN:MAX workers: seconds between checks whether more workers fit. Adding them costs a
+    restart from the newest checkpoint."""
     start_timeout_s: float | Literal["auto"] = field(default="auto", metadata=FREE)
-    """How long to ask Ray for the same number of workers before asking for as many as then fit.
-    After a node's loss Ray counts on it for some seconds more. Loading torch is not part of it.
-    auto: 5 with MIN:MAX, else 120."""
+    """Seconds to request the same number of workers from Ray before requesting as many as fit. Ray
+    still counts on a lost node for some seconds. Loading torch is not included. auto: 5 with
+    MIN:MAX, else 120."""
     hang_s: float | Literal["auto"] = field(default="auto", metadata=FREE)
-    """Workers that finish no step for so long (and for 10 times the median step) are taken for
-    hung: the rank that keeps the others waiting is named, the stacks of all are kept, and they are
-    replaced. 10 times as long for a batch of data, 60 times for start-ups, evaluations and
-    checkpoints. auto: 30; 0: never."""
+    """Seconds without a finished step, and at least 10 times the median step, after which workers
+    count as hung. The rank that keeps the others waiting is named, the stacks of all ranks are
+    saved, and the workers are replaced. The limit is 10 times as long for a batch of data, and 60
+    times for startup, evaluation, and checkpoints. auto: 30. 0: never."""
     check_every_steps: int = field(default=100, metadata=FREE)
-    """Compare the weights of all workers, which are alike to the last bit unless a device or a
-    memory fails, every so many steps and before each checkpoint; 0: never."""
+    """Compare the weights of all workers every this many steps, and before each checkpoint. They
+    are bitwise identical unless a device or its memory fails. 0: never."""
     on_divergence: Literal["stop", "resync"] = field(default="stop", metadata=FREE)
-    """Where they differ: end the run (status 6), or give all workers the state of most of them."""
+    """What to do when the weights of the workers differ. stop: end the run (exit status 6); resync:
+    give all workers the state of the majority."""
 
     def __post_init__(self) -> None:
         self.worker_range()
@@ -245,24 +258,25 @@ class ScalingConfig:
 
 @dataclass(frozen=True)
 class LogConfig:
-    """What is written down."""
+    """Logging, experiment trackers, and profiling."""
 
     every_steps: int = field(default=10, metadata=FREE)
-    """Log the loss and speed every so many steps. The host waits for the device only then."""
+    """Log the loss and speed every this many steps. The host waits for the device only then."""
     tensorboard: bool = field(default=True, metadata=FREE)
-    """Write TensorBoard events beside metrics.jsonl."""
+    """Write TensorBoard events next to metrics.jsonl."""
     wandb: bool = field(default=False, metadata=FREE)
-    """Log to Weights & Biases, too (pip install 'raytrain_ddp[wandb]'; obeys WANDB_MODE)."""
+    """Also log to Weights & Biases (pip install 'raytrain_ddp[wandb]'). WANDB_MODE is respected."""
     mlflow: bool = field(default=False, metadata=FREE)
-    """Log to MLflow, too (pip install 'raytrain_ddp[mlflow]'; MLFLOW_TRACKING_URI says where)."""
+    """Also log to MLflow (pip install 'raytrain_ddp[mlflow]'), at MLFLOW_TRACKING_URI."""
     project: str = field(default="raytrain_ddp", metadata=FREE)
-    """Project of Weights & Biases, experiment of MLflow."""
+    """Project in Weights & Biases, experiment in MLflow."""
     audit: bool = field(default=False, metadata=FREE)
-    """Log a hash of each step's sample ids and pixels, for comparing runs (see --audit)."""
+    """Log a hash of the sample ids and pixels of each step, to compare runs. Same as --audit."""
     profile_steps: int = field(default=0, metadata=FREE)
-    """Trace so many steps of each start with torch.profiler, after the first ten (--profile)."""
+    """Trace this many steps of each start with torch.profiler, after the first ten. See
+    --profile."""
     profile_ranks: tuple[int, ...] = field(default=(0,), metadata=FREE)
-    """The ranks that trace."""
+    """Ranks to trace."""
 
     def __post_init__(self) -> None:
         at_least(1, "log", self, "every_steps")

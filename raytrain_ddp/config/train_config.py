@@ -65,23 +65,25 @@ class TrainConfig:
     """
 
     name: str | None = field(default=None, metadata=FREE)
-    """Name of the run and of its folder. Default: the recipe's or the data's name."""
+    """Name of the run and of its folder. Default: the name of the recipe or of the data."""
     storage: str = field(default="runs", metadata=FREE)
-    """Folder or URI (s3://, gs://) that holds the runs; all nodes must reach it."""
+    """Folder or URI for the runs (s3://, gs://). All nodes must have access to it."""
     task: TaskLike = "image-classification"
-    """What is learned: image-classification, package.module:Class or path/to/file.py:Class."""
+    """Built in, or file.py:Class. What to train: image-classification, or a task of your own as
+    package.module:Class or path/to/file.py:Class."""
     task_options: dict[str, str] = field(default_factory=dict)
-    """Keyword arguments for a task of your own: KEY VALUE ..."""
+    """Keyword arguments for a task of your own."""
     seed: int = 0
-    """Everything random is a function of it."""
+    """Random seed. All randomness depends on it only."""
     epochs: int = field(default=12, metadata=FREE)
     """Passes over the training data."""
     batch_size: int = 64
-    """Samples per optimizer step over all workers: the global batch."""
+    """Global batch size: samples per optimizer step. It is the total over all workers."""
     micro_batch: int = 16
-    """Samples per forward pass; batch_size / micro_batch slots are dealt to the workers."""
+    """Samples per forward pass. A step has batch_size / micro_batch slots, which are dealt to the
+    workers."""
     exact: bool = False
-    """The same bits on any number of workers: gradients are summed slot by slot in one order."""
+    """Same bits on any number of workers. Gradients are summed slot by slot, in one order."""
     data: DataConfig = field(default_factory=DataConfig)
     augment: AugmentConfig = field(default_factory=AugmentConfig)
     model: ModelConfig = field(default_factory=ModelConfig)

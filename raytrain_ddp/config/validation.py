@@ -12,6 +12,7 @@ from raytrain_ddp.errors import ConfigError
 _CONTROL = re.compile("[\x00-\x1f\x7f-\x9f\u2028\u2029\ud800-\udfff\ufeff]")
 
 FREE: dict[str, bool] = {"free": True}
+ADDRESS = {"metavar": "HOST:PORT|auto"}
 
 
 def require(holds: bool, field: str, value: object, rule: str) -> None:

@@ -8,13 +8,12 @@ from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
-import tyro
-
-from raytrain_ddp.command_line import run_command
+from raytrain_ddp.command_line import Command, run_command
+from raytrain_ddp.command_line.flags import flat, positional
 from raytrain_ddp.config.effects import given_flags
-from raytrain_ddp.config.validation import require
+from raytrain_ddp.config.validation import ADDRESS, require
 from raytrain_ddp.convert.options import ConvertConfig
 from raytrain_ddp.display.formatting import format_data
 from raytrain_ddp.errors import ConfigError
@@ -26,29 +25,41 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class ConvertArgs:
-    """Convert images to Parquet shards made for training, or check a converted data set.
+    """Convert images to Parquet shards for training, or check a converted data set.
 
-    The shards have the layout of Hugging Face `datasets`. They depend on SRC and the flags below
-    only, not on the number of processes; the same command again goes on where it was stopped. DST
-    is there when it is whole.
+    The shards have the layout of Hugging Face `datasets`. They depend on SRC and the flags only,
+    not on the number of processes. The same command again resumes where it was stopped. DST appears
+    when it is complete.
     """
 
-    source: Annotated[str | None, tyro.conf.Positional, tyro.conf.arg(metavar="SRC")] = None
-    """A folder of class folders, 'torchvision:CIFAR10', or Parquet: file, folder, glob or URI."""
-    dest: Annotated[str | None, tyro.conf.Positional, tyro.conf.arg(metavar="DST")] = None
-    """The folder to make."""
-    verify: Annotated[str | None, tyro.conf.arg(metavar="DST")] = None
-    """Instead: read all of a converted data set and compare it with its dataset.json."""
+    source: str | None = field(default=None, metadata=positional("SRC"))
+    """Folder of class folders, torchvision:NAME, or Parquet files (file, folder, glob, or URI)."""
+    dest: str | None = field(default=None, metadata=positional("DST"))
+    """Folder to create."""
+    verify: str | None = field(default=None, metadata={"metavar": "DST"})
+    """Check a converted data set: read all of it and compare it with its dataset.json."""
     workers: int | None = None
-    """Processes. Default: one per CPU, or all CPUs of the cluster."""
-    address: str | None = None
-    """Convert on a running Ray cluster (auto, HOST:6379); SRC and DST must be shared folders."""
-    shards: Annotated[ConvertConfig, tyro.conf.arg(name="")] = field(default_factory=ConvertConfig)
+    """Number of processes. Default: one per CPU, or all CPUs of the cluster."""
+    address: str | None = field(default=None, metadata=ADDRESS)
+    """Convert on a running Ray cluster. SRC and DST must be shared folders."""
+    shards: ConvertConfig = field(default_factory=ConvertConfig, metadata=flat("shards"))
+
+
+COMMAND = Command(
+    "convert",
+    ConvertArgs,
+    "SRC DST [--FLAG VALUE ...]",
+    {
+        "What is read": ["eval-source", "train-split", "eval-split", "bad-records"],
+        "What is written": ["resize-short", "quality", "shuffle", "shard-mib"],
+        "How": ["workers", "address", "verify"],
+    },
+)
 
 
 def main(argv: Sequence[str]) -> int:
     """Returns the exit status."""
-    args = tyro.cli(ConvertArgs, prog="python -m raytrain_ddp.convert", args=list(argv))
+    args = COMMAND.parse(argv)
     workers = args.workers
     require(workers is None or workers >= 1, "--workers", workers, "must be 1 or more")
     cpus = workers or int(local_resources()["CPU"])

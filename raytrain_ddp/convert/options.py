@@ -13,41 +13,43 @@ class ConvertConfig:
     """Equal configs and equal sources give equal bytes, on any number of processes."""
 
     eval_source: str | None = None
-    """Source of the evaluation split. Default: the validation and test splits beside train."""
+    """Source of the evaluation split. Default: the validation and test splits of SRC."""
     train_split: str = "auto"
-    """Name of the split to train on, as --data.train-split of fit."""
+    """Split to train on, as --data.train-split of fit."""
     eval_split: str = "auto"
-    """Name of the split to evaluate on, as --data.eval-split of fit; auto: validation and test."""
+    """Split to evaluate on, as --data.eval-split of fit. auto: validation and test."""
     config: str = "auto"
-    """Which of several data sets in one repository, as --data.config of fit."""
+    """Data set to use from a repository with several, as --data.config of fit."""
     root: str = "data"
-    """Folder for downloads of torchvision data sets."""
+    """Folder for downloaded torchvision data sets."""
     image_column: str = "image"
     """Parquet sources: column with the images."""
     label_column: str = "label"
     """Parquet sources: column with the labels."""
     resize_short: int = 0
-    """Make the shorter side of larger images so many pixels, and all images RGB JPEG. 0: keep the
-    bytes as they are."""
+    """Resize larger images to this many pixels on the shorter side, and make all images RGB JPEG.
+    0: keep the bytes as they are."""
     quality: int = 90
     """JPEG quality with --resize-short, 1 to 100."""
     seed: int = 0
-    """Of the shuffle."""
+    """Random seed of the shuffle."""
     shuffle: bool = True
     """Shuffle each split once, over all its rows."""
     shard_mib: float = 256.0
-    """Images per file, about."""
+    """Approximate size of the images in a file, in MiB."""
     row_group_mib: float = 8.0
-    """Images per row group, at most (but one image at least). A loader keeps 64 MiB of them
-    per lane of a block shuffle, so 8 to mix; and 8 MiB suffice for an object store's throughput."""
+    """Maximum size of the images in a row group, in MiB (but at least one image). A loader keeps 64
+    MiB of row groups per lane of a block shuffle, so 8 of these; and 8 MiB are enough for the
+    throughput of an object store."""
     rows_per_group: int = 256
-    """Rows per row group, at most."""
+    """Maximum number of rows in a row group."""
     bad_records: Literal["error", "skip"] = "error"
-    """What happens to images that cannot be decoded; skipped ones are listed in dataset.json."""
+    """What to do with images that cannot be decoded. error: stop (exit status 4); skip: leave them
+    out, and list them in dataset.json."""
     check: bool = True
-    """Decode each image, to find those that cannot be."""
+    """Decode each image, to find those that cannot be decoded."""
     stats_images: int = 2000
-    """So many images of the train split, evenly spaced, give mean and std. 0: all."""
+    """Number of training images, evenly spaced, that mean and std are computed from. 0: all."""
 
     def __post_init__(self) -> None:
         require(self.resize_short >= 0, "--resize-short", self.resize_short, "must be 0 or more")

@@ -5,28 +5,34 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 from contextlib import redirect_stdout
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
-from raytrain_ddp.command_line import RecipeArgs, parse_with_recipe, run_command
+from raytrain_ddp.command_line import Command, RecipeArgs, parse_with_recipe, run_command
 from raytrain_ddp.config.effects import given_flags
+from raytrain_ddp.config.validation import ADDRESS
 from raytrain_ddp.errors import ConfigError
 
 
 @dataclass(frozen=True)
 class DoctorArgs(RecipeArgs):
-    """Look at the cluster, before a run: versions, GPUs, network, storage, data, security.
+    """Check a cluster before a run: versions, GPUs, network, storage, data, and security.
 
-    With --run: look at a run, while it lasts or after, from any machine that reaches its folder.
-    Else takes the recipe and the flags of the run to come. Measures all-reduces and commits small
-    checkpoints, which are removed. Exit status 0 if the run would start, 3 if something fails.
+    Takes the recipe and the flags of the planned run. Measures all-reduces, and commits small
+    checkpoints, which are removed again. Exit status: 0 if the run would start, 3 if a check fails.
+    With --run, check a run in progress or after its end, from any machine that can read its folder.
     """
 
-    address: str | None = None
-    """A running Ray cluster (auto: on this machine). Default: RAY_ADDRESS, else an embedded Ray."""
+    address: str | None = field(default=None, metadata=ADDRESS)
+    """Address of a running Ray cluster. auto: the one on this machine. Default: RAY_ADDRESS if set,
+    else a Ray is started."""
     run: str | None = None
-    """Does this run get on? Its folder or URI, or its name below runs/. Exit status 3 if not."""
+    """Check whether this run makes progress. Its folder or URI, or its name below runs/. Exit
+    status 3 if it does not."""
     json: bool = False
-    """Print one JSON document: rows, and all that was found."""
+    """Print the checks and all findings as one JSON document."""
+
+
+COMMAND = Command("doctor", DoctorArgs, "[RECIPE] [--FLAG VALUE ...]")
 
 
 def main(argv: Sequence[str]) -> int:
@@ -61,7 +67,7 @@ def main(argv: Sequence[str]) -> int:
 
 def parse(argv: Sequence[str]) -> DoctorArgs:
     """Raises ConfigError for a recipe, SystemExit (2) for a flag that is wrong."""
-    args = parse_with_recipe(argv, DoctorArgs, "doctor")
+    args = parse_with_recipe(argv, COMMAND)
     others = sorted(given_flags(argv) - {"run", "json"})
     if args.run is not None and (others or args.recipe):
         first = args.recipe or f"--{others[0].replace('_', '-')}"

@@ -6,11 +6,11 @@ import os
 import re
 import signal
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
-from raytrain_ddp.config.validation import require
+from raytrain_ddp.config.validation import ADDRESS, require
 from raytrain_ddp.errors import ConfigError, did_you_mean
 
 # Names that are replaced within the arguments of a script; all other braces stay unchanged.
@@ -21,53 +21,72 @@ _STREAMS = re.compile(r"[0-3]|(\d+:[0-3],)*\d+:[0-3]")
 
 @dataclass(frozen=True)
 class RunFlags:
-    """The flags of `run`, as on the command line."""
+    """Run a distributed PyTorch script, unchanged, on Ray or on this machine.
+
+    Each worker is a process of its own with torchrun's environment (RANK, LOCAL_RANK ...). Flags
+    come before the script. Everything after it is passed on, with {rank} {local_rank} {world_size}
+    {node_rank} {master_addr} {master_port} {init_method} replaced. All flags of torchrun are
+    accepted.
+
+      run --num-workers 8 --use-gpu train.py --lr 0.1
+      run --nproc-per-node 8 --nnodes 4 train.py --lr 0.1
+      run --num-workers 4 old.py --rank {rank} --world-size {world_size}
+
+    Exit status: that of the first rank that fails, 128 + n after signal n, 2 for a wrong flag,
+    3 without Ray or enough resources, 7 for a lost node. Ctrl-C ends all processes everywhere.
+    """
 
     num_workers: int | None = None
-    """How many processes in all. Default: one per GPU (--use-gpu), or per node (--per node)."""
-    nproc_per_node: str | None = None
-    """As in torchrun, instead of --num-workers: processes per node, or gpu, cpu, auto. Each gets a
-    GPU if there are enough; if there are more processes than CPUs, they share CPUs."""
-    nnodes: str | None = None
-    """As in torchrun, with --nproc-per-node: N nodes, or MIN:MAX. Default: 1."""
+    """Total number of processes. Default: one per GPU (--use-gpu), or per node (--per node)."""
+    nproc_per_node: str | None = field(default=None, metadata={"metavar": "N|gpu|cpu|auto"})
+    """Processes per node, or gpu, cpu, auto. As in torchrun. Replaces --num-workers. Each process
+    gets a GPU if there are enough. If there are more processes than CPUs, they share CPUs."""
+    nnodes: str | None = field(default=None, metadata={"metavar": "N|MIN:MAX"})
+    """Number of nodes, or MIN:MAX. As in torchrun, with --nproc-per-node. Default: 1."""
     use_gpu: bool = False
-    """A GPU for each worker. Those of all its node's are visible, so cuda:LOCAL_RANK is its own.
-    Without it no GPU is visible: Ray may have given them to others."""
+    """Give each worker a GPU. All GPUs of the workers on its node are visible, so cuda:LOCAL_RANK
+    is its own. Without this flag no GPU is visible, as Ray may have given them to others."""
     cpus_per_worker: float | None = None
-    """CPUs to reserve for each; also its OMP_NUM_THREADS. Default: 1 (and as torchrun)."""
+    """CPUs to reserve per worker. Also sets its OMP_NUM_THREADS. Default: 1 (and as torchrun)."""
     gpus_per_worker: int | None = None
-    """GPUs to reserve for each, with --use-gpu. Default: 1, with --per node all of the node."""
+    """GPUs to reserve per worker, with --use-gpu. Default: 1, or all of the node with --per
+    node."""
     per: Literal["worker", "node"] = "worker"
-    """node: one process on each node, for scripts that spawn the others themselves."""
+    """Start one process per worker or per node. node is for scripts that spawn the other processes
+    themselves."""
     max_restarts: int = 0
-    """How many times all workers are started again after one of them has failed."""
+    """Restarts of all workers after one has failed."""
     env: Literal["torchrun", "slurm"] = "torchrun"
-    """Which variables the script reads: RANK, LOCAL_RANK ... or SLURM_PROCID, SLURM_LOCALID ..."""
+    """Environment variables for the script. torchrun: RANK, LOCAL_RANK and so on; slurm:
+    SLURM_PROCID, SLURM_LOCALID and so on."""
     legacy_local_rank: bool = False
-    """Pass --local_rank=N to the script, as torch.distributed.launch did; or --local-rank=N, as it
-    does since torch 2.0, to a script in whose text there is this spelling only."""
+    """Pass --local_rank=N to the script, as torch.distributed.launch did. A script whose text has
+    only the spelling --local-rank gets --local-rank=N, as since torch 2.0."""
     no_python: bool = False
-    """The program is not a Python script: run it itself."""
+    """Run the program itself; it is not a Python script."""
     show: str = "all"
     """Ranks whose output is shown: all, none, or 0,2,5."""
     log_dir: str | None = None
-    """Write each rank's output, byte for byte, to LOG_DIR/RUN/attempt_N/RANK/stdout.log and
-    stderr.log."""
+    """Folder for the output of each rank. It is written byte for byte to
+    LOG_DIR/RUN/attempt_N/RANK/stdout.log and stderr.log."""
     redirects: str = "0"
-    """As in torchrun (-r): streams that go only to the files: 1 stdout, 2 stderr, 3 both; or by
-    local rank, such as 0:1,1:3."""
+    """As in torchrun (-r): streams that are written to files only. 1: stdout, 2: stderr, 3: both;
+    or by local rank, such as 0:1,1:3."""
     tee: str = "0"
-    """As in torchrun (-t): like --redirects, but also shown. Select ranks with --show."""
+    """As in torchrun (-t): streams that are written to files and shown, in the form of --redirects.
+    Use --show to select ranks."""
     local_ranks_filter: str = ""
     """As in torchrun: show only these local ranks, such as 0,1."""
     log_line_prefix_template: str = "[rank ${rank}] "
-    """As in torchrun: may contain ${rank}, ${local_rank}, ${role_name} and ${hostname}."""
+    """As in torchrun: prefix of each line of output. May contain ${rank}, ${local_rank},
+    ${role_name} and ${hostname}."""
     role: str = "default"
-    """As in torchrun: sets ROLE_NAME."""
+    """As in torchrun: value of ROLE_NAME."""
     rdzv_id: str | None = None
-    """As in torchrun: sets TORCHELASTIC_RUN_ID, and names the run in LOG_DIR. Default: random."""
+    """As in torchrun: value of TORCHELASTIC_RUN_ID, and name of the run in LOG_DIR. Default:
+    random."""
     master_port: int | None = None
-    """As in torchrun: the port that rank 0 listens on. Default: a free port."""
+    """As in torchrun: port that rank 0 listens on. Default: a free port."""
     virtual_local_rank: bool = False
     """As in torchrun: LOCAL_RANK is 0 everywhere, and each rank sees only its own GPUs."""
     signals_to_handle: str = "SIGTERM,SIGINT,SIGHUP,SIGQUIT"
@@ -76,20 +95,22 @@ class RunFlags:
     """Seconds from SIGINT or SIGTERM to SIGKILL (torchrun's --shutdown-timeout). A second Ctrl-C
     kills all ranks immediately."""
     wait_s: float = 60.0
-    """How long a running cluster may lack room, at the start and when a node is lost."""
+    """Seconds to wait while a running cluster lacks resources, at the start and after a node is
+    lost."""
     ship: Literal["auto", "always", "never"] = "auto"
-    """Copy the current folder to other machines; auto: to those that have not the same files there
-    (of other files than *.py, those that both have)."""
+    """Copy the current folder to other machines. auto: to those that do not have the same *.py
+    files in that place, or whose other files of the same names differ."""
     export: str = ""
-    """NAME,NAME: variables that get this shell's value on all machines. On another machine, this
-    shell's other variables are set only if its `ray start` did not set them and they are not
-    specific to one machine (PATH, HOME, LD_*, CONDA_*, CUDA_VISIBLE_DEVICES ... stay here)."""
-    address: str | None = None
-    """A running Ray cluster (auto: on this machine). Default: RAY_ADDRESS, else an embedded Ray."""
+    """Variables that get their value here on all machines, as NAME,NAME. On another machine, other
+    variables of this shell are set only if its `ray start` did not set them and they are not
+    specific to one machine (PATH, HOME, LD_*, CONDA_*, CUDA_VISIBLE_DEVICES and others)."""
+    address: str | None = field(default=None, metadata=ADDRESS)
+    """Address of a running Ray cluster. auto: the one on this machine. Default: RAY_ADDRESS if set,
+    else a Ray is started."""
     standalone: bool = False
-    """As in torchrun: use only this machine, and ignore RAY_ADDRESS."""
+    """Use only this machine, and ignore RAY_ADDRESS."""
     dry_run: bool = False
-    """Print each worker's environment and command, and do nothing else."""
+    """Print environment and command of each worker."""
 
     def __post_init__(self) -> None:
         _from(1, "--num-workers", self.num_workers)

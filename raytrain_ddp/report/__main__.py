@@ -3,38 +3,41 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Annotated
+from dataclasses import dataclass, field
 
-import tyro
-
-from raytrain_ddp.command_line import run_command
+from raytrain_ddp.command_line import Command, run_command
+from raytrain_ddp.command_line.flags import positional
 
 
 @dataclass(frozen=True)
 class ReportArgs:
-    """Write what is known of a run into one HTML file: curves, time, failures, mistakes, config.
+    """Write a report of runs to one HTML file: curves, times, failures, mistakes, and config.
 
-    The file asks for nothing from outside, and can be mailed. A run that still goes on, or has
-    failed, has one too; several runs are shown side by side.
+    The file is self-contained, so it can be mailed. Runs that are in progress or have failed can be
+    reported, too. Several runs are shown side by side.
     """
 
-    runs: Annotated[tuple[str, ...], tyro.conf.Positional]
+    runs: tuple[str, ...] = field(default=(), metadata=positional("RUN"))
     """Folders or URIs of runs, or their names below runs/."""
     out: str | None = None
-    """The file. Default: report.html in the folder of a single local run, else in this one."""
+    """Output file. Default: report.html in the folder of a single local run, else in the current
+    folder."""
     predict: bool = True
-    """Of a single run: what its best checkpoint makes of the evaluation set, by class, with the
-    worst mistakes; at most a minute, and only if the data can be opened from here."""
+    """For a single run: evaluate its best checkpoint, and show the results by class and the worst
+    mistakes. Takes at most a minute, and requires access to the data."""
     device: str = "auto"
-    """For that: cpu, cuda, cuda:1, ...; auto: a GPU if there is one, and no run that goes on."""
+    """Device for --predict, such as cpu, cuda or cuda:1. auto: a GPU if there is one, unless the
+    run is in progress."""
     open: bool = False
-    """Open the file in a browser."""
+    """Open the report in a browser."""
+
+
+COMMAND = Command("report", ReportArgs, "RUN ... [--FLAG VALUE ...]")
 
 
 def main(argv: Sequence[str]) -> int:
     """Returns the exit status."""
-    args = tyro.cli(ReportArgs, prog="python -m raytrain_ddp.report", args=list(argv))
+    args = COMMAND.parse(argv)
     from raytrain_ddp.errors import ConfigError
     from raytrain_ddp.report.write import write_report
 

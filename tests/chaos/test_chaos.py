@@ -562,7 +562,7 @@ def test_what_cannot_be_done_is_refused_in_one_line(
 
 
 def test_help_answers_at_once(tmp_path: Path):
-    answer = door("chaos", "--help", cwd=tmp_path)
+    answer = door("chaos", "--help-all", cwd=tmp_path)
     assert answer.status == 0
     assert answer.heavy == []
     assert answer.cpu_s < 2

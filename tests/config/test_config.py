@@ -238,7 +238,7 @@ def test_every_section_is_frozen():
 
 
 def test_every_field_has_a_line_of_help():
-    """tyro shows the string below a field; a field without one stays unexplained."""
+    """The help shows the string below a field; a field without one stays unexplained."""
     for name in ("sections", "input_sections", "train_config"):
         source = (Path(sections.__file__).parent / f"{name}.py").read_text()
         lines = [line.strip() for line in source.splitlines()]
@@ -497,7 +497,7 @@ def test_fault_39_help_and_errors_answer_without_torch_or_ray(
 
 
 def test_help_names_every_flag(tmp_path: Path):
-    answer = door("fit", "--help", cwd=tmp_path)
+    answer = door("fit", "--help-all", cwd=tmp_path)
     missing = [f for f in flat(TrainConfig()) if f"--{f.replace('_', '-')}" not in answer.out]
     assert missing == []
 

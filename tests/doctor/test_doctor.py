@@ -561,7 +561,7 @@ def test_data_are_looked_at_as_a_worker_opens_them(tmp_path: Path, monkeypatch: 
 
 
 def test_help_comes_at_once(tmp_path: Path):
-    answer = door("doctor", "--help", cwd=tmp_path)
+    answer = door("doctor", "--help-all", cwd=tmp_path)
     assert answer.status == 0
     assert "--address" in answer.out
     assert "--scaling.num-workers" in answer.out

@@ -90,12 +90,10 @@ def test_two_dashes_end_our_flags():
         (["--no-python", "--legacy-local-rank", "train.sh"], "{local_rank}"),
     ],
 )
-def test_wrong_flags_are_refused_with_a_remedy(argv: list[str], told: str, capsys):
-    with pytest.raises((ConfigError, SystemExit)) as caught:
+def test_wrong_flags_are_refused_with_a_remedy(argv: list[str], told: str):
+    with pytest.raises(ConfigError) as caught:
         parse(argv)
-    assert isinstance(caught.value, ConfigError) or caught.value.code == 2
-    boxed = re.sub(r"[\s│|]+", " ", capsys.readouterr().err)
-    assert told in f"{caught.value} {boxed}"
+    assert told in str(caught.value)
 
 
 TORCHRUNS = [

@@ -458,7 +458,7 @@ def test_all_phases_of_a_step_have_a_name_and_a_colour():
 
 
 def test_help_answers_without_torch(tmp_path: Path):
-    answer = door("report", "--help", cwd=tmp_path)
+    answer = door("report", "--help-all", cwd=tmp_path)
     assert (answer.status, answer.heavy) == (0, [])
     assert "--no-predict" in answer.out
 

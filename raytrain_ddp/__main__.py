@@ -1,0 +1,85 @@
+"""``raytrain COMMAND`` and ``python -m raytrain_ddp COMMAND``: all commands, by name."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Sequence
+from importlib import import_module
+from typing import Any
+
+from raytrain_ddp.command_line import run_command
+from raytrain_ddp.command_line.commands import program
+from raytrain_ddp.command_line.completion import SHELLS, complete, script
+from raytrain_ddp.errors import ConfigError, did_you_mean
+
+COMMANDS = {
+    "fit": "Train a model: from a recipe, flags, or both",
+    "evaluate": "Compute the metrics of a checkpoint",
+    "run": "Run a torchrun script on Ray, unchanged",
+    "convert": "Convert images to Parquet shards",
+    "doctor": "Check a cluster before a run, or a run in progress",
+    "report": "Write a report of runs to an HTML file",
+    "chaos": "Kill processes of a run, and compare the result",
+}
+_IN_PACKAGES = {"convert", "doctor", "report", "chaos"}
+
+
+def main(argv: Sequence[str]) -> int:
+    """Returns the exit status of the command."""
+    name, *rest = argv or ["--help"]
+    if name in ("-h", "--help", "help"):
+        if not rest:
+            print(_help())
+            return 0
+        name, rest = rest[0], ["--help", *rest[1:]]
+    if name in ("-V", "--version"):
+        from importlib.metadata import version  # 40 ms
+
+        print(f"raytrain_ddp {version('raytrain_ddp')}")
+        return 0
+    if name == "--print-completion":
+        print(script(rest[0] if rest else ""), end="")
+        return 0
+    if name == "--complete":  # called by the scripts of --print-completion
+        print("".join(f"{line}\n" for line in complete(rest, COMMANDS, _command)), end="")
+        return 0
+    if name not in COMMANDS:
+        hint = did_you_mean(name, COMMANDS) or f" The commands: {', '.join(COMMANDS)}."
+        raise ConfigError(f"there is no command {name!r}.{hint}")
+    status: int = _module(name).main(rest)
+    return status
+
+
+def console_script() -> None:
+    """The entry point of ``raytrain``. Modules are found in the current folder, as they are by
+    ``python -m``."""
+    if not getattr(sys.flags, "safe_path", False):
+        sys.path.insert(0, os.getcwd())
+    run_command(main)
+
+
+def _module(name: str) -> Any:
+    return import_module(f"raytrain_ddp.{name}{'.__main__' * (name in _IN_PACKAGES)}")
+
+
+def _command(name: str) -> Any:
+    return _module(name).COMMAND
+
+
+def _help() -> str:
+    lines = [f"usage: {program()} COMMAND [ARGUMENT ...]", ""]
+    lines += ["Distributed PyTorch training on Ray.", ""]
+    lines += [f"  {name:<10} {told}" for name, told in COMMANDS.items()]
+    lines += [
+        "",
+        f"{program()} COMMAND --help shows the flags of a command, and --version the version.",
+        "",
+        "Completion of commands, flags, and values with the tab key:",
+        *(f"  {shell + ':':<6} {how}" for shell, how in SHELLS.items()),
+    ]
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    run_command(main)

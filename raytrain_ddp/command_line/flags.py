@@ -1,0 +1,195 @@
+"""The flags of a command: one for each field of its dataclass, by type and default."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from functools import cached_property
+from types import NoneType, UnionType
+from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+
+_BOOLS = {"true": True, "yes": True, "false": False, "no": False}
+_KINDS = {int: ("an integer", "INT"), float: ("a number", "FLOAT"), str: ("text", "TEXT")}
+
+
+def positional(metavar: str) -> dict[str, str]:
+    """Metadata of a field that is given by its place, not as a flag."""
+    return {"positional": metavar}
+
+
+def flat(section: str) -> dict[str, str]:
+    """Metadata of a nested dataclass whose flags have no name in front; its section in the help."""
+    return {"flat": section}
+
+
+@dataclasses.dataclass(frozen=True)
+class Flag:
+    """A field that can be set on a command line.
+
+    Args:
+        name: as typed after the two dashes, such as ``optim.weight-decay``.
+        section: the part of the help that has it, such as ``optim``.
+        path: names of the fields that lead to it, from the command's dataclass.
+        owner: the dataclass that has the field.
+        default: MISSING if there is none.
+    """
+
+    name: str
+    section: str
+    path: tuple[str, ...]
+    owner: type
+    kind: Any
+    default: Any
+    metadata: Mapping[str, Any]
+
+    @property
+    def positional(self) -> str:
+        """The metavar of a field that is given by its place; empty for a flag."""
+        return str(self.metadata.get("positional", ""))
+
+    @cached_property
+    def members(self) -> Sequence[Any]:
+        """The types of a union, or the only type, in the order in which they are tried: None first,
+        text last, as it takes everything."""
+        union = get_origin(self.kind) in (Union, UnionType)
+        kinds = get_args(self.kind) if union else [self.kind]
+        return sorted(kinds, key=lambda kind: (kind is not NoneType, kind is str))
+
+    @property
+    def is_switch(self) -> bool:
+        """Whether the flag alone means true, and ``no-`` before its last word means false."""
+        return bool in self.members
+
+    @property
+    def counts(self) -> tuple[int, int | None]:
+        """The least and the most words that it takes; None: any number."""
+        for kind in self.members:
+            if get_origin(kind) is dict or (get_origin(kind) is tuple and ... in get_args(kind)):
+                return 0, None
+            if get_origin(kind) is tuple:
+                return (len(get_args(kind)),) * 2
+        return 1, 1
+
+    def value(self, words: Sequence[str]) -> Any:
+        """Raises ValueError if the words are not of the flag's type."""
+        for kind in self.members:
+            with suppress(ValueError):
+                return _converted(kind, words)
+        raise ValueError
+
+    @property
+    def choices(self) -> list[str]:
+        """The words that it takes, as far as they can be listed."""
+        return [word for kind in self.members for word in _words(kind)]
+
+    @property
+    def metavar(self) -> str:
+        """What stands for the value in help texts; empty for a switch."""
+        if self.positional or "metavar" in self.metadata:
+            return str(self.metadata.get("metavar") or self.positional)
+        if self.kind is bool:
+            return ""
+        return "|".join(filter(None, (_described(kind, 1) for kind in self.members)))
+
+    @property
+    def takes(self) -> str:
+        """``auto or an integer``: for messages."""
+        if "metavar" in self.metadata:
+            return self.metavar
+        words = [word for kind in self.members for word in _words(kind) or [_described(kind, 0)]]
+        return listed(word for word in words if word)
+
+
+def flags_of(
+    kind: type, holder: Any, section: str, prefix: str = "", path: tuple[str, ...] = ()
+) -> Iterator[Flag]:
+    """The flags of a dataclass; those of nested ones start with the name of their field and a dot.
+
+    Args:
+        holder: has the defaults, by attribute.
+    """
+    hints = get_type_hints(kind)
+    for field in dataclasses.fields(kind):
+        below = getattr(holder, field.name, dataclasses.MISSING)
+        name, here = prefix + field.name.replace("_", "-"), (*path, field.name)
+        if dataclasses.is_dataclass(below):
+            inner = field.metadata.get("flat", field.name)
+            start = prefix if "flat" in field.metadata else f"{name}."
+            yield from flags_of(type(below), below, inner, start, here)
+        else:
+            yield Flag(name, section, here, kind, hints[field.name], below, field.metadata)
+
+
+def defaults_of(kind: type) -> dict[str, Any]:
+    """The defaults of a dataclass, by field; fields without one are left out."""
+    found = {}
+    for field in dataclasses.fields(kind):
+        if field.default_factory is not dataclasses.MISSING:
+            found[field.name] = field.default_factory()
+        elif field.default is not dataclasses.MISSING:
+            found[field.name] = field.default
+    return found
+
+
+def changes(holder: Any, values: Mapping[tuple[str, ...], Any]) -> dict[str, Any]:
+    """The fields of `holder` that get another value, by the paths of flags; nested dataclasses are
+    replaced as a whole, and so are checked."""
+    result: dict[str, Any] = {}
+    for name in dict.fromkeys(path[0] for path in values):
+        below = {path[1:]: value for path, value in values.items() if path[0] == name}
+        if () in below:
+            result[name] = below[()]
+        else:
+            inner = getattr(holder, name)
+            result[name] = dataclasses.replace(inner, **changes(inner, below))
+    return result
+
+
+def listed(words: Iterable[str]) -> str:
+    """``a, b or c``"""
+    *first, last = words
+    return f"{', '.join(first)} or {last}" if first else last
+
+
+def _words(kind: Any) -> list[str]:
+    """The words of a type that has only some."""
+    if kind is bool:
+        return ["true", "false"]
+    return [*map(str, get_args(kind))] if get_origin(kind) is Literal else []
+
+
+def _described(kind: Any, form: int) -> str:
+    """A type in words (form 0) or as a metavar (form 1); None is not described."""
+    origin, args = get_origin(kind), get_args(kind)
+    if kind is NoneType or _words(kind):
+        return "|".join(_words(kind))
+    if origin is dict:
+        return ("pairs of KEY and VALUE", "KEY VALUE ...")[form]
+    if origin is not tuple:
+        return _KINDS[kind][form]
+    words, metavar = _KINDS[args[0]]
+    plural = f"{words.split()[-1]}s"
+    if ... in args:
+        return (plural, f"{metavar} ...")[form]
+    return (f"{len(args)} {plural}", " ".join([metavar] * len(args)))[form]
+
+
+def _converted(kind: Any, words: Sequence[str]) -> Any:
+    origin, args = get_origin(kind), get_args(kind)
+    if origin is dict:
+        return dict(zip(words[::2], words[1::2], strict=True))
+    if origin is tuple:
+        kinds = args[:1] * len(words) if ... in args else args
+        return tuple(_converted(one, [word]) for one, word in zip(kinds, words, strict=True))
+    (word,) = words
+    if kind is bool:
+        word = word.lower()
+    known: Mapping[str, Any] = _BOOLS if kind is bool else {"None": None}
+    if origin is Literal:
+        known = dict(zip(_words(kind), args, strict=True))
+    elif kind not in (bool, NoneType):
+        return kind(word)
+    if word not in known:
+        raise ValueError(word)
+    return known[word]

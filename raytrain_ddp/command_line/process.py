@@ -1,0 +1,83 @@
+"""The process of a command: its exit status, errors without a traceback, broken pipes."""
+
+from __future__ import annotations
+
+import os
+import select
+import signal
+import sys
+from collections.abc import Callable, Sequence
+
+from raytrain_ddp.errors import RaytrainError, status_of
+
+_BROKEN_PIPE = 128 + signal.SIGPIPE
+
+
+def run_command(main: Callable[[Sequence[str]], int]) -> None:
+    """Runs a command's main with the command line and exits with its status.
+
+    A RaytrainError prints its message on standard error, without a traceback. If the reader of the
+    output has exited (`| head`), the status is 141, as with other Unix tools.
+    """
+    _open_closed_streams()
+    try:
+        status = _status_of(main)
+    except BrokenPipeError:
+        if not _reader_is_gone():  # another connection broke
+            raise
+        status = _BROKEN_PIPE
+    sys.exit(_flushed(status))
+
+
+def _status_of(main: Callable[[Sequence[str]], int]) -> int:
+    try:
+        return main(sys.argv[1:])
+    except RaytrainError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return status_of(error)
+    except KeyboardInterrupt as stop:
+        print("stopped", file=sys.stderr)
+        number = stop.args[0] if stop.args and isinstance(stop.args[0], int) else 2
+        return 128 + number
+    except SystemExit as stop:
+        if isinstance(stop.__context__, BrokenPipeError):  # rich exits with status 1
+            return _BROKEN_PIPE
+        if isinstance(stop.code, int) or stop.code is None:
+            return stop.code or 0
+        print(stop.code, file=sys.stderr)
+        return 1
+
+
+def _flushed(status: int) -> int:
+    """Flushes the buffered output; returns the exit status, nonzero if that fails."""
+    for stream in (sys.stdout, sys.stderr):
+        try:
+            stream.flush()
+        except OSError as error:
+            nothing = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(nothing, stream.fileno())  # otherwise, Python tries again at exit
+            broken = isinstance(error, BrokenPipeError)
+            status = status or (_BROKEN_PIPE if broken else 1)
+            if not broken:
+                print(f"error: cannot write the output: {error}", file=sys.stderr)
+    return status
+
+
+def _reader_is_gone() -> bool:
+    """Whether standard output or error is a pipe without a reader."""
+    poll = select.poll()
+    for fd in (1, 2):
+        poll.register(fd, 0)
+    return any(event & select.POLLERR for _, event in poll.poll(0))
+
+
+def _open_closed_streams() -> None:
+    """Opens closed standard streams (`2>&-`) on /dev/null; otherwise, the next opened file would
+    get their descriptor and receive printed output."""
+    for fd, name in enumerate(("stdin", "stdout", "stderr")):
+        try:
+            os.fstat(fd)
+        except OSError:
+            os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)  # gets the lowest number
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(fd, "w" if fd else "r", closefd=False))  # noqa: SIM115
