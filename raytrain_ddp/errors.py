@@ -30,7 +30,7 @@ class RaytrainError(Exception):
 
     exit_status = 1
     cause: Mapping[str, object] = MappingProxyType({})
-    """Of a worker that failed first, as the driver knows it: rank, node, step, error."""
+    """The worker that failed first, as the driver knows it: rank, node, step, error."""
 
 
 class TaskError(RaytrainError):
@@ -75,7 +75,7 @@ class RemoteTraceback(Exception):
 
 
 def first_line(error: BaseException) -> str:
-    """Of what it says, without the full stop."""
+    """The first line of the error's message, without the final period."""
     return next(iter(str(error).splitlines()), "").rstrip(".")
 
 

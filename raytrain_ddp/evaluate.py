@@ -154,13 +154,13 @@ def _config(checkpoint: Checkpoint, data: str | None) -> TrainConfig:
 
 def _write(path: Path, checkpoint: Checkpoint, samples: int, values: Mapping[str, Tensor]) -> None:
     """Writes JSON: numbers and nested lists of numbers; non-finite values as NaN or Infinity."""
-    told = {"checkpoint": str(checkpoint), "samples": samples}
+    content = {"checkpoint": str(checkpoint), "samples": samples}
     figures = {
         name: value.item() if value.numel() == 1 else value.tolist()
         for name, value in values.items()
     }
     try:
-        path.write_text(json.dumps({**told, "metrics": figures}) + "\n", encoding="utf-8")
+        path.write_text(json.dumps({**content, "metrics": figures}) + "\n", encoding="utf-8")
     except OSError as error:
         raise ConfigError(f"--out {path}: cannot be written ({error.strerror}).") from None
 
@@ -170,8 +170,8 @@ def _print(
 ) -> None:
     print(f"{checkpoint}")
     if skipped:
-        told = f"{skipped} bad records left out"
-        print(f"{rows - skipped} of {rows} {task.unit}, each once; {told}")
+        skipped_note = f"{skipped} bad records left out"
+        print(f"{rows - skipped} of {rows} {task.unit}, each once; {skipped_note}")
     else:
         print(f"{rows} {task.unit}, each once")
     for name, value in values.items():

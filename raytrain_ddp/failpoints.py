@@ -1,12 +1,12 @@
-"""Places where a test or `chaos` lets a run go wrong: by site, rank and step, once per run.
+"""Fault injection for tests and `chaos`: failures at named sites, by rank and step, once per run.
 
     RAYTRAIN_DDP_FAILPOINTS="train.after_backward:kill@rank=1,step=7;start.loaded:kill@after=1"
-    RAYTRAIN_DDP_FAILPOINTS_DIR=/tmp/fired    where it is noted what has fired
+    RAYTRAIN_DDP_FAILPOINTS_DIR=/tmp/fired    records which ones have fired
 
 Conditions: `rank` and `step` are those of the caller; `hit=3` is the third match in a process;
 `after=2` waits until two others have fired, in any process.
 
-Unarmed, a failpoint costs one look into an empty dictionary.
+When none is armed, a failpoint costs one lookup in an empty dictionary.
 """
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ SITES = frozenset(
         "train.before_step",
         "train.loss",  # action nan: the loss of this rank's first slot becomes NaN
         "train.after_backward",  # gradients are there, the update is not made
-        "train.weights",  # action flip: the sign of one of this rank's weights turns
+        "train.weights",  # action flip: one weight of this rank changes its sign
         "train.after_step",
         "evaluate",
-        "checkpoint.snapshot",  # the copy to the host is made, nothing is written
-        "checkpoint.begin",  # the folder is there, and empty
+        "checkpoint.snapshot",  # the copy on the host is complete, nothing is written
+        "checkpoint.begin",  # the folder exists and is empty
         "checkpoint.payload",  # one more file is written
         "checkpoint.manifest",  # all files are written, the manifest is not
         "checkpoint.committed",  # the manifest is written, nothing is pruned
@@ -72,7 +72,7 @@ _CONDITIONS = ("rank", "step", "hit", "after")
 
 @dataclass
 class Failpoint:
-    """One entry: what happens at a site, and under which conditions. `seen` counts matches."""
+    """One failpoint: its site, action and conditions. `seen` counts matches."""
 
     site: str
     action: str
@@ -82,7 +82,7 @@ class Failpoint:
     seen: int = field(default=0)
 
     def due(self, rank: int, step: int) -> bool:
-        """Whether it fires now; a file notes it, so that no process of this run fires it again."""
+        """Whether it fires now. A marker file ensures that it fires only once in a run."""
         here = {"rank": rank, "step": step}
         if any(here[key] != value for key, value in self.where.items() if key in here):
             return False
@@ -100,7 +100,7 @@ class Failpoint:
         return True
 
     def act(self) -> float:
-        """Does it; returns what the caller shall multiply its loss, or a weight, by."""
+        """Performs the action. Returns the factor for the caller's loss or weight."""
         if self.action in ("kill", "term", "stop"):
             os.kill(os.getpid(), _SIGNALS[self.action])
         elif self.action == "node":  # a Ray worker's parent is its node's raylet
@@ -112,7 +112,7 @@ class Failpoint:
             raise RuntimeError(f"failpoint {self.site}")
         elif self.action == "sleep":
             time.sleep(self.argument)
-        elif self.action == "gil":  # sleeps without letting Python's lock go
+        elif self.action == "gil":  # sleeps while holding the GIL
             ctypes.PyDLL(None).usleep(int(self.argument * 1e6))
         elif self.action in ("enospc", "eio"):
             number = errno.ENOSPC if self.action == "enospc" else errno.EIO
@@ -125,7 +125,7 @@ _armed: dict[str, list[Failpoint]] = {}
 
 
 def failpoint(site: str, rank: int = 0, step: int = 0) -> float:
-    """Goes wrong here if told to. Returns 1; NaN for the action nan, -1 for flip."""
+    """Performs the action of a failpoint armed here. Returns 1; NaN for action nan, -1 for flip."""
     entries = _armed.get(site)
     if entries is None:
         return 1.0
@@ -134,15 +134,15 @@ def failpoint(site: str, rank: int = 0, step: int = 0) -> float:
 
 
 def fired(folder: Path) -> int:
-    """How many have fired so far, in all processes."""
+    """The number of failpoints that have fired so far, in all processes."""
     return len(os.listdir(folder)) if folder.is_dir() else 0
 
 
 def arm(text: str, folder: str) -> None:
-    """Arms the entries of `text`, and only those; what has fired is noted in `folder`.
+    """Arms the entries of `text`, and only those; `folder` records what has fired.
 
     Raises:
-        ConfigError: there is no such site or action, or an entry makes no sense.
+        ConfigError: the site or action is unknown, or an entry is invalid.
     """
     _armed.clear()
     for number, entry in enumerate(filter(None, map(str.strip, text.split(";")))):
@@ -151,7 +151,7 @@ def arm(text: str, folder: str) -> None:
 
 
 def arm_from_environment() -> None:
-    """Arms what the environment says; nothing if it says nothing."""
+    """Arms the failpoints named in the environment, if any."""
     text, folder = os.environ.get(VARIABLE, ""), os.environ.get(FOLDER_VARIABLE, "")
     if text and not folder:
         raise ConfigError(f"{VARIABLE} needs {FOLDER_VARIABLE}: an empty folder outside the run's.")

@@ -1,4 +1,4 @@
-"""Files on a local disk: flushed so that they survive a power failure, and hashed."""
+"""Local files: flushing to disk and hashing."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ _READ_BYTES = 2**20
 
 
 def fsync(path: str | os.PathLike[str]) -> None:
-    """Waits until a file's content, or the names in a folder, are on the disk."""
+    """Flushes a file's content, or a folder's entries, to the disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

@@ -1,4 +1,4 @@
-"""What `fit` gives back, and what is told of it."""
+"""The result of `fit`, and its summary for display."""
 
 from __future__ import annotations
 
@@ -14,11 +14,14 @@ class FitResult:
     Args:
         status: "interrupted" by a signal after its checkpoint was committed, or "already complete"
             before anything was started.
-        step, total_steps: optimizer steps done and to do.
+        step: optimizer steps done.
+        total_steps: optimizer steps to do in all.
         monitor: the metric that decides which evaluation is the best.
-        best, last: metrics of the best and the last evaluation, with "step".
+        best: metrics of the best evaluation, with its "step"; empty if there was none.
+        last: metrics of the last evaluation, with its "step".
         path: folder or URI of the run.
-        best_checkpoint, last_checkpoint: their folders.
+        best_checkpoint: folder or URI of the best checkpoint that is kept.
+        last_checkpoint: folder or URI of the newest checkpoint.
         history: the records of metrics.jsonl.
         seconds: part of the run -> seconds.
         signal: number of the signal that interrupted, else 0.

@@ -1,4 +1,4 @@
-"""``python -m raytrain_ddp.run [flags] SCRIPT [its flags]``: torchrun, on Ray."""
+"""``python -m raytrain_ddp.run [flags] SCRIPT [its flags]``: torchrun on Ray."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from pathlib import Path
 
 from raytrain_ddp.command_line import Command, run_command
 from raytrain_ddp.errors import ConfigError
-from raytrain_ddp.launcher.run_options import Flags, RunOptions
+from raytrain_ddp.launcher.run_options import RunFlags, RunOptions
 
 _PROG = "python -m raytrain_ddp.run"
 COMMAND = Command(
     "run",
-    Flags,
+    RunFlags,
     "[--FLAG VALUE ...] [-m] SCRIPT [ARGUMENT ...]",
     {
         "Workers": ["num-workers", "nproc-per-node", "nnodes", "use-gpu", "cpus-per-worker", "per"],
@@ -27,7 +27,7 @@ COMMAND = Command(
 )
 _BY_RAY = "Ray connects the nodes, and the ranks rendezvous at rank 0"
 _ALONE = "each rank is a separate main process"
-# torchrun's flags without effect here, with why; `None`: what they ask for is so in any case.
+# torchrun's flags that have no effect here, and why; `None`: the behavior is the same anyway.
 _WITHOUT_EFFECT: dict[str, str | None] = {
     "rdzv-backend": _BY_RAY,
     "rdzv-endpoint": _BY_RAY,
@@ -47,7 +47,7 @@ _WITHOUT_EFFECT: dict[str, str | None] = {
 }
 _ALIASES = {"t": "tee", "r": "redirects", "n": "num-workers", "np": "num-workers"}
 _ALIASES |= {"shutdown-timeout": "grace-s", "module": "m", "h": "help"}
-_OWN = {field.name.replace("_", "-"): field for field in dataclasses.fields(Flags)}
+_OWN = {field.name.replace("_", "-"): field for field in dataclasses.fields(RunFlags)}
 _VALUELESS = {name for name, field in _OWN.items() if isinstance(field.default, bool)}
 _VALUELESS |= {f"no-{name}" for name in _VALUELESS - {"no-python"}}
 _VALUELESS |= {"help", "help-all", "m", "run-path", "use-env"}
@@ -62,20 +62,20 @@ def main(argv: Sequence[str]) -> int:
     for note in order.notes:
         print(f"run: {note}", file=sys.stderr)
     if order.flags.dry_run:
-        from raytrain_ddp.launcher.preview import dry_run
+        from raytrain_ddp.launcher.preview import preview_here
 
-        print(dry_run(order))
+        print(preview_here(order))
         return 0
-    from raytrain_ddp.launcher.script_launch import launch
+    from raytrain_ddp.launcher.script_launch import run_script
 
-    return launch(order)
+    return run_script(order)
 
 
 def parse(argv: Sequence[str], environ: Mapping[str, str] | None = None) -> RunOptions:
-    """What a command line asks for, with torchrun's flags as torchrun takes them.
+    """Parses a command line; torchrun's flags have torchrun's meaning.
 
     Args:
-        environ: has the defaults of torchrun's flags, as it reads them: PET_NNODES and so on.
+        environ: supplies the defaults of torchrun's flags, as torchrun does: PET_NNODES and so on.
 
     Raises:
         ConfigError: for a value, a missing script, or one of torchrun's flags that would start
@@ -106,7 +106,7 @@ def parse(argv: Sequence[str], environ: Mapping[str, str] | None = None) -> RunO
 
 
 def split(argv: Sequence[str]) -> tuple[list[Flag], list[str]]:
-    """Our own flags by their full names, and from the script on the user's words."""
+    """Splits the arguments: our flags by their full names, and everything from the script on."""
     own: list[Flag] = []
     at = 0
     while at < len(argv) and argv[at].startswith("-") and argv[at] != "-":
@@ -128,7 +128,7 @@ def split(argv: Sequence[str]) -> tuple[list[Flag], list[str]]:
 
 
 def _full(name: str) -> str:
-    """A flag's name from an alias, or from as much of it as no other begins with."""
+    """A flag's full name, from an alias or an unambiguous prefix."""
     if name not in _KNOWN and len(name) > 1:
         begun = {known for known in _KNOWN if known.startswith(name)}
         name = begun.pop() if len(begun) == 1 else name
@@ -150,7 +150,8 @@ def _words(flags: Iterable[Flag]) -> list[str]:
 
 
 def _as_show(flag: Flag) -> Flag:
-    """``--tee none`` and ``--tee 0,2`` say which ranks are shown, and no stream of torchrun's."""
+    """``--tee none`` and ``--tee 0,2`` select the ranks to show, unlike torchrun's stream
+    numbers."""
     name, value = flag
     words = value is not None and (value in ("all", "none") or ("," in value and ":" not in value))
     return ("show", value) if name == "tee" and words else flag
@@ -163,12 +164,12 @@ def _notes(flags: Sequence[Flag], kept: Sequence[Flag], translated: str) -> list
     why: dict[str, list[str]] = {}
     for name, value in without:
         why.setdefault(str(_WITHOUT_EFFECT[name]), []).append(shlex.join(_words([(name, value)])))
-    said = "; ".join(f"{', '.join(words)} ({reason})" for reason, words in why.items())
-    return [f"no effect here: {said}", f"equivalent command: {translated}"]
+    ignored = "; ".join(f"{', '.join(names)} ({reason})" for reason, names in why.items())
+    return [f"no effect here: {ignored}", f"equivalent command: {translated}"]
 
 
 def _behind(command: Sequence[str], given: set[str]) -> list[str]:
-    """Words behind the script that look like flags of ours, and that its text does not know."""
+    """Arguments after the script that look like our flags and do not occur in its text."""
     try:
         text = Path(command[0]).read_text(encoding="utf-8", errors="replace")
     except OSError:  # a module, or none

@@ -1,6 +1,6 @@
-"""Folders and files of object stores: opened by their URI, and named without its secrets.
+"""Opens files and folders in object stores by URI, and removes secrets from URIs for display.
 
-Imports nothing heavy: pyarrow and fsspec come with the first URI that is opened.
+Cheap to import: pyarrow and fsspec are loaded when the first URI is opened.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ REACH_TIMEOUT_S = 25.0  # pyarrow itself would try GCS for 15 minutes
 
 _OWN_SCHEMES = ("s3", "gs", "gcs", "file")  # pyarrow's; fsspec has packages for many more
 _SHORTEST_SECRET = 3
-_HARMLESS_KEYS = ("region", "endpoint_override", "scheme")  # they say where, not who
+_HARMLESS_KEYS = ("region", "endpoint_override", "scheme")  # they tell where, not who
 _HARMLESS_VALUE = re.compile(r"[\w.:/\[\]-]*", re.ASCII)  # an address without user part or query
 
 
@@ -29,13 +29,13 @@ def open_uri(uri: str) -> tuple[Any, str]:
 
     ``s3://``, ``gs://`` and ``file://`` are pyarrow's own, with their options in the query
     (``?region=...&endpoint_override=...``); all other schemes (``hf://``, ``abfs://`` ...) are
-    those of fsspec, with their options in the environment. S3 is asked for the bucket's region if
-    the query does not tell it.
+    those of fsspec, with their options in the environment. For S3, the bucket's region is looked up
+    if the query does not give it.
 
     Raises:
-        ConfigError: nothing knows the scheme, or the package for it is missing.
-        ValueError, OSError: the rest of the URI makes no sense. The text may quote its secrets:
-            show `reason_of` it.
+        ConfigError: the scheme is unknown, or its package is missing.
+        ValueError, OSError: the rest of the URI is invalid. The message may contain its secrets:
+            show `reason_of` instead.
     """
     scheme, rest, query = _parts(uri)
     if not rest:
@@ -50,7 +50,7 @@ def open_uri(uri: str) -> tuple[Any, str]:
 
 
 def uri_beside(uri: str, path: str) -> str:
-    """The URI of another path, as pyarrow has it, in the file system of `uri`."""
+    """The URI of another path (in pyarrow's form) in the file system of `uri`."""
     scheme, rest, query = _parts(uri)
     if scheme not in _OWN_SCHEMES:
         fs, _ = _fsspec_file_system(uri)
@@ -60,7 +60,7 @@ def uri_beside(uri: str, path: str) -> str:
 
 
 def without_secrets(uri: str) -> str:
-    """The URI without password, key and query, also where a secret in it is not quoted."""
+    """The URI without password, key and query, even if a secret in it is not percent-encoded."""
     scheme, separator, rest = uri.partition("://")
     if not separator:
         return uri
@@ -72,17 +72,17 @@ def without_secrets(uri: str) -> str:
     if scheme == "hf" or "@" not in place:  # a revision of Hugging Face's follows an "@"
         bare = place
     elif ":" not in (user if at else first) or _ends_in_port(scheme, first):  # no password
-        # In an own scheme it is a key, else a name, as in container@account.
+        # With one of pyarrow's schemes this is a key; else a name, as in container@account.
         bare = f"{host}{slash}{path}" if at and scheme in _OWN_SCHEMES else place
-    else:  # if there are several, what is before the last one may be of the password
+    else:  # if there are several, all before the last one may belong to the password
         bare = "***" if at and "@" in path else place.rpartition("@")[2]
     return f"{scheme}://{bare}"
 
 
 def shareable(uri: str) -> str:
-    """The URI without its secrets, but with what of its query says where the data lie.
+    """The URI without its secrets, but with the query options that locate the data.
 
-    It opens the same place where the credentials come from the environment.
+    It opens the same place if the credentials come from the environment.
     """
     bare = without_secrets(uri)
     if bare.endswith("://***"):
@@ -93,19 +93,19 @@ def shareable(uri: str) -> str:
 
 
 def reason_of(uri: str, error: BaseException) -> str:
-    """The first line of an error's text; less, if that has any part of the URI's secrets in it."""
+    """The first line of an error's text; shortened if it contains any part of the URI's secrets."""
     text = str(error).partition("\n")[0].rstrip(". ")
-    kept = set(_words(without_secrets(uri)))
-    secrets = [word for word in _words(uri) if word not in kept]
-    if any(word in text.casefold() for word in secrets):
+    kept = set(_parts_of(without_secrets(uri)))
+    secrets = [part for part in _parts_of(uri) if part not in kept]
+    if any(part in text.casefold() for part in secrets):
         token = re.search(r"AWS Error [A-Z_]+", text)
         text = token.group() if token else ""
     return text or type(error).__name__
 
 
 def attempt(ask: Callable[[], T]) -> T | Exception:
-    """What `ask` returns or raises. An error is returned, because what is raised in its place must
-    not have it as context: it may quote secrets."""
+    """What `ask` returns or raises. An error is returned, not raised, because the error raised in
+    its place must not have it as its context: it may contain secrets."""
     try:
         return ask()
     except Exception as error:
@@ -113,7 +113,7 @@ def attempt(ask: Callable[[], T]) -> T | Exception:
 
 
 def answer_within(seconds: float, ask: Callable[[], T]) -> T | Exception:
-    """As `attempt`, or a TimeoutError: then `ask` is left behind in a thread."""
+    """As `attempt`, or a TimeoutError; then `ask` keeps running in a thread."""
     outcome: list[T | Exception] = []
     run = Thread(target=lambda: outcome.append(attempt(ask)), name="answer_within", daemon=True)
     run.start()
@@ -128,7 +128,7 @@ def _parts(uri: str) -> tuple[str, str, str]:
 
 
 def _ends_in_port(scheme: str, first: str) -> bool:
-    """Whether it is ``host:port``; an unquoted "/" in a password looks like that in S3's keys."""
+    """Whether it is ``host:port``; an unencoded "/" in a password looks like that in S3 keys."""
     return scheme not in _OWN_SCHEMES and re.fullmatch(r"[^@:]+:\d{1,5}", first) is not None
 
 
@@ -136,13 +136,13 @@ def _is_harmless(key: str, value: str) -> bool:
     return key in _HARMLESS_KEYS and _HARMLESS_VALUE.fullmatch(unquote(value)) is not None
 
 
-def _words(uri: str) -> list[str]:
-    """The pieces between a URI's delimiters, as written and unquoted."""
+def _parts_of(uri: str) -> list[str]:
+    """The parts between a URI's delimiters, as written and percent-decoded."""
     pieces = re.split(r"[:/@?#&=]", uri) + re.split(r"[:/@?#&=]", unquote(uri))
     return [piece.casefold() for piece in pieces if len(piece) >= _SHORTEST_SECRET]
 
 
-@lru_cache(maxsize=16)  # a client is dear: with its own threads, connections and credentials
+@lru_cache(maxsize=16)  # a client is expensive: it has its own threads, connections and credentials
 def _own_file_system(scheme: str, place: str, query: str) -> tuple[Any, str]:
     from pyarrow import fs as pafs
 
@@ -167,7 +167,7 @@ def _fsspec_file_system(uri: str) -> tuple[Any, str]:
         if "rotocol not known" not in str(error):
             raise
         raise ConfigError(
-            f"{shown}: no file system is known for {shown.partition('://')[0]}://. Give s3://, "
+            f"{shown}: unknown scheme {shown.partition('://')[0]}://. Use s3://, "
             "gs://, hf://, or another scheme of fsspec."
         ) from None
     return pafs.PyFileSystem(pafs.FSSpecHandler(inner)), path

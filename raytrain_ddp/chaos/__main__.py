@@ -52,10 +52,10 @@ def main(argv: Sequence[str]) -> int:
     args = parse(argv)
     kills = _KILLS_LOCAL if args.local else _KILLS_ON_RAY
     kills = args.kills if args.kills is not None else kills
-    from raytrain_ddp.chaos.experiment import Order, chaos
-    from raytrain_ddp.chaos.screen import Screen
+    from raytrain_ddp.chaos.experiment import ChaosOptions, chaos
+    from raytrain_ddp.chaos.screen import ChaosDisplay
 
-    order = Order(
+    order = ChaosOptions(
         config=args.config,
         seed=args.config.seed,
         kills=kills,
@@ -66,7 +66,7 @@ def main(argv: Sequence[str]) -> int:
         local=args.local,
         nodes=args.nodes,
     )
-    with Screen() as screen:
+    with ChaosDisplay() as screen:
         outcome = chaos(order, screen)
     screen.verdict(outcome, f"python -m raytrain_ddp.chaos {shlex.join(argv)}".strip())
     return 0 if outcome.equal else 1
@@ -81,11 +81,11 @@ def parse(argv: Sequence[str]) -> ChaosArgs:
         flag = f"--{name.replace('_', '-')}"
         require(value is None or value >= least, flag, value, f"must be {least} or more")
     require(args.nodes > 0 or not args.node_kills, "--node-kills", args.node_kills, "needs --nodes")
-    require(not (args.local and args.nodes), "--nodes", args.nodes, "is for Ray: leave out --local")
+    require(not (args.local and args.nodes), "--nodes", args.nodes, "is for Ray: remove --local")
     if args.resize:
-        require(args.config.exact, "--resize", True, "needs --exact: other bits are to be expected")
+        require(args.config.exact, "--resize", True, "needs --exact: otherwise the bits differ")
         there = args.local or args.nodes > 0
-        require(there, "--resize", True, "needs --local, or --nodes for workers that come and go")
+        require(there, "--resize", True, "needs --local, or --nodes to add and remove workers")
     args.config.require_slots(args.nodes or args.workers)
     given = given_flags(argv)
     require(

@@ -1,4 +1,4 @@
-"""What two runs left behind, side by side."""
+"""Compares what two runs left behind."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from raytrain_ddp.errors import CheckpointError
 
 
 @dataclass(frozen=True)
-class Left:
-    """Of one run: hashes of what must be equal, and what must not be there at all."""
+class RunResults:
+    """One run's results: hashes of what must be equal, and files that must not exist."""
 
     weights: str
     optimizer: str
@@ -26,7 +26,7 @@ class Left:
     leftovers: Sequence[str]
 
 
-def left_by(run: Storage) -> Left:
+def results_of(run: Storage) -> RunResults:
     """Reads a run's folder. Everything is verified against the newest checkpoint's manifest.
 
     Raises:
@@ -41,7 +41,7 @@ def left_by(run: Storage) -> Left:
     history = [_timeless(record) for record in read_history(run)]
     audit = [record for record in history if record["kind"] == "audit"]
     others = [record for record in history if record["kind"] != "audit"]
-    return Left(
+    return RunResults(
         weights=newest.manifest.files["model.safetensors"].sha256,
         optimizer=newest.manifest.files["optimizer.safetensors"].sha256,
         samples=_digest(audit),

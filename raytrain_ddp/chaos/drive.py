@@ -1,4 +1,4 @@
-"""Runs a config to its end, whatever its processes do, and counts what that took."""
+"""Runs a config to its end despite faults, and counts starts and steps."""
 
 from __future__ import annotations
 
@@ -6,22 +6,22 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from raytrain_ddp.chaos.observation import Faults, Fired, Log
+from raytrain_ddp.chaos.observation import FaultMonitor, FiredFault, LogFollower
 from raytrain_ddp.chaos.runners import Runner
 
 STUCK_S = 300.0
 
 
 @dataclass(frozen=True)
-class Ran:
-    """How a run came to its end.
+class DriveResult:
+    """How a run ended.
 
     Args:
         statuses: of the last start's processes.
         starts: how often the command was run.
-        executed: steps that were logged, those included that were done again.
-        problem: why it was given up; empty if it came to its end.
-        sizes: how many workers each start had, if that is known.
+        executed: logged steps, including repeated ones.
+        problem: why it was given up; empty if it finished.
+        sizes: the number of workers of each start, if known.
     """
 
     statuses: Sequence[int]
@@ -33,19 +33,19 @@ class Ran:
 
 
 class Watcher:
-    """Is told what happens; this one does nothing about it."""
+    """Receives what happens; this one ignores it."""
 
     def phase(self, name: str, planned: int = 0, total_steps: int = 0) -> None: ...
 
     def at(self, step: int) -> None: ...
 
-    def fired(self, fired: Fired) -> None: ...
+    def fired(self, fired: FiredFault) -> None: ...
 
 
-def drive(runner: Runner, log: Log, faults: Faults, watcher: Watcher) -> Ran:
-    """Starts the run anew as long as it fails because of a fault.
+def drive(runner: Runner, log: LogFollower, faults: FaultMonitor, watcher: Watcher) -> DriveResult:
+    """Restarts the run as long as it fails because of a fault.
 
-    It is given up when it fails without one, or does nothing for `STUCK_S`.
+    Gives up if it fails without a fault, or makes no progress for `STUCK_S`.
     """
     started, starts, problem = time.monotonic(), 0, ""
     while True:
@@ -56,14 +56,14 @@ def drive(runner: Runner, log: Log, faults: Faults, watcher: Watcher) -> Ran:
         if stuck:
             problem = f"no step and no fault in {STUCK_S:.0f} s"
         elif any(statuses) and faults.count == before:
-            problem = f"it failed ({_said(statuses)}) without a fault: {runner.words()}"
+            problem = f"it failed ({_failed_statuses(statuses)}) without a fault: {runner.words()}"
         if problem or not any(statuses):
             wall_s = time.monotonic() - started
-            return Ran(statuses, starts, wall_s, log.executed, problem, runner.sizes)
+            return DriveResult(statuses, starts, wall_s, log.executed, problem, runner.sizes)
 
 
 def _until_ended(
-    runner: Runner, log: Log, faults: Faults, watcher: Watcher
+    runner: Runner, log: LogFollower, faults: FaultMonitor, watcher: Watcher
 ) -> tuple[Sequence[int], bool]:
     """(exit statuses, whether it had to be killed because nothing happened)."""
     last, since, killed = (0, 0), time.monotonic(), False
@@ -79,7 +79,7 @@ def _until_ended(
         if due is not None:
             watcher.fired(due)
             runner.kill()
-            killed = True  # workers that outlive it for a moment may reach the next one's step
+            killed = True  # workers that survive it briefly may reach the step of the next fault
         now = (log.executed, faults.count)
         if now != last:
             last, since = now, time.monotonic()
@@ -94,5 +94,5 @@ def _end_of(runner: Runner) -> Sequence[int]:
     return statuses
 
 
-def _said(statuses: Sequence[int]) -> str:
+def _failed_statuses(statuses: Sequence[int]) -> str:
     return ", ".join(str(status) for status in statuses if status)

@@ -1,4 +1,4 @@
-"""One config run twice, undisturbed and under a plan of faults, and compared."""
+"""Runs a config twice, undisturbed and with faults, and compares the results."""
 
 from __future__ import annotations
 
@@ -15,37 +15,37 @@ from math import ceil
 from pathlib import Path
 from random import Random
 
-from raytrain_ddp.chaos.comparison import Left, left_by
-from raytrain_ddp.chaos.drive import Ran, Watcher, drive
-from raytrain_ddp.chaos.fault_plan import Fault, Shape, draw
+from raytrain_ddp.chaos.comparison import RunResults, results_of
+from raytrain_ddp.chaos.drive import DriveResult, Watcher, drive
+from raytrain_ddp.chaos.fault_plan import Fault, RunShape, draw_faults
 from raytrain_ddp.chaos.killable_nodes import KillableNodes
-from raytrain_ddp.chaos.observation import Faults, Log, tag, tagged
-from raytrain_ddp.chaos.runners import Local, OnRay, Runner, Zygote, with_failpoints
+from raytrain_ddp.chaos.observation import FaultMonitor, LogFollower, tag, tagged
+from raytrain_ddp.chaos.runners import LocalRunner, RayRunner, Runner, Zygote, with_failpoints
 from raytrain_ddp.checkpoint.run_folder import METRICS_FILE, newest_manifest, run_storage
 from raytrain_ddp.config.sections import LogConfig
 from raytrain_ddp.config.train_config import TrainConfig
 from raytrain_ddp.errors import PreflightError, RaytrainError
 from raytrain_ddp.failpoints import FOLDER_VARIABLE, VARIABLE
-from raytrain_ddp.ray_backend.placement import this_machine
+from raytrain_ddp.ray_backend.placement import local_resources
 from raytrain_ddp.uri import without_secrets
 
-SAVE_EVERY_STEPS = 5  # where the config says nothing
-_MOST_LIVE_ON_S = 90.0  # Ray's agents notice a minute late that their node is gone
+SAVE_EVERY_STEPS = 5  # if the config does not set it
+_MOST_LIVE_ON_S = 90.0  # Ray's agents notice after a minute that their node is gone
 
 Make = Callable[[TrainConfig, Sequence[Fault], Path], Runner]
 
 
 @dataclass(frozen=True)
-class Order:
-    """What is to be done.
+class ChaosOptions:
+    """The experiment to run.
 
     Args:
         kills, drivers, node_kills: how many workers, drivers and nodes are killed.
-        workers: how many; three or more, as two sum in one order only.
-        resize: each start of the disturbed run has another number of workers, up to that; the
-            undisturbed run has one.
+        workers: their number; at least three, as two can sum in only one order.
+        resize: each start of the disturbed run has another number of workers, up to `workers`;
+            the undisturbed run has one.
         local: without Ray.
-        nodes: 0, or run on a cluster of so many nodes on this machine, a worker on each.
+        nodes: 0, or the number of one-worker nodes of a cluster on this machine.
     """
 
     config: TrainConfig
@@ -60,8 +60,8 @@ class Order:
 
 
 @dataclass(frozen=True)
-class Row:
-    """One comparison: a value of each run, and whether the second is as it must be."""
+class ComparisonRow:
+    """One comparison: a value of each run, and whether the second is correct."""
 
     what: str
     undisturbed: str
@@ -70,13 +70,13 @@ class Row:
 
 
 @dataclass(frozen=True)
-class Outcome:
+class ChaosOutcome:
     """Both runs, side by side; `folder` holds them, unless they are equal."""
 
-    rows: Sequence[Row]
+    rows: Sequence[ComparisonRow]
     total_steps: int
-    undisturbed: Ran
-    disturbed: Ran
+    undisturbed: DriveResult
+    disturbed: DriveResult
     planned: int
     fired: int
     folder: Path
@@ -86,7 +86,7 @@ class Outcome:
         return all(row.right for row in self.rows)
 
 
-def chaos(order: Order, watcher: Watcher) -> Outcome:
+def chaos(options: ChaosOptions, watcher: Watcher) -> ChaosOutcome:
     """Runs both and compares them.
 
     Raises:
@@ -94,33 +94,39 @@ def chaos(order: Order, watcher: Watcher) -> Outcome:
         RaytrainError: the undisturbed run failed.
     """
     token = uuid.uuid4().hex
-    folder = _new_folder(order.config.storage)
-    config = _settled(order, folder)
-    calm, wild = (replace(config, name=name) for name in ("undisturbed", "disturbed"))
-    if order.resize:
-        calm = replace(calm, scaling=replace(calm.scaling, num_workers=1))
-    with _runners(order, tag(token, _environment())) as make:
+    folder = _new_folder(options.config.storage)
+    config = _resolved_config(options, folder)
+    plain_config, faulty_config = (
+        replace(config, name=name) for name in ("undisturbed", "disturbed")
+    )
+    if options.resize:
+        plain_config = replace(plain_config, scaling=replace(plain_config.scaling, num_workers=1))
+    with _runners(options, tag(token, _environment())) as make:
         watcher.phase("undisturbed")
-        nothing = Faults([], folder / "fired-undisturbed")
-        undisturbed = _drive(make, calm, [], nothing, watcher)
+        nothing = FaultMonitor([], folder / "fired-undisturbed")
+        undisturbed = _drive(make, plain_config, [], nothing, watcher)
         if undisturbed.problem:
             raise RaytrainError(f"the undisturbed run: {undisturbed.problem} (see {folder}).")
-        shape = _shape(calm, 1 if order.resize else order.workers)
-        plan = draw(order.seed, shape, order.kills, order.drivers, order.node_kills)
-        if order.resize:  # whoever comes first: a rank may not be there
+        shape = _shape(plain_config, 1 if options.resize else options.workers)
+        plan = draw_faults(options.seed, shape, options.kills, options.drivers, options.node_kills)
+        if options.resize:  # any rank: a specific one may not exist
             plan = [replace(fault, rank=None) for fault in plan]
         watcher.phase("disturbed", len(plan), shape.total_steps)
-        faults = Faults(plan, folder / "fired")
-        disturbed = _drive(make, wild, plan, faults, watcher)
+        faults = FaultMonitor(plan, folder / "fired")
+        disturbed = _drive(make, faulty_config, plan, faults, watcher)
     watcher.phase("comparing")
     orphans = _orphans(token)
-    rows = _compared(calm, wild, disturbed, shape.total_steps)
-    if not order.local:  # there a worker's end is for the run itself to get over
-        most = 1 + order.drivers
-        rows.append(Row("starts", "1", str(disturbed.starts), right=disturbed.starts <= most))
+    rows = _compared(plain_config, faulty_config, disturbed, shape.total_steps)
+    if not options.local:  # on Ray the run itself must survive the end of a worker
+        most = 1 + options.drivers
+        rows.append(
+            ComparisonRow("starts", "1", str(disturbed.starts), right=disturbed.starts <= most)
+        )
     named = ", ".join(orphans.values())
-    rows.append(Row("processes left behind", "", f"{len(orphans)} {named}".strip(), not orphans))
-    outcome = Outcome(
+    rows.append(
+        ComparisonRow("processes left behind", "", f"{len(orphans)} {named}".strip(), not orphans)
+    )
+    outcome = ChaosOutcome(
         rows, shape.total_steps, undisturbed, disturbed, len(plan), faults.count, folder
     )
     if outcome.equal:
@@ -129,36 +135,39 @@ def chaos(order: Order, watcher: Watcher) -> Outcome:
 
 
 @contextmanager
-def _runners(order: Order, environment: Mapping[str, str]) -> Iterator[Make]:
-    """Yields what makes a runner of a config, a plan and the folder of what fired."""
+def _runners(options: ChaosOptions, environment: Mapping[str, str]) -> Iterator[Make]:
+    """Yields a function that makes a runner from a config, a plan and the folder of fired
+    faults."""
     with ExitStack() as stack:
-        if order.local:
+        if options.local:
             zygote = stack.enter_context(Zygote(environment))
 
             def local(config: TrainConfig, plan: Sequence[Fault], fired: Path) -> Runner:
-                return Local(zygote, config, plan, fired, _sizes(order, config))
+                return LocalRunner(zygote, config, plan, fired, _sizes(options, config))
 
             yield local
             return
 
         def on_ray(config: TrainConfig, plan: Sequence[Fault], fired: Path) -> Runner:
             if not plan:
-                return OnRay(config, environment)
+                return RayRunner(config, environment)
             own = with_failpoints(environment, plan, fired)
-            if not order.nodes:
-                return OnRay(config, own)
+            if not options.nodes:
+                return RayRunner(config, own)
             cpus = ceil(config.scaling.cpus_per_worker)
-            return OnRay(config, own, stack.enter_context(KillableNodes(order.nodes, cpus, own)))
+            return RayRunner(
+                config, own, stack.enter_context(KillableNodes(options.nodes, cpus, own))
+            )
 
         yield on_ray
 
 
-def _sizes(order: Order, config: TrainConfig) -> Callable[[int], int]:
-    """How many workers a start has, from 1."""
+def _sizes(options: ChaosOptions, config: TrainConfig) -> Callable[[int], int]:
+    """The number of workers of a start, counted from 1."""
     most = config.scaling.worker_range()[1]
-    if not order.resize:
+    if not options.resize:
         return lambda start: most
-    random, sizes = Random(order.seed), [0]
+    random, sizes = Random(options.seed), [0]
 
     def another(start: int) -> int:
         while len(sizes) <= start:
@@ -170,9 +179,9 @@ def _sizes(order: Order, config: TrainConfig) -> Callable[[int], int]:
 
 
 def _drive(
-    make: Make, config: TrainConfig, plan: Sequence[Fault], faults: Faults, watcher: Watcher
-) -> Ran:
-    log = Log(Path(config.storage) / str(config.name) / METRICS_FILE)
+    make: Make, config: TrainConfig, plan: Sequence[Fault], faults: FaultMonitor, watcher: Watcher
+) -> DriveResult:
+    log = LogFollower(Path(config.storage) / str(config.name) / METRICS_FILE)
     runner = make(config, plan, faults.folder)
     try:
         return drive(runner, log, faults, watcher)
@@ -182,7 +191,7 @@ def _drive(
 
 
 def _environment() -> dict[str, str]:
-    """Without what would take the runs to another Ray, or arm more than is planned."""
+    """The environment without variables that select another Ray or arm other failpoints."""
     unwanted = ("RAY_ADDRESS", VARIABLE, FOLDER_VARIABLE)
     return {name: value for name, value in os.environ.items() if name not in unwanted}
 
@@ -196,19 +205,19 @@ def _new_folder(storage: str) -> Path:
     return Path(tempfile.mkdtemp(prefix="chaos-", dir=parent))
 
 
-def _settled(order: Order, folder: Path) -> TrainConfig:
-    """The config with all that is free to choose as the comparison needs it."""
-    config, checkpoint = order.config, order.config.checkpoint
+def _resolved_config(options: ChaosOptions, folder: Path) -> TrainConfig:
+    """The config, with all free choices set as the comparison needs them."""
+    config, checkpoint = options.config, options.config.checkpoint
     every = checkpoint.every_steps or SAVE_EVERY_STEPS
     scaling = replace(
         config.scaling,
-        num_workers=f"1:{order.workers}" if order.resize and order.nodes else order.workers,
-        max_failures=config.scaling.max_failures + order.kills + order.node_kills,
+        num_workers=f"1:{options.workers}" if options.resize and options.nodes else options.workers,
+        max_failures=config.scaling.max_failures + options.kills + options.node_kills,
     )
-    if order.local:
+    if options.local:
         scaling = replace(scaling, use_gpu=False)
-    else:  # so that they fit on a small machine, too
-        cpus = this_machine()["CPU"] / order.workers
+    else:  # so that they also fit on a small machine
+        cpus = local_resources()["CPU"] / options.workers
         scaling = replace(scaling, cpus_per_worker=min(scaling.cpus_per_worker, cpus))
     return replace(
         config,
@@ -219,34 +228,40 @@ def _settled(order: Order, folder: Path) -> TrainConfig:
     )
 
 
-def _shape(config: TrainConfig, workers: int) -> Shape:
+def _shape(config: TrainConfig, workers: int) -> RunShape:
     manifest = newest_manifest(run_storage(config))
     assert manifest is not None  # the run has ended well
-    return Shape(manifest.step, workers, config.checkpoint.every_steps)
+    return RunShape(manifest.step, workers, config.checkpoint.every_steps)
 
 
-def _compared(calm: TrainConfig, wild: TrainConfig, ran: Ran, total_steps: int) -> list[Row]:
+def _compared(
+    plain_config: TrainConfig, faulty_config: TrainConfig, ran: DriveResult, total_steps: int
+) -> list[ComparisonRow]:
     if ran.problem:
-        return [Row("comes to its end", "yes", ran.problem, False)]
-    ours = left_by(run_storage(calm))
+        return [ComparisonRow("finishes", "yes", ran.problem, False)]
+    ours = results_of(run_storage(plain_config))
     try:
-        theirs = left_by(run_storage(wild))
+        theirs = results_of(run_storage(faulty_config))
     except RaytrainError as error:
-        return [Row("newest checkpoint", "whole", str(error), False)]
+        return [ComparisonRow("newest checkpoint", "whole", str(error), False)]
     named = ("weights", "optimizer", "samples", "log")
     rows = [_equal_hashes(name, ours, theirs) for name in named]
     once = list(range(1, total_steps + 1))
-    said = ["each once" if list(left.steps) == once else "not so" for left in (ours, theirs)]
+    once_each = ["each once" if list(left.steps) == once else "no" for left in (ours, theirs)]
     each = theirs.steps == once
-    rows.append(Row(f"steps 1 to {total_steps} in the log", said[0], said[1], each))
+    rows.append(
+        ComparisonRow(f"steps 1 to {total_steps} in the log", once_each[0], once_each[1], each)
+    )
     rest = theirs.leftovers
-    rows.append(Row("leftover files", str(len(ours.leftovers)), _counted(rest), right=not rest))
+    rows.append(
+        ComparisonRow("leftover files", str(len(ours.leftovers)), _counted(rest), right=not rest)
+    )
     return rows
 
 
-def _equal_hashes(name: str, ours: Left, theirs: Left) -> Row:
+def _equal_hashes(name: str, ours: RunResults, theirs: RunResults) -> ComparisonRow:
     pair = getattr(ours, name), getattr(theirs, name)
-    return Row(f"{name} (sha256)", pair[0][:16], pair[1][:16], right=pair[0] == pair[1])
+    return ComparisonRow(f"{name} (sha256)", pair[0][:16], pair[1][:16], right=pair[0] == pair[1])
 
 
 def _counted(names: Sequence[str]) -> str:
@@ -254,7 +269,7 @@ def _counted(names: Sequence[str]) -> str:
 
 
 def _orphans(token: str) -> dict[int, str]:
-    """Processes of the runs that live on although all is over; they are ended now."""
+    """Processes of the runs that are still alive at the end; they are killed now."""
     deadline = time.monotonic() + _MOST_LIVE_ON_S
     while (left := tagged(token)) and time.monotonic() < deadline:
         time.sleep(0.1)

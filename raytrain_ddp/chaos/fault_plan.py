@@ -1,4 +1,4 @@
-"""Which faults a run shall meet: drawn from one seed, before it begins.
+"""Draws the faults of a run from one seed, before the run starts.
 
 A fault is an entry of failpoints.py, or `driver`: all processes of the run are killed from outside
 when its log reaches a step, and the same command is run again.
@@ -25,13 +25,13 @@ _OF_COMMITS = (
 )
 _PAYLOADS = 4  # files of a checkpoint: model, optimizer, state, log
 
-# Steps are most of a run's time; commits, pruning and starts are where most can go wrong.
+# Steps take most of a run's time; commits, pruning and starts are the most delicate.
 _SHARES = {"step": 0.45, "commit": 0.27, "prune": 0.05, "start": 0.13, "read": 0.10}
 
 
 @dataclass(frozen=True)
 class Fault:
-    """A process is ended: at `site`, by itself, when rank, step, hit and after hold (if given)."""
+    """A process is killed at `site`, by itself, if rank, step, hit and after (if set) match."""
 
     site: str
     rank: int | None = None
@@ -41,31 +41,33 @@ class Fault:
     action: str = "kill"
 
     def __str__(self) -> str:
-        """As failpoints.py reads it."""
+        """In the syntax of failpoints.py."""
         names = ("rank", "step", "hit", "after")
         given = [f"{n}={getattr(self, n)}" for n in names if getattr(self, n) is not None]
         return f"{self.site}:{self.action}{'@' if given else ''}{','.join(given)}"
 
 
 @dataclass(frozen=True)
-class Shape:
-    """What of a run the plan depends on. `save_every` counts steps."""
+class RunShape:
+    """The properties of a run that the plan depends on. `save_every` is in steps."""
 
     total_steps: int
     world_size: int
     save_every: int
 
 
-def draw(seed: int, shape: Shape, kills: int, drivers: int = 0, nodes: int = 0) -> list[Fault]:
-    """`kills` killed workers, `drivers` killed drivers, `nodes` killed nodes, in about the order in
-    which they come. A pure function; no fault twice.
+def draw_faults(
+    seed: int, shape: RunShape, kills: int, drivers: int = 0, nodes: int = 0
+) -> list[Fault]:
+    """`kills` killed workers, `drivers` killed drivers, `nodes` killed nodes, roughly in the order
+    in which they occur. A pure function; no fault occurs twice.
 
-    Faults with a step come at that step, whichever start of the run passes it first; those of a
-    commit in pairs, so that it is killed twice. The others, of starts and of pruning, come at the
-    next one after so many others: so starts are killed that follow a kill, also several in a row.
+    Faults with a step occur at that step, in whichever start of the run reaches it first; those of
+    a commit come in pairs, so that it is killed twice. Faults of starts and pruning occur at the
+    next one after a number of others: so starts that follow a kill are killed, even repeatedly.
 
     Raises:
-        ConfigError: the run is too short for so many.
+        ConfigError: the run is too short for that many.
     """
     random = Random(seed)
     pools = _pools(random, shape)
@@ -94,14 +96,14 @@ def draw(seed: int, shape: Shape, kills: int, drivers: int = 0, nodes: int = 0) 
 
 
 def armed(plan: Sequence[Fault]) -> str:
-    """The plan as failpoints.py reads it: what the processes do to themselves."""
+    """The plan in the syntax of failpoints.py: the faults that processes inflict on themselves."""
     return ";".join(str(fault) for fault in plan if fault.site != DRIVER)
 
 
-def _pools(random: Random, shape: Shape) -> dict[str, list[Fault]]:
-    """Kind -> all places at a step; drawn from the end.
+def _pools(random: Random, shape: RunShape) -> dict[str, list[Fault]]:
+    """Kind -> all faults at a step; drawn from the end.
 
-    The first and the last step are left out.
+    Excludes the first and the last step.
     """
     ranks, steps = range(shape.world_size), range(2, shape.total_steps)
     saves = range(shape.save_every, shape.total_steps, shape.save_every)
@@ -115,7 +117,7 @@ def _pools(random: Random, shape: Shape) -> dict[str, list[Fault]]:
 
 
 def _of_commit(step: int) -> list[Fault]:
-    """All places of one commit; each may end one attempt at it."""
+    """All faults within one commit; each may end one attempt at it."""
     payloads = [Fault("checkpoint.payload", step=step, hit=n + 1) for n in range(_PAYLOADS)]
     return payloads + [Fault(site, step=step) for site in _OF_COMMITS]
 
@@ -127,7 +129,7 @@ def _pairs(items: Sequence[T]) -> list[Sequence[T]]:
 def _taken(pools: Mapping[str, list[Fault]], kind: str) -> Fault:
     pool = pools[kind] or pools["step"]
     if not pool:
-        raise ConfigError("too many kills for so short a run: take more --epochs or fewer --kills.")
+        raise ConfigError("too many kills for so short a run: use more --epochs or fewer --kills.")
     return pool.pop()
 
 
@@ -145,6 +147,6 @@ def _one_of(random: Random, items: Sequence[T]) -> T:
 
 
 def _shuffled(random: Random, items: Sequence[T]) -> list[T]:
-    """By `random.random` alone: what the other methods give may change with Python's version."""
+    """Uses only `random.random`: other methods may change with Python's version."""
     keys = [random.random() for _ in items]
     return [items[place] for place in sorted(range(len(items)), key=keys.__getitem__)]

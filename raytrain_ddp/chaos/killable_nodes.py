@@ -1,4 +1,4 @@
-"""A cluster of one-worker nodes on this machine, whose nodes may be killed."""
+"""A cluster of one-worker nodes on this machine whose nodes can be killed."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from raytrain_ddp.ray_backend.ray_settings import SETTINGS
 
 
 class KillableNodes:
-    """A head without CPUs and `count` nodes with so many; their processes get `environment`."""
+    """A head without CPUs and `count` nodes with `cpus` each; their processes get `environment`."""
 
     def __init__(self, count: int, cpus: int, environment: Mapping[str, str]) -> None:
         self._before = dict(os.environ)
@@ -34,7 +34,7 @@ class KillableNodes:
         os.environ.update(self._before)
 
     def replace_dead(self) -> None:
-        """A new node for each whose raylet has died; what is left of the old one is ended."""
+        """Adds a new node for each whose raylet has died, and ends the rest of the old one."""
         for place, node in enumerate(self._nodes):
             if node.dead_processes():
                 self._cluster.remove_node(node, allow_graceful=False)

@@ -1,4 +1,4 @@
-"""What can be seen of a run from outside: its log as it grows, the faults that fired, processes."""
+"""Observes a run from outside: its growing log, the faults that fired, its processes."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ from raytrain_ddp.chaos.fault_plan import DRIVER, Fault
 TAG = "RAYTRAIN_DDP_CHAOS"
 
 
-class Log:
-    """Follows metrics.jsonl through all starts of a run, each of which makes it anew.
+class LogFollower:
+    """Follows metrics.jsonl through all starts of a run, each of which rewrites it.
 
     Attributes:
-        step: the last one that is logged.
-        executed: how many steps were logged in all, those included that were done again.
+        step: the last one logged.
+        executed: the number of logged steps, including repeated ones.
     """
 
     def __init__(self, path: Path) -> None:
         self._path = path
         self._file: IO[bytes] | None = None
-        self._seen: set[int] = set()  # hashes of lines: those of a step done again differ in time
+        self._seen: set[int] = set()  # hashes of lines: those of a repeated step differ in time
         self.step = 0
 
     @property
@@ -33,7 +33,7 @@ class Log:
         return len(self._seen)
 
     def look(self) -> None:
-        """Reads what is new; also what was the old file's before it was replaced."""
+        """Reads new lines, including those of the old file before it was replaced."""
         self._read()
         try:
             now = self._path.stat().st_ino
@@ -53,7 +53,7 @@ class Log:
             return
         while line := self._file.readline():
             if not line.endswith(b"\n"):
-                self._file.seek(-len(line), os.SEEK_CUR)  # the rest is still to come
+                self._file.seek(-len(line), os.SEEK_CUR)  # the rest is not written yet
                 return
             if b'"kind": "train"' in line:
                 self._seen.add(hash(line))
@@ -61,8 +61,8 @@ class Log:
 
 
 @dataclass(frozen=True)
-class Fired:
-    """A fault that came, where it came."""
+class FiredFault:
+    """A fault that fired, and where."""
 
     number: int
     fault: Fault
@@ -70,8 +70,8 @@ class Fired:
     step: int | None
 
 
-class Faults:
-    """The plan, and what of it has fired; each in a file of `folder` (see failpoints.py)."""
+class FaultMonitor:
+    """The plan, and which of its faults have fired; each has a file in `folder`."""
 
     def __init__(self, plan: Sequence[Fault], folder: Path) -> None:
         self.folder = folder
@@ -81,25 +81,25 @@ class Faults:
         self._drivers = sorted(fault.step or 0 for fault in plan if fault.site == DRIVER)
         self.count = 0
 
-    def news(self) -> list[Fired]:
-        """Those that have fired since the last call."""
+    def news(self) -> list[FiredFault]:
+        """The faults that have fired since the last call."""
         names = sorted(self._open.keys() & {*os.listdir(self.folder)})
         return [self._fired(self._open.pop(n), (self.folder / n).read_text()) for n in names]
 
-    def driver_due(self, step: int) -> Fired | None:
-        """Whether the driver is to be killed now that the log has reached `step`."""
+    def driver_due(self, step: int) -> FiredFault | None:
+        """The driver fault that is due now that the log has reached `step`, if any."""
         if not self._drivers or step < self._drivers[0]:
             return None
         fault = Fault(DRIVER, step=self._drivers.pop(0))
         (self.folder / f"driver-{len(self._drivers)}").touch()
         self.count += 1
-        return Fired(self.count, fault, None, step)
+        return FiredFault(self.count, fault, None, step)
 
-    def _fired(self, fault: Fault, note: str) -> Fired:
+    def _fired(self, fault: Fault, note: str) -> FiredFault:
         self.count += 1
         rank, _, step = note.partition(" ")
-        known = step.isdigit()  # a process may have been killed while it wrote this
-        return Fired(
+        known = step.isdigit()  # a process may have been killed while writing this
+        return FiredFault(
             self.count,
             fault,
             int(rank) if known else fault.rank,
@@ -108,23 +108,23 @@ class Faults:
 
 
 def tagged(token: str) -> dict[int, str]:
-    """Processes that have this token in their environment: pid -> command line.
+    """Processes with this token in their environment: pid -> command line.
 
-    Where the system has no /proc, none are found.
+    Finds none on a system without /proc.
     """
     found = {}
     wanted = f"{TAG}={token}".encode()
     for folder in Path("/proc").glob("[0-9]*"):
         try:
             if wanted in (folder / "environ").read_bytes().split(b"\0"):
-                words = (folder / "cmdline").read_bytes().split(b"\0")
-                if any(words):  # else it has ended, and waits for its parent to ask
-                    found[int(folder.name)] = b" ".join(words).decode(errors="replace").strip()
+                arguments = (folder / "cmdline").read_bytes().split(b"\0")
+                if any(arguments):  # otherwise it is a zombie process
+                    found[int(folder.name)] = b" ".join(arguments).decode(errors="replace").strip()
         except OSError:
             continue
     return found
 
 
 def tag(token: str, environment: Mapping[str, str]) -> dict[str, str]:
-    """The environment of processes that `tagged` shall find."""
+    """The environment for processes that `tagged` must find."""
     return {**environment, TAG: token}

@@ -1,6 +1,6 @@
-"""Two ways to run a config so that its processes can be killed: without Ray, and on Ray.
+"""Runs a config in killable processes: without Ray, and on Ray.
 
-Both start the same command again and again, as a person or a scheduler would.
+Both start the same command repeatedly, as a person or a scheduler would.
 """
 
 from __future__ import annotations
@@ -25,32 +25,32 @@ _ONE_THREAD = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM
 
 
 class Runner(Protocol):
-    """A run that can be started, waited for a little, and killed.
+    """A run that can be started, polled, and killed.
 
     Attributes:
-        sizes: how many workers each start had, if that is known.
+        sizes: the number of workers of each start, if known.
     """
 
     sizes: list[int]
 
     def start(self) -> None:
-        """Starts the run, or goes on with it."""
+        """Starts the run, or resumes it."""
 
     def ended(self) -> Sequence[int] | None:
-        """The exit statuses of its processes once all have ended; waits a moment for that."""
+        """The exit statuses of its processes once all have ended; waits briefly for that."""
 
     def kill(self) -> None:
-        """SIGKILL to what drives the run."""
+        """Sends SIGKILL to what drives the run."""
 
     def words(self) -> str:
-        """The last thing that it said."""
+        """The last thing it printed."""
 
     def close(self) -> None:
-        """Ends it, if it has not ended."""
+        """Ends it if it has not ended."""
 
 
 class Zygote:
-    """Forks workers that have everything loaded; see zygote.py."""
+    """Forks workers with everything imported; see zygote.py."""
 
     def __init__(self, environment: Mapping[str, str]) -> None:
         self._process = subprocess.Popen(
@@ -59,9 +59,9 @@ class Zygote:
             stdout=subprocess.PIPE,
             env={**environment, **_ONE_THREAD},
             bufsize=0,
-            start_new_session=True,  # Ctrl-C is for us; they end when their input does
+            start_new_session=True,  # Ctrl-C is for this process; they end when their input does
         )
-        self.answer()  # it is ready
+        self.answer()  # wait until it is ready
 
     def __enter__(self) -> Zygote:
         return self
@@ -78,7 +78,7 @@ class Zygote:
         self._process.stdin.write(json.dumps(order).encode() + b"\n")
 
     def answer(self, wait_s: float | None = None) -> Any:
-        """None if there is none in time. Raises PreflightError if the process has ended."""
+        """None after a timeout. Raises PreflightError if the process has ended."""
         assert self._process.stdout is not None
         ready, _, _ = select.select([self._process.stdout], [], [], wait_s)
         if not ready:
@@ -89,11 +89,11 @@ class Zygote:
         return json.loads(line)
 
 
-class Local:
-    """Workers forked by a zygote, with gloo between them. When one dies, all are started again.
+class LocalRunner:
+    """Workers forked by a zygote, connected by gloo. When one dies, all are restarted.
 
     Args:
-        size: of a start, from 1: how many there are.
+        size: the number of workers of a start, counted from 1.
     """
 
     def __init__(
@@ -130,11 +130,11 @@ class Local:
         return _last_error(self._folder.glob("rank-*.log"))
 
     def close(self) -> None:
-        """The zygote does it, when its input ends."""
+        """Nothing to do: the zygote ends them when its input ends."""
 
 
-class OnRay:
-    """``python -m raytrain_ddp.fit`` in a process of its own; Ray replaces the workers that die.
+class RayRunner:
+    """``python -m raytrain_ddp.fit`` in its own process; Ray replaces workers that die.
 
     Args:
         environment: of that process, and so of an embedded Ray and its workers.
@@ -153,13 +153,13 @@ class OnRay:
         address = ["--address", nodes.address] if nodes is not None else []
         self._command = [sys.executable, "-m", "raytrain_ddp.fit", str(recipe), *address]
         self._environment = environment
-        self._said = self._folder / f"{config.name}.log"
+        self._output_path = self._folder / f"{config.name}.log"
         self._process: subprocess.Popen[bytes] | None = None
 
     def start(self) -> None:
-        with self._said.open("ab") as said:
+        with self._output_path.open("ab") as output:
             self._process = subprocess.Popen(
-                self._command, env=self._environment, stdout=said, stderr=subprocess.STDOUT
+                self._command, env=self._environment, stdout=output, stderr=subprocess.STDOUT
             )
 
     def ended(self) -> Sequence[int] | None:
@@ -176,7 +176,7 @@ class OnRay:
         self._process.kill()
 
     def words(self) -> str:
-        return _last_error([self._said])
+        return _last_error([self._output_path])
 
     def close(self) -> None:
         if self._process is not None and self._process.poll() is None:
@@ -187,14 +187,14 @@ class OnRay:
 def with_failpoints(
     environment: Mapping[str, str], plan: Sequence[Fault], fired: Path
 ) -> dict[str, str]:
-    """The environment of a process that shall meet the plan's faults."""
+    """The environment of a process with the plan's faults armed."""
     armed_by = {failpoints.VARIABLE: armed(plan), failpoints.FOLDER_VARIABLE: str(fired)}
     return {**environment, **armed_by}
 
 
 def _last_error(files: Iterable[Path]) -> str:
-    """The last line about an error in any of these; a rank's own before what its peers suffered."""
+    """The last line with an error in these files; a rank's own error before those about peers."""
     lines = [line for file in files for line in file.read_text(errors="replace").splitlines()]
-    told = [line for line in lines if "rror" in line]
-    own = [line for line in told if "gloo" not in line and "closed by peer" not in line]
-    return (own or told or lines or ["nothing"])[-1]
+    errors = [line for line in lines if "rror" in line]
+    own = [line for line in errors if "gloo" not in line and "closed by peer" not in line]
+    return (own or errors or lines or ["nothing"])[-1]

@@ -1,4 +1,4 @@
-"""What a person sees of it: each fault in a line as it comes, a bar, and the verdict."""
+"""Shows each fault as it fires, a progress bar, and the verdict."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from raytrain_ddp.chaos.drive import Watcher
-from raytrain_ddp.chaos.experiment import Outcome
+from raytrain_ddp.chaos.experiment import ChaosOutcome
 from raytrain_ddp.chaos.fault_plan import DRIVER
-from raytrain_ddp.chaos.observation import Fired
+from raytrain_ddp.chaos.observation import FiredFault
 from raytrain_ddp.display.formatting import format_seconds, plural
 
 _ROW = "{:>4}  {:>8}  {:<6}  {:<21}  {:>4}  {:>6}"
 
 
-class Screen(Watcher):
-    """Prints lines, and on a terminal a bar below them."""
+class ChaosDisplay(Watcher):
+    """Prints lines, and on a terminal a progress bar below them."""
 
     def __init__(self, console: Console | None = None) -> None:
         self._console = console or Console(highlight=False)
@@ -35,7 +35,7 @@ class Screen(Watcher):
         self._began = time.monotonic()
         self._planned = 0
 
-    def __enter__(self) -> Screen:
+    def __enter__(self) -> ChaosDisplay:
         if self._console.is_terminal:
             self._bar.start()
         return self
@@ -56,43 +56,45 @@ class Screen(Watcher):
     def at(self, step: int) -> None:
         self._bar.update(self._task, completed=step)
 
-    def fired(self, fired: Fired) -> None:
+    def fired(self, fired: FiredFault) -> None:
         fault = fired.fault
         what = "driver" if fault.site == DRIVER else fault.action
         where = "log" if fault.site == DRIVER else fault.site
-        rank = _said(fired.rank)
+        rank = _or_dash(fired.rank)
         after = format_seconds(time.monotonic() - self._began)
-        self._console.print(_ROW.format(fired.number, after, what, where, rank, _said(fired.step)))
+        self._console.print(
+            _ROW.format(fired.number, after, what, where, rank, _or_dash(fired.step))
+        )
         self._bar.update(self._task, description=f"fault {fired.number} of {self._planned}")
 
-    def verdict(self, outcome: Outcome, command: str) -> None:
+    def verdict(self, outcome: ChaosOutcome, command: str) -> None:
         table = Table("", "undisturbed", "disturbed", "", box=None, pad_edge=False)
         for row in outcome.rows:
             mark = "equal" if row.right and row.undisturbed == row.disturbed else ""
             mark = mark or ("right" if row.right else "[bold]WRONG[/]")
             table.add_row(row.what, row.undisturbed, row.disturbed, mark)
         self._console.print(table)
-        calm, wild, steps = outcome.undisturbed, outcome.disturbed, outcome.total_steps
-        executed, wall_s = max(1, wild.executed), max(1e-9, wild.wall_s)
+        undisturbed, disturbed, steps = outcome.undisturbed, outcome.disturbed, outcome.total_steps
+        executed, wall_s = max(1, disturbed.executed), max(1e-9, disturbed.wall_s)
         self._console.print(
-            f"faults      {outcome.fired} of {outcome.planned} came; starts of the command: "
-            f"{wild.starts}\n"
-            f"goodput     steps: useful {steps} / executed {wild.executed} = "
+            f"faults      {outcome.fired} of {outcome.planned} fired; starts of the command: "
+            f"{disturbed.starts}\n"
+            f"goodput     steps: useful {steps} / executed {disturbed.executed} = "
             f"{steps / executed:.1%}\n"
-            f"            time: undisturbed {format_seconds(calm.wall_s)} / wall "
-            f"{format_seconds(wild.wall_s)} = {calm.wall_s / wall_s:.1%}, "
-            f"{(wild.wall_s - calm.wall_s) / max(1, outcome.fired):.2f} s for each fault"
+            f"            time: undisturbed {format_seconds(undisturbed.wall_s)} / wall "
+            f"{format_seconds(disturbed.wall_s)} = {undisturbed.wall_s / wall_s:.1%}, "
+            f"{(disturbed.wall_s - undisturbed.wall_s) / max(1, outcome.fired):.2f} s per fault"
         )
-        if len(set(wild.sizes)) > 1:
-            counts = sorted(Counter(wild.sizes).items())
-            told = ", ".join(f"{count} on {plural(size, 'worker')}" for size, count in counts)
-            self._console.print(f"starts      {told}; undisturbed: on {calm.sizes[0]}")
+        if len(set(disturbed.sizes)) > 1:
+            counts = sorted(Counter(disturbed.sizes).items())
+            started = ", ".join(f"{count} on {plural(size, 'worker')}" for size, count in counts)
+            self._console.print(f"starts      {started}; undisturbed: on {undisturbed.sizes[0]}")
         if outcome.equal:
             self._console.print("equal to the last bit")
         else:
             self._console.print(f"NOT equal; both are kept in {outcome.folder}", soft_wrap=True)
-        self._console.print(f"once more   {command}", soft_wrap=True)
+        self._console.print(f"repeat      {command}", soft_wrap=True)
 
 
-def _said(number: int | None) -> str:
+def _or_dash(number: int | None) -> str:
     return "" if number is None else str(number)

@@ -1,7 +1,7 @@
-"""A process that has torch and this package loaded, and forks workers from itself.
+"""A process that has torch and this package imported, and forks workers from itself.
 
-A worker is then there in a tenth of a second instead of five. Spoken to in lines of JSON, an order
-each, and answered with the workers' exit statuses; it ends them and itself when its input ends.
+A worker then starts in a tenth of a second instead of five. Commands are lines of JSON, answered
+with the workers' exit statuses; it ends the workers and itself when its input ends.
 """
 
 from __future__ import annotations
@@ -31,21 +31,21 @@ def main() -> None:
     """Serves until the input ends. One order at a time:
 
     ``{"config", "size", "failpoints", "fired", "folder"}`` forks `size` workers; once one has
-    failed, or `kill` has come, the others are killed. The answer is the list of all statuses.
+    failed, or on `kill`, the others are killed. The answer is the list of all statuses.
     """
     _load()
     gc.collect()
-    gc.freeze()  # else each worker's collector would copy all that is shared
+    gc.freeze()  # otherwise each worker's garbage collector would copy shared pages
     _answer("ready")
     while line := sys.stdin.readline():
         order = json.loads(line)
-        if order != "kill":  # those have ended already
+        if order != "kill":  # those have already ended
             _answer(_supervise(order))
-    os._exit(0)  # there is nothing to put in order; libraries complain of what gc.freeze did
+    os._exit(0)  # nothing to clean up; libraries complain about gc.freeze
 
 
 def _load() -> None:
-    """All that a worker would import; nothing of it may start a thread."""
+    """Imports all that a worker needs; nothing here may start a thread."""
     import matplotlib.pyplot  # noqa: F401
     import torch._dynamo  # noqa: F401  (DistributedDataParallel imports it)
     import torchmetrics.classification  # noqa: F401
@@ -64,17 +64,17 @@ def _supervise(order: Mapping[str, Any]) -> list[int]:
     """Forks the workers; returns their exit statuses (negative: the signal) when all have ended."""
     from raytrain_ddp.config.recipe import from_dict
 
-    config = from_dict(order["config"])  # here, as it takes longer than all else of a start
+    config = from_dict(order["config"])  # here, as it takes longer than the rest of a start
     workers = {_fork(order, config, rank): rank for rank in range(order["size"])}
     statuses: dict[int, int] = {}
     while len(statuses) < len(workers):
         pid, status = os.waitpid(-1, os.WNOHANG)
         if pid:
             statuses[workers[pid]] = os.waitstatus_to_exitcode(status)
-        told, _, _ = select.select([sys.stdin], [], [], 0 if pid else _POLL_S)
-        if told:  # `kill`, or the end of the input
+        readable, _, _ = select.select([sys.stdin], [], [], 0 if pid else _POLL_S)
+        if readable:  # `kill`, or the end of the input
             sys.stdin.readline()
-        if told or any(statuses.values()):
+        if readable or any(statuses.values()):
             for worker, rank in workers.items():
                 if rank not in statuses:
                     os.kill(worker, signal.SIGKILL)
@@ -114,7 +114,7 @@ def _end_with(parent: int) -> None:
 
 
 def _work(order: Mapping[str, Any], config: TrainConfig, rank: int) -> int:
-    """As ``fit --local`` under torchrun; returns the exit status."""
+    """Like ``fit --local`` under torchrun; returns the exit status."""
     import torch.distributed as dist
     from rich.console import Console
 

@@ -1,1 +1,1 @@
-"""Checkpoints which are whole or not there: storage, manifest, store (no torch) and snapshot."""
+"""Atomic checkpoints: storage, manifest and store (without torch), and snapshots of tensors."""

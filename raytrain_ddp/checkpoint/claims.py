@@ -1,10 +1,10 @@
-"""Who may write: each start of a run claims an attempt number, and fences off those before it.
+"""Fencing: each start of a run claims an attempt number and fences off earlier attempts.
 
     <storage>/claim-a0001-9f1c02ab.json                              the first start
-    <storage>/claim-a0002-from-step-00000200-a0001-03d7e5b1.json     went on from that checkpoint
+    <storage>/claim-a0002-from-step-00000200-a0001-03d7e5b1.json     resumed from that checkpoint
 
-All that counts is in the names, so that one listing tells which checkpoints stand: no clock, no
-lock, and no file that a crash could leave half written.
+All information is in the names, so one listing tells which checkpoints count: there is no clock,
+no lock, and no file that a crash could leave half written.
 """
 
 from __future__ import annotations
@@ -22,18 +22,18 @@ _NOTHING = CheckpointName(-1, -1)
 
 
 class ContendedError(RunLockedError, OSError):
-    """Another process was at work here at the same instant: begin again with `latest`, a bit later.
+    """Another process changed this run at the same moment: start again from `latest` a bit later.
 
-    An OSError since, like that of a store that does not answer, it passes: of two processes of one
-    run, Ray is often about to kill the older. Where it lasts, the run is driven from two places.
+    It is an OSError because it is transient, like a store that does not respond: of two processes
+    of one run, Ray is often about to kill the older one. If it persists, two drivers run this run.
     """
 
 
 @dataclass(frozen=True)
 class Claim:
-    """Start number `attempt` went on from checkpoint `base`, or from nothing.
+    """Start number `attempt` resumed from checkpoint `base`, or started from scratch.
 
-    `token` (8 hex digits) tells two starts apart that claim one number at the same instant.
+    `token` (8 hex digits) distinguishes two starts that claim the same number at the same moment.
     """
 
     attempt: int
@@ -46,16 +46,16 @@ class Claim:
 
     @property
     def rank(self) -> tuple[int, CheckpointName, str]:
-        """Whoever has the highest rank owns the run."""
+        """The claim with the highest rank owns the run."""
         return self.attempt, self.base or _NOTHING, self.token
 
     def fences(self, name: CheckpointName) -> bool:
-        """Whether that checkpoint came too late: its writer had been replaced already."""
+        """Whether that checkpoint was written too late: its writer had already been replaced."""
         return name.attempt < self.attempt and (self.base is None or self.base < name)
 
     @staticmethod
     def parse(text: str) -> Claim | None:
-        """The claim that is written ``text``, or None where it is something else."""
+        """The claim whose name is ``text``, or None if it is not a claim's name."""
         match = _NAME.fullmatch(text)
         if match is None:
             return None

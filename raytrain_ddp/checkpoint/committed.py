@@ -1,4 +1,4 @@
-"""One committed checkpoint: its name, and its files, which are checked each time they are read."""
+"""A committed checkpoint: its name and its files, verified on every read."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from raytrain_ddp.errors import CheckpointError
 
 _NAME = re.compile(r"step-([0-9]{8,15})-a([0-9]{4,15})")
 MOST_ATTEMPTS = 10**14
-"""No run is started so often: a higher number in a name is not one of ours, and is passed over."""
+"""No run is started this often: a name with a higher number is not ours, and is ignored."""
 
 
 @dataclass(frozen=True, order=True)
@@ -27,7 +27,7 @@ class CheckpointName:
 
     @staticmethod
     def parse(text: str) -> CheckpointName | None:
-        """The name that is written ``text``, or None where it is something else."""
+        """The name written as ``text``, or None if it is not a checkpoint's name."""
         match = _NAME.fullmatch(text)
         name = CheckpointName(int(match[1]), int(match[2])) if match else None
         if name is None or str(name) != text or name.attempt > MOST_ATTEMPTS:
@@ -37,7 +37,7 @@ class CheckpointName:
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A committed checkpoint; its files are checked each time that they are read."""
+    """A committed checkpoint; each file is verified when it is read."""
 
     name: CheckpointName
     manifest: Manifest
@@ -59,7 +59,8 @@ class Checkpoint:
         return data
 
     def verify(self) -> None:
-        """Read all files piece by piece; DamagedError at the first that is missing or differs."""
+        """Reads all files in chunks; raises DamagedError at the first that is missing or
+        differs."""
         for filename in self.manifest.files:
             self._compare(filename, self._entry(filename), self.storage.sha256(filename))
 
@@ -70,7 +71,7 @@ class Checkpoint:
             raise CheckpointError(f"Checkpoint {self} has no file {filename!r}; it has: {known}.")
         size_bytes = self.storage.size_bytes(filename)
         if size_bytes is None:
-            raise DamagedError(f"Checkpoint {self}: {filename} is missing or no plain file.")
+            raise DamagedError(f"Checkpoint {self}: {filename} is missing or not a regular file.")
         if size_bytes != entry.size_bytes:
             raise DamagedError(
                 f"Checkpoint {self}: {filename} has {size_bytes} bytes "

@@ -1,11 +1,11 @@
-"""Who drives a run: one process at a time holds ``<run>/lease.json`` and renews it.
+"""The lease of a run: one process at a time holds ``<run>/lease.json`` and renews it.
 
-The last writer wins: whoever finds another's token in the file has lost the run. The clocks of two
-machines are never compared: how old a lease is, the store's own clock says, by which it dates both
-the lease and a file that is written to ask it; and before a lease is taken over for its age, it is
-watched for longer than its owner would need to renew it.
+The last writer wins: a process that finds another's token in the file has lost the run. The
+clocks of two machines are never compared: the age of a lease is measured by the store's own
+clock, which dates both the lease and a probe file. Before an old lease is taken over, it is
+watched for longer than its owner needs to renew it.
 
-What a process does that does not know yet that it has lost, the claims fence off: see claims.py.
+Writes of a process that does not know yet that it lost the lease are fenced off by claims.py.
 """
 
 from __future__ import annotations
@@ -33,21 +33,21 @@ HEARTBEAT_S = 10.0
 TIMEOUT_S = 60.0
 SEEN_WITHIN_S = 15.0
 
-_FIRST_CHECK_S = 1.0  # of two starters at the same instant, both may have found the file theirs
+_FIRST_CHECK_S = 1.0  # two simultaneous starters may both have read their own token
 _SETTLE_S = 0.2
-_SLACK_S = 1.0  # an owner's heartbeat may be so late
+_SLACK_S = 1.0  # tolerated delay of an owner's heartbeat
 _RELEASE_S = 5.0
-_TEXT = re.compile(r"[\w .:\[\]-]{1,255}", re.ASCII)  # what is shown of a file that others write
+_TEXT = re.compile(r"[\w .:\[\]-]{1,255}", re.ASCII)  # safe to show
 
 _say: Callable[[str], None] = logging.getLogger(__name__).warning
 
 
 @dataclass(frozen=True)
 class Owner:
-    """The process that holds a lease. `born` is in clock ticks after its machine's start.
+    """The process that holds a lease. `born` is in clock ticks since its machine's boot.
 
-    `machine` is the boot of the machine and the process namespace that `pid` belongs to; empty
-    where the system does not tell (it is Linux that does).
+    `machine` is the boot id of the machine and the process namespace that `pid` belongs to; it is
+    empty where the system does not provide them (only Linux does).
     """
 
     token: str
@@ -71,7 +71,7 @@ class Owner:
 
     @staticmethod
     def parse(data: bytes) -> Owner | None:
-        """The owner that wrote these bytes, or None where nobody can tell."""
+        """The owner that wrote these bytes, or None if they cannot be parsed."""
         try:
             owner = Owner(**json.loads(data))
             texts = (owner.token, owner.host, owner.since, owner.machine or "-")
@@ -83,39 +83,39 @@ class Owner:
             return None
 
     def is_here(self) -> bool:
-        """Whether it is, or was, a process of this machine; False where that is unseen."""
+        """Whether it is, or was, a process of this machine; False if that is unknown."""
         return bool(self.machine) and (self.machine, self.host) == (
             _machine(),
             socket.gethostname(),
         )
 
     def state(self) -> str:
-        """Linux's letter for its state: T stopped, D in the kernel, Z or X dead; "" if unseen."""
+        """Linux's letter for its state: T stopped, D in the kernel, Z or X dead; "" if unknown."""
         if self.is_dead():
             return "X"
         state = _state(self.pid) if self.is_here() else None
         return state[0] if state is not None else ""
 
     def is_dead(self) -> bool:
-        """Whether it was a process of this machine, and is no more; False where that is unseen."""
+        """Whether it was a process of this machine that has died; False if that is unknown."""
         if not self.is_here():
             return False
         state = _state(self.pid)
         if state is not None:
-            return state[0] in "ZX" or state[1] != self.born  # the pid is another process's now
+            return state[0] in "ZX" or state[1] != self.born  # the pid was reused
         try:
             os.kill(self.pid, 0)
         except ProcessLookupError:
             return True
         except OSError:
-            pass  # it is another user's, and hidden
+            pass  # it belongs to another user and is hidden
         return False
 
 
 class Lease:
-    """A run that this process drives; a thread renews it until `release`.
+    """A run that this process drives; a thread renews the lease until `release`.
 
-    A storage that fails for a while ends nothing: it is asked again.
+    A temporary failure of the storage does not end the lease: the next renewal tries again.
     """
 
     def __init__(self, run: Storage, owner: Owner, heartbeat_s: float) -> None:
@@ -132,16 +132,17 @@ class Lease:
         heartbeat_s: float = HEARTBEAT_S,
         timeout_s: float = TIMEOUT_S,
     ) -> Lease:
-        """Hold the run in folder `run`; where another holds it, refused within some 2 s.
+        """Takes the lease of the run in folder `run`; if another process holds it, refuses within 2
+        s.
 
-        Taken over from a process of this machine that is dead; or else from one that has not
-        renewed its lease for `timeout_s`, which takes little more than a `heartbeat_s` to be sure.
+        A lease is taken over if its owner is a dead process of this machine, or if it was not
+        renewed for `timeout_s`; verifying the latter takes a little more than `heartbeat_s`.
 
         Args:
-            tell: is given one line when the lease of another is taken over, and why.
+            tell: is called with one line if the lease of another process is taken over, and why.
 
         Raises:
-            RunLockedError: another process holds it: host, pid, since when, when it runs out.
+            RunLockedError: another process holds it; names its host, pid and start, and the expiry.
             PreflightError: the storage cannot be written to.
         """
         owner = Owner.here()
@@ -157,7 +158,7 @@ class Lease:
         try:
             try:
                 data = put()
-            except FileNotFoundError:  # one that got ahead of us has swept our temporary file away
+            except FileNotFoundError:  # a faster starter has swept our temporary file
                 data = put()
         except OSError as error:
             reason = str(error).partition("\n")[0]
@@ -166,7 +167,7 @@ class Lease:
             ) from None
         if data != _encode(owner):
             raise RunLockedError(
-                f"Run {run} was started twice at the same time; the other start goes on "
+                f"Run {run} was started twice at the same time; the other start continues "
                 f"({_describe(data)}). Wait for it, or give this one another --name."
             )
         return Lease(run, owner, heartbeat_s)
@@ -178,12 +179,12 @@ class Lease:
         self.release()
 
     def require(self) -> None:
-        """Costs nothing; raises RunLockedError once another process has taken the run over."""
+        """Raises RunLockedError once another process has taken the run over. Costs nothing."""
         if self._lost:
             raise RunLockedError(self._lost)
 
     def release(self) -> None:
-        """Let the run go; returns within some seconds also where the storage does not answer."""
+        """Releases the run; returns within seconds even if the storage does not respond."""
         self._ended.set()
         if not self._lost:
             answer_within(_RELEASE_S, self._remove)
@@ -196,7 +197,7 @@ class Lease:
             try:
                 data = _read(self._run)
                 misses = misses + 1 if data is None else 0
-                if misses == 1:  # some file systems lose sight of a file while it is replaced
+                if misses == 1:  # some file systems hide a file briefly while it is replaced
                     pause_s = min(_FIRST_CHECK_S, self._heartbeat_s)
                 elif data is None or Owner.parse(data) not in (None, self._owner):
                     self._lost = (
@@ -210,24 +211,24 @@ class Lease:
                 pause_s = self._heartbeat_s / 4
 
     def _remove(self) -> None:
-        self._thread.join()  # or it would write the file again
+        self._thread.join()  # otherwise it would write the file again
         if _read(self._run) == _encode(self._owner):
             self._run.delete_file(LEASE_FILE)
 
 
 def holder(run: Storage) -> str:
-    """The token of the process that holds a run; "" if there is none, or nobody can tell."""
+    """The token of the process that holds a run; "" if there is none or it cannot be read."""
     data = _read(run)
     owner = Owner.parse(data) if data is not None else None
     return owner.token if owner is not None else ""
 
 
 def is_seen(run: Storage, token: str, within_s: float = SEEN_WITHIN_S) -> bool:
-    """Whether the run's folder, as this machine sees it, is the one that the process with that
-    token holds, and not an older one at the same path."""
+    """Whether this machine sees the run's folder that the process with that token holds, and not
+    an older one at the same path."""
     until_s = time.monotonic() + within_s
     while (found := holder(run)) != token and time.monotonic() < until_s:
-        time.sleep(min(1.0, within_s / 4))  # NFS may show for seconds what was there before
+        time.sleep(min(1.0, within_s / 4))  # NFS may show old content for seconds
     return found == token
 
 
@@ -239,12 +240,12 @@ def _require_free(
         return
     owner = Owner.parse(data)
     if owner is not None and owner.is_dead():
-        tell(f"Run {run} is taken over from a process that died ({owner}).")
+        tell(f"Run {run} is taken over from a dead process ({owner}).")
         return
     changed_s = run.changed_s(LEASE_FILE)
     age_s = run.clock_s() - (changed_s or 0.0)
     if changed_s is not None and abs(age_s) > timeout_s:
-        # It may be the clock that jumped: whoever renews it before our eyes lives.
+        # The clock may have jumped: an owner that renews the lease while we watch is alive.
         until_s = time.monotonic() + 1.2 * heartbeat_s + _SLACK_S
         while time.monotonic() < until_s and run.changed_s(LEASE_FILE) == changed_s:
             time.sleep(min(1.0, heartbeat_s / 4))
@@ -277,7 +278,7 @@ def _describe(data: bytes | None) -> str:
     if data is None:
         return f"{LEASE_FILE} is gone"
     owner = Owner.parse(data)
-    return str(owner) if owner else f"{LEASE_FILE} does not tell which: it is damaged"
+    return str(owner) if owner else f"{LEASE_FILE} is damaged and does not name its owner"
 
 
 def _machine() -> str:
@@ -289,10 +290,10 @@ def _machine() -> str:
 
 
 def _state(pid: int) -> tuple[str, int] | None:
-    """The state of a process (Z: dead, its parent has not noticed) and when it was born."""
+    """The state of a process (Z: dead, not reaped by its parent) and its start time in ticks."""
     try:
         stat = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
-        fields = stat.rpartition(")")[2].split()  # the name before may hold anything
+        fields = stat.rpartition(")")[2].split()  # the process name before may contain anything
         return fields[0], int(fields[19])
     except (OSError, ValueError, IndexError):
         return None

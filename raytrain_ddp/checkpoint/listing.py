@@ -1,4 +1,4 @@
-"""What one look at a folder of checkpoints tells: which of them count, and which do not."""
+"""One listing of a folder of checkpoints, and which of them count."""
 
 from __future__ import annotations
 
@@ -19,14 +19,15 @@ _ANY_FOLDER = re.compile(rf"(?:{DAMAGED_PREFIX})?step-[0-9]+-a([0-9]+)(?:-[0-9]+
 
 @dataclass(frozen=True)
 class CheckpointListing:
-    """The folders of a store with the names in them, and its claims, that of the owner last."""
+    """A store's folders with the names in them, and its claims sorted by rank (the owner's
+    last)."""
 
     folders: Mapping[str, set[str]]
     claims: list[Claim]
 
     @staticmethod
     def of(paths: Iterable[str]) -> CheckpointListing:
-        """From relative paths, in which those of folders end with ``/``."""
+        """From relative paths; those of folders end with ``/``."""
         folders: dict[str, set[str]] = {}
         claims = []
         for path in paths:
@@ -38,22 +39,22 @@ class CheckpointListing:
         return CheckpointListing(folders, sorted(claims, key=lambda claim: claim.rank))
 
     def names(self) -> list[CheckpointName]:
-        """The committed checkpoints that count, newest first; not none if any is there."""
+        """The committed checkpoints that count, newest first; never empty if any is committed."""
         fenced = set(self.fenced())
         return [name for name in self.committed() if name not in fenced]
 
     def fenced(self) -> list[CheckpointName]:
-        """Those that came after their writer had been replaced, newest first.
+        """Committed checkpoints whose writer had already been replaced, newest first.
 
-        A claim fences off nothing before its start, or a later one, has committed a checkpoint,
-        unless its base is still there: else nothing would count where a replaced writer has
-        pruned the base of its successor, or where a backup is restored.
+        A claim fences off nothing until its start, or a later one, has committed a checkpoint,
+        unless its base still exists. Otherwise nothing would count if a replaced writer pruned the
+        base of its successor, or if a backup is restored.
         """
         committed = self.committed()
         newest = max((name.attempt for name in committed), default=0)
         standing = [c for c in self.claims if c.base in committed or c.attempt <= newest]
-        owners = {claim.attempt: claim for claim in standing}  # of one number the highest
-        resumed = set()  # those that the newest start goes back to: they counted when chosen
+        owners = {claim.attempt: claim for claim in standing}  # the highest of each number
+        resumed = set()  # those the newest start resumed from: they counted when chosen
         claim = standing[-1] if standing else None
         while claim is not None and claim.base is not None:
             resumed.add(claim.base)
@@ -65,14 +66,14 @@ class CheckpointListing:
         ]
 
     def leftovers(self) -> list[str]:
-        """Folders of commits, or of deletions, that were not finished."""
+        """Folders of unfinished commits or deletions."""
         marks = {MANIFEST_FILE, DAMAGED_MARK}
         return [
             f for f, files in self.folders.items() if CheckpointName.parse(f) and not files & marks
         ]
 
     def damaged(self) -> list[str]:
-        """Folders that are kept aside."""
+        """Folders of checkpoints set aside as damaged."""
         return sorted(
             folder
             for folder, files in self.folders.items()
@@ -81,7 +82,7 @@ class CheckpointListing:
         )
 
     def next_attempt(self) -> int:
-        """The first that has left no trace, neither a claim nor a folder."""
+        """The first number that no claim or folder has used."""
         number = 1 + max(self.written(), self.claims[-1].attempt if self.claims else 0)
         if number > MOST_ATTEMPTS:
             raise CheckpointError(
@@ -91,7 +92,7 @@ class CheckpointListing:
         return number
 
     def written(self) -> int:
-        """The highest attempt of all folders, whatever became of them; 0 if there is none."""
+        """The highest attempt number of all folders, in whatever state; 0 if there is none."""
         matches = map(_ANY_FOLDER.fullmatch, self.folders)
         numbers = [int(match[1]) for match in matches if match]
         return max((number for number in numbers if number <= MOST_ATTEMPTS), default=0)

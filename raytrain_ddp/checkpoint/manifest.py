@@ -1,4 +1,4 @@
-"""What a checkpoint consists of; the manifest is written last, and without it there is none."""
+"""The manifest of a checkpoint; it is written last, and a checkpoint without it does not exist."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from raytrain_ddp.errors import CheckpointError
 
 FORMAT = 1
 
-# The seal stays the last line in all formats, so that damage is told apart from a newer format.
+# The seal stays the last line in all formats, to distinguish damage from a newer format.
 _SEAL = re.compile(rb'"sha256": "([0-9a-f]{64})"\n\}\n')
 _SEAL_BYTES = len('"sha256": ""\n}\n') + 64
 
 
 class DamagedError(CheckpointError):
-    """A checkpoint that is there but not as it was written; older ones may still be good."""
+    """A checkpoint that exists but differs from what was written; older ones may still be good."""
 
 
 def package_version() -> str:
@@ -50,7 +50,7 @@ class FileEntry:
 
 @dataclass(frozen=True)
 class Manifest:
-    """All that is known about a checkpoint without opening its files.
+    """Everything known about a checkpoint without opening its files.
 
     ``step`` counts finished optimizer steps, ``epoch`` is the one that the next step belongs to,
     ``attempt`` counts the starts of the run from 1. ``config`` holds JSON values only, with text
@@ -109,9 +109,9 @@ class Manifest:
         """
         seal = _SEAL.fullmatch(data[-_SEAL_BYTES:])
         if not seal:
-            raise DamagedError("The manifest is cut off or not a manifest.")
+            raise DamagedError("The manifest is truncated or not a manifest.")
         if hashlib.sha256(data[:-_SEAL_BYTES]).hexdigest().encode() != seal.group(1):
-            raise DamagedError("The manifest does not have the sha256 that it was written with.")
+            raise DamagedError("The manifest does not match its own sha256.")
         try:
             content = json.loads(data)
             version = content.get("format")
@@ -129,7 +129,7 @@ class Manifest:
             }
             return Manifest(**content)
         except (ValueError, TypeError, AttributeError, RecursionError) as error:
-            raise DamagedError(f"The manifest is sealed but makes no sense: {error}") from None
+            raise DamagedError(f"The manifest has invalid content: {error}") from None
 
 
 def _is_count(value: object) -> bool:

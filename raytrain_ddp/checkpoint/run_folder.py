@@ -1,11 +1,11 @@
-"""Where a run keeps its files, and what its newest checkpoint says. No torch, no Ray.
+"""Paths of a run's files, and the state recorded in its newest checkpoint. No torch, no Ray.
 
 <storage>/<name>/config.toml     every field, resolved
-                 metrics.jsonl   one record a line: what was trained
-                 events.jsonl    one event a line: what happened to the run
-                 lease.json      which process drives it, while one does: see lease.py
+                 metrics.jsonl   one record per line: what was trained
+                 events.jsonl    one event per line: what happened to the run
+                 lease.json      the process that drives it, if any: see lease.py
                  checkpoints/    see store.py
-                 hang/           where all ranks were when a start hung: see watchdog.py
+                 hang/           the stacks of all ranks when a start hung: see watchdog.py
                  curves.png, tensorboard/, logs/
 """
 
@@ -31,7 +31,7 @@ from raytrain_ddp.records import Timed, log_records, stored_events
 
 CONFIG_FILE = "config.toml"
 METRICS_FILE = "metrics.jsonl"
-LOG_FILE = "log.json"  # of each checkpoint: the records of metrics.jsonl so far
+LOG_FILE = "log.json"  # in each checkpoint: the records of metrics.jsonl so far
 EVENTS_FILE = "events.jsonl"
 CURVES_FILE = "curves.png"
 CHECKPOINTS = "checkpoints"
@@ -41,7 +41,7 @@ PROFILES = "profiles"
 HANGS = "hang"
 
 CLOCKS = frozenset({"seconds", "samples_per_s", "timing"})
-"""The keys of a log's records that tell of time; all else is the same in each run."""
+"""The keys of log records that hold times; all others are equal in equal runs."""
 
 
 def run_storage(config: TrainConfig) -> Storage:
@@ -54,7 +54,7 @@ def checkpoint_store(run: Storage) -> CheckpointStore:
 
 
 def newest_manifest(run: Storage) -> Manifest | None:
-    """Of the newest checkpoint with a readable manifest; its files are not verified here."""
+    """The manifest of the newest checkpoint whose manifest is readable; files are not verified."""
     store = checkpoint_store(run)
     for name in store.names():
         try:
@@ -65,14 +65,14 @@ def newest_manifest(run: Storage) -> Manifest | None:
 
 
 def require_none_lost(config: TrainConfig, run: Storage) -> None:
-    """A run that has lost its checkpoints never starts again at step 0 by itself.
+    """Refuses to start again at step 0 a run that has lost its checkpoints.
 
-    To be asked where no checkpoint is found. (If damaged ones are there, `CheckpointStore.latest`
-    names them.)
+    Called if no checkpoint is found. (If there are damaged ones, `CheckpointStore.latest` names
+    them.)
 
     Raises:
-        CheckpointError: events.jsonl tells of a checkpoint, and there is no trace of any.
-        OSError: the storage does not answer.
+        CheckpointError: events.jsonl records a checkpoint, and no trace of any is left.
+        OSError: the storage does not respond.
     """
     entries = checkpoint_store(run).storage.walk()
     if any(
@@ -82,8 +82,8 @@ def require_none_lost(config: TrainConfig, run: Storage) -> None:
     saved = [e.step for e, _, _ in read_events(run) if isinstance(e, events.Checkpoint)]
     if saved:
         raise CheckpointError(
-            f"run {config.name} had a checkpoint of step {max(saved)} ({run}/{EVENTS_FILE} says "
-            "so), and there is none any more: restore it, or start anew under another --name."
+            f"run {config.name} had a checkpoint of step {max(saved)} ({run}/{EVENTS_FILE}), "
+            "and there is none now: restore it, or start over under another --name."
         )
 
 
@@ -98,9 +98,9 @@ def read_events(run: Storage) -> list[Timed]:
 
 
 def read_history(run: Storage, file: str = METRICS_FILE) -> list[dict[str, Any]]:
-    """The records of metrics.jsonl, or of events.jsonl; a torn line is left out.
+    """The records of metrics.jsonl or events.jsonl; an incomplete last line is skipped.
 
-    A null among the numbers of metrics.jsonl is a figure that was not finite, and comes as nan.
+    A null among the numbers of metrics.jsonl was a non-finite value, and is returned as nan.
     """
     if not run.exists(file):
         return []

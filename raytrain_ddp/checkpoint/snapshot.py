@@ -1,8 +1,8 @@
-"""Training state to bytes and back without pickle: device -> host copy -> safetensors and JSON.
+"""Serializes training state without pickle: device -> host copy -> safetensors and JSON.
 
 structure, tensors = flatten_state(state)      references only
-copies = snapshot.take(tensors)                the only part that training waits for
-file = encode_tensors(copies)                  its bytes, piece by piece, in the background
+copies = snapshot.take(tensors)                the only part that blocks training
+file = encode_tensors(copies)                  its bytes, in chunks, in the background
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from torch import Tensor
 from raytrain_ddp.checkpoint.storage import BytesLike
 from raytrain_ddp.errors import CheckpointError
 
-# The names of the safetensors format, https://github.com/huggingface/safetensors#format
+# The dtype names of the safetensors format, https://github.com/huggingface/safetensors#format
 _DTYPE_NAMES = {
     torch.bool: "BOOL",
     torch.uint8: "U8",
@@ -40,17 +40,17 @@ _RESERVED_NAME = "__metadata__"  # in a safetensors header
 
 
 class HostSnapshot:
-    """Copies of device tensors in host memory, which is allocated once and then used again."""
+    """Copies of device tensors in host memory that is allocated once and reused."""
 
     def __init__(self) -> None:
         self._buffers: dict[str, Tensor] = {}
 
     def take(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Copy all tensors; on return the sources may change, also where they shared memory.
+        """Copies all tensors; after it returns, the sources may change, even if they share memory.
 
-        **The copies hold until the next call**, which writes over them: finish encoding before.
-        Those of CUDA tensors are in pinned memory, and the host waits once for the current stream
-        of each device.
+        **The copies are valid until the next call**, which overwrites them: finish encoding first.
+        Copies of CUDA tensors are in pinned memory; the host waits once for the current stream of
+        each device.
         """
         self._buffers = {name: self._buffer(name, tensor) for name, tensor in tensors.items()}
         for name, tensor in tensors.items():
@@ -75,10 +75,10 @@ class HostSnapshot:
 
 @dataclass(frozen=True)
 class TensorFile:
-    """A file in the safetensors format that never is in memory as a whole.
+    """A file in the safetensors format that is never in memory as a whole.
 
-    Iterated over, any number of times, it gives its bytes in order: views of the tensors' own
-    memory, which must not change meanwhile.
+    Iterating over it, any number of times, yields its bytes in order: views of the tensors' own
+    memory, which must not change in the meantime.
     """
 
     head: bytes
@@ -87,27 +87,27 @@ class TensorFile:
     def __iter__(self) -> Iterator[memoryview]:
         yield memoryview(self.head)
         for tensor in self.tensors:
-            # A copy only where the layout is another one (channels_last), one tensor at a time.
+            # A copy only if the layout differs (channels_last), one tensor at a time.
             yield tensor.contiguous().reshape(-1).view(torch.uint8).numpy().data
 
 
 def unstorable(tensors: Mapping[str, Any]) -> dict[str, str]:
-    """What `encode_tensors` would refuse of these: name -> of what kind it is."""
+    """The tensors that `encode_tensors` would refuse: name -> their kind."""
     kinds = {n: t.dtype if isinstance(t, Tensor) else type(t) for n, t in tensors.items()}
     return {n: str(k) for n, k in kinds.items() if k not in _DTYPE_NAMES or n == _RESERVED_NAME}
 
 
 def encode_tensors(tensors: Mapping[str, Tensor]) -> TensorFile:
-    """The CPU tensors as one file in the safetensors format, each in contiguous layout.
+    """Encodes CPU tensors as one file in the safetensors format, each in contiguous layout.
 
-    `safetensors.torch.save` makes a second copy, and holds Python's lock for 5 s per GB (measured),
-    in which training stands still.
+    `safetensors.torch.save` makes a second copy and holds the GIL for 5 s per GB (measured), while
+    training stands still.
 
     Raises:
-        CheckpointError: a dtype that the format does not know, or the name ``__metadata__``.
+        CheckpointError: the format does not support a dtype, or a name is ``__metadata__``.
     """
     for name, kind in unstorable(tensors).items():
-        raise CheckpointError(f"Tensor {name!r} of {kind} cannot be in a checkpoint.")
+        raise CheckpointError(f"Tensor {name!r} of {kind} cannot be stored in a checkpoint.")
     header: dict[str, Any] = {}
     size_bytes = 0
     # Widest first, as safetensors does, so that each tensor is aligned.
@@ -130,22 +130,22 @@ def decode_tensors(data: BytesLike) -> dict[str, Tensor]:
     """The inverse of `encode_tensors`: contiguous CPU tensors that own their memory.
 
     Raises:
-        CheckpointError: these bytes are not a whole safetensors file. Nothing in them is run.
+        CheckpointError: these bytes are not a complete safetensors file. No code in them is run.
     """
     try:
         return load_safetensors(bytes(data))
     except (SafetensorError, ValueError, TypeError, KeyError, RuntimeError) as error:
-        raise CheckpointError(f"Not a whole safetensors file: {error}") from None
+        raise CheckpointError(f"Not a complete safetensors file: {error}") from None
 
 
 def flatten_state(state: Any) -> tuple[dict[str, Tensor], Any]:
-    """Part a nested state into its tensors by name and its structure, made of JSON values.
+    """Splits a nested state into its tensors, by name, and its structure, made of JSON values.
 
     Takes dicts (any JSON scalar as key, so also an optimizer's int keys), lists, tuples, tensors
     and JSON scalars. The tensors are not copied; names are paths such as ``model/fc.weight``.
 
     Raises:
-        CheckpointError: there is something else in the state; the message says where.
+        CheckpointError: the state contains anything else; the message says where.
     """
     tensors: dict[str, Tensor] = {}
     structure = _flatten(state, "", tensors)
@@ -153,10 +153,10 @@ def flatten_state(state: Any) -> tuple[dict[str, Tensor], Any]:
 
 
 def unflatten_state(tensors: Mapping[str, Tensor], structure: Any) -> Any:
-    """The inverse of `flatten_state`, down to tuples, key types, order of keys and strides.
+    """The inverse of `flatten_state`, including tuples, key types, key order and strides.
 
     Raises:
-        CheckpointError: the structure is not one of `flatten_state`, or a tensor is missing.
+        CheckpointError: the structure is not from `flatten_state`, or a tensor is missing.
     """
     try:
         return _unflatten(structure, tensors)
@@ -166,8 +166,8 @@ def unflatten_state(tensors: Mapping[str, Tensor], structure: Any) -> Any:
         ) from None
 
 
-# In the structure every container is an object with one of the keys "dict", "list", "tuple" and
-# "tensor", so that no content of the state can be mistaken for one.
+# In the structure each container is an object with one of the keys "dict", "list", "tuple" and
+# "tensor", so no content of the state can be mistaken for one.
 
 
 def _flatten(value: Any, path: str, tensors: dict[str, Tensor]) -> Any:
@@ -178,7 +178,7 @@ def _flatten(value: Any, path: str, tensors: dict[str, Tensor]) -> Any:
         while name in tensors or name == _RESERVED_NAME:  # {"a/b": x, "a": {"b": y}}
             name += "~"
         tensors[name] = value.detach()
-        # Fused optimizers need momentum laid out as the weights are, say in channels_last.
+        # Fused optimizers need momentum in the same memory layout as the weights (channels_last).
         sizes, strides = value.shape, value.stride()
         order = sorted(range(value.dim()), key=lambda dim: (-strides[dim], sizes[dim] == 1))
         in_order = order == list(range(value.dim()))
@@ -186,7 +186,7 @@ def _flatten(value: Any, path: str, tensors: dict[str, Tensor]) -> Any:
     if isinstance(value, dict):
         for key in value:
             if not (key is None or isinstance(key, (bool, int, float, str))):
-                raise CheckpointError(f"State {path or '/'}: the key {key!r} is no JSON scalar.")
+                raise CheckpointError(f"State {path or '/'}: the key {key!r} is not a JSON scalar.")
         items = [[key, _flatten(item, _under(path, key), tensors)] for key, item in value.items()]
         # A module's state_dict carries the versions of its modules as an attribute.
         versions = getattr(value, "_metadata", None)
@@ -197,7 +197,7 @@ def _flatten(value: Any, path: str, tensors: dict[str, Tensor]) -> Any:
         items = [_flatten(item, _under(path, i), tensors) for i, item in enumerate(value)]
         return {type(value).__name__: items}
     raise CheckpointError(
-        f"State {path or '/'}: {type(value).__name__} can be neither a tensor nor JSON: "
+        f"State {path or '/'}: {type(value).__name__} is neither a tensor nor a JSON value: "
         "leave it out, or turn it into numbers, text or tensors."
     )
 
@@ -226,7 +226,7 @@ def _unflatten(node: Any, tensors: Mapping[str, Tensor]) -> Any:
 
 
 def _laid_out(tensor: Tensor, order: list[int]) -> Tensor:
-    """The same values, stored densely with the dimensions from outermost to innermost in order."""
+    """The same values, stored densely with the dimensions in `order`, outermost first."""
     shape = [tensor.shape[dim] for dim in order]
     inverse = sorted(range(len(order)), key=lambda position: order[position])
     return torch.empty(shape, dtype=tensor.dtype).permute(inverse).copy_(tensor)

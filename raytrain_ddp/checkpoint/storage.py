@@ -1,4 +1,4 @@
-"""One folder on a local disk, NFS, S3 or GCS, with the few operations that checkpoints need."""
+"""A folder on a local disk, NFS, S3 or GCS, with the few operations that checkpoints need."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from raytrain_ddp.files import fsync
 from raytrain_ddp.uri import REACH_TIMEOUT_S, answer_within, reason_of, without_secrets
 
 BytesLike = bytes | bytearray | memoryview
-Content = BytesLike | Iterable[BytesLike]  # of a file: as a whole, or piece by piece
+Content = BytesLike | Iterable[BytesLike]  # of a file: all at once or in chunks
 
 TEMP_PREFIX = ".tmp-"
 CHUNK_BYTES = 16 * 2**20
@@ -34,12 +34,12 @@ def is_plain_name(name: object) -> bool:
 
 @dataclass(frozen=True)
 class Storage:
-    """A folder, which need not exist yet, at ``path`` of the pyarrow file system ``fs``.
+    """A folder, which may not exist yet, at ``path`` of the pyarrow file system ``fs``.
 
     ``is_local`` says that ``path`` is a path of this operating system, where a rename is atomic
-    and a write lasts only after fsync. Elsewhere one closed stream is one PUT, and is atomic.
+    and a write is durable only after fsync. In object stores, closing a stream is one atomic PUT.
     All names are plain (letters, digits, ``. _ -``, at most 128): any other raises ConfigError.
-    Everything raises OSError when the store does not answer or is full.
+    Every method raises OSError if the store does not respond or is full.
     """
 
     fs: Any  # a pyarrow.fs.FileSystem; pyarrow has no type hints
@@ -57,9 +57,9 @@ class Storage:
         return replace(self, path=self._at(name))
 
     def mkdir(self) -> None:
-        """Make this folder and its parents, so that they outlast a power cut."""
+        """Creates this folder and its parents durably."""
         if self.fs.type_name in ("s3", "gcs"):
-            return  # they have no folders, and making one asks for rights on the whole bucket
+            return  # no folders there, and creating one needs rights on the whole bucket
         missing = [Path(self.path), *Path(self.path).parents] if self.is_local else []
         missing = [folder for folder in missing if not folder.exists()]
         self.fs.create_dir(self.path, recursive=True)
@@ -67,12 +67,12 @@ class Storage:
             fsync(str(folder.parent))
 
     def names(self) -> list[str]:
-        """Files and folders in this folder, not below; none where it does not exist."""
+        """The files and folders directly in this folder; empty if it does not exist."""
         selector = pafs.FileSelector(self.path, allow_not_found=True)
         return [info.base_name for info in self.fs.get_file_info(selector)]
 
     def walk(self) -> list[str]:
-        """Relative paths of all that is below, sorted; those of folders end with ``/``."""
+        """Relative paths of everything below, sorted; those of folders end with ``/``."""
         if isinstance(self.fs, pafs.LocalFileSystem):
             return sorted(_walk(self.path, ""))
         selector = pafs.FileSelector(self.path, recursive=True, allow_not_found=True)
@@ -82,33 +82,33 @@ class Storage:
         )
 
     def size_bytes(self, name: str) -> int | None:
-        """The size of a file; None where there is none, or a folder or a symbolic link instead."""
+        """The size of a file; None if it does not exist or is a folder or a symbolic link."""
         if self.is_local and os.path.islink(self._at(name)):
             return None
         info = self.fs.get_file_info(self._at(name))
         return int(info.size) if info.type == pafs.FileType.File else None
 
     def exists(self, name: str) -> bool:
-        """Whether there is a file called ``name`` here."""
+        """Whether a file called ``name`` exists here."""
         return self.size_bytes(name) is not None
 
     def read(self, name: str) -> bytes:
-        """All bytes of a file; FileNotFoundError where there is none."""
+        """The content of a file; FileNotFoundError if there is none."""
         return b"".join(self._chunks(name))
 
     def sha256(self, name: str) -> str:
-        """The hex digest of a file as it is stored, read piece by piece."""
+        """The hex digest of a stored file, read in chunks."""
         digest = hashlib.sha256()
         for chunk in self._chunks(name):
             digest.update(chunk)
         return digest.hexdigest()
 
     def write(self, name: str, data: Content) -> tuple[int, str]:
-        """Write a file that lasts, but not atomically; return its size in bytes and hex sha256."""
+        """Writes a file durably, but not atomically; returns its size in bytes and hex sha256."""
         return self._write(self._at(name), data)
 
     def write_atomic(self, name: str, data: BytesLike) -> None:
-        """Write a file that lasts, so that readers see all of it or nothing new at all."""
+        """Writes a file durably and atomically: readers see either the old or the new content."""
         if not self.is_local:
             self._write(self._at(name), data)
             return
@@ -123,23 +123,23 @@ class Storage:
         fsync(self.path)
 
     def rename(self, old: str, new: str) -> None:
-        """Rename a file or folder of this folder; not for folders of object stores."""
+        """Renames a file or folder in this folder; object stores cannot rename folders."""
         self.fs.move(self._at(old), self._at(new))
         self._sync()
 
     def delete_file(self, name: str) -> None:
-        """Delete a file for good; nothing happens where there is none."""
+        """Deletes a file durably; does nothing if it does not exist."""
         with suppress(FileNotFoundError):
             self.fs.delete_file(self._at(name))
         self._sync()
 
     def delete_dir(self, name: str) -> None:
-        """Delete the folder called ``name`` and all in it; nothing happens where there is none."""
+        """Deletes the folder called ``name`` and its content; does nothing if it does not exist."""
         with suppress(FileNotFoundError):
             self.fs.delete_dir(self._at(name))
 
     def sweep(self) -> None:
-        """Remove what killed writers left of `write_atomic` and `clock_s` in this folder."""
+        """Removes temporary files of killed `write_atomic` and `clock_s` calls in this folder."""
         if isinstance(self.fs, pafs.LocalFileSystem):
             names = list(_walk(self.path, "", deep=False))
         else:
@@ -151,12 +151,12 @@ class Storage:
                 self.delete_file(name)
 
     def changed_s(self, name: str) -> float | None:
-        """When a file was last written, by the clock of `clock_s`; None where there is none."""
+        """When a file was last written, by the clock of `clock_s`; None if it does not exist."""
         info = self.fs.get_file_info(self._at(name))
         return info.mtime_ns / 1e9 if info.type == pafs.FileType.File else None
 
     def clock_s(self) -> float:
-        """The time now in s, by the clock by which the store dates its files: no other's."""
+        """The current time in s by the clock with which the store dates its files."""
         probe = f"{TEMP_PREFIX}{uuid.uuid4().hex}"
         try:
             self._write(self._at(probe), b"")
@@ -164,18 +164,18 @@ class Storage:
         finally:
             self.delete_file(probe)
         if changed_s is None:
-            raise FileNotFoundError(f"{self}: {probe} is gone as soon as it is written")
+            raise FileNotFoundError(f"{self}: {probe} disappeared right after it was written")
         return changed_s
 
     def _at(self, name: str) -> str:
         if not is_plain_name(name):
             raise ConfigError(
-                f"{name!r} is no file name: use 1 to 128 letters, digits, '.', '_' and '-'."
+                f"{name!r} is no valid file name: use 1 to 128 letters, digits, '.', '_' and '-'."
             )
         return f"{self.path.rstrip('/')}/{name}"
 
     def _chunks(self, name: str) -> Iterator[bytes]:
-        # Without compression=None pyarrow would guess it from the name and unpack "x.gz".
+        # Without compression=None, pyarrow would guess it from the name and decompress "x.gz".
         with self.fs.open_input_stream(self._at(name), compression=None) as stream:
             while chunk := stream.read(CHUNK_BYTES):
                 yield chunk
@@ -201,12 +201,12 @@ def open_storage(uri: str) -> Storage:
     """The folder at a plain path (``~`` works) or at an ``s3://``, ``gs://`` or ``file://`` URI.
 
     Raises:
-        PreflightError: the URI makes no sense, is a file, or its store does not answer within
-            `REACH_TIMEOUT_S`. The message holds neither the user part nor the query of the URI.
+        PreflightError: the URI is invalid or names a file, or its store does not respond within
+            `REACH_TIMEOUT_S`. The message contains neither the user part nor the query of the URI.
     """
     shown = without_secrets(uri)
 
-    def connect() -> Any:  # S3 looks up the bucket's region already in from_uri
+    def connect() -> Any:  # for S3, from_uri already looks up the bucket's region
         if "://" in uri:
             fs, path = _from_uri(uri)
         elif uri:
@@ -220,7 +220,7 @@ def open_storage(uri: str) -> Storage:
     answer = answer_within(REACH_TIMEOUT_S, connect)
     if isinstance(answer, TimeoutError):
         raise PreflightError(
-            f"Storage {shown} did not answer within {REACH_TIMEOUT_S:.0f} s: "
+            f"Storage {shown} did not respond within {REACH_TIMEOUT_S:.0f} s: "
             "check the address, the network and the credentials."
         )
     if isinstance(answer, Exception):
@@ -237,7 +237,7 @@ def open_storage(uri: str) -> Storage:
 def _from_uri(uri: str) -> Any:
     if uri.startswith("s3://"):
         # A small file is then one PUT instead of the three requests of a multipart upload.
-        with suppress(ValueError):  # pyarrow 17 does not know the parameter yet
+        with suppress(ValueError):  # not in pyarrow 17
             extra = ("&" if "?" in uri else "?") + "allow_delayed_open=true"
             return pafs.FileSystem.from_uri(uri + extra)
     return pafs.FileSystem.from_uri(uri)
@@ -246,16 +246,17 @@ def _from_uri(uri: str) -> Any:
 def _views(data: Content) -> Iterator[memoryview]:
     try:
         whole = memoryview(data)  # type: ignore[arg-type]
-    except TypeError:  # no buffer
+    except TypeError:  # not a buffer
         yield from (memoryview(piece).cast("B") for piece in data)  # type: ignore[arg-type]
     else:
         yield whole.cast("B")
 
 
 def _walk(folder: str, above: str, deep: bool = True) -> Iterator[str]:
-    """As `Storage.walk`, or without what is in the folders. Unlike pyarrow it takes names of any
-    bytes, and does not follow links below the first folder, nor further than into a folder."""
-    with suppress(FileNotFoundError), os.scandir(folder) as entries:  # gone meanwhile
+    """As `Storage.walk`; `deep=False` skips the content of folders. Unlike pyarrow's, it takes
+    names of any bytes, and follows a link only if it is the first folder, or to see if it is a
+    folder."""
+    with suppress(FileNotFoundError), os.scandir(folder) as entries:  # deleted in the meantime
         for entry in entries:
             linked = entry.is_symlink()
             if entry.is_dir() and not (linked and above):

@@ -2,15 +2,16 @@
 
     <storage>/claim-a0001-9f1c02ab.json                                      see claims.py
     <storage>/step-00000120-a0001/model.safetensors, ..., manifest.json      committed
-    <storage>/step-00000140-a0001/model.safetensors                          leftover of a kill
-    <storage>/damaged-step-00000100-a0001/                                   kept aside (local)
-    <storage>/step-00000100-a0001/damaged.txt                                kept aside (S3, GCS)
+    <storage>/step-00000140-a0001/model.safetensors                          left by a killed run
+    <storage>/damaged-step-00000100-a0001/                                   set aside (local)
+    <storage>/step-00000100-a0001/damaged.txt                                set aside (S3, GCS)
 
-Which checkpoint is newest follows from its name alone: neither clocks nor a "latest" pointer count.
-Nor do checkpoints count that a replaced writer commits: the claim of its successor fences them off,
-as long as the successor has one itself, of its own or to go on from (see `Listing.fenced`). What is
-fenced off is removed only when the successor has committed one, which no process that it replaced
-knows of: so no two writers together remove all, however outdated the listings they go by.
+The name alone decides which checkpoint is newest: neither clocks nor a "latest" pointer count.
+Checkpoints that a replaced writer commits do not count: the claim of its successor fences them
+off, as long as the successor has a checkpoint itself, its own or the one it resumed from (see
+`CheckpointListing.fenced`). Fenced-off checkpoints are removed only after the successor has
+committed one, which no process that it replaced knows of. So no two writers can together remove
+all checkpoints, however outdated their listings are.
 """
 
 from __future__ import annotations
@@ -54,31 +55,31 @@ _warn: Callable[[str], None] = logging.getLogger(__name__).warning
 class CheckpointStore:
     """The checkpoints of one run, each in a folder of ``storage``.
 
-    One process may write: the one that claimed last. What others still write does not count.
-    OSError from any method means that the store did not answer: nothing follows from that about
-    the checkpoints in it, and so none is then passed over.
+    One process may write: the last one that claimed the run. What others write does not count.
+    OSError from any method means that the store did not respond: it says nothing about the
+    checkpoints, so none is then skipped as damaged.
     """
 
     def __init__(self, storage: Storage) -> None:
         self.storage = storage
-        self._seen: tuple[list[Claim], set[CheckpointName]] | None = None  # when `latest` looked
+        self._seen: tuple[list[Claim], set[CheckpointName]] | None = None  # as `latest` found it
         self._claim: Claim | None = None
 
     def claim(self, base: CheckpointName | None, about: Mapping[str, Any]) -> int:
-        """Own the run from now on, as the start that goes on from `base`; its attempt number.
+        """Claims the run for a start that resumes from `base`; returns its attempt number.
 
         Call it after `latest` and before the first commit. Checkpoints of earlier attempts that
-        are newer than `base` do not count any more, whether they are there already or come later.
-        No two starts ever have one number.
+        are newer than `base` no longer count, whether they exist already or are written later.
+        No two starts ever get the same number.
 
         Args:
-            base: what `latest` gave; None: there is no checkpoint.
-            about: JSON values for whoever looks into the file; nothing depends on them.
+            base: the result of `latest`; None if there is no checkpoint.
+            about: JSON values for human readers of the file; nothing depends on them.
 
         Raises:
-            ContendedError: since `latest` another start has claimed the run, or another process has
-                committed or pruned here. This start owns nothing.
-            OSError: the store does not answer. A number may be used up: begin again with `latest`.
+            ContendedError: since `latest`, another start has claimed the run, or another process
+                has committed or pruned here. This start owns nothing.
+            OSError: the store does not respond. A number may be used up: start again with `latest`.
         """
         self.storage.mkdir()
         listing = self._list()
@@ -86,7 +87,7 @@ class CheckpointStore:
         claims, names = self._seen or (listing.claims[-1:], set(listing.committed()))
         if claims != listing.claims[-1:] or not names.issuperset(listing.committed()):
             self._withdraw(claim, None)
-        # Not under a temporary name, which the other of two starters would sweep away.
+        # Not under a temporary name: the other of two starters would sweep it away.
         self.storage.write(str(claim), json.dumps(dict(about), indent=1).encode())
         self._require_sole(claim, listing := self._list())
         numbers = sorted({claim.attempt for claim in listing.claims})[-CLAIMS_KEPT:]
@@ -98,16 +99,16 @@ class CheckpointStore:
         return claim.attempt
 
     def commit(self, manifest: Manifest, files: Mapping[str, Content]) -> Checkpoint:
-        """Write a checkpoint named after ``manifest.step`` and ``manifest.attempt``.
+        """Writes a checkpoint named after ``manifest.step`` and ``manifest.attempt``.
 
-        When it returns, the checkpoint is whole and outlasts a power cut. When it raises, what was
-        written is removed, or swept at the next start. ``manifest.files`` is filled in here.
+        When it returns, the checkpoint is complete and durable. If it raises, what was written is
+        removed now or swept at the next start. ``manifest.files`` is filled in here.
 
         Raises:
-            CheckpointError: there is a checkpoint of that name already.
+            CheckpointError: a checkpoint of that name already exists.
             RunLockedError: a later start has claimed the run.
-            ValueError: a file name is not plain, or is one that the store itself uses.
-            OSError: the disk is full, or the store does not answer.
+            ValueError: a file name is not plain or is reserved by the store.
+            OSError: the disk is full, or the store does not respond.
         """
         for filename in files:
             if not is_plain_name(filename) or filename in (MANIFEST_FILE, DAMAGED_MARK):
@@ -116,7 +117,7 @@ class CheckpointStore:
         folder = self.storage.join(str(name))
         self._owned(name.attempt)
         if folder.exists(MANIFEST_FILE):
-            raise CheckpointError(f"Checkpoint {folder} exists already: a commit replaces none.")
+            raise CheckpointError(f"Checkpoint {folder} already exists: a commit replaces none.")
         self.storage.delete_dir(str(name))  # the leftover of a killed writer, if any
         try:
             folder.mkdir()
@@ -130,7 +131,7 @@ class CheckpointStore:
             failpoint("checkpoint.manifest", step=name.step)
             folder.write_atomic(MANIFEST_FILE, manifest.to_json())
         except Exception:
-            with suppress(Exception):  # what is wrong now is likely to stop this as well
+            with suppress(Exception):  # whatever failed is likely to fail here, too
                 self._delete(name)
             raise
         failpoint("checkpoint.committed", step=name.step)
@@ -139,12 +140,12 @@ class CheckpointStore:
     def names(self) -> list[CheckpointName]:
         """The committed checkpoints that are not fenced off, newest first.
 
-        Whether their files hold is not looked at.
+        Their files are not verified.
         """
         return self._list().names()
 
     def open(self, name: CheckpointName) -> Checkpoint:
-        """The checkpoint of that name, after a check of its manifest but not of its files.
+        """The checkpoint of that name, after verifying its manifest but not its files.
 
         Raises:
             DamagedError: the manifest is missing, damaged, or that of another checkpoint.
@@ -165,13 +166,13 @@ class CheckpointStore:
         return Checkpoint(name, manifest, folder)
 
     def latest(self, on_damaged: Callable[[str], None] = _warn) -> Checkpoint | None:
-        """The newest checkpoint of which every byte is as it was written.
+        """The newest checkpoint whose files all match their hashes.
 
-        Each damaged one that is newer is told in one line to ``on_damaged`` and kept aside, never
-        deleted. None means that no checkpoint was ever committed here, as far as can be seen.
+        Each damaged one that is newer is reported in one line to ``on_damaged`` and set aside,
+        never deleted. None means that no checkpoint was ever committed here, as far as can be seen.
 
         Raises:
-            CheckpointError: there are only damaged ones, or none though an earlier start went on
+            CheckpointError: all are damaged, or there are none although an earlier start resumed
                 from one, or a newer version of this package wrote the newest.
         """
         seen = set()
@@ -183,11 +184,11 @@ class CheckpointStore:
                 checkpoint.verify()
                 return checkpoint
             except (DamagedError, FileNotFoundError) as error:
-                # A pruning writer takes the manifest away first: that is no damage.
+                # A writer that prunes removes the manifest first: that is not damage.
                 if self.storage.join(str(name)).exists(MANIFEST_FILE):
                     kept = self._set_aside(name, str(error))
-                    on_damaged(f"{error} It is passed over and kept as {kept}.")
-            # A writer beside us may have replaced all; and without a damaged one, others may count.
+                    on_damaged(f"{error} It is skipped and kept as {kept}.")
+            # Another writer may have replaced all; and without a damaged one, others may count.
             listing = self._look()
         remedy = "Restore one from a backup, or start over under another --name."
         if damaged := [*listing.damaged(), *map(str, listing.names())]:
@@ -197,18 +198,19 @@ class CheckpointStore:
             )
         if based := [claim for claim in listing.claims if claim.base]:
             raise CheckpointError(
-                f"No usable checkpoint in {self.storage}: attempt {based[-1].attempt} went on from "
+                f"No usable checkpoint in {self.storage}: attempt {based[-1].attempt} resumed from "
                 f"{based[-1].base}, which is gone. " + remedy
             )
         return None
 
     def sweep(self) -> None:
-        """Remove what killed writers left: commits and deletions half done, temporary files.
+        """Removes what killed writers left: unfinished commits and deletions, and temporary files.
 
-        Call it on one rank only, between `claim`, which fences off who still writes, and `commit`.
+        Call it on one rank only, after `claim`, which fences off other writers, and before
+        `commit`.
 
         Raises:
-            ContendedError: as `claim` does, whose claim is withdrawn.
+            ContendedError: as `claim`; the claim is withdrawn.
         """
         listing = self._list()
         if self._claim:
@@ -218,10 +220,11 @@ class CheckpointStore:
         self.storage.sweep()
 
     def prune(self, keep_last: int, best: CheckpointName | None = None) -> None:
-        """Remove all committed checkpoints but ``best`` and the newest ``keep_last`` (at least 2).
+        """Removes all committed checkpoints except ``best`` and the newest ``keep_last`` (at least
+        2).
 
-        Those fenced off are not counted, and removed once the owner has committed one itself.
-        Those kept aside as damaged are neither removed nor counted.
+        Fenced-off ones do not count, and are removed once the owner has committed one itself.
+        Those set aside as damaged do not count and are never removed.
 
         Raises:
             RunLockedError: a later start has claimed the run.
@@ -232,16 +235,16 @@ class CheckpointStore:
         if names and listing.claims and names[0].attempt >= listing.claims[-1].attempt:
             surplus += listing.fenced()
         for name in sorted(surplus):
-            self._owned()  # a successor may be about to go on from this one
+            self._owned()  # a successor may be about to resume from this one
             self._delete(name)
         failpoint("prune.done", step=names[0].step if names else 0)
 
     def next_attempt(self) -> int:
-        """1 + the highest attempt that left any trace: claimed, committed, leftover or damaged."""
+        """1 + the highest attempt of any claim, commit, leftover or damaged checkpoint."""
         return self._list().next_attempt()
 
     def _list(self) -> CheckpointListing:
-        """One request on an object store, for a thousand files."""
+        """One request on an object store for up to a thousand files."""
         return CheckpointListing.of(self.storage.walk())
 
     def _look(self) -> CheckpointListing:
@@ -250,43 +253,45 @@ class CheckpointStore:
         return listing
 
     def _owned(self, attempt: int | None = None) -> CheckpointListing:
-        """What is there; RunLockedError if a later start than `attempt`, or than ours, owns it."""
+        """The listing; RunLockedError if a later start than `attempt`, or than ours, owns the
+        run."""
         listing = self._list()
         mine = attempt if attempt is not None or self._claim is None else self._claim.attempt
         if mine is None or not listing.claims:
             return listing
         newest = listing.claims[-1]
-        # Starts of one number are ruled out, but on a store whose listings lag behind.
+        # Two starts with one number are impossible, except on a store with stale listings.
         rivals = newest.attempt == mine and self._claim not in (None, newest)
-        # Without our claim another's commits would not be told from ours: a backup was restored.
+        # Without our claim, commits of others cannot be distinguished from ours: a backup was
+        # restored.
         gone = self._claim is not None and self._claim not in listing.claims
         if newest.attempt > mine or rivals or gone:
             raise RunLockedError(
-                f"{self.storage}: attempt {newest.attempt} ({newest}) has taken this run over: "
-                f"attempt {mine} commits nothing any more, and ends."
+                f"{self.storage}: attempt {newest.attempt} ({newest}) has taken over this run: "
+                f"attempt {mine} commits nothing more, and ends."
             )
         return listing
 
     def _require_sole(self, claim: Claim, listing: CheckpointListing) -> None:
-        # Of two starts that claim one number, at least one sees the other here, and gives way.
+        # Of two starts that claim one number, at least one sees the other here, and yields.
         sole = [other for other in listing.claims if other.attempt >= claim.attempt] == [claim]
         if not sole or (claim.base is not None and claim.base not in listing.names()):
             self._withdraw(claim, claim.base if sole else None)
 
     def _withdraw(self, claim: Claim, gone: CheckpointName | None) -> NoReturn:
         self._claim = None
-        with suppress(OSError):  # one that stays behind fences off nothing that is needed
+        with suppress(OSError):  # a claim that is left fences off nothing that is needed
             self.storage.delete_file(str(claim))
         raise ContendedError(
             f"{self.storage}: another process "
-            + (f"has just removed {gone}, the newest." if gone else "is at work on this run, too.")
+            + (f"has just removed {gone}, the newest." if gone else "is also working on this run.")
             + " Stop one of the two, or give this one another --name."
         )
 
     def _set_aside(self, name: CheckpointName, reason: str) -> str:
-        """Take a damaged checkpoint out of `names` for good; return where it is kept."""
+        """Removes a damaged checkpoint from `names` permanently; returns where it is kept."""
         folder = self.storage.join(str(name))
-        with suppress(OSError):  # a store that cannot be written to still can be resumed from
+        with suppress(OSError):  # a run can resume from a read-only store
             if not self.storage.is_local:  # object stores cannot rename a folder
                 folder.write_atomic(DAMAGED_MARK, reason.encode())
                 return str(folder)
@@ -301,7 +306,7 @@ class CheckpointStore:
         return str(folder)
 
     def _delete(self, name: CheckpointName) -> None:
-        # The manifest first: half a deletion then looks like half a commit.
+        # The manifest first: an interrupted deletion then looks like an interrupted commit.
         self.storage.join(str(name)).delete_file(MANIFEST_FILE)
         failpoint("prune.manifest", step=name.step)
         self.storage.delete_dir(str(name))

@@ -1,4 +1,4 @@
-"""``python -m raytrain_ddp.convert SRC DST``: images as Parquet shards made for training."""
+"""``python -m raytrain_ddp.convert SRC DST``: converts images to Parquet shards for training."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from raytrain_ddp.config.validation import ADDRESS, require
 from raytrain_ddp.convert.options import ConvertConfig
 from raytrain_ddp.display.formatting import format_data
 from raytrain_ddp.errors import ConfigError
-from raytrain_ddp.ray_backend.placement import this_machine
+from raytrain_ddp.ray_backend.placement import local_resources
 
 if TYPE_CHECKING:
-    from raytrain_ddp.convert.process_pool import Run
+    from raytrain_ddp.convert.process_pool import TaskRunner
 
 
 @dataclass(frozen=True)
@@ -62,7 +62,7 @@ def main(argv: Sequence[str]) -> int:
     args = COMMAND.parse(argv)
     workers = args.workers
     require(workers is None or workers >= 1, "--workers", workers, "must be 1 or more")
-    cpus = workers or int(this_machine()["CPU"])
+    cpus = workers or int(local_resources()["CPU"])
     from raytrain_ddp.convert.progress import shown
 
     if args.verify is not None:
@@ -87,7 +87,7 @@ def main(argv: Sequence[str]) -> int:
     if args.address is None:
         from raytrain_ddp.convert.process_pool import ProcessPool
 
-        runner: AbstractContextManager[Run] = ProcessPool(cpus)
+        runner: AbstractContextManager[TaskRunner] = ProcessPool(cpus)
     else:
         from raytrain_ddp.convert.on_ray import on_cluster
 
@@ -101,7 +101,7 @@ def main(argv: Sequence[str]) -> int:
     if done.found:
         print(f"{args.dest} is complete already (--verify {shlex.quote(args.dest)} checks it)")
     print(f"{args.dest}: {_counts(done.dataset)}")
-    for title, text in format_data(done.told, "images"):
+    for title, text in format_data(done.summary, "images"):
         print(f"  {title}: {text}")
     for record in done.dataset["skipped"]:
         print(f"  skipped {record['where']}: {record['why']}")

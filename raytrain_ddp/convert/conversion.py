@@ -1,5 +1,6 @@
-"""From any source of images to a folder of Parquet shards: what `python -m raytrain_ddp.convert`
-does. The shards do not depend on the number of processes, nor on how often it was stopped."""
+"""Converts any source of images to a folder of Parquet shards.
+
+The shards do not depend on the number of processes or on interruptions."""
 
 from __future__ import annotations
 
@@ -18,8 +19,8 @@ import pyarrow as pa
 
 from raytrain_ddp.convert.dataset_file import FORMAT, read_dataset_file
 from raytrain_ddp.convert.options import ConvertConfig
-from raytrain_ddp.convert.pixels import PixelCounts, shrunk
-from raytrain_ddp.convert.process_pool import Run
+from raytrain_ddp.convert.pixels import PixelCounts, shrink_image
+from raytrain_ddp.convert.process_pool import TaskRunner
 from raytrain_ddp.convert.shard_writer import (
     MIB,
     Phase,
@@ -30,7 +31,7 @@ from raytrain_ddp.convert.shard_writer import (
     read_image,
     write_shard,
 )
-from raytrain_ddp.convert.source_splits import SourceSplit, open_splits
+from raytrain_ddp.convert.source_splits import SourceSplit, open_source_splits
 from raytrain_ddp.convert.spool import SpoolListing
 from raytrain_ddp.convert.staging import Stage, different
 from raytrain_ddp.data.discovery import DATASET_FILE
@@ -42,9 +43,9 @@ from raytrain_ddp.errors import ConfigError, DataError, PreflightError
 from raytrain_ddp.events import DataSummary
 from raytrain_ddp.uri import without_secrets
 
-_STREAM = 0x5EED_C0DE  # keeps this shuffle's random bits apart from those of training
-_TRIED = 64  # images that are resized to foresee the size of all
-_SLACK = 1.02  # what a shard has besides its images
+_STREAM = 0x5EED_C0DE  # separates this shuffle's random bits from training's
+_TRIED = 64  # images resized to estimate the total size
+_SLACK = 1.02  # overhead of a shard over its images
 
 
 @dataclass(frozen=True)
@@ -53,24 +54,27 @@ class Converted:
 
     Args:
         dataset: the content of its ``dataset.json``.
-        found: it was there already.
-        told: of the source, see `Splits.summary`; None if the data set was there already.
+        found: it existed already.
+        told: a summary of the source, see `Splits.summary`; None if the data set existed.
     """
 
     folder: Path
     dataset: Mapping[str, Any]
     found: bool
-    told: DataSummary | None = None
+    summary: DataSummary | None = None
 
 
-def convert(source: str, dest: str, config: ConvertConfig, run: Run, phase: Phase) -> Converted:
-    """Converts `source` into the folder `dest`, or goes on with it, or finds it done.
+def convert(
+    source: str, dest: str, config: ConvertConfig, run: TaskRunner, phase: Phase
+) -> Converted:
+    """Converts `source` into the folder `dest`, resumes an earlier conversion, or finds it
+    complete.
 
     Raises:
-        ConfigError: `dest` is something else, or was begun with another source or config.
+        ConfigError: `dest` is something else, or was started with another source or config.
         DataError: the source is missing or damaged.
-        PreflightError: too little space, or `dest` cannot be written.
-        RunLockedError: another process is at it.
+        PreflightError: too little disk space, or `dest` cannot be written.
+        RunLockedError: another process is converting into `dest`.
     """
     stage = Stage(_check_dest(source, dest))
     given = {"source": without_secrets(source), "arguments": _shaping(config)}
@@ -78,11 +82,11 @@ def convert(source: str, dest: str, config: ConvertConfig, run: Run, phase: Phas
         if (place / DATASET_FILE).is_file():
             dataset = read_dataset_file(place)
             _require_same(stage.dest, dataset, given)
-            if place == stage.folder:  # stopped when all was done, but for the name
-                with _told_of_disk(stage), stage.held():
+            if place == stage.folder:  # stopped when only the final rename was missing
+                with _reporting_disk_errors(stage), stage.held():
                     stage.give_name()
             return Converted(stage.dest, dataset, found=place == stage.dest)
-    splits, notes = open_splits(source, config)
+    splits, notes = open_source_splits(source, config)
     first = splits[1] if len(splits) > 1 else None
     data = Splits(
         splits[0].source,
@@ -91,7 +95,7 @@ def convert(source: str, dest: str, config: ConvertConfig, run: Run, phase: Phas
         notes,
     )
     data.begin_counting()
-    with _told_of_disk(stage), stage.held():
+    with _reporting_disk_errors(stage), stage.held():
         content = {split.name: split.fingerprint() for split in splits}
         versions = {"pyarrow": pa.__version__, "pillow": PIL.__version__}
         stage.begin({**given, "content": content, "written with": versions})
@@ -99,7 +103,7 @@ def convert(source: str, dest: str, config: ConvertConfig, run: Run, phase: Phas
         done = [_convert_split(split, classes, stage, config, run, phase) for split in splits]
         dataset = _dataset(source, config, classes, done)
         stage.finish([file["path"] for file in dataset["files"]], dataset)
-    return Converted(stage.dest, dataset, found=False, told=data.summary())
+    return Converted(stage.dest, dataset, found=False, summary=data.summary())
 
 
 @dataclass(frozen=True)
@@ -118,10 +122,10 @@ def _convert_split(
     classes: tuple[str, ...],
     stage: Stage,
     config: ConvertConfig,
-    run: Run,
+    run: TaskRunner,
     phase: Phase,
 ) -> _SplitDone:
-    if split.kind != "folder":  # the images are there twice for a while
+    if split.kind != "folder":  # the images are temporarily stored twice
         _require_space(stage, 2 * split.size_bytes() - stage.size_bytes(split.name))
     listing = split.list_rows(stage, run, phase)
     if listing.bad and config.bad_records == "error":
@@ -168,27 +172,27 @@ def _convert_split(
 def _cut(
     listing: SpoolListing, order: Rows, names: list[str]
 ) -> Iterator[tuple[str, list[Record]]]:
-    """The order in runs of equal length (+-1), one per name."""
+    """Divides the order into runs of equal length (+-1), one per name."""
     for number, name in enumerate(names):
         start, stop = (n * len(order) // len(names) for n in (number, number + 1))
         yield name, [listing.record(row) for row in order[start:stop].tolist()]
 
 
 def _sampled(order: Rows, config: ConvertConfig) -> frozenset[int]:
-    """Rows evenly spaced in the order."""
+    """Rows at equal distances in the order."""
     count = min(config.stats_images, len(order)) or len(order)
     return frozenset(order[np.arange(count) * len(order) // max(1, count)].tolist())
 
 
 def _foreseen_bytes(listing: SpoolListing, order: Rows, config: ConvertConfig) -> int:
-    """The size of all images as they will be written; if resized, judged by a few."""
+    """The estimated size of all images as written; if resized, extrapolated from a sample."""
     if not config.resize_short:
         return int(listing.sizes[order].sum())
     sizes = []
     for row in order[np.arange(_TRIED) * len(order) // _TRIED].tolist() if len(order) else ():
-        with suppress(Exception):  # decoders raise what they like; the shard will say it
+        with suppress(Exception):  # decoders raise any type; writing the shard reports it
             content = read_image(listing.record(row))
-            sizes.append(len(shrunk(content, config.resize_short, config.quality)))
+            sizes.append(len(shrink_image(content, config.resize_short, config.quality)))
     return int(np.mean(sizes) * len(order)) if sizes else 0
 
 
@@ -199,7 +203,7 @@ def _dataset(
     for shard in splits[0].shards:
         pixels = pixels.plus(shard.pixels)
     if not pixels.images:
-        raise DataError("no image of those sampled can be decoded: give --stats-images 0 (all).")
+        raise DataError("none of the sampled images can be decoded: set --stats-images 0 (all).")
     mean, std = pixels.mean_std()
     return {
         **FORMAT,
@@ -227,11 +231,11 @@ def _dataset(
 
 
 def _shaping(config: ConvertConfig) -> dict[str, Any]:
-    """The arguments that the bytes depend on. What is done with bad records is not among them: a
-    conversion that stopped at one can go on with another policy."""
+    """The options that the bytes depend on. The policy for bad records is not among them: a
+    conversion that stopped at a bad record can be resumed with another policy."""
     free = {"root", "bad_records"}
     given = asdict(config)
-    # Left out as long as they say nothing: what was converted before they existed is the same.
+    # Omitted at their defaults: data sets converted before these options existed are the same.
     free |= {name for name in ("train_split", "eval_split", "config") if given[name] == "auto"}
     return {name: value for name, value in given.items() if name not in free}
 
@@ -239,19 +243,19 @@ def _shaping(config: ConvertConfig) -> dict[str, Any]:
 def _check_dest(source: str, dest: str) -> Path:
     """The folder to write, as an absolute path without links."""
     if "://" in dest:
-        raise ConfigError(f"DST {dest}: must be a folder that is mounted here; copy it then.")
+        raise ConfigError(f"DST {dest}: must be a folder on this machine; copy it afterward.")
     folder = Path(dest).expanduser().resolve()
     origin = Path(source).expanduser().resolve()
     if origin.is_dir() and (folder == origin or origin in folder.parents):
-        raise ConfigError(f"DST {dest} lies in SRC {source}: give a folder outside it.")
+        raise ConfigError(f"DST {dest} is inside SRC {source}: use a folder outside it.")
     if folder.exists() and (not folder.is_dir() or os.path.ismount(folder)):
         kind = "a mount point" if folder.is_dir() else "a file"
-        raise ConfigError(f"DST {dest} is {kind}: give a new folder.")
+        raise ConfigError(f"DST {dest} is {kind}: use a new folder.")
     names = sorted(entry.name for entry in folder.iterdir()) if folder.exists() else []
     if names and DATASET_FILE not in names:
         raise ConfigError(
-            f"DST {dest} has other files ({', '.join(names[:3])}{', ...' * (len(names) > 3)}): "
-            "give a new folder."
+            f"DST {dest}: has other files ({', '.join(names[:3])}{', ...' * (len(names) > 3)}): "
+            "use a new folder."
         )
     return folder
 
@@ -262,7 +266,7 @@ def _require_same(dest: Path, dataset: Mapping[str, Any], given: Mapping[str, An
     differences = different({name: made.get(name) for name in given}, given)
     if differences:
         raise ConfigError(
-            f"{dest} is complete, but was made with other input: {'; '.join(differences)}. Give "
+            f"{dest} is complete, but was made with other input: {'; '.join(differences)}. Use "
             "another folder, or delete it."
         )
 
@@ -283,11 +287,11 @@ def _require_space(stage: Stage, need: int) -> None:
 
 
 @contextmanager
-def _told_of_disk(stage: Stage) -> Iterator[None]:
+def _reporting_disk_errors(stage: Stage) -> Iterator[None]:
     try:
         yield
     except OSError as error:
         raise PreflightError(
-            f"{stage.dest}: cannot be written: {error}. What is done is kept in {stage.folder}: "
-            "the same command goes on."
+            f"{stage.dest}: cannot be written: {error}. Finished work is kept in {stage.folder}: "
+            "run the same command again to continue."
         ) from error

@@ -1,4 +1,4 @@
-"""``dataset.json``: what a converted data set consists of, and whether that is still so."""
+"""``dataset.json``: the content of a converted data set, and its verification."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def read_dataset_file(folder: Path) -> dict[str, Any]:
     """The content of a folder's ``dataset.json``.
 
     Raises:
-        DataError: there is none, or it is not one that this version understands.
+        DataError: the file is missing, or this version cannot read it.
     """
     path = folder / DATASET_FILE
     try:
@@ -30,7 +30,7 @@ def read_dataset_file(folder: Path) -> dict[str, Any]:
     except (OSError, ValueError) as error:
         raise DataError(f"{path}: cannot be read: {error}.") from error
     if content is None:
-        raise DataError(f"{path}: not there: no data set that `convert` made and finished.")
+        raise DataError(f"{path}: not found: this is not a complete data set made by `convert`.")
     if not isinstance(content, dict) or not FORMAT.items() <= content.items():
         raise DataError(f"{path}: not of format 'raytrain_ddp', version {FORMAT['version']}.")
     return content
@@ -40,7 +40,7 @@ def verify(folder: Path, threads: int, tell: Callable[[int, int], None]) -> dict
     """Reads every byte of a converted data set and compares it with its ``dataset.json``.
 
     Raises:
-        DataError: a line for each file that is missing, damaged or not in the list.
+        DataError: lists each file that is missing, damaged or unexpected.
     """
     content = read_dataset_file(folder)
     try:
@@ -74,13 +74,13 @@ def _problems(
     if size != file["bytes"]:
         yield f"{name}: {size} bytes, not {file['bytes']}"
     elif sha256_of(path) != file["sha256"]:
-        yield f"{name}: other content than was written (sha256)"
+        yield f"{name}: content differs from what was written (sha256)"
     yield from _parquet_problems(path, name, int(file["rows"]))
     tell(int(file["rows"]), size)
 
 
 def _parquet_problems(path: Path, name: str, rows: int) -> Iterator[str]:
-    """Of the footer and the pages' checksums: where in a damaged file the damage is."""
+    """Checks the footer and the page checksums, to locate damage in a file."""
     try:
         file = pq.ParquetFile(path, page_checksum_verification=True)
     except (OSError, pa.ArrowException) as error:

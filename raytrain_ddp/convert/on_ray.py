@@ -1,4 +1,4 @@
-"""The tasks of `convert` as Ray tasks on a cluster. The shards are those of one machine."""
+"""Runs the tasks of `convert` as Ray tasks. The shards are the same as on one machine."""
 
 from __future__ import annotations
 
@@ -8,31 +8,31 @@ from functools import partial
 from itertools import islice
 from typing import Any, TypeVar
 
-from raytrain_ddp.convert.process_pool import Run
+from raytrain_ddp.convert.process_pool import TaskRunner
 from raytrain_ddp.convert.shard_writer import Tell
 from raytrain_ddp.errors import RaytrainError
-from raytrain_ddp.ray_backend.cluster import joined
+from raytrain_ddp.ray_backend.cluster import ray_connection
 
 Task = TypeVar("Task")
 Result = TypeVar("Result")
 
 
 @contextmanager
-def on_cluster(address: str, workers: int | None) -> Iterator[Run]:
+def on_cluster(address: str, workers: int | None) -> Iterator[TaskRunner]:
     """Runs tasks on the cluster at `address`, or on the Ray that this process is connected to.
 
     Args:
-        workers: so many at once; None: as many as there are CPUs.
+        workers: maximum number of concurrent tasks; None: one per CPU.
 
     Raises:
         PreflightError: there is no Ray at the address.
-        RaytrainError: a task was lost, time and again.
+        RaytrainError: a task failed repeatedly.
     """
-    with joined(address, {}, {}, tell=lambda _: None):
+    with ray_connection(address, {}, {}, tell=lambda _: None):
         import ray
 
         cpus = int(ray.cluster_resources().get("CPU", 1))
-        yield partial(_run, workers or 2 * cpus)  # a few wait in line, for nodes that come
+        yield partial(_run, workers or 2 * cpus)  # some wait in line, for nodes that join
 
 
 def _run(
@@ -55,18 +55,18 @@ def _run(
                 tell(images, size)
                 yield result
     except ray.exceptions.RayError as error:
-        cause = getattr(error, "cause", None)  # what the function raised
+        cause = getattr(error, "cause", None)  # the exception of the function
         if isinstance(cause, Exception) and not isinstance(cause, ray.exceptions.RayError):
             raise cause from None
         reason = str(error).partition("\n")[0]
-        raise RaytrainError(f"Ray lost a task: {reason}. The same command goes on.") from error
+        raise RaytrainError(f"Ray lost a task: {reason}. Run the same command again.") from error
     finally:
         for ref in pending:
             ray.cancel(ref, force=True)
 
 
 def _call(function: Callable[[Task, Tell], Result], task: Task) -> tuple[Result, int, int]:
-    """The result, and the images and bytes that `function` told of."""
+    """The result, and the numbers of images and bytes that `function` reported."""
     images = size = 0
 
     def tell(more_images: int, more_bytes: int) -> None:

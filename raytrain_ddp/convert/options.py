@@ -1,4 +1,4 @@
-"""What `convert` can be told about the shards that it writes. Imports nothing heavy."""
+"""The options of `convert`. Imports nothing heavy."""
 
 from __future__ import annotations
 

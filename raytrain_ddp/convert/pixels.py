@@ -1,4 +1,4 @@
-"""What `convert` does to single images, and mean and standard deviation of their pixels."""
+"""Resizes images for `convert`, and computes mean and standard deviation of their pixels."""
 
 from __future__ import annotations
 
@@ -12,19 +12,20 @@ import numpy as np
 import numpy.typing as npt
 from PIL import Image
 
-from raytrain_ddp.data.decoding import ORIENTATION, Pixels, open_picture, shrink_for
+from raytrain_ddp.data.decoding import ORIENTATION, Pixels, open_encoded_image, shrink_for
 
 
-def shrunk(content: bytes, short: int, quality: int) -> bytes:
-    """An image as RGB JPEG, its shorter side `short` pixels if it was longer.
+def shrink_image(content: bytes, short: int, quality: int) -> bytes:
+    """An image as RGB JPEG, with its shorter side reduced to `short` pixels.
 
-    An RGB JPEG that is not too large stays as it is: encoding it again would only lose. Of EXIF the
-    orientation is kept. A JPEG is decoded at 1/2, 1/4 or 1/8 where twice the new size remains.
+    An RGB JPEG that is not too large stays unchanged: encoding it again would lose quality. Of the
+    EXIF data, the orientation is kept. A JPEG is decoded at 1/2, 1/4 or 1/8 of its size if that is
+    at least twice the new size.
 
     Raises:
-        Exception: it cannot be decoded; decoders raise what they like.
+        Exception: it cannot be decoded; decoders raise any type.
     """
-    picture = open_picture(content)
+    picture = open_encoded_image(content)
     image = Image.open(io.BytesIO(content))
     least = min(picture.height, picture.width)
     if least <= short:
@@ -46,25 +47,25 @@ def shrunk(content: bytes, short: int, quality: int) -> bytes:
     return encoded.getvalue()
 
 
-def png(image: Any) -> bytes:
-    """A PIL image without loss."""
+def encode_png(image: Any) -> bytes:
+    """Encodes a PIL image losslessly."""
     encoded = io.BytesIO()
     image.save(encoded, "PNG")
     return encoded.getvalue()
 
 
-def decoded(content: bytes) -> Pixels:
-    """RGB, uint8 (height, width, 3), as training sees it."""
-    return open_picture(content).pixels()
+def decode_image(content: bytes) -> Pixels:
+    """RGB, uint8 (height, width, 3), as in training."""
+    return open_encoded_image(content).pixels()
 
 
 @dataclass(frozen=True)
 class PixelCounts:
-    """How often each value occurs in each channel of some images; exact in any order of adding.
+    """A histogram of pixel values per channel; sums are exact in any order.
 
     Args:
         values: (3, 256).
-        height, width: least and greatest, in pixels.
+        height, width: minimum and maximum, in pixels.
     """
 
     images: int
@@ -91,7 +92,7 @@ class PixelCounts:
         )
 
     def mean_std(self) -> tuple[list[float], list[float]]:
-        """Per channel, on a scale of 0 to 1; rounded once, at the end."""
+        """Per channel, on a scale of 0 to 1; rounded only at the end."""
         means, deviations = [], []
         for counts in self.values.tolist():
             pixels = sum(counts)

@@ -1,4 +1,4 @@
-"""Processes that map a function over tasks, and are gone when it ends, however it ends."""
+"""A process pool whose processes always end with this process, however it ends."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ Result = TypeVar("Result")
 _TELL_EVERY_S = 0.5
 
 
-class Run(Protocol):
-    """Yields function(task, tell) of each task as it is done, in any order."""
+class TaskRunner(Protocol):
+    """Yields function(task, tell) for each task as it finishes, in any order."""
 
     def __call__(
         self, function: Callable[[Task, Tell], Result], tasks: Iterable[Task], tell: Tell
@@ -31,23 +31,23 @@ class Run(Protocol):
 
 
 class ProcessPool:
-    """Runs tasks in as many processes, begun when they are first needed; with 1, in this process.
+    """Runs tasks in processes, started when first needed; with 1 worker, in this process.
 
-    They are started anew: a fork would copy this process's threads' locks.
+    Processes are spawned, not forked: a fork would copy locks held by this process's threads.
     """
 
     def __init__(self, workers: int) -> None:
         self._workers = workers
         self._context = multiprocessing.get_context("spawn")
-        self._counts = self._context.Array("q", 2)  # images and bytes that tasks told of
+        self._counts = self._context.Array("q", 2)  # images and bytes that tasks reported
         self._told = (0, 0)
         self._others = set(multiprocessing.active_children())
 
-    def __enter__(self) -> Run:
+    def __enter__(self) -> TaskRunner:
         return self._run
 
     def __exit__(self, *_: object) -> None:
-        """Ends them, in the midst of a task too."""
+        """Ends the processes, even in the middle of a task."""
         if "_pool" in vars(self):
             self._pool.shutdown(wait=False, cancel_futures=True)
             for child in set(multiprocessing.active_children()) - self._others:
@@ -79,8 +79,8 @@ class ProcessPool:
                     yield future.result()
         except BrokenProcessPool:
             raise RaytrainError(
-                f"one of {self._workers} processes was killed, by the kernel if memory ran out: "
-                "give fewer with --workers. The same command goes on where this one stopped."
+                f"one of {self._workers} processes was killed, perhaps because memory ran out: use "
+                "fewer with --workers. Run the same command again to continue."
             ) from None
 
     def _pass_on(self, tell: Tell) -> None:
@@ -93,14 +93,14 @@ _shared: Any = None  # in a worker process: images and bytes
 
 
 def _begin(shared: Any) -> None:
-    global _shared  # noqa: PLW0603 - a pool has no other place for what its processes share
+    global _shared  # noqa: PLW0603 - a pool offers no other place for shared state
     _shared = shared
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches all; the parent ends them
     threading.Thread(target=_end_with_parent, daemon=True).start()
 
 
 def _end_with_parent() -> None:
-    """A killed parent cannot end its workers, which would wait for tasks for ever."""
+    """Ends this process with its parent: a killed parent cannot end its workers."""
     parent = multiprocessing.parent_process()
     assert parent is not None
     parent.join()

@@ -1,4 +1,4 @@
-"""How far a long piece of work is: a bar on a terminal, a line now and then elsewhere."""
+"""Shows the progress of a conversion: a bar on a terminal, occasional lines elsewhere."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ _LINE_EVERY_S = 10.0
 
 
 class Meter:
-    """Shows images, images/s, MiB/s and the time that is left, on standard error."""
+    """Shows images, images/s, MiB/s and the remaining time, on standard error."""
 
     def __init__(self, progress: Progress | None) -> None:
         self._progress = progress
 
     def phase(self, title: str, images: int) -> Tell:
-        """Begins a part of the work, and returns what is to be told of its progress."""
+        """Starts a phase of the work, and returns the function to report its progress to."""
         counts = _Counts(title, images)
         progress = self._progress
         if progress is None:
@@ -38,7 +38,7 @@ class Meter:
 
 @contextmanager
 def shown() -> Iterator[Meter]:
-    """A meter that is cleared away at the end, if it is on a terminal."""
+    """A meter; on a terminal, it is cleared at the end."""
     console = Console(stderr=True)
     if not console.is_terminal:
         yield Meter(None)
@@ -62,7 +62,7 @@ class _Counts:
 
     def add(self, images: int, size: int) -> None:
         self.done += images
-        if size:  # what an earlier process did comes without bytes
+        if size:  # work of an earlier process is reported without bytes
             self._new += images
             self._bytes += size
 

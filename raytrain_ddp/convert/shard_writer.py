@@ -1,6 +1,6 @@
-"""One Parquet shard from the places where its images lie: the part of `convert` that runs anywhere.
+"""Writes one Parquet shard, in any process, from files that contain its images.
 
-No torch: it runs in many processes, each of which would need seconds to import it.
+Does not import torch: each of many processes would need seconds for that.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from raytrain_ddp.convert.options import ConvertConfig
-from raytrain_ddp.convert.pixels import PixelCounts, decoded, shrunk
+from raytrain_ddp.convert.pixels import PixelCounts, decode_image, shrink_image
 from raytrain_ddp.convert.staging import PART, replace_with, write_json
 from raytrain_ddp.data.decoding import reason_for
 from raytrain_ddp.data.sources import BadRecord
@@ -23,15 +23,15 @@ from raytrain_ddp.errors import DataError
 from raytrain_ddp.files import fsync, sha256_of
 
 MIB = 2**20
-_PAGE_BYTES = MIB  # what one checksum covers
+_PAGE_BYTES = MIB  # covered by one checksum
 _READ_BYTES = 8 * MIB
 
-Tell = Callable[[int, int], None]  # told of images that are done, and their bytes in the source
-Phase = Callable[[str, int], Tell]  # begins a part of the work, of a name and so many images
+Tell = Callable[[int, int], None]  # (images finished, their bytes in the source)
+Phase = Callable[[str, int], Tell]  # starts a phase: (title, number of images)
 
 
 class Record(NamedTuple):
-    """One row to be: where the bytes of its image are, and what stands beside them."""
+    """A row to be written: where the bytes of its image are, and its label and path."""
 
     row: int  # of the source's split
     file: str
@@ -59,10 +59,10 @@ class ShardTask:
 
 @dataclass(frozen=True)
 class ShardDone:
-    """What is known of a shard that is whole.
+    """The record of a complete shard.
 
     Args:
-        bad: rows that were left out, and why.
+        bad: skipped rows, and why.
     """
 
     name: str
@@ -82,11 +82,11 @@ class ShardDone:
 
 
 def write_shard(task: ShardTask, tell: Tell) -> ShardDone:
-    """Writes the shard and its record; both last when it returns.
+    """Writes the shard and its record, both durably.
 
     Raises:
         BadRecord: (row, reason), with `bad_records = "error"`.
-        DataError: a file of the source is gone or changed, or `stage` is not there.
+        DataError: a source file is missing or has changed, or `stage` does not exist.
         OSError: the shard cannot be written.
     """
     stage = Path(task.stage)
@@ -98,12 +98,12 @@ def write_shard(task: ShardTask, tell: Tell) -> ShardDone:
         with pq.ParquetWriter(
             str(temp),
             schema(task.class_names),
-            compression="none",  # nothing is gained on JPEG, and pages stay readable in place
+            compression="none",  # useless for JPEG, and uncompressed pages can be read in place
             use_dictionary=False,
             write_statistics=["label"],
             write_page_checksum=True,
             data_page_size=_PAGE_BYTES,
-            write_batch_size=1,  # the size of a page is looked at after so many rows
+            write_batch_size=1,  # the page size is checked after this many rows
         ) as writer:
             for group in images.groups():
                 writer.write_table(group, row_group_size=len(group))
@@ -116,7 +116,7 @@ def write_shard(task: ShardTask, tell: Tell) -> ShardDone:
 
 
 def finished_shard(stage: Path, name: str, part: Path) -> ShardDone | None:
-    """The record of a shard that an earlier process finished, and that is still there."""
+    """The record of a shard that an earlier process finished and that still exists."""
     try:
         record = json.loads(record_path(stage, name).read_text(encoding="utf-8"))
         done = ShardDone.from_dict(record)
@@ -130,7 +130,7 @@ def record_path(stage: Path, name: str) -> Path:
 
 
 def schema(class_names: tuple[str, ...]) -> pa.Schema:
-    """As Hugging Face `datasets` writes a data set with the features Image and ClassLabel."""
+    """The schema that Hugging Face `datasets` writes for the features Image and ClassLabel."""
     features = {
         "image": {"_type": "Image"},
         "label": {"names": list(class_names), "_type": "ClassLabel"},
@@ -144,26 +144,28 @@ def schema(class_names: tuple[str, ...]) -> pa.Schema:
     )
 
 
-def stored(content: bytes, config: ConvertConfig, count: bool) -> tuple[bytes, PixelCounts | None]:
-    """The bytes to keep of an image, and with `count` its pixels as they will be decoded.
+def stored_image(
+    content: bytes, config: ConvertConfig, count: bool
+) -> tuple[bytes, PixelCounts | None]:
+    """The bytes to store for an image, and with `count` the histogram of its decoded pixels.
 
     Raises:
-        BadRecord: it cannot be decoded; found only where it is decoded.
+        BadRecord: it cannot be decoded; detected only if it is decoded.
     """
     try:
         if config.resize_short:
-            content = shrunk(content, config.resize_short, config.quality)
+            content = shrink_image(content, config.resize_short, config.quality)
         counts = None
         if count or (config.check and not config.resize_short):
-            pixels = decoded(content)
+            pixels = decode_image(content)
             counts = PixelCounts.of(pixels) if count else None
-    except Exception as error:  # decoders raise what they like
+    except Exception as error:  # decoders raise any type
         raise BadRecord(reason_for(error)) from None
     return content, counts
 
 
 class _Images:
-    """The rows of a shard, one row group in memory at a time."""
+    """The rows of a shard, with one row group in memory at a time."""
 
     def __init__(self, task: ShardTask, tell: Tell) -> None:
         self._task, self._tell = task, tell
@@ -191,7 +193,7 @@ class _Images:
             content = read_image(record)
             self._tell(1, len(content))
             try:
-                kept, counts = stored(content, config, record.row in self._task.sampled)
+                kept, counts = stored_image(content, config, record.row in self._task.sampled)
             except BadRecord as why:
                 if config.bad_records == "error":
                     raise BadRecord(record.row, str(why)) from why
@@ -210,10 +212,10 @@ class _Images:
 
 
 def read_image(record: Record) -> bytes:
-    """The bytes as the source has them.
+    """The bytes in the source.
 
     Raises:
-        DataError: the file is gone or has become shorter.
+        DataError: the file is missing or has become shorter.
     """
     try:
         with open(record.file, "rb") as file:
@@ -227,5 +229,5 @@ def read_image(record: Record) -> bytes:
 
 
 def _text(path: str | None) -> str | None:
-    """File names may be any bytes, a string column holds UTF-8 only."""
+    """A file name may be any bytes; a string column requires UTF-8."""
     return path and path.encode("utf-8", "replace").decode()

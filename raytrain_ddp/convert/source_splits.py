@@ -1,5 +1,5 @@
-"""The splits of a source that is to be converted: opened, listed and recognised again. No torch,
-but for torchvision's own data sets."""
+"""Opens and lists the splits of a source for conversion, and computes their fingerprint. Imports
+torch only for torchvision's own data sets."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 from raytrain_ddp.config.input_sections import DataConfig
 from raytrain_ddp.convert.options import ConvertConfig
-from raytrain_ddp.convert.process_pool import Run
+from raytrain_ddp.convert.process_pool import TaskRunner
 from raytrain_ddp.convert.shard_writer import Phase
 from raytrain_ddp.convert.spool import (
     SpoolListing,
@@ -30,7 +30,7 @@ from raytrain_ddp.data.splits import open_images
 
 @dataclass(frozen=True)
 class SourceSplit:
-    """A split under the name that its shards get."""
+    """A split, with the name that its shards get."""
 
     name: str
     kind: Literal["parquet", "folder", "torchvision"]
@@ -47,11 +47,11 @@ class SourceSplit:
         return list(self.source.class_names)
 
     def size_bytes(self) -> int:
-        """Of its Parquet files, as far as they are on this machine."""
+        """Total size of its Parquet files, as far as they are on this machine."""
         return sum(os.path.getsize(path) for path in self.paths if os.path.isfile(path))
 
     def fingerprint(self) -> str:
-        """Changes when rows, sizes or times of files do."""
+        """Changes when rows, file sizes or modification times change."""
         digest = sha256(f"{self.kind} {self.source.fingerprint()}".encode())
         files = [path for path, _ in self.source.files] if self.kind == "folder" else self.paths
         with ThreadPoolExecutor(16) as threads:  # for NFS
@@ -59,8 +59,8 @@ class SourceSplit:
                 digest.update(f"{seen}\n".encode())
         return digest.hexdigest()
 
-    def list_rows(self, stage: Stage, run: Run, phase: Phase) -> SpoolListing:
-        """Where each row's image can be read; Parquet and torchvision are spooled first."""
+    def list_rows(self, stage: Stage, run: TaskRunner, phase: Phase) -> SpoolListing:
+        """Where each row's image can be read; Parquet and torchvision sources are spooled first."""
         if self.kind == "folder":
             return listing_of_files(self.source.files, self.paths[0])
         tell = phase(f"{self.name}: reading", self.rows)
@@ -73,13 +73,15 @@ class SourceSplit:
         return listing_of_spool(stage.spool, names)
 
 
-def open_splits(source: str, config: ConvertConfig) -> tuple[list[SourceSplit], tuple[str, ...]]:
+def open_source_splits(
+    source: str, config: ConvertConfig
+) -> tuple[list[SourceSplit], tuple[str, ...]]:
     """The splits that training on `source` would read, the train split first.
 
-    Besides, sentences about what is left out.
+    Also returns sentences about data that is not converted.
 
     Raises:
-        DataError: there is nothing to convert, or a split has a class that the train split has not.
+        DataError: there is nothing to convert, or a split has a class that the train split lacks.
     """
     data = DataConfig(
         source=source,
@@ -117,13 +119,13 @@ def _open(
 
 
 def _name_of_shards(part: Located) -> str:
-    """That of the split, if it says that it is to evaluate on; else test."""
+    """The split's name if it is for evaluation; else test."""
     name = part.name.lower()
     return name if role_of(name) in ("validation", "test") else "test"
 
 
 def _size_and_time(path: str) -> tuple[int, int] | None:
-    """None for what is no file of this machine: a URI's files are known by their footers."""
+    """None for anything but a local file: a URI's files are identified by their footers."""
     try:
         status = os.stat(path)
     except OSError:

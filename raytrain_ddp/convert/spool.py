@@ -1,7 +1,7 @@
-"""Sources that cannot be read row by row, copied once to where they can.
+"""Copies sources without cheap random access into files that have it.
 
-A shuffled shard has rows from everywhere. Read from Parquet, each would cost its whole row group;
-so the images are first laid one after another in plain files, `.bin`, each with its index, `.json`.
+A shuffled shard has rows from everywhere. Reading each from Parquet would cost its whole row group;
+so the images are first written consecutively to plain files, `.bin`, each with an index, `.json`.
 Every row group is read once, by one process.
 """
 
@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 
 from raytrain_ddp.config.input_sections import DataConfig
-from raytrain_ddp.convert.pixels import png
+from raytrain_ddp.convert.pixels import encode_png
 from raytrain_ddp.convert.shard_writer import Record, Tell
 from raytrain_ddp.convert.staging import read_json, replace_with, write_json
 from raytrain_ddp.data.decoding import reason_for
@@ -31,7 +31,7 @@ from raytrain_ddp.data.sources import BadRecord
 from raytrain_ddp.errors import DataError
 
 CHUNK_ROWS = 2048  # and at least one row group
-_OPENERS = 16  # of footers, at a time
+_OPENERS = 16  # footers read concurrently
 _PNG_ROWS = 64  # encoded at a time
 
 Item = tuple[bytes | BadRecord, int, str | None]  # image, label, path
@@ -39,10 +39,10 @@ Item = tuple[bytes | BadRecord, int, str | None]  # image, label, path
 
 @dataclass(frozen=True)
 class SpoolListing:
-    """Where the image of each row of a split lies; each array has shape (rows,).
+    """Where the image of each row of a split is; each array has shape (rows,).
 
     Args:
-        file_of: places in `files`.
+        file_of: indices into `files`.
         sizes: bytes; -1 for a row in `bad`.
         bad: rows without an image, and why.
     """
@@ -64,7 +64,7 @@ class SpoolListing:
 
 @dataclass(frozen=True)
 class Chunk:
-    """Row groups first..stop-1 of a Parquet file, to be laid into the stage under `name`."""
+    """Row groups first..stop-1 of a Parquet file, to be spooled as `name`."""
 
     name: str
     stage: str
@@ -86,11 +86,11 @@ def parquet_chunks(
             paths, threads.map(partial(open_shard, **columns), paths), strict=True
         ):
             first = rows = 0
-            for group, told in enumerate(shard.groups):
-                if rows and rows + told.rows > CHUNK_ROWS:
+            for group, row_group in enumerate(shard.groups):
+                if rows and rows + row_group.rows > CHUNK_ROWS:
                     spans.append((path, first, group))
                     first, rows = group, 0
-                rows += told.rows
+                rows += row_group.rows
             if rows:
                 spans.append((path, first, len(shard.groups)))
     return [
@@ -100,10 +100,10 @@ def parquet_chunks(
 
 
 def spool_chunk(chunk: Chunk, tell: Tell) -> str:
-    """Copies a chunk, if that is not done yet, and returns its name.
+    """Spools a chunk, unless that is done already, and returns its name.
 
     Raises:
-        DataError: the file is damaged, or a label is none of `classes`.
+        DataError: the file is damaged, or a label is not in `classes`.
     """
     spool = Path(chunk.stage) / "state" / "spool"
     if not (spool / f"{chunk.name}.json").exists():
@@ -112,7 +112,7 @@ def spool_chunk(chunk: Chunk, tell: Tell) -> str:
 
 
 def spool_images(source: Any, split: str, stage: Path, tell: Tell) -> Iterator[str]:
-    """The same for a source of PIL images in this process, which become PNG files."""
+    """Spools a source of PIL images as PNG, in this process."""
     spool = stage / "state" / "spool"
     rows = int(source.blocks.sum())
     with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as threads:
@@ -142,7 +142,7 @@ def write_spool(spool: Path, name: str, items: Iterable[Item], tell: Tell) -> No
 
 
 def listing_of_spool(spool: Path, names: Iterable[str]) -> SpoolListing:
-    """Of all rows of a split, whose chunks have these names, in order."""
+    """The listing of all rows of a split whose chunks have these names, in order."""
     files: list[str] = []
     columns: list[Rows] = []  # of each chunk: file, offset, size, label; (4, rows)
     paths: list[str | None] = []
@@ -162,7 +162,7 @@ def listing_of_spool(spool: Path, names: Iterable[str]) -> SpoolListing:
 
 
 def listing_of_files(files: list[tuple[str, int]], root: str) -> SpoolListing:
-    """Of an ImageFolder's files and labels. Asks for the sizes from many threads, for NFS."""
+    """The listing of an ImageFolder's files. Reads the sizes in many threads, for NFS."""
     paths = [path for path, _ in files]
     with ThreadPoolExecutor(16) as threads:
         found = list(threads.map(_size, paths, chunksize=256))
@@ -182,14 +182,14 @@ def _parquet_items(chunk: Chunk) -> Iterator[Item]:
     config = chunk.config
     path_column = f"{config.image_column}.path"
     shard = open_shard(chunk.path, config.image_column, config.label_column)
-    start = sum(told.rows for told in shard.groups[: chunk.first])
+    start = sum(row_group.rows for row_group in shard.groups[: chunk.first])
     with closing(ParquetImages([chunk.path], config, chunk.classes)) as source:
         for group in range(chunk.first, chunk.stop):
             rows = start + np.arange(shard.groups[group].rows, dtype=np.int64)
             start += len(rows)
             table = shard.read(group, [path_column])
-            told = path_column in table.column_names
-            paths = table.column(path_column).to_pylist() if told else [None] * len(rows)
+            row_group = path_column in table.column_names
+            paths = table.column(path_column).to_pylist() if row_group else [None] * len(rows)
             for (image, label), path in zip(source.read(rows), paths, strict=True):
                 yield image, label, path
 
@@ -197,8 +197,8 @@ def _parquet_items(chunk: Chunk) -> Iterator[Item]:
 def _pil_items(source: Any, rows: range, threads: ThreadPoolExecutor) -> Iterator[Item]:
     def encoded(record: tuple[Any, int]) -> bytes | BadRecord:
         try:
-            return record[0] if isinstance(record[0], bytes | BadRecord) else png(record[0])
-        except Exception as error:  # decoders, which PIL calls late, raise what they like
+            return record[0] if isinstance(record[0], bytes | BadRecord) else encode_png(record[0])
+        except Exception as error:  # PIL decodes lazily, and decoders raise any type
             return BadRecord(reason_for(error))
 
     for start in range(rows.start, rows.stop, _PNG_ROWS):
@@ -215,13 +215,13 @@ def _read_one(source: Any, row: int) -> tuple[Any, int]:
         image, label = source.read(np.array([row], np.int64))[0]
     except DataError:
         raise
-    except Exception as error:  # the data set's own
+    except Exception as error:  # any exception of the data set
         raise DataError(f"{source.where(row)}: cannot be read: {error}.") from error
     return image, label
 
 
 def _size(path: str) -> int | str:
-    """Or why the file cannot be read, if it is a link to nothing."""
+    """The size, or why a broken link cannot be read."""
     try:
         return os.path.getsize(path)
     except OSError as error:

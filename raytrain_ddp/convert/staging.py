@@ -1,14 +1,13 @@
-"""Where a conversion lies until it is whole: a hidden folder beside the one it becomes.
+"""The hidden staging folder of a conversion, next to the destination.
 
     .NAME.converting/            becomes NAME by one rename
-      train-00000-of-00004.parquet.part     a shard, under a name that nobody takes for one
+      train-00000-of-00004.parquet.part     a shard, under a name that no reader accepts
       state/plan.json            what is being converted, and how: compared on resume
-      state/train-00000-of-00004.json       a shard's record; there is none until it is whole
-      state/spool/               images of sources that cannot be read row by row
+      state/train-00000-of-00004.json       a shard's record; written when the shard is complete
+      state/spool/               images of sources without random access
 
-What runs in a process of its own writes into it only by `replace_with` and `write_json`: a file is
-all there, or not at all, also if two processes should write the same one.
-"""
+Worker processes write into it only by `replace_with` and `write_json`: a file is complete or does
+not exist, even if two processes write the same one."""
 
 from __future__ import annotations
 
@@ -30,7 +29,7 @@ PART = ".part"
 
 
 class Stage:
-    """The folder in which `dest` grows. Nothing is written before `held`."""
+    """The folder in which `dest` is built. Nothing is written before `held`."""
 
     def __init__(self, dest: Path) -> None:
         self.dest = dest
@@ -40,10 +39,10 @@ class Stage:
 
     @contextmanager
     def held(self) -> Iterator[None]:
-        """For one process at a time.
+        """Locks the folder for one process.
 
         Raises:
-            RunLockedError: another one holds it.
+            RunLockedError: another process holds the lock.
         """
         self.spool.mkdir(parents=True, exist_ok=True)
         with (self.state / "lock").open("w") as lock:
@@ -56,18 +55,18 @@ class Stage:
             yield
 
     def begin(self, plan: Mapping[str, Any]) -> None:
-        """Writes down what is being done, or sees that what was done here earlier fits it.
+        """Records what is being converted, or compares it with an earlier conversion here.
 
         Raises:
-            ConfigError: it does not.
+            ConfigError: they differ.
         """
         before = read_json(self.state / "plan.json")
         if before is None or not self._has_work():
             write_json(self.state / "plan.json", plan, self.state)
         elif differences := different(before, plan):
             raise ConfigError(
-                f"{self.dest}: a conversion was begun here with other input: "
-                f"{'; '.join(differences)}. Give the same again, or delete {self.folder}."
+                f"{self.dest}: a conversion was started here with other input: "
+                f"{'; '.join(differences)}. Use the same input, or delete {self.folder}."
             )
 
     def _has_work(self) -> bool:
@@ -75,17 +74,17 @@ class Stage:
         return any(True for paths in (*done, self.spool.glob("*.json")) for _ in paths)
 
     def size_bytes(self, split: str) -> int:
-        """What there is already of a split."""
+        """The size of the files of a split that exist already."""
         parts = (self.spool.glob(f"{split}-*.bin"), self.folder.glob(f"{split}-*{PART}"))
         return sum(path.stat().st_size for paths in parts for path in paths)
 
     def part(self, name: str) -> Path:
-        """Where the shard `name` is, whole: as part, or finished when all were."""
+        """The path of a complete shard: as part, or under its final name."""
         final = self.folder / name
         return final if final.exists() else self.folder / f"{name}{PART}"
 
     def finish(self, names: list[str], dataset: Mapping[str, Any]) -> None:
-        """Makes `dest` of it: all shards get their names, the last step is one rename."""
+        """Turns the folder into `dest`: renames all shards; the last step is one rename."""
         for name in names:
             if not (self.folder / name).exists():
                 os.replace(self.folder / f"{name}{PART}", self.folder / name)
@@ -93,7 +92,7 @@ class Stage:
         self.give_name()
 
     def give_name(self) -> None:
-        """The last step, when `dataset.json` is there."""
+        """The last step, after `dataset.json` is written."""
         shutil.rmtree(self.state)
         fsync(self.folder)
         os.replace(self.folder, self.dest)
@@ -101,7 +100,7 @@ class Stage:
 
 
 def different(before: Mapping[str, Any], now: Mapping[str, Any], name: str = "") -> list[str]:
-    """``["seed: 1, was 0"]``: in what two records, which may be nested, differ."""
+    """``["seed: 1, was 0"]``: the differences between two records, which may be nested."""
     lines = []
     for key in sorted({*before, *now}):
         old, new = before.get(key), now.get(key)
@@ -116,13 +115,13 @@ def different(before: Mapping[str, Any], now: Mapping[str, Any], name: str = "")
 
 @contextmanager
 def replace_with(path: Path, state: Path) -> Iterator[Path]:
-    """Yields a path to write to, which becomes `path`, to last, if nothing is raised.
+    """Yields a path to write to; if nothing is raised, it then durably replaces `path`.
 
     Raises:
-        DataError: there is no folder `state` here.
+        DataError: the folder `state` does not exist here.
     """
     if not state.is_dir():
-        raise DataError(f"{state}: not there: DST must be a folder that all machines share.")
+        raise DataError(f"{state}: not found: DST must be a folder that all machines share.")
     temp = state / f"tmp-{uuid4().hex}"
     try:
         yield temp
@@ -133,14 +132,14 @@ def replace_with(path: Path, state: Path) -> Iterator[Path]:
 
 
 def write_json(path: Path, content: Mapping[str, Any], state: Path) -> None:
-    """Atomic, and lasting."""
+    """Atomic and durable."""
     with replace_with(path, state) as temp:
         temp.write_text(json.dumps(content, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
     fsync(path.parent)
 
 
 def read_json(path: Path) -> dict[str, Any] | None:
-    """None where there is no such file."""
+    """None if there is no such file."""
     try:
         content: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:

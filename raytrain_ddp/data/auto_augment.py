@@ -1,9 +1,9 @@
 """Augmentation policies on the host, image by image: ColorJitter, RandAugment, TrivialAugmentWide
-and AugMix, with torchvision's operations, strengths and pixels.
+and AugMix, with the same operations, magnitudes and pixels as torchvision.
 
 torchvision's own classes draw from torch's process-wide generator, which loader threads share.
-Here the caller gives the random numbers, so an image's pixels depend on nothing else. Kernels are
-torchvision's, but for those that were measured too slow or depend on the number of threads.
+Here the caller supplies the random numbers, so an image's pixels depend on nothing else. Kernels
+are torchvision's, except for those that were measured too slow or depend on the number of threads.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _Operation = tuple[str, list[float], bool]  # name, magnitude of each level, whe
 
 
 def policy_draws(config: AugmentConfig) -> int:
-    """How many uniform numbers `apply_policy` needs for an image; 0: it changes nothing."""
+    """How many uniform numbers `apply_policy` needs per image; 0: it does nothing."""
     of_policy = {
         "none": 0,
         "randaugment": 2 * config.operations,
@@ -41,7 +41,7 @@ def policy_draws(config: AugmentConfig) -> int:
 
 
 def apply_policy(image: Tensor, config: AugmentConfig, draws: Sequence[float]) -> Tensor:
-    """Colour jitter, then the policy. A function of its arguments; safe in threads.
+    """Color jitter, then the policy. A pure, thread-safe function.
 
     The pixels do not depend on the memory format of `image` or on torch's number of threads.
 
@@ -50,7 +50,7 @@ def apply_policy(image: Tensor, config: AugmentConfig, draws: Sequence[float]) -
         draws: `policy_draws(config)` uniform numbers in [0, 1).
 
     Returns:
-        uint8 (3, height, width), contiguous unless nothing was to do; may be `image` itself.
+        uint8 (3, height, width), contiguous unless there was nothing to do; may be `image` itself.
 
     RandAugment: Cubuk et al. 2020; TrivialAugment: Mueller and Hutter 2021; AugMix: Hendrycks et
     al. 2020.
@@ -60,7 +60,7 @@ def apply_policy(image: Tensor, config: AugmentConfig, draws: Sequence[float]) -
         draws = draws[_JITTER_DRAWS:]
     if config.policy == "none":
         return image
-    image = image.contiguous()  # kernels are faster so: 0.04 ms, once
+    image = image.contiguous()  # speeds up the kernels; 0.04 ms, once
     space = _space(config.policy, *image.shape[-2:])
     if config.policy == "augmix":
         return _augmix(image, space, draws)
@@ -82,8 +82,8 @@ def _jitter(image: Tensor, most: Sequence[float], draws: Sequence[float]) -> Ten
 
 
 def _augmix(image: Tensor, space: list[_Operation], draws: Sequence[float]) -> Tensor:
-    """Dirichlet(1, 1, 1) are the gaps that two uniform numbers leave in [0, 1]; Beta(1, 1) is
-    uniform."""
+    """The gaps that two uniform numbers leave in [0, 1] have the distribution Dirichlet(1, 1, 1);
+    Beta(1, 1) is uniform."""
     own, (low, high) = draws[0], sorted(draws[1:3])
     weights = torch.tensor([low, high - low, 1 - high]) * (1 - own)
     mixed = image * own  # float32
@@ -106,7 +106,7 @@ def _chosen(space: list[_Operation], which: float, level: int, sign: float) -> t
 
 @lru_cache(maxsize=64)
 def _space(policy: Policy, height: int, width: int) -> list[_Operation]:
-    """The operations that a policy chooses from, each as likely as any other."""
+    """The operations that a policy chooses from, with equal probability."""
     levels = 10 if policy == "augmix" else 31
 
     def to(most: float, least: float = 0.0) -> list[float]:
@@ -147,14 +147,14 @@ def _operate(image: Tensor, name: str, magnitude: float, mode: str = "nearest") 
 @lru_cache(maxsize=2)
 def _kernels(mode: str) -> dict[str, Callable[[Tensor, float], Tensor]]:
     """Name -> kernel(image, magnitude); `mode` of the geometric ones: nearest or bilinear."""
-    # Seconds to import: not before a policy is used.
+    # The import takes seconds: only when a policy is used.
     from torchvision.transforms.v2 import InterpolationMode
     from torchvision.transforms.v2 import functional as tv
 
     interpolation = InterpolationMode(mode)
 
     def shear(image: Tensor, x: float, y: float) -> Tensor:
-        """By a share of the height or width; about the upper left corner."""
+        """Shears by a share of the height or width, about the upper left corner."""
         degrees = [math.degrees(math.atan(x)), math.degrees(math.atan(y))]
         moved: Tensor = tv.affine(image, 0.0, [0, 0], 1.0, degrees, interpolation, center=[0, 0])
         return moved
@@ -183,20 +183,21 @@ def _kernels(mode: str) -> dict[str, Callable[[Tensor, float], Tensor]]:
 
 
 def _contrast(grey: Tensor, image: Tensor, factor: float) -> Tensor:
-    """Blends with the mean grey.
+    """Blends with the mean gray.
 
-    The mean is of whole numbers, and exact. torchvision's, in float32, depends on the number of
-    threads in images of more than 2**24 / 255 pixels; in smaller ones both are equal.
+    The mean is computed from integers, exactly. torchvision's, in float32, depends on the number
+    of threads in images of more than 2**24 / 255 pixels; in smaller ones both are equal.
     """
     mean = torch.tensor(int(grey.sum()) / grey.numel(), dtype=torch.float32)
     return (image * factor).add_(mean, alpha=1 - factor).clamp_(0, 255).to(torch.uint8)
 
 
 def _sharpness(image: Tensor, factor: float) -> Tensor:
-    """Blends with the image smoothed by ((1, 1, 1), (1, 5, 1), (1, 1, 1)) / 13, but for the border.
+    """Blends with the image smoothed by ((1, 1, 1), (1, 5, 1), (1, 1, 1)) / 13, except at the
+    border.
 
-    As two sums of three: 0.17 ms at 224 x 224, where torchvision's convolution took 0.4 to 2.6; and
-    exact, as no multiple of 1/13 lies near a half, where rounding could go either way.
+    As two sums of three: 0.17 ms at 224 x 224, where torchvision's convolution takes 0.4 to 2.6 ms;
+    and exact, as no multiple of 1/13 is near a half, where rounding could go either way.
     """
     pixels = image.float()
     inner = pixels[:, 1:-1, 1:-1]
@@ -208,16 +209,16 @@ def _sharpness(image: Tensor, factor: float) -> Tensor:
 
 
 def _hue(image: Tensor, shift: float) -> Tensor:
-    """Turns the hue of each pixel by `shift` turns, -0.5 to 0.5, through HSV (Smith, 1978).
+    """Shifts the hue of each pixel by `shift` turns, -0.5 to 0.5, through HSV (Smith, 1978).
 
-    Rounds where torchvision's does, to the same pixels, in 0.4 of its time: `where` and indexing
+    Rounds where torchvision does, to the same pixels, in 0.4 of its time: `where` and indexing
     are slow on a CPU, so choices are sums of products with 0 and 1.
     """
     colours = image.float().mul_(1 / 255)
     r, g, b = colours  # each (h, w), as all that follows
     value = torch.maximum(torch.maximum(r, g), b)
     span = value - torch.minimum(torch.minimum(r, g), b)
-    saturation = span / value.clamp(min=1e-3)  # greys: 0 / 1e-3; others are at least 1 / 255
+    saturation = span / value.clamp(min=1e-3)  # grays: 0 / 1e-3; others are at least 1 / 255
     from_r, from_g, from_b = (value - colours) / span.clamp(min=1e-3)
     red = (value == r).float()
     green = (value == g).float().mul_(1 - red)
@@ -227,14 +228,14 @@ def _hue(image: Tensor, shift: float) -> Tensor:
     hue = sixths.mul_(1 / 6).add_(1).frac_().add_(shift)
     hue = hue.sub_(hue.floor()).mul_(6)
 
-    sector = hue.floor().clamp_(max=5)  # 6 can come of rounding; the end of 5 is the start of 0
+    sector = hue.floor().clamp_(max=5)  # rounding can give 6; the end of sector 5 is the start of 0
     part, rest = hue.sub_(sector).mul_(saturation), 1 - saturation
     falling = (1 - part).mul_(value).clamp_(0, 1)
     rising = part.add_(rest).mul_(value).clamp_(0, 1)
     lowest = rest.mul_(value).clamp_(0, 1)
     places = torch.arange(6.0).view(6, 1, 1)
-    at = (sector - places).abs_().neg_().add_(1).clamp_(min=0)  # (6, h, w): 1 where it is that one
-    for i in range(3):  # red is highest in sectors 5 and 0, falls in 1, rises in 4; others follow
+    at = (sector - places).abs_().neg_().add_(1).clamp_(min=0)  # (6, h, w): 1 in the pixel's sector
+    for i in range(3):  # red is maximal in sectors 5 and 0, falls in 1, rises in 4; others alike
         o = 2 * i
         channel = torch.mul(at[o - 1] + at[o], value, out=colours[i])
         channel += at[(o + 1) % 6] * falling

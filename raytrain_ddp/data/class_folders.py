@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import PurePosixPath
 
 from raytrain_ddp.data.file_listing import FileListing
-from raytrain_ddp.data.split_names import NoSuchConfigError, SplitName, some, split_name
+from raytrain_ddp.data.split_names import NoSuchConfigError, SplitName, first_names, split_name
 from raytrain_ddp.errors import DataError
 
 _WHOLE_FOLDER = re.compile(r"(?:(?P<folder>[^*?\[]+)/)?(\*\*|\*/\*)(/\*)?(\.\w+)?")
@@ -66,20 +66,21 @@ def class_folder_splits(listing: FileListing, config: str, asked: Collection[str
         if not picked and not splits and inner:
             chosen = [n for n in inner if config.casefold() in (n.casefold(), _name(n).casefold())]
             if not chosen:
-                has = f"only {some(inner)}"
+                has = f"only {first_names(inner)}"
                 raise NoSuchConfigError(f"{listing.shown} has no config {config!r}, {has}.")
             top, picked = chosen[0], True
         elif len(inner) > 1:
             raise DataError(
                 f"{listing.shown} contains several data sets, each with its own splits: "
-                f"{some(inner)}. Name one with --data.config. If these are classes, move the "
-                f"splits above them (train/{_name(inner[0])})."
+                f"{first_names(inner)}. Name one with --data.config. If these are classes, move "
+                f"the splits above them (train/{_name(inner[0])})."
             )
         elif inner and len(subs) > 1:
             beside = [name for name in subs if name not in inner]
             raise DataError(
                 f"{listing.shown}: {inner[0]} contains splits, but there are also images in "
-                f"{some(beside)}: specify the folder {inner[0]} itself if it is the data set."
+                f"{first_names(beside)}: specify the folder {inner[0]} itself if it is the data "
+                "set."
             )
         elif inner:
             top = inner[0]
@@ -99,8 +100,9 @@ def refuse_split_names_as_classes(listing: FileListing, split: str, folder: str)
     if odd:
         raise DataError(
             f"{listing.shown}: some class folders of {split or folder} have the names of splits "
-            f"({some(odd)}). If they are splits, specify a folder that contains only splits; if "
-            f"they are classes, confirm it with --data.train-split{f' {split}' if split else ''}."
+            f"({first_names(odd)}). If they are splits, specify a folder that contains only "
+            f"splits; if they are classes, confirm it with "
+            f"--data.train-split{f' {split}' if split else ''}."
         )
 
 
@@ -143,7 +145,7 @@ def _splits_among(folders: Collection[str], asked: Collection[str], tree: _Tree)
             folder: split for folder, split in names.items() if split and _paired(split, names)
         }
     roles = {split.role for split in known.values()}
-    if "train" in roles:  # beside it nothing is a class: test_set
+    if "train" in roles:  # then no sibling is a class: test_set
         known |= {f: split for f, split in names.items() if split and split.role not in roles}
     words = [split.word for split in known.values()]
     found = {

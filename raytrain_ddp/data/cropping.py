@@ -1,4 +1,4 @@
-"""Which part of an image the model sees, at which size; cut out and resized as uint8."""
+"""Crops and resizes images to the model's input size, as uint8."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from raytrain_ddp.data.decoding import EncodedImage, shrink_for
 
 _TRIES = 10
 _ASPECT = 4 / 3  # of a random crop: 3/4 to 4/3
-_LONGEST = 8  # times the shorter side
-_EVAL_SHARE = 0.875  # of the shorter side: 224 of 256 pixels, as is usual
+_LONGEST = 8  # maximum ratio of the sides
+_EVAL_SHARE = 0.875  # of the shorter side: the usual 224 of 256 pixels
 
 
 def crop_draws(augment: AugmentConfig) -> int:
-    """How many uniform numbers `place_image` needs for an image."""
+    """How many uniform numbers `place_image` needs per image."""
     return {"none": 0, "shift": 2, "random": 2 + 2 * _TRIES}[augment.crop]
 
 
@@ -33,13 +33,13 @@ def place_image(
 ) -> None:
     """Decodes, crops and resizes into `out`, uint8 (1, 3, height, width), channels last.
 
-    `out` is square, or of the picture's own size.
+    `out` is square or of the image's own size.
 
     Args:
         draws: `crop_draws(augment)` uniform numbers in [0, 1).
 
     Raises:
-        ValueError, OSError: the picture is damaged.
+        ValueError, OSError: the image is damaged.
     """
     if augment.crop == "random":
         random_into(out, picture, augment.scale, draws, jpeg_scaling)
@@ -56,10 +56,13 @@ def random_into(
     draws: Sequence[float],
     jpeg_scaling: bool,
 ) -> None:
-    """A random part of the picture, resized to the size of `out`."""
+    """A random part of the image, resized to the size of `out`."""
     top, left, height, width = random_box(picture.height, picture.width, scale, draws)
     shrink = shrink_for((height, width), (out.shape[-2], out.shape[-1]))
-    top, left = top // shrink * shrink, left // shrink * shrink  # where a shrunk one has a pixel
+    top, left = (
+        top // shrink * shrink,
+        left // shrink * shrink,
+    )  # aligned to its pixels
     by = shrink if jpeg_scaling and picture.jpeg else 1
     image = to_tensor(picture.pixels(by))
     part = image[:, :, top // by : -(-(top + height) // by), left // by : -(-(left + width) // by)]
@@ -69,11 +72,12 @@ def random_into(
 def random_box(
     height: int, width: int, scale: tuple[float, float], draws: Sequence[float]
 ) -> tuple[int, int, int, int]:
-    """(top, left, height, width) of a part of the image, as of torchvision's RandomResizedCrop.
+    """(top, left, height, width) of a random part of the image, as in torchvision's
+    RandomResizedCrop.
 
-    Its share of the area is uniform in `scale`, its aspect log-uniform in 3/4 to 4/3 (Szegedy et
-    al. 2015). The first of ten that fits is taken; if none fits, the largest central part whose
-    aspect is in that range.
+    Its share of the area is uniform in `scale`, its aspect ratio log-uniform in 3/4 to 4/3 (Szegedy
+    et al. 2015). The first of ten candidates that fits is used; if none fits, the largest central
+    part whose aspect ratio is in that range.
 
     Args:
         draws: uniform numbers in [0, 1): top, left, ten areas, ten aspects.
@@ -89,14 +93,14 @@ def random_box(
 
 
 def centre_into(out: Tensor, picture: EncodedImage, jpeg_scaling: bool) -> None:
-    """Shorter side to size / 0.875, then the central square; an image of that size stays."""
+    """Resizes the shorter side to size / 0.875 and crops the center; skipped for exact sizes."""
     height, width = picture.height, picture.width
     if (height, width) == tuple(out.shape[-2:]):
         out.copy_(to_tensor(picture.pixels()))
         return
     size = out.shape[-1]
     longest = _LONGEST * min(height, width)
-    if max(height, width) > longest:  # a ribbon: resized whole, it could take gigabytes
+    if max(height, width) > longest:  # very elongated: resizing all of it could take gigabytes
         pixels = picture.pixels()
         top, left = max(0, height - longest) // 2, max(0, width - longest) // 2
         middle = pixels[top : top + longest, left : left + longest]
@@ -112,7 +116,7 @@ def centre_into(out: Tensor, picture: EncodedImage, jpeg_scaling: bool) -> None:
 
 
 def shifted(images: Tensor, draws: Sequence[float]) -> Tensor:
-    """Padded by an eighth of the width with zeros, and cut out again elsewhere."""
+    """Pads with zeros by an eighth of the width, and crops at a random place."""
     height, width = images.shape[-2:]
     margin, top, left = shift_of(width, draws)
     padded = pad(images, (margin, margin, margin, margin))
@@ -120,16 +124,16 @@ def shifted(images: Tensor, draws: Sequence[float]) -> Tensor:
 
 
 def shift_of(width: int, draws: Sequence[float]) -> tuple[int, int, int]:
-    """(margin, top, left): how far an image is padded, and where in that it is cut out again."""
+    """(margin, top, left): how far an image is padded, and where it is cropped."""
     margin = max(1, width // 8)
     return margin, int(draws[0] * (2 * margin + 1)), int(draws[1] * (2 * margin + 1))
 
 
 def resize_into(out: Tensor, image: Tensor, height: float, width: float) -> None:
-    """Bilinear with antialiasing, uint8: `interpolate` without its copies (half of its time).
+    """Bilinear with antialiasing, uint8: `interpolate` without its copies, in half the time.
 
     Args:
-        height, width: of what shall fill `out`; at most a pixel less than the image.
+        height, width: of the region that fills `out`; less than the image's by under a pixel.
     """
     size = list(out.shape[-2:])
     exact = (height, width) == tuple(image.shape[-2:])
@@ -138,5 +142,5 @@ def resize_into(out: Tensor, image: Tensor, height: float, width: float) -> None
 
 
 def to_tensor(pixels: object) -> Tensor:
-    """uint8 (height, width, 3) as (1, 3, height, width) in channels-last memory; no copy."""
+    """uint8 (height, width, 3) as (1, 3, height, width) in channels-last memory, without a copy."""
     return torch.as_tensor(pixels).permute(2, 0, 1)[None]

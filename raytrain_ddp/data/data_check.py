@@ -1,7 +1,7 @@
-"""Finds and checks the data that a run is trained and evaluated on, without torch, before anything
-starts.
+"""Finds and checks a run's training and evaluation data before anything starts, without torch.
 
-data_set.py finds the splits of a source; this module chooses the splits to use.
+
+discovery.py finds the splits of a source; this module chooses which ones to use.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Literal
 
 from raytrain_ddp.config.input_sections import DataConfig
 from raytrain_ddp.data.discovery import DataSet, Kind, open_data_set
-from raytrain_ddp.data.split_names import ROLE_OF, NoSuchConfigError, Role, some
+from raytrain_ddp.data.split_names import ROLE_OF, NoSuchConfigError, Role, first_names
 from raytrain_ddp.errors import ConfigError, DataError
 
 Use = Literal["train", "eval"]
@@ -20,8 +20,8 @@ Use = Literal["train", "eval"]
 
 @dataclass(frozen=True)
 class Located:
-    """Where one split lies: Parquet files (paths or URIs), an ImageFolder's root, or a torchvision
-    set's name.
+    """Where one split is: Parquet files (paths or URIs), an ImageFolder's root, or the name of a
+    torchvision data set.
 
     Args:
         split: what it is used for.
@@ -126,16 +126,16 @@ def _to_train_on(source: DataSet, asked: str) -> str:
         return found[0] if found else ""
     if found:
         raise DataError(
-            f"{source.shown} has several splits to train on: {some(found)}. Name one with "
+            f"{source.shown} has several splits to train on: {first_names(found)}. Name one with "
             "--data.train-split."
         )
     why = [f"{name}: {why}" for name, why in source.unusable.items() if role_of(name) == "train"]
-    told = f"{source.shown} has no split to train on{''.join(f' ({w})' for w in why)}"
+    problem = f"{source.shown} has no split to train on{''.join(f' ({w})' for w in why)}"
     names = [*source.splits]
     if not names:
-        raise DataError(f"{told}.")
+        raise DataError(f"{problem}.")
     raise DataError(
-        f"{told}, only {some(names)}. To train on one of them, name it, such as with "
+        f"{problem}, only {first_names(names)}. To train on one of them, name it, such as with "
         f"--data.train-split {names[0]}."
     )
 
@@ -155,8 +155,8 @@ def _to_evaluate_on(source: DataSet, asked: str, train: str | None) -> str | Non
         found = [name for name in source.splits if role_of(name) == role and name != train]
         if len(found) > 1:
             raise DataError(
-                f"{source.shown} has several splits to evaluate on: {some(found)}. Name one with "
-                "--data.eval-split."
+                f"{source.shown} has several splits to evaluate on: {first_names(found)}. Name one "
+                "with --data.eval-split."
             )
         if found:
             return found[0]
@@ -165,8 +165,8 @@ def _to_evaluate_on(source: DataSet, asked: str, train: str | None) -> str | Non
     if len(source.splits) == 1:
         return next(iter(source.splits))
     raise DataError(
-        f"{source.shown} has no split to evaluate on, only {some([*source.splits])}. Name one with "
-        "--data.eval-split."
+        f"{source.shown} has no split to evaluate on, only {first_names([*source.splits])}. Name "
+        "one with --data.eval-split."
     )
 
 
@@ -176,8 +176,10 @@ def _of_name(source: DataSet, asked: str, use: Use) -> str:
     if source.kind == "torchvision":
         return asked
     same = [name for name in source.splits if name.casefold() == asked.casefold()]
-    alike = [name for name in source.splits if role_of(asked) and role_of(name) == role_of(asked)]
-    for found in (same, alike):
+    matching = [
+        name for name in source.splits if role_of(asked) and role_of(name) == role_of(asked)
+    ]
+    for found in (same, matching):
         if len(found) == 1:
             return found[0]
     if "" in source.splits:
@@ -187,7 +189,9 @@ def _of_name(source: DataSet, asked: str, use: Use) -> str:
     for name, why in source.unusable.items():
         if name.casefold() == asked.casefold():
             raise DataError(f"{flag}: {source.shown} cannot be used: {why}.")
-    raise DataError(f"{flag}: {source.shown} has no such split, only {some([*source.splits])}.")
+    raise DataError(
+        f"{flag}: {source.shown} has no such split, only {first_names([*source.splits])}."
+    )
 
 
 def _located(source: DataSet, name: str, split: Use) -> Located:

@@ -1,8 +1,8 @@
-"""From encoded bytes to pixels: JPEG by libjpeg-turbo, all else by Pillow. No torch.
+"""Decodes images to pixels: JPEG with libjpeg-turbo, everything else with Pillow. No torch.
 
-JPEG has the same pixels from either (both are libjpeg-turbo with the same settings); simplejpeg
-gives up the GIL, needs 0.7 of the time and can decode at a fraction of the size. What it refuses
-(CMYK, odd or slightly damaged files) goes to Pillow, whose judgement counts.
+Both give the same pixels for JPEG (both are libjpeg-turbo with the same settings); simplejpeg
+releases the GIL, needs 0.7 of the time and can decode at a fraction of the size. Files that it
+rejects (CMYK, unusual or slightly damaged files) are decoded by Pillow.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ Pixels = npt.NDArray[np.uint8]
 
 _log = logging.getLogger("raytrain_ddp")
 ORIENTATION = 0x0112  # EXIF
-_SIDEWAYS = 5  # from this orientation on, width and height change places
+_SIDEWAYS = 5  # from this orientation on, width and height are swapped
 _FLIPS = (
     *((0, 0), (1, 1), (1, -1), (-1, -1), (-1, 1)),  # (0 is no orientation), 1 to 4
     *((1, 1), (1, -1), (-1, -1), (-1, 1)),  # 5 to 8, after the axes are swapped
@@ -34,23 +34,23 @@ _OBJECT = re.compile(r"\s*<[\w.]+ object at 0x[0-9a-fA-F]+>")  # in Pillow's mes
 
 @dataclass(frozen=True)
 class EncodedImage:
-    """An image whose size is known and whose pixels are decoded when asked for.
+    """An image whose size is known and whose pixels are decoded on demand.
 
     Args:
-        height, width: in pixels, after any turning.
-        orientation: EXIF's, 1 to 8; 1: as it is.
+        height, width: in pixels, after rotation.
+        orientation: EXIF's, 1 to 8; 1: unchanged.
     """
 
     height: int
     width: int
     orientation: int
     jpeg: bytes | None
-    other: Any  # a PIL image, if it is no JPEG
-    _decoded: dict[int, Pixels] = field(default_factory=dict, repr=False)  # the last, by `shrink`
+    other: Any  # a PIL image, if it is not a JPEG
+    _decoded: dict[int, Pixels] = field(default_factory=dict, repr=False)  # the latest, by `shrink`
 
     @staticmethod
     def of_pixels(pixels: Pixels) -> EncodedImage:
-        """What is decoded already, uint8 (height, width, 3)."""
+        """An image from decoded pixels, uint8 (height, width, 3)."""
         height, width, _ = pixels.shape
         return EncodedImage(height, width, 1, None, Image.fromarray(pixels))
 
@@ -79,11 +79,11 @@ class EncodedImage:
         return _upright(pixels, self.orientation)
 
 
-def open_picture(image: Any, exif_orientation: bool = False) -> EncodedImage:
-    """Reads the header of encoded bytes; a PIL image is taken as it is.
+def open_encoded_image(image: Any, exif_orientation: bool = False) -> EncodedImage:
+    """Reads the header of encoded bytes; accepts a PIL image as well.
 
     Raises:
-        ValueError, OSError: no known image. An exception in the image's place is raised.
+        ValueError, OSError: not a known image format. If `image` is an exception, it is raised.
     """
     if isinstance(image, Exception):
         raise image
@@ -117,7 +117,7 @@ def shrink_for(crop: tuple[int, int], size: tuple[int, int]) -> int:
 
 
 def _require_few_pixels(height: int, width: int) -> None:
-    """Raises what Pillow raises of all other images that claim so many pixels."""
+    """Raises the same error as Pillow for images that claim too many pixels."""
     most = Image.MAX_IMAGE_PIXELS
     if most is not None and height * width > 2 * most:
         raise Image.DecompressionBombError(
@@ -137,17 +137,17 @@ def _orientation(image: Any) -> int:
 
 
 def _rgb(image: Any, shrink: int) -> Pixels:
-    """As `Image.convert("RGB")` has it: alpha is dropped, 16-bit grey is cut off at 255."""
+    """Like `Image.convert("RGB")`: alpha is dropped, 16-bit gray is clipped at 255."""
     if image.mode.startswith("I;16"):
-        _tell_once("16-bit grey images: values above 255 become white, as in Pillow; convert them.")
+        _tell_once("16-bit gray images: values above 255 become white, as in Pillow; convert them.")
     if image.mode == "P" and "transparency" in image.info:
-        image = image.convert("RGBA")  # the same colours, without Pillow's warning
+        image = image.convert("RGBA")  # the same colors, without Pillow's warning
     image = image.convert("RGB")
     return np.array(image.reduce(shrink) if shrink > 1 else image)
 
 
 def _upright(pixels: Pixels, orientation: int) -> Pixels:
-    """Turns and mirrors as EXIF's orientation says: 5 to 8 swap the axes, then flips follow."""
+    """Applies EXIF's orientation: 5 to 8 swap the axes, then flips follow."""
     if orientation >= _SIDEWAYS:
         pixels = pixels.transpose(1, 0, 2)
     up, left = _FLIPS[orientation]

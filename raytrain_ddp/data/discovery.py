@@ -28,9 +28,9 @@ from raytrain_ddp.data.split_names import (
     NoSuchConfigError,
     Splits,
     configs_of,
+    first_names,
     merged,
     require_all_shards,
-    some,
 )
 from raytrain_ddp.data.store_listing import list_in_store
 from raytrain_ddp.errors import DataError
@@ -159,7 +159,8 @@ def _by_name(listing: FileListing, names: Sequence[str], asked: str) -> tuple[Sp
         return merged(configs), []  # a glob selects the files explicitly
     if asked == "auto":
         raise DataError(
-            f"{listing.shown} has several configs: {some([*configs])}. Name one with --data.config."
+            f"{listing.shown} has several configs: {first_names([*configs])}. Name one with "
+            "--data.config."
         )
     if len(configs) == 1 and asked == "default":
         return merged(configs), []
@@ -174,7 +175,9 @@ def _by_name(listing: FileListing, names: Sequence[str], asked: str) -> tuple[Sp
     ]
     if len(chosen) != 1:
         has = (
-            f"only {some([*configs])}" if len(configs) > 1 else "or any other: remove --data.config"
+            f"only {first_names([*configs])}"
+            if len(configs) > 1
+            else "or any other: remove --data.config"
         )
         raise NoSuchConfigError(f"{listing.shown} has no config {asked!r}, {has}.")
     others = [name for name in configs if len(configs) > 1 and name != chosen[0]]
@@ -229,19 +232,19 @@ def _written_by_convert(listing: FileListing) -> Splits | None:
     Raises:
         DataError: files are missing or have a different size; the message lists them.
     """
-    told = listing.shown
+    shown = listing.shown
     try:
         dataset = json.loads(listing.content(DATASET_FILE))
         if not isinstance(dataset, dict) or dataset.get("format") != "raytrain_ddp":
             return None
         if dataset["version"] != 1:
             raise DataError(
-                f"{told}: {DATASET_FILE} has version {dataset['version']}, but this version of "
+                f"{shown}: {DATASET_FILE} has version {dataset['version']}, but this version of "
                 "raytrain_ddp reads only version 1."
             )
         files = [(str(f["path"]), str(f["split"]), int(f["bytes"])) for f in dataset["files"]]
     except (ValueError, KeyError, TypeError):
-        raise DataError(f"{told}: {DATASET_FILE} is damaged: convert the data again.") from None
+        raise DataError(f"{shown}: {DATASET_FILE} is damaged: convert the data again.") from None
     wrong = []
     of_split: dict[str, list[str]] = {}
     for name, split, expected in files:
@@ -253,7 +256,7 @@ def _written_by_convert(listing: FileListing) -> Splits | None:
     if wrong:
         more = f", and {len(wrong) - _ERRORS_SHOWN} more" * (len(wrong) > _ERRORS_SHOWN)
         raise DataError(
-            f"{told}: {len(wrong)} of {len(files)} files do not match {DATASET_FILE}: "
+            f"{shown}: {len(wrong)} of {len(files)} files do not match {DATASET_FILE}: "
             f"{', '.join(wrong[:_ERRORS_SHOWN])}{more}. Copy them again, or rerun the conversion."
         )
     return of_split

@@ -1,10 +1,10 @@
-"""Row groups of remote files on a node's own disk, shared by the workers of the node.
+"""Caches row groups of remote files on a node's local disk, shared by the workers of the node.
 
-    NAME.arrow   a row group's columns: an Arrow IPC file, then a magic word, its CRC and its size
-    NAME.part    being written; who writes it holds a lock on it, which ends with its process
+    NAME.arrow   a row group's columns: an Arrow IPC file, then magic bytes, its CRC and its size
+    NAME.part    being written; the writer holds a lock on it, which ends with its process
     usage        bytes in the folder, changed under a lock
 
-An entry is renamed into place when it is whole, and checked when it is opened.
+An entry is renamed into place when it is complete, and verified when it is opened.
 """
 
 from __future__ import annotations
@@ -25,21 +25,21 @@ import pyarrow as pa
 
 _log = logging.getLogger("raytrain_ddp")
 
-_TRAILER = struct.Struct("<4sIQ")  # magic word, CRC, bytes before the trailer
+_TRAILER = struct.Struct("<4sIQ")  # magic bytes, CRC, bytes before the trailer
 _MAGIC = b"rtc1"
-_SPARE_SHARE = 0.02  # of the bound, that is freed on top, so that it is not needed each time
-_FULL_S = 60.0  # for how long it is not tried again to find room
-_WAIT_S = 120.0  # for another worker that reads the same row group; then it is read here too
+_SPARE_SHARE = 0.02  # of the limit; freed in addition, to evict less often
+_FULL_S = 60.0  # no attempt to free space for this long
+_WAIT_S = 120.0  # for another worker reading the same row group
 _LOOK_S = 0.01
 
 
 class DiskCache:
     """Arrow tables by name, at most `limit_bytes` of them on disk.
 
-    When the folder is full, the longest unused entries of other data sets go, if nobody has used
-    them since this object was made; then new tables are not kept any more. (Each epoch reads
-    everything once: to replace what was used longest ago would replace all before it is used.)
-    Whatever goes wrong here is told once, and is no error.
+    When the folder is full, the least recently used entries of other data sets are evicted, unless
+    they were used since this object was created; after that, new tables are not cached. (Each epoch
+    reads everything once, so an LRU cache would evict everything before it is used again.) Errors
+    of the cache are reported once and otherwise ignored.
 
     Args:
         keys: the first parts of the names, before "-", that belong to this data set.
@@ -58,13 +58,13 @@ class DiskCache:
             self._give_up(error)
 
     def table(self, name: str, load: Callable[[], Any]) -> Any:
-        """The table of that name; else what `load` returns, kept for the next time."""
+        """The table of that name if cached, else the result of `load`, which is then cached."""
         path = self._folder / f"{name}.arrow"
         table = _read(path)
         if table is not None:
             return table
         with self._only_one(name) as part:
-            table = _read(path)  # another worker may have got it meanwhile
+            table = _read(path)  # another worker may have read it in the meantime
             if table is None:
                 table = load()
                 if part is not None:
@@ -82,9 +82,9 @@ class DiskCache:
 
     @contextmanager
     def _only_one(self, name: str) -> Iterator[int | None]:
-        """Waits until no other worker reads the same; then a file to write to, if one can be had.
+        """Waits while another worker reads the same table; then yields a file to write to, or None.
 
-        A worker that waited finds the entry of the other. If that one died, so did its lock.
+        A worker that waited finds the entry of the other. If the other died, its lock is released.
         """
         part, path = None, self._folder / f"{name}.part"
         if self._writes and time.monotonic() >= self._full_until:
@@ -96,17 +96,17 @@ class DiskCache:
             yield part
         finally:
             if part is not None:
-                if _is_at(part, path):  # nothing was kept
+                if _is_at(part, path):  # nothing was cached
                     path.unlink()
                 os.close(part)
 
     def _reserve(self, part: int, size: int) -> bool:
-        """Makes a file that size, if there is room in the folder."""
+        """Allocates the file at its full size, if there is room in the folder."""
         usage = os.open(self._folder / "usage", os.O_RDWR | os.O_CREAT, 0o666)
         try:
             fcntl.flock(usage, fcntl.LOCK_EX)
-            told = os.pread(usage, 32, 0)
-            used = int(told) if told.isdigit() else self._limit
+            recorded = os.pread(usage, 32, 0)
+            used = int(recorded) if recorded.isdigit() else self._limit
             if used + size > self._limit:
                 used = self._make_room(size)
             fits = used + size <= self._limit
@@ -120,7 +120,7 @@ class DiskCache:
             os.close(usage)
 
     def _make_room(self, size: int) -> int:
-        """Bytes in the folder, after others have made way."""
+        """Evicts entries; returns the bytes in the folder."""
         used, old = 0, []
         for entry in os.scandir(self._folder):
             with suppress(FileNotFoundError):
@@ -136,7 +136,7 @@ class DiskCache:
                     old.append((is_own, status.st_mtime, status.st_size, entry.path))
         if used + size > self._limit:
             for is_own, _, freed, path in sorted(old):
-                # Of its own only if there are too many already: the bound was higher once.
+                # Entries of this data set only if there are too many: the limit was higher before.
                 if used <= self._limit * (1 - _SPARE_SHARE) - size * (not is_own):
                     break
                 with suppress(FileNotFoundError):
@@ -159,7 +159,7 @@ def _read(path: Path) -> Any:
     """An entry, mapped into memory; None if there is none. A damaged one is deleted."""
     try:
         if path.stat().st_size <= _TRAILER.size:
-            raise ValueError("cut off")
+            raise ValueError("truncated")
         with pa.memory_map(str(path)) as source:
             content = source.read_buffer()
         size = len(content) - _TRAILER.size
@@ -168,7 +168,7 @@ def _read(path: Path) -> Any:
             raise ValueError("damaged")
         with pa.ipc.open_file(body) as reader:
             table = reader.read_all()
-        os.utime(path)  # used now
+        os.utime(path)  # marks it as used now
     except FileNotFoundError:
         return None
     except (OSError, ValueError):
@@ -196,13 +196,13 @@ def _trailer(body: Any) -> bytes:
 
 
 def _lock(path: Path) -> int | None:
-    """An empty file at `path` that is locked; None if another holds it for very long."""
+    """A locked empty file at `path`; None if another process holds the lock for very long."""
     until = time.monotonic() + _WAIT_S
     while time.monotonic() < until:
         file = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            if _is_at(file, path):  # not one that has meanwhile become the entry
+            if _is_at(file, path):  # not a file that has since become the entry
                 os.truncate(file, 0)
                 return file
         except BlockingIOError:
@@ -222,7 +222,7 @@ def _is_at(file: int, path: Path) -> bool:
 
 
 def _is_left_behind(part: str) -> bool:
-    """Deletes a file whose writer has died."""
+    """Deletes a file whose writer has died; returns whether it did."""
     file = os.open(part, os.O_RDWR)
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)

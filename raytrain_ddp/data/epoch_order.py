@@ -1,14 +1,14 @@
-"""Which sample goes where: the order of an epoch, and its cut into steps and slots.
+"""The order of samples: a permutation per epoch, divided into steps and slots.
 
-Pure functions of (seed, epoch, step, slot); nothing here knows how many workers there are until the
-last function deals slots to them. The position in the data is two integers, so any step can be
-reached at once and there is no loader state to save.
+Pure functions of (seed, epoch, step, slot), independent of the number of workers, except for
+`items_of_rank`, which assigns slots to workers. The position in the data is two integers, so any
+step can be reached at once and there is no loader state to save.
 
     epoch order   row ids 0..rows-1, permuted by (seed, epoch)
-    lanes         the order cut into `slots` runs of equal length (+-1)
-    step k        slot j takes places [k * micro_batch, (k + 1) * micro_batch) of lane j
+    lanes         the order divided into `slots` runs of equal length (+-1)
+    step k        slot j reads places [k * micro_batch, (k + 1) * micro_batch) of lane j
 
-So every row is used exactly once an epoch, the last step is smaller, and a slot reads its row
+So every row is used exactly once per epoch, the last step is smaller, and a slot reads its row
 groups one after another.
 """
 
@@ -22,23 +22,22 @@ from typing import Literal
 import numpy as np
 
 from raytrain_ddp.data.permutation import Feistel, sorted_permutation
-from raytrain_ddp.data.row_runs import RowRuns
 from raytrain_ddp.data.sample_rng import Rows
 
 Shuffle = Literal["full", "block", "none"]
 
-_EPOCH_STREAM = 0x5EED_0001  # keeps the shuffle's random bits apart from those of other uses
+_EPOCH_STREAM = 0x5EED_0001  # separates the shuffle's random bits from other uses
 _WINDOW_STREAM = 0x5EED_0002
-_ROWS_AT_ONCE = 4096  # of a full shuffle
+_ROWS_AT_ONCE = 4096  # places computed at a time in a full shuffle
 
 
 @dataclass(frozen=True)
 class Plan:
-    """The cut of an epoch of `rows` into steps of `slots` micro-batches.
+    """Divides an epoch of `rows` rows into steps of `slots` micro-batches.
 
     Args:
         micro_batch: samples.
-        repeats: samples that are made of each row, one after another; divides `micro_batch`.
+        repeats: samples made of each row, consecutively; divides `micro_batch`.
     """
 
     rows: int
@@ -48,7 +47,7 @@ class Plan:
 
     @property
     def rows_at_once(self) -> int:
-        """Rows of a micro-batch."""
+        """Rows per micro-batch."""
         return self.micro_batch // self.repeats
 
     @property
@@ -57,11 +56,11 @@ class Plan:
         return -(-longest // self.rows_at_once)
 
     def lane(self, slot: int) -> tuple[int, int]:
-        """Places [start, stop) of the epoch order that `slot` takes in the whole epoch."""
+        """Places [start, stop) of the epoch order that `slot` reads in the whole epoch."""
         return slot * self.rows // self.slots, (slot + 1) * self.rows // self.slots
 
     def span(self, step: int, slot: int) -> tuple[int, int]:
-        """Places [start, stop) of the epoch order that `slot` takes in `step` of the epoch."""
+        """Places [start, stop) of the epoch order that `slot` reads in `step` of the epoch."""
         lane_start, lane_stop = self.lane(slot)
         start = min(lane_start + step * self.rows_at_once, lane_stop)
         return start, min(start + self.rows_at_once, lane_stop)
@@ -72,27 +71,27 @@ class Plan:
         return self.repeats * sum(stop - start for start, stop in spans)
 
 
-def deal(items: int, world_size: int, rank: int) -> range:
-    """The contiguous run of `items` (slots, or chunks of an evaluation) that `rank` works on."""
+def items_of_rank(items: int, world_size: int, rank: int) -> range:
+    """The contiguous range of `items` (slots, or chunks of an evaluation) assigned to `rank`."""
     return range(rank * items // world_size, (rank + 1) * items // world_size)
 
 
-def beyond_others(items: int, world_size: int, rank: int) -> float:
-    """How many times as many of `items` as the others `rank` is dealt, 1 or more."""
-    counts = [len(deal(items, world_size, each)) for each in range(world_size)]
+def relative_load(items: int, world_size: int, rank: int) -> float:
+    """The items of `rank` as a multiple of the other ranks' median, at least 1."""
+    counts = [len(items_of_rank(items, world_size, each)) for each in range(world_size)]
     own = counts.pop(rank)
     return max(1.0, own / median(counts)) if counts and median(counts) else 1.0
 
 
 class EpochOrder:
-    """The order of all rows in one epoch, read in pieces.
+    """The order of all rows in one epoch, read in parts.
 
     Args:
-        blocks: rows in each block, shape (blocks,); row ids count through the blocks.
-        shuffle: "full" permutes all rows, in memory that does not grow with them; "block" permutes
-            the blocks, then the rows within each window of `window` consecutive blocks (memory
-            for blocks of unusual length only); "none" keeps the stored order.
-        windows_kept: how many are remembered: lanes and threads read in turns.
+        blocks: rows in each block, shape (blocks,); row ids are consecutive over the blocks.
+        shuffle: "full" permutes all rows, in constant memory; "block" permutes the blocks, then
+            the rows within each window of `window` consecutive blocks (in memory proportional to
+            the blocks of unusual length); "none" keeps the stored order.
+        windows_kept: how many windows are cached: lanes and threads alternate between them.
     """
 
     def __init__(
@@ -127,7 +126,7 @@ class EpochOrder:
         return rows[start - begun : stop - begun]
 
     def _bounds(self, window: int) -> tuple[int, int]:
-        """The places at which a window begins and ends."""
+        """The first and one past the last place of a window."""
         runs = np.array([window, window + 1]) * self._window
         begin, end = self._order.start(np.minimum(runs, self._order.count)).tolist()
         return begin, end
@@ -150,6 +149,52 @@ class EpochOrder:
 
 
 def runs_of(rows: int, length: int) -> Rows:
-    """Blocks of `length` rows for data that has none of its own, shape (blocks,)."""
+    """Blocks of `length` rows for data without blocks of its own, shape (blocks,)."""
     full, rest = divmod(rows, length)
     return np.array([length] * full + [rest] * (rest > 0), dtype=np.int64)
+
+
+class RowRuns:
+    """`count` consecutive runs of `usual` places each, with a few exceptions.
+
+    The blocks of a data set are like this: row groups have equal lengths, except the last of each
+    file. The start of a run, and the run of a place, follow from the few exceptions.
+
+    Args:
+        odd: the runs with another length, shape (n,), ascending.
+        more: how many places more (or less, if negative) they have, shape (n,).
+    """
+
+    def __init__(self, count: int, usual: int, odd: Rows, more: Rows) -> None:
+        self.count, self._usual, self._odd, self._more = count, usual, odd, more
+        self._shifts = np.concatenate([[0], np.cumsum(more)])  # (n + 1,) before each odd run
+        # (n + 1,) the run after each odd one, and where it begins
+        self._after = np.concatenate([[0], odd + 1])
+        self._after_starts = self._after * usual + self._shifts
+
+    @staticmethod
+    def of(lengths: Rows) -> RowRuns:
+        """Runs of these lengths, shape (count,), each 1 or more."""
+        some = Feistel(len(lengths))(np.arange(min(len(lengths), 1001)))  # a random sample
+        usual = int(np.median(lengths[some]))
+        odd = np.flatnonzero(lengths != usual)
+        return RowRuns(len(lengths), usual, odd, lengths[odd] - usual)
+
+    def permuted(self, permutation: Feistel) -> RowRuns:
+        """The same runs in another order: run `permutation(i)` becomes the i-th."""
+        odd = permutation.inverse(self._odd)
+        order = np.argsort(odd)
+        return RowRuns(self.count, self._usual, odd[order], self._more[order])
+
+    def start(self, runs: Rows) -> Rows:
+        """The start of each of `runs`, shape (k,); for run `count`, the end of the last one."""
+        starts: Rows = runs * self._usual + self._shifts[np.searchsorted(self._odd, runs)]
+        return starts
+
+    def at(self, places: Rows) -> Rows:
+        """The run that contains each of `places`, shape (k,)."""
+        passed = np.searchsorted(self._after_starts, places, side="right") - 1
+        runs = self._after[passed] + (places - self._after_starts[passed]) // self._usual
+        latest = np.append(self._odd, self.count - 1)[passed]  # an odd run may be longer
+        found: Rows = np.minimum(runs, latest)
+        return found

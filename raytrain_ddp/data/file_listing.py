@@ -1,5 +1,4 @@
-"""Listings of the files below a folder or matching a glob; for object stores, see
-store_listing.py."""
+"""Lists the files below a folder or matching a glob; for object stores, see store_listing.py."""
 
 from __future__ import annotations
 

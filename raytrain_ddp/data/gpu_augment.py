@@ -1,4 +1,4 @@
-"""What is done to a micro-batch of uint8 images on the device: mirrored, normalised, erased, mixed.
+"""Augments micro-batches of uint8 images on the device: flips, normalizes, erases and mixes.
 
 Nothing here makes the host wait for the device: no shape and no branch depends on a value there.
 Random numbers come from the host: per image with the batch, per micro-batch from torch's default
@@ -21,23 +21,23 @@ from raytrain_ddp.data.sample_rng import Rows
 
 _TRIES = 10
 ERASE_DRAWS = 3 + 2 * _TRIES
-"""Uniform numbers that `erase_boxes` needs for an image."""
+"""Uniform numbers that `erase_boxes` needs per image."""
 
 
 def erase_boxes(
     size: int | tuple[int, int], probability: float, draws: npt.NDArray[np.float64]
 ) -> Tensor:
-    """The rectangle that is erased of each image, on the host (random erasing, Zhong et al. 2020).
+    """The rectangle to erase in each image, on the host (random erasing, Zhong et al. 2020).
 
-    Of 2 to 33 % of the area and of aspect 0.3 to 3.3; the first of ten that fits is taken, and none
-    if none fits, as torchvision's RandomErasing does it.
+    It has 2 to 33 % of the area and an aspect ratio of 0.3 to 3.3. The first of ten candidates that
+    fits is used, and none if none fits, as in torchvision's RandomErasing.
 
     Args:
-        size: height and width of the images; one number: of square ones.
+        size: height and width of the images; a single number for square ones.
         draws: uniform numbers in [0, 1), shape (n, ERASE_DRAWS).
 
     Returns:
-        int64 (n, 4): top, left, height, width; zeros where nothing is erased.
+        int64 (n, 4): top, left, height, width; zeros if nothing is erased.
     """
     height, width = (size, size) if isinstance(size, int) else size
     area = height * width * (0.02 + (0.33 - 0.02) * draws[:, :_TRIES])  # (n, tries)
@@ -53,7 +53,7 @@ def erase_boxes(
     return torch.from_numpy(boxes.astype(np.int64))
 
 
-def finish(
+def finish_images(
     images: Tensor,
     mean: Tensor,
     std: Tensor,
@@ -61,7 +61,7 @@ def finish(
     erase: Tensor | None = None,
     channels_last: bool = False,
 ) -> Tensor:
-    """Inputs of a model from images: mirrored where `flip`, normalised, then 0 where `erase`.
+    """Model inputs from images: flipped where `flip`, normalized, then 0 where `erase`.
 
     The values do not depend on the memory format. All tensors are on one device.
 
@@ -69,14 +69,14 @@ def finish(
         images: uint8 (n, 3, h, w), in either memory format.
         mean, std: of pixel values 0 to 255, float32 (3, 1, 1).
         flip: bool (n,).
-        erase: (n, 4), from `erase_boxes`; in the mirrored image.
-        channels_last: the memory format of what is returned.
+        erase: (n, 4), from `erase_boxes`; in the flipped image.
+        channels_last: the memory format of the result.
 
     Returns:
         float32 (n, 3, h, w).
     """
     if flip is not None:
-        # Modulo 256, the difference where 1: a `where` of bytes takes ten times as long on a CPU.
+        # Adds the difference modulo 256: a `where` of bytes takes ten times as long on a CPU.
         chosen = flip.to(torch.uint8).view(-1, 1, 1, 1)
         images = images.flip(-1).sub_(images).mul_(chosen).add_(images)
     inputs = _normalised(images, mean, std, channels_last)
@@ -86,19 +86,19 @@ def finish(
 
 
 def _normalised(images: Tensor, mean: Tensor, std: Tensor, channels_last: bool) -> Tensor:
-    """Laid out while still a byte a value; then in place, as fresh memory costs a CPU more than the
-    arithmetic."""
+    """Changes the memory layout while values are bytes, then works in place: on a CPU, allocating
+    memory costs more than the arithmetic."""
     if not channels_last:
         return images.contiguous().float().sub_(mean).div_(std)
     n, channels, height, width = images.shape
-    # Rows of w * 3 values: on a CPU five times as fast as broadcasting three values to each pixel.
+    # Rows of w * 3 values: on a CPU, five times as fast as broadcasting three values to each pixel.
     rows = images.permute(0, 2, 3, 1).reshape(n, height, width * channels).float()
     rows.sub_(mean.flatten().repeat(width)).div_(std.flatten().repeat(width))
     return rows.view(n, height, width, channels).permute(0, 3, 1, 2)
 
 
 def _inside(boxes: Tensor, height: int, width: int) -> Tensor:
-    """bool (n, 1, height, width): the pixels inside of each box."""
+    """bool (n, 1, height, width): the pixels inside each box."""
     top, left, tall, wide = boxes.T.unsqueeze(-1)  # each (n, 1)
     y = torch.arange(height, device=boxes.device)
     x = torch.arange(width, device=boxes.device)
@@ -113,7 +113,7 @@ class Mixed:
 
     Args:
         labels, partners: class indices, int64 (n,).
-        share: how much of each image is of its own label; the rest is of its partner's.
+        share: the weight of each image's own label; the rest is its partner's.
     """
 
     labels: Tensor
@@ -121,7 +121,7 @@ class Mixed:
     share: float
 
     def loss(self, logits: Tensor, label_smoothing: float = 0.0) -> Tensor:
-        """Mean cross entropy, shape (), as with labels mixed in these shares.
+        """Mean cross entropy with labels mixed in these shares, shape ().
 
         Args:
             logits: (n, classes).
@@ -134,19 +134,21 @@ class Mixed:
 
 
 def partners_of(rows: Rows) -> Tensor:
-    """Which sample of a micro-batch each one is mixed with, on the host: of another row.
+    """The partner of each sample of a micro-batch, made from a different row; on the host.
 
-    Without repeats the one before it, the first with the last, as torchvision's MixUp and CutMix.
-    The copies of a row meet copies of different rows. A row that is alone is its own partner.
+    Without repeats it is the previous sample, and the last for the first one, as in torchvision's
+    MixUp and CutMix. Copies of a row are mixed with different rows. A row that is alone is its own
+    partner.
 
     Args:
-        rows: row ids of the samples, shape (n,); copies have the same.
+        rows: row ids of the samples, shape (n,); copies have the same id.
 
     Returns:
-        int64 (n,): places in the micro-batch; a permutation where all rows have as many copies.
+        int64 (n,): indices into the micro-batch; a permutation if all rows have equally many
+        copies.
     """
     _, first, group = np.unique(rows, return_index=True, return_inverse=True)
-    group = first.argsort().argsort()[group]  # numbered as they come
+    group = first.argsort().argsort()[group]  # numbered by first occurrence
     order = np.argsort(group, kind="stable")
     counts = np.bincount(group)
     starts = np.cumsum(counts) - counts
@@ -165,12 +167,12 @@ def mix(
     """Mixes each image with its partner.
 
     mixup (Zhang et al. 2018) is a weighted sum, cutmix (Yun et al. 2019) a rectangle pasted in;
-    with both on, a fair coin chooses. Draws from torch's default CPU generator, if any is on.
+    if both are enabled, a fair coin decides. Uses torch's default CPU generator if any is enabled.
 
     Args:
-        inputs: float (n, 3, h, w), not written to; the result keeps its memory format.
+        inputs: float (n, 3, h, w), not modified; the result keeps its memory format.
         labels: int64 (n,).
-        partners: from `partners_of`, int64 (n,), on the device; None where neither is on.
+        partners: from `partners_of`, int64 (n,), on the device; None if neither is enabled.
     """
     if partners is None or (not config.mixup and not config.cutmix):
         return inputs, Mixed(labels, labels, 1.0)
@@ -187,11 +189,11 @@ def mix(
 def draw_mix(
     config: AugmentConfig, height: int, width: int
 ) -> tuple[float, tuple[int, int, int, int] | None]:
-    """How a micro-batch is mixed, from torch's default CPU generator.
+    """The random choices for a micro-batch, from torch's default CPU generator.
 
     Returns:
-        the share that each image keeps; cutmix: the box that it loses (top, left, bottom, right),
-        mixup: None.
+        The share that each image keeps; for cutmix, the box that is replaced (top, left, bottom,
+        right), for mixup None.
     """
     sums = not config.cutmix or (config.mixup > 0 and float(torch.rand((), device="cpu")) < 0.5)
     alpha = config.mixup if sums else config.cutmix
@@ -201,18 +203,18 @@ def draw_mix(
     side = 0.5 * math.sqrt(1 - share)
     left, right = _span(width, int(side * width))
     top, bottom = _span(height, int(side * height))
-    share = 1 - (bottom - top) * (right - left) / (height * width)  # as it was cut
+    share = 1 - (bottom - top) * (right - left) / (height * width)  # after clipping at the borders
     return share, (top, left, bottom, right)
 
 
 def _taken(images: Tensor, which: Tensor) -> Tensor:
-    """`index_select` that keeps channels_last."""
+    """`index_select` that preserves channels_last."""
     if not images.is_contiguous(memory_format=torch.channels_last):
         return images.index_select(0, which)
     return images.permute(0, 2, 3, 1).index_select(0, which).permute(0, 3, 1, 2)
 
 
 def _span(length: int, half: int) -> tuple[int, int]:
-    """From and to of a stretch of twice `half` about a random centre, cut off at the borders."""
+    """Start and stop of a range of twice `half` about a random center, clipped at the borders."""
     centre = int(torch.randint(length, (), device="cpu"))
     return max(0, centre - half), min(length, centre + half)

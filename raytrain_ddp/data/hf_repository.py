@@ -1,4 +1,4 @@
-"""The layout of a Hugging Face data set: the configs and files that its README.md declares."""
+"""Reads the configs and files that the README.md of a Hugging Face data set declares."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import PurePosixPath
 from typing import Any
 
 from raytrain_ddp.data.file_listing import FileListing, fits
-from raytrain_ddp.data.split_names import NoSuchConfigError, some
+from raytrain_ddp.data.split_names import NoSuchConfigError, first_names
 from raytrain_ddp.errors import DataError
 
 _README = "README.md"
@@ -47,7 +47,7 @@ def repo_config(listing: FileListing, asked: str) -> RepoConfig | None:
     configs = {str(entry["config_name"]): entry for entry in entries}
     if asked != "auto" and asked not in configs:
         raise NoSuchConfigError(
-            f"{listing.shown} has no config {asked!r}, only {some(list(configs))}."
+            f"{listing.shown} has no config {asked!r}, only {first_names(list(configs))}."
         )
     chosen = [
         name
@@ -57,7 +57,7 @@ def repo_config(listing: FileListing, asked: str) -> RepoConfig | None:
     ]
     if len(chosen) != 1:
         raise DataError(
-            f"{listing.shown} has several configs: {some(list(configs))}. Name one with "
+            f"{listing.shown} has several configs: {first_names(list(configs))}. Name one with "
             "--data.config."
         )
     entry = configs[chosen[0]]

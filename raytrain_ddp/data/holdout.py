@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from raytrain_ddp.data.row_group_cache import Flags
+from raytrain_ddp.data.row_group_cache import RowMask
 from raytrain_ddp.data.sample_rng import Rows, hash64, mix64
 from raytrain_ddp.errors import DataError
 
@@ -58,7 +58,7 @@ def _shares(rows_of_class: Rows, fraction: float, seed: int) -> Rows:
 
 
 @dataclass(frozen=True)
-class Held:
+class HoldoutRows:
     """Which rows of a source are held out, and which remain.
 
     Args:
@@ -67,7 +67,7 @@ class Held:
     """
 
     rows: Rows
-    told: str
+    parameters: str
 
     def of(self, part_rows: Rows, train: bool) -> Rows:
         """Maps rows of a part to rows of the source."""
@@ -76,7 +76,7 @@ class Held:
         before = np.searchsorted(self.rows - np.arange(len(self.rows)), part_rows, side="right")
         return part_rows + before
 
-    def used(self, start: int, stop: int, train: bool) -> Flags:
+    def used(self, start: int, stop: int, train: bool) -> RowMask:
         """Which of the source's rows start..stop-1 belong to a part, shape (stop - start,)."""
         first, last = np.searchsorted(self.rows, [start, stop])
         flags = np.full(stop - start, train)
@@ -84,13 +84,13 @@ class Held:
         return flags
 
 
-class Part:
+class HoldoutPart:
     """One part of an image source: the rows held out, or the remaining rows.
 
     Its blocks are those of the source without the rows of the other part.
     """
 
-    def __init__(self, source: Any, held: Held, train: bool) -> None:
+    def __init__(self, source: Any, held: HoldoutRows, train: bool) -> None:
         self._held, self._train = held, train
         ends = np.cumsum(source.blocks)
         before = np.searchsorted(held.rows, ends)  # rows held out up to the end of each block
@@ -127,7 +127,7 @@ class Part:
     def fingerprint(self) -> str:
         which = "without" if self._train else "only"
         return sha256(
-            f"{self._source.fingerprint()} {which} {self._held.told}".encode()
+            f"{self._source.fingerprint()} {which} {self._held.parameters}".encode()
         ).hexdigest()
 
     def where(self, row: int) -> str:

@@ -1,7 +1,7 @@
-"""Batches of images from any source: decode, crop, resize and augment on the host, as uint8.
+"""Makes batches of images: decodes, crops, resizes and augments on the host, as uint8.
 
-What is cheap for whole batches (mirror, normalise, erase, mix) is left to the device: device.py.
-Every random choice comes from the sample's own draws.
+Operations that are cheap for whole batches (flip, normalize, erase, mix) run on the device: see
+gpu_augment.py. All random choices come from the sample's own `Draws`.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import torch
 from raytrain_ddp.config.input_sections import AugmentConfig, DataConfig
 from raytrain_ddp.data.auto_augment import apply_policy, policy_draws
 from raytrain_ddp.data.cropping import crop_draws, place_image
-from raytrain_ddp.data.decoding import EncodedImage, open_picture, reason_for
+from raytrain_ddp.data.decoding import EncodedImage, open_encoded_image, reason_for
 from raytrain_ddp.data.gpu_augment import ERASE_DRAWS, erase_boxes, partners_of
 from raytrain_ddp.data.sample_rng import Draws
 from raytrain_ddp.data.sources import Batch, Data
@@ -40,7 +40,7 @@ def image_data(
     return Data(source, _Collate(source, config, augment or AugmentConfig(crop="none"), classes))
 
 
-def for_device(
+def device_augmentation(
     augment: AugmentConfig, draws: Draws, size: tuple[int, int]
 ) -> dict[str, torch.Tensor]:
     """The operations that the device applies to a batch: "flip", "erase" and "partner", see above.
@@ -82,7 +82,7 @@ class _Collate:
             out = images[len(kept) : len(kept) + 1]
             try:
                 place_image(out, picture, self._augment, crops[place], self._config.jpeg_scaling)
-            except Exception as error:  # decoders raise what they like
+            except Exception as error:  # decoders raise any type
                 self._refuse(int(draws.rows[place]), error)
                 continue
             if self._policy_draws:
@@ -90,13 +90,14 @@ class _Collate:
             kept.append(place)
         labels = torch.tensor([records[place][1] for place in kept], dtype=torch.int64)
         size = images.shape[-2], images.shape[-1]
-        made = for_device(self._augment, draws.of(kept), size)
+        made = device_augmentation(self._augment, draws.of(kept), size)
         return {"image": images[: len(kept)], "label": labels, **made}
 
     def _pictures(
         self, records: Sequence[tuple[Any, int]], rows: list[int]
     ) -> Iterator[tuple[int, EncodedImage]]:
-        """(place, opened picture) of each record that can be opened; one for repeats of a row."""
+        """(place, opened picture) of each record that can be opened; one for all repeats of a
+        row."""
         before, picture = -1, None
         for place, (row, (image, label)) in enumerate(zip(rows, records, strict=True)):
             if not 0 <= label < self._classes:
@@ -106,7 +107,7 @@ class _Collate:
                 )
             try:
                 if row != before or picture is None:
-                    picture = open_picture(image, self._config.exif_orientation)
+                    picture = open_encoded_image(image, self._config.exif_orientation)
             except Exception as error:
                 self._refuse(row, error)
                 picture = None
@@ -115,7 +116,7 @@ class _Collate:
             before = row
 
     def _size(self, picture: EncodedImage) -> tuple[int, int]:
-        """(height, width) of what the model sees."""
+        """(height, width) of the model's input."""
         side = self._config.image_size
         if side or self._augment.crop == "random":
             return side or picture.width, side or picture.width

@@ -92,8 +92,8 @@ class FolderImages:
     def _digest(self, endings: Iterable[str]) -> str:
         digest = sha256()
         for (path, label), ending in zip(self.files, endings, strict=True):
-            told = f"{os.path.relpath(path, self._root)} {label}{ending}\n"
-            digest.update(told.encode(errors="surrogateescape"))
+            line = f"{os.path.relpath(path, self._root)} {label}{ending}\n"
+            digest.update(line.encode(errors="surrogateescape"))
         return digest.hexdigest()
 
     def _class_folders(self) -> list[str]:

@@ -1,4 +1,4 @@
-"""An iterable data set, which can be read from its beginning only."""
+"""A source for iterable data sets, which can only be read from the beginning."""
 
 from __future__ import annotations
 
@@ -45,10 +45,10 @@ class IterableSource:
         self.dataset, self.shared = dataset, shared
         self.blocks = runs_of(len(dataset) if rows is None else rows, 256)  # type: ignore[arg-type]
         self._pickled: bytes | None = None
-        self._waiting: dict[int, Iterator[Any]] = {}  # by the offset that each gives next
+        self._waiting: dict[int, Iterator[Any]] = {}  # by the offset of the next item
 
     def read(self, rows: Rows) -> list[Any]:
-        """Raises DataError if the stream ends early; `rows` must follow each other."""
+        """Raises DataError if the stream ends early; `rows` must be consecutive."""
         return self._read(rows, lambda place: None)
 
     def read_seeded(self, draws: Draws) -> list[Any]:

@@ -157,8 +157,8 @@ def are_numbers(names: Sequence[str]) -> bool:
 
 def some_names(names: Sequence[str], most: int = _CLASSES_SHOWN) -> str:
     """``10 classes: 0, 1, 2, 3, 4, ...``"""
-    told = ", ".join(names[:most]) + ", ..." * (len(names) > most)
-    return f"{len(names)} class{'es' * (len(names) != 1)}: {told}"
+    shown = ", ".join(names[:most]) + ", ..." * (len(names) > most)
+    return f"{len(names)} class{'es' * (len(names) != 1)}: {shown}"
 
 
 def numbers_in(classes: Sequence[str], own: Sequence[str], where: str) -> list[int]:
@@ -170,9 +170,9 @@ def numbers_in(classes: Sequence[str], own: Sequence[str], where: str) -> list[i
     numbers: Mapping[str, int] = {name: number for number, name in enumerate(classes)}
     unknown = [name for name in own if name not in numbers]
     if unknown:
-        told = ", ".join(map(repr, unknown[:_CLASSES_SHOWN]))
+        shown = ", ".join(map(repr, unknown[:_CLASSES_SHOWN]))
         raise UnknownClassError(
-            f"{where}: {told}{', ...' * (len(unknown) > _CLASSES_SHOWN)} is not a class of the "
+            f"{where}: {shown}{', ...' * (len(unknown) > _CLASSES_SHOWN)} is not a class of the "
             f"training set. This split has {some_names(own)}; the training set has "
             f"{some_names(classes)}."
         )

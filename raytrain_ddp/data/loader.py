@@ -1,9 +1,10 @@
-"""Prepares micro-batches ahead and yields them in order. One task makes a whole micro-batch.
+"""Loads micro-batches in advance and yields them in order. One task makes a whole micro-batch.
 
 Uses threads if the source may be shared: decoding releases the GIL, and no batch crosses a process
 boundary. In a Ray actor with two CPUs, they load 1.4 times as many images as two forkserver
 processes (1.1 times next to a busy training loop), with half the memory and the first batch after
-0.2 s instead of 2.8 s (benchmarks/results/data.md). Otherwise, it uses processes: see processes.py.
+0.2 s instead of 2.8 s (benchmarks/results/data.md). Otherwise, it uses processes: see
+loader_processes.py.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from raytrain_ddp.data.epoch_order import EpochOrder, Plan, Shuffle, deal
+from raytrain_ddp.data.epoch_order import EpochOrder, Plan, Shuffle, items_of_rank
 from raytrain_ddp.data.loader_threads import Gate, LoaderThreads, prefetched
 from raytrain_ddp.data.nested import bytes_of, digest_of, map_tensors
 from raytrain_ddp.data.sample_rng import Draws, Rows, kept_globals
@@ -35,11 +36,11 @@ class Slot:
 
     Args:
         step: global step, from 0.
-        planned: how many samples the plan has for it; 0 in a slot that the short last step leaves
-            empty.
-        samples: how many of them there are; less than planned where bad records were left out.
-        batch: of those samples; if there are none, some batch of the right kind.
-        digest: sha256 of ids and batch, if the loader makes one; "" if there are no samples.
+        planned: how many samples the plan assigns to it; 0 in a slot that is empty in the short
+            last step.
+        samples: how many samples it has; fewer than planned if bad records were skipped.
+        batch: of those samples; if there are none, any batch of the same structure.
+        digest: sha256 of ids and batch, if the loader computes it; "" if there are no samples.
     """
 
     step: int
@@ -64,12 +65,12 @@ class _Task(NamedTuple):
 
 @dataclass(frozen=True)
 class TrainLoader:
-    """The slots of one worker, step after step, from any step on.
+    """The slots of one worker, step by step, starting at any step.
 
     Args:
-        skip: bad records may be left out of batches.
-        pin: page-locked batches, whose copy to a GPU runs beside other work.
-        digests: make those of `Slot`.
+        skip: bad records may be skipped.
+        pin: page-locks batches, so that copies to a GPU run concurrently with other work.
+        digests: computes the digest of each `Slot`.
     """
 
     data: Data
@@ -87,7 +88,7 @@ class TrainLoader:
     def steps(self, start: int, stop: int) -> Generator[list[Slot], None, None]:
         """Yields this worker's slots of global steps start..stop-1. Close the iterator to end the
         threads or processes."""
-        slots = deal(self.plan.slots, self.world_size, self.rank)
+        slots = items_of_rank(self.plan.slots, self.world_size, self.rank)
         threads, gate = _workers_for(self.data, self.threads)
         loaded = prefetched(
             self._tasks(start, stop, slots, gate),
@@ -104,10 +105,11 @@ class TrainLoader:
             self.data.close()
 
     def any_batch(self, samples: int | None = None) -> Batch:
-        """A micro-batch to warm up with; of the usual size unless told, or bad records shorten it.
+        """A micro-batch for the warm-up, of the usual size unless given or shortened by bad
+        records.
 
         Raises:
-            DataError: there is no good record among the first few thousand.
+            DataError: there is no readable record among the first few thousand.
         """
         wanted = min(samples or self.plan.micro_batch, len(self._first_rows))
         for start in range(0, len(self._first_rows) - wanted + 1, wanted):
@@ -115,7 +117,7 @@ class TrainLoader:
             batch = _begun(self.data, draws, _workers_for(self.data, self.threads)[1])()
             if self.data.samples_of(batch):
                 return batch
-        raise DataError(f"none of the first {len(self._first_rows)} records is any good.")
+        raise DataError(f"none of the first {len(self._first_rows)} records can be used.")
 
     @property
     def _first_rows(self) -> Rows:
@@ -123,7 +125,7 @@ class TrainLoader:
 
     @cached_property
     def _filler(self) -> Batch:
-        """One sample, for a slot without any: its pass counts for nothing."""
+        """One sample, for a slot without samples: it gets weight 0."""
         return self.any_batch(1)
 
     def _tasks(self, start: int, stop: int, slots: range, gate: Gate | None) -> Iterator[_Task]:
@@ -131,7 +133,7 @@ class TrainLoader:
         submits it to a process."""
         repeats = self.plan.repeats
         epoch, order = -1, None
-        places = ((step, slot) for step in range(start, stop) for slot in slots)  # a lazy product
+        places = ((step, slot) for step in range(start, stop) for slot in slots)  # lazily
         for step, slot in places:
             now, step_of_epoch = divmod(step, self.plan.steps_per_epoch)
             if now != epoch or order is None:
@@ -148,7 +150,7 @@ class TrainLoader:
         return EpochOrder(blocks, self.shuffle, self.seed, epoch, self.window, 2 * lanes + 2)
 
     def _tell_ahead(self, order: EpochOrder, rows: Rows, step: int, slot: int) -> None:
-        """Tells the source what this lane reads next, and half a window of blocks later."""
+        """Announces to the source what this lane reads next, and half a window of blocks later."""
         ahead = _ahead_of(self.data)
         if ahead is None:
             return
@@ -218,8 +220,8 @@ def start_processes(data: Data, threads: LoaderThreads) -> None:
 
 
 def _workers_for(data: Data, threads: LoaderThreads) -> tuple[LoaderThreads, Gate | None]:
-    """How many work; and what lets them, if they are processes. One, if the source can be read in
-    its own order only."""
+    """How many threads or processes work, and their gate if they are processes. One, if the source
+    can only be read in order."""
     if getattr(data.source, "in_order", False):
         threads = replace(threads, most=min(1, threads.most), begin=None)
     in_processes = threads.most > 0 and not data.shared
@@ -253,9 +255,9 @@ def _ahead_of(data: Data) -> Callable[[Rows], None] | None:
 
 
 def window_for(data: Data, asked: int | Literal["auto"]) -> int:
-    """Blocks per window of the block shuffle.
+    """The number of blocks in a window of the block shuffle.
 
-    auto: as many as take 64 MiB of memory, 1 to 16 of them; a function of the data alone.
+    auto: as many as need 64 MiB of memory, at least 1 and at most 16; depends only on the data.
     """
     if asked != "auto":
         return asked
@@ -265,19 +267,19 @@ def window_for(data: Data, asked: int | Literal["auto"]) -> int:
 
 
 def memory_note(loader: TrainLoader, limit_bytes: int) -> str | None:
-    """What to do if the blocks that are in use at a time do not fit into `limit_bytes`, which
-    has them read again and again; None if they fit, or stay where they are."""
+    """A note if the blocks in use at the same time exceed `limit_bytes`, so that they will be read
+    repeatedly; None if they fit or are memory-mapped."""
     sizes = getattr(loader.data.source, "block_bytes", None)
     if sizes is None or loader.shuffle == "none":
         return None
-    slots = len(deal(loader.plan.slots, loader.world_size, loader.rank))
+    slots = len(items_of_rank(loader.plan.slots, loader.world_size, loader.rank))
     in_use = len(sizes) if loader.shuffle == "full" else min(len(sizes), slots * loader.window)
-    needed = int(1.5 * sizes.mean() * in_use)  # and those that are read ahead
+    needed = int(1.5 * sizes.mean() * in_use)  # including read-ahead
     if needed <= limit_bytes:
         return None
     remedy = "--data.shuffle block" if loader.shuffle == "full" else "lower --data.shuffle-window"
     return (
-        f"{in_use} row groups are in use at a time, which takes {needed / 2**20:.0f} MiB, more "
+        f"{in_use} row groups are in use at a time, which need {needed / 2**20:.0f} MiB, more "
         f"than data.memory_mib = {limit_bytes / 2**20:.0f}: they will be read several times. Raise "
         f"--data.memory-mib to {needed / 2**20:.0f}, or {remedy}."
     )
@@ -286,8 +288,8 @@ def memory_note(loader: TrainLoader, limit_bytes: int) -> str | None:
 def shuffle_for(data: Data, asked: str) -> Shuffle:
     """How an epoch of `data` is shuffled when the config asks for full, block or auto.
 
-    It is a function of the data alone, never of the machine. A source says `in_order = True` if it
-    can be read in its own order only, and `prefers_blocks = True` if reading a row means reading
+    It depends only on the data, never on the machine. A source has `in_order = True` if it
+    can only be read in order, and `prefers_blocks = True` if reading a row requires reading
     its block, and they do not all fit into memory.
     """
     if getattr(data.source, "in_order", False):

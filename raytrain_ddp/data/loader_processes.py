@@ -30,11 +30,11 @@ _BOOT = (
 )
 _PRELOADED = ("torchvision", "torchvision.transforms.v2", "PIL.Image")  # if installed
 _ONE_THREAD = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"), "1")
-_END_S = 10.0  # longer than forked.END_S
+_END_S = 10.0  # longer than loader_worker.END_S
 
 
 class Reply:
-    """The result of an item, now or later."""
+    """The result of an item, possibly not available yet."""
 
     def __init__(self, process: _Process, item: Any) -> None:
         self.item = item
@@ -42,11 +42,11 @@ class Reply:
         self._process = process
 
     def result(self) -> Any:
-        """Waits for it.
+        """Waits for the result.
 
         Raises:
-            LoaderDied: its process has ended.
-            Exception: what was raised there, with a `RemoteTraceback` as its cause.
+            LoaderDied: the process has died.
+            Exception: the exception raised there, with a `RemoteTraceback` as its cause.
         """
         while self.outcome is None:
             self._process.receive()
@@ -65,7 +65,7 @@ class LoaderProcesses:
         describe: describes an item for messages.
 
     Raises:
-        TaskError: it cannot be copied.
+        TaskError: `work` cannot be copied.
     """
 
     def __init__(self, work: Callable[[Any], Any], describe: Callable[[Any], str]) -> None:
@@ -104,7 +104,7 @@ def _end_processes(processes: list[_Process], work: int) -> None:
 
 
 class _Process:
-    """One loader process, as the training process sees it."""
+    """One loader process, as seen by the training process."""
 
     def __init__(self, server: _Server, work: int, describe: Callable[[Any], str]) -> None:
         self.pending: deque[Reply] = deque()
@@ -137,11 +137,11 @@ class _Process:
         )
 
 
-# ------------------------------------------------------------------ the interpreter they come from
+# ------------------------------------------------------------------ the interpreter that forks
 
 
 class _Server:
-    """The interpreter that forks, as the training process sees it."""
+    """The interpreter that forks the loader processes, as seen by the training process."""
 
     def __init__(self) -> None:
         self._channel, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -151,7 +151,7 @@ class _Server:
                 [sys.executable, "-c", _BOOT, str(theirs.fileno()), paths],
                 pass_fds=[theirs.fileno()],
                 stdin=subprocess.DEVNULL,
-                start_new_session=True,  # signals to the group of processes are not meant for it
+                start_new_session=True,  # it must not receive signals to the process group
                 env={**os.environ, **_ONE_THREAD},
             )
             preloaded = [name for name in _PRELOADED if name in sys.modules]
@@ -164,7 +164,7 @@ class _Server:
         """The number of the new process, which serves `channel`."""
         self._forked += 1
         order = {"fork": self._forked}
-        with suppress(OSError):  # it has ended, and so will the other side of `channel`
+        with suppress(OSError):  # it has ended, and so does the other end of `channel`
             socket.send_fds(self._channel, [json.dumps(order).encode()], [channel, work])
         return self._forked
 
@@ -188,10 +188,10 @@ _running: weakref.ref[_Server] | None = None
 
 
 def _server() -> _Server:
-    """The server of this process; it ends with the last `Processes` that uses it."""
+    """The server of this process; it ends with the last `LoaderProcesses` that uses it."""
     global _running  # noqa: PLW0603
     server = _running() if _running is not None else None
-    if server is None or server.owner != os.getpid():  # a fork of that one
+    if server is None or server.owner != os.getpid():  # this process is a fork of its owner
         server = _Server()
         _running = weakref.ref(server)
     return server

@@ -1,4 +1,4 @@
-"""Runs work ahead in threads or processes, and yields the results in order."""
+"""Runs work in advance in threads or processes, and yields the results in order."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from typing import TypeVar
 T = TypeVar("T")
 R = TypeVar("R")
 
-_WAIT_SHARE = 0.02  # of the time: who waits longer for data could use another thread
+_WAIT_SHARE = 0.02  # of the time: if the wait for data is longer, add a thread
 _LOOK_EVERY = 32  # results
 
 
 @dataclass(frozen=True)
 class LoaderThreads:
-    """The number of threads or processes that work ahead, and their limits.
+    """The number of threads or processes that work in advance, and their limits.
 
     Args:
         most: the maximum number; 0: none, the consumer does the work.
@@ -44,8 +44,8 @@ def prefetched(
     """Yields work(item) in order; an exception of `work` is raised in its position.
 
     Args:
-        gate: where items are begun in processes, as many as it lets through: then one thread is
-            enough for `work`, which waits for them.
+        gate: limits the number of items started in processes; then a single thread is
+            enough for `work`, which only waits for them.
     """
     if threads.most == 0:
         yield from map(work, items)
@@ -68,14 +68,14 @@ def prefetched(
                     yield gate.passed(pending.popleft(), size_bytes)
             while pending:
                 yield gate.passed(pending.popleft(), size_bytes)
-        finally:  # an error, or the consumer stopped: the pool waits for what has begun to work
+        finally:  # after an error, or if the consumer stopped: waits for running work
             gate.closed = True
             for future in pending:
                 future.cancel()
 
 
 class Gate:
-    """Lets so many threads through as it takes not to keep the consumer waiting."""
+    """Admits just enough threads to keep the consumer from waiting."""
 
     def __init__(self, threads: LoaderThreads) -> None:
         self.active = threads.most if threads.begin is None else threads.begin
@@ -88,14 +88,14 @@ class Gate:
 
     @property
     def room(self) -> int:
-        """Results that may be pending."""
+        """The number of results that may be pending."""
         most = self.active * self._threads.ahead
-        if not self._largest_bytes:  # not known yet
+        if not self._largest_bytes:  # unknown so far
             return self.active
         return max(self.active, min(most, self._threads.ahead_bytes // self._largest_bytes))
 
     def passed(self, future: Future[R], size_bytes: Callable[[R], int]) -> R:
-        """The result; opens the gate further if too much of the time goes by with waiting."""
+        """The result; admits another thread if too much of the time is spent waiting."""
         started = time.monotonic()
         result = future.result()
         now = time.monotonic()
@@ -112,7 +112,7 @@ class Gate:
 
 
 def _one_torch_thread() -> None:
-    """A loader thread shall not start a team of threads for each image that it resizes."""
+    """A loader thread must not start a thread pool for each image that it resizes."""
     import torch
 
     torch.set_num_threads(1)

@@ -32,7 +32,7 @@ _PR_SET_PDEATHSIG = 1  # of <sys/prctl.h>
 def serve(number: int) -> NoReturn:
     """Forks loader processes on request over a socket; ends them and itself when the other side
     closes it."""
-    for name in _SIGNALS:  # for the training process only; SIG_IGN would be inherited
+    for name in _SIGNALS:  # meant for the training process only; SIG_IGN would be inherited
         signal.signal(name, lambda *_: None)
     parent = os.getppid()
     channel = socket.socket(fileno=number)
@@ -80,7 +80,7 @@ def _answer_status(
     channel: socket.socket, number: int, children: dict[int, int], statuses: dict[int, int]
 ) -> None:
     until = time.monotonic() + END_S
-    while number not in statuses and time.monotonic() < until:  # its files are closed: it goes
+    while number not in statuses and time.monotonic() < until:  # it is exiting
         time.sleep(0.001)
         _reap(children, statuses)
     channel.send(json.dumps(statuses.get(number)).encode())
@@ -112,7 +112,7 @@ def _fork(server: socket.socket, channel: int, work: int) -> int:
 
 
 def _work(channel: socket.socket, file: int) -> None:
-    """Answers items until the other side is closed."""
+    """Processes items until the other end is closed."""
     work, outcome = _unpacked(file)
     os.close(file)
     while True:
@@ -128,10 +128,10 @@ def _work(channel: socket.socket, file: int) -> None:
         try:
             shared_memory.send(channel, outcome)
         except OSError:
-            return  # the other side is closed
+            return  # the other end is closed
         except Exception as error:
-            said = f"a batch cannot be sent to the training process: {first_line(error)}."
-            shared_memory.send(channel, (False, TaskError(said), ""))
+            message = f"a batch cannot be sent to the training process: {first_line(error)}."
+            shared_memory.send(channel, (False, TaskError(message), ""))
 
 
 def _unpacked(file: int) -> tuple[Callable[[Any], Any] | None, tuple[bool, Any, str]]:

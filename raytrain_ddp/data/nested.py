@@ -1,4 +1,4 @@
-"""Batches: any nest of tensors in mappings, lists, tuples, named tuples and dataclasses.
+"""Nested batches: tensors in mappings, lists, tuples, named tuples and dataclasses.
 
 Everything else in them (strings, numbers, arrays) is passed through unchanged.
 """
@@ -85,15 +85,15 @@ def samples_of(batch: Any) -> int:
     if not shapes:
         kinds = ", ".join(sorted({type(leaf).__name__ for _, leaf in leaves}))
         raise TaskError(f"collate returned a batch without tensors (it contains {kinds}).")
-    told = ", ".join(f"batch{at} {list(shape)}" for at, shape in _telling(shapes))
+    shown = ", ".join(f"batch{at} {list(shape)}" for at, shape in _one_per_size(shapes))
     raise TaskError(
-        f"collate returned tensors whose first dimensions differ: {told}. The first dimension of "
+        f"collate returned tensors whose first dimensions differ: {shown}. The first dimension of "
         "each tensor must be the number of samples: pass a value that belongs to the whole batch "
         "as a Python number, or specify how to count samples: Data(source, collate, count=...)."
     )
 
 
-def _telling(shapes: list[tuple[str, tuple[int, ...]]]) -> list[tuple[str, tuple[int, ...]]]:
+def _one_per_size(shapes: list[tuple[str, tuple[int, ...]]]) -> list[tuple[str, tuple[int, ...]]]:
     """Moves the first entry of each distinct first dimension to the front."""
     first = {shape[:1]: (at, shape) for at, shape in reversed(shapes)}
     unlike = [entry for entry in shapes if entry in first.values()]

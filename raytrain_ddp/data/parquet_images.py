@@ -16,8 +16,8 @@ from raytrain_ddp.config.input_sections import DataConfig
 from raytrain_ddp.data.disk_cache import DiskCache
 from raytrain_ddp.data.labels import Labels, are_numbers
 from raytrain_ddp.data.parquet_labels import all_values, class_names_of
-from raytrain_ddp.data.parquet_shard import Shard, image_at, open_shards, some
-from raytrain_ddp.data.row_group_cache import Flags, RowGroupCache
+from raytrain_ddp.data.parquet_shard import Shard, image_at, join_some, open_shards
+from raytrain_ddp.data.row_group_cache import RowGroupCache, RowMask
 from raytrain_ddp.data.sample_rng import Rows
 from raytrain_ddp.data.sources import BadRecord
 from raytrain_ddp.errors import DataError
@@ -25,9 +25,9 @@ from raytrain_ddp.errors import DataError
 Image = bytes | BadRecord
 
 _MIB = 2**20
-_BLOCKS_FROM_BYTES = 512 * _MIB  # of images: with more, a shuffle of all rows is no good idea
-_READERS = 2  # of local files: little more than copying, beside threads that decode
-_REMOTE_READERS = 8  # of object stores: mostly waiting
+_BLOCKS_FROM_BYTES = 512 * _MIB  # of images: with more, shuffling all rows is too slow
+_READERS = 2  # of local files: mostly copying, concurrent with decoding threads
+_REMOTE_READERS = 8  # of object stores: mostly waiting for the network
 
 
 class ParquetImages:
@@ -57,16 +57,20 @@ class ParquetImages:
         self._blocks = [  # (shard, row group)
             (shard, group)
             for shard in self._shards
-            for group, told in enumerate(shard.groups)
-            if told.rows
+            for group, group_info in enumerate(shard.groups)
+            if group_info.rows
         ]
         told_of_all = [shard.groups[group] for shard, group in self._blocks]
         if not told_of_all:
-            raise DataError(f"{some([shard.name for shard in self._shards])}: 0 rows.")
-        self.blocks: Rows = np.array([told.rows for told in told_of_all], np.int64)
-        self.block_bytes: Rows = np.array([told.size_bytes for told in told_of_all], np.int64)
+            raise DataError(f"{join_some([shard.name for shard in self._shards])}: 0 rows.")
+        self.blocks: Rows = np.array([group_info.rows for group_info in told_of_all], np.int64)
+        self.block_bytes: Rows = np.array(
+            [group_info.size_bytes for group_info in told_of_all], np.int64
+        )
         self._starts = np.cumsum(self.blocks) - self.blocks
-        self.prefers_blocks = sum(told.image_bytes for told in told_of_all) > _BLOCKS_FROM_BYTES
+        self.prefers_blocks = (
+            sum(group_info.image_bytes for group_info in told_of_all) > _BLOCKS_FROM_BYTES
+        )
         self.class_names = class_names_of(self._shards, self._columns[1], classes)
         self._labels_of = {
             shard.uri: Labels(self.class_names, shard.kind, shard.class_names)
@@ -82,7 +86,7 @@ class ParquetImages:
         self._memory_bytes = config.memory_mib * _MIB
         self._groups = self._new_groups()
 
-    def part(self, used: Callable[[int, int], Flags]) -> ParquetImages:
+    def part(self, used: Callable[[int, int], RowMask]) -> ParquetImages:
         """The same rows with a separate cache, for a reader that uses only some of them.
 
         Args:
@@ -97,10 +101,10 @@ class ParquetImages:
         blocks = self._blocks_of(rows)
         places = rows - self._starts[blocks]
         wanted = list(dict.fromkeys(blocks.tolist()))
-        if self._remote:  # all at the same time, the first of them by this thread
+        if self._remote:  # all concurrently, the first one by this thread
             self._groups.ahead(wanted[1:])
         records: list[Any] = [None] * len(rows)
-        apart: list[tuple[int, Shard, str]] = []  # (index, file, path of the image)
+        apart: list[tuple[int, Shard, str]] = []  # (index, shard, path of the image)
         for block in wanted:
             chosen = np.flatnonzero(blocks == block)
             group = self._groups.get(block, places[chosen])
@@ -120,26 +124,27 @@ class ParquetImages:
             DataError: a label is null or not a class; names the row.
         """
         numbers: list[int] = []
-        shards = [shard for shard in self._shards if any(told.rows for told in shard.groups)]
+        shards = [shard for shard in self._shards if any(group.rows for group in shard.groups)]
         for shard, values in zip(shards, all_values(shards, self._columns[1]), strict=True):
             numbers += self._numbers(shard, values, len(numbers))
         return np.array(numbers, np.int64)
 
     def ahead(self, rows: Rows) -> None:
-        """Has the row groups of these rows read, which nobody has read yet. Returns at once."""
+        """Starts reading the row groups of these rows, which must not have been read. Returns at
+        once."""
         self._groups.ahead(self._blocks_of(rows).tolist())
 
     def close(self) -> None:
-        """Ends the threads that read ahead; the source remains of use."""
+        """Ends the read-ahead threads; the source remains usable."""
         self._groups.close()
 
     @property
     def reads(self) -> tuple[int, int]:
-        """Row groups read so far, and how many of them again because memory did not suffice."""
+        """Row groups read so far, and how many of them repeatedly, for lack of memory."""
         return self._groups.loads, self._groups.reloads
 
     def fingerprint(self) -> str:
-        """Of the files' names, sizes and footers, wherever the files lie."""
+        """A hash of the files' names, sizes and footers, independent of where the files are."""
         digest = sha256()
         for shard in self._shards:
             name = PurePosixPath(shard.path).name
@@ -173,7 +178,8 @@ class ParquetImages:
         return _Group(labels=self._labels(block, table), nbytes=table.nbytes, **kept)
 
     def _labels(self, block: int, table: Any) -> list[int]:
-        # In Python: a worker's first read is not to import pyarrow.compute, or pandas for to_numpy.
+        # In pure Python: a worker's first read must not import pyarrow.compute, or pandas for
+        # to_numpy.
         values = table.column(self._columns[1]).to_pylist()
         return self._numbers(self._blocks[block][0], values, int(self._starts[block]))
 
@@ -194,7 +200,7 @@ class ParquetImages:
         with ThreadPoolExecutor(_REMOTE_READERS, thread_name_prefix="images") as pool:
             return list(pool.map(lambda each: image_at(*each[1:]), apart))
 
-    def _new_groups(self, used: Callable[[int], Flags] | None = None) -> RowGroupCache[_Group]:
+    def _new_groups(self, used: Callable[[int], RowMask] | None = None) -> RowGroupCache[_Group]:
         threads = _REMOTE_READERS if self._remote else _READERS
         sizes = self.blocks, self.block_bytes, self._memory_bytes
         return RowGroupCache(self._load, *sizes, threads, used)
@@ -208,22 +214,24 @@ class ParquetImages:
         return f"{names[0]} to {names[-1]}, mapped to classes 0 to {len(names) - 1}"
 
     def _key(self, shard: Shard) -> str:
-        told = f"{shard.name} {shard.size_bytes} {shard.digest} {self._columns}"
-        return sha256(told.encode()).hexdigest()[:32]
+        identity = f"{shard.name} {shard.size_bytes} {shard.digest} {self._columns}"
+        return sha256(identity.encode()).hexdigest()[:32]
 
     def _check_statistics(self) -> None:
-        """Labels that are no class are found now, where the files have statistics."""
+        """Finds labels that are not classes early, if the files have statistics."""
         for block, (shard, group) in enumerate(self._blocks):
-            told = shard.groups[group].labels
+            known = shard.groups[group].labels
             number = self._labels_of[shard.uri].number
-            if told is not None and (told[0] or number(told[1]) is None or number(told[2]) is None):
+            if known is not None and (
+                known[0] or number(known[1]) is None or number(known[2]) is None
+            ):
                 self._labels(block, shard.read(group, self._columns[1:]))  # names the row
                 raise DataError(f"{shard.name}, row group {group}: its statistics are damaged.")
 
 
 @dataclass(frozen=True)
 class _Group:
-    """A row group in memory: Arrow arrays, out of which a row is copied when it is read."""
+    """A row group in memory: Arrow arrays from which rows are copied when they are read."""
 
     labels: list[int]
     nbytes: int

@@ -1,4 +1,4 @@
-"""The label columns of Parquet files: the classes, and the labels of rows."""
+"""Reads the label columns of Parquet files: the classes, and the labels of rows."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from raytrain_ddp.data.labels import (
     names_of,
     numbers_in,
 )
-from raytrain_ddp.data.parquet_shard import Shard, some
+from raytrain_ddp.data.parquet_shard import Shard, join_some
 from raytrain_ddp.data.permutation import Feistel
 from raytrain_ddp.errors import DataError
 
@@ -34,7 +34,7 @@ def class_names_of(
         DataError: files disagree about their classes, or have classes that are not in the given
             list.
     """
-    files = some([shard.name for shard in shards], 2)
+    files = join_some([shard.name for shard in shards], 2)
     if all(_has_none(shard) for shard in shards):
         raise NoLabelsError(f"{files}: no row has a label: all labels are null or negative.")
     named = [shard for shard in shards if shard.class_names]
@@ -42,8 +42,8 @@ def class_names_of(
         own, first = shard.class_names or [], named[0].class_names or []
         if own != first:
             raise DataError(
-                f"{shard.name}: its class names ({some(own)}) differ from those in "
-                f"{named[0].name} ({some(first)})."
+                f"{shard.name}: its class names ({join_some(own)}) differ from those in "
+                f"{named[0].name} ({join_some(first)})."
             )
     own = list(named[0].class_names or []) if named else []
     if classes is not None:
@@ -60,14 +60,14 @@ def all_values(shards: Sequence[Shard], column: str) -> Iterator[list[Any]]:
 
 def _has_none(shard: Shard) -> bool:
     """Whether all labels are null or negative according to the file's statistics."""
-    told = [(group.rows, group.labels) for group in shard.groups if group.rows]
-    return all(labels is not None and (labels[0] == n or labels[2] < 0) for n, labels in told)
+    row_groups = [(group.rows, group.labels) for group in shard.groups if group.rows]
+    return all(labels is not None and (labels[0] == n or labels[2] < 0) for n, labels in row_groups)
 
 
 def _dense_labels(shards: Sequence[Shard], column: str) -> list[str] | None:
     """The classes 0, 1, ... if a few row groups contain all of them, which avoids reading all
     labels of most data sets; else None."""
-    blocks = [(shard, g) for shard in shards for g, told in enumerate(shard.groups) if told.rows]
+    blocks = [(shard, g) for shard in shards for g, info in enumerate(shard.groups) if info.rows]
     known = [labels for shard, g in blocks if (labels := shard.groups[g].labels) is not None]
     if len(known) < len(blocks) or any(nulls or low < 0 for nulls, low, _ in known):
         return None
@@ -84,10 +84,10 @@ def _dense_labels(shards: Sequence[Shard], column: str) -> list[str] | None:
 def _labels_that_occur(shards: Sequence[Shard], column: str) -> list[str]:
     kinds = {"number" if shard.kind == "integer" else shard.kind for shard in shards}
     if len(kinds) > 1:
-        told = some(sorted(f"{shard.kind} in {shard.name}" for shard in shards), 4)
-        raise DataError(f"column {column!r} has labels of several types: {told}.")
+        listed = join_some(sorted(f"{shard.kind} in {shard.name}" for shard in shards), 4)
+        raise DataError(f"column {column!r} has labels of several types: {listed}.")
     kind = shards[0].kind
-    used = [shard for shard in shards if any(told.rows for told in shard.groups)]
+    used = [shard for shard in shards if any(listed.rows for listed in shard.groups)]
     good: set[Any] = set()
     bad: tuple[Shard, int, Any] | None = None  # the first: its file, row, value
     for shard, values in zip(used, all_values(used, column), strict=True):
@@ -97,7 +97,9 @@ def _labels_that_occur(shards: Sequence[Shard], column: str) -> list[str]:
             elif bad is None:
                 bad = shard, values.index(value), value
     if not good and (bad is None or not is_fraction(bad[2])):
-        raise NoLabelsError(f"{some([shard.name for shard in shards], 2)}: no row has a label.")
+        raise NoLabelsError(
+            f"{join_some([shard.name for shard in shards], 2)}: no row has a label."
+        )
     names = names_of(good, kind)
     if bad is not None:
         shard, row, value = bad

@@ -1,4 +1,4 @@
-"""One Parquet file of images: its footer, read and checked when opened, and its row groups."""
+"""One Parquet file of images: its footer, verified when opened, and its row groups."""
 
 from __future__ import annotations
 
@@ -25,24 +25,24 @@ from raytrain_ddp.uri import attempt, open_uri, reason_of, without_secrets
 
 T = TypeVar("T")
 
-RETRY_S = (1.0, 5.0)  # waits before a store is asked again; its client has tried several times
+RETRY_S = (1.0, 5.0)  # waits before a store is asked again, after the client's own retries
 
-_TAIL_BYTES = 64 * 2**10  # has the whole footer of most files
+_TAIL_BYTES = 64 * 2**10  # contains the whole footer of most files
 _MAGIC = b"PAR1"
 _BUFFER_BYTES = 256 * 2**10
 _OPENERS = 16
 _ERRORS_SHOWN = 20
-_BATCH_BYTES = 2**30  # an Arrow array of binary has at most 2 GiB
+_BATCH_BYTES = 2**30  # an Arrow binary array holds at most 2 GiB
 
 
 class RowGroup(NamedTuple):
     """The footer's metadata of a row group.
 
     Args:
-        columns: that are read: the images' bytes, their paths if any bytes are missing, the labels.
-        size_bytes: of these columns, unpacked.
+        columns: to read: the images' bytes, their paths if any bytes are missing, the labels.
+        size_bytes: of these columns, uncompressed.
         image_bytes: of the images' bytes, as stored.
-        labels: (nulls, least, largest) of integers; None if the file has no statistics of them.
+        labels: (nulls, min, max) of integer labels; None if the file has no statistics for them.
     """
 
     rows: int
@@ -54,13 +54,13 @@ class RowGroup(NamedTuple):
 
 @dataclass(frozen=True)
 class Shard:
-    """A Parquet file; holds no file open.
+    """A Parquet file; keeps no file open.
 
     Args:
         name: of the file, without secrets, for messages.
-        digest: of the footer, which has the rows, sizes and offsets of everything in the file.
+        digest: of the footer, which contains the rows, sizes and offsets of everything in the file.
         kind: of the labels.
-        class_names: of the ClassLabel feature, if the file has one.
+        class_names: from the ClassLabel feature, if the file has one.
     """
 
     uri: str
@@ -72,7 +72,7 @@ class Shard:
     groups: tuple[RowGroup, ...]
     kind: Kind
     class_names: list[str] | None
-    _footer: bytes  # a tenth of its parsed form
+    _footer: bytes  # a tenth of the size of its parsed form
 
     @property
     def is_local(self) -> bool:
@@ -82,28 +82,28 @@ class Shard:
         """Columns of a row group as an Arrow table, page checksums verified.
 
         Raises:
-            DataError: the file is gone, damaged or not to be had.
+            DataError: the file is missing, damaged or cannot be read.
         """
         return self._answered([group], columns, f", row group {group}")
 
     def values(self, column: str) -> list[Any]:
-        """A small column of all row groups, as Python values, shape (rows,).
+        """A small column of all row groups as Python values, shape (rows,).
 
         Raises:
-            DataError: as `read`.
+            DataError: like `read`.
         """
-        groups = [group for group, told in enumerate(self.groups) if told.rows]
+        groups = [group for group, row_group in enumerate(self.groups) if row_group.rows]
         values: list[Any] = self._answered(groups, [column], "").column(0).to_pylist()
         return values
 
     def where(self, row: int) -> str:
         """File, row group and row in it, for messages."""
-        ends = list(accumulate(told.rows for told in self.groups))
+        ends = list(accumulate(row_group.rows for row_group in self.groups))
         group = bisect_right(ends, row)
         return f"{self.name}, row group {group}, row {row - ends[group] + self.groups[group].rows}"
 
     def _answered(self, groups: Sequence[int], columns: Sequence[str], where: str) -> Any:
-        outcome = patiently(lambda: self._read(groups, columns), self.is_local)
+        outcome = with_retries(lambda: self._read(groups, columns), self.is_local)
         if isinstance(outcome, Exception):
             reason = reason_of(self.uri, outcome)
             raise DataError(f"{self.name}{where}: cannot be read: {reason}.")
@@ -117,9 +117,9 @@ class Shard:
             file = pq.ParquetFile(
                 source,
                 metadata=_parsed(self._footer).metadata,
-                # A page at a time: the column is not in memory twice.
+                # One page at a time: the column is not in memory twice.
                 buffer_size=_BUFFER_BYTES if self.is_local else 0,
-                # All columns in one request; fsspec's files cannot do several at a time.
+                # All columns in one request; fsspec files do not support concurrent reads.
                 pre_buffer=not self.is_local and not isinstance(self.fs, pafs.PyFileSystem),
                 page_checksum_verification=True,
             )
@@ -128,8 +128,8 @@ class Shard:
             return pa.Table.from_batches(batches).flatten()
 
     def _batch_rows(self, group: int) -> int:
-        told = self.groups[group]
-        return max(1, told.rows * _BATCH_BYTES // max(_BATCH_BYTES, told.size_bytes))
+        row_group = self.groups[group]
+        return max(1, row_group.rows * _BATCH_BYTES // max(_BATCH_BYTES, row_group.size_bytes))
 
 
 def open_shard(uri: str, image_column: str, label_column: str) -> Shard:
@@ -140,7 +140,7 @@ def open_shard(uri: str, image_column: str, label_column: str) -> Shard:
     """
     name = without_secrets(uri)
     is_local = "://" not in uri
-    outcome = patiently(lambda: _open(uri, name, image_column, label_column), is_local)
+    outcome = with_retries(lambda: _open(uri, name, image_column, label_column), is_local)
     if isinstance(outcome, RaytrainError):
         raise outcome
     if isinstance(outcome, FileNotFoundError):
@@ -150,8 +150,8 @@ def open_shard(uri: str, image_column: str, label_column: str) -> Shard:
     return outcome
 
 
-def patiently(ask: Callable[[], T], is_local: bool) -> T | Exception:
-    """As `attempt`; what an object store answers with an error is asked again, a little later."""
+def with_retries(ask: Callable[[], T], is_local: bool) -> T | Exception:
+    """Like `attempt`, but retries errors of an object store a little later."""
     outcome = attempt(ask)
     for wait_s in () if is_local else RETRY_S:
         if not isinstance(outcome, Exception) or isinstance(
@@ -185,7 +185,7 @@ def _read_footer(source: Any, size: int) -> bytes:
     """The end of a file, from which it can be opened: metadata, their length, magic bytes."""
     tail = source.read_at(min(size, _TAIL_BYTES), max(0, size - _TAIL_BYTES))
     if len(tail) < 3 * len(_MAGIC) or tail[-4:] != _MAGIC:
-        raise ValueError(f"its {size} bytes do not end as they should; it may have been cut off")
+        raise ValueError(f"its {size} bytes do not end with Parquet's magic bytes: truncated?")
     length = int.from_bytes(tail[-8:-4], "little") + 8
     if length > size:
         raise ValueError("its footer is damaged")
@@ -271,8 +271,8 @@ def open_shards(paths: Sequence[str], image_column: str, label_column: str) -> l
         if len(errors) == 1 or not isinstance(error, DataError):
             raise error
     if errors:
-        told = some([str(error).rstrip(".") for error in errors], _ERRORS_SHOWN, "; ")
-        raise DataError(f"{len(errors)} of {len(paths)} files cannot be used: {told}.")
+        listed = join_some([str(error).rstrip(".") for error in errors], _ERRORS_SHOWN, "; ")
+        raise DataError(f"{len(errors)} of {len(paths)} files cannot be used: {listed}.")
     return [result for result in opened if isinstance(result, Shard)]
 
 
@@ -287,14 +287,14 @@ def image_at(shard: Shard, path: str) -> bytes | BadRecord:
         with shard.fs.open_input_stream(place, compression=None) as stream:
             return bytes(stream.read())
 
-    outcome = patiently(ask, shard.is_local)
+    outcome = with_retries(ask, shard.is_local)
     if isinstance(outcome, FileNotFoundError | NotADirectoryError | IsADirectoryError):
         return BadRecord(f"{path}: no such file")
-    if isinstance(outcome, Exception):  # not a bad record: the file may be readable next time
+    if isinstance(outcome, Exception):  # not a bad record: the file may be readable later
         raise DataError(f"{path}: cannot be read: {reason_of(shard.uri, outcome)}.")
     return outcome
 
 
-def some(names: Sequence[str], most: int = 5, separator: str = ", ") -> str:
+def join_some(names: Sequence[str], most: int = 5, separator: str = ", ") -> str:
     more = f"{separator}and {len(names) - most} more" if len(names) > most else ""
     return separator.join(names[:most]) + more

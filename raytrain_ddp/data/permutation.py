@@ -1,4 +1,4 @@
-"""Permutations that are functions of a key, alike in every version of NumPy and on all machines."""
+"""Keyed permutations, the same in every version of NumPy and on all machines."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from raytrain_ddp.data.sample_rng import Rows, hash64, mix64
 Words = npt.NDArray[np.uint64]
 
 _ROUNDS = 8
-_LEAST_BITS = 6  # below that a round has too few bits to work with
+_LEAST_BITS = 6  # fewer bits do not mix well
 
 
 class Feistel:
-    """A permutation of 0..n-1 of which any part can be asked for, in memory that n does not change.
+    """A permutation of 0..n-1 with random access, in constant memory.
 
-    An unbalanced Feistel network on the next power of two; what falls outside 0..n-1 is sent
-    through again until it is inside (Black and Rogaway, CT-RSA 2002).
+    An unbalanced Feistel network on the next power of two; a value outside 0..n-1 is
+    permuted again until it is inside (cycle walking; Black and Rogaway, CT-RSA 2002).
     """
 
     def __init__(self, n: int, *key: int) -> None:
@@ -31,11 +31,11 @@ class Feistel:
         self._keys = [np.uint64(hash64(*key, n, number)) for number in range(_ROUNDS)]
 
     def __call__(self, places: Rows) -> Rows:
-        """Where each of `places`, shape (k,), is sent."""
+        """The images of `places`, shape (k,)."""
         return self._walk(places, self._forth)
 
     def inverse(self, places: Rows) -> Rows:
-        """What is sent to each of `places`, shape (k,)."""
+        """The preimages of `places`, shape (k,)."""
         return self._walk(places, self._back)
 
     def _walk(self, places: Rows, once: Callable[[Words], Words]) -> Rows:
@@ -61,9 +61,10 @@ class Feistel:
 
 
 def sorted_permutation(n: int, seed: int, epoch: int, stream: int) -> Rows:
-    """Sorts 0..n-1 by random bits. They are Philox's raw ones, which are the same in every version
-    of NumPy (its `permutation` is not promised to be). The number itself, in the low bits, makes
-    all keys different, so that any way of sorting gives the same."""
+    """A random permutation of 0..n-1, by sorting random keys. These are Philox's raw bits, which
+    are the same in every version of NumPy (its `permutation` has no such guarantee). The low bits
+    of each key hold the number itself, so all keys differ, and any sorting algorithm gives the same
+    result."""
     bits = np.random.Philox(key=np.array([seed, stream], np.uint64), counter=[0, 0, 0, epoch])
     width = np.uint64(max(1, (n - 1).bit_length()))
     keys = (bits.random_raw(n) << width) | np.arange(n, dtype=np.uint64)

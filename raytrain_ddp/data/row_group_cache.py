@@ -1,7 +1,7 @@
-"""Blocks of rows in memory: read ahead of their use, each once, within a bound.
+"""Row groups in memory: read in advance, each once, within a memory limit.
 
-The order of an epoch visits each row once, so a block is done with when all its rows have been
-read, and makes way at once. (If all blocks fit, they stay.)
+The order of an epoch visits each row once, so a block is finished when all its rows have been
+read, and is dropped at once. (If all blocks fit, they stay.)
 """
 
 from __future__ import annotations
@@ -27,21 +27,22 @@ class Sized(Protocol):
 
 
 B = TypeVar("B", bound=Sized)
-Flags = npt.NDArray[np.bool_]
+RowMask = npt.NDArray[np.bool_]
 
 
 class RowGroupCache(Generic[B]):
-    """Blocks that are loaded when needed, by whoever needs them first, or ahead by threads.
+    """Blocks that are loaded on demand by the thread that needs them, or in advance by other
+    threads.
 
-    May be used from several threads: they wait for each other only for the same block.
+    Thread-safe: threads wait for each other only for the same block.
 
     Args:
-        load: block -> its content. Called by several threads at once, for different blocks.
+        load: block -> its content. Called by several threads concurrently, for different blocks.
         rows: rows in each block, shape (blocks,).
-        sizes: about how many bytes each takes in memory, shape (blocks,).
-        limit_bytes: most bytes of blocks kept and read ahead; a block that is needed now, and those
-            whose rows are being copied out, come on top if nothing can make way.
-        threads: most blocks that are read ahead at the same time.
+        sizes: approximate bytes of each in memory, shape (blocks,).
+        limit_bytes: maximum bytes of blocks kept and read in advance; may be exceeded by a block
+            that is needed now and by blocks whose rows are being copied, if nothing can be dropped.
+        threads: maximum number of blocks read in advance concurrently.
         used: block -> which of its rows are read at all, shape (rows in the block,). Default: all.
     """
 
@@ -52,7 +53,7 @@ class RowGroupCache(Generic[B]):
         sizes: Rows,
         limit_bytes: int,
         threads: int,
-        used: Callable[[int], Flags] | None = None,
+        used: Callable[[int], RowMask] | None = None,
     ) -> None:
         self._load, self._sizes = load, sizes
         self._used = used or (lambda block: np.ones(rows[block], bool))
@@ -61,15 +62,15 @@ class RowGroupCache(Generic[B]):
         self._lock = Lock()
         self._kept: OrderedDict[int, _Kept[B]] = OrderedDict()  # least recently used first
         self._bytes = 0
-        self._wanted: dict[int, None] = {}  # to be read ahead, in this order
+        self._wanted: dict[int, None] = {}  # to be read in advance, in this order
         self._reading = 0  # blocks that the pool is reading
         self._pool: ThreadPoolExecutor | None = None
-        self._cut: set[int] = set()  # made way before all their rows were read
+        self._cut: set[int] = set()  # dropped before all their rows were read
         self.loads = 0
         self.reloads = 0
 
     def get(self, block: int, places: Rows) -> B:
-        """A block, of which the caller reads the rows at `places`, shape (n,)."""
+        """A block of which the caller reads the rows at `places`, shape (n,)."""
         with self._lock:
             kept = self._kept.get(block)
             mine = kept is None
@@ -89,7 +90,7 @@ class RowGroupCache(Generic[B]):
         return content
 
     def ahead(self, blocks: Iterable[int]) -> None:
-        """Says which blocks will be needed next, in this order. Returns at once.
+        """Announces which blocks will be needed next, in this order. Returns at once.
 
         Not for rows that may have been read already: their blocks would be read again.
         """
@@ -100,14 +101,14 @@ class RowGroupCache(Generic[B]):
             self._read_ahead()
 
     def close(self) -> None:
-        """Ends the threads, after what they are reading. What is kept, and `get`, stay of use."""
+        """Ends the threads after their current reads. Cached blocks and `get` remain usable."""
         with self._lock:
             self._wanted.clear()
             pool, self._pool = self._pool, None
         if pool is not None:
             pool.shutdown()
 
-    # The following are called with the lock held, but for `_fill` and `_fill_ahead`.
+    # The following methods require the lock, except `_fill` and `_fill_ahead`.
 
     def _begin(self, block: int) -> _Kept[B]:
         self.loads += 1
@@ -123,7 +124,7 @@ class RowGroupCache(Generic[B]):
         return self._bytes + int(self._sizes[block]) <= self._limit
 
     def _make_room(self, block: int) -> None:
-        """Lets blocks go before their time, for one that is needed now."""
+        """Drops blocks early to make room for one that is needed now."""
         while not self._fits(block):
             loaded = (item for item in self._kept.items() if item[1].content.done())
             other, kept = next(loaded, (block, None))
@@ -141,7 +142,7 @@ class RowGroupCache(Generic[B]):
         while self._wanted and self._reading < self._threads:
             block = next(iter(self._wanted))
             if not self._fits(block):
-                return  # until others are done with
+                return  # until other blocks are finished
             del self._wanted[block]
             if self._pool is None:
                 self._pool = ThreadPoolExecutor(self._threads, thread_name_prefix="row-groups")
@@ -155,7 +156,7 @@ class RowGroupCache(Generic[B]):
             self._read_ahead()
 
     def _fill(self, block: int, kept: _Kept[B]) -> None:
-        """Loads a block. Those who wait for it get the error, if there is one; others try again."""
+        """Loads a block. On an error, the waiting threads get it; later calls try again."""
         try:
             content = self._load(block)
         except BaseException as error:
@@ -173,14 +174,15 @@ class RowGroupCache(Generic[B]):
 @dataclass(eq=False)
 class _Kept(Generic[B]):
     size_bytes: int  # expected, then measured
-    used: Flags  # (rows,)
+    used: RowMask  # (rows,)
     content: Future[B] = field(default_factory=Future)
 
     def __post_init__(self) -> None:
-        self.unread = self.used.copy()  # (rows,) by this pass over the data
+        self.unread = self.used.copy()  # (rows,) in this pass over the data
 
     def read(self, places: Rows) -> bool:
-        """Notes what is read; whether that completes the pass. The next one begins then."""
+        """Records what is read; returns whether that completes the pass, and starts the next
+        one."""
         self.unread[places] = False
         done = not self.unread.any()
         if done:

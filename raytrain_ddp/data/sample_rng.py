@@ -1,7 +1,7 @@
-"""Random numbers that belong to a sample or to a slot, never to a worker or a thread.
+"""Random numbers that belong to a sample or a slot, never to a worker or a thread.
 
-Both kinds are counter-based: a hash of where the number is used, so there is no generator to save,
-to share between threads or to seed per sample (`torch.manual_seed` costs 0.1 ms; this, 1 us a row).
+Both kinds are counter-based: a hash of where the number is used. So there is no generator to save,
+to share between threads or to seed per sample (`torch.manual_seed` takes 0.1 ms; this, 1 us a row).
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class Draws:
 
     Args:
         rows: row ids, shape (n,).
-        repeats: which time of the epoch it is that each row comes, shape (n,); None: the first.
+        repeats: the repetition within the epoch of each row, shape (n,); None: the first.
     """
 
     seed: int
@@ -65,7 +65,7 @@ def seed_globals(key: int) -> None:
 
     `torch.manual_seed` takes 0.1 ms because it seeds every device.
     """
-    import torch  # making the plan does not need torch
+    import torch  # epoch_order.py does not need torch
 
     random.seed(key)
     np.random.seed(key & 0xFFFFFFFF)
@@ -87,18 +87,18 @@ def kept_globals() -> Iterator[None]:
 
 
 def hash64(*values: int) -> int:
-    """A well-mixed 64-bit number from integers; order matters."""
+    """A well-mixed 64-bit hash of integers; order matters."""
     state = 0
     for value in values:
         state = _mix_int((state + 0x9E3779B97F4A7C15 + (value & _MASK)) & _MASK)
     return state
 
 
-# The finaliser of SplitMix64 (Steele, Lea and Flood, OOPSLA 2014), on arrays and on one integer.
+# The finalizer of SplitMix64 (Steele, Lea and Flood, OOPSLA 2014), on arrays and on one integer.
 
 
 def mix64(x: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
-    """Well-mixed 64-bit numbers from an array; a bijection. The caller allows for overflow."""
+    """Well-mixed 64-bit numbers from an array; a bijection. The caller must permit overflow."""
     x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return x ^ (x >> np.uint64(31))

@@ -61,7 +61,7 @@ def unpack(file: int) -> Any:
 
 
 def send(channel: socket.socket, value: Any) -> None:
-    """Raises OSError if the other side is closed, and the error of `pack` if it cannot be
+    """Raises OSError if the other end is closed, and the error of `pack` if the value cannot be
     pickled."""
     file = pack(value)
     try:
@@ -71,7 +71,7 @@ def send(channel: socket.socket, value: Any) -> None:
 
 
 def receive(channel: socket.socket) -> Any:
-    """Raises EOFError if the other side is closed."""
+    """Raises EOFError if the other end is closed."""
     try:
         head, files, _, _ = socket.recv_fds(channel, 1, 1, socket.MSG_CMSG_CLOEXEC)
     except ConnectionError:
@@ -95,7 +95,7 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
 
 
 def _reduced(tensor: Tensor) -> tuple[Callable[..., Tensor], tuple[Any, ...]]:
-    """The tensor's own bytes in memory order, without the rest of its storage."""
+    """The tensor's bytes in memory order, without the rest of its storage."""
     tensor = tensor.resolve_conj().resolve_neg()
     strides = tensor.stride()
     order = sorted(range(tensor.dim()), key=lambda dim: (-strides[dim], dim))

@@ -1,4 +1,4 @@
-"""Where samples come from: rows in blocks.
+"""Data sources: rows in blocks, and batches made of them.
 
 A `Source` knows the number of rows in each of its blocks and reads any rows by their ids. A `Data`
 adds the function that makes a batch of its records.
@@ -40,7 +40,8 @@ class Source(Protocol):
 
     @property
     def blocks(self) -> Rows:
-        """Rows of each block, shape (blocks,), 1 or more; it is cheap to read a block at once."""
+        """The number of rows of each block, shape (blocks,), at least 1; a block is cheap to
+        read."""
 
     def read(self, rows: Rows) -> Any:
         """The records of `rows`, shape (n,), in that order; what `Data.collate` understands.
@@ -50,11 +51,11 @@ class Source(Protocol):
         """
 
     def fingerprint(self) -> str:
-        """Changes when the data change: compared when a run is resumed."""
+        """Changes if the data change; compared when a run is resumed."""
 
 
 class BadRecord(Exception):
-    """Stands where a record's image should be, and says why there is none."""
+    """Takes the place of a record's image, and says why there is none."""
 
 
 def default_collate(records: Any, draws: Draws) -> Batch:
@@ -108,7 +109,7 @@ class Data:
         return self.collate(records, draws)
 
     def samples_of(self, batch: Batch) -> int:
-        """Raises TaskError if the number of samples is not clear; see `nests.samples_of`."""
+        """Raises TaskError if the number of samples is not clear; see `nested.samples_of`."""
         from raytrain_ddp.data.nested import samples_of
 
         return samples_of(batch) if self.count is None else int(self.count(batch))
@@ -118,7 +119,7 @@ class Data:
         time.
 
         Raises:
-            TaskError: it cannot be copied.
+            TaskError: the data cannot be copied.
         """
         from raytrain_ddp.data.loader_processes import LoaderProcesses
 

@@ -143,7 +143,7 @@ def _by_file(name: str) -> tuple[str, SplitName] | None:
 
 def _labels(splits: Mapping[str, SplitName], shown: str) -> dict[str, str]:
     """The split of each file. ``train_a`` and ``train_b`` are parts of train, but ``train_extra``
-    beside ``train`` is a split of its own."""
+    next to ``train`` is a split of its own."""
     exact = {split.role for split in splits.values() if split.is_exact}
     for role in set(KEYWORDS) - exact:
         sets = sorted({split.before for split in splits.values() if split.role == role})
@@ -230,7 +230,7 @@ def _require_all(
     if twice or beyond:
         files = [name for files in twice for name in files] or beyond
         wrong = "are the same shard" if twice else f"are not among the {total} shards"
-        raise DataError(f"{shown}: {some(files)} {wrong}: remove files of other versions.")
+        raise DataError(f"{shown}: {first_names(files)} {wrong}: remove files of other versions.")
     name, shard = shards[0]
     rest = shard["rest"] if len({shard["rest"] for _, shard in shards}) == 1 else ""
     path = PurePosixPath(name)
@@ -243,12 +243,12 @@ def _require_all(
     missing = [name for name in missing if is_wanted(name)]
     if missing:
         raise DataError(
-            f"{shown}: {len(missing)} of {total} shards are missing: {some(missing)}. Download or "
-            "copy them again."
+            f"{shown}: {len(missing)} of {total} shards are missing: {first_names(missing)}. "
+            "Download or copy them again."
         )
 
 
-def some(names: Sequence[str]) -> str:
+def first_names(names: Sequence[str]) -> str:
     """The first names, and the number of the remaining ones."""
     more = f" and {len(names) - _NAMES_SHOWN} more" if len(names) > _NAMES_SHOWN else ""
     return ", ".join(names[:_NAMES_SHOWN]) + more

@@ -14,7 +14,7 @@ import numpy as np
 
 from raytrain_ddp.config.input_sections import DataConfig
 from raytrain_ddp.data.data_check import Found, Located, locate
-from raytrain_ddp.data.holdout import Held, Part, held_out
+from raytrain_ddp.data.holdout import HoldoutPart, HoldoutRows, held_out
 from raytrain_ddp.data.image_folder import FolderImages
 from raytrain_ddp.data.labels import NoLabelsError, UnknownClassError, normalized
 from raytrain_ddp.data.parquet_images import ParquetImages
@@ -33,17 +33,18 @@ _NO_EVALUATION = (
 
 
 class ImageSource(Source, Protocol):
-    """A source of (image, label): encoded bytes, a PIL image, or why there is none."""
+    """A source of (image, label), where the image is encoded bytes, a PIL image or a
+    `BadRecord`."""
 
     class_names: list[str]
 
     def read(self, rows: Rows) -> Sequence[tuple[Any, int]]: ...
 
     def labels(self) -> Rows:
-        """The number of each row's class, shape (rows,)."""
+        """The class number of each row, shape (rows,)."""
 
     def where(self, row: int) -> str:
-        """File and row, for messages."""
+        """The file and row, for messages."""
 
 
 @dataclass
@@ -155,7 +156,9 @@ def open_splits(config: DataConfig, found: Found | None = None) -> Splits:
     if config.holdout:
         held = _held(train, config)
         from_told = f"{config.holdout:.3g} of the training set (data.holdout)"
-        return Splits(Part(train, held, True), Part(train, held, False), from_told, tuple(notes))
+        return Splits(
+            HoldoutPart(train, held, True), HoldoutPart(train, held, False), from_told, tuple(notes)
+        )
     evaluation, eval_from = None, ""
     if found.eval is not None:
         try:
@@ -196,9 +199,9 @@ def open_images(
     return TorchvisionImages(found.paths[0], root, train, classes, whole, found.name)
 
 
-def _held(train: ImageSource, config: DataConfig) -> Held:
+def _held(train: ImageSource, config: DataConfig) -> HoldoutRows:
     rows = held_out(train.labels(), config.holdout, config.holdout_seed)
-    return Held(rows, f"{config.holdout!r} {config.holdout_seed}")
+    return HoldoutRows(rows, f"{config.holdout!r} {config.holdout_seed}")
 
 
 def _notes_of(source: ImageSource, what: str) -> list[str]:
@@ -207,17 +210,17 @@ def _notes_of(source: ImageSource, what: str) -> list[str]:
     ignored: Mapping[str, int] = getattr(source, "ignored", {})
     if ignored:
         kinds = sorted(ignored.items(), key=lambda item: (-item[1], item[0]))[:3]
-        told = ", ".join(f"{count} {kind}" for kind, count in kinds)
+        listed = ", ".join(f"{count} {kind}" for kind, count in kinds)
         files = sum(ignored.values())
         noun = "file is" if files == 1 else "files are"
         notes.append(
             f"{files} {noun} not used in {what}: no image extension, or outside of the class "
-            f"folders ({told})."
+            f"folders ({listed})."
         )
-    alike = getattr(source, "same_inside", ())
-    if alike:
+    same = getattr(source, "same_inside", ())
+    if same:
         notes.append(
-            f"every class folder of {what} has the same folders ({', '.join(alike[:3])}, ...). If "
+            f"every class folder of {what} has the same folders ({', '.join(same[:3])}, ...). If "
             "those are the classes, move them to the top."
         )
     values = getattr(source, "mapped", "")

@@ -1,4 +1,4 @@
-"""Listings of files in an object store, and error messages if the store does not respond."""
+"""Lists files in an object store; reports an error if the store does not respond."""
 
 from __future__ import annotations
 
@@ -120,7 +120,7 @@ def _answered(outcome: T | Exception, source: str, shown: str) -> T:
             download = f", or download it ({command}) and use DIR"
         if isinstance(outcome, TimeoutError):
             raise PreflightError(
-                f"{shown} did not answer within {REACH_TIMEOUT_S:.0f} s: check the address, the "
+                f"{shown} did not respond within {REACH_TIMEOUT_S:.0f} s: check the address, the "
                 f"network and the credentials{download}."
             )
         reason = reason_of(source, outcome)

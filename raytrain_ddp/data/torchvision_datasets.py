@@ -21,7 +21,7 @@ from raytrain_ddp.errors import ConfigError, DataError, did_you_mean
 
 _EVAL_SPLITS = ("val", "valid", "validation", "test")  # in order of preference
 _LABELS = ("targets", "labels", "_labels", "y")  # attributes with the labels of all rows
-_LOOKED_AT = 5  # labels that are compared with those of the items
+_LOOKED_AT = 5  # labels to compare with those of the items
 
 
 class TorchvisionImages:
@@ -145,7 +145,7 @@ def _choices(
 
 
 def _arguments(made_by: type[Any]) -> set[str]:
-    """Those of the constructor; if it passes others on, also those of its parent's."""
+    """The constructor's arguments; those of its parent's, too, if it passes arguments on."""
     names: set[str] = set()
     for parent in made_by.__mro__:
         if "__init__" in vars(parent):
@@ -159,18 +159,18 @@ def _arguments(made_by: type[Any]) -> set[str]:
 def _make(
     made_by: type[Any], name: str, root: Path, choices: list[dict[str, Any]], asked: str
 ) -> tuple[Any, dict[str, Any]]:
-    """The set, and the arguments that made it."""
+    """The data set, and the arguments it was made with."""
     for arguments in choices:
         try:
             return made_by(str(root), **arguments), arguments
         except ValueError as error:
             if asked and "split" in arguments:
                 raise _no_split(name, asked, str(error).rstrip(".")) from None
-            continue  # it has no split of that name
+            continue  # it has no split with that name
         except TypeError:
-            break  # it needs more arguments: no classification set
+            break  # it needs more arguments: not a classification data set
         except (RuntimeError, OSError, ImportError) as error:
-            raise DataError(f"torchvision:{name} cannot be had: {error}") from error
+            raise DataError(f"torchvision:{name} cannot be loaded: {error}") from error
     raise _without_parts(name)
 
 

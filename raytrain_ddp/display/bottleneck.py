@@ -1,4 +1,4 @@
-"""What limits a run, in words: from the split of its steps, as the log has it."""
+"""Names what limits a run's speed, from the time per phase in the log."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ from typing import NamedTuple
 from raytrain_ddp.display.formatting import format_share
 from raytrain_ddp.events import LogRecord, Slowest, Train
 
-_OVER_S = 30.0  # of training; less jumps, more is slow to see a change
-_SLOWER = 1.25  # than the median rank, to be named
+_OVER_S = 30.0  # of training; less fluctuates, more reacts slowly
+_SLOWER = 1.25  # times the median rank, to be named
 
 
 class _Cause(NamedTuple):
-    """Told from `least` on, as a share of the time."""
+    """A bottleneck that is named if its share of the time is at least `least`."""
 
     phase: str
     least: float
-    told: str
+    activity: str
     remedy: str
 
 
@@ -27,13 +27,13 @@ _CAUSES = (
         "data",
         0.10,
         "waits for data",
-        "more CPUs a worker (scaling.cpus_per_worker), smaller images (convert), less augmentation",
+        "more scaling.cpus_per_worker, smaller images (convert), less augmentation",
     ),
     _Cause(
         "copy",
         0.10,
-        "waits for batches on their way to the GPU",
-        "images as uint8, smaller ones, or a larger data.prefetch",
+        "waits for copies of batches to the GPU",
+        "images as uint8, smaller images, or a larger data.prefetch",
     ),
     _Cause(
         "communication",
@@ -42,9 +42,9 @@ _CAUSES = (
         "a larger batch, ddp.compression, or a faster network (doctor measures it)",
     ),
     _Cause("optimizer", 0.25, "updates weights", "a larger batch for fewer updates"),
-    _Cause("checkpoint", 0.05, "stands still for checkpoints", "a larger checkpoint.every_s"),
+    _Cause("checkpoint", 0.05, "is blocked by checkpoints", "a larger checkpoint.every_s"),
     _Cause("evaluation", 0.40, "evaluates", "a larger eval.every_epochs"),
-    _Cause("other", 0.20, "launches and agrees, between steps", "a larger micro_batch"),
+    _Cause("other", 0.20, "spends time between steps", "a larger micro_batch"),
 )
 
 
@@ -52,7 +52,7 @@ class StepSplit:
     """Shares of the time by phase.
 
     Args:
-        over_s: seconds of training that count, the newest; None: all.
+        over_s: the newest seconds of training to include; None: all.
     """
 
     def __init__(self, over_s: float | None = _OVER_S) -> None:
@@ -62,10 +62,10 @@ class StepSplit:
         self._step: int | None = None
 
     def add(self, record: Train) -> None:
-        """Takes in a record of kind "train"."""
+        """Adds a record of kind "train"."""
         steps = record.step - (self._step or 0)
         self._step = record.step
-        if steps <= 0:  # a restart: how many steps the line is for is not known
+        if steps <= 0:  # a restart: the number of steps of this record is unknown
             return
         timing = record.timing
         seconds = {phase: steps * each for phase, each in timing.split_s.items()}
@@ -76,12 +76,12 @@ class StepSplit:
             self._spent_s -= self._lines.popleft()[0]
 
     def begin(self, step: int) -> None:
-        """The run goes on from here."""
+        """The run continues from this step."""
         self._step = step
 
     @property
     def is_settled(self) -> bool:
-        """Whether it rests on as many seconds as it should."""
+        """Whether it covers `over_s` seconds."""
         return self._over_s is None or self._spent_s >= self._over_s
 
     def shares(self) -> dict[str, float]:
@@ -95,7 +95,7 @@ class StepSplit:
         return {phase: each / whole for phase, each in ordered} if whole > 0 else {}
 
     def slowest(self) -> tuple[int, str, float] | None:
-        """(rank, phase, times the median) of a rank that the others have waited for most of the
+        """(rank, phase, multiple of the median) of a rank that the others waited for most of the
         time, if there is one."""
         named = Counter[tuple[int, str]]()
         ratios: dict[tuple[int, str], float] = defaultdict(float)
@@ -112,7 +112,7 @@ class StepSplit:
         return (*place, 1000 * ratios[place] / milliseconds)
 
     def limit(self) -> str:
-        """In a line, what stands most in the way of computing, and what helps; "" at the start."""
+        """One line: the main bottleneck, and a remedy; "" at the start."""
         shares, slow = self.shares(), self.slowest()
         if not shares:
             return ""
@@ -124,14 +124,14 @@ class StepSplit:
         if worst.phase == "communication" and slow is not None:
             rank, phase, ratio = slow
             return (
-                f"waits for rank {rank} {share} of the time: its {phase} makes it {ratio:.1f} x as "
-                "slow as the others"
+                f"waits for rank {rank} {share} of the time: its {phase} takes {ratio:.1f} x as "
+                "long as on the others"
             )
-        return f"{worst.told} {share} of the time: {worst.remedy}"
+        return f"{worst.activity} {share} of the time: {worst.remedy}"
 
 
 def split_of(records: Iterable[LogRecord]) -> StepSplit:
-    """Of a whole log."""
+    """The split of a whole log."""
     split = StepSplit(None)
     for record in records:
         if isinstance(record, Train):

@@ -1,4 +1,4 @@
-"""Figures as a person reads them."""
+"""Formats numbers, times, sizes and messages for people."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ def format_seconds(seconds: float) -> str:
 
 
 def format_count(count: float) -> str:
-    """``3.2``, ``812``, ``1437``, ``25,557,032``: four digits are read at a glance."""
+    """``3.2``, ``812``, ``1437``, ``25,557,032``: no separator up to four digits."""
     digits = 0 if count >= 99.5 or count == int(count) else 1
     return f"{count:,.0f}" if count >= 9999.5 else f"{count:.{digits}f}"
 
 
 def format_number(value: float) -> str:
-    """Four significant digits, trailing zeros kept, so that a column does not jump."""
+    """Four significant digits with trailing zeros, so that columns stay aligned."""
     return f"{value:#.4g}".rstrip(".") if abs(value) < 9999.5 else f"{value:.3e}"
 
 
 def format_metric(name: str, value: float) -> str:
-    """Top-k and accuracies in [0, 1] as percent, all else as a number."""
+    """Top-k and accuracies in [0, 1] as percent, others as numbers."""
     if re.search(r"(^|[/_.])(top\d+|acc(uracy)?)$", name) and 0 <= value <= 1:
         return f"{format_number(100 * value)} %"
     return format_number(value)
@@ -38,7 +38,7 @@ def plural(count: int, what: str) -> str:
 
 
 def format_plan(plan: Plan) -> tuple[str, str]:
-    """The arithmetic of the batch in one line, what is trained in another."""
+    """The batch arithmetic in one line, and what is trained in another."""
     unit, resumed = plan.unit, plan.resumed_from
     return (
         f"{plan.batch_size} = {plan.slots} slots x {plan.micro_batch}, "
@@ -51,25 +51,25 @@ def format_plan(plan: Plan) -> tuple[str, str]:
 
 
 def format_data(data: DataSummary | None, unit: str) -> list[tuple[str, str]]:
-    """Title and text of each line about the data, as `Splits.summary` has them; none without."""
+    """(title, text) of each line about the data, from `Splits.summary`; none without data."""
     if data is None:
         return []
     classes = f"{format_count(data.classes)} classes"
-    told = ", ".join(data.names) + ", ..." * (data.classes > len(data.names))
-    lines = [("training set", f"{format_count(data.train.rows)} {unit} of {classes}: {told}")]
-    told = "not counted because the storage is slow"
+    shown = ", ".join(data.names) + ", ..." * (data.classes > len(data.names))
+    lines = [("training set", f"{format_count(data.train.rows)} {unit} of {classes}: {shown}")]
+    shown = "not counted because the storage is slow"
     if data.train.smallest and data.train.largest:
         (small, least), (large, most) = data.train.smallest, data.train.largest
-        told = f"{format_count(least)} (class {small}) to {format_count(most)} (class {large})"
+        shown = f"{format_count(least)} (class {small}) to {format_count(most)} (class {large})"
         if least == most:
-            told = f"{format_count(least)} each"
-    lines.append(("class sizes", told))
-    told = "none"
+            shown = f"{format_count(least)} each"
+    lines.append(("class sizes", shown))
+    shown = "none"
     if data.eval is not None:
         absent = data.eval.empty or 0
         some = f"{data.classes - absent} of the {classes}" if absent else classes
-        told = f"{format_count(data.eval.rows)} {unit} of {some}: {data.eval.origin}"
-    lines.append(("evaluation", told))
+        shown = f"{format_count(data.eval.rows)} {unit} of {some}: {data.eval.origin}"
+    lines.append(("evaluation", shown))
     return lines + [("note", note) for note in data.notes]
 
 
@@ -88,7 +88,7 @@ def format_share(share: float) -> str:
 
 
 def gist(message: str) -> str:
-    """The first line of an error's message, and of a traceback below it the exception itself."""
+    """The first line of an error's message; for a traceback below it, also the exception."""
     first, _, rest = message.strip().partition("\n")
     last = rest.splitlines()[-1:] if "Traceback" in rest else []
     return ": ".join([first.rstrip(":"), *(line.strip() for line in last)])

@@ -1,4 +1,4 @@
-"""``python -m raytrain_ddp.doctor [RECIPE] [flags]``: is all there that a run needs?"""
+"""``python -m raytrain_ddp.doctor [RECIPE] [flags]``: checks a cluster before a run, or a run."""
 
 from __future__ import annotations
 
@@ -40,19 +40,19 @@ def main(argv: Sequence[str]) -> int:
     args = parse(argv)
     from raytrain_ddp.doctor import output_table
 
-    words = output_table.OF_A_CLUSTER
+    verdicts = output_table.OF_A_CLUSTER
     if args.run is not None:
         from raytrain_ddp.doctor.run_status import assess_run, open_run, read_status
 
-        seen = read_status(open_run(args.run))
-        report, words = (
-            assess_run(seen),
-            output_table.OF_AN_ENDED_RUN if seen.has_ended else output_table.OF_A_RUN,
+        status = read_status(open_run(args.run))
+        report, verdicts = (
+            assess_run(status),
+            output_table.OF_AN_ENDED_RUN if status.has_ended else output_table.OF_A_RUN,
         )
     else:
         from raytrain_ddp.doctor.examine import examine
 
-        with output_table.progress() as tell, redirect_stdout(sys.stderr):  # where Ray prints, too
+        with output_table.progress() as tell, redirect_stdout(sys.stderr):  # Ray prints there, too
             report = examine(args.config, args.address, tell)
     if args.json:
         import json
@@ -61,7 +61,7 @@ def main(argv: Sequence[str]) -> int:
     else:
         from rich.console import Console
 
-        output_table.show(report, Console(highlight=False), words)
+        output_table.show(report, Console(highlight=False), verdicts)
     return report.exit_status
 
 

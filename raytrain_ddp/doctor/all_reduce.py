@@ -1,6 +1,6 @@
-"""One rank of an all-reduce that is timed. Knows torch, and is told where to meet.
+"""Measures all-reduces, in one actor per rank. Imports torch; receives the rendezvous address.
 
-Sent to the nodes by value, as facts.py.
+Sent to the nodes by value, like machine_facts.py.
 """
 
 from __future__ import annotations
@@ -17,22 +17,22 @@ if TYPE_CHECKING:
     import torch
 
 SIZES_MIB = (16, 64)
-_MEET_S = 30.0  # ranks that do not find each other by then never will
+_MEET_S = 30.0  # time limit for the ranks to connect
 _LEAST_CALLS, _MOST_CALLS = 1, 200
 _FOR_EACH_S = 1.0
-_MOST_S = 4.0  # a call that takes longer is not made: the smaller one has told enough
+_MOST_S = 4.0  # larger sizes that would take longer are skipped
 
 
 class Rank:
-    """An actor; every call of `measure` forms a process group of its own."""
+    """An actor; every call of `measure` forms its own process group."""
 
     def __init__(self) -> None:
-        import torch.distributed  # seconds: so that all have it before the first call
+        import torch.distributed  # takes seconds: done before the first call
 
         assert torch.distributed.is_available()
 
     def free_port(self) -> int:
-        """Where rank 0 can listen."""
+        """A port for rank 0 to listen on."""
         with socket.socket() as probe:
             probe.bind(("", 0))
             return int(probe.getsockname()[1])
@@ -42,11 +42,11 @@ class Rank:
 
         Returns:
             latency_s: of 8 bytes, on the device.
-            cpu_latency_s: of 8 bytes on the CPU, which each step of training has, too; None where
+            cpu_latency_s: of 8 bytes on the CPU, which each training step needs, too; None if
                 the device is the CPU.
-            bus_bytes_per_s: by MiB: 2 (n - 1) / n times the size a second, the rate at which each
-                rank sends (that is how nccl-tests have it).
-            talks: [own address, other's] of the connections that were made.
+            bus_bytes_per_s: by MiB: 2 (n - 1) / n times the size per second, the rate at which each
+                rank sends (the bus bandwidth of nccl-tests).
+            talks: [own address, peer's address] of the connections that were made.
         """
         import torch
         import torch.distributed as dist
@@ -78,7 +78,7 @@ class Rank:
             talks = {
                 (here[0], there[0])
                 for here, there in network_facts.connections() - before
-                if port not in (here[1], there[1])  # that is where they met
+                if port not in (here[1], there[1])  # the rendezvous
             }
         finally:
             dist.destroy_process_group()
@@ -92,7 +92,7 @@ class Rank:
 
 
 def _seconds(tensor: torch.Tensor) -> float:
-    """Of one all-reduce in a row of several, where it takes longest; all ranks take part."""
+    """Of one all-reduce in a series, on the slowest rank; all ranks take part."""
     import torch
     import torch.distributed as dist
 
@@ -108,13 +108,13 @@ def _seconds(tensor: torch.Tensor) -> float:
         dist.all_reduce(spent, op=dist.ReduceOp.MAX)
         return float(spent.item()) / calls
 
-    run(1)  # connections are made, memory is found
+    run(1)  # makes connections, allocates memory
     calls = math.floor(_FOR_EACH_S / max(run(1), 1e-9))
     return run(min(max(calls, _LEAST_CALLS), _MOST_CALLS))
 
 
 def _has_gpu() -> bool:
-    """Whether this actor was given one: Ray hides all others."""
+    """Whether this actor has a GPU: Ray hides all others."""
     import torch
 
     return torch.cuda.is_available()

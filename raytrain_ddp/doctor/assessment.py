@@ -1,7 +1,7 @@
-"""From what was found to rows: pure functions, no Ray, no machine.
+"""Turns findings into rows. Pure functions that use neither Ray nor the machine.
 
-The findings are those of `doctor._findings`: plain dicts of JSON values, in which a part that could
-not be learned is None, or has an "error".
+The findings are those of `examine._findings`: dicts of JSON values, in which a part that could
+not be determined is None or has an "error".
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from raytrain_ddp.doctor.rows import (
     Place,
     Report,
     Row,
+    describe_places,
+    format_duration,
+    format_rate,
     grouped,
     nodes_of,
-    rate,
-    seconds,
-    where,
 )
 from raytrain_ddp.doctor.version_rows import version_rows
 
@@ -29,7 +29,7 @@ _SHOWN = 3
 
 
 def assess(findings: Mapping[str, Any]) -> Report:
-    """All rows, in the order in which one would mend things."""
+    """All rows, in the order in which one would fix problems."""
     places, run = findings["places"], findings["run"]
     reached = [place for place in places if "error" not in place["facts"]]
     rows = [
@@ -51,24 +51,24 @@ def worker_rows(run: Mapping[str, Any], places: Sequence[Place]) -> list[Row]:
     if "workers" not in run:
         return [Row("workers", there, _one_line(run["lacks"]), "fail", _FEWER)]
     each = " + ".join(f"{amount:g} {name}" for name, amount in run["per_worker"].items())
-    told = f"{run['workers']}, each {each}, over {run['backend']}"
+    wanted = f"{run['workers']}, each {each}, over {run['backend']}"
     if run["lacks"]:
-        return [Row("workers", there, f"{told}: {_one_line(run['lacks'])}", "fail", _FEWER)]
+        return [Row("workers", there, f"{wanted}: {_one_line(run['lacks'])}", "fail", _FEWER)]
     if run["fit"] < run["least"]:
-        found = f"{told}: room for {run['fit']}, as a worker is on one node"
+        found = f"{wanted}: room for {run['fit']}, as a worker is on one node"
         return [Row("workers", there, found, "fail", _FEWER)]
-    return [Row("workers", there, told)]
+    return [Row("workers", there, wanted)]
 
 
 _FEWER = (
-    "Take fewer workers (--scaling.num-workers), or less each (--scaling.cpus-per-worker), or add "
-    "nodes; --scaling.wait-s is how long a cluster that grows by itself is waited for."
+    "Use fewer workers (--scaling.num-workers), smaller ones (--scaling.cpus-per-worker), or add "
+    "nodes; --scaling.wait-s is how long to wait for a cluster that grows automatically."
 )
 
 
 def unreached_rows(places: Sequence[Place]) -> list[Row]:
-    """Nodes that count as living, but run no task."""
-    advice = "See the raylet's log there (/tmp/ray/session_latest/logs), or take the node away."
+    """Nodes that count as alive but run no task."""
+    advice = "See the raylet's log there (/tmp/ray/session_latest/logs), or remove the node."
     notes = {
         place["name"]: Note(_braced(place["facts"]["error"]), "fail", advice)
         for place in places
@@ -78,34 +78,34 @@ def unreached_rows(places: Sequence[Place]) -> list[Row]:
 
 
 def storage_rows(places: Sequence[Place], run: Mapping[str, Any]) -> list[Row]:
-    """Whether every place can commit, and sees what the others have committed."""
+    """Whether every place can commit, and sees the commits of the others."""
     able = [place for place in places if place["facts"]["versions"].get("project")]
-    told = run["storage"]
+    uri = run["storage"]
     notes, seen, left = {}, {}, {}
     for place in able:
         tried, sees = place["storage"], place["seen"]
         if "error" in tried:
             advice = _import_advice(tried["error"]) or (
-                f"storage = {told} must be a folder or bucket that every node may read and write: "
+                f"storage = {uri} must be a folder or bucket that every node may read and write: "
                 "check the path, the rights and the credentials there."
             )
             notes[place["name"]] = Note(_braced(tried["error"]), "fail", advice)
             continue
-        numbers = ((tried["commit_s"], seconds), (tried["bytes_per_s"], rate))
+        numbers = ((tried["commit_s"], format_duration), (tried["bytes_per_s"], format_rate))
         notes[place["name"]] = Note("written, renamed, read; commit {}, {}", numbers=numbers)
         if "error" in sees:
-            advice = "What is committed must read the same on every node: see the store's own log."
+            advice = "A checkpoint must read the same on every node: see the store's own log."
             seen[place["name"]] = Note(_braced(sees["error"]), "fail", advice)
         elif not sees["misses"]:
             seen[place["name"]] = Note(
-                "sees those of all others, after {}", numbers=((sees["seconds"], seconds),)
+                "sees those of all others, after {}", numbers=((sees["seconds"], format_duration),)
             )
         if "error" in place["cleaned"]:
-            advice = f"Delete the folder doctor-* in {told}."
+            advice = f"Delete the folder doctor-* in {uri}."
             left[place["name"]] = Note(_braced(place["cleaned"]["error"]), "warn", advice)
     shared = apart_rows(able, run) or grouped("shared", seen, places)
     if len(nodes_of(places)) == 1 and all(row.verdict == "ok" for row in shared):
-        shared = []  # nobody to share it with
+        shared = []  # no other node to share it with
     return [
         *grouped("storage", notes, places),
         *shared,
@@ -114,7 +114,7 @@ def storage_rows(places: Sequence[Place], run: Mapping[str, Any]) -> list[Row]:
 
 
 def apart_rows(places: Sequence[Place], run: Mapping[str, Any]) -> list[Row]:
-    """Where places do not see each other's checkpoints: one row, with those that do together."""
+    """Places that do not see each other's checkpoints: one row, grouped by what they share."""
     names = [place["name"] for place in places if "error" not in place["storage"]]
     together: dict[frozenset[str], list[str]] = {}
     for place in places:
@@ -124,19 +124,19 @@ def apart_rows(places: Sequence[Place], run: Mapping[str, Any]) -> list[Row]:
     if len(together) < 2:
         return []
     found = f"{len(together)} different places: " + " | ".join(
-        [where(some, places) for some in together.values()][:_SHOWN]
+        [describe_places(some, places) for some in together.values()][:_SHOWN]
     )
     more = len(together) - _SHOWN
     found += f" and {more} more" if more > 0 else ""
     advice = (
-        f"storage = {run['storage']} is a folder of its own there: give one that all nodes share "
+        f"storage = {run['storage']} is a separate folder there: use one that all nodes share "
         "(NFS), or a bucket (s3://, gs://)."
     )
-    return [Row("shared", where(names, places), found, "fail", advice)]
+    return [Row("shared", describe_places(names, places), found, "fail", advice)]
 
 
 def data_rows(places: Sequence[Place], run: Mapping[str, Any]) -> list[Row]:
-    """Whether every place has the data, and the same."""
+    """Whether every place has the data, and the same data."""
     able = [place for place in places if place["facts"]["versions"].get("project")]
     good = [place for place in able if "error" not in place["data"]]
     mine = next((p for p in good if p["driver"]), good[0] if good else None)
@@ -151,13 +151,13 @@ def data_rows(places: Sequence[Place], run: Mapping[str, Any]) -> list[Row]:
             notes[place["name"]] = Note(_braced(data["error"]), "fail", advice)
             continue
         rows = f"{data['train'][0]} + {data['eval'][0] if data['eval'] else 0} rows"
-        numbers = ((data["seconds"], seconds),)
+        numbers = ((data["seconds"], format_duration),)
         if mine is not None and [data["train"], data["eval"]] != [
             mine["data"]["train"],
             mine["data"]["eval"],
         ]:
             advice = "Copy them again: a run refuses nodes whose data differ."
-            found = f"{rows}, and not those of {mine['name']}"
+            found = f"{rows}, but different from {mine['name']}'s"
             notes[place["name"]] = Note(_braced(found), "fail", advice)
         else:
             notes[place["name"]] = Note(f"{rows}, opened in {{}}", numbers=numbers)
@@ -166,7 +166,7 @@ def data_rows(places: Sequence[Place], run: Mapping[str, Any]) -> list[Row]:
 
 def _import_advice(error: str) -> str:
     if re.match(r"(ModuleNotFound|Import)Error", error):
-        return "Not tried: install the driver's version of this package, and your code, there."
+        return "Not tested: install the driver's version of this package, and your code, there."
     return ""
 
 
@@ -175,5 +175,5 @@ def _one_line(text: str) -> str:
 
 
 def _braced(text: str) -> str:
-    """Text that others wrote, as part of a Note's `found`."""
+    """Text from other programs, escaped for a Note's `found`."""
     return _one_line(text).replace("{", "{{").replace("}", "}}")

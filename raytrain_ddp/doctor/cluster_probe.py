@@ -1,4 +1,4 @@
-"""Asks the nodes of a Ray cluster: a task on each, clocks, and all-reduces between them."""
+"""Probes the nodes of a Ray cluster: a task on each, clocks, and all-reduces between them."""
 
 from __future__ import annotations
 
@@ -13,25 +13,25 @@ from raytrain_ddp.doctor import all_reduce, machine_facts, network_facts
 
 _CLOCK_LOOKS = 5
 _CLOCK_TIMEOUT_S = 30.0
-_RANK_STARTS_S = 150.0  # loads torch; from a cold disk that takes a while
+_RANK_STARTS_S = 150.0  # importing torch from a cold disk takes a while
 _MEASURED_S = 90.0
 _LAST_WORDS_S = 3.0
 _MOST_RANKS = 8  # on one node
 
-Answer = dict[str, Any]  # with "error" alone where there is none
+Answer = dict[str, Any]  # only "error" if there is none
 
 
 @dataclass(frozen=True)
 class Node:
-    """A living node of the cluster."""
+    """A live node of the cluster."""
 
     id: str
     ip: str
     resources: Mapping[str, float]
 
 
-def living() -> list[Node]:
-    """That of this process comes first."""
+def live_nodes() -> list[Node]:
+    """The live nodes, that of this process first."""
     import ray
 
     here = ray.get_runtime_context().get_node_id()
@@ -43,8 +43,8 @@ def living() -> list[Node]:
     return sorted(found, key=lambda node: (node.id != here, node.ip, node.id))
 
 
-class Asked:
-    """A task on each node; all are on their way once this is made."""
+class NodeTasks:
+    """A task on each node, submitted on construction."""
 
     def __init__(
         self,
@@ -64,7 +64,7 @@ class Asked:
             ]
 
     def answers(self, timeout_s: float) -> list[Answer]:
-        """By node; those that fail, or take longer, have an "error" in a line."""
+        """By node; failed and late tasks have a one-line "error"."""
         import ray
 
         ready, late = ray.wait(
@@ -77,8 +77,8 @@ class Asked:
         return [_result(task) if task in ready else lost for task in self._tasks]
 
 
-def clock(node: Node) -> Answer:
-    """By how many s a node's clock is ahead of ours, and how far off that may be."""
+def measure_clock(node: Node) -> Answer:
+    """How far a node's clock is ahead of ours, in s, and the uncertainty."""
     import ray
 
     with _by_value():
@@ -89,14 +89,14 @@ def clock(node: Node) -> Answer:
             try:
                 there = ray.get(task.remote(), timeout=_CLOCK_TIMEOUT_S)
             except Exception as error:
-                return {"error": said(error)}
+                return {"error": describe_error(error)}
             trip_s = time.perf_counter() - tick
             looks.append((trip_s / 2, there - began - trip_s / 2))
-    within_s, ahead_s = min(looks)  # the fastest answer tells most
+    within_s, ahead_s = min(looks)  # the fastest answer is the most precise
     return {"ahead_s": ahead_s, "within_s": within_s}
 
 
-def measure(
+def measure_all_reduces(
     nodes: Sequence[Node],
     names: Sequence[str],
     ranks: Sequence[int],
@@ -104,15 +104,15 @@ def measure(
     backend: str,
     tell: Callable[[str], None],
 ) -> list[Answer]:
-    """All-reduces within each node that has several ranks, and across all nodes that have any.
+    """All-reduces within each node that has several ranks, and across all nodes that have ranks.
 
     Args:
-        ranks: how many on each node.
-        gpus: of each rank.
+        ranks: their number on each node.
+        gpus: per rank.
 
     Returns:
-        of each: kind ("within" or "across"), nodes (their names), ranks, and what
-        `collective.Rank.measure` returns, or an error.
+        For each: kind ("within" or "across"), nodes (their names), ranks, and the result of
+        `all_reduce.Rank.measure`, or an error.
     """
     import ray
 
@@ -133,7 +133,7 @@ def measure(
     try:
         flat = [a for own in actors for a in own]
         started = _started(flat)
-        told = []
+        results = []
         for kind, numbers in groups:
             there = [names[number] for number in dict.fromkeys(numbers)]
             tell(f"all-reduce within {there[0]}" if kind == "within" else "all-reduce across nodes")
@@ -144,15 +144,15 @@ def measure(
                 if late
                 else _one(chosen, nodes[numbers[0]].ip, backend)
             )
-            told.append({"kind": kind, "nodes": there, "ranks": len(chosen), **answer})
-        return told
+            results.append({"kind": kind, "nodes": there, "ranks": len(chosen), **answer})
+        return results
     finally:
         for a in (a for own in actors for a in own):
             ray.kill(a)
 
 
 def _started(actors: Sequence[Any]) -> list[Any]:
-    """Those that answer in time."""
+    """The actors that respond in time."""
     import ray
 
     asked = [a.free_port.remote() for a in actors]
@@ -166,7 +166,7 @@ def _one(actors: Sequence[Any], host: str, backend: str) -> Answer:
     try:
         port = ray.get(actors[0].free_port.remote(), timeout=_MEASURED_S)
     except Exception as error:
-        return {"error": said(error)}
+        return {"error": describe_error(error)}
     size = len(actors)
     calls = [a.measure.remote(host, port, rank, size, backend) for rank, a in enumerate(actors)]
     answers: dict[Any, Answer] = {}
@@ -175,7 +175,7 @@ def _one(actors: Sequence[Any], host: str, backend: str) -> Answer:
         left = [call for call in calls if call not in answers]
         for call in ray.wait(left, num_returns=1, timeout=1.0)[0]:
             answers[call] = _result(call)
-            if "error" in answers[call]:  # the others may wait for it in vain
+            if "error" in answers[call]:  # the others may wait for it forever
                 deadline = min(deadline, time.monotonic() + _LAST_WORDS_S)
     if len(answers) < size:
         late = {"error": f"{size - len(answers)} of {size} ranks did not answer"}
@@ -193,12 +193,12 @@ def _result(task: Any) -> Answer:
     try:
         answer: Answer = ray.get(task, timeout=_CLOCK_TIMEOUT_S)
     except Exception as error:
-        return {"error": said(error)}
+        return {"error": describe_error(error)}
     return answer
 
 
-def said(error: Exception) -> str:
-    """In a line; of what cannot be imported there, only what it is; without places in C++."""
+def describe_error(error: Exception) -> str:
+    """One line; for a missing module only its name; without C++ source locations."""
     cause = getattr(error, "cause", None) or error
     text = str(cause).strip()
     lacks = re.search(r"(ModuleNotFoundError|ImportError): .*", text)
@@ -214,7 +214,7 @@ def _on(node: Node) -> Any:
 
 @contextmanager
 def _by_value() -> Iterator[None]:
-    """What is sent meanwhile needs this package on no node."""
+    """Objects sent in this context need this package on no node."""
     import ray
 
     modules = (machine_facts, network_facts, all_reduce)

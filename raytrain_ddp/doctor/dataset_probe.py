@@ -1,4 +1,4 @@
-"""Looks at a run's data from one machine. Knows no Ray, and no torch where it can be helped."""
+"""Opens a run's data on one machine. Does not use Ray, and imports torch only if necessary."""
 
 from __future__ import annotations
 
@@ -19,17 +19,19 @@ from raytrain_ddp.tasks.task_loading import BUILT_IN, load_task
 from raytrain_ddp.uri import attempt, reason_of
 
 
-def look(config: Mapping[str, Any], folder: str, import_paths: Sequence[str]) -> dict[str, Any]:
-    """Opens the data as a worker does.
+def probe_data(
+    config: Mapping[str, Any], folder: str, import_paths: Sequence[str]
+) -> dict[str, Any]:
+    """Opens the data like a worker.
 
     Args:
-        config: as `to_dict` has it.
-        folder: the driver's working directory, which relative paths are meant from.
-        import_paths: where the user's task is, on the driver's machine.
+        config: in the form of `to_dict`.
+        folder: the driver's working directory, for relative paths.
+        import_paths: the location of the user's task on the driver's machine.
 
     Returns:
-        train, eval: [rows, fingerprint] (None: there is no evaluation set). seconds. error: what
-        went wrong, without secrets, if anything.
+        train, eval: [rows, fingerprint] (None: there is no evaluation set). seconds. error: the
+        error, without secrets, if any.
     """
     if Path(folder).is_dir():
         os.chdir(folder)
@@ -38,14 +40,14 @@ def look(config: Mapping[str, Any], folder: str, import_paths: Sequence[str]) ->
             sys.path.insert(0, path)
     parsed = from_dict(dict(config))
     began = time.perf_counter()
-    found = attempt(lambda: _open(parsed))
+    found = attempt(lambda: _open_data(parsed))
     if isinstance(found, Exception):
         return {"error": reason_of(parsed.data.source, found)}
     train, evaluation = found
     return {"train": train, "eval": evaluation, "seconds": time.perf_counter() - began}
 
 
-def _open(config: TrainConfig) -> tuple[list[Any], list[Any] | None]:
+def _open_data(config: TrainConfig) -> tuple[list[Any], list[Any] | None]:
     train: Source
     other: Source | None
     found = locate(config.data) if config.task in BUILT_IN else None
@@ -57,8 +59,8 @@ def _open(config: TrainConfig) -> tuple[list[Any], list[Any] | None]:
         task = load_task(config)
         data, eval_data = train_data_of(task), eval_data_of(task)
         train, other = data.source, eval_data.source if eval_data else None
-    return _told(train), _told(other) if other else None
+    return _rows_and_fingerprint(train), _rows_and_fingerprint(other) if other else None
 
 
-def _told(source: Source) -> list[Any]:
+def _rows_and_fingerprint(source: Source) -> list[Any]:
     return [int(source.blocks.sum()), source.fingerprint()]

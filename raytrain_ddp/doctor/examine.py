@@ -1,4 +1,4 @@
-"""Looks at all that a run stands on, before the run: machines, network, storage, data."""
+"""Examines everything that a run needs: machines, network, storage, data."""
 
 from __future__ import annotations
 
@@ -17,17 +17,22 @@ from raytrain_ddp.config.recipe import to_dict
 from raytrain_ddp.config.train_config import TrainConfig
 from raytrain_ddp.doctor import cluster_probe, dataset_probe, machine_facts, storage_probe
 from raytrain_ddp.doctor.assessment import assess
-from raytrain_ddp.doctor.cluster_probe import Answer, Asked, Node
+from raytrain_ddp.doctor.cluster_probe import Answer, Node, NodeTasks
 from raytrain_ddp.doctor.rows import Report
 from raytrain_ddp.driver.preflight import check
 from raytrain_ddp.errors import PreflightError
 from raytrain_ddp.ray_backend.cluster import cluster, import_paths
 from raytrain_ddp.ray_backend.dashboard import dashboard_address
-from raytrain_ddp.ray_backend.placement import Layout, choose_layout, missing, room
+from raytrain_ddp.ray_backend.placement import (
+    Layout,
+    choose_layout,
+    missing_resources,
+    workers_that_fit,
+)
 from raytrain_ddp.uri import without_secrets
 
 _FACTS_S, _COMMIT_S, _DATA_S = 120.0, 120.0, 600.0  # data may be downloaded first
-_SEEN_S = 10.0  # what is written on one node is there on another; NFS keeps old lists for seconds
+_SEEN_S = 10.0  # until a file of one node appears on another; NFS caches listings for seconds
 _CLEANED_S = 30.0
 _ASK_EVERY_S = 0.5
 
@@ -35,39 +40,44 @@ Tell = Callable[[str], None]
 
 
 def examine(config: TrainConfig, address: str | None, tell: Tell) -> Report:
-    """Everything that can be learned without training, judged.
+    """Everything that can be checked without training, assessed.
 
     Raises:
-        ConfigError: the config names what cannot be, on any cluster.
+        ConfigError: the config cannot work on any cluster.
         PreflightError: there is no Ray at the address.
     """
     config = _resolved(config)
     connected = "ray" in sys.modules and sys.modules["ray"].is_initialized()
     embedded = not (connected or address or os.environ.get("RAY_ADDRESS"))
-    with cluster(_modest(config), address, False, tell):
+    with cluster(_minimal_config(config), address, False, tell):
         return assess(_findings(config, embedded, tell))
 
 
 def _resolved(config: TrainConfig) -> TrainConfig:
-    """As `fit` has it; whether the data are there is asked later, on each node."""
+    """The config as `fit` resolves it; the data are checked later, on each node."""
     return replace(check(replace(config, data=DataConfig())), data=config.data)
 
 
-def _modest(config: TrainConfig) -> TrainConfig:
-    """Asks for next to nothing: what the run itself lacks is a finding, and ends nothing."""
+def _minimal_config(config: TrainConfig) -> TrainConfig:
+    """A config that needs almost nothing: the run's missing resources are a finding, not an
+    error."""
     scaling = replace(config.scaling, num_workers="auto", use_gpu=False, cpus_per_worker=0.01)
     return replace(config, scaling=scaling)
 
 
 def _findings(config: TrainConfig, embedded: bool, tell: Tell) -> dict[str, Any]:
-    run, layout = _room(config, embedded, tell)
-    nodes = cluster_probe.living()
+    run, layout = _capacity(config, embedded, tell)
+    nodes = cluster_probe.live_nodes()
     dashboard = dashboard_address()
     places = _facts(config, nodes, dashboard, tell)
-    _try_storage(config, nodes, places, tell)
-    tell("looking at the data")
-    told = (to_dict(config), str(Path.cwd()), import_paths(config))
-    _note("data", places, _everywhere(nodes, dataset_probe.look, lambda _: told, _DATA_S))
+    _probe_storage(config, nodes, places, tell)
+    tell("checking the data")
+    arguments = (to_dict(config), str(Path.cwd()), import_paths(config))
+    _store_answers(
+        "data",
+        places,
+        _run_everywhere(nodes, dataset_probe.probe_data, lambda _: arguments, _DATA_S),
+    )
     ranks, gpus = _ranks(config, layout, nodes)
     backend = layout.backend if layout else "gloo"
     names = [place["name"] for place in places if not place["driver"]]
@@ -76,15 +86,17 @@ def _findings(config: TrainConfig, embedded: bool, tell: Tell) -> dict[str, Any]
         "dashboard": list(dashboard) if dashboard else None,
         "run": run,
         "places": places,
-        "all_reduce": cluster_probe.measure(nodes, names, ranks, gpus, backend, tell),
+        "all_reduce": cluster_probe.measure_all_reduces(nodes, names, ranks, gpus, backend, tell),
     }
 
 
-def _room(config: TrainConfig, embedded: bool, tell: Tell) -> tuple[dict[str, Any], Layout | None]:
-    """Whether the workers fit; a cluster that may grow is asked for them, and given `wait_s`."""
+def _capacity(
+    config: TrainConfig, embedded: bool, tell: Tell
+) -> tuple[dict[str, Any], Layout | None]:
+    """Whether the workers fit; requests them from a cluster that may grow, and waits `wait_s`."""
     import ray
 
-    told: dict[str, Any] = {
+    result: dict[str, Any] = {
         "storage": without_secrets(config.storage),
         "data": without_secrets(config.data.source),
         "cpus_per_worker": config.scaling.cpus_per_worker,
@@ -98,10 +110,10 @@ def _room(config: TrainConfig, embedded: bool, tell: Tell) -> tuple[dict[str, An
             try:
                 layout = choose_layout(config, have)
             except PreflightError as error:
-                return {**told, "lacks": str(error)}, None
-            if embedded and config.scaling.num_workers == "auto":  # as `fit` starts it then
+                return {**result, "lacks": str(error)}, None
+            if embedded and config.scaling.num_workers == "auto":  # as `fit` then starts it
                 have["CPU"] = max(have.get("CPU", 0), layout.least_needed()["CPU"])
-            lacks = missing(layout, have)
+            lacks = missing_resources(layout, have)
             if not lacks or time.monotonic() > deadline:
                 break
             if not asked:
@@ -114,31 +126,31 @@ def _room(config: TrainConfig, embedded: bool, tell: Tell) -> tuple[dict[str, An
     finally:
         if asked:
             request_resources(bundles=[])
-    places = [have] if embedded else [node.resources for node in cluster_probe.living()]
-    told |= {
+    places = [have] if embedded else [node.resources for node in cluster_probe.live_nodes()]
+    result |= {
         "workers": layout.said,
         "per_worker": dict(layout.per_worker),
         "backend": "nccl" if "nccl" in layout.backend else "gloo",
         "use_gpu": layout.use_gpu,
         "least": layout.least,
-        "fit": room(layout, places),
+        "fit": workers_that_fit(layout, places),
         "lacks": lacks,
     }
-    return told, layout
+    return result, layout
 
 
 def _facts(
     config: TrainConfig, nodes: Sequence[Node], dashboard: tuple[str, int] | None, tell: Tell
 ) -> list[dict[str, Any]]:
-    """A place for each node, and one for this process, which comes last."""
+    """The facts of each node and, last, of this process."""
     tell("asking 1 node" if len(nodes) == 1 else f"asking {len(nodes)} nodes")
     try:
         root = open_storage(config.storage)
         local = root.path if root.is_local else None
-    except PreflightError:  # will be told by each place that tries it
+    except PreflightError:  # each place that tries it reports it
         local = None
     given = (local, dashboard[1] if dashboard else None)
-    answers = _everywhere(nodes, machine_facts.gather, lambda _: given, _FACTS_S)
+    answers = _run_everywhere(nodes, machine_facts.gather_machine_facts, lambda _: given, _FACTS_S)
     hosts = [answer.get("host") or node.ip for answer, node in zip(answers, nodes, strict=False)]
     names = [h if hosts.count(h) == 1 else f"{h}#{n}" for n, h in enumerate(hosts, start=1)]
     places = [
@@ -147,67 +159,69 @@ def _facts(
             "driver": False,
             "ip": node.ip,
             "resources": {k: v for k, v in node.resources.items() if k in ("CPU", "GPU")},
-            "clock": cluster_probe.clock(node),
+            "clock": cluster_probe.measure_clock(node),
         }
         for name, node in zip(names, nodes, strict=True)
     ]
     places.append({"name": "driver", "driver": True, "on": names[0]})
-    _note("facts", places, answers)
+    _store_answers("facts", places, answers)
     return places
 
 
-def _try_storage(
+def _probe_storage(
     config: TrainConfig, nodes: Sequence[Node], places: list[dict[str, Any]], tell: Tell
 ) -> None:
-    """Each place commits checkpoints, then looks for those of all others; nothing of it stays."""
-    tell("trying the storage")
+    """Each place commits checkpoints, then looks for those of all others; all are removed."""
+    tell("testing the storage")
     uri, folder = config.storage, f"doctor-{uuid.uuid4().hex[:8]}"
     own = [f"place-{number}" for number in range(len(places))]
     names = {mark: place["name"] for mark, place in zip(own, places, strict=True)}
     made: list[list[str]] = [[] for _ in places]
     try:
-        tried = _everywhere(nodes, storage_probe.commit, lambda n: (uri, folder, own[n]), _COMMIT_S)
+        tried = _run_everywhere(
+            nodes, storage_probe.probe_commit, lambda n: (uri, folder, own[n]), _COMMIT_S
+        )
         made = [answer.get("made", []) for answer in tried]
         there = [mark for mark, answer in zip(own, tried, strict=True) if "error" not in answer]
-        wanted = [_turned(there, mark) for mark in own]
-        seen = _everywhere(
+        wanted = [_rotated(there, mark) for mark in own]
+        seen = _run_everywhere(
             nodes,
-            storage_probe.see,
+            storage_probe.probe_visibility,
             lambda n: (uri, folder, wanted[n], _SEEN_S),
             _SEEN_S + _COMMIT_S,
         )
     finally:
-        # One after the other where they share it: it is gone then for the nodes.
-        here = storage_probe.clean(uri, folder, made[-1])
-        asked = Asked(nodes, storage_probe.clean, lambda n: (uri, folder, made[n]))
+        # One after the other, in case they share it: then it is already gone for the nodes.
+        here = storage_probe.clean_up(uri, folder, made[-1])
+        asked = NodeTasks(nodes, storage_probe.clean_up, lambda n: (uri, folder, made[n]))
         left = [*asked.answers(_CLEANED_S), here]
     for answer, marks in zip(seen, wanted, strict=True):
         sees = answer.get("sees", marks)
         answer["misses"] = [names[mark] for mark in marks if mark not in sees]
-    _note("storage", places, tried)
-    _note("seen", places, seen)
-    _note("cleaned", places, left)
+    _store_answers("storage", places, tried)
+    _store_answers("seen", places, seen)
+    _store_answers("cleaned", places, left)
 
 
-def _turned(marks: Sequence[str], own: str) -> list[str]:
-    """The others; the next one in a ring comes last, and is read to the end."""
+def _rotated(marks: Sequence[str], own: str) -> list[str]:
+    """The others; the next one in a ring comes last and is read completely."""
     others = [m for m in marks if m > own] + [m for m in marks if m < own]
     return others[1:] + others[:1]
 
 
-def _everywhere(
+def _run_everywhere(
     nodes: Sequence[Node],
     function: Callable[..., Answer],
     arguments: Callable[[int], tuple[Any, ...]],
     timeout_s: float,
 ) -> list[Answer]:
-    """On each node, and in this process."""
-    asked = Asked(nodes, function, arguments)
+    """The answers of each node and of this process."""
+    asked = NodeTasks(nodes, function, arguments)
     here = function(*arguments(len(nodes)))
     return [*asked.answers(timeout_s), here]
 
 
-def _note(
+def _store_answers(
     part: str, places: Sequence[dict[str, Any]], answers: Sequence[Mapping[str, Any]]
 ) -> None:
     for place, answer in zip(places, answers, strict=True):
@@ -217,9 +231,9 @@ def _note(
 def _ranks(
     config: TrainConfig, layout: Layout | None, nodes: Sequence[Node]
 ) -> tuple[list[int], float]:
-    """How many ranks measure on each node, and the GPUs of each rank.
+    """The number of ranks that measure on each node, and the GPUs per rank.
 
-    On CPUs one on each, but two on the first: they all share its memory, and load torch.
+    On CPUs one per node, but two on the first: they share its memory, and each imports torch.
     """
     if layout and layout.use_gpu:
         gpus = config.scaling.gpus_per_worker

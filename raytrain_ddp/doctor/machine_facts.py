@@ -1,7 +1,7 @@
-"""What a machine is and has, as a dict of JSON values.
+"""Collects facts about a machine, as a dict of JSON values.
 
-Sent to the nodes by value, as they may have another version of this package, or none: it knows the
-standard library alone. Versions are read from files: importing torch or Ray takes seconds.
+Sent to the nodes by value, as they may have another version of this package, or none: it uses only
+the standard library. Versions are read from files: importing torch or Ray takes seconds.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ SETTINGS = (
     *("OMP_NUM_THREADS", "MKL_NUM_THREADS", "CUDA_VISIBLE_DEVICES"),
     *("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "RAY_AUTH_MODE"),
 )
-_SMI_TIMEOUT_S = 30.0  # the driver may have to wake the GPUs up
+_SMI_TIMEOUT_S = 30.0  # the driver may have to initialize the GPUs
 _TORCH_TIMEOUT_S = 60.0
 _TORCH_GPUS = """
 import json, torch
@@ -41,13 +41,13 @@ print(json.dumps(gpus))
 """
 
 
-def gather(storage: str | None, dashboard: int | None) -> dict[str, Any]:
-    """The facts of this machine; what the system does not tell is None.
+def gather_machine_facts(storage: str | None, dashboard: int | None) -> dict[str, Any]:
+    """The facts of this machine; None for what the system does not provide.
 
     Sizes are in bytes.
 
     Args:
-        storage: a path of which the free disk space is asked, too.
+        storage: a path for which the free disk space is determined, too.
         dashboard: the port of Ray's dashboard, if it has one.
     """
     parts: Mapping[str, Callable[[], Any]] = {
@@ -63,7 +63,7 @@ def gather(storage: str | None, dashboard: int | None) -> dict[str, Any]:
         "open_files": lambda: resource.getrlimit(resource.RLIMIT_NOFILE)[0],
         "settings": settings,
         "token": token,
-        "wires": lambda: network_facts.gather(dashboard),
+        "wires": lambda: network_facts.gather_network_facts(dashboard),
     }
     return {name: _known(part) for name, part in parts.items()}
 
@@ -74,7 +74,7 @@ def now() -> float:
 
 
 def versions() -> dict[str, str | None]:
-    """Of Python and of what is installed; of this package also a hash of its code."""
+    """Versions of Python and installed packages; for this package also a hash of its code."""
     torch, cuda = _torch()
     nccl = (_installed(f"nvidia-nccl-cu{major}") for major in (13, 12, 11))
     project = _installed("raytrain_ddp")
@@ -90,20 +90,20 @@ def versions() -> dict[str, str | None]:
 
 
 def gpus() -> list[dict[str, Any]]:
-    """Name, total and free memory of each GPU of the machine, also of those hidden from us."""
+    """Name, total and free memory of each GPU of the machine, even those hidden from us."""
     ask = [
         "nvidia-smi",
         "--query-gpu=name,memory.total,memory.free",
         "--format=csv,noheader,nounits",
     ]
-    told = _output(ask, _SMI_TIMEOUT_S)
-    if told is None and any(Path("/dev").glob("nvidia[0-9]*")):
-        # In a container without the driver's tools. A task without GPUs is shown none by Ray.
+    output = _output(ask, _SMI_TIMEOUT_S)
+    if output is None and any(Path("/dev").glob("nvidia[0-9]*")):
+        # In a container without the driver's tools. Ray hides the GPUs from a task without GPUs.
         shown = {k: v for k, v in os.environ.items() if k != "CUDA_VISIBLE_DEVICES"}
-        told = _output([sys.executable, "-c", _TORCH_GPUS], _TORCH_TIMEOUT_S, shown)
-        found: list[dict[str, Any]] = json.loads(told) if told else []
+        output = _output([sys.executable, "-c", _TORCH_GPUS], _TORCH_TIMEOUT_S, shown)
+        found: list[dict[str, Any]] = json.loads(output) if output else []
         return found
-    lines = [line.split(", ") for line in (told or "").splitlines() if line.count(", ") == 2]
+    lines = [line.split(", ") for line in (output or "").splitlines() if line.count(", ") == 2]
     return [
         {"name": name, "total": int(total) * 2**20, "free": int(free) * 2**20}
         for name, total, free in lines
@@ -113,27 +113,27 @@ def gpus() -> list[dict[str, Any]]:
 
 def driver() -> dict[str, str | None] | None:
     """The NVIDIA driver's version, and the newest CUDA that it can run; None without a driver."""
-    told = _output(["nvidia-smi"], _SMI_TIMEOUT_S)
-    if told is None:
+    output = _output(["nvidia-smi"], _SMI_TIMEOUT_S)
+    if output is None:
         path = Path("/proc/driver/nvidia/version")
         if not path.is_file():
             return None
-        told = path.read_text(encoding="utf-8")
-    version = re.search(r"(?:Driver Version:|Kernel Module\D*?)\s*(\d+\.[\d.]+)", told)
-    cuda = re.search(r"CUDA[^:|]*Version:\s*(\d+\.\d+)", told)
+        output = path.read_text(encoding="utf-8")
+    version = re.search(r"(?:Driver Version:|Kernel Module\D*?)\s*(\d+\.[\d.]+)", output)
+    cuda = re.search(r"CUDA[^:|]*Version:\s*(\d+\.\d+)", output)
     return {"version": version and version[1], "cuda": cuda and cuda[1]}
 
 
 def cpus() -> dict[str, float | None]:
-    """CPUs of the machine, those that this process may use, and how many its cgroup pays for."""
+    """CPUs of the machine, those that this process may use, and the limit of its cgroup."""
     affinity = getattr(os, "sched_getaffinity", None)
     quotas = []
     for limit in _cgroup("cpu", "cpu.cfs_quota_us", "cpu.max"):
-        words = limit.read_text(encoding="ascii").split()
-        if words[0] in ("max", "-1"):
+        fields = limit.read_text(encoding="ascii").split()
+        if fields[0] in ("max", "-1"):
             continue
-        period = words[1] if len(words) > 1 else (limit.parent / "cpu.cfs_period_us").read_text()
-        quotas.append(int(words[0]) / int(period))
+        period = fields[1] if len(fields) > 1 else (limit.parent / "cpu.cfs_period_us").read_text()
+        quotas.append(int(fields[0]) / int(period))
     return {
         "machine": os.cpu_count(),
         "usable": len(affinity(0)) if affinity else os.cpu_count(),
@@ -142,25 +142,25 @@ def cpus() -> dict[str, float | None]:
 
 
 def memory() -> dict[str, int | None]:
-    """In bytes: of the machine, available, allowed by the cgroup (None: no limit), and swap."""
+    """In bytes: of the machine, available, limit of the cgroup (None: no limit), and swap."""
     lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
-    told = {line.split(":")[0]: int(line.split()[1]) * 1024 for line in lines}
+    meminfo = {line.split(":")[0]: int(line.split()[1]) * 1024 for line in lines}
     limits = []
     for file in _cgroup("memory", "memory.limit_in_bytes", "memory.max"):
-        word = file.read_text(encoding="ascii").strip()
-        if word.isdigit() and int(word) < told["MemTotal"]:
-            limits.append(int(word))
+        limit_text = file.read_text(encoding="ascii").strip()
+        if limit_text.isdigit() and int(limit_text) < meminfo["MemTotal"]:
+            limits.append(int(limit_text))
     return {
-        "total": told["MemTotal"],
-        "available": told["MemAvailable"],
+        "total": meminfo["MemTotal"],
+        "available": meminfo["MemAvailable"],
         "limit": min(limits, default=None),
-        "swap": told["SwapTotal"],
-        "swapped": told["SwapTotal"] - told["SwapFree"],
+        "swap": meminfo["SwapTotal"],
+        "swapped": meminfo["SwapTotal"] - meminfo["SwapFree"],
     }
 
 
 def disk(path: str) -> dict[str, Any]:
-    """Size and free bytes of the file system that a path is on, or will be on once it is made."""
+    """Size and free bytes of the file system of a path, which need not exist yet."""
     place = Path(path)
     there = next(folder for folder in (place, *place.parents) if folder.exists())
     used = shutil.disk_usage(there)
@@ -168,10 +168,10 @@ def disk(path: str) -> dict[str, Any]:
 
 
 def settings() -> dict[str, str]:
-    """Environment variables that steer training.
+    """Environment variables that affect training.
 
-    A worker of Ray has the thread settings of its own task; what counts for the next one is what
-    its raylet was started with.
+    A Ray worker has the thread settings of its own task; for the next one, the environment that
+    its raylet was started with counts.
     """
     environment: Mapping[str, str] = os.environ
     parent = Path("/proc") / str(os.getppid())
@@ -182,8 +182,8 @@ def settings() -> dict[str, str]:
 
 
 def token() -> dict[str, Any] | None:
-    """The file with Ray's authentication token, its mode, and whether that lets other users of the
-    machine read it; None without a file."""
+    """The file with Ray's authentication token, its mode, and whether other users of the machine
+    can read it; None without a file."""
     path = Path(os.environ.get("RAY_AUTH_TOKEN_PATH") or Path.home() / ".ray" / "auth_token")
     if not path.is_file():
         return None
@@ -195,7 +195,7 @@ def token() -> dict[str, Any] | None:
 def _known(part: Callable[[], Any]) -> Any:
     try:
         return part()
-    except Exception:  # what one machine cannot tell keeps nobody from the rest
+    except Exception:  # a failing part must not prevent the others
         return None
 
 
@@ -213,7 +213,7 @@ def _folder(package: str) -> Path | None:
 
 
 def _torch() -> tuple[str | None, str | None]:
-    """torch's version and the CUDA that it was built for."""
+    """torch's version and the CUDA version it was built for."""
     folder = _folder("torch")
     if folder is None:
         return None, None
@@ -228,7 +228,7 @@ def _torch() -> tuple[str | None, str | None]:
 
 
 def _code(package: str) -> str | None:
-    """Eight digits that change with the source: in development the version stays the same."""
+    """Eight digits that change with the source: during development the version stays the same."""
     folder = _folder(package)
     if folder is None:
         return None
@@ -242,7 +242,7 @@ def _code(package: str) -> str | None:
 def _output(
     command: list[str], timeout_s: float, environment: Mapping[str, str] | None = None
 ) -> str | None:
-    """What a command prints; None if there is no such command, or it fails."""
+    """The output of a command; None if it does not exist or fails."""
     try:
         done = subprocess.run(
             command,
@@ -258,7 +258,7 @@ def _output(
 
 
 def _cgroup(controller: str, v1: str, v2: str) -> list[Path]:
-    """Files of this process's cgroup, and of those above it, that limit something."""
+    """Limit files of this process's cgroup and of its parents."""
     found = []
     for line in Path("/proc/self/cgroup").read_text(encoding="utf-8").splitlines():
         _, names, path = line.split(":", 2)

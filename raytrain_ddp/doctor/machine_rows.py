@@ -1,4 +1,4 @@
-"""Judges each machine: GPUs, CPUs, threads, memory, disks, limits, clock."""
+"""Assesses each machine: GPUs, CPUs, threads, memory, disks, limits, clock."""
 
 from __future__ import annotations
 
@@ -12,48 +12,48 @@ from raytrain_ddp.doctor.rows import (
     Place,
     Row,
     Verdict,
+    format_duration,
     grouped,
-    seconds,
 )
 
-_LEAST_SHM = GIB  # with GPUs: NCCL's ranks on one node talk through it
+_LEAST_SHM = GIB  # with GPUs: NCCL uses it between ranks on one node
 _LEAST_SHM_CPU = 100 * 2**20
 _LEAST_FREE = 5 * GIB
-_FULL = 0.95  # there Ray refuses to write more
+_FULL = 0.95  # Ray refuses to write beyond this
 _LEAST_MEMORY = 2 * GIB
-# What Ray recommends: in its own warning, and in its guide to large clusters.
+# Ray's recommendations: in its own warning, and in its guide to large clusters.
 _LEAST_FILES, _LEAST_FILES_LARGE, _LARGE_NODES = 8192, 65535, 10
 _CLOCK_S = 1.0
 
 
 def machine_rows(nodes: Sequence[Place], run: Mapping[str, Any]) -> list[Row]:
-    """Of all nodes that answered."""
+    """The rows of all nodes that responded."""
     large = len(nodes) > _LARGE_NODES
     checks: list[tuple[str, Callable[[Place], Note | None]]] = [
-        ("GPUs", lambda place: gpus(place, run["use_gpu"])),
-        ("CPUs", cpus),
-        ("threads", lambda place: threads(place, run["cpus_per_worker"])),
-        ("memory", memory),
-        ("/dev/shm", shared_memory),
-        ("/tmp", lambda place: disk(place["facts"]["tmp"], "Ray logs and spills there")),
-        ("disk", lambda place: disk(place["facts"]["storage_disk"], "checkpoints go there")),
-        ("open files", lambda place: open_files(place, large)),
+        ("GPUs", lambda place: assess_gpus(place, run["use_gpu"])),
+        ("CPUs", assess_cpus),
+        ("threads", lambda place: assess_threads(place, run["cpus_per_worker"])),
+        ("memory", assess_memory),
+        ("/dev/shm", assess_shared_memory),
+        ("/tmp", lambda place: assess_disk(place["facts"]["tmp"], "Ray logs and spills there")),
+        ("disk", lambda place: assess_disk(place["facts"]["storage_disk"], "checkpoints go there")),
+        ("open files", lambda place: assess_open_files(place, large)),
     ]
     rows = []
-    for check, judge in checks:
-        notes = {place["name"]: judge(place) for place in nodes}
+    for check, assess in checks:
+        notes = {place["name"]: assess(place) for place in nodes}
         rows += grouped(check, {name: note for name, note in notes.items() if note}, nodes)
     return rows + clock_rows(nodes)
 
 
-def gpus(place: Place, wanted: bool) -> Note | None:
+def assess_gpus(place: Place, wanted: bool) -> Note | None:
     there, counted = place["facts"]["gpus"], int(place["resources"].get("GPU", 0))
     if there is None:
         return None
     if not there:
         if not counted:
             return Note("none")
-        advice = "Ray was told of GPUs that are not there: check --num-gpus and nvidia-smi."
+        advice = "Ray was configured with GPUs that do not exist: check --num-gpus and nvidia-smi."
         return Note(f"none, Ray counts {counted}", "fail" if wanted else "warn", advice)
     names = ", ".join(dict.fromkeys(gpu["name"] for gpu in there)).replace("{", "{{")
     free, total = (min(gpu[key] for gpu in there) for key in ("free", "total"))
@@ -63,12 +63,12 @@ def gpus(place: Place, wanted: bool) -> Note | None:
         advice = "Start Ray with all GPUs (--num-gpus, CUDA_VISIBLE_DEVICES), if they are yours."
         return Note(f"{found}; Ray counts {counted}", "warn", advice, numbers)
     if free < 0.9 * total:
-        advice = "Another process uses a GPU: nvidia-smi tells which."
+        advice = "Another process uses a GPU: nvidia-smi shows which."
         return Note(found, "warn", advice, numbers)
     return Note(found, numbers=numbers)
 
 
-def cpus(place: Place) -> Note | None:
+def assess_cpus(place: Place) -> Note | None:
     facts, counted = place["facts"]["cpus"], place["resources"].get("CPU", 0)
     if facts is None:
         return None
@@ -80,8 +80,8 @@ def cpus(place: Place) -> Note | None:
     return Note(found)
 
 
-def threads(place: Place, cpus_per_worker: float) -> Note | None:
-    """`fit` sets torch's threads itself; what else computes in a worker obeys the environment."""
+def assess_threads(place: Place, cpus_per_worker: float) -> Note | None:
+    """`fit` sets torch's threads itself; other libraries in a worker use the environment."""
     settings = place["facts"]["settings"]
     if settings is None:
         return None
@@ -100,7 +100,7 @@ def threads(place: Place, cpus_per_worker: float) -> Note | None:
     return Note(found)
 
 
-def memory(place: Place) -> Note | None:
+def assess_memory(place: Place) -> Note | None:
     facts = place["facts"]["memory"]
     if facts is None:
         return None
@@ -110,15 +110,15 @@ def memory(place: Place) -> Note | None:
     found = "{} free of {}" + (", a limit of its cgroup" if facts["limit"] else "")
     found += "" if facts["swap"] else ", no swap"
     if free < _LEAST_MEMORY:
-        advice = "A worker takes 1 GiB and more before it has a model: end what else runs there."
+        advice = "A worker needs 1 GiB or more even without a model: stop other programs there."
         return Note(found, "warn", advice, numbers)
     if facts["swapped"] > 0.1 * facts["total"]:
-        advice = "The machine swaps, which makes all workers wait: end what else runs there."
+        advice = "The machine swaps, which slows all workers down: stop other programs there."
         return Note(found + ", swapping", "warn", advice, numbers)
     return Note(found, numbers=numbers)
 
 
-def shared_memory(place: Place) -> Note | None:
+def assess_shared_memory(place: Place) -> Note | None:
     facts = place["facts"]["shm"]
     if facts is None:
         return None
@@ -126,24 +126,24 @@ def shared_memory(place: Place) -> Note | None:
     least = _LEAST_SHM if place["facts"]["gpus"] else _LEAST_SHM_CPU
     if facts["free"] < least:
         advice = (
-            f"Give it {format_bytes(least)} and more (docker run --shm-size, Kubernetes: an "
-            "emptyDir of medium Memory): Ray's objects and NCCL live there."
+            f"Use {format_bytes(least)} or more (docker run --shm-size, Kubernetes: an "
+            "emptyDir of medium Memory): Ray's objects and NCCL need it."
         )
         return Note("{} free of {}", "warn", advice, numbers)
     return Note("{} free of {}", numbers=numbers)
 
 
-def disk(facts: Mapping[str, Any] | None, why: str) -> Note | None:
+def assess_disk(facts: Mapping[str, Any] | None, why: str) -> Note | None:
     if facts is None:
         return None
     numbers = ((facts["free"], format_bytes), (facts["total"], format_bytes))
     if facts["free"] < _LEAST_FREE or facts["free"] < (1 - _FULL) * facts["total"]:
         verdict: Verdict = "fail" if facts["free"] < _LEAST_FREE / 50 else "warn"
-        return Note("{} free of {}", verdict, f"Make room in {facts['path']}: {why}.", numbers)
+        return Note("{} free of {}", verdict, f"Free space in {facts['path']}: {why}.", numbers)
     return Note("{} free of {}", numbers=numbers)
 
 
-def open_files(place: Place, large: bool) -> Note | None:
+def assess_open_files(place: Place, large: bool) -> Note | None:
     limit = place["facts"]["open_files"]
     if limit is None:
         return None
@@ -155,7 +155,7 @@ def open_files(place: Place, large: bool) -> Note | None:
 
 
 def clock_rows(nodes: Sequence[Place]) -> list[Row]:
-    """Clocks are compared with that of the driver's machine."""
+    """Compares clocks with that of the driver's machine."""
     if len(nodes) < 2:
         return []
     known = {p["name"]: p["clock"] for p in nodes if "error" not in p["clock"]}
@@ -163,15 +163,18 @@ def clock_rows(nodes: Sequence[Place]) -> list[Row]:
     good = [name for name in known if apart_s[name] <= _CLOCK_S]
     bound_s = max((abs(known[n]["ahead_s"]) + known[n]["within_s"] for n in good), default=0.0)
     advice = (
-        "Turn on NTP (timedatectl set-ntp true): notices of nodes that are taken away name a time, "
-        "and object stores refuse clocks that are minutes off."
+        "Enable NTP (timedatectl set-ntp true): preemption notices contain times, and object "
+        "stores refuse clocks that are minutes off."
     )
     notes = {}
-    for name, told in known.items():
+    for name, measured in known.items():
         if name in good:
-            notes[name] = Note(f"less than {seconds(bound_s)} apart")
+            notes[name] = Note(f"less than {format_duration(bound_s)} apart")
         else:
-            way = "ahead" if told["ahead_s"] > 0 else "behind"
-            off = f"{seconds(abs(told['ahead_s']))} {way} (within {seconds(told['within_s'])})"
-            notes[name] = Note(off, "warn", advice)
+            way = "ahead" if measured["ahead_s"] > 0 else "behind"
+            ahead, within = (
+                format_duration(abs(measured["ahead_s"])),
+                format_duration(measured["within_s"]),
+            )
+            notes[name] = Note(f"{ahead} {way} (within {within})", "warn", advice)
     return grouped("clock", notes, nodes)

@@ -1,6 +1,6 @@
-"""How a machine is connected: interfaces, what its name resolves to, who listens, who talks.
+"""Collects network facts: interfaces, name resolution, listening ports, connections.
 
-Sent to the nodes by value, as facts.py: the standard library alone.
+Sent to the nodes by value, like machine_facts.py: uses only the standard library.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ _SIOCGIFADDR = 0x8915  # of <linux/sockios.h>
 _LISTENING, _ESTABLISHED = "0A", "01"
 _ANSWER_S = 3.0
 
-End = tuple[str, int]  # address, port
+Endpoint = tuple[str, int]  # address, port
 
 
-def gather(dashboard: int | None) -> dict[str, Any]:
-    """Host name, the addresses that it resolves to, and the machine's interfaces.
+def gather_network_facts(dashboard: int | None) -> dict[str, Any]:
+    """Host name, the addresses it resolves to, and the machine's interfaces.
 
     Args:
         dashboard: the port on which Ray's dashboard listens on one of the nodes.
@@ -40,7 +40,9 @@ def gather(dashboard: int | None) -> dict[str, Any]:
         "resolves": resolves,
         "interfaces": interfaces(),
         "dashboard": listens,
-        "dashboard_mode": _mode(listens[0], dashboard) if listens and dashboard else None,
+        "dashboard_mode": _authentication_mode(listens[0], dashboard)
+        if listens and dashboard
+        else None,
     }
 
 
@@ -68,13 +70,13 @@ def listening(port: int) -> list[str]:
     return sorted({here[0] for here, _, _ in _sockets("/proc/net", _LISTENING) if here[1] == port})
 
 
-def connections() -> set[tuple[End, End]]:
+def connections() -> set[tuple[Endpoint, Endpoint]]:
     """(here, there) of each TCP connection of this process."""
     own = set()
     for number in os.listdir("/proc/self/fd"):
         try:
             own.add(os.readlink(f"/proc/self/fd/{number}"))
-        except OSError:  # the one by which the folder was read
+        except OSError:  # the descriptor by which the folder was read
             continue
     found = _sockets("/proc/self/net", _ESTABLISHED)
     return {(here, there) for here, there, inode in found if f"socket:[{inode}]" in own}
@@ -96,16 +98,16 @@ def _little() -> bool:
     return struct.pack("=H", 1) == b"\x01\x00"
 
 
-def _sockets(folder: str, state: str) -> Iterator[tuple[End, End, str]]:
+def _sockets(folder: str, state: str) -> Iterator[tuple[Endpoint, Endpoint, str]]:
     for file in ("tcp", "tcp6"):
         for line in _lines(f"{folder}/{file}")[1:]:
-            words = line.split()
-            if words[3] == state:
-                yield _end(words[1]), _end(words[2]), words[9]
+            fields = line.split()
+            if fields[3] == state:
+                yield _endpoint(fields[1]), _endpoint(fields[2]), fields[9]
 
 
-def _end(word: str) -> End:
-    digits, _, port = word.partition(":")
+def _endpoint(text: str) -> Endpoint:
+    digits, _, port = text.partition(":")
     return address_of(digits), int(port, 16)
 
 
@@ -124,15 +126,15 @@ def _speed(name: str) -> int | None:
     return speed if speed > 0 else None
 
 
-def _mode(address: str, port: int) -> str | None:
-    """What the dashboard says of its authentication: token, disabled ...; None: no answer."""
+def _authentication_mode(address: str, port: int) -> str | None:
+    """The authentication mode that the dashboard reports: token, disabled ...; None: no answer."""
     host = {"0.0.0.0": "127.0.0.1", "::": "127.0.0.1"}.get(address, address)
     host = f"[{host}]" if ":" in host else host
     opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
     try:
         url = f"http://{host}:{port}/api/authentication_mode"
         with opener.open(url, timeout=_ANSWER_S) as answer:
-            told = json.load(answer).get("authentication_mode")
+            mode = json.load(answer).get("authentication_mode")
     except (OSError, ValueError, AttributeError):
         return None
-    return str(told).lower() if told else None
+    return str(mode).lower() if mode else None

@@ -1,4 +1,4 @@
-"""Judges the network: names, all-reduces, and who could reach Ray."""
+"""Assesses the network: names, all-reduces, and who could reach Ray."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ from raytrain_ddp.doctor.rows import (
     Note,
     Place,
     Row,
+    describe_places,
+    format_duration,
+    format_rate,
     grouped,
-    rate,
-    seconds,
-    where,
 )
 
 _GRADIENTS_BYTES = 100e6  # of 25 million parameters in fp32
-_MOST_S = 1.0  # for these, each step
+_MOST_S = 1.0  # for these, per step
 _LEAST_GPU_BYTES_PER_S = 2e9
 
 
 def network_rows(findings: Mapping[str, Any], nodes: Sequence[Place]) -> list[Row]:
-    """Of the nodes that answered."""
+    """The rows of the nodes that responded."""
     nodes = [node for node in nodes if node["facts"]["wires"]]
     met = {
         name
@@ -30,7 +30,7 @@ def network_rows(findings: Mapping[str, Any], nodes: Sequence[Place]) -> list[Ro
         if each["kind"] == "across" and "error" not in each
         for name in each["nodes"]
     }
-    names = {n["name"]: host_name(n, len(nodes), n["name"] in met) for n in nodes}
+    names = {n["name"]: assess_host_name(n, len(nodes), n["name"] in met) for n in nodes}
     return [
         *grouped("host name", names, nodes),
         *all_reduce_rows(findings, nodes),
@@ -40,12 +40,12 @@ def network_rows(findings: Mapping[str, Any], nodes: Sequence[Place]) -> list[Ro
     ]
 
 
-def host_name(node: Place, count: int, met: bool) -> Note:
-    """gloo offers the others the address of GLOO_SOCKET_IFNAME, or else that of the host's name.
+def assess_host_name(node: Place, count: int, met: bool) -> Note:
+    """gloo announces the address of GLOO_SOCKET_IFNAME, or else that of the host name.
 
     Args:
-        met: the all-reduce across nodes has worked there. Of two ranks the one with the lower
-            address listens, so a single bad one may do no harm, until another node has one, too.
+        met: whether the all-reduce across nodes worked there. Of two ranks the one with the lower
+            address listens, so a single wrong address may be harmless until another node has one.
     """
     wires, ip = node["facts"]["wires"], node["ip"]
     interface = (node["facts"]["settings"] or {}).get("GLOO_SOCKET_IFNAME")
@@ -63,8 +63,8 @@ def host_name(node: Place, count: int, met: bool) -> Note:
     offered = _interface_of(first, wires) if first and not _is_loopback(first) else None
     if offered is None:
         advice = (
-            f"gloo would offer it to the other nodes, in vain: {set_it}, or put the right address "
-            "into /etc/hosts."
+            f"gloo would announce it to the other nodes, which cannot reach it: {set_it}, or put "
+            "the right address into /etc/hosts."
         )
         return Note(found, "warn" if met else "fail", advice)
     if offered != own:
@@ -75,39 +75,45 @@ def host_name(node: Place, count: int, met: bool) -> Note:
 
 def all_reduce_rows(findings: Mapping[str, Any], nodes: Sequence[Place]) -> list[Row]:
     """Latency and bandwidth, within nodes and across them."""
-    told = findings["all_reduce"]
-    if not told:
-        return [Row("all-reduce", where([n["name"] for n in nodes], nodes), "nothing to measure")]
-    return [_all_reduce(each, findings["run"], nodes) for each in told]
+    results = findings["all_reduce"]
+    if not results:
+        return [
+            Row(
+                "all-reduce",
+                describe_places([n["name"] for n in nodes], nodes),
+                "nothing to measure",
+            )
+        ]
+    return [_all_reduce(each, findings["run"], nodes) for each in results]
 
 
-def _all_reduce(told: Mapping[str, Any], run: Mapping[str, Any], nodes: Sequence[Place]) -> Row:
-    across = told["kind"] == "across"
-    place = f"across {len(told['nodes'])} nodes" if across else f"within {told['nodes'][0]}"
-    if "error" in told:
+def _all_reduce(result: Mapping[str, Any], run: Mapping[str, Any], nodes: Sequence[Place]) -> Row:
+    across = result["kind"] == "across"
+    place = f"across {len(result['nodes'])} nodes" if across else f"within {result['nodes'][0]}"
+    if "error" in result:
         advice = (
             "All ports must be open between the nodes, and each must reach the others' addresses; "
             "with several networks, or after 'connectFullMesh', set GLOO_SOCKET_IFNAME and "
             "NCCL_SOCKET_IFNAME before `ray start`."
         )
-        if "did not start" in told["error"]:
+        if "did not start" in result["error"]:
             advice = "Other jobs may hold the GPUs or the memory: see `ray status`."
-        return Row("all-reduce", place, told["error"], "fail", advice)
-    rates = told["bus_bytes_per_s"]
+        return Row("all-reduce", place, result["error"], "fail", advice)
+    rates = result["bus_bytes_per_s"]
     bus = list(rates.values())[-1]
-    sizes = ", ".join(f"{mib} MiB {rate(value)}" for mib, value in rates.items())
-    found = f"{told['ranks']} ranks: 8 bytes {seconds(told['latency_s'])}"
-    if told.get("cpu_latency_s") is not None:
-        found += f" (on CPUs {seconds(told['cpu_latency_s'])})"
+    sizes = ", ".join(f"{mib} MiB {format_rate(value)}" for mib, value in rates.items())
+    found = f"{result['ranks']} ranks: 8 bytes {format_duration(result['latency_s'])}"
+    if result.get("cpu_latency_s") is not None:
+        found += f" (on CPUs {format_duration(result['cpu_latency_s'])})"
     found += f"; bus {sizes}"
-    ways = _ways(told, nodes) if across else ""
+    ways = _ways(result, nodes) if across else ""
     found += f"; over {ways}" if ways else ""
-    step_s = _GRADIENTS_BYTES * 2 * (told["ranks"] - 1) / told["ranks"] / bus
+    step_s = _GRADIENTS_BYTES * 2 * (result["ranks"] - 1) / result["ranks"] / bus
     if across and step_s > _MOST_S:
         advice = (
-            f"The gradients of 25 million parameters (100 MB) take {seconds(step_s)} each step: a "
-            "larger --batch-size means fewer steps, --ddp.compression bf16 halves the bytes; best "
-            "is a faster network."
+            f"The gradients of 25 million parameters (100 MB) take {format_duration(step_s)} each "
+            "step: a larger --batch-size means fewer steps, --ddp.compression bf16 halves the "
+            "bytes; best is a faster network."
         )
         return Row("all-reduce", place, found, "warn", advice)
     if not across and run["use_gpu"] and bus < _LEAST_GPU_BYTES_PER_S:
@@ -116,13 +122,13 @@ def _all_reduce(told: Mapping[str, Any], run: Mapping[str, Any], nodes: Sequence
     return Row("all-reduce", place, found)
 
 
-def _ways(told: Mapping[str, Any], nodes: Sequence[Place]) -> str:
-    """``eth0 (1000 Mbit/s)``: the interfaces by which the ranks have talked."""
-    own = set(told["nodes"])
+def _ways(result: Mapping[str, Any], nodes: Sequence[Place]) -> str:
+    """``eth0 (1000 Mbit/s)``: the interfaces that the ranks used."""
+    own = set(result["nodes"])
     ways: dict[str, None] = {}
     for node in nodes:
         wires = node["facts"]["wires"]
-        for here, _ in told["talks"] if node["name"] in own else []:
+        for here, _ in result["talks"] if node["name"] in own else []:
             name = _interface_of(here, wires)
             if name is not None and (name != "lo" or len(own) == 1):
                 speed = wires["interfaces"][name]["mbit_per_s"]
@@ -131,25 +137,25 @@ def _ways(told: Mapping[str, Any], nodes: Sequence[Place]) -> str:
 
 
 def dashboard_rows(findings: Mapping[str, Any], nodes: Sequence[Place]) -> list[Row]:
-    """Whoever reaches the dashboard runs code as its user, unless it asks for a token."""
-    told = findings["dashboard"]
-    if told is None:
+    """Anyone who reaches the dashboard can run code as its user, unless it requires a token."""
+    dashboard = findings["dashboard"]
+    if dashboard is None:
         return [Row("dashboard", "cluster", "none")]
-    host, port = told
+    host, port = dashboard
     node = next((node for node in nodes if node["facts"]["wires"]["dashboard"]), None)
-    ears = node["facts"]["wires"]["dashboard"] if node else [host]
+    addresses = node["facts"]["wires"]["dashboard"] if node else [host]
     mode = _told_mode(nodes) or (_own_mode(node) if node else "")
     place = node["name"] if node else "cluster"
-    if all(_is_loopback(ear) for ear in ears):
-        return [Row("dashboard", place, f"on {', '.join(ears)}, port {port}")]
-    found = f"on {', '.join(ears)}, port {port}"
+    if all(_is_loopback(address) for address in addresses):
+        return [Row("dashboard", place, f"on {', '.join(addresses)}, port {port}")]
+    found = f"on {', '.join(addresses)}, port {port}"
     if mode == "token":
-        return [Row("dashboard", place, f"{found}, asks for a token")]
+        return [Row("dashboard", place, f"{found}, requires a token")]
     advice = (
-        "Whoever reaches it runs code as you: start Ray with RAY_AUTH_MODE=token on all nodes, or "
-        "with --dashboard-host 127.0.0.1 and reach it through ssh."
+        "Anyone who reaches it can run code as you: start Ray with RAY_AUTH_MODE=token on all "
+        "nodes, or with --dashboard-host 127.0.0.1 and reach it through ssh."
     )
-    return [Row("dashboard", place, f"{found}, asks for no token", "fail", advice)]
+    return [Row("dashboard", place, f"{found}, requires no token", "fail", advice)]
 
 
 def authentication_rows(nodes: Sequence[Place]) -> list[Row]:
@@ -157,8 +163,8 @@ def authentication_rows(nodes: Sequence[Place]) -> list[Row]:
     for node in nodes:
         mode = _own_mode(node) or _told_mode(nodes)
         advice = (
-            "Whoever reaches Ray's ports runs code as you: `ray get-auth-token --generate`, copy "
-            "~/.ray/auth_token to all nodes, and start Ray with RAY_AUTH_MODE=token."
+            "Anyone who reaches Ray's ports can run code as you: `ray get-auth-token --generate`, "
+            "copy ~/.ray/auth_token to all nodes, and start Ray with RAY_AUTH_MODE=token."
         )
         ok = Note(f"RAY_AUTH_MODE={mode}")
         notes[node["name"]] = ok if mode not in ("", "disabled") else Note("none", "warn", advice)
@@ -166,7 +172,7 @@ def authentication_rows(nodes: Sequence[Place]) -> list[Row]:
 
 
 def token_rows(nodes: Sequence[Place]) -> list[Row]:
-    """The file with the token is a password."""
+    """The token in the file is a password."""
     notes = {}
     for node in nodes:
         token = node["facts"]["token"]
@@ -174,7 +180,7 @@ def token_rows(nodes: Sequence[Place]) -> list[Row]:
             continue
         mode = f"{token['mode']:03o}"
         if token["exposed"]:
-            advice = f"Others on that machine may read it: chmod 600 {token['path']}"
+            advice = f"Other users of that machine can read it: chmod 600 {token['path']}"
             notes[node["name"]] = Note(f"mode {mode}", "warn", advice.replace("{", "{{"))
         else:
             notes[node["name"]] = Note(f"mode {mode}")
@@ -182,13 +188,13 @@ def token_rows(nodes: Sequence[Place]) -> list[Row]:
 
 
 def _told_mode(nodes: Sequence[Place]) -> str:
-    """What the dashboard tells of the whole cluster."""
+    """The mode that the dashboard reports for the whole cluster."""
     modes = (node["facts"]["wires"]["dashboard_mode"] for node in nodes)
     return next((mode for mode in modes if mode), "")
 
 
 def _own_mode(node: Place) -> str:
-    """What its raylet was started with."""
+    """The mode that its raylet was started with."""
     return str((node["facts"]["settings"] or {}).get("RAY_AUTH_MODE", "")).lower()
 
 

@@ -1,4 +1,4 @@
-"""What a person sees: progress, then the table."""
+"""Shows progress, then the table of results."""
 
 from __future__ import annotations
 
@@ -14,54 +14,54 @@ from raytrain_ddp.doctor.rows import Report, Row
 
 _CHECK, _WHERE, _VERDICT, _LEAST_FOUND, _MOST_WIDTH = 14, 16, 4, 20, 110
 OF_A_CLUSTER = "a run would start", "a run would not get far"
-OF_A_RUN = "the run gets on", "the run does not get on"
+OF_A_RUN = "the run makes progress", "the run makes no progress"
 OF_AN_ENDED_RUN = "the run has ended", "the run has ended"
 _STYLE = {"ok": "green", "warn": "yellow", "fail": "bold red"}
 
 
 @contextmanager
 def progress() -> Iterator[Callable[[str], None]]:
-    """On standard error: a line that changes on a terminal, else a line for each phase."""
+    """On standard error: a line that changes on a terminal, otherwise a line per phase."""
     console = Console(stderr=True, highlight=False)
     if not console.is_terminal:
         yield lambda text: console.print(f"doctor: {text}", soft_wrap=True, markup=False)
         return
-    with console.status("looking around") as status:
+    with console.status("examining the cluster") as status:
         yield lambda text: status.update(Text(text))
 
 
-def show(report: Report, console: Console, words: tuple[str, str] = OF_A_CLUSTER) -> None:
+def show(report: Report, console: Console, verdicts: tuple[str, str] = OF_A_CLUSTER) -> None:
     """The table: check, where, found, verdict; below each that is not ok, what to do.
 
     Args:
-        words: what it comes to with warnings only, and with failures.
+        words: the conclusion with only warnings, and with failures.
     """
     width = min(console.width, _MOST_WIDTH)
-    room = max(_LEAST_FOUND, width - _CHECK - _WHERE - _VERDICT - 3 * 2)
-    _print(console, Text(_line("check", "where", "found", room), "bold"))
+    found_width = max(_LEAST_FOUND, width - _CHECK - _WHERE - _VERDICT - 3 * 2)
+    _print(console, Text(_line("check", "where", "found", found_width), "bold"))
     before = ""
     for row, following in zip(report.rows, [*report.rows[1:], None], strict=True):
-        _print_row(console, row, "" if row.check == before else row.check, room)
+        _print_row(console, row, "" if row.check == before else row.check, found_width)
         if row.advice and (following is None or following.advice != row.advice):
             _print_advice(console, row, width)
         before = row.check
     counts = [plural(report.count("fail"), "failure"), plural(report.count("warn"), "warning")]
     if report.count("fail"):
-        told = f"{', '.join(counts)}: {words[1]}."
+        conclusion = f"{', '.join(counts)}: {verdicts[1]}."
     elif report.count("warn"):
-        told = f"{counts[1]}: {words[0]}."
+        conclusion = f"{counts[1]}: {verdicts[0]}."
     else:
-        told = "All is well."
-    _print(console, Text(told, "bold"))
+        conclusion = "No problems found."
+    _print(console, Text(conclusion, "bold"))
 
 
-def _print_row(console: Console, row: Row, check: str, room: int) -> None:
+def _print_row(console: Console, row: Row, check: str, found_width: int) -> None:
     places = _wrap(row.where, _WHERE) or [""]
-    found = _wrap(row.found, room) or [""]
+    found = _wrap(row.found, found_width) or [""]
     for number in range(max(len(places), len(found))):
         place = places[number] if number < len(places) else ""
         text = found[number] if number < len(found) else ""
-        line = Text(_line(check if number == 0 else "", place, text, room))
+        line = Text(_line(check if number == 0 else "", place, text, found_width))
         if number == 0:
             line.append(row.verdict, _STYLE[row.verdict])
         _print(console, line)
@@ -76,8 +76,8 @@ def _wrap(text: str, width: int) -> list[str]:
     return textwrap.wrap(text, width, break_on_hyphens=False)  # flags stay whole
 
 
-def _line(check: str, place: str, found: str, room: int) -> str:
-    return f"{check:<{_CHECK}}  {place:<{_WHERE}}  {found:<{room}}  "
+def _line(check: str, place: str, found: str, found_width: int) -> str:
+    return f"{check:<{_CHECK}}  {place:<{_WHERE}}  {found:<{found_width}}  "
 
 
 def _print(console: Console, text: Text) -> None:

@@ -1,4 +1,4 @@
-"""The rows of the answer: what was looked at, where, what was found, and what to do about it."""
+"""The rows of the result: what was checked, where, what was found, and what to do about it."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from raytrain_ddp.display.formatting import format_seconds
 from raytrain_ddp.errors import PreflightError
 
 Verdict = Literal["ok", "warn", "fail"]
-Place = Mapping[str, Any]  # a node, or the driver; see doctor.py
+Place = Mapping[str, Any]  # a node, or the driver; see examine.py
 GIB = 2**30
 _NAMES_SHOWN = 3
 
 
 @dataclass(frozen=True)
 class Row:
-    """One line of the table. `advice` is empty where all is well."""
+    """One line of the table. `advice` is empty if nothing is wrong."""
 
     check: str
     where: str
@@ -28,11 +28,11 @@ class Row:
 
 @dataclass(frozen=True)
 class Note:
-    """What was found in one place. Places whose notes differ in `numbers` only share a row.
+    """What was found in one place. Places whose notes differ only in `numbers` share a row.
 
     Args:
         found: with a ``{}`` for each number.
-        numbers: each with what makes a text of it.
+        numbers: each with the function that formats it.
     """
 
     found: str
@@ -43,7 +43,7 @@ class Note:
 
 @dataclass(frozen=True)
 class Report:
-    """All rows, and what they were made from, as JSON values."""
+    """All rows, and the findings they were made from, as JSON values."""
 
     rows: tuple[Row, ...]
     findings: Mapping[str, Any]
@@ -66,7 +66,7 @@ class Report:
 
 
 def grouped(check: str, notes: Mapping[str, Note], places: Sequence[Place]) -> list[Row]:
-    """A row for all places that have the same to say; the worst come first.
+    """One row for all places with the same note; the worst come first.
 
     Args:
         notes: by the place's name.
@@ -77,14 +77,16 @@ def grouped(check: str, notes: Mapping[str, Note], places: Sequence[Place]) -> l
     rows = []
     for (found, verdict, advice), names in groups.items():
         spans = [_span(each) for each in zip(*(notes[n].numbers for n in names), strict=True)]
-        rows.append(Row(check, where(names, places), found.format(*spans), verdict, advice))
+        rows.append(
+            Row(check, describe_places(names, places), found.format(*spans), verdict, advice)
+        )
     return sorted(rows, key=lambda row: ("fail", "warn", "ok").index(row.verdict))
 
 
-def where(names: Sequence[str], places: Sequence[Place]) -> str:
+def describe_places(names: Sequence[str], places: Sequence[Place]) -> str:
     """``all 3 nodes``, ``w1, w2`` or ``w1, w2, w3 and 4 more``.
 
-    The driver is left out where the node that it is on is among them.
+    The driver is omitted if its node is among them.
     """
     nodes = [place["name"] for place in places if not place["driver"]]
     home = {place["name"]: place["on"] for place in places if place["driver"]}
@@ -101,14 +103,14 @@ def nodes_of(places: Sequence[Place]) -> list[Place]:
     return [place for place in places if not place["driver"]]
 
 
-def rate(count: float) -> str:
-    """Bytes a second: ``85 MB/s``, ``1.9 GB/s``, ``240 GB/s``."""
+def format_rate(count: float) -> str:
+    """Bytes per second: ``85 MB/s``, ``1.9 GB/s``, ``240 GB/s``."""
     if count < 0.995e9:
         return f"{count / 1e6:.{1 if count < 9.95e6 else 0}f} MB/s"
     return f"{count / 1e9:.{1 if count < 9.95e9 else 0}f} GB/s"
 
 
-def seconds(value: float) -> str:
+def format_duration(value: float) -> str:
     """``0.12 ms``, ``8 ms``, ``0.42 s``, ``12m05s``."""
     if value < 0.0995:
         return f"{value * 1e3:.{2 if value < 0.000995 else 1 if value < 0.00995 else 0}f} ms"
@@ -116,7 +118,7 @@ def seconds(value: float) -> str:
 
 
 def _span(numbers: Sequence[tuple[float, Callable[[float], str]]]) -> str:
-    """``20 GiB``, or ``20 to 24 GiB`` where they differ."""
+    """``20 GiB``, or ``20 to 24 GiB`` if they differ."""
     values, show = [value for value, _ in numbers], numbers[0][1]
     low, high = show(min(values)), show(max(values))
     if low == high:

@@ -25,10 +25,10 @@ from raytrain_ddp.checkpoint.run_folder import (
 )
 from raytrain_ddp.checkpoint.storage import Storage, open_storage
 from raytrain_ddp.checkpoint.store import MANIFEST_FILE
-from raytrain_ddp.data.epoch_order import beyond_others
+from raytrain_ddp.data.epoch_order import relative_load
 from raytrain_ddp.display.bottleneck import StepSplit
 from raytrain_ddp.display.formatting import format_count, format_seconds, gist, plural
-from raytrain_ddp.doctor.rows import Report, Row, seconds
+from raytrain_ddp.doctor.rows import Report, Row, format_duration
 from raytrain_ddp.errors import ConfigError, did_you_mean
 from raytrain_ddp.events import (
     Checkpoint,
@@ -242,7 +242,7 @@ def _pace(seen: RunStatus) -> list[Row]:
     step_s = last.timing.step_s
     left_s = step_s * max(0, plan.total_steps - last.step) if plan else 0.0
     unit = f"{plan.unit if plan else 'samples'}/s"
-    speed = f"{format_count(last.samples_per_s)} {unit}, {seconds(step_s)} a step"
+    speed = f"{format_count(last.samples_per_s)} {unit}, {format_duration(step_s)} a step"
     left = f", {format_seconds(left_s)} left" if left_s and not seen.has_ended else ""
     rows = [Row("speed", plan.device if plan else "", speed + left)]
     limit, _, remedy = split.limit().partition(": ")
@@ -256,7 +256,7 @@ def _pace(seen: RunStatus) -> list[Row]:
         found = f"{ratio:.1f} x as long as the others, most in {phase}"
         where = f"rank {rank} {hosts.get(rank, '')}".rstrip()
         size, slots = (plan.world_size, plan.slots) if plan else (1, 1)
-        due = beyond_others(slots, size, rank) if rank < size else 1.0
+        due = relative_load(slots, size, rank) if rank < size else 1.0
         rows.append(Row("slowest", where, found, "warn" if ratio >= 2 * due else "ok"))
     elif plan is not None and plan.world_size > 1:
         rows.append(Row("slowest", "", "no rank stands out"))

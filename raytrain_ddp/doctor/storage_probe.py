@@ -1,6 +1,6 @@
-"""Tries the storage of a run from one machine, by what a run does with it. Knows no Ray.
+"""Tests the storage of a run from one machine, with a run's operations. Does not use Ray.
 
-All is done in a folder of its own, in which each machine has one:
+Everything is done in a folder of its own, with a subfolder for each machine:
 
     <storage>/<folder>/<place>/checkpoints/step-00000003-a0001/manifest.json
 """
@@ -21,51 +21,53 @@ from raytrain_ddp.checkpoint.store import MANIFEST_FILE, CheckpointName
 from raytrain_ddp.errors import RaytrainError
 from raytrain_ddp.uri import attempt, reason_of
 
-PAYLOADS_MIB = (1, 1, 8)  # of three checkpoints: two to be kept, and one to be pruned
+PAYLOADS_MIB = (1, 1, 8)  # of three checkpoints: two are kept, one is pruned
 _NEWEST = CheckpointName(len(PAYLOADS_MIB), 1)
 _LOOK_EVERY_S = 0.5
 
 
-def commit(uri: str, folder: str, place: str) -> dict[str, Any]:
+def probe_commit(uri: str, folder: str, place: str) -> dict[str, Any]:
     """Writes, renames, reads, lists and deletes a file; then commits, finds and prunes checkpoints.
 
     Returns:
         commit_s: of a small checkpoint. bytes_per_s: of a larger one. made: folders above `folder`
-        that were not there before. error: what went wrong, without secrets, if anything.
+        that did not exist before. error: the error, without secrets, if any.
     """
     made: list[str] = []
-    told = _told(uri, lambda: _commit(uri, folder, place, made))
-    return {**told, "made": made}
+    result = _answer_or_error(uri, lambda: _commit(uri, folder, place, made))
+    return {**result, "made": made}
 
 
-def see(uri: str, folder: str, places: Sequence[str], timeout_s: float) -> dict[str, Any]:
-    """Which machines' checkpoints are seen from here; the last of `places` is read to the end.
+def probe_visibility(
+    uri: str, folder: str, places: Sequence[str], timeout_s: float
+) -> dict[str, Any]:
+    """Looks for the checkpoints of other machines; reads that of the last of `places` completely.
 
     Returns:
-        sees: those places. seconds: until all were seen. error: as `commit`.
+        sees: the places found. seconds: until all were found. error: like `probe_commit`.
     """
-    return _told(uri, lambda: _see(uri, folder, places, timeout_s))
+    return _answer_or_error(uri, lambda: _see(uri, folder, places, timeout_s))
 
 
-def clean(uri: str, folder: str, made: Sequence[str]) -> dict[str, Any]:
-    """Removes the folder, and those above it that were made for it and are empty.
+def clean_up(uri: str, folder: str, made: Sequence[str]) -> dict[str, Any]:
+    """Removes the folder, and those above it that were created for it and are empty.
 
     Returns:
-        error: as `commit`.
+        error: like `probe_commit`.
     """
 
     def remove() -> dict[str, Any]:
         root = open_storage(uri)
         root.delete_dir(folder)
-        while root.join(folder).walk():  # another node deleted it at the same time, and met ours
+        while root.join(folder).walk():  # another node may delete it at the same time
             time.sleep(_LOOK_EVERY_S)
             root.delete_dir(folder)
-        with suppress(OSError):  # somebody has begun to use it
+        with suppress(OSError):  # it is in use by now
             for path in made:
                 os.rmdir(path)
         return {}
 
-    return _told(uri, remove)
+    return _answer_or_error(uri, remove)
 
 
 def _commit(uri: str, folder: str, place: str, made: list[str]) -> dict[str, Any]:
@@ -89,7 +91,7 @@ def _commit(uri: str, folder: str, place: str, made: list[str]) -> dict[str, Any
     newest = store.latest()
     _require(newest is not None and newest.name == _NEWEST, "the newest checkpoint is not found")
     store.prune(keep_last=2)
-    _require(len(store.names()) == 2, "what is deleted is still there")
+    _require(len(store.names()) == 2, "a deleted checkpoint still exists")
     return {"commit_s": min(seconds), "bytes_per_s": PAYLOADS_MIB[-1] * 2**20 / seconds[-1]}
 
 
@@ -97,12 +99,12 @@ def _use_a_file(own: Storage) -> None:
     content = os.urandom(1000)
     own.write_atomic("probe", content)
     own.rename("probe", "renamed")
-    _require(own.read("renamed") == content, "a file does not read as it was written")
+    _require(own.read("renamed") == content, "a file differs from what was written")
     own.write_atomic("renamed", content[::-1])
-    _require(own.read("renamed") == content[::-1], "a file that was replaced reads as before")
-    _require(own.walk() == ["renamed"], "a list of files is not right")
+    _require(own.read("renamed") == content[::-1], "a replaced file still has its old content")
+    _require(own.walk() == ["renamed"], "a listing of files is wrong")
     own.delete_file("renamed")
-    _require(not own.exists("renamed"), "a file that was deleted is still there")
+    _require(not own.exists("renamed"), "a deleted file still exists")
 
 
 def _see(uri: str, folder: str, places: Sequence[str], timeout_s: float) -> dict[str, Any]:
@@ -119,12 +121,12 @@ def _see(uri: str, folder: str, places: Sequence[str], timeout_s: float) -> dict
     if places and places[-1] in sees:
         newest = checkpoint_store(root.join(places[-1])).latest()
         _require(
-            newest is not None and newest.name == _NEWEST, f"that of {places[-1]} is not whole"
+            newest is not None and newest.name == _NEWEST, f"that of {places[-1]} is incomplete"
         )
     return {"sees": sees, "seconds": seconds}
 
 
-def _told(uri: str, ask: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+def _answer_or_error(uri: str, ask: Callable[[], dict[str, Any]]) -> dict[str, Any]:
     outcome = attempt(ask)
     if isinstance(outcome, RaytrainError):
         return {"error": str(outcome)}

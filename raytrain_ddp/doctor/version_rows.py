@@ -1,4 +1,4 @@
-"""Judges what is installed: the same everywhere, and fit for the machines' drivers."""
+"""Assesses installed versions: the same everywhere, and compatible with the drivers."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _SAME = {
     "ray": ("Ray", "Ray refuses to mix its versions: install the same on all nodes."),
     "project": (
         "project",
-        "Workers would run other code than the driver: install the same wheel on all nodes.",
+        "Workers would run different code than the driver: install the same wheel on all nodes.",
     ),
     "torch": ("torch", "Install the same torch on all nodes: sums may differ between builds."),
     "nccl": ("NCCL", "Install the same torch on all nodes: it brings NCCL with it."),
@@ -22,7 +22,7 @@ _MAY_DIFFER_A_LITTLE = ("torch", "nccl")
 
 
 def version_rows(places: Sequence[Place], run: Mapping[str, Any]) -> list[Row]:
-    """A row for each thing installed; several where nodes differ from the driver."""
+    """A row for each package; several if nodes differ from the driver."""
     if not places:
         return []
     driver = next((p for p in places if p["driver"]), places[0])["facts"]["versions"]
@@ -50,7 +50,7 @@ def _note(
 
 
 def cuda_rows(nodes: Sequence[Place], run: Mapping[str, Any]) -> list[Row]:
-    """On nodes with GPUs: whether torch is built for them, and the driver new enough for it."""
+    """On nodes with GPUs: whether torch is built for them, and the driver is new enough for it."""
     notes = {}
     for place in nodes:
         facts = place["facts"]

@@ -1,6 +1,6 @@
-"""``--emit``: the files of clusters/, with this run's workers, memory, storage and command in them.
+"""``--emit``: fills this run's workers, memory, storage and command into the files of clusters/.
 
-Each is made of the file that stands in clusters/, so there is one source. Neither torch nor Ray.
+Uses the files in clusters/ as templates, so there is one source. Imports neither torch nor Ray.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ from raytrain_ddp.driver.machine_types import machines, smallest_type
 Kind = Literal["slurm", "kuberay", "ray-up", "command"]
 
 FOLDER = Path(__file__).parents[1] / "clusters"  # a link to clusters/ beside the package
-# Guesses, where a config says nothing of the machines.
+# Defaults, if a config says nothing about the machines.
 _WORKERS = 2
 _WORKERS_PER_NODE = 4  # half or all of the GPUs of common nodes
-_PODS_WAIT_S, _CLOUD_WAIT_S = 600, 1800  # images are pulled; machines are lent and set up
+_PODS_WAIT_S, _CLOUD_WAIT_S = 600, 1800  # time to pull images; to rent and set up machines
 _CLOUD_OF = {"s3": "aws", "gs": "gcp", "gcs": "gcp", "abfs": "azure", "abfss": "azure"}
 _BUCKET_NAME = re.compile(r"[A-Za-z0-9$][A-Za-z0-9._-]{0,221}")
 _TYPE_LINE = {
@@ -39,14 +39,14 @@ _TYPE_LINE = {
 
 @dataclass(frozen=True)
 class Emitted:
-    """The text of a file, and what its reader must be told besides."""
+    """The text of a file, and notes for its reader."""
 
     text: str
     notes: tuple[str, ...]
 
 
 def object_name(run: str | None) -> str:
-    """Of a Slurm job, a cluster or a Kubernetes object, whose services begin with a letter."""
+    """The name of a Slurm job, a cluster or a Kubernetes object, which must begin with a letter."""
     name = re.sub(r"[^a-z0-9]+", "-", (run or "run").lower())[:40].strip("-") or "run"
     return f"run-{name}" if name[0].isdigit() else name
 
@@ -55,49 +55,49 @@ def emit(config: TrainConfig, kind: Kind, recipe: str | None = None) -> Emitted:
     """The file for this run.
 
     Args:
-        recipe: what the config was read from; the command names it if it is a shipped one.
+        recipe: the source of the config; the command names it if it is a shipped one.
 
     Raises:
-        ConfigError: no machine that the file can name has room for a worker.
+        ConfigError: no machine type that the file can name is large enough for a worker.
     """
     base = recipe if recipe in shipped_recipes() else None
-    if config.name is None and base is None:  # the command will not mention the recipe
+    if config.name is None and base is None:  # the command does not mention the recipe
         config = replace(config, name=default_name(recipe))
     shown = publishable(config)
-    notes = [] if shown == config else ["what may be secret in a URI was left out."]
+    notes = [] if shown == config else ["parts of a URI that may be secret were omitted."]
     if kind == "command":
         return Emitted(command(shown, base) + "\n", tuple(notes))
-    filled, told = _filled(shown)
+    filled, filled_notes = _filled(shown)
     name = object_name(config.name or base)
     if kind == "slurm":
         text = _slurm(filled, base, name)
     elif kind == "kuberay":
         text = _kuberay(_waiting(filled, _PODS_WAIT_S), base, name)
-        told += _unshared(filled, "pods")
+        filled_notes += _unshared(filled, "pods")
     else:
         cloud = _CLOUD_OF.get(filled.storage.partition("://")[0])
         if cloud:
-            told.append(f"storage = {filled.storage}: clusters/{cloud}.yaml, filled in.")
+            filled_notes.append(f"storage = {filled.storage}: clusters/{cloud}.yaml, filled in.")
             text = _cloud(_waiting(filled, _CLOUD_WAIT_S), cloud, base, name)
         else:
-            told += _unshared(filled, "machines")
+            filled_notes += _unshared(filled, "machines")
             text = _lan(filled, base, name)
-    return Emitted(text, (*notes, *told))
+    return Emitted(text, (*notes, *filled_notes))
 
 
 def _filled(config: TrainConfig) -> tuple[TrainConfig, list[str]]:
-    """What is `auto` on a cluster that is there must be said to get one."""
-    scaling, told = config.scaling, []
+    """Replaces `auto` values that would mean an existing cluster; returns notes about that."""
+    scaling, notes = config.scaling, []
     if scaling.use_gpu == "auto":
         scaling = replace(scaling, use_gpu=True)
-        told.append("scaling.use_gpu = auto: machines with GPUs; False for such without.")
+        notes.append("scaling.use_gpu = auto: machines with GPUs; False for machines without.")
     if scaling.num_workers == "auto":
         scaling = replace(scaling, num_workers=min(_WORKERS, config.slots))
-        told.append(
-            f"scaling.num_workers = auto: {scaling.num_workers}; say how many with "
+        notes.append(
+            f"scaling.num_workers = auto: {scaling.num_workers}; set the number with "
             "--scaling.num-workers."
         )
-    return replace(config, scaling=scaling), told
+    return replace(config, scaling=scaling), notes
 
 
 def _waiting(config: TrainConfig, wait_s: float) -> TrainConfig:
@@ -108,23 +108,23 @@ def _waiting(config: TrainConfig, wait_s: float) -> TrainConfig:
 
 
 def _unshared(config: TrainConfig, those: str) -> list[str]:
-    """What is on this machine's disk, and would have to be on all."""
-    told = []
+    """Notes about files on this machine's disk that all machines would need."""
+    notes = []
     if "://" not in config.storage:
-        told.append(
+        notes.append(
             f"storage = {config.storage} is a folder, which the {those} do not share unless it is "
-            "mounted on each at the same place: give s3://, gs:// or abfs://."
+            "mounted at the same path on each: use s3://, gs:// or abfs://."
         )
     for field in ("source", "eval_source"):
         value = getattr(config.data, field) or "digits"
         if "://" not in value and value != "digits" and not value.startswith("torchvision:"):
-            told.append(f"data.{field} = {value} must be there on each of the {those}.")
+            notes.append(f"data.{field} = {value} must exist on each of the {those}.")
     if ".py:" in config.task:
-        told.append(
-            f"task = {config.task} must be there on the head of the {those}, or come along with "
+        notes.append(
+            f"task = {config.task} must exist on the head of the {those}, or be uploaded with "
             "ray job submit --working-dir."
         )
-    return told
+    return notes
 
 
 # ------------------------------------------------------------------ the files
@@ -174,9 +174,9 @@ def _lan(config: TrainConfig, base: str | None, name: str) -> str:
     need = machines(config, 1)
     text = _launched("lan", config, base, name)
     each = f"{need.cpus} CPUs, {need.gpus} GPUs and {need.memory_gib} GiB"
-    said = f"# fill in; with the head {need.nodes} machines of {each}, or fewer and larger ones"
+    comment = f"# fill in; with the head {need.nodes} machines of {each}, or fewer and larger ones"
     text = text.replace(
-        "worker_ips: [192.168.1.11] # fill in", f"worker_ips: [192.168.1.11] {said}"
+        "worker_ips: [192.168.1.11] # fill in", f"worker_ips: [192.168.1.11] {comment}"
     )
     return _told_of_folder(config, text)
 
@@ -203,7 +203,7 @@ def _launched(
     """A file for `ray up`, with its name, its blanks filled in, and the command in its opening."""
     text = _read(f"{file}.yaml").replace(f"clusters/{file}.yaml", f"{name}.yaml")
     for blank, value in blanks.items():
-        # First, and once, it is among what the reader is asked to fill in.
+        # Its first occurrence is in the list of what the reader must fill in.
         text = text.replace(f" {blank},", "", 1).replace(blank, value)
     text = _put(text, "cluster_name: ", f"raytrain-{name}")
     job = shlex.quote(f"ray job submit -- {command(config, base)}")
@@ -211,7 +211,7 @@ def _launched(
 
 
 def _bucket(storage: str) -> dict[str, str]:
-    """What stands in the files of the clouds for the place of a storage."""
+    """The replacements for the storage's placeholders in the cloud files."""
     scheme, _, rest = storage.partition("://")
     place, _, path = rest.partition("/")
     names = {"BUCKET": place}
@@ -225,12 +225,14 @@ def _bucket(storage: str) -> dict[str, str]:
 
 
 def _told_of_folder(config: TrainConfig, text: str) -> str:
-    """A folder as storage is spoken of in the file, where it will be read later."""
+    """Adds a comment about a storage folder to the file, where it is read later."""
     if "://" in config.storage:
         return text
-    told = f"# storage is the folder {config.storage}: each machine must reach the same one there."
+    comment = (
+        f"# storage is the folder {config.storage}: each machine must reach the same one there."
+    )
     first, _, rest = text.partition("#\n")
-    return f"{first}#\n{told}\n#\n{rest}"
+    return f"{first}#\n{comment}\n#\n{rest}"
 
 
 def _read(file: str) -> str:
@@ -238,7 +240,7 @@ def _read(file: str) -> str:
 
 
 def _put(text: str, start: str, value: object) -> str:
-    """The one line that begins with `start` goes on with `value`; a comment behind it stays."""
+    """Replaces the rest of the single line that begins with `start`; keeps a trailing comment."""
     pattern = re.compile(rf"(?m)^({re.escape(start)})[^\n]*?((?: +# [^\n]*)?)$")
     text, times = pattern.subn(lambda found: f"{found[1]}{value}{found[2]}", text)
     assert times == 1, f"{times} lines of a file in clusters/ begin with {start!r}"

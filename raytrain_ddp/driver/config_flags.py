@@ -1,4 +1,4 @@
-"""A config as a command line."""
+"""Writes a config as a command line."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ FIT = "python -m raytrain_ddp.fit"
 
 
 def command(config: TrainConfig, base: str | None = None) -> str:
-    """The command line that has this config, whatever files are beside it.
+    """The command line for this config, independent of files next to it.
 
     Args:
-        base: the shipped recipe that it begins with; all that differs from it follows as flags.
+        base: the shipped recipe to start from; differences from it follow as flags.
     """
     words = [base] if base else []
     words += _flags(config, load(base) if base else TrainConfig(), idle(config))
@@ -46,7 +46,7 @@ def _flags(section: Any, base: Any, without: Container[str], prefix: str = "") -
 
 def _with_value(flag: str, value: Any) -> Iterator[str]:
     if isinstance(value, dict):
-        words = [_said(word) for pair in value.items() for word in pair]
+        words = [_as_text(word) for pair in value.items() for word in pair]
         for word in words:
             is_flag = word.startswith("-") and not _NUMBER.fullmatch(word)
             rule = (
@@ -55,12 +55,12 @@ def _with_value(flag: str, value: Any) -> Iterator[str]:
             require(not is_flag, flag[2:].replace("-", "_"), value, rule)
         yield from (flag, *words)
     elif isinstance(value, tuple):
-        yield from (flag, *map(_said, value))
-    elif _said(value).startswith("-"):
-        yield f"{flag}={_said(value)}"  # else it would be taken for a flag
+        yield from (flag, *map(_as_text, value))
+    elif _as_text(value).startswith("-"):
+        yield f"{flag}={_as_text(value)}"  # otherwise it would be parsed as a flag
     else:
-        yield from (flag, _said(value))
+        yield from (flag, _as_text(value))
 
 
-def _said(value: Any) -> str:
+def _as_text(value: Any) -> str:
     return f"{value:.0f}" if isinstance(value, float) and value.is_integer() else str(value)

@@ -1,4 +1,4 @@
-"""``--dry-run``: what would be done, in numbers. Takes no worker and starts no Ray."""
+"""``--dry-run``: what would be done, in numbers. Takes no worker and does not start Ray."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from raytrain_ddp.config.train_config import TrainConfig
 from raytrain_ddp.data.splits import Splits
 from raytrain_ddp.display.formatting import format_data
 from raytrain_ddp.driver.preflight import check, is_complete
-from raytrain_ddp.driver.run_naming import open_run
-from raytrain_ddp.ray_backend.placement import choose_layout, missing, this_machine
+from raytrain_ddp.driver.run_naming import find_run
+from raytrain_ddp.ray_backend.placement import choose_layout, local_resources, missing_resources
 
 if TYPE_CHECKING:
     from torch import nn
@@ -28,16 +28,17 @@ def dry_run(config: TrainConfig, default_name: str | None = None) -> str:
     """The resolved config, then the arithmetic that follows from it.
 
     Raises:
-        RaytrainError: whatever `fit` would raise before it takes workers, but for their number.
+        RaytrainError: any error that `fit` would raise before it takes workers, except for their
+            number.
     """
     named = config.data.classes  # classes found in the data are listed below
-    run = open_run(check(config), default_name)
+    run = find_run(check(config), default_name)
     config, manifest = run.config, run.manifest
-    have = this_machine()
+    have = local_resources()
     layout = choose_layout(config, have)
     import torch
 
-    from raytrain_ddp.data.epoch_order import Plan, deal
+    from raytrain_ddp.data.epoch_order import Plan, items_of_rank
     from raytrain_ddp.tasks.task_check import eval_data_of, model_of, train_data_of
     from raytrain_ddp.tasks.task_loading import load_task
     from raytrain_ddp.training.lr_schedule import build_optimizer, learning_rate
@@ -54,10 +55,10 @@ def dry_run(config: TrainConfig, default_name: str | None = None) -> str:
     optimizer = build_optimizer(model, config.optim)
     for parameter in model.parameters():
         parameter.grad = torch.zeros_like(parameter)
-    optimizer.step()  # makes the optimizer's state, which has most of a checkpoint's bytes
+    optimizer.step()  # creates the optimizer state, most of a checkpoint's bytes
     size = _tensor_bytes(model.state_dict()) + _tensor_bytes(optimizer.state_dict())
     least = min(layout.least, layout.most)
-    per_worker = [len(deal(config.slots, least, rank)) for rank in range(least)]
+    per_worker = [len(items_of_rank(config.slots, least, rank)) for rank in range(least)]
     rates = {
         f"{epoch:g}": learning_rate(config, min(steps - 1, int(epoch * per_epoch)), per_epoch)
         for epoch in _epochs_to_show(config)
@@ -65,7 +66,7 @@ def dry_run(config: TrainConfig, default_name: str | None = None) -> str:
     times = f" of {data.rows} x {repeats} {task.unit}" if repeats > 1 else ""
     splits = getattr(task, "splits", None)
     data_told = splits.summary() if isinstance(splits, Splits) else None
-    told = format_data(data_told, task.unit) or [
+    data_lines = format_data(data_told, task.unit) or [
         ("training set", f"{data.rows} {task.unit}"),
         ("evaluation", f"{eval_data.rows} {task.unit}" if eval_data else "none"),
     ]
@@ -76,7 +77,7 @@ def dry_run(config: TrainConfig, default_name: str | None = None) -> str:
         f"{task.unit}",
         f"workers        {layout.said}, each {_resources(layout.per_worker)}, over "
         f"{layout.backend}; slots per worker: {', '.join(map(str, per_worker))}",
-        *(f"{title:<14} {text}" for title, text in told),
+        *(f"{title:<14} {text}" for title, text in data_lines),
         f"steps          {per_epoch} per epoch{times} (the last has {plan.samples(per_epoch - 1)} "
         f"{task.unit}), {steps} in {config.epochs} epochs",
         "learning rate  " + ", ".join(f"epoch {e}: {r:.3g}" for e, r in rates.items()),
@@ -89,7 +90,7 @@ def dry_run(config: TrainConfig, default_name: str | None = None) -> str:
         state = f"{'is complete at' if done else 'would resume from'} step {manifest.step}"
     lines.append(f"run            {config.name} {state}{f' ({run.note})' if run.note else ''}")
     lines += [f"note           {text}" for text in notes]
-    lacking = missing(layout, have)
+    lacking = missing_resources(layout, have)
     if lacking:
         lines.append(f"this machine lacks\n{lacking}")
     return "\n".join(lines)
@@ -117,11 +118,11 @@ def _tried(
     own_memory(model)
     batch = train_loader(config, data, plan, world).any_batch(min(_SAMPLES, config.micro_batch))
     try_loss(config, task, model, batch, world)
-    told: list[str] = []
+    notes: list[str] = []
     if eval_data is not None:
-        size, tell = min(_SAMPLES, config.micro_batch), lambda event: told.append(event.text)
+        size, tell = min(_SAMPLES, config.micro_batch), lambda event: notes.append(event.text)
         try_evaluation(task, model, eval_data, size, world, tell)
-    return told
+    return notes
 
 
 def _tensor_bytes(state: object) -> int:

@@ -1,4 +1,4 @@
-"""The end of a run: its result, its curves, and what to do next."""
+"""Finishes a run: its result, its curves, and suggestions for the next step."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ from raytrain_ddp.result import FitResult, Summary
 from raytrain_ddp.training.curves_png import draw_curves
 
 
-def draw(config: TrainConfig, run: Storage) -> None:
-    """Draws the run's curves anew. Raises OSError."""
+def draw_run_curves(config: TrainConfig, run: Storage) -> None:
+    """Redraws the run's curves. Raises OSError."""
     image = io.BytesIO()
     draw_curves(read_log(run), image, str(config.name))
     run.write_atomic(CURVES_FILE, image.getvalue())
@@ -46,7 +46,7 @@ def finish(
     outcome: Outcome,
     seconds: Mapping[str, float],
 ) -> FitResult:
-    """Gathers the result of a run that has just ended."""
+    """Collects the result of a run that has just ended."""
     history = read_history(run)
     signal = outcome.signal
     status: Literal["finished", "interrupted"] = "interrupted" if signal else "finished"
@@ -60,7 +60,7 @@ def already_complete(run: Storage, manifest: Manifest) -> FitResult:
 
 
 def is_tidy(run: Storage) -> bool:
-    """Whether the last start of a complete run came to its end, and was not killed after its last
+    """Whether the last start of a complete run ended normally, and was not killed after its last
     commit."""
     entries = run.walk()
     listing = _checkpoints_among(entries)
@@ -78,10 +78,10 @@ def tidy(config: TrainConfig, run: Storage, manifest: Manifest) -> None:
         CheckpointError: the newest checkpoint is damaged.
         OSError: the storage does not respond, or is not writable.
     """
-    from raytrain_ddp.training.metrics_log import write_log  # loads torch
+    from raytrain_ddp.training.metrics_log import write_log  # imports torch
 
     store, newest = checkpoint_store(run), CheckpointName(manifest.step, manifest.attempt)
-    if store.names()[:1] == [newest]:  # else it is damaged, and not to be swept away
+    if store.names()[:1] == [newest]:  # otherwise it is damaged, and must not be swept
         store.claim(newest, {"why": "what a kill left of a complete run is removed"})
         store.sweep()
         log = log_records(json.loads(store.open(newest).read(LOG_FILE)))
@@ -89,7 +89,7 @@ def tidy(config: TrainConfig, run: Storage, manifest: Manifest) -> None:
         best = next((r.step for r in reversed(log) if isinstance(r, Eval) and r.best), None)
         kept = next((name for name in store.names() if name.step == best), None)
         store.prune(config.checkpoint.keep_last, kept)
-    draw(config, run)
+    draw_run_curves(config, run)
 
 
 def _checkpoints_among(entries: Sequence[str]) -> CheckpointListing:
@@ -99,12 +99,12 @@ def _checkpoints_among(entries: Sequence[str]) -> CheckpointListing:
     )
 
 
-def summary(config: TrainConfig, result: FitResult, flags: str = "") -> Summary:
-    """The lines at the end of a run; `flags` belong to each command that trains, as ``--local``."""
+def run_summary(config: TrainConfig, result: FitResult, flags: str = "") -> Summary:
+    """The lines at the end of a run; `flags` are added to each training command, as ``--local``."""
     name, place = config.name, result.path
     again = f"python -m raytrain_ddp.fit {place}/config.toml{flags}"
     commands = []
-    # No command can load a class of a script, a notebook or a function, nor an object.
+    # No command can load an object, or a class from a script, a notebook or a function.
     is_importable = re.search(r"^__main__:|<locals>|\(\)$", config.task) is None
     if result.monitor and is_importable:
         commands.append(("evaluate", f"python -m raytrain_ddp.evaluate {place}"))

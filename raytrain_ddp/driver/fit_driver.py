@@ -1,4 +1,4 @@
-"""`fit`: from a config to a trained model, whatever runs it."""
+"""The driver of `fit`: from a config to a trained model, with or without Ray."""
 
 from __future__ import annotations
 
@@ -20,19 +20,26 @@ from raytrain_ddp.config.recipe import dumps, publishable
 from raytrain_ddp.config.train_config import TrainConfig
 from raytrain_ddp.display.progress_display import Display
 from raytrain_ddp.driver.event_log import EventLog
-from raytrain_ddp.driver.finish import already_complete, draw, finish, is_tidy, summary, tidy
+from raytrain_ddp.driver.finish import (
+    already_complete,
+    draw_run_curves,
+    finish,
+    is_tidy,
+    run_summary,
+    tidy,
+)
 from raytrain_ddp.driver.preflight import answered, check, is_complete
 from raytrain_ddp.driver.run_naming import (
     NamedRun,
     after_refusal,
     claimed,
-    open_run,
+    find_run,
     run_of_rank_0,
 )
 from raytrain_ddp.errors import PreflightError, RaytrainError, RunLockedError, status_of
 from raytrain_ddp.events import End, Note, Plan
 from raytrain_ddp.messages import Event, Outcome, Phase
-from raytrain_ddp.ray_backend.failure_causes import without_ray
+from raytrain_ddp.ray_backend.failure_causes import failure_event
 from raytrain_ddp.ray_backend.ray_output import ray_output_to_file
 from raytrain_ddp.result import FitResult
 
@@ -50,7 +57,7 @@ def fit(
     """Trains on Ray; resumes from the newest checkpoint if the run exists.
 
     Args:
-        config: without a name, the existing run with this config is used, or a new one.
+        config: if it has no name, resumes the run with this config, or starts a new one.
         address: of a running Ray cluster ("auto": the one on this machine). Default: RAY_ADDRESS,
             else an embedded Ray that lasts as long as the run.
         dashboard: start the embedded Ray with its dashboard.
@@ -61,7 +68,7 @@ def fit(
         KeyboardInterrupt: Ctrl-C before training began, or twice.
     """
     started = time.monotonic()
-    run = open_run(check(config or TrainConfig()), default_name)
+    run = find_run(check(config or TrainConfig()), default_name)
     with display or Display() as shown:
         with _driven(run, shown.handle) as (run, tell):
             config, folder, manifest = run.config, run.folder, run.manifest
@@ -74,7 +81,7 @@ def fit(
                 _draw(config, folder, tell)
                 result = _end(config, folder, outcome, watch, started)
                 tell(End(result.exit_status, result.step))
-        shown.summary(summary(config, result, f" --address {address}" if address else ""))
+        shown.summary(run_summary(config, result, f" --address {address}" if address else ""))
     return result
 
 
@@ -84,14 +91,14 @@ def fit_locally(
     default_name: str | None = None,
     display: Display | None = None,
 ) -> FitResult:
-    """The same without Ray: in this process, or in each of those that torchrun started.
+    """Like `fit`, but without Ray: in this process, or in each process that torchrun started.
 
     Only rank 0 shows and writes; all ranks return the result.
     """
     started = time.monotonic()
     config = check(config or TrainConfig())
     main = os.environ.get("RANK", "0") == "0"
-    run = (open_run if main else run_of_rank_0)(config, default_name)
+    run = (find_run if main else run_of_rank_0)(config, default_name)
     with display or (Display() if main else Display(Console(quiet=True), live=False)) as shown:
         with (
             _driven(run, shown.handle) if main else nullcontext((run, shown.handle)) as (run, tell)
@@ -105,7 +112,7 @@ def fit_locally(
                     _draw(config, folder, tell)
                 result = _end(config, folder, outcome, watch, started)
                 tell(End(result.exit_status, result.step))
-        shown.summary(summary(config, result, "" if under_torchrun() else " --local"))
+        shown.summary(run_summary(config, result, "" if under_torchrun() else " --local"))
     return result
 
 
@@ -121,7 +128,7 @@ def _train_here(
 
     if main:
         write_config(config, run)
-    # As many threads sum in one order: what is exact has as many everywhere.
+    # The number of threads affects the order of sums: exact mode uses the same number everywhere.
     world = join_world(config.scaling, config.scaling.threads if config.exact else None)
     reads: set[str] = set()
     task = load_task(config, reads)
@@ -139,12 +146,12 @@ def _note_idle(config: TrainConfig, show: Show) -> None:
 
 def write_config(config: TrainConfig, run: Storage) -> None:
     """Writes config.toml: running it again reproduces the run."""
-    told = publishable(config)
+    shown = publishable(config)
     try:
         run.mkdir()
-        run.write_atomic(CONFIG_FILE, dumps(told).encode())
+        run.write_atomic(CONFIG_FILE, dumps(shown).encode())
     except OSError as error:
-        raise PreflightError(f"storage = {told.storage}: cannot be written: {error}") from error
+        raise PreflightError(f"storage = {shown.storage}: cannot be written: {error}") from error
 
 
 @contextmanager
@@ -155,7 +162,7 @@ def _driven(run: NamedRun, show: Show) -> Iterator[tuple[NamedRun, Show]]:
     Yields another run if this one is new and another command took its name in the meantime.
 
     Raises:
-        RunLockedError: as `_owned`.
+        RunLockedError: like `_owned`.
     """
     with ExitStack() as stack:
         tell = show
@@ -175,13 +182,13 @@ def _driven(run: NamedRun, show: Show) -> Iterator[tuple[NamedRun, Show]]:
 
 @contextmanager
 def _owned(run: NamedRun, show: Show) -> Iterator[Show]:
-    """Holds the run's lease, and keeps its journal; yields what is to be told each event.
+    """Holds the run's lease, and keeps its event log; yields the receiver of events.
 
-    Of a run that is refused before it begins, no folder stays.
+    If a run is refused before it begins, its folder is removed.
 
     Raises:
-        RunLockedError: another process trains this run; also from what is yielded, if this one has
-            been away for so long that another has taken over.
+        RunLockedError: another process trains this run; also raised by the yielded function, if
+            another process has taken the run over because this one was suspended for too long.
     """
     note = lambda text: show(Note(text))  # noqa: E731
     folder = run.folder
@@ -189,45 +196,45 @@ def _owned(run: NamedRun, show: Show) -> Iterator[Show]:
         _no_empty_folders(folder),
         Lease.take(folder, note) as lease,
         claimed(run),
-        EventLog(folder, show) as journal,
+        EventLog(folder, show) as event_log,
     ):
         with suppress(OSError):
             folder.sweep()
 
         def tell(event: Event) -> None:
             lease.require()
-            journal(event)
+            event_log(event)
 
         try:
             yield tell
         except RaytrainError as error:
             cause: dict[str, Any] = {k: v for k, v in error.cause.items() if v is not None}
-            journal(End(status_of(error), message=str(error), **cause))
+            event_log(End(status_of(error), message=str(error), **cause))
             raise
         except KeyboardInterrupt as stop:
             number = stop.args[0] if stop.args and isinstance(stop.args[0], int) else 2
-            journal(End(128 + number))
+            event_log(End(128 + number))
             raise
-        except Exception as error:  # the user's own, in this process
-            journal(without_ray(error))
+        except Exception as error:  # of the user's code, in this process
+            event_log(failure_event(error))
             raise
 
 
 @contextmanager
 def _no_empty_folders(run: Storage) -> Iterator[None]:
-    """Removes the folders that are made for the run meanwhile, if nothing comes into them."""
+    """Removes folders that are created for the run in this context, if they stay empty."""
     above = [Path(run.path), *Path(run.path).parents] if run.is_local else []
     made = [folder for folder in above if not folder.exists()]
     try:
         yield
     finally:
-        with suppress(OSError):  # the first that is not empty ends it
+        with suppress(OSError):  # stops at the first one that is not empty
             for folder in made:
                 folder.rmdir()
 
 
 class _Starts:
-    """Passes events on, and notes when training began, at first and after the last failure."""
+    """Forwards events, and records when training began, at first and after the last failure."""
 
     def __init__(self, show: Show) -> None:
         self._show = show
@@ -251,9 +258,9 @@ def _train_on_ray(
     committed: int,
 ) -> tuple[Outcome, _Starts]:
     from raytrain_ddp.ray_backend.cluster import cluster
-    from raytrain_ddp.ray_backend.dashboard import listed
+    from raytrain_ddp.ray_backend.dashboard import listed_in_dashboard
     from raytrain_ddp.ray_backend.task_transfer import pickled_task
-    from raytrain_ddp.ray_backend.training_launch import Interrupted, launch
+    from raytrain_ddp.ray_backend.training_launch import Interrupted, run_workers
     from raytrain_ddp.tasks.task_loading import BUILT_IN, task_of
 
     watch = _Starts(show)
@@ -266,8 +273,8 @@ def _train_on_ray(
     try:
         with ray_output_to_file(run), cluster(config, address, dashboard, phase) as layout:
             write_config(config, run)
-            with listed(show):
-                outcome = launch(config, run, layout, watch, committed, pickled_task(config))
+            with listed_in_dashboard(show):
+                outcome = run_workers(config, run, layout, watch, committed, pickled_task(config))
     except Interrupted as stop:
         raise KeyboardInterrupt(stop.number) from None
     return outcome, watch
@@ -281,11 +288,11 @@ def _end(
     started: float,
 ) -> FitResult:
     parts, again = outcome.seconds, watch.began - watch.first_began
-    aside = parts.get("evaluation", 0.0) + parts.get("checkpoint", 0.0)
+    not_training_s = parts.get("evaluation", 0.0) + parts.get("checkpoint", 0.0)
     seconds = {
         "start-up": watch.first_began - started,
         **({"until the last restart": again} if again else {}),
-        "training": parts["total"] - aside,
+        "training": parts["total"] - not_training_s,
         "evaluation": parts.get("evaluation", 0.0),
         "checkpoints": parts.get("checkpoint", 0.0),
         "total": time.monotonic() - started,
@@ -295,16 +302,16 @@ def _end(
 
 def _draw(config: TrainConfig, run: Storage, show: Show) -> None:
     try:
-        draw(config, run)
-    except OSError as error:  # no reason to fail, now that all is trained and saved
+        draw_run_curves(config, run)
+    except OSError as error:  # not a reason to fail: everything is trained and saved
         show(Note(f"curves.png cannot be drawn: {error}"))
 
 
 def _complete(run: NamedRun, manifest: Manifest, show: Show, main: bool = True) -> FitResult:
-    """Nothing is left to train; but the start that did it may have been killed right after."""
+    """Nothing is left to train, but the start that finished it may have been killed right after."""
     config, folder = run.config, run.folder
     if main and not answered(config, lambda: is_tidy(folder)):
-        # Whoever else drives the run tidies it, too; and what cannot be written stays as it is.
+        # Another process that drives the run tidies it as well; a read-only storage stays as it is.
         with suppress(RaytrainError, OSError), _owned(run, show) as tell:
             tidy(config, folder, manifest)
             tell(End(0, manifest.step))

@@ -1,4 +1,4 @@
-"""What machines a config takes, and which of a cloud's have that."""
+"""Computes the machines that a config needs, and chooses a cloud's machine type for them."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from math import ceil
 from raytrain_ddp.config.train_config import TrainConfig
 from raytrain_ddp.errors import ConfigError
 
-_TORCH_GIB, _RAY_GIB = 4, 4  # host memory of a worker beside its data; of Ray and the driver
+_TORCH_GIB, _RAY_GIB = 4, 4  # host memory of a worker besides its data; of Ray and the driver
 
 
 @dataclass(frozen=True)
 class Machines:
-    """What the workers of a config take: `nodes` machines, of which each has this much."""
+    """What the workers of a config need: `nodes` machines, each with these resources."""
 
     nodes: int
     cpus: int
@@ -23,7 +23,7 @@ class Machines:
 
 @dataclass(frozen=True)
 class Type:
-    """A kind of machine that a cloud lends, with one GPU or none."""
+    """A cloud's machine type, with at most one GPU."""
 
     name: str
     cpus: int
@@ -81,12 +81,12 @@ _TYPES = {"aws": _AWS, "gcp": _GCP, "azure": _AZURE}
 
 
 def machines(config: TrainConfig, most_per_node: int) -> Machines:
-    """The least number of alike nodes for all workers of a config that names their number.
+    """The minimum number of equal nodes for all workers of a config that sets their number.
 
     With `scaling.placement` STRICT_PACK all are on one node, with SPREAD each has its own.
 
     Args:
-        most_per_node: GPUs of a node, or workers where there are no GPUs.
+        most_per_node: GPUs per node, or workers if there are no GPUs.
     """
     scaling = config.scaling
     workers = scaling.worker_range()[1]
@@ -109,7 +109,7 @@ def machines(config: TrainConfig, most_per_node: int) -> Machines:
 
 
 def smallest_type(cloud: str, need: Machines) -> Type:
-    """The smallest known machine of a cloud that suffices for one of `need`.
+    """The smallest known machine type of a cloud that is sufficient for one of `need`.
 
     Raises:
         ConfigError: there is none.

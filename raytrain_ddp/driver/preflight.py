@@ -1,4 +1,4 @@
-"""What can be found wrong before anything is started, is found here. No torch, no Ray."""
+"""Checks a config before anything is started. Imports neither torch nor Ray."""
 
 from __future__ import annotations
 
@@ -56,16 +56,16 @@ def _with_classes(data: DataConfig) -> DataConfig:
         split is not None and split.kind == "torchvision" for split in (found.train, found.eval)
     ):
         return data
-    splits = open_splits(data, found)  # reads lists of files and footers, and labels if need be
+    splits = open_splits(data, found)  # reads lists of files and footers, and labels if necessary
     splits.close()
     return replace(data, classes=tuple(splits.class_names))
 
 
 def answered(config: TrainConfig, ask: Callable[[], T]) -> T:
-    """What `ask` learns from the storage, which is asked again a few times where that may help.
+    """The result of `ask`, which queries the storage; retried a few times if that may help.
 
     Raises:
-        PreflightError: it gave no answer, but OSErrors.
+        PreflightError: the storage cannot be read.
     """
     for pause_s in (*_PAUSES_S, None):
         try:
@@ -74,14 +74,14 @@ def answered(config: TrainConfig, ask: Callable[[], T]) -> T:
             if pause_s is None or isinstance(error, _LASTING):
                 raise PreflightError(
                     f"storage = {without_secrets(config.storage)}: it cannot be read: "
-                    f"{reason_of(config.storage, error)}. Nothing is lost by that: mend it, then "
+                    f"{reason_of(config.storage, error)}. Nothing is lost: fix it, then "
                     "run the same command again."
                 ) from None
         time.sleep(pause_s)
-    raise AssertionError  # the last round has returned or raised
+    raise AssertionError  # the last iteration has returned or raised
 
 
 def is_complete(config: TrainConfig, manifest: Manifest | None) -> bool:
-    """Whether nothing is left to do; more epochs than before leave something."""
+    """Whether nothing is left to do; with more epochs than before, something is."""
     done = manifest is not None and manifest.finished
     return done and manifest is not None and config.epochs <= int(manifest.config["epochs"])

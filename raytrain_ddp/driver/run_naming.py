@@ -1,4 +1,4 @@
-"""Which run a command refers to: the one with its name, or else the one started with its config.
+"""Finds the run that a command refers to: by its name, or by its config.
 
 A name is explicit if --name, the user's own recipe or Python sets it. Otherwise, NAME, NAME-2,
 NAME-3 ... are searched: the first run with this config is resumed; if there is none, a new run gets
@@ -41,7 +41,7 @@ CLAIM_FILE = "claimed.toml"
 """The config of a new run, from the time its name is held until the run ends."""
 
 _SHOWN = 3  # fields in a line
-_LONGEST = 120  # of a name that gets a number
+_LONGEST = 120  # maximum length of a name with a number
 _PAUSE_S = 0.1
 _CLAIM_S = 10.0
 _RANK_0_S = 120.0
@@ -68,7 +68,7 @@ class NamedRun:
     note: str = ""
 
 
-def open_run(config: TrainConfig, default_name: str | None = None) -> NamedRun:
+def find_run(config: TrainConfig, default_name: str | None = None) -> NamedRun:
     """The run that a config refers to. Nothing is written.
 
     Args:
@@ -89,10 +89,10 @@ def run_of_rank_0(config: TrainConfig, default_name: str | None = None) -> Named
     """The same run as rank 0's, which may not have started it yet.
 
     Raises:
-        PreflightError: rank 0's run does not appear in this storage; also as `open_run`.
+        PreflightError: rank 0's run does not appear in this storage; also like `find_run`.
     """
     until_s = time.monotonic() + _RANK_0_S
-    while (run := open_run(config, default_name)).is_new:
+    while (run := find_run(config, default_name)).is_new:
         if time.monotonic() > until_s:
             raise PreflightError(
                 f"storage = {without_secrets(config.storage)}: rank 0 did not start a run here "
@@ -113,7 +113,7 @@ def after_refusal(run: NamedRun) -> NamedRun | None:
         if time.monotonic() > until_s:
             return None
         time.sleep(_PAUSE_S)
-    other = open_run(config, run.base)
+    other = find_run(config, run.base)
     return other if other.config.name != run.config.name else None
 
 

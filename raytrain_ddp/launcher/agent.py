@@ -27,16 +27,16 @@ from pathlib import Path
 from typing import IO, Any
 
 # Functions, not the module: only they go along with the class.
-from raytrain_ddp.launcher.code_shipping import contents, unpack
+from raytrain_ddp.launcher.code_shipping import contents, unpack_folder
 
 _CHUNK_BYTES = 1 << 16
 _MOST_CHUNKS = 100  # per reply
 _MOST_WAITING = 1_000  # chunks not yet taken by the driver; a script that prints more blocks
-_LOOK_S = 0.5  # whether a stream that says nothing can say more
+_LOOK_S = 0.5  # how often to check whether a silent stream has a writer left
 
 
 class Agent:
-    """One worker's seat. `take` may wait while the other calls go on."""
+    """The actor on one worker's seat. `take` may wait while other calls run."""
 
     def __init__(self, guard: str) -> None:
         self._source = guard.encode()
@@ -49,7 +49,7 @@ class Agent:
         self._feeds = -1  # the write end of the pipe to the script's standard input
 
     def seat(self) -> dict[str, Any]:
-        """Where this is."""
+        """The facts about this seat."""
         import ray
 
         context = ray.get_runtime_context()
@@ -68,7 +68,7 @@ class Agent:
         0."""
         for port in wanted if len(wanted) == 1 else (*wanted, 0):
             with socket.socket() as probe:
-                probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as torch's store
+                probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # like torch's store
                 try:
                     probe.bind(("", port))
                 except OSError:
@@ -81,14 +81,14 @@ class Agent:
         return os.path.exists(path)
 
     def contents(self, folder: str) -> dict[str, str] | None:
-        """What there is in the folder of this path; None if that is unknown."""
+        """The files in the folder at this path; None if it cannot be listed."""
         return contents(Path(folder))
 
     def unpack(self, archive: bytes, folder: str) -> str:
         """Writes the code to a folder of this name among the temporary ones; returns its path.
 
         Raises:
-            PermissionError: somebody else has made that folder.
+            PermissionError: another user has created that folder.
         """
         own = Path(tempfile.gettempdir()) / f"raytrain_ddp-{os.getuid()}"
         own.mkdir(mode=0o700, exist_ok=True)
@@ -97,7 +97,7 @@ class Agent:
             raise PermissionError(f"{own} is another user's, who may change what is in it")
         own.chmod(0o700)
         place = own / folder
-        unpack(archive, place)
+        unpack_folder(archive, place)
         return str(place)
 
     def start(
@@ -120,13 +120,21 @@ class Agent:
             environment["TORCHELASTIC_ERROR_FILE"] = str(own / "error.json")
         if slurm and shutil.which("scontrol", path=environment.get("PATH")) is None:
             environment["PATH"] = f"{own}/bin:{environment.get('PATH', os.defpath)}"
-        told, tells = os.pipe()
+        report_end, write_end = os.pipe()
         code, writes = os.pipe()  # nothing is left on disk if this process is killed
         os.write(writes, self._source)
         os.close(writes)
         stdin, self._feeds = os.pipe() if feeds else (-1, -1)
-        guard = [sys.executable, "-I", "-S", f"/dev/fd/{code}", str(tells), str(stdin), str(own)]
-        given = [fd for fd in (tells, code, stdin) if fd >= 0]
+        guard = [
+            sys.executable,
+            "-I",
+            "-S",
+            f"/dev/fd/{code}",
+            str(write_end),
+            str(stdin),
+            str(own),
+        ]
+        given = [fd for fd in (write_end, code, stdin) if fd >= 0]
         self._guard, self._asked, self._asked_at = None, 0, 0.0
         try:
             self._guard = subprocess.Popen(
@@ -138,10 +146,10 @@ class Agent:
                 stdout=subprocess.PIPE,
                 stderr=subprocess.PIPE,
                 pass_fds=given,
-                start_new_session=True,  # a signal to Ray's processes is none to the guard
+                start_new_session=True,  # signals to Ray's process group must not reach the guard
             )
         except OSError as error:
-            os.close(told)
+            os.close(report_end)
             self._tell("stderr", f"cannot start in {folder}: {error}\n".encode())
             self._put(self._urgent, _end(127))
             self._put(self._chunks, {"closed": True})
@@ -149,7 +157,7 @@ class Agent:
         finally:
             for fd in given:
                 os.close(fd)
-        args = (self._guard, told, own)
+        args = (self._guard, report_end, own)
         threading.Thread(target=self._attend, args=args, daemon=True).start()
 
     def feed(self, data: bytes) -> bool:
@@ -166,14 +174,14 @@ class Agent:
             self._feeds = -1
         return wanted
 
-    def signal(self, word: str) -> None:
+    def signal(self, instruction: str) -> None:
         """The number of a signal for the script and its children, or ``kill``."""
         guard = self._guard
         if guard is not None and guard.stdin is not None:
-            self._asked = int(signal.SIGKILL) if word == "kill" else int(word)
+            self._asked = int(signal.SIGKILL) if instruction == "kill" else int(instruction)
             self._asked_at = self._asked_at or time.monotonic()
             with suppress(OSError, ValueError):  # it has ended
-                guard.stdin.write(f"{word}\n".encode())
+                guard.stdin.write(f"{instruction}\n".encode())
 
     def take(self, wait_s: float, most: int = _MOST_CHUNKS) -> list[dict[str, Any]]:
         """The news, with at most `most` chunks; waits up to `wait_s` for any:
@@ -201,7 +209,7 @@ class Agent:
         if self._guard is not None and self._guard.stdin is not None:
             self._guard.stdin.close()
 
-    def _attend(self, guard: subprocess.Popen[bytes], told: int, own: Path) -> None:
+    def _attend(self, guard: subprocess.Popen[bytes], report_end: int, own: Path) -> None:
         """Reports the script's end immediately, and finally that all output has been forwarded."""
         over = threading.Event()
         readers = [
@@ -210,9 +218,9 @@ class Agent:
         ]
         for reader in readers:
             reader.start()
-        guard.wait()  # it has gone to the background
+        guard.wait()  # it has moved to the background
         ended = False
-        with os.fdopen(told) as reports:
+        with os.fdopen(report_end) as reports:
             for report in map(json.loads, reports):
                 if "status" in report:
                     self._put(self._urgent, {"asked_at": 0.0, "error": None, **report})

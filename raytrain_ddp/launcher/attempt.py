@@ -1,4 +1,4 @@
-"""One attempt: listens to all scripts until they have ended, and ends them when it must."""
+"""Supervises one attempt: handles the output of all scripts, and ends them when necessary."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
-from raytrain_ddp.launcher.exit_report import End, ranks_said, signal_name
+from raytrain_ddp.launcher.exit_report import RankExit, format_ranks, signal_name
 from raytrain_ddp.launcher.output import Output
 from raytrain_ddp.launcher.worker_group import WorkerGroup
 
 _TAKE_S = 5.0
-_TAKE_BEHIND_S = 0.5  # how often it is looked whether the console has caught up
-_MOST_CHUNKS = 100  # at once
+_TAKE_BEHIND_S = 0.5  # how often to check whether the console has caught up
+_MOST_CHUNKS = 100  # per request
 _POLL_S = 0.1
-_SETTLE_S = 0.3  # failures of the same moment shall all be told, and not be cut short by our signal
-_ENDING_S = 5.0  # likewise for a process that is exiting after an error: its exit status tells more
+_SETTLE_S = 0.3  # simultaneous failures are all reported before we send a signal
+_ENDING_S = 5.0  # likewise for a process exiting after an error: its exit status is informative
 _UNANSWERED_S = 10.0  # after SIGKILL, or for a node that is off
 _WAITING_AFTER_S, _WAITING_EVERY_S = 2.0, 5.0  # when to report which ranks have not ended
 
@@ -36,7 +36,7 @@ class Attempt:
 
     def __init__(
         self,
-        crew: WorkerGroup,
+        group: WorkerGroup,
         output: Output,
         grace_s: float,
         stops: list[int],
@@ -44,7 +44,7 @@ class Attempt:
         tell: Callable[[str], None],
         stdin: Callable[[], bytes | None] | None = None,
     ) -> None:
-        self._crew, self._output, self._grace_s, self._stops = crew, output, grace_s, stops
+        self._group, self._output, self._grace_s, self._stops = group, output, grace_s, stops
         self._check, self._tell, self._stdin = check, tell, stdin
         self._fed: Any = None
         self._asked = ""
@@ -53,10 +53,10 @@ class Attempt:
         self._kill_at: float | None = None
         self._give_up_at: float | None = None
         self._say_at: float | None = None
-        self.ends: dict[int, End] = {}
-        self._waiting = {self._ask(w.rank): w.rank for w in crew.workers}
+        self.ends: dict[int, RankExit] = {}
+        self._waiting = {self._ask(w.rank): w.rank for w in group.workers}
 
-    def run(self) -> dict[int, End]:
+    def run(self) -> dict[int, RankExit]:
         """How each rank has ended."""
         while self._waiting:
             self._check()
@@ -79,9 +79,9 @@ class Attempt:
             try:
                 news = ray.get(answer)
             except ray.exceptions.RayError as error:
-                said = str(error).strip().splitlines()
+                explanation = str(error).strip().splitlines()
                 if rank not in self.ends:
-                    self._end(rank, End(None, time.monotonic(), lost=_why(said)))
+                    self._end(rank, RankExit(None, time.monotonic(), lost=_why(explanation)))
                 continue
             closed = False
             for each in news:
@@ -89,14 +89,14 @@ class Attempt:
                     self._output.take(rank, each["stream"], each["data"], each["at"])
                 elif "status" in each:
                     sent = signal_name(each["asked"]) if each["asked"] else ""
-                    told = (each["status"], each["at"], each["error"], sent)
-                    self._end(rank, End(*told, asked_at=each["asked_at"]))
+                    ended = (each["status"], each["at"], each["error"], sent)
+                    self._end(rank, RankExit(*ended, asked_at=each["asked_at"]))
                 else:
                     closed = True
             if not closed:
                 self._waiting[self._ask(rank)] = rank
 
-    def _end(self, rank: int, end: End) -> None:
+    def _end(self, rank: int, end: RankExit) -> None:
         self.ends[rank] = end
         if end.failed and self._failed_at is None:
             self._failed_at = time.monotonic()
@@ -115,12 +115,12 @@ class Attempt:
                     self._stdin = self._fed = None
                     return
             data = self._stdin()
-            self._fed = None if data is None else self._crew.agent(0).feed.remote(data)
+            self._fed = None if data is None else self._group.agent(0).feed.remote(data)
         except ray.exceptions.RayError:  # reported by `_listen`
             self._stdin = self._fed = None
 
     def _decide(self, now: float) -> None:
-        """What signals are due."""
+        """Sends the signals that are due."""
         if len(self._stops) > self._stops_seen:
             self._stops_seen = len(self._stops)
             if self._stops_seen > 2:
@@ -142,7 +142,9 @@ class Attempt:
     def _is_ending(self) -> bool:
         """Whether a rank that is still running has printed the error that is ending it."""
         left = (rank for rank in self._waiting.values() if rank not in self.ends)
-        return any(said.ending for rank in left if (said := self._output.raised(rank)) is not None)
+        return any(
+            found.ending for rank in left if (found := self._output.raised(rank)) is not None
+        )
 
     def _tell_waiting(self, now: float) -> None:
         left = [rank for rank in self._waiting.values() if rank not in self.ends]
@@ -152,25 +154,26 @@ class Attempt:
         if self._kill_at is not None:
             again = ", or press Ctrl-C again" if self._stops else ""
             then = f"SIGKILL in {max(0.0, self._kill_at - now):.0f} s{again}"
-        self._tell(f"{self._asked} sent; waiting for {ranks_said(left)} to end ({then})")
+        self._tell(f"{self._asked} sent; waiting for {format_ranks(left)} to end ({then})")
 
     def _stop(self, number: int, now: float) -> None:
         self._asked = signal_name(number)
         killed = number == signal.SIGKILL
         for rank in self._waiting.values():
-            if killed or rank not in self.ends:  # what a script has left has its own time to end
+            if killed or rank not in self.ends:  # leftover processes have their own time limit
                 with suppress(Exception):
-                    word = "kill" if killed else str(int(number))
-                    self._crew.agent(rank).signal.remote(word)
+                    instruction = "kill" if killed else str(int(number))
+                    self._group.agent(rank).signal.remote(instruction)
         self._say_at = now + _WAITING_AFTER_S
         self._kill_at = None if killed else now + self._grace_s
         self._give_up_at = now + _UNANSWERED_S if killed else None
 
     def _give_up(self, now: float) -> None:
-        """Waits no longer for ranks that have not ended; for the last lines only if not stopped."""
-        end = End(None, now, lost="its node does not respond")
+        """Stops waiting for ranks that have not ended; if not stopped, first waits for last
+        lines."""
+        end = RankExit(None, now, lost="its node does not respond")
         if len(self._stops) > 2:  # the user no longer wants to wait
-            end = End(-signal.SIGKILL, now, asked="SIGKILL")
+            end = RankExit(-signal.SIGKILL, now, asked="SIGKILL")
         for asked, rank in list(self._waiting.items()):
             if rank not in self.ends:
                 self.ends[rank] = end
@@ -181,10 +184,12 @@ class Attempt:
     def _ask(self, rank: int) -> Any:
         behind = self._output.behind
         wait_s, most = (_TAKE_BEHIND_S, 0) if behind else (_TAKE_S, _MOST_CHUNKS)
-        return self._crew.agent(rank).take.remote(wait_s, most)
+        return self._group.agent(rank).take.remote(wait_s, most)
 
 
-def _why(said: list[str]) -> str:
-    """Ray's explanation in a line, from the error of an actor that has died."""
-    told = [line.strip() for line in said if "node" in line.lower() or "memory" in line.lower()]
-    return (told or said or ["its actor died"])[-1][:300]
+def _why(lines: list[str]) -> str:
+    """Ray's explanation of an actor's death, in one line."""
+    relevant = [
+        line.strip() for line in lines if "node" in line.lower() or "memory" in line.lower()
+    ]
+    return (relevant or lines or ["its actor died"])[-1][:300]

@@ -1,4 +1,4 @@
-"""How many workers, on what, and whether there is room; a Ray to run them on."""
+"""Computes the workers' resources, checks that they fit, and connects to Ray."""
 
 from __future__ import annotations
 
@@ -10,23 +10,23 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from raytrain_ddp.errors import ConfigError, PreflightError
-from raytrain_ddp.launcher.run_options import Flags
-from raytrain_ddp.ray_backend.cluster import is_connected, joined
-from raytrain_ddp.ray_backend.placement import Layout, missing, this_machine
-from raytrain_ddp.ray_backend.placement import room as places
+from raytrain_ddp.launcher.run_options import RunFlags
+from raytrain_ddp.ray_backend.cluster import is_connected, ray_connection
+from raytrain_ddp.ray_backend.placement import Layout, local_resources, missing_resources
+from raytrain_ddp.ray_backend.placement import workers_that_fit as places
 from raytrain_ddp.ray_backend.ray_settings import SETTINGS
 
-_OBJECT_STORE_BYTES = 128 * 1024 * 1024  # nothing large goes through the embedded Ray
+_OBJECT_STORE_BYTES = 128 * 1024 * 1024  # no large objects in the embedded Ray
 
-Nodes = Sequence[Mapping[str, float]]
+NodeResources = Sequence[Mapping[str, float]]
 
 
 @dataclass(frozen=True)
-class Places(Layout):
-    """A layout whose workers are placed `each` at a time: those are on one node.
+class GroupedLayout(Layout):
+    """A layout whose workers are placed in groups of `each`; a group is on one node.
 
     Args:
-        apart: whether each such group has a node of its own.
+    apart: whether each group has a node of its own.
     """
 
     each: int = 1
@@ -34,17 +34,17 @@ class Places(Layout):
 
     @property
     def bundles(self) -> list[dict[str, float]]:
-        """What Ray is asked for, a bundle for each group."""
+        """The bundles to request from Ray, one per group."""
         one = {name: amount * self.each for name, amount in self.per_worker.items()}
         return [dict(one) for _ in range(self.least // self.each)]
 
 
-def layout_for(flags: Flags, nodes: Nodes) -> Places:
-    """What is asked for, on nodes with these resources.
+def layout_for(flags: RunFlags, nodes: NodeResources) -> GroupedLayout:
+    """The layout that the flags request, on nodes with these resources.
 
     Raises:
-        ConfigError: it is not said how many workers.
-        PreflightError: there are no GPUs, and it is not said how many there shall be.
+        ConfigError: the number of workers is not given.
+        PreflightError: there are no GPUs, and their number is not given.
     """
     if flags.by_node:
         return _as_torchrun(flags, nodes)
@@ -64,11 +64,11 @@ def layout_for(flags: Flags, nodes: Nodes) -> Places:
             raise ConfigError("how many processes? --num-workers N, or --use-gpu: one per GPU.")
         count = count or int(sum(n["GPU"] // gpus for n in usable))
     per_worker = {"CPU": float(cpus)} | ({"GPU": float(gpus)} if flags.use_gpu else {})
-    return Places(count, count, flags.use_gpu, per_worker, "", 1, flags.per == "node")
+    return GroupedLayout(count, count, flags.use_gpu, per_worker, "", 1, flags.per == "node")
 
 
-def _as_torchrun(flags: Flags, nodes: Nodes) -> Places:
-    """As many workers on each node, as --nproc-per-node and --nnodes say."""
+def _as_torchrun(flags: RunFlags, nodes: NodeResources) -> GroupedLayout:
+    """The number of workers on each node by --nproc-per-node and --nnodes, as in torchrun."""
     asked, (least, most) = flags.nproc_per_node or "1", flags.nodes
     per_gpu = flags.gpus_per_worker or 1
     with_gpus = [node for node in nodes if node.get("GPU", 0) >= per_gpu]
@@ -89,7 +89,7 @@ def _as_torchrun(flags: Flags, nodes: Nodes) -> Places:
     shared = min(1.0, max((node["CPU"] for node in fit), default=1.0) / each)
     cpus = flags.cpus_per_worker or math.floor(shared * 1000) / 1000
     per_worker = {"CPU": float(cpus)} | ({"GPU": float(per_gpu)} if use_gpu else {})
-    one = Places(each, each, use_gpu, per_worker, "", each, True)
+    one = GroupedLayout(each, each, use_gpu, per_worker, "", each, True)
     count = each * max(least, min(most, sum(places(one, [node]) >= each for node in fit)))
     return replace(one, least=count, most=count)
 
@@ -101,13 +101,13 @@ def _no_gpu(flag: str) -> PreflightError:
     )
 
 
-def lacking(layout: Places, nodes: Nodes) -> str:
-    """``""``, or in a few words what there is too little of on nodes with these resources."""
+def missing_capacity(layout: GroupedLayout, nodes: NodeResources) -> str:
+    """``""``, or a short description of the resources missing on these nodes."""
     total: dict[str, float] = {}
     for node in nodes:
         for name, amount in node.items():
             total[name] = total.get(name, 0) + amount
-    lines = missing(layout, total)
+    lines = missing_resources(layout, total)
     if lines:
         return "; ".join(line.strip() for line in lines.splitlines())
     want, share = len(layout.bundles), dict(layout.bundles[0])
@@ -118,37 +118,37 @@ def lacking(layout: Places, nodes: Nodes) -> str:
     return ""
 
 
-def refusal(layout: Layout, lacks: str, where: str) -> PreflightError:
-    """To be raised if the workers do not fit."""
+def capacity_error(layout: Layout, lacks: str, where: str) -> PreflightError:
+    """The error for workers that do not fit."""
     return PreflightError(
-        f"{layout.said} do not fit on {where}: {lacks}. Take fewer with --num-workers, or less "
-        "each with --cpus-per-worker."
+        f"{layout.said} do not fit on {where}: {lacks}. Use fewer with --num-workers, or smaller "
+        "ones with --cpus-per-worker."
     )
 
 
 @contextmanager
-def connected(flags: Flags, tell: Callable[[str], None]) -> Iterator[None]:
-    """Connects to Ray, or starts one with just the room that is needed and ends it afterwards.
+def connected(flags: RunFlags, tell: Callable[[str], None]) -> Iterator[None]:
+    """Connects to Ray, or starts an embedded one with the needed resources and stops it afterward.
 
     Raises:
         PreflightError: there is no Ray at the address, or this machine is too small for the
-            embedded one; before anything is started.
+            embedded one, which is checked before it is started.
     """
     address = flags.address or os.environ.get("RAY_ADDRESS")
     address = None if flags.standalone else address
     options: dict[str, Any] = {}
     if not address and not is_connected():
-        have = this_machine()
+        have = local_resources()
         layout = layout_for(flags, [have])
-        lacks = lacking(layout, [have])
+        lacks = missing_capacity(layout, [have])
         if lacks:
-            raise refusal(layout, lacks, "this machine")
+            raise capacity_error(layout, lacks, "this machine")
         needed = layout.least_needed()
         options = {
             "include_dashboard": False,
-            "num_cpus": max(1, math.ceil(needed["CPU"])),  # Ray starts a process ahead for each
+            "num_cpus": max(1, math.ceil(needed["CPU"])),  # Ray prestarts a process for each
             "num_gpus": int(have["GPU"]),
             "object_store_memory": _OBJECT_STORE_BYTES,
         }
-    with joined(address, SETTINGS, options, tell, wait_s=flags.wait_s):
+    with ray_connection(address, SETTINGS, options, tell, wait_s=flags.wait_s):
         yield

@@ -1,4 +1,4 @@
-"""The user's code for machines that do not have it."""
+"""Copies the user's code to machines that do not have it."""
 
 from __future__ import annotations
 
@@ -13,31 +13,31 @@ from pathlib import Path
 
 from raytrain_ddp.errors import PreflightError
 
-MARK = ".raytrain-run-"  # begins the name of a file by which machines see that they share a folder
+MARK = ".raytrain-run-"  # prefix of marker files, which reveal a shared folder
 MOST_BYTES = 100 * 1024 * 1024
 _MOST_FILES = 20_000
-_MOST_HASHED = 10 * 1024 * 1024  # of a larger file the size tells: it is hardly code
+_MOST_HASHED = 10 * 1024 * 1024  # larger files are compared by size: they are hardly code
 _LEFT_OUT = {
     *(".git", ".hg", ".svn", "__pycache__", "node_modules", ".tox", ".nox", ".venv"),
     *(".mypy_cache", ".ruff_cache", ".pytest_cache", ".hypothesis"),
 }
-_SECRETS = {  # left out at the top: whoever calls `run` at home has them there
+_SECRETS = {  # omitted at the top level: present if `run` is called in a home folder
     *(".ssh", ".aws", ".azure", ".config", ".gnupg", ".kube", ".docker", ".ray", ".netrc"),
     ".env",
 }
-_RESULTS = {"runs", "wandb"}  # left out at the top, if they are no packages
+_RESULTS = {"runs", "wandb"}  # omitted at the top level unless they are packages
 _ENVIRONMENTS = ("pyvenv.cfg", "conda-meta")
 
 
 def contents(folder: Path) -> dict[str, str] | None:
-    """A hash of each file in a folder, by its name; None where it is missing or far too large."""
+    """A hash of each file in a folder, by name; None if it is missing or far too large."""
     if not folder.is_dir():
         return None
     found: dict[str, str] = {}
     for count, path in enumerate(_entries(folder)):
         if count > _MOST_FILES:
             return None
-        with suppress(FileNotFoundError):  # removed just now
+        with suppress(FileNotFoundError):  # just deleted
             if path.is_file():
                 size = path.stat().st_size
                 data = path.read_bytes() if size <= _MOST_HASHED else b"%d" % size
@@ -46,10 +46,10 @@ def contents(folder: Path) -> dict[str, str] | None:
 
 
 def difference(here: Mapping[str, str] | None, there: Mapping[str, str] | None) -> str:
-    """Which file is another there, or ``""``.
+    """The name of a file that differs there, or ``""``.
 
-    Of code also one that only one of them has. Not of other files: a missing one is missed with an
-    error, and what a script has written (a checkpoint of rank 0) is on its own machine only.
+    Code files must exist on both sides. Other files may be missing on one: a missing input causes
+    an error, and outputs of a script (a checkpoint of rank 0) are only on its own machine.
     """
     if here is None or there is None:
         return "all"
@@ -61,14 +61,14 @@ def difference(here: Mapping[str, str] | None, there: Mapping[str, str] | None) 
     return ""
 
 
-def pack(folder: Path) -> bytes:
+def pack_folder(folder: Path) -> bytes:
     """The folder as a tar file, without version control, environments, caches and results.
 
-    A link to a file is packed as the file; one to a folder, or to nothing, as a link, which may
-    lead out of the folder: a data set has its place on each machine.
+    A link to a file is packed as the file. A link to a folder, or a broken one, stays a link, which
+    may point outside the folder: a data set has its own place on each machine.
 
     Raises:
-        PreflightError: that is more than 100 MiB, or very many files; it names the largest. Or
+        PreflightError: it has more than 100 MiB or too many files (names the largest), or
             something cannot be read.
     """
     sizes: dict[str, int] = {}
@@ -96,28 +96,28 @@ def pack(folder: Path) -> bytes:
     return archive.getvalue()
 
 
-def unpack(archive: bytes, place: Path) -> None:
-    """Writes a folder over an earlier copy of it; what a script has left there stays."""
+def unpack_folder(archive: bytes, place: Path) -> None:
+    """Extracts a folder over an earlier copy; files that a script left there stay."""
     place.mkdir(parents=True, exist_ok=True)
     with tarfile.open(fileobj=io.BytesIO(archive)) as files:
         safe = {"filter": "tar"} if hasattr(tarfile, "tar_filter") else {}
         for member in files:
             path = place / member.name
             if path.is_symlink() or path.is_file():
-                path.unlink()  # whoever still runs with the old one keeps it
+                path.unlink()  # a running process keeps the old file
             files.extract(member, place, **safe)  # type: ignore[arg-type]
 
 
-def moved(path: str, here: Path, there: str) -> str:
-    """An absolute path within one folder as it is within its copy; others as they are."""
+def path_in_copy(path: str, here: Path, there: str) -> str:
+    """Maps an absolute path in one folder to its copy; other paths stay unchanged."""
     if not os.path.isabs(path) or not Path(os.path.normpath(path)).is_relative_to(here):
         return path
     return str(Path(there) / Path(os.path.normpath(path)).relative_to(here))
 
 
-def place_name(folder: Path, host: str) -> str:
-    """The name that a folder's copies have: the same at each call, so that what a script has left
-    there, its checkpoints for instance, is found again."""
+def copy_name(folder: Path, host: str) -> str:
+    """The name of a folder's copies: the same at each call, so files that a script left
+    there, such as checkpoints, are found again."""
     return f"{folder.name}-{hashlib.sha256(f'{host}:{folder}'.encode()).hexdigest()[:8]}"
 
 
@@ -132,7 +132,7 @@ def _too_large(folder: Path, sizes: dict[str, int]) -> str:
 
 
 def _target(link: Path, folder: Path) -> str:
-    """Where a link to a folder leads, as it is said in a copy."""
+    """The target of a link to a folder, as written in a copy."""
     real, top = os.path.realpath(link), os.path.realpath(folder)
     if real == top or real.startswith(top + os.sep):
         return os.path.relpath(real, os.path.realpath(link.parent))
@@ -140,7 +140,7 @@ def _target(link: Path, folder: Path) -> str:
 
 
 def _nobodys(info: tarfile.TarInfo) -> tarfile.TarInfo:
-    """Of the user who unpacks it, who can write what he has."""
+    """Makes the unpacking user the owner, with write permission."""
     info.mode |= stat.S_IRWXU if info.isdir() else stat.S_IRUSR | stat.S_IWUSR
     info.uid = info.gid = 0
     info.uname = info.gname = ""
@@ -148,7 +148,7 @@ def _nobodys(info: tarfile.TarInfo) -> tarfile.TarInfo:
 
 
 def _entries(folder: Path) -> Iterator[Path]:
-    """All that is to be copied, in a fixed order: folders, readable files, and links."""
+    """All entries to copy, in a fixed order: folders, readable files, and links."""
     for place, folders, names in os.walk(folder):
         folders[:] = sorted(name for name in folders if _wanted(folder, Path(place, name)))
         yield from (Path(place, name) for name in folders)
@@ -163,7 +163,7 @@ def _is_kept(path: Path) -> bool:
     try:
         mode = path.stat().st_mode
     except OSError:
-        return path.is_symlink()  # to nothing, here
+        return path.is_symlink()  # a broken link
     return stat.S_ISREG(mode) and os.access(path, os.R_OK)
 
 

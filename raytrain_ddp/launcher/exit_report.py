@@ -1,4 +1,4 @@
-"""How an attempt has ended, and whose fault it was."""
+"""Reports how an attempt ended, and which rank failed first."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 from raytrain_ddp.errors import RetriesExhausted
 from raytrain_ddp.launcher.output import Output
 from raytrain_ddp.launcher.rank_environment import Worker
-from raytrain_ddp.launcher.tracebacks import follows
+from raytrain_ddp.launcher.tracebacks import is_peer_error
 
 # Hints for the last lines of a failure.
 _HINTS = (
@@ -34,14 +34,15 @@ _BY_SIGNAL = {
 
 
 @dataclass(frozen=True)
-class End:
+class RankExit:
     """How one script ended.
 
     Args:
-        status: as subprocess has it: negative is a signal. None: its node or its actor is lost.
-        at: when, in seconds, by its machine's monotonic clock.
-        error: what torch's @record wrote, {"message", "extraInfo": {"py_callstack"}}, and {"at"}.
-        asked: the signal that it had been sent before; `asked_at` is when the first one was.
+        status: as in subprocess: negative is a signal. None: its node or actor is lost.
+        at: time of the end in seconds, by its machine's monotonic clock.
+        error: the content of torch's @record file, {"message", "extraInfo": {"py_callstack"}},
+        plus {"at"}.
+        asked: the signal sent to it before; `asked_at` is the time of the first one.
         lost: why it is lost.
     """
 
@@ -54,7 +55,7 @@ class End:
 
     @property
     def failed(self) -> bool:
-        """Whether it has ended by itself, and not well."""
+        """Whether it ended by itself with a failure."""
         return self.status != 0 and not self.asked
 
     @property
@@ -67,16 +68,18 @@ class End:
 
     @property
     def exit_status(self) -> int:
-        """What the shell would say of it."""
+        """The exit status as a shell would report it."""
         if self.status is None:
             return RetriesExhausted.exit_status
         if self.asked:
-            return 1  # it had raised an error before; the signal's number is ours
+            return 1  # it had raised an error before; we sent the signal
         return self.status if self.status >= 0 else 128 - self.status
 
 
 def first_failure(
-    ends: Mapping[int, End], output: Output, clocks: Callable[[Sequence[int]], Mapping[int, float]]
+    ends: Mapping[int, RankExit],
+    output: Output,
+    clocks: Callable[[Sequence[int]], Mapping[int, float]],
 ) -> int | None:
     """The rank that failed first, or None if none did.
 
@@ -107,8 +110,8 @@ def first_failure(
 _OWN, _THREAD, _FOLLOWS = range(3)
 
 
-def _began(rank: int, end: End, output: Output) -> tuple[int, float] | None:
-    """How much a rank's failure counts (less is more), and when it began; None: it did not fail."""
+def _began(rank: int, end: RankExit, output: Output) -> tuple[int, float] | None:
+    """The rank of a failure's severity (lower is more severe) and its time; None: no failure."""
     raised = output.raised(rank)
     if end.status is None or end.status == 0:
         return None
@@ -118,22 +121,24 @@ def _began(rank: int, end: End, output: Output) -> tuple[int, float] | None:
         if raised is not None and (
             not raised.goes_on or raised.ending or (raised.uncaught and end.status == 1)
         ):
-            at, said = min(at, raised.at), raised.error
-        else:  # what torch's watchdog says before it aborts
-            said = "\n".join(output.last(rank)) if end.status == -signal.SIGABRT else ""
+            at, message = min(at, raised.at), raised.error
+        else:  # the message of torch's watchdog before it aborts
+            message = "\n".join(output.last(rank)) if end.status == -signal.SIGABRT else ""
         # A killed process did not end because of an error about its peers.
         killed = end.status in (-signal.SIGKILL, -signal.SIGSEGV, -signal.SIGBUS)
-        return (_FOLLOWS if follows(said) and not killed else _OWN), at
+        return (_FOLLOWS if is_peer_error(message) and not killed else _OWN), at
     if raised is not None and raised.at < end.asked_at:
         if raised.ending:
-            return (_FOLLOWS if follows(raised.error) else _OWN), raised.at
+            return (_FOLLOWS if is_peer_error(raised.error) else _OWN), raised.at
         if raised.in_thread and not raised.goes_on:
             return _THREAD, raised.at
     return (_OWN, error_at) if end.error and error_at < end.asked_at else None
 
 
-def report(rank: int, ends: Mapping[int, End], workers: Sequence[Worker], output: Output) -> str:
-    """The first failing rank: where, how, its last words; and how the others ended."""
+def failure_report(
+    rank: int, ends: Mapping[int, RankExit], workers: Sequence[Worker], output: Output
+) -> str:
+    """The first failing rank: where, how, its last lines; and how the others ended."""
     end, raised = ends[rank], output.raised(rank)
     how = end.said
     if end.asked:
@@ -141,8 +146,10 @@ def report(rank: int, ends: Mapping[int, End], workers: Sequence[Worker], output
         what = "an exception ended one of its threads" if thread else "it raised an error"
         how = f"{what}, and it was still running when we sent {end.asked}"
     lines = [f"rank {rank} failed first, on {workers[rank].where}: {how}"]
-    told = end.error or {}
-    stack = str(told.get("extraInfo", {}).get("py_callstack", "")) or str(told.get("message", ""))
+    record = end.error or {}
+    stack = str(record.get("extraInfo", {}).get("py_callstack", "")) or str(
+        record.get("message", "")
+    )
     if stack:
         last: Sequence[str] = stack.rstrip().splitlines()
     elif raised is not None and (end.asked or not raised.goes_on or raised.uncaught):
@@ -160,7 +167,7 @@ def report(rank: int, ends: Mapping[int, End], workers: Sequence[Worker], output
     return "\n".join(lines)
 
 
-def _hints(end: End, last: Sequence[str]) -> list[str]:
+def _hints(end: RankExit, last: Sequence[str]) -> list[str]:
     text = "\n".join(last[-3:])
     hints = [hint for pattern, hint in _HINTS if re.search(pattern, text)]
     if end.status is not None and end.status < 0 and not end.asked:
@@ -169,14 +176,14 @@ def _hints(end: End, last: Sequence[str]) -> list[str]:
 
 
 def signal_name(number: int) -> str:
-    """``SIGKILL`` for 9; the number where it has no name."""
+    """``SIGKILL`` for 9; the number if it has no name."""
     try:
         return signal.Signals(number).name
     except ValueError:
         return f"signal {number}"
 
 
-def ranks_said(ranks: Iterable[int]) -> str:
+def format_ranks(ranks: Iterable[int]) -> str:
     """``ranks 0-2, 5`` for [0, 1, 2, 5]."""
     runs: list[list[int]] = []
     for rank in sorted(ranks):
@@ -184,14 +191,14 @@ def ranks_said(ranks: Iterable[int]) -> str:
             runs[-1].append(rank)
         else:
             runs.append([rank])
-    said = ", ".join(f"{run[0]}-{run[-1]}" if len(run) > 1 else f"{run[0]}" for run in runs)
-    return f"rank{'s' if len(runs) > 1 or len(runs[0]) > 1 else ''} {said}"
+    shown = ", ".join(f"{run[0]}-{run[-1]}" if len(run) > 1 else f"{run[0]}" for run in runs)
+    return f"rank{'s' if len(runs) > 1 or len(runs[0]) > 1 else ''} {shown}"
 
 
-def _others(rank: int, ends: Mapping[int, End]) -> str:
+def _others(rank: int, ends: Mapping[int, RankExit]) -> str:
     groups: dict[str, list[int]] = {}
     for other, end in ends.items():
         if other != rank:
-            said = f"{end.said} (we sent {end.asked})" if end.asked else end.said
-            groups.setdefault(said, []).append(other)
-    return "; ".join(f"{ranks_said(ranks)} {said}" for said, ranks in groups.items())
+            shown = f"{end.said} (we sent {end.asked})" if end.asked else end.said
+            groups.setdefault(shown, []).append(other)
+    return "; ".join(f"{format_ranks(ranks)} {shown}" for shown, ranks in groups.items())

@@ -1,4 +1,4 @@
-"""Where the scripts' output goes: the console, files, and the memory of what was said last."""
+"""Forwards the scripts' output to the console and to files, and remembers the last lines."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import BinaryIO
 
-from raytrain_ddp.launcher.tracebacks import Raised, Watch
+from raytrain_ddp.launcher.tracebacks import PrintedTraceback, TracebackFinder
 
 _LAST = 20
-_BEHIND_BYTES = 1 << 17  # that the console has not taken
+_BEHIND_BYTES = 1 << 17  # not yet written to the console
 _HURRY_S = 2.0
 _REDRAW_S = 1.0  # how often a progress bar (carriage returns, no line ends) is shown
 _LONGEST_BYTES = 1 << 20  # of a line; a longer one is shown in pieces
@@ -25,14 +25,14 @@ Shown = Callable[[int, str], bool]
 
 
 class Output:
-    """The output of one attempt. At its end all is written, also where the console is slow.
+    """The output of one attempt. On exit it is written completely, even if the console is slow.
 
     Args:
         shown: whether a rank's stream (``stdout``, ``stderr``) goes to the console.
-        folder: of the files RANK/stdout.log and RANK/stderr.log, or None. They have the bytes that
-            the scripts wrote, no more and no less.
-        hurried: whether somebody wants it to end, so that a console that stands still is left.
-        prefix: what stands before each line of a rank on the console.
+        folder: of the files RANK/stdout.log and RANK/stderr.log, or None. They contain exactly the
+            bytes that the scripts wrote.
+        hurried: whether the user wants to stop, so that a blocked console is abandoned.
+        prefix: printed before each line of a rank on the console.
     """
 
     def __init__(
@@ -48,8 +48,8 @@ class Output:
         self._open = ExitStack()
         self._lines: dict[tuple[int, str], _Lines] = {}
         self._last: dict[int, deque[str]] = {}
-        self._watches: dict[int, Watch] = {}
-        # Written by a thread: whoever listens to the ranks does not wait for a terminal.
+        self._watches: dict[int, TracebackFinder] = {}
+        # Written in a thread, so that a slow terminal does not block reading from the ranks.
         self._texts: queue.SimpleQueue[tuple[int, bytes] | None] = queue.SimpleQueue()
         self._put_bytes = self._written_bytes = 0
         self._broken: OSError | None = None
@@ -72,14 +72,14 @@ class Output:
 
     @property
     def behind(self) -> bool:
-        """Whether the console has so much to write that no more output should be asked for."""
+        """Whether the console is so far behind that no more output should be requested."""
         return self._put_bytes - self._written_bytes > _BEHIND_BYTES
 
     def take(self, rank: int, stream: str, data: bytes, at: float) -> None:
-        """Takes what a rank wrote to stdout or stderr, at time `at` of its machine.
+        """Handles data that a rank wrote to stdout or stderr, at time `at` of its machine.
 
         Raises:
-            OSError: nobody reads the console any more.
+            OSError: the reader of the console is gone.
         """
         if self._broken is not None:
             raise self._broken
@@ -89,7 +89,7 @@ class Output:
         self._say(rank, stream, lines.take(data, at), at)
 
     def open_files(self, ranks: Sequence[int]) -> None:
-        """Makes the files of these ranks, also of those that will say nothing."""
+        """Creates the files of these ranks, even if they never print anything."""
         for rank in ranks if self._folder is not None else ():
             for stream in STREAMS:
                 self._file(rank, stream)
@@ -98,14 +98,14 @@ class Output:
         """The last lines of a rank."""
         return list(self._last.get(rank, ()))
 
-    def raised(self, rank: int) -> Raised | None:
-        """The traceback of a rank that tells most of how it ended, if there is any."""
+    def raised(self, rank: int) -> PrintedTraceback | None:
+        """The traceback that best explains how a rank ended, if any."""
         watch = self._watches.get(rank)
         return watch.raised if watch is not None else None
 
     def _say(self, rank: int, stream: str, lines: Sequence[bytes], at: float) -> None:
         texts = [_drawn(line).decode(errors="replace") for line in lines]
-        watch = self._watches.setdefault(rank, Watch())
+        watch = self._watches.setdefault(rank, TracebackFinder())
         for text in texts:
             watch.line(stream, text, at)
         self._last.setdefault(rank, deque(maxlen=_LAST)).extend(texts[-_LAST:])
@@ -119,7 +119,7 @@ class Output:
         while (text := self._texts.get()) is not None:
             rest = text[1]
             try:
-                while rest:  # not through sys.stdout, which would wait for this at the very end
+                while rest:  # not through sys.stdout, whose lock this would hold at exit
                     rest = rest[os.write(text[0], rest) :]
             except OSError as error:
                 self._broken = error
@@ -131,7 +131,7 @@ class Output:
             file = self._file(rank, stream)
             file.write(data)
             file.flush()
-        except OSError as error:  # no reason to end the scripts
+        except OSError as error:  # not a reason to end the scripts
             text = f"run: cannot write to {self._folder}, so no more output is saved: {error}\n"
             self._texts.put((2, text.encode(errors="replace")))
             self._folder = None
@@ -148,16 +148,16 @@ class Output:
 
 
 class _Lines:
-    """Cuts a stream into lines for people. A progress bar is a line now and then."""
+    """Splits a stream into lines. Of a progress bar, only an occasional line is shown."""
 
     def __init__(self) -> None:
         self.at = 0.0
-        self._kept: list[bytes] = []  # of a line that has not ended
+        self._kept: list[bytes] = []  # of an incomplete line
         self._kept_bytes = 0
         self._drawn_at = float("-inf")
 
     def take(self, data: bytes, at: float) -> list[bytes]:
-        """The lines that are whole with these data."""
+        """The lines that these data complete."""
         self.at = at
         whole, newline, rest = data.rpartition(b"\n")
         lines = b"".join([*self._taken(), whole]).split(b"\n") if newline else []
@@ -165,7 +165,7 @@ class _Lines:
             text = b"".join([*self._taken(), rest])
             bar = text.rstrip(b"\r")
             shown, _, now = bar.rpartition(b"\r")
-            rest = now + text[len(bar) :]  # what is before that is drawn over
+            rest = now + text[len(bar) :]  # earlier text is overwritten
             if shown and at - self._drawn_at > _REDRAW_S:
                 lines.append(shown)
         self._kept.append(rest)
@@ -177,7 +177,7 @@ class _Lines:
         return lines
 
     def rest(self) -> list[bytes]:
-        """What has no line end, when nothing more comes."""
+        """The incomplete last line, at the end of the stream."""
         text = b"".join(self._taken())
         return [text] if text else []
 
@@ -187,5 +187,5 @@ class _Lines:
 
 
 def _drawn(line: bytes) -> bytes:
-    """What of a line with carriage returns is left on a terminal, more or less."""
+    """What a terminal shows, approximately, of a line with carriage returns."""
     return line.rstrip(b"\r").rpartition(b"\r")[2]

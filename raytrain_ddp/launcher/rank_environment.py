@@ -1,4 +1,4 @@
-"""Which seat gets which rank, and what its process finds in its environment. Pure; no Ray."""
+"""Assigns ranks to seats, and builds each rank's environment. Pure functions, without Ray."""
 
 from __future__ import annotations
 
@@ -6,23 +6,23 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from raytrain_ddp.launcher.run_options import Flags
+from raytrain_ddp.launcher.run_options import RunFlags
 
-# Of the driver's environment, what belongs to its machine or shell, and goes to no other; parts of
-# PYTHONPATH do.
+# Variables of the driver's environment that belong to its machine or shell and are not passed on,
+# except for parts of PYTHONPATH.
 _OF_THE_MACHINE = re.compile(
     r"(PATH|HOME|USER|LOGNAME|SHELL|SHLVL|PWD|OLDPWD|_|HOSTNAME|HOST|TERM|TMPDIR|TEMP|TMP|MAIL|LANG"
     r"|LD_.*|DYLD_.*|VIRTUAL_ENV.*|PYTHON(PATH|HOME|STARTUP|USERBASE|PYCACHEPREFIX|EXECUTABLE)|CONDA_.*|_CE_.*|SSH_.*|XDG_.*|DBUS_.*|DISPLAY|LC_.*"
     r"|LS_COLORS|SLURMD_.*|SLURM_(TMPDIR|CONF|(CPUS|GPUS|MEM)_(ON|PER)_NODE|(CPU|MEM|GPU)_BIND.*"
     r"|JOB_GPUS|TOPOLOGY.*|SRUN_.*)|CUDA_VISIBLE_DEVICES|NVIDIA_.*|KUBERNETES_.*|.*_SERVICE_(HOST|PORT).*)"
 )
-# Of the environment of `ray start` on the driver's machine, what its shell may not have: there the
-# cluster files set GLOO_SOCKET_IFNAME and the like.
+# Variables of `ray start` on the driver's machine that its shell may lack: cluster files set
+# GLOO_SOCKET_IFNAME and the like there.
 _OF_THE_NETWORK = re.compile(r"(GLOO|NCCL|TORCH_NCCL|TORCH_GLOO|UCX|FI)_.*")
-# What Ray puts into the environment of its own workers.
+# Variables that Ray sets for its own workers.
 _OF_RAY = re.compile(r"RAY_.*|SPT_NOENV|OMP_NUM_THREADS|CUDA_VISIBLE_DEVICES|PYTHONBREAKPOINT")
-# What another launcher may have left in the driver's environment, or what is set anew: with it a
-# script or a library would take a rank of that group for its own. Nothing else of these prefixes.
+# Variables that another launcher may have left in the driver's environment, or that are set anew: a
+# script or library would take them for a rank of that group. No other variables of these prefixes.
 _OF_A_LAUNCHER = re.compile(
     r"RANK|LOCAL_RANK|WORLD_SIZE|LOCAL_WORLD_SIZE|NODE_RANK|GROUP_(RANK|WORLD_SIZE)"
     r"|ROLE_(RANK|NAME|WORLD_SIZE)|MASTER_(ADDR|PORT)"
@@ -34,8 +34,8 @@ _OF_A_LAUNCHER = re.compile(
 
 
 @dataclass(frozen=True)
-class Seat:
-    """A place that Ray has given: `number` of the bundle, where it is, and its GPUs there."""
+class Placement:
+    """A place assigned by Ray: `number` of the bundle, its location, and its GPUs."""
 
     number: int
     node: str
@@ -47,9 +47,10 @@ class Seat:
 
 @dataclass(frozen=True)
 class Worker:
-    """A seat with its rank; `node_rank` counts the nodes, `gpus` are all of the run's there."""
+    """A seat with its rank; `node_rank` counts nodes, `gpus` are all GPUs of the run on its
+    node."""
 
-    seat: Seat
+    seat: Placement
     rank: int
     local_rank: int
     node_rank: int
@@ -62,8 +63,8 @@ class Worker:
 
 
 @dataclass(frozen=True)
-class Group:
-    """All workers of an attempt, and where they meet."""
+class RankedGroup:
+    """All workers of an attempt, and their rendezvous address."""
 
     workers: Sequence[Worker]
     master_addr: str
@@ -77,8 +78,8 @@ class Group:
         return [worker for worker in self.workers if worker.local_rank == 0]
 
 
-def ranked(seats: Sequence[Seat], first_node: str = "") -> list[Worker]:
-    """Ranks by node (`first_node` first, then by address), and there by GPU."""
+def assign_ranks(seats: Sequence[Placement], first_node: str = "") -> list[Worker]:
+    """Assigns ranks by node (`first_node` first, then by address), and within a node by GPU."""
     nodes = sorted({(s.node != first_node, _address(s.ip), s.node) for s in seats})
     workers: list[Worker] = []
     for node_rank, (_, _, node) in enumerate(nodes):
@@ -93,12 +94,12 @@ def ranked(seats: Sequence[Seat], first_node: str = "") -> list[Worker]:
 
 
 def rendezvous_address(workers: Sequence[Worker]) -> str:
-    """Where rank 0 listens: loopback where all are on one node, which needs no network at all."""
+    """The address rank 0 listens on: loopback on a single node, which needs no network."""
     one_node = len({worker.seat.node for worker in workers}) == 1
     return "127.0.0.1" if one_node else workers[0].seat.ip
 
 
-def values(group: Group, worker: Worker) -> dict[str, str]:
+def placeholder_values(group: RankedGroup, worker: Worker) -> dict[str, str]:
     """The placeholders' values for one worker."""
     address = f"[{group.master_addr}]" if ":" in group.master_addr else group.master_addr
     return {
@@ -119,16 +120,16 @@ def base_environment(
     export: Sequence[str] = (),
     moved: Callable[[str], str] = str,
 ) -> dict[str, str]:
-    """What a script finds before the launcher's own variables are added.
+    """A script's environment before the launcher's own variables are added.
 
-    On the driver's machine (`local`) that is the driver's environment, as under torchrun, and what
-    concerns the network of the node's, which is that of `ray start`. On another it is the node's,
-    and of the driver's what is not set there and is not its machine's (WANDB_API_KEY,
-    PYTHONHASHSEED ...); PYTHONPATH is both.
+    On the driver's machine (`local`) it is the driver's environment, as under torchrun, with the
+    network settings of the node's, i.e. those of `ray start`. On another machine it is the node's,
+    plus those of the driver's variables that are not set there and not specific to its machine
+    (WANDB_API_KEY, PYTHONHASHSEED ...); PYTHONPATH combines both.
 
     Args:
-        export: names of variables that have the driver's value in any case.
-        moved: an entry of the driver's PYTHONPATH as it is there.
+        export: names of variables that always get the driver's value.
+        moved: maps an entry of the driver's PYTHONPATH to its path there.
     """
     own = {k: v for k, v in driver.items() if not re.fullmatch("RAY_.*", k)}
     there = {k: v for k, v in node.items() if not _OF_RAY.fullmatch(k)}
@@ -145,8 +146,8 @@ def base_environment(
     return {k: v for k, v in own.items() if not _OF_A_LAUNCHER.fullmatch(k)}
 
 
-def overruled(driver: Mapping[str, str], workers: Sequence[Worker]) -> list[str]:
-    """Names of the driver's variables that do not reach the ranks, or only with another value."""
+def not_passed_on(driver: Mapping[str, str], workers: Sequence[Worker]) -> list[str]:
+    """The driver's variables that do not reach the ranks, or only with a different value."""
     names = {name for name in driver if re.fullmatch("RAY_.*", name)}
     names |= {name for name in driver if _OF_A_LAUNCHER.fullmatch(name)}
     if any(worker.gpus or worker.seat.node_has_gpus for worker in workers):
@@ -154,11 +155,11 @@ def overruled(driver: Mapping[str, str], workers: Sequence[Worker]) -> list[str]
     return sorted(names)
 
 
-def environment(
-    flags: Flags, group: Group, worker: Worker, base: Mapping[str, str], error_file: str
+def rank_variables(
+    flags: RunFlags, group: RankedGroup, worker: Worker, base: Mapping[str, str], error_file: str
 ) -> dict[str, str]:
     """All variables of one worker: those of torchrun (torch.distributed.elastic's local agent), or
-    those of srun and of the sbatch script around it."""
+    those of srun and the surrounding sbatch script."""
     env = dict(base)
     if "OMP_NUM_THREADS" not in env:
         if flags.cpus_per_worker is not None and flags.cpus_per_worker >= 1:
@@ -170,7 +171,7 @@ def environment(
     elif worker.gpus:
         env["CUDA_VISIBLE_DEVICES"] = ",".join(worker.gpus)
     elif worker.seat.node_has_gpus:
-        env["CUDA_VISIBLE_DEVICES"] = ""  # they are others'; --use-gpu takes some
+        env["CUDA_VISIBLE_DEVICES"] = ""  # they belong to others; --use-gpu reserves some
     meeting = {
         "WORLD_SIZE": str(len(group.workers)),
         "MASTER_ADDR": group.master_addr,
@@ -182,7 +183,7 @@ def environment(
     return env | meeting | _torchrun(flags, group, worker) | {"TORCHELASTIC_ERROR_FILE": error_file}
 
 
-def _torchrun(flags: Flags, group: Group, worker: Worker) -> dict[str, str]:
+def _torchrun(flags: RunFlags, group: RankedGroup, worker: Worker) -> dict[str, str]:
     size = str(len(group.workers))
     return {
         "RANK": str(worker.rank),
@@ -196,17 +197,17 @@ def _torchrun(flags: Flags, group: Group, worker: Worker) -> dict[str, str]:
         "TORCHELASTIC_RESTART_COUNT": str(group.attempt),
         "TORCHELASTIC_MAX_RESTARTS": str(flags.max_restarts),
         "TORCHELASTIC_RUN_ID": flags.rdzv_id or group.run_id,
-        # torchrun's agent serves the store that the ranks meet at; here rank 0 itself does.
+        # torchrun's agent serves the store; here rank 0 itself does.
         "TORCHELASTIC_USE_AGENT_STORE": "False",
         "TORCHELASTIC_SIGNALS_TO_HANDLE": flags.signals_to_handle,
     }
 
 
-def _slurm(group: Group, worker: Worker, env: Mapping[str, str]) -> dict[str, str]:
-    """As srun and slurmd set them, for the job that `env` speaks of, if any.
+def _slurm(group: RankedGroup, worker: Worker, env: Mapping[str, str]) -> dict[str, str]:
+    """The variables set by srun and slurmd, for the job that `env` describes, if any.
 
-    Nodes are named by their addresses, which need no resolving, and listed with commas, which is a
-    hostlist that a simple ``split(",")`` can read too.
+    Nodes are named by their addresses, which need no resolving, and are listed with commas, which
+    is a valid hostlist that a simple ``split(",")`` can parse, too.
     """
     nodes = ",".join(first.seat.ip for first in group.nodes)
     counts = [first.local_world_size for first in group.nodes]

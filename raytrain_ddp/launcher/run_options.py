@@ -1,4 +1,4 @@
-"""What `run` is asked for: its flags, and the user's command line behind them."""
+"""The options of `run`: its flags, and the user's command after them."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from typing import Literal
 from raytrain_ddp.config.validation import ADDRESS, require
 from raytrain_ddp.errors import ConfigError, did_you_mean
 
-# Names that are filled in within the arguments of a script; all other braces stay as they are.
+# Names that are replaced within the arguments of a script; all other braces stay unchanged.
 PLACEHOLDERS = ("rank", "local_rank", "world_size", "node_rank", "master_addr", "master_port")
 INIT_METHOD = "init_method"
 _STREAMS = re.compile(r"[0-3]|(\d+:[0-3],)*\d+:[0-3]")
 
 
 @dataclass(frozen=True)
-class Flags:
+class RunFlags:
     """Run a distributed PyTorch script, unchanged, on Ray or on this machine.
 
     Each worker is a process of its own with torchrun's environment (RANK, LOCAL_RANK ...). Flags
@@ -164,18 +164,18 @@ class Flags:
 
     @property
     def nodes(self) -> tuple[int, int]:
-        """The least and the most nodes, by --nnodes."""
+        """The minimum and maximum number of nodes, by --nnodes."""
         least, _, most = (self.nnodes or "1").partition(":")
         return int(least), int(most or least)
 
     @property
     def by_node(self) -> bool:
-        """Whether the workers are counted by node, as torchrun does."""
+        """Whether workers are counted per node, as in torchrun."""
         return self.per == "worker" and (self.nproc_per_node or self.nnodes) is not None
 
     @property
     def filter(self) -> str:
-        """--local-ranks-filter as --show has it."""
+        """--local-ranks-filter in the form of --show."""
         return self.local_ranks_filter or "all"
 
     @property
@@ -195,14 +195,14 @@ class Flags:
 
 @dataclass(frozen=True)
 class RunOptions:
-    """One call of `run`.
+    """One invocation of `run`.
 
     Args:
-        program: the script, or with `module` the name of one; `args` follow it untouched.
+        program: the script, or with `module` a module name; `args` follow it unchanged.
         notes: messages about the command line, shown before anything starts.
     """
 
-    flags: Flags
+    flags: RunFlags
     program: str
     args: Sequence[str] = ()
     module: bool = False
@@ -210,15 +210,15 @@ class RunOptions:
 
     def __post_init__(self) -> None:
         if self.flags.no_python:
-            require(not self.module, "-m", self.program, "is not for --no-python")
+            require(not self.module, "-m", self.program, "does not work with --no-python")
             require(
                 not self.flags.legacy_local_rank,
                 *("--legacy-local-rank", True),
-                "is for Python scripts; write --local_rank={local_rank} behind the program",
+                "is for Python scripts; put --local_rank={local_rank} after the program",
             )
 
     def require_script(self, folder: Path) -> None:
-        """Raises ConfigError if there is no such script in the folder."""
+        """Raises ConfigError if the script is not in the folder."""
         if self.module or self.flags.no_python or (folder / self.program).is_file():
             return
         hint = did_you_mean(self.program, (p.name for p in folder.glob("*.py")))
@@ -227,10 +227,10 @@ class RunOptions:
     def command(
         self, python: str, values: Mapping[str, str], moved: Callable[[str], str] = str
     ) -> list[str]:
-        """What one worker runs: as torchrun, with the placeholders filled in from `values`.
+        """The command of one worker: as in torchrun, with placeholders replaced from `values`.
 
         Args:
-            moved: the script's path as it is there.
+            moved: maps the script's path to its path there.
         """
         head = [] if self.flags.no_python else [python, "-u"]
         head += ["-m", self.program] if self.module else [moved(self.program)]
@@ -239,7 +239,7 @@ class RunOptions:
         return head + [fill(arg, values) for arg in self.args]
 
     def _local_rank_flag(self) -> str:
-        """Old scripts read the one, new ones the other or both."""
+        """Old scripts use one spelling, new ones the other or both."""
         try:
             text = Path(self.program).read_text(encoding="utf-8", errors="replace")
         except OSError:  # a module
@@ -249,8 +249,8 @@ class RunOptions:
 
 
 def fill(text: str, values: Mapping[str, str]) -> str:
-    """``{rank}`` and the other placeholders by their values, and torchrun's ``${local_rank}``;
-    other braces stay."""
+    """Replaces ``{rank}`` and the other placeholders, and torchrun's ``${local_rank}``;
+    other braces stay unchanged."""
     text = text.replace("${local_rank}", values["local_rank"])
     for name in (*PLACEHOLDERS, INIT_METHOD):
         text = text.replace(f"{{{name}}}", values[name])
@@ -262,7 +262,7 @@ def _from(least: float, flag: str, value: float | None) -> None:
 
 
 def _ranks(text: str) -> set[int] | None:
-    """``0,2,5`` as a set; None where it is not like that."""
+    """``0,2,5`` as a set; None for anything else."""
     words = [word.strip() for word in text.split(",")]
     return {int(word) for word in words} if all(word.isdecimal() for word in words) else None
 

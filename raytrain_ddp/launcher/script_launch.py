@@ -1,4 +1,4 @@
-"""Runs a script on the cluster's workers, again if it must, and says how it ended."""
+"""Runs a script on the cluster's workers, with restarts, and reports how it ended."""
 
 from __future__ import annotations
 
@@ -20,37 +20,38 @@ from raytrain_ddp.config.validation import require
 from raytrain_ddp.errors import PreflightError
 from raytrain_ddp.launcher.attempt import Attempt
 from raytrain_ddp.launcher.capacity import connected, layout_for
-from raytrain_ddp.launcher.exit_report import first_failure, ranks_said, report
+from raytrain_ddp.launcher.exit_report import failure_report, first_failure, format_ranks
 from raytrain_ddp.launcher.output import Output
-from raytrain_ddp.launcher.rank_environment import Worker, overruled
-from raytrain_ddp.launcher.run_options import Flags, RunOptions
-from raytrain_ddp.launcher.worker_group import SeatLost, WorkerGroup
-from raytrain_ddp.ray_backend.cluster import Nodes
+from raytrain_ddp.launcher.rank_environment import Worker, not_passed_on
+from raytrain_ddp.launcher.run_options import RunFlags, RunOptions
+from raytrain_ddp.launcher.worker_group import NodeLost, WorkerGroup
+from raytrain_ddp.ray_backend.cluster import LiveNodes
 
 
-def launch(order: RunOptions) -> int:
+def run_script(options: RunOptions) -> int:
     """Runs the script to its end; returns its exit status (128 + n if signal n ended it).
 
     Raises:
-        ConfigError: there is no such script, or no such variable.
-        PreflightError: there is no Ray, no room, or a folder too large to be copied.
+        ConfigError: the script, or an exported variable, does not exist.
+        PreflightError: there is no Ray, not enough resources, or a folder too large to copy.
         RetriesExhausted: the cluster's head is lost.
-        KeyboardInterrupt: a signal came before the script was started; its argument is the number.
-        BrokenPipeError: whoever has read our output has gone.
+        KeyboardInterrupt: a signal arrived before the script was started; the argument is its
+            number.
+        BrokenPipeError: the reader of our output is gone.
     """
-    order.require_script(Path.cwd())
-    driver = dict(os.environ)  # before anything of ours or Ray's is added
-    for name in order.flags.exported:
+    options.require_script(Path.cwd())
+    driver = dict(os.environ)  # before we or Ray add anything
+    for name in options.flags.exported:
         require(name in driver, "--export", name, "is not set in this shell")
-    ours = [signal.Signals[name] for name in order.flags.signals]
-    # Ray puts a handler of its own in place, so ours comes again.
-    with _signals(ours) as stops, connected(order.flags, _tell), _signals(ours, stops):
-        return _attempts(order, driver, stops)
+    ours = [signal.Signals[name] for name in options.flags.signals]
+    # Ray installs its own handler, so ours is installed again.
+    with _signals(ours) as stops, connected(options.flags, _tell), _signals(ours, stops):
+        return _attempts(options, driver, stops)
 
 
-def _attempts(order: RunOptions, driver: dict[str, str], stops: list[int]) -> int:
-    flags, run_id = order.flags, str(uuid.uuid4())
-    nodes = Nodes(kept="All ranks are ended.")
+def _attempts(options: RunOptions, driver: dict[str, str], stops: list[int]) -> int:
+    flags, run_id = options.flags, str(uuid.uuid4())
+    nodes = LiveNodes(kept="All ranks are ended.")
 
     def check() -> None:
         nodes()
@@ -60,7 +61,7 @@ def _attempts(order: RunOptions, driver: dict[str, str], stops: list[int]) -> in
     logs = _log_folder(flags, run_id) if flags.files else None
     if logs is not None:
         _tell(f"output of each rank: {logs}")
-    crew: WorkerGroup | None = None
+    group: WorkerGroup | None = None
     status, stdin = 0, None
     try:
         check()
@@ -68,48 +69,48 @@ def _attempts(order: RunOptions, driver: dict[str, str], stops: list[int]) -> in
             if attempt:
                 _tell(f"starting all again: restart {attempt} of {flags.max_restarts}")
             try:
-                if crew is None:
+                if group is None:
                     layout = layout_for(flags, nodes())
-                    crew = WorkerGroup(order, layout, driver, sys.executable, _tell, check)
-                    _tell(_places(crew.workers))
+                    group = WorkerGroup(options, layout, driver, sys.executable, _tell, check)
+                    _tell(_places(group.workers))
                 if not attempt:
-                    if changed := overruled(driver, crew.workers):
+                    if changed := not_passed_on(driver, group.workers):
                         _tell(f"not passed on from this shell, or overridden: {', '.join(changed)}")
                     stdin = _standard_input()
-                crew.start(run_id, attempt, check, feeds=stdin is not None)
+                group.start(run_id, attempt, check, feeds=stdin is not None)
                 folder = logs / f"attempt_{attempt}" if logs else None
-                status, lost = _attempt(order, crew, folder, stops, nodes, stdin)
-            except SeatLost as error:
+                status, lost = _attempt(options, group, folder, stops, nodes, stdin)
+            except NodeLost as error:
                 _tell(str(error))
                 status, lost = error.exit_status, True
             if stops:
                 status = 128 + stops[0]
             if stops or not status:
                 break
-            if lost and crew is not None:
-                crew.close()
-                crew = None
+            if lost and group is not None:
+                group.close()
+                group = None
         return status
     finally:
-        if crew is not None:
-            crew.close()
+        if group is not None:
+            group.close()
         nodes.close()
 
 
 def _attempt(
-    order: RunOptions,
-    crew: WorkerGroup,
+    options: RunOptions,
+    group: WorkerGroup,
     logs: Path | None,
     stops: list[int],
-    nodes: Nodes,
+    nodes: LiveNodes,
     stdin: Callable[[], bytes | None] | None,
 ) -> tuple[int, bool]:
-    """The exit status of what has been started, and whether some agent is lost.
+    """The exit status of the attempt, and whether an agent is lost.
 
     Raises:
         RetriesExhausted: the cluster's head is lost.
     """
-    flags, workers = order.flags, crew.workers
+    flags, workers = options.flags, group.workers
 
     def shown(rank: int, stream: str) -> bool:
         return flags.shown(rank, workers[rank].local_rank, stream)
@@ -125,19 +126,19 @@ def _attempt(
 
     with Output(shown, logs, lambda: stops, prefix) as output:
         output.open_files(range(len(workers)))
-        ends = Attempt(crew, output, flags.grace_s, stops, nodes, _tell, stdin).run()
-    failed = first_failure(ends, output, crew.clocks)
+        ends = Attempt(group, output, flags.grace_s, stops, nodes, _tell, stdin).run()
+    failed = first_failure(ends, output, group.clocks)
     if failed is not None:
-        print(report(failed, ends, workers, output), file=sys.stderr, flush=True)
+        print(failure_report(failed, ends, workers, output), file=sys.stderr, flush=True)
     status = 0 if failed is None else ends[failed].exit_status
     return status, any(end.status is None for end in ends.values())
 
 
-def _log_folder(flags: Flags, run_id: str) -> Path:
-    """A new folder in LOG_DIR (as under torchrun, else among the temporary files) for this run.
+def _log_folder(flags: RunFlags, run_id: str) -> Path:
+    """A new folder for this run in LOG_DIR (or, as under torchrun, among the temporary files).
 
     Raises:
-        PreflightError: it cannot be made.
+        PreflightError: it cannot be created.
     """
     try:
         top = Path(flags.log_dir or tempfile.mkdtemp(prefix="torchelastic_")).absolute()
@@ -149,8 +150,8 @@ def _log_folder(flags: Flags, run_id: str) -> Path:
 
 
 def _standard_input() -> Callable[[], bytes | None] | None:
-    """Gives what comes on standard input piece by piece, None as long as there is nothing new, and
-    b"" for ever at its end. None where it is a terminal, which belongs to the shell, or nothing."""
+    """Returns a function that yields standard input in pieces: None if there is nothing new, and
+    b"" at its end. None if it is a terminal, which belongs to the shell, or closed."""
     try:
         mode = os.fstat(0).st_mode
     except OSError:
@@ -186,7 +187,7 @@ def _places(workers: Sequence[Worker]) -> str:
     nodes: dict[int, list[Worker]] = {}
     for worker in workers:
         nodes.setdefault(worker.node_rank, []).append(worker)
-    places = [f"{ranks_said(w.rank for w in here)} on {here[0].where}" for here in nodes.values()]
+    places = [f"{format_ranks(w.rank for w in here)} on {here[0].where}" for here in nodes.values()]
     return ", ".join(places)
 
 
@@ -196,10 +197,10 @@ def _tell(text: str) -> None:
 
 @contextmanager
 def _signals(ours: Sequence[int], noted: list[int] | None = None) -> Iterator[list[int]]:
-    """Collects the numbers of these signals, in `noted` if it is given: an exception from a handler
+    """Collects the numbers of these signals, in `noted` if given: an exception raised in a handler
     could not pass through Ray's own code.
 
-    Without it, while Ray is started or joined, a second signal ends that: it may hang.
+    Without `noted`, while Ray is started or joined, a second signal aborts that, as it may hang.
     """
     stops: list[int] = [] if noted is None else noted
 
@@ -211,7 +212,7 @@ def _signals(ours: Sequence[int], noted: list[int] | None = None) -> Iterator[li
     if threading.current_thread() is not threading.main_thread():
         yield stops
         return
-    # `nohup` wants it to live on
+    # `nohup` wants the process to survive SIGHUP
     ours = [n for n in ours if n != signal.SIGHUP or signal.getsignal(n) != signal.SIG_IGN]
     before = {number: signal.signal(number, note) for number in ours}
     try:

@@ -45,12 +45,12 @@ esac
 
 
 def main(report: int, stdin: int, folder: str, command: list[str]) -> None:
-    """Returns at once in the process that called it; the guard when nothing is left below."""
+    """Returns at once in the calling process; in the guard, when no descendants are left."""
     if os.fork():
         return
     _prctl(_PR_SET_CHILD_SUBREAPER, 1)  # orphans below become children of this process
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, signal.SIG_IGN)  # the pipe tells what is to be done
+        signal.signal(number, signal.SIG_IGN)  # instructions come through the pipe
     for fd in (report, stdin) if stdin >= 0 else (report,):
         os.set_inheritable(fd, False)
     try:
@@ -74,13 +74,13 @@ def _watch(report: int, stdin: int, folder: str, command: list[str]) -> None:
     while (status := _ended(script)) is None:
         ready, _, _ = select.select(watched, [], [])
         if woken in ready:
-            os.read(woken, 4096)  # what has ended before a signal came has ended by itself
+            os.read(woken, 4096)  # processes that ended before a signal ended by themselves
         elif 0 in ready:
-            words = os.read(0, 4096).split()
-            if not words:
+            instructions = os.read(0, 4096).split()
+            if not instructions:
                 watched.remove(0)
-            for word in words or [b"kill"]:
-                asked = signal.SIGKILL if word == b"kill" else int(word)
+            for instruction in instructions or [b"kill"]:
+                asked = signal.SIGKILL if instruction == b"kill" else int(instruction)
                 asked_at = asked_at or time.monotonic()
                 _obey(script, asked)
     ended = {"status": status, "at": time.monotonic(), "asked": asked, "asked_at": asked_at}
@@ -99,12 +99,13 @@ def _furnish(folder: str) -> None:
 
 
 def _recorded(path: str) -> dict[str, object] | None:
-    """What torch's @record wrote, plus the time `at`, by this machine's monotonic clock."""
+    """The content of torch's @record file, plus the time `at`, by this machine's monotonic
+    clock."""
     try:
         with open(path) as file:
-            told = json.load(file)["message"]
-        told = told if isinstance(told, dict) else {"message": str(told)}
-        return {**told, "at": time.monotonic() - time.time() + os.stat(path).st_mtime}
+            content = json.load(file)["message"]
+        content = content if isinstance(content, dict) else {"message": str(content)}
+        return {**content, "at": time.monotonic() - time.time() + os.stat(path).st_mtime}
     except (OSError, ValueError, LookupError, TypeError):
         return None
 
@@ -123,7 +124,7 @@ def _start(command: list[str], stdin: int) -> int:
     try:
         os.setsid()
         _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-        if os.getppid() != guard:  # gone before that
+        if os.getppid() != guard:  # it ended before that
             os._exit(1)
         os.dup2(stdin if stdin >= 0 else os.open(os.devnull, os.O_RDONLY), 0)
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGPIPE):
@@ -137,7 +138,7 @@ def _start(command: list[str], stdin: int) -> int:
 
 
 def _obey(script: int, number: int) -> None:
-    with suppress(OSError):  # it has ended just now
+    with suppress(OSError):  # it has just ended
         os.killpg(script, number)
     if number == signal.SIGKILL:
         for pid in [script, *_descendants()]:
@@ -158,7 +159,7 @@ def _ended(script: int) -> int | None:
 
 
 def _end_leftovers(grace_s: float) -> None:
-    """SIGTERM, and after a while or on ``kill`` SIGKILL, until there are no children."""
+    """SIGTERM, then after a while or on ``kill`` SIGKILL, until there are no children."""
     deadline = time.monotonic() + grace_s
     for pid in _descendants():
         _signal(pid, signal.SIGTERM)
@@ -171,7 +172,7 @@ def _end_leftovers(grace_s: float) -> None:
         if time.monotonic() > deadline:
             for pid in _descendants():
                 _signal(pid, signal.SIGKILL)
-        elif select.select([0], [], [], 0)[0]:  # whoever started this has no more patience
+        elif select.select([0], [], [], 0)[0]:  # the starting process does not want to wait
             deadline = 0.0
         time.sleep(0.02)
 
@@ -207,9 +208,9 @@ def _prctl(option: int, value: int) -> None:
         ctypes.CDLL(None).prctl(option, value, 0, 0, 0)
 
 
-def _tell(report: int, told: dict[str, object]) -> None:
+def _tell(report: int, content: dict[str, object]) -> None:
     with suppress(OSError):
-        os.write(report, json.dumps(told).encode() + b"\n")
+        os.write(report, json.dumps(content).encode() + b"\n")
 
 
 if __name__ == "__main__":

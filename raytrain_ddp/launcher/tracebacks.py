@@ -1,4 +1,4 @@
-"""Tracebacks in the output of a rank: which one ended it, when it came, and what it says."""
+"""Finds the traceback that ended a rank in its output, with its time and error message."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 _HEAD_LINES, _TAIL_LINES = 20, 40  # kept of a traceback
 _MESSAGE_LINES = 20  # kept of what follows the exception's first line
-_GOES_ON_S = 0.5  # output so long after a traceback is not what a process writes while it ends
+_GOES_ON_S = 0.5  # later output means that the process did not end by the traceback
 
 _ANSI = re.compile(r"\x1b\[[0-9;]*m")
 _PREFIX = re.compile(r"\[rank\d+\]: ?")  # torch's excepthook: it prints uncaught exceptions only
@@ -16,18 +16,18 @@ _HEADER = re.compile(r"Traceback \(most recent call last\)")
 _CHAIN = re.compile(r"(During handling of the above|The above exception was the direct cause)")
 _FRAME = re.compile(r"""File "[^"]*", line \d+, in (.+)|^[│\s]*\S+:\d+ in ([\w<>.]+)""")
 _WRAPPED = re.compile(r"^[│\s]*(\S+:\d+(?: in)?)[│\s]*$")  # rich breaks frames of long paths
-# The outermost frame of what nobody has caught: a script's own, that of `python -m`, a thread's.
+# The outermost frame of an uncaught exception: a script's, that of `python -m`, or a thread's.
 _OUTERMOST = {"<module>", "_run_module_as_main"}
 _OF_A_THREAD = {"_bootstrap_inner", "_bootstrap"}
 _INDENTED = tuple(" \t│╭╰|+>")
-# What an interpreter that ends, and the libraries under it, may still say.
+# Lines that an exiting interpreter, and its libraries, may still print.
 _AT_THE_END = re.compile(
     r"\[?[IWEF]\d{4} |Exception ignored|Error in |sys:1|terminate called|Fatal Python error"
     r"|.*resource_tracker|\s|$"
 )
 _IGNORED = re.compile(r"Exception ignored|Error in ")
 _OF_A_GROUP = re.compile(r"^\s*\|\s*(\w*Group\w*: .*)")
-# What a rank says of a peer that is gone: it follows from the first error.
+# Errors about a lost peer: they follow from the first error.
 _FOLLOWS = re.compile(
     r"connection (was )?(reset|closed|refused|aborted)|broken pipe|recvvalue|sendbytes|recvbytes"
     r"|remote process exited|nccl communicator was aborted|socket ?timeout|has timed out"
@@ -37,42 +37,42 @@ _FOLLOWS = re.compile(
 )
 
 
-class Raised:
-    """A traceback, with those that it is chained to.
+class PrintedTraceback:
+    """A traceback, including those it is chained to.
 
     Args:
-        at: when its first line came.
+        at: the time of its first line.
     """
 
     def __init__(self, stream: str, at: float) -> None:
         self.stream, self.at, self.last_at = stream, at, at
-        self.uncaught = False  # the interpreter itself printed it, as nobody has caught it
-        self.surely = False  # and that is certain
+        self.uncaught = False  # printed by the interpreter: the exception was uncaught
+        self.surely = False  # and this is certain
         self.in_thread = False
-        self.goes_on = False  # the process said something else, long after
+        self.goes_on = False  # the process printed something else, much later
         self.error = ""  # ``ValueError: x``
         self._head: list[str] = []
         self._tail: deque[str] = deque(maxlen=_TAIL_LINES)
         self._left_out = 0
         self._frames = True
         self._first_frame = True
-        self._wrapped = ""  # the first line of a frame that is on two
+        self._wrapped = ""  # the first line of a frame that spans two lines
         self._message = 0
         self._chained = False
 
     @property
     def lines(self) -> Sequence[str]:
-        """As it was printed; of a very long one the first lines and the last."""
+        """Its lines as printed; for a very long one, the first and the last lines."""
         left_out = [f"... {self._left_out} lines omitted ..."] if self._left_out else []
         return [*self._head, *left_out, *self._tail]
 
     @property
     def ending(self) -> bool:
-        """Whether its process is ending of it, as far as one can see."""
+        """Whether its process appears to be ending because of it."""
         return self.uncaught and (self.surely or not self.goes_on)
 
     def take(self, line: str, at: float) -> bool:
-        """Whether this line of the same stream belongs to it."""
+        """Adds a line of the same stream; returns whether it belongs to the traceback."""
         late = self._message >= _MESSAGE_LINES or at - self.last_at > _GOES_ON_S
         if late and not self._frames:
             return False
@@ -103,7 +103,7 @@ class Raised:
         return True
 
     def holds(self, header: str) -> bool:
-        """Whether a traceback that begins with this line belongs to it: by a chain or a group."""
+        """Whether a traceback with this first line belongs to it, as part of a chain or a group."""
         nested = self._frames and not self._first_frame and header.startswith(_INDENTED)
         return self._chained or nested
 
@@ -115,24 +115,24 @@ class Raised:
             self._tail.append(line)
 
 
-class Watch:
-    """Finds the traceback that tells most in the lines of one rank."""
+class TracebackFinder:
+    """Finds the most informative traceback in the lines of one rank."""
 
     def __init__(self) -> None:
-        self.raised: Raised | None = None
-        self._open: dict[str, Raised] = {}  # by stream
+        self.raised: PrintedTraceback | None = None
+        self._open: dict[str, PrintedTraceback] = {}  # by stream
         self._ignored = False
 
     def line(self, stream: str, line: str, at: float) -> None:
-        """Takes a line that was printed at this time."""
+        """Handles a line printed at this time."""
         plain, _ = _plain(line)
         current = self._open.get(stream)
         header = _HEADER.search(plain)
         if header and not (current is not None and current.holds(plain)):
             self._note(at, new=not self._ignored)
-            current = self._open[stream] = Raised(stream, at)
+            current = self._open[stream] = PrintedTraceback(stream, at)
         if current is not None and current.take(line, at):
-            # What is printed while a process ends of another traceback is no news.
+            # Lines printed while a process ends because of another traceback do not count.
             if self.raised is None or current.uncaught or not self.raised.ending:
                 self.raised = current
         else:
@@ -144,13 +144,13 @@ class Watch:
             self.raised.goes_on = True
 
 
-def follows(text: str) -> bool:
-    """Whether an error tells of a peer that is gone, which has its own cause."""
+def is_peer_error(text: str) -> bool:
+    """Whether an error is about a lost peer, and so has a cause elsewhere."""
     return bool(_FOLLOWS.search(text))
 
 
 def _plain(line: str) -> tuple[str, bool]:
-    """Without colors and torch's prefix, and whether that was there."""
+    """The line without colors and torch's prefix, and whether it had the prefix."""
     text = _ANSI.sub("", line)
     match = _PREFIX.match(text)
     return (text[match.end() :], True) if match else (text, False)

@@ -15,69 +15,70 @@ from typing import Any
 from raytrain_ddp.errors import PreflightError, RetriesExhausted
 from raytrain_ddp.launcher import agent, code_shipping, supervisor
 from raytrain_ddp.launcher.agent import Agent
-from raytrain_ddp.launcher.capacity import Places, lacking, refusal
-from raytrain_ddp.launcher.code_shipping import moved
+from raytrain_ddp.launcher.capacity import GroupedLayout, capacity_error, missing_capacity
+from raytrain_ddp.launcher.code_shipping import path_in_copy
 from raytrain_ddp.launcher.rank_environment import (
-    Group,
-    Seat,
+    Placement,
+    RankedGroup,
     Worker,
+    assign_ranks,
     base_environment,
-    environment,
-    ranked,
+    placeholder_values,
+    rank_variables,
     rendezvous_address,
-    values,
 )
 from raytrain_ddp.launcher.run_options import RunOptions
-from raytrain_ddp.launcher.working_folder import provide
-from raytrain_ddp.ray_backend.cluster import living
+from raytrain_ddp.launcher.working_folder import provide_folders
+from raytrain_ddp.ray_backend.cluster import live_node_resources
 
 _POLL_S = 0.2
 _ANSWER_TIMEOUT_S = 300.0
 _CLOSE_TIMEOUT_S = 5.0
 _CLOCK_ASKED = 5
-# Below the range from which systems take the ports of outgoing connections, and above that of the
-# services one knows: what is free now is free when the script listens there seconds later.
-# And above those of slurm.sbatch.
+# Below the range of ports for outgoing connections, and above that of well-known services: a port
+# that is free now is still free when the script listens on it seconds later.
+# Also above the ports of slurm.sbatch.
 _PORTS = range(32_000, 32_768)
 
 Check = Callable[[], None]
 
 
-class SeatLost(RetriesExhausted):
+class NodeLost(RetriesExhausted):
     """A seat was lost before the script was started on it."""
 
 
 class WorkerGroup:
-    """An agent on each seat, ranked. `check` is called while waiting, and may raise.
+    """An agent on each seat, with ranks. `check` is called while waiting, and may raise.
 
     Raises:
-        PreflightError: there is no room, also after `wait_s`; or the code cannot be copied.
-        SeatLost: a node went while all this was going on.
+        PreflightError: there are not enough resources, even after `wait_s`; or the code cannot be
+        copied.
+        NodeLost: a node was lost during the set-up.
     """
 
     def __init__(
         self,
-        order: RunOptions,
-        layout: Places,
+        options: RunOptions,
+        layout: GroupedLayout,
         driver: Mapping[str, str],
         python: str,
         tell: Callable[[str], None],
         check: Check,
     ) -> None:
-        self._order, self._driver, self._python, self._check = order, driver, python, check
+        self._options, self._driver, self._python, self._check = options, driver, python, check
         self._group: Any = None
         self._agents: list[Any] = []
         try:
-            self._group = _reserve(order.flags.wait_s, layout, tell, check)
+            self._group = _reserve(options.flags.wait_s, layout, tell, check)
             self._agents = _agents(self._group, layout)
-            facts = _answers([a.seat.remote() for a in self._agents], check)
+            facts = _wait_for_answers([a.seat.remote() for a in self._agents], check)
             self._here = _this_node()
             self._facts = facts
-            self.workers: Sequence[Worker] = ranked(
+            self.workers: Sequence[Worker] = assign_ranks(
                 [_seat(number, fact) for number, fact in enumerate(facts)], self._here
             )
             first = [w for w in self.workers if w.local_rank == 0 and w.seat.node != self._here]
-            copies = provide(order, first, self._ask, tell)
+            copies = provide_folders(options, first, self._ask, tell)
             self._folders = {self.workers[rank].node_rank: copies[rank] for rank in copies}
         except BaseException:
             self.close()
@@ -88,26 +89,26 @@ class WorkerGroup:
         return self._agents[self.workers[rank].seat.number]
 
     def start(self, run_id: str, attempt: int, check: Check, feeds: bool) -> None:
-        """Starts the script on all workers; no rank is ahead by more than a moment.
+        """Starts the script on all workers, nearly simultaneously.
 
         Args:
             feeds: whether rank 0 has a standard input.
         """
-        asked = self._order.flags.master_port
+        asked = self._options.flags.master_port
         wanted = [asked] if asked is not None else random.sample(_PORTS, 20)
-        (port,) = _answers([self.agent(0).free_port.remote(wanted)], check)
+        (port,) = _wait_for_answers([self.agent(0).free_port.remote(wanted)], check)
         if not port:
             where = self.workers[0].where
             raise PreflightError(
                 f"--master-port {asked} is in use on {where}: choose another port."
             )
-        group = Group(self.workers, rendezvous_address(self.workers), port, run_id, attempt)
+        group = RankedGroup(self.workers, rendezvous_address(self.workers), port, run_id, attempt)
         started = [self._start(group, worker, feeds) for worker in self.workers]
-        _answers(started, check)
+        _wait_for_answers(started, check)
 
     def clocks(self, ranks: Sequence[int]) -> dict[int, float]:
-        """How far these ranks' clocks are ahead of this one, in seconds, to a millisecond or so;
-        of a machine that does not answer it is not known."""
+        """How far these ranks' clocks are ahead of this one, in seconds, to about a millisecond;
+        without the ranks of a machine that does not respond."""
         import ray
 
         ahead: dict[str, float] = {}
@@ -123,23 +124,23 @@ class WorkerGroup:
         return {r: ahead[n] for r in ranks if (n := self.workers[r].seat.node) in ahead}
 
     def close(self) -> None:
-        """Ends all agents, and with them whatever their scripts have left."""
-        # Aside: where Ray itself has been ended meanwhile, its calls take a minute to say so.
+        """Ends all agents, and with them all processes left by their scripts."""
+        # In a thread: if Ray itself has ended, its calls take a minute to fail.
         closing = threading.Thread(target=_release, args=(self._agents, self._group), daemon=True)
         closing.start()
         closing.join(_CLOSE_TIMEOUT_S)
         self._agents, self._group = [], None
 
-    def _start(self, group: Group, worker: Worker, feeds: bool) -> Any:
-        fact, flags = self._facts[worker.seat.number], self._order.flags
+    def _start(self, group: RankedGroup, worker: Worker, feeds: bool) -> Any:
+        fact, flags = self._facts[worker.seat.number], self._options.flags
         local, here = worker.seat.node == self._here, Path.cwd()
         folder = self._folders.get(worker.node_rank, str(here))
-        there = partial(moved, here=here, there=folder)
+        there = partial(path_in_copy, here=here, there=folder)
         python = self._python if local else fact["python"]
         base = base_environment(self._driver, fact["environment"], local, flags.exported, there)
         return self.agent(worker.rank).start.remote(
-            self._order.command(python, values(group, worker), there),
-            environment(flags, group, worker, base, error_file=""),
+            self._options.command(python, placeholder_values(group, worker), there),
+            rank_variables(flags, group, worker, base, error_file=""),
             folder,
             flags.env == "slurm",
             feeds and worker.rank == 0,
@@ -147,14 +148,14 @@ class WorkerGroup:
 
     def _ask(self, workers: Sequence[Worker], method: str, *args: Any) -> list[Any]:
         asked = [getattr(self.agent(worker.rank), method).remote(*args) for worker in workers]
-        return _answers(asked, self._check, [worker.where for worker in workers])
+        return _wait_for_answers(asked, self._check, [worker.where for worker in workers])
 
 
 def _release(agents: Sequence[Any], group: Any) -> None:
     import ray
 
-    with suppress(Exception):  # there is nothing to be done about it
-        for each in agents:  # at once, and also where no head is left to end the agents
+    with suppress(Exception):  # nothing can be done about it
+        for each in agents:  # immediately, and even if no head is left to end the agents
             each.signal.remote("kill")
         cleaned = [each.clean.remote() for each in agents]
         if cleaned:
@@ -165,25 +166,27 @@ def _release(agents: Sequence[Any], group: Any) -> None:
             ray.util.remove_placement_group(group)
 
 
-def _reserve(wait_s: float, layout: Places, tell: Callable[[str], None], check: Check) -> Any:
-    """A placement group with room for all workers."""
+def _reserve(
+    wait_s: float, layout: GroupedLayout, tell: Callable[[str], None], check: Check
+) -> Any:
+    """A placement group with resources for all workers."""
     from ray.util import placement_group, remove_placement_group
 
     strategy = "STRICT_SPREAD" if layout.apart else "PACK"
     group = placement_group(layout.bundles, strategy=strategy)
     began = time.monotonic()
-    lacks = lacking(layout, living())
-    said = False
+    lacks = missing_capacity(layout, live_node_resources())
+    reported = False
     try:
         while not group.wait(_POLL_S):
             check()
             waited_s = time.monotonic() - began
-            lacks = lacking(layout, living())
+            lacks = missing_capacity(layout, live_node_resources())
             if waited_s > wait_s:
-                busy = "others use what there is (ray status)"
-                raise refusal(layout, lacks or busy, "the cluster")
-            if not said and (lacks or waited_s > 2):
-                said = True
+                busy = "other jobs use the resources (ray status)"
+                raise capacity_error(layout, lacks or busy, "the cluster")
+            if not reported and (lacks or waited_s > 2):
+                reported = True
                 tell(f"waiting up to {wait_s:g} s for {layout.said}: {lacks or 'all busy'}")
     except BaseException:
         remove_placement_group(group)
@@ -192,8 +195,8 @@ def _reserve(wait_s: float, layout: Places, tell: Callable[[str], None], check: 
 
 
 @contextmanager
-def sent_whole() -> Iterator[None]:
-    """The agent's class goes to the nodes as it is here: they need not have this package."""
+def agent_by_value() -> Iterator[None]:
+    """Sends the agent's class by value: nodes need not have this package."""
     from ray import cloudpickle
 
     for module in (agent, code_shipping):
@@ -205,13 +208,13 @@ def sent_whole() -> Iterator[None]:
             cloudpickle.unregister_pickle_by_value(module)
 
 
-def _agents(group: Any, layout: Places) -> list[Any]:
+def _agents(group: Any, layout: GroupedLayout) -> list[Any]:
     import ray
     from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
     source = Path(supervisor.__file__).read_text(encoding="utf-8")
     actor = ray.remote(Agent)
-    with sent_whole():
+    with agent_by_value():
         return [
             actor.options(
                 num_cpus=layout.per_worker["CPU"],
@@ -225,20 +228,20 @@ def _agents(group: Any, layout: Places) -> list[Any]:
         ]
 
 
-def _seat(number: int, fact: Mapping[str, Any]) -> Seat:
+def _seat(number: int, fact: Mapping[str, Any]) -> Placement:
     named = {name: fact[name] for name in ("node", "ip", "host", "node_has_gpus")}
-    return replace(Seat(number, gpus=(), **named), gpus=[str(gpu) for gpu in fact["gpus"]])
+    return replace(Placement(number, gpus=(), **named), gpus=[str(gpu) for gpu in fact["gpus"]])
 
 
-def _answers(asked: list[Any], check: Check, where: Sequence[str] = ()) -> list[Any]:
-    """What the agents answer.
+def _wait_for_answers(asked: list[Any], check: Check, where: Sequence[str] = ()) -> list[Any]:
+    """The agents' answers.
 
     Args:
-        where: the machine of each, for what is said of an error.
+        where: the machine of each, for error messages.
 
     Raises:
-        SeatLost: one of them does not, as its node or its process is gone.
-        PreflightError: it cannot do what it is asked for.
+        NodeLost: an agent does not respond because its node or process is gone.
+        PreflightError: an agent cannot do what is requested.
     """
     import ray
 
@@ -253,9 +256,9 @@ def _answers(asked: list[Any], check: Check, where: Sequence[str] = ()) -> list[
         try:
             answers.append(ray.get(each, timeout=1))
         except (ray.exceptions.RayActorError, ray.exceptions.GetTimeoutError) as error:
-            said = str(error).strip().splitlines()
-            raise SeatLost(
-                f"a node or a worker of Ray was lost: {(said or ['no answer'])[-1]}"
+            explanation = str(error).strip().splitlines()
+            raise NodeLost(
+                f"a node or a worker of Ray was lost: {(explanation or ['no answer'])[-1]}"
             ) from error
         except ray.exceptions.RayTaskError as error:
             place = where[number] if where else "a node of the cluster"

@@ -16,11 +16,11 @@ _MODE, _TOKEN, _PATH = "RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"
 
 
 def use_token(embedded: bool, tell: Callable[[str], None] = lambda _: None) -> None:
-    """Ray's token authentication: always for our own Ray, and for a cluster if there is a token.
+    """Enables Ray's token authentication: always for our own Ray, for a cluster if a token exists.
 
-    `ray start` takes it into use where a token lies, a connecting driver does not, and is refused.
-    Ray reads the mode when it is imported, once: so it stays set, and where Ray has been imported
-    without it, it is left alone.
+    `ray start` uses an existing token by default, but a connecting driver does not, and is
+    refused. Ray reads the mode once, when it is imported. So the mode stays set, and nothing is
+    changed if Ray was imported without it.
 
     Raises:
         PreflightError: others can read or replace the token; see `_secure`.
@@ -30,7 +30,7 @@ def use_token(embedded: bool, tell: Callable[[str], None] = lambda _: None) -> N
     if "ray._raylet" not in sys.modules and (embedded or given or own.is_file()):
         os.environ.setdefault(_MODE, "token")
     if os.environ.get(_MODE, "token").lower() != "token" or os.environ.get(_TOKEN):
-        return  # where it is not set, `ray.init` makes a token by itself, as its umask has it
+        return  # not set: `ray.init` creates a token itself, with a mode by the umask
     file = Path(os.environ.get(_PATH) or own)
     if embedded and not given:
         _make(file)
@@ -56,8 +56,8 @@ def _secure(file: Path, embedded: bool, tell: Callable[[str], None]) -> None:
     """Removes other users' access to the file, and their write access to its folder.
 
     Raises:
-        PreflightError: it is another user's; or its mode cannot be changed, and a Ray is to be
-            started with it. (A file that a cluster mounts has the mode that it has.)
+        PreflightError: it belongs to another user; or its mode cannot be changed, and a Ray is to
+            be started with it. (A file mounted by a cluster keeps its mode.)
     """
     found, own = file.stat(), os.geteuid()
     if found.st_uid not in (own, 0):

@@ -1,4 +1,4 @@
-"""Whether there will be workers at all: Ray Train itself waits for room for ever."""
+"""Checks that workers can be placed at all: Ray Train itself would wait forever."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from pathlib import Path
 from raytrain_ddp.errors import PreflightError
 from raytrain_ddp.events import Note, Plan
 from raytrain_ddp.messages import Event, Joined
-from raytrain_ddp.ray_backend.placement import Layout, room
+from raytrain_ddp.ray_backend.placement import Layout, workers_that_fit
 
 _LOOK_EVERY_S = 2.0
 _SAY_EVERY_S = 30.0
 _TICK_S, _LONGEST_TICK_S = 0.1, 1.0
-# With room enough, but no worker in it: it is taken by others, or their start fails over and over.
+# With room but no workers after this time, others occupy it, or their start keeps failing.
 _STARTED_WITHIN_S = 480.0
 
 
-class Awake:
-    """A clock that stands still while this process is stopped (SIGSTOP, a laptop that sleeps): then
-    whatever has been silent meanwhile may have spoken all the time. In seconds."""
+class AwakeClock:
+    """A clock, in seconds, that stops while this process is stopped (SIGSTOP, a sleeping laptop):
+    components that seemed silent in that time may have been active."""
 
     def __init__(self) -> None:
         self._seconds = 0.0
@@ -44,12 +44,12 @@ class Awake:
 
 
 class CapacityWatch:
-    """Watches the cluster's nodes all the time, and the time that workers take to come.
+    """Watches the cluster's nodes, and how long workers take to start.
 
     Args:
-        wait_s: how long room for the fewest workers may be lacking.
-        nodes: the resources of each node that lives.
-        changed: called when there are other nodes than before.
+        wait_s: how long room for the minimum number of workers may be missing.
+        nodes: the resources of each live node.
+        changed: called when the set of nodes has changed.
     """
 
     def __init__(
@@ -69,50 +69,50 @@ class CapacityWatch:
         self._looked_at = now()
 
     def lost(self) -> None:
-        """The workers are gone, and Ray begins to look for room for others."""
+        """The workers are gone, and Ray starts looking for room for new ones."""
         self._since = self._now()
 
     def joined(self) -> None:
         self._since = None
 
     def look(self) -> None:
-        """Raises PreflightError when no workers can be expected any more; cheap to call often."""
+        """Raises PreflightError when no workers can be expected anymore; cheap to call often."""
         now = self._now()
         if now - self._looked_at < _LOOK_EVERY_S:
             return
         self._looked_at = now
-        said, nodes = self._layout.said, self._nodes()
+        wanted, nodes = self._layout.said, self._nodes()
         if len(nodes) != self._before:
             self._before = len(nodes)
             self._changed()
-        has = room(self._layout, nodes)
+        has = workers_that_fit(self._layout, nodes)
         if has >= self._layout.least:
             self._lacking_since = None
             if self._since is not None and now - self._since > _STARTED_WITHIN_S:
                 raise PreflightError(
-                    f"Ray has not started {said} in {_STARTED_WITHIN_S:g} s, although the cluster "
-                    "has that room: is it busy (`ray status`), or does their start fail (logs/)?"
+                    f"Ray has not started {wanted} in {_STARTED_WITHIN_S:g} s, although the "
+                    "cluster has room: is it busy (`ray status`), or does their start fail (logs/)?"
                 )
             return
-        lack = f"for {said}, each with {dict(self._layout.per_worker)}, there is room for {has}"
+        lack = f"for {wanted}, each with {dict(self._layout.per_worker)}, there is room for {has}"
         if self._lacking_since is None:
             self._lacking_since = now
             text = f"waiting up to {self._wait_s:g} s: {lack} on {len(nodes)} node(s)"
             self._show(Note(text))
         if now - self._lacking_since > self._wait_s:
             raise PreflightError(
-                f"{lack} on the cluster's {len(nodes)} node(s), and {self._wait_s:g} s "
-                "(scaling.wait_s) brought no more. What is committed is kept. Take fewer with "
-                "--scaling.num-workers, or MIN:MAX of them."
+                f"{lack} on the cluster's {len(nodes)} node(s), and no more in {self._wait_s:g} s "
+                "(scaling.wait_s). Committed checkpoints are kept. Use fewer workers with "
+                "--scaling.num-workers, or MIN:MAX."
             )
 
 
 class StartWatch:
-    """Reports what a start of the workers is waiting for; until they train, nothing else watches
-    them.
+    """Reports what a start of the workers is waiting for; nothing else watches them until they
+    train.
 
     Args:
-        nodes: the resources of each node that lives.
+        nodes: the resources of each live node.
         stopped: returns the workers on this machine that are stopped.
     """
 
@@ -153,14 +153,14 @@ class StartWatch:
         if self._ranks:
             ranks = ", ".join(map(str, sorted(self._ranks)))
             text = f"the workers are not training yet; started so far: rank {ranks}"
-        has = f"room for {room(self._layout, nodes)} on {len(nodes)} node(s)"
+        has = f"room for {workers_that_fit(self._layout, nodes)} on {len(nodes)} node(s)"
         stopped = "".join(f"; {each} is stopped (SIGSTOP)" for each in self._stopped())
         text = f"{text}, after {now - self._since:.0f} s; {has}{stopped}"
         self._show(Note(text))
 
 
 def stopped_workers() -> list[str]:
-    """Those of Ray's workers on this machine, of this user, that are stopped, as ``pid 12
+    """Ray's workers of this user on this machine that are stopped, as ``pid 12
     (ray::RayTrainWorker)``."""
     found = []
     for entry in Path("/proc").glob("[0-9]*"):

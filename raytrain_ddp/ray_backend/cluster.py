@@ -1,4 +1,4 @@
-"""A Ray to run on: an embedded one, or a cluster that is there already."""
+"""Connects to a Ray cluster, or starts an embedded Ray."""
 
 from __future__ import annotations
 
@@ -14,21 +14,26 @@ from typing import Any
 from raytrain_ddp.config.train_config import TrainConfig
 from raytrain_ddp.errors import RetriesExhausted
 from raytrain_ddp.ray_backend.auth_token import use_token
-from raytrain_ddp.ray_backend.capacity_watch import Awake
+from raytrain_ddp.ray_backend.capacity_watch import AwakeClock
 from raytrain_ddp.ray_backend.failure_policy import KEPT
 from raytrain_ddp.ray_backend.placement import (
     Layout,
     choose_layout,
-    missing,
-    refuse,
-    this_machine,
+    local_resources,
+    missing_resources,
+    require_capacity,
 )
-from raytrain_ddp.ray_backend.ray_settings import dashboard_port, own_api, ray_settings, settled
+from raytrain_ddp.ray_backend.ray_settings import (
+    applied_settings,
+    dashboard_port,
+    own_state_api,
+    ray_settings,
+)
 from raytrain_ddp.ray_backend.ray_start import (
     RAY_START_S,
-    persistently_started,
     require_listener,
     require_same,
+    start_with_retries,
 )
 from raytrain_ddp.tasks.task_loading import BUILT_IN
 from raytrain_ddp.uri import answer_within
@@ -44,7 +49,7 @@ def is_connected() -> bool:
 
 
 @contextmanager
-def joined(
+def ray_connection(
     address: str | None,
     settings: Mapping[str, str],
     options: Mapping[str, Any],
@@ -53,7 +58,7 @@ def joined(
     wait_s: float = 0.0,
 ) -> Iterator[None]:
     """Connects to the Ray at an address; without an address, starts a Ray here and stops it
-    afterwards. Does neither if this process is already connected. Afterwards, the environment is
+    afterward. Does neither if this process is already connected. Afterward, the environment is
     restored, except for the token's mode: see `use_token`.
 
     Args:
@@ -71,20 +76,20 @@ def joined(
             import ray
 
             require_same(address, ray.get_runtime_context().gcs_address)
-        with settled(settings):
+        with applied_settings(settings):
             tell("using the Ray that this process is connected to")
             yield
         return
     if address:
         require_listener(address)
-    with settled(settings):
+    with applied_settings(settings):
         use_token(embedded=not address, tell=tell)
         tell(f"connecting to Ray at {address}" if address else "starting Ray")
         import ray
 
         threading.Thread(target=meanwhile, name="meanwhile", daemon=True).start()
         where = {"address": address or "local", "log_to_driver": False, "logging_level": "ERROR"}
-        persistently_started(
+        start_with_retries(
             lambda: ray.init(**where, **options),
             ray.shutdown,
             address or "this machine",
@@ -101,14 +106,14 @@ def joined(
 def cluster(
     config: TrainConfig, address: str | None, dashboard: bool, tell: Callable[[str], None]
 ) -> Iterator[Layout]:
-    """Connects to Ray, or starts one for this run and ends it afterwards.
+    """Connects to Ray, or starts one for this run and stops it afterward.
 
     Yields:
-        the workers that this cluster can place.
+        The workers that this cluster can place.
 
     Raises:
-        PreflightError: there is no Ray at the address, or it is too small; before anything is
-            started where it is the embedded one that is too small.
+        PreflightError: there is no Ray at the address, or the cluster is too small; for an
+            embedded Ray this is checked before it is started.
     """
     address = address or os.environ.get("RAY_ADDRESS")
     embedded = not address and not is_connected()
@@ -118,13 +123,15 @@ def cluster(
             layout, options = _starting(config)
             port = dashboard_port() if dashboard else None
             options |= {"include_dashboard": dashboard, "dashboard_port": port}
-            stack.enter_context(own_api(port))
+            stack.enter_context(own_state_api(port))
         else:
             options = {"runtime_env": _shipped(config)}
-        # torch is dragged in by Ray Train: load it while Ray's own processes and the board start.
+        # Ray Train imports torch: load it while Ray's processes and the mailbox start.
         settings = ray_settings(config, embedded)
         wait_s = config.scaling.wait_s
-        stack.enter_context(joined(address, settings, options, tell, _import_ray_train, wait_s))
+        stack.enter_context(
+            ray_connection(address, settings, options, tell, _import_ray_train, wait_s)
+        )
         if layout is None:
             import ray
 
@@ -135,12 +142,12 @@ def cluster(
 
 
 def _starting(config: TrainConfig) -> tuple[Layout, dict[str, Any]]:
-    """For an embedded Ray: the layout on this machine, and what to tell `ray.init`."""
-    have = this_machine()
+    """For an embedded Ray: the layout on this machine, and the arguments of `ray.init`."""
+    have = local_resources()
     layout = choose_layout(config, have)
-    if config.scaling.num_workers == "auto":  # the default runs on one core too
+    if config.scaling.num_workers == "auto":  # the default must run on one core, too
         have["CPU"] = max(have["CPU"], layout.least_needed()["CPU"])
-    refuse(layout, have, "this machine")
+    require_capacity(layout, have, "this machine")
     return layout, {"num_cpus": int(have["CPU"]), "num_gpus": int(have["GPU"])}
 
 
@@ -168,10 +175,10 @@ def _shipped(config: TrainConfig) -> dict[str, Any]:
 def _wait_for(
     config: TrainConfig, resources: Callable[[], Mapping[str, float]], tell: Callable[[str], None]
 ) -> Layout:
-    """A cluster may still be growing: it is asked for what lacks, and given `wait_s`."""
+    """Requests the missing resources from a cluster that may be growing; waits up to `wait_s`."""
     deadline = time.monotonic() + config.scaling.wait_s
     layout = choose_layout(config, resources())
-    lacks = missing(layout, resources())
+    lacks = missing_resources(layout, resources())
     if lacks:
         tell(f"waiting up to {config.scaling.wait_s:g} s for {layout.said}")
         from ray.autoscaler.sdk import request_resources
@@ -180,25 +187,25 @@ def _wait_for(
         try:
             while lacks and time.monotonic() < deadline:
                 time.sleep(0.5)
-                lacks = missing(layout, resources())
-        finally:  # it would hold for ever, and idle nodes with it
+                lacks = missing_resources(layout, resources())
+        finally:  # the request would last forever and keep idle nodes alive
             request_resources(bundles=[])
-    refuse(layout, resources(), "the cluster")
+    require_capacity(layout, resources(), "the cluster")
     return layout
 
 
-def living() -> list[Mapping[str, float]]:
-    """The resources of each node of the cluster that lives."""
+def live_node_resources() -> list[Mapping[str, float]]:
+    """The resources of each live node of the cluster."""
     import ray
 
     return [node["Resources"] for node in ray.nodes() if node["Alive"]]
 
 
-class Nodes:
+class LiveNodes:
     """The resources of each live node, queried in a thread because the head may be slow or dead.
 
     Args:
-        kept: what is not lost with the head.
+        kept: the end of the error message: what is not lost with the head.
 
     Attributes:
         awake: the clock used to decide whether the head is lost.
@@ -207,7 +214,7 @@ class Nodes:
 
     def __init__(self, kept: str = KEPT) -> None:
         self._kept = kept
-        self.awake = Awake()
+        self.awake = AwakeClock()
         self.is_lost = False
         self._living = self._ask()
         self._at = self.awake()
@@ -215,10 +222,10 @@ class Nodes:
         threading.Thread(target=self._keep_asking, name="nodes", daemon=True).start()
 
     def __call__(self) -> list[Mapping[str, float]]:
-        """The last answer.
+        """The latest answer.
 
         Raises:
-            RetriesExhausted: there has been none for so long that there is no head any more.
+            RetriesExhausted: there has been none for so long that the head must be lost.
         """
         if self.awake() - self._at > _HEAD_DEAD_AFTER_S:
             self.is_lost = True
@@ -232,19 +239,19 @@ class Nodes:
 
     def _keep_asking(self) -> None:
         while not self._closed.wait(_ASK_EVERY_S):
-            with suppress(Exception):  # whatever Ray raises then: it is no answer
+            with suppress(Exception):  # any exception means no answer
                 self._living = self._ask()
                 self._at = self.awake()
 
     @staticmethod
     def _ask() -> list[Mapping[str, float]]:
-        return living()
+        return live_node_resources()
 
 
-def recount() -> None:
-    """Lets Ray Train know at once that nodes have come or gone; by itself it looks every 20 s.
+def notify_node_change() -> None:
+    """Notifies Ray Train of a changed number of nodes; by itself it checks every 20 s.
 
-    Asks an actor that Ray does not document. Should it be another one some day, all is as without.
+    Uses an actor that Ray does not document. If that changes, only the notification is lost.
     """
     import ray
 

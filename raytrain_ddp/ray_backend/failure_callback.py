@@ -1,4 +1,4 @@
-"""Tells the driver what Ray says of workers that failed. Runs in Ray Train's controller."""
+"""Reports worker failures that Ray detects to the driver. Runs in Ray Train's controller."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ _MOST_CHARACTERS = 4000
 
 
 class FailureCallback(UserCallback):  # type: ignore[misc]
-    """A worker that is killed says nothing; Ray sees it die.
+    """A killed worker cannot report its failure; Ray detects it.
 
     Args:
-        board: handle of the Board actor.
+        board: handle of the Mailbox actor.
         driver: the driver's own actor id, if it is an actor.
     """
 
@@ -25,31 +25,31 @@ class FailureCallback(UserCallback):  # type: ignore[misc]
         self._board, self._driver, self._told = board, driver, False
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """In the controller: gives the driver a hold of it, as Ray Train does not."""
+        """In the controller: gives the driver a handle to it, which Ray Train does not offer."""
         self.__dict__ |= state
         context = ray.get_runtime_context()
         if not self._told and context.get_actor_id() not in (None, self._driver):
-            self._told = True  # the controller hands copies to its workers
+            self._told = True  # the controller passes copies to its workers
             self._board.push.remote([ControllerStarted(context.current_actor)])
 
     def after_exception(self, run_context: Any, worker_exceptions: dict[int, Exception]) -> None:
-        """Called at each look at dead workers; the driver judges one death once."""
-        texts = {rank: _said(error) for rank, error in worker_exceptions.items()}
+        """Called at each check that finds dead workers; the driver handles each death once."""
+        texts = {rank: _described(error) for rank, error in worker_exceptions.items()}
         preempted = [rank for rank, error in worker_exceptions.items() if _was_preempted(error)]
         self._board.push.remote([Died(texts, preempted)])
 
 
-def _said(error: Exception) -> str:
+def _described(error: Exception) -> str:
     return f"{type(_inner(error)).__name__}: {error}"[:_MOST_CHARACTERS]
 
 
 def _inner(error: Exception) -> Exception:
-    """Why Ray Train found a worker dead, where that is what it says."""
+    """The underlying cause if Ray Train only reports a dead worker."""
     inner: Exception = getattr(error, "health_check_failure", error)
     return inner
 
 
 def _was_preempted(error: Exception) -> bool:
-    """Whether a worker died with a node whose end had been announced to Ray."""
+    """Whether a worker died with a node whose preemption had been announced."""
     inner = _inner(error)
     return isinstance(inner, RayActorError) and inner.preempted

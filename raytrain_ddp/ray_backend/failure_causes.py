@@ -1,4 +1,4 @@
-"""Why a worker failed: what may pass by itself, and what will happen again."""
+"""Classifies worker failures: transient ones, and those that would happen again."""
 
 from __future__ import annotations
 
@@ -13,21 +13,21 @@ from raytrain_ddp.events import End
 from raytrain_ddp.messages import Cause
 
 _OF_COLLECTIVES = ("gloo", "nccl", "connection closed by peer", "connection reset by peer", "c10d")
-# Of disks that are full or fail, of networks, and of file systems that hang on one.
+# errno of full or failing disks, networks, and file systems that depend on one.
 _PASSING = {
     *(errno.EIO, errno.ENOSPC, errno.EDQUOT, errno.ESTALE, errno.EBUSY, errno.EAGAIN),
     *(errno.ENETDOWN, errno.ENETUNREACH, errno.EHOSTDOWN, errno.EHOSTUNREACH, errno.ENOTCONN),
     *(errno.ETIMEDOUT, errno.EREMOTEIO),
 }
-# pyarrow's errors of object stores have no number.
+# pyarrow's errors of object stores have no errno.
 _OF_STORES = ("AWS Error", "google::cloud", "Azure")
 _LASTING_OF_STORES = ("ACCESS_DENIED", "NO_SUCH", "NOT_FOUND", "INVALID", "PERMISSION_DENIED")
 
 
 def cause_of(error: BaseException) -> Cause:
-    """ "peer": another worker died; "outside": may pass by itself; "error": will happen again.
+    """ "peer": another worker died; "outside": transient; "error": would happen again.
 
-    What is taken for passing and comes again at the same step ends the run at its second time.
+    A failure classified as transient that repeats at the same step ends the run.
     """
     import torch
     import torch.distributed as dist
@@ -35,29 +35,29 @@ def cause_of(error: BaseException) -> Cause:
 
     text = str(error)
     if isinstance(error, (RayError, dist.DistError)) or not isinstance(error, Exception):
-        return "peer"  # Ray's own collectives, torch's, or an end from outside
+        return "peer"  # Ray's collectives, torch's, or shut down from outside
     if _is_of_collectives(error):
         return "peer"
-    # A device or its driver that breaks (ECC, Xid): a new worker may get a whole one.
+    # A failing device or driver (ECC, Xid): a new worker may get a working one.
     of_device = isinstance(error, getattr(torch, "AcceleratorError", ())) or "CUDA error" in text
     if isinstance(error, RuntimeError) and of_device:
         return "error" if "assert" in text else "outside"
     if isinstance(error, (ConnectionError, TimeoutError)):
         return "outside"
     if isinstance(error, OSError):
-        of_store = any(words in text for words in _OF_STORES) and not any(
-            words in text for words in _LASTING_OF_STORES
+        of_store = any(pattern in text for pattern in _OF_STORES) and not any(
+            pattern in text for pattern in _LASTING_OF_STORES
         )
         return "outside" if error.errno in _PASSING or of_store else "error"
     failed_storage = isinstance(error, CheckpointError) and isinstance(error.__cause__, OSError)
     return cause_of(error.__cause__) if failed_storage and error.__cause__ else "error"
 
 
-def without_ray(error: Exception) -> End:
-    """What the journal says of an error in rank 0 that ends a run without Ray."""
+def failure_event(error: Exception) -> End:
+    """The event for an error in rank 0 that ends a run without Ray."""
     if _is_of_collectives(error):
         line = next(iter(str(error).splitlines()), "")
-        text = "another worker has ended, and rank 0 with it: what that one has printed says why."
+        text = "another worker has ended, and rank 0 with it: see that worker's output."
         return End(1, message=f"{text}\n{type(error).__name__}: {line}")
     text = f"the task failed:\n{users_traceback(error)}"
     return End(1, message=text, rank=0, error=type(error).__name__)
@@ -65,7 +65,7 @@ def without_ray(error: Exception) -> End:
 
 def _is_of_collectives(error: BaseException) -> bool:
     text = str(error).lower()
-    return isinstance(error, RuntimeError) and any(word in text for word in _OF_COLLECTIVES)
+    return isinstance(error, RuntimeError) and any(pattern in text for pattern in _OF_COLLECTIVES)
 
 
 def is_lack_of_memory(error: BaseException) -> bool:
@@ -76,10 +76,10 @@ def is_lack_of_memory(error: BaseException) -> bool:
     return isinstance(error, RuntimeError) and "DefaultCPUAllocator" in str(error)
 
 
-def without_memory(
+def out_of_memory_error(
     config: Mapping[str, Any], rank: int, step: int | None, error: BaseException
 ) -> BaseException:
-    """The config's own remedy. It would happen again, so it is not retried."""
+    """Adds the config's remedy. Not retried: it would happen again."""
     import resource
 
     import torch
@@ -95,14 +95,14 @@ def without_memory(
         peak = f"{kib * 1024 / gib:.1f} GiB of its host's memory"
     when = f"at step {step}" if step else "while starting"
     return RetriesExhausted(
-        f"rank {rank} had too little memory {when}, with {peak} in use at its peak. Lower "
+        f"rank {rank} ran out of memory {when}, with {peak} in use at its peak. Lower "
         f"--micro-batch (now {config['micro_batch']}): the global batch of "
         f"{config['batch_size']} stays. {next(iter(str(error).splitlines()), '')}"
     )
 
 
 def users_traceback(error: BaseException) -> str:
-    """Without the frames of this package that lead to the user's code."""
+    """The traceback without this package's frames above the user's code."""
     if isinstance(error.__cause__, RemoteTraceback):
         return str(error.__cause__)
     frames = traceback.extract_tb(error.__traceback__)

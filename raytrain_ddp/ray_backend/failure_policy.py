@@ -1,12 +1,12 @@
-"""What the failure of workers means: go on, or give up. Is told events, and speaks no Ray.
+"""Decides after worker failures whether to retry or give up. Consumes events; does not use Ray.
 
-Ray replaces dead workers as often as it must; whether it is worth it is judged here, as only here
-it is known whether the run gets on:
+Ray replaces dead workers without limit; whether that is worthwhile is decided here, since only
+the driver knows whether the run makes progress:
 
-- Failures count against `scaling.max_failures`, and a new checkpoint sets the count back: what
-  comes once a day may come for a year, but what lets no checkpoint come about ends the run.
-- The same failure at the same step twice, and no checkpoint between them: it would come for ever.
-- The user's own exceptions, and memory that does not suffice, come again: they are not retried.
+- Failures count against `scaling.max_failures`, and a new checkpoint resets the count: a daily
+  failure may go on for a year, but failures that prevent every checkpoint end the run.
+- The same failure twice at the same step, without a checkpoint in between, would repeat forever.
+- The user's own exceptions and a lack of memory would happen again: they are not retried.
 - Workers that Ray ends because their node runs out of memory are replaced once.
 - Hangs are failures of the rank that the others waited for.
 - Preemptions are counted by Ray, against `scaling.max_preemptions`.
@@ -20,16 +20,16 @@ from raytrain_ddp import errors
 from raytrain_ddp.events import Checkpoint, Failed, Plan, Preempted
 from raytrain_ddp.messages import Died, Event, InProgress, Joined, WorkerFailed
 
-KEPT = "The last committed checkpoint is kept; the same command goes on from there."
+KEPT = "The last committed checkpoint is kept; run the same command again to resume from it."
 _MEMORY = (
     "Lower --micro-batch (the global batch stays) or --data.prefetch-mib, put fewer workers on a "
-    f"node (--scaling.cpus-per-worker), or take one with more memory. {KEPT}"
+    f"node (--scaling.cpus-per-worker), or use a node with more memory. {KEPT}"
 )
 _BY_RAY_FOR_MEMORY = ("running low on memory", "NODE_OUT_OF_MEMORY", "OutOfMemoryError")
 
 
 class FailurePolicy:
-    """Judges the failures of one run.
+    """Handles the failures of one run.
 
     Args:
         most: scaling.max_failures.
@@ -39,20 +39,20 @@ class FailurePolicy:
     def __init__(self, most: int, committed: int = 0) -> None:
         self._most = most
         self._in_a_row = 0
-        self._before: tuple[int | None, str] | None = None  # (step, what) of the failure before
+        self._before: tuple[int | None, str] | None = None  # (step, what) of the previous failure
         self._for_memory = 0
         self._committed = committed
         self._start: _Start = _Start("")
 
     def take(self, event: Event) -> Failed | Preempted | None:
-        """Takes in an event of any kind; returns what is to be shown of a failure, if it is one.
+        """Handles an event of any kind; returns the event to show if it is a failure.
 
         Kinds: joined (start, rank, node), at (the step in progress), failed (a worker's last
-        words), died (what Ray says of all that have failed: texts by rank, and which ranks were
+        report), died (Ray's report of all failed workers: texts by rank, and which ranks were
         preempted), and those of the display.
 
         Raises:
-            RaytrainError: the run shall end.
+            RaytrainError: the run must end.
         """
         start = self._start
         match event:
@@ -61,29 +61,29 @@ class FailurePolicy:
                     start = self._start = _Start(event.start)
                 start.nodes[event.rank] = event.node
             case Checkpoint():
-                self._got_on(event.step)
+                self._note_progress(event.step)
             case Plan():
                 # Lower if a newer checkpoint is damaged.
                 self._committed = min(self._committed, event.start_step)
-                self._got_on(event.start_step)  # the checkpoint's event may have died with rank 0
+                self._note_progress(event.start_step)  # its event may have died with rank 0
                 start.step = event.start_step + 1
             case InProgress():
                 start.step = event.step
             case WorkerFailed() if event.start == start.name:  # not of an earlier start
                 # A worker that reports a hang may lose its peers afterwards.
-                start.words.setdefault(event.rank, event)
+                start.reports.setdefault(event.rank, event)
                 if event.cause == "error":
                     raise as_error(event, start.node(event.rank))
-            case Died() if not start.judged & {*event.texts.values()}:
-                if start.judged:  # another start, which died before it sent any event
+            case Died() if not start.handled & {*event.texts.values()}:
+                if start.handled:  # another start, which died before it sent any event
                     start = self._start = _Start("")
-                start.judged |= {*event.texts.values()}
-                return self._judge(event)
+                start.handled |= {*event.texts.values()}
+                return self._handle_death(event)
         return None
 
     def ended(self, why: str) -> Failed:
-        """Ray Train itself has failed, as when the workers could not form a group; returns what is
-        to be shown before it is tried again.
+        """Handles a failure of Ray Train itself, as when the workers could not form a group;
+        returns the event to show before it is retried.
 
         Raises:
             RetriesExhausted: it has failed too often.
@@ -93,25 +93,25 @@ class FailurePolicy:
                 "nodes were taken away more often than scaling.max_preemptions allows: "
                 f"{why} {KEPT}"
             )
-        said = "" if self._start.judged else self._start.own_words()
-        why = said or why or "Ray Train ended, and no worker said why."
+        report = "" if self._start.handled else self._start.own_report()
+        why = report or why or "Ray Train ended, and no worker reported why."
         self._in_a_row += 1
         if self._in_a_row > self._most:
             raise errors.RetriesExhausted(f"{why} {KEPT}")
         last = [line.strip() for line in why.splitlines() if line.strip()][-1]
         self._start = _Start("")
-        return Failed(None, None, f"{last}; {self._going()}")
+        return Failed(None, None, f"{last}; {self._resume_text()}")
 
-    def _got_on(self, step: int) -> None:
+    def _note_progress(self, step: int) -> None:
         if step > self._committed:
             self._committed, self._in_a_row, self._before, self._for_memory = step, 0, None, 0
 
-    def _judge(self, event: Died) -> Failed | Preempted:
+    def _handle_death(self, event: Died) -> Failed | Preempted:
         if event.preempted:
             return Preempted(self._start.preempted(event.preempted))
         hang = self._start.hang()
         if hang is not None:
-            return self._hung(hang)
+            return self._handle_hang(hang)
         rank, what, said = self._start.cause(event.texts)
         step = self._start.step_of(rank)
         node = self._start.node(rank)
@@ -119,42 +119,42 @@ class FailurePolicy:
         cause = {"rank": rank, "node": node, "step": step, "error": what}
         if any(sign in event.texts.get(rank, "") for sign in _BY_RAY_FOR_MEMORY):
             self._for_memory += 1
-            said = "was ended by Ray, as its node ran out of memory,"
+            said = "was ended by Ray because its node ran out of memory,"
             if self._for_memory > 1:
                 raise _exhausted(f"rank {rank} {said} {where}, again. {_MEMORY}", cause)
         if step and self._before == (step, what):
             raise _exhausted(
-                f"rank {rank} {said} {where}, as it did before, with no checkpoint between: it "
-                f"would do so for ever. {_advice(what)} {KEPT}",
+                f"rank {rank} {said} {where}, as it did before, with no checkpoint in between: it "
+                f"would repeat forever. {_advice(what)} {KEPT}",
                 cause,
             )
         self._in_a_row += 1
         if self._in_a_row > self._most:
             raise _exhausted(
-                f"workers failed {self._in_a_row} times with no new checkpoint between "
-                f"(scaling.max_failures = {self._most}); at last rank {rank} {said} {where}. "
+                f"workers failed {self._in_a_row} times with no new checkpoint in between "
+                f"(scaling.max_failures = {self._most}); the last: rank {rank} {said} {where}. "
                 f"{KEPT}",
                 cause,
             )
         self._before = (step, what) if step else None
-        return Failed(rank, step, f"{said} {where}; {self._going()}", node, what)
+        return Failed(rank, step, f"{said} {where}; {self._resume_text()}", node, what)
 
-    def _hung(self, hang: WorkerFailed) -> Failed:
-        step, what, said = hang.step, hang.error, hang.message.rstrip(".")
+    def _handle_hang(self, hang: WorkerFailed) -> Failed:
+        step, what, text = hang.step, hang.error, hang.message.rstrip(".")
         if self._before == (step, what):
             raise errors.RetriesExhausted(
-                f"{said}; as before, with no checkpoint between: it would do so for ever. {KEPT}"
+                f"{text}; as before, with no checkpoint in between: it would repeat forever. {KEPT}"
             )
         self._in_a_row += 1
         if self._in_a_row > self._most:
             raise errors.RetriesExhausted(
-                f"workers failed {self._in_a_row} times with no new checkpoint between "
-                f"(scaling.max_failures = {self._most}); at last {said}. {KEPT}"
+                f"workers failed {self._in_a_row} times with no new checkpoint in between "
+                f"(scaling.max_failures = {self._most}); the last time {text}. {KEPT}"
             )
         self._before = (step, what)
-        return Failed(None, step, f"{said}; {self._going()}", hung=True)
+        return Failed(None, step, f"{text}; {self._resume_text()}", hung=True)
 
-    def _going(self) -> str:
+    def _resume_text(self) -> str:
         place = f"step {self._committed}" if self._committed else "the start"
         return f"going on from {place} (failure {self._in_a_row} of at most {self._most} in a row)"
 
@@ -165,43 +165,45 @@ class _Start:
     def __init__(self, name: str) -> None:
         self.name = name
         self.nodes: dict[int, str] = {}
-        self.words: dict[int, WorkerFailed] = {}  # the last ones of each rank
-        self.step: int | None = None  # in progress, by what the driver has heard of it
-        self.judged: set[str] = set()
+        self.reports: dict[int, WorkerFailed] = {}  # the last report of each rank
+        self.step: int | None = None  # in progress, as far as the driver knows
+        self.handled: set[str] = set()
 
     def node(self, rank: int) -> str:
         return self.nodes.get(rank, "its node")
 
     def step_of(self, rank: int) -> int | None:
-        """The step that a rank was at: by its own words, by its peers', or by the last line."""
-        said = self.words[rank].step if rank in self.words else None
-        theirs = [event.step for event in self.words.values() if event.step]
-        return said or max(theirs, default=self.step)
+        """The step a rank was at: by its own report, its peers', or the last event."""
+        reported_step = self.reports[rank].step if rank in self.reports else None
+        theirs = [event.step for event in self.reports.values() if event.step]
+        return reported_step or max(theirs, default=self.step)
 
     def hang(self) -> WorkerFailed | None:
-        """What one of those that found it said of it."""
-        return next((event for event in self.words.values() if event.cause == "hang"), None)
+        """The report of a rank that detected a hang."""
+        return next((event for event in self.reports.values() if event.cause == "hang"), None)
 
     def cause(self, texts: Mapping[int, str]) -> tuple[int, str, str]:
-        """Which rank failed first, the class of its failure, and what it did.
+        """Which rank failed first, the class of its failure, and what happened.
 
-        One that speaks of its peers suffers from them; one that says nothing crashed or was killed.
+        A rank that reports its peers is only affected by them; a silent one crashed or was killed.
         """
-        own = [event for event in self.words.values() if event.cause != "peer"]
+        own = [event for event in self.reports.values() if event.cause != "peer"]
         if own:
             line = next(iter(own[0].message.splitlines()), "")
             return own[0].rank, own[0].error, f"failed ({line})"
-        # Ray knows of a dead process before its peers speak, of a dead node after.
-        silent = [rank for ranks in (texts, self.nodes) for rank in ranks if rank not in self.words]
+        # Ray reports a dead process before its peers do, a dead node after them.
+        silent = [
+            rank for ranks in (texts, self.nodes) for rank in ranks if rank not in self.reports
+        ]
         if silent:
             return silent[0], f"the end of rank {silent[0]}", "crashed, or was killed,"
         return min(texts), "the end of a connection", "lost its peers"
 
-    def own_words(self) -> str:
-        """What the first worker said that did not only suffer from another's end; or ``""``."""
-        words = [*self.words.values()]
-        own = [event for event in words if event.cause != "peer"]
-        return (own or words)[0].message if words else ""
+    def own_report(self) -> str:
+        """The report of the first worker that was not only affected by another; or ``""``."""
+        reports = [*self.reports.values()]
+        own = [event for event in reports if event.cause != "peer"]
+        return (own or reports)[0].message if reports else ""
 
     def preempted(self, ranks: Iterable[int]) -> str:
         nodes = sorted({self.node(rank) for rank in ranks})
@@ -232,7 +234,5 @@ def _exhausted(text: str, cause: Mapping[str, object]) -> errors.RetriesExhauste
 
 def _advice(what: str) -> str:
     if what.startswith("the end of"):
-        return (
-            "That rank's log may tell of a crash in native code, the kernel's of a lack of memory."
-        )
-    return "Cure that first."
+        return "That rank's log may show a crash in native code, the kernel's a lack of memory."
+    return "Fix that first."

@@ -1,4 +1,4 @@
-"""How many workers, on what: decided and refused before anything is started."""
+"""The number of workers and their resources: chosen and checked before anything is started."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from raytrain_ddp.errors import PreflightError
 
 @dataclass(frozen=True)
 class Layout:
-    """What Ray is asked for: `least` to `most` workers, each with `per_worker` resources."""
+    """The resources requested from Ray: `least` to `most` workers with `per_worker` each."""
 
     least: int
     most: int
@@ -33,15 +33,15 @@ class Layout:
         return f"{count} worker{'s' if self.most > 1 else ''}"
 
     def least_needed(self) -> dict[str, float]:
-        """Resources without which nothing can start."""
+        """The minimum resources for a start."""
         return {name: amount * self.least for name, amount in self.per_worker.items()}
 
 
 def choose_layout(config: TrainConfig, have: Mapping[str, float]) -> Layout:
-    """The layout that the config asks for, on a cluster that has these resources.
+    """The layout that the config requests, on a cluster with these resources.
 
     Raises:
-        PreflightError: GPUs are asked for and there are none.
+        PreflightError: GPUs are requested, and there are none.
         ConfigError: more workers than slots.
     """
     scaling = config.scaling
@@ -52,8 +52,8 @@ def choose_layout(config: TrainConfig, have: Mapping[str, float]) -> Layout:
         if use_gpu and not gpus:
             raise PreflightError(
                 "scaling.use_gpu = true, but there is no GPU: check nvidia-smi and "
-                "CUDA_VISIBLE_DEVICES, train on CPUs with --scaling.use-gpu False, or say how many "
-                "workers an autoscaling cluster shall bring with --scaling.num-workers."
+                "CUDA_VISIBLE_DEVICES, train on CPUs with --scaling.use-gpu False, or set the "
+                "number of workers for an autoscaling cluster with --scaling.num-workers."
             )
         whole = int(gpus / scaling.gpus_per_worker) if use_gpu else 2
         least = most = min(whole, config.slots)
@@ -69,8 +69,8 @@ def choose_layout(config: TrainConfig, have: Mapping[str, float]) -> Layout:
     )
 
 
-def room(layout: Layout, nodes: Sequence[Mapping[str, float]]) -> int:
-    """For how many workers there is room on nodes with these resources; a worker is on one node."""
+def workers_that_fit(layout: Layout, nodes: Sequence[Mapping[str, float]]) -> int:
+    """The number of workers that fit on nodes with these resources; each needs a single node."""
     wants = {name: amount for name, amount in layout.per_worker.items() if amount > 0}
     return sum(
         int(min(node.get(name, 0) / amount + 1e-9 for name, amount in wants.items()))
@@ -78,8 +78,8 @@ def room(layout: Layout, nodes: Sequence[Mapping[str, float]]) -> int:
     )
 
 
-def missing(layout: Layout, have: Mapping[str, float]) -> str:
-    """``""``, or a line for each resource of which there is too little."""
+def missing_resources(layout: Layout, have: Mapping[str, float]) -> str:
+    """``""``, or one line per resource that is short."""
     lines = [
         f"  {name}: want {want:g} ({layout.least} x {layout.per_worker[name]:g}), have "
         f"{have.get(name, 0):g}"
@@ -89,12 +89,12 @@ def missing(layout: Layout, have: Mapping[str, float]) -> str:
     return "\n".join(lines)
 
 
-def refuse(layout: Layout, have: Mapping[str, float], where: str) -> None:
-    """Raises PreflightError, with want and have of each resource, if the layout cannot start."""
-    lines = missing(layout, have)
+def require_capacity(layout: Layout, have: Mapping[str, float], where: str) -> None:
+    """Raises PreflightError, listing want and have of each resource, if the layout cannot start."""
+    lines = missing_resources(layout, have)
     if lines:
         remedy = (
-            "Take fewer with --scaling.num-workers, or less each with --scaling.cpus-per-worker."
+            "Use fewer with --scaling.num-workers, or smaller ones with --scaling.cpus-per-worker."
         )
         if layout.use_gpu and not have.get("GPU"):
             remedy = (
@@ -104,8 +104,8 @@ def refuse(layout: Layout, have: Mapping[str, float], where: str) -> None:
         raise PreflightError(f"{layout.said} do not fit on {where}:\n{lines}\n{remedy}")
 
 
-def this_machine() -> dict[str, float]:
-    """CPUs that this process may use, and GPUs, counted without torch or Ray."""
+def local_resources() -> dict[str, float]:
+    """The CPUs that this process may use, and the GPUs, counted without torch or Ray."""
     affinity = getattr(os, "sched_getaffinity", None)
     cpus = len(affinity(0)) if affinity else os.cpu_count() or 1
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
@@ -113,5 +113,5 @@ def this_machine() -> dict[str, float]:
     if visible is not None:
         devices = [device.strip() for device in visible.split(",")]
         hidden = next((n for n, d in enumerate(devices) if not d or d.startswith("-")), None)
-        gpus = min(gpus, len(devices[:hidden]))  # CUDA stops at the first that is no device
+        gpus = min(gpus, len(devices[:hidden]))  # CUDA stops at the first invalid one
     return {"CPU": float(cpus), "GPU": float(gpus)}

@@ -1,7 +1,7 @@
-"""Nodes that are about to be taken away: a checkpoint at the notice, another before the end.
+"""Handles preemption notices: a checkpoint at the notice, and another before the node ends.
 
-Between the two the run trains on. After the second it holds until Ray ends the workers: Ray would
-take a return for the end of the run, and an exception for a failure.
+In between, training continues. After the second one the worker waits until Ray ends it: Ray
+would treat a return as the end of the run, and an exception as a failure.
 """
 
 from __future__ import annotations
@@ -14,17 +14,17 @@ import ray.train
 from raytrain_ddp.events import Note
 from raytrain_ddp.training.session import Requests
 
-STOP = 128  # used instead of a signal number; no signal has it
-_UNKNOWN_S = 120.0  # Ray's own patience with a notice that names no end
+STOP = 128  # used as a signal number that no signal has
+_UNKNOWN_S = 120.0  # Ray's own limit for a notice without an end
 _LEAST_MARGIN_S = 5.0
 
 
 class Notice:
-    """Looks for Ray's notices, and knows what is to be done about one and when.
+    """Polls Ray for notices, and decides what to do about them and when.
 
     Args:
-        look_every_s: 0: never. A look costs all ranks a round trip to an actor of Ray's.
-        tell: is given a note.
+        look_every_s: 0: never. Each poll costs all ranks a round trip to one of Ray's actors.
+        tell: receives a note.
     """
 
     def __init__(self, look_every_s: float, tell: Callable[[Note], None]) -> None:
@@ -36,7 +36,7 @@ class Notice:
         self._save = False
 
     def wishes(self) -> Requests:
-        """Rank 0's, once a step."""
+        """Rank 0's requests, called once per step."""
         save, self._save = self._save, False
         return self.meanwhile()._replace(save=save)
 
@@ -62,17 +62,17 @@ class Notice:
         if found.preempted_node_ids != self._nodes:
             self._nodes, self._save = found.preempted_node_ids, True
             ranks = ", ".join(map(str, found.preempted_ranks))
-            text = f"the node of rank {ranks} is taken away in {max(0.0, left_s):.0f} s: "
-            self._tell(Note(text + "saving now, and again before that"))
+            text = f"the node of rank {ranks} will be preempted in {max(0.0, left_s):.0f} s: "
+            self._tell(Note(text + "saving now, and again before then"))
 
     def left_s(self) -> float:
-        """How long the nodes have still to live."""
+        """How long the nodes will remain."""
         return max(0.0, (self._ends_at or 0.0) - time.monotonic())
 
     def committed(self, seconds: float) -> None:
-        """A commit has taken so long: the last one may take as long."""
+        """Records the time of a commit: the last one may take as long."""
         self._commit_s = max(seconds, self._commit_s)
 
     def margin_s(self) -> float:
-        """The time for the last checkpoint: the step under way, the commit, and as much again."""
+        """The time for the last checkpoint: the current step, the commit, and a reserve as long."""
         return max(_LEAST_MARGIN_S, 2 * (self._step_s + self._commit_s))

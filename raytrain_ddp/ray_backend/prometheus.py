@@ -1,9 +1,9 @@
-"""What Prometheus is told of a run, through Ray's own exporter: one gauge for each figure.
+"""Exports a run's metrics to Prometheus through Ray's exporter: one gauge per value.
 
-The process that drives the run tells it: it outlives the workers, so that a run which hangs or
-starts anew stays in sight. It says all again and again, as Ray forgets what is not said anew for
-20 s. All are gauges, even those that only count up: a counter of Ray cannot be 0, and what appears
-with its first failure has not grown in the eyes of Prometheus.
+The driver exports them: it outlives the workers, so a run that hangs or restarts stays visible.
+It repeats all values, as Ray drops values that were not updated for 20 s. All are gauges, even
+those that only increase: a Ray counter cannot be 0, and a series that first appears with its first
+failure shows no increase in Prometheus.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ from raytrain_ddp.events import (
 )
 from raytrain_ddp.messages import Evaluating, Event, InProgress, Pause
 
-_SAY_AGAIN_EVERY_S = 5.0  # Ray passes on what it has heard in the last 10 s
+_EXPORT_EVERY_S = 5.0  # Ray exports values updated in the last 10 s
 
 PREFIX = "raytrain_"
 ENDED, STARTING, TRAINING, EVALUATING = 0, 1, 2, 3
 CAUSES = ("failure", "preemption", "resize")
 
-# Name: (what it is, the tags besides "run"). Ray puts "ray_" in front of all names.
+# Name: (description, tags besides "run"). Ray prefixes all names with "ray_".
 GAUGES: dict[str, tuple[str, tuple[str, ...]]] = {
     "state": ("0: ended, 1: workers start or start again, 2: training, 3: evaluating.", ()),
     "step": ("Steps done.", ()),
@@ -74,7 +74,7 @@ GAUGES: dict[str, tuple[str, tuple[str, ...]]] = {
     ),
 }
 
-# Its 0 is said once: else there would be a series of each rank and phase in the end.
+# Its 0 is exported once: otherwise a series of each rank and phase would remain.
 _PASSING = {"slowest_rank_ratio"}
 
 Sample = tuple[str, float, dict[str, str]]  # name, value, the tags besides "run"
@@ -85,82 +85,82 @@ class Gauge(Protocol):
 
 
 class PrometheusMetrics:
-    """Tells Prometheus of one run until it is closed. Whatever happens here, no run fails of it.
+    """Exports one run's metrics until it is closed. Its errors never fail the run.
 
     Args:
         run: the name of the run.
-        gauge: makes a gauge: name, what it is, its tags. Default: Ray's.
+        gauge: makes a gauge: name, description, tags. Default: Ray's.
     """
 
     def __init__(
         self, run: str, gauge: Callable[[str, str, tuple[str, ...]], Gauge] | None = None
     ) -> None:
         self._run = run
-        self._make = gauge or _rays
+        self._make = gauge or _ray_gauge
         self._gauges: dict[str, Gauge] = {}
-        self._said: dict[tuple[str, ...], Sample] = {}  # the newest of each name and tags
+        self._newest: dict[tuple[str, ...], Sample] = {}  # the newest for each name and tags
         self._figures = Figures()
         self._lock = threading.Lock()
         self._closed = threading.Event()
         self._say_all(self._figures.begin())
-        threading.Thread(target=self._keep_saying, name="metrics", daemon=True).start()
+        threading.Thread(target=self._keep_exporting, name="metrics", daemon=True).start()
 
     def take(self, event: Event) -> None:
-        """Takes in an event of any kind: what is shown, and "at", the step in progress."""
+        """Handles an event of any kind: those shown, and "at", the step in progress."""
         self._say_all(self._figures.of(event))
 
     def _say_all(self, samples: Iterable[Sample]) -> None:
         with suppress(Exception), self._lock:
             for name, value, tags in samples:
-                self._say(name, float(value), tags)
+                self._export(name, float(value), tags)
                 if name in _PASSING and not value:
-                    del self._said[_key(name, tags)]
+                    del self._newest[_key(name, tags)]
 
     def close(self) -> None:
-        """The run has ended; Ray soon forgets it."""
+        """The run has ended; Ray soon drops its values."""
         self._say_all([("state", ENDED, {})])
         self._closed.set()
 
-    def _keep_saying(self) -> None:
-        while not self._closed.wait(_SAY_AGAIN_EVERY_S):
+    def _keep_exporting(self) -> None:
+        while not self._closed.wait(_EXPORT_EVERY_S):
             with suppress(Exception), self._lock:
-                for sample in list(self._said.values()):
-                    self._say(*sample)
+                for sample in list(self._newest.values()):
+                    self._export(*sample)
 
-    def _say(self, name: str, value: float, tags: dict[str, str]) -> None:
+    def _export(self, name: str, value: float, tags: dict[str, str]) -> None:
         gauge = self._gauges.get(name)
         if gauge is None:
-            told, besides = GAUGES[name]
-            gauge = self._gauges[name] = self._make(PREFIX + name, told, ("run", *besides))
+            description, besides = GAUGES[name]
+            gauge = self._gauges[name] = self._make(PREFIX + name, description, ("run", *besides))
         gauge.set(value, {"run": self._run, **tags})
-        self._said[_key(name, tags)] = name, value, tags
+        self._newest[_key(name, tags)] = name, value, tags
 
 
 def _key(name: str, tags: dict[str, str]) -> tuple[str, ...]:
     return name, *tags.values()
 
 
-def _rays(name: str, told: str, tags: tuple[str, ...]) -> Gauge:
+def _ray_gauge(name: str, description: str, tags: tuple[str, ...]) -> Gauge:
     from ray.util import metrics
 
-    made: Gauge = metrics.Gauge(name, told, tags)
+    made: Gauge = metrics.Gauge(name, description, tags)
     return made
 
 
 class Figures:
-    """What the events of a run say in numbers. Speaks no Ray."""
+    """Converts the events of a run into metric values. Does not use Ray."""
 
     def __init__(self) -> None:
         self._step = 0
         self._restarts = dict.fromkeys(CAUSES, 0)
         self._planned = False
-        self._lost = ""  # why there are no workers; "" while there are
+        self._lost = ""  # why there are no workers; "" if there are
         self._commits = {"checkpoints": 0, "checkpoints_failed": 0}
         self._phases: set[str] = set()
         self._slowest: dict[str, str] = {}
 
     def of(self, event: Event) -> Iterator[Sample]:
-        """The samples that follow from an event."""
+        """The samples for an event."""
         match event:
             case Plan():
                 yield from self._plan(event)
@@ -211,7 +211,7 @@ class Figures:
             yield "skipped_samples", 0, {}
 
     def _in_progress(self, event: InProgress) -> Iterator[Sample]:
-        """A step is in progress: the one before is done."""
+        """A step is in progress: the previous one is done."""
         if event.step > self._step + 1:
             self._step = event.step - 1
             yield "step", self._step, {}
@@ -232,7 +232,7 @@ class Figures:
         yield "peak_memory_bytes", timing.peak_memory_bytes, {}
         split = timing.split_s
         self._phases |= {*split}
-        for phase in self._phases:  # one that takes no time any more is not left where it was
+        for phase in self._phases:  # resets a phase that takes no time anymore
             yield "phase_seconds", split.get(phase, 0.0), {"phase": phase}
         if timing.flops_per_s is not None:
             yield "flops_per_second", timing.flops_per_s, {}

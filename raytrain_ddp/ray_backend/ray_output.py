@@ -1,4 +1,4 @@
-"""Keeps what Ray prints in the driver off the display."""
+"""Redirects what Ray prints in the driver to a file."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from raytrain_ddp.checkpoint.storage import Storage
 
 @contextmanager
 def ray_output_to_file(run: Storage) -> Iterator[None]:
-    """Standard output and error of this process go to the run's logs/driver.log meanwhile.
+    """Redirects standard output and error of this process to the run's logs/driver.log.
 
-    A display made before keeps the terminal, as it writes to the stream itself.
+    A display created before keeps the terminal, as it writes to the stream itself.
     """
     path = Path(run.path) / LOGS / "driver.log" if run.is_local else Path("/dev/null")
-    with _Lazy(path) as log, redirect_stdout(log), redirect_stderr(log):
+    with _LazyFile(path) as log, redirect_stdout(log), redirect_stderr(log):
         yield
 
 
-class _Lazy(io.TextIOBase):
-    """A text file that is made when something is written to it; a full disk ends nothing."""
+class _LazyFile(io.TextIOBase):
+    """A text file created at the first write; write errors, such as a full disk, are ignored."""
 
     def __init__(self, path: Path) -> None:
         self._path = path

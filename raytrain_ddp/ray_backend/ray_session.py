@@ -39,21 +39,21 @@ from raytrain_ddp.uri import without_secrets
 
 _PUSH_EVERY_S = 0.2
 _MEET_S = 10.0
-_LAST_S = 20.0  # that the driver may take for the last events
+_LAST_S = 20.0  # time limit for the driver to take the last events
 _CONFIRM_EVERY_S = 0.05
-_HELD_LONGER_S = 60.0  # than a node is said to live
+_HELD_LONGER_S = 60.0  # beyond the announced end of a node
 
 
 class RaySession(RecordingSession):
     """Ray Train places the workers and registers the checkpoints; rank 0 commits each of them.
 
     Args:
-        board: handle of the Board actor.
-        look_every_s: how often to look whether nodes are taken away; 0: never.
-        start: what the workers of this start share, and no others.
+        board: handle of the Mailbox actor.
+        look_every_s: how often to check for preemption notices; 0: never.
+        start: an id shared by the workers of this start only.
 
     Attributes:
-        step: the one in progress; None before the first.
+        step: the current one; None before the first.
     """
 
     def __init__(
@@ -78,7 +78,7 @@ class RaySession(RecordingSession):
                 "not see the run's folder there. Several nodes need a shared folder or a URI."
             )
         self._outbox = Outbox(f"{start} {os.urandom(8).hex()}")
-        self._events: deque[Event] = deque()  # the thread that commits adds to it, too
+        self._events: deque[Event] = deque()  # the committing thread adds to it, too
         self._notice = Notice(look_every_s, self._events.append)
         self._training = threading.current_thread()
         self._words = WorkerLog(world)
@@ -93,7 +93,7 @@ class RaySession(RecordingSession):
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Nothing is left unsaid: it is waited for that the driver has the last events."""
+        """Waits until the driver has received the last events."""
         self.close()
         self.push(wait_s=_LAST_S / 2)
         deadline = time.monotonic() + _LAST_S / 2
@@ -108,13 +108,13 @@ class RaySession(RecordingSession):
         return wrapped
 
     def _say(self, event: Event) -> None:
-        """All events of rank 0 pass here, also those of the thread that commits."""
+        """Called for all events of rank 0, also from the committing thread."""
         self._words.take(event)
         if isinstance(event, Checkpoint):
             self._notice.committed(event.seconds or 0.0)
         self._events.append(event)
         if isinstance(event, Note) and threading.current_thread() is self._training:
-            self.push()  # it may be about to wait
+            self.push()  # the caller may be about to block
 
     def log(self, record: LogRecord) -> None:
         super().log(record)
@@ -128,13 +128,13 @@ class RaySession(RecordingSession):
         if isinstance(event, Plan):
             self.step = event.start_step
         if isinstance(event, Phase | Plan | Evaluating):
-            self.push()  # it may be long until a step brings the next one
+            self.push()  # the next push, at a step, may be far off
 
     def report(self, metrics: Mapping[str, float], snapshot: Snapshot | None) -> None:
         """Ray's upload thread waits for the commit, then registers the checkpoint.
 
-        If the commit fails, Ray is given the newest good checkpoint instead: it would take an
-        error for the end of the training.
+        If the commit fails, Ray gets the newest good checkpoint instead: it would treat an error as
+        the end of the training.
         """
         if self.recorder is None or snapshot is None:
             ray.train.report(dict(metrics), checkpoint_upload_mode=CheckpointUploadMode.ASYNC)
@@ -154,7 +154,7 @@ class RaySession(RecordingSession):
         )
 
     def wishes(self) -> Requests:
-        """Also counts the steps and keeps the events flowing: it is asked once a step."""
+        """Called once per step; also counts steps and pushes events."""
         self.step = (self.step or 0) + 1
         return self._asked(self._notice.wishes)
 
@@ -174,14 +174,14 @@ class RaySession(RecordingSession):
 
     def meeting(self, owners: Sequence[Owner]) -> Exchange:
         def exchange(sign: Sign | None) -> dict[int, Sign]:
-            told = self._board.meet.remote(self._start, self.world.rank, sign and asdict(sign))
-            answers = ray.get(told, timeout=_MEET_S)
+            pending = self._board.meet.remote(self._start, self.world.rank, sign and asdict(sign))
+            answers = ray.get(pending, timeout=_MEET_S)
             return {rank: Sign(**each) for rank, each in answers.items()}
 
         return exchange
 
     def state(self, owner: Owner) -> str:
-        """Of another machine's process a task tells that runs there."""
+        """The state of a process on another machine is queried by a task that runs there."""
         if owner.is_here():
             return owner.state()
         there = [
@@ -190,11 +190,11 @@ class RaySession(RecordingSession):
             if node["Alive"] and node["NodeManagerHostname"] == owner.host
         ]
         look = ray.remote(num_cpus=0, max_retries=0)(Owner.state)
-        told = [look.options(scheduling_strategy=node).remote(owner) for node in there]
-        return next(filter(None, ray.get(told, timeout=_MEET_S)), "") if told else ""
+        pending = [look.options(scheduling_strategy=node).remote(owner) for node in there]
+        return next(filter(None, ray.get(pending, timeout=_MEET_S)), "") if pending else ""
 
     def hung(self, hang: Hang) -> None:
-        """The driver hears it from each rank that answers; Ray then ends those that do not."""
+        """The driver is notified by each rank that responds; Ray then ends those that do not."""
         event = WorkerFailed(
             start=self._start,
             rank=self.world.rank,
@@ -210,49 +210,50 @@ class RaySession(RecordingSession):
         os._exit(RetriesExhausted.exit_status)
 
     def is_taken_away(self, outcome: Outcome) -> bool:
-        """Whether the training stopped because nodes are taken away, with something left to do."""
+        """Whether training stopped because nodes are preempted, with work left to do."""
         return outcome.signal == STOP
 
     def hold(self) -> int:
-        """Waits, all being committed, until Ray ends this worker.
+        """Waits until Ray ends this worker; everything is committed.
 
-        Returns the signal by which a person stops the run meanwhile.
+        Returns the number of a signal by which the user stops the run in the meantime.
 
         Raises:
-            TimeoutError: Ray has not done so.
+            TimeoutError: Ray did not end it.
         """
-        self.tell(Preempted("all is saved; waiting for other nodes"))
+        self.tell(Preempted("everything is saved; waiting for other nodes"))
         deadline = time.monotonic() + self._notice.left_s() + _HELD_LONGER_S
         while time.monotonic() < deadline:
             self.push(wait_s=1)
             if self._signal:
                 return self._signal
             time.sleep(0.2)
-        raise TimeoutError("the node that was to be taken away is still there")
+        raise TimeoutError("the node that was to be preempted is still there")
 
     def push(self, wait_s: float = 0, to_say: bool = True) -> None:
-        """Sends the events without waiting, and looks at the answer to the push before.
+        """Sends events without waiting, and handles the reply to the previous push.
 
-        A board that is being started again does not answer meanwhile; see board.py.
+        A mailbox that is restarting does not respond in the meantime; see mailbox.py.
         """
         if not self.world.is_main:
             return
         if self._answer is not None:
             ready, _ = ray.wait([self._answer], timeout=wait_s)
             if not ready:
-                return  # the board's machine is busy: say more next time
+                return  # the mailbox's machine is busy: send more next time
             answer: Answer = ray.get(ready[0])
             self._signal = answer.stop
             self._outbox.answered(answer)
         for _ in range(len(self._events)):
             self._outbox.add(self._events.popleft())
-        if self.step is not None and to_say:  # where a worker that dies without a word was
+        if self.step is not None and to_say:  # shows where a silently killed worker was
             self._outbox.add(InProgress(self.step))
         self._answer = self._board.push.remote(*self._outbox.letter())
         self._pushed_at = time.monotonic()
 
 
 def _as_rays(place: Storage) -> ray.train.Checkpoint:
-    """As Ray's register takes it, which is not in the run's storage: see trainer.py."""
+    """The form in which Ray registers it; Ray's register is not in the run's storage: see
+    trainer.py."""
     register = ray.train.get_context().get_storage().storage_filesystem
     return ray.train.Checkpoint(place.path, register)

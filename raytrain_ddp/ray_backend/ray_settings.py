@@ -1,4 +1,4 @@
-"""Environment variables that Ray is started with, or connected to."""
+"""Environment variables for starting Ray or connecting to it."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from raytrain_ddp.config.train_config import TrainConfig
 _API = "RAY_API_SERVER_ADDRESS"
 _USUAL_PORT, _NOBODYS_PORT = 8265, 9
 PREEMPTION_WATCHER = "RAY_TRAIN_ENABLE_PREEMPTION_WATCHER"
-# How long each part of Ray may take to start, where this is configurable: see starting.py.
+# How long each part of Ray may take to start, where this is configurable: see ray_start.py.
 _SLOW_START = {
     "RAY_gcs_server_port_wait_time_s": "120",
     "RAY_gcs_rpc_server_connect_timeout_s": "120",
@@ -22,15 +22,15 @@ _SLOW_START = {
 # Read by Ray in the driver, and by the processes of an embedded Ray; the user's own values win.
 SETTINGS = {
     "RAY_TRAIN_HEALTH_CHECK_INTERVAL_S": "0.5",  # a report waits for this poll (default 2 s)
-    "RAY_TRAIN_ENABLE_PRINT_PATCH": "0",  # else each print of a worker comes twice
+    "RAY_TRAIN_ENABLE_PRINT_PATCH": "0",  # otherwise each print of a worker appears twice
     "RAY_CHDIR_TO_TRIAL_DIR": "0",  # workers stay in the driver's folder
-    "RAY_ENABLE_UV_RUN_RUNTIME_ENV": "0",  # workers use the environment that is there
-    "RAY_TRAIN_PREEMPTION_POLL_INTERVAL_S": "2",  # of a notice's short time (default 5 s)
+    "RAY_ENABLE_UV_RUN_RUNTIME_ENV": "0",  # workers use the existing environment
+    "RAY_TRAIN_PREEMPTION_POLL_INTERVAL_S": "2",  # notices may be short (default 5 s)
     "RAY_DASHBOARD_ENABLE_PROFILING": "1",  # stack traces and flame graphs of workers
     **_SLOW_START,
     # Ray aborts a process 60 s after its head is lost; our processes report it earlier and exit.
     "RAY_gcs_rpc_server_reconnect_timeout_s": "300",
-    "RAY_worker_niceness": "0",  # workers are the point of this Ray (default 15: after all others)
+    "RAY_worker_niceness": "0",  # training is this Ray's purpose (default 15: lowest priority)
 }
 
 
@@ -42,24 +42,24 @@ def ray_settings(config: TrainConfig, embedded: bool) -> dict[str, str]:
         timeout_s = 5 if least < most else 120
     settings = {**SETTINGS, "RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S": f"{timeout_s:g}"}
     if embedded:
-        settings[PREEMPTION_WATCHER] = "0"  # its machine is this one: a process less
+        settings[PREEMPTION_WATCHER] = "0"  # no preemption on this machine: saves a process
     return settings
 
 
 @contextmanager
-def settled(settings: Mapping[str, str]) -> Iterator[None]:
-    """These as environment variables, where the user has set none."""
+def applied_settings(settings: Mapping[str, str]) -> Iterator[None]:
+    """Sets these environment variables, except those that the user has set."""
     with _with({name: v for name, v in settings.items() if name not in os.environ}):
         yield
 
 
 @contextmanager
-def own_api(port: int | None) -> Iterator[None]:
-    """Processes of a Ray that is started meanwhile ask about it at this port of this machine.
+def own_state_api(port: int | None) -> Iterator[None]:
+    """Makes processes of a Ray that is started in this context use the state API at this port.
 
-    Else they ask at the port where a dashboard usually is, or at the newest Ray of the machine. If
-    that is another one, started later perhaps, it does not know the controller of Ray Train, whose
-    PlacementGroupCleaner then takes it for dead, and its workers away.
+    Otherwise they ask at the dashboard's usual port, or the newest Ray of the machine. If
+    that is another Ray, it does not know the controller of Ray Train, and the
+    PlacementGroupCleaner takes the controller for dead and removes its workers.
 
     Args:
         port: of its dashboard; None: it has none.
@@ -70,7 +70,7 @@ def own_api(port: int | None) -> Iterator[None]:
 
 @contextmanager
 def _with(values: Mapping[str, str]) -> Iterator[None]:
-    """These, and afterwards what there was before."""
+    """Sets these variables, and restores the previous values afterward."""
     before = {name: os.environ.get(name) for name in values}
     os.environ.update(values)
     try:
@@ -83,8 +83,8 @@ def _with(values: Mapping[str, str]) -> Iterator[None]:
 
 
 def dashboard_port() -> int:
-    """The first free one from where a dashboard usually is."""
+    """The first free port, starting at the usual port of a dashboard."""
     for port in range(_USUAL_PORT, _USUAL_PORT + 100):
         with suppress(OSError), socket.create_server(("127.0.0.1", port)):
             return port
-    return _USUAL_PORT  # Ray says what is wrong
+    return _USUAL_PORT  # Ray reports the error

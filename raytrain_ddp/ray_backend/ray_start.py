@@ -28,7 +28,7 @@ _PAUSES_S = (1.0, 2.0, 4.0, 8.0, 15.0)
 _LASTING = ("could not find any running ray", "version mismatch", "authentication")
 
 
-def persistently_started(
+def start_with_retries(
     init: Callable[[], object],
     shutdown: Callable[[], object],
     where: str,
@@ -54,24 +54,24 @@ def persistently_started(
                 init()
             return
         except Exception as error:  # Ray raises various types, even Exception itself
-            said = " ".join((str(error).splitlines() or [""])[0].split()) or type(error).__name__
+            message = " ".join((str(error).splitlines() or [""])[0].split()) or type(error).__name__
             with suppress(Exception):
                 shutdown()
             _end_processes(_children() - before)
             lasting = isinstance(error, (ValueError, TypeError))
             if lasting or any(
-                words in f"{type(error).__name__} {error}".lower() for words in _LASTING
+                pattern in f"{type(error).__name__} {error}".lower() for pattern in _LASTING
             ):
-                raise PreflightError(f"no Ray at {where}: {said}") from error
+                raise PreflightError(f"no Ray at {where}: {message}") from error
             pause_s = _PAUSES_S[min(number, len(_PAUSES_S) - 1)]
             spent_s = time.monotonic() - began
             if spent_s + pause_s > within_s:
                 raise PreflightError(
                     f"Ray did not start at {where} within {within_s:g} s ({number + 1} tries): "
-                    f"{said} Its logs are in /tmp/ray/session_latest/logs. On a slow disk or a "
+                    f"{message} Its logs are in /tmp/ray/session_latest/logs. On a slow disk or a "
                     "busy machine, allow more time with --scaling.wait-s (fit) or --wait-s (run)."
                 ) from error
-        tell(f"Ray did not start in {spent_s:.0f} s ({said}); trying again")
+        tell(f"Ray did not start in {spent_s:.0f} s ({message}); trying again")
         time.sleep(pause_s)
 
 
@@ -184,11 +184,11 @@ def _children_of(pid: int) -> set[int]:
 
 
 def _end_processes(children: set[int]) -> None:
-    """Ends those of Ray among these children of this process, and all that they have started."""
+    """Ends Ray's processes among these children of this process, and all their descendants."""
     for child in children:
         with suppress(OSError):
             if b"session_" not in Path(f"/proc/{child}/cmdline").read_bytes():
-                continue  # each process of Ray is given the name of its session
+                continue  # each Ray process has its session's name as an argument
             tree, new = {child}, {child}
             while new:
                 new = set().union(*map(_children_of, new)) - tree

@@ -1,4 +1,4 @@
-"""What Ray Train is told of a run."""
+"""Builds Ray Train's `TorchTrainer` for a run."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ from raytrain_ddp.ray_backend.placement import Layout
 from raytrain_ddp.ray_backend.ray_settings import PREEMPTION_WATCHER
 from raytrain_ddp.ray_backend.worker import WorkerSettings, train_on_worker
 
-# A look costs 4 to 13 ms of all workers; notices come half a minute ahead and more.
+# A check costs all workers 4 to 13 ms; notices come at least half a minute ahead.
 _LOOK_EVERY_S = 3.0
 
 
 def make_trainer(
     config: TrainConfig, run: Storage, layout: Layout, board: Any, task: bytes | None = None
 ) -> Any:
-    """A `TorchTrainer` whose workers run `train` on `layout`, and answer to `board`.
+    """A `TorchTrainer` whose workers run `train` on `layout` and report to `board`.
 
     Args:
-        task: the task, where its name is not enough; see `carried`.
+        task: the pickled task, if its name does not suffice; see `pickled_task`.
     """
     import ray
     from ray.train import FailureConfig, LoggingConfig, RunConfig, ScalingConfig
@@ -61,7 +61,7 @@ def make_trainer(
             name=name,
             storage_path=parent,
             storage_filesystem=_memory(),
-            # Ray replaces workers whatever happens, and counts none of it; the driver judges.
+            # Ray replaces workers without limit; the driver's FailurePolicy decides when to stop.
             failure_config=FailureConfig(
                 max_failures=-1,
                 max_preemption_failures=config.scaling.max_preemptions,
@@ -75,11 +75,11 @@ def make_trainer(
 
 
 def _memory() -> Any:
-    """Where Ray Train keeps its register of checkpoints: in its controller's memory.
+    """Keeps Ray Train's register of checkpoints in its controller's memory.
 
-    In the run's storage it would be written without a second try, so that a storage which fails
-    once ends the run; and what it says of an earlier start would be believed, though a checkpoint
-    in it may be pruned since. What counts are the checkpoints themselves.
+    In the run's storage it would be written without retries, so a single storage failure would
+    end the run; and its entries from an earlier start would be trusted, even if a checkpoint has
+    been pruned since. Only the checkpoints themselves count.
     """
     import fsspec  # type: ignore[import-untyped]
     from pyarrow.fs import FSSpecHandler, PyFileSystem

@@ -1,4 +1,4 @@
-"""Runs the workers under Ray Train, and listens to them until they are done."""
+"""Runs the workers under Ray Train, and handles their events until they are done."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from raytrain_ddp.messages import (
     WorkerFailed,
 )
 from raytrain_ddp.ray_backend.capacity_watch import CapacityWatch, StartWatch, stopped_workers
-from raytrain_ddp.ray_backend.cluster import Nodes, recount
+from raytrain_ddp.ray_backend.cluster import LiveNodes, notify_node_change
 from raytrain_ddp.ray_backend.failure_policy import FailurePolicy
 from raytrain_ddp.ray_backend.mailbox import Inbox, Mailbox
 from raytrain_ddp.ray_backend.placement import Layout
@@ -35,11 +35,11 @@ from raytrain_ddp.ray_backend.trainer import make_trainer
 
 _POLL_S = 0.1
 _BOARD_TIMEOUT_S = 60.0
-# Ray Train's clean-up after the workers' end; without a dashboard it waits 15 s for nothing.
+# Ray Train's clean-up after the workers end; without a dashboard it would wait 15 s in vain.
 _CLEAN_UP_S = 3.0
-# A controller that is only killed leaves its claim on the cluster, for which an elastic run that
-# comes next would wait for three minutes, and its workers' places. It may be starting workers, for
-# as long as that takes, and hears only then.
+# If a controller is only killed, its resource request remains, for which the next elastic run
+# would wait three minutes, and so do its workers' placements. While it starts workers, however
+# long that takes, it does not handle messages.
 _ABORT_S = 20.0
 
 
@@ -51,7 +51,7 @@ class Interrupted(Exception):
         self.number = number
 
 
-def launch(
+def run_workers(
     config: TrainConfig,
     run: Storage,
     layout: Layout,
@@ -63,11 +63,12 @@ def launch(
 
     Args:
         committed: the step of the newest checkpoint, 0 without one.
-        task: the task, if its name does not suffice; see `carried`.
+        task: the task, if its name does not suffice; see `pickled_task`.
 
     Raises:
-        RaytrainError: what a worker raised, with its exit status.
-        RetriesExhausted: workers died too often, or repeatedly at the same step; see failures.py.
+        RaytrainError: the error of a worker, with its exit status.
+        RetriesExhausted: workers died too often, or repeatedly at the same step; see
+            failure_policy.py.
         PreflightError: there were never, or are no longer, enough resources for the workers.
         Interrupted: a signal arrived when nothing could be saved.
     """
@@ -75,19 +76,21 @@ def launch(
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
     here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
-    # If it is killed, Ray restarts it and retries calls: see board.py.
+    # If it is killed, Ray restarts it and retries calls: see mailbox.py.
     lasting = {"max_restarts": -1, "max_task_retries": -1}
     board = ray.remote(num_cpus=0, scheduling_strategy=here, **lasting)(Mailbox).remote()
     show(Phase("loading torch"))
     failures = FailurePolicy(config.scaling.max_failures, committed)
-    nodes = Nodes()
+    nodes = LiveNodes()
     metrics = PrometheusMetrics(str(config.name))
 
     def told(event: Event) -> None:
         metrics.take(event)
         show(event)
 
-    waiting = CapacityWatch(layout, config.scaling.wait_s, nodes, recount, told, nodes.awake)
+    waiting = CapacityWatch(
+        layout, config.scaling.wait_s, nodes, notify_node_change, told, nodes.awake
+    )
     starting = StartWatch(layout, nodes, told, nodes.awake, stopped_workers)
     listener = _Listener(board, failures, (waiting, starting), metrics, told, nodes.awake)
     try:
@@ -101,7 +104,7 @@ def launch(
                 told(failures.ended(why))
                 waiting.lost()
                 starting.lost()
-    finally:  # on a Ray that outlives this call, the run shall end as well
+    finally:  # end the run also on a Ray that outlives this call
         nodes.close()
         if not nodes.is_lost:  # otherwise, each call would wait for the lost head
             board.close.remote()
@@ -110,7 +113,7 @@ def launch(
 
 
 def _attend(trainer: Any, listener: _Listener) -> str:
-    """Listens until the training is over; returns what Ray Train said last if it has failed."""
+    """Handles events until training is over; returns Ray Train's last error if it has failed."""
     raised: list[BaseException] = []
 
     def fit() -> None:
@@ -119,8 +122,8 @@ def _attend(trainer: Any, listener: _Listener) -> str:
         except BaseException as error:
             raised.append(error)
 
-    # In a thread, so that this one can show events and take signals (Ray's own answer to Ctrl-C
-    # ends the workers without a checkpoint).
+    # In a thread, so that this one can show events and receive signals (Ray's own handling of
+    # Ctrl-C ends the workers without a checkpoint).
     training = threading.Thread(target=fit, name="ray-train", daemon=True)
     training.start()
     while training.is_alive() and not listener.waited_enough():
@@ -131,7 +134,7 @@ def _attend(trainer: Any, listener: _Listener) -> str:
 
 
 class _Listener:
-    """Takes events off the board, and shows them or hands them to those who judge them."""
+    """Takes events from the mailbox, and shows or processes them."""
 
     def __init__(
         self,
@@ -154,7 +157,7 @@ class _Listener:
         self._outcome_at = 0.0
 
     def waited_enough(self) -> bool:
-        """Whether the outcome, which follows the last commit, has been there for a while."""
+        """Whether the outcome, which follows the last commit, arrived a while ago."""
         return self.outcome is not None and time.monotonic() - self._outcome_at > _CLEAN_UP_S
 
     def listen(self) -> None:
@@ -189,23 +192,23 @@ class _Listener:
                 self._show(event)
 
     def end_controller(self) -> None:
-        """Ends Ray Train, which else goes on starting workers as long as this process lives."""
+        """Ends Ray Train, which would keep starting workers as long as this process lives."""
         import ray
 
-        with suppress(Exception):  # it has ended by itself, or all of Ray has
+        with suppress(Exception):  # it, or all of Ray, has already ended
             for _, _, event in ray.get(self._board.take.remote(self._inbox.taken), timeout=1):
                 if isinstance(event, ControllerStarted):
                     self._controller = event.actor
             if self._controller is None:
                 return
-            try:  # as Ray's own answer to Ctrl-C does; no public way, so it may not be there
+            try:  # like Ray's own handling of Ctrl-C; not public, so it may disappear
                 with suppress(Exception):
                     ray.get(self._controller.abort.remote(), timeout=_ABORT_S)
             finally:
                 ray.kill(self._controller)
 
     def on_signal(self, number: int, _: FrameType | None) -> None:
-        """Only notes it: an exception from here could not pass through Ray's own code."""
+        """Only records it: an exception raised here could not pass through Ray's code."""
         if number != signal.SIGHUP or not self._signals:  # a closed terminal sends it twice
             self._signals.append(number)
 
@@ -224,8 +227,8 @@ class _Listener:
             return self._inbox.sort(ray.get(asked, timeout=1))
         except ray.exceptions.RayError as error:
             raise errors.RetriesExhausted(
-                "the connection to Ray is lost; the last committed checkpoint is kept, and the "
-                f"same command goes on from there: {str(error).splitlines()[0]}"
+                "the connection to Ray is lost; the last committed checkpoint is kept; run the "
+                f"same command again to resume from it: {str(error).splitlines()[0]}"
             ) from error
 
     def _obey(self) -> None:
@@ -235,18 +238,18 @@ class _Listener:
             raise Interrupted(self._signals[-1])
         if not self._stopping:
             self._stopping = True
-            text = "Stopping after this step, with a checkpoint. Once more to stop without."
+            text = "Stopping after this step, with a checkpoint. Repeat to stop without it."
             self._show(Note(text))
 
 
 @contextmanager
 def _signals(handler: Callable[[int, FrameType | None], None]) -> Iterator[None]:
-    """What asks for an end, as without Ray, goes to `handler`, where signals can be handled."""
+    """Installs `handler` for the signals that request a stop, if signals can be handled."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
     from raytrain_ddp.training.local_session import (
-        asking,  # loads torch, as Ray Train has done by now
+        asking,  # imports torch, as Ray Train has done by now
     )
 
     before = {number: signal.signal(number, handler) for number in asking()}

@@ -1,6 +1,6 @@
-"""What runs in each Ray Train worker.
+"""The function that runs in each Ray Train worker.
 
-Ray's controller imports this module too, to hand it on; so nothing heavy is imported at its top.
+Ray's controller imports this module, too, to pass it on; so it imports nothing heavy at its top.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from raytrain_ddp.messages import WorkerFailed
 from raytrain_ddp.ray_backend.failure_causes import (
     cause_of,
     is_lack_of_memory,
+    out_of_memory_error,
     users_traceback,
-    without_memory,
 )
 
 if TYPE_CHECKING:
@@ -34,17 +34,17 @@ _PR_SET_PDEATHSIG = 1  # of <sys/prctl.h>
 
 @dataclasses.dataclass(frozen=True)
 class WorkerSettings:
-    """All that a worker is given.
+    """Everything that a worker receives.
 
     Args:
-        task: the task, pickled, where its name is not enough.
-        board: the handle of the Board actor.
-        lease: the token by which the driver holds the run; "": not known.
-        look_every_s: how often to look for a notice that nodes are taken away; 0: never.
-        failpoints: what the driver's environment arms, and the folder in which it is noted.
+        task: the pickled task, if its name does not suffice.
+        board: handle of the Mailbox actor.
+        lease: the token with which the driver holds the run; "": unknown.
+        look_every_s: how often to check for preemption notices; 0: never.
+        failpoints: those armed in the driver's environment, and the folder that records them.
     """
 
-    config: dict[str, Any] = dataclasses.field(repr=False)  # a URI in it may hold a secret
+    config: dict[str, Any] = dataclasses.field(repr=False)  # a URI in it may contain a secret
     folder: str
     import_paths: tuple[str, ...]
     log_folder: str | None
@@ -56,7 +56,7 @@ class WorkerSettings:
 
 
 def train_on_worker(loop_config: dict[str, WorkerSettings]) -> None:
-    """The train function of the TorchTrainer; Ray hands it a dict."""
+    """The train function of the TorchTrainer; Ray passes it a dict."""
     given = loop_config["given"]
     end_with_parent()
     import ray
@@ -68,17 +68,17 @@ def train_on_worker(loop_config: dict[str, WorkerSettings]) -> None:
     sessions: list[RaySession] = []
     try:
         if ray.get(given.board.join.remote(_start(), rank, socket.gethostname())):
-            _settle(given)
+            _apply_settings(given)
             with _Tee(given.log_folder, rank):
                 _train(given, sessions)
     except BaseException as error:
         step = sessions[0].step if sessions else None
-        tell_failure(given, rank, step, error, torn_down=grouped and not dist.is_initialized())
+        report_failure(given, rank, step, error, torn_down=grouped and not dist.is_initialized())
         raise
 
 
 def _train(given: WorkerSettings, sessions: list[RaySession]) -> None:
-    """`sessions`: the one that is made is added to them, whatever comes."""
+    """`sessions`: receives the session as soon as it is made."""
     from raytrain_ddp.checkpoint.lease import is_seen
     from raytrain_ddp.checkpoint.run_folder import run_storage
     from raytrain_ddp.config.recipe import from_dict
@@ -109,8 +109,8 @@ def _train(given: WorkerSettings, sessions: list[RaySession]) -> None:
         session.tell(outcome)
 
 
-def _settle(given: WorkerSettings) -> None:
-    """Same folder, import paths and failpoints as the driver's, where this machine has them."""
+def _apply_settings(given: WorkerSettings) -> None:
+    """Sets the driver's working folder, import paths and failpoints, as far as they exist here."""
     if Path(given.folder).is_dir():
         os.chdir(given.folder)
     for path in reversed(given.import_paths):
@@ -120,42 +120,42 @@ def _settle(given: WorkerSettings) -> None:
 
 
 def end_with_parent() -> None:
-    """From now on Linux ends this process when the one that started it (Ray's raylet) is gone.
+    """Makes Linux end this process when its parent (Ray's raylet) ends.
 
-    A worker of Ray 2.60 notices that by itself, too, and wants to exit. But a thread of Ray Train
-    that hands a report to the dead controller waits for ever, and Python's exit waits for it.
+    A worker of Ray 2.60 notices that itself and tries to exit. But a thread of Ray Train that
+    passes a report to the dead controller waits forever, and Python's exit waits for it.
     """
     if sys.platform == "linux":
         parent = os.getppid()
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-        if os.getppid() != parent:  # it went meanwhile
+        if os.getppid() != parent:  # it has ended in the meantime
             os.kill(os.getpid(), signal.SIGKILL)
 
 
 def _start() -> str:
-    """What the workers of one start share, and no others: where they met."""
+    """An id shared by the workers of one start only: their rendezvous address."""
     return f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
 
 
-def tell_failure(
+def report_failure(
     given: WorkerSettings,
     rank: int,
     step: int | None,
     error: BaseException,
     torn_down: bool = False,
 ) -> None:
-    """All ranks tell theirs: the driver finds the one that the others only suffer from.
+    """Reports an error of any rank: the driver finds the rank that caused the others' errors.
 
     Args:
-        torn_down: Ray has ended this rank's process group, as it does when another rank has died:
-            whatever is raised then (a ValueError, a KeyError) may come from that.
+        torn_down: Ray has shut down this rank's process group, as it does when another rank has
+            died: any exception then (a ValueError, a KeyError) may result from that.
     """
     import ray
 
     from raytrain_ddp.errors import RaytrainError, status_of
 
     if is_lack_of_memory(error):
-        error = without_memory(given.config, rank, step, error)
+        error = out_of_memory_error(given.config, rank, step, error)
     known = isinstance(error, RaytrainError)
     event = WorkerFailed(
         start=_start(),
@@ -167,14 +167,14 @@ def tell_failure(
         status=status_of(error) if isinstance(error, RaytrainError) else 1,
         cause=cause_of(error) if known or not torn_down else "peer",
     )
-    with suppress(Exception):  # of a board that is gone or slow: the error itself counts more
+    with suppress(Exception):  # the mailbox may be gone or slow; the error itself matters more
         ray.get(given.board.push.remote([event]), timeout=10)
 
 
 class _Tee:
-    """Copies this worker's output into the run's own log folder while training lasts.
+    """Copies this worker's output to the run's log folder during training.
 
-    A copy that cannot be written, as on a full disk, ends no training.
+    A failing copy, as on a full disk, does not end the training.
     """
 
     def __init__(self, folder: str | None, rank: int) -> None:
@@ -192,7 +192,7 @@ class _Tee:
         if self._file is None:
             return
         self._streams = sys.stdout, sys.stderr
-        sys.stdout, sys.stderr = (_Both(stream, self._file) for stream in self._streams)
+        sys.stdout, sys.stderr = (_TeeStream(stream, self._file) for stream in self._streams)
 
     def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
         if self._file is None:
@@ -203,8 +203,8 @@ class _Tee:
                 self._file.write("".join(traceback.format_exception(error)))
 
 
-class _Both:
-    """A stream that writes to two."""
+class _TeeStream:
+    """A stream that writes to two others."""
 
     def __init__(self, stream: Any, copy: IO[str]) -> None:
         self._stream, self._copy = stream, copy

@@ -1,4 +1,4 @@
-"""What a worker's own log tells: in the run's logs/rank-N.log, and in Ray's dashboard."""
+"""The log of a worker: in the run's logs/rank-N.log, and in Ray's dashboard."""
 
 from __future__ import annotations
 
@@ -23,28 +23,28 @@ from raytrain_ddp.training.world import World
 
 _LINE_EVERY_S = 10.0
 
-_log = logging.getLogger("raytrain_ddp")  # Ray Train gives what is logged to its files
+_log = logging.getLogger("raytrain_ddp")  # Ray Train writes log records to its files
 
 
 class WorkerLog:
-    """Writes a line of each event that matters; of steps, of evaluations and of checkpoints one in
-    ten seconds."""
+    """Logs a line for each important event; for steps, evaluations and checkpoints at most one per
+    kind in ten seconds."""
 
     def __init__(self, world: World) -> None:
         self._world = world
         self._total = 0
-        self._told_at: dict[str, float] = {}  # by kind
+        self._told_at: dict[str, float] = {}  # time of the last line, by kind
         self._split = StepSplit()
         for name in [*logging.root.manager.loggerDict]:
-            if "/ray/train/" in name:  # one of Ray's is named by its file, and so tells all reports
+            if "/ray/train/" in name:  # a logger of Ray's, named by its file, logs all reports
                 logging.getLogger(name).setLevel(logging.WARNING)
 
     def take(self, event: Event) -> None:
-        """An event of any kind; of rank 0 also from the thread that commits."""
-        line = self._line(event)
-        if line:
+        """Handles an event of any kind; on rank 0 also from the committing thread."""
+        text = self._line(event)
+        if text:
             now = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
-            _log.info("%s  rank %d: %s", now, self._world.rank, line)
+            _log.info("%s  rank %d: %s", now, self._world.rank, text)
 
     def _line(self, event: Event) -> str:
         match event:
@@ -95,11 +95,11 @@ class WorkerLog:
         return f"checkpoint of step {event.step}: {size}, committed in {seconds}"
 
     def _outcome(self, event: Outcome) -> str:
-        metrics = _told(event.metrics)  # of the last evaluation, whether it had a line or not
+        metrics = _told(event.metrics)  # of the last evaluation, even if it had no line
         return f"ended at step {event.step}" + (f", evaluation: {metrics}" if metrics else "")
 
     def _is_too_soon(self, kind: str) -> bool:
-        """For another line of this kind; else it is told now."""
+        """Whether another line of this kind is too early; if not, it is logged now."""
         now = time.monotonic()
         if now - self._told_at.get(kind, -math.inf) < _LINE_EVERY_S:
             return True

@@ -1,12 +1,12 @@
-"""What was seen of a run, or of several, in one HTML file: `report.write_report`.
+"""Reports what is known of one or several runs in one HTML file: `write.write_report`.
 
-No Ray; torch only where a checkpoint is asked for its mistakes (mistakes.py).
+Does not use Ray; imports torch only to evaluate a checkpoint (mistakes.py).
 
-    reading.py    a run's folder              lives.py    its starts, on one axis of time
-    story.py      what happened, in words     scale.py    axes, round ticks, fewer points
-    plot.py       a panel of SVG              curves.py   those over the steps
-    clocks.py     those over the time         ranks.py    who was slow
-    phases.py     names of the phases         tables.py   checkpoints, config, ...
-    mistakes.py   what a checkpoint gets wrong (loads torch); classes.py shows it
-    page.py       all of it as one file, with style.css and hover.js
+    run_files.py     reads a run's folder         timeline.py      its starts on one time axis
+    history.py       what happened, as text       axes.py          scales, round ticks, thinning
+    svg_panel.py     one SVG panel                step_panels.py   panels over steps
+    time_panels.py   panels over time             rank_panels.py   panels per rank
+    step_phases.py   names of the phases          tables.py        checkpoints, config, ...
+    mistakes.py      a checkpoint's mistakes (imports torch); class_tables.py shows them
+    page.py          the HTML file, with style.css and hover.js
 """

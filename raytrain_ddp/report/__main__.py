@@ -1,4 +1,4 @@
-"""``python -m raytrain_ddp.report RUN...``: what was seen of a run, in one file."""
+"""``python -m raytrain_ddp.report RUN...``: writes what is known of runs into one HTML file."""
 
 from __future__ import annotations
 

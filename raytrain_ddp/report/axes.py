@@ -1,4 +1,4 @@
-"""Axes with ticks at round numbers, and fewer points than can be told apart."""
+"""Axes with round ticks, and thinning of points beyond what can be distinguished."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from dataclasses import dataclass
 
 Point = tuple[float, float]
 
-MOST_POINTS = 900  # of a line: more than a screen's width of them looks the same
+MOST_POINTS = 900  # of a line: more do not change what a screen shows
 _SECONDS = (1, 2, 5, 10, 15, 30, 60, 120, 300, 600, 900, 1800, 3600, 7200, 10800, 21600, 43200)
 
 
 @dataclass(frozen=True)
 class Scale:
-    """From values to 0..1, linear or logarithmic."""
+    """Maps values to 0..1, linearly or logarithmically."""
 
     low: float
     high: float
@@ -29,7 +29,7 @@ class Scale:
         return (value - self.low) / (self.high - self.low)
 
 
-def linear(
+def linear_scale(
     low: float,
     high: float,
     name: Callable[[float], str] | None = None,
@@ -37,10 +37,10 @@ def linear(
     whole: bool = False,
     snap: bool = True,
 ) -> Scale:
-    """Over [low, high], widened to the ticks beside them if `snap`.
+    """A scale over [low, high], extended to the next ticks if `snap`.
 
     Args:
-        name: what a tick is called; default: its number.
+        name: the label of a tick; default: its number.
         whole: ticks at whole numbers only.
     """
     if not math.isfinite(low + high):
@@ -55,11 +55,12 @@ def linear(
         low, high = first * step, last * step
     values = [n * step for n in range(first, last + 1)]
     inside = [v for v in values if low - 1e-9 * step <= v <= high + 1e-9 * step]
-    return Scale(low, high, [(v, name(v) if name else number(v, step)) for v in inside])
+    return Scale(low, high, [(v, name(v) if name else tick_number(v, step)) for v in inside])
 
 
-def logarithmic(low: float, high: float) -> Scale:
-    """Over [low, high], both above 0; ticks at 1, 2 and 5 times powers of ten, not too many."""
+def log_scale(low: float, high: float) -> Scale:
+    """A scale over [low, high], both above 0; ticks at 1, 2 and 5 times powers of ten, if they
+    fit."""
     powers = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
     for factors in ((1, 2, 5), (1, 3), (1,)):
         values = [factor * 10.0**power for power in powers for factor in factors]
@@ -70,17 +71,17 @@ def logarithmic(low: float, high: float) -> Scale:
     return Scale(low, high, [(value, f"{value:g}") for value in inside], log=True)
 
 
-def seconds(high: float, ticks: int = 6) -> Scale:
-    """From 0 on; ticks at whole seconds, minutes, hours or days."""
+def time_scale(high: float, ticks: int = 6) -> Scale:
+    """A scale from 0 on; ticks at whole seconds, minutes, hours or days."""
     high = max(high, 1.0)
     days = (86400.0 * _round_step(high / 86400 / ticks),)
     step = next(s for s in (*_SECONDS, *days) if s >= high / ticks or s == days[0])
     values = [n * step for n in range(int(high / step) + 1)]
-    return Scale(0.0, high, [(value, clock(value)) for value in values])
+    return Scale(0.0, high, [(value, tick_time(value)) for value in values])
 
 
-def clock(value: float) -> str:
-    """``0``, ``45 s``, ``1 min 30``, ``1 h 30``, ``2 d``: what a tick of time is called."""
+def tick_time(value: float) -> str:
+    """``0``, ``45 s``, ``1 min 30``, ``1 h 30``, ``2 d``: the label of a time tick."""
     whole = round(value)
     if whole == 0:
         return "0"
@@ -93,27 +94,27 @@ def clock(value: float) -> str:
     return f"{whole // 60} min" + (f" {whole % 60:02d}" if whole % 60 else "")
 
 
-def number(value: float, step: float) -> str:
-    """As many digits as the step between ticks needs; thousands are told apart."""
+def tick_number(value: float, step: float) -> str:
+    """As many digits as the step between ticks needs, with thousands separators."""
     if abs(value) < step / 1e6:
         return "0"
     if abs(value) >= 1e6:
         return f"{value / 1e6:g} M"
     if abs(value) < 1e-3:
         return f"{value:.2g}"
-    # What differs in its last bits only has more digits than are told apart: they end somewhere.
+    # A step that differs only in its last bits would need endless digits: limit them.
     digits = next((d for d in range(9) if abs(round(step, d) - step) < 1e-6 * step), 9)
     text = f"{value:,.{digits}f}"
     return text.rstrip("0").rstrip(".") if "." in text else text
 
 
-def percent(value: float) -> str:
+def tick_percent(value: float) -> str:
     return f"{100 * value:.4g} %"
 
 
 def thinned(points: Sequence[Point], most: int = MOST_POINTS) -> list[Point]:
-    """At most some `most` points: of each stretch the lowest and the highest, so that no outlier is
-    lost; points that are not finite are left out."""
+    """About `most` points at most: the lowest and the highest of each stretch, so that no outlier
+    is lost. Non-finite points are omitted."""
     points = [point for point in points if math.isfinite(point[0] + point[1])]
     if len(points) <= most:
         return points
@@ -125,7 +126,7 @@ def thinned(points: Sequence[Point], most: int = MOST_POINTS) -> list[Point]:
 
 
 def sampled(points: Sequence[Point], most: int = MOST_POINTS) -> list[Point]:
-    """At most `most` points of a smooth line, the last among them."""
+    """At most `most` points of a smooth line, including the last."""
     points = [point for point in points if math.isfinite(point[0] + point[1])]
     if len(points) <= most:
         return points
@@ -138,6 +139,6 @@ def _stretches(points: Sequence[Point], count: int) -> Iterator[Sequence[Point]]
 
 
 def _round_step(rough: float) -> float:
-    """1, 2, 2.5 or 5 times a power of ten, `rough` or the next above it."""
+    """The smallest of 1, 2, 2.5 or 5 times a power of ten that is at least `rough`."""
     power = 10.0 ** math.floor(math.log10(rough))
     return next(f * power for f in (1, 2, 2.5, 5, 10) if f * power >= rough * (1 - 1e-9))

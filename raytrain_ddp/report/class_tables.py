@@ -1,4 +1,5 @@
-"""Of predictions: figures by class, a confusion matrix, and the worst mistakes as pictures."""
+"""Tables of predictions: values by class, a confusion matrix, and the worst mistakes as
+pictures."""
 
 from __future__ import annotations
 
@@ -13,11 +14,11 @@ _MOST_PAIRS, _MOST_ROWS = 20, 20
 
 
 def classes(found: Predictions) -> str:
-    """All of it, as HTML."""
+    """All tables, as HTML."""
     right = sum(row[n] for n, row in enumerate(found.matrix))
     all_of = "all" if found.samples == found.rows else f"{found.samples:,} of"
     head = (
-        f"<p>{right / found.samples:.2%} of {all_of} {found.rows:,} samples are right, with "
+        f"<p>{right / found.samples:.2%} of {all_of} {found.rows:,} samples are correct, with "
         f"<code>{escape(found.checkpoint)}</code>.</p>"
     )
     few = len(found.class_names) <= _MOST_CLASSES
@@ -27,7 +28,7 @@ def classes(found: Predictions) -> str:
 
 
 def _matrix(found: Predictions) -> str:
-    """Of all classes, or of those that are confused most."""
+    """The matrix of all classes, or of those that are confused most."""
     matrix, names = found.matrix, found.class_names
     chosen = list(range(len(names)))
     note = ""
@@ -44,16 +45,16 @@ def _matrix(found: Predictions) -> str:
             count = matrix[truth][guess]
             is_right = truth == guess
             shade = count / whole if is_right else (count / most_wrong if most_wrong else 0.0)
-            told = f"{names[truth]} taken for {names[guess]}: {count} of {sum(matrix[truth])}"
+            hover = f"{names[truth]} taken for {names[guess]}: {count} of {sum(matrix[truth])}"
             style = f' style="--s:{shade:.2f}"' if count else ""
             cells.append(
                 f'<td class="{"right" if is_right else "wrong"}"{style} '
-                f'title="{escape(told, quote=True)}">{count or ""}</td>'
+                f'title="{escape(hover, quote=True)}">{count or ""}</td>'
             )
         rows.append(f"<tr><th>{_name(names[truth])}</th>{''.join(cells)}</tr>")
     heads = "".join(f"<th><span>{_name(names[n])}</span></th>" for n in chosen)
     long = " long" if max((len(names[n]) for n in chosen), default=0) > 4 else ""
-    caption = "Rows: what it is; columns: what it was taken for" + (f"; {note}" if note else "")
+    caption = "Rows: true class; columns: predicted class" + (f"; {note}" if note else "")
     return (
         f'<div class="wide"><table class="matrix{long}"><caption>{escape(caption)}</caption>'
         f"<thead><tr><th></th>{heads}</tr></thead><tbody>{''.join(rows)}</tbody></table></div>"
@@ -87,7 +88,7 @@ def _by_class(found: Predictions) -> str:
 
 
 def _confused(found: Predictions) -> list[tuple[int, int, int]]:
-    """(times, truth, guess) of all mistakes, the most frequent first."""
+    """(count, truth, guess) of all mistakes, the most frequent first."""
     pairs = [
         (count, truth, guess)
         for truth, row in enumerate(found.matrix)
@@ -103,23 +104,23 @@ def _pairs(found: Predictions) -> str:
         (_name(names[truth]), _name(names[guess]), str(count), str(sum(found.matrix[truth])))
         for count, truth, guess in _confused(found)[:_MOST_PAIRS]
     ]
-    return table(("what it is", "was taken for", ">times", ">of"), rows)
+    return table(("true class", "predicted class", ">times", ">of"), rows)
 
 
 def _gallery(found: Predictions) -> str:
     if not found.worst:
-        return "<p class=note>No mistake was found.</p>"
+        return "<p class=note>No mistakes were found.</p>"
     cards = []
     for one in found.worst:
         place = one.where.rpartition("/")[2]  # the file without its folder, which is in the title
-        told = f"{one.where}; loss {format_number(one.loss)}"
+        hover = f"{one.where}; loss {format_number(one.loss)}"
         cards.append(
-            f'<figure title="{escape(told, quote=True)}">'
+            f'<figure title="{escape(hover, quote=True)}">'
             + (f'<img src="{escape(one.picture, quote=True)}" alt="">' if one.picture else "")
             + f"<figcaption><b>{_name(one.truth)}</b><br>taken for <b>{_name(one.guess)}</b> "
             f"({one.sure:.0%} sure)<small>{escape(place)}</small></figcaption></figure>"
         )
-    title = "<h3>The worst mistakes</h3><p class=note>Those of the highest loss first.</p>"
+    title = "<h3>The worst mistakes</h3><p class=note>Ordered by loss, the highest first.</p>"
     return f'{title}<div class="gallery">{"".join(cards)}</div>'
 
 

@@ -1,6 +1,6 @@
-"""What a checkpoint makes of the evaluation set: right and wrong by class, and the worst mistakes.
+"""Evaluates a checkpoint for the report: correct and wrong predictions by class, worst mistakes.
 
-Loads torch, and the data. Bounded in samples and in time; what is looked at is spread over the set.
+Imports torch, and opens the data. Limited in samples and time; samples are spread over the set.
 """
 
 from __future__ import annotations
@@ -32,16 +32,16 @@ if TYPE_CHECKING:
 
 _MOST_SAMPLES, _MOST_S = 20_000, 60.0
 _WORST = 24
-_SIDE, _SMALL = 112, 64  # pixels of a picture that is shown; of one that is shown as it is
+_SIDE, _SMALL = 112, 64  # pixels of a thumbnail; of one shown unscaled
 
 
 class Mistake(NamedTuple):
-    """A sample that was taken for another class.
+    """A misclassified sample.
 
     Args:
-        sure: the probability that the model gave to `guess`.
+        sure: the predicted probability of `guess`.
         picture: a data URI.
-        where: file and row; "" where that is not known.
+        where: file and row; "" if unknown.
     """
 
     loss: float
@@ -54,7 +54,7 @@ class Mistake(NamedTuple):
 
 @dataclass(frozen=True)
 class Predictions:
-    """Of `checkpoint`, on `samples` of the evaluation set's `rows`.
+    """Predictions of `checkpoint` on `samples` of the evaluation set's `rows`.
 
     Args:
         matrix: [truth][guess] -> samples.
@@ -70,7 +70,7 @@ class Predictions:
 
 
 def predict(files: RunFiles, device: str, is_running: bool) -> Predictions:
-    """Raises RaytrainError where there is nothing to tell, and says why."""
+    """Raises RaytrainError if there is nothing to report, saying why."""
     checkpoint = _best(files)
     config = from_dict(dict(checkpoint.manifest.config), where=str(checkpoint))
     _require_no_download(config)
@@ -79,50 +79,52 @@ def predict(files: RunFiles, device: str, is_running: bool) -> Predictions:
     from raytrain_ddp.training.train_state import load_model
     from raytrain_ddp.training.world import choose_device
 
-    free = not is_running  # a training has the GPU to itself
+    free = not is_running  # training has the GPU to itself
     on = choose_device(device, free)
     try:
         task = load_task(config)
         data = eval_data_of(task)
     except RaytrainError:
         raise
-    except Exception as error:  # the user's own code, or what opens the data
+    except Exception as error:  # the user's code, or opening the data
         raise ConfigError(f"the task cannot be built here: {_line(error)}") from error
     names = getattr(task, "class_names", None)
     if not names:
-        raise ConfigError(f"task = {config.task!r} is no classification of images.")
+        raise ConfigError(f"task = {config.task!r} is not an image classification.")
     if data is None:
         raise ConfigError("there is no evaluation set.")
     model = model_of(task)
     load_model(model, checkpoint)
     try:
-        return _look(task, model.to(on).eval(), data, config, [str(n) for n in names], checkpoint)
+        return _evaluate(
+            task, model.to(on).eval(), data, config, [str(n) for n in names], checkpoint
+        )
     except RaytrainError:
         raise
     except Exception as error:
-        raise ConfigError(f"the evaluation set cannot be looked at: {_line(error)}") from error
+        raise ConfigError(f"the evaluation set cannot be evaluated: {_line(error)}") from error
 
 
 def _best(files: RunFiles) -> Checkpoint:
-    """The checkpoint of the best evaluation, else the newest."""
+    """The checkpoint of the best evaluation, or else the newest."""
     kept = [one for one in files.kept if one.manifest]
     at = [one for one in kept if files.best and one.step == files.best.step] or kept
     if not at:
         raise CheckpointError("there is no checkpoint yet.")
     name = CheckpointName.parse(at[0].name)
-    assert name is not None  # it comes from a listing of such names
+    assert name is not None  # it comes from a listing of these names
     return checkpoint_store(files.place).open(name)
 
 
 def _require_no_download(config: TrainConfig) -> None:
-    """A report asks for no data that are not here."""
+    """A report must not download data."""
     kind, _, name = config.data.source.partition(":")
     if kind == "torchvision" and not (Path(config.data.root) / f".{name}.lock").exists():
         raise ConfigError(f"{config.data.source} is not in {config.data.root}/ here.")
 
 
 class _Outputs:
-    """Takes the place of a metric: what the task gives to one is what there is to know."""
+    """Takes the place of a metric, to capture the outputs that the task passes to it."""
 
     def __init__(self) -> None:
         self.taken: tuple[Tensor, Tensor] | None = None
@@ -131,7 +133,7 @@ class _Outputs:
         self.taken = logits, labels
 
 
-def _look(
+def _evaluate(
     task: Task,
     model: torch.nn.Module,
     data: Data,
@@ -148,7 +150,7 @@ def _look(
 
     size, device = config.micro_batch, next(model.parameters()).device
     chunks = list(range(-(-data.rows // size)))
-    if data.rows > _MOST_SAMPLES:  # files are often sorted by class
+    if data.rows > _MOST_SAMPLES:  # spread out: files are often sorted by class
         chunks = random.Random(0).sample(chunks, _MOST_SAMPLES // size or 1)
     matrix = torch.zeros((len(names), len(names)), dtype=torch.int64)
     worst: list[tuple[float, int, Mistake]] = []
@@ -168,20 +170,20 @@ def _look(
             matrix += torch.bincount(
                 labels * len(names) + guesses, minlength=len(names) ** 2
             ).view_as(matrix)
-            whole = count == min(size, data.rows - chunk * size)  # no bad record is left out
+            whole = count == min(size, data.rows - chunk * size)  # no bad record was skipped
             for place in (guesses != labels).nonzero()[:, 0].tolist():
                 loss = losses[place].item()
                 if len(worst) == _WORST and loss <= worst[0][0]:
                     continue
                 row = chunk * size + place
-                told = _where(data, row) if whole else ""
+                where = _where(data, row) if whole else ""
                 mistake = Mistake(
                     loss,
                     names[int(labels[place])],
                     names[int(guesses[place])],
                     logits[place].softmax(0).max().item(),
                     picture(images[place]) if images is not None else "",
-                    told,
+                    where,
                 )
                 heapq.heappush(worst, (loss, row, mistake))
                 if len(worst) > _WORST:
@@ -190,14 +192,14 @@ def _look(
             if time.monotonic() > until:
                 break
     if not samples:
-        raise ConfigError("the task gives no outputs by class to its metrics.")
+        raise ConfigError("the task passes no class outputs to its metrics.")
     ordered = [mistake for _, _, mistake in sorted(worst, reverse=True)]
     return Predictions(str(checkpoint.name), names, matrix.tolist(), samples, data.rows, ordered)
 
 
 def picture(image: Tensor) -> str:
-    """A data URI of an image, uint8 (3 or 1, height, width), small enough to be mailed; "" of what
-    a task of the user's own has under that name."""
+    """A data URI of an image, uint8 (3 or 1, height, width), small enough for e-mail; "" if a
+    user's task uses that name for something else."""
     import torch
     from PIL import Image
 

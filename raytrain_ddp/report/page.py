@@ -1,4 +1,4 @@
-"""The report as one file: everything is in it, and it asks for nothing else."""
+"""Assembles the report as one self-contained HTML file."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from raytrain_ddp.report.time_panels import axis_of, time_panels, total_split
 
 _HERE = Path(__file__).parent
 _POLICY = "default-src 'none'; img-src data:; style-src 'unsafe-inline'; script-src 'unsafe-inline'"
-_LEAST_TOLD = 0.005  # a share of the time that is named
+_LEAST_TOLD = 0.005  # the smallest share of the time to be shown
 _MOST_BARS, _FEW_BARS = 16, 10
 
 
@@ -51,16 +51,16 @@ def one_run(story: RunHistory, predictions: str) -> str:
         _section("Predictions", predictions),
         _section("Checkpoints", tables.checkpoints(story)),
         _section("Config", tables.config(story.files)),
-        _section("Environment", tables.environment(story)),
+        _section("Environment", tables.environment_table(story)),
     ]
     return _page(story.files.name, "".join(parts), [story])
 
 
 def several_runs(stories: Sequence[RunHistory]) -> str:
-    """The page of runs beside each other."""
+    """The page of several runs side by side."""
     names = [story.files.name for story in stories]
     parts = [
-        f"<header><h1>{escape(' · '.join(names))}</h1></header>",
+        f"<header><h1>{escape('   '.join(names))}</h1></header>",
         _section("Side by side", _side_by_side(stories)),
         _section("Where their configs differ", tables.config_differences(stories)),
         _section("Curves", _panels(curve_panels(stories))),
@@ -76,7 +76,7 @@ def _page(title: str, body: str, stories: Sequence[RunHistory]) -> str:
     made = datetime.now(timezone.utc).strftime("%Y-%m-%d %H:%M:%S UTC")
     places = " ".join(str(story.files.place) for story in stories)
     live = any(story.state == "running" for story in stories)
-    again = " A run was still going on: the same command shows how it is now." if live else ""
+    again = " A run was still in progress: run the command again to update this." if live else ""
     return (
         '<!doctype html><html lang="en"><head><meta charset="utf-8">'
         f'<meta http-equiv="Content-Security-Policy" content="{_POLICY}">'
@@ -94,7 +94,7 @@ def _section(title: str, inner: str) -> str:
 
 
 def _panels(panels: Sequence[Panel], one: bool = False) -> str:
-    """Beside each other, or below each other with one axis of time."""
+    """Next to each other, or below each other with a common time axis."""
     inner = "".join(panel.html() for panel in panels)
     css = " one" if one else " odd" if len(panels) % 2 else ""
     return f'<div class="panels{css}">{inner}</div>' if inner else ""
@@ -135,8 +135,8 @@ def _cards(story: RunHistory) -> str:
         cards.append(("Workers", sizes[-1], f"so far {', '.join(grown)}" if grown[1:] else ""))
     if line.lives[1:]:
         failures = plural(sum(life.failed for life in line.lives), "failure")
-        told = f"after {failures} of workers" if any(life.failed for life in line.lives) else ""
-        cards.append(("Restarts", str(len(line.lives) - 1), told))
+        failed = f"after {failures} of workers" if any(life.failed for life in line.lives) else ""
+        cards.append(("Restarts", str(len(line.lives) - 1), failed))
     newest = [r.timing for r in timed(files)[-50:]]
     mfu = [t.mfu for t in newest if t.mfu is not None]
     flops = [t.flops_per_s for t in newest if t.flops_per_s is not None]
@@ -162,7 +162,7 @@ def _cards(story: RunHistory) -> str:
 
 
 def _whole(text: str) -> str:
-    """No line begins with the sign of a percentage."""
+    """Escaped text with non-breaking spaces before percent signs."""
     return escape(text.replace(" %", "\u00a0%"))
 
 
@@ -182,7 +182,7 @@ def _what_went_wrong(story: RunHistory) -> str:
 
 
 def _phases(story: RunHistory) -> str:
-    """The split of all steps, as a table."""
+    """The time of all steps by phase, as a table."""
     seconds = total_split(story)
     shares = step_phases.shares(seconds)
     steps = max(1, story.files.last_step)
@@ -202,7 +202,7 @@ def _phases(story: RunHistory) -> str:
 
 
 def _rank_bars(story: RunHistory) -> str:
-    """A bar for each rank: what it did with a step of the newest start."""
+    """A bar for each rank: its time per step in the newest start."""
     ranks = rank_splits(story)
     longest = max((sum(rank.values()) for rank in ranks), default=0.0)
     if longest <= 0:
@@ -212,13 +212,13 @@ def _rank_bars(story: RunHistory) -> str:
         rank: _bar(f"rank {rank}", ranks[rank], sum(ranks[rank].values()) / longest)
         for rank in range(len(ranks))
     }
-    note = "<p class=note>Each rank's step in the newest start, in the median. A rank that is fast "
-    note += "waits in the all-reduce for those that are slow.</p>"
+    note = "<p class=note>Each rank's median step in the newest start. A fast rank "
+    note += "waits in the all-reduce for the slow ones.</p>"
     if len(ranks) <= _MOST_BARS:
         return f'{note}<div class="stacks">{"".join(bars.values())}</div>{_legend(ranks)}'
     first = "".join(bars[rank] for rank in slowest_first[:_FEW_BARS])
     return (
-        f"{note}<p class=note>The {_FEW_BARS} with the most work of their own:</p>"
+        f"{note}<p class=note>The {_FEW_BARS} with the most own work:</p>"
         f'<div class="stacks">{first}</div>{_legend(ranks)}<details><summary>all {len(ranks)} ranks'
         f'</summary><div class="stacks">{"".join(bars.values())}</div></details>'
     )
@@ -240,11 +240,11 @@ def _run_bars(stories: Sequence[RunHistory]) -> str:
 def _bar(name: str, split: Mapping[str, float], width: float = 1.0, unit: str = "a step") -> str:
     parts = []
     for phase, share in step_phases.shares(split).items():
-        told = f"{step_phases.PHASES.get(phase, phase)}: {format_share(share)}"
-        told += f", {step_phases.step_time(split[phase])} {unit}"
+        title = f"{step_phases.PHASES.get(phase, phase)}: {format_share(share)}"
+        title += f", {step_phases.step_time(split[phase])} {unit}"
         style = f"width:{100 * share * width:.2f}%"
         css = step_phases.css(phase)
-        parts.append(f'<i class="{css}" style="{style}" title="{escape(told, quote=True)}"></i>')
+        parts.append(f'<i class="{css}" style="{style}" title="{escape(title, quote=True)}"></i>')
     whole = f"{step_phases.step_time(sum(split.values()))} {unit}"
     return (
         f"<span>{escape(name)}</span>"

@@ -1,4 +1,4 @@
-"""Who was slow: panels over the time, and what each rank does with a step."""
+"""Panels over time that show which ranks were slow, and each rank's time per step."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from statistics import median
 from raytrain_ddp.display.formatting import plural
 from raytrain_ddp.events import Ranks
 from raytrain_ddp.report import step_phases
-from raytrain_ddp.report.axes import Point, Scale, linear
+from raytrain_ddp.report.axes import Point, Scale, linear_scale
 from raytrain_ddp.report.history import RunHistory
 from raytrain_ddp.report.svg_panel import Area, Line, Panel
 from raytrain_ddp.report.time_panels import (
@@ -19,23 +19,23 @@ from raytrain_ddp.report.time_panels import (
     x_name,
 )
 
-_LEAST_EVENTS = 3  # fewer are no picture
+_LEAST_EVENTS = 3  # fewer make no useful picture
 
 
 def rank_panels(story: RunHistory, x: Scale) -> list[Panel]:
-    """The slowest rank, and how long each rank's own work has taken."""
+    """The slowest rank, and how long each rank's own work took."""
     return [panel for panel in (_slowest_rank(story, x), _ranks(story, x)) if panel is not None]
 
 
 def own_work(split_s: Mapping[str, float]) -> float:
-    """Seconds in which a rank waits for no other."""
+    """Seconds in which a rank does not wait for others."""
     return sum(split_s.get(name, 0.0) for name in step_phases.WORK)
 
 
 def rank_splits(story: RunHistory) -> list[dict[str, float]]:
     """Seconds of a step by phase for each rank, in the newest start: median over its events.
 
-    Without evaluations and checkpoints, which come once in many steps and to all alike.
+    Without evaluations and checkpoints, which are rare and affect all ranks equally.
     """
     events = [e for e, _, _ in story.files.events if isinstance(e, Ranks)]
     size = len(events[-1].split_s) if events else 0
@@ -53,7 +53,7 @@ def _slowest_rank(story: RunHistory, x: Scale) -> Panel | None:
     if not stretches:
         return None
     by_phase: dict[str, list[Point]] = defaultdict(list)
-    told = []
+    hover_texts = []
     for one in stretches:
         slowest = one.slowest
         assert slowest is not None
@@ -61,25 +61,25 @@ def _slowest_rank(story: RunHistory, x: Scale) -> Panel | None:
         at = (one.since + one.to) / 2
         by_phase[phase].append((at, ratio))
         text = f"step {one.last_step}\nrank {slowest.rank}: {ratio:.2f} x the median, by its"
-        told.append((at, f"{text} {phase}"))
+        hover_texts.append((at, f"{text} {phase}"))
     highest = max(y for points in by_phase.values() for _, y in points)
     return Panel(
         title="The slowest rank's own work, as a multiple of the median rank's",
         x=x,
-        y=linear(1.0, max(1.5, highest), lambda value: f"{value:g} x", ticks=4),
+        y=linear_scale(1.0, max(1.5, highest), lambda value: f"{value:g} x", ticks=4),
         x_name=x_name([story.timeline]),
         lines=[
             Line(f"by its {name}", f"dots {step_phases.css(name)}", [by_phase[name]])
             for name in step_phases.ordered(by_phase)
         ],
         marks=marks(story),
-        hovers=told,
+        hovers=hover_texts,
         height="low",
     )
 
 
 def _ranks(story: RunHistory, x: Scale) -> Panel | None:
-    """A row for each rank: the darker, the longer its own work has taken."""
+    """A row for each rank: darker where its own work took longer."""
     events = [(e, wall) for e, _, wall in story.files.events if isinstance(e, Ranks)]
     events = events[:: -(-len(events) // MOST_STRETCHES) or 1]
     if len(events) < _LEAST_EVENTS:
@@ -87,7 +87,7 @@ def _ranks(story: RunHistory, x: Scale) -> Panel | None:
     most = max(len(e.split_s) for e, _ in events)
     ats = [story.timeline.at(wall) for _, wall in events]
     shades: dict[int, list[tuple[float, float, float, float]]] = defaultdict(list)
-    told = []
+    hover_texts = []
     before = 0.0
     starts = [story.timeline.at(life.began) for life in story.timeline.lives]
     for at, (event, _) in zip(ats, events, strict=True):
@@ -100,7 +100,7 @@ def _ranks(story: RunHistory, x: Scale) -> Panel | None:
                 shades[shade].append((since, at, most - rank - 1, most - rank))
         slow = sorted(range(len(work)), key=lambda rank: -work[rank])[:4]
         rows = [f"rank {rank}: {step_phases.step_time(work[rank])} a step" for rank in slow]
-        told.append(((since + at) / 2, "\n".join([f"step {event.step}", *rows])))
+        hover_texts.append(((since + at) / 2, "\n".join([f"step {event.step}", *rows])))
         before = at
     each = -(-most // 8)
     names = [(most - rank - 0.5, f"rank {rank}") for rank in range(0, most, each)]
@@ -111,6 +111,6 @@ def _ranks(story: RunHistory, x: Scale) -> Panel | None:
         x_name=x_name([story.timeline]),
         areas=[Area("", f"shade{shade}", shades[shade]) for shade in sorted(shades)],
         legend=[("as the median", "shade0"), ("+25 %", "shade3"), ("+50 % or more", "shade5")],
-        hovers=told,
+        hovers=hover_texts,
         height="low" if most <= 4 else "",
     )

@@ -1,4 +1,4 @@
-"""Panels over the steps: loss, metrics and learning rate, of one run or of several."""
+"""Panels over the steps: loss, metrics and learning rate, of one or several runs."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from raytrain_ddp.report.axes import (
     MOST_POINTS,
     Point,
     Scale,
-    linear,
-    logarithmic,
-    percent,
+    linear_scale,
+    log_scale,
     sampled,
     thinned,
+    tick_percent,
 )
 from raytrain_ddp.report.history import RunHistory
 from raytrain_ddp.report.svg_panel import Line, Mark, Panel
@@ -26,12 +26,12 @@ from raytrain_ddp.training.curves_png import smoothed, steps_per_epoch
 
 COLORS = 8
 _DOTS_UP_TO = 60
-MOST_MARKS = 80  # more would be one band of colour
+MOST_MARKS = 80  # more would be one band of color
 _MOST_METRICS, _MOST_FLAGS = 8, 10
 _FRACTION = re.compile(r"(^|[/_.])(top\d+|acc(uracy)?)$")
 
 Told = Callable[[float], str]
-Series = tuple[str, Sequence[Point], Told]  # what a hover tells of a line
+Series = tuple[str, Sequence[Point], Told]  # what a hover shows of a line
 
 
 def color(number: int) -> str:
@@ -39,48 +39,50 @@ def color(number: int) -> str:
 
 
 def curve_panels(stories: Sequence[RunHistory]) -> list[Panel]:
-    """The loss, a panel or more of metrics, the learning rate; those that there is anything of."""
+    """The loss, one or more panels of metrics, and the learning rate, as far as there are any."""
     x = _steps(stories)
     panels = [_loss(stories, x), *_metrics(stories, x), _rate(stories, x)]
     return [panel for panel in panels if panel is not None]
 
 
 def restarts(story: RunHistory) -> list[Mark]:
-    """Where the run went on, over the steps."""
+    """Marks the steps at which the run resumed."""
     marks = []
     lives = story.timeline.lives
     for before, life in pairwise(lives):
         resized = before.world_size != life.world_size
         change = f"{before.world_size}→{life.world_size}"
-        told = f"went on from step {life.start_step}"
-        told += f" with {change} workers" if resized else ""
+        text = f"resumed from step {life.start_step}"
+        text += f" with {change} workers" if resized else ""
         kind = "resize" if resized else "restart"
         flag = change if resized else "↻"
         label = flag if len(lives) <= _MOST_FLAGS else ""
-        marks.append(Mark(life.start_step, kind, told, label))
+        marks.append(Mark(life.start_step, kind, text, label))
     return marks[:: -(-len(marks) // MOST_MARKS) or 1]
 
 
 def hovers(
     series: Sequence[Series], name: Callable[[float], str], most: int = 300
 ) -> list[tuple[float, str]]:
-    """At some x of the lines, what each of them is there, or was last."""
+    """(x, text) pairs: the values of all lines at x, or their last ones before it."""
     places = sorted({x for _, points, _ in series for x, _ in points})
     places = places[:: -(-len(places) // most) or 1]
-    told = []
+    texts = []
     ends = [[x for x, _ in points] for _, points, _ in series]
     for x in places:
         parts = [name(x)]
-        for (label, points, say), xs in zip(series, ends, strict=True):
+        for (label, points, describe), xs in zip(series, ends, strict=True):
             at = bisect.bisect_right(xs, x) - 1
             if at >= 0 and (at + 1 < len(xs) or xs[at] == x):
-                parts.append(f"{label} {say(points[at][1])}".strip())
-        told.append((x, "\n".join(parts)))
-    return told
+                parts.append(f"{label} {describe(points[at][1])}".strip())
+        texts.append((x, "\n".join(parts)))
+    return texts
 
 
 def _steps(stories: Sequence[RunHistory]) -> Scale:
-    return linear(0, max(1, *(s.files.last_step for s in stories)), ticks=6, whole=True, snap=False)
+    return linear_scale(
+        0, max(1, *(s.files.last_step for s in stories)), ticks=6, whole=True, snap=False
+    )
 
 
 def _step_name(stories: Sequence[RunHistory]) -> Callable[[float], str]:
@@ -94,7 +96,7 @@ def _step_name(stories: Sequence[RunHistory]) -> Callable[[float], str]:
 def _loss(stories: Sequence[RunHistory], x: Scale) -> Panel | None:
     alone = len(stories) == 1
     lines: list[Line] = []
-    told: list[Series] = []
+    series: list[Series] = []
     seen: list[float] = []
     lost: list[float] = []
     count = 0
@@ -112,15 +114,15 @@ def _loss(stories: Sequence[RunHistory], x: Scale) -> Panel | None:
             lines.append(Line("", f"raw {css}", [raw]))
             lines.append(Line("training, smoothed", css, [line]))
             lines.append(_dotted("evaluation", color(1), tested))
-            told += [("training", raw, format_number), ("smoothed", line, format_number)]
-            told.append(("evaluation", tested, format_number))
+            series += [("training", raw, format_number), ("smoothed", line, format_number)]
+            series.append(("evaluation", tested, format_number))
         else:
             lines.append(Line(story.files.name, css, [line]))
-            told.append((story.files.name, line, format_number))
+            series.append((story.files.name, line, format_number))
     if not seen and not lost:
         return None
     is_log = bool(seen) and min(seen) > 0 and max(seen) > 20 * min(seen)
-    y = logarithmic(min(seen) / 1.5, max(seen) * 1.3) if is_log else _room(seen)
+    y = log_scale(min(seen) / 1.5, max(seen) * 1.3) if is_log else _room(seen)
     if lost:
         foot = y.low * (y.high / y.low) ** 0.03 if y.log else y.low + 0.03 * (y.high - y.low)
         places = sampled([(step, foot) for step in lost], 200)
@@ -132,7 +134,7 @@ def _loss(stories: Sequence[RunHistory], x: Scale) -> Panel | None:
         x_name="step",
         lines=[line for line in lines if any(line.pieces)],
         marks=restarts(stories[0]) if alone else (),
-        hovers=hovers(told, _step_name(stories)),
+        hovers=hovers(series, _step_name(stories)),
         note=thinned_note(count),
         height="high",
         stars=_stars(stories, "loss"),
@@ -142,7 +144,7 @@ def _loss(stories: Sequence[RunHistory], x: Scale) -> Panel | None:
 def _metrics(stories: Sequence[RunHistory], x: Scale) -> list[Panel]:
     names = list(dict.fromkeys(n for s in stories for r in s.files.evals for n in r.metrics))
     first = stories[0].files.monitor
-    hidden = ("skipped", "loss") if len(stories) == 1 else ("skipped",)  # it is with the other
+    hidden = ("skipped", "loss") if len(stories) == 1 else ("skipped",)  # the loss has a panel
     names = sorted((n for n in names if n not in hidden), key=lambda n: n != first)
     names = names[:_MOST_METRICS]
     fractions = [name for name in names if _is_fraction(name, stories)]
@@ -156,15 +158,15 @@ def _metric(
 ) -> Panel:
     alone = len(stories) == 1
     lines: list[Line] = []
-    told: list[Series] = []
+    series: list[Series] = []
     for number, story in enumerate(stories):
         for place, name in enumerate(names):
             points = [p for p in _evaluated(story, name) if math.isfinite(p[1])]
             label = name if alone else story.files.name
             lines.append(_dotted(label, color(2 + place if alone else number), points))
-            told.append((label, points, partial(format_metric, name)))
+            series.append((label, points, partial(format_metric, name)))
     values = [y for line in lines for piece in line.pieces for _, y in piece]
-    y = _room(values, percent if is_fraction else None, floor=is_fraction)
+    y = _room(values, tick_percent if is_fraction else None, floor=is_fraction)
     title = "Accuracy" if is_fraction and alone else names[0]
     return Panel(
         title=f"{title} (evaluation)",
@@ -173,42 +175,42 @@ def _metric(
         x_name="step",
         lines=lines,
         marks=restarts(stories[0]) if alone else (),
-        hovers=hovers(told, _step_name(stories)),
+        hovers=hovers(series, _step_name(stories)),
         stars=_stars(stories, *names),
     )
 
 
 def _rate(stories: Sequence[RunHistory], x: Scale) -> Panel | None:
-    lines, told = [], []
+    lines, series = [], []
     for number, story in enumerate(stories):
         points = [(float(r.step), _finite(r.lr)) for r in story.files.train]
         line = sampled(points)
         label = "" if len(stories) == 1 else story.files.name
         lines.append(Line(label, color(number), [line]))
-        told.append((label or "learning rate", line, format_number))
+        series.append((label or "learning rate", line, format_number))
     highest = max((y for line in lines for _, y in line.pieces[0]), default=math.nan)
     if math.isnan(highest):
         return None
     return Panel(
         title="Learning rate",
         x=x,
-        y=linear(0.0, highest or 1.0, ticks=4),
+        y=linear_scale(0.0, highest or 1.0, ticks=4),
         x_name="step",
         lines=lines,
-        hovers=hovers(told, _step_name(stories)),
+        hovers=hovers(series, _step_name(stories)),
         height="low",
     )
 
 
 def thinned_note(count: int) -> str:
-    """What is said of a picture that does not hold all that there is."""
+    """A note for a picture that does not show all records."""
     if count <= MOST_POINTS:
         return ""
     return f"thinned: {count:,} records; lowest and highest of each stretch are kept"
 
 
 def _dotted(label: str, css: str, points: Sequence[Point]) -> Line:
-    """With dots, where they do not run into each other."""
+    """With dots, if there are few enough points."""
     few = len(points) <= _DOTS_UP_TO
     return Line(label, f"dotted {css}" if few else css, [thinned(points)])
 
@@ -220,7 +222,7 @@ def _evaluated(story: RunHistory, name: str) -> list[Point]:
 
 
 def _stars(stories: Sequence[RunHistory], *names: str) -> list[tuple[float, float, str]]:
-    """The best evaluations, where a panel shows what they were chosen by."""
+    """The best evaluations, in a panel that shows the metric they were chosen by."""
     stars = []
     for story in stories:
         best, monitor = story.files.best, story.files.monitor
@@ -232,18 +234,18 @@ def _stars(stories: Sequence[RunHistory], *names: str) -> list[tuple[float, floa
 
 
 def _room(values: Iterable[float], name: Told | None = None, floor: bool = False) -> Scale:
-    """A scale with all values inside; fractions end at 1."""
+    """A scale that contains all values; fractions end at 1."""
     known = [value for value in values if math.isfinite(value)]
     if not known:
-        return linear(0.0, 1.0, name)
+        return linear_scale(0.0, 1.0, name)
     low, high = min(known), max(known)
     if not floor and 0 < low < 0.5 * high:
         low = 0.0
     if floor and high <= 1:
-        scale = linear(low, min(1.0, high + 0.05 * (high - low)), name)
+        scale = linear_scale(low, min(1.0, high + 0.05 * (high - low)), name)
         ticks = [tick for tick in scale.ticks if tick[0] <= 1 + 1e-9]
         return Scale(scale.low, min(1.0, scale.high), ticks)
-    return linear(low, high, name)
+    return linear_scale(low, high, name)
 
 
 def _is_fraction(name: str, stories: Sequence[RunHistory]) -> bool:

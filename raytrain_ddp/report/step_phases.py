@@ -1,7 +1,7 @@
-"""The phases of a step: their names for people, in the order in which they are drawn.
+"""The phases of a step: display names, and the order in which they are drawn.
 
-Their colours are in style.css, after Okabe and Ito, "Color Universal Design" (2008): told apart
-with any kind of colour vision.
+Their colors are in style.css, after Okabe and Ito, "Color Universal Design" (2008): they can be
+distinguished with any kind of color vision.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ PHASES = {
     "evaluation": "evaluation",
     "other": "other, between steps",
 }
-WORK = ("data", "copy", "compute", "optimizer")  # in which a rank waits for no other
+WORK = ("data", "copy", "compute", "optimizer")  # phases in which a rank does not wait for others
 
 
 def ordered(names: Iterable[str]) -> list[str]:
-    """As they are drawn; those of a newer version come last."""
+    """In drawing order; phases of a newer version come last."""
     known = list(PHASES)
     return sorted(names, key=lambda name: known.index(name) if name in known else len(known))
 
@@ -34,13 +34,13 @@ def css(phase: str) -> str:
 
 
 def step_time(seconds: float) -> str:
-    """``0.4 ms``, ``41 ms``, and from a second on as everywhere."""
+    """``0.4 ms``, ``41 ms``; from one second on as `format_seconds`."""
     if seconds >= 0.9995:
         return format_seconds(seconds)
     return f"{1e3 * seconds:.{0 if seconds >= 0.00995 else 1}f} ms"
 
 
 def shares(seconds: Mapping[str, float]) -> dict[str, float]:
-    """Of their sum, in the order in which they are drawn; {} where there is none."""
+    """Shares of their sum, in drawing order; {} if it is 0."""
     whole = sum(seconds.values())
     return {phase: seconds[phase] / whole for phase in ordered(seconds)} if whole > 0 else {}

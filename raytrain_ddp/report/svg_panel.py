@@ -1,6 +1,6 @@
-"""A panel: SVG that is stretched to any width, and labels of HTML that are not.
+"""A panel: SVG that is stretched to any width, with labels in HTML.
 
-Text in the SVG itself would shrink with it on a phone. All positions are thousandths.
+Text within the SVG would shrink with it on a phone. All positions are in thousandths.
 """
 
 from __future__ import annotations
@@ -17,10 +17,11 @@ _MOST_HOVERS = 400
 
 @dataclass(frozen=True)
 class Line:
-    """A line of one or more pieces; where it is "dotted", with a dot at each point.
+    """A line of one or more pieces; if "dotted", with a dot at each point.
 
     Args:
-        css: classes: c0 to c7 are colours, "raw" is thin, "dots" are points alone, "fine" has none.
+        css: classes: c0 to c7 are colors, "raw" is thin, "dots" draws points only, "fine" no
+            points.
     """
 
     label: str
@@ -30,7 +31,7 @@ class Line:
 
 @dataclass(frozen=True)
 class Area:
-    """Of constant height over each (from, to): (from, to, foot, top)."""
+    """An area of constant height over each interval: (from, to, bottom, top)."""
 
     label: str
     css: str
@@ -39,18 +40,18 @@ class Area:
 
 @dataclass(frozen=True)
 class Mark:
-    """An upright line, or a band where `to` is given, and what it stands for."""
+    """A vertical line, or a band if `to` is set, with its meaning."""
 
     x: float
     kind: str
-    told: str
+    text: str
     label: str = ""
     to: float | None = None
 
 
 @dataclass(frozen=True)
 class Panel:
-    """One picture; `hovers` are (x, text) that are shown where the pointer is."""
+    """One panel; `hovers` are (x, text), shown at the pointer."""
 
     title: str
     x: Scale
@@ -92,7 +93,7 @@ class Panel:
         for mark in (mark for mark in self.marks if mark.to is not None):
             x, to = self._across(mark.x), self._across(mark.to or 0.0)
             shape = f'<rect x="{x}" y="0" width="{_short(float(to) - float(x))}" height="1000"'
-            parts.append(f'{shape} class="band {mark.kind}">{_title(mark.told)}</rect>')
+            parts.append(f'{shape} class="band {mark.kind}">{_title(mark.text)}</rect>')
         for area in self.areas:
             parts.append(f'<path class="area {area.css}" d="{self._area(area)}"/>')
         for line in self.lines:
@@ -102,11 +103,11 @@ class Panel:
                 parts.append(f'<path class="line dots {line.css}" d="{self._path(line, True)}"/>')
         for mark in (mark for mark in self.marks if mark.to is None):
             d = f"M{self._across(mark.x)} 0v1000"
-            parts.append(f'<path class="mark {mark.kind}" d="{d}">{_title(mark.told)}</path>')
+            parts.append(f'<path class="mark {mark.kind}" d="{d}">{_title(mark.text)}</path>')
         return "".join(parts) + "</svg>"
 
     def _area(self, area: Area) -> str:
-        """There along the tops and back along the feet, for each piece without a gap."""
+        """Forth along the top edges and back along the bottom edges, for each gapless piece."""
         pieces: list[list[tuple[float, float, float, float]]] = []
         for step in area.steps:
             if pieces and abs(pieces[-1][-1][1] - step[0]) < 1e-9:
@@ -127,7 +128,7 @@ class Panel:
         for piece in line.pieces:
             at = [f"{self._across(x)} {self._down(y)}" for x, y in piece]
             if dots or len(at) == 1:
-                out += [f"M{place}h0" for place in at]  # with round ends: a dot
+                out += [f"M{place}h0" for place in at]  # with round line caps: a dot
             elif at:
                 out.append("M" + "L".join(at))
         return "".join(out)
@@ -142,11 +143,11 @@ class Panel:
                 left = self._part(self.x.at(mark.x))
                 yield (
                     f'<span class="flag {mark.kind}" style="left:{left}" '
-                    f'title="{escape(mark.told, quote=True)}">{escape(mark.label)}</span>'
+                    f'title="{escape(mark.text, quote=True)}">{escape(mark.label)}</span>'
                 )
-        for x, y, told in self.stars:
+        for x, y, text in self.stars:
             place = f"left:{self._part(self.x.at(x))};top:{self._part(1 - self.y.at(y))}"
-            title = escape(told, quote=True)
+            title = escape(text, quote=True)
             yield f'<span class="star" style="{place}" title="{title}">★</span>'
 
     def _legend(self) -> str:
@@ -160,8 +161,10 @@ class Panel:
         )
 
     def _hovers(self) -> str:
-        told = self.hovers[:: -(-len(self.hovers) // _MOST_HOVERS) or 1]
-        pairs = [[round(1000 * self.x.at(x), 1), text.replace(" %", "\u00a0%")] for x, text in told]
+        shown = self.hovers[:: -(-len(self.hovers) // _MOST_HOVERS) or 1]
+        pairs = [
+            [round(1000 * self.x.at(x), 1), text.replace(" %", "\u00a0%")] for x, text in shown
+        ]
         return as_script(pairs)
 
     def _across(self, value: float) -> str:
@@ -176,7 +179,7 @@ class Panel:
 
 
 def as_script(value: object) -> str:
-    """JSON that no text in it can end or leave."""
+    """JSON in which no text can close the script element."""
     text = json.dumps(value, separators=(",", ":"), ensure_ascii=False)
     return text.replace("&", "\\u0026").replace("<", "\\u003c").replace(">", "\\u003e")
 

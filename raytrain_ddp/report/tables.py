@@ -1,4 +1,4 @@
-"""Tables of a report: what happened, checkpoints, config, environment. Each is a string of HTML."""
+"""HTML tables of a report: what happened, checkpoints, config, environment."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ from raytrain_ddp.report.history import HistoryEntry, RunHistory
 from raytrain_ddp.report.run_files import RunFiles
 
 _MOST_HAPPENINGS, _MOST_CHECKPOINTS, _MOST_DETAIL, _MOST_CELLS = 200, 50, 6000, 1024
-_SECTIONS_FREE = ("name", "storage")  # they say which run it is, not how it is trained
+_SECTIONS_FREE = ("name", "storage")  # they identify the run, not how it is trained
 
 
 def table(head: Sequence[str], rows: Iterable[Sequence[str]], css: str = "") -> str:
-    """Cells are HTML already; columns whose name begins with ``>`` are of figures."""
+    """Cells are HTML already; columns whose name begins with ``>`` contain numbers."""
     right = [name.startswith(">") for name in head]
     names = "".join(
         f"<th{' class=n' if n else ''}>{escape(name.removeprefix('>'))}</th>"
@@ -45,27 +45,27 @@ def table(head: Sequence[str], rows: Iterable[Sequence[str]], css: str = "") -> 
 
 
 def happenings(story: RunHistory) -> str:
-    """What happened, in the order of time."""
-    told = list(story.happenings)
-    left_out = len(told) - _MOST_HAPPENINGS
-    if left_out > 0:  # notes go first, then those in the middle
-        told = [one for one in told if one.kind != "note"]
-        told = told if len(told) <= _MOST_HAPPENINGS else [*told[:50], *told[-150:]]
-        left_out = len(story.happenings) - len(told)
+    """What happened, in chronological order."""
+    entries = list(story.happenings)
+    left_out = len(entries) - _MOST_HAPPENINGS
+    if left_out > 0:  # notes are dropped first, then entries in the middle
+        entries = [one for one in entries if one.kind != "note"]
+        entries = entries if len(entries) <= _MOST_HAPPENINGS else [*entries[:50], *entries[-150:]]
+        left_out = len(story.happenings) - len(entries)
     rows = [
         (
             escape(moment(one.wall)),
             _step(one),
             f'<span class="dot {one.kind}"></span>{escape(one.text)}{detail(one.detail)}',
         )
-        for one in told
+        for one in entries
     ]
-    note = f"<p class=note>{left_out} of them are left out.</p>" if left_out > 0 else ""
+    note = f"<p class=note>{left_out} entries are omitted.</p>" if left_out > 0 else ""
     return table(("when (UTC)", ">step", "what"), rows, "happenings") + note
 
 
 def detail(text: str, is_open: bool = False) -> str:
-    """Short text behind the line, a long one to be opened."""
+    """Short text after the line; long text in a collapsible element."""
     text = text.strip()
     if not text:
         return ""
@@ -88,11 +88,11 @@ def full_metrics(story: RunHistory) -> str:
 
 
 def _grid(found: Any) -> str:
-    """A table of a vector or matrix; text for more dimensions or for values that do not fit."""
+    """A table of a vector or matrix; text for more dimensions or values of another form."""
     if isinstance(found, Mapping):
         shape = " x ".join(map(str, found.get("shape", ())))
-        told = f"{shape} numbers, too many for the log: evaluate --out FILE writes them."
-        return f"<p class=note>{escape(told)}</p>"
+        note = f"{shape} numbers, too many for the log: evaluate --out FILE writes them."
+        return f"<p class=note>{escape(note)}</p>"
     rows = found if found and all(isinstance(row, list) for row in found) else [found]
     flat = all(not isinstance(cell, list) for row in rows for cell in row)
     if not flat or len(rows) * len(rows[0]) > _MOST_CELLS or not rows[0]:
@@ -107,7 +107,7 @@ def _cell(number: Any) -> str:
 
 
 def checkpoints(story: RunHistory) -> str:
-    """Those that are there, the newest first, and how the others went."""
+    """The existing checkpoints, newest first, and a summary of the others."""
     files = story.files
     made = {e.name: e for e, _, _ in files.events if isinstance(e, Checkpoint)}
     best = files.best
@@ -117,7 +117,7 @@ def checkpoints(story: RunHistory) -> str:
         at_best = bool(best and kept.step == best.step)
         size = sum(f.size_bytes for f in manifest.files.values()) if manifest else 0
         metrics = manifest.metrics if manifest else {}
-        told = ", ".join(f"{n} {format_metric(n, v)}" for n, v in metrics.items())
+        text = ", ".join(f"{n} {format_metric(n, v)}" for n, v in metrics.items())
         rows.append(
             (
                 f"<code>{escape(kept.name)}</code>"
@@ -128,28 +128,28 @@ def checkpoints(story: RunHistory) -> str:
                 escape(format_seconds(event.seconds))
                 if event and event.seconds is not None
                 else "-",
-                escape(told) or "-",
+                escape(text) or "-",
             )
         )
     out = table(("there now", ">step", ">size", ">written in", "metrics"), rows) if rows else ""
     seconds = [e.seconds for e in made.values() if e.seconds is not None]
-    told = "There is no checkpoint." if not rows else ""
+    text = "There is no checkpoint." if not rows else ""
     if seconds:
         sizes = [e.size_bytes for e in made.values() if e.size_bytes is not None]
-        each = f"{format_seconds(median(seconds))} each in the median"
-        told = f"{plural(len(seconds), 'checkpoint')} written, {each}, "
-        told += f"{format_seconds(max(seconds))} at most"
-        told += f"; {size_told(max(sizes))} at most." if sizes else "."
+        each = f"{format_seconds(median(seconds))} each (median)"
+        text = f"{plural(len(seconds), 'checkpoint')} written, {each}, "
+        text += f"{format_seconds(max(seconds))} at most"
+        text += f"; {size_told(max(sizes))} at most." if sizes else "."
     failed = sum(isinstance(e, CheckpointFailed) for e, _, _ in files.events)
-    told += f" {failed} could not be written." if failed else ""
+    text += f" {failed} could not be written." if failed else ""
     intervals = [e for e, _, _ in files.events if isinstance(e, Interval)]
     if intervals:
-        told += f" By time: every {format_seconds(intervals[-1].seconds)} (auto)."
-    return out + (f"<p class=note>{escape(told)}</p>" if told else "")
+        text += f" By time: every {format_seconds(intervals[-1].seconds)} (auto)."
+    return out + (f"<p class=note>{escape(text)}</p>" if text else "")
 
 
 def config(files: RunFiles) -> str:
-    """What differs from the defaults first, then all."""
+    """First the fields that differ from the defaults, then all."""
     settings = files.settings()
     if not files.config:
         return "<p class=note>There is no config.toml, or it cannot be read.</p>"
@@ -166,7 +166,7 @@ def config(files: RunFiles) -> str:
 
 
 def config_differences(stories: Sequence[RunHistory]) -> str:
-    """The fields in which runs differ, a column for each run."""
+    """The fields in which runs differ, with a column for each run."""
     all_settings = [story.files.settings() for story in stories]
     names = list(dict.fromkeys(name for settings in all_settings for name in settings))
     rows = []
@@ -175,12 +175,12 @@ def config_differences(stories: Sequence[RunHistory]) -> str:
         if any(v != values[0] for v in values) and name not in _SECTIONS_FREE:
             rows.append((f"<code>{escape(name)}</code>", *map(value, values)))
     if not rows:
-        return "<p class=note>Their configs are the same.</p>"
+        return "<p class=note>Their configs are equal.</p>"
     return table(("field", *(s.files.name for s in stories)), rows, "config")
 
 
-def environment(story: RunHistory) -> str:
-    """Where it ran, on what, and with which versions; as far as the run says."""
+def environment_table(story: RunHistory) -> str:
+    """Where it ran, on which devices, and with which versions, as far as recorded."""
     files, rows = story.files, []
 
     def add(name: str, text: object) -> None:
@@ -202,9 +202,9 @@ def environment(story: RunHistory) -> str:
         add("raytrain_ddp", files.manifest.written_by)
         add("data fingerprint", files.manifest.data_fingerprint[:64])
     starts = [
-        f"{told.get('host')} (pid {told.get('pid')}, {plural(int(told['workers']), 'worker')})"
-        for _, told in files.claims
-        if isinstance(told.get("workers"), int)
+        f"{claim.get('host')} (pid {claim.get('pid')}, {plural(int(claim['workers']), 'worker')})"
+        for _, claim in files.claims
+        if isinstance(claim.get("workers"), int)
     ]
     add("rank 0 was on", "; ".join(starts[-10:]))
     if files.owner:
@@ -213,7 +213,7 @@ def environment(story: RunHistory) -> str:
 
 
 def size_told(count: float) -> str:
-    """``12 KiB``, and from a MiB on as everywhere."""
+    """``12 KiB``; from one MiB on as `format_bytes`."""
     return format_bytes(count) if count >= 2**20 else f"{math.ceil(count / 1024)} KiB"
 
 
@@ -232,7 +232,7 @@ def first_day(files: RunFiles) -> str:
 
 
 def value(thing: Any) -> str:
-    """A config's value as TOML has it."""
+    """A config value as in TOML."""
     if thing is None:
         return '<span class="dim">not set</span>'
     if isinstance(thing, Mapping) and not thing:

@@ -1,4 +1,4 @@
-"""Panels over the time: speed, where the time went, and who was slow."""
+"""Panels over time: speed, where the time goes, and which ranks were slow."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ from raytrain_ddp.report.axes import (
     MOST_POINTS,
     Point,
     Scale,
-    linear,
-    percent,
+    linear_scale,
     sampled,
-    seconds,
     thinned,
+    tick_percent,
+    time_scale,
 )
 from raytrain_ddp.report.history import RunHistory, timed
 from raytrain_ddp.report.step_panels import MOST_MARKS, color, hovers, thinned_note
@@ -38,11 +38,11 @@ MOST_STRETCHES, _MOST_FLAGS = 150, 10
 
 @dataclass(frozen=True)
 class Stretch:
-    """Lines of the log that follow each other in one start.
+    """Consecutive log records of one start.
 
     Args:
-        since, to: on the axis of time, in seconds.
-        split_s: by phase, all steps together.
+        since, to: on the time axis, in seconds.
+        split_s: seconds by phase, all steps together.
     """
 
     since: float
@@ -54,7 +54,7 @@ class Stretch:
 
 
 def time_panels(stories: Sequence[RunHistory], x: Scale) -> list[Panel]:
-    """Speed of all; of a single run besides where the time went."""
+    """The speed of all runs; for a single run also where the time went."""
     panels = [_speed(stories, x)]
     if len(stories) == 1:
         panels.append(_split(stories[0], x))
@@ -62,7 +62,7 @@ def time_panels(stories: Sequence[RunHistory], x: Scale) -> list[Panel]:
 
 
 def total_split(story: RunHistory) -> dict[str, float]:
-    """Seconds by phase of all steps in the log; mean over the ranks."""
+    """Seconds by phase over all steps in the log; mean over the ranks."""
     totals: dict[str, float] = defaultdict(float)
     for record, steps in zip(timed(story.files), _steps_of(timed(story.files)), strict=True):
         for phase, each in record.timing.split_s.items():
@@ -71,14 +71,14 @@ def total_split(story: RunHistory) -> dict[str, float]:
 
 
 def marks(story: RunHistory) -> list[Mark]:
-    """Restarts, resizes, failures and pauses, over the time."""
+    """Restarts, resizes, failures and pauses, over time."""
     line, found = story.timeline, []
     cuts = {since for since, _ in line.cuts}
     flags = len(line.lives) <= _MOST_FLAGS
-    told = {h.wall: h.text for h in story.happenings if h.kind in ("restart", "resize")}
+    texts = {h.wall: h.text for h in story.happenings if h.kind in ("restart", "resize")}
     for before, life in pairwise(line.lives):
         since, to = line.at(before.ended), line.at(life.began)
-        text = told.get(life.began, f"went on from step {life.start_step}")
+        text = texts.get(life.began, f"resumed from step {life.start_step}")
         resized = before.world_size != life.world_size and life.world_size
         kind = "resize" if resized else "restart"
         label = (f"{before.world_size}→{life.world_size}" if resized else "↻") if flags else ""
@@ -97,20 +97,20 @@ def marks(story: RunHistory) -> list[Mark]:
 
 
 def _lost(story: RunHistory) -> list[Mark]:
-    """Where steps were made that a later start did again: they have left the log."""
+    """Steps that a later start repeated; they are no longer in the log."""
     line, found = story.timeline, []
     walls = sorted(wall for wall in line.walls(story.files.train) if math.isfinite(wall))
     for number, life in enumerate(line.lives[:-1]):
         last = line.last_before(walls, number) or life.began
         if life.ended - last > 0.01 * line.worked_s:
-            told = f"{format_seconds(life.ended - last)} of work, of which no log is kept"
-            found.append(Mark(line.at(last), "lost", told, to=line.at(life.ended)))
+            text = f"{format_seconds(life.ended - last)} of work that is not in the log"
+            found.append(Mark(line.at(last), "lost", text, to=line.at(life.ended)))
     return found
 
 
 def axis_of(stories: Sequence[RunHistory]) -> Scale:
     ends = [s.timeline.at(life.ended) for s in stories for life in s.timeline.lives[-1:]]
-    return seconds(max(ends, default=1.0))
+    return time_scale(max(ends, default=1.0))
 
 
 def x_name(timelines: Sequence[Timeline]) -> str:
@@ -119,7 +119,7 @@ def x_name(timelines: Sequence[Timeline]) -> str:
 
 
 def _pieces(story: RunHistory, records: Sequence[Train]) -> list[list[tuple[float, Train]]]:
-    """(time on the axis, record), cut where a start ended."""
+    """(time on the axis, record), split where a start ended."""
     line = story.timeline
     begins = [life.began for life in line.lives]
     pieces: list[list[tuple[float, Train]]] = [[] for _ in line.lives]
@@ -131,7 +131,7 @@ def _pieces(story: RunHistory, records: Sequence[Train]) -> list[list[tuple[floa
 
 
 def _speed(stories: Sequence[RunHistory], x: Scale) -> Panel | None:
-    lines, told, highs = [], [], []
+    lines, series, highs = [], [], []
     units = {story.unit for story in stories}
     unit = (units.pop() if len(units) == 1 else "") or "samples"
     for number, story in enumerate(stories):
@@ -140,18 +140,16 @@ def _speed(stories: Sequence[RunHistory], x: Scale) -> Panel | None:
         flat = sorted(y for piece in pieces for _, y in piece)
         if not flat:
             continue
-        highs.append(
-            min(flat[-1], 3 * flat[len(flat) // 2])
-        )  # one lucky line may leave the picture
+        highs.append(min(flat[-1], 3 * flat[len(flat) // 2]))  # a single outlier may be cut off
         shares = [max(4, MOST_POINTS * len(piece) // len(flat)) for piece in pieces]
-        calm = [_calm(piece, len(flat) // 40 + 1) for piece in pieces]
+        calm = [_smoothed(piece, len(flat) // 40 + 1) for piece in pieces]
         smooth = [sampled(piece, most) for piece, most in zip(calm, shares, strict=True)]
         if len(stories) == 1:
             raw = [thinned(piece, most) for piece, most in zip(pieces, shares, strict=True)]
             lines.append(Line("", f"raw {color(0)}", raw))
         lines.append(Line("" if len(stories) == 1 else story.files.name, color(number), smooth))
         points: list[Point] = [point for piece in smooth for point in piece]
-        told.append((lines[-1].label, points, lambda value: f"{format_count(value)} {unit}/s"))
+        series.append((lines[-1].label, points, lambda value: f"{format_count(value)} {unit}/s"))
     if not lines:
         return None
     alone = stories[0] if len(stories) == 1 else None
@@ -160,30 +158,30 @@ def _speed(stories: Sequence[RunHistory], x: Scale) -> Panel | None:
     return Panel(
         title=f"Throughput of all workers, {unit}/s",
         x=x,
-        y=linear(0.0, max(highs)),
+        y=linear_scale(0.0, max(highs)),
         x_name=x_name([story.timeline for story in stories]),
         lines=lines,
         marks=shown,
-        hovers=hovers(told, clock_of),
+        hovers=hovers(series, clock_of),
         note=" ".join(filter(None, notes)),
         legend=[*((line.label, line.css) for line in lines if line.label), *_keys(shown)],
     )
 
 
 def _keys(shown: Sequence[Mark]) -> list[tuple[str, str]]:
-    """What the bands and lines are that there are."""
+    """A legend for the marks that are shown."""
     names = {
         "failure": "a failure",
         "down": "no training",
-        "lost": "done again later, or a pause",
-        "restart": "went on",
-        "resize": "went on with another number of workers",
+        "lost": "repeated later, or a pause",
+        "restart": "resumed",
+        "resize": "resumed with another number of workers",
     }
     kinds = {mark.kind for mark in shown}
     return [(name, f"k-{kind}") for kind, name in names.items() if kind in kinds]
 
 
-def _calm(points: Sequence[Point], half_width: int) -> list[Point]:
+def _smoothed(points: Sequence[Point], half_width: int) -> list[Point]:
     values = smoothed([y for _, y in points], half_width)
     return [(x, y) for (x, _), y in zip(points, values, strict=True)]
 
@@ -193,7 +191,7 @@ def clock_of(value: float) -> str:
 
 
 def stretches_of(story: RunHistory, most: int = MOST_STRETCHES) -> list[Stretch]:
-    """The log in at most some `most` stretches, none of which goes beyond a start."""
+    """About `most` stretches of the log, none of which spans two starts."""
     records = timed(story.files)
     steps = dict(zip((r.step for r in records), _steps_of(records), strict=True))
     each = -(-len(records) // most) or 1
@@ -216,7 +214,7 @@ def stretches_of(story: RunHistory, most: int = MOST_STRETCHES) -> list[Stretch]
 
 
 def _usual(slow: Sequence[Slowest]) -> Slowest | None:
-    """The rank that was the slowest most often, and the phase; its ratio in the median."""
+    """The rank that was slowest most often, with its phase and median ratio."""
     if not slow:
         return None
     (rank, phase), _ = Counter((one.rank, one.phase) for one in slow).most_common(1)[0]
@@ -225,7 +223,7 @@ def _usual(slow: Sequence[Slowest]) -> Slowest | None:
 
 
 def _steps_of(records: Sequence[Train]) -> list[int]:
-    """How many steps each line of the log is for."""
+    """The number of steps that each log record covers."""
     before = [0, *(record.step for record in records)]
     return [max(1, record.step - last) for record, last in zip(records, before[:-1], strict=True)]
 
@@ -236,7 +234,7 @@ def _split(story: RunHistory, x: Scale) -> Panel | None:
     if not names:
         return None
     steps: dict[str, list[tuple[float, float, float, float]]] = {name: [] for name in names}
-    told = []
+    texts = []
     for one in stretches:
         foot = 0.0
         shares = step_phases.shares(one.split_s)
@@ -252,15 +250,15 @@ def _split(story: RunHistory, x: Scale) -> Panel | None:
             for name, share in sorted(shares.items(), key=lambda item: -item[1])
             if share >= 0.005
         ]
-        told.append(((one.since + one.to) / 2, "\n".join(parts)))
+        texts.append(((one.since + one.to) / 2, "\n".join(parts)))
     return Panel(
         title="Where the time goes",
         x=x,
-        y=linear(0.0, 1.0, percent, ticks=4),
+        y=linear_scale(0.0, 1.0, tick_percent, ticks=4),
         x_name=x_name([story.timeline]),
         areas=[Area(step_phases.PHASES.get(n, n), step_phases.css(n), steps[n]) for n in names],
         marks=marks(story),
-        hovers=told,
+        hovers=texts,
         note=thinned_note(len(story.files.train)).replace(
             "lowest and highest of each stretch are kept", "each stretch is a mean"
         ),

@@ -1,7 +1,7 @@
-"""The starts of a run, and all of them on one axis of time.
+"""The starts of a run, on one time axis.
 
-A record of the log says how long its own start had lasted; the events say when that start began.
-What a later start did again is no longer in the log: there the axis has a gap.
+A log record contains the time since its own start; the events say when that start began.
+Steps that a later start repeated are no longer in the log, which leaves a gap on the axis.
 """
 
 from __future__ import annotations
@@ -16,26 +16,26 @@ from itertools import accumulate, pairwise
 from raytrain_ddp.events import End, Eval, Failed, Plan, Preempted, Train
 from raytrain_ddp.report.run_files import RunFiles
 
-# Longer pauses, also as a share of the time at work, are cut out: after a failure, and between two
-# starts of the command, which may have a night between them.
+# Longer pauses, relative to the time at work, are cut out: after a failure, and between two
+# starts of the command, which may be a night apart.
 _CUT_FAILED, _CUT_ENDED = (60.0, 0.15), (10.0, 0.05)
 
 
 @dataclass(frozen=True)
 class RunAttempt:
-    """One start of the workers: from the plan to the last word of it, in seconds since 1970."""
+    """One start of the workers, from its plan to its last event, in seconds since 1970."""
 
     began: float
     ended: float
     start_step: int
-    world_size: int  # 0: not known
+    world_size: int  # 0: unknown
     plan: Plan | None
-    failed: bool = False  # and the same command went on, without its workers
+    failed: bool = False  # its workers failed, and the same command continued
 
 
 @dataclass(frozen=True)
 class Timeline:
-    """The lives of a run, in order, and the pauses that are cut out of its axis."""
+    """The starts of a run, in order, and the pauses that are cut out of its axis."""
 
     lives: Sequence[RunAttempt]
     cuts: Sequence[tuple[float, float]]  # (from, to), seconds since 1970
@@ -45,17 +45,17 @@ class Timeline:
         began = self.lives[0].began if self.lives else wall
         place = bisect.bisect_right(self.cuts, (wall, math.inf))
         out = self._cut_s[place]
-        if place:  # it may be within that pause
+        if place:  # `wall` may be within that pause
             out -= max(0.0, self.cuts[place - 1][1] - wall)
         return max(0.0, wall - began - out)
 
     @cached_property
     def _cut_s(self) -> list[float]:
-        """Of the first so many pauses together."""
+        """Cumulative seconds of the pauses."""
         return [0.0, *accumulate(to - since for since, to in self.cuts)]
 
     def last_before(self, walls: Sequence[float], number: int) -> float | None:
-        """The last of the ascending `walls` that belongs to a life; None if there is none."""
+        """The last of the ascending `walls` that belongs to a start; None if there is none."""
         following = self.lives[number + 1 : number + 2]
         until = following[0].began if following else math.inf
         place = bisect.bisect_right(walls, until)
@@ -66,11 +66,11 @@ class Timeline:
         return sum(life.ended - life.began for life in self.lives)
 
     def walls(self, records: Sequence[Train | Eval]) -> list[float]:
-        """When each record was written; nan where that is not known."""
+        """When each record was written; nan if unknown."""
         firsts: list[int] = []
         owners: list[RunAttempt] = []
         limit = math.inf
-        for life in reversed(self.lives):  # a later start has overwritten what came after its step
+        for life in reversed(self.lives):  # a later start overwrites records after its first step
             if life.start_step < limit:
                 firsts.insert(0, life.start_step)
                 owners.insert(0, life)
@@ -83,7 +83,7 @@ class Timeline:
 
 
 def timeline_of(files: RunFiles, is_running: bool) -> Timeline:
-    """From the events; where there are none, from where the log's seconds begin anew."""
+    """From the events; without events, from where the log's seconds start over."""
     lives = _from_events(files, is_running) or _from_log(files)
     whole = Timeline(_as_long_as_logged(lives, files), [])
     cuts = []
@@ -95,7 +95,8 @@ def timeline_of(files: RunFiles, is_running: bool) -> Timeline:
 
 
 def _as_long_as_logged(lives: Sequence[RunAttempt], files: RunFiles) -> list[RunAttempt]:
-    """No life ends before its last line: events are dated to the second, and some are not heard."""
+    """No start ends before its last record: events are dated to the second, and some are
+    missing."""
     line = Timeline(lives, [])
     walls = sorted(wall for wall in line.walls(files.train) if math.isfinite(wall))
     lasts = [line.last_before(walls, number) for number in range(len(lives))]
@@ -124,11 +125,11 @@ def _from_events(files: RunFiles, is_running: bool) -> list[RunAttempt]:
             plan = event, wall
         elif isinstance(event, End | Failed | Preempted):
             planned = isinstance(event, End) and (event.status == 0 or event.status > 128)
-            # After its last checkpoint only Ray is put away.
+            # After the last checkpoint only Ray is shut down.
             close(heard if planned else wall, failed=not isinstance(event, End))
             plan = None
         heard = wall
-    if plan is not None:  # still at work, or gone without a word
+    if plan is not None:  # still running, or ended without an event
         close(max(heard, files.read_at) if is_running else heard)
     return lives
 

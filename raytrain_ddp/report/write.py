@@ -1,4 +1,4 @@
-"""From runs to a file."""
+"""Writes the report of one or several runs to a file."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def write_report(places: Sequence[str], out: str | None, predict: bool, device: 
             raise ConfigError(
                 "--device has no effect: it applies only to the predictions of a single run."
             )
-        from raytrain_ddp.training.world import choose_device  # loads torch
+        from raytrain_ddp.training.world import choose_device  # imports torch
 
         choose_device(device)
     runs = _told_apart([read_run(place) for place in places])
@@ -51,7 +51,7 @@ def write_report(places: Sequence[str], out: str | None, predict: bool, device: 
 
 
 def _told_apart(runs: Sequence[RunFiles]) -> list[RunFiles]:
-    """Those of one name get as much of their path as they need: a/digits, b/digits."""
+    """Runs of the same name get as much of their path as necessary: a/digits, b/digits."""
     parts = [[part for part in run.place.path.split("/") if part] for run in runs]
 
     def name(number: int) -> str:
@@ -69,7 +69,7 @@ def _place(runs: Sequence[RunFiles]) -> Path:
 
 
 def _predictions(story: RunHistory, device: str) -> str:
-    """HTML, or why there is none: that is no reason to fail."""
+    """HTML, or why there is none, which is not an error."""
     if not story.files.kept:
         return ""
     from raytrain_ddp.report.class_tables import classes
@@ -82,7 +82,7 @@ def _predictions(story: RunHistory, device: str) -> str:
 
 
 def _write(path: Path, page: str) -> None:
-    """So that a browser that looks meanwhile sees one report or the other."""
+    """Atomically, so that a browser always sees a complete report."""
     temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)

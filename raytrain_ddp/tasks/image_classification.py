@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 from raytrain_ddp.config.train_config import TrainConfig
-from raytrain_ddp.data.gpu_augment import finish, mix
+from raytrain_ddp.data.gpu_augment import finish_images, mix
 from raytrain_ddp.data.image_batches import image_data
 from raytrain_ddp.data.sources import Batch, Data
 from raytrain_ddp.data.splits import open_splits
@@ -56,7 +56,7 @@ class ImageClassification(Task):
         return labels.loss(model(inputs), self._config.optim.label_smoothing)
 
     def metrics(self) -> dict[str, Metric]:
-        from torchmetrics import MeanMetric  # seconds to import: not before it is needed
+        from torchmetrics import MeanMetric  # takes seconds to import; imported only when needed
         from torchmetrics.classification import MulticlassAccuracy
 
         classes = len(self.class_names)
@@ -82,11 +82,11 @@ class ImageClassification(Task):
                 metric.update(logits, labels)
 
     def _inputs(self, batch: Batch) -> Tensor:
-        """What the model is given, float (n, 3, h, w), made on the device."""
+        """The model's input, float (n, 3, h, w), computed on the device."""
         images = batch["image"]
-        if images.device not in self._scales:  # once: such a copy makes the host wait
+        if images.device not in self._scales:  # only once: such a copy makes the host wait
             values = torch.tensor([self._config.data.mean, self._config.data.std])
             self._scales[images.device] = (values * 255).view(2, 3, 1, 1).to(images.device)
         mean, std = self._scales[images.device]
         flip, erase = batch.get("flip"), batch.get("erase")
-        return finish(images, mean, std, flip, erase, self._config.compute.channels_last)
+        return finish_images(images, mean, std, flip, erase, self._config.compute.channels_last)

@@ -1,4 +1,4 @@
-"""Models by name: which there are is known without importing torch."""
+"""Models by name. The list of names is available without importing torch."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _REGISTERED = re.compile(
 
 def known_models() -> list[str]:
     """digits-cnn and torchvision's classification models, read from the installed files: importing
-    torchvision takes seconds, and a misspelled name should be told at once."""
+    torchvision takes seconds, and a misspelled name should be reported at once."""
     found = (match for text in _sources() for match in _REGISTERED.finditer(text))
     return [DIGITS, *sorted(match["given"] or match["name"] for match in found)]
 
@@ -45,7 +45,7 @@ def _sources() -> Iterator[str]:
 
 
 def check_model(name: str, weights: str | None = None) -> None:
-    """Raises ConfigError for a model that is not known, or has no such weights."""
+    """Raises ConfigError if the model is unknown or has no such weights."""
     known = known_models()
     if name not in known:
         raise ConfigError(
@@ -65,26 +65,26 @@ def check_model(name: str, weights: str | None = None) -> None:
 
 
 def torchvision_model(name: str, weights: str | None, classes: int) -> nn.Module:
-    """A model as torchvision builds it, with a head of its own for `classes`.
+    """A torchvision model with a new head for `classes`.
 
     Args:
-        weights: the name of those that it begins with; all but the head's.
+        weights: the name of the pretrained weights to load, except for the head.
 
     Raises:
-        ConfigError: there are none of that name.
-        PreflightError: they cannot be downloaded.
+        ConfigError: there are no weights of that name.
+        PreflightError: the weights cannot be downloaded.
     """
     from torchvision.models import get_model, get_model_weights
 
     options: dict[str, Any] = {}
     if name in ("googlenet", "inception_v3"):
-        # Their auxiliary heads would be trained by no loss here.
+        # No loss here would train their auxiliary heads.
         options = {"aux_logits": False, "init_weights": True}
     if weights is None:
         return get_model(name, weights=None, num_classes=classes, **options)  # type: ignore[no-any-return]
     check_model(name, weights)
     wanted = get_model_weights(name)[weights]
-    # With weights, torchvision's builders choose these by themselves.
+    # With weights, torchvision's builders set these themselves.
     if name in ("googlenet", "inception_v3"):
         options["transform_input"] = True
     elif name.startswith("vit_"):

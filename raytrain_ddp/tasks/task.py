@@ -1,4 +1,4 @@
-"""What is learned: the extension point for a model, data or loss of your own."""
+"""The `Task` protocol: the extension point for your own model, data and loss."""
 
 from __future__ import annotations
 
@@ -13,22 +13,22 @@ if TYPE_CHECKING:
 
 
 class Task(Protocol):
-    """A model, its data, its loss and its metrics. Subclass it; the constructor is given the config
+    """A model, its data, its loss and its metrics. Subclass it; the constructor receives the config
     and `task_options` as keyword arguments.
 
-    Each worker builds its own task; all must build the same one, so draw random numbers only in
-    `model()`, which is called with torch's, numpy's and Python's generators under the run's seed.
+    Each worker builds its own task, and all must be equal, so draw random numbers only in
+    `model()`, which is called with torch's, numpy's and Python's generators seeded by the run.
     """
 
     monitor: str = "loss"
     """The metric by which the best checkpoint is chosen."""
     goal: Literal["min", "max"] = "min"
-    """Whether `monitor` is better when smaller or larger."""
+    """Whether a smaller ("min") or larger ("max") `monitor` is better."""
     unit: str = "samples"
-    """What a sample is called on the display."""
+    """What the display calls samples."""
 
     def model(self) -> nn.Module:
-        """The model, on the CPU. Modules that it leaves in evaluation mode stay in it."""
+        """The model, on the CPU. Modules in evaluation mode stay in it."""
 
     def train_data(self) -> Data:
         """The training set."""
@@ -39,12 +39,12 @@ class Task(Protocol):
     def loss(self, model: nn.Module, batch: Batch) -> Tensor:
         """The mean loss over the batch's samples, shape (); `batch` is on the model's device.
 
-        Draw random numbers from torch's, numpy's or Python's own generators only: they are seeded
-        for each micro-batch, also in `evaluate`.
+        Draw random numbers only from torch's, numpy's or Python's global generators: they are
+        seeded for each micro-batch, also in `evaluate`.
         """
 
     def metrics(self) -> dict[str, Metric]:
-        """Fresh torchmetrics metrics by name, or a MetricCollection; `monitor` is a number."""
+        """New torchmetrics metrics by name, or a MetricCollection; `monitor` must be a number."""
 
     def evaluate(self, model: nn.Module, batch: Batch, metrics: Mapping[str, Metric]) -> None:
         """Updates each metric with one batch. Called without gradients, in evaluation mode."""

@@ -1,4 +1,4 @@
-"""What a task returns, checked: a TaskError names the user's own function, and what is expected."""
+"""Checks what a task returns: a TaskError names the user's function and what is expected."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _OF_METRIC = ("reset", "update", "compute", "merge_state", "metric_state", "to")
 
 
 def model_of(task: Task) -> nn.Module:
-    """`task.model()`, of which something can be trained."""
+    """`task.model()`, with at least one trainable parameter."""
     from torch import nn
 
     model = task.model()
@@ -34,12 +34,12 @@ def model_of(task: Task) -> nn.Module:
 
 
 def train_data_of(task: Task) -> Data:
-    """`task.train_data()`, which has rows."""
+    """`task.train_data()`, with at least one row."""
     return _data(task.train_data, task.train_data(), "the training set has 0 rows.")
 
 
 def eval_data_of(task: Task) -> Data | None:
-    """`task.eval_data()`; it has rows if there is one."""
+    """`task.eval_data()`; if not None, with at least one row."""
     data = task.eval_data()
     if data is None:
         return None
@@ -67,7 +67,7 @@ def _data(function: Any, data: Any, empty: str) -> Data:
 
 
 def metrics_of(task: Task, per_class: bool = False) -> Mapping[str, Metric] | MetricCollection:
-    """`task.metrics()`: at least one, each with what a metric needs."""
+    """`task.metrics()`: at least one, each with the methods of a metric."""
     function = task.per_class_metrics if per_class else task.metrics  # type: ignore[attr-defined]
     metrics: Any = function()
     wanted = "a dict of torchmetrics metrics by name, or a MetricCollection"
@@ -79,7 +79,7 @@ def metrics_of(task: Task, per_class: bool = False) -> Mapping[str, Metric] | Me
         lacking = [each for each in _OF_METRIC if not hasattr(metric, each)]
         if isinstance(metric, type):
             raise refused(function, metrics, wanted, f" {name!r} is a class: create an instance.")
-        if lacking and not hasattr(metric, "items"):  # a collection is looked at by its metrics
+        if lacking and not hasattr(metric, "items"):  # a collection is checked by its metrics
             kind = type(metric).__name__
             raise refused(
                 function,
@@ -91,7 +91,7 @@ def metrics_of(task: Task, per_class: bool = False) -> Mapping[str, Metric] | Me
 
 
 def require_loss(task: Task, loss: Any, needs_gradient: bool) -> Tensor:
-    """What `task.loss` has returned: a mean loss that a backward pass can begin with."""
+    """The result of `task.loss`: a mean loss that supports a backward pass."""
     import torch
 
     is_tensor = isinstance(loss, torch.Tensor)
@@ -114,7 +114,7 @@ def require_loss(task: Task, loss: Any, needs_gradient: bool) -> Tensor:
 
 
 def refused(function: Any, got: object, wanted: str, hint: str = "") -> TaskError:
-    """The error for what the user's `function` has returned."""
+    """The error for an invalid result of the user's `function`."""
     return TaskError(f"{place_of(function)}: returned {_described(got)}; expected {wanted}.{hint}")
 
 
@@ -137,9 +137,9 @@ def _described(value: Any) -> str:
     if isinstance(value, type):
         return f"the class {value.__qualname__}"
     kind = type(value).__qualname__
-    told = f"{'an' if kind[0].lower() in 'aeiou' else 'a'} {kind}"
+    noun = f"{'an' if kind[0].lower() in 'aeiou' else 'a'} {kind}"
     if isinstance(value, int | float | str):
-        return f"{told}, {repr(value)[:80]}"
+        return f"{noun}, {repr(value)[:80]}"
     if isinstance(value, Mapping) and value:
-        return f"{told} of {', '.join(map(repr, [*value][:5]))}"
-    return f"{told} of {len(value)} items" if isinstance(value, list | tuple | dict) else told
+        return f"{noun} of {', '.join(map(repr, [*value][:5]))}"
+    return f"{noun} of {len(value)} items" if isinstance(value, list | tuple | dict) else noun

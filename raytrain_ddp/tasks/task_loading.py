@@ -1,4 +1,4 @@
-"""Finds the task that a config names, and checks the name before anything is imported."""
+"""Finds the task that a config names, and checks the name before importing anything."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ BUILT_IN = {"image-classification": "raytrain_ddp.tasks.image_classification:Ima
 
 
 def load_task(config: TrainConfig, reads: set[str] | None = None) -> Task:
-    """The task of a config, built.
+    """Builds the task of a config.
 
     Args:
-        reads: is filled with the fields of the config that the task reads, now and later.
+        reads: receives the fields of the config that the task reads, now and later.
 
     Raises:
         ConfigError: the module, file or class does not exist, or it has no such options.
-        TaskError: it is no task; see `check_task`. An error raised by the task's own code passes
-            through as it is.
+        TaskError: it is not a task; see `check_task`. Errors raised by the task's own code are
+            passed through unchanged.
     """
     given = task_of(config)
     if callable(given):
@@ -40,10 +40,10 @@ def load_task(config: TrainConfig, reads: set[str] | None = None) -> Task:
 
 
 def task_of(config: TrainConfig) -> Any:
-    """The class, the function that makes a task, or the task that `config.task` names or holds.
+    """The task class, factory function or instance that `config.task` names or holds.
 
     Raises:
-        ConfigError, TaskError: as `load_task`.
+        ConfigError, TaskError: like `load_task`.
     """
     check_task_name(config.task)
     given = config.task.target if isinstance(config.task, TaskName) else _named(config.task)
@@ -77,7 +77,7 @@ def _named(task: str) -> Any:
 
 
 def check_task_name(name: str) -> None:
-    """Raises ConfigError if `name` cannot be a task's; imports nothing of it."""
+    """Raises ConfigError if `name` cannot be a task's; does not import it."""
     if name in BUILT_IN or isinstance(name, TaskName):
         return
     place, colon, class_name = name.rpartition(":")
@@ -104,7 +104,7 @@ def check_task_name(name: str) -> None:
 
 
 def _check_class(name: str, path: Path, class_name: str) -> None:
-    """Reads the file without running it; a name that is made or imported there passes too."""
+    """Parses the file without running it; accepts names that it assigns or imports, too."""
     try:
         tree = ast.parse(path.read_text(encoding="utf-8"), str(path))
     except (SyntaxError, UnicodeDecodeError) as error:
@@ -122,9 +122,9 @@ def _check_class(name: str, path: Path, class_name: str) -> None:
 
 
 def _load_file(path: Path) -> object:
-    """Imports a file by its stem, so that what it defines can be pickled by reference.
+    """Imports a file by its stem, so that its objects can be pickled by reference.
 
-    On another machine the file lies elsewhere: Ray has put its folder on the import path there.
+    On another machine the file is elsewhere: Ray has put its folder on the import path there.
     """
     folder = str(path.resolve().parent)
     if path.is_file() and folder not in sys.path:

@@ -1,6 +1,6 @@
-"""Whether a class is a task: what it lacks, what its methods take, and what of it nothing calls.
+"""Checks a task class: missing methods, wrong arguments, and methods that nothing calls.
 
-Found before anything is started, from the class alone: no torch, nothing is called.
+Done before anything is started, from the class alone: imports no torch, calls nothing.
 """
 
 from __future__ import annotations
@@ -60,10 +60,10 @@ _NO_HOOKS = "there are no hooks; do it in loss() or evaluate()"
 
 
 def check_task(task: Any) -> None:
-    """Of a class, or of an object, which may be no subclass of `Task`.
+    """Checks a class, or an object that need not be a subclass of `Task`.
 
     Raises:
-        TaskError: it lacks a method, one takes other arguments, or nothing calls one.
+        TaskError: it lacks a method, a method takes other arguments, or nothing calls a method.
     """
     kind = task if isinstance(task, type) else type(task)
     where = _place_of_class(kind)
@@ -96,10 +96,10 @@ def check_task(task: Any) -> None:
 
 
 def check_options(made_by: Any, options: Mapping[str, str]) -> None:
-    """That what makes the task takes the config and these options.
+    """Checks that the task's constructor or factory takes the config and these options.
 
     Raises:
-        ConfigError: there is no such option, or one must be given.
+        ConfigError: an option does not exist, or a required one is missing.
         TaskError: it does not take a config.
     """
     name = getattr(made_by, "__qualname__", type(made_by).__qualname__)
@@ -142,7 +142,7 @@ def check_options(made_by: Any, options: Mapping[str, str]) -> None:
 
 
 def has_constructor(made_by: Any) -> bool:
-    """Whether it is given the config: all but a class that has no constructor of its own."""
+    """Whether it takes the config: all but a class without a constructor of its own."""
     if not isinstance(made_by, type):
         return True
     init = inspect.getattr_static(made_by, "__init__")  # a protocol's is typing's own
@@ -150,7 +150,7 @@ def has_constructor(made_by: Any) -> bool:
 
 
 def _own(kind: type, name: str) -> Any:
-    """What the class has under that name, unless it is the protocol's empty method."""
+    """The class's attribute of that name, unless it is the protocol's empty method."""
     found = inspect.getattr_static(kind, name, None)
     return None if found is vars(Task).get(name) else found
 
@@ -163,7 +163,7 @@ def _check_arguments(task: Any, kind: type, name: str, arguments: tuple[str, ...
     method = getattr(task, name)
     is_unbound = isinstance(task, type) and inspect.isfunction(_own(kind, name))
     if isinstance(method, property) or isinstance(_own(kind, name), property | cached_property):
-        method = None  # neither here nor there: what it gives is called later
+        method = None  # dynamic: what it returns is called later
     elif not callable(method):
         raise TaskError(
             f"{_place_of_class(kind)}: {kind.__qualname__}.{name} is a {type(method).__name__}; "
@@ -174,7 +174,7 @@ def _check_arguments(task: Any, kind: type, name: str, arguments: tuple[str, ...
             inspect.signature(method).bind(*([None] if is_unbound else []), *arguments)
     except (TypeError, ValueError) as error:
         if isinstance(error, ValueError):
-            return  # made in C: it has no signature
+            return  # written in C: it has no signature
         code = _code(_own(kind, name))
         where = f"{code.co_filename}:{code.co_firstlineno}" if code else _place_of_class(kind)
         raise TaskError(
@@ -184,8 +184,8 @@ def _check_arguments(task: Any, kind: type, name: str, arguments: tuple[str, ...
 
 
 def _idle(task: Any, kind: type) -> Iterator[str]:
-    """Names that look as if something were expected of them, and that the task's own code does not
-    use either. Helpers of other names are nobody's business."""
+    """Names that look like hooks of other frameworks and that the task's own code does not use
+    either. Other names are ignored."""
     classes = _classes(kind)
     beneath = {
         name
@@ -208,7 +208,7 @@ def _idle(task: Any, kind: type) -> Iterator[str]:
 
 
 def _classes(kind: type) -> list[type]:
-    """The user's own of its bases."""
+    """The user-defined classes among its bases."""
     return [
         each
         for each in kind.__mro__
@@ -236,7 +236,7 @@ def _code(function: Any) -> CodeType | None:
 
 
 def _used(code: CodeType) -> Iterator[str]:
-    """Names of attributes that it reads, and its strings, which may be for getattr."""
+    """The attributes that it reads, and its strings, which may be used with getattr."""
     for step in dis.get_instructions(code):
         reads = step.opname.startswith(("LOAD_ATTR", "LOAD_METHOD", "LOAD_SUPER"))
         if isinstance(step.argval, str) and (reads or step.opname == "LOAD_CONST"):
@@ -247,7 +247,7 @@ def _used(code: CodeType) -> Iterator[str]:
 
 
 def _place_of_class(kind: Any) -> str:
-    """``file.py:12``, or as much of it as is known."""
+    """``file.py:12``, or the part of it that is known."""
     try:
         return f"{inspect.getsourcefile(kind)}:{inspect.getsourcelines(kind)[1]}"
     except (OSError, TypeError):

@@ -1,4 +1,4 @@
-"""Snapshots become checkpoints on a thread of its own, one at a time; training goes on."""
+"""Commits snapshots as checkpoints in a background thread, one at a time."""
 
 from __future__ import annotations
 
@@ -18,29 +18,29 @@ from raytrain_ddp.training.session import Snapshot
 T = TypeVar("T")
 
 TRIES = 5
-_LONGEST_S = 60.0  # of all tries together, as far as it can be chosen
+_LONGEST_S = 60.0  # for all attempts together, as far as we control it
 _SAID_S = 1.0
 _HANGS_S = 30.0
-# Trying again within a minute does not help.
+# Retrying within a minute does not help against these.
 _LASTING = {errno.ENOSPC, errno.EFBIG, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM}
 
 
-def pauses() -> Iterator[float]:
-    """Seconds to wait before each further try: twice as long each time, and never in step with
-    other clients of a store that is overloaded."""
-    jitter = random.Random()  # the shared one may be seeded alike on all machines
+def retry_pauses() -> Iterator[float]:
+    """Seconds to wait before each retry: doubled each time, with jitter to avoid synchronized
+    retries against an overloaded store."""
+    jitter = random.Random()  # the global one may have the same seed on all machines
     for n in range(TRIES - 1):
-        yield 2**n * jitter.uniform(0.5, 1)  # at most 15 s in all
+        yield 2**n * jitter.uniform(0.5, 1)  # at most 15 s in total
 
 
-def persistently(act: Callable[[int], T], pause: Callable[[float, OSError], bool]) -> T:
-    """act(0), act(1), ... until one does not raise an OSError that may pass; at most `TRIES`.
+def with_backoff(act: Callable[[int], T], pause: Callable[[float, OSError], bool]) -> T:
+    """Calls act(0), act(1), ... until one raises no transient OSError, at most `TRIES` times.
 
     Args:
-        pause: waits so many seconds; whether to go on trying.
+        pause: waits the given seconds; returns whether to continue.
     """
-    failed: float | None = None  # since when
-    for number, wait_s in enumerate(pauses()):
+    failed: float | None = None  # time of the first failure
+    for number, wait_s in enumerate(retry_pauses()):
         try:
             return act(number)
         except OSError as error:
@@ -52,16 +52,16 @@ def persistently(act: Callable[[int], T], pause: Callable[[float, OSError], bool
 
 
 class AsyncCheckpointer:
-    """Has snapshots committed in the background, at most one at a time.
+    """Commits snapshots in the background, at most one at a time.
 
-    A commit that fails ends no training; `max_failed` in a row do, and the last one of all must not
-    fail. Other errors than the storage's end the training at its next step.
+    A failed commit does not end the training; `max_failed` in a row do, and the final commit must
+    not fail. Errors other than the storage's end the training at its next step.
 
     Args:
-        commit: makes a checkpoint of a snapshot; the number of the try is given besides.
-        max_failed: how many in a row are one too many.
-        tell: is given notes and events, also from this thread.
-        sleep: waits so many seconds; whether the time has passed, and nothing has ended it.
+        commit: makes a checkpoint of a snapshot; also gets the number of the attempt.
+        max_failed: this many failures in a row end the training.
+        tell: receives notes and events, also from this thread.
+        sleep: waits the given seconds; returns False if the wait was interrupted.
     """
 
     def __init__(
@@ -74,7 +74,7 @@ class AsyncCheckpointer:
         self._commit, self._max_failed, self._tell, self.sleep = commit, max_failed, tell, sleep
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="committer")
         self._under_way: Future[None] | None = None
-        self._step = 0  # of the snapshot under way
+        self._step = 0  # of the snapshot being committed
         self._since = 0.0
         self._in_a_row = 0
         self._failure: CheckpointError | None = None  # of the latest commit
@@ -83,9 +83,9 @@ class AsyncCheckpointer:
         self._postponed = False
 
     def submit(self, snapshot: Snapshot) -> Future[None]:
-        """Has a snapshot committed once the one before it is; what it comes to never raises.
+        """Commits a snapshot once the previous commit is done; the future never raises.
 
-        The snapshot's memory is in use until then.
+        The snapshot's memory is in use until the future is done.
         """
         self.wait()
         self._step, self._since = snapshot.manifest.step, time.monotonic()
@@ -96,28 +96,30 @@ class AsyncCheckpointer:
         return self._under_way is not None and not self._under_way.done()
 
     def postpones(self) -> bool:
-        """Whether a checkpoint that can wait has to, as one is under way; said the first time."""
+        """Whether a checkpoint that can wait must wait for the current one; reported once for
+        each."""
         if self.is_busy() and not self._postponed:
             self._postponed = True
             spent_s = time.monotonic() - self._since
             self._note(
                 f"the checkpoint of step {self._step} is still being written ({spent_s:.0f} s so "
-                "far): the next one by the clock comes when it is done. The storage is slow."
+                "far): the next one by time follows when it is done. The storage is slow."
             )
         return self.is_busy()
 
     def wait(self) -> None:
-        """Waits until no commit is under way; says so if it takes long, while it does."""
+        """Waits until no commit is running; reports a long wait, also while it lasts."""
         waited_s = self._wait()
         if waited_s > self._longest_wait_s:
-            self._longest_wait_s = 2 * waited_s  # not the same thing over and over
+            self._longest_wait_s = 2 * waited_s  # do not repeat the same note
             self._note(
                 f"training waited {waited_s:.1f} s until the checkpoint of step {self._step} was "
-                "written: the storage is slower than checkpoints are due."
+                "written: checkpoints are due faster than the storage writes them."
             )
 
     def require(self) -> None:
-        """Raises what ends the training: too many failures in a row, or another writer."""
+        """Raises the error that ends the training: too many failures in a row, or another
+        writer."""
         problem, self._problem = self._problem, None
         if problem is not None:
             raise problem
@@ -130,7 +132,7 @@ class AsyncCheckpointer:
             raise self._failure
 
     def close(self) -> None:
-        """Waits until no commit is under way, and ends the thread."""
+        """Waits until no commit is running, and ends the thread."""
         try:
             self._wait()
         finally:
@@ -144,36 +146,36 @@ class AsyncCheckpointer:
             if wait_for([self._under_way], told_at_s - waited_s).done:
                 break
             self._note(
-                f"training waits for the checkpoint of step {self._step}, which has been in the "
-                f"writing for {time.monotonic() - self._since:.0f} s: the storage does not answer."
+                f"training waits for the checkpoint of step {self._step}, which has been written "
+                f"for {time.monotonic() - self._since:.0f} s: the storage does not respond."
             )
             told_at_s *= 2
         return time.monotonic() - started
 
     def _attempt(self, snapshot: Snapshot) -> None:
-        """Never raises: Ray would take an error on this thread for the end of the training."""
+        """Never raises: Ray would treat an error in this thread as the end of the training."""
 
         def pause(wait_s: float, error: OSError) -> bool:
             self._note(
                 f"the checkpoint of step {snapshot.manifest.step} could not be written ({error}): "
-                f"trying again in {wait_s:.1f} s."
+                f"retrying in {wait_s:.1f} s."
             )
             return self.sleep(wait_s)
 
         try:
             try:
-                persistently(lambda number: self._commit(snapshot, number), pause)
+                with_backoff(lambda number: self._commit(snapshot, number), pause)
                 self._in_a_row, self._failure = 0, None
             except OSError as error:
                 self._failed(snapshot.manifest.step, error)
-        except BaseException as error:  # that of `tell`, too
+        except BaseException as error:  # including errors of `tell`
             self._problem = error
 
     def _failed(self, step: int, error: OSError) -> None:
         self._in_a_row += 1
         self._failure = CheckpointError(
             f"the checkpoint of step {step} could not be written: {error}. Nothing that was "
-            "committed is lost; make room or mend the storage, then the same command goes on."
+            "committed is lost; free space or fix the storage, then run the same command again."
         )
         if self._in_a_row >= self._max_failed:
             self._problem = self._failure

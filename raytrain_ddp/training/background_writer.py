@@ -1,4 +1,4 @@
-"""Brings the records of a log to a place that may not answer, in a thread of its own."""
+"""Sends log records to a service that may not respond, in a background thread."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from raytrain_ddp.events import LogRecord, Note
 from raytrain_ddp.messages import Event
 from raytrain_ddp.training.trackers import Logger, Open
 
-_LAST_S = 30.0  # that the end of a run waits for a place
-_MOST = 200  # letters of a reason
+_LAST_S = 30.0  # how long the end of a run waits for a service
+_MOST = 200  # characters of an error message
 
 
-class _Word(NamedTuple):
-    """A record, or without one: try again, if the place had failed by then. `known`: how many
-    records there were."""
+class _Item(NamedTuple):
+    """A record, or None: try again if the service had failed by then. `known`: the number of
+    records at that time."""
 
     known: int
     record: LogRecord | None
@@ -27,15 +27,15 @@ class _Word(NamedTuple):
 
 
 class BackgroundWriter:
-    """Opens a place for the first record, and hands it each one; the training waits for nothing.
+    """Opens a service at the first record, and sends it each one; training never waits for it.
 
-    W&B needs 90 s to find that its server does not answer, MLflow four minutes. A place that has
-    failed is opened anew, with all records, when that is asked for.
+    W&B needs 90 s to find that its server does not respond, MLflow four minutes. A service that has
+    failed is opened again on request, with all records.
 
     Args:
-        name: of the place.
-        records: those of the log, also as it grows.
-        tell: is given a note when the place has failed, from another thread.
+        name: of the service.
+        records: those of the log; the list keeps growing.
+        tell: receives a note when the service has failed, from another thread.
     """
 
     def __init__(
@@ -46,45 +46,45 @@ class BackgroundWriter:
         tell: Callable[[Event], None],
     ) -> None:
         self._name, self._open, self._records, self._tell = name, opened, records, tell
-        self._words: SimpleQueue[_Word | None] = SimpleQueue()
+        self._queue: SimpleQueue[_Item | None] = SimpleQueue()
         self._logger: Logger | None = None
         self._failed_s, self._reason = -1.0, ""
         self._thread: threading.Thread | None = None
         self._run_failed = False
 
     def add(self, record: LogRecord) -> None:
-        """The newest of the records; not before there is one is the place opened."""
-        self._words.put(_Word(len(self._records), record, time.monotonic()))
+        """Sends the newest of the records; the service is opened for the first one."""
+        self._queue.put(_Item(len(self._records), record, time.monotonic()))
         if self._thread is None:
             self._thread = threading.Thread(target=self._work, name=self._name, daemon=True)
             self._thread.start()
 
     def again(self) -> None:
-        """If the place has failed, it is tried again."""
+        """Tries again if the service has failed."""
         if self._thread is not None:
-            self._words.put(_Word(len(self._records), None, time.monotonic()))
+            self._queue.put(_Item(len(self._records), None, time.monotonic()))
 
     def close(self, failed: bool) -> None:
-        """Waits until all has arrived, but not for ever; `failed`: see `Logger.close`."""
+        """Waits until everything is sent, but not forever; `failed`: see `Logger.close`."""
         if self._thread is None:
             return
         self._run_failed = failed
-        self._words.put(None)
+        self._queue.put(None)
         self._thread.join(_LAST_S)
         if self._thread.is_alive():
-            within = f"within {_LAST_S:.0f} s: some may be missing there."
-            self._note(f"{self._name} has not taken in all {within}")
+            within = f"within {_LAST_S:.0f} s: records may be missing there."
+            self._note(f"{self._name} did not accept all records {within}")
         self._tell = lambda _: None
 
     def _work(self) -> None:
         first = True
-        while (word := self._words.get()) is not None:
+        while (item := self._queue.get()) is not None:
             if self._logger is not None:
-                if word.record is not None:
-                    self._try(self._logger.add, word.record)
-            elif first or (word.record is None and word.said_s > self._failed_s):
+                if item.record is not None:
+                    self._try(self._logger.add, item.record)
+            elif first or (item.record is None and item.said_s > self._failed_s):
                 first = False
-                self._try(self._begin, word.known)
+                self._try(self._begin, item.known)
         self._drop()
 
     def _begin(self, known: int) -> None:
@@ -98,11 +98,11 @@ class BackgroundWriter:
             reason = " ".join(str(error).split()) or type(error).__name__
             self._drop()
             self._failed_s = time.monotonic()
-            if reason != self._reason:  # told once, however often it is tried
+            if reason != self._reason:  # reported once, however often it is retried
                 self._reason = reason
                 short = reason if len(reason) <= _MOST else f"{reason[:_MOST]} ..."
                 text = f"{self._name} has failed ({short}): "
-                self._note(f"{text}it is tried again with each checkpoint.")
+                self._note(f"{text}it is retried with each checkpoint.")
 
     def _drop(self) -> None:
         logger, self._logger = self._logger, None

@@ -1,4 +1,4 @@
-"""Buffers, such as batch-norm statistics: where they are, and what a step makes of them."""
+"""Merges the changes that slots make to buffers, such as batch-norm statistics."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ REALS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 _INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 
 
-class Place(NamedTuple):
-    """Where a buffer is: a forward pass may put another tensor there, as by ``self.mean = ...``."""
+class BufferLocation(NamedTuple):
+    """Where a buffer is; a forward pass may put another tensor there, as by ``self.mean = ...``."""
 
     name: str
     module: nn.Module
@@ -28,18 +28,18 @@ class Place(NamedTuple):
         return found.detach()
 
 
-def buffers_of(model: nn.Module) -> list[Place]:
+def buffers_of(model: nn.Module) -> list[BufferLocation]:
     """Each buffer once, in the order of `nn.Module.named_buffers`."""
     places = {
-        id(buffer): Place(f"{name}.{key}" if name else key, module, key)
+        id(buffer): BufferLocation(f"{name}.{key}" if name else key, module, key)
         for name, module in reversed([*model.named_modules()])
         for key, buffer in module.named_buffers(recurse=False)
     }
     return [places[id(buffer)] for buffer in model.buffers()]
 
 
-class KeptBuffers:
-    """The buffers of a model as they are now; `restore` makes them so again."""
+class SavedBuffers:
+    """A copy of a model's buffers; `restore` writes them back."""
 
     def __init__(self, model: nn.Module) -> None:
         self._places = buffers_of(model)
@@ -55,13 +55,13 @@ class KeptBuffers:
 
 
 def is_merged(dtype: torch.dtype) -> bool:
-    """Whether what slots do to buffers of this type is merged. Complex numbers, and types without
-    arithmetic, such as float8, stay as they are."""
+    """Whether changes to buffers of this type are merged. Complex numbers, and types without
+    arithmetic, such as float8, stay unchanged."""
     return dtype in REALS or dtype in _INTEGERS or dtype is torch.bool
 
 
 def own_memory(model: nn.Module) -> None:
-    """Gives each buffer that is expanded, and so cannot be written to, memory of its own."""
+    """Gives each expanded buffer, which cannot be written to, memory of its own."""
     own: dict[int, Tensor] = {}
     for module in model.modules():
         for key, buffer in list(module.named_buffers(recurse=False)):
@@ -71,17 +71,17 @@ def own_memory(model: nn.Module) -> None:
 
 
 class SlotBuffers:
-    """Buffers (batch-norm statistics) as a function of all slots, not of one worker's; and losses.
+    """Merges losses and buffers (batch-norm statistics) over all slots, for any number of workers.
 
     Each slot starts from the buffers before the step; their changes are averaged over all
-    slots by samples. DDP's own way, rank 0's buffers for all, would tie them to the deal. A bool
-    is inverted if any slot has inverted it.
+    slots, weighted by samples. DDP's way, rank 0's buffers for all, would make them depend on the
+    number of workers. A bool buffer is inverted if any slot has inverted it.
 
     Args:
-        with_loss: the ranks agree on the loss, too, also where there are no buffers.
-        exact_slots: the number of slots, if sums shall have the same bits on any number of workers.
-        changing: the bool buffers that passes change. The others are constant masks, which may be
-            large and are never sent.
+        with_loss: the ranks also agree on the loss, even if there are no buffers.
+        exact_slots: the number of slots, if sums must have the same bits for any number of workers.
+        changing: the bool buffers that forward passes change. The others are constant masks, which
+            may be large and are never sent.
     """
 
     def __init__(
@@ -90,15 +90,15 @@ class SlotBuffers:
         world: World,
         with_loss: bool = False,
         exact_slots: int = 0,
-        changing: Collection[Place] = (),
+        changing: Collection[BufferLocation] = (),
     ) -> None:
-        by_type: dict[torch.dtype, list[Place]] = {}
+        by_type: dict[torch.dtype, list[BufferLocation]] = {}
         for place in buffers_of(model):
             dtype = place.tensor().dtype
             if is_merged(dtype) and (dtype is not torch.bool or place in changing):
                 by_type.setdefault(dtype, []).append(place)
         self._groups = list(by_type.values())
-        self._flags = Flags(model, without=changing)
+        self._flags = BoolBuffers(model, without=changing)
         self._lengths = [sum(place.tensor().numel() for place in g) for g in self._groups]
         self._world, self._is_exact = world, bool(exact_slots)
         self._agrees = with_loss or self._is_exact or bool(self._groups)
@@ -119,16 +119,16 @@ class SlotBuffers:
             _spread(start, group)
 
     def add(self, slot: int, weight: float, loss: Tensor) -> None:
-        """What a slot has done to the buffers, and its loss, shape ()."""
+        """Records the changes that a slot made to the buffers, and its loss, shape ()."""
         self._flags.require_constant()
         parts = []
         for group, start in zip(self._groups, self._start, strict=True):
             now = _flat(group)
-            if start.is_floating_point():  # equal is no change: inf - inf, in a mask, would be nan
+            if start.is_floating_point():  # equal means no change: inf - inf would be nan
                 parts.append(torch.where(now == start, 0, now - start).double())
             elif start.dtype is torch.bool:
                 parts.append((now ^ start).double())
-            else:  # in 64 bits, as uint8 has no negative changes
+            else:  # in 64 bits, as uint8 cannot be negative
                 parts.append((now.long() - start.long()).double())
         share = loss.double()
         self._own_loss += share * weight
@@ -139,35 +139,35 @@ class SlotBuffers:
         """All ranks take part.
 
         Returns:
-            This worker's share of the mean loss, float64, shape (): the shares of all add up to it.
-            The sum of all changes and shares, shape (): finite if each of them is. It is 0 where
-            nothing is agreed on, as there are no buffers.
+            This worker's share of the mean loss, float64, shape (): the shares of all workers add
+            up to it. And the sum of all changes and shares, shape (): finite if each of them is; 0
+            if there are no buffers, and nothing to agree on.
         """
         if not self._agrees:
             return self._own_loss, torch.zeros_like(self._own_loss)
         total = self._sum.finish()
         *self._change, loss = total.split([*self._lengths, 1])
-        if self._is_exact:  # one share is all of it, so that its sum has the same bits, too
+        if self._is_exact:  # one share holds all of it, so that its sum has the same bits, too
             self._own_loss = loss.sum() if self._world.is_main else torch.zeros_like(loss.sum())
         return self._own_loss, total.sum()
 
     def finish(self, refused: Tensor) -> None:
-        """The buffers after the step; those before it, where `refused`, shape (), is true."""
+        """Sets the buffers after the step; those before it if `refused`, shape (), is true."""
         for group, start, change in zip(self._groups, self._start, self._change, strict=True):
             applied = torch.where(refused, 0, change)
             if start.is_floating_point():
                 _spread((start + applied).to(start.dtype), group)
             elif start.dtype is torch.bool:
                 _spread(start ^ (applied > 0), group)
-            else:  # float64 has no room for all of 64 bits, but for changes
+            else:  # float64 cannot hold all 64-bit integers, but it holds changes
                 _spread(start.long() + applied.round().long(), group)
 
 
-class Flags:
-    """Bool buffers, and which of them were written to since `begin`. The host knows this without
-    asking the device: torch counts in-place changes of a tensor."""
+class BoolBuffers:
+    """Detects which bool buffers were written to since `begin`. The host knows this without
+    waiting for the device: torch counts in-place changes of a tensor."""
 
-    def __init__(self, model: nn.Module, without: Collection[Place] = ()) -> None:
+    def __init__(self, model: nn.Module, without: Collection[BufferLocation] = ()) -> None:
         places = [p for p in buffers_of(model) if p.tensor().dtype is torch.bool]
         self._places = [place for place in places if place not in without]
         self.begin()
@@ -176,28 +176,28 @@ class Flags:
         self._written = [self._state(place) for place in self._places]
 
     @staticmethod
-    def _state(place: Place) -> tuple[int, int]:
+    def _state(place: BufferLocation) -> tuple[int, int]:
         tensor = getattr(place.module, place.key)
         return id(tensor), tensor._version
 
-    def changed(self) -> list[Place]:
+    def changed(self) -> list[BufferLocation]:
         pairs = zip(self._places, self._written, strict=True)
         return [place for place, written in pairs if self._state(place) != written]
 
     def require_constant(self) -> None:
-        """Raises ConfigError if one was written to."""
+        """Raises ConfigError if any was written to."""
         for place in self.changed():
             raise ConfigError(
                 f"the model's bool buffer {place.name} changes in this step but did not in the "
-                "first one, so it was treated as a constant mask. Make it an integer buffer."
+                "first one, so it was treated as a constant mask: make it an integer buffer."
             )
 
 
-def _flat(places: list[Place]) -> Tensor:
+def _flat(places: list[BufferLocation]) -> Tensor:
     return torch.cat([place.tensor().reshape(-1) for place in places])
 
 
-def _spread(values: Tensor, places: list[Place]) -> None:
+def _spread(values: Tensor, places: list[BufferLocation]) -> None:
     """Writes a flat vector into the buffers, in one kernel on a GPU."""
     buffers = [place.tensor() for place in places]
     pieces = values.split([buffer.numel() for buffer in buffers])

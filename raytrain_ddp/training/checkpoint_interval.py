@@ -1,4 +1,4 @@
-"""How long to train between two checkpoints by the clock."""
+"""The interval between checkpoints by time, from their measured cost and the failure rate."""
 
 from __future__ import annotations
 
@@ -14,21 +14,21 @@ from raytrain_ddp.messages import Event
 
 SHORTEST_S, LONGEST_S = 5.0, 600.0
 _GUESSED_STALL_S = 0.1
-_STALLS = 16  # the latest, of which the mean is taken: the first one allocates
+_STALLS = 16  # averaged over the latest; the first one allocates memory
 _PRIOR_FAILURES, _PRIOR_S = 1, 3600.0
 
 
 def best_interval_s(stall_s: float, mtbf_s: float, commit_s: float) -> float:
-    """The seconds of training between checkpoints that lose the least time.
+    """The interval between checkpoints, in seconds of training, that loses the least time.
 
     To the first order this is sqrt(2 * stall * MTBF): J. W. Young, CACM 17 (1974); J. T. Daly,
-    Future Generation Computer Systems 22 (2006). Bounded by SHORTEST_S and LONGEST_S; and
-    never below twice the time of a commit, so that the store is idle half the time.
+    Future Generation Computer Systems 22 (2006). Bounded by SHORTEST_S and LONGEST_S, and
+    at least twice the time of a commit, so that the store is idle half the time.
 
     Args:
-        stall_s: for how long a checkpoint stops the training.
+        stall_s: how long a checkpoint blocks the training.
         mtbf_s: mean time between failures.
-        commit_s: how long it then takes, in the background, until a checkpoint is committed.
+        commit_s: how long the commit then takes in the background.
     """
     bounded = min(LONGEST_S, max(SHORTEST_S, math.sqrt(2 * stall_s * mtbf_s)))
     return max(bounded, 2 * commit_s)
@@ -36,10 +36,10 @@ def best_interval_s(stall_s: float, mtbf_s: float, commit_s: float) -> float:
 
 @dataclass(frozen=True)
 class Life:
-    """What a run went through before this start; it is carried in its checkpoints.
+    """The history of a run before this start; it is stored in its checkpoints.
 
     Args:
-        failures: starts that ended without having been asked to.
+        failures: starts that ended unexpectedly.
         lived_s: seconds of training in all starts, as far as they were committed.
     """
 
@@ -47,12 +47,12 @@ class Life:
     lived_s: float = 0.0
 
     def mtbf_s(self, more_s: float) -> float:
-        """Mean time between failures after `more_s` of this start: what was seen, and one failure
-        an hour as long as little was seen."""
+        """Mean time between failures after `more_s` of this start: the observed one, combined with
+        a prior of one failure per hour while there is little data."""
         return (_PRIOR_S + self.lived_s + more_s) / (_PRIOR_FAILURES + self.failures)
 
     def document(self, attempt: int, more_s: float, ended: bool) -> dict[str, Any]:
-        """For a checkpoint of this start. `ended`: the start ends with it, as it should."""
+        """For a checkpoint of this start. `ended`: the start ends normally with it."""
         return {
             "attempt": attempt,
             "failures": self.failures,
@@ -62,10 +62,11 @@ class Life:
 
     @staticmethod
     def after(document: Mapping[str, Any], attempt: int) -> Life:
-        """That of start number `attempt`, which goes on from a checkpoint with this document.
+        """The history of start number `attempt`, which resumes from a checkpoint with this
+        document.
 
         Raises:
-            KeyError, TypeError, ValueError: it is another one.
+            KeyError, TypeError, ValueError: the document is invalid.
         """
         starts = attempt - document["attempt"]
         failed = max(0, starts - (1 if document["ended"] else 0))
@@ -73,12 +74,12 @@ class Life:
 
 
 class SaveTimer:
-    """Says when the clock asks for a checkpoint; rank 0's.
+    """Decides on rank 0 when a checkpoint is due by time.
 
     Args:
-        every_s: seconds between two; 0: never; auto: `best_interval_s` of what is measured.
-        tell: is given an event when the interval is found, and when it has more than doubled
-            or halved.
+        every_s: seconds between two; 0: never; auto: `best_interval_s` of the measured values.
+        tell: receives an event when the interval is first known, and when it has more than
+            doubled or halved.
     """
 
     def __init__(
@@ -91,7 +92,7 @@ class SaveTimer:
         self._told_s = 0.0
 
     def lived_s(self) -> float:
-        """Seconds of this start."""
+        """Seconds since this start began."""
         return time.monotonic() - self._began
 
     def interval_s(self) -> float:
@@ -103,13 +104,13 @@ class SaveTimer:
         return time.monotonic() - self._last >= self.interval_s()
 
     def saved(self, stall_s: float) -> None:
-        """A checkpoint has stopped the training for so long; the next interval begins."""
+        """Records how long a checkpoint blocked the training; the next interval begins."""
         self._last = time.monotonic()
         self._stalls_s.append(stall_s)
         self._tell_change()
 
     def committed(self, seconds: float) -> None:
-        """A commit has taken so long."""
+        """Records how long a commit took."""
         self._commit_s = seconds
         self._tell_change()
 

@@ -1,4 +1,4 @@
-"""One picture of a run: loss, evaluation metrics and learning rate over the steps."""
+"""Draws a run's loss, evaluation metrics and learning rate over the steps, as a PNG."""
 
 from __future__ import annotations
 
@@ -38,16 +38,16 @@ def draw_curves(
 ) -> None:
     """Writes a PNG of three panels, 1200 pixels wide, from records of kind "train" and "eval".
 
-    Needs no display and leaves no global state (no pyplot). None or one record is a picture too.
+    Needs no display and leaves no global state (no pyplot). Zero or one records work, too.
     """
-    import matplotlib.style  # half a second, wanted at the end of a run only
+    import matplotlib.style  # takes half a second; needed only at the end of a run
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
     from matplotlib.ticker import MaxNLocator
 
     train = [record for record in records if isinstance(record, Train)]
     evals = [record for record in records if isinstance(record, Eval)]
-    with matplotlib.style.context(["default", STYLE]):  # whatever the user's matplotlibrc says
+    with matplotlib.style.context(["default", STYLE]):  # overrides the user's matplotlibrc
         figure = Figure(figsize=SIZE_INCHES, dpi=DPI, layout="constrained")
         FigureCanvasAgg(figure)
         figure.suptitle(title, x=0.01, ha="left", fontsize=14, fontweight="bold")
@@ -72,9 +72,9 @@ def draw_curves(
 
 
 def smoothed(values: Sequence[float], half_width: int) -> list[float]:
-    """The mean of each value and its ``half_width`` neighbours on both sides; nan stays nan.
+    """The mean of each value and its ``half_width`` neighbors on both sides; nan stays nan.
 
-    Towards both ends the window narrows, to a quarter: wide ones would lag behind a steep start.
+    The window shrinks toward both ends, to a quarter: a wide one would lag behind a steep start.
     """
     sums, counts = [0.0], [0]
     for value in values:
@@ -92,13 +92,13 @@ def smoothed(values: Sequence[float], half_width: int) -> list[float]:
 
 
 def steps_per_epoch(records: Sequence[Train | Eval]) -> int | None:
-    """The steps of an epoch, where the records (steps done, epoch from 0) pin it to 2 %."""
+    """The number of steps in an epoch, if the records determine it to within 2 %."""
     low, high = 1, math.inf
     for record in records:
         low = max(low, math.ceil(record.step / (record.epoch + 1)))
         if record.epoch > 0:
             high = min(high, record.step / record.epoch)
-    # The smallest is exact where an epoch's last step is in the records: its evaluation mostly is.
+    # The smallest is exact if an epoch's last step is recorded; usually its evaluation is.
     return low if low <= high <= low * 1.02 + 1 else None
 
 
@@ -115,13 +115,13 @@ def _draw_loss(axes: Axes, train: Sequence[Train], evals: Sequence[Eval]) -> Non
         axes.plot(at, losses, color=ORANGE, marker=_marker(at), ms=4.5, label="evaluation")
     lost = [step for step, value in zip(steps, values, strict=True) if math.isnan(value)]
     if lost:
-        edge = axes.get_xaxis_transform()  # x in steps, y from the foot of the panel
+        edge = axes.get_xaxis_transform()  # x in steps, y from the bottom of the panel
         axes.plot(lost, [0.03] * len(lost), "x", color=RED, transform=edge, label="not finite")
     seen = [value for value in (*smooth, *(v for _, v in tested)) if math.isfinite(value)]
     if seen and min(seen) > 0 and max(seen) > 20 * min(seen):
         axes.set_title("loss (logarithmic)")
         axes.set_yscale("log")
-        axes.set_ylim(min(seen) / 2, max(seen) * 1.5)  # single lucky batches may leave the picture
+        axes.set_ylim(min(seen) / 2, max(seen) * 1.5)  # single outliers may be cut off
         axes.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
     _legend_or_note(axes, "" if steps or tested else "no training steps yet")
 
@@ -186,17 +186,17 @@ def _legend_or_note(axes: Axes, note: str) -> None:
 
 
 def _marker(points: Sequence[object]) -> str:
-    """Dots, where they do not run into each other."""
+    """Dots, if there are few enough points."""
     return "o" if len(points) <= 60 else ""
 
 
 def _is_fraction(name: str, evals: Sequence[Eval]) -> bool:
-    """Whether this is a top-k or an accuracy in [0, 1], which people read as percent."""
+    """Whether this is a top-k accuracy or another fraction in [0, 1], shown as percent."""
     values = [_finite(r.metrics[name]) for r in evals if name in r.metrics]
     named = re.search(r"(^|[/_.])(top\d+|acc(uracy)?)$", name) is not None
     return named and all(0 <= value <= 1 for value in values if not math.isnan(value))
 
 
 def _finite(value: float | None) -> float:
-    """The value, or nan where there is nothing to draw."""
+    """The value, or nan if there is none."""
     return value if value is not None and math.isfinite(value) else math.nan

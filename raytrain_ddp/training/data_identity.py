@@ -1,4 +1,4 @@
-"""Which data a run is trained and evaluated on: alike on all ranks, and the same on resume."""
+"""Checks that all ranks have the same data, and that a resumed run has its former data."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ _KEY = "data"  # in a checkpoint's state.json
 
 @dataclass(frozen=True)
 class DataIdentity:
-    """What a checkpoint keeps of the data.
+    """What a checkpoint records about the data.
 
     Args:
-        train, eval: fingerprints; "": there is no evaluation set.
-        train_rows, eval_rows: in each set.
-        classes: their names, if the task has any.
+        train, eval: fingerprints; "" if there is no evaluation set.
+        train_rows, eval_rows: the number of rows of each set.
+        classes: class names, if the task has any.
     """
 
     train: str
@@ -49,7 +49,7 @@ class DataIdentity:
         """All ranks take part.
 
         Raises:
-            DataError: this rank has other data than rank 0.
+            DataError: this rank has different data than rank 0.
         """
         first: DataIdentity = broadcast(self, world)
         for what, mine, theirs, rows in (
@@ -58,14 +58,14 @@ class DataIdentity:
             ("classes", self.classes, first.classes, 0),
         ):
             if mine != theirs:
-                told = f" ({rows} rows)" if rows else ""
+                size = f" ({rows} rows)" if rows else ""
                 raise DataError(
-                    f"rank {world.rank} has different {what}{told} than rank 0: all nodes need the "
+                    f"rank {world.rank} has different {what}{size} than rank 0: all nodes need the "
                     "same files."
                 )
 
     def require_same(self, checkpoint: Checkpoint, data: Data) -> None:
-        """Raises DataError if the checkpoint was made with other data, naming which."""
+        """Raises DataError if the checkpoint was made with different data, naming which."""
         before = checkpoint.manifest.data_fingerprint
         kept = json.loads(checkpoint.read("state.json")).get(_KEY)  # none in older checkpoints
         if before != self.train and (kept is not None or before != _former(data)):
@@ -83,12 +83,12 @@ class DataIdentity:
 
 
 def _names(given: Any) -> tuple[str, ...]:
-    """A task of the user's may call anything `class_names`."""
+    """Class names, if these are any: a user's task may use `class_names` for anything."""
     return tuple(map(str, given)) if isinstance(given, (list, tuple)) else ()
 
 
 def _former(data: Data) -> str | None:
-    """The fingerprint as earlier versions had it, of sources where it was another."""
+    """The fingerprint by the algorithm of earlier versions, for sources where it has changed."""
     former = getattr(data.source, "former_fingerprint", None)
     return former() if former is not None else None
 

@@ -1,4 +1,4 @@
-"""What goes into each step: this worker's slots on its device, and the samples of all workers."""
+"""Feeds each step: this worker's slots on its device, and the sample count of all workers."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ Watch = Callable[[list[Slot]], None]
 
 @dataclass(frozen=True)
 class Feed:
-    """The loader's steps, brought to where and what the training needs.
+    """Turns the loader's steps into slots on the device, with their global sample count.
 
     Args:
-        move: brings slots to the device.
+        move: moves slots to the device.
         count: the samples of the step over all workers.
-        watch: is shown each step's slots; see `Audit`.
-        profile: is told when a step begins.
-        eval_data: is closed after the last step.
+        watch: called with each step's slots; see `Audit`.
+        profile: notified when a step begins.
+        eval_data: closed after the last step.
     """
 
     loader: TrainLoader
@@ -63,7 +63,7 @@ class Feed:
 
 
 def on_device(device: torch.device, clock: Clock) -> Move:
-    """On a GPU the copy has a stream of its own, so that it runs beside the step before."""
+    """On a GPU, copies run on a stream of their own, concurrently with the previous step."""
     if device.type != "cuda":
         return lambda slots: slots
     beside = torch.cuda.Stream(device)
@@ -83,11 +83,11 @@ def on_device(device: torch.device, clock: Clock) -> Move:
 
 
 class AgreedCount:
-    """The samples there really are where bad records are skipped; all ranks take part.
+    """Counts a step's samples over all workers when bad records are skipped; all ranks take part.
 
     Args:
-        most: bad records that an epoch may have; more raise DataError, on all ranks in one step.
-        clock: is told that a rank waits here for those whose data come late, and not for its own.
+        most: maximum bad records in an epoch; more raise DataError, on all ranks in the same step.
+        clock: time spent here waiting for others' data is accounted as such.
     """
 
     def __init__(
@@ -115,7 +115,7 @@ class AgreedCount:
 
 
 def require_few_bad(skipped: int, where: str, most: int) -> None:
-    """Raises DataError if more than `most` records were left out."""
+    """Raises DataError if more than `most` records were skipped."""
     if skipped > most:
         raise DataError(
             f"{skipped} bad records {where}, more than data.max_bad = {most}. The workers' logs "
@@ -124,8 +124,8 @@ def require_few_bad(skipped: int, where: str, most: int) -> None:
 
 
 class Audit:
-    """Logs one hash of each step's ids and pixels: alike on any number of workers and threads, and
-    after any restart. All ranks take part."""
+    """Logs a hash of each step's sample ids and pixels, equal for any number of workers and
+    threads and after any restart. All ranks take part."""
 
     def __init__(self, session: Session) -> None:
         self._session, self._world = session, session.world

@@ -1,4 +1,4 @@
-"""Exact evaluation: each sample once, the same figures on any number of workers."""
+"""Exact evaluation: each sample once, the same values for any number of workers."""
 
 from __future__ import annotations
 
@@ -10,17 +10,18 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from raytrain_ddp.data.epoch_order import deal
+from raytrain_ddp.data.epoch_order import items_of_rank
 from raytrain_ddp.data.loader import eval_batches
 from raytrain_ddp.data.loader_threads import LoaderThreads
 from raytrain_ddp.data.nested import to_device
 from raytrain_ddp.data.sources import Data
 from raytrain_ddp.tasks.task import Task
 from raytrain_ddp.tasks.task_check import metrics_of
-from raytrain_ddp.training.buffer_sync import KeptBuffers
+from raytrain_ddp.training.buffer_sync import SavedBuffers
 from raytrain_ddp.training.metric_states import TreeMetrics
+from raytrain_ddp.training.seeding import seed_slot
 from raytrain_ddp.training.train_state import evaluating
-from raytrain_ddp.training.world import World, seed_slot
+from raytrain_ddp.training.world import World
 
 if TYPE_CHECKING:
     from torchmetrics import Metric, MetricCollection
@@ -38,34 +39,34 @@ def evaluate(
 ) -> dict[str, Tensor]:
     """Metric values over all of `data`, on the CPU. All ranks take part and get the same.
 
-    The rows are cut into chunks of `batch_size` whoever works on them; the metrics' states of the
-    chunks are merged along a tree over all of them, so that floating-point sums come out the same
-    for any number of workers; see `TreeMetrics`. Random numbers that `Task.evaluate` draws from
-    torch's, numpy's and Python's generators are a function of the chunk, and alike in all
+    The rows are cut into chunks of `batch_size`, independent of the number of workers. The metric
+    states of the chunks are merged along a tree over all chunks, so floating-point sums are the
+    same for any number of workers; see `TreeMetrics`. Random numbers that `Task.evaluate` draws
+    from torch's, numpy's and Python's generators are a function of the chunk, the same in all
     evaluations.
 
-    "skipped" is among the values if bad records were left out: how many.
+    The values include "skipped", the number of bad records, if any were skipped.
 
     Args:
-        beat: is called before each batch.
+        beat: called before each batch.
 
     Raises:
-        TaskError: a metric's states of two chunks cannot be made one.
+        TaskError: a metric's states of two chunks cannot be merged.
     """
     scores = TreeMetrics(task, metrics_of(task) if metrics is None else metrics, world.device)
-    chunks = deal(-(-data.rows // batch_size), world.size, world.rank)
+    chunks = items_of_rank(-(-data.rows // batch_size), world.size, world.rank)
     samples = 0
-    buffers = KeptBuffers(model)
+    buffers = SavedBuffers(model)
     loaded = eval_batches(data, batch_size, chunks, threads)
     with torch.inference_mode(), evaluating(model), closing(loaded):
         for chunk, batch in zip(chunks, loaded, strict=True):
             beat()
             seed_slot(world.device, 0, 0, chunk)
             scores.reset()
-            count = data.samples_of(batch)  # 0: bad records only, and they are skipped
+            count = data.samples_of(batch)  # 0: all records are bad, and skipped
             if count:
                 task.evaluate(model, to_device(batch, world.device), scores.given)
-                buffers.restore()  # a chunk leaves no trace in the next one, nor in the training
+                buffers.restore()  # a chunk affects neither the next one nor the training
             samples += count
             scores.take(chunk, count > 0)
         values = scores.values(world)

@@ -1,4 +1,4 @@
-"""How gradients travel between the workers: whole, in a shorter type, or as low-rank factors."""
+"""How workers exchange gradients: in full, in a shorter type, or as low-rank factors (PowerSGD)."""
 
 from __future__ import annotations
 
@@ -17,27 +17,27 @@ from raytrain_ddp.data.sample_rng import hash64
 from raytrain_ddp.training.phase_clock import Clock
 from raytrain_ddp.training.world import World
 
-_GAIN = 2  # a matrix is sent as factors if these are at least so many times shorter
+_GAIN = 2  # send a matrix as factors if they are at least this many times smaller
 
 
 class Compression:
-    """What a way of sending gradients keeps from step to step: nothing, but for PowerSGD."""
+    """The state that a compression keeps between steps: none, except for PowerSGD."""
 
     def finish(self, refused: Tensor) -> None:
-        """Ends a step; if `refused`, shape (), all becomes what it was before it."""
+        """Ends a step; if `refused`, shape (), restores the state before it."""
 
     def forget(self) -> None:
-        """All becomes what it was before the first step."""
+        """Restores the state before the first step."""
 
     def align(self, source: int) -> None:
-        """What all ranks have alike becomes that of rank `source`. All ranks take part."""
+        """Copies the state that all ranks share from rank `source`. All ranks take part."""
 
     def gather(self) -> dict[str, Tensor]:
-        """What a checkpoint holds of it: copies on the host of rank 0. All ranks take part."""
+        """The state for a checkpoint: copies on the host of rank 0. All ranks take part."""
         return {}
 
     def load(self, saved: Mapping[str, Tensor]) -> None:
-        """All becomes what was gathered, by as many workers or by others."""
+        """Restores what was gathered, by any number of workers."""
 
 
 def compress(
@@ -47,10 +47,10 @@ def compress(
     world: World,
     clock: Clock,
 ) -> Compression:
-    """Has DDP, if `net` is in it, send gradients as the config says.
+    """Makes DDP, if `net` is wrapped in it, send gradients as the config says.
 
-    What DDP divides by the world size is multiplied by it before: in the loss (see DdpReduction),
-    but for fp16, where a loss of another size overflows at another scale.
+    DDP divides by the world size, which is compensated by multiplying the loss (see DdpReduction);
+    not for fp16, where a loss of another size overflows at another scale.
     """
     from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
@@ -59,7 +59,7 @@ def compress(
     if not is_ddp or (way == "none" and not scaler.is_enabled()):
         return Compression()
     compression: Compression
-    if way == "none":  # fp16: DDP's own hook would divide by what it was multiplied by
+    if way == "none":  # fp16: without a hook DDP would divide by the world size
         net.register_comm_hook(None, _summed_bucket)  # type: ignore[operator]
         return Compression()
     if way == "powersgd":
@@ -73,8 +73,8 @@ def compress(
         compression = Compression()
         send = partial(hooks[way], None)  # type: ignore[arg-type]  # None: all ranks
 
-    # No annotations, as DDP goes by looks: it refuses texts, and the name of the bf16 hook in a
-    # torch without CUDA, where it does work over gloo.
+    # No annotations: DDP checks them by identity and refuses strings. It also refuses the bf16
+    # hook's name in a torch without CUDA, where bf16 does work over gloo.
     def hook(_, bucket):  # type: ignore[no-untyped-def]
         if scaler.is_enabled():
             bucket.buffer().mul_(world.size)
@@ -86,7 +86,7 @@ def compress(
 
 # No annotations, as for the hook above.
 def _summed_bucket(_, bucket):  # type: ignore[no-untyped-def]
-    """DDP's hook for sums instead of means; its result has the type of the gradients."""
+    """A DDP hook for sums instead of means; its result has the dtype of the gradients."""
     summed = dist.all_reduce(bucket.buffer(), async_op=True).get_future()
     return summed.then(lambda done: done.value()[0])
 
@@ -94,22 +94,22 @@ def _summed_bucket(_, bucket):  # type: ignore[no-untyped-def]
 class PowerSgd(Compression):
     """Sends the gradient of a matrix, (n, m), as two factors, (n, rank) and (m, rank).
 
-    They are found by one power iteration from the right factor of the step before, and what they
-    leave out, the residual, is added to the worker's next gradient (error feedback). Vogels,
+    They are found by one power iteration from the right factor of the step before. The residual,
+    which they leave out, is added to the worker's next gradient (error feedback). Vogels,
     Karimireddy and Jaggi: PowerSGD, NeurIPS 2019, arXiv:1905.13727. Kernels of convolutions count
     as matrices; vectors, and matrices too small to gain by it, are sent whole.
 
-    All is sent when the last bucket is ready, in two all-reduces that every rank starts in the same
-    order. torch's own hook starts three a bucket from callbacks; with several buckets their order
-    differs from rank to rank, and gloo aborts.
+    Everything is sent when the last bucket is ready, in two all-reduces that every rank starts in
+    the same order. torch's own hook starts three per bucket from callbacks; with several buckets
+    their order differs between ranks, and gloo aborts.
 
     The factors follow from the sum over all workers of gradient and residual. So world size does
-    not change the math here either, and residuals of other workers will do if their mean is right.
+    not change the math here either, and only the mean of the residuals must be restored.
 
     Args:
         net: in DistributedDataParallel.
-        scaler: gradients have its scale when they are sent; residuals never.
-        clock: is told that the backward pass stands still meanwhile.
+        scaler: gradients have its scale when they are sent; residuals never do.
+        clock: the exchange is accounted as communication in the backward pass.
     """
 
     def __init__(
@@ -126,7 +126,7 @@ class PowerSgd(Compression):
         self._places = {
             id(p): place for place, p in enumerate(p for p in net.parameters() if p.requires_grad)
         }
-        self._shapes: dict[int, tuple[int, int, int]] = {}  # place -> (n, m, rank), if factored
+        self._shapes: dict[int, tuple[int, int, int]] = {}  # index -> (n, m, rank), if factored
         for parameter in net.parameters():
             if parameter.requires_grad and parameter.ndim > 1 and parameter.dtype == torch.float32:
                 n, m = _matrix(torch.empty_like(parameter, device="meta")).shape
@@ -136,7 +136,7 @@ class PowerSgd(Compression):
         shapes = self._shapes.values()
         self._residual = torch.zeros(sum(n * m for n, m, _ in shapes), device=world.device)
         self._right = torch.zeros(sum(m * r for _, m, r in shapes), device=world.device)
-        # What they become after the step under way, if it is not refused.
+        # The state after the current step, if the step is not refused.
         self._new_residual = torch.empty_like(self._residual)
         self._new_right = torch.empty_like(self._right)
         self._open: list[tuple[Future[Tensor], Tensor]] = []
@@ -159,7 +159,7 @@ class PowerSgd(Compression):
         return future
 
     def _average(self, gradients: Sequence[Tensor]) -> None:
-        """Makes each gradient the mean over all workers, as nearly as the factors tell it."""
+        """Replaces each gradient by the mean over all workers, as approximated by the factors."""
         size = self._world.size
         matrices = [_matrix(gradients[place]) for place in self._shapes]
         whole = [g for place, g in enumerate(gradients) if place not in self._shapes]
@@ -167,7 +167,7 @@ class PowerSgd(Compression):
         for matrix, residual in zip(matrices, self._matrices(self._residual), strict=True):
             matrix.addcmul_(residual, scale)
 
-        # Orthonormal, too: a right factor of zeros would stay zeros for ever.
+        # Orthonormal as well: a right factor of zeros would stay zero forever.
         bases = [_orthonormal(right) for right in self._rights(self._right)]
         lefts = [matrix @ basis for matrix, basis in zip(matrices, bases, strict=True)]
         sums = _summed([*whole, *lefts])
@@ -185,7 +185,7 @@ class PowerSgd(Compression):
             self._new_residual.div_(scale)
 
     def finish(self, refused: Tensor) -> None:
-        if not refused.is_cuda:  # the host knows without waiting, and has slower memory
+        if not refused.is_cuda:  # known without waiting, and host memory is slower
             if not refused:
                 self._residual, self._new_residual = self._new_residual, self._residual
                 self._right, self._new_right = self._new_right, self._right
@@ -228,15 +228,15 @@ class PowerSgd(Compression):
 
 
 def _matrix(gradient: Tensor) -> Tensor:
-    """A view of shape (n, m), in whichever order the dimensions lie in memory."""
+    """A view of shape (n, m), whatever the order of the dimensions in memory."""
     order = sorted(range(gradient.ndim), key=gradient.stride, reverse=True)
     dense = gradient.permute(order)
     return dense.view(dense.shape[0], -1)
 
 
 def _orthonormal(columns: Tensor) -> Tensor:
-    """By Householder's reflections: where columns depend on each other, as those of a gradient of
-    few samples do, Gram-Schmidt would make of their rounding errors columns like the others."""
+    """By Householder reflections. If columns are linearly dependent, as in the gradient of a few
+    samples, Gram-Schmidt would amplify their rounding errors to full columns."""
     q: Tensor = torch.linalg.qr(columns).Q
     return q
 

@@ -1,5 +1,5 @@
-"""What a worker tells of itself when it gets on no more, and what all say together: who keeps the
-others waiting, and in which collective. Pure, but for the look into this process."""
+"""Diagnoses a hang: the status that each rank publishes, and which ranks block the others, in
+which collective. Pure functions, apart from inspecting this process."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _MOST_COLLECTIVES = 100
 _STATES = {
     "T": "its process is stopped (SIGSTOP, or a debugger)",
     "t": "its process is stopped by a debugger",
-    "D": "the kernel does not let its process go (a disk, or a network's file system)",
+    "D": "its process is blocked in the kernel (a disk, or a network file system)",
     "Z": "its process is gone",
     "X": "its process is gone",
 }
@@ -40,17 +40,17 @@ _STATES = {
 
 @dataclass(frozen=True)
 class Sign:
-    """What a rank says when it gets on no more.
+    """The status that a rank publishes when it makes no progress.
 
     Args:
-        step: in progress, or the last one.
+        step: the current one, or the last one.
         doing: see `Clock.doing`.
-        collective: the number of the last one that it has entered; -1 if that is not known.
-        name: of that collective; "" if it is not known.
+        collective: the number of the last one that it entered; -1 if unknown.
+        name: of that collective; "" if unknown.
         waits: whether it waits in a collective.
-        at: the innermost line that belongs to no library.
-        still_s: for how long it has finished no step.
-        patience_s: for how long that is all right.
+        at: the innermost source line that is not in a library.
+        still_s: seconds since it last finished a step.
+        patience_s: how long it may take before it counts as a hang.
         stopped: the ranks whose process it has seen stopped.
         kept: its stacks are written.
     """
@@ -70,15 +70,15 @@ class Sign:
 
 @dataclass(frozen=True)
 class Hang:
-    """What was found: in words, and the ranks that keep the others waiting, if they are known."""
+    """A diagnosis: as text, and the ranks that block the others, if they are known."""
 
     text: str
     step: int
     ranks: tuple[int, ...]
 
 
-class _Place(NamedTuple):
-    """Where a rank waits; in the order in which a training comes by."""
+class _WaitPoint(NamedTuple):
+    """Where a rank waits; ordered as training reaches these places."""
 
     step: int
     collective: int
@@ -87,35 +87,33 @@ class _Place(NamedTuple):
 
 
 def is_hang(signs: Mapping[int, Sign]) -> bool:
-    """Whether all that have said something have lost their patience."""
+    """Whether all ranks that have published a status have exceeded their patience."""
     return all(sign.still_s >= sign.patience_s for sign in signs.values())
 
 
 def diagnose(
     signs: Mapping[int, Sign], owners: Sequence[Owner], stopped: Set[int] = frozenset()
 ) -> Hang:
-    """Who keeps the others waiting.
+    """Finds the ranks that block the others.
 
     Args:
-        signs: by rank, those of the ranks that answer; not empty.
+        signs: by rank, for the ranks that respond; not empty.
         owners: the processes of all ranks.
-        stopped: ranks that do not answer, and are known to be stopped.
+        stopped: ranks that do not respond and are known to be stopped.
     """
     waiting = [sign for sign in signs.values() if sign.waits]
     seen = waiting or list(signs.values())
-    usual, _ = Counter(_place(sign) for sign in seen).most_common(1)[0]
+    usual, _ = Counter(_wait_point(sign) for sign in seen).most_common(1)[0]
     what = _collective(usual) if waiting else f"step {usual.step}"
     since = f"{min(sign.still_s for sign in seen):.0f} s"
     silent = [rank for rank in range(len(owners)) if rank not in signs]
     if silent:
         states = {rank: "T" if rank in stopped else owners[rank].state() for rank in silent}
-        unknown = (
-            "it does not answer: it is stopped, or gone, or a thread of it holds Python's lock"
-        )
-        here = "a thread of it holds Python's lock and does not let it go"
+        unknown = "it does not respond: it is stopped, or dead, or one of its threads holds the GIL"
+        here = "one of its threads holds the GIL and does not release it"
         why = [_STATES.get(s, here if s else unknown) for s in states.values()]
         return Hang(
-            f"{_who(silent, owners)} did not enter {what}: {_each(why)}; the others have waited "
+            f"{_who(silent, owners)} did not enter {what}: {_joined(why)}; the others have waited "
             f"{since}",
             usual.step,
             tuple(silent),
@@ -124,11 +122,11 @@ def diagnose(
     if busy and not waiting:
         text = f"no rank has finished {what} in {since}: {_places(busy)}"
         return Hang(text, usual.step, ())
-    behind = busy or _odd(waiting)
+    behind = busy or _outliers(waiting)
     if not behind:
         text = (
-            f"all ranks are in {what}, and it has not ended in {since}: a packet, a cable or a "
-            "library has lost it"
+            f"all ranks are in {what}, and it has not ended in {since}: probably the network or a "
+            "library lost a message"
         )
         return Hang(text, usual.step, ())
     ranks = [sign.rank for sign in behind]
@@ -139,21 +137,21 @@ def diagnose(
     )
 
 
-def _odd(waiting: Sequence[Sign]) -> list[Sign]:
-    """Those that wait in another collective than most: the ones behind, where that is a draw."""
-    places = Counter(_place(sign) for sign in waiting)
+def _outliers(waiting: Sequence[Sign]) -> list[Sign]:
+    """Those that wait in another collective than most; the ones behind if it is a tie."""
+    places = Counter(_wait_point(sign) for sign in waiting)
     if len(places) < 2:
         return []
     most = max(places.values())
     usual = max(place for place, count in places.items() if count == most)
-    return [sign for sign in waiting if _place(sign) != usual]
+    return [sign for sign in waiting if _wait_point(sign) != usual]
 
 
-def _place(sign: Sign) -> _Place:
-    return _Place(sign.step, sign.collective, sign.name, sign.doing)
+def _wait_point(sign: Sign) -> _WaitPoint:
+    return _WaitPoint(sign.step, sign.collective, sign.name, sign.doing)
 
 
-def _collective(place: _Place) -> str:
+def _collective(place: _WaitPoint) -> str:
     """``the all-reduce of step 12 (gradient exchange, collective 345)``."""
     named = place.name.replace("_", "-") or "collective"
     number = f", collective {place.collective}" if place.collective >= 0 else ""
@@ -168,21 +166,21 @@ def _who(ranks: Sequence[int], owners: Sequence[Owner]) -> str:
 
 def _places(signs: Sequence[Sign]) -> str:
     where = [
-        f"in {_collective(_place(sign))}" if sign.waits else f"in {sign.doing} ({sign.at})"
+        f"in {_collective(_wait_point(sign))}" if sign.waits else f"in {sign.doing} ({sign.at})"
         for sign in signs
     ]
-    return _each([f"it is {place}" for place in where])
+    return _joined([f"it is {place}" for place in where])
 
 
-def _each(texts: Sequence[str]) -> str:
+def _joined(texts: Sequence[str]) -> str:
     return " and ".join(dict.fromkeys(texts))
 
 
-# ------------------------------------------------------------------ of this process
+# ------------------------------------------------------------------ inspection of this process
 
 
-def look_at(thread: int) -> tuple[str, bool]:
-    """(the innermost line of a thread that belongs to no library, whether it is in a call of
+def innermost_line(thread: int) -> tuple[str, bool]:
+    """(the innermost line of a thread that is not in a library, whether the thread is in a call of
     torch.distributed)."""
     frame = sys._current_frames().get(thread)
     innermost, inside = frame, False
@@ -206,7 +204,7 @@ def is_waiting(doing: str, inside: bool) -> bool:
 
 
 def is_compiling() -> bool:
-    """Whether torch.compile compiles in any thread: that of a backward pass is none of ours."""
+    """Whether torch.compile runs in any thread; a backward pass runs in a thread of torch's."""
     frames = [*sys._current_frames().values()]
     return any(
         each.f_code.co_filename.endswith(_OF_COMPILERS)
@@ -216,7 +214,7 @@ def is_compiling() -> bool:
 
 
 def stacks() -> str:
-    """Of all Python threads of this process."""
+    """The stacks of all Python threads of this process."""
     names = {thread.ident: thread.name for thread in threading.enumerate()}
     parts = [
         f"Thread {names.get(ident, ident)}:\n{''.join(traceback.format_stack(frame))}"
@@ -226,9 +224,9 @@ def stacks() -> str:
 
 
 def last_collective() -> tuple[int, str]:
-    """Number and name of the last one that this process has entered; (-1, "") if unknown."""
+    """Number and name of the last collective that this process entered; (-1, "") if unknown."""
     number, name = -1, ""
-    with suppress(Exception):  # no public name tells
+    with suppress(Exception):  # there is no public API
         number = int(dist.group.WORLD._get_sequence_number_for_group())  # type: ignore[union-attr]
     with suppress(Exception):
         name = str(collectives()[-1]["profiling_name"]).partition(":")[2]
@@ -236,10 +234,10 @@ def last_collective() -> tuple[int, str]:
 
 
 def collectives() -> list[dict[str, Any]]:
-    """What torch's flight recorder holds of the newest ones, if it records; NCCL's if there are.
+    """The newest entries of torch's flight recorder, if it records (NCCL's only).
 
-    NCCL's is on where TORCH_FR_BUFFER_SIZE (before torch 2.9: TORCH_NCCL_TRACE_BUFFER_SIZE) says
-    how many it shall hold. It was never tried on several GPUs.
+    NCCL's records if TORCH_FR_BUFFER_SIZE (before torch 2.9: TORCH_NCCL_TRACE_BUFFER_SIZE) sets
+    how many entries it holds. Not tested on several GPUs.
     """
     for dump in ("_dump_nccl_trace_json", "_dump_fr_trace_json"):
         read = getattr(torch._C._distributed_c10d, dump, None)

@@ -1,4 +1,4 @@
-"""The session without Ray: one plain process, or the processes that torchrun starts."""
+"""The session without Ray: a single process, or the processes that torchrun starts."""
 
 from __future__ import annotations
 
@@ -31,14 +31,14 @@ ASKING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.S
 
 
 def asking() -> list[signal.Signals]:
-    """The signals that ask for a checkpoint and an end: those of `ASKING`, but not SIGHUP where it
-    is ignored, as after `nohup`."""
+    """The signals that request a checkpoint and a stop: those of `ASKING`, except SIGHUP if it is
+    ignored, as after `nohup`."""
     hung_up = signal.getsignal(signal.SIGHUP)
     return [n for n in ASKING if n != signal.SIGHUP or hung_up != signal.SIG_IGN]
 
 
 class LocalSession(RecordingSession):
-    """The whole of `train` in this process, for debugging, tests and torchrun."""
+    """Runs `train` in this process, for debugging, tests and torchrun."""
 
     def __init__(
         self, config: TrainConfig, world: World, best: Best, show: Callable[[Event], None]
@@ -79,26 +79,26 @@ class LocalSession(RecordingSession):
     def look(self) -> None: ...
 
     def meeting(self, owners: Sequence[Owner]) -> Exchange | None:
-        """A process that is alone may stand in a debugger for as long as it likes."""
+        """None for a single process: it may stop in a debugger for as long as it likes."""
         if self.world.size == 1:
             return None
         return through_folder(self._run, self.world.rank, owners)
 
     def hung(self, hang: Hang) -> None:
-        """torchrun, if it is there, ends the other processes and starts all anew."""
-        text = f"{hang.text} A launcher that starts all workers anew goes on from the newest one."
+        """torchrun, if present, ends the other processes and restarts them all."""
+        text = f"{hang.text} A launcher that restarts all workers resumes from there."
         with suppress(Exception):
             self.tell(Failed(None, hang.step, text, hung=True))
         os._exit(RetriesExhausted.exit_status)
 
     def stop_on_signals(self) -> None:
-        """From now on Ctrl-C, SIGTERM, SIGHUP (not after `nohup`) and Slurm's warnings (SIGUSR1,
-        SIGUSR2) ask for a checkpoint and an end; a second signal ends at once. A second one that is
-        SIGHUP does not: a shell and the kernel both send it when a terminal is closed."""
+        """From now on, Ctrl-C, SIGTERM, SIGHUP (not after `nohup`) and Slurm's warnings (SIGUSR1,
+        SIGUSR2) request a checkpoint and a stop; a second signal ends the process at once. A second
+        SIGHUP does not: both the shell and the kernel send one when a terminal is closed."""
         numbers = asking()
 
         def ask(number: int, _: FrameType | None) -> None:
-            self._signal = number  # told later: a handler may have interrupted the display
+            self._signal = number  # reported later: the handler may have interrupted the display
             for each in numbers:
                 signal.signal(each, signal.SIG_IGN if each == signal.SIGHUP else signal.SIG_DFL)
 
@@ -107,14 +107,14 @@ class LocalSession(RecordingSession):
 
 
 def join_world(scaling: ScalingConfig, threads: int | None = None) -> World:
-    """This process's world: torchrun's, if its variables are set, else alone.
+    """This process's world: torchrun's if its variables are set, else of size 1.
 
     Args:
-        scaling: `use_gpu` and `backend` are followed; the number of workers is torchrun's.
-        threads: for CPU arithmetic; default: what OMP_NUM_THREADS or torch says.
+        scaling: `use_gpu` and `backend` are used; the number of workers is torchrun's.
+        threads: for CPU arithmetic; default: OMP_NUM_THREADS or torch's own.
 
     Raises:
-        PreflightError: there is no GPU for this process, and one is wanted.
+        PreflightError: a GPU is wanted, and there is none for this process.
     """
     rank, size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
     local_rank = int(os.environ.get("LOCAL_RANK", "0"))
@@ -128,7 +128,7 @@ def join_world(scaling: ScalingConfig, threads: int | None = None) -> World:
     if size > 1 and not dist.is_initialized():
         over_nccl = use_gpu and scaling.backend != "gloo"
         store, _, _ = next(dist.rendezvous("env://", rank, size))  # type: ignore[attr-defined]
-        # torchrun's store outlives a restart, with the addresses of those that were there before.
+        # torchrun's store survives a restart, with the addresses of the previous processes.
         start = f"start-{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
         dist.init_process_group(
             "cpu:gloo,cuda:nccl" if over_nccl else "gloo",

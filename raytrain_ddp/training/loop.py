@@ -8,22 +8,21 @@ from contextlib import closing
 from raytrain_ddp.config.train_config import TrainConfig
 from raytrain_ddp.messages import Outcome
 from raytrain_ddp.tasks.task import Task
-from raytrain_ddp.training.cadence import Cadence
 from raytrain_ddp.training.lr_schedule import learning_rate
 from raytrain_ddp.training.prepare import prepare
 from raytrain_ddp.training.session import Session
-from raytrain_ddp.training.step_decisions import StepDecisions
+from raytrain_ddp.training.step_decisions import Cadence, StepDecisions
 
 
 def train(
     config: TrainConfig, task: Task, session: Session, reads: Collection[str] | None = None
 ) -> Outcome:
-    """Trains to the end, or until asked to stop; goes on from the newest checkpoint if any.
+    """Trains to the end or until a stop is requested; resumes from the newest checkpoint, if any.
 
     All ranks call it, with the same config.
 
     Args:
-        reads: the fields of the config that the task reads, where it is watched; see `load_task`.
+        reads: the config fields that the task reads, if they are tracked; see `load_task`.
     """
     run = prepare(config, task, session, reads)
     state, plan = run.state, run.plan
@@ -41,7 +40,7 @@ def train(
                 run.log(loss_share, rate)
             if evaluate:
                 best, stop = run.evaluate()
-                save |= best or stop > 0  # the best is always kept
+                save |= best or stop > 0  # always save the best
             if save:
                 run.save(last=stop > 0 or state.step == cadence.total_steps)
             if stop:

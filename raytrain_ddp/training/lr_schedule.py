@@ -1,4 +1,4 @@
-"""The optimizer, and the learning rate as a function of the step."""
+"""Builds the optimizer, and computes the learning rate as a function of the step."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from raytrain_ddp.config.train_config import TrainConfig
 def build_optimizer(model: nn.Module, config: OptimConfig) -> torch.optim.Optimizer:
     """SGD or AdamW; weight decay on matrices and kernels only, not on biases and norm layers.
 
-    Fused, as only those leave a step out on the device: where their attribute `found_inf` is 1.
+    Fused, as only fused optimizers skip a step on the device: if their `found_inf` is 1.
     """
     trained = [p for p in model.parameters() if p.requires_grad]
     groups = [
@@ -27,7 +27,7 @@ def build_optimizer(model: nn.Module, config: OptimConfig) -> torch.optim.Optimi
     sgd = torch.optim.SGD(
         groups, lr=config.lr, momentum=config.momentum, nesterov=config.nesterov, fused=True
     )
-    if config.momentum:  # SGD would allocate it in the first step, and not fill it if refused
+    if config.momentum:  # SGD allocates it in the first step, but a refused step leaves it unset
         for parameter in trained:
             sgd.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
     return sgd

@@ -1,4 +1,4 @@
-"""Metrics over chunks of the data: states merged along one tree, values as plain figures."""
+"""Computes metrics over chunks of data: states merged along one tree, values as plain numbers."""
 
 from __future__ import annotations
 
@@ -18,24 +18,24 @@ if TYPE_CHECKING:
     from torchmetrics import Metric
 
 MOST_NUMBERS = 4096
-"""A value with more of them is not part of the log, which each checkpoint has all of."""
+"""Larger values are left out of the log, which is part of each checkpoint."""
 
 State = dict[str, Any]  # by the name of the metric
 
 
 class TreeMetrics:
     """Metrics whose states over chunks are merged along one binary tree over all chunks, so that
-    floating-point sums come out the same however the chunks are dealt.
+    floating-point sums are the same however chunks are assigned to workers.
 
-    Node (level, index) is of the 2 ** level chunks from index << level on. Two halves are merged
-    as soon as both are there, so there is at most about one state for each level and side, however
-    many chunks there are; of states that are lists, each sample's entry is kept, as it must be.
+    Node (level, index) covers the 2 ** level chunks from index << level on. Two halves are merged
+    as soon as both exist, so there is about one state per level, however many chunks there are.
+    States that are lists keep an entry for each sample.
 
     Args:
         metrics: as `Task.metrics` returns them.
 
     Attributes:
-        given: what `Task.evaluate` updates.
+        given: the metrics that `Task.evaluate` updates.
 
     Raises:
         TaskError: the states of a metric cannot be merged.
@@ -56,18 +56,18 @@ class TreeMetrics:
             metric.reset()
 
     def state(self) -> State:
-        """Of all metrics now, out of reach of `reset`, which empties lists in place."""
+        """A copy of the states of all metrics; `reset` empties lists in place."""
         return {
             name: {k: list(v) if isinstance(v, list) else v for k, v in metric.metric_state.items()}
             for name, metric in self._metrics.items()
         }
 
     def untouched(self) -> list[str]:
-        """The metrics that were not updated since `reset`, as far as they say so."""
+        """The metrics that were not updated since `reset`, as far as they report it."""
         return [n for n, m in self._metrics.items() if not getattr(m, "update_called", True)]
 
     def take(self, chunk: int, has_samples: bool) -> None:
-        """Takes the metrics' state as that of `chunk`; chunks come in their order."""
+        """Takes the metrics' current state as that of `chunk`; chunks come in order."""
         self._add(0, chunk, self.state() if has_samples else None)
 
     def _add(self, level: int, index: int, state: State | None) -> None:
@@ -81,21 +81,21 @@ class TreeMetrics:
             return right if left is None else left
         self.reset()
         for name, metric in self._metrics.items():
-            metric.merge_state(right[name])  # torchmetrics puts what comes in first
+            metric.merge_state(right[name])  # torchmetrics puts the argument first
             metric.merge_state(left[name])
         return self.state()
 
     def values(self, world: World) -> dict[str, Tensor]:
-        """Of all chunks, on the CPU; all ranks take part and get the same."""
+        """The values over all chunks, on the CPU; all ranks take part and get the same."""
         mine = [(level, index, _to_cpu(state)) for level, index, state in self._nodes]
         self._nodes = []
         for metric in self._metrics.values():
             metric.to("cpu")
-        for rank in range(world.size):  # one after another: no more than one's states at a time
+        for rank in range(world.size):  # one after another, to hold the states of only one
             for node in broadcast(mine, world, rank):
                 self._add(*node)
         whole: State | None = None
-        while self._nodes:  # what has no other half, the last first
+        while self._nodes:  # nodes without a sibling, the last first
             whole = self._merged(self._nodes.pop()[2], whole)
         self.reset()
         if whole is not None:
@@ -104,10 +104,10 @@ class TreeMetrics:
         return self.computed()
 
     def computed(self) -> dict[str, Tensor]:
-        """The values of the state as it is, by name, as `flat_values` names their parts."""
+        """The values of the current state, by name; parts are named as by `flat_values`."""
         values: dict[str, Tensor] = {}
         for name, metric in self._metrics.items():
-            with warnings.catch_warnings():  # it counts updates, and has seen merges only
+            with warnings.catch_warnings():  # it counts updates, and saw only merges
                 warnings.filterwarnings("ignore", message=r"The ``compute`` method of metric")
                 value = metric.compute()
             values |= flat_values(self._task, name, value)
@@ -115,7 +115,7 @@ class TreeMetrics:
 
 
 def flat_values(task: Task, name: str, value: Any) -> dict[str, Tensor]:
-    """A metric's value as tensors on the CPU: of a dict or a sequence, ``name/part`` each."""
+    """A metric's value as tensors on the CPU; ``name/part`` for each part of a dict or sequence."""
     if isinstance(value, Tensor):
         return {name: value.detach().cpu()}
     if isinstance(value, bool | int | float):
@@ -132,12 +132,12 @@ def flat_values(task: Task, name: str, value: Any) -> dict[str, Tensor]:
 
 
 def scalars(values: Mapping[str, Tensor]) -> dict[str, float]:
-    """Those of the values that are single numbers."""
+    """The values that are single numbers."""
     return {name: value.item() for name, value in values.items() if value.numel() == 1}
 
 
 def tables(values: Mapping[str, Tensor], most: int = MOST_NUMBERS) -> dict[str, Any]:
-    """The other values, as nested lists; of those with more than `most` numbers the shape."""
+    """The other values, as nested lists; for those with more than `most` numbers only the shape."""
     return {
         name: value.tolist() if value.numel() <= most else {"shape": list(value.shape)}
         for name, value in values.items()
@@ -146,24 +146,25 @@ def tables(values: Mapping[str, Tensor], most: int = MOST_NUMBERS) -> dict[str, 
 
 
 def require_monitor(task: Task, values: Mapping[str, Tensor]) -> None:
-    """Raises TaskError unless the task's monitor is one of its metrics, and a single number."""
+    """Raises TaskError unless the task's monitor is one of its metrics and a single number."""
     monitor, names = task.monitor, list(scalars(values))
     if monitor in names:
         return
-    told = f"the task's monitor is {monitor!r}, but its metrics are {', '.join(names) or 'none'}"
+    problem = f"the task's monitor is {monitor!r}, but its metrics are {', '.join(names) or 'none'}"
     if monitor in values:
         shape = tuple(values[monitor].shape)
-        told = (
+        problem = (
             f"the task's monitor is {monitor!r}, whose value is not a single number (shape {shape})"
         )
-    raise TaskError(f"{place_of(task.metrics)}: {told}.{did_you_mean(monitor, names)}")
+    raise TaskError(f"{place_of(task.metrics)}: {problem}.{did_you_mean(monitor, names)}")
 
 
 def require_mergeable(task: Task, name: str, metric: Metric) -> None:
-    """torchmetrics says it at the end only, and of a mean not at all: that becomes infinite.
+    """Checked early: torchmetrics reports it only at the end, and never for a mean (it becomes
+    inf).
 
     Raises:
-        TaskError: the states of two chunks cannot be made one.
+        TaskError: the states of two chunks cannot be merged.
     """
     what = f"{place_of(task.metrics)}: the metric {name!r} cannot be merged over chunks of the data"
     parts = [m for m in getattr(metric, "modules", list)() if hasattr(m, "metric_state")]
@@ -173,7 +174,7 @@ def require_mergeable(task: Task, name: str, metric: Metric) -> None:
             "the wrapped metric; non-scalar values are kept too."
         )
     if type(metric).merge_state.__module__ != "torchmetrics.metric":
-        return  # it has a way of its own
+        return  # it defines its own merge
     reductions, defaults = metric._reductions, metric._defaults
     unweighted = [
         key
@@ -195,8 +196,8 @@ def require_mergeable(task: Task, name: str, metric: Metric) -> None:
 
 
 def _ungrouped(metrics: Any) -> Any:
-    """Collections without compute groups: torchmetrics guesses those from the first batch's values,
-    so that they would depend on the data that a worker has."""
+    """Removes compute groups from collections: torchmetrics guesses them from the first batch's
+    values, so they would depend on the data that a worker gets."""
     if isinstance(metrics, dict):
         return {name: _ungrouped(metric) for name, metric in metrics.items()}
     if not hasattr(metrics, "compute_groups"):
@@ -210,7 +211,7 @@ def _ungrouped(metrics: Any) -> Any:
 
 
 def _each(prefix: str, metrics: Any) -> Iterator[tuple[str, Metric]]:
-    """(name, metric), those of a collection within a dict as ``collection/name``."""
+    """(name, metric) pairs; those of a collection within a dict as ``collection/name``."""
     for name, metric in metrics.items():
         if hasattr(metric, "items"):
             yield from _each(f"{prefix}{name}/", metric)

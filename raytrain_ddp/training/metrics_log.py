@@ -1,7 +1,7 @@
-"""The log of a run: one record a line.
+"""The log of a run: one record per line.
 
-The log is part of each checkpoint, and so is never ahead of or behind the weights; `metrics.jsonl`
-and what its loggers keep are its readable copies, made anew when a run is resumed.
+The log is part of each checkpoint, so it is never ahead of or behind the weights. `metrics.jsonl`
+and the records of its loggers are readable copies, rewritten when a run is resumed.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from raytrain_ddp.training.trackers import Open
 
 
 class MetricsLog:
-    """All records of a run, and their copies: in its folder, and where `openers` lead.
+    """All records of a run, and their copies: in the run's folder and in the loggers.
 
-    A disk that is full, or a service that fails, ends no training: the copies are then behind until
-    `publish` has made them anew.
+    A full disk or a failed service does not end the training: the copies are then out of date until
+    `publish` rewrites them.
 
     Args:
-        openers: by name; they are called for the first record of a start, not before.
-        tell: is given a note when the copies cannot be written.
+        openers: by name; called for the first record of a start, not before.
+        tell: receives a note when the copies cannot be written.
     """
 
     def __init__(
@@ -43,11 +43,11 @@ class MetricsLog:
         self._couriers = [
             BackgroundWriter(name, opened, self.records, tell) for name, opened in openers.items()
         ]
-        self._lock = threading.Lock()  # the thread that commits publishes
+        self._lock = threading.Lock()  # `publish` is called by the committing thread
         self._failed = True
 
     def restore(self, records: Sequence[LogRecord]) -> None:
-        """Begins the log with these records; called once, before the first `add`."""
+        """Starts the log with these records; called once, before the first `add`."""
         self.records[:] = records
         try:
             self.publish()
@@ -71,11 +71,11 @@ class MetricsLog:
         self._behind(problem)
 
     def publish(self) -> None:
-        """Makes the copies anew where they are not written record by record; raises OSError."""
+        """Rewrites the copies that are not written record by record; raises OSError."""
         with self._lock:
             for courier in self._couriers:
                 courier.again()
-        if not self._run.is_local:  # may take long, and needs no lock
+        if not self._run.is_local:  # may take long and needs no lock
             self._write(list(self.records))
             return
         with self._lock:
@@ -86,18 +86,18 @@ class MetricsLog:
             self._file = path.open("a", encoding="utf-8", buffering=1)
 
     def finish(self) -> None:
-        """The run has come to its end; else, when the log is closed, it has failed."""
+        """Marks the run as finished; otherwise, closing the log marks it as failed."""
         self._failed = False
 
     def close(self) -> None:
-        """Waits until all has arrived, for a while."""
+        """Waits for a limited time until everything is sent."""
         self._close_file()
         for courier in self._couriers:
             courier.close(self._failed)
 
     def _close_file(self) -> None:
         if self._file is not None:
-            with suppress(OSError):  # what is not written yet is in the records
+            with suppress(OSError):  # unwritten lines are still in the records
                 self._file.close()
             self._file = None
 
@@ -105,17 +105,17 @@ class MetricsLog:
         write_log(self._run, records)
 
     def _behind(self, error: OSError) -> None:
-        text = f"{METRICS_FILE} cannot be written ({error}): the next checkpoint renews it."
+        text = f"{METRICS_FILE} cannot be written ({error}): the next checkpoint rewrites it."
         self._tell(Note(text))
 
 
 def write_log(run: Storage, records: Sequence[LogRecord]) -> None:
-    """Makes metrics.jsonl anew; raises OSError."""
+    """Rewrites metrics.jsonl; raises OSError."""
     run.write_atomic(METRICS_FILE, "".join(map(_line, records)).encode())
 
 
 def _line(record: LogRecord) -> str:
-    """JSON knows no number that is not finite: null, which `read_history` gives back as nan."""
+    """One JSON line; non-finite numbers become null, which `read_history` turns back into nan."""
     try:
         return json.dumps(to_record(record), allow_nan=False) + "\n"
     except ValueError:

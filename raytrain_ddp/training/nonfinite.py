@@ -1,8 +1,8 @@
-"""A step whose loss or gradient is not finite changes nothing, and all ranks see it in that step.
+"""Detects a step with a non-finite loss or gradient, on all ranks in that step, and skips it.
 
-It takes no collective of its own: what is not finite on one rank makes a gradient so before the
-gradients are summed over all ranks, and the norm of that sum, which clipping needs anyway, tells.
-The optimizer leaves the update out by itself on the device; the host learns of it later.
+It needs no collective of its own: a non-finite value on one rank makes a gradient non-finite
+before gradients are summed over all ranks, and the norm of that sum, which clipping needs anyway,
+shows it. The optimizer skips the update on the device; the host learns of it later.
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ Fetch = Callable[[Tensor], Callable[[], bool]]
 
 
 @dataclass(frozen=True)
-class Trace:
-    """What a step leaves until the host knows whether it was finite; tensors on the device.
+class StepTrace:
+    """What a step keeps until the host knows whether it was finite; tensors on the device.
 
     Args:
         step: from 1.
         losses: slot -> loss of shape (), of this worker's slots.
-        forward: not finite, if a loss is not or a buffer would become so; shape ().
+        forward: non-finite if a loss or a buffer is; shape ().
         names: of the parameters that have a gradient.
         norms: of their gradients, shape (parameters,).
         norm: of the whole gradient, shape ().
-        witness: name of the parameter whose gradient speaks for losses and buffers.
+        sentinel: name of the parameter whose gradient carries the non-finite losses and buffers.
     """
 
     step: int
@@ -41,102 +41,103 @@ class Trace:
     names: list[str]
     norms: Tensor
     norm: Tensor
-    witness: str
+    sentinel: str
 
 
 class NonfiniteGuard:
-    """Finds out in each step whether it may be applied.
+    """Decides in each step whether its update may be applied.
 
     Args:
-        judge: is told of each step that was refused, in order, on all ranks; ends the run or not.
-        fetch: brings a flag, shape (), to the host; the call that it returns waits for it.
-        lag: how many steps later it is waited for. On a GPU 1, so that the host is a step ahead and
-            the GPU never idle.
+        on_refused: called for each refused step, in order, on all ranks; it may end the run.
+        fetch: starts the copy of a flag, shape (), to the host; the returned function waits for it.
+        lag: how many steps later to wait for it. On a GPU 1, so that the host is a step ahead and
+            the GPU is never idle.
     """
 
     def __init__(
-        self, state: TrainState, judge: Callable[[Trace], None], fetch: Fetch, lag: int
+        self, state: TrainState, on_refused: Callable[[StepTrace], None], fetch: Fetch, lag: int
     ) -> None:
-        self._state, self._judge, self._fetch, self._lag = state, judge, fetch, lag
+        self._state, self._on_refused, self._fetch, self._lag = state, on_refused, fetch, lag
         named = state.model.named_parameters()
         self._trained = [(name, p) for name, p in named if p.requires_grad]
-        # The smallest that has a number, and of equals the last: nearest to the loss. (In a step
+        # The smallest non-empty one; if several, the last: nearest to the loss. (In a step
         # that leaves it unused, as ddp.find_unused_parameters allows, only gradients are examined.)
-        self._name, self._witness = min(
+        self._name, self._sentinel = min(
             reversed(self._trained), key=lambda item: item[1].numel() or math.inf
         )
-        self._taint = torch.zeros((), device=self._witness.device)
-        self._witness.register_hook(lambda gradient: gradient + self._taint)
+        self._taint = torch.zeros((), device=self._sentinel.device)
+        self._sentinel.register_hook(lambda gradient: gradient + self._taint)
         self._losses: dict[int, Tensor] = {}
-        self._open: deque[tuple[Trace, Callable[[], bool]]] = deque()
+        self._open: deque[tuple[StepTrace, Callable[[], bool]]] = deque()
 
     def watch(self, slot: int, loss: Tensor) -> None:
-        """Shows a slot's loss, shape (), before its backward pass.
+        """Records a slot's loss, shape (), before its backward pass.
 
-        Its gradient alone would not do: cross entropy, for one, can be infinite where that is not.
+        Its gradient is not enough: cross entropy, for example, can be infinite with a finite
+        gradient.
         """
         self._losses[slot] = loss
-        self._taint = loss * 0  # nan, if the loss is not finite
+        self._taint = loss * 0  # nan if the loss is not finite
 
     def examine(self, lr: float, forward: Tensor) -> tuple[Tensor, Tensor]:
-        """Examines gradients that are alike on all ranks, and unscales those of fp16.
+        """Examines gradients that are equal on all ranks, and unscales those of fp16.
 
         Args:
-            forward: alike on all ranks; not finite, if what the forward passes gave is not. For
-                fp16 a loss is part of it, else it shows in the gradient anyway.
+            forward: equal on all ranks; non-finite if the result of the forward passes is. For
+                fp16 it includes the loss; otherwise the loss shows in the gradient anyway.
 
         Returns:
-            The norm of the whole gradient, and whether the step is refused; of shape ().
+            The norm of the whole gradient, and whether the step is refused; both of shape ().
         """
         scaler = self._state.scaler
-        if self._witness.grad is not None:
-            self._witness.grad.add_(forward * 0)
+        if self._sentinel.grad is not None:
+            self._sentinel.grad.add_(forward * 0)
         scaler.unscale_(self._state.optimizer)
         there = [(name, p.grad) for name, p in self._trained if p.grad is not None]
         norms = torch.stack(torch._foreach_norm([gradient for _, gradient in there]))
         norm = torch.linalg.vector_norm(norms)
-        # A norm above 2e19 overflows, as the second moments of AdamW then would.
+        # A norm above 2e19 overflows, as the second moments of AdamW would.
         refused = ~norm.isfinite()
-        told = refused
-        if scaler.is_enabled():  # down to a scale of 1, an overflow of gradients may be its fault
+        counted = refused
+        if scaler.is_enabled():  # above a scale of 1, the scale may have caused the overflow
             small = scaler.scale(torch.ones_like(norm)) < 1
-            told = refused & (small | ~forward.isfinite())
+            counted = refused & (small | ~forward.isfinite())
         names = [name for name, _ in there]
         step = self._state.step + 1
-        trace = Trace(step, lr, self._losses, forward, names, norms, norm, self._name)
-        self._open.append((trace, self._fetch(told)))
+        trace = StepTrace(step, lr, self._losses, forward, names, norms, norm, self._name)
+        self._open.append((trace, self._fetch(counted)))
         self._losses = {}
         return norm, refused
 
     def follow(self) -> None:
-        """Has steps judged that are `lag` or more behind; all ranks take part."""
+        """Judges the steps that are `lag` or more behind; all ranks take part."""
         self._settle(self._lag)
 
     def settle(self) -> None:
-        """Has all steps judged; the host waits for the device. All ranks take part."""
+        """Judges all steps; the host waits for the device. All ranks take part."""
         self._settle(0)
 
     def _settle(self, lag: int) -> None:
         while len(self._open) > lag:
             trace, refused = self._open.popleft()
             if refused():
-                self._judge(trace)
+                self._on_refused(trace)
 
 
 def make_guard(
-    state: TrainState, judge: Callable[[Trace], None], device: torch.device
+    state: TrainState, on_refused: Callable[[StepTrace], None], device: torch.device
 ) -> NonfiniteGuard:
     """The guard for a device."""
     if device.type == "cuda":
-        return NonfiniteGuard(state, judge, through_pinned_memory, lag=1)
-    return NonfiniteGuard(state, judge, lambda flag: lambda: bool(flag), lag=0)
+        return NonfiniteGuard(state, on_refused, through_pinned_memory, lag=1)
+    return NonfiniteGuard(state, on_refused, lambda flag: lambda: bool(flag), lag=0)
 
 
 def through_pinned_memory(flag: Tensor) -> Callable[[], bool]:
-    """Copies a flag from a GPU; only the call that is returned waits, for this flag alone."""
+    """Copies a flag from a GPU; only the returned function waits, for this flag alone."""
     copy = torch.empty((), dtype=flag.dtype, pin_memory=True)
     copy.copy_(flag, non_blocking=True)
-    done = torch.cuda.Event(blocking=True)  # leaves the CPU to the loader's threads
+    done = torch.cuda.Event(blocking=True)  # frees the CPU for the loader's threads
     done.record()
 
     def read() -> bool:

@@ -1,4 +1,4 @@
-"""What becomes of a step that was not finite, and what is kept of it to find out why."""
+"""Reports a non-finite step, and writes the file that helps to reproduce it."""
 
 from __future__ import annotations
 
@@ -15,10 +15,11 @@ from raytrain_ddp.data.epoch_order import EpochOrder
 from raytrain_ddp.data.loader import TrainLoader
 from raytrain_ddp.errors import DivergedError, RaytrainError
 from raytrain_ddp.events import Note
-from raytrain_ddp.training.nonfinite import Trace
+from raytrain_ddp.training.nonfinite import StepTrace
+from raytrain_ddp.training.seeding import slot_seed
 from raytrain_ddp.training.session import Session
 from raytrain_ddp.training.train_state import TrainState
-from raytrain_ddp.training.world import World, broadcast, slot_seed
+from raytrain_ddp.training.world import World, broadcast
 
 _MOST_NAMES = 10
 REMEDY = "lower optim.lr, lengthen schedule.warmup_epochs or set optim.clip_norm"
@@ -30,37 +31,37 @@ class _SlotLoss(NamedTuple):
     loss: float
 
 
-def judge_nonfinite(
-    config: TrainConfig, state: TrainState, session: Session, loader: TrainLoader, trace: Trace
+def handle_nonfinite(
+    config: TrainConfig, state: TrainState, session: Session, loader: TrainLoader, trace: StepTrace
 ) -> None:
-    """Counts a step that was refused, and says so or ends the run; all ranks take part.
+    """Counts and reports a refused step, or ends the run; all ranks take part.
 
     Raises:
-        DivergedError: there shall be no such step, or no further one. Names step, slots and ranks,
-            and the file in the run's folder that tells more.
+        DivergedError: no such step, or no further one, is allowed. It names step, slots and
+            ranks, and the file in the run's folder with the details.
     """
     losses = _all_losses(trace, session.world)
     names = _names(trace, losses)
-    what = _what(trace, losses, names)
+    what = _description(trace, losses, names)
     state.nonfinite += 1
     most = config.optim.max_nonfinite
     if config.optim.nonfinite == "skip" and state.nonfinite <= most:
-        text = f"{what}. Its update is left out: {state.nonfinite} such, of at most {most}."
+        text = f"{what}. Its update is skipped ({state.nonfinite} of at most {most})."
         session.tell(Note(text[0].upper() + text[1:]))
         return
     file = f"diverged-step-{trace.step:08d}.json"
     if session.world.is_main:
-        session.keep(file, _bundle(config, session, loader, trace, losses, names))
-    broadcast(None, session.world)  # who raises first may have the others ended
+        session.keep(file, _repro_document(config, session, loader, trace, losses, names))
+    broadcast(None, session.world)  # the first rank to raise may cause the others to be killed
     if config.optim.nonfinite == "skip":
-        what += f", and {most} such steps (optim.max_nonfinite) were left out before"
+        what += f", and {most} such steps (optim.max_nonfinite) were skipped before"
     raise DivergedError(
-        f"{what}. The last checkpoint is kept, and {file} in the run's folder says which samples "
-        f"these were; {REMEDY}, or leave such steps out with --optim.nonfinite skip."
+        f"{what}. The last checkpoint is kept, and {file} in the run's folder names these "
+        f"samples; {REMEDY}, or skip such steps with --optim.nonfinite skip."
     )
 
 
-def _all_losses(trace: Trace, world: World) -> list[_SlotLoss]:
+def _all_losses(trace: StepTrace, world: World) -> list[_SlotLoss]:
     mine = [_SlotLoss(world.rank, slot, loss.item()) for slot, loss in trace.losses.items()]
     parts = [mine] * world.size
     if world.size > 1:
@@ -68,15 +69,16 @@ def _all_losses(trace: Trace, world: World) -> list[_SlotLoss]:
     return sorted((loss for part in parts for loss in part), key=lambda loss: loss.slot)
 
 
-def _names(trace: Trace, losses: list[_SlotLoss]) -> list[str]:
-    """Parameters whose gradient's norm is not finite, but for a witness that speaks for others."""
+def _names(trace: StepTrace, losses: list[_SlotLoss]) -> list[str]:
+    """Parameters whose gradient norm is not finite, except a sentinel that carries another
+    cause."""
     norms = zip(trace.names, trace.norms.tolist(), strict=True)
     names = [name for name, norm in norms if not math.isfinite(norm)]
     spoken_for = not trace.forward.isfinite() or not all(math.isfinite(x.loss) for x in losses)
-    return [] if names == [trace.witness] and spoken_for else names
+    return [] if names == [trace.sentinel] and spoken_for else names
 
 
-def _what(trace: Trace, losses: list[_SlotLoss], names: list[str]) -> str:
+def _description(trace: StepTrace, losses: list[_SlotLoss], names: list[str]) -> str:
     at = f"at step {trace.step} (learning rate {trace.lr:.3g})"
     lost = [x for x in losses if not math.isfinite(x.loss)]
     if lost:
@@ -92,15 +94,16 @@ def _some(names: list[str]) -> str:
     return f"{', '.join(names[:3])}{f' and {len(names) - 3} more' if len(names) > 3 else ''}"
 
 
-def _bundle(
+def _repro_document(
     config: TrainConfig,
     session: Session,
     loader: TrainLoader,
-    trace: Trace,
+    trace: StepTrace,
     losses: list[_SlotLoss],
     names: list[str],
 ) -> dict[str, Any]:
-    """All that a step is a function of, besides the config: JSON, with nan and inf as texts."""
+    """Everything that a step is a function of, besides the config: JSON, with nan and inf as
+    text."""
     plan, step = loader.plan, trace.step - 1
     epoch, step_of_epoch = divmod(step, plan.steps_per_epoch)
     blocks = loader.data.source.blocks
@@ -131,8 +134,8 @@ def _bundle(
 
 
 def _newest(config: TrainConfig, session: Session) -> str | None:
-    """Name of the newest checkpoint, the one under way included."""
-    with suppress(RaytrainError, OSError):  # the run ends by what is told, not by its storage
+    """Name of the newest checkpoint, including the one being written."""
+    with suppress(RaytrainError, OSError):  # the run ends with its own error, not the storage's
         session.drain()
         names = checkpoint_store(run_storage(config)).names()
         return str(names[0]) if names else None

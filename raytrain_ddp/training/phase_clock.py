@@ -1,4 +1,4 @@
-"""Where the time goes: each moment of a training belongs to one phase."""
+"""Measures where the time goes: each moment of the training belongs to one phase."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ T = TypeVar("T")
 
 PHASES = (
     "data",  # waiting for a batch
-    "copy",  # of it to the device, as far as the step before did not hide it
+    "copy",  # of it to the device, as far as the previous step did not hide it
     "compute",  # forward and backward
     "communication",  # all-reduces of gradients and buffers that compute did not hide
     "optimizer",
-    "checkpoint",  # the stall
+    "checkpoint",  # blocked by a checkpoint
     "evaluation",
-    "other",  # agreeing, logging, launching
+    "other",  # agreement, logging, kernel launches
 )
 
 STARTING, EXCHANGING, AGREEING = "start-up", "gradient exchange", "agreement"
-_NEXT = {  # what the host does after a mark
+_NEXT = {  # what the host does after a mark of this phase
     "other": "data wait",
     "data": "compute",
     "copy": "compute",
@@ -38,18 +38,18 @@ _NEXT = {  # what the host does after a mark
 
 
 class Clock:
-    """Ends a phase at each mark; what is between two marks belongs to the second one's phase.
+    """Ends a phase at each mark: the time between two marks belongs to the phase of the second.
 
-    On a GPU the phases are those of the device, told by events in its stream, so that nobody waits
-    for it: "data" is the time it was idle. On a CPU they are the host's.
+    On a GPU the phases are those of the device, measured by events in its stream without waiting
+    for it: "data" is its idle time. On a CPU they are the host's.
 
     Args:
         device: of the training.
 
     Attributes:
-        doing: what the host does now; for a watchdog, in another thread.
-        steps: how many it has finished since `start`.
-        moved_s: when it last got on, by `time.monotonic`.
+        doing: what the host does now; read by the watchdog, in another thread.
+        steps: finished since `start`.
+        moved_s: the time of the last progress, by `time.monotonic`.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -59,18 +59,19 @@ class Clock:
         self.start()
 
     def start(self) -> None:
-        """From now on; what was before does not count."""
+        """Starts the clock; earlier time does not count."""
         self.seconds: dict[str, float] = defaultdict(float)  # by phase
         self._window: dict[str, float] = defaultdict(float)
         self._started = self._window_started = self.moved_s = time.monotonic()
         self.steps = 0
-        self._open: deque[tuple[str, torch.cuda.Event]] = deque()  # not reached by the device
+        self._open: deque[tuple[str, torch.cuda.Event]] = deque()  # not yet reached by the device
         self._last_s = time.perf_counter()
         if self._on_gpu:
             self._last = self._event()
 
     def mark(self, phase: str) -> None:
-        """What was since the last mark was `phase`. Also from a thread of the backward pass."""
+        """The time since the last mark was `phase`. May be called by a thread of the backward
+        pass."""
         self.doing = _NEXT[phase]
         if self._on_gpu:
             self._open.append((phase, self._event()))
@@ -89,11 +90,11 @@ class Clock:
         self.beat()
 
     def beat(self) -> None:
-        """Says that it gets on, where that takes longer than a step."""
+        """Reports progress within an operation that takes longer than a step."""
         self.moved_s = time.monotonic()
 
     def waits(self, steps: Iterator[T]) -> Iterator[T]:
-        """Passes the steps' items on; waiting for them is "data"."""
+        """Passes the steps' items on; the time spent waiting for them is "data"."""
         while True:
             self.mark("other")
             self._drain()
@@ -107,14 +108,14 @@ class Clock:
             self.beat()
 
     def after_backward(self, loss: Tensor) -> None:
-        """Has "compute" end when all gradients of `loss` are there, but not yet summed over ranks:
-        what then remains of the backward pass is "communication"."""
+        """Ends "compute" when all gradients of `loss` exist but are not yet summed over ranks;
+        the rest of the backward pass is "communication"."""
         engine = torch.autograd.Variable._execution_engine  # as DDP itself does
         loss.register_hook(lambda _: engine.queue_callback(lambda: self.mark("compute")))
 
     def window(self) -> tuple[float, dict[str, float]]:
-        """(seconds of training, seconds by phase) since the last call; training is all but
-        evaluation and checkpoints. On a GPU, phases as far as the device has come."""
+        """(seconds of training, seconds by phase) since the last call. Training excludes evaluation
+        and checkpoints. On a GPU, phases are included as far as the device has come."""
         self._drain()
         now = time.monotonic()
         phases = dict(self._window)
@@ -133,7 +134,7 @@ class Clock:
         return event
 
     def _drain(self) -> None:
-        """Takes in what the device has reached."""
+        """Collects the events that the device has reached."""
         while self._open and self._open[0][1].query():
             phase, event = self._open.popleft()
             self._add(phase, self._last.elapsed_time(event) / 1e3)

@@ -1,4 +1,4 @@
-"""From a config to everything the loop needs: all choices are made here, none in the loop."""
+"""Prepares a run from its config: all choices are made here, none in the loop."""
 
 from __future__ import annotations
 
@@ -38,25 +38,26 @@ from raytrain_ddp.training.device_feed import AgreedCount, Audit, Feed, on_devic
 from raytrain_ddp.training.gradient_compression import compress
 from raytrain_ddp.training.lr_schedule import build_optimizer
 from raytrain_ddp.training.nonfinite import make_guard
-from raytrain_ddp.training.nonfinite_repro import judge_nonfinite
+from raytrain_ddp.training.nonfinite_repro import handle_nonfinite
 from raytrain_ddp.training.phase_clock import Clock
 from raytrain_ddp.training.prepared_run import PreparedRun
 from raytrain_ddp.training.profiler import Profile
-from raytrain_ddp.training.reduction import make_alike
+from raytrain_ddp.training.reduction import broadcast_model
 from raytrain_ddp.training.replica_check import ReplicaCheck
 from raytrain_ddp.training.sanity_check import try_evaluation
+from raytrain_ddp.training.seeding import seed_all
 from raytrain_ddp.training.session import Session
 from raytrain_ddp.training.step import Stepper
 from raytrain_ddp.training.step_timing import peak_flops_per_s
 from raytrain_ddp.training.stragglers import Stragglers
 from raytrain_ddp.training.train_state import TrainState, begin_training
-from raytrain_ddp.training.world import World, seed_all, set_up, versions
+from raytrain_ddp.training.world import World, set_up, software_versions
 
 
 def prepare(
     config: TrainConfig, task: Task, session: Session, reads: Collection[str] | None = None
 ) -> PreparedRun:
-    """Builds, places, wraps and warms up the model; goes to the newest checkpoint. All ranks."""
+    """Builds, places, wraps and warms up the model; loads the newest checkpoint. All ranks."""
     world = session.world
     set_up(world, config.compute)
     config.require_slots(world.size)
@@ -68,7 +69,7 @@ def prepare(
     if isinstance(splits, Splits):
         splits.begin_counting()
     if data.source.blocks.min() < 1:
-        raise DataError("the training set has a block of 0 rows: leave it out of Source.blocks.")
+        raise DataError("the training set has a block of 0 rows: remove it from Source.blocks.")
     plan = Plan(data.rows, config.slots, config.micro_batch, config.augment.repeats)
     for each in filter(None, (data, eval_data)):
         start_processes(each, loader_threads(config.data, world.threads))
@@ -79,18 +80,18 @@ def prepare(
         _require_one_slot_each(plan, world)
     model = initial_model(config, task, world)
     _require_storable(model)
-    net = model  # what is exact sums gradients itself, and needs no DDP
+    net = model  # exact mode sums gradients itself and needs no DDP
     if not config.exact:
         net = session.wrap(model, ddp_options(config))
     elif world.size > 1:
-        make_alike(model, world)
+        broadcast_model(model, world)
 
     optimizer = build_optimizer(model, config.optim)
     scaler = torch.amp.GradScaler(world.device.type, enabled=config.compute.precision == "fp16")
     state = TrainState(model, optimizer, scaler, compress(net, config, scaler, world, clock))
     loader = train_loader(config, data, plan, world)
     guard = make_guard(
-        state, partial(judge_nonfinite, config, state, session, loader), world.device
+        state, partial(handle_nonfinite, config, state, session, loader), world.device
     )
     likeness = ReplicaCheck(config.scaling, state, session)
     stepper = Stepper(config, task, state, net, world, guard, clock, likeness)
@@ -130,7 +131,7 @@ def prepare(
             data=splits.summary() if isinstance(splits, Splits) else None,
             resumed_from=str(checkpoint.name) if checkpoint else None,
             hosts=session.hosts,
-            versions=versions(),
+            versions=software_versions(),
         )
     )
     clock.start()
@@ -153,7 +154,7 @@ def prepare(
 
 
 def initial_model(config: TrainConfig, task: Task, world: World) -> nn.Module:
-    """On this worker's device, with the same weights on all workers; not wrapped."""
+    """The model on this worker's device, not wrapped, with the same weights on all workers."""
     seed_all(config.seed)
     model = model_of(task)
     begin_training(model)
@@ -169,23 +170,23 @@ def initial_model(config: TrainConfig, task: Task, world: World) -> nn.Module:
 
 
 def _warm_up(stepper: Stepper, loader: TrainLoader) -> float:
-    """Returns the floating-point operations of a sample, forward and backward; 0: not known."""
+    """Returns the floating-point operations of a sample, forward and backward; 0 if unknown."""
     batch, smallest = loader.any_batch(), loader.any_batch(_smallest_slot(loader.plan))
     single = loader.any_batch(1) if loader.skip else None
     return stepper.warm_up(batch, smallest, single) / loader.data.samples_of(batch)
 
 
 def _require_storable(model: nn.Module) -> None:
-    """Before hours of training, not at the first checkpoint."""
+    """Checked before hours of training, not at the first checkpoint."""
     for name, kind in unstorable(model.state_dict()).items():
         raise ConfigError(
-            f"the model's {name} ({kind}) cannot be in a checkpoint: keep it in another type "
+            f"the model's {name} ({kind}) cannot be stored in a checkpoint: use another type "
             "(torch.view_as_real for complex numbers), or as a buffer with persistent=False."
         )
 
 
 def _mode_note(model: nn.Module) -> str | None:
-    """Some libraries return models in evaluation mode."""
+    """A note if the whole model is in evaluation mode, as some libraries return it."""
     if any(module.training for module in model.modules()):
         return None
     return (
@@ -195,13 +196,13 @@ def _mode_note(model: nn.Module) -> str | None:
 
 
 def _smallest_slot(plan: Plan) -> int:
-    """Samples of the smallest micro-batch that is not empty."""
+    """Samples of the smallest non-empty micro-batch."""
     spans = (plan.span(plan.steps_per_epoch - 1, slot) for slot in range(plan.slots))
     return plan.repeats * min(stop - start for start, stop in spans if stop > start)
 
 
 def _require_one_slot_each(plan: Plan, world: World) -> None:
-    """SyncBatchNorm gathers in each forward pass, so all ranks must make the same passes."""
+    """SyncBatchNorm communicates in each forward pass, so all ranks must make the same passes."""
     spans = (plan.span(plan.steps_per_epoch - 1, slot) for slot in range(plan.slots))
     empty = any(stop == start for start, stop in spans)
     if world.device.type != "cuda" or plan.slots != world.size or empty:
@@ -213,7 +214,7 @@ def _require_one_slot_each(plan: Plan, world: World) -> None:
 
 
 def ddp_options(config: TrainConfig) -> dict[str, Any]:
-    """Keyword arguments of DistributedDataParallel. Buffers are ours to keep alike: SlotBuffers."""
+    """Keyword arguments of DistributedDataParallel. SlotBuffers synchronizes the buffers."""
     ddp = config.ddp
     return {
         "bucket_cap_mb": ddp.bucket_cap_mb,
@@ -225,7 +226,7 @@ def ddp_options(config: TrainConfig) -> dict[str, Any]:
 
 
 def _no_buffer_sync() -> dict[str, bool]:
-    """DDP's switch has a new name since torch 2.15, and the old one warns there."""
+    """DDP's switch was renamed in torch 2.15; the old name causes a warning there."""
     parameters = inspect.signature(DistributedDataParallel.__init__).parameters
     new = "forward_sync_buffers"
     return {new if new in parameters else "broadcast_buffers": False}
@@ -249,7 +250,7 @@ def train_loader(config: TrainConfig, data: Data, plan: Plan, world: World) -> T
 
 
 def loader_threads(config: DataConfig, cpus: int) -> LoaderThreads:
-    """auto: one, and more of the worker's `cpus` as long as the training waits for data."""
+    """auto: one, and up to the worker's `cpus` as long as the training waits for data."""
     auto = config.workers == "auto"
     most = cpus if config.workers == "auto" else config.workers
     return LoaderThreads(most, 1 if auto else None, config.prefetch, config.prefetch_mib * 2**20)
@@ -263,7 +264,7 @@ def make_feed(
     session: Session,
     clock: Clock,
 ) -> Feed:
-    """The loader's steps, as the config wants them."""
+    """The loader's steps, processed as the config says."""
     plan, data = loader.plan, config.data
     return Feed(
         loader=loader,

@@ -1,4 +1,4 @@
-"""A prepared run: its parts, and the acts that a step may be followed by."""
+"""A prepared run: its parts, and the actions that may follow a step."""
 
 from __future__ import annotations
 
@@ -18,7 +18,6 @@ from raytrain_ddp.errors import DivergedError
 from raytrain_ddp.failpoints import failpoint
 from raytrain_ddp.tasks.task import Task
 from raytrain_ddp.training import step_timing
-from raytrain_ddp.training.cadence import Cadence
 from raytrain_ddp.training.data_identity import DataIdentity
 from raytrain_ddp.training.device_feed import Feed, require_few_bad
 from raytrain_ddp.training.evaluation import evaluate
@@ -27,14 +26,14 @@ from raytrain_ddp.training.nonfinite_repro import REMEDY
 from raytrain_ddp.training.phase_clock import Clock
 from raytrain_ddp.training.session import Session
 from raytrain_ddp.training.step import Stepper
-from raytrain_ddp.training.step_decisions import Abandoned, EvaluationWatch
+from raytrain_ddp.training.step_decisions import Abandoned, Cadence, EvaluationWatch
 from raytrain_ddp.training.stragglers import Stragglers
 from raytrain_ddp.training.train_state import TrainState
 
 
 @dataclass
 class PreparedRun:
-    """The parts of a prepared run, and the acts that a step may be followed by."""
+    """The parts of a prepared run, and the actions that may follow a step."""
 
     config: TrainConfig
     task: Task
@@ -53,12 +52,12 @@ class PreparedRun:
     metrics: dict[str, float] = field(default_factory=dict)  # of the evaluation after this step
 
     def log(self, loss_share: Tensor, rate: float) -> None:
-        """Writes the step's loss and the speed since the last line; all ranks take part.
+        """Logs the step's loss and the speed since the last record; all ranks take part.
 
         The one place where the host waits for the device.
         """
         step, world = self.state.step, self.session.world
-        self.stepper.settle()  # so that `nonfinite` is that of this step
+        self.stepper.settle()  # so that `nonfinite` includes this step
         trained_s, phases = self.clock.window()
         memory = step_timing.peak_memory_bytes(world.device)
         mine = step_timing.Reading(
@@ -85,7 +84,7 @@ class PreparedRun:
                 timing=timing,
             )
         )
-        if world.size > 1:  # not in the log, which would grow with the number of workers
+        if world.size > 1:  # not logged: the log would grow with the number of workers
             split_s = step_timing.by_rank(readings, step - self.logged_step)
             self.session.tell(events.Ranks(step, split_s))
         straggler = self.stragglers.look(step, timing.slowest, self.session.hosts)
@@ -94,11 +93,11 @@ class PreparedRun:
         self.logged_step = step
 
     def evaluate(self) -> tuple[bool, int]:
-        """Evaluates the model as it is; all ranks take part.
+        """Evaluates the current model; all ranks take part.
 
         Returns:
-            Whether it is the best so far; and the number of a signal for which the evaluation was
-            given up, else 0. What was given up is made up for at the resume.
+            Whether it is the best so far; and the number of the signal that interrupted the
+            evaluation, else 0. An interrupted evaluation is repeated when the run resumes.
         """
         data = self.eval_data
         if data is None:
@@ -121,7 +120,7 @@ class PreparedRun:
                     data,
                     self.config.micro_batch,
                     self.session.world,
-                    replace(self.feed.loader.threads, begin=None),  # nothing else to do meanwhile
+                    replace(self.feed.loader.threads, begin=None),  # nothing runs meanwhile
                     beat=beat,
                 )
             except Abandoned as abandoned:
@@ -148,33 +147,33 @@ class PreparedRun:
         return best, 0
 
     def owes_evaluation(self) -> bool:
-        """Whether there is data to evaluate on, and the model as it is was not."""
+        """Whether there is evaluation data and the current model was not evaluated."""
         return self.eval_data is not None and self.state.evaluated_step != self.state.step
 
     def make_up(self, cadence: Cadence) -> int:
-        """Evaluates a resumed model if a stop came between; all ranks take part. The number of a
-        signal for which that was given up, else 0."""
+        """Repeats the evaluation of a resumed model that was interrupted; all ranks take part.
+        Returns the number of the signal that interrupted it again, else 0."""
         if not (cadence.evaluates(self.state.step) and self.owes_evaluation()):
             return 0
-        last = self.state.step >= cadence.total_steps  # a rerun may want fewer epochs
+        last = self.state.step >= cadence.total_steps  # a rerun may have fewer epochs
         best, stop = self.evaluate()
         if best or (last and not stop):
             self.save(last)
         return stop
 
     def save(self, last: bool) -> None:
-        """Has a snapshot committed in the background; all ranks take part.
+        """Commits a snapshot in the background; all ranks take part.
 
-        The training waits for the copy to the host, and for the commit before if it is not done.
+        Training waits for the copy to the host, and for the previous commit if it is not done.
 
         Args:
-            last: the run ends with it, as it should.
+            last: the run ends normally with it.
         """
         step, world, asked = self.state.step, self.session.world, time.monotonic()
-        self.stepper.settle()  # the device has its own work to end, which is no stall
+        self.stepper.settle()  # the device finishes its work first, which is not stall time
         began = time.monotonic()
         self.stepper.likeness.require()
-        if not self.state.is_finite():  # the weights are alike on all ranks, and so is the answer
+        if not self.state.is_finite():  # weights, and thus the answer, are equal on all ranks
             raise DivergedError(
                 f"weights are not finite after step {step}. The last checkpoint is kept; {REMEDY}."
             )
@@ -189,7 +188,7 @@ class PreparedRun:
                 manifest = Manifest(
                     step=step,
                     epoch=step // self.plan.steps_per_epoch,
-                    attempt=0,  # the recorder's to say
+                    attempt=0,  # set by the recorder
                     world_size=world.size,
                     config=to_dict(publishable(self.config)),
                     data_fingerprint=self.identity.train,

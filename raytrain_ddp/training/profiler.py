@@ -1,4 +1,4 @@
-"""A trace of a few steps by torch.profiler, for when the split of a step does not tell enough."""
+"""Traces a few steps with torch.profiler."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from raytrain_ddp.training.phase_clock import Clock
 from raytrain_ddp.training.watchdog import WRITING
 from raytrain_ddp.training.world import World
 
-_BEFORE = 10  # steps of this start that are not looked at: the first ones are slower
+_BEFORE = 10  # skipped steps of each start: the first ones are slower
 _ROWS, _NAME_WIDTH = 8, 44
 
 
@@ -25,9 +25,9 @@ class Profile:
     """Traces `log.profile_steps` steps of each start on the ranks of `log.profile_ranks`.
 
     Args:
-        run: gets the trace, in Chrome's format.
-        clock: is told that this takes time.
-        tell: is given a note with the operations that took longest, on rank 0.
+        run: receives the trace, in Chrome's format.
+        clock: notified, as writing the trace takes time.
+        tell: receives a note with the slowest operations, on rank 0.
     """
 
     def __init__(
@@ -47,12 +47,12 @@ class Profile:
         return self
 
     def __exit__(self, *_: object) -> None:
-        """The run may end, or fail, with the trace under way."""
+        """Ends the trace, as the run may end or fail before the trace is complete."""
         if self._trace is not None:
             self._end(self._begun - _BEFORE)
 
     def begin_step(self, step: int) -> None:
-        """To be called before each step, from 1."""
+        """Called before each step, from 1."""
         if not self._steps:
             return
         self._begun += 1
@@ -73,9 +73,9 @@ class Profile:
         trace = profile(activities=activities)
         try:
             trace.start()
-        except RuntimeError as error:  # as when another profiler is under way
+        except RuntimeError as error:  # for example when another profiler is active
             self._steps = 0
-            self._tell(Note(f"no trace of steps: {error}"))
+            self._tell(Note(f"cannot trace steps: {error}"))
             return
         self._trace = trace
 
@@ -104,16 +104,16 @@ class Profile:
 
 
 def _table(trace: Any, steps: int, on_gpu: bool) -> list[str]:
-    """The operations that took longest, by their own time: on the GPU where there is one."""
+    """The operations with the most time of their own: on the GPU if there is one."""
     times = [
         (e.self_device_time_total if on_gpu else e.self_cpu_time_total, e.count, e.key)
         for e in trace.key_averages()
     ]
     whole = sum(time_us for time_us, _, _ in times) or 1
     rows = sorted(times, reverse=True)[:_ROWS]
-    head = f"  {'operation':<{_NAME_WIDTH}}   share  ms a step  calls"
+    head = f"  {'operation':<{_NAME_WIDTH}}   share  ms/step  calls"
     return [head] + [
         f"  {key[:_NAME_WIDTH]:<{_NAME_WIDTH}}  {100 * time_us / whole:4.0f} %  "
-        f"{time_us / 1e3 / steps:9.2f}  {count / steps:5.0f}"
+        f"{time_us / 1e3 / steps:7.2f}  {count / steps:5.0f}"
         for time_us, count, key in rows
     ]

@@ -21,7 +21,7 @@ from raytrain_ddp.checkpoint.store import Checkpoint, CheckpointName, Checkpoint
 from raytrain_ddp.config.train_config import TrainConfig
 from raytrain_ddp.errors import CheckpointError
 from raytrain_ddp.messages import Event
-from raytrain_ddp.training.async_checkpoint import AsyncCheckpointer, persistently
+from raytrain_ddp.training.async_checkpoint import AsyncCheckpointer, with_backoff
 from raytrain_ddp.training.checkpoint_interval import Life, SaveTimer
 from raytrain_ddp.training.metrics_log import MetricsLog
 from raytrain_ddp.training.session import Snapshot
@@ -71,7 +71,7 @@ class Recorder:
             self.store.sweep()
             return newest
 
-        self._newest = newest = persistently(found, self._trying_again)
+        self._newest = newest = with_backoff(found, self._trying_again)
         self._life = self._life_after(newest)
         self._timer = SaveTimer(self._config.checkpoint.every_s, self._life, self._tell)
         return newest
@@ -127,7 +127,7 @@ class Recorder:
         if newest is None or _LIFE not in newest.manifest.files:
             return Life(failures=self._attempt - 1)
         try:
-            text = persistently(lambda _: newest.read(_LIFE), self._trying_again)
+            text = with_backoff(lambda _: newest.read(_LIFE), self._trying_again)
             return Life.after(json.loads(text), self._attempt)
         except (OSError, CheckpointError, KeyError, TypeError, ValueError) as error:
             told = f"{type(error).__name__}: {error}"

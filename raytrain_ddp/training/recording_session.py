@@ -17,7 +17,7 @@ from raytrain_ddp.config.train_config import TrainConfig
 from raytrain_ddp.errors import CheckpointError, RaytrainError
 from raytrain_ddp.events import LogRecord, Note, Plan
 from raytrain_ddp.messages import Event
-from raytrain_ddp.training.async_checkpoint import persistently
+from raytrain_ddp.training.async_checkpoint import with_backoff
 from raytrain_ddp.training.hang_diagnosis import Hang
 from raytrain_ddp.training.phase_clock import STARTING, Clock
 from raytrain_ddp.training.recorder import Best, Recorder
@@ -33,7 +33,7 @@ class PatientCheckpoint(Checkpoint):
     """A checkpoint whose files are asked for again where the storage does not answer.
 
     Args:
-        pause: see `persistently`.
+        pause: see `with_backoff`.
     """
 
     pause: Pause
@@ -41,7 +41,7 @@ class PatientCheckpoint(Checkpoint):
     def read(self, filename: str) -> bytes:
         """Raises a CheckpointError, also where the storage fails for good."""
         try:
-            return persistently(lambda _: Checkpoint.read(self, filename), self.pause)
+            return with_backoff(lambda _: Checkpoint.read(self, filename), self.pause)
         except OSError as error:
             raise _failing(self.storage, error) from error
 

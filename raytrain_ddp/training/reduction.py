@@ -1,4 +1,4 @@
-"""How the gradients of all slots become those of the step."""
+"""Sums the gradients of all slots into those of the step."""
 
 from __future__ import annotations
 
@@ -25,43 +25,45 @@ class Reduction(Protocol):
     """Sums gradients over slots and workers.
 
     Attributes:
-        scale: a loss is multiplied by, besides its share of the step, before its backward pass.
+        scale: the loss is multiplied by it, besides its share of the step, before the backward
+            pass.
     """
 
     scale: float
 
     def require_all(self, model: nn.Module) -> None:
-        """Raises ConfigError if a parameter has no gradient after a backward pass, and must."""
+        """Raises ConfigError if a parameter that needs a gradient has none after a backward
+        pass."""
 
     def begin(self) -> None:
-        """A step begins; there are no gradients."""
+        """Begins a step; there are no gradients yet."""
 
     def working(self, slots: Sequence[Slot]) -> list[Slot]:
-        """Those of this worker's slots that are passed through the model, in their order."""
+        """This worker's slots that pass through the model, in order."""
 
     def passing(self, slot: Slot, is_last: bool) -> AbstractContextManager[None]:
-        """Surrounds a slot's forward and backward pass."""
+        """Context of a slot's forward and backward pass."""
 
     def finish(self) -> None:
-        """Gradients are the sum over all slots, on all ranks; all take part."""
+        """Makes the gradients the sum over all slots; all ranks take part."""
 
 
 class DdpReduction:
-    """Sums as they come: over a worker's slots in the gradients, over workers by DDP, while the
-    last backward pass goes on. DDP divides by the world size; `scale` takes that back, if no hook
-    does (see `compress`)."""
+    """Sums over a worker's slots in the gradients, and over workers by DDP during the last backward
+    pass. DDP divides by the world size; `scale` compensates that unless a hook does (see
+    `compress`)."""
 
     def __init__(self, net: nn.Module, scale: float) -> None:
         self._net, self.scale = net, scale
 
     def require_all(self, model: nn.Module) -> None:
-        pass  # DDP has its own say
+        pass  # DDP checks it itself
 
     def begin(self) -> None:
         pass
 
     def working(self, slots: Sequence[Slot]) -> list[Slot]:
-        # All ranks make a backward pass; one without samples leaves no trace.
+        # All ranks make a backward pass; one without samples has no effect.
         return [slot for slot in slots if slot.samples] or list(slots[:1])
 
     def passing(self, slot: Slot, is_last: bool) -> AbstractContextManager[None]:
@@ -75,15 +77,15 @@ class DdpReduction:
 
 
 class ExactReduction:
-    """Sums in the order of a tree over all slots: the same bits on any number of workers.
+    """Sums in the order of a tree over all slots: the same bits for any number of workers.
 
-    Gradients are exchanged in buckets, while the last backward pass goes on: each as soon as its
-    own are there and the bucket before it is on its way, so that all ranks keep to one order.
+    Gradients are exchanged in buckets during the last backward pass: each as soon as its gradients
+    are complete and the previous bucket has been sent, so that all ranks use the same order.
 
     Args:
-        model: not wrapped; its gradients become views of one vector for each bucket.
-        bucket_mib: a bucket has parameters of one type, and is full when they are as large.
-        clock: is told when only others are waited for.
+        model: not wrapped; its gradients become views of one vector per bucket.
+        bucket_mib: the size at which a bucket is full; a bucket has parameters of one dtype.
+        clock: notified when only communication remains.
     """
 
     scale = 1.0
@@ -102,12 +104,12 @@ class ExactReduction:
         if unused:
             raise ConfigError(
                 f"exact = true: the loss does not depend on {', '.join(unused[:3])}"
-                f"{' and more' if unused[3:] else ''}: freeze what is not trained "
+                f"{' and more' if unused[3:] else ''}: freeze parameters that are not trained "
                 "(requires_grad_(False)), as weight decay would be applied to it."
             )
 
     def begin(self) -> None:
-        self._started = 0  # so many buckets are on their way
+        self._started = 0  # number of buckets being exchanged
         for bucket in self._buckets:
             bucket.sum.begin()
 
@@ -128,8 +130,8 @@ class ExactReduction:
             bucket.close(slot)
 
     def _watch(self, slot: Slot) -> list[RemovableHandle]:
-        """Has the buckets start in the slot's backward pass. Hooks that stay would keep the
-        parameters alive, and these them."""
+        """Registers hooks that start the buckets in the slot's backward pass. Permanent hooks would
+        keep the parameters alive, and the parameters the hooks."""
         return [
             parameter.register_post_accumulate_grad_hook(partial(self._count, slot, place))
             for place, bucket in enumerate(self._buckets)
@@ -137,11 +139,11 @@ class ExactReduction:
         ]
 
     def _count(self, slot: Slot, place: int, parameter: Tensor) -> None:
-        """The gradient of a parameter is there."""
+        """Called when the gradient of a parameter is complete."""
         if place < self._started:
             raise ConfigError(
                 "exact = true: a backward pass adds to a gradient twice, as torch.utils.checkpoint "
-                "may with use_reentrant=True: give it use_reentrant=False."
+                "does with use_reentrant=True: set use_reentrant=False."
             )
         self._buckets[place].missing.discard(id(parameter))
         for bucket in self._buckets[self._started :]:
@@ -152,7 +154,7 @@ class ExactReduction:
             self._started += 1
 
     def finish(self) -> None:
-        self._clock.mark("compute")  # of a worker that has no samples, too
+        self._clock.mark("compute")  # also on a worker that has no samples
         for bucket in self._buckets[self._started :]:
             bucket.sum.start()
         for bucket in self._buckets:
@@ -165,24 +167,24 @@ class _Bucket:
     """Parameters whose gradients are summed together.
 
     Attributes:
-        missing: ids of those whose gradient of the pass that goes on is not there yet.
+        missing: ids of the parameters without a gradient yet in the current pass.
     """
 
     def __init__(self, parameters: Sequence[nn.Parameter], slots: int, world: World) -> None:
         self.parameters = parameters
-        # As in memory, or without gaps where that has some, as a part of another tensor.
+        # In memory order, or compacted if the parameter is a view with gaps.
         self._strides = [torch.empty_like(each, device="meta").stride() for each in parameters]
         length = sum(parameter.numel() for parameter in parameters)
         self.sum = TreeSum(slots, length, parameters[0].dtype, world)
 
     def open(self) -> None:
-        """A slot's gradients are about to come."""
+        """Called before a slot's gradients arrive."""
         self._flat = self.sum.take()
         self.lay(self._flat)
         self.missing = {id(parameter) for parameter in self.parameters}
 
     def close(self, slot: Slot) -> None:
-        """All of the slot's gradients are there."""
+        """Called when all of the slot's gradients have arrived."""
         self.sum.add(slot.index, self._flat)
 
     def lay(self, flat: Tensor) -> None:
@@ -194,8 +196,8 @@ class _Bucket:
 
 
 def _divide(model: nn.Module, size_bytes: float) -> list[list[nn.Parameter]]:
-    """Into buckets, in the order in which a backward pass is likely to come by: the reverse of that
-    in which parameters were registered."""
+    """Divides parameters into buckets, in the likely order of a backward pass: the reverse of
+    their registration."""
     full: list[list[nn.Parameter]] = []
     filling: dict[torch.dtype, list[nn.Parameter]] = {}
     filled: Counter[torch.dtype] = Counter()  # bytes
@@ -210,20 +212,20 @@ def _divide(model: nn.Module, size_bytes: float) -> list[list[nn.Parameter]]:
 
 
 class Sum(Protocol):
-    """Sums a vector of each slot over all workers."""
+    """Sums one vector per slot over all workers."""
 
     def begin(self) -> None:
-        """A step begins."""
+        """Begins a step."""
 
     def add(self, slot: int, vector: Tensor) -> None:
-        """Of one of this worker's slots, in their order."""
+        """Adds the vector of one of this worker's slots; slots come in order."""
 
     def finish(self) -> Tensor:
         """The sum; all ranks take part."""
 
 
 class PlainSum:
-    """Over a worker's slots as they come, then by an all-reduce."""
+    """Sums over a worker's slots in order, then by an all-reduce."""
 
     def __init__(self, length: int, world: World) -> None:
         self._length, self._world = length, world
@@ -241,7 +243,7 @@ class PlainSum:
 
 
 class ExactSum:
-    """In the order of the tree, as ExactReduction."""
+    """Sums in the order of the tree, like ExactReduction."""
 
     def __init__(self, slots: int, length: int, world: World) -> None:
         self._sum = TreeSum(slots, length, torch.float64, world)
@@ -260,11 +262,11 @@ class ExactSum:
         return self._sum.finish()
 
 
-def make_alike(model: nn.Module, world: World) -> None:
-    """Gives all ranks rank 0's parameters and buffers, as DDP does; all take part.
+def broadcast_model(model: nn.Module, world: World) -> None:
+    """Copies rank 0's parameters and buffers to all ranks, as DDP does; all take part.
 
     Raises:
-        ConfigError: the model is another one on this rank.
+        ConfigError: this rank has a different model.
     """
     tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
     shapes = [(name, tuple(t.shape), str(t.dtype)) for name, t in tensors.items()]

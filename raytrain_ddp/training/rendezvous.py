@@ -1,4 +1,4 @@
-"""How the ranks of one start find each other, and what each says of itself."""
+"""How the ranks of one start exchange their process ids and their status."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ from raytrain_ddp.training.hang_diagnosis import Sign
 from raytrain_ddp.training.world import World
 
 Exchange = Callable[[Sign | None], Mapping[int, Sign]]
-"""Puts this rank's sign where the others find it, or takes it away, and returns those of all."""
+"""Publishes this rank's status, or removes it (None), and returns the status of all ranks."""
 
 
 def start_folder(owners: Sequence[Owner]) -> str:
-    """The name by which the ranks of one start, and no others, find each other."""
+    """The folder name that the ranks of one start share, and no other start uses."""
     first = owners[0]
     return f"{''.join(c for c in first.since if c.isdigit())}-{first.token[:4]}"
 
 
 def through_folder(run: Storage, rank: int, owners: Sequence[Owner]) -> Exchange:
-    """By files in the run's folder, which all ranks reach; nothing is there before a hang."""
+    """An exchange by files in the run's folder; nothing is written before a hang."""
     folder = run.join(HANGS).join(start_folder(owners))
 
     def exchange(sign: Sign | None) -> dict[int, Sign]:
@@ -43,7 +43,7 @@ def through_folder(run: Storage, rank: int, owners: Sequence[Owner]) -> Exchange
 
 
 def exchange_owners(world: World) -> list[Owner]:
-    """The processes of all ranks; all take part."""
+    """The processes of all ranks; all ranks take part."""
     mine = Owner.here()
     owners: list[Any] = [mine] * world.size
     if world.size > 1:

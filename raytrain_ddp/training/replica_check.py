@@ -1,9 +1,10 @@
-"""Whether all workers still have the same weights: they are alike to the last bit, as all start
-with the same and add the same. A device that computes wrong, or a memory that forgets, shows in no
-other way: the loss goes on to fall, and the checkpoint has rank 0's weights only.
+"""Checks that all workers still have the same weights, to the last bit.
 
-What is compared are sums of the bits, in integers: exact, in any order, and different if one weight
-is (not: if someone means them to be alike).
+They start equal and apply equal updates. A faulty device or memory shows in no other way: the
+loss keeps falling, and the checkpoint has only rank 0's weights.
+
+What is compared are integer sums of the bits: exact, independent of order, and different if any
+weight differs (they do not protect against deliberate manipulation).
 """
 
 from __future__ import annotations
@@ -25,12 +26,12 @@ from raytrain_ddp.training.torch_compat import all_gather
 from raytrain_ddp.training.train_state import TrainState
 from raytrain_ddp.training.world import broadcast_tensor
 
-_PIECE = {"cpu": 1 << 16, "cuda": 1 << 22}  # numbers: what stays in a cache, and in a kernel
+_PIECE = {"cpu": 1 << 16, "cuda": 1 << 22}  # elements per piece: fits a cache, or one kernel
 _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 class ReplicaCheck:
-    """Compares parameters and buffers of all workers, and mends or ends what is not alike."""
+    """Compares parameters and buffers of all workers; resynchronizes them or ends the run."""
 
     def __init__(self, scaling: ScalingConfig, state: TrainState, session: Session) -> None:
         self._every = scaling.check_every_steps if session.world.size > 1 else 0
@@ -39,56 +40,58 @@ class ReplicaCheck:
         self._buffers = buffers_of(state.model)
 
     def _named(self) -> dict[str, Tensor]:
-        """What is compared, as it is now."""
+        """The tensors to compare."""
         named = {name: p.detach() for name, p in self._state.model.named_parameters()}
         weights = {name: p for name, p in named.items() if not p.is_complex()}
         buffers = {place.name: place.tensor() for place in self._buffers}
-        # Those that SlotBuffers keeps alike.
+        # The buffers that SlotBuffers keeps equal.
         return weights | {name: b for name, b in buffers.items() if is_merged(b.dtype)}
 
     def follow(self) -> None:
-        """Ends a step; all ranks take part."""
-        turned = failpoint("train.weights", self._world.rank, self._state.step)  # 1, but in a test
+        """Called at the end of a step; all ranks take part."""
+        turned = failpoint("train.weights", self._world.rank, self._state.step)  # 1 except in tests
         if turned != 1:
             next(iter(self._named().values())).view(-1)[0] *= turned
         if self._every and self._state.step % self._every == 0:
             self.require()
 
     def require(self) -> None:
-        """Compares now, unless that is off; all ranks take part.
+        """Compares now, unless the check is off; all ranks take part.
 
         Raises:
-            DivergedError: they differ, and the config says to stop, or what was done did not help.
+            DivergedError: they differ, and the config says to stop, or resynchronizing did not
+                help.
         """
         differing = self._differing() if self._every else None
         if differing is None:
             return
         source, ranks, names = differing
-        told = self._told(ranks, names)
+        found = self._problem(ranks, names)
         if self._mends:
             for tensor in _all(self._named().values(), self._state.optimizer):
                 broadcast_tensor(tensor, source)
             self._state.compression.align(source)
             step = self._state.step
             self._session.log(Resync(step, ranks, source, first=names[0]))
-            text = f"{told}. All go on with the weights and the optimizer of rank {source}."
+            text = f"{found}. All go on with the weights and optimizer state of rank {source}."
             self._session.tell(Note(text))
             differing = self._differing()
         if differing is not None:
             raise DivergedError(
-                f"{told}. A device, a memory or a kernel of that host computes wrong, or the task "
-                "changes weights on its own. The last checkpoint, made before, is kept; leave that "
-                "host out, or go on with the others' weights: --scaling.on-divergence resync."
+                f"{found}. A device, memory or kernel of that host computes wrong results, or the "
+                "task changes weights on its own. The last checkpoint, made earlier, is kept. "
+                "Exclude that host, or continue with the others': --scaling.on-divergence resync."
             )
 
     def _differing(self) -> tuple[int, list[int], list[str]] | None:
-        """(a rank that has what most have, those that have not, which tensors), if there are."""
+        """(a rank of the majority, the ranks that differ, the tensors that differ), if any
+        differ."""
         named = self._named()
         mine = fingerprints([*named.values()]).cpu()
         every = torch.empty(self._world.size * len(mine), dtype=torch.int64)
         all_gather(every, mine)
         rows = [tuple(row) for row in every.view(self._world.size, -1).tolist()]
-        usual, count = Counter(rows).most_common(1)[0]  # of a draw, rank 0's
+        usual, count = Counter(rows).most_common(1)[0]  # in a tie, rank 0's
         if count == len(rows):
             return None
         ranks = [rank for rank, row in enumerate(rows) if row != usual]
@@ -96,7 +99,7 @@ class ReplicaCheck:
         names = [name for name, column in columns if len(set(column)) > 1]
         return rows.index(usual), ranks, names
 
-    def _told(self, ranks: Sequence[int], names: Sequence[str]) -> str:
+    def _problem(self, ranks: Sequence[int], names: Sequence[str]) -> str:
         hosts = self._session.hosts
         who = ", ".join(f"{rank} ({hosts[rank]})" if hosts else f"{rank}" for rank in ranks)
         others = "rank 0" if self._world.size == 2 else "the others"
@@ -108,20 +111,20 @@ class ReplicaCheck:
 
 
 def fingerprints(tensors: Sequence[Tensor]) -> Tensor:
-    """A 64-bit number of the bits of each tensor, shape (tensors,), on their device.
+    """A 64-bit hash of the bits of each tensor, shape (tensors,), on their device.
 
-    Each number is multiplied by an odd one of its place, so that neither a change of one nor an
-    exchange of two is lost; both the products, of 32 bits, and the sums wrap around.
+    Each element is multiplied by an odd number that depends on its position, so changing one or
+    swapping two changes the sum; the 32-bit products and the sums wrap around.
     """
     device = tensors[0].device
     piece = min(_PIECE.get(device.type, 1 << 16), max(tensor.numel() for tensor in tensors))
-    odd = _odd(max(1, piece), device)
+    odd = _odd_numbers(max(1, piece), device)
     return torch.stack([_fingerprint(tensor, odd) for tensor in tensors])
 
 
 @lru_cache(maxsize=2)
-def _odd(count: int, device: torch.device) -> Tensor:
-    """Odd numbers, shape (count,), spread by Knuth's multiplier."""
+def _odd_numbers(count: int, device: torch.device) -> Tensor:
+    """Odd numbers, shape (count,), spread by Knuth's multiplicative hash."""
     places = torch.arange(count, dtype=torch.int64, device=device)
     return (places * 2654435761 * 2 + 1).to(torch.int32)
 
@@ -136,7 +139,7 @@ def _fingerprint(tensor: Tensor, odd: Tensor) -> Tensor:
 
 
 def _all(tensors: Iterable[Tensor], optimizer: torch.optim.Optimizer) -> Iterator[Tensor]:
-    """These and the optimizer's, in the same order on all ranks."""
+    """These tensors and the optimizer's, in the same order on all ranks."""
     yield from tensors
     for group in optimizer.param_groups:
         for parameter in group["params"]:

@@ -1,4 +1,4 @@
-"""What would be found out after an epoch is found out before the first step: a batch through it."""
+"""Checks a task with one batch before the first step, to find errors that would show later."""
 
 from __future__ import annotations
 
@@ -20,24 +20,25 @@ from raytrain_ddp.events import Note
 from raytrain_ddp.messages import Event
 from raytrain_ddp.tasks.task import Task
 from raytrain_ddp.tasks.task_check import metrics_of, place_of, refused
-from raytrain_ddp.training.buffer_sync import KeptBuffers
+from raytrain_ddp.training.buffer_sync import SavedBuffers
 from raytrain_ddp.training.metric_states import MOST_NUMBERS, TreeMetrics, require_monitor
+from raytrain_ddp.training.seeding import keeping_generators, seed_slot
 from raytrain_ddp.training.step import forward
 from raytrain_ddp.training.train_state import evaluating
-from raytrain_ddp.training.world import World, keeping_generators, seed_slot
+from raytrain_ddp.training.world import World
 
-_MOST_BAD = 4096  # rows that are looked through for one that can be read
+_MOST_BAD = 4096  # rows searched for a readable one
 
 
 def try_loss(
     config: TrainConfig, task: Task, model: nn.Module, batch: Batch, world: World
 ) -> Tensor:
-    """The loss of a batch, which leaves no trace; the warm-up of a run does as much.
+    """The loss of a batch, without side effects; the warm-up of a run does the same.
 
     Raises:
-        TaskError: no backward pass can begin with it.
+        TaskError: it has no gradient.
     """
-    buffers = KeptBuffers(model)
+    buffers = SavedBuffers(model)
     with keeping_generators(world.device):
         seed_slot(world.device, config.seed, 0, 0)
         loss = forward(config, task, model, batch, world)
@@ -53,25 +54,25 @@ def try_evaluation(
     world: World,
     tell: Callable[[Event], None],
 ) -> None:
-    """The first chunk of an evaluation, which leaves no trace. Each rank does the same, alone.
+    """Evaluates the first chunk, without side effects. Each rank does the same, alone.
 
     Raises:
-        TaskError: the metrics' states cannot be merged, or the task's monitor is none of them.
+        TaskError: the metrics' states cannot be merged, or the task's monitor is not a metric.
     """
     scores = TreeMetrics(task, metrics_of(task), world.device)
     chunks = range(-(-min(data.rows, _MOST_BAD) // batch_size))
     loaded = eval_batches(data, batch_size, chunks, LoaderThreads(0))
-    buffers = KeptBuffers(model)
+    buffers = SavedBuffers(model)
     with keeping_generators(world.device), evaluating(model), torch.inference_mode():
         with closing(loaded):
             batch = next((each for each in loaded if data.samples_of(each)), None)
         if batch is None:
-            return  # bad records only, of which the evaluation will count all
+            return  # all are bad records; the evaluation will count them
         scores.reset()
         seed_slot(world.device, 0, 0, 0)
         returned: Any = task.evaluate(model, to_device(batch, world.device), scores.given)  # type: ignore[func-returns-value]
         if returned is not None:
-            hint = " It updates the metrics that it is given: metrics['name'].update(...)."
+            hint = " It must update the metrics that it receives: metrics['name'].update(...)."
             raise refused(task.evaluate, returned, "None", hint)
         buffers.restore()
         untouched = scores.untouched()
@@ -88,8 +89,8 @@ def try_evaluation(
             if not _alike(value, merged[name]):
                 raise TaskError(
                     f"{place_of(task.metrics)}: the metric {name!r} cannot be merged over chunks "
-                    f"of the data: its value is {_short(value)}, but {_short(merged[name])} after "
-                    "its state is merged into a fresh metric. Everything that compute() needs must "
+                    f"of the data: its value is {_short(value)}, but {_short(merged[name])} once "
+                    "its state is merged into a fresh metric. Everything compute() needs must "
                     "be a state (add_state)."
                 )
         for chunk in range(2):
@@ -102,7 +103,7 @@ def try_evaluation(
     for name, value in values.items():
         if value.numel() > MOST_NUMBERS:
             text = f"The metric {name!r} has {value.numel():,} numbers, too many for the log."
-            tell(Note(f"{text} `evaluate --out FILE` writes all of them."))
+            tell(Note(f"{text} `evaluate --out FILE` writes them all."))
 
 
 def _alike(one: Tensor, other: Tensor) -> bool:

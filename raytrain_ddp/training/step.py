@@ -16,7 +16,7 @@ from raytrain_ddp.errors import ConfigError
 from raytrain_ddp.failpoints import failpoint
 from raytrain_ddp.tasks.task import Task
 from raytrain_ddp.tasks.task_check import require_loss
-from raytrain_ddp.training.buffer_sync import Flags, KeptBuffers, SlotBuffers
+from raytrain_ddp.training.buffer_sync import BoolBuffers, SavedBuffers, SlotBuffers
 from raytrain_ddp.training.nonfinite import NonfiniteGuard
 from raytrain_ddp.training.phase_clock import Clock
 from raytrain_ddp.training.reduction import (
@@ -25,9 +25,10 @@ from raytrain_ddp.training.reduction import (
     Reduction,
 )
 from raytrain_ddp.training.replica_check import ReplicaCheck
+from raytrain_ddp.training.seeding import seed_slot
 from raytrain_ddp.training.step_timing import counting_flops
 from raytrain_ddp.training.train_state import TrainState, evaluating
-from raytrain_ddp.training.world import World, seed_slot
+from raytrain_ddp.training.world import World
 
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 _TOO_SMALL = "more than 1 value per channel"  # for batch norm, says torch
@@ -36,8 +37,8 @@ _TOO_SMALL = "more than 1 value per channel"  # for batch norm, says torch
 class Stepper:
     """Forward, backward and update.
 
-    The loss of a slot counts by its share of the step's samples, so uneven deals and a short last
-    step are exact.
+    The loss of a slot is weighted by its share of the step's samples, so uneven slots and a short
+    last step are exact.
     """
 
     def __init__(
@@ -54,7 +55,7 @@ class Stepper:
         self.likeness = likeness
         self._config, self._task, self._state, self._net = config, task, state, net
         self._world, self._guard, self._clock = world, guard, clock
-        is_scaled = state.scaler.is_enabled()  # by which `compress` goes, too
+        is_scaled = state.scaler.is_enabled()  # `compress` depends on it, too
         self._reduction: Reduction = DdpReduction(net, 1.0 if is_scaled else float(world.size))
         if config.exact:
             bucket_mib = config.ddp.bucket_cap_mb
@@ -63,17 +64,17 @@ class Stepper:
         self._make_buffers = partial(SlotBuffers, state.model, world, is_scaled, slots)
         self._buffers = self._make_buffers()
         self._clip = config.optim.clip_norm
-        self._fewest = 1  # samples of a slot in training mode
+        self._fewest = 1  # minimum samples of a slot in training mode
 
     def __call__(self, slots: list[Slot], samples: int, lr: float) -> Tensor:
-        """Takes one step; all ranks take part. One that is not finite counts and changes nothing.
+        """Takes one step; all ranks take part. A non-finite step counts but changes nothing.
 
         Returns this worker's share of the mean loss over the step's `samples`, shape (), on the
-        device: the shares of all workers add up to it.
+        device; the shares of all workers add up to it.
 
         Raises:
-            DivergedError: this step was not finite, or on a GPU the one before; see `judge`. Or the
-                ranks have not the same weights; see `Likeness`.
+            DivergedError: this step, or on a GPU the previous one, was not finite (see
+                `handle_nonfinite`), or the weights of the ranks differ (see `ReplicaCheck`).
         """
         state, device = self._state, self._world.device
         place = self._world.rank, state.step + 1
@@ -84,14 +85,14 @@ class Stepper:
         self._buffers.begin()
         working = self._reduction.working(slots)
         for slot in working:
-            weight = slot.samples / max(1, samples)  # none, if all were bad records
+            weight = slot.samples / max(1, samples)  # 0 if all were bad records
             seed_slot(device, self._config.seed, slot.step, slot.index)
             self._buffers.rewind()
             is_last = slot is working[-1]
             counts = slot.samples >= self._fewest
             with self._reduction.passing(slot, is_last), self._training(counts):
                 loss = self._forward(slot.batch, self._net)
-                spoilt = failpoint("train.loss", *place)  # 1, but in a test
+                spoilt = failpoint("train.loss", *place)  # 1 except in tests
                 shown = loss.detach() * spoilt
                 self._guard.watch(slot.index, shown)
                 if is_last and self._world.size > 1:
@@ -110,7 +111,7 @@ class Stepper:
         return loss_share
 
     def settle(self) -> None:
-        """Waits until the last step is known to be finite; all ranks take part.
+        """Waits until it is known whether the last step was finite; all ranks take part.
 
         Raises:
             DivergedError: it was not, and the config says to stop.
@@ -118,7 +119,7 @@ class Stepper:
         self._guard.settle()
 
     def _update(self, lr: float, agreed: Tensor) -> None:
-        """Applies the gradients, unless something is not finite: with no wait for the device."""
+        """Applies the gradients unless something is not finite, without waiting for the device."""
         state = self._state
         norm, refused = self._guard.examine(lr, agreed)
         self._buffers.finish(refused)
@@ -130,27 +131,27 @@ class Stepper:
         state.scaler.update()
 
     def warm_up(self, batch: Batch, smallest: Batch, single: Batch | None = None) -> float:
-        """Two passes that leave no trace; all ranks take part.
+        """Makes two passes without side effects; all ranks take part.
 
-        Finds what cannot work, too: kernels, and a `smallest` micro-batch too small for batch norm.
+        Also finds what cannot work: kernels, or a `smallest` micro-batch too small for batch norm.
 
         Args:
-            single: one sample, where bad records may leave a slot no more. If batch norm refuses
-                it, such a slot passes in evaluation mode, on any number of workers.
+            single: one sample, if bad records may leave a slot only one. If batch norm refuses
+                it, such a slot passes in evaluation mode, for any number of workers.
 
-        DDP lays its gradient buckets anew after the first backward pass, and so sums in another
-        order from then on. Done before a state is loaded, a resumed run sums as an uninterrupted
-        one.
+        DDP rebuilds its gradient buckets after the first backward pass, which changes the order of
+        its sums. As this happens before a state is loaded, a resumed run sums in the same order
+        as an uninterrupted one.
 
-        Returns the floating-point operations of `batch`, forward and backward; 0 if not known.
+        Returns the floating-point operations of `batch`, forward and backward; 0 if unknown.
         """
-        buffers = KeptBuffers(self._state.model)
-        flags = Flags(self._state.model)
+        buffers = SavedBuffers(self._state.model)
+        flags = BoolBuffers(self._state.model)
         try:
             with counting_flops(self._config.compute.compile) as counter:
                 self._pass(batch)
             self._pass(batch)
-            # Its scale is made by the first use, and a rank without samples has none.
+            # The scaler is initialized by its first use, and a rank without samples never uses it.
             self._state.scaler.scale(torch.zeros((), device=self._world.device))
             with torch.no_grad():
                 self._forward(smallest, self._state.model)
@@ -184,8 +185,8 @@ class Stepper:
         return forward(self._config, self._task, model, batch, self._world)
 
     def _training(self, counts: bool) -> AbstractContextManager[None]:
-        """A slot without samples joins in evaluation mode, so that it leaves no statistics; so does
-        one with too few for any."""
+        """A slot without samples, or with too few for batch norm, runs in evaluation mode, so that
+        it does not change the statistics."""
         return nullcontext() if counts else evaluating(self._net)
 
 
@@ -195,7 +196,7 @@ def forward(
     """The task's loss of a batch, shape (), in the config's precision.
 
     Raises:
-        TaskError: it is no such loss.
+        TaskError: the task's loss is not a valid loss.
     """
     dtype = _DTYPES[config.compute.precision]
     with torch.autocast(world.device.type, dtype, enabled=dtype is not torch.float32):
@@ -204,15 +205,15 @@ def forward(
 
 
 def _remedy(text: str) -> str | None:
-    """The config's own remedy for an error that torch tells in its own words."""
+    """The config-level remedy for an error of torch's, if there is one."""
     if "deterministic implementation" in text:
         return (
-            f"{text.splitlines()[0]} Give up bitwise resume with --compute.no-deterministic, or "
-            "take another model."
+            f"{text.splitlines()[0]} Disable bitwise resume with --compute.no-deterministic, or "
+            "use another model."
         )
     if _TOO_SMALL in text:
         return (
             "the last step of an epoch has a micro-batch of one sample, too few for this model's "
-            "batch norm: take another --micro-batch or --batch-size."
+            "batch norm: use another --micro-batch or --batch-size."
         )
     return None

@@ -1,17 +1,66 @@
-"""What follows a step: the same on all ranks, agreed on while the step computes."""
+"""Decides what follows a step: due actions, and a vote of the ranks while the step computes."""
 
 from __future__ import annotations
 
 from typing import NamedTuple
 
+import torch
+import torch.distributed as dist
+
+from raytrain_ddp.config.train_config import TrainConfig
 from raytrain_ddp.failpoints import failpoint
-from raytrain_ddp.training.cadence import Cadence
 from raytrain_ddp.training.session import Session
-from raytrain_ddp.training.world import Ballot
+from raytrain_ddp.training.world import World
+
+
+class Cadence:
+    """Decides by the number of steps done; for saving by time, see checkpoint_interval.py."""
+
+    def __init__(self, config: TrainConfig, steps_per_epoch: int) -> None:
+        self.total_steps = config.epochs * steps_per_epoch
+        self._epoch = steps_per_epoch
+        self._config = config
+
+    def logs(self, step: int) -> bool:
+        """Every `log.every_steps` steps, at the end of each epoch, and after the first step."""
+        every = self._config.log.every_steps
+        return step % every == 0 or step % self._epoch == 0 or step == 1
+
+    def evaluates(self, step: int) -> bool:
+        every = self._config.eval.every_epochs * self._epoch
+        return step >= self.total_steps or (every > 0 and step % every == 0)
+
+    def saves(self, step: int) -> bool:
+        checkpoint = self._config.checkpoint
+        every = (checkpoint.every_epochs * self._epoch, checkpoint.every_steps)
+        return step == self.total_steps or any(n and step % n == 0 for n in every)
+
+
+class Ballot:
+    """Lets all ranks agree on what follows a step, without a barrier.
+
+    The largest vote wins. It is computed during the step, in a collective on the CPU; every
+    rank casts and counts once per step.
+    """
+
+    def __init__(self, world: World) -> None:
+        self._alone = world.size == 1
+
+    def cast(self, stop: int, save: bool, look: bool) -> None:
+        self._votes = torch.tensor([stop, int(save), int(look)], dtype=torch.int32)
+        if not self._alone:
+            self._work = dist.all_reduce(self._votes, op=dist.ReduceOp.MAX, async_op=True)
+
+    def count(self) -> tuple[int, bool, bool]:
+        """(signal number of a requested stop or 0, whether to save, whether to look)."""
+        if not self._alone:
+            self._work.wait()
+        stop, save, look = self._votes.tolist()
+        return stop, bool(save), bool(look)
 
 
 class Decision(NamedTuple):
-    """What is to be done after a step. `stop` is the number of a signal, or 0."""
+    """The actions after a step. `stop` is the number of a signal, or 0."""
 
     log: bool
     evaluate: bool
@@ -20,7 +69,7 @@ class Decision(NamedTuple):
 
 
 class Abandoned(Exception):
-    """An evaluation was given up, on all ranks alike, as the run shall end."""
+    """An evaluation was interrupted, on all ranks, because the run is stopping."""
 
     def __init__(self, stop: int) -> None:
         super().__init__(stop)
@@ -28,10 +77,10 @@ class Abandoned(Exception):
 
 
 class EvaluationWatch:
-    """Asks before each chunk of an evaluation whether the run shall end; all ranks take part.
+    """Checks before each chunk of an evaluation whether the run must stop; all ranks take part.
 
-    The ranks agree while a chunk computes, and act before the next one. They have `least` chunks
-    each, or one more: so the last votes are cast before the last chunk that all of them have.
+    The ranks agree while a chunk computes, and act before the next one. Each has `least` chunks
+    or one more, so the last votes are cast before the last chunk that all of them have.
     """
 
     def __init__(self, session: Session, chunks: int) -> None:
@@ -40,7 +89,7 @@ class EvaluationWatch:
         self._chunk = 0
 
     def __call__(self) -> None:
-        """Raises Abandoned."""
+        """Raises Abandoned if the run must stop."""
         chunk, self._chunk = self._chunk, self._chunk + 1
         if 0 < chunk < self._least:
             stop, _, look = self._ballot.count()
@@ -54,7 +103,7 @@ class EvaluationWatch:
 
 
 class StepDecisions:
-    """Joins what is due by the number of steps, by the clock, and by what the ranks wish.
+    """Combines what is due by the number of steps, by time, and by requests of the ranks.
 
     Each rank asks before the compute of a step and decides after it.
     """
@@ -79,7 +128,7 @@ class StepDecisions:
         due = self._cadence
         return Decision(
             log=due.logs(step),
-            # Whoever ends the run may not wait for an evaluation: it is made up for at the resume.
+            # A run that is stopping does not wait for an evaluation: it is repeated on resume.
             evaluate=due.evaluates(step) and not stop,
             save=save or stop > 0 or due.saves(step),
             stop=stop,

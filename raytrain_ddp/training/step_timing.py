@@ -1,4 +1,4 @@
-"""What the ranks' clocks say together: the split of a step, who is slow, how well a GPU is used."""
+"""Combines the ranks' clocks: time per phase, the slowest rank, GPU utilization (MFU)."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from raytrain_ddp.training.phase_clock import PHASES
 from raytrain_ddp.training.torch_compat import all_gather
 from raytrain_ddp.training.world import World
 
-# Dense, without sparsity, as NVIDIA's data sheets give them; FLOP/s in fp16 and bf16, whose results
-# are summed in fp32. The first name counts that is among the words of a GPU's own.
+# Dense peak FLOP/s in fp16 and bf16 with fp32 accumulation, from NVIDIA's data sheets. The first
+# name that is among the words of a GPU's name applies.
 _PEAKS = {
     "B200": 2250e12,
     "H200": 989.4e12,
@@ -39,15 +39,15 @@ _PEAKS = {
     "RTX 3090": 71e12,
 }
 _FP16_ONLY = {"V100-PCIE", "V100", "T4"}
-_WORK = ("data", "copy", "compute", "optimizer")  # in which a rank waits for no other
+_WORK = ("data", "copy", "compute", "optimizer")  # phases in which a rank does not wait for others
 
 
 class Reading(NamedTuple):
-    """One rank's share since the last reading.
+    """One rank's measurements since the last reading.
 
     Args:
         loss_share: of the last step's mean loss.
-        seconds: of training since the last reading, see `Clock.window`.
+        seconds: of training since the last reading; see `Clock.window`.
         phases: seconds by phase, in the order of PHASES.
         peak_memory_bytes: of the device, or of this process.
     """
@@ -59,7 +59,7 @@ class Reading(NamedTuple):
 
 
 def gathered(mine: Reading, world: World) -> list[Reading]:
-    """Those of all ranks, by rank; all ranks take part."""
+    """The readings of all ranks, by rank; all ranks take part."""
     if world.size == 1:
         return [mine]
     flat = [mine.loss_share, mine.seconds, float(mine.peak_memory_bytes), *mine.phases]
@@ -72,11 +72,11 @@ def gathered(mine: Reading, world: World) -> list[Reading]:
 def summary(
     readings: Sequence[Reading], steps: int, flops_per_s: float, peak: float | None
 ) -> Timing:
-    """What the log says of the time of `steps` steps.
+    """The timing of `steps` steps for the log.
 
     Args:
-        flops_per_s: that a rank has done; 0 if it is not known.
-        peak: that its GPU could do; None if it is not known.
+        flops_per_s: achieved by a rank; 0 if unknown.
+        peak: FLOP/s that its GPU can achieve; None if unknown.
     """
     return Timing(
         step_s=max(reading.seconds for reading in readings) / steps,
@@ -89,7 +89,7 @@ def summary(
 
 
 def by_rank(readings: Sequence[Reading], steps: int) -> list[dict[str, float]]:
-    """Seconds of a step by phase, of those phases that took any, for each rank."""
+    """Seconds per step by phase, for phases that took any time, of each rank."""
     return [
         {p: float(f"{s / steps:.3g}") for p, s in zip(PHASES, r.phases, strict=True) if s > 0}
         for r in readings
@@ -97,14 +97,14 @@ def by_rank(readings: Sequence[Reading], steps: int) -> list[dict[str, float]]:
 
 
 def _split(readings: Sequence[Reading], steps: int) -> dict[str, float]:
-    """Seconds of a step by phase, of those phases that took any; means over the ranks."""
+    """Seconds per step by phase, for phases that took any time; means over the ranks."""
     by_phase = zip(*(reading.phases for reading in readings), strict=True)
     means = (math.fsum(each) / len(each) / steps for each in by_phase)
     return {phase: mean for phase, mean in zip(PHASES, means, strict=True) if mean > 0}
 
 
 def _slowest(readings: Sequence[Reading]) -> Slowest:
-    """The rank whose own work took longest; the others have waited for it in communication."""
+    """The rank whose own work took longest; the others waited for it in communication."""
     work = [[r.phases[PHASES.index(phase)] for phase in _WORK] for r in readings]
     busy = [math.fsum(each) for each in work]
     rank = max(range(len(busy)), key=busy.__getitem__)
@@ -117,19 +117,19 @@ def _slowest(readings: Sequence[Reading]) -> Slowest:
 
 
 def in_order(phases: Mapping[str, float]) -> tuple[float, ...]:
-    """Of PHASES; 0 where there is none."""
+    """The values in the order of PHASES; 0 if missing."""
     return tuple(phases.get(phase, 0.0) for phase in PHASES)
 
 
 def peak_memory_bytes(device: torch.device) -> int:
-    """Of tensors on a GPU; else of this process, as the system counts it."""
+    """Of tensors on a GPU; else of this process, as the system reports it."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
 def peak_flops_per_s(device_name: str, precision: str) -> float | None:
-    """Of a GPU, in fp16 or bf16; None where it is not known, and for fp32, which is part TF32."""
+    """Of a GPU in fp16 or bf16; None if unknown, and for fp32, which is partly TF32."""
     name = next((n for n in _PEAKS if re.search(rf"\b{n}\b", device_name)), None)
     if name is None or precision == "fp32" or (precision == "bf16" and name in _FP16_ONLY):
         return None
@@ -138,10 +138,10 @@ def peak_flops_per_s(device_name: str, precision: str) -> float | None:
 
 @contextmanager
 def counting_flops(compiled: bool) -> Iterator[FlopCounterMode]:
-    """Counts the operations of what runs in it: those of matrix products and convolutions.
+    """Counts floating-point operations: those of matrix products and convolutions.
 
     Args:
-        compiled: part of it is, and shall run as it was written.
+        compiled: parts are compiled, and must run uncompiled here.
     """
     torch.compiler.set_stance("force_eager" if compiled else "default")
     try:

@@ -1,23 +1,23 @@
-"""Who keeps the others waiting line after line of the log: told once, and again when it changes."""
+"""Reports a rank that keeps slowing the others down: once, and again when it changes."""
 
 from __future__ import annotations
 
 from collections import Counter, deque
 from collections.abc import Sequence
 
-from raytrain_ddp.data.epoch_order import beyond_others
+from raytrain_ddp.data.epoch_order import relative_load
 from raytrain_ddp.events import Slowest, Straggler
 
-_SLOWER = 2.0  # than the others
+_SLOWER = 2.0  # times the others
 _LINES = 5
 
 
 class Stragglers:
-    """Is shown who was slowest in each line of the log.
+    """Collects the slowest rank of each log record.
 
     Args:
-        slots: of a step; where they are not dealt evenly, who has more of them may take longer.
-        size: how many ranks there are.
+        slots: per step; if they are dealt unevenly, a rank with more of them may take longer.
+        size: the number of ranks.
     """
 
     def __init__(self, slots: int, size: int) -> None:
@@ -26,16 +26,16 @@ class Stragglers:
         self._told: int | None = None
 
     def look(self, step: int, slowest: Slowest | None, hosts: Sequence[str]) -> Straggler | None:
-        """An event, if there is something new to tell.
+        """An event, if there is something new to report.
 
         Args:
-            slowest: see `timing.summary`; None if there is one rank only.
+            slowest: see `step_timing.summary`; None if there is only one rank.
             hosts: of all ranks.
         """
         if slowest is None:
             return None
         rank = slowest.rank
-        ratio = slowest.ratio / beyond_others(self._slots, self._size, rank)
+        ratio = slowest.ratio / relative_load(self._slots, self._size, rank)
         self._lines.append((rank if ratio >= _SLOWER else -1, slowest.phase, ratio))
         if len({each for each, _, _ in self._lines}) > 1 or len(self._lines) < _LINES:
             return None
@@ -44,12 +44,12 @@ class Stragglers:
         if before == self._told:
             return None
         if self._told is None:
-            text = f"rank {before} keeps up with the others again, by step {step}"
+            text = f"rank {before} keeps up with the others again, as of step {step}"
             return Straggler(step, None, text)
         phase = Counter(phase for _, phase, _ in self._lines).most_common(1)[0][0]
         ratio = sorted(ratio for _, _, ratio in self._lines)[_LINES // 2]
         host = hosts[rank] if rank < len(hosts) else ""
         where = f" on {host}" if host else ""
         text = f"rank {rank}{where} takes {ratio:.1f} x as long as the others, which wait for it: "
-        text += f"most in {phase}, by step {step}"
+        text += f"mostly in {phase}, as of step {step}"
         return Straggler(step, rank, text, host, phase, ratio)

@@ -1,4 +1,4 @@
-"""What differs between the versions of torch that pyproject.toml allows. Nowhere else."""
+"""The differences between the supported versions of torch, and nowhere else."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor
 
-# torch 2.14 renamed it; the old name raises a FutureWarning from then on.
+# torch 2.14 renamed it; from then on the old name raises a FutureWarning.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 

@@ -1,4 +1,4 @@
-"""Where else the figures of a log go: TensorBoard, Weights & Biases, MLflow."""
+"""Sends log records to TensorBoard, Weights & Biases and MLflow."""
 
 from __future__ import annotations
 
@@ -23,25 +23,25 @@ _IDENTITY_FILE = "logged-as"
 
 
 class Logger(Protocol):
-    """A place for figures. What it raises ends no training, and no training waits for it: see
-    courier.py.
+    """A tracking service. Its errors do not end the training, and training never waits for it: see
+    background_writer.py.
 
-    A log that is restored has records that the place may have had before; they are equal.
+    A restored log may contain records that the service already has; they are equal.
     """
 
     def add(self, record: LogRecord) -> None:
-        """Takes in a record; cheap."""
+        """Accepts a record; cheap."""
 
     def close(self, failed: bool) -> None:
-        """Waits until all has arrived; `failed`: by an error, the run has not reached its end."""
+        """Waits until everything is sent; `failed`: the run ended with an error."""
 
 
 Open = Callable[[Sequence[LogRecord]], Logger]
-"""Opens a place, given the records so far. Called late: importing its library takes long."""
+"""Opens a service with the records so far. Called late: importing its library takes long."""
 
 
 def openers(config: TrainConfig) -> dict[str, Open]:
-    """By name, those that the config asks for."""
+    """The services that the config enables, by name."""
     run, log = run_storage(config), config.log
     wanted: dict[str, Open] = {}
     if log.tensorboard and run.is_local:
@@ -54,7 +54,7 @@ def openers(config: TrainConfig) -> dict[str, Open]:
 
 
 def tracker_scalars(record: LogRecord) -> Iterator[tuple[str, float]]:
-    """(name, value) of a record's figures, such as train/loss, time/data_s and eval/top1."""
+    """(name, value) of a record's numbers, such as train/loss, time/data_s and eval/top1."""
     match record:
         case Train():
             yield "train/loss", record.loss
@@ -77,7 +77,7 @@ def _timing(timing: Timing) -> Iterator[tuple[str, float]]:
 
 
 class TensorBoard:
-    """Events in a folder, which is made anew."""
+    """Event files in a folder, which is rewritten."""
 
     def __init__(self, folder: Path, records: Sequence[LogRecord]) -> None:
         from torch.utils.tensorboard import SummaryWriter
@@ -96,7 +96,7 @@ class TensorBoard:
 
 
 class WeightsAndBiases:
-    """A run of W&B, which all starts of ours share. Steps that it has had it passes over itself."""
+    """A W&B run shared by all starts of a run. W&B itself skips steps that it already has."""
 
     def __init__(self, config: TrainConfig, records: Sequence[LogRecord]) -> None:
         import wandb
@@ -122,7 +122,7 @@ class WeightsAndBiases:
 
 
 class MLflow:
-    """A run of MLflow, found again by a tag. What it has had is not sent again."""
+    """An MLflow run, found again by a tag. Records that it already has are not sent again."""
 
     def __init__(self, config: TrainConfig, records: Sequence[LogRecord]) -> None:
         import mlflow
@@ -130,7 +130,7 @@ class MLflow:
 
         try:
             self._client: Any = mlflow.MlflowClient()
-        except mlflow.MlflowException as error:  # its default needs what mlflow-skinny has not
+        except mlflow.MlflowException as error:  # the default store needs more than mlflow-skinny
             if "MLFLOW_TRACKING_URI" in os.environ:
                 raise
             raise OSError(f"set MLFLOW_TRACKING_URI, as http://HOST:5000; {error}") from error
@@ -167,7 +167,7 @@ class MLflow:
             self._client.log_batch(self._id, metrics=metrics)
 
     def _new(self, record: LogRecord) -> list[Any]:
-        """The metrics of a record that MLflow has not had, and can take."""
+        """The metrics of a record that MLflow does not have yet and can store."""
         from mlflow.entities import Metric
 
         step = record.step
@@ -180,12 +180,12 @@ class MLflow:
 
 
 def _parts(items: Sequence[Any], most: int) -> Iterator[Sequence[Any]]:
-    """MLflow takes so many in a request."""
+    """Batches of at most `most` items: MLflow limits the size of a request."""
     return (items[n : n + most] for n in range(0, len(items), most))
 
 
 def _identity(run: Storage) -> str:
-    """Of a run, the same at each start. It lies in the run's folder, as names are used again."""
+    """A run's id, the same at each start. It is in the run's folder, as run names are reused."""
     if not run.exists(_IDENTITY_FILE):
         run.write_atomic(_IDENTITY_FILE, uuid4().hex[:16].encode())
     return run.read(_IDENTITY_FILE).decode()

@@ -1,4 +1,4 @@
-"""All that a run is at a step; what can be computed from (config, step) is not in it."""
+"""The training state after a step, except what can be computed from (config, step)."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ from raytrain_ddp.training.buffer_sync import REALS, own_memory
 from raytrain_ddp.training.gradient_compression import Compression
 from raytrain_ddp.training.session import Snapshot
 
-_PIECE = 500  # records of the log
-_COMPRESSION = "compression"  # stem of the file, if there is any
+_PIECE = 500  # log records per chunk
+_COMPRESSION = "compression"  # stem of the file, if it exists
 
 
 @dataclass
@@ -43,10 +43,10 @@ class TrainState:
     step: int = 0
     best: float | None = None
     best_step: int = 0
-    best_loss: float = math.inf  # of that evaluation, as the log has it; inf: it has none
-    evaluated_step: int = 0  # the last one; 0: none
-    skipped: int = 0  # bad records left out so far in this epoch
-    nonfinite: int = 0  # steps so far that were not finite, and so left out
+    best_loss: float = math.inf  # of that evaluation, as logged; inf if it has none
+    evaluated_step: int = 0  # step of the last evaluation; 0: none
+    skipped: int = 0  # bad records so far in this epoch
+    nonfinite: int = 0  # non-finite steps so far, whose updates were skipped
     _host: HostSnapshot = field(default_factory=HostSnapshot, repr=False)
 
     def snapshot(
@@ -55,10 +55,10 @@ class TrainState:
         log: Sequence[LogRecord],
         gathered: Mapping[str, Tensor] | None = None,
     ) -> Snapshot:
-        """Copies the state to the host; the copy holds until the next snapshot is taken.
+        """Copies the state to the host; the copy is valid until the next snapshot is taken.
 
         Args:
-            gathered: what `compression` has gathered.
+            gathered: the result of `Compression.gather`.
         """
         optimizer, rest = flatten_state(self.optimizer.state_dict())
         named = {f"model/{k}": v for k, v in self.model.state_dict().items()}
@@ -85,13 +85,13 @@ class TrainState:
         )
 
     def load(self, checkpoint: Checkpoint) -> list[LogRecord]:
-        """Becomes the state in `checkpoint`; returns the log up to it."""
+        """Loads the state in `checkpoint`; returns the log up to it."""
         load_model(self.model, checkpoint)
         progress = json.loads(checkpoint.read("state.json"))
         tensors = decode_tensors(checkpoint.read("optimizer.safetensors"))
         saved = unflatten_state(tensors, progress["optimizer"])
         for group in saved["param_groups"]:
-            group["fused"] = True  # how it computes is no part of its state; see build_optimizer
+            group["fused"] = True  # not part of its state; see build_optimizer
         self.optimizer.load_state_dict(saved)
         if progress["scaler"]:
             self.scaler.load_state_dict(progress["scaler"])
@@ -101,7 +101,7 @@ class TrainState:
         self.step = progress["step"]
         self.best, self.best_step = progress["best"], progress["best_step"]
         self.skipped = progress["skipped"]
-        # Older checkpoints have neither; there an evaluation that was due came first.
+        # Older checkpoints have neither; there, a due evaluation preceded the checkpoint.
         self.nonfinite = progress.get("nonfinite", 0)
         self.evaluated_step = progress.get("evaluated_step", self.step)
         log = log_records(json.loads(checkpoint.read(LOG_FILE)))
@@ -110,10 +110,10 @@ class TrainState:
         return log
 
     def is_finite(self) -> bool:
-        """Whether weights are finite and buffers numbers; the host waits for the device.
+        """Whether weights are finite and buffers contain no nan; the host waits for the device.
 
-        The optimizer's state is, as no gradient is applied whose norm overflows. Norms read the
-        weights once, several times as fast as `isfinite` on a CPU.
+        The optimizer's state is finite, as no gradient with an overflowing norm is applied. Norms
+        read the weights once, several times as fast as `isfinite` on a CPU.
         """
         weights = [w.detach() for w in self.model.parameters()]  # frozen ones may be quantized
         norms = torch._foreach_norm([w for w in weights if w.dtype in REALS or w.is_complex()])
@@ -122,7 +122,7 @@ class TrainState:
         return bool(torch.stack(finite).all())
 
     def improve(self, metrics: Mapping[str, float], monitor: str, goal: str) -> bool:
-        """Notes an evaluation after the current step; whether it is the best so far.
+        """Records an evaluation after the current step; returns whether it is the best so far.
 
         Of equal ones the one with the lower loss is better, then the earlier one.
         """
@@ -137,14 +137,14 @@ class TrainState:
 
 
 def loss_of(metrics: Mapping[str, float]) -> float:
-    """The evaluation's metric called loss; inf where there is none, or it is not a number."""
+    """The evaluation's metric "loss"; inf if there is none or it is nan."""
     loss = metrics.get("loss", math.inf)
     return math.inf if loss is None or math.isnan(loss) else loss
 
 
 @contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
-    """The model in evaluation mode; after it each module is in the mode in which it was."""
+    """The model in evaluation mode; afterward, each module is back in its former mode."""
     modes = [(module, module.training) for module in model.modules()]
     model.eval()
     try:
@@ -155,8 +155,8 @@ def evaluating(model: nn.Module) -> Iterator[None]:
 
 
 def begin_training(model: nn.Module) -> None:
-    """Training mode, but for the modules that are in evaluation mode: so they stay, as a frozen
-    backbone does. A model's own `train` is called, as it may have such a rule itself."""
+    """Sets training mode, except for modules that are in evaluation mode, such as a frozen
+    backbone. Calls the model's own `train`, as it may have such a rule itself."""
     resting = [module for module in model.modules() if not module.training]
     model.train()
     for module in resting:
@@ -170,9 +170,9 @@ def load_model(model: nn.Module, checkpoint: Checkpoint) -> None:
 
 
 def encode(snapshot: Snapshot) -> dict[str, Content]:
-    """The files of a checkpoint, without its manifest. The tensors' are views of the snapshot.
+    """The files of a checkpoint except its manifest. Tensors are views of the snapshot.
 
-    Each can be written once.
+    Each file can be written only once.
     """
     files: dict[str, Content] = {
         f"{stem}.safetensors": encode_tensors(t) for stem, t in snapshot.tensors.items()
@@ -184,8 +184,8 @@ def encode(snapshot: Snapshot) -> dict[str, Content]:
 
 
 def _encode_log(log: Sequence[LogRecord]) -> Iterator[bytes]:
-    """The bytes of `json.dumps`, piece by piece: it holds Python's lock until it returns, and the
-    log grows for as long as the run."""
+    """The bytes of `json.dumps`, in chunks: it holds the GIL until it returns, and the log grows
+    as long as the run."""
     yield b"["
     for start in range(0, len(log), _PIECE):
         piece = json.dumps([to_record(each) for each in log[start : start + _PIECE]])

@@ -1,14 +1,13 @@
-"""Sums over the slots of a step in one order, on however many workers the slots are.
+"""Sums over the slots of a step in one order, for any number of workers.
 
-Floating-point sums depend on their order. An all-reduce sums by worker, so that its last bits
-depend on how many there are. Here the slots are the leaves of one binary tree, which depends on
-their number alone; each worker sums the subtrees of which it has all leaves, and what is above them
-is summed for a part of the vector by each worker, and gathered. (EasyScale, Li et al., SC'23,
-showed that training can be made independent of the workers by fixing such an order.)
+Floating-point sums depend on their order. An all-reduce sums by worker, so its last bits
+depend on the number of workers. Here the slots are the leaves of one binary tree, which depends
+only on their number. Each worker sums the subtrees of which it has all leaves; the nodes above them
+are summed by each worker for a part of the vector, and gathered. (EasyScale, Li et al., SC'23,
+showed that fixing such an order makes training independent of the number of workers.)
 
-Each of n workers sends 2 (n - 1) / n times the vector, as in an all-reduce by rings, if the slots
-of each are one subtree, such as 1, 2, 4 ...; else up to the logarithm of their number times half as
-much more.
+Each of n workers sends 2 (n - 1) / n times the vector, as in a ring all-reduce, if the slots
+of each form one subtree, such as 1, 2, 4 ...; otherwise, up to log(slots) / 2 times as much more.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from raytrain_ddp.data.epoch_order import deal
+from raytrain_ddp.data.epoch_order import items_of_rank
 from raytrain_ddp.training.torch_compat import all_gather
 from raytrain_ddp.training.world import World
 
@@ -30,8 +29,8 @@ Span = tuple[int, int]  # leaves start .. stop-1
 
 @lru_cache(maxsize=64)
 def nodes(leaves: int) -> frozenset[Span]:
-    """Of the tree over `leaves`: left of each branch is the largest power of two that leaves some
-    to its right."""
+    """The nodes of the tree over `leaves`: the left branch of each has the largest power of two of
+    leaves that leaves some to the right."""
     found: set[Span] = set()
     todo = [(0, leaves)]
     while todo:
@@ -44,7 +43,7 @@ def nodes(leaves: int) -> frozenset[Span]:
 
 
 def subtrees(leaves: int, mine: range) -> list[Span]:
-    """The largest ones that have no leaf outside of `mine`."""
+    """The largest subtrees that have no leaf outside of `mine`."""
     stack: list[Span] = []
     for leaf in mine:
         stack.append((leaf, leaf + 1))
@@ -60,43 +59,45 @@ def joinable(stack: Sequence[Span], leaves: int) -> bool:
 
 
 class TreeSum:
-    """Sums a vector of each slot. A slot without one counts as zeros.
+    """Sums one vector per slot. A slot without one counts as zeros.
 
-    `start` and `share` begin what `finish` waits for, and leave time for other work, such as other
-    sums. All ranks take part in each of the three, and come to those of several sums in one order.
+    `start` and `share` begin operations that `finish` waits for, leaving time for other work, such
+    as other sums. All ranks take part in all three, in the same order for several sums.
 
     Args:
-        length: of the vectors; they are on `world.device`, of `dtype`.
+        length: of the vectors, which are on `world.device` and of type `dtype`.
     """
 
     def __init__(self, slots: int, length: int, dtype: torch.dtype, world: World) -> None:
         self._slots, self._length, self._dtype, self._world = slots, length, dtype, world
-        self._mine = deal(slots, world.size, world.rank)
-        self._part = -(-length // world.size)  # that each worker sums
-        self._dealt = [subtrees(slots, deal(slots, world.size, r)) for r in range(world.size)]
+        self._mine = items_of_rank(slots, world.size, world.rank)
+        self._part = -(-length // world.size)  # the part that each worker sums
+        self._dealt = [
+            subtrees(slots, items_of_rank(slots, world.size, r)) for r in range(world.size)
+        ]
         self._spans: list[Span] = []
         self._sums: list[Tensor] = []
         self._free: list[Tensor] = []
-        self._works: list[Any] = []  # dist.Work, which torch says may be None
+        self._works: list[Any] = []  # dist.Work; in torch's types possibly None
 
     def begin(self) -> None:
-        """Forgets the step before, with the sum that was returned for it."""
+        """Resets the sum; the result of the previous step becomes invalid."""
         self._free += self._sums
         self._spans, self._sums, self._next = [], [], self._mine.start
 
     def take(self) -> Tensor:
-        """Zeros to be filled and given to `add`, shape (length,)."""
+        """A zeroed vector to be filled and passed to `add`, shape (length,)."""
         buffer = self._free.pop().zero_() if self._free else self._empty().zero_()
         return buffer[: self._length]
 
     def add(self, slot: int, vector: Tensor) -> None:
-        """Of this worker's next slot; those that were passed over have none."""
+        """Adds the vector of this worker's next slot; skipped slots have none."""
         while self._next < slot:
             self._push(self.take())
         self._push(vector)
 
     def start(self) -> None:
-        """All is added: each rank begins to send the others their parts of its subtrees."""
+        """Called when all vectors are added: starts sending each rank its part of the subtrees."""
         while self._next < self._mine.stop:
             self._push(self.take())
         size, part, mine = self._world.size, self._part, len(self._sums)
@@ -117,7 +118,7 @@ class TreeSum:
         ]
 
     def share(self) -> None:
-        """Waits for its own part of all subtrees, sums them, and begins to give the sum to all."""
+        """Waits for its own part of all subtrees, sums them, and starts gathering the result."""
         size, part = self._world.size, self._part
         if size == 1:
             return
@@ -130,7 +131,7 @@ class TreeSum:
             sums.append(vector)
             join(spans, sums, self._slots)
         total, *free = self._sums
-        self._works = gather(total.view(size, part), sums[0], self._world)
+        self._works = start_gather(total.view(size, part), sums[0], self._world)
         del self._got
         self._spans, self._sums = [(0, self._slots)], [total]
         self._free += free
@@ -159,10 +160,11 @@ class TreeSum:
         return torch.empty(length, dtype=self._dtype, device=self._world.device)
 
 
-def gather(parts: Tensor, own: Tensor, world: World) -> list[Any]:
-    """Begins to put each rank's `own` into its row of `parts`, shape (ranks, ...); all take part.
+def start_gather(parts: Tensor, own: Tensor, world: World) -> list[Any]:
+    """Starts gathering each rank's `own` into its row of `parts`, shape (ranks, ...); all take
+    part.
 
-    gloo's own way takes four times as long.
+    gloo's own all_gather takes four times as long.
     """
     if parts.is_cuda:
         return [all_gather(parts, own, async_op=True)]
@@ -174,7 +176,7 @@ def gather(parts: Tensor, own: Tensor, world: World) -> list[Any]:
 
 
 def join(spans: list[Span], sums: list[Tensor], leaves: int) -> list[Tensor]:
-    """Sums what are branches of one node, in place; returns what has become free."""
+    """Sums pairs that are branches of one node, in place; returns the vectors that became free."""
     free = []
     while joinable(spans, leaves):
         (start, _), (_, stop) = spans[-2:]

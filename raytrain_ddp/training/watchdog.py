@@ -1,11 +1,11 @@
-"""Watches that steps are finished, from a thread of each worker.
+"""Detects hangs: a thread in each worker checks that steps are finished.
 
-A worker that hangs in a collective, or whose task hangs, leaves Python's lock to other threads, and
-so can tell where it is. One that is stopped, or does not let that lock go, can not: then it is its
-silence that tells.
+A worker that hangs in a collective or in its task releases the GIL to other threads, and so can
+report where it is. A worker that is stopped, or holds the GIL, cannot: it is identified by its
+silence.
 
-Nothing is said as long as steps are finished. After that the ranks exchange signs, find together
-what keeps them (hang.py), keep their stacks, and end.
+Nothing is exchanged while steps are finished. Otherwise, the ranks exchange their status, diagnose
+the hang together (hang_diagnosis.py), save their stacks, and end.
 """
 
 from __future__ import annotations
@@ -33,42 +33,42 @@ from raytrain_ddp.training.hang_diagnosis import (
     Sign,
     collectives,
     diagnose,
+    innermost_line,
     is_compiling,
     is_hang,
     is_waiting,
     last_collective,
-    look_at,
     stacks,
 )
 from raytrain_ddp.training.phase_clock import STARTING, Clock
 from raytrain_ddp.training.rendezvous import Exchange, start_folder
 
 State = Callable[[Owner], str]
-"""How a process is, as `Owner.state` has it; may raise anything."""
+"""Returns the state of a process, as `Owner.state`; may raise anything."""
 
 _AUTO_S = 30.0
 _MEDIANS = 10  # steps
-_APART = 60  # times as long for what is no step
-# And for a batch, and for what rank 0 writes: a store, or a server of logs, that does not answer
-# for a minute is no hang.
+_APART = 60  # multiple of the limit for what is not a step
+# It also applies to waiting for a batch and to writing on rank 0: a store or a tracking server that
+# does not respond for a minute is not a hang.
 _OUTSIDE = 10
 WRITING = "writing"
-COMPILING = "compilation"  # which a step of another size, such as an epoch's last, may bring
+COMPILING = "compilation"  # which a step of a new size, such as an epoch's last, may cause
 _STEPS = 51
-_KEPT_S = 10.0  # for stacks to be written by all
-_FAR_S = 10.0  # between two looks at processes of other machines
+_KEPT_S = 10.0  # for all ranks to write their stacks
+_FAR_S = 10.0  # between two checks of processes on other machines
 
 
 class Watchdog:
-    """Watches one start of the training; `close` ends it.
+    """Watches one start of the training until `close`.
 
     Args:
         hang_s: scaling.hang_s, above 0.
         owners: the processes of all ranks.
         run: the run's folder.
         exchange: see Exchange; may raise anything.
-        state: of a process of any machine; of another one's it may take long. See State.
-        end: tells of a hang and ends this process.
+        state: of a process on any machine; may take long for another machine. See State.
+        end: reports a hang and ends this process.
     """
 
     def __init__(
@@ -87,10 +87,10 @@ class Watchdog:
         self._run, self._exchange, self._end = run, exchange, end
         self._state = state
         self._forget()
-        self._far: threading.Thread | None = None  # looks at other machines
+        self._far: threading.Thread | None = None  # checks other machines
         self._far_s = -math.inf
         self._steps: deque[float] = deque(maxlen=_STEPS)  # seconds of each, or of a few
-        self._first = 0  # the step of the first one of this start
+        self._first = 0  # the first step of this start
         self._look_s = min(1.0, self._least_s / 20)
         self._ask_s = min(2.0, self._least_s / 5)
         self._grace_s = max(2.0, self._least_s / 3)
@@ -101,7 +101,7 @@ class Watchdog:
         self._thread.start()
 
     def begin(self, step: int) -> None:
-        """The training goes on from here."""
+        """The training starts at this step."""
         self._first = step
 
     def close(self) -> None:
@@ -111,11 +111,11 @@ class Watchdog:
 
     @property
     def limit_s(self) -> float:
-        """For how long a step may take."""
+        """How long a step may take."""
         return max(self._least_s, _MEDIANS * median(self._steps) if self._steps else 0.0)
 
     def patience_s(self, doing: str, waits: bool) -> float:
-        """For how long a rank may do this, or wait in a collective meanwhile."""
+        """How long a rank may do this, or wait in a collective."""
         times = 1
         if doing in (STARTING, COMPILING, "evaluation", "checkpoint") or self._clock.steps == 0:
             times = _APART
@@ -130,8 +130,8 @@ class Watchdog:
         while not self._closed.wait(self._look_s):
             self._arm()
             now_s = time.monotonic()
-            # A process that is stopped for a while, or all of whose threads are, is no hang of its
-            # own making: time that this thread has not seen does not count.
+            # A process that is stopped for a while, with all its threads, does not hang: time in
+            # which this thread did not run does not count.
             still_s += min(now_s - looked_s, 5 * self._look_s)
             looked_s = now_s
             if clock.moved_s != moved_s:
@@ -158,14 +158,14 @@ class Watchdog:
             os.close(self._silent_stack)
 
     def _forget(self) -> None:
-        """The ranks get on again."""
-        self._heard: dict[int, tuple[Sign, float]] = {}  # newest, and since when
+        """Resets the exchange when the ranks make progress again."""
+        self._heard: dict[int, tuple[Sign, float]] = {}  # newest status, and since when
         self._stopped: frozenset[int] = frozenset()  # ranks that this one sees stopped
         self._stopped_far: frozenset[int] = frozenset()
 
     def _hear(self, signs: Mapping[int, Sign]) -> dict[int, Sign]:
-        """What is said. The sign of a rank that can say nothing more stays where it was put: its
-        patience passes, too."""
+        """The valid status of each rank. The status of a rank that can no longer report stays, and
+        its patience runs out as well."""
         now_s = time.monotonic()
         for rank, sign in signs.items():
             if rank not in self._heard or self._heard[rank][0] != sign:
@@ -174,25 +174,26 @@ class Watchdog:
         return {r: replace(sign, still_s=sign.still_s + since_s[r]) for r, sign in signs.items()}
 
     def _is_new(self, rank: int) -> bool:
-        """Whether a rank that has said something has done so of late."""
+        """Whether a rank that has reported did so recently."""
         return rank == self._rank or time.monotonic() - self._heard[rank][1] < self._grace_s
 
     def _look(self, answering: Mapping[int, Sign], far: bool) -> frozenset[int]:
-        """The ranks that are stopped: then no patience helps, whatever they did.
+        """The ranks that are stopped: no patience applies to them.
 
-        Each rank looks at those of its machine that do not answer; the lowest one also `far`. The
-        others hear of it.
+        Each rank checks those of its machine that do not respond; the lowest one also `far`. The
+        others learn it from them.
         """
         silent = [rank for rank in range(len(self._owners)) if rank not in answering]
         here = [rank for rank in silent if self._owners[rank].is_here()]
         if far and self._rank == min(answering):
             self._look_far([rank for rank in silent if rank not in here])
         self._stopped = frozenset(filter(self._is_stopped, here)) | self._stopped_far
-        told = self._stopped.union(*(sign.stopped for sign in answering.values()))
-        return told.intersection(silent)  # who answers has gone on since
+        stopped = self._stopped.union(*(sign.stopped for sign in answering.values()))
+        return stopped.intersection(silent)  # a rank that responds has continued since
 
     def _look_far(self, ranks: Iterable[int]) -> None:
-        """In a thread: who cannot be reached would keep this one from saying anything itself."""
+        """In a thread: an unreachable machine would keep this rank from reporting its own
+        status."""
 
         def look() -> None:
             self._stopped_far = frozenset(filter(self._is_stopped, ranks))
@@ -209,13 +210,14 @@ class Watchdog:
         return False
 
     def _arm(self) -> None:
-        """Has this process's stacks written by a thread without Python, if this one cannot run."""
+        """Makes a thread without Python write this process's stacks, in case this thread cannot
+        run."""
         where = self._silent_stack if self._silent_stack is not None else sys.__stderr__
         with suppress(Exception):  # a stderr without a file
             faulthandler.dump_traceback_later(self.limit_s, file=where)  # type: ignore[arg-type]
 
     def _sign(self, still_s: float) -> Sign:
-        doing, (at, inside) = self._clock.doing, look_at(self._training)
+        doing, (at, inside) = self._clock.doing, innermost_line(self._training)
         doing = COMPILING if is_compiling() else doing
         number, name = last_collective()
         step = self._first + self._clock.steps + 1
@@ -226,19 +228,19 @@ class Watchdog:
 
     def _ask(self, sign: Sign | None) -> dict[int, Sign]:
         own = {} if sign is None else {self._rank: sign}
-        with suppress(Exception):  # who cannot be asked says nothing
+        with suppress(Exception):  # a failed exchange means no status
             return {**self._exchange(sign), **own}
         return own
 
     def _finish(self, signs: Mapping[int, Sign], still_s: float, stopped: Set[int]) -> None:
-        """Keeps what all ranks know, and ends this process."""
+        """Saves what all ranks know, and ends this process."""
         hang = diagnose(signs, self._owners, stopped)
         folder = start_folder(self._owners)
         text = f"{hang.text}. The stacks of all ranks are in {self._run}/{HANGS}/{folder}."
         hang = replace(hang, text=text)
         mine = f"rank {self._rank}: {hang.text}\n\n{stacks()}"
         print(mine, file=sys.stderr, flush=True)
-        # In a thread, as it may be the storage that hangs.
+        # In a thread, as the storage may be what hangs.
         keeping = threading.Thread(target=self._keep, args=(hang, mine, signs), daemon=True)
         keeping.start()
         keeping.join(_KEPT_S)
@@ -252,7 +254,7 @@ class Watchdog:
         if len(signs) > 1:
             for rank, owner in enumerate(self._owners):
                 if rank not in signs and owner.is_here() and not owner.is_dead():
-                    os.kill(owner.pid, signal.SIGKILL)  # it could not end by itself
+                    os.kill(owner.pid, signal.SIGKILL)  # it cannot end by itself
         self._end(hang)
 
     def _keep(self, hang: Hang, mine: str, signs: Mapping[int, Sign]) -> None:
@@ -268,12 +270,12 @@ class Watchdog:
             for rank, owner in enumerate(self._owners):
                 if rank not in signs and (stack := _stack_of(owner, rank)):
                     folder.write_atomic(f"rank-{rank}.txt", stack)
-            told = {**asdict(hang), "signs": [asdict(sign) for sign in signs.values()]}
-            folder.write_atomic("hang.json", json.dumps(told, indent=1).encode())
+            document = {**asdict(hang), "signs": [asdict(sign) for sign in signs.values()]}
+            folder.write_atomic("hang.json", json.dumps(document, indent=1).encode())
 
 
 def _open_stack(rank: int, owners: Sequence[Owner]) -> int | None:
-    """A file in memory that another rank of this machine can read; None if nobody could."""
+    """An in-memory file that another rank of this machine can read; None if nobody could."""
     others = [owner for owner in owners if owner.is_here()]
     if len(others) < 2 or not hasattr(os, "memfd_create"):
         return None
@@ -281,7 +283,7 @@ def _open_stack(rank: int, owners: Sequence[Owner]) -> int | None:
 
 
 def _stack_of(owner: Owner, rank: int) -> bytes:
-    """What a rank that says nothing has left, if it is of this machine."""
+    """The stacks that a silent rank of this machine has left, if any."""
     if not owner.is_here():
         return b""
     with suppress(OSError):

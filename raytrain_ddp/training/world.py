@@ -1,29 +1,25 @@
-"""Who this worker is among the workers. Replaces every ``os.environ["RANK"]``."""
+"""This worker's place among the workers, process-wide set-up, seeds and broadcasts."""
 
 from __future__ import annotations
 
 import os
 import platform
-import random
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import dataclass
 from importlib import metadata
 from typing import Any
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from raytrain_ddp.config.sections import ComputeConfig
-from raytrain_ddp.data.sample_rng import hash64, seed_globals
 from raytrain_ddp.errors import ConfigError, PreflightError
 
 
 @dataclass(frozen=True)
 class World:
-    """One worker's place: `rank` of `size`, its device, and its CPU threads."""
+    """One worker's place: its `rank` of `size`, its device, and its number of CPU threads."""
 
     rank: int
     size: int
@@ -33,16 +29,16 @@ class World:
 
     @property
     def is_main(self) -> bool:
-        """Guards writing, never a collective."""
+        """Use it to guard writing, never a collective."""
         return self.rank == 0
 
 
 def choose_device(name: str, may_use_gpu: bool = True) -> torch.device:
-    """Of ``--device``: cpu, cuda, cuda:NUMBER, or auto, which is a GPU if there is one.
+    """The device for ``--device``: cpu, cuda, cuda:NUMBER, or auto (a GPU if there is one).
 
     Raises:
-        ConfigError: there is no device of such a name.
-        PreflightError: it is not there.
+        ConfigError: the name is invalid.
+        PreflightError: the device does not exist.
     """
     gpus = torch.cuda.device_count()
     if name == "auto":
@@ -68,39 +64,6 @@ def set_up(world: World, compute: ComputeConfig) -> None:
     torch.use_deterministic_algorithms(compute.deterministic)
 
 
-def seed_all(seed: int) -> None:
-    """Seeds torch's generators of all devices, numpy's and Python's."""
-    random.seed(seed)
-    np.random.seed(seed & 0xFFFFFFFF)
-    torch.manual_seed(seed)
-
-
-def slot_seed(seed: int, step: int, slot: int) -> int:
-    """Of all generators, for one micro-batch of a global step, from 0. Below 2^63."""
-    return hash64(seed, step, slot) >> 1
-
-
-def seed_slot(device: torch.device, seed: int, step: int, slot: int) -> None:
-    """Seeds torch's, numpy's and Python's generators for one micro-batch (dropout and the like)."""
-    key = slot_seed(seed, step, slot)
-    seed_globals(key)
-    if device.type == "cuda":
-        torch.cuda.default_generators[torch.cuda.current_device()].manual_seed(key)
-
-
-@contextmanager
-def keeping_generators(device: torch.device) -> Iterator[None]:
-    """Whatever is drawn meanwhile from torch's, numpy's and Python's generators leaves no trace."""
-    python, numpy = random.getstate(), np.random.get_state()
-    gpus = [torch.cuda.current_device()] if device.type == "cuda" else []
-    try:
-        with torch.random.fork_rng(gpus):
-            yield
-    finally:
-        random.setstate(python)
-        np.random.set_state(numpy)
-
-
 def broadcast(value: Any, world: World, source: int = 0) -> Any:
     """The value of rank `source` on every rank; all ranks take part."""
     if world.size == 1:
@@ -111,19 +74,19 @@ def broadcast(value: Any, world: World, source: int = 0) -> Any:
 
 
 def broadcast_tensor(tensor: Tensor, source: int) -> None:
-    """Makes a tensor on all ranks that of rank `source`; all take part.
+    """Copies a tensor from rank `source` to all ranks; all take part.
 
-    As bytes, as gloo knows few types; and without the gaps that it may have in memory, which a
-    collective would take for its own.
+    As bytes, since gloo supports few dtypes; and contiguous, since a collective would overwrite
+    gaps in memory.
     """
-    dense = tensor.detach().contiguous()  # itself, if it is
+    dense = tensor.detach().contiguous()  # itself if contiguous
     dist.broadcast(dense.view(-1).view(torch.uint8), source)
     if dense.data_ptr() != tensor.data_ptr():
         tensor.detach().copy_(dense)
 
 
-def versions() -> dict[str, str]:
-    """Of what a result may depend on."""
+def software_versions() -> dict[str, str]:
+    """The versions of software that a result may depend on."""
     found = {"python": platform.python_version(), "torch": str(torch.__version__)}
     for name in ("torchvision", "ray"):
         with suppress(metadata.PackageNotFoundError):
@@ -131,26 +94,3 @@ def versions() -> dict[str, str]:
     if torch.version.cuda:
         found["CUDA"] = torch.version.cuda
     return found
-
-
-class Ballot:
-    """Lets all ranks agree on what follows a step, without a barrier.
-
-    The largest vote wins. It is found while the step computes, in a collective on the CPU; every
-    rank casts and counts once a step.
-    """
-
-    def __init__(self, world: World) -> None:
-        self._alone = world.size == 1
-
-    def cast(self, stop: int, save: bool, look: bool) -> None:
-        self._votes = torch.tensor([stop, int(save), int(look)], dtype=torch.int32)
-        if not self._alone:
-            self._work = dist.all_reduce(self._votes, op=dist.ReduceOp.MAX, async_op=True)
-
-    def count(self) -> tuple[int, bool, bool]:
-        """(signal number of a wanted stop or 0, whether to save, whether to look)."""
-        if not self._alone:
-            self._work.wait()
-        stop, save, look = self._votes.tolist()
-        return stop, bool(save), bool(look)

@@ -18,12 +18,12 @@ from processes import Group, door
 from tiny import TOTAL_STEPS, plain, run_tiny, tiny_config
 
 from raytrain_ddp.chaos.__main__ import parse
-from raytrain_ddp.chaos.comparison import left_by
+from raytrain_ddp.chaos.comparison import results_of
 from raytrain_ddp.chaos.drive import Watcher, drive
-from raytrain_ddp.chaos.experiment import Order, Outcome, chaos
-from raytrain_ddp.chaos.fault_plan import DRIVER, Fault, Shape, armed, draw
-from raytrain_ddp.chaos.observation import TAG, Faults, Fired, Log, tag, tagged
-from raytrain_ddp.chaos.runners import Local, OnRay, Zygote
+from raytrain_ddp.chaos.experiment import ChaosOptions, ChaosOutcome, chaos
+from raytrain_ddp.chaos.fault_plan import DRIVER, Fault, RunShape, armed, draw_faults
+from raytrain_ddp.chaos.observation import TAG, FaultMonitor, FiredFault, LogFollower, tag, tagged
+from raytrain_ddp.chaos.runners import LocalRunner, RayRunner, Zygote
 from raytrain_ddp.checkpoint.run_folder import METRICS_FILE, checkpoint_store, run_storage
 from raytrain_ddp.config.sections import CheckpointConfig, LogConfig, ScalingConfig
 from raytrain_ddp.config.train_config import TrainConfig
@@ -31,7 +31,7 @@ from raytrain_ddp.errors import ConfigError, PreflightError, RaytrainError
 from raytrain_ddp.failpoints import SITES, arm
 
 HERE = Path(__file__).parents[1]
-SHAPE = Shape(total_steps=100, world_size=3, save_every=5)
+SHAPE = RunShape(total_steps=100, world_size=3, save_every=5)
 TINY = f"{HERE / 'tiny.py'}:TinyTask"
 
 
@@ -39,9 +39,9 @@ class Notes(Watcher):
     """Keeps what it is told."""
 
     def __init__(self) -> None:
-        self.faults: list[Fired] = []
+        self.faults: list[FiredFault] = []
 
-    def fired(self, fired: Fired) -> None:
+    def fired(self, fired: FiredFault) -> None:
         self.faults.append(fired)
 
 
@@ -49,9 +49,9 @@ class Notes(Watcher):
 
 
 def test_a_plan_is_a_function_of_its_arguments():
-    plan = draw(7, SHAPE, kills=60, drivers=4, nodes=3)
-    assert draw(7, SHAPE, kills=60, drivers=4, nodes=3) == plan
-    assert draw(8, SHAPE, kills=60, drivers=4, nodes=3) != plan
+    plan = draw_faults(7, SHAPE, kills=60, drivers=4, nodes=3)
+    assert draw_faults(7, SHAPE, kills=60, drivers=4, nodes=3) == plan
+    assert draw_faults(8, SHAPE, kills=60, drivers=4, nodes=3) != plan
     assert len(plan) == 67
     assert [f.site for f in plan].count(DRIVER) == 4
     assert [f.action for f in plan].count("node") == 3
@@ -59,7 +59,7 @@ def test_a_plan_is_a_function_of_its_arguments():
 
 def test_the_plan_of_a_seed_never_changes():
     """Else the line that replays a run would be void after an upgrade."""
-    assert armed(draw(0, SHAPE, kills=3, drivers=1)) == PINNED
+    assert armed(draw_faults(0, SHAPE, kills=3, drivers=1)) == PINNED
 
 
 PINNED = (
@@ -70,7 +70,7 @@ PINNED = (
 
 
 def test_a_plan_of_many_kills_has_all_that_can_go_wrong_and_nothing_twice(tmp_path: Path):
-    plan = draw(0, SHAPE, kills=400, drivers=3)
+    plan = draw_faults(0, SHAPE, kills=400, drivers=3)
     assert len({str(fault) for fault in plan}) == len(plan)
     sites = {fault.site for fault in plan}
     assert sites == {*SITES, DRIVER} - {"evaluate", "driver.event", "train.weights"}
@@ -86,7 +86,7 @@ def test_a_plan_of_many_kills_has_all_that_can_go_wrong_and_nothing_twice(tmp_pa
 
 
 def test_faults_without_a_step_wait_for_those_before_them():
-    plan = draw(3, SHAPE, kills=200)
+    plan = draw_faults(3, SHAPE, kills=200)
     for place, fault in enumerate(plan):
         assert fault.after == (place if fault.step is None else None)
     assert plan[0].step is not None  # a start is killed that follows a kill
@@ -98,7 +98,7 @@ def test_faults_without_a_step_wait_for_those_before_them():
 
 def test_more_kills_than_there_are_places_are_refused():
     with pytest.raises(ConfigError, match="too many kills"):
-        draw(0, Shape(total_steps=5, world_size=1, save_every=5), kills=100)
+        draw_faults(0, RunShape(total_steps=5, world_size=1, save_every=5), kills=100)
 
 
 # ------------------------------------------------------------------ watching
@@ -107,7 +107,7 @@ def test_more_kills_than_there_are_places_are_refused():
 def test_the_log_is_followed_through_every_start_and_each_step_counted(tmp_path: Path):
     """Two starts were made between two looks at worst; a line that is not whole is left alone."""
     path = tmp_path / "metrics.jsonl"
-    log = Log(path)
+    log = LogFollower(path)
     log.look()
     assert (log.step, log.executed) == (0, 0)
 
@@ -140,7 +140,7 @@ def test_what_fired_is_told_once_with_the_place_where_it_did(tmp_path: Path):
         Fault("start.loaded", 0, after=1),
         Fault("train.after_step", 2, 9),
     ]
-    faults = Faults(plan, tmp_path / "fired")
+    faults = FaultMonitor(plan, tmp_path / "fired")
     assert faults.news() == []
     (tmp_path / "fired" / "fired-1").write_text("0 30")
     (tmp_path / "fired" / "fired-2").write_text("")  # killed while it wrote
@@ -217,8 +217,8 @@ class Scripted:
 def test_a_run_is_started_again_after_a_fault_and_given_up_without_one(
     starts: list[tuple[int, str]], made: int, problem: str, tmp_path: Path
 ):
-    faults = Faults([Fault("train.loss"), Fault("train.loss", 1)], tmp_path / "fired")
-    log = Log(tmp_path / METRICS_FILE)
+    faults = FaultMonitor([Fault("train.loss"), Fault("train.loss", 1)], tmp_path / "fired")
+    log = LogFollower(tmp_path / METRICS_FILE)
     runner = Scripted(starts, tmp_path / "fired")
     ran = drive(runner, log, faults, Watcher())
     assert (ran.starts, ran.problem) == (made, problem)
@@ -240,9 +240,9 @@ def test_a_run_in_which_nothing_happens_is_killed_and_given_up(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setattr("raytrain_ddp.chaos.drive.STUCK_S", 0.1)
-    faults = Faults([], tmp_path / "fired")
+    faults = FaultMonitor([], tmp_path / "fired")
     runner = Frozen([(0, "")], tmp_path / "fired")
-    ran = drive(runner, Log(tmp_path / METRICS_FILE), faults, Watcher())
+    ran = drive(runner, LogFollower(tmp_path / METRICS_FILE), faults, Watcher())
     assert "no step and no fault" in ran.problem
     assert runner.killed
 
@@ -255,13 +255,13 @@ def test_two_runs_are_equal_only_if_every_bit_record_and_file_is(workers: Group,
     config = tiny_config(tmp_path, "one", log=audited, epochs=1)
     workers(1, run_tiny, plain(config))
     run = run_storage(config)
-    left = left_by(run)
+    left = results_of(run)
     assert list(left.steps) == list(range(1, 11))
     assert left.leftovers == []
 
     other = replace(config, name="two")
     shutil.copytree(tmp_path / "one", tmp_path / "two")
-    assert left_by(run_storage(other)) == left
+    assert results_of(run_storage(other)) == left
     log = tmp_path / "two" / METRICS_FILE
     lines = log.read_text().splitlines()
     for number, line in enumerate(lines):
@@ -270,24 +270,24 @@ def test_two_runs_are_equal_only_if_every_bit_record_and_file_is(workers: Group,
         for key in {"train": ("loss", "lr"), "audit": ("sha256",), "eval": ("metrics",)}[kind]:
             changed = {**record, key: "other"}
             log.write_text("\n".join([*lines[:number], json.dumps(changed), *lines[number + 1 :]]))
-            assert left_by(run_storage(other)) != left, (kind, key)
+            assert results_of(run_storage(other)) != left, (kind, key)
         log.write_text("\n".join(lines[:number] + lines[number + 1 :]))
-        assert left_by(run_storage(other)) != left, "a record is missing"
+        assert results_of(run_storage(other)) != left, "a record is missing"
         log.write_text("\n".join([*lines[:number], line, *lines[number:]]))
-        assert left_by(run_storage(other)) != left, "a record is there twice"
+        assert results_of(run_storage(other)) != left, "a record is there twice"
         log.write_text(
             "\n".join(
                 [*lines[:number], json.dumps({**record, "seconds": 9.9}), *lines[number + 1 :]]
             )
         )
-        assert left_by(run_storage(other)) == left, "time is no part of it"
+        assert results_of(run_storage(other)) == left, "time is no part of it"
     log.write_text("\n".join(lines))
 
     checkpoints = tmp_path / "two" / "checkpoints"
     (checkpoints / ".tmp-x").touch()
     (checkpoints / "step-00000011-a0001").mkdir()
     (checkpoints / "step-00000011-a0001" / "model.safetensors").touch()
-    assert list(left_by(run_storage(other)).leftovers) == [
+    assert list(results_of(run_storage(other)).leftovers) == [
         "checkpoints/.tmp-x",
         "checkpoints/step-00000011-a0001/",
     ]
@@ -297,16 +297,16 @@ def test_two_runs_are_equal_only_if_every_bit_record_and_file_is(workers: Group,
     data[-1] ^= 1
     model.write_bytes(data)
     with pytest.raises(RaytrainError, match=r"model\.safetensors"):
-        left_by(run_storage(other))
+        results_of(run_storage(other))
 
 
 # ------------------------------------------------------------------ the whole
 
 
-def tiny_order(storage: Path, kills: int, drivers: int, epochs: int, seed: int = 0) -> Order:
+def tiny_order(storage: Path, kills: int, drivers: int, epochs: int, seed: int = 0) -> ChaosOptions:
     config = tiny_config(storage, "undisturbed", task=TINY, epochs=epochs, seed=seed)
     config = replace(config, checkpoint=CheckpointConfig(every_steps=3, every_s=0.0))
-    return Order(config, seed, kills, drivers, workers=3, local=True)
+    return ChaosOptions(config, seed, kills, drivers, workers=3, local=True)
 
 
 def everywhere() -> list[Fault]:
@@ -352,14 +352,14 @@ def test_fault_01_02_03_05_killed_at_every_place_and_equal_to_the_last_bit(tmp_p
         zygote.order("kill")  # comes too late for a run that has ended: nothing happens
         for name, plan in (("undisturbed", []), ("disturbed", everywhere())):
             ours = replace(config, name=name)
-            faults = Faults(plan, tmp_path / f"fired-{name}")
-            log = Log(tmp_path / name / METRICS_FILE)
-            runner = Local(zygote, ours, plan, faults.folder, lambda _: 3)
+            faults = FaultMonitor(plan, tmp_path / f"fired-{name}")
+            log = LogFollower(tmp_path / name / METRICS_FILE)
+            runner = LocalRunner(zygote, ours, plan, faults.folder, lambda _: 3)
             ran = drive(runner, log, faults, notes)
             log.close()
             assert ran.problem == ""
             rans.append(ran)
-            left.append(left_by(run_storage(ours)))
+            left.append(results_of(run_storage(ours)))
     assert left[0] == left[1]
     assert list(left[1].steps) == list(range(1, TOTAL_STEPS + 1))
     assert left[1].leftovers == []
@@ -374,7 +374,7 @@ def test_fault_01_02_03_05_killed_at_every_place_and_equal_to_the_last_bit(tmp_p
     assert tagged("sweep") == {}
 
 
-def require_equal(outcome: Outcome, notes: Notes) -> None:
+def require_equal(outcome: ChaosOutcome, notes: Notes) -> None:
     """Nothing differs, and nearly all faults of the plan came: some may find no occasion."""
     assert outcome.equal, [row for row in outcome.rows if not row.right]
     assert [row.what for row in outcome.rows[:4]] == [
@@ -385,7 +385,7 @@ def require_equal(outcome: Outcome, notes: Notes) -> None:
     assert outcome.disturbed.executed > outcome.total_steps == outcome.undisturbed.executed
 
 
-def resized(order: Order, notes: Notes) -> Outcome:
+def resized(order: ChaosOptions, notes: Notes) -> ChaosOutcome:
     """With 1 to 4 workers, another number at each start, and exact: equal to one worker's run."""
     order = replace(order, config=replace(order.config, exact=True), resize=True, workers=4)
     outcome = chaos(order, notes)
@@ -424,15 +424,15 @@ def test_a_thousand_kills_and_equal_to_the_last_bit(tmp_path: Path):
     print(
         f"\n{outcome.fired} of {outcome.planned} faults in {time.monotonic() - started:.0f} s, "
         f"{wild.starts} starts; steps: useful {outcome.total_steps} / executed {wild.executed}; "
-        f"{(wild.wall_s - calm.wall_s) / outcome.fired:.2f} s for each fault"
+        f"{(wild.wall_s - calm.wall_s) / outcome.fired:.2f} s per fault"
     )
 
 
 # ------------------------------------------------------------------ on Ray
 
 
-def digits_order(storage: Path, kills: int, drivers: int) -> Order:
-    return Order(TrainConfig(storage=str(storage), epochs=4), 0, kills, drivers, workers=3)
+def digits_order(storage: Path, kills: int, drivers: int) -> ChaosOptions:
+    return ChaosOptions(TrainConfig(storage=str(storage), epochs=4), 0, kills, drivers, workers=3)
 
 
 @pytest.mark.ray
@@ -464,7 +464,7 @@ def test_fault_06_the_head_is_lost_and_the_same_command_goes_on_with_a_new_one(t
     environment = tag("head", os.environ)
     calm, wild = (replace(config, name=name) for name in ("undisturbed", "disturbed"))
     plan = [Fault("driver.event", step=40)]  # noted here by hand when the server is killed
-    faults = Faults(plan, tmp_path / "fired")
+    faults = FaultMonitor(plan, tmp_path / "fired")
 
     class Headsman(Watcher):
         def at(self, step: int) -> None:
@@ -474,22 +474,24 @@ def test_fault_06_the_head_is_lost_and_the_same_command_goes_on_with_a_new_one(t
                 slow.touch()
                 (tmp_path / "fired" / "fired-0").touch()
 
-    class Again(OnRay):
+    class Again(RayRunner):
         def start(self) -> None:
             slow.unlink(missing_ok=True)
             super().start()
 
     with Zygote(environment) as zygote:
-        nothing = Faults([], tmp_path / "fired-undisturbed")
-        log = Log(tmp_path / "undisturbed" / METRICS_FILE)
-        local = Local(zygote, calm, [], nothing.folder, lambda _: calm.scaling.worker_range()[1])
+        nothing = FaultMonitor([], tmp_path / "fired-undisturbed")
+        log = LogFollower(tmp_path / "undisturbed" / METRICS_FILE)
+        local = LocalRunner(
+            zygote, calm, [], nothing.folder, lambda _: calm.scaling.worker_range()[1]
+        )
         assert drive(local, log, nothing, Watcher()).problem == ""
         log.close()
-    log = Log(tmp_path / "disturbed" / METRICS_FILE)
+    log = LogFollower(tmp_path / "disturbed" / METRICS_FILE)
     ran = drive(Again(wild, environment), log, faults, Headsman())
     log.close()
     assert (ran.problem, ran.starts, ran.statuses) == ("", 2, [0])
-    assert left_by(run_storage(wild)) == left_by(run_storage(calm))
+    assert results_of(run_storage(wild)) == results_of(run_storage(calm))
     deadline = time.monotonic() + 90  # two agents of Ray's own notice late
     while tagged("head") and time.monotonic() < deadline:
         time.sleep(0.1)

@@ -178,7 +178,7 @@ def test_fault_07_a_replaced_writer_commits_nothing(root: Path) -> None:
     commit(zombie, 10, 1)
     start(store)
     before = tree(root)
-    with pytest.raises(RunLockedError, match=r"attempt 2 .* has taken .* over: attempt 1 commits"):
+    with pytest.raises(RunLockedError, match=r"attempt 2 .* has taken over .*: attempt 1 commits"):
         commit(zombie, 20, 1)
     assert tree(root) == before
     commit(store, 15, 2)
@@ -254,7 +254,7 @@ def test_a_claim_whose_base_was_pruned_meanwhile_is_withdrawn(root: Path) -> Non
         commit(writer, step, 1)
         writer.prune(2)
     assert found is not None
-    with pytest.raises(ContendedError, match="is at work on this run"):
+    with pytest.raises(ContendedError, match="is also working on this run"):
         store.claim(found.name, {})
     assert [claim.attempt for claim in claims_in(root)] == [1]
     commit(writer, 40, 1)
@@ -268,7 +268,7 @@ def test_a_start_that_found_nothing_gives_way_to_what_was_committed_meanwhile(ro
     start(writer)
     assert store.latest() is None
     commit(writer, 10, 1)
-    with pytest.raises(ContendedError, match="is at work on this run"):
+    with pytest.raises(ContendedError, match="is also working on this run"):
         store.claim(None, {})
     assert persistent_start(store) == (store.open(CheckpointName(10, 1)), 2)
 
@@ -607,7 +607,7 @@ def test_fault_12_a_base_that_is_gone_is_an_error(root: Path) -> None:
     start(fresh(root))
     shutil.rmtree(root / "step-00000010-a0001")
     for _ in range(2):
-        with pytest.raises(CheckpointError, match=r"attempt 2 went on from step-00000010-a0001, w"):
+        with pytest.raises(CheckpointError, match=r"attempt 2 resumed from step-00000010-a0001, w"):
             start(fresh(root))
 
 
@@ -616,7 +616,7 @@ def test_fault_31_who_meets_another_at_the_same_instant_may_try_again(root: Path
     store = fresh(root)
     assert store.latest() is None
     start(fresh(root))
-    with pytest.raises(ContendedError, match="is at work on this run, too") as caught:
+    with pytest.raises(ContendedError, match="is also working on this run") as caught:
         store.claim(None, {})
     told = pickle.loads(pickle.dumps(caught.value))
     assert isinstance(told, OSError)
@@ -642,7 +642,7 @@ def test_fault_07_a_replaced_writer_prunes_nothing_more(root: Path) -> None:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Storage, "delete_file", replaced_at_the_second)
-        with pytest.raises(RunLockedError, match=r"attempt 2 .* has taken this run over"):
+        with pytest.raises(RunLockedError, match=r"attempt 2 .* has taken over this run"):
             zombie.prune(2)
     assert [name.step for name in fresh(root).names()] == [50, 40, 30]
 

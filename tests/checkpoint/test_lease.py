@@ -269,7 +269,7 @@ def test_fault_31_a_killed_owner_is_replaced_at_once(tmp_path: Path) -> None:
         with Lease.take(run, said.append):
             assert time.monotonic() - started < 5
     assert len(said) == 1
-    assert f"died (host {socket.gethostname()}, pid {process.pid}, since " in said[0]
+    assert f"a dead process (host {socket.gethostname()}, pid {process.pid}, since " in said[0]
 
 
 def process_born(run: Storage) -> int:
@@ -283,7 +283,7 @@ def test_fault_31_a_pid_that_is_another_process_now_is_a_dead_owner(run: Storage
     put(run, written(replace(here, born=here.born - 1)))
     said: list[str] = []
     Lease.take(run, said.append).release()
-    assert "died" in said[0]
+    assert "dead process" in said[0]
 
 
 @pytest.mark.parametrize(
@@ -461,7 +461,7 @@ def test_a_lease_nobody_can_read_is_refused_until_it_is_old(run: Storage, kind: 
     line = refusal(lambda: Lease.take(run))
     assert "\x1b" not in line
     if kind != "huge pid":
-        assert "lease.json does not tell which: it is damaged" in line
+        assert "lease.json is damaged and does not name its owner" in line
     assert "runs out in" in line
 
 
@@ -469,7 +469,7 @@ def test_a_damaged_lease_that_is_old_is_taken_over(run: Storage) -> None:
     put(run, b"{", age_s=100)
     said: list[str] = []
     Lease.take(run, said.append, heartbeat_s=0.2).release()
-    assert "it is damaged" in said[0]
+    assert "is damaged" in said[0]
 
 
 @given(st.binary(max_size=200) | st.sampled_from(sorted(asdict(stranger()))).flatmap(

@@ -65,7 +65,7 @@ def test_fault_31_a_second_run_of_one_name_is_refused_and_the_heir_of_a_killed_o
     third.send_signal(signal.SIGTERM)
     out, _ = third.communicate(timeout=60)
     assert third.returncode == 143, out
-    assert "taken over from a process that died (host" in out
+    assert "taken over from a dead process (host" in out
     assert not run.exists(LEASE_FILE)
     assert starts(run)[0] == 0
     assert starts(run)[1] >= 20

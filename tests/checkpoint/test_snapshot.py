@@ -207,7 +207,7 @@ def test_encode_refuses_what_it_cannot_hold() -> None:
 @pytest.mark.parametrize("size", [0, 1, 7, 8, 9, 40, -1])
 def test_decode_refuses_truncated(size: int) -> None:
     data = whole(encode_tensors({"a": torch.ones(3)}))
-    with pytest.raises(CheckpointError, match="Not a whole safetensors file"):
+    with pytest.raises(CheckpointError, match="Not a complete safetensors file"):
         decode_tensors(data[:size])
 
 
@@ -278,7 +278,9 @@ def test_names_of_tensors_are_paths() -> None:
 
 @pytest.mark.parametrize("value", [{1, 2}, b"bytes", object(), 1j, torch.float32, nn.Linear(1, 1)])
 def test_state_refuses_what_is_not_json(value: Any) -> None:
-    with pytest.raises(CheckpointError, match=r"State a/1: .* can be neither a tensor nor JSON"):
+    with pytest.raises(
+        CheckpointError, match=r"State a/1: .* is neither a tensor nor a JSON value"
+    ):
         flatten_state({"a": [0, value]})
 
 

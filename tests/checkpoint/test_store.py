@@ -129,7 +129,7 @@ def test_commit_refuses_a_name_twice_and_leaves_the_first(root: Path) -> None:
     store = fresh(root)
     commit(store, 5)
     before = tree(root)
-    with pytest.raises(CheckpointError, match="step-00000005-a0001 exists already"):
+    with pytest.raises(CheckpointError, match="step-00000005-a0001 already exists"):
         store.commit(manifest(5), {"other": b"x"})
     assert tree(root) == before
 

@@ -19,7 +19,7 @@ from raytrain_ddp.command_line import help_page
 from raytrain_ddp.config.recipe import flat, shipped_recipes
 from raytrain_ddp.config.train_config import TrainConfig
 from raytrain_ddp.evaluate import EvaluateArgs
-from raytrain_ddp.launcher.run_options import Flags
+from raytrain_ddp.launcher.run_options import RunFlags
 
 MOST_LINES, COLUMNS = 40, 80
 
@@ -91,7 +91,7 @@ def test_all_help_has_every_flag_with_its_text_and_default():
 
 
 def test_all_help_of_the_others_has_every_flag():
-    for name, args in (("evaluate", EvaluateArgs), ("run", Flags)):
+    for name, args in (("evaluate", EvaluateArgs), ("run", RunFlags)):
         text = said(name, "--help-all")
         for field in dataclasses.fields(args):
             if "positional" not in field.metadata:

@@ -32,7 +32,7 @@ from raytrain_ddp.convert.__main__ import fit_command
 from raytrain_ddp.convert.conversion import Converted, convert
 from raytrain_ddp.convert.dataset_file import read_dataset_file, verify
 from raytrain_ddp.convert.options import ConvertConfig
-from raytrain_ddp.convert.pixels import PixelCounts, decoded, png, shrunk
+from raytrain_ddp.convert.pixels import PixelCounts, decode_image, encode_png, shrink_image
 from raytrain_ddp.convert.process_pool import ProcessPool
 from raytrain_ddp.convert.progress import Meter
 from raytrain_ddp.convert.shard_writer import Tell, write_shard
@@ -228,7 +228,7 @@ def test_the_bytes_do_not_depend_on_the_number_of_processes(
 
 def test_mean_and_std_are_those_of_all_pixels(folder: Path, converted: Path, tmp_path: Path):
     def pixels(rows: list[dict[str, Any]]) -> np.ndarray:
-        images = [decoded(row["image"]["bytes"]).reshape(-1, 3) for row in rows]
+        images = [decode_image(row["image"]["bytes"]).reshape(-1, 3) for row in rows]
         return np.concatenate(images) / 255
 
     dataset = read_dataset_file(converted)
@@ -274,23 +274,23 @@ def test_the_printed_command_is_one_that_fit_understands(converted: Path):
 
 def test_larger_images_get_the_asked_shorter_side():
     for size, expected in [((100, 60), (53, 32)), ((60, 100), (32, 53)), ((64, 64), (32, 32))]:
-        image = Image.open(io.BytesIO(shrunk(encoded(picture(0, *size)), 32, 90)))
+        image = Image.open(io.BytesIO(shrink_image(encoded(picture(0, *size)), 32, 90)))
         assert (image.height, image.width) == expected
         assert (image.format, image.mode) == ("JPEG", "RGB")
-    wide = Image.open(io.BytesIO(shrunk(encoded(picture(0, 400, 500)), 32, 90)))
+    wide = Image.open(io.BytesIO(shrink_image(encoded(picture(0, 400, 500)), 32, 90)))
     assert (wide.height, wide.width) == (32, 40)
 
 
 def test_a_resized_image_looks_like_the_original():
     original = picture(0, 300, 400).resize((80, 60), Image.Resampling.BOX)
-    small = decoded(shrunk(encoded(original.resize((400, 300)), quality=98), 60, 98))
+    small = decode_image(shrink_image(encoded(original.resize((400, 300)), quality=98), 60, 98))
     assert np.abs(small.astype(int) - np.asarray(original)).mean() < 4
 
 
 def test_an_rgb_jpeg_that_is_small_enough_keeps_its_bytes():
     content = encoded(picture(0, 30, 40))
-    assert shrunk(content, 30, 50) == content
-    assert shrunk(content, 29, 50) != content
+    assert shrink_image(content, 30, 50) == content
+    assert shrink_image(content, 29, 50) != content
 
 
 @pytest.mark.parametrize("mode", ["L", "LA", "RGBA", "P", "1", "CMYK", "I;16"])
@@ -302,7 +302,7 @@ def test_other_images_become_rgb_jpeg(mode: str, short: int):
     else:
         image = image.convert(mode)
     small = Image.open(
-        io.BytesIO(shrunk(encoded(image, "TIFF" if mode == "CMYK" else "PNG"), short, 95))
+        io.BytesIO(shrink_image(encoded(image, "TIFF" if mode == "CMYK" else "PNG"), short, 95))
     )
     assert (small.format, small.mode) == ("JPEG", "RGB")
     assert (small.height, small.width) == ((24, 32) if short == 24 else (60, 80))
@@ -315,7 +315,7 @@ def test_other_images_become_rgb_jpeg(mode: str, short: int):
 def test_the_orientation_survives_resizing_and_nothing_else_of_exif():
     exif = Image.Exif()
     exif[0x0112], exif[0x010E] = 6, "a description"
-    small = Image.open(io.BytesIO(shrunk(encoded(picture(0, 60, 80), exif=exif), 30, 90)))
+    small = Image.open(io.BytesIO(shrink_image(encoded(picture(0, 60, 80), exif=exif), 30, 90)))
     assert dict(small.getexif()) == {0x0112: 6}
     assert (small.height, small.width) == (30, 40)  # as stored; turning is the loader's choice
 
@@ -323,7 +323,7 @@ def test_the_orientation_survives_resizing_and_nothing_else_of_exif():
 def test_convert_resizes_and_counts_the_pixels_that_are_stored(folder: Path, tmp_path: Path):
     run_convert(folder, tmp_path / "small", resize_short=16, quality=80, **SMALL)
     rows = rows_of(tmp_path / "small", "train")
-    images = [decoded(row["image"]["bytes"]) for row in rows]
+    images = [decode_image(row["image"]["bytes"]) for row in rows]
     assert {min(image.shape[:2]) for image in images} == {16}
     pixels = np.concatenate([image.reshape(-1, 3) for image in images]) / 255
     dataset = read_dataset_file(tmp_path / "small")
@@ -379,8 +379,8 @@ def test_evaluation_splits_keep_their_names(tmp_path: Path):
         pq.write_table(table, tmp_path / f"{name}.parquet")
     done = run_convert(tmp_path, tmp_path.parent / f"{tmp_path.name}-out")
     assert done.dataset["rows"] == {"train": 1, "test": 1, "validation": 1}
-    assert done.told is not None
-    assert done.told["notes"] == []
+    assert done.summary is not None
+    assert done.summary["notes"] == []
     done = run_convert(
         tmp_path / "train.parquet",
         tmp_path.parent / f"{tmp_path.name}-own",
@@ -398,12 +398,12 @@ def test_splits_are_converted_by_name_and_what_is_left_out_is_said(tmp_path: Pat
         pq.write_table(table.slice(0, rows), tmp_path / "in" / f"{name}.parquet")
     done = run_convert(tmp_path / "in", tmp_path / "all")
     assert done.dataset["rows"] == {"train": 2, "validation": 4, "test": 5}
-    assert done.told is not None
-    assert done.told["notes"] == ["the extra split (1 file) is not used."]
+    assert done.summary is not None
+    assert done.summary["notes"] == ["the extra split (1 file) is not used."]
     done = run_convert(tmp_path / "in", tmp_path / "some", train_split="extra", eval_split="test")
     assert done.dataset["rows"] == {"train": 3, "test": 5}
-    assert done.told is not None
-    assert len(done.told["notes"]) == 2
+    assert done.summary is not None
+    assert len(done.summary["notes"]) == 2
     train, evaluation = located(str(tmp_path / "some"))
     assert evaluation is not None
     assert (train.name, evaluation.name) == ("train", "test")
@@ -466,8 +466,8 @@ def test_fault_21_labels_that_are_no_class_are_named(tmp_path: Path):
         run_convert(tmp_path, tmp_path.parent / "labels-out", eval_split="test")
     done = run_convert(tmp_path, tmp_path.parent / "labels-out")  # a test set without labels
     assert done.dataset["rows"] == {"train": 2}
-    assert done.told is not None
-    assert any("test.parquet" in note for note in done.told["notes"])
+    assert done.summary is not None
+    assert any("test.parquet" in note for note in done.summary["notes"])
 
 
 def test_fault_22_a_source_without_images_is_refused_and_leaves_nothing(tmp_path: Path):
@@ -673,7 +673,7 @@ def test_going_on_with_other_input_is_refused(
             run_convert(source.parent, tmp_path / "out", **SMALL)
     if change.pop("touch", False):
         (source / "0.jpg").write_bytes(encoded(picture(1)))
-    with pytest.raises(ConfigError, match=f"{told}.*Give the same again, or delete"):
+    with pytest.raises(ConfigError, match=f"{told}.*Use the same input, or delete"):
         run_convert(source.parent, tmp_path / "out", **SMALL, **change)
 
 
@@ -705,8 +705,8 @@ def test_the_destination_must_be_a_folder_of_its_own(folder: Path, tmp_path: Pat
         (tmp_path / "full", r"has other files \(notes\.txt\)"),
         (tmp_path / "file", "is a file"),
         (tmp_path / "link", "is a file"),
-        (folder, "lies in SRC"),
-        (folder / "train" / "parquet", "lies in SRC"),
+        (folder, "is inside SRC"),
+        (folder / "train" / "parquet", "is inside SRC"),
         (Path("/proc"), "is a mount point"),
     ]:
         with pytest.raises(ConfigError, match=told):
@@ -850,7 +850,7 @@ def test_fault_19_a_flipped_bit_is_found_wherever_it_is(copy: Path):
         flipped[place] ^= 1
         shard.write_bytes(flipped)
         told = problems(copy)
-        assert told[0] == f"{shard.name}: other content than was written (sha256)"
+        assert told[0] == f"{shard.name}: content differs from what was written (sha256)"
         if place not in (2, len(content) - 6):
             assert told[1].startswith(f"{shard.name}, row group 1: cannot be read")
     shard.write_bytes(content)
@@ -863,7 +863,7 @@ def test_a_damaged_dataset_file_is_a_data_error(copy: Path, text: str):
     with pytest.raises(DataError, match=r"dataset\.json"):
         verify(copy, 1, silent("", 0))
     (copy / "dataset.json").unlink()
-    with pytest.raises(DataError, match="not there"):
+    with pytest.raises(DataError, match="not found"):
         verify(copy, 1, silent("", 0))
 
 
@@ -939,7 +939,7 @@ def test_progress_in_lines_ends_with_the_whole(capsys: pytest.CaptureFixture[str
 
 def test_png_is_lossless():
     image = picture(3)
-    assert np.array_equal(decoded(png(image)), np.asarray(image))
+    assert np.array_equal(decode_image(encode_png(image)), np.asarray(image))
 
 
 # ------------------------------------------------------------------ on Ray

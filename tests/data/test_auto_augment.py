@@ -20,7 +20,7 @@ from torch.nn.functional import cross_entropy, interpolate, one_hot
 from raytrain_ddp.config.input_sections import AugmentConfig
 from raytrain_ddp.data import auto_augment
 from raytrain_ddp.data.auto_augment import apply_policy, policy_draws
-from raytrain_ddp.data.gpu_augment import ERASE_DRAWS, erase_boxes, finish, mix, partners_of
+from raytrain_ddp.data.gpu_augment import ERASE_DRAWS, erase_boxes, finish_images, mix, partners_of
 from raytrain_ddp.data.sample_rng import Draws
 
 v2 = pytest.importorskip("torchvision.transforms.v2")
@@ -435,7 +435,7 @@ def test_finished_images_are_torchvisions_in_every_memory_format(flipped: bool, 
     results = []
     for stored, wanted in product(formats, formats):
         given = images.contiguous(memory_format=stored)
-        inputs = finish(given, MEAN, STD, flip, erase, wanted is torch.channels_last)
+        inputs = finish_images(given, MEAN, STD, flip, erase, wanted is torch.channels_last)
         assert inputs.is_contiguous(memory_format=wanted)
         assert inputs.dtype == torch.float32
         assert torch.equal(given, images), "the images were written to"
@@ -461,7 +461,7 @@ def mixed(
 
 @pytest.fixture
 def inputs() -> Tensor:
-    return finish(batch(), MEAN, STD)
+    return finish_images(batch(), MEAN, STD)
 
 
 LABELS = torch.tensor([0, 3, 1, 4, 4, 2])
@@ -613,11 +613,11 @@ def test_a_gpu_gets_the_values_of_a_cpu_and_the_host_never_waits(inputs: Tensor)
     labels, logits = LABELS.cuda(), torch.zeros(6, 5, device="cuda")
     config = AugmentConfig(mixup=1.0, cutmix=1.0)
     for last, seed in product((False, True), range(4)):
-        expected = mixed(config, seed, finish(*arguments, channels_last=last), LABELS)[0]
+        expected = mixed(config, seed, finish_images(*arguments, channels_last=last), LABELS)[0]
         torch.cuda.synchronize()
         with no_wait_for_the_device():
             torch.default_generator.manual_seed(seed)
-            result, of = mix(finish(*on_gpu, channels_last=last), labels, partners, config)
+            result, of = mix(finish_images(*on_gpu, channels_last=last), labels, partners, config)
             of.loss(logits, 0.1)
         layout = torch.channels_last if last else torch.contiguous_format
         assert result.is_contiguous(memory_format=layout)

@@ -291,11 +291,11 @@ def test_fault_20_an_enormous_jpeg_is_refused_by_its_header(
 ):
     import simplejpeg
 
-    from raytrain_ddp.convert.pixels import shrunk
-    from raytrain_ddp.data.decoding import open_picture
+    from raytrain_ddp.convert.pixels import shrink_image
+    from raytrain_ddp.data.decoding import open_encoded_image
 
     monkeypatch.setattr(simplejpeg, "decode_jpeg", lambda *_, **__: pytest.fail("was decoded"))
-    for use in (open_picture, lambda content: shrunk(content, 8, 90)):
+    for use in (open_encoded_image, lambda content: shrink_image(content, 8, 90)):
         with pytest.raises(Image.DecompressionBombError, match="28000 x 28000"):
             use(enormous())
     content = io.BytesIO()
@@ -304,4 +304,4 @@ def test_fault_20_an_enormous_jpeg_is_refused_by_its_header(
     large[16:24] = (28_000).to_bytes(4, "big") * 2
     large[29:33] = zlib.crc32(large[12:29]).to_bytes(4, "big")
     with pytest.raises(Image.DecompressionBombError):
-        open_picture(bytes(large))
+        open_encoded_image(bytes(large))

@@ -22,7 +22,7 @@ from raytrain_ddp.data.cropping import (
     shifted,
     to_tensor,
 )
-from raytrain_ddp.data.decoding import open_picture, shrink_for
+from raytrain_ddp.data.decoding import open_encoded_image, shrink_for
 
 
 def smooth(height: int, width: int, channels: int = 3, seed: int = 0) -> np.ndarray:
@@ -77,7 +77,7 @@ FORMS = {
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.filterwarnings("ignore:Palette images with Transparency:UserWarning")
 def test_every_form_has_the_pixels_that_pillow_gives_it(form: str):
-    picture = open_picture(FORMS[form])
+    picture = open_encoded_image(FORMS[form])
     pixels = picture.pixels()
     assert (picture.height, picture.width) == (45, 67)
     assert (pixels.shape, pixels.dtype) == ((45, 67, 3), np.uint8)
@@ -85,14 +85,16 @@ def test_every_form_has_the_pixels_that_pillow_gives_it(form: str):
 
 
 def test_a_pillow_image_and_an_encoded_one_are_the_same_picture():
-    assert np.array_equal(open_picture(RGB).pixels(), open_picture(FORMS["png"]).pixels())
+    assert np.array_equal(
+        open_encoded_image(RGB).pixels(), open_encoded_image(FORMS["png"]).pixels()
+    )
 
 
 def test_a_16_bit_grey_image_is_told_of_once(caplog: pytest.LogCaptureFixture):
     decoding._tell_once.cache_clear()
     with caplog.at_level(logging.WARNING, "raytrain_ddp"):
         for _ in range(3):
-            open_picture(FORMS["16-bit png"]).pixels()
+            open_encoded_image(FORMS["16-bit png"]).pixels()
     assert len([r for r in caplog.records if "16-bit" in r.getMessage()]) == 1
 
 
@@ -104,8 +106,8 @@ def test_exif_orientation_is_followed_only_when_asked_for(form: str, orientation
     content = encoded(RGB, form, exif=exif)
     plain = np.asarray(Image.open(io.BytesIO(content)).convert("RGB"))
     turned = np.asarray(ImageOps.exif_transpose(Image.open(io.BytesIO(content))).convert("RGB"))
-    assert np.array_equal(open_picture(content).pixels(), plain)
-    picture = open_picture(content, exif_orientation=True)
+    assert np.array_equal(open_encoded_image(content).pixels(), plain)
+    picture = open_encoded_image(content, exif_orientation=True)
     assert (picture.height, picture.width) == turned.shape[:2]
     assert np.array_equal(picture.pixels(), turned)
     if form == "jpeg":
@@ -118,7 +120,7 @@ def test_a_slightly_damaged_jpeg_is_judged_by_pillow():
     place = content.index(b"\xff\xda")
     content[place:place] = b"\x00\x01\x02"
     expected = np.asarray(Image.open(io.BytesIO(bytes(content))).convert("RGB"))
-    assert np.array_equal(open_picture(bytes(content)).pixels(), expected)
+    assert np.array_equal(open_encoded_image(bytes(content)).pixels(), expected)
 
 
 @pytest.mark.parametrize(
@@ -137,7 +139,7 @@ def test_a_slightly_damaged_jpeg_is_judged_by_pillow():
 )
 def test_fault_20_what_is_no_whole_image_raises(content: bytes):
     with pytest.raises((ValueError, OSError)):
-        open_picture(content).pixels()
+        open_encoded_image(content).pixels()
 
 
 # ------------------------------------------------------------------ size and place
@@ -174,7 +176,7 @@ def test_a_random_box_is_drawn_again_and_at_last_the_central_one():
 def test_the_centre_is_that_of_the_resized_image(shape: tuple[int, int]):
     pixels = smooth(*shape)
     out = blank(32)
-    centre_into(out, open_picture(Image.fromarray(pixels)), jpeg_scaling=False)
+    centre_into(out, open_encoded_image(Image.fromarray(pixels)), jpeg_scaling=False)
     scale = 32 / 0.875 / min(shape)
     h, w = (max(32, round(side * scale)) for side in shape)
     whole = interpolate(to_tensor(pixels), (h, w), mode="bilinear", antialias=True)
@@ -186,14 +188,14 @@ def test_a_ribbon_takes_little_memory_and_shows_its_middle():
     pixels = np.zeros((2, 20_000, 3), np.uint8)
     pixels[:, 9_900:10_100] = 200
     out = blank(64)
-    centre_into(out, open_picture(Image.fromarray(pixels)), jpeg_scaling=True)
+    centre_into(out, open_encoded_image(Image.fromarray(pixels)), jpeg_scaling=True)
     assert (out == 200).all()
 
 
 def test_an_image_of_the_right_size_is_left_as_it_is():
     pixels = smooth(32, 32)
     out = blank(32)
-    centre_into(out, open_picture(Image.fromarray(pixels)), jpeg_scaling=True)
+    centre_into(out, open_encoded_image(Image.fromarray(pixels)), jpeg_scaling=True)
     assert torch.equal(out, to_tensor(pixels))
 
 
@@ -227,8 +229,8 @@ def test_a_scaled_jpeg_looks_like_the_whole_one(shape: tuple[int, int], crop: An
     shrunk = 0
     for draws in random.random((6, 22)).tolist():
         whole, scaled = blank(64), blank(64)
-        place_image(whole, open_picture(photo), augment, draws, jpeg_scaling=False)
-        place_image(scaled, open_picture(photo), augment, draws, jpeg_scaling=True)
+        place_image(whole, open_encoded_image(photo), augment, draws, jpeg_scaling=False)
+        place_image(scaled, open_encoded_image(photo), augment, draws, jpeg_scaling=True)
         difference = (whole.int() - scaled.int()).abs()
         assert difference.float().mean() < 1.0
         assert difference.max() < 16, difference.max()

@@ -25,7 +25,7 @@ from raytrain_ddp.data.auto_augment import apply_policy, policy_draws
 from raytrain_ddp.data.cropping import crop_draws
 from raytrain_ddp.data.epoch_order import EpochOrder, runs_of
 from raytrain_ddp.data.gpu_augment import ERASE_DRAWS, draw_mix, erase_boxes
-from raytrain_ddp.data.image_batches import for_device
+from raytrain_ddp.data.image_batches import device_augmentation
 from raytrain_ddp.data.sample_rng import Draws
 
 v2 = pytest.importorskip("torchvision.transforms.v2")
@@ -165,7 +165,9 @@ def _shifts(down: Numbers, right: Numbers) -> Sample:
 
 def chances() -> Samples:
     """Which images are mirrored, which erased, and both at once."""
-    made = for_device(AugmentConfig(flip=True, erase=0.25), Draws(4, 0, np.arange(N)), (32, 32))
+    made = device_augmentation(
+        AugmentConfig(flip=True, erase=0.25), Draws(4, 0, np.arange(N)), (32, 32)
+    )
     flip, erased = made["flip"].numpy(), (made["erase"][:, 2] > 0).numpy()
     return [Sample({"flip": flip * 1.0, "erase": erased * 1.0}, {"both": flip * 2 + erased})]
 

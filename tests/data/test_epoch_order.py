@@ -12,9 +12,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from raytrain_ddp.data.epoch_order import EpochOrder, Plan, deal, runs_of
+from raytrain_ddp.data.epoch_order import EpochOrder, Plan, RowRuns, items_of_rank, runs_of
 from raytrain_ddp.data.permutation import Feistel, sorted_permutation
-from raytrain_ddp.data.row_runs import RowRuns
 
 plans = st.builds(
     Plan, rows=st.integers(1, 2000), slots=st.integers(1, 40), micro_batch=st.integers(1, 50)
@@ -26,7 +25,7 @@ shuffles = st.sampled_from(["full", "block", "none"])
 
 
 def step_of_rank(plan: Plan, order: EpochOrder, step: int, world_size: int, rank: int) -> list[int]:
-    slots = deal(plan.slots, world_size, rank)
+    slots = items_of_rank(plan.slots, world_size, rank)
     return [row for slot in slots for row in order.read(*plan.span(step, slot)).tolist()]
 
 
@@ -40,7 +39,7 @@ def test_exactly_once_for_every_world_size_also_those_that_do_not_divide_the_slo
             place
             for step in range(plan.steps_per_epoch)
             for rank in range(world_size)
-            for slot in deal(plan.slots, world_size, rank)
+            for slot in items_of_rank(plan.slots, world_size, rank)
             for place in range(*plan.span(step, slot))
         ]
         assert sorted(places) == list(range(plan.rows))
@@ -88,7 +87,7 @@ def test_lanes_are_balanced_to_one_row(plan: Plan):
 
 @given(st.integers(0, 500), st.integers(1, 64))
 def test_deal_is_contiguous_and_balanced_to_one(items: int, world_size: int):
-    shares = [deal(items, world_size, rank) for rank in range(world_size)]
+    shares = [items_of_rank(items, world_size, rank) for rank in range(world_size)]
     assert [item for share in shares for item in share] == list(range(items))
     lengths = [len(share) for share in shares]
     assert max(lengths) - min(lengths) <= 1

@@ -19,7 +19,7 @@ from split_checks import folder, labels_of, lines, splits_of
 
 from raytrain_ddp.config.input_sections import AugmentConfig, DataConfig
 from raytrain_ddp.data.epoch_order import EpochOrder, Plan
-from raytrain_ddp.data.holdout import Held, held_out
+from raytrain_ddp.data.holdout import HoldoutRows, held_out
 from raytrain_ddp.data.row_group_cache import RowGroupCache
 from raytrain_ddp.errors import ConfigError, DataError
 
@@ -82,7 +82,7 @@ def test_small_classes_give_whole_rows_where_their_share_is_largest():
 
 @given(st.lists(st.booleans(), min_size=1, max_size=80), st.integers(1, 9))
 def test_the_rows_of_both_parts_are_all_rows_once(flags: list[bool], block: int):
-    held = Held(np.flatnonzero(flags), "")
+    held = HoldoutRows(np.flatnonzero(flags), "")
     rows = len(flags)
     left = held.of(np.arange(rows - len(held.rows)), True)
     both = np.concatenate([left, held.of(np.arange(len(held.rows)), False)])

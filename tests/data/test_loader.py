@@ -20,7 +20,7 @@ from torchvision.datasets.folder import IMG_EXTENSIONS
 
 from raytrain_ddp.config.input_sections import AugmentConfig, DataConfig
 from raytrain_ddp.data.decoding import EncodedImage
-from raytrain_ddp.data.epoch_order import EpochOrder, Plan, deal
+from raytrain_ddp.data.epoch_order import EpochOrder, Plan, items_of_rank
 from raytrain_ddp.data.image_batches import image_data
 from raytrain_ddp.data.image_folder import EXTENSIONS, FolderImages
 from raytrain_ddp.data.iterable_source import IterableSource
@@ -496,7 +496,11 @@ def test_a_source_is_told_of_each_row_before_it_is_read_and_of_no_other_lane():
         source.events.clear()
         loader = TrainLoader(data, plan, "block", 3, 9, 2, rank, LoaderThreads(0))
         seen = [s.batch["row"].tolist() for step in loader.steps(0, 8) for s in step]
-        lanes = [row for slot in deal(4, 2, rank) for row in order.read(*plan.lane(slot)).tolist()]
+        lanes = [
+            row
+            for slot in items_of_rank(4, 2, rank)
+            for row in order.read(*plan.lane(slot)).tolist()
+        ]
         assert sorted(row for rows in seen for row in rows) == sorted(lanes)
         hinted: set[int] = set()
         for kind, rows in source.events:
@@ -530,7 +534,7 @@ def test_more_row_groups_than_memory_holds_are_told_of():
     assert note("block", 9, size=2) is None
     told = note("block", 17)
     assert told is not None
-    assert "12 row groups are in use at a time, which takes 18 MiB" in told
+    assert "12 row groups are in use at a time, which need 18 MiB" in told
     assert "--data.memory-mib to 18" in told
     assert "lower --data.shuffle-window" in told
     assert "--data.shuffle block" in str(note("full", 20))
@@ -664,7 +668,7 @@ def test_an_iterable_is_sharded_by_offset_each_item_once(kind: Any, threads: int
             if kind is SeekableStream:
                 assert stream.given == sum(slot.samples for slot in slots)
             else:  # each of a worker's lanes passes over what comes before it, once
-                passed_over = sum(plan.lane(slot)[1] for slot in deal(4, size, rank))
+                passed_over = sum(plan.lane(slot)[1] for slot in items_of_rank(4, size, rank))
                 assert stream.given == passed_over
         assert sorted(seen) == list(range(107))
 

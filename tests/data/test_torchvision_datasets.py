@@ -208,7 +208,7 @@ def test_what_is_no_data_set_is_refused(name: str, tmp_path: Path):
 @pytest.mark.parametrize(
     ("fake", "told"),
     [
-        (Gone, "torchvision:Gone cannot be had: Dataset not found"),
+        (Gone, "torchvision:Gone cannot be loaded: Dataset not found"),
         (Boxes, "torchvision:Boxes train, row 0: not an image and the number of a class"),
         (Unlabelled, "torchvision:Unlabelled train, row 0: not an image"),
     ],

@@ -20,16 +20,16 @@ def line(step: int, slowest: dict[str, Any] | None = None, **split_s: float) -> 
 @pytest.mark.parametrize(
     ("shares", "told"),
     [
-        ({"data": 0.38, "compute": 0.62}, "waits for data 38 % of the time: more CPUs a worker"),
-        ({"copy": 0.2, "compute": 0.8}, "waits for batches on their way to the GPU 20 %"),
+        ({"data": 0.38, "compute": 0.62}, "waits for data 38 % of the time: more scaling.cpus"),
+        ({"copy": 0.2, "compute": 0.8}, "waits for copies of batches to the GPU 20 %"),
         (
             {"communication": 0.4, "compute": 0.6},
             "waits for all-reduces 40 % of the time: a",
         ),
         ({"optimizer": 0.3, "compute": 0.7}, "updates weights 30 %"),
-        ({"checkpoint": 0.06, "compute": 0.94}, "stands still for checkpoints 6 %"),
+        ({"checkpoint": 0.06, "compute": 0.94}, "is blocked by checkpoints 6 %"),
         ({"evaluation": 0.5, "compute": 0.5}, "evaluates 50 %"),
-        ({"other": 0.25, "compute": 0.75}, "launches and agrees, between steps 25 %"),
+        ({"other": 0.25, "compute": 0.75}, "spends time between steps 25 %"),
         ({"data": 0.05, "communication": 0.1, "compute": 0.85}, "computes 85 % of the time"),
         ({"data": 0.3, "communication": 0.3, "compute": 0.4}, "waits for data 30 %"),
     ],
@@ -42,7 +42,7 @@ def test_a_rank_that_all_others_wait_for_is_named():
     slow = {"rank": 3, "phase": "data", "ratio": 1.8}
     noise = {"rank": 0, "phase": "compute", "ratio": 1.3}
     lines = [line(n, slow if n % 4 else noise, communication=0.5, compute=0.5) for n in range(1, 9)]
-    told = "waits for rank 3 50 % of the time: its data makes it 1.8 x as slow as the others"
+    told = "waits for rank 3 50 % of the time: its data takes 1.8 x as long as on the others"
     assert split_of(lines).limit() == told
 
 

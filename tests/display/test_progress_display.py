@@ -405,7 +405,7 @@ def test_live_summary_never_breaks_a_path_or_a_command(width: int) -> None:
     assert any(line.endswith(SUMMARY.commands[0][1]) for line in lines)
 
 
-LIMIT = "waits for data 38 % of the time: more CPUs a worker, smaller images, less augmentation"
+LIMIT = "waits for data 38 % of the time: more CPUs per worker, smaller images, less augmentation"
 
 
 @pytest.mark.parametrize("width", [40, 60, 80, 200])

@@ -33,7 +33,7 @@ from raytrain_ddp.doctor.__main__ import main
 from raytrain_ddp.doctor.assessment import assess
 from raytrain_ddp.doctor.examine import examine
 from raytrain_ddp.doctor.output_table import show
-from raytrain_ddp.doctor.rows import Note, Report, Row, grouped, rate, seconds
+from raytrain_ddp.doctor.rows import Note, Report, Row, format_duration, format_rate, grouped
 from raytrain_ddp.ray_backend.ray_settings import SETTINGS
 
 GIB = 2**30
@@ -223,15 +223,15 @@ CASES: list[tuple[str, Change, str, str, str]] = [
     ("GPUs", put("facts.gpus", []), "fail", "none, Ray counts 2", "nvidia-smi"),
     ("CPUs", put("resources.CPU", 16.0), "warn", "8 usable, Ray counts 16", "--num-cpus 8"),
     ("CPUs", put("facts.cpus.quota", 2.5), "warn", "2.5 usable", "--num-cpus 2"),
-    ("memory", put("facts.memory.available", GIB), "warn", "1.0 GiB free of 64 GiB", "end what"),
-    ("memory", put("facts.memory.limit", GIB), "warn", "limit of its cgroup", "end what"),
-    ("memory", put("facts.memory.swapped", 9 * GIB), "warn", "swapping", "end what"),
+    ("memory", put("facts.memory.available", GIB), "warn", "1.0 GiB free of 64 GiB", "stop other"),
+    ("memory", put("facts.memory.limit", GIB), "warn", "limit of its cgroup", "stop other"),
+    ("memory", put("facts.memory.swapped", 9 * GIB), "warn", "swapping", "stop other"),
     ("/dev/shm", put("facts.shm.free", 64 * 2**20), "warn", "64 MiB free", "--shm-size"),
     ("/tmp", put("facts.tmp", {"path": "/tmp", "total": 99 * GIB, "free": GIB}), "warn", "1.0", ""),
     (
         "disk",
         put("facts.storage_disk", {"path": "/shared/runs", "total": 9 * GIB, "free": 9}),
-        *("fail", "0 MiB free of 9.0 GiB", "room in /shared/runs"),
+        *("fail", "0 MiB free of 9.0 GiB", "space in /shared/runs"),
     ),
     ("open files", put("facts.open_files", 1024), "warn", "1024", "ulimit -n 65536"),
     ("clock", put("clock.ahead_s", -3.2), "warn", "3.2 s behind (within 2.0 ms)", "NTP"),
@@ -250,8 +250,8 @@ CASES: list[tuple[str, Change, str, str, str]] = [
     ("all-reduce", across(bus_bytes_per_s={"16": 12e6}), "warn", "12 MB/s", "8.3 s each step"),
     ("dashboard", dashboard("0.0.0.0", "disabled"), "fail", "0.0.0.0", "RAY_AUTH_MODE=token"),
     ("dashboard", dashboard("::", "disabled"), "fail", "::", "--dashboard-host"),
-    ("dashboard", dashboard("10.0.0.2", None), "ok", "asks for a token", ""),
-    ("dashboard", dashboard("0.0.0.0", "token"), "ok", "asks for a token", ""),
+    ("dashboard", dashboard("10.0.0.2", None), "ok", "requires a token", ""),
+    ("dashboard", dashboard("0.0.0.0", "token"), "ok", "requires a token", ""),
     ("dashboard", dashboard("127.0.0.1", "disabled"), "ok", "127.0.0.1, port 8265", ""),
     ("authentication", put("facts.settings", {}), "warn", "none", "ray get-auth-token"),
     ("authentication", dashboard("127.0.0.1", "disabled"), "warn", "none", "auth_token"),
@@ -261,7 +261,7 @@ CASES: list[tuple[str, Change, str, str, str]] = [
         *("warn", "644", "chmod 600 /t"),
     ),
     ("storage", put("storage", {"error": "Permission denied {x}"}), "fail", "denied {x}", "rights"),
-    ("shared", put("seen.error", "not whole"), "fail", "not whole", "the same"),
+    ("shared", put("seen.error", "is incomplete"), "fail", "is incomplete", "the same"),
     ("left behind", put("cleaned", {"error": "gone"}), "warn", "gone", "doctor-*"),
     ("data", put("data", {"error": "no such file"}), "fail", "no such file", "the same path"),
     (
@@ -269,7 +269,7 @@ CASES: list[tuple[str, Change, str, str, str]] = [
         put("data", {"error": "ModuleNotFoundError: No module named 'x'"}),
         *("fail", "'x'", "install"),
     ),
-    ("data", put("data.train", [1437, "cc"]), "fail", "not those of driver", "Copy"),
+    ("data", put("data.train", [1437, "cc"]), "fail", "but different from driver", "Copy"),
 ]
 
 
@@ -383,8 +383,16 @@ def test_the_worst_rows_of_a_check_come_first():
 def test_numbers_have_two_digits_and_a_unit():
     told = [format_bytes(count) for count in (2**30 - 1, 80 * GIB, 1.5 * GIB, 5e5)]
     assert told == ["1.0 GiB", "80 GiB", "1.5 GiB", "0 MiB"]
-    assert [rate(9.5e6), rate(85e6), rate(1.94e9)] == ["9.5 MB/s", "85 MB/s", "1.9 GB/s"]
-    assert [seconds(1.2e-4), seconds(0.004), seconds(0.5)] == ["0.12 ms", "4.0 ms", "0.50 s"]
+    assert [format_rate(9.5e6), format_rate(85e6), format_rate(1.94e9)] == [
+        "9.5 MB/s",
+        "85 MB/s",
+        "1.9 GB/s",
+    ]
+    assert [format_duration(1.2e-4), format_duration(0.004), format_duration(0.5)] == [
+        "0.12 ms",
+        "4.0 ms",
+        "0.50 s",
+    ]
 
 
 @pytest.mark.parametrize("width", [80, 100, 200])
@@ -404,21 +412,21 @@ def test_the_table_fits_and_gives_advice_below_what_is_wrong(width: int):
     assert sum(line.startswith("  -> ") for line in lines) == 3
     at = next(n for n, line in enumerate(lines) if line.startswith("authentication"))
     assert lines[at].endswith("warn")
-    assert lines[at + 1].startswith("  -> Whoever reaches Ray's ports")
+    assert lines[at + 1].startswith("  -> Anyone who reaches Ray's ports")
 
 
 def test_an_error_of_a_node_is_told_in_a_line():
     gloo = RuntimeError("Gloo failed with [/build/gloo/pair.cc:152] Connection refused$1\nmore")
-    assert cluster_probe.said(gloo) == "RuntimeError: Gloo failed with Connection refused"
+    assert cluster_probe.describe_error(gloo) == "RuntimeError: Gloo failed with Connection refused"
     lacks = RuntimeError("The remote function failed to import ...\nImportError: no torch here\n")
-    assert cluster_probe.said(lacks) == "ImportError: no torch here"
+    assert cluster_probe.describe_error(lacks) == "ImportError: no torch here"
 
 
 # ------------------------------------------------------------------ facts of this machine
 
 
 def test_the_facts_of_this_machine_are_json_and_loading_them_loads_nothing():
-    found = machine_facts.gather("/nowhere/yet/runs", dashboard=None)
+    found = machine_facts.gather_machine_facts("/nowhere/yet/runs", dashboard=None)
     assert json.loads(json.dumps(found)) == found
     assert found["versions"]["python"].startswith("3.")
     assert found["versions"]["torch"]
@@ -489,33 +497,35 @@ def test_addresses_are_read_as_the_kernel_writes_them(digits: str, address: str)
 
 def test_the_storage_is_tried_with_the_commit_protocol_and_left_as_it_was(tmp_path: Path):
     uri = str(tmp_path / "new" / "runs")
-    first = storage_probe.commit(uri, "doctor-1", "place-0")
-    second = storage_probe.commit(uri, "doctor-1", "place-1")
+    first = storage_probe.probe_commit(uri, "doctor-1", "place-0")
+    second = storage_probe.probe_commit(uri, "doctor-1", "place-1")
     assert first["commit_s"] > 0
     assert first["bytes_per_s"] > 0
     assert (first["made"], second["made"]) == ([uri, str(tmp_path / "new")], [])
     store = checkpoint_store(open_storage(uri).join("doctor-1").join("place-0"))
     assert [name.step for name in store.names()] == [3, 2]
-    seen = storage_probe.see(uri, "doctor-1", ["place-0", "place-1"], timeout_s=0)
+    seen = storage_probe.probe_visibility(uri, "doctor-1", ["place-0", "place-1"], timeout_s=0)
     assert seen["sees"] == ["place-0", "place-1"]
-    assert storage_probe.clean(uri, "doctor-1", first["made"]) == {}
+    assert storage_probe.clean_up(uri, "doctor-1", first["made"]) == {}
     assert list(tmp_path.iterdir()) == []
 
 
 def test_a_machine_with_a_folder_of_its_own_does_not_see_the_others(tmp_path: Path):
     for place_name in ("place-0", "place-1"):
-        storage_probe.commit(str(tmp_path / place_name), "doctor-1", place_name)
-    seen = storage_probe.see(
+        storage_probe.probe_commit(str(tmp_path / place_name), "doctor-1", place_name)
+    seen = storage_probe.probe_visibility(
         str(tmp_path / "place-0"), "doctor-1", ["place-1", "place-0"], timeout_s=0
     )
     assert seen["sees"] == ["place-0"]
 
 
 def test_a_checkpoint_that_is_not_whole_when_read_elsewhere_is_an_error(tmp_path: Path):
-    storage_probe.commit(str(tmp_path), "doctor-1", "place-0")
+    storage_probe.probe_commit(str(tmp_path), "doctor-1", "place-0")
     payload = next(tmp_path.glob("doctor-1/place-0/checkpoints/step-00000003-*/model.safetensors"))
     payload.write_bytes(payload.read_bytes()[:-1] + b"!")
-    assert "error" in storage_probe.see(str(tmp_path), "doctor-1", ["place-0"], timeout_s=0)
+    assert "error" in storage_probe.probe_visibility(
+        str(tmp_path), "doctor-1", ["place-0"], timeout_s=0
+    )
 
 
 def test_storage_and_data_that_cannot_be_opened_are_told_without_secrets(
@@ -523,17 +533,18 @@ def test_storage_and_data_that_cannot_be_opened_are_told_without_secrets(
 ):
     (tmp_path / "file").touch()
     assert (
-        "is a file" in storage_probe.commit(str(tmp_path / "file"), "doctor-1", "place-0")["error"]
+        "is a file"
+        in storage_probe.probe_commit(str(tmp_path / "file"), "doctor-1", "place-0")["error"]
     )
     config = TrainConfig(data=DataConfig(source=str(tmp_path / "none")))
-    assert "no such file" in dataset_probe.look(to_dict(config), str(Path.cwd()), [])["error"]
+    assert "no such file" in dataset_probe.probe_data(to_dict(config), str(Path.cwd()), [])["error"]
 
     def refuse(uri: str) -> None:
         raise OSError(f"AWS Error ACCESS_DENIED for {uri}")
 
     monkeypatch.setattr(storage_probe, "open_storage", refuse)
     uri = "s3://AKIAKEY:hush@bucket/runs?region=x"
-    assert storage_probe.commit(uri, "doctor-1", "a") == {
+    assert storage_probe.probe_commit(uri, "doctor-1", "a") == {
         "error": "AWS Error ACCESS_DENIED",
         "made": [],
     }
@@ -541,7 +552,7 @@ def test_storage_and_data_that_cannot_be_opened_are_told_without_secrets(
 
 def test_data_are_looked_at_as_a_worker_opens_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.chdir(tmp_path)
-    told = dataset_probe.look(to_dict(TrainConfig()), str(tmp_path), [])
+    told = dataset_probe.probe_data(to_dict(TrainConfig()), str(tmp_path), [])
     assert (told["train"][0], told["eval"][0]) == (1437, 360)
     assert told["train"][1] != told["eval"][1]
 
@@ -611,7 +622,7 @@ def test_a_storage_that_is_another_folder_on_the_node_is_found_before_the_run(
     ray_elsewhere: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(cluster_probe, "measure", lambda *_: [])
+    monkeypatch.setattr(cluster_probe, "measure_all_reduces", lambda *_: [])
     monkeypatch.setattr("raytrain_ddp.doctor.examine._SEEN_S", 0.5)
     config = TrainConfig(storage="/proc/self/cwd/runs")  # each process has its own
     phases: list[str] = []

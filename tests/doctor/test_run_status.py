@@ -197,7 +197,7 @@ def test_the_door_takes_a_name_answers_without_torch_and_says_where_no_run_is(tm
     written(tmp_path, [PLAN], [line(10)], 700.0, Owner.here())
     answer = door("doctor", "--run", "r", cwd=tmp_path)
     assert (answer.status, answer.heavy) == (PreflightError.exit_status, [])
-    assert "1 failure, 0 warnings: the run does not get on." in answer.out
+    assert "1 failure, 0 warnings: the run makes no progress." in answer.out
     answer = door("doctor", "--run", "r", "--json", cwd=tmp_path)
     assert json.loads(answer.out)["findings"]["newest"]["step"] == 10
     answer = door("doctor", "--run", "q", cwd=tmp_path)

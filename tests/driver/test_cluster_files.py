@@ -72,7 +72,7 @@ def test_what_is_secret_in_a_uri_is_left_out_and_that_is_told():
     told = emitted("command", "--storage", "s3://me:secret@bucket/runs?region=eu-west-1")
     assert "secret" not in told.text
     assert "s3://bucket/runs?region=eu-west-1" in told.text
-    assert "left out" in told.notes[0]
+    assert "omitted" in told.notes[0]
 
 
 # ------------------------------------------------------------------ machines

@@ -26,7 +26,7 @@ from raytrain_ddp.checkpoint.run_folder import (
 from raytrain_ddp.checkpoint.storage import Storage, open_storage
 from raytrain_ddp.driver import event_log as journal_module
 from raytrain_ddp.driver import preflight
-from raytrain_ddp.driver.run_naming import open_run
+from raytrain_ddp.driver.run_naming import find_run
 from raytrain_ddp.errors import CheckpointError, PreflightError
 
 
@@ -145,18 +145,20 @@ def test_fault_12_a_run_whose_checkpoints_are_all_gone_does_not_begin_at_0(tmp_p
     config = tiny_config(tmp_path, "run")
     run = run_storage(config)
     store = checkpoint_store(run)
-    assert open_run(config).manifest is None  # a new run
+    assert find_run(config).manifest is None  # a new run
     commit(store, 20)
     begun(Path(run.path))
     with EventLog(run, lambda _: None) as journal:
         journal({"kind": "checkpoint", "step": 20})
     shutil.rmtree(store.storage.path)
-    with pytest.raises(CheckpointError, match=r"had a checkpoint of step 20 .* none any more") as e:
-        open_run(config)
+    with pytest.raises(
+        CheckpointError, match=r"had a checkpoint of step 20 .* there is none now"
+    ) as e:
+        find_run(config)
     assert e.value.exit_status == 5
     (Path(store.storage.path) / "step-00000030-a0001").mkdir(parents=True)  # never committed
-    with pytest.raises(CheckpointError, match="none any more"):
-        open_run(config)
+    with pytest.raises(CheckpointError, match="there is none now"):
+        find_run(config)
 
 
 def test_fault_12_a_run_killed_before_its_first_checkpoint_begins_again(tmp_path: Path):
@@ -165,7 +167,7 @@ def test_fault_12_a_run_killed_before_its_first_checkpoint_begins_again(tmp_path
     begun(Path(run_storage(config).path))
     with EventLog(run_storage(config), lambda _: None) as journal:
         journal({"kind": "plan", "start_step": 0})
-    assert open_run(config).manifest is None
+    assert find_run(config).manifest is None
 
 
 # ------------------------------------------------------------------ a storage that does not answer
@@ -188,10 +190,10 @@ def test_fault_15_a_start_asks_a_storage_again_that_does_not_answer(
     monkeypatch.setattr(preflight, "_PAUSES_S", (0.0, 0.0))
     config = tiny_config(tmp_path, "run")
     monkeypatch.setattr(Storage, "walk", failing(2))
-    assert open_run(config).manifest is None
+    assert find_run(config).manifest is None
     monkeypatch.setattr(Storage, "walk", failing(3))
     with pytest.raises(PreflightError, match=r"no answer.*the same command again") as caught:
-        open_run(config)
+        find_run(config)
     assert str(tmp_path) in str(caught.value)
     assert len(str(caught.value).splitlines()) == 1
 

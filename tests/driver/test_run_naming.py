@@ -29,7 +29,7 @@ from raytrain_ddp.driver import run_naming
 from raytrain_ddp.driver.dry_run import dry_run
 from raytrain_ddp.driver.fit_driver import _driven, _owned, fit_locally
 from raytrain_ddp.driver.preflight import check
-from raytrain_ddp.driver.run_naming import CLAIM_FILE, open_run, run_of_rank_0
+from raytrain_ddp.driver.run_naming import CLAIM_FILE, find_run, run_of_rank_0
 from raytrain_ddp.errors import ConfigError, PreflightError, RunLockedError
 
 TASK = f"{Path(__file__).parents[1] / 'tiny.py'}:TinyTask"
@@ -49,7 +49,7 @@ def begin(config: TrainConfig, name: str) -> None:
 
 
 def named(config: TrainConfig, default: str | None = None) -> tuple[str | None, bool]:
-    run = open_run(config, default)
+    run = find_run(config, default)
     return run.config.name, run.is_new
 
 
@@ -176,7 +176,7 @@ def test_runs_in_a_bucket_are_named_alike(bucket: str):
     begin(config, "digits")
     other = unnamed(bucket, 0.1)
     assert named(config, "digits") == ("digits", False)
-    run = open_run(other, "digits")
+    run = find_run(other, "digits")
     with _owned(run, lambda _: None):
         assert named(other, "digits") == ("digits-2", False)
     assert (run.config.name, named(other, "digits")) == ("digits-2", ("digits-2", True))
@@ -194,7 +194,7 @@ def test_commands_started_together_share_a_name_only_if_they_are_the_same(tmp_pa
     done = threading.Barrier(6)
 
     def start(lr: float) -> str | int:
-        run = open_run(unnamed(tmp_path, lr))
+        run = find_run(unnamed(tmp_path, lr))
         gate.wait()
         try:
             with _driven(run, quiet) as (run, _):
@@ -223,7 +223,7 @@ def in_thread(function: Any, *args: Any) -> Iterator[None]:
 
 def test_a_name_that_is_held_but_not_yet_claimed_is_waited_for(tmp_path: Path):
     first, second = unnamed(tmp_path, 0.1), unnamed(tmp_path, 0.2)
-    run = open_run(second)
+    run = find_run(second)
     assert run.config.name == "TinyTask"
 
     def claim() -> None:
@@ -235,7 +235,7 @@ def test_a_name_that_is_held_but_not_yet_claimed_is_waited_for(tmp_path: Path):
 
 
 def test_a_name_that_another_run_had_meanwhile_is_not_taken(tmp_path: Path):
-    run = open_run(unnamed(tmp_path, 0.1))
+    run = find_run(unnamed(tmp_path, 0.1))
     begin(unnamed(tmp_path, 0.2), "TinyTask")  # and has ended: nobody holds it
     with _driven(run, quiet) as (taken, _):
         assert taken.config.name == "TinyTask-2"
@@ -250,7 +250,7 @@ def test_other_ranks_take_the_run_of_rank_0(tmp_path: Path, monkeypatch: pytest.
     with in_thread(lambda: found.append(run_of_rank_0(config).config.name)):
         time.sleep(0.3)
         assert not found, "before rank 0 has claimed it"
-        with _driven(open_run(config), quiet):
+        with _driven(find_run(config), quiet):
             while not found:
                 time.sleep(0.01)
     assert found == ["TinyTask-2"]

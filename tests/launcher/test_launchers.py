@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from raytrain_ddp.launcher.script_launch import launch
+from raytrain_ddp.launcher.script_launch import run_script
 from raytrain_ddp.ray_backend.ray_settings import SETTINGS
 from raytrain_ddp.run import parse
 
@@ -139,7 +139,7 @@ def on_ray(name: str, size: int, flags: str = "", args: str = "") -> int:
     manner = MANNERS[name]
     ours = f"{manner.flags} {flags}".replace("{size}", str(size))
     theirs = f"{manner.args} {args}".replace("{size}", str(size))
-    return launch(parse([*ours.split(), str(EXAMPLES / name), *theirs.split()]))
+    return run_script(parse([*ours.split(), str(EXAMPLES / name), *theirs.split()]))
 
 
 def compare(name: str, size: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -205,7 +205,7 @@ def test_a_killed_rank_restarts_all_and_the_scripts_own_checkpoint_goes_on(
     in_folder(monkeypatch, tmp_path / "ray")
     Path("killed.py").write_text(KILLED)
     command = ["--num-workers", "2", "--max-restarts", "1", "killed.py", script, *epochs]
-    assert launch(parse(command)) == 0
+    assert run_script(parse(command)) == 0
     out, err = capfd.readouterr()
     assert "rank 1 failed first" in err
     assert "killed by SIGKILL" in err

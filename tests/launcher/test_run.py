@@ -27,24 +27,24 @@ from raytrain_ddp.launcher import code_shipping
 from raytrain_ddp.launcher import script_launch as launching
 from raytrain_ddp.launcher import worker_group as crewing
 from raytrain_ddp.launcher.agent import Agent
-from raytrain_ddp.launcher.capacity import connected, lacking, layout_for
-from raytrain_ddp.launcher.exit_report import End, first_failure, ranks_said, report
+from raytrain_ddp.launcher.capacity import connected, layout_for, missing_capacity
+from raytrain_ddp.launcher.exit_report import RankExit, failure_report, first_failure, format_ranks
 from raytrain_ddp.launcher.output import Output
 from raytrain_ddp.launcher.preview import preview
 from raytrain_ddp.launcher.rank_environment import (
-    Group,
-    Seat,
+    Placement,
+    RankedGroup,
+    assign_ranks,
     base_environment,
-    environment,
-    overruled,
-    ranked,
+    not_passed_on,
+    placeholder_values,
+    rank_variables,
     rendezvous_address,
-    values,
 )
-from raytrain_ddp.launcher.run_options import PLACEHOLDERS, Flags, RunOptions, fill
-from raytrain_ddp.launcher.script_launch import launch
-from raytrain_ddp.launcher.worker_group import WorkerGroup, sent_whole
-from raytrain_ddp.launcher.working_folder import provide
+from raytrain_ddp.launcher.run_options import PLACEHOLDERS, RunFlags, RunOptions, fill
+from raytrain_ddp.launcher.script_launch import run_script
+from raytrain_ddp.launcher.worker_group import WorkerGroup, agent_by_value
+from raytrain_ddp.launcher.working_folder import provide_folders
 from raytrain_ddp.ray_backend.ray_settings import SETTINGS
 from raytrain_ddp.run import parse, split
 
@@ -57,7 +57,7 @@ GUARD = Path(code_shipping.__file__).with_name("supervisor.py")
 def test_flags_end_at_the_script_and_what_follows_is_the_scripts():
     own = ["--num_workers=3", "--use-gpu", "--max-restarts", "2"]
     order = parse([*own, "train.py", "--num-workers", "7", "--", "-m"])
-    assert order.flags == Flags(num_workers=3, use_gpu=True, max_restarts=2)
+    assert order.flags == RunFlags(num_workers=3, use_gpu=True, max_restarts=2)
     assert (order.program, order.module) == ("train.py", False)
     assert order.args == ("--num-workers", "7", "--", "-m")
 
@@ -139,7 +139,7 @@ def test_a_command_line_of_torchruns_is_read_as_torchrun_reads_it(line: str):
     assert (order.flags.rdzv_id or "none") == theirs.rdzv_id
     assert order.flags.master_port == theirs.master_port
     assert order.flags.local_ranks_filter == theirs.local_ranks_filter
-    template = theirs.log_line_prefix_template or Flags().log_line_prefix_template
+    template = theirs.log_line_prefix_template or RunFlags().log_line_prefix_template
     assert order.flags.log_line_prefix_template == template
 
 
@@ -157,8 +157,8 @@ def test_every_flag_of_torchruns_is_known():
             assert len(given) == 1
     # The defaults are torchrun's, too.
     theirs = get_args_parser().parse_args(["x.py"])
-    assert Flags().signals_to_handle == theirs.signals_to_handle
-    assert (Flags().tee, Flags().redirects) == (theirs.tee, theirs.redirects)
+    assert RunFlags().signals_to_handle == theirs.signals_to_handle
+    assert (RunFlags().tee, RunFlags().redirects) == (theirs.tee, theirs.redirects)
 
 
 def test_flags_without_effect_are_named_with_the_whole_command():
@@ -243,7 +243,7 @@ def test_workers_are_counted_by_node_as_torchrun_does(line, nodes, workers, each
     assert len(layout.bundles) == workers // each
     assert layout.bundles[0]["CPU"] == each * per_worker["CPU"]
     short = len(nodes) < workers // each or "--cpus-per-worker 1" in line
-    assert bool(lacking(layout, nodes)) == short
+    assert bool(missing_capacity(layout, nodes)) == short
 
 
 def test_gpus_that_are_not_there_are_said():
@@ -281,10 +281,10 @@ def test_the_scripts_own_variables_arrive_and_those_of_another_group_do_not(loca
     group = three_on_two_nodes()
     base = base_environment({**OWN, **OTHERS}, {}, local)
     assert base == OWN
-    env = environment(Flags(env=kind), group, group.workers[2], base, "")
+    env = rank_variables(RunFlags(env=kind), group, group.workers[2], base, "")
     assert {name: env[name] for name in OWN} == OWN
     assert not {name for name, value in OTHERS.items() if env.get(name) == value}
-    assert overruled({**OWN, **OTHERS, "CUDA_VISIBLE_DEVICES": "0"}, group.workers) == sorted(
+    assert not_passed_on({**OWN, **OTHERS, "CUDA_VISIBLE_DEVICES": "0"}, group.workers) == sorted(
         [*OTHERS, "CUDA_VISIBLE_DEVICES"]
     )
 
@@ -292,11 +292,11 @@ def test_the_scripts_own_variables_arrive_and_those_of_another_group_do_not(loca
 def test_variables_are_torchruns_by_its_flags():
     line = "--nproc-per-node 2 --role me --rdzv-id job --virtual-local-rank t.py"
     group = three_on_two_nodes()
-    env = environment(parse(line.split()).flags, group, group.workers[2], {}, "")
+    env = rank_variables(parse(line.split()).flags, group, group.workers[2], {}, "")
     expected = {"ROLE_NAME": "me", "TORCHELASTIC_RUN_ID": "job", "LOCAL_RANK": "0"}
     assert {name: env[name] for name in expected} == expected
     assert env["CUDA_VISIBLE_DEVICES"] == "10"  # its own of 2 and 10
-    assert fill("${local_rank} {rank}", values(group, group.workers[2])) == "1 2"
+    assert fill("${local_rank} {rank}", placeholder_values(group, group.workers[2])) == "1 2"
 
 
 def test_help_comes_at_once_and_a_wrong_script_is_named(tmp_path: Path):
@@ -313,14 +313,14 @@ def test_help_comes_at_once_and_a_wrong_script_is_named(tmp_path: Path):
 # ------------------------------------------------------------------ ranks, environment, flags
 
 
-def three_on_two_nodes() -> Group:
+def three_on_two_nodes() -> RankedGroup:
     """Two seats on the driver's node, one elsewhere; given in a wrong order."""
     seats = [
-        Seat(0, "b", "10.0.0.9", "w9", ["0"]),
-        Seat(1, "a", "10.0.0.10", "w10", ["10"]),
-        Seat(2, "a", "10.0.0.10", "w10", ["2"]),
+        Placement(0, "b", "10.0.0.9", "w9", ["0"]),
+        Placement(1, "a", "10.0.0.10", "w10", ["10"]),
+        Placement(2, "a", "10.0.0.10", "w10", ["2"]),
     ]
-    return Group(ranked(seats), "10.0.0.9", 23456, "0123456789abcdef", attempt=1)
+    return RankedGroup(assign_ranks(seats), "10.0.0.9", 23456, "0123456789abcdef", attempt=1)
 
 
 def test_ranks_count_up_by_node_and_there_by_gpu():
@@ -332,8 +332,8 @@ def test_ranks_count_up_by_node_and_there_by_gpu():
         (2, 1, 1),
     ]
     assert [w.gpus for w in workers] == [["0"], ["2", "10"], ["2", "10"]]
-    assert [w.rank for w in ranked([w.seat for w in workers], first_node="a")] == [0, 1, 2]
-    assert ranked([w.seat for w in workers], first_node="a")[0].seat.number == 2
+    assert [w.rank for w in assign_ranks([w.seat for w in workers], first_node="a")] == [0, 1, 2]
+    assert assign_ranks([w.seat for w in workers], first_node="a")[0].seat.number == 2
 
 
 def test_ranks_of_one_node_meet_at_loopback():
@@ -344,7 +344,9 @@ def test_ranks_of_one_node_meet_at_loopback():
 
 def test_the_environment_is_torchruns():
     group = three_on_two_nodes()
-    env = environment(Flags(num_workers=3, max_restarts=2), group, group.workers[2], {}, "e.json")
+    env = rank_variables(
+        RunFlags(num_workers=3, max_restarts=2), group, group.workers[2], {}, "e.json"
+    )
     assert env == {
         "RANK": "2",
         "LOCAL_RANK": "1",
@@ -372,27 +374,27 @@ def test_the_environment_is_torchruns():
 @pytest.mark.parametrize(
     ("flags", "base", "rank", "threads"),
     [
-        (Flags(), {"OMP_NUM_THREADS": "7"}, 1, "7"),
-        (Flags(cpus_per_worker=4), {}, 1, "4"),
-        (Flags(cpus_per_worker=0.5), {}, 1, "1"),
-        (Flags(), {}, 0, None),  # alone on its node
+        (RunFlags(), {"OMP_NUM_THREADS": "7"}, 1, "7"),
+        (RunFlags(cpus_per_worker=4), {}, 1, "4"),
+        (RunFlags(cpus_per_worker=0.5), {}, 1, "1"),
+        (RunFlags(), {}, 0, None),  # alone on its node
     ],
 )
 def test_threads_are_the_users_else_as_torchrun(flags, base, rank, threads):
     group = three_on_two_nodes()
-    env = environment(flags, group, group.workers[rank], base, "")
+    env = rank_variables(flags, group, group.workers[rank], base, "")
     assert env.get("OMP_NUM_THREADS") == threads
 
 
 def test_gpus_that_were_not_asked_for_are_hidden():
-    (worker,) = ranked([Seat(0, "a", "10.0.0.1", "h", node_has_gpus=True)])
-    env = environment(Flags(), Group([worker], "127.0.0.1", 1, "0" * 8), worker, {}, "")
+    (worker,) = assign_ranks([Placement(0, "a", "10.0.0.1", "h", node_has_gpus=True)])
+    env = rank_variables(RunFlags(), RankedGroup([worker], "127.0.0.1", 1, "0" * 8), worker, {}, "")
     assert env["CUDA_VISIBLE_DEVICES"] == ""
 
 
 def test_the_environment_of_slurm():
     group = three_on_two_nodes()
-    env = environment(Flags(env="slurm"), group, group.workers[2], {}, "")
+    env = rank_variables(RunFlags(env="slurm"), group, group.workers[2], {}, "")
     expected = {
         "SLURM_PROCID": "2",
         "SLURM_LOCALID": "1",
@@ -430,7 +432,7 @@ def test_the_drivers_environment_travels_but_for_what_is_its_machines():
     }
     node = {"PATH": "/node", "NCCL_DEBUG": "WARN", "RAY_JOB_ID": "1", "OMP_NUM_THREADS": "1"}
     node |= {"PYTHONBREAKPOINT": "ray.util.rpdb.set_trace", "PYTHONPATH": "/site:lib"}
-    there = partial(code_shipping.moved, here=Path("/here"), there="/copy")
+    there = partial(code_shipping.path_in_copy, here=Path("/here"), there="/copy")
     expected = {
         "PATH": "/node",
         "NCCL_DEBUG": "WARN",
@@ -456,7 +458,7 @@ def test_on_this_machine_the_shell_counts_and_of_ray_starts_the_network():
 def test_a_variable_to_be_exported_must_be_set(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     in_folder(monkeypatch, tmp_path, "")
     with pytest.raises(ConfigError, match="--export = 'NO_SUCH'"):
-        launch(RunOptions(Flags(num_workers=1, export="PATH, NO_SUCH"), "script.py"))
+        run_script(RunOptions(RunFlags(num_workers=1, export="PATH, NO_SUCH"), "script.py"))
 
 
 @pytest.mark.parametrize(
@@ -472,9 +474,9 @@ def test_the_old_launchers_flag_is_spelled_as_the_script_reads_it(
     text: str, flag: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     in_folder(monkeypatch, tmp_path, text)
-    order = RunOptions(Flags(legacy_local_rank=True), "script.py")
+    order = RunOptions(RunFlags(legacy_local_rank=True), "script.py")
     group = three_on_two_nodes()
-    assert order.command("python", values(group, group.workers[1])) == [
+    assert order.command("python", placeholder_values(group, group.workers[1])) == [
         *("python", "-u", "script.py", flag)
     ]
 
@@ -482,17 +484,17 @@ def test_the_old_launchers_flag_is_spelled_as_the_script_reads_it(
 def test_placeholders_are_filled_in_and_other_braces_stay():
     group = three_on_two_nodes()
     order = RunOptions(
-        Flags(legacy_local_rank=True),
+        RunFlags(legacy_local_rank=True),
         "old.py",
         ("--r={rank}/{world_size}", "{init_method}", "{'lr': 1}", "{ranks}", "{{rank}}"),
     )
-    command = order.command("python", values(group, group.workers[1]))
+    command = order.command("python", placeholder_values(group, group.workers[1]))
     assert command[:4] == ["python", "-u", "old.py", "--local_rank=0"]
     assert command[4:] == ["--r=1/3", "tcp://10.0.0.9:23456", "{'lr': 1}", "{ranks}", "{1}"]
     order = RunOptions(
-        Flags(no_python=True), "./go.sh", ("{node_rank}", "{master_addr}:{master_port}")
+        RunFlags(no_python=True), "./go.sh", ("{node_rank}", "{master_addr}:{master_port}")
     )
-    assert order.command("python", values(group, group.workers[1])) == [
+    assert order.command("python", placeholder_values(group, group.workers[1])) == [
         *("./go.sh", "1", "10.0.0.9:23456")
     ]
 
@@ -500,7 +502,7 @@ def test_placeholders_are_filled_in_and_other_braces_stay():
 def test_dry_run_prints_each_command_ready_to_paste(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "t.py").touch()
-    text = preview(RunOptions(Flags(num_workers=2), "t.py", ("--r", "{rank}")), {"PATH": "/bin"})
+    text = preview(RunOptions(RunFlags(num_workers=2), "t.py", ("--r", "{rank}")), {"PATH": "/bin"})
     assert len(re.findall(r"^WORLD_SIZE=2 \\$", text, re.MULTILINE)) == 2
     assert f"{sys.executable} -u t.py --r 1" in text
     assert "PATH=" not in text
@@ -511,26 +513,26 @@ def test_dry_run_prints_each_command_ready_to_paste(tmp_path, monkeypatch):
 
 def test_workers_are_counted_over_gpus_or_nodes_or_must_be_said():
     nodes = [{"CPU": 8.0, "GPU": 4.0}, {"CPU": 4.0, "GPU": 2.0}, {"CPU": 2.0}]
-    layout = layout_for(Flags(use_gpu=True), nodes)
+    layout = layout_for(RunFlags(use_gpu=True), nodes)
     assert (layout.least, layout.per_worker) == (6, {"CPU": 1.0, "GPU": 1.0})
-    layout = layout_for(Flags(use_gpu=True, per="node"), nodes)
+    layout = layout_for(RunFlags(use_gpu=True, per="node"), nodes)
     assert (layout.least, layout.per_worker) == (2, {"CPU": 4.0, "GPU": 2.0})
-    layout = layout_for(Flags(per="node"), nodes)
+    layout = layout_for(RunFlags(per="node"), nodes)
     assert (layout.least, layout.per_worker) == (3, {"CPU": 2.0})
     with pytest.raises(ConfigError, match="how many"):
-        layout_for(Flags(), nodes)
+        layout_for(RunFlags(), nodes)
     with pytest.raises(PreflightError, match="no GPU"):
-        layout_for(Flags(use_gpu=True), nodes[2:])
+        layout_for(RunFlags(use_gpu=True), nodes[2:])
 
 
 def test_what_lacks_is_said_with_have_and_want():
-    flags = Flags(num_workers=3, cpus_per_worker=2)
+    flags = RunFlags(num_workers=3, cpus_per_worker=2)
     layout = layout_for(flags, [])
-    assert lacking(layout, [{"CPU": 4.0}]) == "CPU: want 6 (3 x 2), have 4"
-    assert "want 3, have 2" in lacking(layout, [{"CPU": 3.0}, {"CPU": 3.0}])
-    assert lacking(layout, [{"CPU": 4.0}, {"CPU": 3.0}]) == ""
-    flags = Flags(num_workers=2, per="node", cpus_per_worker=1)
-    assert "want 2, have 1" in lacking(layout_for(flags, []), [{"CPU": 4.0}])
+    assert missing_capacity(layout, [{"CPU": 4.0}]) == "CPU: want 6 (3 x 2), have 4"
+    assert "want 3, have 2" in missing_capacity(layout, [{"CPU": 3.0}, {"CPU": 3.0}])
+    assert missing_capacity(layout, [{"CPU": 4.0}, {"CPU": 3.0}]) == ""
+    flags = RunFlags(num_workers=2, per="node", cpus_per_worker=1)
+    assert "want 2, have 1" in missing_capacity(layout_for(flags, []), [{"CPU": 4.0}])
 
 
 def test_more_workers_than_this_machine_has_cpus_exit_3_at_once(tmp_path: Path):
@@ -568,7 +570,7 @@ def test_rays_settings_are_gone_when_the_run_is_over(monkeypatch: pytest.MonkeyP
     monkeypatch.setitem(sys.modules, "ray", fake := FakeRay())
     monkeypatch.delitem(sys.modules, "ray._raylet", raising=False)
     before = {**os.environ, "RAY_AUTH_MODE": "token"}  # Ray reads it once in a process
-    with connected(Flags(num_workers=1), lambda text: None):
+    with connected(RunFlags(num_workers=1), lambda text: None):
         assert fake.told["num_cpus"] == 1
         assert fake.during["RAY_AUTH_MODE"] == "token"
         assert SETTINGS.items() <= fake.during.items()
@@ -598,7 +600,7 @@ def test_a_signal_while_ray_starts_ends_the_run_when_ray_can_be_ended(
     monkeypatch.setitem(sys.modules, "ray", fake := Slow())
     before = [signal.getsignal(each) for each in (signal.SIGINT, signal.SIGTERM)]
     with pytest.raises(KeyboardInterrupt) as stop:
-        launch(RunOptions(Flags(num_workers=1), "script.py"))
+        run_script(RunOptions(RunFlags(num_workers=1), "script.py"))
     assert stop.value.args == (number,)
     assert fake.told["ended"]
     assert [signal.getsignal(each) for each in (signal.SIGINT, signal.SIGTERM)] == before
@@ -623,7 +625,7 @@ def test_a_folder_is_copied_without_what_is_not_the_users_code(tmp_path: Path):
     here = written(tmp_path / "here", "train.py", "lib/net.py", "data.txt", *left_out)
     written(here, "lib/runs/z.py", "wandb/__init__.py")  # packages of these names
     (here / "results").mkdir()
-    code_shipping.unpack(code_shipping.pack(here), there := tmp_path / "there")
+    code_shipping.unpack_folder(code_shipping.pack_folder(here), there := tmp_path / "there")
     kept = {"train.py", "lib/net.py", "data.txt", "lib/runs/z.py", "wandb/__init__.py"}
     assert names_in(there) == kept
     assert (there / "results").is_dir()
@@ -660,11 +662,11 @@ def test_links_arrive_as_what_they_lead_to(tmp_path: Path):
     (here / "self").symlink_to(here)
     (here / "gone").symlink_to("/no/such/place")
     os.mkfifo(here / "pipe")
-    archive = code_shipping.pack(here)
+    archive = code_shipping.pack_folder(here)
     there = written(tmp_path / "there", "config.yaml")
     (there / "lib").symlink_to(tmp_path / "dataset")  # of an earlier copy
     for _ in range(2):
-        code_shipping.unpack(archive, there)
+        code_shipping.unpack_folder(archive, there)
     assert {name for name in names_in(there) if not name.startswith("self/")} >= {"lib/net.py"}
     assert not (there / "config.yaml").is_symlink()
     assert (there / "config.yaml").read_text() == "shared/config.yaml"
@@ -681,10 +683,10 @@ def test_links_arrive_as_what_they_lead_to(tmp_path: Path):
 
 def test_a_new_copy_leaves_the_old_files_to_those_who_have_them_open(tmp_path: Path):
     here = written(tmp_path / "here", "ops.so")
-    code_shipping.unpack(code_shipping.pack(here), tmp_path / "there")
+    code_shipping.unpack_folder(code_shipping.pack_folder(here), tmp_path / "there")
     with (tmp_path / "there/ops.so").open() as old:
         (here / "ops.so").write_text("new")
-        code_shipping.unpack(code_shipping.pack(here), tmp_path / "there")
+        code_shipping.unpack_folder(code_shipping.pack_folder(here), tmp_path / "there")
         assert old.read() == "ops.so"
     assert (tmp_path / "there/ops.so").read_text() == "new"
 
@@ -704,8 +706,8 @@ class Elsewhere:
 
 def provided(elsewhere: Elsewhere, program: str = "script.py") -> dict[int, str]:
     others = three_on_two_nodes().workers[1:2]
-    order = RunOptions(Flags(), program)
-    return provide(order, others, elsewhere, elsewhere.asked.append)
+    order = RunOptions(RunFlags(), program)
+    return provide_folders(order, others, elsewhere, elsewhere.asked.append)
 
 
 @pytest.fixture
@@ -753,8 +755,8 @@ def test_a_script_outside_of_the_folder_that_is_copied_is_refused(
         with pytest.raises(PreflightError, match=rf"{script} is not on w10 .*10\.0\.0\.10"):
             provided(Elsewhere(), name)
         assert provided(Elsewhere(shared=True), name) == {}
-    assert code_shipping.moved(script, tmp_path, "/copy") == "/copy/train.py"
-    assert code_shipping.moved(script, tmp_path / "jobs", "/copy") == script
+    assert code_shipping.path_in_copy(script, tmp_path, "/copy") == "/copy/train.py"
+    assert code_shipping.path_in_copy(script, tmp_path / "jobs", "/copy") == script
 
 
 def test_a_folder_too_large_is_refused_with_what_is_large(tmp_path: Path, monkeypatch):
@@ -762,7 +764,7 @@ def test_a_folder_too_large_is_refused_with_what_is_large(tmp_path: Path, monkey
     (tmp_path / "weights").mkdir()
     (tmp_path / "weights/w.bin").write_bytes(bytes(2000))
     with pytest.raises(PreflightError, match="weights"):
-        code_shipping.pack(tmp_path)
+        code_shipping.pack_folder(tmp_path)
 
 
 # ------------------------------------------------------------------ failures
@@ -784,9 +786,9 @@ def test_who_raised_first_is_the_first_even_if_its_process_ends_last():
     output = Output(lambda rank, stream: False, None)
     told(output, 2, "before\n" + TRACEBACK.format(2), at=10.0)
     told(output, 0, TRACEBACK.format(0), at=10.1)
-    ends = {0: End(1, 10.2), 2: End(1, 10.6), 1: End(-15, 11.0, asked="SIGTERM")}
+    ends = {0: RankExit(1, 10.2), 2: RankExit(1, 10.6), 1: RankExit(-15, 11.0, asked="SIGTERM")}
     assert first_failure(ends, output, same_clock) == 2
-    text = report(2, ends, workers, output)
+    text = failure_report(2, ends, workers, output)
     assert text.splitlines()[0] == "rank 2 failed first, on w10 (10.0.0.10): exit status 1"
     assert "ValueError: rank 2" in text
     assert "before" not in text
@@ -799,7 +801,7 @@ def test_who_raised_first_is_the_first_even_if_its_process_ends_last():
 def test_who_failed_first_is_judged_by_the_times_of_the_machines_that_failed():
     """Rank 1's clock is 100 s ahead; rank 0 was asked to end, so that its end tells nothing."""
     output = Output(lambda rank, stream: False, None)
-    ends = {0: End(-15, 1.0, asked="SIGTERM"), 1: End(3, 109.5), 2: End(4, 10.0)}
+    ends = {0: RankExit(-15, 1.0, asked="SIGTERM"), 1: RankExit(3, 109.5), 2: RankExit(4, 10.0)}
     assert first_failure(ends, output, lambda ranks: {1: 100.0, 2: 0.0}) == 1
     assert first_failure(ends, output, lambda ranks: {1: 99.0, 2: 0.0}) == 2
     assert first_failure(ends, output, lambda ranks: {1: 99.0}) == 1  # of 2 it is not known
@@ -809,46 +811,53 @@ def test_of_a_traceback_only_its_stream_is_shown():
     output = Output(lambda rank, stream: False, None)
     told(output, 0, TRACEBACK.format(0), at=1.0)
     output.take(0, "stdout", b"said before, come later\n", 0.9)
-    assert report(0, {0: End(1, 2.0)}, three_on_two_nodes().workers, output).splitlines()[1:] == [
-        f"  {line}" for line in TRACEBACK.format(0).splitlines()
-    ]
+    assert failure_report(
+        0, {0: RankExit(1, 2.0)}, three_on_two_nodes().workers, output
+    ).splitlines()[1:] == [f"  {line}" for line in TRACEBACK.format(0).splitlines()]
 
 
 def test_a_lost_node_is_the_cause_of_what_its_peers_suffer():
     output = Output(lambda rank, stream: False, None)
-    ends = {0: End(1, 10.0), 1: End(None, 15.0, lost="the node died"), 2: End(0, 9.0)}
+    ends = {
+        0: RankExit(1, 10.0),
+        1: RankExit(None, 15.0, lost="the node died"),
+        2: RankExit(0, 9.0),
+    }
     assert first_failure(ends, output, same_clock) == 1
     assert ends[1].exit_status == 7
-    assert "lost: the node died" in report(1, ends, three_on_two_nodes().workers, output)
+    assert "lost: the node died" in failure_report(1, ends, three_on_two_nodes().workers, output)
 
 
 def test_nobody_failed_where_all_ended_well_or_by_our_signal():
     output = Output(lambda rank, stream: False, None)
     assert (
-        first_failure({0: End(0, 1.0), 1: End(-2, 1.0, asked="SIGINT")}, output, same_clock) is None
+        first_failure(
+            {0: RankExit(0, 1.0), 1: RankExit(-2, 1.0, asked="SIGINT")}, output, same_clock
+        )
+        is None
     )
 
 
 def test_statuses_are_the_shells():
-    assert [End(status, 0).exit_status for status in (3, -9, -11)] == [3, 137, 139]
-    assert End(-9, 0).said == "killed by SIGKILL"
+    assert [RankExit(status, 0).exit_status for status in (3, -9, -11)] == [3, 137, 139]
+    assert RankExit(-9, 0).said == "killed by SIGKILL"
 
 
 def test_what_record_wrote_is_shown_instead_of_the_last_lines():
     output = Output(lambda rank, stream: False, None)
     told(output, 0, "a line", at=1.0)
     error = {"message": "ValueError: x", "extraInfo": {"py_callstack": "Traceback\n  deep\n"}}
-    text = report(0, {0: End(1, 1.0, error)}, three_on_two_nodes().workers, output)
+    text = failure_report(0, {0: RankExit(1, 1.0, error)}, three_on_two_nodes().workers, output)
     assert text.splitlines()[1:] == ["  Traceback", "    deep"]
 
 
 def test_ranks_are_said_in_runs():
-    assert ranks_said([3]) == "rank 3"
-    assert ranks_said([0, 1, 2, 5]) == "ranks 0-2, 5"
+    assert format_ranks([3]) == "rank 3"
+    assert format_ranks([0, 1, 2, 5]) == "ranks 0-2, 5"
 
 
 def test_output_goes_to_the_console_prefixed_and_to_files(tmp_path: Path, capfd):
-    flags = Flags(show="0")
+    flags = RunFlags(show="0")
     with Output(lambda rank, stream: flags.shown(rank, rank, stream), tmp_path) as output:
         output.take(0, "stdout", b"out\n", 1.0)
         output.take(1, "stderr", b"err\n", 1.0)
@@ -1149,9 +1158,11 @@ def test_what_a_machine_cannot_do_is_a_line_with_its_name(monkeypatch: pytest.Mo
         raise Answering.RayTaskError(OSError(28, "No space left on device", "/tmp/x"))
 
     monkeypatch.setitem(sys.modules, "ray", Answering())
-    assert crewing._answers([lambda: 3], lambda: None) == [3]
+    assert crewing._wait_for_answers([lambda: 3], lambda: None) == [3]
     with pytest.raises(PreflightError) as told:
-        crewing._answers([lambda: 3, full], lambda: None, ["w1 (10.0.0.1)", "w2 (10.0.0.2)"])
+        crewing._wait_for_answers(
+            [lambda: 3, full], lambda: None, ["w1 (10.0.0.1)", "w2 (10.0.0.2)"]
+        )
     assert str(told.value) == "w2 (10.0.0.2): [Errno 28] No space left on device: '/tmp/x'"
 
 
@@ -1249,8 +1260,8 @@ class TestOnRay:
         torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
         command = [*torchrun, "--max-restarts", "3", "script.py", "theirs", "--rank"]
         subprocess.run(command, check=True, capture_output=True)
-        order = RunOptions(Flags(num_workers=2, max_restarts=3), "script.py", ("ours", "--rank"))
-        assert launch(order) == 0
+        order = RunOptions(RunFlags(num_workers=2, max_restarts=3), "script.py", ("ours", "--rank"))
+        assert run_script(order) == 0
         for rank in range(2):
             old = json.loads((tmp_path / f"theirs-{rank}").read_text())
             new = json.loads((tmp_path / f"ours-{rank}").read_text())
@@ -1277,8 +1288,8 @@ class TestOnRay:
         script = f"{DUMP}\nprint(os.popen('scontrol show hostnames | wc -l').read())"
         in_folder(monkeypatch, tmp_path, script)
         monkeypatch.setenv("TEST_TRAVELS", "far")
-        flags = Flags(num_workers=3, env="slurm", log_dir="logs", ship="always")
-        assert launch(RunOptions(flags, "script.py", ("env", "{rank}", "{node_rank}"))) == 0
+        flags = RunFlags(num_workers=3, env="slurm", log_dir="logs", ship="always")
+        assert run_script(RunOptions(flags, "script.py", ("env", "{rank}", "{node_rank}"))) == 0
         out, err = capfd.readouterr()
         copied = re.search(r"run: .* works in a copy of .*: (.*)", err)
         assert copied is not None
@@ -1316,10 +1327,10 @@ print(agent.contents(folder), agent.contents("/no/such/folder"))
 print(agent.free_port([]) > 0, agent.take(0))
 agent.clean()
 """
-        with sent_whole():
+        with agent_by_value():
             (tmp_path / "agent").write_bytes(cloudpickle.dumps(Agent))
         (tmp_path / "empty").mkdir()
-        (tmp_path / "archive").write_bytes(code_shipping.pack(tmp_path / "empty"))
+        (tmp_path / "archive").write_bytes(code_shipping.pack_folder(tmp_path / "empty"))
         command = [sys.executable, "-c", read, tmp_path / "agent", tmp_path / "archive"]
         environment = {**os.environ, "TMPDIR": str(tmp_path)}
         done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
@@ -1330,7 +1341,9 @@ agent.clean()
         self, ray_of_two_nodes: TwoNodes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ):
         in_folder(monkeypatch, tmp_path, DUMP)
-        assert launch(RunOptions(Flags(per="node"), "script.py", ("env", "{init_method}"))) == 0
+        assert (
+            run_script(RunOptions(RunFlags(per="node"), "script.py", ("env", "{init_method}"))) == 0
+        )
         envs = [json.loads((tmp_path / f"env-{rank}").read_text()) for rank in range(2)]
         for rank, env in enumerate(envs):
             names = ("WORLD_SIZE", "GROUP_RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
@@ -1353,8 +1366,8 @@ if rank == "1" and attempt == "1":
 time.sleep(0 if attempt == sys.argv[1] else 600)
 """
         in_folder(monkeypatch, tmp_path, script)
-        flags = Flags(num_workers=3, max_restarts=2, grace_s=20)
-        assert launch(RunOptions(flags, "script.py", ("2",))) == 0
+        flags = RunFlags(num_workers=3, max_restarts=2, grace_s=20)
+        assert run_script(RunOptions(flags, "script.py", ("2",))) == 0
         out, err = capfd.readouterr()
         assert sorted(line.partition(" port")[0] for line in out.splitlines()) == sorted(
             f"[rank {rank}] attempt {attempt}" for rank in range(3) for attempt in range(3)
@@ -1372,7 +1385,7 @@ time.sleep(0 if attempt == sys.argv[1] else 600)
         self, ray_of_two_nodes: TwoNodes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ):
         in_folder(monkeypatch, tmp_path, "import os; os.kill(os.getpid(), 9)")
-        assert launch(RunOptions(Flags(num_workers=1, max_restarts=1), "script.py")) == 137
+        assert run_script(RunOptions(RunFlags(num_workers=1, max_restarts=1), "script.py")) == 137
 
     @pytest.mark.slow
     def test_a_lost_worker_of_rays_is_a_failure_too(
@@ -1400,8 +1413,8 @@ if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
         monkeypatch.setattr(launching, "WorkerGroup", crew)
         (killer := threading.Thread(target=kill)).start()
         in_folder(monkeypatch, tmp_path, script)
-        flags = Flags(num_workers=2, max_restarts=1)
-        assert launch(RunOptions(flags, "script.py")) == 0
+        flags = RunFlags(num_workers=2, max_restarts=1)
+        assert run_script(RunOptions(flags, "script.py")) == 0
         killer.join()
         assert re.search("rank 0 failed first, on .*: lost: ", capfd.readouterr().err)
         assert not any(alive(int((tmp_path / rank).read_text())) for rank in "01")
@@ -1413,10 +1426,10 @@ if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
     ):
         in_folder(monkeypatch, tmp_path, "")
         with pytest.raises(PreflightError, match=r"CPU: want 9 \(9 x 1\), have 3"):
-            launch(RunOptions(Flags(num_workers=9, wait_s=0), "script.py"))
-        flags = Flags(num_workers=3, per="node", cpus_per_worker=1, wait_s=0)
+            run_script(RunOptions(RunFlags(num_workers=9, wait_s=0), "script.py"))
+        flags = RunFlags(num_workers=3, per="node", cpus_per_worker=1, wait_s=0)
         with pytest.raises(PreflightError, match=r"want 3, have 2"):
-            launch(RunOptions(flags, "script.py"))
+            run_script(RunOptions(flags, "script.py"))
 
     @pytest.mark.parametrize(
         "how", ["Ctrl-C", *(pytest.param(h, marks=pytest.mark.slow) for h in HARDER)]

@@ -22,9 +22,9 @@ import pytest
 from raytrain_ddp.launcher import code_shipping
 from raytrain_ddp.launcher import script_launch as launching
 from raytrain_ddp.launcher.agent import Agent
-from raytrain_ddp.launcher.rank_environment import Seat, ranked
+from raytrain_ddp.launcher.rank_environment import Placement, assign_ranks
 from raytrain_ddp.launcher.run_options import RunOptions
-from raytrain_ddp.launcher.tracebacks import Watch
+from raytrain_ddp.launcher.tracebacks import TracebackFinder
 from raytrain_ddp.launcher.worker_group import WorkerGroup
 from raytrain_ddp.run import parse
 
@@ -116,10 +116,10 @@ class Local:
 
     def _crew(self, order: RunOptions, actors: list[Actor]) -> WorkerGroup:
         crew = WorkerGroup.__new__(WorkerGroup)
-        crew._order, crew._driver, crew._python = order, dict(os.environ), sys.executable
+        crew._options, crew._driver, crew._python = order, dict(os.environ), sys.executable
         crew._check, crew._here, crew._folders, crew._group = lambda: None, "here", {}, None
         crew._agents = actors
-        crew.workers = ranked([Seat(n, "here", "127.0.0.1", "host") for n in range(3)])
+        crew.workers = assign_ranks([Placement(n, "here", "127.0.0.1", "host") for n in range(3)])
         crew._facts = [{"environment": {}, "python": sys.executable}] * 3
         return crew
 
@@ -590,7 +590,7 @@ def test_what_python_prints_is_understood(
     environment = {**os.environ, "COLUMNS": "40" if "rich" in code else "100"}
     done = subprocess.run(command, stderr=subprocess.PIPE, text=True, check=False, env=environment)
     for prefix in ("", "\x1b[31m", "[rank1]: "):
-        watch = Watch()
+        watch = TracebackFinder()
         for line in done.stderr.splitlines():
             watch.line("stderr", prefix + line, 1.0)
         raised = watch.raised
@@ -602,7 +602,7 @@ def test_what_python_prints_is_understood(
 
 
 def test_of_a_very_long_traceback_its_ends_are_kept():
-    watch = Watch()
+    watch = TracebackFinder()
     frames = [f'  File "x.py", line {n}, in <module>' for n in range(1000)]
     for line in ["Traceback (most recent call last):", *frames, "ValueError: the real cause"]:
         watch.line("stderr", line, 1.0)

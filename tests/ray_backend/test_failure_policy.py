@@ -25,11 +25,11 @@ from raytrain_ddp.errors import DataError, PreflightError, RetriesExhausted, Tas
 from raytrain_ddp.messages import ControllerStarted
 from raytrain_ddp.ray_backend import cluster, failure_policy
 from raytrain_ddp.ray_backend.capacity_watch import CapacityWatch, StartWatch, stopped_workers
-from raytrain_ddp.ray_backend.placement import Layout, room
-from raytrain_ddp.ray_backend.ray_output import _Lazy
-from raytrain_ddp.ray_backend.ray_settings import ray_settings, settled
+from raytrain_ddp.ray_backend.placement import Layout, workers_that_fit
+from raytrain_ddp.ray_backend.ray_output import _LazyFile
+from raytrain_ddp.ray_backend.ray_settings import applied_settings, ray_settings
 from raytrain_ddp.ray_backend.training_launch import _signals
-from raytrain_ddp.ray_backend.worker import WorkerSettings, _Tee, tell_failure
+from raytrain_ddp.ray_backend.worker import WorkerSettings, _Tee, report_failure
 from raytrain_ddp.training.local_session import asking
 
 Event = Mapping[str, Any]
@@ -136,7 +136,7 @@ def test_fault_48_the_same_death_at_the_same_step_twice_ends_the_run_at_once():
     assert story.start(at=3).killed(rank=1, step=5) is not None
     with pytest.raises(RetriesExhausted, match="at step 5, as it did before") as caught:
         story.start(at=3).killed(rank=1, step=5)
-    assert "no checkpoint between" in str(caught.value)
+    assert "no checkpoint in between" in str(caught.value)
     assert "native code" in str(caught.value)
 
 
@@ -201,7 +201,7 @@ def test_fault_25_a_worker_ended_by_rays_memory_monitor_is_replaced_once():
     story = Story(most=100)
     shown = story.start().killed(rank=1, step=5, why=why)
     assert shown is not None
-    assert "ended by Ray, as its node ran out of memory" in shown["message"]
+    assert "ended by Ray because its node ran out of memory" in shown["message"]
     with pytest.raises(RetriesExhausted, match="again") as caught:
         story.start().killed(rank=2, step=9, why=why)
     for knob in ("--micro-batch", "--data.prefetch-mib", "--scaling.cpus-per-worker"):
@@ -231,7 +231,7 @@ def test_fault_33_a_hang_is_a_failure_with_its_cause_in_words():
 def test_fault_33_48_hangs_at_the_same_step_twice_or_too_often_end_the_run():
     story = Story()
     assert hung(story.start(), 40) is not None
-    with pytest.raises(RetriesExhausted, match=r"step 40.*as before, with no checkpoint between"):
+    with pytest.raises(RetriesExhausted, match=r"step 40.*as before, with no checkpoint in"):
         hung(story.start(), 40)
     story = Story(most=1)
     assert hung(story.start(), 40) is not None
@@ -347,10 +347,10 @@ def layout(least: int, most: int) -> Layout:
 
 def test_room_is_counted_node_by_node():
     nodes = [{"CPU": 4, "GPU": 4}, {"CPU": 1, "GPU": 1}, {"CPU": 64}, {"CPU": 64, "GPU": 1.0}]
-    assert room(layout(1, 8), nodes) == 3
-    assert room(layout(1, 8), []) == 0
+    assert workers_that_fit(layout(1, 8), nodes) == 3
+    assert workers_that_fit(layout(1, 8), []) == 0
     shared = Layout(1, 8, True, {"CPU": 1, "GPU": 0.1}, "gloo")
-    assert room(shared, [{"CPU": 64, "GPU": 1}]) == 10
+    assert workers_that_fit(shared, [{"CPU": 64, "GPU": 1}]) == 10
 
 
 class Clockwork:
@@ -507,11 +507,11 @@ def test_fault_06_a_head_that_answers_no_more_ends_the_run_within_a_bound(
 
     monkeypatch.setattr(cluster, "_ASK_EVERY_S", 0.01)
     monkeypatch.setattr(cluster, "_HEAD_DEAD_AFTER_S", 0.3)
-    monkeypatch.setattr(cluster.Nodes, "_ask", lambda _: [{"CPU": 1.0}])
-    nodes = cluster.Nodes()
+    monkeypatch.setattr(cluster.LiveNodes, "_ask", lambda _: [{"CPU": 1.0}])
+    nodes = cluster.LiveNodes()
     time.sleep(0.5)
     assert nodes() == [{"CPU": 1.0}]
-    monkeypatch.setattr(cluster.Nodes, "_ask", lambda _: silent())
+    monkeypatch.setattr(cluster.LiveNodes, "_ask", lambda _: silent())
     time.sleep(0.5)
     with pytest.raises(RetriesExhausted, match=r"has not answered for 0\.3 s\. The last committed"):
         nodes()
@@ -575,7 +575,7 @@ def test_fault_34_a_notice_is_saved_for_at_once_and_again_before_the_end(
     assert {wishes.stop for _, wishes in wished if wishes.stop} == {STOP}
     assert STOP not in signal.valid_signals()  # 1, for one, is SIGHUP
     assert len(taken.notes) == 1
-    assert "the node of rank 1 is taken away in 28 s" in taken.notes[0]["text"]
+    assert "the node of rank 1 will be preempted in 28 s" in taken.notes[0]["text"]
 
 
 @pytest.mark.filterwarnings("ignore")
@@ -622,12 +622,12 @@ def test_rays_time_outs_follow_the_config_and_are_gone_after_the_run(
 ):
     before = dict(os.environ)
     scaling = ScalingConfig(num_workers=workers, start_timeout_s=timeout_s)
-    with settled(ray_settings(TrainConfig(scaling=scaling), embedded=True)):
+    with applied_settings(ray_settings(TrainConfig(scaling=scaling), embedded=True)):
         assert os.environ["RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S"] == expected
         assert os.environ["RAY_TRAIN_ENABLE_PREEMPTION_WATCHER"] == "0"
     assert dict(os.environ) == before
     monkeypatch.setenv("RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S", "33")
-    with settled(ray_settings(TrainConfig(scaling=scaling), embedded=False)):
+    with applied_settings(ray_settings(TrainConfig(scaling=scaling), embedded=False)):
         assert os.environ["RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S"] == "33"
         assert "RAY_TRAIN_ENABLE_PREEMPTION_WATCHER" not in os.environ
     assert os.environ["RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S"] == "33"
@@ -648,7 +648,7 @@ def told_cause(rank: int, size: int, torn_down: bool) -> tuple[str, str]:
         dist.all_reduce(torch.zeros(1))
     except Exception as error:
         with mock.patch("ray.get"):
-            tell_failure(WorkerSettings({}, ".", (), None, board), rank, 7, error, torn_down)
+            report_failure(WorkerSettings({}, ".", (), None, board), rank, 7, error, torn_down)
         raised = type(error).__name__
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     return raised, told[0].cause
@@ -748,7 +748,7 @@ def test_fault_08_where_no_log_can_be_made_a_worker_does_without(tmp_path: Path)
 @full_disk
 def test_fault_08_rays_words_on_a_full_disk_are_lost_and_no_more(tmp_path: Path):
     (tmp_path / "driver.log").symlink_to("/dev/full")
-    with _Lazy(tmp_path / "driver.log") as log:
+    with _LazyFile(tmp_path / "driver.log") as log:
         assert log.write("a line\n") == 7
         assert log.write("another\n") == 8
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from raytrain_ddp.ray_backend.ray_settings import dashboard_port, own_api
+from raytrain_ddp.ray_backend.ray_settings import dashboard_port, own_state_api
 
 HERE = Path(__file__).parents[1]
 API = "RAY_API_SERVER_ADDRESS"
@@ -19,11 +19,11 @@ API = "RAY_API_SERVER_ADDRESS"
 
 def test_a_run_asks_its_own_ray_about_itself(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(API, raising=False)
-    with own_api(8301):
+    with own_state_api(8301):
         assert os.environ[API] == "http://127.0.0.1:8301"
     assert API not in os.environ
     monkeypatch.setenv(API, "http://the.users:1")
-    with own_api(None), socket.socket() as probe:
+    with own_state_api(None), socket.socket() as probe:
         host, port = os.environ[API].removeprefix("http://").split(":")
         assert probe.connect_ex((host, int(port))) != 0  # nobody answers
     assert os.environ[API] == "http://the.users:1"

@@ -24,7 +24,7 @@ from event_records import event as made
 from processes import ENVIRONMENT
 
 from raytrain_ddp.command_line import parse_fit
-from raytrain_ddp.ray_backend.dashboard import said
+from raytrain_ddp.ray_backend.dashboard import describe_dashboard
 from raytrain_ddp.ray_backend.prometheus import (
     ENDED,
     EVALUATING,
@@ -361,11 +361,11 @@ def test_prometheus_takes_the_settings_and_its_rules_fire_when_they_shall(
 
 
 def test_where_the_dashboard_is_is_told_with_the_page_of_the_run() -> None:
-    here = said("127.0.0.1", 8265, "02000000")
+    here = describe_dashboard("127.0.0.1", 8265, "02000000")
     assert here == "dashboard: http://127.0.0.1:8265/#/jobs/02000000"
-    away = said("127.0.0.1", 8265, "02000000", "10.0.0.5")
+    away = describe_dashboard("127.0.0.1", 8265, "02000000", "10.0.0.5")
     assert away == f"{here}, after ssh -NL 8265:127.0.0.1:8265 10.0.0.5"
-    assert "ssh" not in said("10.0.0.5", 8265, "02000000", "10.0.0.5")
+    assert "ssh" not in describe_dashboard("10.0.0.5", 8265, "02000000", "10.0.0.5")
 
 
 def test_a_workers_log_says_where_it_is_and_little_more(

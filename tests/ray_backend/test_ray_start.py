@@ -16,8 +16,8 @@ import pytest
 
 from raytrain_ddp.errors import PreflightError
 from raytrain_ddp.ray_backend import ray_start
-from raytrain_ddp.ray_backend.cluster import joined
-from raytrain_ddp.ray_backend.ray_start import persistently_started, require_same
+from raytrain_ddp.ray_backend.cluster import ray_connection
+from raytrain_ddp.ray_backend.ray_start import require_same, start_with_retries
 
 SLOW = Exception("The current node timed out during startup. This could happen because ...")
 
@@ -57,7 +57,7 @@ def ray(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 def join(tell: Callable[[str], None] = lambda _: None, wait_s: float = 0.0) -> None:
-    with joined(None, {}, {"num_cpus": 2}, tell, wait_s=wait_s):
+    with ray_connection(None, {}, {"num_cpus": 2}, tell, wait_s=wait_s):
         pass
 
 
@@ -135,7 +135,7 @@ def test_what_a_failed_try_has_started_is_ended_and_nothing_else(tmp_path: Path)
         raise SLOW
 
     try:
-        persistently_started(init, lambda: None, "this machine", 10.0, lambda _: None)
+        start_with_retries(init, lambda: None, "this machine", 10.0, lambda _: None)
         agent = Path("/proc") / below.read_text().strip() / "cmdline"
         deadline = time.monotonic() + 20
         while agent.exists() and agent.read_bytes():  # one that is dead has no command any more
@@ -161,7 +161,7 @@ def test_a_hangup_does_not_reach_the_processes_of_ray_and_is_not_lost() -> None:
         os.kill(os.getpid(), signal.SIGHUP)
 
     try:
-        persistently_started(init, lambda: None, "this machine", 10.0, lambda _: None)
+        start_with_retries(init, lambda: None, "this machine", 10.0, lambda _: None)
         assert hung_up == [signal.SIGHUP]
         child[0].send_signal(signal.SIGHUP)
         with pytest.raises(subprocess.TimeoutExpired):
@@ -177,11 +177,11 @@ def test_an_address_in_a_process_that_is_connected_to_another_ray_is_refused(ray
     ray.get_runtime_context = lambda: SimpleNamespace(gcs_address="127.0.0.1:6379")
     with (
         pytest.raises(PreflightError, match=r"connected to the Ray at 127\.0\.0\.1:6379"),
-        joined("127.0.0.1:6380", {}, {}, lambda _: None),
+        ray_connection("127.0.0.1:6380", {}, {}, lambda _: None),
     ):
         pass
     for same in ("127.0.0.1:6379", "localhost:6379", "auto", None):
-        with joined(same, {}, {}, lambda _: None):
+        with ray_connection(same, {}, {}, lambda _: None):
             pass
     assert not ray.calls
 

@@ -14,9 +14,9 @@ from raytrain_ddp.errors import (
     RetriesExhausted,
     status_of,
 )
-from raytrain_ddp.ray_backend.failure_causes import cause_of, users_traceback, without_ray
+from raytrain_ddp.ray_backend.failure_causes import cause_of, failure_event, users_traceback
 from raytrain_ddp.ray_backend.failure_policy import as_error
-from raytrain_ddp.ray_backend.worker import WorkerSettings, tell_failure
+from raytrain_ddp.ray_backend.worker import WorkerSettings, report_failure
 
 
 def because(error: Exception, cause: Exception) -> Exception:
@@ -96,7 +96,7 @@ def given(board: FakeBoard) -> WorkerSettings:
 
 @pytest.mark.filterwarnings("ignore")
 def test_a_workers_error_reaches_the_driver_as_the_same_exception(board: FakeBoard):
-    tell_failure(given(board), 2, 5, DataError("x.parquet: damaged"))
+    report_failure(given(board), 2, 5, DataError("x.parquet: damaged"))
     error = as_error(board.events[0])
     assert type(error) is DataError
     assert str(error) == "x.parquet: damaged"
@@ -134,7 +134,7 @@ def test_a_users_own_kind_of_error_keeps_its_text_and_its_status(
     error: RaytrainError, status: int, text: str, board: FakeBoard
 ):
     assert status_of(error) == status
-    tell_failure(given(board), 0, 3, error)
+    report_failure(given(board), 0, 3, error)
     told = as_error(board.events[0])
     assert (str(told), told.exit_status, status_of(told)) == (text, status, status)
 
@@ -152,7 +152,7 @@ def test_a_users_own_kind_of_error_keeps_its_text_and_its_status(
 def test_fault_26_too_little_memory_ends_the_run_with_the_knob_that_helps(
     error: Exception, board: FakeBoard
 ):
-    tell_failure(given(board), 1, 5, error)
+    report_failure(given(board), 1, 5, error)
     told = as_error(board.events[0])
     assert type(told) is RetriesExhausted
     assert told.exit_status == 7
@@ -163,12 +163,12 @@ def test_fault_26_too_little_memory_ends_the_run_with_the_knob_that_helps(
 
 
 def test_without_ray_the_end_of_another_worker_is_not_told_as_this_ones_fault():
-    told = without_ray(RuntimeError("[gloo] Connection closed by peer [10.0.0.2]"))
+    told = failure_event(RuntimeError("[gloo] Connection closed by peer [10.0.0.2]"))
     assert told["message"].startswith("another worker has ended")
     assert "rank" not in told
     try:
         raise ValueError("mine")
     except ValueError as error:
-        told = without_ray(error)
+        told = failure_event(error)
     assert told["message"].startswith("the task failed:\nTraceback")
     assert (told["rank"], told["error"]) == (0, "ValueError")

@@ -297,7 +297,7 @@ def test_a_run_that_goes_on_is_told_from_one_that_is_gone(tmp_path: Path):
         story = told(run)
         assert story.state == "running"
         assert re.match(r"Running: step 10 of 230, about \S+( \S+)? left\.", story.told)
-        assert "the same command shows how it is now" in page_of(run)
+        assert "run the command again to update this" in page_of(run)
     write(run, records, [*events, end("2026-11-20T21:00:00Z", 143, step=10)])
     assert told(run).state == "interrupted"
     assert "SIGTERM" in told(run).told
@@ -389,7 +389,7 @@ def test_the_worst_mistakes_are_shown_with_figures_by_class(untrained: Path, tmp
     assert "row" in found.worst[0].where
     page = write_report([str(untrained)], str(tmp_path / "r.html"), True, "cpu").read_text()
     assert page.count('<img src="data:image/png') == len(losses)
-    assert "360 samples are right" in page
+    assert "360 samples are correct" in page
     _Seen(page)
 
 
@@ -412,7 +412,7 @@ def test_of_many_classes_those_that_are_confused_most_are_shown():
     matrix[7][8], matrix[90][7] = 20, 5
     page = classes(Predictions("step-1", [f"kind {n}" for n in range(100)], matrix, 5025, 6000, []))
     _Seen(page)
-    assert "99.50% of 5,025 of 6,000 samples are right" in page
+    assert "99.50% of 5,025 of 6,000 samples are correct" in page
     assert "3 of 100 classes" in page
     assert page.index(">kind 7<") < page.index("all 100 classes") < page.index(">kind 60<")
     assert 'title="kind 7 taken for kind 8: 20 of 70"' in page
@@ -424,18 +424,18 @@ def test_of_many_classes_those_that_are_confused_most_are_shown():
 @pytest.mark.parametrize(
     ("made", "names"),
     [
-        (axes.linear(0, 1), ["0", "0.2", "0.4", "0.6", "0.8", "1"]),
-        (axes.linear(0, 0.1, ticks=4), ["0", "0.025", "0.05", "0.075", "0.1"]),
-        (axes.linear(0, 9, ticks=6, whole=True, snap=False), ["0", "2", "4", "6", "8"]),
-        (axes.linear(0, 1, ticks=6, whole=True), ["0", "1"]),
-        (axes.linear(3.0, 3.0), ["2.6", "2.8", "3", "3.2", "3.4"]),
-        (axes.linear(0, 250_000, ticks=3), ["0", "100,000", "200,000", "300,000"]),
-        (axes.linear(math.nan, math.nan, ticks=2), ["0", "0.5", "1"]),
-        (axes.logarithmic(0.05, 3), ["0.05", "0.1", "0.2", "0.5", "1", "2"]),
-        (axes.logarithmic(1e-6, 1e3), ["1e-06", "0.0001", "0.01", "1", "100"]),
-        (axes.seconds(100), ["0", "30 s", "1 min", "1 min 30"]),
-        (axes.seconds(7000), ["0", "30 min", "1 h", "1 h 30"]),
-        (axes.seconds(10 * 86400), ["0", "2 d", "4 d", "6 d", "8 d", "10 d"]),
+        (axes.linear_scale(0, 1), ["0", "0.2", "0.4", "0.6", "0.8", "1"]),
+        (axes.linear_scale(0, 0.1, ticks=4), ["0", "0.025", "0.05", "0.075", "0.1"]),
+        (axes.linear_scale(0, 9, ticks=6, whole=True, snap=False), ["0", "2", "4", "6", "8"]),
+        (axes.linear_scale(0, 1, ticks=6, whole=True), ["0", "1"]),
+        (axes.linear_scale(3.0, 3.0), ["2.6", "2.8", "3", "3.2", "3.4"]),
+        (axes.linear_scale(0, 250_000, ticks=3), ["0", "100,000", "200,000", "300,000"]),
+        (axes.linear_scale(math.nan, math.nan, ticks=2), ["0", "0.5", "1"]),
+        (axes.log_scale(0.05, 3), ["0.05", "0.1", "0.2", "0.5", "1", "2"]),
+        (axes.log_scale(1e-6, 1e3), ["1e-06", "0.0001", "0.01", "1", "100"]),
+        (axes.time_scale(100), ["0", "30 s", "1 min", "1 min 30"]),
+        (axes.time_scale(7000), ["0", "30 min", "1 h", "1 h 30"]),
+        (axes.time_scale(10 * 86400), ["0", "2 d", "4 d", "6 d", "8 d", "10 d"]),
     ],
     ids=lambda value: "" if isinstance(value, list) else f"{value.low:g}-{value.high:g}",
 )

@@ -18,7 +18,7 @@ from raytrain_ddp import TrainConfig, fit_locally
 from raytrain_ddp.config.recipe import dumps, to_dict
 from raytrain_ddp.config.train_config import TaskName
 from raytrain_ddp.driver.preflight import check
-from raytrain_ddp.driver.run_naming import open_run
+from raytrain_ddp.driver.run_naming import find_run
 from raytrain_ddp.errors import ConfigError, TaskError
 from raytrain_ddp.ray_backend.task_transfer import pickled_task
 from raytrain_ddp.tasks.task_loading import check_task_name, load_task, task_of
@@ -101,9 +101,9 @@ def test_a_given_task_is_a_plain_name_in_files_and_other_processes():
     assert type(to_dict(config)["task"]) is str
     assert 'task = "tiny:TinyTask"' in dumps(config)
     assert type(pickle.loads(pickle.dumps(config)).task) is str
-    assert open_run(check(config)).config.name == "TinyTask"
+    assert find_run(check(config)).config.name == "TinyTask"
     assert TrainConfig(task=TinyTask(config)).task == "tiny:TinyTask()"
-    assert open_run(check(TrainConfig(task=local_class()))).config.name == "Local"
+    assert find_run(check(TrainConfig(task=local_class()))).config.name == "Local"
 
 
 class Holder(TinyTask):

@@ -162,7 +162,7 @@ WRONG: list[tuple[str, dict[str, Any], str, int]] = [
     (
         "evaluate returns",
         {"evaluate": lambda self, model, batch, metrics: {"top1": 0.5}},
-        "returned a dict of .*; expected None. It updates the metrics",
+        "returned a dict of .*; expected None. It must update the metrics",
         1,
     ),
     (

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from raytrain_ddp import ArraySource, Data, Task, TrainConfig, fit_locally
 from raytrain_ddp.checkpoint.run_folder import read_history, run_storage
-from raytrain_ddp.data.epoch_order import deal
+from raytrain_ddp.data.epoch_order import items_of_rank
 from raytrain_ddp.data.loader_threads import LoaderThreads
 from raytrain_ddp.errors import ConfigError, PreflightError
 from raytrain_ddp.report.history import history_of
@@ -57,7 +57,7 @@ def trace(rank: int, size: int, chunks: int, empty: list[int]) -> Any:
     world = World(rank, size, rank, torch.device("cpu"), threads=1)
     scores = TreeMetrics(TinyTask(TrainConfig()), {"loss": Traced()}, world.device)
     most = 0
-    for chunk in deal(chunks, size, rank):
+    for chunk in items_of_rank(chunks, size, rank):
         scores.reset()
         scores.given["loss"].update(chunk)
         scores.take(chunk, chunk not in empty)

@@ -35,7 +35,7 @@ from raytrain_ddp.config.input_sections import DataConfig
 from raytrain_ddp.config.recipe import changed_fields, to_dict
 from raytrain_ddp.config.sections import ComputeConfig, DdpConfig, OptimConfig, ScalingConfig
 from raytrain_ddp.config.train_config import TrainConfig
-from raytrain_ddp.data.epoch_order import deal
+from raytrain_ddp.data.epoch_order import items_of_rank
 from raytrain_ddp.data.loader import Slot
 from raytrain_ddp.driver import fit_driver
 from raytrain_ddp.errors import ConfigError
@@ -78,7 +78,7 @@ def test_the_tree_has_each_leaf_once_and_two_branches_at_each_node(leaves: int):
 @pytest.mark.parametrize(("slots", "workers"), [(8, 2), (8, 4), (8, 8), (64, 16), (6, 1)])
 def test_an_even_deal_gives_each_worker_one_subtree(slots: int, workers: int):
     for rank in range(workers):
-        mine = deal(slots, workers, rank)
+        mine = items_of_rank(slots, workers, rank)
         assert subtrees(slots, mine) == [(mine.start, mine.stop)]
 
 
@@ -86,7 +86,7 @@ def test_an_even_deal_gives_each_worker_one_subtree(slots: int, workers: int):
 def test_any_deal_gives_subtrees_that_are_few_and_cover_it(slots: int):
     for workers in range(1, slots + 1):
         for rank in range(workers):
-            mine = deal(slots, workers, rank)
+            mine = items_of_rank(slots, workers, rank)
             found = subtrees(slots, mine)
             assert [leaf for span in found for leaf in range(*span)] == list(mine)
             assert len(found) <= 2 * len(mine).bit_length()
@@ -98,7 +98,7 @@ def in_any_deal(rank: int, size: int, slots: int, length: int, missing: list[int
     total = TreeSum(slots, length, torch.float32, world)
     for _ in range(2):
         total.begin()
-        for slot in deal(slots, size, rank):
+        for slot in items_of_rank(slots, size, rank):
             if slot not in missing:
                 vector = total.take()
                 vector.copy_(torch.randn(length, generator=torch.Generator().manual_seed(slot)))
@@ -168,7 +168,9 @@ def in_buckets(
         for step in range(2):
             events.clear()
             reduction.begin()
-            dealt = [Slot(step, n, 1, int(n not in empty), {}) for n in deal(slots, size, rank)]
+            dealt = [
+                Slot(step, n, 1, int(n not in empty), {}) for n in items_of_rank(slots, size, rank)
+            ]
             working = reduction.working(dealt)
             for slot in working:
                 seed = torch.Generator().manual_seed(100 * step + slot.index)
@@ -193,7 +195,7 @@ def test_buckets_leave_no_trace_and_travel_while_the_backward_pass_goes_on(
         for rank, results in enumerate(workers(size, in_buckets, slots, empty, sizes)):
             assert [found for found, _ in results] == [alone] * 3
             assert [events.count("exchange") for _, events in results] == [2, 3, 9]
-            working = [slot for slot in deal(slots, size, rank) if slot not in empty]
+            working = [slot for slot in items_of_rank(slots, size, rank) if slot not in empty]
             for (_, events), least in zip(results, [0, 2, 7], strict=True):
                 if working:
                     while events.pop() != "backward":
@@ -501,7 +503,9 @@ def test_a_model_with_what_no_checkpoint_can_hold_is_refused_at_the_start(
         kind = {"kind": partial(Rotary, persistent)}
         (ended,) = workers.outcomes(1, run_tiny, plain(config), kind, 0, 0, None, OddTask)
         assert getattr(ended, "exit_status", None) == status
-        assert persistent == ("turns (torch.complex64) cannot be in a checkpoint" in str(ended))
+        assert persistent == (
+            "turns (torch.complex64) cannot be stored in a checkpoint" in str(ended)
+        )
 
 
 def test_by_default_too_replaced_buffers_are_alike_and_a_noisy_evaluation_is_the_same(

@@ -172,7 +172,7 @@ def test_fault_33_who_keeps_the_others_waiting_is_told_from_what_all_say():
     )
     text, ranks = said(sign(0), sign(2))
     assert ranks == (1,)
-    assert f"rank 1 (h1) did not enter {ALL_REDUCE}: it does not answer" in text
+    assert f"rank 1 (h1) did not enter {ALL_REDUCE}: it does not respond" in text
     text, ranks = said(sign(0), sign(1, name="barrier"), sign(2))
     assert ranks == (1,)
     assert "it is in the barrier of step 9" in text
@@ -232,7 +232,7 @@ def test_fault_33_a_rank_that_holds_pythons_lock_is_told_by_its_peers_and_leaves
     assert ends == [Died(-9), LOST, LOST]
     folder, hang = found(config)
     assert hang["ranks"] == [0]
-    assert "Python's lock" in hang["text"]
+    assert "the GIL" in hang["text"]
     assert "in act" in (folder / "rank-0.txt").read_text()  # of failpoints.py
 
 
@@ -440,7 +440,7 @@ def test_fault_33_a_sign_that_stays_where_it_was_put_keeps_nobody_waiting_for_ev
     ]
     assert [hang and hang.ranks for hang in tried] == [(0,), (0,), None]
     assert tried[0] is not None
-    assert "it is stopped, or gone, or a thread of it holds Python's lock" in tried[0].text
+    assert "it is stopped, or dead, or one of its threads holds the GIL" in tried[0].text
 
 
 def test_a_rank_that_was_stopped_for_a_while_is_not_said_to_be_so_the_next_time(tmp_path: Path):

@@ -57,10 +57,11 @@ from raytrain_ddp.errors import DivergedError
 from raytrain_ddp.failpoints import arm
 from raytrain_ddp.fit import main
 from raytrain_ddp.training.lr_schedule import build_optimizer, learning_rate
-from raytrain_ddp.training.nonfinite import NonfiniteGuard, Trace, through_pinned_memory
+from raytrain_ddp.training.nonfinite import NonfiniteGuard, StepTrace, through_pinned_memory
 from raytrain_ddp.training.prepare import prepare
+from raytrain_ddp.training.seeding import slot_seed
 from raytrain_ddp.training.train_state import TrainState, encode
-from raytrain_ddp.training.world import World, slot_seed
+from raytrain_ddp.training.world import World
 
 SKIP = OptimConfig(lr=0.05, nonfinite="skip")
 VARIANTS: dict[str, dict[str, Any]] = {
@@ -474,12 +475,12 @@ def test_fault_24_skip_goes_on_tells_each_and_counts_them_in_the_log(skipping: A
     assert len(bad) == config.epochs
     assert {r.outcome.step for r in ran} == {TOTAL_STEPS}
     assert len({r.digest for r in ran}) == 1
-    assert [[note for note in notes(r) if "left out" in note] for r in ran[1:]] == [[], []]
-    told = [note for note in notes(ran[0]) if "left out" in note]
+    assert [[note for note in notes(r) if "skipped" in note] for r in ran[1:]] == [[], []]
+    told = [note for note in notes(ran[0]) if "skipped" in note]
     for number, ((step, slot), note) in enumerate(zip(bad, told, strict=True), 1):
         rank = [0, 1, 2, 2][slot]
         assert note.startswith(f"The loss of slot {slot} (rank {rank}) is nan at step {step} ")
-        assert note.endswith(f"{number} such, of at most 3.")
+        assert note.endswith(f"({number} of at most 3).")
     log = [record for record in log_of(config) if record["kind"] == "train"]
     assert [r["step"] for r in log] == list(range(1, TOTAL_STEPS + 1))
     assert [r["step"] for r in log if r["loss"] == "nan"] == [step for step, _ in bad]
@@ -564,7 +565,7 @@ def test_on_a_gpu_the_flag_of_a_step_is_waited_for_one_step_later_and_before_a_c
 
         return read
 
-    judged: list[Trace] = []
+    judged: list[StepTrace] = []
     guard = NonfiniteGuard(state, judged.append, fetch, lag=1)
     seen = []
     for factor in (1.0, math.nan, 1.0, math.inf):
@@ -602,7 +603,7 @@ def test_a_flag_comes_from_a_real_gpu_without_a_wait_when_it_is_asked_for():
 
 def test_a_guard_changes_no_gradient_that_is_finite():
     guarded, free = small_state(), small_state()
-    judged: list[Trace] = []
+    judged: list[StepTrace] = []
     guard = NonfiniteGuard(guarded, judged.append, lambda flag: lambda: bool(flag), lag=0)
     assert not examine(guard, guarded, 1.0)
     free.model(torch.ones(5, 3)).sum().backward()
@@ -612,7 +613,7 @@ def test_a_guard_changes_no_gradient_that_is_finite():
     assert len(judged) == 1
     norms = zip(judged[0].names, judged[0].norms, strict=True)
     bad = [name for name, norm in norms if norm.isnan()]
-    assert bad == [judged[0].witness] == ["2.bias"]
+    assert bad == [judged[0].sentinel] == ["2.bias"]
 
 
 def test_a_state_with_a_weight_that_is_not_finite_or_a_buffer_that_is_no_number_is_not_finite():

@@ -86,7 +86,7 @@ def test_a_profiler_that_fails_ends_no_run_and_writing_a_trace_is_no_hang(
         with Profile(log, world, open_storage(str(tmp_path)), clock, tell) as trace:
             for step in range(1, 14):
                 trace.begin_step(step)
-    assert notes[0] == "no trace of steps: there is another profiler"
+    assert notes[0] == "cannot trace steps: there is another profiler"
     assert "cannot be written: the device has gone" in notes[1]
     assert phases == [WRITING, WRITING]
 

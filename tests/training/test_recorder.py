@@ -54,7 +54,12 @@ from raytrain_ddp.config.train_config import TrainConfig
 from raytrain_ddp.errors import CheckpointError, RunLockedError
 from raytrain_ddp.training import async_checkpoint, recording_session
 from raytrain_ddp.training import recorder as recorder_module
-from raytrain_ddp.training.async_checkpoint import TRIES, AsyncCheckpointer, pauses, persistently
+from raytrain_ddp.training.async_checkpoint import (
+    TRIES,
+    AsyncCheckpointer,
+    retry_pauses,
+    with_backoff,
+)
 from raytrain_ddp.training.checkpoint_interval import LONGEST_S, Life, SaveTimer
 from raytrain_ddp.training.curves_png import draw_curves
 from raytrain_ddp.training.local_session import LocalSession
@@ -94,7 +99,7 @@ def test_pauses_double_with_jitter_and_are_bounded():
     for _ in range(100):
         random.seed(0)  # as training scripts do on all machines
         before = random.getstate()
-        waits = list(pauses())
+        waits = list(retry_pauses())
         assert random.getstate() == before
         assert len(waits) == TRIES - 1
         assert all(2**n / 2 <= wait_s <= 2**n for n, wait_s in enumerate(waits))
@@ -118,26 +123,26 @@ def no_pause(_: float, __: OSError) -> bool:
 def test_fault_15_what_may_pass_is_tried_five_times():
     throttled = OSError(THROTTLED)
     for times in range(TRIES):
-        assert persistently(failing(times, throttled), no_pause) == times
+        assert with_backoff(failing(times, throttled), no_pause) == times
     with pytest.raises(OSError, match="SLOW_DOWN"):
-        persistently(failing(TRIES, throttled), no_pause)
+        with_backoff(failing(TRIES, throttled), no_pause)
 
 
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EFBIG, errno.EDQUOT, errno.EROFS])
 def test_fault_08_a_full_disk_is_not_tried_again_at_once(number: int):
     with pytest.raises(OSError, match="full"):
-        persistently(failing(1, OSError(number, "full")), no_pause)
+        with_backoff(failing(1, OSError(number, "full")), no_pause)
 
 
 def test_fault_15_trying_again_ends_with_the_session_and_after_a_minute(
     monkeypatch: pytest.MonkeyPatch,
 ):
     with pytest.raises(OSError, match="SLOW_DOWN"):
-        persistently(failing(1, OSError(THROTTLED)), lambda _, __: False)
+        with_backoff(failing(1, OSError(THROTTLED)), lambda _, __: False)
     clock = iter([0.0, 59.9])
     monkeypatch.setattr(time, "monotonic", lambda: next(clock))
     with pytest.raises(OSError, match="SLOW_DOWN"):
-        persistently(failing(1, OSError(THROTTLED)), no_pause)
+        with_backoff(failing(1, OSError(THROTTLED)), no_pause)
 
 
 # ------------------------------------------------------------------ one at a time
@@ -210,7 +215,7 @@ def test_fault_16_a_commit_that_hangs_is_told_while_the_training_waits_for_it(
     commits.finish()
     assert {note.split(" for the")[0] for note in notes(told)} == {"training waits"}
     assert len(notes(told)) > 1
-    assert all("step 9" in note and "does not answer" in note for note in notes(told))
+    assert all("step 9" in note and "does not respond" in note for note in notes(told))
 
 
 def test_fault_16_a_commit_that_hangs_is_told_at_the_end_of_a_session_too(
@@ -222,7 +227,7 @@ def test_fault_16_a_commit_that_hangs_is_told_at_the_end_of_a_session_too(
     commits.submit(snapshot(9))
     commits.close()
     assert store.done == [9]
-    assert {"does not answer" in note for note in notes(told)} == {True}
+    assert {"does not respond" in note for note in notes(told)} == {True}
 
 
 def test_fault_08_failures_in_a_row_end_the_training_and_a_success_forgives_them(
@@ -234,7 +239,7 @@ def test_fault_08_failures_in_a_row_end_the_training_and_a_success_forgives_them
         commits.submit(snapshot(step)).result()
         commits.require()
     commits.submit(snapshot(6)).result()
-    with pytest.raises(CheckpointError, match=r"step 6.*No space left.*make room"):
+    with pytest.raises(CheckpointError, match=r"step 6.*No space left.*free space"):
         commits.require()
     failed = [e for e in told if e["kind"] == "checkpoint_failed"]
     assert [(e["step"], e["in_a_row"]) for e in failed] == [(1, 1), (2, 2), (4, 1), (5, 2), (6, 3)]
@@ -258,7 +263,7 @@ def test_fault_15_each_try_is_told_and_the_training_hears_of_none(
     commits.finish()
     assert store.done == [7]
     assert len(notes(told)) == 3
-    assert all("SLOW_DOWN" in note and "trying again in" in note for note in notes(told))
+    assert all("SLOW_DOWN" in note and "retrying in" in note for note in notes(told))
 
 
 @pytest.mark.parametrize("error", [RunLockedError("taken over"), ValueError("a bug")])
@@ -361,7 +366,7 @@ def test_fault_08_a_log_that_cannot_be_restored_is_no_reason_not_to_train(
     )
     book.restore([event({"kind": "train", "step": 1, "loss": 0.5})])
     book.add(event({"kind": "train", "step": 2, "loss": 0.25}))
-    assert ["the next checkpoint renews it" in note for note in notes(told)] == [True]
+    assert ["the next checkpoint rewrites it" in note for note in notes(told)] == [True]
     (tmp_path / "metrics.jsonl").rmdir()
     book.publish()
     book.add(event({"kind": "train", "step": 3, "loss": 0.125}))
@@ -434,7 +439,7 @@ def test_fault_07_a_replaced_start_commits_nothing_more_and_ends(
 def test_fault_15_a_store_out_of_order_at_the_start_is_tried_again(
     tmp_path: Path, told: list[Record], monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr(async_checkpoint, "pauses", lambda: iter([0.01] * 4))
+    monkeypatch.setattr(async_checkpoint, "retry_pauses", lambda: iter([0.01] * 4))
     made = recorder(tiny_config(tmp_path, "start"), told)
     in_weather(made).failures = 2
     assert made.begin() is None
@@ -457,7 +462,7 @@ def test_fault_12_checkpoints_that_vanish_while_the_driver_lives_are_missed_by_t
     shutil.rmtree(place)
     for _ in range(2):
         again = recorder(config, told)
-        with pytest.raises(CheckpointError, match=r"checkpoint of step 20 .* none any more"):
+        with pytest.raises(CheckpointError, match=r"checkpoint of step 20 .* there is none now"):
             again.begin()
         again.close()
     assert not place.exists()  # it has claimed nothing
@@ -482,7 +487,7 @@ def test_a_run_goes_on_without_its_age_where_that_cannot_be_read(
 @pytest.fixture
 def weather(monkeypatch: pytest.MonkeyPatch) -> Weather:
     """That of all checkpoints of this test; trying again takes no time."""
-    monkeypatch.setattr(async_checkpoint, "pauses", lambda: iter([0.01] * 4))
+    monkeypatch.setattr(async_checkpoint, "retry_pauses", lambda: iter([0.01] * 4))
     made = Weather()
     fs = pafs.PyFileSystem(FaultyHandler(made, False))
 
@@ -718,7 +723,7 @@ def test_fault_08_too_many_failures_or_a_failed_end_exit_with_5_and_the_run_goes
     results = workers.outcomes(3, run_until_full, plain(config))
     assert isinstance(results[0], Raised)
     assert (results[0].name, results[0].exit_status) == ("CheckpointError", 5)
-    assert "make room" in results[0].text
+    assert "free space" in results[0].text
     assert kept_steps(config)[-1] == 10
     workers(3, run_tiny, plain(config))
     assert_same_run(config, reference)

@@ -70,7 +70,7 @@ def test_a_flipped_weight_is_mended_from_those_that_agree(
         "first": "conv.weight",
     }
     notes = [e["text"] for e in ran[0].events if e["kind"] == "note"]
-    assert any(f"rank {wrong} (" in n and f"optimizer of rank {source}" in n for n in notes)
+    assert any(f"rank {wrong} (" in n and f"optimizer state of rank {source}" in n for n in notes)
 
 
 @pytest.mark.parametrize("way", WAYS)

@@ -15,7 +15,7 @@ from torch import nn
 
 from raytrain_ddp.checkpoint.run_folder import read_history, run_storage
 from raytrain_ddp.config.train_config import TrainConfig
-from raytrain_ddp.data.epoch_order import beyond_others
+from raytrain_ddp.data.epoch_order import relative_load
 from raytrain_ddp.events import Slowest
 from raytrain_ddp.training.phase_clock import PHASES, Clock
 from raytrain_ddp.training.step_timing import (
@@ -89,9 +89,9 @@ def test_of_two_ranks_one_may_take_ten_times_as_long_as_the_other():
 
 def test_a_rank_that_is_dealt_more_slots_is_no_straggler_until_it_is_slow():
     """The default's 4 slots on 3 workers: the last one has two of them."""
-    assert [beyond_others(4, 3, rank) for rank in range(3)] == [1, 1, 2]
-    assert [beyond_others(5, 3, rank) for rank in range(3)] == [1, pytest.approx(4 / 3), 4 / 3]
-    assert (beyond_others(4, 2, 1), beyond_others(4, 1, 0)) == (1, 1)
+    assert [relative_load(4, 3, rank) for rank in range(3)] == [1, 1, 2]
+    assert [relative_load(5, 3, rank) for rank in range(3)] == [1, pytest.approx(4 / 3), 4 / 3]
+    assert (relative_load(4, 2, 1), relative_load(4, 1, 0)) == (1, 1)
     for ratio, expected in ((2.2, []), (5.0, [2])):
         stragglers = Stragglers(4, 3)
         shown = [Slowest(2, "compute", ratio)] * 5

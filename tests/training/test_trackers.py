@@ -158,7 +158,7 @@ def test_a_service_that_fails_is_told_and_tried_again_with_the_next_checkpoint(t
         book.add(train(step, 1.0))
     until(told, 1)
     assert [note["text"] for note in told] == [
-        "Service has failed (no route to host): it is tried again with each checkpoint."
+        "Service has failed (no route to host): it is retried with each checkpoint."
     ]
     book.publish()
     book.add(train(4, 1.0))
@@ -186,7 +186,7 @@ def test_a_service_that_does_not_answer_keeps_neither_the_training_nor_its_end_w
     book.close()
     assert time.monotonic() - began < 5
     assert [note["text"] for note in told] == [
-        "Service has not taken in all within 0 s: some may be missing there."
+        "Service did not accept all records within 0 s: records may be missing there."
     ]
     answers.set()
     assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 2

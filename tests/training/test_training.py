@@ -59,14 +59,14 @@ from raytrain_ddp.config.sections import (
     ScheduleConfig,
 )
 from raytrain_ddp.config.train_config import TrainConfig
-from raytrain_ddp.data.epoch_order import EpochOrder, Plan, deal
+from raytrain_ddp.data.epoch_order import EpochOrder, Plan, items_of_rank
 from raytrain_ddp.data.loader import eval_batches
 from raytrain_ddp.data.loader_threads import LoaderThreads
 from raytrain_ddp.data.sources import ArraySource
 from raytrain_ddp.errors import ConfigError, TaskError
 from raytrain_ddp.evaluate import find_checkpoint
 from raytrain_ddp.tasks.image_classification import ImageClassification
-from raytrain_ddp.training.buffer_sync import Flags, SlotBuffers
+from raytrain_ddp.training.buffer_sync import BoolBuffers, SlotBuffers
 from raytrain_ddp.training.evaluation import evaluate
 from raytrain_ddp.training.lr_schedule import build_optimizer, learning_rate
 from raytrain_ddp.training.metric_states import require_mergeable, scalars
@@ -416,7 +416,7 @@ def step_buffers(rank: int, size: int, constant: torch.Tensor) -> list[list[Any]
     samples = (8, 8, 5, 0)
     for step in range(3):
         buffers.begin()
-        for slot in deal(4, size, rank):
+        for slot in items_of_rank(4, size, rank):
             buffers.rewind()
             if samples[slot]:
                 generator = torch.Generator().manual_seed(100 * step + slot)
@@ -476,7 +476,7 @@ class Seen(nn.Module):
 def step_flags(rank: int, size: int) -> tuple[list[list[bool]], int]:
     """The buffers after each of three steps, and how many numbers are sent in a step."""
     model = Seen()
-    before = Flags(model)
+    before = BoolBuffers(model)
     model(1)
     changing = before.changed()
     assert [place.name for place in changing] == ["seen", "odd"]
@@ -486,7 +486,7 @@ def step_flags(rank: int, size: int) -> tuple[list[list[bool]], int]:
     found = []
     for step in range(3):
         buffers.begin()
-        for slot in deal(4, size, rank):
+        for slot in items_of_rank(4, size, rank):
             buffers.rewind()
             if slot:  # slot 0 has no samples
                 model(10 * step + slot)

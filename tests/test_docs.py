@@ -1,0 +1,402 @@
+"""What the README and the documentation say is there, is there: files, tests, flags, commands."""
+
+from __future__ import annotations
+
+import ast
+import importlib.util
+import os
+import re
+import shlex
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+import raytrain_ddp
+from raytrain_ddp import errors
+from raytrain_ddp.chaos.__main__ import parse as parse_chaos
+from raytrain_ddp.checkpoint import run_folder
+from raytrain_ddp.command_line import parse_fit
+from raytrain_ddp.config.recipe import load
+from raytrain_ddp.config.train_config import TrainConfig
+from raytrain_ddp.convert.__main__ import COMMAND as CONVERT
+from raytrain_ddp.doctor.__main__ import parse as parse_doctor
+from raytrain_ddp.evaluate import COMMAND as EVALUATE
+from raytrain_ddp.report.__main__ import COMMAND as REPORT
+from raytrain_ddp.run import parse as parse_run
+
+ROOT = Path(__file__).resolve().parent.parent
+PACKAGE, DOCS = ROOT / "raytrain_ddp", ROOT / "docs"
+README = ROOT / "README.md"
+
+
+def _generator() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("generate", DOCS / "generate.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+generate = _generator()
+PAGES = sorted(page for page in DOCS.rglob("*.md") if not page.is_symlink())
+DOCUMENTS = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md")]
+DOCUMENTS += [ROOT / "clusters" / "README.md", ROOT / "clusters" / "monitoring" / "README.md"]
+DOCUMENTS += [ROOT / "examples" / "README.md", ROOT / "examples" / "launchers" / "README.md"]
+DOCUMENTS += PAGES
+TEXTS = {document: document.read_text(encoding="utf-8") for document in DOCUMENTS}
+WRITTEN = {page: generate.BLOCK.sub("", text) for page, text in TEXTS.items()}  # by hand
+
+# Flags of other programs: torchrun, srun, ray, ruff, pytest, pip, mkdocs, docs/generate.py,
+# benchmarks/data.py, and of scripts, the reader's own or those of examples/launchers/.
+FOREIGN = {
+    *("nproc-per-node", "nnodes", "rdzv-endpoint", "compile-bytecode", "strict", "signal"),
+    *("config", "head", "num-cpus", "check", "ignore", "resume", "temp-dir", "homepath"),
+    *("quick", "only", "out", "working-dir"),
+    *("rank", "world-size", "dist-url", "node-rank", "nodes", "lr"),
+    *("ntasks-per-node", "nr", "master", "port", "gpus", "local-rank", "shutdown-timeout"),
+    *("config.file", "storage.tsdb.path", "web.listen-address", "logdir"),
+}
+# Programs that a reader has, besides this package; their lines are not parsed.
+PROGRAMS = {
+    *("pip", "pytest", "ruff", "torchrun", "srun", "ray", "kubectl", "tensorboard", "prometheus"),
+    *("diff", "cp", "for", "done;", "mkdocs", "bash", "python3", "git"),
+    *("python", "grafana"),  # of scripts and benchmarks, whose files must be there
+}
+PARSERS: dict[str, Callable[[Sequence[str]], Any]] = {
+    "fit": parse_fit,
+    "chaos": parse_chaos,
+    "doctor": parse_doctor,
+    "run": parse_run,
+    "evaluate": EVALUATE.parse,
+    "convert": CONVERT.parse,
+    "report": REPORT.parse,
+}
+
+
+def shown(path: Path) -> str:
+    return str(path.relative_to(ROOT))
+
+
+each_document = pytest.mark.parametrize("document", DOCUMENTS, ids=shown)
+
+
+def flags_of(kind: type, prefix: str = "") -> Iterator[str]:
+    """``optim.lr`` and so on, as the reference has them."""
+    for row in generate.rows_of(kind, prefix, False):
+        for flag in re.findall(r"^\| `--(\S+)`", row):
+            section, _, name = flag.rpartition(".")
+            yield from (flag, f"{section}.no-{name}" if section else f"no-{name}")
+
+
+def known_flags() -> set[str]:
+    found = {
+        "help",
+        "help-all",
+        "version",
+        "print-completion",
+        *flags_of(TrainConfig),
+        *flags_of(generate.ConvertConfig),
+    }
+    for kind in generate.COMMANDS.values():
+        found |= {*flags_of(kind)}
+    for name, section in generate.sections().items():
+        found |= {*flags_of(section, f"{name}.")}
+    return found
+
+
+KNOWN = known_flags()
+
+
+def file_of_tests(name: str) -> Path:
+    """The file of that name anywhere below tests/; no two have the same."""
+    found = [*(ROOT / "tests").rglob(name)]
+    assert len(found) == 1, f"{name}: {found}"
+    return found[0]
+
+
+def test_what_follows_from_the_code_is_up_to_date():
+    old = [shown(page) for page in PAGES if generate.renewed(TEXTS[page]) != TEXTS[page]]
+    assert not old, "run: python docs/generate.py"
+
+
+def test_the_generator_writes_and_checks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    (tmp_path / "a.md").write_text("# A\n\n<!-- begin statuses -->\nold\n<!-- end -->\nrest\n")
+    monkeypatch.setattr(generate, "DOCS", tmp_path)
+    monkeypatch.setattr(sys, "argv", ["generate.py", "--check"])
+    assert generate.main() == 1
+    monkeypatch.setattr(sys, "argv", ["generate.py"])
+    assert generate.main() == 0
+    text = (tmp_path / "a.md").read_text()
+    assert "RunLockedError" in text
+    assert "old" not in text
+    assert text.endswith("-->\nrest\n")
+    monkeypatch.setattr(sys, "argv", ["generate.py", "--check"])
+    assert generate.main() == 0
+
+
+def test_the_reference_is_made_without_torch_and_ray():
+    code = "import sys; sys.argv.append('--check'); import runpy\n"
+    code += f"runpy.run_path({str(DOCS / 'generate.py')!r})\n"
+    code += "assert not {'torch', 'ray'} & {*sys.modules}"
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT)
+
+
+def test_the_tree_has_every_file_of_the_package():
+    tree = TEXTS[DOCS / "contributing" / "tree.md"]
+    for path in PACKAGE.rglob("*.py"):
+        if path.stat().st_size:
+            folder = f"### raytrain_ddp/{path.parent.relative_to(PACKAGE)}".removesuffix("/.")
+            rows = tree.partition(f"{folder}\n")[2].partition("\n### ")[0]
+            about = re.search(rf"^\| `{re.escape(path.name)}` \| (.+) \|$", rows, re.MULTILINE)
+            assert about, f"{path}: not a word about it"
+
+
+def test_the_paths_through_the_code_name_what_there_is():
+    text = TEXTS[DOCS / "contributing" / "paths.md"]
+    steps = [line for line in text.splitlines() if re.match(r"[\w/]+\.py ", line)]
+    assert len(steps) > 35
+    for line in steps:
+        file, name, about = line[:31].strip(), line[31:52].strip(), line[52:]
+        code = (PACKAGE / file).read_text(encoding="utf-8")
+        if name:
+            assert re.search(rf"^(?:class|def) {name}\b", code, re.MULTILINE), f"{file}: {name}"
+        for method in re.findall(r"\b(\w+)\(\)", about):
+            assert f"def {method}(" in code, f"{file}: {method}"
+
+
+def test_every_promise_names_tests_that_exist():
+    rows = TEXTS[DOCS / "contributing" / "promises.md"].splitlines()
+    promises = [row for row in rows if row.startswith("| ") and "---" not in row][1:]
+    assert len(promises) >= 7
+    for promise in promises:
+        named = re.findall(r"`(test_\w+\.py)::(test_\w+)`", promise)
+        assert named, promise
+        for file, test in named:
+            parsed = ast.parse(file_of_tests(file).read_text(encoding="utf-8"))
+            functions = {n.name for n in ast.walk(parsed) if isinstance(n, ast.FunctionDef)}
+            assert test in functions, f"{file} has no {test}"
+
+
+@each_document
+def test_every_test_file_and_benchmark_that_is_named_exists(document: Path):
+    for name in re.findall(r"\btest_\w+\.py", TEXTS[document]):
+        assert file_of_tests(name).is_file(), name
+    for name in re.findall(r"(?:benchmarks|clusters|examples)/[\w/]+\.\w+", TEXTS[document]):
+        assert (ROOT / name).is_file(), name
+
+
+@each_document
+def test_every_command_and_name_that_is_mentioned_exists(document: Path):
+    text = TEXTS[document]
+    for names in re.findall(r"from raytrain_ddp import (\w+(?:, \w+)*)", text):
+        assert {*names.split(", ")} <= {*raytrain_ddp.__all__}, names
+    for module, name in re.findall(r"from raytrain_ddp\.([\w.]+) import (\w+)", text):
+        path = (PACKAGE / module.replace(".", "/")).with_suffix(".py")
+        names = {n.name for n in ast.parse(path.read_text()).body if hasattr(n, "name")}
+        assert name in names, f"{module}: {name}"
+    for command in re.findall(r"python -m raytrain_ddp\.(\w+)", text):
+        assert command in PARSERS, command
+
+
+def test_every_exit_status_of_an_error_is_in_the_table():
+    told = set(re.findall(r"^\| (\d) \|", TEXTS[DOCS / "reference/exit-statuses.md"], re.MULTILINE))
+    kinds = (kind for kind in vars(errors).values() if isinstance(kind, type))
+    own = {str(kind.exit_status) for kind in kinds if issubclass(kind, errors.RaytrainError)}
+    assert told == {"0", *own}
+
+
+def test_every_file_of_a_run_is_in_the_reference():
+    names = [value for name, value in vars(run_folder).items() if name.isupper()]
+    names = [name for name in names if isinstance(name, str)]
+    assert "metrics.jsonl" in names
+    text = WRITTEN[DOCS / "reference" / "files.md"]
+    for name in names:
+        if not name.startswith("damaged"):
+            assert f"`{name}" in text, name
+
+
+@each_document
+def test_every_flag_in_a_document_exists(document: Path):
+    for flag in re.findall(r"(?<![\w-])--([a-z][a-z0-9.-]*\*?)", WRITTEN[document]):
+        name = flag.rstrip(".-")
+        if name.endswith("*"):  # --ddp.*
+            assert any(known.startswith(name[:-1]) for known in KNOWN), flag
+        else:
+            assert name in KNOWN | FOREIGN, f"--{flag}"
+
+
+def lines_of_code(text: str) -> Iterator[str]:
+    """The lines of indented blocks, and those behind a ``$`` in fenced ones; none is cut."""
+    text = re.sub(r"```(python|toml|text)\n.*?```", "", text, flags=re.DOTALL)
+    text = text.replace("\\\n", " ")
+    fenced = re.findall(r"```\w*\n(.*?)```", text, re.DOTALL)
+    for line in "".join(fenced).splitlines():
+        if line.startswith("$ "):
+            yield line[2:]
+    rest = re.sub(r"```\w*\n.*?```", "", text, flags=re.DOTALL)
+    for block in re.findall(r"(?<=\n\n)((?: {4}.*\n)+)", f"\n{rest}\n"):
+        yield from (line.strip() for line in block.splitlines())
+
+
+def commands_of(text: str) -> Iterator[str]:
+    """What a reader may type, of this package: lines of code, and commands within a line."""
+    inline = [" ".join(code.split()) for code in re.findall(r"`([^`\n]+(?:\n[^`\n]+)?)`", text)]
+    for line in (*lines_of_code(text), *inline):
+        yield from re.findall(r"python -m raytrain_ddp\.\w+ ?.*", line)
+        if line.startswith("sbatch clusters/slurm.sbatch "):
+            yield line.replace("sbatch clusters/slurm.sbatch", "python -m raytrain_ddp.fit")
+
+
+def typed() -> list[str]:
+    """All commands of this package, but for those without arguments or with a placeholder."""
+    found = [line for text in TEXTS.values() for line in commands_of(text)]
+    found = [re.split(r" > |   #|' && |  #|'$", line)[0].strip() for line in found]
+    placeholder = re.compile(r" \.\.\.|RUN\b|\bNAME\b|SCRIPT|\[|\|")
+    alone = "python -m raytrain_ddp.fit", "python -m raytrain_ddp.chaos"
+    return [
+        *dict.fromkeys(
+            line
+            for line in found
+            if not placeholder.search(line) and (line.count(" ") > 2 or line in alone)
+        )
+    ]
+
+
+@pytest.mark.parametrize("line", typed())
+def test_every_command_is_accepted(line: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    for recipe in ("mine", "photos", "runs/digits/config", "runs/mine/config"):
+        path = tmp_path / f"{recipe}.toml"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text("batch_size = 256\n")
+    for script in ("train.py", *(path.name for path in (ROOT / "examples/launchers").glob("*.py"))):
+        (tmp_path / script).touch()
+    monkeypatch.chdir(tmp_path)
+    command, *argv = shlex.split(line.removeprefix("python -m raytrain_ddp."), comments=True)
+    assert PARSERS[command](argv)
+
+
+def test_the_commands_are_found():
+    """So that the test above does not pass by finding none."""
+    found = [line for text in TEXTS.values() for line in commands_of(text)]
+    assert len(found) > 80
+    assert {re.findall(r"raytrain_ddp\.(\w+)", line)[0] for line in found} == {*PARSERS}
+
+
+@each_document
+def test_an_indented_block_has_commands_only(document: Path):
+    """What is not a command, as output, stands in a fenced block, and is marked as ``text``."""
+    if document.name == "CHANGELOG.md":
+        return  # its indented lines belong to lists
+    for line in lines_of_code(TEXTS[document]):
+        words = [word for word in line.split() if not re.match(r"[A-Z_a-z0-9]+=", word)]
+        assert words[0] in PROGRAMS | {"sbatch", "RAY_AUTH_MODE=token", ".", "python -m"}, line
+        for name in re.findall(r"python3? ((?:benchmarks|docs|examples)/\S+)", line):
+            assert (ROOT / name).is_file(), line
+
+
+@each_document
+def test_python_and_recipes_are_valid(document: Path, tmp_path: Path):
+    for code in re.findall(r"```python\n(.*?)```", TEXTS[document], re.DOTALL):
+        ast.parse(code)
+    for code in re.findall(r"```toml\n(.*?)```", TEXTS[document], re.DOTALL):
+        (tmp_path / "recipe.toml").write_text(code)
+        assert isinstance(load(str(tmp_path / "recipe.toml")), TrainConfig)
+
+
+def links_of(document: Path) -> Iterator[tuple[Path, str]]:
+    """(file, anchor) of the links that lead to other files of this repository."""
+    text = re.sub(r"```.*?```", "", TEXTS.get(document, ""), flags=re.DOTALL)
+    for link in re.findall(r"\]\(([^):]+)\)", text):
+        name, _, anchor = link.partition("#")
+        yield (document.parent / name).resolve() if name else document, anchor
+
+
+def anchors_of(document: Path) -> set[str]:
+    titles = re.findall(r"^#+ (.+)$", document.read_text(encoding="utf-8"), re.MULTILINE)
+    kept = (re.sub(r"[^\w\s-]", "", title).strip().lower() for title in titles)
+    return {re.sub(r"[-\s]+", "-", title) for title in kept}
+
+
+@each_document
+def test_every_link_leads_to_a_file_and_a_heading(document: Path):
+    for file, anchor in links_of(document):
+        assert file.exists(), file
+        if anchor and document.name == "README.md":  # mkdocs checks those of the other pages
+            assert anchor in anchors_of(file), f"{file.name}#{anchor}"
+
+
+def test_every_page_is_two_clicks_from_the_readme():
+    near, reached = [README], {README}
+    for _ in range(2):
+        near = [file for page in near for file, _ in links_of(page)]
+        reached |= {*near}
+    far = [shown(page) for page in PAGES if page not in reached]
+    assert not far
+
+
+def test_the_readme_is_short_and_begins_with_the_two_commands():
+    text = TEXTS[README]
+    assert len(text.splitlines()) <= 150
+    two = ["pip install -e . && python -m raytrain_ddp.fit", "pip install -e '.[test]' && pytest"]
+    assert [*lines_of_code(text)][:2] == two
+    assert text.index(two[0]) < text.index("```")
+    assert "`bash .ci/run`" in text
+    assert "reference/exit-statuses.md" in text
+
+
+def test_every_message_of_troubleshooting_is_one_of_the_code():
+    text = "".join(path.read_text(encoding="utf-8") for path in PACKAGE.rglob("*.py"))
+    said = re.sub(r'"\s*\n\s*f?"', "", text)
+    messages = re.findall(r"^\*\*`(.+?)`\*\*", TEXTS[DOCS / "troubleshooting.md"], re.MULTILINE)
+    assert len(messages) > 25
+    for message in messages:
+        assert message in said or message.startswith("connectFullMesh"), message  # gloo's
+
+
+def test_the_task_of_the_readme_trains_and_its_weights_are_plain_pytorch(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    from safetensors.torch import load_file
+
+    blocks = re.findall(r"```python\n(.*?)```", TEXTS[README], re.DOTALL)
+    (task,) = [code for code in blocks if "(Task)" in code]
+    assert len([line for line in task.splitlines() if line]) <= 25
+    (tmp_path / "sine.py").write_text(task)
+    monkeypatch.chdir(tmp_path)
+    from raytrain_ddp import OptimConfig, fit_locally
+
+    sizes = {"epochs": 4, "batch_size": 400, "micro_batch": 200}
+    config = TrainConfig(task="sine.py:Sine", optim=OptimConfig(lr=0.05), **sizes)
+    result = fit_locally(config)
+    assert result.metrics["mse"] < 0.1  # of a variance of 0.5
+    names: dict[str, Any] = {}
+    exec(task, names)  # what the README shows
+    model = names["Sine"](config).model()
+    assert result.last_checkpoint is not None
+    model.load_state_dict(load_file(Path(result.last_checkpoint) / "model.safetensors"))
+
+
+def test_the_weights_of_a_torchvision_model_load_as_the_readme_says(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """With the names of torchvision's own model, as the class that trains it makes it."""
+    from safetensors.torch import save_file
+
+    from raytrain_ddp.tasks.model_zoo import torchvision_model
+
+    folder = tmp_path / "runs/photos/checkpoints/step-00000010-a0001"
+    folder.mkdir(parents=True)
+    save_file(torchvision_model("resnet18", None, 2).state_dict(), folder / "model.safetensors")
+    blocks = re.findall(r"```python\n(.*?)```", TEXTS[README], re.DOTALL)
+    (loading,) = [code for code in blocks if "load_file" in code]
+    monkeypatch.chdir(tmp_path)
+    names: dict[str, Any] = {}
+    exec(loading, names)
+    assert names["newest"].parent.resolve() == folder
+    assert os.path.basename(folder) == "step-00000010-a0001"
