@@ -71,7 +71,8 @@ def path(tmp_path: Path) -> str:
     there = tmp_path / "bin"
     there.mkdir()
     program = there / "raytrain"
-    call = "from raytrain_ddp.__main__ import console_script; console_script()"
+    call = f"import sys; sys.path[:] = {sys.path!r}\n"
+    call += "from raytrain_ddp.__main__ import console_script; console_script()"
     program.write_text(f"#!{sys.executable}\n{call}\n")
     program.chmod(0o755)
     return f"{there}:/usr/bin:/bin"
