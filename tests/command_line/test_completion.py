@@ -71,7 +71,8 @@ def path(tmp_path: Path) -> str:
     there = tmp_path / "bin"
     there.mkdir()
     program = there / "raytrain"
-    call = "from raytrain_ddp.__main__ import console_script; console_script()"
+    call = f"import sys; sys.path[:] = {sys.path!r}\n"
+    call += "from raytrain_ddp.__main__ import console_script; console_script()"
     program.write_text(f"#!{sys.executable}\n{call}\n")
     program.chmod(0o755)
     return f"{there}:/usr/bin:/bin"
@@ -119,10 +120,16 @@ def test_fish_completes(path: str, tmp_path: Path):
     assert replies(path, "fish", code, tmp_path) == ["slurm"]
 
 
-def test_zsh_accepts_its_script(path: str, tmp_path: Path):
+def test_zsh_completes(path: str, tmp_path: Path):
+    """Without its own completion system, whose two functions are replaced."""
     code = """
-autoload -Uz compinit; compinit -u
+compdef() { print registered $* }
+_describe() { print -l -- ${(P)2} }
 eval "$(raytrain --print-completion zsh)"
-print $_comps[raytrain]
+words=(raytrain fit --optim.no); CURRENT=3
+_raytrain
 """
-    assert replies(path, "zsh", code, tmp_path) == ["_raytrain"]
+    told = replies(path, "zsh", code, tmp_path)
+    assert told[0] == "registered _raytrain raytrain"
+    nonfinite = "--optim.nonfinite:What to do when a loss or gradient is not finite"
+    assert sorted(told[1:]) == ["--optim.no-nesterov", nonfinite]
