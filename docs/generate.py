@@ -161,7 +161,7 @@ def schema(name: str) -> str:
     """The records of one file of a run, from the dataclasses of events.py, and what is in them."""
     kinds = [*getattr(events, name)]
     for kind in kinds:  # grows: a nested one is described after those that have it
-        inner = (field.metadata.get("type") for field in dataclasses.fields(kind))
+        inner = dict.fromkeys(field.metadata.get("type") for field in dataclasses.fields(kind))
         kinds += [each for each in inner if each is not None and each not in kinds]
     parts = []
     for kind in kinds:
