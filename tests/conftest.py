@@ -23,3 +23,23 @@ def workers() -> Iterator[Group]:
     group = Group()
     yield group
     group.end()
+
+
+# Files that take longest, so that no process is left with one of them at the end.
+LONGEST = (
+    *("test_distributions", "test_hang_diagnosis", "test_examples", "test_python_tasks"),
+    *("test_exact", "test_evaluation", "test_cli", "test_run_naming", "test_chaos"),
+    *("test_gradient_compression", "test_training", "test_launchers", "test_run_local"),
+    *("test_replica_check", "test_device_feed", "test_own_datasets", "test_ownership"),
+)
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """With xdist (``-n 2 --dist loadgroup --no-loadscope-reorder``), one process runs all tests of
+    a file, and the longest files come first."""
+    if config.getoption("dist", "no") == "no":
+        return
+    places = {name: place for place, name in enumerate(LONGEST)}
+    items.sort(key=lambda item: places.get(item.path.stem, len(LONGEST)))
+    for item in items:
+        item.add_marker(pytest.mark.xdist_group(item.path.name))
