@@ -67,7 +67,7 @@ def test_fault_47_every_format_ever_written_opens_verifies_and_loads(folder: str
     assert from_dict(manifest.config).name == "golden"
     state = golden_state()
     log = state.load(checkpoint)
-    assert [record["step"] for record in log] == list(range(1, 13))
+    assert [record.step for record in log] == list(range(1, 13))
     assert (state.step, state.best, state.best_step, state.skipped) == (12, 0.5, 12, 0)
     group = state.optimizer.param_groups[0]
     assert (group["lr"], tuple(group["betas"])) == (0.01, (0.9, 0.99))

@@ -21,6 +21,7 @@ from raytrain_ddp.checkpoint.run_folder import read_history, run_storage
 from raytrain_ddp.data.epoch_order import items_of_rank
 from raytrain_ddp.data.loader_threads import LoaderThreads
 from raytrain_ddp.errors import ConfigError, PreflightError
+from raytrain_ddp.events import Eval
 from raytrain_ddp.report.history import history_of
 from raytrain_ddp.report.run_files import read_run
 from raytrain_ddp.report.tables import full_metrics
@@ -220,8 +221,8 @@ def test_large_values_are_shapes_in_the_log_and_not_finite_ones_are_null(tmp_pat
     assert tables({"one": torch.ones(()), "large": large}) == {"large": {"shape": [len(large)]}}
     from raytrain_ddp.training.metrics_log import _line
 
-    line = _line({"tables": {"c": [[1.0, math.nan], [math.inf, 2.0]]}})
-    assert json.loads(line) == {"tables": {"c": [[1.0, None], [None, 2.0]]}}
+    line = _line(Eval(3, tables={"c": [[1.0, math.nan], [math.inf, 2.0]]}))
+    assert json.loads(line)["tables"] == {"c": [[1.0, None], [None, 2.0]]}
 
 
 def test_evaluate_prints_and_writes_all_values(tmp_path: Path):

@@ -82,7 +82,7 @@ def test_a_profiler_that_fails_ends_no_run_and_writing_a_trace_is_no_hang(
     clock.start()
     for _ in range(2):
         log = LogConfig(profile_steps=1, profile_ranks=(0,))
-        tell = lambda record: notes.append(record["text"])  # noqa: E731
+        tell = lambda record: notes.append(record.text)  # noqa: E731
         with Profile(log, world, open_storage(str(tmp_path)), clock, tell) as trace:
             for step in range(1, 14):
                 trace.begin_step(step)
