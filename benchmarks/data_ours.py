@@ -33,9 +33,10 @@ def train_loader(
     from raytrain_ddp.config.input_sections import AugmentConfig, DataConfig
     from raytrain_ddp.data.data_check import locate
     from raytrain_ddp.data.epoch_order import Plan
-    from raytrain_ddp.data.image_batches import image_data, open_images
+    from raytrain_ddp.data.image_batches import image_data
     from raytrain_ddp.data.loader import TrainLoader, shuffle_for, window_for
     from raytrain_ddp.data.loader_threads import LoaderThreads
+    from raytrain_ddp.data.splits import open_images
 
     config = DataConfig(
         source=str(folder / form),
