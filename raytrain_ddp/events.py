@@ -63,7 +63,8 @@ class Train:
 
     Args:
         step: optimizer steps done. epoch: from 0.
-        loss: mean over the global batch of this step.
+        loss: mean over the global batch of this step. lr: of this step.
+        samples_per_s: of all workers, since the last record. timing: for the same steps.
         skipped: bad records so far. nonfinite: steps so far that were not applied.
         seconds: since this start of the workers began to train.
     """
