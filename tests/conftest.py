@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 from collections.abc import Iterator
 
 import pytest
@@ -11,6 +12,9 @@ from processes import Group
 
 # Ray reads it when it is imported, which the first of many tests may do.
 os.environ.setdefault("RAY_AUTH_MODE", "token")
+
+# Ignored below nohup, and then in all processes of the tests; some send it.
+signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 # On a busy machine an example may take any time: slowness alone is no failure.
 settings.register_profile("busy", deadline=None, suppress_health_check=[HealthCheck.too_slow])
