@@ -163,7 +163,7 @@ def test_fault_34_a_node_taken_away_with_a_notice_costs_no_step_and_no_failure(
     ears.wait(at_step(7))
     drained, notice_s = time.monotonic(), 16.0
     drain(cluster, node, notice_s)
-    noticed = ears.wait(lambda e: e["kind"] == "note" and "taken away" in e["text"], drained)
+    noticed = ears.wait(lambda e: e["kind"] == "note" and "will be preempted" in e["text"], drained)
     at_notice = ears.wait(lambda e: e["kind"] == "checkpoint", noticed)
     held = ears.wait(lambda e: e["kind"] == "preempted", at_notice)
     time.sleep(max(0.0, drained + notice_s - time.monotonic()))
