@@ -16,9 +16,16 @@ os.environ.setdefault("RAY_AUTH_MODE", "token")
 # Ignored below nohup, and then in all processes of the tests; some send it.
 signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
-# On a busy machine an example may take any time: slowness alone is no failure.
-settings.register_profile("busy", deadline=None, suppress_health_check=[HealthCheck.too_slow])
-settings.load_profile("busy")
+# On a busy machine an example may take any time: slowness alone is no failure. The same examples in
+# each run, so that what fails in CI fails at home; --hypothesis-profile=search tries others.
+for profile, repeatable in (("repeatable", True), ("search", False)):
+    settings.register_profile(
+        profile,
+        deadline=None,
+        suppress_health_check=[HealthCheck.too_slow],
+        derandomize=repeatable,
+    )
+settings.load_profile("repeatable")
 
 
 @pytest.fixture(scope="session")
