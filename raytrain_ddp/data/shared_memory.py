@@ -15,6 +15,7 @@ import pickle
 import socket
 import struct
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 import cloudpickle
@@ -72,10 +73,13 @@ def send(channel: socket.socket, value: Any) -> None:
 
 def receive(channel: socket.socket) -> Any:
     """Raises EOFError if the other end is closed."""
-    try:
-        head, files, _, _ = socket.recv_fds(channel, 1, 1, socket.MSG_CMSG_CLOEXEC)
-    except ConnectionError:
-        raise EOFError from None
+    head, files = b"", []
+    # If the other end was closed before it had read everything, Linux reports that first, once, and
+    # then what the other end had sent.
+    for _ in range(2):
+        with suppress(ConnectionError):
+            head, files, _, _ = socket.recv_fds(channel, 1, 1, socket.MSG_CMSG_CLOEXEC)
+            break
     if not head:
         raise EOFError
     try:

@@ -70,7 +70,7 @@ class Profile:
         activities = [ProfilerActivity.CPU]
         if self._world.device.type == "cuda":
             activities.append(ProfilerActivity.CUDA)
-        trace = profile(activities=activities)
+        trace = profile(activities=activities, acc_events=True)  # torch 2.10 warns without it
         try:
             trace.start()
         except RuntimeError as error:  # for example when another profiler is active

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -167,6 +168,17 @@ def test_fault_37_a_process_that_ends_is_an_error_that_names_what_it_loaded(
     assert [next(results) for _ in range(3)] == [0, 1, 2]
     with pytest.raises(LoaderDied, match=f"a loader process {how} while it loaded row 3"):
         next(results)
+
+
+def test_what_a_process_sent_before_it_ended_arrives_though_it_left_items_unread():
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    shared_memory.send(theirs, "the reply")
+    shared_memory.send(ours, "an item that it never reads")
+    theirs.close()
+    with ours:
+        assert shared_memory.receive(ours) == "the reply"
+        with pytest.raises(EOFError):
+            shared_memory.receive(ours)
 
 
 def test_signals_for_the_training_are_not_for_loader_processes(

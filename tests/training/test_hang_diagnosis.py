@@ -198,6 +198,12 @@ def test_the_board_brings_together_the_ranks_of_one_start_only():
     assert mailbox.exchange_status("b", 2, "z") == {2: "z"}
 
 
+def named(collective: str) -> str:
+    """How messages name it: older versions of torch do not record gloo's collectives."""
+    version = tuple(int(part) for part in torch.__version__.split(".")[:2])
+    return collective if version >= (2, 14) else "collective"
+
+
 def found(config: TrainConfig) -> tuple[Path, dict[str, Any]]:
     """Where the stacks are, and what the ranks found."""
     (folder,) = (Path(run_storage(config).path) / HANGS).iterdir()
@@ -215,7 +221,7 @@ def test_fault_33_a_stopped_rank_is_named_ended_and_the_run_goes_on_with_the_sam
     folder, hang = found(config)
     assert (hang["ranks"], hang["step"]) == ([2], 14)
     assert hang["text"].startswith("rank 2 (")
-    assert "did not enter the all-reduce" in hang["text"]
+    assert f"did not enter the {named('all-reduce')}" in hang["text"]
     assert "its process is stopped (SIGSTOP" in hang["text"]
     for rank in (0, 1):
         assert "in train" in (folder / f"rank-{rank}.txt").read_text()
@@ -245,7 +251,7 @@ def test_fault_33_a_rank_that_skips_a_collective_is_named_with_what_it_does_inst
     assert ends == [LOST] * 3
     folder, hang = found(config)
     assert (hang["ranks"], hang["step"]) == ([1], 6)
-    assert "did not enter the all-reduce of step 6" in hang["text"]
+    assert f"did not enter the {named('all-reduce')} of step 6" in hang["text"]
     assert then.__name__ in (folder / "rank-1.txt").read_text()
 
 
@@ -261,7 +267,8 @@ def test_fault_33_a_rank_that_hangs_while_gradients_travel_is_named(
     )
     folder, hang = found(config)
     assert (hang["ranks"], hang["step"]) == ([1], step)
-    assert f"did not enter the all-to-all of step {step} (gradient exchange" in hang["text"]
+    kind = named("all-to-all")
+    assert f"did not enter the {kind} of step {step} (gradient exchange" in hang["text"]
     assert "it is in compute (" in hang["text"]
     assert "in stick" in (folder / "rank-1.txt").read_text()
 
@@ -335,7 +342,11 @@ def test_fault_33_what_compiles_is_told_from_what_runs_compiled():
 
         return run
 
-    net = nn.Linear(2, 2)
+    class Net(nn.Linear):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:  # torch 2.10 compiles none of its own
+            return super().forward(x) * 2
+
+    net = Net(2, 2)
     net.compile(backend=backend)
     net(torch.ones(1, 2))
     assert seen == [True, False]
