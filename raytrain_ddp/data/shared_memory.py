@@ -73,7 +73,7 @@ def send(channel: socket.socket, value: Any) -> None:
 
 def receive(channel: socket.socket) -> Any:
     """Raises EOFError if the other end is closed."""
-    head, files = b"", []
+    head, files = b"", list[int]()
     # If the other end was closed before it had read everything, Linux reports that first, once, and
     # then what the other end had sent.
     for _ in range(2):
