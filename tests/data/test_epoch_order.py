@@ -279,11 +279,11 @@ def test_any_part_of_a_feistel_permutation_can_be_asked_for():
 
 
 def test_a_feistel_permutation_of_few_takes_each_of_its_forms_alike_often():
-    """24 forms, 4800 keys: 200 each, with a standard deviation of 14."""
-    forms = Counter(tuple(Feistel(4, key)(np.arange(4)).tolist()) for key in range(4800))
+    """24 forms, 1200 keys: 50 each, with a standard deviation of 7."""
+    forms = Counter(tuple(Feistel(4, key)(np.arange(4)).tolist()) for key in range(1200))
     assert len(forms) == 24
-    assert min(forms.values()) > 130
-    assert max(forms.values()) < 270
+    assert min(forms.values()) > 20
+    assert max(forms.values()) < 80
 
 
 def test_neighbours_of_a_feistel_permutation_are_strangers():

@@ -41,8 +41,15 @@ print("RESULT", result.status, result.step)
 """
 
 
-@pytest.mark.parametrize("task", ["Mine", "'__main__:Mine'", "Mine(TrainConfig())"])
-@pytest.mark.parametrize("from_pipe", [False, True])
+@pytest.mark.parametrize(
+    ("task", "from_pipe"),
+    [
+        ("Mine", False),
+        ("Mine", True),
+        ("'__main__:Mine'", True),
+        ("Mine(TrainConfig())", False),
+    ],
+)
 def test_a_task_of_a_script_or_a_cell_is_trained_and_its_run_resumed(
     task: str, from_pipe: bool, tmp_path: Path
 ):

@@ -96,7 +96,7 @@ def test_a_checkpoint_is_never_made_of_weights_that_differ(workers: Group, tmp_p
 
 def some() -> list[Tensor]:
     torch.manual_seed(0)
-    floats = torch.randn(3 * 65536 + 7)
+    floats = torch.randn(65536 + 7)
     kinds = [floats, floats[:50].bfloat16(), floats[:9].double(), torch.arange(5), torch.ones(())]
     return [*kinds, torch.randn(2, 3, 4, 5).to(memory_format=torch.channels_last)]
 
@@ -107,7 +107,8 @@ def test_each_bit_and_each_exchange_changes_the_fingerprint_of_its_tensor_alone(
     for number, tensor in enumerate(some()):
         width = 8 * tensor.element_size()
         kind = {16: torch.int16, 32: torch.int32, 64: torch.int64}[width]
-        for bit in range(width):
+        every = range(width) if number < 2 else (0, 1, width // 2, width - 2, width - 1)
+        for bit in every:
             changed = some()
             one = 1 << bit if bit < width - 1 else -(1 << bit)
             place = (bit * 7919) % tensor.numel()
@@ -116,7 +117,7 @@ def test_each_bit_and_each_exchange_changes_the_fingerprint_of_its_tensor_alone(
             changed[number] = flat.view(tensor.shape)
             assert (fingerprints(changed) != before).nonzero().tolist() == [[number]]
     swapped = some()
-    swapped[0][[3, 70_000]] = swapped[0][[70_000, 3]]
+    swapped[0][[3, 65_540]] = swapped[0][[65_540, 3]]
     assert (fingerprints(swapped) != before).nonzero().tolist() == [[0]]
 
 
