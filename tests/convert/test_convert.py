@@ -37,7 +37,7 @@ from raytrain_ddp.convert.process_pool import ProcessPool
 from raytrain_ddp.convert.progress import Meter
 from raytrain_ddp.convert.shard_writer import Tell, write_shard
 from raytrain_ddp.convert.staging import Stage
-from raytrain_ddp.data.parquet_images import ParquetImages
+from raytrain_ddp.data.shard_images import ShardImages
 from raytrain_ddp.errors import (
     ConfigError,
     DataError,
@@ -171,13 +171,31 @@ def test_hugging_face_datasets_opens_it_with_the_same_features_and_pixels(
 def test_fit_finds_it_and_reads_the_same_images(folder: Path, converted: Path):
     train, evaluation = located(str(converted), None)
     assert evaluation is not None
-    source = ParquetImages(train.paths, DataConfig())
+    source = ShardImages(train.paths, DataConfig())
     assert source.class_names == list(CLASSES)
     assert int(source.blocks.sum()) == TRAIN
     records = source.read(np.arange(TRAIN))
     stored = {path.read_bytes(): path.parent.name for path in folder.glob("train/*/*")}
     assert {image: CLASSES[label] for image, label in records} == stored
-    assert int(ParquetImages(evaluation.paths, DataConfig()).blocks.sum()) == VAL
+    assert int(ShardImages(evaluation.paths, DataConfig()).blocks.sum()) == VAL
+
+
+def test_a_list_of_images_is_converted_as_its_folder_is(folder: Path, tmp_path: Path):
+    paths = sorted((folder / "train").glob("*/*.jpg"))
+    rows = [f"{path.relative_to(folder / 'train')},{path.parent.name}" for path in paths]
+    (tmp_path / "list.csv").write_text("\n".join(["image,label", *rows, "ant/gone.jpg,ant"]))
+    options = {"root": str(folder / "train"), "eval_source": str(folder / "val"), **SMALL}
+    with pytest.raises(DataError, match=r"list\.csv, row 60: .*no such file"):
+        run_convert(tmp_path / "list.csv", tmp_path / "out", **options)
+    done = run_convert(tmp_path / "list.csv", tmp_path / "out", bad_records="skip", **options)
+    assert len(done.dataset["skipped"]) == 1
+    written = {row["image"]["path"]: row for row in rows_of(tmp_path / "out", "train")}
+    assert len(written) == TRAIN
+    for path in paths:
+        row = written[str(path.relative_to(folder / "train"))]
+        assert row["image"]["bytes"] == path.read_bytes()
+        assert CLASSES[row["label"]] == path.parent.name
+    assert done.dataset["rows"] == {"train": TRAIN, "test": VAL}
 
 
 def test_row_groups_are_bounded_pages_have_checksums_and_images_no_statistics(

@@ -62,6 +62,19 @@ def parquet(root: Path, change: Callable[[dict[str, Any]], object] = lambda _: N
     return root
 
 
+def a_list(name: str, line: str, at: int = 9) -> Callable[[Path], object]:
+    """A list with one line replaced; its images are outside the folder."""
+
+    def make(root: Path) -> None:
+        pictures = folder(root.parent / "pictures") / "train"
+        names = [f"{path.parent.name}/{path.name}" for path in sorted(pictures.glob("*/*"))]
+        lines = ["image,label", *(f"../pictures/train/{n},{n[:3]}" for n in names)]
+        lines[at + 1] = line
+        (root / name).write_text("\n".join(lines) + "\n")
+
+    return make
+
+
 @dataclass(frozen=True)
 class Broken:
     """How to make it, what must be told, and whether that is told before torch is loaded."""
@@ -192,6 +205,18 @@ BROKEN = {
         lambda root: parquet(root, set_image({"bytes": b"hello", "path": None})),
         ("train.parquet, row group 1, row 1", "not a readable image"),
     ),
+    "a list that names no file": Broken(
+        a_list("list.csv", "../pictures/gone.jpg,ape"), ("list.csv, row 9", "gone.jpg: no such")
+    ),
+    "a list with a line too long": Broken(
+        a_list("list.csv", "gone.jpg,ape,bat"), ("list.csv", "Row #11"), True
+    ),
+    "a list without a label": Broken(
+        a_list("list.csv", "gone.jpg,"), ("list.csv, row 9", "empty string"), True
+    ),
+    "a list without a header": Broken(
+        a_list("list.csv", "gone.jpg,ape", -1), ("list.csv", "no column 'image'"), True
+    ),
     "a missing shard": Broken(of_dataset, ("train-2.parquet", "dataset.json"), True),
 }
 
@@ -233,7 +258,8 @@ def test_each_kind_of_broken_data_is_named_in_one_line(kind: str, workers: Group
 
 def test_the_same_data_unbroken_are_trained(workers: Group, tmp_path: Path):
     (tmp_path / "data").mkdir()
-    for make in (folder, parquet):
+    fine = a_list("list.csv", "../pictures/train/ape/00.jpg,ape")
+    for make in (folder, parquet, fine):
         source = tmp_path / make.__name__
         source.mkdir()
         make(source)

@@ -20,7 +20,7 @@ from raytrain_ddp.config.input_sections import DataConfig
 from raytrain_ddp.data.data_check import Found, locate
 from raytrain_ddp.data.discovery import open_data_set
 from raytrain_ddp.data.image_folder import FolderImages
-from raytrain_ddp.data.parquet_images import ParquetImages
+from raytrain_ddp.data.shard_images import ShardImages
 from raytrain_ddp.data.split_names import ROLE_OF
 from raytrain_ddp.data.splits import open_splits
 from raytrain_ddp.display.formatting import format_data
@@ -662,8 +662,8 @@ def test_what_is_not_used_of_class_folders_is_said(tmp_path: Path):
 
 def test_images_beside_parquet_files_are_read_by_their_paths_only(tmp_path: Path):
     found = found_at(write(tmp_path, "train.parquet", "test.parquet", "train/a/0.png"))
-    assert found.train.kind == "parquet"
-    assert "images in folders are read only if a Parquet file references them." in found.notes
+    assert found.train.kind == "files"
+    assert "images in train/a are read only if a file references them." in found.notes
     (tmp_path / "train.parquet").rename(tmp_path / "metadata.parquet")  # that of `datasets`
     (tmp_path / "test.parquet").unlink()
     assert found_at(tmp_path).train.kind == "folder"
@@ -690,7 +690,7 @@ def test_parquet_has_the_rows_that_datasets_loads(tmp_path: Path):
     found = found_at(root)
     assert found.eval
     train, evaluation = (
-        ParquetImages(part.paths, DataConfig(), ["0", "1"]) for part in (found.train, found.eval)
+        ShardImages(part.paths, DataConfig(), ["0", "1"]) for part in (found.train, found.eval)
     )
     assert (train.blocks.sum(), evaluation.blocks.sum()) == (2, 1)
     assert (len(theirs["train"]), len(theirs["validation"])) == (2, 1)
