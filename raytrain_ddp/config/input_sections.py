@@ -18,10 +18,11 @@ class DataConfig:
     """Where the images come from, their order, and how they are loaded."""
 
     source: str = "digits"
-    """Folder, Parquet, list, torchvision:NAME, or URI. A folder of class folders (ImageFolder);
-    Parquet files, or lists of images (CSV, TSV, JSON lines), as a file, folder, glob or URI (s3://,
-    gs://, hf://); a classification data set of torchvision, such as torchvision:CIFAR10, which is
-    downloaded; or digits, which is bundled."""
+    """Folder, Parquet, tar, list, torchvision:NAME, or URI. A folder of class folders
+    (ImageFolder); Parquet files, WebDataset tar files, or lists of images (CSV, TSV, JSON lines),
+    as a file, folder, glob or URI (s3://, gs://, hf://; not for tar files); a classification data
+    set of torchvision, such as torchvision:CIFAR10, which is downloaded; or digits, which is
+    bundled."""
     eval_source: str | None = None
     """Data to evaluate on, like source. Default: the validation or test split of source."""
     train_split: str = "auto"
@@ -35,9 +36,11 @@ class DataConfig:
     """Folder or URI of the images that a list names. Default: the folder of the list. For
     torchvision data sets, the folder to download into; default: data."""
     image_column: str = "image"
-    """Column with the images: struct<bytes, path> or binary (Parquet), or paths of files."""
+    """Column with the images: struct<bytes, path> or binary (Parquet), or paths of files. Of tar
+    files: suffix of the images."""
     label_column: str = "label"
-    """Column with the labels: integers, strings, or booleans."""
+    """Column with the labels: integers, strings, or booleans. Of tar files: suffix of the labels
+    (default: cls), or a field of the JSON files."""
     classes: tuple[str, ...] | None = field(default=None, metadata=FREE)  # compared as data
     """Class names, in order. Default: the classes of the training set, sorted."""
     holdout: float = 0.0

@@ -24,7 +24,7 @@ from raytrain_ddp.data.hf_repository import (
     refuse_saved_to_disk,
     repo_config,
 )
-from raytrain_ddp.data.shard_formats import FORMATS, LIST, PARQUET
+from raytrain_ddp.data.shard_formats import FORMATS, LIST, PARQUET, TAR
 from raytrain_ddp.data.split_names import (
     NoSuchConfigError,
     Splits,
@@ -109,22 +109,24 @@ def open_data_set(source: str, field: str, config: DataConfig) -> DataSet:
     images = listing.images
     names = listing.named(PARQUET.ends)
     names = [n for n in names if not images or PurePosixPath(n).name != _METADATA_FILE]
-    lists = listing.named(LIST.ends)
-    if names or (lists and not images):
-        return _of_files(field, listing, names or lists, card, asked)
+    if not names and not images:
+        names = listing.named(TAR.ends) or listing.named(LIST.ends)
+    if names:
+        return _of_files(field, listing, names, card, asked)
     if not listing.is_local:
         raise DataError(
-            f"{shown}: contains no Parquet files and no lists of images (class folders are "
-            "supported on local disks only)."
+            f"{shown}: contains no Parquet files and no lists of images (class folders and tar "
+            "files are supported on local disks only)."
         )
     if listing.pattern:
         raise DataError(
-            f"{shown}: no match is a Parquet file or a list of images; for images, specify the "
-            "folder."
+            f"{shown}: no match is a Parquet file, a tar file or a list of images; for images, "
+            "specify the folder."
         )
     if not images:
         raise DataError(
-            f"{shown}: contains neither Parquet files nor class folders nor lists of images."
+            f"{shown}: contains neither Parquet files nor class folders, tar files or lists of "
+            "images."
         )
     return _of_images(field, listing, card, asked, config)
 

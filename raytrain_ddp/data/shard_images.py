@@ -1,4 +1,4 @@
-"""Images in files of many rows: Parquet, or lists of paths. Row groups are the blocks."""
+"""Images in files of many rows, of any of the `FORMATS`. Row groups are the blocks."""
 
 from __future__ import annotations
 

@@ -12,6 +12,7 @@ import signal
 import struct
 import subprocess
 import sys
+import tarfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -196,6 +197,29 @@ def test_a_list_of_images_is_converted_as_its_folder_is(folder: Path, tmp_path: 
         assert row["image"]["bytes"] == path.read_bytes()
         assert CLASSES[row["label"]] == path.parent.name
     assert done.dataset["rows"] == {"train": TRAIN, "test": VAL}
+
+
+def test_tar_files_are_converted_with_the_names_of_their_members(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    contents = {f"{n:03d}.jpg": encoded(picture(n), quality=90) for n in range(TRAIN)}
+    (tmp_path / "tars").mkdir()
+    for number in range(2):
+        with tarfile.open(tmp_path / "tars" / f"train-{number}.tar", "w") as file:
+            for name in [*contents][number::2]:
+                for member, content in (
+                    (name, contents[name]),
+                    (f"{name[:3]}.cls", CLASSES[int(name[:3]) % 3].encode()),
+                ):
+                    told = tarfile.TarInfo(member)
+                    told.size = len(content)
+                    file.addfile(told, io.BytesIO(content))
+    done = run_convert(tmp_path / "tars", tmp_path / "out", workers=2, **SMALL)
+    assert done.dataset["class_names"] == list(CLASSES)
+    rows = {row["image"]["path"]: row for row in rows_of(tmp_path / "out", "train")}
+    assert {name: row["image"]["bytes"] for name, row in rows.items()} == contents
+    assert all(row["label"] == int(name[:3]) % 3 for name, row in rows.items())
 
 
 def test_row_groups_are_bounded_pages_have_checksums_and_images_no_statistics(
