@@ -19,10 +19,10 @@ class DataConfig:
 
     source: str = "digits"
     """Folder, Parquet, tar, list, torchvision:NAME, or URI. A folder of class folders
-    (ImageFolder); Parquet files, WebDataset tar files, or lists of images (CSV, TSV, JSON lines),
-    as a file, folder, glob or URI (s3://, gs://, hf://; not for tar files); a classification data
-    set of torchvision, such as torchvision:CIFAR10, which is downloaded; or digits, which is
-    bundled."""
+    (ImageFolder), or one written by save_to_disk of Hugging Face datasets; Parquet files,
+    WebDataset tar files, or lists of images (CSV, TSV, JSON lines), as a file, folder, glob or URI
+    (s3://, gs://, hf://; not for tar files); a classification data set of torchvision, such as
+    torchvision:CIFAR10, which is downloaded; or digits, which is bundled."""
     eval_source: str | None = None
     """Data to evaluate on, like source. Default: the validation or test split of source."""
     train_split: str = "auto"

@@ -21,10 +21,10 @@ from raytrain_ddp.data.hf_repository import (
     RepoConfig,
     files_of,
     is_of,
-    refuse_saved_to_disk,
     repo_config,
+    saved_to_disk,
 )
-from raytrain_ddp.data.shard_formats import FORMATS, LIST, PARQUET, TAR
+from raytrain_ddp.data.shard_formats import FORMATS, LIST, PARQUET
 from raytrain_ddp.data.split_names import (
     NoSuchConfigError,
     Splits,
@@ -98,8 +98,9 @@ def open_data_set(source: str, field: str, config: DataConfig) -> DataSet:
     if source.startswith("file://"):
         source = open_uri(source)[1]
     listing = (list_in_store if "://" in source else list_on_disk)(source, shown)
-    refuse_saved_to_disk(listing)
-    of_dataset = _written_by_convert(listing) if DATASET_FILE in listing.files else None
+    of_dataset: Splits | None = saved_to_disk(listing)
+    if DATASET_FILE in listing.files:
+        of_dataset = _written_by_convert(listing)
     if of_dataset is not None:
         _require_no_config(shown, asked)
         return DataSet(field, shown, "files", of_dataset, listing.uri_of)
@@ -110,7 +111,8 @@ def open_data_set(source: str, field: str, config: DataConfig) -> DataSet:
     names = listing.named(PARQUET.ends)
     names = [n for n in names if not images or PurePosixPath(n).name != _METADATA_FILE]
     if not names and not images:
-        names = listing.named(TAR.ends) or listing.named(LIST.ends)
+        found = (listing.named(form.ends) for form in FORMATS)
+        names = next((each for each in found if each), [])
     if names:
         return _of_files(field, listing, names, card, asked)
     if not listing.is_local:

@@ -214,6 +214,14 @@ def check_columns(name: str, schema: Any, columns: Columns) -> tuple[tuple[str, 
     return leaves, path_column, kind
 
 
+def label_range(values: Sequence[Any], kind: Kind) -> tuple[int, int, int] | None:
+    """(nulls, min, max) of integer labels, see `RowGroup`; None for others."""
+    if kind != "integer":
+        return None
+    known = [value for value in values if value is not None]
+    return len(values) - len(known), min(known, default=0), max(known, default=0)
+
+
 def is_binary(kind: Any) -> bool:
     checks = (pa.types.is_binary, pa.types.is_large_binary, pa.types.is_binary_view)
     return any(check(kind) for check in checks)

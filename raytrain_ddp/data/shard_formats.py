@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from raytrain_ddp.data.parquet_shard import open_parquet
 from raytrain_ddp.data.shard import Columns, Opened, Shard, join_some, opened_at, with_retries
-from raytrain_ddp.data.table_shard import open_list
+from raytrain_ddp.data.table_shard import open_arrow, open_list
 from raytrain_ddp.data.tar_shard import open_tar
 from raytrain_ddp.errors import DataError, RaytrainError
 from raytrain_ddp.uri import attempt, reason_of, without_secrets
@@ -32,7 +32,8 @@ _LISTS = tuple(
 PARQUET = Format("Parquet", (".parquet",), open_parquet)
 LIST = Format("CSV, TSV or JSON lines", _LISTS, open_list)
 TAR = Format("tar", (".tar", ".tar.gz", ".tgz", ".tar.zst", ".tar.bz2", ".tar.xz"), open_tar)
-FORMATS = (PARQUET, TAR, LIST)
+ARROW = Format("Arrow", (".arrow",), open_arrow)
+FORMATS = (PARQUET, ARROW, TAR, LIST)
 
 
 def format_of(name: str) -> Format | None:

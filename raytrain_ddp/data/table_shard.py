@@ -1,4 +1,4 @@
-"""Lists of images (CSV, TSV, JSON lines) as tables in memory, read by pyarrow."""
+"""Tables in memory or mapped into it: lists of images (CSV, TSV, JSON lines), Arrow files."""
 
 from __future__ import annotations
 
@@ -9,8 +9,18 @@ from itertools import accumulate
 from typing import Any
 
 import pyarrow as pa
+from pyarrow import fs as pafs
 
-from raytrain_ddp.data.shard import Columns, Opened, RowGroup, Shard, check_columns, is_string
+from raytrain_ddp.data.labels import distinct_names, hugging_face_names
+from raytrain_ddp.data.shard import (
+    Columns,
+    Opened,
+    RowGroup,
+    Shard,
+    check_columns,
+    is_string,
+    label_range,
+)
 from raytrain_ddp.errors import DataError
 
 _GROUP_ROWS = 4096
@@ -18,7 +28,7 @@ _GROUP_ROWS = 4096
 
 @dataclass(frozen=True)
 class TableShard(Shard):
-    """A table in memory. The digest is that of the file."""
+    """A table in memory, or mapped into it."""
 
     _table: Any
 
@@ -27,9 +37,10 @@ class TableShard(Shard):
 
     def _read(self, groups: Sequence[int], columns: Sequence[str]) -> Any:
         table, starts = self._table.select(list(columns)), self._starts()
-        return pa.concat_tables(
-            [table.slice(starts[group], self.groups[group].rows) for group in groups]
-        )
+        parts = [table.slice(starts[group], self.groups[group].rows) for group in groups]
+        for part in parts:
+            part.validate(full=True)  # a damaged offset would lead anywhere in memory
+        return pa.concat_tables(parts)
 
     def _starts(self) -> list[int]:
         return [0, *accumulate(group.rows for group in self.groups)]
@@ -57,9 +68,44 @@ def open_list(at: Opened, columns: Columns) -> TableShard:
     groups = []
     for start in range(0, table.num_rows, _GROUP_ROWS):
         part = table.slice(start, _GROUP_ROWS)
-        groups.append(RowGroup(part.num_rows, kept, part.nbytes, 0, None))
+        labels = label_range(part[columns.label].to_pylist(), kind)
+        groups.append(RowGroup(part.num_rows, kept, part.nbytes, 0, labels))
     digest = sha256(content).hexdigest()
     return TableShard(at, len(content), digest, tuple(groups), kind, None, path_column, table)
+
+
+def open_arrow(at: Opened, columns: Columns) -> TableShard:
+    """An Arrow stream, as `datasets` writes it; its record batches are the row groups.
+
+    Raises:
+        ValueError, OSError: the file is missing or damaged.
+        DataError: it is not on this machine, or a column is missing or of the wrong type.
+    """
+    if not isinstance(at.fs, pafs.LocalFileSystem):
+        raise DataError(
+            f"{at.name}: Arrow files are read from local disks only: download it, or convert it to "
+            "Parquet where it is."
+        )
+    with pa.memory_map(at.path) as file, pa.ipc.open_stream(file) as stream:
+        schema, batches = stream.schema, list(stream)
+        size = file.size()
+    leaves, path_column, kind = check_columns(at.name, schema, columns)
+    names = hugging_face_names(schema, columns.label)
+    table = pa.Table.from_batches(batches, schema).select([columns.image, columns.label]).flatten()
+    groups, digest, start = [], sha256(schema.to_string().encode()), 0
+    for rows in map(len, batches):
+        part = table.slice(start, rows)
+        images = [part[leaf] for leaf in leaves]
+        used = leaves if images[0].null_count else leaves[:1]
+        bytes_of = sum(image.nbytes for image in images)
+        values = part[columns.label].to_pylist()
+        kept, labels = (*used, columns.label), label_range(values, kind)
+        groups.append(RowGroup(rows, kept, part.nbytes, bytes_of, labels))
+        digest.update(f"{rows} {part.nbytes} {values}".encode())
+        start += rows
+    class_names = distinct_names(names, at.name) if names else None
+    told = digest.hexdigest()
+    return TableShard(at, size, told, tuple(groups), kind, class_names, path_column, table)
 
 
 def _from_csv(content: bytes, name: str, columns: Columns) -> Any:

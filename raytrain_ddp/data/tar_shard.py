@@ -26,7 +26,15 @@ from pyarrow import fs as pafs
 
 from raytrain_ddp.config.input_sections import DataConfig
 from raytrain_ddp.data.image_folder import EXTENSIONS
-from raytrain_ddp.data.shard import Columns, Opened, RowGroup, Shard, check_columns
+from raytrain_ddp.data.labels import Kind
+from raytrain_ddp.data.shard import (
+    Columns,
+    Opened,
+    RowGroup,
+    Shard,
+    check_columns,
+    label_range,
+)
 from raytrain_ddp.errors import DataError
 
 _log = logging.getLogger("raytrain_ddp")
@@ -123,23 +131,20 @@ def open_tar(at: Opened, columns: Columns) -> TarShard:
     schema = pa.schema([(columns.image, pa.binary()), (columns.label, label)])
     _, _, kind = check_columns(at.name, schema, columns)
     digest = index.schema.metadata[b"digest"].decode()
-    groups = tuple(_groups(index, columns, kind == "integer"))
+    groups = tuple(_groups(index, columns, kind))
     size, modified = status.st_size, status.st_mtime_ns
     return TarShard(at, size, digest, groups, kind, None, _NAMES, modified, index)
 
 
-def _groups(index: Any, columns: Columns, has_numbers: bool) -> Iterator[RowGroup]:
+def _groups(index: Any, columns: Columns, kind: Kind) -> Iterator[RowGroup]:
     """Runs of rows that are read at once."""
     ends = [0, *accumulate(size or 0 for size in index["size"].to_pylist())]
     rows, start = len(ends) - 1, 0
     for stop in range(1, rows + 1):
         full = stop - start == _GROUP_ROWS or ends[min(stop + 1, rows)] - ends[start] > _GROUP_BYTES
         if full or stop == rows:
-            size, labels = ends[stop] - ends[start], None
-            if has_numbers:
-                values = index["label"][start:stop].to_pylist()
-                known = [value for value in values if value is not None]
-                labels = len(values) - len(known), min(known, default=0), max(known, default=0)
+            size = ends[stop] - ends[start]
+            labels = label_range(index["label"][start:stop].to_pylist(), kind)
             yield RowGroup(stop - start, (columns.image, columns.label), size, size, labels)
             start = stop
 

@@ -18,6 +18,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import datasets
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -152,8 +153,7 @@ def test_the_files_are_named_split_and_number_and_listed_with_hashes(converted: 
 def test_hugging_face_datasets_opens_it_with_the_same_features_and_pixels(
     folder: Path, converted: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    datasets = pytest.importorskip("datasets")
+    monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
     datasets.disable_progress_bars()
     files = {split: str(converted / f"{split}-*.parquet") for split in ("train", "val")}
     opened = datasets.load_dataset("parquet", data_files=files, cache_dir=str(tmp_path))
@@ -197,6 +197,23 @@ def test_a_list_of_images_is_converted_as_its_folder_is(folder: Path, tmp_path: 
         assert row["image"]["bytes"] == path.read_bytes()
         assert CLASSES[row["label"]] == path.parent.name
     assert done.dataset["rows"] == {"train": TRAIN, "test": VAL}
+
+
+def test_what_save_to_disk_wrote_is_converted(
+    converted: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
+    datasets.disable_progress_bars()
+    files = {split: str(converted / f"{split}-*.parquet") for split in ("train", "val")}
+    opened = datasets.load_dataset("parquet", data_files=files, cache_dir=str(tmp_path / "hf"))
+    opened.save_to_disk(str(tmp_path / "saved"), num_shards={"train": 2, "val": 1})
+    run_convert(tmp_path / "saved", tmp_path / "out", workers=2, shuffle=False, **SMALL)
+    for split in ("train", "val"):
+        written, expected = rows_of(tmp_path / "out", split), rows_of(converted, split)
+        assert [row["label"] for row in written] == [row["label"] for row in expected]
+        for row, before in zip(written, expected, strict=True):
+            assert row["image"]["bytes"] == before["image"]["bytes"]
+            assert row["image"]["path"] == Path(before["image"]["path"]).name  # `datasets` cuts it
 
 
 def test_tar_files_are_converted_with_the_names_of_their_members(

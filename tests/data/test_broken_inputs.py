@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import datasets
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -96,6 +97,18 @@ def a_tar(root: Path, name: str = "", content: bytes = b"") -> Path:
                 told.size = len(given)
                 file.addfile(told, io.BytesIO(given))
     return root
+
+
+def arrow(root: Path) -> Path:
+    """The records of `parquet` as `save_to_disk` writes them."""
+    datasets.disable_progress_bars()
+    datasets.Dataset.from_dict(records()).save_to_disk(root)
+    return root
+
+
+def cut_arrow(root: Path) -> None:
+    path = arrow(root) / "data-00000-of-00001.arrow"
+    path.write_bytes(path.read_bytes()[:9000])
 
 
 def cut_tar(root: Path) -> None:
@@ -252,6 +265,9 @@ BROKEN = {
     "a tar file without a label": Broken(
         lambda root: a_tar(root, "09.cls"), ("train.tar, 09.jpg: label is an empty",), True
     ),
+    "a truncated Arrow file": Broken(
+        cut_arrow, ("data-00000-of-00001.arrow", "not a readable Arrow file"), True
+    ),
     "a missing shard": Broken(of_dataset, ("train-2.parquet", "dataset.json"), True),
 }
 
@@ -308,7 +324,7 @@ def test_the_same_rows_in_files_of_any_format_train_to_the_same_bits(
     workers: Group, tmp_path: Path
 ):
     logs = []
-    for make in (parquet, a_tar, a_list_of_records):
+    for make in (parquet, a_tar, a_list_of_records, arrow):
         source = tmp_path / make.__name__
         source.mkdir()
         make(source)
@@ -317,7 +333,7 @@ def test_the_same_rows_in_files_of_any_format_train_to_the_same_bits(
         lines = (tmp_path / "runs" / make.__name__ / "metrics.jsonl").read_text().splitlines()
         logs.append([record["loss"] for record in map(json.loads, lines) if "loss" in record])
     assert len(logs[0]) > 0
-    assert logs == [logs[0]] * 3
+    assert logs == [logs[0]] * 4
 
 
 @pytest.mark.parametrize(

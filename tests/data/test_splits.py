@@ -727,23 +727,6 @@ def test_folders_behind_links_are_found(tmp_path: Path):
 # ------------------------------------------------------------------ other forms of data
 
 
-def test_what_save_to_disk_writes_is_refused_with_the_remedy_that_works(tmp_path: Path):
-    rows = datasets.Dataset.from_dict({"image": PICTURES[:2], "label": [0, 1]})
-    rows.save_to_disk(tmp_path / "one")
-    datasets.DatasetDict(train=rows, test=rows).save_to_disk(tmp_path / "two")
-    for name in ("one", "two", "two/train"):
-        with pytest.raises(DataError, match="was written by save_to_disk") as caught:
-            found_at(tmp_path / name)
-        remedy = str(caught.value).rpartition(": ")[2] if name != "two" else ""
-        remedy = remedy or str(caught.value)[str(caught.value).index("for name, part") :]
-        new = tmp_path / f"new-{name.replace('/', '-')}"
-        new.mkdir()
-        code = remedy.replace("FOLDER", repr(str(tmp_path / name))).replace("NEW", str(new))
-        exec(code, {"load_from_disk": datasets.load_from_disk})
-        found = found_at(new)
-        assert (found.eval is not None) == (name == "two")
-
-
 @pytest.mark.parametrize(
     ("source", "told"),
     [
