@@ -15,7 +15,7 @@ from PIL import Image
 
 from raytrain_ddp.config.input_sections import DataConfig
 from raytrain_ddp.data.data_check import Located, locate
-from raytrain_ddp.data.parquet_images import ParquetImages
+from raytrain_ddp.data.shard_images import ShardImages
 
 ROWS_PER_GROUP = 4
 
@@ -49,11 +49,11 @@ def write_images(path: Path, rows: int, first: int = 0, **options: Any) -> str:
     return write_parquet(path, columns, **options)
 
 
-def opened(*paths: str, **fields: Any) -> ParquetImages:
-    return ParquetImages(paths, DataConfig(**fields))
+def opened(*paths: str, **fields: Any) -> ShardImages:
+    return ShardImages(paths, DataConfig(**fields))
 
 
-def all_of(source: ParquetImages) -> list[tuple[Any, int]]:
+def all_of(source: ShardImages) -> list[tuple[Any, int]]:
     return source.read(np.arange(source.blocks.sum()))
 
 

@@ -30,7 +30,7 @@ from processes import Group
 from s3 import CREDENTIALS, S3, s3_server
 
 from raytrain_ddp.config.recipe import load
-from raytrain_ddp.data import parquet_shard as shard_module
+from raytrain_ddp.data import shard as shard_module
 from raytrain_ddp.data import store_listing as listing_module
 from raytrain_ddp.data.sources import BadRecord
 from raytrain_ddp.errors import ConfigError, DataError, PreflightError
@@ -172,7 +172,7 @@ def test_a_folder_file_or_pattern_of_a_store_is_located_as_on_disk(s3: S3, pictu
     train, evaluation = located(s3.uri("pictures"), None)
     assert names(train) == ["pictures/train/0.parquet", "pictures/train/1.parquet"]
     assert names(evaluation) == ["pictures/test/0.parquet"]
-    assert (train.kind, train.split) == ("parquet", "train")
+    assert (train.kind, train.split) == ("files", "train")
     train, evaluation = located(s3.uri("pictures/*/0.parquet"), None)
     assert (names(train), names(evaluation)) == (
         ["pictures/train/0.parquet"],

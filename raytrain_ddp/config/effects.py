@@ -67,12 +67,12 @@ _OF_IMAGES = [
     _Rule("task_options", "a task of your own", lambda _: False),
     _Rule(
         "data.root",
-        "data.source = torchvision:NAME",
-        lambda c: any(source.startswith("torchvision:") for source in _sources(c)),
+        "data.source = torchvision:NAME, or paths of images",
+        lambda c: any(source != "digits" for source in _sources(c)),
     ),
     _Rule(
         "data.image_column data.label_column data.memory_mib",
-        "Parquet files",
+        "Parquet files or lists of images",
         lambda c: not all(source.startswith("torchvision:") for source in _sources(c)),
     ),
     _Rule(

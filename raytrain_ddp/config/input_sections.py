@@ -10,15 +10,19 @@ from typing import Literal
 
 from raytrain_ddp.config.validation import FREE, at_least, below_one, require
 
+TORCHVISION_ROOT = "data"
+
 
 @dataclass(frozen=True)
 class DataConfig:
     """Where the images come from, their order, and how they are loaded."""
 
     source: str = "digits"
-    """Folder, Parquet, torchvision:NAME, or URI. A folder of class folders (ImageFolder); Parquet
-    files as a file, folder, glob or URI (s3://, gs://, hf://); a classification data set of
-    torchvision, such as torchvision:CIFAR10, which is downloaded; or digits, which is bundled."""
+    """Folder, Parquet, tar, list, torchvision:NAME, or URI. A folder of class folders
+    (ImageFolder), or one written by save_to_disk of Hugging Face datasets; Parquet files,
+    WebDataset tar files, or lists of images (CSV, TSV, JSON lines), as a file, folder, glob or URI
+    (s3://, gs://, hf://; not for tar files); a classification data set of torchvision, such as
+    torchvision:CIFAR10, which is downloaded; or digits, which is bundled."""
     eval_source: str | None = None
     """Data to evaluate on, like source. Default: the validation or test split of source."""
     train_split: str = "auto"
@@ -28,12 +32,15 @@ class DataConfig:
     evaluate."""
     config: str = "auto"
     """Data set to use from a repository with several: a config of its README.md, or a folder."""
-    root: str = field(default="data", metadata=FREE)
-    """Folder for downloaded torchvision data sets."""
+    root: str | None = field(default=None, metadata=FREE)
+    """Folder or URI of the images that a list names. Default: the folder of the list. For
+    torchvision data sets, the folder to download into; default: data."""
     image_column: str = "image"
-    """Parquet column with the images: struct<bytes, path> or binary."""
+    """Column with the images: struct<bytes, path> or binary (Parquet), or paths of files. Of tar
+    files: suffix of the images."""
     label_column: str = "label"
-    """Parquet column with the labels: integers, strings, or booleans."""
+    """Column with the labels: integers, strings, or booleans. Of tar files: suffix of the labels
+    (default: cls), or a field of the JSON files."""
     classes: tuple[str, ...] | None = field(default=None, metadata=FREE)  # compared as data
     """Class names, in order. Default: the classes of the training set, sorted."""
     holdout: float = 0.0
@@ -87,7 +94,7 @@ class DataConfig:
         require(min(self.std) > 0, "data.std", self.std, "each value must be above 0")
         workers_ok = self.workers == "auto" or self.workers >= 0
         require(workers_ok, "data.workers", self.workers, "must be auto, or 0 or more")
-        rule = "must be a folder, Parquet files, 'torchvision:NAME' or 'digits'"
+        rule = "must be a folder, Parquet files, a list of images, 'torchvision:NAME' or 'digits'"
         require(bool(self.source), "data.source", self.source, rule)
         for name in ("train_split", "eval_split", "config"):
             value = getattr(self, name)

@@ -92,12 +92,9 @@ def publishable(config: TrainConfig) -> TrainConfig:
 
     Whoever resumes from it has the credentials in the environment.
     """
-    source, eval_source = config.data.source, config.data.eval_source
-    data = dataclasses.replace(
-        config.data,
-        source=shareable(source),
-        eval_source=shareable(eval_source) if eval_source else eval_source,
-    )
+    given = {name: getattr(config.data, name) for name in ("source", "eval_source", "root")}
+    shown: dict[str, Any] = {name: shareable(uri) for name, uri in given.items() if uri}
+    data = dataclasses.replace(config.data, **shown)
     return dataclasses.replace(config, storage=shareable(config.storage), data=data)
 
 

@@ -33,7 +33,7 @@ class ConvertArgs:
     """
 
     source: str | None = field(default=None, metadata=positional("SRC"))
-    """Folder of class folders, torchvision:NAME, or Parquet files (file, folder, glob, or URI)."""
+    """Any --data.source of fit: folder, Parquet, tar files, list, torchvision:NAME, or URI."""
     dest: str | None = field(default=None, metadata=positional("DST"))
     """Folder to create."""
     verify: str | None = field(default=None, metadata={"metavar": "DST"})
@@ -50,7 +50,7 @@ COMMAND = Command(
     ConvertArgs,
     "SRC DST [--FLAG VALUE ...]",
     {
-        "What is read": ["eval-source", "train-split", "eval-split", "bad-records"],
+        "What is read": ["eval-source", "train-split", "eval-split", "root", "bad-records"],
         "What is written": ["resize-short", "quality", "shuffle", "shard-mib"],
         "How": ["workers", "address", "verify"],
     },

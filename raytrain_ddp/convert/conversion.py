@@ -125,7 +125,7 @@ def _convert_split(
     run: TaskRunner,
     phase: Phase,
 ) -> _SplitDone:
-    if split.kind != "folder":  # the images are temporarily stored twice
+    if split.files is None:  # the images are temporarily stored twice
         _require_space(stage, 2 * split.size_bytes() - stage.size_bytes(split.name))
     listing = split.list_rows(stage, run, phase)
     if listing.bad and config.bad_records == "error":

@@ -20,12 +20,13 @@ class ConvertConfig:
     """Split to evaluate on, as --data.eval-split of fit. auto: validation and test."""
     config: str = "auto"
     """Data set to use from a repository with several, as --data.config of fit."""
-    root: str = "data"
-    """Folder for downloaded torchvision data sets."""
+    root: str | None = None
+    """Folder of the images that a list names, or of torchvision data sets, as --data.root of fit.
+    """
     image_column: str = "image"
-    """Parquet sources: column with the images."""
+    """Column with the images, or with their paths."""
     label_column: str = "label"
-    """Parquet sources: column with the labels."""
+    """Column with the labels."""
     resize_short: int = 0
     """Resize larger images to this many pixels on the shorter side, and make all images RGB JPEG.
     0: keep the bytes as they are."""

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from hashlib import sha256
-from typing import Any, Literal
+from typing import Any
 
 from raytrain_ddp.config.input_sections import DataConfig
 from raytrain_ddp.convert.options import ConvertConfig
@@ -24,6 +24,7 @@ from raytrain_ddp.convert.spool import (
 )
 from raytrain_ddp.convert.staging import Stage
 from raytrain_ddp.data.data_check import Located, locate_all, role_of
+from raytrain_ddp.data.discovery import Kind
 from raytrain_ddp.data.labels import NoLabelsError
 from raytrain_ddp.data.splits import open_images
 
@@ -33,9 +34,9 @@ class SourceSplit:
     """A split, with the name that its shards get."""
 
     name: str
-    kind: Literal["parquet", "folder", "torchvision"]
+    kind: Kind
     paths: tuple[str, ...]
-    source: Any  # a FolderImages, ParquetImages or TorchvisionImages
+    source: Any  # a FolderImages, ShardImages or TorchvisionImages
     data: DataConfig
 
     @property
@@ -46,23 +47,31 @@ class SourceSplit:
     def class_names(self) -> list[str]:
         return list(self.source.class_names)
 
+    @property
+    def files(self) -> list[tuple[str, int]] | None:
+        """(path, label) of each row, if each image is a file on this machine."""
+        files: list[tuple[str, int]] | None = getattr(self.source, "files", None)
+        return files
+
     def size_bytes(self) -> int:
-        """Total size of its Parquet files, as far as they are on this machine."""
+        """Total size of its files of rows, as far as they are on this machine."""
         return sum(os.path.getsize(path) for path in self.paths if os.path.isfile(path))
 
     def fingerprint(self) -> str:
         """Changes when rows, file sizes or modification times change."""
-        digest = sha256(f"{self.kind} {self.source.fingerprint()}".encode())
-        files = [path for path, _ in self.source.files] if self.kind == "folder" else self.paths
+        kind = "parquet" if self.kind == "files" else self.kind  # as earlier versions wrote it
+        digest = sha256(f"{kind} {self.source.fingerprint()}".encode())
+        files = self.paths if self.files is None else [path for path, _ in self.files]
         with ThreadPoolExecutor(16) as threads:  # for NFS
             for seen in threads.map(_size_and_time, files, chunksize=256):
                 digest.update(f"{seen}\n".encode())
         return digest.hexdigest()
 
     def list_rows(self, stage: Stage, run: TaskRunner, phase: Phase) -> SpoolListing:
-        """Where each row's image can be read; Parquet and torchvision sources are spooled first."""
-        if self.kind == "folder":
-            return listing_of_files(self.source.files, self.paths[0])
+        """Where each row's image can be read; all but files of their own are spooled first."""
+        if self.files is not None:
+            root = self.paths[0] if self.kind == "folder" else self.source.image_root
+            return listing_of_files(self.files, root)
         tell = phase(f"{self.name}: reading", self.rows)
         if self.kind == "torchvision":
             names = list(spool_images(self.source, self.name, stage.folder, tell))

@@ -24,9 +24,9 @@ from raytrain_ddp.convert.shard_writer import Record, Tell
 from raytrain_ddp.convert.staging import read_json, replace_with, write_json
 from raytrain_ddp.data.decoding import reason_for
 from raytrain_ddp.data.image_folder import LOST_LINK
-from raytrain_ddp.data.parquet_images import ParquetImages
-from raytrain_ddp.data.parquet_shard import open_shard
 from raytrain_ddp.data.sample_rng import Rows
+from raytrain_ddp.data.shard_formats import open_shard
+from raytrain_ddp.data.shard_images import ShardImages, columns_of
 from raytrain_ddp.data.sources import BadRecord
 from raytrain_ddp.errors import DataError
 
@@ -79,11 +79,11 @@ def parquet_chunks(
     split: str, stage: Path, paths: Sequence[str], classes: Sequence[str], config: DataConfig
 ) -> list[Chunk]:
     """The files' row groups in order, in runs of `CHUNK_ROWS` rows or one row group."""
-    columns = {"image_column": config.image_column, "label_column": config.label_column}
+    columns = columns_of(config)
     spans: list[tuple[str, int, int]] = []
     with ThreadPoolExecutor(_OPENERS) as threads:
         for path, shard in zip(
-            paths, threads.map(partial(open_shard, **columns), paths), strict=True
+            paths, threads.map(partial(open_shard, columns=columns), paths), strict=True
         ):
             first = rows = 0
             for group, row_group in enumerate(shard.groups):
@@ -162,7 +162,7 @@ def listing_of_spool(spool: Path, names: Iterable[str]) -> SpoolListing:
 
 
 def listing_of_files(files: list[tuple[str, int]], root: str) -> SpoolListing:
-    """The listing of an ImageFolder's files. Reads the sizes in many threads, for NFS."""
+    """The listing of images in files of their own. Reads the sizes in many threads, for NFS."""
     paths = [path for path, _ in files]
     with ThreadPoolExecutor(16) as threads:
         found = list(threads.map(_size, paths, chunksize=256))
@@ -180,16 +180,15 @@ def listing_of_files(files: list[tuple[str, int]], root: str) -> SpoolListing:
 
 def _parquet_items(chunk: Chunk) -> Iterator[Item]:
     config = chunk.config
-    path_column = f"{config.image_column}.path"
-    shard = open_shard(chunk.path, config.image_column, config.label_column)
+    shard = open_shard(chunk.path, columns_of(config))
     start = sum(row_group.rows for row_group in shard.groups[: chunk.first])
-    with closing(ParquetImages([chunk.path], config, chunk.classes)) as source:
+    with closing(ShardImages([chunk.path], config, chunk.classes)) as source:
         for group in range(chunk.first, chunk.stop):
             rows = start + np.arange(shard.groups[group].rows, dtype=np.int64)
             start += len(rows)
-            table = shard.read(group, [path_column])
-            row_group = path_column in table.column_names
-            paths = table.column(path_column).to_pylist() if row_group else [None] * len(rows)
+            paths = [None] * len(rows)
+            if shard.path_column:
+                paths = shard.read(group, [shard.path_column]).column(0).to_pylist()
             for (image, label), path in zip(source.read(rows), paths, strict=True):
                 yield image, label, path
 
@@ -227,4 +226,6 @@ def _size(path: str) -> int | str:
     except OSError as error:
         if os.path.islink(path):
             return LOST_LINK
+        if isinstance(error, FileNotFoundError | NotADirectoryError):  # named by a list
+            return "no such file"
         raise DataError(f"{path}: cannot be read: {error.strerror}.") from error

@@ -21,9 +21,10 @@ from raytrain_ddp.data.hf_repository import (
     RepoConfig,
     files_of,
     is_of,
-    refuse_saved_to_disk,
     repo_config,
+    saved_to_disk,
 )
+from raytrain_ddp.data.shard_formats import FORMATS, LIST, PARQUET
 from raytrain_ddp.data.split_names import (
     NoSuchConfigError,
     Splits,
@@ -38,7 +39,7 @@ from raytrain_ddp.uri import open_uri, without_secrets
 
 DATASET_FILE = "dataset.json"  # written by `convert`
 
-Kind = Literal["parquet", "folder", "torchvision"]
+Kind = Literal["files", "folder", "torchvision"]
 
 _METADATA_FILE = "metadata.parquet"  # Hugging Face `datasets` stores it next to images
 _ERRORS_SHOWN = 20
@@ -97,30 +98,42 @@ def open_data_set(source: str, field: str, config: DataConfig) -> DataSet:
     if source.startswith("file://"):
         source = open_uri(source)[1]
     listing = (list_in_store if "://" in source else list_on_disk)(source, shown)
-    refuse_saved_to_disk(listing)
-    of_dataset = _written_by_convert(listing) if DATASET_FILE in listing.files else None
+    of_dataset: Splits | None = saved_to_disk(listing)
+    if DATASET_FILE in listing.files:
+        of_dataset = _written_by_convert(listing)
     if of_dataset is not None:
         _require_no_config(shown, asked)
-        return DataSet(field, shown, "parquet", of_dataset, listing.uri_of)
+        return DataSet(field, shown, "files", of_dataset, listing.uri_of)
     card = None if listing.pattern else repo_config(listing, asked)
     if card is not None:
         listing, asked = listing.inside(card.folder), "auto"
     images = listing.images
-    names = [n for n in listing.parquet if not images or PurePosixPath(n).name != _METADATA_FILE]
+    names = listing.named(PARQUET.ends)
+    names = [n for n in names if not images or PurePosixPath(n).name != _METADATA_FILE]
+    if not names and not images:
+        found = (listing.named(form.ends) for form in FORMATS)
+        names = next((each for each in found if each), [])
     if names:
-        return _of_parquet(field, listing, names, card, asked)
+        return _of_files(field, listing, names, card, asked)
     if not listing.is_local:
         raise DataError(
-            f"{shown}: contains no Parquet files (class folders are supported on local disks only)."
+            f"{shown}: contains no Parquet files and no lists of images (class folders and tar "
+            "files are supported on local disks only)."
         )
     if listing.pattern:
-        raise DataError(f"{shown}: no match is a Parquet file; for images, specify the folder.")
+        raise DataError(
+            f"{shown}: no match is a Parquet file, a tar file or a list of images; for images, "
+            "specify the folder."
+        )
     if not images:
-        raise DataError(f"{shown}: contains neither Parquet files nor class folders.")
+        raise DataError(
+            f"{shown}: contains neither Parquet files nor class folders, tar files or lists of "
+            "images."
+        )
     return _of_images(field, listing, card, asked, config)
 
 
-def _of_parquet(
+def _of_files(
     field: str, listing: FileListing, names: Sequence[str], card: RepoConfig | None, asked: str
 ) -> DataSet:
     notes = [f"the config {name} is not used" for name in card.others] if card else []
@@ -131,15 +144,15 @@ def _of_parquet(
         unusable = {split: "none of its files exists" for split in found if not found[split]}
         rest = len(set(names).difference(*splits.values()))
         if rest and not card.others:
-            notes.append(
-                f"not used: {rest} Parquet file{'s' * (rest > 1)} that README.md does not list"
-            )
+            notes.append(f"not used: {rest} file{'s' * (rest > 1)} that README.md does not list")
     else:
         splits, others = _by_name(listing, names, asked)
         notes += [f"the config {name} is not used" for name in others]
 
     if listing.images:
-        notes.append("images in folders are read only if a Parquet file references them")
+        folders = [*dict.fromkeys(name.rpartition("/")[0] or "." for name in listing.images)]
+        notes.append(f"images in {first_names(folders)} are read only if a file references them")
+    notes += _unread(listing, names)
 
     def check(split: str) -> None:
         def is_wanted(name: str) -> bool:
@@ -149,7 +162,14 @@ def _of_parquet(
         require_all_shards(splits[split], listing.shown, is_wanted)
 
     kept = tuple(notes)
-    return DataSet(field, listing.shown, "parquet", splits, listing.uri_of, unusable, kept, check)
+    return DataSet(field, listing.shown, "files", splits, listing.uri_of, unusable, kept, check)
+
+
+def _unread(listing: FileListing, used: Sequence[str]) -> list[str]:
+    """A sentence about the lists and files of rows beside those that are used."""
+    ends = tuple(end for form in FORMATS for end in form.ends)
+    unread = sorted({*listing.named(ends)} - {*used})
+    return [f"not used: {first_names(unread)}; to use a file, specify it itself"] if unread else []
 
 
 def _by_name(listing: FileListing, names: Sequence[str], asked: str) -> tuple[Splits, list[str]]:
@@ -191,6 +211,7 @@ def _of_images(
     field: str, listing: FileListing, card: RepoConfig | None, asked: str, config: DataConfig
 ) -> DataSet:
     notes = [f"the config {name} is not used" for name in card.others] if card else []
+    notes += _unread(listing, ())
     unusable: dict[str, str] = {}
     if card is not None and card.patterns is not None:
         folders = {split: folder_of_patterns(each) for split, each in card.patterns.items()}
@@ -203,7 +224,9 @@ def _of_images(
     else:
         named = {config.train_split, config.eval_split} - {"auto", "none"}
         found = class_folder_splits(listing, asked, named)
-        splits, unusable = found.folders, found.unusable
+        splits, lists = found.folders, listing.named(LIST.ends)
+        hint = f"; if {lists[0]} lists the labels, specify it itself" if lists else ""
+        unusable = {split: why + hint for split, why in found.unusable.items()}
 
     def check(split: str) -> None:
         if config.train_split == "auto":

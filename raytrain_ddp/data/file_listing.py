@@ -40,13 +40,13 @@ class FileListing:
     content: Callable[[str], bytes]
     size_of: Callable[[str], int | None]
 
-    @property
-    def parquet(self) -> list[str]:
-        """Also omits files in folders such as ``__pycache__``, like `datasets`."""
+    def named(self, ends: tuple[str, ...]) -> list[str]:
+        """The files whose names end like this, in any case. Also omits files in folders such as
+        ``__pycache__``, like `datasets`."""
         return [
             name
             for name in self.files
-            if name.lower().endswith(".parquet") and not name.startswith("__") and "/__" not in name
+            if name.lower().endswith(ends) and not name.startswith("__") and "/__" not in name
         ]
 
     @property

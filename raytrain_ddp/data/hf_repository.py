@@ -1,7 +1,8 @@
-"""Reads the configs and files that the README.md of a Hugging Face data set declares."""
+"""Hugging Face data sets: what a README.md declares, and what `save_to_disk` writes."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import PurePosixPath
@@ -13,6 +14,7 @@ from raytrain_ddp.errors import DataError
 
 _README = "README.md"
 _RULE = "---"
+_SPLITS, _STATE = "dataset_dict.json", "state.json"  # of save_to_disk
 
 
 @dataclass(frozen=True)
@@ -78,23 +80,50 @@ def is_of(patterns: Sequence[str], name: str) -> bool:
     return any(fits(name, pattern) for pattern in patterns)
 
 
-def refuse_saved_to_disk(listing: FileListing) -> None:
-    """Raises a DataError if this is what `Dataset.save_to_disk` writes."""
-    names = {PurePosixPath(name).name for name in listing.files}
-    arrow = any(name.endswith(".arrow") for name in names)
-    if not arrow or not names & {"dataset_dict.json", "state.json"}:
-        return
-    if "dataset_dict.json" in names:
-        remedy = (
-            "for name, part in load_from_disk(FOLDER).items(): "
-            "part.to_parquet(f'NEW/{name}.parquet')"
+def saved_to_disk(listing: FileListing) -> dict[str, list[str]] | None:
+    """The files of each split, if this is what `save_to_disk` of `datasets` writes, a Dataset or a
+    DatasetDict; otherwise None.
+
+    Raises:
+        DataError: a file of it is missing or damaged, or it lies in a subfolder.
+    """
+    if _STATE in listing.files:
+        return {"": _data_files(listing, "")}
+    if _SPLITS in listing.files:
+        names = _json(listing, _SPLITS, "splits")
+        return {str(name): _data_files(listing, f"{name}/") for name in names}
+    below = [n for n in listing.files if PurePosixPath(n).name in (_STATE, _SPLITS)]
+    if below and not listing.pattern and any(name.endswith(".arrow") for name in listing.files):
+        folders = [str(PurePosixPath(name).parent) for name in below]
+        raise DataError(
+            f"{listing.shown}: what save_to_disk wrote is in {first_names(folders)}: specify that "
+            "folder."
         )
-    else:
-        remedy = "load_from_disk(FOLDER).to_parquet('NEW/train.parquet')"
-    raise DataError(
-        f"{listing.shown} was written by save_to_disk of Hugging Face datasets, a format that is "
-        f"not supported. Write it as Parquet, and specify that folder: {remedy}"
-    )
+    return None
+
+
+def _data_files(listing: FileListing, folder: str) -> list[str]:
+    files = _json(listing, f"{folder}{_STATE}", "_data_files")
+    try:
+        return [f"{folder}{file['filename']}" for file in files]
+    except (TypeError, KeyError):
+        raise _damaged(listing, f"{folder}{_STATE}") from None
+
+
+def _json(listing: FileListing, name: str, key: str) -> list[Any]:
+    if name not in listing.files:
+        raise DataError(f"{listing.shown}: {name} is missing: copy it again.")
+    try:
+        found = json.loads(listing.content(name))[key]
+    except (ValueError, KeyError, TypeError):
+        raise _damaged(listing, name) from None
+    if not isinstance(found, list):
+        raise _damaged(listing, name)
+    return found
+
+
+def _damaged(listing: FileListing, name: str) -> DataError:
+    return DataError(f"{listing.shown}: {name} is damaged: copy it again.")
 
 
 def _entries(listing: FileListing) -> list[dict[str, Any]]:

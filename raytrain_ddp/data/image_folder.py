@@ -78,9 +78,7 @@ class FolderImages:
 
     def fingerprint(self) -> str:
         """The fingerprint of names relative to the root, labels and sizes."""
-        with ThreadPoolExecutor(_STAT_THREADS) as threads:
-            sizes = threads.map(_size, (path for path, _ in self.files), chunksize=256)
-            return self._digest(f" {size}" for size in sizes)
+        return self._digest(f" {size}" for size in sizes_of([path for path, _ in self.files]))
 
     def former_fingerprint(self) -> str:
         """The fingerprint of earlier versions, without sizes."""
@@ -151,8 +149,13 @@ def _content(path: str) -> bytes | BadRecord:
         raise DataError(f"{path}: cannot be read: {error.strerror}.") from error
 
 
+def sizes_of(paths: Sequence[str]) -> list[int]:
+    """The sizes of files in bytes; -1 where there is no such file, as for a broken link."""
+    with ThreadPoolExecutor(_STAT_THREADS) as threads:
+        return list(threads.map(_size, paths, chunksize=256))
+
+
 def _size(path: str) -> int:
-    """-1 if there is no such file, as for a broken link."""
     try:
         return os.stat(path).st_size
     except OSError:

@@ -48,13 +48,17 @@ def distinct_names(names: Iterable[str], where: str) -> list[str]:
 
 
 def kind_of(label: Any) -> Kind | None:
-    """The kind of an Arrow type's values; None if they cannot be labels."""
+    """The kind of an Arrow type's values; None if they cannot be labels. A column without any value
+    (null) counts as strings."""
     label = label.value_type if pa.types.is_dictionary(label) else label
     checks: dict[Kind, tuple[Any, ...]] = {
         "integer": (pa.types.is_integer,),
         "number": (pa.types.is_floating,),
         "boolean": (pa.types.is_boolean,),
-        "string": (pa.types.is_string, pa.types.is_large_string, pa.types.is_string_view),
+        "string": (
+            *(pa.types.is_string, pa.types.is_large_string, pa.types.is_string_view),
+            pa.types.is_null,
+        ),
     }
     fitting = (kind for kind, types in checks.items() if any(check(label) for check in types))
     return next(fitting, None)

@@ -12,13 +12,13 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from raytrain_ddp.config.input_sections import DataConfig
+from raytrain_ddp.config.input_sections import TORCHVISION_ROOT, DataConfig
 from raytrain_ddp.data.data_check import Found, Located, locate
 from raytrain_ddp.data.holdout import HoldoutPart, HoldoutRows, held_out
 from raytrain_ddp.data.image_folder import FolderImages
 from raytrain_ddp.data.labels import NoLabelsError, UnknownClassError, normalized
-from raytrain_ddp.data.parquet_images import ParquetImages
 from raytrain_ddp.data.sample_rng import Rows
+from raytrain_ddp.data.shard_images import ShardImages
 from raytrain_ddp.data.sources import Source
 from raytrain_ddp.errors import DataError
 from raytrain_ddp.events import DataSummary, SplitSummary
@@ -148,9 +148,10 @@ def open_splits(config: DataConfig, found: Found | None = None) -> Splits:
         ) from None
     classes = train.class_names
     if len(classes) < 2:
+        unread = "".join(f" ({note[:-1]})." for note in found.notes if note[:8] == "not used")
         raise DataError(
             f"data.source has only one class, {classes[0]!r}: it must have folders "
-            "or labels for at least 2 classes."
+            f"or labels for at least 2 classes.{unread}"
         )
     notes = [*found.notes, *_notes_of(train, "the training set")]
     if config.holdout:
@@ -188,13 +189,13 @@ def open_images(
         classes: the class names to map labels to. Default: the source's own.
     """
     classes = None if classes is None else [normalized(name) for name in classes]
-    if found.kind == "parquet":
-        return ParquetImages(found.paths, config, classes)
+    if found.kind == "files":
+        return ShardImages(found.paths, config, classes)
     if found.kind == "folder":
         return FolderImages(found.paths[0], classes)
     from raytrain_ddp.data.torchvision_datasets import TorchvisionImages
 
-    train, root = found.split == "train", Path(config.root)
+    train, root = found.split == "train", Path(config.root or TORCHVISION_ROOT)
     whole = config.holdout > 0
     return TorchvisionImages(found.paths[0], root, train, classes, whole, found.name)
 

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 from raytrain_ddp.checkpoint.run_folder import checkpoint_store
 from raytrain_ddp.checkpoint.store import Checkpoint, CheckpointName
+from raytrain_ddp.config.input_sections import TORCHVISION_ROOT
 from raytrain_ddp.config.recipe import from_dict
 from raytrain_ddp.errors import CheckpointError, ConfigError, RaytrainError
 from raytrain_ddp.report.run_files import RunFiles
@@ -119,8 +120,9 @@ def _best(files: RunFiles) -> Checkpoint:
 def _require_no_download(config: TrainConfig) -> None:
     """A report must not download data."""
     kind, _, name = config.data.source.partition(":")
-    if kind == "torchvision" and not (Path(config.data.root) / f".{name}.lock").exists():
-        raise ConfigError(f"{config.data.source} is not in {config.data.root}/ here.")
+    root = config.data.root or TORCHVISION_ROOT
+    if kind == "torchvision" and not (Path(root) / f".{name}.lock").exists():
+        raise ConfigError(f"{config.data.source} is not in {root}/ here.")
 
 
 class _Outputs:

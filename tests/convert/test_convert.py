@@ -12,11 +12,13 @@ import signal
 import struct
 import subprocess
 import sys
+import tarfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import datasets
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -37,7 +39,7 @@ from raytrain_ddp.convert.process_pool import ProcessPool
 from raytrain_ddp.convert.progress import Meter
 from raytrain_ddp.convert.shard_writer import Tell, write_shard
 from raytrain_ddp.convert.staging import Stage
-from raytrain_ddp.data.parquet_images import ParquetImages
+from raytrain_ddp.data.shard_images import ShardImages
 from raytrain_ddp.errors import (
     ConfigError,
     DataError,
@@ -151,8 +153,7 @@ def test_the_files_are_named_split_and_number_and_listed_with_hashes(converted: 
 def test_hugging_face_datasets_opens_it_with_the_same_features_and_pixels(
     folder: Path, converted: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    datasets = pytest.importorskip("datasets")
+    monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
     datasets.disable_progress_bars()
     files = {split: str(converted / f"{split}-*.parquet") for split in ("train", "val")}
     opened = datasets.load_dataset("parquet", data_files=files, cache_dir=str(tmp_path))
@@ -171,13 +172,71 @@ def test_hugging_face_datasets_opens_it_with_the_same_features_and_pixels(
 def test_fit_finds_it_and_reads_the_same_images(folder: Path, converted: Path):
     train, evaluation = located(str(converted), None)
     assert evaluation is not None
-    source = ParquetImages(train.paths, DataConfig())
+    source = ShardImages(train.paths, DataConfig())
     assert source.class_names == list(CLASSES)
     assert int(source.blocks.sum()) == TRAIN
     records = source.read(np.arange(TRAIN))
     stored = {path.read_bytes(): path.parent.name for path in folder.glob("train/*/*")}
     assert {image: CLASSES[label] for image, label in records} == stored
-    assert int(ParquetImages(evaluation.paths, DataConfig()).blocks.sum()) == VAL
+    assert int(ShardImages(evaluation.paths, DataConfig()).blocks.sum()) == VAL
+
+
+def test_a_list_of_images_is_converted_as_its_folder_is(folder: Path, tmp_path: Path):
+    paths = sorted((folder / "train").glob("*/*.jpg"))
+    rows = [f"{path.relative_to(folder / 'train')},{path.parent.name}" for path in paths]
+    (tmp_path / "list.csv").write_text("\n".join(["image,label", *rows, "ant/gone.jpg,ant"]))
+    options = {"root": str(folder / "train"), "eval_source": str(folder / "val"), **SMALL}
+    with pytest.raises(DataError, match=r"list\.csv, row 60: .*no such file"):
+        run_convert(tmp_path / "list.csv", tmp_path / "out", **options)
+    done = run_convert(tmp_path / "list.csv", tmp_path / "out", bad_records="skip", **options)
+    assert len(done.dataset["skipped"]) == 1
+    written = {row["image"]["path"]: row for row in rows_of(tmp_path / "out", "train")}
+    assert len(written) == TRAIN
+    for path in paths:
+        row = written[str(path.relative_to(folder / "train"))]
+        assert row["image"]["bytes"] == path.read_bytes()
+        assert CLASSES[row["label"]] == path.parent.name
+    assert done.dataset["rows"] == {"train": TRAIN, "test": VAL}
+
+
+def test_what_save_to_disk_wrote_is_converted(
+    converted: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
+    datasets.disable_progress_bars()
+    files = {split: str(converted / f"{split}-*.parquet") for split in ("train", "val")}
+    opened = datasets.load_dataset("parquet", data_files=files, cache_dir=str(tmp_path / "hf"))
+    opened.save_to_disk(str(tmp_path / "saved"), num_shards={"train": 2, "val": 1})
+    run_convert(tmp_path / "saved", tmp_path / "out", workers=2, shuffle=False, **SMALL)
+    for split in ("train", "val"):
+        written, expected = rows_of(tmp_path / "out", split), rows_of(converted, split)
+        assert [row["label"] for row in written] == [row["label"] for row in expected]
+        for row, before in zip(written, expected, strict=True):
+            assert row["image"]["bytes"] == before["image"]["bytes"]
+            assert row["image"]["path"] == Path(before["image"]["path"]).name  # `datasets` cuts it
+
+
+def test_tar_files_are_converted_with_the_names_of_their_members(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    contents = {f"{n:03d}.jpg": encoded(picture(n), quality=90) for n in range(TRAIN)}
+    (tmp_path / "tars").mkdir()
+    for number in range(2):
+        with tarfile.open(tmp_path / "tars" / f"train-{number}.tar", "w") as file:
+            for name in [*contents][number::2]:
+                for member, content in (
+                    (name, contents[name]),
+                    (f"{name[:3]}.cls", CLASSES[int(name[:3]) % 3].encode()),
+                ):
+                    told = tarfile.TarInfo(member)
+                    told.size = len(content)
+                    file.addfile(told, io.BytesIO(content))
+    done = run_convert(tmp_path / "tars", tmp_path / "out", workers=2, **SMALL)
+    assert done.dataset["class_names"] == list(CLASSES)
+    rows = {row["image"]["path"]: row for row in rows_of(tmp_path / "out", "train")}
+    assert {name: row["image"]["bytes"] for name, row in rows.items()} == contents
+    assert all(row["label"] == int(name[:3]) % 3 for name, row in rows.items())
 
 
 def test_row_groups_are_bounded_pages_have_checksums_and_images_no_statistics(

@@ -7,13 +7,16 @@ from __future__ import annotations
 
 import io
 import json
+import os
 import sys
+import tarfile
 import zlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import datasets
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -60,6 +63,57 @@ def parquet(root: Path, change: Callable[[dict[str, Any]], object] = lambda _: N
         write_page_checksum=True,
     )
     return root
+
+
+def a_list(name: str, line: str, at: int = 9) -> Callable[[Path], object]:
+    """A list with one line replaced; its images are outside the folder."""
+
+    def make(root: Path) -> None:
+        pictures = folder(root.parent / "pictures") / "train"
+        names = [f"{path.parent.name}/{path.name}" for path in sorted(pictures.glob("*/*"))]
+        lines = ["image,label", *(f"../pictures/train/{n},{n[:3]}" for n in names)]
+        lines[at + 1] = line
+        (root / name).write_text("\n".join(lines) + "\n")
+
+    return make
+
+
+def a_list_of_records(root: Path) -> None:
+    lines = []
+    for row, (image, label) in enumerate(zip(*records().values(), strict=True)):
+        (root.parent / f"{row}.jpg").write_bytes(image["bytes"])
+        lines.append(json.dumps({"image": f"../{row}.jpg", "label": label}) + "\n")
+    (root / "list.jsonl").write_text("".join(lines))
+
+
+def a_tar(root: Path, name: str = "", content: bytes = b"") -> Path:
+    """The records of `parquet` as WebDataset has them, one member replaced."""
+    with tarfile.open(root / "train.tar", "w") as file:
+        for row, (image, label) in enumerate(zip(*records().values(), strict=True)):
+            members = {f"{row:02}.jpg": image["bytes"], f"{row:02}.cls": str(label).encode()}
+            for member, stored in members.items():
+                given = content if member == name else stored
+                told = tarfile.TarInfo(member)
+                told.size = len(given)
+                file.addfile(told, io.BytesIO(given))
+    return root
+
+
+def arrow(root: Path) -> Path:
+    """The records of `parquet` as `save_to_disk` writes them."""
+    datasets.disable_progress_bars()
+    datasets.Dataset.from_dict(records()).save_to_disk(root)
+    return root
+
+
+def cut_arrow(root: Path) -> None:
+    path = arrow(root) / "data-00000-of-00001.arrow"
+    path.write_bytes(path.read_bytes()[:9000])
+
+
+def cut_tar(root: Path) -> None:
+    path = a_tar(root) / "train.tar"
+    path.write_bytes(path.read_bytes()[:9000])
 
 
 @dataclass(frozen=True)
@@ -192,6 +246,28 @@ BROKEN = {
         lambda root: parquet(root, set_image({"bytes": b"hello", "path": None})),
         ("train.parquet, row group 1, row 1", "not a readable image"),
     ),
+    "a list that names no file": Broken(
+        a_list("list.csv", "../pictures/gone.jpg,ape"), ("list.csv, row 9", "gone.jpg: no such")
+    ),
+    "a list with a line too long": Broken(
+        a_list("list.csv", "gone.jpg,ape,bat"), ("list.csv", "Row #11"), True
+    ),
+    "a list without a label": Broken(
+        a_list("list.csv", "gone.jpg,"), ("list.csv, row 9", "empty string"), True
+    ),
+    "a list without a header": Broken(
+        a_list("list.csv", "gone.jpg,ape", -1), ("list.csv", "no column 'image'"), True
+    ),
+    "a truncated tar file": Broken(cut_tar, ("train.tar", "unexpected end of data"), True),
+    "half a jpeg in a tar file": Broken(
+        lambda root: a_tar(root, "09.jpg", jpeg(9)[:500]), ("train.tar, 09.jpg: not a readable",)
+    ),
+    "a tar file without a label": Broken(
+        lambda root: a_tar(root, "09.cls"), ("train.tar, 09.jpg: label is an empty",), True
+    ),
+    "a truncated Arrow file": Broken(
+        cut_arrow, ("data-00000-of-00001.arrow", "not a readable Arrow file"), True
+    ),
     "a missing shard": Broken(of_dataset, ("train-2.parquet", "dataset.json"), True),
 }
 
@@ -203,12 +279,14 @@ def fit(rank: int, size: int, argv: list[str]) -> tuple[int, str]:
     from raytrain_ddp.fit import main
 
     sys.stdout = io.StringIO()
+    os.environ["XDG_CACHE_HOME"] = str(Path(argv[argv.index("--storage") + 1]).parent / "cache")
     try:
         return main(argv), ""
     except RaytrainError as error:
         return error.exit_status, str(error)
     finally:
         sys.stdout = sys.__stdout__
+        del os.environ["XDG_CACHE_HOME"]
 
 
 def command(root: Path, source: Path, *more: str) -> list[str]:
@@ -233,12 +311,29 @@ def test_each_kind_of_broken_data_is_named_in_one_line(kind: str, workers: Group
 
 def test_the_same_data_unbroken_are_trained(workers: Group, tmp_path: Path):
     (tmp_path / "data").mkdir()
-    for make in (folder, parquet):
+    fine = a_list("list.csv", "../pictures/train/ape/00.jpg,ape")
+    for make in (folder, fine):
         source = tmp_path / make.__name__
         source.mkdir()
         make(source)
         name = ["--name", make.__name__]
         assert workers(1, fit, command(tmp_path, source, *name)) == [(0, "")]
+
+
+def test_the_same_rows_in_files_of_any_format_train_to_the_same_bits(
+    workers: Group, tmp_path: Path
+):
+    logs = []
+    for make in (parquet, a_tar, a_list_of_records, arrow):
+        source = tmp_path / make.__name__
+        source.mkdir()
+        make(source)
+        more = ["--name", make.__name__, "--data.shuffle", "full", "--augment.flip"]
+        assert workers(1, fit, command(tmp_path, source, *more)) == [(0, "")]
+        lines = (tmp_path / "runs" / make.__name__ / "metrics.jsonl").read_text().splitlines()
+        logs.append([record["loss"] for record in map(json.loads, lines) if "loss" in record])
+    assert len(logs[0]) > 0
+    assert logs == [logs[0]] * 4
 
 
 @pytest.mark.parametrize(

@@ -21,7 +21,7 @@ from raytrain_ddp.config.recipe import dumps, from_dict, to_dict
 from raytrain_ddp.config.train_config import TrainConfig
 from raytrain_ddp.data.image_folder import FolderImages
 from raytrain_ddp.data.labels import NoLabelsError
-from raytrain_ddp.data.parquet_images import ParquetImages
+from raytrain_ddp.data.shard_images import ShardImages
 from raytrain_ddp.data.sources import BadRecord
 from raytrain_ddp.data.splits import open_splits
 from raytrain_ddp.driver.preflight import check
@@ -34,8 +34,8 @@ def written(path: Path, labels: Any, **options: Any) -> str:
     return write_parquet(path, {"image": [png(0)] * len(labels), "label": labels}, **options)
 
 
-def opened(path: str, classes: list[str] | None = None) -> ParquetImages:
-    return ParquetImages([path], DataConfig(), classes)
+def opened(path: str, classes: list[str] | None = None) -> ShardImages:
+    return ShardImages([path], DataConfig(), classes)
 
 
 def encoded(values: list[Any], kind: Any) -> Any:
@@ -128,11 +128,11 @@ def test_files_of_one_split_may_name_their_classes_or_not_but_not_mix_types(tmp_
     named = with_class_names(tmp_path / "0.parquet", ["ape", "bat"], [1, 0])
     numbers = written(tmp_path / "1.parquet", pa.array([0, 1], pa.int8()))
     words = written(tmp_path / "2.parquet", ["bat", "ape"])
-    source = ParquetImages([named, numbers, words], DataConfig())
+    source = ShardImages([named, numbers, words], DataConfig())
     assert source.class_names == ["ape", "bat"]
     assert labels_of(source) == [1, 0, 0, 1, 1, 0]
     with pytest.raises(DataError, match=r"labels of several types: integer in .*, string in"):
-        ParquetImages([numbers, words], DataConfig())
+        ShardImages([numbers, words], DataConfig())
 
 
 # ------------------------------------------------------------------ training and evaluation alike

@@ -29,8 +29,8 @@ from parquet_files import (
 )
 from PIL import Image
 
-from raytrain_ddp.data import parquet_images as parquet_module
 from raytrain_ddp.data import parquet_shard as shard_module
+from raytrain_ddp.data import shard_images as parquet_module
 from raytrain_ddp.data.epoch_order import EpochOrder, Plan
 from raytrain_ddp.data.sources import BadRecord
 from raytrain_ddp.errors import DataError
@@ -361,10 +361,10 @@ def test_reading_needs_neither_torch_nor_slow_imports(tmp_path: Path):
     path = write_images(tmp_path / "x.parquet", 1)
     code = (
         "import sys\nfrom raytrain_ddp.data.data_check import locate\n"
-        "from raytrain_ddp.data.parquet_images import ParquetImages\n"
+        "from raytrain_ddp.data.shard_images import ShardImages\n"
         "from raytrain_ddp.config.input_sections import DataConfig\n"
         f"found = locate(DataConfig(source={path!r}))\n"
-        "source = ParquetImages(found.train.paths, DataConfig())\n"
+        "source = ShardImages(found.train.paths, DataConfig())\n"
         "source.read(source.blocks - source.blocks)\n"
         "assert not {'torch', 'ray', 'fsspec', 'pyarrow.compute'} & set(sys.modules)"
     )
@@ -379,7 +379,8 @@ def test_reading_needs_neither_torch_nor_slow_imports(tmp_path: Path):
     [
         ({"img": [b""], "label": [0]}, ["no column 'image'", "img", "--data.image-column"]),
         ({"image": [b""], "labels": [0]}, ["no column 'label'", "'labels'", "--data.label-column"]),
-        ({"image": ["text"], "label": [0]}, ["'image' is string", "binary"]),
+        ({"image": ["text"], "label": [0]}, ["row 0", "text: no such file", "--data.root"]),
+        ({"image": [1], "label": [0]}, ["'image' is int64", "paths of files"]),
         ({"image": [{"a": 1}], "label": [0]}, ["'image' is struct", "binary"]),
         ({"image": [b""], "label": [0.5]}, ["row group 0, row 0: label 0.5 is not a whole"]),
         ({"image": [b""], "label": [["cat"]]}, ["'label' is list", "one integer, string"]),

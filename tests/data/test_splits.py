@@ -20,7 +20,7 @@ from raytrain_ddp.config.input_sections import DataConfig
 from raytrain_ddp.data.data_check import Found, locate
 from raytrain_ddp.data.discovery import open_data_set
 from raytrain_ddp.data.image_folder import FolderImages
-from raytrain_ddp.data.parquet_images import ParquetImages
+from raytrain_ddp.data.shard_images import ShardImages
 from raytrain_ddp.data.split_names import ROLE_OF
 from raytrain_ddp.data.splits import open_splits
 from raytrain_ddp.display.formatting import format_data
@@ -662,8 +662,8 @@ def test_what_is_not_used_of_class_folders_is_said(tmp_path: Path):
 
 def test_images_beside_parquet_files_are_read_by_their_paths_only(tmp_path: Path):
     found = found_at(write(tmp_path, "train.parquet", "test.parquet", "train/a/0.png"))
-    assert found.train.kind == "parquet"
-    assert "images in folders are read only if a Parquet file references them." in found.notes
+    assert found.train.kind == "files"
+    assert "images in train/a are read only if a file references them." in found.notes
     (tmp_path / "train.parquet").rename(tmp_path / "metadata.parquet")  # that of `datasets`
     (tmp_path / "test.parquet").unlink()
     assert found_at(tmp_path).train.kind == "folder"
@@ -690,7 +690,7 @@ def test_parquet_has_the_rows_that_datasets_loads(tmp_path: Path):
     found = found_at(root)
     assert found.eval
     train, evaluation = (
-        ParquetImages(part.paths, DataConfig(), ["0", "1"]) for part in (found.train, found.eval)
+        ShardImages(part.paths, DataConfig(), ["0", "1"]) for part in (found.train, found.eval)
     )
     assert (train.blocks.sum(), evaluation.blocks.sum()) == (2, 1)
     assert (len(theirs["train"]), len(theirs["validation"])) == (2, 1)
@@ -725,23 +725,6 @@ def test_folders_behind_links_are_found(tmp_path: Path):
 
 
 # ------------------------------------------------------------------ other forms of data
-
-
-def test_what_save_to_disk_writes_is_refused_with_the_remedy_that_works(tmp_path: Path):
-    rows = datasets.Dataset.from_dict({"image": PICTURES[:2], "label": [0, 1]})
-    rows.save_to_disk(tmp_path / "one")
-    datasets.DatasetDict(train=rows, test=rows).save_to_disk(tmp_path / "two")
-    for name in ("one", "two", "two/train"):
-        with pytest.raises(DataError, match="was written by save_to_disk") as caught:
-            found_at(tmp_path / name)
-        remedy = str(caught.value).rpartition(": ")[2] if name != "two" else ""
-        remedy = remedy or str(caught.value)[str(caught.value).index("for name, part") :]
-        new = tmp_path / f"new-{name.replace('/', '-')}"
-        new.mkdir()
-        code = remedy.replace("FOLDER", repr(str(tmp_path / name))).replace("NEW", str(new))
-        exec(code, {"load_from_disk": datasets.load_from_disk})
-        found = found_at(new)
-        assert (found.eval is not None) == (name == "two")
 
 
 @pytest.mark.parametrize(

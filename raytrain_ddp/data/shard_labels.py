@@ -1,4 +1,4 @@
-"""Reads the label columns of Parquet files: the classes, and the labels of rows."""
+"""Reads the label columns of files: the classes, and the labels of rows."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from raytrain_ddp.data.labels import (
     names_of,
     numbers_in,
 )
-from raytrain_ddp.data.parquet_shard import Shard, join_some
 from raytrain_ddp.data.permutation import Feistel
+from raytrain_ddp.data.shard import Shard, join_some
 from raytrain_ddp.errors import DataError
 
 _READERS = 16

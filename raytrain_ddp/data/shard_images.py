@@ -1,11 +1,13 @@
-"""Images in Parquet files, as Hugging Face `datasets` writes them. Row groups are the blocks."""
+"""Images in files of many rows, of any of the `FORMATS`. Row groups are the blocks."""
 
 from __future__ import annotations
 
 import copy
+import os
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import cached_property
 from hashlib import sha256
 from pathlib import PurePosixPath
 from typing import Any
@@ -14,11 +16,13 @@ import numpy as np
 
 from raytrain_ddp.config.input_sections import DataConfig
 from raytrain_ddp.data.disk_cache import DiskCache
+from raytrain_ddp.data.image_folder import sizes_of
 from raytrain_ddp.data.labels import Labels, are_numbers
-from raytrain_ddp.data.parquet_labels import all_values, class_names_of
-from raytrain_ddp.data.parquet_shard import Shard, image_at, join_some, open_shards
 from raytrain_ddp.data.row_group_cache import RowGroupCache, RowMask
 from raytrain_ddp.data.sample_rng import Rows
+from raytrain_ddp.data.shard import Columns, Shard, image_at, join_some
+from raytrain_ddp.data.shard_formats import open_shards
+from raytrain_ddp.data.shard_labels import all_values, class_names_of
 from raytrain_ddp.data.sources import BadRecord
 from raytrain_ddp.errors import DataError
 
@@ -27,19 +31,20 @@ Image = bytes | BadRecord
 _MIB = 2**20
 _BLOCKS_FROM_BYTES = 512 * _MIB  # of images: with more, shuffling all rows is too slow
 _READERS = 2  # of local files: mostly copying, concurrent with decoding threads
+_TRIED = 16  # images of a list
 _REMOTE_READERS = 8  # of object stores: mostly waiting for the network
 
 
-class ParquetImages:
-    """Rows of (encoded image, label) from Parquet files.
+class ShardImages:
+    """Rows of (encoded image, label) from files of any of the `FORMATS`.
 
     A row group is read once and kept until all its rows have been read; `ahead` prefetches it.
     An image that is null or whose file is missing is a `BadRecord`.
 
     Args:
         paths: paths or URIs of files; rows are numbered consecutively in this order.
-        config: `image_column` is struct<bytes, path> or binary, `label_column` integers, strings
-            or booleans.
+        config: `image_column` is struct<bytes, path>, binary, or paths; `label_column` integers,
+            strings or booleans.
         classes: class names. Default: those of the ClassLabel feature, or else the distinct labels,
             sorted, which requires reading the label columns.
 
@@ -52,8 +57,8 @@ class ParquetImages:
     def __init__(
         self, paths: Sequence[str], config: DataConfig, classes: Sequence[str] | None = None
     ) -> None:
-        self._columns = config.image_column, config.label_column
-        self._shards = open_shards(paths, *self._columns)
+        self._columns = columns_of(config)
+        self._shards = open_shards(paths, self._columns)
         self._blocks = [  # (shard, row group)
             (shard, group)
             for shard in self._shards
@@ -71,13 +76,14 @@ class ParquetImages:
         self.prefers_blocks = (
             sum(group_info.image_bytes for group_info in told_of_all) > _BLOCKS_FROM_BYTES
         )
-        self.class_names = class_names_of(self._shards, self._columns[1], classes)
+        self.class_names = class_names_of(self._shards, self._columns.label, classes)
         self._labels_of = {
             shard.uri: Labels(self.class_names, shard.kind, shard.class_names)
             for shard in self._shards
         }
         self.mapped = self._how_mapped()
         self._check_statistics()
+        self._require_images()
         self._remote = any(not shard.is_local for shard in self._shards)
         self._cache: DiskCache | None = None
         if config.cache and self._remote:
@@ -86,7 +92,7 @@ class ParquetImages:
         self._memory_bytes = config.memory_mib * _MIB
         self._groups = self._new_groups()
 
-    def part(self, used: Callable[[int, int], RowMask]) -> ParquetImages:
+    def part(self, used: Callable[[int, int], RowMask]) -> ShardImages:
         """The same rows with a separate cache, for a reader that uses only some of them.
 
         Args:
@@ -125,7 +131,7 @@ class ParquetImages:
         """
         numbers: list[int] = []
         shards = [shard for shard in self._shards if any(group.rows for group in shard.groups)]
-        for shard, values in zip(shards, all_values(shards, self._columns[1]), strict=True):
+        for shard, values in zip(shards, all_values(shards, self._columns.label), strict=True):
             numbers += self._numbers(shard, values, len(numbers))
         return np.array(numbers, np.int64)
 
@@ -144,18 +150,41 @@ class ParquetImages:
         return self._groups.loads, self._groups.reloads
 
     def fingerprint(self) -> str:
-        """A hash of the files' names, sizes and footers, independent of where the files are."""
+        """A hash of the files' names, sizes and footers (of a list: its content, and the sizes of
+        its images), independent of where the files are."""
         digest = sha256()
         for shard in self._shards:
             name = PurePosixPath(shard.path).name
             digest.update(f"{name} {shard.size_bytes} {shard.digest}\n".encode())
+        for size in sizes_of([path for path, _ in self.files or ()]):
+            digest.update(f"{size}\n".encode())
         return digest.hexdigest()
 
+    @property
+    def image_root(self) -> str:
+        """The folder that the paths of images start from."""
+        return str(self._shards[0].at.image_root)
+
+    @cached_property
+    def files(self) -> list[tuple[str, int]] | None:
+        """(path, label) of each row, if all images are files of their own on this machine."""
+        if self._remote or not all(map(self._has_paths_only, self._shards)):
+            return None
+        shards = [shard for shard in self._shards if any(group.rows for group in shard.groups)]
+        paths = all_values(shards, self._columns.image)
+        roots = (shard.at.image_root for shard in shards)
+        places = [
+            os.path.join(root, path or "")
+            for root, own in zip(roots, paths, strict=True)
+            for path in own
+        ]
+        return list(zip(places, self.labels().tolist(), strict=True))
+
     def where(self, row: int) -> str:
-        """File, row group and row in it, for messages."""
+        """The file and the row in it, for messages."""
         block = int(self._blocks_of(np.array([row]))[0])
         shard, group = self._blocks[block]
-        return f"{shard.name}, row group {group}, row {row - int(self._starts[block])}"
+        return shard.where_in(group, row - int(self._starts[block]))
 
     def _blocks_of(self, rows: Rows) -> Rows:
         return np.searchsorted(self._starts, rows, side="right") - 1
@@ -171,8 +200,7 @@ class ParquetImages:
         kept: dict[str, Any] = {}
         for name in columns[:-1]:
             column = table.column(name)
-            is_path = name.endswith(".path") and name != self._columns[0]
-            kept["paths" if is_path else "images"] = (
+            kept["paths" if name == shard.path_column else "images"] = (
                 column.chunk(0) if column.num_chunks == 1 else column
             )
         return _Group(labels=self._labels(block, table), nbytes=table.nbytes, **kept)
@@ -180,7 +208,7 @@ class ParquetImages:
     def _labels(self, block: int, table: Any) -> list[int]:
         # In pure Python: a worker's first read must not import pyarrow.compute, or pandas for
         # to_numpy.
-        values = table.column(self._columns[1]).to_pylist()
+        values = table.column(self._columns.label).to_pylist()
         return self._numbers(self._blocks[block][0], values, int(self._starts[block]))
 
     def _numbers(self, shard: Shard, values: Sequence[Any], start: int) -> list[int]:
@@ -190,7 +218,7 @@ class ParquetImages:
         if None in numbers:
             place = numbers.index(None)
             wrong = labels.what_is_wrong(values[place])
-            raise DataError(f"{self.where(start + place)}: {self._columns[1]} {wrong}.")
+            raise DataError(f"{self.where(start + place)}: {self._columns.label} {wrong}.")
         return numbers  # type: ignore[return-value]
 
     def _images_at(self, apart: Sequence[tuple[int, Shard, str]]) -> Iterable[Image]:
@@ -214,8 +242,25 @@ class ParquetImages:
         return f"{names[0]} to {names[-1]}, mapped to classes 0 to {len(names) - 1}"
 
     def _key(self, shard: Shard) -> str:
-        identity = f"{shard.name} {shard.size_bytes} {shard.digest} {self._columns}"
+        identity = f"{shard.name} {shard.size_bytes} {shard.digest} {tuple(self._columns[:2])}"
         return sha256(identity.encode()).hexdigest()[:32]
+
+    def _has_paths_only(self, shard: Shard) -> bool:
+        return shard.path_column == self._columns.image
+
+    def _require_images(self) -> None:
+        """Finds a wrong folder of images early: the first of a list must not all be missing."""
+        for block, (shard, group) in enumerate(self._blocks):
+            if not (group == 0 and shard.is_local and self._has_paths_only(shard)):
+                continue
+            first = shard.read(0, [shard.path_column]).column(0)[:_TRIED].to_pylist()
+            tried = [os.path.join(shard.at.image_root, path) for path in first if path]
+            if tried and not any(map(os.path.exists, tried)):
+                where = self.where(int(self._starts[block]))
+                raise DataError(
+                    f"{where}: {tried[0]}: no such file, and the next ones are missing, too. Set "
+                    "--data.root to the folder that the paths start from."
+                )
 
     def _check_statistics(self) -> None:
         """Finds labels that are not classes early, if the files have statistics."""
@@ -225,8 +270,12 @@ class ParquetImages:
             if known is not None and (
                 known[0] or number(known[1]) is None or number(known[2]) is None
             ):
-                self._labels(block, shard.read(group, self._columns[1:]))  # names the row
+                self._labels(block, shard.read(group, [self._columns.label]))  # names the row
                 raise DataError(f"{shard.name}, row group {group}: its statistics are damaged.")
+
+
+def columns_of(config: DataConfig) -> Columns:
+    return Columns(config.image_column, config.label_column, config.root)
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,263 @@
+"""Lists of images (CSV, TSV, JSON lines, Parquet files of paths), compared with pandas."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import fsspec
+import numpy as np
+import pandas as pd
+import pytest
+from parquet_files import png
+from split_checks import labels_of, lines, splits_of
+
+from raytrain_ddp.config.input_sections import DataConfig
+from raytrain_ddp.data.data_check import locate
+from raytrain_ddp.data.labels import NoLabelsError
+from raytrain_ddp.data.shard_images import ShardImages
+from raytrain_ddp.data.sources import BadRecord
+from raytrain_ddp.errors import DataError
+
+ROWS = 7
+Write = Callable[[pd.DataFrame, Path], None]
+Read = Callable[[Path], pd.DataFrame]
+
+FORMS: Mapping[str, tuple[Write, Read]] = {
+    "list.csv": (lambda f, p: f.to_csv(p, index=False), pd.read_csv),
+    "list.CSV": (lambda f, p: f.to_csv(p, index=False, encoding="utf-8-sig"), pd.read_csv),
+    "list.csv.gz": (lambda f, p: f.to_csv(p, index=False), pd.read_csv),
+    "list.tsv": (
+        lambda f, p: f.to_csv(p, index=False, sep="\t"),
+        lambda p: pd.read_csv(p, sep="\t"),
+    ),
+    "list.jsonl": (
+        lambda f, p: f.to_json(p, orient="records", lines=True),
+        lambda p: pd.read_json(p, lines=True, dtype=False),
+    ),
+    "list.parquet": (lambda f, p: f.to_parquet(p), pd.read_parquet),
+}
+LABELS: Mapping[str, list[Any]] = {
+    "integers": [3, 0, 1, 1, 3, 0, 1],
+    "names": ["cat", "ant", "cat", "NA", "é, ü", 'a "quoted" one', "line\nbreak"],
+    "booleans": [True, False, True, True, False, True, False],
+}
+
+
+def pictures(root: Path, rows: int = ROWS) -> list[str]:
+    """Writes pictures in a folder below; returns their paths."""
+    (root / "pics").mkdir(parents=True, exist_ok=True)
+    for row in range(rows):
+        (root / "pics" / f"{row}.png").write_bytes(png(row))
+    return [f"pics/{row}.png" for row in range(rows)]
+
+
+def listed(path: Path, images: list[Any], labels: list[Any], **more: list[Any]) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    frame = pd.DataFrame({"id": range(len(images)), "image": images, "label": labels, **more})
+    FORMS[f"list{path.name[path.name.index('.') :]}"][0](frame, path)
+    return path
+
+
+@pytest.mark.parametrize("labels", LABELS)
+@pytest.mark.parametrize("form", FORMS)
+def test_a_list_has_the_rows_that_pandas_reads(form: str, labels: str, tmp_path: Path):
+    path = listed(tmp_path / form, pictures(tmp_path), LABELS[labels])
+    opened = splits_of(path)
+    theirs = FORMS[form][1](path)
+    if "NA" in LABELS[labels]:
+        theirs["label"] = theirs["label"].fillna("NA")  # pandas' own idea of what is missing
+    names = opened.class_names
+    assert names == [str(label) for label in sorted(theirs["label"].unique())]
+    order = np.random.default_rng(0).permutation(np.repeat(np.arange(ROWS), 2))
+    for row, (image, label) in zip(order, opened.train.read(order), strict=True):
+        assert image == (tmp_path / theirs["image"][row]).read_bytes()
+        assert names[label] == str(theirs["label"][row])
+    assert opened.train.labels().tolist() == labels_of(opened.train)
+    assert "row 5" in opened.train.where(5)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_the_columns_and_the_folder_of_the_images_are_named_by_flags(form: str, tmp_path: Path):
+    images = pictures(tmp_path / "elsewhere")
+    names = ["ape", "bat"] * 4
+    path = listed(tmp_path / form, [0] * ROWS, [0] * ROWS, file_name=images, kind=names[:ROWS])
+    columns = {"image_column": "file_name", "label_column": "kind"}
+    opened = splits_of(path, root=str(tmp_path / "elsewhere"), **columns)
+    assert opened.class_names == ["ape", "bat"]
+    assert [image for image, _ in opened.train.read(np.arange(ROWS))] == list(map(png, range(ROWS)))
+    with pytest.raises(DataError, match=r"row 0: .*pics/0\.png: no such file, .* Set --data\.root"):
+        splits_of(path, **columns)
+    with pytest.raises(
+        DataError, match=r"no column 'image_name' among id, image, label, file_name"
+    ):
+        splits_of(path, image_column="image_name")
+    with pytest.raises(DataError, match=r"paths of files|no such file"):  # 0 is no path
+        splits_of(path)
+
+
+def test_paths_may_be_absolute_or_lie_in_a_store(tmp_path: Path):
+    images = pictures(tmp_path / "here")
+    path = listed(
+        tmp_path / "list.csv", [str(tmp_path / "here" / name) for name in images], [*range(ROWS)]
+    )
+    assert splits_of(path).train.read(np.arange(ROWS))[6] == (png(6), 6)
+    memory = fsspec.filesystem("memory")
+    for row, name in enumerate(images):
+        memory.pipe(f"/stored/{name}", png(row))
+    memory.pipe("/stored/list.csv", b"image,label\npics/0.png,a\npics/1.png,b\n../x.png,b\n")
+    local = listed(tmp_path / "names.tsv", images, [*range(ROWS)])
+    opened = splits_of(local, root="memory://stored")
+    assert [image for image, _ in opened.train.read(np.arange(ROWS))] == list(map(png, range(ROWS)))
+    first, second, third = splits_of("memory://stored/list.csv").train.read(np.arange(3))
+    assert (first, second) == ((png(0), 0), (png(1), 1))
+    assert isinstance(third[0], BadRecord)
+    assert "not in the folder" in str(third[0])
+
+
+def test_splits_are_found_by_the_names_of_lists_as_those_of_parquet(tmp_path: Path):
+    images = pictures(tmp_path / "pictures")
+    for name in ("train.csv", "val.csv", "test.csv"):
+        listed(tmp_path / "lists" / name, images, [0, 1, 0, 1, 0, 1, 0])
+    root = str(tmp_path / "pictures")
+    opened = splits_of(tmp_path / "lists", root=root)
+    assert lines(opened)["evaluation"] == "7 images of 2 classes: the val split of data.source"
+    assert "the test split (1 file) is not used: the run is evaluated on val." in opened.notes
+    found = locate(DataConfig(source=str(tmp_path / "lists" / "t*.csv"), train_split="test"))
+    assert (found.train.name, found.eval) == ("test", None)
+    alone = splits_of(
+        tmp_path / "lists/train.csv", eval_source=str(tmp_path / "lists/val.csv"), root=root
+    )
+    assert alone.eval is not None
+    held = splits_of(tmp_path / "lists/train.csv", root=root, holdout=0.3)
+    assert held.eval is not None
+    assert int(held.train.blocks.sum() + held.eval.blocks.sum()) == ROWS
+    listed(tmp_path / "lists/val.csv", images, [0, 1, 2, 1, 0, 1, 0])
+    with pytest.raises(
+        DataError, match=r"val\.csv, row 2: label 2 is not .*0 to 1|'2' is not|2 is not"
+    ):
+        splits_of(tmp_path / "lists", root=root).summary()
+
+
+def test_what_lies_beside_is_named_as_unused(tmp_path: Path):
+    for name in ("a", "b"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "0.png").write_bytes(png(0))
+    listed(tmp_path / "metadata.csv", ["a/0.png", "b/0.png"], ["x", "y"])
+    found = locate(DataConfig(source=str(tmp_path)))
+    assert found.train.kind == "folder"
+    assert found.notes == ("not used: metadata.csv; to use a file, specify it itself.",)
+    assert splits_of(tmp_path / "metadata.csv").class_names == ["x", "y"]
+    listed(tmp_path / "all.parquet", ["a/0.png", "b/0.png"], ["x", "y"])
+    notes = locate(DataConfig(source=str(tmp_path))).notes
+    assert "images in a, b are read only if a file references them." in notes
+    assert "not used: metadata.csv; to use a file, specify it itself." in notes
+
+
+def test_a_folder_of_images_without_classes_leads_to_the_list_beside_it(tmp_path: Path):
+    listed(tmp_path / "a/train.csv", pictures(tmp_path / "a"), LABELS["integers"])
+    told = r"only one class, 'pics': .* \(not used: train\.csv; to use a file, specify it itself\)"
+    with pytest.raises(DataError, match=told):
+        splits_of(tmp_path / "a")
+    (tmp_path / "a/pics").rename(tmp_path / "a/train")
+    with pytest.raises(DataError, match=r"if train\.csv lists the labels, specify it itself\)"):
+        splits_of(tmp_path / "a")
+
+
+def test_an_image_that_is_missing_or_not_named_is_a_bad_record(tmp_path: Path):
+    images: list[Any] = pictures(tmp_path)
+    images[2], images[4] = "gone.png", None
+    for name in ("list.csv", "list.jsonl", "list.parquet"):
+        source = splits_of(listed(tmp_path / name, images, LABELS["integers"])).train
+        records = source.read(np.arange(ROWS))
+        assert str(records[2][0]) == "gone.png: no such file"
+        assert str(records[4][0]) == "the image is null"
+        assert [row for row in range(ROWS) if isinstance(records[row][0], BadRecord)] == [2, 4]
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_a_value_that_is_no_label_is_named_with_its_row(form: str, tmp_path: Path):
+    images = pictures(tmp_path)
+    for labels in (
+        ["a", "b", "a", "b", None, "a", "b"],
+        [0.5, 1.5, 1, 0, 2, 1, 1],
+        [1, 0, 1, 1, -1, 0, 1],
+    ):
+        path = listed(tmp_path / form, images, labels)
+        row = 4 if None in labels or -1 in labels else 0
+        with pytest.raises(DataError, match=rf"row {row}: label "):
+            splits_of(path)
+    nothing: list[Any] = [None] * ROWS
+    with pytest.raises(NoLabelsError, match="no row has a label"):
+        splits_of(listed(tmp_path / form, images, nothing))
+
+
+BROKEN: Mapping[str, tuple[bytes, str]] = {
+    "ragged.csv": (
+        b"image,label\npics/0.png,a\npics/1.png,b,c\n",
+        "Row #3: Expected 2 columns, got 3",
+    ),
+    "empty.csv": (b"", "Empty CSV file"),
+    "header.csv": (b"image,label\n", "header.csv: 0 rows"),
+    "twice.csv": (b"image,label,label\npics/0.png,a,b\n", "several columns named 'label'"),
+    "none.csv": (b"pics/0.png,a\npics/1.png,b\n", "no column 'image' among pics/0.png, a"),
+    "latin.csv": (b"image,label\npics/\xe9.png,a\n", "invalid UTF8"),
+    "dates.csv": (b"image,label\npics/0.png,2020-01-01\n", "'label' is date32"),
+    "cut.csv.gz": (
+        b"\x1f\x8b\x08\x00cut",
+        "cut.csv.gz: not a readable CSV, TSV or JSON lines file",
+    ),
+    "cut.jsonl": (b'{"image":"pics/0.png","label":1}\n{"image":"x","la\n', "in row 1"),
+    "mixed.jsonl": (
+        b'{"image":"a","label":1}\n{"image":"b","label":"x"}\n',
+        "Column(/label) changed",
+    ),
+    "array.jsonl": (b'[{"image":"pics/0.png","label":1}]', "array.jsonl: not a readable"),
+}
+
+
+@pytest.mark.parametrize("name", BROKEN)
+def test_a_list_that_cannot_be_read_is_named_with_its_line(name: str, tmp_path: Path):
+    pictures(tmp_path, 2)
+    content, told = BROKEN[name]
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(DataError) as caught:
+        splits_of(tmp_path / name)
+    assert told in str(caught.value)
+    assert name in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_the_fingerprint_is_of_names_labels_and_sizes_not_of_the_place(tmp_path: Path):
+    def fingerprint(root: Path) -> str:
+        return ShardImages([str(root / "list.csv")], DataConfig()).fingerprint()
+
+    one, two = tmp_path / "one", tmp_path / "two"
+    listed(one / "list.csv", pictures(one), LABELS["integers"])
+    shutil.copytree(one, two)
+    assert fingerprint(one) == fingerprint(two)
+    (two / "pics/3.png").write_bytes(b"longer" + png(3))
+    other = fingerprint(two)
+    assert other != fingerprint(one)
+    (two / "pics/3.png").unlink()
+    assert len({other, fingerprint(one), fingerprint(two)}) == 3
+    listed(one / "list.csv", pictures(one), [*reversed(LABELS["integers"])])
+    assert len({other, fingerprint(one)}) == 2
+
+
+def test_many_rows_are_read_from_every_group(tmp_path: Path):
+    rows = 9000  # three groups
+    images = pictures(tmp_path)
+    path = listed(
+        tmp_path / "list.csv",
+        [images[row % ROWS] for row in range(rows)],
+        [r % 5 for r in range(rows)],
+    )
+    source = splits_of(path).train
+    chosen = np.array([0, 4095, 4096, 8191, 8192, 8999, 17])
+    records = source.read(chosen)
+    assert records == [(png(row % ROWS), row % 5) for row in chosen.tolist()]
+    assert source.where(8192).endswith("list.csv, row 8192")
+    assert not getattr(source, "prefers_blocks", True)

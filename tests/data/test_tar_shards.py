@@ -1,0 +1,332 @@
+"""Tar files as WebDataset has them, compared with what webdataset reads, and what is broken."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import tarfile
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import fsspec
+import numpy as np
+import pytest
+from parquet_files import png
+from split_checks import labels_of, lines, splits_of
+from webdataset import tariterators
+
+from raytrain_ddp.data import tar_shard
+from raytrain_ddp.data.epoch_order import EpochOrder, Shuffle
+from raytrain_ddp.data.shard_images import ShardImages
+from raytrain_ddp.data.sources import BadRecord
+from raytrain_ddp.errors import DataError
+
+Member = tuple[str, bytes]
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    return tmp_path / "cache" / "raytrain_ddp" / "tar-index"
+
+
+def tar(path: Path, members: Iterable[Member], form: int = tarfile.GNU_FORMAT) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with tarfile.open(path, "w", format=form) as file:
+        for name, content in members:
+            told = tarfile.TarInfo(name)
+            told.size = len(content)
+            file.addfile(told, io.BytesIO(content))
+    return path
+
+
+def samples(rows: Iterable[int]) -> Iterable[Member]:
+    """As the Hub's imagenet-1k-wds: an image, its class, and more about it."""
+    for row in rows:
+        yield f"{row:05d}.cls", str(row % 3).encode()
+        yield f"{row:05d}.jpg", png(row)
+        yield f"{row:05d}.json", json.dumps({"label": row % 3, "name": f"class {row % 3}"}).encode()
+
+
+def part(source: Any) -> ShardImages:
+    """The same rows, read again."""
+    assert isinstance(source, ShardImages)
+    return source.part(lambda start, stop: np.ones(stop - start, bool))
+
+
+def by_webdataset(path: Path) -> list[dict[str, Any]]:
+    with path.open("rb") as file:
+        members = tariterators.tar_file_iterator(file)  # type: ignore[arg-type]
+        return list(tariterators.group_by_keys({**member, "__url__": ""} for member in members))
+
+
+def theirs(paths: list[Path], image: str, label: str) -> list[tuple[bytes, Any]]:
+    """Encoded images and decoded labels, in the order of webdataset."""
+    found = [sample for path in paths for sample in by_webdataset(path)]
+    return [
+        (sample[image], json.loads(sample[label]) if label == "json" else sample[label].decode())
+        for sample in found
+    ]
+
+
+def all_rows(source: Any) -> list[tuple[bytes, str]]:
+    rows = source.read(np.arange(source.blocks.sum()))
+    return [(image, source.class_names[label]) for image, label in rows]
+
+
+ODD_NAMES = [
+    *((f"{'long/' * 40}{row}.PNG", png(row)) for row in (0,)),
+    *((f"{'long/' * 40}{row}.Cls", b"4\n") for row in (0,)),
+    ("dir.with.dots/a.png", png(1)),
+    ("dir.with.dots/a.cls", b"7"),
+    ("dir.with.dots/b.cls", b"4"),
+    ("dir.with.dots/b.webp", png(2)),
+    ("__meta__", b"{}"),
+    ("no-suffix", b"-"),
+    ("é ü.cls", b"7"),
+    ("é ü.jpeg", png(3)),
+]
+
+
+@pytest.mark.parametrize("form", [tarfile.USTAR_FORMAT, tarfile.GNU_FORMAT, tarfile.PAX_FORMAT])
+def test_tar_files_have_the_rows_that_webdataset_reads(form: int, tmp_path: Path):
+    paths = [
+        tar(tmp_path / f"data/x-train-{n}.tar", samples(range(n * 40, n * 40 + 30 + n)), form)
+        for n in range(3)
+    ]
+    opened = splits_of(tmp_path / "data")
+    assert all_rows(opened.train) == theirs(paths, "jpg", "cls")
+    assert opened.class_names == ["0", "1", "2"]
+    assert opened.train.labels().tolist() == labels_of(opened.train)
+    assert opened.train.where(31).endswith("x-train-1.tar, 00041.jpg")
+    named = splits_of(tmp_path / "data", label_column="name")
+    expected = [(image, told["name"]) for image, told in theirs(paths, "jpg", "json")]
+    assert all_rows(named.train) == expected
+    odd = tar(tmp_path / "odd.tar", ODD_NAMES, tarfile.GNU_FORMAT)
+    keys = [sample["__key__"] for sample in by_webdataset(odd)]
+    source = splits_of(odd).train
+    assert all_rows(source) == [(png(n), label) for n, label in enumerate("4747")]
+    assert [source.where(row).partition(", ")[2].rpartition(".")[0] for row in range(4)] == keys
+
+
+@pytest.mark.parametrize("shuffle", ["full", "block"])
+def test_any_row_is_read_in_any_order_and_each_once(
+    shuffle: Shuffle, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(tar_shard, "_GROUP_ROWS", 7)
+    for n in range(3):
+        tar(tmp_path / f"data/{n}.tar", samples(range(n * 30, n * 30 + 30)))
+    source = splits_of(tmp_path / "data", memory_mib=1).train
+    assert source.blocks.tolist() == [7, 7, 7, 7, 2] * 3
+    for epoch in range(2):
+        order = EpochOrder(source.blocks, shuffle, 0, epoch, 2).read(0, 90)
+        source.ahead(order)
+        assert sorted(order.tolist()) == [*range(90)]
+        for start in (0, 35, 70):  # as after a stop
+            rows = order[start : start + 35]
+            assert source.read(rows) == [(png(row), row % 3) for row in rows.tolist()]
+    source.close()
+
+
+def test_large_samples_are_in_groups_of_8_mib(tmp_path: Path):
+    sizes = [3, 3, 3, 9, 1, 1, 5, 5]
+    members = [
+        member
+        for row, mib in enumerate(sizes)
+        for member in (
+            (f"{row}.jpg", bytes([row]) * (mib * 2**20)),
+            (f"{row}.cls", b"%d" % (row % 2)),
+        )
+    ]
+    source = splits_of(tar(tmp_path / "x.tar", members)).train
+    assert source.blocks.tolist() == [2, 1, 1, 3, 1]
+    assert not source.prefers_blocks
+    assert [len(image) // 2**20 for image, _ in source.read(np.arange(8))] == sizes
+
+
+def test_the_index_is_made_once_and_again_when_the_file_changes(
+    tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
+):
+    made: list[str] = []
+    make = tar_shard._made
+
+    def counted(at: Any, *more: Any) -> Any:
+        made.append(at.name)
+        return make(at, *more)
+
+    monkeypatch.setattr(tar_shard, "_made", counted)
+    path = tar(tmp_path / "x.tar", samples(range(5)))
+    first = splits_of(path).train
+    expected = all_rows(first)
+    assert all_rows(splits_of(path).train) == expected
+    assert len(made) == 1
+    (index,) = cache.glob("*.arrow")
+    content = bytearray(index.read_bytes())
+    content[-40] ^= 1  # a damaged index is made again
+    index.write_bytes(content)
+    assert all_rows(splits_of(path).train) == expected
+    assert len(made) == 2
+    assert splits_of(path, label_column="name").class_names[0] == "class 0"
+    assert len(made) == 3
+    os.utime(path, ns=(1, 1))
+    assert splits_of(path).train.fingerprint() == first.fingerprint()  # wherever, whenever
+    assert len(made) == 4
+    tar(path, samples(range(1, 6)))
+    with pytest.raises(DataError, match=r"x\.tar, row group 0: cannot be read: it has changed"):
+        part(first).read(np.arange(5))
+    assert splits_of(path).train.fingerprint() != first.fingerprint()
+
+
+def test_a_header_damaged_in_place_is_named_when_it_is_read(tmp_path: Path):
+    path = tar(tmp_path / "x.tar", samples(range(5)))
+    source = splits_of(path).train
+    status = path.stat()
+    damage(path, 1024 + 20)
+    os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns))
+    told = r"x\.tar, row group 0: cannot be read: the header of 00000\.jpg is damaged"
+    with pytest.raises(DataError, match=told):
+        source.read(np.arange(2))
+
+
+def test_an_index_that_cannot_be_kept_is_made_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+):
+    path = tar(tmp_path / "x.tar", samples(range(5)))
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    assert len(all_rows(splits_of(path).train)) == 5
+    assert "is not kept" in caplog.text
+
+
+def test_splits_are_found_and_what_lies_beside_is_named(tmp_path: Path):
+    for split, rows in (("train-0000", 30), ("train-0001", 20), ("validation-00", 12)):
+        tar(tmp_path / f"imagenet1k-{split}.tar", samples(range(rows)))
+    (tmp_path / "_info.json").write_text("{}")
+    (tmp_path / "classes.csv").write_text("a,b\n")
+    opened = splits_of(tmp_path)
+    told = lines(opened)
+    assert told["training set"].startswith("50 images of 3 classes")
+    assert told["evaluation"] == "12 images of 3 classes: the validation split of data.source"
+    assert "not used: classes.csv; to use a file, specify it itself." in opened.notes
+    assert int(splits_of(tmp_path / "*-train-*.tar").train.blocks.sum()) == 50
+    tar(tmp_path / "train-00000-of-00003.tar", samples(range(3)))
+    with pytest.raises(DataError, match=r"train-00001-of-00003\.tar"):
+        splits_of(tmp_path / "train-*.tar")
+
+
+def test_a_sample_without_an_image_is_a_bad_record(tmp_path: Path):
+    members = [*samples(range(2)), ("x.cls", b"1"), *samples([3])]
+    source = splits_of(tar(tmp_path / "x.tar", members)).train
+    records = source.read(np.arange(4))
+    assert [isinstance(image, BadRecord) for image, _ in records] == [False, False, True, False]
+    assert source.where(2).endswith("x.tar, x")
+
+
+def test_one_of_several_images_is_named_by_a_flag(tmp_path: Path):
+    members = [
+        (f"{row}.{name}", png(row + n))
+        for row in (0, 1)
+        for n, name in enumerate(("input.png", "seg.png"))
+    ]
+    members = [
+        m
+        for row in (0, 1)
+        for m in (*members[2 * row : 2 * row + 2], (f"{row}.kind.txt", b"ab"[row : row + 1]))
+    ]
+    path = tar(tmp_path / "x.tar", members)
+    with pytest.raises(DataError, match=r"x\.tar, 0: has several images \(input\.png, seg\.png\)"):
+        splits_of(path)
+    with pytest.raises(DataError, match=r"x\.tar, 0: no label in a member cls or json, only input"):
+        splits_of(path, image_column="seg.png")
+    source = splits_of(path, image_column="seg.png", label_column="kind.txt").train
+    assert all_rows(source) == [(png(1), "a"), (png(2), "b")]
+
+
+def cut(path: Path, keep: int) -> None:
+    path.write_bytes(path.read_bytes()[:keep])
+
+
+def damage(path: Path, at: int) -> None:
+    content = bytearray(path.read_bytes())
+    content[at] ^= 255
+    path.write_bytes(content)
+
+
+def replaced(name: str, content: bytes) -> Callable[[Path], object]:
+    return lambda path: tar(path, [(n, content if n == name else c) for n, c in samples(range(6))])
+
+
+def without(name: str) -> Callable[[Path], object]:
+    return lambda path: tar(
+        path,
+        [(n, c) for n, c in samples(range(6)) if n.partition(".")[0] != name or n[-3:] == "jpg"],
+    )
+
+
+BROKEN: Mapping[str, tuple[Callable[[Path], object], str]] = {
+    "cut within an image": (lambda path: cut(path, 2000), "unexpected end of data"),
+    "cut between members": (
+        lambda path: cut(path, 1024),
+        "truncated or damaged at byte 1024, after 00000",
+    ),
+    "a damaged header": (
+        lambda path: damage(path, 1030),
+        "truncated or damaged at byte 1024, after 00000",
+    ),
+    "no tar file": (lambda path: path.write_bytes(b"hello" * 300), "not a readable tar file"),
+    "empty": (lambda path: path.write_bytes(b""), "not a readable tar file: empty file"),
+    "no members": (lambda path: tar(path, []), "x.tar: 0 rows"),
+    "a member twice": (
+        lambda path: tar(path, [*samples([1]), *samples([1])]),
+        "00001.cls: its sample has two members cls",
+    ),
+    "no label": (without("00002"), "x.tar, 00002: no label in a member cls or json, only jpg"),
+    "an empty label": (replaced("00002.cls", b" "), "x.tar, 00002.jpg: label is an empty string"),
+    "a negative label": (
+        replaced("00002.cls", b"-1"),
+        "x.tar, 00002.jpg: label -1 is not in the range",
+    ),
+    "a label that is not text": (
+        replaced("00002.cls", b"\xff\xfe"),
+        "x.tar, 00002.cls: not a label: 'utf-8'",
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", BROKEN)
+def test_a_broken_tar_file_is_named_with_its_member(kind: str, tmp_path: Path):
+    path = tar(tmp_path / "x.tar", samples(range(6)))
+    make, told = BROKEN[kind]
+    make(path)
+    with pytest.raises(DataError) as caught:
+        splits_of(path)
+    assert told in str(caught.value)
+    assert "x.tar" in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("content", "told"),
+    [
+        (b"{", "00002.json: not a label"),
+        (b"[]", "00002.json: not a label"),
+        (b"{}", "00002.json: no value: 'name'"),
+    ],
+)
+def test_json_without_the_label_is_named(content: bytes, told: str, tmp_path: Path):
+    path = tmp_path / "x.tar"
+    replaced("00002.json", content)(path)
+    assert len(splits_of(path).class_names) == 3  # it is not needed
+    with pytest.raises(DataError, match=told):
+        splits_of(path, label_column="name")
+
+
+def test_compressed_and_remote_tar_files_are_refused_with_a_remedy(tmp_path: Path):
+    (tmp_path / "x.tar.gz").write_bytes(b"")
+    with pytest.raises(DataError, match=r"compressed, .* decompress it"):
+        splits_of(tmp_path)
+    fsspec.filesystem("memory").pipe("/tars/x.tar", b"")
+    with pytest.raises(DataError, match="from local disks only: download it"):
+        splits_of("memory://tars")
