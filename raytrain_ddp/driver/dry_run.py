@@ -41,7 +41,7 @@ def dry_run(config: TrainConfig, default_name: str | None = None) -> str:
     from raytrain_ddp.data.epoch_order import Plan, items_of_rank
     from raytrain_ddp.tasks.task_check import eval_data_of, model_of, train_data_of
     from raytrain_ddp.tasks.task_loading import load_task
-    from raytrain_ddp.training.lr_schedule import build_optimizer, learning_rate
+    from raytrain_ddp.training.task_optimizer import LearningRates, optimizer_of, replaced_fields
 
     reads: set[str] = set()
     task = load_task(config, reads)
@@ -51,8 +51,9 @@ def dry_run(config: TrainConfig, default_name: str | None = None) -> str:
     steps, per_epoch = config.epochs * plan.steps_per_epoch, plan.steps_per_epoch
     model = model_of(task)
     notes = [*effect_notes(config), *_tried(config, task, model, data, eval_data, plan)]
-    notes += unread_notes(config, reads)
-    optimizer = build_optimizer(model, config.optim)
+    optimizer = optimizer_of(task, model, config)
+    notes += unread_notes(config, reads, replaced_fields(task, optimizer, config))
+    learning = LearningRates(task, optimizer, config, per_epoch, steps)
     for parameter in model.parameters():
         parameter.grad = torch.zeros_like(parameter)
     optimizer.step()  # creates the optimizer state, most of a checkpoint's bytes
@@ -60,7 +61,7 @@ def dry_run(config: TrainConfig, default_name: str | None = None) -> str:
     least = min(layout.least, layout.most)
     per_worker = [len(items_of_rank(config.slots, least, rank)) for rank in range(least)]
     rates = {
-        f"{epoch:g}": learning_rate(config, min(steps - 1, int(epoch * per_epoch)), per_epoch)
+        f"{epoch:g}": learning(min(steps - 1, int(epoch * per_epoch)))[0]
         for epoch in _epochs_to_show(config)
     }
     times = f" of {data.rows} x {repeats} {task.unit}" if repeats > 1 else ""

@@ -18,6 +18,15 @@ class Task(Protocol):
 
     Each worker builds its own task, and all must be equal, so draw random numbers only in
     `model()`, which is called with torch's, numpy's and Python's generators seeded by the run.
+
+    It may also have these methods:
+
+    - ``optimizer(model)`` returns any `torch.optim.Optimizer` that needs no closure, or parameter
+      groups for the configured one. A group's ``lr`` is its peak.
+    - ``schedule(step)`` returns the factor of these learning rates in `step` (from 0), or one for
+      each parameter group, instead of ``--schedule.*``.
+    - ``after_step(model, step)`` follows each update that was applied, once for all slots, without
+      gradients; `step` is from 1. It may change weights and buffers, equally on all workers.
     """
 
     monitor: str = "loss"

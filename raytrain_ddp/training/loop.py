@@ -8,7 +8,6 @@ from contextlib import closing
 from raytrain_ddp.config.train_config import TrainConfig
 from raytrain_ddp.messages import Outcome
 from raytrain_ddp.tasks.task import Task
-from raytrain_ddp.training.lr_schedule import learning_rate
 from raytrain_ddp.training.prepare import prepare
 from raytrain_ddp.training.session import Session
 from raytrain_ddp.training.step_decisions import Cadence, StepDecisions
@@ -33,11 +32,11 @@ def train(
     with closing(run.feed.steps(state.step, end)) as steps:
         for slots, samples in run.clock.waits(steps):
             steering.ask(state.step + 1)
-            rate = learning_rate(config, state.step, plan.steps_per_epoch)
-            loss_share = run.stepper(slots, samples, rate)
+            rates = run.rates(state.step)
+            loss_share = run.stepper(slots, samples, rates)
             log, evaluate, save, stop = steering.decide(state.step)
             if log:
-                run.log(loss_share, rate)
+                run.log(loss_share, rates[0])
             if evaluate:
                 best, stop = run.evaluate()
                 save |= best or stop > 0  # always save the best

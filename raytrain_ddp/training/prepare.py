@@ -36,7 +36,6 @@ from raytrain_ddp.training.buffer_sync import own_memory
 from raytrain_ddp.training.data_identity import DataIdentity
 from raytrain_ddp.training.device_feed import AgreedCount, Audit, Feed, on_device
 from raytrain_ddp.training.gradient_compression import compress
-from raytrain_ddp.training.lr_schedule import build_optimizer
 from raytrain_ddp.training.nonfinite import make_guard
 from raytrain_ddp.training.nonfinite_repro import handle_nonfinite
 from raytrain_ddp.training.phase_clock import Clock
@@ -50,6 +49,7 @@ from raytrain_ddp.training.session import Session
 from raytrain_ddp.training.step import Stepper
 from raytrain_ddp.training.step_timing import peak_flops_per_s
 from raytrain_ddp.training.stragglers import Stragglers
+from raytrain_ddp.training.task_optimizer import LearningRates, optimizer_of, replaced_fields
 from raytrain_ddp.training.train_state import TrainState, begin_training
 from raytrain_ddp.training.world import World, set_up, software_versions
 
@@ -65,9 +65,7 @@ def prepare(
     session.watch(clock)
     session.tell(messages.Phase("opening the data"))
     data, eval_data = train_data_of(task), eval_data_of(task)
-    splits = getattr(task, "splits", None) if world.is_main else None
-    if isinstance(splits, Splits):
-        splits.begin_counting()
+    splits = _counted_splits(task, world)
     if data.source.blocks.min() < 1:
         raise DataError("the training set has a block of 0 rows: remove it from Source.blocks.")
     plan = Plan(data.rows, config.slots, config.micro_batch, config.augment.repeats)
@@ -86,7 +84,9 @@ def prepare(
     elif world.size > 1:
         broadcast_model(model, world)
 
-    optimizer = build_optimizer(model, config.optim)
+    optimizer = optimizer_of(task, model, config)
+    total_steps = config.epochs * plan.steps_per_epoch
+    rates = LearningRates(task, optimizer, config, plan.steps_per_epoch, total_steps)
     scaler = torch.amp.GradScaler(world.device.type, enabled=config.compute.precision == "fp16")
     state = TrainState(model, optimizer, scaler, compress(net, config, scaler, world, clock))
     loader = train_loader(config, data, plan, world)
@@ -99,7 +99,14 @@ def prepare(
     if eval_data is not None:
         try_evaluation(task, model, eval_data, config.micro_batch, world, session.tell)
     note = memory_note(loader, config.data.memory_mib * 2**20)
-    for text in filter(None, (note, _mode_note(model), *unread_notes(config, reads))):
+    for text in filter(
+        None,
+        (
+            note,
+            _mode_note(model),
+            *unread_notes(config, reads, replaced_fields(task, optimizer, config)),
+        ),
+    ):
         session.tell(events.Note(text))
     failpoint("start.warmed_up", world.rank)
 
@@ -116,7 +123,7 @@ def prepare(
         events.Plan(
             run=config.name,
             start_step=state.step,
-            total_steps=config.epochs * plan.steps_per_epoch,
+            total_steps=total_steps,
             steps_per_epoch=plan.steps_per_epoch,
             epochs=config.epochs,
             batch_size=config.batch_size,
@@ -128,7 +135,7 @@ def prepare(
             train_samples=data.rows,
             eval_samples=eval_data.rows if eval_data else 0,
             unit=task.unit,
-            data=splits.summary() if isinstance(splits, Splits) else None,
+            data=splits.summary() if splits else None,
             resumed_from=str(checkpoint.name) if checkpoint else None,
             hosts=session.hosts,
             versions=software_versions(),
@@ -141,6 +148,7 @@ def prepare(
         session=session,
         state=state,
         plan=plan,
+        rates=rates,
         feed=make_feed(config, loader, eval_data, state, session, clock),
         stepper=stepper,
         eval_data=eval_data,
@@ -151,6 +159,15 @@ def prepare(
         flops=flops,
         peak_flops_per_s=peak_flops_per_s(device_name(world.device), config.compute.precision),
     )
+
+
+def _counted_splits(task: Task, world: World) -> Splits | None:
+    """The task's splits, if it has some, which are counted in the background; on rank 0."""
+    splits = getattr(task, "splits", None) if world.is_main else None
+    if not isinstance(splits, Splits):
+        return None
+    splits.begin_counting()
+    return splits
 
 
 def initial_model(config: TrainConfig, task: Task, world: World) -> nn.Module:

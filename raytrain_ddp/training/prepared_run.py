@@ -28,6 +28,7 @@ from raytrain_ddp.training.session import Session
 from raytrain_ddp.training.step import Stepper
 from raytrain_ddp.training.step_decisions import Abandoned, Cadence, EvaluationWatch
 from raytrain_ddp.training.stragglers import Stragglers
+from raytrain_ddp.training.task_optimizer import LearningRates
 from raytrain_ddp.training.train_state import TrainState
 
 
@@ -40,6 +41,7 @@ class PreparedRun:
     session: Session
     state: TrainState
     plan: Plan
+    rates: LearningRates
     feed: Feed
     stepper: Stepper
     eval_data: Data | None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 
@@ -15,7 +16,7 @@ from raytrain_ddp.data.sources import Batch
 from raytrain_ddp.errors import ConfigError
 from raytrain_ddp.failpoints import failpoint
 from raytrain_ddp.tasks.task import Task
-from raytrain_ddp.tasks.task_check import require_loss
+from raytrain_ddp.tasks.task_check import optional_method, require_loss
 from raytrain_ddp.training.buffer_sync import BoolBuffers, SavedBuffers, SlotBuffers
 from raytrain_ddp.training.nonfinite import NonfiniteGuard
 from raytrain_ddp.training.phase_clock import Clock
@@ -27,6 +28,7 @@ from raytrain_ddp.training.reduction import (
 from raytrain_ddp.training.replica_check import ReplicaCheck
 from raytrain_ddp.training.seeding import seed_slot
 from raytrain_ddp.training.step_timing import counting_flops
+from raytrain_ddp.training.task_optimizer import skips_on_device
 from raytrain_ddp.training.train_state import TrainState, evaluating
 from raytrain_ddp.training.world import World
 
@@ -64,10 +66,16 @@ class Stepper:
         self._make_buffers = partial(SlotBuffers, state.model, world, is_scaled, slots)
         self._buffers = self._make_buffers()
         self._clip = config.optim.clip_norm
+        self._after_step = optional_method(task, "after_step")
+        on_host = self._after_step is not None or not skips_on_device(state.optimizer)
+        self._apply = self._apply_on_host if on_host else self._apply_on_device
         self._fewest = 1  # minimum samples of a slot in training mode
 
-    def __call__(self, slots: list[Slot], samples: int, lr: float) -> Tensor:
+    def __call__(self, slots: list[Slot], samples: int, rates: Sequence[float]) -> Tensor:
         """Takes one step; all ranks take part. A non-finite step counts but changes nothing.
+
+        Args:
+            rates: the learning rate of each parameter group.
 
         Returns this worker's share of the mean loss over the step's `samples`, shape (), on the
         device; the shares of all workers add up to it.
@@ -78,8 +86,8 @@ class Stepper:
         """
         state, device = self._state, self._world.device
         place = self._world.rank, state.step + 1
-        for group in state.optimizer.param_groups:
-            group["lr"] = lr
+        for group, rate in zip(state.optimizer.param_groups, rates, strict=True):
+            group["lr"] = rate
         state.optimizer.zero_grad(set_to_none=True)
         self._reduction.begin()
         self._buffers.begin()
@@ -103,7 +111,7 @@ class Stepper:
         self._reduction.finish()
         loss_share, agreed = self._buffers.agree()
         self._clock.mark("communication" if self._world.size > 1 else "compute")
-        self._update(lr, agreed)
+        self._update(rates[0], agreed)
         self._clock.mark("optimizer")
         state.step += 1
         self._guard.follow()
@@ -126,9 +134,25 @@ class Stepper:
         state.compression.finish(refused)
         if self._clip:
             nn.utils.clip_grads_with_norm_(state.model.parameters(), self._clip, norm)
-        state.optimizer.found_inf = refused.float()  # type: ignore[attr-defined]
-        state.optimizer.step()
+        self._apply(refused)
         state.scaler.update()
+
+    def _apply_on_device(self, refused: Tensor) -> None:
+        """A fused optimizer skips a refused step without the host."""
+        self._state.optimizer.found_inf = refused.float()  # type: ignore[attr-defined]
+        self._state.optimizer.step()
+
+    def _apply_on_host(self, refused: Tensor) -> None:
+        """The host waits for the device and decides. Random numbers of the optimizer and of
+        `after_step` are equal on all ranks."""
+        if refused:
+            return
+        config, state = self._config, self._state
+        seed_slot(self._world.device, config.seed, state.step, config.slots)
+        state.optimizer.step()
+        if self._after_step is not None:
+            with torch.no_grad():
+                self._after_step(state.model, state.step + 1)
 
     def warm_up(self, batch: Batch, smallest: Batch, single: Batch | None = None) -> float:
         """Makes two passes without side effects; all ranks take part.

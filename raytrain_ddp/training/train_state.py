@@ -27,6 +27,7 @@ from raytrain_ddp.records import log_records, to_record
 from raytrain_ddp.training.buffer_sync import REALS, own_memory
 from raytrain_ddp.training.gradient_compression import Compression
 from raytrain_ddp.training.session import Snapshot
+from raytrain_ddp.training.task_optimizer import load_optimizer
 
 _PIECE = 500  # log records per chunk
 _COMPRESSION = "compression"  # stem of the file, if it exists
@@ -90,9 +91,7 @@ class TrainState:
         progress = json.loads(checkpoint.read("state.json"))
         tensors = decode_tensors(checkpoint.read("optimizer.safetensors"))
         saved = unflatten_state(tensors, progress["optimizer"])
-        for group in saved["param_groups"]:
-            group["fused"] = True  # not part of its state; see build_optimizer
-        self.optimizer.load_state_dict(saved)
+        load_optimizer(self.optimizer, saved)
         if progress["scaler"]:
             self.scaler.load_state_dict(progress["scaler"])
         if f"{_COMPRESSION}.safetensors" in checkpoint.manifest.files:
