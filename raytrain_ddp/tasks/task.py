@@ -45,8 +45,13 @@ class Task(Protocol):
     def eval_data(self) -> Data | None:
         """The evaluation set; None: the run is not evaluated."""
 
-    def loss(self, model: nn.Module, batch: Batch) -> Tensor:
+    def loss(
+        self, model: nn.Module, batch: Batch
+    ) -> Tensor | tuple[Tensor, Mapping[str, Tensor | float]]:
         """The mean loss over the batch's samples, shape (); `batch` is on the model's device.
+
+        Or (loss, scalars): a dict of means over the samples by name, logged beside the loss. The
+        names must be the same in each step.
 
         Draw random numbers only from torch's, numpy's or Python's global generators: they are
         seeded for each micro-batch, also in `evaluate`.

@@ -33,10 +33,10 @@ def train(
         for slots, samples in run.clock.waits(steps):
             steering.ask(state.step + 1)
             rates = run.rates(state.step)
-            loss_share = run.stepper(slots, samples, rates)
+            shares = run.stepper(slots, samples, rates)
             log, evaluate, save, stop = steering.decide(state.step)
             if log:
-                run.log(loss_share, rates[0])
+                run.log(shares, rates[0])
             if evaluate:
                 best, stop = run.evaluate()
                 save |= best or stop > 0  # always save the best

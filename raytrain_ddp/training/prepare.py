@@ -98,16 +98,7 @@ def prepare(
     flops = _warm_up(stepper, loader)
     if eval_data is not None:
         try_evaluation(task, model, eval_data, config.micro_batch, world, session.tell)
-    note = memory_note(loader, config.data.memory_mib * 2**20)
-    for text in filter(
-        None,
-        (
-            note,
-            _mode_note(model),
-            *unread_notes(config, reads, replaced_fields(task, optimizer, config)),
-        ),
-    ):
-        session.tell(events.Note(text))
+    _tell_notes(config, task, loader, state, session, reads)
     failpoint("start.warmed_up", world.rank)
 
     identity = DataIdentity.of(data, eval_data, task)
@@ -159,6 +150,21 @@ def prepare(
         flops=flops,
         peak_flops_per_s=peak_flops_per_s(device_name(world.device), config.compute.precision),
     )
+
+
+def _tell_notes(
+    config: TrainConfig,
+    task: Task,
+    loader: TrainLoader,
+    state: TrainState,
+    session: Session,
+    reads: Collection[str] | None,
+) -> None:
+    """Tells what is allowed, but may not be meant."""
+    note = memory_note(loader, config.data.memory_mib * 2**20)
+    unread = unread_notes(config, reads, replaced_fields(task, state.optimizer, config))
+    for text in filter(None, (note, _mode_note(state.model), *unread)):
+        session.tell(events.Note(text))
 
 
 def _counted_splits(task: Task, world: World) -> Splits | None:

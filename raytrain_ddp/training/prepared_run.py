@@ -53,8 +53,8 @@ class PreparedRun:
     peak_flops_per_s: float | None
     metrics: dict[str, float] = field(default_factory=dict)  # of the evaluation after this step
 
-    def log(self, loss_share: Tensor, rate: float) -> None:
-        """Logs the step's loss and the speed since the last record; all ranks take part.
+    def log(self, shares: Tensor, rate: float) -> None:
+        """Logs the step's loss, scalars, and speed since the last record; all ranks take part.
 
         The one place where the host waits for the device.
         """
@@ -62,10 +62,11 @@ class PreparedRun:
         self.stepper.settle()  # so that `nonfinite` includes this step
         trained_s, phases = self.clock.window()
         memory = step_timing.peak_memory_bytes(world.device)
-        mine = step_timing.Reading(
-            loss_share.item(), trained_s, step_timing.in_order(phases), memory
-        )
+        loss, *scalars = shares.tolist()
+        in_order = step_timing.in_order(phases)
+        mine = step_timing.Reading(loss, trained_s, in_order, memory, tuple(scalars))
         readings = step_timing.gathered(mine, world)
+        sums = [sum(each) for each in zip(*(r.scalars for r in readings), strict=True)]
         per_epoch = self.plan.steps_per_epoch
         samples = sum(self.plan.samples(s % per_epoch) for s in range(self.logged_step, step))
         samples_per_s = samples / trained_s
@@ -84,6 +85,7 @@ class PreparedRun:
                 nonfinite=self.state.nonfinite,
                 seconds=self.clock.elapsed(),
                 timing=timing,
+                scalars=dict(zip(self.stepper.scalar_names, sums, strict=True)),
             )
         )
         if world.size > 1:  # not logged: the log would grow with the number of workers
