@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from functools import partial
 from typing import Any
 
@@ -29,12 +29,14 @@ from raytrain_ddp.data.loader_threads import LoaderThreads
 from raytrain_ddp.data.sources import Data
 from raytrain_ddp.data.splits import Splits
 from raytrain_ddp.errors import ConfigError, DataError
+from raytrain_ddp.events import LogRecord
 from raytrain_ddp.failpoints import failpoint
 from raytrain_ddp.tasks.task import Task
 from raytrain_ddp.tasks.task_check import eval_data_of, model_of, train_data_of
 from raytrain_ddp.training.buffer_sync import own_memory
 from raytrain_ddp.training.data_identity import DataIdentity
 from raytrain_ddp.training.device_feed import AgreedCount, Audit, Feed, on_device
+from raytrain_ddp.training.early_stop import Patience, require_evaluation, seconds_trained
 from raytrain_ddp.training.gradient_compression import compress
 from raytrain_ddp.training.nonfinite import make_guard
 from raytrain_ddp.training.nonfinite_repro import handle_nonfinite
@@ -47,6 +49,7 @@ from raytrain_ddp.training.sanity_check import try_evaluation
 from raytrain_ddp.training.seeding import seed_all
 from raytrain_ddp.training.session import Session
 from raytrain_ddp.training.step import Stepper
+from raytrain_ddp.training.step_decisions import Cadence
 from raytrain_ddp.training.step_timing import peak_flops_per_s
 from raytrain_ddp.training.stragglers import Stragglers
 from raytrain_ddp.training.task_optimizer import LearningRates, optimizer_of, replaced_fields
@@ -65,10 +68,11 @@ def prepare(
     session.watch(clock)
     session.tell(messages.Phase("opening the data"))
     data, eval_data = train_data_of(task), eval_data_of(task)
+    require_evaluation(config, eval_data)
     splits = _counted_splits(task, world)
     if data.source.blocks.min() < 1:
         raise DataError("the training set has a block of 0 rows: remove it from Source.blocks.")
-    plan = Plan(data.rows, config.slots, config.micro_batch, config.augment.repeats)
+    plan = plan_of(config, data)
     for each in filter(None, (data, eval_data)):
         start_processes(each, loader_threads(config.data, world.threads))
 
@@ -85,8 +89,7 @@ def prepare(
         broadcast_model(model, world)
 
     optimizer = optimizer_of(task, model, config)
-    total_steps = config.epochs * plan.steps_per_epoch
-    rates = LearningRates(task, optimizer, config, plan.steps_per_epoch, total_steps)
+    rates = LearningRates(task, optimizer, config, plan.steps_per_epoch)
     scaler = torch.amp.GradScaler(world.device.type, enabled=config.compute.precision == "fp16")
     state = TrainState(model, optimizer, scaler, compress(net, config, scaler, world, clock))
     loader = train_loader(config, data, plan, world)
@@ -106,17 +109,17 @@ def prepare(
     checkpoint = session.latest()
     if checkpoint is not None:
         identity.require_same(checkpoint, data)
-        session.restore_log(state.load(checkpoint))
-    else:
-        session.restore_log([])
+    log = [] if checkpoint is None else state.load(checkpoint)
+    session.restore_log(log)
+    cadence, patience, trained_s = _ends(config, task, plan, state, log)
     failpoint("start.loaded", world.rank, state.step)
     session.tell(
         events.Plan(
             run=config.name,
             start_step=state.step,
-            total_steps=total_steps,
+            total_steps=cadence.total_steps,
             steps_per_epoch=plan.steps_per_epoch,
-            epochs=config.epochs,
+            epochs=-(-config.total_steps(plan.steps_per_epoch) // plan.steps_per_epoch),
             batch_size=config.batch_size,
             slots=config.slots,
             micro_batch=config.micro_batch,
@@ -140,6 +143,9 @@ def prepare(
         state=state,
         plan=plan,
         rates=rates,
+        cadence=cadence,
+        patience=patience,
+        trained_s=trained_s,
         feed=make_feed(config, loader, eval_data, state, session, clock),
         stepper=stepper,
         eval_data=eval_data,
@@ -150,6 +156,18 @@ def prepare(
         flops=flops,
         peak_flops_per_s=peak_flops_per_s(device_name(world.device), config.compute.precision),
     )
+
+
+def _ends(
+    config: TrainConfig, task: Task, plan: Plan, state: TrainState, log: Sequence[LogRecord]
+) -> tuple[Cadence, Patience, float]:
+    """What ends the run, and the seconds trained before; it may have ended already."""
+    cadence = Cadence(config, plan.steps_per_epoch)
+    patience = Patience(config.stop, task.monitor, task.goal)
+    trained_s = seconds_trained(log)
+    if patience.replay(log) or trained_s >= config.max_time_s:
+        cadence.total_steps = min(state.step, cadence.total_steps)
+    return cadence, patience, trained_s
 
 
 def _tell_notes(
@@ -255,6 +273,12 @@ def _no_buffer_sync() -> dict[str, bool]:
     return {new if new in parameters else "broadcast_buffers": False}
 
 
+def plan_of(config: TrainConfig, data: Data) -> Plan:
+    """How an epoch of the training data is divided."""
+    limit = config.overfit_batches or config.limit_train_batches
+    return Plan(data.rows, config.slots, config.micro_batch, config.augment.repeats, limit)
+
+
 def train_loader(config: TrainConfig, data: Data, plan: Plan, world: World) -> TrainLoader:
     """This worker's loader."""
     return TrainLoader(
@@ -269,6 +293,7 @@ def train_loader(config: TrainConfig, data: Data, plan: Plan, world: World) -> T
         skip=config.data.bad_records == "skip",
         pin=world.device.type == "cuda",
         digests=config.log.audit,
+        same_order=config.overfit_batches > 0,
     )
 
 

@@ -218,7 +218,6 @@ class LearningRates:
 
     Args:
         optimizer: as it was made; its groups tell the peaks.
-        total_steps: of the run.
     """
 
     def __init__(
@@ -227,8 +226,8 @@ class LearningRates:
         optimizer: Optimizer,
         config: TrainConfig,
         steps_per_epoch: int,
-        total_steps: int,
     ) -> None:
+        total_steps = config.total_steps(steps_per_epoch)
         self._config, self._steps_per_epoch = config, steps_per_epoch
         self._peaks = [float(g["lr"]) * g.get("lr_scale", 1.0) for g in optimizer.param_groups]
         self._schedule: Callable[[int], Any] | None = optional_method(task, "schedule")

@@ -336,7 +336,7 @@ def rates_of(schedule: Callable[[int], Any] | None, name: str = "sgd") -> Learni
     task = Given(config, name)
     if schedule is not None:
         task.schedule = schedule  # type: ignore[attr-defined]
-    return LearningRates(task, optimizer_of(task, task.model(), config), config, STEPS, 12)
+    return LearningRates(task, optimizer_of(task, task.model(), config), config, 1)
 
 
 def test_a_group_has_its_own_peak_and_the_schedule_multiplies_it():
@@ -348,7 +348,7 @@ def test_a_group_has_its_own_peak_and_the_schedule_multiplies_it():
 def test_the_rate_of_the_configured_optimizer_is_that_of_the_schedule_to_the_bit():
     config = TrainConfig(optim=OptimConfig(lr=0.3))
     task = TinyTask(config)
-    rates = LearningRates(task, optimizer_of(task, task.model(), config), config, 7, 84)
+    rates = LearningRates(task, optimizer_of(task, task.model(), config), config, 7)
     for step in range(84):
         assert rates(step) == [learning_rate(config, step, 7)] * 2
 
