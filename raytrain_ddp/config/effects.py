@@ -23,6 +23,7 @@ class _Rule(NamedTuple):
 
 _RULES = [
     _Rule("epochs", "steps = 0", lambda c: not c.steps),
+    _Rule("ema.warmup", "ema.decay", lambda c: c.ema.decay > 0),
     _Rule("stop.min_delta", "stop.patience", lambda c: c.stop.patience > 0),
     _Rule("optim.momentum optim.nesterov", "optim.name = sgd", lambda c: c.optim.name == "sgd"),
     _Rule("optim.betas", "optim.name = adamw", lambda c: c.optim.name == "adamw"),

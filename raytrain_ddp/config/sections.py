@@ -158,6 +158,20 @@ class StopConfig:
 
 
 @dataclass(frozen=True)
+class EmaConfig:
+    """An exponential moving average of the weights."""
+
+    decay: float = 0.0
+    """Decay of the average of the weights of all steps, such as 0.9999. The average is evaluated
+    and exported in place of the weights. 0: off."""
+    warmup: bool = True
+    """Average over fewer steps at first: the decay of step n is at most (1 + n) / (10 + n)."""
+
+    def __post_init__(self) -> None:
+        below_one("ema", self, "decay")
+
+
+@dataclass(frozen=True)
 class CheckpointConfig:
     """When a checkpoint is saved, and which are kept. One is always saved at the end."""
 

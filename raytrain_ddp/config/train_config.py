@@ -15,6 +15,7 @@ from raytrain_ddp.config.sections import (
     CheckpointConfig,
     ComputeConfig,
     DdpConfig,
+    EmaConfig,
     EvalConfig,
     LogConfig,
     ModelConfig,
@@ -105,6 +106,7 @@ class TrainConfig:
     schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
     compute: ComputeConfig = field(default_factory=ComputeConfig)
     ddp: DdpConfig = field(default_factory=DdpConfig)
+    ema: EmaConfig = field(default_factory=EmaConfig)
     eval: EvalConfig = field(default_factory=EvalConfig)
     stop: StopConfig = field(default_factory=StopConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 
 from raytrain_ddp.config.effects import value_of
 from raytrain_ddp.config.sections import StopConfig
 from raytrain_ddp.config.train_config import TrainConfig
 from raytrain_ddp.config.validation import require
+from raytrain_ddp.data.epoch_order import Plan
 from raytrain_ddp.data.sources import Data
 from raytrain_ddp.events import Eval, LogRecord, Train
+from raytrain_ddp.tasks.task import Task
+from raytrain_ddp.training.step_decisions import Cadence
 
 
 class Patience:
@@ -39,6 +42,21 @@ class Patience:
         else:
             self.count += 1
         return 0 < self._config.patience <= self.count
+
+
+def ends_of(
+    config: TrainConfig, task: Task, plan: Plan, step: int, log: Sequence[LogRecord]
+) -> tuple[Cadence, Patience, float]:
+    """What ends a run after `step` with this log, and the seconds trained before.
+
+    If it has ended already, the cadence has no further step.
+    """
+    cadence = Cadence(config, plan.steps_per_epoch)
+    patience = Patience(config.stop, task.monitor, task.goal)
+    trained_s = seconds_trained(log)
+    if patience.replay(log) or trained_s >= config.max_time_s:
+        cadence.total_steps = min(step, cadence.total_steps)
+    return cadence, patience, trained_s
 
 
 def require_evaluation(config: TrainConfig, eval_data: Data | None) -> None:

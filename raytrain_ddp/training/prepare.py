@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Collection, Sequence
+from collections.abc import Collection
 from functools import partial
-from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.parallel import DistributedDataParallel
 
 from raytrain_ddp import events, messages
 from raytrain_ddp.checkpoint.run_folder import run_storage
@@ -29,31 +26,30 @@ from raytrain_ddp.data.loader_threads import LoaderThreads
 from raytrain_ddp.data.sources import Data
 from raytrain_ddp.data.splits import Splits
 from raytrain_ddp.errors import ConfigError, DataError
-from raytrain_ddp.events import LogRecord
 from raytrain_ddp.failpoints import failpoint
 from raytrain_ddp.tasks.task import Task
 from raytrain_ddp.tasks.task_check import eval_data_of, model_of, train_data_of
 from raytrain_ddp.training.buffer_sync import own_memory
 from raytrain_ddp.training.data_identity import DataIdentity
 from raytrain_ddp.training.device_feed import AgreedCount, Audit, Feed, on_device
-from raytrain_ddp.training.early_stop import Patience, require_evaluation, seconds_trained
+from raytrain_ddp.training.early_stop import ends_of, require_evaluation
 from raytrain_ddp.training.gradient_compression import compress
 from raytrain_ddp.training.nonfinite import make_guard
 from raytrain_ddp.training.nonfinite_repro import handle_nonfinite
 from raytrain_ddp.training.phase_clock import Clock
 from raytrain_ddp.training.prepared_run import PreparedRun
 from raytrain_ddp.training.profiler import Profile
-from raytrain_ddp.training.reduction import broadcast_model
+from raytrain_ddp.training.reduction import broadcast_model, ddp_options
 from raytrain_ddp.training.replica_check import ReplicaCheck
 from raytrain_ddp.training.sanity_check import try_evaluation
 from raytrain_ddp.training.seeding import seed_all
 from raytrain_ddp.training.session import Session
 from raytrain_ddp.training.step import Stepper
-from raytrain_ddp.training.step_decisions import Cadence
 from raytrain_ddp.training.step_timing import peak_flops_per_s
 from raytrain_ddp.training.stragglers import Stragglers
 from raytrain_ddp.training.task_optimizer import LearningRates, optimizer_of, replaced_fields
 from raytrain_ddp.training.train_state import TrainState, begin_training
+from raytrain_ddp.training.weight_average import WeightAverage
 from raytrain_ddp.training.world import World, set_up, software_versions
 
 
@@ -92,12 +88,14 @@ def prepare(
     rates = LearningRates(task, optimizer, config, plan.steps_per_epoch)
     scaler = torch.amp.GradScaler(world.device.type, enabled=config.compute.precision == "fp16")
     state = TrainState(model, optimizer, scaler, compress(net, config, scaler, world, clock))
+    state.average = WeightAverage(model, config.ema) if config.ema.decay else None
     loader = train_loader(config, data, plan, world)
     guard = make_guard(
         state, partial(handle_nonfinite, config, state, session, loader), world.device
     )
-    likeness = ReplicaCheck(config.scaling, state, session)
-    stepper = Stepper(config, task, state, net, world, guard, clock, likeness)
+    stepper = Stepper(
+        config, task, state, net, world, guard, clock, ReplicaCheck(config.scaling, state, session)
+    )
     flops = _warm_up(stepper, loader)
     if eval_data is not None:
         try_evaluation(task, model, eval_data, config.micro_batch, world, session.tell)
@@ -111,7 +109,7 @@ def prepare(
         identity.require_same(checkpoint, data)
     log = [] if checkpoint is None else state.load(checkpoint)
     session.restore_log(log)
-    cadence, patience, trained_s = _ends(config, task, plan, state, log)
+    cadence, patience, trained_s = ends_of(config, task, plan, state.step, log)
     failpoint("start.loaded", world.rank, state.step)
     session.tell(
         events.Plan(
@@ -156,18 +154,6 @@ def prepare(
         flops=flops,
         peak_flops_per_s=peak_flops_per_s(device_name(world.device), config.compute.precision),
     )
-
-
-def _ends(
-    config: TrainConfig, task: Task, plan: Plan, state: TrainState, log: Sequence[LogRecord]
-) -> tuple[Cadence, Patience, float]:
-    """What ends the run, and the seconds trained before; it may have ended already."""
-    cadence = Cadence(config, plan.steps_per_epoch)
-    patience = Patience(config.stop, task.monitor, task.goal)
-    trained_s = seconds_trained(log)
-    if patience.replay(log) or trained_s >= config.max_time_s:
-        cadence.total_steps = min(state.step, cadence.total_steps)
-    return cadence, patience, trained_s
 
 
 def _tell_notes(
@@ -252,25 +238,6 @@ def _require_one_slot_each(plan: Plan, world: World) -> None:
             f"{world.size} workers) and no empty slot in the last step. Without it, statistics are "
             "those of a slot, whatever the number of workers."
         )
-
-
-def ddp_options(config: TrainConfig) -> dict[str, Any]:
-    """Keyword arguments of DistributedDataParallel. SlotBuffers synchronizes the buffers."""
-    ddp = config.ddp
-    return {
-        "bucket_cap_mb": ddp.bucket_cap_mb,
-        "gradient_as_bucket_view": ddp.gradient_as_bucket_view,
-        "static_graph": ddp.static_graph,
-        "find_unused_parameters": ddp.find_unused_parameters,
-        **_no_buffer_sync(),
-    }
-
-
-def _no_buffer_sync() -> dict[str, bool]:
-    """DDP's switch was renamed in torch 2.15; the old name causes a warning there."""
-    parameters = inspect.signature(DistributedDataParallel.__init__).parameters
-    new = "forward_sync_buffers"
-    return {new if new in parameters else "broadcast_buffers": False}
 
 
 def plan_of(config: TrainConfig, data: Data) -> Plan:

@@ -122,7 +122,7 @@ class PreparedRun:
         started = time.monotonic()
         self.session.tell(messages.Evaluating(self.state.step))
         stop = 0
-        with self.clock.part("evaluation"):
+        with self.clock.part("evaluation"), self.state.evaluated():
             try:
                 values = evaluate(
                     self.task,

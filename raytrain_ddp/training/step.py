@@ -139,6 +139,8 @@ class Stepper:
         if self._clip:
             nn.utils.clip_grads_with_norm_(state.model.parameters(), self._clip, norm)
         self._apply(refused)
+        if state.average is not None:
+            state.average.follow(refused, state.step + 1)
         state.scaler.update()
 
     def _beside(self, scalars: dict[str, Tensor], counts: bool) -> list[Tensor]:

@@ -63,6 +63,7 @@ data.image_column data.image_size data.jpeg_scaling data.label_column data.mean 
 data.shuffle_window data.source data.std data.train_split
 ddp.bucket_cap_mb ddp.compression ddp.find_unused_parameters ddp.gradient_as_bucket_view
 ddp.powersgd_rank ddp.static_graph ddp.sync_batchnorm
+ema.decay ema.warmup
 eval.every_epochs eval.every_steps exact
 limit_eval_batches limit_train_batches
 micro_batch
