@@ -67,6 +67,7 @@ class Train:
         samples_per_s: of all workers, since the last record. timing: for the same steps.
         skipped: bad records so far. nonfinite: steps so far that were not applied.
         seconds: since this start of the workers began to train.
+        scalars: that the task's loss returned beside it, by name; means over the global batch.
     """
 
     kind: ClassVar[str] = "train"
@@ -79,6 +80,7 @@ class Train:
     nonfinite: int = 0
     seconds: float = float("nan")
     timing: Timing = field(default_factory=Timing, metadata={"type": Timing})
+    scalars: Mapping[str, float] = field(default_factory=dict, metadata=OPTIONAL)
 
 
 @dataclass(frozen=True)

@@ -12,6 +12,11 @@ storage         output output-dir out-dir save-dir default-root-dir
 task-options    task-args task-kwargs
 seed            random-seed manual-seed
 epochs          num-epochs max-epochs n-epochs num-train-epochs
+steps           max-steps num-steps num-train-steps train-iters
+max-time        time-limit
+limit-eval-batches     limit-val-batches limit-test-batches
+stop.patience          patience early-stopping-patience
+stop.min-delta         min-delta early-stopping-threshold
 batch-size      bs global-batch-size train-batch-size
 micro-batch     micro-batch-size per-device-train-batch-size gradient-accumulation-steps grad-accum
 data.source     data dataset data-dir data-path train-dir train-data
@@ -43,6 +48,7 @@ schedule.gamma         lr-gamma
 compute.precision      amp fp16 bf16 mixed-precision dtype
 compute.compile        torchcompile torch-compile
 ddp.sync-batchnorm     sync-bn
+eval.every-steps       eval-steps val-check-interval
 eval.every-epochs      eval-interval val-interval check-val-every-n-epoch
 checkpoint.every-steps save-every save-steps checkpoint-interval
 checkpoint.keep-last   keep save-total-limit checkpoint-hist

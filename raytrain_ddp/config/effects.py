@@ -22,6 +22,9 @@ class _Rule(NamedTuple):
 
 
 _RULES = [
+    _Rule("epochs", "steps = 0", lambda c: not c.steps),
+    _Rule("ema.warmup", "ema.decay", lambda c: c.ema.decay > 0),
+    _Rule("stop.min_delta", "stop.patience", lambda c: c.stop.patience > 0),
     _Rule("optim.momentum optim.nesterov", "optim.name = sgd", lambda c: c.optim.name == "sgd"),
     _Rule("optim.betas", "optim.name = adamw", lambda c: c.optim.name == "adamw"),
     _Rule("optim.max_nonfinite", "optim.nonfinite = skip", lambda c: c.optim.nonfinite == "skip"),
@@ -193,13 +196,19 @@ def _plain(kind: type[Section], values: dict[str, Any]) -> Section:
     return kind(**values)
 
 
-def unread_notes(config: TrainConfig, reads: Collection[str] | None) -> list[str]:
-    """Notes for fields meant for the task, changed from the default, that the task did not read."""
+def unread_notes(
+    config: TrainConfig, reads: Collection[str] | None, replaced: Sequence[str] = ()
+) -> list[str]:
+    """Notes for fields meant for the task, changed from the default, that the task did not read.
+
+    Args:
+        replaced: other fields whose effect the task has replaced by methods of its own.
+    """
     if reads is None or config.task == _IMAGES:
         return []
     return [
         f"{name} = {value_of(config, name)!r} is set, but {config.task} does not read it."
-        for name in _fields_of_tasks(config)
+        for name in (*_fields_of_tasks(config), *replaced)
         if name not in reads and value_of(config, name) != value_of(TrainConfig(), name)
     ]
 

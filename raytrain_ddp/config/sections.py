@@ -137,9 +137,38 @@ class EvalConfig:
 
     every_epochs: int = 1
     """Evaluate every this many epochs, and always at the end. 0: only at the end."""
+    every_steps: int = 0
+    """Also evaluate every this many steps. 0: off."""
 
     def __post_init__(self) -> None:
-        at_least(0, "eval", self, "every_epochs")
+        at_least(0, "eval", self, "every_epochs", "every_steps")
+
+
+@dataclass(frozen=True)
+class StopConfig:
+    """Early stopping, by the metric that decides which checkpoint is the best."""
+
+    patience: int = field(default=0, metadata=FREE)
+    """Stop after this many evaluations in a row without improvement. 0: off."""
+    min_delta: float = field(default=0.0, metadata=FREE)
+    """Improvement that counts: the metric must be better than before by more than this."""
+
+    def __post_init__(self) -> None:
+        at_least(0, "stop", self, "patience", "min_delta")
+
+
+@dataclass(frozen=True)
+class EmaConfig:
+    """An exponential moving average of the weights."""
+
+    decay: float = 0.0
+    """Decay of the average of the weights of all steps, such as 0.9999. The average is evaluated
+    and exported in place of the weights. 0: off."""
+    warmup: bool = True
+    """Average over fewer steps at first: the decay of step n is at most (1 + n) / (10 + n)."""
+
+    def __post_init__(self) -> None:
+        below_one("ema", self, "decay")
 
 
 @dataclass(frozen=True)

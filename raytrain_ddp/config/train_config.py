@@ -5,6 +5,7 @@ Imports nothing heavy, so that ``--help`` and every error of a config answer in 
 
 from __future__ import annotations
 
+import math
 import re
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -14,14 +15,16 @@ from raytrain_ddp.config.sections import (
     CheckpointConfig,
     ComputeConfig,
     DdpConfig,
+    EmaConfig,
     EvalConfig,
     LogConfig,
     ModelConfig,
     OptimConfig,
     ScalingConfig,
     ScheduleConfig,
+    StopConfig,
 )
-from raytrain_ddp.config.validation import FREE, require, require_plain
+from raytrain_ddp.config.validation import FREE, at_least, require, require_plain, seconds_of
 from raytrain_ddp.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -77,6 +80,18 @@ class TrainConfig:
     """Random seed. All randomness depends on it only."""
     epochs: int = field(default=12, metadata=FREE)
     """Passes over the training data."""
+    steps: int = field(default=0, metadata=FREE)
+    """Optimizer steps, instead of epochs. 0: as many as the epochs have."""
+    max_time: str | None = field(default=None, metadata={**FREE, "metavar": "TIME"})
+    """Training time after which the run ends, such as 90m, 2.5h or 1d. It ends with an evaluation
+    and a checkpoint. Time before a restart counts. A longer time continues the run."""
+    limit_train_batches: int = 0
+    """Steps of each epoch, to try things. 0: all."""
+    limit_eval_batches: int = 0
+    """Micro-batches of each evaluation, spread evenly over its data, to try things. 0: all."""
+    overfit_batches: int = 0
+    """Train on the same this many steps of data in each epoch, to see whether the model can learn
+    them. 0: off."""
     batch_size: int = 64
     """Global batch size: samples per optimizer step. It is the total over all workers."""
     micro_batch: int = 16
@@ -91,7 +106,9 @@ class TrainConfig:
     schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
     compute: ComputeConfig = field(default_factory=ComputeConfig)
     ddp: DdpConfig = field(default_factory=DdpConfig)
+    ema: EmaConfig = field(default_factory=EmaConfig)
     eval: EvalConfig = field(default_factory=EvalConfig)
+    stop: StopConfig = field(default_factory=StopConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     scaling: ScalingConfig = field(default_factory=ScalingConfig)
     log: LogConfig = field(default_factory=LogConfig)
@@ -105,6 +122,13 @@ class TrainConfig:
         for field_name in ("epochs", "batch_size", "micro_batch"):
             value = getattr(self, field_name)
             require(value >= 1, field_name, value, "must be 1 or more")
+        limits = ("limit_train_batches", "limit_eval_batches", "overfit_batches")
+        at_least(0, "", self, "steps", *limits)
+        rule = "must be a time above 0, such as 90m, 2.5h or 1d"
+        require(self.max_time is None or self.max_time_s > 0, "max_time", self.max_time, rule)
+        rule = f"give only one of it and limit_train_batches = {self.limit_train_batches}"
+        both = self.overfit_batches and self.limit_train_batches
+        require(not both, "overfit_batches", self.overfit_batches, rule)
         require(0 <= self.seed < 2**63, "seed", self.seed, "must be 0 or more and below 2**63")
         batch, micro = self.batch_size, self.micro_batch
         rule = f"must be at least micro_batch = {micro}; set --micro-batch {batch}"
@@ -137,6 +161,14 @@ class TrainConfig:
         rule = "must be on with exact = true: other kernels sum in an order of their own"
         deterministic = self.compute.deterministic
         require(deterministic, "compute.deterministic", deterministic, rule)
+
+    @property
+    def max_time_s(self) -> float:
+        return math.inf if self.max_time is None else seconds_of(self.max_time)
+
+    def total_steps(self, steps_per_epoch: int) -> int:
+        """Optimizer steps of the whole run, unless it stops early."""
+        return self.steps or self.epochs * steps_per_epoch
 
     @property
     def slots(self) -> int:

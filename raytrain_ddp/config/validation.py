@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import re
 from collections.abc import Iterator, Mapping
 
@@ -10,6 +11,8 @@ from raytrain_ddp.errors import ConfigError
 
 # Of C0, C1 and DEL; what YAML and Unicode take for the end of a line; halves of a character.
 _CONTROL = re.compile("[\x00-\x1f\x7f-\x9f\u2028\u2029\ud800-\udfff\ufeff]")
+
+_UNITS = {"": 1, "s": 1, "m": 60, "h": 3600, "d": 86400}
 
 FREE: dict[str, bool] = {"free": True}
 ADDRESS = {"metavar": "HOST:PORT|auto"}
@@ -25,7 +28,8 @@ def at_least(least: float, section: str, holder: object, *fields: str) -> None:
     """Requires that the fields of a section are `least` or more."""
     for name in fields:
         value = getattr(holder, name)
-        require(value >= least, f"{section}.{name}", value, f"must be {least:g} or more")
+        field = f"{section}.{name}" if section else name
+        require(value >= least, field, value, f"must be {least:g} or more")
 
 
 def above_zero(section: str, holder: object, *fields: str) -> None:
@@ -40,6 +44,12 @@ def below_one(section: str, holder: object, *fields: str) -> None:
     for name in fields:
         value = getattr(holder, name)
         require(0 <= value < 1, f"{section}.{name}", value, "must be 0 or more and below 1")
+
+
+def seconds_of(text: str) -> float:
+    """Of a length of time such as 90, 90s, 15m, 2.5h or 1d; nan if it is none."""
+    found = re.fullmatch(r"(\d+(?:\.\d+)?)([smhd]?)", text)
+    return float(found[1]) * _UNITS[found[2]] if found else math.nan
 
 
 def require_plain(holder: object, name: str = "") -> None:

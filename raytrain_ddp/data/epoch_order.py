@@ -38,12 +38,14 @@ class Plan:
     Args:
         micro_batch: samples.
         repeats: samples made of each row, consecutively; divides `micro_batch`.
+        limit: the most steps of an epoch, which leave out the other rows; 0: all.
     """
 
     rows: int
     slots: int
     micro_batch: int
     repeats: int = 1
+    limit: int = 0
 
     @property
     def rows_at_once(self) -> int:
@@ -53,7 +55,8 @@ class Plan:
     @property
     def steps_per_epoch(self) -> int:
         longest = -(-self.rows // self.slots)
-        return -(-longest // self.rows_at_once)
+        steps = -(-longest // self.rows_at_once)
+        return min(steps, self.limit or steps)
 
     def lane(self, slot: int) -> tuple[int, int]:
         """Places [start, stop) of the epoch order that `slot` reads in the whole epoch."""

@@ -71,6 +71,7 @@ class TrainLoader:
         skip: bad records may be skipped.
         pin: page-locks batches, so that copies to a GPU run concurrently with other work.
         digests: computes the digest of each `Slot`.
+        same_order: each epoch has the order of the first one.
     """
 
     data: Data
@@ -84,6 +85,7 @@ class TrainLoader:
     skip: bool = False
     pin: bool = False
     digests: bool = False
+    same_order: bool = False
 
     def steps(self, start: int, stop: int) -> Generator[list[Slot], None, None]:
         """Yields this worker's slots of global steps start..stop-1. Close the iterator to end the
@@ -137,7 +139,7 @@ class TrainLoader:
         for step, slot in places:
             now, step_of_epoch = divmod(step, self.plan.steps_per_epoch)
             if now != epoch or order is None:
-                epoch, order = now, self._order(now, len(slots))
+                epoch, order = now, self.order(now, 2 * len(slots) + 2)
             rows = order.read(*self.plan.span(step_of_epoch, slot))
             self._tell_ahead(order, rows, step_of_epoch, slot)
             which = np.tile(np.arange(repeats), len(rows))
@@ -145,9 +147,10 @@ class TrainLoader:
             begun = _begun(self.data, draws, gate) if len(rows) else None
             yield _Task(step, slot, draws.rows, begun)
 
-    def _order(self, epoch: int, lanes: int) -> EpochOrder:
-        blocks = self.data.source.blocks
-        return EpochOrder(blocks, self.shuffle, self.seed, epoch, self.window, 2 * lanes + 2)
+    def order(self, epoch: int, windows_kept: int = 64) -> EpochOrder:
+        """The order of rows in an epoch."""
+        blocks, epoch = self.data.source.blocks, 0 if self.same_order else epoch
+        return EpochOrder(blocks, self.shuffle, self.seed, epoch, self.window, windows_kept)
 
     def _tell_ahead(self, order: EpochOrder, rows: Rows, step: int, slot: int) -> None:
         """Announces to the source what this lane reads next, and half a window of blocks later."""

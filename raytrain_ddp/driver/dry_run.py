@@ -38,21 +38,25 @@ def dry_run(config: TrainConfig, default_name: str | None = None) -> str:
     layout = choose_layout(config, have)
     import torch
 
-    from raytrain_ddp.data.epoch_order import Plan, items_of_rank
+    from raytrain_ddp.data.epoch_order import items_of_rank
     from raytrain_ddp.tasks.task_check import eval_data_of, model_of, train_data_of
     from raytrain_ddp.tasks.task_loading import load_task
-    from raytrain_ddp.training.lr_schedule import build_optimizer, learning_rate
+    from raytrain_ddp.training.early_stop import require_evaluation
+    from raytrain_ddp.training.prepare import plan_of
+    from raytrain_ddp.training.task_optimizer import LearningRates, optimizer_of, replaced_fields
 
     reads: set[str] = set()
     task = load_task(config, reads)
     data, eval_data = train_data_of(task), eval_data_of(task)
+    require_evaluation(config, eval_data)
     repeats = config.augment.repeats
-    plan = Plan(data.rows, config.slots, config.micro_batch, repeats)
-    steps, per_epoch = config.epochs * plan.steps_per_epoch, plan.steps_per_epoch
+    plan = plan_of(config, data)
+    steps, per_epoch = config.total_steps(plan.steps_per_epoch), plan.steps_per_epoch
     model = model_of(task)
     notes = [*effect_notes(config), *_tried(config, task, model, data, eval_data, plan)]
-    notes += unread_notes(config, reads)
-    optimizer = build_optimizer(model, config.optim)
+    optimizer = optimizer_of(task, model, config)
+    notes += unread_notes(config, reads, replaced_fields(task, optimizer, config))
+    learning = LearningRates(task, optimizer, config, per_epoch)
     for parameter in model.parameters():
         parameter.grad = torch.zeros_like(parameter)
     optimizer.step()  # creates the optimizer state, most of a checkpoint's bytes
@@ -60,8 +64,8 @@ def dry_run(config: TrainConfig, default_name: str | None = None) -> str:
     least = min(layout.least, layout.most)
     per_worker = [len(items_of_rank(config.slots, least, rank)) for rank in range(least)]
     rates = {
-        f"{epoch:g}": learning_rate(config, min(steps - 1, int(epoch * per_epoch)), per_epoch)
-        for epoch in _epochs_to_show(config)
+        f"{epoch:g}": learning(min(steps - 1, int(epoch * per_epoch)))[0]
+        for epoch in _epochs_to_show(config, steps / per_epoch)
     }
     times = f" of {data.rows} x {repeats} {task.unit}" if repeats > 1 else ""
     splits = getattr(task, "splits", None)
@@ -79,7 +83,7 @@ def dry_run(config: TrainConfig, default_name: str | None = None) -> str:
         f"{layout.backend}; slots per worker: {', '.join(map(str, per_worker))}",
         *(f"{title:<14} {text}" for title, text in data_lines),
         f"steps          {per_epoch} per epoch{times} (the last has {plan.samples(per_epoch - 1)} "
-        f"{task.unit}), {steps} in {config.epochs} epochs",
+        f"{task.unit}), {steps} in {steps / per_epoch:.4g} epochs",
         "learning rate  " + ", ".join(f"epoch {e}: {r:.3g}" for e, r in rates.items()),
         f"model          {sum(p.numel() for p in model.parameters()):,} parameters",
         f"checkpoint     {size / 2**20:.1f} MiB, in {run.folder}",
@@ -135,9 +139,8 @@ def _tensor_bytes(state: object) -> int:
     return sum(map(_tensor_bytes, state)) if isinstance(state, list) else 0
 
 
-def _epochs_to_show(config: TrainConfig) -> list[float]:
-    warmup = config.schedule.warmup_epochs
-    points = {0.0, min(warmup, config.epochs), config.epochs / 2, float(config.epochs)}
+def _epochs_to_show(config: TrainConfig, epochs: float) -> list[float]:
+    points = {0.0, min(config.schedule.warmup_epochs, epochs), epochs / 2, epochs}
     return sorted(points)
 
 

@@ -113,7 +113,8 @@ def run_summary(config: TrainConfig, result: FitResult, flags: str = "") -> Summ
     elif result.status == "interrupted":
         commands.append(("resume", again if "://" not in place else "the same command again"))
     elif "://" not in place:
-        commands.append(("train on", f"{again} --epochs {2 * config.epochs}"))
+        more = f"--steps {2 * config.steps}" if config.steps else f"--epochs {2 * config.epochs}"
+        commands.append(("train on", f"{again} {more}"))
         commands.append(("train anew", f"{again} --name {name}-2"))
     commands.append(("report", f"python -m raytrain_ddp.report {place}"))
     if config.log.tensorboard:

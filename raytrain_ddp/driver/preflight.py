@@ -10,7 +10,9 @@ from pathlib import Path
 from typing import TypeVar
 
 from raytrain_ddp.checkpoint.manifest import Manifest
+from raytrain_ddp.config.effects import value_of
 from raytrain_ddp.config.input_sections import DataConfig
+from raytrain_ddp.config.recipe import fields_of, flat
 from raytrain_ddp.config.train_config import TrainConfig
 from raytrain_ddp.data.data_check import locate
 from raytrain_ddp.data.splits import open_splits
@@ -82,6 +84,11 @@ def answered(config: TrainConfig, ask: Callable[[], T]) -> T:
 
 
 def is_complete(config: TrainConfig, manifest: Manifest | None) -> bool:
-    """Whether nothing is left to do; with more epochs than before, something is."""
-    done = manifest is not None and manifest.finished
-    return done and manifest is not None and config.epochs <= int(manifest.config["epochs"])
+    """Whether nothing is left to do; with more epochs than before, something is, and with another
+    rule for the end, something may be."""
+    if manifest is None or not manifest.finished:
+        return False
+    then = {**flat(TrainConfig()), **dict(fields_of(manifest.config))}
+    rules = ("steps", "max_time", "stop.patience", "stop.min_delta")
+    same = all(value_of(config, name) == then[name] for name in rules)
+    return same and config.epochs <= int(then["epochs"])

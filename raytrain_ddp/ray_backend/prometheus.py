@@ -225,6 +225,8 @@ class Figures:
         yield "epoch", event.epoch, {}
         yield "loss", event.loss, {}
         yield "learning_rate", event.lr, {}
+        for name, value in event.scalars.items():
+            yield "training_scalar", value, {"name": name}
         yield "samples_per_second", event.samples_per_s, {}
         yield "nonfinite_steps", event.nonfinite, {}
         yield "skipped_samples", event.skipped, {}

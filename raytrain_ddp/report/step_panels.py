@@ -10,6 +10,7 @@ from functools import partial
 from itertools import pairwise
 
 from raytrain_ddp.display.formatting import format_metric, format_number
+from raytrain_ddp.events import Train
 from raytrain_ddp.report.axes import (
     MOST_POINTS,
     Point,
@@ -41,7 +42,7 @@ def color(number: int) -> str:
 def curve_panels(stories: Sequence[RunHistory]) -> list[Panel]:
     """The loss, one or more panels of metrics, and the learning rate, as far as there are any."""
     x = _steps(stories)
-    panels = [_loss(stories, x), *_metrics(stories, x), _rate(stories, x)]
+    panels = [_loss(stories, x), *_scalars(stories, x), *_metrics(stories, x), _rate(stories, x)]
     return [panel for panel in panels if panel is not None]
 
 
@@ -180,21 +181,39 @@ def _metric(
     )
 
 
+def _scalars(stories: Sequence[RunHistory], x: Scale) -> list[Panel | None]:
+    """What tasks log beside the loss."""
+    names = list(dict.fromkeys(n for s in stories for r in s.files.train for n in r.scalars))
+    values = [partial(lambda name, r: r.scalars.get(name), name) for name in names[:_MOST_METRICS]]
+    pairs = zip(names, values, strict=False)
+    return [_over_steps(stories, x, f"{name} (training)", value) for name, value in pairs]
+
+
 def _rate(stories: Sequence[RunHistory], x: Scale) -> Panel | None:
+    return _over_steps(stories, x, "Learning rate", lambda r: r.lr, floor=0.0)
+
+
+def _over_steps(
+    stories: Sequence[RunHistory],
+    x: Scale,
+    title: str,
+    value: Callable[[Train], float | None],
+    floor: float | None = None,
+) -> Panel | None:
     lines, series = [], []
     for number, story in enumerate(stories):
-        points = [(float(r.step), _finite(r.lr)) for r in story.files.train]
+        points = [(float(r.step), _finite(value(r))) for r in story.files.train]
         line = sampled(points)
         label = "" if len(stories) == 1 else story.files.name
         lines.append(Line(label, color(number), [line]))
-        series.append((label or "learning rate", line, format_number))
-    highest = max((y for line in lines for _, y in line.pieces[0]), default=math.nan)
-    if math.isnan(highest):
+        series.append((label or title.lower(), line, format_number))
+    known = [y for line in lines for _, y in line.pieces[0] if math.isfinite(y)]
+    if not known:
         return None
     return Panel(
-        title="Learning rate",
+        title=title,
         x=x,
-        y=linear_scale(0.0, highest or 1.0, ticks=4),
+        y=_room(known) if floor is None else linear_scale(floor, max(known) or 1.0, ticks=4),
         x_name="step",
         lines=lines,
         hovers=hovers(series, _step_name(stories)),

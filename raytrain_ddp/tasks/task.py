@@ -18,6 +18,15 @@ class Task(Protocol):
 
     Each worker builds its own task, and all must be equal, so draw random numbers only in
     `model()`, which is called with torch's, numpy's and Python's generators seeded by the run.
+
+    It may also have these methods:
+
+    - ``optimizer(model)`` returns any `torch.optim.Optimizer` that needs no closure, or parameter
+      groups for the configured one. A group's ``lr`` is its peak.
+    - ``schedule(step)`` returns the factor of these learning rates in `step` (from 0), or one for
+      each parameter group, instead of ``--schedule.*``.
+    - ``after_step(model, step)`` follows each update that was applied, once for all slots, without
+      gradients; `step` is from 1. It may change weights and buffers, equally on all workers.
     """
 
     monitor: str = "loss"
@@ -36,8 +45,13 @@ class Task(Protocol):
     def eval_data(self) -> Data | None:
         """The evaluation set; None: the run is not evaluated."""
 
-    def loss(self, model: nn.Module, batch: Batch) -> Tensor:
+    def loss(
+        self, model: nn.Module, batch: Batch
+    ) -> Tensor | tuple[Tensor, Mapping[str, Tensor | float]]:
         """The mean loss over the batch's samples, shape (); `batch` is on the model's device.
+
+        Or (loss, scalars): a dict of means over the samples by name, logged beside the loss. The
+        names must be the same in each step.
 
         Draw random numbers only from torch's, numpy's or Python's global generators: they are
         seeded for each micro-batch, also in `evaluate`.

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from torchmetrics import Metric, MetricCollection
 
 _OF_SOURCE = ("blocks", "read", "fingerprint")
+_OF_LOG = ("loss", "lr", "samples_per_s", "seconds")
 _OF_METRIC = ("reset", "update", "compute", "merge_state", "metric_state", "to")
 
 
@@ -90,8 +91,26 @@ def metrics_of(task: Task, per_class: bool = False) -> Mapping[str, Metric] | Me
     return metrics  # type: ignore[no-any-return]
 
 
-def require_loss(task: Task, loss: Any, needs_gradient: bool) -> Tensor:
-    """The result of `task.loss`: a mean loss that supports a backward pass."""
+def loss_of_task(task: Task, result: Any, needs_gradient: bool) -> tuple[Tensor, dict[str, Tensor]]:
+    """The parts of the result of `task.loss`: a mean loss that supports a backward pass; and
+    scalars to be logged beside it, of shape (), detached."""
+    import torch
+
+    if not (isinstance(result, tuple) and len(result) == 2 and isinstance(result[1], Mapping)):
+        return _require_loss(task, result, needs_gradient), {}
+    loss, scalars = _require_loss(task, result[0], needs_gradient), {}
+    for name, value in result[1].items():
+        number = torch.as_tensor(value) if isinstance(value, int | float) else value
+        if not isinstance(number, torch.Tensor) or number.numel() != 1 or number.is_complex():
+            hint = f" The value of {name!r} is {_described(value)}."
+            raise refused(task.loss, result, "a loss and a dict of scalars by name", hint)
+        if not isinstance(name, str) or name in _OF_LOG:
+            raise refused(task.loss, result, f"other names of scalars than {', '.join(_OF_LOG)}")
+        scalars[name] = number.detach().reshape(())
+    return loss, scalars
+
+
+def _require_loss(task: Task, loss: Any, needs_gradient: bool) -> Tensor:
     import torch
 
     is_tensor = isinstance(loss, torch.Tensor)
@@ -100,7 +119,7 @@ def require_loss(task: Task, loss: Any, needs_gradient: bool) -> Tensor:
         if is_tensor and loss.ndim:
             hint = " Take its mean over the samples."
         elif isinstance(loss, Mapping | tuple | list):
-            hint = " Return only the loss."
+            hint = " Return the loss, or (loss, {name: scalar}) to log scalars beside it."
         raise refused(task.loss, loss, "a floating-point tensor of shape ()", hint)
     if needs_gradient and not loss.requires_grad:
         raise refused(
@@ -111,6 +130,11 @@ def require_loss(task: Task, loss: Any, needs_gradient: bool) -> Tensor:
             "or depends on frozen parameters only.",
         )
     return loss  # type: ignore[no-any-return]
+
+
+def optional_method(task: Task, name: str) -> Any:
+    """The task's method of that name, if it has one; see `Task`."""
+    return getattr(task, name, None)
 
 
 def refused(function: Any, got: object, wanted: str, hint: str = "") -> TaskError:

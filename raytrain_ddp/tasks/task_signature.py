@@ -26,15 +26,26 @@ _ARGUMENTS: dict[str, tuple[str, ...]] = {
     "metrics": (),
     "evaluate": ("model", "batch", "metrics"),
 }
+_OPTIONAL: dict[str, tuple[str, ...]] = {
+    "optimizer": ("model",),
+    "schedule": ("step",),
+    "after_step": ("model", "step"),
+}
 _ATTRIBUTES = ("monitor", "goal", "unit")
-_KNOWN = {*_ARGUMENTS, *_ATTRIBUTES, "per_class_metrics", "class_names"}
+_KNOWN = {*_ARGUMENTS, *_OPTIONAL, *_ATTRIBUTES, "per_class_metrics", "class_names"}
 _ELSEWHERE = {
-    "the config sets the optimizer and the learning rate (--optim.*, --schedule.*)": (
-        "configure_optimizers configure_optimizer optimizer optimizers get_optimizer "
-        "create_optimizer make_optimizer optimizer_step schedule scheduler schedulers "
-        "lr_scheduler lr_schedulers get_scheduler create_scheduler lr learning_rate "
-        "configure_gradient_clipping"
+    "optimizer(model) returns an optimizer or parameter groups, if not as --optim.* says": (
+        "configure_optimizers configure_optimizer optimizers get_optimizer create_optimizer "
+        "make_optimizer"
     ),
+    "schedule(step) returns a factor of the learning rate, if not as --schedule.* says": (
+        "scheduler schedulers lr_scheduler lr_schedulers get_scheduler create_scheduler "
+        "configure_scheduler lr learning_rate"
+    ),
+    "after_step(model, step) follows an update": (
+        "on_train_batch_end on_after_step on_step_end optimizer_step after_update post_step"
+    ),
+    "the config sets it (--optim.clip-norm)": "configure_gradient_clipping",
     "training minimizes loss(model, batch)": (
         "training_step train_step compute_loss loss_fn loss_function criterion forward backward"
     ),
@@ -80,8 +91,9 @@ def check_task(task: Any) -> None:
         raise TaskError(
             f"{where}: {kind.__qualname__} has no {parts}, which a task requires.{meant}"
         )
-    for name, arguments in _ARGUMENTS.items():
-        _check_arguments(task, kind, name, arguments)
+    given = [name for name in _OPTIONAL if hasattr(task, name)]
+    for name in (*_ARGUMENTS, *given):
+        _check_arguments(task, kind, name, {**_ARGUMENTS, **_OPTIONAL}[name])
     if not isinstance(task.monitor, str | property) or not isinstance(task.unit, str | property):
         raise TaskError(f"{where}: monitor and unit of {kind.__qualname__} must be strings.")
     if task.goal not in ("min", "max") and not isinstance(task.goal, property):

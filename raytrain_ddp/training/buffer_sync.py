@@ -82,6 +82,7 @@ class SlotBuffers:
         exact_slots: the number of slots, if sums must have the same bits for any number of workers.
         changing: the bool buffers that forward passes change. The others are constant masks, which
             may be large and are never sent.
+        scalars: the number of those that are averaged beside the loss.
     """
 
     def __init__(
@@ -91,6 +92,7 @@ class SlotBuffers:
         with_loss: bool = False,
         exact_slots: int = 0,
         changing: Collection[BufferLocation] = (),
+        scalars: int = 0,
     ) -> None:
         by_type: dict[torch.dtype, list[BufferLocation]] = {}
         for place in buffers_of(model):
@@ -102,7 +104,8 @@ class SlotBuffers:
         self._lengths = [sum(place.tensor().numel() for place in g) for g in self._groups]
         self._world, self._is_exact = world, bool(exact_slots)
         self._agrees = with_loss or self._is_exact or bool(self._groups)
-        length = sum(self._lengths) + 1
+        self._shares = 1 + scalars
+        length = sum(self._lengths) + self._shares
         self._sum: Sum = PlainSum(length, world)
         if exact_slots:
             self._sum = ExactSum(exact_slots, length, world)
@@ -111,15 +114,16 @@ class SlotBuffers:
         self._start = [_flat(group) for group in self._groups]
         self._change: list[Tensor] = []
         self._flags.begin()
-        self._own_loss = torch.zeros((), dtype=torch.float64, device=self._world.device)
+        self._own = torch.zeros(self._shares, dtype=torch.float64, device=self._world.device)
         self._sum.begin()
 
     def rewind(self) -> None:
         for group, start in zip(self._groups, self._start, strict=True):
             _spread(start, group)
 
-    def add(self, slot: int, weight: float, loss: Tensor) -> None:
-        """Records the changes that a slot made to the buffers, and its loss, shape ()."""
+    def add(self, slot: int, weight: float, losses: Tensor) -> None:
+        """Records the changes that a slot made to the buffers, and its loss and scalars, shape
+        (1 + scalars,)."""
         self._flags.require_constant()
         parts = []
         for group, start in zip(self._groups, self._start, strict=True):
@@ -130,26 +134,26 @@ class SlotBuffers:
                 parts.append((now ^ start).double())
             else:  # in 64 bits, as uint8 cannot be negative
                 parts.append((now.long() - start.long()).double())
-        share = loss.double()
-        self._own_loss += share * weight
+        shares = losses.double().view(-1)
+        self._own += shares * weight
         if self._agrees:
-            self._sum.add(slot, torch.cat([*parts, share.view(1)]) * weight)
+            self._sum.add(slot, torch.cat([*parts, shares]) * weight)
 
     def agree(self) -> tuple[Tensor, Tensor]:
         """All ranks take part.
 
         Returns:
-            This worker's share of the mean loss, float64, shape (): the shares of all workers add
-            up to it. And the sum of all changes and shares, shape (): finite if each of them is; 0
-            if there are no buffers, and nothing to agree on.
+            This worker's shares of the mean loss and scalars, float64, shape (1 + scalars,): the
+            shares of all workers add up to them. And the sum of all changes and losses, shape ():
+            finite if each of them is; 0 if there are no buffers, and nothing to agree on.
         """
         if not self._agrees:
-            return self._own_loss, torch.zeros_like(self._own_loss)
+            return self._own, self._own.new_zeros(())
         total = self._sum.finish()
-        *self._change, loss = total.split([*self._lengths, 1])
+        *self._change, losses = total.split([*self._lengths, self._shares])
         if self._is_exact:  # one share holds all of it, so that its sum has the same bits, too
-            self._own_loss = loss.sum() if self._world.is_main else torch.zeros_like(loss.sum())
-        return self._own_loss, total.sum()
+            self._own = losses if self._world.is_main else torch.zeros_like(losses)
+        return self._own, total[: sum(self._lengths) + 1].sum()
 
     def finish(self, refused: Tensor) -> None:
         """Sets the buffers after the step; those before it if `refused`, shape (), is true."""

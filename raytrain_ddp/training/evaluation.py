@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
 from typing import TYPE_CHECKING
 
@@ -36,6 +36,7 @@ def evaluate(
     threads: LoaderThreads,
     metrics: Mapping[str, Metric] | MetricCollection | None = None,
     beat: Callable[[], None] = lambda: None,
+    limit: int = 0,
 ) -> dict[str, Tensor]:
     """Metric values over all of `data`, on the CPU. All ranks take part and get the same.
 
@@ -49,19 +50,21 @@ def evaluate(
 
     Args:
         beat: called before each batch.
+        limit: the most chunks, spread evenly over the data; 0: all.
 
     Raises:
         TaskError: a metric's states of two chunks cannot be merged.
     """
     scores = TreeMetrics(task, metrics_of(task) if metrics is None else metrics, world.device)
-    chunks = items_of_rank(-(-data.rows // batch_size), world.size, world.rank)
+    chunks = chunks_of(data.rows, batch_size, limit)
+    places = items_of_rank(len(chunks), world.size, world.rank)
     samples = 0
     buffers = SavedBuffers(model)
-    loaded = eval_batches(data, batch_size, chunks, threads)
+    loaded = eval_batches(data, batch_size, chunks[places.start : places.stop], threads)
     with torch.inference_mode(), evaluating(model), closing(loaded):
-        for chunk, batch in zip(chunks, loaded, strict=True):
+        for chunk, batch in zip(places, loaded, strict=True):
             beat()
-            seed_slot(world.device, 0, 0, chunk)
+            seed_slot(world.device, 0, 0, chunks[chunk])
             scores.reset()
             count = data.samples_of(batch)  # 0: all records are bad, and skipped
             if count:
@@ -73,5 +76,14 @@ def evaluate(
     counted = torch.tensor(samples)
     if world.size > 1:
         dist.all_reduce(counted)
-    skipped = data.rows - int(counted)
+    rows = sum(min(batch_size, data.rows - chunk * batch_size) for chunk in chunks)
+    skipped = rows - int(counted)
     return {**values, "skipped": torch.tensor(skipped)} if skipped else values
+
+
+def chunks_of(rows: int, batch_size: int, limit: int = 0) -> Sequence[int]:
+    """The chunks of an evaluation: all, or `limit` of them, spread evenly."""
+    count = -(-rows // batch_size)
+    if not 0 < limit < count:
+        return range(count)
+    return [place * count // limit for place in range(limit)]

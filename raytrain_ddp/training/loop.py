@@ -8,10 +8,9 @@ from contextlib import closing
 from raytrain_ddp.config.train_config import TrainConfig
 from raytrain_ddp.messages import Outcome
 from raytrain_ddp.tasks.task import Task
-from raytrain_ddp.training.lr_schedule import learning_rate
 from raytrain_ddp.training.prepare import prepare
 from raytrain_ddp.training.session import Session
-from raytrain_ddp.training.step_decisions import Cadence, StepDecisions
+from raytrain_ddp.training.step_decisions import StepDecisions
 
 
 def train(
@@ -25,25 +24,25 @@ def train(
         reads: the config fields that the task reads, if they are tracked; see `load_task`.
     """
     run = prepare(config, task, session, reads)
-    state, plan = run.state, run.plan
-    cadence = Cadence(config, plan.steps_per_epoch)
-    steering = StepDecisions(cadence, session)
-    stop = run.make_up(cadence)
+    state, cadence = run.state, run.cadence
+    steering = StepDecisions(cadence, session, run.time_is_up)
+    stop = run.make_up()
     end = state.step if stop else cadence.total_steps
     with closing(run.feed.steps(state.step, end)) as steps:
         for slots, samples in run.clock.waits(steps):
             steering.ask(state.step + 1)
-            rate = learning_rate(config, state.step, plan.steps_per_epoch)
-            loss_share = run.stepper(slots, samples, rate)
+            rates = run.rates(state.step)
+            shares = run.stepper(slots, samples, rates)
             log, evaluate, save, stop = steering.decide(state.step)
             if log:
-                run.log(loss_share, rate)
+                run.log(shares, rates[0])
             if evaluate:
                 best, stop = run.evaluate()
-                save |= best or stop > 0  # always save the best
-            if save:
-                run.save(last=stop > 0 or state.step == cadence.total_steps)
-            if stop:
+                save |= best  # always save the best
+            over = stop > 0 or cadence.is_over(state.step)
+            if save or over:
+                run.save(last=over)
+            if over:
                 break
     session.finish()
-    return run.outcome(cadence.total_steps, stop)
+    return run.outcome(stop)

@@ -39,7 +39,7 @@ def learning_rate(config: TrainConfig, step: int, steps_per_epoch: int) -> float
     warmup = schedule.warmup_epochs * steps_per_epoch
     if step < warmup:
         return peak * (step + 1) / (warmup + 1)
-    total = config.epochs * steps_per_epoch
+    total = config.total_steps(steps_per_epoch)
     if schedule.name == "constant":
         return peak
     if schedule.name == "step":

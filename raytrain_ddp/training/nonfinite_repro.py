@@ -11,7 +11,6 @@ import torch.distributed as dist
 from raytrain_ddp.checkpoint.run_folder import CONFIG_FILE, checkpoint_store, run_storage
 from raytrain_ddp.config.recipe import publishable
 from raytrain_ddp.config.train_config import TrainConfig
-from raytrain_ddp.data.epoch_order import EpochOrder
 from raytrain_ddp.data.loader import TrainLoader
 from raytrain_ddp.errors import DivergedError, RaytrainError
 from raytrain_ddp.events import Note
@@ -106,8 +105,7 @@ def _repro_document(
     text."""
     plan, step = loader.plan, trace.step - 1
     epoch, step_of_epoch = divmod(step, plan.steps_per_epoch)
-    blocks = loader.data.source.blocks
-    order = EpochOrder(blocks, loader.shuffle, loader.seed, epoch, loader.window)
+    order = loader.order(epoch)
     place = f"{publishable(config).storage}/{config.name}"
     again = f"python -m raytrain_ddp.fit {place}/{CONFIG_FILE}"
     return {

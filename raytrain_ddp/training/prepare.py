@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Collection
 from functools import partial
-from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.parallel import DistributedDataParallel
 
 from raytrain_ddp import events, messages
 from raytrain_ddp.checkpoint.run_folder import run_storage
@@ -35,14 +32,14 @@ from raytrain_ddp.tasks.task_check import eval_data_of, model_of, train_data_of
 from raytrain_ddp.training.buffer_sync import own_memory
 from raytrain_ddp.training.data_identity import DataIdentity
 from raytrain_ddp.training.device_feed import AgreedCount, Audit, Feed, on_device
+from raytrain_ddp.training.early_stop import ends_of, require_evaluation
 from raytrain_ddp.training.gradient_compression import compress
-from raytrain_ddp.training.lr_schedule import build_optimizer
 from raytrain_ddp.training.nonfinite import make_guard
 from raytrain_ddp.training.nonfinite_repro import handle_nonfinite
 from raytrain_ddp.training.phase_clock import Clock
 from raytrain_ddp.training.prepared_run import PreparedRun
 from raytrain_ddp.training.profiler import Profile
-from raytrain_ddp.training.reduction import broadcast_model
+from raytrain_ddp.training.reduction import broadcast_model, ddp_options
 from raytrain_ddp.training.replica_check import ReplicaCheck
 from raytrain_ddp.training.sanity_check import try_evaluation
 from raytrain_ddp.training.seeding import seed_all
@@ -50,7 +47,9 @@ from raytrain_ddp.training.session import Session
 from raytrain_ddp.training.step import Stepper
 from raytrain_ddp.training.step_timing import peak_flops_per_s
 from raytrain_ddp.training.stragglers import Stragglers
+from raytrain_ddp.training.task_optimizer import LearningRates, optimizer_of, replaced_fields
 from raytrain_ddp.training.train_state import TrainState, begin_training
+from raytrain_ddp.training.weight_average import WeightAverage
 from raytrain_ddp.training.world import World, set_up, software_versions
 
 
@@ -65,12 +64,11 @@ def prepare(
     session.watch(clock)
     session.tell(messages.Phase("opening the data"))
     data, eval_data = train_data_of(task), eval_data_of(task)
-    splits = getattr(task, "splits", None) if world.is_main else None
-    if isinstance(splits, Splits):
-        splits.begin_counting()
+    require_evaluation(config, eval_data)
+    splits = _counted_splits(task, world)
     if data.source.blocks.min() < 1:
         raise DataError("the training set has a block of 0 rows: remove it from Source.blocks.")
-    plan = Plan(data.rows, config.slots, config.micro_batch, config.augment.repeats)
+    plan = plan_of(config, data)
     for each in filter(None, (data, eval_data)):
         start_processes(each, loader_threads(config.data, world.threads))
 
@@ -86,21 +84,22 @@ def prepare(
     elif world.size > 1:
         broadcast_model(model, world)
 
-    optimizer = build_optimizer(model, config.optim)
+    optimizer = optimizer_of(task, model, config)
+    rates = LearningRates(task, optimizer, config, plan.steps_per_epoch)
     scaler = torch.amp.GradScaler(world.device.type, enabled=config.compute.precision == "fp16")
     state = TrainState(model, optimizer, scaler, compress(net, config, scaler, world, clock))
+    state.average = WeightAverage(model, config.ema) if config.ema.decay else None
     loader = train_loader(config, data, plan, world)
     guard = make_guard(
         state, partial(handle_nonfinite, config, state, session, loader), world.device
     )
-    likeness = ReplicaCheck(config.scaling, state, session)
-    stepper = Stepper(config, task, state, net, world, guard, clock, likeness)
+    stepper = Stepper(
+        config, task, state, net, world, guard, clock, ReplicaCheck(config.scaling, state, session)
+    )
     flops = _warm_up(stepper, loader)
     if eval_data is not None:
         try_evaluation(task, model, eval_data, config.micro_batch, world, session.tell)
-    note = memory_note(loader, config.data.memory_mib * 2**20)
-    for text in filter(None, (note, _mode_note(model), *unread_notes(config, reads))):
-        session.tell(events.Note(text))
+    _tell_notes(config, task, loader, state, session, reads)
     failpoint("start.warmed_up", world.rank)
 
     identity = DataIdentity.of(data, eval_data, task)
@@ -108,17 +107,17 @@ def prepare(
     checkpoint = session.latest()
     if checkpoint is not None:
         identity.require_same(checkpoint, data)
-        session.restore_log(state.load(checkpoint))
-    else:
-        session.restore_log([])
+    log = [] if checkpoint is None else state.load(checkpoint)
+    session.restore_log(log)
+    cadence, patience, trained_s = ends_of(config, task, plan, state.step, log)
     failpoint("start.loaded", world.rank, state.step)
     session.tell(
         events.Plan(
             run=config.name,
             start_step=state.step,
-            total_steps=config.epochs * plan.steps_per_epoch,
+            total_steps=cadence.total_steps,
             steps_per_epoch=plan.steps_per_epoch,
-            epochs=config.epochs,
+            epochs=-(-config.total_steps(plan.steps_per_epoch) // plan.steps_per_epoch),
             batch_size=config.batch_size,
             slots=config.slots,
             micro_batch=config.micro_batch,
@@ -128,7 +127,7 @@ def prepare(
             train_samples=data.rows,
             eval_samples=eval_data.rows if eval_data else 0,
             unit=task.unit,
-            data=splits.summary() if isinstance(splits, Splits) else None,
+            data=splits.summary() if splits else None,
             resumed_from=str(checkpoint.name) if checkpoint else None,
             hosts=session.hosts,
             versions=software_versions(),
@@ -141,6 +140,10 @@ def prepare(
         session=session,
         state=state,
         plan=plan,
+        rates=rates,
+        cadence=cadence,
+        patience=patience,
+        trained_s=trained_s,
         feed=make_feed(config, loader, eval_data, state, session, clock),
         stepper=stepper,
         eval_data=eval_data,
@@ -151,6 +154,30 @@ def prepare(
         flops=flops,
         peak_flops_per_s=peak_flops_per_s(device_name(world.device), config.compute.precision),
     )
+
+
+def _tell_notes(
+    config: TrainConfig,
+    task: Task,
+    loader: TrainLoader,
+    state: TrainState,
+    session: Session,
+    reads: Collection[str] | None,
+) -> None:
+    """Tells what is allowed, but may not be meant."""
+    note = memory_note(loader, config.data.memory_mib * 2**20)
+    unread = unread_notes(config, reads, replaced_fields(task, state.optimizer, config))
+    for text in filter(None, (note, _mode_note(state.model), *unread)):
+        session.tell(events.Note(text))
+
+
+def _counted_splits(task: Task, world: World) -> Splits | None:
+    """The task's splits, if it has some, which are counted in the background; on rank 0."""
+    splits = getattr(task, "splits", None) if world.is_main else None
+    if not isinstance(splits, Splits):
+        return None
+    splits.begin_counting()
+    return splits
 
 
 def initial_model(config: TrainConfig, task: Task, world: World) -> nn.Module:
@@ -213,23 +240,10 @@ def _require_one_slot_each(plan: Plan, world: World) -> None:
         )
 
 
-def ddp_options(config: TrainConfig) -> dict[str, Any]:
-    """Keyword arguments of DistributedDataParallel. SlotBuffers synchronizes the buffers."""
-    ddp = config.ddp
-    return {
-        "bucket_cap_mb": ddp.bucket_cap_mb,
-        "gradient_as_bucket_view": ddp.gradient_as_bucket_view,
-        "static_graph": ddp.static_graph,
-        "find_unused_parameters": ddp.find_unused_parameters,
-        **_no_buffer_sync(),
-    }
-
-
-def _no_buffer_sync() -> dict[str, bool]:
-    """DDP's switch was renamed in torch 2.15; the old name causes a warning there."""
-    parameters = inspect.signature(DistributedDataParallel.__init__).parameters
-    new = "forward_sync_buffers"
-    return {new if new in parameters else "broadcast_buffers": False}
+def plan_of(config: TrainConfig, data: Data) -> Plan:
+    """How an epoch of the training data is divided."""
+    limit = config.overfit_batches or config.limit_train_batches
+    return Plan(data.rows, config.slots, config.micro_batch, config.augment.repeats, limit)
 
 
 def train_loader(config: TrainConfig, data: Data, plan: Plan, world: World) -> TrainLoader:
@@ -246,6 +260,7 @@ def train_loader(config: TrainConfig, data: Data, plan: Plan, world: World) -> T
         skip=config.data.bad_records == "skip",
         pin=world.device.type == "cuda",
         digests=config.log.audit,
+        same_order=config.overfit_batches > 0,
     )
 
 

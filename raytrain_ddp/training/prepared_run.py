@@ -20,7 +20,8 @@ from raytrain_ddp.tasks.task import Task
 from raytrain_ddp.training import step_timing
 from raytrain_ddp.training.data_identity import DataIdentity
 from raytrain_ddp.training.device_feed import Feed, require_few_bad
-from raytrain_ddp.training.evaluation import evaluate
+from raytrain_ddp.training.early_stop import Patience
+from raytrain_ddp.training.evaluation import chunks_of, evaluate
 from raytrain_ddp.training.metric_states import require_monitor, scalars, tables
 from raytrain_ddp.training.nonfinite_repro import REMEDY
 from raytrain_ddp.training.phase_clock import Clock
@@ -28,6 +29,7 @@ from raytrain_ddp.training.session import Session
 from raytrain_ddp.training.step import Stepper
 from raytrain_ddp.training.step_decisions import Abandoned, Cadence, EvaluationWatch
 from raytrain_ddp.training.stragglers import Stragglers
+from raytrain_ddp.training.task_optimizer import LearningRates
 from raytrain_ddp.training.train_state import TrainState
 
 
@@ -40,6 +42,10 @@ class PreparedRun:
     session: Session
     state: TrainState
     plan: Plan
+    rates: LearningRates
+    cadence: Cadence
+    patience: Patience
+    trained_s: float  # before this start
     feed: Feed
     stepper: Stepper
     eval_data: Data | None
@@ -51,8 +57,8 @@ class PreparedRun:
     peak_flops_per_s: float | None
     metrics: dict[str, float] = field(default_factory=dict)  # of the evaluation after this step
 
-    def log(self, loss_share: Tensor, rate: float) -> None:
-        """Logs the step's loss and the speed since the last record; all ranks take part.
+    def log(self, shares: Tensor, rate: float) -> None:
+        """Logs the step's loss, scalars, and speed since the last record; all ranks take part.
 
         The one place where the host waits for the device.
         """
@@ -60,10 +66,11 @@ class PreparedRun:
         self.stepper.settle()  # so that `nonfinite` includes this step
         trained_s, phases = self.clock.window()
         memory = step_timing.peak_memory_bytes(world.device)
-        mine = step_timing.Reading(
-            loss_share.item(), trained_s, step_timing.in_order(phases), memory
-        )
+        loss, *scalars = shares.tolist()
+        in_order = step_timing.in_order(phases)
+        mine = step_timing.Reading(loss, trained_s, in_order, memory, tuple(scalars))
         readings = step_timing.gathered(mine, world)
+        sums = [sum(each) for each in zip(*(r.scalars for r in readings), strict=True)]
         per_epoch = self.plan.steps_per_epoch
         samples = sum(self.plan.samples(s % per_epoch) for s in range(self.logged_step, step))
         samples_per_s = samples / trained_s
@@ -82,6 +89,7 @@ class PreparedRun:
                 nonfinite=self.state.nonfinite,
                 seconds=self.clock.elapsed(),
                 timing=timing,
+                scalars=dict(zip(self.stepper.scalar_names, sums, strict=True)),
             )
         )
         if world.size > 1:  # not logged: the log would grow with the number of workers
@@ -102,7 +110,9 @@ class PreparedRun:
         data = self.eval_data
         if data is None:
             return False, 0
-        watch = EvaluationWatch(self.session, -(-data.rows // self.config.micro_batch))
+        limit = self.config.limit_eval_batches
+        chunks = chunks_of(data.rows, self.config.micro_batch, limit)
+        watch = EvaluationWatch(self.session, len(chunks))
 
         def beat() -> None:
             self.clock.beat()
@@ -112,7 +122,7 @@ class PreparedRun:
         started = time.monotonic()
         self.session.tell(messages.Evaluating(self.state.step))
         stop = 0
-        with self.clock.part("evaluation"):
+        with self.clock.part("evaluation"), self.state.evaluated():
             try:
                 values = evaluate(
                     self.task,
@@ -122,12 +132,17 @@ class PreparedRun:
                     self.session.world,
                     replace(self.feed.loader.threads, begin=None),  # nothing runs meanwhile
                     beat=beat,
+                    limit=limit,
                 )
             except Abandoned as abandoned:
                 stop = abandoned.stop
         if stop:
             return False, stop
         self.metrics, self.state.evaluated_step = scalars(values), self.state.step
+        if self.patience.see(self.metrics) and not self.cadence.is_over(self.state.step):
+            self.cadence.total_steps = self.state.step
+            told = f"{self.patience.count} evaluations in a row without improvement"
+            self.session.tell(events.Note(f"{told} (stop.patience): the run ends."))
         skipped = int(self.metrics.get("skipped", 0))
         require_few_bad(skipped, "in the evaluation set", self.config.data.max_bad)
         require_monitor(self.task, values)
@@ -150,13 +165,16 @@ class PreparedRun:
         """Whether there is evaluation data and the current model was not evaluated."""
         return self.eval_data is not None and self.state.evaluated_step != self.state.step
 
-    def make_up(self, cadence: Cadence) -> int:
+    def time_is_up(self) -> bool:
+        return self.trained_s + self.clock.elapsed() >= self.config.max_time_s
+
+    def make_up(self) -> int:
         """Repeats the evaluation of a resumed model that was interrupted; all ranks take part.
         Returns the number of the signal that interrupted it again, else 0."""
-        if not (cadence.evaluates(self.state.step) and self.owes_evaluation()):
+        if not (self.cadence.evaluates(self.state.step) and self.owes_evaluation()):
             return 0
-        last = self.state.step >= cadence.total_steps  # a rerun may have fewer epochs
         best, stop = self.evaluate()
+        last = self.cadence.is_over(self.state.step)  # a rerun may have fewer epochs
         if best or (last and not stop):
             self.save(last)
         return stop
@@ -193,8 +211,7 @@ class PreparedRun:
                     config=to_dict(publishable(self.config)),
                     data_fingerprint=self.identity.train,
                     metrics=metrics,
-                    finished=step >= self.config.epochs * self.plan.steps_per_epoch
-                    and not self.owes_evaluation(),
+                    finished=self.cadence.is_over(step) and not self.owes_evaluation(),
                 )
                 taken = self.state.snapshot(manifest, self.session.records(), gathered)
                 progress = {**taken.documents["state.json"], **self.identity.document()}
@@ -205,8 +222,9 @@ class PreparedRun:
         self.session.saved(time.monotonic() - began - waited)
         self.session.tell(messages.Pause(time.monotonic() - asked))
 
-    def outcome(self, total_steps: int, signal: int) -> messages.Outcome:
+    def outcome(self, signal: int) -> messages.Outcome:
         state, seconds = self.state, dict(self.clock.seconds)
+        total_steps = self.cadence.total_steps
         seconds["total"] = self.clock.elapsed()
         if state.step == total_steps and not self.owes_evaluation():
             signal = 0

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import inspect
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -14,6 +15,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.hooks import RemovableHandle
 
+from raytrain_ddp.config.train_config import TrainConfig
 from raytrain_ddp.data.loader import Slot
 from raytrain_ddp.errors import ConfigError
 from raytrain_ddp.training.phase_clock import Clock
@@ -274,3 +276,22 @@ def broadcast_model(model: nn.Module, world: World) -> None:
         raise ConfigError(f"the model of rank {world.rank} has other parameters than rank 0's.")
     for tensor in tensors.values():
         broadcast_tensor(tensor, 0)
+
+
+def ddp_options(config: TrainConfig) -> dict[str, Any]:
+    """Keyword arguments of DistributedDataParallel. SlotBuffers synchronizes the buffers."""
+    ddp = config.ddp
+    return {
+        "bucket_cap_mb": ddp.bucket_cap_mb,
+        "gradient_as_bucket_view": ddp.gradient_as_bucket_view,
+        "static_graph": ddp.static_graph,
+        "find_unused_parameters": ddp.find_unused_parameters,
+        **_no_buffer_sync(),
+    }
+
+
+def _no_buffer_sync() -> dict[str, bool]:
+    """DDP's switch was renamed in torch 2.15; the old name causes a warning there."""
+    parameters = inspect.signature(DistributedDataParallel.__init__).parameters
+    new = "forward_sync_buffers"
+    return {new if new in parameters else "broadcast_buffers": False}

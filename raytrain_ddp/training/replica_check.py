@@ -68,7 +68,10 @@ class ReplicaCheck:
         source, ranks, names = differing
         found = self._problem(ranks, names)
         if self._mends:
-            for tensor in _all(self._named().values(), self._state.optimizer):
+            average = self._state.average
+            named = {} if average is None else average.values
+            tensors = (*self._named().values(), *named.values())
+            for tensor in _all(tensors, self._state.optimizer):
                 broadcast_tensor(tensor, source)
             self._state.compression.align(source)
             step = self._state.step

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 
@@ -15,7 +16,7 @@ from raytrain_ddp.data.sources import Batch
 from raytrain_ddp.errors import ConfigError
 from raytrain_ddp.failpoints import failpoint
 from raytrain_ddp.tasks.task import Task
-from raytrain_ddp.tasks.task_check import require_loss
+from raytrain_ddp.tasks.task_check import loss_of_task, optional_method, refused
 from raytrain_ddp.training.buffer_sync import BoolBuffers, SavedBuffers, SlotBuffers
 from raytrain_ddp.training.nonfinite import NonfiniteGuard
 from raytrain_ddp.training.phase_clock import Clock
@@ -27,6 +28,7 @@ from raytrain_ddp.training.reduction import (
 from raytrain_ddp.training.replica_check import ReplicaCheck
 from raytrain_ddp.training.seeding import seed_slot
 from raytrain_ddp.training.step_timing import counting_flops
+from raytrain_ddp.training.task_optimizer import skips_on_device
 from raytrain_ddp.training.train_state import TrainState, evaluating
 from raytrain_ddp.training.world import World
 
@@ -39,6 +41,9 @@ class Stepper:
 
     The loss of a slot is weighted by its share of the step's samples, so uneven slots and a short
     last step are exact.
+
+    Attributes:
+        scalar_names: of the scalars that the task logs beside the loss; known after the warm-up.
     """
 
     def __init__(
@@ -64,13 +69,19 @@ class Stepper:
         self._make_buffers = partial(SlotBuffers, state.model, world, is_scaled, slots)
         self._buffers = self._make_buffers()
         self._clip = config.optim.clip_norm
+        self._after_step = optional_method(task, "after_step")
+        on_host = self._after_step is not None or not skips_on_device(state.optimizer)
+        self._apply = self._apply_on_host if on_host else self._apply_on_device
         self._fewest = 1  # minimum samples of a slot in training mode
 
-    def __call__(self, slots: list[Slot], samples: int, lr: float) -> Tensor:
+    def __call__(self, slots: list[Slot], samples: int, rates: Sequence[float]) -> Tensor:
         """Takes one step; all ranks take part. A non-finite step counts but changes nothing.
 
-        Returns this worker's share of the mean loss over the step's `samples`, shape (), on the
-        device; the shares of all workers add up to it.
+        Args:
+            rates: the learning rate of each parameter group.
+
+        Returns this worker's shares of the means over the step's `samples`, of the loss and of the
+        scalars beside it, shape (1 + scalars,), on the device; the shares of all workers add up.
 
         Raises:
             DivergedError: this step, or on a GPU the previous one, was not finite (see
@@ -78,8 +89,8 @@ class Stepper:
         """
         state, device = self._state, self._world.device
         place = self._world.rank, state.step + 1
-        for group in state.optimizer.param_groups:
-            group["lr"] = lr
+        for group, rate in zip(state.optimizer.param_groups, rates, strict=True):
+            group["lr"] = rate
         state.optimizer.zero_grad(set_to_none=True)
         self._reduction.begin()
         self._buffers.begin()
@@ -91,19 +102,20 @@ class Stepper:
             is_last = slot is working[-1]
             counts = slot.samples >= self._fewest
             with self._reduction.passing(slot, is_last), self._training(counts):
-                loss = self._forward(slot.batch, self._net)
+                loss, scalars = self._forward(slot.batch, self._net)
+                beside = self._beside(scalars, slot.samples > 0)
                 spoilt = failpoint("train.loss", *place)  # 1 except in tests
                 shown = loss.detach() * spoilt
                 self._guard.watch(slot.index, shown)
                 if is_last and self._world.size > 1:
                     self._clock.after_backward(loss)
                 state.scaler.scale(loss * (spoilt * weight * self._reduction.scale)).backward()
-            self._buffers.add(slot.index, weight, shown)
+            self._buffers.add(slot.index, weight, torch.stack([shown, *beside]))
         failpoint("train.after_backward", *place)
         self._reduction.finish()
         loss_share, agreed = self._buffers.agree()
         self._clock.mark("communication" if self._world.size > 1 else "compute")
-        self._update(lr, agreed)
+        self._update(rates[0], agreed)
         self._clock.mark("optimizer")
         state.step += 1
         self._guard.follow()
@@ -126,9 +138,36 @@ class Stepper:
         state.compression.finish(refused)
         if self._clip:
             nn.utils.clip_grads_with_norm_(state.model.parameters(), self._clip, norm)
-        state.optimizer.found_inf = refused.float()  # type: ignore[attr-defined]
-        state.optimizer.step()
+        self._apply(refused)
+        if state.average is not None:
+            state.average.follow(refused, state.step + 1)
         state.scaler.update()
+
+    def _beside(self, scalars: dict[str, Tensor], counts: bool) -> list[Tensor]:
+        """The scalars in the order of their names; 0 for a slot without samples."""
+        if (*scalars,) != self.scalar_names:
+            names = [" ".join(each) or "none" for each in (scalars, self.scalar_names)]
+            hint = f" Now: {names[0]}; before: {names[1]}."
+            raise refused(self._task.loss, scalars, "scalars of the same names in each step", hint)
+        zero = torch.zeros((), dtype=torch.float64, device=self._world.device)
+        return [value.to(zero) if counts else zero for value in scalars.values()]
+
+    def _apply_on_device(self, refused: Tensor) -> None:
+        """A fused optimizer skips a refused step without the host."""
+        self._state.optimizer.found_inf = refused.float()  # type: ignore[attr-defined]
+        self._state.optimizer.step()
+
+    def _apply_on_host(self, refused: Tensor) -> None:
+        """The host waits for the device and decides. Random numbers of the optimizer and of
+        `after_step` are equal on all ranks."""
+        if refused:
+            return
+        config, state = self._config, self._state
+        seed_slot(self._world.device, config.seed, state.step, config.slots)
+        state.optimizer.step()
+        if self._after_step is not None:
+            with torch.no_grad():
+                self._after_step(state.model, state.step + 1)
 
     def warm_up(self, batch: Batch, smallest: Batch, single: Batch | None = None) -> float:
         """Makes two passes without side effects; all ranks take part.
@@ -149,7 +188,7 @@ class Stepper:
         flags = BoolBuffers(self._state.model)
         try:
             with counting_flops(self._config.compute.compile) as counter:
-                self._pass(batch)
+                self.scalar_names = self._pass(batch)
             self._pass(batch)
             # The scaler is initialized by its first use, and a rank without samples never uses it.
             self._state.scaler.scale(torch.zeros((), device=self._world.device))
@@ -162,7 +201,7 @@ class Stepper:
             if remedy is None:
                 raise
             raise ConfigError(remedy) from error
-        self._buffers = self._make_buffers(flags.changed())
+        self._buffers = self._make_buffers(flags.changed(), len(self.scalar_names))
         buffers.restore()
         self._state.compression.forget()
         return float(counter.get_total_flops())
@@ -176,13 +215,16 @@ class Stepper:
             return True
         return False
 
-    def _pass(self, batch: Batch) -> None:
-        self._forward(batch, self._net).backward()
+    def _pass(self, batch: Batch) -> tuple[str, ...]:
+        """Returns the names of the scalars beside the loss."""
+        loss, scalars = self._forward(batch, self._net)
+        loss.backward()
         self._reduction.require_all(self._state.model)
         self._state.optimizer.zero_grad(set_to_none=True)
+        return (*scalars,)
 
-    def _forward(self, batch: Batch, model: nn.Module) -> Tensor:
-        return forward(self._config, self._task, model, batch, self._world)
+    def _forward(self, batch: Batch, model: nn.Module) -> tuple[Tensor, dict[str, Tensor]]:
+        return _loss_and_scalars(self._config, self._task, model, batch, self._world)
 
     def _training(self, counts: bool) -> AbstractContextManager[None]:
         """A slot without samples, or with too few for batch norm, runs in evaluation mode, so that
@@ -198,10 +240,16 @@ def forward(
     Raises:
         TaskError: the task's loss is not a valid loss.
     """
+    return _loss_and_scalars(config, task, model, batch, world)[0]
+
+
+def _loss_and_scalars(
+    config: TrainConfig, task: Task, model: nn.Module, batch: Batch, world: World
+) -> tuple[Tensor, dict[str, Tensor]]:
     dtype = _DTYPES[config.compute.precision]
     with torch.autocast(world.device.type, dtype, enabled=dtype is not torch.float32):
-        loss = task.loss(model, to_device(batch, world.device))
-    return require_loss(task, loss, needs_gradient=torch.is_grad_enabled())
+        result = task.loss(model, to_device(batch, world.device))
+    return loss_of_task(task, result, needs_gradient=torch.is_grad_enabled())
 
 
 def _remedy(text: str) -> str | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -14,10 +15,14 @@ from raytrain_ddp.training.world import World
 
 
 class Cadence:
-    """Decides by the number of steps done; for saving by time, see checkpoint_interval.py."""
+    """Decides by the number of steps done; for saving by time, see checkpoint_interval.py.
+
+    Attributes:
+        total_steps: after which the run ends. It is lowered when the run is to end early.
+    """
 
     def __init__(self, config: TrainConfig, steps_per_epoch: int) -> None:
-        self.total_steps = config.epochs * steps_per_epoch
+        self.total_steps = config.total_steps(steps_per_epoch)
         self._epoch = steps_per_epoch
         self._config = config
 
@@ -27,8 +32,12 @@ class Cadence:
         return step % every == 0 or step % self._epoch == 0 or step == 1
 
     def evaluates(self, step: int) -> bool:
-        every = self._config.eval.every_epochs * self._epoch
-        return step >= self.total_steps or (every > 0 and step % every == 0)
+        when = self._config.eval
+        every = (when.every_epochs * self._epoch, when.every_steps)
+        return self.is_over(step) or any(n and step % n == 0 for n in every)
+
+    def is_over(self, step: int) -> bool:
+        return step >= self.total_steps
 
     def saves(self, step: int) -> bool:
         checkpoint = self._config.checkpoint
@@ -46,17 +55,17 @@ class Ballot:
     def __init__(self, world: World) -> None:
         self._alone = world.size == 1
 
-    def cast(self, stop: int, save: bool, look: bool) -> None:
-        self._votes = torch.tensor([stop, int(save), int(look)], dtype=torch.int32)
+    def cast(self, stop: int, save: bool, look: bool, end: bool = False) -> None:
+        self._votes = torch.tensor([stop, save, look, end], dtype=torch.int32)
         if not self._alone:
             self._work = dist.all_reduce(self._votes, op=dist.ReduceOp.MAX, async_op=True)
 
-    def count(self) -> tuple[int, bool, bool]:
-        """(signal number of a requested stop or 0, whether to save, whether to look)."""
+    def count(self) -> tuple[int, bool, bool, bool]:
+        """(signal number of a requested stop or 0, whether to save, to look, to end the run)."""
         if not self._alone:
             self._work.wait()
-        stop, save, look = self._votes.tolist()
-        return stop, bool(save), bool(look)
+        stop, save, look, end = self._votes.tolist()
+        return stop, bool(save), bool(look), bool(end)
 
 
 class Decision(NamedTuple):
@@ -92,7 +101,7 @@ class EvaluationWatch:
         """Raises Abandoned if the run must stop."""
         chunk, self._chunk = self._chunk, self._chunk + 1
         if 0 < chunk < self._least:
-            stop, _, look = self._ballot.count()
+            stop, _, look, _ = self._ballot.count()
             if look:
                 self._session.look()
             if stop:
@@ -106,26 +115,33 @@ class StepDecisions:
     """Combines what is due by the number of steps, by time, and by requests of the ranks.
 
     Each rank asks before the compute of a step and decides after it.
+
+    Args:
+        time_is_up: whether the run is to end by `max_time`.
     """
 
-    def __init__(self, cadence: Cadence, session: Session) -> None:
-        self._cadence, self._session = cadence, session
+    def __init__(
+        self, cadence: Cadence, session: Session, time_is_up: Callable[[], bool] = lambda: False
+    ) -> None:
+        self._cadence, self._session, self._time_is_up = cadence, session, time_is_up
         self._ballot = Ballot(session.world)
 
     def ask(self, step: int) -> None:
         """Casts this rank's votes on what follows `step`; all ranks take part."""
         stop, save, look = self._session.requests()
         by_the_clock = self._session.time_to_save()
-        self._ballot.cast(stop, save or by_the_clock, look)
+        self._ballot.cast(stop, save or by_the_clock, look, self._time_is_up())
         failpoint("train.before_step", self._session.world.rank, step)
 
     def decide(self, step: int) -> Decision:
         """What follows `step`, which is computed; all ranks take part and get the same."""
         failpoint("train.after_step", self._session.world.rank, step)
-        stop, save, look = self._ballot.count()
+        stop, save, look, end = self._ballot.count()
         if look:
             self._session.look()
         due = self._cadence
+        if end:
+            due.total_steps = min(step, due.total_steps)
         return Decision(
             log=due.logs(step),
             # A run that is stopping does not wait for an evaluation: it is repeated on resume.

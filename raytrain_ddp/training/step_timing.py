@@ -50,23 +50,32 @@ class Reading(NamedTuple):
         seconds: of training since the last reading; see `Clock.window`.
         phases: seconds by phase, in the order of PHASES.
         peak_memory_bytes: of the device, or of this process.
+        scalars: shares of the means of the scalars beside the loss.
     """
 
     loss_share: float
     seconds: float
     phases: tuple[float, ...]
     peak_memory_bytes: int
+    scalars: tuple[float, ...] = ()
 
 
 def gathered(mine: Reading, world: World) -> list[Reading]:
     """The readings of all ranks, by rank; all ranks take part."""
     if world.size == 1:
         return [mine]
-    flat = [mine.loss_share, mine.seconds, float(mine.peak_memory_bytes), *mine.phases]
+    flat = [
+        mine.loss_share,
+        mine.seconds,
+        float(mine.peak_memory_bytes),
+        *mine.phases,
+        *mine.scalars,
+    ]
     parts = torch.empty(world.size * len(flat), dtype=torch.float64)
     all_gather(parts, torch.tensor(flat, dtype=torch.float64))
     rows = parts.view(world.size, -1).tolist()
-    return [Reading(loss, s, tuple(phases), int(m)) for loss, s, m, *phases in rows]
+    n = len(PHASES)
+    return [Reading(a, s, tuple(p[:n]), int(m), tuple(p[n:])) for a, s, m, *p in rows]
 
 
 def summary(

@@ -61,6 +61,9 @@ def tracker_scalars(record: LogRecord) -> Iterator[tuple[str, float]]:
             for name in ("lr", "samples_per_s", "seconds"):
                 if math.isfinite(value := getattr(record, name)):
                     yield f"train/{name}", value
+            for name, value in record.scalars.items():
+                if math.isfinite(value):
+                    yield f"train/{name}", value
             yield from _timing(record.timing)
         case Eval():
             for name, value in record.metrics.items():

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 
 import torch
@@ -27,9 +27,11 @@ from raytrain_ddp.records import log_records, to_record
 from raytrain_ddp.training.buffer_sync import REALS, own_memory
 from raytrain_ddp.training.gradient_compression import Compression
 from raytrain_ddp.training.session import Snapshot
+from raytrain_ddp.training.task_optimizer import load_optimizer
+from raytrain_ddp.training.weight_average import WeightAverage
 
 _PIECE = 500  # log records per chunk
-_COMPRESSION = "compression"  # stem of the file, if it exists
+_COMPRESSION, _TRAINED = "compression", "trained"  # stems of files, if they exist
 
 
 @dataclass
@@ -40,6 +42,7 @@ class TrainState:
     optimizer: torch.optim.Optimizer
     scaler: torch.amp.GradScaler
     compression: Compression = field(default_factory=Compression)
+    average: WeightAverage | None = None
     step: int = 0
     best: float | None = None
     best_step: int = 0
@@ -61,8 +64,10 @@ class TrainState:
             gathered: the result of `Compression.gather`.
         """
         optimizer, rest = flatten_state(self.optimizer.state_dict())
-        named = {f"model/{k}": v for k, v in self.model.state_dict().items()}
-        named |= {f"optimizer/{k}": v for k, v in optimizer.items()}
+        states = {"model": self.model.state_dict(), "optimizer": optimizer}
+        if self.average is not None:
+            states = {**states, "model": self.average.state_dict(), _TRAINED: states["model"]}
+        named = {f"{stem}/{k}": v for stem, state in states.items() for k, v in state.items()}
         copies = self._host.take(named)
         progress = {
             "step": self.step,
@@ -74,7 +79,7 @@ class TrainState:
             "scaler": self.scaler.state_dict(),
             "optimizer": rest,
         }
-        tensors = {stem: _below(stem, copies) for stem in ("model", "optimizer")}
+        tensors = {stem: _below(stem, copies) for stem in states}
         if gathered:
             tensors[_COMPRESSION] = dict(gathered)
         return Snapshot(
@@ -87,12 +92,14 @@ class TrainState:
     def load(self, checkpoint: Checkpoint) -> list[LogRecord]:
         """Loads the state in `checkpoint`; returns the log up to it."""
         load_model(self.model, checkpoint)
+        if self.average is not None:
+            self.average.restart()
+        if f"{_TRAINED}.safetensors" in checkpoint.manifest.files:  # the other is the average
+            self.model.load_state_dict(decode_tensors(checkpoint.read(f"{_TRAINED}.safetensors")))
         progress = json.loads(checkpoint.read("state.json"))
         tensors = decode_tensors(checkpoint.read("optimizer.safetensors"))
         saved = unflatten_state(tensors, progress["optimizer"])
-        for group in saved["param_groups"]:
-            group["fused"] = True  # not part of its state; see build_optimizer
-        self.optimizer.load_state_dict(saved)
+        load_optimizer(self.optimizer, saved)
         if progress["scaler"]:
             self.scaler.load_state_dict(progress["scaler"])
         if f"{_COMPRESSION}.safetensors" in checkpoint.manifest.files:
@@ -108,6 +115,10 @@ class TrainState:
         evals = (r for r in log if isinstance(r, Eval) and r.step == self.best_step)
         self.best_loss = next((loss_of(record.metrics) for record in evals), math.inf)
         return log
+
+    def evaluated(self) -> AbstractContextManager[None]:
+        """The model with the weights that are evaluated: their average, if there is one."""
+        return nullcontext() if self.average is None else self.average.in_place()
 
     def is_finite(self) -> bool:
         """Whether weights are finite and buffers contain no nan; the host waits for the device.

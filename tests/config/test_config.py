@@ -39,6 +39,7 @@ checkpoint.max_failed
 data.cache data.cache_gib data.classes data.max_bad data.memory_mib data.prefetch
 data.prefetch_mib data.root data.workers
 epochs
+max_time
 log.audit log.every_steps log.mlflow log.profile_ranks log.profile_steps
 log.project log.tensorboard log.wandb
 name
@@ -47,6 +48,7 @@ scaling.backend scaling.check_every_steps scaling.cpus_per_worker scaling.gpus_p
 scaling.hang_s scaling.max_failures scaling.max_preemptions scaling.num_workers
 scaling.on_divergence scaling.placement scaling.resize_s scaling.start_timeout_s scaling.use_gpu
 scaling.wait_s
+steps stop.min_delta stop.patience
 storage
 """
 
@@ -61,11 +63,14 @@ data.image_column data.image_size data.jpeg_scaling data.label_column data.mean 
 data.shuffle_window data.source data.std data.train_split
 ddp.bucket_cap_mb ddp.compression ddp.find_unused_parameters ddp.gradient_as_bucket_view
 ddp.powersgd_rank ddp.static_graph ddp.sync_batchnorm
-eval.every_epochs exact
+ema.decay ema.warmup
+eval.every_epochs eval.every_steps exact
+limit_eval_batches limit_train_batches
 micro_batch
 model.dropout model.name model.weights
 optim.betas optim.clip_norm optim.label_smoothing optim.lr optim.momentum optim.name
 optim.nesterov optim.weight_decay
+overfit_batches
 schedule.final_lr schedule.gamma schedule.name schedule.step_epochs schedule.warmup_epochs
 seed
 task task_options

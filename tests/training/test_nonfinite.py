@@ -215,8 +215,7 @@ def stepped(
                 model, optimizer = state.model.state_dict(), state.optimizer.state_dict()
                 before = deepcopy((model, optimizer)) if session.step == leave_out else None
                 try:
-                    rate = learning_rate(config, state.step, STEPS_PER_EPOCH)
-                    run.stepper(slots, samples, rate)
+                    run.stepper(slots, samples, run.rates(state.step))
                 except DivergedError as diverged:
                     error = str(diverged)
                 if before is not None:

@@ -1,0 +1,266 @@
+"""The optimizer and the schedule of a task, checked before the first step; the configured ones if
+it has none."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from copy import deepcopy
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from raytrain_ddp.checkpoint.snapshot import flatten_state
+from raytrain_ddp.config.train_config import TrainConfig
+from raytrain_ddp.errors import CheckpointError, TaskError
+from raytrain_ddp.tasks.task import Task
+from raytrain_ddp.tasks.task_check import optional_method, place_of, refused
+from raytrain_ddp.training.lr_schedule import build_optimizer, learning_rate
+from raytrain_ddp.training.seeding import keeping_generators, seed_slot
+
+_KERNELS = ("fused", "foreach", "capturable", "differentiable")  # options that are not state
+_MOST_CHECKED = 100_000  # steps whose factor is checked before the first one
+
+
+def optimizer_of(task: Task, model: nn.Module, config: TrainConfig) -> Optimizer:
+    """The task's optimizer, or the configured one, over the task's parameter groups if it gives
+    some.
+
+    Raises:
+        TaskError: it is neither, it lacks parameters of the model or has others, or it needs a
+            closure.
+    """
+    function = optional_method(task, "optimizer")
+    if function is None:
+        return build_optimizer(model, config.optim)
+    made: Any = function(model)
+    if isinstance(made, Optimizer):
+        optimizer = made
+    elif isinstance(made, Sequence | Iterator) and not isinstance(made, str):
+        optimizer = _configured(function, list(made), model, config)
+    else:
+        raise refused(function, made, "a torch.optim.Optimizer, or a list of parameter groups")
+    closure = inspect.signature(optimizer.step).parameters.get("closure")
+    if closure is not None and closure.default is inspect.Parameter.empty:
+        raise _unfit(function, optimizer, "needs a closure, that is several passes per step")
+    if any(group.get("lr") is None for group in optimizer.param_groups):
+        raise _unfit(function, optimizer, "has no learning rate: give it lr, which schedules need")
+    _require_parameters(function, optimizer, model)
+    if isinstance(optimizer, torch.optim.SGD) and skips_on_device(optimizer):
+        # It allocates momentum in the first step, but a refused step leaves it unset.
+        for group in optimizer.param_groups:
+            for parameter in group["params"] if group["momentum"] else []:
+                optimizer.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
+    if type(optimizer) not in (torch.optim.SGD, torch.optim.AdamW):
+        _try_steps(function, optimizer, config)
+    return optimizer
+
+
+def _configured(
+    function: Any, groups: list[Any], model: nn.Module, config: TrainConfig
+) -> Optimizer:
+    """The configured optimizer over these groups; what a group leaves out is as configured."""
+    usual = build_optimizer(model, config.optim)
+    kind: Any = type(usual)
+    takes = inspect.signature(kind).parameters
+    options = {name: value for name, value in usual.defaults.items() if name in takes}
+    try:
+        made: Optimizer = kind(groups, **options | {"weight_decay": config.optim.weight_decay})
+    except (KeyError, TypeError, ValueError) as error:
+        raise refused(
+            function, groups, "parameter groups: dicts with 'params'", f" torch says: {error}"
+        ) from error
+    return made
+
+
+def _require_parameters(function: Any, optimizer: Optimizer, model: nn.Module) -> None:
+    named = {id(parameter): name for name, parameter in model.named_parameters()}
+    held = [id(parameter) for group in optimizer.param_groups for parameter in group["params"]]
+    if not {*held} <= named.keys():
+        raise _unfit(function, optimizer, "has parameters that are not the model's")
+    trained = {id(parameter) for parameter in model.parameters() if parameter.requires_grad}
+    lacking = [name for key, name in named.items() if key in trained - {*held}]
+    if lacking:
+        more = f" and {len(lacking) - 1} more" if lacking[1:] else ""
+        problem = f"lacks {lacking[0]}{more}: freeze what is not trained (requires_grad_(False))"
+        raise _unfit(function, optimizer, problem)
+
+
+def _unfit(function: Any, optimizer: Optimizer, problem: str) -> TaskError:
+    return TaskError(f"{place_of(function)}: the {type(optimizer).__name__} {problem}.")
+
+
+def skips_on_device(optimizer: Optimizer) -> bool:
+    """Whether it skips a step on the device if its `found_inf` is 1: torch's fused ones do. (Not
+    SGD with dampening, whose first step is another one.)"""
+    of_torch = type(optimizer).__module__.startswith("torch.optim.")
+    knows = of_torch and getattr(optimizer, "_step_supports_amp_scaling", False)
+    groups = optimizer.param_groups
+    return bool(knows) and all(g.get("fused") and not g.get("dampening") for g in groups)
+
+
+def replaced_fields(task: Task, optimizer: Optimizer, config: TrainConfig) -> list[str]:
+    """The config fields that have no effect as the task has an optimizer or a schedule of its own,
+    unless the task reads them."""
+    usual = {"sgd": torch.optim.SGD, "adamw": torch.optim.AdamW}.get(config.optim.name)
+    own = type(optimizer) is not usual or not optimizer.defaults.get("fused")
+    names = ("name", "lr", "momentum", "nesterov", "betas", "weight_decay") if own else ()
+    fields = [f"optim.{name}" for name in names]
+    if optional_method(task, "schedule") is not None:
+        fields += [f"schedule.{each.name}" for each in dataclasses.fields(config.schedule)]
+    return fields
+
+
+def load_optimizer(optimizer: Optimizer, saved: Mapping[str, Any]) -> None:
+    """Loads a state with its own dtypes; torch would convert moments to those of the weights. Which
+    kernels compute is not part of the state.
+
+    Raises:
+        CheckpointError: it is the state of other parameters.
+    """
+    groups = []
+    for own, old in zip(optimizer.param_groups, saved["param_groups"], strict=False):
+        kept = {name: own[name] for name in _KERNELS if name in own}
+        added = {name: value for name, value in own.items() if name not in (*old, "params")}
+        groups.append({**old, **added, **kept})
+    groups += saved["param_groups"][len(groups) :]
+    try:
+        optimizer.load_state_dict({**saved, "param_groups": groups})
+    except (ValueError, KeyError) as error:
+        raise CheckpointError(
+            f"the optimizer is not the one of the checkpoint: {error}. Restore the task's "
+            "optimizer, or start a new run."
+        ) from error
+    keys = (key for group in saved["param_groups"] for key in group["params"])
+    parameters = (each for group in optimizer.param_groups for each in group["params"])
+    for key, parameter in zip(keys, parameters, strict=True):
+        if key in saved["state"]:
+            loaded = optimizer.state[parameter]
+            optimizer.state[parameter] = _as_saved(loaded, saved["state"][key])
+
+
+def _as_saved(loaded: Any, saved: Any) -> Any:
+    """The loaded value, with the dtype and the container types it was saved with."""
+    if isinstance(loaded, Tensor) and isinstance(saved, Tensor):
+        if loaded.dtype == saved.dtype or loaded.shape != saved.shape:
+            return loaded
+        return torch.empty_like(loaded, dtype=saved.dtype).copy_(saved)
+    if isinstance(loaded, dict) and isinstance(saved, Mapping):
+        return {key: _as_saved(value, saved.get(key)) for key, value in loaded.items()}
+    if type(saved) in (list, tuple) and isinstance(loaded, Sequence):
+        return type(saved)(_as_saved(a, b) for a, b in zip(loaded, saved, strict=True))
+    return loaded
+
+
+def _try_steps(function: Any, optimizer: Optimizer, config: TrainConfig) -> None:
+    """Takes trial steps, without side effects: the state must be storable, and whole, so that a
+    resumed run takes the same steps.
+
+    Raises:
+        TaskError: it is not, or a step fails.
+    """
+    parameters = [each for group in optimizer.param_groups for each in group["params"]]
+    trained = [each for each in parameters if each.requires_grad]
+    homes = [each.data for each in parameters]
+    initial = [each.clone() for each in homes]
+    rates = [group["lr"] for group in optimizer.param_groups]
+    blank = deepcopy(optimizer.state_dict())
+
+    def step(number: int) -> None:
+        seed_slot(parameters[0].device, config.seed, number, config.slots)
+        for parameter in trained:
+            parameter.grad = torch.full_like(parameter, 1e-3)
+        optimizer.step()
+
+    with keeping_generators(parameters[0].device):
+        try:
+            step(0)
+            middle = deepcopy(optimizer.state_dict())
+            weights = [each.detach().clone() for each in parameters]
+            step(1)
+            gone_on = [each.detach().clone() for each in parameters]
+            flatten_state(middle)
+            with torch.no_grad():
+                for parameter, value in zip(parameters, weights, strict=True):
+                    parameter.copy_(value)
+            load_optimizer(optimizer, middle)
+            step(1)
+        except Exception as error:
+            said = (str(error).splitlines() or [""])[0]
+            problem = f"cannot be used: {said or type(error).__name__} (closures are not supported)"
+            if isinstance(error, CheckpointError):
+                problem = f"has a state that cannot be stored: {said}"
+            raise _unfit(function, optimizer, problem.rstrip(".")) from error
+    if not all(map(_same_bits, parameters, gone_on)):
+        problem = "keeps state outside its state_dict(), so a resumed run would take other steps"
+        raise _unfit(function, optimizer, problem)
+    load_optimizer(optimizer, blank)
+    optimizer.zero_grad(set_to_none=True)
+    for parameter, home, value in zip(parameters, homes, initial, strict=True):
+        parameter.data = home.copy_(value)
+    for group, rate in zip(optimizer.param_groups, rates, strict=True):
+        group["lr"] = rate
+
+
+def _same_bits(one: Tensor, other: Tensor) -> bool:
+    return torch.equal(one.detach().nan_to_num(), other.nan_to_num())
+
+
+class LearningRates:
+    """The learning rate of each parameter group as a function of the step.
+
+    A group's own peak is its `lr` times its `lr_scale`, if it has one. It follows the configured
+    schedule, or the factor that the task's `schedule` gives.
+
+    Args:
+        optimizer: as it was made; its groups tell the peaks.
+    """
+
+    def __init__(
+        self,
+        task: Task,
+        optimizer: Optimizer,
+        config: TrainConfig,
+        steps_per_epoch: int,
+    ) -> None:
+        total_steps = config.total_steps(steps_per_epoch)
+        self._config, self._steps_per_epoch = config, steps_per_epoch
+        self._peaks = [float(g["lr"]) * g.get("lr_scale", 1.0) for g in optimizer.param_groups]
+        self._schedule: Callable[[int], Any] | None = optional_method(task, "schedule")
+        if self._schedule is not None:
+            stride = max(1, total_steps // _MOST_CHECKED)
+            for step in (*range(0, total_steps, stride), total_steps - 1):
+                self._factors(self._schedule, step)
+
+    def __call__(self, step: int) -> list[float]:
+        """The rates in `step` (from 0), one for each group.
+
+        Raises:
+            TaskError: the task's schedule gives something else than finite factors of 0 or more.
+        """
+        if self._schedule is None:
+            rate, peak = self.configured(step), self._config.optim.lr
+            return [rate * (each / peak) for each in self._peaks]
+        factors = self._factors(self._schedule, step)
+        return [peak * factor for peak, factor in zip(self._peaks, factors, strict=True)]
+
+    def configured(self, step: int) -> float:
+        return learning_rate(self._config, step, self._steps_per_epoch)
+
+    def _factors(self, schedule: Callable[[int], Any], step: int) -> list[float]:
+        given = schedule(step)
+        groups = len(self._peaks)
+        factors = list(given) if isinstance(given, Sequence) else [given] * groups
+        numbers = [each for each in factors if isinstance(each, int | float)]
+        fit = all(math.isfinite(each) and each >= 0 for each in numbers)
+        if not fit or len(numbers) != len(factors) or len(factors) != groups:
+            what = f"returned {given!r} for step {step}"
+            several = f", or one for each of the {groups} parameter groups" if groups > 1 else ""
+            raise TaskError(
+                f"{place_of(schedule)}: {what}; expected a finite factor of 0 or more{several}."
+            )
+        return [float(each) for each in factors]

@@ -1,0 +1,201 @@
+"""What a task does beside the loss: scalars that are logged, and `after_step`."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from logs import log_of
+from processes import Died, Group, Raised
+from tiny import (
+    TOTAL_STEPS,
+    Ran,
+    TinyNet,
+    TinyTask,
+    bits,
+    newest,
+    plain,
+    run_tiny,
+    tiny_config,
+    weights,
+)
+from torch import Tensor, nn
+
+from raytrain_ddp.checkpoint.run_folder import checkpoint_store, run_storage
+from raytrain_ddp.checkpoint.snapshot import decode_tensors
+from raytrain_ddp.config.sections import CheckpointConfig, OptimConfig
+from raytrain_ddp.config.train_config import TrainConfig
+from raytrain_ddp.data.sources import Batch
+from raytrain_ddp.errors import TaskError
+from raytrain_ddp.events import Train
+from raytrain_ddp.records import log_records, to_record
+from raytrain_ddp.tasks.task_check import loss_of_task
+from raytrain_ddp.training.trackers import tracker_scalars
+
+
+class Telling(TinyTask):
+    """Logs the mean of the row numbers, and a scalar that is not a number in one step."""
+
+    def loss(self, model: nn.Module, batch: Batch) -> Any:
+        odd = math.nan if 5 in batch["row"].tolist() else 1.0
+        return super().loss(model, batch), {"row": batch["row"].float().mean(), "odd": odd}
+
+
+def scalars_of(config: TrainConfig) -> list[tuple[float, float]]:
+    records = [record for record in log_of(config) if record["kind"] == "train"]
+    return [(record["scalars"]["row"], record["scalars"]["odd"]) for record in records]
+
+
+def test_scalars_are_means_over_the_samples_of_a_step_on_any_number_of_workers(
+    workers: Group, tmp_path: Path
+):
+    """Also in a short last step with an empty slot; one that is not finite ends nothing."""
+    found = []
+    for size in (1, 3):
+        config = tiny_config(tmp_path, f"on-{size}", epochs=1)
+        ran: list[Ran] = workers(size, run_tiny, plain(config), None, 0, 0, None, Telling)
+        rows: dict[int, list[int]] = {}
+        for worker in ran:
+            for step, seen in worker.seen:
+                rows.setdefault(step, []).extend(seen)
+        means = [sum(each) / len(each) for _, each in sorted(rows.items())]
+        found.append(scalars_of(config))
+        assert [row for row, _ in found[-1]] == pytest.approx(means, rel=1e-9)
+        odd = [math.nan if 5 in each else 1.0 for _, each in sorted(rows.items())]
+        assert [value for _, value in found[-1]] == pytest.approx(odd, nan_ok=True)
+    assert len(found[0]) == 10
+
+
+def test_scalars_of_exact_runs_have_the_same_bits_and_survive_a_kill(
+    workers: Group, tmp_path: Path
+):
+    logs, options = [], {"exact": True, "epochs": 1, "checkpoint": CheckpointConfig(every_steps=4)}
+    for size, die_at in ((1, 0), (3, 7)):
+        config = tiny_config(tmp_path, f"exact-{size}", **options)
+        if die_at:
+            workers.outcomes(size, run_tiny, plain(config), None, 0, die_at, None, Telling)
+        workers(size, run_tiny, plain(config), None, 0, 0, None, Telling)
+        logs.append(str(scalars_of(config)))
+    assert logs[0] == logs[1]
+    assert "nan" in logs[0]
+
+
+def test_scalars_reach_the_trackers_and_are_left_out_of_lines_without_any():
+    record = Train(step=3, loss=0.5, scalars={"accuracy": 0.25, "odd": math.nan})
+    told = dict(tracker_scalars(record))
+    assert told["train/accuracy"] == 0.25
+    assert "train/odd" not in told
+    assert log_records([json.loads(json.dumps(to_record(record)))])[0].scalars["accuracy"] == 0.25  # type: ignore[union-attr]
+    assert "scalars" not in to_record(Train(step=3))
+
+
+@pytest.mark.parametrize(
+    ("scalars", "told"),
+    [
+        ({"accuracy": torch.ones(3)}, "a tensor of shape (3,)"),
+        ({"accuracy": "high"}, "a str, 'high'"),
+        ({"loss": 1.0}, "other names of scalars"),
+        ({4: 1.0}, "other names of scalars"),
+    ],
+)
+def test_scalars_that_are_none_are_refused_with_the_place(scalars: Mapping[Any, Any], told: str):
+    task = TinyTask(TrainConfig())
+    loss = torch.ones((), requires_grad=True)
+    with pytest.raises(TaskError) as raised:
+        loss_of_task(task, (loss, scalars), needs_gradient=True)
+    (line,) = str(raised.value).splitlines()
+    assert told in line
+    assert "in TinyTask.loss: " in line
+
+
+class Changing(TinyTask):
+    def loss(self, model: nn.Module, batch: Batch) -> Any:
+        loss = super().loss(model, batch)
+        assert self.session is not None
+        return loss, {"late" if self.session.step == 3 else "early": 1.0}
+
+
+def test_scalars_that_change_their_names_end_all_ranks_with_one_line(
+    workers: Group, tmp_path: Path
+):
+    config = tiny_config(tmp_path, "changing")
+    ended = workers.outcomes(3, run_tiny, plain(config), None, 0, 0, None, Changing)
+    assert all(isinstance(each, Raised) and each.name == "TaskError" for each in ended)
+    assert all("Now: late; before: early." in each.text for each in ended)
+
+
+# ------------------------------------------------------------------ after_step
+
+
+class Teacher(TinyTask):
+    """Keeps an average of the weights in a frozen copy, clips a weight and counts in a buffer."""
+
+    def model(self) -> nn.Module:
+        model = super().model()
+        teacher = TinyNet()
+        teacher.load_state_dict(model.state_dict())
+        self.made.teacher = teacher.eval().requires_grad_(False)
+        self.made.register_buffer("updates", torch.zeros((), dtype=torch.int64))
+        return model
+
+    def after_step(self, model: nn.Module, step: int) -> None:
+        assert not torch.is_grad_enabled()
+        assert self.session is not None
+        assert step == self.session.step
+        student = dict(model.named_parameters())
+        for name, average in model.teacher.named_parameters():  # type: ignore[union-attr]
+            average.lerp_(student[name], 0.1)
+        student["head.bias"].clamp_(-0.01, 0.01)
+        model.updates += 1  # type: ignore[operator]
+
+
+@pytest.mark.parametrize("exact", [False, True])
+def test_after_step_follows_each_applied_update_and_its_effects_are_in_the_checkpoint(
+    exact: bool, workers: Group, tmp_path: Path
+):
+    """Once for all slots; never after a refused step. Stopped, killed and, if exact, resized."""
+    made = {
+        "optim": OptimConfig(lr=0.05, nonfinite="skip"),
+        "checkpoint": CheckpointConfig(every_steps=4, every_s=0.0),
+        "exact": exact,
+    }
+    options = {"nan_row": 7}
+    whole = tiny_config(tmp_path, "whole", **made)
+    ran = workers(3, run_tiny, plain(whole), options, 0, 0, None, Teacher)
+    assert len({worker.digest for worker in ran}) == 1
+    found = weights(whole)
+    assert int(found["updates"]) == TOTAL_STEPS - 3
+    assert found["head.bias"].abs().max() <= 0.0101
+    assert not torch.equal(found["teacher.conv.weight"], found["conv.weight"])
+
+    config = tiny_config(tmp_path, "disturbed", **made)
+    workers(3, run_tiny, plain(config), options, 5, 0, None, Teacher)
+    size = 2 if exact else 3
+    *_, last = workers.outcomes(size, run_tiny, plain(config), options, 0, 18, None, Teacher)
+    assert last == Died(9)
+    workers(1 if exact else 3, run_tiny, plain(config), options, 0, 0, None, Teacher)
+    assert bits(config) == bits(whole)
+    assert newest(config).read("state.json") == newest(whole).read("state.json")
+
+
+def test_the_average_of_after_step_is_that_of_the_weights_of_each_step(
+    workers: Group, tmp_path: Path
+):
+    """Against the checkpoints of each step."""
+    often = CheckpointConfig(every_steps=1, every_s=0.0, keep_last=99)
+    config = tiny_config(tmp_path, "average", epochs=1, checkpoint=often)
+    workers(1, run_tiny, plain(config), {"norm": True}, 0, 0, None, Teacher)
+
+    store = checkpoint_store(run_storage(config))
+    average: Tensor | None = None
+    for name in sorted(store.names()):
+        step = decode_tensors(store.open(name).read("model.safetensors"))
+        if average is not None:
+            average = average.lerp(step["conv.weight"], 0.1)
+            assert torch.equal(step["teacher.conv.weight"], average)
+        average = step["teacher.conv.weight"]

@@ -1,0 +1,249 @@
+"""Runs that end before their last epoch, or use a part of the data: the same after a restart."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from logs import log_of
+from processes import Died, Group
+from tiny import EVAL_ROWS, Ran, TinyTask, bits, newest, plain, run_tiny, tiny_config
+
+from raytrain_ddp.config.sections import CheckpointConfig, EvalConfig, StopConfig
+from raytrain_ddp.config.train_config import TrainConfig
+from raytrain_ddp.data.epoch_order import Plan
+from raytrain_ddp.driver.preflight import is_complete
+from raytrain_ddp.errors import ConfigError
+from raytrain_ddp.events import Eval, Train
+from raytrain_ddp.training.early_stop import Patience, require_evaluation, seconds_trained
+from raytrain_ddp.training.evaluation import chunks_of
+from raytrain_ddp.training.lr_schedule import learning_rate
+
+NEVER = CheckpointConfig(every_epochs=0, every_s=0.0)
+
+
+def evals(config: TrainConfig) -> list[int]:
+    return [record["step"] for record in log_of(config) if record["kind"] == "eval"]
+
+
+def end(ran: Sequence[Ran]) -> tuple[int, int, int]:
+    (outcome,) = {(r.outcome.step, r.outcome.total_steps, r.outcome.signal) for r in ran}
+    return outcome
+
+
+# ------------------------------------------------------------------ early stopping
+
+
+def counts(values: Sequence[float], goal: str, **stop: Any) -> list[int]:
+    """The evaluations (from 1) after which the run would end."""
+    patience = Patience(StopConfig(**stop), "score", goal)
+    return [n for n, value in enumerate(values, 1) if patience.see({"score": value})]
+
+
+def test_patience_counts_evaluations_in_a_row_without_improvement():
+    assert counts([3, 2, 2, 2.5, 1, 1, 1], "min", patience=2) == [4, 7]
+    assert counts([1, 2, 2, 1.5, 3], "max", patience=2) == [4]
+    assert counts([1, 1, 1, 1], "max", patience=0) == []
+    assert counts([1, 1.05, 1.1, 1.15], "max", patience=2, min_delta=0.1) == [3]
+    assert counts([math.nan, math.nan, 1], "min", patience=2) == [2]
+    log = [Train(step=1), Eval(step=2, metrics={"score": 1.0}), Eval(step=4, metrics={"score": 1})]
+    assert Patience(StopConfig(patience=1), "score", "min").replay(log)
+    assert not Patience(StopConfig(patience=2), "score", "min").replay(log)
+
+
+@pytest.mark.parametrize("disturbance", ["stopped", "killed"])
+def test_a_run_that_was_disturbed_stops_early_at_the_same_step_and_is_finished(
+    disturbance: str, workers: Group, tmp_path: Path
+):
+    """The evaluations at 10, 20, ... give these scores; two without improvement end it at 40."""
+    options = {"scores": [3.0, 2.0, 2.0, 2.5, 1.0, 1.0]}
+    stop = StopConfig(patience=2)
+    made = {"epochs": 6, "stop": stop, "checkpoint": dataclasses.replace(NEVER, every_steps=15)}
+    whole = tiny_config(tmp_path, "whole", **made)
+    ran = workers(3, run_tiny, plain(whole), options)
+    assert end(ran) == (40, 40, 0)
+    assert newest(whole).manifest.finished
+    assert is_complete(whole, newest(whole).manifest)
+
+    config = tiny_config(tmp_path, disturbance, **made)
+    if disturbance == "stopped":
+        workers(3, run_tiny, plain(config), options, 33)
+    else:
+        *_, last = workers.outcomes(3, run_tiny, plain(config), options, 0, 38)
+        assert last == Died(9)
+    assert end(workers(3, run_tiny, plain(config), options)) == (40, 40, 0)
+    assert evals(config) == [10, 20, 30, 40]
+    assert bits(config) == bits(whole)
+    assert end(workers(3, run_tiny, plain(config), options)) == (40, 40, 0)  # takes no step
+
+    patient = dataclasses.replace(config, stop=StopConfig(patience=3))
+    assert not is_complete(patient, newest(config).manifest)
+    assert end(workers(3, run_tiny, plain(patient), options)) == (60, 60, 0)
+
+
+def test_patience_without_an_evaluation_set_is_refused():
+    for field, value in (("stop", StopConfig(patience=2)), ("limit_eval_batches", 3)):
+        config = dataclasses.replace(TrainConfig(), **{field: value})
+        require_evaluation(config, SimpleNamespace())  # type: ignore[arg-type]
+        with pytest.raises(ConfigError, match="has no effect, as there is no evaluation set"):
+            require_evaluation(config, None)
+
+
+# ------------------------------------------------------------------ steps and time
+
+
+def test_steps_replace_epochs_also_in_the_schedule_and_more_of_them_go_on(
+    workers: Group, tmp_path: Path
+):
+    short, config = (tiny_config(tmp_path, name, steps=13) for name in ("short", "stopped"))
+    assert end(workers(3, run_tiny, plain(short))) == (13, 13, 0)
+    assert evals(short) == [10, 13]
+    rates = [record["lr"] for record in log_of(short) if record["kind"] == "train"]
+    as_epochs = dataclasses.replace(short, steps=0, epochs=1)
+    assert rates == [learning_rate(short, step, 10) for step in range(13)]
+    assert rates[-1] < 0.3 * max(rates)
+    assert learning_rate(as_epochs, 9, 10) == learning_rate(
+        dataclasses.replace(short, steps=10), 9, 10
+    )
+    workers(3, run_tiny, plain(config), None, 7)
+    workers(3, run_tiny, plain(config))
+    assert bits(config) == bits(short)
+    more = dataclasses.replace(config, steps=15)
+    assert not is_complete(more, newest(config).manifest)
+    assert end(workers(3, run_tiny, plain(more))) == (15, 15, 0)
+
+
+def test_evaluation_every_n_steps_is_due_beside_that_of_epochs(workers: Group, tmp_path: Path):
+    config = tiny_config(tmp_path, "often", epochs=1, eval=EvalConfig(0, every_steps=4))
+    workers(3, run_tiny, plain(config), None, 5)
+    workers(3, run_tiny, plain(config))
+    assert evals(config) == [4, 8, 10]
+
+
+class Slow(TinyTask):
+    """A step takes an hour from the third on, as far as the clock can tell."""
+
+    def loss(self, model: Any, batch: Any) -> Any:
+        assert self.session is not None
+        if self.session.step == 3:
+            self.session.clock._started -= 3600
+            self.session.step += 1000  # only once
+        return super().loss(model, batch)
+
+
+class KeepsClock:
+    """Keeps the clock that the session watches."""
+
+    def __call__(self, session: Any) -> None:
+        watch = session.watch
+
+        def watched(clock: Any) -> None:
+            session.clock = clock
+            watch(clock)
+
+        session.watch = watched
+
+
+def test_a_run_ends_by_max_time_with_an_evaluation_and_goes_on_with_a_longer_one(
+    workers: Group, tmp_path: Path
+):
+    config = tiny_config(tmp_path, "timed", max_time="1h", checkpoint=NEVER)
+    keeps = KeepsClock()
+    ran = workers(1, run_tiny, plain(config), None, 0, 0, keeps, Slow)
+    step, total, signal = end(ran)
+    assert (total, signal) == (step, 0)
+    assert step in (3, 4)
+    assert evals(config) == [step]
+    assert newest(config).manifest.finished
+    assert is_complete(config, newest(config).manifest)
+    assert end(workers(1, run_tiny, plain(config)))[0] == step  # the time is up
+    longer = dataclasses.replace(config, max_time="1d")
+    assert not is_complete(longer, newest(config).manifest)
+    assert end(workers(1, run_tiny, plain(longer))) == (30, 30, 0)
+
+
+def test_the_time_of_all_starts_counts():
+    seconds = [1.0, 2.0, 3.0, 0.5, 4.0, 1.0]
+    log = [Train(step=n, seconds=each) for n, each in enumerate(seconds)]
+    assert seconds_trained(log) == 3.0 + 4.0 + 1.0
+    assert seconds_trained([]) == 0.0
+    assert seconds_trained([Train(step=1)]) == 0.0
+
+
+@pytest.mark.parametrize(
+    ("text", "seconds"), [("90", 90), ("15m", 900), ("2.5h", 9000), ("1d", 86400)]
+)
+def test_a_time_has_a_unit(text: str, seconds: float):
+    assert TrainConfig(max_time=text).max_time_s == seconds
+
+
+@pytest.mark.parametrize("text", ["", "0", "soon", "-3m", "1:30:00", "3 h"])
+def test_what_is_no_time_is_refused(text: str):
+    with pytest.raises(ConfigError, match=r"max_time = .* such as 90m"):
+        TrainConfig(max_time=text)
+
+
+# ------------------------------------------------------------------ parts of the data
+
+
+def rows_of_epochs(ran: Sequence[Ran], steps: int) -> list[list[int]]:
+    """The rows of each epoch of `steps` steps, in order."""
+    epochs: dict[int, list[int]] = {}
+    for worker in ran:
+        for step, rows in worker.seen:
+            epochs.setdefault((step - 1) // steps, []).extend(rows)
+    return [sorted(rows) for _, rows in sorted(epochs.items())]
+
+
+@pytest.mark.parametrize("field", ["limit_train_batches", "overfit_batches"])
+def test_a_limited_epoch_has_so_many_steps_and_overfitting_always_the_same_rows(
+    field: str, workers: Group, tmp_path: Path
+):
+    config = tiny_config(tmp_path, "limited", **{field: 2})
+    ran = workers(3, run_tiny, plain(config))
+    assert end(ran) == (6, 6, 0)
+    assert evals(config) == [2, 4, 6]
+    first, second, third = rows_of_epochs(ran, 2)
+    assert len({*first}) == 64
+    assert (first == second == third) is (field == "overfit_batches")
+    stopped = tiny_config(tmp_path, "stopped", **{field: 2})
+    for stop in (3, 0):
+        workers(3, run_tiny, plain(stopped), None, stop)
+    assert bits(stopped) == bits(config)
+
+
+def test_a_limit_above_the_epoch_changes_nothing():
+    assert Plan(100, 4, 8, limit=9) != Plan(100, 4, 8)
+    assert Plan(100, 4, 8, limit=9).steps_per_epoch == Plan(100, 4, 8).steps_per_epoch == 4
+    assert chunks_of(100, 10, 50) == range(10)
+
+
+def test_a_limited_evaluation_is_spread_over_the_data_and_the_same_on_any_number_of_workers(
+    workers: Group, tmp_path: Path
+):
+    assert chunks_of(100, 10, 4) == [0, 2, 5, 7]
+    found: list[Mapping[str, float]] = []
+    for size in (1, 3):
+        config = tiny_config(
+            tmp_path, f"on-{size}", epochs=1, exact=True, limit_eval_batches=4, micro_batch=8
+        )
+        workers(size, run_tiny, plain(config))
+        found += [record["metrics"] for record in log_of(config) if record["kind"] == "eval"]
+    assert found[0] == found[1]
+    assert "skipped" not in found[0]
+    whole = tiny_config(tmp_path, "whole", epochs=1, exact=True)
+    workers(1, run_tiny, plain(whole))
+    assert [r["metrics"] for r in log_of(whole) if r["kind"] == "eval"] != found[:1]
+    assert EVAL_ROWS > 4 * 8
+
+
+def test_limits_that_contradict_each_other_are_refused():
+    with pytest.raises(ConfigError, match="overfit_batches = 2: give only one"):
+        TrainConfig(limit_train_batches=3, overfit_batches=2)
+    with pytest.raises(ConfigError, match="limit_eval_batches = -1: must be 0 or more"):
+        TrainConfig(limit_eval_batches=-1)

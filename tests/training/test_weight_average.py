@@ -1,0 +1,233 @@
+"""`--ema.decay`: the average of the weights, its bits after a restart, and what is evaluated."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from logs import log_of
+from processes import Died, Group
+from tiny import (
+    EVAL_ROWS,
+    TinyNet,
+    TinyTask,
+    newest,
+    plain,
+    run_tiny,
+    tiny_arrays,
+    tiny_config,
+    weights,
+)
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+
+from raytrain_ddp.checkpoint.run_folder import checkpoint_store, run_storage
+from raytrain_ddp.checkpoint.snapshot import decode_tensors
+from raytrain_ddp.config.sections import CheckpointConfig, EmaConfig, EvalConfig, OptimConfig
+from raytrain_ddp.config.train_config import TrainConfig
+from raytrain_ddp.errors import ConfigError
+from raytrain_ddp.training.weight_average import WeightAverage
+
+FILES = ("model.safetensors", "trained.safetensors", "optimizer.safetensors")
+EMA = EmaConfig(decay=0.9)
+NO, YES = torch.tensor(False), torch.tensor(True)
+
+
+def hashes(config: TrainConfig) -> list[str]:
+    files = newest(config).manifest.files
+    return [files[name].sha256 for name in FILES]
+
+
+def trained(config: TrainConfig) -> dict[str, Tensor]:
+    return decode_tensors(newest(config).read("trained.safetensors"))
+
+
+def moved(model: nn.Module, step: int) -> None:
+    torch.manual_seed(step)
+    with torch.no_grad():
+        for tensor in (*model.parameters(), *model.buffers()):
+            tensor.copy_(tensor + 1 if tensor.dtype == torch.int64 else torch.randn(tensor.shape))
+
+
+@pytest.mark.parametrize("on_device", [False, True])
+@pytest.mark.parametrize("peer", ["timm", "torch"])
+def test_the_average_is_that_of_timm_and_torch(peer: str, on_device: bool):
+    model = TinyNet()
+    ours = WeightAverage(model, EmaConfig(decay=0.9, warmup=False))
+    ours.on_device = on_device  # what a GPU does
+    if peer == "timm":
+        theirs: Any = pytest.importorskip("timm.utils").ModelEmaV3(model, decay=0.9)
+    else:
+        average = get_ema_multi_avg_fn(0.9)
+        theirs = AveragedModel(model, multi_avg_fn=average, use_buffers=True)
+        theirs.update_parameters(model)  # its first one copies
+    for step in range(1, 6):
+        moved(model, step)
+        ours.follow(NO, step)
+        (theirs.update if peer == "timm" else theirs.update_parameters)(model)
+    expected = theirs.module.state_dict()
+    assert ours.state_dict().keys() == expected.keys()
+    for name, tensor in ours.state_dict().items():
+        if peer == "torch" and not tensor.is_floating_point():
+            continue  # it moves counters, too, and rounds them
+        torch.testing.assert_close(tensor, expected[name].to(tensor.dtype), rtol=1e-6, atol=1e-7)
+
+
+@pytest.mark.parametrize("on_device", [False, True])
+def test_a_refused_step_leaves_the_average_and_the_warm_up_begins_with_a_short_one(
+    on_device: bool,
+):
+    model = TinyNet()
+    average = WeightAverage(model, EmaConfig(decay=0.9999))
+    average.on_device = on_device
+    before = {name: tensor.clone() for name, tensor in average.values.items()}
+    with torch.no_grad():
+        model.head.weight.add_(1.0)
+    average.follow(YES, 1)
+    assert all(torch.equal(before[name], tensor) for name, tensor in average.values.items())
+    average.follow(NO, 1)
+    expected = before["head.weight"] + (1 - 2 / 11)
+    torch.testing.assert_close(average.values["head.weight"], expected)
+    assert average.decay(10**6) == 0.9999
+    assert average.decay(90) == 91 / 100
+    assert WeightAverage(model, EmaConfig(decay=0.5, warmup=False)).decay(1) == 0.5
+
+
+def test_tied_weights_and_what_is_not_stored_are_averaged_once_or_not():
+    model = nn.Sequential(nn.Linear(3, 3, bias=False), nn.Linear(3, 3, bias=False))
+    model[1].weight = model[0].weight
+    model.register_buffer("scratch", torch.ones(2), persistent=False)
+    average = WeightAverage(model, EMA)
+    assert [*average.values] == ["0.weight"]
+    own = model[0].weight.detach().clone()
+    average.values["0.weight"].fill_(7.0)
+    with average.in_place():
+        assert torch.equal(model[1].weight, torch.full((3, 3), 7.0))
+    assert torch.equal(model[1].weight, own)
+    assert {*average.state_dict()} == {"0.weight", "1.weight"}
+
+
+def test_weights_that_are_too_coarse_are_refused():
+    with pytest.raises(ConfigError, match=r"weight is torch.bfloat16, too coarse"):
+        WeightAverage(nn.Linear(2, 2, dtype=torch.bfloat16), EMA)
+    WeightAverage(nn.Linear(2, 2, dtype=torch.bfloat16).requires_grad_(False), EMA)
+
+
+def steps_of(config: TrainConfig) -> list[tuple[Mapping[str, Tensor], Mapping[str, Tensor]]]:
+    """(average, weights) in the checkpoint of each step."""
+    store = checkpoint_store(run_storage(config))
+    opened = [store.open(name) for name in sorted(store.names())]
+    return [
+        (decode_tensors(c.read("model.safetensors")), decode_tensors(c.read("trained.safetensors")))
+        for c in opened
+    ]
+
+
+def test_the_model_file_has_the_average_of_the_applied_steps_and_it_is_evaluated(
+    workers: Group, tmp_path: Path
+):
+    """One step is refused. The evaluation's loss is that of the file."""
+    often = CheckpointConfig(every_steps=1, every_s=0.0, keep_last=99)
+    optim = OptimConfig(lr=0.05, nonfinite="skip")
+    made = {"epochs": 1, "optim": optim, "checkpoint": often, "eval": EvalConfig(every_steps=5)}
+    config = tiny_config(tmp_path, "averaged", ema=EMA, **made)
+    ran = workers(3, run_tiny, plain(config), {"nan_row": 7})
+    plainly = tiny_config(tmp_path, "plain", **made)
+    workers(3, run_tiny, plain(plainly), {"nan_row": 7})
+    for name, tensor in trained(config).items():  # the training is that without an average
+        assert torch.equal(tensor, weights(plainly)[name])
+
+    nonfinite = [r["nonfinite"] for r in log_of(config) if r["kind"] == "train"]
+    refused = 1 + nonfinite.index(1)
+    steps = steps_of(config)
+    assert len(steps) == 10
+    for step, (before, after) in enumerate(pairwise(steps), 2):
+        decay = min(0.9, (1 + step) / (10 + step))
+        for name, average in before[0].items():
+            if step == refused:
+                assert torch.equal(average, after[0][name])
+            elif average.is_floating_point():
+                expected = average.lerp(after[1][name], 1 - decay)
+                torch.testing.assert_close(after[0][name], expected, rtol=1e-6, atol=1e-7)
+            else:
+                assert torch.equal(after[0][name], after[1][name])
+
+    model = TinyNet().eval()
+    arrays = {name: torch.from_numpy(array) for name, array in tiny_arrays(EVAL_ROWS, 1).items()}
+    evals = [record for record in log_of(config) if record["kind"] == "eval"]
+    for record in evals:
+        model.load_state_dict(dict(steps[record["step"] - 1][0]))
+        loss = cross_entropy(model(arrays["x"]), arrays["y"]).item()
+        assert record["metrics"]["loss"] == pytest.approx(loss, rel=1e-5)
+    assert [record["step"] for record in evals] == [5, 10]
+    assert len({worker.digest for worker in ran}) == 1
+
+
+class OwnOptimizer(TinyTask):
+    def optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
+        return torch.optim.RMSprop(model.parameters(), lr=0.001)
+
+
+@pytest.mark.parametrize("exact", [False, True])
+def test_an_averaged_run_is_stopped_killed_and_if_exact_resized_with_the_same_bits(
+    exact: bool, workers: Group, tmp_path: Path
+):
+    often = CheckpointConfig(every_steps=4, every_s=0.0)
+    made: dict[str, Any] = {"exact": exact, "ema": EMA, "checkpoint": often, "epochs": 2}
+    kind = OwnOptimizer if exact else TinyTask
+    whole = tiny_config(tmp_path, "whole", **made)
+    workers(3, run_tiny, plain(whole), None, 0, 0, None, kind)
+    config = tiny_config(tmp_path, "disturbed", **made)
+    workers(3, run_tiny, plain(config), None, 10, 0, None, kind)  # owes an evaluation
+    size = 2 if exact else 3
+    *_, last = workers.outcomes(size, run_tiny, plain(config), None, 0, 15, None, kind)
+    assert last == Died(9)
+    workers(1 if exact else 3, run_tiny, plain(config), None, 0, 0, None, kind)
+    assert hashes(config) == hashes(whole)
+    assert log_of(config) == log_of(whole)
+    assert newest(config).read("state.json") == newest(whole).read("state.json")
+
+
+def test_a_checkpoint_without_an_average_begins_one_and_one_with_it_is_continued_without(
+    workers: Group, tmp_path: Path
+):
+    """What a run with allowed changes does."""
+    from test_nonfinite import small_state  # a model and a state
+
+    from raytrain_ddp.training.train_state import encode
+
+    def stored(state: Any) -> Any:
+        items = encode(state.snapshot(None, [])).items()
+        return Stored({k: v if isinstance(v, bytes) else b"".join(v) for k, v in items})
+
+    without, averaged = small_state(), small_state()
+    averaged.average = WeightAverage(averaged.model, EMA)
+    with torch.no_grad():
+        averaged.model[0].weight.fill_(3.0)
+    files = stored(averaged)
+    without.load(files)
+    assert torch.equal(without.model[0].weight, torch.full((4, 3), 3.0))
+    averaged.load(stored(without))
+    assert torch.equal(averaged.average.values["0.weight"], torch.full((4, 3), 3.0))
+
+
+class Stored:
+    """Files as those of a checkpoint."""
+
+    def __init__(self, files: Mapping[str, bytes]) -> None:
+        self.files, self.manifest = files, self
+
+    def read(self, name: str) -> bytes:
+        return self.files[name]
+
+
+def test_no_decay_is_refused_that_is_none():
+    for decay in (1.0, -0.1, math.nan):
+        with pytest.raises(ConfigError, match=r"ema\.decay"):
+            EmaConfig(decay=decay)
