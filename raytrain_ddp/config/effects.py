@@ -25,6 +25,11 @@ _RULES = [
     _Rule("optim.momentum optim.nesterov", "optim.name = sgd", lambda c: c.optim.name == "sgd"),
     _Rule("optim.betas", "optim.name = adamw", lambda c: c.optim.name == "adamw"),
     _Rule("optim.max_nonfinite", "optim.nonfinite = skip", lambda c: c.optim.nonfinite == "skip"),
+    _Rule(
+        "optim.decay_norms optim.decay_bias",
+        "optim.weight_decay above 0",
+        lambda c: c.optim.weight_decay > 0,
+    ),
     _Rule("schedule.final_lr", "schedule.name = cosine", lambda c: c.schedule.name == "cosine"),
     _Rule(
         "schedule.step_epochs schedule.gamma",
@@ -63,7 +68,7 @@ _RULES = [
 ]
 _OF_IMAGES = [
     _Rule("model.dropout", "model.name = digits-cnn", lambda c: c.model.name == "digits-cnn"),
-    _Rule("model.weights", "a torchvision model", lambda c: c.model.name != "digits-cnn"),
+    _Rule("model.args", "another model than digits-cnn", lambda c: c.model.name != "digits-cnn"),
     _Rule("task_options", "a task of your own", lambda _: False),
     _Rule(
         "data.root",

@@ -49,9 +49,9 @@ def dry_run(config: TrainConfig, default_name: str | None = None) -> str:
     repeats = config.augment.repeats
     plan = Plan(data.rows, config.slots, config.micro_batch, repeats)
     steps, per_epoch = config.epochs * plan.steps_per_epoch, plan.steps_per_epoch
-    model = model_of(task)
+    model = model_of(task, pretrained=manifest is None)
     notes = [*effect_notes(config), *_tried(config, task, model, data, eval_data, plan)]
-    notes += unread_notes(config, reads)
+    notes += [*getattr(task, "notes", ()), *unread_notes(config, reads)]
     optimizer = build_optimizer(model, config.optim)
     for parameter in model.parameters():
         parameter.grad = torch.zeros_like(parameter)

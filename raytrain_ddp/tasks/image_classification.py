@@ -1,4 +1,4 @@
-"""Image classification: any torchvision model, or a small network for digits."""
+"""Image classification: any model of torchvision or timm, your own, or a small one for digits."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from raytrain_ddp.data.gpu_augment import finish_images, mix
 from raytrain_ddp.data.image_batches import image_data
 from raytrain_ddp.data.sources import Batch, Data
 from raytrain_ddp.data.splits import open_splits
-from raytrain_ddp.tasks.digits_cnn import DigitsCNN
-from raytrain_ddp.tasks.model_zoo import DIGITS, torchvision_model
+from raytrain_ddp.tasks.model_parts import freeze
+from raytrain_ddp.tasks.pretrained import begun_model
 from raytrain_ddp.tasks.task import Task
 
 if TYPE_CHECKING:
@@ -28,18 +28,21 @@ class ImageClassification(Task):
     monitor = "top1"
     goal: Literal["min", "max"] = "max"
     unit = "images"
+    pretrained = True
+    """Whether `model()` loads `model.weights`; not needed if a checkpoint follows."""
 
     def __init__(self, config: TrainConfig) -> None:
         self._config = config
+        self.notes: list[str] = []  # about the model
         self._scales: dict[torch.device, Tensor] = {}  # mean and std, (2, 3, 1, 1)
         self.splits = open_splits(config.data)
         self.class_names = self.splits.class_names
 
     def model(self) -> nn.Module:
         config, classes = self._config.model, len(self.class_names)
-        if config.name == DIGITS:
-            return DigitsCNN(classes, config.dropout)
-        return torchvision_model(config.name, config.weights, classes)
+        model, told = begun_model(config, classes, self.pretrained)
+        self.notes = [*filter(None, (told, freeze(model, config.freeze)))]
+        return model
 
     def train_data(self) -> Data:
         config = self._config

@@ -12,7 +12,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from raytrain_ddp import events, messages
-from raytrain_ddp.checkpoint.run_folder import run_storage
+from raytrain_ddp.checkpoint.run_folder import newest_manifest, run_storage
 from raytrain_ddp.checkpoint.snapshot import unstorable
 from raytrain_ddp.config.effects import unread_notes
 from raytrain_ddp.config.input_sections import DataConfig
@@ -99,7 +99,7 @@ def prepare(
     if eval_data is not None:
         try_evaluation(task, model, eval_data, config.micro_batch, world, session.tell)
     note = memory_note(loader, config.data.memory_mib * 2**20)
-    for text in filter(None, (note, _mode_note(model), *unread_notes(config, reads))):
+    for text in filter(None, (note, *_model_notes(task, model), *unread_notes(config, reads))):
         session.tell(events.Note(text))
     failpoint("start.warmed_up", world.rank)
 
@@ -156,7 +156,8 @@ def prepare(
 def initial_model(config: TrainConfig, task: Task, world: World) -> nn.Module:
     """The model on this worker's device, not wrapped, with the same weights on all workers."""
     seed_all(config.seed)
-    model = model_of(task)
+    # A resumed run needs no pretrained weights: its own follow.
+    model = model_of(task, newest_manifest(run_storage(config)) is None)
     begin_training(model)
     own_memory(model)
     if config.compute.channels_last:
@@ -185,14 +186,17 @@ def _require_storable(model: nn.Module) -> None:
         )
 
 
-def _mode_note(model: nn.Module) -> str | None:
-    """A note if the whole model is in evaluation mode, as some libraries return it."""
+def _model_notes(task: Task, model: nn.Module) -> list[str]:
+    """What a built-in task says of its model; and a note if the whole model is in evaluation mode,
+    as some libraries return it."""
+    notes = [*getattr(task, "notes", ())]
     if any(module.training for module in model.modules()):
-        return None
-    return (
+        return notes
+    return [
+        *notes,
         "model() returned the whole model in evaluation mode, and it stays there: no dropout, "
-        "fixed batch norm statistics. If that is not intended, call train() on it in model()."
-    )
+        "fixed batch norm statistics. If that is not intended, call train() on it in model().",
+    ]
 
 
 def _smallest_slot(plan: Plan) -> int:

@@ -79,7 +79,7 @@ class Stepper:
         state, device = self._state, self._world.device
         place = self._world.rank, state.step + 1
         for group in state.optimizer.param_groups:
-            group["lr"] = lr
+            group["lr"] = lr * group.get("lr_scale", 1.0)
         state.optimizer.zero_grad(set_to_none=True)
         self._reduction.begin()
         self._buffers.begin()

@@ -26,6 +26,7 @@ from raytrain_ddp.events import Eval, LogRecord
 from raytrain_ddp.records import log_records, to_record
 from raytrain_ddp.training.buffer_sync import REALS, own_memory
 from raytrain_ddp.training.gradient_compression import Compression
+from raytrain_ddp.training.param_groups import regroup
 from raytrain_ddp.training.session import Snapshot
 
 _PIECE = 500  # log records per chunk
@@ -92,6 +93,7 @@ class TrainState:
         saved = unflatten_state(tensors, progress["optimizer"])
         for group in saved["param_groups"]:
             group["fused"] = True  # not part of its state; see build_optimizer
+        regroup(self.model, self.optimizer, saved["param_groups"])
         self.optimizer.load_state_dict(saved)
         if progress["scaler"]:
             self.scaler.load_state_dict(progress["scaler"])
