@@ -67,6 +67,12 @@ _RULES = [
     _Rule("log.tensorboard", "storage on a file system", lambda c: "://" not in c.storage),
 ]
 _OF_IMAGES = [
+    _Rule("loss.gamma", "loss.name = focal", lambda c: c.loss.name == "focal"),
+    _Rule(
+        "optim.label_smoothing",
+        "loss.name = cross-entropy or bce",
+        lambda c: c.loss.name != "focal",
+    ),
     _Rule("model.dropout", "model.name = digits-cnn", lambda c: c.model.name == "digits-cnn"),
     _Rule("model.args", "another model than digits-cnn", lambda c: c.model.name != "digits-cnn"),
     _Rule("task_options", "a task of your own", lambda _: False),
@@ -210,7 +216,7 @@ def unread_notes(config: TrainConfig, reads: Collection[str] | None) -> list[str
 
 
 def _fields_of_tasks(config: TrainConfig) -> Iterator[str]:
-    for section in ("model", "data", "augment"):
+    for section in ("model", "data", "augment", "loss"):
         for field in dataclasses.fields(getattr(config, section)):
             if f"{section}.{field.name}" not in _NOT_OF_TASKS:
                 yield f"{section}.{field.name}"

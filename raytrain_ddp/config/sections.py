@@ -88,7 +88,7 @@ class OptimConfig:
     max_nonfinite: int = field(default=3, metadata=FREE)
     """With nonfinite = skip: number of steps that a run may skip."""
     label_smoothing: float = 0.1
-    """Label smoothing of the cross-entropy loss."""
+    """Label smoothing of cross entropy and binary cross entropy."""
 
     def __post_init__(self) -> None:
         above_zero("optim", self, "lr")
@@ -103,6 +103,24 @@ class OptimConfig:
         nesterov_ok = self.name != "sgd" or not self.nesterov or self.momentum > 0
         rule = "needs optim.momentum above 0: set --optim.no-nesterov"
         require(nesterov_ok, "optim.nesterov", self.nesterov, rule)
+
+
+@dataclass(frozen=True)
+class LossConfig:
+    """The loss of the built-in task, the mean over the samples of a step."""
+
+    name: Literal["cross-entropy", "bce", "focal"] = "cross-entropy"
+    """Cross entropy, binary cross entropy, or focal loss. bce: the mean over classes, each by
+    itself; focal: cross entropy times (1 - p)^gamma, without label smoothing. Images that are mixed
+    have a soft target in all of them."""
+    gamma: float = 2.0
+    """focal: the exponent, 1 or more."""
+    class_weights: Literal["none", "balanced"] = "none"
+    """Weight of the samples of a class. balanced: rows / (classes * rows of the class), counted in
+    the training set; a step's mean is over its samples, not over their weights."""
+
+    def __post_init__(self) -> None:
+        at_least(1, "loss", self, "gamma")
 
 
 @dataclass(frozen=True)

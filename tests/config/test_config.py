@@ -62,6 +62,7 @@ data.shuffle_window data.source data.std data.train_split
 ddp.bucket_cap_mb ddp.compression ddp.find_unused_parameters ddp.gradient_as_bucket_view
 ddp.powersgd_rank ddp.static_graph ddp.sync_batchnorm
 eval.every_epochs exact
+loss.class_weights loss.gamma loss.name
 micro_batch
 model.args model.dropout model.freeze model.name model.weights
 optim.betas optim.clip_norm optim.decay_bias optim.decay_norms optim.groups optim.head_lr
@@ -146,6 +147,7 @@ NONSENSE = [
     ("optim.groups", ("layer1", "weight_decay=-1")),
     ("optim.groups", ("layer1", "momentum=0.1")),
     ("model.args", {"img size": 3}),
+    ("loss.gamma", 0.5),
     ("schedule.warmup_epochs", -1.0),
     ("schedule.final_lr", 1.5),
     ("schedule.step_epochs", 0.0),

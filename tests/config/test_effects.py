@@ -34,6 +34,8 @@ from raytrain_ddp.report.write import write_report
 IDLE = [
     ("--model.name resnet50 --model.dropout 0.1", "model.dropout"),
     ("--model.args a 1", "model.args"),
+    ("--loss.gamma 3", "loss.gamma"),
+    ("--loss.name focal --optim.label-smoothing 0.2", "optim.label_smoothing"),
     ("--optim.weight-decay 0 --optim.decay-norms", "optim.decay_norms"),
     ("--ddp.powersgd-rank 2", "ddp.powersgd_rank"),
     ("--optim.betas 0.9 0.999", "optim.betas"),

@@ -6,7 +6,7 @@ from __future__ import annotations
 import json
 import os
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -38,16 +38,6 @@ from raytrain_ddp.tasks.model_zoo import (
     timm_models,
 )
 from raytrain_ddp.tasks.pretrained import begun_model, check_weights
-
-
-@pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
-    """Several processes share the cores of a test machine."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
 
 SMALL = "timm:test_resnet"  # 0.5 M parameters, as all timm:test_*
 
