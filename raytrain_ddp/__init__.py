@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from raytrain_ddp.config.sections import DdpConfig as DdpConfig
     from raytrain_ddp.config.sections import EvalConfig as EvalConfig
     from raytrain_ddp.config.sections import LogConfig as LogConfig
+    from raytrain_ddp.config.sections import LossConfig as LossConfig
     from raytrain_ddp.config.sections import ModelConfig as ModelConfig
     from raytrain_ddp.config.sections import OptimConfig as OptimConfig
     from raytrain_ddp.config.sections import ScalingConfig as ScalingConfig
@@ -59,6 +60,7 @@ _HOMES |= dict.fromkeys(
         "DdpConfig",
         "EvalConfig",
         "LogConfig",
+        "LossConfig",
         "ModelConfig",
         "OptimConfig",
         "ScalingConfig",

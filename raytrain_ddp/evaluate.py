@@ -11,12 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from raytrain_ddp.command_line import Command, run_command
 from raytrain_ddp.command_line.flags import positional
-from raytrain_ddp.errors import (
-    CheckpointError,
-    ConfigError,
-    DataError,
-    did_you_mean,
-)
+from raytrain_ddp.errors import ConfigError, DataError
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -53,6 +48,8 @@ COMMAND = Command("evaluate", EvaluateArgs, "RUN [--FLAG VALUE ...]")
 def main(argv: Sequence[str]) -> int:
     """Returns the exit status."""
     args = COMMAND.parse(argv)
+    from raytrain_ddp.checkpoint.lookup import find_checkpoint
+
     checkpoint = find_checkpoint(args.run, args.checkpoint)
     config = _config(checkpoint, args.data)
     import torch
@@ -75,7 +72,7 @@ def main(argv: Sequence[str]) -> int:
         raise ConfigError(f"--data has no effect: {config.task} does not read data.eval_source.")
     if data is None:
         raise ConfigError("there is no evaluation set: give one with --data.")
-    model = model_of(task)
+    model = model_of(task, pretrained=False)
     load_model(model, checkpoint)
     if args.per_class and not hasattr(task, "per_class_metrics"):
         raise ConfigError(f"task = {config.task!r} has no per_class_metrics().")
@@ -97,49 +94,6 @@ def main(argv: Sequence[str]) -> int:
         _write(Path(args.out), checkpoint, data.rows - skipped, values)
     _print(checkpoint, data.rows, skipped, task, values)
     return 0
-
-
-def find_checkpoint(place: str, which: Literal["best", "last"] | None = None) -> Checkpoint:
-    """The checkpoint at `place`, or the one of that run that `which` selects (default: best).
-
-    Raises:
-        CheckpointError: there is no checkpoint, or it is damaged.
-        ConfigError: `which` is given, but `place` is a single checkpoint.
-    """
-    from raytrain_ddp.checkpoint.run_folder import CHECKPOINTS, checkpoint_store, read_log
-    from raytrain_ddp.checkpoint.storage import open_storage
-    from raytrain_ddp.checkpoint.store import MANIFEST_FILE, CheckpointName, CheckpointStore
-    from raytrain_ddp.events import Eval
-
-    if "://" not in place and not Path(place).exists() and (Path("runs") / place).is_dir():
-        place = str(Path("runs") / place)
-    folder = open_storage(place)
-    if folder.exists(MANIFEST_FILE):
-        if which is not None:
-            raise ConfigError(
-                f"--checkpoint {which} has no effect: {place} is a single checkpoint."
-            )
-        parent, _, name = place.rstrip("/").rpartition("/")
-        parsed = CheckpointName.parse(name)
-        if parsed is None:
-            raise CheckpointError(f"{place}: not the name of a checkpoint (step-...-a...).")
-        return _verified(CheckpointStore(open_storage(parent or ".")).open(parsed))
-    store = checkpoint_store(folder)
-    names = store.names()
-    if not names:
-        runs = [path.name for path in Path("runs").glob("*/")] if Path("runs").is_dir() else []
-        raise CheckpointError(
-            f"{place}: no checkpoint there (looked for {CHECKPOINTS}/).{did_you_mean(place, runs)}"
-        )
-    if which != "last":
-        bests = [r.step for r in read_log(folder) if isinstance(r, Eval) and r.best]
-        names = [name for name in names if bests and name.step == bests[-1]] or names
-    return _verified(store.open(names[0]))
-
-
-def _verified(checkpoint: Checkpoint) -> Checkpoint:
-    checkpoint.verify()
-    return checkpoint
 
 
 def _config(checkpoint: Checkpoint, data: str | None) -> TrainConfig:

@@ -46,7 +46,7 @@ OFFERED = {
     *("Source", "Task", "TrainConfig", "fit", "fit_locally"),
     *("AugmentConfig", "CheckpointConfig", "ComputeConfig", "DataConfig", "DdpConfig"),
     *("EvalConfig",),
-    *("LogConfig", "ModelConfig", "OptimConfig", "ScalingConfig", "ScheduleConfig"),
+    *("LogConfig", "LossConfig", "ModelConfig", "OptimConfig", "ScalingConfig", "ScheduleConfig"),
 }
 
 

@@ -20,6 +20,7 @@ from processes import ENVIRONMENT, Answer, door
 from rich.console import Console
 
 from raytrain_ddp.checkpoint.lease import Lease
+from raytrain_ddp.checkpoint.lookup import find_checkpoint
 from raytrain_ddp.checkpoint.run_folder import checkpoint_store, run_storage
 from raytrain_ddp.checkpoint.storage import open_storage
 from raytrain_ddp.checkpoint.store import CheckpointName
@@ -31,7 +32,6 @@ from raytrain_ddp.display.progress_display import Display
 from raytrain_ddp.driver.dry_run import dry_run
 from raytrain_ddp.driver.fit_driver import _end, _Starts, fit
 from raytrain_ddp.errors import ConfigError
-from raytrain_ddp.evaluate import find_checkpoint
 from raytrain_ddp.events import Plan
 from raytrain_ddp.failpoints import FOLDER_VARIABLE, VARIABLE
 from raytrain_ddp.messages import Outcome

@@ -367,12 +367,11 @@ def test_the_weights_of_a_torchvision_model_load_as_the_readme_says(
 ):
     """With the names of torchvision's own model, as the class that trains it makes it."""
     from safetensors.torch import save_file
-
-    from raytrain_ddp.tasks.model_zoo import torchvision_model
+    from torchvision.models import resnet18
 
     folder = tmp_path / "runs/photos/checkpoints/step-00000010-a0001"
     folder.mkdir(parents=True)
-    save_file(torchvision_model("resnet18", None, 2).state_dict(), folder / "model.safetensors")
+    save_file(resnet18(num_classes=2).state_dict(), folder / "model.safetensors")
     blocks = re.findall(r"```python\n(.*?)```", TEXTS[README], re.DOTALL)
     (loading,) = [code for code in blocks if "load_file" in code]
     monkeypatch.chdir(tmp_path)

@@ -165,7 +165,7 @@ def _described(kind: Any, form: int) -> str:
     if kind is NoneType or _words(kind):
         return "|".join(_words(kind))
     if origin is dict:
-        return ("pairs of KEY and VALUE", "KEY VALUE ...")[form]
+        return ("pairs of KEY and VALUE, or KEY=VALUE", "KEY VALUE ...")[form]
     if origin is not tuple:
         return _KINDS[kind][form]
     words, metavar = _KINDS[args[0]]
@@ -178,6 +178,8 @@ def _described(kind: Any, form: int) -> str:
 def _converted(kind: Any, words: Sequence[str]) -> Any:
     origin, args = get_origin(kind), get_args(kind)
     if origin is dict:
+        if all(word.partition("=")[0].isidentifier() and "=" in word for word in words):
+            words = [part for word in words for part in word.split("=", 1)]
         return dict(zip(words[::2], words[1::2], strict=True))
     if origin is tuple:
         kinds = args[:1] * len(words) if ... in args else args

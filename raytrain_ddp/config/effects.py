@@ -28,6 +28,11 @@ _RULES = [
     _Rule("optim.momentum optim.nesterov", "optim.name = sgd", lambda c: c.optim.name == "sgd"),
     _Rule("optim.betas", "optim.name = adamw", lambda c: c.optim.name == "adamw"),
     _Rule("optim.max_nonfinite", "optim.nonfinite = skip", lambda c: c.optim.nonfinite == "skip"),
+    _Rule(
+        "optim.decay_norms optim.decay_bias",
+        "optim.weight_decay above 0",
+        lambda c: c.optim.weight_decay > 0,
+    ),
     _Rule("schedule.final_lr", "schedule.name = cosine", lambda c: c.schedule.name == "cosine"),
     _Rule(
         "schedule.step_epochs schedule.gamma",
@@ -65,8 +70,14 @@ _RULES = [
     _Rule("log.tensorboard", "storage on a file system", lambda c: "://" not in c.storage),
 ]
 _OF_IMAGES = [
+    _Rule("loss.gamma", "loss.name = focal", lambda c: c.loss.name == "focal"),
+    _Rule(
+        "optim.label_smoothing",
+        "loss.name = cross-entropy or bce",
+        lambda c: c.loss.name != "focal",
+    ),
     _Rule("model.dropout", "model.name = digits-cnn", lambda c: c.model.name == "digits-cnn"),
-    _Rule("model.weights", "a torchvision model", lambda c: c.model.name != "digits-cnn"),
+    _Rule("model.args", "another model than digits-cnn", lambda c: c.model.name != "digits-cnn"),
     _Rule("task_options", "a task of your own", lambda _: False),
     _Rule(
         "data.root",
@@ -214,7 +225,7 @@ def unread_notes(
 
 
 def _fields_of_tasks(config: TrainConfig) -> Iterator[str]:
-    for section in ("model", "data", "augment"):
+    for section in ("model", "data", "augment", "loss"):
         for field in dataclasses.fields(getattr(config, section)):
             if f"{section}.{field.name}" not in _NOT_OF_TASKS:
                 yield f"{section}.{field.name}"

@@ -95,7 +95,9 @@ def publishable(config: TrainConfig) -> TrainConfig:
     given = {name: getattr(config.data, name) for name in ("source", "eval_source", "root")}
     shown: dict[str, Any] = {name: shareable(uri) for name, uri in given.items() if uri}
     data = dataclasses.replace(config.data, **shown)
-    return dataclasses.replace(config, storage=shareable(config.storage), data=data)
+    weights = config.model.weights
+    model = dataclasses.replace(config.model, weights=shareable(weights) if weights else weights)
+    return dataclasses.replace(config, storage=shareable(config.storage), data=data, model=model)
 
 
 def changed_fields(old: Mapping[str, Any], new: TrainConfig) -> list[tuple[str, Any, Any]]:
@@ -143,7 +145,7 @@ def _without_none(values: dict[str, Any]) -> dict[str, Any]:
 def fields_of(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
     """(name, value) of each field in a recipe's tables, as ``optim.lr``."""
     for key, value in values.items():
-        if isinstance(value, dict) and key != "task_options":
+        if isinstance(value, dict) and prefix + key not in ("task_options", "model.args"):
             yield from fields_of(value, f"{prefix}{key}.")
         else:
             yield prefix + key, value

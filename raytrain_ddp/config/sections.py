@@ -9,7 +9,16 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
-from raytrain_ddp.config.validation import FREE, above_zero, at_least, below_one, require
+from raytrain_ddp.config.scaling_section import ScalingConfig as ScalingConfig  # noqa: PLC0414
+from raytrain_ddp.config.validation import (
+    FREE,
+    above_zero,
+    at_least,
+    below_one,
+    group_rules,
+    require,
+    scalar,
+)
 
 
 @dataclass(frozen=True)
@@ -17,15 +26,29 @@ class ModelConfig:
     """The model."""
 
     name: str = "digits-cnn"
-    """Torchvision model, such as resnet50. Any classification model of torchvision, or digits-cnn,
-    a small network for the bundled digits."""
+    """Model, such as resnet50 or timm:NAME. Any classification model of torchvision;
+    timm:NAME, or timm:NAME.TAG, which starts from the pretrained weights of that tag;
+    module:function or path/to/file.py:function for your own, called with classes=N and model.args;
+    or digits-cnn, a small network for the bundled digits."""
+    args: dict[str, str | bool | int | float] = field(default_factory=dict)
+    """Keyword arguments for the model, such as drop_path_rate 0.1."""
     weights: str | None = None
-    """Pretrained torchvision weights, such as DEFAULT. The classification head is replaced."""
+    """Weights to start from, such as DEFAULT. The name of torchvision's or timm's pretrained
+    weights; a .safetensors or .pth file; or a run or checkpoint. A head for other classes starts
+    anew."""
+    freeze: tuple[str, ...] = ()
+    """Parameters that are not trained, such as 'layer1.*'. Patterns of names, or modules; backbone:
+    all but the head. Batch norm that is frozen keeps its statistics."""
     dropout: float = 0.0
     """Dropout probability before the head of digits-cnn."""
 
     def __post_init__(self) -> None:
         below_one("model", self, "dropout")
+        values = {name: scalar(value) for name, value in self.args.items()}
+        object.__setattr__(self, "args", values)  # the same, from a command line and from TOML
+        for name in values:
+            rule = f"{name!r} must be the name of an argument"
+            require(name.isidentifier(), "model.args", self.args, rule)
 
 
 @dataclass(frozen=True)
@@ -43,7 +66,20 @@ class OptimConfig:
     betas: tuple[float, float] = (0.9, 0.999)
     """Coefficients of AdamW's running averages of the gradient and its square."""
     weight_decay: float = 5e-4
-    """Weight decay. It is not applied to biases and normalization layers."""
+    """Weight decay. It is not applied to biases, normalization layers, layer scale, class tokens,
+    and positional embeddings."""
+    decay_norms: bool = False
+    """Also decay the weights of normalization layers."""
+    decay_bias: bool = False
+    """Also decay biases."""
+    head_lr: float | None = None
+    """Peak learning rate of the classification head. Default: lr."""
+    layer_decay: float = 1.0
+    """Factor between the learning rates of a layer and of the one after it (models of timm)."""
+    groups: tuple[str, ...] = ()
+    """Other values for some parameters, such as 'layer1.*' lr=0.001 weight_decay=0. A pattern of
+    names or a module, then its peak learning rate, its weight decay, or both; of several patterns
+    the last decides."""
     clip_norm: float = 0.0
     """Clip the norm of the whole gradient to this value. 0: do not clip."""
     nonfinite: Literal["stop", "skip"] = field(default="stop", metadata=FREE)
@@ -52,17 +88,39 @@ class OptimConfig:
     max_nonfinite: int = field(default=3, metadata=FREE)
     """With nonfinite = skip: number of steps that a run may skip."""
     label_smoothing: float = 0.1
-    """Label smoothing of the cross-entropy loss."""
+    """Label smoothing of cross entropy and binary cross entropy."""
 
     def __post_init__(self) -> None:
         above_zero("optim", self, "lr")
         at_least(0, "optim", self, "weight_decay", "clip_norm", "max_nonfinite")
         below_one("optim", self, "momentum", "label_smoothing")
+        require(0 < self.layer_decay <= 1, "optim.layer_decay", self.layer_decay, "must be 0 to 1")
+        head_ok = self.head_lr is None or self.head_lr > 0
+        require(head_ok, "optim.head_lr", self.head_lr, "must be above 0; see model.freeze")
+        group_rules(self.groups)
         betas_ok = all(0 <= beta < 1 for beta in self.betas)
         require(betas_ok, "optim.betas", self.betas, "each must be 0 or more and below 1")
         nesterov_ok = self.name != "sgd" or not self.nesterov or self.momentum > 0
         rule = "needs optim.momentum above 0: set --optim.no-nesterov"
         require(nesterov_ok, "optim.nesterov", self.nesterov, rule)
+
+
+@dataclass(frozen=True)
+class LossConfig:
+    """The loss of the built-in task, the mean over the samples of a step."""
+
+    name: Literal["cross-entropy", "bce", "focal"] = "cross-entropy"
+    """Cross entropy, binary cross entropy, or focal loss. bce: the mean over classes, each by
+    itself; focal: cross entropy times (1 - p)^gamma, without label smoothing. Images that are mixed
+    have a soft target in all of them."""
+    gamma: float = 2.0
+    """focal: the exponent, 1 or more."""
+    class_weights: Literal["none", "balanced"] = "none"
+    """Weight of the samples of a class. balanced: rows / (classes * rows of the class), counted in
+    the training set; a step's mean is over its samples, not over their weights."""
+
+    def __post_init__(self) -> None:
+        at_least(1, "loss", self, "gamma")
 
 
 @dataclass(frozen=True)
@@ -197,92 +255,6 @@ class CheckpointConfig:
         require(number or self.every_s == "auto", "checkpoint.every_s", self.every_s, rule)
         at_least(1, "checkpoint", self, "max_failed")
         at_least(2, "checkpoint", self, "keep_last")  # a damaged newest one is not the only one
-
-
-@dataclass(frozen=True)
-class ScalingConfig:
-    """The number of workers and their resources. They do not change the mathematics of the
-    result."""
-
-    num_workers: int | str = field(default="auto", metadata={**FREE, "metavar": "N|MIN:MAX|auto"})
-    """Number, MIN:MAX (elastic), or auto. auto: all GPUs of the cluster, or two CPU workers if it
-    has none."""
-    use_gpu: bool | Literal["auto"] = field(default="auto", metadata=FREE)
-    """Train on GPUs: true, false, or auto. auto: if the cluster has any."""
-    cpus_per_worker: float = field(default=1.0, metadata=FREE)
-    """CPUs per worker, for its loader threads and, without a GPU, its compute threads."""
-    gpus_per_worker: float = field(default=1.0, metadata=FREE)
-    """GPUs per worker, at most 1. Below 1, several workers share a GPU (over Gloo)."""
-    backend: Literal["auto", "nccl", "gloo"] = field(default="auto", metadata=FREE)
-    """Communication backend. auto: nccl if each worker has a whole GPU, else gloo."""
-    placement: Literal["PACK", "SPREAD", "STRICT_PACK", "STRICT_SPREAD"] = field(
-        default="PACK", metadata=FREE
-    )
-    """How Ray places the workers on nodes (its placement group strategy)."""
-    max_failures: int = field(default=3, metadata=FREE)
-    """How many times in a row failed workers are replaced before the run ends (exit status 7). A
-    new checkpoint resets the count: a long run survives many failures, and a broken one ends."""
-    max_preemptions: int = field(default=-1, metadata=FREE)
-    """How many times workers are replaced after a preemption notice for their node. -1: no
-    limit."""
-    wait_s: float = field(default=60.0, metadata=FREE)
-    """Seconds to wait while a running cluster lacks resources for the workers, at the start and
-    after nodes are lost (autoscaling). Also the time limit for the start of Ray, but at least 300
-    s."""
-    resize_s: float = field(default=30.0, metadata=FREE)
-    """With MIN:MAX workers: seconds between checks whether more workers fit. Adding them costs a
-    restart from the newest checkpoint."""
-    start_timeout_s: float | Literal["auto"] = field(default="auto", metadata=FREE)
-    """Seconds to request the same number of workers from Ray before requesting as many as fit. Ray
-    still counts on a lost node for some seconds. Loading torch is not included. auto: 5 with
-    MIN:MAX, else 120."""
-    hang_s: float | Literal["auto"] = field(default="auto", metadata=FREE)
-    """Seconds without a finished step, and at least 10 times the median step, after which workers
-    count as hung. The rank that keeps the others waiting is named, the stacks of all ranks are
-    saved, and the workers are replaced. The limit is 10 times as long for a batch of data, and 60
-    times for startup, evaluation, and checkpoints. auto: 30. 0: never."""
-    check_every_steps: int = field(default=100, metadata=FREE)
-    """Compare the weights of all workers every this many steps, and before each checkpoint. They
-    are bitwise identical unless a device or its memory fails. 0: never."""
-    on_divergence: Literal["stop", "resync"] = field(default="stop", metadata=FREE)
-    """What to do when the weights of the workers differ. stop: end the run (exit status 6); resync:
-    give all workers the state of the majority."""
-
-    def __post_init__(self) -> None:
-        self.worker_range()
-        above_zero("scaling", self, "cpus_per_worker", "gpus_per_worker")
-        at_least(0, "scaling", self, "max_failures", "wait_s", "check_every_steps")
-        at_least(-1, "scaling", self, "max_preemptions")
-        at_least(1, "scaling", self, "resize_s")
-        timeout_s = self.start_timeout_s
-        number_ok = timeout_s == "auto" or (not isinstance(timeout_s, str) and timeout_s > 0)
-        require(number_ok, "scaling.start_timeout_s", timeout_s, "must be above 0, or auto")
-        hang_s = self.hang_s
-        number_ok = hang_s == "auto" or (not isinstance(hang_s, str) and hang_s >= 0)
-        require(number_ok, "scaling.hang_s", hang_s, "must be 0 or more, or auto")
-        gpus = self.gpus_per_worker
-        rule = "must be 1 or less: DDP drives one GPU per worker"
-        require(gpus <= 1, "scaling.gpus_per_worker", gpus, rule)
-        nccl_ok = gpus == 1 or self.backend != "nccl"
-        rule = "must be 1 with NCCL, which wants a GPU per worker; set --scaling.backend gloo"
-        require(nccl_ok, "scaling.gpus_per_worker", gpus, rule)
-
-    @property
-    def threads(self) -> int:
-        """For the arithmetic of a worker on CPUs."""
-        return max(1, int(self.cpus_per_worker))
-
-    def worker_range(self) -> tuple[int, int]:
-        """(least, most) workers; (0, 0) for auto."""
-        if self.num_workers == "auto":
-            return 0, 0
-        low, _, high = str(self.num_workers).partition(":")
-        rule = "must be a number from 1 on, MIN:MAX or auto"
-        numbers = low.isdigit() and (high or low).isdigit()
-        require(numbers, "scaling.num_workers", self.num_workers, rule)
-        least, most = int(low), int(high or low)
-        require(1 <= least <= most, "scaling.num_workers", self.num_workers, rule)
-        return least, most
 
 
 @dataclass(frozen=True)

@@ -18,6 +18,7 @@ from raytrain_ddp.config.sections import (
     EmaConfig,
     EvalConfig,
     LogConfig,
+    LossConfig,
     ModelConfig,
     OptimConfig,
     ScalingConfig,
@@ -103,6 +104,7 @@ class TrainConfig:
     augment: AugmentConfig = field(default_factory=AugmentConfig)
     model: ModelConfig = field(default_factory=ModelConfig)
     optim: OptimConfig = field(default_factory=OptimConfig)
+    loss: LossConfig = field(default_factory=LossConfig)
     schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
     compute: ComputeConfig = field(default_factory=ComputeConfig)
     ddp: DdpConfig = field(default_factory=DdpConfig)

@@ -5,7 +5,8 @@ from __future__ import annotations
 import dataclasses
 import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 
 from raytrain_ddp.errors import ConfigError
 
@@ -50,6 +51,47 @@ def seconds_of(text: str) -> float:
     """Of a length of time such as 90, 90s, 15m, 2.5h or 1d; nan if it is none."""
     found = re.fullmatch(r"(\d+(?:\.\d+)?)([smhd]?)", text)
     return float(found[1]) * _UNITS[found[2]] if found else math.nan
+
+
+def scalar(value: str | bool | int | float) -> str | bool | int | float:
+    """A word of a command line as what it looks like: an integer, a number, true, false, or
+    text."""
+    if not isinstance(value, str) or value.lower() in ("true", "false"):
+        return value if not isinstance(value, str) else value.lower() == "true"
+    for kind in (int, float):
+        with suppress(ValueError):
+            number = kind(value)
+            return number if math.isfinite(number) else value
+    return value
+
+
+def group_rules(words: Sequence[str]) -> list[tuple[str, dict[str, float]]]:
+    """The patterns of ``optim.groups``, each with its "lr", "weight_decay", or both.
+
+    Raises:
+        ConfigError: a word is neither a pattern with values behind it, nor a value.
+    """
+    rules: list[tuple[str, dict[str, float]]] = []
+
+    def refuse_unless(holds: bool, word: str, rule: str) -> None:
+        require(holds, "optim.groups", tuple(words), f"{word!r} {rule}")
+
+    for word in words:
+        name, equals, text = word.partition("=")
+        if not equals:
+            rules.append((word, {}))
+            continue
+        is_known = bool(rules) and name in ("lr", "weight_decay")
+        refuse_unless(is_known, word, "must be lr=NUMBER or weight_decay=NUMBER behind a pattern")
+        number = scalar(text)
+        is_number = isinstance(number, int | float) and not isinstance(number, bool)
+        value = float(number) if is_number else -1.0
+        refuse_unless(value >= 0, word, "must be a number, 0 or more")
+        refuse_unless(name != "lr" or value > 0, word, "must be above 0; see model.freeze")
+        rules[-1][1][name] = value
+    for pattern, values in rules:
+        refuse_unless(bool(values), pattern, "must have lr=NUMBER or weight_decay=NUMBER behind it")
+    return rules
 
 
 def require_plain(holder: object, name: str = "") -> None:

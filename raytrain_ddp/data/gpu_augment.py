@@ -8,13 +8,13 @@ CPU generator, which is seeded for each slot. So they are the same on any device
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
-from torch.nn.functional import cross_entropy
 
 from raytrain_ddp.config.input_sections import AugmentConfig
 from raytrain_ddp.data.sample_rng import Rows
@@ -120,17 +120,14 @@ class Mixed:
     partners: Tensor
     share: float
 
-    def loss(self, logits: Tensor, label_smoothing: float = 0.0) -> Tensor:
-        """Mean cross entropy with labels mixed in these shares, shape ().
+    def loss(self, of: Callable[[Tensor], Tensor]) -> Tensor:
+        """The loss with labels mixed in these shares, shape ().
 
         Args:
-            logits: (n, classes).
+            of: the mean loss for labels, int64 (n,); linear in the target that they stand for.
         """
-        own = cross_entropy(logits, self.labels, label_smoothing=label_smoothing)
-        if self.share == 1:
-            return own
-        others = cross_entropy(logits, self.partners, label_smoothing=label_smoothing)
-        return self.share * own + (1 - self.share) * others
+        own = of(self.labels)
+        return own if self.share == 1 else self.share * own + (1 - self.share) * of(self.partners)
 
 
 def partners_of(rows: Rows) -> Tensor:

@@ -20,6 +20,7 @@ from raytrain_ddp.config.train_config import TrainConfig
 from raytrain_ddp.config.validation import require
 from raytrain_ddp.driver.config_flags import FIT, command
 from raytrain_ddp.driver.machine_types import machines, smallest_type
+from raytrain_ddp.tasks.pretrained import FILES
 
 Kind = Literal["slurm", "kuberay", "ray-up", "command"]
 
@@ -119,11 +120,15 @@ def _unshared(config: TrainConfig, those: str) -> list[str]:
         value = getattr(config.data, field) or "digits"
         if "://" not in value and value != "digits" and not value.startswith("torchvision:"):
             notes.append(f"data.{field} = {value} must exist on each of the {those}.")
-    if ".py:" in config.task:
-        notes.append(
-            f"task = {config.task} must exist on the head of the {those}, or be uploaded with "
-            "ray job submit --working-dir."
-        )
+    for field, value in (("task", config.task), ("model.name", config.model.name)):
+        if ".py:" in value:
+            notes.append(
+                f"{field} = {value} must exist on the head of the {those}, or be uploaded with "
+                "ray job submit --working-dir."
+            )
+    weights = config.model.weights or ""
+    if weights.endswith(FILES) or ("/" in weights and "://" not in weights):
+        notes.append(f"model.weights = {weights} must exist on each of the {those}.")
     return notes
 
 

@@ -52,9 +52,10 @@ def dry_run(config: TrainConfig, default_name: str | None = None) -> str:
     repeats = config.augment.repeats
     plan = plan_of(config, data)
     steps, per_epoch = config.total_steps(plan.steps_per_epoch), plan.steps_per_epoch
-    model = model_of(task)
+    model = model_of(task, pretrained=manifest is None)
     notes = [*effect_notes(config), *_tried(config, task, model, data, eval_data, plan)]
     optimizer = optimizer_of(task, model, config)
+    notes += getattr(task, "notes", ())
     notes += unread_notes(config, reads, replaced_fields(task, optimizer, config))
     learning = LearningRates(task, optimizer, config, per_epoch)
     for parameter in model.parameters():

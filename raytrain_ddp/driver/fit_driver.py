@@ -28,7 +28,7 @@ from raytrain_ddp.driver.finish import (
     run_summary,
     tidy,
 )
-from raytrain_ddp.driver.preflight import answered, check, is_complete
+from raytrain_ddp.driver.preflight import answered, check, is_complete, try_model
 from raytrain_ddp.driver.run_naming import (
     NamedRun,
     after_refusal,
@@ -265,10 +265,10 @@ def _train_on_ray(
 
     watch = _Starts(show)
     _note_idle(config, show)
-    if config.task not in BUILT_IN:
-        task_of(
-            config
-        )  # checked before anything is started; loads torch, which Ray Train does later anyway
+    if config.task in BUILT_IN:
+        try_model(config, is_new=not committed)
+    else:  # checked before anything is started; loads torch, which Ray Train does later anyway
+        task_of(config)
     phase = lambda name: show(Phase(name))  # noqa: E731
     try:
         with ray_output_to_file(run), cluster(config, address, dashboard, phase) as layout:

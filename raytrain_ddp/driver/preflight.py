@@ -10,14 +10,16 @@ from pathlib import Path
 from typing import TypeVar
 
 from raytrain_ddp.checkpoint.manifest import Manifest
+from raytrain_ddp.checkpoint.run_folder import newest_manifest, run_storage
 from raytrain_ddp.config.effects import value_of
 from raytrain_ddp.config.input_sections import DataConfig
 from raytrain_ddp.config.recipe import fields_of, flat
+from raytrain_ddp.config.sections import ModelConfig
 from raytrain_ddp.config.train_config import TrainConfig
 from raytrain_ddp.data.data_check import locate
 from raytrain_ddp.data.splits import open_splits
 from raytrain_ddp.errors import PreflightError
-from raytrain_ddp.tasks.model_zoo import check_model
+from raytrain_ddp.tasks.pretrained import check_weights
 from raytrain_ddp.tasks.task_loading import BUILT_IN, check_task_name
 from raytrain_ddp.uri import reason_of, without_secrets
 
@@ -42,12 +44,19 @@ def check(config: TrainConfig) -> TrainConfig:
             )
     check_task_name(config.task)
     if config.task in BUILT_IN:
-        check_model(config.model.name, config.model.weights)
-        config = replace(config, data=_with_classes(config.data))
+        model = check_weights(config.model, config.storage, lambda: _is_begun(config))
+        config = replace(config, data=_with_classes(config.data), model=model)
     storage = config.storage  # absolute, so that it means the same in each worker and later
     if "://" not in storage:
         storage = str(Path(storage).expanduser().absolute())
     return replace(config, storage=storage)
+
+
+def _is_begun(config: TrainConfig) -> bool:
+    """Whether the run has a checkpoint, and no longer needs the weights that it started from."""
+    if config.name is None:
+        return False
+    return answered(config, lambda: newest_manifest(run_storage(config))) is not None
 
 
 def _with_classes(data: DataConfig) -> DataConfig:
@@ -61,6 +70,32 @@ def _with_classes(data: DataConfig) -> DataConfig:
     splits = open_splits(data, found)  # reads lists of files and footers, and labels if necessary
     splits.close()
     return replace(data, classes=tuple(splits.class_names))
+
+
+def try_model(config: TrainConfig, is_new: bool) -> None:
+    """Builds the model of a built-in task and its parameter groups in this process, so that what
+    does not fit is told, and weights are downloaded, before workers are taken.
+
+    Loads torch, as Ray Train does later anyway, but not for a model with nothing to refuse.
+
+    Args:
+        is_new: there is no checkpoint yet, so the model starts from its weights.
+
+    Raises:
+        ConfigError, PreflightError, CheckpointError: as `begun_model`, `freeze`, `param_groups`.
+    """
+    optim, plain = config.optim, ModelConfig(config.model.name, dropout=config.model.dropout)
+    touched = optim.groups or optim.head_lr is not None or optim.layer_decay != 1
+    if ":" not in config.model.name and config.model == plain and not touched:
+        return
+    from raytrain_ddp.tasks.model_parts import freeze
+    from raytrain_ddp.tasks.pretrained import begun_model
+    from raytrain_ddp.training.param_groups import param_groups
+
+    classes = len(config.data.classes or range(10))  # torchvision's data sets: told by the workers
+    model, _ = begun_model(config.model, classes, load=is_new)
+    freeze(model, config.model.freeze)
+    param_groups(model, optim)
 
 
 def answered(config: TrainConfig, ask: Callable[[], T]) -> T:

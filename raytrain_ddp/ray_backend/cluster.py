@@ -35,6 +35,7 @@ from raytrain_ddp.ray_backend.ray_start import (
     require_same,
     start_with_retries,
 )
+from raytrain_ddp.tasks.model_zoo import TIMM
 from raytrain_ddp.tasks.task_loading import BUILT_IN
 from raytrain_ddp.uri import answer_within
 
@@ -152,24 +153,29 @@ def _starting(config: TrainConfig) -> tuple[Layout, dict[str, Any]]:
 
 
 def import_paths(config: TrainConfig) -> tuple[str, ...]:
-    """Folders from which workers on this machine import the user's task."""
-    place = config.task.rpartition(":")[0]
-    own = [str(Path(place).resolve().parent)] if place.endswith(".py") else []
-    return (*own, str(Path.cwd()))
+    """Folders from which workers on this machine import the user's task and model."""
+    own = [str(Path(file).resolve().parent) for file in _places(config) if file.endswith(".py")]
+    return (*dict.fromkeys(own), str(Path.cwd()))
+
+
+def _places(config: TrainConfig) -> list[str]:
+    """The modules and files of the user's task and model."""
+    names = [*([] if config.task in BUILT_IN else [config.task]), config.model.name]
+    places = [name.rpartition(":")[0] for name in names if not name.startswith(TIMM)]
+    return [place for place in dict.fromkeys(places) if place]
 
 
 def _shipped(config: TrainConfig) -> dict[str, Any]:
-    """A runtime environment with the user's task, if it is a file or a package in this folder."""
-    place = config.task.rpartition(":")[0]
-    if config.task in BUILT_IN:
-        return {}
-    if place.endswith(".py"):
-        return {"py_modules": [str(Path(place).resolve())]}
-    package = Path.cwd() / place.partition(".")[0]
-    if package.is_dir():
-        return {"py_modules": [str(package)]}
-    module = package.with_suffix(".py")
-    return {"py_modules": [str(module)]} if module.is_file() else {}
+    """A runtime environment with the user's task and model, as far as they are files or packages in
+    this folder."""
+    shipped = []
+    for place in _places(config):
+        package = Path.cwd() / place.partition(".")[0]
+        module = Path(place).resolve() if place.endswith(".py") else package.with_suffix(".py")
+        is_package = not place.endswith(".py") and package.is_dir()
+        if is_package or module.is_file():
+            shipped.append(str(package if is_package else module))
+    return {"py_modules": shipped} if shipped else {}
 
 
 def _wait_for(

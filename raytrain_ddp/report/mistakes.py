@@ -94,7 +94,7 @@ def predict(files: RunFiles, device: str, is_running: bool) -> Predictions:
         raise ConfigError(f"task = {config.task!r} is not an image classification.")
     if data is None:
         raise ConfigError("there is no evaluation set.")
-    model = model_of(task)
+    model = model_of(task, pretrained=False)
     load_model(model, checkpoint)
     try:
         return _evaluate(

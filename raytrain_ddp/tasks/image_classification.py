@@ -1,21 +1,22 @@
-"""Image classification: any torchvision model, or a small network for digits."""
+"""Image classification: any model of torchvision or timm, your own, or a small one for digits."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Literal
 
+import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import cross_entropy
 
 from raytrain_ddp.config.train_config import TrainConfig
 from raytrain_ddp.data.gpu_augment import finish_images, mix
 from raytrain_ddp.data.image_batches import image_data
 from raytrain_ddp.data.sources import Batch, Data
 from raytrain_ddp.data.splits import open_splits
-from raytrain_ddp.tasks.digits_cnn import DigitsCNN
-from raytrain_ddp.tasks.model_zoo import DIGITS, torchvision_model
+from raytrain_ddp.tasks.classification_loss import Criterion
+from raytrain_ddp.tasks.model_parts import freeze
+from raytrain_ddp.tasks.pretrained import begun_model
 from raytrain_ddp.tasks.task import Task
 
 if TYPE_CHECKING:
@@ -23,23 +24,27 @@ if TYPE_CHECKING:
 
 
 class ImageClassification(Task):
-    """Cross entropy over class labels; top-1, top-5 and loss as metrics."""
+    """One of the losses of `Criterion` over class labels; top-1, top-5 and loss as metrics."""
 
     monitor = "top1"
     goal: Literal["min", "max"] = "max"
     unit = "images"
+    pretrained = True
+    """Whether `model()` loads `model.weights`; not needed if a checkpoint follows."""
 
     def __init__(self, config: TrainConfig) -> None:
         self._config = config
+        self.notes: list[str] = []  # about the model
+        self._criterion = Criterion(config, self._class_sizes)
         self._scales: dict[torch.device, Tensor] = {}  # mean and std, (2, 3, 1, 1)
         self.splits = open_splits(config.data)
         self.class_names = self.splits.class_names
 
     def model(self) -> nn.Module:
         config, classes = self._config.model, len(self.class_names)
-        if config.name == DIGITS:
-            return DigitsCNN(classes, config.dropout)
-        return torchvision_model(config.name, config.weights, classes)
+        model, told = begun_model(config, classes, self.pretrained)
+        self.notes = [*filter(None, (told, freeze(model, config.freeze)))]
+        return model
 
     def train_data(self) -> Data:
         config = self._config
@@ -53,7 +58,8 @@ class ImageClassification(Task):
     def loss(self, model: nn.Module, batch: Batch) -> Tensor:
         inputs, partners = self._inputs(batch), batch.get("partner")
         inputs, labels = mix(inputs, batch["label"], partners, self._config.augment)
-        return labels.loss(model(inputs), self._config.optim.label_smoothing)
+        logits = model(inputs)
+        return labels.loss(lambda targets: self._criterion(logits, targets))
 
     def metrics(self) -> dict[str, Metric]:
         from torchmetrics import MeanMetric  # takes seconds to import; imported only when needed
@@ -77,9 +83,14 @@ class ImageClassification(Task):
         logits, labels = model(self._inputs(batch)).float(), batch["label"]
         for name, metric in metrics.items():
             if name == "loss":
-                metric.update(cross_entropy(logits, labels, reduction="none"))
+                metric.update(self._criterion.each(logits, labels))
             else:
                 metric.update(logits, labels)
+
+    def _class_sizes(self) -> Tensor:
+        """Rows of each class in the training set, (classes,); reads all its labels."""
+        labels = torch.from_numpy(np.asarray(self.splits.train.labels(), np.int64))
+        return labels.bincount(minlength=len(self.class_names))
 
     def _inputs(self, batch: Batch) -> Tensor:
         """The model's input, float (n, 3, h, w), computed on the device."""

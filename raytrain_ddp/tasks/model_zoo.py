@@ -1,34 +1,67 @@
-"""Models by name. The list of names is available without importing torch."""
+"""Models by name. The list of names is available without importing torch or timm."""
 
 from __future__ import annotations
 
+import ast
 import importlib.util
+import inspect
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from raytrain_ddp.errors import ConfigError, PreflightError, did_you_mean
+from raytrain_ddp.config.sections import ModelConfig
+from raytrain_ddp.errors import ConfigError, did_you_mean
+from raytrain_ddp.tasks.task_loading import check_place, imported
 
 if TYPE_CHECKING:
     from torch import nn
 
 DIGITS = "digits-cnn"
+TIMM = "timm:"
 _REGISTERED = re.compile(
     r'@register_model\((?:name="(?P<given>\w+)")?\)[\s\S]*?\ndef (?P<name>\w+)'
 )
+_REGISTERED_TIMM = re.compile(r"^@register_model\n(?:@.*\n)*def (\w+)", re.MULTILINE)
+_TAGGED_TIMM = re.compile(r"""^\s*['"]([a-z0-9_]+)\.(\w+)\*?['"]\s*:""", re.MULTILINE)
+# Arguments of builders that other fields of the config decide.
+_DECIDED = {
+    **dict.fromkeys(("classes", "num_classes"), "the data decide it"),
+    **dict.fromkeys(("weights", "pretrained", "checkpoint_path"), "set model.weights"),
+    "progress": "no builder here shows its progress",
+}
 
 
 def known_models() -> list[str]:
     """digits-cnn and torchvision's classification models, read from the installed files: importing
     torchvision takes seconds, and a misspelled name should be reported at once."""
-    found = (match for text in _sources() for match in _REGISTERED.finditer(text))
+    found = (match for text in _sources("torchvision") for match in _REGISTERED.finditer(text))
     return [DIGITS, *sorted(match["given"] or match["name"] for match in found)]
 
 
+@cache
+def timm_models() -> dict[str, list[str]]:
+    """timm's models and the tags of their pretrained weights, read from the installed files; a few
+    models make their tags when they are imported and have none here."""
+    found: dict[str, list[str]] = {}
+    for text in _sources("timm"):
+        found |= {name: [] for name in _REGISTERED_TIMM.findall(text)}
+    for text in _sources("timm"):
+        for name, tag in _TAGGED_TIMM.findall(text):
+            if name in found and tag != "untrained":
+                found[name].append(tag)
+    return found
+
+
 def known_weights(model: str) -> list[str]:
-    """The names of torchvision's weights for one of its models; none if they cannot be read."""
-    for text in _sources():
+    """The names of the pretrained weights of a model of torchvision or timm; none if they cannot be
+    read."""
+    if model.startswith(TIMM):
+        tags = timm_models().get(timm_name(model)[0], [])
+        return [*tags, "DEFAULT"]
+    for text in _sources("torchvision"):
         taken = re.search(rf"\ndef {model}\(\s*\*,\s*weights: (?:Optional\[)?(\w+)", text)
         if taken is not None:
             _, _, rest = text.partition(f"\nclass {taken[1]}(WeightsEnum):")
@@ -37,79 +70,138 @@ def known_weights(model: str) -> list[str]:
     return []
 
 
-def _sources() -> Iterator[str]:
-    spec = importlib.util.find_spec("torchvision")
+def _sources(package: str) -> Iterator[str]:
+    spec = importlib.util.find_spec(package)
     if spec is not None and spec.origin is not None:
         for path in sorted((Path(spec.origin).parent / "models").glob("*.py")):
             yield path.read_text("utf-8")
 
 
-def check_model(name: str, weights: str | None = None) -> None:
-    """Raises ConfigError if the model is unknown or has no such weights."""
-    known = known_models()
-    if name not in known:
-        raise ConfigError(
-            f"model.name = {name!r}: no such model.{did_you_mean(name, known)} "
-            f"There are {DIGITS} and torchvision's {len(known) - 1} classification models."
-        )
-    if weights is None:
-        return
-    if name == DIGITS:
-        raise ConfigError(f"model.weights = {weights!r}: {name} has no weights; remove it.")
-    names = known_weights(name)
-    if names and weights not in names:
-        raise ConfigError(
-            f"model.weights = {weights!r}: {name} has {', '.join(names)}."
-            f"{did_you_mean(weights, names)}"
-        )
+def timm_name(name: str) -> tuple[str, str]:
+    """``timm:resnet50.a1_in1k`` -> resnet50, a1_in1k; the tag is empty if there is none."""
+    model, _, tag = name.removeprefix(TIMM).partition(".")
+    return model, tag
 
 
-def torchvision_model(name: str, weights: str | None, classes: int) -> nn.Module:
-    """A torchvision model with a new head for `classes`.
+def check_model(name: str) -> None:
+    """Raises ConfigError if there is no such model; imports neither torch nor timm."""
+    if name.startswith(TIMM):
+        model, tag = timm_name(name)
+        models = timm_models()
+        if model not in models:
+            raise ConfigError(
+                f"model.name = {name!r}: no such model.{_meant(model, models, TIMM)} "
+                f"timm has {len(models)} models."
+            )
+        if tag and models[model] and tag not in models[model]:
+            raise ConfigError(
+                f"model.name = {name!r}: {model} has the weights {', '.join(models[model])}."
+                f"{did_you_mean(tag, models[model])}"
+            )
+    elif ":" in name:
+        check_place("model.name", name)
+    else:
+        known = known_models()
+        if name not in known:
+            raise ConfigError(
+                f"model.name = {name!r}: no such model.{did_you_mean(name, known)}"
+                f"{_meant(name, timm_models(), TIMM) if name in timm_models() else ''} "
+                f"There are {DIGITS} and torchvision's {len(known) - 1} classification models; "
+                "those of timm are timm:NAME, your own are module:function."
+            )
+
+
+def _meant(name: str, known: dict[str, list[str]], prefix: str) -> str:
+    return did_you_mean(prefix + name, [prefix + each for each in known])
+
+
+def build(config: ModelConfig, classes: int, options: dict[str, Any] | None = None) -> nn.Module:
+    """The model with a head for `classes`, and without pretrained weights.
 
     Args:
-        weights: the name of the pretrained weights to load, except for the head.
+        options: defaults of `config.args`, as pretrained weights need them.
 
     Raises:
-        ConfigError: there are no weights of that name.
-        PreflightError: the weights cannot be downloaded.
+        ConfigError: the model does not take `config.args`.
     """
-    from torchvision.models import get_model, get_model_weights
+    make = builder(config)
+    given = {**(options or {}), **arguments(config)}
+    if not config.name.startswith(TIMM) and ":" in config.name:
+        _require_taken(config, make, {"classes": classes, **given})
+        return made_by_user(config, make(classes=classes, **given))
+    count = "classes" if config.name == DIGITS else "num_classes"
+    try:
+        model: nn.Module = make(**{count: classes}, **given)
+    except Exception as error:
+        if config.name.startswith(TIMM) and not config.args:
+            raise ConfigError(f"model.name = {config.name!r}: {error}.") from error
+        if not config.args:
+            raise
+        told = " ".join(str(error).split()) or type(error).__name__
+        raise ConfigError(
+            f"model.args = {config.args}: {config.name} refuses them: {told}."
+        ) from error
+    return model
+
+
+def builder(config: ModelConfig) -> Callable[..., Any]:
+    """The function that builds the model, without its pretrained weights."""
+    from functools import partial
+
+    if config.name == DIGITS:
+        from raytrain_ddp.tasks.digits_cnn import DigitsCNN
+
+        return partial(DigitsCNN, dropout=config.dropout)
+    if config.name.startswith(TIMM):
+        import timm  # seconds
+
+        return partial(timm.create_model, ".".join(filter(None, timm_name(config.name))))
+    if ":" in config.name:
+        return imported("model.name", config.name)  # type: ignore[no-any-return]
+    from torchvision.models import get_model
 
     options: dict[str, Any] = {}
-    if name in ("googlenet", "inception_v3"):
+    if config.name in ("googlenet", "inception_v3"):
         # No loss here would train their auxiliary heads.
         options = {"aux_logits": False, "init_weights": True}
-    if weights is None:
-        return get_model(name, weights=None, num_classes=classes, **options)  # type: ignore[no-any-return]
-    check_model(name, weights)
-    wanted = get_model_weights(name)[weights]
-    # With weights, torchvision's builders set these themselves.
-    if name in ("googlenet", "inception_v3"):
-        options["transform_input"] = True
-    elif name.startswith("vit_"):
-        options["image_size"] = wanted.meta["min_size"][0]
-    elif name.startswith("maxvit"):
-        options["input_size"] = wanted.meta["min_size"]
-    model: nn.Module = get_model(name, weights=None, num_classes=classes, **options)
-    try:
-        begun = get_model(name, weights=wanted, progress=False).state_dict()
-    except (OSError, RuntimeError) as error:
-        import torch
+    return partial(get_model, config.name, weights=None, **options)
 
-        file = wanted.url.rpartition("/")[2]
-        raise PreflightError(
-            f"model.weights = {weights!r}: {wanted.url} cannot be downloaded "
-            f"({' '.join(str(error).split())}). Put {file} into {torch.hub.get_dir()}/checkpoints."
-        ) from error
-    own, all_classes = model.state_dict(), len(wanted.meta["categories"])
-    for key, tensor in own.items():
-        head = (classes, *tensor.shape[1:]), (all_classes, *tensor.shape[1:])
-        if begun[key].shape == tensor.shape:
-            own[key] = begun[key]
-        elif (tensor.shape, begun[key].shape) != head:
-            raise ConfigError(
-                f"model.weights = {weights!r}: {key} of {name} has a different shape."
-            )
-    model.load_state_dict(own)
+
+def arguments(config: ModelConfig) -> dict[str, Any]:
+    """`config.args` as Python values: ``None`` and ``(256, 256)`` are what they look like.
+
+    Raises:
+        ConfigError: another field of the config decides one of them.
+    """
+    for name in config.args:
+        if name in _DECIDED:
+            raise ConfigError(f"model.args has {name}: remove it; {_DECIDED[name]}.")
+    return {name: _literal(value) for name, value in config.args.items()}
+
+
+def _literal(value: str | bool | int | float) -> Any:
+    if isinstance(value, str):
+        with suppress(ValueError, SyntaxError):
+            return ast.literal_eval(value)
+    return value
+
+
+def _require_taken(config: ModelConfig, make: Callable[..., Any], given: dict[str, Any]) -> None:
+    try:
+        inspect.signature(make).bind(**given)
+    except TypeError as error:
+        raise ConfigError(
+            f"model.name = {config.name!r}: it is called with ({', '.join(given)}) as keywords, "
+            f"that is classes and model.args: {error}."
+        ) from None
+
+
+def made_by_user(config: ModelConfig, model: Any) -> nn.Module:
+    from torch import nn
+
+    if not isinstance(model, nn.Module):
+        raise ConfigError(
+            f"model.name = {config.name!r}: it returned a {type(model).__name__}; expected a "
+            "torch.nn.Module."
+        )
     return model

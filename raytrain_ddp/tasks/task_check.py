@@ -19,10 +19,16 @@ _OF_LOG = ("loss", "lr", "samples_per_s", "seconds")
 _OF_METRIC = ("reset", "update", "compute", "merge_state", "metric_state", "to")
 
 
-def model_of(task: Task) -> nn.Module:
-    """`task.model()`, with at least one trainable parameter."""
+def model_of(task: Task, pretrained: bool = True) -> nn.Module:
+    """`task.model()`, with at least one trainable parameter.
+
+    Args:
+        pretrained: False: a checkpoint will be loaded, so a built-in task need not load weights.
+    """
     from torch import nn
 
+    if not pretrained and hasattr(task, "pretrained"):
+        task.pretrained = False
     model = task.model()
     if not isinstance(model, nn.Module):
         hint = f" Return {model.__name__}()." if isinstance(model, type) else ""

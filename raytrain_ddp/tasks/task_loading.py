@@ -17,6 +17,7 @@ from raytrain_ddp.tasks.task import Task
 from raytrain_ddp.tasks.task_signature import check_options, check_task, has_constructor
 
 BUILT_IN = {"image-classification": "raytrain_ddp.tasks.image_classification:ImageClassification"}
+_KINDS = {"task": "class", "model.name": "function"}
 
 
 def load_task(config: TrainConfig, reads: set[str] | None = None) -> Task:
@@ -46,7 +47,10 @@ def task_of(config: TrainConfig) -> Any:
         ConfigError, TaskError: like `load_task`.
     """
     check_task_name(config.task)
-    given = config.task.target if isinstance(config.task, TaskName) else _named(config.task)
+    if isinstance(config.task, TaskName):
+        given = config.task.target
+    else:
+        given = imported("task", BUILT_IN.get(config.task) or config.task)
     if isinstance(given, type) or not callable(given):
         check_task(given)
     if callable(given):
@@ -59,20 +63,25 @@ def task_of(config: TrainConfig) -> Any:
     return given
 
 
-def _named(task: str) -> Any:
-    place, _, class_name = BUILT_IN.get(task, task).rpartition(":")
+def imported(field: str, name: str) -> Any:
+    """What ``module:Class`` or ``file.py:Class`` names; `field` of the config has it.
+
+    Raises:
+        ConfigError: there is no such object. Errors of the module's code are passed through.
+    """
+    place, _, object_name = name.rpartition(":")
     if place == "__main__":
         module: Any = sys.modules["__main__"]
     else:
         in_file = place.endswith(".py")
         module = _load_file(Path(place)) if in_file else importlib.import_module(place)
     try:
-        return attrgetter(class_name)(module)
+        return attrgetter(object_name)(module)
     except AttributeError:
         pass
     raise ConfigError(
-        f"task = {task!r}: {place} has no class {class_name!r}."
-        f"{did_you_mean(class_name, vars(module))}"
+        f"{field} = {name!r}: {place} has no {_KINDS[field]} {object_name!r}."
+        f"{did_you_mean(object_name, vars(module))}"
     )
 
 
@@ -93,31 +102,38 @@ def check_task_name(name: str) -> None:
             f"task = {name!r}: expected {', '.join(BUILT_IN)}, package.module:Class or "
             f"path/to/file.py:Class.{did_you_mean(name, BUILT_IN)}"
         )
+    check_place("task", name)
+
+
+def check_place(field: str, name: str) -> None:
+    """Raises ConfigError if there is no such module or file; does not run it."""
+    place, _, object_name = name.rpartition(":")
     if place.endswith(".py"):
         if not Path(place).is_file():
-            raise ConfigError(f"task = {name!r}: there is no file {place}.")
-        _check_class(name, Path(place), class_name.partition(".")[0])
+            raise ConfigError(f"{field} = {name!r}: there is no file {place}.")
+        _check_defined(field, name, Path(place), object_name.partition(".")[0])
     elif place != "__main__" and importlib.util.find_spec(place.partition(".")[0]) is None:
         raise ConfigError(
-            f"task = {name!r}: no module {place.partition('.')[0]!r} can be imported from here."
+            f"{field} = {name!r}: no module {place.partition('.')[0]!r} can be imported from here."
         )
 
 
-def _check_class(name: str, path: Path, class_name: str) -> None:
+def _check_defined(field: str, name: str, path: Path, defined: str) -> None:
     """Parses the file without running it; accepts names that it assigns or imports, too."""
     try:
         tree = ast.parse(path.read_text(encoding="utf-8"), str(path))
     except (SyntaxError, UnicodeDecodeError) as error:
-        raise ConfigError(f"task = {name!r}: {path} is not valid Python: {error}.") from None
+        raise ConfigError(f"{field} = {name!r}: {path} is not valid Python: {error}.") from None
     nodes = list(ast.walk(tree))
     named = {n.name for n in nodes if isinstance(n, (ast.ClassDef, ast.FunctionDef, ast.alias))}
     named |= {n.asname for n in nodes if isinstance(n, ast.alias) and n.asname}
     named |= {n.id for n in nodes if isinstance(n, ast.Name)}
-    if class_name not in named:
-        classes = [node.name for node in nodes if isinstance(node, ast.ClassDef)]
+    if defined not in named:
+        kinds = ast.ClassDef if field == "task" else (ast.ClassDef, ast.FunctionDef)
+        meant = [node.name for node in nodes if isinstance(node, kinds)]
         raise ConfigError(
-            f"task = {name!r}: {path} has no class {class_name!r}."
-            f"{did_you_mean(class_name, classes)}"
+            f"{field} = {name!r}: {path} has no {_KINDS[field]} {defined!r}."
+            f"{did_you_mean(defined, meant)}"
         )
 
 

@@ -9,26 +9,22 @@ from torch import nn
 
 from raytrain_ddp.config.sections import OptimConfig
 from raytrain_ddp.config.train_config import TrainConfig
+from raytrain_ddp.training.param_groups import param_groups
 
 
 def build_optimizer(model: nn.Module, config: OptimConfig) -> torch.optim.Optimizer:
-    """SGD or AdamW; weight decay on matrices and kernels only, not on biases and norm layers.
+    """SGD or AdamW over the groups of `param_groups`.
 
     Fused, as only fused optimizers skip a step on the device: if their `found_inf` is 1.
     """
-    trained = [p for p in model.parameters() if p.requires_grad]
-    groups = [
-        {"params": [p for p in trained if p.ndim > 1], "weight_decay": config.weight_decay},
-        {"params": [p for p in trained if p.ndim <= 1], "weight_decay": 0.0},
-    ]
-    groups = [group for group in groups if group["params"]]
+    groups = param_groups(model, config)
     if config.name == "adamw":
         return torch.optim.AdamW(groups, lr=config.lr, betas=config.betas, fused=True)
     sgd = torch.optim.SGD(
         groups, lr=config.lr, momentum=config.momentum, nesterov=config.nesterov, fused=True
     )
     if config.momentum:  # SGD allocates it in the first step, but a refused step leaves it unset
-        for parameter in trained:
+        for parameter in (p for group in groups for p in group["params"]):
             sgd.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
     return sgd
 

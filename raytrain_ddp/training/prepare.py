@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from raytrain_ddp import events, messages
-from raytrain_ddp.checkpoint.run_folder import run_storage
+from raytrain_ddp.checkpoint.run_folder import newest_manifest, run_storage
 from raytrain_ddp.checkpoint.snapshot import unstorable
 from raytrain_ddp.config.effects import unread_notes
 from raytrain_ddp.config.input_sections import DataConfig
@@ -167,7 +167,8 @@ def _tell_notes(
     """Tells what is allowed, but may not be meant."""
     note = memory_note(loader, config.data.memory_mib * 2**20)
     unread = unread_notes(config, reads, replaced_fields(task, state.optimizer, config))
-    for text in filter(None, (note, _mode_note(state.model), *unread)):
+    of_task = getattr(task, "notes", ())  # of the built-in ones
+    for text in filter(None, (note, *of_task, _mode_note(state.model), *unread)):
         session.tell(events.Note(text))
 
 
@@ -183,7 +184,8 @@ def _counted_splits(task: Task, world: World) -> Splits | None:
 def initial_model(config: TrainConfig, task: Task, world: World) -> nn.Module:
     """The model on this worker's device, not wrapped, with the same weights on all workers."""
     seed_all(config.seed)
-    model = model_of(task)
+    # A resumed run needs no pretrained weights: its own follow.
+    model = model_of(task, newest_manifest(run_storage(config)) is None)
     begin_training(model)
     own_memory(model)
     if config.compute.channels_last:

@@ -26,6 +26,7 @@ from raytrain_ddp.events import Eval, LogRecord
 from raytrain_ddp.records import log_records, to_record
 from raytrain_ddp.training.buffer_sync import REALS, own_memory
 from raytrain_ddp.training.gradient_compression import Compression
+from raytrain_ddp.training.param_groups import regroup
 from raytrain_ddp.training.session import Snapshot
 from raytrain_ddp.training.task_optimizer import load_optimizer
 from raytrain_ddp.training.weight_average import WeightAverage
@@ -99,6 +100,7 @@ class TrainState:
         progress = json.loads(checkpoint.read("state.json"))
         tensors = decode_tensors(checkpoint.read("optimizer.safetensors"))
         saved = unflatten_state(tensors, progress["optimizer"])
+        regroup(self.model, self.optimizer, saved["param_groups"])
         load_optimizer(self.optimizer, saved)
         if progress["scaler"]:
             self.scaler.load_state_dict(progress["scaler"])

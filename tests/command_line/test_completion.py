@@ -30,8 +30,16 @@ def offered(line: str) -> list[str]:
         ("fit ", ["cifar10", "digits", "imagenet-resnet50"]),
         ("fit ci", ["cifar10"]),
         ("fit digits ", []),
-        ("fit --optim.l", ["--optim.lr", "--optim.label-smoothing"]),
-        ("fit --optim.no", ["--optim.nonfinite", "--optim.no-nesterov"]),
+        ("fit --optim.l", ["--optim.lr", "--optim.label-smoothing", "--optim.layer-decay"]),
+        (
+            "fit --optim.no",
+            [
+                "--optim.nonfinite",
+                "--optim.no-nesterov",
+                "--optim.no-decay-norms",
+                "--optim.no-decay-bias",
+            ],
+        ),
         ("fit --emit s", ["slurm"]),
         ("fit --emit = k", ["kuberay"]),  # as bash cuts --emit=k
         ("fit --emit=k", ["--emit=kuberay"]),
@@ -132,4 +140,5 @@ _raytrain
     told = replies(path, "zsh", code, tmp_path)
     assert told[0] == "registered _raytrain raytrain"
     nonfinite = "--optim.nonfinite:What to do when a loss or gradient is not finite"
-    assert sorted(told[1:]) == ["--optim.no-nesterov", nonfinite]
+    off = [f"--optim.no-{name}" for name in ("decay-bias", "decay-norms", "nesterov")]
+    assert sorted(told[1:]) == [*off, nonfinite]

@@ -163,7 +163,7 @@ def test_run_takes_booleans_only_behind_an_equals_sign():
             "--storage takes text, but no value was given. If '--local' is its value, write "
             "--storage=--local.",
         ),
-        ("--task-options a", "--task-options takes pairs of KEY and VALUE, not 'a'."),
+        ("--task-options a", "--task-options takes pairs of KEY and VALUE, or KEY=VALUE, not 'a'."),
         (
             "--exact maybe",
             "unexpected argument 'maybe': a recipe must be the first argument, before the flags.",

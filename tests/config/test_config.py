@@ -66,10 +66,12 @@ ddp.powersgd_rank ddp.static_graph ddp.sync_batchnorm
 ema.decay ema.warmup
 eval.every_epochs eval.every_steps exact
 limit_eval_batches limit_train_batches
+loss.class_weights loss.gamma loss.name
 micro_batch
-model.dropout model.name model.weights
-optim.betas optim.clip_norm optim.label_smoothing optim.lr optim.momentum optim.name
-optim.nesterov optim.weight_decay
+model.args model.dropout model.freeze model.name model.weights
+optim.betas optim.clip_norm optim.decay_bias optim.decay_norms optim.groups optim.head_lr
+optim.label_smoothing optim.layer_decay optim.lr optim.momentum optim.name optim.nesterov
+optim.weight_decay
 overfit_batches
 schedule.final_lr schedule.gamma schedule.name schedule.step_epochs schedule.warmup_epochs
 seed
@@ -140,6 +142,17 @@ NONSENSE = [
     ("optim.clip_norm", -1.0),
     ("optim.max_nonfinite", -1),
     ("optim.label_smoothing", 1.0),
+    ("optim.layer_decay", 0.0),
+    ("optim.layer_decay", 1.5),
+    ("optim.head_lr", 0.0),
+    ("optim.groups", ("lr=0.1",)),
+    ("optim.groups", ("layer1",)),
+    ("optim.groups", ("layer1", "lr=0")),
+    ("optim.groups", ("layer1", "lr=fast")),
+    ("optim.groups", ("layer1", "weight_decay=-1")),
+    ("optim.groups", ("layer1", "momentum=0.1")),
+    ("model.args", {"img size": 3}),
+    ("loss.gamma", 0.5),
     ("schedule.warmup_epochs", -1.0),
     ("schedule.final_lr", 1.5),
     ("schedule.step_epochs", 0.0),
@@ -304,7 +317,16 @@ configs = st.builds(
         mixup=numbers,
         repeats=st.sampled_from([1, 2, 8]),
     ),
-    model=st.builds(sections.ModelConfig, weights=st.none() | texts(), dropout=st.just(0.5)),
+    model=st.builds(
+        sections.ModelConfig,
+        weights=st.none() | texts(),
+        dropout=st.just(0.5),
+        args=st.dictionaries(
+            st.sampled_from(["drop_path_rate", "img_size"]),
+            texts() | st.booleans() | st.integers() | numbers,
+        ),
+        freeze=st.lists(texts(), max_size=2).map(tuple),
+    ),
     optim=st.builds(
         sections.OptimConfig,
         name=st.sampled_from(["sgd", "adamw"]),

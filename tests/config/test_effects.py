@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from processes import door
 from tiny import TinyTask, tiny_config
 
@@ -29,13 +28,15 @@ from raytrain_ddp.config.sections import ModelConfig, OptimConfig
 from raytrain_ddp.doctor.__main__ import parse as parse_doctor
 from raytrain_ddp.driver.config_flags import command
 from raytrain_ddp.driver.dry_run import dry_run
-from raytrain_ddp.errors import ConfigError, PreflightError
+from raytrain_ddp.errors import ConfigError
 from raytrain_ddp.report.write import write_report
-from raytrain_ddp.tasks.model_zoo import check_model, known_models, known_weights, torchvision_model
 
 IDLE = [
     ("--model.name resnet50 --model.dropout 0.1", "model.dropout"),
-    ("--model.weights DEFAULT", "model.weights"),
+    ("--model.args a 1", "model.args"),
+    ("--loss.gamma 3", "loss.gamma"),
+    ("--loss.name focal --optim.label-smoothing 0.2", "optim.label_smoothing"),
+    ("--optim.weight-decay 0 --optim.decay-norms", "optim.decay_norms"),
     ("--ddp.powersgd-rank 2", "ddp.powersgd_rank"),
     ("--optim.betas 0.9 0.999", "optim.betas"),
     ("--optim.name adamw --optim.momentum 0.9", "optim.momentum"),
@@ -198,95 +199,3 @@ def test_a_watched_config_is_the_config_in_all_else():
     assert replace(seen.data, image_size=8).image_size == 8
     assert value_of(seen, "data.source") == "digits"
     assert unread_notes(config, reads) == []  # the built-in task
-
-
-# ------------------------------------------------------------------ weights
-
-
-def test_the_names_of_weights_are_those_of_torchvision():
-    from torchvision.models import get_model_weights
-
-    for name in known_models()[1:]:
-        assert set(known_weights(name)) == set(get_model_weights(name).__members__), name
-
-
-@pytest.mark.parametrize(
-    ("model", "weights", "told"),
-    [
-        ("digits-cnn", "DEFAULT", "digits-cnn has no weights"),
-        ("resnet18", "IMAGENET1K_V2", "resnet18 has IMAGENET1K_V1, DEFAULT. Did you mean"),
-        ("resnet50", "default", "resnet50 has IMAGENET1K_V1, IMAGENET1K_V2, DEFAULT"),
-    ],
-)
-def test_weights_that_are_none_are_refused_without_torch(
-    model: str, weights: str, told: str, tmp_path: Path
-):
-    with pytest.raises(ConfigError, match=told):
-        check_model(model, weights)
-    config = f'[model]\nname = "{model}"\nweights = "{weights}"\n'
-    (tmp_path / "mine.toml").write_text(config)
-    answer = door("fit", "mine.toml", cwd=tmp_path)
-    assert answer.status == 2
-    assert told in answer.err
-    assert answer.heavy == []
-
-
-@pytest.fixture
-def no_download(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
-    """Weights that torchvision's builders get instead of a download, by a seed."""
-    from torchvision.models import WeightsEnum, get_model
-
-    asked: dict[str, Any] = {}
-
-    def get_state_dict(self: Any, *_: object, **__: object) -> Any:
-        torch.manual_seed(1)
-        asked["weights"] = self
-        with monkeypatch.context() as plain:
-            plain.undo()
-        options = asked.get("options", {})
-        return get_model(asked["name"], weights=None, **options).state_dict()
-
-    monkeypatch.setattr(WeightsEnum, "get_state_dict", get_state_dict)
-    return asked
-
-
-@pytest.mark.parametrize(
-    ("name", "weights", "options"),
-    [
-        ("resnet18", "DEFAULT", {}),
-        ("squeezenet1_1", "IMAGENET1K_V1", {}),
-        ("googlenet", "DEFAULT", {"init_weights": False, "aux_logits": True}),
-        ("vit_b_16", "IMAGENET1K_SWAG_E2E_V1", {"image_size": 384}),
-    ],
-)
-def test_pretrained_models_are_those_of_torchvision_but_for_the_head(
-    name: str, weights: str, options: dict[str, Any], no_download: dict[str, Any]
-):
-    from torchvision.models import get_model
-
-    no_download |= {"name": name, "options": options}
-    ours = torchvision_model(name, weights, 7)
-    theirs = get_model(name, weights=weights)
-    assert getattr(ours, "transform_input", None) == getattr(theirs, "transform_input", None)
-    reference = theirs.state_dict()
-    different = [
-        key for key, tensor in ours.state_dict().items() if not torch.equal(tensor, reference[key])
-    ] if all(k in reference for k in ours.state_dict()) else None  # fmt: skip
-    assert different is not None
-    assert 1 <= len(different) <= 2
-    assert all(reference[key].shape[0] == 1000 for key in different)
-    assert all(ours.state_dict()[key].shape[0] == 7 for key in different)
-
-
-def test_weights_that_cannot_be_downloaded_are_one_line_with_status_3(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-):
-    from urllib.error import URLError
-
-    def refuse(*_: object, **__: object) -> None:
-        raise URLError("Name or service not known")
-
-    monkeypatch.setattr(torch.hub, "download_url_to_file", refuse)
-    monkeypatch.setenv("TORCH_HOME", str(tmp_path))
-    with pytest.raises(PreflightError, match=r"model.weights = 'DEFAULT': https://\S+ cannot be d"):
-        torchvision_model("resnet18", "DEFAULT", 10)

@@ -44,6 +44,7 @@ from tiny import (
 from torch import nn
 from torch.nn.functional import cross_entropy
 
+from raytrain_ddp.checkpoint.lookup import find_checkpoint
 from raytrain_ddp.checkpoint.manifest import Manifest
 from raytrain_ddp.checkpoint.run_folder import METRICS_FILE
 from raytrain_ddp.checkpoint.storage import open_storage
@@ -64,7 +65,6 @@ from raytrain_ddp.data.loader import eval_batches
 from raytrain_ddp.data.loader_threads import LoaderThreads
 from raytrain_ddp.data.sources import ArraySource
 from raytrain_ddp.errors import ConfigError, TaskError
-from raytrain_ddp.evaluate import find_checkpoint
 from raytrain_ddp.events import Eval
 from raytrain_ddp.tasks.image_classification import ImageClassification
 from raytrain_ddp.training.buffer_sync import BoolBuffers, SlotBuffers

@@ -1,0 +1,51 @@
+"""Finds a checkpoint by what people call it: a run, a folder, or a URI. No torch, no Ray."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Literal
+
+from raytrain_ddp.checkpoint.committed import Checkpoint, CheckpointName
+from raytrain_ddp.checkpoint.run_folder import CHECKPOINTS, checkpoint_store, read_log
+from raytrain_ddp.checkpoint.storage import open_storage
+from raytrain_ddp.checkpoint.store import MANIFEST_FILE, CheckpointStore
+from raytrain_ddp.errors import CheckpointError, ConfigError, did_you_mean
+from raytrain_ddp.events import Eval
+
+
+def find_checkpoint(place: str, which: Literal["best", "last"] | None = None) -> Checkpoint:
+    """The checkpoint at `place`, or the one of that run that `which` selects (default: best).
+
+    Raises:
+        CheckpointError: there is no checkpoint, or it is damaged.
+        ConfigError: `which` is given, but `place` is a single checkpoint.
+    """
+    if "://" not in place and not Path(place).exists() and (Path("runs") / place).is_dir():
+        place = str(Path("runs") / place)
+    folder = open_storage(place)
+    if folder.exists(MANIFEST_FILE):
+        if which is not None:
+            raise ConfigError(
+                f"--checkpoint {which} has no effect: {place} is a single checkpoint."
+            )
+        parent, _, name = place.rstrip("/").rpartition("/")
+        parsed = CheckpointName.parse(name)
+        if parsed is None:
+            raise CheckpointError(f"{place}: not the name of a checkpoint (step-...-a...).")
+        return _verified(CheckpointStore(open_storage(parent or ".")).open(parsed))
+    store = checkpoint_store(folder)
+    names = store.names()
+    if not names:
+        runs = [path.name for path in Path("runs").glob("*/")] if Path("runs").is_dir() else []
+        raise CheckpointError(
+            f"{place}: no checkpoint there (looked for {CHECKPOINTS}/).{did_you_mean(place, runs)}"
+        )
+    if which != "last":
+        bests = [r.step for r in read_log(folder) if isinstance(r, Eval) and r.best]
+        names = [name for name in names if bests and name.step == bests[-1]] or names
+    return _verified(store.open(names[0]))
+
+
+def _verified(checkpoint: Checkpoint) -> Checkpoint:
+    checkpoint.verify()
+    return checkpoint

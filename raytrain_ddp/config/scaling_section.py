@@ -1,0 +1,94 @@
+"""The section of a config that says where a run takes place: its workers and their resources."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+from raytrain_ddp.config.validation import FREE, above_zero, at_least, require
+
+
+@dataclass(frozen=True)
+class ScalingConfig:
+    """The number of workers and their resources. They do not change the mathematics of the
+    result."""
+
+    num_workers: int | str = field(default="auto", metadata={**FREE, "metavar": "N|MIN:MAX|auto"})
+    """Number, MIN:MAX (elastic), or auto. auto: all GPUs of the cluster, or two CPU workers if it
+    has none."""
+    use_gpu: bool | Literal["auto"] = field(default="auto", metadata=FREE)
+    """Train on GPUs: true, false, or auto. auto: if the cluster has any."""
+    cpus_per_worker: float = field(default=1.0, metadata=FREE)
+    """CPUs per worker, for its loader threads and, without a GPU, its compute threads."""
+    gpus_per_worker: float = field(default=1.0, metadata=FREE)
+    """GPUs per worker, at most 1. Below 1, several workers share a GPU (over Gloo)."""
+    backend: Literal["auto", "nccl", "gloo"] = field(default="auto", metadata=FREE)
+    """Communication backend. auto: nccl if each worker has a whole GPU, else gloo."""
+    placement: Literal["PACK", "SPREAD", "STRICT_PACK", "STRICT_SPREAD"] = field(
+        default="PACK", metadata=FREE
+    )
+    """How Ray places the workers on nodes (its placement group strategy)."""
+    max_failures: int = field(default=3, metadata=FREE)
+    """How many times in a row failed workers are replaced before the run ends (exit status 7). A
+    new checkpoint resets the count: a long run survives many failures, and a broken one ends."""
+    max_preemptions: int = field(default=-1, metadata=FREE)
+    """How many times workers are replaced after a preemption notice for their node. -1: no
+    limit."""
+    wait_s: float = field(default=60.0, metadata=FREE)
+    """Seconds to wait while a running cluster lacks resources for the workers, at the start and
+    after nodes are lost (autoscaling). Also the time limit for the start of Ray, but at least 300
+    s."""
+    resize_s: float = field(default=30.0, metadata=FREE)
+    """With MIN:MAX workers: seconds between checks whether more workers fit. Adding them costs a
+    restart from the newest checkpoint."""
+    start_timeout_s: float | Literal["auto"] = field(default="auto", metadata=FREE)
+    """Seconds to request the same number of workers from Ray before requesting as many as fit. Ray
+    still counts on a lost node for some seconds. Loading torch is not included. auto: 5 with
+    MIN:MAX, else 120."""
+    hang_s: float | Literal["auto"] = field(default="auto", metadata=FREE)
+    """Seconds without a finished step, and at least 10 times the median step, after which workers
+    count as hung. The rank that keeps the others waiting is named, the stacks of all ranks are
+    saved, and the workers are replaced. The limit is 10 times as long for a batch of data, and 60
+    times for startup, evaluation, and checkpoints. auto: 30. 0: never."""
+    check_every_steps: int = field(default=100, metadata=FREE)
+    """Compare the weights of all workers every this many steps, and before each checkpoint. They
+    are bitwise identical unless a device or its memory fails. 0: never."""
+    on_divergence: Literal["stop", "resync"] = field(default="stop", metadata=FREE)
+    """What to do when the weights of the workers differ. stop: end the run (exit status 6); resync:
+    give all workers the state of the majority."""
+
+    def __post_init__(self) -> None:
+        self.worker_range()
+        above_zero("scaling", self, "cpus_per_worker", "gpus_per_worker")
+        at_least(0, "scaling", self, "max_failures", "wait_s", "check_every_steps")
+        at_least(-1, "scaling", self, "max_preemptions")
+        at_least(1, "scaling", self, "resize_s")
+        timeout_s = self.start_timeout_s
+        number_ok = timeout_s == "auto" or (not isinstance(timeout_s, str) and timeout_s > 0)
+        require(number_ok, "scaling.start_timeout_s", timeout_s, "must be above 0, or auto")
+        hang_s = self.hang_s
+        number_ok = hang_s == "auto" or (not isinstance(hang_s, str) and hang_s >= 0)
+        require(number_ok, "scaling.hang_s", hang_s, "must be 0 or more, or auto")
+        gpus = self.gpus_per_worker
+        rule = "must be 1 or less: DDP drives one GPU per worker"
+        require(gpus <= 1, "scaling.gpus_per_worker", gpus, rule)
+        nccl_ok = gpus == 1 or self.backend != "nccl"
+        rule = "must be 1 with NCCL, which wants a GPU per worker; set --scaling.backend gloo"
+        require(nccl_ok, "scaling.gpus_per_worker", gpus, rule)
+
+    @property
+    def threads(self) -> int:
+        """For the arithmetic of a worker on CPUs."""
+        return max(1, int(self.cpus_per_worker))
+
+    def worker_range(self) -> tuple[int, int]:
+        """(least, most) workers; (0, 0) for auto."""
+        if self.num_workers == "auto":
+            return 0, 0
+        low, _, high = str(self.num_workers).partition(":")
+        rule = "must be a number from 1 on, MIN:MAX or auto"
+        numbers = low.isdigit() and (high or low).isdigit()
+        require(numbers, "scaling.num_workers", self.num_workers, rule)
+        least, most = int(low), int(high or low)
+        require(1 <= least <= most, "scaling.num_workers", self.num_workers, rule)
+        return least, most

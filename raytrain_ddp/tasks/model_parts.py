@@ -1,0 +1,84 @@
+"""The parts of a model by name: its head, and the parameters and modules that patterns mean."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable
+from fnmatch import fnmatchcase
+from typing import TYPE_CHECKING
+
+from raytrain_ddp.errors import ConfigError, did_you_mean
+
+if TYPE_CHECKING:
+    from torch import nn
+
+BACKBONE = "backbone"
+"""Stands for all but the head, unless the model has a part of this name."""
+
+
+def head_of(model: nn.Module) -> list[str]:
+    """Names of the parameters of the classification head: of timm's classifier, or else of the last
+    module with a weight matrix or kernel of its own."""
+    named = [name for name, _ in model.named_parameters()]
+    given = getattr(model, "pretrained_cfg", None)
+    heads = given.get("classifier") if isinstance(given, dict) else None
+    if not heads:
+        modules = {name: module for name, module in model.named_modules() if name}
+        heads = [
+            name
+            for name, module in modules.items()
+            if any(p.ndim > 1 for p in module.parameters(recurse=False))
+        ][-1:]
+    prefixes = tuple(f"{head}." for head in ([heads] if isinstance(heads, str) else heads))
+    return [name for name in named if name.startswith(prefixes)]
+
+
+def matching(pattern: str, names: Iterable[str]) -> list[str]:
+    """The names that a pattern as of a shell matches; a module's name also means all in it."""
+    below = (pattern, f"{pattern}.*")
+    return [name for name in names if any(fnmatchcase(name, each) for each in below)]
+
+
+def require_matches(field: str, pattern: str, names: Collection[str]) -> list[str]:
+    """`matching` names; raises ConfigError if there are none."""
+    found = matching(pattern, names)
+    if not found:
+        parts = sorted({name.split(".")[0] for name in names})
+        raise ConfigError(
+            f"{field}: {pattern!r} matches no parameter.{did_you_mean(pattern, parts)} The model "
+            f"has {', '.join(parts)}; quote patterns, such as 'layer1.*'."
+        )
+    return found
+
+
+def freeze(model: nn.Module, patterns: Iterable[str]) -> str:
+    """Freezes the parameters that match, and puts modules in evaluation mode all of whose
+    parameters are frozen: batch norm keeps its statistics, and nothing is dropped out there.
+
+    Returns a line about it; "" without patterns.
+
+    Raises:
+        ConfigError: a pattern matches no parameter, or all are frozen.
+    """
+    named, head = dict(model.named_parameters()), set(head_of(model))
+    frozen: set[str] = set()
+    for pattern in patterns:
+        if pattern == BACKBONE and not matching(pattern, named):
+            frozen |= named.keys() - head
+        else:
+            frozen |= {*require_matches("model.freeze", pattern, named)}
+    if not frozen:
+        return ""
+    if len(frozen) == len(named):
+        raise ConfigError(
+            f"model.freeze = {' '.join(patterns)}: no parameter is left to train. To train the "
+            f"head only: --model.freeze {BACKBONE}."
+        )
+    for name in frozen:
+        named[name].requires_grad = False
+    for module in model.modules():
+        own = list(module.parameters())
+        if own and not any(parameter.requires_grad for parameter in own):
+            module.eval()
+    count = sum(named[name].numel() for name in frozen)
+    total = sum(parameter.numel() for parameter in named.values())
+    return f"Frozen: {count:,} of {total:,} parameters ({len(frozen)} of {len(named)} tensors)."

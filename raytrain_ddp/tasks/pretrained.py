@@ -1,0 +1,251 @@
+"""The weights that a model starts from: where they come from, what of them fits, what is new."""
+
+from __future__ import annotations
+
+import fcntl
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from raytrain_ddp.config.sections import ModelConfig
+from raytrain_ddp.errors import CheckpointError, ConfigError, PreflightError, did_you_mean
+from raytrain_ddp.tasks.model_zoo import (
+    TIMM,
+    arguments,
+    build,
+    check_model,
+    known_weights,
+    timm_name,
+)
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+
+FILES = (".safetensors", ".pth", ".pt", ".bin")
+_MOST = 0.8
+"""Share of the parameters outside the head that a file or run must have. Of two different ResNets
+about half fit by chance."""
+_NAMED = 4  # tensors listed in a message
+
+
+def check_weights(
+    config: ModelConfig, storage: str, is_begun: Callable[[], bool] = lambda: False
+) -> ModelConfig:
+    """The config with a path that means the same in each worker; imports neither torch nor timm.
+
+    Args:
+        storage: folder or URI in which runs are looked up by name.
+        is_begun: whether the weights are not needed anymore.
+
+    Raises:
+        ConfigError: the model has no such weights, and there is no such file or run.
+    """
+    check_model(config.name)
+    name, weights = config.name, config.weights
+    if weights is None or is_named(config):
+        return config
+    place = Path(weights).expanduser()
+    if weights.endswith(FILES):
+        if not place.is_file() and not is_begun():
+            raise ConfigError(f"model.weights = {weights!r}: there is no such file.")
+        return replace(config, weights=str(place.absolute()))
+    if "://" in weights or (place.is_absolute() and is_begun()):
+        return config
+    for folder in (place, Path(storage) / weights):
+        if folder.is_dir():
+            return replace(config, weights=str(folder.absolute()))
+    known = known_weights(name)
+    runs = [path.name for path in Path(storage).glob("*/")] if Path(storage).is_dir() else []
+    own = f"{name} has {', '.join(known)}" if known else f"{name} has no weights of its own"
+    if "://" in storage:
+        own = f"{own}, and a run in {storage} needs its whole URI"
+    raise ConfigError(
+        f"model.weights = {weights!r}: {own}.{did_you_mean(weights, [*known, *runs])} It may "
+        f"also be a file ({', '.join(FILES)}), a run, or a checkpoint; none is there."
+    )
+
+
+def is_named(config: ModelConfig) -> bool:
+    """Whether these are torchvision's or timm's own pretrained weights for this model.
+
+    Raises:
+        ConfigError: `weights` and the tag in the model's name differ.
+    """
+    if not config.name.startswith(TIMM):
+        return config.weights in known_weights(config.name)
+    model, tag = timm_name(config.name)
+    if config.weights in (None, "DEFAULT", tag):
+        return bool(tag) or config.weights is not None
+    if config.weights not in known_weights(config.name):
+        return False
+    if tag:
+        raise ConfigError(
+            f"model.weights = {config.weights!r}: model.name = {config.name!r} already names its "
+            f"weights. Set --model.name {TIMM}{model}.{config.weights}."
+        )
+    return True
+
+
+def has_weights(config: ModelConfig) -> bool:
+    """Whether the model starts from weights: also if timm's name for them is in its own."""
+    return config.weights is not None or is_named(config)
+
+
+def begun_model(config: ModelConfig, classes: int, load: bool = True) -> tuple[nn.Module, str]:
+    """The model, and a line about the weights that it starts from; "" without any.
+
+    Args:
+        load: False: only the model that these weights would fit.
+
+    Raises:
+        ConfigError: the model does not take `config.args`, or most of it does not fit the weights.
+        PreflightError: the weights cannot be downloaded.
+        CheckpointError: there is no checkpoint, or it is damaged.
+    """
+    if not has_weights(config):
+        return build(config, classes), ""
+    if not is_named(config):
+        model = build(config, classes)
+        return model, _begin(config, model, _read(str(config.weights)), _MOST) if load else ""
+    model = build(config, classes, _options(config))
+    return model, _begin(config, model, _download(config), 1.0) if load else ""
+
+
+def _given(config: ModelConfig) -> str:
+    """The field that names the weights, with its value."""
+    if config.weights is None:
+        return f"model.name = {config.name!r}"
+    return f"model.weights = {config.weights!r}"
+
+
+def _options(config: ModelConfig) -> dict[str, Any]:
+    """What torchvision's builders themselves set with these weights."""
+    if config.name.startswith(TIMM):
+        return {}
+    from torchvision.models import get_model_weights
+
+    wanted = get_model_weights(config.name)[config.weights]
+    if config.name in ("googlenet", "inception_v3"):
+        return {"transform_input": True}
+    if config.name.startswith("vit_"):
+        return {"image_size": wanted.meta["min_size"][0]}
+    return {"input_size": wanted.meta["min_size"]} if config.name.startswith("maxvit") else {}
+
+
+def _download(config: ModelConfig) -> Mapping[str, Tensor]:
+    """The state of the pretrained model of torchvision or timm, with its own head."""
+    import torch
+
+    make: Callable[[], Any]
+    if config.name.startswith(TIMM):
+        import timm
+
+        model, tag = timm_name(config.name)
+        tag = tag or (config.weights or "").replace("DEFAULT", "")
+        full = ".".join(filter(None, (model, tag)))
+        if not timm.is_model_pretrained(full):
+            raise ConfigError(f"{_given(config)}: timm has no pretrained weights of {full}.")
+        place, remedy = f"timm's {full}", "Or give a local file."
+        make = lambda: timm.create_model(full, pretrained=True, **arguments(config))  # noqa: E731
+    else:
+        from torchvision.models import get_model, get_model_weights
+
+        wanted = get_model_weights(config.name)[config.weights]
+        folder, file = f"{torch.hub.get_dir()}/checkpoints", wanted.url.rpartition("/")[2]
+        place, remedy = wanted.url, f"Put {file} into {folder}."
+        make = lambda: get_model(config.name, weights=wanted, progress=False)  # noqa: E731
+    try:
+        with _one_per_node(Path(torch.hub.get_dir()) / "checkpoints"):
+            made: nn.Module = make()
+    except Exception as error:  # of the network, as the Hub's libraries raise many kinds
+        told = " ".join(str(error).split())
+        raise PreflightError(
+            f"{_given(config)}: {place} cannot be downloaded ({told}). {remedy}"
+        ) from error
+    return made.state_dict()
+
+
+@contextmanager
+def _one_per_node(folder: Path) -> Iterator[None]:
+    """The first process of a node downloads, and the others find its files."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        lock = (folder / ".raytrain.lock").open("w")
+    except OSError:  # read-only: then there is nothing to download
+        yield
+        return
+    with lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
+
+
+def _read(weights: str) -> Mapping[str, Tensor]:
+    """Tensors of a file or a run. Nothing in it is run: what needs more than tensors is refused."""
+    from torch import Tensor
+
+    if not weights.endswith(FILES):
+        from raytrain_ddp.checkpoint.lookup import find_checkpoint
+        from raytrain_ddp.checkpoint.snapshot import decode_tensors
+
+        try:
+            return decode_tensors(find_checkpoint(weights).read("model.safetensors"))
+        except CheckpointError as error:
+            raise CheckpointError(f"model.weights = {weights!r}: {error}") from None
+    from timm.models import load_state_dict  # also of timm's and torchvision's own training
+
+    try:
+        state = load_state_dict(weights, weights_only=True)
+    except Exception as error:  # a damaged file raises many kinds
+        told = " ".join(str(error).split()) or type(error).__name__
+        told = told.partition(" No automatic unsafe")[0].rstrip(
+            "."
+        )  # timm's own remedy is to run it
+        raise ConfigError(f"model.weights = {weights!r}: it cannot be read: {told}.") from error
+    tensors = {key: value for key, value in state.items() if isinstance(value, Tensor)}
+    if len(tensors) < len(state):
+        other = next(key for key in state if key not in tensors)
+        raise ConfigError(
+            f"model.weights = {weights!r}: its {other!r} is no tensor: save model.state_dict()."
+        )
+    return tensors
+
+
+def _begin(config: ModelConfig, model: nn.Module, state: Mapping[str, Tensor], most: float) -> str:
+    """Copies what fits; says what does not, and what is new.
+
+    Raises:
+        ConfigError: less than `most` of the parameters outside the head fit.
+    """
+    from raytrain_ddp.tasks.model_parts import head_of
+
+    own, head = model.state_dict(), head_of(model)
+    fits = {key: t for key, t in state.items() if key in own and own[key].shape == t.shape}
+    new = [_shaped(key, own, state) for key in own if key not in fits]
+    unused = [_shaped(key, state, {}) for key in state if key not in own]
+    body = {key: p.numel() for key, p in model.named_parameters() if key not in head}
+    fitting = sum(size for key, size in body.items() if key in fits)
+    share = fitting / max(1, sum(body.values()))
+    weights = config.weights or timm_name(config.name)[1]
+    told = f"Start from {weights}: {len(fits)} of {len(own)} tensors of {config.name} fit"
+    misfits = [_shaped(key, own, state) for key in body if key not in fits]
+    if share < most:
+        raise ConfigError(
+            f"{_given(config)}: only {share:.0%} of the parameters of {config.name} "
+            f"outside its head fit. Not there or of another shape: {_some(misfits)}."
+        )
+    model.load_state_dict({**own, **fits})
+    parts = [f"new: {_some(new)}"] * bool(new) + [f"not used: {_some(unused)}"] * bool(unused)
+    return "; ".join([told, *parts]) + "."
+
+
+def _shaped(key: str, of: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> str:
+    shape = "x".join(map(str, of[key].shape)) or "1"
+    there = f", there {'x'.join(map(str, other[key].shape)) or '1'}" if key in other else ""
+    return f"{key} ({shape}{there})"
+
+
+def _some(names: list[str]) -> str:
+    more = f", and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
+    return ", ".join(names[:_NAMED]) + more

@@ -1,0 +1,98 @@
+"""Parameter groups: which parameters are decayed, and their share of the learning rate."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from fnmatch import fnmatchcase
+from typing import Any
+
+import torch
+from torch import nn
+
+from raytrain_ddp.config.sections import OptimConfig
+from raytrain_ddp.config.validation import group_rules
+from raytrain_ddp.errors import ConfigError
+from raytrain_ddp.tasks.model_parts import head_of, require_matches
+
+# Last parts of names in torchvision and in models of one's own; those of timm have a list.
+_NOT_DECAYED = {
+    *("class_token", "cls_token", "pos_embedding", "pos_embed", "position_embedding"),
+    *("relative_position_bias_table", "layer_scale", "logit_scale"),
+}
+
+
+def param_groups(model: nn.Module, config: OptimConfig) -> list[dict[str, Any]]:
+    """Groups of the parameters that are trained: first those with the learning rate of the
+    schedule, and of these first those with weight decay.
+
+    A group whose learning rate is not that of the schedule has its share as "lr_scale", as in
+    timm.
+
+    Raises:
+        ConfigError: a pattern matches nothing, or the model has no layers to decay by.
+    """
+    trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    decayed = {name: is_decayed(model, name, p, config) for name, p in trained.items()}
+    decay = {name: config.weight_decay * decayed[name] for name in trained}
+    scale = _layer_scales(model, config.layer_decay)
+    if config.head_lr is not None:
+        head = trained.keys() & set(head_of(model))
+        if not head:
+            raise ConfigError(f"optim.head_lr = {config.head_lr}: the head is frozen.")
+        scale |= dict.fromkeys(head, config.head_lr / config.lr)
+    for pattern, values in group_rules(config.groups):
+        for name in require_matches("optim.groups", pattern, trained):
+            decay[name] = values.get("weight_decay", decay[name])
+            if "lr" in values:
+                scale[name] = values["lr"] / config.lr
+    groups: dict[tuple[bool, float, float], dict[str, Any]] = {}
+    for name in sorted(trained, key=lambda name: (scale.get(name, 1.0) != 1, not decayed[name])):
+        kind = decayed[name], decay[name], scale.get(name, 1.0)
+        groups.setdefault(kind, {"params": []})["params"].append(trained[name])
+    for (_, weight_decay, share), group in groups.items():
+        group["weight_decay"] = weight_decay
+        if share != 1:
+            group["lr_scale"] = share
+    return list(groups.values())
+
+
+def is_decayed(model: nn.Module, name: str, parameter: nn.Parameter, config: OptimConfig) -> bool:
+    """Whether weight decay applies to a parameter; `optim.groups` may still change it."""
+    last = name.rpartition(".")[2]
+    listed: Any = getattr(model, "no_weight_decay", tuple)
+    if last in _NOT_DECAYED or any(fnmatchcase(name, each) for each in listed()):
+        return False
+    if last.endswith("bias"):
+        return config.decay_bias
+    return parameter.ndim > 1 or (config.decay_norms and last == "weight")
+
+
+def _layer_scales(model: nn.Module, layer_decay: float) -> dict[str, float]:
+    """Name -> share of the learning rate, for models that know the depth of their layers."""
+    if layer_decay == 1:
+        return {}
+    if not hasattr(model, "group_matcher"):
+        raise ConfigError(
+            f"optim.layer_decay = {layer_decay}: the model has no group_matcher, which says how "
+            "deep a layer is, as timm's models have: --model.name timm:NAME."
+        )
+    from timm.optim import param_groups_layer_decay  # seconds
+
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    groups = param_groups_layer_decay(model, layer_decay=layer_decay)
+    return {names[id(p)]: group["lr_scale"] for group in groups for p in group["params"]}
+
+
+def regroup(
+    model: nn.Module, optimizer: torch.optim.Optimizer, saved: Sequence[Mapping[str, Any]]
+) -> None:
+    """Groups as a checkpoint has them: older versions decayed all matrices, also positional
+    embeddings and the like, and such a run goes on as it began."""
+    groups = optimizer.param_groups
+    sizes = [len(group["params"]) for group in saved]
+    if sizes == [len(group["params"]) for group in groups]:
+        return
+    trained = [p for p in model.parameters() if p.requires_grad]
+    before = [[p for p in trained if p.ndim > 1], [p for p in trained if p.ndim <= 1]]
+    if sizes == [len(each) for each in before if each]:
+        groups[:] = [{**groups[0], "params": each} for each in before if each]

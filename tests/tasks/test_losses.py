@@ -1,0 +1,130 @@
+"""The losses of image classification, beside torch's, torchvision's and timm's."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+from torch.nn.functional import cross_entropy, one_hot
+
+from raytrain_ddp import AugmentConfig, LossConfig, OptimConfig, TrainConfig, fit_locally
+from raytrain_ddp.data.gpu_augment import Mixed
+from raytrain_ddp.tasks.classification_loss import Criterion
+from raytrain_ddp.tasks.image_classification import ImageClassification
+
+CLASSES = 5
+LABELS = torch.tensor([0, 1, 4, 4, 2, 4, 0])
+PARTNERS = torch.tensor([0, 1, 1, 2, 2, 4, 3])
+LOGITS = 3 * torch.randn(7, CLASSES, generator=torch.Generator().manual_seed(0))
+
+
+def criterion(sizes: Tensor | None = None, smoothing: float = 0.0, **loss: Any) -> Criterion:
+    optim = OptimConfig(label_smoothing=smoothing)
+    config = TrainConfig(loss=LossConfig(**loss), optim=optim)
+    return Criterion(config, lambda: pytest.fail("counted") if sizes is None else sizes)
+
+
+@pytest.mark.parametrize("smoothing", [0.0, 0.1])
+def test_binary_cross_entropy_is_that_of_timm_also_of_mixed_images(smoothing: float):
+    from timm.data.mixup import mixup_target
+    from timm.loss import BinaryCrossEntropy
+
+    ours, theirs = criterion(name="bce", smoothing=smoothing), BinaryCrossEntropy(smoothing)
+    torch.testing.assert_close(ours(LOGITS, LABELS), theirs(LOGITS, LABELS))
+    labels = torch.tensor([3, 1, 4, 0, 2, 4, 0, 0])  # timm mixes the first with the last
+    logits = torch.randn(8, CLASSES, requires_grad=True)
+    soft = mixup_target(labels, CLASSES, lam=0.3, smoothing=smoothing)
+    mixed = Mixed(labels, labels.flip(0), 0.3).loss(lambda each: ours(logits, each))
+    losses = mixed, theirs(logits, soft)
+    torch.testing.assert_close(*losses)
+    torch.testing.assert_close(*(torch.autograd.grad(loss, logits)[0] for loss in losses))
+
+
+@pytest.mark.parametrize("gamma", [1.0, 2.0, 3.5])
+def test_the_focal_loss_of_two_classes_is_that_of_torchvision(gamma: float):
+    from torchvision.ops import sigmoid_focal_loss
+
+    score = torch.linspace(-8, 8, 33, requires_grad=True)
+    labels = torch.arange(33) % 2
+    ours = criterion(name="focal", gamma=gamma).each(
+        torch.stack([torch.zeros(33), score], 1), labels
+    )
+    theirs = sigmoid_focal_loss(score, labels.float(), alpha=-1, gamma=gamma)
+    torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-6)
+    gradients = (torch.autograd.grad(loss.sum(), score)[0] for loss in (ours, theirs))
+    torch.testing.assert_close(*gradients, rtol=1e-4, atol=1e-6)
+
+
+def test_a_focal_loss_that_is_certain_has_a_finite_gradient():
+    logits = torch.tensor([[1e4, 0.0], [0.0, 1e4]], requires_grad=True)
+    criterion(name="focal", gamma=1.0)(logits, torch.tensor([0, 0])).backward()
+    assert logits.grad is not None
+    assert logits.grad.isfinite().all()
+
+
+def test_cross_entropy_is_that_of_torch_to_the_last_bit():
+    for smoothing in (0.0, 0.1):
+        expected = cross_entropy(LOGITS, LABELS, label_smoothing=smoothing)
+        assert torch.equal(criterion(smoothing=smoothing)(LOGITS, LABELS), expected)
+
+
+def test_balanced_weights_are_those_of_scikit_learn_and_do_not_depend_on_the_cut():
+    sizes = torch.tensor([4, 2, 0, 1, 13])
+    balanced = criterion(sizes, class_weights="balanced")
+    weights = np.array([20 / (5 * n) if n else 4 for n in sizes.tolist()], np.float32)
+    each = cross_entropy(LOGITS, LABELS, reduction="none")
+    expected = (each * torch.from_numpy(weights)[LABELS]).mean()
+    torch.testing.assert_close(balanced(LOGITS, LABELS), expected)
+    parts = [balanced(LOGITS[at], LABELS[at]) * len(at) / 7 for at in torch.arange(7).split(3)]
+    torch.testing.assert_close(sum(parts), expected)
+    assert torch.equal(balanced.each(LOGITS, LABELS), each)  # of an evaluation: without weights
+    # Weighted by one class each, torch's own mean is the same but for its denominator.
+    theirs = cross_entropy(LOGITS, LABELS, torch.from_numpy(weights), reduction="sum") / 7
+    torch.testing.assert_close(balanced(LOGITS, LABELS), theirs)
+
+
+def test_a_mixed_image_has_the_weights_of_both_classes():
+    sizes = torch.tensor([1, 2, 3, 4, 10])
+    balanced = criterion(sizes, class_weights="balanced", smoothing=0.1)
+    weights = 20 / (5 * sizes)
+    shares = 0.25 * one_hot(LABELS, 5) + 0.75 * one_hot(PARTNERS, 5)
+    log_p = LOGITS.log_softmax(1)
+    smoothed = -(0.9 * log_p + 0.1 * log_p.mean(1, keepdim=True))
+    expected = (shares * weights * smoothed).sum(1).mean()
+    mixed = Mixed(LABELS, PARTNERS, 0.25).loss(lambda each: balanced(LOGITS, each))
+    torch.testing.assert_close(mixed, expected)
+
+
+def test_the_weights_are_counted_in_the_training_set():
+    loss = LossConfig(class_weights="balanced")
+    task = ImageClassification(TrainConfig(loss=loss, optim=OptimConfig(label_smoothing=0.0)))
+    labels = task.splits.train.labels()
+    counts = np.bincount(labels, minlength=10)
+    model = torch.nn.Linear(1, 1)  # never called: the stub gives the logits
+    logits = torch.randn(4, 10)
+    model.forward = lambda _: logits  # type: ignore[method-assign]
+    targets = torch.tensor([8, 8, 1, 5])
+    batch = {"image": torch.zeros(4, 3, 8, 8, dtype=torch.uint8), "label": targets}
+    weights = torch.from_numpy(len(labels) / (10 * counts)).float()
+    expected = (cross_entropy(logits, targets, reduction="none") * weights[targets]).mean()
+    torch.testing.assert_close(task.loss(model, batch), expected)
+
+
+@pytest.mark.parametrize("name", ["bce", "focal"])
+def test_a_run_learns_by_each_loss(name: str, tmp_path: Path):
+    config = TrainConfig(
+        name=name,
+        storage=str(tmp_path),
+        epochs=1,
+        batch_size=128,
+        micro_batch=128,
+        optim=OptimConfig(lr=1.0 if name == "bce" else 0.1),
+        augment=AugmentConfig(crop="none"),
+        loss=LossConfig(name=name, class_weights="balanced"),
+    )
+    result = fit_locally(config)
+    assert result.best["top1"] > 0.5  # of 10 classes
