@@ -18,7 +18,7 @@ class DataConfig:
     """Where the images come from, their order, and how they are loaded."""
 
     source: str = "digits"
-    """Folder, Parquet, tar, list, torchvision:NAME, or URI. A folder of class folders
+    """Folder, Parquet, tar, list, or URI. A folder of class folders
     (ImageFolder), or one written by save_to_disk of Hugging Face datasets; Parquet files,
     WebDataset tar files, or lists of images (CSV, TSV, JSON lines), as a file, folder, glob or URI
     (s3://, gs://, hf://; not for tar files); a classification data set of torchvision, such as

@@ -201,7 +201,7 @@ def test_a_wrong_value_is_told_with_its_flag_and_what_that_takes(line: str, told
         ("--train.epochs", "--epochs"),
         ("--HELP", "--help"),
         ("-help", "--help"),
-        ("--every-steps", "--checkpoint.every-steps or --log.every-steps"),
+        ("--every-steps", "--eval.every-steps, --checkpoint.every-steps or --log.every-steps"),
     ],
 )
 def test_an_unknown_flag_gets_a_suggestion(wrong: str, right: str):
