@@ -17,12 +17,14 @@ if TYPE_CHECKING:
     from raytrain_ddp.config.sections import CheckpointConfig as CheckpointConfig
     from raytrain_ddp.config.sections import ComputeConfig as ComputeConfig
     from raytrain_ddp.config.sections import DdpConfig as DdpConfig
+    from raytrain_ddp.config.sections import EmaConfig as EmaConfig
     from raytrain_ddp.config.sections import EvalConfig as EvalConfig
     from raytrain_ddp.config.sections import LogConfig as LogConfig
     from raytrain_ddp.config.sections import ModelConfig as ModelConfig
     from raytrain_ddp.config.sections import OptimConfig as OptimConfig
     from raytrain_ddp.config.sections import ScalingConfig as ScalingConfig
     from raytrain_ddp.config.sections import ScheduleConfig as ScheduleConfig
+    from raytrain_ddp.config.sections import StopConfig as StopConfig
     from raytrain_ddp.config.train_config import TrainConfig as TrainConfig
     from raytrain_ddp.data.iterable_source import IterableSource as IterableSource
     from raytrain_ddp.data.sample_rng import Draws as Draws
@@ -57,12 +59,14 @@ _HOMES |= dict.fromkeys(
         "CheckpointConfig",
         "ComputeConfig",
         "DdpConfig",
+        "EmaConfig",
         "EvalConfig",
         "LogConfig",
         "ModelConfig",
         "OptimConfig",
         "ScalingConfig",
         "ScheduleConfig",
+        "StopConfig",
     ),
     "config.sections",
 )
