@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from raytrain_ddp.config.sections import CheckpointConfig as CheckpointConfig
     from raytrain_ddp.config.sections import ComputeConfig as ComputeConfig
     from raytrain_ddp.config.sections import DdpConfig as DdpConfig
+    from raytrain_ddp.config.sections import EmaConfig as EmaConfig
     from raytrain_ddp.config.sections import EvalConfig as EvalConfig
     from raytrain_ddp.config.sections import LogConfig as LogConfig
     from raytrain_ddp.config.sections import LossConfig as LossConfig
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
     from raytrain_ddp.config.sections import OptimConfig as OptimConfig
     from raytrain_ddp.config.sections import ScalingConfig as ScalingConfig
     from raytrain_ddp.config.sections import ScheduleConfig as ScheduleConfig
+    from raytrain_ddp.config.sections import StopConfig as StopConfig
     from raytrain_ddp.config.train_config import TrainConfig as TrainConfig
     from raytrain_ddp.data.iterable_source import IterableSource as IterableSource
     from raytrain_ddp.data.sample_rng import Draws as Draws
@@ -58,6 +60,7 @@ _HOMES |= dict.fromkeys(
         "CheckpointConfig",
         "ComputeConfig",
         "DdpConfig",
+        "EmaConfig",
         "EvalConfig",
         "LogConfig",
         "LossConfig",
@@ -65,6 +68,7 @@ _HOMES |= dict.fromkeys(
         "OptimConfig",
         "ScalingConfig",
         "ScheduleConfig",
+        "StopConfig",
     ),
     "config.sections",
 )

@@ -45,7 +45,7 @@ OFFERED = {
     *("ArraySource", "Data", "Draws", "FitResult", "IterableSource", "MapSource", "RaytrainError"),
     *("Source", "Task", "TrainConfig", "fit", "fit_locally"),
     *("AugmentConfig", "CheckpointConfig", "ComputeConfig", "DataConfig", "DdpConfig"),
-    *("EvalConfig",),
+    *("EmaConfig", "EvalConfig", "StopConfig"),
     *("LogConfig", "LossConfig", "ModelConfig", "OptimConfig", "ScalingConfig", "ScheduleConfig"),
 }
 

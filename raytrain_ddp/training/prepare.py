@@ -49,7 +49,7 @@ from raytrain_ddp.training.step_timing import peak_flops_per_s
 from raytrain_ddp.training.stragglers import Stragglers
 from raytrain_ddp.training.task_optimizer import LearningRates, optimizer_of, replaced_fields
 from raytrain_ddp.training.train_state import TrainState, begin_training
-from raytrain_ddp.training.weight_average import WeightAverage
+from raytrain_ddp.training.weight_average import average_of
 from raytrain_ddp.training.world import World, set_up, software_versions
 
 
@@ -88,7 +88,7 @@ def prepare(
     rates = LearningRates(task, optimizer, config, plan.steps_per_epoch)
     scaler = torch.amp.GradScaler(world.device.type, enabled=config.compute.precision == "fp16")
     state = TrainState(model, optimizer, scaler, compress(net, config, scaler, world, clock))
-    state.average = WeightAverage(model, config.ema) if config.ema.decay else None
+    state.average = average_of(model, optimizer, config.ema)
     loader = train_loader(config, data, plan, world)
     guard = make_guard(
         state, partial(handle_nonfinite, config, state, session, loader), world.device

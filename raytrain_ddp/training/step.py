@@ -110,7 +110,8 @@ class Stepper:
                 if is_last and self._world.size > 1:
                     self._clock.after_backward(loss)
                 state.scaler.scale(loss * (spoilt * weight * self._reduction.scale)).backward()
-            self._buffers.add(slot.index, weight, torch.stack([shown, *beside]))
+            losses = torch.stack([shown, *beside]) if beside else shown
+            self._buffers.add(slot.index, weight, losses)
         failpoint("train.after_backward", *place)
         self._reduction.finish()
         loss_share, agreed = self._buffers.agree()

@@ -5,16 +5,17 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
+import json
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from copy import deepcopy
+from numbers import Real
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from raytrain_ddp.checkpoint.snapshot import flatten_state
+from raytrain_ddp.checkpoint.snapshot import flatten_state, unflatten_state
 from raytrain_ddp.config.train_config import TrainConfig
 from raytrain_ddp.errors import CheckpointError, TaskError
 from raytrain_ddp.tasks.task import Task
@@ -115,6 +116,12 @@ def replaced_fields(task: Task, optimizer: Optimizer, config: TrainConfig) -> li
     return fields
 
 
+def averages(optimizer: Optimizer) -> bool:
+    """Whether it trains other weights than those to be evaluated, as schedule-free ones do, and has
+    `train()` and `eval()` to change between them."""
+    return all(callable(getattr(optimizer, name, None)) for name in ("train", "eval"))
+
+
 def load_optimizer(optimizer: Optimizer, saved: Mapping[str, Any]) -> None:
     """Loads a state with its own dtypes; torch would convert moments to those of the weights. Which
     kernels compute is not part of the state.
@@ -166,9 +173,11 @@ def _try_steps(function: Any, optimizer: Optimizer, config: TrainConfig) -> None
     parameters = [each for group in optimizer.param_groups for each in group["params"]]
     trained = [each for each in parameters if each.requires_grad]
     homes = [each.data for each in parameters]
-    initial = [each.clone() for each in homes]
+    initial, blank = _copies(homes), _stored(optimizer)
     rates = [group["lr"] for group in optimizer.param_groups]
-    blank = deepcopy(optimizer.state_dict())
+
+    if averages(optimizer):
+        optimizer.train()  # type: ignore[attr-defined]
 
     def step(number: int) -> None:
         seed_slot(parameters[0].device, config.seed, number, config.slots)
@@ -179,11 +188,9 @@ def _try_steps(function: Any, optimizer: Optimizer, config: TrainConfig) -> None
     with keeping_generators(parameters[0].device):
         try:
             step(0)
-            middle = deepcopy(optimizer.state_dict())
-            weights = [each.detach().clone() for each in parameters]
+            middle, weights = _stored(optimizer), _copies(parameters)
             step(1)
-            gone_on = [each.detach().clone() for each in parameters]
-            flatten_state(middle)
+            gone_on = _copies(parameters)
             with torch.no_grad():
                 for parameter, value in zip(parameters, weights, strict=True):
                     parameter.copy_(value)
@@ -195,10 +202,12 @@ def _try_steps(function: Any, optimizer: Optimizer, config: TrainConfig) -> None
             if isinstance(error, CheckpointError):
                 problem = f"has a state that cannot be stored: {said}"
             raise _unfit(function, optimizer, problem.rstrip(".")) from error
-    if not all(map(_same_bits, parameters, gone_on)):
+    if not all(map(_same_bits, _copies(parameters), gone_on)):
         problem = "keeps state outside its state_dict(), so a resumed run would take other steps"
         raise _unfit(function, optimizer, problem)
     load_optimizer(optimizer, blank)
+    if averages(optimizer):
+        optimizer.train()  # type: ignore[attr-defined]
     optimizer.zero_grad(set_to_none=True)
     for parameter, home, value in zip(parameters, homes, initial, strict=True):
         parameter.data = home.copy_(value)
@@ -206,8 +215,20 @@ def _try_steps(function: Any, optimizer: Optimizer, config: TrainConfig) -> None
         group["lr"] = rate
 
 
+def _copies(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """On the CPU, as a GPU may have no room for them."""
+    return [each.detach().to("cpu", copy=True) for each in tensors]
+
+
+def _stored(optimizer: Optimizer) -> Any:
+    """Its state as a checkpoint returns it."""
+    tensors, rest = flatten_state(optimizer.state_dict())
+    copies = dict(zip(tensors, _copies([*tensors.values()]), strict=True))
+    return unflatten_state(copies, json.loads(json.dumps(rest)))
+
+
 def _same_bits(one: Tensor, other: Tensor) -> bool:
-    return torch.equal(one.detach().nan_to_num(), other.nan_to_num())
+    return torch.equal(one.nan_to_num(), other.nan_to_num())
 
 
 class LearningRates:
@@ -255,7 +276,7 @@ class LearningRates:
         given = schedule(step)
         groups = len(self._peaks)
         factors = list(given) if isinstance(given, Sequence) else [given] * groups
-        numbers = [each for each in factors if isinstance(each, int | float)]
+        numbers = [float(each) for each in factors if isinstance(each, Real)]
         fit = all(math.isfinite(each) and each >= 0 for each in numbers)
         if not fit or len(numbers) != len(factors) or len(factors) != groups:
             what = f"returned {given!r} for step {step}"
@@ -263,4 +284,4 @@ class LearningRates:
             raise TaskError(
                 f"{place_of(schedule)}: {what}; expected a finite factor of 0 or more{several}."
             )
-        return [float(each) for each in factors]
+        return numbers

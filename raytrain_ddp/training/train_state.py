@@ -29,7 +29,7 @@ from raytrain_ddp.training.gradient_compression import Compression
 from raytrain_ddp.training.param_groups import regroup
 from raytrain_ddp.training.session import Snapshot
 from raytrain_ddp.training.task_optimizer import load_optimizer
-from raytrain_ddp.training.weight_average import WeightAverage
+from raytrain_ddp.training.weight_average import Average
 
 _PIECE = 500  # log records per chunk
 _COMPRESSION, _TRAINED = "compression", "trained"  # stems of files, if they exist
@@ -43,7 +43,7 @@ class TrainState:
     optimizer: torch.optim.Optimizer
     scaler: torch.amp.GradScaler
     compression: Compression = field(default_factory=Compression)
-    average: WeightAverage | None = None
+    average: Average | None = None
     step: int = 0
     best: float | None = None
     best_step: int = 0

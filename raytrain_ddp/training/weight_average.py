@@ -1,16 +1,89 @@
-"""An exponential moving average of the model, which is evaluated and exported in its place."""
+"""Averaged weights, which are evaluated and exported in place of those that are trained."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from raytrain_ddp.config.sections import EmaConfig
+from raytrain_ddp.config.validation import require
 from raytrain_ddp.errors import ConfigError
 from raytrain_ddp.training.buffer_sync import BufferLocation, buffers_of
+from raytrain_ddp.training.task_optimizer import averages
+
+
+class Average(Protocol):
+    """Weights that differ from the trained ones, in the same model.
+
+    Attributes:
+        values: its tensors, if they are state of their own, by name; equal on all ranks.
+    """
+
+    values: dict[str, Tensor]
+
+    def restart(self) -> None:
+        """Makes the average that of the model as it is."""
+
+    def follow(self, refused: Tensor, step: int) -> None:
+        """Follows `step` (from 1), unless it was refused; a GPU is not waited for."""
+
+    def in_place(self) -> AbstractContextManager[None]:
+        """The model has the averaged weights; afterward, its own again, to the bit."""
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """The averaged weights, by all names of the model's `state_dict()`."""
+
+
+def average_of(model: nn.Module, optimizer: Optimizer, config: EmaConfig) -> Average | None:
+    """What is evaluated in place of the model's weights, if anything.
+
+    Raises:
+        ConfigError: there would be two averages, or a trained weight has too few bits.
+    """
+    if not averages(optimizer):
+        return WeightAverage(model, config) if config.decay else None
+    rule = f"the {type(optimizer).__name__} averages the weights itself: remove it"
+    require(not config.decay, "ema.decay", config.decay, rule)
+    return OptimizerAverage(model, optimizer)
+
+
+class OptimizerAverage:
+    """That of an optimizer with `train()` and `eval()`, such as schedule-free ones; it is computed
+    from the weights and the optimizer's state."""
+
+    def __init__(self, model: nn.Module, optimizer: Any) -> None:
+        self._model, self._optimizer = model, optimizer
+        self.values: dict[str, Tensor] = {}
+
+    def restart(self) -> None:
+        pass
+
+    def follow(self, refused: Tensor, step: int) -> None:
+        pass
+
+    @contextmanager
+    def in_place(self) -> Iterator[None]:
+        groups = self._optimizer.param_groups
+        parameters = [parameter.data for group in groups for parameter in group["params"]]
+        own = [parameter.clone() for parameter in parameters]
+        self._optimizer.eval()
+        try:
+            yield
+        finally:
+            self._optimizer.train()
+            torch._foreach_copy_(parameters, own)  # train() would round
+            pairs = zip((p for group in groups for p in group["params"]), parameters, strict=True)
+            for parameter, data in pairs:
+                parameter.data = data
+
+    def state_dict(self) -> dict[str, Tensor]:
+        with self.in_place():
+            return {name: tensor.clone() for name, tensor in self._model.state_dict().items()}
 
 
 class WeightAverage:

@@ -519,3 +519,15 @@ def test_the_axis_of_an_accuracy_has_its_first_point_too():
     axis = _room([0.4306, 0.88, 0.95, *[0.99] * 9, 1.0], floor=True)
     assert axis.at(0.4306) >= 0
     assert axis.high == 1
+
+
+def test_scalars_beside_the_loss_have_a_panel_each(tmp_path: Path):
+    values = [{"kl": 1.0 / step, NASTY: math.nan if step == 3 else 2.0} for step in range(1, 9)]
+    records = [train(n, float(n), scalars=each) for n, each in enumerate(values, 1)]
+    records.append(train(9, 9.0))  # of a version without scalars
+    page = page_of(write(tmp_path / "told", records, [plan("2026-11-20T20:00:00Z", 0, 2)]))
+    assert "kl (training)" in page
+    assert "kl (training) 0.125" in "\n".join(text for _, text in hovers(page))
+    assert "&lt;script&gt;alert(1)" in page
+    assert NASTY not in page
+    _Seen(page)

@@ -116,8 +116,15 @@ EMPTY = Data(ArraySource({"x": tiny_arrays(1, 0)["x"][:0]}), lambda r, _: r)
 WRONG: list[tuple[str, dict[str, Any], str, int]] = [
     ("float", {"loss": loss_of(lambda x: x.item())}, "in .*loss: returned a float, 1", 1),
     ("vector", {"loss": loss_of(lambda x: x.expand(3))}, r"shape \(3,\), float32.*mean over", 1),
-    ("dict", {"loss": loss_of(lambda x: {"loss": x})}, "a dict.*Return only the loss", 1),
-    ("tuple", {"loss": loss_of(lambda x: (x, 1))}, "a tuple.*Return only the loss", 1),
+    ("dict", {"loss": loss_of(lambda x: {"loss": x})}, "a dict.*Return the loss, or", 1),
+    ("tuple", {"loss": loss_of(lambda x: (x, 1))}, "a tuple.*Return the loss, or", 1),
+    (
+        "optimizer",
+        {"optimizer": lambda self, model: torch.optim.LBFGS(model.parameters())},
+        "the LBFGS needs a closure",
+        1,
+    ),
+    ("schedule", {"schedule": lambda self, step: float("nan")}, "returned nan for step 0", 1),
     ("none", {"loss": loss_of(lambda x: None)}, "returned None; expected a floating", 1),
     ("detached", {"loss": loss_of(lambda x: x.detach())}, "depends on the model.*detached", 1),
     ("integer", {"loss": loss_of(lambda x: x.detach().long())}, r"shape \(\), int64", 1),

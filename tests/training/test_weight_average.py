@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -32,7 +32,7 @@ from raytrain_ddp.checkpoint.snapshot import decode_tensors
 from raytrain_ddp.config.sections import CheckpointConfig, EmaConfig, EvalConfig, OptimConfig
 from raytrain_ddp.config.train_config import TrainConfig
 from raytrain_ddp.errors import ConfigError
-from raytrain_ddp.training.weight_average import WeightAverage
+from raytrain_ddp.training.weight_average import WeightAverage, average_of
 
 FILES = ("model.safetensors", "trained.safetensors", "optimizer.safetensors")
 EMA = EmaConfig(decay=0.9)
@@ -192,6 +192,80 @@ def test_an_averaged_run_is_stopped_killed_and_if_exact_resized_with_the_same_bi
     assert hashes(config) == hashes(whole)
     assert log_of(config) == log_of(whole)
     assert newest(config).read("state.json") == newest(whole).read("state.json")
+
+
+class ScheduleFree(torch.optim.Optimizer):
+    """SGD as in the schedulefree package (arXiv:2405.15682): it trains y, and x is to be used."""
+
+    def __init__(self, params: Any, lr: float, beta: float = 0.9) -> None:
+        super().__init__(params, {"lr": lr, "beta": beta, "k": 0, "train_mode": False})
+
+    def train(self) -> None:
+        self._swap(True, lambda beta: 1 - beta)
+
+    def eval(self) -> None:
+        self._swap(False, lambda beta: 1 - 1 / beta)
+
+    @torch.no_grad()
+    def _swap(self, train: bool, weight: Callable[[float], float]) -> None:
+        for group in self.param_groups:
+            for p in group["params"] if group["train_mode"] != train else []:
+                if "z" in self.state[p]:
+                    p.lerp_(self.state[p]["z"], weight(group["beta"]))
+            group["train_mode"] = train
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            assert group["train_mode"], "call train()"
+            group["k"] += 1
+            share = 1 / group["k"]
+            for p in group["params"]:
+                z = self.state[p].setdefault("z", p.clone())
+                p.lerp_(z, share)
+                p.add_(p.grad, alpha=group["lr"] * (group["beta"] * (1 - share) - 1))
+                z.sub_(p.grad, alpha=group["lr"])
+
+
+class Free(TinyTask):
+    def optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
+        return ScheduleFree(model.parameters(), lr=0.05)
+
+
+def test_a_schedule_free_optimizer_trains_other_weights_than_it_evaluates_and_stores(
+    workers: Group, tmp_path: Path
+):
+    often = CheckpointConfig(every_steps=4, every_s=0.0)
+    whole = tiny_config(tmp_path, "whole", epochs=2, checkpoint=often)
+    ran = workers(3, run_tiny, plain(whole), None, 0, 0, None, Free)
+    config = tiny_config(tmp_path, "disturbed", epochs=2, checkpoint=often)
+    workers(3, run_tiny, plain(config), None, 10, 0, None, Free)
+    *_, last = workers.outcomes(3, run_tiny, plain(config), None, 0, 15, None, Free)
+    assert last == Died(9)
+    workers(3, run_tiny, plain(config), None, 0, 0, None, Free)
+    assert hashes(config) == hashes(whole)
+    assert log_of(config) == log_of(whole)
+    assert len({worker.digest for worker in ran}) == 1
+
+    state = decode_tensors(newest(whole).read("optimizer.safetensors"))
+    averaged, y = weights(whole), trained(whole)
+    for number, name in enumerate(dict(TinyNet().named_parameters())):
+        expected = y[name].lerp(state[f"state/{number}/z"], 1 - 1 / 0.9)
+        torch.testing.assert_close(averaged[name], expected)
+    assert not torch.equal(averaged["head.weight"], y["head.weight"])
+    model = TinyNet().eval()
+    model.load_state_dict(averaged)
+    arrays = {name: torch.from_numpy(array) for name, array in tiny_arrays(EVAL_ROWS, 1).items()}
+    loss = cross_entropy(model(arrays["x"]), arrays["y"]).item()
+    (*_, final) = [record for record in log_of(whole) if record["kind"] == "eval"]
+    assert final["metrics"]["loss"] == pytest.approx(loss, rel=1e-5)
+
+
+def test_two_averages_are_refused():
+    model = TinyNet()
+    with pytest.raises(ConfigError, match=r"ema\.decay = 0\.9: the ScheduleFree averages"):
+        average_of(model, ScheduleFree(model.parameters(), lr=0.1), EMA)
+    assert average_of(model, torch.optim.SGD(model.parameters()), EmaConfig()) is None
 
 
 def test_a_checkpoint_without_an_average_begins_one_and_one_with_it_is_continued_without(
