@@ -3,8 +3,7 @@
     python -m raytrain_ddp.fit --task examples/char_lm.py:CharLM --optim.name adamw \
         --optim.lr 0.001 --batch-size 32 --epochs 2 --task-options text "src/**/*.py"
 
-The last tenth of the text is evaluated on, as in nanoGPT (A. Karpathy), whose sizes "baby GPT" are
-the defaults here; `loss` is in nats per character. `text` is a file, a folder, a glob or a URI.
+As in nanoGPT (A. Karpathy), the last tenth of the text is evaluated on, in nats per character.
 """
 
 from __future__ import annotations
@@ -47,8 +46,13 @@ class CharLM(Task):
     unit = "windows"
 
     def __init__(
-        self, config: TrainConfig, text: str, length: str = "256", width: str = "384", depth: str = "6"
-    ) -> None:  # fmt: skip
+        self,
+        config: TrainConfig,
+        text: str,
+        length: str = "256",
+        width: str = "384",
+        depth: str = "6",
+    ) -> None:
         self._sizes = int(length), int(width), int(depth)
         self._train = TextSource(text, int(length), part=(0.0, 0.9))
         self._eval = TextSource(text, int(length), part=(0.9, 1.0))
