@@ -162,6 +162,7 @@ def job_environment(folder: Path) -> dict[str, str]:
         "PYTHONPATH": str(HERE),
         "HF_HOME": str(folder / "hf-home"),
         "HF_HUB_OFFLINE": "1",
+        "XDG_CACHE_HOME": str(folder / "cache-home"),  # of tar files' indices
         "LITDATA_DISABLE_VERSION_CHECK": "1",
     }
 

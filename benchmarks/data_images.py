@@ -134,6 +134,11 @@ def webdataset(images: Path, place: Path) -> None:
                     tar.addfile(entry, io.BytesIO(content))
 
 
+def list_of_paths(images: Path, place: Path) -> None:
+    rows = [f"../images/class_{label}/{name},{label}" for name, _, label in records(images)]
+    (place / "list.csv").write_text("\n".join(["image,label", *rows]) + "\n")
+
+
 def mds(images: Path, place: Path) -> None:
     from streaming import MDSWriter
 
@@ -174,6 +179,7 @@ FORMS: dict[str, Callable[[Path, Path], None]] = {
     "parquet-hf": as_datasets_writes,
     "parquet": as_converted,
     "webdataset": webdataset,
+    "list": list_of_paths,
     "mds": mds,
     "litdata": litdata,
     "arrow": arrow,

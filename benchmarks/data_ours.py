@@ -41,7 +41,7 @@ def train_loader(
     config = DataConfig(
         source=str(folder / form),
         image_size=SIZE,
-        shuffle="full" if form == "images" else "block",
+        shuffle="full" if form in ("images", "list") else "block",
     )
     found = locate(config).train
     source = open_images(replace(found, paths=found.paths * listed), config)
@@ -120,6 +120,9 @@ OURS = {
     ),
     "ours-folder-1": contender("ours, ImageFolder, 1 thread", "images", 1, "limit-1"),
     "ours-folder": contender("ours, ImageFolder, 2 threads", "images", 2, "limit-2"),
+    "ours-list": contender("ours, list of paths, 2 threads", "list", 2, "limit-2"),
+    "ours-tar": contender("ours, WebDataset tar files, 2 threads", "webdataset", 2, "limit-2"),
+    "ours-arrow": contender("ours, save_to_disk, 2 threads", "arrow/train", 2, "limit-2"),
     "ours-hf": contender("ours, datasets' Parquet, 2 threads", "parquet-hf", 2, "limit-2"),
     "ours-1": contender("ours, converted Parquet, 1 thread", "parquet", 1, "limit-1"),
     "ours-2": contender("ours, converted Parquet, 2 threads", "parquet", 2, "limit-2"),

@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from raytrain_ddp.data.sources import Data as Data
     from raytrain_ddp.data.sources import MapSource as MapSource
     from raytrain_ddp.data.sources import Source as Source
+    from raytrain_ddp.data.text_source import TextSource as TextSource
     from raytrain_ddp.driver.fit_driver import fit as fit
     from raytrain_ddp.driver.fit_driver import fit_locally as fit_locally
     from raytrain_ddp.errors import RaytrainError as RaytrainError
@@ -51,6 +52,7 @@ _HOMES = {
     "RaytrainError": "errors",
     "Source": "data.sources",
     "Task": "tasks.task",
+    "TextSource": "data.text_source",
     "TrainConfig": "config.train_config",
     "fit": "driver.fit_driver",
     "fit_locally": "driver.fit_driver",

@@ -43,7 +43,7 @@ MOST_LINES_OF_TRAIN = 45
 
 OFFERED = {
     *("ArraySource", "Data", "Draws", "FitResult", "IterableSource", "MapSource", "RaytrainError"),
-    *("Source", "Task", "TrainConfig", "fit", "fit_locally"),
+    *("Source", "Task", "TextSource", "TrainConfig", "fit", "fit_locally"),
     *("AugmentConfig", "CheckpointConfig", "ComputeConfig", "DataConfig", "DdpConfig"),
     *("EmaConfig", "EvalConfig", "StopConfig"),
     *("LogConfig", "LossConfig", "ModelConfig", "OptimConfig", "ScalingConfig", "ScheduleConfig"),

@@ -14,7 +14,7 @@ from raytrain_ddp.errors import DataError
 
 _README = "README.md"
 _RULE = "---"
-_SPLITS, _STATE = "dataset_dict.json", "state.json"  # of save_to_disk
+_SPLITS, _STATE, _INFO = "dataset_dict.json", "state.json", "dataset_info.json"  # of save_to_disk
 
 
 @dataclass(frozen=True)
@@ -87,7 +87,7 @@ def saved_to_disk(listing: FileListing) -> dict[str, list[str]] | None:
     Raises:
         DataError: a file of it is missing or damaged, or it lies in a subfolder.
     """
-    if _STATE in listing.files:
+    if {_STATE, _INFO} <= {*listing.files}:
         return {"": _data_files(listing, "")}
     if _SPLITS in listing.files:
         names = _json(listing, _SPLITS, "splits")

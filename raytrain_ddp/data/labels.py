@@ -177,7 +177,6 @@ def numbers_in(classes: Sequence[str], own: Sequence[str], where: str) -> list[i
         shown = ", ".join(map(repr, unknown[:_CLASSES_SHOWN]))
         raise UnknownClassError(
             f"{where}: {shown}{', ...' * (len(unknown) > _CLASSES_SHOWN)} is not a class of the "
-            f"training set. This split has {some_names(own)}; the training set has "
-            f"{some_names(classes)}."
+            f"run, which has {some_names(classes)}. This split has {some_names(own)}."
         )
     return [numbers[name] for name in own]

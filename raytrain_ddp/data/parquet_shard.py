@@ -62,6 +62,8 @@ def open_parquet(at: Opened, columns: Columns) -> ParquetShard:
         footer = _read_footer(source, size)
     file = _parsed(footer)
     leaves, path_column, kind = check_columns(at.name, file.schema_arrow, columns)
+    if path_column == columns.image:
+        at = at.below(columns.root)
     places = {file.metadata.schema.column(i).path: i for i in range(file.metadata.num_columns)}
     groups = tuple(
         _row_group(file.metadata.row_group(i), places, leaves, columns.label, kind)

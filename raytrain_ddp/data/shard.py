@@ -7,7 +7,7 @@ import time
 from abc import ABC, abstractmethod
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate
 from pathlib import PurePosixPath
 from typing import Any, NamedTuple, TypeVar
@@ -29,7 +29,7 @@ class Columns(NamedTuple):
     """What is read from each file, see `DataConfig`.
 
     Args:
-        root: folder of the images whose paths are given; None: that of the file.
+        root: folder of the images that a list names; None: that of the list.
     """
 
     image: str
@@ -70,11 +70,17 @@ class Opened:
     image_fs: Any
     image_root: str
 
+    def below(self, root: str | None) -> Opened:
+        """With the images of a list in the folder `root`; None: in that of the list."""
+        if root is None:
+            return self
+        fs, folder = open_uri(root)
+        return replace(self, image_fs=fs, image_root=os.path.expanduser(folder))
 
-def opened_at(uri: str, name: str, root: str | None) -> Opened:
+
+def opened_at(uri: str, name: str) -> Opened:
     fs, path = open_uri(uri)
-    image_fs, image_root = (fs, os.path.dirname(path)) if root is None else open_uri(root)
-    return Opened(uri, name, fs, path, image_fs, os.path.expanduser(image_root))
+    return Opened(uri, name, fs, path, fs, os.path.dirname(path))
 
 
 @dataclass(frozen=True)

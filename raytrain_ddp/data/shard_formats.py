@@ -49,9 +49,7 @@ def open_shard(uri: str, columns: Columns) -> Shard:
     """
     name = without_secrets(uri)
     form = format_of(name) or PARQUET
-    outcome = with_retries(
-        lambda: form.open(opened_at(uri, name, columns.root), columns), "://" not in uri
-    )
+    outcome = with_retries(lambda: form.open(opened_at(uri, name), columns), "://" not in uri)
     if isinstance(outcome, RaytrainError):
         raise outcome
     if isinstance(outcome, FileNotFoundError):

@@ -161,6 +161,11 @@ class ShardImages:
         return digest.hexdigest()
 
     @property
+    def uses_root(self) -> bool:
+        """Whether some of the files are lists of images."""
+        return any(map(self._has_paths_only, self._shards))
+
+    @property
     def image_root(self) -> str:
         """The folder that the paths of images start from."""
         return str(self._shards[0].at.image_root)

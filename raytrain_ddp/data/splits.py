@@ -144,7 +144,7 @@ def open_splits(config: DataConfig, found: Found | None = None) -> Splits:
         train: ImageSource = open_images(found.train, config, config.classes)
     except UnknownClassError as error:
         raise DataError(
-            f"{error} The config lists the classes (data.classes): remove it for other data."
+            f"{error} The classes of the run are those of data.classes: correct or remove it."
         ) from None
     classes = train.class_names
     if len(classes) < 2:
@@ -154,6 +154,8 @@ def open_splits(config: DataConfig, found: Found | None = None) -> Splits:
             f"or labels for at least 2 classes.{unread}"
         )
     notes = [*found.notes, *_notes_of(train, "the training set")]
+    if config.root not in (None, TORCHVISION_ROOT) and not getattr(train, "uses_root", False):
+        notes.append("data.root is not used for the training set, which is no list of images.")
     if config.holdout:
         held = _held(train, config)
         from_told = f"{config.holdout:.3g} of the training set (data.holdout)"

@@ -71,6 +71,7 @@ def open_list(at: Opened, columns: Columns) -> TableShard:
         labels = label_range(part[columns.label].to_pylist(), kind)
         groups.append(RowGroup(part.num_rows, kept, part.nbytes, 0, labels))
     digest = sha256(content).hexdigest()
+    at = at.below(columns.root)
     return TableShard(at, len(content), digest, tuple(groups), kind, None, path_column, table)
 
 

@@ -39,6 +39,8 @@ class TorchvisionImages:
             are not classes.
     """
 
+    uses_root = True
+
     def __init__(
         self,
         name: str,

@@ -508,7 +508,7 @@ def test_splits_of_different_classes_are_refused(tmp_path: Path):
         for name in names:
             (tmp_path / "src" / split / name).mkdir(parents=True)
             (tmp_path / "src" / split / name / "0.jpg").write_bytes(encoded(picture(0)))
-    with pytest.raises(DataError, match=r"val: 'c' is not a class of the training set"):
+    with pytest.raises(DataError, match=r"val: 'c' is not a class of the run, which has"):
         run_convert(tmp_path / "src", tmp_path / "out")
 
 

@@ -150,7 +150,7 @@ def test_both_splits_are_mapped_by_name_whatever_their_order_and_absent_classes(
     assert labels_of(splits.eval) == [1, 1]
     assert lines(splits)["evaluation"].startswith("2 images of 1 of the 3 classes: ")
     with_class_names(tmp_path / "test.parquet", ["ape", "eel"], [0, 0])
-    with pytest.raises(DataError, match="'eel' is not a class of the training set"):
+    with pytest.raises(DataError, match="'eel' is not a class of the run, which has"):
         splits_of(tmp_path)
 
 
@@ -195,7 +195,7 @@ def test_the_classes_can_be_named_and_are_used_or_refused(tmp_path: Path):
     splits = splits_of(tmp_path, classes=("bat", "ape", "cat"))
     assert splits.class_names == ["bat", "ape", "cat"]
     assert labels_of(splits.train) == [1, 0, 0]
-    with pytest.raises(DataError, match=r"'ape' is not a class .*data\.classes"):
+    with pytest.raises(DataError, match=r"'ape' is not a class of the run, .*data\.classes"):
         splits_of(tmp_path, classes=("bat", "cat"))
     for wrong in (("a",), ("a", "a")):
         with pytest.raises(ConfigError, match=r"data\.classes"):

@@ -11,7 +11,7 @@ import fsspec
 import numpy as np
 import pandas as pd
 import pytest
-from parquet_files import png
+from parquet_files import hugging_face, png, write_parquet
 from split_checks import labels_of, lines, splits_of
 
 from raytrain_ddp.config.input_sections import DataConfig
@@ -139,6 +139,20 @@ def test_splits_are_found_by_the_names_of_lists_as_those_of_parquet(tmp_path: Pa
         DataError, match=r"val\.csv, row 2: label 2 is not .*0 to 1|'2' is not|2 is not"
     ):
         splits_of(tmp_path / "lists", root=root).summary()
+
+
+def test_a_root_is_for_lists_only(tmp_path: Path):
+    """Runs of earlier versions have root = "data" in their config."""
+    images = pictures(tmp_path / "set")
+    column = hugging_face([None] * ROWS, images)
+    write_parquet(tmp_path / "set/x.parquet", {"image": column, "label": LABELS["integers"]})
+    for root, notes in (("data", 0), (str(tmp_path), 1)):
+        opened = splits_of(tmp_path / "set/x.parquet", root=root)
+        assert opened.train.read(np.arange(1)) == [(png(0), 2)]
+        assert sum("data.root is not used" in note for note in opened.notes) == notes
+    listed(tmp_path / "set/y.csv", images, LABELS["integers"])
+    opened = splits_of(tmp_path / "set/y.csv", root=str(tmp_path / "set"))
+    assert not any("data.root" in note for note in opened.notes)
 
 
 def test_what_lies_beside_is_named_as_unused(tmp_path: Path):

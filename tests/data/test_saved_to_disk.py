@@ -163,6 +163,14 @@ def test_a_broken_saved_data_set_is_named_with_its_file(kind: str, tmp_path: Pat
     assert name in str(caught.value)
 
 
+def test_a_state_of_something_else_beside_images_is_left_alone(tmp_path: Path):
+    for name in ("a", "b"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "0.png").write_bytes(png(0))
+    (tmp_path / "state.json").write_text("{}")
+    assert splits_of(tmp_path).class_names == ["a", "b"]
+
+
 def test_a_split_without_its_state_is_named(tmp_path: Path):
     datasets.DatasetDict(train=rows(range(3)), test=rows(range(3))).save_to_disk(tmp_path / "x")
     (tmp_path / "x/test/state.json").unlink()
@@ -192,3 +200,19 @@ def test_the_fingerprint_is_of_the_content(tmp_path: Path):
         rows(ids).save_to_disk(tmp_path / name)
         prints.append(splits_of(tmp_path / name).train.fingerprint())
     assert prints[0] == prints[1] != prints[2]
+
+
+def test_the_arrow_files_of_the_cache_of_datasets_are_read_by_their_splits(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
+    files = {}
+    for split, ids in (("train", range(9)), ("test", range(3))):
+        rows(ids).to_parquet(tmp_path / f"{split}.parquet")
+        files[split] = str(tmp_path / f"{split}.parquet")
+    datasets.load_dataset("parquet", data_files=files, cache_dir=str(tmp_path / "cache"))
+    (folder,) = {path.parent for path in (tmp_path / "cache").rglob("*.arrow")}
+    opened = splits_of(folder)
+    assert opened.class_names == CLASSES
+    assert [image for image, _ in opened.train.read(np.arange(9))] == list(map(png, range(9)))
+    assert opened.eval_from == "the test split of data.source"
