@@ -94,6 +94,16 @@ _OF_IMAGES = [
         "data in an object store",
         lambda c: any("://" in source for source in _sources(c)),
     ),
+    _Rule(
+        "data.eval_crop",
+        "data.image_size or data.eval_size",
+        lambda c: c.data.image_size + c.data.eval_size > 0,
+    ),
+    _Rule(
+        "data.interpolation",
+        "data.image_size, data.eval_size or augment.crop = random",
+        lambda c: c.data.image_size + c.data.eval_size > 0 or c.augment.crop == "random",
+    ),
     _Rule("augment.scale", "augment.crop = random", lambda c: c.augment.crop == "random"),
     _Rule(
         "augment.operations augment.magnitude",

@@ -51,6 +51,12 @@ class DataConfig:
     image_size: int = 0
     """Side of the square images, in pixels. 0: as stored; all images must then have the same
     size."""
+    eval_size: int = 0
+    """Side of the images in evaluation, in pixels. 0: as image_size."""
+    eval_crop: float = 0.875
+    """Share of the shorter side that evaluation keeps, in the center, such as 224 of 256 pixels."""
+    interpolation: Literal["bilinear", "bicubic"] = "bilinear"
+    """How images are resized, with antialiasing."""
     mean: tuple[float, float, float] = (0.485, 0.456, 0.406)
     """Mean of each channel (RGB, scale 0 to 1), subtracted on the device."""
     std: tuple[float, float, float] = (0.229, 0.224, 0.225)
@@ -87,7 +93,9 @@ class DataConfig:
     """Memory limit for micro-batches prepared ahead, in MiB per worker."""
 
     def __post_init__(self) -> None:
-        at_least(0, "data", self, "image_size", "max_bad", "cache_gib")
+        crop_ok = 0 < self.eval_crop <= 1
+        require(crop_ok, "data.eval_crop", self.eval_crop, "must be above 0 and at most 1")
+        at_least(0, "data", self, "image_size", "eval_size", "max_bad", "cache_gib")
         at_least(1, "data", self, "prefetch", "prefetch_mib", "memory_mib")
         window_ok = self.shuffle_window == "auto" or self.shuffle_window >= 1
         require(window_ok, "data.shuffle_window", self.shuffle_window, "must be auto, or 1 or more")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import Literal
 
 import numpy as np
 import torch
@@ -16,7 +17,9 @@ from raytrain_ddp.data.decoding import EncodedImage, shrink_for
 _TRIES = 10
 _ASPECT = 4 / 3  # of a random crop: 3/4 to 4/3
 _LONGEST = 8  # maximum ratio of the sides
-_EVAL_SHARE = 0.875  # of the shorter side: the usual 224 of 256 pixels
+CENTRE_SHARE = 0.875
+"""Of the shorter side: the usual 224 of 256 pixels."""
+Mode = Literal["bilinear", "bicubic"]
 
 
 def crop_draws(augment: AugmentConfig) -> int:
@@ -30,6 +33,8 @@ def place_image(
     augment: AugmentConfig,
     draws: Sequence[float],
     jpeg_scaling: bool,
+    mode: Mode = "bilinear",
+    share: float = CENTRE_SHARE,
 ) -> None:
     """Decodes, crops and resizes into `out`, uint8 (1, 3, height, width), channels last.
 
@@ -37,14 +42,15 @@ def place_image(
 
     Args:
         draws: `crop_draws(augment)` uniform numbers in [0, 1).
+        mode: how it is resized. share: of the shorter side, if its center is kept.
 
     Raises:
         ValueError, OSError: the image is damaged.
     """
     if augment.crop == "random":
-        random_into(out, picture, augment.scale, draws, jpeg_scaling)
+        random_into(out, picture, augment.scale, draws, jpeg_scaling, mode)
         return
-    centre_into(out, picture, jpeg_scaling)
+    centre_into(out, picture, jpeg_scaling, mode, share)
     if augment.crop == "shift":
         out.copy_(shifted(out, draws))
 
@@ -55,6 +61,7 @@ def random_into(
     scale: tuple[float, float],
     draws: Sequence[float],
     jpeg_scaling: bool,
+    mode: Mode = "bilinear",
 ) -> None:
     """A random part of the image, resized to the size of `out`."""
     top, left, height, width = random_box(picture.height, picture.width, scale, draws)
@@ -66,7 +73,7 @@ def random_into(
     by = shrink if jpeg_scaling and picture.jpeg else 1
     image = to_tensor(picture.pixels(by))
     part = image[:, :, top // by : -(-(top + height) // by), left // by : -(-(left + width) // by)]
-    resize_into(out, part, height / by, width / by)
+    resize_into(out, part, height / by, width / by, mode)
 
 
 def random_box(
@@ -92,8 +99,14 @@ def random_box(
     return (height - h) // 2, (width - w) // 2, h, w
 
 
-def centre_into(out: Tensor, picture: EncodedImage, jpeg_scaling: bool) -> None:
-    """Resizes the shorter side to size / 0.875 and crops the center; skipped for exact sizes."""
+def centre_into(
+    out: Tensor,
+    picture: EncodedImage,
+    jpeg_scaling: bool,
+    mode: Mode = "bilinear",
+    share: float = CENTRE_SHARE,
+) -> None:
+    """Resizes the shorter side to size / share and crops the center; skipped for exact sizes."""
     height, width = picture.height, picture.width
     if (height, width) == tuple(out.shape[-2:]):
         out.copy_(to_tensor(picture.pixels()))
@@ -106,11 +119,11 @@ def centre_into(out: Tensor, picture: EncodedImage, jpeg_scaling: bool) -> None:
         middle = pixels[top : top + longest, left : left + longest]
         picture = EncodedImage.of_pixels(np.ascontiguousarray(middle))
         height, width = picture.height, picture.width
-    factor = size / _EVAL_SHARE / min(height, width)
+    factor = size / share / min(height, width)
     h, w = max(size, round(height * factor)), max(size, round(width * factor))
     shrink = shrink_for((height, width), (h, w)) if jpeg_scaling and picture.jpeg else 1
     whole = torch.empty((1, 3, h, w), dtype=torch.uint8, memory_format=torch.channels_last)
-    resize_into(whole, to_tensor(picture.pixels(shrink)), height / shrink, width / shrink)
+    resize_into(whole, to_tensor(picture.pixels(shrink)), height / shrink, width / shrink, mode)
     top, left = (h - size) // 2, (w - size) // 2
     out.copy_(whole[:, :, top : top + size, left : left + size])
 
@@ -129,8 +142,10 @@ def shift_of(width: int, draws: Sequence[float]) -> tuple[int, int, int]:
     return margin, int(draws[0] * (2 * margin + 1)), int(draws[1] * (2 * margin + 1))
 
 
-def resize_into(out: Tensor, image: Tensor, height: float, width: float) -> None:
-    """Bilinear with antialiasing, uint8: `interpolate` without its copies, in half the time.
+def resize_into(
+    out: Tensor, image: Tensor, height: float, width: float, mode: Mode = "bilinear"
+) -> None:
+    """Resizes uint8 with antialiasing: `interpolate` without its copies, in half the time.
 
     Args:
         height, width: of the region that fills `out`; less than the image's by under a pixel.
@@ -138,7 +153,9 @@ def resize_into(out: Tensor, image: Tensor, height: float, width: float) -> None
     size = list(out.shape[-2:])
     exact = (height, width) == tuple(image.shape[-2:])
     scales = (None, None) if exact else (size[0] / height, size[1] / width)
-    torch.ops.aten._upsample_bilinear2d_aa.out(image, size, False, *scales, out=out)
+    aten = torch.ops.aten
+    by = aten._upsample_bicubic2d_aa if mode == "bicubic" else aten._upsample_bilinear2d_aa
+    by.out(image, size, False, *scales, out=out)
 
 
 def to_tensor(pixels: object) -> Tensor:

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 
 from raytrain_ddp.config.input_sections import AugmentConfig, DataConfig
 from raytrain_ddp.data.auto_augment import apply_policy, policy_draws
-from raytrain_ddp.data.cropping import crop_draws, place_image
+from raytrain_ddp.data.cropping import CENTRE_SHARE, crop_draws, place_image
 from raytrain_ddp.data.decoding import EncodedImage, open_encoded_image, reason_for
 from raytrain_ddp.data.gpu_augment import ERASE_DRAWS, erase_boxes, partners_of
 from raytrain_ddp.data.sample_rng import Draws
@@ -37,7 +38,11 @@ def image_data(
     Args:
         augment: None for evaluation, which uses the center of each image.
     """
-    return Data(source, _Collate(source, config, augment or AugmentConfig(crop="none"), classes))
+    if augment is None:
+        config = replace(config, image_size=config.eval_size or config.image_size)
+        plain, share = AugmentConfig(crop="none"), config.eval_crop
+        return Data(source, _Collate(source, config, plain, classes, share))
+    return Data(source, _Collate(source, config, augment, classes))
 
 
 def device_augmentation(
@@ -60,9 +65,15 @@ def device_augmentation(
 
 class _Collate:
     def __init__(
-        self, source: ImageSource, config: DataConfig, augment: AugmentConfig, classes: int
+        self,
+        source: ImageSource,
+        config: DataConfig,
+        augment: AugmentConfig,
+        classes: int,
+        share: float = CENTRE_SHARE,
     ) -> None:
         self._source, self._config, self._augment = source, config, augment
+        self._share = share
         self._classes = classes
         self._told: set[int] = set()  # rows already reported
         self._policy_draws = policy_draws(augment)
@@ -81,7 +92,8 @@ class _Collate:
                 raise DataError(f"images of unequal size, {sizes}: set --data.image-size.")
             out = images[len(kept) : len(kept) + 1]
             try:
-                place_image(out, picture, self._augment, crops[place], self._config.jpeg_scaling)
+                scaling, mode = self._config.jpeg_scaling, self._config.interpolation
+                place_image(out, picture, self._augment, crops[place], scaling, mode, self._share)
             except Exception as error:  # decoders raise any type
                 self._refuse(int(draws.rows[place]), error)
                 continue

@@ -16,7 +16,7 @@ from raytrain_ddp.data.sources import Batch, Data
 from raytrain_ddp.data.splits import open_splits
 from raytrain_ddp.tasks.classification_loss import Criterion
 from raytrain_ddp.tasks.model_parts import freeze
-from raytrain_ddp.tasks.pretrained import begun_model
+from raytrain_ddp.tasks.pretrained import begun_model, normalization_note
 from raytrain_ddp.tasks.task import Task
 
 if TYPE_CHECKING:
@@ -43,7 +43,9 @@ class ImageClassification(Task):
     def model(self) -> nn.Module:
         config, classes = self._config.model, len(self.class_names)
         model, told = begun_model(config, classes, self.pretrained)
-        self.notes = [*filter(None, (told, freeze(model, config.freeze)))]
+        data = self._config.data
+        expects = normalization_note(model, data.mean, data.std) if told else ""
+        self.notes = [*filter(None, (told, expects, freeze(model, config.freeze)))]
         return model
 
     def train_data(self) -> Data:

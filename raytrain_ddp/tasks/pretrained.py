@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import fcntl
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -111,6 +111,17 @@ def begun_model(config: ModelConfig, classes: int, load: bool = True) -> tuple[n
         return model, _begin(config, model, _read(str(config.weights)), _MOST) if load else ""
     model = build(config, classes, _options(config))
     return model, _begin(config, model, _download(config), 1.0) if load else ""
+
+
+def normalization_note(model: nn.Module, mean: Sequence[float], std: Sequence[float]) -> str:
+    """A line if the weights of a model of timm expect other means and deviations; else ""."""
+    known = getattr(model, "pretrained_cfg", None) or {}
+    wanted = [tuple(known.get(name) or own) for name, own in (("mean", mean), ("std", std))]
+    if wanted == [tuple(mean), tuple(std)]:
+        return ""
+    means, deviations = (" ".join(f"{value:g}" for value in values) for values in wanted)
+    flags = f"--data.mean {means} --data.std {deviations}"
+    return f"Its weights were trained with {flags}; this run has others."
 
 
 def _given(config: ModelConfig) -> str:

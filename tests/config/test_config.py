@@ -57,10 +57,10 @@ batch_size
 compute.channels_last compute.compile compute.deterministic compute.precision
 augment.crop augment.cutmix augment.erase augment.flip augment.jitter augment.magnitude
 augment.mixup augment.operations augment.policy augment.repeats augment.scale
-data.bad_records data.config data.eval_source data.eval_split data.exif_orientation
-data.holdout data.holdout_seed
-data.image_column data.image_size data.jpeg_scaling data.label_column data.mean data.shuffle
-data.shuffle_window data.source data.std data.train_split
+data.bad_records data.config data.eval_crop data.eval_size data.eval_source data.eval_split
+data.exif_orientation data.holdout data.holdout_seed
+data.image_column data.image_size data.interpolation data.jpeg_scaling data.label_column
+data.mean data.shuffle data.shuffle_window data.source data.std data.train_split
 ddp.bucket_cap_mb ddp.compression ddp.find_unused_parameters ddp.gradient_as_bucket_view
 ddp.powersgd_rank ddp.static_graph ddp.sync_batchnorm
 ema.decay ema.warmup
@@ -111,6 +111,9 @@ NONSENSE = [
     ("micro_batch", 65),
     ("data.source", ""),
     ("data.image_size", -1),
+    ("data.eval_size", -1),
+    ("data.eval_crop", 0.0),
+    ("data.eval_crop", 1.1),
     ("data.std", (1.0, 0.0, 1.0)),
     ("data.shuffle_window", 0),
     ("data.prefetch", 0),

@@ -34,6 +34,8 @@ from raytrain_ddp.report.write import write_report
 IDLE = [
     ("--model.name resnet50 --model.dropout 0.1", "model.dropout"),
     ("--model.args a 1", "model.args"),
+    ("--data.eval-crop 1", "data.eval_crop"),
+    ("--data.interpolation bicubic", "data.interpolation"),
     ("--loss.gamma 3", "loss.gamma"),
     ("--loss.name focal --optim.label-smoothing 0.2", "optim.label_smoothing"),
     ("--optim.weight-decay 0 --optim.decay-norms", "optim.decay_norms"),

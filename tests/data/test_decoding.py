@@ -10,9 +10,11 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image, ImageOps
+from torch import Tensor
 from torch.nn.functional import interpolate
+from torchvision.transforms import InterpolationMode
 
-from raytrain_ddp.config.input_sections import AugmentConfig
+from raytrain_ddp.config.input_sections import AugmentConfig, DataConfig
 from raytrain_ddp.data import decoding
 from raytrain_ddp.data.cropping import (
     centre_into,
@@ -23,6 +25,9 @@ from raytrain_ddp.data.cropping import (
     to_tensor,
 )
 from raytrain_ddp.data.decoding import open_encoded_image, shrink_for
+from raytrain_ddp.data.image_batches import image_data
+from raytrain_ddp.data.sample_rng import Draws
+from raytrain_ddp.data.splits import open_splits
 
 
 def smooth(height: int, width: int, channels: int = 3, seed: int = 0) -> np.ndarray:
@@ -150,13 +155,14 @@ def blank(size: int) -> torch.Tensor:
     return images.contiguous(memory_format=torch.channels_last)
 
 
+@pytest.mark.parametrize("mode", ["bilinear", "bicubic"])
 @pytest.mark.parametrize("size", [(45, 67), (20, 20), (90, 100), (7, 40)])
-def test_resizing_is_torchs_own_antialiased_one(size: tuple[int, int]):
+def test_resizing_is_torchs_own_antialiased_one(size: tuple[int, int], mode: Any):
     image = to_tensor(np.array(RGB))
     out = torch.empty((1, 3, *size), dtype=torch.uint8, memory_format=torch.channels_last)
     part = image[:, :, 3:40, 5:60]
-    resize_into(out, part, 37, 55)
-    assert torch.equal(out, interpolate(part, size, mode="bilinear", antialias=True))
+    resize_into(out, part, 37, 55, mode)
+    assert torch.equal(out, interpolate(part, size, mode=mode, antialias=True))
 
 
 def test_a_random_box_is_drawn_again_and_at_last_the_central_one():
@@ -177,11 +183,38 @@ def test_the_centre_is_that_of_the_resized_image(shape: tuple[int, int]):
     pixels = smooth(*shape)
     out = blank(32)
     centre_into(out, open_encoded_image(Image.fromarray(pixels)), jpeg_scaling=False)
-    scale = 32 / 0.875 / min(shape)
+    _compare_centre(out, pixels, 0.875, "bilinear")
+    centre_into(out, open_encoded_image(Image.fromarray(pixels)), False, "bicubic", 32 / 34)
+    _compare_centre(out, pixels, 32 / 34, "bicubic")
+
+
+def _compare_centre(out: Tensor, pixels: np.ndarray, share: float, mode: str) -> None:
+    shape = pixels.shape[:2]
+    scale = 32 / share / min(shape)
     h, w = (max(32, round(side * scale)) for side in shape)
-    whole = interpolate(to_tensor(pixels), (h, w), mode="bilinear", antialias=True)
+    whole = interpolate(to_tensor(pixels), (h, w), mode=mode, antialias=True)
     top, left = (h - 32) // 2, (w - 32) // 2
     assert torch.equal(out, whole[:, :, top : top + 32, left : left + 32])
+
+
+def test_evaluation_has_a_size_and_a_crop_of_its_own():
+    """As torchvision's V2 recipe: train on 176 pixels, evaluate on 224 of 232; here an eighth."""
+    from torchvision.transforms.v2 import functional as tv
+
+    config = DataConfig(image_size=22, eval_size=28, eval_crop=28 / 29, interpolation="bicubic")
+    splits = open_splits(config)
+    train = image_data(splits.train, config, AugmentConfig(crop="random"), 10)
+    assert splits.eval is not None
+    evaluation = image_data(splits.eval, config, None, 10)
+    draws = Draws(0, 0, np.arange(5))
+    assert train.batch(draws)["image"].shape == (5, 3, 22, 22)
+    images = evaluation.batch(draws)["image"]
+    (raw, _), *_ = splits.eval.read(np.arange(5))
+    whole = to_tensor(open_encoded_image(raw, False).pixels())
+    resized = tv.resize(whole, [29], interpolation=InterpolationMode.BICUBIC, antialias=True)
+    torch.testing.assert_close(
+        images[:1].float(), tv.center_crop(resized, [28, 28]).float(), atol=1, rtol=0
+    )
 
 
 def test_a_ribbon_takes_little_memory_and_shows_its_middle():

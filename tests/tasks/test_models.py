@@ -16,7 +16,7 @@ import torch
 from processes import Group, door
 from torch import Tensor, nn
 
-from raytrain_ddp import ModelConfig, TrainConfig, fit_locally
+from raytrain_ddp import DataConfig, ModelConfig, TrainConfig, fit_locally
 from raytrain_ddp.checkpoint.manifest import Manifest
 from raytrain_ddp.checkpoint.run_folder import checkpoint_store
 from raytrain_ddp.checkpoint.snapshot import encode_tensors
@@ -29,6 +29,7 @@ from raytrain_ddp.driver.dry_run import dry_run
 from raytrain_ddp.driver.preflight import check, try_model
 from raytrain_ddp.errors import CheckpointError, ConfigError, PreflightError, RaytrainError
 from raytrain_ddp.ray_backend.cluster import _shipped, import_paths
+from raytrain_ddp.tasks.image_classification import ImageClassification
 from raytrain_ddp.tasks.model_parts import head_of
 from raytrain_ddp.tasks.model_zoo import (
     build,
@@ -333,6 +334,18 @@ def test_an_image_size_of_ones_own_resizes_the_positional_embedding_as_timm_does
     theirs = timm.create_model("test_vit.r160_in1k", pretrained=True, num_classes=7, img_size=96)
     assert {*different(ours.state_dict(), theirs.state_dict())} <= {*head_of(ours)}
     assert ours.pos_embed.shape == theirs.pos_embed.shape != (1, 101, 64)
+
+
+def test_other_means_than_those_of_the_weights_are_told(no_hub: list[Any]):
+    task = ImageClassification(TrainConfig(model=ModelConfig(name="timm:test_vit.r160_in1k")))
+    task.model()
+    flags = "--data.mean 0.5 0.5 0.5 --data.std 0.5 0.5 0.5"
+    assert task.notes[1:] == [f"Its weights were trained with {flags}; this run has others."]
+    half = (0.5, 0.5, 0.5)
+    config = TrainConfig(model=ModelConfig(name="timm:test_vit.r160_in1k"))
+    same = ImageClassification(replace(config, data=DataConfig(mean=half, std=half)))
+    same.model()
+    assert same.notes[1:] == []
 
 
 def test_a_name_without_a_tag_starts_anew(no_hub: list[Any]):
