@@ -24,7 +24,7 @@ def build_optimizer(model: nn.Module, config: OptimConfig) -> torch.optim.Optimi
         groups, lr=config.lr, momentum=config.momentum, nesterov=config.nesterov, fused=True
     )
     if config.momentum:  # SGD allocates it in the first step, but a refused step leaves it unset
-        for parameter in (p for group in groups for p in group["params"]):
+        for parameter in (p for p in model.parameters() if p.requires_grad):
             sgd.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
     return sgd
 

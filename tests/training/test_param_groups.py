@@ -131,6 +131,8 @@ def test_a_plain_conv_net_has_the_groups_that_it_always_had(weight_decay: float)
         assert group.keys() == {"params", "weight_decay"}
         assert [id(p) for p in group["params"]] == [id(p) for p in wanted]
         assert group["weight_decay"] == decay
+    # The order in which its state is written: the files of checkpoints keep their bytes.
+    assert [*map(id, build_optimizer(model, OptimConfig()).state)] == [*map(id, parameters)]
 
 
 # ------------------------------------------------------------------ learning rates
