@@ -18,7 +18,7 @@ from tempfile import mkdtemp
 from typing import Any
 
 ENVIRONMENT = {"OMP_NUM_THREADS": "1", "COLUMNS": "100"}
-CALL_TIMEOUT_S = 100.0
+CALL_TIMEOUT_S = 200.0
 
 # ------------------------------------------------------------------ doors
 
