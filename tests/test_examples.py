@@ -11,6 +11,7 @@ import textwrap
 from pathlib import Path
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
+ONE_THREAD = {**os.environ, "OMP_NUM_THREADS": "1"}
 
 
 def test_a_task_of_your_own_the_tabular_example_comes_near_the_noise(tmp_path: Path) -> None:
@@ -18,7 +19,7 @@ def test_a_task_of_your_own_the_tabular_example_comes_near_the_noise(tmp_path: P
     task = ["--task", f"{EXAMPLES / 'tabular.py'}:Friedman", "--task-options", "noise", "0.5"]
     training = ["--local", "--epochs", "12", "--optim.lr", "0.02", "--storage", str(tmp_path)]
     command = [sys.executable, "-m", "raytrain_ddp.fit", *task, *training]
-    subprocess.run(command, check=True, capture_output=True, timeout=500)
+    subprocess.run(command, check=True, capture_output=True, timeout=280, env=ONE_THREAD)
     lines = (tmp_path / "Friedman" / "metrics.jsonl").read_text().splitlines()
     evaluations = [r for r in map(json.loads, lines) if r["kind"] == "eval"]
     assert len(evaluations) == 12
@@ -35,8 +36,7 @@ def test_the_char_lm_example_learns_more_than_the_frequencies_of_characters(tmp_
     optim = ["--optim.name", "adamw", "--optim.lr", "0.01", "--batch-size", "32", "--epochs", "2"]
     more = ["--local", "--micro-batch", "32", "--storage", str(tmp_path)]
     command = [sys.executable, "-m", "raytrain_ddp.fit", *task, *optim, *more]
-    one_thread = {**os.environ, "OMP_NUM_THREADS": "1"}
-    subprocess.run(command, check=True, capture_output=True, timeout=500, env=one_thread)
+    subprocess.run(command, check=True, capture_output=True, timeout=280, env=ONE_THREAD)
     lines = (tmp_path / "CharLM" / "metrics.jsonl").read_text().splitlines()
     evaluations = [r["metrics"]["loss"] for r in map(json.loads, lines) if r["kind"] == "eval"]
     assert len(evaluations) == 2
