@@ -379,3 +379,51 @@ def test_the_weights_of_a_torchvision_model_load_as_the_readme_says(
     exec(loading, names)
     assert names["newest"].parent.resolve() == folder
     assert os.path.basename(folder) == "step-00000010-a0001"
+
+
+# What people may look up: of timm's train.py, torchvision's references/classification, Lightning's
+# Trainer.
+OTHER_ARGUMENTS = {
+    "timm": """
+data_dir dataset train-split val-split dataset-download class-map model pretrained
+initial-checkpoint resume no-resume-opt num-classes gp img-size input-size crop-pct mean std
+interpolation batch-size validation-batch-size channels-last torchscript fuser grad-checkpointing
+opt opt-eps opt-betas momentum weight-decay clip-grad clip-mode layer-decay sched lr lr-noise
+lr-noise-pct lr-noise-std lr-cycle-mul lr-cycle-decay lr-cycle-limit lr-k-decay warmup-lr min-lr
+epochs epoch-repeats start-epoch decay-milestones decay-epochs warmup-epochs cooldown-epochs
+patience-epochs decay-rate no-aug scale ratio hflip vflip color-jitter aa aug-repeats aug-splits
+jsd-loss bce-loss bce-target-thresh reprob remode recount resplit mixup cutmix cutmix-minmax
+mixup-prob mixup-switch-prob mixup-mode mixup-off-epoch smoothing train-interpolation drop
+drop-connect drop-path drop-block bn-momentum bn-eps sync-bn dist-bn split-bn model-ema
+model-ema-force-cpu model-ema-decay seed worker-seeding log-interval recovery-interval
+checkpoint-hist workers save-images amp no-ddp-bb pin-mem no-prefetcher output experiment
+eval-metric tta local_rank use-multi-epochs-loader log-wandb
+""",
+    "torchvision": """
+data-path model device batch-size epochs workers opt lr momentum weight-decay norm-weight-decay
+bias-weight-decay transformer-embedding-decay label-smoothing mixup-alpha cutmix-alpha lr-scheduler
+lr-warmup-epochs lr-warmup-method lr-warmup-decay lr-step-size lr-gamma lr-min print-freq
+output-dir resume start-epoch cache-dataset sync-bn test-only auto-augment ra-magnitude
+augmix-severity random-erase amp world-size dist-url model-ema model-ema-steps model-ema-decay
+use-deterministic-algorithms interpolation val-resize-size val-crop-size train-crop-size
+clip-grad-norm ra-sampler ra-reps weights backend use-v2
+""",
+    "Lightning": """
+accelerator strategy devices num_nodes precision logger callbacks fast_dev_run max_epochs min_epochs
+max_steps min_steps max_time limit_train_batches limit_val_batches limit_test_batches
+limit_predict_batches overfit_batches val_check_interval check_val_every_n_epoch
+num_sanity_val_steps log_every_n_steps enable_checkpointing enable_progress_bar enable_model_summary
+accumulate_grad_batches gradient_clip_val gradient_clip_algorithm deterministic benchmark
+inference_mode use_distributed_sampler profiler detect_anomaly barebones plugins sync_batchnorm
+reload_dataloaders_every_n_epochs default_root_dir
+""",
+}
+
+
+@pytest.mark.parametrize("trainer", OTHER_ARGUMENTS)
+def test_every_argument_of_other_trainers_has_its_place(trainer: str) -> None:
+    text = (DOCS / "reference" / "other-trainers.md").read_text()
+    (section,) = (part for part in re.split(r"^## ", text, flags=re.M) if part.startswith(trainer))
+    there = {name for row in re.findall(r"^\| (.*?) \|", section, re.M)
+             for name in re.findall(r"[\w-]+", row)}  # fmt: skip
+    assert {*OTHER_ARGUMENTS[trainer].split()} <= there
