@@ -74,7 +74,7 @@ def _with_classes(data: DataConfig) -> DataConfig:
 
 def try_model(config: TrainConfig, is_new: bool) -> None:
     """Builds the model of a built-in task and its parameter groups in this process, so that what
-    does not fit is told, and weights are downloaded, before workers are taken.
+    does not fit is reported, and weights are downloaded, before workers are taken.
 
     Loads torch, as Ray Train does later anyway, but not for a model with nothing to refuse.
 
