@@ -46,7 +46,7 @@ LONGEST = (
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """With xdist (``-n 3 --dist loadgroup --no-loadscope-reorder``), one process runs all tests of
+    """With xdist (``-n 2 --dist loadgroup --no-loadscope-reorder``), one process runs all tests of
     a file, and the longest files come first."""
     if config.getoption("dist", "no") == "no":
         return

@@ -36,7 +36,21 @@ FREE_TEXTS = {
     *("storage", "task", "task_options", "data.source", "data.eval_source", "data.root"),
     *("data.image_column", "data.label_column", "data.cache", "model.name", "model.weights"),
     *("data.train_split", "data.eval_split", "data.config", "data.classes", "log.project"),
+    *("model.args", "model.freeze"),
 }
+PARSED = {"name", "scaling.num_workers", "max_time", "optim.groups"}
+
+
+def value_with(field: str, text: str) -> Any:
+    """A value of the field with the text in it."""
+    of_field = {
+        "task_options": {text: text},
+        "data.classes": (text, "b"),
+        "model.args": {"key": text},
+        "model.freeze": (text,),
+        "optim.groups": (text, "lr=1"),
+    }
+    return of_field.get(field, text)
 
 
 def texts(section: Any, prefix: str = "") -> Iterator[str]:
@@ -55,7 +69,7 @@ def with_text(fields: Iterable[str], text: str, config: TrainConfig | None = Non
     config = config or TrainConfig(scaling=cpus, log=LogConfig(wandb=True))  # reads log.project
     for field in fields:
         section, _, name = field.rpartition(".")
-        value: Any = {"task_options": {text: text}, "data.classes": (text, "b")}.get(field, text)
+        value = value_with(field, text)
         if section:
             inner = dataclasses.replace(getattr(config, section), **{name: value})
             name, value = section, inner
@@ -64,10 +78,10 @@ def with_text(fields: Iterable[str], text: str, config: TrainConfig | None = Non
 
 
 def test_the_table_has_every_field_that_holds_text():
-    assert set(texts(TrainConfig())) - {"name", "scaling.num_workers"} == FREE_TEXTS
+    assert set(texts(TrainConfig())) - PARSED == FREE_TEXTS
 
 
-@pytest.mark.parametrize("field", sorted({*FREE_TEXTS, "name", "scaling.num_workers"}))
+@pytest.mark.parametrize("field", sorted({*FREE_TEXTS, *PARSED}))
 def test_control_characters_are_refused_wherever_a_config_comes_from(field: str):
     for character in CONTROL:
         text = f"a{character}b"
@@ -77,7 +91,13 @@ def test_control_characters_are_refused_wherever_a_config_comes_from(field: str)
         at, (*sections, name) = values, field.split(".")
         for section in sections:
             at = at[section]
-        values_of = {"task_options": ({"key": text}, {text: "value"}), "data.classes": ([text],)}
+        values_of = {
+            "task_options": ({"key": text}, {text: "value"}),
+            "data.classes": ([text],),
+            "model.args": ({"key": text}, {text: "value"}),
+            "model.freeze": ([text],),
+            "optim.groups": ([text, "lr=1"],),
+        }
         for value in values_of.get(field, (text,)):
             at[name] = value
             with pytest.raises(ConfigError, match=field):
@@ -105,9 +125,11 @@ def test_every_emitted_file_has_the_very_texts(turn: int):
     config = with_text([], "")
     for place, field in enumerate(sorted(FREE_TEXTS)):
         text = PRINTABLE[(12 * turn + place) % len(PRINTABLE)]
-        if field == "task_options" and text.startswith("-"):
-            with pytest.raises(ConfigError, match=r"task_options.*parsed as a flag"):
-                emit(with_text([field], text, with_text(["task"], "a:Mine")), "command")
+        if field in ("task_options", "model.args") and text.startswith("-"):
+            read_by = {"task_options": ("task", "a:Mine"), "model.args": ("model.name", "resnet50")}
+            base = with_text([read_by[field][0]], read_by[field][1])
+            with pytest.raises(ConfigError, match=f"{field}.*parsed as a flag"):
+                emit(with_text([field], text, base), "command")
             continue
         config = with_text([field], text, config)
     line = emit(config, "command").text

@@ -683,6 +683,8 @@ def run_until_full(rank: int, size: int, config: Mapping[str, Any]) -> Ran:
     try:
         return run_tiny(rank, size, config, meddle=partial(full_from_11_to, last=99))
     except Exception as error:
+        # First: the end of a FileStore writes to its file, and torch aborts if it cannot.
+        resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
         traceback.clear_frames(error.__traceback__)
         gc.collect()
         raise
