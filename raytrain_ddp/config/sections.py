@@ -94,7 +94,8 @@ class OptimConfig:
         above_zero("optim", self, "lr")
         at_least(0, "optim", self, "weight_decay", "clip_norm", "max_nonfinite")
         below_one("optim", self, "momentum", "label_smoothing")
-        require(0 < self.layer_decay <= 1, "optim.layer_decay", self.layer_decay, "must be 0 to 1")
+        rule = "must be above 0 and at most 1"
+        require(0 < self.layer_decay <= 1, "optim.layer_decay", self.layer_decay, rule)
         head_ok = self.head_lr is None or self.head_lr > 0
         require(head_ok, "optim.head_lr", self.head_lr, "must be above 0; see model.freeze")
         group_rules(self.groups)

@@ -89,7 +89,8 @@ class TrainConfig:
     limit_train_batches: int = 0
     """Steps of each epoch, to try things. 0: all."""
     limit_eval_batches: int = 0
-    """Micro-batches of each evaluation, spread evenly over its data, to try things. 0: all."""
+    """Micro-batches of each evaluation, spread evenly over its data, to try things. 0: all. The
+    command evaluate always takes all."""
     overfit_batches: int = 0
     """Train on the same this many steps of data in each epoch, to see whether the model can learn
     them. 0: off."""

@@ -13,7 +13,7 @@ from raytrain_ddp.errors import ConfigError
 # Of C0, C1 and DEL; what YAML and Unicode take for the end of a line; halves of a character.
 _CONTROL = re.compile("[\x00-\x1f\x7f-\x9f\u2028\u2029\ud800-\udfff\ufeff]")
 
-_UNITS = {"": 1, "s": 1, "m": 60, "h": 3600, "d": 86400}
+_UNITS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
 
 FREE: dict[str, bool] = {"free": True}
 ADDRESS = {"metavar": "HOST:PORT|auto"}
@@ -48,8 +48,8 @@ def below_one(section: str, holder: object, *fields: str) -> None:
 
 
 def seconds_of(text: str) -> float:
-    """Of a length of time such as 90, 90s, 15m, 2.5h or 1d; nan if it is none."""
-    found = re.fullmatch(r"(\d+(?:\.\d+)?)([smhd]?)", text)
+    """Of a length of time such as 90s, 15m, 2.5h or 1d; nan if it is none."""
+    found = re.fullmatch(r"(\d+(?:\.\d+)?)([smhd])", text)
     return float(found[1]) * _UNITS[found[2]] if found else math.nan
 
 

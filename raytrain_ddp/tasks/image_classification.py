@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Literal
 
@@ -14,6 +15,7 @@ from raytrain_ddp.data.gpu_augment import finish_images, mix
 from raytrain_ddp.data.image_batches import image_data
 from raytrain_ddp.data.sources import Batch, Data
 from raytrain_ddp.data.splits import open_splits
+from raytrain_ddp.errors import ConfigError
 from raytrain_ddp.tasks.classification_loss import Criterion
 from raytrain_ddp.tasks.model_parts import freeze
 from raytrain_ddp.tasks.pretrained import begun_model, normalization_note
@@ -21,6 +23,8 @@ from raytrain_ddp.tasks.task import Task
 
 if TYPE_CHECKING:
     from torchmetrics import Metric
+
+_WRONG_SIZE = re.compile(r"Wrong image (height|width)|doesn't match model|divisible by patch size")
 
 
 class ImageClassification(Task):
@@ -60,7 +64,7 @@ class ImageClassification(Task):
     def loss(self, model: nn.Module, batch: Batch) -> Tensor:
         inputs, partners = self._inputs(batch), batch.get("partner")
         inputs, labels = mix(inputs, batch["label"], partners, self._config.augment)
-        logits = model(inputs)
+        logits = _logits(model, inputs)
         return labels.loss(lambda targets: self._criterion(logits, targets))
 
     def metrics(self) -> dict[str, Metric]:
@@ -82,7 +86,7 @@ class ImageClassification(Task):
         return {**self.metrics(), "classes": counts}
 
     def evaluate(self, model: nn.Module, batch: Batch, metrics: Mapping[str, Metric]) -> None:
-        logits, labels = model(self._inputs(batch)).float(), batch["label"]
+        logits, labels = _logits(model, self._inputs(batch)).float(), batch["label"]
         for name, metric in metrics.items():
             if name == "loss":
                 metric.update(self._criterion.each(logits, labels))
@@ -103,3 +107,23 @@ class ImageClassification(Task):
         mean, std = self._scales[images.device]
         flip, erase = batch.get("flip"), batch.get("erase")
         return finish_images(images, mean, std, flip, erase, self._config.compute.channels_last)
+
+
+def _logits(model: nn.Module, inputs: Tensor) -> Tensor:
+    """Shape (n, classes).
+
+    Raises:
+        ConfigError: the model takes images of another size.
+    """
+    try:
+        logits: Tensor = model(inputs)
+    except AssertionError as error:  # of timm's and torchvision's transformers
+        if not _WRONG_SIZE.search(str(error)):
+            raise
+        height, width = inputs.shape[-2:]
+        raise ConfigError(
+            f"the model does not take images of {height} x {width} pixels ({error}): set "
+            "data.image_size and data.eval_size to its size, or build it for yours with "
+            f"--model.args {'img_size' if 'Input' in str(error) else 'image_size'}={height}."
+        ) from error
+    return logits

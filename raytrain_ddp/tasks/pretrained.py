@@ -158,7 +158,8 @@ def _download(config: ModelConfig) -> Mapping[str, Tensor]:
         full = ".".join(filter(None, (model, tag)))
         if not timm.is_model_pretrained(full):
             raise ConfigError(f"{_given(config)}: timm has no pretrained weights of {full}.")
-        place, remedy = f"timm's {full}", "Or give a local file."
+        place = f"timm's {full}"
+        remedy = "Or download its weights elsewhere, and set model.weights to that file."
         make = lambda: timm.create_model(full, pretrained=True, **arguments(config))  # noqa: E731
     else:
         from torchvision.models import get_model, get_model_weights

@@ -13,10 +13,10 @@ from raytrain_ddp.config.train_config import TrainConfig
 from raytrain_ddp.data.loader import Slot
 from raytrain_ddp.data.nested import to_device
 from raytrain_ddp.data.sources import Batch
-from raytrain_ddp.errors import ConfigError
+from raytrain_ddp.errors import ConfigError, TaskError
 from raytrain_ddp.failpoints import failpoint
 from raytrain_ddp.tasks.task import Task
-from raytrain_ddp.tasks.task_check import loss_of_task, optional_method, refused
+from raytrain_ddp.tasks.task_check import loss_of_task, optional_method, place_of, refused
 from raytrain_ddp.training.buffer_sync import BoolBuffers, SavedBuffers, SlotBuffers
 from raytrain_ddp.training.nonfinite import NonfiniteGuard
 from raytrain_ddp.training.phase_clock import Clock
@@ -167,8 +167,15 @@ class Stepper:
         seed_slot(self._world.device, config.seed, state.step, config.slots)
         state.optimizer.step()
         if self._after_step is not None:
+            before = tensor_names(state.model)
             with torch.no_grad():
                 self._after_step(state.model, state.step + 1)
+            added = before ^ tensor_names(state.model)
+            if added:
+                raise TaskError(
+                    f"{place_of(self._after_step)}: adds or removes {min(added)} of the model, "
+                    "which a resumed run would lack: make all parameters and buffers in model()."
+                )
 
     def warm_up(self, batch: Batch, smallest: Batch, single: Batch | None = None) -> float:
         """Makes two passes without side effects; all ranks take part.
@@ -231,6 +238,11 @@ class Stepper:
         """A slot without samples, or with too few for batch norm, runs in evaluation mode, so that
         it does not change the statistics."""
         return nullcontext() if counts else evaluating(self._net)
+
+
+def tensor_names(model: nn.Module) -> set[str]:
+    """Of parameters and buffers."""
+    return {name for name, _ in (*model.named_parameters(), *model.named_buffers())}
 
 
 def forward(

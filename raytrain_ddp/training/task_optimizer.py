@@ -17,13 +17,14 @@ from torch.optim import Optimizer
 
 from raytrain_ddp.checkpoint.snapshot import flatten_state, unflatten_state
 from raytrain_ddp.config.train_config import TrainConfig
-from raytrain_ddp.errors import CheckpointError, TaskError
+from raytrain_ddp.errors import CheckpointError, TaskError, did_you_mean
 from raytrain_ddp.tasks.task import Task
 from raytrain_ddp.tasks.task_check import optional_method, place_of, refused
 from raytrain_ddp.training.lr_schedule import build_optimizer, learning_rate
 from raytrain_ddp.training.seeding import keeping_generators, seed_slot
 
 _KERNELS = ("fused", "foreach", "capturable", "differentiable")  # options that are not state
+_OF_GROUPS = ("params", "lr_scale", "param_names", "name")  # not arguments of optimizers
 _MOST_CHECKED = 100_000  # steps whose factor is checked before the first one
 
 
@@ -68,6 +69,10 @@ def _configured(
     usual = build_optimizer(model, config.optim)
     kind: Any = type(usual)
     takes = inspect.signature(kind).parameters
+    for key in (key for group in groups if isinstance(group, dict) for key in group):
+        if key not in (*takes, *_OF_GROUPS):
+            problem = f" The {kind.__name__} knows no {key!r}.{did_you_mean(key, [*takes])}"
+            raise refused(function, groups, "parameter groups", problem)
     options = {name: value for name, value in usual.defaults.items() if name in takes}
     try:
         made: Optimizer = kind(groups, **options | {"weight_decay": config.optim.weight_decay})

@@ -8,13 +8,16 @@ import os
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from processes import Group, door
+from timm import create_model
 from torch import Tensor, nn
+from torchvision.models import VisionTransformer
 
 from raytrain_ddp import DataConfig, ModelConfig, TrainConfig, fit_locally
 from raytrain_ddp.checkpoint.manifest import Manifest
@@ -187,6 +190,23 @@ def test_arguments_that_a_model_does_not_take_are_one_line_before_workers_are_ta
     config = TrainConfig(model=ModelConfig(name=name, args=args))
     with pytest.raises(ConfigError, match=f"model.args .*{told}"):
         try_model(config, is_new=True)
+
+
+@pytest.mark.parametrize(
+    ("make", "argument"),
+    [
+        (lambda: create_model("test_vit"), "img_size=8"),
+        (lambda: VisionTransformer(32, 16, 1, 1, 8, 8, num_classes=10), "image_size=8"),
+    ],
+)
+def test_images_of_another_size_than_the_model_takes_are_one_line(
+    make: Callable[[], nn.Module], argument: str
+):
+    task, model = ImageClassification(TrainConfig()), make()
+    batch = {"image": torch.zeros(2, 3, 8, 8, dtype=torch.uint8), "label": torch.tensor([0, 1])}
+    for use in (partial(task.loss, model, batch), partial(task.evaluate, model, batch, {})):
+        with pytest.raises(ConfigError, match=f"images of 8 x 8 pixels .*--model.args {argument}"):
+            use()
 
 
 # ------------------------------------------------------------------ a model of one's own

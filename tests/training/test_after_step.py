@@ -199,3 +199,18 @@ def test_the_average_of_after_step_is_that_of_the_weights_of_each_step(
             average = average.lerp(step["conv.weight"], 0.1)
             assert torch.equal(step["teacher.conv.weight"], average)
         average = step["teacher.conv.weight"]
+
+
+class Adding(TinyTask):
+    def after_step(self, model: nn.Module, step: int) -> None:
+        if step == 3:
+            model.late = nn.Parameter(torch.zeros(2))
+
+
+def test_a_parameter_that_after_step_adds_is_refused_as_no_checkpoint_could_be_resumed(
+    workers: Group, tmp_path: Path
+):
+    config = tiny_config(tmp_path, "adding")
+    ended = workers.outcomes(3, run_tiny, plain(config), None, 0, 0, None, Adding)
+    assert all(isinstance(each, Raised) and each.name == "TaskError" for each in ended)
+    assert all("in Adding.after_step: adds or removes late of the model" in e.text for e in ended)

@@ -176,13 +176,13 @@ def test_the_time_of_all_starts_counts():
 
 
 @pytest.mark.parametrize(
-    ("text", "seconds"), [("90", 90), ("15m", 900), ("2.5h", 9000), ("1d", 86400)]
+    ("text", "seconds"), [("90s", 90), ("15m", 900), ("2.5h", 9000), ("1d", 86400)]
 )
 def test_a_time_has_a_unit(text: str, seconds: float):
     assert TrainConfig(max_time=text).max_time_s == seconds
 
 
-@pytest.mark.parametrize("text", ["", "0", "soon", "-3m", "1:30:00", "3 h"])
+@pytest.mark.parametrize("text", ["", "0", "90", "0m", "soon", "-3m", "1:30:00", "3 h"])
 def test_what_is_no_time_is_refused(text: str):
     with pytest.raises(ConfigError, match=r"max_time = .* such as 90m"):
         TrainConfig(max_time=text)

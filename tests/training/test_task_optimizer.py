@@ -238,6 +238,10 @@ REFUSED: dict[str, tuple[Make, str]] = {
         "parameters that are not the model's",
     ),
     "group": (lambda m: [{"weights": m.parameters()}], "expected parameter groups"),
+    "misspelled": (
+        lambda m: [{"params": [*m.parameters()], "lrr": 0.1}],
+        "knows no 'lrr'. Did you mean 'lr'",
+    ),
     "no lr": (lambda m: Lion(m.parameters(), lr=None), "has no learning rate"),  # type: ignore
     "forgetful": (lambda m: Forgetful(m.parameters()), "outside its state_dict()"),
     "coded": (lambda m: Coded(m.parameters()), "a state that cannot be stored"),
