@@ -41,9 +41,11 @@ def results_of(run: Storage) -> RunResults:
     history = [_timeless(record) for record in read_history(run)]
     audit = [record for record in history if record["kind"] == "audit"]
     others = [record for record in history if record["kind"] != "audit"]
+    hashes = {name: file.sha256 for name, file in newest.manifest.files.items()}
+    weights = [hashes[n] for n in ("model.safetensors", "trained.safetensors") if n in hashes]
     return RunResults(
-        weights=newest.manifest.files["model.safetensors"].sha256,
-        optimizer=newest.manifest.files["optimizer.safetensors"].sha256,
+        weights=" ".join(weights),  # with an average, also those that are trained
+        optimizer=hashes["optimizer.safetensors"],
         samples=_digest(audit),
         log=_digest(others),
         steps=[record["step"] for record in others if record["kind"] == "train"],
