@@ -228,7 +228,8 @@ def _samples(name: str, file: Any) -> Iterator[tuple[str, Members]]:
     """(key, members) of each sample."""
     key, members = "", dict[str, tarfile.TarInfo]()
     with tarfile.open(fileobj=file, mode="r:") as tar:
-        while (member := tar.next()) is not None:
+        has_members = tar.firstmember is not None  # else `next` fails in Python 3.10
+        while has_members and (member := tar.next()) is not None:
             tar.members = []  # type: ignore[attr-defined]  # it would keep all of them
             parts = _NAME.fullmatch(member.name)
             if not member.isreg() or _META.match(member.name) or parts is None:

