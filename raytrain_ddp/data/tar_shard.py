@@ -228,7 +228,8 @@ def _samples(name: str, file: Any) -> Iterator[tuple[str, Members]]:
     """(key, members) of each sample."""
     key, members = "", dict[str, tarfile.TarInfo]()
     with tarfile.open(fileobj=file, mode="r:") as tar:
-        has_members = tar.firstmember is not None  # else `next` fails in Python 3.10
+        # Without any, `next` fails in Python 3.10.
+        has_members = tar.firstmember is not None  # type: ignore[attr-defined]
         while has_members and (member := tar.next()) is not None:
             tar.members = []  # type: ignore[attr-defined]  # it would keep all of them
             parts = _NAME.fullmatch(member.name)
