@@ -50,7 +50,7 @@ def made() -> Iterator[Callable[..., LoaderProcesses]]:
 def children() -> set[int]:
     """All processes below this one, but for the interpreter that they are forked from."""
     found = psutil.Process().children(recursive=True)
-    return {p.pid for p in found if p.status() != psutil.STATUS_ZOMBIE} - {
+    return {p.pid for p in found if not zombie(p.pid)} - {
         p.pid for p in psutil.Process().children()
     }
 
