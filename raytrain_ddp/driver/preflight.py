@@ -92,7 +92,7 @@ def try_model(config: TrainConfig, is_new: bool) -> None:
     from raytrain_ddp.tasks.pretrained import begun_model
     from raytrain_ddp.training.param_groups import param_groups
 
-    classes = len(config.data.classes or range(10))  # torchvision's data sets: told by the workers
+    classes = len(config.data.classes or range(10))  # torchvision's sets: unknown here
     model, _ = begun_model(config.model, classes, load=is_new)
     freeze(model, config.model.freeze)
     param_groups(model, optim)

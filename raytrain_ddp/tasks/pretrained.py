@@ -211,9 +211,7 @@ def _read(weights: str) -> Mapping[str, Tensor]:
         state = load_state_dict(weights, weights_only=True)
     except Exception as error:  # a damaged file raises many kinds
         told = " ".join(str(error).split()) or type(error).__name__
-        told = told.partition(" No automatic unsafe")[0].rstrip(
-            "."
-        )  # timm's own remedy is to run it
+        told = told.partition(" No automatic unsafe")[0].rstrip(".")  # timm would run its code
         raise ConfigError(f"model.weights = {weights!r}: it cannot be read: {told}.") from error
     tensors = {key: value for key, value in state.items() if isinstance(value, Tensor)}
     if len(tensors) < len(state):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 
 import torch
 from torch import nn
@@ -23,10 +24,16 @@ def build_optimizer(model: nn.Module, config: OptimConfig) -> torch.optim.Optimi
     sgd = torch.optim.SGD(
         groups, lr=config.lr, momentum=config.momentum, nesterov=config.nesterov, fused=True
     )
-    if config.momentum:  # SGD allocates it in the first step, but a refused step leaves it unset
-        for parameter in (p for p in model.parameters() if p.requires_grad):
-            sgd.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
+    if config.momentum:
+        allocate_momentum(sgd, (p for p in model.parameters() if p.requires_grad))
     return sgd
+
+
+def allocate_momentum(sgd: torch.optim.SGD, parameters: Iterable[nn.Parameter]) -> None:
+    """SGD does so in the first step, but a refused step leaves it unset. The order of parameters is
+    that of the state in a checkpoint."""
+    for parameter in parameters:
+        sgd.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
 
 
 def learning_rate(config: TrainConfig, step: int, steps_per_epoch: int) -> float:

@@ -20,7 +20,7 @@ from raytrain_ddp.config.train_config import TrainConfig
 from raytrain_ddp.errors import CheckpointError, TaskError, did_you_mean
 from raytrain_ddp.tasks.task import Task
 from raytrain_ddp.tasks.task_check import optional_method, place_of, refused
-from raytrain_ddp.training.lr_schedule import build_optimizer, learning_rate
+from raytrain_ddp.training.lr_schedule import allocate_momentum, build_optimizer, learning_rate
 from raytrain_ddp.training.seeding import keeping_generators, seed_slot
 
 _KERNELS = ("fused", "foreach", "capturable", "differentiable")  # options that are not state
@@ -53,10 +53,8 @@ def optimizer_of(task: Task, model: nn.Module, config: TrainConfig) -> Optimizer
         raise _unfit(function, optimizer, "has no learning rate: give it lr, which schedules need")
     _require_parameters(function, optimizer, model)
     if isinstance(optimizer, torch.optim.SGD) and skips_on_device(optimizer):
-        # It allocates momentum in the first step, but a refused step leaves it unset.
         for group in optimizer.param_groups:
-            for parameter in group["params"] if group["momentum"] else []:
-                optimizer.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
+            allocate_momentum(optimizer, group["params"] if group["momentum"] else ())
     if type(optimizer) not in (torch.optim.SGD, torch.optim.AdamW):
         _try_steps(function, optimizer, config)
     return optimizer

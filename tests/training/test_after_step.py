@@ -120,13 +120,19 @@ class Changing(TinyTask):
         return loss, {"late" if self.session.step == 3 else "early": 1.0}
 
 
+def task_errors(workers: Group, folder: Path, task: type[TinyTask]) -> list[str]:
+    """Of each of three ranks, all of which end with one."""
+    config = tiny_config(folder, "ended")
+    ended = workers.outcomes(3, run_tiny, plain(config), None, 0, 0, None, task)
+    assert all(isinstance(each, Raised) and each.name == "TaskError" for each in ended)
+    return [each.text for each in ended]
+
+
 def test_scalars_that_change_their_names_end_all_ranks_with_one_line(
     workers: Group, tmp_path: Path
 ):
-    config = tiny_config(tmp_path, "changing")
-    ended = workers.outcomes(3, run_tiny, plain(config), None, 0, 0, None, Changing)
-    assert all(isinstance(each, Raised) and each.name == "TaskError" for each in ended)
-    assert all("Now: late; before: early." in each.text for each in ended)
+    texts = task_errors(workers, tmp_path, Changing)
+    assert all("Now: late; before: early." in text for text in texts)
 
 
 # ------------------------------------------------------------------ after_step
@@ -210,7 +216,5 @@ class Adding(TinyTask):
 def test_a_parameter_that_after_step_adds_is_refused_as_no_checkpoint_could_be_resumed(
     workers: Group, tmp_path: Path
 ):
-    config = tiny_config(tmp_path, "adding")
-    ended = workers.outcomes(3, run_tiny, plain(config), None, 0, 0, None, Adding)
-    assert all(isinstance(each, Raised) and each.name == "TaskError" for each in ended)
-    assert all("in Adding.after_step: adds or removes late of the model" in e.text for e in ended)
+    texts = task_errors(workers, tmp_path, Adding)
+    assert all("in Adding.after_step: adds or removes late of the model" in text for text in texts)
