@@ -18,13 +18,19 @@ FAKES = Path(__file__).resolve().parent / "fakes"
 
 
 _given: set[int] = set()
+_random = random.SystemRandom()  # tests that run at the same time may set the same seed
+
+
+def port_of(number: int) -> int:
+    """The first of a job's 12 ports; see slurm.sbatch."""
+    return 20_000 + number % 1000 * 12
 
 
 def free_number() -> int:
-    """For a job whose ports (see slurm.sbatch) and folder are nobody's."""
+    """For a job whose ports and folder are nobody's."""
     while True:
-        number = random.randrange(10_000, 1_000_000)
-        first = 20_000 + number % 1000 * 12
+        number = _random.randrange(10_000, 1_000_000)
+        first = port_of(number)
         free = first not in _given and all(map(_is_free, range(first, first + 12)))
         if free and not Path(f"/tmp/ray-{number}").exists():
             _given.add(first)
@@ -86,10 +92,12 @@ class Job:
             assert time.monotonic() < deadline, self.said
             time.sleep(0.05)
 
-    def status(self, timeout_s: float) -> int:
+    def status(self, timeout_s: float = 120) -> int:
         """Of the script, when it has ended."""
         try:
             return self._process.wait(timeout_s)
+        except subprocess.TimeoutExpired:
+            raise AssertionError(f"still runs after {timeout_s} s:\n{self.said}") from None
         finally:
             self.end()
 

@@ -125,8 +125,9 @@ class Watchdog:
 
     def _watch(self) -> None:
         clock = self._clock
-        looked_s, moved_s, steps, still_s = time.monotonic(), clock.moved_s, 0, 0.0
-        called_s, asked_s = None, 0.0
+        looked_s, moved_s, steps, still_s = time.monotonic(), clock.moved_s, clock.steps, 0.0
+        called_s, asked_s, published = None, 0.0, False
+        doing, patience_s = clock.doing, 0.0
         while not self._closed.wait(self._look_s):
             self._arm()
             now_s = time.monotonic()
@@ -134,16 +135,24 @@ class Watchdog:
             # which this thread did not run does not count.
             still_s += min(now_s - looked_s, 5 * self._look_s)
             looked_s = now_s
+            before, (doing, waits, _) = doing, self._activity()
+            before_s, patience_s = patience_s, self.patience_s(doing, waits)
+            if doing != before and patience_s < before_s:  # a slow batch, which has arrived
+                still_s = 0.0
             if clock.moved_s != moved_s:
-                if clock.steps > steps:
+                stepped = clock.steps > steps
+                if stepped:
                     self._steps.append((clock.moved_s - moved_s) / (clock.steps - steps))
                 moved_s, steps, still_s = clock.moved_s, clock.steps, 0.0
-                if called_s is not None:
-                    called_s = None
+                called_s = None
+                if published:
                     self._forget()
-                    self._ask(None)
+                    # Until its step is finished, the others wait for this rank, which must not
+                    # look as if it did not respond.
+                    published = not stepped
+                    self._ask(self._own_status(0.0) if published else None)
             elif still_s >= self.limit_s and now_s - asked_s >= self._ask_s:
-                asked_s, called_s = now_s, called_s or now_s
+                asked_s, called_s, published = now_s, called_s or now_s, True
                 statuses = self._receive(self._ask(self._own_status(still_s)))
                 complete = len(statuses) == len(self._owners)
                 waited = time.monotonic() - called_s >= self._grace_s
@@ -221,12 +230,16 @@ class Watchdog:
         with suppress(Exception):  # a stderr without a file
             faulthandler.dump_traceback_later(self.limit_s, file=where)  # type: ignore[arg-type]
 
-    def _own_status(self, still_s: float) -> RankStatus:
+    def _activity(self) -> tuple[str, bool, str]:
+        """(what the training does, whether it waits in a collective, its innermost line)."""
         doing, (at, inside) = self._clock.doing, innermost_line(self._training)
         doing = COMPILING if is_compiling() else doing
+        return doing, is_waiting(doing, inside), at
+
+    def _own_status(self, still_s: float) -> RankStatus:
+        doing, waits, at = self._activity()
         number, name = last_collective()
         step = self._first + self._clock.steps + 1
-        waits = is_waiting(doing, inside)
         patience_s = self.patience_s(doing, waits)
         told = (self._rank, step, doing, number, name, waits, at, still_s, patience_s)
         return RankStatus(*told, tuple(sorted(self._stopped)))

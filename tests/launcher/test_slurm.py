@@ -5,13 +5,14 @@ from __future__ import annotations
 import json
 import os
 import signal
+import socket
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 from cluster_checks import check_sbatch
-from slurm import FAKES, ROOT, Job, free_number, processes_of
+from slurm import FAKES, ROOT, Job, free_number, port_of, processes_of
 
 SBATCH = ROOT / "clusters" / "slurm.sbatch"
 
@@ -29,8 +30,8 @@ def submit(tmp_path: Path) -> Iterator[Submit]:
     quick = FAKES / "quick"
     jobs = []
 
-    def start(*words: str, **variables: str) -> Job:
-        number = free_number()
+    def start(*words: str, number: int | None = None, **variables: str) -> Job:
+        number = number or free_number()
         folder = tmp_path / str(number)
         folder.mkdir()
         path = f"{quick}:{FAKES}:{os.environ['PATH']}"
@@ -58,7 +59,7 @@ def test_the_time_limit_becomes_a_checkpoint_and_the_job_goes_back_into_the_queu
     job.warn(signal.SIGUSR1)
     job.wait_until((job.folder / "stopping").exists, 30)
     job.warn(signal.SIGTERM)  # Slurm's own, at the limit: must not cut the checkpoint short
-    assert job.status(60) == 143, job.said
+    assert job.status() == 143, job.said
     assert asked_of_fit(job) == [signal.SIGTERM]
     assert job.requeued == [f"requeue {job.number}"]
     assert json.loads((job.folder / "fit.json").read_text()) == ["mine.toml", "--name", "a b"]
@@ -68,7 +69,7 @@ def test_a_job_that_is_cancelled_makes_its_checkpoint_and_stays_away(submit: Sub
     job = submit()
     job.wait_until((job.folder / "training").exists, 30)
     job.warn(signal.SIGTERM)
-    assert job.status(60) == 143, job.said
+    assert job.status() == 143, job.said
     assert asked_of_fit(job) == [signal.SIGTERM]
     assert job.requeued == []
 
@@ -76,7 +77,7 @@ def test_a_job_that_is_cancelled_makes_its_checkpoint_and_stays_away(submit: Sub
 @pytest.mark.parametrize("status", [0, 7])
 def test_the_jobs_status_is_that_of_the_run(submit: Submit, status: int):
     job = submit(FAKE_FIT=str(status))
-    assert job.status(60) == status, job.said
+    assert job.status() == status, job.said
     assert job.requeued == []
 
 
@@ -84,7 +85,7 @@ def test_requeues_are_counted(submit: Submit):
     job = submit(SLURM_RESTART_COUNT="3", MOST_REQUEUES="3")
     job.wait_until((job.folder / "training").exists, 30)
     job.warn()
-    assert job.status(60) == 143, job.said
+    assert job.status() == 143, job.said
     assert job.requeued == []
     assert "requeued 3 times" in job.said
 
@@ -103,7 +104,7 @@ def test_all_nodes_join_the_head_with_a_token_that_only_the_user_reads(submit: S
     addresses = {w for told in workers for w in told["words"] if w.startswith("--address=")}
     assert addresses == {f"--address=127.0.0.1:{20_000 + job.number % 1000 * 12}"}
     job.warn(signal.SIGTERM)
-    assert job.status(60) == 143, job.said
+    assert job.status() == 143, job.said
 
 
 def test_jobs_on_one_node_have_ports_and_folders_of_their_own_and_leave_nothing(submit: Submit):
@@ -115,19 +116,28 @@ def test_jobs_on_one_node_have_ports_and_folders_of_their_own_and_leave_nothing(
     assert [len(each) for each in ports] == [9, 9]
     assert not ports[0] & ports[1]
     jobs[0].warn(signal.SIGTERM)
-    assert jobs[0].status(60) == 143, jobs[0].said
+    assert jobs[0].status() == 143, jobs[0].said
     assert processes_of(jobs[0].folder) == []
     assert not Path(f"/tmp/ray-{jobs[0].number}").exists()
     assert not list(jobs[0].folder.glob(".raytrain-*"))
     assert Path(f"/tmp/ray-{jobs[1].number}").exists(), "the other one's Ray lives"
     jobs[1].warn(signal.SIGTERM)
-    assert jobs[1].status(60) == 143, jobs[1].said
+    assert jobs[1].status() == 143, jobs[1].said
 
 
 def test_a_ray_that_does_not_start_is_told_with_its_own_words(submit: Submit):
     job = submit(FAKE_RAY="broken")
-    assert job.status(60) == 3
+    assert job.status() == 3
     assert "Ray did not start" in job.said
+    assert "no such luck" in job.said
+
+
+def test_another_program_at_the_port_of_the_head_is_not_taken_for_ray(submit: Submit):
+    number = free_number()
+    with socket.create_server(("127.0.0.1", port_of(number))):
+        job = submit(FAKE_RAY="broken", number=number)
+        assert job.status() == 3
+    assert "Ray did not start on the first node" in job.said
     assert "no such luck" in job.said
 
 
@@ -137,7 +147,7 @@ def test_a_ray_that_starts_slowly_is_started_again_on_each_node(submit: Submit):
     for node in range(2):
         assert (job.folder / f"tries-{node}").read_text().count("again") == 2
     job.warn(signal.SIGTERM)
-    assert job.status(60) == 143, job.said
+    assert job.status() == 143, job.said
     assert processes_of(job.folder) == [], "a failed start leaves nothing"
 
 
@@ -148,7 +158,7 @@ def test_a_ray_that_ends_after_all_nodes_had_joined_is_not_started_again(submit:
     os.kill(ray, signal.SIGKILL)
     job.wait_until(lambda: list(job.folder.glob(".raytrain-*/no-head")), 20)
     job.warn(signal.SIGTERM)
-    assert job.status(60) == 143, job.said
+    assert job.status() == 143, job.said
     assert (job.folder / "tries-0").read_text().count("again") == 0
 
 
@@ -174,7 +184,7 @@ def test_a_time_limit_while_nodes_are_waited_for_puts_the_job_back_into_the_queu
 
 def test_the_wait_for_nodes_is_bounded(submit: Submit):
     job = submit(FAKE_RAY="alone", SLURM_JOB_NUM_NODES="2", WAIT_S="8")
-    assert job.status(60) == 3
+    assert job.status() == 3
     assert "1 of 2 nodes have joined" in job.said
     assert job.requeued == []
 

@@ -467,12 +467,40 @@ def test_a_rank_that_was_stopped_for_a_while_is_not_said_to_be_so_the_next_time(
     storage = open_storage(str(tmp_path))
     dog = Watchdog(clock, 1.0, 0, owners, storage, exchange, lambda _: "T", lambda _: None)
     until(lambda: any(each is not None and each.stopped for each in said))
-    clock.beat()  # before the time is up for which a silent rank is waited for
+    clock.steps += 100  # before the time is up for which a silent rank is waited for
+    clock.beat()
     until(lambda: None in said and said[-1] is not None)
     dog.close()
     first = said[said.index(None) + 1]
     assert first is not None
     assert first.stopped == ()
+
+
+@pytest.mark.parametrize("patient", ["data wait", "checkpoint"])
+def test_what_follows_a_long_wait_has_the_time_of_a_step(tmp_path: Path, patient: str):
+    """Two others wait for this rank, which waits for a batch or writes, then computes."""
+    exchanged: list[RankStatus | None] = []
+    found: list[Hang] = []
+    clock = Clock(torch.device("cpu"))
+    clock.steps, clock.doing = 1, patient
+    owners = [Owner(f"{n}", "far", 1 + n, "now", "its boot", 0) for n in range(3)]
+    owners[0] = Owner.here()
+    waiting = {n: sign(n, still_s=9.0, patience_s=1.0) for n in (1, 2)}
+
+    def exchange(mine: RankStatus | None) -> dict[int, RankStatus]:
+        exchanged.append(mine)
+        return waiting
+
+    storage = open_storage(str(tmp_path))
+    dog = Watchdog(clock, 1.0, 0, owners, storage, exchange, lambda _: "S", found.append)
+    until(lambda: any(each is not None and each.still_s > 1.5 for each in exchanged))
+    if patient == "checkpoint":
+        clock.beat()
+    clock.doing = "compute"
+    time.sleep(0.8)
+    dog.close()
+    assert found == []
+    assert None not in exchanged, "the others would take it for one that does not respond"
 
 
 def until(what: Callable[[], bool]) -> None:
