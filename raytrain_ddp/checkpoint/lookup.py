@@ -13,11 +13,15 @@ from raytrain_ddp.errors import CheckpointError, ConfigError, did_you_mean
 from raytrain_ddp.events import Eval
 
 
+class NoCheckpointError(CheckpointError):
+    """There is none, as opposed to a damaged one."""
+
+
 def find_checkpoint(place: str, which: Literal["best", "last"] | None = None) -> Checkpoint:
     """The checkpoint at `place`, or the one of that run that `which` selects (default: best).
 
     Raises:
-        CheckpointError: there is no checkpoint, or it is damaged.
+        CheckpointError: there is no checkpoint (NoCheckpointError), or it is damaged.
         ConfigError: `which` is given, but `place` is a single checkpoint.
     """
     if "://" not in place and not Path(place).exists() and (Path("runs") / place).is_dir():
@@ -37,7 +41,7 @@ def find_checkpoint(place: str, which: Literal["best", "last"] | None = None) ->
     names = store.names()
     if not names:
         runs = [path.name for path in Path("runs").glob("*/")] if Path("runs").is_dir() else []
-        raise CheckpointError(
+        raise NoCheckpointError(
             f"{place}: no checkpoint there (looked for {CHECKPOINTS}/).{did_you_mean(place, runs)}"
         )
     if which != "last":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from hashlib import sha256
 from typing import Any
@@ -123,6 +124,11 @@ class HoldoutPart:
     def labels(self) -> Rows:
         labels: Rows = self._source.labels()
         return labels[self._held.of(np.arange(self.blocks.sum()), self._train)]
+
+    def paths(self) -> list[str]:
+        every: Sequence[str] = getattr(self._source, "paths", list)()
+        chosen = np.arange(self.blocks.sum()) if every else np.empty(0, np.int64)
+        return [every[row] for row in self._held.of(chosen, self._train)]
 
     def fingerprint(self) -> str:
         which = "without" if self._train else "only"

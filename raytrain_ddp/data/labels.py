@@ -159,6 +159,13 @@ def are_numbers(names: Sequence[str]) -> bool:
     return all(_INTEGER.fullmatch(name) for name in names)
 
 
+def how_mapped(names: Sequence[str]) -> str:
+    """Describes the mapping of numeric labels that differ from their class numbers; else ""."""
+    if not are_numbers(names) or names == [str(number) for number in range(len(names))]:
+        return ""
+    return f"{names[0]} to {names[-1]}, mapped to classes 0 to {len(names) - 1}"
+
+
 def some_names(names: Sequence[str], most: int = _CLASSES_SHOWN) -> str:
     """``10 classes: 0, 1, 2, 3, 4, ...``"""
     shown = ", ".join(names[:most]) + ", ..." * (len(names) > most)

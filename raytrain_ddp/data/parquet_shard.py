@@ -97,8 +97,11 @@ def _row_group(
     group: Any, places: dict[str, int], leaves: tuple[str, ...], label_column: str, kind: Kind
 ) -> RowGroup:
     first = group.column(places[leaves[0]])
-    known = first.statistics
-    if known is not None and known.has_null_count and known.null_count == 0:
+    known = [group.column(places[leaf]).statistics for leaf in leaves]
+    nulls = [each.null_count if each and each.has_null_count else None for each in known]
+    counted = sum(each or 0 for each in nulls)
+    without_image = max(0, counted - (len(leaves) - 1) * group.num_rows)
+    if nulls[0] == 0:
         leaves = leaves[:1]
     columns = (*leaves, label_column)
     label = group.column(places[label_column]).statistics if kind == "integer" else None
@@ -107,4 +110,5 @@ def _row_group(
         least, largest = (label.min, label.max) if label.has_min_max else (0, 0)
         labels = (int(label.null_count), int(least), int(largest))
     size = sum(group.column(places[column]).total_uncompressed_size for column in columns)
-    return RowGroup(group.num_rows, columns, size, first.total_compressed_size, labels)
+    stored = first.total_compressed_size
+    return RowGroup(group.num_rows, columns, size, stored, labels, without_image)

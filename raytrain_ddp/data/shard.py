@@ -45,6 +45,7 @@ class RowGroup(NamedTuple):
         size_bytes: of these columns, uncompressed.
         image_bytes: of the images' bytes, as stored.
         labels: (nulls, min, max) of integer labels; None if the file has no statistics for them.
+        without_image: rows with neither bytes nor a path, as far as the file's statistics tell.
     """
 
     rows: int
@@ -52,6 +53,7 @@ class RowGroup(NamedTuple):
     size_bytes: int
     image_bytes: int
     labels: tuple[int, int, int] | None
+    without_image: int = 0
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ import numpy as np
 from raytrain_ddp.config.input_sections import DataConfig
 from raytrain_ddp.data.disk_cache import DiskCache
 from raytrain_ddp.data.image_folder import sizes_of
-from raytrain_ddp.data.labels import Labels, are_numbers
+from raytrain_ddp.data.labels import Labels, how_mapped
 from raytrain_ddp.data.row_group_cache import RowGroupCache, RowMask
 from raytrain_ddp.data.sample_rng import Rows
 from raytrain_ddp.data.shard import Columns, Shard, image_at, join_some
@@ -65,23 +65,20 @@ class ShardImages:
             for group, group_info in enumerate(shard.groups)
             if group_info.rows
         ]
-        told_of_all = [shard.groups[group] for shard, group in self._blocks]
-        if not told_of_all:
+        groups = [shard.groups[group] for shard, group in self._blocks]
+        if not groups:
             raise DataError(f"{join_some([shard.name for shard in self._shards])}: 0 rows.")
-        self.blocks: Rows = np.array([group_info.rows for group_info in told_of_all], np.int64)
-        self.block_bytes: Rows = np.array(
-            [group_info.size_bytes for group_info in told_of_all], np.int64
-        )
+        self.blocks: Rows = np.array([group.rows for group in groups], np.int64)
+        self.block_bytes: Rows = np.array([group.size_bytes for group in groups], np.int64)
         self._starts = np.cumsum(self.blocks) - self.blocks
-        self.prefers_blocks = (
-            sum(group_info.image_bytes for group_info in told_of_all) > _BLOCKS_FROM_BYTES
-        )
+        self.prefers_blocks = sum(group.image_bytes for group in groups) > _BLOCKS_FROM_BYTES
         self.class_names = class_names_of(self._shards, self._columns.label, classes)
         self._labels_of = {
             shard.uri: Labels(self.class_names, shard.kind, shard.class_names)
             for shard in self._shards
         }
-        self.mapped = self._how_mapped()
+        unnamed = [s for s in self._shards if s.kind in ("integer", "number") and not s.class_names]
+        self.mapped = how_mapped(self.class_names) if unnamed and classes is None else ""
         self._check_statistics()
         self._require_images()
         self._remote = any(not shard.is_local for shard in self._shards)
@@ -91,6 +88,8 @@ class ShardImages:
             self._cache = DiskCache(config.cache, int(config.cache_gib * 2**30), keys)
         self._memory_bytes = config.memory_mib * _MIB
         self._groups = self._new_groups()
+        if config.bad_records == "error":
+            self._require_every_image()
 
     def part(self, used: Callable[[int, int], RowMask]) -> ShardImages:
         """The same rows with a separate cache, for a reader that uses only some of them.
@@ -173,17 +172,16 @@ class ShardImages:
     @cached_property
     def files(self) -> list[tuple[str, int]] | None:
         """(path, label) of each row, if all images are files of their own on this machine."""
-        if self._remote or not all(map(self._has_paths_only, self._shards)):
-            return None
+        paths = () if self._remote else self.paths()
+        return list(zip(paths, self.labels().tolist(), strict=True)) if paths else None
+
+    def paths(self) -> list[str]:
+        """The path of each row's image, if all files are lists; otherwise none."""
+        if not all(map(self._has_paths_only, self._shards)):
+            return []
         shards = [shard for shard in self._shards if any(group.rows for group in shard.groups)]
-        paths = all_values(shards, self._columns.image)
-        roots = (shard.at.image_root for shard in shards)
-        places = [
-            os.path.join(root, path or "")
-            for root, own in zip(roots, paths, strict=True)
-            for path in own
-        ]
-        return list(zip(places, self.labels().tolist(), strict=True))
+        values = zip(shards, all_values(shards, self._columns.image), strict=True)
+        return [os.path.join(s.at.image_root, path or "") for s, own in values for path in own]
 
     def where(self, row: int) -> str:
         """The file and the row in it, for messages."""
@@ -238,14 +236,6 @@ class ShardImages:
         sizes = self.blocks, self.block_bytes, self._memory_bytes
         return RowGroupCache(self._load, *sizes, threads, used)
 
-    def _how_mapped(self) -> str:
-        """Describes the mapping of numeric labels that differ from their class numbers."""
-        names = self.class_names
-        unnamed = [s for s in self._shards if s.kind in ("integer", "number") and not s.class_names]
-        if not unnamed or not are_numbers(names) or names == [str(n) for n in range(len(names))]:
-            return ""
-        return f"{names[0]} to {names[-1]}, mapped to classes 0 to {len(names) - 1}"
-
     def _key(self, shard: Shard) -> str:
         identity = f"{shard.name} {shard.size_bytes} {shard.digest} {tuple(self._columns[:2])}"
         return sha256(identity.encode()).hexdigest()[:32]
@@ -266,6 +256,20 @@ class ShardImages:
                     f"{where}: {tried[0]}: no such file, and the next ones are missing, too. Set "
                     "--data.root to the folder that the paths start from."
                 )
+
+    def _require_every_image(self) -> None:
+        """Finds rows without an image early, if the files have statistics."""
+        for block, (shard, group) in enumerate(self._blocks):
+            if not shard.groups[group].without_image:
+                continue
+            loaded = self._load(block)
+            for place in range(len(loaded.labels)):
+                image = _image(loaded, place)
+                if isinstance(image, BadRecord):
+                    raise DataError(
+                        f"{self.where(int(self._starts[block]) + place)}: not a readable image: "
+                        f"{image}. Repair or remove it, or set --data.bad-records skip."
+                    )
 
     def _check_statistics(self) -> None:
         """Finds labels that are not classes early, if the files have statistics."""

@@ -4,7 +4,7 @@ torchvision data sets."""
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from threading import Thread
@@ -62,6 +62,7 @@ class Splits:
     notes: tuple[str, ...]
     _labels: dict[str, Rows] = field(default_factory=dict)
     _error: list[Exception] = field(default_factory=list)
+    _repeated: list[str] = field(default_factory=list)
     _counting: Thread | None = None
     _began: float = 0.0
 
@@ -94,7 +95,7 @@ class Splits:
             eval=self._summary_of("eval", self.eval, self.eval_from) if self.eval else None,
             classes=len(names),
             names=names[:_NAMES_SHOWN],
-            notes=[*self.notes],
+            notes=[*self.notes, *self._repeated],
         )
 
     def _count(self) -> None:
@@ -105,6 +106,7 @@ class Splits:
                     self._error.append(found)
                     return
                 self._labels[name] = np.bincount(found, minlength=len(self.class_names))
+        self._repeated += _repeated(*(getattr(s, "paths", list)() for s in (self.train, self.eval)))
 
     def _summary_of(self, split: str, source: ImageSource, origin: str = "") -> SplitSummary:
         rows, counts = int(source.blocks.sum()), self._labels.get(split)
@@ -205,6 +207,19 @@ def open_images(
 def _held(train: ImageSource, config: DataConfig) -> HoldoutRows:
     rows = held_out(train.labels(), config.holdout, config.holdout_seed)
     return HoldoutRows(rows, f"{config.holdout!r} {config.holdout_seed}")
+
+
+def _repeated(train: Sequence[str], evaluation: Sequence[str]) -> Iterator[str]:
+    """Notes about images that lists name more than once."""
+    for paths, what in ((train, "training"), (evaluation, "evaluation")):
+        more = len(paths) - len(set(paths))
+        if more:
+            rows = "1 row repeats" if more == 1 else f"{more:,} rows repeat"
+            yield f"{rows} the image of another row of the {what} set."
+    both = len(set(train) & set(evaluation))
+    if both:
+        images = "1 image is" if both == 1 else f"{both:,} images are"
+        yield f"{images} in both the training set and the evaluation set."
 
 
 def _notes_of(source: ImageSource, what: str) -> list[str]:

@@ -69,7 +69,8 @@ def open_list(at: Opened, columns: Columns) -> TableShard:
     for start in range(0, table.num_rows, _GROUP_ROWS):
         part = table.slice(start, _GROUP_ROWS)
         labels = label_range(part[columns.label].to_pylist(), kind)
-        groups.append(RowGroup(part.num_rows, kept, part.nbytes, 0, labels))
+        missing = sum(not path for path in part[columns.image].to_pylist())
+        groups.append(RowGroup(part.num_rows, kept, part.nbytes, 0, labels, missing))
     digest = sha256(content).hexdigest()
     at = at.below(columns.root)
     return TableShard(at, len(content), digest, tuple(groups), kind, None, path_column, table)
@@ -101,7 +102,8 @@ def open_arrow(at: Opened, columns: Columns) -> TableShard:
         bytes_of = sum(image.nbytes for image in images)
         values = part[columns.label].to_pylist()
         kept, labels = (*used, columns.label), label_range(values, kind)
-        groups.append(RowGroup(rows, kept, part.nbytes, bytes_of, labels))
+        missing = sum(image.null_count for image in images) - (len(images) - 1) * rows
+        groups.append(RowGroup(rows, kept, part.nbytes, bytes_of, labels, max(0, missing)))
         digest.update(f"{rows} {part.nbytes} {values}".encode())
         start += rows
     class_names = distinct_names(names, at.name) if names else None
@@ -112,7 +114,7 @@ def open_arrow(at: Opened, columns: Columns) -> TableShard:
 def _from_csv(content: bytes, name: str, columns: Columns) -> Any:
     from pyarrow import csv  # few data sets need it, as below
 
-    return csv.read_csv(
+    table = csv.read_csv(
         pa.BufferReader(content),
         # One block, read by one thread: the row of an error is counted from the start.
         read_options=csv.ReadOptions(use_threads=False, block_size=max(1, len(content))),
@@ -121,6 +123,11 @@ def _from_csv(content: bytes, name: str, columns: Columns) -> Any:
         ),
         convert_options=csv.ConvertOptions(column_types={columns.image: pa.string()}),
     )
+    other = next((mark for mark in ";|\t," if mark in "".join(table.column_names[:1])), None)
+    if table.num_columns == 1 and other:
+        expected = "tabs" if ".tsv" in name.lower() else "commas (in .tsv: tabs)"
+        raise DataError(f"{name}: its columns are separated by {other!r}; expected: {expected}.")
+    return table
 
 
 def _from_json(content: bytes, name: str, columns: Columns) -> Any:

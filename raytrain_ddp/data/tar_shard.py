@@ -145,7 +145,9 @@ def _groups(index: Any, columns: Columns, kind: Kind) -> Iterator[RowGroup]:
         if full or stop == rows:
             size = ends[stop] - ends[start]
             labels = label_range(index["label"][start:stop].to_pylist(), kind)
-            yield RowGroup(stop - start, (columns.image, columns.label), size, size, labels)
+            missing = index["size"][start:stop].null_count
+            used = columns.image, columns.label
+            yield RowGroup(stop - start, used, size, size, labels, missing)
             start = stop
 
 

@@ -154,7 +154,10 @@ class Display:
     def summary(self, end: Summary) -> None:
         """Prints the end of a run, in place of the live block."""
         self.__exit__()
-        reached = f"\n{end.run}: {end.status} at step {end.step} of {end.total_steps}"
+        of = f"of {end.total_steps}"
+        if end.step > end.total_steps:  # it had already gone further
+            of = f"({end.total_steps} asked for)"
+        reached = f"\n{end.run}: {end.status} at step {end.step} {of}"
         color = "yellow" if end.status == "interrupted" else "green"
         self._print(Text(reached, style=f"bold {color}"), copied=True)
         rows: list[tuple[str, list[Text]]] = [

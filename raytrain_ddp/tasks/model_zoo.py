@@ -6,6 +6,7 @@ import ast
 import importlib.util
 import inspect
 import re
+import traceback
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from functools import cache
@@ -128,7 +129,7 @@ def build(config: ModelConfig, classes: int, options: dict[str, Any] | None = No
     given = {**(options or {}), **arguments(config)}
     if not config.name.startswith(TIMM) and ":" in config.name:
         _require_taken(config, make, {"classes": classes, **given})
-        return made_by_user(config, make(classes=classes, **given))
+        return made_by_user(config, _called_by_user(config, make, {"classes": classes, **given}))
     count = "classes" if config.name == DIGITS else "num_classes"
     try:
         model: nn.Module = make(**{count: classes}, **given)
@@ -194,6 +195,21 @@ def _require_taken(config: ModelConfig, make: Callable[..., Any], given: dict[st
             f"model.name = {config.name!r}: it is called with ({', '.join(given)}) as keywords, "
             f"that is classes and model.args: {error}."
         ) from None
+
+
+def _called_by_user(config: ModelConfig, make: Callable[..., Any], given: dict[str, Any]) -> Any:
+    """Raises ConfigError if the user's own function fails with `config.args`."""
+    try:
+        return make(**given)
+    except Exception as error:
+        if not config.args:
+            raise
+        at = traceback.extract_tb(error.__traceback__)[-1]
+        told = " ".join(str(error).split())
+        raise ConfigError(
+            f"model.args = {config.args}: {config.name} fails with them: {type(error).__name__}: "
+            f"{told} ({at.filename}:{at.lineno})."
+        ) from error
 
 
 def made_by_user(config: ModelConfig, model: Any) -> nn.Module:

@@ -198,11 +198,13 @@ def _read(weights: str) -> Mapping[str, Tensor]:
     from torch import Tensor
 
     if not weights.endswith(FILES):
-        from raytrain_ddp.checkpoint.lookup import find_checkpoint
+        from raytrain_ddp.checkpoint.lookup import NoCheckpointError, find_checkpoint
         from raytrain_ddp.checkpoint.snapshot import decode_tensors
 
         try:
             return decode_tensors(find_checkpoint(weights).read("model.safetensors"))
+        except NoCheckpointError as error:
+            raise ConfigError(f"model.weights = {weights!r}: {error}") from None
         except CheckpointError as error:
             raise CheckpointError(f"model.weights = {weights!r}: {error}") from None
     from timm.models import load_state_dict  # also of timm's and torchvision's own training
@@ -211,7 +213,12 @@ def _read(weights: str) -> Mapping[str, Tensor]:
         state = load_state_dict(weights, weights_only=True)
     except Exception as error:  # a damaged file raises many kinds
         told = " ".join(str(error).split()) or type(error).__name__
-        told = told.partition(" No automatic unsafe")[0].rstrip(".")  # timm would run its code
+        for end in (
+            " No automatic unsafe",
+            " This is an internal",
+        ):  # advice to run its code, cause
+            told = told.partition(end)[0]
+        told = told.rstrip(".")
         raise ConfigError(f"model.weights = {weights!r}: it cannot be read: {told}.") from error
     tensors = {key: value for key, value in state.items() if isinstance(value, Tensor)}
     if len(tensors) < len(state):
@@ -245,6 +252,9 @@ def _begin(config: ModelConfig, model: nn.Module, state: Mapping[str, Tensor], m
             f"{_given(config)}: only {share:.0%} of the parameters of {config.name} "
             f"outside its head fit. Not there or of another shape: {_some(misfits)}."
         )
+    for key, tensor in fits.items():
+        if tensor.is_floating_point() and not tensor.isfinite().all():
+            raise ConfigError(f"{_given(config)}: {key} has values that are not finite (NaN, inf).")
     model.load_state_dict({**own, **fits})
     parts = [f"new: {_some(new)}"] * bool(new) + [f"not used: {_some(unused)}"] * bool(unused)
     return "; ".join([told, *parts]) + "."

@@ -12,7 +12,7 @@ from torch import nn
 from raytrain_ddp.config.sections import OptimConfig
 from raytrain_ddp.config.validation import group_rules
 from raytrain_ddp.errors import ConfigError
-from raytrain_ddp.tasks.model_parts import head_of, require_matches
+from raytrain_ddp.tasks.model_parts import head_of, matching, require_matches
 
 # Last parts of names in torchvision and in models of one's own; those of timm have a list.
 _NOT_DECAYED = {
@@ -41,7 +41,12 @@ def param_groups(model: nn.Module, config: OptimConfig) -> list[dict[str, Any]]:
             raise ConfigError(f"optim.head_lr = {config.head_lr}: the head is frozen.")
         scale |= dict.fromkeys(head, config.head_lr / config.lr)
     for pattern, values in group_rules(config.groups):
-        for name in require_matches("optim.groups", pattern, trained):
+        found = matching(pattern, trained)
+        if not found and matching(pattern, dict(model.named_parameters())):
+            raise ConfigError(
+                f"optim.groups: all parameters that {pattern!r} matches are frozen (model.freeze)."
+            )
+        for name in found or require_matches("optim.groups", pattern, trained):
             decay[name] = values.get("weight_decay", decay[name])
             if "lr" in values:
                 scale[name] = values["lr"] / config.lr

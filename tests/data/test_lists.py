@@ -184,11 +184,34 @@ def test_an_image_that_is_missing_or_not_named_is_a_bad_record(tmp_path: Path):
     images: list[Any] = pictures(tmp_path)
     images[2], images[4] = "gone.png", None
     for name in ("list.csv", "list.jsonl", "list.parquet"):
-        source = splits_of(listed(tmp_path / name, images, LABELS["integers"])).train
+        path = listed(tmp_path / name, images, LABELS["integers"])
+        with pytest.raises(DataError, match=r"row 4: not a readable image: .* null\. Repair or"):
+            splits_of(path)
+        source = splits_of(path, bad_records="skip").train
         records = source.read(np.arange(ROWS))
         assert str(records[2][0]) == "gone.png: no such file"
         assert str(records[4][0]) == "the image is null"
         assert [row for row in range(ROWS) if isinstance(records[row][0], BadRecord)] == [2, 4]
+
+
+def test_images_that_are_listed_twice_are_reported(tmp_path: Path):
+    images = pictures(tmp_path)
+    train = listed(tmp_path / "a.csv", [*images[:6], images[0]], LABELS["integers"])
+    evaluation = listed(tmp_path / "b.csv", images[5:], [0, 1])
+    notes = splits_of(train, eval_source=str(evaluation)).summary().notes
+    assert notes == [
+        "the labels of the training set are 0 to 3, mapped to classes 0 to 2.",
+        "1 row repeats the image of another row of the training set.",
+        "1 image is in both the training set and the evaluation set.",
+    ]
+    held = splits_of(listed(tmp_path / "c.csv", images * 2, LABELS["integers"] * 2), holdout=0.4)
+    paths = [held.train.paths(), held.eval.paths()]  # type: ignore[attr-defined,union-attr]
+    assert sorted([*paths[0], *paths[1]]) == sorted(f"{tmp_path}/{path}" for path in images * 2)
+    repeated = [note for note in held.summary().notes if "in both the" in note]
+    assert repeated == [
+        f"{len({*paths[0]} & {*paths[1]})} images are in both the training set and the evaluation "
+        "set."
+    ]
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -218,6 +241,8 @@ BROKEN: Mapping[str, tuple[bytes, str]] = {
     "twice.csv": (b"image,label,label\npics/0.png,a,b\n", "several columns named 'label'"),
     "none.csv": (b"pics/0.png,a\npics/1.png,b\n", "no column 'image' among pics/0.png, a"),
     "latin.csv": (b"image,label\npics/\xe9.png,a\n", "invalid UTF8"),
+    "semicolons.csv": (b"image;label\na.png;1\n", "separated by ';'; expected: commas"),
+    "commas.tsv": (b"image,label\na.png,1\n", "separated by ','; expected: tabs"),
     "dates.csv": (b"image,label\npics/0.png,2020-01-01\n", "'label' is date32"),
     "cut.csv.gz": (
         b"\x1f\x8b\x08\x00cut",

@@ -291,9 +291,12 @@ def test_images_in_files_of_a_store_are_read_at_the_same_time(
 
 
 def test_a_null_image_is_a_bad_record(tmp_path: Path):
-    for kind, good in ((pa.binary(), png(0)), (STRUCTS[0], {"bytes": png(0), "path": "x"})):
+    for kind, good in ((pa.binary(), png(0)), (STRUCTS[0], {"bytes": png(0), "path": None})):
         columns = {"image": pa.array([good, None], kind), "label": [0, 1]}
-        first, (bad, label) = all_of(opened(write_parquet(tmp_path / "x.parquet", columns)))
+        path = write_parquet(tmp_path / "x.parquet", columns)
+        with pytest.raises(DataError, match=r"group 0, row 1: not a readable image: .* null"):
+            opened(path)
+        first, (bad, label) = all_of(opened(path, bad_records="skip"))
         assert first == (png(0), 0)
         assert isinstance(bad, BadRecord)
         assert label == 1

@@ -117,7 +117,9 @@ def test_an_image_that_is_null_is_a_bad_record_and_a_bad_label_is_named(tmp_path
     images = [{"bytes": png(0), "path": None}, None, {"bytes": png(2), "path": None}]
     columns = {"image": images, "label": [0, 1, 0]}
     rows(range(3), plain, **columns).save_to_disk(tmp_path / "x")
-    records = splits_of(tmp_path / "x").train.read(np.arange(3))
+    with pytest.raises(DataError, match="row 1: not a readable image: the image is null"):
+        splits_of(tmp_path / "x")
+    records = splits_of(tmp_path / "x", bad_records="skip").train.read(np.arange(3))
     assert [isinstance(image, BadRecord) for image, _ in records] == [False, True, False]
     for wrong, told in ((None, "label is null"), (-1, "label -1 is not in the range 0 to 1")):
         rows(range(3), plain, **{**columns, "label": [0, 1, wrong]}).save_to_disk(

@@ -218,7 +218,10 @@ def test_splits_are_found_and_what_lies_beside_is_named(tmp_path: Path):
 
 def test_a_sample_without_an_image_is_a_bad_record(tmp_path: Path):
     members = [*samples(range(2)), ("x.cls", b"1"), *samples([3])]
-    source = splits_of(tar(tmp_path / "x.tar", members)).train
+    path = tar(tmp_path / "x.tar", members)
+    with pytest.raises(DataError, match=r"x\.tar, x: not a readable image: the image is null"):
+        splits_of(path)
+    source = splits_of(path, bad_records="skip").train
     records = source.read(np.arange(4))
     assert [isinstance(image, BadRecord) for image, _ in records] == [False, False, True, False]
     assert source.where(2).endswith("x.tar, x")

@@ -30,7 +30,7 @@ from raytrain_ddp.driver.cluster_files import _unshared
 from raytrain_ddp.driver.config_flags import command
 from raytrain_ddp.driver.dry_run import dry_run
 from raytrain_ddp.driver.preflight import check, try_model
-from raytrain_ddp.errors import CheckpointError, ConfigError, PreflightError, RaytrainError
+from raytrain_ddp.errors import ConfigError, PreflightError, RaytrainError
 from raytrain_ddp.ray_backend.cluster import _shipped, import_paths
 from raytrain_ddp.tasks.image_classification import ImageClassification
 from raytrain_ddp.tasks.model_parts import head_of
@@ -248,6 +248,7 @@ def test_a_function_of_ones_own_gets_the_classes_and_arguments(own: Path):
     ("function", "args", "told"),
     [
         ("mak", {}, "has no function 'mak'. Did you mean 'make'"),
+        ("make", {"width": 0.5}, r"make fails with them: ValueError.*\(.*\.py:\d+\)"),
         ("make", {"depth": 3}, "got an unexpected keyword argument 'depth'"),
         ("wrong", {}, "it returned a int; expected a torch.nn.Module"),
     ],
@@ -450,11 +451,12 @@ def test_no_file_runs_code_and_what_cannot_be_used_is_one_line(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.chdir(tmp_path)
-    from torchvision.models import resnet50
+    from torchvision.models import resnet18, resnet50
 
     torch.save({"model": _Code()}, "code.pth")
     torch.save({"fc.weight": 3}, "number.pth")
     torch.save(resnet50().state_dict(), "resnet50.pth")
+    torch.save({**resnet18().state_dict(), "bn1.bias": torch.full((64,), float("nan"))}, "nan.pth")
     Path("damaged.safetensors").write_bytes(b"\0" * 100)
     Path("damaged.pth").write_bytes(b"\0" * 100)
     wrong = {
@@ -462,6 +464,7 @@ def test_no_file_runs_code_and_what_cannot_be_used_is_one_line(
         "number.pth": "its 'fc.weight' is no tensor",
         "damaged.safetensors": "it cannot be read",
         "damaged.pth": "it cannot be read",
+        "nan.pth": r"bn1.bias has values that are not finite \(NaN, inf\)",
         "resnet50.pth": r"only \d\d% of the parameters of resnet18 outside its head fit. Not there "
         r"or of another shape: layer1.0.conv1.weight \(64x64x3x3, there 64x64x1x1\), ",
     }
@@ -499,7 +502,7 @@ def test_a_model_starts_from_a_run_by_its_name_folder_or_checkpoint(
         assert "new: head.weight (5x128, there 10x128), head.bias (5, there 10)" in told
     with pytest.raises(ConfigError, match=r"Did you mean 'first'.*a run, or a checkpoint; none is"):
         check_weights(ModelConfig(weights="frist"), str(begun_run.parent))
-    with pytest.raises(CheckpointError, match=r"model\.weights = .*no checkpoint there"):
+    with pytest.raises(ConfigError, match=r"model\.weights = .*no checkpoint there"):
         begun_model(ModelConfig(weights=str(begun_run / "logs")), 5)
 
 

@@ -14,6 +14,7 @@ from logs import log_of
 from processes import Died, Group
 from tiny import EVAL_ROWS, Ran, TinyTask, bits, newest, plain, run_tiny, tiny_config
 
+from raytrain_ddp.config.input_sections import DataConfig
 from raytrain_ddp.config.sections import CheckpointConfig, EvalConfig, StopConfig
 from raytrain_ddp.config.train_config import TrainConfig
 from raytrain_ddp.data.epoch_order import Plan
@@ -87,7 +88,8 @@ def test_a_run_that_was_disturbed_stops_early_at_the_same_step_and_is_finished(
 
 
 def test_patience_without_an_evaluation_set_is_refused():
-    for field, value in (("stop", StopConfig(patience=2)), ("limit_eval_batches", 3)):
+    fields = ("stop", StopConfig(patience=2)), ("limit_eval_batches", 3)
+    for field, value in (*fields, ("data", DataConfig(eval_crop=0.9))):
         config = dataclasses.replace(TrainConfig(), **{field: value})
         require_evaluation(config, SimpleNamespace())  # type: ignore[arg-type]
         with pytest.raises(ConfigError, match="has no effect, as there is no evaluation set"):
