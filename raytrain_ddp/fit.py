@@ -32,14 +32,15 @@ def main(argv: Sequence[str]) -> int:
     if args.dry_run:
         from raytrain_ddp.driver.dry_run import dry_run
 
-        print(dry_run(args.config, name))
+        print(dry_run(args.config, name, args.resume_from, args.allow_change))
         return 0
     from raytrain_ddp.driver.fit_driver import fit, fit_locally
 
+    options: dict[str, Any] = {"resume_from": args.resume_from, "allow_change": args.allow_change}
+    options["default_name"] = name
     if args.local or under_torchrun():
-        return fit_locally(args.config, default_name=name).exit_status
-    result = fit(args.config, address=args.address, dashboard=args.dashboard, default_name=name)
-    return result.exit_status
+        return fit_locally(args.config, **options).exit_status
+    return fit(args.config, address=args.address, dashboard=args.dashboard, **options).exit_status
 
 
 class _Door(ModuleType):

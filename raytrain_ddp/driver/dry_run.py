@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -10,6 +11,7 @@ from raytrain_ddp.config.recipe import dumps, publishable
 from raytrain_ddp.config.train_config import TrainConfig
 from raytrain_ddp.data.splits import Splits
 from raytrain_ddp.display.formatting import format_data
+from raytrain_ddp.driver.branching import branch_of
 from raytrain_ddp.driver.preflight import check, is_complete
 from raytrain_ddp.driver.run_naming import find_run
 from raytrain_ddp.ray_backend.placement import choose_layout, local_resources, missing_resources
@@ -24,7 +26,12 @@ if TYPE_CHECKING:
 _SAMPLES = 8  # in the trial batch
 
 
-def dry_run(config: TrainConfig, default_name: str | None = None) -> str:
+def dry_run(
+    config: TrainConfig,
+    default_name: str | None = None,
+    resume_from: str | None = None,
+    allow_change: Sequence[str] = (),
+) -> str:
     """The resolved config, then the arithmetic that follows from it.
 
     Raises:
@@ -34,6 +41,7 @@ def dry_run(config: TrainConfig, default_name: str | None = None) -> str:
     named = config.data.classes  # classes found in the data are listed below
     run = find_run(check(config), default_name)
     config, manifest = run.config, run.manifest
+    branch = branch_of(run, resume_from, allow_change) if resume_from else None
     have = local_resources()
     layout = choose_layout(config, have)
     import torch
@@ -93,6 +101,8 @@ def dry_run(config: TrainConfig, default_name: str | None = None) -> str:
     if manifest is not None:
         done = is_complete(config, manifest)
         state = f"{'is complete at' if done else 'would resume from'} step {manifest.step}"
+    if branch is not None:
+        state += f", and {branch}"
     lines.append(f"run            {config.name} {state}{f' ({run.note})' if run.note else ''}")
     lines += [f"note           {text}" for text in notes]
     lacking = missing_resources(layout, have)

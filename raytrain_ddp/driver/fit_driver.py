@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, nullcontext, suppress
-from pathlib import Path
-from typing import Any
+from collections.abc import Sequence
+from contextlib import nullcontext, suppress
 
 from rich.console import Console
 
-from raytrain_ddp.checkpoint.lease import Lease
 from raytrain_ddp.checkpoint.manifest import Manifest
 from raytrain_ddp.checkpoint.run_folder import CONFIG_FILE
 from raytrain_ddp.checkpoint.storage import Storage
@@ -19,7 +16,7 @@ from raytrain_ddp.config.effects import effect_notes, under_torchrun
 from raytrain_ddp.config.recipe import dumps, publishable
 from raytrain_ddp.config.train_config import TrainConfig
 from raytrain_ddp.display.progress_display import Display
-from raytrain_ddp.driver.event_log import EventLog
+from raytrain_ddp.driver.branching import branch_of
 from raytrain_ddp.driver.finish import (
     already_complete,
     draw_run_curves,
@@ -29,21 +26,13 @@ from raytrain_ddp.driver.finish import (
     tidy,
 )
 from raytrain_ddp.driver.preflight import answered, check, is_complete, try_model
-from raytrain_ddp.driver.run_naming import (
-    NamedRun,
-    after_refusal,
-    claimed,
-    find_run,
-    run_of_rank_0,
-)
-from raytrain_ddp.errors import PreflightError, RaytrainError, RunLockedError, status_of
+from raytrain_ddp.driver.run_naming import NamedRun, find_run, run_of_rank_0
+from raytrain_ddp.driver.run_ownership import Show, driven, owned
+from raytrain_ddp.errors import PreflightError, RaytrainError
 from raytrain_ddp.events import End, Note, Plan
 from raytrain_ddp.messages import Event, Outcome, Phase
-from raytrain_ddp.ray_backend.failure_causes import failure_event
 from raytrain_ddp.ray_backend.ray_output import ray_output_to_file
 from raytrain_ddp.result import FitResult
-
-Show = Callable[[Event], None]
 
 
 def fit(
@@ -52,6 +41,8 @@ def fit(
     address: str | None = None,
     dashboard: bool = False,
     default_name: str | None = None,
+    resume_from: str | None = None,
+    allow_change: Sequence[str] = (),
     display: Display | None = None,
 ) -> FitResult:
     """Trains on Ray; resumes from the newest checkpoint if the run exists.
@@ -62,6 +53,8 @@ def fit(
             else an embedded Ray that lasts as long as the run.
         dashboard: start the embedded Ray with its dashboard.
         default_name: name of a new run if the config has none; a number is appended if it is taken.
+        resume_from: a run or checkpoint whose state a new run starts from.
+        allow_change: the fields of the config that differ from that run's, such as "optim.lr".
 
     Raises:
         RaytrainError: one of errors.py, each with its exit status.
@@ -69,8 +62,9 @@ def fit(
     """
     started = time.monotonic()
     run = find_run(check(config or TrainConfig()), default_name)
+    branch = branch_of(run, resume_from, allow_change) if resume_from else None
     with display or Display() as shown:
-        with _driven(run, shown.handle) as (run, tell):
+        with driven(run, shown.handle, branch) as (run, tell):
             config, folder, manifest = run.config, run.folder, run.manifest
             if manifest is not None and is_complete(config, manifest):
                 result = _complete(run, manifest, tell)
@@ -89,6 +83,8 @@ def fit_locally(
     config: TrainConfig | None = None,
     *,
     default_name: str | None = None,
+    resume_from: str | None = None,
+    allow_change: Sequence[str] = (),
     display: Display | None = None,
 ) -> FitResult:
     """Like `fit`, but without Ray: in this process, or in each process that torchrun started.
@@ -99,10 +95,10 @@ def fit_locally(
     config = check(config or TrainConfig())
     main = os.environ.get("RANK", "0") == "0"
     run = (find_run if main else run_of_rank_0)(config, default_name)
+    branch = branch_of(run, resume_from, allow_change) if resume_from and main else None
     with display or (Display() if main else Display(Console(quiet=True), live=False)) as shown:
-        with (
-            _driven(run, shown.handle) if main else nullcontext((run, shown.handle)) as (run, tell)
-        ):
+        led = driven(run, shown.handle, branch) if main else nullcontext((run, shown.handle))
+        with led as (run, tell):
             config, folder, manifest = run.config, run.folder, run.manifest
             if manifest is not None and is_complete(config, manifest):
                 result = _complete(run, manifest, tell, main)
@@ -152,85 +148,6 @@ def write_config(config: TrainConfig, run: Storage) -> None:
         run.write_atomic(CONFIG_FILE, dumps(shown).encode())
     except OSError as error:
         raise PreflightError(f"storage = {shown.storage}: cannot be written: {error}") from error
-
-
-@contextmanager
-def _driven(run: NamedRun, show: Show) -> Iterator[tuple[NamedRun, Show]]:
-    """Holds the lease of the run unless it is complete; yields the run and the receiver of its
-    events.
-
-    Yields another run if this one is new and another command took its name in the meantime.
-
-    Raises:
-        RunLockedError: like `_owned`.
-    """
-    with ExitStack() as stack:
-        tell = show
-        while not is_complete(run.config, run.manifest):
-            try:
-                tell = stack.enter_context(_owned(run, show))
-                break
-            except RunLockedError:
-                other = after_refusal(run)
-                if other is None:
-                    raise
-                run = other
-        if run.note:
-            tell(Note(run.note))
-        yield run, tell
-
-
-@contextmanager
-def _owned(run: NamedRun, show: Show) -> Iterator[Show]:
-    """Holds the run's lease, and keeps its event log; yields the receiver of events.
-
-    If a run is refused before it begins, its folder is removed.
-
-    Raises:
-        RunLockedError: another process trains this run; also raised by the yielded function, if
-            another process has taken the run over because this one was suspended for too long.
-    """
-    note = lambda text: show(Note(text))  # noqa: E731
-    folder = run.folder
-    with (
-        _no_empty_folders(folder),
-        Lease.take(folder, note) as lease,
-        claimed(run),
-        EventLog(folder, show) as event_log,
-    ):
-        with suppress(OSError):
-            folder.sweep()
-
-        def tell(event: Event) -> None:
-            lease.require()
-            event_log(event)
-
-        try:
-            yield tell
-        except RaytrainError as error:
-            cause: dict[str, Any] = {k: v for k, v in error.cause.items() if v is not None}
-            event_log(End(status_of(error), message=str(error), **cause))
-            raise
-        except KeyboardInterrupt as stop:
-            number = stop.args[0] if stop.args and isinstance(stop.args[0], int) else 2
-            event_log(End(128 + number))
-            raise
-        except Exception as error:  # of the user's code, in this process
-            event_log(failure_event(error))
-            raise
-
-
-@contextmanager
-def _no_empty_folders(run: Storage) -> Iterator[None]:
-    """Removes folders that are created for the run in this context, if they stay empty."""
-    above = [Path(run.path), *Path(run.path).parents] if run.is_local else []
-    made = [folder for folder in above if not folder.exists()]
-    try:
-        yield
-    finally:
-        with suppress(OSError):  # stops at the first one that is not empty
-            for folder in made:
-                folder.rmdir()
 
 
 class _Starts:
@@ -312,7 +229,7 @@ def _complete(run: NamedRun, manifest: Manifest, show: Show, main: bool = True) 
     config, folder = run.config, run.folder
     if main and not answered(config, lambda: is_tidy(folder)):
         # Another process that drives the run tidies it as well; a read-only storage stays as it is.
-        with suppress(RaytrainError, OSError), _owned(run, show) as tell:
+        with suppress(RaytrainError, OSError), owned(run, show) as tell:
             tidy(config, folder, manifest)
             tell(End(0, manifest.step))
     return answered(config, lambda: already_complete(folder, manifest))

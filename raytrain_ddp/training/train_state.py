@@ -100,6 +100,9 @@ class TrainState:
         progress = json.loads(checkpoint.read("state.json"))
         tensors = decode_tensors(checkpoint.read("optimizer.safetensors"))
         saved = unflatten_state(tensors, progress["optimizer"])
+        for group in saved["param_groups"]:  # the first start of a branch: see branching.py
+            for name in progress.get("renewed", ()):
+                group.pop(name, None)
         regroup(self.model, self.optimizer, saved["param_groups"])
         load_optimizer(self.optimizer, saved)
         if progress["scaler"]:

@@ -27,9 +27,10 @@ from raytrain_ddp.config.train_config import TrainConfig
 from raytrain_ddp.display.progress_display import Display
 from raytrain_ddp.driver import run_naming
 from raytrain_ddp.driver.dry_run import dry_run
-from raytrain_ddp.driver.fit_driver import _driven, _owned, fit_locally
+from raytrain_ddp.driver.fit_driver import fit_locally
 from raytrain_ddp.driver.preflight import check
 from raytrain_ddp.driver.run_naming import CLAIM_FILE, find_run, run_of_rank_0
+from raytrain_ddp.driver.run_ownership import driven, owned
 from raytrain_ddp.errors import ConfigError, PreflightError, RunLockedError
 from raytrain_ddp.events import Note
 
@@ -178,7 +179,7 @@ def test_runs_in_a_bucket_are_named_alike(bucket: str):
     other = unnamed(bucket, 0.1)
     assert named(config, "digits") == ("digits", False)
     run = find_run(other, "digits")
-    with _owned(run, lambda _: None):
+    with owned(run, lambda _: None):
         assert named(other, "digits") == ("digits-2", False)
     assert (run.config.name, named(other, "digits")) == ("digits-2", ("digits-2", True))
 
@@ -198,7 +199,7 @@ def test_commands_started_together_share_a_name_only_if_they_are_the_same(tmp_pa
         run = find_run(unnamed(tmp_path, lr))
         gate.wait()
         try:
-            with _driven(run, quiet) as (run, _):
+            with driven(run, quiet) as (run, _):
                 done.wait()
                 return str(run.config.name)
         except RunLockedError as error:
@@ -231,14 +232,14 @@ def test_a_name_that_is_held_but_not_yet_claimed_is_waited_for(tmp_path: Path):
         time.sleep(0.5)
         begin(first, "TinyTask")
 
-    with Lease.take(run.folder, quiet), in_thread(claim), _driven(run, quiet) as (taken, _):
+    with Lease.take(run.folder, quiet), in_thread(claim), driven(run, quiet) as (taken, _):
         assert taken.config.name == "TinyTask-2"
 
 
 def test_a_name_that_another_run_had_meanwhile_is_not_taken(tmp_path: Path):
     run = find_run(unnamed(tmp_path, 0.1))
     begin(unnamed(tmp_path, 0.2), "TinyTask")  # and has ended: nobody holds it
-    with _driven(run, quiet) as (taken, _):
+    with driven(run, quiet) as (taken, _):
         assert taken.config.name == "TinyTask-2"
         assert (tmp_path / "TinyTask-2" / CLAIM_FILE).exists()
     assert os.listdir(tmp_path) == ["TinyTask"], "a run that did not begin leaves no folder"
@@ -251,7 +252,7 @@ def test_other_ranks_take_the_run_of_rank_0(tmp_path: Path, monkeypatch: pytest.
     with in_thread(lambda: found.append(run_of_rank_0(config).config.name)):
         time.sleep(0.3)
         assert not found, "before rank 0 has claimed it"
-        with _driven(find_run(config), quiet):
+        with driven(find_run(config), quiet):
             while not found:
                 time.sleep(0.01)
     assert found == ["TinyTask-2"]

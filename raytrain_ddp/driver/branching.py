@@ -1,0 +1,171 @@
+"""A new run that starts from the state of another run, with named changes of its config.
+
+Its first checkpoint is a copy of the other run's, with the new config. ``branch.json``, in the new
+run's folder, names where it comes from.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from raytrain_ddp.checkpoint.committed import Checkpoint
+from raytrain_ddp.checkpoint.lookup import find_checkpoint
+from raytrain_ddp.checkpoint.run_folder import checkpoint_store
+from raytrain_ddp.checkpoint.storage import Storage, open_storage
+from raytrain_ddp.checkpoint.store import MANIFEST_FILE
+from raytrain_ddp.config.recipe import changed_fields, flat, publishable, to_dict
+from raytrain_ddp.config.train_config import TrainConfig
+from raytrain_ddp.driver.preflight import answered, is_complete
+from raytrain_ddp.driver.run_naming import NamedRun
+from raytrain_ddp.errors import ConfigError, did_you_mean
+
+BRANCH_FILE = "branch.json"
+STATE_FILE = "state.json"  # of a checkpoint
+RENEWED = "renewed"
+"""The key in the copied `STATE_FILE` with the values of parameter groups that the new config sets;
+otherwise those of the checkpoint count."""
+
+# Neither the samples of a step nor the parameters and their state depend on these.
+_SECTIONS = ("augment", "loss", "schedule", "compute", "ddp", "ema", "eval")
+_FIELDS = {
+    *("task_options", "micro_batch", "exact", "limit_eval_batches", "model.dropout"),
+    *("data.image_size", "data.eval_size", "data.eval_crop", "data.interpolation", "data.mean"),
+    *("data.std", "data.exif_orientation", "data.jpeg_scaling"),
+    *("optim.lr", "optim.momentum", "optim.nesterov", "optim.betas", "optim.weight_decay"),
+    *("optim.clip_norm", "optim.label_smoothing"),
+}
+_NOT = {"augment.repeats", "ddp.compression", "ddp.powersgd_rank"}
+_OF_GROUPS = ("momentum", "nesterov", "betas", "weight_decay")
+
+
+@dataclass(frozen=True)
+class Branch:
+    """Where a run starts from.
+
+    Args:
+        origin: as the user named it.
+        checkpoint: verified.
+        changes: (field, there, here).
+    """
+
+    origin: str
+    checkpoint: Checkpoint
+    changes: Sequence[tuple[str, Any, Any]]
+
+    def __str__(self) -> str:
+        changes = ", ".join(f"{name} {then!r} -> {now!r}" for name, then, now in self.changes)
+        return f"starts from {self.checkpoint}{', with ' if changes else ''}{changes}"
+
+
+def branch_of(run: NamedRun, origin: str, allowed: Sequence[str]) -> Branch | None:
+    """Where a run is to start from; None if it has begun there already. Nothing is written.
+
+    Raises:
+        ConfigError: it has begun elsewhere; also like `find_branch`.
+        CheckpointError: like `find_branch`.
+    """
+    if run.manifest is None:
+        return find_branch(run.config, origin, allowed)
+    text = run.folder.read(BRANCH_FILE) if run.folder.exists(BRANCH_FILE) else b"{}"
+    began = json.loads(text).get("origin")
+    if began != origin:
+        where = f"from {began}" if began else "at step 0"
+        raise ConfigError(
+            f"run {run.config.name} has this config, but began {where}, not from {origin}: set "
+            "another --name."
+        )
+    return None
+
+
+def find_branch(config: TrainConfig, origin: str, allowed: Sequence[str]) -> Branch:
+    """What a new run with this config starts from. Nothing is written.
+
+    Args:
+        origin: a run's name, its folder or URI, or a checkpoint.
+        allowed: the fields that may differ from the origin's config: exactly those that do.
+
+    Raises:
+        ConfigError: another field differs, one of these does not, or one cannot be changed.
+        CheckpointError: there is no checkpoint, or it is damaged.
+    """
+    names = [name.removeprefix("--").replace("-", "_") for name in allowed]
+    known = flat(TrainConfig())
+    for name in names:
+        if name not in known:
+            raise ConfigError(
+                f"--allow-change {name}: there is no such field.{did_you_mean(name, known)}"
+            )
+    checkpoint = answered(config, lambda: _origin(config, origin))
+    changes = changed_fields(checkpoint.manifest.config, config)
+    differing = [name for name, _, _ in changes]
+    fixed = [name for name in differing if not _may_change(name)]
+    if fixed:
+        raise ConfigError(
+            f"{', '.join(fixed)}: cannot differ from {origin}'s, which decides the samples of a "
+            "step or the shape of the state. For a new run with the same weights, use "
+            f"--model.weights {origin}."
+        )
+    missing = [name for name in differing if name not in names]
+    if missing:
+        rows = [f"  {n}  {then!r} -> {now!r}" for n, then, now in changes if n in missing]
+        raise ConfigError(
+            f"the config differs from {origin}'s ({origin} -> now):\n" + "\n".join(rows) + "\n"
+            f"Revert these changes, or add --allow-change {' '.join([*names, *missing])}."
+        )
+    for name in names:
+        if name not in differing:
+            raise ConfigError(
+                f"--allow-change {name}: it does not differ from {origin}, or may change anyway: "
+                "remove it."
+            )
+    if is_complete(config, checkpoint.manifest):
+        raise ConfigError(
+            f"{origin} has finished at step {checkpoint.manifest.step}, and nothing is left to "
+            "train: set more --epochs or --steps, or name an earlier checkpoint."
+        )
+    return Branch(origin, checkpoint, changes)
+
+
+def begun_from(run: NamedRun, branch: Branch) -> NamedRun:
+    """The run with its first checkpoint, which is written now.
+
+    Call it while holding the lease of the run.
+    """
+    about: dict[str, Any] = {"origin": branch.origin, "checkpoint": str(branch.checkpoint)}
+    about |= {"changes": [list(each) for each in branch.changes]}
+
+    def begin() -> NamedRun:
+        run.folder.mkdir()
+        run.folder.write_atomic(BRANCH_FILE, json.dumps(about, indent=1).encode())
+        store = checkpoint_store(run.folder)
+        store.latest()
+        attempt = store.claim(None, about)
+        store.sweep()
+        files = {name: branch.checkpoint.read(name) for name in branch.checkpoint.manifest.files}
+        fields = [name.rpartition(".") for name, _, _ in branch.changes]
+        renewed = [last for section, _, last in fields if section == "optim" and last in _OF_GROUPS]
+        # Only evaluations with the changes compete for the best checkpoint of this run.
+        state = json.loads(files[STATE_FILE]) | {RENEWED: renewed, "best": None, "best_step": 0}
+        files[STATE_FILE] = json.dumps(state).encode()
+        config = to_dict(publishable(run.config))
+        manifest = replace(branch.checkpoint.manifest, attempt=attempt, config=config)
+        manifest = replace(manifest, metrics={}, finished=False)
+        return replace(run, manifest=store.commit(manifest, files).manifest)
+
+    return answered(run.config, begin)
+
+
+def _may_change(name: str) -> bool:
+    return name in _FIELDS or (name.partition(".")[0] in _SECTIONS and name not in _NOT)
+
+
+def _origin(config: TrainConfig, origin: str) -> Checkpoint:
+    place = origin
+    if "://" not in origin and not Path(origin).exists():
+        place = f"{config.storage.rstrip('/')}/{origin}"
+    folder: Storage = open_storage(place)
+    return find_checkpoint(place, None if folder.exists(MANIFEST_FILE) else "last")
