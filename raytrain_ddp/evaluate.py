@@ -81,7 +81,7 @@ def main(argv: Sequence[str]) -> int:
         task,
         model.to(device),
         data,
-        config.micro_batch,
+        config.eval_micro_batch,
         world,
         LoaderThreads(world.threads),
         metrics,

@@ -51,6 +51,11 @@ class DataConfig:
     image_size: int = 0
     """Side of the square images, in pixels. 0: as stored; all images must then have the same
     size."""
+    start_size: int = 0
+    """Side of the training images in the first epoch, in pixels. It grows to image_size in steps of
+    32 pixels, over grow_epochs. 0: image_size from the start."""
+    grow_epochs: int = 0
+    """With start_size: the first epoch with images of image_size, counted from 0."""
     eval_size: int = 0
     """Side of the images in evaluation, in pixels. 0: as image_size."""
     eval_crop: float = 0.875
@@ -95,7 +100,18 @@ class DataConfig:
     def __post_init__(self) -> None:
         crop_ok = 0 < self.eval_crop <= 1
         require(crop_ok, "data.eval_crop", self.eval_crop, "must be above 0 and at most 1")
-        at_least(0, "data", self, "image_size", "eval_size", "max_bad", "cache_gib")
+        sizes = ("image_size", "start_size", "grow_epochs", "eval_size")
+        at_least(0, "data", self, *sizes, "max_bad", "cache_gib")
+        grows_ok = not self.start_size or self.start_size < self.image_size
+        rule = f"must be below data.image_size = {self.image_size}"
+        require(grows_ok, "data.start_size", self.start_size, rule)
+        rule = f"set both, or neither, of it and data.start_size = {self.start_size}"
+        require(
+            bool(self.grow_epochs) == bool(self.start_size),
+            "data.grow_epochs",
+            self.grow_epochs,
+            rule,
+        )
         at_least(1, "data", self, "prefetch", "prefetch_mib", "memory_mib")
         window_ok = self.shuffle_window == "auto" or self.shuffle_window >= 1
         require(window_ok, "data.shuffle_window", self.shuffle_window, "must be auto, or 1 or more")

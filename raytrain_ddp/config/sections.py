@@ -34,8 +34,8 @@ class ModelConfig:
     """Keyword arguments for the model, such as drop_path_rate 0.1."""
     weights: str | None = None
     """Weights to start from, such as DEFAULT. The name of torchvision's or timm's pretrained
-    weights; a .safetensors or .pth file; or a run or checkpoint. A head for other classes starts
-    anew."""
+    weights; hf-hub:OWNER/NAME; a .safetensors or .pth file; or a run or checkpoint. A head for
+    other classes starts anew."""
     freeze: tuple[str, ...] = ()
     """Parameters that are not trained, such as 'layer1.*'. Patterns of names, or modules; backbone:
     all but the head. Batch norm that is frozen keeps its statistics."""
@@ -198,9 +198,11 @@ class EvalConfig:
     """Evaluate every this many epochs, and always at the end. 0: only at the end."""
     every_steps: int = 0
     """Also evaluate every this many steps. 0: off."""
+    micro_batch: int = 0
+    """Samples of one evaluation pass through the model. 0: as micro_batch."""
 
     def __post_init__(self) -> None:
-        at_least(0, "eval", self, "every_epochs", "every_steps")
+        at_least(0, "eval", self, "every_epochs", "every_steps", "micro_batch")
 
 
 @dataclass(frozen=True)

@@ -178,6 +178,11 @@ class TrainConfig:
         """Micro-batches per optimizer step."""
         return self.batch_size // self.micro_batch
 
+    @property
+    def eval_micro_batch(self) -> int:
+        """Samples of one evaluation pass."""
+        return self.eval.micro_batch or self.micro_batch
+
     def require_slots(self, workers: int) -> None:
         """Raises ConfigError if `workers` are more than the slots of a step."""
         if workers <= self.slots:

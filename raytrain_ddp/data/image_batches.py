@@ -39,10 +39,15 @@ def image_data(
         augment: None for evaluation, which uses the center of each image.
     """
     if augment is None:
-        config = replace(config, image_size=config.eval_size or config.image_size)
+        config = replace(
+            config, image_size=config.eval_size or config.image_size, start_size=0, grow_epochs=0
+        )
         plain, share = AugmentConfig(crop="none"), config.eval_crop
         return Data(source, _Collate(source, config, plain, classes, share))
     return Data(source, _Collate(source, config, augment, classes))
+
+
+_GROWS_BY = 32  # pixels
 
 
 def device_augmentation(
@@ -61,6 +66,14 @@ def device_augmentation(
     if augment.mixup or augment.cutmix:
         made["partner"] = partners_of(draws.rows)
     return made
+
+
+def side_in(config: DataConfig, epoch: int) -> int:
+    """The side of the square images in an epoch, in pixels; 0: as stored."""
+    if epoch >= config.grow_epochs:
+        return config.image_size
+    grown = (config.image_size - config.start_size) * epoch // config.grow_epochs
+    return config.start_size + grown // _GROWS_BY * _GROWS_BY
 
 
 class _Collate:
@@ -85,10 +98,10 @@ class _Collate:
         kept: list[int] = []
         for place, picture in self._pictures(records, draws.rows.tolist()):
             if not len(images):
-                shape = (len(records), 3, *self._size(picture))
+                shape = (len(records), 3, *self._size(picture, draws.epoch))
                 images = torch.empty(shape, dtype=torch.uint8, memory_format=torch.channels_last)
-            elif self._size(picture) != tuple(images.shape[-2:]):
-                sizes = f"{tuple(images.shape[-2:])} and {self._size(picture)}"
+            elif (size := self._size(picture, draws.epoch)) != tuple(images.shape[-2:]):
+                sizes = f"{tuple(images.shape[-2:])} and {size}"
                 raise DataError(f"images of unequal size, {sizes}: set --data.image-size.")
             out = images[len(kept) : len(kept) + 1]
             try:
@@ -127,9 +140,9 @@ class _Collate:
                 yield place, picture
             before = row
 
-    def _size(self, picture: EncodedImage) -> tuple[int, int]:
+    def _size(self, picture: EncodedImage, epoch: int) -> tuple[int, int]:
         """(height, width) of the model's input."""
-        side = self._config.image_size
+        side = side_in(self._config, epoch)
         if side or self._augment.crop == "random":
             return side or picture.width, side or picture.width
         return picture.height, picture.width

@@ -106,16 +106,19 @@ class TrainLoader:
             loaded.close()
             self.data.close()
 
-    def any_batch(self, samples: int | None = None) -> Batch:
+    def any_batch(self, samples: int | None = None, epoch: int = 0) -> Batch:
         """A micro-batch for the warm-up, of the usual size unless given or shortened by bad
         records.
+
+        Args:
+            epoch: as whose it is augmented.
 
         Raises:
             DataError: there is no readable record among the first few thousand.
         """
         wanted = min(samples or self.plan.micro_batch, len(self._first_rows))
         for start in range(0, len(self._first_rows) - wanted + 1, wanted):
-            draws = Draws(self.seed, 0, self._first_rows[start : start + wanted])
+            draws = Draws(self.seed, epoch, self._first_rows[start : start + wanted])
             batch = _begun(self.data, draws, _workers_for(self.data, self.threads)[1])()
             if self.data.samples_of(batch):
                 return batch

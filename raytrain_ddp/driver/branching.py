@@ -32,9 +32,10 @@ otherwise those of the checkpoint count."""
 # Neither the samples of a step nor the parameters and their state depend on these.
 _SECTIONS = ("augment", "loss", "schedule", "compute", "ddp", "ema", "eval")
 _FIELDS = {
-    *("task_options", "micro_batch", "exact", "limit_eval_batches", "model.dropout"),
-    *("data.image_size", "data.eval_size", "data.eval_crop", "data.interpolation", "data.mean"),
-    *("data.std", "data.exif_orientation", "data.jpeg_scaling"),
+    *("task_options", "exact", "limit_eval_batches", "model.dropout"),
+    *("data.image_size", "data.start_size", "data.grow_epochs", "data.interpolation"),
+    *("data.eval_size", "data.eval_crop", "data.mean", "data.std", "data.jpeg_scaling"),
+    "data.exif_orientation",
     *("optim.lr", "optim.momentum", "optim.nesterov", "optim.betas", "optim.weight_decay"),
     *("optim.clip_norm", "optim.label_smoothing"),
 }

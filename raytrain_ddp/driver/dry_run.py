@@ -135,7 +135,7 @@ def _tried(
     try_loss(config, task, model, batch, world)
     notes: list[str] = []
     if eval_data is not None:
-        size, tell = min(_SAMPLES, config.micro_batch), lambda event: notes.append(event.text)
+        size, tell = min(_SAMPLES, config.eval_micro_batch), lambda event: notes.append(event.text)
         try_evaluation(task, model, eval_data, size, world, tell)
     return notes
 

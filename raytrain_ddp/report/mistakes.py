@@ -150,7 +150,7 @@ def _evaluate(
     from raytrain_ddp.data.loader_threads import LoaderThreads
     from raytrain_ddp.data.nested import to_device
 
-    size, device = config.micro_batch, next(model.parameters()).device
+    size, device = config.eval_micro_batch, next(model.parameters()).device
     chunks = list(range(-(-data.rows // size)))
     if data.rows > _MOST_SAMPLES:  # spread out: files are often sorted by class
         chunks = random.Random(0).sample(chunks, _MOST_SAMPLES // size or 1)

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
 FILES = (".safetensors", ".pth", ".pt", ".bin")
+HUB = "hf-hub:"  # timm's prefix of a repository of the Hugging Face Hub
 _MOST = 0.8
 """Share of the parameters outside the head that a file or run must have. Of two different ResNets
 about half fit by chance."""
@@ -44,7 +45,7 @@ def check_weights(
     """
     check_model(config.name)
     name, weights = config.name, config.weights
-    if weights is None or is_named(config):
+    if weights is None or weights.startswith(HUB) or is_named(config):
         return config
     place = Path(weights).expanduser()
     if weights.endswith(FILES):
@@ -168,15 +169,29 @@ def _download(config: ModelConfig) -> Mapping[str, Tensor]:
         folder, file = f"{torch.hub.get_dir()}/checkpoints", wanted.url.rpartition("/")[2]
         place, remedy = wanted.url, f"Put {file} into {folder}."
         make = lambda: get_model(config.name, weights=wanted, progress=False)  # noqa: E731
+    with _downloads(_given(config), place, remedy):
+        return make().state_dict()  # type: ignore[no-any-return]
+
+
+def _from_hub(weights: str) -> Mapping[str, Tensor]:
+    from timm.models import load_state_dict_from_hf
+
+    remedy = "Or download its weights elsewhere, and set model.weights to that file."
+    with _downloads(f"model.weights = {weights!r}", weights, remedy):
+        return load_state_dict_from_hf(weights.removeprefix(HUB), weights_only=True)  # type: ignore[no-any-return]
+
+
+@contextmanager
+def _downloads(given: str, place: str, remedy: str) -> Iterator[None]:
+    """Raises PreflightError if what is called in this context fails."""
+    import torch
+
     try:
         with _one_per_node(Path(torch.hub.get_dir()) / "checkpoints"):
-            made: nn.Module = make()
+            yield
     except Exception as error:  # of the network, as the Hub's libraries raise many kinds
         told = " ".join(str(error).split())
-        raise PreflightError(
-            f"{_given(config)}: {place} cannot be downloaded ({told}). {remedy}"
-        ) from error
-    return made.state_dict()
+        raise PreflightError(f"{given}: {place} cannot be downloaded ({told}). {remedy}") from error
 
 
 @contextmanager
@@ -197,6 +212,8 @@ def _read(weights: str) -> Mapping[str, Tensor]:
     """Tensors of a file or a run. Nothing in it is run: what needs more than tensors is refused."""
     from torch import Tensor
 
+    if weights.startswith(HUB):
+        return _from_hub(weights)
     if not weights.endswith(FILES):
         from raytrain_ddp.checkpoint.lookup import NoCheckpointError, find_checkpoint
         from raytrain_ddp.checkpoint.snapshot import decode_tensors

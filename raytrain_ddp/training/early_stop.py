@@ -59,7 +59,7 @@ def ends_of(
     return cadence, patience, trained_s
 
 
-_OF_EVALUATION = ("data.eval_size", "data.eval_crop")
+_OF_EVALUATION = ("data.eval_size", "data.eval_crop", "eval.micro_batch")
 
 
 def require_evaluation(config: TrainConfig, eval_data: Data | None) -> None:

@@ -96,9 +96,9 @@ def prepare(
     stepper = Stepper(
         config, task, state, net, world, guard, clock, ReplicaCheck(config.scaling, state, session)
     )
-    flops = _warm_up(stepper, loader)
+    flops = _warm_up(stepper, loader, config.data.grow_epochs)
     if eval_data is not None:
-        try_evaluation(task, model, eval_data, config.micro_batch, world, session.tell)
+        try_evaluation(task, model, eval_data, config.eval_micro_batch, world, session.tell)
     _tell_notes(config, task, loader, state, session, reads)
     failpoint("start.warmed_up", world.rank)
 
@@ -198,10 +198,15 @@ def initial_model(config: TrainConfig, task: Task, world: World) -> nn.Module:
     return model
 
 
-def _warm_up(stepper: Stepper, loader: TrainLoader) -> float:
-    """Returns the floating-point operations of a sample, forward and backward; 0 if unknown."""
-    batch, smallest = loader.any_batch(), loader.any_batch(_smallest_slot(loader.plan))
-    single = loader.any_batch(1) if loader.skip else None
+def _warm_up(stepper: Stepper, loader: TrainLoader, epoch: int) -> float:
+    """Returns the floating-point operations of a sample, forward and backward; 0 if unknown.
+
+    Args:
+        epoch: one whose images are as large as any.
+    """
+    batch = loader.any_batch(epoch=epoch)
+    smallest = loader.any_batch(_smallest_slot(loader.plan), epoch)
+    single = loader.any_batch(1, epoch) if loader.skip else None
     return stepper.warm_up(batch, smallest, single) / loader.data.samples_of(batch)
 
 

@@ -111,7 +111,7 @@ class PreparedRun:
         if data is None:
             return False, 0
         limit = self.config.limit_eval_batches
-        chunks = chunks_of(data.rows, self.config.micro_batch, limit)
+        chunks = chunks_of(data.rows, self.config.eval_micro_batch, limit)
         watch = EvaluationWatch(self.session, len(chunks))
 
         def beat() -> None:
@@ -128,7 +128,7 @@ class PreparedRun:
                     self.task,
                     self.state.model,
                     data,
-                    self.config.micro_batch,
+                    self.config.eval_micro_batch,
                     self.session.world,
                     replace(self.feed.loader.threads, begin=None),  # nothing runs meanwhile
                     beat=beat,

@@ -58,13 +58,13 @@ compute.channels_last compute.compile compute.deterministic compute.precision
 augment.crop augment.cutmix augment.erase augment.flip augment.jitter augment.magnitude
 augment.mixup augment.operations augment.policy augment.repeats augment.scale
 data.bad_records data.config data.eval_crop data.eval_size data.eval_source data.eval_split
-data.exif_orientation data.holdout data.holdout_seed
+data.exif_orientation data.grow_epochs data.holdout data.holdout_seed
 data.image_column data.image_size data.interpolation data.jpeg_scaling data.label_column
-data.mean data.shuffle data.shuffle_window data.source data.std data.train_split
+data.mean data.shuffle data.shuffle_window data.source data.start_size data.std data.train_split
 ddp.bucket_cap_mb ddp.compression ddp.find_unused_parameters ddp.gradient_as_bucket_view
 ddp.powersgd_rank ddp.static_graph ddp.sync_batchnorm
 ema.decay ema.warmup
-eval.every_epochs eval.every_steps exact
+eval.every_epochs eval.every_steps eval.micro_batch exact
 limit_eval_batches limit_train_batches
 loss.class_weights loss.gamma loss.name
 micro_batch
@@ -79,7 +79,10 @@ task task_options
 """
 
 DOOR_FLAGS = {
-    FitArgs: "address audit config dashboard dry_run emit local print_config profile recipe",
+    FitArgs: (
+        "address allow_change audit config dashboard dry_run emit local print_config profile "
+        "recipe resume_from"
+    ),
     EvaluateArgs: "checkpoint data device out per_class run",
 }
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import logging
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -25,9 +26,10 @@ from raytrain_ddp.data.cropping import (
     to_tensor,
 )
 from raytrain_ddp.data.decoding import open_encoded_image, shrink_for
-from raytrain_ddp.data.image_batches import image_data
+from raytrain_ddp.data.image_batches import image_data, side_in
 from raytrain_ddp.data.sample_rng import Draws
 from raytrain_ddp.data.splits import open_splits
+from raytrain_ddp.errors import ConfigError
 
 
 def smooth(height: int, width: int, channels: int = 3, seed: int = 0) -> np.ndarray:
@@ -215,6 +217,25 @@ def test_evaluation_has_a_size_and_a_crop_of_its_own():
     torch.testing.assert_close(
         images[:1].float(), tv.center_crop(resized, [28, 28]).float(), atol=1, rtol=0
     )
+
+
+def test_training_images_grow_with_the_epochs():
+    config = DataConfig(image_size=224, start_size=128, grow_epochs=6)
+    sides = [side_in(config, epoch) for epoch in range(8)]
+    assert sides == [128, 128, 160, 160, 192, 192, 224, 224]
+    assert side_in(DataConfig(image_size=64), 0) == 64
+    assert side_in(DataConfig(), 3) == 0  # as stored
+    config = DataConfig(image_size=72, start_size=40, grow_epochs=1)
+    splits = open_splits(config)
+    train = image_data(splits.train, config, AugmentConfig(crop="random"), 10)
+    evaluation = image_data(splits.train, config, None, 10)
+    for epoch, side in ((0, 40), (1, 72), (9, 72)):
+        draws = Draws(0, epoch, np.arange(2))
+        assert train.batch(draws)["image"].shape == (2, 3, side, side)
+        assert evaluation.batch(draws)["image"].shape == (2, 3, 72, 72)
+    for wrong in ({"start_size": 72}, {"start_size": 80}, {"grow_epochs": 0}, {"start_size": 0}):
+        with pytest.raises(ConfigError, match=r"data\.(start_size|grow_epochs) = "):
+            replace(config, **wrong)
 
 
 def test_a_ribbon_takes_little_memory_and_shows_its_middle():

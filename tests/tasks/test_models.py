@@ -374,6 +374,26 @@ def test_a_name_without_a_tag_starts_anew(no_hub: list[Any]):
     assert no_hub == []
 
 
+def test_weights_may_be_a_repository_of_the_hub(monkeypatch: pytest.MonkeyPatch):
+    theirs = create_model("test_resnet", num_classes=1000).state_dict()
+    asked: list[Any] = []
+
+    def download(model_id: str, *, weights_only: bool) -> Any:
+        asked.append((model_id, weights_only))
+        return theirs
+
+    monkeypatch.setattr("timm.models.load_state_dict_from_hf", download)
+    config = ModelConfig(name="timm:test_resnet", weights="hf-hub:me/mine@v2")
+    assert check_weights(config, "runs") == config
+    model, told = begun_model(config, 5)
+    assert asked == [("me/mine@v2", True)]
+    assert different(model.state_dict(), theirs) == ["fc.weight", "fc.bias"]
+    assert told.startswith("Start from hf-hub:me/mine@v2: ")
+    with pytest.raises(ConfigError, match=r"only \d+% of the parameters of resnet18"):
+        begun_model(replace(config, name="resnet18"), 5)
+    monkeypatch.undo()
+
+
 def test_weights_that_cannot_be_downloaded_are_one_line_with_status_3(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ):
@@ -386,6 +406,7 @@ def test_weights_that_cannot_be_downloaded_are_one_line_with_status_3(
 
     monkeypatch.setattr(torch.hub, "download_url_to_file", refuse)
     monkeypatch.setattr(_builder, "load_state_dict_from_hf", refuse)
+    monkeypatch.setattr("timm.models.load_state_dict_from_hf", refuse)
     monkeypatch.setenv("TORCH_HOME", str(tmp_path))
     with pytest.raises(PreflightError, match=r"model.weights = 'DEFAULT': https://\S+ cannot be d"):
         begun_model(ModelConfig(name="resnet18", weights="DEFAULT"), 10)
@@ -393,6 +414,8 @@ def test_weights_that_cannot_be_downloaded_are_one_line_with_status_3(
         begun_model(ModelConfig(name="timm:test_vit.r160_in1k"), 10)
     with pytest.raises(ConfigError, match="timm has no pretrained weights of resnet200"):
         begun_model(ModelConfig(name="timm:resnet200", weights="DEFAULT"), 10)
+    with pytest.raises(PreflightError, match="weights = 'hf-hub:me/mine': hf-hub:me/mine cannot"):
+        begun_model(ModelConfig(name=SMALL, weights="hf-hub:me/mine"), 10)
 
 
 def _downloading(rank: int, size: int, folder: str) -> str:

@@ -298,6 +298,26 @@ def test_images_with_every_augmentation_are_alike_for_any_ranks_threads_and_afte
     assert losses[0] == pytest.approx(losses[2], rel=1e-4)
 
 
+def test_images_that_grow_are_alike_for_any_ranks_and_after_a_restart_within_an_epoch(
+    workers: Group, tmp_path: Path
+):
+    """Sizes 8, 40 and 72, of two steps each."""
+    data = DataConfig(workers=1, start_size=8, image_size=72, grow_epochs=2)
+    changes: dict[str, Any] = {"data": data, "epochs": 3, "limit_train_batches": 2}
+    changes |= {"exact": True, "batch_size": 24, "micro_batch": 8}
+
+    def config(name: str) -> TrainConfig:
+        return replace(digits_config(tmp_path, name, 1), **changes)
+
+    whole, stopped = config("whole"), config("stopped")
+    workers(1, run_digits, plain(whole))
+    workers(3, run_digits, plain(stopped), 3)
+    workers(2, run_digits, plain(stopped))
+    assert len(audit_of(whole)) == 6
+    assert audit_of(stopped) == audit_of(whole)
+    assert bits(stopped) == bits(whole)
+
+
 @pytest.mark.gpu
 def test_slots_reach_the_gpu_whole_while_it_is_busy():
     """The copy has a stream of its own; the training's stream waits for it."""

@@ -244,6 +244,18 @@ def test_a_limited_evaluation_is_spread_over_the_data_and_the_same_on_any_number
     assert EVAL_ROWS > 4 * 8
 
 
+def test_evaluation_has_a_micro_batch_of_its_own(workers: Group, tmp_path: Path):
+    found: list[Mapping[str, float]] = []
+    for size, micro_batch in ((1, 0), (3, 50), (2, 50)):
+        every = EvalConfig(micro_batch=micro_batch)
+        config = tiny_config(tmp_path, f"{size}-{micro_batch}", epochs=1, exact=True, eval=every)
+        workers(size, run_tiny, plain(config))
+        found += [record["metrics"] for record in log_of(config) if record["kind"] == "eval"]
+    assert found[1] == found[2]
+    assert found[0] == pytest.approx(found[1], rel=1e-5)
+    assert bits(config) == bits(dataclasses.replace(config, name="1-0"))
+
+
 def test_limits_that_contradict_each_other_are_refused():
     with pytest.raises(ConfigError, match="overfit_batches = 2: give only one"):
         TrainConfig(limit_train_batches=3, overfit_batches=2)
