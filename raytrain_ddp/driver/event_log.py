@@ -65,14 +65,10 @@ class EventLog:
         if isinstance(event, Plan):
             self._ranks_at = time.monotonic()  # the first steps are not typical
         dropped = isinstance(event, Ranks) and self._is_too_much(event)
+        self._show(event)  # storage errors are shown before they are written to that storage
         if isinstance(event, STORED_EVENTS) and not dropped:
-            line = event_line(event)
-            # Storage errors are shown before they are written to that storage.
-            self._show(event)
             # A checkpoint's event must be written as soon as the checkpoint exists.
-            self._order(line, at_once=isinstance(event, Checkpoint))
-        else:
-            self._show(event)
+            self._order(event_line(event), at_once=isinstance(event, Checkpoint))
 
     def _is_too_much(self, ranks: Ranks) -> bool:
         """Whether this record of the ranks is one too many, or too long."""
