@@ -21,7 +21,7 @@ from raytrain_ddp.config.recipe import changed_fields, flat, publishable, to_dic
 from raytrain_ddp.config.train_config import TrainConfig
 from raytrain_ddp.driver.preflight import answered, is_complete
 from raytrain_ddp.driver.run_naming import NamedRun
-from raytrain_ddp.errors import ConfigError, did_you_mean
+from raytrain_ddp.errors import CheckpointError, ConfigError, did_you_mean
 
 BRANCH_FILE = "branch.json"
 STATE_FILE = "state.json"  # of a checkpoint
@@ -169,4 +169,7 @@ def _origin(config: TrainConfig, origin: str) -> Checkpoint:
     if "://" not in origin and not Path(origin).exists():
         place = f"{config.storage.rstrip('/')}/{origin}"
     folder: Storage = open_storage(place)
-    return find_checkpoint(place, None if folder.exists(MANIFEST_FILE) else "last")
+    try:
+        return find_checkpoint(place, None if folder.exists(MANIFEST_FILE) else "last")
+    except CheckpointError as error:
+        raise CheckpointError(f"--resume-from {origin}: {error}") from None
