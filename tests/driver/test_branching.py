@@ -99,7 +99,7 @@ def test_a_wrong_change_is_refused(
 def test_a_run_that_began_elsewhere_and_one_that_is_missing_or_done_are_refused(
     workers: Group, base: TrainConfig
 ):
-    with pytest.raises(CheckpointError, match="--resume-from gone: .*/gone: no checkpoint there"):
+    with pytest.raises(CheckpointError, match=r"--resume-from gone: .*/gone: no checkpoint there"):
         branch_of(find_run(replace(base, name="new")), "gone", ())
     with pytest.raises(ConfigError, match="run base has this config, but began at step 0, not fr"):
         branch_of(find_run(base), "other", ())
