@@ -66,6 +66,8 @@ TORCHVISION = {
     "val_resize_size": 256,
     "val_crop_size": 224,
     "train_crop_size": 224,
+    "crop": "RandomResizedCrop",  # this and the next in presets.py
+    "hflip_prob": 0.5,
     "clip_grad_norm": None,
     "ra_sampler": False,
     "ra_reps": 3,
@@ -126,6 +128,15 @@ def _torchvision_ema(c: TrainConfig) -> float:
     return round(1 - (1 - c.ema.decay**32) / adjust, 8)
 
 
+def _crop(c: TrainConfig) -> tuple[str, tuple[float, float]] | str:
+    is_usual = c.augment.crop == "random" and c.augment.scale == (0.08, 1.0)
+    return "RandomResizedCrop" if is_usual else (c.augment.crop, c.augment.scale)
+
+
+def _flip(c: TrainConfig) -> float:
+    return 0.5 * c.augment.flip
+
+
 _SCHEDULES = {"step": "steplr", "cosine": "cosineannealinglr", "constant": None}
 _IS_WARMED: Here = lambda c: c.schedule.warmup_epochs > 0  # noqa: E731
 _HAS_EMA: Here = lambda c: c.ema.decay > 0  # noqa: E731
@@ -163,6 +174,8 @@ _TORCHVISION_HERE: dict[str, Here] = {
     "val_resize_size": lambda c: round(_eval_size(c) / c.data.eval_crop),
     "val_crop_size": _eval_size,
     "train_crop_size": lambda c: c.data.image_size,
+    "crop": _crop,
+    "hflip_prob": _flip,
     "clip_grad_norm": lambda c: c.optim.clip_norm or None,
     "ra_sampler": lambda c: c.augment.spread_repeats,
     "ra_reps": _used(lambda c: c.augment.spread_repeats, lambda c: c.augment.repeats, 3),
@@ -214,6 +227,8 @@ DEIT = {
     "mixup_mode": "batch",
     "eval_crop_ratio": 0.875,
     "amp": "fp16",  # in engine.py
+    "crop": "RandomResizedCrop",  # this and the next of timm's create_transform
+    "hflip": 0.5,
 }
 _OF_BOTH: dict[str, Here] = {
     "epochs": lambda c: c.epochs,
@@ -237,6 +252,8 @@ _OF_BOTH: dict[str, Here] = {
     "mixup_prob": lambda c: 1.0,
     "mixup_switch_prob": lambda c: 0.5,
     "mixup_mode": lambda c: "batch",  # the micro-batch of a GPU
+    "crop": _crop,
+    "hflip": _flip,
 }
 _DEIT_HERE: dict[str, Here] = {
     **_OF_BOTH,
@@ -301,6 +318,8 @@ CONVNEXT = {
     "mixup_mode": "batch",
     "head_init_scale": 1.0,
     "use_amp": False,
+    "crop": "RandomResizedCrop",  # this and the next of timm's create_transform
+    "hflip": 0.5,
 }
 _CONVNEXT_HERE: dict[str, Here] = {
     **_OF_BOTH,
@@ -370,10 +389,12 @@ _MNIST = {
     "loss": "categorical_crossentropy",
     "optimizer": "adadelta",
     "learning_rate": 1.0,
-    "schedule": "constant",
+    "schedule": ("constant", 0.0),
     "augmentation": "none",
     "normalization": (0.0, 1.0),
     "channels": 1,
+    "model": "mnist_cnn",
+    "weight_decay": 0.0,
 }
 _MNIST_HERE: dict[str, Here] = {
     "batch_size": lambda c: c.batch_size,
@@ -381,10 +402,12 @@ _MNIST_HERE: dict[str, Here] = {
     "loss": lambda c: "categorical_crossentropy" if not c.optim.label_smoothing else "smoothed",
     "optimizer": lambda c: c.optim.name,
     "learning_rate": lambda c: c.optim.lr,
-    "schedule": lambda c: c.schedule.name,
+    "schedule": lambda c: (c.schedule.name, c.schedule.warmup_epochs),
     "augmentation": lambda c: c.augment.crop,
     "normalization": lambda c: (c.data.mean[0], c.data.std[0]),
     "channels": lambda c: 3,
+    "model": lambda c: c.model.name.rpartition(":")[2],
+    "weight_decay": lambda c: c.optim.weight_decay,
 }
 
 # transfer_learning_tutorial.py of PyTorch, "Finetuning the ConvNet".
@@ -458,6 +481,7 @@ _TABULAR_HERE: dict[str, Here] = {
 
 # config/train_shakespeare_char.py of nanoGPT at 3adf61e, over the defaults of its train.py.
 _CHAR_LM = {
+    "optimizer": "adamw",
     "eval_interval": 250,
     "eval_iters": 200,
     "gradient_accumulation_steps": 1,
@@ -489,6 +513,7 @@ def _option(name: str) -> Here:
 
 
 _CHAR_LM_HERE: dict[str, Here] = {
+    "optimizer": lambda c: c.optim.name,
     "eval_interval": lambda c: c.eval.every_steps,
     "eval_iters": lambda c: c.limit_eval_batches,
     "gradient_accumulation_steps": lambda c: 1,

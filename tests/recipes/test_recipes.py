@@ -21,7 +21,8 @@ from torchvision.ops._utils import split_normalization_params
 
 from raytrain_ddp import fit_locally
 from raytrain_ddp.command_line import parse_fit
-from raytrain_ddp.config.recipe import load, load_with_info, shipped_recipes
+from raytrain_ddp.config.effects import idle, watched
+from raytrain_ddp.config.recipe import flat, load, load_with_info, shipped_recipes
 from raytrain_ddp.config.recipe_info import RecipeInfo
 from raytrain_ddp.config.sections import CheckpointConfig, ComputeConfig, EvalConfig, LogConfig
 from raytrain_ddp.config.train_config import TrainConfig
@@ -106,6 +107,41 @@ def test_a_recipe_is_as_its_source_but_for_what_it_says(name: str):
     said = {argument: here(config) for argument, here in source.here.items()}
     other = {argument for argument, value in source.arguments.items() if said[argument] != value}
     assert other | source.besides == {*info.differs}, {a: said[a] for a in other}
+
+
+# What decides the result, and is not as if it were absent unless a recipe says so.
+NEUTRAL = {
+    **flat(TrainConfig()),
+    "augment.crop": "none",
+    "optim.label_smoothing": 0.0,
+    "optim.nesterov": False,
+    "optim.weight_decay": 0.0,
+    "schedule.warmup_epochs": 0.0,
+}
+# Where data come from, when they are evaluated, how it is computed.
+OUTSIDE = {"data.source", "data.holdout", "task", "compute.channels_last", "eval.every_epochs"}
+OUTSIDE |= {"checkpoint.every_epochs", "micro_batch", "ema.warmup"}
+
+
+@pytest.mark.parametrize("name", [name for name in NAMES if name != "digits"])
+def test_all_that_a_recipe_sets_is_compared_with_its_source(name: str):
+    config = load(name)
+    reads: set[str] = {*idle(config)}
+    for here in REFERENCES[name].here.values():
+        here(watched(config, reads))
+    set_here = {field for field, value in flat(config).items() if value != NEUTRAL[field]}
+    if config.task != TrainConfig().task:
+        set_here = {field for field in set_here if not field.startswith("augment.")}
+        set_here -= (
+            {"optim.label_smoothing"} if name == "char-lm" else set()
+        )  # of the built-in loss
+    assert set_here - reads <= OUTSIDE
+
+
+def test_a_difference_that_is_not_listed_is_found():
+    source, config = REFERENCES["imagenet-resnet50-v2"], load("imagenet-resnet50-v2")
+    changed = replace(config, optim=replace(config.optim, lr=0.4))
+    assert source.here["lr"](config) == source.arguments["lr"] != source.here["lr"](changed)
 
 
 def test_the_defaults_of_scikit_learn_are_those_of_the_table():
