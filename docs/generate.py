@@ -24,7 +24,7 @@ from raytrain_ddp import errors, events
 from raytrain_ddp.__main__ import COMMANDS, _command
 from raytrain_ddp.command_line.flags import Flag, listed
 from raytrain_ddp.command_line.help_page import _default, help_of
-from raytrain_ddp.config.recipe import shipped_recipes
+from raytrain_ddp.config.recipe import load_with_info, shipped_recipes
 from raytrain_ddp.config.train_config import TrainConfig
 
 DOCS = Path(__file__).resolve().parent
@@ -91,14 +91,18 @@ def commands(_: str) -> str:
 
 
 def recipes(_: str) -> str:
-    """The shipped recipes, with the comment that opens each."""
-    lines = []
+    """The shipped recipes: a table of all, then where each comes from and differs from it."""
+    rows, parts = [], []
     for name in shipped_recipes():
-        text = (PACKAGE / "recipes" / f"{name}.toml").read_text(encoding="utf-8")
-        words = re.match(r"(?:#.*\n)+", text)
-        told = " ".join(words[0].replace("#", " ").split()) if words else ""
-        lines.append(f"| `{name}` | {cell(told)} |\n")
-    return "\n| recipe | what it is |\n| --- | --- |\n" + "".join(lines) + "\n"
+        info = load_with_info(name)[1]
+        told = (info.about, info.expected, info.gpu_hours, info.reached)
+        rows.append(f"| `{name}` | {' | '.join(map(cell, told))} |\n")
+        other = "".join(f"| `{key}` | {cell(why)} |\n" for key, why in info.differs.items())
+        source = f"\n### {name}\n\nSource: {cell(info.source)}.\n"
+        head = "\n| differs | here, and why |\n| --- | --- |\n"
+        parts.append(source + (head + other if other else ""))
+    head = "\n| recipe | what it is | expected | GPU hours | reached here |\n"
+    return head + "| --- " * 5 + "|\n" + "".join([*rows, *parts]) + "\n"
 
 
 def statuses(_: str) -> str:

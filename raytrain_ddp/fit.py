@@ -9,7 +9,7 @@ from typing import Any
 
 from raytrain_ddp.command_line import FIT, parse_fit, run_command
 from raytrain_ddp.config.effects import under_torchrun
-from raytrain_ddp.config.recipe import default_name, dumps
+from raytrain_ddp.config.recipe import default_name, described, dumps
 
 COMMAND = FIT
 
@@ -17,8 +17,8 @@ COMMAND = FIT
 def main(argv: Sequence[str]) -> int:
     """Returns the exit status."""
     args = parse_fit(argv)
-    if args.print_config:
-        print(dumps(args.config), end="")
+    if args.describe or args.print_config:
+        print(described(args.recipe) if args.describe else dumps(args.config), end="")
         return 0
     if args.emit:
         from raytrain_ddp.driver.cluster_files import emit

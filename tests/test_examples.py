@@ -27,17 +27,17 @@ def test_a_task_of_your_own_the_tabular_example_comes_near_the_noise(tmp_path: P
     assert 0.25 < evaluations[-1]["metrics"]["mse"] < 1.5
 
 
-def test_the_char_lm_example_learns_more_than_the_frequencies_of_characters(tmp_path: Path) -> None:
+def test_the_char_lm_recipe_learns_more_than_the_frequencies_of_characters(tmp_path: Path) -> None:
     text = Path(textwrap.__file__).read_text()
     shares = [text.count(character) / len(text) for character in set(text)]
     entropy = -sum(share * math.log(share) for share in shares)  # 3.2 nats, without context
-    small = ["text", textwrap.__file__, "length", "32", "width", "64", "depth", "1"]
-    task = ["--task", f"{EXAMPLES / 'char_lm.py'}:CharLM", "--task-options", *small]
-    optim = ["--optim.name", "adamw", "--optim.lr", "0.01", "--batch-size", "32", "--epochs", "2"]
-    more = ["--local", "--micro-batch", "32", "--storage", str(tmp_path)]
-    command = [sys.executable, "-m", "raytrain_ddp.fit", *task, *optim, *more]
+    small = ["length", "32", "width", "64", "depth", "1", "heads", "4", "dropout", "0"]
+    task = ["char-lm", "--data.source", textwrap.__file__, "--task-options", *small]
+    training = ["--optim.lr", "0.01", "--batch-size", "32", "--steps", "40", "--eval.every-steps"]
+    more = ["20", "--compute.precision", "fp32", "--local", "--storage", str(tmp_path)]
+    command = [sys.executable, "-m", "raytrain_ddp.fit", *task, *training, *more]
     subprocess.run(command, check=True, capture_output=True, timeout=280, env=ONE_THREAD)
-    lines = (tmp_path / "CharLM" / "metrics.jsonl").read_text().splitlines()
+    lines = (tmp_path / "char-lm" / "metrics.jsonl").read_text().splitlines()
     evaluations = [r["metrics"]["loss"] for r in map(json.loads, lines) if r["kind"] == "eval"]
     assert len(evaluations) == 2
     assert 1 < evaluations[-1] < entropy - 0.3

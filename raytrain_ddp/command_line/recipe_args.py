@@ -23,7 +23,7 @@ class RecipeArgs:
 
     config: TrainConfig = field(metadata=flat("run"))
     recipe: str | None = field(default=None, metadata=positional("RECIPE"))
-    """A .toml file, cifar10, digits, or imagenet-resnet50. Flags follow it and override it."""
+    """A .toml file, or a name that fit --describe lists. Flags follow it and override it."""
 
 
 Args = TypeVar("Args", bound=RecipeArgs)
@@ -39,6 +39,9 @@ class FitArgs(RecipeArgs):
 
     print_config: bool = False
     """Print the whole config as TOML and exit."""
+    describe: bool = False
+    """Print where the recipe comes from and what it reaches, and exit. Without a recipe: list all
+    recipes that ship with the package."""
     dry_run: bool = False
     """Print batches, steps, workers, sizes; start nothing."""
     emit: Literal["slurm", "kuberay", "ray-up", "command"] | None = None
@@ -82,6 +85,9 @@ def parse_fit(argv: Sequence[str]) -> FitArgs:
     """Raises ConfigError for a recipe or a flag that is wrong, SystemExit (0) after --help."""
     args = parse_with_recipe(argv, FIT)
     _require_one_thing(args)
+    others = [word for word in argv if word.startswith("--") and word != "--describe"]
+    if args.describe and others:
+        raise ConfigError(f"{others[0]} has no effect with --describe: remove it.")
     log = args.config.log
     if args.audit:
         log = replace(log, audit=True)

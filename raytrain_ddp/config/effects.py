@@ -52,6 +52,7 @@ _RULES = [
     _Rule("data.shuffle_window", "data.shuffle = block", lambda c: c.data.shuffle != "full"),
     _Rule("data.max_bad", "data.bad_records = skip", lambda c: c.data.bad_records == "skip"),
     _Rule("data.prefetch data.prefetch_mib", "data.workers above 0", lambda c: c.data.workers != 0),
+    _Rule("augment.spread_repeats", "augment.repeats above 1", lambda c: c.augment.repeats > 1),
     _Rule("data.holdout_seed", "data.holdout", lambda c: c.data.holdout > 0),
     _Rule("data.cache_gib", "data.cache", lambda c: c.data.cache is not None),
     _Rule(
@@ -125,6 +126,7 @@ _IMAGES = "image-classification"
 _NOT_OF_TASKS = {
     *("data.shuffle", "data.shuffle_window", "data.bad_records", "data.max_bad"),
     *("data.workers", "data.prefetch", "data.prefetch_mib", "augment.repeats"),
+    "augment.spread_repeats",
 }
 
 

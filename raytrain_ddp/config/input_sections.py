@@ -172,6 +172,9 @@ class AugmentConfig:
     repeats: int = 1
     """Number of times that each image is used per epoch (repeated augmentation). It is decoded once
     and augmented differently each time."""
+    spread_repeats: bool = False
+    """Put the repeats of an image into different micro-batches of a step, as torchvision's
+    RASampler. An epoch then is as long as without repeats, and uses one of `repeats` images."""
 
     def __post_init__(self) -> None:
         at_least(0, "augment", self, "mixup", "cutmix")

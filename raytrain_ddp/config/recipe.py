@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from raytrain_ddp.config.recipe_info import RecipeInfo, overview
 from raytrain_ddp.config.train_config import TrainConfig
 from raytrain_ddp.errors import ConfigError, did_you_mean
 from raytrain_ddp.uri import shareable, without_secrets
@@ -45,6 +46,11 @@ def from_dict(values: Mapping[str, Any], where: str = "config") -> TrainConfig:
 
 def load(path_or_name: str) -> TrainConfig:
     """A recipe from a TOML file, or one of those that ship with the package, by name."""
+    return load_with_info(path_or_name)[0]
+
+
+def load_with_info(path_or_name: str) -> tuple[TrainConfig, RecipeInfo]:
+    """A recipe, and what it says about itself in its table [recipe]."""
     path = Path(path_or_name)
     shipped = shipped_recipes()
     if path.suffix != ".toml" and path_or_name in shipped:
@@ -58,7 +64,15 @@ def load(path_or_name: str) -> TrainConfig:
         values = tomllib.loads(path.read_text(encoding="utf-8"))
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path} is not valid TOML: {error}.") from None
-    return from_dict(values, where=str(path))
+    info = RecipeInfo.of(values.pop("recipe", {}), where=str(path))
+    return from_dict(values, where=str(path)), info
+
+
+def described(path_or_name: str | None) -> str:
+    """What a recipe says about itself, or all that ship with the package, as lines."""
+    if path_or_name is None:
+        return overview({name: load_with_info(name)[1] for name in shipped_recipes()})
+    return load_with_info(path_or_name)[1].page(default_name(path_or_name) or path_or_name)
 
 
 def default_name(path_or_name: str | None) -> str | None:

@@ -139,7 +139,10 @@ class TrainConfig:
         below, above = batch // micro * micro, (batch // micro + 1) * micro
         rule = f"must be a multiple of micro_batch = {micro}; take {below} or {above}"
         require(batch % micro == 0, "batch_size", batch, rule)
-        repeats = self.augment.repeats
+        repeats, spread = self.augment.repeats, self.augment.spread_repeats
+        rule = f"with spread_repeats, it must be at most {self.slots}, the slots of a step"
+        require(not spread or repeats <= self.slots, "augment.repeats", repeats, rule)
+        repeats = 1 if spread else repeats  # in a micro-batch
         rule = f"must divide micro_batch = {micro}"
         require(micro % repeats == 0, "augment.repeats", repeats, rule)
         for kind in ("mixup", "cutmix"):

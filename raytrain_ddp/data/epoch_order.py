@@ -9,7 +9,8 @@ step can be reached at once and there is no loader state to save.
     step k        slot j reads places [k * micro_batch, (k + 1) * micro_batch) of lane j
 
 So every row is used exactly once per epoch, the last step is smaller, and a slot reads its row
-groups one after another.
+groups one after another. With spread repeats, the first rows of the order are used several times
+instead: sample i is row i // repeats of the order, and slot j has the samples j, j + slots, ...
 """
 
 from __future__ import annotations
@@ -39,6 +40,9 @@ class Plan:
         micro_batch: samples.
         repeats: samples made of each row, consecutively; divides `micro_batch`.
         limit: the most steps of an epoch, which leave out the other rows; 0: all.
+        spread: the samples of a row are in different slots of a step (rarely of two), no more than
+            one in each, and an epoch has as many samples as there are rows; needs as many slots as
+            repeats. (Repeated augmentation as in the RASampler of DeiT and torchvision.)
     """
 
     rows: int
@@ -46,6 +50,7 @@ class Plan:
     micro_batch: int
     repeats: int = 1
     limit: int = 0
+    spread: bool = False
 
     @property
     def rows_at_once(self) -> int:
@@ -54,24 +59,50 @@ class Plan:
 
     @property
     def steps_per_epoch(self) -> int:
+        if self.spread:
+            steps = -(-self._used * self.repeats // (self.slots * self.micro_batch))
+            return min(steps, self.limit or steps)
         longest = -(-self.rows // self.slots)
         steps = -(-longest // self.rows_at_once)
         return min(steps, self.limit or steps)
 
+    @property
+    def _used(self) -> int:
+        """Rows that are used in an epoch."""
+        return max(1, self.rows // self.repeats) if self.spread else self.rows
+
     def lane(self, slot: int) -> tuple[int, int]:
         """Places [start, stop) of the epoch order that `slot` reads in the whole epoch."""
+        if self.spread:
+            return 0, self._used
         return slot * self.rows // self.slots, (slot + 1) * self.rows // self.slots
 
     def span(self, step: int, slot: int) -> tuple[int, int]:
-        """Places [start, stop) of the epoch order that `slot` reads in `step` of the epoch."""
+        """Places [start, stop) of the epoch order that `slot` reads in `step` of the epoch, unless
+        repeats are spread."""
         lane_start, lane_stop = self.lane(slot)
         start = min(lane_start + step * self.rows_at_once, lane_stop)
         return start, min(start + self.rows_at_once, lane_stop)
 
+    def samples_of(self, step: int, slot: int) -> tuple[Rows, Rows]:
+        """The samples of `slot` in `step` of the epoch: places of the epoch order, ascending, and
+        which repeat of the row each is; shape (n,) each."""
+        if self.spread:
+            first = step * self.micro_batch
+            numbers = np.arange(first, first + self.micro_batch) * self.slots + slot
+            numbers = numbers[numbers < self._used * self.repeats]
+        else:
+            start, stop = self.span(step, slot)
+            numbers = np.arange(start * self.repeats, stop * self.repeats)
+        return numbers // self.repeats, numbers % self.repeats
+
+    def count(self, step: int, slot: int) -> int:
+        """Samples of `slot` in `step` of the epoch."""
+        return len(self.samples_of(step, slot)[0])
+
     def samples(self, step: int) -> int:
         """Samples in `step` of the epoch, over all slots."""
-        spans = (self.span(step, slot) for slot in range(self.slots))
-        return self.repeats * sum(stop - start for start, stop in spans)
+        return sum(self.count(step, slot) for slot in range(self.slots))
 
 
 def items_of_rank(items: int, world_size: int, rank: int) -> range:
@@ -127,6 +158,13 @@ class EpochOrder:
         rows = np.concatenate([self._read_window(w) for w in range(first, last + 1)])
         begun = self._bounds(int(first))[0]
         return rows[start - begun : stop - begun]
+
+    def at(self, places: Rows) -> Rows:
+        """Row ids at these places of the epoch, ascending and near each other, shape (n,)."""
+        if not len(places):
+            return np.empty(0, np.int64)
+        first = int(places[0])
+        return self.read(first, int(places[-1]) + 1)[places - first]
 
     def _bounds(self, window: int) -> tuple[int, int]:
         """The first and one past the last place of a window."""

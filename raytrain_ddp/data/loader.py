@@ -136,18 +136,16 @@ class TrainLoader:
     def _tasks(self, start: int, stop: int, slots: range, gate: Gate | None) -> Iterator[_Task]:
         """The micro-batches in order; announces each one to the source when it is assigned, or
         submits it to a process."""
-        repeats = self.plan.repeats
         epoch, order = -1, None
         places = ((step, slot) for step in range(start, stop) for slot in slots)  # lazily
         for step, slot in places:
             now, step_of_epoch = divmod(step, self.plan.steps_per_epoch)
             if now != epoch or order is None:
                 epoch, order = now, self.order(now, 2 * len(slots) + 2)
-            rows = order.read(*self.plan.span(step_of_epoch, slot))
-            self._tell_ahead(order, rows, step_of_epoch, slot)
-            which = np.tile(np.arange(repeats), len(rows))
-            draws = Draws(self.seed, epoch, np.repeat(rows, repeats), which)
-            begun = _begun(self.data, draws, gate) if len(rows) else None
+            of_order, repeats = self.plan.samples_of(step_of_epoch, slot)
+            self._tell_ahead(order, of_order, slot)
+            draws = Draws(self.seed, epoch, order.at(of_order), repeats)
+            begun = _begun(self.data, draws, gate) if len(draws.rows) else None
             yield _Task(step, slot, draws.rows, begun)
 
     def order(self, epoch: int, windows_kept: int = 64) -> EpochOrder:
@@ -155,17 +153,16 @@ class TrainLoader:
         blocks, epoch = self.data.source.blocks, 0 if self.same_order else epoch
         return EpochOrder(blocks, self.shuffle, self.seed, epoch, self.window, windows_kept)
 
-    def _tell_ahead(self, order: EpochOrder, rows: Rows, step: int, slot: int) -> None:
+    def _tell_ahead(self, order: EpochOrder, places: Rows, slot: int) -> None:
         """Announces to the source what this lane reads next, and half a window of blocks later."""
         ahead = _ahead_of(self.data)
         if ahead is None:
             return
-        ahead(rows)
+        places = np.unique(places)
+        ahead(order.at(places))
         if self.shuffle != "none":
             later = self.window * self.plan.rows // (2 * len(self.data.source.blocks))
-            end = self.plan.lane(slot)[1]
-            start, stop = (min(place + later, end) for place in self.plan.span(step, slot))
-            ahead(order.read(start, stop))
+            ahead(order.at(places[places + later < self.plan.lane(slot)[1]] + later))
 
     def _load(self, task: _Task) -> Slot:
         failpoint("data.read", self.rank, task.step + 1)

@@ -76,7 +76,8 @@ def dry_run(
         f"{epoch:g}": learning(min(steps - 1, int(epoch * per_epoch)))[0]
         for epoch in _epochs_to_show(config, steps / per_epoch)
     }
-    times = f" of {data.rows} x {repeats} {task.unit}" if repeats > 1 else ""
+    rows = data.rows // repeats if config.augment.spread_repeats else data.rows
+    times = f" of {rows} x {repeats} {task.unit}" if repeats > 1 else ""
     splits = getattr(task, "splits", None)
     data_told = splits.summary() if isinstance(splits, Splits) else None
     data_lines = format_data(data_told, task.unit) or [

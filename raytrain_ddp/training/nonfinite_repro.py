@@ -6,6 +6,7 @@ import math
 from contextlib import suppress
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch.distributed as dist
 
 from raytrain_ddp.checkpoint.run_folder import CONFIG_FILE, checkpoint_store, run_storage
@@ -122,7 +123,7 @@ def _repro_document(
                 "slot": slot,
                 "loss": _number(loss),
                 "seed": slot_seed(config.seed, step, slot),
-                "rows": order.read(*plan.span(step_of_epoch, slot)).tolist(),
+                "rows": order.at(np.unique(plan.samples_of(step_of_epoch, slot)[0])).tolist(),
             }
             for rank, slot, loss in losses
         ],

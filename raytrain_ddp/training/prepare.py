@@ -231,14 +231,14 @@ def _mode_note(model: nn.Module) -> str | None:
 
 def _smallest_slot(plan: Plan) -> int:
     """Samples of the smallest non-empty micro-batch."""
-    spans = (plan.span(plan.steps_per_epoch - 1, slot) for slot in range(plan.slots))
-    return plan.repeats * min(stop - start for start, stop in spans if stop > start)
+    counts = (plan.count(plan.steps_per_epoch - 1, slot) for slot in range(plan.slots))
+    return min(count for count in counts if count)
 
 
 def _require_one_slot_each(plan: Plan, world: World) -> None:
     """SyncBatchNorm communicates in each forward pass, so all ranks must make the same passes."""
-    spans = (plan.span(plan.steps_per_epoch - 1, slot) for slot in range(plan.slots))
-    empty = any(stop == start for start, stop in spans)
+    last = plan.steps_per_epoch - 1
+    empty = not all(plan.count(last, slot) for slot in range(plan.slots))
     if world.device.type != "cuda" or plan.slots != world.size or empty:
         raise ConfigError(
             f"ddp.sync_batchnorm needs GPUs, a slot for each worker (there are {plan.slots} slots, "
@@ -250,7 +250,8 @@ def _require_one_slot_each(plan: Plan, world: World) -> None:
 def plan_of(config: TrainConfig, data: Data) -> Plan:
     """How an epoch of the training data is divided."""
     limit = config.overfit_batches or config.limit_train_batches
-    return Plan(data.rows, config.slots, config.micro_batch, config.augment.repeats, limit)
+    repeats, spread = config.augment.repeats, config.augment.spread_repeats
+    return Plan(data.rows, config.slots, config.micro_batch, repeats, limit, spread)
 
 
 def train_loader(config: TrainConfig, data: Data, plan: Plan, world: World) -> TrainLoader:

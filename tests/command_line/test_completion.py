@@ -11,6 +11,7 @@ import pytest
 
 from raytrain_ddp.__main__ import COMMANDS, _command
 from raytrain_ddp.command_line.completion import complete, script
+from raytrain_ddp.config.recipe import shipped_recipes
 from raytrain_ddp.errors import ConfigError
 
 
@@ -27,7 +28,7 @@ def offered(line: str) -> list[str]:
         ("fi", ["fit"]),
         ("--v", ["--version"]),
         ("--print-completion ", ["bash", "zsh", "fish"]),
-        ("fit ", ["cifar10", "digits", "imagenet-resnet50"]),
+        ("fit ", [*shipped_recipes()]),
         ("fit ci", ["cifar10"]),
         ("fit digits ", []),
         ("fit --optim.l", ["--optim.lr", "--optim.label-smoothing", "--optim.layer-decay"]),

@@ -57,6 +57,7 @@ batch_size
 compute.channels_last compute.compile compute.deterministic compute.precision
 augment.crop augment.cutmix augment.erase augment.flip augment.jitter augment.magnitude
 augment.mixup augment.operations augment.policy augment.repeats augment.scale
+augment.spread_repeats
 data.bad_records data.config data.eval_crop data.eval_size data.eval_source data.eval_split
 data.exif_orientation data.grow_epochs data.holdout data.holdout_seed
 data.image_column data.image_size data.interpolation data.jpeg_scaling data.label_column
@@ -80,8 +81,8 @@ task task_options
 
 DOOR_FLAGS = {
     FitArgs: (
-        "address allow_change audit config dashboard dry_run emit local print_config profile "
-        "recipe resume_from"
+        "address allow_change audit config dashboard describe dry_run emit local print_config "
+        "profile recipe resume_from"
     ),
     EvaluateArgs: "checkpoint data device out per_class run",
 }
@@ -381,6 +382,15 @@ def test_mixing_needs_two_images_in_a_micro_batch(kind: str):
         with pytest.raises(ConfigError, match=told):
             TrainConfig(batch_size=8, micro_batch=micro, augment=augment)
         TrainConfig(batch_size=8, micro_batch=2 * repeats, augment=augment)
+
+
+def test_spread_repeats_need_as_many_slots_and_no_larger_micro_batch():
+    augment = input_sections.AugmentConfig(repeats=3, spread_repeats=True, mixup=0.2)
+    TrainConfig(batch_size=8, micro_batch=2, augment=augment)
+    with pytest.raises(
+        ConfigError, match=r"repeats = 3: with spread_repeats, .* at most 2, the sl"
+    ):
+        TrainConfig(batch_size=8, micro_batch=4, augment=augment)
 
 
 def test_the_digits_recipe_is_what_fit_does_without_one():

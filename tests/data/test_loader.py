@@ -6,6 +6,7 @@ import io
 import itertools
 import threading
 import time
+from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import Future
 from pathlib import Path
@@ -561,6 +562,52 @@ def test_repeats_come_together_and_each_draws_its_own_numbers():
         assert len(set(torch.cat([slot.batch["draw"] for slot in slots]).tolist())) == 60
     first = alone[0].batch["row"].tolist()
     assert first[:3] == [first[0]] * 3
+
+
+@pytest.mark.parametrize("repeats", [3, 4])
+@pytest.mark.parametrize("shuffle", ["full", "block"])
+def test_spread_repeats_are_in_other_slots_of_the_step_on_any_number_of_workers(
+    repeats: int, shuffle: Any
+):
+    plan = Plan(50, slots=4, micro_batch=3, repeats=repeats, spread=True)
+    used = 50 // repeats
+    assert plan.steps_per_epoch == 4  # 48 samples, not 50 times as many
+    assert sum(plan.samples(step) for step in range(4)) == used * repeats == 48
+
+    def steps(size: int, rank: int, start: int = 0) -> list[Any]:
+        loader = TrainLoader(rows_data(50), plan, shuffle, 3, 9, size, rank, LoaderThreads(2))
+        return [slot for slots in loader.steps(start, 8) for slot in slots]
+
+    alone = steps(1, 0)
+    spread = sorted([*steps(3, 0), *steps(3, 1), *steps(3, 2)], key=lambda s: (s.step, s.index))
+    for ours in (spread[20:], steps(1, 0, start=5)):  # from any start, too
+        for one, other in zip(alone[20:], ours, strict=True):
+            assert torch.equal(one.batch["row"], other.batch["row"])
+            assert torch.equal(one.batch["draw"], other.batch["draw"])
+    chosen = []
+    for epoch in (0, 1):
+        slots = [s for s in alone if s.step // 4 == epoch and s.samples]
+        rows = torch.cat([slot.batch["row"] for slot in slots]).tolist()
+        assert sorted(Counter(rows).values()) == [repeats] * used
+        draws = torch.cat([slot.batch["draw"] for slot in slots]).tolist()
+        assert len({*draws}) == len(draws) == used * repeats
+        for slot in slots:
+            own = slot.batch["row"].tolist()
+            assert len({*own}) == len(own)
+        chosen.append({*rows})
+    assert chosen[0] != chosen[1]
+
+
+def test_the_first_spread_samples_are_those_of_torchvisions_sampler():
+    """references/classification/sampler.py: each index `repetitions` times, dealt one by one."""
+    slots, repeats, rows = 8, 3, 64
+    plan = Plan(rows, slots, micro_batch=4, repeats=repeats, spread=True)
+    indices = [index for index in range(rows) for _ in range(repeats)]
+    for rank in range(slots):
+        theirs = indices[rank::slots][: rows // slots]
+        ours = np.concatenate([plan.samples_of(s, rank)[0] for s in range(plan.steps_per_epoch)])
+        assert ours.tolist() == theirs[: len(ours)]
+        assert len(ours) >= len(theirs) - 1  # 63 samples, not 64: 21 rows three times each
 
 
 def bad_rows_data(rows: int, bad: set[int]) -> Data:

@@ -1,0 +1,150 @@
+"""The task `tabular`: what it reads, refuses, and learns."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import pytest
+import torch
+from tiny import tiny_config
+
+from raytrain_ddp import fit_locally
+from raytrain_ddp.config.input_sections import DataConfig
+from raytrain_ddp.config.sections import OptimConfig
+from raytrain_ddp.config.train_config import TrainConfig
+from raytrain_ddp.errors import DataError
+from raytrain_ddp.tasks.tabular import Tabular
+
+
+def frame(rows: int = 120) -> pd.DataFrame:
+    """Two columns of which the first decides, on other scales, and a constant one."""
+    random = np.random.default_rng(0)
+    x = random.normal(size=(rows, 2))
+    label = np.where(x[:, 0] > 0, "yes", "no")
+    return pd.DataFrame({"a": 1e4 * x[:, 0] + 5e4, "b": x[:, 1], "c": 3, "label": label})
+
+
+def config_of(source: Path, **data: Any) -> TrainConfig:
+    data = {"holdout": 0.25, **data}
+    return TrainConfig(data=DataConfig(source=str(source), **data))
+
+
+def written(path: Path, table: pd.DataFrame) -> Path:
+    if path.suffix == ".parquet":
+        table.to_parquet(path, index=False)
+    else:
+        table.to_csv(path, index=False, sep="\t" if path.suffix == ".tsv" else ",")
+    return path
+
+
+@pytest.mark.parametrize("suffix", [".csv", ".tsv", ".parquet"])
+@pytest.mark.parametrize("kind", ["text", "number", "boolean"])
+def test_a_table_is_read_as_pandas_reads_it(suffix: str, kind: str, tmp_path: Path):
+    table = frame()
+    if kind != "text":
+        table["label"] = (table["label"] == "yes").astype(bool if kind == "boolean" else int)
+    task = Tabular(config_of(written(tmp_path / f"t{suffix}", table)))
+    assert task.class_names == sorted(table["label"].unique().tolist())
+    train, rest = (
+        data.source.read(np.arange(data.rows)) for data in (task.train_data(), task.eval_data())
+    )
+    assert (len(train["y"]), len(rest["y"])) == (90, 30)
+    assert rest["y"].mean() == pytest.approx(train["y"].mean(), abs=0.02)  # alike for each class
+    both = np.concatenate([np.column_stack([p["x"], p["y"]]) for p in (train, rest)])
+    codes = table["label"].map({name: i for i, name in enumerate(task.class_names)})
+    expected = table[["a", "b", "c"]].assign(y=codes).to_numpy(float)
+    order = np.lexsort(both.T), np.lexsort(expected.T)
+    np.testing.assert_allclose(both[order[0]], expected[order[1]], rtol=1e-12)
+
+
+def test_other_rows_are_evaluated_with_the_columns_in_any_order(tmp_path: Path):
+    source = written(tmp_path / "t.csv", frame())
+    other = frame(40)[["label", "c", "b", "a"]]
+    task = Tabular(
+        config_of(source, holdout=0.0, eval_source=str(written(tmp_path / "e.csv", other)))
+    )
+    assert (task.train_data().rows, task.eval_data().rows) == (120, 40)
+    read = task.eval_data().source.read(np.arange(40))["x"]
+    np.testing.assert_allclose(read, other[["a", "b", "c"]].to_numpy(float), rtol=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("change", "data", "told"),
+    [
+        (lambda t: t, {"label_column": "y"}, r"no column 'y': .* one of a, b, c, label"),
+        (lambda t: t.assign(b=None), {}, r"column 'b' has 120 gaps: fill them"),
+        (lambda t: t.assign(b="red"), {}, r"column 'b' has .*string, not numbers: encode"),
+        (lambda t: t.assign(label="yes"), {}, r"only the label \['yes'\]"),
+        (lambda t: t, {"holdout": 0.0}, r"no rows to evaluate on: set --data\.holdout 0\.2"),
+    ],
+)
+def test_a_table_that_does_not_fit_is_one_line(
+    change: Any, data: dict[str, Any], told: str, tmp_path: Path
+):
+    config = config_of(written(tmp_path / "t.parquet", change(frame())), **data)
+    with pytest.raises(DataError, match=told) as caught:
+        Tabular(config)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("other", "told"),
+    [
+        (frame().drop(columns="b"), r"e\.csv: there is no column 'b', which the training data"),
+        (frame().replace("yes", "maybe"), r"e\.csv: labels \['maybe'\]; the classes of .*'yes'"),
+    ],
+)
+def test_rows_to_evaluate_that_do_not_fit_are_one_line(
+    other: pd.DataFrame, told: str, tmp_path: Path
+):
+    source = written(tmp_path / "t.csv", frame())
+    rest = str(written(tmp_path / "e.csv", other))
+    with pytest.raises(DataError, match=told):
+        Tabular(config_of(source, holdout=0.0, eval_source=rest))
+
+
+@pytest.mark.parametrize("content", [None, b"", b"a,b\n1\n", b"PAR1"])
+def test_what_is_no_table_is_one_line(content: bytes | None, tmp_path: Path):
+    path = tmp_path / ("t.parquet" if content == b"PAR1" else "t.csv")
+    if content is not None:
+        path.write_bytes(content)
+    with pytest.raises(DataError, match="not a table that can be read") as caught:
+        Tabular(config_of(path))
+    assert "\n" not in str(caught.value)
+
+
+def test_the_model_standardizes_its_columns_itself(tmp_path: Path):
+    task = Tabular(config_of(written(tmp_path / "t.csv", frame())))
+    rows = torch.from_numpy(task.train_data().source.read(np.arange(90))["x"])
+    seen = task.model()[0](rows)  # type: ignore[index]
+    assert seen.dtype == torch.float32
+    torch.testing.assert_close(seen.mean(0), torch.zeros(3), atol=1e-5, rtol=0)
+    torch.testing.assert_close(seen.std(0, correction=0), torch.tensor([1.0, 1.0, 0.0]))
+
+
+def test_a_table_is_learned_and_its_auroc_is_exact(tmp_path: Path):
+    source = written(tmp_path / "t.csv", frame())
+    config = tiny_config(
+        tmp_path / "runs",
+        "table",
+        epochs=10,
+        task="raytrain_ddp.tasks.tabular:Tabular",
+        task_options={"hidden": "16,8"},
+        data=replace(config_of(source).data, workers=0),
+        optim=OptimConfig(name="adamw", lr=0.01, label_smoothing=0.0),
+    )
+    result = fit_locally(config)
+    assert result.best["auroc"] > 0.95
+    task = Tabular(config)
+    rest = task.eval_data().source.read(np.arange(30))
+    model, metrics = task.model().eval(), task.metrics()
+    batch = {name: torch.from_numpy(values) for name, values in rest.items()}
+    task.evaluate(model, batch, metrics)
+    scores = model(batch["x"]).softmax(1)[:, 1]
+    ours = scores[batch["y"] == 1][:, None] - scores[batch["y"] == 0]
+    pairs = (ours > 0).float() + 0.5 * (ours == 0)  # Mann and Whitney
+    assert metrics["auroc"].compute() == pytest.approx(pairs.mean().item(), abs=1e-6)
