@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -43,7 +44,13 @@ def dry_run(config: TrainConfig, default_name: str | None = None) -> str:
     from raytrain_ddp.tasks.task_loading import load_task
     from raytrain_ddp.training.early_stop import require_evaluation
     from raytrain_ddp.training.prepare import plan_of
-    from raytrain_ddp.training.task_optimizer import LearningRates, optimizer_of, replaced_fields
+    from raytrain_ddp.training.several_optimizers import turns_of
+    from raytrain_ddp.training.task_optimizer import (
+        LearningRates,
+        optimizer_of,
+        replaced_fields,
+        steps_to_check,
+    )
 
     reads: set[str] = set()
     task = load_task(config, reads)
@@ -53,8 +60,9 @@ def dry_run(config: TrainConfig, default_name: str | None = None) -> str:
     plan = plan_of(config, data)
     steps, per_epoch = config.total_steps(plan.steps_per_epoch), plan.steps_per_epoch
     model = model_of(task, pretrained=manifest is None)
-    notes = [*effect_notes(config), *_tried(config, task, model, data, eval_data, plan)]
     optimizer = optimizer_of(task, model, config)
+    due = turns_of(task, optimizer, steps_to_check(steps))
+    notes = [*effect_notes(config), *_tried(config, task, model, data, eval_data, plan, due(0))]
     notes += getattr(task, "notes", ())
     notes += unread_notes(config, reads, replaced_fields(task, optimizer, config))
     learning = LearningRates(task, optimizer, config, per_epoch)
@@ -108,8 +116,10 @@ def _tried(
     data: Data,
     eval_data: Data | None,
     plan: Plan,
+    turns: Sequence[str],
 ) -> list[str]:
-    """Passes a small batch through the loss and one through the evaluation; returns notes."""
+    """Passes a small batch through the loss of each turn, and one through the evaluation; returns
+    notes."""
     import torch
 
     from raytrain_ddp.training.buffer_sync import own_memory
@@ -122,7 +132,8 @@ def _tried(
     begin_training(model)
     own_memory(model)
     batch = train_loader(config, data, plan, world).any_batch(min(_SAMPLES, config.micro_batch))
-    try_loss(config, task, model, batch, world)
+    for name in turns:
+        try_loss(config, task, model, batch, world, name)
     notes: list[str] = []
     if eval_data is not None:
         size, tell = min(_SAMPLES, config.micro_batch), lambda event: notes.append(event.text)
