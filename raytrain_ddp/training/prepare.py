@@ -41,7 +41,6 @@ from raytrain_ddp.training.reduction import broadcast_model
 from raytrain_ddp.training.sanity_check import try_evaluation
 from raytrain_ddp.training.seeding import seed_all
 from raytrain_ddp.training.session import Session
-from raytrain_ddp.training.several_optimizers import turns_of
 from raytrain_ddp.training.step import Stepper, make_stepper
 from raytrain_ddp.training.step_timing import peak_flops_per_s
 from raytrain_ddp.training.stragglers import Stragglers
@@ -49,7 +48,6 @@ from raytrain_ddp.training.task_optimizer import (
     LearningRates,
     optimizer_of,
     replaced_fields,
-    steps_to_check,
 )
 from raytrain_ddp.training.train_state import TrainState, begin_training
 from raytrain_ddp.training.weight_average import average_of
@@ -89,9 +87,7 @@ def prepare(
     state = TrainState(model, optimizer, scaler)
     loader = train_loader(config, data, plan, world)
     refuse = partial(handle_nonfinite, config, state, session, loader)
-    steps = steps_to_check(config.total_steps(plan.steps_per_epoch))
-    due = turns_of(task, optimizer, steps)
-    stepper = make_stepper(config, task, state, session, clock, refuse, due)
+    stepper = make_stepper(config, task, state, session, clock, refuse, plan.steps_per_epoch)
     state.average = average_of(model, optimizer, config.ema)
     flops = _warm_up(stepper, loader)
     if eval_data is not None:

@@ -9,11 +9,14 @@ from functools import partial
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from raytrain_ddp.config.train_config import TrainConfig
+from raytrain_ddp.config.validation import require
 from raytrain_ddp.data.loader import Slot
 from raytrain_ddp.data.sources import Batch
-from raytrain_ddp.errors import ConfigError, TaskError
+from raytrain_ddp.errors import TaskError
+from raytrain_ddp.tasks.model_parts import Frozen
 from raytrain_ddp.tasks.task import Task
 from raytrain_ddp.tasks.task_check import optional_method, place_of
 from raytrain_ddp.training.gradient_compression import compress
@@ -22,12 +25,15 @@ from raytrain_ddp.training.phase_clock import Clock
 from raytrain_ddp.training.reduction import ddp_options
 from raytrain_ddp.training.replica_check import ReplicaCheck
 from raytrain_ddp.training.session import Session
-from raytrain_ddp.training.several_optimizers import Optimizers
+from raytrain_ddp.training.several_optimizers import Optimizers, turns_of
+from raytrain_ddp.training.task_optimizer import steps_to_check
 from raytrain_ddp.training.train_state import TrainState
-from raytrain_ddp.training.turn import Turn, training_only
+from raytrain_ddp.training.turn import Turn, frozen_meanwhile
 
 _FIRST = 100  # steps whose turns are counted for the operations of a step
 Alone = Callable[[], AbstractContextManager[None]]
+FROZEN = "frozen"
+"""The turn of the only optimizer while some parameters are still frozen (model.unfreeze_epoch)."""
 
 
 class Stepper:
@@ -158,32 +164,56 @@ def make_stepper(
     session: Session,
     clock: Clock,
     refuse: Callable[[StepTrace], None],
-    due: Callable[[int], Sequence[str]],
+    steps_per_epoch: int,
 ) -> Stepper:
     """A turn for each optimizer, all over the same model; all ranks take part.
 
     Args:
         refuse: called for each refused turn.
-        due: see `Stepper`.
     """
-    model, optimizer, world = state.model, state.optimizer, session.world
-    named = optimizer.named if isinstance(optimizer, Optimizers) else {"": optimizer}
-    several = isinstance(optimizer, Optimizers)
-    if several and config.ddp.compression == "powersgd":
-        raise ConfigError('ddp.compression = "powersgd" is not for several optimizers.')
-    turns = {}
-    for name, each in named.items():
-        own = [parameter for group in each.param_groups for parameter in group["params"]]
-        alone = partial(training_only, model, own) if several else nullcontext
+    model, world = state.model, session.world
+    due = turns_of(task, state.optimizer, steps_to_check(config.total_steps(steps_per_epoch)))
+    if getattr(task, "frozen_at_first", ()):
+        unfreeze = config.model.unfreeze_epoch * steps_per_epoch
+
+        def due(step: int) -> Sequence[str]:
+            return (FROZEN,) if step < unfreeze else ("",)
+
+    turns: dict[str, tuple[Turn, Alone]] = {}
+    for name, (optimizer, alone) in _stages(task, state).items():
         with alone():
             net = model  # exact mode sums gradients itself and needs no DDP
             if not config.exact:
                 net = session.wrap(model, ddp_options(config))
+            if turns and config.ddp.compression == "powersgd":
+                rule = "must be another for several optimizers, and with model.unfreeze_epoch"
+                require(False, "ddp.compression", "powersgd", rule)
             state.compression = compress(net, config, state.scaler, world, clock)
             guard = make_guard(state, refuse, world.device)
-            turn = Turn(config, task, state, net, world, guard, clock, each, name)
+            of_loss = name if isinstance(state.optimizer, Optimizers) else ""
+            turn = Turn(config, task, state, net, world, guard, clock, optimizer, of_loss)
         turns[name] = turn, alone
     return Stepper(task, state, turns, due, clock, ReplicaCheck(config.scaling, state, session))
+
+
+def _stages(task: Task, state: TrainState) -> dict[str, tuple[Optimizer, Alone]]:
+    """The turns by name: the optimizer, and the context in which only its part is trained."""
+    model, optimizer = state.model, state.optimizer
+    patterns = getattr(task, "frozen_at_first", ())
+    if not isinstance(optimizer, Optimizers):
+        every: dict[str, tuple[Optimizer, Alone]] = {"": (optimizer, nullcontext)}
+        if patterns:
+            frozen = Frozen(model, patterns)
+            every[FROZEN] = optimizer, lambda: frozen
+        return every
+    require(not patterns, "model.freeze", patterns, "must be empty for several optimizers")
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    stages: dict[str, tuple[Optimizer, Alone]] = {}
+    for name, each in optimizer.named.items():
+        own = {id(parameter) for group in each.param_groups for parameter in group["params"]}
+        others = [parameter for parameter in trained if id(parameter) not in own]
+        stages[name] = each, partial(frozen_meanwhile, others)
+    return stages
 
 
 def tensor_names(model: nn.Module) -> set[str]:

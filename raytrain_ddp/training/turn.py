@@ -244,10 +244,8 @@ def _loss_and_scalars(
 
 
 @contextmanager
-def training_only(model: nn.Module, trained: Iterable[nn.Parameter]) -> Iterator[None]:
-    """Other parameters are frozen; afterward, all are as before."""
-    kept = {id(parameter) for parameter in trained}
-    others = [p for p in model.parameters() if p.requires_grad and id(p) not in kept]
+def frozen_meanwhile(others: Iterable[nn.Parameter]) -> Iterator[None]:
+    """These parameters are frozen; afterward, they are trained."""
     for parameter in others:
         parameter.requires_grad_(False)
     try:
