@@ -155,3 +155,72 @@ def test_the_targets_of_the_example_are_those_that_pandas_reads(
     data = Targets(TrainConfig(), file, file, target).eval_data()
     found = [item["target"].numpy() for item in data.source.read(np.arange(12))]
     assert np.array_equal(np.stack(found), expected)
+
+
+def customers(path: Path, rows: int, seed: int) -> float:
+    """Returns the area under the curve of the true probabilities, which is the best there is."""
+    random = np.random.Generator(np.random.Philox(seed))
+    age, plan = random.normal(40, 10, rows), random.choice(["free", "paid"], rows)
+    score = (age - 40) / 5 + 2 * (plan == "paid")
+    left = random.random(rows) < 1 / (1 + np.exp(-score))
+    table = {"age": np.where(random.random(rows) < 0.01, np.nan, age), "plan": plan}
+    pd.DataFrame({**table, "churned": left.astype(int)}).to_csv(path, index=False)
+    ranks = pd.Series(score).rank()  # Mann and Whitney
+    return float((ranks[left].mean() - (left.sum() + 1) / 2) / (~left).sum())
+
+
+def test_the_example_of_a_table_nears_the_best_area_under_the_curve(tmp_path: Path) -> None:
+    customers(tmp_path / "train.csv", 2000, seed=1)
+    best = customers(tmp_path / "val.csv", 500, seed=2)
+    files = ["train", str(tmp_path / "train.csv"), "eval", str(tmp_path / "val.csv")]
+    training = [
+        "--batch-size",
+        "256",
+        "--micro-batch",
+        "256",
+        "--epochs",
+        "5",
+        "--optim.lr",
+        "0.05",
+    ]
+    options = ["--task-options", *files, "target", "churned"]
+    found = trained(tmp_path, "churn.py:Churn", *training, *options)
+    assert best - 0.05 < found[-1]["auroc"] <= best + 0.01
+
+
+def test_the_fine_tuning_example_starts_from_a_file_and_is_resumed_after_a_kill(
+    tmp_path: Path,
+) -> None:
+    """With equal bits, after the backbone is trained, too."""
+    import timm  # seconds
+    import torch
+    from safetensors.torch import save_file
+
+    random = np.random.Generator(np.random.Philox(1))
+    for place, name in enumerate(("cats", "dogs")):
+        (tmp_path / "photos" / name).mkdir(parents=True)
+        for number in range(40):
+            image = random.integers(0, 100, (32, 32, 3), np.uint8)
+            image[..., place] += 120
+            Image.fromarray(image).save(tmp_path / "photos" / name / f"{number}.jpg")
+    torch.manual_seed(0)
+    save_file(timm.create_model("test_resnet").state_dict(), tmp_path / "begun.safetensors")
+    command = [sys.executable, str(EXAMPLES / "finetune.py"), str(tmp_path / "photos")]
+    command += ["timm:test_resnet", "--weights", str(tmp_path / "begun.safetensors")]
+    command += ["--size", "32", "--epochs", "3"]
+    ended = []
+    for name, failpoint in (("whole", ""), ("killed", "train.before_step:kill@step=3")):
+        for point in filter(None, (failpoint, "none")):
+            environment = {
+                **ONE_THREAD,
+                "RAYTRAIN_DDP_FAILPOINTS": "" if point == "none" else point,
+            }
+            done = subprocess.run(
+                [*command, "--storage", str(tmp_path / name)],
+                check=False, capture_output=True, text=True, timeout=280, env=environment,
+            )  # fmt: skip
+            assert (done.returncode == 0) == (point == "none"), done.stderr
+        assert "best: " in done.stdout
+        checkpoints = (tmp_path / name / "finetune" / "checkpoints").glob("step-*")
+        ended.append((max(checkpoints) / "model.safetensors").read_bytes())
+    assert ended[0] == ended[1]
