@@ -56,6 +56,8 @@ FOREIGN = {
     *("nproc-per-node", "nnodes", "rdzv-endpoint", "compile-bytecode", "strict", "signal"),
     *("config", "head", "num-cpus", "check", "ignore", "resume", "temp-dir", "homepath"),
     *("quick", "only", "out", "working-dir"),
+    *("model", "pretrained", "num-classes", "opt", "weight-decay", "layer-decay", "warmup-epochs"),
+    *("model-ema", "model-ema-decay"),  # of timm's train.py
     *("rank", "world-size", "dist-url", "node-rank", "nodes", "lr"),
     *("ntasks-per-node", "nr", "master", "port", "gpus", "local-rank", "shutdown-timeout"),
     *("config.file", "storage.tsdb.path", "web.listen-address", "logdir"),

@@ -8,10 +8,65 @@ import os
 import subprocess
 import sys
 import textwrap
+from io import BytesIO
 from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import pyarrow as pa
+import pytest
+from PIL import Image
+from pyarrow import parquet
+
+from raytrain_ddp import TrainConfig
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
 ONE_THREAD = {**os.environ, "OMP_NUM_THREADS": "1"}
+
+
+def trained(folder: Path, task: str, *flags: str) -> list[dict[str, Any]]:
+    """The metrics of each evaluation of a run without Ray."""
+    place, name = task.split(":")
+    command = [sys.executable, "-m", "raytrain_ddp.fit", "--task", f"{EXAMPLES / place}:{name}"]
+    more = ["--local", "--storage", str(folder), "--name", "run", "--data.workers", "1", *flags]
+    done = subprocess.run(
+        [*command, *more], check=False, capture_output=True, text=True, timeout=280, env=ONE_THREAD
+    )
+    assert done.returncode == 0, done.stderr
+    lines = (folder / "run" / "metrics.jsonl").read_text().splitlines()
+    return [r["metrics"] for r in map(json.loads, lines) if r["kind"] == "eval"]
+
+
+@pytest.mark.parametrize("path", sorted(EXAMPLES.glob("*.py")), ids=lambda path: path.stem)
+def test_an_example_is_short(path: Path) -> None:
+    """Without empty lines."""
+    assert sum(1 for line in path.read_text().splitlines() if line.strip()) <= 80
+
+
+def squares(folder: Path, count: int, seed: int) -> None:
+    """Noise with a bright square, which is class 1; an edge of the mask is not known."""
+    random = np.random.Generator(np.random.Philox(seed))
+    for kind in ("images", "masks"):
+        (folder / kind).mkdir(parents=True)
+    for number in range(count):
+        image = random.integers(0, 100, (32, 32, 3), np.uint8)
+        mask = np.zeros((32, 32), np.uint8)
+        row, column = random.integers(0, 16, 2)
+        image[row : row + 16, column : column + 16, 0] += 150
+        mask[row : row + 16, column : column + 16] = 1
+        mask[0] = 255
+        Image.fromarray(image).save(folder / "images" / f"{number}.jpg", quality=95)
+        Image.fromarray(mask).save(folder / "masks" / f"{number}.png")
+
+
+def test_the_segmentation_example_finds_squares(tmp_path: Path) -> None:
+    squares(tmp_path / "photos" / "train", 48, seed=1)
+    squares(tmp_path / "photos" / "val", 9, seed=2)
+    options = ["folder", str(tmp_path / "photos"), "classes", "2", "size", "32"]
+    training = ["--batch-size", "16", "--epochs", "6", "--optim.lr", "0.05"]
+    found = trained(tmp_path, "segmentation.py:Segmentation", *training, "--task-options", *options)
+    assert found[-1]["mean_iou"] > 0.6  # 0.38 if all is background
 
 
 def test_a_task_of_your_own_the_tabular_example_comes_near_the_noise(tmp_path: Path) -> None:
@@ -41,3 +96,131 @@ def test_the_char_lm_recipe_learns_more_than_the_frequencies_of_characters(tmp_p
     evaluations = [r["metrics"]["loss"] for r in map(json.loads, lines) if r["kind"] == "eval"]
     assert len(evaluations) == 2
     assert 1 < evaluations[-1] < entropy - 0.3
+
+
+def channels(path: Path, rows: int, seed: int) -> None:
+    """Noise in which each channel is bright or not; how bright the first is; names in a list."""
+    random = np.random.Generator(np.random.Philox(seed))
+    bright = random.random((rows, 3)) < 0.5
+    level = (random.random(rows) * 100).astype(np.float32)
+    images = []
+    for row in range(rows):
+        image = (
+            random.integers(0, 50, (16, 16, 3)) + bright[row] * 100 + np.array([level[row], 0, 0])
+        )
+        encoded = BytesIO()
+        Image.fromarray(image.clip(0, 255).astype(np.uint8)).save(encoded, "PNG")
+        images.append({"bytes": encoded.getvalue(), "path": None})
+    names = [[name for name, on in zip("rgb", each, strict=True) if on] for each in bright]
+    columns = {name: bright[:, place] for place, name in enumerate("rgb")}
+    table = {"image": images, "tags": names, "level": level / 100 + bright[:, 0], **columns}
+    parquet.write_table(pa.table(table), path)
+
+
+@pytest.mark.parametrize(
+    ("target", "metric", "least", "most"),
+    [("tags", "mean_ap", 0.9, 1.0), ("level", "rmse", 0.0, 0.35)],
+)
+def test_the_example_of_several_labels_and_of_regression_learns_what_the_columns_say(
+    target: str, metric: str, least: float, most: float, tmp_path: Path
+) -> None:
+    """Of chance: an average precision of 0.5, an error of 0.58."""
+    channels(tmp_path / "train.parquet", 96, seed=1)
+    channels(tmp_path / "val.parquet", 31, seed=2)
+    files = ["train", str(tmp_path / "train.parquet"), "eval", str(tmp_path / "val.parquet")]
+    options = [*files, "target", target, "size", "32", "model", "test_resnet"]
+    training = ["--batch-size", "16", "--epochs", "5", "--optim.name", "adamw"]
+    found = trained(
+        tmp_path,
+        "parquet_targets.py:Targets",
+        *(*training, "--optim.lr", "0.003", "--task-options", *options),
+    )
+    assert least <= found[-1][metric] <= most
+
+
+@pytest.mark.parametrize("target", ["tags", "r,g,b", "level"])
+def test_the_targets_of_the_example_are_those_that_pandas_reads(
+    target: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(str(EXAMPLES))
+    from parquet_targets import Targets  # seconds
+
+    file = str(tmp_path / "train.parquet")
+    channels(Path(file), 12, seed=3)
+    frame = pd.read_parquet(file)
+    expected = frame[target.split(",")].to_numpy(np.float32) if target != "tags" else None
+    if expected is None:
+        hot = frame["tags"].explode().str.get_dummies().groupby(level=0).max()
+        expected = hot[["b", "g", "r"]].to_numpy(np.float32)  # in the order of names
+    data = Targets(TrainConfig(), file, file, target).eval_data()
+    found = [item["target"].numpy() for item in data.source.read(np.arange(12))]
+    assert np.array_equal(np.stack(found), expected)
+
+
+def customers(path: Path, rows: int, seed: int) -> float:
+    """Returns the area under the curve of the true probabilities, which is the best there is."""
+    random = np.random.Generator(np.random.Philox(seed))
+    age, plan = random.normal(40, 10, rows), random.choice(["free", "paid"], rows)
+    score = (age - 40) / 5 + 2 * (plan == "paid")
+    left = random.random(rows) < 1 / (1 + np.exp(-score))
+    table = {"age": np.where(random.random(rows) < 0.01, np.nan, age), "plan": plan}
+    pd.DataFrame({**table, "churned": left.astype(int)}).to_csv(path, index=False)
+    ranks = pd.Series(score).rank()  # Mann and Whitney
+    return float((ranks[left].mean() - (left.sum() + 1) / 2) / (~left).sum())
+
+
+def test_the_example_of_a_table_nears_the_best_area_under_the_curve(tmp_path: Path) -> None:
+    customers(tmp_path / "train.csv", 2000, seed=1)
+    best = customers(tmp_path / "val.csv", 500, seed=2)
+    files = ["train", str(tmp_path / "train.csv"), "eval", str(tmp_path / "val.csv")]
+    training = [
+        "--batch-size",
+        "256",
+        "--micro-batch",
+        "256",
+        "--epochs",
+        "5",
+        "--optim.lr",
+        "0.05",
+    ]
+    options = ["--task-options", *files, "target", "churned"]
+    found = trained(tmp_path, "churn.py:Churn", *training, *options)
+    assert best - 0.05 < found[-1]["auroc"] <= best + 0.01
+
+
+def test_the_fine_tuning_example_starts_from_a_file_and_is_resumed_after_a_kill(
+    tmp_path: Path,
+) -> None:
+    """With equal bits, after the backbone is trained, too."""
+    import timm  # seconds
+    import torch
+    from safetensors.torch import save_file
+
+    random = np.random.Generator(np.random.Philox(1))
+    for place, name in enumerate(("cats", "dogs")):
+        (tmp_path / "photos" / name).mkdir(parents=True)
+        for number in range(40):
+            image = random.integers(0, 100, (32, 32, 3), np.uint8)
+            image[..., place] += 120
+            Image.fromarray(image).save(tmp_path / "photos" / name / f"{number}.jpg")
+    torch.manual_seed(0)
+    save_file(timm.create_model("test_resnet").state_dict(), tmp_path / "begun.safetensors")
+    command = [sys.executable, str(EXAMPLES / "finetune.py"), str(tmp_path / "photos")]
+    command += ["timm:test_resnet", "--weights", str(tmp_path / "begun.safetensors")]
+    command += ["--size", "32", "--epochs", "3"]
+    ended = []
+    for name, failpoint in (("whole", ""), ("killed", "train.before_step:kill@step=3")):
+        for point in filter(None, (failpoint, "none")):
+            environment = {
+                **ONE_THREAD,
+                "RAYTRAIN_DDP_FAILPOINTS": "" if point == "none" else point,
+            }
+            done = subprocess.run(
+                [*command, "--storage", str(tmp_path / name)],
+                check=False, capture_output=True, text=True, timeout=280, env=environment,
+            )  # fmt: skip
+            assert (done.returncode == 0) == (point == "none"), done.stderr
+        assert "best: " in done.stdout
+        checkpoints = (tmp_path / name / "finetune" / "checkpoints").glob("step-*")
+        ended.append((max(checkpoints) / "model.safetensors").read_bytes())
+    assert ended[0] == ended[1]

@@ -71,6 +71,7 @@ _RULES = [
     _Rule("log.tensorboard", "storage on a file system", lambda c: "://" not in c.storage),
 ]
 _OF_IMAGES = [
+    _Rule("model.unfreeze_epoch", "model.freeze", lambda c: bool(c.model.freeze)),
     _Rule("loss.gamma", "loss.name = focal", lambda c: c.loss.name == "focal"),
     _Rule(
         "optim.label_smoothing",

@@ -153,6 +153,9 @@ class TrainConfig:
                 f"{2 * repeats} or more"
             )
             require(not alpha or micro >= 2 * repeats, f"augment.{kind}", alpha, rule)
+        unfreeze = self.model.unfreeze_epoch
+        rule = f"must be below epochs = {self.epochs}; without it, they stay frozen"
+        require(bool(self.steps) or unfreeze < self.epochs, "model.unfreeze_epoch", unfreeze, rule)
         self.require_slots(self.scaling.worker_range()[1])
         if self.exact:
             self._require_exact()

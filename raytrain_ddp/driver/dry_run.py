@@ -11,9 +11,9 @@ from raytrain_ddp.config.recipe import dumps, publishable
 from raytrain_ddp.config.train_config import TrainConfig
 from raytrain_ddp.data.splits import Splits
 from raytrain_ddp.display.formatting import format_data
-from raytrain_ddp.driver.branching import branch_of
+from raytrain_ddp.driver.branching import Branch, branch_of
 from raytrain_ddp.driver.preflight import check, is_complete
-from raytrain_ddp.driver.run_naming import find_run
+from raytrain_ddp.driver.run_naming import NamedRun, find_run
 from raytrain_ddp.ray_backend.placement import choose_layout, local_resources, missing_resources
 
 if TYPE_CHECKING:
@@ -51,7 +51,13 @@ def dry_run(
     from raytrain_ddp.tasks.task_loading import load_task
     from raytrain_ddp.training.early_stop import require_evaluation
     from raytrain_ddp.training.prepare import plan_of
-    from raytrain_ddp.training.task_optimizer import LearningRates, optimizer_of, replaced_fields
+    from raytrain_ddp.training.several_optimizers import turns_of
+    from raytrain_ddp.training.task_optimizer import (
+        LearningRates,
+        optimizer_of,
+        replaced_fields,
+        steps_to_check,
+    )
 
     reads: set[str] = set()
     task = load_task(config, reads)
@@ -61,8 +67,9 @@ def dry_run(
     plan = plan_of(config, data)
     steps, per_epoch = config.total_steps(plan.steps_per_epoch), plan.steps_per_epoch
     model = model_of(task, pretrained=manifest is None)
-    notes = [*effect_notes(config), *_tried(config, task, model, data, eval_data, plan)]
     optimizer = optimizer_of(task, model, config)
+    due = turns_of(task, optimizer, steps_to_check(steps))
+    notes = [*effect_notes(config), *_tried(config, task, model, data, eval_data, plan, due(0))]
     notes += getattr(task, "notes", ())
     notes += unread_notes(config, reads, replaced_fields(task, optimizer, config))
     learning = LearningRates(task, optimizer, config, per_epoch)
@@ -98,18 +105,23 @@ def dry_run(
         f"model          {sum(p.numel() for p in model.parameters()):,} parameters",
         f"checkpoint     {size / 2**20:.1f} MiB, in {run.folder}",
     ]
-    state = "would be created"
-    if manifest is not None:
-        done = is_complete(config, manifest)
-        state = f"{'is complete at' if done else 'would resume from'} step {manifest.step}"
-    if branch is not None:
-        state += f", and {branch}"
-    lines.append(f"run            {config.name} {state}{f' ({run.note})' if run.note else ''}")
+    lines.append(f"run            {config.name} {_run_state(run, branch)}")
     lines += [f"note           {text}" for text in notes]
     lacking = missing_resources(layout, have)
     if lacking:
         lines.append(f"this machine lacks\n{lacking}")
     return "\n".join(lines)
+
+
+def _run_state(run: NamedRun, branch: Branch | None) -> str:
+    """What would become of the run."""
+    state = "would be created"
+    if run.manifest is not None:
+        done = is_complete(run.config, run.manifest)
+        state = f"{'is complete at' if done else 'would resume from'} step {run.manifest.step}"
+    if branch is not None:
+        state += f", and {branch}"
+    return f"{state} ({run.note})" if run.note else state
 
 
 def _tried(
@@ -119,8 +131,10 @@ def _tried(
     data: Data,
     eval_data: Data | None,
     plan: Plan,
+    turns: Sequence[str],
 ) -> list[str]:
-    """Passes a small batch through the loss and one through the evaluation; returns notes."""
+    """Passes a small batch through the loss of each turn, and one through the evaluation; returns
+    notes."""
     import torch
 
     from raytrain_ddp.training.buffer_sync import own_memory
@@ -133,7 +147,8 @@ def _tried(
     begin_training(model)
     own_memory(model)
     batch = train_loader(config, data, plan, world).any_batch(min(_SAMPLES, config.micro_batch))
-    try_loss(config, task, model, batch, world)
+    for name in turns:
+        try_loss(config, task, model, batch, world, name)
     notes: list[str] = []
     if eval_data is not None:
         size, tell = min(_SAMPLES, config.eval_micro_batch), lambda event: notes.append(event.text)

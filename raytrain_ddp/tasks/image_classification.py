@@ -17,7 +17,7 @@ from raytrain_ddp.data.sources import Batch, Data
 from raytrain_ddp.data.splits import open_splits
 from raytrain_ddp.errors import ConfigError
 from raytrain_ddp.tasks.classification_loss import Criterion
-from raytrain_ddp.tasks.model_parts import freeze
+from raytrain_ddp.tasks.model_parts import Frozen, freeze
 from raytrain_ddp.tasks.pretrained import begun_model, normalization_note
 from raytrain_ddp.tasks.task import Task
 
@@ -49,7 +49,14 @@ class ImageClassification(Task):
         model, told = begun_model(config, classes, self.pretrained)
         data = self._config.data
         expects = normalization_note(model, data.mean, data.std) if told else ""
-        self.notes = [*filter(None, (told, expects, freeze(model, config.freeze)))]
+        frozen = Frozen(model, config.freeze)
+        told_frozen = frozen.told
+        if config.unfreeze_epoch:
+            self.frozen_at_first = config.freeze
+            told_frozen += f" All are trained from epoch {config.unfreeze_epoch + 1} on."
+        else:
+            freeze(model, config.freeze)
+        self.notes = [*filter(None, (told, expects, told_frozen))]
         return model
 
     def train_data(self) -> Data:

@@ -23,6 +23,10 @@ class Task(Protocol):
 
     - ``optimizer(model)`` returns any `torch.optim.Optimizer` that needs no closure, or parameter
       groups for the configured one. A group's ``lr`` is its peak.
+      Or several by name, each for its own parameters (a GAN), which take turns in each step: each
+      makes ``loss(model, batch, name)`` smaller, while all other parameters are frozen.
+    - ``turns(step)`` returns the names of the optimizers that take a turn in `step` (from 0), in
+      order; all, if there is no such method.
     - ``schedule(step)`` returns the factor of these learning rates in `step` (from 0), or one for
       each parameter group, instead of ``--schedule.*``.
     - ``after_step(model, step)`` follows each update that was applied, once for all slots, without

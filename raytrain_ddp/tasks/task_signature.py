@@ -29,6 +29,7 @@ _ARGUMENTS: dict[str, tuple[str, ...]] = {
 _OPTIONAL: dict[str, tuple[str, ...]] = {
     "optimizer": ("model",),
     "schedule": ("step",),
+    "turns": ("step",),
     "after_step": ("model", "step"),
 }
 _ATTRIBUTES = ("monitor", "goal", "unit")
@@ -93,7 +94,10 @@ def check_task(task: Any) -> None:
         )
     given = [name for name in _OPTIONAL if hasattr(task, name)]
     for name in (*_ARGUMENTS, *given):
-        _check_arguments(task, kind, name, {**_ARGUMENTS, **_OPTIONAL}[name])
+        arguments = {**_ARGUMENTS, **_OPTIONAL}[name]
+        if name == "loss" and "optimizer" in given and _takes_one_more(task.loss, kind):
+            continue  # one for each of several optimizers; which it is, is known with a model
+        _check_arguments(task, kind, name, arguments)
     if not isinstance(task.monitor, str | property) or not isinstance(task.unit, str | property):
         raise TaskError(f"{where}: monitor and unit of {kind.__qualname__} must be strings.")
     if task.goal not in ("min", "max") and not isinstance(task.goal, property):
@@ -193,6 +197,15 @@ def _check_arguments(task: Any, kind: type, name: str, arguments: tuple[str, ...
             f"{where}, in {kind.__qualname__}.{name}: it takes {inspect.signature(method)}, but "
             f"it is called with ({', '.join(arguments)}): {error}."
         ) from None
+
+
+def _takes_one_more(loss: Any, kind: type) -> bool:
+    arguments = [None] * (inspect.isfunction(loss) and loss is getattr(kind, "loss", None))
+    try:
+        inspect.signature(loss).bind(*arguments, "model", "batch", "optimizer")
+    except (TypeError, ValueError):
+        return False
+    return True
 
 
 def _idle(task: Any, kind: type) -> Iterator[str]:

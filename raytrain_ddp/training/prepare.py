@@ -33,21 +33,22 @@ from raytrain_ddp.training.buffer_sync import own_memory
 from raytrain_ddp.training.data_identity import DataIdentity
 from raytrain_ddp.training.device_feed import AgreedCount, Audit, Feed, on_device
 from raytrain_ddp.training.early_stop import ends_of, require_evaluation
-from raytrain_ddp.training.gradient_compression import compress
-from raytrain_ddp.training.nonfinite import make_guard
 from raytrain_ddp.training.nonfinite_repro import handle_nonfinite
 from raytrain_ddp.training.phase_clock import Clock
 from raytrain_ddp.training.prepared_run import PreparedRun
 from raytrain_ddp.training.profiler import Profile
-from raytrain_ddp.training.reduction import broadcast_model, ddp_options
-from raytrain_ddp.training.replica_check import ReplicaCheck
+from raytrain_ddp.training.reduction import broadcast_model
 from raytrain_ddp.training.sanity_check import try_evaluation
 from raytrain_ddp.training.seeding import seed_all
 from raytrain_ddp.training.session import Session
-from raytrain_ddp.training.step import Stepper
+from raytrain_ddp.training.step import Stepper, make_stepper
 from raytrain_ddp.training.step_timing import peak_flops_per_s
 from raytrain_ddp.training.stragglers import Stragglers
-from raytrain_ddp.training.task_optimizer import LearningRates, optimizer_of, replaced_fields
+from raytrain_ddp.training.task_optimizer import (
+    LearningRates,
+    optimizer_of,
+    replaced_fields,
+)
 from raytrain_ddp.training.train_state import TrainState, begin_training
 from raytrain_ddp.training.weight_average import average_of
 from raytrain_ddp.training.world import World, set_up, software_versions
@@ -78,24 +79,16 @@ def prepare(
         _require_one_slot_each(plan, world)
     model = initial_model(config, task, world)
     _require_storable(model)
-    net = model  # exact mode sums gradients itself and needs no DDP
-    if not config.exact:
-        net = session.wrap(model, ddp_options(config))
-    elif world.size > 1:
+    if config.exact and world.size > 1:
         broadcast_model(model, world)
-
     optimizer = optimizer_of(task, model, config)
     rates = LearningRates(task, optimizer, config, plan.steps_per_epoch)
     scaler = torch.amp.GradScaler(world.device.type, enabled=config.compute.precision == "fp16")
-    state = TrainState(model, optimizer, scaler, compress(net, config, scaler, world, clock))
-    state.average = average_of(model, optimizer, config.ema)
+    state = TrainState(model, optimizer, scaler)
     loader = train_loader(config, data, plan, world)
-    guard = make_guard(
-        state, partial(handle_nonfinite, config, state, session, loader), world.device
-    )
-    stepper = Stepper(
-        config, task, state, net, world, guard, clock, ReplicaCheck(config.scaling, state, session)
-    )
+    refuse = partial(handle_nonfinite, config, state, session, loader)
+    stepper = make_stepper(config, task, state, session, clock, refuse, plan.steps_per_epoch)
+    state.average = average_of(model, optimizer, config.ema)
     flops = _warm_up(stepper, loader, config.data.grow_epochs)
     if eval_data is not None:
         try_evaluation(task, model, eval_data, config.eval_micro_batch, world, session.tell)

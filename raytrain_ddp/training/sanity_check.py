@@ -23,17 +23,18 @@ from raytrain_ddp.tasks.task_check import metrics_of, place_of, refused
 from raytrain_ddp.training.buffer_sync import SavedBuffers
 from raytrain_ddp.training.metric_states import MOST_NUMBERS, TreeMetrics, require_monitor
 from raytrain_ddp.training.seeding import keeping_generators, seed_slot
-from raytrain_ddp.training.step import forward
 from raytrain_ddp.training.train_state import evaluating
+from raytrain_ddp.training.turn import forward
 from raytrain_ddp.training.world import World
 
 _MOST_BAD = 4096  # rows searched for a readable one
 
 
 def try_loss(
-    config: TrainConfig, task: Task, model: nn.Module, batch: Batch, world: World
+    config: TrainConfig, task: Task, model: nn.Module, batch: Batch, world: World, name: str = ""
 ) -> Tensor:
-    """The loss of a batch, without side effects; the warm-up of a run does the same.
+    """The loss of a batch, without side effects; the warm-up of a run does the same. For several
+    optimizers, that of the one of this name.
 
     Raises:
         TaskError: it has no gradient.
@@ -41,7 +42,7 @@ def try_loss(
     buffers = SavedBuffers(model)
     with keeping_generators(world.device):
         seed_slot(world.device, config.seed, 0, 0)
-        loss = forward(config, task, model, batch, world)
+        loss = forward(config, task, model, batch, world, name)
     buffers.restore()
     return loss
 

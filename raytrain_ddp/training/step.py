@@ -1,127 +1,100 @@
-"""One optimizer step over this worker's slots."""
+"""One step: the turns of its optimizers, and what follows them."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from raytrain_ddp.config.train_config import TrainConfig
+from raytrain_ddp.config.validation import require
 from raytrain_ddp.data.loader import Slot
-from raytrain_ddp.data.nested import to_device
 from raytrain_ddp.data.sources import Batch
-from raytrain_ddp.errors import ConfigError, TaskError
-from raytrain_ddp.failpoints import failpoint
+from raytrain_ddp.errors import TaskError
+from raytrain_ddp.tasks.model_parts import Frozen
 from raytrain_ddp.tasks.task import Task
-from raytrain_ddp.tasks.task_check import loss_of_task, optional_method, place_of, refused
-from raytrain_ddp.training.buffer_sync import BoolBuffers, SavedBuffers, SlotBuffers
-from raytrain_ddp.training.nonfinite import NonfiniteGuard
+from raytrain_ddp.tasks.task_check import optional_method, place_of
+from raytrain_ddp.training.gradient_compression import compress
+from raytrain_ddp.training.nonfinite import StepTrace, make_guard
 from raytrain_ddp.training.phase_clock import Clock
-from raytrain_ddp.training.reduction import (
-    DdpReduction,
-    ExactReduction,
-    Reduction,
-)
+from raytrain_ddp.training.reduction import ddp_options
 from raytrain_ddp.training.replica_check import ReplicaCheck
-from raytrain_ddp.training.seeding import seed_slot
-from raytrain_ddp.training.step_timing import counting_flops
-from raytrain_ddp.training.task_optimizer import skips_on_device
-from raytrain_ddp.training.train_state import TrainState, evaluating
-from raytrain_ddp.training.world import World
+from raytrain_ddp.training.session import Session
+from raytrain_ddp.training.several_optimizers import Optimizers, turns_of
+from raytrain_ddp.training.task_optimizer import steps_to_check
+from raytrain_ddp.training.train_state import TrainState
+from raytrain_ddp.training.turn import Turn, frozen_meanwhile
 
-_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-_TOO_SMALL = "more than 1 value per channel"  # for batch norm, says torch
+_FIRST = 100  # steps whose turns are counted for the operations of a step
+Alone = Callable[[], AbstractContextManager[None]]
+FROZEN = "frozen"
+"""The turn of the only optimizer while some parameters are still frozen (model.unfreeze_epoch)."""
 
 
 class Stepper:
-    """Forward, backward and update.
+    """Takes steps: one turn, or those of several optimizers one after another.
 
-    The loss of a slot is weighted by its share of the step's samples, so uneven slots and a short
-    last step are exact.
-
-    Attributes:
-        scalar_names: of the scalars that the task logs beside the loss; known after the warm-up.
+    Args:
+        turns: by name; each with the context in which only its parameters are trained.
+        due: the names of the turns in a step, from 0.
     """
 
     def __init__(
         self,
-        config: TrainConfig,
         task: Task,
         state: TrainState,
-        net: nn.Module,
-        world: World,
-        guard: NonfiniteGuard,
+        turns: Mapping[str, tuple[Turn, Alone]],
+        due: Callable[[int], Sequence[str]],
         clock: Clock,
         likeness: ReplicaCheck,
     ) -> None:
         self.likeness = likeness
-        self._config, self._task, self._state, self._net = config, task, state, net
-        self._world, self._guard, self._clock = world, guard, clock
-        is_scaled = state.scaler.is_enabled()  # `compress` depends on it, too
-        self._reduction: Reduction = DdpReduction(net, 1.0 if is_scaled else float(world.size))
-        if config.exact:
-            bucket_mib = config.ddp.bucket_cap_mb
-            self._reduction = ExactReduction(state.model, config.slots, world, bucket_mib, clock)
-        slots = config.slots if config.exact else 0
-        self._make_buffers = partial(SlotBuffers, state.model, world, is_scaled, slots)
-        self._buffers = self._make_buffers()
-        self._clip = config.optim.clip_norm
+        self._state, self._turns, self._due, self._clock = state, turns, due, clock
+        self._groups = dict.fromkeys(turns, slice(None))  # name -> its parameter groups
+        self._is_one = not isinstance(state.optimizer, Optimizers)
+        if isinstance(state.optimizer, Optimizers):
+            first = 0
+            for name, optimizer in state.optimizer.named.items():
+                self._groups[name] = slice(first, first + len(optimizer.param_groups))
+                first += len(optimizer.param_groups)
         self._after_step = optional_method(task, "after_step")
-        on_host = self._after_step is not None or not skips_on_device(state.optimizer)
-        self._apply = self._apply_on_host if on_host else self._apply_on_device
-        self._fewest = 1  # minimum samples of a slot in training mode
 
     def __call__(self, slots: list[Slot], samples: int, rates: Sequence[float]) -> Tensor:
-        """Takes one step; all ranks take part. A non-finite step counts but changes nothing.
+        """Takes one step; all ranks take part. A non-finite turn counts but changes nothing.
 
         Args:
-            rates: the learning rate of each parameter group.
+            rates: the learning rate of each parameter group of all optimizers.
 
         Returns this worker's shares of the means over the step's `samples`, of the loss and of the
         scalars beside it, shape (1 + scalars,), on the device; the shares of all workers add up.
+        With several optimizers, the loss is the sum of their losses.
 
         Raises:
             DivergedError: this step, or on a GPU the previous one, was not finite (see
                 `handle_nonfinite`), or the weights of the ranks differ (see `ReplicaCheck`).
         """
-        state, device = self._state, self._world.device
-        place = self._world.rank, state.step + 1
-        for group, rate in zip(state.optimizer.param_groups, rates, strict=True):
-            group["lr"] = rate
-        state.optimizer.zero_grad(set_to_none=True)
-        self._reduction.begin()
-        self._buffers.begin()
-        working = self._reduction.working(slots)
-        for slot in working:
-            weight = slot.samples / max(1, samples)  # 0 if all were bad records
-            seed_slot(device, self._config.seed, slot.step, slot.index)
-            self._buffers.rewind()
-            is_last = slot is working[-1]
-            counts = slot.samples >= self._fewest
-            with self._reduction.passing(slot, is_last), self._training(counts):
-                loss, scalars = self._forward(slot.batch, self._net)
-                beside = self._beside(scalars, slot.samples > 0)
-                spoilt = failpoint("train.loss", *place)  # 1 except in tests
-                shown = loss.detach() * spoilt
-                self._guard.watch(slot.index, shown)
-                if is_last and self._world.size > 1:
-                    self._clock.after_backward(loss)
-                state.scaler.scale(loss * (spoilt * weight * self._reduction.scale)).backward()
-            losses = torch.stack([shown, *beside]) if beside else shown
-            self._buffers.add(slot.index, weight, losses)
-        failpoint("train.after_backward", *place)
-        self._reduction.finish()
-        loss_share, agreed = self._buffers.agree()
-        self._clock.mark("communication" if self._world.size > 1 else "compute")
-        self._update(rates[0], agreed)
+        state = self._state
+        shares: dict[str, Tensor] = {}
+        refusals: list[Tensor] = []
+        for number, name in enumerate(self._due(state.step)):
+            turn, alone = self._turns[name]
+            if number:
+                self._clock.mark("optimizer")
+            with alone():
+                shares[name], this = turn(slots, samples, rates[self._groups[name]], number)
+            refusals.append(this)
+        self._follow(refusals[0] if self._is_one else torch.stack(refusals).all())
         self._clock.mark("optimizer")
         state.step += 1
-        self._guard.follow()
+        for turn, _ in self._turns.values():
+            turn.guard.follow()
         self.likeness.follow()
-        return loss_share
+        return self._side_by_side(shares)
 
     def settle(self) -> None:
         """Waits until it is known whether the last step was finite; all ranks take part.
@@ -129,44 +102,48 @@ class Stepper:
         Raises:
             DivergedError: it was not, and the config says to stop.
         """
-        self._guard.settle()
+        for turn, _ in self._turns.values():
+            turn.guard.settle()
 
-    def _update(self, lr: float, agreed: Tensor) -> None:
-        """Applies the gradients unless something is not finite, without waiting for the device."""
+    def warm_up(self, batch: Batch, smallest: Batch, single: Batch | None = None) -> float:
+        """See `Turn.warm_up`; returns the sum of its operations over the turns of the first steps,
+        for one step."""
+        flops = {}
+        for name, (turn, alone) in self._turns.items():
+            with alone():
+                flops[name] = turn.warm_up(batch, smallest, single)
+        first = [name for step in range(_FIRST) for name in self._due(step)]
+        return sum(flops[name] for name in first) / _FIRST
+
+    @property
+    def scalar_names(self) -> tuple[str, ...]:
+        """Of the scalars that are logged beside the loss; known after the warm-up. With several
+        optimizers: the loss of each, and its scalars."""
+        if self._is_one:
+            turn, _ = next(iter(self._turns.values()))
+            return turn.scalar_names
+        return tuple(
+            each
+            for name, (turn, _) in self._turns.items()
+            for each in (name, *(f"{name}/{scalar}" for scalar in turn.scalar_names))
+        )
+
+    def _side_by_side(self, shares: Mapping[str, Tensor]) -> Tensor:
+        """Shares in the order of `scalar_names`; nan for an optimizer that had no turn."""
+        if self._is_one:
+            (share,) = shares.values()
+            return share
+        total = torch.stack([share[:1] for share in shares.values()]).sum(0)
+        rows = [
+            shares.get(name, total.new_full((1 + len(turn.scalar_names),), math.nan))
+            for name, (turn, _) in self._turns.items()
+        ]
+        return torch.cat([total, *rows])
+
+    def _follow(self, refused: Tensor) -> None:
+        """What follows an update, unless all turns were refused."""
         state = self._state
-        norm, refused = self._guard.examine(lr, agreed)
-        self._buffers.finish(refused)
-        state.compression.finish(refused)
-        if self._clip:
-            nn.utils.clip_grads_with_norm_(state.model.parameters(), self._clip, norm)
-        self._apply(refused)
-        if state.average is not None:
-            state.average.follow(refused, state.step + 1)
-        state.scaler.update()
-
-    def _beside(self, scalars: dict[str, Tensor], counts: bool) -> list[Tensor]:
-        """The scalars in the order of their names; 0 for a slot without samples."""
-        if (*scalars,) != self.scalar_names:
-            names = [" ".join(each) or "none" for each in (scalars, self.scalar_names)]
-            hint = f" Now: {names[0]}; before: {names[1]}."
-            raise refused(self._task.loss, scalars, "scalars of the same names in each step", hint)
-        zero = torch.zeros((), dtype=torch.float64, device=self._world.device)
-        return [value.to(zero) if counts else zero for value in scalars.values()]
-
-    def _apply_on_device(self, refused: Tensor) -> None:
-        """A fused optimizer skips a refused step without the host."""
-        self._state.optimizer.found_inf = refused.float()  # type: ignore[attr-defined]
-        self._state.optimizer.step()
-
-    def _apply_on_host(self, refused: Tensor) -> None:
-        """The host waits for the device and decides. Random numbers of the optimizer and of
-        `after_step` are equal on all ranks."""
-        if refused:
-            return
-        config, state = self._config, self._state
-        seed_slot(self._world.device, config.seed, state.step, config.slots)
-        state.optimizer.step()
-        if self._after_step is not None:
+        if self._after_step is not None and not refused:
             before = tensor_names(state.model)
             with torch.no_grad():
                 self._after_step(state.model, state.step + 1)
@@ -176,105 +153,69 @@ class Stepper:
                     f"{place_of(self._after_step)}: adds or removes {min(added)} of the model, "
                     "which a resumed run would lack: make all parameters and buffers in model()."
                 )
+        if state.average is not None:
+            state.average.follow(refused, state.step + 1)
 
-    def warm_up(self, batch: Batch, smallest: Batch, single: Batch | None = None) -> float:
-        """Makes two passes without side effects; all ranks take part.
 
-        Also finds what cannot work: kernels, or a `smallest` micro-batch too small for batch norm.
+def make_stepper(
+    config: TrainConfig,
+    task: Task,
+    state: TrainState,
+    session: Session,
+    clock: Clock,
+    refuse: Callable[[StepTrace], None],
+    steps_per_epoch: int,
+) -> Stepper:
+    """A turn for each optimizer, all over the same model; all ranks take part.
 
-        Args:
-            single: one sample, if bad records may leave a slot only one. If batch norm refuses
-                it, such a slot passes in evaluation mode, for any number of workers.
+    Args:
+        refuse: called for each refused turn.
+    """
+    model, world = state.model, session.world
+    due = turns_of(task, state.optimizer, steps_to_check(config.total_steps(steps_per_epoch)))
+    if getattr(task, "frozen_at_first", ()):
+        unfreeze = config.model.unfreeze_epoch * steps_per_epoch
 
-        DDP rebuilds its gradient buckets after the first backward pass, which changes the order of
-        its sums. As this happens before a state is loaded, a resumed run sums in the same order
-        as an uninterrupted one.
+        def due(step: int) -> Sequence[str]:
+            return (FROZEN,) if step < unfreeze else ("",)
 
-        Returns the floating-point operations of `batch`, forward and backward; 0 if unknown.
-        """
-        buffers = SavedBuffers(self._state.model)
-        flags = BoolBuffers(self._state.model)
-        try:
-            with counting_flops(self._config.compute.compile) as counter:
-                self.scalar_names = self._pass(batch)
-            self._pass(batch)
-            # The scaler is initialized by its first use, and a rank without samples never uses it.
-            self._state.scaler.scale(torch.zeros((), device=self._world.device))
-            with torch.no_grad():
-                self._forward(smallest, self._state.model)
-                if single is not None:
-                    self._fewest = 1 + self._is_too_small(single)
-        except (RuntimeError, ValueError) as error:
-            remedy = _remedy(str(error))
-            if remedy is None:
-                raise
-            raise ConfigError(remedy) from error
-        self._buffers = self._make_buffers(flags.changed(), len(self.scalar_names))
-        buffers.restore()
-        self._state.compression.forget()
-        return float(counter.get_total_flops())
+    turns: dict[str, tuple[Turn, Alone]] = {}
+    for name, (optimizer, alone) in _stages(task, state).items():
+        with alone():
+            net = model  # exact mode sums gradients itself and needs no DDP
+            if not config.exact:
+                net = session.wrap(model, ddp_options(config))
+            if turns and config.ddp.compression == "powersgd":
+                rule = "must be another for several optimizers, and with model.unfreeze_epoch"
+                require(False, "ddp.compression", "powersgd", rule)
+            state.compression = compress(net, config, state.scaler, world, clock)
+            guard = make_guard(state, refuse, world.device)
+            of_loss = name if isinstance(state.optimizer, Optimizers) else ""
+            turn = Turn(config, task, state, net, world, guard, clock, optimizer, of_loss)
+        turns[name] = turn, alone
+    return Stepper(task, state, turns, due, clock, ReplicaCheck(config.scaling, state, session))
 
-    def _is_too_small(self, single: Batch) -> bool:
-        try:
-            self._forward(single, self._state.model)
-        except ValueError as error:
-            if _TOO_SMALL not in str(error):
-                raise
-            return True
-        return False
 
-    def _pass(self, batch: Batch) -> tuple[str, ...]:
-        """Returns the names of the scalars beside the loss."""
-        loss, scalars = self._forward(batch, self._net)
-        loss.backward()
-        self._reduction.require_all(self._state.model)
-        self._state.optimizer.zero_grad(set_to_none=True)
-        return (*scalars,)
-
-    def _forward(self, batch: Batch, model: nn.Module) -> tuple[Tensor, dict[str, Tensor]]:
-        return _loss_and_scalars(self._config, self._task, model, batch, self._world)
-
-    def _training(self, counts: bool) -> AbstractContextManager[None]:
-        """A slot without samples, or with too few for batch norm, runs in evaluation mode, so that
-        it does not change the statistics."""
-        return nullcontext() if counts else evaluating(self._net)
+def _stages(task: Task, state: TrainState) -> dict[str, tuple[Optimizer, Alone]]:
+    """The turns by name: the optimizer, and the context in which only its part is trained."""
+    model, optimizer = state.model, state.optimizer
+    patterns = getattr(task, "frozen_at_first", ())
+    if not isinstance(optimizer, Optimizers):
+        every: dict[str, tuple[Optimizer, Alone]] = {"": (optimizer, nullcontext)}
+        if patterns:
+            frozen = Frozen(model, patterns)
+            every[FROZEN] = optimizer, lambda: frozen
+        return every
+    require(not patterns, "model.freeze", patterns, "must be empty for several optimizers")
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    stages: dict[str, tuple[Optimizer, Alone]] = {}
+    for name, each in optimizer.named.items():
+        own = {id(parameter) for group in each.param_groups for parameter in group["params"]}
+        others = [parameter for parameter in trained if id(parameter) not in own]
+        stages[name] = each, partial(frozen_meanwhile, others)
+    return stages
 
 
 def tensor_names(model: nn.Module) -> set[str]:
     """Of parameters and buffers."""
     return {name for name, _ in (*model.named_parameters(), *model.named_buffers())}
-
-
-def forward(
-    config: TrainConfig, task: Task, model: nn.Module, batch: Batch, world: World
-) -> Tensor:
-    """The task's loss of a batch, shape (), in the config's precision.
-
-    Raises:
-        TaskError: the task's loss is not a valid loss.
-    """
-    return _loss_and_scalars(config, task, model, batch, world)[0]
-
-
-def _loss_and_scalars(
-    config: TrainConfig, task: Task, model: nn.Module, batch: Batch, world: World
-) -> tuple[Tensor, dict[str, Tensor]]:
-    dtype = _DTYPES[config.compute.precision]
-    with torch.autocast(world.device.type, dtype, enabled=dtype is not torch.float32):
-        result = task.loss(model, to_device(batch, world.device))
-    return loss_of_task(task, result, needs_gradient=torch.is_grad_enabled())
-
-
-def _remedy(text: str) -> str | None:
-    """The config-level remedy for an error of torch's, if there is one."""
-    if "deterministic implementation" in text:
-        return (
-            f"{text.splitlines()[0]} Disable bitwise resume with --compute.no-deterministic, or "
-            "use another model."
-        )
-    if _TOO_SMALL in text:
-        return (
-            "the last step of an epoch has a micro-batch of one sample, too few for this model's "
-            "batch norm: use another --micro-batch or --batch-size."
-        )
-    return None

@@ -7,6 +7,7 @@ import dataclasses
 import inspect
 import json
 import math
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from numbers import Real
 from typing import Any
@@ -22,6 +23,7 @@ from raytrain_ddp.tasks.task import Task
 from raytrain_ddp.tasks.task_check import optional_method, place_of, refused
 from raytrain_ddp.training.lr_schedule import allocate_momentum, build_optimizer, learning_rate
 from raytrain_ddp.training.seeding import keeping_generators, seed_slot
+from raytrain_ddp.training.several_optimizers import Optimizers
 
 _KERNELS = ("fused", "foreach", "capturable", "differentiable")  # options that are not state
 _OF_GROUPS = ("params", "lr_scale", "param_names", "name")  # not arguments of optimizers
@@ -30,7 +32,7 @@ _MOST_CHECKED = 100_000  # steps whose factor is checked before the first one
 
 def optimizer_of(task: Task, model: nn.Module, config: TrainConfig) -> Optimizer:
     """The task's optimizer, or the configured one, over the task's parameter groups if it gives
-    some.
+    some; `Optimizers`, if it gives several by name.
 
     Raises:
         TaskError: it is neither, it lacks parameters of the model or has others, or it needs a
@@ -40,6 +42,20 @@ def optimizer_of(task: Task, model: nn.Module, config: TrainConfig) -> Optimizer
     if function is None:
         return build_optimizer(model, config.optim)
     made: Any = function(model)
+    if isinstance(made, Mapping) and made and all(isinstance(name, str) and name for name in made):
+        several = Optimizers({n: _checked(function, o, model, config) for n, o in made.items()})
+        for each in several.named.values():
+            if averages(each) or each.state_dict().keys() != {"state", "param_groups"}:
+                raise _unfit(function, each, "cannot be one of several: it averages the weights")
+        _require_parameters(function, several, model)
+        return several
+    optimizer = _checked(function, made, model, config)
+    _require_parameters(function, optimizer, model)
+    return optimizer
+
+
+def _checked(function: Any, made: Any, model: nn.Module, config: TrainConfig) -> Optimizer:
+    """One optimizer that the task's function gave."""
     if isinstance(made, Optimizer):
         optimizer = made
     elif isinstance(made, Sequence | Iterator) and not isinstance(made, str):
@@ -51,7 +67,6 @@ def optimizer_of(task: Task, model: nn.Module, config: TrainConfig) -> Optimizer
         raise _unfit(function, optimizer, "needs a closure, that is several passes per step")
     if any(group.get("lr") is None for group in optimizer.param_groups):
         raise _unfit(function, optimizer, "has no learning rate: give it lr, which schedules need")
-    _require_parameters(function, optimizer, model)
     if isinstance(optimizer, torch.optim.SGD) and skips_on_device(optimizer):
         for group in optimizer.param_groups:
             allocate_momentum(optimizer, group["params"] if group["momentum"] else ())
@@ -84,6 +99,9 @@ def _configured(
 def _require_parameters(function: Any, optimizer: Optimizer, model: nn.Module) -> None:
     named = {id(parameter): name for name, parameter in model.named_parameters()}
     held = [id(parameter) for group in optimizer.param_groups for parameter in group["params"]]
+    for key, count in Counter(held).items():
+        if count > 1:
+            raise _unfit(function, optimizer, f"has {named[key]} twice")
     if not {*held} <= named.keys():
         raise _unfit(function, optimizer, "has parameters that are not the model's")
     trained = {id(parameter) for parameter in model.parameters() if parameter.requires_grad}
@@ -95,7 +113,9 @@ def _require_parameters(function: Any, optimizer: Optimizer, model: nn.Module) -
 
 
 def _unfit(function: Any, optimizer: Optimizer, problem: str) -> TaskError:
-    return TaskError(f"{place_of(function)}: the {type(optimizer).__name__} {problem}.")
+    several = isinstance(optimizer, Optimizers)
+    kind = "dict of optimizers" if several else type(optimizer).__name__
+    return TaskError(f"{place_of(function)}: the {kind} {problem}.")
 
 
 def skips_on_device(optimizer: Optimizer) -> bool:
@@ -132,6 +152,10 @@ def load_optimizer(optimizer: Optimizer, saved: Mapping[str, Any]) -> None:
     Raises:
         CheckpointError: it is the state of other parameters.
     """
+    if isinstance(optimizer, Optimizers):
+        for each, part in optimizer.split(saved):
+            load_optimizer(each, part)
+        return
     groups = []
     for own, old in zip(optimizer.param_groups, saved["param_groups"], strict=False):
         kept = {name: own[name] for name in _KERNELS if name in own}
@@ -234,6 +258,12 @@ def _same_bits(one: Tensor, other: Tensor) -> bool:
     return torch.equal(one.nan_to_num(), other.nan_to_num())
 
 
+def steps_to_check(total_steps: int) -> list[int]:
+    """Steps for which a task's functions of the step are checked before the first one."""
+    stride = max(1, total_steps // _MOST_CHECKED)
+    return [*range(0, total_steps, stride), total_steps - 1]
+
+
 class LearningRates:
     """The learning rate of each parameter group as a function of the step.
 
@@ -256,8 +286,7 @@ class LearningRates:
         self._peaks = [float(g["lr"]) * g.get("lr_scale", 1.0) for g in optimizer.param_groups]
         self._schedule: Callable[[int], Any] | None = optional_method(task, "schedule")
         if self._schedule is not None:
-            stride = max(1, total_steps // _MOST_CHECKED)
-            for step in (*range(0, total_steps, stride), total_steps - 1):
+            for step in steps_to_check(total_steps):
                 self._factors(self._schedule, step)
 
     def __call__(self, step: int) -> list[float]:

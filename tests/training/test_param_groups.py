@@ -17,19 +17,25 @@ from tiny import (
     newest,
     plain,
     run_tiny,
+    tiny_arrays,
     tiny_config,
     weights,
 )
 from torch import nn
 
 from raytrain_ddp import ModelConfig, OptimConfig, TrainConfig, fit_locally
-from raytrain_ddp.checkpoint.snapshot import flatten_state
+from raytrain_ddp.checkpoint.run_folder import checkpoint_store, run_storage
+from raytrain_ddp.checkpoint.snapshot import decode_tensors, flatten_state
+from raytrain_ddp.config.sections import CheckpointConfig, ScheduleConfig
+from raytrain_ddp.data.epoch_order import EpochOrder, Plan
+from raytrain_ddp.data.sources import ArraySource
 from raytrain_ddp.driver.preflight import try_model
 from raytrain_ddp.errors import ConfigError
 from raytrain_ddp.tasks.digits_cnn import DigitsCNN
 from raytrain_ddp.tasks.model_parts import freeze
 from raytrain_ddp.training.lr_schedule import build_optimizer, learning_rate
 from raytrain_ddp.training.param_groups import param_groups, regroup
+from raytrain_ddp.training.seeding import seed_all
 
 
 def decayed_names(model: nn.Module, **optim: Any) -> set[str]:
@@ -233,8 +239,6 @@ def test_the_steps_are_those_of_a_plain_loop_with_these_groups(tmp_path: Path):
     from tiny import tiny_arrays  # the rows of each step are as the run had them
 
     torch.manual_seed(config.seed)
-    from raytrain_ddp.training.seeding import seed_all
-
     seed_all(config.seed)
     model = TinyNet(norm=False)
     body = {"conv.weight": (0.01, 0.1), "conv.bias": (0.01, 0.1)}
@@ -328,3 +332,102 @@ def test_frozen_weights_and_statistics_stay_as_they_are(tmp_path: Path):
     frozen = {name for name in begun if name.startswith(("features.0.", "features.1."))}
     assert same == frozen
     assert any("running_mean" in name for name in frozen)
+
+
+# ------------------------------------------------------------------ frozen at first
+
+
+class FrozenAtFirst(TinyTask):
+    @property
+    def frozen_at_first(self) -> tuple[str, ...]:  # what the built-in task takes from model.freeze
+        return ("conv", "norm") if self._norm else ("conv",)
+
+
+UNFREEZE = ModelConfig(freeze=("conv", "norm"), unfreeze_epoch=1)
+
+
+@pytest.mark.parametrize("exact", [False, True])
+def test_what_is_frozen_at_first_has_the_same_bits_after_stops_on_either_side(
+    exact: bool, workers: Group, tmp_path: Path
+):
+    """And, in exact mode, on any number of workers. The statistics rest as long as the weights."""
+    every = CheckpointConfig(every_epochs=1, every_s=0.0, keep_last=9)
+    optim = OptimConfig(name="adamw", lr=0.01, clip_norm=1.0)
+    made = {"model": UNFREEZE, "exact": exact, "optim": optim, "checkpoint": every}
+    whole = tiny_config(tmp_path, "whole", **made)
+    ran = workers(3, run_tiny, plain(whole), None, 0, 0, None, FrozenAtFirst)
+    assert len({worker.digest for worker in ran}) == 1
+    config = tiny_config(tmp_path, "stopped", **made)
+    for number, stop in enumerate((7, 12, 0)):
+        size = (1, 3, 2)[number] if exact else 3
+        workers(size, run_tiny, plain(config), None, stop, 0, None, FrozenAtFirst)
+    assert bits(config) == bits(whole)
+    assert newest(config).read("state.json") == newest(whole).read("state.json")
+
+    store = checkpoint_store(run_storage(whole))
+    by_step = {name.step: store.open(name).read("model.safetensors") for name in store.names()}
+    seed_all(whole.seed)
+    began = TinyNet().state_dict()
+    after = [decode_tensors(by_step[step]) for step in (10, 20)]
+    for name, tensor in began.items():
+        rests = name.startswith(("conv.", "norm."))
+        assert torch.equal(tensor, after[0][name]) is rests
+        assert not torch.equal(tensor, after[1][name])
+
+
+def test_what_is_frozen_at_first_takes_the_steps_of_a_plain_loop(workers: Group, tmp_path: Path):
+    schedule = ScheduleConfig("constant", warmup_epochs=0.0)
+    optim = OptimConfig(lr=0.05, weight_decay=0.01)
+    config = tiny_config(tmp_path, "ours", model=UNFREEZE, schedule=schedule, optim=optim, epochs=2)
+    options = {"rows": 75, "norm": False}
+    workers(3, run_tiny, plain(config), options, 0, 0, None, FrozenAtFirst)
+    seed_all(config.seed)
+    model, plan = TinyNet(norm=False), Plan(75, config.slots, config.micro_batch)
+    optimizer = build_optimizer(model, optim)
+    arrays = {name: torch.from_numpy(array) for name, array in tiny_arrays(75, 0).items()}
+    blocks = ArraySource(tiny_arrays(75, 0), rows_per_block=16).blocks
+    for epoch in range(2):
+        order = EpochOrder(blocks, "full", config.seed, epoch)
+        model.conv.requires_grad_(epoch > 0)
+        for step in range(plan.steps_per_epoch):
+            spans = [order.read(*plan.span(step, slot)) for slot in range(config.slots)]
+            batch = torch.cat([torch.from_numpy(span) for span in spans])
+            model.zero_grad()
+            nn.functional.cross_entropy(model(arrays["x"][batch]), arrays["y"][batch]).backward()
+            optimizer.step()
+    for key, tensor in model.state_dict().items():
+        torch.testing.assert_close(weights(config)[key], tensor, rtol=1e-4, atol=1e-5)
+
+
+def test_the_built_in_task_is_unfrozen_after_so_many_epochs(tmp_path: Path):
+    config = TrainConfig(
+        name="unfrozen",
+        storage=str(tmp_path),
+        epochs=2,
+        limit_train_batches=2,
+        model=ModelConfig(freeze=("backbone",), unfreeze_epoch=1),
+        optim=OptimConfig(head_lr=0.2),
+        checkpoint=CheckpointConfig(every_epochs=1, keep_last=9),
+    )
+    fit_locally(config)
+    store = checkpoint_store(run_storage(config))
+    by_step = {name.step: store.open(name).read("model.safetensors") for name in store.names()}
+    seed_all(config.seed)
+    began = DigitsCNN(10).state_dict()
+    first, last = (decode_tensors(by_step[step]) for step in (2, 4))
+    assert {n for n in began if not torch.equal(began[n], first[n])} == {"head.weight", "head.bias"}
+    assert all(not torch.equal(began[name], last[name]) for name in began)
+    log = (tmp_path / "unfrozen" / "events.jsonl").read_text()
+    assert "All are trained from epoch 2 on." in log
+
+
+@pytest.mark.parametrize(
+    ("changes", "told"),
+    [
+        ({"model": ModelConfig(freeze=("head",), unfreeze_epoch=12)}, "must be below epochs = 12"),
+        ({"model": ModelConfig(freeze=("x",), unfreeze_epoch=1)}, "'x' matches no parameter"),
+    ],
+)
+def test_an_epoch_that_unfreezes_nothing_is_refused(changes: dict[str, Any], told: str):
+    with pytest.raises(ConfigError, match=told):
+        try_model(TrainConfig(**changes), is_new=True)

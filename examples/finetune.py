@@ -1,0 +1,46 @@
+"""Fine-tune a model of timm on a folder of photos: first its head, then all of it.
+
+    python examples/finetune.py photos timm:convnext_tiny.fb_in22k
+
+The folder has one folder for each class. The same command goes on after a kill, with the same bits.
+With `fit` instead of `fit_locally`, Ray runs it. As flags: docs/how-to/fine-tune.md.
+"""
+
+from argparse import ArgumentParser
+
+from raytrain_ddp import (
+    DataConfig,
+    EmaConfig,
+    ModelConfig,
+    OptimConfig,
+    ScheduleConfig,
+    TrainConfig,
+    fit_locally,
+)
+
+
+def main() -> None:
+    parser = ArgumentParser(description=__doc__)
+    parser.add_argument("folder")
+    parser.add_argument("model", help="timm:NAME.TAG, or timm:NAME with --weights")
+    parser.add_argument("--weights", help="a .safetensors or .pth file")
+    parser.add_argument("--size", type=int, default=224)
+    parser.add_argument("--epochs", type=int, default=10)
+    parser.add_argument("--storage", default="runs")
+    args = parser.parse_args()
+    config = TrainConfig(
+        name="finetune",
+        storage=args.storage,
+        epochs=args.epochs,
+        data=DataConfig(source=args.folder, holdout=0.2, image_size=args.size),
+        model=ModelConfig(args.model, weights=args.weights, freeze=("backbone",), unfreeze_epoch=2),
+        optim=OptimConfig(name="adamw", lr=5e-4, weight_decay=0.05, layer_decay=0.75),
+        schedule=ScheduleConfig(warmup_epochs=1.0),
+        ema=EmaConfig(decay=0.99),
+    )
+    result = fit_locally(config)
+    print(f"best: {result.best}, {result.best_checkpoint}")
+
+
+if __name__ == "__main__":
+    main()

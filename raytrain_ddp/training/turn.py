@@ -1,0 +1,270 @@
+"""One optimizer's turn in a step: forward, backward and update over this worker's slots."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from raytrain_ddp.config.train_config import TrainConfig
+from raytrain_ddp.data.loader import Slot
+from raytrain_ddp.data.nested import to_device
+from raytrain_ddp.data.sources import Batch
+from raytrain_ddp.errors import ConfigError
+from raytrain_ddp.failpoints import failpoint
+from raytrain_ddp.tasks.task import Task
+from raytrain_ddp.tasks.task_check import loss_of_task, optional_method, refused
+from raytrain_ddp.training.buffer_sync import BoolBuffers, SavedBuffers, SlotBuffers
+from raytrain_ddp.training.nonfinite import NonfiniteGuard
+from raytrain_ddp.training.phase_clock import Clock
+from raytrain_ddp.training.reduction import (
+    DdpReduction,
+    ExactReduction,
+    Reduction,
+)
+from raytrain_ddp.training.seeding import seed_slot
+from raytrain_ddp.training.step_timing import counting_flops
+from raytrain_ddp.training.task_optimizer import skips_on_device
+from raytrain_ddp.training.train_state import TrainState, evaluating
+from raytrain_ddp.training.world import World
+
+_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+_TOO_SMALL = "more than 1 value per channel"  # for batch norm, says torch
+
+
+class Turn:
+    """What one optimizer does in a step; the only one, unless a task returns several.
+
+    The loss of a slot is weighted by its share of the step's samples, so uneven slots and a short
+    last step are exact.
+
+    Args:
+        name: of the optimizer, for the task's loss; "" if it is the only one.
+        optimizer: steps over the parameters that are trained now, whose gradients `net` sums.
+
+    Attributes:
+        scalar_names: of the scalars that the task logs beside the loss; known after the warm-up.
+    """
+
+    def __init__(
+        self,
+        config: TrainConfig,
+        task: Task,
+        state: TrainState,
+        net: nn.Module,
+        world: World,
+        guard: NonfiniteGuard,
+        clock: Clock,
+        optimizer: Optimizer,
+        name: str = "",
+    ) -> None:
+        self.guard = guard
+        self._config, self._task, self._state, self._net = config, task, state, net
+        self._world, self._clock, self._optimizer, self._name = world, clock, optimizer, name
+        is_scaled = state.scaler.is_enabled()  # `compress` depends on it, too
+        self._reduction: Reduction = DdpReduction(net, 1.0 if is_scaled else float(world.size))
+        if config.exact:
+            bucket_mib = config.ddp.bucket_cap_mb
+            self._reduction = ExactReduction(state.model, config.slots, world, bucket_mib, clock)
+        slots = config.slots if config.exact else 0
+        self._make_buffers = partial(SlotBuffers, state.model, world, is_scaled, slots)
+        self._buffers = self._make_buffers()
+        self._clip = config.optim.clip_norm
+        followed = optional_method(task, "after_step") is not None  # the host waits for it anyway
+        on_host = followed or not skips_on_device(optimizer)
+        self._apply = self._apply_on_host if on_host else self._apply_on_device
+        self._fewest = 1  # minimum samples of a slot in training mode
+
+    def __call__(
+        self, slots: list[Slot], samples: int, rates: Sequence[float], number: int = 0
+    ) -> tuple[Tensor, Tensor]:
+        """Takes the turn; all ranks take part. One that is not finite changes nothing.
+
+        Args:
+            rates: the learning rate of each parameter group.
+            number: of the turn in its step, from 0; random numbers depend on it.
+
+        Returns this worker's shares of the means over the step's `samples`, of the loss and of the
+        scalars beside it, shape (1 + scalars,), on the device; the shares of all workers add up.
+        And whether the turn was refused, shape ().
+        """
+        state, device = self._state, self._world.device
+        place = self._world.rank, state.step + 1
+        first = number * (self._config.slots + 1)
+        for group, rate in zip(self._optimizer.param_groups, rates, strict=True):
+            group["lr"] = rate
+        state.optimizer.zero_grad(set_to_none=True)
+        self._reduction.begin()
+        self._buffers.begin()
+        working = self._reduction.working(slots)
+        for slot in working:
+            weight = slot.samples / max(1, samples)  # 0 if all were bad records
+            seed_slot(device, self._config.seed, slot.step, first + slot.index)
+            self._buffers.rewind()
+            is_last = slot is working[-1]
+            counts = slot.samples >= self._fewest
+            with self._reduction.passing(slot, is_last), self._training(counts):
+                loss, scalars = self._forward(slot.batch, self._net)
+                beside = self._beside(scalars, slot.samples > 0)
+                spoilt = failpoint("train.loss", *place)  # 1 except in tests
+                shown = loss.detach() * spoilt
+                self.guard.watch(slot.index, shown)
+                if is_last and self._world.size > 1:
+                    self._clock.after_backward(loss)
+                state.scaler.scale(loss * (spoilt * weight * self._reduction.scale)).backward()
+            losses = torch.stack([shown, *beside]) if beside else shown
+            self._buffers.add(slot.index, weight, losses)
+        failpoint("train.after_backward", *place)
+        self._reduction.finish()
+        loss_share, agreed = self._buffers.agree()
+        self._clock.mark("communication" if self._world.size > 1 else "compute")
+        return loss_share, self._update(rates[0], agreed, first)
+
+    def _update(self, lr: float, agreed: Tensor, first: int) -> Tensor:
+        """Applies the gradients unless something is not finite, without waiting for the device."""
+        state = self._state
+        norm, refused = self.guard.examine(lr, agreed)
+        self._buffers.finish(refused)
+        state.compression.finish(refused)
+        if self._clip:
+            nn.utils.clip_grads_with_norm_(state.model.parameters(), self._clip, norm)
+        self._apply(refused, first)
+        state.scaler.update()
+        return refused
+
+    def _beside(self, scalars: dict[str, Tensor], counts: bool) -> list[Tensor]:
+        """The scalars in the order of their names; 0 for a slot without samples."""
+        if (*scalars,) != self.scalar_names:
+            names = [" ".join(each) or "none" for each in (scalars, self.scalar_names)]
+            hint = f" Now: {names[0]}; before: {names[1]}."
+            raise refused(self._task.loss, scalars, "scalars of the same names in each step", hint)
+        zero = torch.zeros((), dtype=torch.float64, device=self._world.device)
+        return [value.to(zero) if counts else zero for value in scalars.values()]
+
+    def _apply_on_device(self, refused: Tensor, first: int) -> None:
+        """A fused optimizer skips a refused step without the host."""
+        self._optimizer.found_inf = refused.float()  # type: ignore[attr-defined]
+        self._optimizer.step()
+
+    def _apply_on_host(self, refused: Tensor, first: int) -> None:
+        """The host waits for the device and decides. Random numbers of the optimizer and of
+        `after_step` are equal on all ranks."""
+        config = self._config
+        seed_slot(self._world.device, config.seed, self._state.step, first + config.slots)
+        if not refused:
+            self._optimizer.step()
+
+    def warm_up(self, batch: Batch, smallest: Batch, single: Batch | None = None) -> float:
+        """Makes two passes without side effects; all ranks take part.
+
+        Also finds what cannot work: kernels, or a `smallest` micro-batch too small for batch norm.
+
+        Args:
+            single: one sample, if bad records may leave a slot only one. If batch norm refuses
+                it, such a slot passes in evaluation mode, for any number of workers.
+
+        DDP rebuilds its gradient buckets after the first backward pass, which changes the order of
+        its sums. As this happens before a state is loaded, a resumed run sums in the same order
+        as an uninterrupted one.
+
+        Returns the floating-point operations of `batch`, forward and backward; 0 if unknown.
+        """
+        buffers = SavedBuffers(self._state.model)
+        flags = BoolBuffers(self._state.model)
+        try:
+            with counting_flops(self._config.compute.compile) as counter:
+                self.scalar_names = self._pass(batch)
+            self._pass(batch)
+            # The scaler is initialized by its first use, and a rank without samples never uses it.
+            self._state.scaler.scale(torch.zeros((), device=self._world.device))
+            with torch.no_grad():
+                self._forward(smallest, self._state.model)
+                if single is not None:
+                    self._fewest = 1 + self._is_too_small(single)
+        except (RuntimeError, ValueError) as error:
+            remedy = _remedy(str(error))
+            if remedy is None:
+                raise
+            raise ConfigError(remedy) from error
+        self._buffers = self._make_buffers(flags.changed(), len(self.scalar_names))
+        buffers.restore()
+        self._state.compression.forget()
+        return float(counter.get_total_flops())
+
+    def _is_too_small(self, single: Batch) -> bool:
+        try:
+            self._forward(single, self._state.model)
+        except ValueError as error:
+            if _TOO_SMALL not in str(error):
+                raise
+            return True
+        return False
+
+    def _pass(self, batch: Batch) -> tuple[str, ...]:
+        """Returns the names of the scalars beside the loss."""
+        loss, scalars = self._forward(batch, self._net)
+        loss.backward()
+        self._reduction.require_all(self._state.model)
+        self._state.optimizer.zero_grad(set_to_none=True)
+        return (*scalars,)
+
+    def _forward(self, batch: Batch, model: nn.Module) -> tuple[Tensor, dict[str, Tensor]]:
+        return _loss_and_scalars(self._config, self._task, model, batch, self._world, self._name)
+
+    def _training(self, counts: bool) -> AbstractContextManager[None]:
+        """A slot without samples, or with too few for batch norm, runs in evaluation mode, so that
+        it does not change the statistics."""
+        return nullcontext() if counts else evaluating(self._net)
+
+
+def forward(
+    config: TrainConfig, task: Task, model: nn.Module, batch: Batch, world: World, name: str = ""
+) -> Tensor:
+    """The task's loss of a batch, shape (), in the config's precision; that of the optimizer of
+    this name, if there are several.
+
+    Raises:
+        TaskError: the task's loss is not a valid loss.
+    """
+    return _loss_and_scalars(config, task, model, batch, world, name)[0]
+
+
+def _loss_and_scalars(
+    config: TrainConfig, task: Task, model: nn.Module, batch: Batch, world: World, name: str
+) -> tuple[Tensor, dict[str, Tensor]]:
+    dtype = _DTYPES[config.compute.precision]
+    with torch.autocast(world.device.type, dtype, enabled=dtype is not torch.float32):
+        moved = to_device(batch, world.device)
+        result = task.loss(model, moved, name) if name else task.loss(model, moved)  # type: ignore[call-arg]
+    return loss_of_task(task, result, needs_gradient=torch.is_grad_enabled())
+
+
+@contextmanager
+def frozen_meanwhile(others: Iterable[nn.Parameter]) -> Iterator[None]:
+    """These parameters are frozen; afterward, they are trained."""
+    for parameter in others:
+        parameter.requires_grad_(False)
+    try:
+        yield
+    finally:
+        for parameter in others:
+            parameter.requires_grad_(True)
+
+
+def _remedy(text: str) -> str | None:
+    """The config-level remedy for an error of torch's, if there is one."""
+    if "deterministic implementation" in text:
+        return (
+            f"{text.splitlines()[0]} Disable bitwise resume with --compute.no-deterministic, or "
+            "use another model."
+        )
+    if _TOO_SMALL in text:
+        return (
+            "the last step of an epoch has a micro-batch of one sample, too few for this model's "
+            "batch norm: use another --micro-batch or --batch-size."
+        )
+    return None
