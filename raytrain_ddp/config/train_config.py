@@ -156,6 +156,9 @@ class TrainConfig:
         unfreeze = self.model.unfreeze_epoch
         rule = f"must be below epochs = {self.epochs}; without it, they stay frozen"
         require(bool(self.steps) or unfreeze < self.epochs, "model.unfreeze_epoch", unfreeze, rule)
+        grow = self.data.grow_epochs
+        rule = f"must be below epochs = {self.epochs}; else no image has data.image_size"
+        require(bool(self.steps) or grow < self.epochs, "data.grow_epochs", grow, rule)
         self.require_slots(self.scaling.worker_range()[1])
         if self.exact:
             self._require_exact()

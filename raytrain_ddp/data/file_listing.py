@@ -173,6 +173,8 @@ def _root_and_pattern(path: Path) -> tuple[Path, str]:
 def _remedy(source: str) -> str:
     if _HUB_NAME.fullmatch(source):
         return f" For the data set {source} on the Hugging Face Hub, use hf://datasets/{source}."
+    if Path(source).suffix:  # meant as a file
+        return ""
     return " Other choices: 'digits', 'torchvision:CIFAR10', hf://datasets/ORG/NAME."
 
 

@@ -97,9 +97,9 @@ def find_branch(config: TrainConfig, origin: str, allowed: Sequence[str]) -> Bra
     known = flat(TrainConfig())
     for name in names:
         if name not in known:
-            raise ConfigError(
-                f"--allow-change {name}: there is no such field.{did_you_mean(name, known)}"
-            )
+            below = [field for field in known if field.startswith(f"{name}.")]
+            hint = f" Name its fields: {', '.join(below)}." if below else did_you_mean(name, known)
+            raise ConfigError(f"--allow-change {name}: there is no such field.{hint}")
     checkpoint = answered(config, lambda: _origin(config, origin))
     changes = changed_fields(checkpoint.manifest.config, config)
     differing = [name for name, _, _ in changes]
@@ -172,4 +172,5 @@ def _origin(config: TrainConfig, origin: str) -> Checkpoint:
     try:
         return find_checkpoint(place, None if folder.exists(MANIFEST_FILE) else "last")
     except CheckpointError as error:
-        raise CheckpointError(f"--resume-from {origin}: {error}") from None
+        hint = did_you_mean(origin, open_storage(config.storage).names())
+        raise CheckpointError(f"--resume-from {origin}: {error}{hint}") from None

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, scaled_dot_product_attention
 
 from raytrain_ddp.config.train_config import TrainConfig
+from raytrain_ddp.config.validation import require
 from raytrain_ddp.data.sources import Data
 from raytrain_ddp.data.text_source import TextSource
 from raytrain_ddp.tasks.task import Task
@@ -86,16 +87,22 @@ class CharLM(Task):
     def __init__(
         self,
         config: TrainConfig,
-        length: str = "256",
-        width: str = "384",
-        depth: str = "6",
-        heads: str = "6",
-        dropout: str = "0.2",
+        length: int = 256,
+        width: int = 384,
+        depth: int = 6,
+        heads: int = 6,
+        dropout: float = 0.2,
     ) -> None:
-        self._sizes = int(length), int(width), int(depth), int(heads), float(dropout)
+        sizes = {"length": length, "width": width, "depth": depth, "heads": heads}
+        for name, size in sizes.items():
+            require(size > 0, f"task_options.{name}", size, "must be above 0")
+        rule = f"must be a multiple of heads = {heads}"
+        require(width % heads == 0, "task_options.width", width, rule)
+        require(0 <= dropout < 1, "task_options.dropout", dropout, "must be 0 or more and below 1")
+        self._sizes = length, width, depth, heads, dropout
         source = config.data.source
-        self._train = TextSource(source, int(length), part=(0.0, 0.9))
-        self._eval = TextSource(source, int(length), part=(0.9, 1.0))
+        self._train = TextSource(source, length, part=(0.0, 0.9))
+        self._eval = TextSource(source, length, part=(0.9, 1.0))
 
     def model(self) -> nn.Module:
         return GPT(len(self._train.characters), *self._sizes)

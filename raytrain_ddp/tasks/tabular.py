@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from raytrain_ddp.config.train_config import TrainConfig
+from raytrain_ddp.config.validation import require
 from raytrain_ddp.data.holdout import held_out
 from raytrain_ddp.data.sources import ArraySource, Data
 from raytrain_ddp.errors import DataError
@@ -55,9 +56,18 @@ class Tabular(Task):
 
     def __init__(self, config: TrainConfig, hidden: str = "100") -> None:
         data = config.data
-        self._hidden = [int(units) for units in hidden.split(",")]
+        parts = hidden.split(",")
+        sizes_ok = all(part.strip().isdecimal() and int(part) > 0 for part in parts)
+        rule = "must be numbers above 0, separated by commas"
+        require(sizes_ok, "task_options.hidden", hidden, rule)
+        self._hidden = [int(part) for part in parts]
         x, labels = _columns(data.source, data.label_column)
         self.class_names = sorted({*labels.tolist()})
+        if labels.dtype.kind == "f" and len(self.class_names) > len(labels) / 2:
+            raise DataError(
+                f"{data.source}: column {data.label_column!r} has {len(self.class_names)} "
+                f"different numbers in {len(labels)} rows: classes are expected."
+            )
         y = _numbers(labels, self.class_names, data.source)
         self._criterion = Criterion(config, lambda: torch.bincount(torch.from_numpy(self._y)))
         if data.eval_source is not None:
@@ -133,6 +143,11 @@ def _columns(
             f"{', '.join(table.column_names)}."
         )
     names = wanted or [name for name in table.column_names if name != label]
+    twice = [name for name in (*names, label) if table.column_names.count(name) > 1]
+    if twice:
+        raise DataError(f"{source}: there are several columns {twice[0]!r}: rename or remove some.")
+    if not names:
+        raise DataError(f"{source}: there is no column beside {label!r}.")
     columns: Table = {}
     for name in (*names, label):
         if name not in table.column_names:
@@ -149,6 +164,9 @@ def _columns(
                 f"{source}: column {name!r} has {kind}, not numbers: encode or remove it."
             )
         columns[name] = column.to_numpy()
+        if pa.types.is_floating(kind) and not np.isfinite(columns[name]).all():
+            row = int(np.flatnonzero(~np.isfinite(columns[name]))[0])
+            raise DataError(f"{source}, row {row}: column {name!r} is {columns[name][row]}.")
     return columns, columns.pop(label)
 
 

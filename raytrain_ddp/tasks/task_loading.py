@@ -14,7 +14,12 @@ from raytrain_ddp.config.effects import watched
 from raytrain_ddp.config.train_config import TaskName, TrainConfig
 from raytrain_ddp.errors import ConfigError, did_you_mean
 from raytrain_ddp.tasks.task import Task
-from raytrain_ddp.tasks.task_signature import check_options, check_task, has_constructor
+from raytrain_ddp.tasks.task_signature import (
+    check_options,
+    check_task,
+    has_constructor,
+    typed_options,
+)
 
 BUILT_IN = {"image-classification": "raytrain_ddp.tasks.image_classification:ImageClassification"}
 _KINDS = {"task": "class", "model.name": "function"}
@@ -35,7 +40,8 @@ def load_task(config: TrainConfig, reads: set[str] | None = None) -> Task:
     if callable(given):
         is_own = config.task not in BUILT_IN
         seen = watched(config, reads) if is_own and reads is not None else config
-        given = given(seen, **config.task_options) if has_constructor(given) else given()
+        options = typed_options(given, config.task_options) if has_constructor(given) else {}
+        given = given(seen, **options) if has_constructor(given) else given()
     check_task(given)
     return cast(Task, given)
 

@@ -148,6 +148,7 @@ def check_options(made_by: Any, options: Mapping[str, str]) -> None:
             raise ConfigError(
                 f"task_options: {name} needs {each.name!r}: --task-options {each.name} VALUE."
             )
+    typed_options(made_by, options)
     try:
         signature.bind(None, **options)
     except TypeError as error:
@@ -155,6 +156,28 @@ def check_options(made_by: Any, options: Mapping[str, str]) -> None:
         raise TaskError(
             f"{where}: {name} must take the config as its first argument ({error})."
         ) from None
+
+
+def typed_options(made_by: Any, options: Mapping[str, str]) -> dict[str, Any]:
+    """The options as the constructor annotates them: int, float, bool; others stay text.
+
+    Raises:
+        ConfigError: a text is no such value; names the option.
+    """
+    parameters = inspect.signature(made_by).parameters
+    typed: dict[str, Any] = dict(options)
+    for name, text in options.items():
+        kind = parameters[name].annotation if name in parameters else None
+        kind = kind if isinstance(kind, str) else getattr(kind, "__name__", "")
+        try:
+            if kind == "bool":
+                typed[name] = {"true": True, "false": False}[str(text).lower()]
+            elif kind in ("int", "float"):
+                typed[name] = {"int": int, "float": float}[kind](text)
+        except (ValueError, KeyError):
+            takes = {"int": "an integer", "float": "a number", "bool": "true or false"}[kind]
+            raise ConfigError(f"task_options.{name} = {text!r}: must be {takes}.") from None
+    return typed
 
 
 def has_constructor(made_by: Any) -> bool:

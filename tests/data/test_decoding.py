@@ -16,6 +16,7 @@ from torch.nn.functional import interpolate
 from torchvision.transforms import InterpolationMode
 
 from raytrain_ddp.config.input_sections import AugmentConfig, DataConfig
+from raytrain_ddp.config.train_config import TrainConfig
 from raytrain_ddp.data import decoding
 from raytrain_ddp.data.cropping import (
     centre_into,
@@ -236,6 +237,9 @@ def test_training_images_grow_with_the_epochs():
     for wrong in ({"start_size": 72}, {"start_size": 80}, {"grow_epochs": 0}, {"start_size": 0}):
         with pytest.raises(ConfigError, match=r"data\.(start_size|grow_epochs) = "):
             replace(config, **wrong)
+    with pytest.raises(ConfigError, match=r"data\.grow_epochs = 1: must be below epochs = 1; else"):
+        TrainConfig(data=config, epochs=1)
+    TrainConfig(data=config, epochs=1, steps=100)
 
 
 def test_a_ribbon_takes_little_memory_and_shows_its_middle():

@@ -736,6 +736,7 @@ def test_folders_behind_links_are_found(tmp_path: Path):
             "is a web page: use hf://datasets/ylecun/mnist",
         ),
         ("./ylecun/mnist", "no such file or folder. Other choices"),
+        ("photos.csv", "no such file or folder.$"),
         ("mnist", "no such file or folder. Other choices: 'digits', 'torchvision:CIFAR10'"),
     ],
 )

@@ -80,6 +80,7 @@ def test_changes_count_from_the_first_step_on_and_survive_a_kill(workers: Group,
         ),
         ({}, ("optim.lr",), "optim.lr: it does not differ from base"),
         ({"epochs": 99}, ("epochs",), "epochs: it does not .*, or may change anyway"),
+        ({}, ("compute",), r"compute: there is no such field. Name its fields: compute\.precision"),
         ({}, ("optim.learning-rate",), "learning_rate: there is no such field"),
         ({"batch_size": 64}, ("batch_size",), "batch_size: cannot differ .*--model.weights base"),
         ({"seed": 7}, (), "seed: cannot differ from base"),
@@ -101,6 +102,8 @@ def test_a_run_that_began_elsewhere_and_one_that_is_missing_or_done_are_refused(
 ):
     with pytest.raises(CheckpointError, match=r"--resume-from gone: .*/gone: no checkpoint there"):
         branch_of(find_run(replace(base, name="new")), "gone", ())
+    with pytest.raises(CheckpointError, match="Did you mean 'base'"):
+        branch_of(find_run(replace(base, name="new")), "bas", ())
     with pytest.raises(ConfigError, match="run base has this config, but began at step 0, not fr"):
         branch_of(find_run(base), "other", ())
     workers(3, run_tiny, plain(base))

@@ -355,3 +355,18 @@ def test_a_recipe_resumed_after_its_first_step_ends_with_the_same_bits(
     (again,) = (tmp_path / "runs" / name / "checkpoints").glob("step-*2-a*")
     assert (again / "model.safetensors").read_bytes() == whole
     assert (first / "model.safetensors").read_bytes() != whole
+
+
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        ({"length": "x"}, "length = 'x': must be an integer"),
+        ({"length": "0"}, "length = 0: must be above 0"),
+        ({"width": "33", "heads": "2"}, "width = 33: must be a multiple of heads = 2"),
+        ({"dropout": "1"}, "dropout = 1.0: must be 0 or more and below 1"),
+    ],
+)
+def test_sizes_that_make_no_gpt_are_refused(options: dict[str, str], told: str):
+    config = TrainConfig(task="raytrain_ddp.tasks.char_lm:CharLM", task_options=options)
+    with pytest.raises(ConfigError, match=rf"task_options\.{told}"):
+        load_task(config)

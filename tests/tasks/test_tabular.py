@@ -16,7 +16,7 @@ from raytrain_ddp import fit_locally
 from raytrain_ddp.config.input_sections import DataConfig
 from raytrain_ddp.config.sections import OptimConfig
 from raytrain_ddp.config.train_config import TrainConfig
-from raytrain_ddp.errors import DataError
+from raytrain_ddp.errors import ConfigError, DataError
 from raytrain_ddp.tasks.tabular import Tabular
 
 
@@ -78,6 +78,9 @@ def test_other_rows_are_evaluated_with_the_columns_in_any_order(tmp_path: Path):
         (lambda t: t, {"label_column": "y"}, r"no column 'y': .* one of a, b, c, label"),
         (lambda t: t.assign(b=None), {}, r"column 'b' has 120 gaps: fill them"),
         (lambda t: t.assign(b="red"), {}, r"column 'b' has .*string, not numbers: encode"),
+        (lambda t: t.assign(b=[1.0, np.inf] * 60), {}, r"t.parquet, row 1: column 'b' is inf"),
+        (lambda t: t[["label"]], {}, "there is no column beside 'label'"),
+        (lambda t: t.assign(label=t.b), {}, "120 different numbers in 120 rows: classes are exp"),
         (lambda t: t.assign(label="yes"), {}, r"only the label \['yes'\]"),
         (lambda t: t, {"holdout": 0.0}, r"no rows to evaluate on: set --data\.holdout 0\.2"),
     ],
@@ -105,6 +108,18 @@ def test_rows_to_evaluate_that_do_not_fit_are_one_line(
     rest = str(written(tmp_path / "e.csv", other))
     with pytest.raises(DataError, match=told):
         Tabular(config_of(source, holdout=0.0, eval_source=rest))
+
+
+def test_columns_of_one_name_are_refused(tmp_path: Path):
+    (tmp_path / "t.csv").write_text("a,a,label\n1,2,x\n3,4,y\n")
+    with pytest.raises(DataError, match="several columns 'a': rename or remove some"):
+        Tabular(config_of(tmp_path / "t.csv"))
+
+
+@pytest.mark.parametrize("hidden", ["a,b", "-5", "0", "8,", ""])
+def test_sizes_that_are_no_numbers_of_units_are_refused(hidden: str, tmp_path: Path):
+    with pytest.raises(ConfigError, match=r"task_options\.hidden = .*numbers above 0"):
+        Tabular(config_of(written(tmp_path / "t.csv", frame())), hidden)
 
 
 @pytest.mark.parametrize("content", [None, b"", b"a,b\n1\n", b"PAR1"])

@@ -491,7 +491,19 @@ def test_an_attribute_of_an_object_that_nothing_reads_is_refused():
 
 
 class Optioned(Bare):
-    def __init__(self, config: TrainConfig, rows: str, noise: str = "1") -> None: ...
+    def __init__(
+        self,
+        config: TrainConfig,
+        rows: str,
+        noise: float = 1.0,
+        depth: int = 2,
+        flip: bool = False,
+    ) -> None:
+        self._given = rows, noise, depth, flip
+
+    @property
+    def unit(self) -> str:
+        return f"{self._given}"
 
 
 class WithoutConfig(Bare):
@@ -504,6 +516,9 @@ class WithoutConfig(Bare):
         (Optioned, {"rowz": "5"}, ConfigError, "no option 'rowz'. Did you mean 'rows'"),
         (Optioned, {"noise": "5"}, ConfigError, "needs 'rows': --task-options rows VALUE"),
         (Optioned, {"config": "5"}, ConfigError, "no option 'config'"),
+        (Optioned, {"rows": "5", "noise": "x"}, ConfigError, "noise = 'x': must be a number"),
+        (Optioned, {"rows": "5", "depth": "1.5"}, ConfigError, "depth = '1.5': must be an integer"),
+        (Optioned, {"rows": "5", "flip": "1"}, ConfigError, "flip = '1': must be true or false"),
         (Bare, {"rows": "5"}, ConfigError, "Bare has no option 'rows', or any other"),
         (WithoutConfig, {}, TaskError, "must take the config as its first argument"),
         (Bare(), {"rows": "5"}, ConfigError, "the task is already an instance"),
@@ -515,6 +530,9 @@ def test_task_options_are_taken_or_refused(
     with pytest.raises(error, match=told):
         task_of(TrainConfig(task=kind, task_options=options))
     task_of(TrainConfig(task=Optioned, task_options={"rows": "5"}))
+    given = {"rows": "5", "noise": "0.5", "depth": "3", "flip": "true"}
+    task = load_task(TrainConfig(task=Optioned, task_options=given))
+    assert task.unit == str(("5", 0.5, 3, True))
     assert isinstance(load_task(TrainConfig(task=Bare)), Bare)  # needs no constructor
 
 
