@@ -28,6 +28,7 @@ _OF_COMPILERS = tuple(
     os.sep.join(("torch", *path))
     for path in (("_dynamo", "convert_frame.py"), ("_inductor", "compile_fx.py"))
 )
+_OF_TORCH = threading._DummyThread  # of no thread of Python's
 _MOST_COLLECTIVES = 100
 _STATES = {
     "T": "its process is stopped (SIGSTOP, or a debugger)",
@@ -205,14 +206,21 @@ def is_waiting(doing: str, inside: bool) -> bool:
     return inside or doing in (EXCHANGING, AGREEING)
 
 
-def is_compiling() -> bool:
-    """Whether torch.compile runs in any thread; a backward pass runs in a thread of torch's."""
-    frames = [*sys._current_frames().values()]
-    return any(
-        each.f_code.co_filename.endswith(_OF_COMPILERS)
-        for frame in frames
-        for each, _ in traceback.walk_stack(frame)
-    )
+def is_compiling(thread: int) -> bool:
+    """Whether torch.compile runs in this thread, or in one of torch's, as backward passes may.
+
+    Other threads, such as the loader's, are left alone: they go on while their stacks are read,
+    and CPython may then return anything for a frame.
+    """
+    known = {each.ident for each in threading.enumerate() if not isinstance(each, _OF_TORCH)}
+    frames = [f for ident, f in sys._current_frames().items() if ident not in known - {thread}]
+    with suppress(Exception):
+        return any(
+            each.f_code.co_filename.endswith(_OF_COMPILERS)
+            for frame in frames
+            for each, _ in traceback.walk_stack(frame)
+        )
+    return False
 
 
 def stacks() -> str:

@@ -123,11 +123,14 @@ class Watchdog:
             times = _OUTSIDE
         return max(times * self._least_s, self.limit_s)
 
+    def _is_less_patient(self, before: str, now: str) -> bool:
+        return before != now and self.patience_s(now, False) < self.patience_s(before, False)
+
     def _watch(self) -> None:
         clock = self._clock
         looked_s, moved_s, steps, still_s = time.monotonic(), clock.moved_s, clock.steps, 0.0
-        called_s, asked_s, published = None, 0.0, False
-        doing, patience_s = clock.doing, 0.0
+        called_s, asked_s, doing, activity = None, 0.0, clock.doing, ""
+        published: RankStatus | None = None
         while not self._closed.wait(self._look_s):
             self._arm()
             now_s = time.monotonic()
@@ -135,25 +138,31 @@ class Watchdog:
             # which this thread did not run does not count.
             still_s += min(now_s - looked_s, 5 * self._look_s)
             looked_s = now_s
-            before, (doing, waits, _) = doing, self._activity()
-            before_s, patience_s = patience_s, self.patience_s(doing, waits)
-            if doing != before and patience_s < before_s:  # a slow batch, which has arrived
+            before, doing = doing, clock.doing
+            if self._is_less_patient(before, doing):  # a slow batch, which has arrived
                 still_s = 0.0
             if clock.moved_s != moved_s:
                 stepped = clock.steps > steps
                 if stepped:
                     self._steps.append((clock.moved_s - moved_s) / (clock.steps - steps))
-                moved_s, steps, still_s = clock.moved_s, clock.steps, 0.0
+                moved_s, steps, still_s, activity = clock.moved_s, clock.steps, 0.0, ""
                 called_s = None
-                if published:
+                if published is not None:
                     self._forget()
                     # Until its step is finished, the others wait for this rank, which must not
-                    # look as if it did not respond.
-                    published = not stepped
-                    self._ask(self._own_status(0.0) if published else None)
+                    # look as if it did not respond. (The stack of a thread that runs is not read.)
+                    patience_s = self.patience_s(doing, False)
+                    fresh = replace(published, doing=doing, waits=False, still_s=0.0)
+                    published = None if stepped else replace(fresh, patience_s=patience_s)
+                    self._ask(published)
             elif still_s >= self.limit_s and now_s - asked_s >= self._ask_s:
-                asked_s, called_s, published = now_s, called_s or now_s, True
-                statuses = self._receive(self._ask(self._own_status(still_s)))
+                status = self._own_status(still_s)
+                before, activity = activity, status.doing
+                if before and self._is_less_patient(before, activity):  # a compilation has ended
+                    still_s = 0.0
+                    continue
+                asked_s, called_s, published = now_s, called_s or now_s, status
+                statuses = self._receive(self._ask(status))
                 complete = len(statuses) == len(self._owners)
                 waited = time.monotonic() - called_s >= self._grace_s
                 answering = {
@@ -233,7 +242,7 @@ class Watchdog:
     def _activity(self) -> tuple[str, bool, str]:
         """(what the training does, whether it waits in a collective, its innermost line)."""
         doing, (at, inside) = self._clock.doing, innermost_line(self._training)
-        doing = COMPILING if is_compiling() else doing
+        doing = COMPILING if is_compiling(self._training) else doing
         return doing, is_waiting(doing, inside), at
 
     def _own_status(self, still_s: float) -> RankStatus:

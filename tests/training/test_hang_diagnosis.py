@@ -334,10 +334,10 @@ def test_fault_33_what_compiles_is_told_from_what_runs_compiled():
     seen = []
 
     def backend(graph: torch.fx.GraphModule, _: object) -> Any:
-        seen.append(is_compiling())
+        seen.append(is_compiling(threading.get_ident()))
 
         def run(*inputs: torch.Tensor) -> Any:
-            seen.append(is_compiling())
+            seen.append(is_compiling(threading.get_ident()))
             return graph(*inputs)
 
         return run
@@ -350,7 +350,7 @@ def test_fault_33_what_compiles_is_told_from_what_runs_compiled():
     net.compile(backend=backend)
     net(torch.ones(1, 2))
     assert seen == [True, False]
-    assert not is_compiling()
+    assert not is_compiling(threading.get_ident())
 
 
 def test_who_waits_in_a_collective_has_no_more_patience_than_for_a_step(tmp_path: Path):
