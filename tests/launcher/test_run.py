@@ -1365,9 +1365,12 @@ agent.clean()
     ):
         """Rank 1 fails twice, the second time it is killed; the others would wait for ever."""
         script = """
-import os, signal, sys, time
+import glob, os, signal, sys, time
 attempt, rank = os.environ["TORCHELASTIC_RESTART_COUNT"], os.environ["RANK"]
 print("attempt", attempt, "port", os.environ["MASTER_PORT"], flush=True)
+open(f"printed-{attempt}-{rank}", "w").close()
+while len(glob.glob(f"printed-{attempt}-*")) < 3:
+    time.sleep(0.05)
 if rank == "1" and attempt == "0":
     raise ValueError("no such thing")
 if rank == "1" and attempt == "1":
