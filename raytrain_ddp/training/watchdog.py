@@ -22,7 +22,6 @@ from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from contextlib import suppress
 from dataclasses import asdict, replace
-from pathlib import Path
 from statistics import median
 
 from raytrain_ddp.checkpoint.lease import Owner
@@ -38,6 +37,8 @@ from raytrain_ddp.training.hang_diagnosis import (
     is_hang,
     is_waiting,
     last_collective,
+    open_stack_file,
+    stack_of,
     stacks,
 )
 from raytrain_ddp.training.phase_clock import STARTING, Clock
@@ -96,7 +97,7 @@ class Watchdog:
         self._grace_s = max(2.0, self._least_s / 3)
         self._training = threading.get_ident()
         self._closed = threading.Event()
-        self._silent_stack = _open_stack(rank, owners)
+        self._silent_stack = open_stack_file(rank, owners)
         self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
         self._thread.start()
 
@@ -297,26 +298,7 @@ class Watchdog:
             if self._rank != min(statuses):
                 return
             for rank, owner in enumerate(self._owners):
-                if rank not in statuses and (stack := _stack_of(owner, rank)):
+                if rank not in statuses and (stack := stack_of(owner, rank)):
                     folder.write_atomic(f"rank-{rank}.txt", stack)
             document = {**asdict(hang), "signs": [asdict(status) for status in statuses.values()]}
             folder.write_atomic("hang.json", json.dumps(document, indent=1).encode())
-
-
-def _open_stack(rank: int, owners: Sequence[Owner]) -> int | None:
-    """An in-memory file that another rank of this machine can read; None if nobody could."""
-    others = [owner for owner in owners if owner.is_here()]
-    if len(others) < 2 or not hasattr(os, "memfd_create"):
-        return None
-    return os.memfd_create(f"raytrain-ddp-stacks-{rank}")
-
-
-def _stack_of(owner: Owner, rank: int) -> bytes:
-    """The stacks that a silent rank of this machine has left, if any."""
-    if not owner.is_here():
-        return b""
-    with suppress(OSError):
-        for link in Path(f"/proc/{owner.pid}/fd").iterdir():
-            if f"raytrain-ddp-stacks-{rank} " in os.readlink(link):
-                return link.read_bytes()
-    return b""
