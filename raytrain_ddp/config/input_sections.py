@@ -106,12 +106,8 @@ class DataConfig:
         rule = f"must be below data.image_size = {self.image_size}"
         require(grows_ok, "data.start_size", self.start_size, rule)
         rule = f"set both, or neither, of it and data.start_size = {self.start_size}"
-        require(
-            bool(self.grow_epochs) == bool(self.start_size),
-            "data.grow_epochs",
-            self.grow_epochs,
-            rule,
-        )
+        both_ok = bool(self.grow_epochs) == bool(self.start_size)
+        require(both_ok, "data.grow_epochs", self.grow_epochs, rule)
         at_least(1, "data", self, "prefetch", "prefetch_mib", "memory_mib")
         window_ok = self.shuffle_window == "auto" or self.shuffle_window >= 1
         require(window_ok, "data.shuffle_window", self.shuffle_window, "must be auto, or 1 or more")

@@ -40,8 +40,10 @@ def load_task(config: TrainConfig, reads: set[str] | None = None) -> Task:
     if callable(given):
         is_own = config.task not in BUILT_IN
         seen = watched(config, reads) if is_own and reads is not None else config
-        options = typed_options(given, config.task_options) if has_constructor(given) else {}
-        given = given(seen, **options) if has_constructor(given) else given()
+        if has_constructor(given):
+            given = given(seen, **typed_options(given, config.task_options))
+        else:
+            given = given()
     check_task(given)
     return cast(Task, given)
 
