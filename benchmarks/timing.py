@@ -150,7 +150,7 @@ def added(device: torch.device, steps: int) -> float:
     def plain() -> None:
         (weight * 1).backward()
 
-    readings = [Reading(0.5, 1.0, in_order(dict.fromkeys(PHASES, 0.1)), 1) for _ in range(RANKS)]
+    readings = [Reading(1.0, in_order(dict.fromkeys(PHASES, 0.1)), 1) for _ in range(RANKS)]
 
     def line() -> None:
         clock.window()

@@ -109,9 +109,11 @@ class SlotBuffers:
         self._sum: Sum = PlainSum(length, world)
         if exact_slots:
             self._sum = ExactSum(exact_slots, length, world)
+        self._is_open = False  # between `begin` and `finish`
 
     def begin(self) -> None:
         self._start = [_flat(group) for group in self._groups]
+        self._is_open = True
         self._change: list[Tensor] = []
         self._flags.begin()
         self._own = torch.zeros(self._shares, dtype=torch.float64, device=self._world.device)
@@ -120,6 +122,12 @@ class SlotBuffers:
     def rewind(self) -> None:
         for group, start in zip(self._groups, self._start, strict=True):
             _spread(start, group)
+
+    def roll_back(self) -> None:
+        """Restores the buffers before a step that was not finished."""
+        if self._is_open:
+            self.rewind()
+        self._is_open = False
 
     def add(self, slot: int, weight: float, losses: Tensor) -> None:
         """Records the changes that a slot made to the buffers, and its loss and scalars, shape
@@ -157,6 +165,7 @@ class SlotBuffers:
 
     def finish(self, refused: Tensor) -> None:
         """Sets the buffers after the step; those before it if `refused`, shape (), is true."""
+        self._is_open = False
         for group, start, change in zip(self._groups, self._start, self._change, strict=True):
             applied = torch.where(refused, 0, change)
             if start.is_floating_point():

@@ -66,11 +66,10 @@ class PreparedRun:
         self.stepper.settle()  # so that `nonfinite` includes this step
         trained_s, phases = self.clock.window()
         memory = step_timing.peak_memory_bytes(world.device)
-        loss, *scalars = shares.tolist()
         in_order = step_timing.in_order(phases)
-        mine = step_timing.Reading(loss, trained_s, in_order, memory, tuple(scalars))
+        mine = step_timing.Reading(trained_s, in_order, memory)
         readings = step_timing.gathered(mine, world)
-        sums = [sum(each) for each in zip(*(r.scalars for r in readings), strict=True)]
+        losses, *scalars = zip(*shares.tolist(), strict=True)
         per_epoch = self.plan.steps_per_epoch
         samples = sum(self.plan.samples(s % per_epoch) for s in range(self.logged_step, step))
         samples_per_s = samples / trained_s
@@ -82,14 +81,14 @@ class PreparedRun:
             events.Train(
                 step=step,
                 epoch=(step - 1) // per_epoch,
-                loss=math.fsum(reading.loss_share for reading in readings),
+                loss=math.fsum(losses),
                 lr=rate,
                 samples_per_s=samples_per_s,
                 skipped=self.state.skipped,
                 nonfinite=self.state.nonfinite,
                 seconds=self.clock.elapsed(),
                 timing=timing,
-                scalars=dict(zip(self.stepper.scalar_names, sums, strict=True)),
+                scalars=dict(zip(self.stepper.scalar_names, map(sum, scalars), strict=True)),
             )
         )
         if world.size > 1:  # not logged: the log would grow with the number of workers

@@ -26,6 +26,7 @@ from raytrain_ddp.training.reduction import ddp_options
 from raytrain_ddp.training.replica_check import ReplicaCheck
 from raytrain_ddp.training.session import Session
 from raytrain_ddp.training.several_optimizers import Optimizers, turns_of
+from raytrain_ddp.training.step_decisions import Cadence
 from raytrain_ddp.training.task_optimizer import steps_to_check
 from raytrain_ddp.training.train_state import TrainState
 from raytrain_ddp.training.turn import Turn, frozen_meanwhile
@@ -42,6 +43,10 @@ class Stepper:
     Args:
         turns: by name; each with the context in which only its parameters are trained.
         due: the names of the turns in a step, from 0.
+        logs: whether a step, from 1, is logged: all ranks then get the losses of all.
+
+    Attributes:
+        shares: the result of the last step; see `__call__`.
     """
 
     def __init__(
@@ -50,10 +55,13 @@ class Stepper:
         state: TrainState,
         turns: Mapping[str, tuple[Turn, Alone]],
         due: Callable[[int], Sequence[str]],
+        logs: Callable[[int], bool],
         clock: Clock,
         likeness: ReplicaCheck,
     ) -> None:
-        self.likeness = likeness
+        self.likeness, self._logs = likeness, logs
+        self.shares: Tensor | None = None
+        self._is_changing = False
         self._state, self._turns, self._due, self._clock = state, turns, due, clock
         self._groups = dict.fromkeys(turns, slice(None))  # name -> its parameter groups
         self._is_one = not isinstance(state.optimizer, Optimizers)
@@ -70,15 +78,17 @@ class Stepper:
         Args:
             rates: the learning rate of each parameter group of all optimizers.
 
-        Returns this worker's shares of the means over the step's `samples`, of the loss and of the
-        scalars beside it, shape (1 + scalars,), on the device; the shares of all workers add up.
-        With several optimizers, the loss is the sum of their losses.
+        Returns the workers' shares of the means over the step's `samples`, of the loss and of the
+        scalars beside it, shape (ranks, 1 + scalars), on the device: a row per rank if the step is
+        logged, else this worker's. The shares of all workers add up. With several optimizers, the
+        loss is the sum of their losses.
 
         Raises:
             DivergedError: this step, or on a GPU the previous one, was not finite (see
                 `handle_nonfinite`), or the weights of the ranks differ (see `ReplicaCheck`).
         """
         state = self._state
+        gathers = self._logs(state.step + 1)
         shares: dict[str, Tensor] = {}
         refusals: list[Tensor] = []
         for number, name in enumerate(self._due(state.step)):
@@ -86,15 +96,24 @@ class Stepper:
             if number:
                 self._clock.mark("optimizer")
             with alone():
-                shares[name], this = turn(slots, samples, rates[self._groups[name]], number)
+                own_rates = rates[self._groups[name]]
+                shares[name], this = turn(slots, samples, own_rates, number, gathers)
+            self._is_changing = True
             refusals.append(this)
         self._follow(refusals[0] if self._is_one else torch.stack(refusals).all())
         self._clock.mark("optimizer")
+        self.shares = self._side_by_side(shares)
         state.step += 1
+        self._is_changing = False
         for turn, _ in self._turns.values():
             turn.guard.follow()
         self.likeness.follow()
-        return self._side_by_side(shares)
+        return self.shares
+
+    def roll_back(self) -> bool:
+        """Restores the state after the last complete step; returns whether it could: not after
+        one of several updates, or an error in what follows an update."""
+        return not self._is_changing and all(t.roll_back() for t, _ in self._turns.values())
 
     def settle(self) -> None:
         """Waits until it is known whether the last step was finite; all ranks take part.
@@ -133,12 +152,12 @@ class Stepper:
         if self._is_one:
             (share,) = shares.values()
             return share
-        total = torch.stack([share[:1] for share in shares.values()]).sum(0)
-        rows = [
-            shares.get(name, total.new_full((1 + len(turn.scalar_names),), math.nan))
+        total = torch.stack([share[:, :1] for share in shares.values()]).sum(0)
+        columns = [
+            shares.get(name, total.new_full((len(total), 1 + len(turn.scalar_names)), math.nan))
             for name, (turn, _) in self._turns.items()
         ]
-        return torch.cat([total, *rows])
+        return torch.cat([total, *columns], dim=1)
 
     def _follow(self, refused: Tensor) -> None:
         """What follows an update, unless all turns were refused."""
@@ -193,7 +212,9 @@ def make_stepper(
             of_loss = name if isinstance(state.optimizer, Optimizers) else ""
             turn = Turn(config, task, state, net, world, guard, clock, optimizer, of_loss)
         turns[name] = turn, alone
-    return Stepper(task, state, turns, due, clock, ReplicaCheck(config.scaling, state, session))
+    logs = Cadence(config, steps_per_epoch).logs
+    likeness = ReplicaCheck(config.scaling, state, session)
+    return Stepper(task, state, turns, due, logs, clock, likeness)
 
 
 def _stages(task: Task, state: TrainState) -> dict[str, tuple[Optimizer, Alone]]:

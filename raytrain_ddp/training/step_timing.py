@@ -46,36 +46,25 @@ class Reading(NamedTuple):
     """One rank's measurements since the last reading.
 
     Args:
-        loss_share: of the last step's mean loss.
         seconds: of training since the last reading; see `Clock.window`.
         phases: seconds by phase, in the order of PHASES.
         peak_memory_bytes: of the device, or of this process.
-        scalars: shares of the means of the scalars beside the loss.
     """
 
-    loss_share: float
     seconds: float
     phases: tuple[float, ...]
     peak_memory_bytes: int
-    scalars: tuple[float, ...] = ()
 
 
 def gathered(mine: Reading, world: World) -> list[Reading]:
     """The readings of all ranks, by rank; all ranks take part."""
     if world.size == 1:
         return [mine]
-    flat = [
-        mine.loss_share,
-        mine.seconds,
-        float(mine.peak_memory_bytes),
-        *mine.phases,
-        *mine.scalars,
-    ]
+    flat = [mine.seconds, float(mine.peak_memory_bytes), *mine.phases]
     parts = torch.empty(world.size * len(flat), dtype=torch.float64)
     all_gather(parts, torch.tensor(flat, dtype=torch.float64))
     rows = parts.view(world.size, -1).tolist()
-    n = len(PHASES)
-    return [Reading(a, s, tuple(p[:n]), int(m), tuple(p[n:])) for a, s, m, *p in rows]
+    return [Reading(seconds, tuple(phases), int(memory)) for seconds, memory, *phases in rows]
 
 
 def summary(

@@ -29,6 +29,7 @@ from raytrain_ddp.training.reduction import (
 from raytrain_ddp.training.seeding import seed_slot
 from raytrain_ddp.training.step_timing import counting_flops
 from raytrain_ddp.training.task_optimizer import skips_on_device
+from raytrain_ddp.training.torch_compat import all_gather
 from raytrain_ddp.training.train_state import TrainState, evaluating
 from raytrain_ddp.training.world import World
 
@@ -78,18 +79,29 @@ class Turn:
         on_host = followed or not skips_on_device(optimizer)
         self._apply = self._apply_on_host if on_host else self._apply_on_device
         self._fewest = 1  # minimum samples of a slot in training mode
+        self._is_updating = False
 
     def __call__(
-        self, slots: list[Slot], samples: int, rates: Sequence[float], number: int = 0
+        self,
+        slots: list[Slot],
+        samples: int,
+        rates: Sequence[float],
+        number: int = 0,
+        gathers: bool = False,
     ) -> tuple[Tensor, Tensor]:
         """Takes the turn; all ranks take part. One that is not finite changes nothing.
+
+        The last collective is its commit point: before it, a rank that loses a peer has changed
+        nothing that `roll_back` does not restore; after it, the update needs no other rank.
 
         Args:
             rates: the learning rate of each parameter group.
             number: of the turn in its step, from 0; random numbers depend on it.
+            gathers: all ranks get the shares of all.
 
-        Returns this worker's shares of the means over the step's `samples`, of the loss and of the
-        scalars beside it, shape (1 + scalars,), on the device; the shares of all workers add up.
+        Returns the workers' shares of the means over the step's `samples`, of the loss and of the
+        scalars beside it, on the device, shape (ranks, 1 + scalars): a row per rank if `gathers`,
+        else this worker's. The shares of all workers add up.
         And whether the turn was refused, shape ().
         """
         state, device = self._state, self._world.device
@@ -120,9 +132,22 @@ class Turn:
             self._buffers.add(slot.index, weight, losses)
         failpoint("train.after_backward", *place)
         self._reduction.finish()
-        loss_share, agreed = self._buffers.agree()
+        share, agreed = self._buffers.agree()
+        shares = share.unsqueeze(0)
+        if gathers and self._world.size > 1:
+            shares = share.new_empty(self._world.size, len(share))
+            all_gather(shares, share)
         self._clock.mark("communication" if self._world.size > 1 else "compute")
-        return loss_share, self._update(rates[0], agreed, first)
+        self._is_updating = True
+        refused = self._update(rates[0], agreed, first)
+        self._is_updating = False
+        return shares, refused
+
+    def roll_back(self) -> bool:
+        """Restores what a turn that did not end has changed; returns False if it was updating."""
+        if not self._is_updating:
+            self._buffers.roll_back()
+        return not self._is_updating
 
     def _update(self, lr: float, agreed: Tensor, first: int) -> Tensor:
         """Applies the gradients unless something is not finite, without waiting for the device."""

@@ -32,7 +32,7 @@ CPU = torch.device("cpu")
 
 
 def reading(**phases: float) -> Reading:
-    return Reading(0.5, 10.0, in_order(phases), 1000)
+    return Reading(10.0, in_order(phases), 1000)
 
 
 def test_each_moment_belongs_to_the_phase_that_the_next_mark_names():
