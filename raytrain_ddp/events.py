@@ -166,6 +166,7 @@ class Plan:
         slots: micro-batches per step. device: name of rank 0's device.
         unit: of samples, for people.
         resumed_from: name of a checkpoint.
+        replaced: the ranks that are new, if the others kept their state; else None.
         hosts: of all ranks. versions: of packages on rank 0.
     """
 
@@ -186,6 +187,7 @@ class Plan:
     unit: str = "samples"
     data: DataSummary | None = field(default=None, metadata={"type": DataSummary})
     resumed_from: str | None = None
+    replaced: Sequence[int] | None = field(default=None, metadata=OPTIONAL)
     hosts: Sequence[str] = ()
     versions: Mapping[str, Any] = field(default_factory=dict)
     schema: int = SCHEMA

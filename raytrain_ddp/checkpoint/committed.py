@@ -46,6 +46,9 @@ class Checkpoint:
     def __str__(self) -> str:
         return str(self.storage)
 
+    def has(self, filename: str) -> bool:
+        return filename in self.manifest.files
+
     def read(self, filename: str) -> bytes:
         """The content of a file, exactly as it was committed.
 

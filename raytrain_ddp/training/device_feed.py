@@ -107,6 +107,7 @@ class AgreedCount:
             self._clock.mark("communication")
         samples, planned = totals.tolist()
         step = slots[0].step
+        self._state.skipped_before, self._state.counted_step = self._state.skipped, step + 1
         if step % self._steps_per_epoch == 0:
             self._state.skipped = 0
         self._state.skipped += planned - samples

@@ -71,6 +71,12 @@ def require_evaluation(config: TrainConfig, eval_data: Data | None) -> None:
         require(value == value_of(TrainConfig(), name), name, value, rule)
 
 
+def last_metrics(log: Sequence[LogRecord], step: int) -> dict[str, float]:
+    """Those of the evaluation after `step`; none if it was not evaluated."""
+    found = [r.metrics for r in log if isinstance(r, Eval) and r.step == step]
+    return dict(found[-1]) if found else {}
+
+
 def seconds_trained(log: Iterable[LogRecord]) -> float:
     """The training time of all starts up to the last line of a log."""
     before = last = 0.0

@@ -23,6 +23,8 @@ _GAIN = 2  # send a matrix as factors if they are at least this many times small
 class Compression:
     """The state that a compression keeps between steps: none, except for PowerSGD."""
 
+    is_own = False  # whether each rank keeps another state
+
     def finish(self, refused: Tensor) -> None:
         """Ends a step; if `refused`, shape (), restores the state before it."""
 
@@ -111,6 +113,8 @@ class PowerSgd(Compression):
         scaler: gradients have its scale when they are sent; residuals never do.
         clock: the exchange is accounted as communication in the backward pass.
     """
+
+    is_own = True
 
     def __init__(
         self,

@@ -32,7 +32,8 @@ from raytrain_ddp.tasks.task_check import eval_data_of, model_of, train_data_of
 from raytrain_ddp.training.buffer_sync import own_memory
 from raytrain_ddp.training.data_identity import DataIdentity
 from raytrain_ddp.training.device_feed import AgreedCount, Audit, Feed, on_device
-from raytrain_ddp.training.early_stop import ends_of, require_evaluation
+from raytrain_ddp.training.early_stop import ends_of, last_metrics, require_evaluation
+from raytrain_ddp.training.live_state import LiveCheckpoint
 from raytrain_ddp.training.nonfinite_repro import handle_nonfinite
 from raytrain_ddp.training.phase_clock import Clock
 from raytrain_ddp.training.prepared_run import PreparedRun
@@ -100,6 +101,7 @@ def prepare(
     checkpoint = session.latest()
     if checkpoint is not None:
         identity.require_same(checkpoint, data)
+    live = checkpoint if isinstance(checkpoint, LiveCheckpoint) else None
     log = [] if checkpoint is None else state.load(checkpoint)
     session.restore_log(log)
     cadence, patience, trained_s = ends_of(config, task, plan, state.step, log)
@@ -121,13 +123,14 @@ def prepare(
             eval_samples=eval_data.rows if eval_data else 0,
             unit=task.unit,
             data=splits.summary() if splits else None,
-            resumed_from=str(checkpoint.name) if checkpoint else None,
+            resumed_from=str(checkpoint.name) if checkpoint and live is None else None,
+            replaced=live.newcomers if live else None,
             hosts=session.hosts,
             versions=software_versions(),
         )
     )
     clock.start()
-    return PreparedRun(
+    run = PreparedRun(
         config=config,
         task=task,
         session=session,
@@ -145,8 +148,12 @@ def prepare(
         clock=clock,
         stragglers=Stragglers(plan.slots, world.size),
         flops=flops,
+        metrics=last_metrics(log, state.step),
+        live=live,
         peak_flops_per_s=peak_flops_per_s(device_name(world.device), config.compute.precision),
     )
+    session.begin(run.take_live)
+    return run
 
 
 def _tell_notes(

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import math
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from typing import Any
 
+import torch
 from torch import Tensor
 
 from raytrain_ddp import events, messages
@@ -22,10 +26,11 @@ from raytrain_ddp.training.data_identity import DataIdentity
 from raytrain_ddp.training.device_feed import Feed, require_few_bad
 from raytrain_ddp.training.early_stop import Patience
 from raytrain_ddp.training.evaluation import chunks_of, evaluate
+from raytrain_ddp.training.live_state import OWED_FILE, LiveCheckpoint
 from raytrain_ddp.training.metric_states import require_monitor, scalars, tables
 from raytrain_ddp.training.nonfinite_repro import REMEDY
 from raytrain_ddp.training.phase_clock import Clock
-from raytrain_ddp.training.session import Session
+from raytrain_ddp.training.session import Session, Snapshot
 from raytrain_ddp.training.step import Stepper
 from raytrain_ddp.training.step_decisions import Abandoned, Cadence, EvaluationWatch
 from raytrain_ddp.training.stragglers import Stragglers
@@ -56,6 +61,8 @@ class PreparedRun:
     flops: float  # of a sample, forward and backward
     peak_flops_per_s: float | None
     metrics: dict[str, float] = field(default_factory=dict)  # of the evaluation after this step
+    live: LiveCheckpoint | None = None  # that this start went on from
+    owed_s: float = 0.0  # training time since the last log record, before this start
 
     def log(self, shares: Tensor, rate: float) -> None:
         """Logs the step's loss, scalars, and speed since the last record; all ranks take part.
@@ -65,6 +72,7 @@ class PreparedRun:
         step, world = self.state.step, self.session.world
         self.stepper.settle()  # so that `nonfinite` includes this step
         trained_s, phases = self.clock.window()
+        trained_s, self.owed_s = trained_s + self.owed_s, 0.0
         memory = step_timing.peak_memory_bytes(world.device)
         in_order = step_timing.in_order(phases)
         mine = step_timing.Reading(trained_s, in_order, memory)
@@ -168,15 +176,26 @@ class PreparedRun:
         return self.trained_s + self.clock.elapsed() >= self.config.max_time_s
 
     def make_up(self) -> int:
-        """Repeats the evaluation of a resumed model that was interrupted; all ranks take part.
-        Returns the number of the signal that interrupted it again, else 0."""
-        if not (self.cadence.evaluates(self.state.step) and self.owes_evaluation()):
-            return 0
-        best, stop = self.evaluate()
-        last = self.cadence.is_over(self.state.step)  # a rerun may have fewer epochs
-        if best or (last and not stop):
+        """Does what was due after the last step and was interrupted; all ranks take part.
+        Returns the number of the signal that interrupts the evaluation, else 0."""
+        step, live, stop = self.state.step, self.live, 0
+        if live is not None and (owed := json.loads(live.read(OWED_FILE))):
+            self.logged_step, self.owed_s = owed["logged_step"], owed["seconds"]
+            self.log(torch.tensor(owed["shares"], dtype=torch.float64), self.rates(step - 1)[0])
+        last = self.cadence.is_over(step)  # a rerun may have fewer epochs
+        # The last commit may have ended with rank 0.
+        save = live is not None and live.stored_step < step and self.is_to_be_saved(last)
+        if self.cadence.evaluates(step) and self.owes_evaluation():
+            best, stop = self.evaluate()
+            save |= best or (last and not stop)
+        if save:
             self.save(last)
         return stop
+
+    def is_to_be_saved(self, last: bool) -> bool:
+        state = self.state
+        best = state.evaluated_step == state.step == state.best_step
+        return state.step > 0 and (last or best or self.cadence.saves(state.step))
 
     def save(self, last: bool) -> None:
         """Commits a snapshot in the background; all ranks take part.
@@ -202,24 +221,44 @@ class PreparedRun:
             waited = time.monotonic() - free
             gathered = self.state.compression.gather()
             if world.is_main:
-                manifest = Manifest(
-                    step=step,
-                    epoch=step // self.plan.steps_per_epoch,
-                    attempt=0,  # set by the recorder
-                    world_size=world.size,
-                    config=to_dict(publishable(self.config)),
-                    data_fingerprint=self.identity.train,
-                    metrics=metrics,
-                    finished=self.cadence.is_over(step) and not self.owes_evaluation(),
-                )
-                taken = self.state.snapshot(manifest, self.session.records(), gathered)
-                progress = {**taken.documents["state.json"], **self.identity.document()}
-                documents = {**taken.documents, "state.json": progress}
-                snapshot = replace(taken, documents=documents, last=last)
+                snapshot = replace(self._snapshot(metrics, gathered), last=last)
                 failpoint("checkpoint.snapshot", world.rank, step)
             self.session.report({**metrics, "step": step}, snapshot)
         self.session.saved(time.monotonic() - began - waited)
         self.session.tell(messages.Pause(time.monotonic() - asked))
+
+    def _snapshot(self, metrics: Mapping[str, float], gathered: Mapping[str, Tensor]) -> Snapshot:
+        step = self.state.step
+        manifest = Manifest(
+            step=step,
+            epoch=step // self.plan.steps_per_epoch,
+            attempt=0,  # set by the recorder
+            world_size=self.session.world.size,
+            config=to_dict(publishable(self.config)),
+            data_fingerprint=self.identity.train,
+            metrics=metrics,
+            finished=self.cadence.is_over(step) and not self.owes_evaluation(),
+        )
+        taken = self.state.snapshot(manifest, self.session.records(), gathered)
+        progress = {**taken.documents["state.json"], **self.identity.document()}
+        return replace(taken, documents={**taken.documents, "state.json": progress})
+
+    def take_live(self) -> Snapshot | None:
+        """The state after the last complete step, of a rank that has lost a peer. None if others
+        could not go on from it: see `Stepper.roll_back`, or if ranks keep different states."""
+        state, step = self.state, self.state.step
+        if state.compression.is_own or not self.stepper.roll_back():
+            return None
+        if state.counted_step > step:
+            state.skipped = state.skipped_before
+        owed: dict[str, Any] = {}
+        if self.logged_step < step and self.cadence.logs(step) and self.stepper.shares is not None:
+            trained_s, _ = self.clock.window()
+            shares = self.stepper.shares.tolist()
+            owed = {"shares": shares, "logged_step": self.logged_step, "seconds": trained_s}
+        taken = self._snapshot({}, {})
+        log = [record for record in taken.log if record.step <= step]
+        return replace(taken, log=log, documents={**taken.documents, OWED_FILE: owed})
 
     def outcome(self, signal: int) -> messages.Outcome:
         state, seconds = self.state, dict(self.clock.seconds)

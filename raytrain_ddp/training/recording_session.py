@@ -19,9 +19,11 @@ from raytrain_ddp.events import LogRecord, Note, Plan
 from raytrain_ddp.messages import Event
 from raytrain_ddp.training.async_checkpoint import with_backoff
 from raytrain_ddp.training.hang_diagnosis import Hang
+from raytrain_ddp.training.live_state import LiveState, most_advanced
 from raytrain_ddp.training.phase_clock import STARTING, Clock
 from raytrain_ddp.training.recorder import Best, Recorder
 from raytrain_ddp.training.rendezvous import Exchange, exchange_owners
+from raytrain_ddp.training.session import Snapshot
 from raytrain_ddp.training.watchdog import WRITING, Watchdog
 from raytrain_ddp.training.world import World, broadcast
 
@@ -51,13 +53,19 @@ class RecordingSession:
 
     Args:
         show: receives each event on rank 0, also from the committing and watching threads.
+        live: the state that this process has, if it survived others.
 
     Attributes:
         hosts: of all ranks; empty before `watch`.
     """
 
     def __init__(
-        self, config: TrainConfig, world: World, best: Best, show: Callable[[Event], None]
+        self,
+        config: TrainConfig,
+        world: World,
+        best: Best,
+        show: Callable[[Event], None],
+        live: LiveState | None = None,
     ) -> None:
         self.world = world
         self._show = show
@@ -66,7 +74,16 @@ class RecordingSession:
         self._watchdog: Watchdog | None = None
         self._clock: Clock | None = None
         self.hosts: list[str] = []
+        self._take_live: Callable[[], Snapshot | None] | None = None
+        self._live = live
+        self._records: list[LogRecord] = []  # those of rank 0 are the recorder's
         self.recorder = Recorder(config, world, best, show) if world.is_main else None
+
+    def __enter__(self) -> RecordingSession:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
 
     def watch(self, clock: Clock) -> None:
         self._clock = clock
@@ -117,17 +134,30 @@ class RecordingSession:
             raise found
         if isinstance(found, OSError):
             raise _failing(self._storage, found) from found
-        if found is None:
-            return None
-        name, manifest = found
-        place = self._storage.join(str(name))
-        return PatientCheckpoint(name, manifest, place, self._trying_again)
+        stored = None
+        if found is not None:
+            name, manifest = found
+            place = self._storage.join(str(name))
+            stored = PatientCheckpoint(name, manifest, place, self._trying_again)
+        return most_advanced(self._live, stored, self._storage, self.world) or stored
+
+    def begin(self, take_live: Callable[[], Snapshot | None]) -> None:
+        self._live, self._take_live = None, take_live
+
+    def live_state(self) -> LiveState | None:
+        """The state that this process has; None if others could not go on from it."""
+        if self._take_live is None:
+            return self._live
+        taken = self._take_live()
+        return None if taken is None else LiveState.of(taken)
 
     def restore_log(self, records: Sequence[LogRecord]) -> None:
+        self._records = [*records]
         if self.recorder is not None:
             self.recorder.log.restore(records)
 
     def log(self, record: LogRecord) -> None:
+        self._records.append(record)
         if self.recorder is not None:
             with self._doing(WRITING):
                 self.recorder.log.add(record)
@@ -153,7 +183,7 @@ class RecordingSession:
             self._clock.doing = before
 
     def records(self) -> Sequence[LogRecord]:
-        return self.recorder.log.records if self.recorder is not None else ()
+        return self._records
 
     def keep(self, name: str, document: Mapping[str, Any]) -> None:
         if self.recorder is not None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
@@ -68,17 +68,21 @@ class Session(Protocol):
     def latest(self) -> Checkpoint | None:
         """The newest good checkpoint. All ranks take part and get the same."""
 
+    def begin(self, take_live: Callable[[], Snapshot | None]) -> None:
+        """The training begins: from now on, a rank that loses a peer takes the state after the
+        last complete step with `take_live`. None: nobody could go on from it."""
+
     def restore_log(self, records: Sequence[LogRecord]) -> None:
-        """Restores the log of a checkpoint. Only rank 0 acts."""
+        """Restores the log of a checkpoint."""
 
     def log(self, record: LogRecord) -> None:
-        """Adds a record to the run's log and shows it; cheap. Only rank 0 acts."""
+        """Adds a record to the run's log, the same on all ranks; rank 0 shows it. Cheap."""
 
     def tell(self, event: Event) -> None:
         """Shows an event that is not part of the log. Only rank 0 acts."""
 
     def records(self) -> Sequence[LogRecord]:
-        """The log so far; empty on other ranks than 0."""
+        """The log so far."""
 
     def time_to_save(self) -> bool:
         """Whether a checkpoint is due by time, and none is being committed. Only rank 0 knows.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from datetime import timedelta
 from typing import Any
 
 import torch.distributed as dist
@@ -24,3 +25,9 @@ def all_gather(parts: Tensor, own: Tensor, async_op: bool = False) -> Any:
         A `dist.Work` if `async_op`, else None.
     """
     return _all_gather(parts.view(-1), own.view(-1), async_op=async_op)
+
+
+def set_timeout(limit: timedelta) -> None:
+    """Sets the time limit of the collectives to come in the default process group."""
+    group = dist.distributed_c10d
+    (getattr(group, "set_timeout", None) or group._set_pg_timeout)(limit)

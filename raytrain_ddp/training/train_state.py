@@ -50,6 +50,8 @@ class TrainState:
     best_loss: float = math.inf  # of that evaluation, as logged; inf if it has none
     evaluated_step: int = 0  # step of the last evaluation; 0: none
     skipped: int = 0  # bad records so far in this epoch
+    skipped_before: int = 0  # `counted_step`
+    counted_step: int = 0  # the last one whose bad records are counted
     nonfinite: int = 0  # non-finite steps so far, whose updates were skipped
     _host: HostSnapshot = field(default_factory=HostSnapshot, repr=False)
 
@@ -95,7 +97,7 @@ class TrainState:
         load_model(self.model, checkpoint)
         if self.average is not None:
             self.average.restart()
-        if f"{_TRAINED}.safetensors" in checkpoint.manifest.files:  # the other is the average
+        if checkpoint.has(f"{_TRAINED}.safetensors"):  # the other is the average
             self.model.load_state_dict(decode_tensors(checkpoint.read(f"{_TRAINED}.safetensors")))
         progress = json.loads(checkpoint.read("state.json"))
         tensors = decode_tensors(checkpoint.read("optimizer.safetensors"))
@@ -107,7 +109,7 @@ class TrainState:
         load_optimizer(self.optimizer, saved)
         if progress["scaler"]:
             self.scaler.load_state_dict(progress["scaler"])
-        if f"{_COMPRESSION}.safetensors" in checkpoint.manifest.files:
+        if checkpoint.has(f"{_COMPRESSION}.safetensors"):
             tensors = decode_tensors(checkpoint.read(f"{_COMPRESSION}.safetensors"))
             self.compression.load(tensors)
         self.step = progress["step"]

@@ -1,0 +1,174 @@
+"""A rank is killed, a new process takes its place, and the others keep their state: the same bits
+as undisturbed, no step twice."""
+
+from __future__ import annotations
+
+import json
+import multiprocessing as mp
+import os
+import threading
+import time
+from collections.abc import Iterator, Mapping
+from multiprocessing.managers import BaseManager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tiny import TOTAL_STEPS, TinyTask, bits, newest, plain, tiny_config
+
+from raytrain_ddp import failpoints
+from raytrain_ddp.config.recipe import from_dict
+from raytrain_ddp.config.train_config import TrainConfig
+from raytrain_ddp.training.generations import Roster
+
+W = 3
+_LIMIT_S = 40.0
+
+
+class _Office(BaseManager):
+    """Serves a roster to other processes, as an actor does under Ray."""
+
+
+_Office.register("roster")
+
+
+def _work(rank: int, port: int, config: Mapping[str, Any], folder: str, points: str) -> None:
+    """One process of a rank; also the first code that a forked process runs."""
+    import torch
+
+    from raytrain_ddp.messages import Outcome
+    from raytrain_ddp.ray_backend.failure_causes import cause_of
+    from raytrain_ddp.training.generations import Place, through_generations
+    from raytrain_ddp.training.live_state import LiveState
+    from raytrain_ddp.training.local_session import LocalSession
+    from raytrain_ddp.training.loop import train
+    from raytrain_ddp.training.recorder import Best
+    from raytrain_ddp.training.world import World
+
+    torch.set_num_threads(1)
+    import faulthandler
+
+    faulthandler.dump_traceback_later(20)
+    failpoints.arm(points, folder)
+    office = _Office(("127.0.0.1", port), b"test")
+    office.connect()
+    roster = office.roster()  # type: ignore[attr-defined]
+    made = from_dict(config)
+    events: list[Any] = []
+    outcomes: list[Outcome] = []
+
+    def start(live: LiveState | None) -> LocalSession:
+        world = World(rank, W, rank, torch.device("cpu"), 1)
+        return LocalSession(made, world, Best("loss", "min"), events.append)
+
+    def started(live: LiveState | None) -> LocalSession:
+        session = start(live)
+        session._live = live
+        return session
+
+    def run(session: LocalSession) -> None:
+        outcomes.append(train(made, TinyTask(made), session))
+
+    place = Place(rank, W, "127.0.0.1", "here", lambda member: roster.meet(member)[0])
+    through_generations(place, started, run, lambda error: cause_of(error) == "peer")
+    plans = [e for e in events if type(e).__name__ == "Plan"]
+    note = {
+        "steps": [plan.start_step for plan in plans],
+        "replaced": [plan.replaced for plan in plans],
+        "step": outcomes[-1].step if outcomes else None,
+    }
+    (Path(folder) / f"note-{rank}-{os.getpid()}.json").write_text(json.dumps(note))
+
+
+@pytest.fixture(scope="module")
+def forks() -> Iterator[Any]:
+    """Processes that have loaded torch."""
+    context = mp.get_context("forkserver")
+    context.set_forkserver_preload(["torch._dynamo", "torch.distributed.nn", "tiny", "test_generations"])
+    yield context
+
+
+class Run:
+    """Three ranks; a process that is killed is replaced."""
+
+    def __init__(self, forks: Any, config: TrainConfig, folder: Path, points: str) -> None:
+        folder.mkdir(exist_ok=True)
+        self._arguments = plain(config), str(folder), points
+        self._forks, self.folder = forks, folder
+        roster = Roster()
+        office = BaseManager(("127.0.0.1", 0), b"test")
+        office.register("roster", callable=lambda: roster)
+        server = office.get_server()
+        self._port = server.address[1]
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        self.deaths = 0
+        self._ranks = {rank: self._begin(rank) for rank in range(W)}
+
+    def _begin(self, rank: int) -> Any:
+        process = self._forks.Process(target=_work, args=(rank, self._port, *self._arguments))
+        process.start()
+        return process
+
+    def wait(self) -> list[dict[str, Any]]:
+        """Until all ranks have ended; what the processes that ended normally note."""
+        until = time.monotonic() + _LIMIT_S
+        while any(process.exitcode != 0 for process in self._ranks.values()):
+            assert time.monotonic() < until, "not done in time"
+            for rank, process in self._ranks.items():
+                if process.exitcode not in (0, None):
+                    assert process.exitcode == -9, f"rank {rank} failed: {process.exitcode}"
+                    self.deaths += 1
+                    self._ranks[rank] = self._begin(rank)
+            time.sleep(0.02)
+        return [json.loads(path.read_text()) for path in self.folder.glob("note-*.json")]
+
+
+def log_of(config: TrainConfig) -> list[dict[str, Any]]:
+    """The log without times."""
+    timed = {"seconds", "timing", "samples_per_s"}
+    records = json.loads(newest(config).read("log.json"))
+    return [{k: v for k, v in record.items() if k not in timed} for record in records]
+
+
+@pytest.fixture(scope="module")
+def undisturbed(forks: Any, tmp_path_factory: pytest.TempPathFactory) -> TrainConfig:
+    folder = tmp_path_factory.mktemp("undisturbed")
+    config = tiny_config(folder, "run")
+    run = Run(forks, config, folder / "fired", "")
+    notes = run.wait()
+    assert [note["step"] for note in notes] == [TOTAL_STEPS] * W
+    return config
+
+
+@pytest.mark.parametrize(
+    "points",
+    [
+        "train.before_step:kill@rank=1,step=7",
+        "train.loss:kill@rank=2,step=7",
+        "train.after_backward:kill@rank=1,step=10",
+        "train.after_step:kill@rank=1,step=10",
+        "train.after_step:kill@rank=0,step=10",
+        "train.before_step:kill@rank=0,step=11",
+        "evaluate:kill@rank=2,step=20",
+        "evaluate:kill@rank=0,step=20",
+        "checkpoint.snapshot:kill@rank=0,step=10",
+        "checkpoint.payload:kill@rank=0,step=20",
+        "checkpoint.committed:kill@rank=0,step=30",
+        "train.after_step:kill@rank=1,step=30",
+        "train.before_step:kill@rank=1,step=7;train.before_step:kill@rank=2,step=7",
+        "train.before_step:kill@rank=1,step=7;start.opened:kill@rank=1,after=1",
+        "train.before_step:kill@rank=1,step=7;start.loaded:kill@rank=1,after=1",
+        "train.before_step:kill@rank=1,step=7;start.warmed_up:kill@rank=0,after=1",
+    ],
+)
+def test_a_killed_rank_is_replaced_and_the_others_repeat_nothing(
+    forks: Any, undisturbed: TrainConfig, tmp_path: Path, points: str
+) -> None:
+    config = tiny_config(tmp_path, "run")
+    run = Run(forks, config, tmp_path / "fired", points)
+    notes = run.wait()
+    assert run.deaths == len(points.split(";"))
+    assert all(note["step"] == TOTAL_STEPS for note in notes)
+    assert bits(config) == bits(undisturbed)
+    assert log_of(config) == log_of(undisturbed)
+    print(notes)
