@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 
 from raytrain_ddp.events import DataSummary, Plan
 
@@ -35,6 +36,14 @@ def format_metric(name: str, value: float) -> str:
 
 def plural(count: int, what: str) -> str:
     return f"{count} {what}" if count == 1 else f"{count} {what}s"
+
+
+def format_ranks(ranks: Sequence[int]) -> str:
+    """``rank 1``, ``ranks 1 and 2``, ``no rank``."""
+    if not ranks:
+        return "no rank"
+    *first, last = map(str, ranks)
+    return f"ranks {', '.join(first)} and {last}" if first else f"rank {last}"
 
 
 def format_plan(plan: Plan) -> tuple[str, str]:

@@ -27,6 +27,7 @@ from raytrain_ddp.display.formatting import (
     format_metric,
     format_number,
     format_plan,
+    format_ranks,
     format_seconds,
     format_share,
     plural,
@@ -198,6 +199,11 @@ class Display:
                 self._print(Text(line))
             for title, text in format_data(plan.data, plan.unit):
                 self._print(Text(f"{title}: {text}", style="yellow" if title == "note" else ""))
+            return
+        if plan.replaced is not None:
+            new = format_ranks(plan.replaced)
+            text = f"{new} replaced; going on at step {start} of {total}"
+            self._print(Text(text, style="yellow"))
             return
         text = f"restarted with {plural(plan.world_size, 'worker')} (before: "
         text += f"{before.plan.world_size}) at step {start} of {total}"

@@ -34,14 +34,15 @@ class FailurePolicy:
     Args:
         most: scaling.max_failures.
         committed: the step of the newest checkpoint, 0 without one.
+        replaced: the number of workers, if a dead one is replaced while others are left; else 0.
     """
 
-    def __init__(self, most: int, committed: int = 0) -> None:
-        self._most = most
+    def __init__(self, most: int, committed: int = 0, replaced: int = 0) -> None:
+        self._most, self._replaced = most, replaced
         self._in_a_row = 0
         self._before: tuple[int | None, str] | None = None  # (step, what) of the previous failure
         self._for_memory = 0
-        self._committed = committed
+        self._committed = self._reached = committed
         self._start: _Start = _Start("")
 
     def take(self, event: Event) -> Failed | Preempted | None:
@@ -61,11 +62,13 @@ class FailurePolicy:
                     start = self._start = _Start(event.start)
                 start.nodes[event.rank] = event.node
             case Checkpoint():
+                self._committed = event.step
                 self._note_progress(event.step)
             case Plan():
-                # Lower if a newer checkpoint is damaged.
-                self._committed = min(self._committed, event.start_step)
-                self._note_progress(event.start_step)  # its event may have died with rank 0
+                if event.replaced is None:
+                    self._committed = event.start_step  # its event may have died with rank 0
+                    self._reached = min(self._reached, event.start_step)  # a newer one is damaged
+                self._note_progress(event.start_step)
                 start.step = event.start_step + 1
             case InProgress():
                 start.step = event.step
@@ -103,8 +106,8 @@ class FailurePolicy:
         return Failed(None, None, f"{last}; {self._resume_text()}")
 
     def _note_progress(self, step: int) -> None:
-        if step > self._committed:
-            self._committed, self._in_a_row, self._before, self._for_memory = step, 0, None, 0
+        if step > self._reached:
+            self._reached, self._in_a_row, self._before, self._for_memory = step, 0, None, 0
 
     def _handle_death(self, event: Died) -> Failed | Preempted:
         if event.preempted:
@@ -137,7 +140,8 @@ class FailurePolicy:
                 cause,
             )
         self._before = (step, what) if step else None
-        return Failed(rank, step, f"{said} {where}; {self._resume_text()}", node, what)
+        stay = len(event.texts) < self._replaced
+        return Failed(rank, step, f"{said} {where}; {self._resume_text(stay)}", node, what)
 
     def _handle_hang(self, hang: WorkerFailed) -> Failed:
         step, what, text = hang.step, hang.error, hang.message.rstrip(".")
@@ -154,9 +158,10 @@ class FailurePolicy:
         self._before = (step, what)
         return Failed(None, step, f"{text}; {self._resume_text()}", hung=True)
 
-    def _resume_text(self) -> str:
+    def _resume_text(self, others_stay: bool = False) -> str:
         place = f"step {self._committed}" if self._committed else "the start"
-        return f"going on from {place} (failure {self._in_a_row} of at most {self._most} in a row)"
+        then = "it is replaced, the others stay" if others_stay else f"going on from {place}"
+        return f"{then} (failure {self._in_a_row} of at most {self._most} in a row)"
 
 
 class _Start:

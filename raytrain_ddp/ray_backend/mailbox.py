@@ -15,6 +15,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from raytrain_ddp.messages import Event, Joined
+from raytrain_ddp.training.generations import OVER, Generation, Member, Roster
 
 
 class Answer(NamedTuple):
@@ -42,6 +43,7 @@ class Mailbox:
         self._over = False
         self._statuses: dict[int, Any] = {}  # of workers that make no progress
         self._hanging_start = ""  # their start
+        self._roster = Roster()
 
     def push(self, events: Sequence[Event], sender: str = "", first: int = 0) -> Answer:
         """Adds events; those of a named `sender` are numbered from `first`."""
@@ -63,6 +65,15 @@ class Mailbox:
         """A worker of `start` begins; returns whether it may."""
         self.push([Joined(start, rank, node)])
         return not self._over
+
+    def meet(self, member: Member) -> Generation | None:
+        """See `Roster.meet`; all members of a complete generation have joined a start."""
+        if self._over:
+            return Generation(OVER, "")
+        found, members = self._roster.meet(member)
+        if found is not None:
+            self.push([Joined(found.name, each.rank, each.node) for each in members])
+        return found
 
     def exchange_status(self, start: str, rank: int, status: Any) -> dict[int, Any]:
         """Publishes the status of a rank of `start`, or removes it if None; returns the status of

@@ -30,6 +30,7 @@ from raytrain_ddp.ray_backend.mailbox import Answer, Outbox
 from raytrain_ddp.ray_backend.preemption import STOP, Notice
 from raytrain_ddp.ray_backend.worker_log import WorkerLog
 from raytrain_ddp.training.hang_diagnosis import Hang, RankStatus
+from raytrain_ddp.training.live_state import LiveState
 from raytrain_ddp.training.recorder import Best
 from raytrain_ddp.training.recording_session import RecordingSession
 from raytrain_ddp.training.rendezvous import Exchange
@@ -51,6 +52,7 @@ class RaySession(RecordingSession):
         mailbox: handle of the Mailbox actor.
         look_every_s: how often to check for preemption notices; 0: never.
         start: an id shared by the workers of this start only.
+        live: see RecordingSession.
 
     Attributes:
         step: the current one; None before the first.
@@ -63,6 +65,7 @@ class RaySession(RecordingSession):
         best: Best,
         look_every_s: float = 0.0,
         start: str = "",
+        live: LiveState | None = None,
     ) -> None:
         context = ray.train.get_context()
         world = World(
@@ -82,7 +85,7 @@ class RaySession(RecordingSession):
         self._notice = Notice(look_every_s, self._events.append)
         self._training = threading.current_thread()
         self._words = WorkerLog(world)
-        super().__init__(config, world, best, self._say)
+        super().__init__(config, world, best, self._say, live)
         self.step: int | None = None
         self._mailbox, self._start = mailbox, start
         self._pushed_at = 0.0

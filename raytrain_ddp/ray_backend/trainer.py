@@ -22,18 +22,25 @@ _LOOK_EVERY_S = 3.0
 
 
 def make_trainer(
-    config: TrainConfig, run: Storage, layout: Layout, mailbox: Any, task: bytes | None = None
+    config: TrainConfig,
+    run: Storage,
+    layout: Layout,
+    mailbox: Any,
+    task: bytes | None = None,
+    replaces: bool = False,
 ) -> Any:
     """A `TorchTrainer` whose workers run `train` on `layout` and report to `mailbox`.
 
     Args:
         task: the pickled task, if its name does not suffice; see `pickled_task`.
+        replaces: see `replaces_workers`.
     """
     import ray
     from ray.train import FailureConfig, LoggingConfig, RunConfig, ScalingConfig
     from ray.train.torch import TorchConfig, TorchTrainer
 
     from raytrain_ddp.ray_backend.failure_callback import FailureCallback
+    from raytrain_ddp.ray_backend.replacing import ReplacingConfig
 
     parent, _, name = run.path.rstrip("/").rpartition("/")
     given = WorkerSettings(
@@ -45,6 +52,7 @@ def make_trainer(
         mailbox=mailbox,
         lease=holder(run),
         look_every_s=0.0 if os.environ.get(PREEMPTION_WATCHER) == "0" else _LOOK_EVERY_S,
+        replaces=replaces,
         failpoints=(os.environ.get(VARIABLE, ""), os.environ.get(FOLDER_VARIABLE, "")),
     )
     return TorchTrainer(
@@ -70,7 +78,7 @@ def make_trainer(
             callbacks=[FailureCallback(mailbox, ray.get_runtime_context().get_actor_id())],
             logging_config=LoggingConfig(log_level="WARNING"),
         ),
-        torch_config=TorchConfig(backend=layout.backend),
+        torch_config=(ReplacingConfig if replaces else TorchConfig)(backend=layout.backend),
     )
 
 

@@ -75,12 +75,15 @@ def run_workers(
     import ray
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
+    from raytrain_ddp.ray_backend.replacing import replaces_workers
+
     here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
     # If it is killed, Ray restarts it and retries calls: see mailbox.py.
     lasting = {"max_restarts": -1, "max_task_retries": -1}
     mailbox = ray.remote(num_cpus=0, scheduling_strategy=here, **lasting)(Mailbox).remote()
     show(Phase("loading torch"))
-    failures = FailurePolicy(config.scaling.max_failures, committed)
+    replaces = replaces_workers(config, layout)
+    failures = FailurePolicy(config.scaling.max_failures, committed, layout.most * replaces)
     nodes = LiveNodes()
     metrics = PrometheusMetrics(str(config.name))
 
@@ -96,7 +99,7 @@ def run_workers(
     try:
         with _signals(listener.on_signal):
             while True:
-                trainer = make_trainer(config, run, layout, mailbox, task)
+                trainer = make_trainer(config, run, layout, mailbox, task, replaces)
                 show(Phase(f"placing {layout.said} (each loads torch)"))
                 why = _attend(trainer, listener)
                 if listener.outcome is not None:

@@ -28,6 +28,9 @@ from raytrain_ddp.ray_backend.failure_causes import (
 
 if TYPE_CHECKING:
     from raytrain_ddp.ray_backend.ray_session import RaySession
+    from raytrain_ddp.tasks.task import Task
+    from raytrain_ddp.training.generations import Place
+    from raytrain_ddp.training.live_state import LiveState
 
 _PR_SET_PDEATHSIG = 1  # of <sys/prctl.h>
 
@@ -41,6 +44,7 @@ class WorkerSettings:
         mailbox: handle of the Mailbox actor.
         lease: the token with which the driver holds the run; "": unknown.
         look_every_s: how often to check for preemption notices; 0: never.
+        replaces: a rank that dies is replaced while the others stay; see replacing.py.
         failpoints: those armed in the driver's environment, and the folder that records them.
     """
 
@@ -51,6 +55,7 @@ class WorkerSettings:
     mailbox: Any
     lease: str = ""
     look_every_s: float = 0.0
+    replaces: bool = False
     failpoints: tuple[str, str] = ("", "")
     task: bytes | None = dataclasses.field(default=None, repr=False)
 
@@ -63,28 +68,38 @@ def train_on_worker(loop_config: dict[str, WorkerSettings]) -> None:
     import ray.train
     import torch.distributed as dist
 
-    rank = ray.train.get_context().get_world_rank()
+    from raytrain_ddp.ray_backend.replacing import place_of_worker
+
+    rank, node = ray.train.get_context().get_world_rank(), socket.gethostname()
     grouped = dist.is_initialized()
+    place = place_of_worker(given.mailbox, node) if given.replaces else None
     sessions: list[RaySession] = []
     try:
-        if ray.get(given.mailbox.join.remote(_start(), rank, socket.gethostname())):
+        if place or ray.get(given.mailbox.join.remote(_start(), rank, node)):
             _apply_settings(given)
             with _Tee(given.log_folder, rank):
-                _train(given, sessions)
+                _train(given, sessions, place)
     except BaseException as error:
-        step = sessions[0].step if sessions else None
-        report_failure(given, rank, step, error, torn_down=grouped and not dist.is_initialized())
+        step = sessions[-1].step if sessions else None
+        start = place.generation.name if place else _start()
+        torn_down = grouped and not dist.is_initialized()
+        report_failure(given, rank, step, error, start, torn_down)
         raise
 
 
-def _train(given: WorkerSettings, sessions: list[RaySession]) -> None:
-    """`sessions`: receives the session as soon as it is made."""
+def _train(given: WorkerSettings, sessions: list[RaySession], place: Place | None) -> None:
+    """Trains in one process group, or in those of `place` one after another.
+
+    Args:
+        sessions: receives each session as soon as it is made.
+    """
     from raytrain_ddp.checkpoint.lease import is_seen
     from raytrain_ddp.checkpoint.run_folder import run_storage
     from raytrain_ddp.config.recipe import from_dict
     from raytrain_ddp.errors import PreflightError
     from raytrain_ddp.ray_backend.ray_session import RaySession
     from raytrain_ddp.tasks.task_loading import load_task
+    from raytrain_ddp.training.generations import through_generations
     from raytrain_ddp.training.loop import train
     from raytrain_ddp.training.recorder import Best
     from raytrain_ddp.uri import without_secrets
@@ -99,14 +114,28 @@ def _train(given: WorkerSettings, sessions: list[RaySession]) -> None:
     if given.task is not None:
         config = dataclasses.replace(config, task=pickle.loads(given.task))
     reads: set[str] = set()
-    task = load_task(config, reads)
-    best = Best(task.monitor, task.goal)
-    with RaySession(config, given.mailbox, best, given.look_every_s, _start()) as session:
-        sessions.append(session)
-        outcome = train(config, task, session, reads)
+    tasks: list[Task] = []
+
+    def start(live: LiveState | None) -> RaySession:
+        reads.clear()
+        tasks[:] = [load_task(config, reads)]  # anew each time: it may keep a state of its own
+        best = Best(tasks[0].monitor, tasks[0].goal)
+        name = place.generation.name if place else _start()
+        session = RaySession(config, given.mailbox, best, given.look_every_s, name, live)
+        sessions[:] = [session]
+        return session
+
+    def run(session: RaySession) -> None:
+        outcome = train(config, tasks[0], session, reads)
         if session.is_taken_away(outcome):
             outcome = dataclasses.replace(outcome, signal=session.hold())
         session.tell(outcome)
+
+    if place is not None:
+        through_generations(place, start, run, lambda error: cause_of(error) == "peer")
+        return
+    with start(None) as session:
+        run(session)
 
 
 def _apply_settings(given: WorkerSettings) -> None:
@@ -142,11 +171,13 @@ def report_failure(
     rank: int,
     step: int | None,
     error: BaseException,
+    start: str,
     torn_down: bool = False,
 ) -> None:
     """Reports an error of any rank: the driver finds the rank that caused the others' errors.
 
     Args:
+        start: see `Joined`.
         torn_down: Ray has shut down this rank's process group, as it does when another rank has
             died: any exception then (a ValueError, a KeyError) may result from that.
     """
@@ -158,7 +189,7 @@ def report_failure(
         error = out_of_memory_error(given.config, rank, step, error)
     known = isinstance(error, RaytrainError)
     event = WorkerFailed(
-        start=_start(),
+        start=start,
         rank=rank,
         step=step,
         error=type(error).__name__,

@@ -14,6 +14,7 @@ from raytrain_ddp.display.formatting import (
     error_summary,
     format_count,
     format_metric,
+    format_ranks,
     format_seconds,
     plural,
 )
@@ -220,6 +221,9 @@ def _start(
     text = f"Resumed from step {step} with {on}"
     if resized:
         text += f" (before: {before.world_size})"
+    if plan.replaced is not None:
+        new = format_ranks(plan.replaced)
+        text = f"{new[0].upper()}{new[1:]} replaced; the others kept their state of step {step}"
     again = reached - step
     if again > 0:
         text += f"; {plural(again, 'step')} repeated"
