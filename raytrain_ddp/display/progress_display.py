@@ -200,14 +200,11 @@ class Display:
             for title, text in format_data(plan.data, plan.unit):
                 self._print(Text(f"{title}: {text}", style="yellow" if title == "note" else ""))
             return
-        if plan.replaced is not None:
-            new = format_ranks(plan.replaced)
-            text = f"{new} replaced; going on at step {start} of {total}"
-            self._print(Text(text, style="yellow"))
-            return
         text = f"restarted with {plural(plan.world_size, 'worker')} (before: "
         text += f"{before.plan.world_size}) at step {start} of {total}"
         text += f", {again} steps again" if (again := before.step - start) > 0 else ""
+        if plan.replaced is not None:  # the step in progress was not done
+            text = f"{format_ranks(plan.replaced)} replaced; going on at step {start} of {total}"
         self._print(Text(text, style="yellow"))
 
     def _train(self, line: Train) -> None:

@@ -77,6 +77,8 @@ class FailurePolicy:
                 start.reports.setdefault(event.rank, event)
                 if event.cause == "error":
                     raise as_error(event, start.node(event.rank))
+            case Died() if event.texts and start.ending.issuperset(event.texts):
+                start.ending -= {*event.texts}  # one of those that a hang ends one after another
             case Died() if not start.handled & {*event.texts.values()}:
                 if start.handled:  # another start, which died before it sent any event
                     start = self._start = _Start("")
@@ -114,6 +116,7 @@ class FailurePolicy:
             return Preempted(self._start.preempted(event.preempted))
         hang = self._start.hang()
         if hang is not None:
+            self._start.ending = {*self._start.nodes} - {*event.texts}
             return self._handle_hang(hang)
         rank, what, said = self._start.cause(event.texts)
         step = self._start.step_of(rank)
@@ -173,6 +176,7 @@ class _Start:
         self.reports: dict[int, WorkerFailed] = {}  # the last report of each rank
         self.step: int | None = None  # in progress, as far as the driver knows
         self.handled: set[str] = set()
+        self.ending: set[int] = set()  # ranks whose end is part of a failure that is handled
 
     def node(self, rank: int) -> str:
         return self.nodes.get(rank, "its node")

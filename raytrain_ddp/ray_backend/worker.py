@@ -81,9 +81,9 @@ def train_on_worker(loop_config: dict[str, WorkerSettings]) -> None:
                 _train(given, sessions, place)
     except BaseException as error:
         step = sessions[-1].step if sessions else None
-        start = place.generation.name if place else _start()
+        start = place.generation.name if place else ""
         torn_down = grouped and not dist.is_initialized()
-        report_failure(given, rank, step, error, start, torn_down)
+        report_failure(given, rank, step, error, torn_down, start)
         raise
 
 
@@ -171,15 +171,15 @@ def report_failure(
     rank: int,
     step: int | None,
     error: BaseException,
-    start: str,
     torn_down: bool = False,
+    start: str = "",
 ) -> None:
     """Reports an error of any rank: the driver finds the rank that caused the others' errors.
 
     Args:
-        start: see `Joined`.
         torn_down: Ray has shut down this rank's process group, as it does when another rank has
             died: any exception then (a ValueError, a KeyError) may result from that.
+        start: see `Joined`; default: that of Ray Train's own process group.
     """
     import ray
 
@@ -189,7 +189,7 @@ def report_failure(
         error = out_of_memory_error(given.config, rank, step, error)
     known = isinstance(error, RaytrainError)
     event = WorkerFailed(
-        start=start,
+        start=start or _start(),
         rank=rank,
         step=step,
         error=type(error).__name__,

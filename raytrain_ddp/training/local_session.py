@@ -21,6 +21,7 @@ from raytrain_ddp.errors import PreflightError, RetriesExhausted
 from raytrain_ddp.events import Failed, Note
 from raytrain_ddp.messages import Event
 from raytrain_ddp.training.hang_diagnosis import Hang
+from raytrain_ddp.training.live_state import LiveState
 from raytrain_ddp.training.recorder import Best
 from raytrain_ddp.training.recording_session import RecordingSession
 from raytrain_ddp.training.rendezvous import Exchange, through_folder
@@ -41,9 +42,14 @@ class LocalSession(RecordingSession):
     """Runs `train` in this process, for debugging, tests and torchrun."""
 
     def __init__(
-        self, config: TrainConfig, world: World, best: Best, show: Callable[[Event], None]
+        self,
+        config: TrainConfig,
+        world: World,
+        best: Best,
+        show: Callable[[Event], None],
+        live: LiveState | None = None,
     ) -> None:
-        super().__init__(config, world, best, show)
+        super().__init__(config, world, best, show, live)
         self._signal = 0
         self._told = False
         self._handlers: dict[int, Any] = {}
