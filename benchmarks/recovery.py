@@ -9,9 +9,9 @@ stamped by the same hooks, which Python loads at its start (recovery_programs/si
 the settings that they come with; torchrun is told --max-restarts 3, the naive TorchTrainer
 max_failures = 3, fit nothing: its retries are on by default.
 
-A phase ends when the later one of the two new workers has reached the mark:
+A phase ends when the only new worker, or the later one of two, has reached the mark:
 
-- all old workers gone: the death is noticed, the survivor is taken down
+- all old workers gone: the death is noticed, the survivor is taken down, unless it stays
 - Python up: the new workers' interpreters run
 - torch imported; process group: rendezvous done
 - model in DDP: the data are opened, the model is built and wrapped
@@ -216,7 +216,8 @@ def measure(contender: str, number: int, args: argparse.Namespace, folder: Path)
 def kill_one(
     process: subprocess.Popen[bytes], file: Path, args: argparse.Namespace
 ) -> tuple[float, float, set[int]]:
-    """(time of the kill, time at which all old workers were gone, their pids)."""
+    """(time of the kill, time at which the old workers that do not stay were gone, all their
+    pids)."""
     deadline = time.monotonic() + LIMIT_S
     while True:
         found = read(file)
@@ -230,11 +231,15 @@ def kill_one(
     killed_at = time.monotonic()
     os.kill(pids[args.victim], signal.SIGKILL)
     old = set(pids.values())
-    while any(lives(pid) for pid in old):
+    gone_at = killed_at
+    alive = old
+    while alive and not any(s.event == "step" and s.at > killed_at for s in read(file)[-20:]):
         if time.monotonic() - killed_at > LIMIT_S:
-            raise RuntimeError("the other worker was never taken down")
+            raise RuntimeError("there is no step after the kill")
         time.sleep(POLL_S)
-    return killed_at, time.monotonic(), old
+        left = {pid for pid in alive if lives(pid)}
+        gone_at, alive = (time.monotonic() if left != alive else gone_at), left
+    return killed_at, gone_at, old
 
 
 def lives(pid: int) -> bool:

@@ -109,6 +109,11 @@ class NonfiniteGuard:
         self._losses = {}
         return norm, refused
 
+    @property
+    def is_behind(self) -> bool:
+        """Whether a step is not judged yet."""
+        return bool(self._open)
+
     def follow(self) -> None:
         """Judges the steps that are `lag` or more behind; all ranks take part."""
         self._settle(self._lag)
@@ -119,9 +124,10 @@ class NonfiniteGuard:
 
     def _settle(self, lag: int) -> None:
         while len(self._open) > lag:
-            trace, refused = self._open.popleft()
+            trace, refused = self._open[0]
             if refused():
                 self._on_refused(trace)
+            self._open.popleft()
 
 
 def make_guard(

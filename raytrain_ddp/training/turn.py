@@ -144,10 +144,12 @@ class Turn:
         return shares, refused
 
     def roll_back(self) -> bool:
-        """Restores what a turn that did not end has changed; returns False if it was updating."""
-        if not self._is_updating:
-            self._buffers.roll_back()
-        return not self._is_updating
+        """Restores what a turn that did not end has changed; returns False if it cannot: during an
+        update, or before it is known whether the update was refused."""
+        if self._is_updating or self.guard.is_behind:
+            return False
+        self._buffers.roll_back()
+        return True
 
     def _update(self, lr: float, agreed: Tensor, first: int) -> Tensor:
         """Applies the gradients unless something is not finite, without waiting for the device."""

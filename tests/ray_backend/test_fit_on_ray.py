@@ -157,8 +157,9 @@ def test_fit_trains_the_digits_and_leaves_everything_in_the_runs_folder(tmp_path
 def test_fault_01_13_stopping_anywhere_loses_nothing_killed_worker_and_ctrl_c_on_ray(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Three Ray workers, of which one is killed, then Ctrl-C, then the same command: the weights
-    and the log are those of three processes that ran undisturbed under torchrun."""
+    """Three Ray workers, of which one is killed and replaced while the others keep their state, then
+    Ctrl-C, then the same command: the weights and the log are those of three processes that ran
+    undisturbed under torchrun."""
     reference = three_workers(tmp_path, "undisturbed")
     without_ray(reference, workers=3)
 
@@ -174,11 +175,12 @@ def test_fault_01_13_stopping_anywhere_loses_nothing_killed_worker_and_ctrl_c_on
     watch.join(timeout=10)
     assert len(list((tmp_path / "fired").iterdir())) == 1
     (told,) = [line for line in text.getvalue().splitlines() if "rank 1 failed" in line]
-    # Step 33, or where the last word came from, if Ray ended the others before they could speak.
+    # Step 33, or where the last word came from.
     assert re.search(r"at step 3[0-3];", told)
-    for words in ("crashed, or was killed", "from step 23", "1 of at most 3"):
+    for words in ("crashed, or was killed", "it is replaced, the others stay", "1 of at most 3"):
         assert words in told
-    assert "restarted with 3 workers" in text.getvalue()
+    assert "rank 1 replaced; going on at step 32 of 69" in text.getvalue()
+    assert "restarted" not in text.getvalue()
     assert stopped.status == "interrupted"
     assert stopped.exit_status == 130
     assert 50 <= stopped.step < 69
