@@ -157,9 +157,9 @@ def test_fit_trains_the_digits_and_leaves_everything_in_the_runs_folder(tmp_path
 def test_fault_01_13_stopping_anywhere_loses_nothing_killed_worker_and_ctrl_c_on_ray(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Three Ray workers, of which one is killed and replaced while the others keep their state, then
-    Ctrl-C, then the same command: the weights and the log are those of three processes that ran
-    undisturbed under torchrun."""
+    """Three Ray workers, of which one is killed and replaced while the others stay; then
+    Ctrl-C, then the same command: weights and log are those of three undisturbed processes under
+    torchrun."""
     reference = three_workers(tmp_path, "undisturbed")
     without_ray(reference, workers=3)
 
