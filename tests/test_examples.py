@@ -8,18 +8,13 @@ import os
 import subprocess
 import sys
 import textwrap
-from io import BytesIO
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pandas as pd
-import pyarrow as pa
 import pytest
 from PIL import Image
-from pyarrow import parquet
-
-from raytrain_ddp import TrainConfig
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
 ONE_THREAD = {**os.environ, "OMP_NUM_THREADS": "1"}
@@ -96,65 +91,6 @@ def test_the_char_lm_recipe_learns_more_than_the_frequencies_of_characters(tmp_p
     evaluations = [r["metrics"]["loss"] for r in map(json.loads, lines) if r["kind"] == "eval"]
     assert len(evaluations) == 2
     assert 1 < evaluations[-1] < entropy - 0.3
-
-
-def channels(path: Path, rows: int, seed: int) -> None:
-    """Noise in which each channel is bright or not; how bright the first is; names in a list."""
-    random = np.random.Generator(np.random.Philox(seed))
-    bright = random.random((rows, 3)) < 0.5
-    level = (random.random(rows) * 100).astype(np.float32)
-    images = []
-    for row in range(rows):
-        image = (
-            random.integers(0, 50, (16, 16, 3)) + bright[row] * 100 + np.array([level[row], 0, 0])
-        )
-        encoded = BytesIO()
-        Image.fromarray(image.clip(0, 255).astype(np.uint8)).save(encoded, "PNG")
-        images.append({"bytes": encoded.getvalue(), "path": None})
-    names = [[name for name, on in zip("rgb", each, strict=True) if on] for each in bright]
-    columns = {name: bright[:, place] for place, name in enumerate("rgb")}
-    table = {"image": images, "tags": names, "level": level / 100 + bright[:, 0], **columns}
-    parquet.write_table(pa.table(table), path)
-
-
-@pytest.mark.parametrize(
-    ("target", "metric", "least", "most"),
-    [("tags", "mean_ap", 0.9, 1.0), ("level", "rmse", 0.0, 0.35)],
-)
-def test_the_example_of_several_labels_and_of_regression_learns_what_the_columns_say(
-    target: str, metric: str, least: float, most: float, tmp_path: Path
-) -> None:
-    """Of chance: an average precision of 0.5, an error of 0.58."""
-    channels(tmp_path / "train.parquet", 96, seed=1)
-    channels(tmp_path / "val.parquet", 31, seed=2)
-    files = ["train", str(tmp_path / "train.parquet"), "eval", str(tmp_path / "val.parquet")]
-    options = [*files, "target", target, "size", "32", "model", "test_resnet"]
-    training = ["--batch-size", "16", "--epochs", "5", "--optim.name", "adamw"]
-    found = trained(
-        tmp_path,
-        "parquet_targets.py:Targets",
-        *(*training, "--optim.lr", "0.003", "--task-options", *options),
-    )
-    assert least <= found[-1][metric] <= most
-
-
-@pytest.mark.parametrize("target", ["tags", "r,g,b", "level"])
-def test_the_targets_of_the_example_are_those_that_pandas_reads(
-    target: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.syspath_prepend(str(EXAMPLES))
-    from parquet_targets import Targets  # seconds
-
-    file = str(tmp_path / "train.parquet")
-    channels(Path(file), 12, seed=3)
-    frame = pd.read_parquet(file)
-    expected = frame[target.split(",")].to_numpy(np.float32) if target != "tags" else None
-    if expected is None:
-        hot = frame["tags"].explode().str.get_dummies().groupby(level=0).max()
-        expected = hot[["b", "g", "r"]].to_numpy(np.float32)  # in the order of names
-    data = Targets(TrainConfig(), file, file, target).eval_data()
-    found = [item["target"].numpy() for item in data.source.read(np.arange(12))]
-    assert np.array_equal(np.stack(found), expected)
 
 
 def customers(path: Path, rows: int, seed: int) -> float:

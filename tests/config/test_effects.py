@@ -39,6 +39,14 @@ IDLE = [
     ("--data.interpolation bicubic", "data.interpolation"),
     ("--loss.gamma 3", "loss.gamma"),
     ("--loss.name focal --optim.label-smoothing 0.2", "optim.label_smoothing"),
+    (
+        "--loss.name bce --data.target-columns a b --optim.label-smoothing 0.2",
+        "optim.label_smoothing",
+    ),
+    (
+        "--loss.name bce --data.target-columns a b --data.label-column c",
+        "data.label_column",
+    ),
     ("--optim.weight-decay 0 --optim.decay-norms", "optim.decay_norms"),
     ("--ddp.powersgd-rank 2", "ddp.powersgd_rank"),
     ("--optim.betas 0.9 0.999", "optim.betas"),
