@@ -11,9 +11,9 @@ from raytrain_ddp.config.recipe import dumps, publishable
 from raytrain_ddp.config.train_config import TrainConfig
 from raytrain_ddp.data.splits import Splits
 from raytrain_ddp.display.formatting import format_data
-from raytrain_ddp.driver.branching import Branch, branch_of
+from raytrain_ddp.driver.branching import Branch, run_and_branch
 from raytrain_ddp.driver.preflight import check, is_complete
-from raytrain_ddp.driver.run_naming import NamedRun, find_run
+from raytrain_ddp.driver.run_naming import NamedRun
 from raytrain_ddp.ray_backend.placement import (
     Layout,
     choose_layout,
@@ -48,9 +48,8 @@ def dry_run(
             number.
     """
     named = config.data.classes  # classes found in the data are listed below
-    run = find_run(check(config), default_name)
+    run, branch = run_and_branch(check(config), default_name, resume_from, allow_change)
     config, manifest = run.config, run.manifest
-    branch = branch_of(run, resume_from, allow_change) if resume_from else None
     have = local_resources()
     layout, where = _workers(config, have, local)
     import torch
