@@ -14,7 +14,13 @@ from typing import Any
 import numpy as np
 import pandas as pd
 import pytest
+from logs import log_of
 from PIL import Image
+from processes import Group
+from tiny import bits, plain, run_named, tiny_config
+
+from raytrain_ddp.config.input_sections import DataConfig
+from raytrain_ddp.config.sections import EvalConfig
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
 ONE_THREAD = {**os.environ, "OMP_NUM_THREADS": "1"}
@@ -62,6 +68,34 @@ def test_the_segmentation_example_finds_squares(tmp_path: Path) -> None:
     training = ["--batch-size", "16", "--epochs", "6", "--optim.lr", "0.05"]
     found = trained(tmp_path, "segmentation.py:Segmentation", *training, "--task-options", *options)
     assert found[-1]["mean_iou"] > 0.6  # 0.38 if all is background
+
+
+def test_the_mean_iou_of_the_segmentation_example_is_that_of_one_worker_on_three(
+    tmp_path: Path, workers: Group
+) -> None:
+    """Also of its weights, with `exact`; the sizes of neither set are multiples of anything."""
+    squares(tmp_path / "photos" / "train", 19, seed=1)
+    squares(tmp_path / "photos" / "val", 7, seed=2)
+    found = []
+    for size in (1, 3):
+        config = tiny_config(
+            tmp_path,
+            f"on-{size}",
+            epochs=2,
+            batch_size=12,
+            micro_batch=3,
+            exact=True,
+            task=f"{EXAMPLES / 'segmentation.py'}:Segmentation",
+            task_options={"folder": str(tmp_path / "photos"), "classes": "2", "size": "32"},
+            data=DataConfig(workers=0),
+            eval=EvalConfig(micro_batch=2),
+        )
+        assert workers(size, run_named, plain(config)) == [4] * size
+        evaluations = [r["metrics"]["mean_iou"] for r in log_of(config) if r["kind"] == "eval"]
+        found.append((evaluations, bits(config)))
+    assert found[0] == found[1]
+    assert len(found[0][0]) == 2
+    assert 0 < found[0][0][-1] < 1
 
 
 def test_a_task_of_your_own_the_tabular_example_comes_near_the_noise(tmp_path: Path) -> None:
