@@ -12,11 +12,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from PIL import Image as pillow  # noqa: N813
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, max_pool2d
 from torch.utils.data import Dataset
 from torchmetrics.classification import MulticlassJaccardIndex
-from torchvision.io import ImageReadMode, decode_image
 from torchvision.ops import Conv2dNormActivation
 from torchvision.transforms import v2
 from torchvision.tv_tensors import Image, Mask
@@ -37,10 +37,10 @@ class Pairs(Dataset[dict[str, Tensor]]):
         return len(self._images)
 
     def __getitem__(self, index: int) -> dict[str, Tensor]:
-        image = Image(decode_image(str(self._images[index]), ImageReadMode.RGB))
-        mask = Mask(decode_image(str(self._masks[index]), ImageReadMode.UNCHANGED)[0])
+        image = Image(pillow.open(self._images[index]).convert("RGB"))
+        mask = Mask(pillow.open(self._masks[index]))  # (1, h, w)
         image, mask = self._transform(image, mask)
-        return {"image": image.as_subclass(Tensor), "mask": mask.as_subclass(Tensor).long()}
+        return {"image": image.as_subclass(Tensor), "mask": mask.as_subclass(Tensor)[0].long()}
 
 
 class UNet(nn.Module):

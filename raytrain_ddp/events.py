@@ -148,13 +148,14 @@ class SplitSummary:
 
 @dataclass(frozen=True)
 class DataSummary:
-    """The data of a run. `names`: of the first classes; `classes`: how many there are."""
+    """The data of a run. `names`: of the first of `classes`; `predicted`: what these are."""
 
     train: SplitSummary = field(metadata={"type": SplitSummary})
     eval: SplitSummary | None = field(metadata={"type": SplitSummary})
     classes: int
     names: Sequence[str]
     notes: Sequence[str] = ()
+    predicted: str = field(default="classes", metadata=OPTIONAL)
 
 
 @dataclass(frozen=True)

@@ -32,7 +32,7 @@ def main(argv: Sequence[str]) -> int:
     if args.dry_run:
         from raytrain_ddp.driver.dry_run import dry_run
 
-        print(dry_run(args.config, name, args.resume_from, args.allow_change))
+        print(dry_run(args.config, name, args.resume_from, args.allow_change, args.local))
         return 0
     from raytrain_ddp.driver.fit_driver import fit, fit_locally
 

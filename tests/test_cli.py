@@ -31,9 +31,10 @@ from raytrain_ddp.config.train_config import TrainConfig
 from raytrain_ddp.display.progress_display import Display
 from raytrain_ddp.driver.dry_run import dry_run
 from raytrain_ddp.driver.fit_driver import _end, _Starts, fit
-from raytrain_ddp.errors import ConfigError
+from raytrain_ddp.errors import ConfigError, PreflightError
 from raytrain_ddp.events import Plan
 from raytrain_ddp.failpoints import FOLDER_VARIABLE, VARIABLE
+from raytrain_ddp.fit import main as fit_main
 from raytrain_ddp.messages import Outcome
 
 TRAIN = ("--name", "small", "--local", "--batch-size", "256", "--micro-batch", "64")
@@ -110,6 +111,29 @@ def test_dry_run_prints_the_arithmetic_and_takes_no_worker(tmp_path: Path):
     assert re.search(r"epoch 0: \S+, epoch 1: 0\.1, epoch 5: \S+, epoch 10: \S+", said)
     assert "MiB" in said
     assert "batch_size = 96" in said
+
+
+def test_a_local_dry_run_tells_the_same_of_one_process(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("raytrain_ddp.driver.dry_run.local_resources", lambda: {"CPU": 1.0})
+    told = []
+    for flags in ((), ("--local",)):
+        assert fit_main(["--dry-run", "--exact", "--scaling.cpus-per-worker", "2", *flags]) == 0
+        told.append(capsys.readouterr().out.split("\n\n")[-1].splitlines())
+    assert [*tmp_path.iterdir()] == []
+    ray, local = (
+        [line for line in lines if not line.startswith(("workers", "this machine", "  CPU"))]
+        for lines in told
+    )
+    assert ray == local
+    assert "workers        this process, on cpu; slots per worker: 4" in told[1]
+    assert "this machine lacks" in told[0]
+    assert "this machine lacks" not in told[1]
+    wanted = ["--dry-run", "--local", "--scaling.use-gpu", "True"]
+    with pytest.raises(PreflightError, match="there is no GPU"):
+        fit_main(wanted)
 
 
 def test_dry_run_tells_what_this_machine_lacks(tmp_path: Path):

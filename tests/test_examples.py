@@ -8,18 +8,19 @@ import os
 import subprocess
 import sys
 import textwrap
-from io import BytesIO
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pandas as pd
-import pyarrow as pa
 import pytest
+from logs import log_of
 from PIL import Image
-from pyarrow import parquet
+from processes import Group
+from tiny import bits, plain, run_named, tiny_config
 
-from raytrain_ddp import TrainConfig
+from raytrain_ddp.config.input_sections import DataConfig
+from raytrain_ddp.config.sections import EvalConfig
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
 ONE_THREAD = {**os.environ, "OMP_NUM_THREADS": "1"}
@@ -69,6 +70,34 @@ def test_the_segmentation_example_finds_squares(tmp_path: Path) -> None:
     assert found[-1]["mean_iou"] > 0.6  # 0.38 if all is background
 
 
+def test_the_mean_iou_of_the_segmentation_example_is_that_of_one_worker_on_three(
+    tmp_path: Path, workers: Group
+) -> None:
+    """Also of its weights, with `exact`; the sizes of neither set are multiples of anything."""
+    squares(tmp_path / "photos" / "train", 19, seed=1)
+    squares(tmp_path / "photos" / "val", 7, seed=2)
+    found = []
+    for size in (1, 3):
+        config = tiny_config(
+            tmp_path,
+            f"on-{size}",
+            epochs=2,
+            batch_size=12,
+            micro_batch=3,
+            exact=True,
+            task=f"{EXAMPLES / 'segmentation.py'}:Segmentation",
+            task_options={"folder": str(tmp_path / "photos"), "classes": "2", "size": "32"},
+            data=DataConfig(workers=0),
+            eval=EvalConfig(micro_batch=2),
+        )
+        assert workers(size, run_named, plain(config)) == [4] * size
+        evaluations = [r["metrics"]["mean_iou"] for r in log_of(config) if r["kind"] == "eval"]
+        found.append((evaluations, bits(config)))
+    assert found[0] == found[1]
+    assert len(found[0][0]) == 2
+    assert 0 < found[0][0][-1] < 1
+
+
 def test_a_task_of_your_own_the_tabular_example_comes_near_the_noise(tmp_path: Path) -> None:
     """A perfect model reaches an error of noise ** 2 = 0.25; the mean of y would have about 24."""
     task = ["--task", f"{EXAMPLES / 'tabular.py'}:Friedman", "--task-options", "noise", "0.5"]
@@ -96,65 +125,6 @@ def test_the_char_lm_recipe_learns_more_than_the_frequencies_of_characters(tmp_p
     evaluations = [r["metrics"]["loss"] for r in map(json.loads, lines) if r["kind"] == "eval"]
     assert len(evaluations) == 2
     assert 1 < evaluations[-1] < entropy - 0.3
-
-
-def channels(path: Path, rows: int, seed: int) -> None:
-    """Noise in which each channel is bright or not; how bright the first is; names in a list."""
-    random = np.random.Generator(np.random.Philox(seed))
-    bright = random.random((rows, 3)) < 0.5
-    level = (random.random(rows) * 100).astype(np.float32)
-    images = []
-    for row in range(rows):
-        image = (
-            random.integers(0, 50, (16, 16, 3)) + bright[row] * 100 + np.array([level[row], 0, 0])
-        )
-        encoded = BytesIO()
-        Image.fromarray(image.clip(0, 255).astype(np.uint8)).save(encoded, "PNG")
-        images.append({"bytes": encoded.getvalue(), "path": None})
-    names = [[name for name, on in zip("rgb", each, strict=True) if on] for each in bright]
-    columns = {name: bright[:, place] for place, name in enumerate("rgb")}
-    table = {"image": images, "tags": names, "level": level / 100 + bright[:, 0], **columns}
-    parquet.write_table(pa.table(table), path)
-
-
-@pytest.mark.parametrize(
-    ("target", "metric", "least", "most"),
-    [("tags", "mean_ap", 0.9, 1.0), ("level", "rmse", 0.0, 0.35)],
-)
-def test_the_example_of_several_labels_and_of_regression_learns_what_the_columns_say(
-    target: str, metric: str, least: float, most: float, tmp_path: Path
-) -> None:
-    """Of chance: an average precision of 0.5, an error of 0.58."""
-    channels(tmp_path / "train.parquet", 96, seed=1)
-    channels(tmp_path / "val.parquet", 31, seed=2)
-    files = ["train", str(tmp_path / "train.parquet"), "eval", str(tmp_path / "val.parquet")]
-    options = [*files, "target", target, "size", "32", "model", "test_resnet"]
-    training = ["--batch-size", "16", "--epochs", "5", "--optim.name", "adamw"]
-    found = trained(
-        tmp_path,
-        "parquet_targets.py:Targets",
-        *(*training, "--optim.lr", "0.003", "--task-options", *options),
-    )
-    assert least <= found[-1][metric] <= most
-
-
-@pytest.mark.parametrize("target", ["tags", "r,g,b", "level"])
-def test_the_targets_of_the_example_are_those_that_pandas_reads(
-    target: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.syspath_prepend(str(EXAMPLES))
-    from parquet_targets import Targets  # seconds
-
-    file = str(tmp_path / "train.parquet")
-    channels(Path(file), 12, seed=3)
-    frame = pd.read_parquet(file)
-    expected = frame[target.split(",")].to_numpy(np.float32) if target != "tags" else None
-    if expected is None:
-        hot = frame["tags"].explode().str.get_dummies().groupby(level=0).max()
-        expected = hot[["b", "g", "r"]].to_numpy(np.float32)  # in the order of names
-    data = Targets(TrainConfig(), file, file, target).eval_data()
-    found = [item["target"].numpy() for item in data.source.read(np.arange(12))]
-    assert np.array_equal(np.stack(found), expected)
 
 
 def customers(path: Path, rows: int, seed: int) -> float:

@@ -111,7 +111,8 @@ def _require_one_thing(args: FitArgs) -> None:
     rays = {"--address": args.address, "--dashboard": args.dashboard}
     ray = [flag for flag, given in rays.items() if given]
     alone = local or ["torchrun"] * under_torchrun()
-    for this, others in ((asked, asked[1:] + local + ray), (alone, ray), (ray, ray[1:])):
+    of_local = [] if asked == ["--dry-run"] else local
+    for this, others in ((asked, asked[1:] + of_local + ray), (alone, ray), (ray, ray[1:])):
         if this and others:
             raise ConfigError(f"{others[0]} has no effect with {this[0]}: remove one of them.")
 

@@ -75,9 +75,10 @@ _OF_IMAGES = [
     _Rule("loss.gamma", "loss.name = focal", lambda c: c.loss.name == "focal"),
     _Rule(
         "optim.label_smoothing",
-        "loss.name = cross-entropy or bce",
-        lambda c: c.loss.name != "focal",
+        "loss.name = cross-entropy or bce, without data.target_columns",
+        lambda c: c.loss.name != "focal" and not c.data.target_columns,
     ),
+    _Rule("data.label_column", "no data.target_columns", lambda c: not c.data.target_columns),
     _Rule("model.dropout", "model.name = digits-cnn", lambda c: c.model.name == "digits-cnn"),
     _Rule("model.args", "another model than digits-cnn", lambda c: c.model.name != "digits-cnn"),
     _Rule("task_options", "a task of your own", lambda _: False),

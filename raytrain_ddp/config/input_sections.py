@@ -41,6 +41,10 @@ class DataConfig:
     label_column: str = "label"
     """Column with the labels: integers, strings, or booleans. Of tar files: suffix of the labels
     (default: cls), or a field of the JSON files."""
+    target_columns: tuple[str, ...] = ()
+    """Columns to predict instead of one class. With loss.name = bce, several labels: a column of
+    booleans (or 0 and 1) for each, or one column of lists of labels. With mse, l1 or huber:
+    columns of numbers."""
     classes: tuple[str, ...] | None = field(default=None, metadata=FREE)  # compared as data
     """Class names, in order. Default: the classes of the training set, sorted."""
     holdout: float = 0.0
@@ -119,6 +123,9 @@ class DataConfig:
         for name in ("train_split", "eval_split", "config"):
             value = getattr(self, name)
             require(bool(value), f"data.{name}", value, "must be a name, or auto")
+        columns = self.target_columns
+        differ = len(set(columns)) == len(columns)
+        require(differ, "data.target_columns", columns, "must be different columns")
         self._require_classes()
         self._require_holdout()
 

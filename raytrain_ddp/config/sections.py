@@ -113,10 +113,11 @@ class OptimConfig:
 class LossConfig:
     """The loss of the built-in task, the mean over the samples of a step."""
 
-    name: Literal["cross-entropy", "bce", "focal"] = "cross-entropy"
-    """Cross entropy, binary cross entropy, or focal loss. bce: the mean over classes, each by
-    itself; focal: cross entropy times (1 - p)^gamma, without label smoothing. Images that are mixed
-    have a soft target in all of them."""
+    name: Literal["cross-entropy", "bce", "focal", "mse", "l1", "huber"] = "cross-entropy"
+    """Cross entropy, binary cross entropy, focal loss, or one of numbers. bce: the mean over
+    classes, each by itself; focal: cross entropy times (1 - p)^gamma, without label smoothing.
+    Images that are mixed have a soft target in all of them. mse, l1, huber (delta 1): the mean over
+    data.target_columns."""
     gamma: float = 2.0
     """focal: the exponent, 1 or more."""
     class_weights: Literal["none", "balanced"] = "none"

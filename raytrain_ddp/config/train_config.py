@@ -159,6 +159,8 @@ class TrainConfig:
         grow = self.data.grow_epochs
         rule = f"must be below epochs = {self.epochs}; else no image has data.image_size"
         require(bool(self.steps) or grow < self.epochs, "data.grow_epochs", grow, rule)
+        if self.task == "image-classification" or self.data.target_columns:
+            self.require_loss()
         self.require_slots(self.scaling.worker_range()[1])
         if self.exact:
             self._require_exact()
@@ -173,6 +175,20 @@ class TrainConfig:
         rule = "must be on with exact = true: other kernels sum in an order of their own"
         deterministic = self.compute.deterministic
         require(deterministic, "compute.deterministic", deterministic, rule)
+
+    def require_loss(self) -> None:
+        """Raises ConfigError if the loss, or what goes with it, cannot use the kind of targets."""
+        name, weights, columns = self.loss.name, self.loss.class_weights, self.data.target_columns
+        of_numbers = name in ("mse", "l1", "huber")
+        rule = "compares numbers: name their columns with --data.target-columns"
+        require(bool(columns) or not of_numbers, "loss.name", name, rule)
+        rule = "must be bce (labels), or mse, l1 or huber (numbers) with data.target_columns"
+        require(not columns or name == "bce" or of_numbers, "loss.name", name, rule)
+        rule = "must be none with data.target_columns, which are no classes"
+        require(not columns or weights == "none", "loss.class_weights", weights, rule)
+        for kind in ("mixup", "cutmix"):
+            alpha, rule = getattr(self.augment, kind), f"mixes labels, but loss.name = {name}"
+            require(not of_numbers or not alpha, f"augment.{kind}", alpha, rule)
 
     @property
     def max_time_s(self) -> float:

@@ -112,7 +112,7 @@ class Mixed:
     """The labels of mixed images.
 
     Args:
-        labels, partners: class indices, int64 (n,).
+        labels, partners: class indices, int64 (n,), or labels, float (n, labels).
         share: the weight of each image's own label; the rest is its partner's.
     """
 
@@ -124,7 +124,7 @@ class Mixed:
         """The loss with labels mixed in these shares, shape ().
 
         Args:
-            of: the mean loss for labels, int64 (n,); linear in the target that they stand for.
+            of: the mean loss for labels; linear in the target that they stand for.
         """
         own = of(self.labels)
         return own if self.share == 1 else self.share * own + (1 - self.share) * of(self.partners)
@@ -168,7 +168,7 @@ def mix(
 
     Args:
         inputs: float (n, 3, h, w), not modified; the result keeps its memory format.
-        labels: int64 (n,).
+        labels: int64 (n,), or float (n, labels).
         partners: from `partners_of`, int64 (n,), on the device; None if neither is enabled.
     """
     if partners is None or (not config.mixup and not config.cutmix):

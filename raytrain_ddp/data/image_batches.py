@@ -11,6 +11,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import torch
 
 from raytrain_ddp.config.input_sections import AugmentConfig, DataConfig
@@ -30,8 +31,9 @@ _CROP, _FLIP, _POLICY, _ERASE = range(4)  # streams of random numbers
 def image_data(
     source: ImageSource, config: DataConfig, augment: AugmentConfig | None, classes: int
 ) -> Data:
-    """Batches of {"image": uint8 (n, 3, height, width), channels last; "label": int64 (n,)}; also
-    {"flip": bool (n,)}, {"erase": (n, 4)}, {"partner": int64 (n,)} where `augment` asks for them.
+    """Batches of {"image": uint8 (n, 3, height, width), channels last; "label": int64 (n,), or
+    float32 (n, targets)}; also {"flip": bool (n,)}, {"erase": (n, 4)}, {"partner": int64 (n,)}
+    where `augment` asks for them.
 
     Depending on `config.bad_records`, a bad record is an error or is omitted from its batch.
 
@@ -45,6 +47,12 @@ def image_data(
         plain, share = AugmentConfig(crop="none"), config.eval_crop
         return Data(source, _Collate(source, config, plain, classes, share))
     return Data(source, _Collate(source, config, augment, classes))
+
+
+def _stacked(labels: Sequence[Any]) -> torch.Tensor:
+    if labels and isinstance(labels[0], np.ndarray):
+        return torch.from_numpy(np.stack(labels))
+    return torch.tensor(labels, dtype=torch.int64)
 
 
 _GROWS_BY = 32  # pixels
@@ -91,7 +99,7 @@ class _Collate:
         self._told: set[int] = set()  # rows already reported
         self._policy_draws = policy_draws(augment)
 
-    def __call__(self, records: Sequence[tuple[Any, int]], draws: Draws) -> Batch:
+    def __call__(self, records: Sequence[tuple[Any, Any]], draws: Draws) -> Batch:
         crops = draws.uniform(crop_draws(self._augment), _CROP).tolist()
         policies = draws.uniform(self._policy_draws, _POLICY).tolist()
         images = torch.empty((0, 3, 1, 1), dtype=torch.uint8)
@@ -113,19 +121,19 @@ class _Collate:
             if self._policy_draws:
                 out[0] = apply_policy(out[0], self._augment, policies[place])
             kept.append(place)
-        labels = torch.tensor([records[place][1] for place in kept], dtype=torch.int64)
+        labels = _stacked([records[place][1] for place in kept])
         size = images.shape[-2], images.shape[-1]
         made = device_augmentation(self._augment, draws.of(kept), size)
         return {"image": images[: len(kept)], "label": labels, **made}
 
     def _pictures(
-        self, records: Sequence[tuple[Any, int]], rows: list[int]
+        self, records: Sequence[tuple[Any, Any]], rows: list[int]
     ) -> Iterator[tuple[int, EncodedImage]]:
         """(place, opened picture) of each record that can be opened; one for all repeats of a
         row."""
         before, picture = -1, None
         for place, (row, (image, label)) in enumerate(zip(rows, records, strict=True)):
-            if not 0 <= label < self._classes:
+            if isinstance(label, int) and not 0 <= label < self._classes:
                 where = self._source.where(row)
                 raise DataError(
                     f"{where}: label {label} is not in the range 0 to {self._classes - 1}."

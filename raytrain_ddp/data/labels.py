@@ -12,7 +12,7 @@ import pyarrow as pa
 
 from raytrain_ddp.errors import DataError
 
-Kind = Literal["integer", "number", "boolean", "string"]
+Kind = Literal["integer", "number", "boolean", "string", "list"]
 
 _INTEGER = re.compile(r"0|[1-9][0-9]*")
 _CLASSES_SHOWN = 5
@@ -147,7 +147,7 @@ class Labels:
         if not is_label(value):
             return "is an empty string" if value == "" else "is null"
         if is_fraction(value):
-            return f"{value:g} is not a whole number"
+            return f"{value:g} is not a whole number (for regression, see data.target_columns)"
         if self._last is not None:
             why = ": negative numbers mark rows without a label" if value < 0 else ""
             return f"{value} is not in the range 0 to {self._last}{why}"

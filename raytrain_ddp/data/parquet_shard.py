@@ -64,12 +64,16 @@ def open_parquet(at: Opened, columns: Columns) -> ParquetShard:
     leaves, path_column, kind = check_columns(at.name, file.schema_arrow, columns)
     if path_column == columns.image:
         at = at.below(columns.root)
-    places = {file.metadata.schema.column(i).path: i for i in range(file.metadata.num_columns)}
+    places: dict[str, int] = {}
+    for i in range(file.metadata.num_columns):
+        path = file.metadata.schema.column(i).path
+        places[path] = i
+        places.setdefault(path.partition(".")[0], i)  # of a column of lists
     groups = tuple(
-        _row_group(file.metadata.row_group(i), places, leaves, columns.label, kind)
+        _row_group(file.metadata.row_group(i), places, leaves, columns.labels, kind)
         for i in range(file.metadata.num_row_groups)
     )
-    names = hugging_face_names(file.schema_arrow, columns.label)
+    names = None if columns.targets else hugging_face_names(file.schema_arrow, columns.label)
     class_names = distinct_names(names, at.name) if names else None
     digest = sha256(footer).hexdigest()
     return ParquetShard(at, size, digest, groups, kind, class_names, path_column, footer)
@@ -94,7 +98,11 @@ def _parsed(footer: bytes) -> Any:
 
 
 def _row_group(
-    group: Any, places: dict[str, int], leaves: tuple[str, ...], label_column: str, kind: Kind
+    group: Any,
+    places: dict[str, int],
+    leaves: tuple[str, ...],
+    of_labels: tuple[str, ...],
+    kind: Kind,
 ) -> RowGroup:
     first = group.column(places[leaves[0]])
     known = [group.column(places[leaf]).statistics for leaf in leaves]
@@ -103,8 +111,8 @@ def _row_group(
     without_image = max(0, counted - (len(leaves) - 1) * group.num_rows)
     if nulls[0] == 0:
         leaves = leaves[:1]
-    columns = (*leaves, label_column)
-    label = group.column(places[label_column]).statistics if kind == "integer" else None
+    columns = (*leaves, *of_labels)
+    label = group.column(places[of_labels[0]]).statistics if kind == "integer" else None
     labels = None
     if label is not None and label.has_null_count and (label.has_min_max or label.null_count):
         least, largest = (label.min, label.max) if label.has_min_max else (0, 0)

@@ -17,6 +17,7 @@ from pyarrow import fs as pafs
 
 from raytrain_ddp.data.labels import Kind, kind_of
 from raytrain_ddp.data.sources import BadRecord
+from raytrain_ddp.data.targets import kind_of_targets
 from raytrain_ddp.errors import DataError, RaytrainError, did_you_mean
 from raytrain_ddp.uri import attempt, open_uri, reason_of
 
@@ -30,18 +31,28 @@ class Columns(NamedTuple):
 
     Args:
         root: folder of the images that a list names; None: that of the list.
+        targets: instead of `label`; see targets.py.
+        binary: the targets are labels, which a row has or has not.
     """
 
     image: str
     label: str
     root: str | None = None
+    targets: tuple[str, ...] = ()
+    binary: bool = False
+
+    @property
+    def labels(self) -> tuple[str, ...]:
+        """The columns with the labels or targets."""
+        return self.targets or (self.label,)
 
 
 class RowGroup(NamedTuple):
     """Rows that are read together.
 
     Args:
-        columns: to read: the images' bytes, their paths if any bytes are missing, the labels.
+        columns: to read: the images' bytes, their paths if any bytes are missing, those of the
+            labels.
         size_bytes: of these columns, uncompressed.
         image_bytes: of the images' bytes, as stored.
         labels: (nulls, min, max) of integer labels; None if the file has no statistics for them.
@@ -129,15 +140,14 @@ class Shard(ABC):
         """
         return self._answered([group], columns, f", row group {group}")
 
-    def values(self, column: str) -> list[Any]:
-        """A small column of all row groups as Python values, shape (rows,).
+    def values(self, *columns: str) -> list[Any]:
+        """Small columns of all row groups as Python values, see `rows_in`.
 
         Raises:
             DataError: like `read`.
         """
         groups = [group for group, row_group in enumerate(self.groups) if row_group.rows]
-        values: list[Any] = self._answered(groups, [column], "").column(0).to_pylist()
-        return values
+        return rows_in(self._answered(groups, columns, ""), columns)
 
     def where(self, row: int) -> str:
         """The file and the row in it, for messages."""
@@ -163,6 +173,13 @@ class Shard(ABC):
         """Columns of row groups as a table, structs flattened."""
 
 
+def rows_in(table: Any, columns: Sequence[str]) -> list[Any]:
+    """The Python value of each row, shape (rows,); of several columns, a tuple."""
+    # In pure Python: a worker's first read must not import pyarrow.compute, or pandas for to_numpy.
+    values = [table.column(name).to_pylist() for name in columns]
+    return values[0] if len(values) == 1 else list(zip(*values, strict=True))
+
+
 def with_retries(ask: Callable[[], T], is_local: bool) -> T | Exception:
     """Like `attempt`, but retries errors of an object store a little later."""
     outcome = attempt(ask)
@@ -183,21 +200,25 @@ def check_columns(name: str, schema: Any, columns: Columns) -> tuple[tuple[str, 
     Raises:
         DataError: a column is missing, there are two of that name, or it has the wrong type.
     """
-    for column in (columns.image, columns.label):
+    for column in (columns.image, *columns.labels):
         if schema.names.count(column) > 1:
             raise DataError(f"{name}: has several columns named {column!r}.")
         if column not in schema.names:
             raise DataError(
                 f"{name}: no column {column!r} among {', '.join(schema.names)}."
                 f"{did_you_mean(column, schema.names)} Set --data.image-column or "
-                "--data.label-column."
+                f"--data.{'target-columns' if columns.targets else 'label-column'}."
             )
-    image, label = schema.field(columns.image).type, schema.field(columns.label).type
+    image, label = (schema.field(name).type for name in (columns.image, columns.labels[0]))
     kind = kind_of(label)
-    if kind is None:
+    if columns.targets:
+        types = {column: schema.field(column).type for column in columns.targets}
+        kind = kind_of_targets(name, types, columns.binary)
+    elif kind is None:
         raise DataError(
             f"{name}: column {columns.label!r} is {label}; expected one integer, string or "
-            "boolean per row. Set --data.label-column."
+            "boolean per row. Set --data.label-column; or, for several labels or numbers, "
+            "--data.target-columns."
         )
     leaves: tuple[str, ...] = ()
     path_column = ""

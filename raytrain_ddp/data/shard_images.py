@@ -17,12 +17,12 @@ import numpy as np
 from raytrain_ddp.config.input_sections import DataConfig
 from raytrain_ddp.data.disk_cache import DiskCache
 from raytrain_ddp.data.image_folder import sizes_of
-from raytrain_ddp.data.labels import Labels, how_mapped
+from raytrain_ddp.data.labels import how_mapped
 from raytrain_ddp.data.row_group_cache import RowGroupCache, RowMask
 from raytrain_ddp.data.sample_rng import Rows
-from raytrain_ddp.data.shard import Columns, Shard, image_at, join_some
+from raytrain_ddp.data.shard import Columns, Shard, image_at, join_some, rows_in
 from raytrain_ddp.data.shard_formats import open_shards
-from raytrain_ddp.data.shard_labels import all_values, class_names_of
+from raytrain_ddp.data.shard_labels import all_values, labels_of
 from raytrain_ddp.data.sources import BadRecord
 from raytrain_ddp.errors import DataError
 
@@ -44,9 +44,10 @@ class ShardImages:
     Args:
         paths: paths or URIs of files; rows are numbered consecutively in this order.
         config: `image_column` is struct<bytes, path>, binary, or paths; `label_column` integers,
-            strings or booleans.
+            strings or booleans. With `target_columns`, labels are float32 (targets,).
         classes: class names. Default: those of the ClassLabel feature, or else the distinct labels,
             sorted, which requires reading the label columns.
+        binary: the targets are labels, which a row has or has not.
 
     Raises:
         NoLabelsError: no row has a label.
@@ -55,9 +56,13 @@ class ShardImages:
     """
 
     def __init__(
-        self, paths: Sequence[str], config: DataConfig, classes: Sequence[str] | None = None
+        self,
+        paths: Sequence[str],
+        config: DataConfig,
+        classes: Sequence[str] | None = None,
+        binary: bool = False,
     ) -> None:
-        self._columns = columns_of(config)
+        self._columns = columns_of(config, binary)
         self._shards = open_shards(paths, self._columns)
         self._blocks = [  # (shard, row group)
             (shard, group)
@@ -72,13 +77,10 @@ class ShardImages:
         self.block_bytes: Rows = np.array([group.size_bytes for group in groups], np.int64)
         self._starts = np.cumsum(self.blocks) - self.blocks
         self.prefers_blocks = sum(group.image_bytes for group in groups) > _BLOCKS_FROM_BYTES
-        self.class_names = class_names_of(self._shards, self._columns.label, classes)
-        self._labels_of = {
-            shard.uri: Labels(self.class_names, shard.kind, shard.class_names)
-            for shard in self._shards
-        }
+        self.class_names, self._labels_of = labels_of(self._shards, self._columns, classes)
         unnamed = [s for s in self._shards if s.kind in ("integer", "number") and not s.class_names]
-        self.mapped = how_mapped(self.class_names) if unnamed and classes is None else ""
+        is_own = classes is None and not self._columns.targets
+        self.mapped = how_mapped(self.class_names) if unnamed and is_own else ""
         self._check_statistics()
         self._require_images()
         self._remote = any(not shard.is_local for shard in self._shards)
@@ -102,7 +104,7 @@ class ShardImages:
         twin._groups = twin._new_groups(lambda b: used(int(self._starts[b]), int(ends[b])))
         return twin
 
-    def read(self, rows: Rows) -> list[tuple[Image, int]]:
+    def read(self, rows: Rows) -> list[tuple[Image, Any]]:
         blocks = self._blocks_of(rows)
         places = rows - self._starts[blocks]
         wanted = list(dict.fromkeys(blocks.tolist()))
@@ -123,16 +125,17 @@ class ShardImages:
         return records
 
     def labels(self) -> Rows:
-        """The class number of each row, shape (rows,). Reads only the label columns.
+        """The class number of each row, shape (rows,), or its targets, float32 (rows, targets).
+        Reads only the label columns.
 
         Raises:
             DataError: a label is null or not a class; names the row.
         """
-        numbers: list[int] = []
+        numbers: list[Any] = []
         shards = [shard for shard in self._shards if any(group.rows for group in shard.groups)]
-        for shard, values in zip(shards, all_values(shards, self._columns.label), strict=True):
+        for shard, values in zip(shards, all_values(shards, self._columns.labels), strict=True):
             numbers += self._numbers(shard, values, len(numbers))
-        return np.array(numbers, np.int64)
+        return np.array(numbers, np.float32 if self._columns.targets else np.int64)
 
     def ahead(self, rows: Rows) -> None:
         """Starts reading the row groups of these rows, which must not have been read. Returns at
@@ -180,7 +183,7 @@ class ShardImages:
         if not all(map(self._has_paths_only, self._shards)):
             return []
         shards = [shard for shard in self._shards if any(group.rows for group in shard.groups)]
-        values = zip(shards, all_values(shards, self._columns.image), strict=True)
+        values = zip(shards, all_values(shards, [self._columns.image]), strict=True)
         return [os.path.join(s.at.image_root, path or "") for s, own in values for path in own]
 
     def where(self, row: int) -> str:
@@ -201,28 +204,27 @@ class ShardImages:
             name = f"{self._key(shard)}-{group}"
             table = self._cache.table(name, lambda: shard.read(group, columns))
         kept: dict[str, Any] = {}
-        for name in columns[:-1]:
+        for name in columns[: -len(self._columns.labels)]:
             column = table.column(name)
             kept["paths" if name == shard.path_column else "images"] = (
                 column.chunk(0) if column.num_chunks == 1 else column
             )
         return _Group(labels=self._labels(block, table), nbytes=table.nbytes, **kept)
 
-    def _labels(self, block: int, table: Any) -> list[int]:
-        # In pure Python: a worker's first read must not import pyarrow.compute, or pandas for
-        # to_numpy.
-        values = table.column(self._columns.label).to_pylist()
+    def _labels(self, block: int, table: Any) -> list[Any]:
+        values = rows_in(table, self._columns.labels)
         return self._numbers(self._blocks[block][0], values, int(self._starts[block]))
 
-    def _numbers(self, shard: Shard, values: Sequence[Any], start: int) -> list[int]:
-        """The class numbers of rows start, start + 1, ... of a file."""
+    def _numbers(self, shard: Shard, values: Sequence[Any], start: int) -> list[Any]:
+        """The class numbers or targets of rows start, start + 1, ... of a file."""
         labels = self._labels_of[shard.uri]
-        numbers = list(map(labels.number, values))
-        if None in numbers:
-            place = numbers.index(None)
+        numbers: list[Any] = list(map(labels.number, values))
+        place = next((place for place, number in enumerate(numbers) if number is None), None)
+        if place is not None:
             wrong = labels.what_is_wrong(values[place])
-            raise DataError(f"{self.where(start + place)}: {self._columns.label} {wrong}.")
-        return numbers  # type: ignore[return-value]
+            column = "" if self._columns.targets else f"{self._columns.label} "
+            raise DataError(f"{self.where(start + place)}: {column}{wrong}.")
+        return numbers
 
     def _images_at(self, apart: Sequence[tuple[int, Shard, str]]) -> Iterable[Image]:
         """Reads images stored in separate files; from an object store, in parallel."""
@@ -237,7 +239,8 @@ class ShardImages:
         return RowGroupCache(self._load, *sizes, threads, used)
 
     def _key(self, shard: Shard) -> str:
-        identity = f"{shard.name} {shard.size_bytes} {shard.digest} {tuple(self._columns[:2])}"
+        columns = (self._columns.image, *self._columns.labels)
+        identity = f"{shard.name} {shard.size_bytes} {shard.digest} {columns}"
         return sha256(identity.encode()).hexdigest()[:32]
 
     def _has_paths_only(self, shard: Shard) -> bool:
@@ -283,15 +286,16 @@ class ShardImages:
                 raise DataError(f"{shard.name}, row group {group}: its statistics are damaged.")
 
 
-def columns_of(config: DataConfig) -> Columns:
-    return Columns(config.image_column, config.label_column, config.root)
+def columns_of(config: DataConfig, binary: bool = False) -> Columns:
+    targets = config.target_columns
+    return Columns(config.image_column, config.label_column, config.root, targets, binary)
 
 
 @dataclass(frozen=True)
 class _Group:
     """A row group in memory: Arrow arrays from which rows are copied when they are read."""
 
-    labels: list[int]
+    labels: list[Any]
     nbytes: int
     images: Any = None
     paths: Any = None

@@ -17,11 +17,52 @@ from raytrain_ddp.data.labels import (
     numbers_in,
 )
 from raytrain_ddp.data.permutation import Feistel
-from raytrain_ddp.data.shard import Shard, join_some
+from raytrain_ddp.data.shard import Columns, Shard, join_some
+from raytrain_ddp.data.targets import Targets, names_in_lists
 from raytrain_ddp.errors import DataError
 
 _READERS = 16
 _TRIED = 32  # row groups searched for all classes before reading all of them
+
+
+def labels_of(
+    shards: Sequence[Shard], columns: Columns, classes: Sequence[str] | None
+) -> tuple[list[str], dict[str, Labels | Targets]]:
+    """The names of the classes or targets, and the mapping of each file's values by its URI.
+
+    Raises:
+        DataError: as `class_names_of` and `_target_names`.
+    """
+    if columns.targets:
+        names = _target_names(shards, columns, classes)
+        targets = Targets(columns.targets, names, shards[0].kind, columns.binary)
+        return names, {shard.uri: targets for shard in shards}
+    names = class_names_of(shards, columns.label, classes)
+    return names, {shard.uri: Labels(names, shard.kind, shard.class_names) for shard in shards}
+
+
+def _target_names(
+    shards: Sequence[Shard], columns: Columns, classes: Sequence[str] | None
+) -> list[str]:
+    """The columns of targets; or the given classes, or else the labels that occur in a column of
+    lists.
+
+    Raises:
+        DataError: files disagree about the kind of the columns, or classes are given for columns.
+    """
+    if len({shard.kind for shard in shards}) > 1:
+        files = join_some([shard.name for shard in shards], 2)
+        raise DataError(f"{files}: {columns.targets[0]!r} is a column of lists in some files only.")
+    if shards[0].kind == "list":
+        used = [shard for shard in shards if any(listed.rows for listed in shard.groups)]
+        rows = [row for values in all_values(used, columns.targets) for row in values]
+        return names_in_lists(rows) if classes is None else list(classes)
+    if classes is not None and tuple(classes) != columns.targets:
+        raise DataError(
+            f"data.classes = {tuple(classes)!r}: the names of targets are those of their columns: "
+            "remove it."
+        )
+    return list(columns.targets)
 
 
 def class_names_of(
@@ -52,10 +93,10 @@ def class_names_of(
     return own or _dense_labels(shards, column) or _labels_that_occur(shards, column)
 
 
-def all_values(shards: Sequence[Shard], column: str) -> Iterator[list[Any]]:
-    """The labels of each file; reads several files in parallel."""
+def all_values(shards: Sequence[Shard], columns: Sequence[str]) -> Iterator[list[Any]]:
+    """The values of small columns of each file, see `rows_in`; reads several files in parallel."""
     with ThreadPoolExecutor(_READERS, thread_name_prefix="labels") as pool:
-        yield from pool.map(lambda shard: shard.values(column), shards)
+        yield from pool.map(lambda shard: shard.values(*columns), shards)
 
 
 def _has_none(shard: Shard) -> bool:
@@ -90,7 +131,7 @@ def _labels_that_occur(shards: Sequence[Shard], column: str) -> list[str]:
     used = [shard for shard in shards if any(listed.rows for listed in shard.groups)]
     good: set[Any] = set()
     bad: tuple[Shard, int, Any] | None = None  # the first: its file, row, value
-    for shard, values in zip(used, all_values(used, column), strict=True):
+    for shard, values in zip(used, all_values(used, [column]), strict=True):
         for value in set(values):
             if is_class_value(value, kind):
                 good.add(value)

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from threading import Thread
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 import numpy as np
 
@@ -24,6 +24,8 @@ from raytrain_ddp.errors import DataError
 from raytrain_ddp.events import DataSummary, SplitSummary
 from raytrain_ddp.uri import attempt
 
+Predicted = Literal["classes", "labels", "targets"]
+
 _NAMES_SHOWN = 5
 _COUNTED_WITHIN_S = 20.0  # runs while the model is prepared; no long waits for slow storage
 _NO_EVALUATION = (
@@ -38,10 +40,10 @@ class ImageSource(Source, Protocol):
 
     class_names: list[str]
 
-    def read(self, rows: Rows) -> Sequence[tuple[Any, int]]: ...
+    def read(self, rows: Rows) -> Sequence[tuple[Any, Any]]: ...
 
-    def labels(self) -> Rows:
-        """The class number of each row, shape (rows,)."""
+    def labels(self) -> Any:
+        """The class number of each row, shape (rows,), or its targets, float32 (rows, targets)."""
 
     def where(self, row: int) -> str:
         """The file and row, for messages."""
@@ -54,12 +56,14 @@ class Splits:
     Args:
         eval_from: where the evaluation split comes from; "" without one.
         notes: sentences about data that is not used, and other remarks.
+        predicted: what `class_names` are.
     """
 
     train: ImageSource
     eval: ImageSource | None
     eval_from: str
     notes: tuple[str, ...]
+    predicted: Predicted = "classes"
     _labels: dict[str, Rows] = field(default_factory=dict)
     _error: list[Exception] = field(default_factory=list)
     _repeated: list[str] = field(default_factory=list)
@@ -96,6 +100,7 @@ class Splits:
             classes=len(names),
             names=names[:_NAMES_SHOWN],
             notes=[*self.notes, *self._repeated],
+            predicted=self.predicted,
         )
 
     def _count(self) -> None:
@@ -105,7 +110,10 @@ class Splits:
                 if isinstance(found, Exception):
                     self._error.append(found)
                     return
-                self._labels[name] = np.bincount(found, minlength=len(self.class_names))
+                if self.predicted == "classes":
+                    self._labels[name] = np.bincount(found, minlength=len(self.class_names))
+                elif self.predicted == "labels":
+                    self._labels[name] = found.sum(0, dtype=np.int64)
         self._repeated += _repeated(*(getattr(s, "paths", list)() for s in (self.train, self.eval)))
 
     def _summary_of(self, split: str, source: ImageSource, origin: str = "") -> SplitSummary:
@@ -129,8 +137,11 @@ class Splits:
                 close()
 
 
-def open_splits(config: DataConfig, found: Found | None = None) -> Splits:
+def open_splits(config: DataConfig, found: Found | None = None, binary: bool = False) -> Splits:
     """Opens the data that `config` refers to, or that was already `found`.
+
+    Args:
+        binary: the targets are labels, which a row has or has not.
 
     The classes are `config.classes` if set, or else those of the training set.
 
@@ -143,31 +154,34 @@ def open_splits(config: DataConfig, found: Found | None = None) -> Splits:
     if found is None or config.holdout:  # a holdout replaces the evaluation split
         found = locate(replace(config, eval_split="none" if config.holdout else config.eval_split))
     try:
-        train: ImageSource = open_images(found.train, config, config.classes)
+        train: ImageSource = open_images(found.train, config, config.classes, binary)
     except UnknownClassError as error:
         raise DataError(
             f"{error} The classes of the run are those of data.classes: correct or remove it."
         ) from None
     classes = train.class_names
-    if len(classes) < 2:
+    targets: Predicted = "labels" if binary else "targets"
+    predicted: Predicted = targets if config.target_columns else "classes"
+    if len(classes) < 2 and predicted != "targets":
         unread = "".join(f" ({note[:-1]})." for note in found.notes if note[:8] == "not used")
         raise DataError(
-            f"data.source has only one class, {classes[0]!r}: it must have folders "
-            f"or labels for at least 2 classes.{unread}"
+            f"data.source has only {f'one class, {classes[0]!r}' if classes else 'empty lists'}: "
+            f"it must have folders or labels for at least 2 classes.{unread}"
         )
     notes = [*found.notes, *_notes_of(train, "the training set")]
-    if config.root not in (None, TORCHVISION_ROOT) and not getattr(train, "uses_root", False):
-        notes.append("data.root is not used for the training set, which is no list of images.")
+    notes += _unused_root(train, config)
     if config.holdout:
         held = _held(train, config)
         from_told = f"{config.holdout:.3g} of the training set (data.holdout)"
-        return Splits(
-            HoldoutPart(train, held, True), HoldoutPart(train, held, False), from_told, tuple(notes)
-        )
+        parts = HoldoutPart(train, held, True), HoldoutPart(train, held, False)
+        return Splits(*parts, from_told, tuple(notes), predicted)
     evaluation, eval_from = None, ""
     if found.eval is not None:
         try:
-            evaluation, eval_from = open_images(found.eval, config, classes), found.eval_from
+            evaluation, eval_from = (
+                open_images(found.eval, config, classes, binary),
+                found.eval_from,
+            )
             split = getattr(evaluation, "split", "")
             if split and not found.eval.name:  # torchvision sets choose it when opened
                 eval_from = f"the {split} split of {eval_from}"
@@ -181,20 +195,30 @@ def open_splits(config: DataConfig, found: Found | None = None) -> Splits:
         notes.append(_NO_EVALUATION)
     elif evaluation is not None:
         notes += _notes_of(evaluation, "the evaluation set")
-    return Splits(train, evaluation, eval_from, tuple(notes))
+    return Splits(train, evaluation, eval_from, tuple(notes), predicted)
 
 
 def open_images(
-    found: Located, config: DataConfig, classes: Sequence[str] | None = None
+    found: Located,
+    config: DataConfig,
+    classes: Sequence[str] | None = None,
+    binary: bool = False,
 ) -> ImageSource:
     """The source that `locate` found.
 
     Args:
         classes: the class names to map labels to. Default: the source's own.
+        binary: see `open_splits`.
     """
     classes = None if classes is None else [normalized(name) for name in classes]
     if found.kind == "files":
-        return ShardImages(found.paths, config, classes)
+        return ShardImages(found.paths, config, classes, binary)
+    if config.target_columns:
+        raise DataError(
+            f"data.{'source' if found.split == 'train' else 'eval_source'} has no columns, but "
+            "data.target_columns is set: give Parquet files, or a list of the images (CSV, TSV, "
+            "JSON lines)."
+        )
     if found.kind == "folder":
         return FolderImages(found.paths[0], classes)
     from raytrain_ddp.data.torchvision_datasets import TorchvisionImages
@@ -204,8 +228,15 @@ def open_images(
     return TorchvisionImages(found.paths[0], root, train, classes, whole, found.name)
 
 
+def _unused_root(train: ImageSource, config: DataConfig) -> Iterator[str]:
+    if config.root not in (None, TORCHVISION_ROOT) and not getattr(train, "uses_root", False):
+        yield "data.root is not used for the training set, which is no list of images."
+
+
 def _held(train: ImageSource, config: DataConfig) -> HoldoutRows:
-    rows = held_out(train.labels(), config.holdout, config.holdout_seed)
+    labels = train.labels()
+    strata = labels if labels.ndim == 1 else np.zeros(len(labels), np.int64)
+    rows = held_out(strata, config.holdout, config.holdout_seed)
     return HoldoutRows(rows, f"{config.holdout!r} {config.holdout_seed}")
 
 

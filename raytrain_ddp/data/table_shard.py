@@ -20,6 +20,7 @@ from raytrain_ddp.data.shard import (
     check_columns,
     is_string,
     label_range,
+    rows_in,
 )
 from raytrain_ddp.errors import DataError
 
@@ -63,12 +64,12 @@ def open_list(at: Opened, columns: Columns) -> TableShard:
             f"{at.name}: column {columns.image!r} is {table.schema.field(columns.image).type}; "
             "paths of files are expected. Set --data.image-column."
         )
-    kept = (*leaves, columns.label)
+    kept = (*leaves, *columns.labels)
     table = table.select(kept)
     groups = []
     for start in range(0, table.num_rows, _GROUP_ROWS):
         part = table.slice(start, _GROUP_ROWS)
-        labels = label_range(part[columns.label].to_pylist(), kind)
+        labels = label_range(rows_in(part, columns.labels), kind)
         missing = sum(not path for path in part[columns.image].to_pylist())
         groups.append(RowGroup(part.num_rows, kept, part.nbytes, 0, labels, missing))
     digest = sha256(content).hexdigest()
@@ -92,16 +93,17 @@ def open_arrow(at: Opened, columns: Columns) -> TableShard:
         schema, batches = stream.schema, list(stream)
         size = file.size()
     leaves, path_column, kind = check_columns(at.name, schema, columns)
-    names = hugging_face_names(schema, columns.label)
-    table = pa.Table.from_batches(batches, schema).select([columns.image, columns.label]).flatten()
+    names = None if columns.targets else hugging_face_names(schema, columns.label)
+    table = pa.Table.from_batches(batches, schema)
+    table = table.select([columns.image, *columns.labels]).flatten()
     groups, digest, start = [], sha256(schema.to_string().encode()), 0
     for rows in map(len, batches):
         part = table.slice(start, rows)
         images = [part[leaf] for leaf in leaves]
         used = leaves if images[0].null_count else leaves[:1]
         bytes_of = sum(image.nbytes for image in images)
-        values = part[columns.label].to_pylist()
-        kept, labels = (*used, columns.label), label_range(values, kind)
+        values = rows_in(part, columns.labels)
+        kept, labels = (*used, *columns.labels), label_range(values, kind)
         missing = sum(image.null_count for image in images) - (len(images) - 1) * rows
         groups.append(RowGroup(rows, kept, part.nbytes, bytes_of, labels, max(0, missing)))
         digest.update(f"{rows} {part.nbytes} {values}".encode())

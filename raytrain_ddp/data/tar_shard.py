@@ -125,6 +125,11 @@ def open_tar(at: Opened, columns: Columns) -> TarShard:
         )
     if not at.name.lower().endswith(".tar"):
         raise DataError(f"{at.name}: compressed, so its rows cannot be read apart: decompress it.")
+    if columns.targets:
+        raise DataError(
+            f"{at.name}: data.target_columns are read from Parquet, Arrow and lists only: write "
+            "the targets into a list of the images."
+        )
     status = os.stat(at.path)
     index = _index_of(at, columns, status)
     label = index.schema.field("label").type

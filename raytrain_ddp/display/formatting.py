@@ -63,16 +63,19 @@ def format_data(data: DataSummary | None, unit: str) -> list[tuple[str, str]]:
     """(title, text) of each line about the data, from `Splits.summary`; none without data."""
     if data is None:
         return []
-    classes = f"{format_count(data.classes)} classes"
+    what = data.predicted
+    one = "class" if what == "classes" else what.removesuffix("s")
+    classes = f"{format_count(data.classes)} {what if data.classes > 1 else one}"
     shown = ", ".join(data.names) + ", ..." * (data.classes > len(data.names))
     lines = [("training set", f"{format_count(data.train.rows)} {unit} of {classes}: {shown}")]
     shown = "not counted because the storage is slow"
     if data.train.smallest and data.train.largest:
         (small, least), (large, most) = data.train.smallest, data.train.largest
-        shown = f"{format_count(least)} (class {small}) to {format_count(most)} (class {large})"
+        shown = f"{format_count(least)} ({one} {small}) to {format_count(most)} ({one} {large})"
         if least == most:
             shown = f"{format_count(least)} each"
-    lines.append(("class sizes", shown))
+    if what != "targets":  # of numbers
+        lines.append((f"{one} sizes", shown))
     shown = "none"
     if data.eval is not None:
         absent = data.eval.empty or 0

@@ -52,7 +52,7 @@ def _open_data(config: TrainConfig) -> tuple[list[Any], list[Any] | None]:
     other: Source | None
     found = locate(config.data) if config.task in BUILT_IN else None
     if found is not None and found.train.kind != "torchvision":
-        splits = open_splits(config.data, found)
+        splits = open_splits(config.data, found, config.loss.name == "bce")
         train, other = splits.train, splits.eval
         splits.close()
     else:

@@ -14,20 +14,16 @@ from typing import Any
 
 from raytrain_ddp.checkpoint.committed import Checkpoint
 from raytrain_ddp.checkpoint.lookup import find_checkpoint
-from raytrain_ddp.checkpoint.run_folder import checkpoint_store
+from raytrain_ddp.checkpoint.run_folder import RENEWED, STATE_FILE, checkpoint_store
 from raytrain_ddp.checkpoint.storage import Storage, open_storage
 from raytrain_ddp.checkpoint.store import MANIFEST_FILE
 from raytrain_ddp.config.recipe import changed_fields, flat, publishable, to_dict
 from raytrain_ddp.config.train_config import TrainConfig
 from raytrain_ddp.driver.preflight import answered, is_complete
-from raytrain_ddp.driver.run_naming import NamedRun
+from raytrain_ddp.driver.run_naming import NamedRun, find_run
 from raytrain_ddp.errors import CheckpointError, ConfigError, did_you_mean
 
 BRANCH_FILE = "branch.json"
-STATE_FILE = "state.json"  # of a checkpoint
-RENEWED = "renewed"
-"""The key in the copied `STATE_FILE` with the values of parameter groups that the new config sets;
-otherwise those of the checkpoint count."""
 
 # Neither the samples of a step nor the parameters and their state depend on these.
 _SECTIONS = ("augment", "loss", "schedule", "compute", "ddp", "ema", "eval")
@@ -62,13 +58,24 @@ class Branch:
         return f"starts from {self.checkpoint}{', with ' if changes else ''}{changes}"
 
 
+def run_and_branch(
+    config: TrainConfig, default_name: str | None, origin: str | None, allowed: Sequence[str]
+) -> tuple[NamedRun, Branch | None]:
+    """The run of a config, and where it is to start from, as `find_run` and `branch_of`."""
+    if origin and config.name is not None:
+        _require_other(config, origin)
+    run = find_run(config, default_name)
+    return run, branch_of(run, origin, allowed) if origin else None
+
+
 def branch_of(run: NamedRun, origin: str, allowed: Sequence[str]) -> Branch | None:
     """Where a run is to start from; None if it has begun there already. Nothing is written.
 
     Raises:
-        ConfigError: it has begun elsewhere; also like `find_branch`.
+        ConfigError: it has begun elsewhere, or is the origin; also like `find_branch`.
         CheckpointError: like `find_branch`.
     """
+    _require_other(run.config, origin)
     if run.manifest is None:
         return find_branch(run.config, origin, allowed)
     text = run.folder.read(BRANCH_FILE) if run.folder.exists(BRANCH_FILE) else b"{}"
@@ -164,10 +171,25 @@ def _may_change(name: str) -> bool:
     return name in _FIELDS or (name.partition(".")[0] in _SECTIONS and name not in _NOT)
 
 
+def _require_other(config: TrainConfig, origin: str) -> None:
+    own, place = f"{config.storage.rstrip('/')}/{config.name}", _place(config, origin)
+    if "://" not in own:
+        own, place = str(Path(own).absolute()), str(Path(place).absolute())
+    if f"{place.rstrip('/')}/".startswith(f"{own}/"):
+        raise ConfigError(
+            f"--resume-from {origin}: run {config.name} cannot start from itself. To go on with "
+            "it, remove --resume-from; to start a new run, set another --name."
+        )
+
+
+def _place(config: TrainConfig, origin: str) -> str:
+    if "://" in origin or Path(origin).exists():
+        return origin
+    return f"{config.storage.rstrip('/')}/{origin}"
+
+
 def _origin(config: TrainConfig, origin: str) -> Checkpoint:
-    place = origin
-    if "://" not in origin and not Path(origin).exists():
-        place = f"{config.storage.rstrip('/')}/{origin}"
+    place = _place(config, origin)
     folder: Storage = open_storage(place)
     try:
         return find_checkpoint(place, None if folder.exists(MANIFEST_FILE) else "last")

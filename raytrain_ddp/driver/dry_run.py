@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -11,10 +11,15 @@ from raytrain_ddp.config.recipe import dumps, publishable
 from raytrain_ddp.config.train_config import TrainConfig
 from raytrain_ddp.data.splits import Splits
 from raytrain_ddp.display.formatting import format_data
-from raytrain_ddp.driver.branching import Branch, branch_of
+from raytrain_ddp.driver.branching import Branch, run_and_branch
 from raytrain_ddp.driver.preflight import check, is_complete
-from raytrain_ddp.driver.run_naming import NamedRun, find_run
-from raytrain_ddp.ray_backend.placement import choose_layout, local_resources, missing_resources
+from raytrain_ddp.driver.run_naming import NamedRun
+from raytrain_ddp.ray_backend.placement import (
+    Layout,
+    choose_layout,
+    local_resources,
+    missing_resources,
+)
 
 if TYPE_CHECKING:
     from torch import nn
@@ -31,19 +36,22 @@ def dry_run(
     default_name: str | None = None,
     resume_from: str | None = None,
     allow_change: Sequence[str] = (),
+    local: bool = False,
 ) -> str:
     """The resolved config, then the arithmetic that follows from it.
+
+    Args:
+        local: of a run in this process, without Ray.
 
     Raises:
         RaytrainError: any error that `fit` would raise before it takes workers, except for their
             number.
     """
     named = config.data.classes  # classes found in the data are listed below
-    run = find_run(check(config), default_name)
+    run, branch = run_and_branch(check(config), default_name, resume_from, allow_change)
     config, manifest = run.config, run.manifest
-    branch = branch_of(run, resume_from, allow_change) if resume_from else None
     have = local_resources()
-    layout = choose_layout(config, have)
+    layout, where = _workers(config, have, local)
     import torch
 
     from raytrain_ddp.data.epoch_order import items_of_rank
@@ -96,8 +104,7 @@ def dry_run(
         "",
         f"batch          {config.batch_size} = {config.slots} slots x {config.micro_batch} "
         f"{task.unit}",
-        f"workers        {layout.said}, each {_resources(layout.per_worker)}, over "
-        f"{layout.backend}; slots per worker: {', '.join(map(str, per_worker))}",
+        f"workers        {where}; slots per worker: {', '.join(map(str, per_worker))}",
         *(f"{title:<14} {text}" for title, text in data_lines),
         f"steps          {per_epoch} per epoch{times} (the last has {plan.samples(per_epoch - 1)} "
         f"{task.unit}), {steps} in {steps / per_epoch:.4g} epochs",
@@ -111,6 +118,16 @@ def dry_run(
     if lacking:
         lines.append(f"this machine lacks\n{lacking}")
     return "\n".join(lines)
+
+
+def _workers(config: TrainConfig, have: Mapping[str, float], local: bool) -> tuple[Layout, str]:
+    """The workers, and what they are called."""
+    layout = choose_layout(config, have)
+    if not local:
+        return layout, f"{layout.said}, each {_resources(layout.per_worker)}, over {layout.backend}"
+    of_gpu = {name: count for name, count in layout.per_worker.items() if name == "GPU"}
+    place = f"this process, on {'cuda' if layout.use_gpu else 'cpu'}"
+    return replace(layout, least=1, most=1, per_worker=of_gpu), place
 
 
 def _run_state(run: NamedRun, branch: Branch | None) -> str:

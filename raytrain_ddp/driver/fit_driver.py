@@ -16,7 +16,7 @@ from raytrain_ddp.config.effects import effect_notes, under_torchrun
 from raytrain_ddp.config.recipe import dumps, publishable
 from raytrain_ddp.config.train_config import TrainConfig
 from raytrain_ddp.display.progress_display import Display
-from raytrain_ddp.driver.branching import branch_of
+from raytrain_ddp.driver.branching import run_and_branch
 from raytrain_ddp.driver.finish import (
     already_complete,
     draw_run_curves,
@@ -26,7 +26,7 @@ from raytrain_ddp.driver.finish import (
     tidy,
 )
 from raytrain_ddp.driver.preflight import answered, check, is_complete, try_model
-from raytrain_ddp.driver.run_naming import NamedRun, find_run, run_of_rank_0
+from raytrain_ddp.driver.run_naming import NamedRun, run_of_rank_0
 from raytrain_ddp.driver.run_ownership import Show, driven, owned
 from raytrain_ddp.errors import PreflightError, RaytrainError
 from raytrain_ddp.events import End, Note, Plan
@@ -61,8 +61,8 @@ def fit(
         KeyboardInterrupt: Ctrl-C before training began, or twice.
     """
     started = time.monotonic()
-    run = find_run(check(config or TrainConfig()), default_name)
-    branch = branch_of(run, resume_from, allow_change) if resume_from else None
+    config = check(config or TrainConfig())
+    run, branch = run_and_branch(config, default_name, resume_from, allow_change)
     with display or Display() as shown:
         with driven(run, shown.handle, branch) as (run, tell):
             config, folder, manifest = run.config, run.folder, run.manifest
@@ -94,8 +94,10 @@ def fit_locally(
     started = time.monotonic()
     config = check(config or TrainConfig())
     main = os.environ.get("RANK", "0") == "0"
-    run = (find_run if main else run_of_rank_0)(config, default_name)
-    branch = branch_of(run, resume_from, allow_change) if resume_from and main else None
+    if main:
+        run, branch = run_and_branch(config, default_name, resume_from, allow_change)
+    else:
+        run, branch = run_of_rank_0(config, default_name), None
     with display or (Display() if main else Display(Console(quiet=True), live=False)) as shown:
         led = driven(run, shown.handle, branch) if main else nullcontext((run, shown.handle))
         with led as (run, tell):

@@ -45,7 +45,7 @@ def check(config: TrainConfig) -> TrainConfig:
     check_task_name(config.task)
     if config.task in BUILT_IN:
         model = check_weights(config.model, config.storage, lambda: _is_begun(config))
-        config = replace(config, data=_with_classes(config.data), model=model)
+        config = replace(config, data=_with_classes(config), model=model)
     storage = config.storage  # absolute, so that it means the same in each worker and later
     if "://" not in storage:
         storage = str(Path(storage).expanduser().absolute())
@@ -59,17 +59,19 @@ def _is_begun(config: TrainConfig) -> bool:
     return answered(config, lambda: newest_manifest(run_storage(config))) is not None
 
 
-def _with_classes(data: DataConfig) -> DataConfig:
+def _with_classes(config: TrainConfig) -> DataConfig:
     """The data config with the class names, so that all workers and later resumes use the same
     ones. For torchvision sets, which need torch, the workers determine them."""
-    found = locate(data)
+    data, found = config.data, locate(config.data)
     if any(
         split is not None and split.kind == "torchvision" for split in (found.train, found.eval)
     ):
         return data
-    splits = open_splits(data, found)  # reads lists of files and footers, and labels if necessary
+    # Reads lists of files and footers, and labels if necessary.
+    splits = open_splits(data, found, binary=config.loss.name == "bce")
     splits.close()
-    return replace(data, classes=tuple(splits.class_names))
+    names = tuple(splits.class_names)
+    return data if names == data.target_columns else replace(data, classes=names)
 
 
 def try_model(config: TrainConfig, is_new: bool) -> None:
@@ -92,7 +94,8 @@ def try_model(config: TrainConfig, is_new: bool) -> None:
     from raytrain_ddp.tasks.pretrained import begun_model
     from raytrain_ddp.training.param_groups import param_groups
 
-    classes = len(config.data.classes or range(10))  # torchvision's sets: unknown here
+    # Of torchvision's sets, it is unknown here.
+    classes = len(config.data.classes or config.data.target_columns or range(10))
     model, _ = begun_model(config.model, classes, load=is_new)
     Frozen(model, config.model.freeze)  # checks the patterns
     if not config.model.unfreeze_epoch:

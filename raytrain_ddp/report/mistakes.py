@@ -90,7 +90,7 @@ def predict(files: RunFiles, device: str, is_running: bool) -> Predictions:
     except Exception as error:  # the user's code, or opening the data
         raise ConfigError(f"the task cannot be built here: {_line(error)}") from error
     names = getattr(task, "class_names", None)
-    if not names:
+    if not names or config.data.target_columns:
         raise ConfigError(f"task = {config.task!r} is not an image classification.")
     if data is None:
         raise ConfigError("there is no evaluation set.")

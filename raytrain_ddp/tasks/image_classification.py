@@ -1,4 +1,5 @@
-"""Image classification: any model of torchvision or timm, your own, or a small one for digits."""
+"""Classes of images, several labels, or numbers: any model of torchvision or timm, your own, or a
+small one for digits."""
 
 from __future__ import annotations
 
@@ -16,7 +17,7 @@ from raytrain_ddp.data.image_batches import image_data
 from raytrain_ddp.data.sources import Batch, Data
 from raytrain_ddp.data.splits import open_splits
 from raytrain_ddp.errors import ConfigError
-from raytrain_ddp.tasks.classification_loss import Criterion
+from raytrain_ddp.tasks.criterion import Criterion
 from raytrain_ddp.tasks.model_parts import Frozen, freeze
 from raytrain_ddp.tasks.pretrained import begun_model, normalization_note
 from raytrain_ddp.tasks.task import Task
@@ -28,7 +29,8 @@ _WRONG_SIZE = re.compile(r"Wrong image (height|width)|doesn't match model|divisi
 
 
 class ImageClassification(Task):
-    """One of the losses of `Criterion` over class labels; top-1, top-5 and loss as metrics."""
+    """One of the losses of `Criterion` over class labels; top-1, top-5 and loss as metrics. With
+    `data.target_columns`: over several labels, or numbers."""
 
     monitor = "top1"
     goal: Literal["min", "max"] = "max"
@@ -41,7 +43,9 @@ class ImageClassification(Task):
         self.notes: list[str] = []  # about the model
         self._criterion = Criterion(config, self._class_sizes)
         self._scales: dict[torch.device, Tensor] = {}  # mean and std, (2, 3, 1, 1)
-        self.splits = open_splits(config.data)
+        if self._criterion.of_targets:
+            self.monitor, self.goal = self._criterion.monitor, self._criterion.goal
+        self.splits = open_splits(config.data, binary=config.loss.name == "bce")
         self.class_names = self.splits.class_names
 
     def model(self) -> nn.Module:
@@ -80,6 +84,8 @@ class ImageClassification(Task):
 
         classes = len(self.class_names)
         metrics: dict[str, Metric] = {"loss": MeanMetric()}
+        if self._criterion.of_targets:
+            return {**metrics, **self._criterion.metrics(classes)}
         for k in (1, 5):
             if k < classes:
                 metrics[f"top{k}"] = MulticlassAccuracy(classes, top_k=k, average="micro")
@@ -87,10 +93,7 @@ class ImageClassification(Task):
 
     def per_class_metrics(self) -> dict[str, Metric]:
         """Adds "classes": tp, fp, tn, fn and support of each class, shape (classes, 5)."""
-        from torchmetrics.classification import MulticlassStatScores
-
-        counts = MulticlassStatScores(len(self.class_names), average=None)
-        return {**self.metrics(), "classes": counts}
+        return {**self.metrics(), "classes": self._criterion.counts(len(self.class_names))}
 
     def evaluate(self, model: nn.Module, batch: Batch, metrics: Mapping[str, Metric]) -> None:
         logits, labels = _logits(model, self._inputs(batch)).float(), batch["label"]
@@ -98,7 +101,7 @@ class ImageClassification(Task):
             if name == "loss":
                 metric.update(self._criterion.each(logits, labels))
             else:
-                metric.update(logits, labels)
+                metric.update(*self._criterion.compared(logits, labels))
 
     def _class_sizes(self) -> Tensor:
         """Rows of each class in the training set, (classes,); reads all its labels."""

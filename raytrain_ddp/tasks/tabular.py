@@ -1,8 +1,8 @@
-"""Classification of the rows of a table with a multilayer perceptron."""
+"""A multilayer perceptron on the rows of a table: classes, several labels, or numbers."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -15,8 +15,9 @@ from raytrain_ddp.config.train_config import TrainConfig
 from raytrain_ddp.config.validation import require
 from raytrain_ddp.data.holdout import held_out
 from raytrain_ddp.data.sources import ArraySource, Data
+from raytrain_ddp.data.targets import Targets, kind_of_targets
 from raytrain_ddp.errors import DataError
-from raytrain_ddp.tasks.classification_loss import Criterion
+from raytrain_ddp.tasks.criterion import Criterion
 from raytrain_ddp.tasks.task import Task
 
 if TYPE_CHECKING:
@@ -40,8 +41,9 @@ class Standardized(nn.Module):
 
 
 class Tabular(Task):
-    """Predicts `data.label_column` of a CSV, TSV or Parquet file from its other columns, which are
-    numbers. Evaluates on `data.eval_source`, or on `data.holdout` of the rows.
+    """Predicts `data.label_column`, or `data.target_columns`, of a CSV, TSV or Parquet file from
+    its other columns, which are numbers. Evaluates on `data.eval_source`, or on `data.holdout` of
+    the rows.
 
     Args:
         hidden: units of each hidden layer, such as "100" or "64,64".
@@ -61,21 +63,21 @@ class Tabular(Task):
         rule = "must be numbers above 0, separated by commas"
         require(sizes_ok, "task_options.hidden", hidden, rule)
         self._hidden = [int(part) for part in parts]
-        x, labels = _columns(data.source, data.label_column)
-        self.class_names = sorted({*labels.tolist()})
-        if labels.dtype.kind == "f" and len(self.class_names) > len(labels) / 2:
-            raise DataError(
-                f"{data.source}: column {data.label_column!r} has {len(self.class_names)} "
-                f"different numbers in {len(labels)} rows: classes are expected."
-            )
-        y = _numbers(labels, self.class_names, data.source)
         self._criterion = Criterion(config, lambda: torch.bincount(torch.from_numpy(self._y)))
+        wanted, of_targets = data.target_columns or (data.label_column,), self._criterion.of_targets
+        if of_targets:
+            self.monitor, self.goal = self._criterion.monitor, self._criterion.goal
+        self._binary = config.loss.name == "bce" if of_targets else None
+        x, labels = _columns(data.source, wanted, self._binary)
+        self.class_names = [*labels] if of_targets else _classes(labels, data.source)
+        y = self._numbers(labels, data.source)
         if data.eval_source is not None:
-            other, names = _columns(data.eval_source, data.label_column, [*x])
-            ends = _matrix(other), _numbers(names, self.class_names, data.eval_source)
+            other, names = _columns(data.eval_source, wanted, self._binary, [*x])
+            ends = _matrix(other), self._numbers(names, data.eval_source)
             self._x, self._y = _matrix(x), y
         elif data.holdout:
-            kept = held_out(y, data.holdout, data.holdout_seed)
+            strata = np.zeros(len(y), np.int64) if of_targets else y
+            kept = held_out(strata, data.holdout, data.holdout_seed)
             rest = np.setdiff1d(np.arange(len(y)), kept)
             ends = _matrix(x)[kept], y[kept]
             self._x, self._y = _matrix(x)[rest], y[rest]
@@ -107,6 +109,8 @@ class Tabular(Task):
         from torchmetrics.classification import MulticlassAccuracy, MulticlassAUROC
 
         classes = len(self.class_names)
+        if self._criterion.of_targets:
+            return {"loss": MeanMetric(), **self._criterion.metrics(classes)}
         return {
             "loss": MeanMetric(),
             "top1": MulticlassAccuracy(classes, average="micro"),
@@ -117,15 +121,54 @@ class Tabular(Task):
         self, model: nn.Module, batch: Mapping[str, Tensor], metrics: Mapping[str, Metric]
     ) -> None:
         logits = model(batch["x"]).float()
-        metrics["loss"].update(self._criterion.each(logits, batch["y"]))
-        metrics["top1"].update(logits, batch["y"])
-        metrics["auroc"].update(logits.softmax(1), batch["y"])
+        for name, metric in metrics.items():
+            if name == "loss":
+                metric.update(self._criterion.each(logits, batch["y"]))
+            elif name == "auroc":
+                metric.update(logits.softmax(1), batch["y"])
+            else:
+                metric.update(*self._criterion.compared(logits, batch["y"]))
+
+    def _numbers(self, labels: Table, source: str) -> Any:
+        """The class of each row, int64 (rows,), or its targets, float32 (rows, targets)."""
+        if self._binary is None:
+            return _numbers(next(iter(labels.values())), self.class_names, source)
+        targets = Targets([*labels], [*labels], "number", self._binary)
+        rows = [*zip(*(column.tolist() for column in labels.values()), strict=True)]
+        numbers = [targets.number(row) for row in rows]
+        for row, number in enumerate(numbers):
+            if number is None:
+                raise DataError(f"{source}, row {row}: {targets.what_is_wrong(rows[row])}.")
+        return np.stack([number for number in numbers if number is not None])
+
+
+def _classes(labels: Table, source: str) -> list[Any]:
+    """The distinct labels.
+
+    Raises:
+        DataError: they are numbers that are no classes.
+    """
+    ((column, values),) = labels.items()
+    names = sorted({*values.tolist()})
+    if values.dtype.kind == "f" and len(names) > len(values) / 2:
+        raise DataError(
+            f"{source}: column {column!r} has {len(names)} different numbers in {len(values)} "
+            "rows: classes are expected. For regression: --data.target-columns and --loss.name mse."
+        )
+    return names
 
 
 def _columns(
-    source: str, label: str, wanted: list[str] | None = None
-) -> tuple[Table, np.ndarray[Any, Any]]:
-    """The columns of a table but for the labels, and the labels."""
+    source: str,
+    labels: Sequence[str],
+    binary: bool | None,
+    wanted: list[str] | None = None,
+) -> tuple[Table, Table]:
+    """The columns of a table but for the labels, and those of the labels.
+
+    Args:
+        binary: of targets, see `kind_of_targets`; None: classes.
+    """
     import pyarrow as pa
     from pyarrow import csv, parquet
 
@@ -137,19 +180,24 @@ def _columns(
             table = csv.read_csv(source, parse_options=csv.ParseOptions(delimiter=tab))
     except (OSError, pa.ArrowInvalid) as error:
         raise DataError(f"{source}: not a table that can be read: {error}.") from None
-    if label not in table.column_names:
+    lacking = [label for label in labels if label not in table.column_names]
+    if lacking:
+        flag = "label-column is one" if binary is None else "target-columns are some"
         raise DataError(
-            f"{source}: there is no column {label!r}: --data.label-column is one of "
+            f"{source}: there is no column {lacking[0]!r}: --data.{flag} of "
             f"{', '.join(table.column_names)}."
         )
-    names = wanted or [name for name in table.column_names if name != label]
-    twice = [name for name in (*names, label) if table.column_names.count(name) > 1]
+    types = {label: table.schema.field(label).type for label in labels}
+    if binary is not None and kind_of_targets(source, types, binary) == "list":
+        raise DataError(f"{source}: column {labels[0]!r} has lists: give each label a column.")
+    names = wanted or [name for name in table.column_names if name not in labels]
+    twice = [name for name in (*names, *labels) if table.column_names.count(name) > 1]
     if twice:
         raise DataError(f"{source}: there are several columns {twice[0]!r}: rename or remove some.")
     if not names:
-        raise DataError(f"{source}: there is no column beside {label!r}.")
+        raise DataError(f"{source}: there is no column beside {', '.join(map(repr, labels))}.")
     columns: Table = {}
-    for name in (*names, label):
+    for name in (*names, *labels):
         if name not in table.column_names:
             raise DataError(f"{source}: there is no column {name!r}, which the training data have.")
         column = table[name]
@@ -159,7 +207,7 @@ def _columns(
         number = (
             pa.types.is_integer(kind) or pa.types.is_floating(kind) or pa.types.is_boolean(kind)
         )
-        if name != label and not number:
+        if name not in labels and not number:
             raise DataError(
                 f"{source}: column {name!r} has {kind}, not numbers: encode or remove it."
             )
@@ -167,7 +215,7 @@ def _columns(
         if pa.types.is_floating(kind) and not np.isfinite(columns[name]).all():
             row = int(np.flatnonzero(~np.isfinite(columns[name]))[0])
             raise DataError(f"{source}, row {row}: column {name!r} is {columns[name][row]}.")
-    return columns, columns.pop(label)
+    return columns, {label: columns.pop(label) for label in labels}
 
 
 def _matrix(columns: Table) -> np.ndarray[Any, Any]:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from raytrain_ddp.checkpoint.manifest import Manifest
-from raytrain_ddp.checkpoint.run_folder import LOG_FILE
+from raytrain_ddp.checkpoint.run_folder import LOG_FILE, RENEWED, STATE_FILE
 from raytrain_ddp.checkpoint.snapshot import (
     HostSnapshot,
     decode_tensors,
@@ -88,7 +88,7 @@ class TrainState:
         return Snapshot(
             manifest=manifest,
             tensors=tensors,
-            documents={"state.json": progress},
+            documents={STATE_FILE: progress},
             log=list(log),
         )
 
@@ -99,11 +99,11 @@ class TrainState:
             self.average.restart()
         if checkpoint.has(f"{_TRAINED}.safetensors"):  # the other is the average
             self.model.load_state_dict(decode_tensors(checkpoint.read(f"{_TRAINED}.safetensors")))
-        progress = json.loads(checkpoint.read("state.json"))
+        progress = json.loads(checkpoint.read(STATE_FILE))
         tensors = decode_tensors(checkpoint.read("optimizer.safetensors"))
         saved = unflatten_state(tensors, progress["optimizer"])
         for group in saved["param_groups"]:  # the first start of a branch: see branching.py
-            for name in progress.get("renewed", ()):
+            for name in progress.get(RENEWED, ()):
                 group.pop(name, None)
         regroup(self.model, self.optimizer, saved["param_groups"])
         load_optimizer(self.optimizer, saved)

@@ -61,7 +61,8 @@ augment.spread_repeats
 data.bad_records data.config data.eval_crop data.eval_size data.eval_source data.eval_split
 data.exif_orientation data.grow_epochs data.holdout data.holdout_seed
 data.image_column data.image_size data.interpolation data.jpeg_scaling data.label_column
-data.mean data.shuffle data.shuffle_window data.source data.start_size data.std data.train_split
+data.mean data.shuffle data.shuffle_window data.source data.start_size data.std
+data.target_columns data.train_split
 ddp.bucket_cap_mb ddp.compression ddp.find_unused_parameters ddp.gradient_as_bucket_view
 ddp.powersgd_rank ddp.static_graph ddp.sync_batchnorm
 ema.decay ema.warmup

@@ -39,6 +39,14 @@ IDLE = [
     ("--data.interpolation bicubic", "data.interpolation"),
     ("--loss.gamma 3", "loss.gamma"),
     ("--loss.name focal --optim.label-smoothing 0.2", "optim.label_smoothing"),
+    (
+        "--loss.name bce --data.target-columns a b --optim.label-smoothing 0.2",
+        "optim.label_smoothing",
+    ),
+    (
+        "--loss.name bce --data.target-columns a b --data.label-column c",
+        "data.label_column",
+    ),
     ("--optim.weight-decay 0 --optim.decay-norms", "optim.decay_norms"),
     ("--ddp.powersgd-rank 2", "ddp.powersgd_rank"),
     ("--optim.betas 0.9 0.999", "optim.betas"),
@@ -108,7 +116,9 @@ def test_a_flag_with_effect_is_taken(line: str):
         ("--dry-run --emit slurm", "--emit has no effect with --dry-run"),
         ("--print-config --dry-run", "--dry-run has no effect with --print-config"),
         ("--dry-run --address auto", "--address has no effect with --dry-run"),
-        ("--dry-run --local", "--local has no effect with --dry-run"),
+        ("--print-config --local", "--local has no effect with --print-config"),
+        ("--dry-run --local --address auto", "--address has no effect with --dry-run"),
+        ("--dry-run --local --scaling.num-workers 2", "scaling.num_workers has no effect"),
     ],
 )
 def test_flags_of_which_one_makes_the_other_have_no_effect_are_refused(line: str, told: str):

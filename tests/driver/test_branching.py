@@ -111,6 +111,23 @@ def test_a_run_that_began_elsewhere_and_one_that_is_missing_or_done_are_refused(
         branch_of(find_run(replace(base, name="new")), "base", ())
 
 
+def test_a_run_cannot_start_from_itself(
+    tmp_path: Path, base: TrainConfig, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.chdir(tmp_path)
+    checkpoint = str(newest(base))
+    changed = replace(base, optim=replace(OPTIM, lr=0.01))
+    told = r"run base cannot start from itself\. To go on with it, remove --resume-from"
+    for origin in ("base", "./base", checkpoint):
+        for config, names in ((base, ()), (changed, ("optim.lr",))):
+            for storage in (base.storage, "."):
+                with pytest.raises(ConfigError, match=told):
+                    dry_run(replace(config, storage=storage), None, origin, names)
+    twin = replace(base, name="base-2")  # of another name
+    begin(twin, checkpoint)
+    assert branch_of(find_run(twin), checkpoint, ()) is None
+
+
 def test_the_same_command_branches_then_continues(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):

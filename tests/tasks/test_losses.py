@@ -13,7 +13,7 @@ from torch.nn.functional import cross_entropy, one_hot
 
 from raytrain_ddp import AugmentConfig, LossConfig, OptimConfig, TrainConfig, fit_locally
 from raytrain_ddp.data.gpu_augment import Mixed
-from raytrain_ddp.tasks.classification_loss import Criterion
+from raytrain_ddp.tasks.criterion import Criterion
 from raytrain_ddp.tasks.image_classification import ImageClassification
 
 CLASSES = 5

@@ -31,7 +31,7 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from torch.utils.checkpoint import checkpoint
 
-from raytrain_ddp.config.input_sections import DataConfig
+from raytrain_ddp.config.input_sections import AugmentConfig, DataConfig
 from raytrain_ddp.config.recipe import changed_fields, to_dict
 from raytrain_ddp.config.sections import ComputeConfig, DdpConfig, OptimConfig, ScalingConfig
 from raytrain_ddp.config.train_config import TrainConfig
@@ -54,6 +54,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "fp16": {"compute": ComputeConfig(precision="fp16")},
     "seven-slots": {"batch_size": 28, "micro_batch": 4},
     "larger-than-the-data": {"batch_size": 320, "micro_batch": 40},
+    "spread-repeats": {"augment": AugmentConfig(repeats=3, spread_repeats=True)},
 }
 CPU = torch.device("cpu")
 
