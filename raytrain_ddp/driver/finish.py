@@ -27,11 +27,11 @@ from raytrain_ddp.checkpoint.storage import Storage
 from raytrain_ddp.checkpoint.store import CheckpointName
 from raytrain_ddp.config.train_config import TrainConfig
 from raytrain_ddp.display.bottleneck import split_of
+from raytrain_ddp.display.curves_png import draw_curves
 from raytrain_ddp.events import End, Eval
 from raytrain_ddp.messages import Outcome
 from raytrain_ddp.records import log_records
 from raytrain_ddp.result import FitResult, Summary
-from raytrain_ddp.training.curves_png import draw_curves
 
 
 def draw_run_curves(config: TrainConfig, run: Storage) -> None:

@@ -13,7 +13,6 @@ from raytrain_ddp.display.bottleneck import split_of
 from raytrain_ddp.display.formatting import (
     error_summary,
     format_count,
-    format_metric,
     format_seconds,
     plural,
 )
@@ -82,14 +81,6 @@ class RunHistory:
         newest = [r for r in self.files.train if r.step > start] or self.files.train
         speeds = [r.samples_per_s for r in newest]
         return median(speeds) if speeds else math.nan
-
-    def best_told(self) -> str:
-        """``top1 97.50 % at step 184``; "" without an evaluation."""
-        best, monitor = self.files.best, self.files.monitor
-        value = best.metrics.get(monitor) if best else None
-        if best is None or value is None:
-            return ""
-        return f"{monitor} {format_metric(monitor, value)} at step {format_count(best.step)}"
 
 
 def timed(files: RunFiles) -> list[Train]:

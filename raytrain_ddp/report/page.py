@@ -10,6 +10,7 @@ from pathlib import Path
 from statistics import median
 
 from raytrain_ddp.checkpoint.manifest import package_version
+from raytrain_ddp.display.curves import color, curve_panels
 from raytrain_ddp.display.formatting import (
     format_bytes,
     format_count,
@@ -18,12 +19,12 @@ from raytrain_ddp.display.formatting import (
     format_share,
     plural,
 )
+from raytrain_ddp.display.panel import Panel
 from raytrain_ddp.report import step_phases, tables
 from raytrain_ddp.report.history import RunHistory, speed_told, timed
 from raytrain_ddp.report.rank_panels import own_work, rank_panels, rank_splits
-from raytrain_ddp.report.step_panels import color, curve_panels
-from raytrain_ddp.report.svg_panel import Panel
-from raytrain_ddp.report.time_panels import axis_of, time_panels, total_split
+from raytrain_ddp.report.svg_panel import SvgPanel
+from raytrain_ddp.report.time_panels import axis_of, step_marks, time_panels, total_split
 
 _HERE = Path(__file__).parent
 _POLICY = "default-src 'none'; img-src data:; style-src 'unsafe-inline'; script-src 'unsafe-inline'"
@@ -43,7 +44,7 @@ def one_run(story: RunHistory, predictions: str) -> str:
         _head(story),
         _what_went_wrong(story),
         _cards(story),
-        _section("Curves", _panels(curve_panels([story]))),
+        _section("Curves", _panels(curve_panels([story.files], step_marks(story)))),
         _section("Speed", _panels(over_time, one=True) + _phases(story)),
         _section("Ranks", _rank_bars(story)),
         _section("What happened", tables.happenings(story) if story.happenings else ""),
@@ -63,7 +64,7 @@ def several_runs(stories: Sequence[RunHistory]) -> str:
         f"<header><h1>{escape(' · '.join(names))}</h1></header>",
         _section("Side by side", _side_by_side(stories)),
         _section("Where their configs differ", tables.config_differences(stories)),
-        _section("Curves", _panels(curve_panels(stories))),
+        _section("Curves", _panels(curve_panels([story.files for story in stories]))),
         _section("Speed", _panels(time_panels(stories, axis_of(stories))) + _run_bars(stories)),
     ]
     for story in stories:
@@ -95,7 +96,7 @@ def _section(title: str, inner: str) -> str:
 
 def _panels(panels: Sequence[Panel], one: bool = False) -> str:
     """Next to each other, or below each other with a common time axis."""
-    inner = "".join(panel.html() for panel in panels)
+    inner = "".join(SvgPanel(panel).html() for panel in panels)
     css = " one" if one else " odd" if len(panels) % 2 else ""
     return f'<div class="panels{css}">{inner}</div>' if inner else ""
 
@@ -273,7 +274,7 @@ def _side_by_side(stories: Sequence[RunHistory]) -> str:
                 f'<span class="key"><i class="{color(number)}"></i></span>'
                 f"{escape(story.files.name)}",
                 f'<span class="{story.state}">{story.state}</span>',
-                escape(story.best_told() or "-"),
+                escape(story.files.best_summary or "-"),
                 f"{story.files.last_step}{total}",
                 format_seconds(line.worked_s) if line.lives else "-",
                 escape(speed_told(story) or "-"),

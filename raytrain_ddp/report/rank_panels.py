@@ -6,16 +6,16 @@ from collections import defaultdict
 from collections.abc import Mapping
 from statistics import median
 
+from raytrain_ddp.display.axes import Point, Scale, linear_scale
 from raytrain_ddp.display.formatting import plural
+from raytrain_ddp.display.panel import Area, Line, Panel
 from raytrain_ddp.events import Ranks
 from raytrain_ddp.report import step_phases
-from raytrain_ddp.report.axes import Point, Scale, linear_scale
 from raytrain_ddp.report.history import RunHistory
-from raytrain_ddp.report.svg_panel import Area, Line, Panel
 from raytrain_ddp.report.time_panels import (
     MOST_STRETCHES,
-    marks,
     stretches_of,
+    time_marks,
     x_name,
 )
 
@@ -72,7 +72,7 @@ def _slowest_rank(story: RunHistory, x: Scale) -> Panel | None:
             Line(f"by its {name}", f"dots {step_phases.css(name)}", [by_phase[name]])
             for name in step_phases.ordered(by_phase)
         ],
-        marks=marks(story),
+        marks=time_marks(story),
         hovers=hover_texts,
         height="low",
     )

@@ -25,6 +25,7 @@ from raytrain_ddp.checkpoint.run_folder import (
 from raytrain_ddp.checkpoint.storage import Storage, open_storage
 from raytrain_ddp.config.recipe import fields_of, flat
 from raytrain_ddp.config.train_config import TrainConfig
+from raytrain_ddp.display.curves import RunCurves
 from raytrain_ddp.errors import CheckpointError, ConfigError, PreflightError, did_you_mean
 from raytrain_ddp.events import Eval, Plan, Train
 from raytrain_ddp.records import Timed
@@ -49,13 +50,13 @@ class Kept(NamedTuple):
 
 
 @dataclass(frozen=True)
-class RunFiles:
+class RunFiles(RunCurves):
     """The content of a run's folder.
 
     Args:
         name: the folder's.
         config: the fields in config.toml, by their full names.
-        train, evals, events: records in the order in which they were written.
+        events: in the order in which they were written.
         kept: the existing checkpoints, newest first.
         owner: the process that holds the run, as far as known.
         claims: the record of each start: host, pid, workers.
@@ -63,10 +64,7 @@ class RunFiles:
     """
 
     place: Storage
-    name: str
     config: Mapping[str, Any]
-    train: Sequence[Train]
-    evals: Sequence[Eval]
     events: Sequence[Timed]
     kept: Sequence[Kept]
     owner: Owner | None
@@ -79,23 +77,12 @@ class RunFiles:
         return next((kept.manifest for kept in self.kept if kept.manifest), None)
 
     @property
-    def monitor(self) -> str:
-        """The metric that decides which evaluation is the best; "" before the first."""
-        return self.evals[-1].monitor if self.evals else ""
-
-    @property
-    def best(self) -> Eval | None:
-        """The best evaluation."""
-        return next((record for record in reversed(self.evals) if record.best), None)
-
-    @property
     def last_step(self) -> int:
         """The last step in the log, the events and the checkpoints."""
-        steps = [record.step for record in self.train[-1:]]
-        steps += [record.step for record in self.evals[-1:]]
+        steps = [super().last_step]
         steps += [kept.step for kept in self.kept[:1]]
         steps += [e.start_step for e, _, _ in self.events[-1:] if isinstance(e, Plan)]
-        return max(steps, default=0)
+        return max(steps)
 
     def settings(self) -> dict[str, tuple[Any, Any]]:
         """Field -> (value, default) of all fields, including those that this version lacks."""

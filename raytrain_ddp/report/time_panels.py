@@ -10,30 +10,31 @@ from dataclasses import dataclass
 from itertools import pairwise
 from statistics import median
 
-from raytrain_ddp.display.formatting import (
-    format_count,
-    format_seconds,
-    format_share,
-)
-from raytrain_ddp.events import Slowest, Train
-from raytrain_ddp.report import step_phases
-from raytrain_ddp.report.axes import (
+from raytrain_ddp.display.axes import (
     MOST_POINTS,
     Point,
     Scale,
     linear_scale,
     sampled,
+    smoothed,
     thinned,
     tick_percent,
     time_scale,
 )
+from raytrain_ddp.display.curves import color, hovers, thinned_note
+from raytrain_ddp.display.formatting import (
+    format_count,
+    format_seconds,
+    format_share,
+)
+from raytrain_ddp.display.panel import Area, Line, Mark, Panel
+from raytrain_ddp.events import Slowest, Train
+from raytrain_ddp.report import step_phases
 from raytrain_ddp.report.history import RunHistory, timed
-from raytrain_ddp.report.step_panels import MOST_MARKS, color, hovers, thinned_note
-from raytrain_ddp.report.svg_panel import Area, Line, Mark, Panel
 from raytrain_ddp.report.timeline import Timeline
-from raytrain_ddp.training.curves_png import smoothed
 
 MOST_STRETCHES, _MOST_FLAGS = 150, 10
+_MOST_MARKS = 80  # more would be one band of color
 
 
 @dataclass(frozen=True)
@@ -70,7 +71,23 @@ def total_split(story: RunHistory) -> dict[str, float]:
     return dict(totals)
 
 
-def marks(story: RunHistory) -> list[Mark]:
+def step_marks(story: RunHistory) -> list[Mark]:
+    """Marks the steps at which the run resumed."""
+    found = []
+    lives = story.timeline.lives
+    for before, life in pairwise(lives):
+        resized = before.world_size != life.world_size
+        change = f"{before.world_size}→{life.world_size}"
+        text = f"resumed from step {life.start_step}"
+        text += f" with {change} workers" if resized else ""
+        kind = "resize" if resized else "restart"
+        flag = change if resized else "↻"
+        label = flag if len(lives) <= _MOST_FLAGS else ""
+        found.append(Mark(life.start_step, kind, text, label))
+    return found[:: -(-len(found) // _MOST_MARKS) or 1]
+
+
+def time_marks(story: RunHistory) -> list[Mark]:
     """Restarts, resizes, failures and pauses, over time."""
     line, found = story.timeline, []
     cuts = {since for since, _ in line.cuts}
@@ -92,7 +109,7 @@ def marks(story: RunHistory) -> list[Mark]:
         found.append(Mark(to, kind, text, label))
     failures = [h for h in story.happenings if h.kind in ("failure", "preempted")]
     found += [Mark(line.at(h.wall), "failure", h.text) for h in failures]
-    every = -(-len(found) // MOST_MARKS) or 1
+    every = -(-len(found) // _MOST_MARKS) or 1
     return [*found[::every], *_lost(story)]
 
 
@@ -153,7 +170,7 @@ def _speed(stories: Sequence[RunHistory], x: Scale) -> Panel | None:
     if not lines:
         return None
     alone = stories[0] if len(stories) == 1 else None
-    shown = marks(alone) if alone else []
+    shown = time_marks(alone) if alone else []
     notes = [thinned_note(max(len(s.files.train) for s in stories))]
     return Panel(
         title=f"Throughput of all workers, {unit}/s",
@@ -257,7 +274,7 @@ def _split(story: RunHistory, x: Scale) -> Panel | None:
         y=linear_scale(0.0, 1.0, tick_percent, ticks=4),
         x_name=x_name([story.timeline]),
         areas=[Area(step_phases.PHASES.get(n, n), step_phases.css(n), steps[n]) for n in names],
-        marks=marks(story),
+        marks=time_marks(story),
         hovers=texts,
         note=thinned_note(len(story.files.train)).replace(
             "lowest and highest of each stretch are kept", "each stretch is a mean"

@@ -22,8 +22,9 @@ from raytrain_ddp.checkpoint.store import CheckpointStore
 from raytrain_ddp.config.input_sections import DataConfig
 from raytrain_ddp.config.recipe import dumps, to_dict
 from raytrain_ddp.config.train_config import TrainConfig
+from raytrain_ddp.display import axes
 from raytrain_ddp.errors import ConfigError
-from raytrain_ddp.report import axes, step_phases
+from raytrain_ddp.report import step_phases
 from raytrain_ddp.report.history import RunHistory, history_of
 from raytrain_ddp.report.run_files import read_run
 from raytrain_ddp.report.timeline import timeline_of
@@ -514,7 +515,7 @@ def test_a_browser_shows_it_without_a_complaint(
 
 
 def test_the_axis_of_an_accuracy_has_its_first_point_too():
-    from raytrain_ddp.report.step_panels import _room
+    from raytrain_ddp.display.curves import _room
 
     axis = _room([0.4306, 0.88, 0.95, *[0.99] * 9, 1.0], floor=True)
     assert axis.at(0.4306) >= 0

@@ -51,6 +51,7 @@ from raytrain_ddp.checkpoint.storage import Storage, open_storage
 from raytrain_ddp.checkpoint.store import CheckpointStore
 from raytrain_ddp.config.sections import CheckpointConfig
 from raytrain_ddp.config.train_config import TrainConfig
+from raytrain_ddp.display.curves_png import draw_curves
 from raytrain_ddp.errors import CheckpointError, RunLockedError
 from raytrain_ddp.training import async_checkpoint, recording_session
 from raytrain_ddp.training import recorder as recorder_module
@@ -61,7 +62,6 @@ from raytrain_ddp.training.async_checkpoint import (
     with_backoff,
 )
 from raytrain_ddp.training.checkpoint_interval import LONGEST_S, Life, SaveTimer
-from raytrain_ddp.training.curves_png import draw_curves
 from raytrain_ddp.training.local_session import LocalSession
 from raytrain_ddp.training.metrics_log import MetricsLog
 from raytrain_ddp.training.recorder import Best, Recorder
