@@ -27,6 +27,7 @@ from parquet_files import (
     write_parquet,
 )
 from processes import Group
+from pyarrow import fs as pafs
 from s3 import CREDENTIALS, S3, s3_server
 
 from raytrain_ddp.config.recipe import load
@@ -104,6 +105,13 @@ def test_a_scheme_that_nothing_knows_or_whose_package_is_missing_is_a_config_err
     monkeypatch.setattr(fsspec.core, "url_to_fs", missing)
     with pytest.raises(ConfigError, match=r"^abfs://x: a package is missing: Install adlfs"):
         open_uri("abfs://x")
+    if hasattr(pafs, "AzureFileSystem"):  # pyarrow's takes its place if the URI names an account
+        uri = "abfs://box@mine.dfs.core.windows.net/a%20b"
+        fs, path = open_uri(uri)
+        assert (fs.type_name, path) == ("abfs", "box/a b")
+        assert uri_beside(uri, "box/a b/c d").endswith("box@mine.dfs.core.windows.net/a%20b/c%20d")
+    with pytest.raises(ConfigError, match=r"^s3://: names no bucket"):
+        open_uri("s3://")
 
 
 def test_fault_45_neither_names_nor_reasons_hold_secrets():

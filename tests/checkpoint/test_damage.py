@@ -523,6 +523,25 @@ def test_other_file_systems_are_not_local(root: Path) -> None:
     assert (root / "step-00000020-a0001" / "damaged.txt").exists()
 
 
+def test_a_store_of_fsspec_keeps_checkpoints(tmp_path: Path) -> None:
+    """As hf:// and abfs:// do; the memory of this process stands for them."""
+    storage = open_storage(f"memory://{tmp_path.name}/run")
+    assert str(storage) == f"memory:///{tmp_path.name}/run"
+    assert str(open_storage(str(storage))) == str(storage)
+    store = CheckpointStore(storage.join("checkpoints"))
+    for step in (5, 10, 20, 30):
+        commit(store, step)
+    damaged = storage.join("checkpoints").join("step-00000030-a0001")
+    damaged.write("state.json", b"{}")
+    told: list[str] = []
+    assert content(store.latest(told.append)) == payload(20)
+    assert len(told) == 1
+    assert damaged.exists("damaged.txt")
+    store.prune(1, None)
+    assert [name.step for name in store.names()] == [20, 10]
+    assert storage.join("nowhere").walk() == []
+
+
 def test_fault_14_bad_storage(tmp_path: Path) -> None:
     (tmp_path / "file").write_bytes(b"x")
     for uri in ("", "foo://bucket/x", "file://host/x", "s3://", f"{tmp_path}/file", "a\0b"):

@@ -74,11 +74,14 @@ def run(tmp_path: Path) -> Storage:
     return open_storage(str(tmp_path / "run"))
 
 
-@pytest.fixture(params=["local", "mounted", "s3"])
+@pytest.fixture(params=["local", "mounted", "s3", "fsspec"])
 def anywhere(request: pytest.FixtureRequest, tmp_path: Path) -> Storage:
-    """A run's folder on a disk, on one that takes no rename (as FUSE mounts may), in a bucket."""
+    """A run's folder on a disk, on one that takes no rename (as FUSE mounts may), in a bucket, in a
+    store of fsspec."""
     if request.param == "s3":
         return open_storage(request.getfixturevalue("s3").uri(f"runs/{tmp_path.name}"))
+    if request.param == "fsspec":
+        return open_storage(f"memory://runs/{tmp_path.name}")
     return replace(open_storage(str(tmp_path / "run")), is_local=request.param == "local")
 
 
