@@ -71,11 +71,11 @@ def log_scale(low: float, high: float) -> Scale:
     return Scale(low, high, [(value, f"{value:g}") for value in inside], log=True)
 
 
-def time_scale(high: float, ticks: int = 6) -> Scale:
+def time_scale(high: float) -> Scale:
     """A scale from 0 on; ticks at whole seconds, minutes, hours or days."""
     high = max(high, 1.0)
-    days = (86400.0 * _round_step(high / 86400 / ticks),)
-    step = next(s for s in (*_SECONDS, *days) if s >= high / ticks or s == days[0])
+    days = (86400.0 * _round_step(high / 86400 / 6),)
+    step = next(s for s in (*_SECONDS, *days) if s >= high / 6 or s == days[0])
     values = [n * step for n in range(int(high / step) + 1)]
     return Scale(0.0, high, [(value, tick_time(value)) for value in values])
 

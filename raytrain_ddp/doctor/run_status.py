@@ -8,7 +8,6 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from itertools import pairwise
-from pathlib import Path
 from typing import Any
 
 from raytrain_ddp.checkpoint.lease import LEASE_FILE, TIMEOUT_S, Owner
@@ -23,13 +22,12 @@ from raytrain_ddp.checkpoint.run_folder import (
     read_events,
     read_log,
 )
-from raytrain_ddp.checkpoint.storage import Storage, open_storage
+from raytrain_ddp.checkpoint.storage import Storage
 from raytrain_ddp.checkpoint.store import MANIFEST_FILE
 from raytrain_ddp.data.epoch_order import relative_load
 from raytrain_ddp.display.bottleneck import StepSplit
 from raytrain_ddp.display.formatting import error_summary, format_count, format_seconds, plural
 from raytrain_ddp.doctor.rows import Report, Row, format_duration
-from raytrain_ddp.errors import ConfigError, did_you_mean
 from raytrain_ddp.events import (
     Checkpoint,
     CheckpointFailed,
@@ -90,22 +88,6 @@ class RunStatus:
     def newest_s(self) -> float | None:
         ages = (self.metrics_s, self.events_s, self.checkpoint_s, self.config_s)
         return min((age for age in ages if age is not None), default=None)
-
-
-def open_run(place: str) -> Storage:
-    """A run's folder, by its path, URI or name below runs/.
-
-    Raises:
-        ConfigError: there is no run.
-        PreflightError: the storage cannot be reached.
-    """
-    if "://" not in place and not Path(place).exists() and (Path("runs") / place).is_dir():
-        place = str(Path("runs") / place)
-    run = open_storage(place)
-    if not run.exists(CONFIG_FILE):
-        runs = [path.name for path in Path("runs").glob("*/")] if Path("runs").is_dir() else []
-        raise ConfigError(f"{run}: no run there (no {CONFIG_FILE}).{did_you_mean(place, runs)}")
-    return run
 
 
 def read_status(run: Storage) -> RunStatus:
@@ -264,12 +246,16 @@ def _pace(seen: RunStatus) -> list[Row]:
 
 
 def _failures(seen: RunStatus) -> Row:
-    failed = [n for n, e in enumerate(seen.events) if isinstance(e.event, Failed | Preempted)]
+    failed = [
+        (n, e.event, e.time)
+        for n, e in enumerate(seen.events)
+        if isinstance(e.event, Failed | Preempted)
+    ]
     if not failed:
         return Row("failures", "", "none")
-    last, time, _ = seen.events[failed[-1]]
-    since = any(isinstance(e, Checkpoint) for e, _, _ in seen.events[failed[-1] :])
-    text = last.message if isinstance(last, Failed) else last.text  # type: ignore[union-attr]
+    number, last, time = failed[-1]
+    since = any(isinstance(e, Checkpoint) for e, _, _ in seen.events[number:])
+    text = last.message if isinstance(last, Failed) else last.text
     found = f"{len(failed)}; the last at {time}: {text}"
     return Row("failures", "", found, "ok" if since else "warn")
 

@@ -226,11 +226,6 @@ def moment(wall: float) -> str:
     return datetime.fromtimestamp(wall, timezone.utc).strftime("%m-%d %H:%M:%S")
 
 
-def first_day(files: RunFiles) -> str:
-    """The date of the first event; "" without any."""
-    return files.events[0].time[:10] if files.events else ""
-
-
 def value(thing: Any) -> str:
     """A config value as in TOML."""
     if thing is None:

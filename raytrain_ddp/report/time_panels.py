@@ -207,11 +207,11 @@ def clock_of(value: float) -> str:
     return f"after {format_seconds(value)}"
 
 
-def stretches_of(story: RunHistory, most: int = MOST_STRETCHES) -> list[Stretch]:
-    """About `most` stretches of the log, none of which spans two starts."""
+def stretches_of(story: RunHistory) -> list[Stretch]:
+    """About 150 stretches of the log, none of which spans two starts."""
     records = timed(story.files)
     steps = dict(zip((r.step for r in records), _steps_of(records), strict=True))
-    each = -(-len(records) // most) or 1
+    each = -(-len(records) // MOST_STRETCHES) or 1
     found = []
     begins = {life.began: story.timeline.at(life.began) for life in story.timeline.lives}
     for piece in _pieces(story, records):

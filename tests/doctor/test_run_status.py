@@ -13,12 +13,18 @@ import pytest
 from processes import door
 
 from raytrain_ddp.checkpoint.lease import LEASE_FILE, Owner
-from raytrain_ddp.checkpoint.run_folder import CONFIG_FILE, EVENTS_FILE, HANGS, METRICS_FILE
+from raytrain_ddp.checkpoint.run_folder import (
+    CONFIG_FILE,
+    EVENTS_FILE,
+    HANGS,
+    METRICS_FILE,
+    open_run,
+)
 from raytrain_ddp.checkpoint.storage import open_storage
 from raytrain_ddp.config.recipe import dumps
 from raytrain_ddp.config.train_config import TrainConfig
 from raytrain_ddp.doctor.rows import Report, Row
-from raytrain_ddp.doctor.run_status import assess_run, open_run, read_status
+from raytrain_ddp.doctor.run_status import assess_run, read_status
 from raytrain_ddp.errors import ConfigError, PreflightError
 
 PLAN = {"kind": "plan", "start_step": 0, "total_steps": 100, "world_size": 3, "device": "cpu"}
