@@ -96,11 +96,19 @@ class Died:
     exit_code: int
 
 
+# What most workers import; none of it starts a thread.
+_PRELOADED = [
+    *("pytest", "hypothesis", "hypothesis.strategies", "torch", "torch.distributed.nn"),
+    *("torch._dynamo", "torchmetrics.classification", "torchvision"),
+    *("raytrain_ddp.training.local_session", "raytrain_ddp.training.loop"),
+]
+
+
 class Group:
     """Standing processes, of which each call forms a new process group of the size it wants.
 
-    Importing torch takes seconds and a process group milliseconds, so all tests share the
-    processes.
+    Importing torch takes seconds, a process group milliseconds. So all tests share the processes,
+    and those that take the place of one that has died are forked from one that only imports.
     """
 
     def __init__(self) -> None:
@@ -121,14 +129,20 @@ class Group:
                 raise WorkerError(f"rank {rank} of {size}:\n{told}")
         return results
 
-    def outcomes(self, size: int, function: Callable[..., Any], *args: Any) -> list[Any]:
-        """Like a call, but a rank that raised has `Raised` as its result, one that died `Died`."""
+    def outcomes(
+        self, size: int, function: Callable[..., Any], *args: Any, wait_s: float = 30.0
+    ) -> list[Any]:
+        """Like a call, but a rank that raised has `Raised` as its result, one that died `Died`.
+
+        Args:
+            wait_s: how long a collective waits for a rank that does not come.
+        """
         self._start(size)
         self._calls += 1
         self._folder.mkdir(exist_ok=True)
         store = str(self._folder / f"store-{self._calls}")
         for rank, (_, pipe) in enumerate(self._workers[:size]):
-            pipe.send((store, rank, size, function, args))
+            pipe.send((store, rank, size, function, args, wait_s))
         try:
             results = [self._answer(rank) for rank in range(size)]
         except BaseException:
@@ -161,28 +175,33 @@ class Group:
         shutil.rmtree(self._folder, ignore_errors=True)
 
     def _start(self, size: int) -> None:
-        context = mp.get_context("spawn")
+        context = mp.get_context("forkserver")
+        context.set_forkserver_preload(_PRELOADED)
         while len(self._workers) < size:
             ours, theirs = context.Pipe()
-            process = context.Process(target=_serve, args=(theirs,), daemon=True)
             with _environment(ENVIRONMENT):
+                process = context.Process(
+                    target=_serve, args=(theirs, dict(os.environ)), daemon=True
+                )
                 process.start()
             theirs.close()
             self._workers.append((process, ours))
 
 
-def _serve(pipe: Any) -> None:
+def _serve(pipe: Any, environment: Mapping[str, str]) -> None:
+    os.environ.clear()
+    os.environ.update(environment)
     import torch.distributed as dist
     import torch.distributed.nn  # noqa: F401  (keeps the group that is there at its first import)
 
     warnings.simplefilter("error")
     while True:
         try:
-            file, rank, size, function, args = pipe.recv()
+            file, rank, size, function, args, wait_s = pipe.recv()
         except (EOFError, ConnectionError):
             return
         if size > 1:
-            store, wait = dist.FileStore(file, size), timedelta(seconds=30)
+            store, wait = dist.FileStore(file, size), timedelta(seconds=wait_s)
             dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=wait)
             # A rank whose function ends the group at once would cut off one that still connects.
             store.set(f"connected-{rank}", "")

@@ -276,7 +276,7 @@ def test_fault_33_a_rank_that_hangs_while_gradients_travel_is_named(
 def test_a_task_that_fails_while_gradients_travel_ends_all_ranks(workers: Group, tmp_path: Path):
     config = tiny_config(tmp_path, "failed", exact=True, ddp=DdpConfig(bucket_cap_mb=0.001))
     then = partial(in_backward_on_rank_1, 6, fail)
-    ends = workers.outcomes(3, run_alongside, plain(config), str(tmp_path), then)
+    ends = workers.outcomes(3, run_alongside, plain(config), str(tmp_path), then, wait_s=10)
     assert [end.name for end in ends] == ["RuntimeError", "ZeroDivisionError", "RuntimeError"]
 
 
@@ -323,7 +323,7 @@ def test_fault_33_a_rank_that_has_failed_and_ends_its_commit_is_no_hang(
 ):
     config = hung_config(tmp_path, "failed")
     at = "checkpoint.manifest:sleep(7)@step=10"
-    ends = workers.outcomes(3, fail_with, plain(config), at, str(tmp_path / "fired"))
+    ends = workers.outcomes(3, fail_with, plain(config), at, str(tmp_path / "fired"), wait_s=12)
     assert all(isinstance(end, Raised) for end in ends), ends
     assert ends[0].name == "DataError"
     assert kept_steps(config) == [10]
