@@ -1,4 +1,4 @@
-"""Processes for tests: doors in a process of their own, and groups of gloo workers."""
+"""Processes for tests: commands in a process of their own, and groups of gloo workers."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ from typing import Any
 ENVIRONMENT = {"OMP_NUM_THREADS": "1", "COLUMNS": "100"}
 CALL_TIMEOUT_S = 200.0
 
-# ------------------------------------------------------------------ doors
+# ------------------------------------------------------------------ commands
 
-_DOOR = """
+_RUN_CLI = """
 import json, os, sys, time
 from importlib import import_module
 from raytrain_ddp.command_line import run_command
 
-sys.argv = ["door", *sys.argv[2:]]
+sys.argv = ["raytrain", *sys.argv[2:]]
 status = None
-module = import_module(os.environ["TEST_DOOR"])
+module = import_module(os.environ["TEST_COMMAND"])
 if not hasattr(module, "main"):
     module = import_module(module.__name__ + ".__main__")
 try:
@@ -44,7 +44,7 @@ with open(os.environ["TEST_NOTE"], "w") as note:
 
 @dataclass(frozen=True)
 class Answer:
-    """What a door did: exit status, output, which heavy modules it loaded, CPU seconds."""
+    """What a command did: exit status, output, which heavy modules it loaded, CPU seconds."""
 
     status: int
     out: str
@@ -53,13 +53,13 @@ class Answer:
     cpu_s: float
 
 
-def door(name: str, *argv: str, cwd: Path) -> Answer:
+def run_cli(name: str, *argv: str, cwd: Path) -> Answer:
     """Runs ``python -m raytrain_ddp.<name> argv...`` in a process of its own."""
     note = cwd / ".note.json"
-    environment = {**os.environ, **ENVIRONMENT, "TEST_DOOR": f"raytrain_ddp.{name}"}
+    environment = {**os.environ, **ENVIRONMENT, "TEST_COMMAND": f"raytrain_ddp.{name}"}
     environment.pop("RAY_ADDRESS", None)
     done = subprocess.run(
-        [sys.executable, "-c", _DOOR, "door", *argv],
+        [sys.executable, "-c", _RUN_CLI, "raytrain", *argv],
         cwd=cwd,
         env={**environment, "TEST_NOTE": str(note)},
         capture_output=True,
@@ -68,9 +68,11 @@ def door(name: str, *argv: str, cwd: Path) -> Answer:
         check=False,
     )
     assert note.exists(), done.stderr
-    told = json.loads(note.read_text())
+    reported = json.loads(note.read_text())
     note.unlink()
-    return Answer(told["status"], done.stdout, done.stderr, told["heavy"], told["cpu_s"])
+    return Answer(
+        reported["status"], done.stdout, done.stderr, reported["heavy"], reported["cpu_s"]
+    )
 
 
 # ------------------------------------------------------------------ groups of gloo workers
@@ -125,8 +127,8 @@ class Group:
         results = self.outcomes(size, function, *args)
         for rank, result in enumerate(results):
             if isinstance(result, Raised | Died):
-                told = result.text if isinstance(result, Raised) else str(result)
-                raise WorkerError(f"rank {rank} of {size}:\n{told}")
+                reported = result.text if isinstance(result, Raised) else str(result)
+                raise WorkerError(f"rank {rank} of {size}:\n{reported}")
         return results
 
     def outcomes(

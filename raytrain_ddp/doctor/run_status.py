@@ -158,8 +158,8 @@ def _driver(seen: RunStatus) -> Row:
     if seen.owner is None or seen.lease_s is None:
         if seen.end is not None:
             status, why = seen.end.status, error_summary(seen.end.message)
-            told = f"ended with status {status}{why and ': '}{why}"
-            return Row(name, where, told, "warn" if status else "ok")
+            found = f"ended with status {status}{why and ': '}{why}"
+            return Row(name, where, found, "warn" if status else "ok")
         again = "Run the command again: it resumes from the newest checkpoint."
         return Row(name, where, "no process drives it, and it has not ended", "warn", again)
     on = f"{seen.owner.host}, pid {seen.owner.pid}"
@@ -176,10 +176,10 @@ def _progress(seen: RunStatus) -> Row:
         return Row(name, "", "not started")
     step = max(seen.lines[-1].step if seen.lines else 0, plan.start_step)
     place = f"step {step} of {plan.total_steps}"
-    told = f"{place} ({100 * step // max(1, plan.total_steps)} %), {_ago(seen.newest_s)}"
+    found = f"{place} ({100 * step // max(1, plan.total_steps)} %), {_ago(seen.newest_s)}"
     workers = plural(plan.world_size, "worker")
     if seen.has_ended or seen.owner is None:
-        return Row(name, workers, told)
+        return Row(name, workers, found)
     allowed_s = max(_LEAST_S, _USUALLY * _between(seen.lines))
     if _has_leave(seen, plan):
         allowed_s = max(_APART_S, allowed_s)
@@ -187,12 +187,12 @@ def _progress(seen: RunStatus) -> Row:
         every = [e.seconds for e, _, _ in seen.events if isinstance(e, Interval)][-1:]
         allowed_s += _AWAY_S + sum(every)
     if seen.newest_s <= allowed_s:
-        return Row(name, workers, told)
+        return Row(name, workers, found)
     advice = (
         f"Nothing for longer than {format_seconds(allowed_s)}. An evaluation or a start may take "
         "so long; workers that hang are ended after scaling.hang_s, and named here."
     )
-    return Row(name, workers, told, "fail", advice)
+    return Row(name, workers, found, "fail", advice)
 
 
 def _has_leave(seen: RunStatus, plan: Plan) -> bool:
@@ -231,8 +231,8 @@ def _pace(seen: RunStatus) -> list[Row]:
     if limit:
         rows.append(Row("limit", "", limit, "warn" if remedy else "ok", remedy.capitalize()))
     slow = split.slowest()
-    told = [event for event, _, _ in seen.events if isinstance(event, Straggler)][-1:]
-    hosts = {event.rank: event.host for event in told if event.rank is not None}
+    stragglers = [e for e, _, _ in seen.events if isinstance(e, Straggler)][-1:]
+    hosts = {event.rank: event.host for event in stragglers if event.rank is not None}
     if slow is not None:
         rank, phase, ratio = slow
         found = f"{ratio:.1f} x as long as the others, mostly in {phase}"

@@ -157,6 +157,6 @@ def _claims(storage: Storage) -> list[tuple[int, Record]]:
         claim = Claim.parse(path) if "/" not in path else None
         if claim is not None:
             with suppress(FileNotFoundError, ValueError):
-                told = json.loads(folder.read(path))
-                found.append((claim.attempt, told if isinstance(told, dict) else {}))
+                record = json.loads(folder.read(path))
+                found.append((claim.attempt, record if isinstance(record, dict) else {}))
     return sorted(found, key=lambda pair: pair[0])

@@ -40,8 +40,8 @@ def run(
             top1 = 0.98 - abs(step - 0.7 * total) / total  # the best is not the last
             best = step <= 0.7 * total
             metrics = {"loss": 1.5 - top1, "top1": top1, "top5": 1.0}
-            told = {"metrics": metrics, "best": best, "monitor": monitor}
-            records.append({"kind": "eval", **known, **told})
+            fields = {"metrics": metrics, "best": best, "monitor": monitor}
+            records.append({"kind": "eval", **known, **fields})
     return records
 
 
