@@ -86,7 +86,7 @@ def flags(command: str) -> str:
 
 def commands(_: str) -> str:
     """All of them, with a line about each."""
-    rows = "".join(f"| [`{name}`](#{name}) | {cell(told)} |\n" for name, told in COMMANDS.items())
+    rows = "".join(f"| [`{name}`](#{name}) | {cell(about)} |\n" for name, about in COMMANDS.items())
     return f"\n| command | what it does |\n| --- | --- |\n{rows}\n"
 
 
@@ -95,8 +95,8 @@ def recipes(_: str) -> str:
     rows, parts = [], []
     for name in shipped_recipes():
         info = load_with_info(name)[1]
-        told = (info.about, info.expected, info.gpu_hours, info.reached)
-        rows.append(f"| `{name}` | {' | '.join(map(cell, told))} |\n")
+        about = (info.about, info.expected, info.gpu_hours, info.reached)
+        rows.append(f"| `{name}` | {' | '.join(map(cell, about))} |\n")
         other = "".join(f"| `{key}` | {cell(why)} |\n" for key, why in info.differs.items())
         source = f"\n### {name}\n\nSource: {cell(info.source)}.\n"
         head = "\n| differs | here, and why |\n| --- | --- |\n"
@@ -107,12 +107,12 @@ def recipes(_: str) -> str:
 
 def statuses(_: str) -> str:
     """One row for each error, from the tree that opens errors.py."""
-    told = dict(re.findall(r"(\w+) +\d   (.+)", inspect.getdoc(errors) or ""))
+    about = dict(re.findall(r"(\w+) +\d   (.+)", inspect.getdoc(errors) or ""))
     kinds = [kind for kind in vars(errors).values() if isinstance(kind, type)]
     rows = {
-        kind.exit_status: f"| {kind.exit_status} | `{kind.__name__}` | {told[kind.__name__]} |\n"
+        kind.exit_status: f"| {kind.exit_status} | `{kind.__name__}` | {about[kind.__name__]} |\n"
         for kind in kinds
-        if issubclass(kind, errors.RaytrainError) and kind.__name__ in told
+        if issubclass(kind, errors.RaytrainError) and kind.__name__ in about
     }
     head = "\n| status | error | meaning |\n| --- | --- | --- |\n"
     first = "| 0 | | finished, or already complete |\n"
@@ -175,14 +175,14 @@ def schema(name: str) -> str:
         found = re.split(
             rf"(?:^|(?<=\. )|(?<=; ))((?:{names})(?:, (?:{names}))*): ", flat(described)
         )
-        told = {
+        of_fields = {
             each: text.strip()
             for named, text in zip(found[1::2], found[2::2], strict=True)
             for each in named.split(", ")
         }
         rows = [
             f"| `{field.metadata.get('key', field.name)}` | {cell(str(field.type))} | "
-            f"{cell(told.get(field.name, ''))} |\n"
+            f"{cell(of_fields.get(field.name, ''))} |\n"
             for field in fields
         ]
         title = f"`{kind.kind}`" if hasattr(kind, "kind") else kind.__name__

@@ -70,7 +70,7 @@ def _command(name: str) -> Any:
 def _help() -> str:
     lines = [f"usage: {program()} COMMAND [ARGUMENT ...]", ""]
     lines += ["Distributed PyTorch training on Ray.", ""]
-    lines += [f"  {name:<10} {told}" for name, told in COMMANDS.items()]
+    lines += [f"  {name:<10} {about}" for name, about in COMMANDS.items()]
     lines += [
         "",
         f"{program()} COMMAND --help shows the flags of a command, and --version the version.",

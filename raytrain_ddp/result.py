@@ -59,7 +59,7 @@ class Summary:
     status: Literal["finished", "interrupted", "already complete"]
     step: int
     total_steps: int
-    monitor: str = ""  # the metric that decides which evaluation is the best; told first
+    monitor: str = ""  # the metric that decides which evaluation is the best; shown first
     best: tuple[int, Mapping[str, float]] | None = None  # step, metrics
     last: tuple[int, Mapping[str, float]] | None = None
     seconds: Mapping[str, float] = field(default_factory=dict)  # part of the run -> seconds

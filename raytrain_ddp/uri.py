@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from contextlib import suppress
 from functools import lru_cache
 from threading import Thread
 from typing import Any, TypeVar
@@ -29,15 +30,17 @@ def open_uri(uri: str) -> tuple[Any, str]:
 
     ``s3://``, ``gs://`` and ``file://`` are pyarrow's own, with their options in the query
     (``?region=...&endpoint_override=...``); all other schemes (``hf://``, ``abfs://`` ...) are
-    those of fsspec, with their options in the environment. For S3, the bucket's region is looked up
-    if the query does not give it.
+    those of fsspec, with their options in the environment; without adlfs, ``abfs://`` is pyarrow's.
+    For S3, the bucket's region is looked up if the query does not give it.
 
     Raises:
-        ConfigError: the scheme is unknown, or its package is missing.
+        ConfigError: the scheme is unknown, its package is missing, or nothing follows it.
         ValueError, OSError: the rest of the URI is invalid. The message may contain its secrets:
             show `reason_of` instead.
     """
     scheme, rest, query = _parts(uri)
+    if not rest and "://" in uri:
+        raise ConfigError(f"{uri}: names no bucket or folder.")
     if not rest:
         from pyarrow import fs as pafs
 
@@ -54,9 +57,18 @@ def uri_beside(uri: str, path: str) -> str:
     scheme, rest, query = _parts(uri)
     if scheme not in _OWN_SCHEMES:
         fs, _ = _fsspec_file_system(uri)
-        return str(fs.handler.fs.unstrip_protocol(path))
+        if inner := fsspec_inside(fs):
+            return str(inner.unstrip_protocol(path))
     place, path = rest.partition("/")[0], path.partition("/")[2]
     return f"{scheme}://{place}/{quote(path)}" + (f"?{query}" if query else "")
+
+
+def fsspec_inside(fs: Any) -> Any:
+    """The file system of fsspec that a pyarrow file system passes its calls to, or None."""
+    from pyarrow import fs as pafs
+
+    handler = getattr(fs, "handler", None)
+    return handler.fs if isinstance(handler, pafs.FSSpecHandler) else None
 
 
 def without_secrets(uri: str) -> str:
@@ -147,7 +159,14 @@ def _own_file_system(scheme: str, place: str, query: str) -> tuple[Any, str]:
     from pyarrow import fs as pafs
 
     root = place or ("/" if scheme == "file" else "")
-    fs, path = pafs.FileSystem.from_uri(f"{scheme}://{root}" + (f"?{query}" if query else ""))
+    uri = f"{scheme}://{root}" + (f"?{query}" if query else "")
+    if scheme == "s3":
+        # A small file is then one PUT instead of the three requests of a multipart upload.
+        with suppress(ValueError):  # not in pyarrow 17
+            extra = ("&" if query else "?") + "allow_delayed_open=true"
+            fs, path = pafs.FileSystem.from_uri(uri + extra)
+            return fs, path.rstrip("/")
+    fs, path = pafs.FileSystem.from_uri(uri)
     return fs, path.rstrip("/")
 
 
@@ -162,6 +181,9 @@ def _fsspec_file_system(uri: str) -> tuple[Any, str]:
     try:
         inner, path = url_to_fs(uri)
     except ImportError as error:
+        if shown.startswith("abfs"):
+            with suppress(ValueError):  # pyarrow was built without it, or there is no account
+                return tuple(pafs.FileSystem.from_uri(uri))
         raise ConfigError(f"{shown}: a package is missing: {reason_of(uri, error)}.") from None
     except ValueError as error:
         if "rotocol not known" not in str(error):

@@ -45,7 +45,7 @@ LISTS_OF_COMMANDS = (
     *("initialization_commands", "setup_commands", "head_setup_commands"),
     *("worker_setup_commands", "head_start_ray_commands", "worker_start_ray_commands"),
 )
-HEAD = {  # what a head is told in each kind of cluster
+HEAD = {  # what a head is reported in each kind of cluster
     "RAY_health_check_initial_delay_ms": "1000",
     "RAY_health_check_period_ms": "1000",
     "RAY_health_check_timeout_ms": "2000",
@@ -177,12 +177,14 @@ def check_sbatch(text: str) -> dict[str, str]:
     check_shell(text)
     assert text.startswith("#!/bin/bash\n")
     before = re.split(r"(?m)^[^#\n]", text)[0]
-    told = dict(re.findall(r"(?m)^#SBATCH --([a-z-]+)(?:=(\S+))?$", before))
-    assert len(told) == text.count("\n#SBATCH"), "a directive behind the first command is ignored"
-    assert told["signal"] == "B:USR1@120"
-    assert "requeue" in told
-    assert told["ntasks-per-node"] == "1"
+    reported = dict(re.findall(r"(?m)^#SBATCH --([a-z-]+)(?:=(\S+))?$", before))
+    assert len(reported) == text.count("\n#SBATCH"), (
+        "a directive behind the first command is ignored"
+    )
+    assert reported["signal"] == "B:USR1@120"
+    assert "requeue" in reported
+    assert reported["ntasks-per-node"] == "1"
     assert "export RAY_AUTH_MODE=token" in text
     assert "ray stop" not in text, "would end the Ray of other jobs on the node"
     assert all(f"{name}={value}" in text for name, value in HEAD.items())
-    return told
+    return reported

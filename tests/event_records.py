@@ -40,9 +40,9 @@ def record(event: Event) -> dict[str, Any]:
     return to_record(event)  # type: ignore[arg-type]
 
 
-def to(told: list[Any]) -> Callable[[Event], None]:
+def to(reported: list[Any]) -> Callable[[Event], None]:
     """Appends the record of each event that it is given."""
-    return lambda event: told.append(record(event))
+    return lambda event: reported.append(record(event))
 
 
 def _made(kind: Any, values: Mapping[str, Any]) -> Any:

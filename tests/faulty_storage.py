@@ -215,8 +215,8 @@ def fresh(root: Path) -> CheckpointStore:
 
 
 def latest(root: Path) -> tuple[Checkpoint | None, list[str]]:
-    told: list[str] = []
-    return fresh(root).latest(told.append), told
+    reported: list[str] = []
+    return fresh(root).latest(reported.append), reported
 
 
 def flip_bit(path: Path, bit: int) -> None:
@@ -267,9 +267,11 @@ def claims_in(root: Path) -> list[Claim]:
     return sorted(found, key=lambda claim: claim.rank)
 
 
-def start(store: CheckpointStore, told: list[str] | None = None) -> tuple[Checkpoint | None, int]:
+def start(
+    store: CheckpointStore, reported: list[str] | None = None
+) -> tuple[Checkpoint | None, int]:
     """What rank 0 does when its run starts or goes on: the checkpoint and its attempt."""
-    found = store.latest((told if told is not None else []).append)
+    found = store.latest((reported if reported is not None else []).append)
     attempt = store.claim(found.name if found else None, {"world_size": 3})
     store.sweep()
     return found, attempt

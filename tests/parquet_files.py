@@ -72,8 +72,8 @@ def converted(root: Path, **changes: Any) -> Path:
         (root / name).parent.mkdir(parents=True, exist_ok=True)
         (root / name).write_text(name)
     files = [{"path": name, "split": split, "bytes": 9} for name, split in names.items()]
-    told = {"format": "raytrain_ddp", "version": 1, "files": files, **changes}
-    (root / "dataset.json").write_text(json.dumps(told))
+    reported = {"format": "raytrain_ddp", "version": 1, "files": files, **changes}
+    (root / "dataset.json").write_text(json.dumps(reported))
     return root
 
 

@@ -1,4 +1,4 @@
-"""Processes for tests: doors in a process of their own, and groups of gloo workers."""
+"""Processes for tests: commands in a process of their own, and groups of gloo workers."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ from typing import Any
 ENVIRONMENT = {"OMP_NUM_THREADS": "1", "COLUMNS": "100"}
 CALL_TIMEOUT_S = 200.0
 
-# ------------------------------------------------------------------ doors
+# ------------------------------------------------------------------ commands
 
-_DOOR = """
+_RUN_CLI = """
 import json, os, sys, time
 from importlib import import_module
 from raytrain_ddp.command_line import run_command
 
-sys.argv = ["door", *sys.argv[2:]]
+sys.argv = ["raytrain", *sys.argv[2:]]
 status = None
-module = import_module(os.environ["TEST_DOOR"])
+module = import_module(os.environ["TEST_COMMAND"])
 if not hasattr(module, "main"):
     module = import_module(module.__name__ + ".__main__")
 try:
@@ -44,7 +44,7 @@ with open(os.environ["TEST_NOTE"], "w") as note:
 
 @dataclass(frozen=True)
 class Answer:
-    """What a door did: exit status, output, which heavy modules it loaded, CPU seconds."""
+    """What a command did: exit status, output, which heavy modules it loaded, CPU seconds."""
 
     status: int
     out: str
@@ -53,13 +53,13 @@ class Answer:
     cpu_s: float
 
 
-def door(name: str, *argv: str, cwd: Path) -> Answer:
+def run_cli(name: str, *argv: str, cwd: Path) -> Answer:
     """Runs ``python -m raytrain_ddp.<name> argv...`` in a process of its own."""
     note = cwd / ".note.json"
-    environment = {**os.environ, **ENVIRONMENT, "TEST_DOOR": f"raytrain_ddp.{name}"}
+    environment = {**os.environ, **ENVIRONMENT, "TEST_COMMAND": f"raytrain_ddp.{name}"}
     environment.pop("RAY_ADDRESS", None)
     done = subprocess.run(
-        [sys.executable, "-c", _DOOR, "door", *argv],
+        [sys.executable, "-c", _RUN_CLI, "raytrain", *argv],
         cwd=cwd,
         env={**environment, "TEST_NOTE": str(note)},
         capture_output=True,
@@ -68,9 +68,11 @@ def door(name: str, *argv: str, cwd: Path) -> Answer:
         check=False,
     )
     assert note.exists(), done.stderr
-    told = json.loads(note.read_text())
+    reported = json.loads(note.read_text())
     note.unlink()
-    return Answer(told["status"], done.stdout, done.stderr, told["heavy"], told["cpu_s"])
+    return Answer(
+        reported["status"], done.stdout, done.stderr, reported["heavy"], reported["cpu_s"]
+    )
 
 
 # ------------------------------------------------------------------ groups of gloo workers
@@ -96,11 +98,19 @@ class Died:
     exit_code: int
 
 
+# What most workers import; none of it starts a thread.
+_PRELOADED = [
+    *("pytest", "hypothesis", "hypothesis.strategies", "torch", "torch.distributed.nn"),
+    *("torch._dynamo", "torchmetrics.classification", "torchvision"),
+    *("raytrain_ddp.training.local_session", "raytrain_ddp.training.loop"),
+]
+
+
 class Group:
     """Standing processes, of which each call forms a new process group of the size it wants.
 
-    Importing torch takes seconds and a process group milliseconds, so all tests share the
-    processes.
+    Importing torch takes seconds, a process group milliseconds. So all tests share the processes,
+    and those that take the place of one that has died are forked from one that only imports.
     """
 
     def __init__(self) -> None:
@@ -117,18 +127,24 @@ class Group:
         results = self.outcomes(size, function, *args)
         for rank, result in enumerate(results):
             if isinstance(result, Raised | Died):
-                told = result.text if isinstance(result, Raised) else str(result)
-                raise WorkerError(f"rank {rank} of {size}:\n{told}")
+                reported = result.text if isinstance(result, Raised) else str(result)
+                raise WorkerError(f"rank {rank} of {size}:\n{reported}")
         return results
 
-    def outcomes(self, size: int, function: Callable[..., Any], *args: Any) -> list[Any]:
-        """Like a call, but a rank that raised has `Raised` as its result, one that died `Died`."""
+    def outcomes(
+        self, size: int, function: Callable[..., Any], *args: Any, wait_s: float = 30.0
+    ) -> list[Any]:
+        """Like a call, but a rank that raised has `Raised` as its result, one that died `Died`.
+
+        Args:
+            wait_s: how long a collective waits for a rank that does not come.
+        """
         self._start(size)
         self._calls += 1
         self._folder.mkdir(exist_ok=True)
         store = str(self._folder / f"store-{self._calls}")
         for rank, (_, pipe) in enumerate(self._workers[:size]):
-            pipe.send((store, rank, size, function, args))
+            pipe.send((store, rank, size, function, args, wait_s))
         try:
             results = [self._answer(rank) for rank in range(size)]
         except BaseException:
@@ -161,28 +177,33 @@ class Group:
         shutil.rmtree(self._folder, ignore_errors=True)
 
     def _start(self, size: int) -> None:
-        context = mp.get_context("spawn")
+        context = mp.get_context("forkserver")
+        context.set_forkserver_preload(_PRELOADED)
         while len(self._workers) < size:
             ours, theirs = context.Pipe()
-            process = context.Process(target=_serve, args=(theirs,), daemon=True)
             with _environment(ENVIRONMENT):
+                process = context.Process(
+                    target=_serve, args=(theirs, dict(os.environ)), daemon=True
+                )
                 process.start()
             theirs.close()
             self._workers.append((process, ours))
 
 
-def _serve(pipe: Any) -> None:
+def _serve(pipe: Any, environment: Mapping[str, str]) -> None:
+    os.environ.clear()
+    os.environ.update(environment)
     import torch.distributed as dist
     import torch.distributed.nn  # noqa: F401  (keeps the group that is there at its first import)
 
     warnings.simplefilter("error")
     while True:
         try:
-            file, rank, size, function, args = pipe.recv()
+            file, rank, size, function, args, wait_s = pipe.recv()
         except (EOFError, ConnectionError):
             return
         if size > 1:
-            store, wait = dist.FileStore(file, size), timedelta(seconds=30)
+            store, wait = dist.FileStore(file, size), timedelta(seconds=wait_s)
             dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=wait)
             # A rank whose function ends the group at once would cut off one that still connects.
             store.set(f"connected-{rank}", "")

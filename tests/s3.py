@@ -1,4 +1,4 @@
-"""An S3-compatible server on loopback that counts its requests and can be told to fail.
+"""An S3-compatible server on loopback that counts its requests and can be made to fail.
 
 A process of its own: what it imports must not share the tests' interpreter and warnings.
 """

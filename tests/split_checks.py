@@ -32,7 +32,7 @@ def splits_of(source: Path | str, **fields: Any) -> Splits:
 
 
 def lines(splits: Splits) -> dict[str, str]:
-    told: dict[str, str] = {}
+    reported: dict[str, str] = {}
     for title, text in format_data(splits.summary(), "images"):
-        told[title] = f"{told[title]} | {text}" if title in told else text
-    return told
+        reported[title] = f"{reported[title]} | {text}" if title in reported else text
+    return reported

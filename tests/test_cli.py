@@ -1,4 +1,4 @@
-"""The doors `fit` and `evaluate` from outside: what they print, and how they exit."""
+"""The commands `fit` and `evaluate` from outside: what they print, and how they exit."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from processes import ENVIRONMENT, Answer, door
+from processes import ENVIRONMENT, Answer, run_cli
 from rich.console import Console
 
 from raytrain_ddp.checkpoint.lease import Lease
@@ -45,7 +45,7 @@ EPOCHS = ("--epochs", "1", "--eval.every-epochs", "1")
 def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with a finished run "small" of one epoch over the digits."""
     folder = tmp_path_factory.mktemp("finished")
-    answer = door("fit", *TRAIN, *EPOCHS, cwd=folder)
+    answer = run_cli("fit", *TRAIN, *EPOCHS, cwd=folder)
     assert answer.status == 0, answer.err
     assert "ray" not in answer.heavy
     return folder
@@ -76,7 +76,7 @@ def contents(folder: Path) -> dict[str, tuple[int, str]]:
     ],
 )
 def test_print_config_is_toml_that_loads_to_the_same_config(argv: tuple[str, ...], tmp_path: Path):
-    answer = door("fit", *argv, "--print-config", cwd=tmp_path)
+    answer = run_cli("fit", *argv, "--print-config", cwd=tmp_path)
     (tmp_path / "again.toml").write_text(answer.out)
     assert (answer.status, answer.heavy) == (0, [])
     assert load(str(tmp_path / "again.toml")) == parse_fit(argv).config
@@ -95,7 +95,7 @@ def test_a_recipe_behind_the_flags_is_used_or_refused_but_not_ignored():
 
 def test_dry_run_prints_the_arithmetic_and_takes_no_worker(tmp_path: Path):
     argv = ("--dry-run", "--epochs", "10", "--batch-size", "96", "--micro-batch", "32")
-    answer = door("fit", *argv, "--scaling.num-workers", "2", cwd=tmp_path)
+    answer = run_cli("fit", *argv, "--scaling.num-workers", "2", cwd=tmp_path)
     assert answer.status == 0, answer.err
     assert "ray" not in answer.heavy
     assert list(tmp_path.iterdir()) == []  # nothing is written
@@ -154,7 +154,7 @@ def test_dry_run_of_a_finished_run_says_so(finished: Path, monkeypatch: pytest.M
 
 
 @pytest.mark.parametrize(
-    ("argv", "status", "told"),
+    ("argv", "status", "reported"),
     [
         (("--epoch", "3"), 2, ("--epochs",)),
         (("--model.name", "resnet51"), 2, ("model.name", "'resnet51'", "'resnet50'")),
@@ -187,16 +187,16 @@ def test_dry_run_of_a_finished_run_says_so(finished: Path, monkeypatch: pytest.M
     ],
 )
 def test_wrong_input_is_refused_in_few_words_with_its_own_exit_status(
-    argv: tuple[str, ...], status: int, told: tuple[str, ...], tmp_path: Path
+    argv: tuple[str, ...], status: int, reported: tuple[str, ...], tmp_path: Path
 ):
     (tmp_path / "bad.toml").write_text("epochs = [\n")
     (tmp_path / "wrong.toml").write_text("epoch = 3\n")
     (tmp_path / "latin1.toml").write_bytes("name = 'é'\n".encode("latin-1"))
     (tmp_path / "mine.py").write_text("class Task: ...\n")
     before = contents(tmp_path)
-    answer = door("fit", *argv, cwd=tmp_path)
+    answer = run_cli("fit", *argv, cwd=tmp_path)
     assert answer.status == status, answer.err
-    assert [word for word in told if word not in answer.err] == []
+    assert [word for word in reported if word not in answer.err] == []
     assert "Traceback" not in answer.err
     assert len(answer.err.splitlines()) <= 20
     assert answer.heavy == []
@@ -205,14 +205,14 @@ def test_wrong_input_is_refused_in_few_words_with_its_own_exit_status(
 
 @pytest.mark.parametrize("place", ["nothing", "runs/nothing", "."])
 def test_evaluate_of_nothing_exits_5(place: str, tmp_path: Path):
-    answer = door("evaluate", place, cwd=tmp_path)
+    answer = run_cli("evaluate", place, cwd=tmp_path)
     assert (answer.status, answer.heavy) == (5, [])
     assert place in answer.err
     assert "Traceback" not in answer.err
 
 
 def test_evaluate_suggests_the_run_that_was_meant(finished: Path):
-    answer = door("evaluate", "smal", cwd=finished)
+    answer = run_cli("evaluate", "smal", cwd=finished)
     assert answer.status == 5
     assert "'small'" in answer.err
 
@@ -223,7 +223,7 @@ def test_evaluate_suggests_the_run_that_was_meant(finished: Path):
 def test_fault_30_a_finished_run_says_so_and_changes_no_file(finished: Path):
     before = contents(finished)
     for argv in (TRAIN, tuple(arg for arg in TRAIN if arg != "--local")):
-        answer = door("fit", *argv, *EPOCHS, cwd=finished)
+        answer = run_cli("fit", *argv, *EPOCHS, cwd=finished)
         assert answer.status == 0, answer.err
         assert "already complete" in answer.out
         assert "ray" not in answer.heavy
@@ -254,10 +254,10 @@ def test_fault_03_30_what_a_kill_in_the_last_pruning_left_is_done_when_the_run_i
     half_deleted = Path(run.path) / "checkpoints" / "step-00000004-a0001"
 
     def again() -> str:
-        told = io.StringIO()
-        result = fit(config, display=Display(Console(file=told), live=False))
+        reported = io.StringIO()
+        result = fit(config, display=Display(Console(file=reported), live=False))
         assert (result.status, result.step) == ("already complete", 6)
-        return told.getvalue()
+        return reported.getvalue()
 
     (Path(run.path) / "lease.json").unlink()
     before = contents(tmp_path)
@@ -297,9 +297,9 @@ def test_a_run_leaves_all_its_files(finished: Path):
     run = finished / "runs" / "small"
     names = {path.name for path in run.iterdir()}
     assert {"config.toml", "metrics.jsonl", "checkpoints", "curves.png", "tensorboard"} <= names
-    told = parse_fit([*TRAIN, *EPOCHS]).config
-    data = replace(told.data, classes=tuple("0123456789"))
-    assert load(str(run / "config.toml")) == replace(told, storage=str(run.parent), data=data)
+    reported = parse_fit([*TRAIN, *EPOCHS]).config
+    data = replace(reported.data, classes=tuple("0123456789"))
+    assert load(str(run / "config.toml")) == replace(reported, storage=str(run.parent), data=data)
     assert (run / "curves.png").read_bytes().startswith(b"\x89PNG")
     assert [path.name for path in finished.iterdir()] == ["runs"]
 
@@ -307,7 +307,7 @@ def test_a_run_leaves_all_its_files(finished: Path):
 def test_fault_27_a_changed_config_is_refused_with_a_table(finished: Path):
     before = contents(finished)
     changed = ("--optim.lr", "0.2", "--seed", "3", "--checkpoint.every-s", "5")
-    answer = door("fit", *TRAIN, *EPOCHS, *changed, cwd=finished)
+    answer = run_cli("fit", *TRAIN, *EPOCHS, *changed, cwd=finished)
     assert answer.status == 2
     assert answer.heavy == []
     assert re.search(r"optim\.lr\s+0\.1 -> 0\.2", answer.err)
@@ -328,7 +328,7 @@ def figures(answer: Answer) -> dict[str, float]:
 def test_evaluate_prints_the_figures_of_training(finished: Path):
     records = (finished / "runs/small/metrics.jsonl").read_text().splitlines()
     logged = next(r for r in map(json.loads, records) if r["kind"] == "eval")["metrics"]
-    answer = door("evaluate", "small", "--per-class", "--device", "cpu", cwd=finished)
+    answer = run_cli("evaluate", "small", "--per-class", "--device", "cpu", cwd=finished)
     assert answer.status == 0, answer.err
     assert figures(answer) == {name: round(value, 6) for name, value in logged.items()}
     assert "360 images, each once" in answer.out
@@ -368,7 +368,7 @@ def test_fault_10_evaluate_of_a_damaged_checkpoint_exits_5(
     shutil.copytree(finished / "runs", tmp_path / "runs")
     for checkpoint in (tmp_path / "runs/small/checkpoints").glob("step-*"):
         damage(checkpoint)
-    answer = door("evaluate", "small", cwd=tmp_path)
+    answer = run_cli("evaluate", "small", cwd=tmp_path)
     assert answer.status == 5
     assert "Traceback" not in answer.err
     assert "step-" in answer.err
@@ -394,7 +394,7 @@ except KeyboardInterrupt:
     assert (ended.stdout, ended.stderr) == ("stopped True\n", "")
 
 
-def test_what_came_before_a_restart_is_not_told_as_start_up(
+def test_what_came_before_a_restart_is_not_reported_as_start_up(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     now = [10.0]
@@ -402,10 +402,10 @@ def test_what_came_before_a_restart_is_not_told_as_start_up(
     run, parts = open_storage(str(tmp_path)), {"total": 9.0, "evaluation": 2.0, "checkpoint": 1.0}
     outcome = Outcome(3, 3, 0, None, 0, {}, parts)
     watch = _Starts(lambda _: None)
-    told = []
+    reported = []
     for now[0] in (15.0, 40.0):
         watch(Plan())
-        told.append(_end(TrainConfig(storage=str(tmp_path)), run, outcome, watch, 10.0).seconds)
+        reported.append(_end(TrainConfig(storage=str(tmp_path)), run, outcome, watch, 10.0).seconds)
     rest = {"training": 6.0, "evaluation": 2.0, "checkpoints": 1.0}
-    assert told[0] == {"start-up": 5.0, **rest, "total": 5.0}
-    assert told[1] == {"start-up": 5.0, "until the last restart": 25.0, **rest, "total": 30.0}
+    assert reported[0] == {"start-up": 5.0, **rest, "total": 5.0}
+    assert reported[1] == {"start-up": 5.0, "until the last restart": 25.0, **rest, "total": 30.0}

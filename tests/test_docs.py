@@ -186,10 +186,12 @@ def test_every_command_and_name_that_is_mentioned_exists(document: Path):
 
 
 def test_every_exit_status_of_an_error_is_in_the_table():
-    told = set(re.findall(r"^\| (\d) \|", TEXTS[DOCS / "reference/exit-statuses.md"], re.MULTILINE))
+    reported = set(
+        re.findall(r"^\| (\d) \|", TEXTS[DOCS / "reference/exit-statuses.md"], re.MULTILINE)
+    )
     kinds = (kind for kind in vars(errors).values() if isinstance(kind, type))
     own = {str(kind.exit_status) for kind in kinds if issubclass(kind, errors.RaytrainError)}
-    assert told == {"0", *own}
+    assert reported == {"0", *own}
 
 
 def test_every_file_of_a_run_is_in_the_reference():

@@ -150,7 +150,7 @@ def test_of_several_processes_one_fires(tmp_path: Path):
 @pytest.mark.parametrize(
     ("action", "status"), [("kill", -signal.SIGKILL), ("exit(3)", 3), ("term", -signal.SIGTERM)]
 )
-def test_a_process_ends_as_it_is_told_and_goes_past_the_next_time(
+def test_a_process_ends_as_its_failpoint_says_and_goes_past_the_next_time(
     action: str, status: int, tmp_path: Path
 ):
     code = "failpoint('train.loss', rank=1, step=2); print('past')"

@@ -136,13 +136,13 @@ def test_every_emitted_file_has_the_very_texts(turn: int):
     assert line.count("\n") == 1
     assert parse_fit(shlex.split(line)[3:]).config == config
     for kind in ("slurm", "kuberay", "ray-up"):
-        told = read(kind, emit(config, kind).text)  # type: ignore[arg-type]
+        reported = read(kind, emit(config, kind).text)  # type: ignore[arg-type]
         expected = config
         if kind == "slurm":
             place = Path(config.storage).expanduser().absolute()
             expected = dataclasses.replace(config, storage=str(place))
         for field in FREE_TEXTS:
-            assert get(told, field) == get(expected, field), (kind, field)
+            assert get(reported, field) == get(expected, field), (kind, field)
 
 
 def read(kind: str, text: str) -> TrainConfig:
@@ -181,5 +181,5 @@ def test_what_is_no_name_of_a_bucket_does_not_come_into_a_file(storage: str):
 
 def test_a_blank_in_the_users_own_path_is_not_filled_in():
     config = with_text(["storage"], "s3://mine/BUCKET/ACCOUNT")
-    (told,) = configs(emit(config, "ray-up").text)
-    assert told.storage == config.storage
+    (reported,) = configs(emit(config, "ray-up").text)
+    assert reported.storage == config.storage

@@ -16,7 +16,7 @@ DOORS = ("fit", "run", "evaluate", "convert", "doctor", "report", "chaos")
 
 
 def ended(folder: Path, script: str, unread: str) -> tuple[int, str]:
-    """Status and other output of a door whose stream (``stdout`` or ``stderr``) nobody reads."""
+    """Status and other output of a command whose stream (``stdout`` or ``stderr``) nobody reads."""
     reads, writes = os.pipe()
     os.close(reads)
     other = {"stdout": "stderr", "stderr": "stdout"}[unread]
@@ -32,7 +32,7 @@ def ended(folder: Path, script: str, unread: str) -> tuple[int, str]:
         return process.returncode, out or err or ""
 
 
-def door(name: str, *argv: str) -> str:
+def run_cli(name: str, *argv: str) -> str:
     return (
         f"import runpy, sys; sys.argv = ['x', *{argv!r}]; "
         f"runpy.run_module('raytrain_ddp.{name}', run_name='__main__', alter_sys=True)"
@@ -53,14 +53,14 @@ CALLS = {
 
 @pytest.mark.parametrize("call", CALLS)
 def test_a_command_whose_output_nobody_reads_ends_with_141_and_no_word(call: str, tmp_path: Path):
-    assert ended(tmp_path, door(*CALLS[call]), "stdout") == (141, "")
+    assert ended(tmp_path, run_cli(*CALLS[call]), "stdout") == (141, "")
 
 
 def test_so_it_is_with_errors(tmp_path: Path):
-    assert ended(tmp_path, door("run", "--num-workers", "2"), "stderr")[0] == 141
+    assert ended(tmp_path, run_cli("run", "--num-workers", "2"), "stderr")[0] == 141
 
 
-# A door's main, in a process of its own.
+# A command's main, in a process of its own.
 MAIN = """
 import sys
 from raytrain_ddp.command_line import run_command

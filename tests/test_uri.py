@@ -27,6 +27,7 @@ from parquet_files import (
     write_parquet,
 )
 from processes import Group
+from pyarrow import fs as pafs
 from s3 import CREDENTIALS, S3, s3_server
 
 from raytrain_ddp.config.recipe import load
@@ -104,6 +105,13 @@ def test_a_scheme_that_nothing_knows_or_whose_package_is_missing_is_a_config_err
     monkeypatch.setattr(fsspec.core, "url_to_fs", missing)
     with pytest.raises(ConfigError, match=r"^abfs://x: a package is missing: Install adlfs"):
         open_uri("abfs://x")
+    if hasattr(pafs, "AzureFileSystem"):  # pyarrow's takes its place if the URI names an account
+        uri = "abfs://box@mine.dfs.core.windows.net/a%20b"
+        fs, path = open_uri(uri)
+        assert (fs.type_name, path) == ("abfs", "box/a b")
+        assert uri_beside(uri, "box/a b/c d").endswith("box@mine.dfs.core.windows.net/a%20b/c%20d")
+    with pytest.raises(ConfigError, match=r"^s3://: names no bucket"):
+        open_uri("s3://")
 
 
 def test_fault_45_neither_names_nor_reasons_hold_secrets():
@@ -120,7 +128,7 @@ def test_fault_45_neither_names_nor_reasons_hold_secrets():
 
 def test_fault_45_what_is_shared_of_a_uri_says_where_but_not_who():
     endpoint = "endpoint_override=http%3A%2F%2F127.0.0.1%3A9000"
-    for uri, told in (
+    for uri, reported in (
         (f"s3://b/x?{endpoint}&region=eu-1&scheme=http", None),
         (f"gs://b/x?{endpoint}", None),
         ("/a/b@c?region=x", None),
@@ -147,7 +155,7 @@ def test_fault_45_what_is_shared_of_a_uri_says_where_but_not_who():
         (f"s3://KEY:{SECRET}#{SECRET}@b/x?region=eu", "s3://***"),
         (f"abfs://b/x?sas={SECRET}&region=eu", "abfs://b/x"),
     ):
-        assert shareable(uri) == (told or uri)
+        assert shareable(uri) == (reported or uri)
         assert shareable(shareable(uri)) == shareable(uri)
 
 
@@ -195,14 +203,14 @@ def test_a_store_is_asked_for_one_list(s3: S3, pictures: Path):
 
 def test_fault_17_what_is_not_in_a_store_is_named_without_secrets(s3: S3, pictures: Path):
     s3.put("texts/readme.txt", b"no pictures")
-    for path, told in (
+    for path, reported in (
         ("nothing", "no such file or folder"),
         ("pictures/*.parquet", "no file matches"),
         ("pictures/*est/*.parquet", "no split to train on, only test"),
         ("texts", "no Parquet files"),
     ):
         uri = s3.uri(path).replace("s3://", f"s3://KEY:{SECRET}@")
-        with pytest.raises(DataError, match=told) as caught:
+        with pytest.raises(DataError, match=reported) as caught:
             located(uri, None)
         assert f"data.source = 's3://bucket/{path}'" in str(caught.value)
         for error in (caught.value, caught.value.__context__):
@@ -217,12 +225,12 @@ def test_fault_17_all_missing_files_of_a_converted_set_in_a_store_are_named(s3: 
     assert names(evaluation) == ["converted%20set/c.parquet"]
     s3.delete("converted set/a.parquet")
     s3.put("converted set/c.parquet", b"short")
-    told = r"2 of 3 files.*a.parquet is missing, c.parquet has 5 bytes, not 9"
-    with pytest.raises(DataError, match=told):
+    reported = r"2 of 3 files.*a.parquet is missing, c.parquet has 5 bytes, not 9"
+    with pytest.raises(DataError, match=reported):
         located(s3.uri("converted%20set"), None)
 
 
-def test_fault_14_a_store_that_does_not_answer_is_told_in_time(monkeypatch: pytest.MonkeyPatch):
+def test_fault_14_a_store_that_does_not_answer_is_reported_in_time(monkeypatch: pytest.MonkeyPatch):
     gate = threading.Event()
     monkeypatch.setattr(listing_module, "REACH_TIMEOUT_S", 0.1)
     monkeypatch.setattr(listing_module, "open_uri", lambda uri: gate.wait())
@@ -352,9 +360,9 @@ def test_row_groups_of_a_store_are_read_at_the_same_time(s3: S3, pictures: Path)
 # ------------------------------------------------------------------ written down, and gone on with
 
 
-def doors(rank: int, size: int, *calls: tuple[str, ...]) -> list[tuple[str, str]]:
-    """(output, error) of ``door argv...`` each, in a standing process with the store's credentials
-    in its environment."""
+def run_clis(rank: int, size: int, *calls: tuple[str, ...]) -> list[tuple[str, str]]:
+    """(output, error) of each ``raytrain argv...``, in a standing process with the store's
+    credentials in its environment."""
     from importlib import import_module
 
     from raytrain_ddp.errors import RaytrainError
@@ -396,7 +404,7 @@ def test_fault_20_a_run_on_data_of_a_store_is_evaluated_from_what_it_wrote_down(
     }
     fit, some, none, many = workers(
         1,
-        doors,
+        run_clis,
         ("fit", "--local", "--log.no-tensorboard", *(w for flag in flags.items() for w in flag)),
         ("evaluate", str(run)),
         ("evaluate", str(run), "--data", s3.uri("written/none")),

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Literal
 
 from raytrain_ddp.checkpoint.committed import Checkpoint, CheckpointName
-from raytrain_ddp.checkpoint.run_folder import CHECKPOINTS, checkpoint_store, read_log
+from raytrain_ddp.checkpoint.run_folder import (
+    CHECKPOINTS,
+    checkpoint_store,
+    other_runs,
+    path_of_run,
+    read_log,
+)
 from raytrain_ddp.checkpoint.storage import open_storage
 from raytrain_ddp.checkpoint.store import MANIFEST_FILE, CheckpointStore
-from raytrain_ddp.errors import CheckpointError, ConfigError, did_you_mean
+from raytrain_ddp.errors import CheckpointError, ConfigError
 from raytrain_ddp.events import Eval
 
 
@@ -24,8 +29,7 @@ def find_checkpoint(place: str, which: Literal["best", "last"] | None = None) ->
         CheckpointError: there is no checkpoint (NoCheckpointError), or it is damaged.
         ConfigError: `which` is given, but `place` is a single checkpoint.
     """
-    if "://" not in place and not Path(place).exists() and (Path("runs") / place).is_dir():
-        place = str(Path("runs") / place)
+    place = path_of_run(place)
     folder = open_storage(place)
     if folder.exists(MANIFEST_FILE):
         if which is not None:
@@ -40,9 +44,8 @@ def find_checkpoint(place: str, which: Literal["best", "last"] | None = None) ->
     store = checkpoint_store(folder)
     names = store.names()
     if not names:
-        runs = [path.name for path in Path("runs").glob("*/")] if Path("runs").is_dir() else []
         raise NoCheckpointError(
-            f"{place}: no checkpoint there (looked for {CHECKPOINTS}/).{did_you_mean(place, runs)}"
+            f"{place}: no checkpoint there (looked for {CHECKPOINTS}/).{other_runs(place)}"
         )
     if which != "last":
         bests = [r.step for r in read_log(folder) if isinstance(r, Eval) and r.best]

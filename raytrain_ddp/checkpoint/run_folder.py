@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import json
 import math
+from pathlib import Path
 from typing import Any
 
 from raytrain_ddp import events
@@ -25,9 +26,10 @@ from raytrain_ddp.checkpoint.store import (
     CheckpointStore,
 )
 from raytrain_ddp.config.train_config import TrainConfig
-from raytrain_ddp.errors import CheckpointError
+from raytrain_ddp.errors import CheckpointError, ConfigError, did_you_mean
 from raytrain_ddp.events import LogRecord
 from raytrain_ddp.records import Timed, log_records, stored_events
+from raytrain_ddp.uri import without_secrets
 
 CONFIG_FILE = "config.toml"
 METRICS_FILE = "metrics.jsonl"
@@ -41,6 +43,7 @@ TENSORBOARD = "tensorboard"
 LOGS = "logs"
 PROFILES = "profiles"
 HANGS = "hang"
+RUNS = "runs"  # the folder of runs, unless --storage is given
 
 CLOCKS = frozenset({"seconds", "samples_per_s", "timing"})
 """The keys of log records that hold times; all others are equal in equal runs."""
@@ -49,6 +52,37 @@ CLOCKS = frozenset({"seconds", "samples_per_s", "timing"})
 def run_storage(config: TrainConfig) -> Storage:
     """Raises PreflightError if the storage cannot be reached."""
     return open_storage(config.storage).join(str(config.name))
+
+
+def path_of_run(place: str) -> str:
+    """``runs/NAME`` for the name of a run there; else `place`, which is a path or a URI."""
+    below = Path(RUNS) / place
+    is_name = "://" not in place and not Path(place).exists() and below.is_dir()
+    return str(below) if is_name else place
+
+
+def open_run(place: str) -> Storage:
+    """A run's folder, by its path, URI or name below runs/.
+
+    Raises:
+        ConfigError: there is no run.
+        PreflightError: the storage cannot be reached.
+    """
+    run = open_storage(path_of_run(place))
+    if not any(run.exists(name) for name in (CONFIG_FILE, METRICS_FILE, EVENTS_FILE)):
+        raise ConfigError(
+            f"{without_secrets(place)}: no run there (looked for {METRICS_FILE} and "
+            f"{EVENTS_FILE}).{other_runs(place)}"
+        )
+    return run
+
+
+def other_runs(place: str) -> str:
+    """A hint for a place where there is no run: the run of a similar name, or those that exist."""
+    folder = Path(place if Path(place).is_dir() else RUNS)
+    runs = sorted(path.parent.name for path in folder.glob(f"*/{CONFIG_FILE}"))
+    listed = f" In {folder} there are: {', '.join(runs[:8])}." if runs else ""
+    return did_you_mean(Path(place).name, runs) or listed
 
 
 def checkpoint_store(run: Storage) -> CheckpointStore:

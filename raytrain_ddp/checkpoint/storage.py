@@ -1,4 +1,4 @@
-"""A folder on a local disk, NFS, S3 or GCS, with the few operations that checkpoints need."""
+"""A folder on a disk, NFS or an object store, with the few operations that checkpoints need."""
 
 from __future__ import annotations
 
@@ -16,7 +16,14 @@ from pyarrow import fs as pafs
 
 from raytrain_ddp.errors import ConfigError, PreflightError
 from raytrain_ddp.files import fsync
-from raytrain_ddp.uri import REACH_TIMEOUT_S, answer_within, reason_of, without_secrets
+from raytrain_ddp.uri import (
+    REACH_TIMEOUT_S,
+    answer_within,
+    fsspec_inside,
+    open_uri,
+    reason_of,
+    without_secrets,
+)
 
 BytesLike = bytes | bytearray | memoryview
 Content = BytesLike | Iterable[BytesLike]  # of a file: all at once or in chunks
@@ -49,6 +56,8 @@ class Storage:
     def __str__(self) -> str:
         if self.is_local:
             return self.path
+        if inner := fsspec_inside(self.fs):
+            return str(inner.unstrip_protocol(self.path))
         scheme = str(self.fs.type_name)
         return f"{'gs' if scheme == 'gcs' else scheme}://{self.path}"
 
@@ -68,24 +77,22 @@ class Storage:
 
     def names(self) -> list[str]:
         """The files and folders directly in this folder; empty if it does not exist."""
-        selector = pafs.FileSelector(self.path, allow_not_found=True)
-        return [info.base_name for info in self.fs.get_file_info(selector)]
+        return [info.base_name for info in self._infos(recursive=False)]
 
     def walk(self) -> list[str]:
         """Relative paths of everything below, sorted; those of folders end with ``/``."""
         if isinstance(self.fs, pafs.LocalFileSystem):
             return sorted(_walk(self.path, ""))
-        selector = pafs.FileSelector(self.path, recursive=True, allow_not_found=True)
         return sorted(
             info.path[len(self.path) :].lstrip("/") + ("/" if _is_folder(info) else "")
-            for info in self.fs.get_file_info(selector)
+            for info in self._infos(recursive=True)
         )
 
     def size_bytes(self, name: str) -> int | None:
         """The size of a file; None if it does not exist or is a folder or a symbolic link."""
         if self.is_local and os.path.islink(self._at(name)):
             return None
-        info = self.fs.get_file_info(self._at(name))
+        info = self._info(name)
         return int(info.size) if info.type == pafs.FileType.File else None
 
     def exists(self, name: str) -> bool:
@@ -143,8 +150,7 @@ class Storage:
         if isinstance(self.fs, pafs.LocalFileSystem):
             names = list(_walk(self.path, "", deep=False))
         else:
-            selector = pafs.FileSelector(self.path, allow_not_found=True)
-            infos = self.fs.get_file_info(selector)
+            infos = self._infos(recursive=False)
             names = [info.base_name for info in infos if not _is_folder(info)]
         for name in names:
             if name.startswith(TEMP_PREFIX) and not name.endswith("/"):
@@ -152,8 +158,12 @@ class Storage:
 
     def changed_s(self, name: str) -> float | None:
         """When a file was last written, by the clock of `clock_s`; None if it does not exist."""
-        info = self.fs.get_file_info(self._at(name))
-        return info.mtime_ns / 1e9 if info.type == pafs.FileType.File else None
+        info = self._info(name)
+        if info.type != pafs.FileType.File:
+            return None
+        if info.mtime_ns is None:  # of most file systems of fsspec
+            return float(fsspec_inside(self.fs).modified(info.path).timestamp())
+        return float(info.mtime_ns / 1e9)
 
     def clock_s(self) -> float:
         """The current time in s by the clock with which the store dates its files."""
@@ -173,6 +183,20 @@ class Storage:
                 f"{name!r} is no valid file name: use 1 to 128 letters, digits, '.', '_' and '-'."
             )
         return f"{self.path.rstrip('/')}/{name}"
+
+    def _info(self, name: str) -> Any:
+        self._forget_listings()
+        return self.fs.get_file_info(self._at(name))
+
+    def _infos(self, recursive: bool) -> Any:
+        self._forget_listings()
+        return self.fs.get_file_info(
+            pafs.FileSelector(self.path, recursive=recursive, allow_not_found=True)
+        )
+
+    def _forget_listings(self) -> None:
+        if inner := fsspec_inside(self.fs):  # other processes write here, too
+            inner.invalidate_cache()
 
     def _chunks(self, name: str) -> Iterator[bytes]:
         # Without compression=None, pyarrow would guess it from the name and decompress "x.gz".
@@ -198,7 +222,7 @@ class Storage:
 
 
 def open_storage(uri: str) -> Storage:
-    """The folder at a plain path (``~`` works) or at an ``s3://``, ``gs://`` or ``file://`` URI.
+    """The folder at a plain path (``~`` works) or at a URI of `open_uri`.
 
     Raises:
         PreflightError: the URI is invalid or names a file, or its store does not respond within
@@ -206,15 +230,11 @@ def open_storage(uri: str) -> Storage:
     """
     shown = without_secrets(uri)
 
-    def connect() -> Any:  # for S3, from_uri already looks up the bucket's region
-        if "://" in uri:
-            fs, path = _from_uri(uri)
-        elif uri:
-            fs, path = pafs.LocalFileSystem(), os.path.abspath(os.path.expanduser(uri))
-        else:
+    def connect() -> Any:  # for S3, open_uri already looks up the bucket's region
+        if not uri:
             raise ValueError("it is empty")
-        if not path:
-            raise ValueError("it names no bucket")
+        place = uri if "://" in uri else os.path.abspath(os.path.expanduser(uri))
+        fs, path = open_uri(place)
         return fs, path, fs.get_file_info(path)
 
     answer = answer_within(REACH_TIMEOUT_S, connect)
@@ -225,22 +245,13 @@ def open_storage(uri: str) -> Storage:
         )
     if isinstance(answer, Exception):
         raise PreflightError(
-            f"Cannot open storage {shown}: {reason_of(uri, answer)}. Give a folder, or an "
-            "s3://, gs:// or file:// URI that this machine can reach."
+            f"Cannot open storage {shown}: {reason_of(uri, answer).removeprefix(f'{shown}: ')}. "
+            "Give a folder, or a URI (s3://, gs://, abfs:// ...) that this machine can reach."
         )
     fs, path, info = answer
     if info.type == pafs.FileType.File:
         raise PreflightError(f"Storage {shown} is a file: give a folder.")
     return Storage(fs, path.rstrip("/") or "/", isinstance(fs, pafs.LocalFileSystem))
-
-
-def _from_uri(uri: str) -> Any:
-    if uri.startswith("s3://"):
-        # A small file is then one PUT instead of the three requests of a multipart upload.
-        with suppress(ValueError):  # not in pyarrow 17
-            extra = ("&" if "?" in uri else "?") + "allow_delayed_open=true"
-            return pafs.FileSystem.from_uri(uri + extra)
-    return pafs.FileSystem.from_uri(uri)
 
 
 def _views(data: Content) -> Iterator[memoryview]:

@@ -23,19 +23,19 @@ SHELLS = {
 _SCRIPTS = {
     "bash": """\
 _raytrain() {
-    local word told
+    local word about
     COMPREPLY=()
-    while IFS=$'\\t' read -r word told; do COMPREPLY+=("$word"); done < <(
+    while IFS=$'\\t' read -r word about; do COMPREPLY+=("$word"); done < <(
         raytrain --complete "${COMP_WORDS[@]:1:COMP_CWORD}" 2>/dev/null)
 }
 complete -o default -F _raytrain raytrain
 """,
     "zsh": """\
 _raytrain() {
-    local word told
+    local word about
     local -a found
-    while IFS=$'\\t' read -r word told; do
-        found+=("${word//:/\\\\:}${told:+:$told}")
+    while IFS=$'\\t' read -r word about; do
+        found+=("${word//:/\\\\:}${about:+:$about}")
     done < <(raytrain --complete "${(@)words[2,CURRENT]}" 2>/dev/null)
     if (( $#found )); then _describe raytrain found -o nosort; else _files; fi
 }
@@ -89,7 +89,7 @@ def complete(
         found = [*_of_a_command(load(before[0]), before[1:], last)]
     else:
         found = []
-    return [f"{start}{word}\t{told}" for word, told in found if word.startswith(last)]
+    return [f"{start}{word}\t{about}" for word, about in found if word.startswith(last)]
 
 
 def _of_a_command(

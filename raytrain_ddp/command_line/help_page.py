@@ -114,9 +114,9 @@ def _full(flags: Iterable[Flag], width: int) -> Iterator[str]:
     for number, (section, group) in enumerate(groupby(flags, lambda flag: flag.section)):
         members = [*group]
         about = (inspect.getdoc(members[0].owner) or "").partition("\n\n")[0].replace("\n", " ")
-        told = f"{section}: {about}" if "." in members[0].name else section
+        heading = f"{section}: {about}" if "." in members[0].name else section
         yield from [""] * (number > 0)
-        yield from map(_bold, wrap(told, width))
+        yield from map(_bold, wrap(heading, width))
         for flag in members:
             no = f", --{negated(flag.name)}" if flag.kind is bool else ""
             name = flag.metavar if flag.positional else f"--{flag.name} {flag.metavar}{no}"

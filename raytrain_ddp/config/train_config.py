@@ -71,7 +71,7 @@ class TrainConfig:
     name: str | None = field(default=None, metadata=FREE)
     """Name of the run and of its folder. Default: the name of the recipe or of the data."""
     storage: str = field(default="runs", metadata=FREE)
-    """Folder or URI for the runs (s3://, gs://). All nodes must have access to it."""
+    """Folder or URI for runs (s3://, gs:// ...). All nodes must have access to it."""
     task: TaskLike = "image-classification"
     """Built in, or file.py:Class. What to train: image-classification, or a task of your own as
     package.module:Class or path/to/file.py:Class."""

@@ -94,10 +94,10 @@ def group_rules(words: Sequence[str]) -> list[tuple[str, dict[str, float]]]:
     return rules
 
 
-def require_plain(holder: object, name: str = "") -> None:
+def require_plain(holder: object) -> None:
     """Requires that no text in a config, at any depth, has a control character: it would be another
     line, or none at all, in files and commands that are made of the config."""
-    for field, text in _texts(holder, name):
+    for field, text in _texts(holder, ""):
         found = _CONTROL.search(text)
         rule = f"must not contain the control character U+{ord(found[0]):04X}" if found else ""
         require(found is None, field, text, rule)

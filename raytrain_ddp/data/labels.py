@@ -166,9 +166,9 @@ def how_mapped(names: Sequence[str]) -> str:
     return f"{names[0]} to {names[-1]}, mapped to classes 0 to {len(names) - 1}"
 
 
-def some_names(names: Sequence[str], most: int = _CLASSES_SHOWN) -> str:
+def some_names(names: Sequence[str]) -> str:
     """``10 classes: 0, 1, 2, 3, 4, ...``"""
-    shown = ", ".join(names[:most]) + ", ..." * (len(names) > most)
+    shown = ", ".join(names[:_CLASSES_SHOWN]) + ", ..." * (len(names) > _CLASSES_SHOWN)
     return f"{len(names)} class{'es' * (len(names) != 1)}: {shown}"
 
 

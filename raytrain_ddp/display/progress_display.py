@@ -223,8 +223,8 @@ class Display:
             self._settle()
         if not self._live and clock() - self._limit_at >= LIMIT_EVERY_S and self._split.is_settled:
             self._limit_at = clock()
-            told, self._limit = self._limit, self._split.limit()
-            if _without_figures(self._limit) != _without_figures(told):
+            previous, self._limit = self._limit, self._split.limit()
+            if _without_figures(self._limit) != _without_figures(previous):
                 self._print(Text(self._limit))
 
     def _evaluated(self, event: Eval) -> None:

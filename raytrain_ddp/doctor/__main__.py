@@ -42,7 +42,8 @@ def main(argv: Sequence[str]) -> int:
 
     verdicts = output_table.OF_A_CLUSTER
     if args.run is not None:
-        from raytrain_ddp.doctor.run_status import assess_run, open_run, read_status
+        from raytrain_ddp.checkpoint.run_folder import open_run
+        from raytrain_ddp.doctor.run_status import assess_run, read_status
 
         status = read_status(open_run(args.run))
         report, verdicts = (

@@ -144,7 +144,7 @@ def dashboard_rows(findings: Mapping[str, Any], nodes: Sequence[Place]) -> list[
     host, port = dashboard
     node = next((node for node in nodes if node["facts"]["wires"]["dashboard"]), None)
     addresses = node["facts"]["wires"]["dashboard"] if node else [host]
-    mode = _told_mode(nodes) or (_own_mode(node) if node else "")
+    mode = _mode_text(nodes) or (_own_mode(node) if node else "")
     place = node["name"] if node else "cluster"
     if all(_is_loopback(address) for address in addresses):
         return [Row("dashboard", place, f"on {', '.join(addresses)}, port {port}")]
@@ -161,7 +161,7 @@ def dashboard_rows(findings: Mapping[str, Any], nodes: Sequence[Place]) -> list[
 def authentication_rows(nodes: Sequence[Place]) -> list[Row]:
     notes = {}
     for node in nodes:
-        mode = _own_mode(node) or _told_mode(nodes)
+        mode = _own_mode(node) or _mode_text(nodes)
         advice = (
             "Anyone who reaches Ray's ports can run code as you: `ray get-auth-token --generate`, "
             "copy ~/.ray/auth_token to all nodes, and start Ray with RAY_AUTH_MODE=token."
@@ -187,7 +187,7 @@ def token_rows(nodes: Sequence[Place]) -> list[Row]:
     return grouped("token file", notes, nodes)
 
 
-def _told_mode(nodes: Sequence[Place]) -> str:
+def _mode_text(nodes: Sequence[Place]) -> str:
     """The mode that the dashboard reports for the whole cluster."""
     modes = (node["facts"]["wires"]["dashboard_mode"] for node in nodes)
     return next((mode for mode in modes if mode), "")

@@ -8,7 +8,6 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from itertools import pairwise
-from pathlib import Path
 from typing import Any
 
 from raytrain_ddp.checkpoint.lease import LEASE_FILE, TIMEOUT_S, Owner
@@ -23,13 +22,12 @@ from raytrain_ddp.checkpoint.run_folder import (
     read_events,
     read_log,
 )
-from raytrain_ddp.checkpoint.storage import Storage, open_storage
+from raytrain_ddp.checkpoint.storage import Storage
 from raytrain_ddp.checkpoint.store import MANIFEST_FILE
 from raytrain_ddp.data.epoch_order import relative_load
 from raytrain_ddp.display.bottleneck import StepSplit
 from raytrain_ddp.display.formatting import error_summary, format_count, format_seconds, plural
 from raytrain_ddp.doctor.rows import Report, Row, format_duration
-from raytrain_ddp.errors import ConfigError, did_you_mean
 from raytrain_ddp.events import (
     Checkpoint,
     CheckpointFailed,
@@ -90,22 +88,6 @@ class RunStatus:
     def newest_s(self) -> float | None:
         ages = (self.metrics_s, self.events_s, self.checkpoint_s, self.config_s)
         return min((age for age in ages if age is not None), default=None)
-
-
-def open_run(place: str) -> Storage:
-    """A run's folder, by its path, URI or name below runs/.
-
-    Raises:
-        ConfigError: there is no run.
-        PreflightError: the storage cannot be reached.
-    """
-    if "://" not in place and not Path(place).exists() and (Path("runs") / place).is_dir():
-        place = str(Path("runs") / place)
-    run = open_storage(place)
-    if not run.exists(CONFIG_FILE):
-        runs = [path.name for path in Path("runs").glob("*/")] if Path("runs").is_dir() else []
-        raise ConfigError(f"{run}: no run there (no {CONFIG_FILE}).{did_you_mean(place, runs)}")
-    return run
 
 
 def read_status(run: Storage) -> RunStatus:
@@ -176,8 +158,8 @@ def _driver(seen: RunStatus) -> Row:
     if seen.owner is None or seen.lease_s is None:
         if seen.end is not None:
             status, why = seen.end.status, error_summary(seen.end.message)
-            told = f"ended with status {status}{why and ': '}{why}"
-            return Row(name, where, told, "warn" if status else "ok")
+            found = f"ended with status {status}{why and ': '}{why}"
+            return Row(name, where, found, "warn" if status else "ok")
         again = "Run the command again: it resumes from the newest checkpoint."
         return Row(name, where, "no process drives it, and it has not ended", "warn", again)
     on = f"{seen.owner.host}, pid {seen.owner.pid}"
@@ -194,10 +176,10 @@ def _progress(seen: RunStatus) -> Row:
         return Row(name, "", "not started")
     step = max(seen.lines[-1].step if seen.lines else 0, plan.start_step)
     place = f"step {step} of {plan.total_steps}"
-    told = f"{place} ({100 * step // max(1, plan.total_steps)} %), {_ago(seen.newest_s)}"
+    found = f"{place} ({100 * step // max(1, plan.total_steps)} %), {_ago(seen.newest_s)}"
     workers = plural(plan.world_size, "worker")
     if seen.has_ended or seen.owner is None:
-        return Row(name, workers, told)
+        return Row(name, workers, found)
     allowed_s = max(_LEAST_S, _USUALLY * _between(seen.lines))
     if _has_leave(seen, plan):
         allowed_s = max(_APART_S, allowed_s)
@@ -205,12 +187,12 @@ def _progress(seen: RunStatus) -> Row:
         every = [e.seconds for e, _, _ in seen.events if isinstance(e, Interval)][-1:]
         allowed_s += _AWAY_S + sum(every)
     if seen.newest_s <= allowed_s:
-        return Row(name, workers, told)
+        return Row(name, workers, found)
     advice = (
         f"Nothing for longer than {format_seconds(allowed_s)}. An evaluation or a start may take "
         "so long; workers that hang are ended after scaling.hang_s, and named here."
     )
-    return Row(name, workers, told, "fail", advice)
+    return Row(name, workers, found, "fail", advice)
 
 
 def _has_leave(seen: RunStatus, plan: Plan) -> bool:
@@ -249,8 +231,8 @@ def _pace(seen: RunStatus) -> list[Row]:
     if limit:
         rows.append(Row("limit", "", limit, "warn" if remedy else "ok", remedy.capitalize()))
     slow = split.slowest()
-    told = [event for event, _, _ in seen.events if isinstance(event, Straggler)][-1:]
-    hosts = {event.rank: event.host for event in told if event.rank is not None}
+    stragglers = [e for e, _, _ in seen.events if isinstance(e, Straggler)][-1:]
+    hosts = {event.rank: event.host for event in stragglers if event.rank is not None}
     if slow is not None:
         rank, phase, ratio = slow
         found = f"{ratio:.1f} x as long as the others, mostly in {phase}"
@@ -264,12 +246,16 @@ def _pace(seen: RunStatus) -> list[Row]:
 
 
 def _failures(seen: RunStatus) -> Row:
-    failed = [n for n, e in enumerate(seen.events) if isinstance(e.event, Failed | Preempted)]
+    failed = [
+        (n, e.event, e.time)
+        for n, e in enumerate(seen.events)
+        if isinstance(e.event, Failed | Preempted)
+    ]
     if not failed:
         return Row("failures", "", "none")
-    last, time, _ = seen.events[failed[-1]]
-    since = any(isinstance(e, Checkpoint) for e, _, _ in seen.events[failed[-1] :])
-    text = last.message if isinstance(last, Failed) else last.text  # type: ignore[union-attr]
+    number, last, time = failed[-1]
+    since = any(isinstance(e, Checkpoint) for e, _, _ in seen.events[number:])
+    text = last.message if isinstance(last, Failed) else last.text
     found = f"{len(failed)}; the last at {time}: {text}"
     return Row("failures", "", found, "ok" if since else "warn")
 

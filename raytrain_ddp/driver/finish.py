@@ -27,11 +27,11 @@ from raytrain_ddp.checkpoint.storage import Storage
 from raytrain_ddp.checkpoint.store import CheckpointName
 from raytrain_ddp.config.train_config import TrainConfig
 from raytrain_ddp.display.bottleneck import split_of
+from raytrain_ddp.display.curves_png import draw_curves
 from raytrain_ddp.events import End, Eval
 from raytrain_ddp.messages import Outcome
 from raytrain_ddp.records import log_records
 from raytrain_ddp.result import FitResult, Summary
-from raytrain_ddp.training.curves_png import draw_curves
 
 
 def draw_run_curves(config: TrainConfig, run: Storage) -> None:
@@ -84,8 +84,11 @@ def tidy(config: TrainConfig, run: Storage, manifest: Manifest) -> None:
     if store.names()[:1] == [newest]:  # otherwise it is damaged, and must not be swept
         store.claim(newest, {"why": "what a kill left of a complete run is removed"})
         store.sweep()
-        log = log_records(json.loads(store.open(newest).read(LOG_FILE)))
-        write_log(run, log)  # on an object store, the last records may be missing
+        records = json.loads(store.open(newest).read(LOG_FILE))
+        # On an object store, the last records may be missing. A newer version may have written
+        # records and keys that this one does not know: they stay.
+        write_log(run, records)
+        log = log_records(records)
         best = next((r.step for r in reversed(log) if isinstance(r, Eval) and r.best), None)
         kept = next((name for name in store.names() if name.step == best), None)
         store.prune(config.checkpoint.keep_last, kept)

@@ -13,7 +13,6 @@ from raytrain_ddp.display.bottleneck import split_of
 from raytrain_ddp.display.formatting import (
     error_summary,
     format_count,
-    format_metric,
     format_ranks,
     format_seconds,
     plural,
@@ -51,14 +50,14 @@ class RunHistory:
 
     Args:
         state: "running", "finished", "interrupted", "failed", or "gone": ended without an event.
-        told: the state in a sentence.
+        summary: the state in a sentence.
         cause: the first line of the failure; "" unless failed.
         detail: its other lines.
     """
 
     files: RunFiles
     state: Literal["running", "finished", "interrupted", "failed", "gone"]
-    told: str
+    summary: str
     cause: str
     detail: str
     timeline: Timeline
@@ -71,7 +70,7 @@ class RunHistory:
 
     @property
     def unit(self) -> str:
-        return next((life.plan.unit for life in self.timeline.lives if life.plan), "")
+        return next((attempt.plan.unit for attempt in self.timeline.attempts if attempt.plan), "")
 
     @property
     def total_steps(self) -> int | None:
@@ -79,18 +78,10 @@ class RunHistory:
 
     def speed(self) -> float:
         """Samples/s of all workers, the median of the newest start; nan before the first record."""
-        start = self.timeline.lives[-1].start_step if self.timeline.lives else 0
+        start = self.timeline.attempts[-1].start_step if self.timeline.attempts else 0
         newest = [r for r in self.files.train if r.step > start] or self.files.train
         speeds = [r.samples_per_s for r in newest]
         return median(speeds) if speeds else math.nan
-
-    def best_told(self) -> str:
-        """``top1 97.50 % at step 184``; "" without an evaluation."""
-        best, monitor = self.files.best, self.files.monitor
-        value = best.metrics.get(monitor) if best else None
-        if best is None or value is None:
-            return ""
-        return f"{monitor} {format_metric(monitor, value)} at step {format_count(best.step)}"
 
 
 def timed(files: RunFiles) -> list[Train]:
@@ -120,11 +111,11 @@ def history_of(files: RunFiles) -> RunHistory:
             cause += f" (rank {end.rank}"
             cause += f" on {end.node}" if end.node else ""
             cause += f", step {end.step})" if end.step else ")"
-    told = _told(files, state, timeline, end)
-    return RunHistory(files, state, told, cause, detail, timeline, list(_happenings(files)))
+    summary = _summary(files, state, timeline, end)
+    return RunHistory(files, state, summary, cause, detail, timeline, list(_happenings(files)))
 
 
-def _told(files: RunFiles, state: str, timeline: Timeline, end: End | None) -> str:
+def _summary(files: RunFiles, state: str, timeline: Timeline, end: End | None) -> str:
     step = (end.step if end else None) or files.last_step
     total = _total_steps(files)
     at = f"step {format_count(step)}" + (f" of {format_count(total)}" if total else "")
@@ -150,14 +141,14 @@ def _total_steps(files: RunFiles) -> int | None:
 
 
 def _still(files: RunFiles, at: str, total: int | None, timeline: Timeline) -> str:
-    if not files.train or not timeline.lives:
+    if not files.train or not timeline.attempts:
         return "Running: the first step is not done yet."
-    life = timeline.lives[-1]
-    done = files.last_step - life.start_step
+    attempt = timeline.attempts[-1]
+    done = files.last_step - attempt.start_step
     left = (total or 0) - files.last_step
     if done <= 0 or left <= 0:
         return f"Running: {at}."
-    left_s = left * (life.ended - life.began) / done
+    left_s = left * (attempt.ended - attempt.began) / done
     return f"Running: {at}, about {format_seconds(left_s)} left."
 
 
@@ -245,7 +236,7 @@ def _end(event: End, wall: float) -> HistoryEntry:
     return HistoryEntry(wall, step, "failure", f"Ended with status {status}: {first}", rest)
 
 
-def speed_told(story: RunHistory) -> str:
+def speed_text(history: RunHistory) -> str:
     """``1437 images/s``; "" before the first record of the log."""
-    speed = story.speed()
-    return "" if math.isnan(speed) else f"{format_count(speed)} {story.unit or 'samples'}/s"
+    speed = history.speed()
+    return "" if math.isnan(speed) else f"{format_count(speed)} {history.unit or 'samples'}/s"

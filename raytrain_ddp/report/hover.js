@@ -1,7 +1,7 @@
 // Shows what a panel's lines are where the pointer is. Without it, all is there but this.
 for (const plot of document.querySelectorAll(".plot")) {
-  const told = JSON.parse(plot.querySelector("script").textContent);
-  if (!told.length) continue;
+  const values = JSON.parse(plot.querySelector("script").textContent);
+  if (!values.length) continue;
   const cross = document.createElement("div"), tip = document.createElement("div");
   cross.className = "cross";
   tip.className = "tip";
@@ -10,8 +10,8 @@ for (const plot of document.querySelectorAll(".plot")) {
   plot.addEventListener("pointermove", (event) => {
     const box = plot.getBoundingClientRect();
     const x = (1000 * (event.clientX - box.left)) / box.width;
-    let best = told[0];
-    for (const one of told) if (Math.abs(one[0] - x) < Math.abs(best[0] - x)) best = one;
+    let best = values[0];
+    for (const one of values) if (Math.abs(one[0] - x) < Math.abs(best[0] - x)) best = one;
     cross.hidden = tip.hidden = false;
     tip.textContent = best[1];
     cross.style.left = best[0] / 10 + "%";

@@ -10,6 +10,7 @@ from pathlib import Path
 from statistics import median
 
 from raytrain_ddp.checkpoint.manifest import package_version
+from raytrain_ddp.display.curves import color, curve_panels
 from raytrain_ddp.display.formatting import (
     format_bytes,
     format_count,
@@ -18,12 +19,12 @@ from raytrain_ddp.display.formatting import (
     format_share,
     plural,
 )
+from raytrain_ddp.display.panel import Panel
 from raytrain_ddp.report import step_phases, tables
-from raytrain_ddp.report.history import RunHistory, speed_told, timed
+from raytrain_ddp.report.history import RunHistory, speed_text, timed
 from raytrain_ddp.report.rank_panels import own_work, rank_panels, rank_splits
-from raytrain_ddp.report.step_panels import color, curve_panels
-from raytrain_ddp.report.svg_panel import Panel
-from raytrain_ddp.report.time_panels import axis_of, time_panels, total_split
+from raytrain_ddp.report.svg_panel import SvgPanel
+from raytrain_ddp.report.time_panels import axis_of, step_marks, time_panels, total_split
 
 _HERE = Path(__file__).parent
 _POLICY = "default-src 'none'; img-src data:; style-src 'unsafe-inline'; script-src 'unsafe-inline'"
@@ -31,51 +32,53 @@ _LEAST_TOLD = 0.005  # the smallest share of the time to be shown
 _MOST_BARS, _FEW_BARS = 16, 10
 
 
-def one_run(story: RunHistory, predictions: str) -> str:
+def one_run(history: RunHistory, predictions: str) -> str:
     """The page of a single run.
 
     Args:
         predictions: HTML; "" if there are none.
     """
-    x = axis_of([story])
-    over_time = [*time_panels([story], x), *rank_panels(story, x)]
+    x = axis_of([history])
+    over_time = [*time_panels([history], x), *rank_panels(history, x)]
     parts = [
-        _head(story),
-        _what_went_wrong(story),
-        _cards(story),
-        _section("Curves", _panels(curve_panels([story]))),
-        _section("Speed", _panels(over_time, one=True) + _phases(story)),
-        _section("Ranks", _rank_bars(story)),
-        _section("What happened", tables.happenings(story) if story.happenings else ""),
-        _section("Metrics in full", tables.full_metrics(story)),
+        _head(history),
+        _what_went_wrong(history),
+        _cards(history),
+        _section("Curves", _panels(curve_panels([history.files], step_marks(history)))),
+        _section("Speed", _panels(over_time, one=True) + _phases(history)),
+        _section("Ranks", _rank_bars(history)),
+        _section("What happened", tables.happenings(history) if history.happenings else ""),
+        _section("Metrics in full", tables.full_metrics(history)),
         _section("Predictions", predictions),
-        _section("Checkpoints", tables.checkpoints(story)),
-        _section("Config", tables.config(story.files)),
-        _section("Environment", tables.environment_table(story)),
+        _section("Checkpoints", tables.checkpoints(history)),
+        _section("Config", tables.config(history.files)),
+        _section("Environment", tables.environment_table(history)),
     ]
-    return _page(story.files.name, "".join(parts), [story])
+    return _page(history.files.name, "".join(parts), [history])
 
 
-def several_runs(stories: Sequence[RunHistory]) -> str:
+def several_runs(histories: Sequence[RunHistory]) -> str:
     """The page of several runs side by side."""
-    names = [story.files.name for story in stories]
+    names = [history.files.name for history in histories]
     parts = [
         f"<header><h1>{escape(' · '.join(names))}</h1></header>",
-        _section("Side by side", _side_by_side(stories)),
-        _section("Where their configs differ", tables.config_differences(stories)),
-        _section("Curves", _panels(curve_panels(stories))),
-        _section("Speed", _panels(time_panels(stories, axis_of(stories))) + _run_bars(stories)),
+        _section("Side by side", _side_by_side(histories)),
+        _section("Where their configs differ", tables.config_differences(histories)),
+        _section("Curves", _panels(curve_panels([history.files for history in histories]))),
+        _section(
+            "Speed", _panels(time_panels(histories, axis_of(histories))) + _run_bars(histories)
+        ),
     ]
-    for story in stories:
-        inner = _what_went_wrong(story) + tables.happenings(story)
-        parts.append(_section(f"What happened: {story.files.name}", inner))
-    return _page(", ".join(names), "".join(parts), stories)
+    for history in histories:
+        inner = _what_went_wrong(history) + tables.happenings(history)
+        parts.append(_section(f"What happened: {history.files.name}", inner))
+    return _page(", ".join(names), "".join(parts), histories)
 
 
-def _page(title: str, body: str, stories: Sequence[RunHistory]) -> str:
+def _page(title: str, body: str, histories: Sequence[RunHistory]) -> str:
     made = datetime.now(timezone.utc).strftime("%Y-%m-%d %H:%M:%S UTC")
-    places = " ".join(str(story.files.place) for story in stories)
-    live = any(story.state == "running" for story in stories)
+    places = " ".join(str(history.files.place) for history in histories)
+    live = any(history.state == "running" for history in histories)
     again = " A run was still in progress: run the command again to update this." if live else ""
     return (
         '<!doctype html><html lang="en"><head><meta charset="utf-8">'
@@ -95,24 +98,24 @@ def _section(title: str, inner: str) -> str:
 
 def _panels(panels: Sequence[Panel], one: bool = False) -> str:
     """Next to each other, or below each other with a common time axis."""
-    inner = "".join(panel.html() for panel in panels)
+    inner = "".join(SvgPanel(panel).html() for panel in panels)
     css = " one" if one else " odd" if len(panels) % 2 else ""
     return f'<div class="panels{css}">{inner}</div>' if inner else ""
 
 
-def _head(story: RunHistory) -> str:
+def _head(history: RunHistory) -> str:
     return (
-        f"<header><h1>{escape(story.files.name)}{_badge(story)}</h1>"
-        f"<p>{escape(story.told)}</p></header>"
+        f"<header><h1>{escape(history.files.name)}{_badge(history)}</h1>"
+        f"<p>{escape(history.summary)}</p></header>"
     )
 
 
-def _badge(story: RunHistory) -> str:
-    return f'<span class="badge {story.state}">{story.state}</span>'
+def _badge(history: RunHistory) -> str:
+    return f'<span class="badge {history.state}">{history.state}</span>'
 
 
-def _cards(story: RunHistory) -> str:
-    files, line = story.files, story.timeline
+def _cards(history: RunHistory) -> str:
+    files, line = history.files, history.timeline
     cards: list[tuple[str, str, str]] = []  # name, value, what is said besides
     best, monitor = files.best, files.monitor
     if best and monitor in best.metrics:
@@ -120,23 +123,29 @@ def _cards(story: RunHistory) -> str:
         last = files.evals[-1].metrics.get(monitor, math.nan)
         besides = f"at step {format_count(best.step)}; last {format_metric(monitor, last)}"
         cards.append((f"Best {monitor}", value, besides))
-    if line.lives:
-        starts = plural(len(line.lives), "start")
-        days = line.lives[-1].ended - line.lives[0].began
-        besides = f"in {starts} over {format_seconds(days)}" if len(line.lives) > 1 else "one start"
+    if line.attempts:
+        starts = plural(len(line.attempts), "start")
+        days = line.attempts[-1].ended - line.attempts[0].began
+        besides = (
+            f"in {starts} over {format_seconds(days)}" if len(line.attempts) > 1 else "one start"
+        )
         cards.append(("Time at work", format_seconds(line.worked_s), besides))
-    if speed_told(story):
+    if speed_text(history):
         steps = [r.timing.step_s for r in timed(files)]
         besides = f"{step_phases.step_time(median(steps))} a step" if steps else ""
-        cards.append(("Speed", speed_told(story), besides))
-    sizes = [str(life.world_size) for life in line.lives if life.world_size]
+        cards.append(("Speed", speed_text(history), besides))
+    sizes = [str(attempt.world_size) for attempt in line.attempts if attempt.world_size]
     if sizes:
         grown = list(dict.fromkeys(sizes))
         cards.append(("Workers", sizes[-1], f"so far {', '.join(grown)}" if grown[1:] else ""))
-    if line.lives[1:]:
-        failures = plural(sum(life.failed for life in line.lives), "failure")
-        failed = f"after {failures} of workers" if any(life.failed for life in line.lives) else ""
-        cards.append(("Restarts", str(len(line.lives) - 1), failed))
+    if line.attempts[1:]:
+        failures = plural(sum(attempt.failed for attempt in line.attempts), "failure")
+        failed = (
+            f"after {failures} of workers"
+            if any(attempt.failed for attempt in line.attempts)
+            else ""
+        )
+        cards.append(("Restarts", str(len(line.attempts) - 1), failed))
     newest = [r.timing for r in timed(files)[-50:]]
     mfu = [t.mfu for t in newest if t.mfu is not None]
     flops = [t.flops_per_s for t in newest if t.flops_per_s is not None]
@@ -149,7 +158,7 @@ def _cards(story: RunHistory) -> str:
     memory = max((r.timing.peak_memory_bytes for r in timed(files)), default=0)
     if memory:
         cards.append(("Peak memory", format_bytes(memory), "of a worker"))
-    limit = story.limit
+    limit = history.limit
     if limit:
         cards.append(("What limits it", limit[0].upper() + limit[1:] + ".", ""))
     inner = "".join(
@@ -171,21 +180,21 @@ def _flops(per_s: float) -> str:
     return f"{per_s / step:.3g} {unit}FLOP/s"
 
 
-def _what_went_wrong(story: RunHistory) -> str:
-    if story.state != "failed":
+def _what_went_wrong(history: RunHistory) -> str:
+    if history.state != "failed":
         return ""
-    cause = story.cause[0].upper() + story.cause[1:]
+    cause = history.cause[0].upper() + history.cause[1:]
     return (
         f'<div class="wrong-box"><b>What went wrong</b><br>{escape(cause)}'
-        f"{tables.detail(story.detail, is_open=True)}</div>"
+        f"{tables.detail(history.detail, is_open=True)}</div>"
     )
 
 
-def _phases(story: RunHistory) -> str:
+def _phases(history: RunHistory) -> str:
     """The time of all steps by phase, as a table."""
-    seconds = total_split(story)
+    seconds = total_split(history)
     shares = step_phases.shares(seconds)
-    steps = max(1, story.files.last_step)
+    steps = max(1, history.files.last_step)
     rows = [
         (
             f'<span class="key"><i class="{step_phases.css(name)}"></i></span>'
@@ -201,9 +210,9 @@ def _phases(story: RunHistory) -> str:
     return tables.table(("over the whole run", ">share", ">a step", ">in all"), rows)
 
 
-def _rank_bars(story: RunHistory) -> str:
+def _rank_bars(history: RunHistory) -> str:
     """A bar for each rank: its time per step in the newest start."""
-    ranks = rank_splits(story)
+    ranks = rank_splits(history)
     longest = max((sum(rank.values()) for rank in ranks), default=0.0)
     if longest <= 0:
         return ""
@@ -224,12 +233,12 @@ def _rank_bars(story: RunHistory) -> str:
     )
 
 
-def _run_bars(stories: Sequence[RunHistory]) -> str:
+def _run_bars(histories: Sequence[RunHistory]) -> str:
     """A bar for each run: where its time went."""
-    splits = [total_split(story) for story in stories]
+    splits = [total_split(history) for history in histories]
     bars = [
-        _bar(story.files.name, {n: s / max(1, story.files.last_step) for n, s in split.items()})
-        for story, split in zip(stories, splits, strict=True)
+        _bar(history.files.name, {n: s / max(1, history.files.last_step) for n, s in split.items()})
+        for history, split in zip(histories, splits, strict=True)
         if split
     ]
     if not bars:
@@ -263,23 +272,23 @@ def _legend(splits: Sequence[Mapping[str, float]]) -> str:
     return f"<p>{''.join(keys)}</p>"
 
 
-def _side_by_side(stories: Sequence[RunHistory]) -> str:
+def _side_by_side(histories: Sequence[RunHistory]) -> str:
     rows = []
-    for number, story in enumerate(stories):
-        line = story.timeline
-        total = f" of {story.total_steps}" if story.total_steps else ""
+    for number, history in enumerate(histories):
+        line = history.timeline
+        total = f" of {history.total_steps}" if history.total_steps else ""
         rows.append(
             (
                 f'<span class="key"><i class="{color(number)}"></i></span>'
-                f"{escape(story.files.name)}",
-                f'<span class="{story.state}">{story.state}</span>',
-                escape(story.best_told() or "-"),
-                f"{story.files.last_step}{total}",
-                format_seconds(line.worked_s) if line.lives else "-",
-                escape(speed_told(story) or "-"),
-                str(line.lives[-1].world_size or "-") if line.lives else "-",
-                str(max(0, len(line.lives) - 1)),
-                escape(story.limit or "-"),
+                f"{escape(history.files.name)}",
+                f'<span class="{history.state}">{history.state}</span>',
+                escape(history.files.best_summary or "-"),
+                f"{history.files.last_step}{total}",
+                format_seconds(line.worked_s) if line.attempts else "-",
+                escape(speed_text(history) or "-"),
+                str(line.attempts[-1].world_size or "-") if line.attempts else "-",
+                str(max(0, len(line.attempts) - 1)),
+                escape(history.limit or "-"),
             )
         )
     head = ("run", "state", "best", ">steps", ">time at work", ">speed", ">workers", ">restarts")

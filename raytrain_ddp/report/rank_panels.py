@@ -6,25 +6,25 @@ from collections import defaultdict
 from collections.abc import Mapping
 from statistics import median
 
+from raytrain_ddp.display.axes import Point, Scale, linear_scale
 from raytrain_ddp.display.formatting import plural
+from raytrain_ddp.display.panel import Area, Line, Panel
 from raytrain_ddp.events import Ranks
 from raytrain_ddp.report import step_phases
-from raytrain_ddp.report.axes import Point, Scale, linear_scale
 from raytrain_ddp.report.history import RunHistory
-from raytrain_ddp.report.svg_panel import Area, Line, Panel
 from raytrain_ddp.report.time_panels import (
     MOST_STRETCHES,
-    marks,
     stretches_of,
+    time_marks,
     x_name,
 )
 
 _LEAST_EVENTS = 3  # fewer make no useful picture
 
 
-def rank_panels(story: RunHistory, x: Scale) -> list[Panel]:
+def rank_panels(history: RunHistory, x: Scale) -> list[Panel]:
     """The slowest rank, and how long each rank's own work took."""
-    return [panel for panel in (_slowest_rank(story, x), _ranks(story, x)) if panel is not None]
+    return [panel for panel in (_slowest_rank(history, x), _ranks(history, x)) if panel is not None]
 
 
 def own_work(split_s: Mapping[str, float]) -> float:
@@ -32,12 +32,12 @@ def own_work(split_s: Mapping[str, float]) -> float:
     return sum(split_s.get(name, 0.0) for name in step_phases.WORK)
 
 
-def rank_splits(story: RunHistory) -> list[dict[str, float]]:
+def rank_splits(history: RunHistory) -> list[dict[str, float]]:
     """Seconds of a step by phase for each rank, in the newest start: median over its events.
 
     Without evaluations and checkpoints, which are rare and affect all ranks equally.
     """
-    events = [e for e, _, _ in story.files.events if isinstance(e, Ranks)]
+    events = [e for e, _, _ in history.files.events if isinstance(e, Ranks)]
     size = len(events[-1].split_s) if events else 0
     newest = [e.split_s for e in events if len(e.split_s) == size]
     found = {phase for each in newest for rank in each for phase in rank}
@@ -48,8 +48,8 @@ def rank_splits(story: RunHistory) -> list[dict[str, float]]:
     ]
 
 
-def _slowest_rank(story: RunHistory, x: Scale) -> Panel | None:
-    stretches = [one for one in stretches_of(story) if one.slowest]
+def _slowest_rank(history: RunHistory, x: Scale) -> Panel | None:
+    stretches = [one for one in stretches_of(history) if one.slowest]
     if not stretches:
         return None
     by_phase: dict[str, list[Point]] = defaultdict(list)
@@ -67,29 +67,29 @@ def _slowest_rank(story: RunHistory, x: Scale) -> Panel | None:
         title="The slowest rank's own work, as a multiple of the median rank's",
         x=x,
         y=linear_scale(1.0, max(1.5, highest), lambda value: f"{value:g} x", ticks=4),
-        x_name=x_name([story.timeline]),
+        x_name=x_name([history.timeline]),
         lines=[
             Line(f"by its {name}", f"dots {step_phases.css(name)}", [by_phase[name]])
             for name in step_phases.ordered(by_phase)
         ],
-        marks=marks(story),
+        marks=time_marks(history),
         hovers=hover_texts,
         height="low",
     )
 
 
-def _ranks(story: RunHistory, x: Scale) -> Panel | None:
+def _ranks(history: RunHistory, x: Scale) -> Panel | None:
     """A row for each rank: darker where its own work took longer."""
-    events = [(e, wall) for e, _, wall in story.files.events if isinstance(e, Ranks)]
+    events = [(e, wall) for e, _, wall in history.files.events if isinstance(e, Ranks)]
     events = events[:: -(-len(events) // MOST_STRETCHES) or 1]
     if len(events) < _LEAST_EVENTS:
         return None
     most = max(len(e.split_s) for e, _ in events)
-    ats = [story.timeline.at(wall) for _, wall in events]
+    ats = [history.timeline.at(wall) for _, wall in events]
     shades: dict[int, list[tuple[float, float, float, float]]] = defaultdict(list)
     hover_texts = []
     before = 0.0
-    starts = [story.timeline.at(life.began) for life in story.timeline.lives]
+    starts = [history.timeline.at(attempt.began) for attempt in history.timeline.attempts]
     for at, (event, _) in zip(ats, events, strict=True):
         since = max([before, *(start for start in starts if start <= at)])
         work = [own_work(rank) for rank in event.split_s]
@@ -108,7 +108,7 @@ def _ranks(story: RunHistory, x: Scale) -> Panel | None:
         title=f"Own work of each of {plural(most, 'rank')}",
         x=x,
         y=Scale(0.0, float(most), names),
-        x_name=x_name([story.timeline]),
+        x_name=x_name([history.timeline]),
         areas=[Area("", f"shade{shade}", shades[shade]) for shade in sorted(shades)],
         legend=[("as the median", "shade0"), ("+25 %", "shade3"), ("+50 % or more", "shade5")],
         hovers=hover_texts,

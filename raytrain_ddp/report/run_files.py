@@ -7,7 +7,6 @@ import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, NamedTuple
 
 from raytrain_ddp.checkpoint.claims import Claim
@@ -16,19 +15,18 @@ from raytrain_ddp.checkpoint.manifest import Manifest
 from raytrain_ddp.checkpoint.run_folder import (
     CHECKPOINTS,
     CONFIG_FILE,
-    EVENTS_FILE,
-    METRICS_FILE,
     checkpoint_store,
+    open_run,
     read_events,
     read_log,
 )
-from raytrain_ddp.checkpoint.storage import Storage, open_storage
+from raytrain_ddp.checkpoint.storage import Storage
 from raytrain_ddp.config.recipe import fields_of, flat
 from raytrain_ddp.config.train_config import TrainConfig
-from raytrain_ddp.errors import CheckpointError, ConfigError, PreflightError, did_you_mean
+from raytrain_ddp.display.curves import RunCurves
+from raytrain_ddp.errors import CheckpointError, PreflightError
 from raytrain_ddp.events import Eval, Plan, Train
 from raytrain_ddp.records import Timed
-from raytrain_ddp.uri import without_secrets
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -36,8 +34,6 @@ else:
     import tomli as tomllib
 
 Record = Mapping[str, Any]
-
-_RUNS = "runs"
 
 
 class Kept(NamedTuple):
@@ -49,13 +45,13 @@ class Kept(NamedTuple):
 
 
 @dataclass(frozen=True)
-class RunFiles:
+class RunFiles(RunCurves):
     """The content of a run's folder.
 
     Args:
         name: the folder's.
         config: the fields in config.toml, by their full names.
-        train, evals, events: records in the order in which they were written.
+        events: in the order in which they were written.
         kept: the existing checkpoints, newest first.
         owner: the process that holds the run, as far as known.
         claims: the record of each start: host, pid, workers.
@@ -63,10 +59,7 @@ class RunFiles:
     """
 
     place: Storage
-    name: str
     config: Mapping[str, Any]
-    train: Sequence[Train]
-    evals: Sequence[Eval]
     events: Sequence[Timed]
     kept: Sequence[Kept]
     owner: Owner | None
@@ -79,23 +72,12 @@ class RunFiles:
         return next((kept.manifest for kept in self.kept if kept.manifest), None)
 
     @property
-    def monitor(self) -> str:
-        """The metric that decides which evaluation is the best; "" before the first."""
-        return self.evals[-1].monitor if self.evals else ""
-
-    @property
-    def best(self) -> Eval | None:
-        """The best evaluation."""
-        return next((record for record in reversed(self.evals) if record.best), None)
-
-    @property
     def last_step(self) -> int:
         """The last step in the log, the events and the checkpoints."""
-        steps = [record.step for record in self.train[-1:]]
-        steps += [record.step for record in self.evals[-1:]]
+        steps = [super().last_step]
         steps += [kept.step for kept in self.kept[:1]]
         steps += [e.start_step for e, _, _ in self.events[-1:] if isinstance(e, Plan)]
-        return max(steps, default=0)
+        return max(steps)
 
     def settings(self) -> dict[str, tuple[Any, Any]]:
         """Field -> (value, default) of all fields, including those that this version lacks."""
@@ -111,18 +93,14 @@ def read_run(place: str) -> RunFiles:
         ConfigError: there is no run.
         PreflightError: the storage does not answer.
     """
-    if "://" not in place and not Path(place).exists() and (Path(_RUNS) / place).is_dir():
-        place = str(Path(_RUNS) / place)
-    storage = open_storage(place)
+    storage = open_run(place)
     try:
-        return _read(storage, place)
+        return _read(storage)
     except OSError as error:
         raise PreflightError(f"{storage}: cannot be read: {error}") from error
 
 
-def _read(storage: Storage, place: str) -> RunFiles:
-    if not any(storage.exists(name) for name in (CONFIG_FILE, METRICS_FILE, EVENTS_FILE)):
-        raise ConfigError(_no_run(place))
+def _read(storage: Storage) -> RunFiles:
     records = [record for record in read_log(storage) if isinstance(record.step, int)]
     return RunFiles(
         place=storage,
@@ -136,16 +114,6 @@ def _read(storage: Storage, place: str) -> RunFiles:
         claims=_claims(storage),
         read_at=time.time(),
     )
-
-
-def _no_run(place: str) -> str:
-    folder = Path(place if Path(place).is_dir() else _RUNS)
-    runs = sorted(path.parent.name for path in folder.glob(f"*/{CONFIG_FILE}"))
-    told = did_you_mean(Path(place).name, runs) or (
-        f" In {folder} there are: {', '.join(runs[:8])}." if runs else ""
-    )
-    shown = without_secrets(place)
-    return f"{shown}: no run there (looked for {METRICS_FILE} and {EVENTS_FILE}).{told}"
 
 
 def _config(storage: Storage) -> dict[str, Any]:
@@ -189,6 +157,6 @@ def _claims(storage: Storage) -> list[tuple[int, Record]]:
         claim = Claim.parse(path) if "/" not in path else None
         if claim is not None:
             with suppress(FileNotFoundError, ValueError):
-                told = json.loads(folder.read(path))
-                found.append((claim.attempt, told if isinstance(told, dict) else {}))
+                record = json.loads(folder.read(path))
+                found.append((claim.attempt, record if isinstance(record, dict) else {}))
     return sorted(found, key=lambda pair: pair[0])

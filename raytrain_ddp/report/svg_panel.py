@@ -1,4 +1,4 @@
-"""A panel: SVG that is stretched to any width, with labels in HTML.
+"""Draws a panel as SVG that is stretched to any width, with labels in HTML.
 
 Text within the SVG would shrink with it on a phone. All positions are in thousandths.
 """
@@ -6,102 +6,57 @@ Text within the SVG would shrink with it on a phone. All positions are in thousa
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable
+from dataclasses import dataclass
 from html import escape
 
-from raytrain_ddp.report.axes import Point, Scale
+from raytrain_ddp.display.panel import Area, Line, Panel
 
 _MOST_HOVERS = 400
 
 
 @dataclass(frozen=True)
-class Line:
-    """A line of one or more pieces; if "dotted", with a dot at each point.
+class SvgPanel:
+    """A panel of a page."""
 
-    Args:
-        css: classes: c0 to c7 are colors, "raw" is thin, "dots" draws points only, "fine" no
-            points.
-    """
-
-    label: str
-    css: str
-    pieces: Sequence[Sequence[Point]]
-
-
-@dataclass(frozen=True)
-class Area:
-    """An area of constant height over each interval: (from, to, bottom, top)."""
-
-    label: str
-    css: str
-    steps: Sequence[tuple[float, float, float, float]]
-
-
-@dataclass(frozen=True)
-class Mark:
-    """A vertical line, or a band if `to` is set, with its meaning."""
-
-    x: float
-    kind: str
-    text: str
-    label: str = ""
-    to: float | None = None
-
-
-@dataclass(frozen=True)
-class Panel:
-    """One panel; `hovers` are (x, text), shown at the pointer."""
-
-    title: str
-    x: Scale
-    y: Scale
-    x_name: str
-    lines: Sequence[Line] = ()
-    areas: Sequence[Area] = ()
-    marks: Sequence[Mark] = ()
-    hovers: Sequence[tuple[float, str]] = ()
-    note: str = ""
-    legend: Sequence[tuple[str, str]] | None = None  # (label, css); None: of lines and areas
-    stars: Sequence[tuple[float, float, str]] = field(default=())  # (x, y, told)
-    height: str = ""  # "low" or "high"
+    panel: Panel
 
     def html(self) -> str:
         """A <figure>."""
         parts = [
-            f'<figure class="panel {self.height}">',
-            f"<figcaption><b>{escape(self.title)}</b>{self._legend()}",
-            f"<small>{escape(self.note)}</small>" if self.note else "",
+            f'<figure class="panel {self.panel.height}">',
+            f"<figcaption><b>{escape(self.panel.title)}</b>{self._legend()}",
+            f"<small>{escape(self.panel.note)}</small>" if self.panel.note else "",
             "</figcaption>",
             '<div class="plot">',
             self._svg(),
             *self._labels(),
             f'<script type="application/json">{self._hovers()}</script>',
             "</div>",
-            f'<div class="xname">{escape(self.x_name)}</div></figure>',
+            f'<div class="xname">{escape(self.panel.x_name)}</div></figure>',
         ]
         return "".join(parts)
 
     def _svg(self) -> str:
-        label = escape(self.title, quote=True)
+        label = escape(self.panel.title, quote=True)
         parts = [
             f'<svg viewBox="0 0 1000 1000" preserveAspectRatio="none" role="img" '
             f'aria-label="{label}">'
         ]
-        grid = "".join(f"M0 {self._down(value)}h1000" for value, _ in self.y.ticks)
+        grid = "".join(f"M0 {self._down(value)}h1000" for value, _ in self.panel.y.ticks)
         parts.append(f'<path class="grid" d="{grid}"/>')
-        for mark in (mark for mark in self.marks if mark.to is not None):
+        for mark in (mark for mark in self.panel.marks if mark.to is not None):
             x, to = self._across(mark.x), self._across(mark.to or 0.0)
             shape = f'<rect x="{x}" y="0" width="{_short(float(to) - float(x))}" height="1000"'
             parts.append(f'{shape} class="band {mark.kind}">{_title(mark.text)}</rect>')
-        for area in self.areas:
+        for area in self.panel.areas:
             parts.append(f'<path class="area {area.css}" d="{self._area(area)}"/>')
-        for line in self.lines:
+        for line in self.panel.lines:
             css = line.css.split()
             parts.append(f'<path class="line {line.css}" d="{self._path(line, "dots" in css)}"/>')
             if "dotted" in css:
                 parts.append(f'<path class="line dots {line.css}" d="{self._path(line, True)}"/>')
-        for mark in (mark for mark in self.marks if mark.to is None):
+        for mark in (mark for mark in self.panel.marks if mark.to is None):
             d = f"M{self._across(mark.x)} 0v1000"
             parts.append(f'<path class="mark {mark.kind}" d="{d}">{_title(mark.text)}</path>')
         return "".join(parts) + "</svg>"
@@ -134,26 +89,27 @@ class Panel:
         return "".join(out)
 
     def _labels(self) -> Iterable[str]:
-        for value, name in self.y.ticks:
-            yield f'<span class="y" style="top:{self._part(1 - self.y.at(value))}">{name}</span>'
-        for value, name in self.x.ticks:
-            yield f'<span class="x" style="left:{self._part(self.x.at(value))}">{name}</span>'
-        for mark in self.marks:
+        scale_x, scale_y = self.panel.x, self.panel.y
+        for value, name in scale_y.ticks:
+            yield f'<span class="y" style="top:{self._part(1 - scale_y.at(value))}">{name}</span>'
+        for value, name in scale_x.ticks:
+            yield f'<span class="x" style="left:{self._part(scale_x.at(value))}">{name}</span>'
+        for mark in self.panel.marks:
             if mark.label:
-                left = self._part(self.x.at(mark.x))
+                left = self._part(scale_x.at(mark.x))
                 yield (
                     f'<span class="flag {mark.kind}" style="left:{left}" '
                     f'title="{escape(mark.text, quote=True)}">{escape(mark.label)}</span>'
                 )
-        for x, y, text in self.stars:
-            place = f"left:{self._part(self.x.at(x))};top:{self._part(1 - self.y.at(y))}"
+        for x, y, text in self.panel.stars:
+            place = f"left:{self._part(scale_x.at(x))};top:{self._part(1 - scale_y.at(y))}"
             title = escape(text, quote=True)
             yield f'<span class="star" style="{place}" title="{title}">★</span>'
 
     def _legend(self) -> str:
-        entries = self.legend
+        entries = self.panel.legend
         if entries is None:
-            shown: list[Line | Area] = [*self.lines, *self.areas]
+            shown: list[Line | Area] = [*self.panel.lines, *self.panel.areas]
             entries = [(one.label, one.css) for one in shown if one.label]
         return "".join(
             f'<span class="key"><i class="{css}"></i>{escape(label)}</span>'
@@ -161,17 +117,18 @@ class Panel:
         )
 
     def _hovers(self) -> str:
-        shown = self.hovers[:: -(-len(self.hovers) // _MOST_HOVERS) or 1]
+        shown = self.panel.hovers[:: -(-len(self.panel.hovers) // _MOST_HOVERS) or 1]
         pairs = [
-            [round(1000 * self.x.at(x), 1), text.replace(" %", "\u00a0%")] for x, text in shown
+            [round(1000 * self.panel.x.at(x), 1), text.replace(" %", "\u00a0%")]
+            for x, text in shown
         ]
         return as_script(pairs)
 
     def _across(self, value: float) -> str:
-        return _short(1000 * min(1.01, max(-0.01, self.x.at(value))))
+        return _short(1000 * min(1.01, max(-0.01, self.panel.x.at(value))))
 
     def _down(self, value: float) -> str:
-        return _short(1000 * (1 - min(1.2, max(-0.2, self.y.at(value)))))
+        return _short(1000 * (1 - min(1.2, max(-0.2, self.panel.y.at(value)))))
 
     @staticmethod
     def _part(share: float) -> str:

@@ -44,14 +44,14 @@ def table(head: Sequence[str], rows: Iterable[Sequence[str]], css: str = "") -> 
     return f'<div class="wide"><table class="{css}">{top}<tbody>{lines}</tbody></table></div>'
 
 
-def happenings(story: RunHistory) -> str:
+def happenings(history: RunHistory) -> str:
     """What happened, in chronological order."""
-    entries = list(story.happenings)
+    entries = list(history.happenings)
     left_out = len(entries) - _MOST_HAPPENINGS
     if left_out > 0:  # notes are dropped first, then entries in the middle
         entries = [one for one in entries if one.kind != "note"]
         entries = entries if len(entries) <= _MOST_HAPPENINGS else [*entries[:50], *entries[-150:]]
-        left_out = len(story.happenings) - len(entries)
+        left_out = len(history.happenings) - len(entries)
     rows = [
         (
             escape(moment(one.wall)),
@@ -75,9 +75,9 @@ def detail(text: str, is_open: bool = False) -> str:
     return f"<details{' open' * is_open}><summary>more</summary><pre>{shown}</pre></details>"
 
 
-def full_metrics(story: RunHistory) -> str:
+def full_metrics(history: RunHistory) -> str:
     """The non-scalar metrics of the best evaluation, or else of the last one."""
-    files = story.files
+    files = history.files
     record = files.best or (files.evals[-1] if files.evals else None)
     parts = [
         f"<h3>{escape(name)} <small>at step {record.step}</small></h3>{_grid(found)}"
@@ -106,9 +106,9 @@ def _cell(number: Any) -> str:
     return str(number) if isinstance(number, int) else escape(format_number(number))
 
 
-def checkpoints(story: RunHistory) -> str:
+def checkpoints(history: RunHistory) -> str:
     """The existing checkpoints, newest first, and a summary of the others."""
-    files = story.files
+    files = history.files
     made = {e.name: e for e, _, _ in files.events if isinstance(e, Checkpoint)}
     best = files.best
     rows = []
@@ -124,7 +124,7 @@ def checkpoints(story: RunHistory) -> str:
                 + (' <span class="best">★ best</span>' if at_best else "")
                 + ("" if manifest else ' <span class="bad">cannot be read</span>'),
                 str(kept.step),
-                escape(size_told(size)) if size else "-",
+                escape(size_text(size)) if size else "-",
                 escape(format_seconds(event.seconds))
                 if event and event.seconds is not None
                 else "-",
@@ -139,7 +139,7 @@ def checkpoints(story: RunHistory) -> str:
         each = f"{format_seconds(median(seconds))} each (median)"
         text = f"{plural(len(seconds), 'checkpoint')} written, {each}, "
         text += f"{format_seconds(max(seconds))} at most"
-        text += f"; {size_told(max(sizes))} at most." if sizes else "."
+        text += f"; {size_text(max(sizes))} at most." if sizes else "."
     failed = sum(isinstance(e, CheckpointFailed) for e, _, _ in files.events)
     text += f" {failed} could not be written." if failed else ""
     intervals = [e for e, _, _ in files.events if isinstance(e, Interval)]
@@ -165,9 +165,9 @@ def config(files: RunFiles) -> str:
     return f"{first}<details><summary>all {count}</summary>{rest}</details>"
 
 
-def config_differences(stories: Sequence[RunHistory]) -> str:
+def config_differences(histories: Sequence[RunHistory]) -> str:
     """The fields in which runs differ, with a column for each run."""
-    all_settings = [story.files.settings() for story in stories]
+    all_settings = [history.files.settings() for history in histories]
     names = list(dict.fromkeys(name for settings in all_settings for name in settings))
     rows = []
     for name in names:
@@ -176,19 +176,19 @@ def config_differences(stories: Sequence[RunHistory]) -> str:
             rows.append((f"<code>{escape(name)}</code>", *map(value, values)))
     if not rows:
         return "<p class=note>Their configs are equal.</p>"
-    return table(("field", *(s.files.name for s in stories)), rows, "config")
+    return table(("field", *(s.files.name for s in histories)), rows, "config")
 
 
-def environment_table(story: RunHistory) -> str:
+def environment_table(history: RunHistory) -> str:
     """Where it ran, on which devices, and with which versions, as far as recorded."""
-    files, rows = story.files, []
+    files, rows = history.files, []
 
     def add(name: str, text: object) -> None:
         if text:
             rows.append((escape(name), escape(str(text))))
 
     add("folder", files.place)
-    plans = [life.plan for life in story.timeline.lives if life.plan]
+    plans = [attempt.plan for attempt in history.timeline.attempts if attempt.plan]
     if plans:
         plan = plans[-1]
         devices = dict.fromkeys(f"{p.world_size} x {p.device}" for p in plans)
@@ -212,7 +212,7 @@ def environment_table(story: RunHistory) -> str:
     return table(("", ""), rows, "facts")
 
 
-def size_told(count: float) -> str:
+def size_text(count: float) -> str:
     """``12 KiB``; from one MiB on as `format_bytes`."""
     return format_bytes(count) if count >= 2**20 else f"{math.ceil(count / 1024)} KiB"
 
@@ -224,11 +224,6 @@ def moment(wall: float) -> str:
     if math.isnan(wall):
         return "?"
     return datetime.fromtimestamp(wall, timezone.utc).strftime("%m-%d %H:%M:%S")
-
-
-def first_day(files: RunFiles) -> str:
-    """The date of the first event; "" without any."""
-    return files.events[0].time[:10] if files.events else ""
 
 
 def value(thing: Any) -> str:

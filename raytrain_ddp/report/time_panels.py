@@ -10,30 +10,31 @@ from dataclasses import dataclass
 from itertools import pairwise
 from statistics import median
 
-from raytrain_ddp.display.formatting import (
-    format_count,
-    format_seconds,
-    format_share,
-)
-from raytrain_ddp.events import Slowest, Train
-from raytrain_ddp.report import step_phases
-from raytrain_ddp.report.axes import (
+from raytrain_ddp.display.axes import (
     MOST_POINTS,
     Point,
     Scale,
     linear_scale,
     sampled,
+    smoothed,
     thinned,
     tick_percent,
     time_scale,
 )
+from raytrain_ddp.display.curves import color, hovers, thinned_note
+from raytrain_ddp.display.formatting import (
+    format_count,
+    format_seconds,
+    format_share,
+)
+from raytrain_ddp.display.panel import Area, Line, Mark, Panel
+from raytrain_ddp.events import Slowest, Train
+from raytrain_ddp.report import step_phases
 from raytrain_ddp.report.history import RunHistory, timed
-from raytrain_ddp.report.step_panels import MOST_MARKS, color, hovers, thinned_note
-from raytrain_ddp.report.svg_panel import Area, Line, Mark, Panel
 from raytrain_ddp.report.timeline import Timeline
-from raytrain_ddp.training.curves_png import smoothed
 
 MOST_STRETCHES, _MOST_FLAGS = 150, 10
+_MOST_MARKS = 80  # more would be one band of color
 
 
 @dataclass(frozen=True)
@@ -53,36 +54,52 @@ class Stretch:
     slowest: Slowest | None
 
 
-def time_panels(stories: Sequence[RunHistory], x: Scale) -> list[Panel]:
+def time_panels(histories: Sequence[RunHistory], x: Scale) -> list[Panel]:
     """The speed of all runs; for a single run also where the time went."""
-    panels = [_speed(stories, x)]
-    if len(stories) == 1:
-        panels.append(_split(stories[0], x))
+    panels = [_speed(histories, x)]
+    if len(histories) == 1:
+        panels.append(_split(histories[0], x))
     return [panel for panel in panels if panel is not None]
 
 
-def total_split(story: RunHistory) -> dict[str, float]:
+def total_split(history: RunHistory) -> dict[str, float]:
     """Seconds by phase over all steps in the log; mean over the ranks."""
     totals: dict[str, float] = defaultdict(float)
-    for record, steps in zip(timed(story.files), _steps_of(timed(story.files)), strict=True):
+    for record, steps in zip(timed(history.files), _steps_of(timed(history.files)), strict=True):
         for phase, each in record.timing.split_s.items():
             totals[phase] += each * steps
     return dict(totals)
 
 
-def marks(story: RunHistory) -> list[Mark]:
-    """Restarts, resizes, failures and pauses, over time."""
-    line, found = story.timeline, []
-    cuts = {since for since, _ in line.cuts}
-    flags = len(line.lives) <= _MOST_FLAGS
-    texts = {h.wall: h.text for h in story.happenings if h.kind in ("restart", "resize")}
-    for before, life in pairwise(line.lives):
-        since, to = line.at(before.ended), line.at(life.began)
-        text = texts.get(life.began, f"resumed from step {life.start_step}")
-        resized = before.world_size != life.world_size and life.world_size
+def step_marks(history: RunHistory) -> list[Mark]:
+    """Marks the steps at which the run resumed."""
+    found = []
+    attempts = history.timeline.attempts
+    for before, attempt in pairwise(attempts):
+        resized = before.world_size != attempt.world_size
+        change = f"{before.world_size}→{attempt.world_size}"
+        text = f"resumed from step {attempt.start_step}"
+        text += f" with {change} workers" if resized else ""
         kind = "resize" if resized else "restart"
-        label = (f"{before.world_size}→{life.world_size}" if resized else "↻") if flags else ""
-        pause = life.began - before.ended
+        flag = change if resized else "↻"
+        label = flag if len(attempts) <= _MOST_FLAGS else ""
+        found.append(Mark(attempt.start_step, kind, text, label))
+    return found[:: -(-len(found) // _MOST_MARKS) or 1]
+
+
+def time_marks(history: RunHistory) -> list[Mark]:
+    """Restarts, resizes, failures and pauses, over time."""
+    line, found = history.timeline, []
+    cuts = {since for since, _ in line.cuts}
+    flags = len(line.attempts) <= _MOST_FLAGS
+    texts = {h.wall: h.text for h in history.happenings if h.kind in ("restart", "resize")}
+    for before, attempt in pairwise(line.attempts):
+        since, to = line.at(before.ended), line.at(attempt.began)
+        text = texts.get(attempt.began, f"resumed from step {attempt.start_step}")
+        resized = before.world_size != attempt.world_size and attempt.world_size
+        kind = "resize" if resized else "restart"
+        label = (f"{before.world_size}→{attempt.world_size}" if resized else "↻") if flags else ""
+        pause = attempt.began - before.ended
         if before.ended in cuts:
             text += f". A pause of {format_seconds(pause)} is cut out here."
             label = f"{label} ✂ {format_seconds(pause)}" if flags else ""
@@ -90,26 +107,26 @@ def marks(story: RunHistory) -> list[Mark]:
             down = f"no training for {format_seconds(pause)}"
             found.append(Mark(since, "down" if before.failed else "lost", down, to=to))
         found.append(Mark(to, kind, text, label))
-    failures = [h for h in story.happenings if h.kind in ("failure", "preempted")]
+    failures = [h for h in history.happenings if h.kind in ("failure", "preempted")]
     found += [Mark(line.at(h.wall), "failure", h.text) for h in failures]
-    every = -(-len(found) // MOST_MARKS) or 1
-    return [*found[::every], *_lost(story)]
+    every = -(-len(found) // _MOST_MARKS) or 1
+    return [*found[::every], *_lost(history)]
 
 
-def _lost(story: RunHistory) -> list[Mark]:
+def _lost(history: RunHistory) -> list[Mark]:
     """Steps that a later start repeated; they are no longer in the log."""
-    line, found = story.timeline, []
-    walls = sorted(wall for wall in line.walls(story.files.train) if math.isfinite(wall))
-    for number, life in enumerate(line.lives[:-1]):
-        last = line.last_before(walls, number) or life.began
-        if life.ended - last > 0.01 * line.worked_s:
-            text = f"{format_seconds(life.ended - last)} of work that is not in the log"
-            found.append(Mark(line.at(last), "lost", text, to=line.at(life.ended)))
+    line, found = history.timeline, []
+    walls = sorted(wall for wall in line.walls(history.files.train) if math.isfinite(wall))
+    for number, attempt in enumerate(line.attempts[:-1]):
+        last = line.last_before(walls, number) or attempt.began
+        if attempt.ended - last > 0.01 * line.worked_s:
+            text = f"{format_seconds(attempt.ended - last)} of work that is not in the log"
+            found.append(Mark(line.at(last), "lost", text, to=line.at(attempt.ended)))
     return found
 
 
-def axis_of(stories: Sequence[RunHistory]) -> Scale:
-    ends = [s.timeline.at(life.ended) for s in stories for life in s.timeline.lives[-1:]]
+def axis_of(histories: Sequence[RunHistory]) -> Scale:
+    ends = [s.timeline.at(attempt.ended) for s in histories for attempt in s.timeline.attempts[-1:]]
     return time_scale(max(ends, default=1.0))
 
 
@@ -118,11 +135,11 @@ def x_name(timelines: Sequence[Timeline]) -> str:
     return "time since the first step" + (", without long pauses" if cut else "")
 
 
-def _pieces(story: RunHistory, records: Sequence[Train]) -> list[list[tuple[float, Train]]]:
+def _pieces(history: RunHistory, records: Sequence[Train]) -> list[list[tuple[float, Train]]]:
     """(time on the axis, record), split where a start ended."""
-    line = story.timeline
-    begins = [life.began for life in line.lives]
-    pieces: list[list[tuple[float, Train]]] = [[] for _ in line.lives]
+    line = history.timeline
+    begins = [attempt.began for attempt in line.attempts]
+    pieces: list[list[tuple[float, Train]]] = [[] for _ in line.attempts]
     for wall, record in zip(line.walls(records), records, strict=True):
         number = bisect.bisect_right(begins, wall) - 1
         if number >= 0 and math.isfinite(wall):
@@ -130,13 +147,13 @@ def _pieces(story: RunHistory, records: Sequence[Train]) -> list[list[tuple[floa
     return [piece for piece in pieces if piece]
 
 
-def _speed(stories: Sequence[RunHistory], x: Scale) -> Panel | None:
+def _speed(histories: Sequence[RunHistory], x: Scale) -> Panel | None:
     lines, series, highs = [], [], []
-    units = {story.unit for story in stories}
+    units = {history.unit for history in histories}
     unit = (units.pop() if len(units) == 1 else "") or "samples"
-    for number, story in enumerate(stories):
-        records = [r for r in story.files.train if math.isfinite(r.samples_per_s)]
-        pieces = [[(at, r.samples_per_s) for at, r in p] for p in _pieces(story, records)]
+    for number, history in enumerate(histories):
+        records = [r for r in history.files.train if math.isfinite(r.samples_per_s)]
+        pieces = [[(at, r.samples_per_s) for at, r in p] for p in _pieces(history, records)]
         flat = sorted(y for piece in pieces for _, y in piece)
         if not flat:
             continue
@@ -144,22 +161,22 @@ def _speed(stories: Sequence[RunHistory], x: Scale) -> Panel | None:
         shares = [max(4, MOST_POINTS * len(piece) // len(flat)) for piece in pieces]
         calm = [_smoothed(piece, len(flat) // 40 + 1) for piece in pieces]
         smooth = [sampled(piece, most) for piece, most in zip(calm, shares, strict=True)]
-        if len(stories) == 1:
+        if len(histories) == 1:
             raw = [thinned(piece, most) for piece, most in zip(pieces, shares, strict=True)]
             lines.append(Line("", f"raw {color(0)}", raw))
-        lines.append(Line("" if len(stories) == 1 else story.files.name, color(number), smooth))
+        lines.append(Line("" if len(histories) == 1 else history.files.name, color(number), smooth))
         points: list[Point] = [point for piece in smooth for point in piece]
         series.append((lines[-1].label, points, lambda value: f"{format_count(value)} {unit}/s"))
     if not lines:
         return None
-    alone = stories[0] if len(stories) == 1 else None
-    shown = marks(alone) if alone else []
-    notes = [thinned_note(max(len(s.files.train) for s in stories))]
+    alone = histories[0] if len(histories) == 1 else None
+    shown = time_marks(alone) if alone else []
+    notes = [thinned_note(max(len(s.files.train) for s in histories))]
     return Panel(
         title=f"Throughput of all workers, {unit}/s",
         x=x,
         y=linear_scale(0.0, max(highs)),
-        x_name=x_name([story.timeline for story in stories]),
+        x_name=x_name([history.timeline for history in histories]),
         lines=lines,
         marks=shown,
         hovers=hovers(series, clock_of),
@@ -190,14 +207,16 @@ def clock_of(value: float) -> str:
     return f"after {format_seconds(value)}"
 
 
-def stretches_of(story: RunHistory, most: int = MOST_STRETCHES) -> list[Stretch]:
-    """About `most` stretches of the log, none of which spans two starts."""
-    records = timed(story.files)
+def stretches_of(history: RunHistory) -> list[Stretch]:
+    """About 150 stretches of the log, none of which spans two starts."""
+    records = timed(history.files)
     steps = dict(zip((r.step for r in records), _steps_of(records), strict=True))
-    each = -(-len(records) // most) or 1
+    each = -(-len(records) // MOST_STRETCHES) or 1
     found = []
-    begins = {life.began: story.timeline.at(life.began) for life in story.timeline.lives}
-    for piece in _pieces(story, records):
+    begins = {
+        attempt.began: history.timeline.at(attempt.began) for attempt in history.timeline.attempts
+    }
+    for piece in _pieces(history, records):
         first = max((at for at in begins.values() if at <= piece[0][0]), default=0.0)
         for n in range(0, len(piece), each):
             part = piece[n : n + each]
@@ -228,8 +247,8 @@ def _steps_of(records: Sequence[Train]) -> list[int]:
     return [max(1, record.step - last) for record, last in zip(records, before[:-1], strict=True)]
 
 
-def _split(story: RunHistory, x: Scale) -> Panel | None:
-    stretches = stretches_of(story)
+def _split(history: RunHistory, x: Scale) -> Panel | None:
+    stretches = stretches_of(history)
     names = step_phases.ordered({name for one in stretches for name in one.split_s})
     if not names:
         return None
@@ -255,11 +274,11 @@ def _split(story: RunHistory, x: Scale) -> Panel | None:
         title="Where the time goes",
         x=x,
         y=linear_scale(0.0, 1.0, tick_percent, ticks=4),
-        x_name=x_name([story.timeline]),
+        x_name=x_name([history.timeline]),
         areas=[Area(step_phases.PHASES.get(n, n), step_phases.css(n), steps[n]) for n in names],
-        marks=marks(story),
+        marks=time_marks(history),
         hovers=texts,
-        note=thinned_note(len(story.files.train)).replace(
+        note=thinned_note(len(history.files.train)).replace(
             "lowest and highest of each stretch are kept", "each stretch is a mean"
         ),
         height="high",

@@ -37,12 +37,12 @@ class RunAttempt:
 class Timeline:
     """The starts of a run, in order, and the pauses that are cut out of its axis."""
 
-    lives: Sequence[RunAttempt]
+    attempts: Sequence[RunAttempt]
     cuts: Sequence[tuple[float, float]]  # (from, to), seconds since 1970
 
     def at(self, wall: float) -> float:
         """Seconds since the run began, without the pauses that are cut out."""
-        began = self.lives[0].began if self.lives else wall
+        began = self.attempts[0].began if self.attempts else wall
         place = bisect.bisect_right(self.cuts, (wall, math.inf))
         out = self._cut_s[place]
         if place:  # `wall` may be within that pause
@@ -56,25 +56,29 @@ class Timeline:
 
     def last_before(self, walls: Sequence[float], number: int) -> float | None:
         """The last of the ascending `walls` that belongs to a start; None if there is none."""
-        following = self.lives[number + 1 : number + 2]
+        following = self.attempts[number + 1 : number + 2]
         until = following[0].began if following else math.inf
         place = bisect.bisect_right(walls, until)
-        return walls[place - 1] if place and walls[place - 1] >= self.lives[number].began else None
+        return (
+            walls[place - 1] if place and walls[place - 1] >= self.attempts[number].began else None
+        )
 
     @property
     def worked_s(self) -> float:
-        return sum(life.ended - life.began for life in self.lives)
+        return sum(attempt.ended - attempt.began for attempt in self.attempts)
 
     def walls(self, records: Sequence[Train | Eval]) -> list[float]:
         """When each record was written; nan if unknown."""
         firsts: list[int] = []
         owners: list[RunAttempt] = []
         limit = math.inf
-        for life in reversed(self.lives):  # a later start overwrites records after its first step
-            if life.start_step < limit:
-                firsts.insert(0, life.start_step)
-                owners.insert(0, life)
-                limit = life.start_step
+        for attempt in reversed(
+            self.attempts
+        ):  # a later start overwrites records after its first step
+            if attempt.start_step < limit:
+                firsts.insert(0, attempt.start_step)
+                owners.insert(0, attempt)
+                limit = attempt.start_step
         walls = []
         for record in records:
             place = bisect.bisect_left(firsts, record.step) - 1
@@ -84,30 +88,30 @@ class Timeline:
 
 def timeline_of(files: RunFiles, is_running: bool) -> Timeline:
     """From the events; without events, from where the log's seconds start over."""
-    lives = _from_events(files, is_running) or _from_log(files)
-    whole = Timeline(_as_long_as_logged(lives, files), [])
+    attempts = _from_events(files, is_running) or _from_log(files)
+    whole = Timeline(_as_long_as_logged(attempts, files), [])
     cuts = []
-    for one, two in pairwise(whole.lives):
+    for one, two in pairwise(whole.attempts):
         least_s, share = _CUT_FAILED if one.failed else _CUT_ENDED
         if two.began - one.ended > max(least_s, share * whole.worked_s):
             cuts.append((one.ended, two.began))
-    return Timeline(whole.lives, cuts)
+    return Timeline(whole.attempts, cuts)
 
 
-def _as_long_as_logged(lives: Sequence[RunAttempt], files: RunFiles) -> list[RunAttempt]:
+def _as_long_as_logged(attempts: Sequence[RunAttempt], files: RunFiles) -> list[RunAttempt]:
     """No start ends before its last record: events are dated to the second, and some are
     missing."""
-    line = Timeline(lives, [])
+    line = Timeline(attempts, [])
     walls = sorted(wall for wall in line.walls(files.train) if math.isfinite(wall))
-    lasts = [line.last_before(walls, number) for number in range(len(lives))]
+    lasts = [line.last_before(walls, number) for number in range(len(attempts))]
     return [
-        replace(life, ended=max(life.ended, last or life.ended))
-        for life, last in zip(lives, lasts, strict=True)
+        replace(attempt, ended=max(attempt.ended, last or attempt.ended))
+        for attempt, last in zip(attempts, lasts, strict=True)
     ]
 
 
 def _from_events(files: RunFiles, is_running: bool) -> list[RunAttempt]:
-    lives: list[RunAttempt] = []
+    attempts: list[RunAttempt] = []
     plan: tuple[Plan, float] | None = None
     heard = math.nan
 
@@ -115,7 +119,7 @@ def _from_events(files: RunFiles, is_running: bool) -> list[RunAttempt]:
         if plan is not None:
             what, began = plan
             step, size = what.start_step, what.world_size
-            lives.append(RunAttempt(began, max(began, ended), step, size, what, failed))
+            attempts.append(RunAttempt(began, max(began, ended), step, size, what, failed))
 
     for event, _, wall in files.events:
         if math.isnan(wall):
@@ -131,11 +135,11 @@ def _from_events(files: RunFiles, is_running: bool) -> list[RunAttempt]:
         heard = wall
     if plan is not None:  # still running, or ended without an event
         close(max(heard, files.read_at) if is_running else heard)
-    return lives
+    return attempts
 
 
 def _from_log(files: RunFiles) -> list[RunAttempt]:
-    lives: list[RunAttempt] = []
+    attempts: list[RunAttempt] = []
     began = before = 0.0
     start_step = step = 0
     for record in files.train:
@@ -143,7 +147,9 @@ def _from_log(files: RunFiles) -> list[RunAttempt]:
         if not math.isfinite(seconds):
             continue
         if seconds < before:
-            lives.append(RunAttempt(began, began + before, start_step, 0, None))
+            attempts.append(RunAttempt(began, began + before, start_step, 0, None))
             began, start_step = began + before, step
         before, step = seconds, record.step
-    return [*lives, RunAttempt(began, began + before, start_step, 0, None)] if before else lives
+    return (
+        [*attempts, RunAttempt(began, began + before, start_step, 0, None)] if before else attempts
+    )

@@ -39,18 +39,18 @@ def write_report(places: Sequence[str], out: str | None, predict: bool, device: 
         from raytrain_ddp.training.world import choose_device  # imports torch
 
         choose_device(device)
-    runs = _told_apart([read_run(place) for place in places])
-    stories = [history_of(files) for files in runs]
-    if len(stories) == 1:
-        page = one_run(stories[0], _predictions(stories[0], device) if predict else "")
+    runs = _with_distinct_names([read_run(place) for place in places])
+    histories = [history_of(files) for files in runs]
+    if len(histories) == 1:
+        page = one_run(histories[0], _predictions(histories[0], device) if predict else "")
     else:
-        page = several_runs(stories)
+        page = several_runs(histories)
     path = Path(out) if out is not None else _place(runs)
     _write(path, page)
     return path
 
 
-def _told_apart(runs: Sequence[RunFiles]) -> list[RunFiles]:
+def _with_distinct_names(runs: Sequence[RunFiles]) -> list[RunFiles]:
     """Runs of the same name get as much of their path as necessary: a/digits, b/digits."""
     parts = [[part for part in run.place.path.split("/") if part] for run in runs]
 
@@ -68,15 +68,15 @@ def _place(runs: Sequence[RunFiles]) -> Path:
     return Path(alone.path if alone is not None and alone.is_local else ".") / REPORT_FILE
 
 
-def _predictions(story: RunHistory, device: str) -> str:
+def _predictions(history: RunHistory, device: str) -> str:
     """HTML, or why there is none, which is not an error."""
-    if not story.files.kept:
+    if not history.files.kept:
         return ""
     from raytrain_ddp.report.class_tables import classes
     from raytrain_ddp.report.mistakes import predict
 
     try:
-        return classes(predict(story.files, device, story.state == "running"))
+        return classes(predict(history.files, device, history.state == "running"))
     except (RaytrainError, OSError) as error:
         return f"<p class=note>None: {escape(str(error))}</p>"
 

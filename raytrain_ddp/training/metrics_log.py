@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import math
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import IO, Any
@@ -63,7 +63,7 @@ class MetricsLog:
             if self._file is None:
                 return
             try:
-                self._file.write(_line(record))
+                self._file.write(_line(to_record(record)))
                 return
             except OSError as error:
                 problem = error
@@ -102,24 +102,24 @@ class MetricsLog:
             self._file = None
 
     def _write(self, records: Sequence[LogRecord]) -> None:
-        write_log(self._run, records)
+        write_log(self._run, map(to_record, records))
 
     def _behind(self, error: OSError) -> None:
         text = f"{METRICS_FILE} cannot be written ({error}): the next checkpoint rewrites it."
         self._tell(Note(text))
 
 
-def write_log(run: Storage, records: Sequence[LogRecord]) -> None:
+def write_log(run: Storage, records: Iterable[Mapping[str, Any]]) -> None:
     """Rewrites metrics.jsonl; raises OSError."""
     run.write_atomic(METRICS_FILE, "".join(map(_line, records)).encode())
 
 
-def _line(record: LogRecord) -> str:
+def _line(record: Mapping[str, Any]) -> str:
     """One JSON line; non-finite numbers become null, which `read_history` turns back into nan."""
     try:
-        return json.dumps(to_record(record), allow_nan=False) + "\n"
+        return json.dumps(record, allow_nan=False) + "\n"
     except ValueError:
-        return json.dumps(_finite(to_record(record)), allow_nan=False) + "\n"
+        return json.dumps(_finite(record), allow_nan=False) + "\n"
 
 
 def _finite(value: Any) -> Any:

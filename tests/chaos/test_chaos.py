@@ -1,4 +1,4 @@
-"""Killed many times and still equal: the door `chaos`, and what it stands on."""
+"""Killed many times and still equal: the command `chaos`, and what it stands on."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from itertools import pairwise
 from pathlib import Path
 
 import pytest
-from processes import Group, door
+from processes import Group, run_cli
 from tiny import TOTAL_STEPS, plain, run_tiny, tiny_config
 
 from raytrain_ddp.chaos.__main__ import parse
@@ -36,7 +36,7 @@ TINY = f"{HERE / 'tiny.py'}:TinyTask"
 
 
 class Notes(Watcher):
-    """Keeps what it is told."""
+    """Keeps what is reported to it."""
 
     def __init__(self) -> None:
         self.faults: list[FiredFault] = []
@@ -133,7 +133,7 @@ def test_the_log_is_followed_through_every_start_and_each_step_counted(tmp_path:
     log.close()
 
 
-def test_what_fired_is_told_once_with_the_place_where_it_did(tmp_path: Path):
+def test_what_fired_is_reported_once_with_the_place_where_it_did(tmp_path: Path):
     plan = [
         Fault("train.loss", 1, 4),
         Fault(DRIVER, step=6),
@@ -144,8 +144,8 @@ def test_what_fired_is_told_once_with_the_place_where_it_did(tmp_path: Path):
     assert faults.news() == []
     (tmp_path / "fired" / "fired-1").write_text("0 30")
     (tmp_path / "fired" / "fired-2").write_text("")  # killed while it wrote
-    told = faults.news()
-    assert [(f.number, f.fault.site, f.rank, f.step) for f in told] == [
+    reported = faults.news()
+    assert [(f.number, f.fault.site, f.rank, f.step) for f in reported] == [
         (1, "start.loaded", 0, 30),
         (2, "train.after_step", 2, 9),
     ]
@@ -363,14 +363,14 @@ def test_fault_01_02_03_05_killed_at_every_place_and_equal_to_the_last_bit(tmp_p
     assert left[0] == left[1]
     assert list(left[1].steps) == list(range(1, TOTAL_STEPS + 1))
     assert left[1].leftovers == []
-    told = notes.faults
-    assert sorted(str(fired.fault) for fired in told) == sorted(map(str, everywhere()))
-    assert {fired.fault.site for fired in told} == {*SITES, DRIVER} - {
+    reported = notes.faults
+    assert sorted(str(fired.fault) for fired in reported) == sorted(map(str, everywhere()))
+    assert {fired.fault.site for fired in reported} == {*SITES, DRIVER} - {
         "driver.event",
         "train.weights",
     }
     assert rans[0].executed == TOTAL_STEPS < rans[1].executed
-    assert len(told) / 2 < rans[1].starts <= 1 + len(told)  # two ranks may die at once
+    assert len(reported) / 2 < rans[1].starts <= 1 + len(reported)  # two ranks may die at once
     assert tagged("sweep") == {}
 
 
@@ -514,7 +514,7 @@ class Meddling(Notes):
             log.write_text(log.read_text().replace('"loss": 1.', '"loss": 2.', 1))
 
 
-def test_a_difference_is_told_and_both_runs_are_kept(tmp_path: Path):
+def test_a_difference_is_reported_and_both_runs_are_kept(tmp_path: Path):
     outcome = chaos(tiny_order(tmp_path, kills=1, drivers=0, epochs=1), Meddling(tmp_path))
     assert not outcome.equal
     assert [row.what for row in outcome.rows if not row.right] == ["log (sha256)"]
@@ -522,13 +522,13 @@ def test_a_difference_is_told_and_both_runs_are_kept(tmp_path: Path):
     assert (outcome.folder / "undisturbed" / METRICS_FILE).exists()
 
 
-# ------------------------------------------------------------------ the door
+# ------------------------------------------------------------------ the command
 
 
-def test_the_door_prints_the_faults_the_verdict_and_the_line_that_replays_it(tmp_path: Path):
+def test_the_command_prints_the_faults_the_verdict_and_the_line_that_replays_it(tmp_path: Path):
     argv = ("--local", "--kills", "2", "--drivers", "0", "--epochs", "1", "--batch-size", "256")
     argv = (*argv, "--micro-batch", "64", "--seed", "3")
-    answer = door("chaos", *argv, cwd=tmp_path)
+    answer = run_cli("chaos", *argv, cwd=tmp_path)
     assert answer.status == 0, answer.out + answer.err
     assert answer.heavy == []
     assert "disturbed: 2 faults in 6 steps" in answer.out
@@ -553,7 +553,7 @@ def test_the_door_prints_the_faults_the_verdict_and_the_line_that_replays_it(tmp
 def test_what_cannot_be_done_is_refused_in_one_line(
     argv: tuple[str, ...], words: str, tmp_path: Path
 ):
-    answer = door("chaos", *argv, cwd=tmp_path)
+    answer = run_cli("chaos", *argv, cwd=tmp_path)
     assert answer.status in (ConfigError.exit_status, PreflightError.exit_status)
     assert words in answer.err
     assert "Traceback" not in answer.err
@@ -562,7 +562,7 @@ def test_what_cannot_be_done_is_refused_in_one_line(
 
 
 def test_help_answers_at_once(tmp_path: Path):
-    answer = door("chaos", "--help-all", cwd=tmp_path)
+    answer = run_cli("chaos", "--help-all", cwd=tmp_path)
     assert answer.status == 0
     assert answer.heavy == []
     assert answer.cpu_s < 2

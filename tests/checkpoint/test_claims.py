@@ -363,8 +363,8 @@ def test_fault_02_08_any_operation_of_a_claim_fails(
         numbers = [claim.attempt for claim in claims_in(root)]
         assert numbers == [1, 2] if returned else numbers in ([1], [1, 2]), where
         claimed.add(len(numbers))
-        found, told = latest(root)
-        assert (content(found), told) == (payload(20), []), where
+        found, reported = latest(root)
+        assert (content(found), reported) == (payload(20), []), where
         again, attempt = start(fresh(root))
         assert (again, attempt) == (found, 1 + max(numbers)), where
         assert not any(".tmp-" in path for path in tree(root)), where
@@ -398,10 +398,10 @@ def test_fault_02_08_any_operation_of_a_start_fails(
         (root / ".tmp-1").write_bytes(b"x")
 
     for root, _, where in sweep_faults(tmp_path, prepare, start, mode, is_local):
-        told: list[str] = []
+        reported: list[str] = []
         store = fresh(root)
-        found, attempt = start(store, told)
-        assert (content(found), told) == (payload(20, 12), []), where
+        found, attempt = start(store, reported)
+        assert (content(found), reported) == (payload(20, 12), []), where
         assert attempt in (14, 15), where
         assert not any(".tmp-" in path or "step-00000025" in path for path in tree(root)), where
         commit(store, 21, attempt)
@@ -479,10 +479,10 @@ def test_fault_07_a_successor_starts_before_any_operation_of_a_commit(
             commit(zombie, 40, 1)
         with pytest.raises(RunLockedError):
             zombie.prune(2)
-        told: list[str] = []
-        found = both(root, is_local).latest(told.append)
+        reported: list[str] = []
+        found = both(root, is_local).latest(reported.append)
         assert found is not None, where
-        assert (found.name, told) == (made.name, []), where
+        assert (found.name, reported) == (made.name, []), where
         assert content(found) == payload(found.name.step, 2), where
         successor = both(root, is_local)
         assert start(successor)[0] == found, where
@@ -612,16 +612,16 @@ def test_fault_12_a_base_that_is_gone_is_an_error(root: Path) -> None:
 
 
 def test_fault_31_who_meets_another_at_the_same_instant_may_try_again(root: Path) -> None:
-    """In whatever process it is told, and by whoever tries again after an OSError."""
+    """In whatever process it is reported, and by whoever tries again after an OSError."""
     store = fresh(root)
     assert store.latest() is None
     start(fresh(root))
     with pytest.raises(ContendedError, match="is also working on this run") as caught:
         store.claim(None, {})
-    told = pickle.loads(pickle.dumps(caught.value))
-    assert isinstance(told, OSError)
-    assert isinstance(told, RunLockedError)
-    assert (told.exit_status, str(told)) == (8, str(caught.value))
+    reported = pickle.loads(pickle.dumps(caught.value))
+    assert isinstance(reported, OSError)
+    assert isinstance(reported, RunLockedError)
+    assert (reported.exit_status, str(reported)) == (8, str(caught.value))
     assert [claim.attempt for claim in claims_in(root)] == [1]
     assert start(store) == (None, 2)
 
@@ -685,8 +685,8 @@ def test_fault_12_a_backup_counts_whatever_was_claimed_since(root: Path) -> None
             fresh(root).latest()
         name = CheckpointName(step, step // 100)
         shutil.copytree(root.parent / "backup" / str(name), root / str(name))
-        found, told = latest(root)
-        assert (found, told) == (fresh(root).open(name), [])
+        found, reported = latest(root)
+        assert (found, reported) == (fresh(root).open(name), [])
     (root / str(name)).rename(root / "step-00000300-a0001")  # fenced off by attempts 2 and 3 ...
     assert fresh(root).names() == [CheckpointName(300, 1)]  # ... but they have nothing
     shutil.copytree(root.parent / "backup" / "step-00000200-a0002", root / "step-00000200-a0002")

@@ -53,16 +53,16 @@ def test_fault_10_bit_flip(root: Path, seed: int) -> None:
     flip_bit(victim, draw.randrange(8 * victim.stat().st_size))
     damaged = victim.read_bytes()
 
-    found, told = latest(root)
+    found, reported = latest(root)
     assert content(found) == payload(10)
-    assert len(told) == 1
-    assert "step-00000020-a0001" in told[0]
-    assert "\n" not in told[0]
-    assert victim.name.partition(".")[0] in told[0]
+    assert len(reported) == 1
+    assert "step-00000020-a0001" in reported[0]
+    assert "\n" not in reported[0]
+    assert victim.name.partition(".")[0] in reported[0]
     kept = root / "damaged-step-00000020-a0001" / victim.name
     assert kept.read_bytes() == damaged
-    assert str(kept.parent) in told[0]
-    assert latest(root) == (found, [])  # told once
+    assert str(kept.parent) in reported[0]
+    assert latest(root) == (found, [])  # reported once
 
 
 def test_fault_10_every_bit_of_the_manifest_counts() -> None:
@@ -84,10 +84,14 @@ def test_fault_09_truncated(root: Path, filename: str, part: str) -> None:
     data = victim.read_bytes()
     sizes = {"0": 0, "1": 1, "half": len(data) // 2, "n-1": len(data) - 1, "longer": len(data)}
     victim.write_bytes(data[: sizes[part]] + (b"\n" if part == "longer" else b""))
-    found, told = latest(root)
+    found, reported = latest(root)
     assert content(found) == payload(10)
-    assert len(told) == 1
-    assert "manifest" in told[0] if filename == "manifest.json" else "bytes instead of" in told[0]
+    assert len(reported) == 1
+    assert (
+        "manifest" in reported[0]
+        if filename == "manifest.json"
+        else "bytes instead of" in reported[0]
+    )
 
 
 def test_fault_10_read_checks_again(root: Path) -> None:
@@ -104,9 +108,9 @@ def test_fault_11_latest_folder_missing(root: Path) -> None:
     commit(store, 10)
     commit(store, 20)
     shutil.rmtree(root / "step-00000020-a0001")
-    found, told = latest(root)
+    found, reported = latest(root)
     assert content(found) == payload(10)
-    assert told == []
+    assert reported == []
 
 
 @pytest.mark.parametrize("left", ["only_manifest", "folder_as_file", "symlink"])
@@ -122,10 +126,10 @@ def test_fault_11_payload_missing(root: Path, left: str) -> None:
     elif left == "symlink":  # fault 44: content from outside the folder is never read
         (root.parent / "outside").write_bytes(data)
         victim.symlink_to(root.parent / "outside")
-    found, told = latest(root)
+    found, reported = latest(root)
     assert content(found) == payload(10)
-    assert len(told) == 1
-    assert "model.safetensors is missing or not a regular file" in told[0]
+    assert len(reported) == 1
+    assert "model.safetensors is missing or not a regular file" in reported[0]
 
 
 def test_fault_11_manifest_missing_is_a_leftover(root: Path) -> None:
@@ -133,9 +137,9 @@ def test_fault_11_manifest_missing_is_a_leftover(root: Path) -> None:
     commit(store, 10)
     commit(store, 20)
     (root / "step-00000020-a0001" / "manifest.json").unlink()
-    found, told = latest(root)
+    found, reported = latest(root)
     assert content(found) == payload(10)
-    assert told == []
+    assert reported == []
 
 
 @pytest.mark.parametrize("is_local", [True, False], ids=["local", "object_store"])
@@ -145,14 +149,14 @@ def test_fault_12_all_damaged_is_an_error_for_ever(root: Path, is_local: bool) -
     for step in (10, 20):
         commit(store, step)
         flip_bit(root / f"step-{step:08d}-a0001" / "state.json", 3)
-    told: list[str] = []
+    reported: list[str] = []
     for _ in range(2):
         with pytest.raises(CheckpointError, match="all are damaged") as caught:
-            CheckpointStore(storage).latest(told.append)
+            CheckpointStore(storage).latest(reported.append)
         assert not isinstance(caught.value, DamagedError)
         for part in ("step-00000010-a0001", "step-00000020-a0001", "--name"):
             assert part in str(caught.value)
-    assert len(told) == 2  # once for each
+    assert len(reported) == 2  # once for each
     store.sweep()
     assert store.next_attempt() == 2
     with pytest.raises(CheckpointError, match="all are damaged"):
@@ -186,20 +190,20 @@ def test_damage_in_a_store_that_cannot_be_written(
     for n, what in enumerate(count.done):
         if what == "put":
             store = faulty_store(root, Faults("eio", n), False, monkeypatch)
-            told: list[str] = []
-            assert content(store.latest(told.append)) == payload(10)
-            assert len(told) == 1
-            assert "step-00000020-a0001" in told[0]
+            reported: list[str] = []
+            assert content(store.latest(reported.append)) == payload(10)
+            assert len(reported) == 1
+            assert "step-00000020-a0001" in reported[0]
 
 
 def test_a_manifest_of_another_checkpoint(root: Path) -> None:
     store = fresh(root)
     commit(store, 10)
     shutil.copytree(root / "step-00000010-a0001", root / "step-00000099-a0001")
-    found, told = latest(root)
+    found, reported = latest(root)
     assert content(found) == payload(10)
-    assert len(told) == 1
-    assert "belongs to step 10, attempt 1" in told[0]
+    assert len(reported) == 1
+    assert "belongs to step 10, attempt 1" in reported[0]
 
 
 def test_fault_14_an_outage_is_not_damage(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -232,9 +236,9 @@ def test_pruned_while_being_verified_is_not_damage(
         verify(checkpoint)
 
     monkeypatch.setattr(Checkpoint, "verify", prune_first)
-    told: list[str] = []
-    assert content(store.latest(told.append)) == payload(10)
-    assert told == []
+    reported: list[str] = []
+    assert content(store.latest(reported.append)) == payload(10)
+    assert reported == []
     assert (root / "step-00000020-a0001").exists()
 
 
@@ -253,9 +257,9 @@ def test_all_pruned_while_being_verified(root: Path, monkeypatch: pytest.MonkeyP
         verify(checkpoint)
 
     monkeypatch.setattr(Checkpoint, "verify", overtake)
-    told: list[str] = []
-    assert content(store.latest(told.append)) == payload(40)
-    assert told == []
+    reported: list[str] = []
+    assert content(store.latest(reported.append)) == payload(40)
+    assert reported == []
 
 
 def test_listing_beside_a_writer_raises_nothing(root: Path) -> None:
@@ -521,6 +525,25 @@ def test_other_file_systems_are_not_local(root: Path) -> None:
     flip_bit(root / "step-00000020-a0001" / "state.json", 0)
     assert content(store.latest(lambda line: None)) == payload(10)
     assert (root / "step-00000020-a0001" / "damaged.txt").exists()
+
+
+def test_a_store_of_fsspec_keeps_checkpoints(tmp_path: Path) -> None:
+    """As hf:// and abfs:// do; the memory of this process stands for them."""
+    storage = open_storage(f"memory://{tmp_path.name}/run")
+    assert str(storage) == f"memory:///{tmp_path.name}/run"
+    assert str(open_storage(str(storage))) == str(storage)
+    store = CheckpointStore(storage.join("checkpoints"))
+    for step in (5, 10, 20, 30):
+        commit(store, step)
+    damaged = storage.join("checkpoints").join("step-00000030-a0001")
+    damaged.write("state.json", b"{}")
+    reported: list[str] = []
+    assert content(store.latest(reported.append)) == payload(20)
+    assert len(reported) == 1
+    assert damaged.exists("damaged.txt")
+    store.prune(1, None)
+    assert [name.step for name in store.names()] == [20, 10]
+    assert storage.join("nowhere").walk() == []
 
 
 def test_fault_14_bad_storage(tmp_path: Path) -> None:

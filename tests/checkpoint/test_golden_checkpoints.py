@@ -57,10 +57,10 @@ def copied(tmp_path: Path) -> CheckpointStore:
 
 @pytest.mark.parametrize("folder", sorted(path.name for path in GOLDEN.iterdir() if path.is_dir()))
 def test_fault_47_every_format_ever_written_opens_verifies_and_loads(folder: str) -> None:
-    told: list[str] = []
-    checkpoint = CheckpointStore(open_storage(str(GOLDEN / folder))).latest(told.append)
+    reported: list[str] = []
+    checkpoint = CheckpointStore(open_storage(str(GOLDEN / folder))).latest(reported.append)
     assert checkpoint is not None
-    assert (checkpoint.name, told) == (NEWEST, [])
+    assert (checkpoint.name, reported) == (NEWEST, [])
     manifest = checkpoint.manifest
     assert folder == f"format-{manifest.format}"
     assert (manifest.epoch, manifest.world_size, manifest.metrics) == (1, 3, {"top1": 0.5})
@@ -179,22 +179,22 @@ def damage_at_random(tmp_path: Path, cases: int, seed: int) -> Counter[str]:
         data = victim.read_bytes()
         kind, changed = corrupted(data, draw)
         victim.write_bytes(changed)
-        told: list[str] = []
-        newest_good = store.latest(told.append)
+        reported: list[str] = []
+        newest_good = store.latest(reported.append)
         assert newest_good is not None
         found = str(newest_good.name)
         where = f"seed {seed}, case {case}: {victim.name} {kind}"
         if changed == data:
             outcomes["without effect"] += 1
-            assert (found, told) == ("step-00000020-a0002", []), where
+            assert (found, reported) == ("step-00000020-a0002", []), where
         elif victim.name.startswith("claim-"):
             outcomes["harmless"] += 1
-            assert (found, told) == ("step-00000020-a0002", []), where
+            assert (found, reported) == ("step-00000020-a0002", []), where
         else:
             outcomes["noticed"] += 1
             assert found == str(NEWEST), where
-            assert len(told) == 1, where
-            assert victim.name in told[0] or "manifest" in told[0], where
+            assert len(reported) == 1, where
+            assert victim.name in reported[0] or "manifest" in reported[0], where
             assert victim.read_bytes() == changed, where  # kept as it is
         victim.write_bytes(data)
         (newest / "damaged.txt").unlink(missing_ok=True)

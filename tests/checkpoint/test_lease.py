@@ -74,11 +74,14 @@ def run(tmp_path: Path) -> Storage:
     return open_storage(str(tmp_path / "run"))
 
 
-@pytest.fixture(params=["local", "mounted", "s3"])
+@pytest.fixture(params=["local", "mounted", "s3", "fsspec"])
 def anywhere(request: pytest.FixtureRequest, tmp_path: Path) -> Storage:
-    """A run's folder on a disk, on one that takes no rename (as FUSE mounts may), in a bucket."""
+    """A run's folder on a disk, on one that takes no rename (as FUSE mounts may), in a bucket, in a
+    store of fsspec."""
     if request.param == "s3":
         return open_storage(request.getfixturevalue("s3").uri(f"runs/{tmp_path.name}"))
+    if request.param == "fsspec":
+        return open_storage(f"memory://runs/{tmp_path.name}")
     return replace(open_storage(str(tmp_path / "run")), is_local=request.param == "local")
 
 
@@ -128,7 +131,7 @@ def is_lost(lease: Lease) -> bool:
 # ------------------------------------------------------------------------- two at once
 
 
-def test_fault_31_a_second_start_is_refused_and_told_who_has_the_run(anywhere: Storage) -> None:
+def test_fault_31_a_second_start_is_refused_and_learns_who_has_the_run(anywhere: Storage) -> None:
     said: list[str] = []
     with Lease.take(anywhere, said.append) as lease:
         line = refusal(lambda: Lease.take(anywhere, said.append))
@@ -487,7 +490,7 @@ def test_invariant_15_any_bytes_are_an_owner_or_none(data: bytes) -> None:
         assert owner.is_dead() in (True, False)
 
 
-def test_a_damaged_lease_is_mended_by_its_owner(run: Storage) -> None:
+def test_a_damaged_lease_is_repaired_by_its_owner(run: Storage) -> None:
     with Lease.take(run, **FAST) as lease:
         put(run, b"{")
         wait_until(lambda: Owner.parse(run.read(LEASE_FILE)) is not None)

@@ -53,9 +53,9 @@ def test_commit_then_read(root: Path) -> None:
     committed = commit(store, 120)
     assert committed.name == CheckpointName(120, 1)
     assert str(committed) == str(root / "step-00000120-a0001")
-    found, told = latest(root)
+    found, reported = latest(root)
     assert found is not None
-    assert told == []
+    assert reported == []
     assert content(found) == payload(120)
     assert found.manifest == replace(manifest(120), files=committed.manifest.files)
     assert found.manifest.files["model.safetensors"] == FileEntry(
@@ -169,14 +169,14 @@ def test_fault_02_08_any_operation_of_a_commit_fails(
         commit(store, 20)
 
     for root, returned, where in sweep_faults(tmp_path, prepare, act, mode, is_local):
-        found, told = latest(root)
+        found, reported = latest(root)
         outcomes.add(content(found) == payload(20))
         if returned:
             assert content(found) == payload(20), where
         else:
             assert content(found) in (payload(10), payload(20)), where
         if is_local:
-            assert told == [], where  # a kill leaves no damage: the manifest appears by rename
+            assert reported == [], where  # a kill leaves no damage: the manifest appears by rename
 
         store = fresh(root)
         store.sweep()
@@ -204,9 +204,9 @@ def test_fault_02_first_commit_of_a_run_fails(tmp_path: Path) -> None:
         for root, returned, where in sweep_faults(
             tmp_path / mode, lambda s: None, lambda s: commit(s, 20), mode, True
         ):
-            found, told = latest(root)
+            found, reported = latest(root)
             assert content(found) in ((payload(20),) if returned else (None, payload(20))), where
-            assert told == []
+            assert reported == []
 
 
 def test_commit_syncs_payload_before_the_manifest_appears(
@@ -231,9 +231,9 @@ def test_fault_03_any_operation_of_prune_fails(tmp_path: Path, mode: str, is_loc
             commit(store, step)
 
     for root, _, where in sweep_faults(tmp_path, prepare, lambda s: s.prune(2), mode, is_local):
-        found, told = latest(root)
+        found, reported = latest(root)
         assert content(found) == payload(40), where
-        assert told == [], where
+        assert reported == [], where
         store = fresh(root)
         for name in store.names():  # whatever is still listed is whole
             store.open(name).verify()

@@ -133,16 +133,16 @@ def test_fault_07_a_prune_and_a_start_in_any_order_leave_a_whole_checkpoint(
             assert results[0] in (type(None), RunLockedError), (where, old.result)
             assert results[1] in (type(None), ContendedError), (where, new.result)
             outcomes.add(results)
-            told: list[str] = []
+            reported: list[str] = []
             successor = both(root, is_local)
-            found, attempt = start(successor, told)
+            found, attempt = start(successor, reported)
             assert found is not None, where
             assert content(found) == payload(found.name.step), where
-            assert told == [], where
+            assert reported == [], where
             commit(successor, 40, attempt)
             successor.prune(2)
             assert successor.names()[0] == CheckpointName(40, attempt), where
-    # Where neither is told, the start owns the run, but what it goes on from is gone.
+    # Where neither is reported, the start owns the run, but what it goes on from is gone.
     none = type(None)
     assert outcomes == {(RunLockedError, none), (none, ContendedError), (none, none)}
 
@@ -304,21 +304,21 @@ class StoreMachine(RuleBasedStateMachine):
 
     def look(self, store: CheckpointStore) -> tuple[Checkpoint | None, bool]:
         """latest() as the model says; False: it is an error, as all are damaged."""
-        told: list[str] = []
+        reported: list[str] = []
         noticed, passed = self.noticed(), set[CheckpointName]()
         while (newest := max(self.counted(passed), default=None)) in self.bad:
             passed.add(newest)
         based = any(claim.base for claim in claims_in(self.root))
         if newest is None and (passed or noticed or based):
             with pytest.raises(CheckpointError, match="No usable checkpoint"):
-                store.latest(told.append)
+                store.latest(reported.append)
             found = None
         else:
-            found = store.latest(told.append)
+            found = store.latest(reported.append)
             assert (found.name if found else None) == newest
             if found is not None:
                 assert content(found) == payload(found.name.step, found.name.attempt)
-        assert len(told) == len(passed)
+        assert len(reported) == len(passed)
         assert self.noticed() == noticed | passed
         return found, found is not None or not (passed or noticed or based)
 

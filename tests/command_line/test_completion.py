@@ -18,7 +18,7 @@ from raytrain_ddp.errors import ConfigError
 def offered(line: str) -> list[str]:
     """The words for the last one of a command line behind ``raytrain``."""
     words = line.split(" ")
-    return [told.partition("\t")[0] for told in complete(words, COMMANDS, _command)]
+    return [reported.partition("\t")[0] for reported in complete(words, COMMANDS, _command)]
 
 
 @pytest.mark.parametrize(
@@ -138,8 +138,8 @@ eval "$(raytrain --print-completion zsh)"
 words=(raytrain fit --optim.no); CURRENT=3
 _raytrain
 """
-    told = replies(path, "zsh", code, tmp_path)
-    assert told[0] == "registered _raytrain raytrain"
+    reported = replies(path, "zsh", code, tmp_path)
+    assert reported[0] == "registered _raytrain raytrain"
     nonfinite = "--optim.nonfinite:What to do when a loss or gradient is not finite"
     off = [f"--optim.no-{name}" for name in ("decay-bias", "decay-norms", "nesterov")]
-    assert sorted(told[1:]) == [*off, nonfinite]
+    assert sorted(reported[1:]) == [*off, nonfinite]

@@ -140,7 +140,7 @@ def test_run_takes_booleans_only_behind_an_equals_sign():
 
 
 @pytest.mark.parametrize(
-    ("line", "told"),
+    ("line", "reported"),
     [
         ("--optim.lr abc", "--optim.lr takes a number, not 'abc'."),
         ("--batch_size 1e2", "--batch_size takes an integer, not '1e2'."),
@@ -173,10 +173,10 @@ def test_run_takes_booleans_only_behind_an_equals_sign():
         ("digits -- --local", "unexpected argument '--local'. See --help."),
     ],
 )
-def test_a_wrong_value_is_told_with_its_flag_and_what_that_takes(line: str, told: str):
+def test_a_wrong_value_is_reported_with_its_flag_and_what_that_takes(line: str, reported: str):
     with pytest.raises(ConfigError) as caught:
         parse_fit(line.split())
-    assert str(caught.value) == told
+    assert str(caught.value) == reported
 
 
 @pytest.mark.parametrize(

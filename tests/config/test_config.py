@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from processes import door
+from processes import run_cli
 
 from raytrain_ddp.command_line import FitArgs
 from raytrain_ddp.config import input_sections, recipe, sections
@@ -379,8 +379,8 @@ def test_mixing_needs_two_images_in_a_micro_batch(kind: str):
     """Else it would be switched on and never done."""
     for micro, repeats in ((1, 1), (4, 4)):
         augment = input_sections.AugmentConfig(repeats=repeats, **{kind: 0.2})
-        told = rf"augment\.{kind} = 0\.2: .* set micro_batch to {2 * repeats} or more"
-        with pytest.raises(ConfigError, match=told):
+        reported = rf"augment\.{kind} = 0\.2: .* set micro_batch to {2 * repeats} or more"
+        with pytest.raises(ConfigError, match=reported):
             TrainConfig(batch_size=8, micro_batch=micro, augment=augment)
         TrainConfig(batch_size=8, micro_batch=2 * repeats, augment=augment)
 
@@ -411,7 +411,7 @@ def test_unknown_keys_are_named_with_what_was_meant():
     assert len(lines) == 3
 
 
-def test_all_errors_of_a_recipe_are_told_together():
+def test_all_errors_of_a_recipe_are_reported_together():
     """Unknown keys, wrong types and refused values, each in a line of its own."""
     values = {
         "epochz": 3,
@@ -509,7 +509,7 @@ def test_a_field_newer_than_the_checkpoint_counts_as_its_default():
     ]
 
 
-def test_a_field_that_is_no_more_is_told():
+def test_a_field_that_is_no_more_is_reported():
     then = {**to_dict(TrainConfig()), "shape": "round"}
     assert changed_fields(then, TrainConfig()) == [("shape", "round", None)]
 
@@ -534,14 +534,14 @@ WITHOUT_TORCH_OR_RAY = [
 def test_fault_39_help_and_errors_answer_without_torch_or_ray(
     argv: tuple[str, ...], status: int, tmp_path: Path
 ):
-    answer = door("fit", *argv, cwd=tmp_path)
+    answer = run_cli("fit", *argv, cwd=tmp_path)
     assert answer.status == status
     assert answer.heavy == []
     assert answer.cpu_s < 1.0  # of CPU, so that a busy machine does not count
 
 
 def test_help_names_every_flag(tmp_path: Path):
-    answer = door("fit", "--help-all", cwd=tmp_path)
+    answer = run_cli("fit", "--help-all", cwd=tmp_path)
     missing = [f for f in flat(TrainConfig()) if f"--{f.replace('_', '-')}" not in answer.out]
     assert missing == []
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from processes import door
+from processes import run_cli
 from tiny import TinyTask, tiny_config
 
 from raytrain_ddp import TrainConfig
@@ -108,7 +108,7 @@ def test_a_flag_with_effect_is_taken(line: str):
 
 
 @pytest.mark.parametrize(
-    ("line", "told"),
+    ("line", "reported"),
     [
         ("--local --address auto", "--address has no effect with --local"),
         ("--local --dashboard", "--dashboard has no effect with --local"),
@@ -121,8 +121,8 @@ def test_a_flag_with_effect_is_taken(line: str):
         ("--dry-run --local --scaling.num-workers 2", "scaling.num_workers has no effect"),
     ],
 )
-def test_flags_of_which_one_makes_the_other_have_no_effect_are_refused(line: str, told: str):
-    with pytest.raises(ConfigError, match=told):
+def test_flags_of_which_one_makes_the_other_have_no_effect_are_refused(line: str, reported: str):
+    with pytest.raises(ConfigError, match=reported):
         parse_fit(line.split())
 
 
@@ -146,7 +146,7 @@ def test_the_other_commands_refuse_flags_without_effect(tmp_path: Path):
         write_report(["x"], None, False, "cpu")
     with pytest.raises(ConfigError, match="--device bogus: expected"):
         write_report(["x"], None, True, "bogus")
-    answer = door("convert", "--verify", "x", "--address", "auto", cwd=tmp_path)
+    answer = run_cli("convert", "--verify", "x", "--address", "auto", cwd=tmp_path)
     assert (answer.status, answer.err) == (2, "error: --address has no effect with --verify.\n")
 
 
@@ -192,9 +192,9 @@ class Reading(TinyTask):
 def test_a_field_that_a_task_does_not_read_is_noted(tmp_path: Path):
     config = tiny_config(tmp_path, "reads", task=Reading, model=ModelConfig(dropout=0.5))
     config = replace(config, optim=replace(config.optim, label_smoothing=0.3))
-    told = dry_run(config)
-    assert "optim.label_smoothing = 0.3 is set, but test_effects:Reading does not read" in told
-    assert "model.dropout = 0.5 is set" not in told  # it is read in `loss`
+    reported = dry_run(config)
+    assert "optim.label_smoothing = 0.3 is set, but test_effects:Reading does not read" in reported
+    assert "model.dropout = 0.5 is set" not in reported  # it is read in `loss`
 
 
 def test_a_watched_config_is_the_config_in_all_else():

@@ -25,7 +25,7 @@ import pyarrow.parquet as pq
 import pytest
 from parquet_files import located
 from PIL import Image
-from processes import door
+from processes import run_cli
 
 from raytrain_ddp.command_line import parse_fit
 from raytrain_ddp.config.input_sections import DataConfig
@@ -229,9 +229,9 @@ def test_tar_files_are_converted_with_the_names_of_their_members(
                     (name, contents[name]),
                     (f"{name[:3]}.cls", CLASSES[int(name[:3]) % 3].encode()),
                 ):
-                    told = tarfile.TarInfo(member)
-                    told.size = len(content)
-                    file.addfile(told, io.BytesIO(content))
+                    reported = tarfile.TarInfo(member)
+                    reported.size = len(content)
+                    file.addfile(reported, io.BytesIO(content))
     done = run_convert(tmp_path / "tars", tmp_path / "out", workers=2, **SMALL)
     assert done.dataset["class_names"] == list(CLASSES)
     rows = {row["image"]["path"]: row for row in rows_of(tmp_path / "out", "train")}
@@ -673,12 +673,12 @@ def test_killed_it_goes_on_and_its_processes_end(folder: Path, tmp_path: Path):
     names = [path.name.removesuffix(".json") for path in hidden(dest).glob("state/*.parquet.json")]
     kept = {name: (hidden(dest) / f"{name}.part").stat().st_mtime_ns for name in names}
     assert 0 < len(kept) < 8
-    answer = door("convert", str(big.parent), str(dest), *options, cwd=tmp_path)
+    answer = run_cli("convert", str(big.parent), str(dest), *options, cwd=tmp_path)
     assert answer.status == 0, answer.err
     assert not {"torch", "ray"} & set(answer.heavy)
     for name, time_ns in kept.items():
         assert (dest / name).stat().st_mtime_ns == time_ns
-    answer = door("convert", str(big.parent), str(tmp_path / "whole"), *options, cwd=tmp_path)
+    answer = run_cli("convert", str(big.parent), str(tmp_path / "whole"), *options, cwd=tmp_path)
     assert answer.status == 0, answer.err
     assert contents(dest) == contents(tmp_path / "whole")
 
@@ -713,7 +713,7 @@ def test_a_spool_that_is_there_is_not_written_again(
 
 
 @pytest.mark.parametrize(
-    ("change", "told"),
+    ("change", "reported"),
     [
         ({"seed": 1}, "arguments seed 1, was 0"),
         ({"resize_short": 20}, "arguments resize_short 20, was 0"),
@@ -721,7 +721,7 @@ def test_a_spool_that_is_there_is_not_written_again(
     ],
 )
 def test_going_on_with_other_input_is_refused(
-    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, change: Any, told: str
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, change: Any, reported: str
 ):
     source = tmp_path / "src" / "ant"
     source.mkdir(parents=True)
@@ -741,7 +741,7 @@ def test_going_on_with_other_input_is_refused(
             run_convert(source.parent, tmp_path / "out", **SMALL)
     if change.pop("touch", False):
         (source / "0.jpg").write_bytes(encoded(picture(1)))
-    with pytest.raises(ConfigError, match=f"{told}.*Use the same input, or delete"):
+    with pytest.raises(ConfigError, match=f"{reported}.*Use the same input, or delete"):
         run_convert(source.parent, tmp_path / "out", **SMALL, **change)
 
 
@@ -769,7 +769,7 @@ def test_the_destination_must_be_a_folder_of_its_own(folder: Path, tmp_path: Pat
     (tmp_path / "full" / "notes.txt").touch()
     (tmp_path / "file").touch()
     (tmp_path / "link").symlink_to(tmp_path / "file")
-    for dest, told in [
+    for dest, reported in [
         (tmp_path / "full", r"has other files \(notes\.txt\)"),
         (tmp_path / "file", "is a file"),
         (tmp_path / "link", "is a file"),
@@ -777,7 +777,7 @@ def test_the_destination_must_be_a_folder_of_its_own(folder: Path, tmp_path: Pat
         (folder / "train" / "parquet", "is inside SRC"),
         (Path("/proc"), "is a mount point"),
     ]:
-        with pytest.raises(ConfigError, match=told):
+        with pytest.raises(ConfigError, match=reported):
             run_convert(folder, dest)
     with ProcessPool(1) as run, pytest.raises(ConfigError, match="must be a folder"):
         convert(str(folder), "s3://bucket/x", ConvertConfig(), run, silent)
@@ -790,7 +790,7 @@ def test_two_at_once_are_refused(folder: Path, tmp_path: Path):
         run_convert(folder, tmp_path / "out")
 
 
-def test_too_little_space_is_told_before_anything_is_written(
+def test_too_little_space_is_reported_before_anything_is_written(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setattr("shutil.disk_usage", lambda _: type("Usage", (), {"free": 1000})())
@@ -799,7 +799,7 @@ def test_too_little_space_is_told_before_anything_is_written(
     assert not list(hidden(tmp_path / "out").glob("*.part*"))
 
 
-def test_a_full_disk_is_told_and_what_is_done_is_kept(
+def test_a_full_disk_is_reported_and_what_is_done_is_kept(
     folder: Path, converted: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     written = []
@@ -851,14 +851,14 @@ def double(task: int, tell: Tell) -> int:
 
 
 def test_processes_map_tell_and_fail_as_one_would():
-    told = np.zeros(2, int)
+    reported = np.zeros(2, int)
 
     def tell(images: int, size: int) -> None:
-        told[:] += images, size
+        reported[:] += images, size
 
     with ProcessPool(2) as run:
         assert sorted(run(double, range(10), tell)) == list(range(0, 20, 2))
-        assert told.tolist() == [10, 45]
+        assert reported.tolist() == [10, 45]
         assert list(run(double, [7], tell)) == [14]
         with pytest.raises(DataError, match="task -1"):
             list(run(double, [1, -1, *range(100)], tell))
@@ -885,9 +885,9 @@ def problems(folder: Path) -> list[str]:
 
 
 def test_an_untouched_data_set_verifies(converted: Path):
-    told = []
-    dataset = verify(converted, 2, lambda images, size: told.append(images))
-    assert sum(told) == TRAIN + VAL
+    reported = []
+    dataset = verify(converted, 2, lambda images, size: reported.append(images))
+    assert sum(reported) == TRAIN + VAL
     assert dataset == read_dataset_file(converted)
 
 
@@ -917,10 +917,10 @@ def test_fault_19_a_flipped_bit_is_found_wherever_it_is(copy: Path):
         flipped = bytearray(content)
         flipped[place] ^= 1
         shard.write_bytes(flipped)
-        told = problems(copy)
-        assert told[0] == f"{shard.name}: content differs from what was written (sha256)"
+        reported = problems(copy)
+        assert reported[0] == f"{shard.name}: content differs from what was written (sha256)"
         if place not in (2, len(content) - 6):
-            assert told[1].startswith(f"{shard.name}, row group 1: cannot be read")
+            assert reported[1].startswith(f"{shard.name}, row group 1: cannot be read")
     shard.write_bytes(content)
     verify(copy, 1, silent("", 0))
 
@@ -942,30 +942,30 @@ def test_a_dataset_file_cannot_lead_out_of_its_folder(copy: Path):
     assert any(line.startswith("../") and line.endswith("missing") for line in problems(copy))
 
 
-# ------------------------------------------------------------------ the door
+# ------------------------------------------------------------------ the command
 
 
-def test_the_door_converts_finds_and_verifies(folder: Path, tmp_path: Path):
+def test_the_command_converts_finds_and_verifies(folder: Path, tmp_path: Path):
     arguments = (str(folder), "out", "--workers", "1")
-    answer = door("convert", *arguments, cwd=tmp_path)
+    answer = run_cli("convert", *arguments, cwd=tmp_path)
     assert answer.status == 0, answer.err
     assert "out: 60 train and 12 val images of 3 classes in 2 files" in answer.out
     assert "python -m raytrain_ddp.fit --data.source out --data.mean 0." in answer.out
     assert "train: writing 60 of 60 images" in answer.err
     assert not {"torch", "ray"} & set(answer.heavy)
-    answer = door("convert", *arguments, cwd=tmp_path)
+    answer = run_cli("convert", *arguments, cwd=tmp_path)
     assert (answer.status, "complete already" in answer.out) == (0, True)
-    answer = door("convert", "--verify", "out", cwd=tmp_path)
+    answer = run_cli("convert", "--verify", "out", cwd=tmp_path)
     assert (answer.status, "all as written" in answer.out) == (0, True)
     shard = tmp_path / "out" / "val-00000-of-00001.parquet"
     shard.write_bytes(shard.read_bytes()[:-1])
-    answer = door("convert", "--verify", "out", cwd=tmp_path)
+    answer = run_cli("convert", "--verify", "out", cwd=tmp_path)
     assert answer.status == 4
     assert answer.err.count("val-00000-of-00001.parquet") == 2
 
 
 @pytest.mark.parametrize(
-    ("arguments", "status", "told"),
+    ("arguments", "status", "reported"),
     [
         (("nothing", "out"), 4, "'nothing': no such file or folder"),
         ((), 2, "SRC and DST must be given"),
@@ -976,11 +976,11 @@ def test_the_door_converts_finds_and_verifies(folder: Path, tmp_path: Path):
     ],
 )
 def test_wrong_input_is_one_line_with_its_status(
-    arguments: tuple[str, ...], status: int, told: str, tmp_path: Path
+    arguments: tuple[str, ...], status: int, reported: str, tmp_path: Path
 ):
-    answer = door("convert", *arguments, cwd=tmp_path)
+    answer = run_cli("convert", *arguments, cwd=tmp_path)
     assert (answer.status, answer.err.count("\n")) == (status, 1), answer.err
-    assert told in answer.err
+    assert reported in answer.err
     assert list(tmp_path.iterdir()) == []
 
 
@@ -1024,15 +1024,15 @@ def test_on_ray_the_bytes_are_the_same(
 
     ray.init(address="local", num_cpus=2, include_dashboard=False, log_to_driver=False)
     try:
-        told: list[int] = []
+        reported: list[int] = []
 
         def phase(title: str, images: int) -> Tell:
-            return lambda images, size: told.append(images)
+            return lambda images, size: reported.append(images)
 
         with on_cluster("auto", None) as run:
             config = ConvertConfig(**SMALL)
             convert(str(folder), str(tmp_path / "out"), config, run, phase)
-            assert sum(told) == TRAIN + VAL
+            assert sum(reported) == TRAIN + VAL
             with pytest.raises(DataError, match="not a readable image"):
                 convert(str(damaged), str(tmp_path / "bad"), config, run, phase)
     finally:

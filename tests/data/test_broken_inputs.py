@@ -1,6 +1,6 @@
 """Broken data of every kind, each named in one line, with its file, before or at the first touch.
 
-Each run is the door `fit`, with --local: the same checks stand before Ray is started.
+Each run is the command `fit`, with --local: the same checks stand before Ray is started.
 """
 
 from __future__ import annotations
@@ -93,9 +93,9 @@ def a_tar(root: Path, name: str = "", content: bytes = b"") -> Path:
             members = {f"{row:02}.jpg": image["bytes"], f"{row:02}.cls": str(label).encode()}
             for member, stored in members.items():
                 given = content if member == name else stored
-                told = tarfile.TarInfo(member)
-                told.size = len(given)
-                file.addfile(told, io.BytesIO(given))
+                reported = tarfile.TarInfo(member)
+                reported.size = len(given)
+                file.addfile(reported, io.BytesIO(given))
     return root
 
 
@@ -118,10 +118,10 @@ def cut_tar(root: Path) -> None:
 
 @dataclass(frozen=True)
 class Broken:
-    """How to make it, what must be told, and whether that is told before torch is loaded."""
+    """How to make it, what must be reported, and whether that needs no torch."""
 
     make: Callable[[Path], object]
-    told: tuple[str, ...]
+    reported: tuple[str, ...]
     at_once: bool = False
 
 
@@ -305,7 +305,7 @@ def test_each_kind_of_broken_data_is_named_in_one_line(kind: str, workers: Group
     assert status == 4, message
     assert "\n" not in message
     assert len(message) < 400
-    assert [word for word in broken.told if word not in message] == []
+    assert [word for word in broken.reported if word not in message] == []
     assert not (tmp_path / "runs").exists() or not broken.at_once
 
 

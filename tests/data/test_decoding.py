@@ -98,7 +98,7 @@ def test_a_pillow_image_and_an_encoded_one_are_the_same_picture():
     )
 
 
-def test_a_16_bit_grey_image_is_told_of_once(caplog: pytest.LogCaptureFixture):
+def test_a_16_bit_grey_image_is_reported_once(caplog: pytest.LogCaptureFixture):
     decoding._tell_once.cache_clear()
     with caplog.at_level(logging.WARNING, "raytrain_ddp"):
         for _ in range(3):

@@ -236,14 +236,14 @@ def test_the_part_is_the_same_on_any_number_of_ranks_and_for_any_batch_and_is_no
     workers: Group, tmp_path: Path
 ):
     source = str(pictures(tmp_path, rows=80))
-    told = {
+    reported = {
         (size, batch): workers(size, look, source, batch)
         for size in (1, 2, 3)
         for batch in (16, 32)
     }
-    first = told[1, 16][0]
+    first = reported[1, 16][0]
     assert len(first["labels"]) == 64
-    for seen in told.values():
+    for seen in reported.values():
         for name in ("train", "eval", "pixels"):
             assert {of_rank[name] for of_rank in seen} == {first[name]}
         assert Counter(label for of_rank in seen for label in of_rank["labels"]) == Counter(

@@ -1,4 +1,4 @@
-"""From the labels of Parquet files, folders and torchvision's sets to classes, and what is told."""
+"""From the labels of Parquet files, folders and torchvision's sets to classes; what is reported."""
 
 from __future__ import annotations
 
@@ -154,16 +154,16 @@ def test_both_splits_are_mapped_by_name_whatever_their_order_and_absent_classes(
         splits_of(tmp_path)
 
 
-def test_labels_with_gaps_have_as_many_classes_as_there_are_and_that_is_told(tmp_path: Path):
+def test_labels_with_gaps_have_as_many_classes_as_there_are_and_that_is_reported(tmp_path: Path):
     written(tmp_path / "train.parquet", [0, 5, 900, 5])
     written(tmp_path / "test.parquet", [900, 5])
     splits = splits_of(tmp_path)
     assert splits.class_names == ["0", "5", "900"]
     assert splits.eval is not None
     assert labels_of(splits.eval) == [2, 1]
-    told = lines(splits)
-    assert told["training set"] == "4 images of 3 classes: 0, 5, 900"
-    assert "0 to 900, mapped to classes 0 to 2" in told["note"]
+    reported = lines(splits)
+    assert reported["training set"] == "4 images of 3 classes: 0, 5, 900"
+    assert "0 to 900, mapped to classes 0 to 2" in reported["note"]
     written(tmp_path / "test.parquet", [900, 7])
     with pytest.raises(DataError, match="row 1: label 7 is not one of the 3 classes: 0, 5, 900"):
         splits_of(tmp_path)
@@ -216,38 +216,38 @@ def test_the_config_that_is_written_down_has_the_classes_and_maps_as_before(tmp_
     assert labels_of(splits.eval) == [2, 1]
 
 
-# ------------------------------------------------------------------ what is told, what is refused
+# ------------------------------------------------------------------ what is reported or refused
 
 
-def test_the_data_are_told_with_their_classes_sizes_and_origin(tmp_path: Path):
+def test_the_data_are_reported_with_their_classes_sizes_and_origin(tmp_path: Path):
     folder(tmp_path / "train", **{f"c{number}": number + 1 for number in range(7)})
     folder(tmp_path / "val", c0=1, c3=2)
     (tmp_path / "train" / "c0" / "notes.txt").touch()
     (tmp_path / "train" / "c1" / "x.gif").touch()
     (tmp_path / "train" / ".DS_Store").touch()
-    told = lines(splits_of(tmp_path))
-    assert told["training set"] == "28 images of 7 classes: c0, c1, c2, c3, c4, ..."
-    assert told["class sizes"] == "1 (class c0) to 7 (class c6)"
-    assert told["evaluation"].startswith("3 images of 2 of the 7 classes: ")
-    assert "2 files are not used in the training set: no image extension" in told["note"]
+    reported = lines(splits_of(tmp_path))
+    assert reported["training set"] == "28 images of 7 classes: c0, c1, c2, c3, c4, ..."
+    assert reported["class sizes"] == "1 (class c0) to 7 (class c6)"
+    assert reported["evaluation"].startswith("3 images of 2 of the 7 classes: ")
+    assert "2 files are not used in the training set: no image extension" in reported["note"]
 
 
 def test_classes_of_one_size_and_class_folders_with_the_same_folders_are_said(tmp_path: Path):
     for fold in ("fold1", "fold2"):
         for name in ("cat", "dog"):
             folder(tmp_path / fold / name, images=1)
-    told = lines(splits_of(tmp_path))
-    assert told["class sizes"] == "2 each"
-    assert "has the same folders (cat, dog, ...). If those are the classes" in str(told)
+    reported = lines(splits_of(tmp_path))
+    assert reported["class sizes"] == "2 each"
+    assert "has the same folders (cat, dog, ...). If those are the classes" in str(reported)
     folder(tmp_path / "fold2", more=1)
     assert "the same folders" not in str(lines(splits_of(tmp_path)))
 
 
-def test_without_an_evaluation_split_the_remedy_is_told(tmp_path: Path):
+def test_without_an_evaluation_split_the_remedy_is_reported(tmp_path: Path):
     folder(tmp_path, a=2, b=2)
-    told = lines(splits_of(tmp_path))
-    assert told["evaluation"] == "none"
-    assert "--data.holdout 0.1" in told["note"]
+    reported = lines(splits_of(tmp_path))
+    assert reported["evaluation"] == "none"
+    assert "--data.holdout 0.1" in reported["note"]
 
 
 @pytest.mark.parametrize("kind", ["folder", "parquet"])

@@ -172,8 +172,10 @@ def test_what_lies_beside_is_named_as_unused(tmp_path: Path):
 
 def test_a_folder_of_images_without_classes_leads_to_the_list_beside_it(tmp_path: Path):
     listed(tmp_path / "a/train.csv", pictures(tmp_path / "a"), LABELS["integers"])
-    told = r"only one class, 'pics': .* \(not used: train\.csv; to use a file, specify it itself\)"
-    with pytest.raises(DataError, match=told):
+    reported = (
+        r"only one class, 'pics': .* \(not used: train\.csv; to use a file, specify it itself\)"
+    )
+    with pytest.raises(DataError, match=reported):
         splits_of(tmp_path / "a")
     (tmp_path / "a/pics").rename(tmp_path / "a/train")
     with pytest.raises(DataError, match=r"if train\.csv lists the labels, specify it itself\)"):
@@ -260,11 +262,11 @@ BROKEN: Mapping[str, tuple[bytes, str]] = {
 @pytest.mark.parametrize("name", BROKEN)
 def test_a_list_that_cannot_be_read_is_named_with_its_line(name: str, tmp_path: Path):
     pictures(tmp_path, 2)
-    content, told = BROKEN[name]
+    content, reported = BROKEN[name]
     (tmp_path / name).write_bytes(content)
     with pytest.raises(DataError) as caught:
         splits_of(tmp_path / name)
-    assert told in str(caught.value)
+    assert reported in str(caught.value)
     assert name in str(caught.value)
     assert "\n" not in str(caught.value)
 

@@ -209,7 +209,7 @@ class _Images:
 
 
 @pytest.mark.parametrize(
-    ("records", "told"),
+    ("records", "reported"),
     [
         ([(png(0), 0), (png(1), 2)], r"image 6: label 2 is not in the range 0 to 1"),
         ([(png(0), -1), (png(1), 0)], r"image 5: label -1"),
@@ -219,9 +219,9 @@ class _Images:
         ([(png(0), 0), (png(1, 9, 9), 0)], r"unequal size.*--data\.image-size"),
     ],
 )
-def test_fault_20_a_bad_sample_is_named(records: list[tuple[bytes, int]], told: str):
+def test_fault_20_a_bad_sample_is_named(records: list[tuple[bytes, int]], reported: str):
     data = image_data(_Images([]), DataConfig(), AugmentConfig(crop="none"), 2)
-    with pytest.raises(DataError, match=told):
+    with pytest.raises(DataError, match=reported):
         data.collate(records, Draws(0, 0, np.array([5, 6])))
 
 
@@ -488,7 +488,7 @@ class Hinted:
         return ""
 
 
-def test_a_source_is_told_of_each_row_before_it_is_read_and_of_no_other_lane():
+def test_a_source_learns_of_each_row_before_it_is_read_and_of_no_other_lane():
     source = Hinted()
     data = Data(source, lambda records, _: {"row": torch.from_numpy(records["row"])})
     plan = Plan(160, slots=4, micro_batch=5)
@@ -523,7 +523,7 @@ def test_the_window_follows_from_the_size_of_the_blocks():
     assert window_for(rows_data(20), "auto") == 16
 
 
-def test_more_row_groups_than_memory_holds_are_told_of():
+def test_more_row_groups_than_memory_holds_are_reported():
     data = Data(Hinted(), lambda records, _: {})
     plan = Plan(160, slots=4, micro_batch=5)
 
@@ -533,11 +533,11 @@ def test_more_row_groups_than_memory_holds_are_told_of():
 
     assert note("block", 18) is None  # 4 lanes x 3 blocks x 1 MiB, and half of it read ahead
     assert note("block", 9, size=2) is None
-    told = note("block", 17)
-    assert told is not None
-    assert "12 row groups are in use at a time, which need 18 MiB" in told
-    assert "--data.memory-mib to 18" in told
-    assert "lower --data.shuffle-window" in told
+    reported = note("block", 17)
+    assert reported is not None
+    assert "12 row groups are in use at a time, which need 18 MiB" in reported
+    assert "--data.memory-mib to 18" in reported
+    assert "lower --data.shuffle-window" in reported
     assert "--data.shuffle block" in str(note("full", 20))
     assert note("none", 1) is None
 

@@ -86,7 +86,7 @@ def test_what_is_no_tensor_travels_along_and_counts_in_the_digest():
 
 
 @pytest.mark.parametrize(
-    ("batch", "told"),
+    ("batch", "reported"),
     [
         ({"x": x(), "y": torch.ones(8)}, r"differ: batch\['x'\] \[4, 2\], batch\['y'\] \[8\]\."),
         ({"y": torch.ones(8), "x": x()}, r"differ: batch\['y'\] \[8\], batch\['x'\] \[4, 2\]\."),
@@ -97,8 +97,8 @@ def test_what_is_no_tensor_travels_along_and_counts_in_the_digest():
         ({"x": np.ones(4), "id": ["a"]}, r"without tensors \(it contains ndarray, str\)"),
     ],
 )
-def test_a_number_of_samples_is_never_guessed(batch: Any, told: str):
-    with pytest.raises(TaskError, match=told):
+def test_a_number_of_samples_is_never_guessed(batch: Any, reported: str):
+    with pytest.raises(TaskError, match=reported):
         samples_of(batch)
 
 

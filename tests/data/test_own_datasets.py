@@ -194,13 +194,13 @@ def test_fault_37_an_ordinary_dataset_keeps_every_promise(workers: Group, tmp_pa
 
     disturbed = config("disturbed", 2)
     workers(3, run_pictures, plain(disturbed), options, 3)
-    told = workers.outcomes(3, run_pictures, plain(disturbed), {**options, "die_at": 50})
-    died = [rank for rank in told if isinstance(rank, Raised) and rank.name == "LoaderDied"]
-    assert len(died) == 1, told
+    reported = workers.outcomes(3, run_pictures, plain(disturbed), {**options, "die_at": 50})
+    died = [rank for rank in reported if isinstance(rank, Raised) and rank.name == "LoaderDied"]
+    assert len(died) == 1, reported
     assert died[0].exit_status == 7
     assert "was killed by SIGKILL while it loaded" in died[0].text
     assert "50" in died[0].text
-    assert not any(isinstance(rank, Died) for rank in told)
+    assert not any(isinstance(rank, Died) for rank in reported)
     workers(2, run_pictures, plain(replace(disturbed, data=DataConfig(workers=0))), options)
     assert (audit_of(disturbed), bits(disturbed)) == ends[0]
 

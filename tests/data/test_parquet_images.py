@@ -113,7 +113,7 @@ def test_fault_17_what_is_not_there_is_named_with_its_field(tmp_path: Path):
     (tmp_path / "empty").mkdir()
     touch(tmp_path / "only", "test.parquet")
     touch(tmp_path / "folders", "val/cat/0.png")
-    for source, eval_source, told in (
+    for source, eval_source, reported in (
         (str(tmp_path / "no"), None, "data.source"),
         (str(tmp_path / "*.parquet"), None, "no file matches"),
         (str(tmp_path / "empty"), None, "contains neither"),
@@ -121,7 +121,7 @@ def test_fault_17_what_is_not_there_is_named_with_its_field(tmp_path: Path):
         (str(tmp_path / "folders"), None, "no split to train on, only val"),
         ("digits", str(tmp_path / "no"), "data.eval_source"),
     ):
-        with pytest.raises(DataError, match=told) as caught:
+        with pytest.raises(DataError, match=reported) as caught:
             located(source, eval_source)
         assert (eval_source or source) in str(caught.value)
 
@@ -143,16 +143,16 @@ def test_fault_17_and_18_all_missing_and_cut_off_files_of_a_converted_set_are_na
     (root / "c.parquet").write_text("short")
     with pytest.raises(DataError) as caught:
         located(str(root), None)
-    told = str(caught.value)
-    assert "2 of 3 files" in told
-    assert "a.parquet is missing" in told
-    assert "c.parquet has 5 bytes, not 9" in told
-    assert "b.parquet" not in told
-    assert "\n" not in told
+    reported = str(caught.value)
+    assert "2 of 3 files" in reported
+    assert "a.parquet is missing" in reported
+    assert "c.parquet has 5 bytes, not 9" in reported
+    assert "b.parquet" not in reported
+    assert "\n" not in reported
 
 
 @pytest.mark.parametrize(
-    ("changes", "told"),
+    ("changes", "reported"),
     [
         ({"version": 2}, "version 2"),
         ({"files": [{"path": "a.parquet"}]}, "damaged"),
@@ -160,10 +160,10 @@ def test_fault_17_and_18_all_missing_and_cut_off_files_of_a_converted_set_are_na
     ],
 )
 def test_a_list_of_files_that_makes_no_sense_is_refused(
-    changes: dict[str, Any], told: str, tmp_path: Path
+    changes: dict[str, Any], reported: str, tmp_path: Path
 ):
     (tmp_path / "x").write_text("123456789")
-    with pytest.raises(DataError, match=told):
+    with pytest.raises(DataError, match=reported):
         located(str(converted(tmp_path / "set", **changes)), None)
     (tmp_path / "set" / "dataset.json").write_text("{")
     with pytest.raises(DataError, match="damaged"):
@@ -378,7 +378,7 @@ def test_reading_needs_neither_torch_nor_slow_imports(tmp_path: Path):
 
 
 @pytest.mark.parametrize(
-    ("columns", "told"),
+    ("columns", "reported"),
     [
         ({"img": [b""], "label": [0]}, ["no column 'image'", "img", "--data.image-column"]),
         ({"image": [b""], "labels": [0]}, ["no column 'label'", "'labels'", "--data.label-column"]),
@@ -391,19 +391,19 @@ def test_reading_needs_neither_torch_nor_slow_imports(tmp_path: Path):
     ],
 )
 def test_fault_21_and_22_columns_that_cannot_be_right_are_refused_when_opened(
-    columns: dict[str, Any], told: list[str], tmp_path: Path
+    columns: dict[str, Any], reported: list[str], tmp_path: Path
 ):
     good = write_images(tmp_path / "good.parquet", 1)
     path = write_parquet(tmp_path / "x.parquet", columns)
-    for paths in ([path], [good, path])[: 1 if "0 rows" in told else 2]:
+    for paths in ([path], [good, path])[: 1 if "0 rows" in reported else 2]:
         with pytest.raises(DataError) as caught:
             opened(*paths)
-        assert [word for word in [path, *told] if word not in str(caught.value)] == []
+        assert [word for word in [path, *reported] if word not in str(caught.value)] == []
 
 
 @pytest.mark.parametrize("write_statistics", [True, False])
 @pytest.mark.parametrize(
-    ("bad", "told"),
+    ("bad", "reported"),
     [
         (None, "row group 1, row 2: label is null"),
         (-1, "row group 1, row 2: label -1 is not in the range 0 to 2"),
@@ -411,7 +411,7 @@ def test_fault_21_and_22_columns_that_cannot_be_right_are_refused_when_opened(
     ],
 )
 def test_fault_21_a_label_that_is_no_class_is_named_before_the_first_step(
-    write_statistics: bool, bad: int | None, told: str, tmp_path: Path
+    write_statistics: bool, bad: int | None, reported: str, tmp_path: Path
 ):
     names = with_class_names(tmp_path / "0.parquet", ["cat", "dog", "owl"], [0])
     labels = pa.array([0, 1, 2, 0, 1, 2, bad, 0], pa.int64())
@@ -421,12 +421,12 @@ def test_fault_21_a_label_that_is_no_class_is_named_before_the_first_step(
         write_statistics=write_statistics,
     )
     if write_statistics:
-        with pytest.raises(DataError, match=told) as caught:
+        with pytest.raises(DataError, match=reported) as caught:
             opened(names, path)
     else:  # the row group is not given out
         source = opened(names, path)
         assert len(source.read(np.arange(1, 5))) == 4
-        with pytest.raises(DataError, match=told) as caught:
+        with pytest.raises(DataError, match=reported) as caught:
             source.read(np.array([5]))
     assert path in str(caught.value)
 

@@ -345,7 +345,7 @@ def test_a_worker_that_hangs_while_it_writes_is_not_waited_for_for_ever(
     assert cache_of(tmp_path).table("a-0", never) == table(1)
 
 
-def test_a_full_disk_or_a_folder_that_cannot_be_is_told_once_and_no_error(
+def test_a_full_disk_or_a_folder_that_cannot_be_is_reported_once_and_no_error(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ):
     cache = cache_of(tmp_path)

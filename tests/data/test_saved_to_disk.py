@@ -121,11 +121,11 @@ def test_an_image_that_is_null_is_a_bad_record_and_a_bad_label_is_named(tmp_path
         splits_of(tmp_path / "x")
     records = splits_of(tmp_path / "x", bad_records="skip").train.read(np.arange(3))
     assert [isinstance(image, BadRecord) for image, _ in records] == [False, True, False]
-    for wrong, told in ((None, "label is null"), (-1, "label -1 is not in the range 0 to 1")):
+    for wrong, reported in ((None, "label is null"), (-1, "label -1 is not in the range 0 to 1")):
         rows(range(3), plain, **{**columns, "label": [0, 1, wrong]}).save_to_disk(
             tmp_path / f"{wrong}"
         )
-        with pytest.raises(DataError, match=rf"data-00000-of-00001\.arrow, row 2: {told}"):
+        with pytest.raises(DataError, match=rf"data-00000-of-00001\.arrow, row 2: {reported}"):
             splits_of(tmp_path / f"{wrong}")
 
 
@@ -158,9 +158,9 @@ BROKEN: Mapping[str, tuple[str, Callable[[Path], object], str]] = {
 @pytest.mark.parametrize("kind", BROKEN)
 def test_a_broken_saved_data_set_is_named_with_its_file(kind: str, tmp_path: Path):
     rows(range(6)).save_to_disk(tmp_path / "x")
-    name, make, told = BROKEN[kind]
+    name, make, reported = BROKEN[kind]
     make(tmp_path / "x" / name)
-    with pytest.raises(DataError, match=told) as caught:
+    with pytest.raises(DataError, match=reported) as caught:
         splits_of(tmp_path / "x")
     assert name in str(caught.value)
 

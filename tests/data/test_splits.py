@@ -336,7 +336,7 @@ def test_the_readme_is_read_as_datasets_reads_it(layout: str, tmp_path: Path):
 def test_several_configs_without_a_default_are_refused_by_both(tmp_path: Path):
     root = write(tmp_path / "root", *CARD_FILES, readme=TWO_CONFIGS)
     assert not of_datasets(root)
-    for source, config, told in (
+    for source, config, reported in (
         (root, "auto", "has several configs: plain, other. Name one with --data.config"),
         (root, "plane", "has no config 'plane', only plain, other"),
         (root, "Plain", "has no config 'Plain'"),
@@ -344,13 +344,13 @@ def test_several_configs_without_a_default_are_refused_by_both(tmp_path: Path):
         ("digits", "plain", "has no config"),
         ("torchvision:MNIST", "plain", "has no config"),
     ):
-        with pytest.raises(DataError, match=told):
+        with pytest.raises(DataError, match=reported):
             found_at(source, config=config)
     assert found_at(root, config="plain").notes == ("the config other is not used.",)
 
 
 @pytest.mark.parametrize(
-    ("readme", "told"),
+    ("readme", "reported"),
     [
         (card("- [\n"), "the YAML of README.md is damaged"),
         (card("- name: x\n"), "each with a config_name"),
@@ -364,9 +364,9 @@ def test_several_configs_without_a_default_are_refused_by_both(tmp_path: Path):
         (card("- config_name: x\n  data_files: no-*\n"), "no split to train on .train: none of"),
     ],
 )
-def test_a_readme_that_makes_no_sense_is_refused(readme: str, told: str, tmp_path: Path):
+def test_a_readme_that_makes_no_sense_is_refused(readme: str, reported: str, tmp_path: Path):
     root = write(tmp_path / "root", "train.parquet", readme=readme)
-    with pytest.raises(DataError, match=told):
+    with pytest.raises(DataError, match=reported):
         found_at(root)
 
 
@@ -440,7 +440,7 @@ def test_a_split_can_be_named(
 
 
 @pytest.mark.parametrize(
-    ("files", "fields", "told"),
+    ("files", "fields", "reported"),
     [
         (["train.parquet", "val.parquet"], {"train_split": "x"}, "no such split, only train, val"),
         (["train.parquet", "val.parquet"], {"eval_split": "test"}, "no such split, only train"),
@@ -461,9 +461,9 @@ def test_a_split_can_be_named(
     ],
 )
 def test_what_cannot_be_chosen_is_refused(
-    files: list[str], fields: dict[str, str], told: str, tmp_path: Path
+    files: list[str], fields: dict[str, str], reported: str, tmp_path: Path
 ):
-    with pytest.raises(DataError, match=told):
+    with pytest.raises(DataError, match=reported):
         found_at(write(tmp_path, *files), **fields)
 
 
@@ -520,7 +520,7 @@ def shards(split: str, *numbers: int, of: int) -> list[str]:
 
 
 @pytest.mark.parametrize(
-    ("files", "told"),
+    ("files", "reported"),
     [
         (shards("train", 0, 2, of=3), "1 of 3 shards are missing: train-00001-of-00003.parquet"),
         ([*shards("train", 0, of=1), *shards("val", 1, of=2)], "missing: val-00000-of-00002"),
@@ -534,9 +534,9 @@ def shards(split: str, *numbers: int, of: int) -> list[str]:
         (shards("train", 5, of=99), r"98 of 99 .* and 88 more\. Download"),
     ],
 )
-def test_missing_and_surplus_shards_are_named(files: list[str], told: str, tmp_path: Path):
+def test_missing_and_surplus_shards_are_named(files: list[str], reported: str, tmp_path: Path):
     root = write(tmp_path, *files)
-    with pytest.raises(DataError, match=told):
+    with pytest.raises(DataError, match=reported):
         found_at(root)
     if len(files) > 1:  # a glob that fits them fits what is missing, too
         with pytest.raises(DataError):
@@ -605,7 +605,7 @@ def test_class_folders_are_split_by_the_folders_above_them(layout: str, tmp_path
 
 
 @pytest.mark.parametrize(
-    ("files", "told"),
+    ("files", "reported"),
     [
         (["train/a/0.png", "train/val/0.png"], "names of splits .train/val|val"),
         (["train/a/0.png", "train/b/0.png", "train/val/a/0.png"], "names of splits"),
@@ -628,10 +628,10 @@ def test_class_folders_are_split_by_the_folders_above_them(layout: str, tmp_path
     ],
 )
 def test_folders_that_may_be_splits_or_classes_are_refused(
-    files: list[str], told: str, tmp_path: Path
+    files: list[str], reported: str, tmp_path: Path
 ):
     root = write(tmp_path, *files)
-    with pytest.raises(DataError, match=told):
+    with pytest.raises(DataError, match=reported):
         FolderImages(found_at(root).train.paths[0])
 
 
@@ -728,7 +728,7 @@ def test_folders_behind_links_are_found(tmp_path: Path):
 
 
 @pytest.mark.parametrize(
-    ("source", "told"),
+    ("source", "reported"),
     [
         ("ylecun/mnist", "on the Hugging Face Hub, use hf://datasets/ylecun/mnist"),
         (
@@ -740,12 +740,12 @@ def test_folders_behind_links_are_found(tmp_path: Path):
         ("mnist", "no such file or folder. Other choices: 'digits', 'torchvision:CIFAR10'"),
     ],
 )
-def test_a_name_of_the_hub_is_recognised(source: str, told: str):
-    with pytest.raises(DataError, match=told):
+def test_a_name_of_the_hub_is_recognised(source: str, reported: str):
+    with pytest.raises(DataError, match=reported):
         found_at(source)
 
 
-def test_a_hub_that_cannot_be_reached_is_told_with_the_remedy(monkeypatch: pytest.MonkeyPatch):
+def test_a_hub_that_cannot_be_reached_is_reported_with_the_remedy(monkeypatch: pytest.MonkeyPatch):
     from huggingface_hub import HfFileSystem
 
     def offline(*_: Any, **__: Any) -> None:
@@ -755,11 +755,11 @@ def test_a_hub_that_cannot_be_reached_is_told_with_the_remedy(monkeypatch: pytes
             raise RuntimeError(str(error)) from error
 
     monkeypatch.setattr(HfFileSystem, "info", offline)
-    told = (
+    reported = (
         r"'hf://datasets/a/b' cannot be reached: .*Name or service not known.* Check the network, "
         r"or download it \(hf download --repo-type dataset a/b --local-dir DIR\) and use DIR\.$"
     )
-    with pytest.raises(PreflightError, match=told):
+    with pytest.raises(PreflightError, match=reported):
         found_at("hf://datasets/a/b")
 
     def down(*_: Any, **__: Any) -> None:

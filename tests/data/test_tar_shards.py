@@ -36,9 +36,9 @@ def tar(path: Path, members: Iterable[Member], form: int = tarfile.GNU_FORMAT) -
     path.parent.mkdir(parents=True, exist_ok=True)
     with tarfile.open(path, "w", format=form) as file:
         for name, content in members:
-            told = tarfile.TarInfo(name)
-            told.size = len(content)
-            file.addfile(told, io.BytesIO(content))
+            reported = tarfile.TarInfo(name)
+            reported.size = len(content)
+            file.addfile(reported, io.BytesIO(content))
     return path
 
 
@@ -102,7 +102,7 @@ def test_tar_files_have_the_rows_that_webdataset_reads(form: int, tmp_path: Path
     assert opened.train.labels().tolist() == labels_of(opened.train)
     assert opened.train.where(31).endswith("x-train-1.tar, 00041.jpg")
     named = splits_of(tmp_path / "data", label_column="name")
-    expected = [(image, told["name"]) for image, told in theirs(paths, "jpg", "json")]
+    expected = [(image, reported["name"]) for image, reported in theirs(paths, "jpg", "json")]
     assert all_rows(named.train) == expected
     odd = tar(tmp_path / "odd.tar", ODD_NAMES, tarfile.GNU_FORMAT)
     keys = [sample["__key__"] for sample in by_webdataset(odd)]
@@ -185,8 +185,8 @@ def test_a_header_damaged_in_place_is_named_when_it_is_read(tmp_path: Path):
     status = path.stat()
     damage(path, 1024 + 20)
     os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns))
-    told = r"x\.tar, row group 0: cannot be read: the header of 00000\.jpg is damaged"
-    with pytest.raises(DataError, match=told):
+    reported = r"x\.tar, row group 0: cannot be read: the header of 00000\.jpg is damaged"
+    with pytest.raises(DataError, match=reported):
         source.read(np.arange(2))
 
 
@@ -206,9 +206,9 @@ def test_splits_are_found_and_what_lies_beside_is_named(tmp_path: Path):
     (tmp_path / "_info.json").write_text("{}")
     (tmp_path / "classes.csv").write_text("a,b\n")
     opened = splits_of(tmp_path)
-    told = lines(opened)
-    assert told["training set"].startswith("50 images of 3 classes")
-    assert told["evaluation"] == "12 images of 3 classes: the validation split of data.source"
+    reported = lines(opened)
+    assert reported["training set"].startswith("50 images of 3 classes")
+    assert reported["evaluation"] == "12 images of 3 classes: the validation split of data.source"
     assert "not used: classes.csv; to use a file, specify it itself." in opened.notes
     assert int(splits_of(tmp_path / "*-train-*.tar").train.blocks.sum()) == 50
     tar(tmp_path / "train-00000-of-00003.tar", samples(range(3)))
@@ -301,28 +301,28 @@ BROKEN: Mapping[str, tuple[Callable[[Path], object], str]] = {
 @pytest.mark.parametrize("kind", BROKEN)
 def test_a_broken_tar_file_is_named_with_its_member(kind: str, tmp_path: Path):
     path = tar(tmp_path / "x.tar", samples(range(6)))
-    make, told = BROKEN[kind]
+    make, reported = BROKEN[kind]
     make(path)
     with pytest.raises(DataError) as caught:
         splits_of(path)
-    assert told in str(caught.value)
+    assert reported in str(caught.value)
     assert "x.tar" in str(caught.value)
     assert "\n" not in str(caught.value)
 
 
 @pytest.mark.parametrize(
-    ("content", "told"),
+    ("content", "reported"),
     [
         (b"{", "00002.json: not a label"),
         (b"[]", "00002.json: not a label"),
         (b"{}", "00002.json: no value: 'name'"),
     ],
 )
-def test_json_without_the_label_is_named(content: bytes, told: str, tmp_path: Path):
+def test_json_without_the_label_is_named(content: bytes, reported: str, tmp_path: Path):
     path = tmp_path / "x.tar"
     replaced("00002.json", content)(path)
     assert len(splits_of(path).class_names) == 3  # it is not needed
-    with pytest.raises(DataError, match=told):
+    with pytest.raises(DataError, match=reported):
         splits_of(path, label_column="name")
 
 

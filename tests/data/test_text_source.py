@@ -66,7 +66,7 @@ def test_the_fingerprint_is_of_text_vocabulary_and_length(tmp_path: Path):
 
 
 @pytest.mark.parametrize(
-    ("name", "content", "told"),
+    ("name", "content", "reported"),
     [
         ("a.txt", b"", "0 characters, but a window needs 5"),
         ("a.txt", b"abcd", "4 characters, but a window needs 5"),
@@ -74,9 +74,11 @@ def test_the_fingerprint_is_of_text_vocabulary_and_length(tmp_path: Path):
         ("a.md", b"abcde", r"contains no \.txt files: specify others by a glob"),
     ],
 )
-def test_text_that_cannot_be_used_is_named(name: str, content: bytes, told: str, tmp_path: Path):
+def test_text_that_cannot_be_used_is_named(
+    name: str, content: bytes, reported: str, tmp_path: Path
+):
     (tmp_path / name).write_bytes(content)
-    with pytest.raises(DataError, match=told):
+    with pytest.raises(DataError, match=reported):
         TextSource(str(tmp_path), 4)
     with pytest.raises(DataError, match="no such file or folder"):
         TextSource(str(tmp_path / "gone"), 4)

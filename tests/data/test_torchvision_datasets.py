@@ -20,13 +20,13 @@ class Fake:
     target: Any = 1
 
     def _make(self, **arguments: Any) -> None:
-        self.told = arguments
+        self.reported = arguments
 
     def __len__(self) -> int:
         return 1
 
     def __getitem__(self, row: int) -> Any:
-        return self.told, self.target
+        return self.reported, self.target
 
 
 class ByTrain(Fake):
@@ -115,7 +115,7 @@ def opened(
 
 
 @pytest.mark.parametrize(
-    ("fake", "train", "told"),
+    ("fake", "train", "reported"),
     [
         (ByTrain, True, {"train": True, "download": True}),
         (ByTrain, False, {"train": False, "download": True}),
@@ -131,17 +131,17 @@ def opened(
 def test_a_part_is_asked_for_as_the_set_names_it(
     fake: type[Any],
     train: bool,
-    told: dict[str, Any],
+    reported: dict[str, Any],
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ):
     images = opened(fake, tmp_path / "root", monkeypatch, train)
-    assert images.read(np.array([0])) == [(told, 1)]
+    assert images.read(np.array([0])) == [(reported, 1)]
     assert images.class_names == ["cat", "dog"]
 
 
 @pytest.mark.parametrize(
-    ("fake", "split", "told"),
+    ("fake", "split", "reported"),
     [
         (BySplit, "test", {"split": "test", "download": True}),
         (BySplit, "val", {"split": "val", "download": True}),
@@ -152,18 +152,18 @@ def test_a_part_is_asked_for_as_the_set_names_it(
 def test_a_split_that_is_named_is_asked_for(
     fake: type[Any],
     split: str,
-    told: dict[str, Any],
+    reported: dict[str, Any],
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ):
     for train in (True, False):
         images = opened(fake, tmp_path / "root", monkeypatch, train, split)
-        assert images.read(np.array([0])) == [(told, 1)]
-        assert images.split == told.get("split", "train" if told.get("train") else "test")
+        assert images.read(np.array([0])) == [(reported, 1)]
+        assert images.split == reported.get("split", "train" if reported.get("train") else "test")
 
 
 @pytest.mark.parametrize(
-    ("fake", "told"),
+    ("fake", "reported"),
     [
         (BySplit, "Unknown value 'extra' for argument split"),
         (ByTrain, "it has train and test"),
@@ -171,9 +171,9 @@ def test_a_split_that_is_named_is_asked_for(
     ],
 )
 def test_a_split_that_a_set_lacks_is_refused(
-    fake: type[Any], told: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    fake: type[Any], reported: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    with pytest.raises(DataError, match=f"{fake.__name__} has no split 'extra': {told}"):
+    with pytest.raises(DataError, match=f"{fake.__name__} has no split 'extra': {reported}"):
         opened(fake, tmp_path / "root", monkeypatch, split="extra")
 
 
@@ -206,7 +206,7 @@ def test_what_is_no_data_set_is_refused(name: str, tmp_path: Path):
 
 
 @pytest.mark.parametrize(
-    ("fake", "told"),
+    ("fake", "reported"),
     [
         (Gone, "torchvision:Gone cannot be loaded: Dataset not found"),
         (Boxes, "torchvision:Boxes train, row 0: not an image and the number of a class"),
@@ -214,7 +214,7 @@ def test_what_is_no_data_set_is_refused(name: str, tmp_path: Path):
     ],
 )
 def test_fault_21_a_set_without_classes_or_images_is_a_data_error(
-    fake: type[Any], told: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    fake: type[Any], reported: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    with pytest.raises(DataError, match=told):
+    with pytest.raises(DataError, match=reported):
         opened(fake, tmp_path, monkeypatch)

@@ -18,7 +18,7 @@ def line(step: int, slowest: dict[str, Any] | None = None, **split_s: float) -> 
 
 
 @pytest.mark.parametrize(
-    ("shares", "told"),
+    ("shares", "reported"),
     [
         ({"data": 0.38, "compute": 0.62}, "waits for data 38 % of the time: more scaling.cpus"),
         ({"copy": 0.2, "compute": 0.8}, "waits for copies of batches to the GPU 20 %"),
@@ -34,16 +34,16 @@ def line(step: int, slowest: dict[str, Any] | None = None, **split_s: float) -> 
         ({"data": 0.3, "communication": 0.3, "compute": 0.4}, "waits for data 30 %"),
     ],
 )
-def test_it_is_what_stands_most_in_the_way(shares: dict[str, float], told: str):
-    assert split_of([line(1, **shares)]).limit().startswith(told)
+def test_it_is_what_stands_most_in_the_way(shares: dict[str, float], reported: str):
+    assert split_of([line(1, **shares)]).limit().startswith(reported)
 
 
 def test_a_rank_that_all_others_wait_for_is_named():
     slow = {"rank": 3, "phase": "data", "ratio": 1.8}
     noise = {"rank": 0, "phase": "compute", "ratio": 1.3}
     lines = [line(n, slow if n % 4 else noise, communication=0.5, compute=0.5) for n in range(1, 9)]
-    told = "waits for rank 3 50 % of the time: its data takes 1.8 x as long as on the others"
-    assert split_of(lines).limit() == told
+    reported = "waits for rank 3 50 % of the time: its data takes 1.8 x as long as on the others"
+    assert split_of(lines).limit() == reported
 
 
 def test_ranks_that_take_turns_in_being_slow_are_not_named():
@@ -66,6 +66,6 @@ def test_lines_count_by_their_steps_and_the_newest_only():
     assert split.shares() == {"compute": 1.0}
 
 
-def test_nothing_is_told_before_the_first_line():
+def test_nothing_is_reported_before_the_first_line():
     assert split_of([]).limit() == ""
     assert not StepSplit().is_settled

@@ -247,7 +247,9 @@ def test_each_plain_line_is_flushed_at_once() -> None:
     assert "step  10/276" in stream.flushed
 
 
-def test_what_limits_a_run_is_told_once_it_is_known_and_again_when_it_changes(clock: Clock) -> None:
+def test_what_limits_a_run_is_reported_once_it_is_known_and_again_when_it_changes(
+    clock: Clock,
+) -> None:
     shown, stream = plain()
     shown.handle(PLAN)
     waiting = {"step_s": 1.0, "split_s": {"data": 0.5, "compute": 0.5}}
@@ -255,8 +257,8 @@ def test_what_limits_a_run_is_told_once_it_is_known_and_again_when_it_changes(cl
     for step in range(1, 260):
         shown.handle(train(step, timing=waiting if step < 130 else working))
         clock.now += 1
-    told = [line[9:] for line in stream.getvalue().splitlines() if "of the time" in line]
-    assert [text.split(":")[0] for text in told] == [
+    reported = [line[9:] for line in stream.getvalue().splitlines() if "of the time" in line]
+    assert [text.split(":")[0] for text in reported] == [
         "waits for data 50 % of the time",
         "computes 99 % of the time",
     ]
@@ -294,7 +296,7 @@ def test_plain_lines_end_each_epoch_whether_or_not_its_last_step_is_logged() -> 
     assert plain_steps(stream)[-1] == 75  # nor does the end
 
 
-def test_steps_that_a_dead_worker_made_after_the_last_line_are_told_as_made_again() -> None:
+def test_steps_that_a_dead_worker_made_after_the_last_line_are_reported_as_made_again() -> None:
     shown, stream = plain()
     with shown:
         shown.handle(PLAN)
@@ -304,7 +306,7 @@ def test_steps_that_a_dead_worker_made_after_the_last_line_are_told_as_made_agai
     assert "at step 115 of 276, 22 steps again" in stream.getvalue()
 
 
-def test_a_restart_is_told_in_one_line_and_the_run_goes_on() -> None:
+def test_a_restart_is_reported_in_one_line_and_the_run_goes_on() -> None:
     for shown, stream in (plain(), live()):
         with shown:
             shown.handle(PLAN)
@@ -314,8 +316,8 @@ def test_a_restart_is_told_in_one_line_and_the_run_goes_on() -> None:
             shown.handle(train(120))
             shown.handle(evaluation(138))
         out = CONTROL.sub("", stream.getvalue())
-        told = "restarted with 1 worker (before: 2) at step 115 of 276, 15 steps again"
-        assert out.count(told) == 1
+        reported = "restarted with 1 worker (before: 2) at step 115 of 276, 15 steps again"
+        assert out.count(reported) == 1
         assert out.count("4 slots x 16") == 1
         assert "epoch  6/12  step 138/276  eval" in out
 

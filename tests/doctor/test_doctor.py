@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from processes import door
+from processes import run_cli
 from rich.console import Console
 
 from raytrain_ddp import TrainConfig
@@ -381,8 +381,8 @@ def test_the_worst_rows_of_a_check_come_first():
 
 
 def test_numbers_have_two_digits_and_a_unit():
-    told = [format_bytes(count) for count in (2**30 - 1, 80 * GIB, 1.5 * GIB, 5e5)]
-    assert told == ["1.0 GiB", "80 GiB", "1.5 GiB", "0 MiB"]
+    reported = [format_bytes(count) for count in (2**30 - 1, 80 * GIB, 1.5 * GIB, 5e5)]
+    assert reported == ["1.0 GiB", "80 GiB", "1.5 GiB", "0 MiB"]
     assert [format_rate(9.5e6), format_rate(85e6), format_rate(1.94e9)] == [
         "9.5 MB/s",
         "85 MB/s",
@@ -415,7 +415,7 @@ def test_the_table_fits_and_gives_advice_below_what_is_wrong(width: int):
     assert lines[at + 1].startswith("  -> Anyone who reaches Ray's ports")
 
 
-def test_an_error_of_a_node_is_told_in_a_line():
+def test_an_error_of_a_node_is_reported_in_a_line():
     gloo = RuntimeError("Gloo failed with [/build/gloo/pair.cc:152] Connection refused$1\nmore")
     assert cluster_probe.describe_error(gloo) == "RuntimeError: Gloo failed with Connection refused"
     lacks = RuntimeError("The remote function failed to import ...\nImportError: no torch here\n")
@@ -459,10 +459,10 @@ def test_a_token_that_others_may_read_is_noticed(tmp_path: Path, monkeypatch: py
     assert machine_facts.token() == {"path": str(token), "mode": 0o600, "exposed": False}
     token.chmod(0o644)
     tmp_path.chmod(0o700)
-    told = machine_facts.token()
-    assert told is not None
-    assert not told["exposed"], "nobody else gets into its folder"
-    assert "secret" not in json.dumps(told)
+    reported = machine_facts.token()
+    assert reported is not None
+    assert not reported["exposed"], "nobody else gets into its folder"
+    assert "secret" not in json.dumps(reported)
 
 
 def test_listeners_and_own_connections_are_found():
@@ -528,7 +528,7 @@ def test_a_checkpoint_that_is_not_whole_when_read_elsewhere_is_an_error(tmp_path
     )
 
 
-def test_storage_and_data_that_cannot_be_opened_are_told_without_secrets(
+def test_storage_and_data_that_cannot_be_opened_are_reported_without_secrets(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     (tmp_path / "file").touch()
@@ -552,16 +552,16 @@ def test_storage_and_data_that_cannot_be_opened_are_told_without_secrets(
 
 def test_data_are_looked_at_as_a_worker_opens_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.chdir(tmp_path)
-    told = dataset_probe.probe_data(to_dict(TrainConfig()), str(tmp_path), [])
-    assert (told["train"][0], told["eval"][0]) == (1437, 360)
-    assert told["train"][1] != told["eval"][1]
+    reported = dataset_probe.probe_data(to_dict(TrainConfig()), str(tmp_path), [])
+    assert (reported["train"][0], reported["eval"][0]) == (1437, 360)
+    assert reported["train"][1] != reported["eval"][1]
 
 
-# ------------------------------------------------------------------ the door
+# ------------------------------------------------------------------ the command
 
 
 def test_help_comes_at_once(tmp_path: Path):
-    answer = door("doctor", "--help-all", cwd=tmp_path)
+    answer = run_cli("doctor", "--help-all", cwd=tmp_path)
     assert answer.status == 0
     assert "--address" in answer.out
     assert "--scaling.num-workers" in answer.out
@@ -570,9 +570,9 @@ def test_help_comes_at_once(tmp_path: Path):
 
 
 def test_what_no_cluster_could_run_is_refused_before_ray_is_loaded(tmp_path: Path):
-    answer = door("doctor", "--model.name", "resnot18", cwd=tmp_path)
+    answer = run_cli("doctor", "--model.name", "resnot18", cwd=tmp_path)
     assert (answer.status, answer.heavy) == (2, [])
-    answer = door("doctor", "--address", "127.0.0.1:1", cwd=tmp_path)
+    answer = run_cli("doctor", "--address", "127.0.0.1:1", cwd=tmp_path)
     assert answer.status == 3
     assert "no Ray at 127.0.0.1:1" in answer.err
     assert list(tmp_path.iterdir()) == []
@@ -603,12 +603,12 @@ def test_doctor_examines_a_real_ray_and_leaves_nothing(
     ray_elsewhere: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ):
     status = main(["--json", "--storage", str(tmp_path / "runs")])
-    told = json.loads(capsys.readouterr().out)
-    verdicts = {row["check"]: row["verdict"] for row in told["rows"]}
+    reported = json.loads(capsys.readouterr().out)
+    verdicts = {row["check"]: row["verdict"] for row in reported["rows"]}
     sound = ("workers", "Python", "Ray", "project", "torch", "GPUs", "all-reduce", "storage")
     assert [verdicts[check] for check in (*sound, "data", "authentication")] == ["ok"] * 10
-    assert status == told["status"] == (3 if "fail" in verdicts.values() else 0)
-    (reduced,) = told["findings"]["all_reduce"]
+    assert status == reported["status"] == (3 if "fail" in verdicts.values() else 0)
+    (reduced,) = reported["findings"]["all_reduce"]
     assert (reduced["kind"], reduced["ranks"]) == ("within", 2)
     assert reduced["latency_s"] < 1
     assert set(reduced["bus_bytes_per_s"]) <= {"16", "64"}

@@ -10,15 +10,21 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from processes import door
+from processes import run_cli
 
 from raytrain_ddp.checkpoint.lease import LEASE_FILE, Owner
-from raytrain_ddp.checkpoint.run_folder import CONFIG_FILE, EVENTS_FILE, HANGS, METRICS_FILE
+from raytrain_ddp.checkpoint.run_folder import (
+    CONFIG_FILE,
+    EVENTS_FILE,
+    HANGS,
+    METRICS_FILE,
+    open_run,
+)
 from raytrain_ddp.checkpoint.storage import open_storage
 from raytrain_ddp.config.recipe import dumps
 from raytrain_ddp.config.train_config import TrainConfig
 from raytrain_ddp.doctor.rows import Report, Row
-from raytrain_ddp.doctor.run_status import assess_run, open_run, read_status
+from raytrain_ddp.doctor.run_status import assess_run, read_status
 from raytrain_ddp.errors import ConfigError, PreflightError
 
 PLAN = {"kind": "plan", "start_step": 0, "total_steps": 100, "world_size": 3, "device": "cpu"}
@@ -125,7 +131,7 @@ def test_fault_32_a_rank_with_more_slots_is_not_warned_of_nor_one_that_is_no_mor
         assert row["slowest"].verdict == ("ok" if size == 3 else "warn")
 
 
-def test_a_run_whose_driver_died_or_that_nobody_drives_is_told(tmp_path: Path):
+def test_a_run_whose_driver_died_or_that_nobody_drives_is_reported(tmp_path: Path):
     dead = replace(Owner.here(), born=1)
     run = written(tmp_path, [PLAN], [line(20)], owner=dead)
     report, row = rows(run)
@@ -139,7 +145,7 @@ def test_a_run_whose_driver_died_or_that_nobody_drives_is_told(tmp_path: Path):
     assert rows(run)[1]["driver"].found == "ended with status 0"
 
 
-def test_fault_32_a_slow_rank_and_what_limits_the_run_are_told(tmp_path: Path):
+def test_fault_32_a_slow_rank_and_what_limits_the_run_are_reported(tmp_path: Path):
     straggler = {"kind": "straggler", "rank": 2, "host": "w2", "phase": "data", "text": ""}
     records = [line(10 * n, rank=2, ratio=3.0) for n in range(1, 9)]
     _, row = rows(written(tmp_path, [PLAN, straggler], records, owner=Owner.here()))
@@ -166,7 +172,7 @@ def test_failures_and_hangs_warn_until_a_checkpoint_follows_and_name_their_stack
     assert row["failures"].verdict == row["hang"].verdict == "ok"
 
 
-def test_a_hang_whose_failure_is_not_told_yet_warns(tmp_path: Path):
+def test_a_hang_whose_failure_is_not_reported_yet_warns(tmp_path: Path):
     run = written(tmp_path, [PLAN, SAVED], [line(20)], owner=Owner.here())
     folder = run / HANGS / "20260101000000-abcd"
     folder.mkdir(parents=True)
@@ -180,27 +186,27 @@ def test_a_run_that_an_error_ended_says_which(tmp_path: Path):
     ended = {"kind": "end", "status": 1, "message": f"the task failed on b, rank 1:\n{traceback}"}
     run = written(tmp_path, [PLAN, ended], [line(20)])
     _, row = rows(run)
-    told = "ended with status 1: the task failed on b, rank 1: KeyError: 'z'"
-    assert (row["driver"].found, row["driver"].verdict) == (told, "warn")
-    answer = door("doctor", "--run", str(run), cwd=tmp_path)
+    reported = "ended with status 1: the task failed on b, rank 1: KeyError: 'z'"
+    assert (row["driver"].found, row["driver"].verdict) == (reported, "warn")
+    answer = run_cli("doctor", "--run", str(run), cwd=tmp_path)
     assert answer.out.splitlines()[-1] == "1 warning: the run has ended."
 
 
-def test_weights_that_were_mended_are_told(tmp_path: Path):
+def test_weights_that_were_repaired_are_reported(tmp_path: Path):
     record = {"kind": "resync", "step": 15, "ranks": [1], "source": 0, "first": "conv.weight"}
     _, row = rows(written(tmp_path, [PLAN], [line(10), record, line(20)], owner=Owner.here()))
     assert (row["divergence"].where, row["divergence"].verdict) == ("rank 1", "warn")
     assert "conv.weight" in row["divergence"].found
 
 
-def test_the_door_takes_a_name_answers_without_torch_and_says_where_no_run_is(tmp_path: Path):
+def test_the_command_takes_a_name_answers_without_torch_and_says_where_no_run_is(tmp_path: Path):
     written(tmp_path, [PLAN], [line(10)], 700.0, Owner.here())
-    answer = door("doctor", "--run", "r", cwd=tmp_path)
+    answer = run_cli("doctor", "--run", "r", cwd=tmp_path)
     assert (answer.status, answer.heavy) == (PreflightError.exit_status, [])
     assert "1 failure, 0 warnings: the run makes no progress." in answer.out
-    answer = door("doctor", "--run", "r", "--json", cwd=tmp_path)
+    answer = run_cli("doctor", "--run", "r", "--json", cwd=tmp_path)
     assert json.loads(answer.out)["findings"]["newest"]["step"] == 10
-    answer = door("doctor", "--run", "q", cwd=tmp_path)
+    answer = run_cli("doctor", "--run", "q", cwd=tmp_path)
     assert (answer.status, answer.out) == (ConfigError.exit_status, "")
     assert "no run there" in answer.err
 

@@ -71,7 +71,7 @@ def test_changes_count_from_the_first_step_on_and_survive_a_kill(workers: Group,
 
 
 @pytest.mark.parametrize(
-    ("changes", "allowed", "told"),
+    ("changes", "allowed", "reported"),
     [
         (
             {"optim": replace(OPTIM, lr=1.0)},
@@ -89,10 +89,10 @@ def test_changes_count_from_the_first_step_on_and_survive_a_kill(workers: Group,
     ],
 )
 def test_a_wrong_change_is_refused(
-    base: TrainConfig, changes: dict[str, Any], allowed: tuple[str, ...], told: str
+    base: TrainConfig, changes: dict[str, Any], allowed: tuple[str, ...], reported: str
 ):
     run = find_run(replace(base, name="new", **changes))
-    with pytest.raises(ConfigError, match=f"(?s){told}"):
+    with pytest.raises(ConfigError, match=f"(?s){reported}"):
         branch_of(run, "base", allowed)
     assert not Path(run.folder.path).exists()
 
@@ -141,8 +141,8 @@ def test_the_same_command_branches_then_continues(
     )
     assert not Path("runs/new").exists()
     assert fit_locally(new, **options).step == 5
-    told = read_history(run_storage(new), EVENTS_FILE)[0]
-    assert told["text"].endswith("a0001, with optim.lr 0.1 -> 0.01")
+    reported = read_history(run_storage(new), EVENTS_FILE)[0]
+    assert reported["text"].endswith("a0001, with optim.lr 0.1 -> 0.01")
     steps = [r["step"] for r in read_history(run_storage(new)) if r["kind"] == "train"]
     assert steps == sorted(set(steps))
     Path("runs/base").rename("runs/elsewhere")  # is not needed anymore

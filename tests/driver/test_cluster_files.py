@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import yaml
 from cluster_checks import check_kubernetes, check_ray_up, check_sbatch, configs, opening
-from processes import door
+from processes import run_cli
 from slurm import FAKES, Job, free_number
 
 from raytrain_ddp.command_line import parse_fit
@@ -68,11 +68,11 @@ def test_a_recipe_of_ones_own_needs_no_file_on_the_cluster(tmp_path: Path):
     assert text == "python -m raytrain_ddp.fit --name mine --epochs 4 --optim.lr 0.5\n"
 
 
-def test_what_is_secret_in_a_uri_is_left_out_and_that_is_told():
-    told = emitted("command", "--storage", "s3://me:secret@bucket/runs?region=eu-west-1")
-    assert "secret" not in told.text
-    assert "s3://bucket/runs?region=eu-west-1" in told.text
-    assert "omitted" in told.notes[0]
+def test_what_is_secret_in_a_uri_is_left_out_and_that_is_reported():
+    reported = emitted("command", "--storage", "s3://me:secret@bucket/runs?region=eu-west-1")
+    assert "secret" not in reported.text
+    assert "s3://bucket/runs?region=eu-west-1" in reported.text
+    assert "omitted" in reported.notes[0]
 
 
 # ------------------------------------------------------------------ machines
@@ -101,19 +101,19 @@ def test_nodes_hold_all_workers(scaling: ScalingConfig, most: int, want: Machine
 
 
 def test_a_slurm_job_has_the_nodes_gpus_and_memory_of_the_config(tmp_path: Path):
-    told = emitted("slurm", "imagenet-resnet50", *GPUS, "8", "--storage", str(tmp_path))
-    directives = check_sbatch(told.text)
+    reported = emitted("slurm", "imagenet-resnet50", *GPUS, "8", "--storage", str(tmp_path))
+    directives = check_sbatch(reported.text)
     assert directives["job-name"] == "imagenet-resnet50"
     assert (directives["nodes"], directives["gpus-per-node"]) == ("2", "4")
     cpus = parse_fit(["imagenet-resnet50"]).config.scaling.cpus_per_worker
     assert directives["cpus-per-task"] == f"{4 * cpus:g}"
     assert directives["mem"] == "32G"
-    assert told.notes == ()
+    assert reported.notes == ()
 
 
 def test_a_slurm_job_without_gpus_asks_for_none():
-    told = emitted("slurm", "--scaling.use-gpu", "False", "--scaling.num-workers", "3")
-    assert "gpus-per-node" not in check_sbatch(told.text)
+    reported = emitted("slurm", "--scaling.use-gpu", "False", "--scaling.num-workers", "3")
+    assert "gpus-per-node" not in check_sbatch(reported.text)
 
 
 def test_the_emitted_job_runs_and_takes_more_flags(tmp_path: Path):
@@ -139,8 +139,8 @@ def test_the_emitted_job_runs_and_takes_more_flags(tmp_path: Path):
 
 def test_a_ray_job_has_pods_for_all_workers():
     words = ("imagenet-resnet50", *GPUS, "2:8", "--storage", "s3://mine/runs")
-    told = emitted("kuberay", *words)
-    (job,) = check_kubernetes(told.text)
+    reported = emitted("kuberay", *words)
+    (job,) = check_kubernetes(reported.text)
     assert (job["kind"], job["metadata"]["name"]) == ("RayJob", "imagenet-resnet50")
     (group,) = job["spec"]["rayClusterSpec"]["workerGroupSpecs"]
     assert (group["replicas"], group["minReplicas"], group["maxReplicas"]) == (2, 1, 2)
@@ -149,14 +149,14 @@ def test_a_ray_job_has_pods_for_all_workers():
     asked = parse_fit(words).config
     run = parse_fit(shlex.split(job["spec"]["entrypoint"])[3:]).config
     assert run == replace(asked, scaling=replace(asked.scaling, wait_s=600))
-    assert "BUCKET" not in told.text
-    assert opening(told.text)["watch"] == "kubectl logs -f job/imagenet-resnet50"
+    assert "BUCKET" not in reported.text
+    assert opening(reported.text)["watch"] == "kubectl logs -f job/imagenet-resnet50"
 
 
 def test_pods_without_gpus_ask_for_none():
-    told = emitted("kuberay", "--name", "My_Run.2", "--scaling.use-gpu", "False")
-    (job,) = check_kubernetes(told.text)
-    assert "nvidia" not in told.text
+    reported = emitted("kuberay", "--name", "My_Run.2", "--scaling.use-gpu", "False")
+    (job,) = check_kubernetes(reported.text)
+    assert "nvidia" not in reported.text
     assert job["metadata"]["name"] == "my-run-2"
 
 
@@ -178,28 +178,28 @@ def test_pods_without_gpus_ask_for_none():
 )
 def test_the_cloud_is_that_of_the_storage(storage: str, provider: str, field: str, type_name: str):
     words = ("--storage", storage, *GPUS, "1:4", "--scaling.cpus-per-worker", "12")
-    told = emitted("ray-up", *words)
-    cluster = check_ray_up(told.text)
+    reported = emitted("ray-up", *words)
+    cluster = check_ray_up(reported.text)
     assert cluster["provider"]["type"] == provider
     assert cluster["max_workers"] == 4
     worker = cluster["available_node_types"]["worker"]
     node = worker["node_config"]
     assert node.get("azure_arm_parameters", node)[field] == type_name
     assert worker["resources"]["GPU"] == 1
-    run = config_of(told.text)
+    run = config_of(reported.text)
     asked = parse_fit(words).config
     assert run == replace(asked, scaling=replace(asked.scaling, wait_s=1800))
-    assert not any(blank in told.text for blank in ("BUCKET", "CONTAINER"))
+    assert not any(blank in reported.text for blank in ("BUCKET", "CONTAINER"))
 
 
 def test_ones_own_machines_for_a_folder_which_is_warned_of():
-    told = emitted("ray-up", "--storage", "/shared/it's", "--data.source", "photos", *GPUS, "3")
-    cluster = check_ray_up(told.text)
+    reported = emitted("ray-up", "--storage", "/shared/it's", "--data.source", "photos", *GPUS, "3")
+    cluster = check_ray_up(reported.text)
     assert cluster["provider"]["type"] == "local"
-    assert any("/shared/it's" in note and "do not share" in note for note in told.notes)
-    assert any("data.source = photos" in note for note in told.notes)
-    assert "storage is the folder /shared/it's" in told.text
-    assert config_of(told.text).storage == "/shared/it's"
+    assert any("/shared/it's" in note and "do not share" in note for note in reported.notes)
+    assert any("data.source = photos" in note for note in reported.notes)
+    assert "storage is the folder /shared/it's" in reported.text
+    assert config_of(reported.text).storage == "/shared/it's"
 
 
 @pytest.mark.parametrize(
@@ -221,12 +221,14 @@ def test_objects_have_names_that_kubernetes_takes(run: str, named: str):
     assert object_name(run) == named
 
 
-# ------------------------------------------------------------------ the door
+# ------------------------------------------------------------------ the command
 
 
 @pytest.mark.parametrize("kind", ["slurm", "kuberay", "ray-up", "command"])
-def test_the_door_prints_the_file_and_nothing_else_without_torch_or_ray(kind: str, tmp_path: Path):
-    answer = door("fit", "digits", "--emit", kind, cwd=tmp_path)
+def test_the_command_prints_the_file_and_nothing_else_without_torch_or_ray(
+    kind: str, tmp_path: Path
+):
+    answer = run_cli("fit", "digits", "--emit", kind, cwd=tmp_path)
     assert answer.status == 0
     assert not answer.heavy
     assert answer.cpu_s < 1

@@ -160,7 +160,7 @@ def test_kubernetes_objects_have_fields_that_kuberay_knows():
     assert all("nvidia.com/gpu" in limit for limit in limits)
 
 
-def test_the_image_has_the_ray_that_kuberay_is_told_of():
+def test_the_image_has_the_ray_that_kuberay_expects():
     docker = text_of("Dockerfile")
     versions = re.findall(r'rayVersion: "(.*)"', text_of("kuberay.yaml"))
     assert {*versions} == {*re.findall(r"ARG RAY=(.*)", docker)}

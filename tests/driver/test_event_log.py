@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from event_records import event, record
 from faulty_storage import commit
-from processes import door
+from processes import run_cli
 from pyarrow import fs as pafs
 from tiny import tiny_config
 
@@ -209,7 +209,7 @@ def test_what_a_storage_says_of_secrets_is_not_repeated(monkeypatch: pytest.Monk
 def test_a_folder_that_is_none_is_named_at_once_and_in_one_line(tmp_path: Path):
     (tmp_path / "runs").mkdir()
     (tmp_path / "runs" / "digits").write_text("in the way")
-    answer = door("fit", cwd=tmp_path)
+    answer = run_cli("fit", cwd=tmp_path)
     assert (answer.status, answer.heavy) == (3, [])
     assert len(answer.err.splitlines()) == 1
     assert str(tmp_path / "runs") in answer.err

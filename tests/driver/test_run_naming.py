@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from processes import Group, door
+from processes import Group, run_cli
 from rich.console import Console
 from s3 import s3_server
 from tiny import tiny_config
@@ -56,7 +56,7 @@ def named(config: TrainConfig, default: str | None = None) -> tuple[str | None, 
 
 
 class Ears(Display):
-    """Keeps what it is told."""
+    """Keeps what is reported to it."""
 
     def __init__(self) -> None:
         super().__init__(Console(quiet=True), live=False)
@@ -105,9 +105,9 @@ def test_the_same_command_goes_on_and_another_config_is_a_new_run(tmp_path: Path
 
 def test_the_readmes_commands_follow_each_other(tmp_path: Path):
     small = ("--local", "--model.dropout", "0", "--checkpoint.every-s", "0", "--log.no-tensorboard")
-    first = door("fit", *small, "--epochs", "1", cwd=tmp_path)
+    first = run_cli("fit", *small, "--epochs", "1", cwd=tmp_path)
     assert first.status == 0, first.err
-    second = door("fit", "digits", *small, "--epochs", "1", "--optim.lr", "0.05", cwd=tmp_path)
+    second = run_cli("fit", "digits", *small, "--epochs", "1", "--optim.lr", "0.05", cwd=tmp_path)
     assert second.status == 0, second.err
     said = "new run digits-2: digits has a different config (optim.lr 0.1 -> 0.05)"
     assert [line for line in second.out.splitlines() if "new run" in line] == [
@@ -115,7 +115,7 @@ def test_the_readmes_commands_follow_each_other(tmp_path: Path):
     ]
     assert said in second.out
     config = "runs/digits/config.toml"
-    refused = door("fit", config, *small, "--optim.lr", "0.05", cwd=tmp_path)
+    refused = run_cli("fit", config, *small, "--optim.lr", "0.05", cwd=tmp_path)
     assert refused.status == 2
     assert re.search(r"optim\.lr +0\.1 -> 0\.05", refused.err)
     assert sorted(os.listdir(tmp_path / "runs")) == ["digits", "digits-2"]

@@ -158,8 +158,8 @@ class Run:
         return wait_until(look, timeout_s, f"{what}; {self.command}")
 
     def wait_for_step(self, step: int) -> float:
-        told = lambda: self.history("train")[-1:]  # noqa: E731
-        return self.wait_for(f"step {step}", lambda: told() and told()[0]["step"] >= step)
+        reported = lambda: self.history("train")[-1:]  # noqa: E731
+        return self.wait_for(f"step {step}", lambda: reported() and reported()[0]["step"] >= step)
 
     def wait_for_start(self, number: int) -> float:
         """Until workers have been started so many times, and have computed since."""

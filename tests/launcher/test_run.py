@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from processes import door
+from processes import run_cli
 
 from raytrain_ddp.errors import ConfigError, PreflightError
 from raytrain_ddp.launcher import code_shipping
@@ -74,7 +74,7 @@ def test_two_dashes_end_our_flags():
 
 
 @pytest.mark.parametrize(
-    ("argv", "told"),
+    ("argv", "reported"),
     [
         (["--num-workers", "2"], "which script"),
         (["--nproc-per-node", "4", "--num-workers", "4", "train.py"], "--num-workers"),
@@ -90,10 +90,10 @@ def test_two_dashes_end_our_flags():
         (["--no-python", "--legacy-local-rank", "train.sh"], "{local_rank}"),
     ],
 )
-def test_wrong_flags_are_refused_with_a_remedy(argv: list[str], told: str):
+def test_wrong_flags_are_refused_with_a_remedy(argv: list[str], reported: str):
     with pytest.raises(ConfigError) as caught:
         parse(argv)
-    assert told in str(caught.value)
+    assert reported in str(caught.value)
 
 
 TORCHRUNS = [
@@ -182,10 +182,10 @@ def test_flags_without_effect_are_named_with_the_whole_command():
 
 def test_a_command_for_another_node_is_refused_with_the_whole_command():
     line = "--nnodes 2 --node-rank 1 --nproc-per-node 4 --master-addr h t.py -x"
-    with pytest.raises(ConfigError) as told:
+    with pytest.raises(ConfigError) as reported:
         parse(line.split())
     command = "python -m raytrain_ddp.run --nnodes 2 --nproc-per-node 4 t.py -x"
-    assert str(told.value).endswith(f"Run this on one machine only: {command}")
+    assert str(reported.value).endswith(f"Run this on one machine only: {command}")
 
 
 @pytest.mark.parametrize("flag", ["-n", "-np", "--np"])
@@ -308,12 +308,12 @@ def test_variables_are_torchruns_by_its_flags():
 
 
 def test_help_comes_at_once_and_a_wrong_script_is_named(tmp_path: Path):
-    answer = door("run", "--help", cwd=tmp_path)
+    answer = run_cli("run", "--help", cwd=tmp_path)
     assert (answer.status, answer.heavy) == (0, [])
     assert answer.cpu_s < 1
     assert "--num-workers 8 --use-gpu train.py" in answer.out
     (tmp_path / "train.py").touch()
-    answer = door("run", "--num-workers", "2", "trian.py", cwd=tmp_path)
+    answer = run_cli("run", "--num-workers", "2", "trian.py", cwd=tmp_path)
     assert (answer.status, answer.heavy) == (2, [])
     assert "'train.py'" in answer.err
 
@@ -545,7 +545,7 @@ def test_what_lacks_is_said_with_have_and_want():
 
 def test_more_workers_than_this_machine_has_cpus_exit_3_at_once(tmp_path: Path):
     (tmp_path / "t.py").touch()
-    answer = door("run", "--num-workers", "999", "t.py", cwd=tmp_path)
+    answer = run_cli("run", "--num-workers", "999", "t.py", cwd=tmp_path)
     assert (answer.status, answer.heavy) == (3, [])
     assert re.search(r"999 workers .*CPU: want 999 .*have \d+", answer.err)
     assert len(answer.err.splitlines()) == 1
@@ -556,20 +556,20 @@ class FakeRay(types.ModuleType):
 
     def __init__(self) -> None:
         super().__init__("ray")
-        self.told: dict[str, Any] = {}
+        self.reported: dict[str, Any] = {}
         self.during: dict[str, str] = {}
 
     def is_initialized(self) -> bool:
         return False
 
-    def init(self, **told: Any) -> None:
-        self.told, self.during = told, dict(os.environ)
+    def init(self, **options: Any) -> None:
+        self.reported, self.during = options, dict(os.environ)
 
     def nodes(self) -> list[Any]:
         return []
 
     def shutdown(self) -> None:
-        self.told["ended"] = True
+        self.reported["ended"] = True
 
 
 def test_rays_settings_are_gone_when_the_run_is_over(monkeypatch: pytest.MonkeyPatch):
@@ -579,10 +579,10 @@ def test_rays_settings_are_gone_when_the_run_is_over(monkeypatch: pytest.MonkeyP
     monkeypatch.delitem(sys.modules, "ray._raylet", raising=False)
     before = {**os.environ, "RAY_AUTH_MODE": "token"}  # Ray reads it once in a process
     with connected(RunFlags(num_workers=1), lambda text: None):
-        assert fake.told["num_cpus"] == 1
+        assert fake.reported["num_cpus"] == 1
         assert fake.during["RAY_AUTH_MODE"] == "token"
         assert SETTINGS.items() <= fake.during.items()
-    assert fake.told["ended"]
+    assert fake.reported["ended"]
     assert dict(os.environ) == before
 
 
@@ -592,8 +592,8 @@ def test_a_signal_while_ray_starts_ends_the_run_when_ray_can_be_ended(
     number: int, when: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     class Slow(FakeRay):
-        def init(self, **told: Any) -> None:
-            super().init(**told)
+        def init(self, **options: Any) -> None:
+            super().init(**options)
             if when == "before Ray has taken SIGTERM":
                 os.kill(os.getpid(), number)
             signal.signal(signal.SIGTERM, lambda *_: sys.exit("Ray's own"))
@@ -610,7 +610,7 @@ def test_a_signal_while_ray_starts_ends_the_run_when_ray_can_be_ended(
     with pytest.raises(KeyboardInterrupt) as stop:
         run_script(RunOptions(RunFlags(num_workers=1), "script.py"))
     assert stop.value.args == (number,)
-    assert fake.told["ended"]
+    assert fake.reported["ended"]
     assert [signal.getsignal(each) for each in (signal.SIGINT, signal.SIGTERM)] == before
 
 
@@ -778,7 +778,7 @@ def test_a_folder_too_large_is_refused_with_what_is_large(tmp_path: Path, monkey
 # ------------------------------------------------------------------ failures
 
 
-def told(output: Output, rank: int, text: str, at: float) -> None:
+def reported(output: Output, rank: int, text: str, at: float) -> None:
     output.take(rank, "stderr", f"{text}\n".encode(), at)
 
 
@@ -792,8 +792,8 @@ TRACEBACK = "Traceback (most recent call last):\n  File x\nValueError: rank {}"
 def test_who_raised_first_is_the_first_even_if_its_process_ends_last():
     workers = three_on_two_nodes().workers
     output = Output(lambda rank, stream: False, None)
-    told(output, 2, "before\n" + TRACEBACK.format(2), at=10.0)
-    told(output, 0, TRACEBACK.format(0), at=10.1)
+    reported(output, 2, "before\n" + TRACEBACK.format(2), at=10.0)
+    reported(output, 0, TRACEBACK.format(0), at=10.1)
     ends = {0: RankExit(1, 10.2), 2: RankExit(1, 10.6), 1: RankExit(-15, 11.0, asked="SIGTERM")}
     assert first_failure(ends, output, same_clock) == 2
     text = failure_report(2, ends, workers, output)
@@ -817,7 +817,7 @@ def test_who_failed_first_is_judged_by_the_times_of_the_machines_that_failed():
 
 def test_of_a_traceback_only_its_stream_is_shown():
     output = Output(lambda rank, stream: False, None)
-    told(output, 0, TRACEBACK.format(0), at=1.0)
+    reported(output, 0, TRACEBACK.format(0), at=1.0)
     output.take(0, "stdout", b"said before, come later\n", 0.9)
     assert failure_report(
         0, {0: RankExit(1, 2.0)}, three_on_two_nodes().workers, output
@@ -853,7 +853,7 @@ def test_statuses_are_the_shells():
 
 def test_what_record_wrote_is_shown_instead_of_the_last_lines():
     output = Output(lambda rank, stream: False, None)
-    told(output, 0, "a line", at=1.0)
+    reported(output, 0, "a line", at=1.0)
     error = {"message": "ValueError: x", "extraInfo": {"py_callstack": "Traceback\n  deep\n"}}
     text = failure_report(0, {0: RankExit(1, 1.0, error)}, three_on_two_nodes().workers, output)
     assert text.splitlines()[1:] == ["  Traceback", "    deep"]
@@ -902,7 +902,7 @@ def test_a_console_that_stands_still_is_left_by_whoever_is_stopped(tmp_path: Pat
         assert process.wait(20) == 0
 
 
-def test_a_console_that_is_closed_is_told(tmp_path: Path):
+def test_a_console_that_is_closed_is_reported(tmp_path: Path):
     with console_of(SLOW_CONSOLE.replace("20_000", "10**9"), tmp_path) as process:
         process.stdout.readline()
         process.stdout.close()
@@ -960,14 +960,14 @@ class Guarded:
     """A command under a guard that is in the background, as an agent has it."""
 
     def __init__(self, folder: Path, *command: str) -> None:
-        told, tells = os.pipe()
+        reported, tells = os.pipe()
         own = str(folder / "own")
         guard = [sys.executable, "-I", "-S", str(GUARD), str(tells), "-1", own]
         starter = subprocess.Popen([*guard, *command], stdin=subprocess.PIPE, pass_fds=[tells])
         os.close(tells)
         assert starter.wait(10) == 0
         assert starter.stdin is not None
-        self.pipe, self._reports = starter.stdin, os.fdopen(told)
+        self.pipe, self._reports = starter.stdin, os.fdopen(reported)
 
     def __enter__(self) -> Guarded:
         return self
@@ -1084,10 +1084,10 @@ def test_a_status_waits_neither_for_the_console_nor_for_what_the_script_has_left
     script = f"{leaves}\nfor n in range(4_000): print(n)\nos._exit(3)"
     began = time.monotonic()
     started(agent, script, tmp_path, ready)
-    (told,) = taken(agent, "status", most=0)
+    (reported,) = taken(agent, "status", most=0)
     ended_at = time.monotonic()
-    assert (told["status"], told["asked"]) == (3, 0)
-    assert began < told["at"] <= ended_at
+    assert (reported["status"], reported["asked"]) == (3, 0)
+    assert began < reported["at"] <= ended_at
     taken(agent, "closed")
 
 
@@ -1095,8 +1095,8 @@ def test_what_ended_by_itself_was_not_asked_to(agent: Agent, tmp_path: Path):
     started(agent, "import sys; sys.exit(4)", tmp_path)
     wait_until(lambda: bool(agent._urgent))
     agent.signal("15")
-    told = taken(agent, "status")
-    assert [(each["status"], each["asked"]) for each in told if "status" in each] == [(4, 0)]
+    reported = taken(agent, "status")
+    assert [(each["status"], each["asked"]) for each in reported if "status" in each] == [(4, 0)]
 
 
 def test_a_signal_in_the_first_moment_is_not_lost(tmp_path: Path):
@@ -1104,12 +1104,14 @@ def test_a_signal_in_the_first_moment_is_not_lost(tmp_path: Path):
         agent = Agent(GUARD.read_text())
         started(agent, "import time; time.sleep(600)", tmp_path)
         agent.signal("15")
-        told = taken(agent, "closed")[0]
-        assert (told["status"], told["asked"]) == (-15, 15)
+        reported = taken(agent, "closed")[0]
+        assert (reported["status"], reported["asked"]) == (-15, 15)
         agent.clean()
 
 
-def test_a_guard_that_is_killed_takes_the_script_with_it_and_is_told(agent: Agent, tmp_path: Path):
+def test_a_guard_that_is_killed_takes_the_script_with_it_and_is_reported(
+    agent: Agent, tmp_path: Path
+):
     started(agent, "import os, time; print(os.getppid(), flush=True); time.sleep(600)", tmp_path)
     os.kill(int(taken(agent, "data")[0]["data"]), signal.SIGKILL)
     news = taken(agent, "closed")
@@ -1168,11 +1170,11 @@ def test_what_a_machine_cannot_do_is_a_line_with_its_name(monkeypatch: pytest.Mo
 
     monkeypatch.setitem(sys.modules, "ray", Answering())
     assert crewing._wait_for_answers([lambda: 3], lambda: None) == [3]
-    with pytest.raises(PreflightError) as told:
+    with pytest.raises(PreflightError) as reported:
         crewing._wait_for_answers(
             [lambda: 3, full], lambda: None, ["w1 (10.0.0.1)", "w2 (10.0.0.2)"]
         )
-    assert str(told.value) == "w2 (10.0.0.2): [Errno 28] No space left on device: '/tmp/x'"
+    assert str(reported.value) == "w2 (10.0.0.2): [Errno 28] No space left on device: '/tmp/x'"
 
 
 def test_the_clocks_of_machines_are_compared_with_the_drivers(monkeypatch: pytest.MonkeyPatch):

@@ -72,12 +72,12 @@ class Actor:
 
 @dataclass
 class Ran:
-    """What a run ended with and said. `told` are its own lines."""
+    """What a run ended with and said. `reported` are its own lines."""
 
     status: int
     out: str
     err: str
-    told: list[str]
+    reported: list[str]
     seconds: float
 
     @property
@@ -94,7 +94,7 @@ class Local:
         self.stops: list[int] = []
         self.stdin: Callable[[], bytes | None] | None = None
         self.logs: Path | None = None
-        self.told: list[str] = []
+        self.reported: list[str] = []
 
     def __call__(self, script: str, flags: str = "", args: Sequence[str] = ()) -> Ran:
         (self.folder / "script.py").write_text(script)
@@ -112,7 +112,7 @@ class Local:
                 actor.close()
         seconds = time.monotonic() - began
         said = self._capfd.readouterr()
-        return Ran(status, said.out, said.err, self.told, seconds)
+        return Ran(status, said.out, said.err, self.reported, seconds)
 
     def _crew(self, order: RunOptions, actors: list[Actor]) -> WorkerGroup:
         crew = WorkerGroup.__new__(WorkerGroup)
@@ -135,7 +135,7 @@ def local(
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     each = Local(tmp_path, capfd)
-    monkeypatch.setattr(launching, "_tell", each.told.append)
+    monkeypatch.setattr(launching, "_tell", each.reported.append)
     yield each
     assert not list(tmp_path.glob("raytrain-run-*"))
 
@@ -508,8 +508,8 @@ def test_ctrl_c_says_for_which_ranks_it_waits_until_they_are_killed(
     monkeypatch.setattr("raytrain_ddp.launcher.attempt._WAITING_EVERY_S", 1.0)
     stopped(local, 0.5)
     ran = local(STUBBORN, "--grace-s 4")
-    assert len(ran.told) >= 2
-    for line in ran.told:
+    assert len(ran.reported) >= 2
+    for line in ran.reported:
         assert re.fullmatch(
             r"SIGINT sent; waiting for ranks 0, 2 to end .SIGKILL in \d s, or press Ctrl-C again.",
             line,
@@ -521,7 +521,7 @@ def test_a_second_ctrl_c_ends_all_at_once(local: Local):
     stopped(local, 0.5, 0.5)
     ran = local(STUBBORN, "--grace-s 600")
     assert ran.seconds < 15
-    assert ran.told == []
+    assert ran.reported == []
 
 
 # ------------------------------------------------------------------ torch's own words

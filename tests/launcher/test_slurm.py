@@ -44,9 +44,9 @@ def submit(tmp_path: Path) -> Iterator[Submit]:
         job.end()
 
 
-def told_ray(job: Job, node: int) -> dict[str, Any]:
-    told: dict[str, Any] = json.loads((job.folder / f"ray-{node}.json").read_text())
-    return told
+def reported_ray(job: Job, node: int) -> dict[str, Any]:
+    reported: dict[str, Any] = json.loads((job.folder / f"ray-{node}.json").read_text())
+    return reported
 
 
 def asked_of_fit(job: Job) -> Any:
@@ -93,15 +93,15 @@ def test_requeues_are_counted(submit: Submit):
 def test_all_nodes_join_the_head_with_a_token_that_only_the_user_reads(submit: Submit):
     job = submit(SLURM_JOB_NUM_NODES="3")
     job.wait_until((job.folder / "training").exists, 30)
-    head, *workers = (told_ray(job, node) for node in range(3))
+    head, *workers = (reported_ray(job, node) for node in range(3))
     assert "--head" in head["words"]
-    for told in (head, *workers):
-        assert told["auth"] == "token"
-        assert told["token"] == [64, 0o600]
-        assert told["folder"] == 0o700
-        assert told["gloo"] == "lo"
-        assert "--block" in told["words"]
-    addresses = {w for told in workers for w in told["words"] if w.startswith("--address=")}
+    for reported in (head, *workers):
+        assert reported["auth"] == "token"
+        assert reported["token"] == [64, 0o600]
+        assert reported["folder"] == 0o700
+        assert reported["gloo"] == "lo"
+        assert "--block" in reported["words"]
+    addresses = {w for reported in workers for w in reported["words"] if w.startswith("--address=")}
     assert addresses == {f"--address=127.0.0.1:{20_000 + job.number % 1000 * 12}"}
     job.warn(signal.SIGTERM)
     assert job.status() == 143, job.said
@@ -111,7 +111,7 @@ def test_jobs_on_one_node_have_ports_and_folders_of_their_own_and_leave_nothing(
     jobs = [submit(), submit()]
     for job in jobs:
         job.wait_until((job.folder / "training").exists, 30)
-    words = [told_ray(job, 0)["words"] for job in jobs]
+    words = [reported_ray(job, 0)["words"] for job in jobs]
     ports = [{w.partition("=")[2] for w in each if "port=" in w} - {"0"} for each in words]
     assert [len(each) for each in ports] == [9, 9]
     assert not ports[0] & ports[1]
@@ -125,7 +125,7 @@ def test_jobs_on_one_node_have_ports_and_folders_of_their_own_and_leave_nothing(
     assert jobs[1].status() == 143, jobs[1].said
 
 
-def test_a_ray_that_does_not_start_is_told_with_its_own_words(submit: Submit):
+def test_a_ray_that_does_not_start_is_reported_with_its_own_words(submit: Submit):
     job = submit(FAKE_RAY="broken")
     assert job.status() == 3
     assert "Ray did not start" in job.said
@@ -166,7 +166,9 @@ def command_of(process: int) -> bytes:
     return Path(f"/proc/{process}/cmdline").read_bytes()
 
 
-def test_a_head_that_does_not_start_is_told_at_once_though_other_nodes_would_wait(submit: Submit):
+def test_a_head_that_does_not_start_is_reported_at_once_though_other_nodes_would_wait(
+    submit: Submit,
+):
     job = submit(FAKE_RAY="broken", SLURM_JOB_NUM_NODES="3", WAIT_S="600")
     assert job.status(20) == 3
     assert "Ray did not start" in job.said

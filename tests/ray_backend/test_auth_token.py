@@ -64,13 +64,13 @@ def test_where_ray_is_imported_already_its_token_is_for_its_user_alone(
 @pytest.mark.parametrize("embedded", [True, False])
 def test_a_token_that_others_can_read_is_closed_and_said(home: Path, bits: int, embedded: bool):
     file = written(home / ".ray" / "auth_token", bits, folder=0o777)
-    told: list[str] = []
-    use_token(embedded, told.append)
+    reported: list[str] = []
+    use_token(embedded, reported.append)
     assert (mode(file), mode(file.parent)) == (0o600, 0o755)
-    assert len(told) == 1
-    assert f"{file} (mode {bits:03o})" in told[0]
-    use_token(embedded, told.append)
-    assert len(told) == 1
+    assert len(reported) == 1
+    assert f"{file} (mode {bits:03o})" in reported[0]
+    use_token(embedded, reported.append)
+    assert len(reported) == 1
 
 
 def test_a_token_at_another_path_is_looked_at_too(home: Path, monkeypatch: pytest.MonkeyPatch):

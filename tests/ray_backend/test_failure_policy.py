@@ -83,7 +83,7 @@ class Story:
         return self
 
 
-def test_fault_01_a_killed_worker_is_told_with_rank_node_step_and_where_it_goes_on():
+def test_fault_01_a_killed_worker_is_reported_with_rank_node_step_and_where_it_goes_on():
     shown = Story().start().saved(23).killed(rank=1, step=33)
     assert shown is not None
     assert (shown["kind"], shown["rank"], shown["step"]) == ("failed", 1, 33)
@@ -212,9 +212,9 @@ def hung(story: Story, step: int) -> Event | None:
     """Two ranks find that the third keeps them waiting, and end; one then loses the other."""
     message = f"rank 2 (n2) did not enter the all-reduce of step {step}. Stacks are kept."
     for rank in (0, 1):
-        told = {"kind": "failed", "start": f"{story.starts}", "rank": rank, "step": step}
+        reported = {"kind": "failed", "start": f"{story.starts}", "rank": rank, "step": step}
         words = {"error": "the hang of rank 2", "message": message, "traceback": "", "status": 7}
-        assert story.policy.take({**told, **words, "cause": "hang"}) is None
+        assert story.policy.take({**reported, **words, "cause": "hang"}) is None
     story.words(1, "peer", step, "RuntimeError")
     texts = {rank: KILLED.format(story.starts) for rank in range(3)}
     return story.policy.take({"kind": "died", "texts": texts, "preempted": []})
@@ -287,9 +287,10 @@ def test_a_start_that_dies_before_it_says_a_word_is_not_judged_by_the_words_of_t
 def test_an_end_of_ray_train_itself_is_tried_again_and_counts_like_a_failure():
     """As when the workers cannot form a group: Ray Train does not try that again."""
     story, why = Story(most=2), "Training failed due to controller error:\nConnection refused\n"
-    told = [story.policy.ended(why)["message"] for _ in range(2)]
+    reported = [story.policy.ended(why)["message"] for _ in range(2)]
     assert (
-        told[1] == "Connection refused; going on from the start (failure 2 of at most 2 in a row)"
+        reported[1]
+        == "Connection refused; going on from the start (failure 2 of at most 2 in a row)"
     )
     with pytest.raises(RetriesExhausted, match="Connection refused"):
         story.policy.ended(why)
@@ -405,7 +406,7 @@ def test_fault_04_fewer_nodes_are_enough_for_an_elastic_run_and_new_ones_in_time
     assert len(clockwork.notes) == 3
 
 
-def test_a_change_of_nodes_is_told_within_seconds_and_once():
+def test_a_change_of_nodes_is_reported_within_seconds_and_once():
     clockwork = Clockwork(1, 3)
     clockwork.run(30)
     clockwork.nodes.pop()
@@ -452,8 +453,8 @@ def test_what_is_waited_for_while_workers_start_is_said_every_half_minute():
     assert "pid 7 (ray::RayTrainWorker) is stopped" in third
     for rank in (2, 0):
         watch.take(made({"kind": "joined", "start": "a", "rank": rank, "node": "n"}))
-    (told,) = wait(30)
-    assert "started so far: rank 0, 2, after 12" in told
+    (reported,) = wait(30)
+    assert "started so far: rank 0, 2, after 12" in reported
     watch.take(made({"kind": "plan", "start_step": 0}))
     assert wait(500) == []
     watch.lost()  # both hosts of two workers, in one second
@@ -466,15 +467,15 @@ def test_what_is_waited_for_while_workers_start_is_said_every_half_minute():
 def test_a_stopped_worker_of_ray_is_found_by_its_title():
     code = "exec -a ray::RayTrainWorker.run sleep 60"
     with subprocess.Popen(["bash", "-c", code]) as worker:
-        told = f"pid {worker.pid} (ray::RayTrainWorker.run)"
+        reported = f"pid {worker.pid} (ray::RayTrainWorker.run)"
         try:
             title = Path(f"/proc/{worker.pid}/cmdline")
             deadline = time.monotonic() + 20
             while not title.read_bytes().startswith(b"ray::") and time.monotonic() < deadline:
                 time.sleep(0.02)
-            assert told not in stopped_workers()
+            assert reported not in stopped_workers()
             worker.send_signal(signal.SIGSTOP)
-            while told not in stopped_workers():
+            while reported not in stopped_workers():
                 assert time.monotonic() < deadline
                 time.sleep(0.02)
         finally:
@@ -636,13 +637,13 @@ def test_rays_time_outs_follow_the_config_and_are_gone_after_the_run(
 # ------------------------------------------------------------------ a group that is taken away
 
 
-def told_cause(rank: int, size: int, torn_down: bool) -> tuple[str, str]:
+def reported_cause(rank: int, size: int, torn_down: bool) -> tuple[str, str]:
     """What is raised on a rank whose group Ray has ended, and what it tells of that."""
     import torch
     import torch.distributed as dist
 
-    told: list[Any] = []
-    mailbox = SimpleNamespace(push=SimpleNamespace(remote=told.extend))
+    reported: list[Any] = []
+    mailbox = SimpleNamespace(push=SimpleNamespace(remote=reported.extend))
     dist.destroy_process_group()
     try:
         dist.all_reduce(torch.zeros(1))
@@ -651,15 +652,15 @@ def told_cause(rank: int, size: int, torn_down: bool) -> tuple[str, str]:
             report_failure(WorkerSettings({}, ".", (), None, mailbox), rank, 7, error, torn_down)
         raised = type(error).__name__
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    return raised, told[0].cause
+    return raised, reported[0].cause
 
 
 @pytest.mark.filterwarnings("ignore")  # of Ray's import
 def test_fault_01_a_rank_whose_group_ray_has_ended_tells_that_it_suffers_from_its_peers(
     workers: Group,
 ):
-    assert workers(2, told_cause, True) == [("ValueError", "peer")] * 2
-    assert workers(2, told_cause, False) == [("ValueError", "error")] * 2
+    assert workers(2, reported_cause, True) == [("ValueError", "peer")] * 2
+    assert workers(2, reported_cause, False) == [("ValueError", "error")] * 2
 
 
 # ------------------------------------------------------------------ no orphans

@@ -174,11 +174,11 @@ def test_fault_01_13_stopping_anywhere_loses_nothing_killed_worker_and_ctrl_c_on
     stopped = fit(config, display=display)
     watch.join(timeout=10)
     assert len(list((tmp_path / "fired").iterdir())) == 1
-    (told,) = [line for line in text.getvalue().splitlines() if "rank 1 failed" in line]
+    (reported,) = [line for line in text.getvalue().splitlines() if "rank 1 failed" in line]
     # Step 33, or where the last word came from.
-    assert re.search(r"at step 3[0-3];", told)
+    assert re.search(r"at step 3[0-3];", reported)
     for words in ("crashed, or was killed", "it is replaced, the others stay", "1 of at most 3"):
-        assert words in told
+        assert words in reported
     assert "rank 1 replaced; going on at step 32 of 69" in text.getvalue()
     assert "restarted" not in text.getvalue()
     assert stopped.status == "interrupted"

@@ -24,14 +24,14 @@ def test_a_killed_board_costs_no_event_and_doubles_none(seed: int) -> None:
     under_way: list[Any] = []  # at most one push; Ray makes it again if the board dies
     answer: list[Any] = []
     heard: list[Any] = []
-    told = 0
+    reported = 0
 
     def act() -> None:
-        nonlocal mailbox, told
+        nonlocal mailbox, reported
         match dice.randrange(6):
             case 0 | 1:
-                outbox.add({"n": told})
-                told += 1
+                outbox.add({"n": reported})
+                reported += 1
             case 2 if not under_way and not answer:
                 under_way.append(outbox.letter())
             case 3 if under_way:
@@ -57,7 +57,7 @@ def test_a_killed_board_costs_no_event_and_doubles_none(seed: int) -> None:
         heard += inbox.sort(mailbox.take(dict(inbox.taken)))
         outbox.answered(mailbox.push(*outbox.letter()))
     heard += inbox.sort(mailbox.take(dict(inbox.taken)))
-    assert numbers(heard) == list(range(told))
+    assert numbers(heard) == list(range(reported))
 
 
 def test_a_board_that_begins_anew_hears_the_drivers_wish_again() -> None:

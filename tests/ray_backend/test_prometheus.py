@@ -1,4 +1,4 @@
-"""What is told to Prometheus, what is asked of it, and what a worker's log says."""
+"""What Prometheus gets, what is asked of it, and what a worker's log says."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ class Told:
         self.values: dict[tuple[str, ...], float] = {}
         self.metrics = PrometheusMetrics("digits", self.gauge)
 
-    def gauge(self, name: str, told: str, tags: tuple[str, ...]) -> Any:
+    def gauge(self, name: str, reported: str, tags: tuple[str, ...]) -> Any:
         values = self.values
 
         class Gauge:
@@ -108,7 +108,7 @@ class Told:
                 values[(name, *(given[tag] for tag in tags if tag != "run"))] = value
 
         assert name.startswith(PREFIX)
-        assert told.endswith(".")
+        assert reported.endswith(".")
         return Gauge()
 
     def take(self, *events: Mapping[str, Any]) -> Told:
@@ -122,7 +122,7 @@ class Told:
 
 
 def test_each_record_of_the_log_becomes_the_figures_it_has() -> None:
-    told = Told().take(PLAN, TRAIN)
+    reported = Told().take(PLAN, TRAIN)
     expected = {
         "state": TRAINING,
         "step": 20,
@@ -143,9 +143,11 @@ def test_each_record_of_the_log_becomes_the_figures_it_has() -> None:
         "flops_per_second": 2e9,
         "mfu_ratio": 0.4,
     }
-    assert {key: told[key] for key in expected} == expected
-    assert time.time() - 5 < told["last_step_timestamp_seconds"] <= time.time()
-    told.take(EVAL, CHECKPOINT, {"kind": "pause", "seconds": 0.03}, {"kind": "checkpoint_failed"})
+    assert {key: reported[key] for key in expected} == expected
+    assert time.time() - 5 < reported["last_step_timestamp_seconds"] <= time.time()
+    reported.take(
+        EVAL, CHECKPOINT, {"kind": "pause", "seconds": 0.03}, {"kind": "checkpoint_failed"}
+    )
     expected = {
         "evaluation loss": 1.5,
         "evaluation top1": 0.5,
@@ -158,42 +160,46 @@ def test_each_record_of_the_log_becomes_the_figures_it_has() -> None:
         "checkpoint_bytes": 7 * 2**20,
         "checkpoint_stall_seconds": 0.03,
     }
-    assert {key: told[key] for key in expected} == expected
-    assert {name for name, *_ in told.values} == {PREFIX + name for name in GAUGES}, "all are used"
+    assert {key: reported[key] for key in expected} == expected
+    assert {name for name, *_ in reported.values} == {PREFIX + name for name in GAUGES}, (
+        "all are used"
+    )
 
 
 def test_a_phase_or_a_slowest_rank_that_is_none_any_more_goes_to_zero() -> None:
     timing = {**TRAIN["timing"], "split_s": {"compute": 0.06}}  # type: ignore[dict-item]
     timing["slowest"] = {"rank": 0, "phase": "compute", "ratio": 1.2}
-    told = Told().take(PLAN, TRAIN, {**TRAIN, "step": 40, "timing": timing})
-    assert told["phase_seconds data"] == 0
-    assert told["slowest_rank_ratio 1 data"] == 0
-    assert told["slowest_rank_ratio 0 compute"] == 1.2
+    reported = Told().take(PLAN, TRAIN, {**TRAIN, "step": 40, "timing": timing})
+    assert reported["phase_seconds data"] == 0
+    assert reported["slowest_rank_ratio 1 data"] == 0
+    assert reported["slowest_rank_ratio 0 compute"] == 1.2
 
 
 def test_restarts_are_counted_by_cause_and_shown_as_none_from_the_start() -> None:
-    told = Told()
+    reported = Told()
     causes = ("failure", "preemption", "resize")
-    assert [told[f"restarts {cause}"] for cause in causes] == [0, 0, 0]
-    assert told["state"] == STARTING
-    told.take(PLAN, FAILED)
-    assert told["state"] == STARTING
-    told.take(FAILED, {**PLAN, "start_step": 20})  # died once more before it trained
-    assert (told["state"], told["step"]) == (TRAINING, 20)
-    told.take({"kind": "preempted", "text": "all is saved"}, {"kind": "preempted", "text": "gone"})
-    told.take(PLAN, {**PLAN, "world_size": 3})
-    assert [told[f"restarts {cause}"] for cause in causes] == [2, 1, 1]
-    assert told["world_size"] == 3
+    assert [reported[f"restarts {cause}"] for cause in causes] == [0, 0, 0]
+    assert reported["state"] == STARTING
+    reported.take(PLAN, FAILED)
+    assert reported["state"] == STARTING
+    reported.take(FAILED, {**PLAN, "start_step": 20})  # died once more before it trained
+    assert (reported["state"], reported["step"]) == (TRAINING, 20)
+    reported.take(
+        {"kind": "preempted", "text": "all is saved"}, {"kind": "preempted", "text": "gone"}
+    )
+    reported.take(PLAN, {**PLAN, "world_size": 3})
+    assert [reported[f"restarts {cause}"] for cause in causes] == [2, 1, 1]
+    assert reported["world_size"] == 3
 
 
-def test_the_last_step_is_told_between_the_lines_of_the_log_and_not_by_a_restart() -> None:
-    told = Told().take(PLAN)
-    began = told["last_step_timestamp_seconds"]
-    told.take({"kind": "at", "step": 1}, FAILED, PLAN, {"kind": "at", "step": 1})
-    assert told["last_step_timestamp_seconds"] == began, "a run that dies at once makes no step"
-    told.take({"kind": "at", "step": 8})
-    assert told["step"] == 7
-    assert told["last_step_timestamp_seconds"] > began
+def test_the_last_step_is_reported_between_the_lines_of_the_log_and_not_by_a_restart() -> None:
+    reported = Told().take(PLAN)
+    began = reported["last_step_timestamp_seconds"]
+    reported.take({"kind": "at", "step": 1}, FAILED, PLAN, {"kind": "at", "step": 1})
+    assert reported["last_step_timestamp_seconds"] == began, "a run that dies at once makes no step"
+    reported.take({"kind": "at", "step": 8})
+    assert reported["step"] == 7
+    assert reported["last_step_timestamp_seconds"] > began
 
 
 def test_no_run_fails_of_its_metrics() -> None:
@@ -207,19 +213,19 @@ def test_no_run_fails_of_its_metrics() -> None:
 
 def test_all_is_said_again_until_the_run_has_ended(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("raytrain_ddp.ray_backend.prometheus._EXPORT_EVERY_S", 0.01)
-    told = Told().take(PLAN, TRAIN)
-    before = dict(told.values)
-    told.values.clear()
+    reported = Told().take(PLAN, TRAIN)
+    before = dict(reported.values)
+    reported.values.clear()
     deadline = time.monotonic() + 10
-    while told.values != before and time.monotonic() < deadline:
+    while reported.values != before and time.monotonic() < deadline:
         time.sleep(0.01)
-    assert told.values == before
-    told.metrics.close()
+    assert reported.values == before
+    reported.metrics.close()
     time.sleep(0.05)
-    assert told["state"] == 0
-    told.values.clear()
+    assert reported["state"] == 0
+    reported.values.clear()
     time.sleep(0.05)
-    assert not told.values
+    assert not reported.values
 
 
 def test_the_units_are_in_the_names() -> None:
@@ -237,31 +243,31 @@ def test_a_run_that_evaluates_says_so_and_its_end_counts_as_a_step(
 ) -> None:
     now = 1000.0
     monkeypatch.setattr(time, "time", lambda: now)
-    told = Told().take(PLAN, TRAIN, {"kind": "evaluating", "step": 20})
-    assert told["state"] == EVALUATING
+    reported = Told().take(PLAN, TRAIN, {"kind": "evaluating", "step": 20})
+    assert reported["state"] == EVALUATING
     now += 2000
-    told.take(EVAL)
-    assert (told["state"], told["last_step_timestamp_seconds"]) == (TRAINING, now)
-    assert told.take({"kind": "evaluating", "step": 46}, FAILED)["state"] == STARTING
+    reported.take(EVAL)
+    assert (reported["state"], reported["last_step_timestamp_seconds"]) == (TRAINING, now)
+    assert reported.take({"kind": "evaluating", "step": 46}, FAILED)["state"] == STARTING
 
 
 def test_only_the_rank_that_is_slowest_now_is_said_again() -> None:
     def slow(rank: int) -> dict[str, Any]:
-        told = {"rank": rank, "phase": "data", "ratio": 1.1}
-        return {**TRAIN, "timing": {**TRAIN["timing"], "slowest": told}}  # type: ignore[dict-item]
+        reported = {"rank": rank, "phase": "data", "ratio": 1.1}
+        return {**TRAIN, "timing": {**TRAIN["timing"], "slowest": reported}}  # type: ignore[dict-item]
 
-    told = Told().take(PLAN, *map(slow, range(500)))
-    values = told.values
+    reported = Told().take(PLAN, *map(slow, range(500)))
+    values = reported.values
     ratios = [v for (name, *_), v in values.items() if name.endswith("slowest_rank_ratio")]
     assert sorted(ratios) == [0.0] * 499 + [1.1]
-    again = [key for key in told.metrics._newest if key[0] == "slowest_rank_ratio"]
+    again = [key for key in reported.metrics._newest if key[0] == "slowest_rank_ratio"]
     assert again == [("slowest_rank_ratio", "499", "data")]
 
 
 def test_one_worker_that_is_left_alone_is_not_slow() -> None:
     alone = {name: each for name, each in TRAIN["timing"].items() if name != "slowest"}  # type: ignore[attr-defined]
-    told = Told().take(PLAN, TRAIN, {**PLAN, "world_size": 1}, {**TRAIN, "timing": alone})
-    assert told["slowest_rank_ratio 1 data"] == 0
+    reported = Told().take(PLAN, TRAIN, {**PLAN, "world_size": 1}, {**TRAIN, "timing": alone})
+    assert reported["slowest_rank_ratio 1 data"] == 0
 
 
 # ------------------------------------------------------------------ what is asked of Prometheus
@@ -280,7 +286,7 @@ def expressions() -> Iterator[tuple[str, str]]:
         yield rule.split()[0], rule[rule.index("expr:") : rule.index("labels:")]
 
 
-def test_dashboard_and_rules_ask_only_for_what_is_told_and_for_all_of_it() -> None:
+def test_dashboard_and_rules_ask_only_for_what_is_reported_and_for_all_of_it() -> None:
     asked = set()
     for where, promql in expressions():
         for name, selector in re.findall(r"\bray_raytrain_(\w+)(?:\{(.*?)\})?", promql):
@@ -360,7 +366,7 @@ def test_prometheus_takes_the_settings_and_its_rules_fire_when_they_shall(
 # ------------------------------------------------------------------ dashboard and logs
 
 
-def test_where_the_dashboard_is_is_told_with_the_page_of_the_run() -> None:
+def test_where_the_dashboard_is_is_reported_with_the_page_of_the_run() -> None:
     here = describe_dashboard("127.0.0.1", 8265, "02000000")
     assert here == "dashboard: http://127.0.0.1:8265/#/jobs/02000000"
     away = describe_dashboard("127.0.0.1", 8265, "02000000", "10.0.0.5")
@@ -414,8 +420,8 @@ def test_ray_lists_the_run_with_its_workers_and_their_logs_and_offers_its_figure
         try:
             assert fit.stdout is not None
             lines = (line.decode() for line in fit.stdout)
-            told = next(line for line in lines if "dashboard: " in line)
-            base = re.findall(r"http://[\w.]+:\d+", told)[0]
+            reported = next(line for line in lines if "dashboard: " in line)
+            base = re.findall(r"http://[\w.]+:\d+", reported)[0]
             asked = f"{base}/api/train/v2/runs/v1"
             run = until(lambda: json.loads(get(asked))["train_runs"][0], "'world_rank': 1")
             workers = run["attempts"][-1]["workers"]

@@ -141,10 +141,10 @@ def drain(cluster: Any, node: Any, seconds: float) -> None:
 
     deadline_ms = int(1e3 * (time.time() + seconds))
     why = autoscaler_pb2.DrainNodeReason.DRAIN_NODE_REASON_PREEMPTION
-    accepted, told = GcsClient(address=cluster.address).drain_node(
+    accepted, reported = GcsClient(address=cluster.address).drain_node(
         node.node_id, why, "taken away", deadline_ms
     )
-    assert accepted, told
+    assert accepted, reported
 
 
 def test_fault_34_a_node_taken_away_with_a_notice_costs_no_step_and_no_failure(

@@ -67,11 +67,11 @@ class OfSomeLibrary(Exception): ...
 @pytest.mark.parametrize("kind", [Exception, RuntimeError, TimeoutError, OSError, OfSomeLibrary])
 def test_a_ray_that_starts_slowly_is_started_again_whatever_it_raises(ray: Any, kind: Any) -> None:
     ray.to_raise = [kind("The current node timed out during startup.")] * 3
-    told: list[str] = []
-    join(told.append)
+    reported: list[str] = []
+    join(reported.append)
     assert len(ray.calls) == 4
     assert ray.calls[0] == ray.calls[-1]
-    assert sum("timed out during startup" in line and "again" in line for line in told) == 3
+    assert sum("timed out during startup" in line and "again" in line for line in reported) == 3
     assert ray.ended == 4  # after each failed try, and at the end
 
 

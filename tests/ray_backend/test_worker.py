@@ -135,8 +135,8 @@ def test_a_users_own_kind_of_error_keeps_its_text_and_its_status(
 ):
     assert status_of(error) == status
     report_failure(given(mailbox), 0, 3, error)
-    told = as_error(mailbox.events[0])
-    assert (str(told), told.exit_status, status_of(told)) == (text, status, status)
+    reported = as_error(mailbox.events[0])
+    assert (str(reported), reported.exit_status, status_of(reported)) == (text, status, status)
 
 
 @pytest.mark.parametrize(
@@ -153,22 +153,22 @@ def test_fault_26_too_little_memory_ends_the_run_with_the_knob_that_helps(
     error: Exception, mailbox: FakeBoard
 ):
     report_failure(given(mailbox), 1, 5, error)
-    told = as_error(mailbox.events[0])
-    assert type(told) is RetriesExhausted
-    assert told.exit_status == 7
+    reported = as_error(mailbox.events[0])
+    assert type(reported) is RetriesExhausted
+    assert reported.exit_status == 7
     assert mailbox.events[0].cause == "error"  # ends the run at once: it would happen again
     for words in ("rank 1", "at step 5", "GiB", "--micro-batch (now 16)", "batch of 64 stays"):
-        assert words in str(told)
-    assert "\n" not in str(told)
+        assert words in str(reported)
+    assert "\n" not in str(reported)
 
 
-def test_without_ray_the_end_of_another_worker_is_not_told_as_this_ones_fault():
-    told = failure_event(RuntimeError("[gloo] Connection closed by peer [10.0.0.2]"))
-    assert told.message.startswith("another worker has ended")
-    assert told.rank is None
+def test_without_ray_the_end_of_another_worker_is_not_reported_as_this_ones_fault():
+    reported = failure_event(RuntimeError("[gloo] Connection closed by peer [10.0.0.2]"))
+    assert reported.message.startswith("another worker has ended")
+    assert reported.rank is None
     try:
         raise ValueError("mine")
     except ValueError as error:
-        told = failure_event(error)
-    assert told.message.startswith("the task failed:\nTraceback")
-    assert (told.rank, told.error) == (0, "ValueError")
+        reported = failure_event(error)
+    assert reported.message.startswith("the task failed:\nTraceback")
+    assert (reported.rank, reported.error) == (0, "ValueError")

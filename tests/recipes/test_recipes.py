@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
-from processes import door
+from processes import run_cli
 from references import CONVNEXT, REFERENCES, SCIKIT, TORCHVISION
 from torchvision import datasets
 from torchvision.ops._utils import split_normalization_params
@@ -48,12 +48,12 @@ def test_a_recipe_says_where_it_comes_from_and_what_to_expect(name: str):
 
 
 def test_recipes_are_listed_and_described(tmp_path: Path):
-    every = door("fit", "--describe", cwd=tmp_path)
+    every = run_cli("fit", "--describe", cwd=tmp_path)
     assert (every.status, every.heavy) == (0, [])
     for name in NAMES:
         assert f"\n{name}\n" in f"\n{every.out}"
         assert load_with_info(name)[1].expected.split()[0] in every.out
-    one = door("fit", "imagenet-resnet50", "--describe", cwd=tmp_path)
+    one = run_cli("fit", "imagenet-resnet50", "--describe", cwd=tmp_path)
     assert one.status == 0
     said = " ".join(one.out.split())
     assert "76.13 % top-1" in said
@@ -71,7 +71,7 @@ def test_your_own_recipe_may_describe_itself(tmp_path: Path):
 
 
 @pytest.mark.parametrize(
-    ("table", "told"),
+    ("table", "reported"),
     [
         ("recipe = 3", r"mine\.toml: there is no field recipe\.\[recipe\]"),
         ("[recipe]\nabot = 'x'", r"there is no field recipe\.abot\. Did you mean 'about'"),
@@ -83,10 +83,10 @@ def test_your_own_recipe_may_describe_itself(tmp_path: Path):
         ("[recipe]\ndiffers = 'amp'", r"recipe\.differs = 'amp': must be a table of texts"),
     ],
 )
-def test_a_wrong_description_is_refused(table: str, told: str, tmp_path: Path):
+def test_a_wrong_description_is_refused(table: str, reported: str, tmp_path: Path):
     path = tmp_path / "mine.toml"
     path.write_text(table)
-    with pytest.raises(ConfigError, match=told):
+    with pytest.raises(ConfigError, match=reported):
         load(str(path))
 
 
@@ -358,7 +358,7 @@ def test_a_recipe_resumed_after_its_first_step_ends_with_the_same_bits(
 
 
 @pytest.mark.parametrize(
-    ("options", "told"),
+    ("options", "reported"),
     [
         ({"length": "x"}, "length = 'x': must be an integer"),
         ({"length": "0"}, "length = 0: must be above 0"),
@@ -366,7 +366,7 @@ def test_a_recipe_resumed_after_its_first_step_ends_with_the_same_bits(
         ({"dropout": "1"}, "dropout = 1.0: must be 0 or more and below 1"),
     ],
 )
-def test_sizes_that_make_no_gpt_are_refused(options: dict[str, str], told: str):
+def test_sizes_that_make_no_gpt_are_refused(options: dict[str, str], reported: str):
     config = TrainConfig(task="raytrain_ddp.tasks.char_lm:CharLM", task_options=options)
-    with pytest.raises(ConfigError, match=rf"task_options\.{told}"):
+    with pytest.raises(ConfigError, match=rf"task_options\.{reported}"):
         load_task(config)

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from processes import door
+from processes import run_cli
 
 from raytrain_ddp.checkpoint.lease import Lease
 from raytrain_ddp.checkpoint.manifest import Manifest
@@ -22,8 +22,9 @@ from raytrain_ddp.checkpoint.store import CheckpointStore
 from raytrain_ddp.config.input_sections import DataConfig
 from raytrain_ddp.config.recipe import dumps, to_dict
 from raytrain_ddp.config.train_config import TrainConfig
+from raytrain_ddp.display import axes
 from raytrain_ddp.errors import ConfigError
-from raytrain_ddp.report import axes, step_phases
+from raytrain_ddp.report import step_phases
 from raytrain_ddp.report.history import RunHistory, history_of
 from raytrain_ddp.report.run_files import read_run
 from raytrain_ddp.report.timeline import timeline_of
@@ -43,8 +44,8 @@ def train(step: int, seconds: float, **changes: Any) -> dict[str, Any]:
 
 
 def evaluation(step: int, top1: float, best: bool, name: str = "top1") -> dict[str, Any]:
-    told = {"metrics": {"loss": 1.0 - top1, name: top1}, "monitor": name, "best": best}
-    return {"kind": "eval", "step": step, "epoch": step // PER_EPOCH, "seconds": 1.0, **told}
+    fields = {"metrics": {"loss": 1.0 - top1, name: top1}, "monitor": name, "best": best}
+    return {"kind": "eval", "step": step, "epoch": step // PER_EPOCH, "seconds": 1.0, **fields}
 
 
 def plan(time: str, start_step: int, workers: int, **changes: Any) -> dict[str, Any]:
@@ -56,8 +57,8 @@ def plan(time: str, start_step: int, workers: int, **changes: Any) -> dict[str, 
     return {**known, **sizes, **steps, **data, **resumed, **changes}
 
 
-def end(time: str, status: int, **told: Any) -> dict[str, Any]:
-    return {"kind": "end", "time": time, "status": status, **told}
+def end(time: str, status: int, **fields: Any) -> dict[str, Any]:
+    return {"kind": "end", "time": time, "status": status, **fields}
 
 
 def write(
@@ -79,7 +80,7 @@ def page_of(*runs: Path, out: Path | None = None) -> str:
     return path.read_text(encoding="utf-8")
 
 
-def told(run: Path) -> RunHistory:
+def history_at(run: Path) -> RunHistory:
     return history_of(read_run(str(run)))
 
 
@@ -178,7 +179,7 @@ def test_what_comes_from_a_run_is_text_and_nothing_else(tmp_path: Path):
         assert any(NASTY in text for _, text in hovers(page))
 
 
-def test_a_report_goes_into_the_run_or_here_or_where_it_is_told(
+def test_a_report_goes_into_the_run_or_here_or_where_the_flag_says(
     troubled: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.chdir(tmp_path)
@@ -196,8 +197,8 @@ def test_a_report_goes_into_the_run_or_here_or_where_it_is_told(
 
 
 def test_a_run_that_was_killed_and_resized(troubled: Path):
-    story, page = told(troubled), page_of(troubled)
-    texts = [one.text for one in story.happenings]
+    history, page = history_at(troubled), page_of(troubled)
+    texts = [one.text for one in history.happenings]
     assert texts[1].startswith("Rank 1 crashed, or was killed, on n2 at step 57")
     assert "11 steps repeated; 10 s without training" in texts[2]
     assert texts[3] == "Interrupted by Ctrl-C (SIGINT)"
@@ -214,7 +215,11 @@ def test_a_run_that_was_killed_and_resized(troubled: Path):
 def test_time_goes_on_over_restarts_and_long_pauses_are_cut_out(troubled: Path):
     files = read_run(str(troubled))
     line = timeline_of(files, is_running=False)
-    assert [(life.start_step, life.world_size) for life in line.lives] == [(0, 2), (46, 2), (69, 3)]
+    assert [(attempt.start_step, attempt.world_size) for attempt in line.attempts] == [
+        (0, 2),
+        (46, 2),
+        (69, 3),
+    ]
     walls = line.walls(files.train)
     at = {record.step: line.at(wall) for record, wall in zip(files.train, walls, strict=True)}
     assert at[45] == 45
@@ -228,10 +233,10 @@ def test_a_run_that_failed_before_its_first_step_has_a_report(tmp_path: Path):
     message = "the task failed while starting on n1, rank 2:\nTraceback\n  x\nValueError: no <data>"
     cause = {"rank": 2, "node": "n1", "step": None, "error": "ValueError"}
     run = write(tmp_path / "r", [], [end("2026-11-20T20:00:00Z", 1, message=message, **cause)])
-    story, page = told(run), page_of(run)
-    assert story.state == "failed"
-    assert story.told == "Failed before its first step."
-    assert story.cause.endswith("on n1, rank 2: ValueError: no <data>")
+    history, page = history_at(run), page_of(run)
+    assert history.state == "failed"
+    assert history.summary == "Failed before its first step."
+    assert history.cause.endswith("on n1, rank 2: ValueError: no <data>")
     assert "ValueError: no &lt;data&gt;" in page
 
 
@@ -278,7 +283,7 @@ def test_many_restarts_make_no_large_page(tmp_path: Path):
         events.append(plan(at, start, 2))
         records += [train(start + n, n / 2) for n in range(1, 51)]
     page = page_of(write(tmp_path / "r", records, events))
-    assert len(told(tmp_path / "r").timeline.lives) == 400
+    assert len(history_at(tmp_path / "r").timeline.attempts) == 400
     assert len(page) < 500_000
 
 
@@ -289,18 +294,18 @@ def test_figures_that_differ_in_their_last_bits_only_have_an_axis(tmp_path: Path
     assert "<svg" in page_of(write(tmp_path / "r", records, [plan("2026-11-20T20:00:00Z", 0, 2)]))
 
 
-def test_a_run_that_goes_on_is_told_from_one_that_is_gone(tmp_path: Path):
+def test_a_run_that_goes_on_is_distinguished_from_one_that_is_gone(tmp_path: Path):
     records, events = [train(10, 5.0)], [plan("2026-11-20T20:00:00Z", 0, 2)]
     run = write(tmp_path / "r", records, events)
-    assert told(run).state == "gone"
+    assert history_at(run).state == "gone"
     with Lease.take(open_storage(str(run))):
-        story = told(run)
-        assert story.state == "running"
-        assert re.match(r"Running: step 10 of 230, about \S+( \S+)? left\.", story.told)
+        history = history_at(run)
+        assert history.state == "running"
+        assert re.match(r"Running: step 10 of 230, about \S+( \S+)? left\.", history.summary)
         assert "run the command again to update this" in page_of(run)
     write(run, records, [*events, end("2026-11-20T21:00:00Z", 143, step=10)])
-    assert told(run).state == "interrupted"
-    assert "SIGTERM" in told(run).told
+    assert history_at(run).state == "interrupted"
+    assert "SIGTERM" in history_at(run).summary
 
 
 def test_several_runs_are_shown_side_by_side(troubled: Path, tmp_path: Path):
@@ -317,7 +322,7 @@ def test_several_runs_are_shown_side_by_side(troubled: Path, tmp_path: Path):
     assert any("troubled" in text and "other" in text for _, text in hovers(page))
 
 
-def test_runs_of_one_name_are_told_apart_by_their_folders(tmp_path: Path):
+def test_runs_of_one_name_are_distinguished_by_their_folders(tmp_path: Path):
     events = [plan("2026-11-20T20:00:00Z", 0, 2, unit="images")]
     runs = [write(tmp_path / parent / "digits", [train(1, 1.0)], events) for parent in "ab"]
     events = [plan("2026-11-20T20:00:00Z", 0, 2, unit="words")]
@@ -454,11 +459,11 @@ def test_all_phases_of_a_step_have_a_name_and_a_colour():
         assert css.count(f"--{phase}: #") == 2  # light and dark
 
 
-# ------------------------------------------------------------------ the door
+# ------------------------------------------------------------------ the command
 
 
 def test_help_answers_without_torch(tmp_path: Path):
-    answer = door("report", "--help-all", cwd=tmp_path)
+    answer = run_cli("report", "--help-all", cwd=tmp_path)
     assert (answer.status, answer.heavy) == (0, [])
     assert "--no-predict" in answer.out
 
@@ -473,7 +478,7 @@ def test_help_answers_without_torch(tmp_path: Path):
 )
 def test_what_is_no_run_is_refused_in_a_line(argv: tuple[str, ...], line: str, tmp_path: Path):
     write(tmp_path / "runs" / "digits")
-    answer = door("report", *argv, cwd=tmp_path)
+    answer = run_cli("report", *argv, cwd=tmp_path)
     assert (answer.status, answer.heavy) == (2, [])
     assert re.match(rf"error: .*{line}", answer.err)
     assert answer.err.count("\n") == 1
@@ -514,7 +519,7 @@ def test_a_browser_shows_it_without_a_complaint(
 
 
 def test_the_axis_of_an_accuracy_has_its_first_point_too():
-    from raytrain_ddp.report.step_panels import _room
+    from raytrain_ddp.display.curves import _room
 
     axis = _room([0.4306, 0.88, 0.95, *[0.99] * 9, 1.0], floor=True)
     assert axis.at(0.4306) >= 0
@@ -525,7 +530,7 @@ def test_scalars_beside_the_loss_have_a_panel_each(tmp_path: Path):
     values = [{"kl": 1.0 / step, NASTY: math.nan if step == 3 else 2.0} for step in range(1, 9)]
     records = [train(n, float(n), scalars=each) for n, each in enumerate(values, 1)]
     records.append(train(9, 9.0))  # of a version without scalars
-    page = page_of(write(tmp_path / "told", records, [plan("2026-11-20T20:00:00Z", 0, 2)]))
+    page = page_of(write(tmp_path / "scalars", records, [plan("2026-11-20T20:00:00Z", 0, 2)]))
     assert "kl (training)" in page
     assert "kl (training) 0.125" in "\n".join(text for _, text in hovers(page))
     assert "&lt;script&gt;alert(1)" in page

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 import torch
-from processes import Group, door
+from processes import Group, run_cli
 from timm import create_model
 from torch import Tensor, nn
 from torchvision.models import VisionTransformer
@@ -76,7 +76,7 @@ def test_the_names_are_those_of_timm_and_its_tags():
 
 
 @pytest.mark.parametrize(
-    ("name", "told"),
+    ("name", "reported"),
     [
         ("timm:convnext_tny", "no such model. Did you mean 'timm:convnext_tiny'"),
         ("timm:convnext_tiny.fb_in22kk", "convnext_tiny has the weights .*mean 'fb_in22k'"),
@@ -85,8 +85,8 @@ def test_the_names_are_those_of_timm_and_its_tags():
         ("nowhere.py:make", "there is no file nowhere.py"),
     ],
 )
-def test_an_unknown_model_is_refused_with_close_names(name: str, told: str):
-    with pytest.raises(ConfigError, match=told):
+def test_an_unknown_model_is_refused_with_close_names(name: str, reported: str):
+    with pytest.raises(ConfigError, match=reported):
         check_model(name)
 
 
@@ -98,7 +98,7 @@ def test_the_names_of_weights_are_those_of_torchvision():
 
 
 @pytest.mark.parametrize(
-    ("model", "weights", "told"),
+    ("model", "weights", "reported"),
     [
         ("digits-cnn", "DEFAULT", "digits-cnn has no weights"),
         ("resnet18", "IMAGENET1K_V2", "resnet18 has IMAGENET1K_V1, DEFAULT. Did you mean"),
@@ -109,16 +109,16 @@ def test_the_names_of_weights_are_those_of_torchvision():
         ("timm:convnext_tiny.in12k", "fb_in1k", "already names its weights. Set --model.name timm"),
     ],
 )
-def test_weights_that_are_none_are_refused(model: str, weights: str, told: str, tmp_path: Path):
-    with pytest.raises(ConfigError, match=told):
+def test_weights_that_are_none_are_refused(model: str, weights: str, reported: str, tmp_path: Path):
+    with pytest.raises(ConfigError, match=reported):
         check_weights(ModelConfig(name=model, weights=weights), str(tmp_path))
 
 
-def test_wrong_names_and_weights_are_told_without_torch(tmp_path: Path):
+def test_wrong_names_and_weights_are_reported_without_torch(tmp_path: Path):
     config = f'[model]\nname = "{SMALL}"\nweights = "r16"\n'
     (tmp_path / "mine.toml").write_text(config)
     for words in (["mine.toml"], ["--model.name", "timm:convnext_tny"]):
-        answer = door("fit", *words, cwd=tmp_path)
+        answer = run_cli("fit", *words, cwd=tmp_path)
         assert (answer.status, answer.heavy) == (2, [])
         assert len(answer.err.splitlines()) == 1
 
@@ -175,7 +175,7 @@ def test_arguments_are_the_same_from_words_toml_and_python(tmp_path: Path):
 
 
 @pytest.mark.parametrize(
-    ("name", "args", "told"),
+    ("name", "args", "reported"),
     [
         ("resnet18", {"foo": 1}, "resnet18 refuses them: .*unexpected keyword argument 'foo'"),
         (SMALL, {"foo": 1}, "test_resnet refuses them: .*unexpected keyword argument 'foo'"),
@@ -185,10 +185,10 @@ def test_arguments_are_the_same_from_words_toml_and_python(tmp_path: Path):
     ],
 )
 def test_arguments_that_a_model_does_not_take_are_one_line_before_workers_are_taken(
-    name: str, args: dict[str, Any], told: str
+    name: str, args: dict[str, Any], reported: str
 ):
     config = TrainConfig(model=ModelConfig(name=name, args=args))
-    with pytest.raises(ConfigError, match=f"model.args .*{told}"):
+    with pytest.raises(ConfigError, match=f"model.args .*{reported}"):
         try_model(config, is_new=True)
 
 
@@ -240,12 +240,12 @@ def test_a_function_of_ones_own_gets_the_classes_and_arguments(own: Path):
     assert "conv" not in dry_run(config)  # it is built and tried with a batch
     assert _shipped(config) == {"py_modules": [str(own)]}
     assert import_paths(config)[0] == str(own.parent)
-    told = "\n".join(_unshared(replace(config, storage="s3://x/y"), "machines"))
-    assert f"model.name = {own.name}:make must exist on the head" in told
+    reported = "\n".join(_unshared(replace(config, storage="s3://x/y"), "machines"))
+    assert f"model.name = {own.name}:make must exist on the head" in reported
 
 
 @pytest.mark.parametrize(
-    ("function", "args", "told"),
+    ("function", "args", "reported"),
     [
         ("mak", {}, "has no function 'mak'. Did you mean 'make'"),
         ("make", {"width": 0.5}, r"make fails with them: ValueError.*\(.*\.py:\d+\)"),
@@ -253,9 +253,11 @@ def test_a_function_of_ones_own_gets_the_classes_and_arguments(own: Path):
         ("wrong", {}, "it returned a int; expected a torch.nn.Module"),
     ],
 )
-def test_a_wrong_function_is_one_line(own: Path, function: str, args: dict[str, Any], told: str):
+def test_a_wrong_function_is_one_line(
+    own: Path, function: str, args: dict[str, Any], reported: str
+):
     config = ModelConfig(name=f"{own.name}:{function}", args=args)
-    with pytest.raises(ConfigError, match=told):
+    with pytest.raises(ConfigError, match=reported):
         try_model(check(TrainConfig(model=config)), is_new=True)
 
 
@@ -292,7 +294,7 @@ def test_pretrained_models_are_those_of_torchvision_but_for_the_head(
     from torchvision.models import get_model
 
     no_download |= {"name": name, "options": options}
-    ours, told = begun_model(ModelConfig(name=name, weights=weights), 7)
+    ours, reported = begun_model(ModelConfig(name=name, weights=weights), 7)
     theirs = get_model(name, weights=weights)
     assert getattr(ours, "transform_input", None) == getattr(theirs, "transform_input", None)
     mine, reference = ours.state_dict(), theirs.state_dict()
@@ -300,8 +302,10 @@ def test_pretrained_models_are_those_of_torchvision_but_for_the_head(
     head = different(mine, reference)
     assert head == head_of(ours)
     assert {(reference[key].shape[0], mine[key].shape[0]) for key in head} == {(1000, 7)}
-    assert told.startswith(f"Start from {weights}: {len(mine) - len(head)} of {len(mine)} tensors")
-    assert all(f"{key} (7" in told for key in head)
+    assert reported.startswith(
+        f"Start from {weights}: {len(mine) - len(head)} of {len(mine)} tensors"
+    )
+    assert all(f"{key} (7" in reported for key in head)
 
 
 @pytest.fixture
@@ -337,11 +341,11 @@ def test_pretrained_models_are_those_of_timm_but_for_the_head(
 
     config = ModelConfig(name=name, weights=weights)
     assert check_weights(config, "runs") == config
-    ours, told = begun_model(config, 7)
+    ours, reported = begun_model(config, 7)
     full = name.removeprefix("timm:").partition(".")[0] + ".r160_in1k"
     theirs = timm.create_model(full, pretrained=True, num_classes=7)
     assert {*different(ours.state_dict(), theirs.state_dict())} <= {*head_of(ours)}
-    assert all(f"{key} (7" in told for key in head_of(ours))
+    assert all(f"{key} (7" in reported for key in head_of(ours))
     assert full in str(no_hub[0])
 
 
@@ -357,7 +361,7 @@ def test_an_image_size_of_ones_own_resizes_the_positional_embedding_as_timm_does
     assert ours.pos_embed.shape == theirs.pos_embed.shape != (1, 101, 64)
 
 
-def test_other_means_than_those_of_the_weights_are_told(no_hub: list[Any]):
+def test_other_means_than_those_of_the_weights_are_reported(no_hub: list[Any]):
     task = ImageClassification(TrainConfig(model=ModelConfig(name="timm:test_vit.r160_in1k")))
     task.model()
     flags = "--data.mean 0.5 0.5 0.5 --data.std 0.5 0.5 0.5"
@@ -385,10 +389,10 @@ def test_weights_may_be_a_repository_of_the_hub(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr("timm.models.load_state_dict_from_hf", download)
     config = ModelConfig(name="timm:test_resnet", weights="hf-hub:me/mine@v2")
     assert check_weights(config, "runs") == config
-    model, told = begun_model(config, 5)
+    model, reported = begun_model(config, 5)
     assert asked == [("me/mine@v2", True)]
     assert different(model.state_dict(), theirs) == ["fc.weight", "fc.bias"]
-    assert told.startswith("Start from hf-hub:me/mine@v2: ")
+    assert reported.startswith("Start from hf-hub:me/mine@v2: ")
     with pytest.raises(ConfigError, match=r"only \d+% of the parameters of resnet18"):
         begun_model(replace(config, name="resnet18"), 5)
     monkeypatch.undo()
@@ -446,7 +450,7 @@ def test_the_ranks_of_a_node_download_once(workers: Group, tmp_path: Path):
 
 
 @pytest.mark.parametrize("suffix", [".safetensors", ".pth"])
-def test_weights_of_a_file_are_loaded_and_what_is_new_is_told(suffix: str, tmp_path: Path):
+def test_weights_of_a_file_are_loaded_and_what_is_new_is_reported(suffix: str, tmp_path: Path):
     from safetensors.torch import save_file
 
     begun = seeded(lambda: build(ModelConfig(name=SMALL), 9))
@@ -456,13 +460,13 @@ def test_weights_of_a_file_are_loaded_and_what_is_new_is_told(suffix: str, tmp_p
     place = tmp_path / f"begun{suffix}"
     (save_file if suffix == ".safetensors" else torch.save)(state, place)
     config = check_weights(ModelConfig(name=SMALL, weights=str(place)), "runs")
-    model, told = begun_model(config, 5)
+    model, reported = begun_model(config, 5)
     assert different(model.state_dict(), begun.state_dict()) == head_of(model)
     shapes = "fc.weight (5x96, there 9x96), fc.bias (5, there 9)"
-    assert told.endswith(f"tensors of {SMALL} fit; new: {shapes}.")
-    same, told = begun_model(config, 9)
+    assert reported.endswith(f"tensors of {SMALL} fit; new: {shapes}.")
+    same, reported = begun_model(config, 9)
     assert equal(same, begun)
-    assert told.endswith(" fit.")
+    assert reported.endswith(" fit.")
 
 
 class _Code:
@@ -491,9 +495,9 @@ def test_no_file_runs_code_and_what_cannot_be_used_is_one_line(
         "resnet50.pth": r"only \d\d% of the parameters of resnet18 outside its head fit. Not there "
         r"or of another shape: layer1.0.conv1.weight \(64x64x3x3, there 64x64x1x1\), ",
     }
-    for file, told in wrong.items():
+    for file, reported in wrong.items():
         config = TrainConfig(model=ModelConfig(name="resnet18", weights=file))
-        with pytest.raises(ConfigError, match=f"model.weights = '.*{file}': {told}") as caught:
+        with pytest.raises(ConfigError, match=f"model.weights = '.*{file}': {reported}") as caught:
             try_model(check(config), is_new=True)
         assert "\n" not in str(caught.value)
     assert not Path("ran").exists()
@@ -520,16 +524,16 @@ def test_a_model_starts_from_a_run_by_its_name_folder_or_checkpoint(
     for place in ("first", str(begun_run), str(newest)):
         config = check_weights(ModelConfig(weights=place), str(begun_run.parent))
         assert Path(str(config.weights)).is_absolute()
-        model, told = begun_model(config, 5)
+        model, reported = begun_model(config, 5)
         assert different(model.state_dict(), theirs) == ["head.weight", "head.bias"]
-        assert "new: head.weight (5x128, there 10x128), head.bias (5, there 10)" in told
+        assert "new: head.weight (5x128, there 10x128), head.bias (5, there 10)" in reported
     with pytest.raises(ConfigError, match=r"Did you mean 'first'.*a run, or a checkpoint; none is"):
         check_weights(ModelConfig(weights="frist"), str(begun_run.parent))
     with pytest.raises(ConfigError, match=r"model\.weights = .*no checkpoint there"):
         begun_model(ModelConfig(weights=str(begun_run / "logs")), 5)
 
 
-def test_the_weights_are_told_and_a_resumed_or_evaluated_run_does_not_need_them(
+def test_the_weights_are_reported_and_a_resumed_or_evaluated_run_does_not_need_them(
     begun_run: Path, tmp_path: Path
 ):
     from raytrain_ddp.evaluate import main as evaluate
@@ -545,12 +549,12 @@ def test_the_weights_are_told_and_a_resumed_or_evaluated_run_does_not_need_them(
         micro_batch=64,
         model=ModelConfig(weights=str(file)),
     )
-    told = f"Start from {file}: 26 of 26 tensors of digits-cnn fit."
-    assert told in dry_run(config)
+    reported = f"Start from {file}: 26 of 26 tensors of digits-cnn fit."
+    assert reported in dry_run(config)
     fit_locally(config)
     lines = (tmp_path / "runs/second/events.jsonl").read_text().splitlines()
     events = [json.loads(line) for line in lines]
-    assert told in [event.get("text") for event in events]
+    assert reported in [event.get("text") for event in events]
     file.unlink()
     assert evaluate([str(tmp_path / "runs/second")]) == 0
     again = fit_locally(replace(config, epochs=2))

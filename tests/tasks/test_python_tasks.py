@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from processes import ENVIRONMENT, door
+from processes import ENVIRONMENT, run_cli
 from tiny import TinyTask, tiny_config
 
 from raytrain_ddp import TrainConfig, fit_locally
@@ -73,7 +73,7 @@ def test_a_task_of_a_script_or_a_cell_is_trained_and_its_run_resumed(
     assert 'task = "__main__:Mine' in config.read_text()
     if task == "Mine" and not from_pipe:
         for argv in (["fit", str(config), "--local"], ["evaluate", "Mine"]):
-            answer = door(argv[0], *argv[1:], cwd=tmp_path)
+            answer = run_cli(argv[0], *argv[1:], cwd=tmp_path)
             assert answer.status == 2, answer.err
             assert "was defined in a script or notebook" in answer.err
             assert len(answer.err.splitlines()) == 1

@@ -73,7 +73,7 @@ def test_other_rows_are_evaluated_with_the_columns_in_any_order(tmp_path: Path):
 
 
 @pytest.mark.parametrize(
-    ("change", "data", "told"),
+    ("change", "data", "reported"),
     [
         (lambda t: t, {"label_column": "y"}, r"no column 'y': .* one of a, b, c, label"),
         (lambda t: t.assign(b=None), {}, r"column 'b' has 120 gaps: fill them"),
@@ -86,27 +86,27 @@ def test_other_rows_are_evaluated_with_the_columns_in_any_order(tmp_path: Path):
     ],
 )
 def test_a_table_that_does_not_fit_is_one_line(
-    change: Any, data: dict[str, Any], told: str, tmp_path: Path
+    change: Any, data: dict[str, Any], reported: str, tmp_path: Path
 ):
     config = config_of(written(tmp_path / "t.parquet", change(frame())), **data)
-    with pytest.raises(DataError, match=told) as caught:
+    with pytest.raises(DataError, match=reported) as caught:
         Tabular(config)
     assert "\n" not in str(caught.value)
 
 
 @pytest.mark.parametrize(
-    ("other", "told"),
+    ("other", "reported"),
     [
         (frame().drop(columns="b"), r"e\.csv: there is no column 'b', which the training data"),
         (frame().replace("yes", "maybe"), r"e\.csv: labels \['maybe'\]; the classes of .*'yes'"),
     ],
 )
 def test_rows_to_evaluate_that_do_not_fit_are_one_line(
-    other: pd.DataFrame, told: str, tmp_path: Path
+    other: pd.DataFrame, reported: str, tmp_path: Path
 ):
     source = written(tmp_path / "t.csv", frame())
     rest = str(written(tmp_path / "e.csv", other))
-    with pytest.raises(DataError, match=told):
+    with pytest.raises(DataError, match=reported):
         Tabular(config_of(source, holdout=0.0, eval_source=rest))
 
 

@@ -224,16 +224,16 @@ WRONG: list[tuple[str, dict[str, Any], str, int]] = [
 
 
 @pytest.mark.parametrize(
-    ("methods", "told", "status"), [row[1:] for row in WRONG], ids=[row[0] for row in WRONG]
+    ("methods", "reported", "status"), [row[1:] for row in WRONG], ids=[row[0] for row in WRONG]
 )
 def test_what_a_task_returns_wrong_is_named_with_its_place_before_the_first_step(
-    methods: dict[str, Any], told: str, status: int, tmp_path: Path
+    methods: dict[str, Any], reported: str, status: int, tmp_path: Path
 ):
     """Also by --dry-run, in the same words; nothing is begun."""
     config = tiny_config(tmp_path, "wrong", task=own(**methods))
     texts = []
     for run in (dry_run, fit_locally):
-        with pytest.raises(RaytrainError, match=re.compile(told, re.DOTALL)) as raised:
+        with pytest.raises(RaytrainError, match=re.compile(reported, re.DOTALL)) as raised:
             run(config)
         assert raised.value.exit_status == status
         texts.append(str(raised.value))
@@ -398,16 +398,16 @@ def with_method(name: str) -> type:
 def test_a_method_left_out_is_named_before_anything_is_built():
     with pytest.raises(TaskError) as raised:
         task_of(TrainConfig(task=Lacking))
-    told = str(raised.value)
+    reported = str(raised.value)
     assert re.match(
-        rf".*{HERE}:\d+: Lacking has no train_data\(\), no eval_data\(\), no loss", told
+        rf".*{HERE}:\d+: Lacking has no train_data\(\), no eval_data\(\), no loss", reported
     )
-    assert "Should 'metric' be 'metrics'?" in told
-    assert "Should 'train_datas' be 'train_data'?" in told
+    assert "Should 'metric' be 'metrics'?" in reported
+    assert "Should 'train_datas' be 'train_data'?" in reported
 
 
 @pytest.mark.parametrize(
-    ("kind", "told"),
+    ("kind", "reported"),
     [
         (Signature, r"is called with \(model, batch, metrics\): too many positional"),
         (Static, r"it takes \(batch.*is called with \(model, batch\)"),
@@ -418,13 +418,13 @@ def test_a_method_left_out_is_named_before_anything_is_built():
         (None, "NoneType has no model"),
     ],
 )
-def test_a_class_that_is_no_task_is_refused(kind: Any, told: str):
-    with pytest.raises(TaskError, match=told):
+def test_a_class_that_is_no_task_is_refused(kind: Any, reported: str):
+    with pytest.raises(TaskError, match=reported):
         task_of(TrainConfig(task=kind))
 
 
 @pytest.mark.parametrize(
-    ("name", "told"),
+    ("name", "reported"),
     [
         ("configure_optimizers", "optimizer(model)"),
         ("configure_scheduler", "schedule(step)"),
@@ -446,11 +446,11 @@ def test_a_class_that_is_no_task_is_refused(kind: Any, told: str):
         ("max_epochs", "--epochs"),
     ],
 )
-def test_a_method_that_nothing_calls_is_refused(name: str, told: str):
+def test_a_method_that_nothing_calls_is_refused(name: str, reported: str):
     with pytest.raises(TaskError) as raised:
         task_of(TrainConfig(task=with_method(name)))
     assert f"nothing uses Mine.{name}: " in str(raised.value)
-    assert told in str(raised.value)
+    assert reported in str(raised.value)
 
 
 def test_helpers_are_nobodys_business():
@@ -511,7 +511,7 @@ class WithoutConfig(Bare):
 
 
 @pytest.mark.parametrize(
-    ("kind", "options", "error", "told"),
+    ("kind", "options", "error", "reported"),
     [
         (Optioned, {"rowz": "5"}, ConfigError, "no option 'rowz'. Did you mean 'rows'"),
         (Optioned, {"noise": "5"}, ConfigError, "needs 'rows': --task-options rows VALUE"),
@@ -525,9 +525,9 @@ class WithoutConfig(Bare):
     ],
 )
 def test_task_options_are_taken_or_refused(
-    kind: Any, options: dict[str, str], error: type[Exception], told: str
+    kind: Any, options: dict[str, str], error: type[Exception], reported: str
 ):
-    with pytest.raises(error, match=told):
+    with pytest.raises(error, match=reported):
         task_of(TrainConfig(task=kind, task_options=options))
     task_of(TrainConfig(task=Optioned, task_options={"rows": "5"}))
     given = {"rows": "5", "noise": "0.5", "depth": "3", "flip": "true"}

@@ -87,15 +87,15 @@ def test_scalars_of_exact_runs_have_the_same_bits_and_survive_a_kill(
 
 def test_scalars_reach_the_trackers_and_are_left_out_of_lines_without_any():
     record = Train(step=3, loss=0.5, scalars={"accuracy": 0.25, "odd": math.nan})
-    told = dict(tracker_scalars(record))
-    assert told["train/accuracy"] == 0.25
-    assert "train/odd" not in told
+    reported = dict(tracker_scalars(record))
+    assert reported["train/accuracy"] == 0.25
+    assert "train/odd" not in reported
     assert log_records([json.loads(json.dumps(to_record(record)))])[0].scalars["accuracy"] == 0.25  # type: ignore[union-attr]
     assert "scalars" not in to_record(Train(step=3))
 
 
 @pytest.mark.parametrize(
-    ("scalars", "told"),
+    ("scalars", "reported"),
     [
         ({"accuracy": torch.ones(3)}, "a tensor of shape (3,)"),
         ({"accuracy": "high"}, "a str, 'high'"),
@@ -103,13 +103,15 @@ def test_scalars_reach_the_trackers_and_are_left_out_of_lines_without_any():
         ({4: 1.0}, "other names of scalars"),
     ],
 )
-def test_scalars_that_are_none_are_refused_with_the_place(scalars: Mapping[Any, Any], told: str):
+def test_scalars_that_are_none_are_refused_with_the_place(
+    scalars: Mapping[Any, Any], reported: str
+):
     task = TinyTask(TrainConfig())
     loss = torch.ones((), requires_grad=True)
     with pytest.raises(TaskError) as raised:
         loss_of_task(task, (loss, scalars), needs_gradient=True)
     (line,) = str(raised.value).splitlines()
-    assert told in line
+    assert reported in line
     assert "in TinyTask.loss: " in line
 
 

@@ -53,7 +53,7 @@ def test_the_same_data_pass_and_the_document_survives():
 
 
 @pytest.mark.parametrize(
-    ("now", "told"),
+    ("now", "reported"),
     [
         (DataIdentity.of(data_of(1, 4), EVAL, Named()), "the training data (2 rows, fingerprint"),
         (DataIdentity.of(TRAIN, data_of(3, 3), Named()), "the evaluation data (2 rows,"),
@@ -61,10 +61,10 @@ def test_the_same_data_pass_and_the_document_survives():
         (replace(BEFORE, classes=("bat", "ape")), "2 classes: bat, ape; step-00000005-a0001 has"),
     ],
 )
-def test_fault_29_the_set_that_is_another_one_is_named(now: DataIdentity, told: str):
+def test_fault_29_the_set_that_is_another_one_is_named(now: DataIdentity, reported: str):
     with pytest.raises(DataError) as caught:
         now.require_same(kept(BEFORE), TRAIN)
-    assert told in str(caught.value)
+    assert reported in str(caught.value)
     assert "another --name" in str(caught.value)
 
 

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from processes import Group, door
+from processes import Group, run_cli
 from tiny import CLASSES, TinyNet, TinyTask, plain, run_tiny, tiny_config
 from torch import Tensor, nn
 
@@ -22,6 +22,7 @@ from raytrain_ddp.data.epoch_order import items_of_rank
 from raytrain_ddp.data.loader_threads import LoaderThreads
 from raytrain_ddp.errors import ConfigError, PreflightError
 from raytrain_ddp.events import Eval
+from raytrain_ddp.records import to_record
 from raytrain_ddp.report.history import history_of
 from raytrain_ddp.report.run_files import read_run
 from raytrain_ddp.report.tables import full_metrics
@@ -221,7 +222,7 @@ def test_large_values_are_shapes_in_the_log_and_not_finite_ones_are_null(tmp_pat
     assert tables({"one": torch.ones(()), "large": large}) == {"large": {"shape": [len(large)]}}
     from raytrain_ddp.training.metrics_log import _line
 
-    line = _line(Eval(3, tables={"c": [[1.0, math.nan], [math.inf, 2.0]]}))
+    line = _line(to_record(Eval(3, tables={"c": [[1.0, math.nan], [math.inf, 2.0]]})))
     assert json.loads(line)["tables"] == {"c": [[1.0, None], [None, 2.0]]}
 
 
@@ -236,16 +237,16 @@ def test_evaluate_prints_and_writes_all_values(tmp_path: Path):
         (tmp_path / name).symlink_to(Path(__file__).parents[1] / name)
     task = ["--task", "collected.py:Collected", "--name", "c", "--epochs", "1"]
     small = ["--batch-size", "32", "--micro-batch", "8"]
-    answer = door("fit", "--local", *task, *small, cwd=tmp_path)
+    answer = run_cli("fit", "--local", *task, *small, cwd=tmp_path)
     assert answer.status == 0, answer.err
-    answer = door("evaluate", "c", "--device", "cpu", "--out", "values.json", cwd=tmp_path)
+    answer = run_cli("evaluate", "c", "--device", "cpu", "--out", "values.json", cwd=tmp_path)
     assert answer.status == 0, answer.err
     assert f"confusion, shape ({CLASSES}, {CLASSES})" in answer.out
-    told = json.loads((tmp_path / "values.json").read_text())
-    assert told["samples"] == 53
-    assert sum(map(sum, told["metrics"]["confusion"])) == 53
-    assert isinstance(told["metrics"]["accuracy"], float)
-    refused = door("evaluate", "c", "--data", "digits", cwd=tmp_path)
+    reported = json.loads((tmp_path / "values.json").read_text())
+    assert reported["samples"] == 53
+    assert sum(map(sum, reported["metrics"]["confusion"])) == 53
+    assert isinstance(reported["metrics"]["accuracy"], float)
+    refused = run_cli("evaluate", "c", "--data", "digits", cwd=tmp_path)
     assert refused.status == 2
     assert "does not read data.eval_source" in refused.err
     assert len(refused.err.splitlines()) == 1
@@ -275,7 +276,7 @@ def test_a_device_that_is_none_is_refused(name: str, error: type[Exception]):
 
 
 def test_an_evaluation_that_is_resumed_has_the_same_figures(tmp_path: Path):
-    """One process, told to stop; `fit_locally` is what a notebook calls."""
+    """One process that is asked to stop; `fit_locally` is what a notebook calls."""
     result = fit_locally(tiny_config(tmp_path, "whole", epochs=1, task=Collected))
     assert result.status == "finished"
     assert set(result.last) >= {"loss", "accuracy"}

@@ -154,11 +154,11 @@ def in_buckets(
     events: list[str] = []
     exchange = dist.all_to_all_single
 
-    def told(*args: Any, **options: Any) -> Any:
+    def reported(*args: Any, **options: Any) -> Any:
         events.append("exchange")
         return exchange(*args, **options)
 
-    dist.all_to_all_single = told
+    dist.all_to_all_single = reported
     results = []
     for bucket_mib in buckets_mib:
         torch.manual_seed(0)

@@ -163,7 +163,7 @@ def said(*signs: RankStatus, size: int = 3) -> tuple[str, tuple[int, ...]]:
 ALL_REDUCE = "the all-reduce of step 9 (gradient exchange, collective 40)"
 
 
-def test_fault_33_who_keeps_the_others_waiting_is_told_from_what_all_say():
+def test_fault_33_who_keeps_the_others_waiting_is_found_from_what_all_say():
     idle = {"waits": False, "doing": "data wait", "name": "broadcast", "collective": 39}
     assert said(sign(0), sign(1), sign(2, **idle)) == (
         f"rank 2 (h2) did not enter {ALL_REDUCE}: it is in data wait (a.py:1 in f); the others "
@@ -229,7 +229,7 @@ def test_fault_33_a_stopped_rank_is_named_ended_and_the_run_goes_on_with_the_sam
     assert bits(config) == bits(whole)
 
 
-def test_fault_33_a_rank_that_holds_pythons_lock_is_told_by_its_peers_and_leaves_its_stack(
+def test_fault_33_a_rank_that_holds_pythons_lock_is_reported_by_its_peers_and_leaves_its_stack(
     workers: Group, tmp_path: Path
 ):
     config = hung_config(tmp_path, "hung")
@@ -276,7 +276,7 @@ def test_fault_33_a_rank_that_hangs_while_gradients_travel_is_named(
 def test_a_task_that_fails_while_gradients_travel_ends_all_ranks(workers: Group, tmp_path: Path):
     config = tiny_config(tmp_path, "failed", exact=True, ddp=DdpConfig(bucket_cap_mb=0.001))
     then = partial(in_backward_on_rank_1, 6, fail)
-    ends = workers.outcomes(3, run_alongside, plain(config), str(tmp_path), then)
+    ends = workers.outcomes(3, run_alongside, plain(config), str(tmp_path), then, wait_s=10)
     assert [end.name for end in ends] == ["RuntimeError", "ZeroDivisionError", "RuntimeError"]
 
 
@@ -323,13 +323,13 @@ def test_fault_33_a_rank_that_has_failed_and_ends_its_commit_is_no_hang(
 ):
     config = hung_config(tmp_path, "failed")
     at = "checkpoint.manifest:sleep(7)@step=10"
-    ends = workers.outcomes(3, fail_with, plain(config), at, str(tmp_path / "fired"))
+    ends = workers.outcomes(3, fail_with, plain(config), at, str(tmp_path / "fired"), wait_s=12)
     assert all(isinstance(end, Raised) for end in ends), ends
     assert ends[0].name == "DataError"
     assert kept_steps(config) == [10]
 
 
-def test_fault_33_what_compiles_is_told_from_what_runs_compiled():
+def test_fault_33_compiling_is_distinguished_from_running_compiled_code():
     """A step of another size is compiled anew, which may take minutes."""
     seen = []
 

@@ -321,7 +321,7 @@ def test_fault_24_the_number_of_workers_does_not_change_which_steps_fp16_leaves_
 def test_fault_24_a_loss_that_is_not_finite_is_never_taken_for_an_overflow_of_fp16(
     task: str, workers: Group, tmp_path: Path
 ):
-    """The loss is not scaled yet: no lower scale would mend it."""
+    """The loss is not scaled yet: no lower scale would repair it."""
     config = tiny_config(tmp_path, "fp16", compute=ComputeConfig(precision="fp16"))
     nan = "train.loss:nan@rank=1,step=5"
     ran = workers(3, stepped, plain(config), 8, nan, str(tmp_path / "fired"), 0, task)
@@ -430,15 +430,15 @@ def through_the_door(rank: int, size: int, folder: str, argv: Sequence[str]) -> 
     return end.value.code, out.getvalue()
 
 
-def test_fault_24_the_door_ends_with_6_and_says_why_without_a_traceback(
+def test_fault_24_the_command_ends_with_6_and_says_why_without_a_traceback(
     workers: Group, tmp_path: Path
 ):
-    flags = ["--local", "--name", "door", "--epochs", "1", "--data.workers", "1"]
+    flags = ["--local", "--name", "diverged", "--epochs", "1", "--data.workers", "1"]
     ((status, out),) = workers(1, through_the_door, str(tmp_path), flags)
     assert status == 6, out
     assert "the loss of slot 0 (rank 0) is nan at step 2" in " ".join(out.split())
     assert "Traceback" not in out
-    assert (tmp_path / "runs" / "door" / "diverged-step-00000002.json").is_file()
+    assert (tmp_path / "runs" / "diverged" / "diverged-step-00000002.json").is_file()
 
 
 # ------------------------------------------------------------------ skip
@@ -475,8 +475,8 @@ def test_fault_24_skip_goes_on_tells_each_and_counts_them_in_the_log(skipping: A
     assert {r.outcome.step for r in ran} == {TOTAL_STEPS}
     assert len({r.digest for r in ran}) == 1
     assert [[note for note in notes(r) if "skipped" in note] for r in ran[1:]] == [[], []]
-    told = [note for note in notes(ran[0]) if "skipped" in note]
-    for number, ((step, slot), note) in enumerate(zip(bad, told, strict=True), 1):
+    reported = [note for note in notes(ran[0]) if "skipped" in note]
+    for number, ((step, slot), note) in enumerate(zip(bad, reported, strict=True), 1):
         rank = [0, 1, 2, 2][slot]
         assert note.startswith(f"The loss of slot {slot} (rank {rank}) is nan at step {step} ")
         assert note.endswith(f"({number} of at most 3).")

@@ -180,7 +180,7 @@ def test_the_head_and_groups_have_rates_and_decay_of_their_own():
 
 
 @pytest.mark.parametrize(
-    ("model", "optim", "told"),
+    ("model", "optim", "reported"),
     [
         ({"freeze": ("layer5.*",)}, {}, "model.freeze: 'layer5.*' matches no parameter. The model"),
         ({"freeze": ("feature",)}, {}, "'feature' matches no parameter. Did you mean 'features'"),
@@ -192,10 +192,10 @@ def test_the_head_and_groups_have_rates_and_decay_of_their_own():
     ],
 )
 def test_a_wrong_pattern_is_one_line_before_workers_are_taken(
-    model: dict[str, Any], optim: dict[str, Any], told: str
+    model: dict[str, Any], optim: dict[str, Any], reported: str
 ):
     config = TrainConfig(model=ModelConfig(**model), optim=OptimConfig(**optim))
-    with pytest.raises(ConfigError, match=told) as caught:
+    with pytest.raises(ConfigError, match=reported) as caught:
         try_model(config, is_new=True)
     assert "\n" not in str(caught.value)
 
@@ -289,9 +289,9 @@ def test_a_checkpoint_of_an_older_version_keeps_its_groups():
 # ------------------------------------------------------------------ freezing
 
 
-def test_what_is_frozen_is_told_and_rests_in_evaluation_mode():
+def test_what_is_frozen_is_reported_and_rests_in_evaluation_mode():
     model = DigitsCNN(10, dropout=0.5)
-    told = freeze(model, ["features.0", "features.1.*", "*.bias"])
+    reported = freeze(model, ["features.0", "features.1.*", "*.bias"])
     frozen = {name for name, p in model.named_parameters() if not p.requires_grad}
     assert frozen == {
         *("features.0.0.weight", "features.0.1.weight", "features.1.0.weight"),
@@ -301,7 +301,7 @@ def test_what_is_frozen_is_told_and_rests_in_evaluation_mode():
     assert {"features.0", "features.0.1", "features.1.1", "features.0.2"} <= resting
     assert not resting & {"features.2.1", "head", "dropout", "features", ""}
     count = sum(p.numel() for n, p in model.named_parameters() if n in frozen)
-    assert told == f"Frozen: {count:,} of 131,754 parameters (9 of 14 tensors)."
+    assert reported == f"Frozen: {count:,} of 131,754 parameters (9 of 14 tensors)."
     model = DigitsCNN(10, dropout=0.5)
     freeze(model, ["backbone"])
     assert [n for n, p in model.named_parameters() if p.requires_grad] == [
@@ -422,12 +422,12 @@ def test_the_built_in_task_is_unfrozen_after_so_many_epochs(tmp_path: Path):
 
 
 @pytest.mark.parametrize(
-    ("changes", "told"),
+    ("changes", "reported"),
     [
         ({"model": ModelConfig(freeze=("head",), unfreeze_epoch=12)}, "must be below epochs = 12"),
         ({"model": ModelConfig(freeze=("x",), unfreeze_epoch=1)}, "'x' matches no parameter"),
     ],
 )
-def test_an_epoch_that_unfreezes_nothing_is_refused(changes: dict[str, Any], told: str):
-    with pytest.raises(ConfigError, match=told):
+def test_an_epoch_that_unfreezes_nothing_is_refused(changes: dict[str, Any], reported: str):
+    with pytest.raises(ConfigError, match=reported):
         try_model(TrainConfig(**changes), is_new=True)

@@ -33,23 +33,23 @@ def traced(folder: Path, workers: Group, steps: int, **changes: Any) -> tuple[li
 def test_the_ranks_that_are_asked_for_trace_the_steps_after_the_first_ten(
     workers: Group, tmp_path: Path
 ):
-    traces, told = traced(tmp_path, workers, 4, epochs=2)
+    traces, reported = traced(tmp_path, workers, 4, epochs=2)
     names = [f"rank-{rank}-steps-11-14.json.gz" for rank in (0, 2)]
     assert [path.name for path in traces] == names
     events = json.loads(gzip.decompress(traces[0].read_bytes()))["traceEvents"]
     called = [event.get("name", "") for event in events]
     assert sum(name.startswith("Optimizer.step") for name in called) == 4
     assert "aten::convolution" in called
-    assert told.startswith("steps 11 to 14; rank-0-steps-11-14.json.gz is in ")
-    operations = [line.split()[0] for line in told.splitlines()[2:]]
+    assert reported.startswith("steps 11 to 14; rank-0-steps-11-14.json.gz is in ")
+    operations = [line.split()[0] for line in reported.splitlines()[2:]]
     assert len(operations) == 8
     assert any(name.startswith("aten::") for name in operations)
 
 
 def test_a_run_that_ends_sooner_leaves_what_there_is(workers: Group, tmp_path: Path):
-    traces, told = traced(tmp_path, workers, 100, epochs=2)
+    traces, reported = traced(tmp_path, workers, 100, epochs=2)
     assert traces[0].name == "rank-0-steps-11-20.json.gz"
-    assert told.startswith("steps 11 to 20")
+    assert reported.startswith("steps 11 to 20")
 
 
 def test_a_profiler_that_fails_ends_no_run_and_writing_a_trace_is_no_hang(

@@ -51,6 +51,7 @@ from raytrain_ddp.checkpoint.storage import Storage, open_storage
 from raytrain_ddp.checkpoint.store import CheckpointStore
 from raytrain_ddp.config.sections import CheckpointConfig
 from raytrain_ddp.config.train_config import TrainConfig
+from raytrain_ddp.display.curves_png import draw_curves
 from raytrain_ddp.errors import CheckpointError, RunLockedError
 from raytrain_ddp.training import async_checkpoint, recording_session
 from raytrain_ddp.training import recorder as recorder_module
@@ -61,7 +62,6 @@ from raytrain_ddp.training.async_checkpoint import (
     with_backoff,
 )
 from raytrain_ddp.training.checkpoint_interval import LONGEST_S, Life, SaveTimer
-from raytrain_ddp.training.curves_png import draw_curves
 from raytrain_ddp.training.local_session import LocalSession
 from raytrain_ddp.training.metrics_log import MetricsLog
 from raytrain_ddp.training.recorder import Best, Recorder
@@ -149,7 +149,7 @@ def test_fault_15_trying_again_ends_with_the_session_and_after_a_minute(
 
 
 class Store:
-    """Stands for the store: commits last until they are let go, and fail as told."""
+    """Stands for the store: commits last until they are let go, and fail as scripted."""
 
     def __init__(self) -> None:
         self.free = threading.Event()
@@ -166,7 +166,7 @@ class Store:
 
 
 @pytest.fixture
-def told() -> list[Record]:
+def reported() -> list[Record]:
     return []
 
 
@@ -176,50 +176,56 @@ def store() -> Store:
 
 
 @pytest.fixture
-def commits(store: Store, told: list[Record]) -> Iterator[AsyncCheckpointer]:
-    made = AsyncCheckpointer(store, 3, to(told), lambda _: True)
+def commits(store: Store, reported: list[Record]) -> Iterator[AsyncCheckpointer]:
+    made = AsyncCheckpointer(store, 3, to(reported), lambda _: True)
     yield made
     store.free.set()
     made.close()
 
 
-def notes(told: list[Record]) -> list[str]:
-    return [str(event["text"]) for event in told if event["kind"] == "note"]
+def notes(reported: list[Record]) -> list[str]:
+    return [str(event["text"]) for event in reported if event["kind"] == "note"]
 
 
-def test_fault_16_a_second_commit_waits_for_the_first_and_the_wait_is_told(
-    commits: AsyncCheckpointer, store: Store, told: list[Record]
+def test_fault_16_a_second_commit_waits_for_the_first_and_the_wait_is_reported(
+    commits: AsyncCheckpointer, store: Store, reported: list[Record]
 ):
     store.free.clear()
     commits.submit(snapshot(1))
     assert commits.is_busy()
     assert commits.postpones()
     assert commits.postpones()
-    assert [("step 1 is still being written" in note) for note in notes(told)] == [True]  # once
+    assert [("step 1 is still being written" in note) for note in notes(reported)] == [True]  # once
     threading.Timer(1.2, store.free.set).start()
     commits.submit(snapshot(2))
     assert store.done[0] == 1
-    assert "training waited 1." in notes(told)[1]
+    assert "training waited 1." in notes(reported)[1]
     commits.finish()
     assert store.done == [1, 2]
     assert not commits.postpones()
 
 
-def test_fault_16_a_commit_that_hangs_is_told_while_the_training_waits_for_it(
-    commits: AsyncCheckpointer, store: Store, told: list[Record], monkeypatch: pytest.MonkeyPatch
+def test_fault_16_a_commit_that_hangs_is_reported_while_the_training_waits_for_it(
+    commits: AsyncCheckpointer,
+    store: Store,
+    reported: list[Record],
+    monkeypatch: pytest.MonkeyPatch,
 ):
     monkeypatch.setattr(async_checkpoint, "_HANGS_S", 0.1)
     store.free.clear()
     threading.Timer(0.6, store.free.set).start()
     commits.submit(snapshot(9))
     commits.finish()
-    assert {note.split(" for the")[0] for note in notes(told)} == {"training waits"}
-    assert len(notes(told)) > 1
-    assert all("step 9" in note and "does not respond" in note for note in notes(told))
+    assert {note.split(" for the")[0] for note in notes(reported)} == {"training waits"}
+    assert len(notes(reported)) > 1
+    assert all("step 9" in note and "does not respond" in note for note in notes(reported))
 
 
-def test_fault_16_a_commit_that_hangs_is_told_at_the_end_of_a_session_too(
-    commits: AsyncCheckpointer, store: Store, told: list[Record], monkeypatch: pytest.MonkeyPatch
+def test_fault_16_a_commit_that_hangs_is_reported_at_the_end_of_a_session_too(
+    commits: AsyncCheckpointer,
+    store: Store,
+    reported: list[Record],
+    monkeypatch: pytest.MonkeyPatch,
 ):
     monkeypatch.setattr(async_checkpoint, "_HANGS_S", 0.05)
     store.free.clear()
@@ -227,11 +233,11 @@ def test_fault_16_a_commit_that_hangs_is_told_at_the_end_of_a_session_too(
     commits.submit(snapshot(9))
     commits.close()
     assert store.done == [9]
-    assert {"does not respond" in note for note in notes(told)} == {True}
+    assert {"does not respond" in note for note in notes(reported)} == {True}
 
 
 def test_fault_08_failures_in_a_row_end_the_training_and_a_success_forgives_them(
-    commits: AsyncCheckpointer, store: Store, told: list[Record]
+    commits: AsyncCheckpointer, store: Store, reported: list[Record]
 ):
     full = OSError(errno.ENOSPC, "No space left on device")
     store.errors = iter([full, full, None, full, full, full])
@@ -241,10 +247,10 @@ def test_fault_08_failures_in_a_row_end_the_training_and_a_success_forgives_them
     commits.submit(snapshot(6)).result()
     with pytest.raises(CheckpointError, match=r"step 6.*No space left.*free space"):
         commits.require()
-    failed = [e for e in told if e["kind"] == "checkpoint_failed"]
+    failed = [e for e in reported if e["kind"] == "checkpoint_failed"]
     assert [(e["step"], e["in_a_row"]) for e in failed] == [(1, 1), (2, 2), (4, 1), (5, 2), (6, 3)]
     assert all("No space left on device" in str(event["message"]) for event in failed)
-    assert "1 of checkpoint.max_failed = 3 in a row" in notes(told)[0]
+    assert "1 of checkpoint.max_failed = 3 in a row" in notes(reported)[0]
 
 
 def test_the_last_commit_must_not_fail(commits: AsyncCheckpointer, store: Store):
@@ -255,15 +261,15 @@ def test_the_last_commit_must_not_fail(commits: AsyncCheckpointer, store: Store)
     assert caught.value.exit_status == 5
 
 
-def test_fault_15_each_try_is_told_and_the_training_hears_of_none(
-    commits: AsyncCheckpointer, store: Store, told: list[Record]
+def test_fault_15_each_try_is_reported_and_the_training_hears_of_none(
+    commits: AsyncCheckpointer, store: Store, reported: list[Record]
 ):
     store.errors = iter([OSError(THROTTLED)] * 3)
     commits.submit(snapshot(7))
     commits.finish()
     assert store.done == [7]
-    assert len(notes(told)) == 3
-    assert all("SLOW_DOWN" in note and "retrying in" in note for note in notes(told))
+    assert len(notes(reported)) == 3
+    assert all("SLOW_DOWN" in note and "retrying in" in note for note in notes(reported))
 
 
 @pytest.mark.parametrize("error", [RunLockedError("taken over"), ValueError("a bug")])
@@ -277,7 +283,9 @@ def test_what_is_not_the_storages_fault_ends_the_training_at_its_next_step(
 
 
 @pytest.mark.parametrize("deaf", [RunLockedError("the lease is lost"), BrokenPipeError(32, "gone")])
-def test_whoever_cannot_be_told_ends_the_training_at_its_next_step(deaf: Exception, store: Store):
+def test_whoever_cannot_be_reached_ends_the_training_at_its_next_step(
+    deaf: Exception, store: Store
+):
     def tell(_: Record) -> None:
         raise deaf
 
@@ -309,10 +317,10 @@ def test_the_log_is_encoded_piece_by_piece_to_the_bytes_of_json():
 
 
 def test_figures_that_are_not_finite_are_null_in_metrics_jsonl_and_nan_to_its_readers(
-    tmp_path: Path, told: list[Record]
+    tmp_path: Path, reported: list[Record]
 ):
     run = open_storage(str(tmp_path))
-    book = MetricsLog(run, {}, to(told))
+    book = MetricsLog(run, {}, to(reported))
     first = event({"kind": "train", "step": 1, "loss": math.nan, "lr": 0.1, "seconds": 1.0})
     shown = {"kind": "eval", "step": 1, "epoch": 0, "metrics": {"loss": math.inf, "top1": 0.5}}
     book.restore([first])
@@ -332,12 +340,12 @@ def test_figures_that_are_not_finite_are_null_in_metrics_jsonl_and_nan_to_its_re
 
 
 def test_tensorboard_is_imported_when_there_is_something_to_show(
-    tmp_path: Path, told: list[Record], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, reported: list[Record], monkeypatch: pytest.MonkeyPatch
 ):
     """0.4 s of each start, also of one that goes on."""
     run = open_storage(str(tmp_path))
     book = MetricsLog(
-        run, {"TensorBoard": partial(TensorBoard, tmp_path / "tensorboard")}, to(told)
+        run, {"TensorBoard": partial(TensorBoard, tmp_path / "tensorboard")}, to(reported)
     )
     with monkeypatch.context() as patch:
         patch.setitem(sys.modules, "torch.utils.tensorboard", None)
@@ -357,16 +365,16 @@ def events_of(run: Path) -> list[tuple[int, float]]:
 
 
 def test_fault_08_a_log_that_cannot_be_restored_is_no_reason_not_to_train(
-    tmp_path: Path, told: list[Record]
+    tmp_path: Path, reported: list[Record]
 ):
     run = open_storage(str(tmp_path))
     (tmp_path / "metrics.jsonl").mkdir()  # stands for any storage that cannot be written
     book = MetricsLog(
-        run, {"TensorBoard": partial(TensorBoard, tmp_path / "tensorboard")}, to(told)
+        run, {"TensorBoard": partial(TensorBoard, tmp_path / "tensorboard")}, to(reported)
     )
     book.restore([event({"kind": "train", "step": 1, "loss": 0.5})])
     book.add(event({"kind": "train", "step": 2, "loss": 0.25}))
-    assert ["the next checkpoint rewrites it" in note for note in notes(told)] == [True]
+    assert ["the next checkpoint rewrites it" in note for note in notes(reported)] == [True]
     (tmp_path / "metrics.jsonl").rmdir()
     book.publish()
     book.add(event({"kind": "train", "step": 3, "loss": 0.125}))
@@ -378,8 +386,8 @@ def test_fault_08_a_log_that_cannot_be_restored_is_no_reason_not_to_train(
 # ------------------------------------------------------------------ the recorder alone
 
 
-def recorder(config: TrainConfig, told: list[Record]) -> Recorder:
-    return Recorder(config, ALONE, Best("loss", "min"), to(told))
+def recorder(config: TrainConfig, reported: list[Record]) -> Recorder:
+    return Recorder(config, ALONE, Best("loss", "min"), to(reported))
 
 
 class Weather(Faults):
@@ -415,14 +423,14 @@ def in_weather(made: Recorder) -> Weather:
 
 
 def test_fault_07_a_replaced_start_commits_nothing_more_and_ends(
-    tmp_path: Path, told: list[Record]
+    tmp_path: Path, reported: list[Record]
 ):
     config = tiny_config(tmp_path, "zombie")
-    first = recorder(config, told)
+    first = recorder(config, reported)
     assert first.begin() is None
     first.submit(snapshot(10))
     first.drain()
-    second = recorder(config, told)
+    second = recorder(config, reported)
     found = second.begin()
     assert found is not None
     assert str(found.name) == "step-00000010-a0001"
@@ -437,31 +445,31 @@ def test_fault_07_a_replaced_start_commits_nothing_more_and_ends(
 
 
 def test_fault_15_a_store_out_of_order_at_the_start_is_tried_again(
-    tmp_path: Path, told: list[Record], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, reported: list[Record], monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setattr(async_checkpoint, "retry_pauses", lambda: iter([0.01] * 4))
-    made = recorder(tiny_config(tmp_path, "start"), told)
+    made = recorder(tiny_config(tmp_path, "start"), reported)
     in_weather(made).failures = 2
     assert made.begin() is None
-    assert ["etrying in" in note for note in notes(told)] == [True, True]
+    assert ["etrying in" in note for note in notes(reported)] == [True, True]
     made.close()
 
 
 def test_fault_12_checkpoints_that_vanish_while_the_driver_lives_are_missed_by_the_next_start(
-    tmp_path: Path, told: list[Record]
+    tmp_path: Path, reported: list[Record]
 ):
     config = tiny_config(tmp_path, "vanished")
-    first = recorder(config, told)
+    first = recorder(config, reported)
     first.begin()
     first.submit(snapshot(20))
     first.finish()
     first.close()
     place = Path(first.store.storage.path)
-    journal = "".join(json.dumps(event) + "\n" for event in told)  # the driver keeps it
+    journal = "".join(json.dumps(event) + "\n" for event in reported)  # the driver keeps it
     run_storage(config).write("events.jsonl", journal.encode())
     shutil.rmtree(place)
     for _ in range(2):
-        again = recorder(config, told)
+        again = recorder(config, reported)
         with pytest.raises(CheckpointError, match=r"checkpoint of step 20 .* there is none now"):
             again.begin()
         again.close()
@@ -470,18 +478,18 @@ def test_fault_12_checkpoints_that_vanish_while_the_driver_lives_are_missed_by_t
 
 @pytest.mark.parametrize("content", [b"", b"[1]", b'{"attempt": 1}', b'{"attempt": null}'])
 def test_a_run_goes_on_without_its_age_where_that_cannot_be_read(
-    content: bytes, tmp_path: Path, told: list[Record]
+    content: bytes, tmp_path: Path, reported: list[Record]
 ):
     config = tiny_config(tmp_path, "ageless", checkpoint=CheckpointConfig(every_s="auto"))
     store = checkpoint_store(run_storage(config))
     attempt = store.claim(None, {})
     store.commit(replace(snapshot(10).manifest, attempt=attempt), {"life.json": content})
-    made = recorder(config, told)
+    made = recorder(config, reported)
     found = made.begin()
     assert found is not None
     assert not made.time_to_save()
     made.close()
-    assert ["life.json cannot be read" in note for note in notes(told)] == [True]
+    assert ["life.json cannot be read" in note for note in notes(reported)] == [True]
 
 
 @pytest.fixture
@@ -508,11 +516,11 @@ def begun(config: TrainConfig) -> None:
 
 
 def test_fault_15_what_a_start_reads_is_read_again_where_the_store_is_out_of_order(
-    weather: Weather, tmp_path: Path, told: list[Record]
+    weather: Weather, tmp_path: Path, reported: list[Record]
 ):
     config = tiny_config(tmp_path, "reads")
     begun(config)
-    with LocalSession(config, ALONE, Best("loss", "min"), to(told)) as session:
+    with LocalSession(config, ALONE, Best("loss", "min"), to(reported)) as session:
         assert session.recorder is not None
         begin = session.recorder.begin
 
@@ -526,7 +534,7 @@ def test_fault_15_what_a_start_reads_is_read_again_where_the_store_is_out_of_ord
         assert found is not None
         assert weather.unread == 2  # the other ranks need not ask the storage which it is
         assert json.loads(found.read("state.json")) == {"step": 10}
-        assert ["etrying in" in note for note in notes(told)] == [True, True]
+        assert ["etrying in" in note for note in notes(reported)] == [True, True]
         weather.unread = 99
         with pytest.raises(CheckpointError, match="SLOW_DOWN") as caught:
             found.read("state.json")
@@ -537,27 +545,27 @@ def test_fault_15_what_a_start_reads_is_read_again_where_the_store_is_out_of_ord
 
 @pytest.mark.parametrize("what", ["failures", "unread"])
 def test_fault_15_a_store_out_of_order_for_good_ends_the_start_with_5_and_one_line(
-    what: str, weather: Weather, tmp_path: Path, told: list[Record]
+    what: str, weather: Weather, tmp_path: Path, reported: list[Record]
 ):
     config = tiny_config(tmp_path, "broken")
     begun(config)
     setattr(weather, what, 99)
     with (
-        LocalSession(config, ALONE, Best("loss", "min"), to(told)) as session,
+        LocalSession(config, ALONE, Best("loss", "min"), to(reported)) as session,
         pytest.raises(CheckpointError, match="SLOW_DOWN") as caught,
     ):
         session.latest()
     assert caught.value.exit_status == 5
     assert "\n" not in str(caught.value)
     assert str(tmp_path / "broken") in str(caught.value)
-    assert len(notes(told)) == TRIES - 1
+    assert len(notes(reported)) == TRIES - 1
 
 
 def test_a_commit_whose_answer_was_lost_is_not_written_twice(
-    tmp_path: Path, told: list[Record], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, reported: list[Record], monkeypatch: pytest.MonkeyPatch
 ):
     config = tiny_config(tmp_path, "late")
-    made = recorder(config, told)
+    made = recorder(config, reported)
     made.begin()
     commit = made.store.commit
     commits = []
@@ -572,15 +580,15 @@ def test_a_commit_whose_answer_was_lost_is_not_written_twice(
     made.finish()
     made.close()
     assert len(commits) == 1
-    assert [e["tries"] for e in told if e["kind"] == "checkpoint"] == [2]
+    assert [e["tries"] for e in reported if e["kind"] == "checkpoint"] == [2]
     assert newest(config).manifest == commits[0].manifest
 
 
 def test_old_checkpoints_that_cannot_be_removed_are_no_failed_commit(
-    tmp_path: Path, told: list[Record], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, reported: list[Record], monkeypatch: pytest.MonkeyPatch
 ):
     config = tiny_config(tmp_path, "prune")
-    made = recorder(config, told)
+    made = recorder(config, reported)
     made.begin()
     made.log.restore([])
     prune = made.store.prune
@@ -589,7 +597,7 @@ def test_old_checkpoints_that_cannot_be_removed_are_no_failed_commit(
         made.submit(snapshot(step))
     made.drain()
     assert kept_steps(config) == [1, 2, 3]
-    assert sum("could not be updated" in note for note in notes(told)) == 3
+    assert sum("could not be updated" in note for note in notes(reported)) == 3
     monkeypatch.setattr(made.store, "prune", prune)
     made.submit(snapshot(4))
     made.finish()
@@ -598,9 +606,9 @@ def test_old_checkpoints_that_cannot_be_removed_are_no_failed_commit(
 
 
 def test_what_is_kept_is_a_json_file_in_the_runs_folder_and_a_note_says_so(
-    tmp_path: Path, told: list[Record]
+    tmp_path: Path, reported: list[Record]
 ):
-    made = recorder(tiny_config(tmp_path, "kept"), told)
+    made = recorder(tiny_config(tmp_path, "kept"), reported)
     made.begin()
     made.keep("diverged-step-00000007.json", {"step": 7, "rows": [1, 2]})
     path = tmp_path / "kept" / "diverged-step-00000007.json"
@@ -609,14 +617,14 @@ def test_what_is_kept_is_a_json_file_in_the_runs_folder_and_a_note_says_so(
     path.mkdir()
     made.keep("diverged-step-00000007.json", {"step": 8})
     made.close()
-    kept, failed = notes(told)
+    kept, failed = notes(reported)
     assert "diverged-step-00000007.json is in" in kept
     assert "cannot be written" in failed
 
 
-def test_the_next_interval_begins_with_each_checkpoint(tmp_path: Path, told: list[Record]):
+def test_the_next_interval_begins_with_each_checkpoint(tmp_path: Path, reported: list[Record]):
     config = tiny_config(tmp_path, "timed", checkpoint=CheckpointConfig(every_s=0.05))
-    made = recorder(config, told)
+    made = recorder(config, reported)
     weather = in_weather(made)
     made.begin()
     assert not made.time_to_save()
@@ -633,8 +641,8 @@ def test_the_next_interval_begins_with_each_checkpoint(tmp_path: Path, told: lis
     made.close()
 
 
-def test_the_interval_follows_the_latest_stalls_not_the_one_that_allocated(told: list[Record]):
-    timer = SaveTimer("auto", Life(), to(told))
+def test_the_interval_follows_the_latest_stalls_not_the_one_that_allocated(reported: list[Record]):
+    timer = SaveTimer("auto", Life(), to(reported))
     timer.saved(100.0)
     timer.committed(0.1)
     assert timer.interval_s() == LONGEST_S

@@ -1,4 +1,4 @@
-"""Weights that differ between workers: found, named, and mended or the end; three processes."""
+"""Weights that differ between workers: found, named, and repaired or the end; three processes."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from raytrain_ddp.training.replica_check import fingerprints
 
 AT = "train.weights:flip@rank={},step=13"
 EVERY = ScalingConfig(check_every_steps=5)
-MENDED = ScalingConfig(check_every_steps=5, on_divergence="resync")
+REPAIRED = ScalingConfig(check_every_steps=5, on_divergence="resync")
 WAYS: dict[str, dict[str, Any]] = {
     "sgd": {},
     "exact-adamw": {"exact": True, "optim": OptimConfig(name="adamw", lr=0.01)},
@@ -56,10 +56,10 @@ def test_a_flipped_weight_ends_the_run_before_a_checkpoint_has_it(
 
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("wrong", [0, 2])
-def test_a_flipped_weight_is_mended_from_those_that_agree(
+def test_a_flipped_weight_is_repaired_from_those_that_agree(
     workers: Group, tmp_path: Path, way: str, wrong: int
 ):
-    config = tiny_config(tmp_path, "mended", scaling=MENDED, **WAYS[way])
+    config = tiny_config(tmp_path, "repaired", scaling=REPAIRED, **WAYS[way])
     text, folder = AT.format(wrong), str(tmp_path / "fired")
     ran = workers(3, run_with, plain(config), text, folder)
     assert len({each.digest for each in ran}) == 1

@@ -201,7 +201,7 @@ Adam = torch.optim.Adam
 
 
 @pytest.mark.parametrize(
-    ("make", "told"),
+    ("make", "reported"),
     [
         (lambda m: {}, "returned a dict of 0 items; expected a torch.optim.Optimizer"),
         (lambda m: {"one": Adam(m.generator.parameters())}, "dict of optimizers lacks discrim"),
@@ -215,19 +215,19 @@ Adam = torch.optim.Adam
         ),
     ],
 )
-def test_optimizers_that_cannot_work_are_refused_in_one_line(make: Any, told: str):
+def test_optimizers_that_cannot_work_are_refused_in_one_line(make: Any, reported: str):
     task = with_optimizer(make)
     with pytest.raises(TaskError) as raised:
         optimizer_of(task, task.model(), TrainConfig())
     (line,) = str(raised.value).splitlines()
-    assert told in line
+    assert reported in line
 
 
 def test_turns_and_losses_that_do_not_fit_are_refused_in_one_line():
     model, task = GAN(4), DCGAN(TrainConfig(), "4")
     several = optimizer_of(task, model, TrainConfig())
     assert turns_of(task, several, [0])(0) == ("discriminator", "generator")
-    for given, told in (
+    for given, reported in (
         ([], "expected a list of some of discriminator, generator"),
         (["generater"], "Did you mean 'generator'"),
         ("generator", "expected a list"),
@@ -235,7 +235,7 @@ def test_turns_and_losses_that_do_not_fit_are_refused_in_one_line():
         task.turns = lambda step, given=given: given if step == 3 else ["generator"]  # type: ignore
         with pytest.raises(TaskError, match="For step 3") as raised:
             turns_of(task, several, range(5))
-        assert told in str(raised.value)
+        assert reported in str(raised.value)
     one = torch.optim.SGD(model.parameters())
     with pytest.raises(TaskError, match="has no effect: optimizer"):
         turns_of(task, one, [0])

@@ -188,24 +188,24 @@ def test_the_clock_asks_every_so_many_seconds_or_never(hands: Hands):
     assert asked == [30, 60, 90]
 
 
-def test_the_interval_is_found_by_measuring_and_told_when_it_has_changed(hands: Hands):
-    told: list[Record] = []
-    timer = SaveTimer("auto", Life(), to(told))
+def test_the_interval_is_found_by_measuring_and_reported_when_it_has_changed(hands: Hands):
+    reported: list[Record] = []
+    timer = SaveTimer("auto", Life(), to(reported))
     guess_s = timer.interval_s()
     assert 20 < guess_s < 40
-    assert told == []
+    assert reported == []
     hands.now_s += 100
     assert timer.is_due()
     timer.saved(0.05)
     timer.committed(1.0)
     assert timer.interval_s() == pytest.approx(math.sqrt(2 * 0.05 * 3700))
-    assert [(e["kind"], e["stall_s"], e["commit_s"]) for e in told] == [("interval", 0.05, 1.0)]
-    assert told[0]["seconds"] == timer.interval_s()
+    assert [(e["kind"], e["stall_s"], e["commit_s"]) for e in reported] == [("interval", 0.05, 1.0)]
+    assert reported[0]["seconds"] == timer.interval_s()
     timer.saved(0.15)  # the mean is 0.1
     timer.committed(1.1)
-    assert len(told) == 1
+    assert len(reported) == 1
     timer.committed(100.0)  # the store has become slow
-    assert [event["seconds"] for event in told[1:]] == [200.0]
+    assert [event["seconds"] for event in reported[1:]] == [200.0]
 
 
 def life_of(config: TrainConfig) -> dict[str, Any]:
@@ -264,7 +264,7 @@ def run_signalled(
 def test_fault_35_a_signal_to_any_rank_ends_all_with_a_checkpoint_and_handlers_are_restored(
     number: int, workers: Group, tmp_path: Path
 ):
-    """Fault 34, too: Slurm warns of a preemption by SIGUSR1 or SIGUSR2, if told to."""
+    """Fault 34, too: Slurm warns of a preemption by SIGUSR1 or SIGUSR2, if asked to."""
     config = tiny_config(tmp_path, "signalled")
     results = workers(2, run_signalled, plain(config), [number])
     assert [result[:3] for result in results] == [(7, int(number), True)] * 2

@@ -58,23 +58,23 @@ def test_each_moment_belongs_to_the_phase_that_the_next_mark_names():
     assert sum(phases.values()) == pytest.approx(clock.elapsed(), abs=0.005)
     assert trained_s == pytest.approx(clock.elapsed() - phases["evaluation"], abs=0.005)
     assert dict(clock.seconds) == phases
-    assert clock.window()[1] == {}, "what has been told is not told again"
+    assert clock.window()[1] == {}, "what has been reported is not reported again"
 
 
 def test_the_split_is_the_mean_over_the_ranks_of_a_step():
-    told = summary([reading(data=2, compute=8), reading(compute=10)], 10, 0.0, None)
-    assert told.split_s == {"data": 0.1, "compute": 0.9}
-    assert told.step_s == 1.0
-    assert told.peak_memory_bytes == 1000
-    assert told.flops_per_s is None
+    reported = summary([reading(data=2, compute=8), reading(compute=10)], 10, 0.0, None)
+    assert reported.split_s == {"data": 0.1, "compute": 0.9}
+    assert reported.step_s == 1.0
+    assert reported.peak_memory_bytes == 1000
+    assert reported.flops_per_s is None
 
 
 @pytest.mark.parametrize("phase", ["data", "copy", "compute", "optimizer"])
 def test_the_slowest_rank_is_the_one_that_does_not_wait(phase: str):
     usual = {"data": 1.0, "copy": 1.0, "compute": 4.0, "optimizer": 1.0, "communication": 7.0}
     slow = {**usual, "communication": 0.0, phase: usual[phase] + 7.0}
-    told = summary([reading(**usual), reading(**usual), reading(**slow)], 1, 0.0, None)
-    assert told.slowest == Slowest(2, phase, 2.0)
+    reported = summary([reading(**usual), reading(**usual), reading(**slow)], 1, 0.0, None)
+    assert reported.slowest == Slowest(2, phase, 2.0)
 
 
 def test_each_ranks_own_split_is_of_a_step_and_leaves_out_what_took_no_time():
@@ -83,8 +83,8 @@ def test_each_ranks_own_split_is_of_a_step_and_leaves_out_what_took_no_time():
 
 
 def test_of_two_ranks_one_may_take_ten_times_as_long_as_the_other():
-    told = summary([reading(compute=1), reading(data=9, compute=1)], 1, 0.0, None)
-    assert told.slowest == Slowest(1, "data", 10.0)
+    reported = summary([reading(compute=1), reading(data=9, compute=1)], 1, 0.0, None)
+    assert reported.slowest == Slowest(1, "data", 10.0)
 
 
 def test_a_rank_that_is_dealt_more_slots_is_no_straggler_until_it_is_slow():
@@ -106,18 +106,18 @@ def lines(*ranks: int, phase: str = "data") -> list[Slowest]:
     return [Slowest(max(0, r), phase, 3.0 if r >= 0 else 1.1) for r in ranks]
 
 
-def told_of(*shown: Slowest) -> list[tuple[int, int | None]]:
+def reported_of(*shown: Slowest) -> list[tuple[int, int | None]]:
     """(line from 1, rank) of each event."""
     stragglers = Stragglers(3, 3)
     events = [stragglers.look(n, each, ["a", "b", "c"]) for n, each in enumerate(shown, start=1)]
     return [(event.step, event.rank) for event in events if event is not None]
 
 
-def test_fault_32_a_straggler_is_told_once_and_again_when_it_changes():
-    assert told_of(*lines(*[1] * 20)) == [(5, 1)]
-    assert told_of(*lines(1, 1, 1, 1, -1, 1, 1, 1, 1, 0)) == []
-    assert told_of(*lines(*[1] * 8, *[2] * 8, *[-1] * 3, *[2] * 8)) == [(5, 1), (13, 2)]
-    assert told_of(*lines(*[1] * 6, *[-1] * 6, *[1] * 6)) == [(5, 1), (11, None), (17, 1)]
+def test_fault_32_a_straggler_is_reported_once_and_again_when_it_changes():
+    assert reported_of(*lines(*[1] * 20)) == [(5, 1)]
+    assert reported_of(*lines(1, 1, 1, 1, -1, 1, 1, 1, 1, 0)) == []
+    assert reported_of(*lines(*[1] * 8, *[2] * 8, *[-1] * 3, *[2] * 8)) == [(5, 1), (13, 2)]
+    assert reported_of(*lines(*[1] * 6, *[-1] * 6, *[1] * 6)) == [(5, 1), (11, None), (17, 1)]
     stragglers = Stragglers(3, 3)
     *_, event = (stragglers.look(10, each, ["a", "b", "c"]) for each in lines(*[1] * 5))
     assert event is not None
@@ -131,7 +131,7 @@ def test_one_rank_alone_is_not_the_slowest():
     assert summary([reading(compute=1)], 1, 0.0, None).slowest is None
 
 
-def test_utilization_is_told_where_the_gpus_peak_is_known_and_nowhere_else():
+def test_utilization_is_reported_where_the_gpus_peak_is_known_and_nowhere_else():
     assert peak_flops_per_s("NVIDIA H100 80GB HBM3", "bf16") == 989.4e12
     assert peak_flops_per_s("NVIDIA A100-SXM4-80GB", "fp16") == 312e12
     assert peak_flops_per_s("NVIDIA L40S", "bf16") == 362e12
@@ -140,8 +140,8 @@ def test_utilization_is_told_where_the_gpus_peak_is_known_and_nowhere_else():
     assert peak_flops_per_s("Tesla T4", "bf16") is None  # it has none
     assert peak_flops_per_s("NVIDIA T400 4GB", "fp16") is None
     assert peak_flops_per_s("cpu", "bf16") is None
-    told = summary([reading(compute=1)], 1, 40e12, 80e12)
-    assert (told.flops_per_s, told.mfu) == (40e12, 0.5)
+    reported = summary([reading(compute=1)], 1, 40e12, 80e12)
+    assert (reported.flops_per_s, reported.mfu) == (40e12, 0.5)
 
 
 @pytest.mark.parametrize("compiled", [False, True])
@@ -169,8 +169,8 @@ def records(workers: Group, tmp_path_factory: pytest.TempPathFactory) -> list[di
     """The training lines of a run with a slow rank."""
     config: TrainConfig = tiny_config(tmp_path_factory.mktemp("slow"), "slow", epochs=2)
     ran = workers(3, run_tiny, plain(config), None, 0, 0, rank_1_dawdles)
-    told = [event for event in ran[0].events if event["kind"] == "straggler"]
-    assert (told[0]["rank"], told[0]["phase"], told[0]["host"]) == (
+    reported = [event for event in ran[0].events if event["kind"] == "straggler"]
+    assert (reported[0]["rank"], reported[0]["phase"], reported[0]["host"]) == (
         *(1, "compute"),
         socket.gethostname(),
     )

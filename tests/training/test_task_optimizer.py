@@ -252,14 +252,14 @@ REFUSED: dict[str, tuple[Make, str]] = {
 def test_an_optimizer_that_cannot_work_is_refused_in_one_line_before_the_first_step(
     name: str, monkeypatch: pytest.MonkeyPatch
 ):
-    make, told = REFUSED[name]
+    make, reported = REFUSED[name]
     monkeypatch.setitem(OPTIMIZERS, name, make)
     config = TrainConfig()
     task = Given(config, name)
     with pytest.raises(TaskError) as raised:
         optimizer_of(task, task.model(), config)
     (line,) = str(raised.value).splitlines()
-    assert told in line
+    assert reported in line
     assert line.startswith(f"{__file__}:")
     assert "in Given.optimizer: " in line
 
@@ -318,9 +318,11 @@ def test_only_fused_optimizers_of_torch_skip_on_the_device(name: str, expected: 
     assert skips_on_device(optimizer) is expected
 
 
-def test_a_field_that_the_optimizer_or_the_schedule_of_a_task_replaces_is_told(tmp_path: Path):
+def test_a_field_that_the_optimizer_or_the_schedule_of_a_task_replaces_is_reported(tmp_path: Path):
     schedule, optim = ScheduleConfig(name="step", gamma=0.5), OptimConfig(lr=0.4, clip_norm=1.0)
-    config = tiny_config(tmp_path, "told", task="mine", epochs=1, optim=optim, schedule=schedule)
+    config = tiny_config(
+        tmp_path, "reported", task="mine", epochs=1, optim=optim, schedule=schedule
+    )
     assert effects.unread_notes(config, {"optim.lr"}, ["schedule.gamma", "optim.lr"]) == [
         "schedule.gamma = 0.5 is set, but mine does not read it."
     ]
@@ -361,7 +363,7 @@ def test_the_rate_of_the_configured_optimizer_is_that_of_the_schedule_to_the_bit
 
 
 @pytest.mark.parametrize(
-    ("schedule", "told"),
+    ("schedule", "reported"),
     [
         (lambda step: math.nan if step == 11 else 1.0, "returned nan for step 11"),
         (lambda step: 1 - step / 5, "returned -0.1"),
@@ -371,12 +373,12 @@ def test_the_rate_of_the_configured_optimizer_is_that_of_the_schedule_to_the_bit
     ],
 )
 def test_a_schedule_that_gives_no_factor_is_refused_before_the_first_step(
-    schedule: Callable[[int], Any], told: str
+    schedule: Callable[[int], Any], reported: str
 ):
     with pytest.raises(TaskError) as raised:
         rates_of(schedule)
     (line,) = str(raised.value).splitlines()
-    assert told in line
+    assert reported in line
 
 
 class Broken(TinyTask):

@@ -48,16 +48,16 @@ def config(folder: Path, **log: bool) -> TrainConfig:
 def logged(
     made: TrainConfig, before: Sequence[Record], *records: Record, fails: bool = False
 ) -> list[Record]:
-    """What is told while a start that goes on after `before` logs `records`."""
-    told: list[Record] = []
-    book = MetricsLog(open_storage(made.storage).join("digits"), openers(made), to(told))
+    """What is reported while a start that goes on after `before` logs `records`."""
+    reported: list[Record] = []
+    book = MetricsLog(open_storage(made.storage).join("digits"), openers(made), to(reported))
     book.restore(before)
     for record in records:
         book.add(record)
     if not fails:
         book.finish()
     book.close()
-    return told
+    return reported
 
 
 def test_figures_are_named_by_what_they_are_of():
@@ -137,27 +137,27 @@ class Moody:
 
 
 def until(said: Sequence[Record], count: int) -> None:
-    """Until so many notes are told."""
+    """Until so many notes are reported."""
     deadline = time.monotonic() + 20
     while len(said) < count and time.monotonic() < deadline:
         time.sleep(0.001)
     assert len(said) == count
 
 
-def test_a_service_that_fails_is_told_and_tried_again_with_the_next_checkpoint(tmp_path: Path):
+def test_a_service_that_fails_is_reported_and_tried_again_with_the_next_checkpoint(tmp_path: Path):
     opened: list[Moody] = []
 
     def open_it(records: Sequence[Record]) -> Moody:
         opened.append(Moody(records))
         return opened[-1]
 
-    told: list[Record] = []
-    book = MetricsLog(open_storage(str(tmp_path)), {"Service": open_it}, to(told))
+    reported: list[Record] = []
+    book = MetricsLog(open_storage(str(tmp_path)), {"Service": open_it}, to(reported))
     book.restore([])
     for step in (1, 2, 3):
         book.add(train(step, 1.0))
-    until(told, 1)
-    assert [note["text"] for note in told] == [
+    until(reported, 1)
+    assert [note["text"] for note in reported] == [
         "Service has failed (no route to host): it is retried with each checkpoint."
     ]
     book.publish()
@@ -176,8 +176,8 @@ def test_a_service_that_does_not_answer_keeps_neither_the_training_nor_its_end_w
         answers.wait(20)
         raise ConnectionError("no answer")
 
-    told: list[Record] = []
-    book = MetricsLog(open_storage(str(tmp_path)), {"Service": wait}, to(told))
+    reported: list[Record] = []
+    book = MetricsLog(open_storage(str(tmp_path)), {"Service": wait}, to(reported))
     book.restore([])
     began = time.monotonic()
     for step in (1, 2):
@@ -185,14 +185,14 @@ def test_a_service_that_does_not_answer_keeps_neither_the_training_nor_its_end_w
         book.publish()
     book.close()
     assert time.monotonic() - began < 5
-    assert [note["text"] for note in told] == [
+    assert [note["text"] for note in reported] == [
         "Service did not accept all records within 0 s: records may be missing there."
     ]
     answers.set()
     assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 2
 
 
-def test_a_service_that_goes_on_failing_is_tried_at_most_once_a_failure_and_told_once(
+def test_a_service_that_goes_on_failing_is_tried_at_most_once_a_failure_and_reported_once(
     tmp_path: Path,
 ):
     tries: list[int] = []
@@ -203,39 +203,39 @@ def test_a_service_that_goes_on_failing_is_tried_at_most_once_a_failure_and_told
         slowly.acquire(timeout=20)
         raise ConnectionError("down")
 
-    told: list[Record] = []
-    book = MetricsLog(open_storage(str(tmp_path)), {"Service": refuse}, to(told))
+    reported: list[Record] = []
+    book = MetricsLog(open_storage(str(tmp_path)), {"Service": refuse}, to(reported))
     book.restore([])
     book.add(train(1, 1.0))
     for _ in range(5):  # checkpoints, while it still tries
         book.publish()
     slowly.release()
-    until(told, 1)
+    until(reported, 1)
     book.add(train(2, 1.0))
     slowly.release()
     book.publish()
     book.close()
     assert tries == [1, 2]
-    assert len(told) == 1
+    assert len(reported) == 1
 
 
 def test_a_service_that_cannot_be_opened_ends_no_training(tmp_path: Path):
     def refuse(_: Sequence[Record]) -> Moody:
         raise ValueError("no API key")
 
-    told: list[Record] = []
-    book = MetricsLog(open_storage(str(tmp_path)), {"Service": refuse}, to(told))
+    reported: list[Record] = []
+    book = MetricsLog(open_storage(str(tmp_path)), {"Service": refuse}, to(reported))
     book.restore([])
     book.add(train(1, 1.0))
     book.add(train(2, 1.0))
     book.close()
-    assert len(told) == 1
-    assert "no API key" in told[0]["text"]
+    assert len(reported) == 1
+    assert "no API key" in reported[0]["text"]
     assert [record.step for record in book.records] == [1, 2]
 
 
 @pytest.mark.parametrize("name", ["wandb", "mlflow"])
-def test_a_package_that_is_not_installed_is_told_before_anything_is_started(
+def test_a_package_that_is_not_installed_is_reported_before_anything_is_started(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setattr("importlib.util.find_spec", lambda _: None)

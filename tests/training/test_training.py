@@ -740,7 +740,7 @@ def test_of_equal_evaluations_the_one_with_the_lower_loss_is_the_best(tmp_path: 
         assert (state.best, state.best_step) == (0.5, 60)
 
 
-# ------------------------------------------------------------------ the doors without Ray
+# ------------------------------------------------------------------ the commands without Ray
 
 DIGITS = ["--batch-size", "128", "--micro-batch", "32", "--epochs", "2", "--data.workers", "1"]
 

@@ -6,60 +6,81 @@ import bisect
 import math
 import re
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from functools import partial
-from itertools import pairwise
 
-from raytrain_ddp.display.formatting import format_metric, format_number
-from raytrain_ddp.events import Train
-from raytrain_ddp.report.axes import (
+from raytrain_ddp.display.axes import (
     MOST_POINTS,
     Point,
     Scale,
     linear_scale,
     log_scale,
     sampled,
+    smoothed,
     thinned,
     tick_percent,
 )
-from raytrain_ddp.report.history import RunHistory
-from raytrain_ddp.report.svg_panel import Line, Mark, Panel
-from raytrain_ddp.training.curves_png import smoothed, steps_per_epoch
+from raytrain_ddp.display.formatting import format_count, format_metric, format_number
+from raytrain_ddp.display.panel import Line, Mark, Panel
+from raytrain_ddp.events import Eval, Train
 
 COLORS = 8
 _DOTS_UP_TO = 60
-MOST_MARKS = 80  # more would be one band of color
-_MOST_METRICS, _MOST_FLAGS = 8, 10
+_MOST_METRICS = 8
 _FRACTION = re.compile(r"(^|[/_.])(top\d+|acc(uracy)?)$")
 
-Told = Callable[[float], str]
-Series = tuple[str, Sequence[Point], Told]  # what a hover shows of a line
+Format = Callable[[float], str]
+Series = tuple[str, Sequence[Point], Format]  # what a hover shows of a line
+
+
+@dataclass(frozen=True)
+class RunCurves:
+    """The log of a run: its records in the order in which they were written."""
+
+    name: str
+    train: Sequence[Train]
+    evals: Sequence[Eval]
+
+    @property
+    def monitor(self) -> str:
+        """The metric that decides which evaluation is the best; "" before the first."""
+        return self.evals[-1].monitor if self.evals else ""
+
+    @property
+    def best(self) -> Eval | None:
+        """The best evaluation."""
+        return next((record for record in reversed(self.evals) if record.best), None)
+
+    @property
+    def best_summary(self) -> str:
+        """``top1 97.50 % at step 184``; "" without an evaluation."""
+        value = self.best.metrics.get(self.monitor) if self.best else None
+        if self.best is None or value is None:
+            return ""
+        metric = format_metric(self.monitor, value)
+        return f"{self.monitor} {metric} at step {format_count(self.best.step)}"
+
+    @property
+    def last_step(self) -> int:
+        last: list[Train | Eval] = [*self.train[-1:], *self.evals[-1:]]
+        return max((record.step for record in last), default=0)
 
 
 def color(number: int) -> str:
     return f"c{number % COLORS}" + (" dashed" if number >= COLORS else "")
 
 
-def curve_panels(stories: Sequence[RunHistory]) -> list[Panel]:
-    """The loss, one or more panels of metrics, and the learning rate, as far as there are any."""
-    x = _steps(stories)
-    panels = [_loss(stories, x), *_scalars(stories, x), *_metrics(stories, x), _rate(stories, x)]
+def curve_panels(runs: Sequence[RunCurves], marks: Sequence[Mark] = ()) -> list[Panel]:
+    """The loss, one or more panels of metrics, and the learning rate, as far as there are any.
+
+    Args:
+        marks: at steps of a single run.
+    """
+    last = max(1, *(run.last_step for run in runs))
+    x = linear_scale(0, last, ticks=6, whole=True, snap=False)
+    curves, rate = [*_scalars(runs, x), *_metrics(runs, x, marks)], _rate(runs, x)
+    panels = [_loss(runs, x, marks), *curves, rate]
     return [panel for panel in panels if panel is not None]
-
-
-def restarts(story: RunHistory) -> list[Mark]:
-    """Marks the steps at which the run resumed."""
-    marks = []
-    lives = story.timeline.lives
-    for before, life in pairwise(lives):
-        resized = before.world_size != life.world_size
-        change = f"{before.world_size}→{life.world_size}"
-        text = f"resumed from step {life.start_step}"
-        text += f" with {change} workers" if resized else ""
-        kind = "resize" if resized else "restart"
-        flag = change if resized else "↻"
-        label = flag if len(lives) <= _MOST_FLAGS else ""
-        marks.append(Mark(life.start_step, kind, text, label))
-    return marks[:: -(-len(marks) // MOST_MARKS) or 1]
 
 
 def hovers(
@@ -80,33 +101,27 @@ def hovers(
     return texts
 
 
-def _steps(stories: Sequence[RunHistory]) -> Scale:
-    return linear_scale(
-        0, max(1, *(s.files.last_step for s in stories)), ticks=6, whole=True, snap=False
-    )
-
-
-def _step_name(stories: Sequence[RunHistory]) -> Callable[[float], str]:
-    epochs = {steps_per_epoch([*s.files.train, *s.files.evals]) for s in stories}
+def _step_name(runs: Sequence[RunCurves]) -> Callable[[float], str]:
+    epochs = {steps_per_epoch([*run.train, *run.evals]) for run in runs}
     steps = epochs.pop() if len(epochs) == 1 else None
     if steps is None:
         return lambda step: f"step {step:g}"
     return lambda step: f"step {step:g}, epoch {step / steps:.3g}"
 
 
-def _loss(stories: Sequence[RunHistory], x: Scale) -> Panel | None:
-    alone = len(stories) == 1
+def _loss(runs: Sequence[RunCurves], x: Scale, marks: Sequence[Mark]) -> Panel | None:
+    alone = len(runs) == 1
     lines: list[Line] = []
     series: list[Series] = []
     seen: list[float] = []
     lost: list[float] = []
     count = 0
-    for number, story in enumerate(stories):
-        train, css = story.files.train, color(number)
+    for number, run in enumerate(runs):
+        train, css = run.train, color(number)
         steps = [float(r.step) for r in train]
         losses = [_finite(r.loss) for r in train]
         smooth = list(zip(steps, smoothed(losses, len(losses) // 40 + 1), strict=True))
-        tested = [p for p in _evaluated(story, "loss") if math.isfinite(p[1])]
+        tested = [p for p in _evaluated(run, "loss") if math.isfinite(p[1])]
         count = max(count, len(train))
         seen += [y for _, y in (*smooth, *(tested if alone else ())) if math.isfinite(y)]
         lost += [step for step, loss in zip(steps, losses, strict=True) if math.isnan(loss)]
@@ -118,8 +133,8 @@ def _loss(stories: Sequence[RunHistory], x: Scale) -> Panel | None:
             series += [("training", raw, format_number), ("smoothed", line, format_number)]
             series.append(("evaluation", tested, format_number))
         else:
-            lines.append(Line(story.files.name, css, [line]))
-            series.append((story.files.name, line, format_number))
+            lines.append(Line(run.name, css, [line]))
+            series.append((run.name, line, format_number))
     if not seen and not lost:
         return None
     is_log = bool(seen) and min(seen) > 0 and max(seen) > 20 * min(seen)
@@ -134,36 +149,40 @@ def _loss(stories: Sequence[RunHistory], x: Scale) -> Panel | None:
         y=y,
         x_name="step",
         lines=[line for line in lines if any(line.pieces)],
-        marks=restarts(stories[0]) if alone else (),
-        hovers=hovers(series, _step_name(stories)),
+        marks=marks,
+        hovers=hovers(series, _step_name(runs)),
         note=thinned_note(count),
         height="high",
-        stars=_stars(stories, "loss"),
+        stars=_stars(runs, "loss"),
     )
 
 
-def _metrics(stories: Sequence[RunHistory], x: Scale) -> list[Panel]:
-    names = list(dict.fromkeys(n for s in stories for r in s.files.evals for n in r.metrics))
-    first = stories[0].files.monitor
-    hidden = ("skipped", "loss") if len(stories) == 1 else ("skipped",)  # the loss has a panel
+def _metrics(runs: Sequence[RunCurves], x: Scale, marks: Sequence[Mark]) -> list[Panel]:
+    names = list(dict.fromkeys(n for run in runs for r in run.evals for n in r.metrics))
+    first = runs[0].monitor
+    hidden = ("skipped", "loss") if len(runs) == 1 else ("skipped",)  # the loss has a panel
     names = sorted((n for n in names if n not in hidden), key=lambda n: n != first)
     names = names[:_MOST_METRICS]
-    fractions = [name for name in names if _is_fraction(name, stories)]
-    groups = [fractions] if len(stories) == 1 and fractions else [[name] for name in fractions]
+    fractions = [name for name in names if _is_fraction(name, runs)]
+    groups = [fractions] if len(runs) == 1 and fractions else [[name] for name in fractions]
     groups += [[name] for name in names if name not in fractions]
-    return [_metric(stories, group, x, group[0] in fractions) for group in groups]
+    return [_metric(runs, group, x, group[0] in fractions, marks) for group in groups]
 
 
 def _metric(
-    stories: Sequence[RunHistory], names: Sequence[str], x: Scale, is_fraction: bool
+    runs: Sequence[RunCurves],
+    names: Sequence[str],
+    x: Scale,
+    is_fraction: bool,
+    marks: Sequence[Mark],
 ) -> Panel:
-    alone = len(stories) == 1
+    alone = len(runs) == 1
     lines: list[Line] = []
     series: list[Series] = []
-    for number, story in enumerate(stories):
+    for number, run in enumerate(runs):
         for place, name in enumerate(names):
-            points = [p for p in _evaluated(story, name) if math.isfinite(p[1])]
-            label = name if alone else story.files.name
+            points = [p for p in _evaluated(run, name) if math.isfinite(p[1])]
+            label = name if alone else run.name
             lines.append(_dotted(label, color(2 + place if alone else number), points))
             series.append((label, points, partial(format_metric, name)))
     values = [y for line in lines for piece in line.pieces for _, y in piece]
@@ -175,36 +194,36 @@ def _metric(
         y=y,
         x_name="step",
         lines=lines,
-        marks=restarts(stories[0]) if alone else (),
-        hovers=hovers(series, _step_name(stories)),
-        stars=_stars(stories, *names),
+        marks=marks,
+        hovers=hovers(series, _step_name(runs)),
+        stars=_stars(runs, *names),
     )
 
 
-def _scalars(stories: Sequence[RunHistory], x: Scale) -> list[Panel | None]:
+def _scalars(runs: Sequence[RunCurves], x: Scale) -> list[Panel | None]:
     """What tasks log beside the loss."""
-    names = list(dict.fromkeys(n for s in stories for r in s.files.train for n in r.scalars))
+    names = list(dict.fromkeys(n for run in runs for r in run.train for n in r.scalars))
     values = [partial(lambda name, r: r.scalars.get(name), name) for name in names[:_MOST_METRICS]]
     pairs = zip(names, values, strict=False)
-    return [_over_steps(stories, x, f"{name} (training)", value) for name, value in pairs]
+    return [_over_steps(runs, x, f"{name} (training)", value) for name, value in pairs]
 
 
-def _rate(stories: Sequence[RunHistory], x: Scale) -> Panel | None:
-    return _over_steps(stories, x, "Learning rate", lambda r: r.lr, floor=0.0)
+def _rate(runs: Sequence[RunCurves], x: Scale) -> Panel | None:
+    return _over_steps(runs, x, "Learning rate", lambda r: r.lr, floor=0.0)
 
 
 def _over_steps(
-    stories: Sequence[RunHistory],
+    runs: Sequence[RunCurves],
     x: Scale,
     title: str,
     value: Callable[[Train], float | None],
     floor: float | None = None,
 ) -> Panel | None:
     lines, series = [], []
-    for number, story in enumerate(stories):
-        points = [(float(r.step), _finite(value(r))) for r in story.files.train]
+    for number, run in enumerate(runs):
+        points = [(float(r.step), _finite(value(r))) for r in run.train]
         line = sampled(points)
-        label = "" if len(stories) == 1 else story.files.name
+        label = "" if len(runs) == 1 else run.name
         lines.append(Line(label, color(number), [line]))
         series.append((label or title.lower(), line, format_number))
     known = [y for line in lines for _, y in line.pieces[0] if math.isfinite(y)]
@@ -216,7 +235,7 @@ def _over_steps(
         y=_room(known) if floor is None else linear_scale(floor, max(known) or 1.0, ticks=4),
         x_name="step",
         lines=lines,
-        hovers=hovers(series, _step_name(stories)),
+        hovers=hovers(series, _step_name(runs)),
         height="low",
     )
 
@@ -234,25 +253,23 @@ def _dotted(label: str, css: str, points: Sequence[Point]) -> Line:
     return Line(label, f"dotted {css}" if few else css, [thinned(points)])
 
 
-def _evaluated(story: RunHistory, name: str) -> list[Point]:
-    return [
-        (float(r.step), _finite(r.metrics[name])) for r in story.files.evals if name in r.metrics
-    ]
+def _evaluated(run: RunCurves, name: str) -> list[Point]:
+    return [(float(r.step), _finite(r.metrics[name])) for r in run.evals if name in r.metrics]
 
 
-def _stars(stories: Sequence[RunHistory], *names: str) -> list[tuple[float, float, str]]:
+def _stars(runs: Sequence[RunCurves], *names: str) -> list[tuple[float, float, str]]:
     """The best evaluations, in a panel that shows the metric they were chosen by."""
     stars = []
-    for story in stories:
-        best, monitor = story.files.best, story.files.monitor
+    for run in runs:
+        best, monitor = run.best, run.monitor
         value = _finite(best.metrics.get(monitor)) if best else math.nan
         if best and monitor in names and math.isfinite(value):
-            whose = "" if len(stories) == 1 else f"{story.files.name}: "
-            stars.append((float(best.step), value, f"{whose}best: {story.best_told()}"))
+            whose = "" if len(runs) == 1 else f"{run.name}: "
+            stars.append((float(best.step), value, f"{whose}best {run.best_summary}"))
     return stars
 
 
-def _room(values: Iterable[float], name: Told | None = None, floor: bool = False) -> Scale:
+def _room(values: Iterable[float], name: Format | None = None, floor: bool = False) -> Scale:
     """A scale that contains all values; fractions end at 1."""
     known = [value for value in values if math.isfinite(value)]
     if not known:
@@ -267,10 +284,21 @@ def _room(values: Iterable[float], name: Told | None = None, floor: bool = False
     return linear_scale(low, high, name)
 
 
-def _is_fraction(name: str, stories: Sequence[RunHistory]) -> bool:
-    values = [y for story in stories for _, y in _evaluated(story, name) if math.isfinite(y)]
+def _is_fraction(name: str, runs: Sequence[RunCurves]) -> bool:
+    values = [y for run in runs for _, y in _evaluated(run, name) if math.isfinite(y)]
     return _FRACTION.search(name) is not None and all(0 <= value <= 1 for value in values)
 
 
 def _finite(value: float | None) -> float:
     return value if value is not None and math.isfinite(value) else math.nan
+
+
+def steps_per_epoch(records: Sequence[Train | Eval]) -> int | None:
+    """The number of steps in an epoch, if the records determine it to within 2 %."""
+    low, high = 1, math.inf
+    for record in records:
+        low = max(low, math.ceil(record.step / (record.epoch + 1)))
+        if record.epoch > 0:
+            high = min(high, record.step / record.epoch)
+    # The smallest is exact if an epoch's last step is recorded; usually its evaluation is.
+    return low if low <= high <= low * 1.02 + 1 else None

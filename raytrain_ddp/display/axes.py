@@ -1,4 +1,4 @@
-"""Axes with round ticks, and thinning of points beyond what can be distinguished."""
+"""Axes with round ticks; smoothing, and thinning of points beyond what can be distinguished."""
 
 from __future__ import annotations
 
@@ -71,11 +71,11 @@ def log_scale(low: float, high: float) -> Scale:
     return Scale(low, high, [(value, f"{value:g}") for value in inside], log=True)
 
 
-def time_scale(high: float, ticks: int = 6) -> Scale:
+def time_scale(high: float) -> Scale:
     """A scale from 0 on; ticks at whole seconds, minutes, hours or days."""
     high = max(high, 1.0)
-    days = (86400.0 * _round_step(high / 86400 / ticks),)
-    step = next(s for s in (*_SECONDS, *days) if s >= high / ticks or s == days[0])
+    days = (86400.0 * _round_step(high / 86400 / 6),)
+    step = next(s for s in (*_SECONDS, *days) if s >= high / 6 or s == days[0])
     values = [n * step for n in range(int(high / step) + 1)]
     return Scale(0.0, high, [(value, tick_time(value)) for value in values])
 
@@ -131,6 +131,26 @@ def sampled(points: Sequence[Point], most: int = MOST_POINTS) -> list[Point]:
     if len(points) <= most:
         return points
     return [*points[:: -(-len(points) // most)], points[-1]]
+
+
+def smoothed(values: Sequence[float], half_width: int) -> list[float]:
+    """The mean of each value and its ``half_width`` neighbors on both sides; nan stays nan.
+
+    The window shrinks toward both ends, to a quarter: a wide one would lag behind a steep start.
+    """
+    sums, counts = [0.0], [0]
+    for value in values:
+        sums.append(sums[-1] + (value if math.isfinite(value) else 0.0))
+        counts.append(counts[-1] + math.isfinite(value))
+    means = []
+    for index in range(len(values)):
+        room = min(index, len(values) - 1 - index)
+        reach = min(half_width, max(room, math.ceil(half_width / 4)))
+        low, high = max(0, index - reach), min(len(values), index + reach + 1)
+        count = counts[high] - counts[low]
+        known = math.isfinite(values[index])
+        means.append((sums[high] - sums[low]) / count if known else math.nan)
+    return means
 
 
 def _stretches(points: Sequence[Point], count: int) -> Iterator[Sequence[Point]]:
