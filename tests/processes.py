@@ -99,7 +99,7 @@ class Died:
 
 
 # What most workers import; none of it starts a thread.
-_PRELOADED = [
+PRELOADED = [
     *("pytest", "hypothesis", "hypothesis.strategies", "torch", "torch.distributed.nn"),
     *("torch._dynamo", "torchmetrics.classification", "torchvision"),
     *("raytrain_ddp.training.local_session", "raytrain_ddp.training.loop"),
@@ -178,7 +178,7 @@ class Group:
 
     def _start(self, size: int) -> None:
         context = mp.get_context("forkserver")
-        context.set_forkserver_preload(_PRELOADED)
+        context.set_forkserver_preload(PRELOADED)
         while len(self._workers) < size:
             ours, theirs = context.Pipe()
             with _environment(ENVIRONMENT):
