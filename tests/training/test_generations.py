@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from processes import PRELOADED
 from tiny import TOTAL_STEPS, TinyTask, bits, newest, plain, run_tiny, tiny_config
 
 from raytrain_ddp import failpoints
