@@ -86,9 +86,7 @@ def _work(
 def forks() -> Any:
     """Processes that have loaded torch."""
     context = mp.get_context("forkserver")
-    context.set_forkserver_preload(
-        ["torch._dynamo", "torch.distributed.nn", "tiny", "test_generations"]
-    )
+    context.set_forkserver_preload(PRELOADED)
     return context
 
 
