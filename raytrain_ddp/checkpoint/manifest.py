@@ -14,6 +14,8 @@ from raytrain_ddp.checkpoint.storage import is_plain_name
 from raytrain_ddp.errors import CheckpointError
 
 FORMAT = 1
+# A key of state.json, at the start of a branch: values of parameter groups that the config sets.
+RENEWED = "renewed"
 
 # The seal stays the last line in all formats, to distinguish damage from a newer format.
 _SEAL = re.compile(rb'"sha256": "([0-9a-f]{64})"\n\}\n')

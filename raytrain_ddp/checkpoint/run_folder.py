@@ -35,7 +35,6 @@ CONFIG_FILE = "config.toml"
 METRICS_FILE = "metrics.jsonl"
 LOG_FILE = "log.json"  # in each checkpoint: the records of metrics.jsonl so far
 STATE_FILE = "state.json"  # in each checkpoint: the counters, and what is not a tensor
-RENEWED = "renewed"  # a key in it: values of parameter groups that the config sets, at first
 EVENTS_FILE = "events.jsonl"
 CURVES_FILE = "curves.png"
 CHECKPOINTS = "checkpoints"

@@ -33,6 +33,8 @@ if TYPE_CHECKING:
 else:
     TaskLike = str  # stored form; also used in files and flags
 
+# The tasks of the package that compute `loss.name`.
+_WITH_LOSS = ("image-classification", "raytrain_ddp.tasks.tabular:Tabular")
 RUN_NAME = re.compile(r"(?!\.{1,2}$)[A-Za-z0-9._-]{1,128}")
 
 
@@ -159,7 +161,7 @@ class TrainConfig:
         grow = self.data.grow_epochs
         rule = f"must be below epochs = {self.epochs}; else no image has data.image_size"
         require(bool(self.steps) or grow < self.epochs, "data.grow_epochs", grow, rule)
-        if self.task == "image-classification" or self.data.target_columns:
+        if self.task in _WITH_LOSS:
             self.require_loss()
         self.require_slots(self.scaling.worker_range()[1])
         if self.exact:
@@ -186,9 +188,9 @@ class TrainConfig:
         require(not columns or name == "bce" or of_numbers, "loss.name", name, rule)
         rule = "must be none with data.target_columns, which are no classes"
         require(not columns or weights == "none", "loss.class_weights", weights, rule)
-        for kind in ("mixup", "cutmix"):
+        for kind in ("mixup", "cutmix") if of_numbers else ():
             alpha, rule = getattr(self.augment, kind), f"mixes labels, but loss.name = {name}"
-            require(not of_numbers or not alpha, f"augment.{kind}", alpha, rule)
+            require(not alpha, f"augment.{kind}", alpha, rule)
 
     @property
     def max_time_s(self) -> float:

@@ -14,7 +14,8 @@ from typing import Any
 
 from raytrain_ddp.checkpoint.committed import Checkpoint
 from raytrain_ddp.checkpoint.lookup import find_checkpoint
-from raytrain_ddp.checkpoint.run_folder import RENEWED, STATE_FILE, checkpoint_store
+from raytrain_ddp.checkpoint.manifest import RENEWED
+from raytrain_ddp.checkpoint.run_folder import STATE_FILE, checkpoint_store
 from raytrain_ddp.checkpoint.storage import Storage, open_storage
 from raytrain_ddp.checkpoint.store import MANIFEST_FILE
 from raytrain_ddp.config.recipe import changed_fields, flat, publishable, to_dict

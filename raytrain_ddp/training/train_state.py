@@ -11,8 +11,8 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, nn
 
-from raytrain_ddp.checkpoint.manifest import Manifest
-from raytrain_ddp.checkpoint.run_folder import LOG_FILE, RENEWED, STATE_FILE
+from raytrain_ddp.checkpoint.manifest import RENEWED, Manifest
+from raytrain_ddp.checkpoint.run_folder import LOG_FILE, STATE_FILE
 from raytrain_ddp.checkpoint.snapshot import (
     HostSnapshot,
     decode_tensors,

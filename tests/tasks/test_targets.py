@@ -376,6 +376,15 @@ def test_a_loss_and_targets_that_do_not_fit_are_refused(line: str, told: str):
         parse_fit(line.split())
 
 
+def test_a_task_of_ones_own_may_use_columns_and_loss_as_it_likes():
+    for data, loss in (((), "mse"), (("a", "b"), "cross-entropy")):
+        config = TrainConfig(
+            task="here:Mine", data=DataConfig(target_columns=data), loss=LossConfig(name=loss)  # type: ignore[arg-type]
+        )  # fmt: skip
+        with pytest.raises(ConfigError, match=r"loss\.name"):  # of the built-in tasks
+            Criterion(config, list)  # type: ignore[arg-type]
+
+
 def test_a_dry_run_tells_the_targets(files: Path, tmp_path: Path):
     mixed = AugmentConfig(crop="none", mixup=0.2)
     told = dry_run(config_of(tmp_path, files, "run", "bce", augment=mixed))
@@ -441,6 +450,5 @@ def test_labels_of_a_table_are_learned_and_refused_if_they_are_none(tmp_path: Pa
         with pytest.raises(DataError, match=told):
             Tabular(replace(config, data=replace(config.data, target_columns=columns)))
     none = replace(config.data, target_columns=())
-    wrong = replace(config, data=none, loss=LossConfig(name="mse"))
     with pytest.raises(ConfigError, match="compares numbers: name their columns"):
-        Tabular(wrong)
+        replace(config, data=none, loss=LossConfig(name="mse"))
