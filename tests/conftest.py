@@ -40,14 +40,15 @@ def workers() -> Iterator[Group]:
 LONGEST = (
     *(
         "test_generations",
-        "test_distributions",
-        "test_hang_diagnosis",
         "test_examples",
-        "test_python_tasks",
+        "test_hang_diagnosis",
+        "test_training",
+        "test_cli",
+        "test_recipes",
     ),
-    *("test_exact", "test_evaluation", "test_cli", "test_run_naming", "test_chaos"),
-    *("test_gradient_compression", "test_training", "test_launchers", "test_run_local"),
-    *("test_replica_check", "test_device_feed", "test_own_datasets", "test_ownership"),
+    *("test_chaos", "test_python_tasks", "test_run_local", "test_device_feed", "test_exact"),
+    *("test_distributions", "test_loader_processes", "test_evaluation", "test_launchers"),
+    *("test_slurm", "test_own_datasets", "test_branching", "test_run_naming", "test_ownership"),
 )
 
 

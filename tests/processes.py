@@ -98,7 +98,7 @@ class Died:
     exit_code: int
 
 
-# What most workers import; none of it starts a thread.
+# What most workers import. The only thread is that of pyarrow's jemalloc, made for forks.
 PRELOADED = [
     *("pytest", "hypothesis", "hypothesis.strategies", "torch", "torch.distributed.nn"),
     *("torch._dynamo", "torchmetrics.classification", "torchvision"),
