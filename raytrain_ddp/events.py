@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import Any, ClassVar, get_args
 
 SCHEMA = 1
 OPTIONAL = {"optional": True}
@@ -315,7 +315,4 @@ LogRecord = Train | Eval | Audit | Resync
 LOG_RECORDS = (Train, Eval, Audit, Resync)
 Trouble = CheckpointFailed | Failed | Preempted | Straggler
 StoredEvent = Plan | Checkpoint | Interval | Note | Ranks | End | Trouble
-STORED_EVENTS = (
-    *(Plan, Checkpoint, CheckpointFailed, Interval, Failed, Preempted, Note, Ranks, Straggler),
-    End,
-)
+STORED_EVENTS = (Plan, Checkpoint, Interval, Note, Ranks, End, *get_args(Trouble))
