@@ -212,12 +212,12 @@ def _start(
     text = f"Resumed from step {step} with {on}"
     if resized:
         text += f" (before: {before.world_size})"
-    if plan.replaced is not None:
-        new = format_ranks(plan.replaced)
-        text = f"{new[0].upper()}{new[1:]} replaced; the others kept their state of step {step}"
     again = reached - step
     if again > 0:
         text += f"; {plural(again, 'step')} repeated"
+    if plan.replaced is not None:  # the step in progress was not done
+        new = format_ranks(plan.replaced)
+        text = f"{new[0].upper()}{new[1:]} replaced; the others kept their state of step {step}"
     if lost_at is not None:
         text += f"; {format_seconds(max(0.0, wall - lost_at))} without training"
     detail = "" if lost_at is not None else "a new start of the command"

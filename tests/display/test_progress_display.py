@@ -306,6 +306,18 @@ def test_steps_that_a_dead_worker_made_after_the_last_line_are_reported_as_made_
     assert "at step 115 of 276, 22 steps again" in stream.getvalue()
 
 
+def test_a_worker_that_is_replaced_repeats_nothing() -> None:
+    """The step in progress was not done."""
+    shown, stream = plain()
+    with shown:
+        shown.handle(PLAN)
+        shown.handle(train(130))
+        shown.handle({"kind": "failed", "rank": 1, "step": 137, "message": "was killed"})
+        shown.handle(PLAN | {"start_step": 136, "replaced": [0, 1]})
+    assert "ranks 0 and 1 replaced; going on at step 136 of 276\n" in stream.getvalue()
+    assert "again" not in stream.getvalue()
+
+
 def test_a_restart_is_reported_in_one_line_and_the_run_goes_on() -> None:
     for shown, stream in (plain(), live()):
         with shown:

@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -52,17 +52,22 @@ KILLED = "The actor died unexpectedly before finishing this task. actor_id: {} W
 class Story:
     """Tells a policy what happens to three workers, one start after another."""
 
-    def __init__(self, most: int = 3) -> None:
-        self.policy = FailurePolicy(most)
+    def __init__(self, most: int = 3, replaced: int = 0) -> None:
+        self.policy = FailurePolicy(most, replaced=replaced)
         self.starts = 0
 
-    def start(self, at: int = 0) -> Story:
+    def start(self, at: int = 0, new: Sequence[int] | None = None) -> Story:
         self.starts += 1
         for rank in range(3):
             event = {"kind": "joined", "start": f"{self.starts}", "rank": rank, "node": f"n{rank}"}
             assert self.policy.take(event) is None
-        assert self.policy.take({"kind": "plan", "start_step": at}) is None
+        assert self.policy.take({"kind": "plan", "start_step": at, "replaced": new}) is None
         return self
+
+    def died(self, *ranks: int) -> Event | None:
+        """These are dead; the others stay and say nothing."""
+        texts = {rank: KILLED.format(f"{self.starts}-{rank}") for rank in ranks}
+        return self.policy.take({"kind": "died", "texts": texts, "preempted": []})
 
     def words(self, rank: int, cause: str, step: int | None, error: str = "OSError") -> Story:
         event = {"kind": "failed", "start": f"{self.starts}", "rank": rank, "step": step}
@@ -237,6 +242,39 @@ def test_fault_33_48_hangs_at_the_same_step_twice_or_too_often_end_the_run():
     assert hung(story.start(), 40) is not None
     with pytest.raises(RetriesExhausted, match=r"2 times .*max_failures = 1.*step 41"):
         hung(story.start(), 41)
+
+
+def test_fault_33_all_ranks_that_a_hang_ends_are_one_failure_also_if_ray_sees_them_one_by_one():
+    story = Story(most=1, replaced=3).start()
+    for rank in (0, 1):
+        story.words(rank, "hang", 40)
+    shown = story.died(2)
+    assert shown is not None
+    assert shown["hung"]
+    assert story.died(0, 1) is None
+
+
+def test_the_others_stay_when_a_worker_dies_unless_none_is_left():
+    story = Story(replaced=3).start().saved(23)
+    shown = story.died(1)
+    assert shown is not None
+    assert shown["message"].endswith(
+        "; it is replaced, the others stay (failure 1 of at most 3 in a row)"
+    )
+    shown = story.start(at=33, new=[1]).died(0, 1, 2)
+    assert shown is not None
+    assert "going on from step 23 (failure 1 of" in shown["message"], "33 is not committed"
+
+
+def test_steps_without_a_checkpoint_are_progress_if_the_others_stay():
+    story = Story(most=1, replaced=3).start()
+    for step in range(10, 100, 10):
+        assert story.died(1) is not None
+        story.start(at=step, new=[1])
+    assert story.died(1) is not None
+    story.start(at=90, new=[1])
+    with pytest.raises(RetriesExhausted):
+        story.died(1)
 
 
 def test_fault_34_a_preemption_counts_against_no_failures():

@@ -212,6 +212,20 @@ def test_a_run_that_was_killed_and_resized(troubled: Path):
     assert 'class="band down"' in page
 
 
+def test_a_worker_that_was_replaced_has_repeated_nothing(tmp_path: Path):
+    events = [
+        plan("2026-11-20T20:00:00Z", 0, 2),
+        {"kind": "failed", "time": "2026-11-20T20:00:57Z", "rank": 1, "step": 57}
+        | {"node": "n2", "error": "the end of rank 1", "message": "crashed, or was killed"},
+        plan("2026-11-20T20:01:07Z", 56, 2, replaced=[1]),
+        end("2026-11-20T20:02:00Z", 0, step=115),
+    ]
+    records = [train(step, float(step % 57)) for step in (5, 55, 60, 115)]
+    run = write(tmp_path / "run", records, events, TrainConfig(name="run", epochs=5))
+    text = history_at(run).happenings[2].text
+    assert text == "Rank 1 replaced; the others kept their state of step 56; 10 s without training"
+
+
 def test_time_goes_on_over_restarts_and_long_pauses_are_cut_out(troubled: Path):
     files = read_run(str(troubled))
     line = timeline_of(files, is_running=False)
