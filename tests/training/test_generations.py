@@ -163,7 +163,7 @@ def undisturbed(forks: Any, tmp_path_factory: pytest.TempPathFactory) -> TrainCo
         ("train.before_step:kill@rank=1,step=7;start.warmed_up:kill@rank=2,after=1", [0, 6]),
     ],
 )
-def test_a_killed_rank_is_replaced_and_the_others_repeat_nothing(
+def test_fault_49_50_a_killed_rank_is_replaced_and_the_others_repeat_nothing(
     forks: Any,
     undisturbed: TrainConfig,
     tmp_path: Path,
@@ -182,7 +182,9 @@ def test_a_killed_rank_is_replaced_and_the_others_repeat_nothing(
     assert starts is None or on_main == [starts if survived else starts[1:]]
 
 
-def test_averages_bad_records_and_exact_sums_survive_as_well(forks: Any, tmp_path: Path) -> None:
+def test_fault_49_averages_bad_records_and_exact_sums_survive_as_well(
+    forks: Any, tmp_path: Path
+) -> None:
     """Compared with one process that is left alone."""
     changes: dict[str, Any] = {
         "exact": True,
@@ -205,7 +207,7 @@ def test_averages_bad_records_and_exact_sums_survive_as_well(forks: Any, tmp_pat
     assert any(record.get("skipped") for record in log_of(config))
 
 
-def test_without_a_survivor_the_checkpoint_is_loaded(
+def test_fault_50_without_a_survivor_the_checkpoint_is_loaded(
     forks: Any, undisturbed: TrainConfig, tmp_path: Path
 ) -> None:
     config = tiny_config(tmp_path, "run")
@@ -250,7 +252,17 @@ def test_survivors_wait_for_the_new_process_of_a_rank() -> None:
     assert desk.asks(2, "c", last=1) is None
     assert desk.asks(1, "d") == Generation(2, "host:97")
     assert desk.asks(2, "c", last=1) == Generation(2, "host:97")
-    assert desk.asks(1, "b", last=1) == Generation(OVER, ""), "it was replaced"
+
+
+def test_fault_51_a_process_that_was_replaced_is_refused() -> None:
+    desk = Desk()
+    for rank, token in enumerate("abc"):
+        desk.asks(rank, token)
+    desk.asks(1, "d")
+    assert desk.asks(1, "b", last=1) == Generation(OVER, "")
+    desk.asks(0, "a", last=1)
+    assert desk.asks(2, "c", last=1) == Generation(2, "host:97"), "with the new one"
+    assert desk.asks(1, "d") == Generation(2, "host:97")
 
 
 def test_who_no_longer_asks_is_not_counted() -> None:
