@@ -38,7 +38,8 @@ FREE_TEXTS = {
     *("data.train_split", "data.eval_split", "data.config", "data.classes", "log.project"),
     *("model.args", "model.freeze"),
 }
-PARSED = {"name", "scaling.num_workers", "max_time", "optim.groups"}
+# `data.target_columns` goes where `data.label_column` goes, but needs another loss.
+PARSED = {"name", "scaling.num_workers", "max_time", "optim.groups", "data.target_columns"}
 
 
 def value_with(field: str, text: str) -> Any:

@@ -3,8 +3,9 @@
 Ray replaces dead workers without limit; whether that is worthwhile is decided here, since only
 the driver knows whether the run makes progress:
 
-- Failures count against `scaling.max_failures`, and a new checkpoint resets the count: a daily
-  failure may go on for a year, but failures that prevent every checkpoint end the run.
+- Failures count against `scaling.max_failures`, and a new checkpoint resets the count, or a further
+  step if the others have kept their state: a daily failure may go on for a year, but failures that
+  prevent all progress end the run.
 - The same failure twice at the same step, without a checkpoint in between, would repeat forever.
 - The user's own exceptions and a lack of memory would happen again: they are not retried.
 - Workers that Ray ends because their node runs out of memory are replaced once.
@@ -72,7 +73,8 @@ class FailurePolicy:
                 start.step = event.start_step + 1
             case InProgress():
                 start.step = event.step
-            case WorkerFailed() if event.start == start.name:  # not of an earlier start
+            # Not of an earlier start; "": of a worker that has joined none.
+            case WorkerFailed() if event.start in (start.name, ""):
                 # A worker that reports a hang may lose its peers afterwards.
                 start.reports.setdefault(event.rank, event)
                 if event.cause == "error":
@@ -100,7 +102,7 @@ class FailurePolicy:
             )
         report = "" if self._start.handled else self._start.own_report()
         why = report or why or "Ray Train ended, and no worker reported why."
-        self._in_a_row += 1
+        self._in_a_row += not self._start.handled  # of which it may be a consequence
         if self._in_a_row > self._most:
             raise errors.RetriesExhausted(f"{why} {KEPT}")
         last = [line.strip() for line in why.splitlines() if line.strip()][-1]
@@ -168,7 +170,7 @@ class FailurePolicy:
 
 
 class _Start:
-    """What is known of one start of the workers, which all die together."""
+    """What is known of one start of the workers: those of one process group."""
 
     def __init__(self, name: str) -> None:
         self.name = name

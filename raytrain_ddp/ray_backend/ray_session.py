@@ -53,6 +53,7 @@ class RaySession(RecordingSession):
         look_every_s: how often to check for preemption notices; 0: never.
         start: an id shared by the workers of this start only.
         live: see RecordingSession.
+        replaces: see WorkerSettings; Ray Train then keeps no register of checkpoints.
 
     Attributes:
         step: the current one; None before the first.
@@ -66,6 +67,7 @@ class RaySession(RecordingSession):
         look_every_s: float = 0.0,
         start: str = "",
         live: LiveState | None = None,
+        replaces: bool = False,
     ) -> None:
         context = ray.train.get_context()
         world = World(
@@ -87,7 +89,7 @@ class RaySession(RecordingSession):
         self._words = WorkerLog(world)
         super().__init__(config, world, best, self._say, live)
         self.step: int | None = None
-        self._mailbox, self._start = mailbox, start
+        self._mailbox, self._start, self._replaces = mailbox, start, replaces
         self._pushed_at = 0.0
         self._answer: Any = None
         self._signal = 0
@@ -139,6 +141,11 @@ class RaySession(RecordingSession):
         If the commit fails, Ray gets the newest good checkpoint instead: it would treat an error as
         the end of the training.
         """
+        if self._replaces:
+            # In Ray's barrier, a rank could wait for others that wait for it in the next group.
+            if self.recorder is not None and snapshot is not None:
+                self.recorder.submit(snapshot)
+            return
         if self.recorder is None or snapshot is None:
             ray.train.report(dict(metrics), checkpoint_upload_mode=CheckpointUploadMode.ASYNC)
             return

@@ -39,7 +39,7 @@ def replaces_workers(config: TrainConfig, layout: Layout) -> bool:
 
     - on GPUs: a collective of NCCL's that is aborted would let the update go on with its result.
     - with MIN:MAX workers: Ray Train decides on the number of workers at a restart.
-    - where nodes may be preempted: Ray Train passes on no notices then.
+    - on several nodes, or where they may be preempted: Ray Train passes on no notices then.
     """
     return (
         config.scaling.replace_workers
@@ -48,6 +48,7 @@ def replaces_workers(config: TrainConfig, layout: Layout) -> bool:
         and layout.backend == "gloo"
         and not layout.use_gpu
         and os.environ.get(PREEMPTION_WATCHER) == "0"
+        and sum(bool(node["Alive"]) for node in ray.nodes()) == 1
     )
 
 
@@ -55,13 +56,9 @@ def place_of_worker(mailbox: Any, node: str) -> Place:
     """The place of this worker; the mailbox keeps the roster."""
     context = ray.train.get_context()
     rank, size = context.get_world_rank(), context.get_world_size()
-    os.environ.update(  # as Ray Train's own backend does: a task may read them
-        RANK=str(rank),
-        WORLD_SIZE=str(size),
-        LOCAL_RANK=str(context.get_local_rank()),
-        LOCAL_WORLD_SIZE=str(context.get_local_world_size()),
-        NODE_RANK=str(context.get_node_rank()),
-    )
+    # A task may read them. All workers are on one machine; for Ray Train, each is a group.
+    os.environ.update(RANK=str(rank), WORLD_SIZE=str(size), NODE_RANK="0")
+    os.environ.update(LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE=str(size))
 
     def meet(member: Member) -> Generation | None:
         found: Generation | None = ray.get(mailbox.meet.remote(member))

@@ -27,6 +27,7 @@ from raytrain_ddp.ray_backend.failure_causes import (
 )
 
 if TYPE_CHECKING:
+    from raytrain_ddp.config.train_config import TrainConfig
     from raytrain_ddp.ray_backend.ray_session import RaySession
     from raytrain_ddp.tasks.task import Task
     from raytrain_ddp.training.generations import Place
@@ -81,7 +82,7 @@ def train_on_worker(loop_config: dict[str, WorkerSettings]) -> None:
                 _train(given, sessions, place)
     except BaseException as error:
         step = sessions[-1].step if sessions else None
-        start = place.generation.name if place else ""
+        start = place.generation.name if place else _start()
         torn_down = grouped and not dist.is_initialized()
         report_failure(given, rank, step, error, torn_down, start)
         raise
@@ -111,28 +112,31 @@ def _train(given: WorkerSettings, sessions: list[RaySession], place: Place | Non
             "see the run's folder there, or sees an older local folder. Several nodes need a "
             "shared folder or a URI."
         )
-    if given.task is not None:
-        config = dataclasses.replace(config, task=pickle.loads(given.task))
     reads: set[str] = set()
-    tasks: list[Task] = []
+    loaded: list[tuple[TrainConfig, Task]] = []
 
     def start(live: LiveState | None) -> RaySession:
-        reads.clear()
-        tasks[:] = [load_task(config, reads)]  # anew each time: it may keep a state of its own
-        best = Best(tasks[0].monitor, tasks[0].goal)
-        name = place.generation.name if place else _start()
-        session = RaySession(config, given.mailbox, best, given.look_every_s, name, live)
+        reads.clear()  # anew each time: a task may keep a state of its own
+        made = config
+        if given.task is not None:
+            made = dataclasses.replace(config, task=pickle.loads(given.task))
+        task = load_task(made, reads)
+        loaded[:] = [(made, task)]
+        best = Best(task.monitor, task.goal)
+        name, look_s = place.generation.name if place else _start(), given.look_every_s
+        session = RaySession(made, given.mailbox, best, look_s, name, live, given.replaces)
         sessions[:] = [session]
         return session
 
     def run(session: RaySession) -> None:
-        outcome = train(config, tasks[0], session, reads)
+        outcome = train(*loaded[0], session, reads)
         if session.is_taken_away(outcome):
             outcome = dataclasses.replace(outcome, signal=session.hold())
         session.tell(outcome)
 
     if place is not None:
-        through_generations(place, start, run, lambda error: cause_of(error) == "peer")
+        most = max(1, config.scaling.max_failures)
+        through_generations(place, start, run, lambda e: cause_of(e) == "peer", most)
         return
     with start(None) as session:
         run(session)
@@ -172,14 +176,14 @@ def report_failure(
     step: int | None,
     error: BaseException,
     torn_down: bool = False,
-    start: str = "",
+    start: str | None = None,
 ) -> None:
     """Reports an error of any rank: the driver finds the rank that caused the others' errors.
 
     Args:
         torn_down: Ray has shut down this rank's process group, as it does when another rank has
             died: any exception then (a ValueError, a KeyError) may result from that.
-        start: see `Joined`; default: that of Ray Train's own process group.
+        start: see `Joined`; "": it has joined none. Default: of Ray Train's own process group.
     """
     import ray
 
@@ -189,7 +193,7 @@ def report_failure(
         error = out_of_memory_error(given.config, rank, step, error)
     known = isinstance(error, RaytrainError)
     event = WorkerFailed(
-        start=start or _start(),
+        start=_start() if start is None else start,
         rank=rank,
         step=step,
         error=type(error).__name__,

@@ -7,6 +7,7 @@ imports torch at the top: the roster is kept by a small actor.
 
 from __future__ import annotations
 
+import gc
 import os
 import socket
 import time
@@ -26,6 +27,7 @@ S = TypeVar("S", bound="RecordingSession")
 _SILENT_S = 3.0  # a member that has not asked for so long is gone
 _POLL_S, _POLL_OF_MANY_S = 0.05, 0.001  # and per member
 _CONNECT_S = 60.0
+_THERE_S = 20.0  # one that has died since it asked is replaced meanwhile
 _TRIES = 5
 _COLLECTIVE_S = 1800.0  # as long as in Ray Train
 OVER = -1
@@ -59,13 +61,13 @@ class Generation(NamedTuple):
 
     @property
     def name(self) -> str:
-        """An id that no other generation of the run has."""
-        return f"{self.number} {self.address}"
+        """An id that no other generation of the run has; "" before the first."""
+        return f"{self.number} {self.address}" if self.number else ""
 
 
 class Roster:
     """Forms generations of members. A member asks again and again until its generation is complete;
-    so a roster that is lost, or a member that dies, costs nothing."""
+    so a roster that is lost, or a member that dies while it waits, does no harm."""
 
     def __init__(self, now: Callable[[], float] = time.monotonic) -> None:
         self._now = now
@@ -170,10 +172,11 @@ class Place:
 
         limit = timedelta(seconds=_CONNECT_S)
         host, _, port = self.generation.address.rpartition(":")
-        store = offered or TCPStore(host, int(port), is_master=False, timeout=limit)
+        there = timedelta(seconds=_THERE_S)
+        store = offered or TCPStore(host, int(port), is_master=False, timeout=there)
         self._store = store
         # One that has died in the meantime is missed here, not while the others connect to it.
-        self._all("there", _CONNECT_S)
+        self._all("there", _THERE_S)
         self._sockets = _Sockets()
         dist.init_process_group(
             "gloo", store=store, rank=self._rank, world_size=self._size, timeout=limit
@@ -183,7 +186,8 @@ class Place:
         set_timeout(timedelta(seconds=_COLLECTIVE_S))
 
     def part(self) -> None:
-        """Waits until all ranks are here: nobody ends before all that may need it are done."""
+        """Waits until all ranks have called this, then leaves: nobody ends before all that may need
+        it are done. Raises what a collective raises if a rank is lost before."""
         import torch.distributed as dist
 
         dist.barrier()
@@ -193,11 +197,10 @@ class Place:
 
     def leave(self) -> None:
         """Ends this process's part in its process group: the other ranks' collectives fail."""
-        import torch.distributed as dist
+        from raytrain_ddp.training.torch_compat import end_group
 
         self._sockets.shut_down()
-        if dist.is_initialized():
-            dist.destroy_process_group()
+        end_group()
 
     def _all(self, what: str, limit_s: float = 10.0) -> None:
         """Waits until all ranks have called this."""
@@ -247,15 +250,18 @@ def through_generations(
     start: Callable[[LiveState | None], S],
     run: Callable[[S], None],
     is_loss: Callable[[BaseException], bool],
+    most: int,
 ) -> None:
     """Trains, and goes on in the next generation whenever another rank is lost.
 
     Args:
+        most: losses in a row without a further step; one more is an error.
         start: the session of a generation, given the state that this process has.
         run: trains in it.
         is_loss: whether an error only says that another rank is gone.
     """
     live: LiveState | None = None
+    reached, losses = -1, 0
     while place.join():
         session, live = start(live), None
         try:
@@ -273,3 +279,9 @@ def through_generations(
                 raise
             traceback.clear_frames(error.__traceback__)  # of the loop and its batches
             live = session.live_state()
+            step = live.manifest.step if live else -1
+            reached, losses = max(reached, step), 1 if step > reached else losses + 1
+            if losses > most:
+                raise
+        del session
+        gc.collect()  # models and their process groups are in cycles of references

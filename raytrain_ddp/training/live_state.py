@@ -7,8 +7,8 @@ receive it.
 
 from __future__ import annotations
 
-import time
-from collections.abc import Mapping
+import hashlib
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
@@ -33,18 +33,27 @@ class LiveState:
 
     Args:
         records: of the log so far: of ranks at the same step, the one with more is ahead.
-        taken_s: when it was taken, by this process's monotonic clock.
+        best_step: of the best evaluation; 0: none.
     """
 
     manifest: Manifest
     files: Mapping[str, bytes] = field(repr=False)
     records: int
-    taken_s: float = field(default_factory=time.monotonic)
+    best_step: int
 
     @staticmethod
     def of(snapshot: Snapshot) -> LiveState:
         files = {name: _joined(content) for name, content in encode(snapshot).items()}
-        return LiveState(snapshot.manifest, files, len(snapshot.log))
+        best_step = snapshot.documents["state.json"]["best_step"]
+        return LiveState(snapshot.manifest, files, len(snapshot.log), best_step)
+
+    def progress(self) -> _Progress:
+        digest = hashlib.sha256()
+        for name in sorted(self.files):
+            if name.endswith(".safetensors"):  # the log has times of this rank
+                digest.update(self.files[name])
+        step = self.manifest.step
+        return _Progress(step, self.records, self.best_step, digest.hexdigest())
 
 
 @dataclass(frozen=True)
@@ -54,13 +63,11 @@ class LiveCheckpoint(Checkpoint):
     Args:
         stored_step: of the newest stored checkpoint; -1: there is none.
         newcomers: the ranks that had no state.
-        stood_s: how long the survivors have not trained.
     """
 
     files: Mapping[str, bytes] = field(repr=False)
     stored_step: int
     newcomers: tuple[int, ...]
-    stood_s: float
 
     def has(self, filename: str) -> bool:
         return filename in self.files
@@ -72,30 +79,37 @@ class LiveCheckpoint(Checkpoint):
 class _Progress(NamedTuple):
     step: int
     records: int
-    stood_s: float
+    best_step: int
+    digest: str  # of all tensors
 
 
 def most_advanced(
-    mine: LiveState | None, stored: Checkpoint | None, place: Storage, world: World
+    mine: LiveState | None, stored: Sequence[int], place: Storage, world: World
 ) -> LiveCheckpoint | None:
-    """The most advanced state of all ranks; None if there is none, or a newer stored checkpoint.
+    """The most advanced state of all ranks. All ranks take part, and all get the same.
 
-    All ranks take part, and all get the same.
+    None if there is none, or if the newest checkpoint is better: it is newer, or the best weights
+    are in no checkpoint (rank 0 has died while it wrote one), or survivors at the same step have
+    different weights, of which nobody knows which are right.
 
     Args:
-        stored: the newest checkpoint, the same on all ranks.
-        place: where it would be stored; for messages.
+        stored: the steps of all checkpoints, the same on all ranks.
+        place: where they are stored; for messages.
     """
-    stood_s = 0.0 if mine is None else time.monotonic() - mine.taken_s
-    own = None if mine is None else _Progress(mine.manifest.step, mine.records, stood_s)
+    own = None if mine is None else mine.progress()
     progress: list[_Progress | None] = [own] * world.size
     if world.size > 1:
         dist.all_gather_object(progress, own)
     survivors = {rank: each for rank, each in enumerate(progress) if each is not None}
-    stored_step = -1 if stored is None else stored.manifest.step
-    if not survivors or max(survivors.values()).step < stored_step:
+    stored_step = max(stored, default=-1)
+    if not survivors:
         return None
     source = max(survivors, key=lambda rank: (survivors[rank][:2], -rank))
+    newest = survivors[source]
+    equal = {each.digest for each in survivors.values() if each.step == newest.step}
+    has_best = newest.best_step in (0, newest.step, *stored)
+    if newest.step < stored_step or len(equal) > 1 or not has_best:
+        return None
     found = _broadcast(mine if source == world.rank else None, source, world)
     return LiveCheckpoint(
         name=CheckpointName(found.manifest.step, 0),
@@ -104,7 +118,6 @@ def most_advanced(
         files=found.files,
         stored_step=stored_step,
         newcomers=tuple(rank for rank in range(world.size) if rank not in survivors),
-        stood_s=max(each.stood_s for each in survivors.values()),
     )
 
 
@@ -112,16 +125,16 @@ def _broadcast(live: LiveState | None, source: int, world: World) -> LiveState:
     """The state of rank `source`, which passes it, on all ranks."""
     sizes = {name: len(data) for name, data in live.files.items()} if live else {}
     head = broadcast((replace(live, files={}), sizes) if live else None, world, source)
-    received, sizes = head
+    received: LiveState = head[0]
     files: dict[str, bytes] = {}
-    for name, size in sizes.items():
+    for name, size in head[1].items():
         data = torch.empty(size, dtype=torch.uint8)
         if live is not None:
             data.numpy()[:] = np.frombuffer(live.files[name], dtype=np.uint8)
         if size:
             dist.broadcast(data, source)
         files[name] = data.numpy().tobytes()
-    return LiveState(received.manifest, files, received.records, received.taken_s)
+    return replace(received, files=files)
 
 
 def _joined(content: Content) -> bytes:

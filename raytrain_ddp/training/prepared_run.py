@@ -62,7 +62,7 @@ class PreparedRun:
     peak_flops_per_s: float | None
     metrics: dict[str, float] = field(default_factory=dict)  # of the evaluation after this step
     live: LiveCheckpoint | None = None  # that this start went on from
-    owed_s: float = 0.0  # training time since the last log record, before this start
+    unlogged_s: float = 0.0  # training time since the last log record, as far as it was measured
 
     def log(self, shares: Tensor, rate: float) -> None:
         """Logs the step's loss, scalars, and speed since the last record; all ranks take part.
@@ -72,7 +72,8 @@ class PreparedRun:
         step, world = self.state.step, self.session.world
         self.stepper.settle()  # so that `nonfinite` includes this step
         trained_s, phases = self.clock.window()
-        trained_s, self.owed_s = trained_s + self.owed_s, 0.0
+        self.unlogged_s += trained_s
+        trained_s = self.unlogged_s
         memory = step_timing.peak_memory_bytes(world.device)
         in_order = step_timing.in_order(phases)
         mine = step_timing.Reading(trained_s, in_order, memory)
@@ -105,7 +106,7 @@ class PreparedRun:
         straggler = self.stragglers.look(step, timing.slowest, self.session.hosts)
         if straggler is not None:
             self.session.tell(straggler)
-        self.logged_step = step
+        self.logged_step, self.unlogged_s = step, 0.0
 
     def evaluate(self) -> tuple[bool, int]:
         """Evaluates the current model; all ranks take part.
@@ -180,22 +181,28 @@ class PreparedRun:
         Returns the number of the signal that interrupts the evaluation, else 0."""
         step, live, stop = self.state.step, self.live, 0
         if live is not None and (owed := json.loads(live.read(OWED_FILE))):
-            self.logged_step, self.owed_s = owed["logged_step"], owed["seconds"]
-            self.log(torch.tensor(owed["shares"], dtype=torch.float64), self.rates(step - 1)[0])
+            self.logged_step, self.unlogged_s = owed["logged_step"], owed["seconds"]
+            self.stepper.shares = torch.tensor(owed["shares"], dtype=torch.float64)
+            self.log(self.stepper.shares, self.rates(step - 1)[0])
         last = self.cadence.is_over(step)  # a rerun may have fewer epochs
         # The last commit may have ended with rank 0.
-        save = live is not None and live.stored_step < step and self.is_to_be_saved(last)
+        is_newer = live is not None and live.stored_step < step
+        save = is_newer and self.is_to_be_saved(last)
         if self.cadence.evaluates(step) and self.owes_evaluation():
             best, stop = self.evaluate()
-            save |= best or (last and not stop)
+            save |= best or (last and not stop) or (stop > 0 and is_newer)
         if save:
-            self.save(last)
+            self.save(last or stop > 0)
+        self.live = None  # frees its memory
         return stop
 
     def is_to_be_saved(self, last: bool) -> bool:
+        """Whether the state of survivors is to be saved: if that was due, or if checkpoints are due
+        by time, whose timer has started anew."""
         state = self.state
         best = state.evaluated_step == state.step == state.best_step
-        return state.step > 0 and (last or best or self.cadence.saves(state.step))
+        timed = bool(self.config.checkpoint.every_s)
+        return state.step > 0 and (last or best or timed or self.cadence.saves(state.step))
 
     def save(self, last: bool) -> None:
         """Commits a snapshot in the background; all ranks take part.
@@ -253,9 +260,9 @@ class PreparedRun:
             state.skipped = state.skipped_before
         owed: dict[str, Any] = {}
         if self.logged_step < step and self.cadence.logs(step) and self.stepper.shares is not None:
-            trained_s, _ = self.clock.window()
+            seconds = self.unlogged_s + self.clock.window()[0]
             shares = self.stepper.shares.tolist()
-            owed = {"shares": shares, "logged_step": self.logged_step, "seconds": trained_s}
+            owed = {"shares": shares, "logged_step": self.logged_step, "seconds": seconds}
         taken = self._snapshot({}, {})
         log = [record for record in taken.log if record.step <= step]
         return replace(taken, log=log, documents={**taken.documents, OWED_FILE: owed})

@@ -122,11 +122,13 @@ class RecordingSession:
             CheckpointError: there is none although there must be one, or the storage fails.
             RunLockedError: another start is claiming the run.
         """
-        found: tuple[CheckpointName, Manifest] | RaytrainError | OSError | None = None
+        found: tuple[CheckpointName, Manifest, list[int]] | RaytrainError | OSError | None = None
         if self.recorder is not None:
             try:
                 newest = self.recorder.begin()
-                found = (newest.name, newest.manifest) if newest is not None else None
+                if newest is not None:
+                    steps = [name.step for name in self.recorder.store.names()]
+                    found = newest.name, newest.manifest, steps
             except (RaytrainError, OSError) as error:
                 found = error
         found = broadcast(found, self.world)
@@ -134,21 +136,22 @@ class RecordingSession:
             raise found
         if isinstance(found, OSError):
             raise _failing(self._storage, found) from found
-        stored = None
+        stored, steps = None, []
         if found is not None:
-            name, manifest = found
+            name, manifest, steps = found
             place = self._storage.join(str(name))
             stored = PatientCheckpoint(name, manifest, place, self._trying_again)
-        return most_advanced(self._live, stored, self._storage, self.world) or stored
+        return most_advanced(self._live, steps, self._storage, self.world) or stored
 
     def begin(self, take_live: Callable[[], Snapshot | None]) -> None:
         self._live, self._take_live = None, take_live
 
     def live_state(self) -> LiveState | None:
         """The state that this process has; None if others could not go on from it."""
-        if self._take_live is None:
+        take, self._take_live = self._take_live, None  # the run is free then
+        if take is None:
             return self._live
-        taken = self._take_live()
+        taken = take()
         return None if taken is None else LiveState.of(taken)
 
     def restore_log(self, records: Sequence[LogRecord]) -> None:

@@ -27,6 +27,15 @@ def all_gather(parts: Tensor, own: Tensor, async_op: bool = False) -> Any:
     return _all_gather(parts.view(-1), own.view(-1), async_op=async_op)
 
 
+def end_group() -> None:
+    """Ends the default process group, also one whose start has failed: without a group, torch keeps
+    counting them, and ranks with other counts would never meet."""
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    else:
+        dist.distributed_c10d._world.group_count = 0
+
+
 def set_timeout(limit: timedelta) -> None:
     """Sets the time limit of the collectives to come in the default process group."""
     group = dist.distributed_c10d

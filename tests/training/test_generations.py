@@ -72,7 +72,7 @@ def _work(
         outcomes.append(train(made, TinyTask(made, **options), session))
 
     place = Place(rank, W, "127.0.0.1", "here", lambda member: roster.meet(member)[0])
-    through_generations(place, start, run, lambda error: cause_of(error) == "peer")
+    through_generations(place, start, run, lambda error: cause_of(error) == "peer", most=3)
     plans = [e for e in events if type(e).__name__ == "Plan"]
     note = {
         "steps": [plan.start_step for plan in plans],
@@ -161,6 +161,7 @@ def undisturbed(forks: Any, tmp_path_factory: pytest.TempPathFactory) -> TrainCo
         ("train.before_step:kill@rank=1,step=7;start.opened:kill@rank=1,after=1", [0, 6]),
         ("train.before_step:kill@rank=1,step=7;start.loaded:kill@rank=1,after=1", [0, 6, 6]),
         ("train.before_step:kill@rank=1,step=7;start.warmed_up:kill@rank=2,after=1", [0, 6]),
+        ("train.after_step:kill@rank=1,step=10;start.loaded:kill@rank=2,after=1", [0, 10, 10]),
     ],
 )
 def test_fault_49_50_a_killed_rank_is_replaced_and_the_others_repeat_nothing(

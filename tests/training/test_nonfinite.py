@@ -649,6 +649,9 @@ def test_fault_47_a_checkpoint_from_before_the_count_loads_and_goes_on_with_fuse
     class Stored:
         manifest = SimpleNamespace(files=files)
 
+        def has(self, name: str) -> bool:
+            return name in files
+
         def read(self, name: str) -> bytes:
             return files[name]
 

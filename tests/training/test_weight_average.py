@@ -297,6 +297,9 @@ class Stored:
     def __init__(self, files: Mapping[str, bytes]) -> None:
         self.files, self.manifest = files, self
 
+    def has(self, name: str) -> bool:
+        return name in self.files
+
     def read(self, name: str) -> bytes:
         return self.files[name]
 
