@@ -94,9 +94,6 @@ class RaySession(RecordingSession):
         self._answer: Any = None
         self._signal = 0
 
-    def __enter__(self) -> RaySession:
-        return self
-
     def __exit__(self, *_: object) -> None:
         """Waits until the driver has received the last events."""
         self.close()
@@ -143,8 +140,7 @@ class RaySession(RecordingSession):
         """
         if self._replaces:
             # In Ray's barrier, a rank could wait for others that wait for it in the next group.
-            if self.recorder is not None and snapshot is not None:
-                self.recorder.submit(snapshot)
+            super().report(metrics, snapshot)
             return
         if self.recorder is None or snapshot is None:
             ray.train.report(dict(metrics), checkpoint_upload_mode=CheckpointUploadMode.ASYNC)

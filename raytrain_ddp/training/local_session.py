@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from types import FrameType
 from typing import Any
@@ -16,16 +16,12 @@ from torch.nn.parallel import DistributedDataParallel
 
 from raytrain_ddp.checkpoint.lease import Owner
 from raytrain_ddp.config.sections import ScalingConfig
-from raytrain_ddp.config.train_config import TrainConfig
 from raytrain_ddp.errors import PreflightError, RetriesExhausted
 from raytrain_ddp.events import Failed, Note
-from raytrain_ddp.messages import Event
 from raytrain_ddp.training.hang_diagnosis import Hang
-from raytrain_ddp.training.live_state import LiveState
-from raytrain_ddp.training.recorder import Best
 from raytrain_ddp.training.recording_session import RecordingSession
 from raytrain_ddp.training.rendezvous import Exchange, through_folder
-from raytrain_ddp.training.session import Requests, Snapshot
+from raytrain_ddp.training.session import Requests
 from raytrain_ddp.training.world import World
 
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
@@ -41,21 +37,9 @@ def stop_signals() -> list[signal.Signals]:
 class LocalSession(RecordingSession):
     """Runs `train` in this process, for debugging, tests and torchrun."""
 
-    def __init__(
-        self,
-        config: TrainConfig,
-        world: World,
-        best: Best,
-        show: Callable[[Event], None],
-        live: LiveState | None = None,
-    ) -> None:
-        super().__init__(config, world, best, show, live)
-        self._signal = 0
-        self._told = False
-        self._handlers: dict[int, Any] = {}
-
-    def __enter__(self) -> LocalSession:
-        return self
+    _signal = 0  # that requests a stop
+    _told = False
+    _handlers: Mapping[int, Any] = {}  # before `stop_on_signals`
 
     def __exit__(self, *_: object) -> None:
         for number, before in self._handlers.items():
@@ -68,10 +52,6 @@ class LocalSession(RecordingSession):
             return model
         devices = [self.world.device] if self.world.device.type == "cuda" else None
         return DistributedDataParallel(model, device_ids=devices, **options)
-
-    def report(self, metrics: Mapping[str, float], snapshot: Snapshot | None) -> None:
-        if self.recorder is not None and snapshot is not None:
-            self.recorder.submit(snapshot)
 
     def requests(self) -> Requests:
         if self._signal and not self._told:
@@ -108,8 +88,7 @@ class LocalSession(RecordingSession):
             for each in numbers:
                 signal.signal(each, signal.SIG_IGN if each == signal.SIGHUP else signal.SIG_DFL)
 
-        for number in numbers:
-            self._handlers[number] = signal.signal(number, ask)
+        self._handlers = {number: signal.signal(number, ask) for number in numbers}
 
 
 def join_world(scaling: ScalingConfig, threads: int | None = None) -> World:

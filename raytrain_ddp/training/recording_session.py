@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 from raytrain_ddp.checkpoint.lease import Owner
 from raytrain_ddp.checkpoint.manifest import Manifest
@@ -28,6 +28,7 @@ from raytrain_ddp.training.watchdog import WRITING, Watchdog
 from raytrain_ddp.training.world import World, broadcast
 
 Pause = Callable[[float, OSError], bool]
+S = TypeVar("S", bound="RecordingSession")
 
 
 @dataclass(frozen=True)
@@ -49,7 +50,7 @@ class PatientCheckpoint(Checkpoint):
 
 
 class RecordingSession:
-    """A session except for `wrap`, `report`, `requests` and `look`; only rank 0 has a recorder.
+    """A session except for `wrap`, `requests` and `look`; only rank 0 has a recorder.
 
     Args:
         show: receives each event on rank 0, also from the committing and watching threads.
@@ -76,10 +77,10 @@ class RecordingSession:
         self.hosts: list[str] = []
         self._take_live: Callable[[], Snapshot | None] | None = None
         self._live = live
-        self._records: list[LogRecord] = []  # those of rank 0 are the recorder's
         self.recorder = Recorder(config, world, best, show) if world.is_main else None
+        self._records: list[LogRecord] = self.recorder.log.records if self.recorder else []
 
-    def __enter__(self) -> RecordingSession:
+    def __enter__(self: S) -> S:
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -155,16 +156,18 @@ class RecordingSession:
         return None if taken is None else LiveState.of(taken)
 
     def restore_log(self, records: Sequence[LogRecord]) -> None:
-        self._records = [*records]
         if self.recorder is not None:
             self.recorder.log.restore(records)
+        else:
+            self._records[:] = records
 
     def log(self, record: LogRecord) -> None:
-        self._records.append(record)
-        if self.recorder is not None:
-            with self._doing(WRITING):
-                self.recorder.log.add(record)
-            self.tell(record)
+        if self.recorder is None:
+            self._records.append(record)
+            return
+        with self._doing(WRITING):
+            self.recorder.log.add(record)
+        self.tell(record)
 
     def tell(self, event: Event) -> None:
         if self._watchdog is not None and isinstance(event, Plan):
@@ -187,6 +190,10 @@ class RecordingSession:
 
     def records(self) -> Sequence[LogRecord]:
         return self._records
+
+    def report(self, metrics: Mapping[str, float], snapshot: Snapshot | None) -> None:
+        if self.recorder is not None and snapshot is not None:
+            self.recorder.submit(snapshot)
 
     def keep(self, name: str, document: Mapping[str, Any]) -> None:
         if self.recorder is not None:
