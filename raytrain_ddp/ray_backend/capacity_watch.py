@@ -16,6 +16,7 @@ from raytrain_ddp.ray_backend.placement import Layout, workers_that_fit
 
 _LOOK_EVERY_S = 2.0
 _SAY_EVERY_S = 30.0
+_SETTLED_S = 5.0  # a node may come back
 _TICK_S, _LONGEST_TICK_S = 0.1, 1.0
 # With room but no workers after this time, others occupy it, or their start keeps failing.
 _STARTED_WITHIN_S = 480.0
@@ -50,6 +51,9 @@ class CapacityWatch:
         wait_s: how long room for the minimum number of workers may be missing.
         nodes: the resources of each live node.
         changed: called when the set of nodes has changed.
+
+    Attributes:
+        may_shrink: workers that have joined go on without those that there is no room for.
     """
 
     def __init__(
@@ -67,6 +71,7 @@ class CapacityWatch:
         self._since: float | None = now()
         self._lacking_since: float | None = None
         self._looked_at = now()
+        self.may_shrink = False
 
     def lost(self) -> None:
         """The workers are gone, and Ray starts looking for room for new ones."""
@@ -74,6 +79,11 @@ class CapacityWatch:
 
     def joined(self) -> None:
         self._since = None
+
+    def lacks(self, layout: Layout) -> bool:
+        """Whether nothing has trained for a while, and there is no room for this layout."""
+        waits = self._since is not None and self._now() - self._since > _SETTLED_S
+        return waits and workers_that_fit(layout, self._nodes()) < layout.least
 
     def look(self) -> None:
         """Raises PreflightError when no workers can be expected anymore; cheap to call often."""
@@ -86,6 +96,9 @@ class CapacityWatch:
             self._before = len(nodes)
             self._changed()
         has = workers_that_fit(self._layout, nodes)
+        if self.may_shrink and self._since is None:
+            self._lacking_since = None
+            return
         if has >= self._layout.least:
             self._lacking_since = None
             if self._since is not None and now - self._since > _STARTED_WITHIN_S:

@@ -35,11 +35,13 @@ class FailurePolicy:
     Args:
         most: scaling.max_failures.
         committed: the step of the newest checkpoint, 0 without one.
+
+    Attributes:
         replaced: the number of workers, if a dead one is replaced while others are left; else 0.
     """
 
     def __init__(self, most: int, committed: int = 0, replaced: int = 0) -> None:
-        self._most, self._replaced = most, replaced
+        self._most, self.replaced = most, replaced
         self._in_a_row = 0
         self._before: tuple[int | None, str] | None = None  # (step, what) of the previous failure
         self._for_memory = 0
@@ -145,7 +147,7 @@ class FailurePolicy:
                 cause,
             )
         self._before = (step, what) if step else None
-        stay = len(event.texts) < self._replaced
+        stay = len(event.texts) < self.replaced
         return Failed(rank, step, f"{said} {where}; {self._resume_text(stay)}", node, what)
 
     def _handle_hang(self, hang: WorkerFailed) -> Failed:

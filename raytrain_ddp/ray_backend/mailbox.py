@@ -12,10 +12,11 @@ from __future__ import annotations
 import os
 from collections import deque
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from raytrain_ddp.messages import Event, Joined
-from raytrain_ddp.training.generations import OVER, Generation, Member, Roster
+from raytrain_ddp.messages import Died, Event, Joined
+from raytrain_ddp.training.roster import OVER, Member, Roster, Seat
 
 
 class Answer(NamedTuple):
@@ -25,11 +26,37 @@ class Answer(NamedTuple):
         stop: the number of the signal that requested a stop, else 0.
         mailbox: identifies the incarnation of the mailbox that replies.
         taken: the number of this sender's events that the driver has taken.
+        newcomer: whether a process waits to join; see `Roster.has_newcomer`.
     """
 
     stop: int
     mailbox: str
     taken: int
+    newcomer: bool = False
+
+
+@dataclass(frozen=True)
+class Draining:
+    """Nodes of workers that will be taken away; the names are Ray Train's."""
+
+    deadline_ms: int | None
+    preempted_node_ids: list[str]
+    preempted_ranks: list[int]
+
+
+def draining(node_ids: Mapping[int, str]) -> Draining | None:
+    """Which of these nodes, given by rank, will be taken away. Ray Train tells only workers that
+    all end together.
+
+    Raises:
+        AttributeError: this Ray does not say it; there is no public way to ask.
+    """
+    from ray._private import state
+
+    ends_ms = state.state.get_draining_nodes()
+    lost = {rank: node for rank, node in node_ids.items() if node in ends_ms}
+    known = [ends_ms[node] for node in lost.values() if ends_ms[node]]
+    return Draining(min(known, default=None), sorted({*lost.values()}), [*lost]) if lost else None
 
 
 class Mailbox:
@@ -48,7 +75,11 @@ class Mailbox:
     def push(self, events: Sequence[Event], sender: str = "", first: int = 0) -> Answer:
         """Adds events; those of a named `sender` are numbered from `first`."""
         self._events += [(sender, first + n, event) for n, event in enumerate(events)]
-        return Answer(self._stop, self._name, self._taken.get(sender, 0))
+        for event in events:
+            for rank in event.texts if isinstance(event, Died) else ():
+                self._roster.died(rank)
+        taken = self._taken.get(sender, 0)
+        return Answer(self._stop, self._name, taken, self._roster.has_newcomer())
 
     def take(self, taken: Mapping[str, int], stop: int = 0) -> list[tuple[str, int, Event]]:
         """The events since the last call, each with its sender and number.
@@ -66,14 +97,22 @@ class Mailbox:
         self.push([Joined(start, rank, node)])
         return not self._over
 
-    def meet(self, member: Member) -> Generation | None:
+    def meet(self, member: Member) -> Seat | None:
         """See `Roster.meet`; all members of a complete generation have joined a start."""
         if self._over:
-            return Generation(OVER, "")
-        found, members = self._roster.meet(member)
-        if found is not None:
-            self.push([Joined(found.name, each.rank, each.node) for each in members])
-        return found
+            return Seat(OVER)
+        seat, nodes = self._roster.meet(member)
+        if seat is not None:
+            self.push([Joined(seat.generation, rank, node) for rank, node in nodes.items()])
+        return seat
+
+    def is_over(self, member: Member) -> bool:
+        """See `Roster.is_over`."""
+        return self._roster.is_over(member)
+
+    def preemption(self) -> Draining | None:
+        """Which nodes of the newest generation will be taken away; see `draining`."""
+        return draining(self._roster.node_ids)
 
     def exchange_status(self, start: str, rank: int, status: Any) -> dict[int, Any]:
         """Publishes the status of a rank of `start`, or removes it if None; returns the status of

@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-
-import ray.train
+from typing import Protocol
 
 from raytrain_ddp.events import Note
 from raytrain_ddp.training.session import Requests
@@ -19,16 +18,26 @@ _UNKNOWN_S = 120.0  # Ray's own limit for a notice without an end
 _LEAST_MARGIN_S = 5.0
 
 
+class Preemption(Protocol):
+    """Nodes that will be taken away, as Ray Train describes it."""
+
+    deadline_ms: int | None
+    """Since the epoch; None: unknown."""
+    preempted_node_ids: list[str]
+    preempted_ranks: list[int]
+
+
 class Notice:
     """Polls Ray for notices, and decides what to do about them and when.
 
     Args:
-        look_every_s: 0: never. Each poll costs all ranks a round trip to one of Ray's actors.
+        look_every_s: 0: never. Each poll costs all ranks a round trip to an actor.
         tell: receives a note.
+        least: how many ranks a notice must concern to stop the training.
     """
 
-    def __init__(self, look_every_s: float, tell: Callable[[Note], None]) -> None:
-        self._every_s, self._tell = look_every_s, tell
+    def __init__(self, look_every_s: float, tell: Callable[[Note], None], least: int = 1) -> None:
+        self._every_s, self._tell, self._least = look_every_s, tell, least
         self._looked_at = self._asked_at = time.monotonic()
         self._step_s = self._commit_s = 0.0
         self._nodes: list[str] = []
@@ -50,20 +59,21 @@ class Notice:
         look = 0 < self._every_s <= now - self._looked_at
         return Requests(STOP if stop else 0, look=look)
 
-    def look(self) -> None:
-        """All ranks take part."""
-        found = ray.train.get_preemption_info()
+    def look(self, found: Preemption | None) -> None:
+        """Takes the notice that all ranks have found, if there is one."""
         self._looked_at = time.monotonic()
         if found is None:
             return
         left_s = _UNKNOWN_S if found.deadline_ms is None else found.deadline_ms / 1e3 - time.time()
-        if self._ends_at is None or found.deadline_ms is not None:
+        stops = len(found.preempted_ranks) >= self._least
+        if stops and (self._ends_at is None or found.deadline_ms is not None):
             self._ends_at = self._looked_at + left_s
         if found.preempted_node_ids != self._nodes:
             self._nodes, self._save = found.preempted_node_ids, True
             ranks = ", ".join(map(str, found.preempted_ranks))
-            text = f"the node of rank {ranks} will be preempted in {max(0.0, left_s):.0f} s: "
-            self._tell(Note(text + "saving now, and again before then"))
+            then = "and again before then" if stops else "and going on without them then"
+            text = f"the node of rank {ranks} will be preempted in {max(0.0, left_s):.0f} s"
+            self._tell(Note(f"{text}: saving now, {then}"))
 
     def left_s(self) -> float:
         """How long the nodes will remain."""

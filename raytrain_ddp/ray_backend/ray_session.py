@@ -29,13 +29,15 @@ from raytrain_ddp.messages import Evaluating, Event, InProgress, Outcome, Phase,
 from raytrain_ddp.ray_backend.mailbox import Answer, Outbox
 from raytrain_ddp.ray_backend.preemption import STOP, Notice
 from raytrain_ddp.ray_backend.worker_log import WorkerLog
+from raytrain_ddp.training.generations import NewcomerWaits
 from raytrain_ddp.training.hang_diagnosis import Hang, RankStatus
 from raytrain_ddp.training.live_state import LiveState
 from raytrain_ddp.training.recorder import Best
 from raytrain_ddp.training.recording_session import RecordingSession
 from raytrain_ddp.training.rendezvous import Exchange
+from raytrain_ddp.training.roster import Seat
 from raytrain_ddp.training.session import Requests, Snapshot
-from raytrain_ddp.training.world import World
+from raytrain_ddp.training.world import World, broadcast
 from raytrain_ddp.uri import without_secrets
 
 _PUSH_EVERY_S = 0.2
@@ -51,9 +53,10 @@ class RaySession(RecordingSession):
     Args:
         mailbox: handle of the Mailbox actor.
         look_every_s: how often to check for preemption notices; 0: never.
-        start: an id shared by the workers of this start only.
+        start: an id shared by the workers of this start only; with a seat, that has one.
         live: see RecordingSession.
-        replaces: see WorkerSettings; Ray Train then keeps no register of checkpoints.
+        seat: the place in a generation, if dead workers are replaced; Ray Train then keeps no
+            register of checkpoints.
 
     Attributes:
         step: the current one; None before the first.
@@ -67,13 +70,13 @@ class RaySession(RecordingSession):
         look_every_s: float = 0.0,
         start: str = "",
         live: LiveState | None = None,
-        replaces: bool = False,
+        seat: Seat | None = None,
     ) -> None:
         context = ray.train.get_context()
         world = World(
-            rank=context.get_world_rank(),
-            size=context.get_world_size(),
-            local_rank=context.get_local_rank(),
+            rank=seat.rank if seat else context.get_world_rank(),
+            size=seat.size if seat else context.get_world_size(),
+            local_rank=seat.local_rank if seat else context.get_local_rank(),
             device=ray.train.torch.get_device(),
             threads=config.scaling.threads,
         )
@@ -82,14 +85,17 @@ class RaySession(RecordingSession):
                 f"storage = {without_secrets(config.storage)}: node {socket.gethostname()} does "
                 "not see the run's folder there. Several nodes need a shared folder or a URI."
             )
+        start = seat.generation if seat else start
         self._outbox = Outbox(f"{start} {os.urandom(8).hex()}")
         self._events: deque[Event] = deque()  # the committing thread adds to it, too
-        self._notice = Notice(look_every_s, self._events.append)
+        alone = world.size if seat else 1  # others go on without those of some nodes
+        self._notice = Notice(look_every_s, self._events.append, alone)
         self._training = threading.current_thread()
         self._words = WorkerLog(world)
         super().__init__(config, world, best, self._say, live)
         self.step: int | None = None
-        self._mailbox, self._start, self._replaces = mailbox, start, replaces
+        self._mailbox, self._start, self._replaces = mailbox, start, seat is not None
+        self._newcomer = self._joins = False
         self._pushed_at = 0.0
         self._answer: Any = None
         self._signal = 0
@@ -105,7 +111,9 @@ class RaySession(RecordingSession):
 
     def wrap(self, model: nn.Module, options: Mapping[str, Any]) -> nn.Module:
         wrapped: nn.Module = ray.train.torch.prepare_model(
-            model, parallel_strategy_kwargs=dict(options) if self.world.size > 1 else None
+            model,
+            parallel_strategy="ddp" if self.world.size > 1 else None,  # Ray may count others
+            parallel_strategy_kwargs=dict(options),
         )
         return wrapped
 
@@ -162,9 +170,12 @@ class RaySession(RecordingSession):
     def requests(self) -> Requests:
         """Called once per step; also counts steps and pushes events."""
         self.step = (self.step or 0) + 1
-        return self._asked(self._notice.requests)
+        requests = self._asked(self._notice.requests)
+        self._joins = self._newcomer
+        return requests._replace(look=requests.look or self._joins)
 
     def requests_in_evaluation(self) -> Requests:
+        self._joins = False  # the evaluation would be repeated
         return self._asked(self._notice.requests_in_evaluation)
 
     def _asked(self, notice: Callable[[], Requests]) -> Requests:
@@ -176,7 +187,17 @@ class RaySession(RecordingSession):
         return requests._replace(stop=self._signal) if self._signal else requests
 
     def look(self) -> None:
-        self._notice.look()
+        """All ranks take part; raises NewcomerWaits on all or none."""
+        if not self._replaces:
+            self._notice.look(ray.train.get_preemption_info())
+            return
+        found = None
+        if self.world.is_main:
+            found = self._joins, ray.get(self._mailbox.preemption.remote())
+        joins, preemption = broadcast(found, self.world)
+        if joins:
+            raise NewcomerWaits
+        self._notice.look(preemption)
 
     def status_exchange(self, owners: Sequence[Owner]) -> Exchange:
         def exchange(status: RankStatus | None) -> dict[int, RankStatus]:
@@ -250,7 +271,7 @@ class RaySession(RecordingSession):
             if not ready:
                 return  # the mailbox's machine is busy: send more next time
             answer: Answer = ray.get(ready[0])
-            self._signal = answer.stop
+            self._signal, self._newcomer = answer.stop, answer.newcomer
             self._outbox.answered(answer)
         for _ in range(len(self._events)):
             self._outbox.add(self._events.popleft())

@@ -7,6 +7,7 @@ training/generations.py.
 
 from __future__ import annotations
 
+import dataclasses
 import os
 from typing import Any
 
@@ -17,9 +18,11 @@ from ray.train.backend import Backend
 from ray.train.torch import TorchConfig
 
 from raytrain_ddp.config.train_config import TrainConfig
-from raytrain_ddp.ray_backend.placement import Layout
+from raytrain_ddp.ray_backend.mailbox import draining
+from raytrain_ddp.ray_backend.placement import Layout, workers_that_fit
 from raytrain_ddp.ray_backend.ray_settings import PREEMPTION_WATCHER
-from raytrain_ddp.training.generations import Generation, Member, Place
+from raytrain_ddp.training.generations import Place
+from raytrain_ddp.training.roster import Member, Seat
 
 
 class _ReplacingBackend(Backend):  # type: ignore[misc]
@@ -34,34 +37,64 @@ class ReplacingConfig(TorchConfig):  # type: ignore[misc]
         return _ReplacingBackend
 
 
-def replaces_workers(config: TrainConfig, layout: Layout) -> bool:
-    """Whether a worker that dies is replaced. Otherwise, all are restarted:
+def replacing_layout(config: TrainConfig, layout: Layout) -> Layout | None:
+    """The workers to start if each that dies is to be replaced; None if all are to be restarted:
 
     - on GPUs: a collective of NCCL's that is aborted would let the update go on with its result.
-    - with MIN:MAX workers: Ray Train decides on the number of workers at a restart.
-    - on several nodes, or where they may be preempted: Ray Train passes on no notices then.
+    - with MIN:MAX workers, unless there is room for MAX: Ray Train decides on the number of workers
+      at a restart.
     """
-    return (
-        config.scaling.replace_workers
-        and getattr(Backend, "has_replica_groups", None) is not None
-        and 1 < layout.least == layout.most
-        and layout.backend == "gloo"
-        and not layout.use_gpu
-        and os.environ.get(PREEMPTION_WATCHER) == "0"
-        and sum(bool(node["Alive"]) for node in ray.nodes()) == 1
-    )
+    replaces = config.scaling.replace_workers and layout.backend == "gloo" and not layout.use_gpu
+    if not replaces or layout.most == 1 or not hasattr(Backend, "has_replica_groups"):
+        return None
+    fixed = dataclasses.replace(layout, least=layout.most)
+    nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
+    if layout.least < layout.most > workers_that_fit(layout, nodes):
+        return None
+    if os.environ.get(PREEMPTION_WATCHER) != "0":
+        try:
+            draining({0: ""})
+        except (AttributeError, ImportError):
+            return None
+    return fixed
 
 
-def place_of_worker(mailbox: Any, node: str) -> Place:
+def least_left(config: TrainConfig, layout: Layout) -> int:
+    """How many workers go on without the others until these are replaced.
+
+    Args:
+        layout: as it is configured.
+    """
+    if layout.least < layout.most:
+        return layout.least
+    return 1 if config.exact else layout.most
+
+
+def place_of_worker(mailbox: Any, least: int, node: str) -> Place:
     """The place of this worker; the mailbox keeps the roster."""
     context = ray.train.get_context()
     rank, size = context.get_world_rank(), context.get_world_size()
-    # A task may read them. All workers are on one machine; for Ray Train, each is a group.
-    os.environ.update(RANK=str(rank), WORLD_SIZE=str(size), NODE_RANK="0")
-    os.environ.update(LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE=str(size))
+    here = ray.get_runtime_context().get_node_id()
+    member = Member(rank, size, least, os.urandom(8).hex(), 0, node, here)
+    return Place(member, ray.util.get_node_ip_address(), _Remote(mailbox))
 
-    def meet(member: Member) -> Generation | None:
-        found: Generation | None = ray.get(mailbox.meet.remote(member))
-        return found
 
-    return Place(rank, size, ray.util.get_node_ip_address(), node, meet)
+def set_environment(seat: Seat) -> None:
+    """A task may read these. For Ray Train, each worker is a group of its own."""
+    os.environ.update(RANK=str(seat.rank), WORLD_SIZE=str(seat.size))
+    os.environ.update(LOCAL_RANK=str(seat.local_rank), LOCAL_WORLD_SIZE=str(seat.local_size))
+    os.environ.update(NODE_RANK=str(seat.node_rank))
+
+
+class _Remote:
+    """The mailbox's roster."""
+
+    def __init__(self, mailbox: Any) -> None:
+        self._mailbox = mailbox
+
+    def meet(self, member: Member) -> Seat | None:
+        seat: Seat | None = ray.get(self._mailbox.meet.remote(member))
+        return seat
+
+    def is_over(self, member: Member) -> bool:
+        return bool(ray.get(self._mailbox.is_over.remote(member)))

@@ -27,13 +27,13 @@ def make_trainer(
     layout: Layout,
     mailbox: Any,
     task: bytes | None = None,
-    replaces: bool = False,
+    least: int = 0,
 ) -> Any:
     """A `TorchTrainer` whose workers run `train` on `layout` and report to `mailbox`.
 
     Args:
         task: the pickled task, if its name does not suffice; see `pickled_task`.
-        replaces: see `replaces_workers`.
+        least: see WorkerSettings.
     """
     import ray
     from ray.train import FailureConfig, LoggingConfig, RunConfig, ScalingConfig
@@ -52,7 +52,7 @@ def make_trainer(
         mailbox=mailbox,
         lease=holder(run),
         look_every_s=0.0 if os.environ.get(PREEMPTION_WATCHER) == "0" else _LOOK_EVERY_S,
-        replaces=replaces,
+        least=least,
         failpoints=(os.environ.get(VARIABLE, ""), os.environ.get(FOLDER_VARIABLE, "")),
     )
     return TorchTrainer(
@@ -78,7 +78,7 @@ def make_trainer(
             callbacks=[FailureCallback(mailbox, ray.get_runtime_context().get_actor_id())],
             logging_config=LoggingConfig(log_level="WARNING"),
         ),
-        torch_config=(ReplacingConfig if replaces else TorchConfig)(backend=layout.backend),
+        torch_config=(ReplacingConfig if least else TorchConfig)(backend=layout.backend),
     )
 
 

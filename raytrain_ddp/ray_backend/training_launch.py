@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from functools import partial
 from types import FrameType
 from typing import Any
 
@@ -75,15 +76,14 @@ def run_workers(
     import ray
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-    from raytrain_ddp.ray_backend.replacing import replaces_workers
+    from raytrain_ddp.ray_backend.replacing import least_left, replacing_layout
 
     here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
     # If it is killed, Ray restarts it and retries calls: see mailbox.py.
     lasting = {"max_restarts": -1, "max_task_retries": -1}
     mailbox = ray.remote(num_cpus=0, scheduling_strategy=here, **lasting)(Mailbox).remote()
     show(Phase("loading torch"))
-    replaces = replaces_workers(config, layout)
-    failures = FailurePolicy(config.scaling.max_failures, committed, layout.most * replaces)
+    failures = FailurePolicy(config.scaling.max_failures, committed)
     nodes = LiveNodes()
     metrics = PrometheusMetrics(str(config.name))
 
@@ -99,12 +99,18 @@ def run_workers(
     try:
         with _signals(listener.on_signal):
             while True:
-                trainer = make_trainer(config, run, layout, mailbox, task, replaces)
+                fixed = replacing_layout(config, layout)
+                least = least_left(config, layout) if fixed else 0
+                failures.replaced = fixed.most if fixed else 0
+                waiting.may_shrink = 0 < least < layout.most
+                trainer = make_trainer(config, run, fixed or layout, mailbox, task, least)
                 show(Phase(f"placing {layout.said} (each loads torch)"))
-                why = _attend(trainer, listener)
+                # Without room for all, Ray Train would wait, though fewer may do.
+                stuck = partial(waiting.lacks, fixed) if fixed and fixed != layout else None
+                why = _attend(trainer, listener, stuck)
                 if listener.outcome is not None:
                     return listener.outcome
-                told(failures.ended(why))
+                told(Note("starting with fewer workers") if why is None else failures.ended(why))
                 waiting.lost()
                 starting.lost()
     finally:  # end the run also on a Ray that outlives this call
@@ -115,8 +121,9 @@ def run_workers(
             listener.end_controller()
 
 
-def _attend(trainer: Any, listener: _Listener) -> str:
-    """Handles events until training is over; returns Ray Train's last error if it has failed."""
+def _attend(trainer: Any, listener: _Listener, is_stuck: Callable[[], bool] | None) -> str | None:
+    """Handles events until training is over; returns Ray Train's last error if it has failed, and
+    None if it `is_stuck`, and has been ended."""
     raised: list[BaseException] = []
 
     def fit() -> None:
@@ -131,6 +138,10 @@ def _attend(trainer: Any, listener: _Listener) -> str:
     training.start()
     while training.is_alive() and not listener.waited_enough():
         listener.listen()
+        if is_stuck is not None and is_stuck():
+            listener.end_controller()
+            training.join(_ABORT_S)
+            return None
         time.sleep(_POLL_S)
     listener.listen()
     return str(raised[0]) if raised else ""

@@ -45,7 +45,8 @@ class WorkerSettings:
         mailbox: handle of the Mailbox actor.
         lease: the token with which the driver holds the run; "": unknown.
         look_every_s: how often to check for preemption notices; 0: never.
-        replaces: a rank that dies is replaced while the others stay; see replacing.py.
+        least: how many workers go on if others die, which are replaced; 0: all are restarted.
+            See replacing.py.
         failpoints: those armed in the driver's environment, and the folder that records them.
     """
 
@@ -56,7 +57,7 @@ class WorkerSettings:
     mailbox: Any
     lease: str = ""
     look_every_s: float = 0.0
-    replaces: bool = False
+    least: int = 0
     failpoints: tuple[str, str] = ("", "")
     task: bytes | None = dataclasses.field(default=None, repr=False)
 
@@ -73,7 +74,7 @@ def train_on_worker(loop_config: dict[str, WorkerSettings]) -> None:
 
     rank, node = ray.train.get_context().get_world_rank(), socket.gethostname()
     grouped = dist.is_initialized()
-    place = place_of_worker(given.mailbox, node) if given.replaces else None
+    place = place_of_worker(given.mailbox, given.least, node) if given.least else None
     sessions: list[RaySession] = []
     try:
         if place or ray.get(given.mailbox.join.remote(_start(), rank, node)):
@@ -82,7 +83,7 @@ def train_on_worker(loop_config: dict[str, WorkerSettings]) -> None:
                 _train(given, sessions, place)
     except BaseException as error:
         step = sessions[-1].step if sessions else None
-        start = place.generation.name if place else _start()
+        start = place.seat.generation if place else _start()
         torn_down = grouped and not dist.is_initialized()
         report_failure(given, rank, step, error, torn_down, start)
         raise
@@ -99,6 +100,7 @@ def _train(given: WorkerSettings, sessions: list[RaySession], place: Place | Non
     from raytrain_ddp.config.recipe import from_dict
     from raytrain_ddp.errors import PreflightError
     from raytrain_ddp.ray_backend.ray_session import RaySession
+    from raytrain_ddp.ray_backend.replacing import set_environment
     from raytrain_ddp.tasks.task_loading import load_task
     from raytrain_ddp.training.generations import through_generations
     from raytrain_ddp.training.loop import train
@@ -123,8 +125,10 @@ def _train(given: WorkerSettings, sessions: list[RaySession], place: Place | Non
         task = load_task(made, reads)
         loaded[:] = [(made, task)]
         best = Best(task.monitor, task.goal)
-        name, look_s = place.generation.name if place else _start(), given.look_every_s
-        session = RaySession(made, given.mailbox, best, look_s, name, live, given.replaces)
+        seat, look_s = place.seat if place else None, given.look_every_s
+        if seat is not None:
+            set_environment(seat)
+        session = RaySession(made, given.mailbox, best, look_s, _start(), live, seat)
         sessions[:] = [session]
         return session
 

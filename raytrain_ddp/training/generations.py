@@ -1,8 +1,7 @@
 """Process groups one after another, so that a worker can be replaced while the others stay.
 
-Each *generation* has all ranks, and a store of its own. A rank that loses a peer leaves its group,
-which makes the others notice, and joins the next generation. Nothing here needs Ray, and nothing
-imports torch at the top: the roster is kept by a small actor.
+Each *generation* has a store of its own. A rank that loses a peer leaves its group, which makes the
+others notice, and joins the next generation: see roster.py. Nothing here needs Ray.
 """
 
 from __future__ import annotations
@@ -10,13 +9,16 @@ from __future__ import annotations
 import gc
 import os
 import socket
+import threading
 import time
 import traceback
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import replace
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from raytrain_ddp.training.roster import OVER, Member, Registry, Seat, beat_s, poll_s
 
 if TYPE_CHECKING:
     from raytrain_ddp.training.live_state import LiveState
@@ -24,113 +26,33 @@ if TYPE_CHECKING:
 
 S = TypeVar("S", bound="RecordingSession")
 
-_SILENT_S = 3.0  # a member that has not asked for so long is gone
-_POLL_S, _POLL_OF_MANY_S = 0.05, 0.001  # and per member
 _CONNECT_S = 60.0
 _THERE_S = 20.0  # one that has died since it asked is replaced meanwhile
 _TRIES = 5
 _COLLECTIVE_S = 1800.0  # as long as in Ray Train
-OVER = -1
-"""The number of the generation that is returned when the run is over."""
 
 
-@dataclass(frozen=True)
-class Member:
-    """A rank that wants to join the next generation.
-
-    Args:
-        token: identifies its process.
-        last: the number of its last generation; 0: none.
-        address: HOST:PORT of the store that it offers; "" unless it is rank 0.
-        node: its host name.
-    """
-
-    rank: int
-    size: int
-    token: str
-    last: int
-    address: str
-    node: str
-
-
-class Generation(NamedTuple):
-    """A process group: its number from 1, and the address of its store."""
-
-    number: int
-    address: str
-
-    @property
-    def name(self) -> str:
-        """An id that no other generation of the run has; "" before the first."""
-        return f"{self.number} {self.address}" if self.number else ""
-
-
-class Roster:
-    """Forms generations of members. A member asks again and again until its generation is complete;
-    so a roster that is lost, or a member that dies while it waits, does no harm."""
-
-    def __init__(self, now: Callable[[], float] = time.monotonic) -> None:
-        self._now = now
-        self._gathering: dict[int, tuple[Member, float]] = {}  # rank -> member, when it asked last
-        self._seen: dict[int, list[str]] = {}  # rank -> tokens of its processes, oldest first
-        self._tokens: frozenset[str] = frozenset()  # of the newest generation
-        self.newest = Generation(0, "")
-
-    def meet(self, member: Member) -> tuple[Generation | None, list[Member]]:
-        """The generation of this member once it is complete; and all its members, when this call
-        completes it.
-
-        A process that another one of its rank has replaced gets a generation that is `OVER`.
-        """
-        seen = self._seen.setdefault(member.rank, [])
-        if member.token not in seen:
-            seen.append(member.token)
-        if member.token != seen[-1]:
-            return Generation(OVER, ""), []
-        if member.token in self._tokens and member.last < self.newest.number:
-            return self.newest, []
-        now = self._now()
-        self._gathering[member.rank] = member, now
-        there = {r: m for r, (m, at) in self._gathering.items() if now - at < self._silent_s(m)}
-        if len(there) < member.size:
-            return None, []
-        number = max(self.newest.number, *(each.last for each in there.values())) + 1
-        self.newest = Generation(number, there[0].address)
-        self._tokens = frozenset(each.token for each in there.values())
-        self._gathering.clear()
-        return self.newest, [there[rank] for rank in sorted(there)]
-
-    @staticmethod
-    def _silent_s(member: Member) -> float:
-        return max(_SILENT_S, 5 * poll_s(member.size))
-
-
-def poll_s(size: int) -> float:
-    """How long a member waits before it asks again."""
-    return _POLL_S + _POLL_OF_MANY_S * size
+class NewcomerWaits(Exception):
+    """Raised on all ranks between two steps: a process waits to join, so the next generation begins
+    here."""
 
 
 class Place:
-    """This process's rank in all generations that it joins.
+    """This process's place in all generations that it joins.
 
     Args:
-        meet: asks the roster; see `Roster.meet`.
+        member: what the roster gets to know about this process; the rest is added.
         host: an address of this machine that the others reach.
+        registry: keeps the roster; called from two threads.
+
+    Attributes:
+        seat: in the present generation.
     """
 
-    def __init__(
-        self,
-        rank: int,
-        size: int,
-        host: str,
-        node: str,
-        meet: Callable[[Member], Generation | None],
-    ) -> None:
-        self._rank, self._size, self._host, self._node = rank, size, host, node
-        self._meet = meet
-        self._token = os.urandom(8).hex()
-        self._sockets = _Sockets()
-        self.generation = Generation(0, "")
+    def __init__(self, member: Member, host: str, registry: Registry) -> None:
+        self._member, self._host, self._registry = member, host, registry
+        self._sockets, self._left = _Sockets(), threading.Event()
+        self.seat = Seat(0)
 
     def join(self) -> bool:
         """Waits for the next generation and makes its process group; False: the run is over.
@@ -142,13 +64,14 @@ class Place:
 
         for attempt in range(_TRIES):
             offered = None
-            if self._rank == 0:  # port 0: a free one
+            if self._member.rank == 0 or self._member.least < self._member.size:
+                # Each may be the first of those that are left. Port 0: a free one.
                 offered = TCPStore(self._host, 0, is_master=True, wait_for_workers=False)
-            self.generation = found = self._met(offered.port if offered else 0)
-            if found.number == OVER:
+            self.seat = self._met(f"{self._host}:{offered.port}" if offered else "")
+            if self.seat.number == OVER:
                 return False
             try:
-                self._connect(offered)
+                self._connect(offered if self.seat.rank == 0 else None)
                 return True
             except RuntimeError:  # DistError is one
                 self.leave()
@@ -156,12 +79,15 @@ class Place:
                     raise
         return True
 
-    def _met(self, port: int) -> Generation:
-        address = f"{self._host}:{port}" if port else ""
-        last = self.generation.number
-        mine = Member(self._rank, self._size, self._token, last, address, self._node)
-        while (found := self._meet(mine)) is None:
-            time.sleep(poll_s(self._size))
+    def _met(self, address: str) -> Seat:
+        member = replace(self._member, last=max(0, self.seat.number), address=address)
+        found = self._registry.meet(member)
+        if found is None:
+            # While others still come. Models and their process groups are in cycles of references.
+            gc.collect()
+        while found is None:
+            time.sleep(poll_s(member.size))
+            found = self._registry.meet(member)
         return found
 
     def _connect(self, offered: Any) -> None:
@@ -171,7 +97,7 @@ class Place:
         from raytrain_ddp.training.torch_compat import set_timeout
 
         limit = timedelta(seconds=_CONNECT_S)
-        host, _, port = self.generation.address.rpartition(":")
+        host, _, port = self.seat.address.rpartition(":")
         there = timedelta(seconds=_THERE_S)
         store = offered or TCPStore(host, int(port), is_master=False, timeout=there)
         self._store = store
@@ -179,11 +105,26 @@ class Place:
         self._all("there", _THERE_S)
         self._sockets = _Sockets()
         dist.init_process_group(
-            "gloo", store=store, rank=self._rank, world_size=self._size, timeout=limit
+            "gloo", store=store, rank=self.seat.rank, world_size=self.seat.size, timeout=limit
         )
         self._sockets.started()
         self._all("connected", _CONNECT_S)  # no rank leaves while another still connects
         set_timeout(timedelta(seconds=_COLLECTIVE_S))
+        self._left = threading.Event()
+        member = replace(self._member, last=self.seat.number)
+        watch = threading.Thread(
+            target=self._watch, args=(member, self._left, self._sockets), daemon=True
+        )
+        watch.start()
+
+    def _watch(self, member: Member, left: threading.Event, sockets: _Sockets) -> None:
+        """Gives signs of life, and ends collectives when the generation is over: those with a
+        machine that is cut off would not notice."""
+        while not left.wait(beat_s(member.size)):
+            with suppress(Exception):  # the roster may be starting again
+                if self._registry.is_over(member) and not left.is_set():
+                    sockets.shut_down()
+                    return
 
     def part(self) -> None:
         """Waits until all ranks have called this, then leaves: nobody ends before all that may need
@@ -199,13 +140,14 @@ class Place:
         """Ends this process's part in its process group: the other ranks' collectives fail."""
         from raytrain_ddp.training.torch_compat import end_group
 
+        self._left.set()
         self._sockets.shut_down()
         end_group()
 
     def _all(self, what: str, limit_s: float = 10.0) -> None:
         """Waits until all ranks have called this."""
-        self._store.set(f"{what}-{self._rank}", "")
-        keys = [f"{what}-{rank}" for rank in range(self._size)]
+        self._store.set(f"{what}-{self.seat.rank}", "")
+        keys = [f"{what}-{rank}" for rank in range(self.seat.size)]
         self._store.wait(keys, timedelta(seconds=limit_s))
 
 
@@ -262,6 +204,7 @@ def through_generations(
     """
     live: LiveState | None = None
     reached, losses = -1, 0
+    gc.freeze()  # what is imported is there to stay: collecting takes a tenth of the time
     while place.join():
         session, live = start(live), None
         try:
@@ -275,13 +218,14 @@ def through_generations(
             return
         except Exception as error:
             place.leave()
-            if not is_loss(error):
+            newcomer = isinstance(error, NewcomerWaits)
+            if not newcomer and not is_loss(error):
                 raise
             traceback.clear_frames(error.__traceback__)  # of the loop and its batches
             live = session.live_state()
             step = live.manifest.step if live else -1
-            reached, losses = max(reached, step), 1 if step > reached else losses + 1
+            losses = 0 if step > reached else losses
+            reached, losses = max(reached, step), losses + (not newcomer)
             if losses > most:
                 raise
         del session
-        gc.collect()  # models and their process groups are in cycles of references

@@ -567,12 +567,9 @@ class Taken:
     """A Notice with a clock of its own, and what Ray would say."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, every_s: float = 3.0) -> None:
-        import ray.train
-
         from raytrain_ddp.ray_backend import preemption
 
         self.now, self.said, self.notes = 1000.0, None, []
-        monkeypatch.setattr(ray.train, "get_preemption_info", lambda: self.said)
         clock = SimpleNamespace(monotonic=lambda: self.now, time=lambda: self.now + 5e8)
         monkeypatch.setattr(preemption, "time", clock)
         self.notice = preemption.Notice(every_s, to(self.notes))
@@ -592,7 +589,7 @@ class Taken:
             if requests.stop or requests.save:
                 wished.append((self.now - 1000, requests))
             if requests.look:
-                self.notice.look()
+                self.notice.look(self.said)
             self.now += each_s
         return wished
 

@@ -22,7 +22,7 @@ from raytrain_ddp.config.input_sections import DataConfig
 from raytrain_ddp.config.recipe import from_dict
 from raytrain_ddp.config.sections import EmaConfig, LogConfig
 from raytrain_ddp.config.train_config import TrainConfig
-from raytrain_ddp.training.generations import OVER, Generation, Member, Roster
+from raytrain_ddp.training.roster import OVER, Member, Roster, Seat
 
 W = 3
 _LIMIT_S = 120.0
@@ -42,40 +42,66 @@ def _work(
     options: Mapping[str, Any],
     folder: str,
     points: str,
+    least: int,
 ) -> None:
     """One process of a rank; also the first code that a forked process runs."""
     import torch
 
     from raytrain_ddp.messages import Outcome
     from raytrain_ddp.ray_backend.failure_causes import cause_of
-    from raytrain_ddp.training.generations import Place, through_generations
+    from raytrain_ddp.training.generations import NewcomerWaits, Place, through_generations
     from raytrain_ddp.training.live_state import LiveState
     from raytrain_ddp.training.local_session import LocalSession
     from raytrain_ddp.training.loop import train
     from raytrain_ddp.training.recorder import Best
-    from raytrain_ddp.training.world import World
+    from raytrain_ddp.training.session import Requests
+    from raytrain_ddp.training.world import World, broadcast
 
     torch.set_num_threads(1)
     failpoints.arm(points, folder)
     office = _Office(("127.0.0.1", port), b"test")
     office.connect()
     roster = office.roster()  # type: ignore[attr-defined]
+
+    class Registry:
+        def meet(self, member: Member) -> Seat | None:
+            return roster.meet(member)[0]  # type: ignore[no-any-return]
+
+        def is_over(self, member: Member) -> bool:
+            return roster.is_over(member)  # type: ignore[no-any-return]
+
+    class Session(LocalSession):
+        """Asks for newcomers at each step, as Ray's does now and then."""
+
+        def requests(self) -> Requests:
+            if self.world.size < W:
+                time.sleep(0.2)  # so that a new process starts in the meantime
+            return super().requests()._replace(look=least < W)
+
+        def look(self) -> None:
+            if broadcast(self.world.is_main and roster.has_newcomer(), self.world):
+                raise NewcomerWaits
+
     made = from_dict(config)
     events: list[Any] = []
     outcomes: list[Outcome] = []
+    sizes: list[int] = []
 
     def start(live: LiveState | None) -> LocalSession:
-        world = World(rank, W, rank, torch.device("cpu"), 1)
-        return LocalSession(made, world, Best("loss", "min"), events.append, live)
+        sizes.append(place.seat.size)
+        world = World(place.seat.rank, place.seat.size, rank, torch.device("cpu"), 1)
+        return Session(made, world, Best("loss", "min"), events.append, live)
 
     def run(session: LocalSession) -> None:
         outcomes.append(train(made, TinyTask(made, **options), session))
 
-    place = Place(rank, W, "127.0.0.1", "here", lambda member: roster.meet(member)[0])
+    member = Member(rank, W, least, os.urandom(8).hex(), 0, "here")
+    place = Place(member, "127.0.0.1", Registry())
     through_generations(place, start, run, lambda error: cause_of(error) == "peer", most=3)
     plans = [e for e in events if type(e).__name__ == "Plan"]
     note = {
         "steps": [plan.start_step for plan in plans],
+        "sizes": sizes,
         "replaced": [plan.replaced for plan in plans],
         "step": outcomes[-1].step if outcomes else None,
     }
@@ -94,12 +120,20 @@ class Run:
     """Three ranks; a process that is killed is replaced."""
 
     def __init__(
-        self, forks: Any, config: TrainConfig, folder: Path, points: str, **options: Any
+        self,
+        forks: Any,
+        config: TrainConfig,
+        folder: Path,
+        points: str,
+        least: int = W,
+        late_s: float = 0.0,
+        **options: Any,
     ) -> None:
         folder.mkdir(exist_ok=True)
-        self._arguments = plain(config), options, str(folder), points
-        self._forks, self.folder = forks, folder
-        roster = Roster()
+        self._arguments = plain(config), options, str(folder), points, least
+        self._forks, self.folder, self._late_s = forks, folder, late_s
+        self.roster = roster = Roster()
+        self._dead: dict[int, float] = {}  # rank -> when it is replaced
         office = BaseManager(("127.0.0.1", 0), b"test")
         office.register("roster", callable=lambda: roster)
         server = office.get_server()
@@ -121,8 +155,13 @@ class Run:
             for rank, process in self._ranks.items():
                 if process.exitcode not in (0, None):
                     assert process.exitcode == -9, f"rank {rank} failed: {process.exitcode}"
-                    self.deaths += 1
-                    self._ranks[rank] = self._begin(rank)
+                    if rank not in self._dead:
+                        self.deaths += 1
+                        self._dead[rank] = time.monotonic() + self._late_s
+                        self.roster.died(rank)
+                    if time.monotonic() >= self._dead[rank]:
+                        del self._dead[rank]
+                        self._ranks[rank] = self._begin(rank)
             time.sleep(0.02)
         return [json.loads(path.read_text()) for path in self.folder.glob("note-*.json")]
 
@@ -222,6 +261,47 @@ def test_fault_50_without_a_survivor_the_checkpoint_is_loaded(
     assert log_of(config) == log_of(undisturbed)
 
 
+@pytest.mark.parametrize(
+    ("points", "least", "smallest"),
+    [  # smallest: the size of the smallest generation, if it is always the same
+        ("train.before_step:kill@rank=1,step=3", 1, 2),
+        ("train.after_step:kill@rank=0,step=4", 2, 2),
+        ("train.after_backward:kill@rank=2,step=3;train.after_step:kill@rank=1,step=5", 1, 1),
+        ("train.before_step:kill@rank=0,step=3;train.before_step:kill@rank=2,step=3", 1, 1),
+        ("train.before_step:kill@rank=0,step=3;train.before_step:kill@rank=2,step=3", 2, None),
+    ],
+)
+def test_fault_49_with_exact_the_others_do_not_wait(
+    forks: Any,
+    exact_alone: TrainConfig,
+    tmp_path: Path,
+    points: str,
+    least: int,
+    smallest: int | None,
+) -> None:
+    """Compared with one process that is left alone."""
+    config = tiny_config(tmp_path, "run", exact=True)
+    run = Run(forks, config, tmp_path / "fired", points, least, late_s=3.0)  # survivors import Ray
+    notes = run.wait()
+    assert run.deaths == points.count(":kill@")
+    assert all(note["step"] == TOTAL_STEPS for note in notes)
+    assert bits(config) == bits(exact_alone)
+    assert log_of(config) == log_of(exact_alone)
+    sizes = max((note["sizes"] for note in notes), key=len)
+    assert min(sizes) >= least
+    assert smallest is None or min(sizes) == smallest
+    assert sizes[0] == sizes[-1] == 3
+    starts = [note["steps"] for note in notes]
+    assert all(steps == sorted(steps) for steps in starts)
+
+
+@pytest.fixture(scope="module")
+def exact_alone(tmp_path_factory: pytest.TempPathFactory) -> TrainConfig:
+    config = tiny_config(tmp_path_factory.mktemp("alone"), "alone", exact=True)
+    run_tiny(0, 1, plain(config), {})
+    return config
+
+
 # ------------------------------------------------------------------ the roster
 
 
@@ -232,17 +312,21 @@ class Desk:
         self.now_s = 0.0
         self.roster = Roster(lambda: self.now_s)
 
-    def asks(self, rank: int, token: str, last: int = 0, size: int = W) -> Generation | None:
-        address = f"host:{ord(token[0])}" if rank == 0 else ""
-        return self.roster.meet(Member(rank, size, token, last, address, "node"))[0]
+    def asks(self, rank: int, token: str, last: int = 0, least: int = W) -> tuple[int, str] | None:
+        address = f"host:{ord(token[0])}"
+        seat = self.roster.meet(Member(rank, W, least, token, last, "a", "node", address))[0]
+        return seat and (seat.number, seat.address)
+
+    def is_over(self, rank: int, token: str, last: int) -> bool:
+        return self.roster.is_over(Member(rank, W, 1, token, last, "a"))
 
 
 def test_a_generation_is_complete_with_all_ranks_and_the_address_of_rank_0() -> None:
     desk = Desk()
     assert desk.asks(0, "a") is None
     assert desk.asks(1, "b") is None
-    assert desk.asks(2, "c") == Generation(1, "host:97")
-    assert desk.asks(0, "a") == desk.asks(1, "b") == Generation(1, "host:97")
+    assert desk.asks(2, "c") == (1, "host:97")
+    assert desk.asks(0, "a") == desk.asks(1, "b") == (1, "host:97")
 
 
 def test_survivors_wait_for_the_new_process_of_a_rank() -> None:
@@ -251,8 +335,8 @@ def test_survivors_wait_for_the_new_process_of_a_rank() -> None:
         desk.asks(rank, token)
     assert desk.asks(0, "a", last=1) is None
     assert desk.asks(2, "c", last=1) is None
-    assert desk.asks(1, "d") == Generation(2, "host:97")
-    assert desk.asks(2, "c", last=1) == Generation(2, "host:97")
+    assert desk.asks(1, "d") == (2, "host:97")
+    assert desk.asks(2, "c", last=1) == (2, "host:97")
 
 
 def test_fault_51_a_process_that_was_replaced_is_refused() -> None:
@@ -260,10 +344,10 @@ def test_fault_51_a_process_that_was_replaced_is_refused() -> None:
     for rank, token in enumerate("abc"):
         desk.asks(rank, token)
     desk.asks(1, "d")
-    assert desk.asks(1, "b", last=1) == Generation(OVER, "")
+    assert desk.asks(1, "b", last=1) == (OVER, "")
     desk.asks(0, "a", last=1)
-    assert desk.asks(2, "c", last=1) == Generation(2, "host:97"), "with the new one"
-    assert desk.asks(1, "d") == Generation(2, "host:97")
+    assert desk.asks(2, "c", last=1) == (2, "host:97"), "with the new one"
+    assert desk.asks(1, "d") == (2, "host:97")
 
 
 def test_who_no_longer_asks_is_not_counted() -> None:
@@ -272,7 +356,7 @@ def test_who_no_longer_asks_is_not_counted() -> None:
     desk.now_s += 10
     desk.asks(0, "a")
     assert desk.asks(2, "c") is None, "rank 1 has died while it waited"
-    assert desk.asks(1, "d") == Generation(1, "host:97")
+    assert desk.asks(1, "d") == (1, "host:97")
 
 
 def test_a_roster_that_is_lost_costs_nothing() -> None:
@@ -283,4 +367,109 @@ def test_a_roster_that_is_lost_costs_nothing() -> None:
     desk.roster = Roster(lambda: desk.now_s)
     assert desk.asks(1, "b", last=1) is None
     assert desk.asks(2, "c", last=1) is None
-    assert desk.asks(0, "a", last=1) == Generation(2, "host:97")
+    assert desk.asks(0, "a", last=1) == (2, "host:97")
+
+
+def begun(desk: Desk, least: int = 1) -> Desk:
+    """All three train in generation 1."""
+    for rank, token in enumerate("abc"):
+        desk.asks(rank, token, least=least)
+    return desk
+
+
+def test_those_that_are_left_go_on_as_soon_as_the_dead_are_known() -> None:
+    desk = begun(Desk())
+    assert desk.asks(0, "a", last=1, least=1) is None, "rank 1 may only be slow"
+    assert not desk.is_over(2, "c", last=1)
+    desk.roster.died(1)
+    assert desk.is_over(2, "c", last=1), "rank 2 may not notice it otherwise"
+    assert desk.asks(0, "a", last=1, least=1) is None
+    assert desk.asks(2, "c", last=1, least=1) == (2, "host:97")
+
+
+def test_the_first_of_those_that_are_left_has_the_store() -> None:
+    desk = begun(Desk())
+    desk.roster.died(0)
+    desk.asks(2, "c", last=1, least=1)
+    assert desk.asks(1, "b", last=1, least=1) == (2, "host:98")
+    assert desk.asks(2, "c", last=1, least=1) == (2, "host:98")
+
+
+def test_fewer_than_the_least_wait() -> None:
+    desk = begun(Desk(), least=2)
+    desk.roster.died(0)
+    desk.roster.died(1)
+    assert desk.asks(2, "c", last=1, least=2) is None
+    assert desk.asks(0, "d", least=2) == (2, "host:100"), "two are there"
+
+
+def test_those_that_train_learn_that_a_process_waits() -> None:
+    desk = begun(Desk())
+    desk.roster.died(1)
+    desk.asks(0, "a", last=1, least=1)
+    desk.asks(2, "c", last=1, least=1)
+    assert not desk.roster.has_newcomer()
+    assert desk.asks(1, "d", least=1) is None
+    assert desk.roster.has_newcomer()
+    assert not desk.is_over(0, "a", last=2), "they leave at the end of a step"
+    desk.asks(0, "a", last=2, least=1)
+    desk.asks(1, "d", least=1)
+    assert desk.asks(2, "c", last=2, least=1) == (3, "host:97")
+
+
+def test_a_new_process_does_not_begin_without_those_that_train() -> None:
+    desk = begun(Desk())
+    desk.roster.died(0)
+    assert desk.asks(0, "d", least=1) is None
+    desk.roster.died(1)
+    desk.roster.died(2)
+    assert desk.asks(0, "d", least=1) is None, "nobody is left: all begin together"
+    desk.asks(1, "e", least=1)
+    assert desk.asks(2, "f", least=1) == (2, "host:100")
+
+
+def test_a_silent_process_counts_as_dead_though_ray_does_not_say_so() -> None:
+    desk = begun(Desk())
+    for _ in range(40):
+        desk.now_s += 1
+        assert not desk.is_over(0, "a", last=1) or desk.now_s > 30
+        desk.is_over(2, "c", last=1)
+    assert desk.is_over(0, "a", last=1)
+    desk.asks(0, "a", last=1, least=1)
+    assert desk.asks(2, "c", last=1, least=1) == (2, "host:97")
+    desk.now_s += 1
+    assert desk.is_over(1, "b", last=1), "it was only stopped"
+    desk.asks(1, "b", last=1, least=1)
+    assert desk.roster.has_newcomer()
+
+
+def test_a_restarted_roster_hears_from_all_before_a_smaller_generation() -> None:
+    desk = begun(Desk())
+    desk.roster = Roster(lambda: desk.now_s)
+    assert desk.asks(0, "a", last=1, least=1) is None
+    desk.now_s += 1
+    assert not desk.is_over(2, "c", last=1)
+    desk.now_s += 1
+    assert desk.asks(2, "c", last=1, least=1) is None
+    assert desk.asks(1, "b", last=1, least=1) is None
+    desk.now_s += 5
+    for rank, token in enumerate("ab"):
+        desk.asks(rank, token, last=1, least=1)
+    assert desk.asks(2, "c", last=1, least=1) == (2, "host:97")
+
+
+def test_places_on_several_nodes() -> None:
+    roster = Roster()
+    nodes = ["x", "y", "x", "y", "y"]
+    for _ in range(2):
+        seats = [
+            roster.meet(Member(rank, 5, 5, f"{rank}", 0, node, node))[0]
+            for rank, node in enumerate(nodes)
+        ]
+    assert [seat and seat[2:] for seat in seats] == [
+        (0, 5, 0, 2, 0),
+        (1, 5, 0, 3, 1),
+        (2, 5, 1, 2, 0),
+        (3, 5, 1, 3, 1),
+        (4, 5, 2, 3, 1),
+    ]

@@ -1,0 +1,217 @@
+"""Which processes form which generation of a run's workers.
+
+Kept by a small actor, so nothing here needs torch or Ray.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
+
+_ASKED_S = 3.0  # a member that has not asked for so long no longer waits
+_POLL_S, _POLL_OF_MANY_S = 0.05, 0.001  # and per rank
+_BEAT_S, _BEAT_OF_MANY_S = 1.0, 0.004
+# How long a member is silent before it counts as dead: if others have lost their connection to
+# somebody, and if nothing else indicates it. Ray usually reports a death within a second.
+_SILENT_S, _SILENT_ALONE_S = 6.0, 30.0
+_CHECK_S = 0.25
+_SETTLED_S = 6.0  # after which a restarted roster has heard from all
+OVER = -1
+"""The number of the generation that is returned when the run is over."""
+
+
+@dataclass(frozen=True)
+class Member:
+    """A process of a rank that is in a generation, or wants to join the next one.
+
+    Args:
+        rank: of the run.
+        size: ranks of the run.
+        least: how many may train without the others; `size`: all are waited for.
+        token: identifies the process.
+        last: the number of its newest generation; 0: none.
+        node: its host name.
+        node_id: Ray's id of it.
+        address: HOST:PORT of the store that it offers, as the first member has to; else "".
+    """
+
+    rank: int
+    size: int
+    least: int
+    token: str
+    last: int
+    node: str
+    node_id: str = ""
+    address: str = ""
+
+
+class Seat(NamedTuple):
+    """A process's place in a generation: a process group with a store of its own.
+
+    Args:
+        number: of the generation, from 1; 0: none yet.
+        address: of its store.
+        rank: in the generation, as are `size`, `local_rank` and so on.
+    """
+
+    number: int
+    address: str = ""
+    rank: int = 0
+    size: int = 0
+    local_rank: int = 0
+    local_size: int = 0
+    node_rank: int = 0
+
+    @property
+    def generation(self) -> str:
+        """An id that no other generation of the run has; "" before the first."""
+        return f"{self.number} {self.address}" if self.number else ""
+
+
+class Registry(Protocol):
+    """A roster, as a member reaches it."""
+
+    def meet(self, member: Member) -> Seat | None:
+        """See Roster."""
+
+    def is_over(self, member: Member) -> bool:
+        """See Roster."""
+
+
+class Roster:
+    """Forms generations of members.
+
+    A member asks again and again until its generation is complete; so a roster that is lost, or a
+    member that dies while it waits, does no harm. The first generation has all ranks, as has the
+    first one of which nobody is left. The others go on without the dead if their `least` allows.
+    """
+
+    def __init__(self, now: Callable[[], float] = time.monotonic) -> None:
+        self._now = now
+        self._newest = 0
+        self._running: dict[int, str] = {}  # rank -> token, of the newest generation
+        self._seats: dict[str, Seat] = {}  # by token, of the newest generation
+        self._waiting: dict[int, tuple[Member, float]] = {}  # by rank, and when it asked last
+        self._processes: dict[int, list[str]] = {}  # rank -> its tokens, oldest first
+        self._heard: dict[str, float] = {}  # token -> when
+        self._died: set[str] = set()
+        self._shrinks = False
+        self._settled_at = -1.0
+        self._checked: tuple[float, bool] = (-1.0, False)
+        self.node_ids: dict[int, str] = {}  # rank -> node, of the newest generation
+
+    def meet(self, member: Member) -> tuple[Seat | None, Mapping[int, str]]:
+        """The seat of this member once its generation is complete; and the host names of all its
+        ranks, when this call completes it.
+
+        A process that another one of its rank has replaced gets a seat in generation `OVER`.
+        """
+        if not self._hear(member):
+            return Seat(OVER), {}
+        if member.token in self._seats and member.last < self._newest:
+            return self._seats[member.token], {}
+        now = self._now()
+        self._waiting[member.rank] = member, now
+        there = {rank: each for rank, (each, at) in self._waiting.items() if self._asks(each, at)}
+        left = {r for r, token in self._running.items() if not self._is_gone(r, token)}
+        goes_on = self._shrinks and any(there[r].last for r in left & there.keys())
+        expected = left if goes_on else set(range(member.size))
+        if not expected <= there.keys() or len(there) < member.least:
+            return None, {}
+        if goes_on and now < self._settled_at:
+            return None, {}
+        self._form(sorted(there.values(), key=lambda each: each.rank))
+        return self._seats[member.token], {r: each.node for r, each in sorted(there.items())}
+
+    def is_over(self, member: Member) -> bool:
+        """Whether a member of this generation must leave it: a newer one exists, one of its members
+        is dead, or another process has its rank. Each call is a sign of life."""
+        if not self._hear(member) or member.last < self._newest:
+            return True
+        at, broken = self._checked
+        if not 0 <= self._now() - at < _CHECK_S:
+            broken = any(self._is_gone(rank, token) for rank, token in self._running.items())
+            self._checked = self._now(), broken
+        return broken
+
+    def died(self, rank: int) -> None:
+        """Ray reports that the process of this rank is dead. One that asks again is not."""
+        if rank in self._running:
+            self._died.add(self._running[rank])
+            self._checked = -1.0, True
+
+    def has_newcomer(self) -> bool:
+        """Whether a process waits that could join those that train."""
+        return self._shrinks and any(
+            self._running.get(rank) != member.token and self._asks(member, at)
+            for rank, (member, at) in self._waiting.items()
+        )
+
+    def _hear(self, member: Member) -> bool:
+        """Notes a sign of life; returns whether the process is the newest of its rank."""
+        tokens = self._processes.setdefault(member.rank, [])
+        if member.token not in tokens:
+            tokens.append(member.token)
+        self._heard[member.token] = self._now()
+        self._died.discard(member.token)
+        self._shrinks = member.least < member.size
+        if member.last > self._newest:  # this roster has replaced the one that formed it
+            self._newest = member.last
+            self._running, self._seats = {}, {}
+            self._settled_at = self._now() + _SETTLED_S
+        if member.last == self._newest > 0:
+            self._running.setdefault(member.rank, member.token)
+            self.node_ids[member.rank] = member.node_id
+        return member.token == tokens[-1]
+
+    def _asks(self, member: Member, at: float) -> bool:
+        return self._now() - at < max(_ASKED_S, 5 * poll_s(member.size))
+
+    def _is_gone(self, rank: int, token: str) -> bool:
+        if token in self._died or self._processes[rank][-1] != token:
+            return True
+        # Only those that others can do without: all wait for it in any case.
+        return self._shrinks and self._now() - self._heard[token] > (
+            _SILENT_S if self._is_left() else _SILENT_ALONE_S
+        )
+
+    def _is_left(self) -> bool:
+        """Whether a member has left the newest generation, since it has lost a peer."""
+        return any(member.last == self._newest for member, _ in self._waiting.values())
+
+    def _form(self, members: list[Member]) -> None:
+        self._newest = 1 + max(self._newest, *(each.last for each in members))
+        nodes = list(dict.fromkeys(each.node_id for each in members))
+        on_node: dict[str, list[int]] = {node: [] for node in nodes}
+        for each in members:
+            on_node[each.node_id].append(each.rank)
+        self._seats = {
+            each.token: Seat(
+                self._newest,
+                members[0].address,
+                rank,
+                len(members),
+                on_node[each.node_id].index(each.rank),
+                len(on_node[each.node_id]),
+                nodes.index(each.node_id),
+            )
+            for rank, each in enumerate(members)
+        }
+        self._running = {each.rank: each.token for each in members}
+        self.node_ids = {each.rank: each.node_id for each in members}
+        self._heard = {each.token: self._now() for each in members}
+        self._died.clear()
+        self._waiting.clear()
+        self._checked = -1.0, False
+
+
+def poll_s(size: int) -> float:
+    """How long a member waits before it asks again."""
+    return _POLL_S + _POLL_OF_MANY_S * size
+
+
+def beat_s(size: int) -> float:
+    """The time between two signs of life."""
+    return _BEAT_S + _BEAT_OF_MANY_S * size
