@@ -166,7 +166,7 @@ class Plan:
         start_step: optimizer steps done before.
         slots: micro-batches per step. device: name of rank 0's device.
         unit: of samples, for people.
-        resumed_from: name of a checkpoint. replaced: new ranks, if the others kept their state.
+        resumed_from: name of a checkpoint. replaced: new ranks, if others kept their state.
         hosts: of all ranks. versions: of packages on rank 0.
     """
 

@@ -204,7 +204,9 @@ class Display:
         text += f"{before.plan.world_size}) at step {start} of {total}"
         text += f", {again} steps again" if (again := before.step - start) > 0 else ""
         if plan.replaced is not None:  # the step in progress was not done
-            text = f"{format_ranks(plan.replaced)} replaced; going on at step {start} of {total}"
+            which = f"{format_ranks(plan.replaced)} replaced; " if plan.replaced else ""
+            workers = f" with {plural(plan.world_size, 'worker')}" if not plan.replaced else ""
+            text = f"{which}going on{workers} at step {start} of {total}"
         self._print(Text(text, style="yellow"))
 
     def _train(self, line: Train) -> None:

@@ -216,8 +216,12 @@ def _start(
     if again > 0:
         text += f"; {plural(again, 'step')} repeated"
     if plan.replaced is not None:  # the step in progress was not done
-        new = format_ranks(plan.replaced)
-        text = f"{new[0].upper()}{new[1:]} replaced; the others kept their state of step {step}"
+        new = (
+            f"{format_ranks(plan.replaced)} replaced"
+            if plan.replaced
+            else f"going on with {workers}"
+        )
+        text = f"{new[0].upper()}{new[1:]}; the others kept their state of step {step}"
     if lost_at is not None:
         text += f"; {format_seconds(max(0.0, wall - lost_at))} without training"
     detail = "" if lost_at is not None else "a new start of the command"

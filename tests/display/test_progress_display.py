@@ -318,6 +318,17 @@ def test_a_worker_that_is_replaced_repeats_nothing() -> None:
     assert "again" not in stream.getvalue()
 
 
+def test_those_that_are_left_repeat_nothing() -> None:
+    shown, stream = plain()
+    with shown:
+        shown.handle(PLAN)
+        shown.handle(train(130))
+        shown.handle({"kind": "failed", "rank": 1, "step": 137, "message": "was killed"})
+        shown.handle(PLAN | {"start_step": 136, "replaced": [], "world_size": 2})
+    assert "going on with 2 workers at step 136 of 276\n" in stream.getvalue()
+    assert "again" not in stream.getvalue()
+
+
 def test_a_restart_is_reported_in_one_line_and_the_run_goes_on() -> None:
     for shown, stream in (plain(), live()):
         with shown:
