@@ -92,11 +92,19 @@ def test_arrows_of_import_never_turn_back(path: Path):
             assert allowed, f"{name_of(path)} imports {name}"
 
 
+NOT_PUBLIC = {
+    # Which nodes will be taken away: Ray Train says it only to workers that end together, and there
+    # is no public way to ask. If this goes, all workers are restarted: see `replacing_layout`.
+    "ray_backend/mailbox.py": ("ray._private.state",),
+}
+
+
 @pytest.mark.parametrize("path", FILES, ids=name_of)
 def test_ray_is_imported_by_few_parts_and_by_public_names(path: Path):
     for name in imports(path):
         assert "_internal" not in name, f"{name_of(path)} imports {name}"
-        assert "_private" not in name, f"{name_of(path)} imports {name}"
+        known = name in NOT_PUBLIC.get(name_of(path), ())
+        assert known or "_private" not in name, f"{name_of(path)} imports {name}"
         if name.partition(".")[0] == "ray":
             assert part_of(path) in SPEAK_RAY, f"{name_of(path)} imports {name}"
 

@@ -14,6 +14,7 @@ import json
 import logging
 import os
 import re
+import signal
 import socket
 import threading
 import time
@@ -95,6 +96,11 @@ class Owner:
             return "X"
         state = _state(self.pid) if self.is_here() else None
         return state[0] if state is not None else ""
+
+    def kill(self) -> None:
+        """Ends the process, if it is one of this machine."""
+        if self.is_here() and not self.is_dead():
+            os.kill(self.pid, signal.SIGKILL)
 
     def is_dead(self) -> bool:
         """Whether it was a process of this machine that has died; False if that is unknown."""

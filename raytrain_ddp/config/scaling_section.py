@@ -32,9 +32,9 @@ class ScalingConfig:
     """How many times in a row failed workers are replaced before the run ends (exit status 7). A
     new checkpoint resets the count: a long run survives many failures, and a broken one ends."""
     replace_workers: bool = field(default=True, metadata=FREE)
-    """A worker that dies is replaced while the others keep their state: no step is repeated. On
-    CPUs, with a fixed number of workers, on a Ray that this command starts; elsewhere, and with
-    false, all workers restart from the newest checkpoint."""
+    """A worker that dies is replaced while the others keep their state: no step is repeated. With
+    exact, or MIN:MAX workers, the others go on in the meantime. On CPUs; with GPUs, and with false,
+    all workers restart from the newest checkpoint."""
     max_preemptions: int = field(default=-1, metadata=FREE)
     """How many times workers are replaced after a preemption notice for their node. -1: no
     limit."""

@@ -200,13 +200,12 @@ class Display:
             for title, text in format_data(plan.data, plan.unit):
                 self._print(Text(f"{title}: {text}", style="yellow" if title == "note" else ""))
             return
-        text = f"restarted with {plural(plan.world_size, 'worker')} (before: "
-        text += f"{before.plan.world_size}) at step {start} of {total}"
+        workers, where = plural(plan.world_size, "worker"), f"at step {start} of {total}"
+        text = f"restarted with {workers} (before: {before.plan.world_size}) {where}"
         text += f", {again} steps again" if (again := before.step - start) > 0 else ""
         if plan.replaced is not None:  # the step in progress was not done
-            which = f"{format_ranks(plan.replaced)} replaced; " if plan.replaced else ""
-            workers = f" with {plural(plan.world_size, 'worker')}" if not plan.replaced else ""
-            text = f"{which}going on{workers} at step {start} of {total}"
+            new = f"{format_ranks(plan.replaced)} replaced; going on"
+            text = f"{new if plan.replaced else f'going on with {workers}'} {where}"
         self._print(Text(text, style="yellow"))
 
     def _train(self, line: Train) -> None:

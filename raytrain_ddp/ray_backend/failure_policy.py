@@ -121,7 +121,7 @@ class FailurePolicy:
         hang = self._start.hang()
         if hang is not None:
             self._start.ending = {*self._start.nodes} - {*event.texts}
-            return self._handle_hang(hang)
+            return self._handle_hang(hang, len(event.texts) < self.replaced)
         rank, what, said = self._start.cause(event.texts)
         step = self._start.step_of(rank)
         node = self._start.node(rank)
@@ -150,7 +150,7 @@ class FailurePolicy:
         stay = len(event.texts) < self.replaced
         return Failed(rank, step, f"{said} {where}; {self._resume_text(stay)}", node, what)
 
-    def _handle_hang(self, hang: WorkerFailed) -> Failed:
+    def _handle_hang(self, hang: WorkerFailed, others_stay: bool) -> Failed:
         step, what, text = hang.step, hang.error, hang.message.rstrip(".")
         if self._before == (step, what):
             raise errors.RetriesExhausted(
@@ -163,7 +163,7 @@ class FailurePolicy:
                 f"(scaling.max_failures = {self._most}); the last time {text}. {KEPT}"
             )
         self._before = (step, what)
-        return Failed(None, step, f"{text}; {self._resume_text()}", hung=True)
+        return Failed(None, step, f"{text}; {self._resume_text(others_stay)}", hung=True)
 
     def _resume_text(self, others_stay: bool = False) -> str:
         place = f"step {self._committed}" if self._committed else "the start"

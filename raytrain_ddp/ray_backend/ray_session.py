@@ -29,13 +29,12 @@ from raytrain_ddp.messages import Evaluating, Event, InProgress, Outcome, Phase,
 from raytrain_ddp.ray_backend.mailbox import Answer, Outbox
 from raytrain_ddp.ray_backend.preemption import STOP, Notice
 from raytrain_ddp.ray_backend.worker_log import WorkerLog
-from raytrain_ddp.training.generations import NewcomerWaits
+from raytrain_ddp.training.generations import NewcomerWaits, Place
 from raytrain_ddp.training.hang_diagnosis import Hang, RankStatus
 from raytrain_ddp.training.live_state import LiveState
 from raytrain_ddp.training.recorder import Best
 from raytrain_ddp.training.recording_session import RecordingSession
 from raytrain_ddp.training.rendezvous import Exchange
-from raytrain_ddp.training.roster import Seat
 from raytrain_ddp.training.session import Requests, Snapshot
 from raytrain_ddp.training.world import World, broadcast
 from raytrain_ddp.uri import without_secrets
@@ -53,9 +52,9 @@ class RaySession(RecordingSession):
     Args:
         mailbox: handle of the Mailbox actor.
         look_every_s: how often to check for preemption notices; 0: never.
-        start: an id shared by the workers of this start only; with a seat, that has one.
+        start: an id shared by the workers of this start only; a generation has one.
         live: see RecordingSession.
-        seat: the place in a generation, if dead workers are replaced; Ray Train then keeps no
+        place: in the generations, if dead workers are replaced; Ray Train then keeps no
             register of checkpoints.
 
     Attributes:
@@ -70,9 +69,9 @@ class RaySession(RecordingSession):
         look_every_s: float = 0.0,
         start: str = "",
         live: LiveState | None = None,
-        seat: Seat | None = None,
+        place: Place | None = None,
     ) -> None:
-        context = ray.train.get_context()
+        context, seat = ray.train.get_context(), place.seat if place else None
         world = World(
             rank=seat.rank if seat else context.get_world_rank(),
             size=seat.size if seat else context.get_world_size(),
@@ -94,7 +93,9 @@ class RaySession(RecordingSession):
         self._words = WorkerLog(world)
         super().__init__(config, world, best, self._say, live)
         self.step: int | None = None
-        self._mailbox, self._start, self._replaces = mailbox, start, seat is not None
+        self._mailbox, self._start, self._place = mailbox, start, place
+        self._rank = context.get_world_rank()
+        self._owners: Sequence[Owner] = ()
         self._newcomer = self._joins = False
         self._pushed_at = 0.0
         self._answer: Any = None
@@ -146,7 +147,7 @@ class RaySession(RecordingSession):
         If the commit fails, Ray gets the newest good checkpoint instead: it would treat an error as
         the end of the training.
         """
-        if self._replaces:
+        if self._place:
             # In Ray's barrier, a rank could wait for others that wait for it in the next group.
             super().report(metrics, snapshot)
             return
@@ -188,7 +189,7 @@ class RaySession(RecordingSession):
 
     def look(self) -> None:
         """All ranks take part; raises NewcomerWaits on all or none."""
-        if not self._replaces:
+        if not self._place:
             self._notice.look(ray.train.get_preemption_info())
             return
         found = None
@@ -200,6 +201,8 @@ class RaySession(RecordingSession):
         self._notice.look(preemption)
 
     def status_exchange(self, owners: Sequence[Owner]) -> Exchange:
+        self._owners = owners
+
         def exchange(status: RankStatus | None) -> dict[int, RankStatus]:
             pending = self._mailbox.exchange_status.remote(
                 self._start, self.world.rank, status and asdict(status)
@@ -213,20 +216,15 @@ class RaySession(RecordingSession):
         """The state of a process on another machine is queried by a task that runs there."""
         if owner.is_here():
             return owner.state()
-        there = [
-            NodeAffinitySchedulingStrategy(node["NodeID"], soft=False)
-            for node in ray.nodes()
-            if node["Alive"] and node["NodeManagerHostname"] == owner.host
-        ]
-        look = ray.remote(num_cpus=0, max_retries=0)(Owner.state)
-        pending = [look.options(scheduling_strategy=node).remote(owner) for node in there]
+        pending = _on_its_node(Owner.state, owner)
         return next(filter(None, ray.get(pending, timeout=_MEET_S)), "") if pending else ""
 
     def report_hang(self, hang: Hang) -> None:
-        """The driver is notified by each rank that responds; Ray then ends those that do not."""
+        """The driver is notified by each rank that responds. Ranks that block the others end if
+        these can be replaced; otherwise, all end."""
         event = WorkerFailed(
             start=self._start,
-            rank=self.world.rank,
+            rank=self._rank,
             step=hang.step,
             error=f"the hang of {', '.join(f'rank {r}' for r in hang.ranks) or 'all ranks'}",
             message=hang.text,
@@ -236,6 +234,13 @@ class RaySession(RecordingSession):
         )
         with suppress(Exception):
             ray.get(self._mailbox.push.remote([event]), timeout=_MEET_S)
+        if self._place and hang.ranks and self.world.rank not in hang.ranks:
+            with suppress(Exception):  # no more than an attempt: the node may be gone
+                for rank in hang.ranks:
+                    if not self._owners[rank].is_here():
+                        ray.get(_on_its_node(Owner.kill, self._owners[rank]), timeout=_MEET_S)
+            self._place.break_off()
+            return
         os._exit(RetriesExhausted.exit_status)
 
     def is_taken_away(self, outcome: Outcome) -> bool:
@@ -279,6 +284,18 @@ class RaySession(RecordingSession):
             self._outbox.add(InProgress(self.step))
         self._answer = self._mailbox.push.remote(*self._outbox.letter())
         self._pushed_at = time.monotonic()
+
+
+def _on_its_node(call: Callable[[Owner], Any], owner: Owner) -> list[Any]:
+    """Runs `call` for the process on the nodes of its name, one in general; the pending results."""
+    task = ray.remote(num_cpus=0, max_retries=0)(call)
+    return [
+        task.options(
+            scheduling_strategy=NodeAffinitySchedulingStrategy(node["NodeID"], soft=False)
+        ).remote(owner)
+        for node in ray.nodes()
+        if node["Alive"] and node["NodeManagerHostname"] == owner.host
+    ]
 
 
 def _as_rays(place: Storage) -> ray.train.Checkpoint:

@@ -125,10 +125,10 @@ def _train(given: WorkerSettings, sessions: list[RaySession], place: Place | Non
         task = load_task(made, reads)
         loaded[:] = [(made, task)]
         best = Best(task.monitor, task.goal)
-        seat, look_s = place.seat if place else None, given.look_every_s
-        if seat is not None:
-            set_environment(seat)
-        session = RaySession(made, given.mailbox, best, look_s, _start(), live, seat)
+        if place is not None:
+            set_environment(place.seat)
+        look_s = given.look_every_s
+        session = RaySession(made, given.mailbox, best, look_s, _start(), live, place)
         sessions[:] = [session]
         return session
 

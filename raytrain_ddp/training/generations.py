@@ -92,15 +92,15 @@ class Place:
 
     def _connect(self, offered: Any) -> None:
         import torch.distributed as dist
-        from torch.distributed import TCPStore  # type: ignore[attr-defined]
+        from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
 
         from raytrain_ddp.training.torch_compat import set_timeout
 
         limit = timedelta(seconds=_CONNECT_S)
         host, _, port = self.seat.address.rpartition(":")
         there = timedelta(seconds=_THERE_S)
-        store = offered or TCPStore(host, int(port), is_master=False, timeout=there)
-        self._store = store
+        own = offered or TCPStore(host, int(port), is_master=False, timeout=there)
+        self._store = store = PrefixStore(self.seat.key, own)
         # One that has died in the meantime is missed here, not while the others connect to it.
         self._all("there", _THERE_S)
         self._sockets = _Sockets()
@@ -135,6 +135,10 @@ class Place:
         with suppress(RuntimeError):  # all are done
             self._all("passed")  # who leaves earlier could make the barrier of another one fail
         self.leave()
+
+    def break_off(self) -> None:
+        """Makes the collectives of this and all other ranks fail; from any thread."""
+        self._sockets.shut_down()
 
     def leave(self) -> None:
         """Ends this process's part in its process group: the other ranks' collectives fail."""

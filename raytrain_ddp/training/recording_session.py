@@ -112,7 +112,7 @@ class RecordingSession:
         return owner.state()
 
     def report_hang(self, hang: Hang) -> None:
-        """Reports the hang, and ends this process."""
+        """Reports the hang, and ends this process, or its collectives."""
         raise NotImplementedError
 
     def latest(self) -> Checkpoint | None:

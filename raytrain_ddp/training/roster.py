@@ -5,6 +5,7 @@ Kept by a small actor, so nothing here needs torch or Ray.
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -53,11 +54,13 @@ class Seat(NamedTuple):
     Args:
         number: of the generation, from 1; 0: none yet.
         address: of its store.
+        key: that no other generation has, also of another roster.
         rank: in the generation, as are `size`, `local_rank` and so on.
     """
 
     number: int
     address: str = ""
+    key: str = ""
     rank: int = 0
     size: int = 0
     local_rank: int = 0
@@ -66,8 +69,8 @@ class Seat(NamedTuple):
 
     @property
     def generation(self) -> str:
-        """An id that no other generation of the run has; "" before the first."""
-        return f"{self.number} {self.address}" if self.number else ""
+        """An id for messages; "" before the first."""
+        return f"{self.number} {self.key}" if self.number else ""
 
 
 class Registry(Protocol):
@@ -183,6 +186,7 @@ class Roster:
 
     def _form(self, members: list[Member]) -> None:
         self._newest = 1 + max(self._newest, *(each.last for each in members))
+        key = os.urandom(8).hex()
         nodes = list(dict.fromkeys(each.node_id for each in members))
         on_node: dict[str, list[int]] = {node: [] for node in nodes}
         for each in members:
@@ -191,6 +195,7 @@ class Roster:
             each.token: Seat(
                 self._newest,
                 members[0].address,
+                key,
                 rank,
                 len(members),
                 on_node[each.node_id].index(each.rank),

@@ -14,7 +14,6 @@ import faulthandler
 import json
 import math
 import os
-import signal
 import sys
 import threading
 import time
@@ -69,7 +68,7 @@ class Watchdog:
         run: the run's folder.
         exchange: see Exchange; may raise anything.
         state: of a process on any machine; may take long for another machine. See State.
-        end: reports a hang and ends this process.
+        end: reports a hang, and ends this process or its collectives.
     """
 
     def __init__(
@@ -263,7 +262,7 @@ class Watchdog:
     def _finish(
         self, statuses: Mapping[int, RankStatus], still_s: float, stopped: Set[int]
     ) -> None:
-        """Saves what all ranks know, and ends this process."""
+        """Saves what all ranks know, and ends the ranks that block the others."""
         hang = diagnose(statuses, self._owners, stopped)
         folder = start_folder(self._owners)
         text = f"{hang.text}. The stacks of all ranks are in {self._run}/{HANGS}/{folder}."
@@ -283,8 +282,8 @@ class Watchdog:
             time.sleep(min(0.1, self._ask_s))
         if len(statuses) > 1:
             for rank, owner in enumerate(self._owners):
-                if rank not in statuses and owner.is_here() and not owner.is_dead():
-                    os.kill(owner.pid, signal.SIGKILL)  # it cannot end by itself
+                if rank not in statuses:
+                    owner.kill()  # it cannot end by itself
         self._end(hang)
 
     def _keep(self, hang: Hang, mine: str, statuses: Mapping[int, RankStatus]) -> None:

@@ -233,7 +233,8 @@ def test_fault_33_a_stopped_worker_is_named_and_replaced_and_the_bits_are_the_sa
     fit(hung, display=display)
     assert "rank 2" in text.getvalue()
     assert "did not enter the all-reduce of step 40" in text.getvalue()
-    assert "failure 1 of at most 3" in text.getvalue()
+    assert "it is replaced, the others stay (failure 1 of at most 3" in text.getvalue()
+    assert "rank 2 replaced; going on at step 39 of 69" in text.getvalue()
     assert weights(hung) == weights(whole)
 
 

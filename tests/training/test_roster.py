@@ -1,0 +1,278 @@
+"""Which processes form which generation: by examples, and by any order of deaths, messages and
+restarts of the roster."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from raytrain_ddp.training.roster import OVER, Member, Roster, Seat
+
+W = 3
+
+
+class Desk:
+    """A roster, and its clock."""
+
+    def __init__(self) -> None:
+        self.now_s = 0.0
+        self.roster = Roster(lambda: self.now_s)
+
+    def asks(self, rank: int, token: str, last: int = 0, least: int = W) -> tuple[int, str] | None:
+        address = f"host:{ord(token[0])}"
+        seat = self.roster.meet(Member(rank, W, least, token, last, "a", "node", address))[0]
+        return seat and (seat.number, seat.address)
+
+    def is_over(self, rank: int, token: str, last: int) -> bool:
+        return self.roster.is_over(Member(rank, W, 1, token, last, "a"))
+
+
+def test_a_generation_is_complete_with_all_ranks_and_the_address_of_rank_0() -> None:
+    desk = Desk()
+    assert desk.asks(0, "a") is None
+    assert desk.asks(1, "b") is None
+    assert desk.asks(2, "c") == (1, "host:97")
+    assert desk.asks(0, "a") == desk.asks(1, "b") == (1, "host:97")
+
+
+def test_survivors_wait_for_the_new_process_of_a_rank() -> None:
+    desk = Desk()
+    for rank, token in enumerate("abc"):
+        desk.asks(rank, token)
+    assert desk.asks(0, "a", last=1) is None
+    assert desk.asks(2, "c", last=1) is None
+    assert desk.asks(1, "d") == (2, "host:97")
+    assert desk.asks(2, "c", last=1) == (2, "host:97")
+
+
+def test_fault_51_a_process_that_was_replaced_is_refused() -> None:
+    desk = Desk()
+    for rank, token in enumerate("abc"):
+        desk.asks(rank, token)
+    desk.asks(1, "d")
+    assert desk.asks(1, "b", last=1) == (OVER, "")
+    desk.asks(0, "a", last=1)
+    assert desk.asks(2, "c", last=1) == (2, "host:97"), "with the new one"
+    assert desk.asks(1, "d") == (2, "host:97")
+
+
+def test_who_no_longer_asks_is_not_counted() -> None:
+    desk = Desk()
+    desk.asks(1, "b")
+    desk.now_s += 10
+    desk.asks(0, "a")
+    assert desk.asks(2, "c") is None, "rank 1 has died while it waited"
+    assert desk.asks(1, "d") == (1, "host:97")
+
+
+def test_a_roster_that_is_lost_costs_nothing() -> None:
+    desk = Desk()
+    for rank, token in enumerate("abc"):
+        desk.asks(rank, token)
+    desk.asks(0, "a", last=1)
+    desk.roster = Roster(lambda: desk.now_s)
+    assert desk.asks(1, "b", last=1) is None
+    assert desk.asks(2, "c", last=1) is None
+    assert desk.asks(0, "a", last=1) == (2, "host:97")
+
+
+def begun(desk: Desk, least: int = 1) -> Desk:
+    """All three train in generation 1."""
+    for rank, token in enumerate("abc"):
+        desk.asks(rank, token, least=least)
+    return desk
+
+
+def test_those_that_are_left_go_on_as_soon_as_the_dead_are_known() -> None:
+    desk = begun(Desk())
+    assert desk.asks(0, "a", last=1, least=1) is None, "rank 1 may only be slow"
+    assert not desk.is_over(2, "c", last=1)
+    desk.roster.died(1)
+    assert desk.is_over(2, "c", last=1), "rank 2 may not notice it otherwise"
+    assert desk.asks(0, "a", last=1, least=1) is None
+    assert desk.asks(2, "c", last=1, least=1) == (2, "host:97")
+
+
+def test_the_first_of_those_that_are_left_has_the_store() -> None:
+    desk = begun(Desk())
+    desk.roster.died(0)
+    desk.asks(2, "c", last=1, least=1)
+    assert desk.asks(1, "b", last=1, least=1) == (2, "host:98")
+    assert desk.asks(2, "c", last=1, least=1) == (2, "host:98")
+
+
+def test_fewer_than_the_least_wait() -> None:
+    desk = begun(Desk(), least=2)
+    desk.roster.died(0)
+    desk.roster.died(1)
+    assert desk.asks(2, "c", last=1, least=2) is None
+    assert desk.asks(0, "d", least=2) == (2, "host:100"), "two are there"
+
+
+def test_those_that_train_learn_that_a_process_waits() -> None:
+    desk = begun(Desk())
+    desk.roster.died(1)
+    desk.asks(0, "a", last=1, least=1)
+    desk.asks(2, "c", last=1, least=1)
+    assert not desk.roster.has_newcomer()
+    assert desk.asks(1, "d", least=1) is None
+    assert desk.roster.has_newcomer()
+    assert not desk.is_over(0, "a", last=2), "they leave at the end of a step"
+    desk.asks(0, "a", last=2, least=1)
+    desk.asks(1, "d", least=1)
+    assert desk.asks(2, "c", last=2, least=1) == (3, "host:97")
+
+
+def test_a_new_process_does_not_begin_without_those_that_train() -> None:
+    desk = begun(Desk())
+    desk.roster.died(0)
+    assert desk.asks(0, "d", least=1) is None
+    desk.roster.died(1)
+    desk.roster.died(2)
+    assert desk.asks(0, "d", least=1) is None, "nobody is left: all begin together"
+    desk.asks(1, "e", least=1)
+    assert desk.asks(2, "f", least=1) == (2, "host:100")
+
+
+def test_a_silent_process_counts_as_dead_though_ray_does_not_say_so() -> None:
+    desk = begun(Desk())
+    for _ in range(40):
+        desk.now_s += 1
+        assert not desk.is_over(0, "a", last=1) or desk.now_s > 30
+        desk.is_over(2, "c", last=1)
+    assert desk.is_over(0, "a", last=1)
+    desk.asks(0, "a", last=1, least=1)
+    assert desk.asks(2, "c", last=1, least=1) == (2, "host:97")
+    desk.now_s += 1
+    assert desk.is_over(1, "b", last=1), "it was only stopped"
+    desk.asks(1, "b", last=1, least=1)
+    assert desk.roster.has_newcomer()
+
+
+def test_a_restarted_roster_hears_from_all_before_a_smaller_generation() -> None:
+    desk = begun(Desk())
+    desk.roster = Roster(lambda: desk.now_s)
+    assert desk.asks(0, "a", last=1, least=1) is None
+    desk.now_s += 1
+    assert not desk.is_over(2, "c", last=1)
+    desk.now_s += 1
+    assert desk.asks(2, "c", last=1, least=1) is None
+    assert desk.asks(1, "b", last=1, least=1) is None
+    desk.now_s += 5
+    for rank, token in enumerate("ab"):
+        desk.asks(rank, token, last=1, least=1)
+    assert desk.asks(2, "c", last=1, least=1) == (2, "host:97")
+
+
+def test_places_on_several_nodes() -> None:
+    roster = Roster()
+    nodes = ["x", "y", "x", "y", "y"]
+    for _ in range(2):
+        seats = [
+            roster.meet(Member(rank, 5, 5, f"{rank}", 0, node, node))[0]
+            for rank, node in enumerate(nodes)
+        ]
+    assert [seat and seat[3:] for seat in seats] == [
+        (0, 5, 0, 2, 0),
+        (1, 5, 0, 3, 1),
+        (2, 5, 1, 2, 0),
+        (3, 5, 1, 3, 1),
+        (4, 5, 2, 3, 1),
+    ]
+
+
+# ------------------------------------------------------------------ any order
+
+
+@dataclass
+class Process:
+    """A process of a rank, as `Place` behaves: it asks until it has a seat, then it trains."""
+
+    member: Member
+    seat: Seat = field(default_factory=lambda: Seat(0))
+    since_s: float = 0.0  # when it got its seat
+    trains: bool = False
+    alive: bool = True
+
+
+class Run:
+    """Three ranks, each with processes one after another. Time passes with each action."""
+
+    def __init__(self, least: int) -> None:
+        self.now_s, self.least, self.made = 0.0, least, 0
+        self.roster = Roster(lambda: self.now_s)
+        self.ranks = [self.process(rank) for rank in range(W)]
+        self.formed: dict[str, set[str]] = {}  # key of a generation -> tokens with a seat in it
+
+    def process(self, rank: int) -> Process:
+        self.made += 1
+        token = f"{self.made}"
+        return Process(Member(rank, W, self.least, token, 0, "host", "node", f"a:{token}"))
+
+    def act(self, what: str, rank: int) -> None:
+        self.now_s += 0.1
+        process = self.ranks[rank]
+        if what == "kill":
+            process.alive = process.trains = False
+        elif what == "report" and not process.alive:
+            self.roster.died(rank)
+        elif what == "replace" and not process.alive:
+            self.ranks[rank] = self.process(rank)
+        elif what == "lose roster":
+            self.roster = Roster(lambda: self.now_s)
+        elif what == "wait":
+            self.now_s += 2.0
+        elif what == "turn" and process.alive:
+            self.turn(process)
+
+    def turn(self, process: Process) -> None:
+        """A look of a process, which has lost its peers if one of them is dead or has left."""
+        if process.trains:
+            peers, key = self.formed[process.seat.key], process.seat.key
+            there = {p.member.token for p in self.ranks if p.trains and p.seat.key == key}
+            lost = len(peers) == process.seat.size and not peers <= there
+            lost |= len(peers) < process.seat.size and self.now_s - process.since_s > 20
+            member = replace(process.member, last=process.seat.number)
+            over = self.roster.is_over(member)
+            joins = self.roster.has_newcomer()
+            process.trains = not (lost or over or joins)
+            return
+        member = replace(process.member, last=max(0, process.seat.number))
+        seat, _ = self.roster.meet(member)
+        if seat is None:
+            return
+        assert seat.number != OVER, "no process is replaced while it lives"
+        assert seat.number > process.seat.number
+        tokens = self.formed.setdefault(seat.key, set())
+        tokens.add(member.token)
+        assert self.least <= seat.size <= W
+        assert len(tokens) <= seat.size
+        process.seat, process.trains, process.since_s = seat, True, self.now_s
+
+
+ACTIONS = ["turn"] * 6 + ["kill", "report", "replace", "wait", "lose roster"]
+
+
+@settings(max_examples=150, deadline=None, suppress_health_check=list(HealthCheck))
+@given(
+    st.integers(1, W),
+    st.lists(st.tuples(st.sampled_from(ACTIONS), st.integers(0, W - 1)), max_size=80),
+)
+def test_whatever_happens_all_that_live_train_together_in_the_end(
+    least: int, actions: list[tuple[str, int]]
+) -> None:
+    run = Run(least)
+    for what, rank in actions:
+        run.act(what, rank)
+    for rank in range(W):
+        run.act("report", rank)
+        run.act("replace", rank)
+    for _ in range(400):
+        for rank in range(W):
+            run.act("turn", rank)
+    seats = [process.seat for process in run.ranks]
+    assert all(process.trains for process in run.ranks)
+    assert len({seat[:3] for seat in seats}) == 1
+    assert sorted(seat.rank for seat in seats) == [0, 1, 2]
