@@ -178,9 +178,10 @@ def test_fault_34_a_node_taken_away_with_a_notice_costs_no_step_and_no_failure(
     last_step = max(e["step"] for at, e in ears.heard if e["kind"] == "train" and at < planned)
     assert len(saved) == 1  # at the notice
     assert saved[0] < last_step
-    assert [e["start_step"] for e in ears.of("plan")] == [0, last_step]
+    # Its last line may have been lost with rank 0: not with the log.
+    assert [e["start_step"] - last_step for e in ears.of("plan")[1:]] in ([0], [1])
     assert planned - removed < 30
-    steps = [e["step"] for e in ears.of("train")]
+    steps = [r["step"] for r in read_history(run_storage(run.config)) if r["kind"] == "train"]
     assert steps == [*range(1, steps[-1] + 1)]
 
 
