@@ -125,6 +125,9 @@ def changed_fields(old: Mapping[str, Any], new: TrainConfig) -> list[tuple[str, 
         free -= {"scaling.cpus_per_worker"}
     then = _bare({**flat(TrainConfig()), **dict(fields_of(old))})
     now = _bare(flat(new))
+    for values in (then, now):  # auto: on CPUs, where it decides the result, 1
+        if values["scaling.cpus_per_worker"] == "auto":
+            values["scaling.cpus_per_worker"] = 1.0
     fixed = [name for name in {**now, **then} if name not in free]
     return [(n, then.get(n), now.get(n)) for n in fixed if then.get(n) != now.get(n)]
 

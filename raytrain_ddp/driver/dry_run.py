@@ -77,7 +77,8 @@ def dry_run(
     model = model_of(task, pretrained=manifest is None)
     optimizer = optimizer_of(task, model, config)
     due = turns_of(task, optimizer, steps_to_check(steps))
-    notes = [*effect_notes(config), *_tried(config, task, model, data, eval_data, plan, due(0))]
+    notes = [*effect_notes(config), *filter(None, [layout.note])]
+    notes += [*_tried(config, task, model, data, eval_data, plan, due(0))]
     notes += getattr(task, "notes", ())
     notes += unread_notes(config, reads, replaced_fields(task, optimizer, config))
     learning = LearningRates(task, optimizer, config, per_epoch)
@@ -127,7 +128,7 @@ def _workers(config: TrainConfig, have: Mapping[str, float], local: bool) -> tup
         return layout, f"{layout.said}, each {_resources(layout.per_worker)}, over {layout.backend}"
     of_gpu = {name: count for name, count in layout.per_worker.items() if name == "GPU"}
     place = f"this process, on {'cuda' if layout.use_gpu else 'cpu'}"
-    return replace(layout, least=1, most=1, per_worker=of_gpu), place
+    return replace(layout, least=1, most=1, per_worker=of_gpu, note=""), place
 
 
 def _run_state(run: NamedRun, branch: Branch | None) -> str:

@@ -53,7 +53,7 @@ class RaySession(RecordingSession):
         look_every_s: how often to check for preemption notices; 0: never.
         start: an id shared by the workers of this start only.
         live: see RecordingSession.
-        replaces: see WorkerSettings; Ray Train then keeps no register of checkpoints.
+        replaces, threads: see WorkerSettings; Ray Train then keeps no register of checkpoints.
 
     Attributes:
         step: the current one; None before the first.
@@ -68,6 +68,7 @@ class RaySession(RecordingSession):
         start: str = "",
         live: LiveState | None = None,
         replaces: bool = False,
+        threads: int = 1,
     ) -> None:
         context = ray.train.get_context()
         world = World(
@@ -75,7 +76,7 @@ class RaySession(RecordingSession):
             size=context.get_world_size(),
             local_rank=context.get_local_rank(),
             device=ray.train.torch.get_device(),
-            threads=config.scaling.threads,
+            threads=threads,
         )
         if not run_storage(config).exists(CONFIG_FILE):
             raise PreflightError(

@@ -50,6 +50,7 @@ def make_trainer(
         import_paths=import_paths(config),
         log_folder=f"{run.path}/{LOGS}" if run.is_local else None,
         mailbox=mailbox,
+        threads=max(1, int(layout.per_worker["CPU"])),
         lease=holder(run),
         look_every_s=0.0 if os.environ.get(PREEMPTION_WATCHER) == "0" else _LOOK_EVERY_S,
         replaces=replaces,

@@ -43,6 +43,7 @@ class WorkerSettings:
     Args:
         task: the pickled task, if its name does not suffice.
         mailbox: handle of the Mailbox actor.
+        threads: CPUs of the worker.
         lease: the token with which the driver holds the run; "": unknown.
         look_every_s: how often to check for preemption notices; 0: never.
         replaces: a rank that dies is replaced while the others stay; see replacing.py.
@@ -54,6 +55,7 @@ class WorkerSettings:
     import_paths: tuple[str, ...]
     log_folder: str | None
     mailbox: Any
+    threads: int = 1
     lease: str = ""
     look_every_s: float = 0.0
     replaces: bool = False
@@ -124,7 +126,9 @@ def _train(given: WorkerSettings, sessions: list[RaySession], place: Place | Non
         loaded[:] = [(made, task)]
         best = Best(task.monitor, task.goal)
         name, look_s = place.generation.name if place else _start(), given.look_every_s
-        session = RaySession(made, given.mailbox, best, look_s, name, live, given.replaces)
+        session = RaySession(
+            made, given.mailbox, best, look_s, name, live, given.replaces, given.threads
+        )
         sessions[:] = [session]
         return session
 

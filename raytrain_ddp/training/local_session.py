@@ -15,7 +15,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from raytrain_ddp.checkpoint.lease import Owner
-from raytrain_ddp.config.sections import ScalingConfig
+from raytrain_ddp.config.scaling_section import ScalingConfig, cpus_of_process
 from raytrain_ddp.errors import PreflightError, RetriesExhausted
 from raytrain_ddp.events import Failed, Note
 from raytrain_ddp.training.hang_diagnosis import Hang
@@ -96,7 +96,8 @@ def join_world(scaling: ScalingConfig, threads: int | None = None) -> World:
 
     Args:
         scaling: `use_gpu` and `backend` are used; the number of workers is torchrun's.
-        threads: for CPU arithmetic; default: OMP_NUM_THREADS or torch's own.
+        threads: for arithmetic on CPUs. Default: OMP_NUM_THREADS or torch's own; with a GPU, this
+            process's share of the CPUs, for its loader.
 
     Raises:
         PreflightError: a GPU is wanted, and there is none for this process.
@@ -122,4 +123,17 @@ def join_world(scaling: ScalingConfig, threads: int | None = None) -> World:
             world_size=size,
         )
     device = torch.device("cuda", local_rank) if use_gpu else torch.device("cpu")
-    return World(rank, size, local_rank, device, threads or torch.get_num_threads())
+    if threads is None or (use_gpu and scaling.cpus_per_worker == "auto"):
+        threads = cpus_of_process() if use_gpu else torch.get_num_threads()
+    return World(rank, size, local_rank, device, threads)
+
+
+def idle_gpus_note(world: World) -> str:
+    """A note if a process that trains alone leaves GPUs of its machine idle."""
+    gpus = torch.cuda.device_count() if world.device.type == "cuda" else 0
+    if world.size > 1 or gpus < 2:
+        return ""
+    return (
+        f"1 of {gpus} GPUs is used: this is one process. For all of them, leave --local out, or "
+        f"use torchrun --nproc-per-node {gpus}."
+    )
