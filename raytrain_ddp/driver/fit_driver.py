@@ -123,13 +123,15 @@ def _train_here(
     from raytrain_ddp.training.local_session import LocalSession, idle_gpus_note, join_world
     from raytrain_ddp.training.loop import train
     from raytrain_ddp.training.recorder import Best
+    from raytrain_ddp.training.settling import settled
 
-    if main:
-        write_config(config, run)
     # The number of threads affects the order of sums: exact mode uses the same number everywhere.
     world = join_world(config.scaling, config.scaling.threads if config.exact else None)
-    if main and (text := idle_gpus_note(world)):
-        show(Note(text))
+    config, notes = settled(config, world)
+    if main:
+        write_config(config, run)
+        for text in filter(None, (*notes, idle_gpus_note(world))):
+            show(Note(text))
     reads: set[str] = set()
     task = load_task(config, reads)
     watch = _Starts(show)

@@ -105,8 +105,8 @@ def _note_of_idle(config: TrainConfig, workers: int, places: int) -> str:
     """Why fewer workers than GPUs have a slot, and which flags change that; "": all have."""
     if workers >= places:
         return ""
-    batch, micro = config.batch_size, config.micro_batch
-    smaller = [m for m in range(1, micro) if batch % m == 0 and batch // m >= places]
+    batch, micro = config.batch_size, config.slot_size
+    smaller = [m for m in range(1, config.slot_size) if batch % m == 0 and batch // m >= places]
     remedies = [f"--micro-batch {m} (batch norm then sees as many)" for m in smaller[-1:]]
     remedies.append(f"--batch-size {places * micro} (with a learning rate for it)")
     return (

@@ -45,6 +45,18 @@ _CONFIRM_EVERY_S = 0.05
 _HELD_LONGER_S = 60.0  # beyond the announced end of a node
 
 
+def world_of_worker(threads: int) -> World:
+    """This worker's world, by Ray Train."""
+    context = ray.train.get_context()
+    return World(
+        rank=context.get_world_rank(),
+        size=context.get_world_size(),
+        local_rank=context.get_local_rank(),
+        device=ray.train.torch.get_device(),
+        threads=threads,
+    )
+
+
 class RaySession(RecordingSession):
     """Ray Train places the workers and registers the checkpoints; rank 0 commits each of them.
 
@@ -70,14 +82,7 @@ class RaySession(RecordingSession):
         replaces: bool = False,
         threads: int = 1,
     ) -> None:
-        context = ray.train.get_context()
-        world = World(
-            rank=context.get_world_rank(),
-            size=context.get_world_size(),
-            local_rank=context.get_local_rank(),
-            device=ray.train.torch.get_device(),
-            threads=threads,
-        )
+        world = world_of_worker(threads)
         if not run_storage(config).exists(CONFIG_FILE):
             raise PreflightError(
                 f"storage = {without_secrets(config.storage)}: node {socket.gethostname()} does "

@@ -97,14 +97,17 @@ def _train(given: WorkerSettings, sessions: list[RaySession], place: Place | Non
         sessions: receives each session as soon as it is made.
     """
     from raytrain_ddp.checkpoint.lease import is_seen
-    from raytrain_ddp.checkpoint.run_folder import run_storage
-    from raytrain_ddp.config.recipe import from_dict
+    from raytrain_ddp.checkpoint.run_folder import CONFIG_FILE, run_storage
+    from raytrain_ddp.config.automatic import unsettled
+    from raytrain_ddp.config.recipe import dumps, from_dict, publishable, to_dict
     from raytrain_ddp.errors import PreflightError
-    from raytrain_ddp.ray_backend.ray_session import RaySession
+    from raytrain_ddp.events import Note
+    from raytrain_ddp.ray_backend.ray_session import RaySession, world_of_worker
     from raytrain_ddp.tasks.task_loading import load_task
     from raytrain_ddp.training.generations import through_generations
     from raytrain_ddp.training.loop import train
     from raytrain_ddp.training.recorder import Best
+    from raytrain_ddp.training.settling import as_begun, settled
     from raytrain_ddp.uri import without_secrets
 
     config = from_dict(given.config)
@@ -122,6 +125,9 @@ def _train(given: WorkerSettings, sessions: list[RaySession], place: Place | Non
         made = config
         if given.task is not None:
             made = dataclasses.replace(config, task=pickle.loads(given.task))
+        is_unsettled = bool(unsettled(made))
+        made, notes = settled(as_begun(made), world_of_worker(given.threads))
+        given.config.update(to_dict(made))
         task = load_task(made, reads)
         loaded[:] = [(made, task)]
         best = Best(task.monitor, task.goal)
@@ -130,6 +136,11 @@ def _train(given: WorkerSettings, sessions: list[RaySession], place: Place | Non
             made, given.mailbox, best, look_s, name, live, given.replaces, given.threads
         )
         sessions[:] = [session]
+        if is_unsettled and session.world.is_main:
+            storage = run_storage(made)
+            storage.write_atomic(CONFIG_FILE, dumps(publishable(made)).encode())
+        for text in notes:
+            session.tell(Note(text))
         return session
 
     def run(session: RaySession) -> None:

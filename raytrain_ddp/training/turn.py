@@ -33,7 +33,7 @@ from raytrain_ddp.training.torch_compat import all_gather
 from raytrain_ddp.training.train_state import TrainState, evaluating
 from raytrain_ddp.training.world import World
 
-_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 _TOO_SMALL = "more than 1 value per channel"  # for batch norm, says torch
 
 
@@ -263,7 +263,7 @@ def forward(
 def _loss_and_scalars(
     config: TrainConfig, task: Task, model: nn.Module, batch: Batch, world: World, name: str
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    dtype = _DTYPES[config.compute.precision]
+    dtype = _DTYPES.get(config.compute.precision, torch.float32)
     with torch.autocast(world.device.type, dtype, enabled=dtype is not torch.float32):
         moved = to_device(batch, world.device)
         result = task.loss(model, moved, name) if name else task.loss(model, moved)  # type: ignore[call-arg]

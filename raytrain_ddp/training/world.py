@@ -56,6 +56,8 @@ def set_up(world: World, compute: ComputeConfig) -> None:
     torch.set_num_threads(world.threads)
     if world.device.type == "cuda":
         torch.cuda.set_device(world.device)
+        torch.set_float32_matmul_precision("high" if compute.tf32 else "highest")
+        torch.backends.cudnn.allow_tf32 = compute.tf32
     if compute.deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.backends.cudnn.benchmark = False
