@@ -165,8 +165,9 @@ class ComputeConfig:
     """Use the channels_last memory format for images and the weights of convolutions, which is
     faster on tensor cores. auto: on GPUs with bf16."""
     deterministic: bool = True
-    """Use only deterministic kernels, and raise an error where there is none. Bitwise identical
-    results after a restart depend on it."""
+    """Use only kernels that give the same bits each time; layers that have none are an error at the
+    start. The same bits after a restart depend on it. It costs cuDNN's search for the fastest
+    kernels, and slower ones for some layers; without it, all other promises hold."""
 
 
 @dataclass(frozen=True)

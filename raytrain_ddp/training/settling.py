@@ -24,6 +24,7 @@ from raytrain_ddp.data.loader_threads import LoaderThreads
 from raytrain_ddp.errors import ConfigError
 from raytrain_ddp.tasks.task_check import train_data_of
 from raytrain_ddp.tasks.task_loading import load_task
+from raytrain_ddp.training.determinism import naming_nondeterministic
 from raytrain_ddp.training.prepare import device_name, initial_model, plan_of, train_loader
 from raytrain_ddp.training.several_optimizers import turns_of
 from raytrain_ddp.training.task_optimizer import optimizer_of
@@ -118,7 +119,8 @@ def largest_that_fits(config: TrainConfig, world: World, sizes: Sequence[int]) -
                 optimizer.zero_grad(set_to_none=True)
             del kept
 
-        return next((size for size in sizes if _fits(passes, size)), 0)
+        with naming_nondeterministic(model):
+            return next((size for size in sizes if _fits(passes, size)), 0)
 
 
 def _fits(passes: Callable[[int], None], size: int) -> bool:

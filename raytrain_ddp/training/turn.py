@@ -19,6 +19,7 @@ from raytrain_ddp.failpoints import failpoint
 from raytrain_ddp.tasks.task import Task
 from raytrain_ddp.tasks.task_check import loss_of_task, optional_method, refused
 from raytrain_ddp.training.buffer_sync import BoolBuffers, SavedBuffers, SlotBuffers
+from raytrain_ddp.training.determinism import naming_nondeterministic
 from raytrain_ddp.training.nonfinite import NonfiniteGuard
 from raytrain_ddp.training.phase_clock import Clock
 from raytrain_ddp.training.reduction import (
@@ -203,7 +204,10 @@ class Turn:
         buffers = SavedBuffers(self._state.model)
         flags = BoolBuffers(self._state.model)
         try:
-            with counting_flops(self._config.compute.compile) as counter:
+            with (
+                counting_flops(self._config.compute.compile) as counter,
+                naming_nondeterministic(self._state.model),
+            ):
                 self.scalar_names = self._pass(batch)
             self._pass(batch)
             # The scaler is initialized by its first use, and a rank without samples never uses it.
@@ -284,11 +288,6 @@ def frozen_meanwhile(others: Iterable[nn.Parameter]) -> Iterator[None]:
 
 def _remedy(text: str) -> str | None:
     """The config-level remedy for an error of torch's, if there is one."""
-    if "deterministic implementation" in text:
-        return (
-            f"{text.splitlines()[0]} Disable bitwise resume with --compute.no-deterministic, or "
-            "use another model."
-        )
     if _TOO_SMALL in text:
         return (
             "the last step of an epoch has a micro-batch of one sample, too few for this model's "
