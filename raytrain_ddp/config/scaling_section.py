@@ -26,7 +26,8 @@ class ScalingConfig:
     gpus_per_worker: float = field(default=1.0, metadata=FREE)
     """GPUs per worker, at most 1. Below 1, several workers share a GPU (over Gloo)."""
     backend: Literal["auto", "nccl", "gloo"] = field(default="auto", metadata=FREE)
-    """Communication backend. auto: nccl if each worker has a whole GPU, else gloo."""
+    """Communication backend. auto: nccl if each worker has a whole GPU, else gloo. Variables of
+    NCCL and torch that the environment sets are kept."""
     placement: Literal["PACK", "SPREAD", "STRICT_PACK", "STRICT_SPREAD"] = field(
         default="PACK", metadata=FREE
     )

@@ -122,11 +122,13 @@ def _train_here(
     from raytrain_ddp.tasks.task_loading import load_task
     from raytrain_ddp.training.local_session import LocalSession, idle_gpus_note, join_world
     from raytrain_ddp.training.loop import train
+    from raytrain_ddp.training.nccl_settings import nccl_settings
     from raytrain_ddp.training.recorder import Best
     from raytrain_ddp.training.settling import settled
 
     # The number of threads affects the order of sums: exact mode uses the same number everywhere.
-    world = join_world(config.scaling, config.scaling.threads if config.exact else None)
+    threads = config.scaling.threads if config.exact else None
+    world = join_world(config.scaling, threads, nccl_settings(config))
     config, notes = settled(config, world)
     if main:
         write_config(config, run)
