@@ -154,7 +154,7 @@ def _runners(options: ChaosOptions, environment: Mapping[str, str]) -> Iterator[
             own = with_failpoints(environment, plan, fired)
             if not options.nodes:
                 return RayRunner(config, own)
-            cpus = ceil(config.scaling.cpus_per_worker)
+            cpus = ceil(config.scaling.cpus_without_gpu)
             return RayRunner(
                 config, own, stack.enter_context(KillableNodes(options.nodes, cpus, own))
             )
@@ -218,7 +218,7 @@ def _resolved_config(options: ChaosOptions, folder: Path) -> TrainConfig:
         scaling = replace(scaling, use_gpu=False)
     else:  # so that they also fit on a small machine
         cpus = local_resources()["CPU"] / options.workers
-        scaling = replace(scaling, cpus_per_worker=min(scaling.cpus_per_worker, cpus))
+        scaling = replace(scaling, cpus_per_worker=min(scaling.cpus_without_gpu, cpus))
     return replace(
         config,
         storage=str(folder),

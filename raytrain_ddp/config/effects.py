@@ -60,6 +60,7 @@ _RULES = [
         "scaling.num_workers = MIN:MAX",
         lambda c: ":" in str(c.scaling.num_workers),
     ),
+    _Rule("compute.tf32", "scaling.use_gpu", lambda c: c.scaling.use_gpu is not False),
     _Rule("scaling.gpus_per_worker", "scaling.use_gpu", lambda c: c.scaling.use_gpu is not False),
     _Rule(
         "scaling.on_divergence",

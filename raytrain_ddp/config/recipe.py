@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from raytrain_ddp.config.automatic import means_the_same, unsettled
 from raytrain_ddp.config.recipe_info import RecipeInfo, overview
 from raytrain_ddp.config.train_config import TrainConfig
 from raytrain_ddp.errors import ConfigError, did_you_mean
@@ -90,6 +91,11 @@ def dumps(config: TrainConfig) -> str:
     return tomli_w.dumps(_without_none(to_dict(config)))
 
 
+def parse(text: str) -> dict[str, Any]:
+    """The tables of a TOML file; ValueError if it is none."""
+    return tomllib.loads(text)
+
+
 def shipped_recipes() -> dict[str, Path]:
     """Name -> file of the recipes in this package."""
     folder = Path(__file__).parents[1] / "recipes"
@@ -121,10 +127,14 @@ def changed_fields(old: Mapping[str, Any], new: TrainConfig) -> list[tuple[str, 
     data of a URI are served from (its query) may change: their fingerprint is compared besides.
     """
     free = set(_free_fields(TrainConfig(), ""))
+    free |= {n for n in unsettled(new) if means_the_same(n, old, dict(fields_of(old)).get(n))}
     if new.exact:  # as many threads sum in another order
         free -= {"scaling.cpus_per_worker"}
     then = _bare({**flat(TrainConfig()), **dict(fields_of(old))})
     now = _bare(flat(new))
+    for values in (then, now):  # auto: on CPUs, where it decides the result, 1
+        if values["scaling.cpus_per_worker"] == "auto":
+            values["scaling.cpus_per_worker"] = 1.0
     fixed = [name for name in {**now, **then} if name not in free]
     return [(n, then.get(n), now.get(n)) for n in fixed if then.get(n) != now.get(n)]
 

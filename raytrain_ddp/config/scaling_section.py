@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -18,12 +20,14 @@ class ScalingConfig:
     has none."""
     use_gpu: bool | Literal["auto"] = field(default="auto", metadata=FREE)
     """Train on GPUs: true, false, or auto. auto: if the cluster has any."""
-    cpus_per_worker: float = field(default=1.0, metadata=FREE)
-    """CPUs per worker, for its loader threads and, without a GPU, its compute threads."""
+    cpus_per_worker: float | Literal["auto"] = field(default="auto", metadata=FREE)
+    """CPUs per worker, for its loader threads and, without a GPU, its compute threads. auto: with
+    GPUs, each has its share of its node's CPUs; without, 1."""
     gpus_per_worker: float = field(default=1.0, metadata=FREE)
     """GPUs per worker, at most 1. Below 1, several workers share a GPU (over Gloo)."""
     backend: Literal["auto", "nccl", "gloo"] = field(default="auto", metadata=FREE)
-    """Communication backend. auto: nccl if each worker has a whole GPU, else gloo."""
+    """Communication backend. auto: nccl if each worker has a whole GPU, else gloo. Variables of
+    NCCL and torch that the environment sets are kept."""
     placement: Literal["PACK", "SPREAD", "STRICT_PACK", "STRICT_SPREAD"] = field(
         default="PACK", metadata=FREE
     )
@@ -63,7 +67,10 @@ class ScalingConfig:
 
     def __post_init__(self) -> None:
         self.worker_range()
-        above_zero("scaling", self, "cpus_per_worker", "gpus_per_worker")
+        above_zero("scaling", self, "gpus_per_worker")
+        cpus = self.cpus_per_worker
+        number_ok = cpus == "auto" or (not isinstance(cpus, str) and cpus > 0)
+        require(number_ok, "scaling.cpus_per_worker", cpus, "must be above 0, or auto")
         at_least(0, "scaling", self, "max_failures", "wait_s", "check_every_steps")
         at_least(-1, "scaling", self, "max_preemptions")
         at_least(1, "scaling", self, "resize_s")
@@ -81,9 +88,14 @@ class ScalingConfig:
         require(nccl_ok, "scaling.gpus_per_worker", gpus, rule)
 
     @property
+    def cpus_without_gpu(self) -> float:
+        """CPUs of a worker that trains on them; auto is fixed, as sums depend on the threads."""
+        return 1.0 if isinstance(self.cpus_per_worker, str) else self.cpus_per_worker
+
+    @property
     def threads(self) -> int:
         """For the arithmetic of a worker on CPUs."""
-        return max(1, int(self.cpus_per_worker))
+        return max(1, int(self.cpus_without_gpu))
 
     def worker_range(self) -> tuple[int, int]:
         """(least, most) workers; (0, 0) for auto."""
@@ -96,3 +108,19 @@ class ScalingConfig:
         least, most = int(low), int(high or low)
         require(1 <= least <= most, "scaling.num_workers", self.num_workers, rule)
         return least, most
+
+
+def usable_cpus(environ: Mapping[str, str] = os.environ) -> int:
+    """The CPUs that this process may use: those of its affinity mask, and, within a Slurm job, no
+    more than those of its task."""
+    affinity = getattr(os, "sched_getaffinity", None)
+    cpus = len(affinity(0)) if affinity else os.cpu_count() or 1
+    in_step = "SLURM_STEP_ID" in environ  # else the job's script, which may use what the node gave
+    given = environ.get("SLURM_CPUS_PER_TASK" if in_step else "SLURM_CPUS_ON_NODE", "")
+    return min(cpus, int(given)) if given.isdigit() and int(given) else cpus
+
+
+def cpus_of_process(environ: Mapping[str, str] = os.environ) -> int:
+    """This process's share of the CPUs, whatever OMP_NUM_THREADS says (torchrun sets 1)."""
+    local = environ.get("LOCAL_WORLD_SIZE", "1")
+    return max(1, usable_cpus(environ) // max(1, int(local) if local.isdigit() else 1))

@@ -154,16 +154,20 @@ class ScheduleConfig:
 class ComputeConfig:
     """Precision and kernels."""
 
-    precision: Literal["fp32", "bf16", "fp16"] = "fp32"
-    """Precision: fp32, or autocast to bf16 or fp16. fp16 also uses a gradient scaler."""
+    precision: Literal["auto", "fp32", "bf16", "fp16"] = "auto"
+    """Precision: fp32, or autocast to bf16 or fp16. auto: bf16 on GPUs that have it (Ampere and
+    later), else fp32. fp16 also uses a gradient scaler."""
+    tf32: bool = True
+    """Multiply what stays fp32 with TF32 (10 bits of mantissa) on GPUs that have it."""
     compile: bool = False
     """Compile the model with torch.compile."""
-    channels_last: bool = False
-    """Use the channels_last memory format for images and convolutions. It is faster on tensor
-    cores."""
+    channels_last: bool | Literal["auto"] = "auto"
+    """Use the channels_last memory format for images and the weights of convolutions, which is
+    faster on tensor cores. auto: on GPUs with bf16."""
     deterministic: bool = True
-    """Use only deterministic kernels, and raise an error where there is none. Bitwise identical
-    results after a restart depend on it."""
+    """Use only kernels that give the same bits each time; layers that have none are an error at the
+    start. The same bits after a restart depend on it. It costs cuDNN's search for the fastest
+    kernels, and slower ones for some layers; without it, all other promises hold."""
 
 
 @dataclass(frozen=True)

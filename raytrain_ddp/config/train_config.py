@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import re
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from raytrain_ddp.config.input_sections import AugmentConfig, DataConfig
 from raytrain_ddp.config.sections import (
@@ -35,6 +35,8 @@ else:
 
 # The tasks of the package that compute `loss.name`.
 _WITH_LOSS = ("image-classification", "raytrain_ddp.tasks.tabular:Tabular")
+AUTO_FIELDS = ("compute.precision", "compute.channels_last", "micro_batch")
+"""Those that decide the result, and are chosen at the start of a run if they say auto."""
 RUN_NAME = re.compile(r"(?!\.{1,2}$)[A-Za-z0-9._-]{1,128}")
 
 
@@ -98,11 +100,15 @@ class TrainConfig:
     them. 0: off."""
     batch_size: int = 64
     """Global batch size: samples per optimizer step. It is the total over all workers."""
-    micro_batch: int = 16
+    micro_batch: int | Literal["auto"] = 16
     """Samples per forward pass. A step has batch_size / micro_batch slots, which are dealt to the
-    workers."""
+    workers. Batch norm has the statistics of that many samples. auto: the largest that gives each
+    worker a slot and fits its GPU's memory, found by trying when the run begins; on CPUs at most
+    32."""
     exact: bool = False
     """Same bits on any number of workers. Gradients are summed slot by slot, in one order."""
+    settled: tuple[str, ...] = field(default=(), metadata=FREE)
+    """Set by fit: the fields that said auto, with the values that were chosen as the run began."""
     data: DataConfig = field(default_factory=DataConfig)
     augment: AugmentConfig = field(default_factory=AugmentConfig)
     model: ModelConfig = field(default_factory=ModelConfig)
@@ -124,9 +130,11 @@ class TrainConfig:
         require_plain(self)
         name_ok = self.name is None or bool(RUN_NAME.fullmatch(self.name))
         require(name_ok, "name", self.name, "use letters, digits, '.', '_' and '-', at most 128")
-        for field_name in ("epochs", "batch_size", "micro_batch"):
+        for field_name in ("epochs", "batch_size"):
             value = getattr(self, field_name)
             require(value >= 1, field_name, value, "must be 1 or more")
+        known = set(self.settled) <= set(AUTO_FIELDS)
+        require(known, "settled", self.settled, f"can name {', '.join(AUTO_FIELDS)}")
         limits = ("limit_train_batches", "limit_eval_batches", "overfit_batches")
         at_least(0, "", self, "steps", *limits)
         rule = "must be a time above 0, such as 90m, 2.5h or 1d"
@@ -135,13 +143,33 @@ class TrainConfig:
         both = self.overfit_batches and self.limit_train_batches
         require(not both, "overfit_batches", self.overfit_batches, rule)
         require(0 <= self.seed < 2**63, "seed", self.seed, "must be 0 or more and below 2**63")
+        self._require_micro_batch()
+        unfreeze = self.model.unfreeze_epoch
+        rule = f"must be below epochs = {self.epochs}; without it, they stay frozen"
+        require(bool(self.steps) or unfreeze < self.epochs, "model.unfreeze_epoch", unfreeze, rule)
+        grow = self.data.grow_epochs
+        rule = f"must be below epochs = {self.epochs}; else no image has data.image_size"
+        require(bool(self.steps) or grow < self.epochs, "data.grow_epochs", grow, rule)
+        if self.task in _WITH_LOSS:
+            self.require_loss()
+        self.require_slots(self.scaling.worker_range()[1])
+        if self.exact:
+            self._require_exact()
+
+    def _require_micro_batch(self) -> None:
         batch, micro = self.batch_size, self.micro_batch
+        repeats, spread = self.augment.repeats, self.augment.spread_repeats
+        if isinstance(micro, str):
+            rule = "no size divides batch_size and suits --augment.* and this many workers"
+            fits = bool(self.micro_batches(max(1, self.scaling.worker_range()[1])))
+            require(fits, "micro_batch", micro, rule)
+            return
+        require(micro >= 1, "micro_batch", micro, "must be 1 or more, or auto")
         rule = f"must be at least micro_batch = {micro}; set --micro-batch {batch}"
         require(batch >= micro, "batch_size", batch, rule)
         below, above = batch // micro * micro, (batch // micro + 1) * micro
         rule = f"must be a multiple of micro_batch = {micro}; take {below} or {above}"
         require(batch % micro == 0, "batch_size", batch, rule)
-        repeats, spread = self.augment.repeats, self.augment.spread_repeats
         rule = f"with spread_repeats, it must be at most {self.slots}, the slots of a step"
         require(not spread or repeats <= self.slots, "augment.repeats", repeats, rule)
         repeats = 1 if spread else repeats  # in a micro-batch
@@ -155,17 +183,16 @@ class TrainConfig:
                 f"{2 * repeats} or more"
             )
             require(not alpha or micro >= 2 * repeats, f"augment.{kind}", alpha, rule)
-        unfreeze = self.model.unfreeze_epoch
-        rule = f"must be below epochs = {self.epochs}; without it, they stay frozen"
-        require(bool(self.steps) or unfreeze < self.epochs, "model.unfreeze_epoch", unfreeze, rule)
-        grow = self.data.grow_epochs
-        rule = f"must be below epochs = {self.epochs}; else no image has data.image_size"
-        require(bool(self.steps) or grow < self.epochs, "data.grow_epochs", grow, rule)
-        if self.task in _WITH_LOSS:
-            self.require_loss()
-        self.require_slots(self.scaling.worker_range()[1])
-        if self.exact:
-            self._require_exact()
+
+    def micro_batches(self, workers: int) -> list[int]:
+        """The sizes that micro_batch = auto chooses from, from large to small."""
+        augment, batch = self.augment, self.batch_size
+        repeats, least_slots = augment.repeats, workers
+        if augment.spread_repeats:
+            repeats, least_slots = 1, max(workers, repeats)
+        least = 2 * repeats if augment.mixup or augment.cutmix else repeats
+        sizes = [m for m in range(batch // least_slots, least - 1, -1) if batch % m == 0]
+        return [m for m in sizes if m % repeats == 0]
 
     def _require_exact(self) -> None:
         whole = "must be {} with exact = true, whose gradients are summed whole, slot by slot"
@@ -202,23 +229,30 @@ class TrainConfig:
 
     @property
     def slots(self) -> int:
-        """Micro-batches per optimizer step."""
-        return self.batch_size // self.micro_batch
+        """Micro-batches per optimizer step; as many as possible before auto is settled."""
+        return self.batch_size // self.slot_size
+
+    @property
+    def slot_size(self) -> int:
+        """Samples of a whole micro-batch; the fewest possible before auto is settled."""
+        if isinstance(self.micro_batch, str):
+            return min(self.micro_batches(1))
+        return self.micro_batch
 
     @property
     def eval_micro_batch(self) -> int:
         """Samples of one evaluation pass."""
-        return self.eval.micro_batch or self.micro_batch
+        return self.eval.micro_batch or self.slot_size
 
     def require_slots(self, workers: int) -> None:
         """Raises ConfigError if `workers` are more than the slots of a step."""
         if workers <= self.slots:
             return
-        fitting = [m for m in range(1, self.micro_batch) if self.batch_size % m == 0]
+        fitting = [m for m in range(1, self.slot_size) if self.batch_size % m == 0]
         fitting = [m for m in fitting if self.batch_size // m >= workers]
         alone = f"--batch-size {workers} --micro-batch 1"
         raise ConfigError(
-            f"batch_size = {self.batch_size} is {self.slots} slots of {self.micro_batch}, too few "
+            f"batch_size = {self.batch_size} is {self.slots} slots of {self.slot_size}, too few "
             f"for {workers} workers: set {f'--micro-batch {max(fitting)}' if fitting else alone}, "
             f"or --scaling.num-workers {self.slots}."
         )

@@ -21,7 +21,7 @@ from raytrain_ddp.doctor.cluster_probe import Answer, Node, NodeTasks
 from raytrain_ddp.doctor.rows import Report
 from raytrain_ddp.driver.preflight import check
 from raytrain_ddp.errors import PreflightError
-from raytrain_ddp.ray_backend.cluster import cluster, import_paths
+from raytrain_ddp.ray_backend.cluster import cluster, import_paths, live_node_resources
 from raytrain_ddp.ray_backend.dashboard import dashboard_address
 from raytrain_ddp.ray_backend.placement import (
     Layout,
@@ -99,7 +99,7 @@ def _capacity(
     result: dict[str, Any] = {
         "storage": without_secrets(config.storage),
         "data": without_secrets(config.data.source),
-        "cpus_per_worker": config.scaling.cpus_per_worker,
+        "cpus_per_worker": config.scaling.cpus_without_gpu,
         "use_gpu": config.scaling.use_gpu is True,
     }
     deadline = time.monotonic() + (0 if embedded else config.scaling.wait_s)
@@ -108,7 +108,7 @@ def _capacity(
         while True:
             have = dict(ray.cluster_resources())
             try:
-                layout = choose_layout(config, have)
+                layout = choose_layout(config, have, [have] if embedded else live_node_resources())
             except PreflightError as error:
                 return {**result, "lacks": str(error)}, None
             if embedded and config.scaling.num_workers == "auto":  # as `fit` then starts it
@@ -129,6 +129,7 @@ def _capacity(
     places = [have] if embedded else [node.resources for node in cluster_probe.live_nodes()]
     result |= {
         "workers": layout.said,
+        "cpus_per_worker": layout.per_worker["CPU"],
         "per_worker": dict(layout.per_worker),
         "backend": "nccl" if "nccl" in layout.backend else "gloo",
         "use_gpu": layout.use_gpu,
@@ -239,7 +240,7 @@ def _ranks(
         gpus = config.scaling.gpus_per_worker
         return [int(node.resources.get("GPU", 0) / gpus) for node in nodes], gpus
     cpus = [node.resources.get("CPU", 0) for node in nodes]
-    enough = min(config.scaling.cpus_per_worker, max(cpus))
+    enough = min(config.scaling.cpus_without_gpu, max(cpus))
     able = [count > 0 and count >= enough for count in cpus]
     first = able.index(True) if any(able) else -1
     return [int(is_able) + (n == first) for n, is_able in enumerate(able)], 0

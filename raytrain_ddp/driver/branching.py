@@ -18,6 +18,7 @@ from raytrain_ddp.checkpoint.manifest import RENEWED
 from raytrain_ddp.checkpoint.run_folder import STATE_FILE, checkpoint_store
 from raytrain_ddp.checkpoint.storage import Storage, open_storage
 from raytrain_ddp.checkpoint.store import MANIFEST_FILE
+from raytrain_ddp.config.automatic import settled_as_begun
 from raytrain_ddp.config.recipe import changed_fields, flat, publishable, to_dict
 from raytrain_ddp.config.train_config import TrainConfig
 from raytrain_ddp.driver.preflight import answered, is_complete
@@ -109,6 +110,7 @@ def find_branch(config: TrainConfig, origin: str, allowed: Sequence[str]) -> Bra
             hint = f" Name its fields: {', '.join(below)}." if below else did_you_mean(name, known)
             raise ConfigError(f"--allow-change {name}: there is no such field.{hint}")
     checkpoint = answered(config, lambda: _origin(config, origin))
+    config = settled_as_begun(config, checkpoint.manifest.config)
     changes = changed_fields(checkpoint.manifest.config, config)
     differing = [name for name, _, _ in changes]
     fixed = [name for name in differing if not _may_change(name)]
@@ -144,6 +146,7 @@ def begun_from(run: NamedRun, branch: Branch) -> NamedRun:
 
     Call it while holding the lease of the run.
     """
+    run = replace(run, config=settled_as_begun(run.config, branch.checkpoint.manifest.config))
     about: dict[str, Any] = {"origin": branch.origin, "checkpoint": str(branch.checkpoint)}
     about |= {"changes": [list(each) for each in branch.changes]}
 

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from raytrain_ddp.config.automatic import settled_as, settled_without_gpu, unsettled
 from raytrain_ddp.config.effects import effect_notes, unread_notes
 from raytrain_ddp.config.recipe import dumps, publishable
 from raytrain_ddp.config.train_config import TrainConfig
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
     from raytrain_ddp.data.sources import Data
     from raytrain_ddp.tasks.task import Task
 
+_FOUND = ", or what fits the memory of a GPU (auto)"
 _SAMPLES = 8  # in the trial batch
 
 
@@ -52,6 +54,7 @@ def dry_run(
     config, manifest = run.config, run.manifest
     have = local_resources()
     layout, where = _workers(config, have, local)
+    given, config = config, _settled(config, layout)
     import torch
 
     from raytrain_ddp.data.epoch_order import items_of_rank
@@ -77,7 +80,8 @@ def dry_run(
     model = model_of(task, pretrained=manifest is None)
     optimizer = optimizer_of(task, model, config)
     due = turns_of(task, optimizer, steps_to_check(steps))
-    notes = [*effect_notes(config), *_tried(config, task, model, data, eval_data, plan, due(0))]
+    notes = [*effect_notes(config), *filter(None, [layout.note])]
+    notes += [*_tried(config, task, model, data, eval_data, plan, due(0))]
     notes += getattr(task, "notes", ())
     notes += unread_notes(config, reads, replaced_fields(task, optimizer, config))
     learning = LearningRates(task, optimizer, config, per_epoch)
@@ -100,10 +104,10 @@ def dry_run(
         ("evaluation", f"{eval_data.rows} {task.unit}" if eval_data else "none"),
     ]
     lines = [
-        dumps(publishable(replace(config, data=replace(config.data, classes=named)))).rstrip(),
+        dumps(publishable(replace(given, data=replace(given.data, classes=named)))).rstrip(),
         "",
         f"batch          {config.batch_size} = {config.slots} slots x {config.micro_batch} "
-        f"{task.unit}",
+        f"{task.unit}{_FOUND if given.micro_batch == 'auto' and layout.use_gpu else ''}",
         f"workers        {where}; slots per worker: {', '.join(map(str, per_worker))}",
         *(f"{title:<14} {text}" for title, text in data_lines),
         f"steps          {per_epoch} per epoch{times} (the last has {plan.samples(per_epoch - 1)} "
@@ -127,7 +131,14 @@ def _workers(config: TrainConfig, have: Mapping[str, float], local: bool) -> tup
         return layout, f"{layout.said}, each {_resources(layout.per_worker)}, over {layout.backend}"
     of_gpu = {name: count for name, count in layout.per_worker.items() if name == "GPU"}
     place = f"this process, on {'cuda' if layout.use_gpu else 'cpu'}"
-    return replace(layout, least=1, most=1, per_worker=of_gpu), place
+    return replace(layout, least=1, most=1, per_worker=of_gpu, note=""), place
+
+
+def _settled(config: TrainConfig, layout: Layout) -> TrainConfig:
+    """The config for the arithmetic, whose trial batch is on the CPU."""
+    if layout.use_gpu and "micro_batch" in unsettled(config):
+        config = settled_as(config, {"micro_batch": config.micro_batches(layout.most)[0]})
+    return settled_without_gpu(config, layout.most)
 
 
 def _run_state(run: NamedRun, branch: Branch | None) -> str:
@@ -163,7 +174,7 @@ def _tried(
     world = World(0, 1, 0, torch.device("cpu"), torch.get_num_threads())
     begin_training(model)
     own_memory(model)
-    batch = train_loader(config, data, plan, world).any_batch(min(_SAMPLES, config.micro_batch))
+    batch = train_loader(config, data, plan, world).any_batch(min(_SAMPLES, config.slot_size))
     for name in turns:
         try_loss(config, task, model, batch, world, name)
     notes: list[str] = []

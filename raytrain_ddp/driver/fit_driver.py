@@ -120,14 +120,20 @@ def _train_here(
     show(Phase("loading torch"))
     _note_idle(config, show)
     from raytrain_ddp.tasks.task_loading import load_task
-    from raytrain_ddp.training.local_session import LocalSession, join_world
+    from raytrain_ddp.training.local_session import LocalSession, idle_gpus_note, join_world
     from raytrain_ddp.training.loop import train
+    from raytrain_ddp.training.nccl_settings import nccl_settings
     from raytrain_ddp.training.recorder import Best
+    from raytrain_ddp.training.settling import settled
 
+    # The number of threads affects the order of sums: exact mode uses the same number everywhere.
+    threads = config.scaling.threads if config.exact else None
+    world = join_world(config.scaling, threads, nccl_settings(config))
+    config, notes = settled(config, world)
     if main:
         write_config(config, run)
-    # The number of threads affects the order of sums: exact mode uses the same number everywhere.
-    world = join_world(config.scaling, config.scaling.threads if config.exact else None)
+        for text in filter(None, (*notes, idle_gpus_note(world))):
+            show(Note(text))
     reads: set[str] = set()
     task = load_task(config, reads)
     watch = _Starts(show)
@@ -192,6 +198,8 @@ def _train_on_ray(
     try:
         with ray_output_to_file(run), cluster(config, address, dashboard, phase) as layout:
             write_config(config, run)
+            if layout.note:
+                show(Note(layout.note))
             with listed_in_dashboard(show):
                 outcome = run_workers(config, run, layout, watch, committed, pickled_task(config))
     except Interrupted as stop:

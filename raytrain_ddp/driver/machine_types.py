@@ -8,6 +8,8 @@ from math import ceil
 from raytrain_ddp.config.train_config import TrainConfig
 from raytrain_ddp.errors import ConfigError
 
+# One decodes 500 to 1,000 images/s; an H100 trains a ResNet-50 on 2,500 to 3,000.
+_CPUS_PER_GPU = 8
 _TORCH_GIB, _RAY_GIB = 4, 4  # host memory of a worker besides its data; of Ray and the driver
 
 
@@ -99,10 +101,13 @@ def machines(config: TrainConfig, most_per_node: int) -> Machines:
     nodes = ceil(wanted / most_per_node)
     per_node = ceil(wanted / nodes)
     here = min(workers, per_node * per_gpu)
+    cpus = here * scaling.cpus_without_gpu
+    if scaling.use_gpu and scaling.cpus_per_worker == "auto":
+        cpus = per_node * _CPUS_PER_GPU
     data_mib = 2 * config.data.memory_mib + config.data.prefetch_mib  # 2: also for evaluation
     return Machines(
         nodes=nodes,
-        cpus=max(1, ceil(here * scaling.cpus_per_worker)),
+        cpus=max(1, ceil(cpus)),
         gpus=per_node if scaling.use_gpu else 0,
         memory_gib=here * (_TORCH_GIB + ceil(data_mib / 1024)) + _RAY_GIB,
     )

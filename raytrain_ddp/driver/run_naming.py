@@ -25,6 +25,7 @@ from raytrain_ddp.checkpoint.run_folder import (
     run_storage,
 )
 from raytrain_ddp.checkpoint.storage import Storage, open_storage
+from raytrain_ddp.config.automatic import settled_as_begun
 from raytrain_ddp.config.recipe import changed_fields, dumps, publishable
 from raytrain_ddp.config.train_config import RUN_NAME, TrainConfig
 from raytrain_ddp.driver.preflight import answered
@@ -158,7 +159,7 @@ def _of_name(config: TrainConfig) -> NamedRun:
             "Revert these changes to continue it. To start a new run, use another --name, or none: "
             "then a free name is chosen."
         )
-    return NamedRun(config, folder, manifest)
+    return NamedRun(settled_as_begun(config, manifest.config), folder, manifest)
 
 
 def _of_config(config: TrainConfig, base: str) -> NamedRun:
@@ -178,6 +179,8 @@ def _of_config(config: TrainConfig, base: str) -> NamedRun:
         if not changed:
             if manifest is None:
                 require_none_lost(named, folder)
+            else:
+                named = settled_as_begun(named, manifest.config)
             note = f"continuing run {named.name}, which has this config" if number > 1 else ""
             return NamedRun(named, folder, manifest, base, note=note)
         taken.add(number)

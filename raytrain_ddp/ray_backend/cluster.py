@@ -6,7 +6,7 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -136,7 +136,7 @@ def cluster(
         if layout is None:
             import ray
 
-            layout = _wait_for(config, ray.cluster_resources, tell)
+            layout = _wait_for(config, ray.cluster_resources, live_node_resources, tell)
             if not layout.use_gpu and config.scaling.use_gpu == "auto":
                 tell("training on CPUs: the cluster has no GPU (--scaling.use-gpu waits for one)")
         yield layout
@@ -179,11 +179,14 @@ def _shipped(config: TrainConfig) -> dict[str, Any]:
 
 
 def _wait_for(
-    config: TrainConfig, resources: Callable[[], Mapping[str, float]], tell: Callable[[str], None]
+    config: TrainConfig,
+    resources: Callable[[], Mapping[str, float]],
+    nodes: Callable[[], Sequence[Mapping[str, float]]],
+    tell: Callable[[str], None],
 ) -> Layout:
     """Requests the missing resources from a cluster that may be growing; waits up to `wait_s`."""
     deadline = time.monotonic() + config.scaling.wait_s
-    layout = choose_layout(config, resources())
+    layout = choose_layout(config, resources(), nodes())
     lacks = missing_resources(layout, resources())
     if lacks:
         tell(f"waiting up to {config.scaling.wait_s:g} s for {layout.said}")
@@ -196,6 +199,8 @@ def _wait_for(
                 lacks = missing_resources(layout, resources())
         finally:  # the request would last forever and keep idle nodes alive
             request_resources(bundles=[])
+        if not lacks:  # the new nodes may have more CPUs for each GPU, or fewer
+            layout = choose_layout(config, resources(), nodes())
     require_capacity(layout, resources(), "the cluster")
     return layout
 

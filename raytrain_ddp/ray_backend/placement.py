@@ -2,24 +2,31 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
+from raytrain_ddp.config.scaling_section import ScalingConfig, usable_cpus
 from raytrain_ddp.config.train_config import TrainConfig
 from raytrain_ddp.errors import PreflightError
 
 
 @dataclass(frozen=True)
 class Layout:
-    """The resources requested from Ray: `least` to `most` workers with `per_worker` each."""
+    """The resources requested from Ray: `least` to `most` workers with `per_worker` each.
+
+    Attributes:
+        note: why GPUs stay idle; "": none does.
+    """
 
     least: int
     most: int
     use_gpu: bool
     per_worker: Mapping[str, float]
     backend: str
+    note: str = field(default="", kw_only=True)
 
     @property
     def workers(self) -> int | tuple[int, int]:
@@ -37,8 +44,15 @@ class Layout:
         return {name: amount * self.least for name, amount in self.per_worker.items()}
 
 
-def choose_layout(config: TrainConfig, have: Mapping[str, float]) -> Layout:
+def choose_layout(
+    config: TrainConfig,
+    have: Mapping[str, float],
+    nodes: Sequence[Mapping[str, float]] | None = None,
+) -> Layout:
     """The layout that the config requests, on a cluster with these resources.
+
+    Args:
+        nodes: the resources of each node. Default: `have` are those of one machine.
 
     Raises:
         PreflightError: GPUs are requested, and there are none.
@@ -48,6 +62,7 @@ def choose_layout(config: TrainConfig, have: Mapping[str, float]) -> Layout:
     gpus = have.get("GPU", 0)
     use_gpu = gpus > 0 if scaling.use_gpu == "auto" else scaling.use_gpu
     least, most = scaling.worker_range()
+    nodes, note = [have] if nodes is None else nodes, ""
     if (least, most) == (0, 0):
         if use_gpu and not gpus:
             raise PreflightError(
@@ -55,17 +70,48 @@ def choose_layout(config: TrainConfig, have: Mapping[str, float]) -> Layout:
                 "CUDA_VISIBLE_DEVICES, train on CPUs with --scaling.use-gpu False, or set the "
                 "number of workers for an autoscaling cluster with --scaling.num-workers."
             )
-        whole = int(gpus / scaling.gpus_per_worker) if use_gpu else 2
+        each = scaling.gpus_per_worker
+        whole = sum(int(node.get("GPU", 0) / each + 1e-9) for node in nodes) if use_gpu else 2
         least = most = min(whole, config.slots)
+        note = _note_of_idle(config, least, whole) if use_gpu else ""
     config.require_slots(most)
-    per_worker = {"CPU": scaling.cpus_per_worker}
+    per_worker = {"CPU": _cpus(scaling, nodes) if use_gpu else scaling.cpus_without_gpu}
     backend = scaling.backend
     if use_gpu:
         per_worker["GPU"] = scaling.gpus_per_worker
     if backend == "auto":
         backend = "nccl" if use_gpu and scaling.gpus_per_worker == 1 else "gloo"
     return Layout(
-        least, most, use_gpu, per_worker, "cpu:gloo,cuda:nccl" if backend == "nccl" else backend
+        least,
+        most,
+        use_gpu,
+        per_worker,
+        "cpu:gloo,cuda:nccl" if backend == "nccl" else backend,
+        note=note,
+    )
+
+
+def _cpus(scaling: ScalingConfig, nodes: Sequence[Mapping[str, float]]) -> float:
+    """CPUs of a worker with a GPU. auto: its share of the node's, as of the node that has the
+    fewest for each GPU, so that every GPU has a worker."""
+    if not isinstance(scaling.cpus_per_worker, str):
+        return scaling.cpus_per_worker
+    shares = [node.get("CPU", 0) / node["GPU"] for node in nodes if node.get("GPU", 0) > 0]
+    share = min(filter(None, shares), default=1.0) * scaling.gpus_per_worker
+    return float(int(share)) if share >= 1 else math.floor(share * 1000) / 1000
+
+
+def _note_of_idle(config: TrainConfig, workers: int, places: int) -> str:
+    """Why fewer workers than GPUs have a slot, and which flags change that; "": all have."""
+    if workers >= places:
+        return ""
+    batch, micro = config.batch_size, config.slot_size
+    smaller = [m for m in range(1, config.slot_size) if batch % m == 0 and batch // m >= places]
+    remedies = [f"--micro-batch {m} (batch norm then sees as many)" for m in smaller[-1:]]
+    remedies.append(f"--batch-size {places * micro} (with a learning rate for it)")
+    return (
+        f"{workers} of {places} GPUs are used: a step has {workers} slots, batch_size = {batch} / "
+        f"micro_batch = {micro}. For all of them: {', or '.join(remedies)}."
     )
 
 
@@ -106,12 +152,10 @@ def require_capacity(layout: Layout, have: Mapping[str, float], where: str) -> N
 
 def local_resources() -> dict[str, float]:
     """The CPUs that this process may use, and the GPUs, counted without torch or Ray."""
-    affinity = getattr(os, "sched_getaffinity", None)
-    cpus = len(affinity(0)) if affinity else os.cpu_count() or 1
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     gpus = len(list(Path("/dev").glob("nvidia[0-9]*")))
     if visible is not None:
         devices = [device.strip() for device in visible.split(",")]
         hidden = next((n for n, d in enumerate(devices) if not d or d.startswith("-")), None)
         gpus = min(gpus, len(devices[:hidden]))  # CUDA stops at the first invalid one
-    return {"CPU": float(cpus), "GPU": float(gpus)}
+    return {"CPU": float(usable_cpus()), "GPU": float(gpus)}

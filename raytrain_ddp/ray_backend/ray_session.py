@@ -35,6 +35,7 @@ from raytrain_ddp.training.live_state import LiveState
 from raytrain_ddp.training.recorder import Best
 from raytrain_ddp.training.recording_session import RecordingSession
 from raytrain_ddp.training.rendezvous import Exchange
+from raytrain_ddp.training.roster import Seat
 from raytrain_ddp.training.session import Requests, Snapshot
 from raytrain_ddp.training.world import World, broadcast
 from raytrain_ddp.uri import without_secrets
@@ -44,6 +45,18 @@ _MEET_S = 10.0
 _LAST_S = 20.0  # time limit for the driver to take the last events
 _CONFIRM_EVERY_S = 0.05
 _HELD_LONGER_S = 60.0  # beyond the announced end of a node
+
+
+def world_of_worker(threads: int, seat: Seat | None = None) -> World:
+    """This worker's world, by Ray Train, or by its seat in a generation."""
+    context = ray.train.get_context()
+    return World(
+        rank=seat.rank if seat else context.get_world_rank(),
+        size=seat.size if seat else context.get_world_size(),
+        local_rank=seat.local_rank if seat else context.get_local_rank(),
+        device=ray.train.torch.get_device(),
+        threads=threads,
+    )
 
 
 class RaySession(RecordingSession):
@@ -64,6 +77,7 @@ class RaySession(RecordingSession):
     def __init__(
         self,
         config: TrainConfig,
+        world: World,
         mailbox: Any,
         best: Best,
         look_every_s: float = 0.0,
@@ -71,14 +85,7 @@ class RaySession(RecordingSession):
         live: LiveState | None = None,
         place: Place | None = None,
     ) -> None:
-        context, seat = ray.train.get_context(), place.seat if place else None
-        world = World(
-            rank=seat.rank if seat else context.get_world_rank(),
-            size=seat.size if seat else context.get_world_size(),
-            local_rank=seat.local_rank if seat else context.get_local_rank(),
-            device=ray.train.torch.get_device(),
-            threads=config.scaling.threads,
-        )
+        seat = place.seat if place else None
         if not run_storage(config).exists(CONFIG_FILE):
             raise PreflightError(
                 f"storage = {without_secrets(config.storage)}: node {socket.gethostname()} does "
@@ -94,7 +101,7 @@ class RaySession(RecordingSession):
         super().__init__(config, world, best, self._say, live)
         self.step: int | None = None
         self._mailbox, self._start, self._place = mailbox, start, place
-        self._rank = context.get_world_rank()
+        self._rank = ray.train.get_context().get_world_rank()
         self._owners: Sequence[Owner] = ()
         self._newcomer = self._joins = False
         self._pushed_at = 0.0

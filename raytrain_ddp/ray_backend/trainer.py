@@ -16,6 +16,7 @@ from raytrain_ddp.ray_backend.cluster import import_paths
 from raytrain_ddp.ray_backend.placement import Layout
 from raytrain_ddp.ray_backend.ray_settings import PREEMPTION_WATCHER
 from raytrain_ddp.ray_backend.worker import WorkerSettings, train_on_worker
+from raytrain_ddp.training.nccl_settings import collective_timeout, nccl_settings
 
 # A check costs all workers 4 to 13 ms; notices come at least half a minute ahead.
 _LOOK_EVERY_S = 3.0
@@ -37,10 +38,9 @@ def make_trainer(
     """
     import ray
     from ray.train import FailureConfig, LoggingConfig, RunConfig, ScalingConfig
-    from ray.train.torch import TorchConfig, TorchTrainer
+    from ray.train.torch import TorchTrainer
 
     from raytrain_ddp.ray_backend.failure_callback import FailureCallback
-    from raytrain_ddp.ray_backend.replacing import ReplacingConfig
 
     parent, _, name = run.path.rstrip("/").rpartition("/")
     given = WorkerSettings(
@@ -50,6 +50,7 @@ def make_trainer(
         import_paths=import_paths(config),
         log_folder=f"{run.path}/{LOGS}" if run.is_local else None,
         mailbox=mailbox,
+        threads=max(1, int(layout.per_worker["CPU"])),
         lease=holder(run),
         look_every_s=0.0 if os.environ.get(PREEMPTION_WATCHER) == "0" else _LOOK_EVERY_S,
         least=least,
@@ -78,8 +79,20 @@ def make_trainer(
             callbacks=[FailureCallback(mailbox, ray.get_runtime_context().get_actor_id())],
             logging_config=LoggingConfig(log_level="WARNING"),
         ),
-        torch_config=(ReplacingConfig if least else TorchConfig)(backend=layout.backend),
+        torch_config=_torch_config(config, layout, least > 0),
     )
+
+
+def _torch_config(config: TrainConfig, layout: Layout, replaces: bool) -> Any:
+    from ray.train.torch import TorchConfig
+
+    from raytrain_ddp.ray_backend.nccl_config import NcclConfig
+    from raytrain_ddp.ray_backend.replacing import ReplacingConfig
+
+    if "nccl" not in layout.backend:
+        return (ReplacingConfig if replaces else TorchConfig)(backend=layout.backend)
+    timeout_s = int(collective_timeout(config.scaling).total_seconds())
+    return NcclConfig(backend=layout.backend, timeout_s=timeout_s, settings=nccl_settings(config))
 
 
 def _memory() -> Any:

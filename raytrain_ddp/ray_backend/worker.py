@@ -43,6 +43,7 @@ class WorkerSettings:
     Args:
         task: the pickled task, if its name does not suffice.
         mailbox: handle of the Mailbox actor.
+        threads: CPUs of the worker.
         lease: the token with which the driver holds the run; "": unknown.
         look_every_s: how often to check for preemption notices; 0: never.
         least: how many workers go on if others die, which are replaced; 0: all are restarted.
@@ -55,6 +56,7 @@ class WorkerSettings:
     import_paths: tuple[str, ...]
     log_folder: str | None
     mailbox: Any
+    threads: int = 1
     lease: str = ""
     look_every_s: float = 0.0
     least: int = 0
@@ -95,25 +97,20 @@ def _train(given: WorkerSettings, sessions: list[RaySession], place: Place | Non
     Args:
         sessions: receives each session as soon as it is made.
     """
-    from raytrain_ddp.checkpoint.lease import is_seen
-    from raytrain_ddp.checkpoint.run_folder import run_storage
-    from raytrain_ddp.config.recipe import from_dict
-    from raytrain_ddp.errors import PreflightError
-    from raytrain_ddp.ray_backend.ray_session import RaySession
+    from raytrain_ddp.checkpoint.run_folder import CONFIG_FILE, run_storage
+    from raytrain_ddp.config.automatic import unsettled
+    from raytrain_ddp.config.recipe import dumps, from_dict, publishable, to_dict
+    from raytrain_ddp.events import Note
+    from raytrain_ddp.ray_backend.ray_session import RaySession, world_of_worker
     from raytrain_ddp.ray_backend.replacing import set_environment
     from raytrain_ddp.tasks.task_loading import load_task
     from raytrain_ddp.training.generations import through_generations
     from raytrain_ddp.training.loop import train
     from raytrain_ddp.training.recorder import Best
-    from raytrain_ddp.uri import without_secrets
+    from raytrain_ddp.training.settling import as_begun, settled
 
     config = from_dict(given.config)
-    if given.lease and not is_seen(run_storage(config), given.lease):
-        raise PreflightError(
-            f"storage = {without_secrets(config.storage)}: node {socket.gethostname()} does not "
-            "see the run's folder there, or sees an older local folder. Several nodes need a "
-            "shared folder or a URI."
-        )
+    _require_folder(config, given.lease)
     reads: set[str] = set()
     loaded: list[tuple[TrainConfig, Task]] = []
 
@@ -122,14 +119,23 @@ def _train(given: WorkerSettings, sessions: list[RaySession], place: Place | Non
         made = config
         if given.task is not None:
             made = dataclasses.replace(config, task=pickle.loads(given.task))
+        is_unsettled = bool(unsettled(made))
+        if place is not None:
+            set_environment(place.seat)
+        world = world_of_worker(given.threads, place.seat if place else None)
+        made, notes = settled(as_begun(made), world)
+        given.config.update(to_dict(made))
         task = load_task(made, reads)
         loaded[:] = [(made, task)]
         best = Best(task.monitor, task.goal)
-        if place is not None:
-            set_environment(place.seat)
         look_s = given.look_every_s
-        session = RaySession(made, given.mailbox, best, look_s, _start(), live, place)
+        session = RaySession(made, world, given.mailbox, best, look_s, _start(), live, place)
         sessions[:] = [session]
+        if is_unsettled and session.world.is_main:
+            storage = run_storage(made)
+            storage.write_atomic(CONFIG_FILE, dumps(publishable(made)).encode())
+        for text in notes:
+            session.tell(Note(text))
         return session
 
     def run(session: RaySession) -> None:
@@ -144,6 +150,21 @@ def _train(given: WorkerSettings, sessions: list[RaySession], place: Place | Non
         return
     with start(None) as session:
         run(session)
+
+
+def _require_folder(config: TrainConfig, lease: str) -> None:
+    """Checks that this node sees the run's folder with the driver's lease."""
+    from raytrain_ddp.checkpoint.lease import is_seen
+    from raytrain_ddp.checkpoint.run_folder import run_storage
+    from raytrain_ddp.errors import PreflightError
+    from raytrain_ddp.uri import without_secrets
+
+    if lease and not is_seen(run_storage(config), lease):
+        raise PreflightError(
+            f"storage = {without_secrets(config.storage)}: node {socket.gethostname()} does not "
+            "see the run's folder there, or sees an older local folder. Several nodes need a "
+            "shared folder or a URI."
+        )
 
 
 def _apply_settings(given: WorkerSettings) -> None:

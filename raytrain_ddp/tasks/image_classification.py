@@ -116,7 +116,8 @@ class ImageClassification(Task):
             self._scales[images.device] = (values * 255).view(2, 3, 1, 1).to(images.device)
         mean, std = self._scales[images.device]
         flip, erase = batch.get("flip"), batch.get("erase")
-        return finish_images(images, mean, std, flip, erase, self._config.compute.channels_last)
+        channels_last = self._config.compute.channels_last is True
+        return finish_images(images, mean, std, flip, erase, channels_last)
 
 
 def _logits(model: nn.Module, inputs: Tensor) -> Tensor:

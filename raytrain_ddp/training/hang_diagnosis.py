@@ -244,12 +244,27 @@ def last_collective() -> tuple[int, str]:
     return number, name
 
 
-def collectives() -> list[dict[str, Any]]:
-    """The newest entries of torch's flight recorder, if it records (NCCL's only).
+def on_device(doing: str, inside: bool) -> tuple[str, bool, tuple[int, str] | None]:
+    """What a rank does whose host waits for its GPU, which looks like an agreement: the host goes
+    on after it has launched a collective of NCCL's, and waits for it later.
 
-    NCCL's records if TORCH_FR_BUFFER_SIZE (before torch 2.9: TORCH_NCCL_TRACE_BUFFER_SIZE) sets
-    how many entries it holds. Not tested on several GPUs.
+    Returns what it does, whether it waits for other ranks, and number and name of the collective
+    that its GPU is in; None: in none, or unknown.
     """
+    known = [each for each in collectives() if str(each["profiling_name"]).startswith("nccl:")]
+    if inside or doing != AGREEING or not known:
+        return doing, is_waiting(doing, inside), None
+    open_ones = [each for each in known if each.get("state") != "completed"]
+    if not open_ones:  # its own kernels
+        return "compute", False, None
+    first = open_ones[0]
+    name = str(first["profiling_name"]).partition(":")[2]
+    return EXCHANGING, True, (int(first.get("collective_seq_id", -1)), name)
+
+
+def collectives() -> list[dict[str, Any]]:
+    """The newest entries of torch's flight recorder (NCCL's only; see nccl_settings.py). Not tested
+    on several GPUs."""
     for dump in ("_dump_nccl_trace_json", "_dump_fr_trace_json"):
         read = getattr(torch._C._distributed_c10d, dump, None)
         entries = json.loads(read(True, False)).get("entries", []) if read is not None else []

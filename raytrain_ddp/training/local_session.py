@@ -15,10 +15,11 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from raytrain_ddp.checkpoint.lease import Owner
-from raytrain_ddp.config.sections import ScalingConfig
+from raytrain_ddp.config.scaling_section import ScalingConfig, cpus_of_process
 from raytrain_ddp.errors import PreflightError, RetriesExhausted
 from raytrain_ddp.events import Failed, Note
 from raytrain_ddp.training.hang_diagnosis import Hang
+from raytrain_ddp.training.nccl_settings import collective_timeout, set_missing
 from raytrain_ddp.training.recording_session import RecordingSession
 from raytrain_ddp.training.rendezvous import Exchange, through_folder
 from raytrain_ddp.training.session import Requests
@@ -91,12 +92,16 @@ class LocalSession(RecordingSession):
         self._handlers = {number: signal.signal(number, ask) for number in numbers}
 
 
-def join_world(scaling: ScalingConfig, threads: int | None = None) -> World:
+def join_world(
+    scaling: ScalingConfig, threads: int | None = None, nccl: Mapping[str, str] | None = None
+) -> World:
     """This process's world: torchrun's if its variables are set, else of size 1.
 
     Args:
         scaling: `use_gpu` and `backend` are used; the number of workers is torchrun's.
-        threads: for CPU arithmetic; default: OMP_NUM_THREADS or torch's own.
+        threads: for arithmetic on CPUs. Default: OMP_NUM_THREADS or torch's own; with a GPU, this
+            process's share of the CPUs, for its loader.
+        nccl: see `nccl_settings`.
 
     Raises:
         PreflightError: a GPU is wanted, and there is none for this process.
@@ -112,6 +117,8 @@ def join_world(scaling: ScalingConfig, threads: int | None = None) -> World:
         )
     if size > 1 and not dist.is_initialized():
         over_nccl = use_gpu and scaling.backend != "gloo"
+        if over_nccl:
+            set_missing(nccl or {})
         store, _, _ = next(dist.rendezvous("env://", rank, size))  # type: ignore[attr-defined]
         # torchrun's store survives a restart, with the addresses of the previous processes.
         start = f"start-{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
@@ -120,6 +127,20 @@ def join_world(scaling: ScalingConfig, threads: int | None = None) -> World:
             store=dist.PrefixStore(start, store),  # type: ignore[attr-defined]
             rank=rank,
             world_size=size,
+            timeout=collective_timeout(scaling) if over_nccl else None,
         )
     device = torch.device("cuda", local_rank) if use_gpu else torch.device("cpu")
-    return World(rank, size, local_rank, device, threads or torch.get_num_threads())
+    if threads is None or (use_gpu and scaling.cpus_per_worker == "auto"):
+        threads = cpus_of_process() if use_gpu else torch.get_num_threads()
+    return World(rank, size, local_rank, device, threads)
+
+
+def idle_gpus_note(world: World) -> str:
+    """A note if a process that trains alone leaves GPUs of its machine idle."""
+    gpus = torch.cuda.device_count() if world.device.type == "cuda" else 0
+    if world.size > 1 or gpus < 2:
+        return ""
+    return (
+        f"1 of {gpus} GPUs is used: this is one process. For all of them, leave --local out, or "
+        f"use torchrun --nproc-per-node {gpus}."
+    )

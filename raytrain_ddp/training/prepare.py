@@ -115,7 +115,7 @@ def prepare(
             epochs=-(-config.total_steps(plan.steps_per_epoch) // plan.steps_per_epoch),
             batch_size=config.batch_size,
             slots=config.slots,
-            micro_batch=config.micro_batch,
+            micro_batch=config.slot_size,
             world_size=world.size,
             device=device_name(world.device),
             parameters=sum(p.numel() for p in model.parameters()),
@@ -188,7 +188,7 @@ def initial_model(config: TrainConfig, task: Task, world: World) -> nn.Module:
     model = model_of(task, newest_manifest(run_storage(config)) is None)
     begin_training(model)
     own_memory(model)
-    if config.compute.channels_last:
+    if config.compute.channels_last is True:
         model = model.to(memory_format=torch.channels_last)
     if config.ddp.sync_batchnorm and world.size > 1:
         model = nn.SyncBatchNorm.convert_sync_batchnorm(model)
@@ -251,7 +251,7 @@ def plan_of(config: TrainConfig, data: Data) -> Plan:
     """How an epoch of the training data is divided."""
     limit = config.overfit_batches or config.limit_train_batches
     repeats, spread = config.augment.repeats, config.augment.spread_repeats
-    return Plan(data.rows, config.slots, config.micro_batch, repeats, limit, spread)
+    return Plan(data.rows, config.slots, config.slot_size, repeats, limit, spread)
 
 
 def train_loader(config: TrainConfig, data: Data, plan: Plan, world: World) -> TrainLoader:

@@ -21,6 +21,7 @@ from raytrain_ddp.messages import Event
 from raytrain_ddp.tasks.task import Task
 from raytrain_ddp.tasks.task_check import metrics_of, place_of, refused
 from raytrain_ddp.training.buffer_sync import SavedBuffers
+from raytrain_ddp.training.determinism import naming_nondeterministic
 from raytrain_ddp.training.metric_states import MOST_NUMBERS, TreeMetrics, require_monitor
 from raytrain_ddp.training.seeding import keeping_generators, seed_slot
 from raytrain_ddp.training.train_state import evaluating
@@ -64,7 +65,12 @@ def try_evaluation(
     chunks = range(-(-min(data.rows, _MOST_BAD) // batch_size))
     loaded = eval_batches(data, batch_size, chunks, LoaderThreads(0))
     buffers = SavedBuffers(model)
-    with keeping_generators(world.device), evaluating(model), torch.inference_mode():
+    with (
+        keeping_generators(world.device),
+        evaluating(model),
+        torch.inference_mode(),
+        naming_nondeterministic(model),
+    ):
         with closing(loaded):
             batch = next((each for each in loaded if data.samples_of(each)), None)
         if batch is None:

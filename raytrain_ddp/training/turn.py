@@ -19,6 +19,7 @@ from raytrain_ddp.failpoints import failpoint
 from raytrain_ddp.tasks.task import Task
 from raytrain_ddp.tasks.task_check import loss_of_task, optional_method, refused
 from raytrain_ddp.training.buffer_sync import BoolBuffers, SavedBuffers, SlotBuffers
+from raytrain_ddp.training.determinism import naming_nondeterministic
 from raytrain_ddp.training.nonfinite import NonfiniteGuard
 from raytrain_ddp.training.phase_clock import Clock
 from raytrain_ddp.training.reduction import (
@@ -33,7 +34,7 @@ from raytrain_ddp.training.torch_compat import all_gather
 from raytrain_ddp.training.train_state import TrainState, evaluating
 from raytrain_ddp.training.world import World
 
-_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 _TOO_SMALL = "more than 1 value per channel"  # for batch norm, says torch
 
 
@@ -203,7 +204,10 @@ class Turn:
         buffers = SavedBuffers(self._state.model)
         flags = BoolBuffers(self._state.model)
         try:
-            with counting_flops(self._config.compute.compile) as counter:
+            with (
+                counting_flops(self._config.compute.compile) as counter,
+                naming_nondeterministic(self._state.model),
+            ):
                 self.scalar_names = self._pass(batch)
             self._pass(batch)
             # The scaler is initialized by its first use, and a rank without samples never uses it.
@@ -263,7 +267,7 @@ def forward(
 def _loss_and_scalars(
     config: TrainConfig, task: Task, model: nn.Module, batch: Batch, world: World, name: str
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    dtype = _DTYPES[config.compute.precision]
+    dtype = _DTYPES.get(config.compute.precision, torch.float32)
     with torch.autocast(world.device.type, dtype, enabled=dtype is not torch.float32):
         moved = to_device(batch, world.device)
         result = task.loss(model, moved, name) if name else task.loss(model, moved)  # type: ignore[call-arg]
@@ -284,11 +288,6 @@ def frozen_meanwhile(others: Iterable[nn.Parameter]) -> Iterator[None]:
 
 def _remedy(text: str) -> str | None:
     """The config-level remedy for an error of torch's, if there is one."""
-    if "deterministic implementation" in text:
-        return (
-            f"{text.splitlines()[0]} Disable bitwise resume with --compute.no-deterministic, or "
-            "use another model."
-        )
     if _TOO_SMALL in text:
         return (
             "the last step of an epoch has a micro-batch of one sample, too few for this model's "

@@ -34,8 +34,8 @@ from raytrain_ddp.training.hang_diagnosis import (
     innermost_line,
     is_compiling,
     is_hang,
-    is_waiting,
     last_collective,
+    on_device,
     open_stack_file,
     stack_of,
     stacks,
@@ -239,15 +239,11 @@ class Watchdog:
         with suppress(Exception):  # a stderr without a file
             faulthandler.dump_traceback_later(self.limit_s, file=where)  # type: ignore[arg-type]
 
-    def _activity(self) -> tuple[str, bool, str]:
-        """(what the training does, whether it waits in a collective, its innermost line)."""
+    def _own_status(self, still_s: float) -> RankStatus:
         doing, (at, inside) = self._clock.doing, innermost_line(self._training)
         doing = COMPILING if is_compiling(self._training) else doing
-        return doing, is_waiting(doing, inside), at
-
-    def _own_status(self, still_s: float) -> RankStatus:
-        doing, waits, at = self._activity()
-        number, name = last_collective()
+        doing, waits, stuck = on_device(doing, inside)
+        number, name = stuck or last_collective()
         step = self._first + self._clock.steps + 1
         patience_s = self.patience_s(doing, waits)
         told = (self._rank, step, doing, number, name, waits, at, still_s, patience_s)

@@ -52,13 +52,17 @@ def choose_device(name: str, may_use_gpu: bool = True) -> torch.device:
 
 
 def set_up(world: World, compute: ComputeConfig) -> None:
-    """Process-wide switches: threads, device, deterministic kernels."""
+    """Process-wide switches: threads, device, TF32, deterministic kernels."""
     torch.set_num_threads(world.threads)
     if world.device.type == "cuda":
         torch.cuda.set_device(world.device)
+        torch.set_float32_matmul_precision("high" if compute.tf32 else "highest")
+        torch.backends.cudnn.allow_tf32 = compute.tf32
     if compute.deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.backends.cudnn.benchmark = False
+        # Filling what will be overwritten is a kernel for each tensor: 168 a step (ResNet-18).
+        torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
     elif world.device.type == "cuda":
         torch.backends.cudnn.benchmark = True
     torch.use_deterministic_algorithms(compute.deterministic)

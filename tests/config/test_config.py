@@ -48,13 +48,14 @@ scaling.backend scaling.check_every_steps scaling.cpus_per_worker scaling.gpus_p
 scaling.hang_s scaling.max_failures scaling.max_preemptions scaling.num_workers
 scaling.on_divergence scaling.placement scaling.replace_workers scaling.resize_s
 scaling.start_timeout_s scaling.use_gpu scaling.wait_s
+settled
 steps stop.min_delta stop.patience
 storage
 """
 
 FIXED = """
 batch_size
-compute.channels_last compute.compile compute.deterministic compute.precision
+compute.channels_last compute.compile compute.deterministic compute.precision compute.tf32
 augment.crop augment.cutmix augment.erase augment.flip augment.jitter augment.magnitude
 augment.mixup augment.operations augment.policy augment.repeats augment.scale
 augment.spread_repeats

@@ -83,18 +83,18 @@ def test_what_is_secret_in_a_uri_is_left_out_and_that_is_reported():
     [
         (ScalingConfig(8, True, 6), 4, Machines(2, 24, 4, 4 * 7 + 4)),
         (ScalingConfig(8, True, 6), 1, Machines(8, 6, 1, 11)),
-        (ScalingConfig("1:6", True), 4, Machines(2, 3, 3, 25)),
+        (ScalingConfig("1:6", True), 4, Machines(2, 24, 3, 25)),
         (ScalingConfig(5, False, 2), 4, Machines(2, 6, 0, 25)),
         (ScalingConfig(1, False, 0.5), 4, Machines(1, 1, 0, 11)),
-        (ScalingConfig(8, True, gpus_per_worker=0.5), 4, Machines(1, 8, 4, 60)),
-        (ScalingConfig(8, True, placement="STRICT_PACK"), 4, Machines(1, 8, 8, 60)),
-        (ScalingConfig(3, True, placement="SPREAD"), 4, Machines(3, 1, 1, 11)),
+        (ScalingConfig(8, True, gpus_per_worker=0.5), 4, Machines(1, 32, 4, 60)),
+        (ScalingConfig(8, True, placement="STRICT_PACK"), 4, Machines(1, 64, 8, 60)),
+        (ScalingConfig(3, True, placement="SPREAD"), 4, Machines(3, 8, 1, 11)),
     ],
 )
 def test_nodes_hold_all_workers(scaling: ScalingConfig, most: int, want: Machines):
     config = TrainConfig(batch_size=64, micro_batch=8, scaling=scaling)
     assert machines(config, most) == want
-    assert want.nodes * want.cpus >= scaling.worker_range()[1] * scaling.cpus_per_worker
+    assert want.nodes * want.cpus >= scaling.worker_range()[1] * scaling.cpus_without_gpu
 
 
 # ------------------------------------------------------------------ slurm
@@ -105,8 +105,7 @@ def test_a_slurm_job_has_the_nodes_gpus_and_memory_of_the_config(tmp_path: Path)
     directives = check_sbatch(reported.text)
     assert directives["job-name"] == "imagenet-resnet50"
     assert (directives["nodes"], directives["gpus-per-node"]) == ("2", "4")
-    cpus = parse_fit(["imagenet-resnet50"]).config.scaling.cpus_per_worker
-    assert directives["cpus-per-task"] == f"{4 * cpus:g}"
+    assert directives["cpus-per-task"] == "32"
     assert directives["mem"] == "32G"
     assert reported.notes == ()
 

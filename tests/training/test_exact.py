@@ -333,7 +333,7 @@ def test_processes_without_ray_compute_with_as_many_threads_however_many_there_a
 ):
     seen = []
     monkeypatch.setattr(
-        local_session, "join_world", lambda scaling, threads: seen.append(threads) or 1 / 0
+        local_session, "join_world", lambda scaling, threads, nccl: seen.append(threads) or 1 / 0
     )
     monkeypatch.setenv("OMP_NUM_THREADS", "2")
     for exact in (True, False):

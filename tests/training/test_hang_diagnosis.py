@@ -40,7 +40,15 @@ from raytrain_ddp.config.train_config import TrainConfig
 from raytrain_ddp.errors import DataError, RetriesExhausted
 from raytrain_ddp.failpoints import FOLDER_VARIABLE, VARIABLE, arm
 from raytrain_ddp.ray_backend.mailbox import Mailbox
-from raytrain_ddp.training.hang_diagnosis import Hang, RankStatus, diagnose, is_compiling, is_hang
+from raytrain_ddp.training import hang_diagnosis
+from raytrain_ddp.training.hang_diagnosis import (
+    Hang,
+    RankStatus,
+    diagnose,
+    is_compiling,
+    is_hang,
+    on_device,
+)
 from raytrain_ddp.training.phase_clock import Clock
 from raytrain_ddp.training.watchdog import State, Watchdog
 
@@ -182,6 +190,61 @@ def test_fault_33_who_keeps_the_others_waiting_is_found_from_what_all_say():
     assert (ranks, "all ranks are in" in text) == ((), True)
     text, ranks = said(*(sign(rank, **idle) for rank in range(3)))
     assert (ranks, "no rank has finished step 9" in text) == ((), True)
+
+
+def recorded(*states: str, kind: str = "nccl:all_reduce") -> list[dict[str, Any]]:
+    """As torch's flight recorder has them."""
+    return [
+        {"profiling_name": kind, "state": state, "collective_seq_id": 38 + n}
+        for n, state in enumerate(states)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("doing", "inside", "entries", "expected"),
+    [
+        # The host waits for a flag behind the all-reduce that its GPU is in.
+        (
+            "agreement",
+            False,
+            recorded("completed", "completed", "started", "scheduled"),
+            ("gradient exchange", True, (40, "all_reduce")),
+        ),
+        ("agreement", False, recorded("completed"), ("compute", False, None)),  # own kernels
+        ("agreement", True, recorded("started"), ("agreement", True, None)),  # the vote, on CPUs
+        ("agreement", False, [], ("agreement", True, None)),  # nothing is known
+        ("agreement", False, recorded("started", kind="gloo:x"), ("agreement", True, None)),
+        ("data wait", False, recorded("started"), ("data wait", False, None)),
+        ("gradient exchange", False, [], ("gradient exchange", True, None)),
+    ],
+)
+def test_fault_33_a_collective_that_is_stuck_on_a_gpu_is_not_called_an_agreement(
+    doing: str,
+    inside: bool,
+    entries: list[dict[str, Any]],
+    expected: tuple[str, bool, tuple[int, str] | None],
+    monkeypatch: pytest.MonkeyPatch,
+):
+    monkeypatch.setattr(hang_diagnosis, "collectives", lambda: entries)
+    assert on_device(doing, inside) == expected
+
+
+def test_fault_33_the_rank_whose_gpu_did_not_reach_the_collective_is_named(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    """Two hosts wait for their GPUs, which are in an all-reduce; the third one's GPU computes."""
+    signs = []
+    for rank, states in enumerate([("completed",), ("started",), ("started",)]):
+        monkeypatch.setattr(hang_diagnosis, "collectives", lambda found=states: recorded(*found))
+        doing, waits, stuck = on_device("agreement", inside=False)
+        number, name = stuck or (-1, "")
+        changes = {"doing": doing, "waits": waits, "collective": number, "name": name}
+        signs.append(sign(rank, **changes, at="nonfinite.py:9 in read"))
+    assert said(*signs) == (
+        "rank 0 (h0) did not enter the all-reduce of step 9 (gradient exchange, collective 38): it "
+        "is in compute (nonfinite.py:9 in read); the others wait 31 s",
+        (0,),
+    )
 
 
 def test_one_rank_with_patience_is_enough_for_no_hang():

@@ -1,0 +1,202 @@
+"""compute.deterministic: what has no deterministic kernel is named at the start, all at once; and a
+run that is only fast keeps every promise but the bits.
+
+On CPUs, `Tensor.put_` has none; here it stands for the layers that have none on GPUs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from functools import partialmethod
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from processes import Died, Group
+from tiny import (
+    ROWS,
+    STEPS_PER_EPOCH,
+    TOTAL_STEPS,
+    Ran,
+    TinyNet,
+    TinyTask,
+    plain,
+    run_tiny,
+    tiny_config,
+)
+from torch import Tensor, nn
+
+from raytrain_ddp.checkpoint.run_folder import read_history, run_storage
+from raytrain_ddp.config.sections import CheckpointConfig, ComputeConfig
+from raytrain_ddp.config.train_config import TrainConfig
+from raytrain_ddp.data.sources import Batch
+from raytrain_ddp.driver.dry_run import dry_run
+from raytrain_ddp.driver.fit_driver import fit_locally
+from raytrain_ddp.errors import ConfigError
+from raytrain_ddp.training.determinism import naming_nondeterministic
+from raytrain_ddp.training.world import World, set_up
+
+ALONE = World(0, 1, 0, torch.device("cpu"), threads=1)
+
+
+@pytest.fixture(autouse=True)
+def restored() -> Iterator[None]:
+    """torch's switches are of the whole process."""
+    before = torch.are_deterministic_algorithms_enabled()
+    fills = torch.utils.deterministic.fill_uninitialized_memory
+    yield
+    torch.use_deterministic_algorithms(before)
+    torch.utils.deterministic.fill_uninitialized_memory = fills
+
+
+def without_kernel(x: Tensor) -> Tensor:
+    copy = x.clone()
+    return copy.put_(torch.tensor([0]), x.flatten()[:1])
+
+
+class Backward(torch.autograd.Function):
+    @staticmethod
+    def forward(_: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(_: Any, gradient: Tensor) -> Tensor:
+        return without_kernel(gradient)
+
+
+class InForward(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return without_kernel(x)
+
+
+class InBackward(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return Backward.apply(x)  # type: ignore[no-any-return]
+
+
+class BadNet(TinyNet):
+    """Three layers without such a kernel, two of them in the backward pass only."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.pools = nn.Sequential(nn.ReLU(), InBackward(), InForward())
+        self.last = InBackward()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(super().forward(self.pools(self.conv(x))[:, :1]))  # type: ignore[no-any-return]
+
+
+class BadTask(TinyTask):
+    def model(self) -> nn.Module:
+        self.made = BadNet()
+        return self.made
+
+    def loss(self, model: nn.Module, batch: Batch) -> Tensor:
+        return without_kernel(super().loss(model, batch).view(1)).sum()
+
+
+NAMED = """\
+  pools.2 (InForward): put_
+  the loss: put_
+  last (InBackward): put_
+  pools.1 (InBackward): put_
+"""
+
+
+def test_all_layers_without_a_deterministic_kernel_are_named_at_once_before_the_first_step(
+    tmp_path: Path,
+):
+    config = tiny_config(tmp_path, "bad", task=BadTask)
+    with pytest.raises(ConfigError) as caught:
+        fit_locally(config)
+    assert NAMED in str(caught.value)
+    assert "--compute.no-deterministic: then the run keeps every promise except" in str(
+        caught.value
+    )
+    assert torch.are_deterministic_algorithms_enabled()  # as before
+    allowed = tiny_config(
+        tmp_path, "good", task=BadTask, steps=2, compute=ComputeConfig(deterministic=False)
+    )
+    assert fit_locally(allowed).step == 2
+
+
+def fails_alike(rank: int, size: int, config: Mapping[str, Any]) -> str:
+    with pytest.raises(ConfigError) as caught:
+        run_tiny(rank, size, config, kind=BadTask)
+    return str(caught.value)
+
+
+def test_each_rank_names_them_in_a_model_that_ddp_wraps(workers: Group, tmp_path: Path):
+    told = workers(3, fails_alike, plain(tiny_config(tmp_path, "bad")))
+    assert NAMED in told[0]
+    assert told[0] == told[1] == told[2]
+
+
+def test_an_evaluation_without_a_kernel_is_named_as_well(tmp_path: Path):
+    class BadMetric(TinyTask):
+        def evaluate(self, model: nn.Module, batch: Batch, metrics: Mapping[str, Any]) -> None:
+            without_kernel(batch["x"])
+            super().evaluate(model, batch, metrics)
+
+    with pytest.raises(ConfigError, match=r"(?m)^  the loss: put_$"):
+        fit_locally(tiny_config(tmp_path, "bad", task=BadMetric))
+
+
+def test_another_error_passes_unchanged():
+    torch.use_deterministic_algorithms(True)
+    with (
+        pytest.raises(RuntimeError, match="must match the size"),
+        naming_nondeterministic(nn.Linear(1, 1)),
+    ):
+        torch.ones(2) + torch.ones(3)
+
+
+def test_uninitialized_memory_is_not_filled():
+    set_up(ALONE, ComputeConfig())
+    assert torch.are_deterministic_algorithms_enabled()
+    torch.full((4096,), 7.0)  # what may be found in the next one
+    assert not torch.empty(4096).isnan().all()
+
+
+# ------------------------------------------------------------------ only fast
+
+
+def run_fast(rank: int, size: int, config: Mapping[str, Any], die_at: int = 0) -> Ran:
+    """With torch.compile's tracing, but its kernels uncompiled: compiling takes a minute."""
+    own = nn.Module.compile
+    nn.Module.compile = partialmethod(own, backend="eager")  # type: ignore[method-assign]
+    try:
+        return run_tiny(rank, size, config, None, 0, die_at)
+    finally:
+        nn.Module.compile = own  # type: ignore[method-assign]
+
+
+@pytest.mark.parametrize("compiles", [False, True])
+def test_a_run_that_is_only_fast_keeps_every_promise_but_the_bits(
+    compiles: bool, workers: Group, tmp_path: Path
+):
+    """Killed at a step between checkpoints, then continued: each sample once, no step twice."""
+    config = tiny_config(
+        tmp_path,
+        "fast",
+        compute=ComputeConfig(deterministic=False, compile=compiles),
+        checkpoint=CheckpointConfig(every_steps=4, every_s=0.0),
+    )
+    died = workers.outcomes(3, run_fast, plain(config), 7)
+    assert died[-1] == Died(9)
+    ran = workers(3, run_fast, plain(config))
+    assert (ran[0].start_step, ran[0].outcome.step) == (4, TOTAL_STEPS)
+    assert len({each.digest for each in ran}) == 1  # the replicas are alike
+    for epoch in range(1, TOTAL_STEPS // STEPS_PER_EPOCH):
+        steps = range(epoch * STEPS_PER_EPOCH + 1, (epoch + 1) * STEPS_PER_EPOCH + 1)
+        rows = [row for each in ran for step, rows in each.seen if step in steps for row in rows]
+        assert sorted(set(rows)) == list(range(ROWS))
+    log = read_history(run_storage(config))
+    assert [r["step"] for r in log if r["kind"] == "train"] == [*range(1, TOTAL_STEPS + 1)]
+    assert [r["step"] for r in log if r["kind"] == "eval"] == [10, 20, 30]
+
+
+def test_the_dry_run_of_a_fast_run_has_nothing_to_refuse(tmp_path: Path):
+    config = TrainConfig(storage=str(tmp_path), compute=ComputeConfig(deterministic=False))
+    assert "deterministic = false" in dry_run(config, local=True)

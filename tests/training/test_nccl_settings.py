@@ -1,0 +1,106 @@
+"""What a run tells NCCL, through Ray Train and without; no GPU is needed to tell it."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from ray.train.torch import TorchConfig
+
+from raytrain_ddp.config.scaling_section import ScalingConfig
+from raytrain_ddp.config.sections import ComputeConfig
+from raytrain_ddp.config.train_config import TrainConfig
+from raytrain_ddp.ray_backend.nccl_config import NcclConfig
+from raytrain_ddp.ray_backend.placement import choose_layout
+from raytrain_ddp.ray_backend.replacing import ReplacingConfig
+from raytrain_ddp.ray_backend.trainer import _torch_config
+from raytrain_ddp.training import local_session
+from raytrain_ddp.training.local_session import join_world
+from raytrain_ddp.training.nccl_settings import ALWAYS, collective_timeout, nccl_settings
+
+PINNED = {"NCCL_ALGO": "Ring", "NCCL_PROTO": "Simple"}
+NODE = {"CPU": 32.0, "GPU": 4.0}
+
+
+@pytest.mark.parametrize(
+    ("config", "pins"),
+    [
+        (TrainConfig(), PINNED),
+        (TrainConfig(exact=True), {}),
+        (TrainConfig(compute=ComputeConfig(deterministic=False)), {}),
+    ],
+)
+def test_nccls_order_of_sums_is_pinned_where_the_same_bits_depend_on_it(
+    config: TrainConfig, pins: dict[str, str]
+):
+    assert nccl_settings(config) == ALWAYS | pins
+
+
+@pytest.mark.parametrize(("hang_s", "limit_s"), [("auto", 3600), (0.0, 1800), (120.0, 14400)])
+def test_the_watchdog_is_earlier_than_nccls_time_limit(hang_s: Any, limit_s: int):
+    assert collective_timeout(ScalingConfig(hang_s=hang_s)) == timedelta(seconds=limit_s)
+
+
+def test_ray_trains_workers_get_the_settings_before_the_group_is_made(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    config = TrainConfig()
+    made = _torch_config(config, choose_layout(config, NODE), replaces=False)
+    assert isinstance(made, NcclConfig)
+    assert (made.backend, made.timeout_s) == ("cpu:gloo,cuda:nccl", 3600)
+    called: list[str] = []
+
+    class WorkerGroup:
+        def execute(self, function: Callable[..., None], *args: Any) -> None:
+            called.append(function.__name__)
+            function(*args)
+
+    base = TorchConfig().backend_cls
+    monkeypatch.setattr(base, "on_start", lambda *_: called.append("on_start"))
+    for name in nccl_settings(config):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("NCCL_ALGO", "Tree")  # of the node, or the user
+    before = dict(os.environ)
+    try:
+        made.backend_cls().on_start(WorkerGroup(), made)
+        changed = {name: value for name, value in os.environ.items() if before.get(name) != value}
+    finally:
+        for name in {*os.environ} - {*before}:
+            del os.environ[name]
+    assert called == ["set_missing", "on_start"]
+    wanted = nccl_settings(config)
+    del wanted["NCCL_ALGO"]
+    assert changed == wanted
+
+
+@pytest.mark.parametrize("replaces", [False, True])
+def test_gloo_is_left_as_it_is(replaces: bool):
+    config = TrainConfig(scaling=ScalingConfig(use_gpu=False))
+    made = _torch_config(config, choose_layout(config, NODE), replaces)
+    assert type(made) is (ReplacingConfig if replaces else TorchConfig)
+    assert made == type(made)(backend="gloo")
+
+
+@pytest.mark.parametrize("gpus", [2, 0])
+def test_torchruns_processes_get_them_as_well(gpus: int, monkeypatch: pytest.MonkeyPatch):
+    given: dict[str, Any] = {}
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
+    monkeypatch.setattr(dist, "rendezvous", lambda *_: iter([(None, 1, 2)]))
+    monkeypatch.setattr(dist, "PrefixStore", lambda *_: None)
+    monkeypatch.setattr(
+        dist, "init_process_group", lambda backend, **rest: given.update(rest, backend=backend)
+    )
+    monkeypatch.setattr(local_session, "set_missing", lambda values: given.update(set=values))
+    for name, value in {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1"}.items():
+        monkeypatch.setenv(name, value)
+    join_world(ScalingConfig(), nccl=PINNED)
+    if gpus:
+        assert (given["backend"], given["set"]) == ("cpu:gloo,cuda:nccl", PINNED)
+        assert given["timeout"] == timedelta(hours=1)
+    else:
+        assert (given["backend"], given["timeout"], "set" in given) == ("gloo", None, False)
