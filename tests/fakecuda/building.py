@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import shutil
 import subprocess
-import sys
 from pathlib import Path
 
 HERE = Path(__file__).parent
@@ -69,34 +68,20 @@ def _call(command: list[str]) -> str:
     return done.stdout
 
 
-def environment(folder: Path, gpus: int = 1) -> dict[str, str]:
-    """Of a process with `gpus` emulated GPUs; `emulated.install()` is its first call."""
-    paths = {
-        "LD_LIBRARY_PATH": [str(folder)],
-        "PYTHONPATH": [str(HERE), str(HERE.parent)],
-    }
-    joined = {
-        name: os.pathsep.join([*first, *filter(None, [os.environ.get(name)])])
-        for name, first in paths.items()
-    }
+def environment(folder: Path, gpus: int = 1, install: bool = False) -> dict[str, str]:
+    """Of a process with `gpus` emulated GPUs.
+
+    Args:
+        install: each Python below it that imports torch calls `emulated.install()`.
+    """
+    first = [str(HERE / "site")] if install else []
+    paths = [*first, str(HERE), str(HERE.parent), *filter(None, [os.environ.get("PYTHONPATH")])]
     base = {n: v for n, v in os.environ.items() if not n.startswith(("RAY_", "PYTEST"))}
     return {
         **base,
-        **joined,
+        "PYTHONPATH": os.pathsep.join(paths),
+        "LD_LIBRARY_PATH": str(folder),
         "LD_PRELOAD": str(folder / "libemulated.so"),
         "EMULATED_GPUS": str(gpus),
         "OMP_NUM_THREADS": "1",
     }
-
-
-def start(
-    folder: Path, script: str, *argv: str, gpus: int = 1, **more: str
-) -> subprocess.Popen[str]:
-    """Starts a script of this folder."""
-    return subprocess.Popen(
-        [sys.executable, "-W", "error", str(HERE / script), *argv],
-        env={**environment(folder, gpus), **more},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    )

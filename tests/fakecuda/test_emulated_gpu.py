@@ -79,13 +79,19 @@ class Gpus:
 
 
 @pytest.fixture(scope="module")
-def gpus(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Gpus]:
+def libraries(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where they are built."""
     folder = tmp_path_factory.mktemp("emulated")
     try:
         building.build(folder)
     except building.CannotBuild as reason:
         pytest.skip(f"GPUs cannot be emulated: {reason}")
-    server = Gpus(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def gpus(libraries: Path) -> Iterator[Gpus]:
+    server = Gpus(libraries)
     yield server
     server.end()
 
@@ -259,6 +265,34 @@ def test_what_finds_joins_and_measures_gpus(gpus: Gpus):
         assert result["measured"]["cpu_latency_s"] > 0
         assert [*result["measured"]["bus_bytes_per_s"]] == ["1"]
         assert "of 80.0 GiB on its GPU in use at its peak. Lower --micro-batch" in result["memory"]
+
+
+# ------------------------------------------------------------------ the tests for real GPUs
+
+NOT_EMULATED = {
+    "nccl": "there is no NCCL",
+    "low_precision": "takes a CPU a minute",
+    "slots_reach or flag_comes or phases_are": "they keep a GPU busy for longer than the host",
+}
+
+
+def test_the_tests_for_real_gpus_pass_on_an_emulated_one(libraries: Path, tmp_path: Path):
+    """So that they do not fail on the first real one for reasons of their own."""
+    tests = building.HERE.parent
+    marked = [p for p in tests.rglob("test_*.py") if "mark.gpu" in p.read_text("utf-8")]
+    files = [str(path) for path in marked if path.parent != building.HERE]
+    chosen = f"not ({' or '.join(NOT_EMULATED)})"
+    command = [sys.executable, "-m", "pytest", "-m", "gpu", "-k", chosen, "-p", "no:cacheprovider"]
+    done = subprocess.run(
+        [*command, f"--basetemp={tmp_path / 'inner'}", *files],
+        env=building.environment(libraries, install=True),
+        cwd=tests.parent,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout[-4000:]
+    assert "5 passed" in done.stdout
 
 
 # ------------------------------------------------------------------ lines
