@@ -55,7 +55,9 @@ class EmulatedError(RuntimeError):
 def install() -> None:
     """Puts the emulated kernels in place; once, before anything is on a GPU."""
     global runtime, _keep  # noqa: PLW0603
-    torch.backends.cudnn.enabled = False  # its kernels exist on GPUs only
+    torch.backends.cudnn.enabled = False  # its kernels exist on GPUs only, as fused attention's do
+    for switch in ("flash", "mem_efficient", "cudnn"):
+        getattr(torch.backends.cuda, f"enable_{switch}_sdp")(False)
     runtime = ctypes.CDLL(None)
     runtime.emulated_launch.argtypes = [ctypes.c_void_p]
     runtime.emulated_access.argtypes = [
@@ -94,7 +96,6 @@ def _kernel_for(name: str) -> Callable[..., Any] | None:
         return None
     special = {
         "native_dropout": _dropout,
-        "_fused_sdp_choice": lambda *_, **__: 0,  # plain operations
         "_foreach_copy_": _copy_each,
     }
     return special.get(short) or partial(_compute, operation, short)
