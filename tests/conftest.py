@@ -39,6 +39,7 @@ def workers() -> Iterator[Group]:
 # Files that take longest, so that no process is left with one of them at the end.
 LONGEST = (
     *(
+        "test_emulated_gpu",
         "test_generations",
         "test_examples",
         "test_hang_diagnosis",

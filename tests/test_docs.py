@@ -55,7 +55,7 @@ WRITTEN = {page: generate.BLOCK.sub("", text) for page, text in TEXTS.items()}  
 FOREIGN = {
     *("nproc-per-node", "nnodes", "rdzv-endpoint", "compile-bytecode", "strict", "signal"),
     *("config", "head", "num-cpus", "check", "ignore", "resume", "temp-dir", "homepath"),
-    *("quick", "only", "out", "working-dir"),
+    *("quick", "only", "out", "working-dir", "minutes", "timm-train", "torchvision-train"),
     *("model", "pretrained", "num-classes", "opt", "weight-decay", "layer-decay", "warmup-epochs"),
     *("model-ema", "model-ema-decay"),  # of timm's train.py
     *("rank", "world-size", "dist-url", "node-rank", "nodes", "lr"),

@@ -222,6 +222,7 @@ def run_tiny(
     die_at: int = 0,
     meddle: Callable[[ScriptedSession], None] | None = None,
     kind: type[TinyTask] = TinyTask,
+    device: str = "cpu",
 ) -> Ran:
     """Trains in one process of a group; to be called through the fixture `workers`.
 
@@ -229,7 +230,7 @@ def run_tiny(
         meddle: is given the session before the training.
     """
     made = from_dict(config)
-    world = World(rank, size, rank, torch.device("cpu"), threads=1)
+    world = World(rank, size, rank, torch.device(device), threads=1)
     task = kind(made, **(options or {}))
     with ScriptedSession(made, world, stop_at, die_at) as session:
         task.session = session
@@ -238,7 +239,7 @@ def run_tiny(
         outcome = train(made, task, session)
     digest = hashlib.sha256()
     for tensor in task.made.state_dict().values():
-        digest.update(tensor.double().contiguous().numpy().tobytes())
+        digest.update(tensor.double().cpu().contiguous().numpy().tobytes())
     return Ran(outcome, session.start_step, digest.hexdigest(), task.seen, session.events)
 
 

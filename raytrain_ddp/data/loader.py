@@ -182,17 +182,16 @@ class TrainLoader:
             )
         digest = digest_of(task.rows.tobytes(), batch) if samples and self.digests else ""
         batch = batch if samples else self._filler
-        if self.pin:
-            batch = map_tensors(Tensor.pin_memory, batch)
+        batch = map_tensors(Tensor.pin_memory, batch) if self.pin else batch
         return Slot(task.step, task.slot, planned, samples, batch, digest)
 
 
 def eval_batches(
-    data: Data, batch_size: int, chunks: Iterable[int], threads: LoaderThreads
+    data: Data, batch_size: int, chunks: Iterable[int], threads: LoaderThreads, pin: bool = False
 ) -> Generator[Batch, None, None]:
-    """Yields rows [chunk * batch_size, (chunk + 1) * batch_size) for each chunk, in stored order.
-
-    Loader processes are kept for the next evaluation, until `data.close()`.
+    """Yields rows [chunk * batch_size, (chunk + 1) * batch_size) for each chunk, in stored order,
+    pinned as by `TrainLoader`. Loader processes are kept for the next evaluation, until
+    `data.close()`.
     """
     ahead = _ahead_of(data)
     threads, gate = _workers_for(data, threads)
@@ -205,8 +204,11 @@ def eval_batches(
                 ahead(rows)
             yield _begun(data, Draws(0, 0, rows), gate)
 
+    def load(pending: Pending) -> Batch:
+        return map_tensors(Tensor.pin_memory, pending()) if pin else pending()
+
     try:
-        yield from prefetched(begun(), lambda batch: batch(), threads, bytes_of, gate)
+        yield from prefetched(begun(), load, threads, bytes_of, gate)
     finally:
         data.rest()
 

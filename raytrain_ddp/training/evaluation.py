@@ -60,7 +60,8 @@ def evaluate(
     places = items_of_rank(len(chunks), world.size, world.rank)
     samples = 0
     buffers = SavedBuffers(model)
-    loaded = eval_batches(data, batch_size, chunks[places.start : places.stop], threads)
+    on_gpu, own = world.device.type == "cuda", chunks[places.start : places.stop]
+    loaded = eval_batches(data, batch_size, own, threads, pin=on_gpu)
     with torch.inference_mode(), evaluating(model), closing(loaded):
         for chunk, batch in zip(places, loaded, strict=True):
             beat()

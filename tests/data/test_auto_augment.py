@@ -620,7 +620,7 @@ def test_a_gpu_gets_the_values_of_a_cpu_and_the_host_never_waits(inputs: Tensor)
         with no_wait_for_the_device():
             torch.default_generator.manual_seed(seed)
             result, of = mix(finish_images(*on_gpu, channels_last=last), labels, partners, config)
-            of.loss(logits, 0.1)
+            of.loss(partial(cross_entropy, logits, label_smoothing=0.1))
         layout = torch.channels_last if last else torch.contiguous_format
         assert result.is_contiguous(memory_format=layout)
         torch.testing.assert_close(result.cpu(), expected)

@@ -1,0 +1,87 @@
+"""Builds the emulated CUDA runtime, and starts processes that find it instead of the real one."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+from pathlib import Path
+
+HERE = Path(__file__).parent
+
+
+class CannotBuild(Exception):
+    """There is no compiler here, or no CUDA build of torch; the message says which."""
+
+
+def build(folder: Path) -> None:
+    """Writes the two libraries into a folder."""
+    import torch
+
+    if torch.version.cuda is None:
+        raise CannotBuild("this build of torch is without CUDA")
+    compiler = shutil.which("g++") or shutil.which("clang++")
+    if compiler is None or shutil.which("nm") is None:
+        raise CannotBuild("there is no C++ compiler (g++, clang++) or no nm")
+    packages = Path(torch.__file__).parents[1]
+    found = [
+        next((file.parent for root in roots for file in packages.glob(root)), None)
+        for roots in (
+            (
+                "nvidia/cu*/include/cuda_runtime_api.h",
+                "nvidia/cuda_runtime/include/cuda_runtime_api.h",
+            ),
+            (
+                "nvidia/cu*/include/crt/host_defines.h",
+                "*/backends/nvidia/include/crt/host_defines.h",
+                "nvidia/cuda_*/include/crt/host_defines.h",
+            ),
+        )
+    ]
+    if None in found:
+        raise CannotBuild("torch's wheels brought no headers of the CUDA runtime")
+    include = [f"-I{found[0]}", f"-I{found[1].parent}"]
+    common = [compiler, "-std=c++17", "-O1", "-w", "-shared", "-fPIC"]
+    driver = folder / "driver.cpp"
+    driver.write_text(_driver_stub(Path(torch.__file__).parent / "lib"))
+    _call([*common, *include, "-o", str(folder / "libemulated.so"), str(HERE / "runtime.cpp")])
+    _call([*common, "-o", str(folder / "libcuda.so.1"), str(driver)])
+
+
+def _driver_stub(libraries: Path) -> str:
+    """A driver with all that torch links to; nothing of it does anything."""
+    symbols = _call(["nm", "-D", "--undefined-only", str(libraries / "libcaffe2_nvrtc.so")])
+    names = sorted(
+        {word for word in symbols.split() if word.startswith("cu") and word[2].isupper()}
+    )
+    bodies = {
+        "cuDevicePrimaryCtxGetState": "(int, unsigned* flags, int* active) "
+        "{ if (flags) *flags = 0; *active = 1; return 0; }",
+        "cuGetErrorString": '(int, const char** text) { *text = "emulated"; return 0; }',
+    }
+    return "\n".join(f'extern "C" int {n}{bodies.get(n, "(...) { return 0; }")}' for n in names)
+
+
+def _call(command: list[str]) -> str:
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def environment(folder: Path, gpus: int = 1, install: bool = False) -> dict[str, str]:
+    """Of a process with `gpus` emulated GPUs.
+
+    Args:
+        install: each Python below it that imports torch calls `emulated.install()`.
+    """
+    first = [str(HERE / "site")] if install else []
+    paths = [*first, str(HERE), str(HERE.parent), *filter(None, [os.environ.get("PYTHONPATH")])]
+    base = {n: v for n, v in os.environ.items() if not n.startswith(("RAY_", "PYTEST"))}
+    return {
+        **base,
+        "PYTHONPATH": os.pathsep.join(paths),
+        "LD_LIBRARY_PATH": str(folder),
+        "LD_PRELOAD": str(folder / "libemulated.so"),
+        "EMULATED_GPUS": str(gpus),
+        "OMP_NUM_THREADS": "1",
+    }

@@ -1,0 +1,246 @@
+"""What is run on emulated GPUs, rank by rank; see test_emulated_gpu.py for what must hold."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import emulated
+import torch
+import torch.distributed as dist
+from tiny import ScriptedSession, plain, run_tiny, tiny_config
+
+from raytrain_ddp.checkpoint.snapshot import decode_tensors
+from raytrain_ddp.config.recipe import from_dict
+from raytrain_ddp.config.sections import LogConfig, ScalingConfig
+from raytrain_ddp.config.train_config import TrainConfig
+from raytrain_ddp.doctor import all_reduce, machine_facts
+from raytrain_ddp.ray_backend.failure_causes import out_of_memory_error
+from raytrain_ddp.tasks.task_loading import load_task
+from raytrain_ddp.training.local_session import LocalSession, join_world
+from raytrain_ddp.training.loop import train
+from raytrain_ddp.training.recorder import Best
+from raytrain_ddp.training.world import World, choose_device
+
+
+def trains(
+    rank: int,
+    size: int,
+    folder: Path,
+    device: str,
+    script: Any = None,
+    **changes: Any,
+) -> dict[str, Any]:
+    """Two epochs of the tiny task, with an evaluation and a checkpoint after each."""
+    log = LogConfig(every_steps=5, tensorboard=False)
+    config = tiny_config(folder, "tiny", **{"epochs": 2, "log": log, **changes})
+    place = f"cuda:{rank}" if device == "cuda" else "cpu"
+    ran = run_tiny(rank, size, plain(config), device=place, meddle=_count_steps, **(script or {}))
+    return {"digest": ran.digest, "start": ran.start_step, "step": ran.outcome.step}
+
+
+def _count_steps(session: ScriptedSession) -> None:
+    def begin(step: int) -> None:
+        emulated.step = step
+
+    session.before_step = begin
+
+
+def fits(
+    rank: int, size: int, folder: Path, device: str, name: str, changes: Mapping[str, Any]
+) -> dict[str, Any]:
+    """A few steps of the built-in task on the bundled digits, an evaluation and a checkpoint."""
+    config = _changed(
+        {
+            "name": name,
+            "storage": str(folder),
+            "epochs": 1,
+            "batch_size": 48,
+            "micro_batch": 8,
+            "limit_train_batches": 6,
+            "limit_eval_batches": 3,
+            "log": {"every_steps": 3, "tensorboard": False},
+        },
+        changes,
+    )
+    place = torch.device("cuda", rank) if device == "cuda" else torch.device("cpu")
+    task, events = load_task(config), []
+    with LocalSession(
+        config, World(rank, size, rank, place, 1), Best(task.monitor, task.goal), events.append
+    ) as session:
+        outcome = train(config, task, session)
+    losses = [event.loss for event in events if hasattr(event, "loss")]
+    weights = _weights_of(folder / name) if rank == 0 else {}
+    return {"step": outcome.step, "losses": losses, **weights}
+
+
+def _changed(base: dict[str, Any], changes: Mapping[str, Any]) -> TrainConfig:
+    for name, value in changes.items():
+        base[name] = {**base.get(name, {}), **value} if isinstance(value, dict) else value
+    return from_dict(base)
+
+
+def _weights_of(run: Path) -> dict[str, Any]:
+    """Of the only checkpoint: a hash of the trained weights, and the sums of the evaluated ones."""
+    (manifest,) = run.rglob("manifest.json")
+    evaluated = decode_tensors((manifest.parent / "model.safetensors").read_bytes())
+    trained = manifest.parent / "trained.safetensors"
+    own = (trained if trained.exists() else manifest.parent / "model.safetensors").read_bytes()
+    return {
+        "trained": hashlib.sha256(own).hexdigest(),
+        "evaluated": [float(tensor.double().sum()) for tensor in evaluated.values()],
+    }
+
+
+# ------------------------------------------------------------------ mistakes that must be seen
+
+
+def forgets(rank: int, size: int, folder: Path) -> dict[str, Any]:
+    """Trains with the feed's wait for its copies left out."""
+    with _without(torch.cuda.Stream, "wait_stream"):
+        return trains(rank, size, folder, "cuda", epochs=1)
+
+
+class _without:  # noqa: N801  (reads as a statement)
+    def __init__(self, holder: Any, name: str) -> None:
+        self._holder, self._name, self._original = holder, name, getattr(holder, name)
+
+    def __enter__(self) -> None:
+        setattr(self._holder, self._name, lambda *_: None)
+
+    def __exit__(self, *_: object) -> None:
+        setattr(self._holder, self._name, self._original)
+
+
+def mistakes(rank: int, size: int, folder: Path) -> dict[str, Any]:
+    """What goes wrong in a few lines that a GPU would punish."""
+    gpu = torch.device("cuda", 0)
+    found = {
+        "late": _late(gpu),
+        "reused": _reused(gpu),
+        "not waited": _kinds(lambda: _crosses(gpu, waits=False, records=True)),
+        "not recorded": _kinds(lambda: _crosses(gpu, waits=True, records=False)),
+        "right": _kinds(lambda: _crosses(gpu, waits=True, records=True)),
+        "uninitialized": bool(torch.empty(2**22, device=gpu).isnan().all()),
+    }
+    refused: dict[str, Callable[[], object]] = {
+        "mixed devices": lambda: torch.ones(3, device=gpu) + torch.ones(3),
+        "too large": lambda: torch.empty(2**40, device=gpu),
+    }
+    for name, call in refused.items():
+        try:
+            call()
+        except Exception as error:
+            found[name] = type(error).__name__
+    return found
+
+
+def _kinds(call: Callable[[], None]) -> list[str]:
+    """Of the races that a call makes."""
+    call()
+    emulated.report()
+    found = sorted({kind for kind, *_ in emulated.races})
+    emulated.races.clear()
+    return found
+
+
+def _crosses(gpu: torch.device, waits: bool, records: bool) -> None:
+    """A tensor is made on one stream, read on another one and freed; its memory is used again."""
+    host, beside = torch.ones(4).pin_memory(), torch.cuda.Stream(gpu)
+    training = torch.cuda.current_stream(gpu)
+    with torch.cuda.stream(beside):
+        moved = host.to(gpu, non_blocking=True)
+    if waits:
+        training.wait_stream(beside)
+    _ = moved + 1
+    if records:
+        moved.record_stream(training)
+    del moved
+    with torch.cuda.stream(beside):
+        _ = host.to(gpu, non_blocking=True)
+
+
+def _late(gpu: torch.device) -> list[bool]:
+    """Whether a copy to the host is there before, and after, the host has waited for it."""
+    copy = torch.zeros(3, pin_memory=True)
+    copy.copy_(torch.ones(3, device=gpu), non_blocking=True)
+    before = bool((copy == 1).all())
+    torch.cuda.current_stream(gpu).synchronize()
+    return [before, bool((copy == 1).all())]
+
+
+def _reused(gpu: torch.device) -> list[float]:
+    """What arrives if the source is overwritten before the copy is done."""
+    source = torch.ones(3).pin_memory()
+    moved = source.to(gpu, non_blocking=True)
+    source.zero_()
+    return moved.tolist()
+
+
+# ------------------------------------------------------------------ what surrounds the training
+
+
+def surrounds(rank: int, size: int, folder: Path) -> dict[str, Any]:
+    """What doctor measures, how a process under torchrun joins, and what a lack of memory says."""
+    joined = _joined(rank, size, folder)
+    dist.destroy_process_group()
+    facts = [sys.executable, "-c", machine_facts._TORCH_GPUS]
+    try:
+        torch.empty(2**40, device=joined.device)
+    except torch.OutOfMemoryError as lack:
+        plain = {"micro_batch": 8, "batch_size": 32}
+        said = str(out_of_memory_error(plain, rank, 3, lack))
+    return {
+        "device": str(joined.device),
+        "chosen": [str(choose_device(name)) for name in ("auto", "cpu", "cuda:1")],
+        "refused": _message(lambda: choose_device("cuda:2")),
+        "gpus": json.loads(subprocess.run(facts, capture_output=True, check=True).stdout),
+        "measured": _measured(rank, size, folder),
+        "memory": said,
+    }
+
+
+def _joined(rank: int, size: int, folder: Path) -> World:
+    """A collective on both kinds of tensors, with as many processes as GPUs."""
+    address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": _port(rank, folder / "torchrun")}
+    place = {"RANK": rank, "WORLD_SIZE": size, "LOCAL_RANK": rank}
+    os.environ.update({name: str(value) for name, value in {**address, **place}.items()})
+    world = join_world(ScalingConfig(backend="gloo"))
+    for device in (world.device, torch.device("cpu")):
+        total = torch.ones(3, device=device)
+        dist.all_reduce(total)
+        assert total.tolist() == [size] * 3
+    return world
+
+
+def _measured(rank: int, size: int, folder: Path) -> dict[str, Any]:
+    all_reduce._FOR_EACH_S, all_reduce.SIZES_MIB = 0.01, (1,)
+    os.environ["CUDA_VISIBLE_DEVICES"] = str(rank)  # as Ray does
+    port = int(_port(rank, folder / "doctor"))
+    return all_reduce.Rank().measure("127.0.0.1", port, rank, size, "gloo")
+
+
+def _port(rank: int, file: Path) -> str:
+    """A free one, chosen by rank 0."""
+    if rank == 0:
+        part = file.with_suffix(".part")
+        part.write_text(str(all_reduce.Rank().free_port()))
+        part.rename(file)
+    while not file.exists():
+        time.sleep(0.01)
+    return file.read_text()
+
+
+def _message(call: Callable[[], object]) -> str:
+    try:
+        call()
+    except Exception as error:
+        return str(error)
+    return ""

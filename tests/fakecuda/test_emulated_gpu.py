@@ -1,0 +1,327 @@
+"""Training on GPUs that are emulated: what of it does not need a real one.
+
+It shows: that each line for GPUs runs and is right; when the host waits for the device; what is
+copied from which memory; which collectives are made; missing waits between streams. It does not
+show NCCL, the results of CUDA's kernels, cuDNN and cuBLAS, nor speed.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import building
+import gpu_lines
+import pytest
+
+Report = dict[str, Any]  # of a rank: the scenario's result, and what emulated.report() counted
+
+
+class Gpus:
+    """Asks the server for scenarios; each is run once for all tests."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder, self._answers, self._asked = folder, dict[str, list[Report]](), 0
+        self._server = subprocess.Popen(
+            [sys.executable, str(building.HERE / "gpu_server.py")],
+            env=building.environment(folder),
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+
+    def __call__(
+        self,
+        scenario: str,
+        ranks: int = 1,
+        into: str = "",
+        dies: bool = False,
+        backend: str = "cpu:gloo,cuda:gloo",
+        **given: Any,
+    ) -> list[Report]:
+        """The reports of the ranks.
+
+        Args:
+            into: name of a folder that several scenarios share.
+            dies: no rank answers.
+            backend: of the process group; empty: the scenario makes it.
+        """
+        key = json.dumps([scenario, ranks, into, given])
+        if key in self._answers:
+            return self._answers[key]
+        self._asked += 1
+        folder = self._folder / (into or f"scenario-{self._asked}")
+        folder.mkdir(exist_ok=True)
+        request = {"scenario": scenario, "ranks": ranks, "gpus": ranks, "given": given}
+        request |= {"folder": str(folder), "number": self._asked, "backend": backend}
+        assert self._server.stdin
+        assert self._server.stdout
+        self._server.stdin.write(json.dumps(request) + "\n")
+        self._server.stdin.flush()
+        statuses, reports = json.loads(self._server.stdout.readline())
+        if not dies:
+            for report in reports:
+                assert report is not None, (key, statuses)
+                assert "error" not in report["result"], report["result"]["text"]
+        self._answers[key] = [report for report in reports if report]
+        return self._answers[key]
+
+    def all_reports(self) -> list[Report]:
+        return [report for reports in self._answers.values() for report in reports]
+
+    def end(self) -> None:
+        self._server.communicate()
+
+
+@pytest.fixture(scope="module")
+def libraries(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where they are built."""
+    folder = tmp_path_factory.mktemp("emulated")
+    try:
+        building.build(folder)
+    except building.CannotBuild as reason:
+        pytest.skip(f"GPUs cannot be emulated: {reason}")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def gpus(libraries: Path) -> Iterator[Gpus]:
+    server = Gpus(libraries)
+    yield server
+    server.end()
+
+
+DIE = {"die_at": 14}
+MIXED = {
+    "augment": {"mixup": 0.2, "cutmix": 1.0, "erase": 0.3},
+    "optim": {"name": "adamw", "lr": 0.002, "clip_norm": 1.0, "nonfinite": "skip"},
+    "ema": {"decay": 0.9},
+    "log": {"audit": True, "every_steps": 3, "tensorboard": False},
+}
+LOW_PRECISION = [
+    {"compute": {"precision": "bf16", "channels_last": True}, "ddp": {"compression": "powersgd"}},
+    {"compute": {"precision": "fp16", "deterministic": False}},
+]
+
+
+def digest(reports: list[Report]) -> str:
+    (found,) = {report["result"]["digest"] for report in reports}
+    return str(found)
+
+
+# ------------------------------------------------------------------ bits
+
+
+def test_a_gpu_with_the_cpus_kernels_gives_the_cpus_weights(gpus: Gpus):
+    """All that is not a kernel: order, seeds, copies, skipped and empty slots, buffers."""
+    assert digest(gpus("trains", device="cuda")) == digest(gpus("trains", device="cpu"))
+
+
+@pytest.mark.parametrize("exact", [False, True])
+def test_three_gpus_give_the_weights_of_three_cpus(gpus: Gpus, exact: bool):
+    on_gpus = gpus("trains", 3, device="cuda", exact=exact)
+    assert digest(on_gpus) == digest(gpus("trains", 3, device="cpu", exact=exact))
+
+
+def test_exact_gives_the_same_weights_on_one_gpu_and_three(gpus: Gpus):
+    one = gpus("trains", device="cuda", exact=True)
+    assert digest(one) == digest(gpus("trains", 3, device="cuda", exact=True))
+
+
+def test_a_run_that_is_killed_on_three_gpus_goes_on_with_the_same_weights_on_two(gpus: Gpus):
+    whole = gpus("trains", device="cuda", exact=True)
+    assert not gpus("trains", 1, "killed", dies=True, device="cuda", exact=True, script=DIE)
+    resumed = gpus("trains", 2, "killed", device="cuda", exact=True)
+    assert [report["result"]["start"] for report in resumed] == [10, 10]
+    assert digest(resumed) == digest(whole)
+
+
+def test_digits_with_mixed_images_averages_and_adamw_have_the_cpus_weights(gpus: Gpus):
+    """Averages are computed in another way, which skips a refused step without the host."""
+    cpu, gpu = (
+        gpus("fits", device=d, name="mixed", changes=MIXED)[0]["result"] for d in ("cpu", "cuda")
+    )
+    assert gpu["trained"] == cpu["trained"]
+    assert gpu["evaluated"] == pytest.approx(cpu["evaluated"], rel=1e-5, abs=1e-5)
+
+
+@pytest.mark.parametrize("changes", LOW_PRECISION, ids=["bf16", "fp16"])
+def test_two_gpus_train_in_low_precision(gpus: Gpus, changes: dict[str, Any]):
+    reports = gpus("fits", 2, device="cuda", name="low", changes=changes)
+    assert [report["result"]["step"] for report in reports] == [6, 6]
+
+
+# ------------------------------------------------------------------ waits, copies, streams
+
+# Where the host may wait for the device, or copy from memory that is not pinned, while it trains.
+MAY_WAIT = {
+    "training/nonfinite.py read": "for the flag of the step before",
+    "training/prepared_run.py log": "a log line",
+    "training/train_state.py is_finite": "a checkpoint",
+    "checkpoint/snapshot.py take": "a checkpoint",
+    "training/replica_check.py _differing": "the check of weights, with a checkpoint",
+    "training/metric_states.py _to_cpu": "the end of an evaluation",
+    "training/metric_states.py values": "the end of an evaluation",
+}
+
+
+def loop_waits(report: Report) -> Counter[tuple[str, str]]:
+    """(kind, place) of the waits since the first step, without those of torch's own threads and of
+    the tests' own task."""
+    found: Counter[tuple[str, str]] = Counter()
+    for kind, place, step, count in report["waits"]:
+        where, _, function = place.partition(" ")
+        file = where.partition(":")[0]
+        if step > 0 and file not in ("native", "tiny.py"):
+            found[kind, f"{file} {function}"] += count
+    return found
+
+
+@pytest.mark.parametrize("exact", [False, True])
+def test_the_host_waits_for_the_device_at_log_lines_checks_and_checkpoints_only(
+    gpus: Gpus, exact: bool
+):
+    for ranks in (1, 3):
+        for report in gpus("trains", ranks, device="cuda", exact=exact):
+            found = loop_waits(report)
+            assert {place for _, place in found} <= {*MAY_WAIT}, found
+            assert found["event", "training/nonfinite.py read"] == 20
+
+
+def test_the_built_in_task_waits_nowhere_else(gpus: Gpus):
+    for changes in (MIXED, *LOW_PRECISION):
+        ranks = 1 if changes is MIXED else 2
+        name = "mixed" if changes is MIXED else "low"
+        for report in gpus("fits", ranks, device="cuda", name=name, changes=changes):
+            found = loop_waits(report)
+            assert {place for _, place in found} <= {*MAY_WAIT}, found
+
+
+def test_no_access_to_memory_is_a_race_between_streams(gpus: Gpus):
+    test_the_built_in_task_waits_nowhere_else(gpus)
+    assert [report["races"] for report in gpus.all_reports() if report.get("races")] == []
+
+
+def test_a_wait_that_is_missing_in_the_feed_is_seen(gpus: Gpus):
+    """On a GPU, the step would now and then read half a batch."""
+    (report,) = gpus("forgets")
+    assert "read after write" in {kind for kind, *_ in report.pop("races")}
+
+
+def test_the_emulator_sees_what_a_gpu_would_punish(gpus: Gpus):
+    (report,) = gpus("mistakes")
+    assert report["result"] == {
+        "late": [False, True],
+        "reused": [0.0, 0.0, 0.0],
+        "not waited": ["read after write"],
+        "not recorded": ["write after read"],
+        "right": [],
+        "uninitialized": True,
+        "mixed devices": "EmulatedError",
+        "too large": "OutOfMemoryError",
+    }
+
+
+# ------------------------------------------------------------------ collectives
+
+PARAMETERS = 8 * 9 + 8 + 2 * 8 + 24 * 128 + 24 + 5 * 24 + 5
+STATISTICS = 8 * (2 * 8 + 1 + 1)  # of batch norm, its counter and the loss, in float64
+
+
+@pytest.mark.parametrize("exact", [False, True])
+def test_a_step_makes_the_collectives_that_are_documented(gpus: Gpus, exact: bool):
+    """Gradients and buffers on the device, the agreement of all ranks on the CPU."""
+    gradients = 4 * -(-PARAMETERS // 3) * 3 if exact else 4 * PARAMETERS
+    buffers = 8 * -(-(STATISTICS // 8) // 3) * 3 if exact else STATISTICS
+    wanted: list[tuple[str, str, int]] = [("allreduce", "cpu", 16)]
+    for size in (buffers, gradients):
+        kinds = ("alltoall_base", "_allgather_base") if exact else ("allreduce",)
+        wanted += [(kind, "cuda", size) for kind in kinds]
+    for report in gpus("trains", 3, device="cuda", exact=exact):
+        for step in (2, 3, 4, 6, 7, 8):  # without a log line
+            made = [
+                (*each[:3],) for each in report["collectives"][str(step)] for _ in [*range(each[3])]
+            ]
+            assert sorted(made) == sorted(wanted), step
+
+
+# ------------------------------------------------------------------ around the training
+
+
+def test_what_finds_joins_and_measures_gpus(gpus: Gpus):
+    reports = gpus("surrounds", 2, backend="")
+    results = [report["result"] for report in reports]
+    assert [result["device"] for result in results] == ["cuda:0", "cuda:1"]
+    for result in results:
+        assert result["chosen"] == ["cuda", "cpu", "cuda:1"]
+        assert result["refused"] == "--device cuda:2: torch finds 2 GPUs on this machine."
+        assert [gpu["total"] for gpu in result["gpus"]] == [80 * 2**30] * 2
+        assert result["measured"]["latency_s"] > 0
+        assert result["measured"]["cpu_latency_s"] > 0
+        assert [*result["measured"]["bus_bytes_per_s"]] == ["1"]
+        assert "of 80.0 GiB on its GPU in use at its peak. Lower --micro-batch" in result["memory"]
+
+
+# ------------------------------------------------------------------ the tests for real GPUs
+
+NOT_EMULATED = {
+    "nccl": "there is no NCCL",
+    "low_precision": "takes a CPU a minute",
+    "slots_reach or flag_comes or phases_are": "they keep a GPU busy for longer than the host",
+}
+
+
+def test_the_tests_for_real_gpus_pass_on_an_emulated_one(libraries: Path, tmp_path: Path):
+    """So that they do not fail on the first real one for reasons of their own."""
+    tests = building.HERE.parent
+    marked = [p for p in tests.rglob("test_*.py") if "mark.gpu" in p.read_text("utf-8")]
+    files = [str(path) for path in marked if path.parent != building.HERE]
+    chosen = f"not ({' or '.join(NOT_EMULATED)})"
+    command = [sys.executable, "-m", "pytest", "-m", "gpu", "-k", chosen, "-p", "no:cacheprovider"]
+    done = subprocess.run(
+        [*command, f"--basetemp={tmp_path / 'inner'}", *files],
+        env=building.environment(libraries, install=True),
+        cwd=tests.parent,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout[-4000:]
+    assert "5 passed" in done.stdout
+
+
+# ------------------------------------------------------------------ lines
+
+
+NOT_SEEN = {  # the start of a line: why
+    "training/profiler.py": "the profiler of GPUs, CUPTI, needs a driver",
+    "training/gradient_compression.py: future: Future[Tensor] = Future(devices=": "in a thread of "
+    "autograd's, which cannot be watched; bf16 with powersgd passes there",
+}
+
+
+def test_each_line_for_gpus_is_executed(gpus: Gpus):
+    """In one of the scenarios above."""
+    gpus("surrounds", 2, backend="")
+    gpus("trains", device="cuda", exact=True)
+    for changes in (MIXED, *LOW_PRECISION):
+        one = changes is MIXED
+        gpus(
+            "fits", 1 if one else 2, device="cuda", name="mixed" if one else "low", changes=changes
+        )
+    gpus("trains", 3, device="cuda", exact=True)
+    executed = {line for report in gpus.all_reports() for line in report["lines"]}
+    missing = {
+        f"{file}: {text}"
+        for file, lines in gpu_lines.find().items()
+        for line, text in lines.items()
+        if f"{file}:{line}" not in executed
+    }
+    unseen = {line for line in missing if line.startswith((*NOT_SEEN,))}
+    assert not missing - unseen, "lines for GPUs that no scenario reaches"
+    assert all(any(line.startswith(known) for line in unseen) for known in NOT_SEEN)

@@ -1,0 +1,160 @@
+"""Training on a GPU: opt in with ``-m gpu``. (tests/fakecuda runs it on an emulated one, too.)"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from raytrain_ddp import TrainConfig
+from raytrain_ddp.checkpoint.run_folder import checkpoint_store, run_storage
+from raytrain_ddp.config.recipe import dumps
+from raytrain_ddp.config.sections import CheckpointConfig, ComputeConfig, LogConfig
+from raytrain_ddp.failpoints import FOLDER_VARIABLE, VARIABLE
+from raytrain_ddp.tasks.task_loading import load_task
+from raytrain_ddp.training.local_session import LocalSession
+from raytrain_ddp.training.loop import train
+from raytrain_ddp.training.recorder import Best
+from raytrain_ddp.training.reduction import ddp_options
+from raytrain_ddp.training.torch_compat import all_gather
+from raytrain_ddp.training.world import World, broadcast, broadcast_tensor
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU"),
+]
+
+
+def config(folder: Path, name: str, **changes: Any) -> TrainConfig:
+    """Twelve steps on the digits, with an evaluation and a checkpoint after every fourth."""
+    made = TrainConfig(
+        name=name,
+        storage=str(folder),
+        epochs=3,
+        batch_size=128,
+        micro_batch=64,
+        limit_train_batches=4,
+        checkpoint=CheckpointConfig(every_s=0.0),
+        log=LogConfig(every_steps=1, tensorboard=False),
+    )
+    return replace(made, **changes)
+
+
+def trained(made: TrainConfig, device: str = "cuda:0") -> list[float]:
+    """The losses of the steps."""
+    task, events = load_task(made), list[Any]()
+    world = World(0, 1, 0, torch.device(device), threads=1)
+    with LocalSession(made, world, Best(task.monitor, task.goal), events.append) as session:
+        train(made, task, session)
+    return [event.loss for event in events if type(event).__name__ == "Train"]
+
+
+def bits(made: TrainConfig) -> dict[str, str]:
+    newest = checkpoint_store(run_storage(made)).latest()
+    assert newest is not None
+    files = newest.manifest.files
+    return {name: files[name].sha256 for name in ("model.safetensors", "optimizer.safetensors")}
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> tuple[TrainConfig, list[float]]:
+    """A run that nothing disturbs, and its losses."""
+    made = config(tmp_path_factory.mktemp("whole"), "whole")
+    return made, trained(made)
+
+
+def test_the_same_run_again_has_the_same_bits(
+    whole: tuple[TrainConfig, list[float]], tmp_path: Path
+):
+    again = config(tmp_path, "again")
+    assert trained(again) == whole[1]
+    assert bits(again) == bits(whole[0])
+
+
+def test_a_run_that_is_killed_goes_on_to_the_same_bits(
+    whole: tuple[TrainConfig, list[float]], tmp_path: Path
+):
+    killed = config(tmp_path, "killed")
+    recipe = tmp_path / "killed.toml"
+    recipe.write_text(dumps(killed))
+    command = [sys.executable, "-m", "raytrain_ddp.fit", str(recipe), "--local"]
+    faults = {
+        VARIABLE: "train.after_backward:kill@step=7",
+        FOLDER_VARIABLE: str(tmp_path / "fired"),
+    }
+    environment = {**os.environ, **faults}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == -9, done.stdout + done.stderr
+    # Those of the steps after the checkpoint; the others are in its log.
+    assert trained(killed) == whole[1][4:]
+    assert bits(killed) == bits(whole[0])
+
+
+def test_losses_are_those_of_a_cpu_within_rounding(
+    whole: tuple[TrainConfig, list[float]], tmp_path: Path
+):
+    assert trained(config(tmp_path, "cpu"), "cpu") == pytest.approx(whole[1], rel=1e-2)
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_low_precision_learns_and_repeats_its_bits(
+    whole: tuple[TrainConfig, list[float]], tmp_path: Path, precision: str
+):
+    compute = ComputeConfig(precision=precision, channels_last=True)  # type: ignore[arg-type]
+    runs = [config(tmp_path, name, compute=compute) for name in ("one", "two")]
+    first, second = map(trained, runs)
+    assert first == second
+    assert bits(runs[0]) == bits(runs[1])
+    assert first == pytest.approx(whole[1], rel=0.05)
+
+
+@pytest.fixture
+def nccl(tmp_path: Path) -> Iterator[World]:
+    """A group of one rank."""
+    store = dist.FileStore(str(tmp_path / "store"), 1)
+    device = torch.device("cuda", 0)
+    torch.cuda.set_device(device)
+    dist.init_process_group("cpu:gloo,cuda:nccl", store=store, rank=0, world_size=1)
+    yield World(0, 1, 0, device, threads=1)
+    dist.destroy_process_group()
+
+
+def test_nccl_takes_what_is_sent(nccl: World):
+    """All kinds of collectives that a run makes on GPUs, with their types."""
+    for dtype in (torch.float32, torch.float64, torch.bfloat16, torch.int64):
+        values = torch.arange(6, device=nccl.device).to(dtype)
+        total, parts = values.clone(), torch.empty_like(values)
+        dist.all_reduce(total)
+        all_gather(parts, values)
+        received = torch.empty_like(values)
+        dist.all_to_all_single(received, values, [6], [6], async_op=True).wait()
+        broadcast_tensor(total, 0)
+        for each in (total, parts, received):
+            assert each.tolist() == values.tolist()
+    assert broadcast({"text": 1}, nccl) == {"text": 1}
+    flags = torch.ones(2)  # the agreement of the ranks is on CPUs
+    dist.all_reduce(flags)
+    assert flags.tolist() == [1, 1]
+
+
+def test_ddp_over_nccl_sums_gradients(nccl: World):
+    torch.manual_seed(0)
+    plain = nn.Linear(4, 3).to(nccl.device)
+    wrapped = DistributedDataParallel(plain, device_ids=[0], **ddp_options(TrainConfig()))
+    x = torch.randn(5, 4, device=nccl.device)
+    wrapped(x).square().sum().backward()
+    assert plain.weight.grad is not None
+    found = plain.weight.grad.clone()
+    plain.zero_grad()
+    plain(x).square().sum().backward()
+    torch.testing.assert_close(found, plain.weight.grad)
