@@ -38,6 +38,7 @@ from raytrain_ddp.ray_backend.ray_start import (
 from raytrain_ddp.tasks.model_zoo import TIMM
 from raytrain_ddp.tasks.task_loading import BUILT_IN
 from raytrain_ddp.uri import answer_within
+from raytrain_ddp.warm.warm_start import py_executable, start_early
 
 _ASK_EVERY_S = 2.0
 _SHUTDOWN_S = 30.0
@@ -124,9 +125,10 @@ def cluster(
             layout, options = _starting(config)
             port = dashboard_port() if dashboard else None
             options |= {"include_dashboard": dashboard, "dashboard_port": port}
+            options["runtime_env"] = _warm(config, os.getpid())
             stack.enter_context(own_state_api(port))
         else:
-            options = {"runtime_env": _shipped(config)}
+            options = {"runtime_env": _shipped(config) | _warm(config, 0)}
         # Ray Train imports torch: load it while Ray's processes and the mailbox start.
         settings = ray_settings(config, embedded)
         wait_s = config.scaling.wait_s
@@ -176,6 +178,22 @@ def _shipped(config: TrainConfig) -> dict[str, Any]:
         if is_package or module.is_file():
             shipped.append(str(package if is_package else module))
     return {"py_modules": shipped} if shipped else {}
+
+
+def _warm(config: TrainConfig, owner: int) -> dict[str, Any]:
+    """A runtime environment whose processes are forked, see warm/; its server is started here for
+    an embedded Ray.
+
+    Args:
+        owner: the process that the server ends with; 0: each node's raylet.
+    """
+    if config.scaling.warm_processes is False or sys.platform != "linux":
+        return {}
+    mode = "auto" if config.scaling.warm_processes == "auto" else "always"
+    threads = config.scaling.threads
+    if owner:
+        start_early(mode, threads)
+    return {"py_executable": py_executable(mode, owner, threads)}
 
 
 def _wait_for(
