@@ -367,7 +367,8 @@ def test_the_driver_gets_hold_of_the_controller_not_of_its_workers(monkeypatch: 
     held = copy.copy(made)
     process.get_actor_id, process.current_actor = lambda: "w", "a worker"
     copy.copy(held)
-    assert pushed == [ControllerStarted("the controller")]
+    assert [event.actor for event in pushed] == ["the controller"]
+    assert isinstance(pushed[0], ControllerStarted)
 
 
 def test_what_a_resumed_run_goes_on_from_is_known_before_its_workers_are():
