@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import sys
 import threading
@@ -42,6 +43,8 @@ from raytrain_ddp.warm.warm_start import py_executable, start_early
 
 _ASK_EVERY_S = 2.0
 _SHUTDOWN_S = 30.0
+# Of a job's runtime environment: its processes are not started by the Python of this one.
+_OTHER_PYTHONS = ("pip", "uv", "conda", "container", "image_uri", "py_executable", "nsight")
 _HEAD_DEAD_AFTER_S = 30.0  # after 60 s Ray ends all processes that were connected to it
 
 
@@ -187,7 +190,9 @@ def _warm(config: TrainConfig, owner: int) -> dict[str, Any]:
     Args:
         owner: the process that the server ends with; 0: each node's raylet.
     """
-    if config.scaling.warm_processes is False or sys.platform != "linux":
+    given = json.loads(os.environ.get("RAY_JOB_CONFIG_JSON_ENV_VAR", "{}")).get("runtime_env") or {}
+    own_python = not given.keys().isdisjoint(_OTHER_PYTHONS)
+    if config.scaling.warm_processes is False or sys.platform != "linux" or own_python:
         return {}
     mode = "auto" if config.scaling.warm_processes == "auto" else "always"
     threads = config.scaling.threads

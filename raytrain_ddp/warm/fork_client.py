@@ -71,8 +71,8 @@ def fork_by_server(owner: int, threads: int, command: list[str]) -> bool:
     if connection is None:
         if free_memory() < LEAST_FREE:
             return False
-        start_server(address, owner, threads)
-        connection = connect(address, _BOUND_WITHIN_S)
+        os.close(os.pidfd_open(owner))  # fails where the server would: on Linux before 5.3
+        connection = connect(address, start_server(address, owner, threads))
     if connection is None:
         return False
     with connection:
@@ -117,17 +117,22 @@ def started_at(pid: int) -> str:
         return file.read().rpartition(")")[2].split()[19]
 
 
-def connect(address: str, within_s: float = 0.0) -> socket.socket | None:
-    """A connection to the server at this abstract socket; None if there is none."""
-    deadline = time.monotonic() + within_s
+def connect(address: str, server: int = 0) -> socket.socket | None:
+    """A connection to the server at this abstract socket; None if there is none.
+
+    Args:
+        server: the pid of one that is starting; it ends if there is another.
+    """
+    deadline = time.monotonic() + _BOUND_WITHIN_S
     while True:
+        ended = not server or os.waitpid(server, os.WNOHANG)[0]
         connection = socket.socket(socket.AF_UNIX)
         try:
             connection.connect(f"\0{address}")
             return connection
         except ConnectionRefusedError:
             connection.close()
-        if time.monotonic() >= deadline:
+        if ended or time.monotonic() >= deadline:
             return None
         time.sleep(0.02)
 
@@ -146,15 +151,15 @@ def free_memory() -> float:
     return found["MemAvailable"] / found["MemTotal"]
 
 
-def start_server(address: str, owner: int, threads: int) -> None:
-    """Starts a server in the background, with no terminal and no output."""
+def start_server(address: str, owner: int, threads: int) -> int:
+    """Starts a server in the background, with no terminal and no output; returns its pid."""
     server = os.path.join(os.path.dirname(os.path.abspath(__file__)), "fork_server.py")
     # Folders of PYTHONPATH join the path of each worker.
     environment = {name: v for name, v in os.environ.items() if not name.startswith("PYTHON")}
     environment.setdefault("OMP_NUM_THREADS", str(threads))
     files = [(os.POSIX_SPAWN_OPEN, number, os.devnull, os.O_RDWR, 0) for number in (0, 1, 2)]
     command = [sys.executable, server, address, str(owner)]
-    os.posix_spawn(sys.executable, command, environment, file_actions=files, setsid=True)
+    return os.posix_spawn(sys.executable, command, environment, file_actions=files, setsid=True)
 
 
 def own_state(command: list[str]) -> dict[str, Any]:

@@ -49,7 +49,7 @@ _LEAST_FREE = 0.05
 
 def main(address: str, owner: int) -> None:
     """Serves until the owner ends, or nobody has asked for an hour, or memory is short."""
-    os.closerange(3, resource.getrlimit(resource.RLIMIT_NOFILE)[0])
+    close_all_but_the_first_three()
     os.chdir("/")
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # if ignored, nobody could wait for a process
     owner_end = os.pidfd_open(owner)
@@ -167,8 +167,10 @@ def received(connection: socket.socket, size: int) -> bytes:
 
 
 def hides_modules(path: bytes) -> bool:
-    """Whether a folder of PYTHONPATH has modules with names of those that are loaded."""
+    """Whether a folder of PYTHONPATH has modules with names of those that are loaded, or of those
+    that Python runs when it starts."""
     loaded = {name.partition(".")[0] for name in _MODULES.split()}
+    loaded |= {"sitecustomize", "usercustomize"}
     for folder in os.fsdecode(path).split(os.pathsep):
         with suppress(OSError):
             if folder and loaded & {name.partition(".")[0] for name in os.listdir(folder)}:
@@ -200,7 +202,7 @@ def inherit(given: dict[str, Any], files: list[int]) -> None:
     os.setsid()
     for number, file in enumerate(files):
         os.dup2(file, number)
-    os.closerange(3, resource.getrlimit(resource.RLIMIT_NOFILE)[0])
+    close_all_but_the_first_three()
     os.environb.clear()
     os.environb.update(given["environment"])
     os.chdir(given["folder"])
@@ -219,6 +221,13 @@ def inherit(given: dict[str, Any], files: list[int]) -> None:
         os.setpriority(os.PRIO_PROCESS, 0, given["niceness"])
     with suppress(OSError), open("/proc/self/oom_score_adj", "w", encoding="ascii") as score:
         score.write(given["oom_score"])
+
+
+def close_all_but_the_first_three() -> None:
+    for name in os.listdir("/proc/self/fd"):  # not up to the limit, which may be a thousand million
+        if int(name) > 2:
+            with suppress(OSError):  # the one that listed them
+                os.close(int(name))
 
 
 def run(command: list[str]) -> None:

@@ -13,12 +13,16 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
 
+from raytrain_ddp import TrainConfig
+from raytrain_ddp.config.scaling_section import ScalingConfig
+from raytrain_ddp.ray_backend.cluster import _warm
 from raytrain_ddp.warm import fork_client
 from raytrain_ddp.warm.warm_start import py_executable
 
@@ -225,22 +229,14 @@ def test_a_client_that_dies_half_way_leaves_nothing_behind(place: Place):
     assert server.num_fds() < 10
 
 
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {"PYTHONHASHSEED": "0"},  # read by Python when it starts
-        {"PYTHONPATH": "{shadow}"},  # has a module with the name of one that is loaded
-    ],
-    ids=str,
-)
-def test_with_another_python_or_modules_python_itself_is_started(
-    place: Place, tmp_path: Path, changes: dict[str, str]
-):
+def test_with_another_python_or_modules_python_itself_is_started(place: Place, tmp_path: Path):
     assert place.run()["forked"]
-    (tmp_path / "shadow").mkdir()
-    (tmp_path / "shadow" / "numpy").symlink_to(Path(np_folder()))
-    values = {name: value.format(shadow=tmp_path / "shadow") for name, value in changes.items()}
-    assert not place.run(env={**os.environ, **values})["forked"]
+    assert not place.run(env={**os.environ, "PYTHONHASHSEED": "0"})["forked"]
+    for name in ("numpy", "sitecustomize.py"):
+        (tmp_path / name[:3]).mkdir()
+        (tmp_path / name[:3] / name).symlink_to(np_folder() if name == "numpy" else os.devnull)
+        path = os.pathsep.join(["/not/there", str(tmp_path / name[:3])])
+        assert not place.run(env={**os.environ, "PYTHONPATH": path})["forked"]
 
 
 def np_folder() -> str:
@@ -271,8 +267,7 @@ def test_after_an_installation_or_with_other_variables_another_server_is_started
 def test_python_itself_is_started_where_a_fork_is_not_possible(
     tmp_path: Path, owner: subprocess.Popen[bytes], word: str, instead: str
 ):
-    changes = {"_BOUND_WITHIN_S = 10.0": "_BOUND_WITHIN_S = 0.5"} | {word: instead}
-    said = Place(tmp_path, owner.pid, **changes).run("x")
+    said = Place(tmp_path, owner.pid, **{word: instead}).run("x")
     assert not said["forked"]
     assert said["same"]["argv"][1:] == ["x"]
 
@@ -318,6 +313,21 @@ def test_ray_runs_the_command_also_where_python_lies_elsewhere(
     elsewhere = as_ray(py_executable("always", place.owner, 1))
     assert not elsewhere["forked"]
     assert elsewhere["same"]["executable"] == str(tmp_path / "bin" / "python3")
+
+
+def test_processes_of_a_job_with_a_python_of_its_own_are_not_forked(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    config = TrainConfig()
+    assert " auto 0 1 " in _warm(config, 0)["py_executable"]
+    job = json.dumps({"runtime_env": {"working_dir": "gcs://x.zip"}})
+    monkeypatch.setenv("RAY_JOB_CONFIG_JSON_ENV_VAR", job)
+    assert _warm(config, 0)
+    job = json.dumps({"runtime_env": {"pip": {"packages": ["x"]}}})
+    monkeypatch.setenv("RAY_JOB_CONFIG_JSON_ENV_VAR", job)
+    assert _warm(config, 0) == {}
+    monkeypatch.delenv("RAY_JOB_CONFIG_JSON_ENV_VAR")
+    assert _warm(replace(config, scaling=ScalingConfig(warm_processes=False)), 0) == {}
 
 
 def test_a_server_ends_at_once_if_its_owner_has(tmp_path: Path):
