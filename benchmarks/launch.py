@@ -1,4 +1,4 @@
-"""Launching the same training in six ways: seconds to the first step, of a step, in all.
+"""Launching the same training in seven ways: seconds to the first step, of a step, in all.
 
     python benchmarks/launch.py [--rounds N] [--only by-hand,fit-standing] [--out FILE.md FILE.json]
 
@@ -59,7 +59,8 @@ CONTENDERS = {
     "by-hand": "hand-written DDP, torchrun",
     "fit-torchrun": "fit under torchrun",
     "fit-fresh": "fit, embedded Ray",
-    "fit-standing": "fit, standing Ray",
+    "fit-standing": "fit, standing Ray, its first job",
+    "fit-again-standing": "fit, standing Ray, its second job",
     "naive-fresh": "naive TorchTrainer, fresh Ray",
     "naive-standing": "naive TorchTrainer, standing Ray",
 }
@@ -105,6 +106,9 @@ def measure_apart(contender: str, number: int, steps: int, folder: Path) -> Run:
     place.mkdir()
     try:
         with standing_ray(place, contender) as address:
+            if contender == "fit-again-standing":
+                (place / "first").mkdir()
+                measure("fit-standing", number, SKIPPED_STEPS + 2, address, place / "first")
             return measure(contender, number, steps, address, place)
     finally:
         shutil.rmtree(place, ignore_errors=True)
@@ -152,6 +156,7 @@ def command(contender: str, steps: int, address: str, folder: Path) -> list[str]
         "fit-torchrun": [*torchrun, *fit],
         "fit-fresh": [python, *fit],
         "fit-standing": [python, *fit, "--address", address],
+        "fit-again-standing": [python, *fit, "--address", address],
         "naive-fresh": naive,
         "naive-standing": [*naive, "--address", address],
     }[contender]

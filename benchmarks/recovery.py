@@ -5,8 +5,9 @@
 
 Each round runs every contender once, each time beginning with another one: the MLP of launch.py
 with a checkpoint every few steps, killed from outside once a number of steps is done. All are
-stamped by the same hooks, which Python loads at its start (recovery_programs/site), and run with
-the settings that they come with; torchrun is told --max-restarts 3, the naive TorchTrainer
+stamped by the same hooks, which Python loads at its start (recovery_programs/site), or the task
+in processes that are forked (the marks before it are then those of the task). They run with the
+settings that they come with; torchrun is told --max-restarts 3, the naive TorchTrainer
 max_failures = 3, fit nothing: its retries are on by default.
 
 A phase ends when the only new worker, or the later one of two, has reached the mark:
@@ -160,7 +161,7 @@ def command(contender: str, args: argparse.Namespace, folder: Path) -> list[str]
     torchrun = [python, "-m", "torch.distributed.run", f"--nproc-per-node={WORKERS}"]
     torchrun += ["--standalone", "--max-restarts", "3"]
     fit = ["-m", "raytrain_ddp.fit", "--name", "recovery", "--storage", str(folder / "runs")]
-    fit += ["--task", f"{HERE / 'launch_task.py'}:LaunchTask"]
+    fit += ["--task", f"{PROGRAMS / 'task.py'}:LaunchTask"]
     fit += ["--task-options", "stamps", str(folder / "unused"), "steps", steps]
     fit += ["--epochs", "1", "--batch-size", "64", "--micro-batch", "32"]
     fit += ["--optim.lr", "0.01", "--optim.no-nesterov", "--optim.weight-decay", "0"]
@@ -187,7 +188,8 @@ def measure(contender: str, number: int, args: argparse.Namespace, folder: Path)
     load, file = os.getloadavg()[0], folder / "stamps"
     paths = [str(PROGRAMS / "site"), os.environ.get("PYTHONPATH", "")]
     env = {**environment(), "RECOVERY_STAMPS": str(file)}
-    env["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
+    if contender != "fit-ray":  # its processes are forked only if Python starts as usual
+        env["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
     log = folder / "log"
     process = subprocess.Popen(
         command(contender, args, folder),

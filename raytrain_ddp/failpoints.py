@@ -103,8 +103,8 @@ class Failpoint:
         """Performs the action. Returns the factor for the caller's loss or weight."""
         if self.action in ("kill", "term", "stop"):
             os.kill(os.getpid(), _SIGNALS[self.action])
-        elif self.action == "node":  # a Ray worker's parent is its node's raylet
-            os.kill(os.getppid(), signal.SIGKILL)
+        elif self.action == "node":
+            os.kill(int(os.environ.get("RAY_RAYLET_PID", os.getppid())), signal.SIGKILL)
             os.kill(os.getpid(), signal.SIGKILL)
         elif self.action == "exit":
             os._exit(int(self.argument))

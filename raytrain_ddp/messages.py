@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -86,9 +87,13 @@ class Died:
 
 @dataclass(frozen=True)
 class ControllerStarted:
-    """Ray Train's controller; `actor` is its handle."""
+    """Ray Train's controller; `handle` is pickled, as loading it imports Ray Train."""
 
-    actor: Any
+    handle: bytes
+
+    @property
+    def actor(self) -> Any:
+        return pickle.loads(self.handle)
 
 
 @dataclass(frozen=True)

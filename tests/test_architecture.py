@@ -22,7 +22,7 @@ COMMANDS = {"fit", "evaluate", "run", "convert", "doctor", "report", "chaos"}
 RANKS = [
     {"errors", "events"},
     {"messages", "records"},
-    {"files", "failpoints", "uri"},
+    {"files", "failpoints", "uri", "warm"},
     {"config"},
     {"data", "checkpoint"},
     {"tasks"},

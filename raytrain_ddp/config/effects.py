@@ -118,7 +118,7 @@ _OF_IMAGES = [
 _OF_RAY = [
     _Rule(
         "scaling.num_workers scaling.placement scaling.max_failures scaling.max_preemptions "
-        "scaling.replace_workers "
+        "scaling.replace_workers scaling.warm_processes "
         "scaling.wait_s scaling.resize_s scaling.start_timeout_s scaling.gpus_per_worker",
         "Ray (without it, the launcher of the processes decides)",
         lambda _: False,

@@ -39,6 +39,10 @@ class ScalingConfig:
     """A worker that dies is replaced while the others keep their state: no step is repeated. With
     exact, or MIN:MAX workers, the others go on in the meantime. On CPUs; with GPUs, and with false,
     all workers restart from the newest checkpoint."""
+    warm_processes: bool | Literal["auto"] = field(default="auto", metadata=FREE)
+    """Start Ray's processes as forks of a process per node that has torch loaded, on Linux. auto:
+    on machines without a GPU. That process stays on a running cluster for an hour after its last
+    fork."""
     max_preemptions: int = field(default=-1, metadata=FREE)
     """How many times workers are replaced after a preemption notice for their node. -1: no
     limit."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import sys
 import threading
@@ -38,9 +39,12 @@ from raytrain_ddp.ray_backend.ray_start import (
 from raytrain_ddp.tasks.model_zoo import TIMM
 from raytrain_ddp.tasks.task_loading import BUILT_IN
 from raytrain_ddp.uri import answer_within
+from raytrain_ddp.warm.warm_start import py_executable, start_early
 
 _ASK_EVERY_S = 2.0
 _SHUTDOWN_S = 30.0
+# Of a job's runtime environment: its processes are not started by the Python of this one.
+_OTHER_PYTHONS = ("pip", "uv", "conda", "container", "image_uri", "py_executable", "nsight")
 _HEAD_DEAD_AFTER_S = 30.0  # after 60 s Ray ends all processes that were connected to it
 
 
@@ -124,9 +128,10 @@ def cluster(
             layout, options = _starting(config)
             port = dashboard_port() if dashboard else None
             options |= {"include_dashboard": dashboard, "dashboard_port": port}
+            options["runtime_env"] = _warm(config, os.getpid())
             stack.enter_context(own_state_api(port))
         else:
-            options = {"runtime_env": _shipped(config)}
+            options = {"runtime_env": _shipped(config) | _warm(config, 0)}
         # Ray Train imports torch: load it while Ray's processes and the mailbox start.
         settings = ray_settings(config, embedded)
         wait_s = config.scaling.wait_s
@@ -176,6 +181,24 @@ def _shipped(config: TrainConfig) -> dict[str, Any]:
         if is_package or module.is_file():
             shipped.append(str(package if is_package else module))
     return {"py_modules": shipped} if shipped else {}
+
+
+def _warm(config: TrainConfig, owner: int) -> dict[str, Any]:
+    """A runtime environment whose processes are forked, see warm/; its server is started here for
+    an embedded Ray.
+
+    Args:
+        owner: the process that the server ends with; 0: each node's raylet.
+    """
+    given = json.loads(os.environ.get("RAY_JOB_CONFIG_JSON_ENV_VAR", "{}")).get("runtime_env") or {}
+    own_python = not given.keys().isdisjoint(_OTHER_PYTHONS)
+    if config.scaling.warm_processes is False or sys.platform != "linux" or own_python:
+        return {}
+    mode = "auto" if config.scaling.warm_processes == "auto" else "always"
+    threads = config.scaling.threads
+    if owner:
+        start_early(mode, threads)
+    return {"py_executable": py_executable(mode, owner, threads)}
 
 
 def _wait_for(

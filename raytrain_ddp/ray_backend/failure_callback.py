@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import ray
+from ray import cloudpickle
 from ray.exceptions import RayActorError
 from ray.train import UserCallback
 
@@ -30,7 +31,8 @@ class FailureCallback(UserCallback):  # type: ignore[misc]
         context = ray.get_runtime_context()
         if not self._told and context.get_actor_id() not in (None, self._driver):
             self._told = True  # the controller passes copies to its workers
-            self._mailbox.push.remote([ControllerStarted(context.current_actor)])
+            handle = cloudpickle.dumps(context.current_actor)
+            self._mailbox.push.remote([ControllerStarted(handle)])
 
     def after_exception(self, run_context: Any, worker_exceptions: dict[int, Exception]) -> None:
         """Called at each check that finds dead workers; the driver handles each death once."""

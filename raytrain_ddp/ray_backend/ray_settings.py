@@ -43,6 +43,7 @@ def ray_settings(config: TrainConfig, embedded: bool) -> dict[str, str]:
     settings = {**SETTINGS, "RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S": f"{timeout_s:g}"}
     if embedded:
         settings[PREEMPTION_WATCHER] = "0"  # no preemption on this machine: saves a process
+        settings["RAY_prestart_worker_first_driver"] = "0"  # without the runtime environment
     return settings
 
 

@@ -9,9 +9,11 @@ import ctypes
 import dataclasses
 import os
 import pickle
+import select
 import signal
 import socket
 import sys
+import threading
 import traceback
 from contextlib import suppress
 from pathlib import Path
@@ -67,7 +69,7 @@ class WorkerSettings:
 def train_on_worker(loop_config: dict[str, WorkerSettings]) -> None:
     """The train function of the TorchTrainer; Ray passes it a dict."""
     given = loop_config["given"]
-    end_with_parent()
+    end_with_raylet()
     import ray
     import ray.train
     import torch.distributed as dist
@@ -177,17 +179,29 @@ def _apply_settings(given: WorkerSettings) -> None:
     arm(*given.failpoints)
 
 
-def end_with_parent() -> None:
-    """Makes Linux end this process when its parent (Ray's raylet) ends.
+def end_with_raylet() -> None:
+    """Makes Linux end this process when Ray's raylet ends, which is its parent unless it was forked
+    by a warm process.
 
     A worker of Ray 2.60 notices that itself and tries to exit. But a thread of Ray Train that
     passes a report to the dead controller waits forever, and Python's exit waits for it.
     """
-    if sys.platform == "linux":
-        parent = os.getppid()
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-        if os.getppid() != parent:  # it has ended in the meantime
-            os.kill(os.getpid(), signal.SIGKILL)
+    if sys.platform != "linux":
+        return
+    parent = os.getppid()
+    raylet = int(os.environ.get("RAY_RAYLET_PID", parent))
+    if raylet != parent:
+        threading.Thread(target=_die_with, args=(raylet,), name="raylet", daemon=True).start()
+        return
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:  # it has ended in the meantime
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _die_with(process: int) -> None:
+    with suppress(ProcessLookupError):
+        select.select([os.pidfd_open(process)], [], [])
+    os.kill(os.getpid(), signal.SIGKILL)
 
 
 def _start() -> str:

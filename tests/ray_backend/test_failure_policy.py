@@ -367,7 +367,8 @@ def test_the_driver_gets_hold_of_the_controller_not_of_its_workers(monkeypatch: 
     held = copy.copy(made)
     process.get_actor_id, process.current_actor = lambda: "w", "a worker"
     copy.copy(held)
-    assert pushed == [ControllerStarted("the controller")]
+    assert [event.actor for event in pushed] == ["the controller"]
+    assert isinstance(pushed[0], ControllerStarted)
 
 
 def test_what_a_resumed_run_goes_on_from_is_known_before_its_workers_are():
@@ -704,9 +705,9 @@ def test_fault_01_a_rank_whose_group_ray_has_ended_tells_that_it_suffers_from_it
 @pytest.mark.skipif(sys.platform != "linux", reason="Linux does it")
 def test_fault_05_a_worker_that_does_not_see_its_raylets_end_ends_with_it():
     code = (
-        "import os, time; from raytrain_ddp.ray_backend.worker import end_with_parent\n"
+        "import os, time; from raytrain_ddp.ray_backend.worker import end_with_raylet\n"
         "if os.fork(): time.sleep(60)\n"
-        "end_with_parent(); print(flush=True); time.sleep(60)"
+        "end_with_raylet(); print(flush=True); time.sleep(60)"
     )
     parent = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
     assert parent.stdout is not None

@@ -29,6 +29,7 @@ from raytrain_ddp.display.progress_display import Display
 from raytrain_ddp.errors import PreflightError, RetriesExhausted, TaskError
 from raytrain_ddp.failpoints import FOLDER_VARIABLE, VARIABLE
 from raytrain_ddp.ray_backend.ray_settings import SETTINGS
+from raytrain_ddp.warm.warm_start import py_executable, start_early
 
 HERE = Path(__file__).parents[1]
 pytestmark = [pytest.mark.ray, pytest.mark.filterwarnings("ignore")]  # Ray's own warnings
@@ -36,13 +37,21 @@ pytestmark = [pytest.mark.ray, pytest.mark.filterwarnings("ignore")]  # Ray's ow
 
 @pytest.fixture(scope="module", autouse=True)
 def ray_for_all() -> Iterator[None]:
-    """A Ray of this test session's own, which `fit` finds and leaves running."""
+    """A Ray of this test session's own, which `fit` finds and leaves running. Its processes are
+    forked: what is equal to a run under torchrun is also equal to one of usual processes."""
     os.environ.setdefault("RAY_AUTH_MODE", "token")
     os.environ.pop("RAY_ADDRESS", None)
     os.environ.update({"RAY_TRAIN_ENABLE_PREEMPTION_WATCHER": "0", **SETTINGS})
     import ray
 
-    ray.init(address="local", num_cpus=4, include_dashboard=False, log_to_driver=False)
+    start_early("always", 1)
+    ray.init(
+        address="local",
+        num_cpus=4,
+        include_dashboard=False,
+        log_to_driver=False,
+        runtime_env={"py_executable": py_executable("always", os.getpid(), 1)},
+    )
     yield
     ray.shutdown()
 

@@ -1,0 +1,193 @@
+"""Starts a Ray worker by a fork of this node's fork server; Ray runs it instead of Python.
+
+Ray's raylet runs ``python -I -S fork_client.py MODE OWNER THREADS default_worker.py ARGUMENTS``.
+The forked process gets the arguments, environment, open files, working folder, limits, niceness
+and signal handling of this one, and this one ends. If anything is not as it should be, this
+process becomes the usual worker by exec.
+
+It imports nothing but the standard library: starting it must cost milliseconds.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import marshal
+import os
+import resource
+import signal
+import socket
+import struct
+import sys
+import time
+from typing import Any
+
+READY, REFUSED = b"r", b"n"
+MOST_BYTES = 1 << 24
+_READY_WITHIN_S = 60.0
+_BOUND_WITHIN_S = 10.0
+LEAST_FREE = 0.1  # of the memory; below, no server is started
+# Read when Python or a library is loaded: another value needs another server.
+_READ_AT_START = (
+    *("BLIS_", "CUBLAS_", "CUDA_", "CUDNN_", "GLIBC_", "GOMP_", "KMP_", "LC_", "LD_", "MALLOC_"),
+    *("MKL_", "MPL", "NUMEXPR_", "NVIDIA_", "OMP_", "OPENBLAS_", "PYTORCH_", "TORCH", "TRITON_"),
+)
+_ALSO_READ = ("HOME", "LANG", "LANGUAGE", "TZ")
+_READ_LATER = ("CUDA_VISIBLE_DEVICES", "NVIDIA_VISIBLE_DEVICES", "OMP_NUM_THREADS")
+# With any other of Python's own variables, Python itself is started.
+_HONORED = ("PYTHONPATH", "PYTHONUNBUFFERED", "PYTHONDONTWRITEBYTECODE")
+
+
+def main(argv: list[str]) -> None:
+    mode, owner, threads, *command = argv
+    try:
+        if suits(mode) and fork_by_server(int(owner), int(threads), command):
+            return
+    except (OSError, ValueError, KeyError):
+        pass
+    os.execv(sys.executable, [sys.executable, *command])
+
+
+def suits(mode: str) -> bool:
+    """Whether this machine and environment suit a fork.
+
+    Args:
+        mode: "auto": not on a machine with a GPU; or "always".
+    """
+    if mode == "auto" and os.path.exists("/dev/nvidiactl"):
+        return False
+    return not any(name.startswith("PYTHON") and name not in _HONORED for name in os.environ)
+
+
+def fork_by_server(owner: int, threads: int, command: list[str]) -> bool:
+    """Whether a server has forked a process for `command`: a script and its arguments.
+
+    Args:
+        owner: the process whose server it is, and which it ends with; 0: this node's raylet.
+        threads: OMP_NUM_THREADS while the server loads its modules, unless it is set.
+    """
+    owner = owner or int(os.environ["RAY_RAYLET_PID"])
+    address = address_of(owner, threads, command[0])
+    connection = connect(address)
+    if connection is None:
+        if free_memory() < LEAST_FREE:
+            return False
+        os.close(os.pidfd_open(owner))  # fails where the server would: on Linux before 5.3
+        connection = connect(address, start_server(address, owner, threads))
+    if connection is None:
+        return False
+    with connection:
+        connection.settimeout(_READY_WITHIN_S)
+        if not is_own(connection) or connection.recv(1) != READY:
+            return False
+        connection.settimeout(None)  # from now on, a second process could be the result
+        request = marshal.dumps(own_state(command))
+        socket.send_fds(connection, [struct.pack("!I", len(request))], [0, 1, 2])
+        connection.sendall(request)
+        return connection.recv(1) == READY
+
+
+def address_of(owner: int, threads: int, script: str) -> str:
+    """The abstract socket of the server for this process's Python, packages and environment.
+
+    Args:
+        script: Ray's default_worker.py; installing or removing a package changes the folder that
+            Ray is in.
+    """
+    packages = os.path.abspath(script).rpartition("/ray/_private/")[0]
+    python = os.stat(sys.executable)
+    facts = [
+        *(owner, started_at(owner), threads, sys.executable, python.st_mtime_ns, packages),
+        os.stat(packages or "/").st_mtime_ns,
+        *sorted((name, value) for name, value in os.environ.items() if is_read_at_start(name)),
+    ]
+    return f"raytrain-fork-{os.getuid()}-{hashlib.sha256(repr(facts).encode()).hexdigest()[:24]}"
+
+
+def is_read_at_start(name: str) -> bool:
+    return name in _ALSO_READ or (name.startswith(_READ_AT_START) and name not in _READ_LATER)
+
+
+def started_at(pid: int) -> str:
+    """The start of a process in clock ticks since boot.
+
+    Raises:
+        OSError: there is no such process.
+    """
+    with open(f"/proc/{pid}/stat", encoding="utf-8", errors="replace") as file:
+        return file.read().rpartition(")")[2].split()[19]
+
+
+def connect(address: str, server: int = 0) -> socket.socket | None:
+    """A connection to the server at this abstract socket; None if there is none.
+
+    Args:
+        server: the pid of one that is starting; it ends if there is another.
+    """
+    deadline = time.monotonic() + _BOUND_WITHIN_S
+    while True:
+        ended = not server or os.waitpid(server, os.WNOHANG)[0]
+        connection = socket.socket(socket.AF_UNIX)
+        try:
+            connection.connect(f"\0{address}")
+            return connection
+        except ConnectionRefusedError:
+            connection.close()
+        if ended or time.monotonic() >= deadline:
+            return None
+        time.sleep(0.02)
+
+
+def is_own(connection: socket.socket) -> bool:
+    """Whether the other end belongs to the same user."""
+    size = struct.calcsize("3i")
+    credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, size)
+    return bool(struct.unpack("3i", credentials)[1] == os.getuid())
+
+
+def free_memory() -> float:
+    """The part of the machine's memory that is available."""
+    with open("/proc/meminfo", encoding="ascii") as file:
+        found = {line.split(":")[0]: int(line.split()[1]) for line in file}
+    return found["MemAvailable"] / found["MemTotal"]
+
+
+def start_server(address: str, owner: int, threads: int) -> int:
+    """Starts a server in the background, with no terminal and no output; returns its pid."""
+    server = os.path.join(os.path.dirname(os.path.abspath(__file__)), "fork_server.py")
+    # Folders of PYTHONPATH join the path of each worker.
+    environment = {name: v for name, v in os.environ.items() if not name.startswith("PYTHON")}
+    environment.setdefault("OMP_NUM_THREADS", str(threads))
+    files = [(os.POSIX_SPAWN_OPEN, number, os.devnull, os.O_RDWR, 0) for number in (0, 1, 2)]
+    command = [sys.executable, server, address, str(owner)]
+    return os.posix_spawn(sys.executable, command, environment, file_actions=files, setsid=True)
+
+
+def own_state(command: list[str]) -> dict[str, Any]:
+    """What a process started by exec would inherit from this one."""
+    mask = os.umask(0)
+    os.umask(mask)
+    # Python itself ignores SIGPIPE and, in places, SIGXFSZ.
+    ignored = [number for number in signal.valid_signals() if is_ignored(number)]
+    limits = [number for name, number in vars(resource).items() if name.startswith("RLIMIT_")]
+    with open("/proc/self/oom_score_adj", encoding="ascii") as file:
+        oom_score = file.read()
+    return {
+        "command": command,
+        "environment": dict(os.environb),
+        "folder": os.getcwd(),
+        "mask": mask,
+        "ignored": [int(number) for number in ignored],
+        "blocked": [int(number) for number in signal.pthread_sigmask(signal.SIG_BLOCK, [])],
+        "limits": [(number, resource.getrlimit(number)) for number in set(limits)],
+        "niceness": os.getpriority(os.PRIO_PROCESS, 0),
+        "cpus": list(os.sched_getaffinity(0)),
+        "oom_score": oom_score,
+    }
+
+
+def is_ignored(number: int) -> bool:
+    return signal.getsignal(number) == signal.SIG_IGN
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

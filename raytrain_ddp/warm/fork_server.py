@@ -1,0 +1,267 @@
+"""A process per node that has the heavy modules loaded, and forks Ray workers from itself.
+
+Run by fork_client.py as ``python fork_server.py ADDRESS OWNER``. It has no thread and no CUDA
+context, and never imports Ray, whose random numbers would then be equal in all workers. It ends
+when its owner ends, and ends what it has forked with it.
+"""
+
+from __future__ import annotations
+
+import gc
+import importlib
+import io
+import marshal
+import os
+import resource
+import select
+import signal
+import socket
+import struct
+import sys
+import time
+import types
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from raytrain_ddp.warm import fork_client as client
+else:
+    import fork_client as client  # of this folder: the package itself is each worker's own
+
+# What Ray, Ray Train and training import, without Ray itself. Those that fail are left out.
+_MODULES = """
+aiohttp click colorful filelock fsspec fsspec.implementations.local google.protobuf.descriptor_pb2
+google.protobuf.json_format google.protobuf.struct_pb2 google.protobuf.timestamp_pb2 jsonschema
+logging.config msgpack packaging.version psutil pydantic.dataclasses pydantic.json_schema
+pydantic.main pydantic.v1 referencing requests rich.console sqlite3 typing_extensions yaml
+numpy pandas pyarrow pyarrow.compute pyarrow.dataset pyarrow.fs pyarrow.parquet
+PIL.Image safetensors.torch simplejpeg
+torch torch._dynamo torch._inductor.config torch.distributed torch.nn.parallel torch.optim
+torch.utils.data torch.utils.flop_counter torch.utils.tensorboard
+torchvision torchvision.transforms.v2 torchmetrics torchmetrics.classification
+"""
+IDLE_S = 3600.0
+_LOOK_S = 10.0
+_GRACE_S = 5.0
+_REQUEST_WITHIN_S = 5.0
+_LEAST_FREE = 0.05
+
+
+def main(address: str, owner: int) -> None:
+    """Serves until the owner ends, or nobody has asked for an hour, or memory is short."""
+    close_all_but_the_first_three()
+    os.chdir("/")
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # if ignored, nobody could wait for a process
+    owner_end = os.pidfd_open(owner)
+    listener = socket.socket(socket.AF_UNIX)
+    try:
+        listener.bind(f"\0{address}")
+    except OSError:
+        return  # there is one already
+    listener.listen(128)
+    sys.path.pop(0)  # this folder
+    variables = load()
+    children = serve(listener, owner_end, variables if is_fit_to_fork() else None)
+    listener.close()
+    if has_ended(owner_end):
+        end(children)
+    os._exit(0)  # nothing is left to clean up
+
+
+def load() -> dict[str, str]:
+    """Imports the modules; returns the environment variables that they have set."""
+    os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"  # asks for GPUs without a CUDA context
+    os.environ["JE_ARROW_MALLOC_CONF"] = "background_thread:false"  # of PyArrow's jemalloc
+    before = {*os.environ}
+    for name in _MODULES.split():
+        with suppress(Exception):
+            importlib.import_module(name)
+    if (child := os.fork()) == 0:  # ends the threads that NumPy's OpenBLAS starts when loaded
+        os._exit(0)
+    os.waitpid(child, 0)
+    gc.collect()
+    gc.freeze()  # a worker's garbage collector would copy the pages
+    return {name: value for name, value in os.environ.items() if name not in before}
+
+
+def is_fit_to_fork() -> bool:
+    """Whether this process has one thread and no GPU, and has not imported Ray."""
+    opened = {os.readlink(f"/proc/self/fd/{fd}") for fd in os.listdir("/proc/self/fd") if fd_is(fd)}
+    threads = len(os.listdir("/proc/self/task"))
+    on_gpu = any(name.startswith("/dev/nvidia") for name in opened)
+    return threads == 1 and not on_gpu and "ray" not in sys.modules
+
+
+def fd_is(fd: str) -> bool:
+    return os.path.islink(f"/proc/self/fd/{fd}")
+
+
+def serve(
+    listener: socket.socket, owner_end: int, variables: dict[str, str] | None
+) -> dict[int, int]:
+    """Forks on request.
+
+    Args:
+        variables: added to the environments of the processes; None: refuses all requests.
+
+    Returns:
+        The pidfds and pids of the forked processes that live.
+    """
+    children: dict[int, int] = {}
+    asked = time.monotonic()
+    while True:
+        watched = [listener.fileno(), owner_end, *children]
+        ready, _, _ = select.select(watched, [], [], _LOOK_S)
+        if owner_end in ready:
+            return children
+        for ended in children.keys() & set(ready):
+            os.waitpid(children.pop(ended), 0)
+            os.close(ended)
+        if listener.fileno() in ready:
+            asked = time.monotonic()
+            with suppress(OSError, ValueError, EOFError), listener.accept()[0] as connection:
+                child = answer(connection, variables)
+                if child:
+                    children[os.pidfd_open(child)] = child
+        idle = not children and time.monotonic() - asked > IDLE_S
+        if idle or client.free_memory() < _LEAST_FREE:
+            return children
+
+
+def answer(connection: socket.socket, variables: dict[str, str] | None) -> int:
+    """Handles one request; returns the pid of the new process, or 0."""
+    if not client.is_own(connection):
+        return 0
+    connection.settimeout(_REQUEST_WITHIN_S)
+    connection.sendall(client.REFUSED if variables is None else client.READY)
+    if variables is None:
+        return 0
+    head, files, _, _ = socket.recv_fds(connection, 4, 3)
+    try:
+        if len(head) != 4 or len(files) != 3:
+            return 0
+        given = marshal.loads(received(connection, struct.unpack("!I", head)[0]))
+        if hides_modules(given["environment"].get(b"PYTHONPATH", b"")):
+            connection.sendall(client.REFUSED)
+            return 0
+        child = os.fork()
+        if child == 0:
+            become(given, files, variables)
+        connection.sendall(client.READY)
+        return child
+    finally:
+        for file in files:
+            os.close(file)
+
+
+def received(connection: socket.socket, size: int) -> bytes:
+    if size > client.MOST_BYTES:
+        raise ValueError(size)
+    parts = io.BytesIO()
+    while parts.tell() < size:
+        part = connection.recv(min(1 << 16, size - parts.tell()))
+        if not part:
+            raise EOFError
+        parts.write(part)
+    return parts.getvalue()
+
+
+def hides_modules(path: bytes) -> bool:
+    """Whether a folder of PYTHONPATH has modules with names of those that are loaded, or of those
+    that Python runs when it starts."""
+    loaded = {name.partition(".")[0] for name in _MODULES.split()}
+    loaded |= {"sitecustomize", "usercustomize"}
+    for folder in os.fsdecode(path).split(os.pathsep):
+        with suppress(OSError):
+            if folder and loaded & {name.partition(".")[0] for name in os.listdir(folder)}:
+                return True
+    return False
+
+
+def become(given: dict[str, Any], files: list[int], variables: dict[str, str]) -> None:
+    """Makes this forked process the one that was asked for; does not return."""
+    status = 1
+    try:
+        inherit(given, files)
+        os.environ.update({k: v for k, v in variables.items() if k not in os.environ})
+        run(given["command"])
+        status = 0
+    except SystemExit as stop:
+        status = stop.code if isinstance(stop.code, int) else int(stop.code is not None)
+    except BaseException:
+        sys.excepthook(*sys.exc_info())
+    finally:
+        with suppress(Exception):
+            sys.stdout.flush()
+            sys.stderr.flush()
+        os._exit(status)
+
+
+def inherit(given: dict[str, Any], files: list[int]) -> None:
+    """Takes over what exec would have passed on."""
+    os.setsid()
+    for number, file in enumerate(files):
+        os.dup2(file, number)
+    close_all_but_the_first_three()
+    os.environb.clear()
+    os.environb.update(given["environment"])
+    os.chdir(given["folder"])
+    os.umask(given["mask"])
+    for number in signal.valid_signals() - {signal.SIGKILL, signal.SIGSTOP}:
+        if (number in given["ignored"]) != client.is_ignored(number):
+            ignored = number in given["ignored"]
+            signal.signal(number, signal.SIG_IGN if ignored else signal.SIG_DFL)
+    signal.pthread_sigmask(signal.SIG_SETMASK, given["blocked"])
+    for number, limits in given["limits"]:
+        with suppress(OSError, ValueError):
+            resource.setrlimit(number, limits)
+    with suppress(OSError):
+        os.sched_setaffinity(0, given["cpus"])
+    with suppress(OSError):
+        os.setpriority(os.PRIO_PROCESS, 0, given["niceness"])
+    with suppress(OSError), open("/proc/self/oom_score_adj", "w", encoding="ascii") as score:
+        score.write(given["oom_score"])
+
+
+def close_all_but_the_first_three() -> None:
+    for name in os.listdir("/proc/self/fd"):  # not up to the limit, which may be a thousand million
+        if int(name) > 2:
+            with suppress(OSError):  # the one that listed them
+                os.close(int(name))
+
+
+def run(command: list[str]) -> None:
+    """Runs a script as ``python SCRIPT ARGUMENTS`` does."""
+    script = command[0]
+    extra = os.environ.get("PYTHONPATH", "").split(os.pathsep)
+    extra = [os.path.abspath(folder) for folder in extra if folder]
+    sys.path[:0] = [os.path.dirname(os.path.realpath(script)), *extra]
+    sys.argv[:], sys.orig_argv[:] = command, [sys.executable, *command]
+    sys.dont_write_bytecode = bool(os.environ.get("PYTHONDONTWRITEBYTECODE"))
+    if "numpy" in sys.modules:  # Python's own generator is seeded anew by a fork, this one is not
+        sys.modules["numpy"].random.seed()
+    main = types.ModuleType("__main__")
+    main.__dict__.update(__file__=script, __builtins__=__builtins__)
+    sys.modules["__main__"] = main
+    with open(script, "rb") as file:
+        code = compile(file.read(), script, "exec")
+    exec(code, main.__dict__)
+
+
+def has_ended(pidfd: int) -> bool:
+    return bool(select.select([pidfd], [], [], 0)[0])
+
+
+def end(children: dict[int, int]) -> None:
+    """Gives the processes some seconds, as they end with Ray by themselves; then kills them."""
+    deadline = time.monotonic() + _GRACE_S
+    while children and (left := deadline - time.monotonic()) > 0:
+        for ended in select.select([*children], [], [], left)[0]:
+            children.pop(ended)
+    for child in children.values():
+        with suppress(ProcessLookupError):
+            os.kill(child, signal.SIGKILL)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], int(sys.argv[2]))

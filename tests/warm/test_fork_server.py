@@ -1,0 +1,354 @@
+"""The fork server, without Ray: a forked process is as one that Python itself has started."""
+
+from __future__ import annotations
+
+import json
+import os
+import select
+import shutil
+import signal
+import socket
+import struct
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from raytrain_ddp import TrainConfig
+from raytrain_ddp.config.scaling_section import ScalingConfig
+from raytrain_ddp.ray_backend.cluster import _warm
+from raytrain_ddp.warm import fork_client
+from raytrain_ddp.warm.warm_start import py_executable
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="it needs Linux")
+
+PROBE = """
+import json, os, random, resource, signal, sys, threading
+import numpy
+status = dict(line.split(":", 1) for line in open("/proc/self/status"))
+
+def signals(kind):  # glibc keeps the first ones behind these for itself
+    return hex(int(status[kind], 16) & 0x7fffffff)
+
+print(json.dumps({
+    "pid": os.getpid(), "parent": os.getppid(), "group": os.getpgid(0),
+    "random": [random.random(), float(numpy.random.rand())],
+    "same": {
+        "argv": sys.argv, "orig_argv": sys.orig_argv, "path": sys.path, "flags": str(sys.flags),
+        "main": [__name__, __file__, sys.modules["__main__"].__file__],
+        "executable": sys.executable, "dont_write_bytecode": sys.dont_write_bytecode,
+        "environment": dict(os.environ), "folder": os.getcwd(), "umask": os.umask(0),
+        "files": sorted(os.listdir("/proc/self/fd")), "input": sys.stdin.read(),
+        "signals": [signals(kind) for kind in ("SigBlk", "SigIgn", "SigCgt")],
+        "limits": [resource.getrlimit(n) for n in range(16)],
+        "nice": os.getpriority(os.PRIO_PROCESS, 0), "cpus": sorted(os.sched_getaffinity(0)),
+        "oom": open("/proc/self/oom_score_adj").read(), "threads": threading.active_count(),
+    },
+}), flush=True)
+print("to stderr", file=sys.stderr, flush=True)
+if "wait" in sys.argv:
+    signal.pause()
+sys.exit(3)
+"""
+
+
+class Place:
+    """A copy of the fork server that loads little, for workers of a made-up Ray.
+
+    Args:
+        **changes: words of fork_server.py, and what takes their place.
+    """
+
+    def __init__(self, folder: Path, owner: int, **changes: str) -> None:
+        self.folder, self.owner = folder, owner
+        self.workers = folder / "lib" / "python3" / "ray" / "_private" / "workers"
+        self.workers.mkdir(parents=True)
+        (self.workers / "probe.py").write_text(PROBE)
+        for source in Path(fork_client.__file__).parent.glob("fork_*.py"):
+            text = source.read_text()
+            head, _, rest = text.partition('_MODULES = """')
+            if rest:
+                text = f'{head}_MODULES = """json numpy"""{rest.partition(chr(34) * 3)[2]}'
+            for word, instead in changes.items():
+                text = text.replace(word, instead)
+            (folder / source.name).write_text(text)
+        self.command = [sys.executable, "-I", "-S", str(folder / "fork_client.py"), "always"]
+        self.command += [str(owner), "1", str(self.workers / "probe.py")]
+
+    def run(self, *arguments: str, **options: Any) -> dict[str, Any]:
+        """What the probe has said, and whether it was forked."""
+        with self.start(*arguments, **options) as client:
+            return told(client)
+
+    def start(self, *arguments: str, **options: Any) -> subprocess.Popen[str]:
+        pipes = {"stdin": subprocess.DEVNULL, "stderr": subprocess.DEVNULL, **options}
+        command = [*self.command, *arguments]
+        return subprocess.Popen(command, stdout=subprocess.PIPE, text=True, **pipes)
+
+    def servers(self) -> list[psutil.Process]:
+        """Those that run from this folder."""
+        server = str(self.folder / "fork_server.py")
+        found = psutil.process_iter(["cmdline", "ppid"])
+        from_it = {p.pid: p for p in found if server in (p.info["cmdline"] or ())}
+        return [p for p in from_it.values() if p.info["ppid"] not in from_it]
+
+
+def told(client: subprocess.Popen[str]) -> dict[str, Any]:
+    assert client.stdout is not None
+    said: dict[str, Any] = json.loads(client.stdout.readline())
+    return {**said, "forked": said["pid"] != client.pid}
+
+
+@pytest.fixture
+def owner() -> Iterator[subprocess.Popen[bytes]]:
+    """Stands for the raylet: its end ends the server."""
+    with subprocess.Popen(["sleep", "300"]) as process:
+        yield process
+        process.kill()
+
+
+@pytest.fixture
+def place(tmp_path: Path, owner: subprocess.Popen[bytes]) -> Place:
+    return Place(tmp_path, owner.pid)
+
+
+def wait_until(condition: Any, within_s: float = 20) -> None:
+    deadline = time.monotonic() + within_s
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+def ended(pid: int) -> bool:
+    return not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
+
+
+def test_a_forked_process_is_as_one_started_by_python(place: Place, tmp_path: Path):
+    folder = tmp_path / "work"
+    folder.mkdir()
+
+    def differ() -> None:  # from the server in all that a process inherits
+        os.umask(0o027)
+        signal.signal(signal.SIGUSR1, signal.SIG_IGN)
+        signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+        signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGHUP])
+        os.nice(3)
+        os.sched_setaffinity(0, [min(os.sched_getaffinity(0))])
+        Path("/proc/self/oom_score_adj").write_text("500")
+        import resource
+
+        resource.setrlimit(resource.RLIMIT_NOFILE, (500, 600))
+
+    extra = {"PYTHONPATH": f"{folder}", "A": "ö"}
+    options: dict[str, Any] = {
+        "cwd": folder,
+        "preexec_fn": differ,
+        "env": {**{k: v for k, v in os.environ.items() if not k.startswith("PYTHON")}, **extra},
+    }
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    answers = []
+    for command in (place.command, [sys.executable, place.command[-1]]):
+        with subprocess.Popen([*command, "x", "ü"], text=True, **pipes, **options) as process:
+            out, errors = process.communicate("typed", timeout=60)
+        assert errors == "to stderr\n"
+        answers.append((json.loads(out), process))
+    (forked, _), (usual, plain) = answers
+    assert forked["same"] == usual["same"]
+    assert forked["same"]["input"] == "typed"
+    assert forked["pid"] == forked["group"]  # a session of its own
+    assert forked["parent"] == place.servers()[0].pid
+    assert usual["pid"] == plain.pid
+
+
+def test_processes_have_different_random_numbers(place: Place):
+    first = place.run()
+    second = place.run(env={**os.environ, "PYTHONDONTWRITEBYTECODE": "1"})
+    assert second["same"]["dont_write_bytecode"]
+    assert first["forked"]
+    assert second["forked"]
+    assert not {*first["random"]} & {*second["random"]}
+
+
+def test_clients_that_come_at_once_share_one_server(place: Place):
+    clients = [place.start() for _ in range(6)]
+    answers = [told(client) for client in clients]
+    for client in clients:
+        assert client.wait(20) == 0  # the client itself ends well
+        client.stdout.close()  # type: ignore[union-attr]
+    assert all(answer["forked"] for answer in answers)
+    assert len({answer["parent"] for answer in answers}) == 1
+    assert len(place.servers()) == 1
+
+
+def test_a_server_outlives_its_processes_and_ends_with_its_owner(
+    tmp_path: Path, owner: subprocess.Popen[bytes]
+):
+    place = Place(tmp_path, owner.pid, **{"_GRACE_S = 5.0": "_GRACE_S = 0.5"})
+    waiting = [place.run("wait") for _ in range(3)]
+    [server] = place.servers()
+    os.kill(waiting[0]["pid"], signal.SIGKILL)
+    wait_until(lambda: ended(waiting[0]["pid"]))
+    assert place.run()["parent"] == server.pid
+    assert not ended(waiting[1]["pid"])
+    owner.kill()
+    wait_until(lambda: not server.is_running())
+    assert all(ended(each["pid"]) for each in waiting)  # Ray's would have ended by themselves
+
+
+def test_processes_outlive_a_server_that_is_killed(place: Place, owner: subprocess.Popen[bytes]):
+    waiting = place.run("wait")
+    [server] = place.servers()
+    server.kill()
+    server.wait(20)
+    after = place.run()
+    assert after["forked"]  # by a new server
+    assert after["parent"] != server.pid
+    assert not ended(waiting["pid"])
+    os.kill(waiting["pid"], signal.SIGKILL)
+
+
+def test_a_client_that_dies_half_way_leaves_nothing_behind(place: Place):
+    place.run()
+    [server] = place.servers()
+    address = fork_client.address_of(place.owner, 1, place.command[-1])
+    for sent in (b"", struct.pack("!I", 100), struct.pack("!I", 100) + b"half"):
+        connection = fork_client.connect(address)
+        assert connection is not None
+        with connection:
+            assert connection.recv(1) == fork_client.READY
+            if sent:
+                socket.send_fds(connection, [sent], [0, 1, 2])
+    assert place.run()["parent"] == server.pid
+    wait_until(lambda: server.children() == [])  # the one that has just answered ends
+    wait_until(lambda: server.num_fds() == 5)  # the first three, the owner's, the socket
+
+
+def test_with_another_python_or_modules_python_itself_is_started(place: Place, tmp_path: Path):
+    assert place.run()["forked"]
+    assert not place.run(env={**os.environ, "PYTHONHASHSEED": "0"})["forked"]
+    for name in ("numpy", "sitecustomize.py"):
+        (tmp_path / name[:3]).mkdir()
+        (tmp_path / name[:3] / name).symlink_to(np_folder() if name == "numpy" else os.devnull)
+        path = os.pathsep.join(["/not/there", str(tmp_path / name[:3])])
+        assert not place.run(env={**os.environ, "PYTHONPATH": path})["forked"]
+
+
+def np_folder() -> str:
+    import numpy
+
+    return str(Path(numpy.__file__).parent)
+
+
+def test_after_an_installation_or_with_other_variables_another_server_is_started(place: Place):
+    first = place.run()["parent"]
+    (place.workers.parents[2] / "new-package").mkdir()
+    second = place.run()["parent"]
+    third = place.run(env={**os.environ, "MKL_NUM_THREADS": "3"})["parent"]
+    fourth = place.run(env={**os.environ, "OMP_NUM_THREADS": "3"})["parent"]
+    assert len({first, second, third}) == 3
+    assert fourth == second  # Ray sets it per worker; torch is told otherwise
+
+
+@pytest.mark.parametrize(
+    ("word", "instead"),
+    [
+        ("return threads == 1", "return threads == 0"),  # a library has started a thread
+        ("LEAST_FREE = 0.1", "LEAST_FREE = 1.1"),  # no memory is free
+        ("listener.bind(", "sys.exit("),  # the server does not start
+        ("_BOUND_WITHIN_S = 10.0", "_BOUND_WITHIN_S = 0.0"),  # or is slow
+    ],
+)
+def test_python_itself_is_started_where_a_fork_is_not_possible(
+    tmp_path: Path, owner: subprocess.Popen[bytes], word: str, instead: str
+):
+    said = Place(tmp_path, owner.pid, **{word: instead}).run("x")
+    assert not said["forked"]
+    assert said["same"]["argv"][1:] == ["x"]
+
+
+def test_a_server_that_nobody_asks_ends(tmp_path: Path, owner: subprocess.Popen[bytes]):
+    place = Place(
+        tmp_path,
+        owner.pid,
+        **{"IDLE_S = 3600.0": "IDLE_S = 0.2", "_LOOK_S = 10.0": "_LOOK_S = 0.1"},
+    )
+    waiting = place.run("wait")
+    [server] = place.servers()
+    time.sleep(0.5)
+    assert server.is_running()  # as long as its process lives
+    os.kill(waiting["pid"], signal.SIGKILL)
+    wait_until(lambda: not server.is_running())
+
+
+def test_on_a_machine_with_a_gpu_auto_stands_aside(monkeypatch: pytest.MonkeyPatch):
+    assert fork_client.suits("always")
+    monkeypatch.setattr(os.path, "exists", lambda path: path == "/dev/nvidiactl")
+    assert not fork_client.suits("auto")
+    assert fork_client.suits("always")
+
+
+def test_ray_runs_the_command_also_where_python_lies_elsewhere(
+    place: Place, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    client = str(tmp_path / "fork_client.py")
+    monkeypatch.setattr(fork_client, "__file__", client)
+
+    def as_ray(command: str) -> dict[str, Any]:  # see RuntimeEnvContext.exec_worker
+        line = f"exec {command} {place.command[-1]} 'two words'"
+        with subprocess.Popen(["bash", "-c", line], stdout=subprocess.PIPE, text=True) as worker:
+            said = told(worker)
+        assert said["same"]["argv"][1:] == ["two words"]
+        return said
+
+    assert as_ray(py_executable("always", place.owner, 1))["forked"]
+    monkeypatch.setattr(sys, "executable", "/not here/python")
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "bin" / "python3").symlink_to(shutil.which("python3") or "")
+    elsewhere = as_ray(py_executable("always", place.owner, 1))
+    assert not elsewhere["forked"]
+    assert elsewhere["same"]["executable"] == str(tmp_path / "bin" / "python3")
+
+
+def test_processes_of_a_job_with_a_python_of_its_own_are_not_forked(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    config = TrainConfig()
+    assert " auto 0 1 " in _warm(config, 0)["py_executable"]
+    job = json.dumps({"runtime_env": {"working_dir": "gcs://x.zip"}})
+    monkeypatch.setenv("RAY_JOB_CONFIG_JSON_ENV_VAR", job)
+    assert _warm(config, 0)
+    job = json.dumps({"runtime_env": {"pip": {"packages": ["x"]}}})
+    monkeypatch.setenv("RAY_JOB_CONFIG_JSON_ENV_VAR", job)
+    assert _warm(config, 0) == {}
+    monkeypatch.delenv("RAY_JOB_CONFIG_JSON_ENV_VAR")
+    assert _warm(replace(config, scaling=ScalingConfig(warm_processes=False)), 0) == {}
+
+
+def test_a_server_ends_at_once_if_its_owner_has(tmp_path: Path):
+    with subprocess.Popen(["true"]) as gone:
+        gone.wait()
+    place = Place(tmp_path, gone.pid)
+    assert not place.run()["forked"]
+    assert place.servers() == []
+
+
+def test_a_worker_ends_with_a_raylet_that_is_not_its_parent():
+    code = (
+        "import os; from raytrain_ddp.ray_backend.worker import end_with_raylet\n"
+        "end_with_raylet(); print(flush=True); import time; time.sleep(60)"
+    )
+    with subprocess.Popen(["sleep", "60"]) as raylet:
+        environment = {**os.environ, "RAY_RAYLET_PID": str(raylet.pid)}
+        command = [sys.executable, "-c", code]
+        with subprocess.Popen(command, stdout=subprocess.PIPE, env=environment) as worker:
+            assert worker.stdout is not None
+            worker.stdout.readline()
+            raylet.kill()
+            assert select.select([worker.stdout], [], [], 20)[0]
+            assert worker.wait(20) == -signal.SIGKILL
