@@ -86,6 +86,13 @@ class Died:
 
 
 @dataclass(frozen=True)
+class Alive:
+    """The number of workers that give signs of life, if dead ones are replaced."""
+
+    count: int
+
+
+@dataclass(frozen=True)
 class ControllerStarted:
     """Ray Train's controller; `handle` is pickled, as loading it imports Ray Train."""
 
@@ -125,6 +132,7 @@ Message = (
     | InProgress
     | WorkerFailed
     | Died
+    | Alive
     | ControllerStarted
     | Outcome
 )

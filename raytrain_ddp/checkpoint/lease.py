@@ -100,7 +100,8 @@ class Owner:
     def kill(self) -> None:
         """Ends the process, if it is one of this machine."""
         if self.is_here() and not self.is_dead():
-            os.kill(self.pid, signal.SIGKILL)
+            with suppress(ProcessLookupError):
+                os.kill(self.pid, signal.SIGKILL)
 
     def is_dead(self) -> bool:
         """Whether it was a process of this machine that has died; False if that is unknown."""

@@ -11,12 +11,13 @@ from pathlib import Path
 
 from raytrain_ddp.errors import PreflightError
 from raytrain_ddp.events import Note, Plan
-from raytrain_ddp.messages import Event, Joined
+from raytrain_ddp.messages import Alive, Event, Joined
 from raytrain_ddp.ray_backend.placement import Layout, workers_that_fit
 
 _LOOK_EVERY_S = 2.0
 _SAY_EVERY_S = 30.0
-_SETTLED_S = 5.0  # a node may come back
+# How long too few workers give no sign of life until others are started: without room, and with.
+_NO_ROOM_S, _STUCK_S = 15.0, 90.0
 _TICK_S, _LONGEST_TICK_S = 0.1, 1.0
 # With room but no workers after this time, others occupy it, or their start keeps failing.
 _STARTED_WITHIN_S = 480.0
@@ -53,7 +54,7 @@ class CapacityWatch:
         changed: called when the set of nodes has changed.
 
     Attributes:
-        may_shrink: workers that have joined go on without those that there is no room for.
+        least_left: workers that go on without those that there is no room for; 0: none.
     """
 
     def __init__(
@@ -71,19 +72,29 @@ class CapacityWatch:
         self._since: float | None = now()
         self._lacking_since: float | None = None
         self._looked_at = now()
-        self.may_shrink = False
+        self.least_left, self._alive, self._alive_at = 0, 0, now()
 
     def lost(self) -> None:
         """The workers are gone, and Ray starts looking for room for new ones."""
         self._since = self._now()
 
-    def joined(self) -> None:
-        self._since = None
+    def take(self, event: Event) -> None:
+        if isinstance(event, Joined):
+            self._since = None
+        elif isinstance(event, Alive) and event.count != self._alive:
+            self._alive, self._alive_at = event.count, self._now()
 
-    def lacks(self, layout: Layout) -> bool:
-        """Whether nothing has trained for a while, and there is no room for this layout."""
-        waits = self._since is not None and self._now() - self._since > _SETTLED_S
-        return waits and workers_that_fit(layout, self._nodes()) < layout.least
+    def is_stuck(self, layout: Layout) -> bool:
+        """Whether the workers of this layout, which are replaced, do not come, and too few are
+        left."""
+        if self._goes_on():
+            return False
+        has_room = workers_that_fit(layout, self._nodes()) >= layout.least
+        waited_s = self._now() - max(self._alive_at, self._since or 0.0)
+        return waited_s > (_STUCK_S if has_room else _NO_ROOM_S)
+
+    def _goes_on(self) -> bool:
+        return 0 < self.least_left <= self._alive
 
     def look(self) -> None:
         """Raises PreflightError when no workers can be expected anymore; cheap to call often."""
@@ -96,7 +107,7 @@ class CapacityWatch:
             self._before = len(nodes)
             self._changed()
         has = workers_that_fit(self._layout, nodes)
-        if self.may_shrink and self._since is None:
+        if self._goes_on():
             self._lacking_since = None
             return
         if has >= self._layout.least:

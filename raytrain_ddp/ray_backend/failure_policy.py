@@ -62,7 +62,9 @@ class FailurePolicy:
         match event:
             case Joined():
                 if event.start != start.name:
-                    start = self._start = _Start(event.start)
+                    # The others may go on before Ray says who has died.
+                    hang = None if start.handled else start.hang()
+                    start = self._start = _Start(event.start, hang)
                 start.nodes[event.rank] = event.node
             case Checkpoint():
                 self._committed = event.step
@@ -84,11 +86,16 @@ class FailurePolicy:
             case Died() if event.texts and start.ending.issuperset(event.texts):
                 start.ending -= {*event.texts}  # one of those that a hang ends one after another
             case Died() if not start.handled & {*event.texts.values()}:
-                if start.handled:  # another start, which died before it sent any event
+                if start.handled and len(event.texts) >= self.replaced:
+                    # Another start, which died before it sent any event.
                     start = self._start = _Start("")
                 start.handled |= {*event.texts.values()}
                 return self._handle_death(event)
         return None
+
+    def stops_training(self, event: Died) -> bool:
+        """Whether one of the dead takes part in the training; a new worker may not do so yet."""
+        return not event.texts or not self._start.nodes.keys().isdisjoint(event.texts)
 
     def ended(self, why: str) -> Failed:
         """Handles a failure of Ray Train itself, as when the workers could not form a group;
@@ -118,10 +125,15 @@ class FailurePolicy:
     def _handle_death(self, event: Died) -> Failed | Preempted:
         if event.preempted:
             return Preempted(self._start.preempted(event.preempted))
-        hang = self._start.hang()
+        hang, before = self._start.hang(), self._start.hang_before
+        self._start.hang_before = None
+        others_stay = len(event.texts) < self.replaced
         if hang is not None:
-            self._start.ending = {*self._start.nodes} - {*event.texts}
-            return self._handle_hang(hang, len(event.texts) < self.replaced)
+            if hang is not before:  # else, those of the present start have gone on
+                self._start.ending = {*self._start.nodes} - {*event.texts}
+            return self._handle_hang(hang, others_stay)
+        if others_stay and not self.stops_training(event):
+            self._note_progress((self._start.step or 0) - 1)  # the others have not waited
         rank, what, said = self._start.cause(event.texts)
         step = self._start.step_of(rank)
         node = self._start.node(rank)
@@ -147,8 +159,10 @@ class FailurePolicy:
                 cause,
             )
         self._before = (step, what) if step else None
-        stay = len(event.texts) < self.replaced
-        return Failed(rank, step, f"{said} {where}; {self._resume_text(stay)}", node, what)
+        if others_stay:
+            for each in event.texts:  # what it has said is not of the next one
+                self._start.reports.pop(each, None)
+        return Failed(rank, step, f"{said} {where}; {self._resume_text(others_stay)}", node, what)
 
     def _handle_hang(self, hang: WorkerFailed, others_stay: bool) -> Failed:
         step, what, text = hang.step, hang.error, hang.message.rstrip(".")
@@ -174,8 +188,9 @@ class FailurePolicy:
 class _Start:
     """What is known of one start of the workers: those of one process group."""
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, hang: WorkerFailed | None = None) -> None:
         self.name = name
+        self.hang_before = hang  # reported by those that have left the former one since
         self.nodes: dict[int, str] = {}
         self.reports: dict[int, WorkerFailed] = {}  # the last report of each rank
         self.step: int | None = None  # in progress, as far as the driver knows
@@ -193,7 +208,8 @@ class _Start:
 
     def hang(self) -> WorkerFailed | None:
         """The report of a rank that detected a hang."""
-        return next((event for event in self.reports.values() if event.cause == "hang"), None)
+        hangs = (event for event in self.reports.values() if event.cause == "hang")
+        return next(hangs, self.hang_before)
 
     def cause(self, texts: Mapping[int, str]) -> tuple[int, str, str]:
         """Which rank failed first, the class of its failure, and what happened.

@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from raytrain_ddp.messages import Died, Event, Joined
+from raytrain_ddp.messages import Alive, Died, Event, Joined
 from raytrain_ddp.training.roster import OVER, Member, Roster, Seat
 
 
@@ -70,7 +70,7 @@ class Mailbox:
         self._over = False
         self._statuses: dict[int, Any] = {}  # of workers that make no progress
         self._hanging_start = ""  # their start
-        self._roster = Roster()
+        self._roster, self._alive = Roster(), 0
 
     def push(self, events: Sequence[Event], sender: str = "", first: int = 0) -> Answer:
         """Adds events; those of a named `sender` are numbered from `first`."""
@@ -89,6 +89,9 @@ class Mailbox:
             stop: the number of the signal that should stop the run, else 0.
         """
         self._taken, self._stop = taken, stop
+        if self._roster.alive() != self._alive:
+            self._alive = self._roster.alive()
+            self.push([Alive(self._alive)])
         events, self._events = self._events, []
         return events
 

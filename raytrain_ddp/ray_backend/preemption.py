@@ -71,7 +71,7 @@ class Notice:
         if found.preempted_node_ids != self._nodes:
             self._nodes, self._save = found.preempted_node_ids, True
             ranks = ", ".join(map(str, found.preempted_ranks))
-            then = "and again before then" if stops else "and going on without them then"
+            then = "and again before then" if stops else "and the others keep their state"
             text = f"the node of rank {ranks} will be preempted in {max(0.0, left_s):.0f} s"
             self._tell(Note(f"{text}: saving now, {then}"))
 

@@ -242,9 +242,10 @@ class RaySession(RecordingSession):
         with suppress(Exception):
             ray.get(self._mailbox.push.remote([event]), timeout=_MEET_S)
         if self._place and hang.ranks and self.world.rank not in hang.ranks:
+            others = [rank for rank in range(self.world.size) if rank not in hang.ranks]
             with suppress(Exception):  # no more than an attempt: the node may be gone
                 for rank in hang.ranks:
-                    if not self._owners[rank].is_here():
+                    if self.world.rank == others[0] and not self._owners[rank].is_here():
                         ray.get(_on_its_node(Owner.kill, self._owners[rank]), timeout=_MEET_S)
             self._place.break_off()
             return

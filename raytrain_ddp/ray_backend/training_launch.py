@@ -17,6 +17,7 @@ from raytrain_ddp.config.train_config import TrainConfig
 from raytrain_ddp.events import Note, Plan, Preempted
 from raytrain_ddp.failpoints import failpoint
 from raytrain_ddp.messages import (
+    Alive,
     ControllerStarted,
     Died,
     Event,
@@ -102,11 +103,11 @@ def run_workers(
                 fixed = replacing_layout(config, layout)
                 least = least_left(config, layout) if fixed else 0
                 failures.replaced = fixed.most if fixed else 0
-                waiting.may_shrink = 0 < least < layout.most
+                waiting.least_left = least if least < layout.most else 0
                 trainer = make_trainer(config, run, fixed or layout, mailbox, task, least)
                 show(Phase(f"placing {layout.said} (each loads torch)"))
                 # Without room for all, Ray Train would wait, though fewer may do.
-                stuck = partial(waiting.lacks, fixed) if fixed and fixed != layout else None
+                stuck = partial(waiting.is_stuck, fixed) if fixed and fixed != layout else None
                 why = _attend(trainer, listener, stuck)
                 if listener.outcome is not None:
                     return listener.outcome
@@ -178,10 +179,13 @@ class _Listener:
         for event in self._take():
             self._began = self._began or isinstance(event, Plan)
             self._starting.take(event)
+            self._waiting.take(event)
+            stops = not isinstance(event, Died) or self._failures.stops_training(event)
             to_show = self._failures.take(event)
             if to_show is not None or isinstance(event, Preempted):
-                self._waiting.lost()
-                self._starting.lost()
+                if stops:
+                    self._waiting.lost()
+                    self._starting.lost()
                 self._show(to_show or event)
             else:
                 self._pass_on(event)
@@ -196,11 +200,9 @@ class _Listener:
                 self.outcome, self._outcome_at = event, time.monotonic()
             case ControllerStarted():
                 self._controller = event.actor
-            case Joined():
-                self._waiting.joined()
             case InProgress():
                 self._metrics.take(event)
-            case WorkerFailed() | Died():
+            case WorkerFailed() | Died() | Joined() | Alive():
                 pass  # the failure policy decides what to show
             case _:
                 self._show(event)

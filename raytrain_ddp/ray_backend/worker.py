@@ -15,7 +15,7 @@ import socket
 import sys
 import threading
 import traceback
-from contextlib import suppress
+from contextlib import closing, suppress
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
@@ -148,7 +148,8 @@ def _train(given: WorkerSettings, sessions: list[RaySession], place: Place | Non
 
     if place is not None:
         most = max(1, config.scaling.max_failures)
-        through_generations(place, start, run, lambda e: cause_of(e) == "peer", most)
+        with closing(place):
+            through_generations(place, start, run, lambda e: cause_of(e) == "peer", most)
         return
     with start(None) as session:
         run(session)

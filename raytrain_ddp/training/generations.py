@@ -51,8 +51,10 @@ class Place:
 
     def __init__(self, member: Member, host: str, registry: Registry) -> None:
         self._member, self._host, self._registry = member, host, registry
-        self._sockets, self._left = _Sockets(), threading.Event()
+        self._sockets, self._closed = _Sockets(), threading.Event()
         self.seat = Seat(0)
+        self._connected = Seat(0)
+        threading.Thread(target=self._watch, name="signs of life", daemon=True).start()
 
     def join(self) -> bool:
         """Waits for the next generation and makes its process group; False: the run is over.
@@ -82,9 +84,8 @@ class Place:
     def _met(self, address: str) -> Seat:
         member = replace(self._member, last=max(0, self.seat.number), address=address)
         found = self._registry.meet(member)
-        if found is None:
-            # While others still come. Models and their process groups are in cycles of references.
-            gc.collect()
+        # While others still come. Models and their process groups are in cycles of references.
+        gc.collect()
         while found is None:
             time.sleep(poll_s(member.size))
             found = self._registry.meet(member)
@@ -110,21 +111,22 @@ class Place:
         self._sockets.started()
         self._all("connected", _CONNECT_S)  # no rank leaves while another still connects
         set_timeout(timedelta(seconds=_COLLECTIVE_S))
-        self._left = threading.Event()
-        member = replace(self._member, last=self.seat.number)
-        watch = threading.Thread(
-            target=self._watch, args=(member, self._left, self._sockets), daemon=True
-        )
-        watch.start()
+        self._connected = self.seat
 
-    def _watch(self, member: Member, left: threading.Event, sockets: _Sockets) -> None:
+    def _watch(self) -> None:
         """Gives signs of life, and ends collectives when the generation is over: those with a
         machine that is cut off would not notice."""
-        while not left.wait(beat_s(member.size)):
+        while not self._closed.wait(beat_s(self._member.size)):
+            connected, sockets = self._connected, self._sockets
+            member = replace(self._member, last=max(0, self.seat.number))
             with suppress(Exception):  # the roster may be starting again
-                if self._registry.is_over(member) and not left.is_set():
+                over = self._registry.is_over(member)
+                if over and 0 < connected.number == member.last == self._connected.number:
                     sockets.shut_down()
-                    return
+
+    def close(self) -> None:
+        """No more signs of life."""
+        self._closed.set()
 
     def part(self) -> None:
         """Waits until all ranks have called this, then leaves: nobody ends before all that may need
@@ -144,7 +146,7 @@ class Place:
         """Ends this process's part in its process group: the other ranks' collectives fail."""
         from raytrain_ddp.training.torch_compat import end_group
 
-        self._left.set()
+        self._connected = Seat(0)
         self._sockets.shut_down()
         end_group()
 

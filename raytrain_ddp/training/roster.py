@@ -14,11 +14,12 @@ from typing import NamedTuple, Protocol
 _ASKED_S = 3.0  # a member that has not asked for so long no longer waits
 _POLL_S, _POLL_OF_MANY_S = 0.05, 0.001  # and per rank
 _BEAT_S, _BEAT_OF_MANY_S = 1.0, 0.004
-# How long a member is silent before it counts as dead: if others have lost their connection to
-# somebody, and if nothing else indicates it. Ray usually reports a death within a second.
-_SILENT_S, _SILENT_ALONE_S = 6.0, 30.0
+# How long a process is silent before it counts as dead: if others have lost their connection to
+# somebody, and if nothing else indicates it. Ray usually reports a death within a second, and the
+# watchdog finds one that is stopped.
+_SILENT_S, _SILENT_ALONE_S = 6.0, 120.0
 _CHECK_S = 0.25
-_SETTLED_S = 6.0  # after which a restarted roster has heard from all
+_TOGETHER_S = 10.0  # how long a newcomer waits for others
 OVER = -1
 """The number of the generation that is returned when the run is over."""
 
@@ -87,8 +88,9 @@ class Roster:
     """Forms generations of members.
 
     A member asks again and again until its generation is complete; so a roster that is lost, or a
-    member that dies while it waits, does no harm. The first generation has all ranks, as has the
-    first one of which nobody is left. The others go on without the dead if their `least` allows.
+    member that dies while it waits, does no harm. Whatever a member does, it gives signs of life.
+    The first generation has all ranks, as has the first one of which nobody is left. The others go
+    on without the dead if their `least` allows.
     """
 
     def __init__(self, now: Callable[[], float] = time.monotonic) -> None:
@@ -97,12 +99,14 @@ class Roster:
         self._running: dict[int, str] = {}  # rank -> token, of the newest generation
         self._seats: dict[str, Seat] = {}  # by token, of the newest generation
         self._waiting: dict[int, tuple[Member, float]] = {}  # by rank, and when it asked last
+        self._since: dict[str, float] = {}  # token -> when a process that waits asked first
         self._processes: dict[int, list[str]] = {}  # rank -> its tokens, oldest first
         self._heard: dict[str, float] = {}  # token -> when
         self._died: set[str] = set()
         self._shrinks = False
         self._settled_at = -1.0
         self._checked: tuple[float, bool] = (-1.0, False)
+        self._counts_at = -1.0
         self.node_ids: dict[int, str] = {}  # rank -> node, of the newest generation
 
     def meet(self, member: Member) -> tuple[Seat | None, Mapping[int, str]]:
@@ -117,8 +121,12 @@ class Roster:
             return self._seats[member.token], {}
         now = self._now()
         self._waiting[member.rank] = member, now
+        self._since.setdefault(member.token, now)
+        if len(self._waiting) < member.least or now < self._counts_at:
+            return None, {}
+        self._counts_at = now + _CHECK_S * (member.size // 100) / 10  # counting takes long, too
         there = {rank: each for rank, (each, at) in self._waiting.items() if self._asks(each, at)}
-        left = {r for r, token in self._running.items() if not self._is_gone(r, token)}
+        left = set(self._running) - self._gone()
         goes_on = self._shrinks and any(there[r].last for r in left & there.keys())
         expected = left if goes_on else set(range(member.size))
         if not expected <= there.keys() or len(there) < member.least:
@@ -135,7 +143,7 @@ class Roster:
             return True
         at, broken = self._checked
         if not 0 <= self._now() - at < _CHECK_S:
-            broken = any(self._is_gone(rank, token) for rank, token in self._running.items())
+            broken = bool(self._gone())
             self._checked = self._now(), broken
         return broken
 
@@ -147,9 +155,24 @@ class Roster:
 
     def has_newcomer(self) -> bool:
         """Whether a process waits that could join those that train."""
-        return self._shrinks and any(
-            self._running.get(rank) != member.token and self._asks(member, at)
+        new = [
+            member
             for rank, (member, at) in self._waiting.items()
+            if self._running.get(rank) != member.token and self._asks(member, at)
+        ]
+        if not self._shrinks or not new:
+            return False
+        longest_s = self._now() - min(self._since[member.token] for member in new)
+        return len(new) >= new[0].size - len(self._running) or longest_s > _TOGETHER_S
+
+    def alive(self) -> int:
+        """The number of processes that give signs of life."""
+        size = max((member.size for member, _ in self._waiting.values()), default=0)
+        limit_s = 2 * _silent_s(max(size, len(self._running)))
+        newest = [tokens[-1] for tokens in self._processes.values()]
+        return sum(
+            token not in self._died and self._now() - self._heard.get(token, -1e9) < limit_s
+            for token in newest
         )
 
     def _hear(self, member: Member) -> bool:
@@ -163,8 +186,8 @@ class Roster:
         if member.last > self._newest:  # this roster has replaced the one that formed it
             self._newest = member.last
             self._running, self._seats = {}, {}
-            self._settled_at = self._now() + _SETTLED_S
-        if member.last == self._newest > 0:
+            self._settled_at = self._now() + _silent_s(member.size)
+        if member.last == self._newest > 0 and not self._seats:
             self._running.setdefault(member.rank, member.token)
             self.node_ids[member.rank] = member.node_id
         return member.token == tokens[-1]
@@ -172,17 +195,20 @@ class Roster:
     def _asks(self, member: Member, at: float) -> bool:
         return self._now() - at < max(_ASKED_S, 5 * poll_s(member.size))
 
-    def _is_gone(self, rank: int, token: str) -> bool:
-        if token in self._died or self._processes[rank][-1] != token:
-            return True
-        # Only those that others can do without: all wait for it in any case.
-        return self._shrinks and self._now() - self._heard[token] > (
-            _SILENT_S if self._is_left() else _SILENT_ALONE_S
-        )
-
-    def _is_left(self) -> bool:
-        """Whether a member has left the newest generation, since it has lost a peer."""
-        return any(member.last == self._newest for member, _ in self._waiting.values())
+    def _gone(self) -> set[int]:
+        """The ranks of the newest generation whose process is dead, or is not the newest."""
+        # Whether a member has left, since it has lost a peer.
+        is_left = any(member.last == self._newest for member, _ in self._waiting.values())
+        limit_s = _silent_s(len(self._running)) if is_left else _SILENT_ALONE_S
+        now = self._now()
+        return {
+            rank
+            for rank, token in self._running.items()
+            if token in self._died
+            or self._processes[rank][-1] != token
+            # Only where others can do without it: all wait for it in any case.
+            or (self._shrinks and now - self._heard[token] > limit_s)
+        }
 
     def _form(self, members: list[Member]) -> None:
         self._newest = 1 + max(self._newest, *(each.last for each in members))
@@ -209,7 +235,12 @@ class Roster:
         self._heard = {each.token: self._now() for each in members}
         self._died.clear()
         self._waiting.clear()
+        self._since.clear()
         self._checked = -1.0, False
+
+
+def _silent_s(size: int) -> float:
+    return max(_SILENT_S, 3 * beat_s(size))
 
 
 def poll_s(size: int) -> float:

@@ -22,7 +22,7 @@ from processes import Group, Raised
 from raytrain_ddp.config.sections import ScalingConfig
 from raytrain_ddp.config.train_config import TrainConfig
 from raytrain_ddp.errors import DataError, PreflightError, RetriesExhausted, TaskError
-from raytrain_ddp.messages import ControllerStarted
+from raytrain_ddp.messages import Alive, ControllerStarted, Died, Joined
 from raytrain_ddp.ray_backend import cluster, failure_policy
 from raytrain_ddp.ray_backend.capacity_watch import CapacityWatch, StartWatch, stopped_workers
 from raytrain_ddp.ray_backend.placement import Layout, workers_that_fit
@@ -56,9 +56,11 @@ class Story:
         self.policy = FailurePolicy(most, replaced=replaced)
         self.starts = 0
 
-    def start(self, at: int = 0, new: Sequence[int] | None = None) -> Story:
+    def start(
+        self, at: int = 0, new: Sequence[int] | None = None, ranks: Sequence[int] = (0, 1, 2)
+    ) -> Story:
         self.starts += 1
-        for rank in range(3):
+        for rank in ranks:
             event = {"kind": "joined", "start": f"{self.starts}", "rank": rank, "node": f"n{rank}"}
             assert self.policy.take(event) is None
         assert self.policy.take({"kind": "plan", "start_step": at, "replaced": new}) is None
@@ -277,6 +279,30 @@ def test_steps_without_a_checkpoint_are_progress_if_the_others_stay():
         story.died(1)
 
 
+def test_new_workers_that_fail_do_not_end_a_run_that_makes_progress() -> None:
+    """The others, ranks 0 and 2, have gone on without rank 1."""
+    story = Story(most=1, replaced=3).start(ranks=(0, 2))
+    for step in range(10, 60, 10):
+        story.policy.take({"kind": "at", "step": step})
+        texts = {1: KILLED.format(step)}
+        assert not story.policy.stops_training(Died(texts, []))
+        assert story.policy.take({"kind": "died", "texts": texts, "preempted": []}) is not None
+    assert story.policy.stops_training(Died({2: "x"}, []))
+    texts = {1: KILLED.format(60)}
+    with pytest.raises(RetriesExhausted):
+        story.policy.take({"kind": "died", "texts": texts, "preempted": []})
+
+
+def test_fault_33_a_hang_is_reported_though_the_others_have_gone_on_before_ray_reports_it() -> None:
+    story = Story(replaced=3).start()
+    story.words(0, "hang", 40).start(at=39, new=[])
+    shown = story.died(2)
+    assert shown is not None
+    assert shown["hung"]
+    story.saved(41)
+    assert story.died(1) is not None, "a failure of its own"
+
+
 def test_fault_34_a_preemption_counts_against_no_failures():
     story = Story(most=0)
     for _ in range(5):
@@ -420,7 +446,7 @@ class Clockwork:
 def test_fault_04_too_few_nodes_are_waited_for_so_long_and_no_longer(joined: bool):
     clockwork = Clockwork(3, 3)
     if joined:
-        clockwork.waiting.joined()
+        clockwork.waiting.take(Joined("1", 0, "n"))
     clockwork.run(20)
     clockwork.nodes.pop()
     clockwork.run(50)
@@ -445,6 +471,35 @@ def test_fault_04_fewer_nodes_are_enough_for_an_elastic_run_and_new_ones_in_time
     assert len(clockwork.notes) == 3
 
 
+def test_those_that_are_left_need_no_room_for_the_others() -> None:
+    clockwork = Clockwork(3, 3)
+    clockwork.waiting.least_left = 1
+    clockwork.waiting.take(Alive(2))
+    clockwork.nodes.pop()
+    clockwork.run(500)
+    assert clockwork.notes == []
+    assert not clockwork.waiting.is_stuck(layout(3, 3))
+    clockwork.waiting.take(Alive(0))
+    with pytest.raises(PreflightError, match=r"scaling\.wait_s"):
+        clockwork.run(100)
+
+
+def test_with_too_few_left_and_no_room_for_all_others_are_started_sooner() -> None:
+    clockwork = Clockwork(1, 3)
+    clockwork.waiting.least_left = 2
+    clockwork.waiting.take(Alive(1))
+    clockwork.run(80)
+    assert not clockwork.waiting.is_stuck(layout(3, 3)), "there is room: they may still come"
+    clockwork.run(20)
+    assert clockwork.waiting.is_stuck(layout(3, 3)), "other jobs may use the room"
+    clockwork.waiting.take(Alive(0))
+    del clockwork.nodes[1:]
+    clockwork.run(10)
+    assert not clockwork.waiting.is_stuck(layout(3, 3))
+    clockwork.run(10)
+    assert clockwork.waiting.is_stuck(layout(3, 3))
+
+
 def test_a_change_of_nodes_is_reported_within_seconds_and_once():
     clockwork = Clockwork(1, 3)
     clockwork.run(30)
@@ -461,7 +516,7 @@ def test_fault_42_workers_that_never_come_end_the_run_though_there_is_room():
         clockwork.run(600)
     clockwork = Clockwork(1, 3)
     clockwork.run(100)
-    clockwork.waiting.joined()
+    clockwork.waiting.take(Joined("1", 0, "n"))
     clockwork.run(2000)
     clockwork.waiting.lost()
     with pytest.raises(PreflightError, match="has not started"):

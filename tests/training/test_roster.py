@@ -138,9 +138,9 @@ def test_a_new_process_does_not_begin_without_those_that_train() -> None:
 
 def test_a_silent_process_counts_as_dead_though_ray_does_not_say_so() -> None:
     desk = begun(Desk())
-    for _ in range(40):
+    for _ in range(130):
         desk.now_s += 1
-        assert not desk.is_over(0, "a", last=1) or desk.now_s > 30
+        assert not desk.is_over(0, "a", last=1) or desk.now_s > 120
         desk.is_over(2, "c", last=1)
     assert desk.is_over(0, "a", last=1)
     desk.asks(0, "a", last=1, least=1)
@@ -164,6 +164,43 @@ def test_a_restarted_roster_hears_from_all_before_a_smaller_generation() -> None
     for rank, token in enumerate("ab"):
         desk.asks(rank, token, last=1, least=1)
     assert desk.asks(2, "c", last=1, least=1) == (2, "host:97")
+
+
+def test_a_member_in_a_long_step_is_waited_for() -> None:
+    """It gives signs of life, though it has not noticed that a peer is gone."""
+    desk = begun(Desk())
+    desk.roster.died(1)
+    for _ in range(60):
+        desk.now_s += 1
+        assert desk.asks(0, "a", last=1, least=1) is None
+        assert desk.is_over(2, "c", last=1)
+    assert desk.asks(2, "c", last=1, least=1) == (2, "host:97")
+
+
+def test_newcomers_join_together_if_they_come_within_seconds() -> None:
+    desk = begun(Desk())
+    for rank in (1, 2):
+        desk.roster.died(rank)
+    assert desk.asks(0, "a", last=1, least=1) == (2, "host:97")
+    desk.asks(1, "d", least=1)
+    assert not desk.roster.has_newcomer(), "rank 2 may come soon"
+    desk.asks(2, "e", least=1)
+    assert desk.roster.has_newcomer()
+    for _ in range(11):
+        desk.now_s += 1
+        desk.asks(1, "d", least=1)
+    assert desk.roster.has_newcomer(), "one has waited long enough"
+
+
+def test_processes_that_give_signs_of_life_are_counted() -> None:
+    desk = begun(Desk())
+    assert desk.roster.alive() == 3
+    desk.roster.died(1)
+    assert desk.roster.alive() == 2
+    desk.now_s += 10
+    desk.is_over(0, "a", last=1)
+    desk.now_s += 10
+    assert desk.roster.alive() == 1
 
 
 def test_places_on_several_nodes() -> None:
