@@ -172,7 +172,7 @@ def child(job: Job, options: Mapping[str, Any], **variables: str) -> dict[str, A
         start += ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={job.gpus}"]
     done = call([*start, str(HERE / "gpu_jobs.py"), job.kind, json.dumps(options)], **variables)
     if done.returncode:
-        raise RuntimeError(f"exit status {done.returncode}\n{done.stderr[-3000:]}")
+        raise failure(done)
     found: dict[str, Any] = json.loads(done.stdout.strip().splitlines()[-1])
     return found
 
@@ -191,6 +191,13 @@ def call(
     )
 
 
+def failure(done: subprocess.CompletedProcess[str]) -> RuntimeError:
+    """The report has its first line: the exit status, and the last error."""
+    errors = re.findall(r"^(?:\[rank\d+\]: )?([\w.]*Error: .*)", done.stderr, re.MULTILINE)
+    why = errors[-1][:300] if errors else "no error was printed"
+    return RuntimeError(f"exit status {done.returncode}, {why}\n{done.stderr[-3000:]}")
+
+
 def killed(options: Mapping[str, Any]) -> dict[str, Any]:
     """A run that is killed, and started again: has it the bits of one that was left alone?"""
     job = Job("", "ours", options)
@@ -202,7 +209,7 @@ def killed(options: Mapping[str, Any]) -> dict[str, Any]:
     }
     done = call([sys.executable, str(HERE / "gpu_jobs.py"), "ours", json.dumps(options)], **faults)
     if done.returncode != -signal.SIGKILL:
-        raise RuntimeError(f"was not killed: {done.returncode}\n{done.stderr[-3000:]}")
+        raise failure(done)
     resumed = child(job, options)
     if resumed["bits"] != whole["bits"]:
         raise RuntimeError("the weights differ from those of a run that was not killed")
@@ -254,7 +261,7 @@ def rate_of(command: Sequence[str], pattern: str) -> dict[str, Any]:
     done = call(command)
     rates = re.findall(pattern, done.stdout + done.stderr)
     if done.returncode or not rates:
-        raise RuntimeError(f"exit status {done.returncode}\n{done.stderr[-3000:]}")
+        raise failure(done)
     return {"images_per_s": float(rates[-1])}
 
 
