@@ -188,11 +188,18 @@ class TrainLoader:
 
 
 def eval_batches(
-    data: Data, batch_size: int, chunks: Iterable[int], threads: LoaderThreads
+    data: Data,
+    batch_size: int,
+    chunks: Iterable[int],
+    threads: LoaderThreads,
+    pin: bool = False,
 ) -> Generator[Batch, None, None]:
     """Yields rows [chunk * batch_size, (chunk + 1) * batch_size) for each chunk, in stored order.
 
     Loader processes are kept for the next evaluation, until `data.close()`.
+
+    Args:
+        pin: see TrainLoader.
     """
     ahead = _ahead_of(data)
     threads, gate = _workers_for(data, threads)
@@ -205,8 +212,11 @@ def eval_batches(
                 ahead(rows)
             yield _begun(data, Draws(0, 0, rows), gate)
 
+    def load(batch: Pending) -> Batch:
+        return map_tensors(Tensor.pin_memory, batch()) if pin else batch()
+
     try:
-        yield from prefetched(begun(), lambda batch: batch(), threads, bytes_of, gate)
+        yield from prefetched(begun(), load, threads, bytes_of, gate)
     finally:
         data.rest()
 
