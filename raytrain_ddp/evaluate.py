@@ -85,6 +85,7 @@ def main(argv: Sequence[str]) -> int:
         world,
         LoaderThreads(world.threads),
         metrics,
+        precision=config.compute.precision,
     )
     skipped = int(values.pop("skipped", 0))
     if skipped == data.rows:

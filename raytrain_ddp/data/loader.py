@@ -187,11 +187,18 @@ class TrainLoader:
 
 
 def eval_batches(
-    data: Data, batch_size: int, chunks: Iterable[int], threads: LoaderThreads, pin: bool = False
+    data: Data,
+    batch_size: int,
+    chunks: Iterable[int],
+    threads: LoaderThreads,
+    pin: bool = False,
 ) -> Generator[Batch, None, None]:
-    """Yields rows [chunk * batch_size, (chunk + 1) * batch_size) for each chunk, in stored order,
-    pinned as by `TrainLoader`. Loader processes are kept for the next evaluation, until
-    `data.close()`.
+    """Yields rows [chunk * batch_size, (chunk + 1) * batch_size) for each chunk, in stored order.
+
+    Loader processes are kept for the next evaluation, until `data.close()`.
+
+    Args:
+        pin: see TrainLoader.
     """
     ahead = _ahead_of(data)
     threads, gate = _workers_for(data, threads)
@@ -204,8 +211,8 @@ def eval_batches(
                 ahead(rows)
             yield _begun(data, Draws(0, 0, rows), gate)
 
-    def load(pending: Pending) -> Batch:
-        return map_tensors(Tensor.pin_memory, pending()) if pin else pending()
+    def load(batch: Pending) -> Batch:
+        return map_tensors(Tensor.pin_memory, batch()) if pin else batch()
 
     try:
         yield from prefetched(begun(), load, threads, bytes_of, gate)

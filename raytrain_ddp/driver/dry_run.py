@@ -180,7 +180,7 @@ def _tried(
     notes: list[str] = []
     if eval_data is not None:
         size, tell = min(_SAMPLES, config.eval_micro_batch), lambda event: notes.append(event.text)
-        try_evaluation(task, model, eval_data, size, world, tell)
+        try_evaluation(task, model, eval_data, size, world, tell, config.compute.precision)
     return notes
 
 

@@ -117,13 +117,13 @@ class CharLM(Task):
         return cross_entropy(model(batch["x"]).flatten(0, 1), batch["y"].flatten())
 
     def metrics(self) -> dict[str, Metric]:
-        from torchmetrics import MeanMetric  # takes seconds to import
+        from raytrain_ddp.tasks.class_metrics import Mean  # takes seconds to import
 
-        return {"loss": MeanMetric()}
+        return {"loss": Mean()}
 
     @torch.no_grad()
     def evaluate(
         self, model: nn.Module, batch: Mapping[str, Tensor], metrics: Mapping[str, Metric]
     ) -> None:
         logits = model(batch["x"]).transpose(1, 2)
-        metrics["loss"].update(cross_entropy(logits, batch["y"], reduction="none"))
+        metrics["loss"].update(cross_entropy(logits.float(), batch["y"], reduction="none"))

@@ -88,8 +88,8 @@ class Criterion:
 
         if self._binary:
             return {
-                "mean_ap": MultilabelAveragePrecision(targets),
-                "f1": MultilabelF1Score(targets),
+                "mean_ap": MultilabelAveragePrecision(targets, validate_args=False),
+                "f1": MultilabelF1Score(targets, validate_args=False),
             }
 
         class R2(R2Score):
@@ -107,12 +107,15 @@ class Criterion:
         Raises:
             ConfigError: the targets are numbers.
         """
-        from torchmetrics.classification import MulticlassStatScores, MultilabelStatScores
+        from torchmetrics.classification import MultilabelStatScores
+
+        from raytrain_ddp.tasks.class_metrics import ClassCounts
 
         if self.of_targets and not self._binary:
             raise ConfigError("data.target_columns are numbers, which have no classes.")
-        of = MultilabelStatScores if self.of_targets else MulticlassStatScores
-        return of(classes, average=None)
+        if self.of_targets:
+            return MultilabelStatScores(classes, average=None, validate_args=False)
+        return ClassCounts(classes)
 
     def compared(self, outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
         """What a metric is updated with: probabilities and labels, or numbers."""

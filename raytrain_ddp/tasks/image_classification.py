@@ -79,16 +79,15 @@ class ImageClassification(Task):
         return labels.loss(lambda targets: self._criterion(logits, targets))
 
     def metrics(self) -> dict[str, Metric]:
-        from torchmetrics import MeanMetric  # takes seconds to import; imported only when needed
-        from torchmetrics.classification import MulticlassAccuracy
+        from raytrain_ddp.tasks.class_metrics import Mean, TopK  # seconds; only when needed
 
         classes = len(self.class_names)
-        metrics: dict[str, Metric] = {"loss": MeanMetric()}
+        metrics: dict[str, Metric] = {"loss": Mean()}
         if self._criterion.of_targets:
             return {**metrics, **self._criterion.metrics(classes)}
         for k in (1, 5):
             if k < classes:
-                metrics[f"top{k}"] = MulticlassAccuracy(classes, top_k=k, average="micro")
+                metrics[f"top{k}"] = TopK(k)
         return metrics
 
     def per_class_metrics(self) -> dict[str, Metric]:

@@ -105,15 +105,16 @@ class Tabular(Task):
         return self._criterion(model(batch["x"]), batch["y"])
 
     def metrics(self) -> dict[str, Metric]:
-        from torchmetrics import MeanMetric  # takes seconds to import
-        from torchmetrics.classification import MulticlassAccuracy, MulticlassAUROC
+        from torchmetrics.classification import MulticlassAUROC
+
+        from raytrain_ddp.tasks.class_metrics import Mean, TopK  # takes seconds to import
 
         classes = len(self.class_names)
         if self._criterion.of_targets:
-            return {"loss": MeanMetric(), **self._criterion.metrics(classes)}
+            return {"loss": Mean(), **self._criterion.metrics(classes)}
         return {
-            "loss": MeanMetric(),
-            "top1": MulticlassAccuracy(classes, average="micro"),
+            "loss": Mean(),
+            "top1": TopK(1),
             "auroc": MulticlassAUROC(classes),
         }
 

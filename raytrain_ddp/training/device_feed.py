@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Iterable
 from contextlib import closing
 from dataclasses import dataclass, replace
 from hashlib import sha256
@@ -14,7 +14,7 @@ import torch.distributed as dist
 from raytrain_ddp import events
 from raytrain_ddp.data.loader import Slot, TrainLoader
 from raytrain_ddp.data.nested import tensors_of, to_device
-from raytrain_ddp.data.sources import Data
+from raytrain_ddp.data.sources import Batch, Data
 from raytrain_ddp.errors import DataError
 from raytrain_ddp.training.phase_clock import AGREEING, Clock
 from raytrain_ddp.training.profiler import Profile
@@ -80,6 +80,37 @@ def on_device(device: torch.device, clock: Clock) -> Move:
         return moved
 
     return move
+
+
+def ahead_on_device(
+    batches: Iterable[Batch], device: torch.device
+) -> Generator[tuple[Batch, Batch], None, None]:
+    """Yields each batch, and its copy on the device. On a GPU the next one is copied, on a stream
+    of its own, while this one is computed on; the batches must be in page-locked memory."""
+    if device.type != "cuda":
+        for batch in batches:
+            yield batch, to_device(batch, device)
+        return
+    beside = torch.cuda.Stream(device)
+
+    def begun(batch: Batch) -> tuple[Batch, Batch, torch.cuda.Event]:
+        with torch.cuda.stream(beside):
+            return batch, to_device(batch, device), beside.record_event()
+
+    def arrived(batch: Batch, moved: Batch, done: torch.cuda.Event) -> tuple[Batch, Batch]:
+        computing = torch.cuda.current_stream(device)
+        computing.wait_event(done)
+        for tensor in tensors_of(moved):
+            tensor.record_stream(computing)
+        return batch, moved
+
+    waiting = None
+    for batch in batches:
+        waiting, now = begun(batch), waiting
+        if now is not None:
+            yield arrived(*now)
+    if waiting is not None:
+        yield arrived(*waiting)
 
 
 class AgreedCount:

@@ -13,15 +13,15 @@ from torch import Tensor, nn
 from raytrain_ddp.data.epoch_order import items_of_rank
 from raytrain_ddp.data.loader import eval_batches
 from raytrain_ddp.data.loader_threads import LoaderThreads
-from raytrain_ddp.data.nested import to_device
 from raytrain_ddp.data.sources import Data
 from raytrain_ddp.tasks.task import Task
 from raytrain_ddp.tasks.task_check import metrics_of
 from raytrain_ddp.training.buffer_sync import SavedBuffers
+from raytrain_ddp.training.device_feed import ahead_on_device
 from raytrain_ddp.training.metric_states import TreeMetrics
 from raytrain_ddp.training.seeding import seed_slot
 from raytrain_ddp.training.train_state import evaluating
-from raytrain_ddp.training.world import World
+from raytrain_ddp.training.world import World, autocast
 
 if TYPE_CHECKING:
     from torchmetrics import Metric, MetricCollection
@@ -37,6 +37,7 @@ def evaluate(
     metrics: Mapping[str, Metric] | MetricCollection | None = None,
     beat: Callable[[], None] = lambda: None,
     limit: int = 0,
+    precision: str = "fp32",
 ) -> dict[str, Tensor]:
     """Metric values over all of `data`, on the CPU. All ranks take part and get the same.
 
@@ -51,6 +52,7 @@ def evaluate(
     Args:
         beat: called before each batch.
         limit: the most chunks, spread evenly over the data; 0: all.
+        precision: compute.precision: bf16 and fp16 run the forward passes under autocast.
 
     Raises:
         TaskError: a metric's states of two chunks cannot be merged.
@@ -60,16 +62,22 @@ def evaluate(
     places = items_of_rank(len(chunks), world.size, world.rank)
     samples = 0
     buffers = SavedBuffers(model)
-    on_gpu, own = world.device.type == "cuda", chunks[places.start : places.stop]
-    loaded = eval_batches(data, batch_size, own, threads, pin=on_gpu)
-    with torch.inference_mode(), evaluating(model), closing(loaded):
-        for chunk, batch in zip(places, loaded, strict=True):
+    mine, device = chunks[places.start : places.stop], world.device
+    loaded = eval_batches(data, batch_size, mine, threads, pin=device.type == "cuda")
+    with (
+        torch.inference_mode(),
+        evaluating(model),
+        autocast(device, precision),
+        closing(loaded),
+        closing(ahead_on_device(loaded, device)) as moved,
+    ):
+        for chunk, (batch, own) in zip(places, moved, strict=True):
             beat()
             seed_slot(world.device, 0, 0, chunks[chunk])
             scores.reset()
             count = data.samples_of(batch)  # 0: all records are bad, and skipped
             if count:
-                task.evaluate(model, to_device(batch, world.device), scores.given)
+                task.evaluate(model, own, scores.given)
                 buffers.restore()  # a chunk affects neither the next one nor the training
             samples += count
             scores.take(chunk, count > 0)

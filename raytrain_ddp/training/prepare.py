@@ -92,7 +92,8 @@ def prepare(
     state.average = average_of(model, optimizer, config.ema)
     flops = _warm_up(stepper, loader, config.data.grow_epochs)
     if eval_data is not None:
-        try_evaluation(task, model, eval_data, config.eval_micro_batch, world, session.tell)
+        size, precision = config.eval_micro_batch, config.compute.precision
+        try_evaluation(task, model, eval_data, size, world, session.tell, precision)
     _tell_notes(config, task, loader, state, session, reads)
     failpoint("start.warmed_up", world.rank)
 

@@ -141,6 +141,7 @@ class PreparedRun:
                     replace(self.feed.loader.threads, begin=None),  # nothing runs meanwhile
                     beat=beat,
                     limit=limit,
+                    precision=self.config.compute.precision,
                 )
             except Abandoned as abandoned:
                 stop = abandoned.stop

@@ -26,7 +26,7 @@ from raytrain_ddp.training.metric_states import MOST_NUMBERS, TreeMetrics, requi
 from raytrain_ddp.training.seeding import keeping_generators, seed_slot
 from raytrain_ddp.training.train_state import evaluating
 from raytrain_ddp.training.turn import forward
-from raytrain_ddp.training.world import World
+from raytrain_ddp.training.world import World, autocast
 
 _MOST_BAD = 4096  # rows searched for a readable one
 
@@ -55,6 +55,7 @@ def try_evaluation(
     batch_size: int,
     world: World,
     tell: Callable[[Event], None],
+    precision: str = "fp32",
 ) -> None:
     """Evaluates the first chunk, without side effects. Each rank does the same, alone.
 
@@ -69,6 +70,7 @@ def try_evaluation(
         keeping_generators(world.device),
         evaluating(model),
         torch.inference_mode(),
+        autocast(world.device, precision),
         naming_nondeterministic(model),
     ):
         with closing(loaded):

@@ -32,9 +32,8 @@ from raytrain_ddp.training.step_timing import counting_flops
 from raytrain_ddp.training.task_optimizer import skips_on_device
 from raytrain_ddp.training.torch_compat import all_gather
 from raytrain_ddp.training.train_state import TrainState, evaluating
-from raytrain_ddp.training.world import World
+from raytrain_ddp.training.world import World, autocast
 
-_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 _TOO_SMALL = "more than 1 value per channel"  # for batch norm, says torch
 
 
@@ -267,8 +266,7 @@ def forward(
 def _loss_and_scalars(
     config: TrainConfig, task: Task, model: nn.Module, batch: Batch, world: World, name: str
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    dtype = _DTYPES.get(config.compute.precision, torch.float32)
-    with torch.autocast(world.device.type, dtype, enabled=dtype is not torch.float32):
+    with autocast(world.device, config.compute.precision):
         moved = to_device(batch, world.device)
         result = task.loss(model, moved, name) if name else task.loss(model, moved)  # type: ignore[call-arg]
     return loss_of_task(task, result, needs_gradient=torch.is_grad_enabled())

@@ -16,6 +16,8 @@ from torch import Tensor
 from raytrain_ddp.config.sections import ComputeConfig
 from raytrain_ddp.errors import ConfigError, PreflightError
 
+_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+
 
 @dataclass(frozen=True)
 class World:
@@ -66,6 +68,12 @@ def set_up(world: World, compute: ComputeConfig) -> None:
     elif world.device.type == "cuda":
         torch.backends.cudnn.benchmark = True
     torch.use_deterministic_algorithms(compute.deterministic)
+
+
+def autocast(device: torch.device, precision: str) -> torch.autocast:
+    """The context of forward passes, by `compute.precision`."""
+    dtype = _DTYPES.get(precision, torch.float32)
+    return torch.autocast(device.type, dtype, enabled=dtype is not torch.float32)
 
 
 def broadcast(value: Any, world: World, source: int = 0) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
@@ -35,7 +36,8 @@ from raytrain_ddp.config.train_config import TrainConfig
 from raytrain_ddp.data.epoch_order import EpochOrder, Plan
 from raytrain_ddp.data.loader import Slot
 from raytrain_ddp.data.sources import ArraySource
-from raytrain_ddp.training.device_feed import AgreedCount
+from raytrain_ddp.training import device_feed
+from raytrain_ddp.training.device_feed import AgreedCount, ahead_on_device
 from raytrain_ddp.training.phase_clock import Clock
 from raytrain_ddp.training.train_state import TrainState
 from raytrain_ddp.training.world import World
@@ -337,6 +339,48 @@ def test_slots_reach_the_gpu_whole_while_it_is_busy():
         (slot,) = move([Slot(step, 0, 64, 64, {"image": host})])
         assert slot.batch["image"].device == device
         assert bool((slot.batch["image"] == step).all())
+
+
+def test_an_evaluation_copies_the_next_batch_while_it_computes_on_this_one(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    """The order of what the host tells a GPU, on stand-ins for streams and events."""
+    said: list[str] = []
+
+    class Stream:
+        def __init__(self, name: object) -> None:
+            self._name = name if isinstance(name, str) else "beside"
+
+        def record_event(self) -> str:
+            said.append(f"{self._name} records")
+            return f"event {sum(text == 'beside records' for text in said)}"
+
+        def wait_event(self, event: str) -> None:
+            said.append(f"{self._name} waits for {event}")
+
+    def moved(batch: dict[str, torch.Tensor], _: torch.device) -> dict[str, torch.Tensor]:
+        said.append(f"copy {batch['x'].item()}")
+        return {"x": batch["x"] * 10}
+
+    monkeypatch.setattr(torch.cuda, "Stream", Stream)
+    monkeypatch.setattr(torch.cuda, "stream", lambda _: contextlib.nullcontext())
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda _: Stream("computing"))
+    monkeypatch.setattr(
+        torch.Tensor, "record_stream", lambda self, _: said.append(f"{self.item()} is used")
+    )
+    monkeypatch.setattr(device_feed, "to_device", moved)
+    batches = ({"x": torch.tensor(n)} for n in (1, 2, 3))
+    for batch, own in ahead_on_device(batches, torch.device("cuda", 0)):
+        assert own["x"] == 10 * batch["x"]
+        said.append(f"compute {own['x'].item()}")
+    assert said == [
+        *("copy 1", "beside records", "copy 2", "beside records"),
+        *("computing waits for event 1", "10 is used", "compute 10"),
+        *("copy 3", "beside records"),
+        *("computing waits for event 2", "20 is used", "compute 20"),
+        *("computing waits for event 3", "30 is used", "compute 30"),
+    ]
+    assert list(ahead_on_device(iter([]), torch.device("cuda", 0))) == []
 
 
 def waits_of(rank: int, size: int) -> dict[str, float]:

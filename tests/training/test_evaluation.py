@@ -13,14 +13,17 @@ import numpy as np
 import pytest
 import torch
 from processes import Group, run_cli
-from tiny import CLASSES, TinyNet, TinyTask, plain, run_tiny, tiny_config
+from tiny import CLASSES, EVAL_ROWS, TinyNet, TinyTask, plain, run_tiny, tiny_config
 from torch import Tensor, nn
 
 from raytrain_ddp import ArraySource, Data, Task, TrainConfig, fit_locally
 from raytrain_ddp.checkpoint.run_folder import read_history, run_storage
+from raytrain_ddp.config.sections import ComputeConfig
 from raytrain_ddp.data.epoch_order import items_of_rank
 from raytrain_ddp.data.loader_threads import LoaderThreads
+from raytrain_ddp.data.sources import Batch
 from raytrain_ddp.errors import ConfigError, PreflightError
+from raytrain_ddp.evaluate import main as evaluate_main
 from raytrain_ddp.events import Eval
 from raytrain_ddp.records import to_record
 from raytrain_ddp.report.history import history_of
@@ -280,3 +283,29 @@ def test_an_evaluation_that_is_resumed_has_the_same_figures(tmp_path: Path):
     result = fit_locally(tiny_config(tmp_path, "whole", epochs=1, task=Collected))
     assert result.status == "finished"
     assert set(result.last) >= {"loss", "accuracy"}
+
+
+class Precise(TinyTask):
+    """Notes in which type the model computes in evaluations."""
+
+    types: list[torch.dtype] = []  # noqa: RUF012
+
+    def evaluate(self, model: nn.Module, batch: Batch, metrics: Mapping[str, Any]) -> None:
+        super().evaluate(model, batch, metrics)
+        self.types.append(model(batch["x"]).dtype)
+
+
+@pytest.mark.parametrize(
+    ("precision", "dtype"), [("bf16", torch.bfloat16), ("fp32", torch.float32)]
+)
+def test_an_evaluation_computes_in_the_precision_of_the_training(
+    precision: Any, dtype: torch.dtype, tmp_path: Path
+):
+    """Also the one that is tried at the start, and that of the command `evaluate`."""
+    Precise.types.clear()
+    compute = ComputeConfig(precision=precision)
+    config = tiny_config(tmp_path, "run", task="test_evaluation:Precise", steps=1, compute=compute)
+    assert fit_locally(config).step == 1
+    assert evaluate_main([str(tmp_path / "run")]) == 0
+    assert {*Precise.types} == {dtype}
+    assert len(Precise.types) == 1 + 2 * -(-EVAL_ROWS // 8)

@@ -1,0 +1,111 @@
+"""The metrics of the built-in tasks have torchmetrics' values, and make no host wait."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torchmetrics import MeanMetric, Metric
+from torchmetrics.classification import MulticlassAccuracy, MulticlassStatScores
+
+from raytrain_ddp.tasks.class_metrics import ClassCounts, Mean, TopK
+from raytrain_ddp.tasks.task import Task
+from raytrain_ddp.training.metric_states import TreeMetrics
+
+CLASSES = 11
+
+
+def batches() -> list[tuple[Tensor, Tensor]]:
+    """Unequal ones, in one of which outputs are tied, and one class never occurs."""
+    made = torch.Generator().manual_seed(0)
+    found = []
+    for n in (7, 1, 32, 5):
+        outputs = torch.randn(n, CLASSES, generator=made)
+        found.append((outputs, torch.randint(0, CLASSES - 1, (n,), generator=made)))
+    found[2] = (found[2][0].round(), found[2][1])
+    return found
+
+
+PAIRS: list[tuple[str, Metric, Metric]] = [
+    ("mean", Mean(), MeanMetric()),
+    ("top1", TopK(1), MulticlassAccuracy(CLASSES, average="micro")),
+    ("top5", TopK(5), MulticlassAccuracy(CLASSES, top_k=5, average="micro")),
+    ("classes", ClassCounts(CLASSES), MulticlassStatScores(CLASSES, average=None)),
+]
+
+
+def of(name: str, outputs: Tensor, labels: Tensor) -> tuple[Tensor, ...]:
+    return (outputs[:, 0],) if name == "mean" else (outputs, labels)
+
+
+@pytest.mark.parametrize(("name", "ours", "theirs"), PAIRS)
+def test_values_are_torchmetrics_to_the_last_bit(name: str, ours: Metric, theirs: Metric):
+    for outputs, labels in batches():
+        for metric in (ours, theirs):
+            metric.update(*of(name, outputs, labels))
+    assert ours.compute().dtype == theirs.compute().dtype
+    assert torch.equal(ours.compute(), theirs.compute())
+
+
+class Waits(TorchDispatchMode):
+    """Operations for which the host of a GPU waits: they read a value, or have a size that does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = str(func)
+        waits = ("_local_scalar_dense", "nonzero", "bincount", "unique", "aten.index.Tensor")
+        self.found += [name for each in waits if each in name]
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize(("name", "ours", "theirs"), PAIRS)
+def test_an_update_reads_no_value_on_the_host(name: str, ours: Metric, theirs: Metric):
+    found = []
+    for metric in (ours, theirs):
+        with Waits() as waits:
+            metric.update(*of(name, *batches()[0]))
+        found.append(waits.found)
+    assert found[0] == []
+    assert name != "mean" or found[1] != []  # torchmetrics' own does: this test can see it
+
+
+def test_counts_of_many_classes_take_memory_for_the_classes_only():
+    """A table of all pairs would take 3.5 GB."""
+    counts = ClassCounts(21_000)
+    outputs, labels = torch.randn(4, 21_000), torch.tensor([0, 20_999, 5, 5])
+    counts.update(outputs, labels)
+    assert sum(state.numel() for state in counts.metric_state.values()) == 3 * 21_000 + 1
+    assert counts.compute()[:, 4].nonzero().flatten().tolist() == [0, 5, 20_999]
+    assert counts.compute()[:, :4].sum(1).unique().tolist() == [4]
+
+
+def test_a_mean_with_a_value_that_is_no_number_is_none():
+    mean = Mean()
+    mean.update(torch.tensor([1.0, float("nan")]))
+    assert mean.compute().isnan()
+
+
+def test_states_are_merged_over_chunks():
+    class Some(Task):
+        pass
+
+    scores = TreeMetrics(Some(), {name: ours for name, ours, _ in PAIRS}, torch.device("cpu"))  # type: ignore[abstract]
+    for chunk, (outputs, labels) in enumerate(batches()):
+        scores.reset()
+        for name, metric in scores.given.items():
+            metric.update(*of(name, outputs, labels))
+        scores.take(chunk, True)
+    from raytrain_ddp.training.world import World
+
+    values = scores.values(World(0, 1, 0, torch.device("cpu"), 1))
+    whole = [torch.cat(each) for each in zip(*batches(), strict=True)]
+    for name, _, theirs in PAIRS:
+        theirs.reset()
+        theirs.update(*of(name, *whole))
+        assert torch.allclose(values[name].double(), theirs.compute().double(), atol=1e-6)
