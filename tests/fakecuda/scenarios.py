@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from raytrain_ddp.config.recipe import from_dict
 from raytrain_ddp.config.sections import LogConfig, ScalingConfig
 from raytrain_ddp.config.train_config import TrainConfig
 from raytrain_ddp.doctor import all_reduce, machine_facts
+from raytrain_ddp.errors import DivergedError
 from raytrain_ddp.ray_backend.failure_causes import out_of_memory_error
 from raytrain_ddp.tasks.task_loading import load_task
 from raytrain_ddp.training.local_session import LocalSession, join_world
@@ -104,8 +106,10 @@ def _weights_of(run: Path) -> dict[str, Any]:
 
 def forgets(rank: int, size: int, folder: Path) -> dict[str, Any]:
     """Trains with the feed's wait for its copies left out."""
-    with _without(torch.cuda.Stream, "wait_stream"):
+    # What has not arrived is poisoned, so that the loss may not be finite.
+    with _without(torch.cuda.Stream, "wait_stream"), suppress(DivergedError):
         return trains(rank, size, folder, "cuda", epochs=1)
+    return {}
 
 
 class _without:  # noqa: N801  (reads as a statement)

@@ -46,6 +46,7 @@ def config(folder: Path, name: str, **changes: Any) -> TrainConfig:
         limit_train_batches=4,
         checkpoint=CheckpointConfig(every_s=0.0),
         log=LogConfig(every_steps=1, tensorboard=False),
+        compute=ComputeConfig(precision="fp32", channels_last=False),  # auto is chosen by `fit`
     )
     return replace(made, **changes)
 
