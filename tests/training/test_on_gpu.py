@@ -19,7 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 from raytrain_ddp import TrainConfig
 from raytrain_ddp.checkpoint.run_folder import checkpoint_store, run_storage
 from raytrain_ddp.config.recipe import dumps
-from raytrain_ddp.config.sections import CheckpointConfig, ComputeConfig, LogConfig
+from raytrain_ddp.config.sections import CheckpointConfig, ComputeConfig, LogConfig, ScalingConfig
 from raytrain_ddp.failpoints import FOLDER_VARIABLE, VARIABLE
 from raytrain_ddp.tasks.task_loading import load_task
 from raytrain_ddp.training.local_session import LocalSession
@@ -47,6 +47,7 @@ def config(folder: Path, name: str, **changes: Any) -> TrainConfig:
         checkpoint=CheckpointConfig(every_s=0.0),
         log=LogConfig(every_steps=1, tensorboard=False),
         compute=ComputeConfig(precision="fp32", channels_last=False),  # auto is chosen by `fit`
+        scaling=ScalingConfig(cpus_per_worker=1),  # on an emulated GPU, threads change the bits
     )
     return replace(made, **changes)
 
