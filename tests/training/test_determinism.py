@@ -6,6 +6,7 @@ On CPUs, `Tensor.put_` has none; here it stands for the layers that have none on
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator, Mapping
 from functools import partialmethod
 from pathlib import Path
@@ -166,6 +167,7 @@ def run_fast(rank: int, size: int, config: Mapping[str, Any], die_at: int = 0) -
     """With torch.compile's tracing, but its kernels uncompiled: compiling takes a minute."""
     own = nn.Module.compile
     nn.Module.compile = partialmethod(own, backend="eager")  # type: ignore[method-assign]
+    warnings.filterwarnings("ignore", "Guards may run slower", RuntimeWarning)  # of Python 3.13.0
     try:
         return run_tiny(rank, size, config, None, 0, die_at)
     finally:
