@@ -106,10 +106,10 @@ class CapacityWatch:
         if len(nodes) != self._before:
             self._before = len(nodes)
             self._changed()
-        has = workers_that_fit(self._layout, nodes)
         if self._goes_on():
             self._lacking_since = None
             return
+        has = workers_that_fit(self._layout, nodes)
         if has >= self._layout.least:
             self._lacking_since = None
             if self._since is not None and now - self._since > _STARTED_WITHIN_S:

@@ -89,9 +89,9 @@ class Mailbox:
             stop: the number of the signal that should stop the run, else 0.
         """
         self._taken, self._stop = taken, stop
-        if self._roster.alive() != self._alive:
-            self._alive = self._roster.alive()
-            self.push([Alive(self._alive)])
+        if (alive := self._roster.alive()) != self._alive:
+            self._alive = alive
+            self.push([Alive(alive)])
         events, self._events = self._events, []
         return events
 

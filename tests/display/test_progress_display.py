@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from event_records import event
@@ -306,26 +307,24 @@ def test_steps_that_a_dead_worker_made_after_the_last_line_are_reported_as_made_
     assert "at step 115 of 276, 22 steps again" in stream.getvalue()
 
 
-def test_a_worker_that_is_replaced_repeats_nothing() -> None:
+@pytest.mark.parametrize(
+    ("plan", "told"),
+    [
+        ({"replaced": [0, 1]}, "ranks 0 and 1 replaced; going on at step 136 of 276\n"),
+        ({"replaced": [], "world_size": 2}, "going on with 2 workers at step 136 of 276\n"),
+    ],
+)
+def test_a_worker_that_is_replaced_or_left_out_repeats_nothing(
+    plan: dict[str, Any], told: str
+) -> None:
     """The step in progress was not done."""
     shown, stream = plain()
     with shown:
         shown.handle(PLAN)
         shown.handle(train(130))
         shown.handle({"kind": "failed", "rank": 1, "step": 137, "message": "was killed"})
-        shown.handle(PLAN | {"start_step": 136, "replaced": [0, 1]})
-    assert "ranks 0 and 1 replaced; going on at step 136 of 276\n" in stream.getvalue()
-    assert "again" not in stream.getvalue()
-
-
-def test_those_that_are_left_repeat_nothing() -> None:
-    shown, stream = plain()
-    with shown:
-        shown.handle(PLAN)
-        shown.handle(train(130))
-        shown.handle({"kind": "failed", "rank": 1, "step": 137, "message": "was killed"})
-        shown.handle(PLAN | {"start_step": 136, "replaced": [], "world_size": 2})
-    assert "going on with 2 workers at step 136 of 276\n" in stream.getvalue()
+        shown.handle(PLAN | {"start_step": 136} | plan)
+    assert told in stream.getvalue()
     assert "again" not in stream.getvalue()
 
 
