@@ -123,7 +123,6 @@ _OF_RAY = [
         "Ray (without it, the launcher of the processes decides)",
         lambda _: False,
     ),
-    _Rule("scaling.cpus_per_worker", "Ray, or exact = true", lambda c: c.exact),
 ]
 _IMAGES = "image-classification"
 # Fields of these sections that tasks do not read.

@@ -22,7 +22,8 @@ class ScalingConfig:
     """Train on GPUs: true, false, or auto. auto: if the cluster has any."""
     cpus_per_worker: float | Literal["auto"] = field(default="auto", metadata=FREE)
     """CPUs per worker, for its loader threads and, without a GPU, its compute threads. auto: with
-    GPUs, each has its share of its node's CPUs; without, 1."""
+    GPUs, each has its share of its node's CPUs; without, 1 (with --local and without --exact, as
+    many compute threads as torch takes)."""
     gpus_per_worker: float = field(default=1.0, metadata=FREE)
     """GPUs per worker, at most 1. Below 1, several workers share a GPU (over Gloo)."""
     backend: Literal["auto", "nccl", "gloo"] = field(default="auto", metadata=FREE)

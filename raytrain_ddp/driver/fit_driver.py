@@ -126,9 +126,7 @@ def _train_here(
     from raytrain_ddp.training.recorder import Best
     from raytrain_ddp.training.settling import settled
 
-    # The number of threads affects the order of sums: exact mode uses the same number everywhere.
-    threads = config.scaling.threads if config.exact else None
-    world = join_world(config.scaling, threads, nccl_settings(config))
+    world = join_world(config.scaling, config.exact, nccl_settings(config))
     config, notes = settled(config, world)
     if main:
         write_config(config, run)

@@ -93,14 +93,15 @@ class LocalSession(RecordingSession):
 
 
 def join_world(
-    scaling: ScalingConfig, threads: int | None = None, nccl: Mapping[str, str] | None = None
+    scaling: ScalingConfig, exact: bool = False, nccl: Mapping[str, str] | None = None
 ) -> World:
     """This process's world: torchrun's if its variables are set, else of size 1.
 
     Args:
-        scaling: `use_gpu` and `backend` are used; the number of workers is torchrun's.
-        threads: for arithmetic on CPUs. Default: OMP_NUM_THREADS or torch's own; with a GPU, this
-            process's share of the CPUs, for its loader.
+        scaling: `use_gpu`, `backend` and `cpus_per_worker` are used, the last as the number of
+            threads. auto: with a GPU, this process's share of the CPUs, for its loader; without,
+            OMP_NUM_THREADS or torch's own number.
+        exact: auto is 1 on CPUs, as sums depend on the number of threads.
         nccl: see `nccl_settings`.
 
     Raises:
@@ -130,7 +131,9 @@ def join_world(
             timeout=collective_timeout(scaling) if over_nccl else None,
         )
     device = torch.device("cuda", local_rank) if use_gpu else torch.device("cpu")
-    if threads is None or (use_gpu and scaling.cpus_per_worker == "auto"):
+    if scaling.cpus_per_worker != "auto" or (exact and not use_gpu):
+        threads = scaling.threads
+    else:
         threads = cpus_of_process() if use_gpu else torch.get_num_threads()
     return World(rank, size, local_rank, device, threads)
 

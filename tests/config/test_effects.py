@@ -78,7 +78,6 @@ IDLE = [
     ("--task-options rows 5", "task_options"),
     ("--local --scaling.num-workers 2", "scaling.num_workers"),
     ("--local --scaling.max-failures 2", "scaling.max_failures"),
-    ("--local --scaling.cpus-per-worker 2", "scaling.cpus_per_worker"),
 ]
 
 
@@ -93,6 +92,7 @@ def test_a_flag_without_effect_is_refused(line: str, field: str):
     [
         "--optim.name adamw --optim.betas 0.8 0.9",
         "--schedule.name step --schedule.gamma 0.5",
+        "--local --scaling.cpus-per-worker 2",
         "--profile --log.profile-ranks 1",
         "--data.source torchvision:MNIST --data.root elsewhere",
         "--data.source s3://b/x --data.cache /tmp/x --data.cache-gib 3",

@@ -102,13 +102,16 @@ def test_a_process_counts_its_affinity_mask_and_slurms_cpus(
 
 
 @pytest.mark.parametrize(
-    ("gpus", "cpus", "threads", "expected"),
-    [(1, "auto", None, 6), (1, "auto", 1, 6), (1, 3.0, 3, 3), (0, "auto", None, 2), (0, 1.0, 1, 1)],
+    ("gpus", "cpus", "exact", "expected"),
+    [
+        *((1, "auto", False, 6), (1, "auto", True, 6), (1, 3.0, False, 3), (1, 0.5, True, 1)),
+        *((0, "auto", False, 2), (0, "auto", True, 1), (0, 3.0, False, 3), (0, 3.0, True, 3)),
+    ],
 )
-def test_a_process_without_ray_has_its_cpus_for_loading_with_a_gpu_only(
+def test_a_process_without_ray_has_the_threads_that_are_given(
     gpus: int,
     cpus: float,
-    threads: int | None,
+    exact: bool,
     expected: int,
     monkeypatch: pytest.MonkeyPatch,
 ):
@@ -116,7 +119,7 @@ def test_a_process_without_ray_has_its_cpus_for_loading_with_a_gpu_only(
     monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
     monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
     monkeypatch.delenv("RANK", raising=False)
-    world = join_world(ScalingConfig(cpus_per_worker=cpus), threads)
+    world = join_world(ScalingConfig(cpus_per_worker=cpus), exact)
     assert world.threads == expected
 
 
