@@ -20,7 +20,7 @@ from rich.console import Console
 
 from raytrain_ddp import TrainConfig, fit
 from raytrain_ddp.checkpoint.run_folder import checkpoint_store, run_storage
-from raytrain_ddp.config.sections import LogConfig, ScalingConfig
+from raytrain_ddp.config.sections import ComputeConfig, LogConfig, ScalingConfig
 from raytrain_ddp.display.progress_display import Display
 from raytrain_ddp.failpoints import FOLDER_VARIABLE, VARIABLE
 from raytrain_ddp.tasks.task_loading import load_task
@@ -63,6 +63,7 @@ def config(name: str, **changes: Any) -> TrainConfig:
         limit_train_batches=10,
         limit_eval_batches=2,
         log=LogConfig(every_steps=5, tensorboard=False),
+        compute=ComputeConfig(precision="fp32", channels_last=False),  # auto differs on GPUs
         task=f"{Path(__file__).with_name('gpu_task.py')}:Noting",
         task_options={"notes": str(notes)},
     )
