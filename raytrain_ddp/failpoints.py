@@ -3,8 +3,9 @@
     RAYTRAIN_DDP_FAILPOINTS="train.after_backward:kill@rank=1,step=7;start.loaded:kill@after=1"
     RAYTRAIN_DDP_FAILPOINTS_DIR=/tmp/fired    records which ones have fired
 
-Conditions: `rank` and `step` are those of the caller; `hit=3` is the third match in a process;
-`after=2` waits until two others have fired, in any process.
+Conditions: `rank` and `step` are those of the caller; `from=7` is the first step from 7 on;
+`hit=3` is the third match in a process; `after=2` waits until two others have fired, in any
+process.
 
 When none is armed, a failpoint costs one lookup in an empty dictionary.
 """
@@ -67,7 +68,7 @@ ACTIONS = frozenset(
 )
 
 _ENTRY = re.compile(r"([\w.]+):(\w+)(?:\(([\d.]+)\))?(?:@([\w=,]+))?")
-_CONDITIONS = ("rank", "step", "hit", "after")
+_CONDITIONS = ("rank", "step", "from", "hit", "after")
 
 
 @dataclass
@@ -85,6 +86,8 @@ class Failpoint:
         """Whether it fires now. A marker file ensures that it fires only once in a run."""
         here = {"rank": rank, "step": step}
         if any(here[key] != value for key, value in self.where.items() if key in here):
+            return False
+        if step < self.where.get("from", 0):
             return False
         if fired(self.marker.parent) < self.where.get("after", 0):
             return False

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -53,9 +55,56 @@ LONGEST = (
 )
 
 
+_LONG_S = 4.0
+_took: dict[str, float] = {}  # seconds, by test
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--save-times", metavar="FILE", help="write how long each test took")
+    parser.addoption(
+        "--short",
+        metavar="FILE",
+        help=f"leave out what took over {_LONG_S:g} s when FILE was written with --save-times, "
+        "unless it is marked each_version",
+    )
+
+
+def pytest_runtest_logreport(report: pytest.TestReport) -> None:
+    _took[report.nodeid] = _took.get(report.nodeid, 0.0) + report.duration
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    """(With xdist, the process that collects the reports is not a worker.)"""
+    path = session.config.getoption("--save-times")
+    if path and "PYTEST_XDIST_WORKER" not in os.environ:
+        file = Path(path)
+        before = json.loads(file.read_text()) if file.exists() else {}
+        now = {_without_group(name): seconds for name, seconds in _took.items()}
+        file.write_text(json.dumps({**before, **now}, indent=0))
+
+
+def _without_group(test: str) -> str:
+    """Its name without what xdist adds for --dist loadgroup."""
+    return test.removesuffix(f"@{Path(test.partition('::')[0]).name}")
+
+
+def _leave_out_long(config: pytest.Config, items: list[pytest.Item]) -> None:
+    path = config.getoption("--short")
+    took = json.loads(Path(path).read_text()) if path else {}
+    left_out = [
+        item
+        for item in items
+        if took.get(item.nodeid, 0.0) > _LONG_S and not item.get_closest_marker("each_version")
+    ]
+    if left_out:
+        config.hook.pytest_deselected(items=left_out)
+        items[:] = [item for item in items if item not in left_out]
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """With xdist (``-n 2 --dist loadgroup --no-loadscope-reorder``), one process runs all tests of
     a file, and the longest files come first."""
+    _leave_out_long(config, items)
     if config.getoption("dist", "no") == "no":
         return
     places = {name: place for place, name in enumerate(LONGEST)}

@@ -119,6 +119,14 @@ def test_after_waits_for_others(tmp_path: Path):
     assert math.isnan(failpoint("start.loaded"))
 
 
+def test_from_is_the_first_step_that_the_rank_makes(tmp_path: Path):
+    """Others may go on without it while it is replaced."""
+    arm("train.loss:nan@rank=2,from=7", str(tmp_path))
+    visits = [(2, 6), (0, 7), (1, 7), (0, 8), (2, 9), (2, 10)]
+    found = [math.isnan(failpoint("train.loss", rank, step)) for rank, step in visits]
+    assert found == [False, False, False, False, True, False]
+
+
 def test_two_faults_at_one_place_come_one_after_the_other(tmp_path: Path):
     arm("train.loss:nan@hit=1;train.loss:nan@hit=2", str(tmp_path))
     assert [math.isnan(failpoint("train.loss")) for _ in range(3)] == [True, True, False]

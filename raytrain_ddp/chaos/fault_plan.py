@@ -31,7 +31,8 @@ _SHARES = {"step": 0.45, "commit": 0.27, "prune": 0.05, "start": 0.13, "read": 0
 
 @dataclass(frozen=True)
 class Fault:
-    """A process is killed at `site`, by itself, if rank, step, hit and after (if set) match."""
+    """A process is killed at `site`, by itself, if rank, step, hit and after (if set) match. Where
+    the rank is missing in that step, as others go on without it, it is killed in its next one."""
 
     site: str
     rank: int | None = None
@@ -43,7 +44,13 @@ class Fault:
     def __str__(self) -> str:
         """In the syntax of failpoints.py."""
         names = ("rank", "step", "hit", "after")
-        given = [f"{n}={getattr(self, n)}" for n in names if getattr(self, n) is not None]
+        values = {name: getattr(self, name) for name in names}
+        step = "step" if self.rank is None else "from"
+        given = [
+            f"{step if name == 'step' else name}={value}"
+            for name, value in values.items()
+            if value is not None
+        ]
         return f"{self.site}:{self.action}{'@' if given else ''}{','.join(given)}"
 
 

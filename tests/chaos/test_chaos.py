@@ -63,8 +63,8 @@ def test_the_plan_of_a_seed_never_changes():
 
 
 PINNED = (
-    "train.after_step:kill@rank=2,step=26;"
-    "data.read:kill@rank=0,step=48;"
+    "train.after_step:kill@rank=2,from=26;"
+    "data.read:kill@rank=0,from=48;"
     "checkpoint.payload:kill@step=90,hit=1"
 )
 

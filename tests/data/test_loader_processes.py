@@ -294,6 +294,7 @@ def test_tensors_and_arrays_arrive_as_they_were_and_can_be_changed():
     arrived["point"].x[0] = 7
 
 
+@pytest.mark.each_version
 def test_fault_38_batches_need_no_dev_shm(made: Callable[..., LoaderProcesses]):
     """One of 64 KiB is enough for batches of 8 MiB; without mounts: nothing is ever there."""
     script = (

@@ -14,7 +14,7 @@ from collections import Counter
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from threading import Lock
+from threading import Lock, local
 from typing import Any
 
 import torch
@@ -43,8 +43,10 @@ _site_numbers: dict[str, int] = {}
 step = 0  # counted by scenarios; 0 before the first
 waits: Counter[tuple[str, str, int]] = Counter()  # (kind, place, step): the host waited
 operations: Counter[str] = Counter()
+launches: Counter[tuple[str, str]] = Counter()  # (operation, place)
+traffic: Counter[tuple[str, str]] = Counter()  # bytes that they read and write
 races: set[tuple[str, str, str]] = set()  # (kind, place of the access, place of the other)
-_lock = Lock()
+_lock, _now = Lock(), local()
 _generators: dict[tuple[int, int, int], Tensor] = {}
 
 
@@ -125,9 +127,11 @@ def _waited(kind: bytes) -> None:
         traceback.print_exc()
 
 
-def _enter_site() -> None:
+def _enter_site(operation: str) -> None:
     name = place()
+    _now.kernel = operation, name
     with _lock:
+        launches[operation, name] += 1
         number = _site_numbers.setdefault(name, len(_site_numbers))
         if number == len(sites):
             sites.append(name)
@@ -149,7 +153,7 @@ def _collect_races() -> None:
 
 def _compute(operation: Any, name: str, *args: Any, **kwargs: Any) -> Any:
     """Any operation: on CPU tensors that share the memory of those on the device."""
-    _enter_site()
+    _enter_site(name)
     device = _device_of(name, args, kwargs)
     with _lock:
         operations[name] += 1
@@ -289,6 +293,8 @@ def _access(stream: int, tensor: Tensor, writes: bool) -> None:
         last = sum((n - 1) * s for n, s in zip(tensor.size(), tensor.stride(), strict=True))
         size = (last + 1) * tensor.element_size()
         runtime.emulated_access(stream, tensor.data_ptr(), size, writes)
+        with _lock:
+            traffic[_now.kernel] += tensor.numel() * tensor.element_size()
 
 
 # ------------------------------------------------------------------ copies
@@ -296,7 +302,7 @@ def _access(stream: int, tensor: Tensor, writes: bool) -> None:
 
 def _copy(target: Tensor, source: Tensor, non_blocking: bool = False) -> Tensor:
     """Between host and device torch copies itself, if layouts and types are equal."""
-    _enter_site()
+    _enter_site("copy_")
     if target.is_cuda and source.is_cuda and target.device == source.device:
         stream = torch._C._cuda_getCurrentRawStream(target.device.index)
         runtime.emulated_launch(stream)
@@ -423,6 +429,7 @@ def report() -> dict[str, Any]:
         "waits": [[*key, count] for key, count in sorted(waits.items())],
         "races": sorted(races),
         "operations": dict(operations),
+        "launches": [[*key, count, traffic[key]] for key, count in sorted(launches.items())],
         "collectives": {
             each: [[*key, count] for key, count in sorted(found.items())]
             for each, found in collectives.items()

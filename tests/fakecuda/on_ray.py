@@ -1,6 +1,7 @@
-"""Fits on a Ray with three emulated GPUs; run as ``on_ray.py FOLDER`` by test_gpus_on_ray.py.
+"""Fits on a Ray with eight emulated GPUs; run as ``on_ray.py FOLDER`` by test_gpus_on_ray.py.
 
-Prints a JSON object: for each fit its status, a hash of the weights, and the notes of the workers.
+Writes a JSON object: for each fit its status, a hash of the weights, and the notes of the workers;
+and what `doctor` finds.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from raytrain_ddp import TrainConfig, fit
 from raytrain_ddp.checkpoint.run_folder import checkpoint_store, run_storage
 from raytrain_ddp.config.sections import ComputeConfig, LogConfig, ScalingConfig
 from raytrain_ddp.display.progress_display import Display
+from raytrain_ddp.doctor.examine import examine
 from raytrain_ddp.failpoints import FOLDER_VARIABLE, VARIABLE
 from raytrain_ddp.tasks.task_loading import load_task
 from raytrain_ddp.training.local_session import LocalSession
@@ -35,9 +37,15 @@ FOLDER = Path(sys.argv[1])
 def main() -> None:
     os.environ[VARIABLE] = "train.after_backward:kill@rank=1,step=5"
     os.environ[FOLDER_VARIABLE] = str(FOLDER / "fired")
-    ray.init(address="local", num_cpus=4, num_gpus=3, include_dashboard=False, log_to_driver=False)
-    whole = ScalingConfig(num_workers=3, use_gpu=True, backend="gloo")
-    found = {"killed": fitted(config("killed", scaling=whole))}
+    ray.init(address="local", num_cpus=8, num_gpus=8, include_dashboard=False, log_to_driver=False)
+    three, shared, eight = (
+        ScalingConfig(num_workers=workers, use_gpu=True, backend="gloo", gpus_per_worker=gpus)
+        for workers, gpus in ((3, 1.0), (4, 0.5), ("2:8", 1.0))
+    )
+    found = {"killed": fitted(config("killed", scaling=three))}
+    found["shared"] = fitted(config("shared", scaling=shared))
+    found["eight"] = fitted(config("eight", scaling=eight))
+    found["doctor"] = examine(config("examined", scaling=three), None, lambda *_: None).as_dict()
     ray.shutdown()
     del os.environ[VARIABLE]
     alone = config("alone")
@@ -57,7 +65,7 @@ def config(name: str, **changes: Any) -> TrainConfig:
         name=name,
         storage=str(FOLDER),
         epochs=1,
-        batch_size=48,
+        batch_size=64,
         micro_batch=8,
         exact=True,
         limit_train_batches=10,

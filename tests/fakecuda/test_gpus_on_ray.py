@@ -1,11 +1,12 @@
-"""Ray with three emulated GPUs: placement, and a killed worker. Minutes on two cores, so it is
-opt-in; tests/ray_backend has the same on CPUs."""
+"""Ray with eight emulated GPUs: placement, shared GPUs, and a killed worker. Minutes on two
+cores, so it is opt-in; tests/ray_backend has the same on CPUs."""
 
 from __future__ import annotations
 
 import json
 import subprocess
 import sys
+from collections import Counter
 from typing import Any
 
 import building
@@ -21,7 +22,7 @@ def fits(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
         building.build(folder)
     except building.CannotBuild as reason:
         pytest.skip(f"GPUs cannot be emulated: {reason}")
-    environment = building.environment(folder, 3, install=True)
+    environment = building.environment(folder, 8, install=True)
     environment["RAY_AUTH_MODE"] = "token"
     environment["RAY_TRAIN_ENABLE_PREEMPTION_WATCHER"] = "0"
     command = [sys.executable, str(building.HERE / "on_ray.py"), str(folder)]
@@ -31,16 +32,38 @@ def fits(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     return found
 
 
-def test_a_worker_that_is_killed_on_its_gpu_changes_no_weight(fits: dict[str, Any]):
-    killed = fits["killed"]
-    assert killed["status"] == "finished"
-    assert "rank 1" in killed["text"]
-    assert killed["weights"] == fits["alone"]["weights"]
+@pytest.mark.parametrize("name", ["killed", "shared", "eight"])
+def test_the_weights_are_those_of_one_process_on_a_cpu(fits: dict[str, Any], name: str):
+    """After a worker was killed; with two workers on each GPU; with eight GPUs."""
+    assert fits[name]["status"] == "finished"
+    assert fits[name]["weights"] == fits["alone"]["weights"]
 
 
-def test_each_worker_has_a_gpu_of_its_own(fits: dict[str, Any]):
+def test_the_killed_worker_is_named(fits: dict[str, Any]):
+    assert "rank 1" in fits["killed"]["text"]
+    assert "rank 1" not in fits["shared"]["text"]
+
+
+@pytest.mark.parametrize(
+    ("name", "workers", "each"), [("killed", 3, 1), ("shared", 4, 2), ("eight", 8, 1)]
+)
+def test_each_worker_uses_the_gpu_that_it_was_given(
+    fits: dict[str, Any], name: str, workers: int, each: int
+):
     """All GPUs of the workers on a node are visible to each; see ray.train.torch.get_device."""
-    notes = [note.split() for note in fits["killed"]["notes"]]
-    assert [note[0] for note in notes] == ["cuda:0", "cuda:1", "cuda:2"]
-    assert [note[1] for note in notes] == ["0", "1", "2"]
-    assert {frozenset(note[2].split(",")) for note in notes} == {frozenset("012")}
+    notes = [note.split() for note in fits[name]["notes"]]
+    assert len(notes) == workers
+    assert Counter(note[0] for note in notes) == {
+        f"cuda:{gpu}": each for gpu in range(workers // each)
+    }
+    assert all(note[0] == f"cuda:{note[1]}" for note in notes)
+    visible = {frozenset(note[2].split(",")) for note in notes}
+    assert len(visible) == 1
+    assert len(*visible) == workers // each
+
+
+def test_doctor_sees_the_gpus(fits: dict[str, Any]):
+    rows = {row["check"]: row for row in fits["doctor"]["rows"]}
+    assert rows["GPUs"]["verdict"] == "ok"
+    assert "8 x Emulated H100" in rows["GPUs"]["found"]
+    assert fits["doctor"]["status"] == 0, rows

@@ -296,8 +296,8 @@ def small(name: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> TrainConf
         options = {"length": "16", "width": "16", "depth": "2", "heads": "2", "dropout": "0.2"}
     if "deit" in model.name:
         model = replace(model, args={**model.args, "img_size": data.image_size, "depth": 2})
-    if model.name == "resnet50":  # statistics of two steps would let 50 layers overflow
-        model = replace(model, args={"zero_init_residual": True})
+    if model.name == "resnet50":  # its size is compared above, and takes a CPU a minute
+        model = replace(model, name="resnet18")
     if "convnext" in model.name:
         model = replace(model, args={**model.args, "depths": "(1, 1, 1, 1)"})
     if ".tv_in1k" in model.name:  # would be downloaded
@@ -325,6 +325,7 @@ def small(name: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> TrainConf
 
 
 @pytest.mark.parametrize("name", NAMES)
+@pytest.mark.each_version
 def test_a_recipe_trains_two_steps_and_is_evaluated(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):

@@ -277,6 +277,7 @@ def digits_config(folder: Path, name: str, threads: int) -> TrainConfig:
     )
 
 
+@pytest.mark.each_version
 def test_images_with_every_augmentation_are_alike_for_any_ranks_threads_and_after_a_restart(
     workers: Group, tmp_path: Path
 ):

@@ -268,6 +268,7 @@ def test_the_size_of_buckets_leaves_no_trace(alone: Alone, workers: Group, tmp_p
 
 
 @pytest.mark.parametrize("variant", ["sgd", "adamw-clip-bf16", "fp16"])
+@pytest.mark.each_version
 def test_kills_and_resizes_leave_no_trace(
     variant: str, alone: Alone, workers: Group, tmp_path: Path
 ):
@@ -455,6 +456,7 @@ ODD: dict[str, tuple[type[nn.Module], dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize("name", ODD)
+@pytest.mark.each_version
 def test_odd_models_mixing_and_a_noisy_evaluation_leave_no_trace(
     name: str, workers: Group, tmp_path: Path
 ):

@@ -222,6 +222,7 @@ def test_fault_49_50_a_killed_rank_is_replaced_and_the_others_repeat_nothing(
     assert starts is None or on_main == [starts if survived else starts[1:]]
 
 
+@pytest.mark.each_version
 def test_fault_49_averages_bad_records_and_exact_sums_survive_as_well(
     forks: Any, tmp_path: Path
 ) -> None:

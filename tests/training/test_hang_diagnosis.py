@@ -273,6 +273,7 @@ def found(config: TrainConfig) -> tuple[Path, dict[str, Any]]:
     return folder, json.loads((folder / "hang.json").read_text())
 
 
+@pytest.mark.each_version
 def test_fault_33_a_stopped_rank_is_named_ended_and_the_run_goes_on_with_the_same_bits(
     workers: Group, tmp_path: Path
 ):
@@ -367,7 +368,7 @@ def test_fault_33_a_rank_that_is_stopped_where_others_have_patience_is_named_soo
 
 
 def test_fault_33_slow_data_and_a_slow_log_are_no_hangs(workers: Group, tmp_path: Path):
-    config = hung_config(tmp_path, "slow")
+    config = tiny_config(tmp_path, "slow", scaling=ScalingConfig(hang_s=3.0))
     at = "data.read:sleep(5)@rank=1,step=8"
     ran = workers(3, run_with, plain(config), at, str(tmp_path / "fired"), slow_log_on_rank_0)
     assert ran[0].outcome.step == ran[0].outcome.total_steps

@@ -118,6 +118,7 @@ def test_a_dcgan_takes_the_steps_of_a_plain_loop_of_torch(
 
 
 @pytest.mark.parametrize("kind", [Critic, Clipped])
+@pytest.mark.each_version
 def test_exact_a_gan_is_killed_resized_and_resumed_with_equal_bits(
     kind: type[Watched], workers: Group, tmp_path: Path
 ):
