@@ -59,7 +59,11 @@ def settled(config: TrainConfig, world: World) -> tuple[TrainConfig, list[str]]:
         if config.ddp.sync_batchnorm:  # takes a slot for each worker
             sizes = [size for size in sizes if size * world.size == config.batch_size]
         with _limited_memory(world.device, config.scaling.gpus_per_worker):
-            size = _least(largest_that_fits(config, world, sizes), world)
+            try:
+                size = largest_that_fits(config, world, sizes)
+            except torch.OutOfMemoryError:  # not even the model
+                size = 0
+            size = _least(size, world)
         if not size:
             raise ConfigError(
                 f"micro_batch = 'auto': not even {min(sizes, default=1)} samples fit the memory of "

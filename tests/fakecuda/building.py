@@ -8,6 +8,12 @@ import subprocess
 from pathlib import Path
 
 HERE = Path(__file__).parent
+_NVIDIA_SMI = """#!/bin/sh
+case "$*" in
+    *query-gpu*) for n in $(seq "$EMULATED_GPUS"); do echo "Emulated H100, 81920, 81000"; done ;;
+    *) echo "Driver Version: 999.0  CUDA Version: {cuda}" ;;
+esac
+"""
 
 
 class CannotBuild(Exception):
@@ -15,7 +21,7 @@ class CannotBuild(Exception):
 
 
 def build(folder: Path) -> None:
-    """Writes the two libraries into a folder."""
+    """Writes the two libraries into a folder, and a stand-in for nvidia-smi."""
     import torch
 
     if torch.version.cuda is None:
@@ -46,6 +52,9 @@ def build(folder: Path) -> None:
     driver.write_text(_driver_stub(Path(torch.__file__).parent / "lib"))
     _call([*common, *include, "-o", str(folder / "libemulated.so"), str(HERE / "runtime.cpp")])
     _call([*common, "-o", str(folder / "libcuda.so.1"), str(driver)])
+    tool = folder / "nvidia-smi"
+    tool.write_text(_NVIDIA_SMI.format(cuda=torch.version.cuda))
+    tool.chmod(0o755)
 
 
 def _driver_stub(libraries: Path) -> str:
@@ -80,6 +89,7 @@ def environment(folder: Path, gpus: int = 1, install: bool = False) -> dict[str,
     return {
         **base,
         "PYTHONPATH": os.pathsep.join(paths),
+        "PATH": f"{folder}{os.pathsep}{base.get('PATH', os.defpath)}",
         "LD_LIBRARY_PATH": str(folder),
         "LD_PRELOAD": str(folder / "libemulated.so"),
         "EMULATED_GPUS": str(gpus),

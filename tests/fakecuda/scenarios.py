@@ -26,6 +26,7 @@ from raytrain_ddp.doctor import all_reduce, machine_facts
 from raytrain_ddp.errors import DivergedError
 from raytrain_ddp.ray_backend.failure_causes import out_of_memory_error
 from raytrain_ddp.tasks.task_loading import load_task
+from raytrain_ddp.training import settling
 from raytrain_ddp.training.local_session import LocalSession, join_world
 from raytrain_ddp.training.loop import train
 from raytrain_ddp.training.recorder import Best
@@ -81,6 +82,21 @@ def fits(
     losses = [event.loss for event in events if hasattr(event, "loss")]
     weights = _weights_of(folder / name) if rank == 0 else {}
     return {"step": outcome.step, "losses": losses, **weights}
+
+
+def settles(rank: int, size: int, folder: Path) -> dict[str, Any]:
+    """What auto becomes on a GPU, and what is said where nothing fits."""
+    digits = {"name": "auto", "storage": str(folder), "batch_size": 48, "micro_batch": "auto"}
+    config = _changed(digits, {"scaling": {"num_workers": size}})
+    world = World(rank, size, rank, torch.device("cuda", rank), 1)
+    chosen, notes = settling.settled(config, world)
+    settling._MEMORY = 1e-6
+    compute = [chosen.compute.precision, chosen.compute.channels_last]
+    return {
+        "chosen": [chosen.micro_batch, *compute],
+        "notes": notes,
+        "lack": _message(lambda: settling.settled(config, world)),
+    }
 
 
 def _changed(base: dict[str, Any], changes: Mapping[str, Any]) -> TrainConfig:

@@ -156,6 +156,18 @@ def test_two_gpus_train_in_low_precision(gpus: Gpus, changes: dict[str, Any]):
     assert [report["result"]["step"] for report in reports] == [6, 6]
 
 
+def test_auto_is_settled_with_the_memory_of_the_gpus(gpus: Gpus):
+    for report in gpus("settles", 2):
+        found = report["result"]
+        assert found["chosen"] == [24, "bf16", True]
+        assert found["notes"][0] == "On Emulated H100 on a CPU: bf16, channels_last images (auto)."
+        assert (
+            "micro_batch = 24 (auto: the largest that fits Emulated H100 on a CPU)"
+            in found["notes"][1]
+        )
+        assert "not even 1 samples fit the memory of Emulated H100" in found["lack"]
+
+
 # ------------------------------------------------------------------ waits, copies, streams
 
 # Where the host may wait for the device, or copy from memory that is not pinned, while it trains.
@@ -300,8 +312,8 @@ def test_the_tests_for_real_gpus_pass_on_an_emulated_one(libraries: Path, tmp_pa
 
 NOT_SEEN = {  # the start of a line: why
     "training/profiler.py": "the profiler of GPUs, CUPTI, needs a driver",
-    "training/settling.py": "no scenario says auto; test_settling.py has a GPU made up",
     "training/local_session.py: gpus = torch.cuda.device_count() if": "a note about idle GPUs",
+    "training/settling.py: sizes = [size for size": "with sync_batchnorm: CUDA's own kernels",
     "warm/fork_server.py": "it looks for GPUs, so as not to have one",
     "training/gradient_compression.py: future: Future[Tensor] = Future(devices=": "in a thread of "
     "autograd's, which cannot be watched; bf16 with powersgd passes there",
@@ -311,6 +323,7 @@ NOT_SEEN = {  # the start of a line: why
 def test_each_line_for_gpus_is_executed(gpus: Gpus):
     """In one of the scenarios above."""
     gpus("surrounds", 2, backend="")
+    gpus("settles", 2)
     gpus("trains", device="cuda", exact=True)
     for changes in (MIXED, *LOW_PRECISION):
         one = changes is MIXED
