@@ -62,8 +62,8 @@ class RecipeInfo:
             *(("differs", f"{argument}: {reason}") for argument, reason in self.differs.items()),
         ]
         lines = _wrapped(f"{name}: {self.about}", "")
-        for title, told in rows:
-            lines += _wrapped(told, f"  {title:<10}", " " * 12) if told else []
+        for title, shown in rows:
+            lines += _wrapped(shown, f"  {title:<10}", " " * 12) if shown else []
         return "\n".join([*lines, ""])
 
 
@@ -71,8 +71,8 @@ def overview(recipes: dict[str, RecipeInfo]) -> str:
     """A few lines for each recipe: what it is, what to expect of it, and what was reached."""
     lines = []
     for name, info in recipes.items():
-        told = f"Expected: {info.expected}. Reached: {info.reached or 'not run'}."
-        lines += [name, *_wrapped(info.about, "    "), *_wrapped(told, "    ")]
+        shown = f"Expected: {info.expected}. Reached: {info.reached or 'not run'}."
+        lines += [name, *_wrapped(info.about, "    "), *_wrapped(shown, "    ")]
     return "\n".join([*lines, "All about one: python -m raytrain_ddp.fit NAME --describe", ""])
 
 

@@ -55,7 +55,7 @@ class Converted:
     Args:
         dataset: the content of its ``dataset.json``.
         found: it existed already.
-        told: a summary of the source, see `Splits.summary`; None if the data set existed.
+        summary: of the source, see `Splits.summary`; None if the data set existed.
     """
 
     folder: Path

@@ -56,7 +56,7 @@ def class_folder_splits(listing: FileListing, config: str, asked: Collection[str
 
     Raises:
         NoSuchConfigError: there is no config with the requested name.
-        DataError: splits and classes cannot be told apart.
+        DataError: splits and classes cannot be distinguished.
     """
     tree, top, picked = _Tree(listing), ".", config == "auto"
     while True:

@@ -64,7 +64,7 @@ class HoldoutRows:
 
     Args:
         rows: the rows held out, ascending.
-        told: the parameters that determine the rows, for the fingerprint.
+        parameters: that determine the rows, for the fingerprint.
     """
 
     rows: Rows

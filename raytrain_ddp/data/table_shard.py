@@ -109,8 +109,8 @@ def open_arrow(at: Opened, columns: Columns) -> TableShard:
         digest.update(f"{rows} {part.nbytes} {values}".encode())
         start += rows
     class_names = distinct_names(names, at.name) if names else None
-    told = digest.hexdigest()
-    return TableShard(at, size, told, tuple(groups), kind, class_names, path_column, table)
+    identity = digest.hexdigest()
+    return TableShard(at, size, identity, tuple(groups), kind, class_names, path_column, table)
 
 
 def _from_csv(content: bytes, name: str, columns: Columns) -> Any:

@@ -161,10 +161,16 @@ def _groups(index: Any, columns: Columns, kind: Kind) -> Iterator[RowGroup]:
 
 def _index_of(at: Opened, columns: Columns, status: os.stat_result) -> Any:
     """The index from the cache, or a new one, which is stored there."""
-    told = (_VERSION, os.path.realpath(at.path), status.st_size, status.st_mtime_ns, *columns[:2])
+    identity = (
+        _VERSION,
+        os.path.realpath(at.path),
+        status.st_size,
+        status.st_mtime_ns,
+        *columns[:2],
+    )
     home = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser()
     folder = home / "raytrain_ddp" / "tar-index"
-    path = folder / f"{sha256(ascii(told).encode()).hexdigest()[:32]}.arrow"
+    path = folder / f"{sha256(ascii(identity).encode()).hexdigest()[:32]}.arrow"
     found = _stored(path)
     if found is not None:
         return found

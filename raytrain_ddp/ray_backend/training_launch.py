@@ -88,15 +88,15 @@ def run_workers(
     nodes = LiveNodes()
     metrics = PrometheusMetrics(str(config.name))
 
-    def told(event: Event) -> None:
+    def announce(event: Event) -> None:
         metrics.take(event)
         show(event)
 
     waiting = CapacityWatch(
-        layout, config.scaling.wait_s, nodes, notify_node_change, told, nodes.awake
+        layout, config.scaling.wait_s, nodes, notify_node_change, announce, nodes.awake
     )
-    starting = StartWatch(layout, nodes, told, nodes.awake, stopped_workers)
-    listener = _Listener(mailbox, failures, (waiting, starting), metrics, told, nodes.awake)
+    starting = StartWatch(layout, nodes, announce, nodes.awake, stopped_workers)
+    listener = _Listener(mailbox, failures, (waiting, starting), metrics, announce, nodes.awake)
     try:
         with _signals(listener.on_signal):
             while True:
@@ -111,7 +111,9 @@ def run_workers(
                 why = _attend(trainer, listener, stuck)
                 if listener.outcome is not None:
                     return listener.outcome
-                told(Note("starting with fewer workers") if why is None else failures.ended(why))
+                announce(
+                    Note("starting with fewer workers") if why is None else failures.ended(why)
+                )
                 waiting.lost()
                 starting.lost()
     finally:  # end the run also on a Ray that outlives this call

@@ -50,17 +50,17 @@ class ImageClassification(Task):
 
     def model(self) -> nn.Module:
         config, classes = self._config.model, len(self.class_names)
-        model, told = begun_model(config, classes, self.pretrained)
+        model, weights_note = begun_model(config, classes, self.pretrained)
         data = self._config.data
-        expects = normalization_note(model, data.mean, data.std) if told else ""
+        expects = normalization_note(model, data.mean, data.std) if weights_note else ""
         frozen = Frozen(model, config.freeze)
-        told_frozen = frozen.told
+        frozen_note = frozen.note
         if config.unfreeze_epoch:
             self.frozen_at_first = config.freeze
-            told_frozen += f" All are trained from epoch {config.unfreeze_epoch + 1} on."
+            frozen_note += f" All are trained from epoch {config.unfreeze_epoch + 1} on."
         else:
             freeze(model, config.freeze)
-        self.notes = [*filter(None, (told, expects, told_frozen))]
+        self.notes = [*filter(None, (weights_note, expects, frozen_note))]
         return model
 
     def train_data(self) -> Data:

@@ -56,14 +56,14 @@ class Frozen:
     statement: afterward, all are as before.
 
     Attributes:
-        told: a line about it; "" without patterns.
+        note: a line about it; "" without patterns.
 
     Raises:
         ConfigError: a pattern matches no parameter, or all would be frozen.
     """
 
     def __init__(self, model: nn.Module, patterns: Iterable[str]) -> None:
-        self.told, names = _names_to_freeze(model, patterns)
+        self.note, names = _names_to_freeze(model, patterns)
         named = dict(model.named_parameters())
         still = {id(p) for name, p in named.items() if p.requires_grad and name not in names}
         self._parameters = [named[name] for name in names if named[name].requires_grad]
@@ -92,7 +92,7 @@ def freeze(model: nn.Module, patterns: Iterable[str]) -> str:
     """See `Frozen`, whose line it returns."""
     frozen = Frozen(model, patterns)
     frozen.__enter__()
-    return frozen.told
+    return frozen.note
 
 
 def _names_to_freeze(model: nn.Module, patterns: Iterable[str]) -> tuple[str, set[str]]:

@@ -138,9 +138,9 @@ def build(config: ModelConfig, classes: int, options: dict[str, Any] | None = No
             raise ConfigError(f"model.name = {config.name!r}: {error}.") from error
         if not config.args:
             raise
-        told = " ".join(str(error).split()) or type(error).__name__
+        reason = " ".join(str(error).split()) or type(error).__name__
         raise ConfigError(
-            f"model.args = {config.args}: {config.name} refuses them: {told}."
+            f"model.args = {config.args}: {config.name} refuses them: {reason}."
         ) from error
     return model
 
@@ -205,10 +205,10 @@ def _called_by_user(config: ModelConfig, make: Callable[..., Any], given: dict[s
         if not config.args:
             raise
         at = traceback.extract_tb(error.__traceback__)[-1]
-        told = " ".join(str(error).split())
+        reason = " ".join(str(error).split())
         raise ConfigError(
             f"model.args = {config.args}: {config.name} fails with them: {type(error).__name__}: "
-            f"{told} ({at.filename}:{at.lineno})."
+            f"{reason} ({at.filename}:{at.lineno})."
         ) from error
 
 

@@ -190,8 +190,10 @@ def _downloads(given: str, place: str, remedy: str) -> Iterator[None]:
         with _one_per_node(Path(torch.hub.get_dir()) / "checkpoints"):
             yield
     except Exception as error:  # of the network, as the Hub's libraries raise many kinds
-        told = " ".join(str(error).split())
-        raise PreflightError(f"{given}: {place} cannot be downloaded ({told}). {remedy}") from error
+        reason = " ".join(str(error).split())
+        raise PreflightError(
+            f"{given}: {place} cannot be downloaded ({reason}). {remedy}"
+        ) from error
 
 
 @contextmanager
@@ -229,14 +231,14 @@ def _read(weights: str) -> Mapping[str, Tensor]:
     try:
         state = load_state_dict(weights, weights_only=True)
     except Exception as error:  # a damaged file raises many kinds
-        told = " ".join(str(error).split()) or type(error).__name__
+        reason = " ".join(str(error).split()) or type(error).__name__
         for end in (
             " No automatic unsafe",
             " This is an internal",
         ):  # advice to run its code, cause
-            told = told.partition(end)[0]
-        told = told.rstrip(".")
-        raise ConfigError(f"model.weights = {weights!r}: it cannot be read: {told}.") from error
+            reason = reason.partition(end)[0]
+        reason = reason.rstrip(".")
+        raise ConfigError(f"model.weights = {weights!r}: it cannot be read: {reason}.") from error
     tensors = {key: value for key, value in state.items() if isinstance(value, Tensor)}
     if len(tensors) < len(state):
         other = next(key for key in state if key not in tensors)
@@ -262,7 +264,7 @@ def _begin(config: ModelConfig, model: nn.Module, state: Mapping[str, Tensor], m
     fitting = sum(size for key, size in body.items() if key in fits)
     share = fitting / max(1, sum(body.values()))
     weights = config.weights or timm_name(config.name)[1]
-    told = f"Start from {weights}: {len(fits)} of {len(own)} tensors of {config.name} fit"
+    summary = f"Start from {weights}: {len(fits)} of {len(own)} tensors of {config.name} fit"
     misfits = [_shaped(key, own, state) for key in body if key not in fits]
     if share < most:
         raise ConfigError(
@@ -274,7 +276,7 @@ def _begin(config: ModelConfig, model: nn.Module, state: Mapping[str, Tensor], m
             raise ConfigError(f"{_given(config)}: {key} has values that are not finite (NaN, inf).")
     model.load_state_dict({**own, **fits})
     parts = [f"new: {_some(new)}"] * bool(new) + [f"not used: {_some(unused)}"] * bool(unused)
-    return "; ".join([told, *parts]) + "."
+    return "; ".join([summary, *parts]) + "."
 
 
 def _shaped(key: str, of: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> str:

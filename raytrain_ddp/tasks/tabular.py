@@ -229,6 +229,6 @@ def _numbers(labels: np.ndarray[Any, Any], classes: list[Any], source: str) -> A
     number = {name: place for place, name in enumerate(classes)}
     unknown = {*labels.tolist()} - {*classes}
     if unknown or len(classes) < 2:
-        told = f"labels {sorted(unknown)}" if unknown else f"only the label {classes}"
-        raise DataError(f"{source}: {told}; the classes of the training data are {classes}.")
+        found = f"labels {sorted(unknown)}" if unknown else f"only the label {classes}"
+        raise DataError(f"{source}: {found}; the classes of the training data are {classes}.")
     return np.array([number[label] for label in labels.tolist()], np.int64)

@@ -150,8 +150,8 @@ class PreparedRun:
         self.metrics, self.state.evaluated_step = scalars(values), self.state.step
         if self.patience.see(self.metrics) and not self.cadence.is_over(self.state.step):
             self.cadence.total_steps = self.state.step
-            told = f"{self.patience.count} evaluations in a row without improvement"
-            self.session.tell(events.Note(f"{told} (stop.patience): the run ends."))
+            reason = f"{self.patience.count} evaluations in a row without improvement"
+            self.session.tell(events.Note(f"{reason} (stop.patience): the run ends."))
         skipped = int(self.metrics.get("skipped", 0))
         require_few_bad(skipped, "in the evaluation set", self.config.data.max_bad)
         require_monitor(self.task, values)

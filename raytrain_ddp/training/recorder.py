@@ -130,8 +130,8 @@ class Recorder:
             text = with_backoff(lambda _: newest.read(_LIFE), self._trying_again)
             return Life.after(json.loads(text), self._attempt)
         except (OSError, CheckpointError, KeyError, TypeError, ValueError) as error:
-            told = f"{type(error).__name__}: {error}"
-            self._note(f"the failure history starts over: {_LIFE} cannot be read ({told}).")
+            reason = f"{type(error).__name__}: {error}"
+            self._note(f"the failure history starts over: {_LIFE} cannot be read ({reason}).")
             return Life()
 
     def _commit(self, snapshot: Snapshot, number: int) -> None:

@@ -246,8 +246,8 @@ class Watchdog:
         number, name = stuck or last_collective()
         step = self._first + self._clock.steps + 1
         patience_s = self.patience_s(doing, waits)
-        told = (self._rank, step, doing, number, name, waits, at, still_s, patience_s)
-        return RankStatus(*told, tuple(sorted(self._stopped)))
+        status = (self._rank, step, doing, number, name, waits, at, still_s, patience_s)
+        return RankStatus(*status, tuple(sorted(self._stopped)))
 
     def _ask(self, status: RankStatus | None) -> dict[int, RankStatus]:
         own = {} if status is None else {self._rank: status}
