@@ -20,9 +20,10 @@ COMMANDS = {
     "convert": "Convert images to Parquet shards",
     "doctor": "Check a cluster before a run, or a run in progress",
     "report": "Write a report of runs to an HTML file",
+    "watch": "Show all runs of a storage in a browser, live",
     "chaos": "Kill processes of a run, and compare the result",
 }
-_IN_PACKAGES = {"convert", "doctor", "report", "chaos"}
+_IN_PACKAGES = {"convert", "doctor", "report", "watch", "chaos"}
 
 
 def main(argv: Sequence[str]) -> int:

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -139,8 +140,13 @@ def read_history(run: Storage, file: str = METRICS_FILE) -> list[dict[str, Any]]
     """
     if not run.exists(file):
         return []
+    return parsed_lines(run.read(file).decode("utf-8", errors="replace").splitlines(), file)
+
+
+def parsed_lines(lines: Iterable[str | bytes], file: str) -> list[dict[str, Any]]:
+    """As `read_history`, of lines that were read from that file."""
     records = []
-    for line in run.read(file).decode("utf-8", errors="replace").splitlines():
+    for line in lines:
         try:
             record = json.loads(line)
         except ValueError:

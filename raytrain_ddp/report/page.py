@@ -38,6 +38,11 @@ def one_run(history: RunHistory, predictions: str) -> str:
     Args:
         predictions: HTML; "" if there are none.
     """
+    return _page(history.files.name, sections_of_run(history, predictions), [history])
+
+
+def sections_of_run(history: RunHistory, predictions: str = "") -> str:
+    """All that the page of a single run shows, as HTML."""
     x = axis_of([history])
     over_time = [*time_panels([history], x), *rank_panels(history, x)]
     parts = [
@@ -54,11 +59,17 @@ def one_run(history: RunHistory, predictions: str) -> str:
         _section("Config", tables.config(history.files)),
         _section("Environment", tables.environment_table(history)),
     ]
-    return _page(history.files.name, "".join(parts), [history])
+    return "".join(parts)
 
 
 def several_runs(histories: Sequence[RunHistory]) -> str:
     """The page of several runs side by side."""
+    names = ", ".join(history.files.name for history in histories)
+    return _page(names, sections_of_runs(histories), histories)
+
+
+def sections_of_runs(histories: Sequence[RunHistory]) -> str:
+    """All that the page of several runs shows, as HTML."""
     names = [history.files.name for history in histories]
     parts = [
         f"<header><h1>{escape(' · '.join(names))}</h1></header>",
@@ -72,7 +83,7 @@ def several_runs(histories: Sequence[RunHistory]) -> str:
     for history in histories:
         inner = _what_went_wrong(history) + tables.happenings(history)
         parts.append(_section(f"What happened: {history.files.name}", inner))
-    return _page(", ".join(names), "".join(parts), histories)
+    return "".join(parts)
 
 
 def _page(title: str, body: str, histories: Sequence[RunHistory]) -> str:

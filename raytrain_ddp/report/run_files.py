@@ -105,18 +105,18 @@ def _read(storage: Storage) -> RunFiles:
     return RunFiles(
         place=storage,
         name=storage.path.rstrip("/").rpartition("/")[2],
-        config=_config(storage),
+        config=config_of(storage),
         train=[r for r in records if isinstance(r, Train)],
         evals=[r for r in records if isinstance(r, Eval)],
         events=[each for each in read_events(storage) if each.time],
-        kept=_kept(storage),
-        owner=_owner(storage),
-        claims=_claims(storage),
+        kept=kept_in(storage),
+        owner=owner_of(storage),
+        claims=claims_in(storage),
         read_at=time.time(),
     )
 
 
-def _config(storage: Storage) -> dict[str, Any]:
+def config_of(storage: Storage) -> dict[str, Any]:
     """As it was written, whatever version did; {} where there is none."""
     if not storage.exists(CONFIG_FILE):
         return {}
@@ -127,7 +127,7 @@ def _config(storage: Storage) -> dict[str, Any]:
         return {}
 
 
-def _kept(storage: Storage) -> list[Kept]:
+def kept_in(storage: Storage) -> list[Kept]:
     store, kept = checkpoint_store(storage), []
     for name in store.names():
         manifest = None
@@ -137,7 +137,7 @@ def _kept(storage: Storage) -> list[Kept]:
     return kept
 
 
-def _owner(storage: Storage) -> Owner | None:
+def owner_of(storage: Storage) -> Owner | None:
     """Who drives the run. Of another machine it is known by the age of its lease alone."""
     with suppress(FileNotFoundError):
         owner, changed_s = Owner.parse(storage.read(LEASE_FILE)), storage.changed_s(LEASE_FILE)
@@ -148,7 +148,7 @@ def _owner(storage: Storage) -> Owner | None:
     return None
 
 
-def _claims(storage: Storage) -> list[tuple[int, Record]]:
+def claims_in(storage: Storage) -> list[tuple[int, Record]]:
     """(attempt, what it says of itself), the oldest first; of the last starts only."""
     import json
 

@@ -6,10 +6,11 @@ Text within the SVG would shrink with it on a phone. All positions are in thousa
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from html import escape
 
+from raytrain_ddp.display.axes import Point
 from raytrain_ddp.display.panel import Area, Line, Panel
 
 _MOST_HOVERS = 400
@@ -133,6 +134,29 @@ class SvgPanel:
     @staticmethod
     def _part(share: float) -> str:
         return f"{_short(100 * share)}%"
+
+
+def sparkline(lines: Sequence[Sequence[Point]], label: str) -> str:
+    """Lines without axes, on a common scale; "" if none has two points."""
+    shown = [line for line in lines if len(line) > 1]
+    xs, ys = ([point[n] for line in shown for point in line] for n in (0, 1))
+    if not shown:
+        return ""
+    left, low = min(xs), min(ys)
+    wide, high = max(xs) - left or 1.0, max(ys) - low or 1.0
+    paths = [
+        "M"
+        + "L".join(
+            f"{_short(100 * (x - left) / wide)} {_short(24 - 24 * (y - low) / high)}"
+            for x, y in line
+        )
+        for line in shown
+    ]
+    drawn = "".join(f'<path class="line c{n}" d="{d}"/>' for n, d in enumerate(paths))
+    return (
+        '<svg class="spark" viewBox="0 -1 100 26" preserveAspectRatio="none" role="img" '
+        f'aria-label="{escape(label, quote=True)}">{drawn}</svg>'
+    )
 
 
 def as_script(value: object) -> str:

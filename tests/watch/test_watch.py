@@ -1,0 +1,542 @@
+"""The live page: what runs write appears, what they say is text, and only its reader may act."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import re
+import shutil
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from html.parser import HTMLParser
+from pathlib import Path
+from threading import Thread
+from typing import Any
+
+import pytest
+from processes import run_cli
+
+from raytrain_ddp.checkpoint import growing_file
+from raytrain_ddp.checkpoint.growing_file import GrowingFile
+from raytrain_ddp.checkpoint.lease import LEASE_FILE, Lease, Owner
+from raytrain_ddp.checkpoint.storage import Storage, open_storage
+from raytrain_ddp.config.recipe import dumps
+from raytrain_ddp.config.train_config import TrainConfig
+from raytrain_ddp.errors import ConfigError, PreflightError
+from raytrain_ddp.events import Plan, Train
+from raytrain_ddp.watch import run_commands
+from raytrain_ddp.watch.http_server import WatchServer
+from raytrain_ddp.watch.live_log import LiveLog, picked
+from raytrain_ddp.watch.watched_runs import WatchedRuns
+
+NASTY = "<script>alert(1)</script>&\"'><img src=x onerror=alert(1)>"
+
+
+def train(step: int, loss: float | None = None, **changes: Any) -> dict[str, Any]:
+    timing = {"step_s": 0.05, "split_s": {"data": 0.01, "compute": 0.04}, "peak_memory_bytes": 9}
+    known = {"kind": "train", "step": step, "loss": 2.0 / step if loss is None else loss, "lr": 0.1}
+    return {**known, "samples_per_s": 1000.0, "seconds": step / 20, "timing": timing, **changes}
+
+
+def evaluation(step: int, value: float, name: str = "top1") -> dict[str, Any]:
+    fields = {"metrics": {"loss": 0.5, name: value}, "monitor": name, "best": True}
+    return {"kind": "eval", "step": step, **fields}
+
+
+def plan(**changes: Any) -> dict[str, Any]:
+    known = {"kind": "plan", "time": "2026-11-20T20:00:00Z", "total_steps": 100, "world_size": 2}
+    return {**known, "device": "cpu", "unit": "images", **changes}
+
+
+def end(status: int, **fields: Any) -> dict[str, Any]:
+    return {"kind": "end", "time": "2026-11-20T20:05:00Z", "status": status, **fields}
+
+
+def append(folder: Path, *records: dict[str, Any], file: str = "metrics.jsonl") -> None:
+    with (folder / file).open("a") as opened:
+        opened.write("".join(json.dumps(each) + "\n" for each in records))
+
+
+def write(folder: Path, records: Sequence[Any] = (), events: Sequence[Any] = ()) -> Path:
+    folder.mkdir(parents=True)
+    config = TrainConfig(name=folder.name, storage=str(folder.parent), epochs=5)
+    (folder / "config.toml").write_text(dumps(config))
+    append(folder, *records)
+    append(folder, *events, file="events.jsonl")
+    return folder
+
+
+@pytest.fixture
+def place(tmp_path: Path) -> Path:
+    steps = [train(step) for step in range(1, 31)]
+    write(tmp_path / "runs" / "live", [*steps, evaluation(30, 0.9)], [plan()])
+    write(tmp_path / "runs" / "done", [*steps, evaluation(30, 0.8)], [plan(), end(0, step=100)])
+    wrong = {"kind": "failed", "time": "2026-11-20T20:01:00Z", "step": 3, "message": NASTY}
+    nasty = plan(run=NASTY, unit=NASTY, device=NASTY, hosts=[NASTY] * 2, versions={NASTY: NASTY})
+    records = [*(train(n, scalars={NASTY: 1.0}) for n in range(1, 9)), evaluation(8, 0.5, NASTY)]
+    last = [nasty, wrong, {**plan(), "time": "2026-11-20T20:02:00Z"}, end(1, message=NASTY)]
+    failed = write(tmp_path / "runs" / "failed", records, last)
+    (failed / "config.toml").write_text(f"name = 'failed'\ntask = '''{NASTY}'''\n")
+    (tmp_path / "runs" / "<b>no run has this name").mkdir()
+    (tmp_path / "secret.txt").write_text("secret")
+    return tmp_path / "runs"
+
+
+class Site:
+    """A server, and the requests of a browser."""
+
+    def __init__(self, place: Path, host: str = "127.0.0.1") -> None:
+        self.runs = WatchedRuns(str(place))
+        self.runs.look()
+        self.runs.every_s = 0.0  # each request reads what is new
+        self.server = WatchServer(self.runs, host, 0, [("Grafana", "http://g/?a=1&b=2")])
+        self.port = int(self.server.server_address[1])
+        self.cookie = {"Cookie": f"{self.server.cookie}={self.server.token}"}
+        Thread(target=self.server.serve_forever, args=(0.02,), daemon=True).start()
+
+    def ask(self, path: str, method: str = "GET", **headers: str) -> tuple[int, str, Any]:
+        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=30)
+        given = {name.replace("_", "-"): value for name, value in headers.items()}
+        connection.request(method, path, headers=given)
+        answer = connection.getresponse()
+        text = answer.read().decode()
+        connection.close()
+        return answer.status, text, answer.headers
+
+    def page(self, path: str, **headers: str) -> str:
+        status, text, _ = self.ask(path, **headers)
+        assert status == 200, text
+        Parsed().feed(text)
+        return text
+
+    def stop(self, name: str, **changes: str) -> int:
+        own = {"Origin": f"http://127.0.0.1:{self.port}", "X-Confirm": "stop", **self.cookie}
+        return self.ask(f"/stop/{name}", "POST", **{**own, **changes})[0]
+
+    def close(self) -> None:
+        self.server.shutdown()
+        self.server.server_close()
+
+
+class Parsed(HTMLParser):
+    """Complains of scripts that are not ours, and of tags that are not closed as they opened."""
+
+    EMPTY = ("meta", "img", "br", "link", "input")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._open: list[str] = []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        given = dict(attrs)
+        assert not [name for name in given if name.startswith("on")]
+        assert "javascript" not in (given.get("href") or "")
+        assert tag != "img"
+        assert tag != "script" or given.get("type") == "application/json" or "src" in given
+        if tag not in self.EMPTY:
+            self._open.append(tag)
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self._open.pop() == tag
+
+
+@pytest.fixture
+def site(place: Path) -> Iterator[Site]:
+    opened = Site(place)
+    yield opened
+    opened.close()
+
+
+@pytest.fixture
+def driver(place: Path) -> Iterator[subprocess.Popen[bytes]]:
+    """A process of ours that holds the lease of the run "live" and does nothing."""
+    code = "import sys, time; sys.stdin.read()"
+    process = subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE)
+    here = Owner.here()
+    stat = Path(f"/proc/{process.pid}/stat").read_text().rpartition(")")[2].split()
+    fields = {**vars(here), "pid": process.pid, "born": int(stat[19])}
+    (place / "live" / LEASE_FILE).write_text(json.dumps(fields))
+    yield process
+    process.kill()
+    process.communicate()
+
+
+# ------------------------------------------------------------------ pages
+
+
+def test_the_list_has_each_run_with_its_state_the_running_first(site: Site, driver: object):
+    site.runs.look()
+    page = site.page("/")
+    assert re.findall(r'<a href="/run/(\w+)">', page) == ["live", "done", "failed"]
+    assert re.findall(r'<small class="(\w+)">', page) == ["running", "finished", "failed"]
+    assert "1 running, 1 failed, 1 finished" in page
+    assert 'style="width:30.0%"' in page
+    assert "Running: step 30 of 100, about" in page
+    assert "top1 90.00 % at step 30" in page
+    assert page.count('<svg class="spark"') == 3
+    assert "no run has this name" not in page
+    assert '<a href="http://g/?a=1&amp;b=2">Grafana</a>' in page
+
+
+def test_a_run_has_the_sections_of_the_report_and_commands_that_are_accepted(site: Site):
+    page = site.page("/run/live")
+    titles = re.findall("<h2>([^<]+)</h2>", page)
+    expected = ["Curves", "Speed", "What happened", "Checkpoints", "Config", "Environment"]
+    assert titles == [*expected, "Commands"]
+    assert "Disappeared after step 30 of 100" in page
+    commands = re.findall(r"<code>python -m raytrain_ddp\.(\w+) ([^<]+)</code>", page)
+    assert [name for name, _ in commands] == ["fit", "fit", "report"]
+    assert "--epochs 5" in commands[0][1]
+    assert commands[1][1].endswith("live/config.toml")
+
+
+def test_several_runs_are_drawn_over_each_other(site: Site):
+    page = site.page("/compare?run=live&run=done&run=nothing")
+    assert "Where their configs differ" in page
+    assert "Loss, smoothed" in page or "Loss (logarithmic), smoothed" in page
+    assert "Tick two runs or more" in site.page("/compare?run=live")
+
+
+def test_an_update_has_only_what_changed(site: Site, place: Path):
+    for path in ("/", "/run/live", "/compare?run=live&run=done"):
+        mark = "&" if "?" in path else "?"
+        version = re.search(r'data-version="([^"]+)"', site.page(path))
+        assert version
+        assert site.ask(f"{path}{mark}update={version[1]}")[0] == 204
+        before = site.page(path)
+        append(place / "live", train(31 + len(path), 0.01))
+        site.runs.look()
+        status, content, headers = site.ask(f"{path}{mark}update={version[1]}")
+        assert (status, headers["X-Version"] != version[1]) == (200, True)
+        assert "<html" not in content
+        assert content not in before
+
+
+def test_an_empty_storage_waits_for_its_first_run_and_a_run_can_be_shown_alone(tmp_path: Path):
+    (tmp_path / "none").mkdir()
+    site = Site(tmp_path / "none")
+    assert "There is no run here yet" in site.page("/")
+    write(tmp_path / "none" / "first", [train(1)], [plan()])
+    site.runs.look()
+    assert "1 run</h1>" in site.page("/")
+    shutil.rmtree(tmp_path / "none" / "first")
+    site.runs.look()
+    assert site.ask("/run/first")[0] == 404
+    site.close()
+    alone = WatchedRuns(str(write(tmp_path / "alone", [train(1)])))
+    alone.look()
+    assert [*alone.runs] == ["alone"]
+
+
+def test_a_storage_out_of_order_is_named_and_the_list_stays(
+    site: Site, monkeypatch: pytest.MonkeyPatch
+):
+    def broken(self: Storage) -> list[str]:
+        raise OSError(f"out of order {NASTY}\nmore")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Storage, "names", broken)
+        site.runs.look()
+    page = site.page("/")
+    assert "The storage cannot be read" in page
+    assert page.count("<tr>") == 1 + 3
+    site.runs.look()
+    assert "cannot be read" not in site.page("/")
+
+
+# ------------------------------------------------------------------ who may ask
+
+
+def test_what_runs_say_is_text_and_no_script_of_theirs_runs(site: Site):
+    """`page` checks each answer for tags and handlers."""
+    for path in ("/", "/run/failed", "/compare?run=failed&run=live"):
+        assert "&lt;script&gt;alert(1)" in site.page(path)
+        policy = site.ask(path)[2]["Content-Security-Policy"]
+        assert "default-src 'none'; script-src 'self';" in policy
+        assert "frame-ancestors 'none'" in policy
+    assert site.ask("/")[2]["X-Content-Type-Options"] == "nosniff"
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        *("/run/../secret.txt", "/run/..%2fsecret.txt", "/run/live/../../../secret.txt", "/run/"),
+        *("/../secret.txt", "/secret.txt", "//etc/passwd", "/run/%00", "/live/config.toml"),
+        *("/style.css/../../__main__.py", "/stop/live", f"/run/{'x' * 5000}", "/run/%ff%fe"),
+    ],
+)
+def test_no_path_leads_out(site: Site, path: str):
+    status, text, _ = site.ask(path)
+    assert status == 404
+    assert "secret" not in text.replace(path, "")
+    HTMLParser().feed(text)
+
+
+@pytest.mark.parametrize(
+    ("host", "status"),
+    [
+        *[("localhost:9", 200), ("127.0.0.1", 200), ("[::1]:80", 200), (socket.gethostname(), 200)],
+        *[("evil.example", 421), ("localhost.evil.example:80", 421), ("", 421), ("[bad", 421)],
+    ],
+)
+def test_a_request_must_name_this_machine(site: Site, host: str, status: int):
+    assert site.ask("/run/live", Host=host)[0] == status
+
+
+def test_from_other_machines_the_token_is_needed_and_a_link_brings_it(place: Path):
+    site = Site(place, "0.0.0.0")
+    for path in ("/", "/run/live", "/watch.js", "/?token=wrong"):
+        status, text, _ = site.ask(path)
+        assert (status, "live</a>" in text) == (403, False)
+    status, text, headers = site.ask(f"/run/live?token={site.server.token}")
+    assert (status, text, headers["Location"]) == (303, "", "/run/live")
+    cookie = headers["Set-Cookie"]
+    assert "HttpOnly; SameSite=Strict" in cookie
+    assert site.ask("/run/live", Cookie=cookie.partition(";")[0])[0] == 200
+    assert site.ask("/", Cookie=f"{site.server.cookie}=wrong")[0] == 403
+    assert f":{site.port}/?token={site.server.token}" in site.server.url
+    site.close()
+
+
+# ------------------------------------------------------------------ stopping
+
+
+def test_the_button_stops_the_process_that_drives_the_run(
+    site: Site, driver: subprocess.Popen[bytes]
+):
+    site.runs.look()
+    assert "data-address" not in site.page("/run/live")  # without the token
+    assert 'data-address="/stop/live"' in site.page("/run/live", **site.cookie)
+    assert f"<code>kill -TERM {driver.pid}</code>" in site.page("/run/live")
+    assert site.stop("live", Cookie="") == 403
+    assert site.stop("live", Origin="http://evil.example") == 403
+    assert site.stop("live", X_Confirm="") == 403
+    assert site.stop("live", Host="evil.example") == 421
+    assert site.stop("other") == 404
+    assert site.stop("done") == 409
+    assert driver.poll() is None
+    assert site.stop("live") == 200
+    assert driver.wait(20) == -15
+    assert site.stop("live") == 409
+
+
+@pytest.mark.parametrize("field", ["host", "machine", "born"])
+def test_no_other_process_is_stopped(place: Path, driver: subprocess.Popen[bytes], field: str):
+    """Of another machine, or one that has the number of one that has ended."""
+    owner = Owner.parse((place / "live" / LEASE_FILE).read_bytes())
+    assert owner is not None
+    assert run_commands.can_stop(owner)
+    other = Owner(**{**vars(owner), field: 7 if field == "born" else "other"})
+    assert not run_commands.can_stop(other)
+    with pytest.raises(PreflightError, match="no process of this machine"):
+        run_commands.stop(other)
+    assert driver.poll() is None
+
+
+# ------------------------------------------------------------------ reading
+
+
+def test_a_file_is_read_from_where_it_was_read_before(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(growing_file, "PIECE_BYTES", 8)
+    path, file = tmp_path / "a", GrowingFile(open_storage(str(tmp_path)), "a")
+
+    def new() -> tuple[bool, list[bytes]]:
+        is_new = file.is_new()
+        return is_new, [line for lines in file.lines() for line in lines]
+
+    def put(text: str) -> None:
+        before = path.stat().st_mtime_ns if path.exists() else 0
+        while not path.exists() or path.stat().st_mtime_ns == before:
+            path.write_text(text)
+
+    assert new() == (False, [])
+    put("one\ntwo\nthr")
+    assert new() == (True, [b"one", b"two"])
+    assert new() == (False, [])
+    put("one\ntwo\nthree\nfour\n")  # replaced by the same and more, as on an object store
+    assert new() == (True, [b"three", b"four"])
+    put("one\ntwo\nthree\nsix\n")
+    assert new() == (True, [b"one", b"two", b"three", b"six"])
+    put("")
+    assert new() == (True, [])
+    path.unlink()
+    assert new() == (True, [])
+
+
+def test_of_a_long_log_the_extremes_and_the_last_are_kept(tmp_path: Path):
+    run = write(tmp_path / "long", [], [plan(), *({"kind": "checkpoint"} | plan() for _ in "ab")])
+    losses = {500: 99.0, 1700: None, 2500: -5.0}
+    records = [train(n, 1.0 + n / 1e4) for n in range(1, 3001)]
+    for step, loss in losses.items():
+        records[step - 1]["loss"] = loss
+    append(run, *records, evaluation(3000, 0.5), {"kind": "audit", "step": 1, "sha256": "0"})
+    log = LiveLog(open_storage(str(run)), 100)
+    assert log.read()
+    steps = [record.step for record in log.train]
+    assert len(steps) <= 202
+    assert steps == sorted({*steps})
+    assert {500, 1700, 2500, 3000} <= {*steps}
+    assert len(log.evals) == 1
+    for step in range(3001, 3201):
+        append(run, train(step))
+        assert log.read()
+        assert log.train[-1].step == step
+    assert len(log.train) <= 202
+    note = {"kind": "note", "time": "2026-11-20T20:01:00Z", "text": "n"}
+    append(run, *[note] * 500, file="events.jsonl")
+    log.read()
+    assert len(log.events) <= 201
+    assert isinstance(log.events[0].event, Plan)
+    assert not log.read()
+
+
+def test_what_is_kept_does_not_depend_on_how_often_it_was_read():
+    records = [Train(step=n, loss=float(n * 7919 % 1000)) for n in range(1, 400)]
+    kept = picked(records, lambda record: record.loss, 40)
+    assert len(kept) <= 41
+    worst = {max(records, key=lambda r: r.loss).step, min(records, key=lambda r: r.loss).step}
+    assert worst <= {record.step for record in kept}
+    assert picked(records[:40], lambda record: record.loss, 40) == records[:40]
+
+
+def test_a_run_that_was_resumed_has_no_step_twice(place: Path):
+    log = LiveLog(open_storage(str(place / "live")), 100)
+    log.read()
+    rest = [train(step) for step in range(1, 21)] + [train(21, 7.0)]
+    text = "".join(json.dumps(each) + "\n" for each in rest)
+    open_storage(str(place / "live")).write_atomic("metrics.jsonl", text.encode())
+    assert log.read()
+    assert [record.step for record in log.train] == [*range(1, 22)]
+    assert (log.train[-1].loss, log.evals) == (7.0, [])
+
+
+def test_a_lease_that_is_taken_and_released_changes_the_state(site: Site, place: Path):
+    with Lease.take(open_storage(str(place / "done"))):
+        site.runs.look()
+        assert "1 running" in site.page("/")
+    site.runs.look()
+    assert "running" not in site.page("/").partition("<table")[0]
+
+
+def test_in_a_bucket_the_runs_that_have_ended_are_read_less_often(
+    place: Path, driver: object, monkeypatch: pytest.MonkeyPatch
+):
+    from raytrain_ddp.watch.watched_runs import WatchedRun
+
+    read: list[str] = []
+    once: Callable[[WatchedRun], None] = WatchedRun.read
+    monkeypatch.setattr(WatchedRun, "read", lambda run: (read.append(run.name), once(run)))
+    runs = WatchedRuns(place.as_uri())
+    object.__setattr__(runs.storage, "is_local", False)
+    for number in range(6):
+        runs.look(number)
+    assert not runs.trouble
+    assert (read.count("live"), read.count("done"), read.count("failed")) == (6, 1, 1)
+
+
+# ------------------------------------------------------------------ the command
+
+
+def test_help_answers_at_once(tmp_path: Path):
+    answer = run_cli("watch", "--help-all", cwd=tmp_path)
+    assert (answer.status, answer.heavy) == (0, [])
+    assert "--host" in answer.out
+    assert answer.cpu_s < 1.0
+
+
+@pytest.mark.parametrize(
+    ("argv", "line"),
+    [
+        (("nothing",), "nothing: there is no such storage.*"),
+        (("runs", "--port", "70000"), "port = 70000: must be from 0 to 65535"),
+        (("runs", "--host", "192.0.2.1"), "cannot listen on 192.0.2.1 port 8275: .*"),
+        (("runs", "--grafana", "javascript:alert(1)"), "grafana = .* must be an http"),
+    ],
+)
+def test_what_cannot_be_watched_is_refused_in_a_line(
+    argv: tuple[str, ...], line: str, tmp_path: Path
+):
+    write(tmp_path / "runs" / "digits")
+    answer = run_cli("watch", *argv, cwd=tmp_path)
+    assert (answer.status, answer.heavy, answer.err.count("\n")) == (2, [], 1)
+    assert re.match(f"error: {line}", answer.err)
+
+
+def test_a_port_that_is_taken_is_named(site: Site):
+    with pytest.raises(ConfigError, match=rf"port {site.port}: Address already in use: give an"):
+        WatchServer(site.runs, "127.0.0.1", site.port, [])
+
+
+def test_the_command_serves_until_it_is_interrupted(place: Path):
+    command = [sys.executable, "-m", "raytrain_ddp.watch", str(place), "--port", "0"]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    link = re.search(r"127\.0\.0\.1:(\d+)/\?token=[\w-]+$", process.stdout.readline().strip())
+    assert link, process.stderr
+    connection = http.client.HTTPConnection("127.0.0.1", int(link[1]), timeout=30)
+    until = time.monotonic() + 30
+    text = ""
+    while "3 runs" not in text and time.monotonic() < until:
+        connection.request("GET", "/")
+        text = connection.getresponse().read().decode()
+    connection.close()
+    assert "3 runs" in text
+    process.send_signal(2)
+    _, errors = process.communicate(timeout=30)
+    assert (process.returncode, errors) == (0, "")
+
+
+@pytest.mark.browser
+@pytest.mark.parametrize("width", [1280, 390])
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_a_browser_shows_it_and_updates_it_without_a_complaint(
+    site: Site, driver: object, place: Path, width: int, scheme: str
+):
+    api = pytest.importorskip("playwright.sync_api")
+    chromium = shutil.which("chromium") or shutil.which("chromium-browser")
+    if chromium is None:
+        pytest.skip("there is no chromium")
+    site.runs.look()
+    base, complaints = f"http://127.0.0.1:{site.port}", []
+    with api.sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=chromium, args=["--no-sandbox"])
+        page = browser.new_page(viewport={"width": width, "height": 900}, color_scheme=scheme)
+        page.on("console", lambda message: complaints.append(message.text))
+        page.on("pageerror", lambda error: complaints.append(str(error)))
+        page.on("request", lambda one: None if one.url.startswith(base) else asked.append(one.url))
+        asked: list[str] = []
+        page.goto(f"{base}/?token={site.server.token}")
+        page.check("input[value=live]")
+        page.fill("#filter", "i")
+        assert page.locator("tbody tr:visible").count() == 2  # live, failed
+        append(place / "live", train(60))
+        site.runs.look()
+        page.wait_for_selector("text=step 60 of 100", timeout=20000)
+        assert page.is_checked("input[value=live]")
+        assert page.locator("tbody tr:visible").count() == 2
+        page.check("input[value=failed]")
+        page.click("text=Compare the ticked runs")
+        page.wait_for_selector("text=Where their configs differ")
+        for path in ("/run/live", "/run/failed", "/compare?run=live&run=done"):
+            page.goto(base + path)
+            wide = "document.documentElement.scrollWidth - document.documentElement.clientWidth"
+            assert page.evaluate(wide) == 0, path
+            plot = page.query_selector(".plot")
+            plot.hover()
+            assert plot.query_selector(".tip").inner_text()
+        page.goto(f"{base}/run/live")
+        page.click("summary")
+        append(place / "live", train(61))
+        page.wait_for_selector("text=step 61 of 100", timeout=20000)
+        assert page.evaluate("document.querySelector('details').open")
+        page.on("dialog", lambda dialog: dialog.accept())
+        page.click(".stop")
+        page.wait_for_selector("text=It ends after the current step", timeout=20000)
+        browser.close()
+    assert [url for url in asked if not url.startswith("data:")] == []
+    assert complaints == []
