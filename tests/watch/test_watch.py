@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import html
 import http.client
 import json
 import re
+import shlex
 import shutil
 import socket
 import subprocess
@@ -23,7 +25,8 @@ from raytrain_ddp.checkpoint import growing_file
 from raytrain_ddp.checkpoint.growing_file import GrowingFile
 from raytrain_ddp.checkpoint.lease import LEASE_FILE, Lease, Owner
 from raytrain_ddp.checkpoint.storage import Storage, open_storage
-from raytrain_ddp.config.recipe import dumps
+from raytrain_ddp.command_line import parse_fit
+from raytrain_ddp.config.recipe import dumps, load
 from raytrain_ddp.config.train_config import TrainConfig
 from raytrain_ddp.errors import ConfigError, PreflightError
 from raytrain_ddp.events import Plan, Train
@@ -181,7 +184,9 @@ def test_the_list_has_each_run_with_its_state_the_running_first(site: Site, driv
     assert '<a href="http://g/?a=1&amp;b=2">Grafana</a>' in page
 
 
-def test_a_run_has_the_sections_of_the_report_and_commands_that_are_accepted(site: Site):
+def test_a_run_has_the_sections_of_the_report_and_commands_that_are_accepted(
+    site: Site, place: Path
+):
     page = site.page("/run/live")
     titles = re.findall("<h2>([^<]+)</h2>", page)
     expected = ["Curves", "Speed", "What happened", "Checkpoints", "Config", "Environment"]
@@ -189,7 +194,8 @@ def test_a_run_has_the_sections_of_the_report_and_commands_that_are_accepted(sit
     assert "Disappeared after step 30 of 100" in page
     commands = re.findall(r"<code>python -m raytrain_ddp\.(\w+) ([^<]+)</code>", page)
     assert [name for name, _ in commands] == ["fit", "fit", "report"]
-    assert "--epochs 5" in commands[0][1]
+    made = parse_fit(shlex.split(html.unescape(commands[0][1]))).config
+    assert made == load(str(place / "live" / "config.toml"))
     assert commands[1][1].endswith("live/config.toml")
 
 
@@ -421,6 +427,24 @@ def test_a_lease_that_is_taken_and_released_changes_the_state(site: Site, place:
         assert "1 running" in site.page("/")
     site.runs.look()
     assert "running" not in site.page("/").partition("<table")[0]
+
+
+def test_a_store_of_fsspec_is_watched_too(place: Path):
+    """Without times of its files, and by ranges."""
+    fsspec = pytest.importorskip("fsspec")
+    memory = fsspec.filesystem("memory")
+    memory.put(str(place / "live"), "/watched/live", recursive=True)
+    runs = WatchedRuns("memory://watched")
+    runs.look()
+    assert (runs.trouble, [*runs.runs]) == ("", ["live"])
+    line = json.dumps(train(77)) + "\n"
+    with memory.open("/watched/live/metrics.jsonl", "ab") as file:
+        file.write(line.encode())
+    runs.look()
+    history = runs.runs["live"].history
+    assert history is not None
+    assert (runs.trouble, history.files.last_step) == ("", 77)
+    memory.rm("/watched", recursive=True)
 
 
 def test_in_a_bucket_the_runs_that_have_ended_are_read_less_often(
