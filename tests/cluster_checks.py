@@ -16,6 +16,7 @@ import yaml
 
 from raytrain_ddp.command_line import parse_fit
 from raytrain_ddp.config.train_config import TrainConfig
+from raytrain_ddp.ray_backend import spot_watch
 
 # Of the custom resources of KubeRay 1.6 (ray.io/v1): fields that may be used here. The API server
 # drops a field that it does not know without a word.
@@ -38,8 +39,11 @@ WORKER_GROUP = {
     *("groupName", "replicas", "minReplicas", "maxReplicas", "numOfHosts", "rayStartParams"),
     *("template", "scaleStrategy", "suspend", "idleTimeoutSeconds"),
 }
-POD_SPEC = {"serviceAccountName", "securityContext", "containers", "volumes"}
-CONTAINER = {"name", "image", "env", "resources", "volumeMounts", "securityContext"}
+POD_SPEC = {
+    *("serviceAccountName", "securityContext", "containers", "volumes"),
+    "terminationGracePeriodSeconds",
+}
+CONTAINER = {"name", "image", "env", "resources", "volumeMounts", "securityContext", "lifecycle"}
 
 LISTS_OF_COMMANDS = (
     *("initialization_commands", "setup_commands", "head_setup_commands"),
@@ -165,6 +169,11 @@ def _check_cluster_spec(spec: dict[str, Any]) -> None:
         (container,) = pod["containers"]
         assert container.keys() <= CONTAINER
         assert container["resources"]["limits"]["memory"]
+        if group is not head:  # a node that ends is drained, while Kubernetes waits for the pod
+            hook = container["lifecycle"]["preStop"]["exec"]["command"]
+            assert hook[:3] == ["python", "-m", spot_watch.__name__]
+            seconds = spot_watch.parser().parse_args(hook[3:]).seconds
+            assert 0 < seconds < pod["terminationGracePeriodSeconds"]
         (mount,) = container["volumeMounts"]
         (volume,) = pod["volumes"]
         assert mount == {"name": volume["name"], "mountPath": "/dev/shm"}

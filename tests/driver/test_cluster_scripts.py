@@ -7,11 +7,14 @@ import os
 import re
 import shutil
 import subprocess
+import sys
+import time
 from pathlib import Path
 
 import pytest
 import yaml
 from cluster_checks import check_kubernetes, check_ray_up, in_ray, opening
+from metadata_server import ACTION, EVENTS, PREEMPTED, aws_action, azure_events, serve
 from slurm import FAKES, ROOT
 
 CLUSTERS = ROOT / "clusters"
@@ -86,6 +89,44 @@ def test_azures_command_narrows_the_one_ssh_rule_that_ray_has(tmp_path: Path):
     assert [(r["sourceAddressPrefix"], r["destinationPortRange"]) for r in rules] == [
         ("203.0.113.0/24", "22")
     ]
+
+
+NOTICES = {
+    "aws": (ACTION, aws_action(in_s=3600)),
+    "azure": (EVENTS, azure_events("Preempt", in_s=3600)),
+    "gcp": (PREEMPTED, "TRUE"),
+}
+
+
+@pytest.mark.parametrize("cloud", CLOUDS)
+def test_a_worker_of_a_cloud_is_drained_at_its_notice_and_a_head_never(tmp_path: Path, cloud: str):
+    """Its line as it is, in a shell that ends; only the metadata service is another."""
+    cluster = yaml.safe_load(text_of(f"{cloud}.yaml"))
+    assert "spot_watch" not in json.dumps(cluster["head_start_ray_commands"])
+    ours, notes = tmp_path / "bin", tmp_path / "notes"
+    ours.mkdir()
+    with serve() as metadata:
+        programs = {
+            "python": f'exec {sys.executable} "$@" --metadata {metadata.url} --every-s 0.1',
+            "ray": f'echo "$1 $RAY_ADDRESS" >> {notes}',
+        }
+        for name, body in programs.items():
+            (ours / name).write_text(f"#!/bin/sh\n{body}\n")
+            (ours / name).chmod(0o755)
+        port = metadata.url.rpartition(":")[2]  # an address that no other test watches
+        home = {"HOME": str(tmp_path), "PATH": f"{ours}:/usr/bin:/bin", "RAY_HEAD_IP": f"h{port}"}
+        home["PYTHONPATH"] = str(ROOT)
+        command = f"({cluster['worker_start_ray_commands'][-1]})"
+        subprocess.run(["bash", "-c", command], env=home, check=True, timeout=30)
+        deadline = time.monotonic() + 30
+        while not metadata.asked and time.monotonic() < deadline:
+            time.sleep(0.05)
+        assert notes.read_text() == "start \n"
+        path, text = NOTICES[cloud]
+        metadata.texts[path] = text
+        while "drain-node" not in notes.read_text() and time.monotonic() < deadline:
+            time.sleep(0.05)
+    assert notes.read_text() == f"start \ndrain-node h{port}:6379\n"
 
 
 class Lan:
