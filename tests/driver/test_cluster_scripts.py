@@ -5,11 +5,12 @@ from __future__ import annotations
 import json
 import os
 import re
-import shutil
 import subprocess
 import sys
 import time
+from importlib import metadata
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
@@ -74,21 +75,178 @@ def test_gcp_has_its_own_network_and_accounts():
     assert re.findall(r"tcp:22 --source-ranges (\S+)", text) == ["203.0.113.0/24"]
 
 
-def test_azures_command_narrows_the_one_ssh_rule_that_ray_has(tmp_path: Path):
-    template = in_ray("autoscaler/_private/_azure/azure-config-template.json")
-    copy = tmp_path / template.name
-    shutil.copy(template, copy)
-    command = re.search(r"(?m)^#   (sed -i .*) \\$", text_of("azure.yaml"))
-    assert command is not None
-    subprocess.run(["bash", "-c", f"{command[1]} {copy}"], check=True)
+def program(folder: Path, name: str, body: str) -> None:
+    """A command of that name, in sh."""
+    folder.mkdir(exist_ok=True)
+    (folder / name).write_text(f"#!/bin/sh\n{body}\n")
+    (folder / name).chmod(0o755)
+
+
+def test_azures_first_command_narrows_the_one_ssh_rule_that_ray_has(tmp_path: Path):
+    """By Azure's own command line: nothing that is installed is edited."""
+    text = text_of("azure.yaml")
+    template = json.loads(
+        in_ray("autoscaler/_private/_azure/azure-config-template.json").read_text()
+    )
     rules = [
-        rule["properties"]
-        for resource in json.loads(copy.read_text())["resources"]
+        (rule["name"], rule["properties"]["destinationPortRange"])
+        for resource in template["resources"]
         for rule in resource.get("properties", {}).get("securityRules", [])
     ]
-    assert [(r["sourceAddressPrefix"], r["destinationPortRange"]) for r in rules] == [
-        ("203.0.113.0/24", "22")
-    ]
+    assert rules == [("SSH", "22")]
+    for name in ("ray", "az"):
+        list_them = '[ "$3" != list ] || echo one two'
+        program(tmp_path / "bin", name, f'echo "{name} $*" >> {tmp_path}/calls; {list_them}')
+    path = {"PATH": f"{tmp_path / 'bin'}:/usr/bin:/bin"}
+    subprocess.run(["bash", "-c", opening(text)["bring up"]], env=path, check=True)
+    up, listed, *updates = (tmp_path / "calls").read_text().splitlines()
+    assert up.startswith("ray up ")
+    assert listed.startswith("az network nsg list --resource-group raytrain ")
+    assert yaml.safe_load(text)["provider"]["resource_group"] == "raytrain"
+    rest = "--name SSH --source-address-prefixes 203.0.113.0/24"
+    group = "az network nsg rule update --resource-group raytrain --nsg-name"
+    assert updates == [f"{group} {name} {rest}" for name in ("one", "two")]
+    assert "sed -i" not in text
+
+
+def larger(name: str) -> str:
+    """A file of a cloud with its lines for machines of several GPUs."""
+    return re.sub(r"(?m)^( +)# (\w+: .*) # several GPUs.*$", r"\1\2", text_of(f"{name}.yaml"))
+
+
+def test_awss_machines_are_what_run_instances_takes():
+    """Strictly, by AWS's own description of its API; also with several GPUs."""
+    from botocore.session import get_session
+    from botocore.validate import ParamValidator
+
+    model = get_session().get_service_model("ec2").operation_model("RunInstances")
+    for text in (text_of("aws.yaml"), larger("aws")):
+        for config in yaml.safe_load(text)["available_node_types"].values():
+            # Ray adds the numbers.
+            params = {**config["node_config"], "MinCount": 1, "MaxCount": 1}
+            report = ParamValidator().validate(params, model.input_shape)
+            assert not report.has_errors(), report.generate_report()
+    worker = yaml.safe_load(larger("aws"))["available_node_types"]["worker"]["node_config"]
+    assert worker["NetworkInterfaces"][0]["InterfaceType"] == "efa"
+    assert worker["Placement"] == {"GroupName": "raytrain"}
+
+
+def test_azures_machines_are_what_rays_template_takes():
+    template = json.loads(in_ray("autoscaler/_private/_azure/azure-vm-template.json").read_text())
+    for text in (text_of("azure.yaml"), larger("azure")):
+        for config in yaml.safe_load(text)["available_node_types"].values():
+            assert {*config["node_config"]} == {"azure_arm_parameters"}
+            given = config["node_config"]["azure_arm_parameters"]
+            for name, value in given.items():
+                kind = template["parameters"][name]["type"]
+                kinds = {"string": str, "int": int, "bool": bool, "object": dict}
+                assert isinstance(value, kinds[kind]), name
+    assert given["enableAcceleratedNetworking"] is True
+
+
+def test_googles_machines_are_what_instances_insert_takes():
+    """Strictly, by Google's own description of its API, where its client is installed."""
+    pytest.importorskip("googleapiclient")
+    from googleapiclient.discovery_cache import get_static_doc  # type: ignore[import-not-found]
+
+    schemas = json.loads(get_static_doc("compute", "v1"))["schemas"]
+
+    def check(value: object, schema: dict[str, Any], where: str) -> None:
+        schema = schemas[schema["$ref"]] if "$ref" in schema else schema
+        if isinstance(value, dict):
+            for name, each in value.items():
+                assert name in schema["properties"], f"{where}.{name} does not exist"
+                check(each, schema["properties"][name], f"{where}.{name}")
+        elif isinstance(value, list):
+            for each in value:
+                check(each, schema["items"], where)
+        else:
+            kinds = {"string": (str, int), "boolean": bool, "integer": int}
+            assert isinstance(value, kinds[schema["type"]]), where
+            assert value in schema.get("enum", [value]), f"{where}: {value}"
+
+    for text in (text_of("gcp.yaml"), larger("gcp")):
+        for kind, config in yaml.safe_load(text)["available_node_types"].items():
+            check(config["node_config"], {"$ref": "Instance"}, kind)
+
+
+def test_googles_worker_asks_for_the_driver():
+    for text in (text_of("gcp.yaml"), larger("gcp")):
+        worker = yaml.safe_load(text)["available_node_types"]["worker"]["node_config"]
+        assert worker["metadata"]["items"] == [{"key": "install-nvidia-driver", "value": "True"}]
+        assert worker["scheduling"]["onHostMaintenance"] == "TERMINATE"
+    assert worker["resourcePolicies"]
+
+
+def versions() -> list[dict[str, str]]:
+    """The table of README.md."""
+    head, _, *rows = re.findall(
+        r"(?m)^\| (.*) \|$", text_of("README.md").partition("## Versions")[2]
+    )
+    return [dict(zip(head.split(" | "), row.split(" | "), strict=True)) for row in rows[:2]]
+
+
+def test_the_versions_are_one_table():
+    newest, oldest = versions()
+    pins = " ".join(
+        f"'{name}=={newest[key]}'"
+        for name, key in (("torch", "torch"), ("torchvision", "torchvision"))
+    )
+    pins += f" 'ray[default,train]=={newest['Ray']}'"
+    for cloud in CLOUDS:
+        cluster = yaml.safe_load(text_of(f"{cloud}.yaml"))
+        assert pins in cluster["setup_commands"][-2]
+        (driver,) = cluster["worker_setup_commands"]
+        assert f'{newest["lowest driver"]} "$D"' in driver
+        assert f"torch {newest['torch']} needs {newest['lowest driver']} " in driver
+    arguments = dict(re.findall(r"(?m)^ARG (\w+)=(.*)$", text_of("Dockerfile")))
+    for key in ("torch", "torchvision", "Ray"):
+        assert arguments[key.upper()] == newest[key]
+        lowest = re.search(
+            rf'"{key.lower()}(?:\[.*\])?>=([\d.]+)"', (ROOT / "pyproject.toml").read_text()
+        )
+        assert lowest is not None
+        assert f"{oldest[key]}.".startswith(f"{lowest[1]}."), key
+
+
+def test_the_table_has_the_cuda_of_the_torch_that_is_installed():
+    rows = {row["torch"]: row for row in versions()}
+    row = rows.get(metadata.version("torch").partition("+")[0])
+    needs = " ".join(metadata.requires("torch") or ())
+    found = re.search(r"(?:cuda-toolkit\S*|nvidia-cuda-runtime\S*)==(\d+\.\d+)", needs)
+    if row is None or found is None:
+        pytest.skip("another torch, or one without CUDA")
+    assert found[1] == row["CUDA"]
+    # NVIDIA's table of minor version compatibility.
+    assert row["lowest driver"] == {"13": "580.65.06", "12": "525.60.13"}[found[1][:2]]
+
+
+@pytest.mark.parametrize(
+    ("gpu", "driver", "fits"),
+    [
+        (True, "580.65.06", True),
+        (True, "595.10", True),
+        (True, "570.172.08", False),
+        (True, "", False),
+        (False, "", True),
+    ],
+)
+@pytest.mark.parametrize("cloud", CLOUDS)
+def test_a_worker_whose_driver_is_too_old_says_so(
+    tmp_path: Path, cloud: str, gpu: bool, driver: str, fits: bool
+):
+    (command,) = yaml.safe_load(text_of(f"{cloud}.yaml"))["worker_setup_commands"]
+    (tmp_path / "vendor").write_text("0x10de\n" if gpu else "0x1d0f\n")
+    command = command.replace("/sys/bus/pci/devices/*/vendor", str(tmp_path / "vendor"))
+    program(tmp_path / "bin", "nvidia-smi", f'[ -n "{driver}" ] && echo {driver}')
+    program(tmp_path / "bin", "sleep", "")
+    path = {"PATH": f"{tmp_path / 'bin'}:/usr/bin:/bin"}
+    done = subprocess.run(
+        ["bash", "-c", f"({command})"], env=path, capture_output=True, text=True, check=False
+    )
+    assert (done.returncode == 0) == fits
+    if not fits:
+        assert f"driver is '{driver}'; torch 2.15.0 needs 580.65.06" in done.stderr
 
 
 NOTICES = {
@@ -104,29 +262,25 @@ def test_a_worker_of_a_cloud_is_drained_at_its_notice_and_a_head_never(tmp_path:
     cluster = yaml.safe_load(text_of(f"{cloud}.yaml"))
     assert "spot_watch" not in json.dumps(cluster["head_start_ray_commands"])
     ours, notes = tmp_path / "bin", tmp_path / "notes"
-    ours.mkdir()
-    with serve() as metadata:
-        programs = {
-            "python": f'exec {sys.executable} "$@" --metadata {metadata.url} --every-s 0.1',
-            "ray": f'echo "$1 $RAY_ADDRESS" >> {notes}',
-        }
-        for name, body in programs.items():
-            (ours / name).write_text(f"#!/bin/sh\n{body}\n")
-            (ours / name).chmod(0o755)
-        port = metadata.url.rpartition(":")[2]  # an address that no other test watches
+    with serve() as cloud_says:
+        run = f'exec {sys.executable} "$@" --metadata {cloud_says.url} --every-s 0.1'
+        program(ours, "python", run)
+        program(ours, "ray", f'echo "$1 $RAY_ADDRESS $NCCL_SOCKET_IFNAME" >> {notes}')
+        program(ours, "ip", 'echo "$4 via 10.0.0.1 dev ens5 src 10.0.0.7 uid 1000 \\\\    cache"')
+        port = cloud_says.url.rpartition(":")[2]  # an address that no other test watches
         home = {"HOME": str(tmp_path), "PATH": f"{ours}:/usr/bin:/bin", "RAY_HEAD_IP": f"h{port}"}
         home["PYTHONPATH"] = str(ROOT)
         command = f"({cluster['worker_start_ray_commands'][-1]})"
         subprocess.run(["bash", "-c", command], env=home, check=True, timeout=30)
         deadline = time.monotonic() + 30
-        while not metadata.asked and time.monotonic() < deadline:
+        while not cloud_says.asked and time.monotonic() < deadline:
             time.sleep(0.05)
-        assert notes.read_text() == "start \n"
+        assert notes.read_text() == "start  ens5\n"
         path, text = NOTICES[cloud]
-        metadata.texts[path] = text
+        cloud_says.texts[path] = text
         while "drain-node" not in notes.read_text() and time.monotonic() < deadline:
             time.sleep(0.05)
-    assert notes.read_text() == f"start \ndrain-node h{port}:6379\n"
+    assert notes.read_text() == f"start  ens5\ndrain-node h{port}:6379 ens5\n"
 
 
 class Lan:
