@@ -355,8 +355,39 @@ def test_kubernetes_objects_have_fields_that_kuberay_knows():
     assert all("nvidia.com/gpu" in limit for limit in limits)
 
 
+def test_the_commented_lines_of_kubernetes_are_fields_too():
+    """Queues, a node selector, a volume for runs: as they are once uncommented."""
+    line = r"(?m)^( +)# (- \{.*|[\w./-]+: [\w{].*)$"
+    text = text_of("kuberay.yaml")
+    assert len(re.findall(line, text)) == 2 * 3 + 2 + 2 * 4
+    job, cluster = check_kubernetes(re.sub(line, r"\1\2", text))
+    for resource in (job, cluster):
+        assert "kueue.x-k8s.io/queue-name" in resource["metadata"]["labels"]
+    worker = cluster["spec"]["workerGroupSpecs"][0]["template"]["spec"]
+    assert worker["nodeSelector"]
+    assert worker["volumes"][1]["persistentVolumeClaim"] == {"claimName": "raytrain"}
+
+
+@pytest.mark.parametrize(
+    ("right", "wrong", "why"),
+    [
+        ("terminationGracePeriodSeconds: 60", "terminationGraceSeconds: 60", "terminationGrace"),
+        ("preStop:", "prestop:", "prestop"),
+        ("backoffLimit: 2 ", 'backoffLimit: "2" ', "backoffLimit is '2'"),
+        ('{num-cpus: "0"}', "{num-cpus: 0}", "rayStartParams"),
+        ("maxReplicas: 1", "maxreplicas: 1", "maxreplicas"),
+        ("groupName: gpu\n", "replicas: 1\n", "groupName"),
+        ("mode: token", "modus: token", "modus"),
+    ],
+)
+def test_a_misspelt_field_of_kubernetes_would_be_noticed(right: str, wrong: str, why: str):
+    with pytest.raises(AssertionError, match=why):
+        check_kubernetes(text_of("kuberay.yaml").replace(right, wrong, 1))
+
+
 def test_the_image_has_the_ray_that_kuberay_expects():
     docker = text_of("Dockerfile")
+    assert re.search(r"apt-get install .* wget\b", docker), "for KubeRay's probes"
     versions = re.findall(r'rayVersion: "(.*)"', text_of("kuberay.yaml"))
     assert {*versions} == {*re.findall(r"ARG RAY=(.*)", docker)}
     sources = [source for line in re.findall(r"COPY (.*)", docker) for source in line.split()[:-1]]
