@@ -197,7 +197,7 @@ def test_importing_the_package_or_its_config_loads_neither_torch_nor_ray():
 @pytest.mark.parametrize(
     "module",
     [
-        *("driver.fit_driver", "driver.preflight", "ray_backend.worker"),
+        *("driver.fit_driver", "driver.preflight", "ray_backend.worker", "ray_backend.spot_watch"),
         *("doctor.examine", "report.write", "data.epoch_order"),
     ],
 )

@@ -172,6 +172,8 @@ def _kuberay(config: TrainConfig, base: str | None, name: str) -> str:
     workers = _put(workers, "        maxReplicas: ", need.nodes)
     workers = _put(workers, "                  requests: ", f"{{{size}}}")
     workers = _put(workers, "                  limits: ", f"{{{size}{gpus}}}")
+    if not need.gpus:
+        workers = re.sub(r"(?m)^.*nvidia.*\n", "", workers)
     return _told_of_folder(config, head + mark + workers)
 
 
