@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import replace
 
+import pyarrow.fs as pafs
 import pytest
 from faulty_storage import commit, content, payload
 from s3 import S3, s3_server
@@ -116,3 +117,43 @@ def test_a_checkpoint_is_whole_behind_a_network_that_fails(
     assert content(newest) == payload(2)
     assert proxy.left == 0, "the fault was there"
     assert time.monotonic() - begun < HANG_S
+
+
+def heads_of_a_write() -> list[str]:
+    """What Arrow's S3 client sends to write an object to a server that then ends the connection."""
+    heads = []
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+
+        def serve() -> None:
+            with suppress(OSError):
+                while True:
+                    client, _ = listener.accept()
+                    with client:
+                        heads.append(
+                            client.recv(1 << 16).partition(b"\r\n\r\n")[0].decode().lower()
+                        )
+
+        threading.Thread(target=serve, daemon=True).start()
+        once = pafs.AwsStandardS3RetryStrategy(max_attempts=1)
+        place = f"127.0.0.1:{listener.getsockname()[1]}"
+        store = pafs.S3FileSystem(
+            **{"access_key": "a", "secret_key": "b", "scheme": "http", "region": "us-east-1"},
+            **{"endpoint_override": place, "retry_strategy": once, "allow_delayed_open": True},
+        )
+        with suppress(OSError), store.open_output_stream("bucket/x") as stream:
+            stream.write(b"hello")
+        listener.shutdown(socket.SHUT_RDWR)
+    return heads
+
+
+def test_a_store_that_refuses_aws_chunked_is_reached_by_a_variable(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    """docs/troubleshooting.md names it."""
+    monkeypatch.delenv("AWS_REQUEST_CHECKSUM_CALCULATION", raising=False)
+    if not any("aws-chunked" in head for head in heads_of_a_write()):
+        pytest.skip("this pyarrow does not send it")
+    monkeypatch.setenv("AWS_REQUEST_CHECKSUM_CALCULATION", "when_required")
+    heads = heads_of_a_write()
+    assert any(head.startswith("put ") for head in heads)
+    assert not any("aws-chunked" in head or "trailer" in head for head in heads)
