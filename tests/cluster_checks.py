@@ -16,7 +16,7 @@ import yaml
 
 from raytrain_ddp.command_line import parse_fit
 from raytrain_ddp.config.train_config import TrainConfig
-from raytrain_ddp.ray_backend import spot_watch
+from raytrain_ddp.spot import __main__ as spot
 
 GOLDEN = Path(__file__).parent / "golden"
 # The fields of Kubernetes' pods with their types, `!` where they are required: from the models of
@@ -201,8 +201,8 @@ def _check_cluster_spec(spec: dict[str, Any]) -> None:
         assert [each["key"] for each in pod.get("tolerations", [])] == gpus
         if group is not head:  # a node that ends is drained, while Kubernetes waits for the pod
             hook = container["lifecycle"]["preStop"]["exec"]["command"]
-            assert hook[:3] == ["python", "-m", spot_watch.__name__]
-            seconds = spot_watch.parser().parse_args(hook[3:]).seconds
+            assert hook[:3] == ["python", "-m", "raytrain_ddp.spot"]
+            seconds = spot.parser().parse_args(hook[3:]).seconds
             assert 0 < seconds < pod["terminationGracePeriodSeconds"]
         mounts = {each["name"]: each["mountPath"] for each in container["volumeMounts"]}
         volumes = {each["name"]: each for each in pod["volumes"]}

@@ -22,7 +22,7 @@ COMMANDS = {"fit", "evaluate", "run", "convert", "doctor", "report", "chaos"}
 RANKS = [
     {"errors", "events"},
     {"messages", "records"},
-    {"files", "failpoints", "uri", "warm"},
+    {"files", "failpoints", "uri", "warm", "spot"},
     {"config"},
     {"data", "checkpoint"},
     {"tasks"},
@@ -197,7 +197,7 @@ def test_importing_the_package_or_its_config_loads_neither_torch_nor_ray():
 @pytest.mark.parametrize(
     "module",
     [
-        *("driver.fit_driver", "driver.preflight", "ray_backend.worker", "ray_backend.spot_watch"),
+        *("driver.fit_driver", "driver.preflight", "ray_backend.worker", "spot.__main__"),
         *("doctor.examine", "report.write", "data.epoch_order"),
     ],
 )

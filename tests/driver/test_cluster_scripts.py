@@ -260,7 +260,7 @@ NOTICES = {
 def test_a_worker_of_a_cloud_is_drained_at_its_notice_and_a_head_never(tmp_path: Path, cloud: str):
     """Its line as it is, in a shell that ends; only the metadata service is another."""
     cluster = yaml.safe_load(text_of(f"{cloud}.yaml"))
-    assert "spot_watch" not in json.dumps(cluster["head_start_ray_commands"])
+    assert "raytrain_ddp.spot" not in json.dumps(cluster["head_start_ray_commands"])
     ours, notes = tmp_path / "bin", tmp_path / "notes"
     with serve() as cloud_says:
         run = f'exec {sys.executable} "$@" --metadata {cloud_says.url} --every-s 0.1'

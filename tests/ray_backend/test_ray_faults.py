@@ -151,7 +151,7 @@ def drain(cluster: Any, node: Any, seconds: float) -> None:
 
 def drain_by_the_watch(cluster: Any, node: Any, seconds: float) -> None:
     """What clusters/gcp.yaml runs on the node, from the moment that the machine is preempted."""
-    watch = [sys.executable, "-m", "raytrain_ddp.ray_backend.spot_watch", "gcp"]
+    watch = [sys.executable, "-m", "raytrain_ddp.spot", "gcp"]
     with serve() as metadata:
         metadata.texts[PREEMPTED] = "TRUE"
         assert seconds == 30  # its notice

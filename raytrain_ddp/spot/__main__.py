@@ -1,7 +1,7 @@
 """Watches for the notice that a cloud takes this machine away, and then drains its Ray node.
 
-    python -m raytrain_ddp.ray_backend.spot_watch aws|azure|gcp [--address HOST:6379]
-    python -m raytrain_ddp.ray_backend.spot_watch now --seconds 100    # a preStop hook
+    python -m raytrain_ddp.spot aws|azure|gcp [--address HOST:6379]
+    python -m raytrain_ddp.spot now --seconds 100    # a preStop hook
 
 One per worker node, started by the files in clusters/. It reads the cloud's metadata service and
 calls `ray drain-node`; a run then makes a checkpoint and goes on without the node
@@ -22,14 +22,14 @@ from collections.abc import Sequence
 from datetime import datetime, timezone
 from http.client import HTTPException
 
-from raytrain_ddp.ray_backend.cloud_notices import CLOUDS, Cloud, Metadata, Notice
+from raytrain_ddp.spot.cloud_notices import CLOUDS, Cloud, Metadata, Notice
 
 _RESERVE_S = 5.0  # `ray drain-node` counts from its own start, which takes seconds
 _TRY_S = 20.0  # an answer of `ray drain-node` takes 2 to 8 s
 
 
 def say(text: str) -> None:
-    print(f"{datetime.now(timezone.utc):%Y-%m-%dT%H:%M:%SZ} spot_watch: {text}", flush=True)
+    print(f"{datetime.now(timezone.utc):%Y-%m-%dT%H:%M:%SZ} spot: {text}", flush=True)
 
 
 def await_notice(cloud: Cloud, every_s: float) -> Notice:
@@ -99,7 +99,9 @@ def drain(notice: Notice, address: str, node: str | None, try_s: float | None = 
 def parser() -> argparse.ArgumentParser:
     """The words of the command line."""
     form = argparse.RawDescriptionHelpFormatter
-    parser = argparse.ArgumentParser("spot_watch", description=__doc__, formatter_class=form)
+    parser = argparse.ArgumentParser(
+        "python -m raytrain_ddp.spot", description=__doc__, formatter_class=form
+    )
     parser.add_argument("cloud", choices=[*CLOUDS, "now"], help="whose notices; now: there is one")
     parser.add_argument("--address", default=os.environ.get("RAY_ADDRESS"), help="of the head")
     parser.add_argument("--seconds", type=float, help="now: when the node ends")

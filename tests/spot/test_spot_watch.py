@@ -23,9 +23,9 @@ from metadata_server import (
     serve,
 )
 
-from raytrain_ddp.ray_backend import cloud_notices
-from raytrain_ddp.ray_backend.cloud_notices import Aws, Azure, Cloud, Gcp, Metadata, Notice
-from raytrain_ddp.ray_backend.spot_watch import await_notice, drain, main
+from raytrain_ddp.spot import cloud_notices
+from raytrain_ddp.spot.__main__ import await_notice, drain, main
+from raytrain_ddp.spot.cloud_notices import Aws, Azure, Cloud, Gcp, Metadata, Notice
 
 Make = Callable[[Metadata], Cloud]
 CLOUDS: dict[str, Make] = {"aws": Aws, "azure": Azure, "gcp": lambda m: Gcp(m, has_gpu=True)}
@@ -214,7 +214,7 @@ def test_the_watch_says_each_thing_once_and_returns_with_the_first_end(
         [risk, end],
     )
     assert await_notice(cloud, 0.0) == end
-    lines = [line.partition(" spot_watch: ")[2] for line in capsys.readouterr().out.splitlines()]
+    lines = [line.partition(" spot: ")[2] for line in capsys.readouterr().out.splitlines()]
     assert lines == [
         "no notice can be read (ConnectionRefusedError: gone); asking again",
         "the metadata service answers again",
@@ -289,14 +289,14 @@ def test_now_holds_a_pod_until_its_end_but_not_without_a_head(
     assert main(["now", "--seconds", "4", "--address", "head:6379"]) == 0
     assert time.monotonic() - begun >= 4
     monkeypatch.setenv("FAKE_FAILURES", "99")
-    monkeypatch.setattr("raytrain_ddp.ray_backend.spot_watch._TRY_S", 0.5)
+    monkeypatch.setattr("raytrain_ddp.spot.__main__._TRY_S", 0.5)
     assert main(["now", "--seconds", "600", "--address", "head:6379"]) == 1
     assert time.monotonic() - begun < 30
 
 
 def watcher(*words: str) -> subprocess.Popen[str]:
     """As a file of clusters/ starts it."""
-    command = [sys.executable, "-m", "raytrain_ddp.ray_backend.spot_watch", *words]
+    command = [sys.executable, "-m", "raytrain_ddp.spot", *words]
     return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
 
 
