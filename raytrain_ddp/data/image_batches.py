@@ -135,7 +135,7 @@ class _Collate:
     ) -> Iterator[tuple[int, EncodedImage]]:
         """(place, opened picture) of each record that can be opened; one for all repeats of a
         row."""
-        before, picture = -1, None
+        before, picture, once = -1, None, len(set(rows)) == len(rows)
         for place, (row, (image, label)) in enumerate(zip(rows, records, strict=True)):
             if isinstance(label, int) and not 0 <= label < self._classes:
                 where = self._source.where(row)
@@ -144,7 +144,7 @@ class _Collate:
                 )
             try:
                 if row != before or picture is None:
-                    picture = open_encoded_image(image, self._config.exif_orientation)
+                    picture = open_encoded_image(image, self._config.exif_orientation, once)
             except Exception as error:
                 self._refuse(row, error)
                 picture = None
