@@ -1,7 +1,6 @@
 """Memory of image batches, used again as soon as no tensor refers to it.
 
-Fresh memory costs a page fault per 4 KiB: 5 to 15 % of a loader's CPU time in a virtual machine
-(docs/results/data-cpu.md).
+Fresh memory costs a page fault per 4 KiB, 37 for an image of 224 x 224: dear in virtual machines.
 """
 
 from __future__ import annotations

@@ -70,7 +70,11 @@ def test_any_part_of_any_sampling_is_as_in_the_whole(sampling: str, size: tuple[
 
 
 def test_restart_markers_quality_and_metadata_change_nothing() -> None:
-    for options in ({"quality": 20}, {"restart_marker_blocks": 3}, {"exif": b"Exif\0\0" + b"x" * 90}):
+    for options in (
+        {"quality": 20},
+        {"restart_marker_blocks": 3},
+        {"exif": b"Exif\0\0" + b"x" * 90},
+    ):
         assert len(decoded_alone(encoded(picture(65, 97), **options))) == 43
 
 
@@ -80,7 +84,11 @@ def test_what_is_unusual_is_decoded_as_a_whole() -> None:
     assert decoded_alone(progressive) == []
     followed = encoded(pixels) + b"and so on"
     assert decoded_alone(followed) == []
-    assert open_encoded_image(encoded(pixels)).part(1, 1, 2, 2).base.shape == (65, 97, 3)  # not once
+    assert open_encoded_image(encoded(pixels)).part(1, 1, 2, 2).base.shape == (
+        65,
+        97,
+        3,
+    )  # not once
 
 
 def test_what_is_damaged_is_as_without_it(monkeypatch: pytest.MonkeyPatch) -> None:
