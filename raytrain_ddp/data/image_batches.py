@@ -16,6 +16,7 @@ import torch
 
 from raytrain_ddp.config.input_sections import AugmentConfig, DataConfig
 from raytrain_ddp.data.auto_augment import apply_policy, policy_draws
+from raytrain_ddp.data.batch_memory import BatchMemory
 from raytrain_ddp.data.cropping import CENTRE_SHARE, crop_draws, place_image
 from raytrain_ddp.data.decoding import EncodedImage, open_encoded_image, reason_for
 from raytrain_ddp.data.gpu_augment import ERASE_DRAWS, erase_boxes, partners_of
@@ -98,20 +99,24 @@ class _Collate:
         self._classes = classes
         self._told: set[int] = set()  # rows already reported
         self._policy_draws = policy_draws(augment)
+        self._memory = BatchMemory()
 
     def __call__(self, records: Sequence[tuple[Any, Any]], draws: Draws) -> Batch:
         crops = draws.uniform(crop_draws(self._augment), _CROP).tolist()
         policies = draws.uniform(self._policy_draws, _POLICY).tolist()
         images = torch.empty((0, 3, 1, 1), dtype=torch.uint8)
+        outs: Sequence[torch.Tensor] = ()  # of one image each
         kept: list[int] = []
+        size = (1, 1)
         for place, picture in self._pictures(records, draws.rows.tolist()):
-            if not len(images):
-                shape = (len(records), 3, *self._size(picture, draws.epoch))
-                images = torch.empty(shape, dtype=torch.uint8, memory_format=torch.channels_last)
-            elif (size := self._size(picture, draws.epoch)) != tuple(images.shape[-2:]):
-                sizes = f"{tuple(images.shape[-2:])} and {size}"
+            own = self._size(picture, draws.epoch)
+            if not outs:
+                images, size = self._memory.empty(len(records), *own), own
+                outs = images.split(1)
+            elif own != size:
+                sizes = f"{size} and {own}"
                 raise DataError(f"images of unequal size, {sizes}: set --data.image-size.")
-            out = images[len(kept) : len(kept) + 1]
+            out = outs[len(kept)]
             try:
                 scaling, mode = self._config.jpeg_scaling, self._config.interpolation
                 place_image(out, picture, self._augment, crops[place], scaling, mode, self._share)
@@ -122,7 +127,6 @@ class _Collate:
                 out[0] = apply_policy(out[0], self._augment, policies[place])
             kept.append(place)
         labels = _stacked([records[place][1] for place in kept])
-        size = images.shape[-2], images.shape[-1]
         made = device_augmentation(self._augment, draws.of(kept), size)
         return {"image": images[: len(kept)], "label": labels, **made}
 
@@ -131,7 +135,7 @@ class _Collate:
     ) -> Iterator[tuple[int, EncodedImage]]:
         """(place, opened picture) of each record that can be opened; one for all repeats of a
         row."""
-        before, picture = -1, None
+        before, picture, once = -1, None, len(set(rows)) == len(rows)
         for place, (row, (image, label)) in enumerate(zip(rows, records, strict=True)):
             if isinstance(label, int) and not 0 <= label < self._classes:
                 where = self._source.where(row)
@@ -140,7 +144,7 @@ class _Collate:
                 )
             try:
                 if row != before or picture is None:
-                    picture = open_encoded_image(image, self._config.exif_orientation)
+                    picture = open_encoded_image(image, self._config.exif_orientation, once)
             except Exception as error:
                 self._refuse(row, error)
                 picture = None
