@@ -78,7 +78,9 @@ PARSERS: dict[str, Callable[[Sequence[str]], Any]] = {
     "chaos": parse_chaos,
     "doctor": parse_doctor,
     "run": parse_run,
-    **{name: generate._command(name).parse for name in ("evaluate", "convert", "report")},
+    **{
+        name: generate._command(name).parse for name in ("evaluate", "predict", "convert", "report")
+    },
 }
 
 
