@@ -16,7 +16,7 @@ import raytrain_ddp
 
 PACKAGE = Path(raytrain_ddp.__file__).parent
 FILES = sorted(PACKAGE.rglob("*.py"))
-COMMANDS = {"fit", "evaluate", "predict", "run", "convert", "doctor", "report", "chaos"}
+COMMANDS = {"fit", "evaluate", "predict", "export", "run", "convert", "doctor", "report", "chaos"}
 
 # A part may import those of lower rank, and itself; parts of one rank do not know each other.
 RANKS = [
@@ -184,7 +184,7 @@ def test_importing_the_package_or_its_config_loads_neither_torch_nor_ray():
     heavy = {"torch", "ray", "numpy", "pyarrow", "pydantic", "matplotlib"}
     assert not loaded_after("import raytrain_ddp") & heavy
     assert not loaded_after("from raytrain_ddp import TrainConfig; TrainConfig()") & heavy
-    packages = ("predict", "convert", "doctor", "report", "chaos")
+    packages = ("predict", "export", "convert", "doctor", "report", "chaos")
     modules = ["fit", "evaluate", "run", *(f"{name}.__main__" for name in packages)]
     commands = ", ".join(f"raytrain_ddp.{module}" for module in modules)
     assert not loaded_after(f"import {commands}") & {"torch", "ray"}

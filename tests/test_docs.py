@@ -57,7 +57,7 @@ FOREIGN = {
     *("config", "head", "num-cpus", "check", "ignore", "resume", "temp-dir", "homepath"),
     *("quick", "only", "out", "working-dir", "minutes", "timm-train", "torchvision-train"),
     *("model", "pretrained", "num-classes", "opt", "weight-decay", "layer-decay", "warmup-epochs"),
-    *("model-ema", "model-ema-decay"),  # of timm's train.py
+    *("model-ema", "model-ema-decay", "data-binary"),  # of timm's train.py, and of curl
     *("rank", "world-size", "dist-url", "node-rank", "nodes", "lr"),
     *("ntasks-per-node", "nr", "master", "port", "gpus", "local-rank", "shutdown-timeout"),
     *("config.file", "storage.tsdb.path", "web.listen-address", "logdir"),
@@ -79,7 +79,8 @@ PARSERS: dict[str, Callable[[Sequence[str]], Any]] = {
     "doctor": parse_doctor,
     "run": parse_run,
     **{
-        name: generate._command(name).parse for name in ("evaluate", "predict", "convert", "report")
+        name: generate._command(name).parse
+        for name in ("evaluate", "predict", "export", "convert", "report")
     },
 }
 

@@ -96,8 +96,8 @@ def _predict(args: PredictArgs, parts: OutputParts) -> tuple[str, Totals, str]:
     from raytrain_ddp.data.loader_threads import LoaderThreads
     from raytrain_ddp.display.work_meter import shown
     from raytrain_ddp.inference.batch_outputs import Asked, outputs
+    from raytrain_ddp.inference.inputs import open_input
     from raytrain_ddp.inference.loaded_model import loaded
-    from raytrain_ddp.predict.inputs import open_input
     from raytrain_ddp.predict.result_table import Columns, joined
     from raytrain_ddp.training.world import World, choose_device, set_up
 

@@ -12,7 +12,7 @@ from PIL import Image
 
 from raytrain_ddp import TrainConfig, fit_locally
 from raytrain_ddp.config.input_sections import DataConfig
-from raytrain_ddp.config.sections import EmaConfig, LogConfig
+from raytrain_ddp.config.sections import EmaConfig, LogConfig, ModelConfig
 
 LOG = LogConfig(tensorboard=False)
 
@@ -66,6 +66,7 @@ def photos(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Path]:
         batch_size=8,
         micro_batch=4,
         data=DataConfig(source=str(folder / "data"), image_size=32, holdout=0.2),
+        model=ModelConfig(name="timm:test_resnet"),
         log=LOG,
     )
     fit_locally(config)

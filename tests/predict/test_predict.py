@@ -33,6 +33,7 @@ from raytrain_ddp.errors import (
 )
 from raytrain_ddp.evaluate import main as evaluate
 from raytrain_ddp.predict.output_parts import OutputParts
+from raytrain_ddp.tasks.digits_cnn import DigitsCNN
 
 DIGITS = Path(command.__file__).parents[1] / "data/digits/test-00000-of-00001.parquet"
 
@@ -84,7 +85,7 @@ def test_probabilities_have_the_bits_of_a_plain_loop_of_the_same_batches(
     ).permute(0, 3, 1, 2)
     data = TrainConfig().data
     mean, std = ((torch.tensor(v) * 255).view(3, 1, 1) for v in (data.mean, data.std))
-    model = plain(digits, 10)
+    model = plain(digits, DigitsCNN(classes=10))
     with torch.inference_mode():
         wanted = [
             model((part.contiguous().float() - mean) / std).softmax(1) for part in images.split(64)

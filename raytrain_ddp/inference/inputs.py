@@ -1,4 +1,4 @@
-"""What predictions are made for: images by path or URI, tables of images, or the run's own data."""
+"""What a model is used on: images by path or URI, tables of images, or the data of its run."""
 
 from __future__ import annotations
 
