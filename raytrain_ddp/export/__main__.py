@@ -57,7 +57,9 @@ def main(argv: Sequence[str]) -> int:
     """Returns the exit status."""
     args = COMMAND.parse(argv)
     if args.format is None:
-        raise ConfigError("--format is missing: one of onnx, torch-export, safetensors, timm, hf.")
+        raise ConfigError(
+            "--format is missing: onnx, torch-export, torchscript, safetensors, timm or hf."
+        )
     size = args.image_size
     require(size is None or size >= 1, "--image-size", size, "must be 1 or more")
     import torch
@@ -94,8 +96,8 @@ def main(argv: Sequence[str]) -> int:
         raise PreflightError(f"--out {out}: cannot be written: {reason}.") from None
     finally:
         shutil.rmtree(stage, ignore_errors=True)
-    size_mib = (out / form.file).stat().st_size / 2**20
-    print(f"{model.checkpoint}\n{checked}\n{out / form.file}: {size_mib:,.2f} MiB")
+    size_kb = (out / form.file).stat().st_size / 1000
+    print(f"{model.checkpoint}\n{checked}\n{out / form.file}: {size_kb:,.0f} kB")
     return 0
 
 

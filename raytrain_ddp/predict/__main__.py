@@ -167,7 +167,7 @@ def _print(checkpoint: str, totals: Totals, unit: str, parts: OutputParts, secon
     if totals.labeled:
         share = totals.right / totals.labeled
         print(f"  class is the label in {totals.right:,} of {totals.labeled:,} ({share:.6f})")
-    print(f"{parts.out}: {parts.size_bytes() / 2**20:,.2f} MiB")
+    print(f"{parts.out}: {parts.size_bytes() / 1000:,.0f} kB")
 
 
 if __name__ == "__main__":

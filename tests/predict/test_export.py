@@ -35,6 +35,7 @@ FILES = {
 }
 
 
+@pytest.mark.filterwarnings("ignore")  # as in the fresh process
 @pytest.mark.parametrize("form", FILES)
 def test_a_fresh_process_computes_the_same(
     form: str,
