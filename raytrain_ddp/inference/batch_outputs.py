@@ -79,7 +79,7 @@ def outputs(
     device = next(model.parameters()).device
     buffers = SavedBuffers(model)
     size = asked.batch_size
-    loaded = eval_batches(data, size, chunks, threads, pin=device.type == "cuda")
+    loaded = eval_batches(data, size, chunks, threads, pin=device.type != "cpu")
     with (
         torch.inference_mode(),
         evaluating(model),
