@@ -16,7 +16,7 @@ import raytrain_ddp
 
 PACKAGE = Path(raytrain_ddp.__file__).parent
 FILES = sorted(PACKAGE.rglob("*.py"))
-COMMANDS = {"fit", "evaluate", "run", "convert", "doctor", "report", "chaos"}
+COMMANDS = {"fit", "evaluate", "predict", "export", "run", "convert", "doctor", "report", "chaos"}
 
 # A part may import those of lower rank, and itself; parts of one rank do not know each other.
 RANKS = [
@@ -27,6 +27,7 @@ RANKS = [
     {"data", "checkpoint"},
     {"tasks"},
     {"training"},
+    {"inference"},
     {"result"},
     {"display"},
     {"ray_backend"},
@@ -43,7 +44,7 @@ MOST_LINES_OF_TRAIN = 45
 
 OFFERED = {
     *("ArraySource", "Data", "Draws", "FitResult", "IterableSource", "MapSource", "RaytrainError"),
-    *("Source", "Task", "TextSource", "TrainConfig", "fit", "fit_locally"),
+    *("Source", "Task", "TextSource", "TrainConfig", "fit", "fit_locally", "load"),
     *("AugmentConfig", "CheckpointConfig", "ComputeConfig", "DataConfig", "DdpConfig"),
     *("EmaConfig", "EvalConfig", "StopConfig"),
     *("LogConfig", "LossConfig", "ModelConfig", "OptimConfig", "ScalingConfig", "ScheduleConfig"),
@@ -188,7 +189,7 @@ def test_importing_the_package_or_its_config_loads_neither_torch_nor_ray():
     heavy = {"torch", "ray", "numpy", "pyarrow", "pydantic", "matplotlib"}
     assert not loaded_after("import raytrain_ddp") & heavy
     assert not loaded_after("from raytrain_ddp import TrainConfig; TrainConfig()") & heavy
-    packages = ("convert", "doctor", "report", "chaos")
+    packages = ("predict", "export", "convert", "doctor", "report", "chaos")
     modules = ["fit", "evaluate", "run", *(f"{name}.__main__" for name in packages)]
     commands = ", ".join(f"raytrain_ddp.{module}" for module in modules)
     assert not loaded_after(f"import {commands}") & {"torch", "ray"}

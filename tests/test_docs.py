@@ -58,7 +58,7 @@ FOREIGN = {
     *("config", "head", "num-cpus", "check", "ignore", "resume", "temp-dir", "homepath"),
     *("quick", "only", "out", "working-dir", "minutes", "timm-train", "torchvision-train"),
     *("model", "pretrained", "num-classes", "opt", "weight-decay", "layer-decay", "warmup-epochs"),
-    *("model-ema", "model-ema-decay"),  # of timm's train.py
+    *("model-ema", "model-ema-decay", "data-binary"),  # of timm's train.py, and of curl
     "seconds",  # of spot/__main__.py
     *("rank", "world-size", "dist-url", "node-rank", "nodes", "lr"),
     *("ntasks-per-node", "nr", "master", "port", "gpus", "local-rank", "shutdown-timeout"),
@@ -80,7 +80,10 @@ PARSERS: dict[str, Callable[[Sequence[str]], Any]] = {
     "chaos": parse_chaos,
     "doctor": parse_doctor,
     "run": parse_run,
-    **{name: generate._command(name).parse for name in ("evaluate", "convert", "report")},
+    **{
+        name: generate._command(name).parse
+        for name in ("evaluate", "predict", "export", "convert", "report")
+    },
 }
 
 

@@ -7,7 +7,7 @@ gpu_augment.py. All random choices come from the sample's own `Draws`.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -29,8 +29,15 @@ _log = logging.getLogger("raytrain_ddp")
 _CROP, _FLIP, _POLICY, _ERASE = range(4)  # streams of random numbers
 
 
+OnBad = Callable[[int, str], None]
+
+
 def image_data(
-    source: ImageSource, config: DataConfig, augment: AugmentConfig | None, classes: int
+    source: ImageSource,
+    config: DataConfig,
+    augment: AugmentConfig | None,
+    classes: int,
+    on_bad: OnBad | None = None,
 ) -> Data:
     """Batches of {"image": uint8 (n, 3, height, width), channels last; "label": int64 (n,), or
     float32 (n, targets)}; also {"flip": bool (n,)}, {"erase": (n, 4)}, {"partner": int64 (n,)}
@@ -40,13 +47,15 @@ def image_data(
 
     Args:
         augment: None for evaluation, which uses the center of each image.
+        on_bad: called with the row of a bad record, which is omitted, and why it is bad; instead of
+            what `config.bad_records` says. Only without `augment`.
     """
     if augment is None:
         config = replace(
             config, image_size=config.eval_size or config.image_size, start_size=0, grow_epochs=0
         )
         plain, share = AugmentConfig(crop="none"), config.eval_crop
-        return Data(source, _Collate(source, config, plain, classes, share))
+        return Data(source, _Collate(source, config, plain, classes, share, on_bad))
     return Data(source, _Collate(source, config, augment, classes))
 
 
@@ -93,11 +102,13 @@ class _Collate:
         augment: AugmentConfig,
         classes: int,
         share: float = CENTRE_SHARE,
+        on_bad: OnBad | None = None,
     ) -> None:
+        self._on_bad = on_bad
         self._source, self._config, self._augment = source, config, augment
         self._share = share
         self._classes = classes
-        self._told: set[int] = set()  # rows already reported
+        self._reported: set[int] = set()  # rows already reported
         self._policy_draws = policy_draws(augment)
         self._memory = BatchMemory()
 
@@ -115,7 +126,8 @@ class _Collate:
                 outs = images.split(1)
             elif own != size:
                 sizes = f"{size} and {own}"
-                raise DataError(f"images of unequal size, {sizes}: set --data.image-size.")
+                flag = "--image-size" if self._on_bad else "--data.image-size"
+                raise DataError(f"images of unequal size, {sizes}: set {flag}.")
             out = outs[len(kept)]
             try:
                 scaling, mode = self._config.jpeg_scaling, self._config.interpolation
@@ -160,10 +172,13 @@ class _Collate:
         return picture.height, picture.width
 
     def _refuse(self, row: int, reason: Exception) -> None:
+        if self._on_bad is not None:
+            self._on_bad(row, reason_for(reason))
+            return
         line = f"{self._source.where(row)}: not a readable image: {reason_for(reason)}"
         if self._config.bad_records == "error":
             remedy = "Repair or remove it, or set --data.bad-records skip."
             raise DataError(f"{line}. {remedy}") from None
-        if row not in self._told:
-            self._told.add(row)
+        if row not in self._reported:
+            self._reported.add(row)
             _log.warning("skipped %s", line)
