@@ -161,14 +161,14 @@ def _checked(name: str, file: str, model: LoadedModel, images: Any, stage: Path)
     apart = (outputs[0] - outputs[1]).abs().max().item()
     same = int((outputs[0].argmax(1) == outputs[1].argmax(1)).sum())
     what = "an output" if kind == "none" else "a probability"
-    told = f"by {by} in a fresh process on {len(images)} images"
+    checked_by = f"by {by} in a fresh process on {len(images)} images"
     if not apart <= _TOLERANCE * max(1.0, outputs[1].abs().max().item()):
         raise RaytrainError(
-            f"--format {name}: the export gives other results, {told}: {what} differs by "
+            f"--format {name}: the export gives other results, {checked_by}: {what} differs by "
             f"{apart:.3g}."
         )
     same_class = "" if kind == "none" else f", {same} of the same class"
-    return f"checked {told}: {what} differs by at most {apart:.2g}{same_class}"
+    return f"checked {checked_by}: {what} differs by at most {apart:.2g}{same_class}"
 
 
 def _write_json(path: Path, content: Any) -> None:

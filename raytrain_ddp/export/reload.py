@@ -28,11 +28,11 @@ def logits_of_export(folder: Path, request: dict[str, Any], images: Any) -> tupl
     """
     np.save(folder / "images.npy", images)
     (folder / "request.json").write_text(json.dumps(request), encoding="utf-8")
-    told = in_fresh_process(folder)
+    reloaded = in_fresh_process(folder)
     found = np.load(folder / "logits.npy")
     for name in ("images.npy", "request.json", "logits.npy"):
         (folder / name).unlink()
-    return found, told
+    return found, reloaded
 
 
 def in_fresh_process(folder: Path) -> str:

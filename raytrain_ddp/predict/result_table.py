@@ -62,8 +62,8 @@ class Columns:
             fields.append(pa.field(name, arrays[-1].type))
         for name, (value, names) in made.items():
             arrays.append(_array(name, value).take(chosen))
-            told = {_NAMES: json.dumps([*names])} if names else None
-            fields.append(pa.field(name, arrays[-1].type, metadata=told))
+            metadata = {_NAMES: json.dumps([*names])} if names else None
+            fields.append(pa.field(name, arrays[-1].type, metadata=metadata))
         arrays.append(pa.array([bad.get(row) for row in chunk.rows], pa.string()))
         fields.append(pa.field(ERROR, pa.string()))
         return pa.table(arrays, schema=pa.schema(fields))
@@ -173,9 +173,9 @@ def _flattened(table: Any, widths: dict[str, list[str]]) -> Any:
             columns[field.name] = column
             continue
         if field.name not in widths:
-            told = (field.metadata or {}).get(_NAMES)
+            metadata = (field.metadata or {}).get(_NAMES)
             width = max((len(row) for row in column.to_pylist() if row is not None), default=0)
-            widths[field.name] = json.loads(told) if told else [*map(str, range(width))]
+            widths[field.name] = json.loads(metadata) if metadata else [*map(str, range(width))]
         one = {"probabilities": "probability", "values": "value"}.get(field.name, field.name)
         rows = column.to_pylist()
         for place, name in enumerate(widths[field.name]):
