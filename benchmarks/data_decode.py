@@ -52,10 +52,7 @@ def collate(items: Sequence[tuple[bytes, int]]) -> tuple[Tensor, Tensor]:
 
     images = new_batch(len(items))
     for place, (encoded, _) in enumerate(items):
-        image = images[place : place + 1]
-        decode_into(image, encoded)
-        if random.random() < 0.5:
-            image.copy_(image.flip(-1))
+        decode_into_mirrored(images[place : place + 1], encoded)
     return images, torch.tensor([label for _, label in items])
 
 
@@ -70,6 +67,13 @@ def decode_into(out: Tensor, encoded: bytes) -> None:
     torch.ops.aten._upsample_bilinear2d_aa.out(view, (SIZE, SIZE), False, None, None, out=out)
 
 
+def decode_into_mirrored(out: Tensor, encoded: bytes) -> None:
+    """The same, mirrored with probability 1/2."""
+    decode_into(out, encoded)
+    if random.random() < 0.5:
+        out.copy_(out.flip(-1))
+
+
 def new_batch(images: int) -> Tensor:
     import torch
 
@@ -82,6 +86,15 @@ def into_batch(folder: Path, threads: int) -> Iterator[Tensor]:
 
     def fill(batch: Tensor, place: int, encoded: bytes) -> None:
         decode_into(batch[place : place + 1], encoded)
+
+    return tight_loops(folder, threads, fill)
+
+
+def into_batch_mirrored(folder: Path, threads: int) -> Iterator[Tensor]:
+    """The same, and half of the images mirrored."""
+
+    def fill(batch: Tensor, place: int, encoded: bytes) -> None:
+        decode_into_mirrored(batch[place : place + 1], encoded)
 
     return tight_loops(folder, threads, fill)
 

@@ -139,6 +139,17 @@ def list_of_paths(images: Path, place: Path) -> None:
     (place / "list.csv").write_text("\n".join(["image,label", *rows]) + "\n")
 
 
+def small(images: Path, place: Path) -> None:
+    """An ImageFolder with shorter sides of 256."""
+    for file in images.glob("*/*.jpg"):
+        (place / file.parent.name).mkdir(exist_ok=True)
+        with Image.open(file) as image:
+            share = 256 / min(image.size)
+            size = round(image.width * share), round(image.height * share)
+            resized = image.resize(size, Image.Resampling.BICUBIC)
+        resized.save(place / file.parent.name / file.name, quality=QUALITY)
+
+
 def mds(images: Path, place: Path) -> None:
     from streaming import MDSWriter
 
@@ -180,6 +191,7 @@ FORMS: dict[str, Callable[[Path, Path], None]] = {
     "parquet": as_converted,
     "webdataset": webdataset,
     "list": list_of_paths,
+    "small": small,
     "mds": mds,
     "litdata": litdata,
     "arrow": arrow,

@@ -218,6 +218,11 @@ PEERS = {
     "limit-2": Contender(
         "bare decode + crop, 2 threads", SIMPLE, lambda folder, _: data_decode.into_batch(folder, 2)
     ),
+    "limit-mirrored": Contender(
+        "bare decode + crop + mirror, 2 threads",
+        SIMPLE,
+        lambda folder, _: data_decode.into_batch_mirrored(folder, 2),
+    ),
     "limit-torchvision": Contender(
         "the same with torchvision, 2 threads",
         ("torchvision", *TORCH),

@@ -45,13 +45,16 @@ COUNTED = {"model": "resnet50", "args": {}, "batch": 2, "image_size": 32, "every
 COUNTED |= {"warm_up": 4, "precision": "bf16", "changes": {"scaling": {"backend": "gloo"}}}
 STEPS = (4, 8)  # of two runs, which differ by four steps and one line of the log
 AREAS = {
-    "training/nonfinite.py": "guard: is the gradient finite",
-    "training/turn.py": "the step: normalizing, loss, gradients",
-    "training/step.py": "the step: its update, the loss for the log",
-    "training/buffer_sync.py": "buffers: average of batch norm's statistics",
-    "training/reduction.py": "buffers: average of batch norm's statistics",
-    "training/device_feed.py": "augmentation and normalizing on the GPU",
+    "training/nonfinite.py": "the guard: is the gradient finite",
+    "training/turn.py": "loss, scaling",
+    "training/buffer_sync.py": "the average of batch norm's statistics over slots",
+    "training/reduction.py": "the same",
+    "data/gpu_augment.py": "crop, flip, normalizing",
+    "data/nested.py": "copies of the batch",
+    "tasks/criterion.py": "cross entropy",
 }
+OUTSIDE = ("the model", "autograd, DDP and the optimizer")
+PACKAGE = HERE.parent / "raytrain_ddp"
 
 
 def main() -> int:
@@ -242,11 +245,14 @@ def areas_table(counts: Mapping[tuple[str, int], Counts]) -> str:
     for workers in (1, 2):
         by_area: Counter[str] = Counter()
         for (_, place), (launches, _) in counts["ours", workers].items():
-            by_area[place.partition(":")[0]] += launches  # type: ignore[assignment]
+            file = place.partition(":")[0]
+            is_ours = not file.startswith("/") and (PACKAGE / file).is_file()
+            area = f"`{file}`" if is_ours else OUTSIDE[file == "native"]
+            by_area[area] += launches  # type: ignore[assignment]
         found[workers] = by_area
     for place in sorted(found[2], key=lambda p: -found[2][p]):
         if max(found[1][place], found[2][place]) >= 0.5:
-            what = AREAS.get(place, "")
+            what = AREAS.get(place.strip("`"), "")
             rows.append([place, what, f"{found[1][place]:.1f}", f"{found[2][place]:.1f}"])
     return table(["launched by", "", "1 worker", "2 workers"], rows)
 

@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from raytrain_ddp.driver.fit_driver import fit as fit
     from raytrain_ddp.driver.fit_driver import fit_locally as fit_locally
     from raytrain_ddp.errors import RaytrainError as RaytrainError
+    from raytrain_ddp.inference.loaded_model import load as load
     from raytrain_ddp.result import FitResult as FitResult
     from raytrain_ddp.tasks.task import Task as Task
 
@@ -56,6 +57,7 @@ _HOMES = {
     "TrainConfig": "config.train_config",
     "fit": "driver.fit_driver",
     "fit_locally": "driver.fit_driver",
+    "load": "inference.loaded_model",
 }
 _HOMES |= dict.fromkeys(
     (

@@ -16,6 +16,8 @@ from raytrain_ddp.errors import ConfigError, did_you_mean
 COMMANDS = {
     "fit": "Train a model: from a recipe, flags, or both",
     "evaluate": "Compute the metrics of a checkpoint",
+    "predict": "Write the predictions of a checkpoint to a file",
+    "export": "Export a checkpoint to ONNX, torch.export, timm, and others",
     "run": "Run a torchrun script on Ray, unchanged",
     "convert": "Convert images to Parquet shards",
     "doctor": "Check a cluster before a run, or a run in progress",
@@ -23,7 +25,7 @@ COMMANDS = {
     "watch": "Show all runs of a storage in a browser, live",
     "chaos": "Kill processes of a run, and compare the result",
 }
-_IN_PACKAGES = {"convert", "doctor", "report", "watch", "chaos"}
+_IN_PACKAGES = {"predict", "export", "convert", "doctor", "report", "watch", "chaos"}
 
 
 def main(argv: Sequence[str]) -> int:

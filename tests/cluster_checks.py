@@ -16,30 +16,49 @@ import yaml
 
 from raytrain_ddp.command_line import parse_fit
 from raytrain_ddp.config.train_config import TrainConfig
+from raytrain_ddp.spot import __main__ as spot
 
-# Of the custom resources of KubeRay 1.6 (ray.io/v1): fields that may be used here. The API server
-# drops a field that it does not know without a word.
-RAY_JOB_SPEC = {
-    *("activeDeadlineSeconds", "backoffLimit", "rayClusterSpec", "submitterPodTemplate"),
-    *("metadata", "clusterSelector", "submitterConfig", "managedBy", "deletionStrategy"),
-    *("entrypoint", "runtimeEnvYAML", "jobId", "submissionMode", "entrypointResources"),
-    *("entrypointNumCpus", "entrypointNumGpus", "ttlSecondsAfterFinished"),
-    *("shutdownAfterJobFinishes", "suspend"),
+GOLDEN = Path(__file__).parent / "golden"
+# The fields of Kubernetes' pods with their types, `!` where they are required: from the models of
+# PyPI's kubernetes 37.0.2. And those of KubeRay 1.6's resources (ray.io/v1), from its reference,
+# by hand: of those only what may be used here.
+# The API server drops a field that it does not know without a word.
+SCHEMA: dict[str, dict[str, str]] = {
+    **json.loads((GOLDEN / "pod_template.json").read_text(encoding="utf-8")),
+    "RayJob": {
+        **{"apiVersion!": "str", "kind!": "str", "metadata!": "V1ObjectMeta"},
+        "spec!": "RayJobSpec",
+    },
+    "RayCluster": {
+        **{"apiVersion!": "str", "kind!": "str", "metadata!": "V1ObjectMeta"},
+        "spec!": "RayClusterSpec",
+    },
+    "RayJobSpec": {
+        **{"activeDeadlineSeconds": "int", "backoffLimit": "int", "ttlSecondsAfterFinished": "int"},
+        **{"rayClusterSpec!": "RayClusterSpec", "submitterPodTemplate": "V1PodTemplateSpec"},
+        **{"entrypoint!": "str", "runtimeEnvYAML": "str", "submissionMode": "str"},
+        **{"shutdownAfterJobFinishes": "bool", "suspend": "bool"},
+    },
+    "RayClusterSpec": {
+        **{"authOptions": "AuthOptions", "autoscalerOptions": "AutoscalerOptions"},
+        **{"enableInTreeAutoscaling": "bool", "rayVersion": "str", "suspend": "bool"},
+        **{"headGroupSpec!": "HeadGroupSpec", "workerGroupSpecs": "List[WorkerGroupSpec]"},
+    },
+    "AuthOptions": {"mode": "str", "secretName": "str"},
+    "AutoscalerOptions": {
+        **{"resources": "V1ResourceRequirements", "idleTimeoutSeconds": "int"},
+        **{"upscalingMode": "str", "version": "str", "env": "List[V1EnvVar]"},
+    },
+    "HeadGroupSpec": {
+        **{"template!": "V1PodTemplateSpec", "rayStartParams": "Dict[str, str]"},
+        "serviceType": "str",
+    },
+    "WorkerGroupSpec": {
+        **{"groupName!": "str", "replicas": "int", "minReplicas!": "int", "maxReplicas!": "int"},
+        **{"numOfHosts": "int", "rayStartParams": "Dict[str, str]", "suspend": "bool"},
+        **{"template!": "V1PodTemplateSpec", "idleTimeoutSeconds": "int"},
+    },
 }
-RAY_CLUSTER_SPEC = {
-    *("authOptions", "autoscalerOptions", "enableInTreeAutoscaling", "gcsFaultToleranceOptions"),
-    *("headGroupSpec", "headServiceAnnotations", "managedBy", "rayVersion", "suspend"),
-    "workerGroupSpecs",
-}
-AUTH_OPTIONS = {"mode", "secretName"}
-AUTOSCALER_OPTIONS = {"resources", "idleTimeoutSeconds", "upscalingMode", "version", "env"}
-HEAD_GROUP = {"template", "headService", "enableIngress", "rayStartParams", "serviceType"}
-WORKER_GROUP = {
-    *("groupName", "replicas", "minReplicas", "maxReplicas", "numOfHosts", "rayStartParams"),
-    *("template", "scaleStrategy", "suspend", "idleTimeoutSeconds"),
-}
-POD_SPEC = {"serviceAccountName", "securityContext", "containers", "volumes"}
-CONTAINER = {"name", "image", "env", "resources", "volumeMounts", "securityContext"}
 
 LISTS_OF_COMMANDS = (
     *("initialization_commands", "setup_commands", "head_setup_commands"),
@@ -128,16 +147,37 @@ def check_ray_up(text: str) -> dict[str, Any]:
     return cluster
 
 
+def check_fields(value: Any, kind: str, where: str) -> None:
+    """Each field is known, of its type, and there if it is required."""
+    if kind.startswith("List["):
+        assert isinstance(value, list), where
+        for number, each in enumerate(value):
+            check_fields(each, kind[5:-1], f"{where}[{number}]")
+    elif kind in SCHEMA:
+        assert isinstance(value, dict), where
+        kinds = {name.rstrip("!"): kind for name, kind in SCHEMA[kind].items()}
+        assert {*value} <= {*kinds}, f"{where} has no {sorted({*value} - {*kinds})}"
+        missing = [name for name in SCHEMA[kind] if name[-1] == "!" and name[:-1] not in value]
+        assert not missing, f"{where} needs {missing}"
+        for name, each in value.items():
+            check_fields(each, kinds[name], f"{where}.{name}")
+    elif kind == "Dict[str, str]":
+        assert all(isinstance(each, str) for pair in value.items() for each in pair), where
+    elif kind != "object":
+        types = {"str": str, "int": int, "bool": bool}
+        assert type(value) is types[kind], f"{where} is {value!r}: want {kind}"
+
+
 def check_kubernetes(text: str) -> list[dict[str, Any]]:
-    """Fields of KubeRay's resources; the token; shared memory; resources."""
+    """Fields of Kubernetes and KubeRay; the token; shared memory; resources."""
     check_opening(text)
     resources = list(yaml.safe_load_all(text))
     for resource in resources:
+        check_fields(resource, resource["kind"], resource["kind"])
         assert resource["apiVersion"] == "ray.io/v1"
         assert re.fullmatch(r"[a-z]([a-z0-9-]{0,45}[a-z0-9])?", resource["metadata"]["name"])
         spec = resource["spec"]
         if resource["kind"] == "RayJob":
-            assert spec.keys() <= RAY_JOB_SPEC
             assert spec["shutdownAfterJobFinishes"]
             assert spec["ttlSecondsAfterFinished"] > 0
             spec = spec["rayClusterSpec"]
@@ -146,29 +186,29 @@ def check_kubernetes(text: str) -> list[dict[str, Any]]:
 
 
 def _check_cluster_spec(spec: dict[str, Any]) -> None:
-    assert spec.keys() <= RAY_CLUSTER_SPEC
-    assert spec["authOptions"].keys() <= AUTH_OPTIONS
     assert spec["authOptions"]["mode"] == "token"
-    assert spec.get("autoscalerOptions", {}).keys() <= AUTOSCALER_OPTIONS
     head, groups = spec["headGroupSpec"], spec["workerGroupSpecs"]
-    assert head.keys() <= HEAD_GROUP
     for group in groups:
-        assert group.keys() <= WORKER_GROUP
         assert group["minReplicas"] <= group["replicas"] <= group["maxReplicas"]
     env = head["template"]["spec"]["containers"][0]["env"]
     assert {each["name"]: each["value"] for each in env} == HEAD
     for group in (head, *groups):
-        assert all(isinstance(value, str) for value in group["rayStartParams"].values())
         pod = group["template"]["spec"]
-        assert pod.keys() <= POD_SPEC
         assert pod["securityContext"]["runAsNonRoot"]
         (container,) = pod["containers"]
-        assert container.keys() <= CONTAINER
         assert container["resources"]["limits"]["memory"]
-        (mount,) = container["volumeMounts"]
-        (volume,) = pod["volumes"]
-        assert mount == {"name": volume["name"], "mountPath": "/dev/shm"}
-        assert volume["emptyDir"]["medium"] == "Memory"
+        gpus = [name for name in container["resources"]["limits"] if name == "nvidia.com/gpu"]
+        assert [each["key"] for each in pod.get("tolerations", [])] == gpus
+        if group is not head:  # a node that ends is drained, while Kubernetes waits for the pod
+            hook = container["lifecycle"]["preStop"]["exec"]["command"]
+            assert hook[:3] == ["python", "-m", "raytrain_ddp.spot"]
+            seconds = spot.parser().parse_args(hook[3:]).seconds
+            assert 0 < seconds < pod["terminationGracePeriodSeconds"]
+        mounts = {each["name"]: each["mountPath"] for each in container["volumeMounts"]}
+        volumes = {each["name"]: each for each in pod["volumes"]}
+        assert {*mounts} == {*volumes}
+        assert mounts["shm"] == "/dev/shm"
+        assert volumes["shm"]["emptyDir"]["medium"] == "Memory"
 
 
 def check_sbatch(text: str) -> dict[str, str]:

@@ -63,7 +63,7 @@ def main(argv: Sequence[str]) -> int:
     workers = args.workers
     require(workers is None or workers >= 1, "--workers", workers, "must be 1 or more")
     cpus = workers or int(local_resources()["CPU"])
-    from raytrain_ddp.convert.progress import shown
+    from raytrain_ddp.display.work_meter import shown
 
     if args.verify is not None:
         if args.source is not None:

@@ -33,7 +33,7 @@ from raytrain_ddp.convert.shard_writer import (
 )
 from raytrain_ddp.convert.source_splits import SourceSplit, open_source_splits
 from raytrain_ddp.convert.spool import SpoolListing
-from raytrain_ddp.convert.staging import Stage, different
+from raytrain_ddp.convert.staging import Stage
 from raytrain_ddp.data.discovery import DATASET_FILE
 from raytrain_ddp.data.permutation import sorted_permutation
 from raytrain_ddp.data.sample_rng import Rows
@@ -41,6 +41,7 @@ from raytrain_ddp.data.sources import BadRecord
 from raytrain_ddp.data.splits import Splits
 from raytrain_ddp.errors import ConfigError, DataError, PreflightError
 from raytrain_ddp.events import DataSummary
+from raytrain_ddp.files import different
 from raytrain_ddp.uri import without_secrets
 
 _STREAM = 0x5EED_C0DE  # separates this shuffle's random bits from training's

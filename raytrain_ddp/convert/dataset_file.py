@@ -10,10 +10,9 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from raytrain_ddp.convert.staging import read_json
 from raytrain_ddp.data.discovery import DATASET_FILE
 from raytrain_ddp.errors import DataError
-from raytrain_ddp.files import sha256_of
+from raytrain_ddp.files import read_json, sha256_of
 
 FORMAT = {"format": "raytrain_ddp", "version": 1}
 

@@ -40,7 +40,7 @@ class ProcessPool:
         self._workers = workers
         self._context = multiprocessing.get_context("spawn")
         self._counts = self._context.Array("q", 2)  # images and bytes that tasks reported
-        self._told = (0, 0)
+        self._reported = (0, 0)
         self._others = set(multiprocessing.active_children())
 
     def __enter__(self) -> TaskRunner:
@@ -85,8 +85,8 @@ class ProcessPool:
 
     def _pass_on(self, tell: Tell) -> None:
         images, size = self._counts[:]
-        tell(images - self._told[0], size - self._told[1])
-        self._told = (images, size)
+        tell(images - self._reported[0], size - self._reported[1])
+        self._reported = (images, size)
 
 
 _shared: Any = None  # in a worker process: images and bytes

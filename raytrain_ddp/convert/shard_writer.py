@@ -16,11 +16,11 @@ import pyarrow.parquet as pq
 
 from raytrain_ddp.convert.options import ConvertConfig
 from raytrain_ddp.convert.pixels import PixelCounts, decode_image, shrink_image
-from raytrain_ddp.convert.staging import PART, replace_with, write_json
+from raytrain_ddp.convert.staging import PART
 from raytrain_ddp.data.decoding import reason_for
 from raytrain_ddp.data.sources import BadRecord
 from raytrain_ddp.errors import DataError
-from raytrain_ddp.files import fsync, sha256_of
+from raytrain_ddp.files import fsync, replace_with, sha256_of, write_json
 
 MIB = 2**20
 _PAGE_BYTES = MIB  # covered by one checksum

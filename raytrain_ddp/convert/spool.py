@@ -21,7 +21,6 @@ import numpy as np
 from raytrain_ddp.config.input_sections import DataConfig
 from raytrain_ddp.convert.pixels import encode_png
 from raytrain_ddp.convert.shard_writer import Record, Tell
-from raytrain_ddp.convert.staging import read_json, replace_with, write_json
 from raytrain_ddp.data.decoding import reason_for
 from raytrain_ddp.data.image_folder import LOST_LINK
 from raytrain_ddp.data.sample_rng import Rows
@@ -29,6 +28,7 @@ from raytrain_ddp.data.shard_formats import open_shard
 from raytrain_ddp.data.shard_images import ShardImages, columns_of
 from raytrain_ddp.data.sources import BadRecord
 from raytrain_ddp.errors import DataError
+from raytrain_ddp.files import read_json, replace_with, write_json
 
 CHUNK_ROWS = 2048  # and at least one row group
 _OPENERS = 16  # footers read concurrently

@@ -12,18 +12,16 @@ not exist, even if two processes write the same one."""
 from __future__ import annotations
 
 import fcntl
-import json
 import os
 import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
-from uuid import uuid4
 
 from raytrain_ddp.data.discovery import DATASET_FILE
-from raytrain_ddp.errors import ConfigError, DataError, RunLockedError
-from raytrain_ddp.files import fsync
+from raytrain_ddp.errors import ConfigError, RunLockedError
+from raytrain_ddp.files import different, fsync, read_json, write_json
 
 PART = ".part"
 
@@ -97,51 +95,3 @@ class Stage:
         fsync(self.folder)
         os.replace(self.folder, self.dest)
         fsync(self.dest.parent)
-
-
-def different(before: Mapping[str, Any], now: Mapping[str, Any], name: str = "") -> list[str]:
-    """``["seed: 1, was 0"]``: the differences between two records, which may be nested."""
-    lines = []
-    for key in sorted({*before, *now}):
-        old, new = before.get(key), now.get(key)
-        if isinstance(old, dict) and isinstance(new, dict):
-            lines += different(old, new, key)
-        elif old != new:
-            what = f"{name} {key}" if name else key
-            digest = isinstance(old, str) and isinstance(new, str) and len(old) == len(new) == 64
-            lines.append(f"{what} changed" if digest else f"{what} {new!r}, was {old!r}")
-    return lines
-
-
-@contextmanager
-def replace_with(path: Path, state: Path) -> Iterator[Path]:
-    """Yields a path to write to; if nothing is raised, it then durably replaces `path`.
-
-    Raises:
-        DataError: the folder `state` does not exist here.
-    """
-    if not state.is_dir():
-        raise DataError(f"{state}: not found: DST must be a folder that all machines share.")
-    temp = state / f"tmp-{uuid4().hex}"
-    try:
-        yield temp
-        fsync(temp)
-        os.replace(temp, path)
-    finally:
-        temp.unlink(missing_ok=True)
-
-
-def write_json(path: Path, content: Mapping[str, Any], state: Path) -> None:
-    """Atomic and durable."""
-    with replace_with(path, state) as temp:
-        temp.write_text(json.dumps(content, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
-    fsync(path.parent)
-
-
-def read_json(path: Path) -> dict[str, Any] | None:
-    """None if there is no such file."""
-    try:
-        content: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        return None
-    return content

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from raytrain_ddp.config.input_sections import AugmentConfig
-from raytrain_ddp.data.decoding import EncodedImage, shrink_for
+from raytrain_ddp.data.decoding import EncodedImage, Pixels, shrink_for
 
 _TRIES = 10
 _ASPECT = 4 / 3  # of a random crop: 3/4 to 4/3
@@ -66,14 +66,15 @@ def random_into(
     """A random part of the image, resized to the size of `out`."""
     top, left, height, width = random_box(picture.height, picture.width, scale, draws)
     shrink = shrink_for((height, width), (out.shape[-2], out.shape[-1]))
-    top, left = (
-        top // shrink * shrink,
-        left // shrink * shrink,
-    )  # aligned to its pixels
+    top, left = top // shrink * shrink, left // shrink * shrink  # aligned to its pixels
     by = shrink if jpeg_scaling and picture.jpeg else 1
-    image = to_tensor(picture.pixels(by))
-    part = image[:, :, top // by : -(-(top + height) // by), left // by : -(-(left + width) // by)]
-    resize_into(out, part, height / by, width / by, mode)
+    if by == 1:
+        part = picture.part(top, left, height, width)
+    else:
+        part = picture.pixels(by)[
+            top // by : -(-(top + height) // by), left // by : -(-(left + width) // by)
+        ]
+    resize_into(out, to_tensor(part), height / by, width / by, mode)
 
 
 def random_box(
@@ -158,6 +159,6 @@ def resize_into(
     by.out(image, size, False, *scales, out=out)
 
 
-def to_tensor(pixels: object) -> Tensor:
+def to_tensor(pixels: Pixels) -> Tensor:
     """uint8 (height, width, 3) as (1, 3, height, width) in channels-last memory, without a copy."""
-    return torch.as_tensor(pixels).permute(2, 0, 1)[None]
+    return torch.from_numpy(pixels.transpose(2, 0, 1)[None])

@@ -2,7 +2,8 @@
 
 Both give the same pixels for JPEG (both are libjpeg-turbo with the same settings); simplejpeg
 releases the GIL, needs 0.7 of the time and can decode at a fraction of the size. Files that it
-rejects (CMYK, unusual or slightly damaged files) are decoded by Pillow.
+rejects (CMYK, unusual or slightly damaged files) are decoded by Pillow. Of most JPEGs only the part
+that is used can be decoded, to the same pixels, if the package was built with `_jpeg_region.c`.
 """
 
 from __future__ import annotations
@@ -10,12 +11,15 @@ from __future__ import annotations
 import io
 import logging
 import re
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import lru_cache
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+import PIL
 import simplejpeg
 from PIL import Image
 
@@ -29,6 +33,7 @@ _FLIPS = (
     *((1, 1), (1, -1), (-1, -1), (-1, 1)),  # 5 to 8, after the axes are swapped
 )
 _DENOMINATORS = (8, 4, 2)
+_MARGINS = 64  # columns: what _jpeg_region.c decodes beside a part, at most
 _OBJECT = re.compile(r"\s*<[\w.]+ object at 0x[0-9a-fA-F]+>")  # in Pillow's messages
 
 
@@ -39,6 +44,7 @@ class EncodedImage:
     Args:
         height, width: in pixels, after rotation.
         orientation: EXIF's, 1 to 8; 1: unchanged.
+        once: a single part of it is used.
     """
 
     height: int
@@ -46,6 +52,7 @@ class EncodedImage:
     orientation: int
     jpeg: bytes | None
     other: Any  # a PIL image, if it is not a JPEG
+    once: bool = False
     _decoded: dict[int, Pixels] = field(default_factory=dict, repr=False)  # the latest, by `shrink`
 
     @staticmethod
@@ -65,6 +72,20 @@ class EncodedImage:
             self._decoded[shrink] = self._pixels(shrink)
         return self._decoded[shrink]
 
+    def part(self, top: int, left: int, height: int, width: int) -> Pixels:
+        """These pixels, uint8 (height, width, 3). If that is all that is used of a JPEG, what is
+        below and beside them is not decoded, nor seen to be damaged.
+
+        Raises: as `pixels`.
+        """
+        decode = _region_decoder()
+        if decode is not None and self.once and self.jpeg and self.orientation == 1:
+            out = np.empty((height, width + _MARGINS, 3), np.uint8)
+            begin = decode(self.jpeg, out, top, left, height, width)
+            if begin >= 0:
+                return out[:, begin : begin + width]
+        return self.pixels()[top : top + height, left : left + width]
+
     def _pixels(self, shrink: int) -> Pixels:
         if self.jpeg is None:
             return _upright(_rgb(self.other, shrink), self.orientation)
@@ -79,8 +100,13 @@ class EncodedImage:
         return _upright(pixels, self.orientation)
 
 
-def open_encoded_image(image: Any, exif_orientation: bool = False) -> EncodedImage:
+def open_encoded_image(
+    image: Any, exif_orientation: bool = False, once: bool = False
+) -> EncodedImage:
     """Reads the header of encoded bytes; accepts a PIL image as well.
+
+    Args:
+        once: see EncodedImage.
 
     Raises:
         ValueError, OSError: not a known image format. If `image` is an exception, it is raised.
@@ -98,8 +124,25 @@ def open_encoded_image(image: Any, exif_orientation: bool = False) -> EncodedIma
         if color_space not in ("CMYK", "YCCK"):
             turn = _orientation(Image.open(io.BytesIO(image))) if exif_orientation else 1
             height, width = (width, height) if turn >= _SIDEWAYS else (height, width)
-            return EncodedImage(height, width, turn, image, None)
+            return EncodedImage(height, width, turn, image, None, once)
     return _of_pil(Image.open(io.BytesIO(image)), exif_orientation)
+
+
+@lru_cache(maxsize=1)
+def _region_decoder() -> Callable[..., int] | None:
+    """`decode` of _jpeg_region.c with the libjpeg-turbo of Pillow's wheel; None: one is missing."""
+    try:
+        from raytrain_ddp.data import _jpeg_region  # type: ignore[attr-defined]
+    except ImportError:
+        return None
+    libraries = (Path(PIL.__file__).parent.parent / "pillow.libs").glob("libjpeg*.so*")
+    for library in libraries:
+        try:
+            _jpeg_region.open(str(library))
+        except OSError:
+            continue
+        return _jpeg_region.decode  # type: ignore[no-any-return]
+    return None
 
 
 def reason_for(error: BaseException) -> str:

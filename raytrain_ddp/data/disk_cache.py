@@ -50,7 +50,7 @@ class DiskCache:
         self._limit, self._keys = limit_bytes, frozenset(keys)
         self._opened = time.time()
         self._full_until = 0.0
-        self._told = Lock()
+        self._reported = Lock()
         self._writes = True
         try:
             self._folder.mkdir(parents=True, exist_ok=True)
@@ -145,7 +145,7 @@ class DiskCache:
         return used
 
     def _give_up(self, error: OSError) -> None:
-        with self._told:
+        with self._reported:
             if self._writes:
                 self._writes = False
                 _log.warning(

@@ -7,7 +7,7 @@ gpu_augment.py. All random choices come from the sample's own `Draws`.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -16,6 +16,7 @@ import torch
 
 from raytrain_ddp.config.input_sections import AugmentConfig, DataConfig
 from raytrain_ddp.data.auto_augment import apply_policy, policy_draws
+from raytrain_ddp.data.batch_memory import BatchMemory
 from raytrain_ddp.data.cropping import CENTRE_SHARE, crop_draws, place_image
 from raytrain_ddp.data.decoding import EncodedImage, open_encoded_image, reason_for
 from raytrain_ddp.data.gpu_augment import ERASE_DRAWS, erase_boxes, partners_of
@@ -28,8 +29,15 @@ _log = logging.getLogger("raytrain_ddp")
 _CROP, _FLIP, _POLICY, _ERASE = range(4)  # streams of random numbers
 
 
+OnBad = Callable[[int, str], None]
+
+
 def image_data(
-    source: ImageSource, config: DataConfig, augment: AugmentConfig | None, classes: int
+    source: ImageSource,
+    config: DataConfig,
+    augment: AugmentConfig | None,
+    classes: int,
+    on_bad: OnBad | None = None,
 ) -> Data:
     """Batches of {"image": uint8 (n, 3, height, width), channels last; "label": int64 (n,), or
     float32 (n, targets)}; also {"flip": bool (n,)}, {"erase": (n, 4)}, {"partner": int64 (n,)}
@@ -39,13 +47,15 @@ def image_data(
 
     Args:
         augment: None for evaluation, which uses the center of each image.
+        on_bad: called with the row of a bad record, which is omitted, and why it is bad; instead of
+            what `config.bad_records` says. Only without `augment`.
     """
     if augment is None:
         config = replace(
             config, image_size=config.eval_size or config.image_size, start_size=0, grow_epochs=0
         )
         plain, share = AugmentConfig(crop="none"), config.eval_crop
-        return Data(source, _Collate(source, config, plain, classes, share))
+        return Data(source, _Collate(source, config, plain, classes, share, on_bad))
     return Data(source, _Collate(source, config, augment, classes))
 
 
@@ -92,26 +102,33 @@ class _Collate:
         augment: AugmentConfig,
         classes: int,
         share: float = CENTRE_SHARE,
+        on_bad: OnBad | None = None,
     ) -> None:
+        self._on_bad = on_bad
         self._source, self._config, self._augment = source, config, augment
         self._share = share
         self._classes = classes
-        self._told: set[int] = set()  # rows already reported
+        self._reported: set[int] = set()  # rows already reported
         self._policy_draws = policy_draws(augment)
+        self._memory = BatchMemory()
 
     def __call__(self, records: Sequence[tuple[Any, Any]], draws: Draws) -> Batch:
         crops = draws.uniform(crop_draws(self._augment), _CROP).tolist()
         policies = draws.uniform(self._policy_draws, _POLICY).tolist()
         images = torch.empty((0, 3, 1, 1), dtype=torch.uint8)
+        outs: Sequence[torch.Tensor] = ()  # of one image each
         kept: list[int] = []
+        size = (1, 1)
         for place, picture in self._pictures(records, draws.rows.tolist()):
-            if not len(images):
-                shape = (len(records), 3, *self._size(picture, draws.epoch))
-                images = torch.empty(shape, dtype=torch.uint8, memory_format=torch.channels_last)
-            elif (size := self._size(picture, draws.epoch)) != tuple(images.shape[-2:]):
-                sizes = f"{tuple(images.shape[-2:])} and {size}"
-                raise DataError(f"images of unequal size, {sizes}: set --data.image-size.")
-            out = images[len(kept) : len(kept) + 1]
+            own = self._size(picture, draws.epoch)
+            if not outs:
+                images, size = self._memory.empty(len(records), *own), own
+                outs = images.split(1)
+            elif own != size:
+                sizes = f"{size} and {own}"
+                flag = "--image-size" if self._on_bad else "--data.image-size"
+                raise DataError(f"images of unequal size, {sizes}: set {flag}.")
+            out = outs[len(kept)]
             try:
                 scaling, mode = self._config.jpeg_scaling, self._config.interpolation
                 place_image(out, picture, self._augment, crops[place], scaling, mode, self._share)
@@ -122,7 +139,6 @@ class _Collate:
                 out[0] = apply_policy(out[0], self._augment, policies[place])
             kept.append(place)
         labels = _stacked([records[place][1] for place in kept])
-        size = images.shape[-2], images.shape[-1]
         made = device_augmentation(self._augment, draws.of(kept), size)
         return {"image": images[: len(kept)], "label": labels, **made}
 
@@ -131,7 +147,7 @@ class _Collate:
     ) -> Iterator[tuple[int, EncodedImage]]:
         """(place, opened picture) of each record that can be opened; one for all repeats of a
         row."""
-        before, picture = -1, None
+        before, picture, once = -1, None, len(set(rows)) == len(rows)
         for place, (row, (image, label)) in enumerate(zip(rows, records, strict=True)):
             if isinstance(label, int) and not 0 <= label < self._classes:
                 where = self._source.where(row)
@@ -140,7 +156,7 @@ class _Collate:
                 )
             try:
                 if row != before or picture is None:
-                    picture = open_encoded_image(image, self._config.exif_orientation)
+                    picture = open_encoded_image(image, self._config.exif_orientation, once)
             except Exception as error:
                 self._refuse(row, error)
                 picture = None
@@ -156,10 +172,13 @@ class _Collate:
         return picture.height, picture.width
 
     def _refuse(self, row: int, reason: Exception) -> None:
+        if self._on_bad is not None:
+            self._on_bad(row, reason_for(reason))
+            return
         line = f"{self._source.where(row)}: not a readable image: {reason_for(reason)}"
         if self._config.bad_records == "error":
             remedy = "Repair or remove it, or set --data.bad-records skip."
             raise DataError(f"{line}. {remedy}") from None
-        if row not in self._told:
-            self._told.add(row)
+        if row not in self._reported:
+            self._reported.add(row)
             _log.warning("skipped %s", line)

@@ -70,7 +70,7 @@ class FolderImages:
         self.blocks = runs_of(len(self.files), _ROWS_PER_BLOCK)
 
     def read(self, rows: Rows) -> list[tuple[bytes | BadRecord, int]]:
-        return [(_content(path), label) for path, label in (self.files[r] for r in rows.tolist())]
+        return [(content_of(path), label) for path, label in (self.files[r] for r in rows.tolist())]
 
     def labels(self) -> Rows:
         """The class number of each row, shape (rows,)."""
@@ -138,7 +138,8 @@ def _kind(name: str) -> str:
     return os.path.splitext(name)[1].lower() or name
 
 
-def _content(path: str) -> bytes | BadRecord:
+def content_of(path: str) -> bytes | BadRecord:
+    """The bytes of a file; a `BadRecord` if it cannot be read for a reason of its own."""
     try:
         with open(path, "rb") as file:
             return file.read()

@@ -12,7 +12,7 @@ import pyarrow as pa
 
 from raytrain_ddp.errors import DataError
 
-Kind = Literal["integer", "number", "boolean", "string", "list"]
+Kind = Literal["integer", "number", "boolean", "string", "list", "none"]
 
 _INTEGER = re.compile(r"0|[1-9][0-9]*")
 _CLASSES_SHOWN = 5

@@ -11,12 +11,15 @@ from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from threading import Lock
-from typing import Generic, Protocol, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
 from raytrain_ddp.data.sample_rng import Rows
+from raytrain_ddp.data.sources import BadRecord
+
+Image = bytes | BadRecord
 
 
 class Sized(Protocol):
@@ -28,6 +31,25 @@ class Sized(Protocol):
 
 B = TypeVar("B", bound=Sized)
 RowMask = npt.NDArray[np.bool_]
+
+
+@dataclass(frozen=True)
+class ImageGroup:
+    """A row group in memory: Arrow arrays from which rows are copied when they are read."""
+
+    labels: list[Any]
+    nbytes: int
+    images: Any = None
+    paths: Any = None
+
+    def image(self, place: int) -> Image | str:
+        """The image, or the path of its file."""
+        if self.images is not None:
+            image = self.images[place].as_py()
+            if image is not None:
+                return bytes(image)
+        path = None if self.paths is None else self.paths[place].as_py()
+        return str(path) if path else BadRecord("the image is null")
 
 
 class RowGroupCache(Generic[B]):

@@ -30,6 +30,7 @@ class Columns(NamedTuple):
     """What is read from each file, see `DataConfig`.
 
     Args:
+        label: "": no labels are read.
         root: folder of the images that a list names; None: that of the list.
         targets: instead of `label`; see targets.py.
         binary: the targets are labels, which a row has or has not.
@@ -44,7 +45,7 @@ class Columns(NamedTuple):
     @property
     def labels(self) -> tuple[str, ...]:
         """The columns with the labels or targets."""
-        return self.targets or (self.label,)
+        return self.targets or ((self.label,) if self.label else ())
 
 
 class RowGroup(NamedTuple):
@@ -206,11 +207,11 @@ def check_columns(name: str, schema: Any, columns: Columns) -> tuple[tuple[str, 
         if column not in schema.names:
             raise DataError(
                 f"{name}: no column {column!r} among {', '.join(schema.names)}."
-                f"{did_you_mean(column, schema.names)} Set --data.image-column or "
-                f"--data.{'target-columns' if columns.targets else 'label-column'}."
+                f"{did_you_mean(column, schema.names)} {_flags_of(columns)}"
             )
-    image, label = (schema.field(name).type for name in (columns.image, columns.labels[0]))
-    kind = kind_of(label)
+    image = schema.field(columns.image).type
+    label = schema.field(columns.labels[0]).type if columns.labels else None
+    kind = "none" if label is None else kind_of(label)
     if columns.targets:
         types = {column: schema.field(column).type for column in columns.targets}
         kind = kind_of_targets(name, types, columns.binary)
@@ -241,6 +242,13 @@ def check_columns(name: str, schema: Any, columns: Columns) -> tuple[tuple[str, 
             "binary) or paths of files are expected. Set --data.image-column."
         )
     return leaves, path_column, kind
+
+
+def _flags_of(columns: Columns) -> str:
+    if not columns.labels:
+        return "Set --image-column."
+    labels = "target-columns" if columns.targets else "label-column"
+    return f"Set --data.image-column or --data.{labels}."
 
 
 def label_range(values: Sequence[Any], kind: Kind) -> tuple[int, int, int] | None:

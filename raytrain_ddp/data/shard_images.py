@@ -6,7 +6,6 @@ import copy
 import os
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from functools import cached_property
 from hashlib import sha256
 from pathlib import PurePosixPath
@@ -17,16 +16,15 @@ import numpy as np
 from raytrain_ddp.config.input_sections import DataConfig
 from raytrain_ddp.data.disk_cache import DiskCache
 from raytrain_ddp.data.image_folder import sizes_of
-from raytrain_ddp.data.labels import how_mapped
-from raytrain_ddp.data.row_group_cache import RowGroupCache, RowMask
+from raytrain_ddp.data.labels import Labels, how_mapped
+from raytrain_ddp.data.row_group_cache import Image, ImageGroup, RowGroupCache, RowMask
 from raytrain_ddp.data.sample_rng import Rows
 from raytrain_ddp.data.shard import Columns, Shard, image_at, join_some, rows_in
 from raytrain_ddp.data.shard_formats import open_shards
 from raytrain_ddp.data.shard_labels import all_values, labels_of
 from raytrain_ddp.data.sources import BadRecord
+from raytrain_ddp.data.targets import Targets
 from raytrain_ddp.errors import DataError
-
-Image = bytes | BadRecord
 
 _MIB = 2**20
 _BLOCKS_FROM_BYTES = 512 * _MIB  # of images: with more, shuffling all rows is too slow
@@ -48,6 +46,7 @@ class ShardImages:
         classes: class names. Default: those of the ClassLabel feature, or else the distinct labels,
             sorted, which requires reading the label columns.
         binary: the targets are labels, which a row has or has not.
+        labeled: False: no labels are read; each is 0.
 
     Raises:
         NoLabelsError: no row has a label.
@@ -61,8 +60,11 @@ class ShardImages:
         config: DataConfig,
         classes: Sequence[str] | None = None,
         binary: bool = False,
+        labeled: bool = True,
     ) -> None:
         self._columns = columns_of(config, binary)
+        if not labeled:
+            self._columns = self._columns._replace(label="", targets=())
         self._shards = open_shards(paths, self._columns)
         self._blocks = [  # (shard, row group)
             (shard, group)
@@ -77,9 +79,12 @@ class ShardImages:
         self.block_bytes: Rows = np.array([group.size_bytes for group in groups], np.int64)
         self._starts = np.cumsum(self.blocks) - self.blocks
         self.prefers_blocks = sum(group.image_bytes for group in groups) > _BLOCKS_FROM_BYTES
-        self.class_names, self._labels_of = labels_of(self._shards, self._columns, classes)
+        self.class_names: list[str] = []
+        self._labels_of: dict[str, Labels | Targets] = {}
+        if labeled:
+            self.class_names, self._labels_of = labels_of(self._shards, self._columns, classes)
         unnamed = [s for s in self._shards if s.kind in ("integer", "number") and not s.class_names]
-        is_own = classes is None and not self._columns.targets
+        is_own = labeled and classes is None and not self._columns.targets
         self.mapped = how_mapped(self.class_names) if unnamed and is_own else ""
         self._check_statistics()
         self._require_images()
@@ -116,7 +121,7 @@ class ShardImages:
             chosen = np.flatnonzero(blocks == block)
             group = self._groups.get(block, places[chosen])
             for index, place in zip(chosen.tolist(), places[chosen].tolist(), strict=True):
-                image = _image(group, place)
+                image = group.image(place)
                 if isinstance(image, str):
                     apart.append((index, self._blocks[block][0], image))
                 records[index] = image, group.labels[place]
@@ -131,6 +136,8 @@ class ShardImages:
         Raises:
             DataError: a label is null or not a class; names the row.
         """
+        if not self._columns.labels:
+            return np.zeros(self.blocks.sum(), np.int64)
         numbers: list[Any] = []
         shards = [shard for shard in self._shards if any(group.rows for group in shard.groups)]
         for shard, values in zip(shards, all_values(shards, self._columns.labels), strict=True):
@@ -186,6 +193,12 @@ class ShardImages:
         values = zip(shards, all_values(shards, [self._columns.image]), strict=True)
         return [os.path.join(s.at.image_root, path or "") for s, own in values for path in own]
 
+    def place(self, row: int) -> tuple[str, int]:
+        """The name of the file, and the row in it, from 0."""
+        shard = self._blocks[self._blocks_of(np.array([row]))[0]][0]
+        first = next(n for n, (other, _) in enumerate(self._blocks) if other is shard)
+        return shard.name, row - int(self._starts[first])
+
     def where(self, row: int) -> str:
         """The file and the row in it, for messages."""
         block = int(self._blocks_of(np.array([row]))[0])
@@ -195,7 +208,7 @@ class ShardImages:
     def _blocks_of(self, rows: Rows) -> Rows:
         return np.searchsorted(self._starts, rows, side="right") - 1
 
-    def _load(self, block: int) -> _Group:
+    def _load(self, block: int) -> ImageGroup:
         shard, group = self._blocks[block]
         columns = shard.groups[group].columns
         if self._cache is None or shard.is_local:
@@ -204,14 +217,16 @@ class ShardImages:
             name = f"{self._key(shard)}-{group}"
             table = self._cache.table(name, lambda: shard.read(group, columns))
         kept: dict[str, Any] = {}
-        for name in columns[: -len(self._columns.labels)]:
+        for name in columns[: len(columns) - len(self._columns.labels)]:
             column = table.column(name)
             kept["paths" if name == shard.path_column else "images"] = (
                 column.chunk(0) if column.num_chunks == 1 else column
             )
-        return _Group(labels=self._labels(block, table), nbytes=table.nbytes, **kept)
+        return ImageGroup(labels=self._labels(block, table), nbytes=table.nbytes, **kept)
 
     def _labels(self, block: int, table: Any) -> list[Any]:
+        if not self._columns.labels:
+            return [0] * table.num_rows
         values = rows_in(table, self._columns.labels)
         return self._numbers(self._blocks[block][0], values, int(self._starts[block]))
 
@@ -233,7 +248,9 @@ class ShardImages:
         with ThreadPoolExecutor(_REMOTE_READERS, thread_name_prefix="images") as pool:
             return list(pool.map(lambda each: image_at(*each[1:]), apart))
 
-    def _new_groups(self, used: Callable[[int], RowMask] | None = None) -> RowGroupCache[_Group]:
+    def _new_groups(
+        self, used: Callable[[int], RowMask] | None = None
+    ) -> RowGroupCache[ImageGroup]:
         threads = _REMOTE_READERS if self._remote else _READERS
         sizes = self.blocks, self.block_bytes, self._memory_bytes
         return RowGroupCache(self._load, *sizes, threads, used)
@@ -255,9 +272,10 @@ class ShardImages:
             tried = [os.path.join(shard.at.image_root, path) for path in first if path]
             if tried and not any(map(os.path.exists, tried)):
                 where = self.where(int(self._starts[block]))
+                remedy = "Set --data.root to" if self._columns.labels else "Put the list into"
                 raise DataError(
-                    f"{where}: {tried[0]}: no such file, and the next ones are missing, too. Set "
-                    "--data.root to the folder that the paths start from."
+                    f"{where}: {tried[0]}: no such file, and the next ones are missing, too. "
+                    f"{remedy} the folder that the paths start from."
                 )
 
     def _require_every_image(self) -> None:
@@ -267,7 +285,7 @@ class ShardImages:
                 continue
             loaded = self._load(block)
             for place in range(len(loaded.labels)):
-                image = _image(loaded, place)
+                image = loaded.image(place)
                 if isinstance(image, BadRecord):
                     raise DataError(
                         f"{self.where(int(self._starts[block]) + place)}: not a readable image: "
@@ -278,10 +296,10 @@ class ShardImages:
         """Finds labels that are not classes early, if the files have statistics."""
         for block, (shard, group) in enumerate(self._blocks):
             known = shard.groups[group].labels
+            if known is None:
+                continue
             number = self._labels_of[shard.uri].number
-            if known is not None and (
-                known[0] or number(known[1]) is None or number(known[2]) is None
-            ):
+            if known[0] or number(known[1]) is None or number(known[2]) is None:
                 self._labels(block, shard.read(group, [self._columns.label]))  # names the row
                 raise DataError(f"{shard.name}, row group {group}: its statistics are damaged.")
 
@@ -289,23 +307,3 @@ class ShardImages:
 def columns_of(config: DataConfig, binary: bool = False) -> Columns:
     targets = config.target_columns
     return Columns(config.image_column, config.label_column, config.root, targets, binary)
-
-
-@dataclass(frozen=True)
-class _Group:
-    """A row group in memory: Arrow arrays from which rows are copied when they are read."""
-
-    labels: list[Any]
-    nbytes: int
-    images: Any = None
-    paths: Any = None
-
-
-def _image(group: _Group, place: int) -> Image | str:
-    """The image, or the path of its file."""
-    if group.images is not None:
-        image = group.images[place].as_py()
-        if image is not None:
-            return bytes(image)
-    path = None if group.paths is None else group.paths[place].as_py()
-    return str(path) if path else BadRecord("the image is null")

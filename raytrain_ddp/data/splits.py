@@ -172,9 +172,9 @@ def open_splits(config: DataConfig, found: Found | None = None, binary: bool = F
     notes += _unused_root(train, config)
     if config.holdout:
         held = _held(train, config)
-        from_told = f"{config.holdout:.3g} of the training set (data.holdout)"
+        where_from = f"{config.holdout:.3g} of the training set (data.holdout)"
         parts = HoldoutPart(train, held, True), HoldoutPart(train, held, False)
-        return Splits(*parts, from_told, tuple(notes), predicted)
+        return Splits(*parts, where_from, tuple(notes), predicted)
     evaluation, eval_from = None, ""
     if found.eval is not None:
         try:

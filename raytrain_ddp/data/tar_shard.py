@@ -133,7 +133,7 @@ def open_tar(at: Opened, columns: Columns) -> TarShard:
     status = os.stat(at.path)
     index = _index_of(at, columns, status)
     label = index.schema.field("label").type
-    schema = pa.schema([(columns.image, pa.binary()), (columns.label, label)])
+    schema = pa.schema([(columns.image, pa.binary()), (columns.label or "label", label)])
     _, _, kind = check_columns(at.name, schema, columns)
     digest = index.schema.metadata[b"digest"].decode()
     groups = tuple(_groups(index, columns, kind))
@@ -151,7 +151,7 @@ def _groups(index: Any, columns: Columns, kind: Kind) -> Iterator[RowGroup]:
             size = ends[stop] - ends[start]
             labels = label_range(index["label"][start:stop].to_pylist(), kind)
             missing = index["size"][start:stop].null_count
-            used = columns.image, columns.label
+            used = columns.image, *columns.labels
             yield RowGroup(stop - start, used, size, size, labels, missing)
             start = stop
 
@@ -279,6 +279,8 @@ def _image_suffix(where: str, members: Members, columns: Columns) -> str:
 
 
 def _label(where: str, members: Members, columns: Columns, descriptor: int) -> Any:
+    if not columns.label:
+        return 0
     suffix = "cls" if columns.label == DataConfig.label_column else columns.label.lower()
     member = members.get(suffix) or members.get("json")
     if member is None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import os
 from collections.abc import Sequence
 from typing import IO, TYPE_CHECKING, Any
@@ -12,6 +13,7 @@ from raytrain_ddp.events import Eval, LogRecord, Train
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
 
 
 WIDTH_INCHES, DPI = 10.0, 120
@@ -38,27 +40,37 @@ STYLE: dict[str, Any] = {
 def draw_curves(
     records: Sequence[LogRecord], path_or_file: str | os.PathLike[str] | IO[bytes], title: str
 ) -> None:
-    """Writes a PNG, 1200 pixels wide, with the panels that the report shows over the steps.
+    """Writes a PNG, 1200 pixels wide, of `figure_of`."""
+    figure_of(records, title).savefig(path_or_file, format="png", dpi=DPI)
+
+
+def figure_of(records: Sequence[LogRecord], title: str) -> Figure:
+    """The panels that the report shows over the steps. A notebook displays it.
 
     Needs no display and leaves no global state (no pyplot). Zero or one records work, too.
     """
     import matplotlib.style  # takes half a second; needed only at the end of a run
+    from matplotlib import figure as figures
     from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
     from matplotlib.ticker import MaxNLocator
+
+    class Curves(figures.Figure):
+        def _repr_png_(self) -> bytes:  # for notebooks without pyplot
+            content = io.BytesIO()
+            self.savefig(content, format="png")
+            return content.getvalue()
 
     train = [record for record in records if isinstance(record, Train)]
     run = RunCurves(title, train, [record for record in records if isinstance(record, Eval)])
     panels = curve_panels([run])
     heights = [HEIGHT_INCHES.get(panel.height, 3.6) for panel in panels] or [9.0]
     with matplotlib.style.context(["default", STYLE]):  # overrides the user's matplotlibrc
-        figure = Figure(figsize=(WIDTH_INCHES, sum(heights)), dpi=DPI, layout="constrained")
+        figure = Curves(figsize=(WIDTH_INCHES, sum(heights)), dpi=DPI, layout="constrained")
         FigureCanvasAgg(figure)
         figure.suptitle(title, x=0.01, ha="left", fontsize=14, fontweight="bold")
         if not panels:
             figure.text(0.5, 0.5, "no training steps yet", ha="center", color=GREY)
-            figure.savefig(path_or_file, format="png")
-            return
+            return figure
         grid = figure.subplots(len(panels), 1, sharex=True, height_ratios=heights, squeeze=False)
         for axes, panel in zip(grid[:, 0], panels, strict=True):
             _draw(axes, panel)
@@ -74,7 +86,7 @@ def draw_curves(
             )
             epochs.set_xlabel("epoch")
             epochs.xaxis.set_major_locator(MaxNLocator(integer=run.last_step >= 2 * steps))
-        figure.savefig(path_or_file, format="png")
+    return figure
 
 
 def _draw(axes: Axes, panel: Panel) -> None:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import math
 import sys
 import time
-from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from textwrap import wrap
@@ -19,7 +18,7 @@ from rich.console import Console
 from rich.live import Live
 from rich.text import Text
 
-from raytrain_ddp.display.bottleneck import StepSplit
+from raytrain_ddp.display.bottleneck import Pace, StepSplit
 from raytrain_ddp.display.formatting import (
     format_bytes,
     format_count,
@@ -32,6 +31,7 @@ from raytrain_ddp.display.formatting import (
     format_share,
     plural,
 )
+from raytrain_ddp.display.notebook import NotebookBlock, in_notebook, notebook_console
 from raytrain_ddp.display.redraw import LastingStream, RedrawnBlock
 from raytrain_ddp.events import Checkpoint, Eval, Failed, Note, Plan, Preempted, Straggler, Train
 from raytrain_ddp.messages import Event, Pause, Phase
@@ -56,31 +56,6 @@ def flow(parts: Sequence[Text], width: int, indent: int = 4) -> Text:
     return out
 
 
-class Pace:
-    """The time left: the usual seconds a step (median of recent lines) plus the usual pauses.
-
-    Evaluations and checkpoint stalls are taken out of the lines and spread over the steps so far,
-    so that neither one slow line nor an evaluation just made lets the time left jump.
-    """
-
-    def __init__(self, start_step: int, total_steps: int, began_s: float) -> None:
-        self._start, self._total, self._last = start_step, total_steps, (start_step, began_s)
-        self._step_s: deque[float] = deque(maxlen=25)
-        self.paused_s = 0.0
-
-    def left_s(self, step: int, seconds: float) -> float:
-        """Takes in a training line; returns the seconds left, nan while they are unknown."""
-        running_s = seconds - self.paused_s
-        steps, took_s = step - self._last[0], running_s - self._last[1]
-        self._last = (step, running_s)
-        if steps > 0 and took_s >= 0:  # not so: a clock that began anew, or is not known (nan)
-            self._step_s.append(took_s / steps)
-        if not self._step_s:
-            return math.nan
-        usual_s = sorted(self._step_s)[len(self._step_s) // 2]
-        return (self._total - step) * (usual_s + self.paused_s / max(1, step - self._start))
-
-
 @dataclass(frozen=True)
 class _Now:
     """The state of training that is shown; replaced, never changed. `line`: the latest one."""
@@ -92,20 +67,24 @@ class _Now:
 
 
 class Display:
-    """Shows the events of a run, by default live on a terminal and plain elsewhere.
+    """Shows the events of a run, by default live on a terminal and in a notebook, plain elsewhere.
 
     One thread calls ``handle`` (another may for checkpoints); rich's refresh thread only reads.
     """
 
     def __init__(self, console: Console | None = None, live: bool | None = None) -> None:
-        self._console = console = console or Console(file=sys.stdout)
+        is_notebook = console is None and live is None and in_notebook()
+        console = console or (notebook_console() if is_notebook else Console(file=sys.stdout))
+        self._console = console
         console.file = cast(IO[str], LastingStream(console.file))
         if live is None:  # isatty besides: FORCE_COLOR makes rich take a pipe for a terminal
             utf = console.encoding.startswith("utf")
-            live = utf and console.is_interactive and console.file.isatty()
+            live = is_notebook or (utf and console.is_interactive and console.file.isatty())
         self._live = live
         self._picture = RedrawnBlock(self.__rich__)
-        self._block = Live(self._picture, console=console, refresh_per_second=8, transient=True)
+        self._block: Live | NotebookBlock = NotebookBlock(self.__rich__)
+        if not is_notebook:
+            self._block = Live(self._picture, console=console, refresh_per_second=8, transient=True)
         self._began = clock()
         self._phase: tuple[str, float] | None = None  # name, since when
         self._now: _Now | None = None  # before the first plan

@@ -172,7 +172,9 @@ def _kuberay(config: TrainConfig, base: str | None, name: str) -> str:
     workers = _put(workers, "        maxReplicas: ", need.nodes)
     workers = _put(workers, "                  requests: ", f"{{{size}}}")
     workers = _put(workers, "                  limits: ", f"{{{size}{gpus}}}")
-    return _told_of_folder(config, head + mark + workers)
+    if not need.gpus:
+        workers = re.sub(r"(?m)^.*nvidia.*\n", "", workers)
+    return _with_folder(config, head + mark + workers)
 
 
 def _lan(config: TrainConfig, base: str | None, name: str) -> str:
@@ -183,7 +185,7 @@ def _lan(config: TrainConfig, base: str | None, name: str) -> str:
     text = text.replace(
         "worker_ips: [192.168.1.11] # fill in", f"worker_ips: [192.168.1.11] {comment}"
     )
-    return _told_of_folder(config, text)
+    return _with_folder(config, text)
 
 
 def _cloud(config: TrainConfig, cloud: str, base: str | None, name: str) -> str:
@@ -229,7 +231,7 @@ def _bucket(storage: str) -> dict[str, str]:
     return names
 
 
-def _told_of_folder(config: TrainConfig, text: str) -> str:
+def _with_folder(config: TrainConfig, text: str) -> str:
     """Adds a comment about a storage folder to the file, where it is read later."""
     if "://" in config.storage:
         return text

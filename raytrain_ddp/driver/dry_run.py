@@ -98,8 +98,8 @@ def dry_run(
     rows = data.rows // repeats if config.augment.spread_repeats else data.rows
     times = f" of {rows} x {repeats} {task.unit}" if repeats > 1 else ""
     splits = getattr(task, "splits", None)
-    data_told = splits.summary() if isinstance(splits, Splits) else None
-    data_lines = format_data(data_told, task.unit) or [
+    data_summary = splits.summary() if isinstance(splits, Splits) else None
+    data_lines = format_data(data_summary, task.unit) or [
         ("training set", f"{data.rows} {task.unit}"),
         ("evaluation", f"{eval_data.rows} {task.unit}" if eval_data else "none"),
     ]

@@ -11,6 +11,7 @@ from raytrain_ddp.errors import ConfigError
 # One decodes 500 to 1,000 images/s; an H100 trains a ResNet-50 on 2,500 to 3,000.
 _CPUS_PER_GPU = 8
 _TORCH_GIB, _RAY_GIB = 4, 4  # host memory of a worker besides its data; of Ray and the driver
+_SMALL_GIB = 2  # of a worker on CPUs with the built-in data, which are small
 
 
 @dataclass(frozen=True)
@@ -104,12 +105,16 @@ def machines(config: TrainConfig, most_per_node: int) -> Machines:
     cpus = here * scaling.cpus_without_gpu
     if scaling.use_gpu and scaling.cpus_per_worker == "auto":
         cpus = per_node * _CPUS_PER_GPU
-    data_mib = 2 * config.data.memory_mib + config.data.prefetch_mib  # 2: also for evaluation
+    data_mib, torch_gib = config.data.prefetch_mib, _TORCH_GIB
+    if config.data.source == "digits":
+        data_mib, torch_gib = 0, _TORCH_GIB if scaling.use_gpu else _SMALL_GIB
+    elif not config.data.source.startswith("torchvision:"):  # may be row groups of Parquet
+        data_mib += 2 * config.data.memory_mib  # also for evaluation
     return Machines(
         nodes=nodes,
         cpus=max(1, ceil(cpus)),
         gpus=per_node if scaling.use_gpu else 0,
-        memory_gib=here * (_TORCH_GIB + ceil(data_mib / 1024)) + _RAY_GIB,
+        memory_gib=here * (torch_gib + ceil(data_mib / 1024)) + _RAY_GIB,
     )
 
 

@@ -155,7 +155,7 @@ class StartWatch:
     def lost(self) -> None:
         """The workers are gone, and Ray starts new ones."""
         self._since: float | None = self._now()
-        self._told_at = self._since
+        self._reported_at = self._since
         self._start, self._ranks = "", set[int]()
 
     def take(self, event: Event) -> None:
@@ -169,9 +169,9 @@ class StartWatch:
     def look(self) -> None:
         """Cheap to call often."""
         now = self._now()
-        if self._since is None or now - self._told_at < _SAY_EVERY_S:
+        if self._since is None or now - self._reported_at < _SAY_EVERY_S:
             return
-        self._told_at = now
+        self._reported_at = now
         nodes = self._nodes()
         text = f"Ray has not started {self._layout.said} yet"
         if self._ranks:

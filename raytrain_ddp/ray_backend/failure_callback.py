@@ -23,14 +23,14 @@ class FailureCallback(UserCallback):  # type: ignore[misc]
     """
 
     def __init__(self, mailbox: Any, driver: str | None) -> None:
-        self._mailbox, self._driver, self._told = mailbox, driver, False
+        self._mailbox, self._driver, self._reported = mailbox, driver, False
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """In the controller: gives the driver a handle to it, which Ray Train does not offer."""
         self.__dict__ |= state
         context = ray.get_runtime_context()
-        if not self._told and context.get_actor_id() not in (None, self._driver):
-            self._told = True  # the controller passes copies to its workers
+        if not self._reported and context.get_actor_id() not in (None, self._driver):
+            self._reported = True  # the controller passes copies to its workers
             handle = cloudpickle.dumps(context.current_actor)
             self._mailbox.push.remote([ControllerStarted(handle)])
 

@@ -33,7 +33,7 @@ class WorkerLog:
     def __init__(self, world: World) -> None:
         self._world = world
         self._total = 0
-        self._told_at: dict[str, float] = {}  # time of the last line, by kind
+        self._reported_at: dict[str, float] = {}  # time of the last line, by kind
         self._split = StepSplit()
         for name in [*logging.root.manager.loggerDict]:
             if "/ray/train/" in name:  # a logger of Ray's, named by its file, logs all reports
@@ -85,7 +85,7 @@ class WorkerLog:
     def _eval(self, event: Eval) -> str:
         if self._is_too_soon("eval"):
             return ""
-        values = _told(event.metrics)
+        values = _as_text(event.metrics)
         return f"step {event.step}/{self._total}, evaluation: {values}"
 
     def _checkpoint(self, event: Checkpoint) -> str:
@@ -95,17 +95,17 @@ class WorkerLog:
         return f"checkpoint of step {event.step}: {size}, committed in {seconds}"
 
     def _outcome(self, event: Outcome) -> str:
-        metrics = _told(event.metrics)  # of the last evaluation, even if it had no line
+        metrics = _as_text(event.metrics)  # of the last evaluation, even if it had no line
         return f"ended at step {event.step}" + (f", evaluation: {metrics}" if metrics else "")
 
     def _is_too_soon(self, kind: str) -> bool:
         """Whether another line of this kind is too early; if not, it is logged now."""
         now = time.monotonic()
-        if now - self._told_at.get(kind, -math.inf) < _LINE_EVERY_S:
+        if now - self._reported_at.get(kind, -math.inf) < _LINE_EVERY_S:
             return True
-        self._told_at[kind] = now
+        self._reported_at[kind] = now
         return False
 
 
-def _told(metrics: Mapping[str, float]) -> str:
+def _as_text(metrics: Mapping[str, float]) -> str:
     return ", ".join(f"{name} {format_metric(name, value)}" for name, value in metrics.items())

@@ -125,6 +125,17 @@ class Criterion:
             return outputs.sigmoid(), targets.long()
         return outputs.double().contiguous(), targets.double()
 
+    def predicted(self, logits: Tensor) -> dict[str, Tensor]:
+        """What outputs mean: "probability" of each class or label, and "logit"; or "value".
+
+        Args:
+            logits: float (n, classes or targets); so are the results.
+        """
+        if self.of_targets and not self._binary:
+            return {"value": logits}
+        of_each = self._binary or self._config.name == "bce"
+        return {"probability": logits.sigmoid() if of_each else logits.softmax(1), "logit": logits}
+
     def _class_weights(self, device: torch.device) -> Tensor:
         if device not in self._weights:  # only once: such a copy makes the host wait
             sizes = self._class_sizes()

@@ -4,7 +4,7 @@ small one for digits."""
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Literal
 
 import numpy as np
@@ -39,14 +39,25 @@ class ImageClassification(Task):
     """Whether `model()` loads `model.weights`; not needed if a checkpoint follows."""
 
     def __init__(self, config: TrainConfig) -> None:
+        self._begin(config)
+        self.splits = open_splits(config.data, binary=config.loss.name == "bce")
+        self.class_names = self.splits.class_names
+
+    @classmethod
+    def without_data(cls, config: TrainConfig, class_names: Sequence[str]) -> ImageClassification:
+        """For the model and predictions of a checkpoint, wherever its data are."""
+        task = cls.__new__(cls)
+        task._begin(config)
+        task.class_names = [*class_names]
+        return task
+
+    def _begin(self, config: TrainConfig) -> None:
         self._config = config
         self.notes: list[str] = []  # about the model
         self._criterion = Criterion(config, self._class_sizes)
         self._scales: dict[torch.device, Tensor] = {}  # mean and std, (2, 3, 1, 1)
         if self._criterion.of_targets:
             self.monitor, self.goal = self._criterion.monitor, self._criterion.goal
-        self.splits = open_splits(config.data, binary=config.loss.name == "bce")
-        self.class_names = self.splits.class_names
 
     def model(self) -> nn.Module:
         config, classes = self._config.model, len(self.class_names)
@@ -101,6 +112,13 @@ class ImageClassification(Task):
                 metric.update(self._criterion.each(logits, labels))
             else:
                 metric.update(*self._criterion.compared(logits, labels))
+
+    def predict(self, model: nn.Module, batch: Batch) -> dict[str, Tensor]:
+        return self._criterion.predicted(self.logits(model, batch).float())
+
+    def logits(self, model: nn.Module, batch: Batch) -> Tensor:
+        """Of the batch's "image", uint8 (n, 3, h, w); float (n, classes)."""
+        return _logits(model, self._inputs(batch))
 
     def _class_sizes(self) -> Tensor:
         """Rows of each class in the training set, (classes,); reads all its labels."""

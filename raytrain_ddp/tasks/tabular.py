@@ -130,6 +130,9 @@ class Tabular(Task):
             else:
                 metric.update(*self._criterion.compared(logits, batch["y"]))
 
+    def predict(self, model: nn.Module, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        return self._criterion.predicted(model(batch["x"]).float())
+
     def _numbers(self, labels: Table, source: str) -> Any:
         """The class of each row, int64 (rows,), or its targets, float32 (rows, targets)."""
         if self._binary is None:

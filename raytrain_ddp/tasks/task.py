@@ -29,6 +29,8 @@ class Task(Protocol):
       order; all, if there is no such method.
     - ``schedule(step)`` returns the factor of these learning rates in `step` (from 0), or one for
       each parameter group, instead of ``--schedule.*``.
+    - ``predict(model, batch)`` returns what ``raytrain predict`` writes for a batch of the data: a
+      dict of tensors or lists by name, with an entry for each sample.
     - ``after_step(model, step)`` follows each update that was applied, once for all slots, without
       gradients; `step` is from 1. It may change weights and buffers, equally on all workers.
     """

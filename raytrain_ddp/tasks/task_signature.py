@@ -33,7 +33,7 @@ _OPTIONAL: dict[str, tuple[str, ...]] = {
     "after_step": ("model", "step"),
 }
 _ATTRIBUTES = ("monitor", "goal", "unit")
-_KNOWN = {*_ARGUMENTS, *_OPTIONAL, *_ATTRIBUTES, "per_class_metrics", "class_names"}
+_KNOWN = {*_ARGUMENTS, *_OPTIONAL, *_ATTRIBUTES, "per_class_metrics", "predict", "class_names"}
 _ELSEWHERE = {
     "optimizer(model) returns an optimizer or parameter groups, if not as --optim.* says": (
         "configure_optimizers configure_optimizer optimizers get_optimizer create_optimizer "

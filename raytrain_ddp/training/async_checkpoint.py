@@ -140,16 +140,16 @@ class AsyncCheckpointer:
 
     def _wait(self) -> float:
         """Returns the seconds waited."""
-        started, told_at_s = time.monotonic(), _HANGS_S
+        started, report_at_s = time.monotonic(), _HANGS_S
         while self._under_way is not None:
             waited_s = time.monotonic() - started
-            if wait_for([self._under_way], told_at_s - waited_s).done:
+            if wait_for([self._under_way], report_at_s - waited_s).done:
                 break
             self._note(
                 f"training waits for the checkpoint of step {self._step}, which has been written "
                 f"for {time.monotonic() - self._since:.0f} s: the storage does not respond."
             )
-            told_at_s *= 2
+            report_at_s *= 2
         return time.monotonic() - started
 
     def _attempt(self, snapshot: Snapshot) -> None:

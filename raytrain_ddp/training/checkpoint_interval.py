@@ -89,7 +89,7 @@ class SaveTimer:
         self._began = self._last = time.monotonic()
         self._stalls_s: deque[float] = deque(maxlen=_STALLS)
         self._commit_s = 0.0
-        self._told_s = 0.0
+        self._reported_s = 0.0
 
     def lived_s(self) -> float:
         """Seconds since this start began."""
@@ -118,8 +118,8 @@ class SaveTimer:
         if self._every_s != "auto" or not self._stalls_s or not self._commit_s:
             return
         chosen_s = self.interval_s()
-        if not self._told_s / 2 <= chosen_s <= self._told_s * 2:
-            self._told_s = chosen_s
+        if not self._reported_s / 2 <= chosen_s <= self._reported_s * 2:
+            self._reported_s = chosen_s
             self._tell(
                 Interval(
                     seconds=chosen_s,

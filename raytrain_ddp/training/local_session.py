@@ -39,7 +39,7 @@ class LocalSession(RecordingSession):
     """Runs `train` in this process, for debugging, tests and torchrun."""
 
     _signal = 0  # that requests a stop
-    _told = False
+    _reported = False
     _handlers: Mapping[int, Any] = {}  # before `stop_on_signals`
 
     def __exit__(self, *_: object) -> None:
@@ -55,8 +55,8 @@ class LocalSession(RecordingSession):
         return DistributedDataParallel(model, device_ids=devices, **options)
 
     def requests(self) -> Requests:
-        if self._signal and not self._told:
-            self._told = True
+        if self._signal and not self._reported:
+            self._reported = True
             self.tell(Note("Stopping after this step; the checkpoint follows."))
         return Requests(stop=self._signal)
 

@@ -23,7 +23,7 @@ class Stragglers:
     def __init__(self, slots: int, size: int) -> None:
         self._slots, self._size = slots, size
         self._lines: deque[tuple[int, str, float]] = deque(maxlen=_LINES)
-        self._told: int | None = None
+        self._reported: int | None = None
 
     def look(self, step: int, slowest: Slowest | None, hosts: Sequence[str]) -> Straggler | None:
         """An event, if there is something new to report.
@@ -40,10 +40,10 @@ class Stragglers:
         if len({each for each, _, _ in self._lines}) > 1 or len(self._lines) < _LINES:
             return None
         rank = self._lines[0][0]
-        before, self._told = self._told, None if rank < 0 else rank
-        if before == self._told:
+        before, self._reported = self._reported, None if rank < 0 else rank
+        if before == self._reported:
             return None
-        if self._told is None:
+        if self._reported is None:
             text = f"rank {before} keeps up with the others again, as of step {step}"
             return Straggler(step, None, text)
         phase = Counter(phase for _, phase, _ in self._lines).most_common(1)[0][0]

@@ -209,7 +209,7 @@ def test_the_version():
 def test_an_unknown_command_gets_a_suggestion():
     wrong = said("fti", status=2)
     assert wrong == "error: there is no command 'fti'. Did you mean 'fit'?\n"
-    assert "fit, evaluate, run" in said("xyz", status=2)
+    assert "fit, evaluate, predict, export, run" in said("xyz", status=2)
     assert "'--fit'" in said("--fit", status=2)
 
 

@@ -29,6 +29,8 @@ from raytrain_ddp.config.recipe import (
 from raytrain_ddp.config.train_config import TrainConfig
 from raytrain_ddp.errors import ConfigError
 from raytrain_ddp.evaluate import EvaluateArgs
+from raytrain_ddp.export.__main__ import ExportArgs
+from raytrain_ddp.predict.__main__ import PredictArgs
 from raytrain_ddp.tasks.model_zoo import check_model, known_models
 
 # Adding a flag is a promise to keep it; marking one free says that it does not decide the result.
@@ -87,6 +89,11 @@ DOOR_FLAGS = {
         "profile recipe resume_from"
     ),
     EvaluateArgs: "checkpoint data device out per_class run",
+    ExportArgs: "checkpoint data format image_size license out overwrite run",
+    PredictArgs: (
+        "batch_size checkpoint device image_column image_size inputs layer out overwrite "
+        "probabilities run top tta"
+    ),
 }
 
 

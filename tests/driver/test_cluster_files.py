@@ -16,6 +16,7 @@ from processes import run_cli
 from slurm import FAKES, Job, free_number
 
 from raytrain_ddp.command_line import parse_fit
+from raytrain_ddp.config.input_sections import DataConfig
 from raytrain_ddp.config.recipe import shipped_recipes
 from raytrain_ddp.config.sections import ScalingConfig
 from raytrain_ddp.config.train_config import TrainConfig
@@ -92,9 +93,28 @@ def test_what_is_secret_in_a_uri_is_left_out_and_that_is_reported():
     ],
 )
 def test_nodes_hold_all_workers(scaling: ScalingConfig, most: int, want: Machines):
-    config = TrainConfig(batch_size=64, micro_batch=8, scaling=scaling)
+    photos = DataConfig(source="photos")
+    config = TrainConfig(batch_size=64, micro_batch=8, scaling=scaling, data=photos)
     assert machines(config, most) == want
     assert want.nodes * want.cpus >= scaling.worker_range()[1] * scaling.cpus_without_gpu
+
+
+@pytest.mark.parametrize(
+    ("source", "gpus", "each_gib"),
+    [
+        ("digits", False, 2),
+        ("digits", True, 4),
+        ("torchvision:CIFAR10", False, 5),
+        ("s3://b/x", False, 7),
+        ("s3://b/x", True, 7),
+    ],
+)
+def test_memory_follows_what_the_data_may_hold(source: str, gpus: bool, each_gib: int):
+    config = TrainConfig(scaling=ScalingConfig(2, gpus), data=DataConfig(source=source))
+    assert machines(config, 4).memory_gib == 2 * each_gib + 4
+    more = replace(config.data, memory_mib=2048, prefetch_mib=2048)
+    grown = machines(replace(config, data=more), 4).memory_gib - 2 * each_gib - 4
+    assert grown == 2 * {"digits": 0, "s3://b/x": 3}.get(source, 1)
 
 
 # ------------------------------------------------------------------ slurm

@@ -5,13 +5,17 @@ from __future__ import annotations
 import json
 import os
 import re
-import shutil
 import subprocess
+import sys
+import time
+from importlib import metadata
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
 from cluster_checks import check_kubernetes, check_ray_up, in_ray, opening
+from metadata_server import ACTION, EVENTS, PREEMPTED, aws_action, azure_events, serve
 from slurm import FAKES, ROOT
 
 CLUSTERS = ROOT / "clusters"
@@ -71,21 +75,212 @@ def test_gcp_has_its_own_network_and_accounts():
     assert re.findall(r"tcp:22 --source-ranges (\S+)", text) == ["203.0.113.0/24"]
 
 
-def test_azures_command_narrows_the_one_ssh_rule_that_ray_has(tmp_path: Path):
-    template = in_ray("autoscaler/_private/_azure/azure-config-template.json")
-    copy = tmp_path / template.name
-    shutil.copy(template, copy)
-    command = re.search(r"(?m)^#   (sed -i .*) \\$", text_of("azure.yaml"))
-    assert command is not None
-    subprocess.run(["bash", "-c", f"{command[1]} {copy}"], check=True)
+def program(folder: Path, name: str, body: str) -> None:
+    """A command of that name, in sh."""
+    folder.mkdir(exist_ok=True)
+    (folder / name).write_text(f"#!/bin/sh\n{body}\n")
+    (folder / name).chmod(0o755)
+
+
+def test_azures_first_command_narrows_the_one_ssh_rule_that_ray_has(tmp_path: Path):
+    """By Azure's own command line: nothing that is installed is edited."""
+    text = text_of("azure.yaml")
+    template = json.loads(
+        in_ray("autoscaler/_private/_azure/azure-config-template.json").read_text()
+    )
     rules = [
-        rule["properties"]
-        for resource in json.loads(copy.read_text())["resources"]
+        (rule["name"], rule["properties"]["destinationPortRange"])
+        for resource in template["resources"]
         for rule in resource.get("properties", {}).get("securityRules", [])
     ]
-    assert [(r["sourceAddressPrefix"], r["destinationPortRange"]) for r in rules] == [
-        ("203.0.113.0/24", "22")
-    ]
+    assert rules == [("SSH", "22")]
+    for name in ("ray", "az"):
+        list_them = '[ "$3" != list ] || echo one two'
+        program(tmp_path / "bin", name, f'echo "{name} $*" >> {tmp_path}/calls; {list_them}')
+    path = {"PATH": f"{tmp_path / 'bin'}:/usr/bin:/bin"}
+    subprocess.run(["bash", "-c", opening(text)["bring up"]], env=path, check=True)
+    up, listed, *updates = (tmp_path / "calls").read_text().splitlines()
+    assert up.startswith("ray up ")
+    assert listed.startswith("az network nsg list --resource-group raytrain ")
+    assert yaml.safe_load(text)["provider"]["resource_group"] == "raytrain"
+    rest = "--name SSH --source-address-prefixes 203.0.113.0/24"
+    group = "az network nsg rule update --resource-group raytrain --nsg-name"
+    assert updates == [f"{group} {name} {rest}" for name in ("one", "two")]
+    assert "sed -i" not in text
+
+
+def larger(name: str) -> str:
+    """A file of a cloud with its lines for machines of several GPUs."""
+    return re.sub(r"(?m)^( +)# (\w+: .*) # several GPUs.*$", r"\1\2", text_of(f"{name}.yaml"))
+
+
+def test_awss_machines_are_what_run_instances_takes():
+    """Strictly, by AWS's own description of its API; also with several GPUs."""
+    from botocore.session import get_session
+    from botocore.validate import ParamValidator
+
+    model = get_session().get_service_model("ec2").operation_model("RunInstances")
+    for text in (text_of("aws.yaml"), larger("aws")):
+        for config in yaml.safe_load(text)["available_node_types"].values():
+            # Ray adds the numbers.
+            params = {**config["node_config"], "MinCount": 1, "MaxCount": 1}
+            report = ParamValidator().validate(params, model.input_shape)
+            assert not report.has_errors(), report.generate_report()
+    worker = yaml.safe_load(larger("aws"))["available_node_types"]["worker"]["node_config"]
+    assert worker["NetworkInterfaces"][0]["InterfaceType"] == "efa"
+    assert worker["Placement"] == {"GroupName": "raytrain"}
+
+
+def test_azures_machines_are_what_rays_template_takes():
+    template = json.loads(in_ray("autoscaler/_private/_azure/azure-vm-template.json").read_text())
+    for text in (text_of("azure.yaml"), larger("azure")):
+        for config in yaml.safe_load(text)["available_node_types"].values():
+            assert {*config["node_config"]} == {"azure_arm_parameters"}
+            given = config["node_config"]["azure_arm_parameters"]
+            for name, value in given.items():
+                kind = template["parameters"][name]["type"]
+                kinds = {"string": str, "int": int, "bool": bool, "object": dict}
+                assert isinstance(value, kinds[kind]), name
+    assert given["enableAcceleratedNetworking"] is True
+
+
+def test_googles_machines_are_what_instances_insert_takes():
+    """Strictly, by Google's own description of its API, where its client is installed."""
+    pytest.importorskip("googleapiclient")
+    from googleapiclient.discovery_cache import get_static_doc  # type: ignore[import-not-found]
+
+    schemas = json.loads(get_static_doc("compute", "v1"))["schemas"]
+
+    def check(value: object, schema: dict[str, Any], where: str) -> None:
+        schema = schemas[schema["$ref"]] if "$ref" in schema else schema
+        if isinstance(value, dict):
+            for name, each in value.items():
+                assert name in schema["properties"], f"{where}.{name} does not exist"
+                check(each, schema["properties"][name], f"{where}.{name}")
+        elif isinstance(value, list):
+            for each in value:
+                check(each, schema["items"], where)
+        else:
+            kinds = {"string": (str, int), "boolean": bool, "integer": int}
+            assert isinstance(value, kinds[schema["type"]]), where
+            assert value in schema.get("enum", [value]), f"{where}: {value}"
+
+    for text in (text_of("gcp.yaml"), larger("gcp")):
+        for kind, config in yaml.safe_load(text)["available_node_types"].items():
+            check(config["node_config"], {"$ref": "Instance"}, kind)
+
+
+def test_googles_worker_asks_for_the_driver():
+    for text in (text_of("gcp.yaml"), larger("gcp")):
+        worker = yaml.safe_load(text)["available_node_types"]["worker"]["node_config"]
+        assert worker["metadata"]["items"] == [{"key": "install-nvidia-driver", "value": "True"}]
+        assert worker["scheduling"]["onHostMaintenance"] == "TERMINATE"
+    assert worker["resourcePolicies"]
+
+
+def versions() -> list[dict[str, str]]:
+    """The table of README.md."""
+    head, _, *rows = re.findall(
+        r"(?m)^\| (.*) \|$", text_of("README.md").partition("## Versions")[2]
+    )
+    return [dict(zip(head.split(" | "), row.split(" | "), strict=True)) for row in rows[:2]]
+
+
+def test_the_versions_are_one_table():
+    newest, oldest = versions()
+    pins = " ".join(
+        f"'{name}=={newest[key]}'"
+        for name, key in (("torch", "torch"), ("torchvision", "torchvision"))
+    )
+    pins += f" 'ray[default,train]=={newest['Ray']}'"
+    for cloud in CLOUDS:
+        cluster = yaml.safe_load(text_of(f"{cloud}.yaml"))
+        assert pins in cluster["setup_commands"][-2]
+        (driver,) = cluster["worker_setup_commands"]
+        assert f'{newest["lowest driver"]} "$D"' in driver
+        assert f"torch {newest['torch']} needs {newest['lowest driver']} " in driver
+    arguments = dict(re.findall(r"(?m)^ARG (\w+)=(.*)$", text_of("Dockerfile")))
+    for key in ("torch", "torchvision", "Ray"):
+        assert arguments[key.upper()] == newest[key]
+        lowest = re.search(
+            rf'"{key.lower()}(?:\[.*\])?>=([\d.]+)"', (ROOT / "pyproject.toml").read_text()
+        )
+        assert lowest is not None
+        assert f"{oldest[key]}.".startswith(f"{lowest[1]}."), key
+
+
+def test_the_table_has_the_cuda_of_the_torch_that_is_installed():
+    rows = {row["torch"]: row for row in versions()}
+    row = rows.get(metadata.version("torch").partition("+")[0])
+    needs = " ".join(metadata.requires("torch") or ())
+    found = re.search(r"(?:cuda-toolkit\S*|nvidia-cuda-runtime\S*)==(\d+\.\d+)", needs)
+    if row is None or found is None:
+        pytest.skip("another torch, or one without CUDA")
+    assert found[1] == row["CUDA"]
+    # NVIDIA's table of minor version compatibility.
+    assert row["lowest driver"] == {"13": "580.65.06", "12": "525.60.13"}[found[1][:2]]
+
+
+@pytest.mark.parametrize(
+    ("gpu", "driver", "fits"),
+    [
+        (True, "580.65.06", True),
+        (True, "595.10", True),
+        (True, "570.172.08", False),
+        (True, "", False),
+        (False, "", True),
+    ],
+)
+@pytest.mark.parametrize("cloud", CLOUDS)
+def test_a_worker_whose_driver_is_too_old_says_so(
+    tmp_path: Path, cloud: str, gpu: bool, driver: str, fits: bool
+):
+    (command,) = yaml.safe_load(text_of(f"{cloud}.yaml"))["worker_setup_commands"]
+    (tmp_path / "vendor").write_text("0x10de\n" if gpu else "0x1d0f\n")
+    command = command.replace("/sys/bus/pci/devices/*/vendor", str(tmp_path / "vendor"))
+    program(tmp_path / "bin", "nvidia-smi", f'[ -n "{driver}" ] && echo {driver}')
+    program(tmp_path / "bin", "sleep", "")
+    path = {"PATH": f"{tmp_path / 'bin'}:/usr/bin:/bin"}
+    done = subprocess.run(
+        ["bash", "-c", f"({command})"], env=path, capture_output=True, text=True, check=False
+    )
+    assert (done.returncode == 0) == fits
+    if not fits:
+        assert f"driver is '{driver}'; torch 2.15.0 needs 580.65.06" in done.stderr
+
+
+NOTICES = {
+    "aws": (ACTION, aws_action(in_s=3600)),
+    "azure": (EVENTS, azure_events("Preempt", in_s=3600)),
+    "gcp": (PREEMPTED, "TRUE"),
+}
+
+
+@pytest.mark.parametrize("cloud", CLOUDS)
+def test_a_worker_of_a_cloud_is_drained_at_its_notice_and_a_head_never(tmp_path: Path, cloud: str):
+    """Its line as it is, in a shell that ends; only the metadata service is another."""
+    cluster = yaml.safe_load(text_of(f"{cloud}.yaml"))
+    assert "raytrain_ddp.spot" not in json.dumps(cluster["head_start_ray_commands"])
+    ours, notes = tmp_path / "bin", tmp_path / "notes"
+    with serve() as cloud_says:
+        run = f'exec {sys.executable} "$@" --metadata {cloud_says.url} --every-s 0.1'
+        program(ours, "python", run)
+        program(ours, "ray", f'echo "$1 $RAY_ADDRESS $NCCL_SOCKET_IFNAME" >> {notes}')
+        program(ours, "ip", 'echo "$4 via 10.0.0.1 dev ens5 src 10.0.0.7 uid 1000 \\\\    cache"')
+        port = cloud_says.url.rpartition(":")[2]  # an address that no other test watches
+        home = {"HOME": str(tmp_path), "PATH": f"{ours}:/usr/bin:/bin", "RAY_HEAD_IP": f"h{port}"}
+        home["PYTHONPATH"] = str(ROOT)
+        command = f"({cluster['worker_start_ray_commands'][-1]})"
+        subprocess.run(["bash", "-c", command], env=home, check=True, timeout=30)
+        deadline = time.monotonic() + 30
+        while not cloud_says.asked and time.monotonic() < deadline:
+            time.sleep(0.05)
+        assert notes.read_text() == "start  ens5\n"
+        path, text = NOTICES[cloud]
+        cloud_says.texts[path] = text
+        while "drain-node" not in notes.read_text() and time.monotonic() < deadline:
+            time.sleep(0.05)
+    assert notes.read_text() == f"start  ens5\ndrain-node h{port}:6379 ens5\n"
 
 
 class Lan:
@@ -160,8 +355,39 @@ def test_kubernetes_objects_have_fields_that_kuberay_knows():
     assert all("nvidia.com/gpu" in limit for limit in limits)
 
 
+def test_the_commented_lines_of_kubernetes_are_fields_too():
+    """Queues, a node selector, a volume for runs: as they are once uncommented."""
+    line = r"(?m)^( +)# (- \{.*|[\w./-]+: [\w{].*)$"
+    text = text_of("kuberay.yaml")
+    assert len(re.findall(line, text)) == 2 * 3 + 2 + 2 * 4
+    job, cluster = check_kubernetes(re.sub(line, r"\1\2", text))
+    for resource in (job, cluster):
+        assert "kueue.x-k8s.io/queue-name" in resource["metadata"]["labels"]
+    worker = cluster["spec"]["workerGroupSpecs"][0]["template"]["spec"]
+    assert worker["nodeSelector"]
+    assert worker["volumes"][1]["persistentVolumeClaim"] == {"claimName": "raytrain"}
+
+
+@pytest.mark.parametrize(
+    ("right", "wrong", "why"),
+    [
+        ("terminationGracePeriodSeconds: 60", "terminationGraceSeconds: 60", "terminationGrace"),
+        ("preStop:", "prestop:", "prestop"),
+        ("backoffLimit: 2 ", 'backoffLimit: "2" ', "backoffLimit is '2'"),
+        ('{num-cpus: "0"}', "{num-cpus: 0}", "rayStartParams"),
+        ("maxReplicas: 1", "maxreplicas: 1", "maxreplicas"),
+        ("groupName: gpu\n", "replicas: 1\n", "groupName"),
+        ("mode: token", "modus: token", "modus"),
+    ],
+)
+def test_a_misspelt_field_of_kubernetes_would_be_noticed(right: str, wrong: str, why: str):
+    with pytest.raises(AssertionError, match=why):
+        check_kubernetes(text_of("kuberay.yaml").replace(right, wrong, 1))
+
+
 def test_the_image_has_the_ray_that_kuberay_expects():
     docker = text_of("Dockerfile")
+    assert re.search(r"apt-get install .* wget\b", docker), "for KubeRay's probes"
     versions = re.findall(r'rayVersion: "(.*)"', text_of("kuberay.yaml"))
     assert {*versions} == {*re.findall(r"ARG RAY=(.*)", docker)}
     sources = [source for line in re.findall(r"COPY (.*)", docker) for source in line.split()[:-1]]

@@ -346,11 +346,13 @@ def _is_dense(tensor: Tensor) -> bool:
 
 def _copy_each(targets: list[Tensor], sources: list[Tensor], non_blocking: bool = False) -> None:
     """One operation on the device, whatever the number of tensors."""
-    before = operations["copy_"]
+    where = place()
+    before, launched = operations["copy_"], launches["copy_", where]
     for target, source in zip(targets, sources, strict=True):
         target.copy_(source, non_blocking=non_blocking)
-    operations["copy_"] = before
+    operations["copy_"], launches["copy_", where] = before, launched
     operations["_foreach_copy_"] += 1
+    launches["_foreach_copy_", where] += 1
 
 
 # ------------------------------------------------------------------ random numbers

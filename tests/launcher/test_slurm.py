@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import socket
+import subprocess
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -33,7 +35,7 @@ def submit(tmp_path: Path) -> Iterator[Submit]:
     def start(*words: str, number: int | None = None, **variables: str) -> Job:
         number = number or free_number()
         folder = tmp_path / str(number)
-        folder.mkdir()
+        folder.mkdir(exist_ok=True)
         path = f"{quick}:{FAKES}:{os.environ['PATH']}"
         given = {"PATH": path, "PYTHONPATH": str(quick), "FAKE_FIT": "train", **variables}
         jobs.append(Job(folder, number, SBATCH, words, **given))
@@ -149,6 +151,57 @@ def test_a_ray_that_starts_slowly_is_started_again_on_each_node(submit: Submit):
     job.warn(signal.SIGTERM)
     assert job.status() == 143, job.said
     assert processes_of(job.folder) == [], "a failed start leaves nothing"
+
+
+def test_a_node_whose_ray_fails_at_once_is_started_until_it_joins(submit: Submit):
+    """As while the head is started again; only a head that fails so three times gives up."""
+    job = submit(FAKE_RAY="late", SLURM_JOB_NUM_NODES="2")
+    job.wait_until((job.folder / "training").exists, 60)
+    assert (job.folder / "tries-1").read_text().count("again") == 4
+    job.warn(signal.SIGTERM)
+    assert job.status() == 143, job.said
+
+
+def test_the_token_goes_first_as_slurm_may_end_the_rest(submit: Submit):
+    job = submit(FAKE_RAY="lingers")
+    job.wait_until((job.folder / "training").exists, 30)
+    (token,) = job.folder.glob(".raytrain-*/token")
+    job.warn(signal.SIGTERM)
+    job.wait_until(lambda: not token.exists(), 30)
+    assert token.parent.exists()
+    assert [p for p in processes_of(job.folder) if b"quick/ray\0start" in command_of(p)]
+    assert job.status() == 143, job.said
+    assert not token.parent.exists()
+
+
+@pytest.mark.parametrize("answer", ["the queue", "other jobs", "none"])
+def test_what_an_ended_job_left_is_swept_by_the_next_one_of_the_user(
+    submit: Submit, tmp_path: Path, answer: str
+):
+    number, over, lives = free_number(), free_number(), free_number()
+    ours = tmp_path / str(number)
+    swept = [Path(f"/tmp/ray-{over}"), ours / f".raytrain-slurm-{over}"]
+    kept = [Path(f"/tmp/ray-{lives}"), ours / f".raytrain-slurm-{lives}"]
+    kept += [ours / f".raytrain-elsewhere-{over}", ours / ".raytrain-slurm-x", ours / "runs"]
+    for folder in (*swept, *kept):
+        folder.mkdir(parents=True)
+        (folder / "token").write_text("secret")
+    left = subprocess.Popen(["bash", "-c", "sleep 100; :", f"/tmp/ray-{over}/session_1/raylet"])
+    variables = {"the queue": {"FAKE_OVER": str(over)}, "none": {}}
+    asked = variables.get(answer, {"FAKE_OVER": str(over), "FAKE_FOREIGN": "1"})
+    try:
+        job = submit(number=number, **asked)
+        job.wait_until((job.folder / "training").exists, 30)
+        gone = [folder for folder in (*swept, *kept) if not folder.exists()]
+        assert gone == (swept if answer == "the queue" else [])
+        assert (left.poll() is not None) == (answer == "the queue")
+        job.warn(signal.SIGTERM)
+        assert job.status() == 143, job.said
+    finally:
+        left.kill()
+        left.wait()
+        for folder in (swept[0], kept[0]):
+            shutil.rmtree(folder, ignore_errors=True)
 
 
 def test_a_ray_that_ends_after_all_nodes_had_joined_is_not_started_again(submit: Submit):

@@ -8,6 +8,7 @@ from __future__ import annotations
 import io
 import os
 import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -18,6 +19,7 @@ from typing import Any
 import pytest
 import torch
 from event_records import record
+from metadata_server import PREEMPTED, serve
 from rich.console import Console
 
 from raytrain_ddp import FitResult, TrainConfig, fit
@@ -147,21 +149,45 @@ def drain(cluster: Any, node: Any, seconds: float) -> None:
     assert accepted, reported
 
 
+def drain_by_the_watch(cluster: Any, node: Any, seconds: float) -> None:
+    """What clusters/gcp.yaml runs on the node, from the moment that the machine is preempted."""
+    watch = [sys.executable, "-m", "raytrain_ddp.spot", "gcp"]
+    with serve() as metadata:
+        metadata.texts[PREEMPTED] = "TRUE"
+        assert seconds == 30  # its notice
+        words = ["--metadata", metadata.url, "--address", cluster.address]
+        done = subprocess.run(
+            [*watch, *words, "--node-id", node.node_id], capture_output=True, text=True, check=False
+        )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "this node is drained" in done.stdout
+
+
 def test_fault_34_a_node_taken_away_with_a_notice_costs_no_step_and_no_failure(
     cluster: Any, tmp_path: Path
+) -> None:
+    check_taken_away(cluster, tmp_path, 16.0, drain)
+
+
+@pytest.mark.slow  # a minute: the notice is as long as in the cloud
+def test_fault_34_a_notice_of_google_cloud_becomes_a_checkpoint_by_the_watch(
+    cluster: Any, tmp_path: Path
+) -> None:
+    check_taken_away(cluster, tmp_path, 30.0, drain_by_the_watch)
+
+
+def check_taken_away(
+    cluster: Any, tmp_path: Path, notice_s: float, drain: Callable[[Any, Any, float], None]
 ) -> None:
     node = cluster.add_node(num_cpus=1)
     (tmp_path / "slow").touch()
     scaling = ScalingConfig(num_workers="1:2", max_failures=0, resize_s=1)
     rarely = CheckpointConfig(every_epochs=0, every_s=0)
-    run = Running(
-        paced(
-            tmp_path, "drained", scaling=scaling, checkpoint=rarely, eval=EvalConfig(every_epochs=0)
-        )
-    )
+    options = {"scaling": scaling, "checkpoint": rarely, "eval": EvalConfig(every_epochs=0)}
+    run = Running(paced(tmp_path, "drained", epochs=6 if notice_s < 20 else 14, **options))
     ears = run.ears
     ears.wait(at_step(7))
-    drained, notice_s = time.monotonic(), 16.0
+    drained = time.monotonic()
     drain(cluster, node, notice_s)
     noticed = ears.wait(lambda e: e["kind"] == "note" and "will be preempted" in e["text"], drained)
     ears.wait(lambda e: e["kind"] == "checkpoint", noticed)

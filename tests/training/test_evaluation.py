@@ -133,12 +133,12 @@ def evaluate_many(rank: int, size: int, rows: int) -> tuple[float, float, float]
 
 
 def test_memory_does_not_grow_with_the_number_of_chunks(workers: Group):
-    """50 chunks of 8 MB were 0.4 GB."""
-    added, total, loss = workers(1, evaluate_many, 800)[0]
-    assert total == 800
+    """25 chunks of 8 MB were 0.2 GB."""
+    added, total, loss = workers(1, evaluate_many, 400)[0]
+    assert total == 400
     assert added < 150
-    for _, total, other in workers(3, evaluate_many, 800):
-        assert (total, other) == (800, loss)
+    for _, total, other in workers(3, evaluate_many, 400):
+        assert (total, other) == (400, loss)
 
 
 class Collected(TinyTask):

@@ -1,29 +1,35 @@
-"""Shows the progress of a conversion: a bar on a terminal, occasional lines elsewhere."""
+"""Shows how fast images are worked on: a bar on a terminal, occasional lines elsewhere."""
 
 from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
 
-from raytrain_ddp.convert.shard_writer import MIB, Tell
+Tell = Callable[[int, int], None]
+"""Called with images and bytes that were just finished; 0 bytes: by an earlier process."""
 
+_MIB = 2**20
 _LINE_EVERY_S = 10.0
 
 
 class Meter:
-    """Shows images, images/s, MiB/s and the remaining time, on standard error."""
+    """Shows images, images/s, MiB/s and the remaining time, on standard error.
 
-    def __init__(self, progress: Progress | None) -> None:
-        self._progress = progress
+    Args:
+        unit: what is counted. sized: bytes are shown.
+    """
+
+    def __init__(self, progress: Progress | None, unit: str = "images", sized: bool = True) -> None:
+        self._progress, self._unit, self._sized = progress, unit, sized
 
     def phase(self, title: str, images: int) -> Tell:
         """Starts a phase of the work, and returns the function to report its progress to."""
-        counts = _Counts(title, images)
+        counts = _Counts(title, images, self._unit, self._sized)
         progress = self._progress
         if progress is None:
             return counts.tell_in_lines
@@ -37,11 +43,11 @@ class Meter:
 
 
 @contextmanager
-def shown() -> Iterator[Meter]:
+def shown(unit: str = "images", sized: bool = True) -> Iterator[Meter]:
     """A meter; on a terminal, it is cleared at the end."""
     console = Console(stderr=True)
     if not console.is_terminal:
-        yield Meter(None)
+        yield Meter(None, unit, sized)
         return
     columns = [
         TextColumn("{task.description}"),
@@ -51,12 +57,12 @@ def shown() -> Iterator[Meter]:
         TimeRemainingColumn(),
     ]
     with Progress(*columns, console=console) as progress:
-        yield Meter(progress)
+        yield Meter(progress, unit, sized)
 
 
 class _Counts:
-    def __init__(self, title: str, images: int) -> None:
-        self._title, self._images = title, images
+    def __init__(self, title: str, images: int, unit: str, sized: bool) -> None:
+        self._title, self._images, self._unit, self._sized = title, images, unit, sized
         self.done = self._new = self._bytes = 0
         self._start = self._line = time.monotonic()
 
@@ -69,7 +75,8 @@ class _Counts:
     def speed(self) -> str:
         """``412 images/s, 39.7 MiB/s``"""
         seconds = max(time.monotonic() - self._start, 1e-9)
-        return f"{self._new / seconds:,.0f} images/s, {self._bytes / MIB / seconds:,.1f} MiB/s"
+        speed = f"{self._new / seconds:,.0f} {self._unit}/s"
+        return speed + (f", {self._bytes / _MIB / seconds:,.1f} MiB/s" if self._sized else "")
 
     def tell_in_lines(self, images: int, size: int) -> None:
         self.add(images, size)
@@ -80,6 +87,6 @@ class _Counts:
         self._line = now
         left = (now - self._start) * (self._images - self.done) / max(self._new, 1)
         minutes, seconds = divmod(round(left), 60)
-        line = f"{self._title} {self.done:,} of {self._images:,} images, {self.speed()}"
+        line = f"{self._title} {self.done:,} of {self._images:,} {self._unit}, {self.speed()}"
         line += "" if last else f", {minutes}:{seconds:02d} left"
         print(line, file=sys.stderr, flush=True)

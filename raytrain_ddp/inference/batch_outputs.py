@@ -1,0 +1,203 @@
+"""What a model gives for each row of the data, in the chunks in which it is evaluated."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from raytrain_ddp.data.loader import eval_batches
+from raytrain_ddp.data.loader_threads import LoaderThreads
+from raytrain_ddp.data.sources import Batch, Data
+from raytrain_ddp.errors import ConfigError, DataError, did_you_mean
+from raytrain_ddp.tasks.task_check import optional_method, refused
+from raytrain_ddp.training.buffer_sync import SavedBuffers
+from raytrain_ddp.training.device_feed import ahead_on_device
+from raytrain_ddp.training.seeding import seed_slot
+from raytrain_ddp.training.train_state import evaluating
+from raytrain_ddp.training.world import autocast
+
+if TYPE_CHECKING:
+    from raytrain_ddp.tasks.task import Task
+
+EMBEDDING = "embedding"
+
+
+class Outputs(NamedTuple):
+    """The outputs of a chunk.
+
+    Args:
+        rows: all rows of the chunk. kept: those that are not bad records, in order.
+        values: tensors on the CPU, or lists, with an entry for each of `kept`.
+    """
+
+    rows: range
+    kept: list[int]
+    values: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What is computed for each row, and how.
+
+    Args:
+        batch_size: rows of a chunk. Kernels of other sizes may round in another way.
+        tta: flip: the mean of the outputs for the image and its mirror image.
+        layer: a module whose output is added as `EMBEDDING`, (n, numbers).
+    """
+
+    batch_size: int
+    tta: Literal["none", "flip"] = "none"
+    layer: str | None = None
+    precision: str = "fp32"
+
+
+def outputs(
+    task: Task,
+    model: nn.Module,
+    data: Data,
+    asked: Asked,
+    chunks: Sequence[int],
+    bad: Mapping[int, str],
+    threads: LoaderThreads,
+) -> Iterator[Outputs]:
+    """Yields the outputs of each chunk, in order; computed as `evaluate` does.
+
+    Args:
+        model: on the device to compute on.
+        bad: has the rows that were omitted from the batches that were yielded so far.
+
+    Raises:
+        ConfigError: the task cannot predict, or has no such layer or nothing to flip.
+        DataError: a batch has other samples than the rows that are not bad.
+    """
+    predict = _method(task)
+    device = next(model.parameters()).device
+    buffers = SavedBuffers(model)
+    size = asked.batch_size
+    loaded = eval_batches(data, size, chunks, threads, pin=device.type != "cpu")
+    with (
+        torch.inference_mode(),
+        evaluating(model),
+        autocast(device, asked.precision),
+        _captured(model, asked.layer) as captured,
+        closing(loaded),
+        closing(ahead_on_device(loaded, device)) as moved,
+    ):
+        for chunk, (batch, own) in zip(chunks, moved, strict=True):
+            rows = range(chunk * size, min((chunk + 1) * size, data.rows))
+            kept = [row for row in rows if row not in bad]
+            samples = data.samples_of(batch)
+            if samples != len(kept):
+                raise DataError(
+                    f"rows {rows[0]} to {rows[-1]} gave {samples} samples: predictions cannot be "
+                    "assigned to rows, because collate has dropped some."
+                )
+            if not samples:
+                yield Outputs(rows, kept, {})
+                continue
+            seed_slot(device, 0, 0, chunk)
+            values = _computed(predict, task, model, own, samples, captured)
+            buffers.restore()
+            if asked.tta == "flip":
+                other = _computed(predict, task, model, _mirrored(own), samples, captured)
+                buffers.restore()
+                values = {name: _mean(value, other[name]) for name, value in values.items()}
+                values.pop("logit", None)  # the classes are ordered by the mean probability
+            yield Outputs(rows, kept, values)
+
+
+def _method(task: Task) -> Callable[[nn.Module, Batch], Mapping[str, Any]]:
+    method = optional_method(task, "predict")
+    if method is None:
+        raise ConfigError(
+            f"{type(task).__name__} has no predict(model, batch), which returns a dict of tensors "
+            "or lists by name, with an entry for each sample: add it to the task."
+        )
+    return method  # type: ignore[no-any-return]
+
+
+def _computed(
+    predict: Callable[[nn.Module, Batch], Any],
+    task: Task,
+    model: nn.Module,
+    batch: Batch,
+    samples: int,
+    captured: list[Tensor],
+) -> dict[str, Any]:
+    try:
+        values = predict(model, batch)
+    except RuntimeError as error:
+        if "shapes cannot be multiplied" not in str(error) or not _has_images(batch):
+            raise
+        height, width = batch["image"].shape[-2:]
+        raise ConfigError(
+            f"the model does not take images of {height} x {width} pixels ({error}): set "
+            "--image-size to the size that it was trained on."
+        ) from error
+    wanted = f"a dict of tensors or lists by name, each with {samples} entries"
+    if not isinstance(values, Mapping) or not values:
+        raise refused(predict, values, wanted)
+    found = {str(name): _on_cpu(value) for name, value in values.items()}
+    if captured:
+        found[EMBEDDING] = _on_cpu(captured.pop().flatten(1))
+    for name, value in found.items():
+        scalar = isinstance(value, Tensor) and not value.ndim
+        if scalar or not isinstance(value, Tensor | list) or len(value) != samples:
+            raise refused(predict, value, wanted, f" That is the value of {name!r}.")
+    return found
+
+
+def _on_cpu(value: Any) -> Any:
+    if not isinstance(value, Tensor):
+        return list(value) if isinstance(value, tuple) else value
+    value = value.detach().cpu()
+    return value.float() if value.dtype in (torch.bfloat16, torch.float16) else value
+
+
+def _mean(one: Any, other: Any) -> Any:
+    return (one + other) / 2 if isinstance(one, Tensor) and one.is_floating_point() else one
+
+
+def _has_images(batch: Batch) -> bool:
+    return isinstance(batch, Mapping) and "image" in batch
+
+
+def _mirrored(batch: Batch) -> Batch:
+    if not _has_images(batch):
+        raise ConfigError("--tta flip: the batches have no 'image' to mirror.")
+    return {**batch, "image": batch["image"].flip(-1)}
+
+
+@contextmanager
+def _captured(model: nn.Module, layer: str | None) -> Iterator[list[Tensor]]:
+    """Receives the output of a layer in each pass of the model.
+
+    Raises:
+        ConfigError: there is no such layer, or its output is no tensor.
+    """
+    taken: list[Tensor] = []
+    if layer is None:
+        yield taken
+        return
+    names = [name for name, _ in model.named_modules() if name]
+    if layer not in names:
+        top = ", ".join(name for name, _ in model.named_children())
+        hint = did_you_mean(layer, names) or f" Its parts are {top}."
+        raise ConfigError(f"--layer {layer}: the model has no such layer.{hint}")
+
+    def take(_: nn.Module, __: Any, output: Any) -> None:
+        if not isinstance(output, Tensor):
+            kind = type(output).__name__
+            raise ConfigError(f"--layer {layer}: its output is a {kind}, not a tensor.")
+        taken[:] = [output]
+
+    handle = model.get_submodule(layer).register_forward_hook(take)
+    try:
+        yield taken
+    finally:
+        handle.remove()

@@ -1,0 +1,190 @@
+"""What a model is used on: images by path or URI, tables of images, or the data of its run."""
+
+from __future__ import annotations
+
+import glob
+import os
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+from raytrain_ddp.data.file_listing import is_image
+from raytrain_ddp.data.image_folder import is_hidden
+from raytrain_ddp.data.shard_formats import format_of
+from raytrain_ddp.data.shard_images import ShardImages
+from raytrain_ddp.data.splits import open_splits
+from raytrain_ddp.data.store_listing import list_in_store
+from raytrain_ddp.errors import ConfigError, DataError
+from raytrain_ddp.inference.given_images import GivenImages
+from raytrain_ddp.tasks.task_check import eval_data_of
+from raytrain_ddp.uri import without_secrets
+
+if TYPE_CHECKING:
+    from raytrain_ddp.data.image_batches import OnBad
+    from raytrain_ddp.data.sources import Data
+    from raytrain_ddp.inference.loaded_model import LoadedModel
+
+_VIDEOS = (".mp4", ".mov", ".avi", ".mkv", ".webm", ".m4v", ".mpg", ".mpeg")
+_FRAMES = "Extract its frames: ffmpeg -i {0} frames/%06d.jpg"
+_KINDS_SHOWN = 3
+
+Columns = dict[str, list[Any]]
+
+
+@dataclass(frozen=True)
+class Input:
+    """The rows to predict.
+
+    Args:
+        data: batches of them; rows of bad records are omitted.
+        places: columns that say which rows these are, and their labels if they are known.
+        notes: sentences about files that are not used.
+    """
+
+    data: Data
+    places: Callable[[Sequence[int]], Columns]
+    notes: tuple[str, ...] = ()
+
+
+def open_input(
+    words: Sequence[str],
+    model: LoadedModel,
+    on_bad: OnBad,
+    image_column: str | None = None,
+    image_size: int = 0,
+) -> Input:
+    """The rows that the words of a command line name; without any, the run's evaluation data.
+
+    Args:
+        on_bad: see `image_data`.
+        image_column: of tables. Default: that of the run.
+        image_size: of the model's input. Default: that of the evaluation, or, if images are used
+            as they are stored, that of the training images.
+
+    Raises:
+        DataError: there is nothing, or nothing that can be read.
+        ConfigError: the task has only its own data.
+    """
+    if not words:
+        return _own(model, on_bad, image_size)
+    if not model.takes_images:
+        raise ConfigError(
+            f"task = {model.config.task!r} predicts its own evaluation data only: give no INPUT."
+        )
+    found, notes = _files(words)
+    images = [name for name in found if format_of(name) is None]
+    if images:
+        unread = len(found) - len(images)
+        if unread:
+            notes = (*notes, f"{unread} tables beside the images are not read.")
+        source = GivenImages(images)
+        data = model.data_of(source, on_bad, image_size or model.image_size)
+        return Input(data, lambda rows: {"path": [source.where(row) for row in rows]}, notes)
+    config = replace(model.config.data, bad_records="skip", target_columns=(), root=None)
+    if image_column is not None:
+        config = replace(config, image_column=image_column)
+    table = ShardImages(found, config, labeled=False)
+    data = model.data_of(table, on_bad, image_size or model.image_size)
+    return Input(data, _places_of(table), notes)
+
+
+def _places_of(table: ShardImages) -> Callable[[Sequence[int]], Columns]:
+    paths = table.paths()
+
+    def places(rows: Sequence[int]) -> Columns:
+        files, numbers = zip(*map(table.place, rows), strict=True)
+        own = {"path": [paths[row] for row in rows]} if paths else {}
+        return {**own, "file": [*files], "row": [*numbers]}
+
+    return places
+
+
+def _own(model: LoadedModel, on_bad: OnBad, image_size: int) -> Input:
+    """The evaluation data of the run, with their labels where they are known."""
+    if not model.takes_images:
+        data = eval_data_of(model.task)
+        if data is None:
+            raise ConfigError("the task has no evaluation data.")
+        return Input(data, lambda rows: {"row": [*rows]})
+    config = model.config
+    splits = open_splits(config.data, binary=config.loss.name == "bce")
+    source = splits.eval
+    if source is None:
+        raise ConfigError("the run has no evaluation data: give INPUT.")
+    if splits.class_names != model.class_names:
+        raise DataError("the data of the run have other classes now: give INPUT.")
+    labels = source.labels().tolist()
+    files = getattr(source, "files", None)
+
+    def places(rows: Sequence[int]) -> Columns:
+        named: Columns = {"row": [*rows]}
+        if files:
+            named["path"] = [files[row][0] for row in rows]
+        if splits.predicted == "classes":
+            named["label"] = [splits.class_names[labels[row]] for row in rows]
+        else:
+            named["target"] = [labels[row] for row in rows]
+        return named
+
+    return Input(model.data_of(source, on_bad, image_size), places)
+
+
+def _files(words: Sequence[str]) -> tuple[list[str], tuple[str, ...]]:
+    """The images, or else the tables, that the words name; and notes about other files."""
+    found: list[str] = []
+    others: Counter[str] = Counter()
+    for word in words:
+        in_store = "://" in word and not word.startswith("file://")
+        own = _in_store(word) if in_store else _on_disk(word.removeprefix("file://"))
+        named = own == [word]  # a file by its own name may be of any kind
+        kept = [name for name in own if named or is_image(name) or format_of(name)]
+        if not kept or kept[0].lower().endswith(_VIDEOS):
+            raise _nothing(word, own)
+        found += kept
+        left = {*own} - {*kept}
+        others.update(os.path.splitext(name)[1].lower() for name in own if name in left)
+    images = [name for name in found if format_of(name) is None]
+    listed = ", ".join(f"{n} {kind}" for kind, n in others.most_common(_KINDS_SHOWN))
+    count = others.total()
+    note = f"{count:,} file{'s are' if count > 1 else ' is'} not used: no images ({listed})."
+    return (found if not images or len(words) > 1 else images), (note,) if count else ()
+
+
+def _in_store(uri: str) -> list[str]:
+    listing = list_in_store(uri, without_secrets(uri))
+    return [listing.uri_of(name) for name in listing.files]
+
+
+def _on_disk(word: str) -> list[str]:
+    path = os.path.expanduser(word)
+    if os.path.isdir(path):
+        return _below(path)
+    if os.path.exists(path):
+        return [path]
+    matches = sorted(glob.glob(path, recursive=True))
+    if not matches:
+        raise DataError(f"{word}: no such file or folder, and no file matches it.")
+    return [name for m in matches for name in (_below(m) if os.path.isdir(m) else [m])]
+
+
+def _below(folder: str) -> list[str]:
+    """Files at any depth, sorted; hidden ones are omitted."""
+
+    def refuse(error: OSError) -> None:
+        raise DataError(f"{error.filename}: cannot be read: {error.strerror}.") from error
+
+    found: list[str] = []
+    for place, folders, names in os.walk(folder, onerror=refuse):
+        folders[:] = [name for name in folders if not is_hidden(name)]
+        found += [os.path.join(place, name) for name in names if not is_hidden(name)]
+    return sorted(found)
+
+
+def _nothing(word: str, files: Sequence[str]) -> DataError:
+    shown = without_secrets(word)
+    videos = [name for name in files if name.lower().endswith(_VIDEOS)]
+    if videos:
+        what = "is a video" if videos == [word] else f"has videos, such as {videos[0]}"
+        return DataError(f"{shown} {what}, no images. {_FRAMES.format(videos[0])}.")
+    return DataError(f"{shown}: contains no images and no tables of images.")

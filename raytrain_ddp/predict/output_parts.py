@@ -1,0 +1,157 @@
+"""The file of predictions, and the hidden folder in which it is made.
+
+    .NAME.predicting/            next to the file; deleted when it is complete
+      plan.json                  what is predicted, and how: compared when the command is repeated
+      part-00000000.parquet      the rows of a few chunks; complete, or not there
+
+A part depends on the plan only. So the file has the same bytes, whoever made its parts, and however
+often the command was killed."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import shutil
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
+
+from raytrain_ddp.errors import ConfigError, PreflightError, RunLockedError
+from raytrain_ddp.files import different, fsync, read_json, replace_with, write_json
+from raytrain_ddp.predict.result_table import ERROR, aligned, whole, writer_of
+
+_PLAN = "plan.json"
+
+
+class Totals(NamedTuple):
+    """Counts over the rows of a file.
+
+    Args:
+        labeled, right: rows with a class and a label, and those where they are the same.
+    """
+
+    rows: int = 0
+    bad: int = 0
+    labeled: int = 0
+    right: int = 0
+
+
+class OutputParts:
+    """The parts of the file `out`. Nothing is written before `held`.
+
+    Raises:
+        ConfigError: the format is unknown, there is no such folder, or the file exists already.
+    """
+
+    def __init__(self, out: Path, overwrite: bool = False) -> None:
+        self.out, self._overwrite = out, overwrite
+        self.folder = out.parent / f".{out.name}.predicting"
+        writer = writer_of(out.name)
+        if writer is None:
+            raise ConfigError(
+                f"--out {out}: expected a name that ends with .parquet, .csv or .jsonl."
+            )
+        self._writer = writer
+        if not out.parent.is_dir():
+            raise ConfigError(f"--out {out}: there is no folder {out.parent}.")
+        if out.is_dir():
+            raise ConfigError(f"--out {out}: is a folder: give the name of a file.")
+        if out.exists() and not overwrite and not (self.folder / _PLAN).exists():
+            raise ConfigError(f"--out {out}: exists already: give another name, or --overwrite.")
+
+    @contextmanager
+    def held(self) -> Iterator[None]:
+        """Locks the folder for one process.
+
+        Raises:
+            RunLockedError: another process holds the lock.
+            PreflightError: the folder cannot be written to, as from the other methods.
+        """
+        with self._writing():
+            self.folder.mkdir(exist_ok=True)
+            lock = (self.folder / "lock").open("w")
+        with lock:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except OSError:
+                raise RunLockedError(
+                    f"--out {self.out}: another process is writing it: wait for it, or stop it."
+                ) from None
+            yield
+
+    @contextmanager
+    def _writing(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:  # such as a full disk
+            raise PreflightError(
+                f"--out {self.out}: cannot be written: {error.strerror or error}. Finished work is "
+                f"kept in {self.folder}: the same command continues."
+            ) from None
+
+    def begin(self, plan: Mapping[str, Any]) -> None:
+        """Records what is predicted, or compares it with what was begun before.
+
+        Raises:
+            ConfigError: they differ.
+        """
+        before = read_json(self.folder / _PLAN)
+        has_work = any(self.folder.glob("part-*"))
+        changes = different(before, plan) if before is not None and has_work else []
+        if changes and not self._overwrite:
+            raise ConfigError(
+                f"--out {self.out}: other predictions were begun here ({'; '.join(changes)}): "
+                "repeat that command, or --overwrite."
+            )
+        if before is None or changes or not has_work:
+            with self._writing():
+                for old in self.folder.glob("part-*"):
+                    old.unlink()
+                write_json(self.folder / _PLAN, plan, self.folder)
+
+    def path(self, part: int) -> Path:
+        return self.folder / f"part-{part:08d}.parquet"
+
+    def write(self, part: int, table: Any) -> None:
+        with self._writing(), replace_with(self.path(part), self.folder) as temp:
+            pq.write_table(table, temp, compression="zstd")
+
+    def finish(self, parts: int, about: Mapping[str, str]) -> Totals:
+        """Writes the file from all parts, in order, a part in memory at a time; then gives it its
+        name, and deletes the parts."""
+        schema = whole([pq.read_schema(self.path(part)) for part in range(parts)])
+        totals = Totals()
+
+        def tables() -> Iterator[Any]:
+            nonlocal totals
+            for part in range(parts):
+                table = aligned(pq.read_table(self.path(part)), schema)
+                totals = _added(totals, table)
+                yield table
+
+        with self._writing():
+            with replace_with(self.out, self.folder) as temp:
+                self._writer(temp, schema, tables(), about)
+            fsync(self.out.parent)
+            shutil.rmtree(self.folder)
+        return totals
+
+    def size_bytes(self) -> int:
+        return os.path.getsize(self.out)
+
+
+def _added(totals: Totals, table: Any) -> Totals:
+    right = labeled = 0
+    if {"class", "label"} <= {*table.schema.names}:
+        same = pc.equal(table["class"], table["label"])
+        labeled, right = len(table) - same.null_count, pc.sum(same).as_py() or 0
+    return Totals(
+        totals.rows + len(table),
+        totals.bad + len(table) - table[ERROR].null_count,
+        totals.labeled + labeled,
+        totals.right + right,
+    )

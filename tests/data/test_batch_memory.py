@@ -1,0 +1,39 @@
+"""Memory of batches: the same tensors, but never written to while somebody looks at it."""
+
+from __future__ import annotations
+
+import gc
+import pickle
+
+import torch
+
+from raytrain_ddp.data.batch_memory import BatchMemory
+
+
+def test_it_is_used_again_only_when_no_view_is_left() -> None:
+    memory = BatchMemory()
+    batch = memory.empty(4, 8, 6)
+    assert batch.shape == (4, 3, 8, 6)
+    assert batch.dtype == torch.uint8
+    assert batch.is_contiguous(memory_format=torch.channels_last)
+    place, view = batch.data_ptr(), batch[1:3].flip(0)[0:1].view_as(batch[:1])
+    kept = batch.fill_(7)[3:]
+    del batch
+    other = memory.empty(4, 8, 6).fill_(9)
+    assert other.data_ptr() != place
+    assert bool((kept == 7).all())
+    del kept, view
+    gc.collect()
+    assert memory.empty(4, 8, 6).data_ptr() == place
+
+
+def test_a_smaller_batch_takes_it_and_a_larger_one_replaces_it() -> None:
+    memory = BatchMemory()
+    place = memory.empty(4, 8, 8).data_ptr()
+    smaller = memory.empty(1, 4, 4)
+    assert smaller.data_ptr() == place
+    assert smaller.is_contiguous(memory_format=torch.channels_last)
+    del smaller
+    assert memory.empty(8, 16, 16).fill_(1).shape == (8, 3, 16, 16)
+    assert memory.empty(1, 1, 1).data_ptr() != place  # what was too small is gone
+    assert isinstance(pickle.loads(pickle.dumps(memory)), BatchMemory)

@@ -1,0 +1,81 @@
+"""In a notebook: a block that is updated, lines that last, an interrupt, what a result shows."""
+
+from __future__ import annotations
+
+import base64
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import nbformat
+import pytest
+from nbclient import NotebookClient
+
+from raytrain_ddp.display.notebook import in_notebook
+
+NOTEBOOK = Path(__file__).parents[2] / "examples" / "notebook.ipynb"
+# A stop of the run's own making: the kernel's interrupt is a SIGINT.
+INTERRUPTED = """
+import os, signal, threading
+from raytrain_ddp import LogConfig, TrainConfig, fit_locally
+from raytrain_ddp.training.local_session import LocalSession
+
+logged = LocalSession.tell
+
+def tell(self, event):
+    logged(self, event)
+    if getattr(event, "step", 0) == 3:
+        os.kill(os.getpid(), signal.SIGINT)
+
+LocalSession.tell = tell
+log = LogConfig(every_steps=1, tensorboard=False)
+result = fit_locally(TrainConfig(name="stopped", storage="runs", epochs=1, log=log))
+(result.status, result.exit_status, result.step < result.total_steps, result.last_checkpoint[-22:])
+"""
+
+
+@pytest.fixture(scope="module")
+def ran(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
+    """The cells of the example, and one more, after they were run."""
+    book = nbformat.read(NOTEBOOK, as_version=4)  # type: ignore[no-untyped-call]
+    assert all(not cell.get("outputs") for cell in book.cells)
+    book.cells.append(nbformat.v4.new_code_cell(INTERRUPTED))  # type: ignore[no-untyped-call]
+    client = NotebookClient(book, timeout=200, kernel_name="python3")
+    folder = tmp_path_factory.mktemp("notebook")
+    client.km = client.create_kernel_manager()
+    client.km.kernel_spec.argv[0] = sys.executable
+    client.execute(cwd=str(folder), env={**os.environ, "MPLBACKEND": "agg"})
+    return [cell for cell in book.cells if cell.cell_type == "code"]
+
+
+def outputs(cell: Any, kind: str) -> list[Any]:
+    return [each for each in cell.outputs if each.output_type == kind]
+
+
+def test_lines_last_and_the_block_is_gone(ran: list[Any]):
+    fitted = ran[0]
+    text = "".join(each.text for each in outputs(fitted, "stream"))
+    assert "eval" in text
+    assert "finished at step 16 of 16" in text
+    (block,) = outputs(fitted, "display_data")
+    assert "<pre" in block.data["text/html"]
+    assert "epoch" not in block.data["text/html"]
+
+
+def test_a_result_shows_metrics_curves_and_its_report(ran: list[Any]):
+    (metrics,), (plot,), (report,) = (outputs(cell, "execute_result") for cell in ran[1:4])
+    assert metrics.data["text/plain"].startswith("('finished',")
+    assert base64.b64decode(plot.data["image/png"]).startswith(b"\x89PNG")
+    page = report.data["text/html"]
+    assert page.startswith('<iframe srcdoc="&lt;!doctype html&gt;')
+    assert page.count("<") == 2  # all of the page is escaped
+
+
+def test_an_interrupt_leaves_a_checkpoint(ran: list[Any]):
+    (ended,) = outputs(ran[4], "execute_result")
+    assert ended.data["text/plain"].startswith("('interrupted', 130, True, ")
+
+
+def test_this_is_no_notebook():
+    assert not in_notebook()

@@ -1,0 +1,147 @@
+"""`raytrain_ddp.load`: the model of a run with its preprocessing, compared with plain PyTorch."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import timm
+import torch
+from PIL import Image
+from safetensors.torch import load_file
+from torchvision.transforms import v2
+
+import raytrain_ddp
+from raytrain_ddp.checkpoint.lookup import NoCheckpointError
+from raytrain_ddp.errors import ConfigError, DataError
+from raytrain_ddp.tasks.digits_cnn import DigitsCNN
+
+
+def plain(run: str, model: torch.nn.Module) -> torch.nn.Module:
+    """The model of a run, loaded without this package's loader."""
+    newest = max(Path(run).glob("checkpoints/step-*/model.safetensors"))
+    model.load_state_dict(load_file(newest))
+    return model.eval()
+
+
+def test_it_has_the_averaged_weights_and_the_classes(digits: str):
+    model = raytrain_ddp.load(digits, device="cpu")
+    newest = max(Path(digits).glob("checkpoints/step-*"))
+    averaged, trained = (load_file(newest / f"{n}.safetensors") for n in ("model", "trained"))
+    own = model.model.state_dict()
+    assert all(torch.equal(own[name], averaged[name]) for name in averaged)
+    assert not torch.equal(averaged["head.weight"], trained["head.weight"])
+    assert model.class_names == list("0123456789")
+    assert not model.training
+
+
+def test_paths_arrays_bytes_and_pictures_give_the_same_without_the_data(
+    photos: tuple[str, Path],
+):
+    run, folder = photos
+    path = folder / "light" / "3.jpg"
+    model = raytrain_ddp.load(run, device="cpu")
+    with Image.open(path) as image:
+        picture = image.convert("RGB")
+    given = [path, str(path), path.read_bytes(), picture, np.asarray(picture)]
+    pixels = model.preprocess(given)
+    assert pixels.shape == (5, 3, 32, 32)
+    assert all(torch.equal(each, pixels[0]) for each in pixels)
+    results = model.predict(given)  # in batches of 4 and 1, which may round in another way
+    for result in results:
+        assert result["probabilities"] == pytest.approx(results[0]["probabilities"], abs=1e-5)
+    assert set(results[0]["probabilities"]) == {"dark", "light"}
+    assert results[0]["probability"] == max(results[0]["probabilities"].values())
+    assert results[0]["class"] == max(
+        results[0]["probabilities"], key=results[0]["probabilities"].get
+    )
+
+
+def test_jpegs_give_what_torchvision_and_plain_pytorch_give(photos: tuple[str, Path]):
+    run, folder = photos
+    paths = sorted(folder.rglob("*.jpg"))
+    found = raytrain_ddp.load(run, device="cpu").predict(paths)
+    config = raytrain_ddp.load(run, device="cpu").config.data
+    transform = v2.Compose(
+        [
+            v2.PILToTensor(),
+            v2.Resize(round(32 / 0.875), antialias=True),
+            v2.CenterCrop(32),
+            v2.ToDtype(torch.float32, scale=True),
+            v2.Normalize(config.mean, config.std),
+        ]
+    )
+    images = torch.stack([transform(Image.open(path).convert("RGB")) for path in paths])
+    with torch.no_grad():
+        wanted = plain(run, timm.create_model("test_resnet", num_classes=2))(images).softmax(1)
+    probabilities = torch.tensor([list(row["probabilities"].values()) for row in found])
+    assert (probabilities - wanted).abs().max() < 0.01  # a resized pixel may be rounded otherwise
+
+
+def test_called_it_gives_the_logits_of_the_normalized_images(digits: str):
+    model = raytrain_ddp.load(digits, device="cpu")
+    images = torch.randint(0, 256, (5, 3, 8, 8), dtype=torch.uint8)
+    mean, std = (
+        torch.tensor(v).view(3, 1, 1) for v in (model.config.data.mean, model.config.data.std)
+    )
+    with torch.no_grad():
+        wanted = plain(digits, DigitsCNN(classes=10))((images.float() - mean * 255) / (std * 255))
+        torch.testing.assert_close(model(images), wanted)
+
+
+def test_the_mean_of_an_image_and_its_mirror_image(digits: str):
+    model = raytrain_ddp.load(digits, device="cpu")
+    image = np.random.default_rng(1).integers(0, 256, (8, 8, 3), dtype=np.uint8)
+    both = model.predict([image, np.ascontiguousarray(image[:, ::-1])])
+    (flipped,) = model.predict([image], tta="flip")
+    for name, value in flipped["probabilities"].items():
+        mean = (both[0]["probabilities"][name] + both[1]["probabilities"][name]) / 2
+        assert value == pytest.approx(mean, abs=1e-6)
+
+
+def test_the_output_of_a_layer(digits: str):
+    model = raytrain_ddp.load(digits, device="cpu")
+    images = [np.full((8, 8, 3), level, np.uint8) for level in (0, 90, 250)]
+    with torch.inference_mode():
+        wanted = model(model.preprocess(images))
+    found = model.predict(images, layer="head")
+    torch.testing.assert_close(torch.stack([row["embedding"] for row in found]), wanted)
+    with pytest.raises(ConfigError, match=r"--layer haed: .* Did you mean 'head'"):
+        model.predict(images, layer="haed")
+
+
+def test_images_are_resized_to_those_of_the_training(digits: str):
+    """The run uses images as they are stored."""
+    model = raytrain_ddp.load(digits, device="cpu")
+    assert model.image_size == 8
+    images = [np.zeros((20, 30, 3), np.uint8), np.zeros((8, 8), np.uint8)]
+    assert model.preprocess(images).shape == (2, 3, 8, 8)
+
+
+@pytest.mark.parametrize(
+    ("images", "message"),
+    [
+        ([b"no image"], "image 0: not a readable image: cannot identify image file"),
+        (["nowhere.jpg"], "nowhere.jpg: not a readable image: no such file"),
+        ([np.zeros((8, 8, 3))], r"an array of float64 \(8, 8, 3\); expected uint8"),
+    ],
+)
+def test_what_is_no_image_is_named(digits: str, images: list[object], message: str):
+    with pytest.raises(DataError, match=message):
+        raytrain_ddp.load(digits, device="cpu").predict(images)
+
+
+def test_a_single_image_and_none_are_refused(digits: str):
+    model = raytrain_ddp.load(digits, device="cpu")
+    for images in ("a.jpg", b"x", Image.new("L", (8, 8))):
+        with pytest.raises(ConfigError, match="give a list of images"):
+            model.predict(images)
+    with pytest.raises(ConfigError, match="no images"):
+        model.predict([])
+
+
+def test_a_run_without_a_checkpoint(tmp_path: Path):
+    (tmp_path / "config.toml").write_text("")
+    with pytest.raises(NoCheckpointError):
+        raytrain_ddp.load(str(tmp_path))
