@@ -86,7 +86,16 @@ def versions() -> dict[str, str | None]:
         "ray": _installed("ray"),
         "nccl": next((version for version in nccl if version), None),
         "project": f"{project or 'a checkout'}, code {code}" if code else None,
+        "jpeg": "of the parts that are used" if _decodes_parts() else "of whole images",
     }
+
+
+def _decodes_parts() -> bool:
+    """Whether the package was built with _jpeg_region.c."""
+    try:
+        return importlib.util.find_spec("raytrain_ddp.data._jpeg_region") is not None
+    except ImportError:
+        return False
 
 
 def gpus() -> list[dict[str, Any]]:

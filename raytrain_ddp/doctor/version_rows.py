@@ -17,6 +17,11 @@ _SAME = {
     ),
     "torch": ("torch", "Install the same torch on all nodes: sums may differ between builds."),
     "nccl": ("NCCL", "Install the same torch on all nodes: it brings NCCL with it."),
+    "jpeg": (
+        "JPEG decoding",
+        "A damaged image may be refused on some nodes only: build the package on all of them with "
+        "a C compiler and libjpeg-turbo's headers, or on none.",
+    ),
 }
 _MAY_DIFFER_A_LITTLE = ("torch", "nccl")
 
@@ -44,7 +49,9 @@ def _note(
         return Note("not installed", "ok" if key == "nccl" and not wanted else "fail", advice)
     if wanted is None or version == wanted:
         return Note(version)
-    close = key in _MAY_DIFFER_A_LITTLE and _release(version)[:2] == _release(wanted)[:2]
+    close = key == "jpeg" or (
+        key in _MAY_DIFFER_A_LITTLE and _release(version)[:2] == _release(wanted)[:2]
+    )
     verdict: Verdict = "warn" if close else "fail"
     return Note(version, verdict, f"The driver has {wanted}. {advice}")
 
