@@ -133,7 +133,7 @@ def tree(_: str) -> str:
         name = path.relative_to(PACKAGE)
         if (
             not path.is_file()
-            or path.suffix == ".pyc"
+            or path.suffix in (".pyc", ".so")  # compiled
             or "clusters" in name.parts
             or path.name == "py.typed"
         ):
@@ -154,6 +154,9 @@ def tree(_: str) -> str:
 
 
 def _about(path: Path) -> str:
+    if path.suffix == ".c":  # the first sentence of its first comment
+        comment = path.read_text(encoding="utf-8").removeprefix("/* ")
+        return " ".join(comment.partition("\n *\n")[0].split())
     if path.suffix != ".py":
         return ""
     text = ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or ""

@@ -40,6 +40,7 @@ from raytrain_ddp.data.loader import Slot
 from raytrain_ddp.driver import fit_driver
 from raytrain_ddp.errors import ConfigError
 from raytrain_ddp.training import local_session
+from raytrain_ddp.training.local_session import join_world
 from raytrain_ddp.training.phase_clock import Clock
 from raytrain_ddp.training.reduction import ExactReduction
 from raytrain_ddp.training.tree_sum import TreeSum, nodes, subtrees
@@ -333,15 +334,19 @@ def test_processes_without_ray_compute_with_as_many_threads_however_many_there_a
     monkeypatch: pytest.MonkeyPatch,
 ):
     seen = []
-    monkeypatch.setattr(
-        local_session, "join_world", lambda scaling, threads, nccl: seen.append(threads) or 1 / 0
-    )
-    monkeypatch.setenv("OMP_NUM_THREADS", "2")
-    for exact in (True, False):
-        config = TrainConfig(exact=exact, scaling=ScalingConfig(cpus_per_worker=3))
+
+    def join(*given: Any) -> World:
+        seen.append(join_world(*given).threads)
+        raise ZeroDivisionError
+
+    monkeypatch.setattr(local_session, "join_world", join)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
+    for exact, cpus in ((True, 3.0), (False, 3.0), (True, "auto"), (False, "auto")):
+        scaling = ScalingConfig(cpus_per_worker=cpus, use_gpu=False)  # type: ignore[arg-type]
+        config = TrainConfig(exact=exact, scaling=scaling)
         with pytest.raises(ZeroDivisionError):
             fit_driver._train_here(config, None, False, lambda event: None)  # type: ignore[arg-type]
-    assert seen == [3, None]
+    assert seen == [3, 3, 1, 2]
 
 
 def test_another_number_of_threads_is_refused_at_a_resume():
