@@ -46,6 +46,7 @@ LONGEST = (
         "test_examples",
         "test_hang_diagnosis",
         "test_training",
+        "test_notebook",
         "test_cli",
         "test_recipes",
     ),

@@ -45,7 +45,7 @@ def ran(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
     folder = tmp_path_factory.mktemp("notebook")
     client.km = client.create_kernel_manager()
     client.km.kernel_spec.argv[0] = sys.executable
-    client.execute(cwd=str(folder), env={**os.environ, "MPLBACKEND": "agg"})
+    client.execute(cwd=str(folder), env={**os.environ, "MPLBACKEND": "agg", "OMP_NUM_THREADS": "1"})
     return [cell for cell in book.cells if cell.cell_type == "code"]
 
 
