@@ -102,14 +102,14 @@ class WatchedRuns:
         runs = [*self.runs.values()]
         return f"{len(runs)}.{sum(run.version for run in runs)}.{len(self.trouble)}"
 
-    def watch(self) -> threading.Thread:
-        """Starts the thread that reads until `close`."""
-        thread = threading.Thread(target=self._work, name="watch", daemon=True)
-        thread.start()
-        return thread
+    def watch(self) -> None:
+        """Starts the thread that reads until `close`, which comes later."""
+        self._thread = threading.Thread(target=self._work, name="watch", daemon=True)
+        self._thread.start()
 
     def close(self) -> None:
         self._ended.set()
+        self._thread.join(5.0)  # pools of threads cannot be used while Python ends
 
     def page(self, name: str) -> WatchedRun | None:
         """A run as its page shows it, with what is new; None if there is no such run.
