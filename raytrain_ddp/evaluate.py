@@ -55,11 +55,11 @@ def main(argv: Sequence[str]) -> int:
     import torch
 
     from raytrain_ddp.data.loader_threads import LoaderThreads
-    from raytrain_ddp.tasks.task_check import eval_data_of, metrics_of, model_of
+    from raytrain_ddp.tasks.task_check import eval_data_of, metrics_of
     from raytrain_ddp.tasks.task_loading import BUILT_IN, load_task
+    from raytrain_ddp.training.async_evaluation import stored_model
     from raytrain_ddp.training.device_feed import require_few_bad
     from raytrain_ddp.training.evaluation import evaluate
-    from raytrain_ddp.training.train_state import load_model
     from raytrain_ddp.training.world import World, choose_device, set_up
 
     device = choose_device(args.device)
@@ -72,14 +72,13 @@ def main(argv: Sequence[str]) -> int:
         raise ConfigError(f"--data has no effect: {config.task} does not read data.eval_source.")
     if data is None:
         raise ConfigError("there is no evaluation set: give one with --data.")
-    model = model_of(task, pretrained=False)
-    load_model(model, checkpoint)
+    model = stored_model(config, task, checkpoint, device)
     if args.per_class and not hasattr(task, "per_class_metrics"):
         raise ConfigError(f"task = {config.task!r} has no per_class_metrics().")
     metrics = metrics_of(task, args.per_class)
     values = evaluate(
         task,
-        model.to(device),
+        model,
         data,
         config.eval_micro_batch,
         world,

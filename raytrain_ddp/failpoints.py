@@ -40,6 +40,7 @@ SITES = frozenset(
         "train.weights",  # action flip: one weight of this rank changes its sign
         "train.after_step",
         "evaluate",
+        "evaluate.checkpoint",  # by the worker that only evaluates, before it writes the metrics
         "checkpoint.snapshot",  # the copy on the host is complete, nothing is written
         "checkpoint.begin",  # the folder exists and is empty
         "checkpoint.payload",  # one more file is written

@@ -208,6 +208,9 @@ class EvalConfig:
     """Also evaluate every this many steps. 0: off."""
     micro_batch: int = 0
     """Samples of one evaluation pass through the model. 0: as micro_batch."""
+    asynchronous: bool = field(default=False, metadata=FREE)
+    """Evaluate checkpoints on a worker of its own while training goes on; only the last evaluation
+    is by all workers. Takes one worker's CPUs or GPU more, and a checkpoint at each evaluation."""
 
     def __post_init__(self) -> None:
         at_least(0, "eval", self, "every_epochs", "every_steps", "micro_batch")

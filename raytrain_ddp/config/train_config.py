@@ -144,6 +144,9 @@ class TrainConfig:
         require(not both, "overfit_batches", self.overfit_batches, rule)
         require(0 <= self.seed < 2**63, "seed", self.seed, "must be 0 or more and below 2**63")
         self._require_micro_batch()
+        rule = "needs each evaluation before the next step: remove it, or eval.asynchronous"
+        late = self.eval.asynchronous and self.stop.patience > 0
+        require(not late, "stop.patience", self.stop.patience, rule)
         unfreeze = self.model.unfreeze_epoch
         rule = f"must be below epochs = {self.epochs}; without it, they stay frozen"
         require(bool(self.steps) or unfreeze < self.epochs, "model.unfreeze_epoch", unfreeze, rule)

@@ -15,6 +15,7 @@ from raytrain_ddp.checkpoint.storage import Storage
 from raytrain_ddp.config.effects import effect_notes, under_torchrun
 from raytrain_ddp.config.recipe import dumps, publishable
 from raytrain_ddp.config.train_config import TrainConfig
+from raytrain_ddp.config.validation import require
 from raytrain_ddp.display.progress_display import Display
 from raytrain_ddp.driver.branching import run_and_branch
 from raytrain_ddp.driver.finish import (
@@ -93,6 +94,8 @@ def fit_locally(
     """
     started = time.monotonic()
     config = check(config or TrainConfig())
+    rule = "takes a worker of Ray: remove it, or train on Ray (without --local or torchrun)"
+    require(not config.eval.asynchronous, "eval.asynchronous", True, rule)
     main = os.environ.get("RANK", "0") == "0"
     if main:
         run, branch = run_and_branch(config, default_name, resume_from, allow_change)

@@ -43,19 +43,7 @@ def make_trainer(
     from raytrain_ddp.ray_backend.failure_callback import FailureCallback
 
     parent, _, name = run.path.rstrip("/").rpartition("/")
-    given = WorkerSettings(
-        config=to_dict(config),
-        task=task,
-        folder=str(Path.cwd()),
-        import_paths=import_paths(config),
-        log_folder=f"{run.path}/{LOGS}" if run.is_local else None,
-        mailbox=mailbox,
-        threads=max(1, int(layout.per_worker["CPU"])),
-        lease=holder(run),
-        look_every_s=0.0 if os.environ.get(PREEMPTION_WATCHER) == "0" else _LOOK_EVERY_S,
-        least=least,
-        failpoints=(os.environ.get(VARIABLE, ""), os.environ.get(FOLDER_VARIABLE, "")),
-    )
+    given = worker_settings(config, run, layout, mailbox, task, least)
     return TorchTrainer(
         train_on_worker,
         train_loop_config={"given": given},
@@ -80,6 +68,30 @@ def make_trainer(
             logging_config=LoggingConfig(log_level="WARNING"),
         ),
         torch_config=_torch_config(config, layout, least > 0),
+    )
+
+
+def worker_settings(
+    config: TrainConfig,
+    run: Storage,
+    layout: Layout,
+    mailbox: Any,
+    task: bytes | None = None,
+    least: int = 0,
+) -> WorkerSettings:
+    """What each worker receives; arguments as of `make_trainer`."""
+    return WorkerSettings(
+        config=to_dict(config),
+        task=task,
+        folder=str(Path.cwd()),
+        import_paths=import_paths(config),
+        log_folder=f"{run.path}/{LOGS}" if run.is_local else None,
+        mailbox=mailbox,
+        threads=max(1, int(layout.per_worker["CPU"])),
+        lease=holder(run),
+        look_every_s=0.0 if os.environ.get(PREEMPTION_WATCHER) == "0" else _LOOK_EVERY_S,
+        least=least,
+        failpoints=(os.environ.get(VARIABLE, ""), os.environ.get(FOLDER_VARIABLE, "")),
     )
 
 

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from functools import partial
 from types import FrameType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from raytrain_ddp import errors
 from raytrain_ddp.checkpoint.storage import Storage
@@ -20,6 +20,7 @@ from raytrain_ddp.messages import (
     Alive,
     ControllerStarted,
     Died,
+    EvaluationDue,
     Event,
     InProgress,
     Joined,
@@ -33,7 +34,10 @@ from raytrain_ddp.ray_backend.failure_policy import FailurePolicy
 from raytrain_ddp.ray_backend.mailbox import Inbox, Mailbox
 from raytrain_ddp.ray_backend.placement import Layout
 from raytrain_ddp.ray_backend.prometheus import PrometheusMetrics
-from raytrain_ddp.ray_backend.trainer import make_trainer
+from raytrain_ddp.ray_backend.trainer import make_trainer, worker_settings
+
+if TYPE_CHECKING:
+    from raytrain_ddp.ray_backend.evaluator import Evaluator
 
 _POLL_S = 0.1
 _BOARD_TIMEOUT_S = 60.0
@@ -77,6 +81,7 @@ def run_workers(
     import ray
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
+    from raytrain_ddp.ray_backend.evaluator import Evaluator
     from raytrain_ddp.ray_backend.replacing import least_left, replacing_layout
 
     here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
@@ -96,9 +101,13 @@ def run_workers(
         layout, config.scaling.wait_s, nodes, notify_node_change, announce, nodes.awake
     )
     starting = StartWatch(layout, nodes, announce, nodes.awake, stopped_workers)
+    evaluator = None
     listener = _Listener(mailbox, failures, (waiting, starting), metrics, announce, nodes.awake)
     try:
         with _signals(listener.on_signal):
+            if layout.evaluators:
+                given = worker_settings(config, run, layout, mailbox, task)
+                listener.evaluator = evaluator = Evaluator(given, layout, config.scaling.wait_s)
             while True:
                 fixed = replacing_layout(config, layout)
                 least = least_left(config, layout) if fixed else 0
@@ -119,6 +128,8 @@ def run_workers(
     finally:  # end the run also on a Ray that outlives this call
         nodes.close()
         if not nodes.is_lost:  # otherwise, each call would wait for the lost head
+            if evaluator is not None:
+                evaluator.close()
             mailbox.close.remote()
             metrics.close()
             listener.end_controller()
@@ -170,6 +181,7 @@ class _Listener:
         self._signals: list[int] = []
         self._stopping = False
         self._controller: Any = None
+        self.evaluator: Evaluator | None = None
         self.outcome: Outcome | None = None
         self._outcome_at = 0.0
 
@@ -192,6 +204,8 @@ class _Listener:
             else:
                 self._pass_on(event)
             failpoint("driver.event", step=getattr(event, "step", None) or 0)
+        if self.evaluator is not None:
+            self.evaluator.look()
         if self.outcome is None:
             self._waiting.look()
             self._starting.look()
@@ -202,6 +216,9 @@ class _Listener:
                 self.outcome, self._outcome_at = event, time.monotonic()
             case ControllerStarted():
                 self._controller = event.actor
+            case EvaluationDue():
+                if self.evaluator is not None:
+                    self.evaluator.ask(event.checkpoint)
             case InProgress():
                 self._metrics.take(event)
             case WorkerFailed() | Died() | Joined() | Alive():

@@ -82,7 +82,7 @@ def train_on_worker(loop_config: dict[str, WorkerSettings]) -> None:
     sessions: list[RaySession] = []
     try:
         if place or ray.get(given.mailbox.join.remote(_start(), rank, node)):
-            _apply_settings(given)
+            apply_settings(given)
             with _Tee(given.log_folder, rank):
                 _train(given, sessions, place)
     except BaseException as error:
@@ -112,7 +112,7 @@ def _train(given: WorkerSettings, sessions: list[RaySession], place: Place | Non
     from raytrain_ddp.training.settling import as_begun, settled
 
     config = from_dict(given.config)
-    _require_folder(config, given.lease)
+    require_folder(config, given.lease)
     reads: set[str] = set()
     loaded: list[tuple[TrainConfig, Task]] = []
 
@@ -155,7 +155,7 @@ def _train(given: WorkerSettings, sessions: list[RaySession], place: Place | Non
         run(session)
 
 
-def _require_folder(config: TrainConfig, lease: str) -> None:
+def require_folder(config: TrainConfig, lease: str) -> None:
     """Checks that this node sees the run's folder with the driver's lease."""
     from raytrain_ddp.checkpoint.lease import is_seen
     from raytrain_ddp.checkpoint.run_folder import run_storage
@@ -170,7 +170,7 @@ def _require_folder(config: TrainConfig, lease: str) -> None:
         )
 
 
-def _apply_settings(given: WorkerSettings) -> None:
+def apply_settings(given: WorkerSettings) -> None:
     """Sets the driver's working folder, import paths and failpoints, as far as they exist here."""
     if Path(given.folder).is_dir():
         os.chdir(given.folder)

@@ -59,13 +59,15 @@ def ends_of(
     return cadence, patience, trained_s
 
 
-_OF_EVALUATION = ("data.eval_size", "data.eval_crop", "eval.micro_batch")
+_OF_EVALUATION = (
+    *("stop.patience", "eval.every_steps", "eval.asynchronous", "eval.micro_batch"),
+    *("limit_eval_batches", "data.eval_size", "data.eval_crop"),
+)
 
 
 def require_evaluation(config: TrainConfig, eval_data: Data | None) -> None:
     """Raises ConfigError if there is no evaluation, and a field that is about it."""
-    fields = ("stop.patience", "eval.every_steps", "limit_eval_batches", *_OF_EVALUATION)
-    for name in fields if eval_data is None else ():
+    for name in _OF_EVALUATION if eval_data is None else ():
         rule = "has no effect, as there is no evaluation set: remove it, or provide one"
         value = value_of(config, name)
         require(value == value_of(TrainConfig(), name), name, value, rule)

@@ -33,19 +33,21 @@ class LiveState:
 
     Args:
         records: of the log so far: of ranks at the same step, the one with more is ahead.
-        best_step: of the best evaluation; 0: none.
+        needed: the steps of checkpoints that must exist to go on: of the best evaluation so far,
+            and of those that are yet to be evaluated by another worker.
     """
 
     manifest: Manifest
     files: Mapping[str, bytes] = field(repr=False)
     records: int
-    best_step: int
+    needed: tuple[int, ...]
 
     @staticmethod
     def of(snapshot: Snapshot) -> LiveState:
         files = {name: _joined(content) for name, content in encode(snapshot).items()}
         best_step = snapshot.documents["state.json"]["best_step"]
-        return LiveState(snapshot.manifest, files, len(snapshot.log), best_step)
+        needed = {best_step, *snapshot.awaited} - {0}
+        return LiveState(snapshot.manifest, files, len(snapshot.log), tuple(sorted(needed)))
 
     def progress(self) -> _Progress:
         digest = hashlib.sha256()
@@ -53,7 +55,7 @@ class LiveState:
             if name.endswith(".safetensors"):  # the log has times of this rank
                 digest.update(self.files[name])
         step = self.manifest.step
-        return _Progress(step, self.records, self.best_step, digest.hexdigest())
+        return _Progress(step, self.records, self.needed, digest.hexdigest())
 
 
 @dataclass(frozen=True)
@@ -79,7 +81,7 @@ class LiveCheckpoint(Checkpoint):
 class _Progress(NamedTuple):
     step: int
     records: int
-    best_step: int
+    needed: tuple[int, ...]
     digest: str  # of all tensors
 
 
@@ -88,9 +90,9 @@ def most_advanced(
 ) -> LiveCheckpoint | None:
     """The most advanced state of all ranks. All ranks take part, and all get the same.
 
-    None if there is none, or if the newest checkpoint is better: it is newer, or the best weights
-    are in no checkpoint (rank 0 has died while it wrote one), or survivors at the same step have
-    different weights, of which nobody knows which are right.
+    None if there is none, or if the newest checkpoint is better: it is newer, or the best weights,
+    or some that are to be evaluated, are in no checkpoint (rank 0 has died while it wrote one), or
+    survivors at the same step have different weights, of which nobody knows which are right.
 
     Args:
         stored: the steps of all checkpoints, the same on all ranks.
@@ -107,8 +109,8 @@ def most_advanced(
     source = max(survivors, key=lambda rank: (survivors[rank][:2], -rank))
     newest = survivors[source]
     equal = {each.digest for each in survivors.values() if each.step == newest.step}
-    has_best = newest.best_step in (0, newest.step, *stored)
-    if newest.step < stored_step or len(equal) > 1 or not has_best:
+    has_needed = {newest.step, *stored}.issuperset(newest.needed)
+    if newest.step < stored_step or len(equal) > 1 or not has_needed:
         return None
     found = _broadcast(mine if source == world.rank else None, source, world)
     return LiveCheckpoint(

@@ -37,8 +37,8 @@ def train(
             if log:
                 run.log(shares, rates[0])
             if evaluate:
-                best, stop = run.evaluate()
-                save |= best  # always save the best
+                keep, stop = run.evaluate()
+                save |= keep  # always save the best
             over = stop > 0 or cadence.is_over(state.step)
             if save or over:
                 run.save(last=over)

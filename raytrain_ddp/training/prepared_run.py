@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from raytrain_ddp import events, messages
+from raytrain_ddp.checkpoint.evaluation_file import Evaluation
 from raytrain_ddp.checkpoint.manifest import Manifest
 from raytrain_ddp.config.recipe import publishable, to_dict
 from raytrain_ddp.config.train_config import TrainConfig
@@ -22,6 +23,7 @@ from raytrain_ddp.errors import DivergedError
 from raytrain_ddp.failpoints import failpoint
 from raytrain_ddp.tasks.task import Task
 from raytrain_ddp.training import step_timing
+from raytrain_ddp.training.async_evaluation import leave_evaluation, take_evaluations
 from raytrain_ddp.training.data_identity import DataIdentity
 from raytrain_ddp.training.device_feed import Feed, require_few_bad
 from raytrain_ddp.training.early_stop import Patience
@@ -107,17 +109,24 @@ class PreparedRun:
         if straggler is not None:
             self.session.tell(straggler)
         self.logged_step, self.unlogged_s = step, 0.0
+        take_evaluations(self)
 
     def evaluate(self) -> tuple[bool, int]:
-        """Evaluates the current model; all ranks take part.
+        """Evaluates the current model, or leaves that to another worker; all ranks take part.
 
         Returns:
-            Whether it is the best so far; and the number of the signal that interrupted the
-            evaluation, else 0. An interrupted evaluation is repeated when the run resumes.
+            Whether it is to be saved: it is the best so far, or another worker evaluates it; and
+            the number of the signal that interrupted the evaluation, else 0. An interrupted
+            evaluation is repeated when the run resumes.
         """
-        data = self.eval_data
+        data, step = self.eval_data, self.state.step
         if data is None:
             return False, 0
+        if self.config.eval.asynchronous and not self.cadence.is_over(step):
+            leave_evaluation(self)
+            return True, 0
+        if stop := take_evaluations(self, wait=True):
+            return False, stop
         limit = self.config.limit_eval_batches
         chunks = chunks_of(data.rows, self.config.eval_micro_batch, limit)
         watch = EvaluationWatch(self.session, len(chunks))
@@ -126,9 +135,9 @@ class PreparedRun:
             self.clock.beat()
             watch()
 
-        failpoint("evaluate", self.session.world.rank, self.state.step)
+        failpoint("evaluate", self.session.world.rank, step)
         started = time.monotonic()
-        self.session.tell(messages.Evaluating(self.state.step))
+        self.session.tell(messages.Evaluating(step))
         stop = 0
         with self.clock.part("evaluation"), self.state.evaluated():
             try:
@@ -147,28 +156,33 @@ class PreparedRun:
                 stop = abandoned.stop
         if stop:
             return False, stop
-        self.metrics, self.state.evaluated_step = scalars(values), self.state.step
-        if self.patience.see(self.metrics) and not self.cadence.is_over(self.state.step):
-            self.cadence.total_steps = self.state.step
+        seconds = time.monotonic() - started
+        self.metrics, self.state.evaluated_step = scalars(values), step
+        if self.patience.see(self.metrics) and not self.cadence.is_over(step):
+            self.cadence.total_steps = step
             reason = f"{self.patience.count} evaluations in a row without improvement"
             self.session.tell(events.Note(f"{reason} (stop.patience): the run ends."))
         skipped = int(self.metrics.get("skipped", 0))
         require_few_bad(skipped, "in the evaluation set", self.config.data.max_bad)
         require_monitor(self.task, values)
+        return self.log_evaluation(step, Evaluation(self.metrics, tables(values), seconds)), 0
+
+    def log_evaluation(self, step: int, evaluation: Evaluation) -> bool:
+        """Logs the evaluation of the model after `step`; returns whether it is the best so far."""
         monitor = self.task.monitor
-        best = self.state.improve(self.metrics, monitor, self.task.goal)
+        best = self.state.improve(step, evaluation.metrics, monitor, self.task.goal)
         self.session.log(
             events.Eval(
-                step=self.state.step,
-                epoch=(self.state.step - 1) // self.plan.steps_per_epoch,
-                metrics=self.metrics,
-                tables=tables(values),
+                step=step,
+                epoch=(step - 1) // self.plan.steps_per_epoch,
+                metrics=evaluation.metrics,
+                tables=evaluation.tables,
                 monitor=monitor,
                 best=best,
-                seconds=time.monotonic() - started,
+                seconds=evaluation.seconds,
             )
         )
-        return best, 0
+        return best
 
     def owes_evaluation(self) -> bool:
         """Whether there is evaluation data and the current model was not evaluated."""
@@ -185,6 +199,7 @@ class PreparedRun:
             self.logged_step, self.unlogged_s = owed["logged_step"], owed["seconds"]
             self.stepper.shares = torch.tensor(owed["shares"], dtype=torch.float64)
             self.log(self.stepper.shares, self.rates(step - 1)[0])
+        self.session.ask_for_evaluations(self.state.awaited)
         last = self.cadence.is_over(step)  # a rerun may have fewer epochs
         # The last commit may have ended with rank 0.
         is_newer = live is not None and live.stored_step < step
@@ -192,6 +207,8 @@ class PreparedRun:
         if self.cadence.evaluates(step) and self.owes_evaluation():
             best, stop = self.evaluate()
             save |= best or (last and not stop) or (stop > 0 and is_newer)
+        elif last:
+            stop = take_evaluations(self, wait=True)
         if save:
             self.save(last or stop > 0)
         self.live = None  # frees its memory
@@ -201,7 +218,10 @@ class PreparedRun:
         """Whether the state of survivors is to be saved: if that was due, or if checkpoints are due
         by time, whose timer has started anew."""
         state = self.state
-        best = state.evaluated_step == state.step == state.best_step
+        best = state.evaluated_step == state.step and state.step in (
+            state.best_step,
+            *state.awaited,
+        )
         timed = bool(self.config.checkpoint.every_s)
         return state.step > 0 and (last or best or timed or self.cadence.saves(state.step))
 

@@ -8,19 +8,20 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
 from raytrain_ddp import events
+from raytrain_ddp.checkpoint.evaluation_file import Evaluation, read_evaluation, write_evaluation
 from raytrain_ddp.checkpoint.run_folder import checkpoint_store, require_none_lost, run_storage
 from raytrain_ddp.checkpoint.storage import Storage
 from raytrain_ddp.checkpoint.store import Checkpoint, CheckpointName, CheckpointStore
 from raytrain_ddp.config.train_config import TrainConfig
 from raytrain_ddp.errors import CheckpointError
-from raytrain_ddp.messages import Event
+from raytrain_ddp.messages import EvaluationDue, Event
 from raytrain_ddp.training.async_checkpoint import AsyncCheckpointer, with_backoff
 from raytrain_ddp.training.checkpoint_interval import Life, SaveTimer
 from raytrain_ddp.training.metrics_log import MetricsLog
@@ -30,6 +31,7 @@ from raytrain_ddp.training.train_state import encode, loss_of
 from raytrain_ddp.training.world import World
 
 _LIFE = "life.json"
+_ASK_EVERY_S = 1.0
 
 
 class Recorder:
@@ -51,6 +53,8 @@ class Recorder:
             self._commit, config.checkpoint.max_failed, tell, lambda s: not self._closing.wait(s)
         )
         self._newest: Checkpoint | None = None
+        self._awaited: Collection[int] = ()
+        self._asked_at = -math.inf
 
     def begin(self) -> Checkpoint | None:
         """The newest good checkpoint; from now on, earlier starts can commit nothing.
@@ -99,6 +103,35 @@ class Recorder:
         """Records how long a checkpoint blocked the training."""
         self._timer.saved(stall_s)
 
+    def ask_for_evaluations(self, steps: Sequence[int]) -> None:
+        """Asks for an evaluation of the checkpoints of these steps, as far as they exist."""
+        for name in self.store.names() if steps else ():
+            if name.step in steps:
+                self._tell(EvaluationDue(str(name)))
+
+    def evaluations(
+        self, steps: Sequence[int], here: Callable[[Checkpoint], Evaluation] | None = None
+    ) -> list[tuple[int, Evaluation]]:
+        """See `Session.evaluations`. The storage is read once a second at most."""
+        if time.monotonic() - self._asked_at < _ASK_EVERY_S:
+            return []
+        self._asked_at = time.monotonic()
+        found: list[tuple[int, Evaluation]] = []
+        with suppress(OSError):  # later
+            idle = not self.committer.is_busy()
+            names = {name.step: name for name in reversed(self.store.names())}
+            for step in steps:
+                name = names.get(step)
+                folder = self.store.storage.join(str(name))
+                done = read_evaluation(folder) if name else None
+                if name and done is None and here is not None:
+                    done = here(self.store.open(name))
+                    write_evaluation(folder, done)
+                if done is None and (name or not idle):
+                    break
+                found.append((step, done or Evaluation(error="its checkpoint is missing")))
+        return found
+
     def place(self) -> Storage:
         """The folder of the newest good checkpoint; the folder of all if there is none."""
         return self._newest.storage if self._newest is not None else self.store.storage
@@ -146,7 +179,7 @@ class Recorder:
             documents = {**snapshot.documents, _LIFE: life}
             files = encode(replace(snapshot, documents=documents))
             checkpoint = self.store.commit(manifest, files)
-        self._newest = checkpoint
+        self._newest, self._awaited = checkpoint, snapshot.awaited
         seconds = time.monotonic() - started
         self._timer.committed(seconds)
         self._tell(
@@ -158,12 +191,15 @@ class Recorder:
                 tries=number + 1,
             )
         )
+        if manifest.step in snapshot.awaited:
+            self._tell(EvaluationDue(str(name)))
         self._tidy()
 
     def _tidy(self) -> None:
         """Work that may wait until the next commit if the storage fails."""
         try:
-            self.store.prune(self._config.checkpoint.keep_last, self._best.among(self.store))
+            best = self._best.among(self.store)
+            self.store.prune(self._config.checkpoint.keep_last, best, self._awaited)
             self.log.publish()
         except OSError as error:
             self._note(f"old checkpoints or the log could not be updated in {self._run}: {error}")

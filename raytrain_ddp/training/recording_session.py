@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
+from raytrain_ddp.checkpoint.evaluation_file import Evaluation
 from raytrain_ddp.checkpoint.lease import Owner
 from raytrain_ddp.checkpoint.manifest import Manifest
 from raytrain_ddp.checkpoint.run_folder import checkpoint_store, run_storage
@@ -194,6 +195,19 @@ class RecordingSession:
     def report(self, metrics: Mapping[str, float], snapshot: Snapshot | None) -> None:
         if self.recorder is not None and snapshot is not None:
             self.recorder.submit(snapshot)
+
+    def ask_for_evaluations(self, steps: Sequence[int]) -> None:
+        if self.recorder is not None:
+            with self._doing(WRITING):
+                self.recorder.ask_for_evaluations(steps)
+
+    def evaluations(
+        self, steps: Sequence[int], here: Callable[[Checkpoint], Evaluation] | None = None
+    ) -> list[tuple[int, Evaluation]]:
+        if self.recorder is None:
+            return []
+        with self._doing(WRITING):
+            return self.recorder.evaluations(steps, here)
 
     def keep(self, name: str, document: Mapping[str, Any]) -> None:
         if self.recorder is not None:

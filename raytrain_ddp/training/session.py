@@ -8,6 +8,7 @@ from typing import Any, NamedTuple, Protocol
 
 from torch import Tensor, nn
 
+from raytrain_ddp.checkpoint.evaluation_file import Evaluation
 from raytrain_ddp.checkpoint.manifest import Manifest
 from raytrain_ddp.checkpoint.store import Checkpoint
 from raytrain_ddp.events import LogRecord
@@ -26,6 +27,7 @@ class Snapshot:
         documents: file name -> JSON-serializable value.
         log: all records so far.
         last: the run ends normally with it.
+        awaited: the steps whose checkpoints are evaluated elsewhere, and that are kept until then.
     """
 
     manifest: Manifest
@@ -33,6 +35,7 @@ class Snapshot:
     documents: Mapping[str, Any]
     log: Sequence[LogRecord] = ()
     last: bool = False
+    awaited: tuple[int, ...] = ()
 
 
 class Requests(NamedTuple):
@@ -98,6 +101,19 @@ class Session(Protocol):
     def report(self, metrics: Mapping[str, float], snapshot: Snapshot | None) -> None:
         """Commits a snapshot in the background. All ranks take part; rank 0 supplies the
         snapshot."""
+
+    def ask_for_evaluations(self, steps: Sequence[int]) -> None:
+        """Asks for an evaluation of the checkpoints of these steps. Only rank 0 acts."""
+
+    def evaluations(
+        self, steps: Sequence[int], here: Callable[[Checkpoint], Evaluation] | None = None
+    ) -> list[tuple[int, Evaluation]]:
+        """Those of the checkpoints of these steps, up to the first that is not done. Only rank 0
+        gets some.
+
+        Args:
+            here: evaluates a checkpoint, if no other worker does.
+        """
 
     def saved(self, stall_s: float) -> None:
         """Records how long a checkpoint blocked the training. Only rank 0 acts."""

@@ -53,6 +53,7 @@ class TrainState:
     skipped_before: int = 0  # `counted_step`
     counted_step: int = 0  # the last one whose bad records are counted
     nonfinite: int = 0  # non-finite steps so far, whose updates were skipped
+    awaited: list[int] = field(default_factory=list)  # steps that are evaluated elsewhere
     _host: HostSnapshot = field(default_factory=HostSnapshot, repr=False)
 
     def snapshot(
@@ -79,6 +80,7 @@ class TrainState:
             "evaluated_step": self.evaluated_step,
             "skipped": self.skipped,
             "nonfinite": self.nonfinite,
+            "awaited": self.awaited,
             "scaler": self.scaler.state_dict(),
             "optimizer": rest,
         }
@@ -90,6 +92,7 @@ class TrainState:
             tensors=tensors,
             documents={STATE_FILE: progress},
             log=list(log),
+            awaited=tuple(self.awaited),
         )
 
     def load(self, checkpoint: Checkpoint) -> list[LogRecord]:
@@ -118,6 +121,7 @@ class TrainState:
         # Older checkpoints have neither; there, a due evaluation preceded the checkpoint.
         self.nonfinite = progress.get("nonfinite", 0)
         self.evaluated_step = progress.get("evaluated_step", self.step)
+        self.awaited = list(progress.get("awaited", ()))
         log = log_records(json.loads(checkpoint.read(LOG_FILE)))
         evals = (r for r in log if isinstance(r, Eval) and r.step == self.best_step)
         self.best_loss = next((loss_of(record.metrics) for record in evals), math.inf)
@@ -139,8 +143,8 @@ class TrainState:
         finite += [~buffer.isnan().any() for buffer in self.model.buffers()]  # masks hold inf
         return bool(torch.stack(finite).all())
 
-    def improve(self, metrics: Mapping[str, float], monitor: str, goal: str) -> bool:
-        """Records an evaluation after the current step; returns whether it is the best so far.
+    def improve(self, step: int, metrics: Mapping[str, float], monitor: str, goal: str) -> bool:
+        """Records the evaluation after `step`; returns whether it is the best so far.
 
         Of equal ones the one with the lower loss is better, then the earlier one.
         """
@@ -150,7 +154,7 @@ class TrainState:
         better = self.best is None or (value > self.best if goal == "max" else value < self.best)
         better = better or (value == self.best and loss < self.best_loss)
         if better:
-            self.best, self.best_step, self.best_loss = value, self.step, loss
+            self.best, self.best_step, self.best_loss = value, step, loss
         return better
 
 

@@ -18,13 +18,14 @@ from pathlib import Path
 
 import psutil
 import pytest
+from logs import log_of
 from rich.console import Console
 
 from raytrain_ddp import FitResult, TrainConfig, fit
 from raytrain_ddp.checkpoint.run_folder import CLOCKS, checkpoint_store, run_storage
 from raytrain_ddp.config.automatic import settled_without_gpu
 from raytrain_ddp.config.recipe import load
-from raytrain_ddp.config.sections import CheckpointConfig, LogConfig, ScalingConfig
+from raytrain_ddp.config.sections import CheckpointConfig, EvalConfig, LogConfig, ScalingConfig
 from raytrain_ddp.display.progress_display import Display
 from raytrain_ddp.errors import PreflightError, RetriesExhausted, TaskError
 from raytrain_ddp.failpoints import FOLDER_VARIABLE, VARIABLE
@@ -165,15 +166,20 @@ def test_fit_trains_the_digits_and_leaves_everything_in_the_runs_folder(tmp_path
     assert before == {path: path.stat().st_mtime_ns for path in run.rglob("*") if path.is_file()}
 
 
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> TrainConfig:
+    """A run of three processes under torchrun."""
+    config = three_workers(tmp_path_factory.mktemp("reference"), "undisturbed")
+    without_ray(config, workers=3)
+    return config
+
+
 def test_fault_01_13_stopping_anywhere_loses_nothing_killed_worker_and_ctrl_c_on_ray(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    undisturbed: TrainConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Three Ray workers, of which one is killed and replaced while the others stay; then
     Ctrl-C, then the same command: weights and log are those of three undisturbed processes under
     torchrun."""
-    reference = three_workers(tmp_path, "undisturbed")
-    without_ray(reference, workers=3)
-
     monkeypatch.setenv(VARIABLE, "train.after_backward:kill@rank=1,step=33")
     monkeypatch.setenv(FOLDER_VARIABLE, str(tmp_path / "fired"))
     (tmp_path / "slow").touch()
@@ -201,11 +207,30 @@ def test_fault_01_13_stopping_anywhere_loses_nothing_killed_worker_and_ctrl_c_on
     finished = fit(config, display=display)
     assert finished.status == "finished"
     assert f"step-{stopped.step:08d}" in text.getvalue()
-    assert weights(config) == weights(reference)
-    log = (tmp_path / "undisturbed" / "metrics.jsonl").read_text().splitlines()
-    assert timeless(list(map(json.loads, log))) == timeless([dict(r) for r in finished.history])
+    assert weights(config) == weights(undisturbed)
+    assert log_of(undisturbed) == timeless([dict(r) for r in finished.history])
     steps = [record["step"] for record in finished.history if record["kind"] == "train"]
     assert steps == list(range(1, 70))
+
+
+def test_another_worker_evaluates_to_the_same_metrics_though_it_and_rank_0_die(
+    undisturbed: TrainConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    dies = "evaluate.checkpoint:kill@step=23;train.after_backward:kill@rank=0,step=30"
+    monkeypatch.setenv(VARIABLE, dies)
+    monkeypatch.setenv(FOLDER_VARIABLE, str(tmp_path / "fired"))
+    config = three_workers(tmp_path, "disturbed", eval=EvalConfig(asynchronous=True))
+    display, text = shown()
+    result = fit(config, display=display)
+    assert len(list((tmp_path / "fired").iterdir())) == 2
+    assert result.status == "finished"
+    assert weights(config) == weights(undisturbed)
+    for kind in ("train", "eval"):  # what kind follows the other depends on the time it takes
+        log = [record for record in log_of(config) if record["kind"] == kind]
+        assert log == [record for record in log_of(undisturbed) if record["kind"] == kind]
+    parts = result.seconds
+    assert parts["evaluation"] < parts["training"], text.getvalue()
+    assert none_left("_Actor")
 
 
 @pytest.mark.slow

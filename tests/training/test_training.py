@@ -701,7 +701,7 @@ def test_a_metric_that_is_not_a_number_is_never_the_best(goal: str):
     state = TrainState(model, optimizer, torch.amp.GradScaler("cpu", enabled=False))
 
     def improve(value: float, **others: float) -> bool:
-        return state.improve({"top1": value, **others}, "top1", goal)
+        return state.improve(state.step, {"top1": value, **others}, "top1", goal)
 
     improve(math.nan)
     state.step = 10
@@ -728,7 +728,7 @@ def test_of_equal_evaluations_the_one_with_the_lower_loss_is_the_best(tmp_path: 
         for step, top1, loss in evaluations:
             metrics = {"top1": top1, "loss": loss}
             state.step = step
-            best.append(state.improve(metrics, "top1", "max"))
+            best.append(state.improve(step, metrics, "top1", "max"))
             log.append(Eval(step, metrics=metrics))
             if step == restart_at:
                 folder = open_storage(str(tmp_path / str(restart_at)))
