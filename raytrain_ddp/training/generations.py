@@ -8,14 +8,16 @@ from __future__ import annotations
 
 import gc
 import os
+import select
 import socket
 import threading
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import replace
 from datetime import timedelta
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from raytrain_ddp.training.roster import OVER, Member, Registry, Seat, beat_s, poll_s
@@ -53,7 +55,7 @@ class Place:
         self._member, self._host, self._registry = member, host, registry
         self._sockets, self._closed = _Sockets(), threading.Event()
         self.seat = Seat(0)
-        self._connected = Seat(0)
+        self._connected, self._leaving = Seat(0), threading.Lock()
         threading.Thread(target=self._watch, name="signs of life", daemon=True).start()
 
     def join(self) -> bool:
@@ -115,14 +117,19 @@ class Place:
 
     def _watch(self) -> None:
         """Gives signs of life, and ends collectives when the generation is over: those with a
-        machine that is cut off would not notice."""
+        machine that is cut off would not notice, nor those that gloo no longer reads for."""
         while not self._closed.wait(beat_s(self._member.size)):
             connected, sockets = self._connected, self._sockets
             member = replace(self._member, last=max(0, self.seat.number))
             with suppress(Exception):  # the roster may be starting again
                 over = self._registry.is_over(member)
                 if over and 0 < connected.number == member.last == self._connected.number:
+                    was_shut_down = sockets.is_shut_down
                     sockets.shut_down()
+                    with self._leaving:
+                        if was_shut_down and connected is self._connected:
+                            sockets.replace()
+                            _write_to_all(connected)
 
     def close(self) -> None:
         """No more signs of life."""
@@ -146,8 +153,9 @@ class Place:
         """Ends this process's part in its process group: the other ranks' collectives fail."""
         from raytrain_ddp.training.torch_compat import end_group
 
-        self._connected = Seat(0)
-        self._sockets.shut_down()
+        with self._leaving:
+            self._connected = Seat(0)
+            self._sockets.shut_down()
         end_group()
 
     def _all(self, what: str, limit_s: float = 10.0) -> None:
@@ -166,31 +174,73 @@ class _Sockets:
     """
 
     def __init__(self) -> None:
-        self._before = _open_sockets()
-        self._own: dict[str, int] = {}
+        self._before = _open_files("socket:")
+        self._own: dict[int, str] = {}
+        self.is_shut_down = False
 
     def started(self) -> None:
-        now = _open_sockets()
-        self._own = {name: number for name, number in now.items() if name not in self._before}
+        now, before = _open_files("socket:"), {*self._before.values()}
+        self._own = {number: name for number, name in now.items() if name not in before}
 
     def shut_down(self) -> None:
-        for name, number in self._own.items():
-            if _open_sockets(number).get(name) == number:  # the number may be another file's now
+        for _, connection in self._connections():
+            with suppress(OSError):  # it already is
+                connection.shutdown(socket.SHUT_RDWR)
+        self.is_shut_down = True
+
+    def replace(self) -> None:
+        """Makes gloo's next write to any of them fail.
+
+        gloo receives no more over a connection once a collective has failed for which it was
+        receiving. It then neither sees the end of that connection, nor takes a failing write for an
+        error if the connection is only shut down; other collectives would wait for their time
+        limit. So each is replaced by a socket without an address, to which a write is an error. It
+        joins the same epoll, from which gloo will remove it, without any event.
+        """
+        epolls = _open_files("anon_inode:[eventpoll]")
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as without_address:
+            for number, _ in self._connections():
+                for epoll in epolls:
+                    if number in _watched_by(epoll):
+                        os.dup2(without_address.fileno(), number)
+                        with select.epoll.fromfd(os.dup(epoll)) as watching:
+                            watching.register(number, 0)
+
+    def _connections(self) -> Iterator[tuple[int, socket.socket]]:
+        """Each that is open; not the listening one, whose end would be an error of gloo."""
+        for number, name in self._own.items():
+            if _open_files("socket:", number).get(number) == name:  # it may be another file's now
                 with suppress(OSError), socket.socket(fileno=os.dup(number)) as connection:
-                    connection.getpeername()  # not a listening one, which would be an error of gloo
-                    connection.shutdown(socket.SHUT_RDWR)
-        self._own = {}
+                    if not connection.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
+                        yield number, connection
 
 
-def _open_sockets(only: int | None = None) -> dict[str, int]:
-    """name -> file descriptor, of this process's sockets."""
+def _open_files(kind: str, only: int | None = None) -> dict[int, str]:
+    """File descriptor -> name, of this process's open files whose names begin with `kind`."""
     found = {}
     for number in os.listdir("/proc/self/fd") if only is None else [str(only)]:
         with suppress(OSError):
             name = os.readlink(f"/proc/self/fd/{number}")
-            if name.startswith("socket:"):
-                found[name] = int(number)
+            if name.startswith(kind):
+                found[int(number)] = name
     return found
+
+
+def _watched_by(epoll: int) -> set[int]:
+    """The file descriptors in an epoll of this process."""
+    lines = Path(f"/proc/self/fdinfo/{epoll}").read_text().splitlines()
+    return {int(line.split()[1]) for line in lines if line.startswith("tfd:")}
+
+
+def _write_to_all(seat: Seat) -> None:
+    """Sends something to each other rank; nobody receives it."""
+    import torch
+    import torch.distributed as dist
+
+    for rank in range(seat.size):
+        if rank != seat.rank:
+            with suppress(Exception):  # the failure that is wanted
+                dist.isend(torch.zeros(1), rank)
 
 
 def through_generations(

@@ -1,0 +1,91 @@
+"""gloo stops reading a connection for good when it has received half of a message for a collective
+that has failed in the meantime. Other collectives then wait on, though the connection is closed."""
+
+from __future__ import annotations
+
+import multiprocessing as mp
+import os
+import threading
+import time
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+from processes import PRELOADED
+
+_FAILS_S = 20.0  # gloo's own time limit is 60 s here
+_BIG = 100_000_000  # elements: more than the buffers of sockets
+
+
+def _rank(rank: int, port: int, folder: str) -> None:
+    import torch
+    import torch.distributed as dist
+
+    from raytrain_ddp.training.generations import _Sockets, _write_to_all
+    from raytrain_ddp.training.roster import Seat
+
+    store = dist.TCPStore("127.0.0.1", port, 2, rank == 0, wait_for_workers=False)
+    sockets = _Sockets()
+    limit = timedelta(seconds=60)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=2, timeout=limit)
+    sockets.started()
+    dist.barrier()
+    if rank == 0:
+        sent = dist.isend(torch.ones(_BIG), 1, tag=1)
+        time.sleep(2 * _FAILS_S)
+        del sent
+        os._exit(0)
+    big = torch.zeros(_BIG)
+    work = dist.irecv(big, 0, tag=1)
+    while not big[0]:
+        time.sleep(0.0001)
+    del work  # as gloo's own receiving buffer when an all-reduce fails
+    assert not big[-1]
+    seat = Seat(1, rank=1, size=2)
+    times: dict[str, float] = {}
+
+    def end() -> None:
+        time.sleep(0.5)
+        sockets.shut_down()
+        time.sleep(2)
+        times["replaced"] = time.monotonic()
+        sockets.replace()
+        _write_to_all(seat)
+
+    threading.Thread(target=end, daemon=True).start()
+    try:
+        dist.irecv(torch.zeros(4), 0, tag=2).wait()
+        said = "no error"
+    except RuntimeError as error:
+        late = time.monotonic() - times["replaced"] if times else -1.0  # -1: was shut down only
+        said = f"{late:.2f} {error}"
+    (Path(folder) / "said").write_text(said)
+    dist.destroy_process_group()  # gloo removes the sockets from its epoll
+    (Path(folder) / "said").write_text(f"{said}\nended")
+    os._exit(0)
+
+
+@pytest.mark.each_version
+def test_a_connection_that_gloo_no_longer_reads_is_ended_and_the_process_lives(tmp_path: Path):
+    import torch.distributed as dist
+
+    context = mp.get_context("forkserver")
+    context.set_forkserver_preload(PRELOADED)
+    free = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    port = free.port
+    del free
+    ranks: list[Any] = [
+        context.Process(target=_rank, args=(rank, port, str(tmp_path))) for rank in range(2)
+    ]
+    try:
+        for process in ranks:
+            process.start()
+        ranks[1].join(timeout=100)
+    finally:
+        for process in ranks:
+            process.kill()
+    late, _, rest = (tmp_path / "said").read_text().partition(" ")
+    assert 0 <= float(late) < _FAILS_S, rest
+    assert rest.endswith("\nended")
+    assert ranks[1].exitcode == 0
