@@ -26,6 +26,7 @@ from raytrain_ddp.ray_backend.dashboard import dashboard_address
 from raytrain_ddp.ray_backend.placement import (
     Layout,
     choose_layout,
+    embedded_resources,
     missing_resources,
     workers_that_fit,
 )
@@ -111,8 +112,8 @@ def _capacity(
                 layout = choose_layout(config, have, [have] if embedded else live_node_resources())
             except PreflightError as error:
                 return {**result, "lacks": str(error)}, None
-            if embedded and config.scaling.num_workers == "auto":  # as `fit` then starts it
-                have["CPU"] = max(have.get("CPU", 0), layout.least_needed()["CPU"])
+            if embedded:
+                have = embedded_resources(config, layout, have)
             lacks = missing_resources(layout, have)
             if not lacks or time.monotonic() > deadline:
                 break

@@ -13,11 +13,12 @@ from raytrain_ddp.config.train_config import TrainConfig
 from raytrain_ddp.data.splits import Splits
 from raytrain_ddp.display.formatting import format_data
 from raytrain_ddp.driver.branching import Branch, run_and_branch
-from raytrain_ddp.driver.preflight import check, is_complete
+from raytrain_ddp.driver.preflight import check, is_complete, require_no_evaluator
 from raytrain_ddp.driver.run_naming import NamedRun
 from raytrain_ddp.ray_backend.placement import (
     Layout,
     choose_layout,
+    embedded_resources,
     local_resources,
     missing_resources,
 )
@@ -52,6 +53,8 @@ def dry_run(
     named = config.data.classes  # classes found in the data are listed below
     run, branch = run_and_branch(check(config), default_name, resume_from, allow_change)
     config, manifest = run.config, run.manifest
+    if local:
+        require_no_evaluator(config)
     have = local_resources()
     layout, where = _workers(config, have, local)
     given, config = config, _settled(config, layout)
@@ -118,7 +121,7 @@ def dry_run(
     ]
     lines.append(f"run            {config.name} {_run_state(run, branch)}")
     lines += [f"note           {text}" for text in notes]
-    lacking = missing_resources(layout, have)
+    lacking = missing_resources(layout, embedded_resources(config, layout, have))
     if lacking:
         lines.append(f"this machine lacks\n{lacking}")
     return "\n".join(lines)
@@ -128,7 +131,9 @@ def _workers(config: TrainConfig, have: Mapping[str, float], local: bool) -> tup
     """The workers, and what they are called."""
     layout = choose_layout(config, have)
     if not local:
-        return layout, f"{layout.said}, each {_resources(layout.per_worker)}, over {layout.backend}"
+        more = ", and one that evaluates" if layout.evaluators else ""
+        each = _resources(layout.per_worker)
+        return layout, f"{layout.said}{more}, each {each}, over {layout.backend}"
     of_gpu = {name: count for name, count in layout.per_worker.items() if name == "GPU"}
     place = f"this process, on {'cuda' if layout.use_gpu else 'cpu'}"
     return replace(layout, least=1, most=1, per_worker=of_gpu, note=""), place

@@ -15,7 +15,6 @@ from raytrain_ddp.checkpoint.storage import Storage
 from raytrain_ddp.config.effects import effect_notes, under_torchrun
 from raytrain_ddp.config.recipe import dumps, publishable
 from raytrain_ddp.config.train_config import TrainConfig
-from raytrain_ddp.config.validation import require
 from raytrain_ddp.display.progress_display import Display
 from raytrain_ddp.driver.branching import run_and_branch
 from raytrain_ddp.driver.finish import (
@@ -26,7 +25,13 @@ from raytrain_ddp.driver.finish import (
     run_summary,
     tidy,
 )
-from raytrain_ddp.driver.preflight import answered, check, is_complete, try_model
+from raytrain_ddp.driver.preflight import (
+    answered,
+    check,
+    is_complete,
+    require_no_evaluator,
+    try_model,
+)
 from raytrain_ddp.driver.run_naming import NamedRun, run_of_rank_0
 from raytrain_ddp.driver.run_ownership import Show, driven, owned
 from raytrain_ddp.errors import PreflightError, RaytrainError
@@ -94,8 +99,7 @@ def fit_locally(
     """
     started = time.monotonic()
     config = check(config or TrainConfig())
-    rule = "takes a worker of Ray: remove it, or train on Ray (without --local or torchrun)"
-    require(not config.eval.asynchronous, "eval.asynchronous", True, rule)
+    require_no_evaluator(config)
     main = os.environ.get("RANK", "0") == "0"
     if main:
         run, branch = run_and_branch(config, default_name, resume_from, allow_change)

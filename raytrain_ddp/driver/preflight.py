@@ -16,6 +16,7 @@ from raytrain_ddp.config.input_sections import DataConfig
 from raytrain_ddp.config.recipe import fields_of, flat
 from raytrain_ddp.config.sections import ModelConfig
 from raytrain_ddp.config.train_config import TrainConfig
+from raytrain_ddp.config.validation import require
 from raytrain_ddp.data.data_check import locate
 from raytrain_ddp.data.splits import open_splits
 from raytrain_ddp.errors import PreflightError
@@ -50,6 +51,12 @@ def check(config: TrainConfig) -> TrainConfig:
     if "://" not in storage:
         storage = str(Path(storage).expanduser().absolute())
     return replace(config, storage=storage)
+
+
+def require_no_evaluator(config: TrainConfig) -> None:
+    """Raises ConfigError if a run without Ray is to have a worker that only evaluates."""
+    rule = "takes a worker of Ray: remove it, or train on Ray (without --local or torchrun)"
+    require(not config.eval.asynchronous, "eval.asynchronous", True, rule)
 
 
 def _is_begun(config: TrainConfig) -> bool:

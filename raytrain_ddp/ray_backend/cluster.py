@@ -20,6 +20,7 @@ from raytrain_ddp.ray_backend.failure_policy import KEPT
 from raytrain_ddp.ray_backend.placement import (
     Layout,
     choose_layout,
+    embedded_resources,
     local_resources,
     missing_resources,
     require_capacity,
@@ -151,8 +152,7 @@ def _starting(config: TrainConfig) -> tuple[Layout, dict[str, Any]]:
     """For an embedded Ray: the layout on this machine, and the arguments of `ray.init`."""
     have = local_resources()
     layout = choose_layout(config, have)
-    if config.scaling.num_workers == "auto":  # the default must run on one core, too
-        have["CPU"] = max(have["CPU"], layout.least_needed()["CPU"])
+    have = embedded_resources(config, layout, have)
     require_capacity(layout, have, "this machine")
     return layout, {"num_cpus": int(have["CPU"]), "num_gpus": int(have["GPU"])}
 

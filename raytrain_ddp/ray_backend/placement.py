@@ -158,6 +158,15 @@ def require_capacity(layout: Layout, have: Mapping[str, float], where: str) -> N
         raise PreflightError(f"{layout.said} do not fit on {where}:\n{lines}\n{remedy}")
 
 
+def embedded_resources(
+    config: TrainConfig, layout: Layout, have: Mapping[str, float]
+) -> dict[str, float]:
+    """What an embedded Ray is started with: the default number of workers runs on one core, too."""
+    if config.scaling.num_workers == "auto":
+        return {**have, "CPU": max(have.get("CPU", 0), layout.least_needed().get("CPU", 0))}
+    return {**have}
+
+
 def local_resources() -> dict[str, float]:
     """The CPUs that this process may use, and the GPUs, counted without torch or Ray."""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")

@@ -198,7 +198,8 @@ class Recorder:
     def _tidy(self) -> None:
         """Work that may wait until the next commit if the storage fails."""
         try:
-            best = self._best.among(self.store)
+            # Those that are awaited are kept anyway, and may be evaluated but not logged yet.
+            best = self._best.among(self.store, leaving_out=self._awaited)
             self.store.prune(self._config.checkpoint.keep_last, best, self._awaited)
             self.log.publish()
         except OSError as error:
@@ -218,11 +219,17 @@ class Best:
     def __init__(self, monitor: str, goal: str) -> None:
         self.monitor, self._sign = monitor, 1 if goal == "max" else -1
 
-    def among(self, store: CheckpointStore) -> CheckpointName | None:
-        """The best checkpoint made right after an evaluation: of equal ones the one with the lower
-        loss, then the earliest."""
+    def among(
+        self, store: CheckpointStore, leaving_out: Collection[int] = ()
+    ) -> CheckpointName | None:
+        """The best checkpoint that has an evaluation: of equal ones the one with the lower loss,
+        then the earliest.
+
+        Args:
+            leaving_out: steps whose checkpoints do not count.
+        """
         rated = []
-        for name in store.names():
+        for name in (each for each in store.names() if each.step not in leaving_out):
             with suppress(CheckpointError, FileNotFoundError):  # `latest` reports damaged ones
                 metrics = store.open(name).manifest.metrics
                 value = metrics.get(self.monitor, math.nan)

@@ -38,7 +38,7 @@ from raytrain_ddp.checkpoint.evaluation_file import (
 from raytrain_ddp.checkpoint.manifest import Manifest
 from raytrain_ddp.checkpoint.run_folder import checkpoint_store, run_storage
 from raytrain_ddp.checkpoint.storage import open_storage
-from raytrain_ddp.checkpoint.store import CheckpointStore
+from raytrain_ddp.checkpoint.store import CheckpointName, CheckpointStore
 from raytrain_ddp.config.sections import (
     CheckpointConfig,
     EmaConfig,
@@ -56,6 +56,7 @@ from raytrain_ddp.ray_backend.placement import (
     workers_that_fit,
 )
 from raytrain_ddp.training.async_evaluation import evaluate_checkpoint
+from raytrain_ddp.training.recorder import Best
 from raytrain_ddp.training.world import World
 
 ELSEWHERE = EvalConfig(asynchronous=True)
@@ -256,6 +257,17 @@ def test_pruning_keeps_what_is_awaited_and_removes_it_with_its_evaluation(tmp_pa
     store.prune(2, awaited=[3])
     assert [name.step for name in store.names()] == [5, 4, 3]
     assert not list(tmp_path.glob("step-00000001*"))
+
+
+def test_what_is_awaited_is_not_the_best_yet_and_the_best_so_far_is_kept(tmp_path: Path):
+    """Its evaluation may be there and not be logged: then the log names another as the best."""
+    store = CheckpointStore(open_storage(str(tmp_path)))
+    for step, top1 in ((1, 0.5), (2, 0.75), (3, 0.25)):
+        made = store.commit(Manifest(step, 0, 1, 1, {}, "data"), {})
+        write_evaluation(made.storage, Evaluation({"top1": top1}))
+    best = Best("top1", "max")
+    assert best.among(store) == CheckpointName(2, 1)
+    assert best.among(store, leaving_out=[2, 3]) == CheckpointName(1, 1)
 
 
 # ------------------------------------------------------------------ its place
