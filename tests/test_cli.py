@@ -120,8 +120,9 @@ def test_a_local_dry_run_tells_the_same_of_one_process(
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("raytrain_ddp.driver.dry_run.local_resources", lambda: {"CPU": 1.0})
     told = []
-    for flags in ((), ("--local",)):
-        assert fit_main(["--dry-run", "--exact", "--scaling.cpus-per-worker", "2", *flags]) == 0
+    given = ["--dry-run", "--exact", "--scaling.cpus-per-worker", "2"]
+    for flags in (["--scaling.num-workers", "2"], ["--local"]):
+        assert fit_main([*given, *flags]) == 0
         told.append(capsys.readouterr().out.split("\n\n")[-1].splitlines())
     assert [*tmp_path.iterdir()] == []
     ray, local = (
