@@ -273,9 +273,10 @@ class Note:
 
 @dataclass(frozen=True)
 class Ranks:
-    """Seconds of a step by phase, for each rank."""
+    """Seconds of a step by phase, for each rank; reported for up to MOST ranks."""
 
     kind: ClassVar[str] = "ranks"
+    MOST: ClassVar[int] = 64
     step: int
     split_s: Sequence[Mapping[str, float]]
 

@@ -102,7 +102,13 @@ class Plan:
 
     def samples(self, step: int) -> int:
         """Samples in `step` of the epoch, over all slots."""
-        return sum(self.count(step, slot) for slot in range(self.slots))
+        if self.spread:
+            most = self.slots * self.micro_batch
+            return min(max(0, self._used * self.repeats - step * most), most)
+        shorter, longer = divmod(self.rows, self.slots)  # rows of a lane, and lanes with one more
+        most, before = self.rows_at_once, step * self.rows_at_once
+        counts = [min(max(0, rows - before), most) for rows in (shorter, shorter + 1)]
+        return ((self.slots - longer) * counts[0] + longer * counts[1]) * self.repeats
 
 
 def items_of_rank(items: int, world_size: int, rank: int) -> range:

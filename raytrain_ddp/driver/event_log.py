@@ -26,7 +26,7 @@ from raytrain_ddp.records import event_line
 
 # The time of each rank per step comes with each log record: a part is kept, less and less often,
 # about 400 of them in a month.
-_RANKS_EVERY_S, _RANKS_EVERY_SHARE, _MOST_RANKS = 5.0, 0.02, 64
+_RANKS_EVERY_S, _RANKS_EVERY_SHARE = 5.0, 0.02
 _PUT_EVERY_S = 30.0  # an object store cannot append: the file is rewritten
 _WRITE_S = 1.0  # time that a caller waits for the storage; slower writes continue in the background
 _LAST_S = 30.0  # time that the end of a run waits for the storage
@@ -64,17 +64,17 @@ class EventLog:
     def __call__(self, event: Event) -> None:
         if isinstance(event, Plan):
             self._ranks_at = time.monotonic()  # the first steps are not typical
-        dropped = isinstance(event, Ranks) and self._is_too_much(event)
+        dropped = isinstance(event, Ranks) and self._is_too_much()
         self._show(event)  # storage errors are shown before they are written to that storage
         if isinstance(event, STORED_EVENTS) and not dropped:
             # A checkpoint's event must be written as soon as the checkpoint exists.
             self._order(event_line(event), at_once=isinstance(event, Checkpoint))
 
-    def _is_too_much(self, ranks: Ranks) -> bool:
-        """Whether this record of the ranks is one too many, or too long."""
+    def _is_too_much(self) -> bool:
+        """Whether a record of the ranks is one too many now."""
         now = time.monotonic()
         pause_s = max(_RANKS_EVERY_S, _RANKS_EVERY_SHARE * (now - self._since))
-        if len(ranks.split_s) > _MOST_RANKS or now - self._ranks_at < pause_s:
+        if now - self._ranks_at < pause_s:
             return True
         self._ranks_at = now
         return False

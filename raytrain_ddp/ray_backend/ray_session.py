@@ -74,6 +74,8 @@ class RaySession(RecordingSession):
         step: the current one; None before the first.
     """
 
+    only_main_asks = True
+
     def __init__(
         self,
         config: TrainConfig,

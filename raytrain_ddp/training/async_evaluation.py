@@ -129,7 +129,7 @@ def take_evaluations(run: PreparedRun, wait: bool = False) -> int:
         alone = replace(world, rank=0, size=1)
         args = run.config, run.task, run.eval_data
         here = partial(evaluate_checkpoint, *args, world=alone, beat=run.clock.beat)
-    ballot = Ballot(world)
+    ballot = Ballot(session)
     with run.clock.part("evaluation"):
         while True:
             _log(run, broadcast(session.evaluations(awaited, here), world))

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from raytrain_ddp.errors import TaskError, did_you_mean
@@ -19,6 +20,8 @@ if TYPE_CHECKING:
 
 MOST_NUMBERS = 4096
 """Larger values are left out of the log, which is part of each checkpoint."""
+
+_CPU = torch.device("cpu")
 
 State = dict[str, Any]  # by the name of the metric
 
@@ -87,13 +90,21 @@ class TreeMetrics:
 
     def values(self, world: World) -> dict[str, Tensor]:
         """The values over all chunks, on the CPU; all ranks take part and get the same."""
-        mine = [(level, index, _to_cpu(state)) for level, index, state in self._nodes]
-        self._nodes = []
+        self._nodes = [(level, index, _to_cpu(state)) for level, index, state in self._nodes]
         for metric in self._metrics.values():
             metric.to("cpu")
-        for rank in range(world.size):  # one after another, to hold the states of only one
-            for node in broadcast(mine, world, rank):
-                self._add(*node)
+        reach = 1  # each round, half of the ranks pass what they have to one of lower rank
+        while reach < world.size:
+            place = world.rank % (2 * reach)
+            if place == reach:
+                dist.send_object_list([self._nodes], world.rank - reach, device=_CPU)
+            elif place == 0 and world.rank + reach < world.size:
+                box: list[Any] = [None]
+                dist.recv_object_list(box, world.rank + reach, device=_CPU)
+                for node in box[0]:
+                    self._add(*node)
+            reach *= 2
+        self._nodes = broadcast(self._nodes, world)
         whole: State | None = None
         while self._nodes:  # nodes without a sibling, the last first
             whole = self._merged(self._nodes.pop()[2], whole)

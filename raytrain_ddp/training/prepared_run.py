@@ -102,7 +102,8 @@ class PreparedRun:
                 scalars=dict(zip(self.stepper.scalar_names, map(sum, scalars), strict=True)),
             )
         )
-        if world.size > 1:  # not logged: the log would grow with the number of workers
+        # Not logged: the log would grow with the number of workers.
+        if world.is_main and 1 < world.size <= events.Ranks.MOST:
             split_s = step_timing.by_rank(readings, step - self.logged_step)
             self.session.tell(events.Ranks(step, split_s))
         straggler = self.stragglers.look(step, timing.slowest, self.session.hosts)

@@ -61,6 +61,8 @@ class RecordingSession:
         hosts: of all ranks; empty before `watch`.
     """
 
+    only_main_asks = False
+
     def __init__(
         self,
         config: TrainConfig,

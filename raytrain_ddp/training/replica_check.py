@@ -93,10 +93,11 @@ class ReplicaCheck:
         mine = fingerprints([*named.values()]).cpu()
         every = torch.empty(self._world.size * len(mine), dtype=torch.int64)
         all_gather(every, mine)
-        rows = [tuple(row) for row in every.view(self._world.size, -1).tolist()]
-        usual, count = Counter(rows).most_common(1)[0]  # in a tie, rank 0's
-        if count == len(rows):
+        table = every.view(self._world.size, -1)
+        if bool((table == table[0]).all()):
             return None
+        rows = [tuple(row) for row in table.tolist()]
+        usual = Counter(rows).most_common(1)[0][0]  # in a tie, rank 0's
         ranks = [rank for rank, row in enumerate(rows) if row != usual]
         columns = zip(named, zip(*rows, strict=True), strict=True)
         names = [name for name, column in columns if len(set(column)) > 1]

@@ -57,10 +57,12 @@ class Session(Protocol):
 
     Attributes:
         hosts: of all ranks; empty before `watch`.
+        only_main_asks: whether `requests` of ranks other than 0 are always empty.
     """
 
     world: World
     hosts: list[str]
+    only_main_asks: bool
 
     def watch(self, clock: Clock) -> None:
         """Until `finish`, workers that make no progress are ended. All ranks take part."""

@@ -306,3 +306,22 @@ def test_an_epoch_of_a_thousand_million_rows_is_made_in_little_memory(shuffle: s
     finally:
         tracemalloc.stop()
     assert peak < 64 * 2**20
+
+
+@given(
+    rows=st.integers(1, 400),
+    slots=st.integers(1, 9),
+    rows_at_once=st.integers(1, 6),
+    repeats=st.integers(1, 3),
+    limit=st.integers(0, 5),
+    spread=st.booleans(),
+)
+def test_the_samples_of_a_step_are_those_of_its_slots(
+    rows: int, slots: int, rows_at_once: int, repeats: int, limit: int, spread: bool
+):
+    """Counted without visiting the slots, of which a large run has thousands."""
+    micro_batch = rows_at_once * repeats
+    plan = Plan(rows, max(slots, repeats), micro_batch, repeats, limit, spread)
+    for step in range(plan.steps_per_epoch + 1):
+        slots_of_step = range(plan.slots)
+        assert plan.samples(step) == sum(plan.count(step, slot) for slot in slots_of_step)

@@ -85,9 +85,14 @@ class Wishing:
 
 
 def steer(
-    rank: int, size: int, script: Mapping[tuple[int, int], Requests], timed: int
+    rank: int,
+    size: int,
+    script: Mapping[tuple[int, int], Requests],
+    timed: int,
+    only_main_asks: bool = False,
 ) -> tuple[list[Decision], list[int]]:
     session = Wishing(World(rank, size, rank, torch.device("cpu"), 1), script, timed)
+    session.only_main_asks = only_main_asks
     config = TrainConfig(checkpoint=CheckpointConfig(every_epochs=0, every_s=0.0))
     steering = StepDecisions(Cadence(config, 1000), session)  # type: ignore[arg-type]
     decisions = []
@@ -110,6 +115,21 @@ def test_what_one_rank_wishes_all_ranks_do_after_the_same_step(workers: Group):
     assert [n + 1 for n, d in enumerate(decisions) if d.save] == [2, 3, 6]  # 3 by rank 0's clock
     assert [(n + 1, d.stop) for n, d in enumerate(decisions) if d.stop] == [(6, 15)]
     assert looked == [4, 6]  # on all ranks: it is a collective
+
+
+def test_where_only_rank_0_has_wishes_all_ranks_do_them(workers: Group):
+    """As under Ray; of the other ranks nothing is asked."""
+    script = {
+        (0, 4): Requests(look=True),
+        (1, 5): Requests(stop=10),
+        (0, 6): Requests(stop=15),
+    }
+    results = workers(3, steer, script, 3, True)
+    assert results == [results[0]] * 3
+    decisions, looked = results[0]
+    assert [n + 1 for n, d in enumerate(decisions) if d.save] == [3, 6]
+    assert [(n + 1, d.stop) for n, d in enumerate(decisions) if d.stop] == [(6, 15)]
+    assert looked == [4]
 
 
 # ------------------------------------------------------------------ by the clock

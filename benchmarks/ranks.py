@@ -1,0 +1,227 @@
+"""What grows with the number of workers: collectives on this machine, and Python for up to 4,000.
+
+    python benchmarks/ranks.py [--rounds N] [--out FILE.md FILE.json]
+    python benchmarks/ranks.py --quick
+
+Real: gloo processes that do what a step, a check of the weights and an evaluation exchange. More
+processes than cores take turns, so the times say how the ways compare, not what a network takes.
+Simulated: what one rank computes for a log line of that many ranks, without the exchange.
+"""
+
+from __future__ import annotations
+
+import argparse
+import multiprocessing as mp
+import os
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from statistics import median
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from series import Series, describe_machine, spread, table
+
+from raytrain_ddp.data.epoch_order import Plan
+from raytrain_ddp.tasks.task import Task
+from raytrain_ddp.training import step_timing
+from raytrain_ddp.training.metric_states import TreeMetrics
+from raytrain_ddp.training.phase_clock import PHASES
+from raytrain_ddp.training.step_decisions import Ballot
+from raytrain_ddp.training.stragglers import Stragglers
+from raytrain_ddp.training.torch_compat import all_gather
+from raytrain_ddp.training.world import World
+
+REAL, SIMULATED = (2, 4, 8, 16), (100, 1000, 4000)
+TENSORS = 161  # parameters of a ResNet-50
+IMAGES = 1281167
+
+
+@dataclass(frozen=True)
+class Run:
+    """Seconds that something takes with that many ranks, in one round."""
+
+    what: str
+    ranks: int
+    round: int
+    load: float  # of the machine (1 minute) before
+    seconds: float
+
+
+def main() -> int:
+    args = parse()
+    series: Series[Run] = Series(describe_machine())
+    for number in range(1, args.rounds + 1):
+        for way, all_ranks in ((exchanged, args.real), (computed, SIMULATED)):
+            for ranks in all_ranks:
+                load = os.getloadavg()[0]
+                for what, seconds in way(ranks, args.times).items():
+                    run = Run(what, ranks, number, load, seconds)
+                    series.add(what, partial(lambda run: run, run), line)
+    return series.publish(as_markdown(series, args), args.out)
+
+
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--times", type=int, default=50, help="of each exchange in a round")
+    parser.add_argument("--quick", action="store_true", help="does it run?")
+    parser.add_argument("--out", nargs=2, type=Path, default=(), metavar="FILE")
+    args = parser.parse_args()
+    args.real = REAL[:2] if args.quick else REAL
+    args.rounds = 1 if args.quick else args.rounds
+    return args
+
+
+def line(run: Run) -> str:
+    return f"round {run.round}  {run.ranks:5} ranks  {run.what:<44} {1e3 * run.seconds:9.3f} ms"
+
+
+# ------------------------------------------------------------------ real
+
+
+def exchanged(ranks: int, times: int) -> dict[str, float]:
+    """Medians in seconds, of rank 0."""
+    context = mp.get_context("forkserver")
+    context.set_forkserver_preload(["torch", "raytrain_ddp.training.metric_states"])
+    free = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    answers = context.SimpleQueue()
+    processes = [
+        context.Process(target=_rank, args=(rank, ranks, free.port, times, answers))
+        for rank in range(ranks)
+    ]
+    for process in processes:
+        process.start()
+    result: dict[str, float] = answers.get()
+    for process in processes:
+        process.join()
+    return result
+
+
+def _rank(rank: int, ranks: int, port: int, times: int, answers: Any) -> None:
+    torch.set_num_threads(1)
+    store = dist.TCPStore("127.0.0.1", port, is_master=False)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks)
+    world = World(rank, ranks, rank, torch.device("cpu"), 1)
+    prints = torch.arange(TENSORS)
+    every = torch.empty(ranks * TENSORS, dtype=torch.int64)
+
+    def vote(only_main_asks: bool) -> None:
+        ballot = Ballot(SimpleNamespace(world=world, only_main_asks=only_main_asks))
+        ballot.cast(0, False, False)
+        ballot.count()
+
+    def merged() -> None:
+        metrics = TreeMetrics(_NoTask(), {"mean": _Mean()}, world.device)
+        for chunk in range(4 * rank, 4 * rank + 4):
+            metrics.reset()
+            metrics.take(chunk, True)
+        metrics.values(world)
+
+    ways: dict[str, Callable[[], None]] = {
+        "vote of a step, of all ranks (torchrun)": partial(vote, False),
+        "vote of a step, of rank 0 (Ray)": partial(vote, True),
+        "check of the weights (161 tensors)": lambda: all_gather(every, prints),
+        "evaluation: states of 4 chunks a rank": merged,
+    }
+    found = {}
+    for name, way in ways.items():
+        took = []
+        for _ in range(times):
+            dist.barrier()
+            began = time.perf_counter()
+            way()
+            took.append(time.perf_counter() - began)
+        found[name] = median(took)
+    if rank == 0:
+        answers.put(found)
+    dist.barrier()
+    os._exit(0)
+
+
+class _NoTask(Task):
+    """Metrics name the task in their errors."""
+
+
+class _Mean:
+    """What `TreeMetrics` needs of a metric."""
+
+    def __init__(self) -> None:
+        self.reset()
+
+    def to(self, _: object) -> _Mean:
+        return self
+
+    def reset(self) -> None:
+        self.metric_state = {"total": torch.zeros(()), "count": torch.zeros(())}
+
+    def merge_state(self, other: Any) -> None:
+        self.metric_state = {name: v + other[name] for name, v in self.metric_state.items()}
+
+    def compute(self) -> torch.Tensor:
+        return self.metric_state["total"]
+
+
+# ------------------------------------------------------------------ simulated
+
+
+def computed(ranks: int, times: int) -> dict[str, float]:
+    """Least seconds of a few."""
+    generator = torch.Generator().manual_seed(0)
+    rows = torch.rand(ranks, 2 + len(PHASES), generator=generator, dtype=torch.float64)
+    plan = Plan(IMAGES, ranks, 16)
+    hosts = ["host"] * ranks
+
+    def log_line() -> None:
+        readings = [step_timing.Reading(s, tuple(p), int(m)) for s, m, *p in rows.tolist()]
+        slowest = step_timing.summary(readings, 10, 0.0, None).slowest
+        Stragglers(plan.slots, ranks).look(1, slowest, hosts)
+        for step in range(10):
+            plan.samples(step)
+
+    prints = torch.arange(TENSORS).repeat(ranks).view(ranks, -1)
+    return {
+        "a log line of ten steps, in each rank": _least(log_line, min(times, 7)),
+        "a check of the weights (161 tensors), in each rank": _least(
+            lambda: bool((prints == prints[0]).all()), min(times, 7)
+        ),
+    }
+
+
+def _least(call: Callable[[], None], times: int) -> float:
+    took = []
+    for _ in range(times):
+        began = time.perf_counter()
+        call()
+        took.append(time.perf_counter() - began)
+    return min(took)
+
+
+def as_markdown(series: Series[Run], args: argparse.Namespace) -> list[str]:
+    def rows(all_ranks: Sequence[int]) -> list[list[str]]:
+        runs = [run for run in series.runs if run.ranks in all_ranks]
+        found: dict[str, dict[int, list[float]]] = {}
+        for run in runs:
+            of_ranks = found.setdefault(run.what, {ranks: [] for ranks in all_ranks})
+            of_ranks[run.ranks].append(1e3 * run.seconds)
+        return [[what, *(spread(ms, 2) for ms in each.values())] for what, each in found.items()]
+
+    return [
+        "# What grows with the number of workers",
+        f"`python benchmarks/ranks.py --rounds {args.rounds}`",
+        series.place(),
+        "Exchanges of that many processes on this machine, in ms: medians over the rounds (min .. "
+        "max). More processes than cores take turns.",
+        table(["ms", *(f"{ranks} ranks" for ranks in args.real)], rows(args.real)),
+        "Python for that many ranks, simulated, without the exchange:",
+        table(["ms", *(f"{ranks} ranks" for ranks in SIMULATED)], rows(SIMULATED)),
+    ]
+
+
+if __name__ == "__main__":
+    sys.exit(main())
