@@ -19,13 +19,14 @@ COMMANDS = {
     "predict": "Write the predictions of a checkpoint to a file",
     "export": "Export a checkpoint to ONNX, torch.export, timm, and others",
     "run": "Run a torchrun script on Ray, unchanged",
+    "sweep": "Train with many configs, and find the best",
     "convert": "Convert images to Parquet shards",
     "doctor": "Check a cluster before a run, or a run in progress",
     "report": "Write a report of runs to an HTML file",
     "watch": "Show all runs of a storage in a browser, live",
     "chaos": "Kill processes of a run, and compare the result",
 }
-_IN_PACKAGES = {"predict", "export", "convert", "doctor", "report", "watch", "chaos"}
+_IN_PACKAGES = {"predict", "export", "convert", "doctor", "report", "sweep", "watch", "chaos"}
 
 
 def main(argv: Sequence[str]) -> int:

@@ -18,7 +18,7 @@ PACKAGE = Path(raytrain_ddp.__file__).parent
 FILES = sorted(PACKAGE.rglob("*.py"))
 COMMANDS = {
     *("fit", "evaluate", "predict", "export", "run", "convert", "doctor", "report", "watch"),
-    "chaos",
+    *("chaos", "sweep"),
 }
 
 # A part may import those of lower rank, and itself; parts of one rank do not know each other.
@@ -37,12 +37,15 @@ RANKS = [
     {"driver"},
     {"launcher"},
     {"command_line"},
-    COMMANDS - {"watch"},
+    {"sweep"},  # the report shows it
+    COMMANDS - {"watch", "sweep"},
     {"watch"},  # shows the pages of the report
     {"__main__"},
 ]
 # The only parts that import Ray.
-SPEAK_RAY = {"ray_backend", "launcher", "doctor", "chaos", "convert"}
+SPEAK_RAY = {"ray_backend", "launcher", "doctor", "chaos", "convert", "sweep"}
+# Of a part that does little with Ray: a sweep is drawn, continued and reported without it.
+SPEAK_RAY_ALONE = {"sweep": "sweep/tune_engine.py"}
 MOST_LINES = 320
 MOST_LINES_OF_TRAIN = 45
 
@@ -117,6 +120,8 @@ def test_ray_is_imported_by_few_parts_and_by_public_names(path: Path):
         assert known or "_private" not in name, f"{name_of(path)} imports {name}"
         if name.partition(".")[0] == "ray":
             assert part_of(path) in SPEAK_RAY, f"{name_of(path)} imports {name}"
+            alone = SPEAK_RAY_ALONE.get(part_of(path), name_of(path))
+            assert name_of(path) == alone, f"{name_of(path)} imports {name}: only {alone} may"
 
 
 @pytest.mark.parametrize("path", FILES, ids=name_of)
@@ -193,7 +198,7 @@ def test_importing_the_package_or_its_config_loads_neither_torch_nor_ray():
     heavy = {"torch", "ray", "numpy", "pyarrow", "pydantic", "matplotlib"}
     assert not loaded_after("import raytrain_ddp") & heavy
     assert not loaded_after("from raytrain_ddp import TrainConfig; TrainConfig()") & heavy
-    packages = ("predict", "export", "convert", "doctor", "report", "watch", "chaos")
+    packages = ("predict", "export", "convert", "doctor", "report", "watch", "chaos", "sweep")
     modules = ["fit", "evaluate", "run", *(f"{name}.__main__" for name in packages)]
     commands = ", ".join(f"raytrain_ddp.{module}" for module in modules)
     assert not loaded_after(f"import {commands}") & {"torch", "ray"}
@@ -204,6 +209,7 @@ def test_importing_the_package_or_its_config_loads_neither_torch_nor_ray():
     [
         *("driver.fit_driver", "driver.preflight", "ray_backend.worker", "spot.__main__"),
         *("doctor.examine", "report.write", "data.epoch_order", "watch.http_server"),
+        "sweep.run_sweep",
     ],
 )
 def test_modules_that_promise_it_load_neither_torch_nor_ray(module: str):

@@ -27,6 +27,7 @@ from raytrain_ddp.config.train_config import TrainConfig
 from raytrain_ddp.doctor.__main__ import parse as parse_doctor
 from raytrain_ddp.run import parse as parse_run
 from raytrain_ddp.spot import __main__ as spot
+from raytrain_ddp.sweep.__main__ import parse as parse_sweep
 
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGE, DOCS = ROOT / "raytrain_ddp", ROOT / "docs"
@@ -79,6 +80,7 @@ PARSERS: dict[str, Callable[[Sequence[str]], Any]] = {
     "fit": parse_fit,
     "chaos": parse_chaos,
     "doctor": parse_doctor,
+    "sweep": parse_sweep,
     "run": parse_run,
     **{
         name: generate._command(name).parse
@@ -261,7 +263,8 @@ def typed() -> list[str]:
 
 @pytest.mark.parametrize("line", typed())
 def test_every_command_is_accepted(line: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    for recipe in ("mine", "photos", "runs/digits/config", "runs/mine/config"):
+    runs = ("runs/digits/config", "runs/mine/config", "runs/digits-sweep/trial-0007/config")
+    for recipe in ("mine", "photos", *runs):
         path = tmp_path / f"{recipe}.toml"
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text("batch_size = 256\n")

@@ -12,7 +12,7 @@ import pytest
 from raytrain_ddp.command_line import run_command
 
 BUFFERED = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
-DOORS = ("fit", "run", "evaluate", "convert", "doctor", "report", "chaos")
+DOORS = ("fit", "run", "evaluate", "convert", "doctor", "report", "chaos", "sweep")
 
 
 def ended(folder: Path, script: str, unread: str) -> tuple[int, str]:

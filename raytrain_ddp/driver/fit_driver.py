@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext, suppress
+from typing import TYPE_CHECKING
 
 from rich.console import Console
 
@@ -39,6 +40,9 @@ from raytrain_ddp.events import End, Note, Plan
 from raytrain_ddp.messages import Event, Outcome, Phase
 from raytrain_ddp.ray_backend.ray_output import ray_output_to_file
 from raytrain_ddp.result import FitResult
+
+if TYPE_CHECKING:
+    from raytrain_ddp.training.local_session import LocalSession
 
 
 def fit(
@@ -92,10 +96,14 @@ def fit_locally(
     resume_from: str | None = None,
     allow_change: Sequence[str] = (),
     display: Display | None = None,
+    session: Callable[..., LocalSession] | None = None,
 ) -> FitResult:
     """Like `fit`, but without Ray: in this process, or in each process that torchrun started.
 
     Only rank 0 shows and writes; all ranks return the result.
+
+    Args:
+        session: makes the session, from the arguments of `LocalSession`, which is the default.
     """
     started = time.monotonic()
     config = check(config or TrainConfig())
@@ -112,7 +120,7 @@ def fit_locally(
             if manifest is not None and is_complete(config, manifest):
                 result = _complete(run, manifest, tell, main)
             else:
-                outcome, watch = _train_here(config, folder, main, tell)
+                outcome, watch = _train_here(config, folder, main, tell, session)
                 if main:
                     _draw(config, folder, tell)
                 result = _end(config, folder, outcome, watch, started)
@@ -122,7 +130,11 @@ def fit_locally(
 
 
 def _train_here(
-    config: TrainConfig, run: Storage, main: bool, show: Show
+    config: TrainConfig,
+    run: Storage,
+    main: bool,
+    show: Show,
+    session_of: Callable[..., LocalSession] | None,
 ) -> tuple[Outcome, _Starts]:
     show(Phase("loading torch"))
     _note_idle(config, show)
@@ -142,7 +154,8 @@ def _train_here(
     reads: set[str] = set()
     task = load_task(config, reads)
     watch = _Starts(show)
-    with LocalSession(config, world, Best(task.monitor, task.goal), watch) as session:
+    make = session_of or LocalSession
+    with make(config, world, Best(task.monitor, task.goal), watch) as session:
         session.stop_on_signals()
         outcome = train(config, task, session, reads)
     return outcome, watch

@@ -14,11 +14,11 @@ class ReportArgs:
     """Write a report of runs to one HTML file: curves, times, failures, mistakes, and config.
 
     The file is self-contained, so it can be mailed. Runs that are in progress or have failed can be
-    reported, too. Several runs are shown side by side.
+    reported, too. Several runs are shown side by side. A sweep has a page of its own.
     """
 
     runs: tuple[str, ...] = field(default=(), metadata=positional("RUN"))
-    """Folders or URIs of runs, or their names below runs/."""
+    """Folders or URIs of runs, or of one sweep, or their names below runs/."""
     out: str | None = None
     """Output file. Default: report.html in the folder of a single local run, else in the current
     folder."""

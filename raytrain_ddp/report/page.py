@@ -38,7 +38,7 @@ def one_run(history: RunHistory, predictions: str) -> str:
     Args:
         predictions: HTML; "" if there are none.
     """
-    return _page(history.files.name, sections_of_run(history, predictions), [history])
+    return page_of_runs(history.files.name, sections_of_run(history, predictions), [history])
 
 
 def sections_of_run(history: RunHistory, predictions: str = "") -> str:
@@ -49,15 +49,15 @@ def sections_of_run(history: RunHistory, predictions: str = "") -> str:
         _head(history),
         _what_went_wrong(history),
         _cards(history),
-        _section("Curves", _panels(curve_panels([history.files], step_marks(history)))),
-        _section("Speed", _panels(over_time, one=True) + _phases(history)),
-        _section("Ranks", _rank_bars(history)),
-        _section("What happened", tables.happenings(history) if history.happenings else ""),
-        _section("Metrics in full", tables.full_metrics(history)),
-        _section("Predictions", predictions),
-        _section("Checkpoints", tables.checkpoints(history)),
-        _section("Config", tables.config(history.files)),
-        _section("Environment", tables.environment_table(history)),
+        section("Curves", figures(curve_panels([history.files], step_marks(history)))),
+        section("Speed", figures(over_time, one=True) + _phases(history)),
+        section("Ranks", _rank_bars(history)),
+        section("What happened", tables.happenings(history) if history.happenings else ""),
+        section("Metrics in full", tables.full_metrics(history)),
+        section("Predictions", predictions),
+        section("Checkpoints", tables.checkpoints(history)),
+        section("Config", tables.config(history.files)),
+        section("Environment", tables.environment_table(history)),
     ]
     return "".join(parts)
 
@@ -65,7 +65,7 @@ def sections_of_run(history: RunHistory, predictions: str = "") -> str:
 def several_runs(histories: Sequence[RunHistory]) -> str:
     """The page of several runs side by side."""
     names = ", ".join(history.files.name for history in histories)
-    return _page(names, sections_of_runs(histories), histories)
+    return page_of_runs(names, sections_of_runs(histories), histories)
 
 
 def sections_of_runs(histories: Sequence[RunHistory]) -> str:
@@ -73,23 +73,33 @@ def sections_of_runs(histories: Sequence[RunHistory]) -> str:
     names = [history.files.name for history in histories]
     parts = [
         f"<header><h1>{escape(' · '.join(names))}</h1></header>",
-        _section("Side by side", _side_by_side(histories)),
-        _section("Where their configs differ", tables.config_differences(histories)),
-        _section("Curves", _panels(curve_panels([history.files for history in histories]))),
-        _section(
-            "Speed", _panels(time_panels(histories, axis_of(histories))) + _run_bars(histories)
+        section("Side by side", _side_by_side(histories)),
+        section("Where their configs differ", tables.config_differences(histories)),
+        section("Curves", figures(curve_panels([history.files for history in histories]))),
+        section(
+            "Speed", figures(time_panels(histories, axis_of(histories))) + _run_bars(histories)
         ),
     ]
     for history in histories:
         inner = _what_went_wrong(history) + tables.happenings(history)
-        parts.append(_section(f"What happened: {history.files.name}", inner))
+        parts.append(section(f"What happened: {history.files.name}", inner))
     return "".join(parts)
 
 
-def _page(title: str, body: str, histories: Sequence[RunHistory]) -> str:
-    made = datetime.now(timezone.utc).strftime("%Y-%m-%d %H:%M:%S UTC")
+def page_of_runs(title: str, body: str, histories: Sequence[RunHistory]) -> str:
+    """The whole page of runs."""
     places = " ".join(str(history.files.place) for history in histories)
-    live = any(history.state == "running" for history in histories)
+    return whole_page(title, body, places, any(h.state == "running" for h in histories))
+
+
+def whole_page(title: str, body: str, places: str, live: bool) -> str:
+    """The page around its sections: head, style and footer.
+
+    Args:
+        places: what the command was given.
+        live: the runs go on.
+    """
+    made = datetime.now(timezone.utc).strftime("%Y-%m-%d %H:%M:%S UTC")
     again = " A run was still in progress: run the command again to update this." if live else ""
     return (
         '<!doctype html><html lang="en"><head><meta charset="utf-8">'
@@ -103,11 +113,11 @@ def _page(title: str, body: str, histories: Sequence[RunHistory]) -> str:
     )
 
 
-def _section(title: str, inner: str) -> str:
+def section(title: str, inner: str) -> str:
     return f"<section><h2>{escape(title)}</h2>{inner}</section>" if inner else ""
 
 
-def _panels(panels: Sequence[Panel], one: bool = False) -> str:
+def figures(panels: Sequence[Panel], one: bool = False) -> str:
     """Next to each other, or below each other with a common time axis."""
     inner = "".join(SvgPanel(panel).html() for panel in panels)
     css = " one" if one else " odd" if len(panels) % 2 else ""

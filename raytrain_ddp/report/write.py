@@ -10,16 +10,18 @@ from dataclasses import replace
 from html import escape
 from pathlib import Path
 
+from raytrain_ddp.checkpoint.storage import Storage
 from raytrain_ddp.errors import ConfigError, RaytrainError
 from raytrain_ddp.report.history import RunHistory, history_of
 from raytrain_ddp.report.page import one_run, several_runs
 from raytrain_ddp.report.run_files import RunFiles, read_run
+from raytrain_ddp.report.sweep_page import one_sweep, sweep_at
 
 REPORT_FILE = "report.html"
 
 
 def write_report(places: Sequence[str], out: str | None, predict: bool, device: str) -> Path:
-    """Writes the report of one run, or of several side by side; returns where it is.
+    """Writes the report of one run or sweep, or of several runs side by side; returns where it is.
 
     Args:
         out: the file. Default: report.html in the folder of a single local run, else in the current
@@ -31,6 +33,19 @@ def write_report(places: Sequence[str], out: str | None, predict: bool, device: 
         ConfigError: the run or device does not exist, or the file cannot be written.
         PreflightError: a run's storage does not respond.
     """
+    sweeps = [sweep_at(place) for place in places]
+    if sweeps[0] is not None and len(sweeps) == 1:
+        if device != "auto":
+            raise ConfigError("--device has no effect on the report of a sweep: remove it.")
+        folder, sweep = sweeps[0]
+        path = Path(out) if out is not None else _below(folder)
+        _write(path, one_sweep(folder, sweep))
+        return path
+    for place, found in zip(places, sweeps, strict=True):
+        if found is not None:
+            raise ConfigError(
+                f"{place} is a sweep: it has a report of its own, without other runs."
+            )
     if device != "auto":
         if not predict or len(places) > 1:
             raise ConfigError(
@@ -64,8 +79,11 @@ def _with_distinct_names(runs: Sequence[RunFiles]) -> list[RunFiles]:
 
 
 def _place(runs: Sequence[RunFiles]) -> Path:
-    alone = runs[0].place if len(runs) == 1 else None
-    return Path(alone.path if alone is not None and alone.is_local else ".") / REPORT_FILE
+    return _below(runs[0].place) if len(runs) == 1 else Path(REPORT_FILE)
+
+
+def _below(folder: Storage) -> Path:
+    return Path(folder.path if folder.is_local else ".") / REPORT_FILE
 
 
 def _predictions(history: RunHistory, device: str) -> str:

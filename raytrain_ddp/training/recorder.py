@@ -217,7 +217,7 @@ class Best:
     """Finds the best checkpoint by a metric from the manifests, without state of its own."""
 
     def __init__(self, monitor: str, goal: str) -> None:
-        self.monitor, self._sign = monitor, 1 if goal == "max" else -1
+        self.monitor, self.goal, self._sign = monitor, goal, 1 if goal == "max" else -1
 
     def among(
         self, store: CheckpointStore, leaving_out: Collection[int] = ()

@@ -24,7 +24,7 @@ from raytrain_ddp.run import parse as parse_run
 # Made by the parser before this one (tyro): command lines of the README, the docs and the tests,
 # and all fields that they changed from the default.
 GOLDEN = json.loads((Path(__file__).parents[1] / "golden" / "command_lines.json").read_text())
-TRAINING = ("fit", "doctor", "chaos")
+TRAINING = ("fit", "doctor", "chaos", "sweep")
 
 
 def command(name: str) -> Command[Any]:

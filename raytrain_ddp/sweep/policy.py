@@ -1,0 +1,90 @@
+"""When a trial stops, and which one goes on: pure functions of the sweep so far.
+
+- asha: asynchronous successive halving (Li et al., 2020) in the stopping form of Ray Tune: a trial
+  that reaches a rung goes on if it is among the best of those that have reached it before.
+- halving: synchronous successive halving. All trials pause at a rung, and the best go on.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from raytrain_ddp.display.formatting import format_metric
+from raytrain_ddp.sweep.sweep_state import Settings, Sweep, Trial
+
+
+def rungs(settings: Settings) -> list[int]:
+    """The epochs after which a trial may be stopped; none without a scheduler."""
+    if settings.scheduler == "none":
+        return []
+    found, epochs = [], settings.first_rung
+    while epochs < int(settings.config["epochs"]):
+        found.append(epochs)
+        epochs *= settings.factor
+    return found
+
+
+def begin(settings: Settings, trial: Trial) -> None:
+    """Sets where a new trial pauses."""
+    if settings.scheduler == "halving":
+        trial.until = next(iter(rungs(settings)), 0)
+
+
+def verdict(sweep: Sweep, trial: Trial) -> str:
+    """Why a trial is to stop after its newest evaluation; "" if it goes on."""
+    newest = trial.evaluations[-1]
+    if sweep.settings.scheduler == "halving":
+        reached = 0 < trial.until <= newest.epochs
+        return f"waits after epoch {trial.until} for the others" if reached else ""
+    before = trial.evaluations[-2].epochs if len(trial.evaluations) > 1 else 0.0
+    reached_now = [rung for rung in rungs(sweep.settings) if before < rung <= newest.epochs]
+    for rung in reached_now[-1:]:
+        others = [t.at(rung) for t in sweep.trials if t.number != trial.number]
+        values = [sweep.better(value) for value in others if value is not None]
+        cutoff = _quantile(values, 1 - 1 / sweep.settings.factor) if values else -math.inf
+        if not math.isfinite(newest.value) or sweep.better(newest.value) < cutoff:
+            shown = format_metric(sweep.monitor, newest.value)
+            best = f"among the best 1/{sweep.settings.factor} of {len(values) + 1}"
+            return f"{sweep.monitor} {shown} after epoch {newest.epochs:g}: not {best}"
+    return ""
+
+
+def promote(sweep: Sweep) -> list[Trial]:
+    """If all trials have paused at a rung, the best of them wait for their next start, and the
+    others, which are returned, are stopped. Does nothing as long as a trial is to be trained."""
+    paused = [trial for trial in sweep.trials if trial.status == "paused"]
+    if not paused or sweep.count("waiting", "running"):
+        return []
+    rung = min(trial.until for trial in paused)
+    levels = [*rungs(sweep.settings), 0]
+    following = levels[levels.index(rung) + 1]
+    # Those that failed at this rung have competed, too.
+    began = [t for t in sweep.trials if t.until == rung and t.status in ("paused", "failed")]
+    kept = max(1, len(began) // sweep.settings.factor)
+    order = sorted(paused, key=lambda t: (-sweep.better(_value(t, rung)), t.number))
+    for place, trial in enumerate(order):
+        if place < kept:
+            trial.status, trial.until, trial.message = "waiting", following, ""
+        else:
+            trial.status = "stopped"
+            trial.message = (
+                f"place {place + 1} of {len(began)} after epoch {rung}; the first {kept} go on"
+            )
+    return order[kept:]
+
+
+def _value(trial: Trial, rung: int) -> float:
+    value = trial.at(rung)
+    return math.nan if value is None else value
+
+
+def _quantile(values: Sequence[float], share: float) -> float:
+    """With linear interpolation, as NumPy's default."""
+    ordered = sorted(values)
+    place = share * (len(ordered) - 1)
+    low = math.floor(place)
+    high = min(low + 1, len(ordered) - 1)
+    if place == low or ordered[low] == -math.inf:
+        return ordered[low]
+    return ordered[low] + (place - low) * (ordered[high] - ordered[low])

@@ -1,0 +1,181 @@
+"""What is known of a sweep: its settings and its trials, and the file that keeps both.
+
+The file is written before a trial starts and whenever one is evaluated or ends, so a sweep that was
+killed goes on with it. What happened inside a trial is in its run.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from raytrain_ddp.checkpoint.storage import Storage
+from raytrain_ddp.config.recipe import fields_of
+from raytrain_ddp.errors import CheckpointError, ConfigError
+from raytrain_ddp.sweep.space import Dimension, Value
+
+SWEEP_FILE = "sweep.json"
+SCHEMA = 1
+Status = Literal["waiting", "running", "paused", "stopped", "finished", "failed"]
+OVER = ("stopped", "finished", "failed")
+# Of the recipe's fields: they may change while a sweep is continued.
+_FREE = ("scaling.", "log.", "checkpoint.", "name", "storage", "settled")
+
+
+@dataclass(frozen=True)
+class Evaluated:
+    """An evaluation of a trial: after how many epochs, and the metric that decides."""
+
+    step: int
+    epochs: float
+    value: float
+
+
+@dataclass
+class Trial:
+    """A point with a seed, which is trained as the run `name`.
+
+    Args:
+        point: the values of the fields that vary.
+        status: "paused" at a rung, until its fate is decided; "stopped" by the scheduler.
+        until: the rung, in epochs, at which it pauses; 0: none.
+        starts: how often a process began to train it. deaths: how many of them disappeared.
+        seconds: that its processes took, all starts together.
+        message: why it was stopped, or has failed.
+    """
+
+    number: int
+    name: str
+    point: Mapping[str, Value]
+    seed: int
+    status: Status = "waiting"
+    until: int = 0
+    starts: int = 0
+    deaths: int = 0
+    seconds: float = 0.0
+    message: str = ""
+    evaluations: list[Evaluated] = field(default_factory=list)
+
+    def at(self, epochs: int) -> float | None:
+        """The value of the first evaluation after so many epochs; None before it."""
+        found = (each.value for each in self.evaluations if each.epochs >= epochs)
+        return next(found, None)
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What decides the trials of a sweep; the same command has the same.
+
+    Args:
+        config: the recipe with its flags, as a dict.
+        space: the dimensions, in the order in which they were given.
+        trials: number of points. seeds: runs of each point.
+        first_rung: epochs before the first decision. factor: one in so many goes on.
+    """
+
+    config: Mapping[str, Any]
+    space: Sequence[Dimension]
+    trials: int
+    seeds: int = 1
+    search: Literal["random", "grid", "optuna"] = "random"
+    scheduler: Literal["none", "asha", "halving"] = "none"
+    first_rung: int = 1
+    factor: int = 3
+
+
+@dataclass
+class Sweep:
+    """A sweep so far. `monitor` and `goal` are those of the task, known from the first trial on."""
+
+    settings: Settings
+    trials: list[Trial] = field(default_factory=list)
+    monitor: str = ""
+    goal: Literal["min", "max"] = "max"
+    schema: int = SCHEMA
+
+    def better(self, value: float) -> float:
+        """A number that is larger for a better value of the metric; what is not finite is worst."""
+        if not math.isfinite(value):
+            return -math.inf
+        return value if self.goal == "max" else -value
+
+    def best_of(self, trial: Trial) -> float | None:
+        """The best value of a trial; None before its first evaluation."""
+        values = [each.value for each in trial.evaluations]
+        return max(values, key=self.better, default=None)
+
+    def ranked(self) -> list[Trial]:
+        """The trials with an evaluation, the best first."""
+        scored = [(self.best_of(trial), trial) for trial in self.trials]
+        known = [(value, trial) for value, trial in scored if value is not None]
+        return [
+            t for _, t in sorted(known, key=lambda pair: (-self.better(pair[0]), pair[1].number))
+        ]
+
+    def of_point(self, trial: Trial) -> list[Trial]:
+        """The trials of the same point, one for each seed."""
+        seeds = self.settings.seeds
+        first = trial.number // seeds * seeds
+        return [each for each in self.trials if first <= each.number < first + seeds]
+
+    def count(self, *statuses: str) -> int:
+        return sum(trial.status in statuses for trial in self.trials)
+
+
+def differences(then: Settings, now: Settings) -> list[str]:
+    """``["seeds: 1 -> 3"]``: what makes `now` another sweep than `then`."""
+    lines = []
+    old, new = dict(fields_of(then.config)), dict(fields_of(now.config))
+    for name in {**new, **old}:
+        if not name.startswith(_FREE) and old.get(name) != new.get(name):
+            lines.append(f"{name}: {old.get(name)!r} -> {new.get(name)!r}")
+    for each in dataclasses.fields(Settings):
+        before, after = getattr(then, each.name), getattr(now, each.name)
+        more = each.name == "trials" and after > before and now.scheduler != "halving"
+        if each.name not in ("config", "space") and before != after and not more:
+            lines.append(f"--{each.name.replace('_', '-')}: {before!r} -> {after!r}")
+    old_space, new_space = (
+        {each.field: json.dumps(dataclasses.asdict(each)) for each in settings.space}
+        for settings in (then, now)
+    )
+    if [*old_space.items()] != [*new_space.items()]:
+        varied = list({**old_space, **new_space})
+        changed = [n for n in varied if old_space.get(n) != new_space.get(n)] or ["the order"]
+        lines.append(f"--space: {', '.join(changed)} differs")
+    return lines
+
+
+def save(sweep: Sweep, folder: Storage) -> None:
+    """Writes the file atomically. Raises OSError."""
+    folder.write_atomic(SWEEP_FILE, json.dumps(dataclasses.asdict(sweep), indent=1).encode())
+
+
+def load_sweep(folder: Storage) -> Sweep | None:
+    """The sweep in a folder; None if there is none.
+
+    Raises:
+        ConfigError: a newer version has written it.
+        CheckpointError: the file is damaged.
+        OSError: the storage does not answer.
+    """
+    if not folder.exists(SWEEP_FILE):
+        return None
+    from pydantic import TypeAdapter, ValidationError  # 0.1 s
+
+    try:
+        content = json.loads(folder.read(SWEEP_FILE))
+        schema = int(content["schema"])
+        if schema > SCHEMA:
+            raise ConfigError(f"{folder}/{SWEEP_FILE}: a newer version of raytrain_ddp wrote it.")
+        return TypeAdapter(Sweep).validate_python(content)
+    except (ValidationError, ValueError, KeyError, TypeError) as error:
+        if isinstance(error, ConfigError):
+            raise
+        what = str(error).partition("\n")[0]
+        raise CheckpointError(
+            f"{folder}/{SWEEP_FILE} is damaged ({what}): restore it, or use another --name."
+        ) from None

@@ -1,0 +1,146 @@
+"""A trial: an ordinary run in this process, which reports evaluations and stops when asked to."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from rich.console import Console
+
+from raytrain_ddp.config.train_config import TrainConfig
+from raytrain_ddp.display.progress_display import Display
+from raytrain_ddp.driver.fit_driver import fit_locally
+from raytrain_ddp.errors import (
+    CheckpointError,
+    PreflightError,
+    RaytrainError,
+    RetriesExhausted,
+    RunLockedError,
+)
+from raytrain_ddp.events import Eval, LogRecord, Note, Plan, Train
+from raytrain_ddp.messages import Event
+from raytrain_ddp.records import log_records
+from raytrain_ddp.result import Summary
+from raytrain_ddp.sweep.conductor import Ended, Evaluation
+from raytrain_ddp.sweep.sweep_state import Evaluated
+from raytrain_ddp.training.local_session import LocalSession
+from raytrain_ddp.training.recorder import Best
+from raytrain_ddp.training.session import Requests
+from raytrain_ddp.training.world import World
+
+# Of a driver that was killed, the trials may live on for a moment; a lease runs out after a minute.
+_LOCKED_S, _AGAIN_S = 90.0, 1.0
+_MOST_TEXT = 2000
+
+
+@dataclass(frozen=True)
+class StopOrder:
+    """A request to stop with a checkpoint: as if by a signal, and why."""
+
+    signal: int
+    why: str
+
+
+@dataclass(frozen=True)
+class Ties:
+    """What ties a trial to its sweep.
+
+    Args:
+        tell: takes each evaluation, and answers whether to stop.
+        asked: whether to stop, for other reasons; called once per step, so it must be cheap.
+    """
+
+    tell: Callable[[Evaluation], StopOrder | None]
+    asked: Callable[[], StopOrder | None]
+
+
+def train_trial(config: TrainConfig, ties: Ties) -> Ended:
+    """Trains the run of a trial to its end, or until it is asked to stop; resumes it if it exists.
+
+    A failure is returned, not raised.
+    """
+    began = time.monotonic()
+    session = partial(TrialSession, ties)
+    while True:
+        try:
+            result = fit_locally(config, display=_Silent(), session=session)
+        except RunLockedError as error:
+            if time.monotonic() - began < _LOCKED_S:
+                time.sleep(_AGAIN_S)
+                continue
+            return Ended("lost", _text(error))
+        except (PreflightError, CheckpointError, RetriesExhausted, OSError) as error:
+            return Ended("lost", _text(error))
+        except RaytrainError as error:
+            return Ended("failed", _text(error))
+        except Exception as error:  # of the user's code; its traceback is in the run's events
+            return Ended("failed", f"{type(error).__name__}: {_text(error)}")
+        break
+    log = log_records(result.history)
+    last_steps = [-(-r.step // (r.epoch + 1)) for r in log if isinstance(r, Train | Eval)]
+    evaluations = evaluated(log, max(last_steps, default=1))
+    interrupted = result.status == "interrupted"
+    return Ended("interrupted" if interrupted else "finished", evaluations=evaluations)
+
+
+class TrialSession(LocalSession):
+    """Reports each evaluation; stops by an order instead of by signals."""
+
+    def __init__(self, ties: Ties, config: TrainConfig, world: World, best: Best, show: Any):
+        super().__init__(config, world, best, show)
+        self._ties, self._best_is, self._steps_per_epoch = ties, best, 1
+
+    def stop_on_signals(self) -> None: ...
+
+    def tell(self, event: Event) -> None:
+        if isinstance(event, Plan):
+            self._steps_per_epoch = event.steps_per_epoch
+        super().tell(event)
+
+    def log(self, record: LogRecord) -> None:
+        super().log(record)
+        if isinstance(record, Eval):
+            values = evaluated(self.records(), self._steps_per_epoch)
+            best = self._best_is
+            self._obey(self._ties.tell(Evaluation(best.monitor, best.goal, values)))
+
+    def requests(self) -> Requests:
+        self._obey(self._ties.asked())
+        return super().requests()
+
+    def requests_in_evaluation(self) -> Requests:
+        self._obey(self._ties.asked())
+        return super().requests_in_evaluation()
+
+    def _obey(self, order: StopOrder | None) -> None:
+        if order is not None and not self._signal:
+            self._reported = True  # here, and with the reason
+            self.tell(Note(f"the sweep stops this run: {order.why}"))
+            self._signal = order.signal
+
+
+def evaluated(log: Iterable[Any], steps_per_epoch: int) -> tuple[Evaluated, ...]:
+    """The evaluations in a run's log."""
+    return tuple(
+        Evaluated(r.step, r.step / steps_per_epoch, r.metrics.get(r.monitor, float("nan")))
+        for r in log
+        if isinstance(r, Eval)
+    )
+
+
+class _Silent(Display):
+    """Shows nothing: many trials share a terminal, and the sweep has it."""
+
+    def __init__(self) -> None:
+        super().__init__(Console(quiet=True), live=False)
+
+    def handle(self, event: Event) -> None: ...
+
+    def summary(self, end: Summary) -> None: ...
+
+
+def _text(error: BaseException) -> str:
+    return str(error)[:_MOST_TEXT] or type(error).__name__

@@ -1,0 +1,324 @@
+"""A sweep goes on where it was killed, whatever the cluster did: a model of processes, no Ray."""
+
+from __future__ import annotations
+
+import json
+import math
+import random
+from collections import Counter
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from raytrain_ddp.checkpoint.storage import open_storage
+from raytrain_ddp.config.recipe import to_dict
+from raytrain_ddp.config.train_config import TrainConfig
+from raytrain_ddp.errors import CheckpointError, ConfigError
+from raytrain_ddp.sweep.conductor import MOST_DEATHS, Conductor, Ended, Evaluation
+from raytrain_ddp.sweep.run_sweep import found, settings_of
+from raytrain_ddp.sweep.space import parse_space
+from raytrain_ddp.sweep.sweep_state import (
+    SWEEP_FILE,
+    Evaluated,
+    Settings,
+    Sweep,
+    Trial,
+    differences,
+    load_sweep,
+    save,
+)
+
+EPOCHS = 9
+BASE = TrainConfig(name="s", epochs=EPOCHS)
+SPACE = parse_space(["optim.lr=log:1e-3:1", "augment.policy=none,trivial"])
+
+
+@pytest.fixture(autouse=True)
+def _fast_disk(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing here dies but by its own model."""
+    monkeypatch.setattr("raytrain_ddp.checkpoint.storage.fsync", lambda path: None)
+
+
+def settings(trials: int = 8, **changes: Any) -> Settings:
+    return settings_of(BASE, **{"space": SPACE, "trials": trials, **changes})
+
+
+def value_of(trial: Trial, epoch: int) -> float:
+    """What a trial reaches: a function of its config, as in an exact run."""
+    numbers = random.Random(f"{sorted(trial.point.items())} {trial.seed} {epoch}")
+    return numbers.random() * (0.5 + epoch / EPOCHS)
+
+
+class Cluster:
+    """Processes that train trials; what a trial has committed outlives them.
+
+    Attributes:
+        trained: how often each epoch of each run was trained.
+    """
+
+    def __init__(self, folder: Path, **changes: Any) -> None:
+        self.storage = open_storage(str(folder))
+        self.folder, self.wanted = folder, settings(**changes)
+        self.trained: Counter[tuple[str, int]] = Counter()
+        self.committed: dict[str, int] = {}
+        self.order = random.Random(3)
+
+    def command(self, parallel: int, kill_after: int = 10**6, most_dead: int = 0) -> Sweep:
+        """Runs the command until its end, or for so many events, and then kills all."""
+        folder = self.storage
+        folder.mkdir()
+        sweep = found(folder, self.wanted) or Sweep(self.wanted)
+        conductor = Conductor(sweep, BASE, folder)
+        conductor.take_up()
+        running: dict[int, int] = {}  # trial -> start
+        for _ in range(kill_after):
+            if conductor.is_over:
+                assert not running
+                break
+            trial = conductor.next(parallel)
+            if trial is not None:
+                assert trial.number not in running
+                running[trial.number] = trial.starts
+            assert len(running) <= parallel
+            number = self.order.choice([*running])
+            if most_dead and self.order.random() < 0.1:
+                most_dead -= 1
+                del running[number]
+                conductor.ended(number, Ended("lost", "its process died"))
+            elif self.goes_on(conductor, sweep.trials[number]):
+                del running[number]
+        saved = load_sweep(folder)
+        assert saved is not None
+        return saved
+
+    def goes_on(self, conductor: Conductor, trial: Trial) -> bool:
+        """Trains the next epoch of a trial; whether it has ended then."""
+        epoch = self.committed.get(trial.name, 0) + 1
+        if epoch <= EPOCHS:
+            self.trained[trial.name, epoch] += 1
+            self.committed[trial.name] = epoch
+            log = self.log(trial, epoch)
+            if conductor.evaluated(trial.number, Evaluation("top1", "max", log)):
+                conductor.ended(trial.number, Ended("interrupted", evaluations=log))
+                return True
+        if epoch >= EPOCHS:
+            log = self.log(trial, EPOCHS)
+            conductor.ended(trial.number, Ended("finished", evaluations=log))
+            return True
+        return False
+
+    def log(self, trial: Trial, epochs: int) -> list[Evaluated]:
+        return [Evaluated(10 * n, float(n), value_of(trial, n)) for n in range(1, epochs + 1)]
+
+
+def result(sweep: Sweep) -> list[Any]:
+    return [
+        (t.name, dict(t.point), t.seed, t.status, [e.value for e in t.evaluations])
+        for t in sweep.trials
+    ]
+
+
+@pytest.mark.parametrize("scheduler", ["none", "halving"])
+def test_the_trials_do_not_depend_on_parallelism_kills_or_deaths(tmp_path: Path, scheduler: Any):
+    expected = Cluster(tmp_path / "alone", scheduler=scheduler).command(1)
+    assert {t.status for t in expected.trials} <= {"finished", "stopped"}
+    killed = 0
+    for number in range(1, 11):
+        cluster = Cluster(tmp_path / str(number), scheduler=scheduler)
+        cluster.order.seed(number)
+        while True:
+            parallel, events = cluster.order.randint(1, 5), cluster.order.randint(1, 30)
+            sweep = cluster.command(parallel, events, most_dead=2)
+            if not sweep.count("waiting", "running", "paused"):
+                break
+            killed += 1
+        assert [each[:4] for each in result(sweep)] == [each[:4] for each in result(expected)]
+        # Nothing is trained twice: what a process has committed is not trained again.
+        assert max(cluster.trained.values()) == 1
+        for ours, theirs in zip(sweep.trials, expected.trials, strict=True):
+            # (An epoch may be committed after the order to pause, and not be seen by it.)
+            values = [e.value for e in ours.evaluations]
+            assert values[: len(theirs.evaluations)] == [e.value for e in theirs.evaluations]
+    assert killed > 5
+
+
+@pytest.mark.parametrize("parallel", [1, 4])
+def test_asha_loses_no_trial_when_it_is_killed(tmp_path: Path, parallel: int):
+    cluster = Cluster(tmp_path, scheduler="asha", trials=12)
+    for _ in range(100):
+        sweep = cluster.command(parallel, cluster.order.randint(1, 20))
+        if not sweep.count("waiting", "running", "paused"):
+            break
+    assert {t.status for t in sweep.trials} == {"finished", "stopped"}
+    assert len(sweep.trials) == 12
+    assert max(cluster.trained.values()) == 1
+    assert sweep.count("stopped") > 3
+
+
+def test_seeds_repeat_a_point_and_more_trials_continue_a_sweep(tmp_path: Path):
+    cluster = Cluster(tmp_path, trials=2, seeds=3)
+    sweep = cluster.command(2)
+    assert [t.name for t in sweep.trials[:4]] == [
+        *("trial-0000-seed-0", "trial-0000-seed-1", "trial-0000-seed-2"),
+        "trial-0001-seed-0",
+    ]
+    assert [t.seed for t in sweep.of_point(sweep.trials[4])] == [0, 1, 2]
+    before, trained = result(sweep), dict(cluster.trained)
+    cluster.wanted = replace(cluster.wanted, trials=3)
+    sweep = cluster.command(2)
+    assert result(sweep)[:6] == before
+    assert sweep.count("finished") == 9
+    assert {key: cluster.trained[key] for key in trained} == trained
+
+
+def test_a_trial_that_dies_each_time_fails_at_last_and_the_others_go_on(tmp_path: Path):
+    sweep = Sweep(settings(2))
+    told: list[str] = []
+    conductor = Conductor(sweep, BASE, open_storage(str(tmp_path)), lambda t: told.append(t.status))
+    conductor.take_up()
+    for _ in range(MOST_DEATHS):
+        trial = conductor.next(1)
+        assert trial is not None
+        assert trial.number == 0
+        conductor.ended(0, Ended("lost", "out of memory"))
+        conductor.ended(0, Ended("lost", "Ray Tune says it again"))
+    assert told == ["waiting", "waiting", "failed"]
+    assert sweep.trials[0].message == "lost 3 times: out of memory"
+    assert conductor.next(1) is sweep.trials[1]
+    conductor.ended(1, Ended("failed", "the loss is not finite"))
+    assert conductor.is_over
+
+
+def test_a_signal_leaves_trials_to_the_next_command(tmp_path: Path):
+    sweep = Sweep(settings(3))
+    conductor = Conductor(sweep, BASE, open_storage(str(tmp_path)))
+    conductor.take_up()
+    first, second = conductor.next(2), conductor.next(2)
+    assert conductor.next(2) is None
+    assert first is not None
+    assert second is not None
+    conductor.stopping = 2
+    conductor.ended(first.number, Ended("interrupted"))
+    conductor.ended(second.number, Ended("lost", "killed"))
+    assert conductor.next(2) is None
+    assert conductor.is_over
+    assert [t.status for t in sweep.trials] == ["waiting"] * 3
+    assert second.deaths == 0  # the signal's doing
+
+
+def test_the_file_keeps_all_of_a_sweep(tmp_path: Path):
+    folder = open_storage(str(tmp_path))
+    sweep = Sweep(settings(2, scheduler="asha"), monitor="loss", goal="min")
+    point = {"optim.lr": 0.1234567890123, "augment.policy": "none", "epochs": 3, "flip": True}
+    scores = [Evaluated(23, 1.0, 0.25), Evaluated(46, 2.0, math.nan)]
+    sweep.trials = [Trial(0, "trial-0000", point, 7, "stopped", 3, 2, 1, 4.5, "why", scores)]
+    save(sweep, folder)
+    again = load_sweep(folder)
+    assert again is not None
+    assert repr(again.trials) == repr(sweep.trials)  # NaN is not equal to itself
+    assert differences(again.settings, sweep.settings) == []
+    assert [type(v) for v in again.trials[0].point.values()] == [float, str, int, bool]
+    assert again.best_of(again.trials[0]) == 0.25  # not the one that is not finite
+    assert load_sweep(folder.join("nothing")) is None
+
+
+def test_another_sweep_or_a_run_in_the_folder_is_refused(tmp_path: Path):
+    folder = open_storage(str(tmp_path / "s"))
+    Cluster(tmp_path / "s", trials=4).command(1)
+    assert found(folder, settings(4)) is not None
+    more = found(folder, settings(9))
+    assert more is not None
+    assert more.settings.trials == 9
+    other = settings(4, space=parse_space(["optim.lr=log:1e-3:2", "augment.policy=none,trivial"]))
+    for wanted, text in (
+        (settings(3), r"--trials: 4 -> 3"),
+        (settings(4, seeds=2), r"--seeds: 1 -> 2"),
+        (settings(4, scheduler="asha"), r"--scheduler: 'none' -> 'asha'"),
+        (other, r"--space: optim.lr differs"),
+        (settings_of(replace(BASE, batch_size=32), space=SPACE, trials=4), "batch_size: 64 -> 32"),
+        (settings_of(replace(BASE, seed=1), space=SPACE, trials=4), "seed: 0 -> 1"),
+    ):
+        with pytest.raises(ConfigError, match=text):
+            found(folder, wanted)
+    run = open_storage(str(tmp_path / "run"))
+    run.mkdir()
+    run.write_atomic("config.toml", b"")
+    with pytest.raises(ConfigError, match="is a run: give the sweep another --name"):
+        found(run, settings(4))
+    assert found(open_storage(str(tmp_path / "new")), settings(4)) is None
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", '{"schema": 1}', '{"schema": 1, "settings": 3}'])
+def test_a_damaged_file_is_named(tmp_path: Path, text: str):
+    (tmp_path / SWEEP_FILE).write_text(text)
+    with pytest.raises(CheckpointError, match=r"sweep.json is damaged"):
+        load_sweep(open_storage(str(tmp_path)))
+
+
+def test_a_file_of_a_newer_version_is_refused(tmp_path: Path):
+    save(Sweep(settings(1)), open_storage(str(tmp_path)))
+    path = tmp_path / SWEEP_FILE
+    path.write_text(json.dumps({**json.loads(path.read_text()), "schema": 99}))
+    with pytest.raises(ConfigError, match="a newer version"):
+        load_sweep(open_storage(str(tmp_path)))
+
+
+def test_a_trial_is_a_run_in_the_folder_of_the_sweep(tmp_path: Path):
+    sweep, base = Sweep(settings(1, seeds=2)), replace(BASE, storage=str(tmp_path), seed=5)
+    conductor = Conductor(sweep, base, open_storage(str(tmp_path / "s")))
+    conductor.take_up()
+    config, storage = conductor.config_of(sweep.trials[1]), str(tmp_path / "s")
+    assert (config.name, config.storage, config.seed) == ("trial-0000-seed-6", storage, 6)
+    assert config.optim.lr == sweep.trials[1].point["optim.lr"]
+    expected = to_dict(replace(BASE, name=config.name, storage=storage, seed=6))
+    differing = {key for key, value in to_dict(config).items() if value != expected[key]}
+    assert differing <= {"optim", "augment"}
+    bucket = "s3://bucket/runs?endpoint_override=127.0.0.1:9000&scheme=http"
+    conductor.base = replace(base, storage=bucket)
+    expected_uri = bucket.replace("/runs?", "/runs/s?")
+    assert conductor.config_of(sweep.trials[0]).storage == expected_uri
+
+
+optuna = pytest.mark.skipif(
+    not __import__("importlib").util.find_spec("optuna"), reason="needs optuna"
+)
+
+
+@optuna
+def test_optuna_suggests_the_same_after_a_kill_and_learns(tmp_path: Path):
+    """With one trial at a time: its points are a function of the seed and of what has ended."""
+
+    class Bowl(Cluster):
+        def log(self, trial: Trial, epochs: int) -> list[Evaluated]:
+            lr = trial.point["optim.lr"]
+            assert isinstance(lr, float)
+            score = -abs(math.log10(lr) + 1.5)
+            return [Evaluated(10 * n, float(n), score) for n in range(1, epochs + 1)]
+
+    expected = Bowl(tmp_path / "a", search="optuna", trials=30).command(1)
+    cluster = Bowl(tmp_path / "b", search="optuna", trials=30)
+    for events in (7, 31, 64, 10**6):
+        sweep = cluster.command(1, events)
+    assert result(sweep) == result(expected)
+    assert max(cluster.trained.values()) == 1
+    late = [-(sweep.best_of(trial) or 0.0) for trial in sweep.trials[15:]]
+    assert sum(late) / 15 < 0.6  # at random: 0.75
+
+
+@optuna
+def test_a_suggestion_that_the_config_refuses_fails_and_the_next_one_is_drawn(tmp_path: Path):
+    space = parse_space(["batch_size=32:40"])
+    wanted = settings_of(BASE, space=space, trials=10, search="optuna")
+    sweep = Sweep(wanted)
+    conductor = Conductor(sweep, BASE, open_storage(str(tmp_path)))
+    conductor.take_up()
+    while (trial := conductor.next(1)) is not None:
+        assert trial.point["batch_size"] == 32
+        conductor.ended(trial.number, Ended("finished", evaluations=[Evaluated(1, 1.0, 0.5)]))
+    assert conductor.is_over
+    refused = [trial for trial in sweep.trials if trial.status == "failed"]
+    assert refused
+    assert all("refused: batch_size" in trial.message for trial in refused)
+    assert len(sweep.trials) == 10

@@ -1,0 +1,142 @@
+"""Who stops and who goes on: asynchronous halving beside Ray Tune's, synchronous by hand."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+
+from raytrain_ddp.config.recipe import to_dict
+from raytrain_ddp.config.train_config import TrainConfig
+from raytrain_ddp.sweep import policy
+from raytrain_ddp.sweep.sweep_state import Evaluated, Settings, Sweep, Trial
+
+STEPS = 23
+
+
+def sweep_of(trials: int, epochs: int = 9, **settings: Any) -> Sweep:
+    config = to_dict(TrainConfig(epochs=epochs))
+    made = Sweep(Settings(config=config, space=[], trials=trials, **settings), monitor="top1")
+    made.trials = [Trial(n, f"trial-{n}", {}, 0) for n in range(trials)]
+    for trial in made.trials:
+        policy.begin(made.settings, trial)
+    return made
+
+
+def evaluate(sweep: Sweep, trial: Trial, value: float) -> str:
+    epoch = len(trial.evaluations) + 1
+    trial.evaluations.append(Evaluated(STEPS * epoch, float(epoch), value))
+    return policy.verdict(sweep, trial)
+
+
+@pytest.mark.parametrize(
+    ("epochs", "first", "factor", "expected"),
+    [(12, 1, 3, [1, 3, 9]), (9, 1, 3, [1, 3]), (10, 2, 2, [2, 4, 8]), (2, 1, 4, [1])],
+)
+def test_rungs_are_each_factor_times_as_late(epochs: int, first: int, factor: int, expected: Any):
+    sweep = sweep_of(1, epochs, scheduler="asha", first_rung=first, factor=factor)
+    assert policy.rungs(sweep.settings) == expected
+    assert policy.rungs(sweep_of(1, epochs).settings) == []
+
+
+class TuneTrial:
+    """What Ray Tune's scheduler reads of a trial."""
+
+    def __init__(self, number: int) -> None:
+        self.trial_id, self.status = str(number), "RUNNING"
+
+
+@pytest.mark.parametrize("goal", ["min", "max"])
+@pytest.mark.parametrize("factor", [2, 3, 4])
+def test_asha_decides_as_ray_tunes_scheduler(goal: Any, factor: int):
+    """The reference: AsyncHyperBandScheduler with one bracket, over the same order of results."""
+    from ray.tune.schedulers import AsyncHyperBandScheduler, TrialScheduler
+
+    theirs = AsyncHyperBandScheduler(
+        time_attr="epochs",
+        metric="value",
+        mode=goal,
+        max_t=100,
+        grace_period=1,
+        reduction_factor=factor,
+        brackets=1,
+    )
+    ours = sweep_of(40, epochs=100, scheduler="asha", factor=factor)
+    ours.goal = goal
+    numbers = random.Random(factor)
+    peers = [TuneTrial(n) for n in range(40)]
+    for peer in peers:
+        theirs.on_trial_add(None, peer)
+    running, stopped = list(range(40)), 0
+    while running:
+        number = numbers.choice(running[:6])
+        trial, value = ours.trials[number], round(numbers.random(), 1)  # with ties
+        why = evaluate(ours, trial, value)
+        epochs = trial.evaluations[-1].epochs
+        said = theirs.on_trial_result(None, peers[number], {"epochs": epochs, "value": value})
+        if epochs < 100:
+            assert bool(why) == (said == TrialScheduler.STOP), (number, epochs, value)
+        stopped += bool(why)
+        if why or epochs >= 100:
+            running.remove(number)
+    assert 10 < stopped < 40
+
+
+def test_asha_stops_what_is_not_finite_and_nobody_between_rungs():
+    sweep = sweep_of(3, scheduler="asha")
+    first, second, third = sweep.trials
+    assert evaluate(sweep, first, 0.5) == ""
+    assert "not among the best 1/3 of 2" in evaluate(sweep, second, 0.1)
+    assert evaluate(sweep, first, 0.0) == ""  # epoch 2 is no rung
+    assert evaluate(sweep, third, float("nan")) != ""
+    alone = sweep_of(1, scheduler="asha")
+    assert evaluate(alone, alone.trials[0], float("nan")) != ""
+    none = sweep_of(2)
+    assert [evaluate(none, trial, 0.1) for trial in none.trials] == ["", ""]
+
+
+def test_asha_compares_the_first_evaluation_after_a_rung():
+    """Also of runs that are evaluated every few epochs."""
+    sweep = sweep_of(2, epochs=20, scheduler="asha", first_rung=2, factor=3)  # rungs: 2, 6, 18
+    first, second = sweep.trials
+    for epochs, value in ((4.0, 0.4), (8.0, 0.9)):
+        first.evaluations.append(Evaluated(1, epochs, value))
+        assert policy.verdict(sweep, first) == ""
+    second.evaluations.append(Evaluated(1, 4.0, 0.5))
+    assert policy.verdict(sweep, second) == ""  # better than 0.4, which the first had there
+    second.evaluations.append(Evaluated(2, 8.0, 0.8))
+    assert "after epoch 8" in policy.verdict(sweep, second)
+
+
+def test_halving_pauses_all_at_a_rung_and_goes_on_with_the_best():
+    sweep = sweep_of(9, epochs=9, scheduler="halving")
+    values = [0.1, 0.9, 0.3, 0.9, 0.5, 0.8, 0.2, 0.4, float("nan")]
+    for trial, value in zip(sweep.trials, values, strict=True):
+        assert trial.until == 1
+        assert evaluate(sweep, trial, value) == "waits after epoch 1 for the others"
+        assert policy.promote(sweep) == []  # as long as one is to be trained
+        trial.status, trial.message = "paused", "waits"
+    stopped = policy.promote(sweep)
+    assert [t.number for t in sweep.trials if t.status == "waiting"] == [1, 3, 5]
+    assert {t.until for t in sweep.trials if t.status == "waiting"} == {3}
+    assert [t.number for t in stopped] == [4, 7, 2, 6, 0, 8]
+    assert stopped[0].message == "place 4 of 9 after epoch 1; the first 3 go on"
+    for trial in [t for t in sweep.trials if t.status == "waiting"]:
+        assert evaluate(sweep, trial, 0.5) == ""  # epoch 2
+        assert evaluate(sweep, trial, 0.6 - trial.number / 10) != ""
+        trial.status = "paused"
+    policy.promote(sweep)
+    assert [(t.number, t.until) for t in sweep.trials if t.status == "waiting"] == [(1, 0)]
+    last = sweep.trials[1]
+    assert [evaluate(sweep, last, 0.1) for _ in range(6)] == [""] * 6  # to its end
+
+
+def test_halving_counts_those_that_failed_and_keeps_one_at_least():
+    sweep = sweep_of(4, epochs=9, scheduler="halving", factor=4)
+    for trial in sweep.trials:
+        evaluate(sweep, trial, trial.number / 10)
+        trial.status = "paused"
+    sweep.trials[3].status = "failed"
+    policy.promote(sweep)
+    assert [t.status for t in sweep.trials] == ["stopped", "stopped", "waiting", "failed"]

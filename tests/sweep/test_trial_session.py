@@ -1,0 +1,100 @@
+"""A trial is an ordinary run: the same bits, stopped at a commit, and continued from there."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from tiny import bits, newest, tiny_config
+
+from raytrain_ddp.checkpoint.lease import Lease
+from raytrain_ddp.checkpoint.run_folder import read_events, run_storage
+from raytrain_ddp.config.sections import OptimConfig
+from raytrain_ddp.config.train_config import TrainConfig
+from raytrain_ddp.display.progress_display import Display
+from raytrain_ddp.driver.fit_driver import fit_locally
+from raytrain_ddp.events import Note
+from raytrain_ddp.sweep import trial_session
+from raytrain_ddp.sweep.conductor import Evaluation
+from raytrain_ddp.sweep.trial_session import StopOrder, Ties, train_trial
+
+TASK = f"{Path(__file__).parents[1] / 'tiny.py'}:TinyTask"
+
+
+def config_of(folder: Path, name: str) -> TrainConfig:
+    config = tiny_config(folder, name, task=TASK)
+    return replace(config, scaling=replace(config.scaling, cpus_per_worker=1.0))
+
+
+def free(_: Evaluation) -> None:
+    return None
+
+
+def test_a_trial_that_is_stopped_and_continued_has_the_bits_of_a_run(tmp_path: Path):
+    plain = config_of(tmp_path, "plain")
+    quiet = trial_session._Silent()
+    fit_locally(plain, display=quiet)
+
+    trial, said = config_of(tmp_path, "trial"), []
+
+    def tell(evaluation: Evaluation) -> StopOrder | None:
+        said.append(evaluation)
+        return StopOrder(15, "not among the best") if len(evaluation.evaluations) == 1 else None
+
+    end = train_trial(trial, Ties(tell, lambda: None))
+    assert end.status == "interrupted"
+    assert [(e.step, e.epochs) for e in end.evaluations] == [(10, 1.0)]
+    assert newest(trial).manifest.step == 11  # the order came after step 10 was evaluated
+    notes = [e.text for e, _, _ in read_events(run_storage(trial)) if isinstance(e, Note)]
+    assert "the sweep stops this run: not among the best" in notes
+
+    said.clear()
+    end = train_trial(trial, Ties(tell, lambda: None))
+    assert end.status == "finished"
+    assert [e.epochs for e in end.evaluations] == [1.0, 2.0, 3.0]
+    # Also what was evaluated before is said again: the driver may have died in between.
+    assert [len(each.evaluations) for each in said] == [2, 3]
+    assert (said[0].monitor, said[0].goal) == ("loss", "min")
+    assert bits(trial) == bits(plain)
+
+    again = train_trial(trial, Ties(tell, lambda: None))
+    assert (again.status, again.evaluations) == ("finished", end.evaluations)
+
+
+def test_a_run_that_a_trial_began_is_resumed_by_fit(tmp_path: Path):
+    trial = config_of(tmp_path, "trial")
+    steps = iter(range(100))
+    asked = lambda: StopOrder(2, "Ctrl-C") if next(steps) == 4 else None  # noqa: E731
+    assert train_trial(trial, Ties(free, asked)).status == "interrupted"
+    assert newest(trial).manifest.step == 5
+    result = fit_locally(trial, display=Display(trial_session._Silent()._console, live=False))
+    assert (result.status, result.step) == ("finished", 30)
+
+
+def test_failures_are_told_apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    config = config_of(tmp_path, "diverges")
+    diverges = replace(config, optim=OptimConfig(lr=1e30))
+    end = train_trial(diverges, Ties(free, lambda: None))
+    assert end.status == "failed"
+    assert "is nan at step 2" in end.message
+    missing = replace(config, name="task", task=TASK.replace("TinyTask", "NoTask"))
+    end = train_trial(missing, Ties(free, lambda: None))
+    assert end.status == "failed"
+    assert "has no class 'NoTask'" in end.message
+    (tmp_path / "file").write_text("")
+    end = train_trial(replace(config, storage=str(tmp_path / "file")), Ties(free, lambda: None))
+    assert end.status == "lost"  # a storage may answer again
+
+    def tell(_: Evaluation) -> None:
+        raise ZeroDivisionError("in the user's code")
+
+    end = train_trial(replace(config, name="raises"), Ties(tell, lambda: None))
+    assert (end.status, end.message) == ("failed", "ZeroDivisionError: in the user's code")
+
+    monkeypatch.setattr(trial_session, "_LOCKED_S", 0.0)
+    locked = replace(config, name="locked")
+    with Lease.take(run_storage(locked)):
+        end = train_trial(locked, Ties(free, lambda: None))
+    assert end.status == "lost"
+    assert "is driven by another process" in end.message

@@ -1,0 +1,103 @@
+"""What stands between Ray Tune and the conductor, without starting Ray."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import pickle
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from raytrain_ddp.checkpoint.storage import open_storage
+from raytrain_ddp.config.train_config import TrainConfig
+from raytrain_ddp.sweep.conductor import Conductor
+from raytrain_ddp.sweep.run_sweep import settings_of
+from raytrain_ddp.sweep.space import parse_space
+from raytrain_ddp.sweep.sweep_state import Sweep
+from raytrain_ddp.sweep.trial_session import StopOrder
+
+engine = pytest.importorskip("raytrain_ddp.sweep.tune_engine")
+
+
+def conductor_of(folder: Path, trials: int = 2) -> Conductor:
+    base = replace(TrainConfig(name="s"), storage=str(folder))
+    settings = settings_of(base, space=parse_space(["optim.lr=1:2"]), trials=trials)
+    conductor = Conductor(Sweep(settings), base, open_storage(str(folder / "s")))
+    conductor.take_up()
+    return conductor
+
+
+def test_a_stop_reaches_the_start_of_the_trial_that_it_is_for():
+    async def scenario() -> None:
+        board = engine.StopBoard()
+        first, again = (asyncio.ensure_future(board.wait(7, start)) for start in (1, 2))
+        other = asyncio.ensure_future(board.wait(8, 1))
+        await board.stop(7, 1, StopOrder(15, "not among the best"))
+        await board.stop(7, 1, StopOrder(15, "said twice"))
+        assert (await first).why == "not among the best"
+        await asyncio.sleep(0)
+        assert not again.done()
+        assert not other.done()
+        await board.stop_all(StopOrder(2, "Ctrl-C"))
+        assert [(await each).signal for each in (again, other)] == [2, 2]
+        late = await asyncio.wait_for(board.wait(9, 1), 1)  # began in the meantime
+        assert late.signal == 2
+
+    asyncio.run(scenario())
+
+
+def test_tune_gets_each_trial_once_and_an_end(tmp_path: Path):
+    conductor, raised = conductor_of(tmp_path), list[BaseException]()
+    points = engine._Points(conductor, 1, raised)
+    first = points.suggest("a")
+    assert (first["trial"], first["start"]) == (0, 1)
+    assert first["config"]["storage"] == str(tmp_path / "s")
+    assert points.suggest("b") is None  # only one at a time
+    results = engine._Results(conductor, None, raised)
+    trial = SimpleNamespace(config=first, get_error=lambda: "Traceback\n  x\nOSError: no room\n\n")
+    for _ in range(3):
+        results.on_trial_error(None, trial)
+        if conductor.sweep.trials[0].status == "waiting":
+            points.suggest("c")
+    assert conductor.sweep.trials[0].message == "lost 3 times: OSError: no room"
+    assert points.suggest("d")["trial"] == 1
+    conductor.stopping = 2
+    conductor.release()
+    assert points.suggest("e") == engine.Searcher.FINISHED
+    assert raised == []
+    pickle.loads(pickle.dumps([points, results]))  # Ray Tune keeps copies of both
+
+
+def test_a_storage_that_fails_ends_the_sweep_with_that_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    conductor, raised = conductor_of(tmp_path), list[BaseException]()
+
+    def full(*_: Any) -> None:
+        raise PermissionError("read-only")
+
+    monkeypatch.setattr("raytrain_ddp.sweep.conductor.save", full)
+    points = engine._Points(conductor, 1, raised)
+    assert points.suggest("a") == engine.Searcher.FINISHED
+    (error,) = raised
+    assert "Nothing is lost" in str(error)
+
+
+def test_a_node_that_does_not_see_the_sweep_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.chdir(tmp_path)
+    folder = tmp_path / "code"
+    folder.mkdir()
+    monkeypatch.setattr("sys.path", [*__import__("sys").path])
+    assert engine.Here(str(folder), (str(tmp_path),), "").missing(str(tmp_path)) == ""
+    assert Path.cwd() == folder
+    assert __import__("sys").path[0] == str(tmp_path)
+    monkeypatch.setattr(engine, "is_seen", lambda storage, token: token == "mine")
+    assert engine.Here("/nowhere", (), "mine").missing(str(tmp_path)) == ""
+    text = engine.Here("/nowhere", (), "other").missing(str(tmp_path))
+    assert text.startswith(f"node {os.uname().nodename} does not see the folder of the sweep")
