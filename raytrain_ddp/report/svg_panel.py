@@ -54,7 +54,9 @@ class SvgPanel:
             parts.append(f'<path class="area {area.css}" d="{self._area(area)}"/>')
         for line in self.panel.lines:
             css = line.css.split()
-            parts.append(f'<path class="line {line.css}" d="{self._path(line, "dots" in css)}"/>')
+            alone = " dots" if all(len(piece) == 1 for piece in line.pieces) else ""
+            path = self._path(line, "dots" in css)
+            parts.append(f'<path class="line{alone} {line.css}" d="{path}"/>')
             if "dotted" in css:
                 parts.append(f'<path class="line dots {line.css}" d="{self._path(line, True)}"/>')
         for mark in (mark for mark in self.panel.marks if mark.to is None):

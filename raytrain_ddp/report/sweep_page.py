@@ -313,7 +313,7 @@ def _trials(sweep: Sweep, ranked: Sequence[Trial]) -> str:
     head = ("trial", "state", f">{sweep.monitor or 'metric'}", *fields, ">epochs", ">time", "why")
     left_out = len(sweep.trials) - _MOST_ROWS
     note = f"<p class=note>{left_out} more are left out.</p>" if left_out > 0 else ""
-    return tables.table(head, rows, "runs") + note
+    return tables.table(head, rows, "runs trials") + note
 
 
 def _point_cells(sweep: Sweep, trial: Trial) -> list[str]:
