@@ -42,7 +42,7 @@ RANKS = [
     {"__main__"},
 ]
 # The only parts that import Ray.
-SPEAK_RAY = {"ray_backend", "launcher", "doctor", "chaos", "convert"}
+SPEAK_RAY = {"ray_backend", "launcher", "doctor", "chaos", "convert", "predict"}
 MOST_LINES = 320
 MOST_LINES_OF_TRAIN = 45
 
