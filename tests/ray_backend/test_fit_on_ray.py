@@ -157,6 +157,7 @@ def test_fit_trains_the_digits_and_leaves_everything_in_the_runs_folder(tmp_path
     for words in ("placing 2 workers", "preparing the model", "64 = 4 slots x 16", "finished"):
         assert words in out
     assert "raytrain_ddp.evaluate" in out
+    assert f"raytrain_ddp.predict {run} --out digits.csv" in out
 
     display, text = shown()
     before = {path: path.stat().st_mtime_ns for path in run.rglob("*") if path.is_file()}
