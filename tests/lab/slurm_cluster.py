@@ -63,13 +63,14 @@ def lacking_slurm() -> str:
 
 
 class SlurmCluster:
-    """Up when it is made. Jobs are submitted on the controller, in `folder`, which all hosts see."""
+    """Up when it is made. Jobs are submitted on the controller, in `folder`; all hosts see what is
+    below `shared`, which has that folder."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, shared: Path) -> None:
         self.folder = folder
         self._munge = Path(f"/run/rtslurm-{os.getpid()}")  # a short path: it has a socket
         self._munged: subprocess.Popen[bytes] | None = None
-        self.lab = Lab([folder, ROOT], (CONTROLLER, *NODES))
+        self.lab = Lab([shared, ROOT], (CONTROLLER, *NODES))
         try:
             self._start_munge()
             config = {"controller": CONTROLLER, "munge": self._munge, "nodes": ",".join(NODES)}
@@ -78,7 +79,9 @@ class SlurmCluster:
                 (folder / f"gpu{number}").touch()
             (folder / "gres.conf").write_text(f"Name=gpu File={folder}/gpu[0-7]\n")
             (folder / "cgroup.conf").write_text("CgroupPlugin=cgroup/v1\nCgroupAutomount=no\n")
-            self.lab.run(CONTROLLER, f"mkdir -p /tmp/slurmctld; slurmctld -f {folder}/slurm.conf -c")
+            self.lab.run(
+                CONTROLLER, f"mkdir -p /tmp/slurmctld; slurmctld -f {folder}/slurm.conf -c"
+            )
             for node in NODES:
                 self.start_node(node)
             wait_until(self._is_ready, _START_S, self)

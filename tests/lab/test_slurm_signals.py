@@ -1,0 +1,165 @@
+"""slurm.sbatch on a real Slurm whose Ray and whose run are stand-ins: what it does when Slurm ends,
+preempts or loses a job, and what it leaves."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from lab import wait_until
+from slurm import FAKES, ROOT
+from slurm_cluster import Job, SlurmCluster
+
+pytestmark = [pytest.mark.slurm, pytest.mark.timeout(300)]
+SBATCH = f"{ROOT}/clusters/slurm.sbatch"
+QUICK = FAKES / "quick"
+
+
+class Tried:
+    """A job whose run is a stand-in."""
+
+    def __init__(self, slurm: SlurmCluster, notes: Path, flags: str = "") -> None:
+        notes.mkdir()
+        self.notes = notes
+        where = {"PATH": f"{QUICK}:$PATH", "PYTHONPATH": QUICK, "FAKE_FIT": "train"}
+        self.job = slurm.submit(f"{flags} {SBATCH} mine.toml", FAKE_NOTES=notes, **where)
+
+    def wait_for(self, name: str, timeout_s: float = 60) -> None:
+        """Until it has left this note."""
+        path = self.notes / name
+        wait_until(path.exists, timeout_s, f"{name}: {self.job.state}: {self.job.said}")
+
+    @property
+    def asked(self) -> list[int]:
+        """The signals that the run got until it had made its checkpoint."""
+        asked: list[int] = json.loads((self.notes / "asked.json").read_text())
+        return asked
+
+    def forget(self) -> None:
+        """As before its first start."""
+        shutil.rmtree(self.notes)
+        self.notes.mkdir()
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_left(slurm: SlurmCluster) -> Iterator[None]:
+    yield
+    wait_until(lambda: not slurm.left_on_nodes(), 30, LeftOn(slurm))
+
+
+class LeftOn:
+    def __init__(self, slurm: SlurmCluster) -> None:
+        self._slurm = slurm
+
+    def __str__(self) -> str:
+        return "\n".join(self._slurm.left_on_nodes())
+
+
+def test_scancel_asks_for_a_checkpoint_and_leaves_nothing(slurm: SlurmCluster, tmp_path: Path):
+    tried = Tried(slurm, tmp_path / "notes")
+    tried.wait_for("training")
+    tried.job.cancel()
+    assert tried.job.wait({"CANCELLED"}, 30)
+    assert tried.asked == [15]
+
+
+def test_scancel_of_the_script_alone_ends_the_job_with_a_checkpoint(
+    slurm: SlurmCluster, tmp_path: Path
+):
+    tried = Tried(slurm, tmp_path / "notes")
+    tried.wait_for("training")
+    tried.job.cancel("--batch --signal=TERM")
+    tried.job.wait({"FAILED"}, 30)
+    facts = tried.job.facts()
+    assert (facts["ExitCode"], facts["Restarts"]) == ("143:0", "0")
+    assert tried.asked == [15]
+
+
+def test_before_its_time_limit_a_job_goes_back_into_the_queue(slurm: SlurmCluster, tmp_path: Path):
+    tried = Tried(slurm, tmp_path / "notes")
+    tried.wait_for("training")
+    tried.forget()
+    tried.job.update("TimeLimit=1")  # Slurm looks at limits every 30 s
+    tried.job.wait({"PENDING"}, 60)
+    assert tried.asked == [15]
+    tried.forget()
+    tried.job.update("StartTime=now")
+    tried.wait_for("training")
+    assert tried.job.facts()["Restarts"] == "1"
+    tried.job.cancel("--batch --signal=TERM")
+    tried.job.wait({"FAILED"}, 30)
+
+
+def test_a_preempted_job_makes_its_checkpoint_and_goes_back_into_the_queue(
+    slurm: SlurmCluster, tmp_path: Path
+):
+    """PreemptMode=REQUEUE with GraceTime: at first, Slurm signals the steps only."""
+    tried = Tried(slurm, tmp_path / "notes")
+    tried.wait_for("training")
+    urgent = slurm.submit("--partition=urgent --nodes=2 --exclusive --wrap 'sleep 1'")
+    urgent.wait({"COMPLETED"}, 60)
+    assert tried.asked == [15]
+    facts = tried.job.facts()
+    assert (facts["JobState"], facts["Restarts"]) == ("PENDING", "1")
+    tried.forget()
+    tried.job.update("StartTime=now")
+    tried.wait_for("training")
+    tried.job.cancel()
+    tried.job.wait({"CANCELLED"}, 30)
+
+
+def test_two_jobs_at_once_on_the_same_nodes(slurm: SlurmCluster, tmp_path: Path):
+    one, two = (Tried(slurm, tmp_path / name) for name in ("one", "two"))
+    for tried in (one, two):
+        tried.wait_for("training")
+        assert tried.job.facts()["NodeList"] == "n[1-2]"
+    one.job.cancel()
+    one.job.wait({"CANCELLED"}, 30)
+    wait_until(lambda: left(slurm, one.job) == [], 20, LeftOn(slurm))
+    assert len(left(slurm, two.job)) >= 3, "its folders on both nodes, and the shared one"
+    assert two.job.state == "RUNNING"
+    assert not (two.notes / "stopping").exists()
+    two.job.cancel()
+    two.job.wait({"CANCELLED"}, 30)
+
+
+def test_tasks_of_an_array_are_jobs_of_their_own(slurm: SlurmCluster, tmp_path: Path):
+    """Both run at once; neither sweeps the other's folders."""
+    (tmp_path / "wrap.sh").write_text(
+        f'#!/bin/bash\nexport FAKE_NOTES={tmp_path}/$SLURM_ARRAY_TASK_ID\nexec bash {SBATCH} "$@"\n'
+    )
+    flags = "--array=0-1 --nodes=2 --ntasks-per-node=1 --cpus-per-task=16 --requeue"
+    where = {"PATH": f"{QUICK}:$PATH", "PYTHONPATH": QUICK, "FAKE_FIT": "train"}
+    notes = [tmp_path / str(number) for number in range(2)]
+    for folder in notes:
+        folder.mkdir()
+    job = slurm.submit(f"{flags} {tmp_path}/wrap.sh mine.toml", **where)
+    for folder in notes:
+        wait_until((folder / "training").exists, 60, f"{job.state}: {job.said}")
+    numbers = slurm.sh("squeue --noheader --format=%A").split()
+    assert len(numbers) == 2
+    job.cancel()  # all of it
+    wait_until(lambda: not slurm.sh("squeue --noheader"), 30, job.number)
+    assert [json.loads((folder / "asked.json").read_text()) for folder in notes] == [[15], [15]]
+
+
+def test_a_node_that_is_lost_and_comes_back(slurm: SlurmCluster, tmp_path: Path):
+    tried = Tried(slurm, tmp_path / "notes")
+    tried.wait_for("training")
+    slurm.lab.crash("n2")
+    tried.job.wait({"PENDING"}, 90)  # SlurmdTimeout is 15 s
+    slurm.lab.boot("n2")
+    slurm.start_node("n2")
+    tried.forget()
+    tried.job.update("StartTime=now")
+    tried.wait_for("training")
+    assert int(tried.job.facts()["Restarts"]) >= 1
+    tried.job.cancel()
+    tried.job.wait({"CANCELLED"}, 30)
+
+
+def left(slurm: SlurmCluster, job: Job) -> list[str]:
+    return [line for line in slurm.left_on_nodes() if f"-{job.number}" in line]
