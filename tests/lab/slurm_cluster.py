@@ -141,7 +141,7 @@ class SlurmCluster:
             names = self.lab.run(node, "ls -d /tmp/ray* 2> /dev/null; true").split()
             found += [f"{node}: {name}" for name in names]
             lines = [line.split(maxsplit=1)[1] for line in self.lab.processes(node)]
-            found += [f"{node}: {line}" for line in lines if "slurmd -f" not in line]
+            found += [f"{node}: {line[:100]}" for line in lines if "slurmd -f" not in line]
         return found
 
 
@@ -185,6 +185,14 @@ class Job:
 
     def update(self, change: str) -> None:
         self.cluster.sh(f"scontrol update JobId={self.number} {change}")
+
+    def begin_again(self, timeout_s: float = 60) -> None:
+        """Slurm holds a job that was requeued for two minutes; this does not."""
+        deadline = time.time() + timeout_s
+        while self.state != "RUNNING":
+            assert time.time() < deadline, f"{self.state}: {self.said[-4000:]}"
+            self.cluster.sh(f"scontrol update JobId={self.number} StartTime=now || true")
+            time.sleep(1)
 
     def cancel(self, flags: str = "") -> None:
         self.cluster.sh(f"scancel {flags} {self.number}")
