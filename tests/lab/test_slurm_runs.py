@@ -10,8 +10,9 @@ from slurm import ROOT
 from slurm_cluster import SlurmCluster
 
 from raytrain_ddp import TrainConfig, fit_locally
-from raytrain_ddp.checkpoint.run_folder import checkpoint_store, read_events, run_storage
+from raytrain_ddp.checkpoint.run_folder import checkpoint_store, run_storage
 from raytrain_ddp.config.sections import LogConfig
+from raytrain_ddp.events import Plan
 
 pytestmark = [pytest.mark.slurm, pytest.mark.timeout(900)]
 SBATCH = f"{ROOT}/clusters/slurm.sbatch"
@@ -73,11 +74,12 @@ def test_as_it_is_it_trains_across_nodes_is_requeued_at_its_limit_and_has_equal_
     assert 5 <= done < 120
     (tmp_path / "slow").unlink()
     wait_until(lambda: not slurm.left_on_nodes(), 60, slurm)
+    job.update("TimeLimit=60")
     job.begin_again()
     job.wait({"COMPLETED"}, 300)
     assert job.facts()["Restarts"] == "1"
     assert steps_of(config) == 120, "each step once"
     assert weights(config) == undisturbed
-    ranks = [each.event for each in read_events(run_storage(config)) if each.event.kind == "ranks"]
-    assert all(len({rank.node for rank in event.ranks}) == 2 for event in ranks)
+    plans = [e.event for e in read_events(run_storage(config)) if isinstance(e.event, Plan)]
+    assert [{*plan.hosts} for plan in plans] == [{"n1", "n2"}] * 2
     wait_until(lambda: not slurm.left_on_nodes(), 60, slurm)

@@ -88,6 +88,7 @@ def test_before_its_time_limit_a_job_goes_back_into_the_queue(slurm: SlurmCluste
     tried.job.wait({"PENDING"}, 60)
     assert tried.asked == [15]
     tried.forget()
+    tried.job.update("TimeLimit=60")
     tried.job.begin_again()
     tried.wait_for("training")
     assert tried.job.facts()["Restarts"] == "1"
@@ -141,10 +142,13 @@ def test_tasks_of_an_array_are_jobs_of_their_own(slurm: SlurmCluster, tmp_path: 
     job = slurm.submit(f"{flags} {tmp_path}/wrap.sh mine.toml", **where)
     for folder in notes:
         wait_until((folder / "training").exists, 60, f"{job.state}: {job.said}")
-    assert len(slurm.sh("squeue --noheader --format=%A").split()) == 2
-    slurm.sh(f"scancel --batch --signal=TERM {job.number}_0")  # it has the number of the array
+    lines = [line.split() for line in slurm.sh("squeue --noheader --format='%K %A'").splitlines()]
+    numbers = {task: int(number) for task, number in lines}
+    assert numbers.keys() == {"0", "1"}
+    assert job.number in numbers.values(), "a task has the number of the array"
+    slurm.sh(f"scancel --batch --signal=TERM {job.number}_0")
     wait_until((notes[0] / "asked.json").exists, 30, job.number)
-    wait_until(lambda: len(left(slurm, job)) == 0, 30, LeftOn(slurm))
+    wait_until(lambda: left(slurm, Job(slurm, numbers["0"])) == [], 30, LeftOn(slurm))
     assert slurm.sh("squeue --noheader --format=%K").split() == ["1"]
     assert not (notes[1] / "stopping").exists()
     job.cancel()
