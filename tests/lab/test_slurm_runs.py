@@ -10,7 +10,7 @@ from slurm import ROOT
 from slurm_cluster import SlurmCluster
 
 from raytrain_ddp import TrainConfig, fit_locally
-from raytrain_ddp.checkpoint.run_folder import checkpoint_store, run_storage
+from raytrain_ddp.checkpoint.run_folder import checkpoint_store, read_events, run_storage
 from raytrain_ddp.config.sections import LogConfig
 from raytrain_ddp.events import Plan
 
