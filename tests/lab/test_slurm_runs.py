@@ -27,7 +27,7 @@ def paced(folder: Path, name: str) -> TrainConfig:
         steps=120,
         exact=True,
         task=TASK,
-        task_options={"slow": str(folder / "slow")},
+        task_options={"slow": str(folder / "slow"), "pause_s": "0.4"},
         log=LogConfig(every_steps=1, tensorboard=False),
     )
 
@@ -35,7 +35,7 @@ def paced(folder: Path, name: str) -> TrainConfig:
 def flags(config: TrainConfig) -> str:
     return (
         f"--name {config.name} --storage {config.storage} --steps {config.steps} --exact "
-        f"--task {TASK} --task-options slow {config.task_options['slow']} "
+        f"--task {TASK} --task-options slow {config.task_options['slow']} pause_s 0.4 "
         "--log.every-steps 1 --log.no-tensorboard"
     )
 
