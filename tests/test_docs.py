@@ -67,7 +67,7 @@ FOREIGN = {
 # Programs that a reader has, besides this package; their lines are not parsed.
 PROGRAMS = {
     *("pip", "pytest", "ruff", "torchrun", "srun", "ray", "kubectl", "tensorboard", "prometheus"),
-    *("diff", "cp", "for", "done;", "mkdocs", "bash", "python3", "git"),
+    *("diff", "cp", "for", "done;", "mkdocs", "bash", "python3", "git", "scancel"),
     *(
         "python",
         "grafana",
