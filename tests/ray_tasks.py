@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import time
+from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 from torch import Tensor, nn
 
@@ -33,3 +37,19 @@ class Paced(ImageClassification):
         if self._slow.exists():
             time.sleep(self._pause_s)
         return super().loss(model, batch)
+
+
+class DiesOnce(ImageClassification):
+    """Digits; a process that predicts dies in its second batch, if it can delete the file."""
+
+    def __init__(self, config: TrainConfig, bomb: str) -> None:
+        super().__init__(config)
+        self._bomb, self._batches = Path(bomb), 0
+
+    def predict(self, model: nn.Module, batch: Batch) -> dict[str, Any]:
+        self._batches += 1
+        if self._batches == 2:
+            with suppress(FileNotFoundError):
+                self._bomb.unlink()
+                os.kill(os.getpid(), signal.SIGKILL)
+        return super().predict(model, batch)

@@ -43,7 +43,7 @@ RANKS = [
     {"__main__"},
 ]
 # The only parts that import Ray.
-SPEAK_RAY = {"ray_backend", "launcher", "doctor", "chaos", "convert", "sweep"}
+SPEAK_RAY = {"ray_backend", "launcher", "doctor", "chaos", "convert", "predict", "sweep"}
 # Of a part that does little with Ray: a sweep is drawn, continued and reported without it.
 SPEAK_RAY_ALONE = {"sweep": "sweep/tune_engine.py"}
 MOST_LINES = 320

@@ -60,7 +60,7 @@ FOREIGN = {
     *("quick", "only", "out", "working-dir", "minutes", "timm-train", "torchvision-train"),
     *("model", "pretrained", "num-classes", "opt", "weight-decay", "layer-decay", "warmup-epochs"),
     *("model-ema", "model-ema-decay", "data-binary"),  # of timm's train.py, and of curl
-    "seconds",  # of spot/__main__.py
+    *("seconds", "batch"),  # of spot/__main__.py, and of scancel
     *("rank", "world-size", "dist-url", "node-rank", "nodes", "lr"),
     *("ntasks-per-node", "nr", "master", "port", "gpus", "local-rank", "shutdown-timeout"),
     *("config.file", "storage.tsdb.path", "web.listen-address", "logdir"),
@@ -68,7 +68,7 @@ FOREIGN = {
 # Programs that a reader has, besides this package; their lines are not parsed.
 PROGRAMS = {
     *("pip", "pytest", "ruff", "torchrun", "srun", "ray", "kubectl", "tensorboard", "prometheus"),
-    *("diff", "cp", "for", "done;", "mkdocs", "bash", "python3", "git"),
+    *("diff", "cp", "for", "done;", "mkdocs", "bash", "python3", "git", "scancel"),
     *(
         "python",
         "grafana",
@@ -289,7 +289,13 @@ def test_an_indented_block_has_commands_only(document: Path):
         return  # its indented lines belong to lists
     for line in lines_of_code(WRITTEN[document]):
         words = [word for word in line.split() if not re.match(r"[A-Z_a-z0-9]+=", word)]
-        assert words[0] in PROGRAMS | {"sbatch", "RAY_AUTH_MODE=token", ".", "python -m"}, line
+        assert words[0] in PROGRAMS | {
+            "sbatch",
+            "scancel",
+            "RAY_AUTH_MODE=token",
+            ".",
+            "python -m",
+        }, line
         for name in re.findall(r"python3? ((?:benchmarks|docs|examples)/\S+)", line):
             assert (ROOT / name).is_file(), line
 

@@ -24,13 +24,7 @@ def unsettled(config: TrainConfig) -> list[str]:
 def settled_as(config: TrainConfig, values: Mapping[str, Any]) -> TrainConfig:
     """The config with these values for fields that say auto."""
     chosen = {name: values[name] for name in unsettled(config) if name in values}
-    below = {name.partition(".")[2]: v for name, v in chosen.items() if name != "micro_batch"}
-    return dataclasses.replace(
-        config,
-        micro_batch=chosen.get("micro_batch", config.micro_batch),
-        compute=dataclasses.replace(config.compute, **below),
-        settled=tuple(dict.fromkeys((*config.settled, *chosen))),
-    )
+    return _with(config, chosen, tuple(dict.fromkeys((*config.settled, *chosen))))
 
 
 def settled_as_begun(config: TrainConfig, begun: Mapping[str, Any]) -> TrainConfig:
@@ -47,12 +41,27 @@ def settled_without_gpu(config: TrainConfig, workers: int) -> TrainConfig:
     return settled_as(config, {**_BEFORE, "micro_batch": micro_batch})
 
 
+def unsettle(config: TrainConfig) -> TrainConfig:
+    """The config before its values were chosen: those fields say auto again."""
+    return _with(config, dict.fromkeys(config.settled, "auto"), ())
+
+
 def means_the_same(name: str, begun: Mapping[str, Any], was: Any) -> bool:
     """Whether auto continues a run in which this field is `was`: it was auto there, too, or its
     default when there was no auto."""
     if "settled" not in begun:
         return name in _BEFORE and was == _BEFORE[name]
     return name in begun["settled"] or was == "auto"
+
+
+def _with(config: TrainConfig, values: Mapping[str, Any], names: tuple[str, ...]) -> TrainConfig:
+    below = {name.partition(".")[2]: v for name, v in values.items() if name != "micro_batch"}
+    return dataclasses.replace(
+        config,
+        micro_batch=values.get("micro_batch", config.micro_batch),
+        compute=dataclasses.replace(config.compute, **below),
+        settled=names,
+    )
 
 
 def _value_of(config: TrainConfig, name: str) -> Any:

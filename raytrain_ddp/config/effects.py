@@ -124,7 +124,7 @@ _OF_RAY = [
         lambda _: False,
     ),
 ]
-_IMAGES = "image-classification"
+IMAGES = "image-classification"
 # Fields of these sections that tasks do not read.
 _NOT_OF_TASKS = {
     *("data.shuffle", "data.shuffle_window", "data.bad_records", "data.max_bad"),
@@ -135,7 +135,7 @@ _NOT_OF_TASKS = {
 
 def idle(config: TrainConfig, on_ray: bool = True) -> dict[str, str]:
     """The fields without effect in this config, and what each of them needs."""
-    rules = [*_RULES, *(_OF_IMAGES if config.task == _IMAGES else []), *([] if on_ray else _OF_RAY)]
+    rules = [*_RULES, *(_OF_IMAGES if config.task == IMAGES else []), *([] if on_ray else _OF_RAY)]
     return {
         field: rule.needs
         for rule in rules
@@ -230,7 +230,7 @@ def unread_notes(
     Args:
         replaced: other fields whose effect the task has replaced by methods of its own.
     """
-    if reads is None or config.task == _IMAGES:
+    if reads is None or config.task == IMAGES:
         return []
     return [
         f"{name} = {value_of(config, name)!r} is set, but {config.task} does not read it."

@@ -25,6 +25,7 @@ from raytrain_ddp.checkpoint.run_folder import (
 )
 from raytrain_ddp.checkpoint.storage import Storage
 from raytrain_ddp.checkpoint.store import CheckpointName
+from raytrain_ddp.config.effects import IMAGES
 from raytrain_ddp.config.train_config import TrainConfig
 from raytrain_ddp.display.bottleneck import split_of
 from raytrain_ddp.display.curves_png import draw_curves
@@ -111,6 +112,8 @@ def run_summary(config: TrainConfig, result: FitResult, flags: str = "") -> Summ
     is_importable = re.search(r"^__main__:|<locals>|\(\)$", config.task) is None
     if result.monitor and is_importable:
         commands.append(("evaluate", f"python -m raytrain_ddp.evaluate {place}"))
+    if result.monitor and config.task == IMAGES:
+        commands.append(("predict", f"python -m raytrain_ddp.predict {place} --out {name}.csv"))
     if not is_importable:
         commands.append(("train on", "run the same Python code again, with more epochs"))
     elif result.status == "interrupted":

@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, closing
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from raytrain_ddp.command_line import Command, run_command
 from raytrain_ddp.command_line.flags import positional
-from raytrain_ddp.config.validation import require
+from raytrain_ddp.config.validation import ADDRESS, require
 from raytrain_ddp.errors import ConfigError, DataError
 
 if TYPE_CHECKING:
     from raytrain_ddp.predict.output_parts import OutputParts, Totals
+    from raytrain_ddp.predict.part_maker import PartMaker, Progress
 
 _ROWS_PER_PART = 2048
 _SUFFIXES = ".parquet, .csv or .jsonl"
@@ -54,6 +56,12 @@ class PredictArgs:
     """Images of a forward pass. Default: as in the evaluation, so that the outputs are the same."""
     device: str = "auto"
     """Device, such as cpu, cuda or cuda:1. auto: a GPU if there is one."""
+    address: str | None = field(default=None, metadata=ADDRESS)
+    """Predict on a running Ray cluster. All nodes must see the run and the images; FILE is written
+    on this machine."""
+    workers: int | None = None
+    """Number of workers of the cluster. Default: one for each GPU or, if there is none, one for
+    each node."""
     overwrite: bool = False
     """Replace FILE if it exists, and what was begun for it with other flags."""
 
@@ -66,7 +74,11 @@ def main(argv: Sequence[str]) -> int:
     args = COMMAND.parse(argv)
     if args.out is None:
         raise ConfigError(f"--out is missing: the file to write ({_SUFFIXES}).")
-    for flag in ("top", "image_size", "batch_size"):
+    if args.address is None and args.workers is not None:
+        raise ConfigError("--workers has no effect without --address.")
+    if args.address is not None and args.device.startswith("cuda:"):
+        raise ConfigError(f"--device {args.device}: give cuda or cpu with --address.")
+    for flag in ("top", "image_size", "batch_size", "workers"):
         value = getattr(args, flag)
         name = f"--{flag.replace('_', '-')}"
         require(value is None or value >= 1, name, value, "must be 1 or more")
@@ -75,17 +87,17 @@ def main(argv: Sequence[str]) -> int:
     parts = OutputParts(Path(args.out).expanduser(), args.overwrite)
     began = time.monotonic()
     try:
-        checkpoint, totals, unit = _predict(args, parts)
+        totals, maker = _predict(args, parts)
     except KeyboardInterrupt:
         print("Finished work is kept: run the same command again to continue.", file=sys.stderr)
         raise
-    _print(checkpoint, totals, unit, parts, time.monotonic() - began)
+    _print(totals, maker, parts, time.monotonic() - began)
     if totals.bad == totals.rows:
-        raise DataError(f"none of the {totals.bad} {unit} can be read: see the column error.")
+        raise DataError(f"none of the {totals.bad} {maker.unit} can be read: see the column error.")
     return 0
 
 
-def _predict(args: PredictArgs, parts: OutputParts) -> tuple[str, Totals, str]:
+def _predict(args: PredictArgs, parts: OutputParts) -> tuple[Totals, PartMaker]:
     from raytrain_ddp.checkpoint.lookup import find_checkpoint
     from raytrain_ddp.config.recipe import from_dict
 
@@ -93,75 +105,45 @@ def _predict(args: PredictArgs, parts: OutputParts) -> tuple[str, Totals, str]:
     config = from_dict(dict(found.manifest.config), where=str(found))
     import torch
 
-    from raytrain_ddp.data.loader_threads import LoaderThreads
     from raytrain_ddp.display.work_meter import shown
-    from raytrain_ddp.inference.batch_outputs import Asked, outputs
-    from raytrain_ddp.inference.inputs import open_input
-    from raytrain_ddp.inference.loaded_model import loaded
-    from raytrain_ddp.predict.result_table import Columns, joined
-    from raytrain_ddp.training.world import World, choose_device, set_up
+    from raytrain_ddp.predict.part_maker import Job, PartMaker
+    from raytrain_ddp.training.world import choose_device
 
-    device = choose_device(args.device)
-    threads = torch.get_num_threads()
-    set_up(World(0, 1, device.index or 0, device, threads), config.compute)
-    model = loaded(found, config, device)
-    bad: dict[int, str] = {}
-    given = open_input(args.inputs, model, bad.__setitem__, args.image_column, args.image_size or 0)
-    for note in given.notes:
+    device = choose_device(args.device if args.address is None else "cpu")
+    shared = {name: getattr(args, name) for name in Job.__dataclass_fields__ if hasattr(args, name)}
+    job = Job(**{**shared, "checkpoint": str(found), "part_rows": _ROWS_PER_PART})
+    maker = PartMaker(job, device, torch.get_num_threads())
+    for note in maker.given.notes:
         print(note, file=sys.stderr)
-    size, rows = args.batch_size or config.eval_micro_batch, given.data.rows
-    top = _top(args, model.class_names, bool(config.data.target_columns))
-    asked = Asked(size, args.tta, args.layer, config.compute.precision)
-    columns = Columns(model.class_names, top, args.probabilities)
-    chunks, each = -(-rows // size), max(1, _ROWS_PER_PART // size)
-    weights = found.manifest.files["model.safetensors"].sha256
-    about = {"checkpoint": str(found), "weights_sha256": weights}
-    plan = {
-        "weights": weights,
-        "input": given.data.source.fingerprint(),
-        "rows": rows,
-        "batch_size": size,
-        "device": device.type,
-        **{name: getattr(args, name) for name in ("probabilities", "layer", "tta")},
-        **{name: getattr(args, name) for name in ("image_column", "image_size")},
-        "top": top,
-    }
-    unit = model.task.unit
-    try:
-        with parts.held(), shown(unit, sized=False) as meter:
-            parts.begin(plan)
-            tell = meter.phase("predicting", rows)
-            wanted = [n for n in range(chunks) if not parts.path(n // each).exists()]
-            tell(rows - sum(min(size, rows - n * size) for n in wanted), 0)
-            made = []
-            task, net = model.task, model.model
-            for done in outputs(task, net, given.data, asked, wanted, bad, LoaderThreads(threads)):
-                made.append(columns.table(done, given.places(done.rows), bad))
-                tell(len(done.rows), 1)
-                part, place = divmod(done.rows.start // size, each)
-                if place == each - 1 or done.rows.stop == rows:
-                    parts.write(part, joined(made))
-                    made = []
-            return str(found), parts.finish(-(-chunks // each), about), unit
-    finally:
-        given.data.close()
+    with closing(maker), ExitStack() as stack:
+        stack.enter_context(parts.held())
+        places = None
+        if args.address is not None:
+            from raytrain_ddp.predict.cluster_workers import connected, working
+
+            print(f"connecting to Ray at {args.address}", file=sys.stderr)
+            there = connected(args.address, config, args.workers, args.device)
+            places = stack.enter_context(there)
+        make: Callable[[Sequence[int]], Iterator[Progress]] = maker.made
+        plan = maker.plan(places.device if places else device.type)
+        parts.begin(plan)
+        wanted = [part for part in range(maker.parts) if not parts.path(part).exists()]
+        if places:
+            print(f"starting {places}", file=sys.stderr)
+            make = stack.enter_context(working(job, plan, places, config, len(wanted)))
+        tell = stack.enter_context(shown(maker.unit, sized=False)).phase("predicting", maker.rows)
+        tell(maker.rows - sum(map(maker.rows_of, wanted)), 0)
+        for step in make(wanted):
+            tell(step.rows, 1)
+            if step.table is not None:
+                parts.write(step.part, step.table)
+        about = {"checkpoint": str(found), "weights_sha256": maker.weights}
+        return parts.finish(maker.parts, about), maker
 
 
-def _top(args: PredictArgs, class_names: Sequence[str], of_targets: bool) -> int:
-    """How many classes are written; 0 if the outputs are no classes."""
-    if of_targets or not class_names:
-        for flag in ("top", "probabilities"):
-            if getattr(args, flag) != getattr(PredictArgs, flag):
-                raise ConfigError(f"--{flag} has no effect: the run does not predict classes.")
-        return 0
-    if args.top > len(class_names):
-        raise ConfigError(f"--top {args.top}: the run has {len(class_names)} classes.")
-    return args.top
-
-
-def _print(checkpoint: str, totals: Totals, unit: str, parts: OutputParts, seconds: float) -> None:
-    print(checkpoint)
-    print(f"{totals.rows:,} {unit}, each once, in {seconds:.1f} s")
+def _print(totals: Totals, maker: PartMaker, parts: OutputParts, seconds: float) -> None:
+    print(maker.job.checkpoint)
+    print(f"{totals.rows:,} {maker.unit}, each once, in {seconds:.1f} s")
     if totals.bad:
         print(f"  {totals.bad:,} cannot be read: see the column error")
     if totals.labeled:

@@ -132,7 +132,7 @@ def cluster(
             options["runtime_env"] = _warm(config, os.getpid())
             stack.enter_context(own_state_api(port))
         else:
-            options = {"runtime_env": _shipped(config) | _warm(config, 0)}
+            options = {"runtime_env": shipped_code(config) | _warm(config, 0)}
         # Ray Train imports torch: load it while Ray's processes and the mailbox start.
         settings = ray_settings(config, embedded)
         wait_s = config.scaling.wait_s
@@ -170,7 +170,7 @@ def _places(config: TrainConfig) -> list[str]:
     return [place for place in dict.fromkeys(places) if place]
 
 
-def _shipped(config: TrainConfig) -> dict[str, Any]:
+def shipped_code(config: TrainConfig) -> dict[str, Any]:
     """A runtime environment with the user's task and model, as far as they are files or packages in
     this folder."""
     shipped = []

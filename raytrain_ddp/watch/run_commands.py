@@ -11,7 +11,7 @@ from pathlib import Path
 from raytrain_ddp.checkpoint.lease import Owner
 from raytrain_ddp.checkpoint.run_folder import CONFIG_FILE
 from raytrain_ddp.config.recipe import from_dict, parse
-from raytrain_ddp.driver.config_flags import command
+from raytrain_ddp.driver.config_flags import command_of_run
 from raytrain_ddp.errors import PreflightError, RaytrainError
 from raytrain_ddp.report.history import RunHistory
 
@@ -22,7 +22,7 @@ def commands_of(history: RunHistory) -> list[tuple[str, str]]:
     word = shlex.quote(str(files.place))
     with suppress(RaytrainError, OSError, ValueError):  # of another version, or damaged
         text = files.place.read(CONFIG_FILE).decode("utf-8", errors="replace")
-        found.append(("made it", command(from_dict(parse(text)))))
+        found.append(("made it", command_of_run(from_dict(parse(text)))))
     if files.place.is_local and history.state != "finished":
         found.append(("continues it", f"python -m raytrain_ddp.fit {word}/{CONFIG_FILE}"))
     if history.state == "running":

@@ -92,8 +92,8 @@ DOOR_FLAGS = {
     EvaluateArgs: "checkpoint data device out per_class run",
     ExportArgs: "checkpoint data format image_size license out overwrite run",
     PredictArgs: (
-        "batch_size checkpoint device image_column image_size inputs layer out overwrite "
-        "probabilities run top tta"
+        "address batch_size checkpoint device image_column image_size inputs layer out overwrite "
+        "probabilities run top tta workers"
     ),
 }
 

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 import pytest
 from cluster import HOSTS, Cluster, Run
 from lab import Lab, lacking
+from slurm_cluster import SlurmCluster, lacking_slurm
 
 
 @pytest.fixture(scope="session")
@@ -35,3 +36,14 @@ def undisturbed(cluster: Cluster) -> Run:
     with cluster.own("--scaling.num-workers 3") as run:
         run.finish()
     return run
+
+
+@pytest.fixture(scope="session")
+def slurm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SlurmCluster]:
+    """Two nodes; jobs are submitted in a folder that all hosts see, as are those of tests."""
+    why = lacking() or lacking_slurm()
+    if why:
+        pytest.skip(why)
+    cluster = SlurmCluster(tmp_path_factory.mktemp("slurm"), tmp_path_factory.getbasetemp())
+    yield cluster
+    cluster.down()

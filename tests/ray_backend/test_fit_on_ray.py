@@ -21,7 +21,8 @@ import pytest
 from logs import log_of
 from rich.console import Console
 
-from raytrain_ddp import FitResult, TrainConfig, fit
+import raytrain_ddp.predict.__main__ as predict
+from raytrain_ddp import FitResult, TrainConfig, fit, fit_locally
 from raytrain_ddp.checkpoint.run_folder import CLOCKS, checkpoint_store, run_storage
 from raytrain_ddp.config.automatic import settled_without_gpu
 from raytrain_ddp.config.recipe import load
@@ -29,6 +30,7 @@ from raytrain_ddp.config.sections import CheckpointConfig, EvalConfig, LogConfig
 from raytrain_ddp.display.progress_display import Display
 from raytrain_ddp.errors import PreflightError, RetriesExhausted, TaskError
 from raytrain_ddp.failpoints import FOLDER_VARIABLE, VARIABLE
+from raytrain_ddp.predict.output_parts import OutputParts
 from raytrain_ddp.ray_backend.ray_settings import SETTINGS
 from raytrain_ddp.warm.warm_start import py_executable, start_early
 
@@ -156,6 +158,7 @@ def test_fit_trains_the_digits_and_leaves_everything_in_the_runs_folder(tmp_path
     for words in ("placing 2 workers", "preparing the model", "64 = 4 slots x 16", "finished"):
         assert words in out
     assert "raytrain_ddp.evaluate" in out
+    assert f"raytrain_ddp.predict {run} --out digits.csv" in out
 
     display, text = shown()
     before = {path: path.stat().st_mtime_ns for path in run.rglob("*") if path.is_file()}
@@ -327,3 +330,48 @@ def test_more_workers_than_the_cluster_has_are_refused_with_have_and_want(tmp_pa
     with pytest.raises(PreflightError, match=r"want 9 \(9 x 1\), have 4"):
         fit(config, display=display)
     assert not (tmp_path / "digits" / "config.toml").exists()
+
+
+def test_predict_on_a_cluster_has_the_bytes_of_one_process_whoever_dies(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The driver is interrupted, then a worker kills itself over its second batch."""
+    monkeypatch.setattr(predict, "_ROWS_PER_PART", 64)
+    bomb = tmp_path / "bomb"
+    config = TrainConfig(
+        name="run",
+        storage=str(tmp_path),
+        steps=2,
+        log=LogConfig(tensorboard=False),
+        task=f"{HERE / 'ray_tasks.py'}:DiesOnce",
+        task_options={"bomb": str(bomb)},
+    )
+    fit_locally(config)
+    run, whole, out = (str(tmp_path / name) for name in ("run", "whole.parquet", "p.parquet"))
+    flags = ["--probabilities", "--layer", "head"]
+    assert predict.main([run, *flags, "--device", "cpu", "--out", whole]) == 0
+
+    write, written = OutputParts.write, list[int]()
+
+    def interrupted(self: OutputParts, part: int, table: object) -> None:
+        if len(written) == 2:
+            raise KeyboardInterrupt
+        write(self, part, table)
+        written.append(part)
+
+    on_cluster = [run, *flags, "--address", "auto", "--workers", "2", "--out", out]
+    monkeypatch.setattr(OutputParts, "write", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        predict.main(on_cluster)
+    monkeypatch.setattr(OutputParts, "write", write)
+    assert none_left("_PartActor"), "they would keep their devices"
+    assert len(list((tmp_path / ".p.parquet.predicting").glob("part-*"))) == 2
+    bomb.touch()
+    assert predict.main(on_cluster) == 0
+    assert not bomb.exists(), "no worker died"
+    assert Path(out).read_bytes() == Path(whole).read_bytes()
+    shown = capsys.readouterr()
+    assert "starting 2 workers, each with 2 CPUs" in shown.err
+    assert "predicting 360 of 360 images" in shown.err
+    with pytest.raises(PreflightError, match="--workers 9: the cluster has 4 CPUs"):
+        predict.main([run, "--address", "auto", "--workers", "9", "--out", f"{out}.csv"])

@@ -31,7 +31,7 @@ from raytrain_ddp.driver.config_flags import command
 from raytrain_ddp.driver.dry_run import dry_run
 from raytrain_ddp.driver.preflight import check, try_model
 from raytrain_ddp.errors import ConfigError, PreflightError, RaytrainError
-from raytrain_ddp.ray_backend.cluster import _shipped, import_paths
+from raytrain_ddp.ray_backend.cluster import import_paths, shipped_code
 from raytrain_ddp.tasks.image_classification import ImageClassification
 from raytrain_ddp.tasks.model_parts import head_of
 from raytrain_ddp.tasks.model_zoo import (
@@ -238,7 +238,7 @@ def test_a_function_of_ones_own_gets_the_classes_and_arguments(own: Path):
         assert model[3].weight.shape == (5, 6)
     config = TrainConfig(model=ModelConfig(name=f"{own.name}:make"))
     assert "conv" not in dry_run(config)  # it is built and tried with a batch
-    assert _shipped(config) == {"py_modules": [str(own)]}
+    assert shipped_code(config) == {"py_modules": [str(own)]}
     assert import_paths(config)[0] == str(own.parent)
     reported = "\n".join(_unshared(replace(config, storage="s3://x/y"), "machines"))
     assert f"model.name = {own.name}:make must exist on the head" in reported

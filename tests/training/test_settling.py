@@ -18,13 +18,14 @@ from tiny import TinyTask, bits, newest, plain, tiny_config
 from torch import nn
 
 from raytrain_ddp.checkpoint.run_folder import run_storage
-from raytrain_ddp.config.automatic import settled_as, unsettled
+from raytrain_ddp.config.automatic import settled_as, settled_without_gpu, unsettled
 from raytrain_ddp.config.input_sections import AugmentConfig
 from raytrain_ddp.config.recipe import changed_fields, from_dict, load, to_dict
 from raytrain_ddp.config.sections import ComputeConfig, DdpConfig, EmaConfig, LogConfig
 from raytrain_ddp.config.train_config import TrainConfig
 from raytrain_ddp.data.sources import Batch
 from raytrain_ddp.driver.branching import find_branch
+from raytrain_ddp.driver.config_flags import command, command_of_run
 from raytrain_ddp.driver.dry_run import dry_run
 from raytrain_ddp.driver.fit_driver import fit_locally, write_config
 from raytrain_ddp.driver.run_naming import find_run
@@ -337,3 +338,13 @@ def test_tf32_is_set_on_gpus_only(tf32: bool, monkeypatch: pytest.MonkeyPatch):
     finally:
         torch.set_float32_matmul_precision(before[0])
         torch.backends.cudnn.allow_tf32 = before[1]
+
+
+def test_the_command_of_a_stored_config_has_no_field_that_nobody_gave():
+    typed = TrainConfig(name="x", micro_batch="auto", seed=3)
+    data = replace(typed.data, classes=("cat", "dog"))
+    stored = settled_without_gpu(replace(typed, data=data), 2)
+    assert len(stored.settled) == 3
+    assert command_of_run(stored) == command(typed)
+    in_order = replace(stored, data=replace(data, classes=("dog", "cat")))
+    assert command_of_run(in_order) == f"{command(typed)} --data.classes dog cat"

@@ -7,7 +7,7 @@ _addresses: list[str] = []
 
 
 def init(address: str, **_: object) -> None:
-    assert address == f"127.0.0.1:{os.environ['PORT']}"
+    assert address == f"{os.environ['HEAD_IP']}:{os.environ['PORT']}"
     _addresses.append(address)
 
 

@@ -1,0 +1,174 @@
+"""slurm.sbatch on a real Slurm whose Ray and whose run are stand-ins: what it does when Slurm ends,
+preempts or loses a job, and what it leaves."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from lab import wait_until
+from slurm import FAKES, ROOT
+from slurm_cluster import Job, SlurmCluster
+
+pytestmark = [pytest.mark.slurm, pytest.mark.timeout(300)]
+SBATCH = f"{ROOT}/clusters/slurm.sbatch"
+QUICK = FAKES / "quick"
+
+
+class Tried:
+    """A job whose run is a stand-in."""
+
+    def __init__(self, slurm: SlurmCluster, notes: Path, flags: str = "") -> None:
+        notes.mkdir()
+        self.notes = notes
+        where = {"PATH": f"{QUICK}:$PATH", "PYTHONPATH": QUICK, "FAKE_FIT": "train"}
+        self.job = slurm.submit(f"{flags} {SBATCH} mine.toml", FAKE_NOTES=notes, **where)
+
+    def wait_for(self, name: str, timeout_s: float = 60) -> None:
+        """Until it has left this note."""
+        path = self.notes / name
+        wait_until(path.exists, timeout_s, f"{name}: {self.job.state}: {self.job.said}")
+
+    @property
+    def asked(self) -> list[int]:
+        """The signals that the run got until it had made its checkpoint."""
+        asked: list[int] = json.loads((self.notes / "asked.json").read_text())
+        return asked
+
+    def forget(self) -> None:
+        """As before its first start."""
+        shutil.rmtree(self.notes)
+        self.notes.mkdir()
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_left(slurm: SlurmCluster) -> Iterator[None]:
+    yield
+    if slurm.sh("squeue --noheader"):  # the test has failed
+        slurm.sh("scancel --user=root")
+        wait_until(lambda: not slurm.sh("squeue --noheader"), 60, "jobs to end")
+    wait_until(lambda: not slurm.left_on_nodes(), 30, LeftOn(slurm))
+
+
+class LeftOn:
+    def __init__(self, slurm: SlurmCluster) -> None:
+        self._slurm = slurm
+
+    def __str__(self) -> str:
+        return "\n".join(self._slurm.left_on_nodes())
+
+
+def test_scancel_leaves_nothing(slurm: SlurmCluster, tmp_path: Path):
+    tried = Tried(slurm, tmp_path / "notes")
+    tried.wait_for("training")
+    tried.job.cancel()
+    tried.job.wait({"CANCELLED"}, 30)
+
+
+def test_scancel_of_the_script_alone_ends_the_job_with_a_checkpoint(
+    slurm: SlurmCluster, tmp_path: Path
+):
+    tried = Tried(slurm, tmp_path / "notes")
+    tried.wait_for("training")
+    tried.job.cancel("--batch --signal=TERM")
+    tried.job.wait({"FAILED"}, 30)
+    facts = tried.job.facts()
+    assert (facts["ExitCode"], facts["Restarts"]) == ("143:0", "0")
+    assert tried.asked == [15]
+
+
+def test_before_its_time_limit_a_job_goes_back_into_the_queue(slurm: SlurmCluster, tmp_path: Path):
+    tried = Tried(slurm, tmp_path / "notes")
+    tried.wait_for("training")
+    tried.forget()
+    tried.job.update("TimeLimit=1")  # Slurm looks at limits every 30 s
+    tried.job.wait({"PENDING"}, 60)
+    assert tried.asked == [15]
+    tried.forget()
+    tried.job.update("TimeLimit=60")
+    tried.job.begin_again()
+    tried.wait_for("training")
+    assert tried.job.facts()["Restarts"] == "1"
+    tried.job.cancel("--batch --signal=TERM")
+    tried.job.wait({"FAILED"}, 30)
+
+
+def test_a_preempted_job_makes_its_checkpoint_and_goes_back_into_the_queue(
+    slurm: SlurmCluster, tmp_path: Path
+):
+    """PreemptMode=REQUEUE with GraceTime: at first, Slurm signals the steps only."""
+    tried = Tried(slurm, tmp_path / "notes")
+    tried.wait_for("training")
+    urgent = slurm.submit("--partition=urgent --nodes=2 --exclusive --wrap 'sleep 1'")
+    urgent.wait({"COMPLETED"}, 50)  # before the time of grace is over: it is not needed
+    assert tried.asked == [15]
+    facts = tried.job.facts()
+    assert (facts["JobState"], facts["Restarts"]) == ("PENDING", "1")
+    tried.forget()
+    tried.job.begin_again()
+    tried.wait_for("training")
+    tried.job.cancel()
+    tried.job.wait({"CANCELLED"}, 30)
+
+
+def test_two_jobs_at_once_on_the_same_nodes(slurm: SlurmCluster, tmp_path: Path):
+    one, two = (Tried(slurm, tmp_path / name) for name in ("one", "two"))
+    for tried in (one, two):
+        tried.wait_for("training")
+        assert tried.job.facts()["NodeList"] == "n[1-2]"
+    one.job.cancel()
+    one.job.wait({"CANCELLED"}, 30)
+    wait_until(lambda: left(slurm, one.job) == [], 20, LeftOn(slurm))
+    assert len(left(slurm, two.job)) >= 3, "its folders on both nodes, and the shared one"
+    assert two.job.state == "RUNNING"
+    assert not (two.notes / "stopping").exists()
+    two.job.cancel()
+    two.job.wait({"CANCELLED"}, 30)
+
+
+def test_tasks_of_an_array_are_jobs_of_their_own(slurm: SlurmCluster, tmp_path: Path):
+    """Both run at once; neither sweeps the other's folders."""
+    (tmp_path / "wrap.sh").write_text(
+        f'#!/bin/bash\nexport FAKE_NOTES={tmp_path}/$SLURM_ARRAY_TASK_ID\nexec bash {SBATCH} "$@"\n'
+    )
+    flags = "--array=0-1 --nodes=2 --ntasks-per-node=1 --cpus-per-task=16 --mem=64G"
+    where = {"PATH": f"{QUICK}:$PATH", "PYTHONPATH": QUICK, "FAKE_FIT": "train"}
+    notes = [tmp_path / str(number) for number in range(2)]
+    for folder in notes:
+        folder.mkdir()
+    job = slurm.submit(f"{flags} {tmp_path}/wrap.sh mine.toml", **where)
+    for folder in notes:
+        wait_until((folder / "training").exists, 60, f"{job.state}: {job.said}")
+    lines = [line.split() for line in slurm.sh("squeue --noheader --format='%K %A'").splitlines()]
+    numbers = {task: int(number) for task, number in lines}
+    assert numbers.keys() == {"0", "1"}
+    assert job.number in numbers.values(), "a task has the number of the array"
+    slurm.sh(f"scancel --batch --signal=TERM {job.number}_0")
+    wait_until((notes[0] / "asked.json").exists, 30, job.number)
+    wait_until(lambda: left(slurm, Job(slurm, numbers["0"])) == [], 30, LeftOn(slurm))
+    assert slurm.sh("squeue --noheader --format=%K").split() == ["1"]
+    assert not (notes[1] / "stopping").exists()
+    job.cancel()
+    wait_until(lambda: not slurm.sh("squeue --noheader"), 30, job.number)
+
+
+def test_a_node_that_is_lost_and_comes_back(slurm: SlurmCluster, tmp_path: Path):
+    tried = Tried(slurm, tmp_path / "notes")
+    tried.wait_for("training")
+    slurm.lab.crash("n2")
+    tried.job.wait({"PENDING"}, 90)  # SlurmdTimeout is 15 s
+    slurm.lab.boot("n2")
+    slurm.start_node("n2")
+    tried.forget()
+    tried.job.begin_again()
+    tried.wait_for("training")
+    assert int(tried.job.facts()["Restarts"]) >= 1
+    tried.job.cancel()
+    tried.job.wait({"CANCELLED"}, 90)
+
+
+def left(slurm: SlurmCluster, job: Job) -> list[str]:
+    return [line for line in slurm.left_on_nodes() if f"-{job.number}" in line]

@@ -1,0 +1,85 @@
+"""`predict` on a cluster, without Ray: where workers go, and a node that sees other files."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from raytrain_ddp.errors import ConfigError, DataError, PreflightError
+from raytrain_ddp.predict.__main__ import main
+from raytrain_ddp.predict.cluster_workers import Places, _Given, _PartActor, places_for
+from raytrain_ddp.predict.part_maker import Job, PartMaker
+
+GPU_NODE, CPU_NODE, HEAD = {"GPU": 4.0, "CPU": 32.0}, {"CPU": 16.0}, {"memory": 1e9}
+
+
+@pytest.mark.parametrize(
+    ("nodes", "workers", "device", "wanted"),
+    [
+        ([GPU_NODE, GPU_NODE, HEAD], None, "auto", Places(8, "cuda", 8.0, 1.0)),
+        ([GPU_NODE, CPU_NODE], 3, "cuda", Places(3, "cuda", 8.0, 1.0)),
+        ([{"GPU": 4.0, "CPU": 2.0}], None, "auto", Places(4, "cuda", 0.5, 1.0)),
+        ([GPU_NODE, HEAD], None, "cpu", Places(1, "cpu", 32.0, 0.0)),
+        ([CPU_NODE, {"CPU": 8.0}], None, "auto", Places(2, "cpu", 8.0, 0.0)),
+        ([CPU_NODE, CPU_NODE], 5, "auto", Places(5, "cpu", 5.0, 0.0)),
+        ([{"CPU": 1.0}] * 3, 3, "auto", Places(3, "cpu", 1.0, 0.0)),
+    ],
+)
+def test_a_worker_for_each_gpu_or_else_for_each_node(
+    nodes: Sequence[dict[str, float]], workers: int | None, device: str, wanted: Places
+):
+    assert places_for(nodes, workers, device) == wanted
+
+
+@pytest.mark.parametrize(
+    ("nodes", "workers", "device", "message"),
+    [
+        ([CPU_NODE], None, "cuda", "--device cuda: the cluster has no GPU"),
+        ([GPU_NODE], 5, "auto", "--workers 5: the cluster has 4 GPUs"),
+        ([HEAD], None, "auto", "neither a GPU nor a CPU"),
+    ],
+)
+def test_what_the_cluster_does_not_have_is_refused(
+    nodes: Sequence[dict[str, float]], workers: int | None, device: str, message: str
+):
+    with pytest.raises(PreflightError, match=message):
+        places_for(nodes, workers, device)
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (("--workers", "2"), "--workers has no effect without --address"),
+        (("--address", "auto", "--workers", "0"), "--workers = 0: must be 1 or more"),
+        (("--address", "auto", "--device", "cuda:1"), "give cuda or cpu with --address"),
+    ],
+)
+def test_flags_that_do_not_go_together(flags: Sequence[str], message: str, tmp_path: Path):
+    with pytest.raises(ConfigError, match=message):
+        main(["run", *flags, "--out", str(tmp_path / "p.csv")])
+
+
+def test_a_node_that_sees_other_files_is_named(photos: tuple[str, Path], tmp_path: Path):
+    import torch
+
+    from raytrain_ddp.checkpoint.lookup import find_checkpoint
+
+    folder = tmp_path / "in"
+    shutil.copytree(photos[1], folder)
+    checkpoint = str(find_checkpoint(photos[0], None))
+    job = Job(checkpoint, (str(folder),), None, None, 1, False, None, "none", None, 64)
+    threads = torch.get_num_threads()
+    maker = PartMaker(job, torch.device("cpu"), threads)
+    given = _Given(job, maker.plan("cpu"), "cpu", threads, str(tmp_path), ())
+    actor = _PartActor(given)
+    actor.open()
+    assert [step.part for step in actor.predict([0]) if step.table is not None] == [0]
+    next(folder.rglob("*.jpg")).unlink()
+    with pytest.raises(DataError, match=r"node \S+ sees other files .*rows 17, was 18"):
+        _PartActor(given).open()
+    shutil.rmtree(folder)
+    with pytest.raises(DataError, match=r"node \S+: .*no such file.* use a shared folder or URIs"):
+        _PartActor(given).open()
