@@ -84,7 +84,7 @@ class SlurmCluster:
             )
             for node in NODES:
                 self.start_node(node)
-            wait_until(self._is_ready, _START_S, self)
+            wait_until(self.is_ready, _START_S, self)
         except BaseException:
             self.down()
             raise
@@ -111,7 +111,8 @@ class SlurmCluster:
         ends = [self.lab.run(h, f"tail -n 8 /var/log/{log}.log") for h, log in logs.items()]
         return "\n".join([self.sh("sinfo --Node --long"), *ends])
 
-    def _is_ready(self) -> bool:
+    def is_ready(self) -> bool:
+        """Whether both nodes are there and have no job."""
         return {*self.sh("sinfo --Node --noheader --format=%T").split()} == {"idle"}
 
     def down(self) -> None:
@@ -143,6 +144,16 @@ class SlurmCluster:
             lines = [line.split(maxsplit=1)[1] for line in self.lab.processes(node)]
             found += [f"{node}: {line[:100]}" for line in lines if "slurmd -f" not in line]
         return found
+
+
+class LeftOn:
+    """What is left, for messages."""
+
+    def __init__(self, cluster: SlurmCluster) -> None:
+        self._cluster = cluster
+
+    def __str__(self) -> str:
+        return "\n".join(self._cluster.left_on_nodes())
 
 
 class Job:
@@ -185,6 +196,11 @@ class Job:
 
     def update(self, change: str) -> None:
         self.cluster.sh(f"scontrol update JobId={self.number} {change}")
+
+    def warn(self) -> None:
+        """Sets a time limit that is reached in one to two minutes; Slurm looks every 30 s."""
+        hours, minutes, _ = self.facts()["RunTime"].split(":")
+        self.update(f"TimeLimit={60 * int(hours) + int(minutes) + 2}")
 
     def begin_again(self, timeout_s: float = 60) -> None:
         """Slurm holds a job that was requeued for two minutes; this does not."""

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from lab import wait_until
 from slurm import ROOT
-from slurm_cluster import SlurmCluster
+from slurm_cluster import LeftOn, SlurmCluster
 
 from raytrain_ddp import TrainConfig, fit_locally
 from raytrain_ddp.checkpoint.run_folder import checkpoint_store, read_events, run_storage
@@ -68,12 +68,12 @@ def test_as_it_is_it_trains_across_nodes_is_requeued_at_its_limit_and_has_equal_
     # A CPU for each node's Ray: so each node has one worker.
     job = slurm.submit(f"--cpus-per-task=1 {SBATCH} {flags(config)}", PYTHONPATH=ROOT / "tests")
     wait_until(lambda: steps_of(config) >= 5, 300, job)
-    job.update("TimeLimit=1")
+    job.warn()
     job.wait({"PENDING"}, 150)
     done = steps_of(config)
     assert 5 <= done < 120
     (tmp_path / "slow").unlink()
-    wait_until(lambda: not slurm.left_on_nodes(), 60, slurm)
+    wait_until(lambda: not slurm.left_on_nodes(), 60, LeftOn(slurm))
     job.update("TimeLimit=60")
     job.begin_again()
     job.wait({"COMPLETED"}, 300)
@@ -82,4 +82,4 @@ def test_as_it_is_it_trains_across_nodes_is_requeued_at_its_limit_and_has_equal_
     assert weights(config) == undisturbed
     plans = [e.event for e in read_events(run_storage(config)) if isinstance(e.event, Plan)]
     assert [{*plan.hosts} for plan in plans] == [{"n1", "n2"}] * 2
-    wait_until(lambda: not slurm.left_on_nodes(), 60, slurm)
+    wait_until(lambda: not slurm.left_on_nodes(), 60, LeftOn(slurm))

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from lab import wait_until
 from slurm import FAKES, ROOT
-from slurm_cluster import Job, SlurmCluster
+from slurm_cluster import Job, LeftOn, SlurmCluster
 
 pytestmark = [pytest.mark.slurm, pytest.mark.timeout(300)]
 SBATCH = f"{ROOT}/clusters/slurm.sbatch"
@@ -53,14 +53,6 @@ def nothing_is_left(slurm: SlurmCluster) -> Iterator[None]:
     wait_until(lambda: not slurm.left_on_nodes(), 30, LeftOn(slurm))
 
 
-class LeftOn:
-    def __init__(self, slurm: SlurmCluster) -> None:
-        self._slurm = slurm
-
-    def __str__(self) -> str:
-        return "\n".join(self._slurm.left_on_nodes())
-
-
 def test_scancel_leaves_nothing(slurm: SlurmCluster, tmp_path: Path):
     tried = Tried(slurm, tmp_path / "notes")
     tried.wait_for("training")
@@ -84,7 +76,7 @@ def test_before_its_time_limit_a_job_goes_back_into_the_queue(slurm: SlurmCluste
     tried = Tried(slurm, tmp_path / "notes")
     tried.wait_for("training")
     tried.forget()
-    tried.job.update("TimeLimit=1")  # Slurm looks at limits every 30 s
+    tried.job.warn()
     tried.job.wait({"PENDING"}, 60)
     assert tried.asked == [15]
     tried.forget()
@@ -153,21 +145,6 @@ def test_tasks_of_an_array_are_jobs_of_their_own(slurm: SlurmCluster, tmp_path: 
     assert not (notes[1] / "stopping").exists()
     job.cancel()
     wait_until(lambda: not slurm.sh("squeue --noheader"), 30, job.number)
-
-
-def test_a_node_that_is_lost_and_comes_back(slurm: SlurmCluster, tmp_path: Path):
-    tried = Tried(slurm, tmp_path / "notes")
-    tried.wait_for("training")
-    slurm.lab.crash("n2")
-    tried.job.wait({"PENDING"}, 90)  # SlurmdTimeout is 15 s
-    slurm.lab.boot("n2")
-    slurm.start_node("n2")
-    tried.forget()
-    tried.job.begin_again()
-    tried.wait_for("training")
-    assert int(tried.job.facts()["Restarts"]) >= 1
-    tried.job.cancel()
-    tried.job.wait({"CANCELLED"}, 90)
 
 
 def left(slurm: SlurmCluster, job: Job) -> list[str]:
