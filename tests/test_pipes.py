@@ -12,7 +12,7 @@ import pytest
 from raytrain_ddp.command_line import run_command
 
 BUFFERED = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
-DOORS = ("fit", "run", "evaluate", "convert", "doctor", "report", "chaos", "sweep")
+COMMANDS = ("fit", "run", "evaluate", "convert", "doctor", "report", "chaos", "sweep")
 
 
 def ended(folder: Path, script: str, unread: str) -> tuple[int, str]:
@@ -40,7 +40,7 @@ def run_cli(name: str, *argv: str) -> str:
 
 
 CALLS = {
-    **{name: (name, "--help") for name in DOORS},
+    **{name: (name, "--help") for name in COMMANDS},
     "fit --help-all": ("fit", "--help-all"),
     "raytrain --help": ("__main__", "--help"),
     "raytrain fit --help": ("__main__", "fit", "--help"),
