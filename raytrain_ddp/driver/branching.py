@@ -113,7 +113,7 @@ def find_branch(config: TrainConfig, origin: str, allowed: Sequence[str]) -> Bra
     config = settled_as_begun(config, checkpoint.manifest.config)
     changes = changed_fields(checkpoint.manifest.config, config)
     differing = [name for name, _, _ in changes]
-    fixed = [name for name in differing if not _may_change(name)]
+    fixed = [name for name in differing if not may_change(name)]
     if fixed:
         raise ConfigError(
             f"{', '.join(fixed)}: cannot differ from {origin}'s, which decides the samples of a "
@@ -171,7 +171,7 @@ def begun_from(run: NamedRun, branch: Branch) -> NamedRun:
     return answered(run.config, begin)
 
 
-def _may_change(name: str) -> bool:
+def may_change(name: str) -> bool:
     return name in _FIELDS or (name.partition(".")[0] in _SECTIONS and name not in _NOT)
 
 

@@ -134,7 +134,7 @@ def _train_here(
     run: Storage,
     main: bool,
     show: Show,
-    session_of: Callable[..., LocalSession] | None,
+    session_of: Callable[..., LocalSession] | None = None,
 ) -> tuple[Outcome, _Starts]:
     show(Phase("loading torch"))
     _note_idle(config, show)

@@ -15,12 +15,7 @@ from raytrain_ddp.checkpoint.storage import Storage, open_storage
 from raytrain_ddp.config.recipe import from_dict
 from raytrain_ddp.display.axes import Scale, linear_scale
 from raytrain_ddp.display.curves import color, hovers
-from raytrain_ddp.display.formatting import (
-    format_metric,
-    format_seconds,
-    format_share,
-    plural,
-)
+from raytrain_ddp.display.formatting import format_metric, format_seconds, format_share, plural
 from raytrain_ddp.display.panel import Line, Panel
 from raytrain_ddp.errors import PreflightError
 from raytrain_ddp.report import tables
@@ -68,7 +63,7 @@ def one_sweep(folder: Storage, sweep: Sweep) -> str:
     """The page of a sweep."""
     name = folder.path.rstrip("/").rpartition("/")[2]
     counts = [f"{sweep.count(s)} {s}" for s in ("finished", "stopped", "failed") if sweep.count(s)]
-    total = sweep.settings.trials * sweep.settings.seeds
+    total = sweep.total
     left = total - sweep.count("finished", "stopped", "failed")
     counts += [f"{left} not done"] if left else []
     about = f"{plural(total, 'trial')}: {', '.join(counts)}. "
@@ -159,7 +154,7 @@ def _best(folder: Storage, sweep: Sweep, best: Trial) -> str:
     value = sweep.best_of(best)
     assert value is not None
     base = from_dict(sweep.settings.config)
-    commands = [("train it", best_command(base, best))]
+    commands = [] if best.origin else [("train it", best_command(base, best))]
     place = shlex.quote(f"{folder}/{best.name}")
     if "://" not in place:
         commands.append(("train it on", f"python -m raytrain_ddp.fit {place}/config.toml"))
@@ -306,7 +301,7 @@ def _trials(sweep: Sweep, ranked: Sequence[Trial]) -> str:
                 *_point_cells(sweep, trial),
                 f"{epochs:g}",
                 format_seconds(trial.seconds),
-                escape(trial.message.partition("\n")[0]),
+                escape(trial.history),
             )
         )
     fields = [dimension.field for dimension in sweep.settings.space]

@@ -40,14 +40,16 @@ class SweepArgs(RecipeArgs):
     search: Literal["random", "grid", "optuna"] = "random"
     """How to choose points: random; grid, all combinations of lists; optuna, its TPE sampler, which
     learns from the trials that have ended (needs the extra sweep)."""
-    scheduler: Literal["none", "asha", "halving"] = "none"
+    scheduler: Literal["none", "asha", "halving", "pbt"] = "none"
     """Stop bad trials early, with a checkpoint. asha: each at a rung, by those that were there
     before; halving: all pause at a rung, and the best go on, so the result does not depend on
-    --parallel. Rungs are after --first-rung epochs, and each --factor times as late as the last."""
+    --parallel. Rungs are after --first-rung epochs, and each --factor times as late as the last.
+    pbt: all pause every --first-rung epochs, and the worst are replaced by copies of the best, with
+    values near theirs (population based training)."""
     first_rung: int = 1
     """Epochs before a scheduler stops the first trials."""
     factor: int = 3
-    """One in so many trials goes on after a rung."""
+    """One in so many trials goes on after a rung. Of pbt, one in so many is replaced."""
     per_trial: dict[str, str] = field(default_factory=dict, metadata={"metavar": "cpus=N gpus=N"})
     """Resources of a trial, such as cpus=4 gpus=0.5; below 1, several share a GPU. Default: a GPU
     with its share of the CPUs, if the cluster has any; else a CPU."""
@@ -136,10 +138,10 @@ def parse(argv: Sequence[str]) -> SweepArgs:
         args.seeds,
         "must be 1 with --scheduler, which would stop the seeds of a point apart",
     )
-    if args.search == "optuna" and args.scheduler == "halving":
+    if args.search == "optuna" and args.scheduler in ("halving", "pbt"):
         raise ConfigError(
-            "--scheduler halving needs all points before the first rung: use --search random or "
-            "grid, or --scheduler asha."
+            f"--scheduler {args.scheduler} needs all points before the first rung: use --search "
+            "random or grid, or --scheduler asha."
         )
     _require_rungs(args, config, given)
     return args

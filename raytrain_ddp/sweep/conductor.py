@@ -14,7 +14,8 @@ from typing import Literal
 
 from raytrain_ddp.checkpoint.storage import Storage
 from raytrain_ddp.config.train_config import TrainConfig
-from raytrain_ddp.driver.preflight import answered
+from raytrain_ddp.driver.branching import begun_from, run_and_branch
+from raytrain_ddp.driver.preflight import answered, check
 from raytrain_ddp.errors import ConfigError
 from raytrain_ddp.sweep import policy
 from raytrain_ddp.sweep.optuna_search import suggested_point
@@ -33,6 +34,18 @@ class Evaluation:
     monitor: str
     goal: str
     evaluations: Sequence[Evaluated]
+
+
+def branched(config: TrainConfig, origin: str, changed: Sequence[str]) -> None:
+    """Begins a run from the newest checkpoint of another in the same storage; does nothing if it
+    has begun there already.
+
+    Raises:
+        ConfigError, CheckpointError: as `find_branch`.
+    """
+    run, branch = run_and_branch(check(config), None, origin, changed)
+    if branch is not None:
+        begun_from(run, branch)
 
 
 @dataclass(frozen=True)
@@ -57,6 +70,7 @@ class Conductor:
         base: the recipe with its flags and the resources of a trial; it may be replaced.
         folder: of the sweep.
         tell: receives a trial whenever one has ended or paused.
+        branch: begins the run of a config from another trial, with the fields that differ.
     """
 
     def __init__(
@@ -65,10 +79,11 @@ class Conductor:
         base: TrainConfig,
         folder: Storage,
         tell: Callable[[Trial], None] = lambda trial: None,
+        branch: Callable[[TrainConfig, str, Sequence[str]], None] = branched,
     ) -> None:
         self.sweep = sweep
         self.stopping = 0  # the number of a signal
-        self.base, self.folder, self._tell = base, folder, tell
+        self.base, self.folder, self._tell, self._branch = base, folder, tell, branch
         self._lock = threading.RLock()
         self._began: dict[int, float] = {}  # monotonic, of the running trials
         self._saved_at = 0.0
@@ -78,8 +93,9 @@ class Conductor:
         answered(self.base, self.folder.mkdir)
         for trial in self.sweep.trials:
             trial.deaths = 0
-        have = len(self.sweep.trials) // self.sweep.settings.seeds
-        for point in known_points(self.sweep.settings, self.base.seed)[have:]:
+        settings = self.sweep.settings
+        have = settings.trials - self.sweep.missing // settings.seeds
+        for point in known_points(settings, self.base.seed)[have:]:
             self._add(point)
         self.release()
 
@@ -88,10 +104,13 @@ class Conductor:
         with self._lock:
             if self.stopping or self.sweep.count("running") >= parallel:
                 return None
-            for stopped in policy.promote(self.sweep):
-                self._tell(stopped)
+            stopped, clones = policy.promote(self.sweep, self.base.seed)
+            for each in clones:
+                self._begin(each)
+            for each in stopped:
+                self._tell(each)
             trial = next((t for t in self.sweep.trials if t.status == "waiting"), None)
-            if trial is None and len(self.sweep.trials) < self._wanted():
+            if trial is None and self.sweep.missing > 0:
                 trial = self._suggested()
             if trial is None:
                 self._save()  # of what `promote` has stopped
@@ -107,7 +126,7 @@ class Conductor:
         with self._lock:
             if self.sweep.count("running"):
                 return False
-            left = self.sweep.count("waiting", "paused") or len(self.sweep.trials) < self._wanted()
+            left = self.sweep.count("waiting", "paused") or self.sweep.missing > 0
             return bool(self.stopping) or not left
 
     def config_of(self, trial: Trial) -> TrainConfig:
@@ -169,18 +188,12 @@ class Conductor:
             mean, now = sum(done) / len(done), time.monotonic()
             began = [now - since for since in self._began.values()]
             left = sum(max(0.0, mean - spent) for spent in began)
-            waiting = (
-                self._wanted() - len(self.sweep.trials) + self.sweep.count("waiting", "paused")
-            )
+            waiting = self.sweep.missing + self.sweep.count("waiting", "paused")
             return (left + waiting * mean) / max(1, parallel)
-
-    def _wanted(self) -> int:
-        settings = self.sweep.settings
-        return settings.trials * settings.seeds
 
     def _suggested(self) -> Trial | None:
         """The first trial of the next point that the config accepts."""
-        while len(self.sweep.trials) < self._wanted():
+        while self.sweep.missing > 0:
             number = len(self.sweep.trials) // self.sweep.settings.seeds
             point = suggested_point(self.sweep, self.base.seed, number)
             trials = self._add(point)
@@ -192,6 +205,19 @@ class Conductor:
                     trial.status, trial.message = "failed", f"refused: {error}"
                     self._tell(trial)
         return None
+
+    def _begin(self, clone: Trial) -> None:
+        """Adds a trial that starts from another's newest checkpoint, which is copied now, before
+        the other goes on."""
+        origin = next(each for each in self.sweep.trials if each.name == clone.origin)
+        try:
+            config = self.config_of(clone)
+        except ConfigError:  # its values do not go together
+            clone.point = origin.point
+            config = self.config_of(clone)
+        changed = [name for name, value in clone.point.items() if value != origin.point[name]]
+        self._branch(config, clone.origin, changed)
+        self.sweep.trials.append(clone)
 
     def _add(self, point: Point) -> list[Trial]:
         settings, made = self.sweep.settings, []

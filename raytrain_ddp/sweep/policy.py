@@ -3,11 +3,15 @@
 - asha: asynchronous successive halving (Li et al., 2020) in the stopping form of Ray Tune: a trial
   that reaches a rung goes on if it is among the best of those that have reached it before.
 - halving: synchronous successive halving. All trials pause at a rung, and the best go on.
+- pbt: population based training (Jaderberg et al., 2017), synchronous. All trials pause at a rung;
+  the worst end, and others start in their place from the state of one of the best, with a point
+  near its point.
 """
 
 from __future__ import annotations
 
 import math
+import random
 from collections.abc import Sequence
 
 from raytrain_ddp.display.formatting import format_metric
@@ -18,8 +22,11 @@ def rungs(settings: Settings) -> list[int]:
     """The epochs after which a trial may be stopped; none without a scheduler."""
     if settings.scheduler == "none":
         return []
+    last = int(settings.config["epochs"])
+    if settings.scheduler == "pbt":
+        return [*range(settings.first_rung, last, settings.first_rung)]
     found, epochs = [], settings.first_rung
-    while epochs < int(settings.config["epochs"]):
+    while epochs < last:
         found.append(epochs)
         epochs *= settings.factor
     return found
@@ -27,14 +34,14 @@ def rungs(settings: Settings) -> list[int]:
 
 def begin(settings: Settings, trial: Trial) -> None:
     """Sets where a new trial pauses."""
-    if settings.scheduler == "halving":
+    if settings.scheduler in ("halving", "pbt"):
         trial.until = next(iter(rungs(settings)), 0)
 
 
 def verdict(sweep: Sweep, trial: Trial) -> str:
     """Why a trial is to stop after its newest evaluation; "" if it goes on."""
     newest = trial.evaluations[-1]
-    if sweep.settings.scheduler == "halving":
+    if sweep.settings.scheduler in ("halving", "pbt"):
         reached = 0 < trial.until <= newest.epochs
         return f"waits after epoch {trial.until} for the others" if reached else ""
     before = trial.evaluations[-2].epochs if len(trial.evaluations) > 1 else 0.0
@@ -50,18 +57,25 @@ def verdict(sweep: Sweep, trial: Trial) -> str:
     return ""
 
 
-def promote(sweep: Sweep) -> list[Trial]:
+def promote(sweep: Sweep, seed: int = 0) -> tuple[list[Trial], list[Trial]]:
     """If all trials have paused at a rung, the best of them wait for their next start, and the
-    others, which are returned, are stopped. Does nothing as long as a trial is to be trained."""
+    others are stopped. Does nothing as long as a trial is to be trained.
+
+    Returns:
+        The trials that are stopped, and of pbt those that replace them, with their origin; they are
+        not yet among the trials of the sweep.
+    """
     paused = [trial for trial in sweep.trials if trial.status == "paused"]
     if not paused or sweep.count("waiting", "running"):
-        return []
+        return [], []
     rung = min(trial.until for trial in paused)
     levels = [*rungs(sweep.settings), 0]
     following = levels[levels.index(rung) + 1]
     # Those that failed at this rung have competed, too.
     began = [t for t in sweep.trials if t.until == rung and t.status in ("paused", "failed")]
     kept = max(1, len(began) // sweep.settings.factor)
+    if sweep.settings.scheduler == "pbt":
+        kept = max(1, len(paused) - kept)
     order = sorted(paused, key=lambda t: (-sweep.better(_value(t, rung)), t.number))
     for place, trial in enumerate(order):
         if place < kept:
@@ -71,7 +85,19 @@ def promote(sweep: Sweep) -> list[Trial]:
             trial.message = (
                 f"place {place + 1} of {len(began)} after epoch {rung}; the first {kept} go on"
             )
-    return order[kept:]
+    if sweep.settings.scheduler != "pbt":
+        return order[kept:], []
+    return order[kept:], [
+        _clone(sweep, order[place % kept], len(sweep.trials) + place, following, seed)
+        for place in range(len(order) - kept)
+    ]
+
+
+def _clone(sweep: Sweep, origin: Trial, number: int, until: int, seed: int) -> Trial:
+    numbers = random.Random(f"raytrain pbt {seed} {number}")
+    near = {d.field: d.near(origin.point[d.field], numbers) for d in sweep.settings.space}
+    name = f"trial-{number:04}"
+    return Trial(number, name, near, origin.seed, until=until, origin=origin.name)
 
 
 def _value(trial: Trial, rung: int) -> float:

@@ -13,6 +13,7 @@ from raytrain_ddp.checkpoint.run_folder import CONFIG_FILE, EVENTS_FILE
 from raytrain_ddp.checkpoint.storage import Storage, open_storage
 from raytrain_ddp.config.recipe import publishable, to_dict
 from raytrain_ddp.config.train_config import TrainConfig
+from raytrain_ddp.driver.branching import may_change
 from raytrain_ddp.driver.config_flags import command
 from raytrain_ddp.driver.preflight import answered
 from raytrain_ddp.errors import ConfigError, PreflightError, RunLockedError, TaskError
@@ -20,7 +21,7 @@ from raytrain_ddp.sweep.conductor import Conductor
 from raytrain_ddp.sweep.optuna_search import require_optuna
 from raytrain_ddp.sweep.space import with_point
 from raytrain_ddp.sweep.sweep_display import SweepDisplay
-from raytrain_ddp.sweep.sweep_state import OVER, Settings, Sweep, Trial, differences, load_sweep
+from raytrain_ddp.sweep.sweep_state import Settings, Sweep, Trial, differences, load_sweep
 from raytrain_ddp.sweep.trial_configs import known_points, require_valid
 
 
@@ -60,6 +61,12 @@ def checked(order: SweepOrder) -> SweepOrder:
     base = replace(order.base, storage=storage)
     if order.settings.search == "optuna":
         require_optuna()
+    fixed = [each.field for each in order.settings.space if not may_change(each.field)]
+    if order.settings.scheduler == "pbt" and fixed:
+        raise ConfigError(
+            f"--scheduler pbt: {', '.join(fixed)} cannot change within a training, as the samples "
+            "of a step or the shape of the state depend on it: remove it from --space."
+        )
     points = known_points(order.settings, base.seed)
     require_valid(base, order.settings.space, points, order.given)
     return replace(order, base=base)
@@ -121,12 +128,15 @@ def conclusion(
     ranked = sweep.ranked()
     if ranked:
         rows.append(("best run", f"{place}/{ranked[0].name}"))
-        rows.append(("train it", best_command(order.base, ranked[0])))
+        if ranked[0].origin:  # its values were others before
+            rows.append(("it began as", ranked[0].history))
+        else:
+            rows.append(("train it", best_command(order.base, ranked[0])))
         if ranked[0].status == "stopped" and "://" not in place:
             rows.append(
                 ("train it on", f"python -m raytrain_ddp.fit {place}/{ranked[0].name}/config.toml")
             )
-    if sweep.count(*OVER) < sweep.settings.trials * sweep.settings.seeds:
+    if sweep.count("waiting", "running", "paused") or sweep.missing > 0:
         rows.append(("continue", "the same command again"))
     rows.append(("report", f"python -m raytrain_ddp.report {shlex.quote(place)}"))
     rows.append(("all runs", f"python -m raytrain_ddp.watch {shlex.quote(place)}"))

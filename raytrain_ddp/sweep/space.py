@@ -20,6 +20,7 @@ Point = Mapping[str, Value]
 
 _FORMS = "LOW:HIGH, log:LOW:HIGH, or a list such as 0.1,0.2"
 _DIGITS = 4  # of a drawn number: readable, and finer than any run can tell
+_ANEW, _NEAR = 0.25, 0.2
 _NOT_SEARCHED = {
     "name": "the sweep names its runs",
     "storage": "all runs of a sweep are in one storage",
@@ -61,6 +62,22 @@ class Dimension:
             number = random_numbers.uniform(low, high)
         if self.kind == "int":
             return int(min(max(round(number), self.low), self.high))
+        return self.tidy(number)
+
+    def near(self, value: Value, random_numbers: random.Random) -> Value:
+        """A value for a trial that starts from another one's state: drawn anew once in four times,
+        else the next choice, or 0.8 or 1.2 times the value, within the range."""
+        if random_numbers.random() < _ANEW:
+            return self.draw(random_numbers)
+        way = random_numbers.choice((-1, 1))
+        if self.kind == "choice":
+            place = self.choices.index(value) + way
+            return self.choices[min(max(place, 0), len(self.choices) - 1)]
+        assert isinstance(value, int | float)
+        number = value * (1 + _NEAR * way)
+        if self.kind == "int":
+            step = max(1, round(abs(number - value)))
+            return int(min(max(value + way * step, self.low), self.high))
         return self.tidy(number)
 
     def tidy(self, value: Value) -> Value:

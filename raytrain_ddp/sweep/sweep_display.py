@@ -56,7 +56,7 @@ class SweepDisplay:
         self._name, self._conductor = name, conductor
         sweep = conductor.sweep
         done = sweep.count("finished", "stopped", "failed")
-        total = plural(sweep.settings.trials * sweep.settings.seeds, "trial")
+        total = plural(sweep.total, "trial")
         varied = ", ".join(dimension.field for dimension in sweep.settings.space)
         text = f"{name}: {total} of {varied}"
         self._print(Text(f"{text}; {done} done before" if done else text))
@@ -80,7 +80,7 @@ class SweepDisplay:
             return
         sweep = self._conductor.sweep
         done = sweep.count("finished", "stopped", "failed")
-        of = f"({done} of {sweep.settings.trials * sweep.settings.seeds})"
+        of = f"({done} of {sweep.total})"
         cells = [f"{trial.name}  {trial.status}", *_cells(sweep, trial), of]
         self._print(Text("  ".join(cells), style=_COLORS[trial.status]))
         if trial.status == "failed":
@@ -125,7 +125,7 @@ class SweepDisplay:
     def _lines(self, waited: str, width: int) -> Iterator[list[str | tuple[str, str]]]:
         """The rows of the live table, as parts of text with their styles."""
         sweep = self._conductor.sweep
-        total = sweep.settings.trials * sweep.settings.seeds
+        total = sweep.total
         share = sweep.count("finished", "stopped", "failed") / max(1, total)
         tail = f"{int(100 * share):4} %  {waited}"
         done = int(share * (width - len(tail)))
@@ -164,7 +164,7 @@ def _cells(sweep: Sweep, trial: Trial) -> list[str]:
 
 def _counts(sweep: Sweep) -> str:
     """``17 of 40 finished, 6 stopped, 1 failed, 2 running``"""
-    total = sweep.settings.trials * sweep.settings.seeds
+    total = sweep.total
     parts = [f"{sweep.count('finished')} of {total} finished"]
     for status in ("stopped", "failed", "paused", "running"):
         count = sweep.count(status)

@@ -46,6 +46,7 @@ class Trial:
         starts: how often a process began to train it. deaths: how many of them disappeared.
         seconds: that its processes took, all starts together.
         message: why it was stopped, or has failed.
+        origin: the trial whose state it starts from; "": its point was drawn, and it starts anew.
     """
 
     number: int
@@ -59,6 +60,13 @@ class Trial:
     seconds: float = 0.0
     message: str = ""
     evaluations: list[Evaluated] = field(default_factory=list)
+    origin: str = ""
+
+    @property
+    def history(self) -> str:
+        """Where it came from, and why it ended, in one line."""
+        origin = f"a copy of {self.origin}, with other values" if self.origin else ""
+        return "; ".join(filter(None, (origin, self.message.partition("\n")[0])))
 
     def at(self, epochs: int) -> float | None:
         """The value of the first evaluation after so many epochs; None before it."""
@@ -82,7 +90,7 @@ class Settings:
     trials: int
     seeds: int = 1
     search: Literal["random", "grid", "optuna"] = "random"
-    scheduler: Literal["none", "asha", "halving"] = "none"
+    scheduler: Literal["none", "asha", "halving", "pbt"] = "none"
     first_rung: int = 1
     factor: int = 3
 
@@ -122,6 +130,17 @@ class Sweep:
         first = trial.number // seeds * seeds
         return [each for each in self.trials if first <= each.number < first + seeds]
 
+    @property
+    def missing(self) -> int:
+        """How many trials are still to be drawn."""
+        drawn = sum(not trial.origin for trial in self.trials)
+        return self.settings.trials * self.settings.seeds - drawn
+
+    @property
+    def total(self) -> int:
+        """All trials so far, and those that are still to be drawn."""
+        return len(self.trials) + self.missing
+
     def count(self, *statuses: str) -> int:
         return sum(trial.status in statuses for trial in self.trials)
 
@@ -135,7 +154,7 @@ def differences(then: Settings, now: Settings) -> list[str]:
             lines.append(f"{name}: {old.get(name)!r} -> {new.get(name)!r}")
     for each in dataclasses.fields(Settings):
         before, after = getattr(then, each.name), getattr(now, each.name)
-        more = each.name == "trials" and after > before and now.scheduler != "halving"
+        more = each.name == "trials" and after > before and now.scheduler not in ("halving", "pbt")
         if each.name not in ("config", "space") and before != after and not more:
             lines.append(f"--{each.name.replace('_', '-')}: {before!r} -> {after!r}")
     old_space, new_space = (

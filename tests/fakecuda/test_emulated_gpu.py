@@ -314,6 +314,7 @@ NOT_SEEN = {  # the start of a line: why
     "training/profiler.py": "the profiler of GPUs, CUPTI, needs a driver",
     "training/local_session.py: gpus = torch.cuda.device_count() if": "a note about idle GPUs",
     "training/settling.py: sizes = [size for size": "with sync_batchnorm: CUDA's own kernels",
+    'predict/cluster_workers.py: raise PreflightError("--device cuda': "of a cluster without GPUs",
     "warm/fork_server.py": "it looks for GPUs, so as not to have one",
     "training/gradient_compression.py: future: Future[Tensor] = Future(devices=": "in a thread of "
     "autograd's, which cannot be watched; bf16 with powersgd passes there",

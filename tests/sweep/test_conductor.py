@@ -64,13 +64,14 @@ class Cluster:
         self.trained: Counter[tuple[str, int]] = Counter()
         self.committed: dict[str, int] = {}
         self.order = random.Random(3)
+        self.origins: dict[str, tuple[str, int]] = {}
 
     def command(self, parallel: int, kill_after: int = 10**6, most_dead: int = 0) -> Sweep:
         """Runs the command until its end, or for so many events, and then kills all."""
         folder = self.storage
         folder.mkdir()
         sweep = found(folder, self.wanted) or Sweep(self.wanted)
-        conductor = Conductor(sweep, BASE, folder)
+        conductor = Conductor(sweep, BASE, folder, branch=self.branch)
         conductor.take_up()
         running: dict[int, int] = {}  # trial -> start
         for _ in range(kill_after):
@@ -92,6 +93,13 @@ class Cluster:
         saved = load_sweep(folder)
         assert saved is not None
         return saved
+
+    def branch(self, config: TrainConfig, origin: str, changed: Any) -> None:
+        """A copy of what the other trial has committed; once, as a run begins once."""
+        del changed
+        assert config.name is not None
+        self.committed.setdefault(config.name, self.committed[origin])
+        self.origins.setdefault(config.name, (origin, self.committed[origin]))
 
     def goes_on(self, conductor: Conductor, trial: Trial) -> bool:
         """Trains the next epoch of a trial; whether it has ended then."""
@@ -120,7 +128,7 @@ def result(sweep: Sweep) -> list[Any]:
     ]
 
 
-@pytest.mark.parametrize("scheduler", ["none", "halving"])
+@pytest.mark.parametrize("scheduler", ["none", "halving", "pbt"])
 def test_the_trials_do_not_depend_on_parallelism_kills_or_deaths(tmp_path: Path, scheduler: Any):
     expected = Cluster(tmp_path / "alone", scheduler=scheduler).command(1)
     assert {t.status for t in expected.trials} <= {"finished", "stopped"}
@@ -135,6 +143,13 @@ def test_the_trials_do_not_depend_on_parallelism_kills_or_deaths(tmp_path: Path,
                 break
             killed += 1
         assert [each[:4] for each in result(sweep)] == [each[:4] for each in result(expected)]
+        assert [t.origin for t in sweep.trials] == [t.origin for t in expected.trials]
+        if scheduler == "pbt":
+            assert len(sweep.trials) > 8  # each starts from where the other had paused
+            names = {t.name: t for t in sweep.trials}
+            for name, (origin, epoch) in cluster.origins.items():
+                assert names[name].origin == origin
+                assert epoch in range(1, EPOCHS)
         # Nothing is trained twice: what a process has committed is not trained again.
         assert max(cluster.trained.values()) == 1
         for ours, theirs in zip(sweep.trials, expected.trials, strict=True):

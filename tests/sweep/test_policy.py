@@ -10,6 +10,7 @@ import pytest
 from raytrain_ddp.config.recipe import to_dict
 from raytrain_ddp.config.train_config import TrainConfig
 from raytrain_ddp.sweep import policy
+from raytrain_ddp.sweep.space import parse_space, random_points
 from raytrain_ddp.sweep.sweep_state import Evaluated, Settings, Sweep, Trial
 
 STEPS = 23
@@ -115,9 +116,10 @@ def test_halving_pauses_all_at_a_rung_and_goes_on_with_the_best():
     for trial, value in zip(sweep.trials, values, strict=True):
         assert trial.until == 1
         assert evaluate(sweep, trial, value) == "waits after epoch 1 for the others"
-        assert policy.promote(sweep) == []  # as long as one is to be trained
+        assert policy.promote(sweep) == ([], [])  # as long as one is to be trained
         trial.status, trial.message = "paused", "waits"
-    stopped = policy.promote(sweep)
+    stopped, clones = policy.promote(sweep)
+    assert clones == []
     assert [t.number for t in sweep.trials if t.status == "waiting"] == [1, 3, 5]
     assert {t.until for t in sweep.trials if t.status == "waiting"} == {3}
     assert [t.number for t in stopped] == [4, 7, 2, 6, 0, 8]
@@ -140,3 +142,59 @@ def test_halving_counts_those_that_failed_and_keeps_one_at_least():
     sweep.trials[3].status = "failed"
     policy.promote(sweep)
     assert [t.status for t in sweep.trials] == ["stopped", "stopped", "waiting", "failed"]
+
+
+def test_of_a_population_the_worst_are_replaced_by_copies_of_the_best_with_near_values():
+    space = parse_space(["optim.lr=log:1e-3:1", "augment.policy=none,trivial,augmix"])
+    config = to_dict(TrainConfig(epochs=7))
+    settings = Settings(
+        config=config, space=space, trials=6, scheduler="pbt", first_rung=2, factor=3
+    )
+    assert policy.rungs(settings) == [2, 4, 6]
+    sweep = Sweep(settings, monitor="top1")
+    points = random_points(space, 0, 6)
+    sweep.trials = [Trial(n, f"trial-{n:04}", points[n], 0) for n in range(6)]
+    for trial in sweep.trials:
+        policy.begin(settings, trial)
+    values = [0.3, 0.9, 0.1, 0.8, 0.2, 0.5]
+    for trial, value in zip(sweep.trials, values, strict=True):
+        assert policy.promote(sweep) == ([], [])
+        assert evaluate(sweep, trial, 0.0) == ""
+        assert "waits after epoch 2" in evaluate(sweep, trial, value)
+        trial.status = "paused"
+    stopped, clones = policy.promote(sweep, seed=5)
+    assert [trial.number for trial in stopped] == [4, 2]
+    assert "place 5 of 6 after epoch 2; the first 4 go on" in stopped[0].message
+    assert [(clone.name, clone.origin) for clone in clones] == [
+        ("trial-0006", "trial-0001"),
+        ("trial-0007", "trial-0003"),
+    ]
+    assert {trial.until for trial in [*clones, *sweep.trials]} == {2, 4}
+    for clone in clones:
+        origin = sweep.trials[int(clone.origin[-4:])]
+        assert [*clone.point] == [*origin.point]
+        rates = [clone.point["optim.lr"], origin.point["optim.lr"]]
+        assert 1e-3 <= rates[0] <= 1  # type: ignore[operator]
+
+
+@pytest.mark.parametrize(
+    ("word", "value"),
+    [
+        ("optim.lr=log:1e-3:1", 0.5),
+        ("model.dropout=0:0.5", 0.45),
+        ("data.image_size=8:64", 9),
+        ("augment.policy=none,trivial,augmix", "trivial"),
+    ],
+)
+def test_near_values_are_in_the_space_and_mostly_near(word: str, value: Any):
+    (dimension,) = parse_space([word])
+    found = [dimension.near(value, random.Random(n)) for n in range(400)]
+    if dimension.kind == "choice":
+        assert {*found} == {*dimension.choices}
+        return
+    assert all(dimension.low <= each <= dimension.high for each in found)  # type: ignore[operator]
+    assert {type(each) for each in found} == {type(value)}
+    reach = 2 if dimension.kind == "int" else 0.2 * value
+    low, high = value - 1.001 * reach, value + 1.001 * reach
+    near = [each for each in found if low <= each <= high]  # type: ignore[operator]
+    assert 0.7 < len(near) / len(found) < 0.95  # and a quarter is drawn anew

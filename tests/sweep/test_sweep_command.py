@@ -88,7 +88,7 @@ def _here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         (["--space", LR, "--scheduler", "asha", "--seeds", "2"], ConfigError, "--seeds = 2"),
         (["--space", LR, "--scheduler", "asha", "--steps", "9"], ConfigError, "equal epochs"),
         (["--space", "epochs=2:9", "--scheduler", "asha"], ConfigError, "equal epochs"),
-        (["--space", LR, "--scheduler", "pbt"], ConfigError, "takes none, asha or halving"),
+        (["--space", LR, "--scheduler", "bohb"], ConfigError, "takes none, asha, halving or pbt"),
         (
             ["--space", LR, "--scheduler", "halving", "--search", "optuna"],
             ConfigError,

@@ -6,17 +6,19 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from tiny import bits, newest, tiny_config
+from tiny import STEPS_PER_EPOCH, bits, newest, tiny_config
 
 from raytrain_ddp.checkpoint.lease import Lease
-from raytrain_ddp.checkpoint.run_folder import read_events, run_storage
+from raytrain_ddp.checkpoint.run_folder import read_events, read_log, run_storage
 from raytrain_ddp.config.sections import OptimConfig
 from raytrain_ddp.config.train_config import TrainConfig
 from raytrain_ddp.display.progress_display import Display
 from raytrain_ddp.driver.fit_driver import fit_locally
-from raytrain_ddp.events import Note
+from raytrain_ddp.events import Note, Train
 from raytrain_ddp.sweep import trial_session
-from raytrain_ddp.sweep.conductor import Evaluation
+from raytrain_ddp.sweep.conductor import Evaluation, branched
+from raytrain_ddp.sweep.sweep_state import Trial
+from raytrain_ddp.sweep.trial_configs import trial_config
 from raytrain_ddp.sweep.trial_session import StopOrder, Ties, train_trial
 
 TASK = f"{Path(__file__).parents[1] / 'tiny.py'}:TinyTask"
@@ -98,3 +100,32 @@ def test_failures_are_told_apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         end = train_trial(locked, Ties(free, lambda: None))
     assert end.status == "lost"
     assert "is driven by another process" in end.message
+
+
+def test_a_clone_goes_on_from_the_others_checkpoint_with_its_own_values(tmp_path: Path):
+    """As population based training wants it: the samples and the log are the other's."""
+    base = config_of(tmp_path, "sweep")
+    trials = [
+        Trial(0, "trial-0000", {"optim.lr": 0.05}, 0),
+        Trial(1, "trial-0001", {"optim.lr": 0.04}, 0, origin="trial-0000"),
+    ]
+    first, second = (trial_config(base, trial) for trial in trials)
+    end = train_trial(first, Ties(lambda _: StopOrder(15, "waits for the others"), lambda: None))
+    assert end.status == "interrupted"
+    branched(second, "trial-0000", ["optim.lr"])
+    branched(second, "trial-0000", ["optim.lr"])  # after a kill of the driver: not twice
+    there = newest(first)
+    paused = STEPS_PER_EPOCH + 1  # a stop follows the next step
+    assert newest(second).name.step == there.name.step == paused
+    assert newest(second).read("model.safetensors") == there.read("model.safetensors")
+    end = train_trial(second, Ties(free, lambda: None))
+    assert end.status == "finished"
+    assert [each.epochs for each in end.evaluations] == [1, 2, 3]
+    rates = {r.step: r.lr for r in read_log(run_storage(second)) if isinstance(r, Train)}
+    known = {r.step: r.lr for r in read_log(run_storage(first)) if isinstance(r, Train)}
+    assert rates[paused] == known[paused]
+    train_trial(first, Ties(free, lambda: None))  # nothing was taken away from it
+    known = {r.step: r.lr for r in read_log(run_storage(first)) if isinstance(r, Train)}
+    assert sorted(known) == sorted(rates)
+    later = [step for step in rates if step > paused]
+    assert [rates[step] / known[step] for step in later] == pytest.approx([0.8] * len(later))
