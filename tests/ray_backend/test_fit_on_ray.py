@@ -231,8 +231,8 @@ def test_another_worker_evaluates_to_the_same_metrics_though_it_and_rank_0_die(
     for kind in ("train", "eval"):  # what kind follows the other depends on the time it takes
         log = [record for record in log_of(config) if record["kind"] == kind]
         assert log == [record for record in log_of(undisturbed) if record["kind"] == kind]
-    parts = result.seconds
-    assert parts["evaluation"] < parts["training"], text.getvalue()
+    order = [(record["kind"], record["step"]) for record in log_of(config)]
+    assert order.index(("eval", 23)) > order.index(("train", 24)), text.getvalue()  # it went on
     assert none_left("_Actor")
 
 
