@@ -8,6 +8,7 @@ import json
 import re
 import shlex
 import shutil
+import signal
 import socket
 import subprocess
 import sys
@@ -497,7 +498,10 @@ def test_a_port_that_is_taken_is_named(site: Site):
 
 
 def test_the_command_serves_until_it_is_interrupted(place: Path):
-    command = [sys.executable, "-m", "raytrain_ddp.watch", str(place), "--port", "0"]
+    # A background job of a shell, as these tests may be, ignores it, and so would its child.
+    obeys = "import runpy, signal; signal.signal(signal.SIGINT, signal.default_int_handler)"
+    code = f"{obeys}; runpy.run_module('raytrain_ddp.watch', run_name='__main__')"
+    command = [sys.executable, "-c", code, str(place), "--port", "0"]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     assert process.stdout is not None
     link = re.search(r"127\.0\.0\.1:(\d+)/\?token=[\w-]+$", process.stdout.readline().strip())
@@ -510,7 +514,7 @@ def test_the_command_serves_until_it_is_interrupted(place: Path):
         text = connection.getresponse().read().decode()
     connection.close()
     assert "3 runs" in text
-    process.send_signal(2)
+    process.send_signal(signal.SIGINT)
     _, errors = process.communicate(timeout=30)
     assert (process.returncode, errors) == (0, "")
 
