@@ -268,8 +268,8 @@ def vote(floors: Mapping[str, Mapping[str, float]]) -> str:
         )
     return (
         "Under torchrun, the hosts vote in each step (2 (W - 1) messages in gloo's ring) while the "
-        "GPUs compute, so it is hidden as long as it takes less than the step. (Under Ray, the vote "
-        "of rank 0 is broadcast: log2(W) messages.) At the floor, it is seen from:"
+        "GPUs compute, so it is hidden as long as it takes less than the step. (Under Ray, the "
+        "vote of rank 0 is broadcast: log2(W) messages.) At the floor, it is seen from:"
         "\n\n" + "\n".join(lines)
     )
 
