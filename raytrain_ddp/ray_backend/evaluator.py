@@ -79,8 +79,6 @@ class Evaluator:
                 self._asked[name] = None
                 try:
                     ray.get(answer)
-                except RaytrainError as error:
-                    raise _of(name, error) from error
                 except ray.exceptions.RayTaskError as error:
                     raise _of(name, error.cause) from error
                 except ray.exceptions.RayError as error:

@@ -28,7 +28,7 @@ from raytrain_ddp.config.automatic import settled_without_gpu
 from raytrain_ddp.config.recipe import load
 from raytrain_ddp.config.sections import CheckpointConfig, EvalConfig, LogConfig, ScalingConfig
 from raytrain_ddp.display.progress_display import Display
-from raytrain_ddp.errors import PreflightError, RetriesExhausted, TaskError
+from raytrain_ddp.errors import DataError, PreflightError, RetriesExhausted, TaskError
 from raytrain_ddp.failpoints import FOLDER_VARIABLE, VARIABLE
 from raytrain_ddp.predict.output_parts import OutputParts
 from raytrain_ddp.ray_backend.ray_settings import SETTINGS
@@ -234,6 +234,26 @@ def test_another_worker_evaluates_to_the_same_metrics_though_it_and_rank_0_die(
     order = [(record["kind"], record["step"]) for record in log_of(config)]
     assert order.index(("eval", 23)) > order.index(("train", 24)), text.getvalue()  # it went on
     assert none_left("_Actor")
+
+
+def test_an_evaluation_that_fails_elsewhere_is_reported_with_its_own_words() -> None:
+    """Ray's error would have the traceback of the other process."""
+    import ray
+
+    from raytrain_ddp.ray_backend.evaluator import Evaluator  # imports Ray
+
+    @ray.remote
+    def fail(error: Exception) -> None:
+        raise error
+
+    for error, kind in ((DataError("3 bad"), DataError), (KeyError("x"), RetriesExhausted)):
+        evaluator = object.__new__(Evaluator)
+        evaluator._asked = {"step-1": (answer := fail.remote(error))}
+        ray.wait([answer], timeout=60)
+        with pytest.raises(kind) as caught:
+            evaluator.look()
+        words = "3 bad" if kind is DataError else "KeyError: 'x'"
+        assert str(caught.value) == f"the evaluation of step-1 failed: {words}"
 
 
 @pytest.mark.slow
