@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import socket
-import sys
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -24,6 +22,7 @@ from raytrain_ddp.ray_backend.cluster import (
     ray_connection,
     shipped_code,
 )
+from raytrain_ddp.ray_backend.worker import enter_folder
 
 if TYPE_CHECKING:
     from raytrain_ddp.predict.part_maker import Job
@@ -119,9 +118,7 @@ class _PartActor:
     def open(self) -> None:
         """Raises RaytrainError, naming the node, if the job cannot be done here."""
         given = self._given
-        if Path(given.folder).is_dir():
-            os.chdir(given.folder)
-        sys.path[:0] = [path for path in given.import_paths if Path(path).is_dir()]
+        enter_folder(given.folder, given.import_paths)
         from raytrain_ddp.predict.part_maker import PartMaker
         from raytrain_ddp.training.world import choose_device
 

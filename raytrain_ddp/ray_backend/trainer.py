@@ -22,20 +22,8 @@ from raytrain_ddp.training.nccl_settings import collective_timeout, nccl_setting
 _LOOK_EVERY_S = 3.0
 
 
-def make_trainer(
-    config: TrainConfig,
-    run: Storage,
-    layout: Layout,
-    mailbox: Any,
-    task: bytes | None = None,
-    least: int = 0,
-) -> Any:
-    """A `TorchTrainer` whose workers run `train` on `layout` and report to `mailbox`.
-
-    Args:
-        task: the pickled task, if its name does not suffice; see `pickled_task`.
-        least: see WorkerSettings.
-    """
+def make_trainer(config: TrainConfig, run: Storage, layout: Layout, given: WorkerSettings) -> Any:
+    """A `TorchTrainer` whose workers run `train` on `layout` and report to the given mailbox."""
     import ray
     from ray.train import FailureConfig, LoggingConfig, RunConfig, ScalingConfig
     from ray.train.torch import TorchTrainer
@@ -43,7 +31,6 @@ def make_trainer(
     from raytrain_ddp.ray_backend.failure_callback import FailureCallback
 
     parent, _, name = run.path.rstrip("/").rpartition("/")
-    given = worker_settings(config, run, layout, mailbox, task, least)
     return TorchTrainer(
         train_on_worker,
         train_loop_config={"given": given},
@@ -64,10 +51,10 @@ def make_trainer(
                 max_preemption_failures=config.scaling.max_preemptions,
                 controller_failure_limit=-1,
             ),
-            callbacks=[FailureCallback(mailbox, ray.get_runtime_context().get_actor_id())],
+            callbacks=[FailureCallback(given.mailbox, ray.get_runtime_context().get_actor_id())],
             logging_config=LoggingConfig(log_level="WARNING"),
         ),
-        torch_config=_torch_config(config, layout, least > 0),
+        torch_config=_torch_config(config, layout, given.least > 0),
     )
 
 
@@ -79,7 +66,12 @@ def worker_settings(
     task: bytes | None = None,
     least: int = 0,
 ) -> WorkerSettings:
-    """What each worker receives; arguments as of `make_trainer`."""
+    """What each worker receives.
+
+    Args:
+        task: the pickled task, if its name does not suffice; see `pickled_task`.
+        least: see WorkerSettings.
+    """
     return WorkerSettings(
         config=to_dict(config),
         task=task,

@@ -113,7 +113,9 @@ def run_workers(
                 least = least_left(config, layout) if fixed else 0
                 failures.replaced = fixed.most if fixed else 0
                 waiting.least_left = least if least < layout.most else 0
-                trainer = make_trainer(config, run, fixed or layout, mailbox, task, least)
+                placed = fixed or layout
+                given = worker_settings(config, run, placed, mailbox, task, least)
+                trainer = make_trainer(config, run, placed, given)
                 show(Phase(f"placing {layout.said} (each loads torch)"))
                 # Without room for all, Ray Train would wait, though fewer may do.
                 stuck = partial(waiting.is_stuck, fixed) if fixed and fixed != layout else None

@@ -15,6 +15,7 @@ import socket
 import sys
 import threading
 import traceback
+from collections.abc import Sequence
 from contextlib import closing, suppress
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
@@ -172,12 +173,17 @@ def require_folder(config: TrainConfig, lease: str) -> None:
 
 def apply_settings(given: WorkerSettings) -> None:
     """Sets the driver's working folder, import paths and failpoints, as far as they exist here."""
-    if Path(given.folder).is_dir():
-        os.chdir(given.folder)
-    for path in reversed(given.import_paths):
+    enter_folder(given.folder, given.import_paths)
+    arm(*given.failpoints)
+
+
+def enter_folder(folder: str, import_paths: Sequence[str]) -> None:
+    """Sets the driver's working folder and import paths, as far as they exist here."""
+    if Path(folder).is_dir():
+        os.chdir(folder)
+    for path in reversed(import_paths):
         if path not in sys.path and Path(path).is_dir():
             sys.path.insert(0, path)
-    arm(*given.failpoints)
 
 
 def end_with_raylet() -> None:

@@ -8,11 +8,9 @@ is not needed to continue a sweep.
 from __future__ import annotations
 
 import asyncio
-import os
 import shutil
 import signal
 import socket
-import sys
 import tempfile
 import threading
 import time
@@ -35,7 +33,7 @@ from raytrain_ddp.config.recipe import from_dict, to_dict
 from raytrain_ddp.errors import RaytrainError, RetriesExhausted, first_line
 from raytrain_ddp.ray_backend.cluster import import_paths
 from raytrain_ddp.ray_backend.ray_settings import applied_settings
-from raytrain_ddp.ray_backend.worker import end_with_raylet
+from raytrain_ddp.ray_backend.worker import end_with_raylet, enter_folder
 from raytrain_ddp.sweep.conductor import Conductor, Ended, Evaluation
 from raytrain_ddp.sweep.trial_session import StopOrder, Ties, train_trial
 from raytrain_ddp.uri import without_secrets
@@ -191,11 +189,7 @@ class Here:
 
     def missing(self, storage: str) -> str:
         """Enters the folder; why this node cannot train a trial, or ""."""
-        if Path(self.folder).is_dir():
-            os.chdir(self.folder)
-        for path in reversed(self.import_paths):
-            if path not in sys.path and Path(path).is_dir():
-                sys.path.insert(0, path)
+        enter_folder(self.folder, self.import_paths)
         if self.lease and not is_seen(open_storage(storage), self.lease):
             shown = without_secrets(storage)
             return (
