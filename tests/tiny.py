@@ -16,8 +16,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
+from raytrain_ddp.checkpoint.manifest import Manifest
 from raytrain_ddp.checkpoint.run_folder import checkpoint_store, run_storage
-from raytrain_ddp.checkpoint.snapshot import decode_tensors
+from raytrain_ddp.checkpoint.snapshot import decode_tensors, encode_tensors
+from raytrain_ddp.checkpoint.storage import open_storage
 from raytrain_ddp.checkpoint.store import Checkpoint
 from raytrain_ddp.config.input_sections import DataConfig
 from raytrain_ddp.config.recipe import from_dict, to_dict
@@ -27,6 +29,7 @@ from raytrain_ddp.data.sample_rng import Draws
 from raytrain_ddp.data.sources import ArraySource, Batch, Data
 from raytrain_ddp.events import Plan
 from raytrain_ddp.messages import Event, Outcome
+from raytrain_ddp.tasks.digits_cnn import DigitsCNN
 from raytrain_ddp.tasks.task import Task
 from raytrain_ddp.tasks.task_loading import load_task
 from raytrain_ddp.training.local_session import LocalSession
@@ -276,3 +279,11 @@ def run_named(rank: int, size: int, config: Mapping[str, Any]) -> int:
     task = load_task(made)
     with LocalSession(made, world, Best(task.monitor, task.goal), lambda _: None) as session:
         return train(made, task, session).step
+
+
+def commit_untrained_digits(run: Path, config: TrainConfig) -> None:
+    """A checkpoint of weights as they begin, which are wrong about most digits."""
+    torch.manual_seed(0)
+    manifest = Manifest(5, 0, 1, 2, to_dict(config), "x", metrics={"top1": 0.1})
+    weights = encode_tensors(DigitsCNN(10).state_dict())
+    checkpoint_store(open_storage(str(run))).commit(manifest, {"model.safetensors": weights})

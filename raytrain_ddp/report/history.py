@@ -29,6 +29,7 @@ from raytrain_ddp.events import (
 )
 from raytrain_ddp.report.run_files import RunFiles
 from raytrain_ddp.report.timeline import Timeline, timeline_of
+from raytrain_ddp.sweep.sweep_state import STOP_NOTE
 
 Kind = Literal["start", "restart", "resize", "failure", "preempted", "trouble", "note", "end"]
 
@@ -124,7 +125,9 @@ def _summary(files: RunFiles, state: str, timeline: Timeline, end: End | None) -
     if state == "finished":
         return f"Finished at {at}."
     if state == "interrupted" and end is not None:
-        return f"Interrupted by {_signal(end.status)} at {at}; the same command resumes it."
+        by, why = f"Interrupted by {_signal(end.status)}", _why_a_sweep_stopped(files)
+        resume = "; the same command resumes it."
+        return f"Stopped by the sweep at {at}: {why}." if why else f"{by} at {at}{resume}"
     if state == "failed":
         return f"Failed {'after ' + at if step else 'before its first step'}."
     if not step:
@@ -133,6 +136,16 @@ def _summary(files: RunFiles, state: str, timeline: Timeline, end: End | None) -
         f"Disappeared after {at}: its process was probably killed. Run the same command again to "
         "resume from the newest checkpoint."
     )
+
+
+def _why_a_sweep_stopped(files: RunFiles) -> str:
+    """The order that ended the newest start; "" if there was none."""
+    for event, _, _ in reversed(files.events):
+        if isinstance(event, Note) and event.text.startswith(STOP_NOTE):
+            return event.text.removeprefix(STOP_NOTE)
+        if isinstance(event, Plan):
+            break
+    return ""
 
 
 def _total_steps(files: RunFiles) -> int | None:
@@ -168,13 +181,13 @@ def _later(since: str, time: str) -> bool:
 def _happenings(files: RunFiles) -> Iterator[HistoryEntry]:
     before: Plan | None = None
     lost_at: float | None = None
-    stopped = False
+    stopped = by_sweep = False
     reached = 0
     for event, _, wall in files.events:
         match event:
             case Plan():
                 yield _start(event, before, wall, lost_at, reached, stopped)
-                before, lost_at, stopped = event, None, False
+                before, lost_at, stopped, by_sweep = event, None, False, False
                 reached = event.start_step
             case Failed():
                 who = "The workers" if event.rank is None else f"Rank {event.rank}"
@@ -189,10 +202,11 @@ def _happenings(files: RunFiles) -> Iterator[HistoryEntry]:
                 text = f"The checkpoint of step {event.step} could not be written"
                 yield HistoryEntry(wall, event.step, "trouble", text, event.message)
             case Note():
+                by_sweep = by_sweep or event.text.startswith(STOP_NOTE)
                 yield HistoryEntry(wall, None, "note", event.text)
             case End():
                 stopped = True
-                yield _end(event, wall)
+                yield _end(event, wall, by_sweep)
 
 
 def _start(
@@ -230,12 +244,13 @@ def _start(
     return HistoryEntry(wall, step, "resize" if resized else "restart", text, detail)
 
 
-def _end(event: End, wall: float) -> HistoryEntry:
+def _end(event: End, wall: float, by_sweep: bool) -> HistoryEntry:
     status, step = event.status, event.step
     if status == 0:
         return HistoryEntry(wall, step, "end", "Finished")
     if status > 128:
-        return HistoryEntry(wall, step, "trouble", f"Interrupted by {_signal(status)}")
+        text = "Stopped by the sweep" if by_sweep else f"Interrupted by {_signal(status)}"
+        return HistoryEntry(wall, step, "trouble", text)
     first, _, rest = event.message.partition("\n")
     return HistoryEntry(wall, step, "failure", f"Ended with status {status}: {first}", rest)
 

@@ -7,13 +7,13 @@ import uuid
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
-from html import escape
 from pathlib import Path
 
 from raytrain_ddp.checkpoint.storage import Storage
-from raytrain_ddp.errors import ConfigError, RaytrainError
-from raytrain_ddp.report.history import RunHistory, history_of
+from raytrain_ddp.errors import ConfigError
+from raytrain_ddp.report.history import history_of
 from raytrain_ddp.report.page import one_run, several_runs
+from raytrain_ddp.report.predictions import predictions
 from raytrain_ddp.report.run_files import RunFiles, read_run
 from raytrain_ddp.report.sweep_page import one_sweep, sweep_at
 
@@ -57,7 +57,7 @@ def write_report(places: Sequence[str], out: str | None, predict: bool, device: 
     runs = _with_distinct_names([read_run(place) for place in places])
     histories = [history_of(files) for files in runs]
     if len(histories) == 1:
-        page = one_run(histories[0], _predictions(histories[0], device) if predict else "")
+        page = one_run(histories[0], predictions(histories[0], device) if predict else "")
     else:
         page = several_runs(histories)
     path = Path(out) if out is not None else _place(runs)
@@ -84,19 +84,6 @@ def _place(runs: Sequence[RunFiles]) -> Path:
 
 def _below(folder: Storage) -> Path:
     return Path(folder.path if folder.is_local else ".") / REPORT_FILE
-
-
-def _predictions(history: RunHistory, device: str) -> str:
-    """HTML, or why there is none, which is not an error."""
-    if not history.files.kept:
-        return ""
-    from raytrain_ddp.report.class_tables import classes
-    from raytrain_ddp.report.mistakes import predict
-
-    try:
-        return classes(predict(history.files, device, history.state == "running"))
-    except (RaytrainError, OSError) as error:
-        return f"<p class=note>None: {escape(str(error))}</p>"
 
 
 def _write(path: Path, page: str) -> None:

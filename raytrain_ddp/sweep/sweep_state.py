@@ -20,6 +20,7 @@ from raytrain_ddp.sweep.space import Dimension, Value
 
 SWEEP_FILE = "sweep.json"
 SCHEMA = 1
+STOP_NOTE = "the sweep stops this run: "  # begins a note in a trial's events
 Status = Literal["waiting", "running", "paused", "stopped", "finished", "failed"]
 OVER = ("stopped", "finished", "failed")
 # Of the recipe's fields: they may change while a sweep is continued.

@@ -25,7 +25,7 @@ from raytrain_ddp.messages import Event
 from raytrain_ddp.records import log_records
 from raytrain_ddp.result import Summary
 from raytrain_ddp.sweep.conductor import Ended, Evaluation
-from raytrain_ddp.sweep.sweep_state import Evaluated
+from raytrain_ddp.sweep.sweep_state import STOP_NOTE, Evaluated
 from raytrain_ddp.training.local_session import LocalSession
 from raytrain_ddp.training.recorder import Best
 from raytrain_ddp.training.session import Requests
@@ -118,7 +118,7 @@ class TrialSession(LocalSession):
     def _obey(self, order: StopOrder | None) -> None:
         if order is not None and not self._signal:
             self._reported = True  # here, and with the reason
-            self.tell(Note(f"the sweep stops this run: {order.why}"))
+            self.tell(Note(STOP_NOTE + order.why))
             self._signal = order.signal
 
 

@@ -19,7 +19,8 @@ from typing import Any
 from urllib.parse import parse_qs, unquote, urlsplit
 
 from raytrain_ddp.errors import ConfigError, PreflightError, first_line
-from raytrain_ddp.watch import live_pages, run_commands
+from raytrain_ddp.report.predictions import Predictor
+from raytrain_ddp.watch import live_pages, stop_run
 from raytrain_ddp.watch.watched_runs import WatchedRuns
 
 _POLICY = (
@@ -48,6 +49,7 @@ class WatchServer(ThreadingHTTPServer):
         self.runs, self.links = runs, links
         self.token, self.nonce = secrets.token_urlsafe(24), secrets.token_hex(4)
         self.rows: dict[str, live_pages.Row] = {}
+        self.predictor = Predictor()
         self.drawn: dict[str, tuple[str, str]] = {}
         try:
             self.address_family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
@@ -73,6 +75,10 @@ class WatchServer(ThreadingHTTPServer):
             ipaddress.ip_address(name.partition("%")[0])
             return True  # no name that someone else's DNS could answer for
         return name in self.names
+
+    def server_close(self) -> None:
+        super().server_close()
+        self.predictor.close()
 
     def handle_error(self, request: Any, client_address: Any) -> None:
         """A browser that has closed its connection is no error."""
@@ -106,23 +112,23 @@ class _Handler(BaseHTTPRequestHandler):
                 self._refuse(HTTPStatus.INTERNAL_SERVER_ERROR, text)
 
     def do_POST(self) -> None:
-        """``/stop/NAME``, from this server's own page in a browser that has the token."""
+        """``/stop/NAME`` or ``/predict/NAME``, from this server's own page in a browser that has
+        the token."""
         self.close_connection = True  # a body, if there is one, is not read
         if not self._may_ask():
             return
         origin = urlsplit(self.headers.get("Origin", "")).netloc
-        is_own = origin == self.headers.get("Host") and self.headers.get("X-Confirm") == "stop"
-        _, _, name = self.path.rpartition("/stop/")
-        run = self.server.runs.runs.get(unquote(name)) if self.path == f"/stop/{name}" else None
+        _, action, name = (*self.path.split("/"), "", "")[:3]
+        is_own = origin == self.headers.get("Host") and self.headers.get("X-Confirm") == action
+        act = {"stop": stop_run.stop, "predict": self.server.predictor.start}.get(action)
+        run = self.server.runs.runs.get(unquote(name)) if self.path.count("/") == 2 else None
         if not (is_own and self._has_token()):
             self._refuse(HTTPStatus.FORBIDDEN, "Open the link that watch printed, with its token.")
-        elif run is None:
+        elif run is None or run.history is None or act is None:
             self._refuse(HTTPStatus.NOT_FOUND, "There is no such run.")
         else:
             try:
-                run_commands.stop(run.history.files.owner if run.history else None)
-                text = "It ends after the current step, with a checkpoint."
-                self._answer(HTTPStatus.OK, text, "text/plain")
+                self._answer(HTTPStatus.OK, act(run.history), "text/plain")
             except PreflightError as error:
                 self._answer(HTTPStatus.CONFLICT, str(error), "text/plain")
 
@@ -173,9 +179,10 @@ class _Handler(BaseHTTPRequestHandler):
             run = runs.page(unquote(path.removeprefix("/run/")))
             if run is None or run.history is None:
                 return None
-            history, may_stop = run.history, self._has_token()
-            version = f"{run.version}.{may_stop}"
-            return run.name, version, lambda: live_pages.run_content(history, may_stop)
+            history, may_act = run.history, self._has_token()
+            number, html = self.server.predictor.found.get(run.name, (0, None))
+            version = f"{run.version}.{may_act}.{number}"
+            return run.name, version, lambda: live_pages.run_content(history, may_act, html)
         if path == "/compare":
             names = list(dict.fromkeys(query.get("run", [])))[:_MOST_COMPARED]
             found = [run for name in names if (run := runs.page(name)) is not None]

@@ -13,8 +13,9 @@ from raytrain_ddp.display.axes import sampled, smoothed, thinned
 from raytrain_ddp.display.formatting import plural
 from raytrain_ddp.report.history import RunHistory, speed_text
 from raytrain_ddp.report.page import sections_of_run, sections_of_runs
+from raytrain_ddp.report.run_commands import commands_of
 from raytrain_ddp.report.svg_panel import sparkline
-from raytrain_ddp.watch.run_commands import can_stop, commands_of
+from raytrain_ddp.watch.stop_run import can_stop
 
 _STATES = ("running", "failed", "interrupted", "gone", "finished")  # in the order of the list
 _SPARK_POINTS = 100
@@ -99,25 +100,30 @@ def list_content(rows: Iterable[Row], trouble: str, is_complete: bool) -> str:
     )
 
 
-def run_content(history: RunHistory, may_stop: bool) -> str:
+def run_content(history: RunHistory, may_act: bool, predictions: str | None) -> str:
     """A run: what the report shows of it, and its commands.
 
     Args:
-        may_stop: whether this browser showed the token.
+        may_act: whether this browser showed the token.
+        predictions: HTML; "" while they are made; None if nobody asked for them.
     """
     rows = "".join(
         f"<tr><td>{escape(what)}</td><td><code>{escape(line)}</code></td>"
         "<td><button type=button class=copy>Copy</button></td></tr>"
         for what, line in commands_of(history)
     )
-    button = ""
-    if may_stop and can_stop(history.files.owner):
-        address = escape(f"/stop/{quote(history.files.name)}", quote=True)
-        button = f'<p><button type=button class=stop data-address="{address}">'
-        button += "Stop with a checkpoint</button></p>"
+    stop = predict = ""
+    if may_act and can_stop(history.files.owner):
+        stop = _button("stop", history, "Stop with a checkpoint")
+    if may_act and history.files.kept and predictions != "":
+        text = "Show wrong samples" if predictions is None else "Evaluate again"
+        predict = _button("predict", history, text)
+    if predictions == "":
+        predict = "<p class=note>The best checkpoint is being evaluated.</p>"
     table = f'<div class="wide"><table class="facts commands"><tbody>{rows}</tbody></table></div>'
     return (
-        f"{sections_of_run(history)}<section><h2>Commands</h2>{table}{button}</section>"
+        f"{sections_of_run(history, (predictions or '') + predict)}"
+        f"<section><h2>Commands</h2>{table}{stop}</section>"
         "<p class=note>Of a long log, the lowest and highest loss of each stretch are shown; "
         "<code>report</code> reads all of it.</p>"
     )
@@ -133,6 +139,11 @@ def runs_content(histories: Sequence[RunHistory]) -> str:
 def message(title: str, text: str) -> str:
     """What is wrong."""
     return f'<div class="wrong-box"><b>{escape(title)}</b><br>{escape(text)}</div>'
+
+
+def _button(action: str, history: RunHistory, text: str) -> str:
+    address = escape(f"/{action}/{quote(history.files.name)}", quote=True)
+    return f'<p><button type=button class={action} data-address="{address}">{text}</button></p>'
 
 
 def _spark(history: RunHistory) -> str:

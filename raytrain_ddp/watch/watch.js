@@ -64,11 +64,11 @@ async function update() {
   }
 }
 
-async function stop(button) {
-  if (!confirm("Stop this run? It ends after the current step, with a checkpoint, and the same command continues it.")) return;
+async function act(button, action) {
+  if (action === "stop" && !confirm("Stop this run? It ends after the current step, with a checkpoint, and the same command continues it.")) return;
   button.disabled = true;
-  const answer = await fetch(button.dataset.address, { method: "POST", headers: { "X-Confirm": "stop" } });
-  button.textContent = answer.ok || answer.status === 409 ? await answer.text() : "It could not be stopped.";
+  const answer = await fetch(button.dataset.address, { method: "POST", headers: { "X-Confirm": action } });
+  button.textContent = answer.ok || answer.status === 409 ? await answer.text() : "This could not be done.";
 }
 
 async function copy(button) {
@@ -84,7 +84,7 @@ async function copy(button) {
 
 main.addEventListener("click", (event) => {
   if (event.target.matches(".copy")) copy(event.target);
-  if (event.target.matches(".stop")) stop(event.target);
+  for (const action of ["stop", "predict"]) if (event.target.matches(`.${action}`)) act(event.target, action);
 });
 main.addEventListener("change", ({ target }) => {
   if (target.type === "checkbox") target.checked ? chosen.add(target.value) : chosen.delete(target.value);

@@ -364,17 +364,11 @@ def test_the_config_shows_what_differs_from_its_defaults_first(troubled: Path):
 @pytest.fixture(scope="module")
 def untrained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run with a checkpoint of weights as they begin, which are wrong about most digits."""
-    import torch
-
-    from raytrain_ddp.checkpoint.snapshot import encode_tensors
-    from raytrain_ddp.tasks.digits_cnn import DigitsCNN
-
-    torch.manual_seed(0)
     config = TrainConfig(name="untrained", micro_batch=64, batch_size=64)
     run = write(tmp_path_factory.mktemp("runs") / "untrained", config=config)
-    manifest = Manifest(5, 0, 1, 2, to_dict(config), "x", metrics={"top1": 0.1})
-    store = CheckpointStore(open_storage(str(run)).join(CHECKPOINTS))
-    store.commit(manifest, {"model.safetensors": encode_tensors(DigitsCNN(10).state_dict())})
+    from tiny import commit_untrained_digits
+
+    commit_untrained_digits(run, config)
     return run
 
 

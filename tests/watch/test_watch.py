@@ -31,7 +31,12 @@ from raytrain_ddp.config.recipe import dumps, load
 from raytrain_ddp.config.train_config import TrainConfig
 from raytrain_ddp.errors import ConfigError, PreflightError
 from raytrain_ddp.events import Plan, Train
-from raytrain_ddp.watch import run_commands
+from raytrain_ddp.report import predictions
+from raytrain_ddp.report.history import history_of
+from raytrain_ddp.report.predictions import Predictor
+from raytrain_ddp.report.run_files import read_run
+from raytrain_ddp.sweep.sweep_state import STOP_NOTE
+from raytrain_ddp.watch import stop_run
 from raytrain_ddp.watch.http_server import WatchServer
 from raytrain_ddp.watch.live_log import LiveLog, picked
 from raytrain_ddp.watch.watched_runs import WatchedRuns
@@ -116,13 +121,23 @@ class Site:
         Parsed().feed(text)
         return text
 
+    def act(self, action: str, name: str, **changes: str) -> int:
+        own = {"Origin": f"http://127.0.0.1:{self.port}", "X-Confirm": action, **self.cookie}
+        return self.ask(f"/{action}/{name}", "POST", **{**own, **changes})[0]
+
     def stop(self, name: str, **changes: str) -> int:
-        own = {"Origin": f"http://127.0.0.1:{self.port}", "X-Confirm": "stop", **self.cookie}
-        return self.ask(f"/stop/{name}", "POST", **{**own, **changes})[0]
+        return self.act("stop", name, **changes)
 
     def close(self) -> None:
         self.server.shutdown()
         self.server.server_close()
+
+
+def wait_for(is_done: Callable[[], bool], seconds: float) -> None:
+    until = time.monotonic() + seconds
+    while not is_done():
+        assert time.monotonic() < until
+        time.sleep(0.05)
 
 
 class Parsed(HTMLParser):
@@ -138,7 +153,7 @@ class Parsed(HTMLParser):
         given = dict(attrs)
         assert not [name for name in given if name.startswith("on")]
         assert "javascript" not in (given.get("href") or "")
-        assert tag != "img"
+        assert tag != "img" or (given.get("src") or "").startswith("data:image/")
         assert tag != "script" or given.get("type") == "application/json" or "src" in given
         if tag not in self.EMPTY:
             self._open.append(tag)
@@ -308,6 +323,16 @@ def test_from_other_machines_the_token_is_needed_and_a_link_brings_it(place: Pat
     site.close()
 
 
+def test_a_trial_that_its_sweep_has_stopped_does_not_blame_a_signal(site: Site, place: Path):
+    note = {"kind": "note", "time": "2026-11-20T20:04:00Z", "text": f"{STOP_NOTE}rung 3"}
+    append(place / "done", plan(), note, end(143, step=30), file="events.jsonl")
+    page = site.page("/run/done")
+    assert "Stopped by the sweep at step 30 of 100: rung 3." in page
+    assert "SIGTERM" not in page
+    append(place / "done", plan(start_step=30), end(143, step=40), file="events.jsonl")
+    assert "Interrupted by SIGTERM at step 40 of 100" in site.page("/run/done")
+
+
 # ------------------------------------------------------------------ stopping
 
 
@@ -335,12 +360,80 @@ def test_no_other_process_is_stopped(place: Path, driver: subprocess.Popen[bytes
     """Of another machine, or one that has the number of one that has ended."""
     owner = Owner.parse((place / "live" / LEASE_FILE).read_bytes())
     assert owner is not None
-    assert run_commands.can_stop(owner)
+    assert stop_run.can_stop(owner)
     other = Owner(**{**vars(owner), field: 7 if field == "born" else "other"})
-    assert not run_commands.can_stop(other)
+    assert not stop_run.can_stop(other)
+    (place / "live" / LEASE_FILE).write_text(json.dumps(vars(other)))
     with pytest.raises(PreflightError, match="no process of this machine"):
-        run_commands.stop(other)
+        stop_run.stop(history_of(read_run(str(place / "live"))))
     assert driver.poll() is None
+
+
+# ------------------------------------------------------------------ wrong samples
+
+
+def test_wrong_samples_are_shown_when_a_reader_asks_for_them(site: Site, place: Path):
+    from tiny import commit_untrained_digits
+
+    config = TrainConfig(name="done", micro_batch=64, batch_size=64)
+    commit_untrained_digits(place / "done", config)
+    assert "data-address" not in site.page("/run/done")  # without the token
+    assert "Show wrong samples" not in site.page("/run/live", **site.cookie)  # no checkpoint
+    page = site.page("/run/done", **site.cookie)
+    assert 'data-address="/predict/done">Show wrong samples' in page
+    assert site.act("predict", "done", Cookie="") == 403
+    assert site.act("predict", "done", Origin="http://evil.example") == 403
+    assert site.act("predict", "done", X_Confirm="stop") == 403
+    assert site.act("predict", "other") == 404
+    assert not site.server.predictor.found
+    assert site.act("predict", "done") == 200
+    assert site.act("predict", "done") == 409  # one at a time
+    assert "is being evaluated" in site.page("/run/done")
+    wait_for(lambda: "correct, with" in site.page("/run/done"), 120.0)
+    page = site.page("/run/done", **site.cookie)
+    assert "360 samples are correct" in page
+    assert page.count('<img src="data:image/png;base64,') == 24
+    assert "Evaluate again" in page
+
+
+@pytest.mark.parametrize(
+    ("code", "shown"),
+    [
+        (f"raise ValueError({NASTY!r})", f"ValueError: {NASTY}"),
+        ("print('<b>'); print('<p>fine</p>')", None),
+        ("import os; os.kill(os.getpid(), 9)", "its process was killed."),
+        ("import time; time.sleep(60)", "it took over 1 s."),
+    ],
+)
+def test_a_process_that_finds_nothing_says_why(
+    place: Path, monkeypatch: pytest.MonkeyPatch, code: str, shown: str | None
+):
+    """What it says is text; what a task prints is not shown."""
+    predictor, made = Predictor(), subprocess.Popen
+    child = [sys.executable, "-c", code]
+    monkeypatch.setattr(predictions, "_MOST_S", 1.0 if "sleep" in code else 60.0)
+    monkeypatch.setattr(subprocess, "Popen", lambda command, **given: made(child, **given))
+    predictor.start(history_of(read_run(str(place / "done"))))
+    wait_for(lambda: predictor.found["done"][1] != "", 60.0)
+    found = predictor.found["done"][1]
+    assert found == (
+        "<p>fine</p>" if shown is None else f"<p class=note>None: {html.escape(shown)}</p>"
+    )
+
+
+def test_the_process_ends_with_the_server(place: Path, monkeypatch: pytest.MonkeyPatch):
+    started = []
+
+    def start(command: Sequence[str], **given: Any) -> Any:
+        started.append(made([sys.executable, "-c", "import time; time.sleep(60)"], **given))
+        return started[0]
+
+    made = subprocess.Popen
+    monkeypatch.setattr(subprocess, "Popen", start)
+    site = Site(place)
+    site.server.predictor.start(history_of(read_run(str(place / "done"))))
+    site.close()
+    assert started[0].wait(20) == -signal.SIGKILL
 
 
 # ------------------------------------------------------------------ reading
