@@ -5,36 +5,50 @@
 
 Real: gloo processes that do what a step, a check of the weights and an evaluation exchange. More
 processes than cores take turns, so the times say how the ways compare, not what a network takes.
-Simulated: what one rank computes for a log line of that many ranks, without the exchange.
+Simulated: what one rank computes for a log line of that many ranks, and what the mailbox and the
+driver of a run on Ray compute for them, without the exchange.
 """
 
 from __future__ import annotations
 
 import argparse
+import io
 import multiprocessing as mp
 import os
+import pickle
 import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from statistics import median
+from tempfile import TemporaryDirectory
 from types import SimpleNamespace
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from rich.console import Console
 from series import Series, describe_machine, spread, table
 
+from raytrain_ddp import events
+from raytrain_ddp.checkpoint.run_folder import CONFIG_FILE
+from raytrain_ddp.checkpoint.storage import open_storage
 from raytrain_ddp.data.epoch_order import Plan
+from raytrain_ddp.display.progress_display import Display
+from raytrain_ddp.driver.event_log import EventLog
+from raytrain_ddp.ray_backend.mailbox import Inbox, Mailbox
 from raytrain_ddp.tasks.task import Task
 from raytrain_ddp.training import step_timing
+from raytrain_ddp.training.hang_diagnosis import RankStatus
 from raytrain_ddp.training.metric_states import TreeMetrics
-from raytrain_ddp.training.phase_clock import PHASES
+from raytrain_ddp.training.phase_clock import EXCHANGING, PHASES
+from raytrain_ddp.training.roster import Member, beat_s
 from raytrain_ddp.training.step_decisions import Ballot
 from raytrain_ddp.training.stragglers import Stragglers
 from raytrain_ddp.training.torch_compat import all_gather
+from raytrain_ddp.training.watchdog import ask_s
 from raytrain_ddp.training.world import World
 
 REAL, SIMULATED = (2, 4, 8, 16), (100, 1000, 4000)
@@ -57,7 +71,8 @@ def main() -> int:
     args = parse()
     series: Series[Run] = Series(describe_machine())
     for number in range(1, args.rounds + 1):
-        for way, all_ranks in ((exchanged, args.real), (computed, SIMULATED)):
+        ways = ((exchanged, args.real), (computed, SIMULATED), (controlled, SIMULATED))
+        for way, all_ranks in ways:
             for ranks in all_ranks:
                 load = os.getloadavg()[0]
                 for what, seconds in way(ranks, args.times).items():
@@ -191,6 +206,65 @@ def computed(ranks: int, times: int) -> dict[str, float]:
             lambda: bool((prints == prints[0]).all()), min(times, 7)
         ),
     }
+
+
+def controlled(ranks: int, _: int) -> dict[str, float]:
+    """Seconds of the mailbox, which is one process, and of the driver."""
+    members = [
+        Member(rank, ranks, ranks - 1, f"token {rank}", 0, f"host {rank // 8}", f"id {rank // 8}")
+        for rank in range(ranks)
+    ]
+    mailbox = Mailbox()
+
+    def meet() -> None:
+        for _ in range(2):  # who asks before the last one is there asks again
+            for member in members:
+                mailbox.meet(member)
+
+    formed_s = _least(meet, 1)
+    joined_s = _least(lambda: Inbox().sort(mailbox.take({})), 1)
+    left = [replace(member, last=1) for member in members]
+    beats_s = _least(lambda: [mailbox.is_over(member) for member in left], 3)
+    statuses = [asdict(_status(rank)) for rank in range(ranks)]
+    for rank, status in enumerate(statuses):
+        mailbox.exchange_status("start", rank, status)
+    hang_s = _least(lambda: pickle.dumps(mailbox.exchange_status("start", 0, statuses[0])), 3)
+    mailbox.take({})
+    with TemporaryDirectory() as folder, Display(Console(file=io.StringIO()), live=False) as show:
+        run = open_storage(folder)
+        run.write_atomic(CONFIG_FILE, b"")
+        with EventLog(run, show.handle) as log:
+            log(_plan(ranks))
+            split = [dict.fromkeys(PHASES, 0.01)] * min(ranks, events.Ranks.MOST)
+
+            def logged() -> None:
+                for event in (_train(), events.Ranks(1, split)):
+                    mailbox.push([event])
+                for _, _, event in mailbox.take({}):
+                    log(event)
+
+            line_s = _least(logged, 20)
+    return {
+        "start: the mailbox forms a generation": formed_s,
+        "start: the driver takes who has joined": joined_s,
+        "the mailbox, for a second of signs of life": beats_s / beat_s(ranks),
+        "the mailbox, for a second of a hang": ranks * hang_s / ask_s(30.0, ranks),
+        "the driver, for a log line": line_s,
+    }
+
+
+def _status(rank: int) -> RankStatus:
+    place = "site-packages/torch/nn/parallel/distributed.py:1234 in forward"
+    return RankStatus(rank, 1000, EXCHANGING, 12345, "all_reduce", True, place, 31.5, 30.0)
+
+
+def _plan(ranks: int) -> events.Plan:
+    hosts = [f"host {rank // 8}" for rank in range(ranks)]
+    return events.Plan("run", 0, 100, 100, 1, world_size=ranks, device="cpu", hosts=hosts)
+
+
+def _train() -> events.Train:
+    return events.Train(1, 0, 1.0, 0.1, samples_per_s=1000.0, seconds=1.0)
 
 
 def _least(call: Callable[[], None], times: int) -> float:

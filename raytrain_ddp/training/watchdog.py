@@ -56,6 +56,7 @@ WRITING = "writing"
 COMPILING = "compilation"  # which a step of a new size, such as an epoch's last, may cause
 _STEPS = 51
 _KEPT_S = 10.0  # for all ranks to write their stacks
+_ASK_OF_MANY_S = 0.01  # per rank: each gets the status of all, from one process
 _FAR_S = 10.0  # between two checks of processes on other machines
 
 
@@ -92,8 +93,8 @@ class Watchdog:
         self._steps: deque[float] = deque(maxlen=_STEPS)  # seconds of each, or of a few
         self._first = 0  # the first step of this start
         self._look_s = min(1.0, self._least_s / 20)
-        self._ask_s = min(2.0, self._least_s / 5)
-        self._grace_s = max(2.0, self._least_s / 3)
+        self._ask_s = ask_s(self._least_s, len(owners))
+        self._grace_s = max(2.0, self._least_s / 3, 2 * self._ask_s)
         self._training = threading.get_ident()
         self._closed = threading.Event()
         self._silent_stack = open_stack_file(rank, owners)
@@ -275,7 +276,7 @@ class Watchdog:
             answers = self._ask(status)
             if all(rank in answers and answers[rank].kept for rank in statuses):
                 break
-            time.sleep(min(0.1, self._ask_s))
+            time.sleep(min(0.1, self._ask_s / 2) + _ASK_OF_MANY_S / 4 * len(self._owners))
         if len(statuses) > 1:
             for rank, owner in enumerate(self._owners):
                 if rank not in statuses:
@@ -297,3 +298,8 @@ class Watchdog:
                     folder.write_atomic(f"rank-{rank}.txt", stack)
             document = {**asdict(hang), "signs": [asdict(status) for status in statuses.values()]}
             folder.write_atomic("hang.json", json.dumps(document, indent=1).encode())
+
+
+def ask_s(least_s: float, size: int) -> float:
+    """The time between two exchanges of a rank's status while there is no progress."""
+    return min(2.0, least_s / 5) + _ASK_OF_MANY_S * size

@@ -50,7 +50,7 @@ from raytrain_ddp.training.hang_diagnosis import (
     on_device,
 )
 from raytrain_ddp.training.phase_clock import Clock
-from raytrain_ddp.training.watchdog import State, Watchdog
+from raytrain_ddp.training.watchdog import State, Watchdog, ask_s
 
 Meddle = Callable[[int, Path, int], None]
 SOON = ScalingConfig(hang_s=2.0)
@@ -251,6 +251,12 @@ def test_one_rank_with_patience_is_enough_for_no_hang():
     """As rank 0, which waits for a storage, while the others wait for it."""
     assert is_hang({0: sign(0), 1: sign(1)})
     assert not is_hang({0: sign(0, doing="checkpoint", patience_s=1800.0), 1: sign(1)})
+
+
+@pytest.mark.parametrize("size", [3, 100, 1000, 4000, 100_000])
+def test_at_most_a_hundred_ranks_a_second_ask_for_the_status_of_all(size: int):
+    assert size / ask_s(30.0, size) <= 100
+    assert ask_s(30.0, 3) < 2.1
 
 
 def test_the_board_brings_together_the_ranks_of_one_start_only():
