@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -82,4 +83,49 @@ def test_as_it_is_it_trains_across_nodes_is_requeued_at_its_limit_and_has_equal_
     assert weights(config) == undisturbed
     plans = [e.event for e in read_events(run_storage(config)) if isinstance(e.event, Plan)]
     assert [{*plan.hosts} for plan in plans] == [{"n1", "n2"}] * 2
+    wait_until(lambda: not slurm.left_on_nodes(), 60, LeftOn(slurm))
+
+
+SHOWS = """
+import json, os, sys
+from pathlib import Path
+
+own = {name: value for name, value in os.environ.items() if name.startswith("SLURM")}
+Path(sys.argv[1], f"{os.environ['SLURM_PROCID']}.json").write_text(json.dumps(own))
+"""
+# What scripts read, and what is the same on one node whichever of the two starts them.
+READ = (
+    *("SLURM_PROCID", "SLURM_LOCALID", "SLURM_NODEID", "SLURM_NTASKS", "SLURM_NPROCS"),
+    *("SLURM_NNODES", "SLURM_JOB_NUM_NODES", "SLURM_STEP_NUM_NODES", "SLURM_STEP_NUM_TASKS"),
+    *("SLURM_STEP_TASKS_PER_NODE", "SLURM_GTIDS", "SLURM_JOB_ID", "SLURM_JOBID", "SLURM_JOB_NAME"),
+)
+
+
+def test_a_script_for_srun_finds_the_same_by_run_env_slurm_in_an_allocation(
+    slurm: SlurmCluster, tmp_path: Path
+):
+    """Also outside of one, where there is no job but for its number and name."""
+    (tmp_path / "shows.py").write_text(SHOWS)
+    places = {name: tmp_path / name for name in ("srun", "inside", "outside")}
+    for place in places.values():
+        place.mkdir()
+    run = "python -m raytrain_ddp.run --env slurm --nproc-per-node 2 shows.py"
+    wrap = f"srun --ntasks=2 python shows.py {places['srun']} && {run} {places['inside']}"
+    there = f"cd {tmp_path} &&"
+    flags = f"--nodes=1 --ntasks=2 --cpus-per-task=2 --mem=8G --chdir={tmp_path}"
+    job = slurm.submit(f"{flags} --wrap '{wrap}'")
+    job.wait({"COMPLETED"}, 200)
+    slurm.sh(f"{there} {run} {places['outside']}", 200)
+    found = {
+        name: [json.loads((place / f"{rank}.json").read_text()) for rank in range(2)]
+        for name, place in places.items()
+    }
+    for rank in range(2):
+        expected = {name: found["srun"][rank].get(name) for name in READ}
+        assert {name: found["inside"][rank].get(name) for name in READ} == expected
+        unknown = dict.fromkeys(("SLURM_JOB_ID", "SLURM_JOBID", "SLURM_JOB_NAME"))
+        outside = {name: found["outside"][rank].get(name) for name in READ}
+        assert outside | unknown == expected | unknown
+        assert outside["SLURM_JOB_ID"].isdigit()
+    slurm.lab.run("n1", "rm -rf /tmp/ray")  # logs, as any Ray leaves them
     wait_until(lambda: not slurm.left_on_nodes(), 60, LeftOn(slurm))

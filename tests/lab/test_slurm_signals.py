@@ -13,6 +13,8 @@ from lab import wait_until
 from slurm import FAKES, ROOT
 from slurm_cluster import Job, LeftOn, SlurmCluster
 
+from raytrain_ddp.command_line import parse_fit
+
 pytestmark = [pytest.mark.slurm, pytest.mark.timeout(300)]
 SBATCH = f"{ROOT}/clusters/slurm.sbatch"
 QUICK = FAKES / "quick"
@@ -106,6 +108,25 @@ def test_a_preempted_job_makes_its_checkpoint_and_goes_back_into_the_queue(
     tried.job.wait({"CANCELLED"}, 30)
 
 
+def test_a_job_that_loses_a_node_goes_back_into_the_queue(slurm: SlurmCluster, tmp_path: Path):
+    """The second node is switched off, and on again when Slurm has given it up."""
+    tried = Tried(slurm, tmp_path / "notes")
+    tried.wait_for("training")
+    tried.forget()
+    slurm.lab.crash("n2")
+    wait_until(lambda: "down" in slurm.sh("sinfo --nodes=n2 --noheader --format=%T"), 60, slurm)
+    tried.job.wait({"PENDING"}, 60)
+    slurm.lab.boot("n2")
+    slurm.start_node("n2")
+    wait_until(slurm.is_ready, 60, slurm)
+    tried.job.begin_again()
+    tried.wait_for("training")
+    facts = tried.job.facts()
+    assert (facts["Restarts"], facts["NodeList"]) == ("1", "n[1-2]")
+    tried.job.cancel()
+    tried.job.wait({"CANCELLED"}, 30)
+
+
 def test_two_jobs_at_once_on_the_same_nodes(slurm: SlurmCluster, tmp_path: Path):
     one, two = (Tried(slurm, tmp_path / name) for name in ("one", "two"))
     for tried in (one, two):
@@ -145,6 +166,30 @@ def test_tasks_of_an_array_are_jobs_of_their_own(slurm: SlurmCluster, tmp_path: 
     assert not (notes[1] / "stopping").exists()
     job.cancel()
     wait_until(lambda: not slurm.sh("squeue --noheader"), 30, job.number)
+
+
+def test_the_emitted_file_is_submitted_as_it_was_printed(slurm: SlurmCluster, tmp_path: Path):
+    flags = "--name mine --scaling.num-workers 4 --scaling.use-gpu false"
+    flags += " --scaling.cpus-per-worker 2"
+    emitted = f"{tmp_path}/mine.sbatch"
+    slurm.sh(f"python -m raytrain_ddp.fit digits {flags} --emit slurm > {emitted}")
+    notes = tmp_path / "notes"
+    notes.mkdir()
+    where = {"PATH": f"{QUICK}:$PATH", "PYTHONPATH": QUICK, "FAKE_FIT": "train"}
+    job = slurm.submit(f"{emitted} --epochs 3", FAKE_NOTES=notes, **where)
+    wait_until((notes / "training").exists, 60, job)
+    facts = job.facts()
+    assert facts["JobName"] == "mine"
+    assert int(facts["NumCPUs"]) >= 8
+    asked = json.loads((notes / "fit.json").read_text())
+    assert asked[0] == "digits"
+    assert asked[-2:] == ["--epochs", "3"]
+    given = parse_fit(asked).config
+    wanted = parse_fit(["digits", *flags.split()]).config
+    assert (given.scaling, given.name, given.epochs) == (wanted.scaling, "mine", 3)
+    job.cancel("--batch --signal=TERM")
+    job.wait({"FAILED"}, 30)
+    assert json.loads((notes / "asked.json").read_text()) == [15]
 
 
 def left(slurm: SlurmCluster, job: Job) -> list[str]:
