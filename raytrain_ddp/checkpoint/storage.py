@@ -9,7 +9,7 @@ import uuid
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 from pyarrow import fs as pafs
@@ -77,16 +77,20 @@ class Storage:
 
     def names(self) -> list[str]:
         """The files and folders directly in this folder; empty if it does not exist."""
-        return [info.base_name for info in self._infos(recursive=False)]
+        # GCS lists folders only if an object has their name; adlfs lists all that is below.
+        infos = self._infos(recursive=self.fs.type_name == "gcs")
+        return sorted({self._below(info).partition("/")[0] for info in infos})
 
     def walk(self) -> list[str]:
         """Relative paths of everything below, sorted; those of folders end with ``/``."""
         if isinstance(self.fs, pafs.LocalFileSystem):
             return sorted(_walk(self.path, ""))
-        return sorted(
-            info.path[len(self.path) :].lstrip("/") + ("/" if _is_folder(info) else "")
+        found = {
+            self._below(info) + ("/" if _is_folder(info) else "")
             for info in self._infos(recursive=True)
-        )
+        }
+        folders = {f"{parent}/" for name in found for parent in PurePosixPath(name).parents[:-1]}
+        return sorted(found | folders)
 
     def size_bytes(self, name: str) -> int | None:
         """The size of a file; None if it does not exist or is a folder or a symbolic link."""
@@ -154,8 +158,11 @@ class Storage:
 
     def delete_dir(self, name: str) -> None:
         """Deletes the folder called ``name`` and its content; does nothing if it does not exist."""
-        with suppress(FileNotFoundError):
+        try:
             self.fs.delete_dir(self._at(name))
+        except OSError as error:  # GCS has no error of its own for a folder that does not exist
+            if not isinstance(error, FileNotFoundError) and self.join(name).walk():
+                raise
 
     def sweep(self) -> None:
         """Removes temporary files of killed `write_atomic` and `clock_s` calls in this folder."""
@@ -163,9 +170,9 @@ class Storage:
             names = list(_walk(self.path, "", deep=False))
         else:
             infos = self._infos(recursive=False)
-            names = [info.base_name for info in infos if not _is_folder(info)]
+            names = [self._below(info) for info in infos if not _is_folder(info)]
         for name in names:
-            if name.startswith(TEMP_PREFIX) and not name.endswith("/"):
+            if name.startswith(TEMP_PREFIX) and "/" not in name:
                 self.delete_file(name)
 
     def changed_s(self, name: str) -> float | None:
@@ -205,6 +212,10 @@ class Storage:
         return self.fs.get_file_info(
             pafs.FileSelector(self.path, recursive=recursive, allow_not_found=True)
         )
+
+    def _below(self, info: Any) -> str:
+        """The relative path of a file or folder in this folder."""
+        return str(info.path[len(self.path) :].strip("/"))
 
     def _forget_listings(self) -> None:
         if inner := fsspec_inside(self.fs):  # other processes write here, too

@@ -1,0 +1,156 @@
+"""Runs in a bucket of Google Cloud Storage and in a container of Azure: emulators on loopback.
+
+Azure's is Azurite (npm install -g azurite), read by adlfs.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from faulty_storage import commit
+from tiny import bits, kept_steps, plain, run_tiny, tiny_config
+
+from raytrain_ddp.checkpoint.lease import Lease
+from raytrain_ddp.checkpoint.storage import open_storage
+from raytrain_ddp.checkpoint.store import CheckpointStore
+from raytrain_ddp.data.store_listing import list_in_store
+from raytrain_ddp.errors import RunLockedError
+
+# Published by Microsoft: each Azurite has this account and key.
+ACCOUNT = "devstoreaccount1"
+KEY = "Eby8vdM02xNOcqFlqUwJPLlmEtlCDXJ1OUzFT50uSRZ6IFsuFq2UVErCz4I6tq/K1SZFPTOtr/KBHBeksoGMGw=="
+EMULATOR = "import sys; from gcp_storage_emulator.__main__ import main; main(sys.argv[1:])"
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        return int(server.getsockname()[1])
+
+
+def serve(command: list[str], port: int) -> subprocess.Popen[bytes]:
+    """A server that answers; skips where it cannot be started."""
+    nothing = subprocess.DEVNULL
+    process = subprocess.Popen(command, stdin=nothing, stdout=nothing, stderr=nothing)
+    until = time.monotonic() + 60
+    while time.monotonic() < until and process.poll() is None:
+        try:
+            socket.create_connection(("127.0.0.1", port), 1).close()
+            return process
+        except OSError:
+            time.sleep(0.1)
+    process.kill()
+    process.wait()
+    pytest.skip(f"{command[0]} cannot be started here")
+
+
+@pytest.fixture(scope="module")
+def gcs() -> Iterator[str]:
+    pytest.importorskip("gcp_storage_emulator")
+    port = free_port()
+    words = [
+        "start",
+        "--host=127.0.0.1",
+        f"--port={port}",
+        "--in-memory",
+        "--default-bucket=bucket",
+    ]
+    process = serve([sys.executable, "-W", "ignore", "-c", EMULATOR, *words], port)
+    yield f"gs://anonymous@bucket/PLACE?scheme=http&endpoint_override=127.0.0.1:{port}"
+    process.kill()
+    process.wait()
+
+
+@pytest.fixture(scope="module")
+def azure() -> Iterator[str]:
+    adlfs = pytest.importorskip("adlfs")
+    program, port = shutil.which("azurite-blob"), free_port()
+    if program is None:
+        pytest.skip("there is no azurite-blob on PATH")
+    quiet = ["--silent", "--inMemoryPersistence", "--skipApiVersionCheck", "--disableTelemetry"]
+    process = serve([program, f"--blobPort={port}", *quiet], port)
+    made = f"DefaultEndpointsProtocol=http;AccountName={ACCOUNT};AccountKey={KEY};"
+    made += f"BlobEndpoint=http://127.0.0.1:{port}/{ACCOUNT};"
+    os.environ["AZURE_STORAGE_CONNECTION_STRING"] = made
+    adlfs.AzureBlobFileSystem(connection_string=made).mkdir("container")
+    yield "abfs://container/PLACE"
+    del os.environ["AZURE_STORAGE_CONNECTION_STRING"]
+    process.kill()
+    process.wait()
+
+
+@pytest.fixture(params=["gcs", "azure"])
+def place(request: pytest.FixtureRequest, tmp_path: Path) -> str:
+    """A URI that no other test has."""
+    uri: str = request.getfixturevalue(request.param)
+    return uri.replace("PLACE", tmp_path.name)
+
+
+def test_files_and_folders_are_as_on_a_disk(place: str, tmp_path: Path):
+    """Folders of which no object has the name; a folder that does not exist."""
+    seen = []
+    for root in (open_storage(place), open_storage(str(tmp_path / "disk"))):
+        inner = root.join("a").join("b")
+        inner.mkdir()
+        inner.write_atomic("one", b"1")
+        root.write_atomic("two", b"22")
+        seen += [[
+            sorted(root.names()), sorted(root.join("a").names()), root.join("none").names(),
+            root.walk(), root.join("none").walk(), inner.read("one"), root.size_bytes("two"),
+            root.size_bytes("a"), root.exists("one"), inner.sha256("one"),
+        ]]  # fmt: skip
+        root.delete_dir("none")
+        inner.delete_file("none")
+        inner.delete_file("one")
+        root.delete_dir("a")
+        root.delete_dir("a")
+        assert root.walk() == ["two"]
+        assert abs(root.clock_s() - time.time()) < 60
+    assert seen[0] == seen[1]
+
+
+def test_checkpoints_are_committed_listed_and_removed(place: str):
+    store = CheckpointStore(open_storage(place))
+    for step in (1, 2, 3):
+        commit(store, step)
+    assert [name.step for name in store.names()] == [3, 2, 1]
+    newest = store.latest()
+    assert newest is not None
+    assert newest.manifest.step == 3
+
+
+def test_one_process_has_the_lease(place: str):
+    storage = open_storage(place)
+    lease = Lease.take(storage)
+    with pytest.raises(RunLockedError):
+        Lease.take(storage)
+    lease.release()
+    Lease.take(storage).release()
+
+
+def test_a_run_that_is_stopped_goes_on_with_the_same_bits(place: str, tmp_path: Path):
+    alone = tiny_config(tmp_path, "alone")
+    run_tiny(0, 1, plain(alone))
+    config = replace(alone, name="run", storage=place)
+    stopped = run_tiny(0, 1, plain(config), stop_at=17)
+    assert stopped.outcome.step == 17
+    resumed = run_tiny(0, 1, plain(config))
+    assert resumed.start_step == 17
+    assert bits(config) == bits(alone)
+    assert kept_steps(config) == kept_steps(alone)
+
+
+def test_data_are_listed(place: str):
+    folder, question_mark, options = place.partition("?")
+    for name in ("cat", "dog"):
+        open_storage(place).join("train").join(name).write_atomic("1.png", b"123")
+    listing = list_in_store(f"{folder}/train{question_mark}{options}", "data.source")
+    assert listing.files == ("cat/1.png", "dog/1.png")
