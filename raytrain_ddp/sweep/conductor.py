@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+from raytrain_ddp.checkpoint.run_folder import checkpoint_store, run_storage
 from raytrain_ddp.checkpoint.storage import Storage
 from raytrain_ddp.config.train_config import TrainConfig
 from raytrain_ddp.driver.branching import begun_from, run_and_branch
@@ -48,6 +49,12 @@ def branched(config: TrainConfig, origin: str, changed: Sequence[str]) -> None:
         begun_from(run, branch)
 
 
+def stopped_after(config: TrainConfig, step: int) -> bool:
+    """Whether a run's newest checkpoint is of a later step. Raises OSError."""
+    names = checkpoint_store(run_storage(config)).names()
+    return bool(names) and names[0].step > step
+
+
 @dataclass(frozen=True)
 class Ended:
     """The end of a trial's process.
@@ -71,6 +78,7 @@ class Conductor:
         folder: of the sweep.
         tell: receives a trial whenever one has ended or paused.
         branch: begins the run of a config from another trial, with the fields that differ.
+        stopped: whether the run of a config has a checkpoint after a step.
     """
 
     def __init__(
@@ -80,10 +88,12 @@ class Conductor:
         folder: Storage,
         tell: Callable[[Trial], None] = lambda trial: None,
         branch: Callable[[TrainConfig, str, Sequence[str]], None] = branched,
+        stopped: Callable[[TrainConfig, int], bool] = stopped_after,
     ) -> None:
         self.sweep = sweep
         self.stopping = 0  # the number of a signal
         self.base, self.folder, self._tell, self._branch = base, folder, tell, branch
+        self._stopped = stopped
         self._lock = threading.RLock()
         self._began: dict[int, float] = {}  # monotonic, of the running trials
         self._saved_at = 0.0
@@ -134,13 +144,16 @@ class Conductor:
         return trial_config(self.base, trial)
 
     def evaluated(self, number: int, evaluation: Evaluation) -> str:
-        """Takes an evaluation; why the trial is to stop, or ""."""
+        """Takes an evaluation, or a known one again; why the trial is to stop, or ""."""
         with self._lock:
             trial = self.sweep.trials[number]
             self.sweep.monitor = evaluation.monitor
             self.sweep.goal = "min" if evaluation.goal == "min" else "max"
+            known = [each.step for each in trial.evaluations[-1:]]
             trial.evaluations = [*evaluation.evaluations]
-            trial.message = trial.message or policy.verdict(self.sweep, trial)
+            # What is told again, after a resumption, matters only to a pause.
+            if trial.until or known != [evaluation.evaluations[-1].step]:
+                trial.message = trial.message or policy.verdict(self.sweep, trial)
             if trial.message or time.monotonic() - self._saved_at > _SAVE_EVERY_S:
                 self._save()
             return trial.message
@@ -164,7 +177,7 @@ class Conductor:
                     trial.status = _left(trial)
                 case "lost":
                     trial.deaths += not self.stopping
-                    trial.status = _left(trial)
+                    self._disappeared(trial)
                     if trial.deaths >= MOST_DEATHS:
                         trial.status = "failed"
                         trial.message = f"lost {trial.deaths} times: {end.message}"
@@ -176,7 +189,7 @@ class Conductor:
         with self._lock:
             for trial in self.sweep.trials:
                 if trial.status == "running":
-                    trial.status = _left(trial)
+                    self._disappeared(trial)
             self._save()
 
     def left_s(self, parallel: int) -> float | None:
@@ -190,6 +203,15 @@ class Conductor:
             left = sum(max(0.0, mean - spent) for spent in began)
             waiting = self.sweep.missing + self.sweep.count("waiting", "paused")
             return (left + waiting * mean) / max(1, parallel)
+
+    def _disappeared(self, trial: Trial) -> None:
+        """Of a trial whose process is gone: if it was to pause, it has if a checkpoint came after
+        that evaluation. If none did, it does so at its next start: others start from that state."""
+        trial.status = _left(trial)
+        if trial.status == "paused":
+            config, step = self.config_of(trial), trial.evaluations[-1].step
+            if not answered(self.base, lambda: self._stopped(config, step)):
+                trial.status, trial.message = "waiting", ""
 
     def _suggested(self) -> Trial | None:
         """The first trial of the next point that the config accepts."""

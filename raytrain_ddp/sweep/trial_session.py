@@ -49,7 +49,8 @@ class Ties:
     """What ties a trial to its sweep.
 
     Args:
-        tell: takes each evaluation, and answers whether to stop.
+        tell: takes each evaluation, and after a resumption the last one again, and answers whether
+            to stop: then the next step is the last.
         asked: whether to stop, for other reasons; called once per step, so it must be cheap.
     """
 
@@ -92,6 +93,7 @@ class TrialSession(LocalSession):
     def __init__(self, ties: Ties, config: TrainConfig, world: World, best: Best, show: Any):
         super().__init__(config, world, best, show)
         self._ties, self._best_is, self._steps_per_epoch = ties, best, 1
+        self._began = False
 
     def stop_on_signals(self) -> None: ...
 
@@ -103,17 +105,24 @@ class TrialSession(LocalSession):
     def log(self, record: LogRecord) -> None:
         super().log(record)
         if isinstance(record, Eval):
-            values = evaluated(self.records(), self._steps_per_epoch)
-            best = self._best_is
-            self._obey(self._ties.tell(Evaluation(best.monitor, best.goal, values)))
+            self._report()
 
     def requests(self) -> Requests:
+        if not self._began:  # before the first step
+            self._report()  # the process before may have died between an evaluation and its stop
         self._obey(self._ties.asked())
         return super().requests()
 
     def requests_in_evaluation(self) -> Requests:
         self._obey(self._ties.asked())
         return super().requests_in_evaluation()
+
+    def _report(self) -> None:
+        self._began = True
+        values = evaluated(self.records(), self._steps_per_epoch)
+        if values:
+            best = self._best_is
+            self._obey(self._ties.tell(Evaluation(best.monitor, best.goal, values)))
 
     def _obey(self, order: StopOrder | None) -> None:
         if order is not None and not self._signal:

@@ -59,6 +59,11 @@ class StopBoard:
         """Returns once this start of the trial is to stop."""
         return await self._order(trial, start)
 
+    async def given(self, trial: int, start: int) -> StopOrder | None:
+        """The order to stop this start of the trial, if there is one by now."""
+        future = self._order(trial, start)
+        return future.result() if future.done() else None
+
     async def stop(self, trial: int, start: int, order: StopOrder) -> None:
         future = self._order(trial, start)
         if not future.done():
@@ -211,7 +216,8 @@ def _train(board: Any, order: Mapping[str, Any], here: Here) -> None:
     if missing:
         tune.report({"said": Ended("lost", missing)})
         raise RuntimeError(missing)
-    stop = board.wait.remote(order["trial"], order["start"])
+    number, start = order["trial"], order["start"]
+    stop = board.wait.remote(number, start)
 
     def asked() -> StopOrder | None:
         ready, _ = ray.wait([stop], timeout=0)
@@ -219,7 +225,9 @@ def _train(board: Any, order: Mapping[str, Any], here: Here) -> None:
 
     def tell(evaluation: Any) -> StopOrder | None:
         tune.report({"said": evaluation})  # returns when the conductor has decided
-        return None
+        # Not left to `asked`, which may know only a step later: a copy would start from there.
+        order: StopOrder | None = ray.get(board.given.remote(number, start))
+        return order
 
     end = train_trial(from_dict(order["config"]), Ties(tell, asked))
     tune.report({"said": end})

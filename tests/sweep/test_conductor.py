@@ -206,6 +206,50 @@ def test_a_trial_that_dies_each_time_fails_at_last_and_the_others_go_on(tmp_path
     assert conductor.is_over
 
 
+@pytest.mark.parametrize("scheduler", ["halving", "pbt", "asha"])
+@pytest.mark.parametrize("there", [True, False])
+@pytest.mark.parametrize("way", ["lost", "killed"])
+def test_a_trial_has_paused_only_with_a_checkpoint_after_its_evaluation(
+    tmp_path: Path, scheduler: Any, there: bool, way: str
+):
+    folder = open_storage(str(tmp_path))
+    sweep = Sweep(settings(2, scheduler=scheduler))
+    conductor = Conductor(sweep, BASE, folder, stopped=lambda config, step: there and step == 10)
+    conductor.take_up()
+    trial = conductor.next(1)
+    assert trial is not None
+    log = [Evaluated(10, 1.0, math.nan)]
+    assert conductor.evaluated(0, Evaluation("top1", "max", log))  # it is asked to stop
+    if way == "lost":
+        conductor.ended(0, Ended("lost", "its process died"))
+    else:
+        conductor.release()
+    if scheduler == "asha":
+        assert trial.status == "stopped"
+    elif there:
+        assert trial.status == "paused"
+    else:
+        assert (trial.status, trial.message) == ("waiting", "")
+        assert conductor.next(1) is trial
+        # It says so again when it resumes, and is asked again.
+        assert conductor.evaluated(0, Evaluation("top1", "max", log))
+
+
+def test_asha_decides_once_at_a_rung(tmp_path: Path):
+    """What is told again after a resumption is not compared with those that came later."""
+    sweep = Sweep(settings(3, scheduler="asha"))
+    conductor = Conductor(sweep, BASE, open_storage(str(tmp_path)))
+    conductor.take_up()
+    for _ in range(3):
+        conductor.next(3)
+    first = Evaluation("top1", "max", [Evaluated(10, 1.0, 0.3)])
+    assert conductor.evaluated(0, first) == ""
+    for number in (1, 2):
+        better = Evaluation("top1", "max", [Evaluated(10, 1.0, 0.5 + number / 10)])
+        assert conductor.evaluated(number, better) == ""
+    assert conductor.evaluated(0, first) == ""
+
+
 def test_a_signal_leaves_trials_to_the_next_command(tmp_path: Path):
     sweep = Sweep(settings(3))
     conductor = Conductor(sweep, BASE, open_storage(str(tmp_path)))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -9,7 +10,7 @@ import pytest
 from tiny import STEPS_PER_EPOCH, bits, newest, tiny_config
 
 from raytrain_ddp.checkpoint.lease import Lease
-from raytrain_ddp.checkpoint.run_folder import read_events, read_log, run_storage
+from raytrain_ddp.checkpoint.run_folder import checkpoint_store, read_events, read_log, run_storage
 from raytrain_ddp.config.sections import OptimConfig
 from raytrain_ddp.config.train_config import TrainConfig
 from raytrain_ddp.display.progress_display import Display
@@ -42,7 +43,7 @@ def test_a_trial_that_is_stopped_and_continued_has_the_bits_of_a_run(tmp_path: P
 
     def tell(evaluation: Evaluation) -> StopOrder | None:
         said.append(evaluation)
-        return StopOrder(15, "not among the best") if len(evaluation.evaluations) == 1 else None
+        return StopOrder(15, "not among the best") if len(said) == 1 else None
 
     end = train_trial(trial, Ties(tell, lambda: None))
     assert end.status == "interrupted"
@@ -51,17 +52,39 @@ def test_a_trial_that_is_stopped_and_continued_has_the_bits_of_a_run(tmp_path: P
     notes = [e.text for e, _, _ in read_events(run_storage(trial)) if isinstance(e, Note)]
     assert "the sweep stops this run: not among the best" in notes
 
-    said.clear()
     end = train_trial(trial, Ties(tell, lambda: None))
     assert end.status == "finished"
     assert [e.epochs for e in end.evaluations] == [1.0, 2.0, 3.0]
     # Also what was evaluated before is said again: the driver may have died in between.
-    assert [len(each.evaluations) for each in said] == [2, 3]
+    assert [len(each.evaluations) for each in said] == [1, 1, 2, 3]
     assert (said[0].monitor, said[0].goal) == ("loss", "min")
     assert bits(trial) == bits(plain)
 
     again = train_trial(trial, Ties(tell, lambda: None))
     assert (again.status, again.evaluations) == ("finished", end.evaluations)
+
+
+def test_a_trial_killed_at_its_pause_makes_the_same_step_before_it_stops(tmp_path: Path):
+    """So a copy of it starts from the same state as without the kill."""
+    config = config_of(tmp_path, "trial")
+    save = replace(config, checkpoint=replace(config.checkpoint, every_epochs=1))
+    steps = iter(range(100))
+
+    def killed() -> StopOrder | None:
+        """Between the commit after the evaluation and the next one."""
+        done = next(steps)
+        if done > STEPS_PER_EPOCH and checkpoint_store(run_storage(save)).names():
+            raise KeyboardInterrupt
+        time.sleep(0.05 * (done > STEPS_PER_EPOCH))
+        return None
+
+    with pytest.raises(KeyboardInterrupt):
+        train_trial(save, Ties(free, killed))
+    assert newest(save).manifest.step == STEPS_PER_EPOCH
+    end = train_trial(save, Ties(lambda _: StopOrder(15, "waits"), lambda: None))
+    assert end.status == "interrupted"
+    assert newest(save).manifest.step == STEPS_PER_EPOCH + 1
+    assert [e.step for e in end.evaluations] == [STEPS_PER_EPOCH]
 
 
 def test_a_run_that_a_trial_began_is_resumed_by_fit(tmp_path: Path):

@@ -13,11 +13,12 @@ from typing import Any
 import pytest
 
 from raytrain_ddp.checkpoint.storage import open_storage
+from raytrain_ddp.config.recipe import to_dict
 from raytrain_ddp.config.train_config import TrainConfig
-from raytrain_ddp.sweep.conductor import Conductor
+from raytrain_ddp.sweep.conductor import Conductor, Ended, Evaluation
 from raytrain_ddp.sweep.run_sweep import settings_of
 from raytrain_ddp.sweep.space import parse_space
-from raytrain_ddp.sweep.sweep_state import Sweep
+from raytrain_ddp.sweep.sweep_state import Evaluated, Sweep
 from raytrain_ddp.sweep.trial_session import StopOrder
 
 engine = pytest.importorskip("raytrain_ddp.sweep.tune_engine")
@@ -48,6 +49,47 @@ def test_a_stop_reaches_the_start_of_the_trial_that_it_is_for():
         assert late.signal == 2
 
     asyncio.run(scenario())
+
+
+def test_an_evaluation_is_answered_with_the_order_that_followed_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """Not a step later, when a poll has noticed it: others start from the state of that step."""
+    board, loop = engine.StopBoard(), asyncio.new_event_loop()
+
+    def remote(method: Any) -> Any:
+        def call(*args: Any) -> Any:
+            if method.__name__ == "wait":
+                return "not there yet"
+            return loop.run_until_complete(method(*args))
+
+        return SimpleNamespace(remote=call)
+
+    actor = SimpleNamespace(given=remote(board.given), wait=remote(board.wait))
+
+    def report(said: Any) -> None:
+        if isinstance(said["said"], Evaluation):
+            loop.run_until_complete(board.stop(0, 1, StopOrder(15, "waits")))
+
+    answers = []
+
+    def train(config: TrainConfig, ties: Any) -> Ended:
+        answers.append(loop.run_until_complete(board.given(0, 1)))
+        answers.append(ties.tell(Evaluation("top1", "max", [Evaluated(10, 1.0, 0.5)])))
+        answers.append(ties.asked())
+        return Ended("interrupted")
+
+    monkeypatch.setattr(engine.tune, "report", report)
+    monkeypatch.setattr(engine, "train_trial", train)
+    monkeypatch.setattr(engine, "_bind_to_raylet", lambda: None)
+    monkeypatch.setattr(engine.ray, "get", lambda given: given)
+    monkeypatch.setattr(engine.ray, "wait", lambda refs, timeout: ([], refs))
+    monkeypatch.chdir(tmp_path)
+    config = to_dict(TrainConfig(name="t", storage=str(tmp_path)))
+    here = engine.Here(str(tmp_path), (), "")
+    engine._train(actor, {"trial": 0, "start": 1, "config": config}, here)
+    loop.close()
+    assert answers == [None, StopOrder(15, "waits"), None]
 
 
 def test_tune_gets_each_trial_once_and_an_end(tmp_path: Path):
