@@ -47,7 +47,7 @@ class ExportArgs:
     license: str = "unknown"
     """License of the model, for its card, as an identifier of the Hub, such as apache-2.0."""
     overwrite: bool = False
-    """Replace FOLDER if it exists."""
+    """Replace FOLDER if it is an export."""
 
 
 COMMAND = Command("export", ExportArgs, "RUN --format FORMAT [--FLAG VALUE ...]")
@@ -72,8 +72,7 @@ def main(argv: Sequence[str]) -> int:
     model = load(args.run, args.checkpoint, device="cpu")
     form = require_format(args.format, model)
     out = Path(args.out or f"{model.config.name}-{args.format}").expanduser()
-    if out.exists() and not args.overwrite:
-        raise ConfigError(f"--out {out}: exists already: give another name, or --overwrite.")
+    _require_place(out, args.overwrite)
     images = _images(args, model)
     facts = facts_of(model, images.shape[-1])
     stage = out.parent / f".{out.name}.exporting"
@@ -99,6 +98,17 @@ def main(argv: Sequence[str]) -> int:
     size_kb = (out / form.file).stat().st_size / 1000
     print(f"{model.checkpoint}\n{checked}\n{out / form.file}: {size_kb:,.0f} kB")
     return 0
+
+
+def _require_place(out: Path, overwrite: bool) -> None:
+    """Raises ConfigError if the folder cannot be made there, or would replace anything else than
+    an export."""
+    if not out.parent.is_dir():
+        raise ConfigError(f"--out {out}: there is no folder {out.parent}.")
+    if out.exists() and not overwrite:
+        raise ConfigError(f"--out {out}: exists already: give another name, or --overwrite.")
+    if out.exists() and not (out / "preprocessing.json").exists():
+        raise ConfigError(f"--out {out}: is no export, and is not replaced: give another name.")
 
 
 def _images(args: ExportArgs, model: LoadedModel) -> Any:

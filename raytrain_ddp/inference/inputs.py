@@ -64,7 +64,7 @@ def open_input(
 
     Raises:
         DataError: there is nothing, or nothing that can be read.
-        ConfigError: the task has only its own data.
+        ConfigError: the task has only its own data, or a table is named beside images.
     """
     if not words:
         return _own(model, on_bad, image_size)
@@ -74,6 +74,9 @@ def open_input(
         )
     found, notes = _files(words)
     images = [name for name in found if format_of(name) is None]
+    named = [word for word in words if word in found and format_of(word) is not None]
+    if images and named:
+        raise ConfigError(f"{named[0]} is a table, and others are images: predict them apart.")
     if images:
         unread = len(found) - len(images)
         if unread:

@@ -34,7 +34,8 @@ class SweepArgs(RecipeArgs):
     """Fields to vary, such as optim.lr=log:1e-3:1 model.dropout=0:0.5 augment.policy=none,trivial.
     VALUES is LOW:HIGH (uniform), log:LOW:HIGH (uniform in the logarithm), or a list."""
     trials: int | None = None
-    """Number of points to try. Default: 20; of a grid, all its points. More continue a sweep."""
+    """Number of points to try. Default: 20, or all if there are fewer; of a grid, all. More
+    continue a sweep."""
     seeds: int = 1
     """Train each point with so many seeds, from --seed on. Points are compared by their mean."""
     search: Literal["random", "grid", "optuna"] = "random"
@@ -81,12 +82,14 @@ def main(argv: Sequence[str]) -> int:
     """Returns the exit status: 0, or 128 + the signal that stopped the sweep."""
     args = parse(argv)
     from raytrain_ddp.sweep.run_sweep import SweepOrder, checked, run_sweep, settings_of
-    from raytrain_ddp.sweep.space import grid, parse_space
+    from raytrain_ddp.sweep.space import grid, parse_space, size_of
     from raytrain_ddp.sweep.sweep_display import SweepDisplay
     from raytrain_ddp.sweep.trial_configs import known_points, scaling_of_trial, shown
 
     space = parse_space(args.space)
-    trials = len(grid(space)) if args.search == "grid" else args.trials or _TRIALS
+    trials = args.trials or int(min(_TRIALS, size_of(space)))
+    if args.search == "grid":
+        trials = len(grid(space))
     config = args.config
     name = config.name or f"{default_name(args.recipe) or 'digits'}-sweep"
     settings = settings_of(
@@ -125,6 +128,8 @@ def parse(argv: Sequence[str]) -> SweepArgs:
     for name in sorted(given & {f"scaling.{each}" for each in _OF_WORKERS}):
         flag = f"--{name.replace('_', '-')}"
         raise ConfigError(f"{flag} has no effect: a trial is one process; see --per-trial.")
+    if sum(word.partition("=")[0] == "--space" for word in argv) > 1:
+        raise ConfigError("--space is given twice: list all fields after one --space.")
     least = {"trials": 1, "seeds": 1, "first_rung": 1, "factor": 2, "parallel": 0}
     for name, number in least.items():
         value = getattr(args, name)

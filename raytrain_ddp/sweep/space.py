@@ -156,20 +156,30 @@ def random_points(space: Sequence[Dimension], seed: int, count: int) -> list[Poi
     Raises:
         ConfigError: the space has fewer points.
     """
-    size = reduce(lambda product, each: product * each.size, space, 1.0)
+    size = size_of(space)
     if size < count:
         raise ConfigError(
             f"the space has {size:.0f} points, fewer than --trials {count}: set "
             f"--trials {size:.0f}, or --search grid for lists."
         )
     points: dict[str, Point] = {}
-    for number in itertools.count():
-        if len(points) == count:
-            return [*points.values()]
+    number, repeated = 0, 0
+    while len(points) < count:
         numbers = random.Random(f"raytrain sweep {seed} {number}")
         point = {dimension.field: dimension.draw(numbers) for dimension in space}
+        number, repeated = number + 1, repeated + 1 if repr(point) in points else 0
         points.setdefault(repr(point), point)
-    raise AssertionError  # counting does not end
+        if repeated > 100 * count + 1000:  # so a range has few numbers with so many digits
+            raise ConfigError(
+                f"the space has {len(points)} points with {_DIGITS} significant digits, fewer than "
+                f"--trials {count}: set --trials {len(points)}, or wider ranges."
+            )
+    return [*points.values()]
+
+
+def size_of(space: Sequence[Dimension]) -> float:
+    """How many points it has; infinite with a range of real numbers."""
+    return reduce(lambda product, each: product * each.size, space, 1.0)
 
 
 def grid(space: Sequence[Dimension]) -> list[Point]:
@@ -214,7 +224,9 @@ def _dimension(word: str, flag: Flag, text: str) -> Dimension:
     try:
         choices = [flag.value([part]) for part in text.split(",")]
     except ValueError:
-        raise ConfigError(f"--space {word}: {field} takes {flag.takes}; write {_FORMS}.") from None
+        some = ",".join(map(str, flag.choices[:2])) or "true,false"
+        forms = _FORMS if {int, float} & {*flag.members} else f"a list such as {some}"
+        raise ConfigError(f"--space {word}: {field} takes {flag.takes}; write {forms}.") from None
     if len({*map(repr, choices)}) < max(2, len(choices)):
         remedy = "list at least two values, or remove it and give the flag --" + flag.name
         what = "a value is listed twice" if len(choices) > 1 else f"it does not vary: {remedy}"

@@ -11,6 +11,7 @@ import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from statistics import fmean
 from typing import Any, Literal
 
 from raytrain_ddp.checkpoint.storage import Storage
@@ -118,18 +119,23 @@ class Sweep:
         return max(values, key=self.better, default=None)
 
     def ranked(self) -> list[Trial]:
-        """The trials with an evaluation, the best first."""
-        scored = [(self.best_of(trial), trial) for trial in self.trials]
-        known = [(value, trial) for value, trial in scored if value is not None]
-        return [
-            t for _, t in sorted(known, key=lambda pair: (-self.better(pair[0]), pair[1].number))
-        ]
+        """The trials with an evaluation, the best first: by the means of their points, of which
+        those with a result of each seed come first; and of a point, by their own values."""
+        seeds, own = self.settings.seeds, {t.number: self.best_of(t) for t in self.trials}
+        known = {number: self.better(value) for number, value in own.items() if value is not None}
+
+        def place(trial: Trial) -> tuple[float, ...]:
+            same = [known[t.number] for t in self.of_point(trial) if t.number in known]
+            order = (trial.number // seeds, -known[trial.number], trial.number)
+            return (len(same) < seeds, -fmean(same), *order)
+
+        return sorted((trial for trial in self.trials if trial.number in known), key=place)
 
     def of_point(self, trial: Trial) -> list[Trial]:
         """The trials of the same point, one for each seed."""
         seeds = self.settings.seeds
         first = trial.number // seeds * seeds
-        return [each for each in self.trials if first <= each.number < first + seeds]
+        return self.trials[first : first + seeds]
 
     @property
     def missing(self) -> int:

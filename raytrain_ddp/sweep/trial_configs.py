@@ -103,6 +103,8 @@ def require_valid(
             f"the config refuses {len(refusals)} of {len(refusals) + len(configs)} "
             f"{'corners of the space' if adaptive else 'trials'}:\n  " + "\n  ".join(lines)
         )
+    if any(config.eval.asynchronous for config in configs):
+        raise ConfigError("eval.asynchronous: a trial is one process, which evaluates: remove it.")
     _require_effect(configs, [*given, *(dimension.field for dimension in space)])
     _preflight(configs)
 

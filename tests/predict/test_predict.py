@@ -116,6 +116,15 @@ def test_all_formats_have_the_same_values(digits: str, tmp_path: Path):
     assert about[b"checkpoint"].decode().startswith(digits)
 
 
+def test_a_table_that_is_named_beside_images_is_not_left_out_silently(
+    photos: tuple[str, Path], tmp_path: Path
+):
+    run, folder = photos
+    (tmp_path / "list.csv").write_text("image\n")
+    with pytest.raises(ConfigError, match=r"list.csv is a table, and others are images"):
+        predict(run, folder, tmp_path / "list.csv", "--out", tmp_path / "p.csv")
+
+
 def test_broken_images_are_rows_with_an_error(
     photos: tuple[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ):

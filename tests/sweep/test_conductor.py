@@ -267,6 +267,16 @@ def test_a_signal_leaves_trials_to_the_next_command(tmp_path: Path):
     assert second.deaths == 0  # the signal's doing
 
 
+def test_points_are_ranked_by_the_mean_of_their_seeds():
+    """Not by one lucky seed; a point that lacks a seed's result comes after those with all."""
+    sweep = Sweep(settings(3, seeds=2))
+    for number, value in enumerate((0.99, 0.5, 0.8, 0.9, 0.95, None)):
+        log = [] if value is None else [Evaluated(10, 1.0, value)]
+        name = f"trial-{number // 2:04}-seed-{number % 2}"
+        sweep.trials.append(Trial(number, name, {}, number % 2, evaluations=log))
+    assert [trial.number for trial in sweep.ranked()] == [3, 2, 0, 1, 4]
+
+
 def test_the_file_keeps_all_of_a_sweep(tmp_path: Path):
     folder = open_storage(str(tmp_path))
     sweep = Sweep(settings(2, scheduler="asha"), monitor="loss", goal="min")

@@ -96,6 +96,27 @@ def test_no_point_is_drawn_twice_and_a_small_space_has_an_end():
         random_points(space, 0, 7)
 
 
+@pytest.mark.timeout(20)
+def test_a_narrow_range_has_few_points():
+    space = parse_space(["optim.lr=0.1:0.1002"])
+    assert {point["optim.lr"] for point in random_points(space, 0, 3)} == {0.1, 0.1001, 0.1002}
+    with pytest.raises(ConfigError, match="has 3 points with 4 significant digits, fewer than"):
+        random_points(space, 0, 20)
+
+
+@pytest.mark.parametrize(
+    ("word", "form"),
+    [
+        ("optim.nesterov=maybe,no", "write a list such as true,false"),
+        ("augment.policy=some,none", "write a list such as none,"),
+        ("optim.lr=a,b", "write LOW:HIGH"),
+    ],
+)
+def test_the_forms_that_a_field_takes_are_named(word: str, form: str):
+    with pytest.raises(ConfigError, match=form):
+        parse_space([word])
+
+
 def test_numbers_are_uniform_in_the_range_or_in_its_logarithm():
     space = parse_space(["optim.lr=log:1e-4:1", "model.dropout=0.1:0.5", "epochs=1:4"])
     points = random_points(space, 0, 4000)

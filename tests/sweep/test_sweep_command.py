@@ -38,6 +38,11 @@ def _here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
 
 
+def test_a_small_space_is_tried_whole(capsys: pytest.CaptureFixture[str]):
+    assert main(["digits", "--space", "optim.nesterov=true,false", "--dry-run"]) == 0
+    assert len(capsys.readouterr().out.splitlines()) == 2
+
+
 @pytest.mark.parametrize(
     ("words", "kind", "message"),
     [
@@ -55,6 +60,7 @@ def _here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
             r"refuses 1 of 2 corners of the space:\n  the corner \(micro_batch=17\)",
         ),
         (["--space", LR, "optim.gamma=1:2"], ConfigError, "no field optim.gamma"),
+        (["--space", LR, "--space", "model.dropout=0:0.5"], ConfigError, "--space is given twice"),
         (["--space", "model.name=resnet18,resnet1888", "--trials", "2"], ConfigError, "resnet1888"),
         (["--space", "data.source=digits,/nowhere", "--trials", "2"], DataError, "/nowhere"),
         (
@@ -72,7 +78,13 @@ def _here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
             ConfigError,
             "augment.magnitude has no effect in any trial",
         ),
-        (["--space", "optim.name=sgd,adamw"], ConfigError, "has 2 points, fewer than --trials 20"),
+        (
+            ["--space", "optim.name=sgd,adamw", "--trials", "3"],
+            ConfigError,
+            "has 2 points, fewer than --trials 3",
+        ),
+        (["--space", LR, "--eval.asynchronous"], ConfigError, "a trial is one process, which"),
+        (["--space", LR, "eval.asynchronous=true,false"], ConfigError, "eval.asynchronous: a"),
         (["--space", LR, "--trials", "0"], ConfigError, "--trials = 0: must be 1 or more"),
         (["--space", LR, "--seeds", "0"], ConfigError, "--seeds = 0"),
         (["--space", LR, "--parallel", "-1"], ConfigError, "--parallel = -1"),
