@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import save
 from torch import Tensor, nn
 
 from raytrain_ddp.data.cropping import CENTRE_SHARE
@@ -164,7 +164,8 @@ def _safetensors(
     model: LoadedModel, example: Tensor, facts: Mapping[str, str], folder: Path
 ) -> None:
     tensors = {name: t.contiguous().clone() for name, t in model.model.state_dict().items()}
-    save_file(tensors, folder / "model.safetensors", {"format": "pt", **facts})
+    content = save(tensors, {"format": "pt", **facts})  # its own writer raises no OSError
+    (folder / "model.safetensors").write_bytes(content)
 
 
 def _timm(model: LoadedModel, example: Tensor, facts: Mapping[str, str], folder: Path) -> None:

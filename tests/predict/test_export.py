@@ -8,6 +8,7 @@ import importlib.util
 import inspect
 import json
 import re
+import resource
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -126,6 +127,18 @@ def test_a_package_that_is_missing_is_named(
     monkeypatch.setattr(importlib.util, "find_spec", absent)
     with pytest.raises(PreflightError, match="pip install onnx onnxscript onnxruntime"):
         export([digits, "--format", "onnx", "--out", str(tmp_path / "d")])
+
+
+def test_weights_that_do_not_fit_on_the_disk_are_one_line(digits: str, tmp_path: Path):
+    """The writer of safetensors raises an error of its own, which is no OSError."""
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, limits[1]))
+    try:
+        with pytest.raises(PreflightError, match="cannot be written: File too large"):
+            export([digits, "--format", "safetensors", "--out", str(tmp_path / "out")])
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert [*tmp_path.iterdir()] == []
 
 
 def test_a_full_disk_leaves_nothing(digits: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
