@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import io
 import json
 import warnings
 from collections.abc import Callable, Iterator, Mapping
@@ -149,7 +150,9 @@ def _torch_export(
     with _exporting("torch-export"):
         graph = WithNormalization(model).eval()
         program = torch.export.export(graph, (example,), dynamic_shapes=shapes)
-        torch.export.save(program, folder / "model.pt2", extra_files=dict(facts))
+        content = io.BytesIO()  # torch's own writer ends the process if the disk is full
+        torch.export.save(program, content, extra_files=dict(facts))
+    (folder / "model.pt2").write_bytes(content.getbuffer())
 
 
 def _torchscript(
@@ -157,7 +160,9 @@ def _torchscript(
 ) -> None:
     with _exporting("torchscript"), torch.no_grad():
         graph = torch.jit.trace(WithNormalization(model).eval(), (example,))
-        torch.jit.save(graph, str(folder / "model.ts"), _extra_files=dict(facts))
+        content = io.BytesIO()  # as above
+        torch.jit.save(graph, content, _extra_files=dict(facts))
+    (folder / "model.ts").write_bytes(content.getbuffer())
 
 
 def _safetensors(

@@ -129,13 +129,14 @@ def test_a_package_that_is_missing_is_named(
         export([digits, "--format", "onnx", "--out", str(tmp_path / "d")])
 
 
-def test_weights_that_do_not_fit_on_the_disk_are_one_line(digits: str, tmp_path: Path):
-    """The writer of safetensors raises an error of its own, which is no OSError."""
+@pytest.mark.parametrize("form", ["safetensors", "torch-export", "torchscript"])
+def test_weights_that_do_not_fit_on_the_disk_are_one_line(digits: str, tmp_path: Path, form: str):
+    """The writer of safetensors raises an error of its own, and torch's ends the process."""
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, limits[1]))
     try:
         with pytest.raises(PreflightError, match="cannot be written: File too large"):
-            export([digits, "--format", "safetensors", "--out", str(tmp_path / "out")])
+            export([digits, "--format", form, "--out", str(tmp_path / "out")])
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     assert [*tmp_path.iterdir()] == []
