@@ -151,7 +151,7 @@ class Conductor:
             self.sweep.goal = "min" if evaluation.goal == "min" else "max"
             known = [each.step for each in trial.evaluations[-1:]]
             trial.evaluations = [*evaluation.evaluations]
-            # What is told again, after a resumption, matters only to a pause.
+            # One that is reported again, after a resumption, matters only to a pause.
             if trial.until or known != [evaluation.evaluations[-1].step]:
                 trial.message = trial.message or policy.verdict(self.sweep, trial)
             if trial.message or time.monotonic() - self._saved_at > _SAVE_EVERY_S:

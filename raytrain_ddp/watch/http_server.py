@@ -112,16 +112,15 @@ class _Handler(BaseHTTPRequestHandler):
                 self._refuse(HTTPStatus.INTERNAL_SERVER_ERROR, text)
 
     def do_POST(self) -> None:
-        """``/stop/NAME`` or ``/predict/NAME``, from this server's own page in a browser that has
-        the token."""
+        """``/stop/NAME``, ``/predict/NAME``: from our own page, in a browser that has the token."""
         self.close_connection = True  # a body, if there is one, is not read
         if not self._may_ask():
             return
         origin = urlsplit(self.headers.get("Origin", "")).netloc
-        _, action, name = (*self.path.split("/"), "", "")[:3]
+        _, action, name = (*self.path.split("/", 2), "", "")[:3]
         is_own = origin == self.headers.get("Host") and self.headers.get("X-Confirm") == action
         act = {"stop": stop_run.stop, "predict": self.server.predictor.start}.get(action)
-        run = self.server.runs.runs.get(unquote(name)) if self.path.count("/") == 2 else None
+        run = self.server.runs.runs.get(unquote(name))
         if not (is_own and self._has_token()):
             self._refuse(HTTPStatus.FORBIDDEN, "Open the link that watch printed, with its token.")
         elif run is None or run.history is None or act is None:

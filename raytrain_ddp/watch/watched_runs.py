@@ -16,6 +16,7 @@ from raytrain_ddp.checkpoint.storage import Storage, is_plain_name, open_storage
 from raytrain_ddp.errors import ConfigError, first_line
 from raytrain_ddp.report.history import RunHistory, history_of
 from raytrain_ddp.report.run_files import RunFiles, claims_in, config_of, kept_in, owner_of
+from raytrain_ddp.sweep.sweep_state import SWEEP_FILE
 from raytrain_ddp.uri import without_secrets
 from raytrain_ddp.watch.live_log import LiveLog
 
@@ -74,7 +75,7 @@ class WatchedRun:
 
 
 class WatchedRuns:
-    """The runs directly in a storage, or the only one, if it is a run's folder.
+    """The runs directly in a storage or in its sweeps, or the only one, if it is a run's folder.
 
     Raises:
         ConfigError: there is no such storage. PreflightError: it does not answer.
@@ -172,6 +173,8 @@ class WatchedRuns:
         if self.storage.is_local:
             names = [name for name in names if Path(self.storage.path, name).is_dir()]
         folders = {name: self.storage.join(name) for name in names}
+        for name, sweep in [(n, f) for n, f in folders.items() if f.stamp(SWEEP_FILE)]:
+            folders |= {f"{name}/{each}": sweep.join(each) for each in sweep.names()}
         return {n: f for n, f in folders.items() if n in self.runs or _is_run(f)}
 
 

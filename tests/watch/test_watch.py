@@ -323,6 +323,18 @@ def test_from_other_machines_the_token_is_needed_and_a_link_brings_it(place: Pat
     site.close()
 
 
+def test_trials_of_sweeps_in_a_storage_are_runs_of_it(site: Site, place: Path):
+    steps = [train(step) for step in range(1, 4)]
+    write(place / "tried" / "trial-0001", steps, [plan(), end(0, step=3)])
+    (place / "tried" / "sweep.json").write_text("{}")
+    site.runs.look()
+    assert '<a href="/run/tried/trial-0001">tried/trial-0001</a>' in site.page("/")
+    assert "<h1>tried/trial-0001" in site.page("/run/tried/trial-0001")
+    assert "tried/trial-0001" in site.page("/compare?run=tried%2Ftrial-0001&run=done")
+    assert site.stop("tried/trial-0001") == 409
+    assert site.stop("tried/trial-0002") == 404
+
+
 def test_a_trial_that_its_sweep_has_stopped_does_not_blame_a_signal(site: Site, place: Path):
     note = {"kind": "note", "time": "2026-11-20T20:04:00Z", "text": f"{STOP_NOTE}rung 3"}
     append(place / "done", plan(), note, end(143, step=30), file="events.jsonl")
