@@ -60,7 +60,7 @@ class Shares:
         owners = deal([each.nbytes for each in parameters], self._size)
         self._owners = dict(zip(parameters, owners, strict=True))
         # The order in a checkpoint: that in which a whole optimizer would have made the state.
-        self._order = [*optimizer.state]
+        self._order: dict[Any, None] = dict.fromkeys(optimizer.state)
         for each in optimizer.named.values() if isinstance(optimizer, Optimizers) else [optimizer]:
             for parameter in [p for p in each.state if self._owner(p) != self._rank]:
                 del each.state[parameter]
@@ -82,10 +82,11 @@ class Shares:
         if self._world is None or not self.is_divided:
             optimizer.step()
             return
+        trained = [each for each in parameters_of(optimizer) if each.requires_grad]
+        self._order |= dict.fromkeys(each for each in trained if each.grad is not None)
         with self._only_own(optimizer):
             optimizer.step()
         mark("optimizer")
-        trained = [each for each in parameters_of(optimizer) if each.requires_grad]
         memory = tuple(each.data_ptr() for each in trained)
         if memory not in self._exchanges:
             dealt: list[list[nn.Parameter]] = [[] for _ in range(self._size)]
@@ -100,7 +101,7 @@ class Shares:
         keys = [key for group in saved["param_groups"] for key in group["params"]]
         parameters = dict(zip(keys, parameters_of(optimizer), strict=False))  # loading checks it
         known = {key: parameters[key] for key in saved["state"] if key in parameters}
-        self._order = [*known.values()]
+        self._order = dict.fromkeys(known.values())
         others = {key for key, each in known.items() if self._owner(each) != self._rank}
         state = {key: value for key, value in saved["state"].items() if key not in others}
         return {**saved, "state": state}
@@ -122,10 +123,9 @@ class Shares:
             groups.append(states[owner]["param_groups"][number])
             first += len(group["params"])
         found = {key: value for each in states for key, value in each["state"].items()}
-        known = {parameters[key]: key for key in sorted(found)}
-        before = {*self._order}
-        self._order += [each for each in known if each not in before]
-        ordered = {known[each]: found[known[each]] for each in self._order if each in known}
+        known = {parameters[key]: key for key in found}
+        in_order = [known[each] for each in self._order if each in known]
+        ordered = {key: found[key] for key in (*in_order, *found)}
         tensors, rest = flatten_state({**state, "state": ordered, "param_groups": groups})
         others = {key: found[key] for key in ordered if key not in state["state"]}
         return WholeState(tensors, {*flatten_state({"state": others})[0]}, rest)
@@ -145,6 +145,7 @@ class Shares:
         finally:
             for each, gradient in zip(others, gradients, strict=True):
                 each.grad = gradient
+                optimizer.state.pop(each, None)  # some make it without a gradient
 
     def _receive(self, rank: int) -> dict[str, Any]:
         """The state that `rank` sends, in memory that is kept for the next time."""

@@ -7,6 +7,7 @@ import inspect
 import json
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from copy import deepcopy
 from hashlib import sha256
 from typing import Any
 
@@ -216,7 +217,7 @@ def _try_steps(function: Any, optimizer: Optimizer, config: TrainConfig) -> None
         with torch.no_grad():
             for parameter, value in zip(parameters, weights, strict=True):
                 parameter.copy_(value)
-        load_optimizer(optimizer, state)
+        load_optimizer(optimizer, deepcopy(state))  # it becomes its own
 
     def take_from_the_start(part: Sequence[Tensor]) -> None:
         begin_again(blank, initial)
