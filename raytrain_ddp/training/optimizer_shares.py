@@ -28,6 +28,7 @@ from raytrain_ddp.training.world import World, broadcast_tensor
 _ROUND_BYTES, _LEAST_BYTES = 1 << 26, 1 << 20  # of all ranks, and of one at least
 _MESSAGE_BYTES = 1 << 26  # on the way to rank 0; one tensor may be larger
 _ALIGNED = 16  # bytes
+_MOST_EXCHANGES = 8  # of other parameters, or in other memory; each keeps memory for a round
 
 
 class WholeState(NamedTuple):
@@ -89,6 +90,8 @@ class Shares:
         mark("optimizer")
         memory = tuple(each.data_ptr() for each in trained)
         if memory not in self._exchanges:
+            if len(self._exchanges) >= _MOST_EXCHANGES:
+                self._exchanges.clear()
             dealt: list[list[nn.Parameter]] = [[] for _ in range(self._size)]
             for each in trained:
                 dealt[self._owner(each)].append(each)

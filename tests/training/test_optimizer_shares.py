@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from processes import Died, Group, Raised
 from test_several_optimizers import Watched, gan_config
 from tiny import (
     TOTAL_STEPS,
+    ScriptedSession,
     TinyTask,
     newest,
     plain,
@@ -139,6 +141,53 @@ def test_a_step_that_is_not_finite_is_skipped_by_all(workers: Group, tmp_path: P
         ran = workers(3, run_tiny, plain(each), {"nan_row": 100})
         assert len({worker.digest for worker in ran}) == 1
     assert files(divided(config)) == files(config)
+
+
+def die_in_exchange(session: ScriptedSession) -> None:
+    """Rank 1 dies in the eighth exchange, with an update that the others lack."""
+    run, calls = optimizer_shares._Exchange.__call__, [0]
+
+    def exchange(self: Any) -> None:
+        calls[0] += 1
+        if (session.world.rank, calls[0]) == (1, 8):
+            os._exit(9)
+        run(self)
+
+    optimizer_shares._Exchange.__call__ = exchange  # type: ignore[method-assign]
+
+
+def die_in_checkpoint(session: ScriptedSession) -> None:
+    """Rank 1 dies in the second checkpoint, before it has sent its share."""
+    send, calls = optimizer_shares._send, [0]
+
+    def sending(state: Any) -> None:
+        calls[0] += 1
+        if (session.world.rank, calls[0]) == (1, 2):
+            os._exit(9)
+        send(state)
+
+    optimizer_shares._send = sending
+
+
+@pytest.mark.parametrize("meddle", [die_in_exchange, die_in_checkpoint])
+def test_fault_01_a_death_while_shares_are_sent_ends_all_and_is_resumed_with_the_same_bits(
+    meddle: Any, whole: Whole, workers: Group, tmp_path: Path
+):
+    reference = whole("sgd")
+    config = dataclasses.replace(
+        divided(reference), name="dies", storage=str(tmp_path), checkpoint=OFTEN
+    )
+    own = Group()  # whose modules are changed
+    try:
+        first, dead, last = own.outcomes(3, run_tiny, plain(config), None, 0, 0, meddle)
+        assert dead == Died(9)
+        assert isinstance(first, Raised)
+        assert isinstance(last, Raised)
+    finally:
+        own.end()
+    ran = workers(3, run_tiny, plain(config))
+    assert ran[0].start_step == 4
+    assert files(config) == files(reference)
 
 
 # ------------------------------------------------------------------ what each rank has
