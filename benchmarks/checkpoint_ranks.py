@@ -3,8 +3,8 @@
     python benchmarks/checkpoint_ranks.py [--rounds N] [--millions 84] [--out FILE.md FILE.json]
 
 A multi-layer perceptron and its AdamW state (12 bytes a parameter), equal on 3 gloo workers of
-this machine, a thread each. The files are in the page cache when they are read. Each round runs every
-way once, each time beginning with another way.
+this machine, a thread each. The files are in the page cache when they are read. Each round runs
+every way once, each time beginning with another way.
 
 - durable: from the call on all ranks until rank 0 knows that all is on disk, after fsync
 - restart: until all ranks have loaded model and optimizer; with the look for the newest checkpoint
@@ -127,10 +127,11 @@ def as_markdown(series: Series[Run], args: argparse.Namespace) -> list[str]:
     head = ["", "durable s", "restart s", "peak memory GB, rank 0", "others"]
     return [
         "# Checkpoints of several workers",
-        f"`python benchmarks/checkpoint_ranks.py --rounds {args.rounds} --millions {args.millions}`",
+        "`python benchmarks/checkpoint_ranks.py "
+        f"--rounds {args.rounds} --millions {args.millions}`",
         series.place(),
-        f"About {12 * args.millions / 1e3:.1f} GB of state (parameters and AdamW), 3 gloo workers, a "
-        "thread each, one disk. Medians over the rounds (min .. max).",
+        f"About {12 * args.millions / 1e3:.1f} GB of state (parameters and AdamW), 3 gloo workers, "
+        "a thread each, one disk. Medians over the rounds (min .. max).",
         table(head, rows),
     ]
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import re
 from dataclasses import dataclass
 
@@ -11,6 +10,7 @@ from raytrain_ddp.checkpoint.storage import Storage
 from raytrain_ddp.errors import CheckpointError
 
 _NAME = re.compile(r"step-([0-9]{8,15})-a([0-9]{4,15})")
+Kept = dict[str, bytes | bytearray]  # file name -> content
 MOST_ATTEMPTS = 10**14
 """No run is started this often: a name with a higher number is not ours, and is ignored."""
 
@@ -49,7 +49,7 @@ class Checkpoint:
     def has(self, filename: str) -> bool:
         return filename in self.manifest.files
 
-    def read(self, filename: str) -> bytes:
+    def read(self, filename: str) -> bytes | bytearray:
         """The content of a file, exactly as it was committed.
 
         Raises:
@@ -57,15 +57,24 @@ class Checkpoint:
             CheckpointError: the checkpoint never had such a file.
         """
         entry = self._entry(filename)
-        data = self.storage.read(filename)
-        self._compare(filename, entry, hashlib.sha256(data).hexdigest())
+        data, sha256 = self.storage.read_hashed(filename, entry.size_bytes)
+        self._compare(filename, entry, sha256)
         return data
 
-    def verify(self) -> None:
-        """Reads all files in chunks; raises DamagedError at the first that is missing or
-        differs."""
+    def verify(self, keep: Kept | None = None) -> None:
+        """Reads all files, in chunks unless they are to be kept; raises DamagedError at the first
+        that is missing or differs.
+
+        Args:
+            keep: receives their contents, instead of those of another checkpoint.
+        """
+        if keep is not None:
+            keep.clear()
         for filename in self.manifest.files:
-            self._compare(filename, self._entry(filename), self.storage.sha256(filename))
+            if keep is not None:
+                keep[filename] = self.read(filename)
+            else:
+                self._compare(filename, self._entry(filename), self.storage.sha256(filename))
 
     def _entry(self, filename: str) -> FileEntry:
         entry = self.manifest.files.get(filename)

@@ -12,6 +12,7 @@ from __future__ import annotations
 import heapq
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from copy import deepcopy
 from typing import Any, NamedTuple
 
 import torch
@@ -107,6 +108,8 @@ class Shares:
         self._order = dict.fromkeys(known.values())
         others = {key for key, each in known.items() if self._owner(each) != self._rank}
         state = {key: value for key, value in saved["state"].items() if key not in others}
+        if others:  # on a CPU, loading would keep the memory of all
+            state = deepcopy(state)
         return {**saved, "state": state}
 
     def whole(self, optimizer: Optimizer) -> WholeState:

@@ -18,6 +18,7 @@ from raytrain_ddp.checkpoint.snapshot import (
     decode_tensors,
     encode_tensors,
     unflatten_state,
+    view_tensors,
 )
 from raytrain_ddp.checkpoint.storage import Content
 from raytrain_ddp.checkpoint.store import Checkpoint
@@ -125,9 +126,9 @@ class TrainState:
         if self.average is not None:
             self.average.restart()
         if checkpoint.has(f"{_TRAINED}.safetensors"):  # the other is the average
-            self.model.load_state_dict(decode_tensors(checkpoint.read(f"{_TRAINED}.safetensors")))
+            self.model.load_state_dict(tensors_of(checkpoint, f"{_TRAINED}.safetensors"))
         progress = json.loads(checkpoint.read(STATE_FILE))
-        tensors = decode_tensors(checkpoint.read("optimizer.safetensors"))
+        tensors = tensors_of(checkpoint, "optimizer.safetensors")
         saved = unflatten_state(tensors, progress["optimizer"])
         for group in saved["param_groups"]:  # the first start of a branch: see branching.py
             for name in progress.get(RENEWED, ()):
@@ -137,7 +138,7 @@ class TrainState:
         if progress["scaler"]:
             self.scaler.load_state_dict(progress["scaler"])
         if checkpoint.has(f"{_COMPRESSION}.safetensors"):
-            tensors = decode_tensors(checkpoint.read(f"{_COMPRESSION}.safetensors"))
+            tensors = tensors_of(checkpoint, f"{_COMPRESSION}.safetensors")
             self.compression.load(tensors)
         self.step = progress["step"]
         self.best, self.best_step = progress["best"], progress["best_step"]
@@ -212,7 +213,13 @@ def begin_training(model: nn.Module) -> None:
 def load_model(model: nn.Module, checkpoint: Checkpoint) -> None:
     """Loads the weights of `checkpoint` into `model`."""
     own_memory(model)
-    model.load_state_dict(decode_tensors(checkpoint.read("model.safetensors")))
+    model.load_state_dict(tensors_of(checkpoint, "model.safetensors"))
+
+
+def tensors_of(checkpoint: Checkpoint, filename: str) -> dict[str, Tensor]:
+    """Those of a file, in the memory that it was read into."""
+    data = checkpoint.read(filename)
+    return view_tensors(data) if isinstance(data, bytearray) else decode_tensors(data)
 
 
 def encode(snapshot: Snapshot) -> dict[str, Content]:
