@@ -10,7 +10,7 @@ from raytrain_ddp.checkpoint.storage import Storage
 from raytrain_ddp.errors import CheckpointError
 
 _NAME = re.compile(r"step-([0-9]{8,15})-a([0-9]{4,15})")
-Kept = dict[str, bytes | bytearray]  # file name -> content
+Kept = dict[str, memoryview]  # file name -> content
 MOST_ATTEMPTS = 10**14
 """No run is started this often: a name with a higher number is not ours, and is ignored."""
 
@@ -49,13 +49,17 @@ class Checkpoint:
     def has(self, filename: str) -> bool:
         return filename in self.manifest.files
 
-    def read(self, filename: str) -> bytes | bytearray:
+    def read(self, filename: str) -> bytes:
         """The content of a file, exactly as it was committed.
 
         Raises:
             DamagedError: the file is missing or differs (a CheckpointError).
             CheckpointError: the checkpoint never had such a file.
         """
+        return bytes(self.view(filename))
+
+    def view(self, filename: str) -> memoryview:
+        """As `read`, in memory that is the caller's: he may write to it."""
         entry = self._entry(filename)
         data, sha256 = self.storage.read_hashed(filename, entry.size_bytes)
         self._compare(filename, entry, sha256)
@@ -72,7 +76,7 @@ class Checkpoint:
             keep.clear()
         for filename in self.manifest.files:
             if keep is not None:
-                keep[filename] = self.read(filename)
+                keep[filename] = self.view(filename)
             else:
                 self._compare(filename, self._entry(filename), self.storage.sha256(filename))
 

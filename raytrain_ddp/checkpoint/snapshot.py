@@ -140,7 +140,7 @@ def decode_tensors(data: BytesLike) -> dict[str, Tensor]:
         raise CheckpointError(f"Not a complete safetensors file: {error}") from None
 
 
-def view_tensors(data: bytearray) -> dict[str, Tensor]:
+def view_tensors(data: memoryview) -> dict[str, Tensor]:
     """As `decode_tensors`, but of a file that was verified, and in its memory: nothing is copied.
 
     Raises:
@@ -148,7 +148,7 @@ def view_tensors(data: bytearray) -> dict[str, Tensor]:
     """
     try:
         first = 8 + int.from_bytes(data[:8], "little")
-        header = json.loads(data[8:first])
+        header = json.loads(bytes(data[8:first]))
         return {
             name: _viewed(data, kind, first)
             for name, kind in header.items()
@@ -158,7 +158,7 @@ def view_tensors(data: bytearray) -> dict[str, Tensor]:
         raise CheckpointError(f"Not a complete safetensors file: {error}") from None
 
 
-def _viewed(data: bytearray, kind: Mapping[str, Any], first: int) -> Tensor:
+def _viewed(data: memoryview, kind: Mapping[str, Any], first: int) -> Tensor:
     dtype, shape, (start, end) = _DTYPES[kind["dtype"]], kind["shape"], kind["data_offsets"]
     count = math.prod(shape)
     if end - start != count * dtype.itemsize or not 0 <= start <= end <= len(data) - first:

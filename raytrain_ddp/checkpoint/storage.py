@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import mmap
 import os
 import re
 import uuid
@@ -108,20 +109,18 @@ class Storage:
         """The content of a file; FileNotFoundError if there is none."""
         return b"".join(self._chunks(name))
 
-    def read_hashed(self, name: str, size_bytes: int) -> tuple[bytearray, str]:
-        """At most so many bytes of a file, in memory that is allocated once, and their hex sha256,
-        which a thread computes meanwhile."""
-        data, digest, done = bytearray(size_bytes), hashlib.sha256(), 0
+    def read_hashed(self, name: str, size_bytes: int) -> tuple[memoryview, str]:
+        """At most so many bytes of a file, in memory of their own that is written once, and their
+        hex sha256, which a thread computes meanwhile."""
+        view, digest, done = new_memory(size_bytes), hashlib.sha256(), 0
         with (
             self.fs.open_input_stream(self._at(name), compression=None) as stream,
-            memoryview(data) as view,
             ThreadPoolExecutor(1) as hasher,
         ):
             while got := stream.readinto(view[done : done + CHUNK_BYTES]):
                 hasher.submit(digest.update, view[done : done + got])
                 done += got
-        del data[done:]
-        return data, digest.hexdigest()
+        return view[:done], digest.hexdigest()
 
     def read_part(self, name: str, offset: int, most_bytes: int) -> bytes:
         """At most so many bytes of a file from `offset` on; fewer at its end."""
@@ -258,6 +257,12 @@ class Storage:
     def _sync(self) -> None:
         if self.is_local:
             fsync(self.path)
+
+
+def new_memory(size_bytes: int) -> memoryview:
+    """Zeroed by the kernel only: where new pages are slow, once more takes as long as reading."""
+    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+    return memoryview(mmap.mmap(-1, size_bytes, flags) if size_bytes else bytearray())
 
 
 def open_storage(uri: str) -> Storage:

@@ -16,7 +16,7 @@ from raytrain_ddp.checkpoint.evaluation_file import Evaluation
 from raytrain_ddp.checkpoint.lease import Owner
 from raytrain_ddp.checkpoint.manifest import Manifest
 from raytrain_ddp.checkpoint.run_folder import checkpoint_store, run_storage
-from raytrain_ddp.checkpoint.storage import Storage
+from raytrain_ddp.checkpoint.storage import Storage, new_memory
 from raytrain_ddp.checkpoint.store import Checkpoint, CheckpointName
 from raytrain_ddp.config.train_config import TrainConfig
 from raytrain_ddp.errors import CheckpointError, RaytrainError
@@ -50,29 +50,29 @@ class SharedCheckpoint(Checkpoint):
     world: World
     kept: Kept = field(repr=False)
 
-    def read(self, filename: str) -> bytes | bytearray:
-        """The content, on all ranks, which take part; memory of this rank's own.
+    def view(self, filename: str) -> memoryview:
+        """The content, on all ranks, which take part; so they do in `read`.
 
         Raises:
             CheckpointError: the file is damaged or the storage fails permanently.
         """
-        found: bytes | bytearray | CheckpointError | None = None
+        found: memoryview | CheckpointError | None = None
         if self.world.is_main:
             try:
                 found = self.kept.pop(filename, None)
                 if found is None:
-                    found = with_backoff(lambda _: Checkpoint.read(self, filename), self.pause)
+                    found = with_backoff(lambda _: Checkpoint.view(self, filename), self.pause)
             except OSError as error:
                 found = _failing(self.storage, error)
             except CheckpointError as error:
                 found = error
         problem, size_bytes = broadcast(
-            (found, 0) if isinstance(found, CheckpointError) else (None, len(found or b"")),
+            (found, 0) if isinstance(found, CheckpointError) else (None, len(found or "")),
             self.world,
         )
         if problem is not None:
             raise problem
-        data = found if isinstance(found, bytearray) else bytearray(size_bytes)
+        data = found if isinstance(found, memoryview) else new_memory(size_bytes)
         if self.world.size > 1 and size_bytes:
             dist.broadcast(torch.frombuffer(data, dtype=torch.uint8), 0)
         return data

@@ -218,8 +218,8 @@ def load_model(model: nn.Module, checkpoint: Checkpoint) -> None:
 
 def tensors_of(checkpoint: Checkpoint, filename: str) -> dict[str, Tensor]:
     """Those of a file, in the memory that it was read into."""
-    data = checkpoint.read(filename)
-    return view_tensors(data) if isinstance(data, bytearray) else decode_tensors(data)
+    data = checkpoint.view(filename)
+    return decode_tensors(data) if data.readonly else view_tensors(data)
 
 
 def encode(snapshot: Snapshot) -> dict[str, Content]:
