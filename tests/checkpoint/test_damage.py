@@ -229,7 +229,7 @@ def test_pruned_while_being_verified_is_not_damage(
     commit(store, 20)
     verify = Checkpoint.verify
 
-    def prune_first(checkpoint: Checkpoint) -> None:
+    def prune_first(checkpoint: Checkpoint, keep: Any = None) -> None:
         if checkpoint.name.step == 20:
             (root / "step-00000020-a0001" / "manifest.json").unlink()
             (root / "step-00000020-a0001" / "state.json").unlink()
