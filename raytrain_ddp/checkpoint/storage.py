@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import mmap
 import os
 import re
 import uuid
@@ -109,10 +108,10 @@ class Storage:
         """The content of a file; FileNotFoundError if there is none."""
         return b"".join(self._chunks(name))
 
-    def read_hashed(self, name: str, size_bytes: int) -> tuple[memoryview, str]:
-        """At most so many bytes of a file, in memory of their own that is written once, and their
-        hex sha256, which a thread computes meanwhile."""
-        view, digest, done = new_memory(size_bytes), hashlib.sha256(), 0
+    def read_into(self, name: str, view: memoryview) -> str:
+        """Reads a file into memory of its size, and returns the hex sha256 of what was there, which
+        a thread computes meanwhile."""
+        digest, done = hashlib.sha256(), 0
         with (
             self.fs.open_input_stream(self._at(name), compression=None) as stream,
             ThreadPoolExecutor(1) as hasher,
@@ -120,7 +119,7 @@ class Storage:
             while got := stream.readinto(view[done : done + CHUNK_BYTES]):
                 hasher.submit(digest.update, view[done : done + got])
                 done += got
-        return view[:done], digest.hexdigest()
+        return digest.hexdigest()
 
     def read_part(self, name: str, offset: int, most_bytes: int) -> bytes:
         """At most so many bytes of a file from `offset` on; fewer at its end."""
@@ -257,12 +256,6 @@ class Storage:
     def _sync(self) -> None:
         if self.is_local:
             fsync(self.path)
-
-
-def new_memory(size_bytes: int) -> memoryview:
-    """Zeroed by the kernel only: where new pages are slow, once more takes as long as reading."""
-    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
-    return memoryview(mmap.mmap(-1, size_bytes, flags) if size_bytes else bytearray())
 
 
 def open_storage(uri: str) -> Storage:

@@ -11,12 +11,12 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
-from raytrain_ddp.checkpoint.committed import Kept
+from raytrain_ddp.checkpoint.committed import Kept, new_memory
 from raytrain_ddp.checkpoint.evaluation_file import Evaluation
 from raytrain_ddp.checkpoint.lease import Owner
 from raytrain_ddp.checkpoint.manifest import Manifest
 from raytrain_ddp.checkpoint.run_folder import checkpoint_store, run_storage
-from raytrain_ddp.checkpoint.storage import Storage, new_memory
+from raytrain_ddp.checkpoint.storage import Storage
 from raytrain_ddp.checkpoint.store import Checkpoint, CheckpointName
 from raytrain_ddp.config.train_config import TrainConfig
 from raytrain_ddp.errors import CheckpointError, RaytrainError

@@ -23,14 +23,14 @@ from raytrain_ddp.training.world import World
 
 def run_counted(rank: int, size: int, config: Mapping[str, Any]) -> Counter[str]:
     """How often this rank has read each file of a checkpoint, while it trained."""
-    read, counted = Storage.read_hashed, Counter[str]()
+    read, counted = Storage.read_into, Counter[str]()
 
-    def reading(self: Storage, name: str, size_bytes: int) -> Any:
+    def reading(self: Storage, name: str, view: memoryview) -> str:
         counted[name] += 1
-        return read(self, name, size_bytes)
+        return read(self, name, view)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Storage, "read_hashed", reading)
+        patch.setattr(Storage, "read_into", reading)
         run_tiny(rank, size, config)
     return counted
 
@@ -52,7 +52,7 @@ def read_failing(rank: int, size: int, config: Mapping[str, Any], failure: str) 
     with pytest.MonkeyPatch.context() as patch:
         if failure == "storage":
             error = OSError(errno.EACCES, "no right")
-            patch.setattr(Storage, "read_hashed", lambda *_: (_ for _ in ()).throw(error))
+            patch.setattr(Storage, "read_into", lambda *_: (_ for _ in ()).throw(error))
         shared = SharedCheckpoint(
             found.name, found.manifest, found.storage, lambda *_: False, world, {}
         )
