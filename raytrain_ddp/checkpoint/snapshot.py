@@ -8,6 +8,7 @@ file = encode_tensors(copies)                  its bytes, in chunks, in the back
 from __future__ import annotations
 
 import json
+import math
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -36,6 +37,7 @@ _DTYPE_NAMES = {
     torch.float32: "F32",
     torch.float64: "F64",
 }
+_DTYPES = {name: dtype for dtype, name in _DTYPE_NAMES.items()}
 _RESERVED_NAME = "__metadata__"  # in a safetensors header
 
 
@@ -136,6 +138,37 @@ def decode_tensors(data: BytesLike) -> dict[str, Tensor]:
         return load_safetensors(bytes(data))
     except (SafetensorError, ValueError, TypeError, KeyError, RuntimeError) as error:
         raise CheckpointError(f"Not a complete safetensors file: {error}") from None
+
+
+def view_tensors(data: memoryview) -> dict[str, Tensor]:
+    """As `decode_tensors`, but of a file that was verified, and in its memory: nothing is copied.
+
+    Raises:
+        CheckpointError: this is not a file in the safetensors format.
+    """
+    try:
+        first = 8 + int.from_bytes(data[:8], "little")
+        header = json.loads(bytes(data[8:first]))
+        return {
+            name: _viewed(data, kind, first)
+            for name, kind in header.items()
+            if name != _RESERVED_NAME
+        }
+    except (ValueError, TypeError, KeyError, AttributeError, RuntimeError) as error:
+        raise CheckpointError(f"Not a complete safetensors file: {error}") from None
+
+
+def _viewed(data: memoryview, kind: Mapping[str, Any], first: int) -> Tensor:
+    dtype, shape, (start, end) = _DTYPES[kind["dtype"]], kind["shape"], kind["data_offsets"]
+    count = math.prod(shape)
+    if end - start != count * dtype.itemsize or not 0 <= start <= end <= len(data) - first:
+        raise ValueError(f"{start} to {end} is no place of {shape}")
+    if (first + start) % dtype.itemsize:  # of another writer
+        piece = bytearray(data[first + start : first + end])
+        return torch.frombuffer(piece, dtype=dtype).reshape(shape)
+    if not count:
+        return torch.empty(shape, dtype=dtype)
+    return torch.frombuffer(data, dtype=dtype, count=count, offset=first + start).reshape(shape)
 
 
 def flatten_state(state: Any) -> tuple[dict[str, Tensor], Any]:

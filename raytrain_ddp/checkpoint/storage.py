@@ -7,6 +7,7 @@ import os
 import re
 import uuid
 from collections.abc import Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path, PurePosixPath
@@ -106,6 +107,19 @@ class Storage:
     def read(self, name: str) -> bytes:
         """The content of a file; FileNotFoundError if there is none."""
         return b"".join(self._chunks(name))
+
+    def read_into(self, name: str, view: memoryview) -> str:
+        """Reads a file into memory of its size, and returns the hex sha256 of what was there, which
+        a thread computes meanwhile."""
+        digest, done = hashlib.sha256(), 0
+        with (
+            self.fs.open_input_stream(self._at(name), compression=None) as stream,
+            ThreadPoolExecutor(1) as hasher,
+        ):
+            while got := stream.readinto(view[done : done + CHUNK_BYTES]):
+                hasher.submit(digest.update, view[done : done + got])
+                done += got
+        return digest.hexdigest()
 
     def read_part(self, name: str, offset: int, most_bytes: int) -> bytes:
         """At most so many bytes of a file from `offset` on; fewer at its end."""

@@ -25,7 +25,7 @@ from dataclasses import replace
 from typing import Any, NoReturn
 
 from raytrain_ddp.checkpoint.claims import Claim, ContendedError
-from raytrain_ddp.checkpoint.committed import Checkpoint, CheckpointName
+from raytrain_ddp.checkpoint.committed import Checkpoint, CheckpointName, Kept
 from raytrain_ddp.checkpoint.evaluation_file import read_evaluation
 from raytrain_ddp.checkpoint.listing import (
     DAMAGED_MARK,
@@ -66,6 +66,7 @@ class CheckpointStore:
         self.storage = storage
         self._seen: tuple[list[Claim], set[CheckpointName]] | None = None  # as `latest` found it
         self._claim: Claim | None = None
+        self.kept: Kept | None = None  # receives the files that `latest` has read
 
     def claim(self, base: CheckpointName | None, about: Mapping[str, Any]) -> int:
         """Claims the run for a start that resumes from `base`; returns its attempt number.
@@ -140,10 +141,8 @@ class CheckpointStore:
         return Checkpoint(name, manifest, folder)
 
     def names(self) -> list[CheckpointName]:
-        """The committed checkpoints that are not fenced off, newest first.
-
-        Their files are not verified.
-        """
+        """The committed checkpoints that are not fenced off, newest first, without a look at their
+        files."""
         return self._list().names()
 
     def open(self, name: CheckpointName) -> Checkpoint:
@@ -186,7 +185,7 @@ class CheckpointStore:
             seen.add(name)
             try:
                 checkpoint = self.open(name)
-                checkpoint.verify()
+                checkpoint.verify(self.kept)
                 return checkpoint
             except (DamagedError, FileNotFoundError) as error:
                 # A writer that prunes removes the manifest first: that is not damage.

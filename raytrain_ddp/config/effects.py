@@ -67,6 +67,11 @@ _RULES = [
         "scaling.check_every_steps",
         lambda c: c.scaling.check_every_steps > 0,
     ),
+    _Rule(
+        "scaling.replace_workers",
+        "ddp.shard_optimizer = false, as a worker that dies takes its share along",
+        lambda c: not c.ddp.shard_optimizer,
+    ),
     _Rule("log.project", "log.wandb or log.mlflow", lambda c: c.log.wandb or c.log.mlflow),
     _Rule("log.profile_ranks", "log.profile_steps", lambda c: c.log.profile_steps > 0),
     _Rule("log.tensorboard", "storage on a file system", lambda c: "://" not in c.storage),

@@ -156,6 +156,9 @@ class TrainConfig:
         if self.task in _WITH_LOSS:
             self.require_loss()
         self.require_slots(self.scaling.worker_range()[1])
+        resyncs = self.scaling.on_divergence == "resync"
+        rule = "must be stop with ddp.shard_optimizer: no worker has another one's optimizer state"
+        require(not (self.ddp.shard_optimizer and resyncs), "scaling.on_divergence", "resync", rule)
         if self.exact:
             self._require_exact()
 

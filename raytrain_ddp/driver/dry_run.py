@@ -64,14 +64,10 @@ def dry_run(
     from raytrain_ddp.tasks.task_check import eval_data_of, model_of, train_data_of
     from raytrain_ddp.tasks.task_loading import load_task
     from raytrain_ddp.training.early_stop import require_evaluation
+    from raytrain_ddp.training.lr_schedule import LearningRates, steps_to_check
     from raytrain_ddp.training.prepare import plan_of
     from raytrain_ddp.training.several_optimizers import turns_of
-    from raytrain_ddp.training.task_optimizer import (
-        LearningRates,
-        optimizer_of,
-        replaced_fields,
-        steps_to_check,
-    )
+    from raytrain_ddp.training.task_optimizer import optimizer_of, replaced_fields
 
     reads: set[str] = set()
     task = load_task(config, reads)

@@ -41,10 +41,12 @@ def replacing_layout(config: TrainConfig, layout: Layout) -> Layout | None:
     """The workers to start if each that dies is to be replaced; None if all are to be restarted:
 
     - on GPUs: a collective of NCCL's that is aborted would let the update go on with its result.
+    - with ddp.shard_optimizer: what is lost with a worker is in the newest checkpoint only.
     - with MIN:MAX workers, unless there is room for MAX: Ray Train decides on the number of workers
       at a restart.
     """
-    replaces = config.scaling.replace_workers and layout.backend == "gloo" and not layout.use_gpu
+    replaces = config.scaling.replace_workers and not config.ddp.shard_optimizer
+    replaces = replaces and layout.backend == "gloo" and not layout.use_gpu
     if not replaces or layout.most == 1 or not hasattr(Backend, "has_replica_groups"):
         return None
     fixed = dataclasses.replace(layout, least=layout.most)

@@ -74,8 +74,8 @@ class LiveCheckpoint(Checkpoint):
     def has(self, filename: str) -> bool:
         return filename in self.files
 
-    def read(self, filename: str) -> bytes:
-        return self.files[filename]
+    def view(self, filename: str) -> memoryview:
+        return memoryview(self.files[filename])
 
 
 class _Progress(NamedTuple):

@@ -3,14 +3,22 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
+from numbers import Real
+from typing import Any
 
 import torch
 from torch import nn
+from torch.optim import Optimizer
 
 from raytrain_ddp.config.sections import OptimConfig
 from raytrain_ddp.config.train_config import TrainConfig
+from raytrain_ddp.errors import TaskError
+from raytrain_ddp.tasks.task import Task
+from raytrain_ddp.tasks.task_check import optional_method, place_of
 from raytrain_ddp.training.param_groups import param_groups
+
+_MOST_CHECKED = 100_000  # steps whose factor is checked before the first one
 
 
 def build_optimizer(model: nn.Module, config: OptimConfig) -> torch.optim.Optimizer:
@@ -50,3 +58,64 @@ def learning_rate(config: TrainConfig, step: int, steps_per_epoch: int) -> float
     done = min(1.0, (step - warmup) / max(1.0, total - warmup))
     cosine = (1 + math.cos(math.pi * done)) / 2
     return peak * (schedule.final_lr + (1 - schedule.final_lr) * cosine)
+
+
+def steps_to_check(total_steps: int) -> list[int]:
+    """Steps for which a task's functions of the step are checked before the first one."""
+    stride = max(1, total_steps // _MOST_CHECKED)
+    return [*range(0, total_steps, stride), total_steps - 1]
+
+
+class LearningRates:
+    """The learning rate of each parameter group as a function of the step.
+
+    A group's own peak is its `lr` times its `lr_scale`, if it has one. It follows the configured
+    schedule, or the factor that the task's `schedule` gives.
+
+    Args:
+        optimizer: as it was made; its groups tell the peaks.
+    """
+
+    def __init__(
+        self,
+        task: Task,
+        optimizer: Optimizer,
+        config: TrainConfig,
+        steps_per_epoch: int,
+    ) -> None:
+        total_steps = config.total_steps(steps_per_epoch)
+        self._config, self._steps_per_epoch = config, steps_per_epoch
+        self._peaks = [float(g["lr"]) * g.get("lr_scale", 1.0) for g in optimizer.param_groups]
+        self._schedule: Callable[[int], Any] | None = optional_method(task, "schedule")
+        if self._schedule is not None:
+            for step in steps_to_check(total_steps):
+                self._factors(self._schedule, step)
+
+    def __call__(self, step: int) -> list[float]:
+        """The rates in `step` (from 0), one for each group.
+
+        Raises:
+            TaskError: the task's schedule gives something else than finite factors of 0 or more.
+        """
+        if self._schedule is None:
+            rate, peak = self.configured(step), self._config.optim.lr
+            return [rate * (each / peak) for each in self._peaks]
+        factors = self._factors(self._schedule, step)
+        return [peak * factor for peak, factor in zip(self._peaks, factors, strict=True)]
+
+    def configured(self, step: int) -> float:
+        return learning_rate(self._config, step, self._steps_per_epoch)
+
+    def _factors(self, schedule: Callable[[int], Any], step: int) -> list[float]:
+        given = schedule(step)
+        groups = len(self._peaks)
+        factors = list(given) if isinstance(given, Sequence) else [given] * groups
+        numbers = [float(each) for each in factors if isinstance(each, Real)]
+        fit = all(math.isfinite(each) and each >= 0 for each in numbers)
+        if not fit or len(numbers) != len(factors) or len(factors) != groups:
+            what = f"returned {given!r} for step {step}"
+            several = f", or one for each of the {groups} parameter groups" if groups > 1 else ""
+            raise TaskError(
+                f"{place_of(schedule)}: {what}; expected a finite factor of 0 or more{several}."
+            )
+        return numbers

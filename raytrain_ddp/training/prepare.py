@@ -34,7 +34,9 @@ from raytrain_ddp.training.data_identity import DataIdentity
 from raytrain_ddp.training.device_feed import AgreedCount, Audit, Feed, on_device
 from raytrain_ddp.training.early_stop import ends_of, last_metrics, require_evaluation
 from raytrain_ddp.training.live_state import LiveCheckpoint
+from raytrain_ddp.training.lr_schedule import LearningRates
 from raytrain_ddp.training.nonfinite_repro import handle_nonfinite
+from raytrain_ddp.training.optimizer_shares import shares_of
 from raytrain_ddp.training.phase_clock import Clock
 from raytrain_ddp.training.prepared_run import PreparedRun
 from raytrain_ddp.training.profiler import Profile
@@ -45,11 +47,7 @@ from raytrain_ddp.training.session import Session
 from raytrain_ddp.training.step import Stepper, make_stepper
 from raytrain_ddp.training.step_timing import peak_flops_per_s
 from raytrain_ddp.training.stragglers import Stragglers
-from raytrain_ddp.training.task_optimizer import (
-    LearningRates,
-    optimizer_of,
-    replaced_fields,
-)
+from raytrain_ddp.training.task_optimizer import optimizer_of, replaced_fields
 from raytrain_ddp.training.train_state import TrainState, begin_training
 from raytrain_ddp.training.weight_average import average_of
 from raytrain_ddp.training.world import World, set_up, software_versions
@@ -85,7 +83,7 @@ def prepare(
     optimizer = optimizer_of(task, model, config)
     rates = LearningRates(task, optimizer, config, plan.steps_per_epoch)
     scaler = torch.amp.GradScaler(world.device.type, enabled=config.compute.precision == "fp16")
-    state = TrainState(model, optimizer, scaler)
+    state = TrainState(model, optimizer, scaler, shares=shares_of(config, optimizer, world))
     loader = train_loader(config, data, plan, world)
     refuse = partial(handle_nonfinite, config, state, session, loader)
     stepper = make_stepper(config, task, state, session, clock, refuse, plan.steps_per_epoch)

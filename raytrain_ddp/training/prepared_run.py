@@ -29,6 +29,7 @@ from raytrain_ddp.training.device_feed import Feed, require_few_bad
 from raytrain_ddp.training.early_stop import Patience
 from raytrain_ddp.training.evaluation import chunks_of, evaluate
 from raytrain_ddp.training.live_state import OWED_FILE, LiveCheckpoint
+from raytrain_ddp.training.lr_schedule import LearningRates
 from raytrain_ddp.training.metric_states import require_monitor, scalars, tables
 from raytrain_ddp.training.nonfinite_repro import REMEDY
 from raytrain_ddp.training.phase_clock import Clock
@@ -36,8 +37,7 @@ from raytrain_ddp.training.session import Session, Snapshot
 from raytrain_ddp.training.step import Stepper
 from raytrain_ddp.training.step_decisions import Abandoned, Cadence, EvaluationWatch
 from raytrain_ddp.training.stragglers import Stragglers
-from raytrain_ddp.training.task_optimizer import LearningRates
-from raytrain_ddp.training.train_state import TrainState
+from raytrain_ddp.training.train_state import Gathered, TrainState
 
 
 @dataclass
@@ -248,7 +248,7 @@ class PreparedRun:
             free = time.monotonic()
             self.session.drain()
             waited = time.monotonic() - free
-            gathered = self.state.compression.gather()
+            gathered = self.state.gather()
             if world.is_main:
                 snapshot = replace(self._snapshot(metrics, gathered), last=last)
                 failpoint("checkpoint.snapshot", world.rank, step)
@@ -256,7 +256,7 @@ class PreparedRun:
         self.session.saved(time.monotonic() - began - waited)
         self.session.tell(messages.Pause(time.monotonic() - asked))
 
-    def _snapshot(self, metrics: Mapping[str, float], gathered: Mapping[str, Tensor]) -> Snapshot:
+    def _snapshot(self, metrics: Mapping[str, float], gathered: Gathered) -> Snapshot:
         step = self.state.step
         manifest = Manifest(
             step=step,
@@ -276,7 +276,7 @@ class PreparedRun:
         """The state after the last complete step, of a rank that has lost a peer. None if others
         could not go on from it: see `Stepper.roll_back`, or if ranks keep different states."""
         state, step = self.state, self.state.step
-        if state.compression.is_own or not self.stepper.roll_back():
+        if state.is_own or not self.stepper.roll_back():
             return None
         if state.counted_step > step:
             state.skipped = state.skipped_before
@@ -285,7 +285,7 @@ class PreparedRun:
             seconds = self.unlogged_s + self.clock.window()[0]
             shares = self.stepper.shares.tolist()
             owed = {"shares": shares, "logged_step": self.logged_step, "seconds": seconds}
-        taken = self._snapshot({}, {})
+        taken = self._snapshot({}, state.gather())
         log = [record for record in taken.log if record.step <= step]
         return replace(taken, log=log, documents={**taken.documents, OWED_FILE: owed})
 

@@ -68,6 +68,7 @@ class Recorder:
 
         def found(_: int) -> Checkpoint | None:
             self._run.mkdir()
+            self.store.kept = {}
             newest = self.store.latest(on_damaged=self._note)
             if newest is None:
                 require_none_lost(self._config, self._run)

@@ -5,9 +5,13 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
+import torch
+import torch.distributed as dist
+
+from raytrain_ddp.checkpoint.committed import Kept, new_memory
 from raytrain_ddp.checkpoint.evaluation_file import Evaluation
 from raytrain_ddp.checkpoint.lease import Owner
 from raytrain_ddp.checkpoint.manifest import Manifest
@@ -33,21 +37,45 @@ S = TypeVar("S", bound="RecordingSession")
 
 
 @dataclass(frozen=True)
-class PatientCheckpoint(Checkpoint):
-    """A checkpoint whose files are read with retries if the storage does not respond.
+class SharedCheckpoint(Checkpoint):
+    """A checkpoint whose files rank 0 reads, once for all, with retries if the storage does not
+    respond.
 
     Args:
         pause: see `with_backoff`.
+        kept: what rank 0 has read already; each file is given away once.
     """
 
     pause: Pause
+    world: World
+    kept: Kept = field(repr=False)
 
-    def read(self, filename: str) -> bytes:
-        """Raises a CheckpointError if the file is damaged or the storage fails permanently."""
-        try:
-            return with_backoff(lambda _: Checkpoint.read(self, filename), self.pause)
-        except OSError as error:
-            raise _failing(self.storage, error) from error
+    def view(self, filename: str) -> memoryview:
+        """The content, on all ranks, which take part; so they do in `read`.
+
+        Raises:
+            CheckpointError: the file is damaged or the storage fails permanently.
+        """
+        found: memoryview | CheckpointError | None = None
+        if self.world.is_main:
+            try:
+                found = self.kept.pop(filename, None)
+                if found is None:
+                    found = with_backoff(lambda _: Checkpoint.view(self, filename), self.pause)
+            except OSError as error:
+                found = _failing(self.storage, error)
+            except CheckpointError as error:
+                found = error
+        problem, size_bytes = broadcast(
+            (found, 0) if isinstance(found, CheckpointError) else (None, len(found or "")),
+            self.world,
+        )
+        if problem is not None:
+            raise problem
+        data = found if isinstance(found, memoryview) else new_memory(size_bytes)
+        if self.world.size > 1 and size_bytes:
+            dist.broadcast(torch.frombuffer(data, dtype=torch.uint8), 0)
+        return data
 
 
 class RecordingSession:
@@ -144,7 +172,11 @@ class RecordingSession:
         if found is not None:
             name, manifest, steps = found
             place = self._storage.join(str(name))
-            stored = PatientCheckpoint(name, manifest, place, self._trying_again)
+            kept: Kept = {}
+            if self.recorder is not None:
+                kept, self.recorder.store.kept = self.recorder.store.kept or kept, None
+            again = self._trying_again
+            stored = SharedCheckpoint(name, manifest, place, again, self.world, kept)
         return most_advanced(self._live, steps, self._storage, self.world) or stored
 
     def begin(self, take_live: Callable[[], Snapshot | None]) -> None:

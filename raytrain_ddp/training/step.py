@@ -20,6 +20,7 @@ from raytrain_ddp.tasks.model_parts import Frozen
 from raytrain_ddp.tasks.task import Task
 from raytrain_ddp.tasks.task_check import optional_method, place_of
 from raytrain_ddp.training.gradient_compression import compress
+from raytrain_ddp.training.lr_schedule import steps_to_check
 from raytrain_ddp.training.nonfinite import StepTrace, make_guard
 from raytrain_ddp.training.phase_clock import Clock
 from raytrain_ddp.training.reduction import ddp_options
@@ -27,7 +28,6 @@ from raytrain_ddp.training.replica_check import ReplicaCheck
 from raytrain_ddp.training.session import Session
 from raytrain_ddp.training.several_optimizers import Optimizers, turns_of
 from raytrain_ddp.training.step_decisions import Cadence
-from raytrain_ddp.training.task_optimizer import steps_to_check
 from raytrain_ddp.training.train_state import TrainState
 from raytrain_ddp.training.turn import Turn, frozen_meanwhile
 

@@ -1,15 +1,14 @@
-"""The optimizer and the schedule of a task, checked before the first step; the configured ones if
-it has none."""
+"""The optimizer of a task, checked before the first step; the configured one if it has none."""
 
 from __future__ import annotations
 
 import dataclasses
 import inspect
 import json
-import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from numbers import Real
+from copy import deepcopy
+from hashlib import sha256
 from typing import Any
 
 import torch
@@ -21,13 +20,12 @@ from raytrain_ddp.config.train_config import TrainConfig
 from raytrain_ddp.errors import CheckpointError, TaskError, did_you_mean
 from raytrain_ddp.tasks.task import Task
 from raytrain_ddp.tasks.task_check import optional_method, place_of, refused
-from raytrain_ddp.training.lr_schedule import allocate_momentum, build_optimizer, learning_rate
+from raytrain_ddp.training.lr_schedule import allocate_momentum, build_optimizer
 from raytrain_ddp.training.seeding import keeping_generators, seed_slot
 from raytrain_ddp.training.several_optimizers import Optimizers
 
 _KERNELS = ("fused", "foreach", "capturable", "differentiable")  # options that are not state
 _OF_GROUPS = ("params", "lr_scale", "param_names", "name")  # not arguments of optimizers
-_MOST_CHECKED = 100_000  # steps whose factor is checked before the first one
 
 
 def optimizer_of(task: Task, model: nn.Module, config: TrainConfig) -> Optimizer:
@@ -192,7 +190,8 @@ def _as_saved(loaded: Any, saved: Any) -> Any:
 
 def _try_steps(function: Any, optimizer: Optimizer, config: TrainConfig) -> None:
     """Takes trial steps, without side effects: the state must be storable, and whole, so that a
-    resumed run takes the same steps.
+    resumed run takes the same steps. With shares, a step over some parameters must be that over
+    all.
 
     Raises:
         TaskError: it is not, or a step fails.
@@ -202,15 +201,28 @@ def _try_steps(function: Any, optimizer: Optimizer, config: TrainConfig) -> None
     homes = [each.data for each in parameters]
     initial, blank = _copies(homes), _stored(optimizer)
     rates = [group["lr"] for group in optimizer.param_groups]
+    is_dividable = True
 
     if averages(optimizer):
         optimizer.train()  # type: ignore[attr-defined]
 
-    def step(number: int) -> None:
+    def step(number: int, part: Sequence[Tensor] = trained, gradient: float = 1e-3) -> None:
         seed_slot(parameters[0].device, config.seed, number, config.slots)
-        for parameter in trained:
-            parameter.grad = torch.full_like(parameter, 1e-3)
+        optimizer.zero_grad(set_to_none=True)
+        for parameter in part:
+            parameter.grad = torch.full_like(parameter, gradient)
         optimizer.step()
+
+    def begin_again(state: Any, weights: Sequence[Tensor]) -> None:
+        with torch.no_grad():
+            for parameter, value in zip(parameters, weights, strict=True):
+                parameter.copy_(value)
+        load_optimizer(optimizer, deepcopy(state))  # it becomes its own
+
+    def take_from_the_start(part: Sequence[Tensor]) -> None:
+        begin_again(blank, initial)
+        for number, gradient in enumerate((1e-3, 10.0)):  # some clip a large norm
+            step(number, part, gradient)
 
     with keeping_generators(parameters[0].device):
         try:
@@ -218,19 +230,22 @@ def _try_steps(function: Any, optimizer: Optimizer, config: TrainConfig) -> None
             middle, weights = _stored(optimizer), _copies(parameters)
             step(1)
             gone_on = _copies(parameters)
-            with torch.no_grad():
-                for parameter, value in zip(parameters, weights, strict=True):
-                    parameter.copy_(value)
-            load_optimizer(optimizer, middle)
+            begin_again(middle, weights)
             step(1)
+            resumed = _copies(parameters)
+            if config.ddp.shard_optimizer:
+                is_dividable = _is_dividable(optimizer, trained, take_from_the_start)
         except Exception as error:
             said = (str(error).splitlines() or [""])[0]
             problem = f"cannot be used: {said or type(error).__name__} (closures are not supported)"
             if isinstance(error, CheckpointError):
                 problem = f"has a state that cannot be stored: {said}"
             raise _unfit(function, optimizer, problem.rstrip(".")) from error
-    if not all(map(_same_bits, _copies(parameters), gone_on)):
+    if not all(map(_same_bits, resumed, gone_on)):
         problem = "keeps state outside its state_dict(), so a resumed run would take other steps"
+        raise _unfit(function, optimizer, problem)
+    if not is_dividable:
+        problem = "cannot be divided (ddp.shard_optimizer): its steps depend on all parameters"
         raise _unfit(function, optimizer, problem)
     load_optimizer(optimizer, blank)
     if averages(optimizer):
@@ -254,66 +269,43 @@ def _stored(optimizer: Optimizer) -> Any:
     return unflatten_state(copies, json.loads(json.dumps(rest)))
 
 
-def _same_bits(one: Tensor, other: Tensor) -> bool:
-    return torch.equal(one.nan_to_num(), other.nan_to_num())
-
-
-def steps_to_check(total_steps: int) -> list[int]:
-    """Steps for which a task's functions of the step are checked before the first one."""
-    stride = max(1, total_steps // _MOST_CHECKED)
-    return [*range(0, total_steps, stride), total_steps - 1]
-
-
-class LearningRates:
-    """The learning rate of each parameter group as a function of the step.
-
-    A group's own peak is its `lr` times its `lr_scale`, if it has one. It follows the configured
-    schedule, or the factor that the task's `schedule` gives.
+def _is_dividable(
+    optimizer: Optimizer, trained: Sequence[Tensor], take: Callable[[Sequence[Tensor]], None]
+) -> bool:
+    """Whether it updates each parameter by itself, see optimizer_shares.py.
 
     Args:
-        optimizer: as it was made; its groups tell the peaks.
+        take: takes steps from the start, with gradients of some of the parameters.
     """
+    halves = trained[::2], trained[1::2]
+    take(trained)
+    state = optimizer.state_dict()
+    if (
+        averages(optimizer)
+        or len(state) != 2
+        or not all(isinstance(k, int) for k in state["state"])
+    ):
+        return False
+    whole = [_part_of(optimizer, half) for half in halves]
+    for half, before in zip(halves, whole, strict=True):
+        take(half)
+        if _part_of(optimizer, half) != before:
+            return False
+    return True
 
-    def __init__(
-        self,
-        task: Task,
-        optimizer: Optimizer,
-        config: TrainConfig,
-        steps_per_epoch: int,
-    ) -> None:
-        total_steps = config.total_steps(steps_per_epoch)
-        self._config, self._steps_per_epoch = config, steps_per_epoch
-        self._peaks = [float(g["lr"]) * g.get("lr_scale", 1.0) for g in optimizer.param_groups]
-        self._schedule: Callable[[int], Any] | None = optional_method(task, "schedule")
-        if self._schedule is not None:
-            for step in steps_to_check(total_steps):
-                self._factors(self._schedule, step)
 
-    def __call__(self, step: int) -> list[float]:
-        """The rates in `step` (from 0), one for each group.
+def _part_of(optimizer: Optimizer, part: Sequence[Tensor]) -> list[Any]:
+    """These parameters and what the optimizer keeps of them, to compare."""
+    state, ids = optimizer.state_dict(), {id(each) for each in part}
+    kept: list[Any] = []
+    for named, group in zip(state["param_groups"], optimizer.param_groups, strict=True):
+        for key, each in zip(named["params"], group["params"], strict=True):
+            if id(each) in ids:
+                kept.append([each.data, state["state"].get(key), {**named, "params": key}])
+    tensors, rest = flatten_state(kept)
+    raw = (each.contiguous().view(-1).view(torch.uint8) for each in _copies([*tensors.values()]))
+    return [rest, *(sha256(each.numpy().data).digest() for each in raw)]
 
-        Raises:
-            TaskError: the task's schedule gives something else than finite factors of 0 or more.
-        """
-        if self._schedule is None:
-            rate, peak = self.configured(step), self._config.optim.lr
-            return [rate * (each / peak) for each in self._peaks]
-        factors = self._factors(self._schedule, step)
-        return [peak * factor for peak, factor in zip(self._peaks, factors, strict=True)]
 
-    def configured(self, step: int) -> float:
-        return learning_rate(self._config, step, self._steps_per_epoch)
-
-    def _factors(self, schedule: Callable[[int], Any], step: int) -> list[float]:
-        given = schedule(step)
-        groups = len(self._peaks)
-        factors = list(given) if isinstance(given, Sequence) else [given] * groups
-        numbers = [float(each) for each in factors if isinstance(each, Real)]
-        fit = all(math.isfinite(each) and each >= 0 for each in numbers)
-        if not fit or len(numbers) != len(factors) or len(factors) != groups:
-            what = f"returned {given!r} for step {step}"
-            several = f", or one for each of the {groups} parameter groups" if groups > 1 else ""
-            raise TaskError(
-                f"{place_of(schedule)}: {what}; expected a finite factor of 0 or more{several}."
-            )
-        return numbers
+def _same_bits(one: Tensor, other: Tensor) -> bool:
+    return torch.equal(one.nan_to_num(), other.nan_to_num())

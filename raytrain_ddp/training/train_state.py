@@ -17,8 +17,8 @@ from raytrain_ddp.checkpoint.snapshot import (
     HostSnapshot,
     decode_tensors,
     encode_tensors,
-    flatten_state,
     unflatten_state,
+    view_tensors,
 )
 from raytrain_ddp.checkpoint.storage import Content
 from raytrain_ddp.checkpoint.store import Checkpoint
@@ -26,6 +26,7 @@ from raytrain_ddp.events import Eval, LogRecord
 from raytrain_ddp.records import log_records, to_record
 from raytrain_ddp.training.buffer_sync import REALS, own_memory
 from raytrain_ddp.training.gradient_compression import Compression
+from raytrain_ddp.training.optimizer_shares import Shares, WholeState
 from raytrain_ddp.training.param_groups import regroup
 from raytrain_ddp.training.session import Snapshot
 from raytrain_ddp.training.task_optimizer import load_optimizer
@@ -35,15 +36,28 @@ _PIECE = 500  # log records per chunk
 _COMPRESSION, _TRAINED = "compression", "trained"  # stems of files, if they exist
 
 
+@dataclass(frozen=True)
+class Gathered:
+    """What a checkpoint has of all ranks' states; complete on rank 0 only."""
+
+    compression: Mapping[str, Tensor]
+    optimizer: WholeState
+
+
 @dataclass
 class TrainState:
-    """Model, optimizer and scaler after `step` optimizer steps, and the best evaluation so far."""
+    """Model, optimizer and scaler after `step` optimizer steps, and the best evaluation so far.
+
+    Args:
+        shares: of the optimizer's state; None: it is not divided.
+    """
 
     model: nn.Module
     optimizer: torch.optim.Optimizer
     scaler: torch.amp.GradScaler
     compression: Compression = field(default_factory=Compression)
     average: Average | None = None
+    shares: Shares = None  # type: ignore[assignment]  # made at birth
     step: int = 0
     best: float | None = None
     best_step: int = 0
@@ -56,18 +70,28 @@ class TrainState:
     awaited: list[int] = field(default_factory=list)  # steps that are evaluated elsewhere
     _host: HostSnapshot = field(default_factory=HostSnapshot, repr=False)
 
+    def __post_init__(self) -> None:
+        self.shares = self.shares or Shares(self.optimizer)
+
+    @property
+    def is_own(self) -> bool:
+        """Whether each rank keeps another state, so that none could go on without another."""
+        return self.compression.is_own or self.shares.is_divided
+
+    def gather(self) -> Gathered:
+        """All ranks take part; see `snapshot`."""
+        return Gathered(self.compression.gather(), self.shares.whole(self.optimizer))
+
     def snapshot(
-        self,
-        manifest: Manifest,
-        log: Sequence[LogRecord],
-        gathered: Mapping[str, Tensor] | None = None,
+        self, manifest: Manifest, log: Sequence[LogRecord], gathered: Gathered | None = None
     ) -> Snapshot:
         """Copies the state to the host; the copy is valid until the next snapshot is taken.
 
         Args:
-            gathered: the result of `Compression.gather`.
+            gathered: the result of `gather`; None only if no rank keeps another state.
         """
-        optimizer, rest = flatten_state(self.optimizer.state_dict())
+        whole = (gathered or self.gather()).optimizer
+        optimizer = {k: v for k, v in whole.tensors.items() if k not in whole.received}
         states = {"model": self.model.state_dict(), "optimizer": optimizer}
         if self.average is not None:
             states = {**states, "model": self.average.state_dict(), _TRAINED: states["model"]}
@@ -82,11 +106,12 @@ class TrainState:
             "nonfinite": self.nonfinite,
             "awaited": self.awaited,
             "scaler": self.scaler.state_dict(),
-            "optimizer": rest,
+            "optimizer": whole.rest,
         }
         tensors = {stem: _below(stem, copies) for stem in states}
-        if gathered:
-            tensors[_COMPRESSION] = dict(gathered)
+        tensors["optimizer"] = {**whole.tensors, **tensors["optimizer"]}  # in their order
+        if gathered and gathered.compression:
+            tensors[_COMPRESSION] = dict(gathered.compression)
         return Snapshot(
             manifest=manifest,
             tensors=tensors,
@@ -101,19 +126,19 @@ class TrainState:
         if self.average is not None:
             self.average.restart()
         if checkpoint.has(f"{_TRAINED}.safetensors"):  # the other is the average
-            self.model.load_state_dict(decode_tensors(checkpoint.read(f"{_TRAINED}.safetensors")))
+            self.model.load_state_dict(tensors_of(checkpoint, f"{_TRAINED}.safetensors"))
         progress = json.loads(checkpoint.read(STATE_FILE))
-        tensors = decode_tensors(checkpoint.read("optimizer.safetensors"))
+        tensors = tensors_of(checkpoint, "optimizer.safetensors")
         saved = unflatten_state(tensors, progress["optimizer"])
         for group in saved["param_groups"]:  # the first start of a branch: see branching.py
             for name in progress.get(RENEWED, ()):
                 group.pop(name, None)
         regroup(self.model, self.optimizer, saved["param_groups"])
-        load_optimizer(self.optimizer, saved)
+        load_optimizer(self.optimizer, self.shares.own(self.optimizer, saved))
         if progress["scaler"]:
             self.scaler.load_state_dict(progress["scaler"])
         if checkpoint.has(f"{_COMPRESSION}.safetensors"):
-            tensors = decode_tensors(checkpoint.read(f"{_COMPRESSION}.safetensors"))
+            tensors = tensors_of(checkpoint, f"{_COMPRESSION}.safetensors")
             self.compression.load(tensors)
         self.step = progress["step"]
         self.best, self.best_step = progress["best"], progress["best_step"]
@@ -188,7 +213,13 @@ def begin_training(model: nn.Module) -> None:
 def load_model(model: nn.Module, checkpoint: Checkpoint) -> None:
     """Loads the weights of `checkpoint` into `model`."""
     own_memory(model)
-    model.load_state_dict(decode_tensors(checkpoint.read("model.safetensors")))
+    model.load_state_dict(tensors_of(checkpoint, "model.safetensors"))
+
+
+def tensors_of(checkpoint: Checkpoint, filename: str) -> dict[str, Tensor]:
+    """Those of a file, in the memory that it was read into."""
+    data = checkpoint.view(filename)
+    return decode_tensors(data) if data.readonly else view_tensors(data)
 
 
 def encode(snapshot: Snapshot) -> dict[str, Content]:

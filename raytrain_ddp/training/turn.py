@@ -175,7 +175,7 @@ class Turn:
     def _apply_on_device(self, refused: Tensor, first: int) -> None:
         """A fused optimizer skips a refused step without the host."""
         self._optimizer.found_inf = refused.float()  # type: ignore[attr-defined]
-        self._optimizer.step()
+        self._state.shares.step(self._optimizer, self._clock.mark)
 
     def _apply_on_host(self, refused: Tensor, first: int) -> None:
         """The host waits for the device and decides. Random numbers of the optimizer and of
@@ -183,7 +183,7 @@ class Turn:
         config = self._config
         seed_slot(self._world.device, config.seed, self._state.step, first + config.slots)
         if not refused:
-            self._optimizer.step()
+            self._state.shares.step(self._optimizer, self._clock.mark)
 
     def warm_up(self, batch: Batch, smallest: Batch, single: Batch | None = None) -> float:
         """Makes two passes without side effects; all ranks take part.

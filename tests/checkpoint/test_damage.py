@@ -229,11 +229,11 @@ def test_pruned_while_being_verified_is_not_damage(
     commit(store, 20)
     verify = Checkpoint.verify
 
-    def prune_first(checkpoint: Checkpoint) -> None:
+    def prune_first(checkpoint: Checkpoint, keep: Any = None) -> None:
         if checkpoint.name.step == 20:
             (root / "step-00000020-a0001" / "manifest.json").unlink()
             (root / "step-00000020-a0001" / "state.json").unlink()
-        verify(checkpoint)
+        verify(checkpoint, keep)
 
     monkeypatch.setattr(Checkpoint, "verify", prune_first)
     reported: list[str] = []
@@ -249,12 +249,12 @@ def test_all_pruned_while_being_verified(root: Path, monkeypatch: pytest.MonkeyP
     commit(store, 20)
     verify = Checkpoint.verify
 
-    def overtake(checkpoint: Checkpoint) -> None:
+    def overtake(checkpoint: Checkpoint, keep: Any = None) -> None:
         if checkpoint.name.step == 20:
             for step in (30, 40):
                 commit(store, step)
                 store.prune(2)
-        verify(checkpoint)
+        verify(checkpoint, keep)
 
     monkeypatch.setattr(Checkpoint, "verify", overtake)
     reported: list[str] = []

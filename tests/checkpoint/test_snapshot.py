@@ -23,6 +23,7 @@ from raytrain_ddp.checkpoint.snapshot import (
     encode_tensors,
     flatten_state,
     unflatten_state,
+    view_tensors,
 )
 from raytrain_ddp.errors import CheckpointError
 
@@ -195,6 +196,38 @@ def test_decode_takes_any_buffer_and_owns_its_memory(kind: Any) -> None:
     tensors = decode_tensors(data)
     tensors["a"].zero_()
     assert decode_tensors(data)["a"].tolist() == [1, 1, 1] == tensors["b"].tolist()
+
+
+def test_view_has_the_tensors_of_decode_without_a_copy() -> None:
+    data = bytearray(whole(encode_tensors(samples())))
+    viewed = view_tensors(memoryview(data))
+    decoded = decode_tensors(data)
+    assert viewed.keys() == decoded.keys()
+    assert all(same_bits(tensor, decoded[name]) for name, tensor in viewed.items())
+    ones = bytearray(whole(encode_tensors({"a": torch.ones(3)})))
+    view_tensors(memoryview(ones))["a"].zero_()
+    assert decode_tensors(ones)["a"].tolist() == [0, 0, 0]
+
+
+def test_view_takes_files_of_other_writers() -> None:
+    """Whose tensors may lie anywhere, in any order."""
+    kinds = {"a": ("U8", [3], [0, 3]), "b": ("F32", [2], [3, 11]), "__metadata__": {}}
+    header = {
+        name: dict(zip(("dtype", "shape", "data_offsets"), kind, strict=False))
+        for name, kind in kinds.items()
+    }
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    body = bytes([1, 2, 3]) + torch.tensor([1.5, -2.0]).numpy().tobytes()
+    data = len(text).to_bytes(8, "little") + text + body
+    viewed = view_tensors(memoryview(bytearray(data)))
+    assert {name: tensor.tolist() for name, tensor in viewed.items()} == {
+        "a": [1, 2, 3],
+        "b": [1.5, -2.0],
+    }
+    for bad in (b"", data[:-1], data[:20], data.replace(b"[3, 11]", b"[3, 12]")):
+        with pytest.raises(CheckpointError, match="Not a complete safetensors file"):
+            view_tensors(memoryview(bytearray(bad)))
 
 
 def test_encode_refuses_what_it_cannot_hold() -> None:

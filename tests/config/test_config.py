@@ -40,6 +40,7 @@ checkpoint.every_epochs checkpoint.every_s checkpoint.every_steps checkpoint.kee
 checkpoint.max_failed
 data.cache data.cache_gib data.classes data.max_bad data.memory_mib data.prefetch
 data.prefetch_mib data.root data.workers
+ddp.shard_optimizer
 epochs
 eval.asynchronous
 max_time

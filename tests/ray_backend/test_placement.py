@@ -10,11 +10,13 @@ import torch
 
 from raytrain_ddp.config.recipe import changed_fields, to_dict
 from raytrain_ddp.config.scaling_section import ScalingConfig, cpus_of_process, usable_cpus
+from raytrain_ddp.config.sections import DdpConfig
 from raytrain_ddp.config.train_config import TrainConfig
 from raytrain_ddp.driver.machine_types import machines
 from raytrain_ddp.errors import ConfigError
 from raytrain_ddp.ray_backend import cluster
 from raytrain_ddp.ray_backend.placement import Layout, choose_layout, workers_that_fit
+from raytrain_ddp.ray_backend.replacing import replacing_layout
 from raytrain_ddp.training import local_session
 from raytrain_ddp.training.local_session import idle_gpus_note, join_world
 from raytrain_ddp.training.world import World
@@ -188,3 +190,9 @@ def test_one_process_says_that_it_uses_one_gpu_of_several(monkeypatch: pytest.Mo
     assert idle_gpus_note(replace(alone, device=torch.device("cpu"))) == ""
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     assert idle_gpus_note(alone) == ""
+
+
+def test_workers_are_not_replaced_if_each_has_a_share_of_the_optimizers_state():
+    """All restart then from the newest checkpoint; Ray is not even asked."""
+    shared = replace(config(), ddp=DdpConfig(shard_optimizer=True))
+    assert replacing_layout(shared, Layout(3, 3, False, {"CPU": 1}, "gloo")) is None

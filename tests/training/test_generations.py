@@ -20,7 +20,7 @@ from tiny import TOTAL_STEPS, TinyTask, bits, newest, plain, run_tiny, tiny_conf
 from raytrain_ddp import failpoints
 from raytrain_ddp.config.input_sections import DataConfig
 from raytrain_ddp.config.recipe import from_dict
-from raytrain_ddp.config.sections import EmaConfig, LogConfig
+from raytrain_ddp.config.sections import DdpConfig, EmaConfig, LogConfig
 from raytrain_ddp.config.train_config import TrainConfig
 from raytrain_ddp.training.roster import Member, Roster, Seat
 
@@ -258,6 +258,19 @@ def test_fault_50_without_a_survivor_the_checkpoint_is_loaded(
     assert run.deaths == W
     assert [note["steps"] for note in notes if note["steps"]] == [[10]]
     assert all(each is None for note in notes for each in note["replaced"])
+    assert bits(config) == bits(undisturbed)
+    assert log_of(config) == log_of(undisturbed)
+
+
+def test_without_the_share_of_the_dead_all_go_on_from_the_checkpoint(
+    forks: Any, undisturbed: TrainConfig, tmp_path: Path
+) -> None:
+    """Under Ray such workers are restarted, see `replacing_layout`."""
+    config = tiny_config(tmp_path, "run", ddp=DdpConfig(shard_optimizer=True))
+    run = Run(forks, config, tmp_path / "fired", "train.after_backward:kill@rank=1,step=17")
+    notes = run.wait()
+    assert run.deaths == 1
+    assert [note["steps"] for note in notes if note["steps"]] == [[0, 10]]
     assert bits(config) == bits(undisturbed)
     assert log_of(config) == log_of(undisturbed)
 

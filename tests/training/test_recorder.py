@@ -534,6 +534,8 @@ def test_fault_15_what_a_start_reads_is_read_again_where_the_store_is_out_of_ord
         assert found is not None
         assert weather.unread == 2  # the other ranks need not ask the storage which it is
         assert json.loads(found.read("state.json")) == {"step": 10}
+        assert weather.unread == 2  # it was read when it was verified
+        assert json.loads(found.read("state.json")) == {"step": 10}
         assert ["etrying in" in note for note in notes(reported)] == [True, True]
         weather.unread = 99
         with pytest.raises(CheckpointError, match="SLOW_DOWN") as caught:

@@ -31,9 +31,8 @@ from raytrain_ddp.config.train_config import TrainConfig
 from raytrain_ddp.data.epoch_order import EpochOrder, Plan
 from raytrain_ddp.data.sources import ArraySource
 from raytrain_ddp.errors import CheckpointError, TaskError
-from raytrain_ddp.training.lr_schedule import build_optimizer, learning_rate
+from raytrain_ddp.training.lr_schedule import LearningRates, build_optimizer, learning_rate
 from raytrain_ddp.training.task_optimizer import (
-    LearningRates,
     load_optimizer,
     optimizer_of,
     replaced_fields,
