@@ -107,7 +107,7 @@ def test_arrows_of_import_never_turn_back(path: Path):
 
 NOT_PUBLIC = {
     # Which nodes will be taken away: Ray Train says it only to workers that end together, and there
-    # is no public way to ask. If this goes, all workers are restarted: see `replacing_layout`.
+    # is no public way to ask. If this goes, all workers are restarted: see `start_of`.
     "ray_backend/mailbox.py": ("ray._private.state",),
 }
 

@@ -52,8 +52,8 @@ class ScalingConfig:
     after nodes are lost (autoscaling). Also the time limit for the start of Ray, but at least 300
     s."""
     resize_s: float = field(default=30.0, metadata=FREE)
-    """With MIN:MAX workers: seconds between checks whether more workers fit. Adding them costs a
-    restart from the newest checkpoint."""
+    """With MIN:MAX workers: seconds between checks whether more fit, which costs a restart from the
+    newest checkpoint. On GPUs only: on CPUs, workers join between two steps once they fit."""
     start_timeout_s: float | Literal["auto"] = field(default="auto", metadata=FREE)
     """Seconds to request the same number of workers from Ray before requesting as many as fit. Ray
     still counts on a lost node for some seconds. Loading torch is not included. auto: 5 with

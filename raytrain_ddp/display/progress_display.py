@@ -185,6 +185,8 @@ class Display:
         if plan.replaced is not None:  # the step in progress was not done
             new = f"{format_ranks(plan.replaced)} replaced; going on"
             text = f"{new if plan.replaced else f'going on with {workers}'} {where}"
+            if plan.world_size > before.plan.world_size:
+                text = f"grew from {before.plan.world_size} to {workers} {where}, nothing repeated"
         self._print(Text(text, style="yellow"))
 
     def _train(self, line: Train) -> None:

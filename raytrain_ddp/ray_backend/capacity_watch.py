@@ -16,8 +16,6 @@ from raytrain_ddp.ray_backend.placement import Layout, workers_that_fit
 
 _LOOK_EVERY_S = 2.0
 _SAY_EVERY_S = 30.0
-# How long too few workers give no sign of life until others are started: without room, and with.
-_NO_ROOM_S, _STUCK_S = 15.0, 90.0
 _TICK_S, _LONGEST_TICK_S = 0.1, 1.0
 # With room but no workers after this time, others occupy it, or their start keeps failing.
 _STARTED_WITHIN_S = 480.0
@@ -72,7 +70,7 @@ class CapacityWatch:
         self._since: float | None = now()
         self._lacking_since: float | None = None
         self._looked_at = now()
-        self.least_left, self._alive, self._alive_at = 0, 0, now()
+        self.least_left, self._alive = 0, 0
 
     def lost(self) -> None:
         """The workers are gone, and Ray starts looking for room for new ones."""
@@ -81,17 +79,8 @@ class CapacityWatch:
     def take(self, event: Event) -> None:
         if isinstance(event, Joined):
             self._since = None
-        elif isinstance(event, Alive) and event.count != self._alive:
-            self._alive, self._alive_at = event.count, self._now()
-
-    def is_stuck(self, layout: Layout) -> bool:
-        """Whether the workers of this layout, which are replaced, do not come, and too few are
-        left."""
-        if self._goes_on():
-            return False
-        has_room = workers_that_fit(layout, self._nodes()) >= layout.least
-        waited_s = self._now() - max(self._alive_at, self._since or 0.0)
-        return waited_s > (_STUCK_S if has_room else _NO_ROOM_S)
+        elif isinstance(event, Alive):
+            self._alive = event.count
 
     def _goes_on(self) -> bool:
         return 0 < self.least_left <= self._alive

@@ -36,12 +36,13 @@ class FailureCallback(UserCallback):  # type: ignore[misc]
 
     def after_exception(self, run_context: Any, worker_exceptions: dict[int, Exception]) -> None:
         """Called at each check that finds dead workers; the driver handles each death once."""
-        texts = {rank: _described(error) for rank, error in worker_exceptions.items()}
-        preempted = [rank for rank, error in worker_exceptions.items() if _was_preempted(error)]
+        texts = {rank: described(error) for rank, error in worker_exceptions.items()}
+        preempted = [rank for rank, error in worker_exceptions.items() if was_preempted(error)]
         self._mailbox.push.remote([Died(texts, preempted)])
 
 
-def _described(error: Exception) -> str:
+def described(error: Exception) -> str:
+    """What Ray says of a dead worker, for `Died`."""
     return f"{type(_inner(error)).__name__}: {error}"[:_MOST_CHARACTERS]
 
 
@@ -51,7 +52,7 @@ def _inner(error: Exception) -> Exception:
     return inner
 
 
-def _was_preempted(error: Exception) -> bool:
+def was_preempted(error: Exception) -> bool:
     """Whether a worker died with a node whose preemption had been announced."""
     inner = _inner(error)
     return isinstance(inner, RayActorError) and inner.preempted

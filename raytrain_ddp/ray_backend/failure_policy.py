@@ -10,6 +10,7 @@ the driver knows whether the run makes progress:
 - The user's own exceptions and a lack of memory would happen again: they are not retried.
 - Workers that Ray ends because their node runs out of memory are replaced once.
 - Hangs are failures of the rank that the others waited for.
+- Workers that die together, before the others have gone on, are one failure.
 - Preemptions are counted by Ray, against `scaling.max_preemptions`.
 """
 
@@ -37,7 +38,8 @@ class FailurePolicy:
         committed: the step of the newest checkpoint, 0 without one.
 
     Attributes:
-        replaced: the number of workers, if a dead one is replaced while others are left; else 0.
+        replaced: the number of workers at first, if a dead one is replaced while others are left;
+            else 0.
     """
 
     def __init__(self, most: int, committed: int = 0, replaced: int = 0) -> None:
@@ -86,7 +88,7 @@ class FailurePolicy:
             case Died() if event.texts and start.ending.issuperset(event.texts):
                 start.ending -= {*event.texts}  # one of those that a hang ends one after another
             case Died() if not start.handled & {*event.texts.values()}:
-                if start.handled and len(event.texts) >= self.replaced:
+                if start.handled and not self._others_stay(event):
                     # Another start, which died before it sent any event.
                     start = self._start = _Start("")
                 start.handled |= {*event.texts.values()}
@@ -96,6 +98,10 @@ class FailurePolicy:
     def stops_training(self, event: Died) -> bool:
         """Whether one of the dead takes part in the training; a new worker may not do so yet."""
         return not event.texts or not self._start.nodes.keys().isdisjoint(event.texts)
+
+    def _others_stay(self, event: Died) -> bool:
+        """Whether workers are left, which keep their state."""
+        return len(event.texts) < (self.replaced and max(self.replaced, len(self._start.nodes)))
 
     def ended(self, why: str) -> Failed:
         """Handles a failure of Ray Train itself, as when the workers could not form a group;
@@ -127,7 +133,7 @@ class FailurePolicy:
             return Preempted(self._start.preempted(event.preempted))
         hang, before = self._start.hang(), self._start.hang_before
         self._start.hang_before = None
-        others_stay = len(event.texts) < self.replaced
+        others_stay = self._others_stay(event)
         if hang is not None:
             if hang is not before:  # else, those of the present start have gone on
                 self._start.ending = {*self._start.nodes} - {*event.texts}
@@ -135,7 +141,9 @@ class FailurePolicy:
         if others_stay and not self.stops_training(event):
             self._note_progress((self._start.step or 0) - 1)  # the others have not waited
         rank, what, said = self._start.cause(event.texts)
-        step = self._start.step_of(rank)
+        lost, self._start.lost = self._start.lost, self._start.lost | event.texts.keys()
+        never_joined = lost & event.texts.keys() if others_stay else set()
+        step = None if rank in never_joined else self._start.step_of(rank)
         node = self._start.node(rank)
         where = f"on {node} {f'at step {step}' if step else 'while starting'}"
         cause = {"rank": rank, "node": node, "step": step, "error": what}
@@ -150,7 +158,7 @@ class FailurePolicy:
                 f"would repeat forever. {_advice(what)} {KEPT}",
                 cause,
             )
-        self._in_a_row += 1
+        self._in_a_row += not (others_stay and lost and not never_joined)
         if self._in_a_row > self._most:
             raise _exhausted(
                 f"workers failed {self._in_a_row} times with no new checkpoint in between "
@@ -195,6 +203,7 @@ class _Start:
         self.reports: dict[int, WorkerFailed] = {}  # the last report of each rank
         self.step: int | None = None  # in progress, as far as the driver knows
         self.handled: set[str] = set()
+        self.lost: set[int] = set()  # ranks of which a process has died
         self.ending: set[int] = set()  # ranks whose end is part of a failure that is handled
 
     def node(self, rank: int) -> str:

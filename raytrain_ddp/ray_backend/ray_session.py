@@ -15,9 +15,11 @@ from typing import Any
 import ray
 import ray.train
 import ray.train.torch
+import torch
 from ray.train import CheckpointUploadMode
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
 from raytrain_ddp.checkpoint.lease import Owner
 from raytrain_ddp.checkpoint.run_folder import CONFIG_FILE, run_storage
@@ -48,12 +50,14 @@ _HELD_LONGER_S = 60.0  # beyond the announced end of a node
 
 
 def world_of_worker(threads: int, seat: Seat | None = None) -> World:
-    """This worker's world, by Ray Train, or by its seat in a generation."""
+    """This worker's world, by Ray Train, or by its seat in a generation, which is of CPUs."""
+    if seat is not None:
+        return World(seat.rank, seat.size, seat.local_rank, torch.device("cpu"), threads)
     context = ray.train.get_context()
     return World(
-        rank=seat.rank if seat else context.get_world_rank(),
-        size=seat.size if seat else context.get_world_size(),
-        local_rank=seat.local_rank if seat else context.get_local_rank(),
+        rank=context.get_world_rank(),
+        size=context.get_world_size(),
+        local_rank=context.get_local_rank(),
         device=ray.train.torch.get_device(),
         threads=threads,
     )
@@ -103,7 +107,7 @@ class RaySession(RecordingSession):
         super().__init__(config, world, best, self._say, live)
         self.step: int | None = None
         self._mailbox, self._start, self._place = mailbox, start, place
-        self._rank = ray.train.get_context().get_world_rank()
+        self._rank = place.rank if place else world.rank  # of the run
         self._owners: Sequence[Owner] = ()
         self._newcomer = self._joins = False
         self._pushed_at = 0.0
@@ -120,10 +124,10 @@ class RaySession(RecordingSession):
             self.push(wait_s=1, to_say=False)
 
     def wrap(self, model: nn.Module, options: Mapping[str, Any]) -> nn.Module:
+        if self._place:  # Ray Train may not know this worker, and counts others
+            return DistributedDataParallel(model, **options) if self.world.size > 1 else model
         wrapped: nn.Module = ray.train.torch.prepare_model(
-            model,
-            parallel_strategy="ddp" if self.world.size > 1 else None,  # Ray may count others
-            parallel_strategy_kwargs=dict(options),
+            model, parallel_strategy_kwargs=dict(options)
         )
         return wrapped
 

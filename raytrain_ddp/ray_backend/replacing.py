@@ -9,10 +9,9 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from typing import Any
+from typing import Any, NamedTuple
 
 import ray
-import ray.train
 import ray.util
 from ray.train.backend import Backend
 from ray.train.torch import TorchConfig
@@ -21,6 +20,7 @@ from raytrain_ddp.config.train_config import TrainConfig
 from raytrain_ddp.ray_backend.mailbox import draining
 from raytrain_ddp.ray_backend.placement import Layout, workers_that_fit
 from raytrain_ddp.ray_backend.ray_settings import PREEMPTION_WATCHER
+from raytrain_ddp.ray_backend.worker import WorkerSettings
 from raytrain_ddp.training.generations import Place
 from raytrain_ddp.training.roster import Member, Seat
 
@@ -37,48 +37,56 @@ class ReplacingConfig(TorchConfig):  # type: ignore[misc]
         return _ReplacingBackend
 
 
-def replacing_layout(config: TrainConfig, layout: Layout) -> Layout | None:
-    """The workers to start if each that dies is to be replaced; None if all are to be restarted:
+class Start(NamedTuple):
+    """How the workers are started.
+
+    Args:
+        placed: by Ray Train; the others are placed one by one, see single_workers.py.
+        least: how many go on without the others until these are replaced; 0: all are restarted.
+        size: how many there are at first, if those that die are replaced; else 0.
+    """
+
+    placed: Layout
+    least: int = 0
+    size: int = 0
+
+
+def start_of(config: TrainConfig, layout: Layout) -> Start:
+    """The start of the workers. If any dies, only that one is replaced, except
 
     - on GPUs: a collective of NCCL's that is aborted would let the update go on with its result.
     - with ddp.shard_optimizer: what is lost with a worker is in the newest checkpoint only.
-    - with MIN:MAX workers, unless there is room for MAX: Ray Train decides on the number of workers
-      at a restart.
+    - with MIN:MAX workers of a strict placement, which those that come one by one could not keep.
+
+    Args:
+        layout: as it is configured. With MIN:MAX, as many as there is room for are started.
     """
     replaces = config.scaling.replace_workers and not config.ddp.shard_optimizer
     replaces = replaces and layout.backend == "gloo" and not layout.use_gpu
     if not replaces or layout.most == 1 or not hasattr(Backend, "has_replica_groups"):
-        return None
-    fixed = dataclasses.replace(layout, least=layout.most)
-    nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
-    if layout.least < layout.most > workers_that_fit(layout, nodes):
-        return None
+        return Start(layout)
+    is_strict = config.scaling.placement.startswith("STRICT")
+    if layout.least < layout.most and is_strict:
+        return Start(layout)
     if os.environ.get(PREEMPTION_WATCHER) != "0":
         try:
             draining({0: ""})
         except (AttributeError, ImportError):
-            return None
-    return fixed
+            return Start(layout)
+    nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
+    size = max(layout.least, min(workers_that_fit(layout, nodes), layout.most))
+    least = 1 if config.exact and layout.least == layout.most else layout.least
+    if least == layout.most or is_strict:
+        return Start(layout, least, size)
+    return Start(dataclasses.replace(layout, least=1, most=1), least, size)
 
 
-def least_left(config: TrainConfig, layout: Layout) -> int:
-    """How many workers go on without the others until these are replaced.
-
-    Args:
-        layout: as it is configured.
-    """
-    if layout.least < layout.most:
-        return layout.least
-    return 1 if config.exact else layout.most
-
-
-def place_of_worker(mailbox: Any, least: int, node: str) -> Place:
+def place_of_worker(given: WorkerSettings, rank: int, node: str) -> Place:
     """The place of this worker; the mailbox keeps the roster."""
-    context = ray.train.get_context()
-    rank, size = context.get_world_rank(), context.get_world_size()
     here = ray.get_runtime_context().get_node_id()
-    member = Member(rank, size, least, os.urandom(8).hex(), 0, node, here)
-    return Place(member, ray.util.get_node_ip_address(), _Remote(mailbox))
+    token = os.urandom(8).hex()
+    member = Member(rank, given.size, given.least, token, 0, node, here, most=given.most)
+    return Place(member, ray.util.get_node_ip_address(), _Remote(given.mailbox))
 
 
 def set_environment(seat: Seat) -> None:

@@ -65,12 +65,14 @@ def worker_settings(
     mailbox: Any,
     task: bytes | None = None,
     least: int = 0,
+    size: int = 0,
 ) -> WorkerSettings:
     """What each worker receives.
 
     Args:
+        layout: as it is configured.
         task: the pickled task, if its name does not suffice; see `pickled_task`.
-        least: see WorkerSettings.
+        least, size: see WorkerSettings.
     """
     return WorkerSettings(
         config=to_dict(config),
@@ -83,6 +85,8 @@ def worker_settings(
         lease=holder(run),
         look_every_s=0.0 if os.environ.get(PREEMPTION_WATCHER) == "0" else _LOOK_EVERY_S,
         least=least,
+        size=size,
+        most=layout.most,
         failpoints=(os.environ.get(VARIABLE, ""), os.environ.get(FOLDER_VARIABLE, "")),
     )
 

@@ -7,7 +7,6 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from functools import partial
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
@@ -38,6 +37,8 @@ from raytrain_ddp.ray_backend.trainer import make_trainer, worker_settings
 
 if TYPE_CHECKING:
     from raytrain_ddp.ray_backend.evaluator import Evaluator
+    from raytrain_ddp.ray_backend.replacing import Start
+    from raytrain_ddp.ray_backend.single_workers import SingleWorkers
 
 _POLL_S = 0.1
 _BOARD_TIMEOUT_S = 60.0
@@ -82,7 +83,8 @@ def run_workers(
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
     from raytrain_ddp.ray_backend.evaluator import Evaluator
-    from raytrain_ddp.ray_backend.replacing import least_left, replacing_layout
+    from raytrain_ddp.ray_backend.replacing import start_of
+    from raytrain_ddp.ray_backend.single_workers import SingleWorkers
 
     here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
     # If it is killed, Ray restarts it and retries calls: see mailbox.py.
@@ -108,38 +110,34 @@ def run_workers(
             if layout.evaluators:
                 given = worker_settings(config, run, layout, mailbox, task)
                 listener.evaluator = evaluator = Evaluator(given, layout, config.scaling.wait_s)
+            start = start_of(config, layout)
+            listener.begin(start, layout)
+            given = worker_settings(config, run, layout, mailbox, task, start.least, start.size)
+            if start.placed.most < layout.most:
+                place = config.scaling.placement
+                listener.single = SingleWorkers(given, start, place, listener.report)
             while True:
-                fixed = replacing_layout(config, layout)
-                least = least_left(config, layout) if fixed else 0
-                failures.replaced = fixed.most if fixed else 0
-                waiting.least_left = least if least < layout.most else 0
-                placed = fixed or layout
-                given = worker_settings(config, run, placed, mailbox, task, least)
-                trainer = make_trainer(config, run, placed, given)
+                trainer = make_trainer(config, run, start.placed, given)
                 show(Phase(f"placing {layout.said} (each loads torch)"))
-                # Without room for all, Ray Train would wait, though fewer may do.
-                stuck = partial(waiting.is_stuck, fixed) if fixed and fixed != layout else None
-                why = _attend(trainer, listener, stuck)
+                why = _attend(trainer, listener)
                 if listener.outcome is not None:
                     return listener.outcome
-                announce(
-                    Note("starting with fewer workers") if why is None else failures.ended(why)
-                )
-                waiting.lost()
-                starting.lost()
+                announce(failures.ended(why))
+                listener.lost()
     finally:  # end the run also on a Ray that outlives this call
         nodes.close()
         if not nodes.is_lost:  # otherwise, each call would wait for the lost head
             if evaluator is not None:
                 evaluator.close()
+            if listener.single is not None:
+                listener.single.close()
             mailbox.close.remote()
             metrics.close()
             listener.end_controller()
 
 
-def _attend(trainer: Any, listener: _Listener, is_stuck: Callable[[], bool] | None) -> str | None:
-    """Handles events until training is over; returns Ray Train's last error if it has failed, and
-    None if it `is_stuck`, and has been ended."""
+def _attend(trainer: Any, listener: _Listener) -> str:
+    """Handles events until training is over; returns Ray Train's last error if it has failed."""
     raised: list[BaseException] = []
 
     def fit() -> None:
@@ -154,10 +152,6 @@ def _attend(trainer: Any, listener: _Listener, is_stuck: Callable[[], bool] | No
     training.start()
     while training.is_alive() and not listener.waited_enough():
         listener.listen()
-        if is_stuck is not None and is_stuck():
-            listener.end_controller()
-            training.join(_ABORT_S)
-            return None
         time.sleep(_POLL_S)
     listener.listen()
     return str(raised[0]) if raised else ""
@@ -184,6 +178,7 @@ class _Listener:
         self._stopping = False
         self._controller: Any = None
         self.evaluator: Evaluator | None = None
+        self.single: SingleWorkers | None = None
         self.outcome: Outcome | None = None
         self._outcome_at = 0.0
 
@@ -200,14 +195,15 @@ class _Listener:
             to_show = self._failures.take(event)
             if to_show is not None or isinstance(event, Preempted):
                 if stops:
-                    self._waiting.lost()
-                    self._starting.lost()
+                    self.lost()
                 self._show(to_show or event)
             else:
                 self._pass_on(event)
             failpoint("driver.event", step=getattr(event, "step", None) or 0)
         if self.evaluator is not None:
             self.evaluator.look()
+        if self.single is not None and self.outcome is None:
+            self.single.look(self._began)
         if self.outcome is None:
             self._waiting.look()
             self._starting.look()
@@ -227,6 +223,23 @@ class _Listener:
                 pass  # the failure policy decides what to show
             case _:
                 self._show(event)
+
+    def report(self, event: Event) -> None:
+        """Passes on what the driver itself has found."""
+        self._mailbox.push.remote([event])
+
+    def begin(self, start: Start, layout: Layout) -> None:
+        """Workers of this layout are about to be started."""
+        self._failures.replaced = start.size
+        self._waiting.least_left = start.least if start.least < layout.most else 0
+        if 0 < start.size < layout.most:
+            text = f"there is room for {start.size} of {layout.said}: others join when they fit"
+            self._show(Note(text))
+
+    def lost(self) -> None:
+        """Workers are gone, and Ray starts new ones."""
+        self._waiting.lost()
+        self._starting.lost()
 
     def end_controller(self) -> None:
         """Ends Ray Train, which would keep starting workers as long as this process lives."""

@@ -51,6 +51,7 @@ class WorkerSettings:
         look_every_s: how often to check for preemption notices; 0: never.
         least: how many workers go on if others die, which are replaced; 0: all are restarted.
             See replacing.py.
+        size, most: how many there are at first then, and how many there may be.
         failpoints: those armed in the driver's environment, and the folder that records them.
     """
 
@@ -63,23 +64,29 @@ class WorkerSettings:
     lease: str = ""
     look_every_s: float = 0.0
     least: int = 0
+    size: int = 0
+    most: int = 0
     failpoints: tuple[str, str] = ("", "")
     task: bytes | None = dataclasses.field(default=None, repr=False)
 
 
 def train_on_worker(loop_config: dict[str, WorkerSettings]) -> None:
     """The train function of the TorchTrainer; Ray passes it a dict."""
-    given = loop_config["given"]
+    import ray.train
+
+    train_as(loop_config["given"], ray.train.get_context().get_world_rank())
+
+
+def train_as(given: WorkerSettings, rank: int) -> None:
+    """Trains in this process as the worker of this rank of the run."""
     end_with_raylet()
     import ray
-    import ray.train
     import torch.distributed as dist
 
     from raytrain_ddp.ray_backend.replacing import place_of_worker
 
-    rank, node = ray.train.get_context().get_world_rank(), socket.gethostname()
-    grouped = dist.is_initialized()
-    place = place_of_worker(given.mailbox, given.least, node) if given.least else None
+    node, grouped = socket.gethostname(), dist.is_initialized()
+    place = place_of_worker(given, rank, node) if given.least else None
     sessions: list[RaySession] = []
     try:
         if place or ray.get(given.mailbox.join.remote(_start(), rank, node)):
@@ -148,6 +155,10 @@ def _train(given: WorkerSettings, sessions: list[RaySession], place: Place | Non
         session.tell(outcome)
 
     if place is not None:
+        import torch
+
+        # Loads a thousand modules; once this process joins, the others wait for it.
+        torch.use_deterministic_algorithms(config.compute.deterministic)
         most = max(1, config.scaling.max_failures)
         with closing(place):
             through_generations(place, start, run, lambda e: cause_of(e) == "peer", most)

@@ -235,11 +235,14 @@ def _start(
             if plan.replaced
             else f"going on with {workers}"
         )
+        if plan.world_size > before.world_size:
+            new = f"grew from {before.world_size} to {workers}, nothing repeated"
         text = f"{new[0].upper()}{new[1:]}; the others kept their state of step {step}"
     if lost_at is not None:
         text += f"; {format_seconds(max(0.0, wall - lost_at))} without training"
-    detail = "" if lost_at is not None else "a new start of the command"
-    if not stopped and lost_at is None:
+    is_new = lost_at is None and plan.replaced is None
+    detail = "a new start of the command" if is_new else ""
+    if not stopped and is_new:
         detail += "; the previous one disappeared"
     return HistoryEntry(wall, step, "resize" if resized else "restart", text, detail)
 

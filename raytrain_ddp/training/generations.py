@@ -48,11 +48,13 @@ class Place:
         registry: keeps the roster; called from two threads.
 
     Attributes:
+        rank: of the run.
         seat: in the present generation.
     """
 
     def __init__(self, member: Member, host: str, registry: Registry) -> None:
         self._member, self._host, self._registry = member, host, registry
+        self.rank = member.rank
         self._sockets, self._closed = _Sockets(), threading.Event()
         self.seat = Seat(0)
         self._connected, self._leaving = Seat(0), threading.Lock()
@@ -68,7 +70,7 @@ class Place:
 
         for attempt in range(_TRIES):
             offered = None
-            if self._member.rank == 0 or self._member.least < self._member.size:
+            if self._member.rank == 0 or self._member.may_miss_others:
                 # Each may be the first of those that are left. Port 0: a free one.
                 offered = TCPStore(self._host, 0, is_master=True, wait_for_workers=False)
             self.seat = self._met(f"{self._host}:{offered.port}" if offered else "")

@@ -19,7 +19,8 @@ _BEAT_S, _BEAT_OF_MANY_S = 1.0, 0.004
 # watchdog finds one that is stopped.
 _SILENT_S, _SILENT_ALONE_S = 6.0, 120.0
 _CHECK_S = 0.25
-_TOGETHER_S = 10.0  # how long a newcomer waits for others
+_TOGETHER_S, _QUIET_S = 10.0, 2.0  # how long a newcomer waits for others; after the last of them
+_WITHOUT_S = 60.0  # how long those that begin wait for further ones of the first ranks
 OVER = -1
 """The number of the generation that is returned when the run is over."""
 
@@ -30,13 +31,14 @@ class Member:
 
     Args:
         rank: of the run.
-        size: ranks of the run.
+        size: ranks that the run begins with; further ones join later.
         least: how many may train without the others; `size`: all are waited for.
         token: identifies the process.
         last: the number of its newest generation; 0: none.
         node: its host name.
         node_id: Ray's id of it.
         address: HOST:PORT of the store that it offers, as the first member has to; else "".
+        most: ranks that the run may have; 0: `size`.
     """
 
     rank: int
@@ -47,6 +49,12 @@ class Member:
     node: str
     node_id: str = ""
     address: str = ""
+    most: int = 0
+
+    @property
+    def may_miss_others(self) -> bool:
+        """Whether the run may go on without some of its ranks."""
+        return self.least < max(self.size, self.most)
 
 
 class Seat(NamedTuple):
@@ -89,8 +97,8 @@ class Roster:
 
     A member asks again and again until its generation is complete; so a roster that is lost, or a
     member that dies while it waits, does no harm. Whatever a member does, it gives signs of life.
-    The first generation has all ranks, as has the first one of which nobody is left. The others go
-    on without the dead if their `least` allows.
+    The first generation has the first `size` ranks, as has one after all have died, unless some do
+    not come for long. The others go on without the dead if their `least` allows.
     """
 
     def __init__(self, now: Callable[[], float] = time.monotonic) -> None:
@@ -129,6 +137,9 @@ class Roster:
         left = set(self._running) - self._gone()
         goes_on = self._shrinks and any(there[r].last for r in left & there.keys())
         expected = left if goes_on else set(range(member.size))
+        if self._shrinks and not left:
+            waits_s = now - min(self._since[each.token] for each in there.values())
+            expected = expected if waits_s < _WITHOUT_S else set()
         if not expected <= there.keys() or len(there) < member.least:
             return None, {}
         if goes_on and now < self._settled_at:
@@ -154,16 +165,22 @@ class Roster:
             self._checked = -1.0, True
 
     def has_newcomer(self) -> bool:
-        """Whether a process waits that could join those that train."""
-        new = [
-            member
+        """Whether a process waits that could join those that train, and need not wait for others
+        that may come soon."""
+        new = {
+            rank: member
             for rank, (member, at) in self._waiting.items()
             if self._running.get(rank) != member.token and self._asks(member, at)
-        ]
+        }
         if not self._shrinks or not new:
             return False
-        longest_s = self._now() - min(self._since[member.token] for member in new)
-        return len(new) >= new[0].size - len(self._running) or longest_s > _TOGETHER_S
+        size, most = max((member.size, member.most) for member in new.values())
+        waits_s = [self._now() - self._since[member.token] for member in new.values()]
+        if max(waits_s) > _TOGETHER_S:
+            return True
+        ranks = new.keys() | self._running.keys()
+        has_all = len(ranks) >= max(size, most) or max(new) < size
+        return ranks.issuperset(range(size)) and (has_all or min(waits_s) > _QUIET_S)
 
     def alive(self) -> int:
         """The number of processes that give signs of life."""
@@ -182,7 +199,7 @@ class Roster:
             tokens.append(member.token)
         self._heard[member.token] = self._now()
         self._died.discard(member.token)
-        self._shrinks = member.least < member.size
+        self._shrinks = member.may_miss_others
         if member.last > self._newest:  # this roster has replaced the one that formed it
             self._newest = member.last
             self._running, self._seats = {}, {}

@@ -311,6 +311,10 @@ def test_steps_that_a_dead_worker_made_after_the_last_line_are_reported_as_made_
     ("plan", "told"),
     [
         ({"replaced": [0, 1]}, "ranks 0 and 1 replaced; going on at step 136 of 276\n"),
+        (
+            {"replaced": [2], "world_size": 4},
+            "grew from 2 to 4 workers at step 136 of 276, nothing repeated\n",
+        ),
         ({"replaced": [], "world_size": 2}, "going on with 2 workers at step 136 of 276\n"),
     ],
 )

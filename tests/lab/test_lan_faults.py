@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import statistics
+import threading
 import time
 from itertools import pairwise
 
@@ -11,6 +12,7 @@ from cluster import Cluster, Run
 
 # Of the file's health checks 9 s; then Ray's and our own wait, and workers that load torch.
 STANDSTILL_S = 90.0
+WAITS = "waiting up to 150 s: for 2 to 3 workers"
 
 
 def check_same_training(run: Run, undisturbed: Run) -> None:
@@ -144,3 +146,44 @@ def test_fault_33_a_worker_stopped_on_another_host_in_an_evaluation_is_named_soo
     assert "its process is stopped (SIGSTOP" in failed["message"]
     assert run.sizes() == [3, 3]
     assert run.weights() == undisturbed.weights()
+
+
+@pytest.mark.lab
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("workers", ["3 --exact", "2:3 --scaling.wait-s 150"])
+def test_fault_04_two_hosts_are_powered_off_in_the_same_second_and_the_rest_goes_on(
+    lan: Cluster, workers: str
+):
+    """Ray Train's controller would end all. With 2:3, the one that is left waits for another one,
+    says so, and keeps its state."""
+    with lan.own(f"--scaling.num-workers {workers}") as run:
+        run.wait_for_step(12)
+        off = time.time()
+        both = [threading.Thread(target=lan.lab.crash, args=(host,)) for host in ("w1", "w2")]
+        for each in both:
+            each.start()
+        for each in both:
+            each.join()
+        if "exact" in workers:
+            run.wait_for_start(2)
+            begin, end = run.standstill(off)
+        else:
+            run.wait_for("a word", lambda: any(WAITS in e["text"] for e in run.events("note")))
+        on = time.time()
+        for host in ("w1", "w2"):
+            lan.lab.boot(host)
+        again = run.wait_for("three", lambda: len(run.sizes()) > 1 and run.sizes()[-1] == 3)
+        run.wait_for("a step of three", lambda: run.times(again))
+        if "exact" not in workers:
+            begin, end = run.standstill(off)
+            print(f"power on after {on - off:.1f} s;", end=" ")
+        run.finish()
+    print(f"two hosts off, {workers} workers: no step from {begin:.1f} to {end:.1f} s;", end=" ")
+    print(f"sizes {run.sizes()}")
+    assert end - begin < STANDSTILL_S
+    assert run.sizes()[0] == run.sizes()[-1] == 3
+    assert all(event["replaced"] is not None for event in run.events("plan")[1:])
+    failed = [event["message"] for event in run.events("failed")]
+    assert 2 <= len(failed) <= 4
+    assert all("the others stay" in message for message in failed)
+    assert [each["step"] for each in run.history("train")] == [*range(1, 361)]

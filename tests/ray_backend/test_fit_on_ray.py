@@ -256,6 +256,29 @@ def test_an_evaluation_that_fails_elsewhere_is_reported_with_its_own_words() -> 
         assert str(caught.value) == f"the evaluation of step-1 failed: {words}"
 
 
+def test_workers_are_placed_one_by_one_where_the_others_go_on_without_them() -> None:
+    """The Ray of these tests has room for four."""
+    from raytrain_ddp.ray_backend.placement import Layout
+    from raytrain_ddp.ray_backend.replacing import start_of  # imports Ray
+
+    def start(least: int, most: int, placement: str = "PACK", **options: bool) -> tuple[int, ...]:
+        scaling = ScalingConfig(placement=placement, replace_workers=options.pop("replace", True))
+        on_gpu = options.pop("use_gpu", False)
+        layout = Layout(least, most, on_gpu, {"CPU": 1.0}, "gloo")
+        made = start_of(TrainConfig(scaling=scaling, **options), layout)  # type: ignore[arg-type]
+        return made.placed.most, made.least, made.size
+
+    assert start(3, 3) == (3, 3, 3)
+    assert start(3, 3, exact=True) == (1, 1, 3)
+    assert start(2, 3) == (1, 2, 3)
+    assert start(2, 8) == (1, 2, 4)
+    assert start(6, 8) == (1, 6, 6), "these are waited for"
+    assert start(2, 8, "STRICT_SPREAD") == (8, 0, 0)
+    assert start(3, 3, "STRICT_SPREAD", exact=True) == (3, 1, 3)
+    assert start(2, 8, replace=False) == start(2, 8, use_gpu=True) == (8, 0, 0)
+    assert start(1, 1, exact=True) == (1, 0, 0)
+
+
 @pytest.mark.slow
 def test_fault_48_a_worker_that_dies_at_the_same_step_twice_ends_the_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -16,6 +16,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import torch
 from event_records import record
@@ -23,7 +24,7 @@ from metadata_server import PREEMPTED, serve
 from rich.console import Console
 
 from raytrain_ddp import FitResult, TrainConfig, fit
-from raytrain_ddp.checkpoint.run_folder import read_history, run_storage
+from raytrain_ddp.checkpoint.run_folder import checkpoint_store, read_history, run_storage
 from raytrain_ddp.config.sections import (
     CheckpointConfig,
     EvalConfig,
@@ -136,6 +137,17 @@ def any_step(event: dict[str, Any]) -> bool:
     return event["kind"] == "train"
 
 
+def processes(title: str) -> list[psutil.Process]:
+    found = psutil.process_iter(["cmdline"])
+    return [p for p in found if any(word.startswith(title) for word in p.info["cmdline"] or ())]
+
+
+def weights(config: TrainConfig) -> bytes:
+    newest = checkpoint_store(run_storage(config)).latest()
+    assert newest is not None
+    return newest.read("model.safetensors") + newest.read("optimizer.safetensors")
+
+
 def drain(cluster: Any, node: Any, seconds: float) -> None:
     """What an autoscaler tells Ray when a cloud is about to take a machine away."""
     from ray._raylet import GcsClient
@@ -209,6 +221,46 @@ def check_taken_away(
     assert planned - removed < 30
     steps = [r["step"] for r in read_history(run_storage(run.config)) if r["kind"] == "train"]
     assert steps == [*range(1, steps[-1] + 1)]
+
+
+def test_fault_28_workers_join_when_a_node_comes_and_any_may_die_and_nothing_is_restarted(
+    cluster: Any, tmp_path: Path
+) -> None:
+    """A run begins with two of at most three workers. A node comes, and its worker joins; that is
+    killed, and joins once more; then one of the first two. With exact, the bits are those of one
+    process."""
+    options = {"exact": True, "epochs": 8}
+    reference = paced(tmp_path, "reference", **options)
+    torch.set_num_threads(1)
+    fit_locally(reference, display=Ears())
+    nodes = [cluster.add_node(num_cpus=1)]
+    (tmp_path / "slow").touch()
+    run = Running(paced(tmp_path, "grown", **options))
+    run.ears.wait(at_step(7))
+    nodes.append(cluster.add_node(num_cpus=1))
+    at = run.ears.wait(at_size(3))
+    for title in ("ray::SingleWorker.train", "ray::RayTrainWorker"):
+        run.ears.wait(any_step, at)
+        processes(title)[0].kill()
+        at = run.ears.wait(at_size(2), at)
+        if title != "ray::RayTrainWorker":
+            at = run.ears.wait(at_size(3), at)
+    (tmp_path / "slow").unlink()
+    assert run.end().status == "finished"
+    plans = run.ears.of("plan")
+    assert [event["world_size"] for event in plans][:5] == [2, 3, 2, 3, 2]
+    assert all(event["replaced"] is not None for event in plans[1:]), "from a checkpoint"
+    assert len(run.ears.of("failed")) == 2
+    steps = [r["step"] for r in read_history(run_storage(run.config)) if r["kind"] == "train"]
+    assert steps == [*range(1, steps[-1] + 1)]
+    ours, theirs = (weights(config) for config in (run.config, reference))
+    assert ours == theirs
+    deadline = time.monotonic() + 10
+    while processes("ray::SingleWorker") and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert not processes("ray::SingleWorker")
+    for node in nodes:
+        cluster.remove_node(node, allow_graceful=False)
 
 
 @pytest.mark.slow  # two minutes on two cores

@@ -219,10 +219,16 @@ def test_a_worker_that_was_replaced_has_repeated_nothing(tmp_path: Path):
         | {"node": "n2", "error": "the end of rank 1", "message": "crashed, or was killed"},
         plan("2026-11-20T20:01:07Z", 56, 2, replaced=[1]),
         plan("2026-11-20T20:01:08Z", 56, 1, replaced=[]),
+        plan("2026-11-20T20:01:20Z", 60, 3, replaced=[1, 2]),
         end("2026-11-20T20:02:00Z", 0, step=115),
     ]
     records = [train(step, float(step % 57)) for step in (5, 55, 60, 115)]
     run = write(tmp_path / "run", records, events, TrainConfig(name="run", epochs=5))
+    grown = history_at(run).happenings[4]
+    assert grown.text.startswith(
+        "Grew from 1 to 3 workers, nothing repeated; the others kept their"
+    )
+    assert (grown.kind, grown.detail) == ("resize", "")
     text = history_at(run).happenings[2].text
     assert text == "Rank 1 replaced; the others kept their state of step 56; 10 s without training"
     text = history_at(run).happenings[3].text

@@ -43,6 +43,7 @@ def _work(
     folder: str,
     points: str,
     least: int,
+    size: int,
 ) -> None:
     """One process of a rank; also the first code that a forked process runs."""
     import torch
@@ -95,7 +96,7 @@ def _work(
     def run(session: LocalSession) -> None:
         outcomes.append(train(made, TinyTask(made, **options), session))
 
-    member = Member(rank, W, least, os.urandom(8).hex(), 0, "here")
+    member = Member(rank, size, least, os.urandom(8).hex(), 0, "here", most=W)
     place = Place(member, "127.0.0.1", Registry())
     through_generations(place, start, run, lambda error: cause_of(error) == "peer", most=3)
     plans = [e for e in events if type(e).__name__ == "Plan"]
@@ -117,7 +118,7 @@ def forks() -> Any:
 
 
 class Run:
-    """Three ranks; a process that is killed is replaced."""
+    """Three ranks, or `size` and the others later; a process that is killed is replaced."""
 
     def __init__(
         self,
@@ -127,10 +128,11 @@ class Run:
         points: str,
         least: int = W,
         late_s: float = 0.0,
+        size: int = W,
         **options: Any,
     ) -> None:
         folder.mkdir(exist_ok=True)
-        self._arguments = plain(config), options, str(folder), points, least
+        self._arguments = plain(config), options, str(folder), points, least, size
         self._forks, self.folder, self._late_s = forks, folder, late_s
         self.roster = roster = Roster()
         self._dead: dict[int, float] = {}  # rank -> when it is replaced
@@ -140,7 +142,7 @@ class Run:
         self._port = server.address[1]
         threading.Thread(target=server.serve_forever, daemon=True).start()
         self.deaths = 0
-        self._ranks = {rank: self._begin(rank) for rank in range(W)}
+        self._ranks = {rank: self._begin(rank) for rank in range(size)}
 
     def _begin(self, rank: int) -> Any:
         process = self._forks.Process(target=_work, args=(rank, self._port, *self._arguments))
@@ -152,6 +154,8 @@ class Run:
         until = time.monotonic() + _LIMIT_S
         while any(process.exitcode != 0 for process in self._ranks.values()):
             assert time.monotonic() < until, "not done in time"
+            if self.roster.node_ids and len(self._ranks) < W:  # the first ones train
+                self._ranks |= {rank: self._begin(rank) for rank in range(len(self._ranks), W)}
             for rank, process in self._ranks.items():
                 if process.exitcode not in (0, None):
                     assert process.exitcode == -9, f"rank {rank} failed: {process.exitcode}"
@@ -307,6 +311,30 @@ def test_fault_49_with_exact_the_others_do_not_wait(
     assert sizes[0] == sizes[-1] == 3
     starts = [note["steps"] for note in notes]
     assert all(steps == sorted(steps) for steps in starts)
+
+
+@pytest.mark.parametrize(
+    "points",
+    [
+        "",
+        "train.before_step:kill@rank=2,step=12;train.after_step:kill@rank=0,step=17",
+        "start.loaded:kill@rank=2;train.after_backward:kill@rank=1,step=9",
+    ],
+)
+def test_fault_28_a_further_rank_joins_between_two_steps(
+    forks: Any, exact_alone: TrainConfig, tmp_path: Path, points: str
+) -> None:
+    config = tiny_config(tmp_path, "run", exact=True)
+    run = Run(forks, config, tmp_path / "fired", points, least=1, late_s=1.0, size=2)
+    notes = run.wait()
+    assert run.deaths == points.count(":kill@")
+    assert bits(config) == bits(exact_alone)
+    assert log_of(config) == log_of(exact_alone)
+    sizes = max((note["sizes"] for note in notes), key=len)
+    assert max(sizes) == 3
+    if not points:
+        assert sizes == [2, 3]
+        assert [note["replaced"] for note in notes if note["replaced"]] == [[None, [2]]]
 
 
 @pytest.fixture(scope="module")

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from raytrain_ddp.training.roster import OVER, Member, Roster, Seat
 
 W = 3
+ALL = 5  # of which the last two join later
 
 
 class Desk:
@@ -20,9 +21,12 @@ class Desk:
         self.now_s = 0.0
         self.roster = Roster(lambda: self.now_s)
 
-    def asks(self, rank: int, token: str, last: int = 0, least: int = W) -> tuple[int, str] | None:
+    def asks(
+        self, rank: int, token: str, last: int = 0, least: int = W, most: int = 0
+    ) -> tuple[int, str] | None:
         address = f"host:{ord(token[0])}"
-        seat = self.roster.meet(Member(rank, W, least, token, last, "a", "node", address))[0]
+        member = Member(rank, W, least, token, last, "a", "node", address, most)
+        seat = self.roster.meet(member)[0]
         return seat and (seat.number, seat.address)
 
     def is_over(self, rank: int, token: str, last: int) -> bool:
@@ -192,6 +196,56 @@ def test_newcomers_join_together_if_they_come_within_seconds() -> None:
     assert desk.roster.has_newcomer(), "one has waited long enough"
 
 
+def test_further_ranks_join_those_that_train_and_stay_without_the_first_ones() -> None:
+    """The run begins with as many as there is room for."""
+    desk, of = Desk(), {"least": 3, "most": 6}
+    for rank, token in enumerate("abc"):
+        desk.asks(rank, token, **of)
+    assert desk.asks(3, "d", **of) is None
+    assert not desk.roster.has_newcomer(), "ranks 4 and 5 may come at the same time"
+    desk.now_s += 1
+    assert desk.asks(5, "f", **of) is None
+    assert not desk.roster.has_newcomer()
+    desk.now_s += 2.5
+    assert desk.asks(3, "d", **of) is None
+    assert desk.roster.has_newcomer()
+    for rank, token in enumerate("abc"):
+        desk.asks(rank, token, last=1, **of)
+    assert desk.asks(5, "f", **of) == (2, "host:97")
+
+    desk.roster.died(0)
+    desk.roster.died(2)
+    assert desk.asks(1, "b", last=2, **of) is None
+    assert desk.asks(3, "d", last=2, **of) is None
+    assert desk.asks(5, "f", last=2, **of) == (3, "host:98")
+    assert desk.asks(0, "g", **of) is None
+    assert not desk.roster.has_newcomer(), "rank 2 is replaced, too"
+    assert desk.asks(2, "h", **of) is None
+    assert desk.roster.has_newcomer(), "rank 4 has had no room yet"
+
+
+def test_those_that_begin_wait_for_the_first_ranks_but_not_for_ever() -> None:
+    desk, of = begun(Desk(), least=2), {"least": 2, "most": 4}
+    for rank in range(W):
+        desk.roster.died(rank)
+    for _ in range(59):
+        assert desk.asks(3, "d", **of) is None
+        assert desk.asks(1, "e", **of) is None
+        desk.now_s += 1
+    desk.now_s += 1
+    desk.asks(3, "d", **of)
+    assert desk.asks(1, "e", **of) == (2, "host:101")
+
+
+def test_a_newcomer_never_begins_while_those_that_train_are_busy() -> None:
+    desk, of = begun(Desk()), {"least": 1, "most": 4}
+    for _ in range(100):
+        desk.now_s += 1
+        assert desk.asks(3, "d", **of) is None
+        for rank, token in enumerate("abc"):
+            desk.is_over(rank, token, last=1)
+
+
 def test_processes_that_give_signs_of_life_are_counted() -> None:
     desk = begun(Desk())
     assert desk.roster.alive() == 3
@@ -235,18 +289,19 @@ class Process:
 
 
 class Run:
-    """Three ranks, each with processes one after another. Time passes with each action."""
+    """Some ranks, each with processes one after another. Time passes with each action."""
 
-    def __init__(self, least: int) -> None:
-        self.now_s, self.least, self.made = 0.0, least, 0
+    def __init__(self, least: int, ranks: int) -> None:
+        self.now_s, self.least, self.made, self.most = 0.0, least, 0, ranks
         self.roster = Roster(lambda: self.now_s)
-        self.ranks = [self.process(rank) for rank in range(W)]
+        self.ranks = [self.process(rank) for rank in range(ranks)]
         self.formed: dict[str, set[str]] = {}  # key of a generation -> tokens with a seat in it
 
     def process(self, rank: int) -> Process:
         self.made += 1
         token = f"{self.made}"
-        return Process(Member(rank, W, self.least, token, 0, "host", "node", f"a:{token}"))
+        address = f"a:{token}"
+        return Process(Member(rank, W, self.least, token, 0, "host", "node", address, self.most))
 
     def act(self, what: str, rank: int) -> None:
         self.now_s += 0.1
@@ -284,7 +339,7 @@ class Run:
         assert seat.number > process.seat.number
         tokens = self.formed.setdefault(seat.key, set())
         tokens.add(member.token)
-        assert self.least <= seat.size <= W
+        assert self.least <= seat.size <= self.most
         assert len(tokens) <= seat.size
         process.seat, process.trains, process.since_s = seat, True, self.now_s
 
@@ -295,21 +350,22 @@ ACTIONS = ["turn"] * 6 + ["kill", "report", "replace", "wait", "lose roster"]
 @settings(max_examples=150, deadline=None, suppress_health_check=list(HealthCheck))
 @given(
     st.integers(1, W),
-    st.lists(st.tuples(st.sampled_from(ACTIONS), st.integers(0, W - 1)), max_size=80),
+    st.sampled_from((W, ALL)),
+    st.lists(st.tuples(st.sampled_from(ACTIONS), st.integers(0, ALL - 1)), max_size=80),
 )
 def test_whatever_happens_all_that_live_train_together_in_the_end(
-    least: int, actions: list[tuple[str, int]]
+    least: int, ranks: int, actions: list[tuple[str, int]]
 ) -> None:
-    run = Run(least)
+    run = Run(least, ranks)
     for what, rank in actions:
-        run.act(what, rank)
-    for rank in range(W):
+        run.act(what, rank % ranks)
+    for rank in range(ranks):
         run.act("report", rank)
         run.act("replace", rank)
     for _ in range(400):
-        for rank in range(W):
+        for rank in range(ranks):
             run.act("turn", rank)
     seats = [process.seat for process in run.ranks]
     assert all(process.trains for process in run.ranks)
     assert len({seat[:3] for seat in seats}) == 1
-    assert sorted(seat.rank for seat in seats) == [0, 1, 2]
+    assert sorted(seat.rank for seat in seats) == [*range(ranks)]
