@@ -16,7 +16,7 @@ from raytrain_ddp.driver.machine_types import machines
 from raytrain_ddp.errors import ConfigError
 from raytrain_ddp.ray_backend import cluster
 from raytrain_ddp.ray_backend.placement import Layout, choose_layout, workers_that_fit
-from raytrain_ddp.ray_backend.replacing import replacing_layout
+from raytrain_ddp.ray_backend.replacing import start_of
 from raytrain_ddp.training import local_session
 from raytrain_ddp.training.local_session import idle_gpus_note, join_world
 from raytrain_ddp.training.world import World
@@ -195,4 +195,4 @@ def test_one_process_says_that_it_uses_one_gpu_of_several(monkeypatch: pytest.Mo
 def test_workers_are_not_replaced_if_each_has_a_share_of_the_optimizers_state():
     """All restart then from the newest checkpoint; Ray is not even asked."""
     shared = replace(config(), ddp=DdpConfig(shard_optimizer=True))
-    assert replacing_layout(shared, Layout(3, 3, False, {"CPU": 1}, "gloo")) is None
+    assert start_of(shared, Layout(3, 3, False, {"CPU": 1}, "gloo")).size == 0

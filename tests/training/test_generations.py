@@ -269,7 +269,7 @@ def test_fault_50_without_a_survivor_the_checkpoint_is_loaded(
 def test_without_the_share_of_the_dead_all_go_on_from_the_checkpoint(
     forks: Any, undisturbed: TrainConfig, tmp_path: Path
 ) -> None:
-    """Under Ray such workers are restarted, see `replacing_layout`."""
+    """Under Ray such workers are restarted, see `start_of`."""
     config = tiny_config(tmp_path, "run", ddp=DdpConfig(shard_optimizer=True))
     run = Run(forks, config, tmp_path / "fired", "train.after_backward:kill@rank=1,step=17")
     notes = run.wait()
