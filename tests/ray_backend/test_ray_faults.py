@@ -216,8 +216,9 @@ def check_taken_away(
     last_step = max(e["step"] for at, e in ears.heard if e["kind"] == "train" and at < planned)
     assert len(saved) == 1  # at the notice
     assert saved[0] < last_step
-    # Its last line may have been lost with rank 0: not with the log.
-    assert [e["start_step"] - last_step for e in ears.of("plan")[1:]] in ([0], [1])
+    # The last lines may not have left rank 0 when it was lost: they are in the log.
+    (unheard,) = [e["start_step"] - last_step for e in ears.of("plan")[1:]]
+    assert 0 <= unheard <= 3, "no step was repeated"
     assert planned - removed < 30
     steps = [r["step"] for r in read_history(run_storage(run.config)) if r["kind"] == "train"]
     assert steps == [*range(1, steps[-1] + 1)]
