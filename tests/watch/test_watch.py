@@ -634,6 +634,9 @@ def test_a_browser_shows_it_and_updates_it_without_a_complaint(
     chromium = shutil.which("chromium") or shutil.which("chromium-browser")
     if chromium is None:
         pytest.skip("there is no chromium")
+    from tiny import commit_untrained_digits
+
+    commit_untrained_digits(place / "done", TrainConfig(name="done", micro_batch=64, batch_size=64))
     site.runs.look()
     base, complaints = f"http://127.0.0.1:{site.port}", []
     with api.sync_playwright() as playwright:
@@ -670,6 +673,12 @@ def test_a_browser_shows_it_and_updates_it_without_a_complaint(
         page.on("dialog", lambda dialog: dialog.accept())
         page.click(".stop")
         page.wait_for_selector("text=It ends after the current step", timeout=20000)
+        page.goto(f"{base}/run/done")
+        page.click("text=Show wrong samples")
+        page.wait_for_selector("text=is being evaluated", timeout=20000)
+        page.wait_for_selector(".gallery img", timeout=120000)
+        assert page.evaluate(wide) == 0
+        assert page.evaluate("document.querySelector('.gallery img').naturalWidth") > 0
         browser.close()
     assert [url for url in asked if not url.startswith("data:")] == []
     assert complaints == []
