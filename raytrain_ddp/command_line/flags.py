@@ -180,6 +180,8 @@ def _converted(kind: Any, words: Sequence[str]) -> Any:
     if origin is dict:
         if all(word.partition("=")[0].isidentifier() and "=" in word for word in words):
             words = [part for word in words for part in word.split("=", 1)]
+        if len({*words[::2]}) < len(words[::2]):
+            raise ValueError("a name is given twice")
         return dict(zip(words[::2], words[1::2], strict=True))
     if origin is tuple:
         kinds = args[:1] * len(words) if ... in args else args

@@ -165,6 +165,10 @@ def test_run_takes_booleans_only_behind_an_equals_sign():
         ),
         ("--task-options a", "--task-options takes pairs of KEY and VALUE, or KEY=VALUE, not 'a'."),
         (
+            "--task-options a=1 a=2",
+            "--task-options takes pairs of KEY and VALUE, or KEY=VALUE, not 'a=1 a=2'.",
+        ),
+        (
             "--exact maybe",
             "unexpected argument 'maybe': a recipe must be the first argument, before the flags.",
         ),
