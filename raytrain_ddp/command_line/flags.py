@@ -165,7 +165,7 @@ def _described(kind: Any, form: int) -> str:
     if kind is NoneType or _words(kind):
         return "|".join(_words(kind))
     if origin is dict:
-        return ("pairs of KEY and VALUE, or KEY=VALUE", "KEY VALUE ...")[form]
+        return ("pairs of KEY and VALUE, or KEY=VALUE, each key once", "KEY VALUE ...")[form]
     if origin is not tuple:
         return _KINDS[kind][form]
     words, metavar = _KINDS[args[0]]
