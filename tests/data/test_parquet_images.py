@@ -346,6 +346,7 @@ def test_row_groups_are_read_once_per_lane(threads: int, tmp_path: Path):
         assert sorted(seen) == list(range(rows))
     loads, reloads = source.reads
     borders = (plan.slots - 1) * window  # two lanes share the blocks of a window
+    borders += threads - 1  # and a thread may come late for a block that the others have left
     assert blocks * 2 <= loads <= (blocks + borders) * 2
     assert reloads <= borders * 2
     source.close()

@@ -256,11 +256,12 @@ def test_fault_50_without_a_survivor_the_checkpoint_is_loaded(
     forks: Any, undisturbed: TrainConfig, tmp_path: Path
 ) -> None:
     config = tiny_config(tmp_path, "run")
-    points = ";".join(f"train.before_step:kill@rank={rank},step=17" for rank in range(W))
+    points = ";".join(f"train.before_step:kill@rank={rank},step=27" for rank in range(W))
     run = Run(forks, config, tmp_path / "fired", points)
     notes = run.wait()
     assert run.deaths == W
-    assert [note["steps"] for note in notes if note["steps"]] == [[10]]
+    # The commit of step 20 goes on beside the training.
+    assert [note["steps"] for note in notes if note["steps"]] in ([[10]], [[20]])
     assert all(each is None for note in notes for each in note["replaced"])
     assert bits(config) == bits(undisturbed)
     assert log_of(config) == log_of(undisturbed)

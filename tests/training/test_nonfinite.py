@@ -655,6 +655,9 @@ def test_fault_47_a_checkpoint_from_before_the_count_loads_and_goes_on_with_fuse
         def read(self, name: str) -> bytes:
             return files[name]
 
+        def view(self, name: str) -> memoryview:
+            return memoryview(files[name])
+
     new = small_state()
     new.nonfinite = 9
     new.load(Stored())  # type: ignore[arg-type]

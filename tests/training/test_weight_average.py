@@ -303,6 +303,9 @@ class Stored:
     def read(self, name: str) -> bytes:
         return self.files[name]
 
+    def view(self, name: str) -> memoryview:
+        return memoryview(self.files[name])
+
 
 def test_no_decay_is_refused_that_is_none():
     for decay in (1.0, -0.1, math.nan):
