@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Literal
 
 from raytrain_ddp.checkpoint.committed import Checkpoint, CheckpointName
@@ -36,11 +37,11 @@ def find_checkpoint(place: str, which: Literal["best", "last"] | None = None) ->
             raise ConfigError(
                 f"--checkpoint {which} has no effect: {place} is a single checkpoint."
             )
-        parent, _, name = place.rstrip("/").rpartition("/")
+        parent, _, name = folder.path.rpartition("/")
         parsed = CheckpointName.parse(name)
         if parsed is None:
             raise CheckpointError(f"{place}: not the name of a checkpoint (step-...-a...).")
-        return _verified(CheckpointStore(open_storage(parent or ".")).open(parsed))
+        return _verified(CheckpointStore(replace(folder, path=parent)).open(parsed))
     store = checkpoint_store(folder)
     names = store.names()
     if not names:

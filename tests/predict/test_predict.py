@@ -18,6 +18,7 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 from PIL import Image
+from s3 import s3_server
 from test_loaded_model import plain
 from tiny import TinyTask, tiny_config
 
@@ -208,6 +209,21 @@ def test_a_folder_in_a_store(photos: tuple[str, Path], tmp_path: Path):
     ours, theirs = rows(tmp_path / "p.parquet"), rows(tmp_path / "q.parquet")
     assert [row["probability"] for row in ours] == [row["probability"] for row in theirs]
     assert [row["path"].rpartition("/")[2] for row in ours] == ["0.jpg", "1.jpg"]
+
+
+def test_a_run_in_a_store_that_is_found_by_the_options_of_its_uri(
+    photos: tuple[str, Path], tmp_path: Path
+):
+    run, folder = photos
+    predict(run, folder / "dark", "--out", tmp_path / "local.csv")
+    with s3_server() as s3:
+        s3.put_folder(Path(run), "runs/photos")
+        predict(s3.uri("runs/photos"), folder / "dark", "--out", tmp_path / "store.csv")
+        (checkpoint,) = {path.name for path in Path(run, "checkpoints").glob("step-*-a*")}
+        one = s3.uri(f"runs/photos/checkpoints/{checkpoint}")
+        predict(one, folder / "dark", "--out", tmp_path / "one.csv")
+    local = (tmp_path / "local.csv").read_bytes()
+    assert local == (tmp_path / "store.csv").read_bytes() == (tmp_path / "one.csv").read_bytes()
 
 
 class Predicting(TinyTask):
