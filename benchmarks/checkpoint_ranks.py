@@ -18,7 +18,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import subprocess
 import sys
 import tempfile
 import time
@@ -31,12 +30,11 @@ from typing import Any
 from series import (
     Series,
     describe_machine,
-    end_tree,
-    environment,
-    free_port,
     in_turn,
+    run_to_end,
     spread,
     table,
+    torchrun,
 )
 
 WAYS = {"ours": "raytrain_ddp", "dcp": "DCP"}
@@ -89,21 +87,8 @@ def measure(way: str, millions: int, number: int) -> Run:
     """
     load = os.getloadavg()[0]
     with tempfile.TemporaryDirectory(prefix="ranks-") as name:
-        command = [sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={WORKERS}"]
-        command += ["--master-port", str(free_port()), __file__]
-        process = subprocess.Popen(
-            command,
-            env={**environment(), "CHECKPOINT_RANKS": f"{way} {millions} {name}"},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        try:
-            said, _ = process.communicate(timeout=LIMIT_S)
-        finally:
-            end_tree(process.pid)
-        if process.returncode:
-            raise RuntimeError(f"exit status {process.returncode}\n{said[-2000:]}")
+        about = f"{way} {millions} {name}"
+        run_to_end([*torchrun(WORKERS), __file__], LIMIT_S, CHECKPOINT_RANKS=about)
         notes = [Path(name) / f"rank-{rank}.json" for rank in range(WORKERS)]
         found: list[dict[str, Any]] = [json.loads(note.read_text()) for note in notes]
     times = {key: found[0][key] for key in ("durable_s", "restart_s")}

@@ -21,7 +21,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import subprocess
 import sys
 import tempfile
 from dataclasses import dataclass
@@ -35,13 +34,12 @@ from series import (
     HERE,
     Series,
     describe_machine,
-    end_tree,
-    environment,
-    free_port,
     import_all_once,
     in_turn,
+    run_to_end,
     spread,
     table,
+    torchrun,
 )
 
 WAYS = {"default": [], "exact": ["--exact"], "plain": []}
@@ -119,8 +117,7 @@ def measure(way: str, workers: int, slots: int, gbit: int, number: int) -> Run:
     with tempfile.TemporaryDirectory(prefix="exact-") as name:
         folder = Path(name)
         script = plain(slots, folder) if way == "plain" else fit(slots, folder)
-        command = [sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={workers}"]
-        command += ["--master-port", str(free_port()), *script, *WAYS[way]]
+        command = [*torchrun(workers), *script, *WAYS[way]]
         apart = os.geteuid() == 0
         if apart:
             shaped = "ip link set lo up"
@@ -129,15 +126,7 @@ def measure(way: str, workers: int, slots: int, gbit: int, number: int) -> Run:
                 shaped += f" && tc qdisc add dev lo root tbf rate {rate} burst 1mb latency 200ms"
             counted = f'"$@" && cat /proc/net/dev > {folder}/net'
             command = ["unshare", "--net", "sh", "-c", f"{shaped} && {counted}", "sh", *command]
-        process = subprocess.Popen(
-            command, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
-        )
-        try:
-            said, _ = process.communicate(timeout=LIMIT_S)
-        finally:
-            end_tree(process.pid)
-        if process.returncode:
-            raise RuntimeError(f"exit status {process.returncode}\n{said[-2000:]}")
+        run_to_end(command, LIMIT_S)
         found = stamps(folder) if way == "plain" else log(folder)
         sent = sent_bytes(folder / "net") if apart else float("nan")
         at, memory = found

@@ -121,6 +121,34 @@ def end_tree(pid: int) -> None:
         _, tree = psutil.wait_procs(tree, timeout=10)
 
 
+def torchrun(workers: int) -> list[str]:
+    """The words of a command before a script and its arguments."""
+    command = [sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={workers}"]
+    return [*command, "--master-port", str(free_port())]
+
+
+def run_to_end(command: Sequence[str], limit_s: float, **variables: str) -> None:
+    """Run a command whose output matters only where it fails.
+
+    Raises:
+        RuntimeError: it failed.
+        TimeoutExpired: it took longer than `limit_s`.
+    """
+    process = subprocess.Popen(
+        command,
+        env={**environment(), **variables},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+    try:
+        said, _ = process.communicate(timeout=limit_s)
+    finally:
+        end_tree(process.pid)
+    if process.returncode:
+        raise RuntimeError(f"exit status {process.returncode}\n{said[-2000:]}")
+
+
 def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))

@@ -18,7 +18,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import subprocess
 import sys
 import tempfile
 from dataclasses import dataclass
@@ -31,13 +30,12 @@ from series import (
     HERE,
     Series,
     describe_machine,
-    end_tree,
-    environment,
-    free_port,
     import_all_once,
     in_turn,
+    run_to_end,
     spread,
     table,
+    torchrun,
 )
 
 WAYS = ("DDP", "ZeRO", "fit", "fit, shared")
@@ -101,21 +99,8 @@ def measure(way: str, number: int) -> Run:
     """
     load = os.getloadavg()[0]
     with tempfile.TemporaryDirectory(prefix="shares-") as name:
-        command = [sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={WORKERS}"]
-        command += ["--master-port", str(free_port()), str(HERE / "shard_optimizer_way.py")]
-        process = subprocess.Popen(
-            [*command, way, str(STEPS), name],
-            env=environment(),
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        try:
-            said, _ = process.communicate(timeout=LIMIT_S)
-        finally:
-            end_tree(process.pid)
-        if process.returncode:
-            raise RuntimeError(f"exit status {process.returncode}\n{said[-2000:]}")
+        script = str(HERE / "shard_optimizer_way.py")
+        run_to_end([*torchrun(WORKERS), script, way, str(STEPS), name], LIMIT_S)
         notes = [Path(name) / f"rank-{rank}.json" for rank in range(WORKERS)]
         found: list[dict[str, Any]] = [json.loads(note.read_text()) for note in notes]
     return Run(

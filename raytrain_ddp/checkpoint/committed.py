@@ -60,7 +60,7 @@ class Checkpoint:
         return bytes(self.view(filename))
 
     def view(self, filename: str) -> memoryview:
-        """As `read`, in memory that is the caller's: he may write to it."""
+        """As `read`, in memory that is the caller's, who may write to it."""
         entry = self._entry(filename)
         data = new_memory(entry.size_bytes)
         self._compare(filename, entry, self.storage.read_into(filename, data))

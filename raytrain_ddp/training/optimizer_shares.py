@@ -79,7 +79,7 @@ class Shares:
         ranks take part. Gradients, learning rates and `found_inf` must be equal on all ranks.
 
         Args:
-            mark: is told what has taken time: see `Clock.mark`.
+            mark: receives what has taken time: see `Clock.mark`.
         """
         if self._world is None or not self.is_divided:
             optimizer.step()
