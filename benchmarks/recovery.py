@@ -7,10 +7,12 @@ Each round runs every contender once, each time beginning with another one: the 
 with a checkpoint every few steps, killed from outside once a number of steps is done. All are
 stamped by the same hooks, which Python loads at its start (recovery_programs/site), or the task
 in processes that are forked (the marks before it are then those of the task). They run with the
-settings that they come with; torchrun is told --max-restarts 3, the naive TorchTrainer
-max_failures = 3, fit nothing: its retries are on by default.
+settings that they come with; torchrun gets --max-restarts 3, the naive TorchTrainer
+max_failures = 3, fit nothing: its retries are on by default. With --exact, the other worker goes on
+alone until the new one joins; "all restarted" is what fit does on GPUs.
 
-A phase ends when the only new worker, or the later one of two, has reached the mark:
+A phase ends when the only new worker, or the later one of two, has reached the mark (with --exact,
+the one that goes on):
 
 - all old workers gone: the death is noticed, the survivor is taken down, unless it stays
 - Python up: the new workers' interpreters run
@@ -19,7 +21,7 @@ A phase ends when the only new worker, or the later one of two, has reached the 
 - checkpoint loaded: for fit this includes two warm-up passes and the check of each byte
 - first step: the first optimizer step is done; some steps are then done again, see "redone"
 
-With --breakdown a run of fit tells more marks, which the table does not have. Needs psutil.
+With --breakdown a run of fit has more marks, which the table does not have. Needs psutil.
 """
 
 from __future__ import annotations
@@ -33,7 +35,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
@@ -65,8 +67,11 @@ CONTENDERS = {
     "torchrun": "hand-written DDP, torchrun restarts",
     "fit-torchrun": "fit under torchrun, which restarts",
     "fit-ray": "fit, embedded Ray",
+    "fit-exact": "fit --exact, embedded Ray",
+    "fit-restart": "fit, embedded Ray, all restarted",
     "naive-ray": "naive TorchTrainer, embedded Ray",
 }
+FORKED = ("fit-ray", "fit-exact", "fit-restart")
 BASE = "torchrun"
 MARKS = {
     "gone": "all old workers gone",
@@ -108,13 +113,19 @@ def main() -> int:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # ends what was started
     series: Series[Run] = Series(describe_machine())
     warn_of_bytecode(series.machine)
-    told = partial(line, breakdown=args.breakdown)
-    with tempfile.TemporaryDirectory(prefix="recovery-", dir="/tmp") as folder:
+    shown = partial(line, breakdown=args.breakdown)
+    with ExitStack() as stack:
+        if args.keep:
+            folder = tempfile.mkdtemp(prefix="recovery-", dir="/tmp")
+            print(f"kept: {folder}", flush=True)
+        else:
+            made = tempfile.TemporaryDirectory(prefix="recovery-", dir="/tmp")
+            folder = stack.enter_context(made)
         import_all_once()
         for number in range(args.rounds):
             for contender in in_turn(args.only, number):
                 measured = partial(measure_apart, contender, number + 1, args, Path(folder))
-                series.add(f"round {number + 1}, {contender}", measured, told)
+                series.add(f"round {number + 1}, {contender}", measured, shown)
     return series.publish(as_markdown(series, args), args.out)
 
 
@@ -171,6 +182,8 @@ def command(contender: str, args: argparse.Namespace, folder: Path) -> list[str]
         "torchrun": [*torchrun, str(PROGRAMS / "by_hand.py"), *common],
         "fit-torchrun": [*torchrun, *fit],
         "fit-ray": [python, *fit],
+        "fit-exact": [python, *fit, "--exact"],
+        "fit-restart": [python, *fit, "--scaling.no-replace-workers"],
         "naive-ray": [python, str(PROGRAMS / "naive_ray.py"), *common],
     }[contender]
 
@@ -188,7 +201,7 @@ def measure(contender: str, number: int, args: argparse.Namespace, folder: Path)
     load, file = os.getloadavg()[0], folder / "stamps"
     paths = [str(PROGRAMS / "site"), os.environ.get("PYTHONPATH", "")]
     env = {**environment(), "RECOVERY_STAMPS": str(file)}
-    if contender != "fit-ray":  # its processes are forked only if Python starts as usual
+    if contender not in FORKED:  # they are forked only if Python starts as usual
         env["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
     log = folder / "log"
     process = subprocess.Popen(
@@ -271,13 +284,18 @@ def reckon(
 ) -> Run:
     """Phases from stamps: of each mark the time at which the later new worker had reached it."""
     killed_at, gone_at, old = kill
-    new = {s.pid for s in found if s.event == "step" and s.at > killed_at and s.pid not in old}
+    later = [s for s in found if s.at > killed_at]
+    new = {s.pid for s in later if s.event == "step" and s.pid not in old}
+    if contender == "fit-exact":  # who goes on loads the state of its last step
+        new = {next(s.pid for s in later if s.event == "loaded" and s.pid in old)}
+        again_at = next(s.at for s in later if s.event == "loaded" and s.pid in new)
+        later = [s for s in later if s.event != "step" or s.at > again_at]
     marks = {"gone": gone_at - killed_at}
-    for event in dict.fromkeys(s.event for s in found if s.pid in new):
+    for event in dict.fromkeys(s.event for s in later if s.pid in new):
         firsts = [
-            min(s.at for s in found if (s.pid, s.event) == (pid, event))
+            min(s.at for s in later if (s.pid, s.event) == (pid, event))
             for pid in new
-            if any((s.pid, s.event) == (pid, event) for s in found)
+            if any((s.pid, s.event) == (pid, event) for s in later)
         ]
         marks[event] = max(firsts) - killed_at
     reached, phases = 0.0, {}

@@ -108,7 +108,8 @@ def measure(workers: int, folder: Path) -> Run:
         at = steps_of(run)
         before, killed = len(at), time.monotonic()
         victims[-1].kill()
-        wait_for(before + 1, run, process, began)
+        wait_for_loss(run, process, began)
+        wait_for(len(steps_of(run)) + 1, run, process, began)
         after_kill_s = time.monotonic() - killed
         wait_for(None, run, process, began)
     finally:
@@ -116,7 +117,6 @@ def measure(workers: int, folder: Path) -> Run:
     if process.returncode:
         raise RuntimeError((folder / "log").read_text()[-2000:])
     records = steps_of(run)
-    plans = [e for e in lines_of(run / "events.jsonl") if e["kind"] == "plan"]
     [*_, newest] = sorted((run / "checkpoints").iterdir())
     return Run(
         workers,
@@ -125,7 +125,7 @@ def measure(workers: int, folder: Path) -> Run:
         median(each["timing"]["step_s"] for each in records[3:before]),
         after_kill_s,
         repeated=len(records) - STEPS,
-        starts=sum("replaced" not in plan for plan in plans),
+        starts=sum("replaced" not in plan for plan in plans_of(run)),
         worker_bytes=int(median(sizes[each.pid] for each in victims)),
         all_bytes=sum(sizes.values()),
         driver_share=share,
@@ -141,6 +141,18 @@ def wait_for(steps: int | None, run: Path, process: Any, began: float) -> None:
         time.sleep(POLL_S)
     if steps is not None and process.returncode is not None:
         raise RuntimeError(f"it ended with {process.returncode} before step {steps}")
+
+
+def wait_for_loss(run: Path, process: Any, began: float) -> None:
+    """Until the others have left the step in which the worker died, and prepare to go on."""
+    while not any("replaced" in each for each in plans_of(run)):
+        if process.poll() is not None or time.monotonic() - began > LIMIT_S:
+            raise RuntimeError(f"nothing went on; exit status {process.returncode}")
+        time.sleep(POLL_S)
+
+
+def plans_of(run: Path) -> list[dict[str, Any]]:
+    return [each for each in lines_of(run / "events.jsonl") if each["kind"] == "plan"]
 
 
 def steps_of(run: Path) -> list[dict[str, Any]]:
