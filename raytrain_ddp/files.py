@@ -1,4 +1,4 @@
-"""Local files: flushing to disk, hashing, replacing, and small records as JSON."""
+"""Local files: flushing to disk, hashing, replacing, listing, and small records as JSON."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import hashlib
 import json
 import os
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 from uuid import uuid4
@@ -80,3 +80,23 @@ def read_json(path: Path) -> dict[str, Any] | None:
     except FileNotFoundError:
         return None
     return content
+
+
+def walk(folder: str, above: str = "", deep: bool = True) -> Iterator[str]:
+    """The files and folders in `folder`, relative to it; a folder ends in "/". Unlike pyarrow's
+    listing, it takes names of any bytes, and follows a link only if it is the first folder, or to
+    see if it is a folder. What is deleted meanwhile is left out.
+
+    Args:
+        above: what stands before each name.
+        deep: if not, the content of folders is skipped.
+    """
+    with suppress(FileNotFoundError), os.scandir(folder) as entries:
+        for entry in entries:
+            linked = entry.is_symlink()
+            if entry.is_dir() and not (linked and above):
+                yield f"{above}{entry.name}/"
+                if deep:
+                    yield from walk(entry.path, f"{above}{entry.name}/", deep=not linked)
+            else:
+                yield f"{above}{entry.name}"

@@ -30,6 +30,7 @@ from processes import Group
 from pyarrow import fs as pafs
 from s3 import CREDENTIALS, S3, s3_server
 
+from raytrain_ddp.checkpoint.storage import Storage, open_storage
 from raytrain_ddp.config.recipe import load
 from raytrain_ddp.data import shard as shard_module
 from raytrain_ddp.data import store_listing as listing_module
@@ -421,3 +422,15 @@ def test_fault_20_a_run_on_data_of_a_store_is_evaluated_from_what_it_wrote_down(
     written = load(str(run / "config.toml")).data
     assert (written.source, written.eval_source) == (source, evaluation)
     assert not [p for p in run.rglob("*") if p.is_file() and SECRET.encode() in p.read_bytes()]
+
+
+def test_a_folder_in_a_store_has_an_address_that_opens_it_again_and_no_secret(tmp_path: Path):
+    options = "endpoint_override=127.0.0.1:1&scheme=http&region=here"
+    place = f"s3://key:word@bucket/runs?{options}"
+    file_system, path = open_uri(place)
+    storage = Storage(file_system, path, False, shareable(place)).join("digits")
+    assert str(storage) == "s3://bucket/runs/digits"
+    assert storage.address == f"s3://bucket/runs/digits?{options}"
+    assert open_uri(storage.address)[1] == "bucket/runs/digits"
+    local = open_storage(str(tmp_path)).join("digits")
+    assert local.address == str(tmp_path / "digits")

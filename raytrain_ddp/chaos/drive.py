@@ -22,6 +22,8 @@ class DriveResult:
         executed: logged steps, including repeated ones.
         problem: why it was given up; empty if it finished.
         sizes: the number of workers of each start, if known.
+        in_memory: how often survivors went on from the state that they had, and repeated no step.
+        restored: how often all went on from a checkpoint.
     """
 
     statuses: Sequence[int]
@@ -30,6 +32,8 @@ class DriveResult:
     executed: int
     problem: str = ""
     sizes: Sequence[int] = ()
+    in_memory: int = 0
+    restored: int = 0
 
 
 class Watcher:

@@ -21,12 +21,20 @@ from raytrain_ddp.chaos.fault_plan import Fault, RunShape, draw_faults
 from raytrain_ddp.chaos.killable_nodes import KillableNodes
 from raytrain_ddp.chaos.observation import FaultMonitor, LogFollower, tag, tagged
 from raytrain_ddp.chaos.runners import LocalRunner, RayRunner, Runner, Zygote, with_failpoints
-from raytrain_ddp.checkpoint.run_folder import METRICS_FILE, newest_manifest, run_storage
+from raytrain_ddp.checkpoint.run_folder import (
+    EVENTS_FILE,
+    METRICS_FILE,
+    newest_manifest,
+    read_history,
+    run_storage,
+)
 from raytrain_ddp.config.sections import LogConfig
 from raytrain_ddp.config.train_config import TrainConfig
 from raytrain_ddp.errors import PreflightError, RaytrainError
+from raytrain_ddp.events import Plan
 from raytrain_ddp.failpoints import FOLDER_VARIABLE, VARIABLE
 from raytrain_ddp.ray_backend.placement import local_resources
+from raytrain_ddp.records import stored_events
 from raytrain_ddp.uri import without_secrets
 
 SAVE_EVERY_STEPS = 5  # if the config does not set it
@@ -184,10 +192,15 @@ def _drive(
     log = LogFollower(Path(config.storage) / str(config.name) / METRICS_FILE)
     runner = make(config, plan, faults.folder)
     try:
-        return drive(runner, log, faults, watcher)
+        ran = drive(runner, log, faults, watcher)
     finally:
         log.close()
         runner.close()
+    records = read_history(run_storage(config), EVENTS_FILE)
+    plans = [timed.event for timed in stored_events(records) if isinstance(timed.event, Plan)]
+    later = plans[1:]
+    in_memory = sum(plan.replaced is not None for plan in later)
+    return replace(ran, in_memory=in_memory, restored=len(later) - in_memory)
 
 
 def _environment() -> dict[str, str]:

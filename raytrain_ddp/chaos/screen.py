@@ -76,11 +76,15 @@ class ChaosDisplay(Watcher):
         self._console.print(table)
         undisturbed, disturbed, steps = outcome.undisturbed, outcome.disturbed, outcome.total_steps
         executed, wall_s = max(1, disturbed.executed), max(1e-9, disturbed.wall_s)
+        share = f"useful {steps} / executed {disturbed.executed} = {steps / executed:.1%}"
+        if disturbed.in_memory:  # a survivor's log has other times: a step counts as executed again
+            lost = plural(disturbed.in_memory, "time")
+            share = f"survivors went on {lost} and repeated none; "
+            share += f"{plural(disturbed.restored, 'restart')} from a checkpoint"
         self._console.print(
             f"faults      {outcome.fired} of {outcome.planned} fired; starts of the command: "
             f"{disturbed.starts}\n"
-            f"goodput     steps: useful {steps} / executed {disturbed.executed} = "
-            f"{steps / executed:.1%}\n"
+            f"goodput     steps: {share}\n"
             f"            time: undisturbed {format_seconds(undisturbed.wall_s)} / wall "
             f"{format_seconds(disturbed.wall_s)} = {undisturbed.wall_s / wall_s:.1%}, "
             f"{(disturbed.wall_s - undisturbed.wall_s) / max(1, outcome.fired):.2f} s per fault"

@@ -9,20 +9,22 @@ import uuid
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path, PurePosixPath
 from typing import Any
 
 from pyarrow import fs as pafs
 
 from raytrain_ddp.errors import ConfigError, PreflightError
-from raytrain_ddp.files import fsync
+from raytrain_ddp.files import fsync, walk
 from raytrain_ddp.uri import (
     REACH_TIMEOUT_S,
     answer_within,
     fsspec_inside,
     open_uri,
     reason_of,
+    shareable,
+    uri_beside,
     without_secrets,
 )
 
@@ -53,6 +55,7 @@ class Storage:
     fs: Any  # a pyarrow.fs.FileSystem; pyarrow has no type hints
     path: str
     is_local: bool
+    opened_as: str = field(default="", compare=False)  # the URI of it or a parent, without secrets
 
     def __str__(self) -> str:
         if self.is_local:
@@ -61,6 +64,13 @@ class Storage:
             return str(inner.unstrip_protocol(self.path))
         scheme = str(self.fs.type_name)
         return f"{'gs' if scheme == 'gcs' else scheme}://{self.path}"
+
+    @property
+    def address(self) -> str:
+        """The path or URI that opens it, with the options that locate its store."""
+        if self.is_local or not self.opened_as:
+            return str(self)
+        return uri_beside(self.opened_as, self.path)
 
     def join(self, name: str) -> Storage:
         """The folder called ``name`` in this one."""
@@ -85,7 +95,7 @@ class Storage:
     def walk(self) -> list[str]:
         """Relative paths of everything below, sorted; those of folders end with ``/``."""
         if isinstance(self.fs, pafs.LocalFileSystem):
-            return sorted(_walk(self.path, ""))
+            return sorted(walk(self.path))
         found = {
             self._below(info) + ("/" if _is_folder(info) else "")
             for info in self._infos(recursive=True)
@@ -181,7 +191,7 @@ class Storage:
     def sweep(self) -> None:
         """Removes temporary files of killed `write_atomic` and `clock_s` calls in this folder."""
         if isinstance(self.fs, pafs.LocalFileSystem):
-            names = list(_walk(self.path, "", deep=False))
+            names = list(walk(self.path, deep=False))
         else:
             infos = self._infos(recursive=False)
             names = [self._below(info) for info in infos if not _is_folder(info)]
@@ -288,7 +298,9 @@ def open_storage(uri: str) -> Storage:
     fs, path, info = answer
     if info.type == pafs.FileType.File:
         raise PreflightError(f"Storage {shown} is a file: give a folder.")
-    return Storage(fs, path.rstrip("/") or "/", isinstance(fs, pafs.LocalFileSystem))
+    is_local = isinstance(fs, pafs.LocalFileSystem)
+    opened_as = shareable(uri) if "://" in uri else ""
+    return Storage(fs, path.rstrip("/") or "/", is_local, opened_as)
 
 
 def _views(data: Content) -> Iterator[memoryview]:
@@ -298,21 +310,6 @@ def _views(data: Content) -> Iterator[memoryview]:
         yield from (memoryview(piece).cast("B") for piece in data)  # type: ignore[arg-type]
     else:
         yield whole.cast("B")
-
-
-def _walk(folder: str, above: str, deep: bool = True) -> Iterator[str]:
-    """As `Storage.walk`; `deep=False` skips the content of folders. Unlike pyarrow's, it takes
-    names of any bytes, and follows a link only if it is the first folder, or to see if it is a
-    folder."""
-    with suppress(FileNotFoundError), os.scandir(folder) as entries:  # deleted in the meantime
-        for entry in entries:
-            linked = entry.is_symlink()
-            if entry.is_dir() and not (linked and above):
-                yield f"{above}{entry.name}/"
-                if deep:
-                    yield from _walk(entry.path, f"{above}{entry.name}/", deep=not linked)
-            else:
-                yield f"{above}{entry.name}"
 
 
 def _is_folder(info: Any) -> bool:

@@ -100,7 +100,6 @@ def main(argv: Sequence[str]) -> int:
 def _predict(args: PredictArgs, parts: OutputParts) -> tuple[Totals, PartMaker]:
     from raytrain_ddp.checkpoint.lookup import find_checkpoint
     from raytrain_ddp.config.recipe import from_dict
-    from raytrain_ddp.uri import shareable, uri_beside
 
     found = find_checkpoint(args.run, args.checkpoint)
     config = from_dict(dict(found.manifest.config), where=str(found))
@@ -112,10 +111,7 @@ def _predict(args: PredictArgs, parts: OutputParts) -> tuple[Totals, PartMaker]:
 
     device = choose_device(args.device if args.address is None else "cpu")
     shared = {name: getattr(args, name) for name in Job.__dataclass_fields__ if hasattr(args, name)}
-    place = str(found)
-    if "://" in args.run:  # with the options that say where its store is
-        place = shareable(uri_beside(args.run, found.storage.path))
-    job = Job(**{**shared, "checkpoint": place, "part_rows": _ROWS_PER_PART})
+    job = Job(**{**shared, "checkpoint": found.storage.address, "part_rows": _ROWS_PER_PART})
     maker = PartMaker(job, device, torch.get_num_threads())
     for note in maker.given.notes:
         print(note, file=sys.stderr)

@@ -88,7 +88,7 @@ def sections_of_runs(histories: Sequence[RunHistory]) -> str:
 
 def page_of_runs(title: str, body: str, histories: Sequence[RunHistory]) -> str:
     """The whole page of runs."""
-    places = " ".join(str(history.files.place) for history in histories)
+    places = " ".join(history.files.place.address for history in histories)
     return whole_page(title, body, places, any(h.state == "running" for h in histories))
 
 

@@ -57,7 +57,7 @@ class Predictor:
         with self._lock:
             if self._child is not None:
                 raise PreflightError("a checkpoint is being evaluated: try again when it is done.")
-            command = [sys.executable, "-m", __name__, str(history.files.place)]
+            command = [sys.executable, "-m", __name__, history.files.place.address]
             self._child = subprocess.Popen(
                 command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE
             )

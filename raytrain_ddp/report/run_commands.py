@@ -15,7 +15,7 @@ from raytrain_ddp.report.history import RunHistory
 def commands_of(history: RunHistory) -> list[tuple[str, str]]:
     """(what it is for, command)"""
     files, found = history.files, []
-    word = shlex.quote(str(files.place))
+    word = shlex.quote(files.place.address)
     with suppress(RaytrainError, OSError, ValueError):  # of another version, or damaged
         text = files.place.read(CONFIG_FILE).decode("utf-8", errors="replace")
         found.append(("made it", command_of_run(from_dict(parse(text)))))
