@@ -750,8 +750,7 @@ DIGITS = ["--batch-size", "128", "--micro-batch", "32", "--epochs", "2", "--data
 def start(folder: Path, name: str, *launcher: str) -> subprocess.Popen[str]:
     """``fit --local`` on the digits, 24 steps."""
     command = [sys.executable, *launcher, "-m", "raytrain_ddp.fit", "--name", name, *DIGITS]
-    popen = subprocess.Popen if launcher else WarmPython
-    return popen(
+    return WarmPython(
         [*command, "--log.every-steps", "1", *([] if launcher else ["--local"])],
         cwd=folder,
         env={**os.environ, **ENVIRONMENT},
