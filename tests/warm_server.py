@@ -12,6 +12,7 @@ import builtins
 import gc
 import importlib
 import json
+import linecache
 import os
 import runpy
 import select
@@ -112,6 +113,8 @@ def run(command: list[str]) -> None:
         sys.argv[:], place, code = command, kind, Path(kind).read_text(encoding="utf-8")
         sys.path.insert(0, os.path.dirname(os.path.realpath(kind)))
         this.__dict__["__file__"] = place = os.path.abspath(kind)
+    if sys.version_info >= (3, 13) and place == "<string>":  # its tracebacks show the code
+        linecache.cache[place] = len(code), None, code.splitlines(keepends=True), place
     exec(compile(code, place, "exec", dont_inherit=True), this.__dict__)
 
 
