@@ -15,8 +15,10 @@ from processes import Group
 # Ray reads it when it is imported, which the first of many tests may do.
 os.environ.setdefault("RAY_AUTH_MODE", "token")
 
-# Ignored below nohup, and then in all processes of the tests; some send it.
+# Ignored below nohup or behind &, and then in all processes of the tests; some send them.
 signal.signal(signal.SIGHUP, signal.SIG_DFL)
+if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # On a busy machine an example may take any time: slowness alone is no failure. The same examples in
 # each run, so that what fails in CI fails at home; --hypothesis-profile=search tries others.
@@ -56,7 +58,7 @@ LONGEST = (
 )
 
 
-_LONG_S = 1.0
+_LONG_S, _OTHERS_S = 0.5, 0.05
 _took: dict[str, float] = {}  # seconds, by test
 
 
@@ -65,8 +67,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--short",
         metavar="FILE",
-        help=f"leave out what took over {_LONG_S:g} s when FILE was written with --save-times, "
-        "unless it is marked each_version",
+        help=f"leave out what took over {_LONG_S:g} s when FILE was written with --save-times, and "
+        f"over {_OTHERS_S:g} s if another case of the same test is quicker, unless it is marked "
+        "each_version",
     )
 
 
@@ -92,10 +95,15 @@ def _without_group(test: str) -> str:
 def _leave_out_long(config: pytest.Config, items: list[pytest.Item]) -> None:
     path = config.getoption("--short")
     took = json.loads(Path(path).read_text()) if path else {}
+    quickest: dict[str, str] = {}  # case, by test
+    for item in sorted(items, key=lambda item: took.get(item.nodeid, 0.0)):
+        quickest.setdefault(item.nodeid.partition("[")[0], item.nodeid)
+    ours = {*quickest.values()}
     left_out = [
         item
         for item in items
-        if took.get(item.nodeid, 0.0) > _LONG_S and not item.get_closest_marker("each_version")
+        if took.get(item.nodeid, 0.0) > (_LONG_S if item.nodeid in ours else _OTHERS_S)
+        and not item.get_closest_marker("each_version")
     ]
     if left_out:
         config.hook.pytest_deselected(items=left_out)

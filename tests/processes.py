@@ -28,7 +28,7 @@ from importlib import import_module
 from raytrain_ddp.command_line import run_command
 
 sys.argv = ["raytrain", *sys.argv[2:]]
-status = None
+before, status = {*sys.modules}, None
 module = import_module(os.environ["TEST_COMMAND"])
 if not hasattr(module, "main"):
     module = import_module(module.__name__ + ".__main__")
@@ -36,9 +36,9 @@ try:
     run_command(module.main)
 except SystemExit as stop:
     status = stop.code
-heavy = [name for name in ("torch", "ray", "torchvision", "matplotlib") if name in sys.modules]
+heavy = {"torch", "ray", "torchvision", "matplotlib"} & {*sys.modules} - before
 with open(os.environ["TEST_NOTE"], "w") as note:
-    json.dump({"status": status, "heavy": heavy, "cpu_s": time.process_time()}, note)
+    json.dump({"status": status, "heavy": sorted(heavy), "cpu_s": time.process_time()}, note)
 """
 
 
@@ -53,12 +53,20 @@ class Answer:
     cpu_s: float
 
 
-def run_cli(name: str, *argv: str, cwd: Path) -> Answer:
-    """Runs ``python -m raytrain_ddp.<name> argv...`` in a process of its own."""
+def run_cli(name: str, *argv: str, cwd: Path, warm: bool = False) -> Answer:
+    """Runs ``python -m raytrain_ddp.<name> argv...`` in a process of its own.
+
+    Args:
+        warm: forked from one that has loaded torch and matplotlib, which are then missing in
+            `Answer.heavy`. For commands that need them.
+    """
+    import warm_python  # not where this file is used alone, with a task
+
     note = cwd / ".note.json"
     environment = {**os.environ, **ENVIRONMENT, "TEST_COMMAND": f"raytrain_ddp.{name}"}
     environment.pop("RAY_ADDRESS", None)
-    done = subprocess.run(
+    run = warm_python.run if warm else subprocess.run
+    done = run(
         [sys.executable, "-c", _RUN_CLI, "raytrain", *argv],
         cwd=cwd,
         env={**environment, "TEST_NOTE": str(note)},
@@ -103,6 +111,16 @@ PRELOADED = [
     *("pytest", "hypothesis", "hypothesis.strategies", "torch", "torch.distributed.nn"),
     *("torch._dynamo", "torchmetrics.classification", "torchvision"),
     *("raytrain_ddp.training.local_session", "raytrain_ddp.training.loop"),
+    *("raytrain_ddp.training.generations", "raytrain_ddp.ray_backend.failure_causes"),
+    # What Ray imports, without Ray: its random numbers would be equal in all processes.
+    *(
+        "google.protobuf.descriptor_pb2",
+        "google.protobuf.json_format",
+        "google.protobuf.struct_pb2",
+    ),
+    *("google.protobuf.timestamp_pb2", "pydantic.json_schema", "pydantic.type_adapter"),
+    *("click", "colorful", "filelock", "jsonschema", "logging.config", "packaging.version"),
+    *("psutil", "requests", "yaml"),
 ]
 
 

@@ -16,6 +16,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import warm_python
 from processes import ENVIRONMENT, Answer, run_cli
 from rich.console import Console
 
@@ -46,7 +47,7 @@ EPOCHS = ("--epochs", "1", "--eval.every-epochs", "1")
 def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with a finished run "small" of one epoch over the digits."""
     folder = tmp_path_factory.mktemp("finished")
-    answer = run_cli("fit", *TRAIN, *EPOCHS, cwd=folder)
+    answer = run_cli("fit", *TRAIN, *EPOCHS, cwd=folder, warm=True)
     assert answer.status == 0, answer.err
     assert "ray" not in answer.heavy
     return folder
@@ -96,7 +97,7 @@ def test_a_recipe_behind_the_flags_is_used_or_refused_but_not_ignored():
 
 def test_dry_run_prints_the_arithmetic_and_takes_no_worker(tmp_path: Path):
     argv = ("--dry-run", "--epochs", "10", "--batch-size", "96", "--micro-batch", "32")
-    answer = run_cli("fit", *argv, "--scaling.num-workers", "2", cwd=tmp_path)
+    answer = run_cli("fit", *argv, "--scaling.num-workers", "2", cwd=tmp_path, warm=True)
     assert answer.status == 0, answer.err
     assert "ray" not in answer.heavy
     assert list(tmp_path.iterdir()) == []  # nothing is written
@@ -214,7 +215,7 @@ def test_evaluate_of_nothing_exits_5(place: str, tmp_path: Path):
 
 
 def test_evaluate_suggests_the_run_that_was_meant(finished: Path):
-    answer = run_cli("evaluate", "smal", cwd=finished)
+    answer = run_cli("evaluate", "smal", cwd=finished, warm=True)
     assert answer.status == 5
     assert "'small'" in answer.err
 
@@ -225,7 +226,7 @@ def test_evaluate_suggests_the_run_that_was_meant(finished: Path):
 def test_fault_30_a_finished_run_says_so_and_changes_no_file(finished: Path):
     before = contents(finished)
     for argv in (TRAIN, tuple(arg for arg in TRAIN if arg != "--local")):
-        answer = run_cli("fit", *argv, *EPOCHS, cwd=finished)
+        answer = run_cli("fit", *argv, *EPOCHS, cwd=finished, warm=True)
         assert answer.status == 0, answer.err
         assert "already complete" in answer.out
         assert "ray" not in answer.heavy
@@ -236,12 +237,11 @@ def killed_at(point: str, folder: Path) -> TrainConfig:
     """A run with a checkpoint after each step, killed at a failpoint; its config."""
     often = ("--checkpoint.every-steps", "1", "--checkpoint.keep-last", "2")
     armed = {VARIABLE: point, FOLDER_VARIABLE: str(folder / "fired")}
-    killed = subprocess.run(
+    killed = warm_python.run(
         [sys.executable, "-m", "raytrain_ddp.fit", *TRAIN, *EPOCHS, *often],
         cwd=folder,
         env={**os.environ, **ENVIRONMENT, **armed},
         capture_output=True,
-        check=False,
     )
     assert killed.returncode == -9, killed.stderr
     return replace(parse_fit([*TRAIN, *EPOCHS, *often]).config, storage=str(folder / "runs"))
@@ -331,7 +331,7 @@ def figures(answer: Answer) -> dict[str, float]:
 def test_evaluate_prints_the_figures_of_training(finished: Path):
     records = (finished / "runs/small/metrics.jsonl").read_text().splitlines()
     logged = next(r for r in map(json.loads, records) if r["kind"] == "eval")["metrics"]
-    answer = run_cli("evaluate", "small", "--per-class", "--device", "cpu", cwd=finished)
+    answer = run_cli("evaluate", "small", "--per-class", "--device", "cpu", cwd=finished, warm=True)
     assert answer.status == 0, answer.err
     assert figures(answer) == {name: round(value, 6) for name, value in logged.items()}
     assert "360 images, each once" in answer.out
@@ -371,7 +371,7 @@ def test_fault_10_evaluate_of_a_damaged_checkpoint_exits_5(
     shutil.copytree(finished / "runs", tmp_path / "runs")
     for checkpoint in (tmp_path / "runs/small/checkpoints").glob("step-*"):
         damage(checkpoint)
-    answer = run_cli("evaluate", "small", cwd=tmp_path)
+    answer = run_cli("evaluate", "small", cwd=tmp_path, warm=True)
     assert answer.status == 5
     assert "Traceback" not in answer.err
     assert "step-" in answer.err

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 import os
-import subprocess
 import sys
 import textwrap
 from pathlib import Path
@@ -14,6 +13,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 import pytest
+import warm_python
 from logs import log_of
 from PIL import Image
 from processes import Group
@@ -31,8 +31,8 @@ def trained(folder: Path, task: str, *flags: str) -> list[dict[str, Any]]:
     place, name = task.split(":")
     command = [sys.executable, "-m", "raytrain_ddp.fit", "--task", f"{EXAMPLES / place}:{name}"]
     more = ["--local", "--storage", str(folder), "--name", "run", "--data.workers", "1", *flags]
-    done = subprocess.run(
-        [*command, *more], check=False, capture_output=True, text=True, timeout=280, env=ONE_THREAD
+    done = warm_python.run(
+        [*command, *more], capture_output=True, text=True, timeout=280, env=ONE_THREAD
     )
     assert done.returncode == 0, done.stderr
     lines = (folder / "run" / "metrics.jsonl").read_text().splitlines()
@@ -103,7 +103,7 @@ def test_a_task_of_your_own_the_tabular_example_comes_near_the_noise(tmp_path: P
     task = ["--task", f"{EXAMPLES / 'tabular.py'}:Friedman", "--task-options", "noise", "0.5"]
     training = ["--local", "--epochs", "12", "--optim.lr", "0.02", "--storage", str(tmp_path)]
     command = [sys.executable, "-m", "raytrain_ddp.fit", *task, *training]
-    subprocess.run(command, check=True, capture_output=True, timeout=280, env=ONE_THREAD)
+    warm_python.run(command, check=True, capture_output=True, timeout=280, env=ONE_THREAD)
     lines = (tmp_path / "Friedman" / "metrics.jsonl").read_text().splitlines()
     evaluations = [r for r in map(json.loads, lines) if r["kind"] == "eval"]
     assert len(evaluations) == 12
@@ -120,7 +120,7 @@ def test_the_char_lm_recipe_learns_more_than_the_frequencies_of_characters(tmp_p
     training = ["--optim.lr", "0.01", "--batch-size", "32", "--steps", "40", "--eval.every-steps"]
     more = ["20", "--compute.precision", "fp32", "--local", "--storage", str(tmp_path)]
     command = [sys.executable, "-m", "raytrain_ddp.fit", *task, *training, *more]
-    subprocess.run(command, check=True, capture_output=True, timeout=280, env=ONE_THREAD)
+    warm_python.run(command, check=True, capture_output=True, timeout=280, env=ONE_THREAD)
     lines = (tmp_path / "char-lm" / "metrics.jsonl").read_text().splitlines()
     evaluations = [r["metrics"]["loss"] for r in map(json.loads, lines) if r["kind"] == "eval"]
     assert len(evaluations) == 2
@@ -185,9 +185,9 @@ def test_the_fine_tuning_example_starts_from_a_file_and_is_resumed_after_a_kill(
                 **ONE_THREAD,
                 "RAYTRAIN_DDP_FAILPOINTS": "" if point == "none" else point,
             }
-            done = subprocess.run(
+            done = warm_python.run(
                 [*command, "--storage", str(tmp_path / name)],
-                check=False, capture_output=True, text=True, timeout=280, env=environment,
+                capture_output=True, text=True, timeout=280, env=environment,
             )  # fmt: skip
             assert (done.returncode == 0) == (point == "none"), done.stderr
         assert "best: " in done.stdout

@@ -73,9 +73,11 @@ def test_fault_45_no_secret_of_the_environment_is_in_anything_that_a_run_writes_
         monkeypatch.setenv(name, value)
     small = ("--local", "--epochs", "1", "--batch-size", "256", "--micro-batch", "64")
     answers = [
-        run_cli("fit", "--name", "secret", *small, cwd=tmp_path),
-        run_cli("fit", "--name", "secret", *small, "--seed", "1", cwd=tmp_path),  # refused
-        run_cli("evaluate", "secret", cwd=tmp_path),
+        run_cli("fit", "--name", "secret", *small, cwd=tmp_path, warm=True),
+        run_cli(
+            "fit", "--name", "secret", *small, "--seed", "1", cwd=tmp_path, warm=True
+        ),  # refused
+        run_cli("evaluate", "secret", cwd=tmp_path, warm=True),
     ]
     assert [answer.status for answer in answers] == [0, 2, 0], answers
     said = "".join(answer.out + answer.err for answer in answers)
@@ -95,7 +97,7 @@ def test_fault_45_no_secret_of_the_environment_is_in_anything_that_a_run_writes_
     ],
 )
 def test_fault_45_no_secret_of_a_uri_is_in_an_error(argv: tuple[str, ...], tmp_path: Path):
-    answer = run_cli("fit", "--local", *argv, cwd=tmp_path)
+    answer = run_cli("fit", "--local", *argv, cwd=tmp_path, warm=True)
     assert answer.status in (2, 3, 4), answer
     assert answer.err.startswith("error: ")
     assert CANARY not in answer.out + answer.err

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from processes import ENVIRONMENT
+from warm_python import WarmPython
 
 from raytrain_ddp.checkpoint.lease import LEASE_FILE
 from raytrain_ddp.checkpoint.run_folder import EVENTS_FILE, read_history
@@ -21,7 +22,7 @@ FIT = [sys.executable, "-m", "raytrain_ddp.fit", "--local", "--name", "run", "--
 
 def start(folder: Path) -> subprocess.Popen[str]:
     environment = {**os.environ, **ENVIRONMENT}
-    return subprocess.Popen(
+    return WarmPython(
         [*FIT, "--checkpoint.every-steps", "20", "--eval.every-epochs", "0"],
         cwd=folder,
         env=environment,

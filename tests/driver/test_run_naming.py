@@ -105,9 +105,11 @@ def test_the_same_command_goes_on_and_another_config_is_a_new_run(tmp_path: Path
 
 def test_the_readmes_commands_follow_each_other(tmp_path: Path):
     small = ("--local", "--model.dropout", "0", "--checkpoint.every-s", "0", "--log.no-tensorboard")
-    first = run_cli("fit", *small, "--epochs", "1", cwd=tmp_path)
+    first = run_cli("fit", *small, "--epochs", "1", cwd=tmp_path, warm=True)
     assert first.status == 0, first.err
-    second = run_cli("fit", "digits", *small, "--epochs", "1", "--optim.lr", "0.05", cwd=tmp_path)
+    second = run_cli(
+        "fit", "digits", *small, "--epochs", "1", "--optim.lr", "0.05", cwd=tmp_path, warm=True
+    )
     assert second.status == 0, second.err
     said = "new run digits-2: digits has a different config (optim.lr 0.1 -> 0.05)"
     assert [line for line in second.out.splitlines() if "new run" in line] == [
@@ -115,7 +117,7 @@ def test_the_readmes_commands_follow_each_other(tmp_path: Path):
     ]
     assert said in second.out
     config = "runs/digits/config.toml"
-    refused = run_cli("fit", config, *small, "--optim.lr", "0.05", cwd=tmp_path)
+    refused = run_cli("fit", config, *small, "--optim.lr", "0.05", cwd=tmp_path, warm=True)
     assert refused.status == 2
     assert re.search(r"optim\.lr +0\.1 -> 0\.05", refused.err)
     assert sorted(os.listdir(tmp_path / "runs")) == ["digits", "digits-2"]

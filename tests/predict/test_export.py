@@ -37,7 +37,13 @@ FILES = {
 
 
 @pytest.mark.filterwarnings("ignore")  # as in the fresh process
-@pytest.mark.parametrize("form", FILES)
+@pytest.mark.parametrize(
+    "form",
+    [
+        pytest.param(form, marks=[pytest.mark.each_version] * (form in ("torch-export", "onnx")))
+        for form in FILES
+    ],
+)
 def test_a_fresh_process_computes_the_same(
     form: str,
     photos: tuple[str, Path],

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import os
 import pickle
-import subprocess
 import sys
 import threading
 from pathlib import Path
 from typing import Any
 
 import pytest
+import warm_python
 from processes import ENVIRONMENT, run_cli
 from tiny import TinyTask, tiny_config
 
@@ -56,7 +56,7 @@ def test_a_task_of_a_script_or_a_cell_is_trained_and_its_run_resumed(
     for epochs in (1, 2):
         code = CELL.format(tests=str(Path(__file__).parents[1]), task=task, epochs=epochs)
         (tmp_path / "script.py").write_text(code)
-        done = subprocess.run(
+        done = warm_python.run(
             [sys.executable, "-" if from_pipe else "script.py"],
             input=code if from_pipe else None,
             cwd=tmp_path,
@@ -64,7 +64,6 @@ def test_a_task_of_a_script_or_a_cell_is_trained_and_its_run_resumed(
             capture_output=True,
             text=True,
             timeout=200,
-            check=False,
         )
         assert f"RESULT finished {5 * epochs}" in done.stdout, done.stderr
         assert "run the same Python code again" in done.stdout
@@ -73,7 +72,7 @@ def test_a_task_of_a_script_or_a_cell_is_trained_and_its_run_resumed(
     assert 'task = "__main__:Mine' in config.read_text()
     if task == "Mine" and not from_pipe:
         for argv in (["fit", str(config), "--local"], ["evaluate", "Mine"]):
-            answer = run_cli(argv[0], *argv[1:], cwd=tmp_path)
+            answer = run_cli(argv[0], *argv[1:], cwd=tmp_path, warm=True)
             assert answer.status == 2, answer.err
             assert "was defined in a script or notebook" in answer.err
             assert len(answer.err.splitlines()) == 1
@@ -129,14 +128,13 @@ def test_a_class_travels_by_value_to_where_its_module_is_not(tmp_path: Path):
     there = tmp_path / "there"
     there.mkdir()
     (there / "tiny.py").symlink_to(Path(__file__).parents[1] / "tiny.py")
-    environment = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"}
-    done = subprocess.run(
+    environment = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"} | ENVIRONMENT
+    done = warm_python.run(
         [sys.executable, "-c", LOAD],
         input=pickled,
         cwd=there,
         env=environment,
         capture_output=True,
-        check=False,
     )
     assert done.stdout == b"things\n", done.stderr.decode()
     assert pickled_task(TrainConfig()) is None

@@ -240,16 +240,18 @@ def test_evaluate_prints_and_writes_all_values(tmp_path: Path):
         (tmp_path / name).symlink_to(Path(__file__).parents[1] / name)
     task = ["--task", "collected.py:Collected", "--name", "c", "--epochs", "1"]
     small = ["--batch-size", "32", "--micro-batch", "8"]
-    answer = run_cli("fit", "--local", *task, *small, cwd=tmp_path)
+    answer = run_cli("fit", "--local", *task, *small, cwd=tmp_path, warm=True)
     assert answer.status == 0, answer.err
-    answer = run_cli("evaluate", "c", "--device", "cpu", "--out", "values.json", cwd=tmp_path)
+    answer = run_cli(
+        "evaluate", "c", "--device", "cpu", "--out", "values.json", cwd=tmp_path, warm=True
+    )
     assert answer.status == 0, answer.err
     assert f"confusion, shape ({CLASSES}, {CLASSES})" in answer.out
     reported = json.loads((tmp_path / "values.json").read_text())
     assert reported["samples"] == 53
     assert sum(map(sum, reported["metrics"]["confusion"])) == 53
     assert isinstance(reported["metrics"]["accuracy"], float)
-    refused = run_cli("evaluate", "c", "--data", "digits", cwd=tmp_path)
+    refused = run_cli("evaluate", "c", "--data", "digits", cwd=tmp_path, warm=True)
     assert refused.status == 2
     assert "does not read data.eval_source" in refused.err
     assert len(refused.err.splitlines()) == 1
@@ -295,6 +297,7 @@ class Precise(TinyTask):
         self.types.append(model(batch["x"]).dtype)
 
 
+@pytest.mark.each_version
 @pytest.mark.parametrize(
     ("precision", "dtype"), [("bf16", torch.bfloat16), ("fp32", torch.float32)]
 )

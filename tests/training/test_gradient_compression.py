@@ -141,6 +141,7 @@ def test_a_step_that_is_not_finite_leaves_powersgd_as_it_was(workers: Group, tmp
     assert losses_of(config)[-1] < losses_of(config)[0]
 
 
+@pytest.mark.each_version
 def test_a_worker_that_goes_on_alone_sends_nothing_and_keeps_nothing(
     workers: Group, tmp_path: Path
 ):

@@ -179,7 +179,7 @@ def test_fault_01_a_death_while_shares_are_sent_ends_all_and_is_resumed_with_the
     )
     own = Group()  # whose modules are changed
     try:
-        first, dead, last = own.outcomes(3, run_tiny, plain(config), None, 0, 0, meddle)
+        first, dead, last = own.outcomes(3, run_tiny, plain(config), None, 0, 0, meddle, wait_s=10)
         assert dead == Died(9)
         assert isinstance(first, Raised)
         assert isinstance(last, Raised)

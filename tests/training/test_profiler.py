@@ -30,6 +30,7 @@ def traced(folder: Path, workers: Group, steps: int, **changes: Any) -> tuple[li
     return sorted((folder / "traced" / "profiles").iterdir()), "\n".join(notes)
 
 
+@pytest.mark.each_version
 def test_the_ranks_that_are_asked_for_trace_the_steps_after_the_first_ten(
     workers: Group, tmp_path: Path
 ):

@@ -732,7 +732,7 @@ def test_fault_08_too_many_failures_or_a_failed_end_exit_with_5_and_the_run_goes
 ):
     checkpoint = CheckpointConfig(every_epochs=1, every_steps=every_steps, every_s=0.0)
     config = tiny_config(tmp_path, "full", checkpoint=checkpoint)
-    results = workers.outcomes(3, run_until_full, plain(config))
+    results = workers.outcomes(3, run_until_full, plain(config), wait_s=10)
     assert isinstance(results[0], Raised)
     assert (results[0].name, results[0].exit_status) == ("CheckpointError", 5)
     assert "free space" in results[0].text

@@ -79,6 +79,7 @@ def gan_config(folder: Path, name: str, **changes: Any) -> TrainConfig:
     return tiny_config(folder, name, **(made | changes))
 
 
+@pytest.mark.each_version
 @pytest.mark.parametrize("kind", [Watched, Critic])
 def test_a_dcgan_takes_the_steps_of_a_plain_loop_of_torch(
     kind: type[Watched], workers: Group, tmp_path: Path

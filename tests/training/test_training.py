@@ -43,6 +43,7 @@ from tiny import (
 )
 from torch import nn
 from torch.nn.functional import cross_entropy
+from warm_python import WarmPython
 
 from raytrain_ddp.checkpoint.lookup import find_checkpoint
 from raytrain_ddp.checkpoint.manifest import Manifest
@@ -749,7 +750,7 @@ DIGITS = ["--batch-size", "128", "--micro-batch", "32", "--epochs", "2", "--data
 def start(folder: Path, name: str, *launcher: str) -> subprocess.Popen[str]:
     """``fit --local`` on the digits, 24 steps."""
     command = [sys.executable, *launcher, "-m", "raytrain_ddp.fit", "--name", name, *DIGITS]
-    return subprocess.Popen(
+    return WarmPython(
         [*command, "--log.every-steps", "1", *([] if launcher else ["--local"])],
         cwd=folder,
         env={**os.environ, **ENVIRONMENT},

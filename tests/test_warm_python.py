@@ -1,0 +1,124 @@
+"""What tests rely on: a forked process is as one that Python starts."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import warm_python
+from processes import ENVIRONMENT
+from warm_python import WarmPython
+
+# The last one is set by torch, when it is loaded.
+ENV = {**os.environ, **ENVIRONMENT, "A": "ü", "TORCHINDUCTOR_CACHE_DIR": ""}
+STATE = """
+import os, signal, sys
+ignored = [n for n in signal.valid_signals() if signal.getsignal(n) is signal.SIG_IGN]
+print(sys.argv, sys.path, sys.orig_argv, __name__, os.getcwd(), sorted(os.environ))
+print(ignored, signal.getsignal(signal.SIGINT), signal.pthread_sigmask(signal.SIG_BLOCK, []))
+print(sorted(os.listdir("/proc/self/fd")), os.environ["A"], sys.stdin.read())
+print(len(os.listdir("/proc/self/task")), "ray" in sys.modules)
+"""
+PROGRAMS = {
+    "state": ["-c", STATE, "x", "-y"],
+    "error": ["-c", "def f(): 1/0\nf()"],
+    "status": ["-c", "raise SystemExit(7)"],
+    "message": ["-c", "raise SystemExit('no')"],
+    "signal": ["-c", "import os; os.kill(os.getpid(), 9)"],
+    "interrupt": ["-c", "import signal; signal.raise_signal(2)"],
+    "module": ["-m", "raytrain_ddp", "evaluate", "nothing"],
+    "no module": ["-m", "no_such_module"],
+    "script": ["script.py", "z"],
+    "standard input": ["-"],
+    "threads and handlers": [
+        *("-c", "import atexit, threading, time\natexit.register(print, 'last')"),
+    ],
+}
+PROGRAMS["threads and handlers"][1] += (
+    "\nthreading.Thread(target=lambda: (time.sleep(0.1), print('first'))).start()"
+)
+
+
+@pytest.mark.parametrize("program", PROGRAMS)
+def test_it_answers_as_one_that_python_starts(program: str, tmp_path: Path):
+    code = "import sys\nprint(sys.argv, __file__ if __name__ != '__main__' else __name__)\nx"
+    (tmp_path / "script.py").write_text(code)
+    command: Any = [sys.executable, *PROGRAMS[program]]
+    options: dict[str, Any] = {"input": code, "capture_output": True, "text": True}
+    options |= {"cwd": tmp_path, "env": {**ENV, "PYTHONPATH": str(tmp_path)}, "timeout": 100}
+    warm = warm_python.run(command, **options)
+    usual = subprocess.run(command, check=False, **options)
+    ended = [(done.returncode, done.stdout, done.stderr) for done in (warm, usual)]
+    assert ended[0] == ended[1]
+
+
+def test_it_can_be_watched_stopped_and_asked_for_its_status():
+    code = "import time; print('on', flush=True); time.sleep(100)"
+    command = [sys.executable, "-c", code]
+    pipe = subprocess.PIPE
+    with WarmPython(command, env=ENV, stdout=pipe, stderr=subprocess.STDOUT, text=True) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "on\n"
+        assert process.poll() is None
+        with pytest.raises(subprocess.TimeoutExpired):
+            process.wait(0.01)
+        assert os.getpgid(process.pid) == os.getpgid(0)
+        process.send_signal(signal.SIGTERM)
+        assert process.communicate(timeout=100) == ("", None)
+    assert process.returncode == -signal.SIGTERM
+    with WarmPython(command, env=ENV, stdout=pipe, start_new_session=True) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == b"on\n"
+        assert os.getsid(process.pid) == process.pid
+        process.kill()
+    assert process.returncode == -signal.SIGKILL
+
+
+def test_random_numbers_differ():
+    code = "import random, numpy, torch; print(random.random(), numpy.random.rand(), torch.rand(1))"
+    command = [sys.executable, "-c", code]
+    told = [
+        warm_python.run(command, env=ENV, capture_output=True, text=True).stdout for _ in range(2)
+    ]
+    assert not {*told[0].split()} & {*told[1].split()}
+
+
+def test_all_end_with_the_process_of_pytest(tmp_path: Path):
+    code = f"""
+import os, socket, sys, time
+sys.path.insert(0, {str(Path(__file__).parent)!r})
+import warm_python, warm_server
+ours, theirs = socket.socketpair()
+warm_server.VARIABLES = {{}}
+server = os.fork()
+if server == 0:
+    ours.close()
+    warm_server.main(theirs)
+else:
+    theirs.close()
+    warm_python._server.channel = ours
+    child = warm_python.WarmPython([sys.executable, "-c", ""])
+    print(child.pid, server, flush=True)
+time.sleep(100)
+"""
+    with WarmPython([sys.executable, "-c", code], env=ENV, stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        pids = [int(pid) for pid in process.stdout.readline().split()]
+        process.kill()
+    deadline = time.monotonic() + 30
+    while any(_runs(pid) for pid in pids):
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+def _runs(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
