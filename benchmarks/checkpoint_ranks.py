@@ -199,7 +199,7 @@ def of_ours(model: Any, optimizer: Any, world: Any, folder: Path) -> Any:
         first.drain()
 
     def load() -> None:
-        checkpoint = session().latest()
+        checkpoint = session().latest(state.existing())
         assert checkpoint is not None
         state.load(checkpoint)
 

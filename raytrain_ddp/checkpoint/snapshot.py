@@ -8,7 +8,6 @@ file = encode_tensors(copies)                  its bytes, in chunks, in the back
 from __future__ import annotations
 
 import json
-import math
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -19,7 +18,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load as load_safetensors
 from torch import Tensor
 
-from raytrain_ddp.checkpoint.storage import BytesLike
+from raytrain_ddp.checkpoint.streams import BytesLike
 from raytrain_ddp.errors import CheckpointError
 
 # The dtype names of the safetensors format, https://github.com/huggingface/safetensors#format
@@ -37,8 +36,8 @@ _DTYPE_NAMES = {
     torch.float32: "F32",
     torch.float64: "F64",
 }
-_DTYPES = {name: dtype for dtype, name in _DTYPE_NAMES.items()}
-_RESERVED_NAME = "__metadata__"  # in a safetensors header
+DTYPES = {name: dtype for dtype, name in _DTYPE_NAMES.items()}
+RESERVED_NAME = "__metadata__"  # in a safetensors header
 
 
 class HostSnapshot:
@@ -85,6 +84,7 @@ class TensorFile:
 
     head: bytes
     tensors: Sequence[Tensor]
+    size_bytes: int
 
     def __iter__(self) -> Iterator[memoryview]:
         yield memoryview(self.head)
@@ -96,7 +96,7 @@ class TensorFile:
 def unstorable(tensors: Mapping[str, Any]) -> dict[str, str]:
     """The tensors that `encode_tensors` would refuse: name -> their kind."""
     kinds = {n: t.dtype if isinstance(t, Tensor) else type(t) for n, t in tensors.items()}
-    return {n: str(k) for n, k in kinds.items() if k not in _DTYPE_NAMES or n == _RESERVED_NAME}
+    return {n: str(k) for n, k in kinds.items() if k not in _DTYPE_NAMES or n == RESERVED_NAME}
 
 
 def encode_tensors(tensors: Mapping[str, Tensor]) -> TensorFile:
@@ -125,7 +125,7 @@ def encode_tensors(tensors: Mapping[str, Tensor]) -> TensorFile:
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)
     head = len(text).to_bytes(8, "little") + text
-    return TensorFile(head, [tensor.detach() for _, tensor in ordered])
+    return TensorFile(head, [each.detach() for _, each in ordered], len(head) + size_bytes)
 
 
 def decode_tensors(data: BytesLike) -> dict[str, Tensor]:
@@ -138,37 +138,6 @@ def decode_tensors(data: BytesLike) -> dict[str, Tensor]:
         return load_safetensors(bytes(data))
     except (SafetensorError, ValueError, TypeError, KeyError, RuntimeError) as error:
         raise CheckpointError(f"Not a complete safetensors file: {error}") from None
-
-
-def view_tensors(data: memoryview) -> dict[str, Tensor]:
-    """As `decode_tensors`, but of a file that was verified, and in its memory: nothing is copied.
-
-    Raises:
-        CheckpointError: this is not a file in the safetensors format.
-    """
-    try:
-        first = 8 + int.from_bytes(data[:8], "little")
-        header = json.loads(bytes(data[8:first]))
-        return {
-            name: _viewed(data, kind, first)
-            for name, kind in header.items()
-            if name != _RESERVED_NAME
-        }
-    except (ValueError, TypeError, KeyError, AttributeError, RuntimeError) as error:
-        raise CheckpointError(f"Not a complete safetensors file: {error}") from None
-
-
-def _viewed(data: memoryview, kind: Mapping[str, Any], first: int) -> Tensor:
-    dtype, shape, (start, end) = _DTYPES[kind["dtype"]], kind["shape"], kind["data_offsets"]
-    count = math.prod(shape)
-    if end - start != count * dtype.itemsize or not 0 <= start <= end <= len(data) - first:
-        raise ValueError(f"{start} to {end} is no place of {shape}")
-    if (first + start) % dtype.itemsize:  # of another writer
-        piece = bytearray(data[first + start : first + end])
-        return torch.frombuffer(piece, dtype=dtype).reshape(shape)
-    if not count:
-        return torch.empty(shape, dtype=dtype)
-    return torch.frombuffer(data, dtype=dtype, count=count, offset=first + start).reshape(shape)
 
 
 def flatten_state(state: Any) -> tuple[dict[str, Tensor], Any]:
@@ -208,7 +177,7 @@ def _flatten(value: Any, path: str, tensors: dict[str, Tensor]) -> Any:
         return value
     if isinstance(value, Tensor):
         name = path
-        while name in tensors or name == _RESERVED_NAME:  # {"a/b": x, "a": {"b": y}}
+        while name in tensors or name == RESERVED_NAME:  # {"a/b": x, "a": {"b": y}}
             name += "~"
         tensors[name] = value.detach()
         # Fused optimizers need momentum in the same memory layout as the weights (channels_last).

@@ -17,11 +17,12 @@ from raytrain_ddp.checkpoint.snapshot import (
     HostSnapshot,
     decode_tensors,
     encode_tensors,
+    flatten_state,
     unflatten_state,
-    view_tensors,
 )
-from raytrain_ddp.checkpoint.storage import Content
 from raytrain_ddp.checkpoint.store import Checkpoint
+from raytrain_ddp.checkpoint.streams import Content
+from raytrain_ddp.checkpoint.tensor_places import Existing, view_tensors
 from raytrain_ddp.events import Eval, LogRecord
 from raytrain_ddp.records import log_records, to_record
 from raytrain_ddp.training.buffer_sync import REALS, own_memory
@@ -29,6 +30,7 @@ from raytrain_ddp.training.gradient_compression import Compression
 from raytrain_ddp.training.optimizer_shares import Shares, WholeState
 from raytrain_ddp.training.param_groups import regroup
 from raytrain_ddp.training.session import Snapshot
+from raytrain_ddp.training.shared_checkpoint import SharedCheckpoint
 from raytrain_ddp.training.task_optimizer import load_optimizer
 from raytrain_ddp.training.weight_average import Average
 
@@ -119,6 +121,12 @@ class TrainState:
             log=list(log),
             awaited=tuple(self.awaited),
         )
+
+    def existing(self) -> Existing:
+        """The memory that a checkpoint may be read into, by the names of its files."""
+        optimizer, _ = flatten_state(self.optimizer.state_dict())
+        model = self.model.state_dict()
+        return {"model.safetensors": model, "optimizer.safetensors": optimizer}
 
     def load(self, checkpoint: Checkpoint) -> list[LogRecord]:
         """Loads the state in `checkpoint`; returns the log up to it."""
@@ -218,6 +226,8 @@ def load_model(model: nn.Module, checkpoint: Checkpoint) -> None:
 
 def tensors_of(checkpoint: Checkpoint, filename: str) -> dict[str, Tensor]:
     """Those of a file, in the memory that it was read into."""
+    if isinstance(checkpoint, SharedCheckpoint):
+        return checkpoint.tensors(filename)
     data = checkpoint.view(filename)
     return decode_tensors(data) if data.readonly else view_tensors(data)
 

@@ -23,8 +23,8 @@ from raytrain_ddp.checkpoint.snapshot import (
     encode_tensors,
     flatten_state,
     unflatten_state,
-    view_tensors,
 )
+from raytrain_ddp.checkpoint.tensor_places import view_tensors
 from raytrain_ddp.errors import CheckpointError
 
 DTYPES = [torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64]

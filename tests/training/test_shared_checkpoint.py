@@ -17,7 +17,7 @@ from tiny import bits, newest, plain, run_tiny, tiny_config
 from raytrain_ddp.checkpoint.storage import Storage
 from raytrain_ddp.config.recipe import from_dict
 from raytrain_ddp.errors import CheckpointError
-from raytrain_ddp.training.recording_session import SharedCheckpoint
+from raytrain_ddp.training.shared_checkpoint import Relay, SharedCheckpoint
 from raytrain_ddp.training.world import World
 
 
@@ -25,9 +25,9 @@ def run_counted(rank: int, size: int, config: Mapping[str, Any]) -> Counter[str]
     """How often this rank has read each file of a checkpoint, while it trained."""
     read, counted = Storage.read_into, Counter[str]()
 
-    def reading(self: Storage, name: str, view: memoryview) -> str:
+    def reading(self: Storage, name: str, *given: Any) -> str:
         counted[name] += 1
-        return read(self, name, view)
+        return read(self, name, *given)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Storage, "read_into", reading)
@@ -54,7 +54,7 @@ def read_failing(rank: int, size: int, config: Mapping[str, Any], failure: str) 
             error = OSError(errno.EACCES, "no right")
             patch.setattr(Storage, "read_into", lambda *_: (_ for _ in ()).throw(error))
         shared = SharedCheckpoint(
-            found.name, found.manifest, found.storage, lambda *_: False, world, {}
+            found.name, found.manifest, found.storage, lambda *_: False, world, Relay(world)
         )
         with pytest.raises(CheckpointError) as raised:
             shared.read("model.safetensors")
