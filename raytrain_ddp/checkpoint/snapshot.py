@@ -10,7 +10,9 @@ from __future__ import annotations
 import json
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
+from threading import Thread
 from typing import Any
 
 import torch
@@ -37,6 +39,7 @@ _DTYPE_NAMES = {
     torch.float64: "F64",
 }
 DTYPES = {name: dtype for dtype, name in _DTYPE_NAMES.items()}
+_MUCH_BYTES, _PAGE_BYTES = 2**25, 4096
 RESERVED_NAME = "__metadata__"  # in a safetensors header
 
 
@@ -45,6 +48,14 @@ class HostSnapshot:
 
     def __init__(self) -> None:
         self._buffers: dict[str, Tensor] = {}
+        self._reserving: Thread | None = None
+
+    def reserve(self, tensors: Mapping[str, Tensor]) -> None:
+        """Allocates the memory for `take`, if it is much, in a thread: the first pages of a GB
+        may take seconds."""
+        if self._reserving is None and sum(each.nbytes for each in tensors.values()) >= _MUCH_BYTES:
+            self._reserving = Thread(target=self._allocate, args=(tensors,), daemon=True)
+            self._reserving.start()
 
     def take(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Copies all tensors; after it returns, the sources may change, even if they share memory.
@@ -53,12 +64,22 @@ class HostSnapshot:
         Copies of CUDA tensors are in pinned memory; the host waits once for the current stream of
         each device.
         """
+        if self._reserving is not None:
+            self._reserving.join()
         self._buffers = {name: self._buffer(name, tensor) for name, tensor in tensors.items()}
         for name, tensor in tensors.items():
             self._buffers[name].copy_(tensor.detach(), non_blocking=True)
         for device in {tensor.device for tensor in tensors.values() if tensor.is_cuda}:
             torch.cuda.current_stream(device).synchronize()
         return dict(self._buffers)
+
+    def _allocate(self, tensors: Mapping[str, Tensor]) -> None:
+        with suppress(RuntimeError, MemoryError):  # `take` raises it
+            for name, tensor in tensors.items():
+                self._buffers[name] = buffer = self._buffer(name, tensor)
+                if tensor.nbytes >= _PAGE_BYTES and not tensor.is_cuda:
+                    raw = torch.as_strided(buffer, (buffer.numel(),), (1,)).view(torch.uint8)
+                    raw.numpy()[::_PAGE_BYTES] = 0
 
     def _buffer(self, name: str, tensor: Tensor) -> Tensor:
         old = self._buffers.get(name)

@@ -93,11 +93,7 @@ class TrainState:
             gathered: the result of `gather`; None only if no rank keeps another state.
         """
         whole = (gathered or self.gather()).optimizer
-        optimizer = {k: v for k, v in whole.tensors.items() if k not in whole.received}
-        states = {"model": self.model.state_dict(), "optimizer": optimizer}
-        if self.average is not None:
-            states = {**states, "model": self.average.state_dict(), _TRAINED: states["model"]}
-        named = {f"{stem}/{k}": v for stem, state in states.items() for k, v in state.items()}
+        named = self._named({k: v for k, v in whole.tensors.items() if k not in whole.received})
         copies = self._host.take(named)
         progress = {
             "step": self.step,
@@ -110,7 +106,8 @@ class TrainState:
             "scaler": self.scaler.state_dict(),
             "optimizer": whole.rest,
         }
-        tensors = {stem: _below(stem, copies) for stem in states}
+        stems = ["model", "optimizer", *([_TRAINED] if self.average is not None else [])]
+        tensors: dict[str, Mapping[str, Tensor]] = {s: _below(s, copies) for s in stems}
         tensors["optimizer"] = {**whole.tensors, **tensors["optimizer"]}  # in their order
         if gathered and gathered.compression:
             tensors[_COMPRESSION] = dict(gathered.compression)
@@ -121,6 +118,19 @@ class TrainState:
             log=list(log),
             awaited=tuple(self.awaited),
         )
+
+    def reserve(self) -> None:
+        """Allocates the memory for `snapshot` in the background, once the optimizer has a state."""
+        divided = self.shares.is_divided
+        optimizer = {} if divided else flatten_state(self.optimizer.state_dict())[0]
+        self._host.reserve(self._named(optimizer))
+
+    def _named(self, optimizer: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """What a snapshot copies."""
+        states = {"model": self.model.state_dict(), "optimizer": optimizer}
+        if self.average is not None:
+            states = {**states, "model": self.average.state_dict(), _TRAINED: states["model"]}
+        return {f"{stem}/{k}": v for stem, state in states.items() for k, v in state.items()}
 
     def existing(self) -> Existing:
         """The memory that a checkpoint may be read into, by the names of its files."""
