@@ -14,13 +14,7 @@ from typing import Any
 
 from pyarrow import fs as pafs
 
-from raytrain_ddp.checkpoint.direct import (
-    DIRECT_BYTES,
-    UnsupportedError,
-    is_cached,
-    reading_direct,
-    write_direct,
-)
+from raytrain_ddp.checkpoint import direct
 from raytrain_ddp.checkpoint.streams import (
     CHUNK_BYTES,
     BytesLike,
@@ -126,8 +120,8 @@ class Storage:
     ) -> str:
         """Reads a file into memory of its size; see `read_hashed`."""
         path, size_bytes = self._at(name), sum(map(len, views))
-        if self._is_direct(size_bytes) and not is_cached(path):
-            with suppress(UnsupportedError), reading_direct(path) as stream:
+        if self._is_direct(size_bytes) and not direct.is_cached(path):
+            with suppress(direct.UnsupportedError), direct.reading_direct(path) as stream:
                 return read_hashed(stream, views, on_chunk)
         with self.fs.open_input_stream(self._at(name), compression=None) as stream:
             return read_hashed(stream, views, on_chunk)
@@ -254,12 +248,12 @@ class Storage:
 
     def _is_direct(self, size_bytes: int) -> bool:
         plain = self.is_local and isinstance(self.fs, pafs.LocalFileSystem)
-        return plain and size_bytes >= DIRECT_BYTES
+        return plain and size_bytes >= direct.DIRECT_BYTES
 
     def _write(self, path: str, data: Content) -> tuple[int, str]:
         if self._is_direct(getattr(data, "size_bytes", 0)):
-            with suppress(UnsupportedError):
-                return write_direct(path, data)
+            with suppress(direct.UnsupportedError):
+                return direct.write_direct(path, data)
         with self.fs.open_output_stream(path, compression=None) as stream:
             written = write_hashed(stream, data)
         if self.is_local:

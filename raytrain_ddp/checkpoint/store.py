@@ -40,15 +40,10 @@ from raytrain_ddp.checkpoint.streams import Content
 from raytrain_ddp.errors import CheckpointError, RunLockedError
 from raytrain_ddp.failpoints import failpoint
 
-__all__ = [
-    "DAMAGED_MARK",
-    "DAMAGED_PREFIX",
-    "MANIFEST_FILE",
-    "Checkpoint",
-    "CheckpointName",
-    "CheckpointStore",
-]
+__all__ = ["DAMAGED_MARK", "DAMAGED_PREFIX", "MANIFEST_FILE", "Checkpoint", "CheckpointName"]
+__all__ += ["CheckpointStore"]
 
+Verify = Callable[[Checkpoint], object]
 LEAST_KEPT = 2
 CLAIMS_KEPT = 10
 
@@ -170,17 +165,12 @@ class CheckpointStore:
         return Checkpoint(name, manifest, folder)
 
     def latest(
-        self,
-        on_damaged: Callable[[str], None] = _warn,
-        verify: Callable[[Checkpoint], object] = Checkpoint.verify,
+        self, on_damaged: Callable[[str], None] = _warn, verify: Verify = Checkpoint.verify
     ) -> Checkpoint | None:
-        """The newest checkpoint whose files all match their hashes.
+        """The newest checkpoint whose files all match their hashes, as `verify` finds.
 
         Each damaged one that is newer is reported in one line to ``on_damaged`` and set aside,
         never deleted. None means that no checkpoint was ever committed here, as far as can be seen.
-
-        Args:
-            verify: raises DamagedError if a file does not match; it may keep what it reads.
 
         Raises:
             CheckpointError: all are damaged, or there are none although an earlier start resumed

@@ -18,7 +18,7 @@ from raytrain_ddp import events
 from raytrain_ddp.checkpoint.evaluation_file import Evaluation, read_evaluation, write_evaluation
 from raytrain_ddp.checkpoint.run_folder import checkpoint_store, require_none_lost, run_storage
 from raytrain_ddp.checkpoint.storage import Storage
-from raytrain_ddp.checkpoint.store import Checkpoint, CheckpointName, CheckpointStore
+from raytrain_ddp.checkpoint.store import Checkpoint, CheckpointName, CheckpointStore, Verify
 from raytrain_ddp.config.train_config import TrainConfig
 from raytrain_ddp.errors import CheckpointError
 from raytrain_ddp.messages import EvaluationDue, Event
@@ -61,9 +61,7 @@ class Recorder:
         names = with_backoff(lambda _: self.store.names(), self._trying_again)
         return [name.step for name in names]
 
-    def begin(
-        self, verify: Callable[[Checkpoint], object] = Checkpoint.verify
-    ) -> Checkpoint | None:
+    def begin(self, verify: Verify = Checkpoint.verify) -> Checkpoint | None:
         """The newest good checkpoint; from now on, earlier starts can commit nothing.
 
         Args:

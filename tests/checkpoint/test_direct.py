@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from raytrain_ddp.checkpoint import direct, storage
+from raytrain_ddp.checkpoint import direct
 from raytrain_ddp.checkpoint.direct import (
     UnsupportedError,
     is_cached,
@@ -28,7 +28,7 @@ from raytrain_ddp.checkpoint.streams import new_memory
 @pytest.fixture(autouse=True)
 def small(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(direct, "CHUNK_BYTES", 3 * 4096)
-    monkeypatch.setattr(storage, "DIRECT_BYTES", 1)
+    monkeypatch.setattr(direct, "DIRECT_BYTES", 1)
     try:
         write_direct(str(tmp_path / "probe"), b"1")
     except UnsupportedError:
@@ -86,7 +86,7 @@ def test_where_it_is_refused_files_are_written_and_read_as_others(
     flags: Sequence[int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(os, "open", refused(errno.EINVAL, flags))
-    monkeypatch.setattr(storage, "is_cached", lambda _: False)
+    monkeypatch.setattr(direct, "is_cached", lambda _: False)
     file, folder = encode_tensors({"a": torch.arange(50_000.0)}), open_storage(str(tmp_path))
     size, digest = folder.write("x", file)
     data = b"".join(file)
