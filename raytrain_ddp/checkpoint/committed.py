@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import mmap
 import re
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from raytrain_ddp.checkpoint.manifest import DamagedError, FileEntry, Manifest
 from raytrain_ddp.checkpoint.storage import Storage
+from raytrain_ddp.checkpoint.streams import new_memory, no_one
 from raytrain_ddp.errors import CheckpointError
 
 _NAME = re.compile(r"step-([0-9]{8,15})-a([0-9]{4,15})")
-Kept = dict[str, memoryview]  # file name -> content
 MOST_ATTEMPTS = 10**14
 """No run is started this often: a name with a higher number is not ours, and is ignored."""
 
@@ -61,25 +61,34 @@ class Checkpoint:
 
     def view(self, filename: str) -> memoryview:
         """As `read`, in memory that is the caller's, who may write to it."""
-        entry = self._entry(filename)
-        data = new_memory(entry.size_bytes)
-        self._compare(filename, entry, self.storage.read_into(filename, data))
+        data = new_memory(self._entry(filename).size_bytes)
+        self.read_into(filename, [data])
         return data
 
-    def verify(self, keep: Kept | None = None) -> None:
-        """Reads all files, in chunks unless they are to be kept; raises DamagedError at the first
-        that is missing or differs.
+    def read_into(
+        self,
+        filename: str,
+        views: Sequence[memoryview],
+        on_chunk: Callable[[memoryview], None] = no_one,
+    ) -> None:
+        """As `view`, into memory of the file's size; see `read_hashed`."""
+        entry = self._entry(filename)
+        self._compare(filename, entry, self.storage.read_into(filename, views, on_chunk))
 
-        Args:
-            keep: receives their contents, instead of those of another checkpoint.
-        """
-        if keep is not None:
-            keep.clear()
+    def head(self, filename: str, most_bytes: int = 2**26) -> bytes:
+        """The part of a file of tensors that says what they are; not verified, and empty if the
+        file cannot be one."""
+        size_bytes = min(self._entry(filename).size_bytes, most_bytes)
+        head_bytes = 8 + int.from_bytes(self.storage.read_part(filename, 0, 8), "little")
+        if head_bytes > size_bytes:
+            return b""
+        return self.storage.read_part(filename, 0, head_bytes)
+
+    def verify(self) -> None:
+        """Reads all files in chunks; raises DamagedError at the first that is missing or
+        differs."""
         for filename in self.manifest.files:
-            if keep is not None:
-                keep[filename] = self.view(filename)
-            else:
-                self._compare(filename, self._entry(filename), self.storage.sha256(filename))
+            self._compare(filename, self._entry(filename), self.storage.sha256(filename))
 
     def _entry(self, filename: str) -> FileEntry:
         entry = self.manifest.files.get(filename)
@@ -102,9 +111,3 @@ class Checkpoint:
                 f"Checkpoint {self}: {filename} is damaged (sha256 {sha256[:12]}... "
                 f"instead of {entry.sha256[:12]}...)."
             )
-
-
-def new_memory(size_bytes: int) -> memoryview:
-    """Zeroed by the kernel only: where new pages are slow, once more takes as long as reading."""
-    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
-    return memoryview(mmap.mmap(-1, size_bytes, flags) if size_bytes else bytearray())

@@ -8,10 +8,11 @@ file = encode_tensors(copies)                  its bytes, in chunks, in the back
 from __future__ import annotations
 
 import json
-import math
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
+from threading import Thread
 from typing import Any
 
 import torch
@@ -19,7 +20,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load as load_safetensors
 from torch import Tensor
 
-from raytrain_ddp.checkpoint.storage import BytesLike
+from raytrain_ddp.checkpoint.streams import BytesLike
 from raytrain_ddp.errors import CheckpointError
 
 # The dtype names of the safetensors format, https://github.com/huggingface/safetensors#format
@@ -37,8 +38,9 @@ _DTYPE_NAMES = {
     torch.float32: "F32",
     torch.float64: "F64",
 }
-_DTYPES = {name: dtype for dtype, name in _DTYPE_NAMES.items()}
-_RESERVED_NAME = "__metadata__"  # in a safetensors header
+DTYPES = {name: dtype for dtype, name in _DTYPE_NAMES.items()}
+_MUCH_BYTES, _PAGE_BYTES = 2**25, 4096
+RESERVED_NAME = "__metadata__"  # in a safetensors header
 
 
 class HostSnapshot:
@@ -46,6 +48,14 @@ class HostSnapshot:
 
     def __init__(self) -> None:
         self._buffers: dict[str, Tensor] = {}
+        self._reserving: Thread | None = None
+
+    def reserve(self, tensors: Mapping[str, Tensor]) -> None:
+        """Allocates the memory for `take`, if it is much, in a thread: the first pages of a GB
+        may take seconds."""
+        if self._reserving is None and sum(each.nbytes for each in tensors.values()) >= _MUCH_BYTES:
+            self._reserving = Thread(target=self._allocate, args=(tensors,), daemon=True)
+            self._reserving.start()
 
     def take(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Copies all tensors; after it returns, the sources may change, even if they share memory.
@@ -54,12 +64,22 @@ class HostSnapshot:
         Copies of CUDA tensors are in pinned memory; the host waits once for the current stream of
         each device.
         """
+        if self._reserving is not None:
+            self._reserving.join()
         self._buffers = {name: self._buffer(name, tensor) for name, tensor in tensors.items()}
         for name, tensor in tensors.items():
             self._buffers[name].copy_(tensor.detach(), non_blocking=True)
         for device in {tensor.device for tensor in tensors.values() if tensor.is_cuda}:
             torch.cuda.current_stream(device).synchronize()
         return dict(self._buffers)
+
+    def _allocate(self, tensors: Mapping[str, Tensor]) -> None:
+        with suppress(RuntimeError, MemoryError):  # `take` raises it
+            for name, tensor in tensors.items():
+                self._buffers[name] = buffer = self._buffer(name, tensor)
+                if tensor.nbytes >= _PAGE_BYTES and not tensor.is_cuda:
+                    raw = torch.as_strided(buffer, (buffer.numel(),), (1,)).view(torch.uint8)
+                    raw.numpy()[::_PAGE_BYTES] = 0
 
     def _buffer(self, name: str, tensor: Tensor) -> Tensor:
         old = self._buffers.get(name)
@@ -85,6 +105,7 @@ class TensorFile:
 
     head: bytes
     tensors: Sequence[Tensor]
+    size_bytes: int
 
     def __iter__(self) -> Iterator[memoryview]:
         yield memoryview(self.head)
@@ -96,7 +117,7 @@ class TensorFile:
 def unstorable(tensors: Mapping[str, Any]) -> dict[str, str]:
     """The tensors that `encode_tensors` would refuse: name -> their kind."""
     kinds = {n: t.dtype if isinstance(t, Tensor) else type(t) for n, t in tensors.items()}
-    return {n: str(k) for n, k in kinds.items() if k not in _DTYPE_NAMES or n == _RESERVED_NAME}
+    return {n: str(k) for n, k in kinds.items() if k not in _DTYPE_NAMES or n == RESERVED_NAME}
 
 
 def encode_tensors(tensors: Mapping[str, Tensor]) -> TensorFile:
@@ -125,7 +146,7 @@ def encode_tensors(tensors: Mapping[str, Tensor]) -> TensorFile:
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)
     head = len(text).to_bytes(8, "little") + text
-    return TensorFile(head, [tensor.detach() for _, tensor in ordered])
+    return TensorFile(head, [each.detach() for _, each in ordered], len(head) + size_bytes)
 
 
 def decode_tensors(data: BytesLike) -> dict[str, Tensor]:
@@ -138,37 +159,6 @@ def decode_tensors(data: BytesLike) -> dict[str, Tensor]:
         return load_safetensors(bytes(data))
     except (SafetensorError, ValueError, TypeError, KeyError, RuntimeError) as error:
         raise CheckpointError(f"Not a complete safetensors file: {error}") from None
-
-
-def view_tensors(data: memoryview) -> dict[str, Tensor]:
-    """As `decode_tensors`, but of a file that was verified, and in its memory: nothing is copied.
-
-    Raises:
-        CheckpointError: this is not a file in the safetensors format.
-    """
-    try:
-        first = 8 + int.from_bytes(data[:8], "little")
-        header = json.loads(bytes(data[8:first]))
-        return {
-            name: _viewed(data, kind, first)
-            for name, kind in header.items()
-            if name != _RESERVED_NAME
-        }
-    except (ValueError, TypeError, KeyError, AttributeError, RuntimeError) as error:
-        raise CheckpointError(f"Not a complete safetensors file: {error}") from None
-
-
-def _viewed(data: memoryview, kind: Mapping[str, Any], first: int) -> Tensor:
-    dtype, shape, (start, end) = _DTYPES[kind["dtype"]], kind["shape"], kind["data_offsets"]
-    count = math.prod(shape)
-    if end - start != count * dtype.itemsize or not 0 <= start <= end <= len(data) - first:
-        raise ValueError(f"{start} to {end} is no place of {shape}")
-    if (first + start) % dtype.itemsize:  # of another writer
-        piece = bytearray(data[first + start : first + end])
-        return torch.frombuffer(piece, dtype=dtype).reshape(shape)
-    if not count:
-        return torch.empty(shape, dtype=dtype)
-    return torch.frombuffer(data, dtype=dtype, count=count, offset=first + start).reshape(shape)
 
 
 def flatten_state(state: Any) -> tuple[dict[str, Tensor], Any]:
@@ -208,7 +198,7 @@ def _flatten(value: Any, path: str, tensors: dict[str, Tensor]) -> Any:
         return value
     if isinstance(value, Tensor):
         name = path
-        while name in tensors or name == _RESERVED_NAME:  # {"a/b": x, "a": {"b": y}}
+        while name in tensors or name == RESERVED_NAME:  # {"a/b": x, "a": {"b": y}}
             name += "~"
         tensors[name] = value.detach()
         # Fused optimizers need momentum in the same memory layout as the weights (channels_last).

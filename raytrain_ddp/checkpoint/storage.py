@@ -6,8 +6,7 @@ import hashlib
 import os
 import re
 import uuid
-from collections.abc import Iterable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path, PurePosixPath
@@ -15,6 +14,15 @@ from typing import Any
 
 from pyarrow import fs as pafs
 
+from raytrain_ddp.checkpoint import direct
+from raytrain_ddp.checkpoint.streams import (
+    CHUNK_BYTES,
+    BytesLike,
+    Content,
+    no_one,
+    read_hashed,
+    write_hashed,
+)
 from raytrain_ddp.errors import ConfigError, PreflightError
 from raytrain_ddp.files import fsync, walk
 from raytrain_ddp.uri import (
@@ -28,11 +36,7 @@ from raytrain_ddp.uri import (
     without_secrets,
 )
 
-BytesLike = bytes | bytearray | memoryview
-Content = BytesLike | Iterable[BytesLike]  # of a file: all at once or in chunks
-
 TEMP_PREFIX = ".tmp-"
-CHUNK_BYTES = 16 * 2**20
 
 _PLAIN_NAME = re.compile(r"[A-Za-z0-9._-]{1,128}")
 
@@ -118,18 +122,19 @@ class Storage:
         """The content of a file; FileNotFoundError if there is none."""
         return b"".join(self._chunks(name))
 
-    def read_into(self, name: str, view: memoryview) -> str:
-        """Reads a file into memory of its size, and returns the hex sha256 of what was there, which
-        a thread computes meanwhile."""
-        digest, done = hashlib.sha256(), 0
-        with (
-            self.fs.open_input_stream(self._at(name), compression=None) as stream,
-            ThreadPoolExecutor(1) as hasher,
-        ):
-            while got := stream.readinto(view[done : done + CHUNK_BYTES]):
-                hasher.submit(digest.update, view[done : done + got])
-                done += got
-        return digest.hexdigest()
+    def read_into(
+        self,
+        name: str,
+        views: Sequence[memoryview],
+        on_chunk: Callable[[memoryview], None] = no_one,
+    ) -> str:
+        """Reads a file into memory of its size; see `read_hashed`."""
+        path, size_bytes = self._at(name), sum(map(len, views))
+        if self._is_direct(size_bytes) and not direct.is_cached(path):
+            with suppress(direct.UnsupportedError), direct.reading_direct(path) as stream:
+                return read_hashed(stream, views, on_chunk)
+        with self.fs.open_input_stream(self._at(name), compression=None) as stream:
+            return read_hashed(stream, views, on_chunk)
 
     def read_part(self, name: str, offset: int, most_bytes: int) -> bytes:
         """At most so many bytes of a file from `offset` on; fewer at its end."""
@@ -251,17 +256,19 @@ class Storage:
             while chunk := stream.read(CHUNK_BYTES):
                 yield chunk
 
+    def _is_direct(self, size_bytes: int) -> bool:
+        plain = self.is_local and isinstance(self.fs, pafs.LocalFileSystem)
+        return plain and size_bytes >= direct.DIRECT_BYTES
+
     def _write(self, path: str, data: Content) -> tuple[int, str]:
-        digest, size_bytes = hashlib.sha256(), 0
+        if self._is_direct(getattr(data, "size_bytes", 0)):
+            with suppress(direct.UnsupportedError):
+                return direct.write_direct(path, data)
         with self.fs.open_output_stream(path, compression=None) as stream:
-            for view in _views(data):
-                size_bytes += len(view)
-                for start in range(0, len(view), CHUNK_BYTES):
-                    digest.update(view[start : start + CHUNK_BYTES])
-                    stream.write(view[start : start + CHUNK_BYTES])
+            written = write_hashed(stream, data)
         if self.is_local:
             fsync(path)
-        return size_bytes, digest.hexdigest()
+        return written
 
     def _sync(self) -> None:
         if self.is_local:
@@ -301,15 +308,6 @@ def open_storage(uri: str) -> Storage:
     is_local = isinstance(fs, pafs.LocalFileSystem)
     opened_as = shareable(uri) if "://" in uri else ""
     return Storage(fs, path.rstrip("/") or "/", is_local, opened_as)
-
-
-def _views(data: Content) -> Iterator[memoryview]:
-    try:
-        whole = memoryview(data)  # type: ignore[arg-type]
-    except TypeError:  # not a buffer
-        yield from (memoryview(piece).cast("B") for piece in data)  # type: ignore[arg-type]
-    else:
-        yield whole.cast("B")
 
 
 def _is_folder(info: Any) -> bool:

@@ -25,7 +25,7 @@ from dataclasses import replace
 from typing import Any, NoReturn
 
 from raytrain_ddp.checkpoint.claims import Claim, ContendedError
-from raytrain_ddp.checkpoint.committed import Checkpoint, CheckpointName, Kept
+from raytrain_ddp.checkpoint.committed import Checkpoint, CheckpointName
 from raytrain_ddp.checkpoint.evaluation_file import read_evaluation
 from raytrain_ddp.checkpoint.listing import (
     DAMAGED_MARK,
@@ -35,19 +35,15 @@ from raytrain_ddp.checkpoint.listing import (
     CheckpointListing,
 )
 from raytrain_ddp.checkpoint.manifest import DamagedError, FileEntry, Manifest
-from raytrain_ddp.checkpoint.storage import Content, Storage, is_plain_name
+from raytrain_ddp.checkpoint.storage import Storage, is_plain_name
+from raytrain_ddp.checkpoint.streams import Content
 from raytrain_ddp.errors import CheckpointError, RunLockedError
 from raytrain_ddp.failpoints import failpoint
 
-__all__ = [
-    "DAMAGED_MARK",
-    "DAMAGED_PREFIX",
-    "MANIFEST_FILE",
-    "Checkpoint",
-    "CheckpointName",
-    "CheckpointStore",
-]
+__all__ = ["DAMAGED_MARK", "DAMAGED_PREFIX", "MANIFEST_FILE", "Checkpoint", "CheckpointName"]
+__all__ += ["CheckpointStore"]
 
+Verify = Callable[[Checkpoint], object]
 LEAST_KEPT = 2
 CLAIMS_KEPT = 10
 
@@ -66,7 +62,6 @@ class CheckpointStore:
         self.storage = storage
         self._seen: tuple[list[Claim], set[CheckpointName]] | None = None  # as `latest` found it
         self._claim: Claim | None = None
-        self.kept: Kept | None = None  # receives the files that `latest` has read
 
     def claim(self, base: CheckpointName | None, about: Mapping[str, Any]) -> int:
         """Claims the run for a start that resumes from `base`; returns its attempt number.
@@ -169,8 +164,10 @@ class CheckpointStore:
             manifest = replace(manifest, metrics=evaluation.metrics)
         return Checkpoint(name, manifest, folder)
 
-    def latest(self, on_damaged: Callable[[str], None] = _warn) -> Checkpoint | None:
-        """The newest checkpoint whose files all match their hashes.
+    def latest(
+        self, on_damaged: Callable[[str], None] = _warn, verify: Verify = Checkpoint.verify
+    ) -> Checkpoint | None:
+        """The newest checkpoint whose files all match their hashes, as `verify` finds.
 
         Each damaged one that is newer is reported in one line to ``on_damaged`` and set aside,
         never deleted. None means that no checkpoint was ever committed here, as far as can be seen.
@@ -185,7 +182,7 @@ class CheckpointStore:
             seen.add(name)
             try:
                 checkpoint = self.open(name)
-                checkpoint.verify(self.kept)
+                verify(checkpoint)
                 return checkpoint
             except (DamagedError, FileNotFoundError) as error:
                 # A writer that prunes removes the manifest first: that is not damage.

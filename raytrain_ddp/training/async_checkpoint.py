@@ -16,6 +16,7 @@ from raytrain_ddp.messages import Event
 from raytrain_ddp.training.session import Snapshot
 
 T = TypeVar("T")
+Pause = Callable[[float, OSError], bool]
 
 TRIES = 5
 _LONGEST_S = 60.0  # for all attempts together, as far as we control it
@@ -33,7 +34,7 @@ def retry_pauses() -> Iterator[float]:
         yield 2**n * jitter.uniform(0.5, 1)  # at most 15 s in total
 
 
-def with_backoff(act: Callable[[int], T], pause: Callable[[float, OSError], bool]) -> T:
+def with_backoff(act: Callable[[int], T], pause: Pause) -> T:
     """Calls act(0), act(1), ... until one raises no transient OSError, at most `TRIES` times.
 
     Args:

@@ -9,19 +9,19 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
-import numpy as np
-import torch
 import torch.distributed as dist
 
 from raytrain_ddp.checkpoint.manifest import Manifest
-from raytrain_ddp.checkpoint.storage import Content, Storage
+from raytrain_ddp.checkpoint.storage import Storage
 from raytrain_ddp.checkpoint.store import Checkpoint, CheckpointName
+from raytrain_ddp.checkpoint.streams import BytesLike, joined
 from raytrain_ddp.training.session import Snapshot
+from raytrain_ddp.training.shared_checkpoint import Relay
 from raytrain_ddp.training.train_state import encode
-from raytrain_ddp.training.world import World, broadcast
+from raytrain_ddp.training.world import World
 
 OWED_FILE = "owed.json"
 """What was due after the step and is not done; see `PreparedRun.make_up`."""
@@ -32,19 +32,21 @@ class LiveState:
     """The state of one rank.
 
     Args:
+        files: file name -> content, in pieces, most of which are the snapshot's memory.
         records: of the log so far: of ranks at the same step, the one with more is ahead.
         needed: the steps of checkpoints that must exist to go on: of the best evaluation so far,
             and of those that are yet to be evaluated by another worker.
     """
 
     manifest: Manifest
-    files: Mapping[str, bytes] = field(repr=False)
+    files: Mapping[str, Sequence[BytesLike]] = field(repr=False)
     records: int
     needed: tuple[int, ...]
 
     @staticmethod
     def of(snapshot: Snapshot) -> LiveState:
-        files = {name: _joined(content) for name, content in encode(snapshot).items()}
+        contents = encode(snapshot).items()
+        files = {n: [c] if isinstance(c, bytes) else [*c] for n, c in contents}
         best_step = snapshot.documents["state.json"]["best_step"]
         needed = {best_step, *snapshot.awaited} - {0}
         return LiveState(snapshot.manifest, files, len(snapshot.log), tuple(sorted(needed)))
@@ -53,7 +55,8 @@ class LiveState:
         digest = hashlib.sha256()
         for name in sorted(self.files):
             if name.endswith(".safetensors"):  # the log has times of this rank
-                digest.update(self.files[name])
+                for piece in self.files[name]:
+                    digest.update(piece)
         step = self.manifest.step
         return _Progress(step, self.records, self.needed, digest.hexdigest())
 
@@ -63,11 +66,12 @@ class LiveCheckpoint(Checkpoint):
     """A live state in the form of a checkpoint that was never stored.
 
     Args:
+        files: those of tensors are given away once.
         stored_step: of the newest stored checkpoint; -1: there is none.
         newcomers: the ranks that had no state.
     """
 
-    files: Mapping[str, bytes] = field(repr=False)
+    files: dict[str, memoryview] = field(repr=False)
     stored_step: int
     newcomers: tuple[int, ...]
 
@@ -75,7 +79,8 @@ class LiveCheckpoint(Checkpoint):
         return filename in self.files
 
     def view(self, filename: str) -> memoryview:
-        return memoryview(self.files[filename])
+        is_read_once = filename.endswith(".safetensors")
+        return self.files.pop(filename) if is_read_once else self.files[filename]
 
 
 class _Progress(NamedTuple):
@@ -112,32 +117,21 @@ def most_advanced(
     has_needed = {newest.step, *stored}.issuperset(newest.needed)
     if newest.step < stored_step or len(equal) > 1 or not has_needed:
         return None
-    found = _broadcast(mine if source == world.rank else None, source, world)
+    alike = [each is not None and each.step == newest.step for each in progress]
+    relay = Relay(world, source)
+    if mine is not None:
+        for name, pieces in mine.files.items():
+            if all(alike) and name.endswith(".safetensors"):  # everyone has the same already
+                relay.kept[name] = joined(pieces)
+            elif source == world.rank:
+                relay.send(name, joined(pieces))
+    manifest = relay.agree(None if mine is None else mine.manifest)
+    assert manifest is not None  # the source has one
     return LiveCheckpoint(
-        name=CheckpointName(found.manifest.step, 0),
-        manifest=found.manifest,
+        name=CheckpointName(manifest.step, 0),
+        manifest=manifest,
         storage=place,
-        files=found.files,
+        files={n: c for n, c in relay.kept.items() if isinstance(c, memoryview)},
         stored_step=stored_step,
         newcomers=tuple(rank for rank in range(world.size) if rank not in survivors),
     )
-
-
-def _broadcast(live: LiveState | None, source: int, world: World) -> LiveState:
-    """The state of rank `source`, which passes it, on all ranks."""
-    sizes = {name: len(data) for name, data in live.files.items()} if live else {}
-    head = broadcast((replace(live, files={}), sizes) if live else None, world, source)
-    received: LiveState = head[0]
-    files: dict[str, bytes] = {}
-    for name, size in head[1].items():
-        data = torch.empty(size, dtype=torch.uint8)
-        if live is not None:
-            data.numpy()[:] = np.frombuffer(live.files[name], dtype=np.uint8)
-        if size:
-            dist.broadcast(data, source)
-        files[name] = data.numpy().tobytes()
-    return replace(received, files=files)
-
-
-def _joined(content: Content) -> bytes:
-    return content if isinstance(content, bytes) else b"".join(map(bytes, content))

@@ -97,7 +97,7 @@ def prepare(
 
     identity = DataIdentity.of(data, eval_data, task)
     identity.require_alike(world)
-    checkpoint = session.latest()
+    checkpoint = session.latest(state.existing())
     if checkpoint is not None:
         identity.require_same(checkpoint, data)
     live = checkpoint if isinstance(checkpoint, LiveCheckpoint) else None

@@ -102,6 +102,8 @@ class PreparedRun:
                 scalars=dict(zip(self.stepper.scalar_names, map(sum, scalars), strict=True)),
             )
         )
+        if world.is_main:
+            self.state.reserve()
         # Not logged: the log would grow with the number of workers.
         if world.is_main and 1 < world.size <= events.Ranks.MOST:
             split_s = step_timing.by_rank(readings, step - self.logged_step)

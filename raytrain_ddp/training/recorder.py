@@ -18,7 +18,7 @@ from raytrain_ddp import events
 from raytrain_ddp.checkpoint.evaluation_file import Evaluation, read_evaluation, write_evaluation
 from raytrain_ddp.checkpoint.run_folder import checkpoint_store, require_none_lost, run_storage
 from raytrain_ddp.checkpoint.storage import Storage
-from raytrain_ddp.checkpoint.store import Checkpoint, CheckpointName, CheckpointStore
+from raytrain_ddp.checkpoint.store import Checkpoint, CheckpointName, CheckpointStore, Verify
 from raytrain_ddp.config.train_config import TrainConfig
 from raytrain_ddp.errors import CheckpointError
 from raytrain_ddp.messages import EvaluationDue, Event
@@ -56,8 +56,16 @@ class Recorder:
         self._awaited: Collection[int] = ()
         self._asked_at = -math.inf
 
-    def begin(self) -> Checkpoint | None:
+    def steps(self) -> list[int]:
+        """Those of all checkpoints. Raises OSError if the storage does not respond."""
+        names = with_backoff(lambda _: self.store.names(), self._trying_again)
+        return [name.step for name in names]
+
+    def begin(self, verify: Verify = Checkpoint.verify) -> Checkpoint | None:
         """The newest good checkpoint; from now on, earlier starts can commit nothing.
+
+        Args:
+            verify: see `CheckpointStore.latest`.
 
         Raises:
             CheckpointError: there are only damaged ones, or all have disappeared.
@@ -68,8 +76,7 @@ class Recorder:
 
         def found(_: int) -> Checkpoint | None:
             self._run.mkdir()
-            self.store.kept = {}
-            newest = self.store.latest(on_damaged=self._note)
+            newest = self.store.latest(self._note, verify)
             if newest is None:
                 require_none_lost(self._config, self._run)
             self._attempt = self.store.claim(newest.name if newest else None, host)

@@ -5,77 +5,29 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
-import torch
-import torch.distributed as dist
-
-from raytrain_ddp.checkpoint.committed import Kept, new_memory
 from raytrain_ddp.checkpoint.evaluation_file import Evaluation
 from raytrain_ddp.checkpoint.lease import Owner
-from raytrain_ddp.checkpoint.manifest import Manifest
 from raytrain_ddp.checkpoint.run_folder import checkpoint_store, run_storage
-from raytrain_ddp.checkpoint.storage import Storage
-from raytrain_ddp.checkpoint.store import Checkpoint, CheckpointName
+from raytrain_ddp.checkpoint.store import Checkpoint
+from raytrain_ddp.checkpoint.tensor_places import Existing
 from raytrain_ddp.config.train_config import TrainConfig
-from raytrain_ddp.errors import CheckpointError, RaytrainError
+from raytrain_ddp.errors import RaytrainError
 from raytrain_ddp.events import LogRecord, Note, Plan
 from raytrain_ddp.messages import Event
-from raytrain_ddp.training.async_checkpoint import with_backoff
 from raytrain_ddp.training.hang_diagnosis import Hang
 from raytrain_ddp.training.live_state import LiveState, most_advanced
 from raytrain_ddp.training.phase_clock import STARTING, Clock
 from raytrain_ddp.training.recorder import Best, Recorder
 from raytrain_ddp.training.rendezvous import Exchange, exchange_owners
 from raytrain_ddp.training.session import Snapshot
+from raytrain_ddp.training.shared_checkpoint import Relay, SharedCheckpoint, failing
 from raytrain_ddp.training.watchdog import WRITING, Watchdog
-from raytrain_ddp.training.world import World, broadcast
+from raytrain_ddp.training.world import World
 
-Pause = Callable[[float, OSError], bool]
 S = TypeVar("S", bound="RecordingSession")
-
-
-@dataclass(frozen=True)
-class SharedCheckpoint(Checkpoint):
-    """A checkpoint whose files rank 0 reads, once for all, with retries if the storage does not
-    respond.
-
-    Args:
-        pause: see `with_backoff`.
-        kept: what rank 0 has read already; each file is given away once.
-    """
-
-    pause: Pause
-    world: World
-    kept: Kept = field(repr=False)
-
-    def view(self, filename: str) -> memoryview:
-        """The content, on all ranks, which take part; so they do in `read`.
-
-        Raises:
-            CheckpointError: the file is damaged or the storage fails permanently.
-        """
-        found: memoryview | CheckpointError | None = None
-        if self.world.is_main:
-            try:
-                found = self.kept.pop(filename, None)
-                if found is None:
-                    found = with_backoff(lambda _: Checkpoint.view(self, filename), self.pause)
-            except OSError as error:
-                found = _failing(self.storage, error)
-            except CheckpointError as error:
-                found = error
-        problem, size_bytes = broadcast(
-            (found, 0) if isinstance(found, CheckpointError) else (None, len(found or "")),
-            self.world,
-        )
-        if problem is not None:
-            raise problem
-        data = found if isinstance(found, memoryview) else new_memory(size_bytes)
-        if self.world.size > 1 and size_bytes:
-            dist.broadcast(torch.frombuffer(data, dtype=torch.uint8), 0)
-        return data
+T = TypeVar("T")
 
 
 class RecordingSession:
@@ -146,7 +98,7 @@ class RecordingSession:
         """Reports the hang, and ends this process, or its collectives."""
         raise NotImplementedError
 
-    def latest(self) -> Checkpoint | None:
+    def latest(self, existing: Existing | None = None) -> Checkpoint | None:
         """From the storage, not from Ray's register: that lags behind by one poll, and may list a
         damaged checkpoint.
 
@@ -154,30 +106,45 @@ class RecordingSession:
             CheckpointError: there is none although there must be one, or the storage fails.
             RunLockedError: another start is claiming the run.
         """
-        found: tuple[CheckpointName, Manifest, list[int]] | RaytrainError | OSError | None = None
+        relay = Relay(self.world, existing=existing)
+        steps = self._of_main(Recorder.steps, relay)
+        live = most_advanced(self._live, steps, self._storage, self.world)
+        stored, now = self._find(relay, may_read=live is None)
+        if now != steps:  # a damaged one was set aside
+            before, live = live, most_advanced(self._live, now, self._storage, self.world)
+            if before is not None and live is None:
+                stored, _ = self._find(relay, may_read=True)
+        return live or stored
+
+    def _find(self, relay: Relay, may_read: bool) -> tuple[SharedCheckpoint | None, list[int]]:
+        """The newest stored checkpoint, and the steps of all. Survivors that go on from their own
+        state do not read it."""
+
+        def begin(recorder: Recorder) -> tuple[Any, list[int]]:
+            newest = recorder.begin(relay.read_all if may_read else lambda _: None)
+            return newest and (newest.name, newest.manifest), recorder.steps()
+
+        found, steps = self._of_main(begin, relay)
+        if found is None:
+            return None, steps
+        place = self._storage.join(str(found[0]))
+        pause, world = self._trying_again, self.world
+        return SharedCheckpoint(found[0], found[1], place, pause, world, relay), steps
+
+    def _of_main(self, ask: Callable[[Recorder], T], relay: Relay) -> T:
+        """What rank 0's recorder answers, on all ranks; they receive what it reads."""
+        answer: Any = None
         if self.recorder is not None:
             try:
-                newest = self.recorder.begin()
-                if newest is not None:
-                    steps = [name.step for name in self.recorder.store.names()]
-                    found = newest.name, newest.manifest, steps
+                answer = ask(self.recorder)
             except (RaytrainError, OSError) as error:
-                found = error
-        found = broadcast(found, self.world)
-        if isinstance(found, RaytrainError):
-            raise found
-        if isinstance(found, OSError):
-            raise _failing(self._storage, found) from found
-        stored, steps = None, []
-        if found is not None:
-            name, manifest, steps = found
-            place = self._storage.join(str(name))
-            kept: Kept = {}
-            if self.recorder is not None:
-                kept, self.recorder.store.kept = self.recorder.store.kept or kept, None
-            again = self._trying_again
-            stored = SharedCheckpoint(name, manifest, place, again, self.world, kept)
-        return most_advanced(self._live, steps, self._storage, self.world) or stored
+                answer = error
+        answer = relay.agree(answer)
+        if isinstance(answer, RaytrainError):
+            raise answer
+        if isinstance(answer, OSError):
+            raise failing(self._storage, answer) from answer
+        return cast(T, answer)
 
     def begin(self, take_live: Callable[[], Snapshot | None]) -> None:
         self._live, self._take_live = None, take_live
@@ -281,10 +248,3 @@ class RecordingSession:
         self.tell(Note(text))
         time.sleep(wait_s)
         return True
-
-
-def _failing(storage: Storage, error: OSError) -> CheckpointError:
-    return CheckpointError(
-        f"the storage of {storage} fails: {' '.join(str(error).split())}. Fix it or free space, "
-        "then run the same command again to resume from the newest checkpoint."
-    )

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from raytrain_ddp.checkpoint.evaluation_file import Evaluation
 from raytrain_ddp.checkpoint.manifest import Manifest
 from raytrain_ddp.checkpoint.store import Checkpoint
+from raytrain_ddp.checkpoint.tensor_places import Existing
 from raytrain_ddp.events import LogRecord
 from raytrain_ddp.messages import Event
 from raytrain_ddp.training.phase_clock import Clock
@@ -70,8 +71,12 @@ class Session(Protocol):
     def wrap(self, model: nn.Module, options: Mapping[str, Any]) -> nn.Module:
         """The model in DistributedDataParallel with `options`; unchanged for a single worker."""
 
-    def latest(self) -> Checkpoint | None:
-        """The newest good checkpoint. All ranks take part and get the same."""
+    def latest(self, existing: Existing | None = None) -> Checkpoint | None:
+        """The newest good checkpoint. All ranks take part and get the same.
+
+        Args:
+            existing: may be read into; it is to be loaded from the result, or the run ends.
+        """
 
     def begin(self, take_live: Callable[[], Snapshot | None]) -> None:
         """The training begins: from now on, a rank that loses a peer takes the state after the

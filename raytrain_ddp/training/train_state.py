@@ -17,11 +17,12 @@ from raytrain_ddp.checkpoint.snapshot import (
     HostSnapshot,
     decode_tensors,
     encode_tensors,
+    flatten_state,
     unflatten_state,
-    view_tensors,
 )
-from raytrain_ddp.checkpoint.storage import Content
 from raytrain_ddp.checkpoint.store import Checkpoint
+from raytrain_ddp.checkpoint.streams import Content
+from raytrain_ddp.checkpoint.tensor_places import Existing, view_tensors
 from raytrain_ddp.events import Eval, LogRecord
 from raytrain_ddp.records import log_records, to_record
 from raytrain_ddp.training.buffer_sync import REALS, own_memory
@@ -29,6 +30,7 @@ from raytrain_ddp.training.gradient_compression import Compression
 from raytrain_ddp.training.optimizer_shares import Shares, WholeState
 from raytrain_ddp.training.param_groups import regroup
 from raytrain_ddp.training.session import Snapshot
+from raytrain_ddp.training.shared_checkpoint import SharedCheckpoint
 from raytrain_ddp.training.task_optimizer import load_optimizer
 from raytrain_ddp.training.weight_average import Average
 
@@ -91,11 +93,7 @@ class TrainState:
             gathered: the result of `gather`; None only if no rank keeps another state.
         """
         whole = (gathered or self.gather()).optimizer
-        optimizer = {k: v for k, v in whole.tensors.items() if k not in whole.received}
-        states = {"model": self.model.state_dict(), "optimizer": optimizer}
-        if self.average is not None:
-            states = {**states, "model": self.average.state_dict(), _TRAINED: states["model"]}
-        named = {f"{stem}/{k}": v for stem, state in states.items() for k, v in state.items()}
+        named = self._named({k: v for k, v in whole.tensors.items() if k not in whole.received})
         copies = self._host.take(named)
         progress = {
             "step": self.step,
@@ -108,7 +106,8 @@ class TrainState:
             "scaler": self.scaler.state_dict(),
             "optimizer": whole.rest,
         }
-        tensors = {stem: _below(stem, copies) for stem in states}
+        stems = ["model", "optimizer", *([_TRAINED] if self.average is not None else [])]
+        tensors: dict[str, Mapping[str, Tensor]] = {s: _below(s, copies) for s in stems}
         tensors["optimizer"] = {**whole.tensors, **tensors["optimizer"]}  # in their order
         if gathered and gathered.compression:
             tensors[_COMPRESSION] = dict(gathered.compression)
@@ -119,6 +118,25 @@ class TrainState:
             log=list(log),
             awaited=tuple(self.awaited),
         )
+
+    def reserve(self) -> None:
+        """Allocates the memory for `snapshot` in the background, once the optimizer has a state."""
+        divided = self.shares.is_divided
+        optimizer = {} if divided else flatten_state(self.optimizer.state_dict())[0]
+        self._host.reserve(self._named(optimizer))
+
+    def _named(self, optimizer: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """What a snapshot copies."""
+        states = {"model": self.model.state_dict(), "optimizer": optimizer}
+        if self.average is not None:
+            states = {**states, "model": self.average.state_dict(), _TRAINED: states["model"]}
+        return {f"{stem}/{k}": v for stem, state in states.items() for k, v in state.items()}
+
+    def existing(self) -> Existing:
+        """The memory that a checkpoint may be read into, by the names of its files."""
+        optimizer, _ = flatten_state(self.optimizer.state_dict())
+        model = self.model.state_dict()
+        return {"model.safetensors": model, "optimizer.safetensors": optimizer}
 
     def load(self, checkpoint: Checkpoint) -> list[LogRecord]:
         """Loads the state in `checkpoint`; returns the log up to it."""
@@ -218,6 +236,8 @@ def load_model(model: nn.Module, checkpoint: Checkpoint) -> None:
 
 def tensors_of(checkpoint: Checkpoint, filename: str) -> dict[str, Tensor]:
     """Those of a file, in the memory that it was read into."""
+    if isinstance(checkpoint, SharedCheckpoint):
+        return checkpoint.tensors(filename)
     data = checkpoint.view(filename)
     return decode_tensors(data) if data.readonly else view_tensors(data)
 

@@ -16,6 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
+from raytrain_ddp.checkpoint import snapshot as snapshot_module
 from raytrain_ddp.checkpoint.snapshot import (
     HostSnapshot,
     TensorFile,
@@ -23,8 +24,8 @@ from raytrain_ddp.checkpoint.snapshot import (
     encode_tensors,
     flatten_state,
     unflatten_state,
-    view_tensors,
 )
+from raytrain_ddp.checkpoint.tensor_places import view_tensors
 from raytrain_ddp.errors import CheckpointError
 
 DTYPES = [torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64]
@@ -128,6 +129,21 @@ def test_take_uses_its_memory_again() -> None:
     assert {name: tensor.data_ptr() for name, tensor in second.items()} == places
     assert second["a"].tolist() == [2, 2, 2]
     assert second["b"].tolist() == [2, 2]
+
+
+def test_take_uses_memory_that_was_reserved(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(snapshot_module, "_MUCH_BYTES", 1)
+    tensors = samples() | {"large": torch.randn(3, 64, 64), "last": torch.randn(2, 8, 32, 32)}
+    tensors["last"] = tensors["last"].to(memory_format=torch.channels_last)
+    snapshot = HostSnapshot()
+    snapshot.reserve(tensors)
+    snapshot.reserve(tensors)  # once is enough
+    assert snapshot._reserving is not None
+    snapshot._reserving.join()
+    places = {name: tensor.data_ptr() for name, tensor in snapshot._buffers.items()}
+    copies = snapshot.take(tensors)
+    assert {name: tensor.data_ptr() for name, tensor in copies.items()} == places
+    assert all(same_bits(copies[name], tensor) for name, tensor in tensors.items())
 
 
 @pytest.mark.parametrize("other", [torch.ones(4), torch.ones(3).double(), torch.ones(1, 3)])

@@ -27,7 +27,7 @@ from faulty_storage import (
 from hypothesis import given
 from hypothesis import strategies as st
 
-from raytrain_ddp.checkpoint import storage as storage_module
+from raytrain_ddp.checkpoint import streams
 from raytrain_ddp.checkpoint.manifest import FileEntry
 from raytrain_ddp.checkpoint.storage import (
     is_plain_name,
@@ -75,7 +75,7 @@ def test_commit_takes_any_buffer(root: Path, kind: Callable[[bytes], Any]) -> No
 
 
 def test_write_of_several_chunks(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(storage_module, "CHUNK_BYTES", 7)
+    monkeypatch.setattr(streams, "CHUNK_BYTES", 7)
     checkpoint = commit(fresh(root), 3)
     checkpoint.verify()
     assert content(checkpoint) == payload(3)

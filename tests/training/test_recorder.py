@@ -524,8 +524,8 @@ def test_fault_15_what_a_start_reads_is_read_again_where_the_store_is_out_of_ord
         assert session.recorder is not None
         begin = session.recorder.begin
 
-        def begin_and_break() -> Any:
-            newest = begin()
+        def begin_and_break(*given: Any) -> Any:
+            newest = begin(*given)
             weather.unread = 2
             return newest
 

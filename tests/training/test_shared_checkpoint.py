@@ -11,13 +11,22 @@ from typing import Any
 
 import pytest
 import torch
+from faulty_storage import manifest
 from processes import Group
 from tiny import bits, newest, plain, run_tiny, tiny_config
 
+from raytrain_ddp.checkpoint import streams, tensor_places
+from raytrain_ddp.checkpoint.run_folder import checkpoint_store, run_storage
+from raytrain_ddp.checkpoint.snapshot import encode_tensors
 from raytrain_ddp.checkpoint.storage import Storage
 from raytrain_ddp.config.recipe import from_dict
 from raytrain_ddp.errors import CheckpointError
-from raytrain_ddp.training.recording_session import SharedCheckpoint
+from raytrain_ddp.training.live_state import LiveCheckpoint, LiveState
+from raytrain_ddp.training.local_session import LocalSession
+from raytrain_ddp.training.recorder import Best
+from raytrain_ddp.training.session import Snapshot
+from raytrain_ddp.training.shared_checkpoint import Relay, SharedCheckpoint
+from raytrain_ddp.training.train_state import tensors_of
 from raytrain_ddp.training.world import World
 
 
@@ -25,9 +34,9 @@ def run_counted(rank: int, size: int, config: Mapping[str, Any]) -> Counter[str]
     """How often this rank has read each file of a checkpoint, while it trained."""
     read, counted = Storage.read_into, Counter[str]()
 
-    def reading(self: Storage, name: str, view: memoryview) -> str:
+    def reading(self: Storage, name: str, *given: Any) -> str:
         counted[name] += 1
-        return read(self, name, view)
+        return read(self, name, *given)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Storage, "read_into", reading)
@@ -54,7 +63,7 @@ def read_failing(rank: int, size: int, config: Mapping[str, Any], failure: str) 
             error = OSError(errno.EACCES, "no right")
             patch.setattr(Storage, "read_into", lambda *_: (_ for _ in ()).throw(error))
         shared = SharedCheckpoint(
-            found.name, found.manifest, found.storage, lambda *_: False, world, {}
+            found.name, found.manifest, found.storage, lambda *_: False, world, Relay(world)
         )
         with pytest.raises(CheckpointError) as raised:
             shared.read("model.safetensors")
@@ -77,3 +86,84 @@ def test_a_file_that_cannot_be_read_ends_all_ranks_with_the_same_words(
     texts = workers(3, read_failing, plain(config), failure)
     assert len({*texts}) == 1
     assert re.search(told, texts[0])
+
+
+def tensors_through(
+    rank: int, size: int, config: Mapping[str, Any]
+) -> tuple[list[str], float, bool, int]:
+    """What a start gets whose ranks have different tensors already."""
+    made = from_dict(config)
+    world = World(rank, size, rank, torch.device("cpu"), 1)
+    counted = Counter[str]()
+    read = Storage.read_into
+
+    def reading(self: Storage, name: str, *given: Any) -> str:
+        counted[name] += 1
+        return read(self, name, *given)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(tensor_places, "_LEAST_BYTES", 16)
+        patch.setattr(streams, "CHUNK_BYTES", 100)
+        patch.setattr(Storage, "read_into", reading)
+        known = {} if rank == 1 else {f"w{n}": torch.zeros(50) for n in range(rank, 6, 2)}
+        told: list[Any] = []
+        session = LocalSession(made, world, Best("loss", "min"), told.append)
+        found = session.latest({"model.safetensors": known})
+        assert isinstance(found, SharedCheckpoint)
+        tensors = found.tensors("model.safetensors")
+        own = all(tensors[n].data_ptr() == known[n].data_ptr() for n in known)
+        session.close()
+    total = float(sum(each.double().sum() for each in tensors.values()))
+    return sorted(tensors), total, own, counted["model.safetensors"]
+
+
+@pytest.mark.parametrize("damaged", [False, True])
+def test_each_rank_receives_into_the_memory_that_it_has(
+    damaged: bool, workers: Group, tmp_path: Path
+):
+    config = tiny_config(tmp_path, "run")
+    store = checkpoint_store(run_storage(config))
+    for step in (1, 2):
+        made = {f"w{n}": torch.full((50,), float(step * n)) for n in range(6)}
+        store.commit(manifest(step), {"model.safetensors": encode_tensors(made)})
+    if damaged:
+        path = Path(store.storage.path) / "step-00000002-a0001" / "model.safetensors"
+        data = bytearray(path.read_bytes())
+        data[-1] ^= 1
+        path.write_bytes(data)
+    found = workers(3, tensors_through, plain(config))
+    step = 1 if damaged else 2
+    names = [f"w{n}" for n in range(6)]
+    assert [each[:3] for each in found] == [(names, 50.0 * 15 * step, True)] * 3
+    assert [each[3] for each in found] == [1 + damaged, 0, 0]
+
+
+def live_through(rank: int, size: int, config: Mapping[str, Any], late: int) -> Any:
+    """What a start gets whose ranks, all but `late`, have a live state."""
+    made = from_dict(config)
+    world = World(rank, size, rank, torch.device("cpu"), 1)
+    snapshot = Snapshot(
+        manifest(9),
+        {"model": {"w": torch.full((30,), 9.0)}},
+        {"state.json": {"step": 9, "best_step": 0}},
+    )
+    live = None if rank == late else LiveState.of(snapshot)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Storage, "read_into", None)  # nobody reads
+        patch.setattr(Storage, "sha256", None)
+        session = LocalSession(made, world, Best("loss", "min"), lambda _: None, live)
+        found = session.latest({"model.safetensors": {}})
+        assert isinstance(found, LiveCheckpoint)
+        assert found.read("state.json") == found.read("state.json")
+        tensor = tensors_of(found, "model.safetensors")["w"]
+        session.close()
+    return tensor.tolist(), found.newcomers, found.stored_step
+
+
+@pytest.mark.parametrize("late", [-1, 0, 2])
+def test_survivors_go_on_without_reading_what_is_stored(late: int, workers: Group, tmp_path: Path):
+    config = tiny_config(tmp_path, "run")
+    store = checkpoint_store(run_storage(config))
+    store.commit(manifest(1), {"model.safetensors": b"never read"})
+    newcomers = () if late < 0 else (late,)
+    assert workers(3, live_through, plain(config), late) == [([9.0] * 30, newcomers, 1)] * 3
