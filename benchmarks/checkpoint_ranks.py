@@ -12,7 +12,8 @@ ours: what `fit` does; each byte is hashed when it is written, and verified when
 memory for the copy on the host, during which alone training would wait, is there already: `fit`
 reserves it at the first line of the log. Files are written past the page cache, and read from the
 disk. DCP: torch.distributed.checkpoint, `save` and `load`, with the replicated state divided among
-the ranks; training would wait for all of it. Files are in the page cache when they are read.
+the ranks; training would wait for all of it. Files are in the page cache when they are read. Both
+load into the weights that are there and into a new optimizer, as a new process does.
 """
 
 from __future__ import annotations
@@ -203,36 +204,42 @@ def of_ours(model: Any, optimizer: Any, world: Any, folder: Path) -> Any:
         first.drain()
 
     def load() -> None:
-        checkpoint = session().latest(state.existing())
+        fresh = torch.optim.AdamW(model.parameters(), fused=True)
+        begun = TrainState(model, fresh, torch.amp.GradScaler("cpu", enabled=False))
+        checkpoint = session().latest(begun.existing())
         assert checkpoint is not None
-        state.load(checkpoint)
+        begun.load(checkpoint)
+        optimizer.state = fresh.state  # for the comparison
 
     return save, load
 
 
 def of_dcp(model: Any, optimizer: Any, world: Any, folder: Path) -> Any:
+    import torch
     import torch.distributed.checkpoint as dcp
     from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
     from torch.nn.parallel import DistributedDataParallel
 
     net = DistributedDataParallel(model)
 
-    def states() -> dict[str, Any]:
-        of_model, of_optimizer = get_state_dict(net, optimizer)
+    def states(its: Any = optimizer) -> dict[str, Any]:
+        of_model, of_optimizer = get_state_dict(net, its)  # allocates what a new one lacks
         return {"model": of_model, "optimizer": of_optimizer}
 
     def save() -> None:
         dcp.save(states(), checkpoint_id=folder / "dcp")
 
     def load() -> None:
-        found = states()
+        fresh = torch.optim.AdamW(model.parameters(), fused=True)
+        found = states(fresh)
         dcp.load(found, checkpoint_id=folder / "dcp")
         set_state_dict(
             net,
-            optimizer,
+            fresh,
             model_state_dict=found["model"],
             optim_state_dict=found["optimizer"],
         )
+        optimizer.state = fresh.state  # for the comparison
 
     return save, load
 
