@@ -524,7 +524,8 @@ def test_a_machine_with_a_folder_of_its_own_does_not_see_the_others(tmp_path: Pa
 def test_a_checkpoint_that_is_not_whole_when_read_elsewhere_is_an_error(tmp_path: Path):
     storage_probe.probe_commit(str(tmp_path), "doctor-1", "place-0")
     payload = next(tmp_path.glob("doctor-1/place-0/checkpoints/step-00000003-*/model.safetensors"))
-    payload.write_bytes(payload.read_bytes()[:-1] + b"!")
+    content = payload.read_bytes()
+    payload.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
     assert "error" in storage_probe.probe_visibility(
         str(tmp_path), "doctor-1", ["place-0"], timeout_s=0
     )
