@@ -113,7 +113,7 @@ class DirectReader:
 
 
 def is_cached(path: str) -> bool:
-    """Whether the page cache seems to have a file: its begin, middle and end."""
+    """Whether the page cache seems to have a file: its first, middle and last byte."""
     file = os.open(path, os.O_RDONLY)
     try:
         size = os.fstat(file).st_size

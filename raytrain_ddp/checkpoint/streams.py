@@ -49,7 +49,7 @@ class Hasher:
 
 
 def no_one(_: memoryview) -> None:
-    """Who needs no chunk by itself."""
+    """For a caller that needs the file only as a whole."""
 
 
 def write_hashed(stream: Any, data: Content) -> tuple[int, str]:

@@ -47,7 +47,8 @@ def page(
     Raises:
         ConfigError: there is no such section or flag.
     """
-    width = min(shutil.get_terminal_size().columns, _MOST_COLUMNS)
+    # Python 3.10 reports 0 columns for a terminal that states no size, as a serial console.
+    width = min(shutil.get_terminal_size().columns or _MOST_COLUMNS, _MOST_COLUMNS)
     sections = dict.fromkeys(flag.section for flag in flags)
     head = [f"usage: {usage}", "", *_paragraphs(inspect.getdoc(kind) or "", width), ""]
     if topic == "all":

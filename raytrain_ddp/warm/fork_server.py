@@ -238,8 +238,11 @@ def run(command: list[str]) -> None:
     sys.path[:0] = [os.path.dirname(os.path.realpath(script)), *extra]
     sys.argv[:], sys.orig_argv[:] = command, [sys.executable, *command]
     sys.dont_write_bytecode = bool(os.environ.get("PYTHONDONTWRITEBYTECODE"))
-    if "numpy" in sys.modules:  # Python's own generator is seeded anew by a fork, this one is not
+    # Python's own generator is seeded anew by a fork, these are not.
+    if "numpy" in sys.modules:
         sys.modules["numpy"].random.seed()
+    if "torch" in sys.modules:
+        sys.modules["torch"].default_generator.seed()
     main = types.ModuleType("__main__")
     main.__dict__.update(__file__=script, __builtins__=__builtins__)
     sys.modules["__main__"] = main

@@ -30,6 +30,7 @@ pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="it needs Linux"
 PROBE = """
 import json, os, random, resource, signal, sys, threading
 import numpy
+torch = sys.modules.get("torch")
 status = dict(line.split(":", 1) for line in open("/proc/self/status"))
 
 def signals(kind):  # glibc keeps the first ones behind these for itself
@@ -37,7 +38,7 @@ def signals(kind):  # glibc keeps the first ones behind these for itself
 
 print(json.dumps({
     "pid": os.getpid(), "parent": os.getppid(), "group": os.getpgid(0),
-    "random": [random.random(), float(numpy.random.rand())],
+    "random": [random.random(), numpy.random.rand(), *(torch.rand(1).tolist() if torch else ())],
     "same": {
         "argv": sys.argv, "orig_argv": sys.orig_argv, "path": sys.path, "flags": str(sys.flags),
         "main": [__name__, __file__, sys.modules["__main__"].__file__],
@@ -165,13 +166,14 @@ def test_a_forked_process_is_as_one_started_by_python(place: Place, tmp_path: Pa
     assert usual["pid"] == plain.pid
 
 
-def test_processes_have_different_random_numbers(place: Place):
+def test_processes_have_different_random_numbers(tmp_path: Path, owner: subprocess.Popen[bytes]):
+    place = Place(tmp_path, owner.pid, **{"json numpy": "json numpy torch"})
     first = place.run()
     second = place.run(env={**os.environ, "PYTHONDONTWRITEBYTECODE": "1"})
     assert second["same"]["dont_write_bytecode"]
     assert first["forked"]
     assert second["forked"]
-    assert not {*first["random"]} & {*second["random"]}
+    assert len({*first["random"], *second["random"]}) == 6
 
 
 def test_clients_that_come_at_once_share_one_server(place: Place):
