@@ -49,11 +49,13 @@ class HostSnapshot:
     def __init__(self) -> None:
         self._buffers: dict[str, Tensor] = {}
         self._reserving: Thread | None = None
+        self.is_reserved = False
 
     def reserve(self, tensors: Mapping[str, Tensor]) -> None:
         """Allocates the memory for `take`, if it is much, in a thread: the first pages of a GB
-        may take seconds."""
-        if self._reserving is None and sum(each.nbytes for each in tensors.values()) >= _MUCH_BYTES:
+        may take seconds. For one call."""
+        self.is_reserved = True
+        if sum(each.nbytes for each in tensors.values()) >= _MUCH_BYTES:
             self._reserving = Thread(target=self._allocate, args=(tensors,), daemon=True)
             self._reserving.start()
 

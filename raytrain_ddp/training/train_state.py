@@ -120,7 +120,10 @@ class TrainState:
         )
 
     def reserve(self) -> None:
-        """Allocates the memory for `snapshot` in the background, once the optimizer has a state."""
+        """Allocates the memory for `snapshot` in the background; to be called once the optimizer
+        has a state. Further calls do nothing."""
+        if self._host.is_reserved:
+            return
         divided = self.shares.is_divided
         optimizer = {} if divided else flatten_state(self.optimizer.state_dict())[0]
         self._host.reserve(self._named(optimizer))
