@@ -27,7 +27,9 @@ from raytrain_ddp.checkpoint.manifest import Manifest
 from raytrain_ddp.checkpoint.storage import open_storage
 from raytrain_ddp.checkpoint.store import CheckpointStore
 from raytrain_ddp.files import fsync
+from raytrain_ddp.training.shared_checkpoint import Relay, SharedCheckpoint
 from raytrain_ddp.training.train_state import TrainState, encode
+from raytrain_ddp.training.world import World
 
 FEATURES, CLASSES, BATCH = 768, 10, 8
 WARM_STEPS = 5  # the first ones allocate gradients and the optimizer's state
@@ -68,9 +70,14 @@ class Ours:
         return self._commit
 
     def load(self) -> None:
-        checkpoint = self._store.latest()
-        assert checkpoint is not None
-        self._state.load(checkpoint)
+        world = World(rank=0, size=1, local_rank=0, device=torch.device("cpu"), threads=1)
+        relay = Relay(world, existing=self._state.existing())
+        found = self._store.latest(verify=relay.read_all)
+        assert found is not None
+        shared = SharedCheckpoint(
+            found.name, found.manifest, found.storage, lambda error: True, world, relay
+        )
+        self._state.load(shared)
 
 
 class TorchSave:
