@@ -75,7 +75,7 @@ class Ours:
         found = self._store.latest(verify=relay.read_all)
         assert found is not None
         shared = SharedCheckpoint(
-            found.name, found.manifest, found.storage, lambda error: True, world, relay
+            found.name, found.manifest, found.storage, lambda *_: False, world, relay
         )
         self._state.load(shared)
 
