@@ -12,7 +12,7 @@ from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from threading import Thread
+from threading import Thread, main_thread
 from typing import Any
 
 import torch
@@ -56,7 +56,8 @@ class HostSnapshot:
         may take seconds. For one call."""
         self.is_reserved = True
         if sum(each.nbytes for each in tensors.values()) >= _MUCH_BYTES:
-            self._reserving = Thread(target=self._allocate, args=(tensors,), daemon=True)
+            # Not a daemon: one that is in torch at Python's end aborts the process.
+            self._reserving = Thread(target=self._allocate, args=(tensors,), name="reserving")
             self._reserving.start()
 
     def take(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -78,6 +79,8 @@ class HostSnapshot:
     def _allocate(self, tensors: Mapping[str, Tensor]) -> None:
         with suppress(RuntimeError, MemoryError):  # `take` raises it
             for name, tensor in tensors.items():
+                if not main_thread().is_alive():  # Python waits for this thread
+                    return
                 self._buffers[name] = buffer = self._buffer(name, tensor)
                 if tensor.nbytes >= _PAGE_BYTES and not tensor.is_cuda:
                     raw = torch.as_strided(buffer, (buffer.numel(),), (1,)).view(torch.uint8)

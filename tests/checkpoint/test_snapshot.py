@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import copy
 import json
+import os
 import pickle
+import subprocess
+import sys
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -144,6 +147,26 @@ def test_take_uses_memory_that_was_reserved(monkeypatch: pytest.MonkeyPatch) -> 
     copies = snapshot.take(tensors)
     assert {name: tensor.data_ptr() for name, tensor in copies.items()} == places
     assert all(same_bits(copies[name], tensor) for name, tensor in tensors.items())
+
+
+_ENDING = """
+import sys, torch
+from raytrain_ddp.checkpoint import snapshot
+
+snapshot._MUCH_BYTES = 1
+busy = lambda *_: [torch.zeros(2**20).fill_(1) for _ in range(300)][0]
+snapshot.HostSnapshot._buffer = busy
+snapshot.HostSnapshot().reserve(dict.fromkeys("abc", torch.ones(3)))
+sys.exit(3)
+"""
+
+
+def test_python_can_end_while_memory_is_reserved() -> None:
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-c", _ENDING]
+    # A process of its own: a fork of another one ends without ending Python.
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (3, "")
 
 
 @pytest.mark.parametrize("other", [torch.ones(4), torch.ones(3).double(), torch.ones(1, 3)])
