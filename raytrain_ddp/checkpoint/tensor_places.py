@@ -6,7 +6,7 @@ import json
 import math
 from bisect import bisect_right
 from collections.abc import Mapping
-from typing import Any
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -17,7 +17,17 @@ from raytrain_ddp.errors import CheckpointError
 
 _LEAST_BYTES = 2**20  # of a tensor that is read by itself
 Existing = Mapping[str, Mapping[str, Tensor]]  # file name -> tensor's name -> tensor
-_WRONG = (ValueError, TypeError, KeyError, AttributeError, RuntimeError)
+_WRONG = (ValueError, TypeError, LookupError, AttributeError, RuntimeError)
+
+
+class _Place(NamedTuple):
+    """Of a tensor in a file."""
+
+    name: str
+    dtype: torch.dtype
+    shape: list[int]
+    start: int
+    end: int
 
 
 class TensorPlaces:
@@ -38,17 +48,16 @@ class TensorPlaces:
         self._offsets: list[int] = []  # in the file, of each view
         done, used = 0, set[int]()
         try:
-            ranges = sorted(_ranges(head), key=lambda each: each[2:])
+            places = sorted(_places(head, size_bytes), key=_range)
         except _WRONG:
-            ranges = []
-        for name, kind, start, end in ranges:
-            own = existing.get(name)
-            fits = own is not None and done <= start <= end <= size_bytes
-            if own is None or not fits or not _takes(own, kind) or own.data_ptr() in used:
+            places = []
+        for place in places:
+            own = existing.get(place.name)
+            if own is None or not _takes(own, place) or own.data_ptr() in used:
                 continue
-            self._add(done, new_memory(start - done))
-            self._add(start, _as_view(own))
-            self._tensors[name], done = own.detach(), end
+            self._add(done, new_memory(place.start - done))
+            self._add(place.start, _as_view(own))
+            self._tensors[place.name], done = own.detach(), place.end
             used.add(own.data_ptr())
         self._add(done, new_memory(size_bytes - done))
 
@@ -63,11 +72,11 @@ class TensorPlaces:
         if self.views[0][: len(self._head)] != self._head:
             raise CheckpointError("A file of tensors has changed while it was read.")
         found = {}
-        for name, kind, start, _ in _ranges(self._head):
-            number = bisect_right(self._offsets, start) - 1
-            at = start - self._offsets[number]
-            own = self._tensors.get(name)
-            found[name] = own if own is not None else _viewed(self.views[number], kind, at)
+        for place in _places(self._head, sum(map(len, self.views))):
+            number = bisect_right(self._offsets, place.start) - 1
+            at = place.start - self._offsets[number]
+            own = self._tensors.get(place.name)
+            found[place.name] = own if own is not None else _viewed(self.views[number], place, at)
         return found
 
     def _add(self, offset: int, view: memoryview) -> None:
@@ -84,47 +93,64 @@ def view_tensors(data: memoryview) -> dict[str, Tensor]:
     """
     try:
         first = 8 + int.from_bytes(data[:8], "little")
-        ranges = _ranges(bytes(data[:first]))
-        return {name: _viewed(data, kind, start) for name, kind, start, _ in ranges}
+        places = _places(bytes(data[:first]), len(data))
+        return {place.name: _viewed(data, place, place.start) for place in places}
     except _WRONG as error:
         raise CheckpointError(f"Not a complete safetensors file: {error}") from None
 
 
-def _ranges(head: bytes) -> list[tuple[str, dict[str, Any], int, int]]:
-    """Name, kind, and place in the file, of each tensor, in the header's order."""
-    return [
-        (name, kind, len(head) + kind["data_offsets"][0], len(head) + kind["data_offsets"][1])
-        for name, kind in json.loads(head[8:]).items()
-        if name != RESERVED_NAME
-    ]
+def _places(head: bytes, size_bytes: int) -> list[_Place]:
+    """Those of all tensors, in the header's order. As safetensors does, refuses a header whose
+    tensors do not fill the file without gaps.
+
+    Raises:
+        one of _WRONG: this is not the head of such a file of this size.
+    """
+    places = []
+    for name, kind in json.loads(head[8:]).items():
+        if name == RESERVED_NAME:
+            continue
+        dtype, shape, (start, end) = DTYPES[kind["dtype"]], kind["shape"], kind["data_offsets"]
+        if not all(type(number) is int and number >= 0 for number in (*shape, start, end)):
+            raise ValueError(f"{name}: {shape} at {start} to {end}")
+        if end - start != math.prod(shape) * dtype.itemsize:
+            raise ValueError(f"{name}: {start} to {end} is no place of {shape}")
+        places.append(_Place(name, dtype, shape, len(head) + start, len(head) + end))
+    done = len(head)
+    for place in sorted(places, key=_range):
+        if place.start != done:
+            raise ValueError(f"{place.name} begins at {place.start} instead of {done}")
+        done = place.end
+    if done != size_bytes:
+        raise ValueError(f"its tensors end at {done} instead of {size_bytes}")
+    return places
 
 
-def _viewed(data: memoryview, kind: Mapping[str, Any], at: int) -> Tensor:
+def _range(place: _Place) -> tuple[int, int]:
+    return place.start, place.end
+
+
+def _viewed(data: memoryview, place: _Place, at: int) -> Tensor:
     """The tensor whose bytes begin at `at`."""
-    dtype, shape, (start, end) = DTYPES[kind["dtype"]], kind["shape"], kind["data_offsets"]
-    count = math.prod(shape)
-    if end - start != count * dtype.itemsize or start < 0:
-        raise ValueError(f"{start} to {end} is no place of {shape}")
+    count, size_bytes = math.prod(place.shape), place.end - place.start
     if not count:
-        return torch.empty(shape, dtype=dtype)
-    if at + end - start > len(data):
-        raise ValueError(f"{start} to {end} is beyond the end")
-    if at % dtype.itemsize:  # of another writer
-        piece = bytearray(data[at : at + end - start])
-        return torch.frombuffer(piece, dtype=dtype).reshape(shape)
-    return torch.frombuffer(data, dtype=dtype, count=count, offset=at).reshape(shape)
+        return torch.empty(place.shape, dtype=place.dtype)
+    if at % place.dtype.itemsize:  # of another writer
+        piece = bytearray(data[at : at + size_bytes])
+        return torch.frombuffer(piece, dtype=place.dtype).reshape(place.shape)
+    whole = torch.frombuffer(data, dtype=place.dtype, count=count, offset=at)
+    return whole.reshape(place.shape)
 
 
-def _takes(own: Tensor, kind: Mapping[str, Any]) -> bool:
-    start, end = kind["data_offsets"]
+def _takes(own: Tensor, place: _Place) -> bool:
     return (
         type(own) in (Tensor, nn.Parameter)
         and own.device.type == "cpu"
         and own.layout is torch.strided
         and own.is_contiguous()
-        and own.dtype == DTYPES.get(kind["dtype"])
-        and list(own.shape) == kind["shape"]
-        and own.untyped_storage().nbytes() == own.nbytes == end - start >= _LEAST_BYTES
+        and own.dtype == place.dtype
+        and list(own.shape) == place.shape
+        and own.untyped_storage().nbytes() == own.nbytes >= _LEAST_BYTES
     )
 
 

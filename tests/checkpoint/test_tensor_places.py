@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from contextlib import suppress
 
 import pytest
 import torch
@@ -10,7 +11,7 @@ from torch import Tensor
 
 from raytrain_ddp.checkpoint import tensor_places
 from raytrain_ddp.checkpoint.snapshot import encode_tensors
-from raytrain_ddp.checkpoint.tensor_places import TensorPlaces
+from raytrain_ddp.checkpoint.tensor_places import TensorPlaces, view_tensors
 from raytrain_ddp.errors import CheckpointError
 
 
@@ -109,3 +110,33 @@ def test_a_file_that_changes_between_two_looks_is_refused() -> None:
     fill(places, data.replace(b"F32", b"I32"))
     with pytest.raises(CheckpointError, match="changed"):
         places.tensors()
+
+
+def changed_heads(data: bytes) -> list[bytes]:
+    """What follows if one character of the header is another one."""
+    head, others = head_of(data), b'0.,-}]" x'
+    return [
+        head[:at] + bytes([other]) + head[at + 1 :]
+        for at in range(8, len(head))
+        for other in others
+    ]
+
+
+def test_fault_10_a_damaged_header_raises_nothing_before_the_hash_is_known() -> None:
+    tensors = stored()
+    data = b"".join(encode_tensors(tensors))
+    for head in changed_heads(data):
+        existing = {name: torch.zeros_like(each) for name, each in tensors.items()}
+        places = TensorPlaces(head, len(data), existing)
+        fill(places, head + data[len(head) :])
+        with suppress(CheckpointError):  # as if the hash were right
+            places.tensors()
+
+
+@pytest.mark.parametrize("lie", ["[32.0, 64]", "[3, 32, 64]", "[31, 63]", "[16, 48]", "[64]"])
+def test_tensors_at_no_whole_numbers_or_with_gaps_between_them_are_refused(lie: str) -> None:
+    data = b"".join(encode_tensors({"a": torch.ones(8), "b": torch.ones(8)}))
+    text = head_of(data)[8:].replace(b"[32, 64]", lie.encode())
+    head = len(text).to_bytes(8, "little") + text
+    with pytest.raises(CheckpointError, match="Not a complete"):
+        view_tensors(memoryview(bytearray(head + data[-64:])))
