@@ -97,7 +97,7 @@ def parse() -> argparse.Namespace:
     if unknown:
         parser.error(f"no way {', '.join(unknown)}; there are {', '.join(WAYS)}")
     if args.checkpoints < 2:
-        parser.error("--checkpoints must be 2 or more: the first one is told apart")
+        parser.error("--checkpoints must be 2 or more: the first one is listed by itself")
     return args
 
 

@@ -112,10 +112,10 @@ def describe_gpus() -> dict[str, str]:
     if not count:
         return {"GPUs": "none: these figures are a CPU's"}
     name, version = torch.cuda.get_device_name(0), torch.cuda.nccl.version()
-    told = {"GPUs": f"{count} x {name}", "CUDA": f"{torch.version.cuda}, NCCL {version}"}
+    reported = {"GPUs": f"{count} x {name}", "CUDA": f"{torch.version.cuda}, NCCL {version}"}
     if "Emulated" in name:
-        told["ATTENTION"] = "the GPU is emulated: no figure means anything"
-    return told
+        reported["ATTENTION"] = "the GPU is emulated: no figure means anything"
+    return reported
 
 
 # ------------------------------------------------------------------ measurements

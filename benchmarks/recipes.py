@@ -102,8 +102,8 @@ def measure(task: str, way: str, seed: int, args: argparse.Namespace) -> Run:
 
 
 def line(run: Run) -> str:
-    told = ", ".join(f"{name} {value:.4f}" for name, value in run.result.items())
-    return f"{run.task}  seed {run.seed}  {run.way:<12}  {told}  step {1e3 * run.step_s:.2f} ms"
+    reported = ", ".join(f"{name} {value:.4f}" for name, value in run.result.items())
+    return f"{run.task}  seed {run.seed}  {run.way:<12}  {reported}  step {1e3 * run.step_s:.2f} ms"
 
 
 def fastest(seconds: Sequence[float]) -> float:

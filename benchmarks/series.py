@@ -35,13 +35,13 @@ R = TypeVar("R", bound=Measured)
 
 HERE = Path(__file__).resolve().parent
 # Ray's own default for an embedded Ray. A standing one has it, too, once ~/.ray/auth_token exists,
-# but attaching by HOST:PORT then needs to be told so.
+# but attaching by HOST:PORT must then be given the mode, too.
 RAY_AUTH = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
 BYTECODE = ("torch", "ray", "numpy")  # what takes longest to compile
 
 
 class Series(Generic[R]):
-    """The runs of one benchmark, dataclasses with `load`; what fails is told and left out.
+    """The runs of one benchmark, dataclasses with `load`; what fails is reported and left out.
 
     Args:
         machine: what it is measured on, by name; printed at once.

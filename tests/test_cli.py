@@ -120,20 +120,20 @@ def test_a_local_dry_run_tells_the_same_of_one_process(
 ):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("raytrain_ddp.driver.dry_run.local_resources", lambda: {"CPU": 1.0})
-    told = []
+    reported = []
     given = ["--dry-run", "--exact", "--scaling.cpus-per-worker", "2"]
     for flags in (["--scaling.num-workers", "2"], ["--local"]):
         assert fit_main([*given, *flags]) == 0
-        told.append(capsys.readouterr().out.split("\n\n")[-1].splitlines())
+        reported.append(capsys.readouterr().out.split("\n\n")[-1].splitlines())
     assert [*tmp_path.iterdir()] == []
     ray, local = (
         [line for line in lines if not line.startswith(("workers", "this machine", "  CPU"))]
-        for lines in told
+        for lines in reported
     )
     assert ray == local
-    assert "workers        this process, on cpu; slots per worker: 4" in told[1]
-    assert "this machine lacks" in told[0]
-    assert "this machine lacks" not in told[1]
+    assert "workers        this process, on cpu; slots per worker: 4" in reported[1]
+    assert "this machine lacks" in reported[0]
+    assert "this machine lacks" not in reported[1]
     wanted = ["--dry-run", "--local", "--scaling.use-gpu", "True"]
     with pytest.raises(PreflightError, match="there is no GPU"):
         fit_main(wanted)

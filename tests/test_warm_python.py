@@ -83,10 +83,10 @@ def test_it_can_be_watched_stopped_and_asked_for_its_status():
 def test_random_numbers_differ():
     code = "import random, numpy, torch; print(random.random(), numpy.random.rand(), torch.rand(1))"
     command = [sys.executable, "-c", code]
-    told = [
+    reported = [
         warm_python.run(command, env=ENV, capture_output=True, text=True).stdout for _ in range(2)
     ]
-    assert not {*told[0].split()} & {*told[1].split()}
+    assert not {*reported[0].split()} & {*reported[1].split()}
 
 
 def test_all_end_with_the_process_of_pytest(tmp_path: Path):

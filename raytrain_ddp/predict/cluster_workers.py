@@ -140,12 +140,12 @@ class _PartActor:
 
     def predict(self, parts: Sequence[int]) -> Iterator[Progress]:
         """Yields each part when it is complete, and progress in between."""
-        rows, told = 0, time.monotonic()
+        rows, reported = 0, time.monotonic()
         for step in self._maker.made(parts):
             rows += step.rows
-            if step.table is not None or time.monotonic() - told > _TELL_EVERY_S:
+            if step.table is not None or time.monotonic() - reported > _TELL_EVERY_S:
                 yield step._replace(rows=rows)
-                rows, told = 0, time.monotonic()
+                rows, reported = 0, time.monotonic()
         if rows:
             yield Progress(rows)
 

@@ -308,7 +308,7 @@ def test_steps_that_a_dead_worker_made_after_the_last_line_are_reported_as_made_
 
 
 @pytest.mark.parametrize(
-    ("plan", "told"),
+    ("plan", "reported"),
     [
         ({"replaced": [0, 1]}, "ranks 0 and 1 replaced; going on at step 136 of 276\n"),
         (
@@ -319,7 +319,7 @@ def test_steps_that_a_dead_worker_made_after_the_last_line_are_reported_as_made_
     ],
 )
 def test_a_worker_that_is_replaced_or_left_out_repeats_nothing(
-    plan: dict[str, Any], told: str
+    plan: dict[str, Any], reported: str
 ) -> None:
     """The step in progress was not done."""
     shown, stream = plain()
@@ -328,7 +328,7 @@ def test_a_worker_that_is_replaced_or_left_out_repeats_nothing(
         shown.handle(train(130))
         shown.handle({"kind": "failed", "rank": 1, "step": 137, "message": "was killed"})
         shown.handle(PLAN | {"start_step": 136} | plan)
-    assert told in stream.getvalue()
+    assert reported in stream.getvalue()
     assert "again" not in stream.getvalue()
 
 

@@ -117,11 +117,11 @@ def test_a_run_cannot_start_from_itself(
     monkeypatch.chdir(tmp_path)
     checkpoint = str(newest(base))
     changed = replace(base, optim=replace(OPTIM, lr=0.01))
-    told = r"run base cannot start from itself\. To go on with it, remove --resume-from"
+    reported = r"run base cannot start from itself\. To go on with it, remove --resume-from"
     for origin in ("base", "./base", checkpoint):
         for config, names in ((base, ()), (changed, ("optim.lr",))):
             for storage in (base.storage, "."):
-                with pytest.raises(ConfigError, match=told):
+                with pytest.raises(ConfigError, match=reported):
                     dry_run(replace(config, storage=storage), None, origin, names)
     twin = replace(base, name="base-2")  # of another name
     begin(twin, checkpoint)

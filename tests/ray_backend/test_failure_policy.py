@@ -98,9 +98,9 @@ def test_fault_04_hosts_lost_together_are_one_failure_and_a_new_worker_may_die_w
         policy.take({**dead, "texts": {rank: f"{rank} is dead, says {n}"}})
         for n, rank in enumerate((2, 1, 2))
     ]
-    told = [f"{event['step']} {event['message']}" for event in shown if event]
-    assert [text.partition("failure ")[2][:1] for text in told] == ["1", "1", "2"]
-    assert "while starting" in told[2]
+    reported = [f"{event['step']} {event['message']}" for event in shown if event]
+    assert [text.partition("failure ")[2][:1] for text in reported] == ["1", "1", "2"]
+    assert "while starting" in reported[2]
     with pytest.raises(RetriesExhausted, match="workers failed 3 times"):
         policy.take({**dead, "texts": {2: "2 is dead once more"}})
 

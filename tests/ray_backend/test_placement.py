@@ -157,7 +157,7 @@ def test_a_cluster_file_asks_for_eight_cpus_for_each_gpu(scaling: dict[str, obje
 
 
 @pytest.mark.parametrize(
-    ("batch", "micro", "scaling", "workers", "told"),
+    ("batch", "micro", "scaling", "workers", "reported"),
     [
         (64, 16, {}, 4, ("4 of 8 GPUs", "--micro-batch 8 (", "--batch-size 128 (")),
         (60, 20, {}, 3, ("3 of 8 GPUs", "--micro-batch 6 (", "--batch-size 160 (")),
@@ -168,12 +168,12 @@ def test_a_cluster_file_asks_for_eight_cpus_for_each_gpu(scaling: dict[str, obje
     ],
 )
 def test_it_is_said_why_gpus_stay_idle(
-    batch: int, micro: int, scaling: dict[str, object], workers: int, told: tuple[str, ...]
+    batch: int, micro: int, scaling: dict[str, object], workers: int, reported: tuple[str, ...]
 ):
     layout = layout_on(DGX, batch=batch, micro=micro, **scaling)
     assert layout.most == workers
-    assert bool(layout.note) == bool(told)
-    assert all(text in layout.note for text in told)
+    assert bool(layout.note) == bool(reported)
+    assert all(text in layout.note for text in reported)
     for flag, field in (("--micro-batch ", "micro_batch"), ("--batch-size ", "batch_size")):
         if flag in layout.note:  # what it proposes is accepted, and uses them all
             number = int(layout.note.partition(flag)[2].partition(" ")[0])

@@ -190,8 +190,10 @@ def test_seeds_repeat_a_point_and_more_trials_continue_a_sweep(tmp_path: Path):
 
 def test_a_trial_that_dies_each_time_fails_at_last_and_the_others_go_on(tmp_path: Path):
     sweep = Sweep(settings(2))
-    told: list[str] = []
-    conductor = Conductor(sweep, BASE, open_storage(str(tmp_path)), lambda t: told.append(t.status))
+    reported: list[str] = []
+    conductor = Conductor(
+        sweep, BASE, open_storage(str(tmp_path)), lambda t: reported.append(t.status)
+    )
     conductor.take_up()
     for _ in range(MOST_DEATHS):
         trial = conductor.next(1)
@@ -199,7 +201,7 @@ def test_a_trial_that_dies_each_time_fails_at_last_and_the_others_go_on(tmp_path
         assert trial.number == 0
         conductor.ended(0, Ended("lost", "out of memory"))
         conductor.ended(0, Ended("lost", "Ray Tune says it again"))
-    assert told == ["waiting", "waiting", "failed"]
+    assert reported == ["waiting", "waiting", "failed"]
     assert sweep.trials[0].message == "lost 3 times: out of memory"
     assert conductor.next(1) is sweep.trials[1]
     conductor.ended(1, Ended("failed", "the loss is not finite"))
@@ -236,7 +238,7 @@ def test_a_trial_has_paused_only_with_a_checkpoint_after_its_evaluation(
 
 
 def test_asha_decides_once_at_a_rung(tmp_path: Path):
-    """What is told again after a resumption is not compared with those that came later."""
+    """What is reported again after a resumption is not compared with those that came later."""
     sweep = Sweep(settings(3, scheduler="asha"))
     conductor = Conductor(sweep, BASE, open_storage(str(tmp_path)))
     conductor.take_up()

@@ -89,11 +89,11 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def config_of(folder: Path, files: Path, name: str, kind: str, **changes: Any) -> TrainConfig:
-    told = KINDS[kind]
-    data = DataConfig(source=str(files), target_columns=told["target_columns"], workers=1)
+    reported = KINDS[kind]
+    data = DataConfig(source=str(files), target_columns=reported["target_columns"], workers=1)
     sections: dict[str, Any] = {
         "model": ModelConfig(name="timm:test_resnet"),
-        "loss": LossConfig(name=told["loss"]),  # type: ignore[arg-type]
+        "loss": LossConfig(name=reported["loss"]),  # type: ignore[arg-type]
         "augment": AugmentConfig(crop="none"),
         "batch_size": 16,
         "micro_batch": 4,
@@ -291,17 +291,17 @@ def test_rows_with_targets_are_held_out_and_told(files: Path):
     whole = open_splits(replace(config, holdout=0.0), None, binary=True).train.labels()
     parts = np.concatenate([labels.train.labels(), labels.eval.labels()])
     assert np.array_equal(parts.sum(0), whole.sum(0))
-    told = lines(labels)
-    assert told["training set"] == "39 images of 3 labels: b, g, r"
+    reported = lines(labels)
+    assert reported["training set"] == "39 images of 3 labels: b, g, r"
     counts = labels.train.labels().sum(0)
-    assert told["label sizes"].startswith(f"{counts.min():.0f} (label ")
-    told = lines(numbers)
-    assert told["training set"] == "39 images of 1 target: level"
-    assert "target sizes" not in told
+    assert reported["label sizes"].startswith(f"{counts.min():.0f} (label ")
+    reported = lines(numbers)
+    assert reported["training set"] == "39 images of 1 target: level"
+    assert "target sizes" not in reported
 
 
 @pytest.mark.parametrize(
-    ("change", "columns", "loss", "told"),
+    ("change", "columns", "loss", "reported"),
     [
         ({"level": [None] + [1.0] * 12}, "level", "mse", r"group 0, row 0: level is null\."),
         ({"level": [1.0] * 12 + [np.nan]}, "level", "l1", "row 0: level is not a number"),
@@ -324,12 +324,12 @@ def test_rows_with_targets_are_held_out_and_told(files: Path):
     ],
 )
 def test_targets_that_do_not_fit_are_one_line(
-    change: dict[str, Any], columns: str, loss: str, told: str, tmp_path: Path
+    change: dict[str, Any], columns: str, loss: str, reported: str, tmp_path: Path
 ):
     table = {**channels(13, seed=3), **change}
     source = written(tmp_path, "parquet", table)
     data = DataConfig(source=str(source), target_columns=tuple(columns.split()))
-    with pytest.raises(DataError, match=told) as caught:
+    with pytest.raises(DataError, match=reported) as caught:
         open_splits(data, None, binary=loss == "bce").summary()
     assert "\n" not in str(caught.value)
 
@@ -355,7 +355,7 @@ def test_folders_and_names_of_targets_are_refused_early(files: Path, tmp_path: P
 
 
 @pytest.mark.parametrize(
-    ("line", "told"),
+    ("line", "reported"),
     [
         ("--loss.name mse", r"loss\.name = 'mse': compares numbers: name their columns with"),
         ("--loss.name focal --data.target-columns a b", r"loss\.name = 'focal': must be bce \(lab"),
@@ -371,8 +371,8 @@ def test_folders_and_names_of_targets_are_refused_early(files: Path, tmp_path: P
         ),
     ],
 )
-def test_a_loss_and_targets_that_do_not_fit_are_refused(line: str, told: str):
-    with pytest.raises(ConfigError, match=told):
+def test_a_loss_and_targets_that_do_not_fit_are_refused(line: str, reported: str):
+    with pytest.raises(ConfigError, match=reported):
         parse_fit(line.split())
 
 
@@ -387,9 +387,9 @@ def test_a_task_of_ones_own_may_use_columns_and_loss_as_it_likes():
 
 def test_a_dry_run_tells_the_targets(files: Path, tmp_path: Path):
     mixed = AugmentConfig(crop="none", mixup=0.2)
-    told = dry_run(config_of(tmp_path, files, "run", "bce", augment=mixed))
-    assert "56 images of 3 labels: r, g, b" in told
-    assert "21 images of 3 labels" in told
+    reported = dry_run(config_of(tmp_path, files, "run", "bce", augment=mixed))
+    assert "56 images of 3 labels: r, g, b" in reported
+    assert "21 images of 3 labels" in reported
     numbers = dry_run(config_of(tmp_path, files, "other", "mse"))
     assert "56 images of 2 targets: level, whole" in numbers
 
@@ -446,8 +446,11 @@ def test_labels_of_a_table_are_learned_and_refused_if_they_are_none(tmp_path: Pa
         Tabular(config)
     frame.drop(columns="more").to_parquet(tmp_path / "t.parquet")
     assert fit_locally(config).best["mean_ap"] > 0.95
-    for columns, told in ((("a", "left"), r"row 0: a is 0\.1.*; 0 and 1 are"), (("no",), "'no'")):
-        with pytest.raises(DataError, match=told):
+    for columns, reported in (
+        (("a", "left"), r"row 0: a is 0\.1.*; 0 and 1 are"),
+        (("no",), "'no'"),
+    ):
+        with pytest.raises(DataError, match=reported):
             Tabular(replace(config, data=replace(config.data, target_columns=columns)))
     none = replace(config.data, target_columns=())
     with pytest.raises(ConfigError, match="compares numbers: name their columns"):

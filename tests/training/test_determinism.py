@@ -129,9 +129,9 @@ def fails_alike(rank: int, size: int, config: Mapping[str, Any]) -> str:
 
 
 def test_each_rank_names_them_in_a_model_that_ddp_wraps(workers: Group, tmp_path: Path):
-    told = workers(3, fails_alike, plain(tiny_config(tmp_path, "bad")))
-    assert NAMED in told[0]
-    assert told[0] == told[1] == told[2]
+    reported = workers(3, fails_alike, plain(tiny_config(tmp_path, "bad")))
+    assert NAMED in reported[0]
+    assert reported[0] == reported[1] == reported[2]
 
 
 def test_an_evaluation_without_a_kernel_is_named_as_well(tmp_path: Path):

@@ -71,11 +71,11 @@ def read_failing(rank: int, size: int, config: Mapping[str, Any], failure: str) 
 
 
 @pytest.mark.parametrize(
-    ("failure", "told"),
+    ("failure", "reported"),
     [("damage", r"model\.safetensors is damaged"), ("storage", r"fails: .*no right")],
 )
 def test_a_file_that_cannot_be_read_ends_all_ranks_with_the_same_words(
-    failure: str, told: str, workers: Group, tmp_path: Path
+    failure: str, reported: str, workers: Group, tmp_path: Path
 ):
     config = tiny_config(tmp_path, "run", epochs=1)
     workers(1, run_tiny, plain(config), None, 2)
@@ -85,7 +85,7 @@ def test_a_file_that_cannot_be_read_ends_all_ranks_with_the_same_words(
     path.write_bytes(data)
     texts = workers(3, read_failing, plain(config), failure)
     assert len({*texts}) == 1
-    assert re.search(told, texts[0])
+    assert re.search(reported, texts[0])
 
 
 def tensors_through(
@@ -106,8 +106,8 @@ def tensors_through(
         patch.setattr(streams, "CHUNK_BYTES", 100)
         patch.setattr(Storage, "read_into", reading)
         known = {} if rank == 1 else {f"w{n}": torch.zeros(50) for n in range(rank, 6, 2)}
-        told: list[Any] = []
-        session = LocalSession(made, world, Best("loss", "min"), told.append)
+        reported: list[Any] = []
+        session = LocalSession(made, world, Best("loss", "min"), reported.append)
         found = session.latest({"model.safetensors": known})
         assert isinstance(found, SharedCheckpoint)
         tensors = found.tensors("model.safetensors")

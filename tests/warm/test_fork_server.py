@@ -84,7 +84,7 @@ class Place:
     def run(self, *arguments: str, **options: Any) -> dict[str, Any]:
         """What the probe has said, and whether it was forked."""
         with self.start(*arguments, **options) as client:
-            return told(client)
+            return reported(client)
 
     def start(self, *arguments: str, **options: Any) -> subprocess.Popen[str]:
         pipes = {"stdin": subprocess.DEVNULL, "stderr": subprocess.DEVNULL, **options}
@@ -99,7 +99,7 @@ class Place:
         return [p for p in from_it.values() if p.info["ppid"] not in from_it]
 
 
-def told(client: subprocess.Popen[str]) -> dict[str, Any]:
+def reported(client: subprocess.Popen[str]) -> dict[str, Any]:
     assert client.stdout is not None
     said: dict[str, Any] = json.loads(client.stdout.readline())
     return {**said, "forked": said["pid"] != client.pid}
@@ -178,7 +178,7 @@ def test_processes_have_different_random_numbers(tmp_path: Path, owner: subproce
 
 def test_clients_that_come_at_once_share_one_server(place: Place):
     clients = [place.start() for _ in range(6)]
-    answers = [told(client) for client in clients]
+    answers = [reported(client) for client in clients]
     for client in clients:
         assert client.wait(20) == 0  # the client itself ends well
         client.stdout.close()  # type: ignore[union-attr]
@@ -253,7 +253,7 @@ def test_after_an_installation_or_with_other_variables_another_server_is_started
     third = place.run(env={**os.environ, "MKL_NUM_THREADS": "3"})["parent"]
     fourth = place.run(env={**os.environ, "OMP_NUM_THREADS": "3"})["parent"]
     assert len({first, second, third}) == 3
-    assert fourth == second  # Ray sets it per worker; torch is told otherwise
+    assert fourth == second  # Ray sets it per worker; torch uses another number
 
 
 @pytest.mark.parametrize(
@@ -303,7 +303,7 @@ def test_ray_runs_the_command_also_where_python_lies_elsewhere(
     def as_ray(command: str) -> dict[str, Any]:  # see RuntimeEnvContext.exec_worker
         line = f"exec {command} {place.command[-1]} 'two words'"
         with subprocess.Popen(["bash", "-c", line], stdout=subprocess.PIPE, text=True) as worker:
-            said = told(worker)
+            said = reported(worker)
         assert said["same"]["argv"][1:] == ["two words"]
         return said
 
