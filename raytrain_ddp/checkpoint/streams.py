@@ -104,6 +104,25 @@ def joined(pieces: Sequence[BytesLike]) -> memoryview:
     return data
 
 
+def in_chunks(pieces: Sequence[BytesLike]) -> Iterator[memoryview]:
+    """The same bytes in larger pieces of at most CHUNK_BYTES; only smaller ones are copied."""
+    waiting: list[memoryview] = []
+    for piece in pieces:
+        for start in range(0, len(piece), CHUNK_BYTES):
+            part = memoryview(piece)[start : start + CHUNK_BYTES]
+            if sum(map(len, waiting)) + len(part) > CHUNK_BYTES:
+                yield _one(waiting)
+                waiting = []
+            waiting.append(part)
+    if waiting:
+        yield _one(waiting)
+
+
+def _one(pieces: Sequence[memoryview]) -> memoryview:
+    alone = len(pieces) == 1 and not pieces[0].readonly  # torch takes none that is
+    return pieces[0] if alone else joined(pieces)
+
+
 def views_of(data: Content) -> Iterator[memoryview]:
     try:
         whole = memoryview(data)  # type: ignore[arg-type]

@@ -11,6 +11,7 @@ from torch import nn
 from raytrain_ddp import events, messages
 from raytrain_ddp.checkpoint.run_folder import newest_manifest, run_storage
 from raytrain_ddp.checkpoint.snapshot import unstorable
+from raytrain_ddp.checkpoint.store import Checkpoint
 from raytrain_ddp.config.effects import unread_notes
 from raytrain_ddp.config.input_sections import DataConfig
 from raytrain_ddp.config.train_config import TrainConfig
@@ -26,6 +27,7 @@ from raytrain_ddp.data.loader_threads import LoaderThreads
 from raytrain_ddp.data.sources import Data
 from raytrain_ddp.data.splits import Splits
 from raytrain_ddp.errors import ConfigError, DataError
+from raytrain_ddp.events import LogRecord
 from raytrain_ddp.failpoints import failpoint
 from raytrain_ddp.tasks.task import Task
 from raytrain_ddp.tasks.task_check import eval_data_of, model_of, train_data_of
@@ -40,7 +42,7 @@ from raytrain_ddp.training.optimizer_shares import shares_of
 from raytrain_ddp.training.phase_clock import Clock
 from raytrain_ddp.training.prepared_run import PreparedRun
 from raytrain_ddp.training.profiler import Profile
-from raytrain_ddp.training.reduction import broadcast_model
+from raytrain_ddp.training.reduction import broadcast_model, require_same_model
 from raytrain_ddp.training.sanity_check import try_evaluation
 from raytrain_ddp.training.seeding import seed_all
 from raytrain_ddp.training.session import Session
@@ -78,8 +80,7 @@ def prepare(
         _require_one_slot_each(plan, world)
     model = initial_model(config, task, world)
     _require_storable(model)
-    if config.exact and world.size > 1:
-        broadcast_model(model, world)
+    require_same_model(model, world)
     optimizer = optimizer_of(task, model, config)
     rates = LearningRates(task, optimizer, config, plan.steps_per_epoch)
     scaler = torch.amp.GradScaler(world.device.type, enabled=config.compute.precision == "fp16")
@@ -101,7 +102,7 @@ def prepare(
     if checkpoint is not None:
         identity.require_same(checkpoint, data)
     live = checkpoint if isinstance(checkpoint, LiveCheckpoint) else None
-    log = [] if checkpoint is None else state.load(checkpoint)
+    log = _loaded(state, checkpoint, world)
     session.restore_log(log)
     cadence, patience, trained_s = ends_of(config, task, plan, state.step, log)
     failpoint("start.loaded", world.rank, state.step)
@@ -153,6 +154,16 @@ def prepare(
     )
     session.begin(run.take_live)
     return run
+
+
+def _loaded(state: TrainState, checkpoint: Checkpoint | None, world: World) -> list[LogRecord]:
+    """Loads the checkpoint, if any, or makes all ranks begin with the same weights; all take part.
+    Returns the log so far."""
+    log = [] if checkpoint is None else state.load(checkpoint)
+    broadcast_model(state.model, world, is_loaded=checkpoint is not None)
+    if checkpoint is None and state.average is not None:
+        state.average.restart()
+    return log
 
 
 def _tell_notes(

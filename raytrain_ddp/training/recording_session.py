@@ -108,10 +108,11 @@ class RecordingSession:
         """
         relay = Relay(self.world, existing=existing)
         steps = self._of_main(Recorder.steps, relay)
-        live = most_advanced(self._live, steps, self._storage, self.world)
+        live = most_advanced(self._live, steps, self._storage, self.world, existing)
         stored, now = self._find(relay, may_read=live is None)
         if now != steps:  # a damaged one was set aside
-            before, live = live, most_advanced(self._live, now, self._storage, self.world)
+            before = live
+            live = most_advanced(self._live, now, self._storage, self.world, existing)
             if before is not None and live is None:
                 stored, _ = self._find(relay, may_read=True)
         return live or stored

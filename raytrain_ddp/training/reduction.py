@@ -264,28 +264,45 @@ class ExactSum:
         return self._sum.finish()
 
 
-def broadcast_model(model: nn.Module, world: World) -> None:
-    """Copies rank 0's parameters and buffers to all ranks, as DDP does; all take part.
+def require_same_model(model: nn.Module, world: World) -> None:
+    """Compares names, shapes and dtypes of parameters and buffers; all ranks take part.
 
     Raises:
-        ConfigError: this rank has a different model.
+        ConfigError: this rank's model differs from rank 0's.
     """
-    tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
-    shapes = [(name, tuple(t.shape), str(t.dtype)) for name, t in tensors.items()]
+    shapes = [(name, tuple(t.shape), str(t.dtype)) for name, t in _tensors(model).items()]
     if broadcast(shapes, world) != shapes:
         raise ConfigError(f"the model of rank {world.rank} has other parameters than rank 0's.")
-    for tensor in tensors.values():
-        broadcast_tensor(tensor, 0)
+
+
+def broadcast_model(model: nn.Module, world: World, is_loaded: bool) -> None:
+    """Copies rank 0's parameters and buffers to all ranks, as DDP would do; all take part.
+
+    Args:
+        is_loaded: from a checkpoint; only what it does not contain is copied.
+    """
+    if world.size == 1:
+        return
+    loaded = model.state_dict().keys() if is_loaded else ()
+    for name, tensor in _tensors(model).items():
+        if name not in loaded:
+            broadcast_tensor(tensor, 0)
+
+
+def _tensors(model: nn.Module) -> dict[str, Tensor]:
+    return {**dict(model.named_parameters()), **dict(model.named_buffers())}
 
 
 def ddp_options(config: TrainConfig) -> dict[str, Any]:
-    """Keyword arguments of DistributedDataParallel. SlotBuffers synchronizes the buffers."""
+    """Keyword arguments of DistributedDataParallel. `broadcast_model` synchronizes the weights, and
+    SlotBuffers the buffers."""
     ddp = config.ddp
     return {
         "bucket_cap_mb": ddp.bucket_cap_mb,
         "gradient_as_bucket_view": ddp.gradient_as_bucket_view,
         "static_graph": ddp.static_graph,
         "find_unused_parameters": ddp.find_unused_parameters,
+        "init_sync": False,
         **_no_buffer_sync(),
     }
 

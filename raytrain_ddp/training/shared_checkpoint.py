@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, TypeVar
 
@@ -12,7 +13,7 @@ from torch import Tensor
 
 from raytrain_ddp.checkpoint.storage import Storage
 from raytrain_ddp.checkpoint.store import Checkpoint
-from raytrain_ddp.checkpoint.streams import CHUNK_BYTES, joined, new_memory
+from raytrain_ddp.checkpoint.streams import BytesLike, in_chunks, joined, new_memory
 from raytrain_ddp.checkpoint.tensor_places import Existing, TensorPlaces, view_tensors
 from raytrain_ddp.errors import CheckpointError
 from raytrain_ddp.training.async_checkpoint import Pause, with_backoff
@@ -69,13 +70,16 @@ class Relay:
         finally:
             self._send(memoryview(b""))
 
-    def send(self, filename: str, data: memoryview) -> None:
-        """As `read`, of what the source has already."""
-        self._broadcast(_File(filename, len(data), b"", False))
-        for start in range(0, len(data), CHUNK_BYTES):
-            self._send(data[start : start + CHUNK_BYTES])
+    def send(self, filename: str, pieces: Sequence[BytesLike], head: bytes = b"") -> None:
+        """As `read`, of what the source has already and does not keep; all take part.
+
+        Args:
+            head: see `TensorPlaces`.
+        """
+        self._broadcast(_File(filename, sum(map(len, pieces)), head, False))
+        for chunk in in_chunks(pieces):
+            self._send(chunk)
         self._send(memoryview(b""))
-        self.kept[filename] = data
 
     def agree(self, said: T) -> T:
         """What the source says, on all ranks, which until then receive what it sends."""
@@ -131,8 +135,21 @@ class Relay:
                     rest.appendleft(part[count:])
 
 
+class TensorCheckpoint(Checkpoint):
+    """A checkpoint that has its tensors in memory."""
+
+    def tensors(self, filename: str) -> dict[str, Tensor]:
+        """Those of a file; all ranks take part. For one call."""
+        raise NotImplementedError
+
+
+def tensors_in(content: memoryview | TensorPlaces) -> dict[str, Tensor]:
+    """Those of a file, in the memory that it was read into."""
+    return view_tensors(content) if isinstance(content, memoryview) else content.tensors()
+
+
 @dataclass(frozen=True)
-class SharedCheckpoint(Checkpoint):
+class SharedCheckpoint(TensorCheckpoint):
     """A checkpoint whose files rank 0 reads, once for all, with retries if the storage does not
     respond.
 
@@ -155,9 +172,7 @@ class SharedCheckpoint(Checkpoint):
         return content if isinstance(content, memoryview) else joined(content.views)
 
     def tensors(self, filename: str) -> dict[str, Tensor]:
-        """Those of a file, in the memory that it was read into."""
-        content = self._content(filename)
-        return view_tensors(content) if isinstance(content, memoryview) else content.tensors()
+        return tensors_in(self._content(filename))
 
     def _content(self, filename: str) -> memoryview | TensorPlaces:
         if filename not in self.relay.kept:

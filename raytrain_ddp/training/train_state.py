@@ -30,7 +30,7 @@ from raytrain_ddp.training.gradient_compression import Compression
 from raytrain_ddp.training.optimizer_shares import Shares, WholeState
 from raytrain_ddp.training.param_groups import regroup
 from raytrain_ddp.training.session import Snapshot
-from raytrain_ddp.training.shared_checkpoint import SharedCheckpoint
+from raytrain_ddp.training.shared_checkpoint import TensorCheckpoint
 from raytrain_ddp.training.task_optimizer import load_optimizer
 from raytrain_ddp.training.weight_average import Average
 
@@ -239,7 +239,7 @@ def load_model(model: nn.Module, checkpoint: Checkpoint) -> None:
 
 def tensors_of(checkpoint: Checkpoint, filename: str) -> dict[str, Tensor]:
     """Those of a file, in the memory that it was read into."""
-    if isinstance(checkpoint, SharedCheckpoint):
+    if isinstance(checkpoint, TensorCheckpoint):
         return checkpoint.tensors(filename)
     data = checkpoint.view(filename)
     return decode_tensors(data) if data.readonly else view_tensors(data)

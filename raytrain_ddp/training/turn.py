@@ -186,7 +186,8 @@ class Turn:
             self._state.shares.step(self._optimizer, self._clock.mark)
 
     def warm_up(self, batch: Batch, smallest: Batch, single: Batch | None = None) -> float:
-        """Makes two passes without side effects; all ranks take part.
+        """Makes a pass without side effects, and a second one for static graphs; all ranks take
+        part.
 
         Also finds what cannot work: kernels, or a `smallest` micro-batch too small for batch norm.
 
@@ -194,9 +195,9 @@ class Turn:
             single: one sample, if bad records may leave a slot only one. If batch norm refuses
                 it, such a slot passes in evaluation mode, for any number of workers.
 
-        DDP rebuilds its gradient buckets after the first backward pass, which changes the order of
-        its sums. As this happens before a state is loaded, a resumed run sums in the same order
-        as an uninterrupted one.
+        DDP rebuilds its gradient buckets before the second forward pass (with a static graph, after
+        the second backward pass), which changes the order of its sums. As the first step follows
+        that, a resumed run sums in the same order as an uninterrupted one.
 
         Returns the floating-point operations of `batch`, forward and backward; 0 if unknown.
         """
@@ -208,7 +209,8 @@ class Turn:
                 naming_nondeterministic(self._state.model),
             ):
                 self.scalar_names = self._pass(batch)
-            self._pass(batch)
+            if self._config.ddp.static_graph:
+                self._pass(batch)
             # The scaler is initialized by its first use, and a rank without samples never uses it.
             self._state.scaler.scale(torch.zeros((), device=self._world.device))
             with torch.no_grad():
