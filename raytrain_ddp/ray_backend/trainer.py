@@ -30,8 +30,16 @@ def make_trainer(config: TrainConfig, run: Storage, layout: Layout, given: Worke
 
     from raytrain_ddp.ray_backend.failure_callback import FailureCallback
 
+    class Trainer(TorchTrainer):  # type: ignore[misc]
+        """Without the manager of Ray Data's data sets: a process at each start, also of a worker
+        that is replaced, which nothing uses. If a later Ray does not call this, it is there."""
+
+        def _create_default_callbacks(self) -> list[Any]:
+            usual = super()._create_default_callbacks()
+            return [each for each in usual if type(each).__name__ != "DatasetsCallback"]
+
     parent, _, name = run.path.rstrip("/").rpartition("/")
-    return TorchTrainer(
+    return Trainer(
         train_on_worker,
         train_loop_config={"given": given},
         scaling_config=ScalingConfig(
