@@ -8,7 +8,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +29,7 @@ from raytrain_ddp.ray_backend.ray_settings import (
     applied_settings,
     dashboard_port,
     own_state_api,
+    quick_worker_setup,
     ray_settings,
 )
 from raytrain_ddp.ray_backend.ray_start import (
@@ -95,13 +96,15 @@ def ray_connection(
 
         threading.Thread(target=during_start, name="during-start", daemon=True).start()
         where = {"address": address or "local", "log_to_driver": False, "logging_level": "ERROR"}
-        start_with_retries(
-            lambda: ray.init(**where, **options),
-            ray.shutdown,
-            address or "this machine",
-            max(RAY_START_S, wait_s),
-            tell,
-        )
+        is_warm = not address and options.get("runtime_env")
+        with quick_worker_setup() if is_warm else nullcontext():
+            start_with_retries(
+                lambda: ray.init(**where, **options),
+                ray.shutdown,
+                address or "this machine",
+                max(RAY_START_S, wait_s),
+                tell,
+            )
         try:
             yield
         finally:  # if the head is lost, Ray may wait for it

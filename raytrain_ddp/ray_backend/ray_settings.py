@@ -6,8 +6,10 @@ import os
 import socket
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
+from pathlib import Path
 
 from raytrain_ddp.config.train_config import TrainConfig
+from raytrain_ddp.warm import worker_setup
 
 _API = "RAY_API_SERVER_ADDRESS"
 _USUAL_PORT, _NOBODYS_PORT = 8265, 9
@@ -67,6 +69,22 @@ def own_state_api(port: int | None) -> Iterator[None]:
     """
     with _with({_API: f"http://127.0.0.1:{port or _NOBODYS_PORT}"}):
         yield
+
+
+@contextmanager
+def quick_worker_setup() -> Iterator[None]:
+    """Makes a Ray that is started in this context set its workers up by warm/worker_setup.py.
+
+    Ray has no setting for it. If a later one does not look here, workers start as usual.
+    """
+    from ray._private import ray_constants
+
+    usual = getattr(ray_constants, "SETUP_WORKER_FILENAME", "")
+    ray_constants.SETUP_WORKER_FILENAME = str(Path(worker_setup.__file__).resolve())
+    try:
+        yield
+    finally:
+        ray_constants.SETUP_WORKER_FILENAME = usual
 
 
 @contextmanager
