@@ -106,11 +106,12 @@ class ReplicaCheck:
     def _problem(self, ranks: Sequence[int], names: Sequence[str]) -> str:
         hosts = self._session.hosts
         who = ", ".join(f"{rank} ({hosts[rank]})" if hosts else f"{rank}" for rank in ranks)
+        subject = f"ranks {who} have" if len(ranks) > 1 else f"rank {who} has"
         others = "rank 0" if self._world.size == 2 else "the others"
         more = f" and {len(names) - 1} more" if len(names) > 1 else ""
         return (
-            f"{'ranks' if len(ranks) > 1 else 'rank'} {who} has other weights than {others} after "
-            f"step {self._state.step}: in {names[0]}{more}"
+            f"{subject} other weights than {others} after step {self._state.step}: "
+            f"in {names[0]}{more}"
         )
 
 
