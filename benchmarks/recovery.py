@@ -18,7 +18,7 @@ the one that goes on):
 - Python up: the new workers' interpreters run
 - torch imported; process group: rendezvous done
 - model in DDP: the data are opened, the model is built and wrapped
-- checkpoint loaded: for fit this includes two warm-up passes and the check of each byte
+- checkpoint loaded: for fit this includes a warm-up pass and the check of each byte
 - first step: the first optimizer step is done; some steps are then done again, see "redone"
 
 With --breakdown a run of fit has more marks, which the table does not have. Needs psutil.
