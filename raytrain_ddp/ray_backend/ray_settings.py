@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import socket
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
 from raytrain_ddp.config.train_config import TrainConfig
@@ -77,14 +77,14 @@ def quick_worker_setup() -> Iterator[None]:
 
     Ray has no setting for it. If a later one does not look here, workers start as usual.
     """
-    from ray._private import ray_constants
+    name = "SETUP_WORKER_FILENAME"
+    with ExitStack() as stack:
+        with suppress(ImportError, AttributeError):
+            from ray._private import ray_constants
 
-    usual = getattr(ray_constants, "SETUP_WORKER_FILENAME", "")
-    ray_constants.SETUP_WORKER_FILENAME = str(Path(worker_setup.__file__).resolve())
-    try:
+            stack.callback(setattr, ray_constants, name, getattr(ray_constants, name))
+            setattr(ray_constants, name, str(Path(worker_setup.__file__).resolve()))
         yield
-    finally:
-        ray_constants.SETUP_WORKER_FILENAME = usual
 
 
 @contextmanager
