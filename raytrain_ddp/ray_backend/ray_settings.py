@@ -43,7 +43,8 @@ def ray_settings(config: TrainConfig, embedded: bool) -> dict[str, str]:
     if timeout_s == "auto":
         timeout_s = 5 if least < most else 120
     settings = {**SETTINGS, "RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S": f"{timeout_s:g}"}
-    if embedded:
+    if embedded:  # a few workers: Ray Train sees sooner that one has died
+        settings["RAY_TRAIN_HEALTH_CHECK_INTERVAL_S"] = "0.2"
         settings[PREEMPTION_WATCHER] = "0"  # no preemption on this machine: saves a process
         settings["RAY_prestart_worker_first_driver"] = "0"  # without the runtime environment
     return settings
