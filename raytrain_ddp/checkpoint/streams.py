@@ -107,13 +107,15 @@ def joined(pieces: Sequence[BytesLike]) -> memoryview:
 def in_chunks(pieces: Sequence[BytesLike]) -> Iterator[memoryview]:
     """The same bytes in larger pieces of at most CHUNK_BYTES; only smaller ones are copied."""
     waiting: list[memoryview] = []
+    size_bytes = 0  # of those waiting
     for piece in pieces:
         for start in range(0, len(piece), CHUNK_BYTES):
             part = memoryview(piece)[start : start + CHUNK_BYTES]
-            if sum(map(len, waiting)) + len(part) > CHUNK_BYTES:
+            if size_bytes + len(part) > CHUNK_BYTES:
                 yield _one(waiting)
-                waiting = []
+                waiting, size_bytes = [], 0
             waiting.append(part)
+            size_bytes += len(part)
     if waiting:
         yield _one(waiting)
 

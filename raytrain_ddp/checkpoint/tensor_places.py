@@ -48,7 +48,7 @@ class TensorPlaces:
         self._offsets: list[int] = []  # in the file, of each view
         done, used = 0, set[int]()
         try:
-            places = sorted(_places(head, size_bytes), key=_range)
+            places = _places(head, size_bytes)
         except _WRONG:
             places = []
         for place in places:
@@ -100,7 +100,7 @@ def view_tensors(data: memoryview) -> dict[str, Tensor]:
 
 
 def _places(head: bytes, size_bytes: int) -> list[_Place]:
-    """Those of all tensors, in the header's order. As safetensors does, refuses a header whose
+    """Those of all tensors, in the file's order. As safetensors does, refuses a header whose
     tensors do not fill the file without gaps.
 
     Raises:
@@ -116,18 +116,15 @@ def _places(head: bytes, size_bytes: int) -> list[_Place]:
         if end - start != math.prod(shape) * dtype.itemsize:
             raise ValueError(f"{name}: {start} to {end} is no place of {shape}")
         places.append(_Place(name, dtype, shape, len(head) + start, len(head) + end))
+    places.sort(key=lambda place: (place.start, place.end))
     done = len(head)
-    for place in sorted(places, key=_range):
+    for place in places:
         if place.start != done:
             raise ValueError(f"{place.name} begins at {place.start} instead of {done}")
         done = place.end
     if done != size_bytes:
         raise ValueError(f"its tensors end at {done} instead of {size_bytes}")
     return places
-
-
-def _range(place: _Place) -> tuple[int, int]:
-    return place.start, place.end
 
 
 def _viewed(data: memoryview, place: _Place, at: int) -> Tensor:

@@ -270,7 +270,7 @@ def require_same_model(model: nn.Module, world: World) -> None:
     Raises:
         ConfigError: this rank's model differs from rank 0's.
     """
-    shapes = [(name, tuple(t.shape), str(t.dtype)) for name, t in _tensors(model).items()]
+    shapes = [(name, tuple(t.shape), str(t.dtype)) for name, t in model_tensors(model).items()]
     if broadcast(shapes, world) != shapes:
         raise ConfigError(f"the model of rank {world.rank} has other parameters than rank 0's.")
 
@@ -284,12 +284,13 @@ def broadcast_model(model: nn.Module, world: World, is_loaded: bool) -> None:
     if world.size == 1:
         return
     loaded = model.state_dict().keys() if is_loaded else ()
-    for name, tensor in _tensors(model).items():
+    for name, tensor in model_tensors(model).items():
         if name not in loaded:
             broadcast_tensor(tensor, 0)
 
 
-def _tensors(model: nn.Module) -> dict[str, Tensor]:
+def model_tensors(model: nn.Module) -> dict[str, Tensor]:
+    """Parameters and buffers by name, those that `state_dict` omits as well."""
     return {**dict(model.named_parameters()), **dict(model.named_buffers())}
 
 

@@ -71,7 +71,7 @@ class Relay:
             self._send(memoryview(b""))
 
     def send(self, filename: str, pieces: Sequence[BytesLike], head: bytes = b"") -> None:
-        """As `read`, of what the source has already and does not keep; all take part.
+        """As `read`, of what the source has already, which `kept` lacks there.
 
         Args:
             head: see `TensorPlaces`.

@@ -8,7 +8,7 @@ from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.optim import Optimizer
 
 from raytrain_ddp.config.train_config import TrainConfig
@@ -23,7 +23,7 @@ from raytrain_ddp.training.gradient_compression import compress
 from raytrain_ddp.training.lr_schedule import steps_to_check
 from raytrain_ddp.training.nonfinite import StepTrace, make_guard
 from raytrain_ddp.training.phase_clock import Clock
-from raytrain_ddp.training.reduction import ddp_options
+from raytrain_ddp.training.reduction import ddp_options, model_tensors
 from raytrain_ddp.training.replica_check import ReplicaCheck
 from raytrain_ddp.training.session import Session
 from raytrain_ddp.training.several_optimizers import Optimizers, turns_of
@@ -163,10 +163,10 @@ class Stepper:
         """What follows an update, unless all turns were refused."""
         state = self._state
         if self._after_step is not None and not refused:
-            before = tensor_names(state.model)
+            before = model_tensors(state.model).keys()
             with torch.no_grad():
                 self._after_step(state.model, state.step + 1)
-            added = before ^ tensor_names(state.model)
+            added = before ^ model_tensors(state.model).keys()
             if added:
                 raise TaskError(
                     f"{place_of(self._after_step)}: adds or removes {min(added)} of the model, "
@@ -235,8 +235,3 @@ def _stages(task: Task, state: TrainState) -> dict[str, tuple[Optimizer, Alone]]
         others = [parameter for parameter in trained if id(parameter) not in own]
         stages[name] = each, partial(frozen_meanwhile, others)
     return stages
-
-
-def tensor_names(model: nn.Module) -> set[str]:
-    """Of parameters and buffers."""
-    return {name for name, _ in (*model.named_parameters(), *model.named_buffers())}
