@@ -30,7 +30,7 @@ from raytrain_ddp.errors import ConfigError, DataError
 from raytrain_ddp.events import LogRecord
 from raytrain_ddp.failpoints import failpoint
 from raytrain_ddp.tasks.task import Task
-from raytrain_ddp.tasks.task_check import eval_data_of, model_of, train_data_of
+from raytrain_ddp.tasks.task_check import eval_data_of, model_of, optional_method, train_data_of
 from raytrain_ddp.training.buffer_sync import own_memory
 from raytrain_ddp.training.data_identity import DataIdentity
 from raytrain_ddp.training.device_feed import AgreedCount, Audit, Feed, on_device
@@ -80,7 +80,6 @@ def prepare(
         _require_one_slot_each(plan, world)
     model = initial_model(config, task, world)
     _require_storable(model)
-    require_same_model(model, world)
     optimizer = optimizer_of(task, model, config)
     rates = LearningRates(task, optimizer, config, plan.steps_per_epoch)
     scaler = torch.amp.GradScaler(world.device.type, enabled=config.compute.precision == "fp16")
@@ -192,7 +191,8 @@ def _counted_splits(task: Task, world: World) -> Splits | None:
 
 
 def initial_model(config: TrainConfig, task: Task, world: World) -> nn.Module:
-    """The model on this worker's device, not wrapped, with the same weights on all workers."""
+    """The model on this worker's device, not wrapped; all ranks take part if there are several.
+    For a task's own optimizer, which may keep something of them, all have rank 0's weights."""
     seed_all(config.seed)
     # A resumed run needs no pretrained weights: its own follow.
     model = model_of(task, newest_manifest(run_storage(config)) is None)
@@ -205,6 +205,9 @@ def initial_model(config: TrainConfig, task: Task, world: World) -> nn.Module:
     model = model.to(world.device)
     if config.compute.compile:
         model.compile()
+    require_same_model(model, world)
+    if optional_method(task, "optimizer") is not None:
+        broadcast_model(model, world, is_loaded=False)
     return model
 
 

@@ -102,3 +102,40 @@ def test_a_model_of_another_shape_is_refused(workers: Group, tmp_path: Path, way
     assert ends[1].name == ConfigError.__name__
     assert "the model of rank 1 has other parameters than rank 0's" in ends[1].text
     assert all(isinstance(end, Raised) for end in ends)
+
+
+class Anchored(torch.optim.Optimizer):
+    """SGD that is pulled back to the weights that it was made with."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, {"lr": 0.05})
+        for parameter in self.param_groups[0]["params"]:
+            self.state[parameter]["anchor"] = parameter.detach().clone()
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                pull = parameter - self.state[parameter]["anchor"]
+                parameter.sub_(group["lr"] * (parameter.grad + pull))
+
+
+class RankedAnchored(Ranked):
+    def optimizer(self, model: nn.Module) -> Anchored:
+        return Anchored(model.parameters())
+
+
+def anchored_digest_of(rank: int, size: int, config: Any, differs: bool) -> str:
+    return run_tiny(rank, size, config, {"differs": differs}, kind=RankedAnchored).digest
+
+
+@pytest.mark.parametrize("way", ["ddp", "exact"])
+def test_an_optimizer_is_made_with_the_weights_of_rank_0(
+    workers: Group, tmp_path: Path, way: str
+) -> None:
+    alike, differs = (
+        tiny_config(tmp_path, name, epochs=1, **WAYS[way]) for name in ("alike", "differs")
+    )
+    (digest, *_) = workers(3, anchored_digest_of, plain(alike), False)
+    assert workers(3, anchored_digest_of, plain(differs), True) == [digest] * 3
+    assert bits(differs) == bits(alike)
