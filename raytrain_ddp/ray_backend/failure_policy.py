@@ -6,7 +6,8 @@ the driver knows whether the run makes progress:
 - Failures count against `scaling.max_failures`, and a new checkpoint resets the count, or a further
   step if the others have kept their state: a daily failure may go on for a year, but failures that
   prevent all progress end the run.
-- The same failure twice at the same step, without a checkpoint in between, would repeat forever.
+- The same error twice at the same step, without a checkpoint in between, would repeat forever, as
+  would a silent end three times: twice may be chance, if something outside ends processes.
 - The user's own exceptions and a lack of memory would happen again: they are not retried.
 - Workers that Ray ends because their node runs out of memory are replaced once.
 - Hangs are failures of the rank that the others waited for.
@@ -27,6 +28,8 @@ _MEMORY = (
     "Lower --micro-batch (the global batch stays) or --data.prefetch-mib, put fewer workers on a "
     f"node (--scaling.cpus-per-worker), or use a node with more memory. {KEPT}"
 )
+_SILENTLY = "crashed, or was killed,"
+_MOST_SILENT = 3
 _BY_RAY_FOR_MEMORY = ("running low on memory", "NODE_OUT_OF_MEMORY", "OutOfMemoryError")
 
 
@@ -46,6 +49,7 @@ class FailurePolicy:
         self._most, self.replaced = most, replaced
         self._in_a_row = 0
         self._before: tuple[int | None, str] | None = None  # (step, what) of the previous failure
+        self._alike = 0  # failures in a row that were like it
         self._for_memory = 0
         self._committed = self._reached = committed
         self._start: _Start = _Start("")
@@ -152,7 +156,8 @@ class FailurePolicy:
             said = "was ended by Ray because its node ran out of memory,"
             if self._for_memory > 1:
                 raise _exhausted(f"rank {rank} {said} {where}, again. {_MEMORY}", cause)
-        if step and self._before == (step, what):
+        self._alike = self._alike + 1 if step and self._before == (step, what) else 1
+        if self._alike >= (_MOST_SILENT if said == _SILENTLY else 2):
             raise _exhausted(
                 f"rank {rank} {said} {where}, as it did before, with no checkpoint in between: it "
                 f"would repeat forever. {_advice(what)} {KEPT}",
@@ -234,7 +239,7 @@ class _Start:
             rank for ranks in (texts, self.nodes) for rank in ranks if rank not in self.reports
         ]
         if silent:
-            return silent[0], f"the end of rank {silent[0]}", "crashed, or was killed,"
+            return silent[0], f"the end of rank {silent[0]}", _SILENTLY
         return min(texts), "the end of a connection", "lost its peers"
 
     def own_report(self) -> str:

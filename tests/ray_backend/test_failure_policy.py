@@ -153,8 +153,10 @@ def test_failures_in_a_row_end_the_run_at_scaling_max_failures():
     assert "\n" not in str(caught.value)
 
 
-def test_fault_48_the_same_death_at_the_same_step_twice_ends_the_run_at_once():
+def test_fault_48_the_same_death_at_the_same_step_three_times_ends_the_run():
+    """Twice may be by chance, if something outside kills."""
     story = Story(most=100)
+    assert story.start(at=3).killed(rank=1, step=5) is not None
     assert story.start(at=3).killed(rank=1, step=5) is not None
     with pytest.raises(RetriesExhausted, match="at step 5, as it did before") as caught:
         story.start(at=3).killed(rank=1, step=5)
@@ -181,8 +183,9 @@ def test_fault_48_the_same_error_at_the_same_step_twice_ends_the_run_at_once():
 def test_fault_48_another_step_another_rank_or_a_checkpoint_between_is_no_loop(
     rank: int, step: int, saved: int
 ):
-    story = Story()
-    assert story.start().killed(rank=1, step=5) is not None
+    story = Story(most=100)
+    for _ in range(2):
+        assert story.start().killed(rank=1, step=5) is not None
     story.start()
     if saved:
         story.saved(saved)
@@ -191,12 +194,12 @@ def test_fault_48_another_step_another_rank_or_a_checkpoint_between_is_no_loop(
 
 def test_fault_48_the_death_of_one_that_was_alone_is_placed_by_what_it_said_last():
     policy = FailurePolicy(100)
-    for number in range(2):
+    for number in range(3):
         joined = {"kind": "joined", "start": f"{number}", "rank": 0, "node": "n0"}
         for event in (joined, {"kind": "plan", "start_step": 0}, {"kind": "at", "step": 12}):
             assert policy.take(event) is None
         died = {"kind": "died", "texts": {0: KILLED.format(number)}, "preempted": []}
-        if number == 0:
+        if number < 2:
             shown = policy.take(died)
             assert shown is not None
             assert shown["step"] == 12

@@ -280,11 +280,11 @@ def test_workers_are_placed_one_by_one_where_the_others_go_on_without_them() -> 
 
 
 @pytest.mark.slow
-def test_fault_48_a_worker_that_dies_at_the_same_step_twice_ends_the_run(
+def test_fault_48_a_worker_that_dies_at_the_same_step_three_times_ends_the_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     dies = "train.before_step:kill@rank=1,step=5"
-    monkeypatch.setenv(VARIABLE, ";".join([dies] * 6))
+    monkeypatch.setenv(VARIABLE, ";".join([dies] * 8))
     monkeypatch.setenv(FOLDER_VARIABLE, str(tmp_path / "fired"))
     config = TrainConfig(
         storage=str(tmp_path),
@@ -298,7 +298,7 @@ def test_fault_48_a_worker_that_dies_at_the_same_step_twice_ends_the_run(
     # On a busy machine Ray may end rank 0 before it has said where it was: then the driver knows
     # the step but roughly, and needs one death more.
     died = len(list((tmp_path / "fired").iterdir()))
-    assert 2 <= died < 6
+    assert 3 <= died < 8
     assert text.getvalue().count("rank 1 failed") == died - 1
 
 
