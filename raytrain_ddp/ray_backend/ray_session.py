@@ -52,7 +52,9 @@ _HELD_LONGER_S = 60.0  # beyond the announced end of a node
 def world_of_worker(threads: int, seat: Seat | None = None) -> World:
     """This worker's world, by Ray Train, or by its seat in a generation, which is of CPUs."""
     if seat is not None:
-        return World(seat.rank, seat.size, seat.local_rank, torch.device("cpu"), threads)
+        return World(
+            seat.rank, seat.size, seat.local_rank, torch.device("cpu"), threads, seat.ranks
+        )
     context = ray.train.get_context()
     return World(
         rank=context.get_world_rank(),
@@ -107,12 +109,10 @@ class RaySession(RecordingSession):
         super().__init__(config, world, best, self._say, live)
         self.step: int | None = None
         self._mailbox, self._start, self._place = mailbox, start, place
-        self._rank = place.rank if place else world.rank  # of the run
         self._owners: Sequence[Owner] = ()
         self._newcomer = self._joins = False
-        self._pushed_at = 0.0
         self._answer: Any = None
-        self._signal = 0
+        self._pushed_at, self._signal = 0.0, 0
 
     def __exit__(self, *_: object) -> None:
         """Waits until the driver has received the last events."""
@@ -235,11 +235,12 @@ class RaySession(RecordingSession):
     def report_hang(self, hang: Hang) -> None:
         """The driver is notified by each rank that responds. Ranks that block the others end if
         these can be replaced; otherwise, all end."""
+        who = [f"rank {self.world.of_run(rank)}" for rank in hang.ranks]
         event = WorkerFailed(
             start=self._start,
-            rank=self._rank,
+            rank=self.world.of_run(self.world.rank),
             step=hang.step,
-            error=f"the hang of {', '.join(f'rank {r}' for r in hang.ranks) or 'all ranks'}",
+            error=f"the hang of {', '.join(who) or 'all ranks'}",
             message=hang.text,
             traceback="",
             status=RetriesExhausted.exit_status,

@@ -44,7 +44,7 @@ class WorkerLog:
         text = self._line(event)
         if text:
             now = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
-            _log.info("%s  rank %d: %s", now, self._world.rank, text)
+            _log.info("%s  rank %d: %s", now, self._world.of_run(self._world.rank), text)
 
     def _line(self, event: Event) -> str:
         match event:

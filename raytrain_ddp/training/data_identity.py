@@ -60,8 +60,8 @@ class DataIdentity:
             if mine != theirs:
                 size = f" ({rows} rows)" if rows else ""
                 raise DataError(
-                    f"rank {world.rank} has different {what}{size} than rank 0: all nodes need the "
-                    "same files."
+                    f"rank {world.of_run(world.rank)} has different {what}{size} than rank "
+                    f"{world.of_run(0)}: all nodes need the same files."
                 )
 
     def require_same(self, checkpoint: Checkpoint, data: Data) -> None:

@@ -10,7 +10,7 @@ import sysconfig
 import threading
 import traceback
 from collections import Counter
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Callable, Mapping, Sequence, Set
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -72,7 +72,8 @@ class RankStatus:
 
 @dataclass(frozen=True)
 class Hang:
-    """A diagnosis: as text, and the ranks that block the others, if they are known."""
+    """A diagnosis: as text, with ranks of the run; and the ranks of the process group that block
+    the others, if they are known."""
 
     text: str
     step: int
@@ -94,14 +95,18 @@ def is_hang(statuses: Mapping[int, RankStatus]) -> bool:
 
 
 def diagnose(
-    statuses: Mapping[int, RankStatus], owners: Sequence[Owner], stopped: Set[int] = frozenset()
+    statuses: Mapping[int, RankStatus],
+    owners: Sequence[Owner],
+    stopped: Set[int] = frozenset(),
+    of_run: Callable[[int], int] = int,
 ) -> Hang:
     """Finds the ranks that block the others.
 
     Args:
-        signs: by rank, for the ranks that respond; not empty.
+        statuses: by rank, for the ranks that respond; not empty.
         owners: the processes of all ranks.
         stopped: ranks that do not respond and are known to be stopped.
+        of_run: see `World.of_run`; for the text.
     """
     waiting = [status for status in statuses.values() if status.waits]
     seen = waiting or list(statuses.values())
@@ -115,8 +120,8 @@ def diagnose(
         here = "one of its threads holds the GIL and does not release it"
         why = [_STATES.get(s, here if s else unknown) for s in states.values()]
         return Hang(
-            f"{_who(silent, owners)} did not enter {what}: {_joined(why)}; the others have waited "
-            f"{since}",
+            f"{_who(silent, owners, of_run)} did not enter {what}: {_joined(why)}; the others have "
+            f"waited {since}",
             usual.step,
             tuple(silent),
         )
@@ -133,7 +138,8 @@ def diagnose(
         return Hang(text, usual.step, ())
     ranks = [status.rank for status in behind]
     return Hang(
-        f"{_who(ranks, owners)} did not enter {what}: {_places(behind)}; the others wait {since}",
+        f"{_who(ranks, owners, of_run)} did not enter {what}: {_places(behind)}; the others wait "
+        f"{since}",
         usual.step,
         tuple(ranks),
     )
@@ -160,10 +166,9 @@ def _collective(place: _WaitPoint) -> str:
     return f"the {named} of step {place.step} ({place.doing}{number})"
 
 
-def _who(ranks: Sequence[int], owners: Sequence[Owner]) -> str:
-    return ", ".join(f"rank {rank} ({owners[rank].host})" for rank in ranks[:4]) + (
-        f" and {len(ranks) - 4} more" if len(ranks) > 4 else ""
-    )
+def _who(ranks: Sequence[int], owners: Sequence[Owner], of_run: Callable[[int], int]) -> str:
+    first = ", ".join(f"rank {of_run(rank)} ({owners[rank].host})" for rank in ranks[:4])
+    return first + (f" and {len(ranks) - 4} more" if len(ranks) > 4 else "")
 
 
 def _places(statuses: Sequence[RankStatus]) -> str:

@@ -62,7 +62,8 @@ def handle_nonfinite(
 
 
 def _all_losses(trace: StepTrace, world: World) -> list[_SlotLoss]:
-    mine = [_SlotLoss(world.rank, slot, loss.item()) for slot, loss in trace.losses.items()]
+    rank = world.of_run(world.rank)
+    mine = [_SlotLoss(rank, slot, loss.item()) for slot, loss in trace.losses.items()]
     parts = [mine] * world.size
     if world.size > 1:
         dist.all_gather_object(parts, mine)

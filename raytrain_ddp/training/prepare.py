@@ -145,7 +145,7 @@ def prepare(
         identity=identity,
         logged_step=state.step,
         clock=clock,
-        stragglers=Stragglers(plan.slots, world.size),
+        stragglers=Stragglers(plan.slots, world.size, world.of_run),
         flops=flops,
         metrics=last_metrics(log, state.step),
         live=live,

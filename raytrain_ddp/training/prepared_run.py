@@ -85,9 +85,8 @@ class PreparedRun:
         samples = sum(self.plan.samples(s % per_epoch) for s in range(self.logged_step, step))
         samples_per_s = samples / trained_s
         flops_per_s = self.flops * samples_per_s / world.size
-        timing = step_timing.summary(
-            readings, step - self.logged_step, flops_per_s, self.peak_flops_per_s
-        )
+        steps, peak = step - self.logged_step, self.peak_flops_per_s
+        timing = step_timing.summary(readings, steps, flops_per_s, peak, world.of_run)
         self.session.log(
             events.Train(
                 step=step,
@@ -106,7 +105,7 @@ class PreparedRun:
             self.state.reserve()
         # Not logged: the log would grow with the number of workers.
         if world.is_main and 1 < world.size <= events.Ranks.MOST:
-            split_s = step_timing.by_rank(readings, step - self.logged_step)
+            split_s = step_timing.by_rank(readings, steps, world.of_run)
             self.session.tell(events.Ranks(step, split_s))
         straggler = self.stragglers.look(step, timing.slowest, self.session.hosts)
         if straggler is not None:

@@ -84,7 +84,8 @@ class Profile:
         self._clock.doing = WRITING
         trace.stop()
         last = self._first + steps - 1
-        name = f"rank-{self._world.rank}-steps-{self._first}-{last}.json.gz"
+        rank = self._world.of_run(self._world.rank)
+        name = f"rank-{rank}-steps-{self._first}-{last}.json.gz"
         try:
             self._keep(trace, name)
             where = f"; {name} is in {self._run}/{PROFILES}: open it in Perfetto."

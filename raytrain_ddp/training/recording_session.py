@@ -84,6 +84,7 @@ class RecordingSession:
                 exchange,
                 self.state,
                 self.report_hang,
+                self.world.of_run,
             )
 
     def status_exchange(self, owners: Sequence[Owner]) -> Exchange | None:

@@ -272,7 +272,8 @@ def require_same_model(model: nn.Module, world: World) -> None:
     """
     shapes = [(name, tuple(t.shape), str(t.dtype)) for name, t in model_tensors(model).items()]
     if broadcast(shapes, world) != shapes:
-        raise ConfigError(f"the model of rank {world.rank} has other parameters than rank 0's.")
+        mine, first = world.of_run(world.rank), world.of_run(0)
+        raise ConfigError(f"the model of rank {mine} has other parameters than rank {first}'s.")
 
 
 def broadcast_model(model: nn.Module, world: World, is_loaded: bool) -> None:

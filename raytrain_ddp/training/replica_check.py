@@ -75,8 +75,12 @@ class ReplicaCheck:
                 broadcast_tensor(tensor, source)
             self._state.compression.align(source)
             step = self._state.step
-            self._session.log(Resync(step, ranks, source, first=names[0]))
-            text = f"{found}. All go on with the weights and optimizer state of rank {source}."
+            of_run = self._world.of_run
+            who = [of_run(rank) for rank in ranks]
+            self._session.log(Resync(step, who, of_run(source), first=names[0]))
+            text = (
+                f"{found}. All go on with the weights and optimizer state of rank {of_run(source)}."
+            )
             self._session.tell(Note(text))
             differing = self._differing()
         if differing is not None:
@@ -104,10 +108,11 @@ class ReplicaCheck:
         return rows.index(usual), ranks, names
 
     def _problem(self, ranks: Sequence[int], names: Sequence[str]) -> str:
-        hosts = self._session.hosts
-        who = ", ".join(f"{rank} ({hosts[rank]})" if hosts else f"{rank}" for rank in ranks)
+        hosts, of_run = self._session.hosts, self._world.of_run
+        names_of = (f"{of_run(r)} ({hosts[r]})" if hosts else f"{of_run(r)}" for r in ranks)
+        who = ", ".join(names_of)
         subject = f"ranks {who} have" if len(ranks) > 1 else f"rank {who} has"
-        others = "rank 0" if self._world.size == 2 else "the others"
+        others = f"rank {of_run(0)}" if self._world.size == 2 else "the others"
         more = f" and {len(names) - 1} more" if len(names) > 1 else ""
         return (
             f"{subject} other weights than {others} after step {self._state.step}: "

@@ -65,6 +65,7 @@ class Seat(NamedTuple):
         address: of its store.
         key: that no other generation has, also of another roster.
         rank: in the generation, as are `size`, `local_rank` and so on.
+        ranks: those that the members have in the run; empty: the same.
     """
 
     number: int
@@ -75,6 +76,7 @@ class Seat(NamedTuple):
     local_rank: int = 0
     local_size: int = 0
     node_rank: int = 0
+    ranks: tuple[int, ...] = ()
 
     @property
     def generation(self) -> str:
@@ -234,6 +236,8 @@ class Roster:
         on_node: dict[str, list[int]] = {node: [] for node in nodes}
         for each in members:
             on_node[each.node_id].append(each.rank)
+        ranks = tuple(each.rank for each in members)
+        ranks = () if ranks == tuple(range(len(members))) else ranks
         self._seats = {
             each.token: Seat(
                 self._newest,
@@ -244,6 +248,7 @@ class Roster:
                 on_node[each.node_id].index(each.rank),
                 len(on_node[each.node_id]),
                 nodes.index(each.node_id),
+                ranks,
             )
             for rank, each in enumerate(members)
         }

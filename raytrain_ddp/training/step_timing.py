@@ -5,8 +5,9 @@ from __future__ import annotations
 import math
 import re
 import resource
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from statistics import median
 from typing import NamedTuple
 
@@ -68,30 +69,42 @@ def gathered(mine: Reading, world: World) -> list[Reading]:
 
 
 def summary(
-    readings: Sequence[Reading], steps: int, flops_per_s: float, peak: float | None
+    readings: Sequence[Reading],
+    steps: int,
+    flops_per_s: float,
+    peak: float | None,
+    of_run: Callable[[int], int] = int,
 ) -> Timing:
     """The timing of `steps` steps for the log.
 
     Args:
         flops_per_s: achieved by a rank; 0 if unknown.
         peak: FLOP/s that its GPU can achieve; None if unknown.
+        of_run: see `World.of_run`.
     """
+    slowest = _slowest(readings) if len(readings) > 1 else None
     return Timing(
         step_s=max(reading.seconds for reading in readings) / steps,
         split_s=_split(readings, steps),
         peak_memory_bytes=max(reading.peak_memory_bytes for reading in readings),
-        slowest=_slowest(readings) if len(readings) > 1 else None,
+        slowest=slowest and replace(slowest, rank=of_run(slowest.rank)),
         flops_per_s=flops_per_s or None,
         mfu=flops_per_s / peak if flops_per_s and peak else None,
     )
 
 
-def by_rank(readings: Sequence[Reading], steps: int) -> list[dict[str, float]]:
-    """Seconds per step by phase, for phases that took any time, of each rank."""
-    return [
-        {p: float(f"{s / steps:.3g}") for p, s in zip(PHASES, r.phases, strict=True) if s > 0}
-        for r in readings
-    ]
+def by_rank(
+    readings: Sequence[Reading], steps: int, of_run: Callable[[int], int] = int
+) -> list[dict[str, float]]:
+    """Seconds per step by phase, for phases that took any time, of each rank of the run; nothing
+    for one that is missing."""
+    found = {
+        of_run(rank): {
+            p: float(f"{s / steps:.3g}") for p, s in zip(PHASES, r.phases, strict=True) if s > 0
+        }
+        for rank, r in enumerate(readings)
+    }
+    return [found.get(rank, {}) for rank in range(max(found) + 1)]
 
 
 def _split(readings: Sequence[Reading], steps: int) -> dict[str, float]:

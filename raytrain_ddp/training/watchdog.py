@@ -70,6 +70,7 @@ class Watchdog:
         exchange: see Exchange; may raise anything.
         state: of a process on any machine; may take long for another machine. See State.
         end: reports a hang, and ends this process or its collectives.
+        of_run: see `World.of_run`.
     """
 
     def __init__(
@@ -82,8 +83,10 @@ class Watchdog:
         exchange: Exchange,
         state: State,
         end: Callable[[Hang], None],
+        of_run: Callable[[int], int] = int,
     ) -> None:
         self._clock, self._rank, self._owners = clock, rank, owners
+        self._of_run = of_run
         self._least_s = _AUTO_S if isinstance(hang_s, str) else float(hang_s)
         self._run, self._exchange, self._end = run, exchange, end
         self._state = state
@@ -260,11 +263,11 @@ class Watchdog:
         self, statuses: Mapping[int, RankStatus], still_s: float, stopped: Set[int]
     ) -> None:
         """Saves what all ranks know, and ends the ranks that block the others."""
-        hang = diagnose(statuses, self._owners, stopped)
+        hang = diagnose(statuses, self._owners, stopped, self._of_run)
         folder = start_folder(self._owners)
         text = f"{hang.text}. The stacks of all ranks are in {self._run}/{HANGS}/{folder}."
         hang = replace(hang, text=text)
-        mine = f"rank {self._rank}: {hang.text}\n\n{stacks()}"
+        mine = f"rank {self._of_run(self._rank)}: {hang.text}\n\n{stacks()}"
         print(mine, file=sys.stderr, flush=True)
         # In a thread, as the storage may be what hangs.
         keeping = threading.Thread(target=self._keep, args=(hang, mine, statuses), daemon=True)
@@ -287,16 +290,19 @@ class Watchdog:
         with suppress(OSError):
             folder = self._run.join(HANGS).join(start_folder(self._owners))
             folder.mkdir()
-            folder.write_atomic(f"rank-{self._rank}.txt", mine.encode())
+            name = f"rank-{self._of_run(self._rank)}"
+            folder.write_atomic(f"{name}.txt", mine.encode())
             with suppress(Exception):
                 newest = json.dumps(collectives(), indent=1)
-                folder.write_atomic(f"rank-{self._rank}-collectives.json", newest.encode())
+                folder.write_atomic(f"{name}-collectives.json", newest.encode())
             if self._rank != min(statuses):
                 return
             for rank, owner in enumerate(self._owners):
                 if rank not in statuses and (stack := stack_of(owner, rank)):
-                    folder.write_atomic(f"rank-{rank}.txt", stack)
-            document = {**asdict(hang), "signs": [asdict(status) for status in statuses.values()]}
+                    folder.write_atomic(f"rank-{self._of_run(rank)}.txt", stack)
+            ranks = [self._of_run(rank) for rank in hang.ranks]
+            signs = [{**asdict(s), "rank": self._of_run(r)} for r, s in statuses.items()]
+            document = {**asdict(hang), "ranks": ranks, "signs": signs}
             folder.write_atomic("hang.json", json.dumps(document, indent=1).encode())
 
 

@@ -21,13 +21,23 @@ _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 @dataclass(frozen=True)
 class World:
-    """One worker's place: its `rank` of `size`, its device, and its number of CPU threads."""
+    """One worker's place: its `rank` of `size`, its device, and its number of CPU threads.
+
+    Args:
+        ranks: those that the workers have in the run, which some workers may be missing from;
+            empty: the same.
+    """
 
     rank: int
     size: int
     local_rank: int
     device: torch.device
     threads: int
+    ranks: tuple[int, ...] = ()
+
+    def of_run(self, rank: int) -> int:
+        """The rank in the run of a worker, for messages, logs and files."""
+        return self.ranks[rank] if self.ranks else rank
 
     @property
     def is_main(self) -> bool:

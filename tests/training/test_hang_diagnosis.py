@@ -51,6 +51,7 @@ from raytrain_ddp.training.hang_diagnosis import (
 )
 from raytrain_ddp.training.phase_clock import Clock
 from raytrain_ddp.training.watchdog import State, Watchdog, ask_s
+from raytrain_ddp.training.world import World
 
 Meddle = Callable[[int, Path, int], None]
 SOON = ScalingConfig(hang_s=2.0)
@@ -443,6 +444,7 @@ def watched(
     state: State,
     doing: str = "evaluation",
     rank: int = 0,
+    of_run: Callable[[int], int] = int,
 ) -> Hang | None:
     """What a rank finds within 5 s; the other two are of another machine."""
     found: list[Hang] = []
@@ -460,7 +462,8 @@ def watched(
         found.append(hang)
         ended.set()
 
-    dog = Watchdog(clock, 1.0, rank, owners, open_storage(str(folder)), exchange, state, end)
+    storage = open_storage(str(folder))
+    dog = Watchdog(clock, 1.0, rank, owners, storage, exchange, state, end, of_run)
     ended.wait(5)
     dog.close()
     return found[0] if found else None
@@ -501,6 +504,29 @@ def test_fault_33_a_rank_stopped_on_another_host_is_named_where_others_have_pati
     assert first is not None
     assert first.text.startswith("rank 2 (far) did not enter the all-reduce")
     assert "its process is stopped (SIGSTOP" in first.text
+
+
+def test_fault_33_while_some_workers_are_missing_texts_and_files_have_the_ranks_of_the_run(
+    tmp_path: Path,
+):
+    """Here those of 0, 3 and 4 are left, and the last one is stopped."""
+    world = World(0, 3, 0, torch.device("cpu"), 1, ranks=(0, 3, 4))
+
+    def others() -> list[RankStatus]:
+        return [sign(1, doing="evaluation", still_s=time.monotonic() % 10)]
+
+    def state(owner: Owner) -> str:
+        return "T" if owner.pid == 3 else "S"
+
+    hang = watched(tmp_path, others, state, of_run=world.of_run)
+    assert hang is not None
+    assert hang.text.startswith("rank 4 (far) did not enter the all-reduce")
+    assert hang.ranks == (2,)
+    files = {path.name: path for path in tmp_path.rglob("*") if path.is_file()}
+    assert "rank-0.txt" in files
+    document = json.loads(files["hang.json"].read_text())
+    assert document["ranks"] == [4]
+    assert sorted(each["rank"] for each in document["signs"]) == [0, 3]
 
 
 def test_fault_33_a_sign_that_stays_where_it_was_put_keeps_nobody_waiting_for_ever(tmp_path: Path):

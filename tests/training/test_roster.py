@@ -218,6 +218,9 @@ def test_further_ranks_join_those_that_train_and_stay_without_the_first_ones() -
     assert desk.asks(1, "b", last=2, **of) is None
     assert desk.asks(3, "d", last=2, **of) is None
     assert desk.asks(5, "f", last=2, **of) == (3, "host:98")
+    left = desk.roster.meet(Member(3, W, 3, "d", 2, "a", most=6))[0]
+    assert left is not None
+    assert (left.rank, left.size, left.ranks) == (1, 3, (1, 3, 5)), "for texts: those of the run"
     assert desk.asks(0, "g", **of) is None
     assert not desk.roster.has_newcomer(), "rank 2 is replaced, too"
     assert desk.asks(2, "h", **of) is None
@@ -265,7 +268,7 @@ def test_places_on_several_nodes() -> None:
             roster.meet(Member(rank, 5, 5, f"{rank}", 0, node, node))[0]
             for rank, node in enumerate(nodes)
         ]
-    assert [seat and seat[3:] for seat in seats] == [
+    assert [seat and seat[3:8] for seat in seats] == [
         (0, 5, 0, 2, 0),
         (1, 5, 0, 3, 1),
         (2, 5, 1, 2, 0),

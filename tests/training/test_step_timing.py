@@ -27,6 +27,7 @@ from raytrain_ddp.training.step_timing import (
     summary,
 )
 from raytrain_ddp.training.stragglers import Stragglers
+from raytrain_ddp.training.world import World
 
 CPU = torch.device("cpu")
 
@@ -125,6 +126,20 @@ def test_fault_32_a_straggler_is_reported_once_and_again_when_it_changes():
         "rank 1 on b takes 3.0 x as long as the others, which wait for it: mostly in data, "
         "as of step 10"
     )
+
+
+def test_while_some_workers_are_missing_a_straggler_has_its_rank_of_the_run():
+    """Ranks 0, 3 and 4 are left; the last one has two of four slots, and the middle one is slow."""
+    of_run = World(0, 3, 0, torch.device("cpu"), 1, ranks=(0, 3, 4)).of_run
+    readings = [Reading(1.0, (each,) * len(PHASES), 1) for each in (0.1, 0.5, 0.1)]
+    timing = summary(readings, 1, 0, None, of_run)
+    assert timing.slowest is not None
+    assert timing.slowest.rank == 3
+    stragglers = Stragglers(4, 3, of_run)
+    events = [stragglers.look(n, timing.slowest, ["a", "b", "c"]) for n in range(5)]
+    assert [event.rank for event in events if event is not None] == [3]
+    assert "rank 3 on b takes 5.0 x" in str(events[-1])
+    assert [bool(each) for each in by_rank(readings, 1, of_run)] == [True, False, False, True, True]
 
 
 def test_one_rank_alone_is_not_the_slowest():
