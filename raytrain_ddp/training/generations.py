@@ -32,6 +32,7 @@ _CONNECT_S = 60.0
 _THERE_S = 20.0  # one that has died since it asked is replaced meanwhile
 _TRIES = 5
 _COLLECTIVE_S = 1800.0  # as long as in Ray Train
+_LEAVING_S = 0.3  # for gloo to see the ends of connections
 
 
 class NewcomerWaits(Exception):
@@ -120,6 +121,8 @@ class Place:
     def _watch(self) -> None:
         """Gives signs of life, and ends collectives when the generation is over: those with a
         machine that is cut off would not notice, nor those that gloo no longer reads for."""
+        import torch.distributed as dist
+
         while not self._closed.wait(beat_s(self._member.size)):
             connected, sockets = self._connected, self._sockets
             member = replace(self._member, last=max(0, self.seat.number))
@@ -131,7 +134,7 @@ class Place:
                     with self._leaving:
                         if was_shut_down and connected is self._connected:
                             sockets.replace()
-                            _write_to_all(connected)
+                            _write_to_all(dist.group.WORLD, connected)
 
     def close(self) -> None:
         """No more signs of life."""
@@ -153,12 +156,17 @@ class Place:
 
     def leave(self) -> None:
         """Ends this process's part in its process group: the other ranks' collectives fail."""
+        import torch.distributed as dist
+
         from raytrain_ddp.training.torch_compat import end_group
 
         with self._leaving:
-            self._connected = Seat(0)
+            seat, self._connected = self._connected, Seat(0)
             self._sockets.shut_down()
-        end_group()
+        if seat.number:
+            ending = dist.group.WORLD, self._sockets, seat
+            threading.Thread(target=_let_go, args=ending, name="leaving").start()
+        end_group()  # does not wait for what that thread still has
 
     def _all(self, what: str, limit_s: float = 10.0) -> None:
         """Waits until all ranks have called this."""
@@ -197,10 +205,12 @@ class _Sockets:
         receiving. It then neither sees the end of that connection, nor takes a failing write for an
         error if the connection is only shut down; other collectives would wait for their time
         limit. So each is replaced by a socket without an address, to which a write is an error. It
-        joins the same epoll, from which gloo will remove it, without any event.
+        joins the same epoll, from which gloo will remove it, without any event. A read returns at
+        once: gloo may be about to.
         """
         epolls = _open_files("anon_inode:[eventpoll]")
         with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as without_address:
+            without_address.setblocking(False)
             for number, _ in self._connections():
                 for epoll in epolls:
                     if number in _watched_by(epoll):
@@ -234,15 +244,25 @@ def _watched_by(epoll: int) -> set[int]:
     return {int(line.split()[1]) for line in lines if line.startswith("tfd:")}
 
 
-def _write_to_all(seat: Seat) -> None:
-    """Sends something to each other rank; nobody receives it."""
+def _write_to_all(group: Any, seat: Seat) -> None:
+    """Sends something to each other rank of a process group; nobody receives it."""
     import torch
-    import torch.distributed as dist
 
     for rank in range(seat.size):
         if rank != seat.rank:
             with suppress(Exception):  # the failure that is wanted
-                dist.isend(torch.zeros(1), rank)
+                group.send([torch.zeros(1)], rank, 0)
+
+
+def _let_go(group: Any, sockets: _Sockets, seat: Seat) -> None:
+    """Ends the last reference to a process group that is left.
+
+    gloo then waits for its collectives. One that nobody waits for here, such as a vote, may not
+    have noticed: see `_Sockets.replace`.
+    """
+    time.sleep(_LEAVING_S)
+    sockets.replace()
+    _write_to_all(group, seat)
 
 
 def through_generations(

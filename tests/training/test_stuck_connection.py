@@ -14,16 +14,16 @@ from typing import Any
 import pytest
 from processes import PRELOADED
 
+from raytrain_ddp.training.generations import Place, _Sockets, _write_to_all
+from raytrain_ddp.training.roster import Member, Seat
+
 _FAILS_S = 20.0  # gloo's own time limit is 60 s here
 _BIG = 100_000_000  # elements: more than the buffers of sockets
 
 
-def _rank(rank: int, port: int, folder: str) -> None:
+def _rank(rank: int, port: int, folder: str, waits: bool) -> None:
     import torch
     import torch.distributed as dist
-
-    from raytrain_ddp.training.generations import _Sockets, _write_to_all
-    from raytrain_ddp.training.roster import Seat
 
     store = dist.TCPStore("127.0.0.1", port, 2, rank == 0, wait_for_workers=False)
     sockets = _Sockets()
@@ -43,6 +43,8 @@ def _rank(rank: int, port: int, folder: str) -> None:
     del work  # as gloo's own receiving buffer when an all-reduce fails
     assert not big[-1]
     seat = Seat(1, rank=1, size=2)
+    if not waits:
+        _leave(sockets, seat, Path(folder))
     times: dict[str, float] = {}
 
     def end() -> None:
@@ -51,7 +53,7 @@ def _rank(rank: int, port: int, folder: str) -> None:
         time.sleep(2)
         times["replaced"] = time.monotonic()
         sockets.replace()
-        _write_to_all(seat)
+        _write_to_all(dist.group.WORLD, seat)
 
     threading.Thread(target=end, daemon=True).start()
     try:
@@ -66,8 +68,41 @@ def _rank(rank: int, port: int, folder: str) -> None:
     os._exit(0)
 
 
+class _Nobody:
+    """A roster without members."""
+
+    def meet(self, member: object) -> None:
+        raise NotImplementedError
+
+    def is_over(self, member: object) -> bool:
+        return False
+
+
+def _leave(sockets: _Sockets, seat: Seat, folder: Path) -> None:
+    """Leaves a group in which a vote still waits that nobody reads."""
+    import torch
+    import torch.distributed as dist
+
+    place = Place(Member(1, 2, 2, "a", 0, "here"), "127.0.0.1", _Nobody())
+    place._sockets, place._connected = sockets, seat
+    vote = dist.broadcast(torch.zeros(4), 0, async_op=True)
+    time.sleep(0.5)
+    began = time.monotonic()
+    place.leave()
+    left_s = time.monotonic() - began
+    del vote
+    for each in threading.enumerate():
+        if each.name == "leaving":
+            each.join()
+    (folder / "said").write_text(f"{time.monotonic() - began:.2f} {left_s < 0.3}\nended")
+    os._exit(0)
+
+
+@pytest.mark.parametrize("waits", [True, False], ids=["waits for it", "leaves the group"])
 @pytest.mark.each_version
-def test_a_connection_that_gloo_no_longer_reads_is_ended_and_the_process_lives(tmp_path: Path):
+def test_a_connection_that_gloo_no_longer_reads_is_ended_and_the_process_lives(
+    tmp_path: Path, waits: bool
+):
     import torch.distributed as dist
 
     context = mp.get_context("forkserver")
@@ -76,7 +111,7 @@ def test_a_connection_that_gloo_no_longer_reads_is_ended_and_the_process_lives(t
     port = free.port
     del free
     ranks: list[Any] = [
-        context.Process(target=_rank, args=(rank, port, str(tmp_path))) for rank in range(2)
+        context.Process(target=_rank, args=(rank, port, str(tmp_path), waits)) for rank in range(2)
     ]
     try:
         for process in ranks:
@@ -88,4 +123,5 @@ def test_a_connection_that_gloo_no_longer_reads_is_ended_and_the_process_lives(t
     late, _, rest = (tmp_path / "said").read_text().partition(" ")
     assert 0 <= float(late) < _FAILS_S, rest
     assert rest.endswith("\nended")
+    assert waits or rest.startswith("True"), "leaving took long"
     assert ranks[1].exitcode == 0
