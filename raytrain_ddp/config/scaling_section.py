@@ -36,10 +36,11 @@ class ScalingConfig:
     max_failures: int = field(default=3, metadata=FREE)
     """How many times in a row failed workers are replaced before the run ends (exit status 7). A
     new checkpoint resets the count: a long run survives many failures, and a broken one ends."""
-    replace_workers: bool = field(default=True, metadata=FREE)
+    replace_workers: bool | Literal["auto"] = field(default="auto", metadata=FREE)
     """A worker that dies is replaced while the others keep their state: no step is repeated. With
-    exact, or MIN:MAX workers, the others go on in the meantime. On CPUs; with GPUs, and with false,
-    all workers restart from the newest checkpoint."""
+    exact, or MIN:MAX workers, the others go on in the meantime. false: all workers restart from the
+    newest checkpoint. auto: true, except over NCCL, where it has not been tested on real GPUs; with
+    true, each step there waits for its last collective before its update."""
     warm_processes: bool | Literal["auto"] = field(default="auto", metadata=FREE)
     """Start Ray's processes as forks of a process per node that has torch loaded, on Linux. auto:
     on machines without a GPU. That process stays on a running cluster for an hour after its last
@@ -53,7 +54,8 @@ class ScalingConfig:
     s."""
     resize_s: float = field(default=30.0, metadata=FREE)
     """With MIN:MAX workers: seconds between checks whether more fit, which costs a restart from the
-    newest checkpoint. On GPUs only: on CPUs, workers join between two steps once they fit."""
+    newest checkpoint. Where dead workers are replaced (replace_workers), others join between two
+    steps once they fit, without a restart."""
     start_timeout_s: float | Literal["auto"] = field(default="auto", metadata=FREE)
     """Seconds to request the same number of workers from Ray before requesting as many as fit. Ray
     still counts on a lost node for some seconds. Loading torch is not included. auto: 5 with

@@ -22,7 +22,7 @@ from raytrain_ddp.ray_backend.cluster import (
     ray_connection,
     shipped_code,
 )
-from raytrain_ddp.ray_backend.worker import enter_folder
+from raytrain_ddp.ray_backend.worker_process import enter_folder
 
 if TYPE_CHECKING:
     from raytrain_ddp.predict.part_maker import Job

@@ -23,12 +23,8 @@ from raytrain_ddp.config.recipe import from_dict
 from raytrain_ddp.errors import ConfigError, PreflightError, RaytrainError, RetriesExhausted
 from raytrain_ddp.failpoints import failpoint
 from raytrain_ddp.ray_backend.placement import Layout
-from raytrain_ddp.ray_backend.worker import (
-    WorkerSettings,
-    apply_settings,
-    end_with_raylet,
-    require_folder,
-)
+from raytrain_ddp.ray_backend.worker import WorkerSettings, apply_settings, require_folder
+from raytrain_ddp.ray_backend.worker_process import end_with_raylet
 
 if TYPE_CHECKING:
     from raytrain_ddp.config.train_config import TrainConfig

@@ -15,11 +15,9 @@ from typing import Any
 import ray
 import ray.train
 import ray.train.torch
-import torch
 from ray.train import CheckpointUploadMode
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from torch import nn
-from torch.nn.parallel import DistributedDataParallel
 
 from raytrain_ddp.checkpoint.lease import Owner
 from raytrain_ddp.checkpoint.run_folder import CONFIG_FILE, run_storage
@@ -37,7 +35,6 @@ from raytrain_ddp.training.live_state import LiveState
 from raytrain_ddp.training.recorder import Best
 from raytrain_ddp.training.recording_session import RecordingSession
 from raytrain_ddp.training.rendezvous import Exchange
-from raytrain_ddp.training.roster import Seat
 from raytrain_ddp.training.session import Requests, Snapshot
 from raytrain_ddp.training.world import World, broadcast
 from raytrain_ddp.uri import without_secrets
@@ -47,22 +44,6 @@ _MEET_S = 10.0
 _LAST_S = 20.0  # time limit for the driver to take the last events
 _CONFIRM_EVERY_S = 0.05
 _HELD_LONGER_S = 60.0  # beyond the announced end of a node
-
-
-def world_of_worker(threads: int, seat: Seat | None = None) -> World:
-    """This worker's world, by Ray Train, or by its seat in a generation, which is of CPUs."""
-    if seat is not None:
-        return World(
-            seat.rank, seat.size, seat.local_rank, torch.device("cpu"), threads, seat.ranks
-        )
-    context = ray.train.get_context()
-    return World(
-        rank=context.get_world_rank(),
-        size=context.get_world_size(),
-        local_rank=context.get_local_rank(),
-        device=ray.train.torch.get_device(),
-        threads=threads,
-    )
 
 
 class RaySession(RecordingSession):
@@ -125,11 +106,15 @@ class RaySession(RecordingSession):
 
     def wrap(self, model: nn.Module, options: Mapping[str, Any]) -> nn.Module:
         if self._place:  # Ray Train may not know this worker, and counts others
-            return DistributedDataParallel(model, **options) if self.world.size > 1 else model
+            return super().wrap(model, options)
         wrapped: nn.Module = ray.train.torch.prepare_model(
             model, parallel_strategy_kwargs=dict(options)
         )
         return wrapped
+
+    def confirm(self) -> None:
+        if self._place:
+            self._place.confirm()
 
     def _say(self, event: Event) -> None:
         """Called for all events of rank 0, also from the committing thread."""

@@ -54,16 +54,18 @@ class Start(NamedTuple):
 def start_of(config: TrainConfig, layout: Layout) -> Start:
     """The start of the workers. If any dies, only that one is replaced, except
 
-    - on GPUs: a collective of NCCL's that is aborted would let the update go on with its result.
+    - over NCCL, unless the config asks for it, or if nothing would end its hanging collectives.
     - with ddp.shard_optimizer: what is lost with a worker is in the newest checkpoint only.
     - with MIN:MAX workers of a strict placement, which those that come one by one could not keep.
 
     Args:
         layout: as it is configured. With MIN:MAX, as many as there is room for are started.
     """
-    replaces = config.scaling.replace_workers and not config.ddp.shard_optimizer
-    replaces = replaces and layout.backend == "gloo" and not layout.use_gpu
-    if not replaces or layout.most == 1 or not hasattr(Backend, "has_replica_groups"):
+    wanted = config.scaling.replace_workers
+    if "nccl" in layout.backend:
+        wanted = wanted is True and bool(config.scaling.hang_s)
+    wanted = wanted and not config.ddp.shard_optimizer and layout.most > 1
+    if not wanted or not hasattr(Backend, "has_replica_groups"):
         return Start(layout)
     is_strict = config.scaling.placement.startswith("STRICT")
     if layout.least < layout.most and is_strict:
@@ -86,7 +88,8 @@ def place_of_worker(given: WorkerSettings, rank: int, node: str) -> Place:
     here = ray.get_runtime_context().get_node_id()
     token = os.urandom(8).hex()
     member = Member(rank, given.size, given.least, token, 0, node, here, most=given.most)
-    return Place(member, ray.util.get_node_ip_address(), _Remote(given.mailbox))
+    registry = _Remote(given.mailbox)
+    return Place(member, ray.util.get_node_ip_address(), registry, given.backend)
 
 
 def set_environment(seat: Seat) -> None:

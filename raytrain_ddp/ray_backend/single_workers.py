@@ -74,7 +74,8 @@ class SingleWorkers:
         if rank in self._groups:
             place = PlacementGroupSchedulingStrategy(self._groups[rank])
         actor = ray.remote(
-            num_cpus=self._wanted["CPU"],  # without GPUs: see `start_of`
+            num_cpus=self._wanted["CPU"],
+            num_gpus=self._wanted.get("GPU", 0),
             scheduling_strategy=place,
         )(SingleWorker).remote()
         self._actors[rank], self._started_at[rank] = actor, time.monotonic()

@@ -95,6 +95,7 @@ def worker_settings(
         least=least,
         size=size,
         most=layout.most,
+        backend=layout.backend,
         failpoints=(os.environ.get(VARIABLE, ""), os.environ.get(FOLDER_VARIABLE, "")),
     )
 
@@ -105,8 +106,10 @@ def _torch_config(config: TrainConfig, layout: Layout, replaces: bool) -> Any:
     from raytrain_ddp.ray_backend.nccl_config import NcclConfig
     from raytrain_ddp.ray_backend.replacing import ReplacingConfig
 
+    if replaces:  # the workers make their process groups
+        return ReplacingConfig(backend=layout.backend)
     if "nccl" not in layout.backend:
-        return (ReplacingConfig if replaces else TorchConfig)(backend=layout.backend)
+        return TorchConfig(backend=layout.backend)
     timeout_s = int(collective_timeout(config.scaling).total_seconds())
     return NcclConfig(backend=layout.backend, timeout_s=timeout_s, settings=nccl_settings(config))
 

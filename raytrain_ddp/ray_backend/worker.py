@@ -5,20 +5,12 @@ Ray's controller imports this module, too, to pass it on; so it imports nothing 
 
 from __future__ import annotations
 
-import ctypes
 import dataclasses
 import os
 import pickle
-import select
-import signal
 import socket
-import sys
-import threading
-import traceback
-from collections.abc import Sequence
 from contextlib import closing, suppress
-from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any
 
 from raytrain_ddp.failpoints import arm
 from raytrain_ddp.messages import WorkerFailed
@@ -28,6 +20,12 @@ from raytrain_ddp.ray_backend.failure_causes import (
     out_of_memory_error,
     users_traceback,
 )
+from raytrain_ddp.ray_backend.worker_process import (
+    Tee,
+    end_with_raylet,
+    enter_folder,
+    world_of_worker,
+)
 
 if TYPE_CHECKING:
     from raytrain_ddp.config.train_config import TrainConfig
@@ -35,8 +33,6 @@ if TYPE_CHECKING:
     from raytrain_ddp.tasks.task import Task
     from raytrain_ddp.training.generations import Place
     from raytrain_ddp.training.live_state import LiveState
-
-_PR_SET_PDEATHSIG = 1  # of <sys/prctl.h>
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,6 +48,7 @@ class WorkerSettings:
         least: how many workers go on if others die, which are replaced; 0: all are restarted.
             See replacing.py.
         size, most: how many there are at first then, and how many there may be.
+        backend: of their process groups then.
         failpoints: those armed in the driver's environment, and the folder that records them.
     """
 
@@ -66,6 +63,7 @@ class WorkerSettings:
     least: int = 0
     size: int = 0
     most: int = 0
+    backend: str = "gloo"
     failpoints: tuple[str, str] = ("", "")
     task: bytes | None = dataclasses.field(default=None, repr=False)
 
@@ -91,7 +89,7 @@ def train_as(given: WorkerSettings, rank: int) -> None:
     try:
         if place or ray.get(given.mailbox.join.remote(_start(), rank, node)):
             apply_settings(given)
-            with _Tee(given.log_folder, rank):
+            with Tee(given.log_folder, rank):
                 _train(given, sessions, place)
     except BaseException as error:
         step = sessions[-1].step if sessions else None
@@ -111,7 +109,7 @@ def _train(given: WorkerSettings, sessions: list[RaySession], place: Place | Non
     from raytrain_ddp.config.automatic import unsettled
     from raytrain_ddp.config.recipe import dumps, from_dict, publishable, to_dict
     from raytrain_ddp.events import Note
-    from raytrain_ddp.ray_backend.ray_session import RaySession, world_of_worker
+    from raytrain_ddp.ray_backend.ray_session import RaySession
     from raytrain_ddp.ray_backend.replacing import set_environment
     from raytrain_ddp.tasks.task_loading import load_task
     from raytrain_ddp.training.generations import through_generations
@@ -155,16 +153,25 @@ def _train(given: WorkerSettings, sessions: list[RaySession], place: Place | Non
         session.tell(outcome)
 
     if place is not None:
-        import torch
-
-        # Loads a thousand modules; once this process joins, the others wait for it.
-        torch.use_deterministic_algorithms(config.compute.deterministic)
+        _before_joining(config, given.backend)
         most = max(1, config.scaling.max_failures)
         with closing(place):
             through_generations(place, start, run, lambda e: cause_of(e) == "peer", most)
         return
     with start(None) as session:
         run(session)
+
+
+def _before_joining(config: TrainConfig, backend: str) -> None:
+    """What must precede, or need not wait for, the process group: once this process joins, the
+    others wait for it."""
+    import torch
+
+    from raytrain_ddp.training.nccl_settings import set_for_replacing
+
+    if "nccl" in backend:
+        set_for_replacing(config)
+    torch.use_deterministic_algorithms(config.compute.deterministic)  # loads a thousand modules
 
 
 def require_folder(config: TrainConfig, lease: str) -> None:
@@ -186,40 +193,6 @@ def apply_settings(given: WorkerSettings) -> None:
     """Sets the driver's working folder, import paths and failpoints, as far as they exist here."""
     enter_folder(given.folder, given.import_paths)
     arm(*given.failpoints)
-
-
-def enter_folder(folder: str, import_paths: Sequence[str]) -> None:
-    """Sets the driver's working folder and import paths, as far as they exist here."""
-    if Path(folder).is_dir():
-        os.chdir(folder)
-    for path in reversed(import_paths):
-        if path not in sys.path and Path(path).is_dir():
-            sys.path.insert(0, path)
-
-
-def end_with_raylet() -> None:
-    """Makes Linux end this process when Ray's raylet ends, which is its parent unless it was forked
-    by a warm process.
-
-    A worker of Ray 2.60 notices that itself and tries to exit. But a thread of Ray Train that
-    passes a report to the dead controller waits forever, and Python's exit waits for it.
-    """
-    if sys.platform != "linux":
-        return
-    parent = os.getppid()
-    raylet = int(os.environ.get("RAY_RAYLET_PID", parent))
-    if raylet != parent:
-        threading.Thread(target=_die_with, args=(raylet,), name="raylet", daemon=True).start()
-        return
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:  # it has ended in the meantime
-        os.kill(os.getpid(), signal.SIGKILL)
-
-
-def _die_with(process: int) -> None:
-    with suppress(ProcessLookupError):
-        select.select([os.pidfd_open(process)], [], [])
-    os.kill(os.getpid(), signal.SIGKILL)
 
 
 def _start() -> str:
@@ -261,51 +234,3 @@ def report_failure(
     )
     with suppress(Exception):  # the mailbox may be gone or slow; the error itself matters more
         ray.get(given.mailbox.push.remote([event]), timeout=10)
-
-
-class _Tee:
-    """Copies this worker's output to the run's log folder during training.
-
-    A failing copy, as on a full disk, does not end the training.
-    """
-
-    def __init__(self, folder: str | None, rank: int) -> None:
-        there = folder is not None and Path(folder).parent.is_dir()
-        self._path = Path(str(folder)) / f"rank-{rank}.log" if there else None
-        self._file: IO[str] | None = None
-        self._streams: tuple[Any, Any] = (None, None)
-
-    def __enter__(self) -> None:
-        if self._path is None:
-            return
-        with suppress(OSError):
-            self._path.parent.mkdir(parents=True, exist_ok=True)
-            self._file = self._path.open("a", encoding="utf-8", buffering=1)
-        if self._file is None:
-            return
-        self._streams = sys.stdout, sys.stderr
-        sys.stdout, sys.stderr = (_TeeStream(stream, self._file) for stream in self._streams)
-
-    def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
-        if self._file is None:
-            return
-        sys.stdout, sys.stderr = self._streams
-        with suppress(OSError), self._file:
-            if error is not None:
-                self._file.write("".join(traceback.format_exception(error)))
-
-
-class _TeeStream:
-    """A stream that writes to two others."""
-
-    def __init__(self, stream: Any, copy: IO[str]) -> None:
-        self._stream, self._copy = stream, copy
-
-    def write(self, text: str) -> int:
-        if not self._copy.closed:
-            with suppress(OSError):
-                self._copy.write(text)
-        return int(self._stream.write(text) or len(text))
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._stream, name)

@@ -33,7 +33,7 @@ from raytrain_ddp.config.recipe import from_dict, to_dict
 from raytrain_ddp.errors import RaytrainError, RetriesExhausted, first_line
 from raytrain_ddp.ray_backend.cluster import import_paths
 from raytrain_ddp.ray_backend.ray_settings import applied_settings
-from raytrain_ddp.ray_backend.worker import end_with_raylet, enter_folder
+from raytrain_ddp.ray_backend.worker_process import end_with_raylet, enter_folder
 from raytrain_ddp.sweep.conductor import Conductor, Ended, Evaluation
 from raytrain_ddp.sweep.trial_session import StopOrder, Ties, train_trial
 from raytrain_ddp.uri import without_secrets

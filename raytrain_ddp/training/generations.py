@@ -7,19 +7,16 @@ others notice, and joins the next generation: see roster.py. Nothing here needs 
 from __future__ import annotations
 
 import gc
-import os
-import select
-import socket
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
 from datetime import timedelta
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from raytrain_ddp.training.connections import Connections, let_go, write_to_all
 from raytrain_ddp.training.roster import OVER, Member, Registry, Seat, beat_s, poll_s
 
 if TYPE_CHECKING:
@@ -32,7 +29,6 @@ _CONNECT_S = 60.0
 _THERE_S = 20.0  # one that has died since it asked is replaced meanwhile
 _TRIES = 5
 _COLLECTIVE_S = 1800.0  # as long as in Ray Train
-_LEAVING_S = 0.3  # for gloo to see the ends of connections
 
 
 class NewcomerWaits(Exception):
@@ -47,16 +43,19 @@ class Place:
         member: what the roster gets to know about this process; the rest is added.
         host: an address of this machine that the others reach.
         registry: keeps the roster; called from two threads.
+        backend: of the process groups: gloo, or cpu:gloo,cuda:nccl.
 
     Attributes:
         rank: of the run.
         seat: in the present generation.
     """
 
-    def __init__(self, member: Member, host: str, registry: Registry) -> None:
+    def __init__(
+        self, member: Member, host: str, registry: Registry, backend: str = "gloo"
+    ) -> None:
         self._member, self._host, self._registry = member, host, registry
-        self.rank = member.rank
-        self._sockets, self._closed = _Sockets(), threading.Event()
+        self._backend, self.rank = backend, member.rank
+        self._connections, self._closed = Connections(), threading.Event()
         self.seat = Seat(0)
         self._connected, self._leaving = Seat(0), threading.Lock()
         threading.Thread(target=self._watch, name="signs of life", daemon=True).start()
@@ -100,7 +99,7 @@ class Place:
         import torch.distributed as dist
         from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
 
-        from raytrain_ddp.training.torch_compat import set_timeout
+        from raytrain_ddp.training.torch_compat import nccl_of, set_timeout
 
         limit = timedelta(seconds=_CONNECT_S)
         host, _, port = self.seat.address.rpartition(":")
@@ -109,32 +108,66 @@ class Place:
         self._store = store = PrefixStore(self.seat.key, own)
         # One that has died in the meantime is missed here, not while the others connect to it.
         self._all("there", _THERE_S)
-        self._sockets = _Sockets()
+        self._connections = Connections()
         dist.init_process_group(
-            "gloo", store=store, rank=self.seat.rank, world_size=self.seat.size, timeout=limit
+            self._backend,
+            store=store,
+            rank=self.seat.rank,
+            world_size=self.seat.size,
+            timeout=limit,
         )
-        self._sockets.started()
+        self._connections.opened(nccl_of(dist.group.WORLD) if "nccl" in self._backend else None)
         self._all("connected", _CONNECT_S)  # no rank leaves while another still connects
         set_timeout(timedelta(seconds=_COLLECTIVE_S))
         self._connected = self.seat
+
+    def confirm(self) -> None:
+        """Waits until the collectives so far are done; their results may then be used. Those of
+        gloo are, and have raised what there is to raise.
+
+        Raises:
+            ConnectionError: a rank was lost before; some of them were aborted.
+        """
+        if self._connections.has_nccl:
+            from raytrain_ddp.training.torch_compat import wait_for_stream
+
+            wait_for_stream()
+            if self._connections.is_cut:
+                raise ConnectionError("another rank was lost in the collectives of this step")
 
     def _watch(self) -> None:
         """Gives signs of life, and ends collectives when the generation is over: those with a
         machine that is cut off would not notice, nor those that gloo no longer reads for."""
         import torch.distributed as dist
 
-        while not self._closed.wait(beat_s(self._member.size)):
-            connected, sockets = self._connected, self._sockets
+        while not self._wait_for_beat():
+            connected, connections = self._connected, self._connections
             member = replace(self._member, last=max(0, self.seat.number))
             with suppress(Exception):  # the roster may be starting again
                 over = self._registry.is_over(member)
                 if over and 0 < connected.number == member.last == self._connected.number:
-                    was_shut_down = sockets.is_shut_down
-                    sockets.shut_down()
+                    was_cut = connections.is_cut
+                    connections.cut(is_broken=True)
                     with self._leaving:
-                        if was_shut_down and connected is self._connected:
-                            sockets.replace()
-                            _write_to_all(dist.group.WORLD, connected)
+                        if was_cut and connected is self._connected:
+                            connections.replace()
+                            write_to_all(dist.group.WORLD, connected.rank, connected.size)
+
+    def _wait_for_beat(self) -> bool:
+        """Waits until the next sign of life is due; returns whether there are to be no more. Over
+        NCCL, which does not notice that a rank has left, this thread does."""
+        limit_s, connections = beat_s(self._member.size), self._connections
+        if not connections.has_nccl or connections.is_cut:
+            return self._closed.wait(limit_s)
+        if connections.ends_within(limit_s):
+            connections.cut(is_broken=True)
+        return self._closed.is_set()
+
+    @property
+    def is_broken(self) -> bool:
+        """Whether another thread has ended the collectives of the present generation: any error may
+        come from that."""
+        return self._connections.is_broken
 
     def close(self) -> None:
         """No more signs of life."""
@@ -143,16 +176,17 @@ class Place:
     def part(self) -> None:
         """Waits until all ranks have called this, then leaves: nobody ends before all that may need
         it are done. Raises what a collective raises if a rank is lost before."""
+        import torch
         import torch.distributed as dist
 
-        dist.barrier()
+        dist.all_reduce(torch.zeros(1))  # over gloo, as a barrier of NCCL's is not
         with suppress(RuntimeError):  # all are done
             self._all("passed")  # who leaves earlier could make the barrier of another one fail
         self.leave()
 
     def break_off(self) -> None:
         """Makes the collectives of this and all other ranks fail; from any thread."""
-        self._sockets.shut_down()
+        self._connections.cut(is_broken=True)
 
     def leave(self) -> None:
         """Ends this process's part in its process group: the other ranks' collectives fail."""
@@ -162,107 +196,18 @@ class Place:
 
         with self._leaving:
             seat, self._connected = self._connected, Seat(0)
-            self._sockets.shut_down()
+            self._connections.cut()
         if seat.number:
-            ending = dist.group.WORLD, self._sockets, seat
-            threading.Thread(target=_let_go, args=ending, name="leaving").start()
-        end_group()  # does not wait for what that thread still has
+            ending = dist.group.WORLD, self._connections, seat.rank, seat.size
+            threading.Thread(target=let_go, args=ending, name="leaving").start()
+        # Does not wait for what that thread still has.
+        end_group(is_aborted=self._connections.has_nccl)
 
     def _all(self, what: str, limit_s: float = 10.0) -> None:
         """Waits until all ranks have called this."""
         self._store.set(f"{what}-{self.seat.rank}", "")
         keys = [f"{what}-{rank}" for rank in range(self.seat.size)]
         self._store.wait(keys, timedelta(seconds=limit_s))
-
-
-class _Sockets:
-    """The connections of a process group of gloo's, found as those that its start has opened.
-
-    gloo keeps them open as long as anything refers to the group, as a wrapped model does, and
-    cannot abort a collective. A connection that is shut down fails all collectives on both sides at
-    once. (Others that a thread of Ray's may open in the same moment are renewed by Ray.)
-    """
-
-    def __init__(self) -> None:
-        self._before = _open_files("socket:")
-        self._own: dict[int, str] = {}
-        self.is_shut_down = False
-
-    def started(self) -> None:
-        now, before = _open_files("socket:"), {*self._before.values()}
-        self._own = {number: name for number, name in now.items() if name not in before}
-
-    def shut_down(self) -> None:
-        for _, connection in self._connections():
-            with suppress(OSError):  # it already is
-                connection.shutdown(socket.SHUT_RDWR)
-        self.is_shut_down = True
-
-    def replace(self) -> None:
-        """Makes gloo's next write to any of them fail.
-
-        gloo receives no more over a connection once a collective has failed for which it was
-        receiving. It then neither sees the end of that connection, nor takes a failing write for an
-        error if the connection is only shut down; other collectives would wait for their time
-        limit. So each is replaced by a socket without an address, to which a write is an error. It
-        joins the same epoll, from which gloo will remove it, without any event. A read returns at
-        once: gloo may be about to.
-        """
-        epolls = _open_files("anon_inode:[eventpoll]")
-        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as without_address:
-            without_address.setblocking(False)
-            for number, _ in self._connections():
-                for epoll in epolls:
-                    if number in _watched_by(epoll):
-                        os.dup2(without_address.fileno(), number)
-                        with select.epoll.fromfd(os.dup(epoll)) as watching:
-                            watching.register(number, 0)
-
-    def _connections(self) -> Iterator[tuple[int, socket.socket]]:
-        """Each that is open; not the listening one, whose end would be an error of gloo."""
-        for number, name in self._own.items():
-            if _open_files("socket:", number).get(number) == name:  # it may be another file's now
-                with suppress(OSError), socket.socket(fileno=os.dup(number)) as connection:
-                    if not connection.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
-                        yield number, connection
-
-
-def _open_files(kind: str, only: int | None = None) -> dict[int, str]:
-    """File descriptor -> name, of this process's open files whose names begin with `kind`."""
-    found = {}
-    for number in os.listdir("/proc/self/fd") if only is None else [str(only)]:
-        with suppress(OSError):
-            name = os.readlink(f"/proc/self/fd/{number}")
-            if name.startswith(kind):
-                found[int(number)] = name
-    return found
-
-
-def _watched_by(epoll: int) -> set[int]:
-    """The file descriptors in an epoll of this process."""
-    lines = Path(f"/proc/self/fdinfo/{epoll}").read_text().splitlines()
-    return {int(line.split()[1]) for line in lines if line.startswith("tfd:")}
-
-
-def _write_to_all(group: Any, seat: Seat) -> None:
-    """Sends something to each other rank of a process group; nobody receives it."""
-    import torch
-
-    for rank in range(seat.size):
-        if rank != seat.rank:
-            with suppress(Exception):  # the failure that is wanted
-                group.send([torch.zeros(1)], rank, 0)
-
-
-def _let_go(group: Any, sockets: _Sockets, seat: Seat) -> None:
-    """Ends the last reference to a process group that is left.
-
-    gloo then waits for its collectives. One that nobody waits for here, such as a vote, may not
-    have noticed: see `_Sockets.replace`.
-    """
-    time.sleep(_LEAVING_S)
-    sockets.replace()
-    _write_to_all(group, seat)
 
 
 def through_generations(
@@ -297,7 +242,7 @@ def through_generations(
         except Exception as error:
             place.leave()
             newcomer = isinstance(error, NewcomerWaits)
-            if not newcomer and not is_loss(error):
+            if not (newcomer or place.is_broken or is_loss(error)):
                 raise
             traceback.clear_frames(error.__traceback__)  # of the loop and its batches
             live = session.live_state()

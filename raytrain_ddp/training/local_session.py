@@ -11,8 +11,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
-from torch.nn.parallel import DistributedDataParallel
 
 from raytrain_ddp.checkpoint.lease import Owner
 from raytrain_ddp.config.scaling_section import ScalingConfig, cpus_of_process
@@ -46,13 +44,6 @@ class LocalSession(RecordingSession):
         for number, before in self._handlers.items():
             signal.signal(number, before or signal.SIG_DFL)  # None: set by C code
         self.close()
-
-    def wrap(self, model: nn.Module, options: Mapping[str, Any]) -> nn.Module:
-        model = model.to(self.world.device)
-        if self.world.size == 1:
-            return model
-        devices = [self.world.device] if self.world.device.type == "cuda" else None
-        return DistributedDataParallel(model, device_ids=devices, **options)
 
     def requests(self) -> Requests:
         if self._signal and not self._reported:

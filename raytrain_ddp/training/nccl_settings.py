@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 import os
+import platform
 from collections.abc import Mapping, MutableMapping
 from datetime import timedelta
 
 from raytrain_ddp.config.scaling_section import ScalingConfig
 from raytrain_ddp.config.train_config import TrainConfig
+from raytrain_ddp.errors import PreflightError
 
 _LEAST_S = 1800.0
 _PATIENCE = 2 * 60  # multiple of scaling.hang_s; the watchdog's own is 60 for the slowest
 _HANG_S = 30.0  # auto
 
+_ON_ERROR = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
 ALWAYS = {
     # A failed or late collective ends the process, which is then replaced. Not 1, which first
     # aborts the communicators, and may itself hang.
-    "TORCH_NCCL_ASYNC_ERROR_HANDLING": "3",
+    _ON_ERROR: "3",
     # The flight recorder: the last collectives of each rank, which a report of a hang reads. The
     # second is its name up to torch 2.8, and still accepted.
     "TORCH_FR_BUFFER_SIZE": "2000",
@@ -39,6 +42,24 @@ def nccl_settings(config: TrainConfig) -> dict[str, str]:
     """Of a run. Exact runs sum by themselves, and need none for the same bits."""
     pins = config.compute.deterministic and not config.exact
     return ALWAYS | (SAME_BITS if pins else {})
+
+
+def set_for_replacing(config: TrainConfig, environ: MutableMapping[str, str] | None = None) -> None:
+    """Sets the variables in a process that goes on when another one dies: what torch does about a
+    failed collective, ending the process or aborting the communicator, is done by `Connections`,
+    which notes it first.
+
+    Raises:
+        PreflightError: the environment wants torch to do it.
+    """
+    environ = os.environ if environ is None else environ
+    wanted = environ.setdefault(_ON_ERROR, "0")
+    if wanted != "0":
+        raise PreflightError(
+            f"{_ON_ERROR}={wanted} is set on {platform.node()}: workers that go on when another "
+            "one dies need 0. Unset it, or set --scaling.replace-workers false."
+        )
+    set_missing(nccl_settings(config), environ)
 
 
 def set_missing(

@@ -109,10 +109,9 @@ class NonfiniteGuard:
         self._losses = {}
         return norm, refused
 
-    @property
-    def is_behind(self) -> bool:
-        """Whether a step is not judged yet."""
-        return bool(self._open)
+    def all_applied(self) -> bool:
+        """Whether the steps that are not judged yet were all applied; waits for the device."""
+        return not any(refused() for _, refused in self._open)
 
     def follow(self) -> None:
         """Judges the steps that are `lag` or more behind; all ranks take part."""

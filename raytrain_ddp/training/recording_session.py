@@ -7,6 +7,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, TypeVar, cast
 
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
 from raytrain_ddp.checkpoint.evaluation_file import Evaluation
 from raytrain_ddp.checkpoint.lease import Owner
 from raytrain_ddp.checkpoint.run_folder import checkpoint_store, run_storage
@@ -31,7 +34,7 @@ T = TypeVar("T")
 
 
 class RecordingSession:
-    """A session except for `wrap`, `requests` and `look`; only rank 0 has a recorder.
+    """A session except for `requests` and `look`; only rank 0 has a recorder.
 
     Args:
         show: receives each event on rank 0, also from the committing and watching threads.
@@ -86,6 +89,16 @@ class RecordingSession:
                 self.report_hang,
                 self.world.of_run,
             )
+
+    def wrap(self, model: nn.Module, options: Mapping[str, Any]) -> nn.Module:
+        device = self.world.device
+        model = model.to(device)
+        if self.world.size == 1:
+            return model
+        devices = [device] if device.type == "cuda" else None
+        return DistributedDataParallel(model, device_ids=devices, **options)
+
+    def confirm(self) -> None: ...
 
     def status_exchange(self, owners: Sequence[Owner]) -> Exchange | None:
         """The exchange for ranks that make no progress; None: there is no watchdog."""

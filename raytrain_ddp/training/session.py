@@ -128,6 +128,10 @@ class Session(Protocol):
     def finish(self) -> None:
         """Waits for the last commit; CheckpointError if it failed. Only rank 0 acts."""
 
+    def confirm(self) -> None:
+        """Called before the results of a step's collectives change the state; raises an error if a
+        rank was lost before all of them were done."""
+
     def requests(self) -> Requests:
         """This rank's requests; called once per step, before its compute; cheap."""
 

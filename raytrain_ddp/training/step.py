@@ -210,7 +210,7 @@ def make_stepper(
             state.compression = compress(net, config, state.scaler, world, clock)
             guard = make_guard(state, refuse, world.device)
             of_loss = name if isinstance(state.optimizer, Optimizers) else ""
-            turn = Turn(config, task, state, net, world, guard, clock, optimizer, of_loss)
+            turn = Turn(config, task, state, net, session, guard, clock, optimizer, of_loss)
         turns[name] = turn, alone
     logs = Cadence(config, steps_per_epoch).logs
     likeness = ReplicaCheck(config.scaling, state, session)

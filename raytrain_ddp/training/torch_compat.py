@@ -5,6 +5,7 @@ from __future__ import annotations
 from datetime import timedelta
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -27,10 +28,28 @@ def all_gather(parts: Tensor, own: Tensor, async_op: bool = False) -> Any:
     return _all_gather(parts.view(-1), own.view(-1), async_op=async_op)
 
 
-def end_group() -> None:
+def nccl_of(group: Any) -> Any:
+    """The part of a process group that makes the collectives on GPUs."""
+    return group._get_backend(torch.device("cuda"))
+
+
+def wait_for_stream() -> None:
+    """The host waits until the device has done all that was queued on the current stream."""
+    done = torch.cuda.Event(blocking=True)  # frees the CPU for the loader's threads
+    done.record()
+    done.synchronize()
+
+
+def end_group(is_aborted: bool = False) -> None:
     """Ends the default process group, also one whose start has failed: without a group, torch keeps
-    counting them, and ranks with other counts would never meet."""
-    if dist.is_initialized():
+    counting them, and ranks with other counts would never meet.
+
+    Args:
+        is_aborted: some of its collectives will never be done; do not wait for them.
+    """
+    if dist.is_initialized() and is_aborted:
+        dist.distributed_c10d._abort_process_group()
+    elif dist.is_initialized():
         dist.destroy_process_group()
     else:
         dist.distributed_c10d._world.group_count = 0

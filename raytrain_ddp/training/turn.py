@@ -28,6 +28,7 @@ from raytrain_ddp.training.reduction import (
     Reduction,
 )
 from raytrain_ddp.training.seeding import seed_slot
+from raytrain_ddp.training.session import Session
 from raytrain_ddp.training.step_timing import counting_flops
 from raytrain_ddp.training.task_optimizer import skips_on_device
 from raytrain_ddp.training.torch_compat import all_gather
@@ -57,15 +58,16 @@ class Turn:
         task: Task,
         state: TrainState,
         net: nn.Module,
-        world: World,
+        session: Session,
         guard: NonfiniteGuard,
         clock: Clock,
         optimizer: Optimizer,
         name: str = "",
     ) -> None:
-        self.guard = guard
+        self.guard, world = guard, session.world
         self._config, self._task, self._state, self._net = config, task, state, net
-        self._world, self._clock, self._optimizer, self._name = world, clock, optimizer, name
+        self._clock, self._optimizer, self._name = clock, optimizer, name
+        self._world, self._confirm = world, session.confirm
         is_scaled = state.scaler.is_enabled()  # `compress` depends on it, too
         self._reduction: Reduction = DdpReduction(net, 1.0 if is_scaled else float(world.size))
         if config.exact:
@@ -91,8 +93,8 @@ class Turn:
     ) -> tuple[Tensor, Tensor]:
         """Takes the turn; all ranks take part. One that is not finite changes nothing.
 
-        The last collective is its commit point: before it, a rank that loses a peer has changed
-        nothing that `roll_back` does not restore; after it, the update needs no other rank.
+        The end of the last collective is its commit point: before it, a rank that loses a peer has
+        changed nothing that `roll_back` does not restore; after it, the update needs no other rank.
 
         Args:
             rates: the learning rate of each parameter group.
@@ -137,6 +139,7 @@ class Turn:
         if gathers and self._world.size > 1:
             shares = share.new_empty(self._world.size, len(share))
             all_gather(shares, share)
+        self._confirm()
         self._clock.mark("communication" if self._world.size > 1 else "compute")
         self._is_updating = True
         refused = self._update(rates[0], agreed, first)
@@ -145,8 +148,8 @@ class Turn:
 
     def roll_back(self) -> bool:
         """Restores what a turn that did not end has changed; returns False if it cannot: during an
-        update, or before it is known whether the update was refused."""
-        if self._is_updating or self.guard.is_behind:
+        update, or if one was refused of which not all ranks know."""
+        if self._is_updating or not self.guard.all_applied():
             return False
         self._buffers.roll_back()
         return True

@@ -29,7 +29,8 @@ from raytrain_ddp.ray_backend.placement import Layout, workers_that_fit
 from raytrain_ddp.ray_backend.ray_output import _LazyFile
 from raytrain_ddp.ray_backend.ray_settings import applied_settings, ray_settings
 from raytrain_ddp.ray_backend.training_launch import _signals
-from raytrain_ddp.ray_backend.worker import WorkerSettings, _Tee, report_failure
+from raytrain_ddp.ray_backend.worker import WorkerSettings, report_failure
+from raytrain_ddp.ray_backend.worker_process import Tee
 from raytrain_ddp.training.local_session import stop_signals
 
 Event = Mapping[str, Any]
@@ -761,7 +762,7 @@ def test_fault_01_a_rank_whose_group_ray_has_ended_tells_that_it_suffers_from_it
 @pytest.mark.skipif(sys.platform != "linux", reason="Linux does it")
 def test_fault_05_a_worker_that_does_not_see_its_raylets_end_ends_with_it():
     code = (
-        "import os, time; from raytrain_ddp.ray_backend.worker import end_with_raylet\n"
+        "import os, time; from raytrain_ddp.ray_backend.worker_process import end_with_raylet\n"
         "if os.fork(): time.sleep(60)\n"
         "end_with_raylet(); print(flush=True); time.sleep(60)"
     )
@@ -822,7 +823,7 @@ def test_fault_08_a_log_on_a_full_disk_costs_a_worker_no_word_and_no_step(
     streams = sys.stdout, sys.stderr
 
     def task() -> None:
-        with _Tee(str(tmp_path / "logs"), 0):
+        with Tee(str(tmp_path / "logs"), 0):
             print("a line", flush=True)
             raise ValueError("its own")
 
@@ -834,7 +835,7 @@ def test_fault_08_a_log_on_a_full_disk_costs_a_worker_no_word_and_no_step(
 
 def test_fault_08_where_no_log_can_be_made_a_worker_does_without(tmp_path: Path):
     (tmp_path / "logs").write_text("in the way")
-    with _Tee(str(tmp_path / "logs"), 0):
+    with Tee(str(tmp_path / "logs"), 0):
         print("a line")
 
 

@@ -14,7 +14,8 @@ from typing import Any
 import pytest
 from processes import PRELOADED
 
-from raytrain_ddp.training.generations import Place, _Sockets, _write_to_all
+from raytrain_ddp.training.connections import Connections, write_to_all
+from raytrain_ddp.training.generations import Place
 from raytrain_ddp.training.roster import Member, Seat
 
 _FAILS_S = 20.0  # gloo's own time limit is 60 s here
@@ -26,10 +27,10 @@ def _rank(rank: int, port: int, folder: str, waits: bool) -> None:
     import torch.distributed as dist
 
     store = dist.TCPStore("127.0.0.1", port, 2, rank == 0, wait_for_workers=False)
-    sockets = _Sockets()
+    connections = Connections()
     limit = timedelta(seconds=60)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=2, timeout=limit)
-    sockets.started()
+    connections.opened(None)
     dist.barrier()
     if rank == 0:
         sent = dist.isend(torch.ones(_BIG), 1, tag=1)
@@ -44,16 +45,16 @@ def _rank(rank: int, port: int, folder: str, waits: bool) -> None:
     assert not big[-1]
     seat = Seat(1, rank=1, size=2)
     if not waits:
-        _leave(sockets, seat, Path(folder))
+        _leave(connections, seat, Path(folder))
     times: dict[str, float] = {}
 
     def end() -> None:
         time.sleep(0.5)
-        sockets.shut_down()
+        connections.cut()
         time.sleep(2)
         times["replaced"] = time.monotonic()
-        sockets.replace()
-        _write_to_all(dist.group.WORLD, seat)
+        connections.replace()
+        write_to_all(dist.group.WORLD, seat.rank, seat.size)
 
     threading.Thread(target=end, daemon=True).start()
     try:
@@ -78,13 +79,13 @@ class _Nobody:
         return False
 
 
-def _leave(sockets: _Sockets, seat: Seat, folder: Path) -> None:
+def _leave(connections: Connections, seat: Seat, folder: Path) -> None:
     """Leaves a group in which a vote still waits that nobody reads."""
     import torch
     import torch.distributed as dist
 
     place = Place(Member(1, 2, 2, "a", 0, "here"), "127.0.0.1", _Nobody())
-    place._sockets, place._connected = sockets, seat
+    place._connections, place._connected = connections, seat
     vote = dist.broadcast(torch.zeros(4), 0, async_op=True)
     time.sleep(0.5)
     began = time.monotonic()

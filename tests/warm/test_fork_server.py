@@ -344,7 +344,7 @@ def test_a_server_ends_at_once_if_its_owner_has(tmp_path: Path):
 
 def test_a_worker_ends_with_a_raylet_that_is_not_its_parent():
     code = (
-        "import os; from raytrain_ddp.ray_backend.worker import end_with_raylet\n"
+        "import os; from raytrain_ddp.ray_backend.worker_process import end_with_raylet\n"
         "end_with_raylet(); print(flush=True); import time; time.sleep(60)"
     )
     with subprocess.Popen(["sleep", "60"]) as raylet:

@@ -1,0 +1,133 @@
+"""The connections of a process group, which are cut when a rank is lost.
+
+gloo keeps them open as long as anything refers to the group, as a wrapped model does, and cannot
+abort a collective. A connection that is shut down fails all collectives on both sides at once.
+Collectives of NCCL notice neither that nor the death of a rank: they are aborted, see `cut`.
+"""
+
+from __future__ import annotations
+
+import os
+import select
+import socket
+import time
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+_LEAVING_S = 0.3  # for gloo to see the ends of connections
+
+
+class Connections:
+    """Those of the process group that is made next; found as those that its start opens. (Others
+    that a thread of Ray's may open in the same moment are renewed by Ray.)
+
+    Attributes:
+        is_cut: whether `cut` was called; from then on, a collective of NCCL's that seems to be done
+            may have left anything as its result.
+        is_broken: whether that was first because a rank was lost, not to leave the group.
+    """
+
+    def __init__(self) -> None:
+        self.is_cut = self.is_broken = False
+        self._before = _open_files("socket:")
+        self._own: dict[int, str] = {}
+        self._of_gpus: Any = None  # NCCL's part of the process group
+
+    @property
+    def has_nccl(self) -> bool:
+        return self._of_gpus is not None
+
+    def opened(self, of_gpus: Any) -> None:
+        """The process group is made.
+
+        Args:
+            of_gpus: its part over NCCL; None: it has none.
+        """
+        now, before = _open_files("socket:"), {*self._before.values()}
+        self._own = {number: name for number, name in now.items() if name not in before}
+        self._of_gpus = of_gpus
+
+    def cut(self, is_broken: bool = False) -> None:
+        """Ends all collectives of this rank, and over gloo those of the others; from any thread."""
+        is_first, self.is_cut = not self.is_cut, True  # before anything is aborted
+        self.is_broken |= is_first and is_broken
+        for _, connection in self._connections():
+            with suppress(OSError):  # it already is
+                connection.shutdown(socket.SHUT_RDWR)
+        if is_first and self._of_gpus is not None:
+            self._of_gpus.abort()
+
+    def ends_within(self, limit_s: float) -> bool:
+        """Waits until another rank ends a connection, at most `limit_s`; whether one has."""
+        watched = select.poll()
+        for number, _ in self._connections():
+            watched.register(number, select.POLLRDHUP)
+        return bool(watched.poll(limit_s * 1000))
+
+    def replace(self) -> None:
+        """Makes gloo's next write to any of them fail.
+
+        gloo receives no more over a connection once a collective has failed for which it was
+        receiving. It then neither sees the end of that connection, nor takes a failing write for an
+        error if the connection is only shut down; other collectives would wait for their time
+        limit. So each is replaced by a socket without an address, to which a write is an error. It
+        joins the same epoll, from which gloo will remove it, without any event. A read returns at
+        once: gloo may be about to.
+        """
+        epolls = _open_files("anon_inode:[eventpoll]")
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as without_address:
+            without_address.setblocking(False)
+            for number, _ in self._connections():
+                for epoll in epolls:
+                    if number in _watched_by(epoll):
+                        os.dup2(without_address.fileno(), number)
+                        with select.epoll.fromfd(os.dup(epoll)) as watching:
+                            watching.register(number, 0)
+
+    def _connections(self) -> Iterator[tuple[int, socket.socket]]:
+        """Each that is open; not the listening one, whose end would be an error of gloo."""
+        for number, name in self._own.items():
+            if _open_files("socket:", number).get(number) == name:  # it may be another file's now
+                with suppress(OSError), socket.socket(fileno=os.dup(number)) as connection:
+                    if not connection.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
+                        yield number, connection
+
+
+def write_to_all(group: Any, rank: int, size: int) -> None:
+    """Sends something to each other rank of a process group; nobody receives it."""
+    import torch
+
+    for other in range(size):
+        if other != rank:
+            with suppress(Exception):  # the failure that is wanted
+                group.send([torch.zeros(1)], other, 0)
+
+
+def let_go(group: Any, connections: Connections, rank: int, size: int) -> None:
+    """Ends the last reference to a process group that is left.
+
+    gloo then waits for its collectives. One that nobody waits for here, such as a vote, may not
+    have noticed: see `Connections.replace`.
+    """
+    time.sleep(_LEAVING_S)
+    connections.replace()
+    write_to_all(group, rank, size)
+
+
+def _open_files(kind: str, only: int | None = None) -> dict[int, str]:
+    """File descriptor -> name, of this process's open files whose names begin with `kind`."""
+    found = {}
+    for number in os.listdir("/proc/self/fd") if only is None else [str(only)]:
+        with suppress(OSError):
+            name = os.readlink(f"/proc/self/fd/{number}")
+            if name.startswith(kind):
+                found[int(number)] = name
+    return found
+
+
+def _watched_by(epoll: int) -> set[int]:
+    """The file descriptors in an epoll of this process."""
+    lines = Path(f"/proc/self/fdinfo/{epoll}").read_text().splitlines()
+    return {int(line.split()[1]) for line in lines if line.startswith("tfd:")}
