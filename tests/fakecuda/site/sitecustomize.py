@@ -25,6 +25,9 @@ class _Loader(importlib.abc.Loader):
         import emulated
 
         emulated.install()
+        import fake_nccl
+
+        fake_nccl.install()
         if "EMULATED_REPORT" in os.environ:
             atexit.register(_write)
 

@@ -1,0 +1,203 @@
+"""Runs of three ranks in processes of their own: one that is killed is replaced, and the others
+keep their state."""
+
+from __future__ import annotations
+
+import json
+import multiprocessing as mp
+import os
+import threading
+import time
+from collections.abc import Mapping
+from multiprocessing.managers import BaseManager
+from pathlib import Path
+from typing import Any
+
+from processes import PRELOADED
+from tiny import TinyTask, newest, plain
+
+from raytrain_ddp import failpoints
+from raytrain_ddp.config.recipe import from_dict
+from raytrain_ddp.config.train_config import TrainConfig
+from raytrain_ddp.training.roster import Member, Roster, Seat
+
+W = 3
+_LIMIT_S = 120.0
+
+
+class _Office(BaseManager):
+    """Serves a roster to other processes, as an actor does under Ray."""
+
+
+_Office.register("roster")
+
+
+def _work(
+    rank: int,
+    port: int,
+    config: Mapping[str, Any],
+    options: Mapping[str, Any],
+    folder: str,
+    points: str,
+    least: int,
+    size: int,
+    backend: str,
+) -> None:
+    """One process of a rank; also the first code that a forked process runs."""
+    import torch
+
+    from raytrain_ddp.messages import Outcome
+    from raytrain_ddp.ray_backend.failure_causes import cause_of
+    from raytrain_ddp.training.generations import NewcomerWaits, Place, through_generations
+    from raytrain_ddp.training.live_state import LiveState
+    from raytrain_ddp.training.local_session import LocalSession
+    from raytrain_ddp.training.loop import train
+    from raytrain_ddp.training.recorder import Best
+    from raytrain_ddp.training.session import Requests
+    from raytrain_ddp.training.world import World, broadcast
+
+    torch.set_num_threads(1)
+    failpoints.arm(points, folder)
+    office = _Office(("127.0.0.1", port), b"test")
+    office.connect()
+    roster = office.roster()  # type: ignore[attr-defined]
+
+    class Registry:
+        def meet(self, member: Member) -> Seat | None:
+            return roster.meet(member)[0]  # type: ignore[no-any-return]
+
+        def is_over(self, member: Member) -> bool:
+            return roster.is_over(member)  # type: ignore[no-any-return]
+
+    class Session(LocalSession):
+        """Asks for newcomers at each step, as Ray's does now and then."""
+
+        step = 0  # of this generation
+
+        def requests(self) -> Requests:
+            self.step += 1
+            if self.world.size < W:
+                time.sleep(0.2)  # so that a new process starts in the meantime
+            return super().requests()._replace(look=least < W)
+
+        def look(self) -> None:
+            if broadcast(self.world.is_main and roster.has_newcomer(), self.world):
+                raise NewcomerWaits
+
+        def confirm(self) -> None:
+            place.confirm()
+
+    made, on_gpus = from_dict(config), "cuda" in backend
+    events: list[Any] = []
+    outcomes: list[Outcome] = []
+    sizes: list[int] = []
+
+    def start(live: LiveState | None) -> LocalSession:
+        sizes.append(place.seat.size)
+        device = torch.device("cpu")
+        if on_gpus:
+            device = torch.device("cuda", rank % torch.cuda.device_count())
+        world = World(place.seat.rank, place.seat.size, rank, device, 1)
+        return Session(made, world, Best("loss", "min"), events.append, live)
+
+    def run(session: LocalSession) -> None:
+        task = TinyTask(made, **options)
+        task.session = session  # type: ignore[assignment]
+        outcomes.append(train(made, task, session))
+
+    member = Member(rank, size, least, os.urandom(8).hex(), 0, "here", most=W)
+    place = Place(member, "127.0.0.1", Registry(), backend)
+    through_generations(place, start, run, lambda error: cause_of(error) == "peer", most=3)
+    plans = [e for e in events if type(e).__name__ == "Plan"]
+    note = {
+        "steps": [plan.start_step for plan in plans],
+        "sizes": sizes,
+        "replaced": [plan.replaced for plan in plans],
+        "step": outcomes[-1].step if outcomes else None,
+    }
+    (Path(folder) / f"note-{rank}-{os.getpid()}.json").write_text(json.dumps(note))
+
+
+def forks() -> Any:
+    """Processes that have loaded torch."""
+    context = mp.get_context("forkserver")
+    context.set_forkserver_preload(PRELOADED)
+    return context
+
+
+class Run:
+    """Three ranks, or `size` and the others later; a process that is killed is replaced.
+
+    Args:
+        late_s: how long after its death a process is replaced.
+        after_others: none is replaced before all that are to die have, and the others have gone on.
+        backend: of the process groups; those of GPUs name cuda.
+    """
+
+    def __init__(
+        self,
+        forks: Any,
+        config: TrainConfig,
+        folder: Path,
+        points: str,
+        least: int = W,
+        late_s: float = 0.0,
+        after_others: bool = False,
+        size: int = W,
+        backend: str = "gloo",
+        **options: Any,
+    ) -> None:
+        folder.mkdir(exist_ok=True)
+        self._arguments = plain(config), options, str(folder), points, least, size, backend
+        self._forks, self.folder, self._late_s = forks, folder, late_s
+        self._least, self._awaited = least, points.count(":kill@") if after_others else 0
+        self.roster = roster = Roster()
+        self._dead: dict[int, float] = {}  # rank -> when it is replaced
+        office = BaseManager(("127.0.0.1", 0), b"test")
+        office.register("roster", callable=lambda: roster)
+        server = office.get_server()
+        self._port = server.address[1]
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        self.deaths = 0
+        self._ranks = {rank: self._begin(rank) for rank in range(size)}
+
+    def _begin(self, rank: int) -> Any:
+        process = self._forks.Process(target=_work, args=(rank, self._port, *self._arguments))
+        process.start()
+        return process
+
+    def _others_went_on(self) -> bool:
+        left = W - self._awaited
+        if not self._awaited or left < self._least:
+            return True
+        if self.deaths == self._awaited and len(self.roster.node_ids) == left:
+            self._awaited = 0
+        return not self._awaited
+
+    def wait(self) -> list[dict[str, Any]]:
+        """Until all ranks have ended; what the processes that ended normally note."""
+        until = time.monotonic() + _LIMIT_S
+        while any(process.exitcode != 0 for process in self._ranks.values()):
+            assert time.monotonic() < until, "not done in time"
+            if self.roster.node_ids and len(self._ranks) < W:  # the first ones train
+                self._ranks |= {rank: self._begin(rank) for rank in range(len(self._ranks), W)}
+            for rank, process in self._ranks.items():
+                if process.exitcode not in (0, None):
+                    assert process.exitcode == -9, f"rank {rank} failed: {process.exitcode}"
+                    if rank not in self._dead:
+                        self.deaths += 1
+                        self._dead[rank] = time.monotonic() + self._late_s
+                        self.roster.died(rank)
+            for rank, at in [*self._dead.items()]:
+                if time.monotonic() >= at and self._others_went_on():
+                    del self._dead[rank]
+                    self._ranks[rank] = self._begin(rank)
+            time.sleep(0.02)
+        return [json.loads(path.read_text()) for path in self.folder.glob("note-*.json")]
+
+
+def log_of(config: TrainConfig) -> list[dict[str, Any]]:
+    """The log without times."""
+    timed = {"seconds", "timing", "samples_per_s"}
+    records = json.loads(newest(config).read("log.json"))
+    return [{k: v for k, v in record.items() if k not in timed} for record in records]
