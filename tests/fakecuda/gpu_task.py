@@ -20,9 +20,9 @@ class Noting(ImageClassification):
         self._notes = Path(notes)
 
     def loss(self, model: nn.Module, batch: Batch) -> Tensor:
-        rank = dist.get_rank() if dist.is_initialized() else 0
+        rank, size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
         found = [str(batch["image"].device), str(torch.cuda.current_device())]
         bus = torch.cuda.get_device_properties(0).pci_bus_id
         seen = [os.environ.get("CUDA_VISIBLE_DEVICES", ""), str(bus)]
-        (self._notes / f"rank-{rank}").write_text(" ".join([*found, *seen]))
+        (self._notes / f"rank-{rank}-of-{size}").write_text(" ".join([*found, *seen]))
         return super().loss(model, batch)

@@ -1,4 +1,4 @@
-"""Fits on a Ray with eight emulated GPUs; run as ``on_ray.py FOLDER`` by test_gpus_on_ray.py.
+"""Fits on a Ray with eight emulated GPUs, two of which lose a worker; run as ``on_ray.py FOLDER`` by test_gpus_on_ray.py.
 
 Writes a JSON object: for each fit its status, a hash of the weights, and the notes of the workers;
 and what `doctor` finds.
@@ -45,6 +45,11 @@ def main() -> None:
     found = {"killed": fitted(config("killed", scaling=three))}
     found["shared"] = fitted(config("shared", scaling=shared))
     found["eight"] = fitted(config("eight", scaling=eight))
+    os.environ[VARIABLE] = "train.loss:kill@rank=2,step=7"
+    os.environ[FOLDER_VARIABLE] = str(FOLDER / "fired-over-nccl")
+    over_nccl = replace(three, backend="nccl", replace_workers=True)
+    found["over NCCL"] = fitted(config("replaced", scaling=over_nccl, exact=False))
+    found["undisturbed"] = fitted(config("undisturbed", scaling=over_nccl, exact=False))
     found["doctor"] = examine(config("examined", scaling=three), None, lambda *_: None).as_dict()
     ray.shutdown()
     del os.environ[VARIABLE]
@@ -86,7 +91,7 @@ def fitted(made: TrainConfig) -> dict[str, Any]:
         "status": result.status,
         "text": text.getvalue(),
         "weights": weights(made),
-        "notes": [file.read_text() for file in sorted(notes.iterdir())],
+        "notes": {file.name: file.read_text() for file in sorted(notes.iterdir())},
     }
 
 

@@ -39,9 +39,22 @@ def test_the_weights_are_those_of_one_process_on_a_cpu(fits: dict[str, Any], nam
     assert fits[name]["weights"] == fits["alone"]["weights"]
 
 
+def test_fault_49_a_worker_over_nccl_is_replaced_and_the_others_repeat_nothing(
+    fits: dict[str, Any],
+):
+    assert fits["over NCCL"]["status"] == "finished"
+    assert fits["over NCCL"]["weights"] == fits["undisturbed"]["weights"]
+    assert "rank 2 replaced; going on at step 6 of 10" in fits["over NCCL"]["text"]
+    assert "rank 2 failed" not in fits["undisturbed"]["text"]
+
+
+def test_fault_49_with_exact_workers_on_gpus_go_on_without_the_killed_one(fits: dict[str, Any]):
+    assert "going on with 2 workers at step 4 of 10" in fits["killed"]["text"]
+
+
 def test_the_killed_worker_is_named(fits: dict[str, Any]):
     assert "rank 1" in fits["killed"]["text"]
-    assert "rank 1" not in fits["shared"]["text"]
+    assert "rank 1 failed" not in fits["shared"]["text"]
 
 
 @pytest.mark.parametrize(
@@ -50,16 +63,13 @@ def test_the_killed_worker_is_named(fits: dict[str, Any]):
 def test_each_worker_uses_the_gpu_that_it_was_given(
     fits: dict[str, Any], name: str, workers: int, each: int
 ):
-    """All GPUs of the workers on a node are visible to each; see ray.train.torch.get_device."""
-    notes = [note.split() for note in fits[name]["notes"]]
+    """It sees no other one."""
+    found = fits[name]["notes"].items()
+    notes = [note.split() for file, note in found if file.endswith(f"-of-{workers}")]
     assert len(notes) == workers
-    assert Counter(note[0] for note in notes) == {
-        f"cuda:{gpu}": each for gpu in range(workers // each)
-    }
-    assert all(note[0] == f"cuda:{note[1]}" for note in notes)
-    visible = {frozenset(note[2].split(",")) for note in notes}
-    assert len(visible) == 1
-    assert len(*visible) == workers // each
+    assert {tuple(note[:2]) for note in notes} == {("cuda:0", "0")}
+    assert all(visible == bus for _, _, visible, bus in notes)
+    assert [*Counter(note[3] for note in notes).values()] == [each] * (workers // each)
 
 
 def test_doctor_sees_the_gpus(fits: dict[str, Any]):
