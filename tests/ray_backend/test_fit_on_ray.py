@@ -261,11 +261,13 @@ def test_workers_are_placed_one_by_one_where_the_others_go_on_without_them() -> 
     from raytrain_ddp.ray_backend.placement import Layout
     from raytrain_ddp.ray_backend.replacing import start_of  # imports Ray
 
-    def start(least: int, most: int, placement: str = "PACK", **options: bool) -> tuple[int, ...]:
-        scaling = ScalingConfig(placement=placement, replace_workers=options.pop("replace", True))
-        on_gpu = options.pop("use_gpu", False)
-        layout = Layout(least, most, on_gpu, {"CPU": 1.0}, "gloo")
-        made = start_of(TrainConfig(scaling=scaling, **options), layout)  # type: ignore[arg-type]
+    def start(
+        least: int, most: int, placement: str = "PACK", backend: str = "gloo", **options: Any
+    ) -> tuple[int, ...]:
+        made_of = {key: options.pop(key) for key in [*options] if key != "exact"}
+        scaling = ScalingConfig(placement=placement, **made_of)  # type: ignore[arg-type]
+        layout = Layout(least, most, "nccl" in backend, {"CPU": 1.0}, backend)
+        made = start_of(TrainConfig(scaling=scaling, **options), layout)
         return made.placed.most, made.least, made.size
 
     assert start(3, 3) == (3, 3, 3)
@@ -275,7 +277,11 @@ def test_workers_are_placed_one_by_one_where_the_others_go_on_without_them() -> 
     assert start(6, 8) == (1, 6, 6), "these are waited for"
     assert start(2, 8, "STRICT_SPREAD") == (8, 0, 0)
     assert start(3, 3, "STRICT_SPREAD", exact=True) == (3, 1, 3)
-    assert start(2, 8, replace=False) == start(2, 8, use_gpu=True) == (8, 0, 0)
+    assert start(2, 8, replace_workers=False) == (8, 0, 0)
+    nccl = "cpu:gloo,cuda:nccl"
+    assert start(2, 8, backend=nccl) == (8, 0, 0)
+    assert start(2, 8, backend=nccl, replace_workers=True) == (1, 2, 4)
+    assert start(2, 8, backend=nccl, replace_workers=True, hang_s=0.0) == (8, 0, 0)
     assert start(1, 1, exact=True) == (1, 0, 0)
 
 

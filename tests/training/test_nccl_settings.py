@@ -15,13 +15,19 @@ from ray.train.torch import TorchConfig
 from raytrain_ddp.config.scaling_section import ScalingConfig
 from raytrain_ddp.config.sections import ComputeConfig
 from raytrain_ddp.config.train_config import TrainConfig
+from raytrain_ddp.errors import PreflightError
 from raytrain_ddp.ray_backend.nccl_config import NcclConfig
 from raytrain_ddp.ray_backend.placement import choose_layout
 from raytrain_ddp.ray_backend.replacing import ReplacingConfig
 from raytrain_ddp.ray_backend.trainer import _torch_config
 from raytrain_ddp.training import local_session
 from raytrain_ddp.training.local_session import join_world
-from raytrain_ddp.training.nccl_settings import ALWAYS, collective_timeout, nccl_settings
+from raytrain_ddp.training.nccl_settings import (
+    ALWAYS,
+    collective_timeout,
+    nccl_settings,
+    set_for_replacing,
+)
 
 PINNED = {"NCCL_ALGO": "Ring", "NCCL_PROTO": "Simple"}
 NODE = {"CPU": 32.0, "GPU": 4.0}
@@ -104,3 +110,12 @@ def test_torchruns_processes_get_them_as_well(gpus: int, monkeypatch: pytest.Mon
         assert given["timeout"] == timedelta(hours=1)
     else:
         assert (given["backend"], given["timeout"], "set" in given) == ("gloo", None, False)
+
+
+def test_where_workers_are_replaced_torch_itself_neither_aborts_nor_ends_anything():
+    config, environ = TrainConfig(), {"NCCL_ALGO": "Tree"}
+    set_for_replacing(config, environ)
+    wanted = {**ALWAYS, **PINNED, "NCCL_ALGO": "Tree", "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0"}
+    assert environ == wanted
+    with pytest.raises(PreflightError, match=r"TORCH_NCCL_ASYNC_ERROR_HANDLING=1 is set on .* 0\."):
+        set_for_replacing(config, {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "1"})
