@@ -1,4 +1,5 @@
-"""Fits on a Ray with eight emulated GPUs, two of which lose a worker; run as ``on_ray.py FOLDER`` by test_gpus_on_ray.py.
+"""Fits on a Ray with eight emulated GPUs, two of which lose a worker: ``on_ray.py FOLDER``, run by
+test_gpus_on_ray.py.
 
 Writes a JSON object: for each fit its status, a hash of the weights, and the notes of the workers;
 and what `doctor` finds.
