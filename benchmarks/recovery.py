@@ -9,7 +9,9 @@ stamped by the same hooks, which Python loads at its start (recovery_programs/si
 in processes that are forked (the marks before it are then those of the task). They run with the
 settings that they come with; torchrun gets --max-restarts 3, the naive TorchTrainer
 max_failures = 3, fit nothing: its retries are on by default. With --exact, the other worker goes on
-alone until the new one joins; "all restarted" is what fit does on GPUs.
+alone until the new one joins, as it does with torchft, which drops the samples of the step, and of
+the dead worker until then; "all restarted" is what fit does if no worker is replaced alone.
+torchft takes part if it is installed (pip install torchft).
 
 A phase ends when the only new worker, or the later one of two, has reached the mark (with --exact,
 the one that goes on):
@@ -38,6 +40,7 @@ from collections.abc import Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from functools import partial
+from importlib.util import find_spec
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -70,6 +73,7 @@ CONTENDERS = {
     "fit-exact": "fit --exact, embedded Ray",
     "fit-restart": "fit, embedded Ray, all restarted",
     "naive-ray": "naive TorchTrainer, embedded Ray",
+    "torchft": "torchft, two replicas",
 }
 FORKED = ("fit-ray", "fit-exact", "fit-restart")
 BASE = "torchrun"
@@ -155,6 +159,8 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--out", type=Path, nargs="+", default=[], help="*.json: every run")
     args = parser.parse_args()
     args.only = args.only.split(",")
+    if find_spec("torchft") is None:
+        args.only = [name for name in args.only if name != "torchft"]
     if args.quick:
         args.rounds, args.only = 1, [name for name in args.only if name != "naive-ray"]
     unknown = [name for name in args.only if name not in CONTENDERS]
@@ -185,6 +191,7 @@ def command(contender: str, args: argparse.Namespace, folder: Path) -> list[str]
         "fit-exact": [python, *fit, "--exact"],
         "fit-restart": [python, *fit, "--scaling.no-replace-workers"],
         "naive-ray": [python, str(PROGRAMS / "naive_ray.py"), *common],
+        "torchft": [python, str(PROGRAMS / "by_torchft.py"), *common],
     }[contender]
 
 
@@ -286,6 +293,12 @@ def reckon(
     killed_at, gone_at, old = kill
     later = [s for s in found if s.at > killed_at]
     new = {s.pid for s in later if s.event == "step" and s.pid not in old}
+    before = [s.at for s in found if s.event == "step" and s.rank == 0 and s.at <= killed_at]
+    if contender == "torchft":  # who goes on may first end its step
+        times = [before[-1], *(s.at for s in later if s.event == "step" and s.rank == 0)]
+        again_at = max(pairwise(times), key=lambda pair: pair[1] - pair[0])[1]
+        new = {next(s.pid for s in later if s.at == again_at)}
+        later = [s for s in later if s.at >= again_at or s.event != "step"]
     if contender == "fit-exact":  # who goes on loads the state of its last step
         new = {next(s.pid for s in later if s.event == "loaded" and s.pid in old)}
         again_at = next(s.at for s in later if s.event == "loaded" and s.pid in new)
@@ -302,7 +315,6 @@ def reckon(
     for name in MARKS:
         at = max(reached, marks.get(name, reached))
         phases[name], reached = at - reached, at
-    before = [s.at for s in found if s.event == "step" and s.rank == 0 and s.at <= killed_at]
     after = [s for s in found if s.event == "step" and s.rank == 0 and s.at > killed_at]
     gaps = sorted(b - a for a, b in pairwise(before[2:]))
     return Run(

@@ -18,7 +18,8 @@ assert _SPEC.loader is not None
 _launch = importlib.util.module_from_spec(_SPEC)
 _SPEC.loader.exec_module(_launch)
 
-SEED, mlp = _launch.SEED, _launch.mlp
+SEED, LR, MOMENTUM, MICRO_BATCH = _launch.SEED, _launch.LR, _launch.MOMENTUM, _launch.MICRO_BATCH
+mlp, loss, arrays = _launch.mlp, _launch.loss, _launch.arrays
 
 
 class Resumable:
@@ -26,9 +27,7 @@ class Resumable:
 
     def __init__(self, model: nn.Module, net: nn.Module, steps: int) -> None:
         self._model, self._net, self._steps, self._step = model, net, steps, 0
-        self._optimizer = torch.optim.SGD(
-            net.parameters(), lr=_launch.LR, momentum=_launch.MOMENTUM
-        )
+        self._optimizer = torch.optim.SGD(net.parameters(), lr=LR, momentum=MOMENTUM)
 
     def state(self) -> dict[str, Any]:
         return {
@@ -45,17 +44,17 @@ class Resumable:
 
     def steps(self) -> Iterator[int]:
         """Yields the number of each step that is done."""
-        rank, size, rows = dist.get_rank(), dist.get_world_size(), _launch.MICRO_BATCH
+        rank, size, rows = dist.get_rank(), dist.get_world_size(), MICRO_BATCH
         data = {
             name: torch.from_numpy(array)
-            for name, array in _launch.arrays(self._steps * rows * size).items()
+            for name, array in arrays(self._steps * rows * size).items()
         }
         order = torch.randperm(len(data["x"]), generator=torch.Generator().manual_seed(SEED))
         while self._step < self._steps:
             start = (self._step * size + rank) * rows
             chosen = order[start : start + rows]
             self._optimizer.zero_grad(set_to_none=True)
-            _launch.loss(self._net, data["x"][chosen], data["y"][chosen]).backward()
+            loss(self._net, data["x"][chosen], data["y"][chosen]).backward()
             self._optimizer.step()
             self._step += 1
             yield self._step

@@ -51,7 +51,8 @@ def watch_optimizer(module: Any) -> None:
     def step(*_: Any) -> None:
         from torch.distributed import get_rank, is_initialized
 
-        stamp(f"step {get_rank() if is_initialized() else 0}")
+        rank = os.environ.get("RECOVERY_RANK")  # of a process without a group of torch's
+        stamp(f"step {rank or (get_rank() if is_initialized() else 0)}")
 
     module.register_optimizer_step_post_hook(step)
     kind = module.Optimizer
