@@ -83,13 +83,17 @@ def store_server(delay_ms: float, mb_per_s: float) -> Iterator[int]:
             process.kill()
 
 
+def uri_of(port: int) -> str:
+    endpoint = quote(f"http://127.0.0.1:{port}", safe="")
+    return f"s3://bucket/x?endpoint_override={endpoint}&region=us-east-1"
+
+
 def measure(port: int, size_bytes: int, number: int) -> list[Run]:
     from raytrain_ddp.checkpoint import read_ahead
     from raytrain_ddp.checkpoint.storage import open_storage
     from raytrain_ddp.checkpoint.streams import new_memory
 
-    endpoint = quote(f"http://127.0.0.1:{port}", safe="")
-    folder = open_storage(f"s3://bucket/x?endpoint_override={endpoint}&region=us-east-1")
+    folder = open_storage(uri_of(port))
     view = new_memory(size_bytes)
     view[:] = os.urandom(size_bytes)
     counts(port)

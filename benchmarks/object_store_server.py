@@ -46,6 +46,10 @@ class Handler(BaseHTTPRequestHandler):
             self._answer(200, text, slow=False)
             return
         self._begin()
+        query = parse_qs(urlsplit(self.path).query)
+        if "list-type" in query:
+            self._answer(200, self._listing(query.get("prefix", [""])[0]))
+            return
         found = STORE.objects.get(self._path())
         if found is None:
             self._answer(404)
@@ -70,11 +74,20 @@ class Handler(BaseHTTPRequestHandler):
             STORE.objects[self._path()] = content
         self._answer(200, headers={"ETag": '"e"'})
 
+    def do_DELETE(self) -> None:
+        self._begin()
+        STORE.objects.pop(self._path(), None)
+        self._answer(204)
+
     def do_POST(self) -> None:
         self._begin()
-        self.rfile.read(int(self.headers.get("Content-Length") or 0))
+        body = self.rfile.read(int(self.headers.get("Content-Length") or 0)).decode()
         query = parse_qs(urlsplit(self.path).query, keep_blank_values=True)
-        if "uploads" in query:
+        if "delete" in query:
+            for key in re.findall(r"<Key>(.*?)</Key>", body):
+                STORE.objects.pop(f"{self._path()}/{key}", None)
+            text = "<DeleteResult></DeleteResult>"
+        elif "uploads" in query:
             name = uuid.uuid4().hex
             STORE.uploads[name] = {}
             tag = "InitiateMultipartUploadResult"
@@ -84,6 +97,19 @@ class Handler(BaseHTTPRequestHandler):
             STORE.objects[self._path()] = b"".join(parts[n] for n in sorted(parts))
             text = '<CompleteMultipartUploadResult><ETag>"e"</ETag></CompleteMultipartUploadResult>'
         self._answer(200, text.encode())
+
+    def _listing(self, prefix: str) -> bytes:
+        """All that begins with `prefix`; Arrow sorts out what lies deeper than it asked for."""
+        bucket, date = self._path().rstrip("/") + "/", "2026-01-01T00:00:00.000Z"
+        found = [(n.removeprefix(bucket), len(o)) for n, o in sorted(STORE.objects.items())]
+        entries = "".join(
+            f"<Contents><Key>{name}</Key><LastModified>{date}</LastModified><Size>{size}</Size>"
+            "</Contents>"
+            for name, size in found
+            if name.startswith(prefix)
+        )
+        tag, more = "ListBucketResult", "<IsTruncated>false</IsTruncated>"
+        return f"<{tag}>{more}<KeyCount>{len(found)}</KeyCount>{entries}</{tag}>".encode()
 
     def _path(self) -> str:
         return urlsplit(self.path).path
