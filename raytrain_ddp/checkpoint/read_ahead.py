@@ -20,7 +20,8 @@ from raytrain_ddp.checkpoint.streams import CHUNK_BYTES
 from raytrain_ddp.uri import fsspec_inside
 
 RANGED_BYTES = 2**20  # smaller files are not read into several tensors, with a request for each
-RANGES = 8  # requests under way, each of CHUNK_BYTES: what the network takes, and memory
+RANGES = 8  # requests under way: what the network takes, and memory
+_LEAST_BYTES = 2**22  # of a request; a small file is divided among fewer
 
 Fetch = Callable[[int, memoryview], memoryview]
 
@@ -107,12 +108,14 @@ def reading_ranges(fs: Any, path: str, size_bytes: int) -> Iterator[ReadAhead]:
             file = stack.enter_context(fs.open_input_file(path))
             read_at, size_bytes = file.read_at, min(size_bytes, file.size())
 
+        step = min(CHUNK_BYTES, max(_LEAST_BYTES, -(-size_bytes // RANGES)))
+
         def fetch(offset: int, _: memoryview) -> memoryview:
-            return memoryview(read_at(min(CHUNK_BYTES, size_bytes - offset), offset))
+            return memoryview(read_at(min(step, size_bytes - offset), offset))
 
         # They end before the file is closed.
         threads = stack.enter_context(ThreadPoolExecutor(RANGES, thread_name_prefix="ranges"))
-        yield ReadAhead(fetch, size_bytes, CHUNK_BYTES, threads, RANGES)
+        yield ReadAhead(fetch, size_bytes, step, threads, RANGES)
 
 
 def _read_fsspec(inner: Any, path: str, count: int, offset: int) -> Any:
