@@ -45,7 +45,7 @@ def results_of(run: Storage) -> RunResults:
     weights = [hashes[n] for n in ("model.safetensors", "trained.safetensors") if n in hashes]
     return RunResults(
         weights=" ".join(weights),  # with an average, also those that are trained
-        optimizer=hashes["optimizer.safetensors"],
+        optimizer=" ".join(hashes[n] for n in sorted(hashes) if n.startswith("optimizer")),
         samples=_digest(audit),
         log=_digest(others),
         steps=[record["step"] for record in others if record["kind"] == "train"],

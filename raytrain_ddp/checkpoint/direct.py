@@ -13,10 +13,8 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
-from typing import Any
 
-import numpy as np
-
+from raytrain_ddp.checkpoint.read_ahead import ReadAhead, copy
 from raytrain_ddp.checkpoint.streams import CHUNK_BYTES, Content, new_memory, views_of
 
 DIRECT_BYTES = 2**25  # smaller files are left to the page cache
@@ -68,48 +66,20 @@ def write_direct(path: str, data: Content) -> tuple[int, str]:
 
 
 @contextmanager
-def reading_direct(path: str) -> Iterator[DirectReader]:
+def reading_direct(path: str) -> Iterator[ReadAhead]:
     """Raises UnsupportedError, OSError."""
     with ExitStack() as stack:
         with _refusal(path):
             file = stack.enter_context(_opened(path, os.O_RDONLY))
-            readers = stack.enter_context(ThreadPoolExecutor(2))
-            reader = DirectReader(file, readers)
+            threads = stack.enter_context(ThreadPoolExecutor(2))
+
+            def fetch(offset: int, used: memoryview) -> memoryview:
+                room = used or new_memory(CHUNK_BYTES)
+                return room[: _read_all(file, room, offset)]
+
+            size_bytes = os.fstat(file).st_size
+            reader = ReadAhead(fetch, size_bytes, CHUNK_BYTES, threads, _ROOMS - 1)
         yield reader
-
-
-class DirectReader:
-    """A file from its beginning, of which two chunks are read ahead at once."""
-
-    def __init__(self, file: int, readers: ThreadPoolExecutor) -> None:
-        self._file, self._readers = file, readers
-        self._size, self._next = os.fstat(file).st_size, 0
-        self._ahead: deque[tuple[memoryview, Future[int]]] = deque()
-        self._chunk = self._rest = memoryview(b"")
-        self._advance()
-
-    def readinto(self, view: memoryview) -> int:
-        """Fills `view`; returns how many bytes it got, fewer only at the end of the file."""
-        done = 0
-        while done < len(view) and (self._rest or self._advance()):
-            count = min(len(view) - done, len(self._rest))
-            _copy(view[done : done + count], self._rest[:count])
-            self._rest = self._rest[count:]
-            done += count
-        return done
-
-    def _advance(self) -> bool:
-        while len(self._ahead) < _ROOMS - 1 and self._next < self._size:
-            room = self._chunk or new_memory(CHUNK_BYTES)
-            self._chunk = memoryview(b"")
-            read = self._readers.submit(_read_all, self._file, room, self._next)
-            self._ahead.append((room, read))
-            self._next += CHUNK_BYTES
-        if not self._ahead:
-            return False
-        self._chunk, got = self._ahead.popleft()
-        self._rest = self._chunk[: got.result()]
-        return len(self._rest) > 0
 
 
 def is_cached(path: str) -> bool:
@@ -156,22 +126,13 @@ def _filled(data: Content, room: Callable[[], memoryview]) -> Iterator[tuple[mem
         done = 0
         while done < len(view):
             count = min(len(view) - done, CHUNK_BYTES - used)
-            _copy(chunk[used : used + count], view[done : done + count])
+            copy(chunk[used : used + count], view[done : done + count])
             done, used = done + count, used + count
             if used == CHUNK_BYTES:
                 yield chunk, used
                 chunk, used = room(), 0
     if used:
         yield chunk, used
-
-
-def _copy(to: memoryview, source: memoryview) -> None:
-    """Lets other threads run in the meantime."""
-    np.copyto(_array(to), _array(source))
-
-
-def _array(view: memoryview) -> Any:
-    return np.frombuffer(view, dtype=np.uint8)
 
 
 def _write_all(file: int, data: memoryview, offset: int) -> None:

@@ -74,6 +74,12 @@ class CheckpointListing:
             f for f, files in self.folders.items() if CheckpointName.parse(f) and not files & marks
         ]
 
+    def given_up(self, name: CheckpointName, in_use: bool) -> list[str]:
+        """Leftovers of failed commits of this start; also that of this name, if not in use."""
+        parsed = [(folder, CheckpointName.parse(folder)) for folder in self.leftovers()]
+        own = [(f, other) for f, other in parsed if other and other.attempt == name.attempt]
+        return [folder for folder, other in own if not in_use or other != name]
+
     def damaged(self) -> list[str]:
         """Folders of checkpoints set aside as damaged."""
         return sorted(
@@ -82,6 +88,14 @@ class CheckpointListing:
             if folder.startswith(DAMAGED_PREFIX)
             or (CheckpointName.parse(folder) and DAMAGED_MARK in files)
         )
+
+    def damaged_name(self, name: CheckpointName) -> str:
+        """Of the folder under which a damaged checkpoint is kept; there may be others of it."""
+        kept, copies = f"{DAMAGED_PREFIX}{name}", 1
+        while kept in self.folders:
+            copies += 1
+            kept = f"{DAMAGED_PREFIX}{name}-{copies}"
+        return kept
 
     def next_attempt(self) -> int:
         """The first number that no claim or folder has used."""

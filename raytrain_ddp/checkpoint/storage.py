@@ -15,6 +15,7 @@ from typing import Any
 from pyarrow import fs as pafs
 
 from raytrain_ddp.checkpoint import direct
+from raytrain_ddp.checkpoint.read_ahead import reading
 from raytrain_ddp.checkpoint.streams import (
     CHUNK_BYTES,
     BytesLike,
@@ -133,7 +134,7 @@ class Storage:
         if self._is_direct(size_bytes) and not direct.is_cached(path):
             with suppress(direct.UnsupportedError), direct.reading_direct(path) as stream:
                 return read_hashed(stream, views, on_chunk)
-        with self.fs.open_input_stream(self._at(name), compression=None) as stream:
+        with reading(self.fs, path, size_bytes) as stream:
             return read_hashed(stream, views, on_chunk)
 
     def read_part(self, name: str, offset: int, most_bytes: int) -> bytes:
@@ -151,7 +152,7 @@ class Storage:
     def sha256(self, name: str) -> str:
         """The hex digest of a stored file, read in chunks."""
         digest = hashlib.sha256()
-        for chunk in self._chunks(name):
+        for chunk in self._chunks(name, self.size_bytes(name) or 0):
             digest.update(chunk)
         return digest.hexdigest()
 
@@ -250,9 +251,8 @@ class Storage:
         if inner := fsspec_inside(self.fs):  # other processes write here, too
             inner.invalidate_cache()
 
-    def _chunks(self, name: str) -> Iterator[bytes]:
-        # Without compression=None, pyarrow would guess it from the name and decompress "x.gz".
-        with self.fs.open_input_stream(self._at(name), compression=None) as stream:
+    def _chunks(self, name: str, size_bytes: int = 0) -> Iterator[BytesLike]:
+        with reading(self.fs, self._at(name), size_bytes) as stream:
             while chunk := stream.read(CHUNK_BYTES):
                 yield chunk
 

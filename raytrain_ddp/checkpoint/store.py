@@ -44,6 +44,7 @@ __all__ = ["DAMAGED_MARK", "DAMAGED_PREFIX", "MANIFEST_FILE", "Checkpoint", "Che
 __all__ += ["CheckpointStore"]
 
 Verify = Callable[[Checkpoint], object]
+Others = Callable[[Storage], Mapping[str, FileEntry]]
 LEAST_KEPT = 2
 CLAIMS_KEPT = 10
 
@@ -96,11 +97,14 @@ class CheckpointStore:
         self._claim = claim
         return claim.attempt
 
-    def commit(self, manifest: Manifest, files: Mapping[str, Content]) -> Checkpoint:
+    def commit(
+        self, manifest: Manifest, files: Mapping[str, Content], others: Others | None = None
+    ) -> Checkpoint:
         """Writes a checkpoint named after ``manifest.step`` and ``manifest.attempt``.
 
         When it returns, the checkpoint is complete and durable. If it raises, what was written is
         removed now or swept at the next start. ``manifest.files`` is filled in here.
+        If `others` waits for files that other processes write, the next commit removes it.
 
         Raises:
             CheckpointError: a checkpoint of that name already exists.
@@ -113,10 +117,11 @@ class CheckpointStore:
                 raise ValueError(f"{filename!r} cannot be the name of a checkpoint file")
         name = CheckpointName(manifest.step, manifest.attempt)
         folder = self.storage.join(str(name))
-        self._owned(name.attempt)
+        listing = self._owned(name.attempt)
         if folder.exists(MANIFEST_FILE):
             raise CheckpointError(f"Checkpoint {folder} already exists: a commit replaces none.")
-        self.storage.delete_dir(str(name))  # the leftover of a killed writer, if any
+        for left in listing.given_up(name, in_use=others is not None):
+            self.storage.delete_dir(left)
         try:
             folder.mkdir()
             failpoint("checkpoint.begin", step=name.step)
@@ -124,13 +129,16 @@ class CheckpointStore:
             for filename, data in files.items():
                 entries[filename] = FileEntry(*folder.write(filename, data))
                 failpoint("checkpoint.payload", step=name.step)
+            if others is not None:
+                entries |= others(folder)
             manifest = replace(manifest, files=entries)
             self._owned(name.attempt)  # the files may have taken minutes
             failpoint("checkpoint.manifest", step=name.step)
             folder.write_atomic(MANIFEST_FILE, manifest.to_json())
         except Exception:
             with suppress(Exception):  # whatever failed is likely to fail here, too
-                self._delete(name)
+                if others is None:  # else they may be writing
+                    self._delete(name)
             raise
         failpoint("checkpoint.committed", step=name.step)
         return Checkpoint(name, manifest, folder)
@@ -299,12 +307,7 @@ class CheckpointStore:
             if not self.storage.is_local:  # object stores cannot rename a folder
                 folder.write_atomic(DAMAGED_MARK, reason.encode())
                 return str(folder)
-            taken = self._list().folders
-            kept = f"{DAMAGED_PREFIX}{name}"
-            copies = 1
-            while kept in taken:
-                copies += 1
-                kept = f"{DAMAGED_PREFIX}{name}-{copies}"
+            kept = self._list().damaged_name(name)
             self.storage.rename(str(name), kept)
             return str(self.storage.join(kept))
         return str(folder)

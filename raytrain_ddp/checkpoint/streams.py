@@ -14,6 +14,8 @@ Content = BytesLike | Iterable[BytesLike]  # of a file: all at once or in chunks
 
 CHUNK_BYTES = 16 * 2**20
 _MOST_WAITING = 8  # chunks that are not hashed yet; they may be copies
+# Arrow copies what it sends to S3 in the background: without an end, where the network is slow.
+_MOST_UNSENT_BYTES = 2**28
 _SMALL_BYTES = 2**16  # hashed at once: passing it to a thread takes longer
 
 
@@ -54,7 +56,7 @@ def no_one(_: memoryview) -> None:
 
 def write_hashed(stream: Any, data: Content) -> tuple[int, str]:
     """Writes to a pyarrow stream; returns the size in bytes and the hex sha256."""
-    size_bytes = 0
+    size_bytes = since_bytes = 0
     with Hasher() as hasher:
         for view in views_of(data):
             size_bytes += len(view)
@@ -62,6 +64,10 @@ def write_hashed(stream: Any, data: Content) -> tuple[int, str]:
                 chunk = view[start : start + CHUNK_BYTES]
                 hasher.add(chunk)
                 stream.write(chunk)
+                since_bytes += len(chunk)
+                if since_bytes >= _MOST_UNSENT_BYTES:
+                    stream.flush()
+                    since_bytes = 0
         return size_bytes, hasher.hexdigest()
 
 

@@ -23,7 +23,15 @@ _LONGEST_S = 60.0  # for all attempts together, as far as we control it
 _SAID_S = 1.0
 _HANGS_S = 30.0
 # Retrying within a minute does not help against these.
-_LASTING = {errno.ENOSPC, errno.EFBIG, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM}
+_LASTING = {
+    errno.ECANCELED,
+    errno.ENOSPC,
+    errno.EFBIG,
+    errno.EDQUOT,
+    errno.EROFS,
+    errno.EACCES,
+    errno.EPERM,
+}
 
 
 def retry_pauses() -> Iterator[float]:

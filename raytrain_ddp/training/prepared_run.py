@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -24,6 +24,7 @@ from raytrain_ddp.failpoints import failpoint
 from raytrain_ddp.tasks.task import Task
 from raytrain_ddp.training import step_timing
 from raytrain_ddp.training.async_evaluation import leave_evaluation, take_evaluations
+from raytrain_ddp.training.checkpoint_parts import Names
 from raytrain_ddp.training.data_identity import DataIdentity
 from raytrain_ddp.training.device_feed import Feed, require_few_bad
 from raytrain_ddp.training.early_stop import Patience
@@ -101,8 +102,7 @@ class PreparedRun:
                 scalars=dict(zip(self.stepper.scalar_names, map(sum, scalars), strict=True)),
             )
         )
-        if world.is_main:
-            self.state.reserve()
+        self.state.reserve(world, self.session.hosts)
         # Not logged: the log would grow with the number of workers.
         if world.is_main and 1 < world.size <= events.Ranks.MOST:
             split_s = step_timing.by_rank(readings, steps, world.of_run)
@@ -250,14 +250,20 @@ class PreparedRun:
             self.session.drain()
             waited = time.monotonic() - free
             gathered = self.state.gather()
+            files = self.state.files(world, self.session.hosts, gathered)
             if world.is_main:
-                snapshot = replace(self._snapshot(metrics, gathered), last=last)
+                snapshot = replace(self._snapshot(metrics, gathered, files), last=last)
                 failpoint("checkpoint.snapshot", world.rank, step)
+            elif files[world.rank]:
+                self.session.write_part(step, self.state.part(gathered, files[world.rank]))
             self.session.report({**metrics, "step": step}, snapshot)
         self.session.saved(time.monotonic() - began - waited)
         self.session.tell(messages.Pause(time.monotonic() - asked))
 
-    def _snapshot(self, metrics: Mapping[str, float], gathered: Gathered) -> Snapshot:
+    def _snapshot(
+        self, metrics: Mapping[str, float], gathered: Gathered, files: Sequence[Names] = ()
+    ) -> Snapshot:
+        """`files`: see `TrainState.snapshot`."""
         step = self.state.step
         manifest = Manifest(
             step=step,
@@ -269,7 +275,7 @@ class PreparedRun:
             metrics=metrics,
             finished=self.cadence.is_over(step) and not self.owes_evaluation(),
         )
-        taken = self.state.snapshot(manifest, self.session.records(), gathered)
+        taken = self.state.snapshot(manifest, self.session.records(), gathered, files)
         progress = {**taken.documents["state.json"], **self.identity.document()}
         return replace(taken, documents={**taken.documents, "state.json": progress})
 

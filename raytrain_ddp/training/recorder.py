@@ -16,6 +16,7 @@ from typing import Any
 
 from raytrain_ddp import events
 from raytrain_ddp.checkpoint.evaluation_file import Evaluation, read_evaluation, write_evaluation
+from raytrain_ddp.checkpoint.manifest import FileEntry
 from raytrain_ddp.checkpoint.run_folder import checkpoint_store, require_none_lost, run_storage
 from raytrain_ddp.checkpoint.storage import Storage
 from raytrain_ddp.checkpoint.store import Checkpoint, CheckpointName, CheckpointStore, Verify
@@ -24,6 +25,7 @@ from raytrain_ddp.errors import CheckpointError
 from raytrain_ddp.messages import EvaluationDue, Event
 from raytrain_ddp.training.async_checkpoint import AsyncCheckpointer, with_backoff
 from raytrain_ddp.training.checkpoint_interval import Life, SaveTimer
+from raytrain_ddp.training.checkpoint_parts import sealed
 from raytrain_ddp.training.metrics_log import MetricsLog
 from raytrain_ddp.training.session import Snapshot
 from raytrain_ddp.training.trackers import openers
@@ -39,6 +41,9 @@ class Recorder:
 
     Args:
         tell: receives events for the display, also from the committing thread.
+
+    Attributes:
+        attempt: the number of this start, after `begin`.
     """
 
     def __init__(
@@ -55,6 +60,7 @@ class Recorder:
         self._newest: Checkpoint | None = None
         self._awaited: Collection[int] = ()
         self._asked_at = -math.inf
+        self.attempt = 0
 
     def steps(self) -> list[int]:
         """Those of all checkpoints. Raises OSError if the storage does not respond."""
@@ -79,7 +85,7 @@ class Recorder:
             newest = self.store.latest(self._note, verify)
             if newest is None:
                 require_none_lost(self._config, self._run)
-            self._attempt = self.store.claim(newest.name if newest else None, host)
+            self.attempt = self.store.claim(newest.name if newest else None, host)
             self.store.sweep()
             return newest
 
@@ -166,10 +172,10 @@ class Recorder:
     def _life_after(self, newest: Checkpoint | None) -> Life:
         """It only affects how often to save, so an unreadable history does not end the run."""
         if newest is None or _LIFE not in newest.manifest.files:
-            return Life(failures=self._attempt - 1)
+            return Life(failures=self.attempt - 1)
         try:
             text = with_backoff(lambda _: newest.read(_LIFE), self._trying_again)
-            return Life.after(json.loads(text), self._attempt)
+            return Life.after(json.loads(text), self.attempt)
         except (OSError, CheckpointError, KeyError, TypeError, ValueError) as error:
             reason = f"{type(error).__name__}: {error}"
             self._note(f"the failure history starts over: {_LIFE} cannot be read ({reason}).")
@@ -178,15 +184,21 @@ class Recorder:
     def _commit(self, snapshot: Snapshot, number: int) -> None:
         """Commits a checkpoint, then removes old ones; `number` counts the attempts, from 0."""
         started = time.monotonic()
-        manifest = replace(snapshot.manifest, attempt=self._attempt)
+        manifest = replace(snapshot.manifest, attempt=self.attempt)
         name = CheckpointName(manifest.step, manifest.attempt)
         if number and name in self.store.names():  # the commit succeeded, but its reply was lost
             checkpoint = self.store.open(name)
         else:
-            life = self._life.document(self._attempt, self._timer.lived_s(), snapshot.last)
+            life = self._life.document(self.attempt, self._timer.lived_s(), snapshot.last)
             documents = {**snapshot.documents, _LIFE: life}
             files = encode(replace(snapshot, documents=documents))
-            checkpoint = self.store.commit(manifest, files)
+
+            def others(folder: Storage) -> Mapping[str, FileEntry]:
+                own_s = time.monotonic() - started
+                stems, step = snapshot.elsewhere, manifest.step
+                return sealed(folder, stems, step, lambda s: not self._closing.wait(s), own_s)
+
+            checkpoint = self.store.commit(manifest, files, others if snapshot.elsewhere else None)
         self._newest, self._awaited = checkpoint, snapshot.awaited
         seconds = time.monotonic() - started
         self._timer.committed(seconds)

@@ -2,23 +2,25 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, TypeVar, cast
 
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from raytrain_ddp.checkpoint.evaluation_file import Evaluation
 from raytrain_ddp.checkpoint.lease import Owner
 from raytrain_ddp.checkpoint.run_folder import checkpoint_store, run_storage
-from raytrain_ddp.checkpoint.store import Checkpoint
+from raytrain_ddp.checkpoint.store import Checkpoint, CheckpointName
 from raytrain_ddp.checkpoint.tensor_places import Existing
 from raytrain_ddp.config.train_config import TrainConfig
 from raytrain_ddp.errors import RaytrainError
 from raytrain_ddp.events import LogRecord, Note, Plan
 from raytrain_ddp.messages import Event
+from raytrain_ddp.training.checkpoint_parts import PartWriter
 from raytrain_ddp.training.hang_diagnosis import Hang
 from raytrain_ddp.training.live_state import LiveState, most_advanced
 from raytrain_ddp.training.phase_clock import STARTING, Clock
@@ -64,6 +66,8 @@ class RecordingSession:
         self._take_live: Callable[[], Snapshot | None] | None = None
         self._live = live
         self.recorder = Recorder(config, world, best, show) if world.is_main else None
+        self._attempt, self._closing = 0, threading.Event()
+        self._parts = PartWriter(world.rank, lambda s: not self._closing.wait(s))
         self._records: list[LogRecord] = self.recorder.log.records if self.recorder else []
 
     def __enter__(self: S) -> S:
@@ -135,11 +139,11 @@ class RecordingSession:
         """The newest stored checkpoint, and the steps of all. Survivors that go on from their own
         state do not read it."""
 
-        def begin(recorder: Recorder) -> tuple[Any, list[int]]:
+        def begin(recorder: Recorder) -> tuple[Any, list[int], int]:
             newest = recorder.begin(relay.read_all if may_read else lambda _: None)
-            return newest and (newest.name, newest.manifest), recorder.steps()
+            return newest and (newest.name, newest.manifest), recorder.steps(), recorder.attempt
 
-        found, steps = self._of_main(begin, relay)
+        found, steps, self._attempt = self._of_main(begin, relay)
         if found is None:
             return None, steps
         place = self._storage.join(str(found[0]))
@@ -212,6 +216,10 @@ class RecordingSession:
         if self.recorder is not None and snapshot is not None:
             self.recorder.submit(snapshot)
 
+    def write_part(self, step: int, files: Mapping[str, Mapping[str, Tensor]]) -> None:
+        folder = self._storage.join(str(CheckpointName(step, self._attempt)))
+        self._parts.submit(folder, step, files)
+
     def ask_for_evaluations(self, steps: Sequence[int]) -> None:
         if self.recorder is not None:
             with self._doing(WRITING):
@@ -234,8 +242,9 @@ class RecordingSession:
         return self.recorder is not None and self.recorder.time_to_save()
 
     def drain(self) -> None:
-        if self.recorder is not None:
-            with self._doing("checkpoint"):
+        with self._doing("checkpoint"):
+            self._parts.wait()
+            if self.recorder is not None:
                 self.recorder.drain()
 
     def saved(self, stall_s: float) -> None:
@@ -244,13 +253,16 @@ class RecordingSession:
 
     def finish(self) -> None:
         self._watch_no_more()
+        self._parts.wait()
         if self.recorder is not None:
             self.recorder.finish()
 
     def close(self) -> None:
         """Waits for the current commit; after an error, the others wait in the meantime."""
-        if self.recorder is not None:
-            with self._doing("checkpoint"):
+        self._closing.set()
+        with self._doing("checkpoint"):
+            self._parts.close()
+            if self.recorder is not None:
                 self.recorder.close()
         self._watch_no_more()
 

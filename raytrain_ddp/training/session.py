@@ -29,6 +29,7 @@ class Snapshot:
         log: all records so far.
         last: the run ends normally with it.
         awaited: the steps whose checkpoints are evaluated elsewhere, and that are kept until then.
+        elsewhere: the stems of files that other ranks write; see checkpoint_parts.py.
     """
 
     manifest: Manifest
@@ -37,6 +38,7 @@ class Snapshot:
     log: Sequence[LogRecord] = ()
     last: bool = False
     awaited: tuple[int, ...] = ()
+    elsewhere: tuple[str, ...] = ()
 
 
 class Requests(NamedTuple):
@@ -103,7 +105,12 @@ class Session(Protocol):
         """
 
     def drain(self) -> None:
-        """Waits until no snapshot is being committed: its memory is free. Only rank 0 waits."""
+        """Waits until no snapshot, or this rank's part of one, is being written: its memory is
+        free."""
+
+    def write_part(self, step: int, files: Mapping[str, Mapping[str, Tensor]]) -> None:
+        """Writes files of the checkpoint of `step` in the background: stem -> name -> tensor. Only
+        other ranks than 0 do."""
 
     def report(self, metrics: Mapping[str, float], snapshot: Snapshot | None) -> None:
         """Commits a snapshot in the background. All ranks take part; rank 0 supplies the

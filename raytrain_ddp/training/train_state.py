@@ -26,6 +26,13 @@ from raytrain_ddp.checkpoint.tensor_places import Existing, view_tensors
 from raytrain_ddp.events import Eval, LogRecord
 from raytrain_ddp.records import log_records, to_record
 from raytrain_ddp.training.buffer_sync import REALS, own_memory
+from raytrain_ddp.training.checkpoint_parts import (
+    OPTIMIZER,
+    OPTIMIZER_STEMS,
+    Names,
+    divided,
+    stems_of,
+)
 from raytrain_ddp.training.gradient_compression import Compression
 from raytrain_ddp.training.optimizer_shares import Shares, WholeState
 from raytrain_ddp.training.param_groups import regroup
@@ -33,6 +40,7 @@ from raytrain_ddp.training.session import Snapshot
 from raytrain_ddp.training.shared_checkpoint import TensorCheckpoint
 from raytrain_ddp.training.task_optimizer import load_optimizer
 from raytrain_ddp.training.weight_average import Average
+from raytrain_ddp.training.world import World
 
 _PIECE = 500  # log records per chunk
 _COMPRESSION, _TRAINED = "compression", "trained"  # stems of files, if they exist
@@ -85,15 +93,23 @@ class TrainState:
         return Gathered(self.compression.gather(), self.shares.whole(self.optimizer))
 
     def snapshot(
-        self, manifest: Manifest, log: Sequence[LogRecord], gathered: Gathered | None = None
+        self,
+        manifest: Manifest,
+        log: Sequence[LogRecord],
+        gathered: Gathered | None = None,
+        files: Sequence[Names] = (),
     ) -> Snapshot:
         """Copies the state to the host; the copy is valid until the next snapshot is taken.
 
         Args:
             gathered: the result of `gather`; None only if no rank keeps another state.
+            files: of the optimizer, by the rank that writes them; empty: one.
         """
         whole = (gathered or self.gather()).optimizer
-        named = self._named({k: v for k, v in whole.tensors.items() if k not in whole.received})
+        own = files[0] if files else {OPTIMIZER: [*whole.tensors]}
+        here = {name for names in own.values() for name in names}
+        optimizer = {k: v for k, v in whole.tensors.items() if k in here}
+        named = self._named({k: v for k, v in optimizer.items() if k not in whole.received})
         copies = self._host.take(named)
         progress = {
             "step": self.step,
@@ -106,9 +122,11 @@ class TrainState:
             "scaler": self.scaler.state_dict(),
             "optimizer": whole.rest,
         }
-        stems = ["model", "optimizer", *([_TRAINED] if self.average is not None else [])]
-        tensors: dict[str, Mapping[str, Tensor]] = {s: _below(s, copies) for s in stems}
-        tensors["optimizer"] = {**whole.tensors, **tensors["optimizer"]}  # in their order
+        optimizer |= _below(OPTIMIZER, copies)  # in their order
+        tensors: dict[str, Mapping[str, Tensor]] = {"model": _below("model", copies)}
+        tensors |= {stem: {n: optimizer[n] for n in names} for stem, names in own.items()}
+        if self.average is not None:
+            tensors[_TRAINED] = _below(_TRAINED, copies)
         if gathered and gathered.compression:
             tensors[_COMPRESSION] = dict(gathered.compression)
         return Snapshot(
@@ -117,16 +135,31 @@ class TrainState:
             documents={STATE_FILE: progress},
             log=list(log),
             awaited=tuple(self.awaited),
+            elsewhere=tuple(stem for each in files[1:] for stem in each),
         )
 
-    def reserve(self) -> None:
-        """Allocates the memory for `snapshot` in the background; to be called once the optimizer
-        has a state. Further calls do nothing."""
+    def part(self, gathered: Gathered, files: Names) -> dict[str, dict[str, Tensor]]:
+        """As `snapshot`, of some files of the optimizer's state: stem -> name -> tensor."""
+        copies = _below(OPTIMIZER, self._host.take(_above(_picked(gathered, files))))
+        return {stem: {n: copies[n] for n in names} for stem, names in files.items()}
+
+    def files(self, world: World, hosts: Sequence[str], gathered: Gathered) -> Sequence[Names]:
+        """By rank, the files of the optimizer's state that it writes; equal on all ranks."""
+        if self.shares.is_divided:
+            return [stems_of(gathered.optimizer.tensors), *([{}] * (world.size - 1))]
+        model = [*self.model.state_dict().values()] * (1 if self.average is None else 2)
+        return divided(gathered.optimizer.tensors, model, hosts, world.size)
+
+    def reserve(self, world: World, hosts: Sequence[str]) -> None:
+        """Allocates the memory for `snapshot` or `part` in the background; to be called once the
+        optimizer has a state. Further calls do nothing."""
         if self._host.is_reserved:
             return
-        divided = self.shares.is_divided
-        optimizer = {} if divided else flatten_state(self.optimizer.state_dict())[0]
-        self._host.reserve(self._named(optimizer))
+        optimizer: dict[str, Tensor] = {}
+        if not self.shares.is_divided:
+            gathered = Gathered({}, self.shares.whole(self.optimizer))
+            optimizer = _picked(gathered, self.files(world, hosts, gathered)[world.rank])
+        self._host.reserve(self._named(optimizer) if world.is_main else _above(optimizer))
 
     def _named(self, optimizer: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """What a snapshot copies."""
@@ -138,8 +171,8 @@ class TrainState:
     def existing(self) -> Existing:
         """The memory that a checkpoint may be read into, by the names of its files."""
         optimizer, _ = flatten_state(self.optimizer.state_dict())
-        model = self.model.state_dict()
-        return {"model.safetensors": model, "optimizer.safetensors": optimizer}
+        found: dict[str, Mapping[str, Tensor]] = {"model.safetensors": self.model.state_dict()}
+        return found | {f"{stem}.safetensors": optimizer for stem in OPTIMIZER_STEMS}
 
     def load(self, checkpoint: Checkpoint) -> list[LogRecord]:
         """Loads the state in `checkpoint`; returns the log up to it."""
@@ -149,7 +182,10 @@ class TrainState:
         if checkpoint.has(f"{_TRAINED}.safetensors"):  # the other is the average
             self.model.load_state_dict(tensors_of(checkpoint, f"{_TRAINED}.safetensors"))
         progress = json.loads(checkpoint.read(STATE_FILE))
-        tensors = tensors_of(checkpoint, "optimizer.safetensors")
+        tensors: dict[str, Tensor] = {}
+        for filename in (f"{stem}.safetensors" for stem in OPTIMIZER_STEMS):
+            if checkpoint.has(filename):
+                tensors |= tensors_of(checkpoint, filename)
         saved = unflatten_state(tensors, progress["optimizer"])
         for group in saved["param_groups"]:  # the first start of a branch: see branching.py
             for name in progress.get(RENEWED, ()):
@@ -267,6 +303,14 @@ def _encode_log(log: Sequence[LogRecord]) -> Iterator[bytes]:
         piece = json.dumps([to_record(each) for each in log[start : start + _PIECE]])
         yield (", " if start else "").encode() + piece[1:-1].encode()
     yield b"]"
+
+
+def _picked(gathered: Gathered, files: Names) -> dict[str, Tensor]:
+    return {n: gathered.optimizer.tensors[n] for names in files.values() for n in names}
+
+
+def _above(optimizer: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    return {f"{OPTIMIZER}/{name}": tensor for name, tensor in optimizer.items()}
 
 
 def _below(stem: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:

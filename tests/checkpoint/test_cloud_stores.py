@@ -6,6 +6,7 @@ Azure's is Azurite (npm install -g azurite), read by adlfs.
 from __future__ import annotations
 
 import os
+import random
 import shutil
 import socket
 import subprocess
@@ -19,9 +20,12 @@ import pytest
 from faulty_storage import commit
 from tiny import bits, kept_steps, plain, run_tiny, tiny_config
 
+from raytrain_ddp.checkpoint import read_ahead
 from raytrain_ddp.checkpoint.lease import Lease
+from raytrain_ddp.checkpoint.read_ahead import is_ranged
 from raytrain_ddp.checkpoint.storage import open_storage
 from raytrain_ddp.checkpoint.store import CheckpointStore
+from raytrain_ddp.checkpoint.streams import new_memory
 from raytrain_ddp.data.store_listing import list_in_store
 from raytrain_ddp.errors import RunLockedError
 
@@ -125,6 +129,17 @@ def test_checkpoints_are_committed_listed_and_removed(place: str):
     newest = store.latest()
     assert newest is not None
     assert newest.manifest.step == 3
+
+
+def test_ranges_are_the_file(place: str, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(read_ahead, "CHUNK_BYTES", 2**17)
+    folder, data = open_storage(place), random.Random(1).randbytes(3 * 2**20 + 7)
+    written = folder.write("large", data)
+    assert is_ranged(folder.fs, len(data))
+    view = new_memory(len(data))
+    assert written == (len(data), folder.read_into("large", [view[:100], view[100:]]))
+    assert view == data
+    assert folder.sha256("large") == written[1]
 
 
 def test_one_process_has_the_lease(place: str):

@@ -1,0 +1,214 @@
+"""Large files of object stores: several ranges are read at once, with the same bytes."""
+
+from __future__ import annotations
+
+import hashlib
+import random
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import pyarrow.fs as pafs
+import pytest
+from faulty_storage import content, manifest
+from s3 import S3, s3_server
+
+from raytrain_ddp.checkpoint import read_ahead, streams
+from raytrain_ddp.checkpoint.manifest import DamagedError
+from raytrain_ddp.checkpoint.read_ahead import RANGES, is_ranged
+from raytrain_ddp.checkpoint.storage import Storage, open_storage
+from raytrain_ddp.checkpoint.store import CheckpointStore
+from raytrain_ddp.checkpoint.streams import new_memory
+
+CHUNK = 3 * 4096
+SIZES = [1, CHUNK - 1, CHUNK, CHUNK + 1, 20 * CHUNK, 20 * CHUNK + 7]
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[S3]:
+    with s3_server() as running:
+        yield running
+
+
+@pytest.fixture
+def small(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(read_ahead, "CHUNK_BYTES", CHUNK)
+    monkeypatch.setattr(read_ahead, "RANGED_BYTES", 1)
+
+
+def draw(size: int) -> bytes:
+    return random.Random(size).randbytes(size)
+
+
+def sha256(data: bytes) -> str:
+    return hashlib.sha256(data).hexdigest()
+
+
+def read(folder: Storage, name: str, size: int) -> tuple[memoryview, str, bytes]:
+    """The content in two pieces of memory, its hash, and what was seen while it was read."""
+    view, cut, seen = new_memory(size), size // 3, []
+    digest = folder.read_into(name, [view[:cut], view[cut:]], lambda c: seen.append(bytes(c)))
+    return view, digest, b"".join(seen)
+
+
+@pytest.mark.usefixtures("small")
+@pytest.mark.parametrize("size", SIZES)
+def test_ranges_of_a_bucket_are_the_file(server: S3, size: int):
+    folder, data = open_storage(server.uri("same")), draw(size)
+    server.put("same/file", data)
+    assert read(folder, "file", size) == (data, sha256(data), data)
+    assert folder.sha256("file") == sha256(data)
+
+
+@pytest.mark.usefixtures("small")
+def test_several_are_read_at_once_and_each_byte_once(server: S3):
+    folder, data = open_storage(server.uri("many")), draw(20 * CHUNK + 7)
+    server.put("many/file", data)
+    server.most_at_once(delay_s=0.1)
+    assert read(folder, "file", len(data))[0] == data
+    assert 3 <= server.most_at_once(delay_s=0.0) <= RANGES
+    assert read(folder, "file", len(data))[0] == data
+    asked = [request.range.removeprefix("bytes=").split("-") for request in server.gets()]
+    ranges = sorted((int(first), int(last)) for first, last in asked)
+    assert [first for first, _ in ranges] == [*range(0, len(data), CHUNK)]
+    assert sum(last + 1 - first for first, last in ranges) == len(data)
+
+
+def test_a_small_file_is_one_request(server: S3):
+    folder = open_storage(server.uri("small"))
+    for size in (100, 3 * 2**20):  # the second one goes to several tensors
+        server.put("small/file", data := draw(size))
+        server.requests()
+        assert folder.read("file") == data
+        assert len(server.gets()) == 1
+        server.requests()
+        if size > 100:
+            assert read(folder, "file", len(data))[0] == data
+            assert len(server.gets()) == 1
+
+
+@pytest.mark.usefixtures("small")
+def test_a_range_that_fails_is_asked_for_again(server: S3):
+    folder, data = open_storage(server.uri("fail")), draw(20 * CHUNK)
+    server.put("fail/file", data)
+    server.fail(2)
+    assert read(folder, "file", len(data))[1] == sha256(data)
+    assert server.failing()["GET"] == 0
+
+
+@pytest.mark.usefixtures("small")
+def test_a_store_that_keeps_failing_is_an_error_and_nothing_is_written_later(
+    server: S3,
+):
+    data = draw(20 * CHUNK)
+    server.put("error/file", data)
+    once = pafs.AwsStandardS3RetryStrategy(max_attempts=1)
+    place = f"127.0.0.1:{server.port}"
+    fs = pafs.S3FileSystem(
+        **{"access_key": "test", "secret_key": "test", "scheme": "http", "region": "us-east-1"},
+        **{"endpoint_override": place, "retry_strategy": once},
+    )
+    server.fail(1)
+    try:
+        with pytest.raises(OSError, match="HTTP status 500"):
+            read(Storage(fs, "bucket/error", False), "file", len(data))
+    finally:
+        server.fail(0)
+    assert not [each for each in threading.enumerate() if each.name.startswith("ranges")]
+
+
+@pytest.mark.usefixtures("small")
+def test_a_damaged_byte_and_a_file_cut_short_are_found(server: S3):
+    store = CheckpointStore(open_storage(server.uri("damage")))
+    files = {"model.safetensors": draw(20 * CHUNK), "state.json": b"{}"}
+    good = store.commit(manifest(1), files)
+    good.verify()
+    assert content(good) == files
+    damaged = bytearray(files["model.safetensors"])
+    damaged[11 * CHUNK] ^= 1
+    server.put("damage/step-00000001-a0001/model.safetensors", bytes(damaged))
+    for look in (good.verify, lambda: good.read("model.safetensors")):
+        with pytest.raises(DamagedError, match=r"model\.safetensors is damaged"):
+            look()
+    short = files["model.safetensors"][: 7 * CHUNK + 5]
+    server.put("damage/step-00000001-a0001/model.safetensors", short)
+    with pytest.raises(DamagedError, match="bytes instead of"):
+        good.read("model.safetensors")
+    # One that is cut between the look at its size and the read has another hash.
+    whole = len(files["model.safetensors"])
+    assert good.storage.read_into("model.safetensors", [new_memory(whole)]) == sha256(short)
+
+
+def asynchronous(found: dict[str, bytes], asked: list[tuple[int, int]], honest: bool = True) -> Any:
+    """A file system of fsspec with an event loop."""
+    asyn = pytest.importorskip("fsspec.asyn")
+
+    class Cloud(asyn.AsyncFileSystem):  # type: ignore[misc]
+        cachable = False
+
+        async def _cat_file(self, path: str, start: int, end: int, **_: Any) -> bytes:
+            asked.append((start, end))
+            return found[path][start:end] if honest else found[path]
+
+    return pafs.PyFileSystem(pafs.FSSpecHandler(Cloud()))
+
+
+@pytest.mark.usefixtures("small")
+@pytest.mark.parametrize("size", SIZES)
+def test_ranges_of_fsspec_are_the_file(size: int):
+    data, asked = draw(size), list[tuple[int, int]]()
+    folder = Storage(asynchronous({"place/file": data}, asked), "place", False)
+    assert read(folder, "file", size) == (data, sha256(data), data)
+    assert sorted(asked) == [(at, min(size, at + CHUNK)) for at in range(0, size, CHUNK)]
+
+
+@pytest.mark.usefixtures("small")
+def test_a_store_that_knows_no_ranges_is_an_error():
+    folder = Storage(
+        asynchronous({"place/file": draw(3 * CHUNK)}, [], honest=False), "place", False
+    )
+    with pytest.raises(OSError, match="bytes came instead of"):
+        read(folder, "file", 3 * CHUNK)
+
+
+@pytest.mark.usefixtures("small")
+def test_what_may_not_take_several_threads_is_read_in_one_stream():
+    memory = pytest.importorskip("fsspec.implementations.memory")
+    assert not is_ranged(pafs.PyFileSystem(pafs.FSSpecHandler(memory.MemoryFileSystem())), 1)
+    assert not is_ranged(pafs.LocalFileSystem(), 1)
+    assert is_ranged(pafs.S3FileSystem(anonymous=True, region="us-east-1"), 1)
+
+
+class Recorded:
+    """A stream that copies what it gets until it is flushed, as Arrow's does for S3."""
+
+    def __init__(self) -> None:
+        self.data, self.unsent, self.most = b"", 0, 0
+
+    def write(self, chunk: memoryview) -> None:
+        self.data += chunk
+        self.unsent += len(chunk)
+        self.most = max(self.most, self.unsent)
+
+    def flush(self) -> None:
+        self.unsent = 0
+
+
+def test_what_waits_to_be_sent_is_bounded(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(streams, "CHUNK_BYTES", 1000)
+    monkeypatch.setattr(streams, "_MOST_UNSENT_BYTES", 4000)
+    stream, data = Recorded(), draw(50_003)
+    pieces = [data[:7], data[7:30_000], data[30_000:]]
+    assert streams.write_hashed(stream, pieces) == (len(data), sha256(data))
+    assert stream.data == data
+    assert stream.most < 5000
+
+
+def test_a_large_file_is_written_in_parts(server: S3):
+    folder, data = open_storage(server.uri("parts")), draw(25 * 2**20)
+    server.requests()
+    assert folder.write("file", data) == (len(data), sha256(data))
+    parts = [r for r in server.requests() if r.method == "PUT"]
+    assert len(parts) == 3
+    assert all("partNumber" in part.query for part in parts)
+    assert folder.sha256("file") == sha256(data)
