@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import atexit
+import gc
 import json
 import os
 import signal
@@ -11,6 +13,9 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, settings
 from processes import Group
+
+# Tests import a million objects that stay; see pytest_collection_finish.
+gc.disable()
 
 # Ray reads it when it is imported, which the first of many tests may do.
 os.environ.setdefault("RAY_AUTH_MODE", "token")
@@ -120,3 +125,10 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     items.sort(key=lambda item: places.get(item.path.stem, len(LONGEST)))
     for item in items:
         item.add_marker(pytest.mark.xdist_group(item.path.name))
+
+
+def pytest_collection_finish() -> None:
+    """What is imported stays: the garbage collector need not look through it again and again."""
+    gc.freeze()
+    gc.enable()
+    atexit.register(gc.unfreeze)  # else nanobind complains that objects were never freed
