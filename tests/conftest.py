@@ -67,7 +67,7 @@ LONGEST = (
 )
 
 
-_LONG_S, _OTHERS_S = 0.5, 0.05
+_LONG_S, _OTHERS_S = 0.2, 0.02
 _took: dict[str, float] = {}  # seconds, by test
 
 
