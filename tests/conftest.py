@@ -14,8 +14,8 @@ import pytest
 from hypothesis import HealthCheck, settings
 from processes import Group
 
-# Each of several processes would else compute on all cores, with threads that wait for each other in
-# loops; and so would each that they start.
+# Each of several processes would else compute on all cores, with threads that wait for each other
+# in loops; and so would each that they start.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 # Tests import a million objects that stay; see pytest_collection_finish.
