@@ -10,16 +10,13 @@ import functools
 import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from raytrain_ddp.config.automatic import means_the_same, unsettled
 from raytrain_ddp.config.recipe_info import RecipeInfo, overview
 from raytrain_ddp.config.train_config import TrainConfig
 from raytrain_ddp.errors import ConfigError, did_you_mean
 from raytrain_ddp.uri import shareable, without_secrets
-
-if TYPE_CHECKING:
-    from pydantic import TypeAdapter
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -35,11 +32,11 @@ def to_dict(config: TrainConfig) -> dict[str, Any]:
 
 def from_dict(values: Mapping[str, Any], where: str = "config") -> TrainConfig:
     """Raises ConfigError that lists every unknown field and every wrong type in `values`."""
-    from pydantic import ValidationError  # 0.1 s: only where a dict is read
+    from pydantic import TypeAdapter, ValidationError  # 0.1 s: only where a dict is read
 
     wrong = list(_unknown_fields(values, TrainConfig()))
     try:
-        config = _types().validate_python(dict(values))
+        config: TrainConfig = _once(TypeAdapter, TrainConfig).validate_python(dict(values))
     except ConfigError as error:
         wrong.append(str(error))
     except ValidationError as error:
@@ -49,12 +46,7 @@ def from_dict(values: Mapping[str, Any], where: str = "config") -> TrainConfig:
     return config
 
 
-@functools.cache
-def _types() -> TypeAdapter[TrainConfig]:
-    """Made once: that takes 20 ms of CPU, a dict is checked in less than one."""
-    from pydantic import TypeAdapter
-
-    return TypeAdapter(TrainConfig)
+_once = functools.cache(lambda kind, of: kind(of))  # a TypeAdapter takes 20 ms of CPU
 
 
 def load(path_or_name: str) -> TrainConfig:
