@@ -51,19 +51,13 @@ def workers() -> Iterator[Group]:
 
 # Files that take longest, so that no process is left with one of them at the end.
 LONGEST = (
-    *(
-        "test_emulated_gpu",
-        "test_generations",
-        "test_examples",
-        "test_hang_diagnosis",
-        "test_training",
-        "test_notebook",
-        "test_cli",
-        "test_recipes",
-    ),
-    *("test_chaos", "test_python_tasks", "test_run_local", "test_device_feed", "test_exact"),
-    *("test_distributions", "test_loader_processes", "test_evaluation", "test_launchers"),
-    *("test_slurm", "test_own_datasets", "test_branching", "test_run_naming", "test_ownership"),
+    *("test_emulated_gpu", "test_generations", "test_hang_diagnosis", "test_training"),
+    *("test_optimizer_shares", "test_chaos", "test_exact", "test_slurm", "test_run_local"),
+    *("test_convert", "test_recipes", "test_distributions", "test_nonfinite", "test_recorder"),
+    *("test_task_optimizer", "test_device_feed", "test_notebook", "test_own_datasets"),
+    *("test_initial_weights", "test_several_optimizers", "test_replica_check", "test_export"),
+    *("test_loader_processes", "test_s3_network", "test_param_groups", "test_settling"),
+    *("test_fork_server", "test_examples", "test_early_stop", "test_gradient_compression"),
 )
 
 
