@@ -144,8 +144,10 @@ def end(error: BaseException | None) -> None:
 if __name__ == "__main__":
     sys.path.pop(0)  # this folder
     VARIABLES = fork_server.load()
+    gc.disable()
     for name in _MORE:
         importlib.import_module(name)
+    gc.enable()
     gc.collect()
     gc.freeze()  # a process's garbage collector would copy the pages
     assert fork_server.is_fit_to_fork(), "has threads, or Ray"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
 import re
@@ -26,6 +27,7 @@ class DamagedError(CheckpointError):
     """A checkpoint that exists but differs from what was written; older ones may still be good."""
 
 
+@functools.cache  # reads a file and parses it: 3 ms
 def package_version() -> str:
     """The installed version of raytrain_ddp, or ``"unknown"`` in a bare checkout."""
     try:

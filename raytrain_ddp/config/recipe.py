@@ -6,6 +6,7 @@ Imports nothing heavy; see config.py for the fields themselves.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -35,7 +36,7 @@ def from_dict(values: Mapping[str, Any], where: str = "config") -> TrainConfig:
 
     wrong = list(_unknown_fields(values, TrainConfig()))
     try:
-        config = TypeAdapter(TrainConfig).validate_python(dict(values))
+        config: TrainConfig = _once(TypeAdapter, TrainConfig).validate_python(dict(values))
     except ConfigError as error:
         wrong.append(str(error))
     except ValidationError as error:
@@ -43,6 +44,9 @@ def from_dict(values: Mapping[str, Any], where: str = "config") -> TrainConfig:
     if wrong:
         raise ConfigError("\n".join(f"{where}: {line}" for line in wrong))
     return config
+
+
+_once = functools.cache(lambda kind, of: kind(of))  # a TypeAdapter takes 20 ms of CPU
 
 
 def load(path_or_name: str) -> TrainConfig:

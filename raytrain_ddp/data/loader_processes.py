@@ -25,7 +25,7 @@ from raytrain_ddp.data import shared_memory
 from raytrain_ddp.errors import LoaderDied, RemoteTraceback, TaskError, first_line
 
 _BOOT = (
-    "import json, sys; sys.path[:] = json.loads(sys.argv[2]); "
+    "import gc, json, sys; gc.disable(); sys.path[:] = json.loads(sys.argv[2]); "
     "from raytrain_ddp.data.loader_worker import serve; serve(int(sys.argv[1]))"
 )
 _PRELOADED = ("torchvision", "torchvision.transforms.v2", "PIL.Image")  # if installed

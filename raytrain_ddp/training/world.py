@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import platform
 from contextlib import suppress
@@ -112,7 +113,10 @@ def software_versions() -> dict[str, str]:
     found = {"python": platform.python_version(), "torch": str(torch.__version__)}
     for name in ("torchvision", "ray"):
         with suppress(metadata.PackageNotFoundError):
-            found[name] = metadata.version(name)
+            found[name] = _installed(name)
     if torch.version.cuda:
         found["CUDA"] = torch.version.cuda
     return found
+
+
+_installed = functools.cache(metadata.version)  # reads and parses files: 3 ms each

@@ -745,6 +745,7 @@ def test_of_equal_evaluations_the_one_with_the_lower_loss_is_the_best(tmp_path: 
 # ------------------------------------------------------------------ the commands without Ray
 
 DIGITS = ["--batch-size", "128", "--micro-batch", "32", "--epochs", "2", "--data.workers", "1"]
+DIGITS += ["--log.no-tensorboard"]
 
 
 def start(folder: Path, name: str, *launcher: str) -> subprocess.Popen[str]:
