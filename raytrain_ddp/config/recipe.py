@@ -32,11 +32,11 @@ def to_dict(config: TrainConfig) -> dict[str, Any]:
 
 def from_dict(values: Mapping[str, Any], where: str = "config") -> TrainConfig:
     """Raises ConfigError that lists every unknown field and every wrong type in `values`."""
-    from pydantic import TypeAdapter, ValidationError  # 0.1 s: only where a dict is read
+    from pydantic import ValidationError  # 0.1 s: only where a dict is read
 
     wrong = list(_unknown_fields(values, TrainConfig()))
     try:
-        config: TrainConfig = _once(TypeAdapter, TrainConfig).validate_python(dict(values))
+        config: TrainConfig = _adapter().validate_python(dict(values))
     except ConfigError as error:
         wrong.append(str(error))
     except ValidationError as error:
@@ -46,7 +46,11 @@ def from_dict(values: Mapping[str, Any], where: str = "config") -> TrainConfig:
     return config
 
 
-_once = functools.cache(lambda kind, of: kind(of))  # a TypeAdapter takes 20 ms of CPU
+@functools.cache
+def _adapter() -> Any:
+    from pydantic import TypeAdapter
+
+    return TypeAdapter(TrainConfig)  # takes 20 ms of CPU
 
 
 def load(path_or_name: str) -> TrainConfig:
