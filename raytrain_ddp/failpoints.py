@@ -30,6 +30,7 @@ FOLDER_VARIABLE = "RAYTRAIN_DDP_FAILPOINTS_DIR"
 
 SITES = frozenset(
     {
+        "start.met",  # a generation's members are known, they are not connected yet
         "start.opened",  # the data are open, the model is not made yet
         "start.warmed_up",  # the model is wrapped, the checkpoint not loaded yet
         "start.loaded",  # the newest checkpoint is loaded, no step done
@@ -39,6 +40,8 @@ SITES = frozenset(
         "train.after_backward",  # gradients are there, the update is not made
         "train.weights",  # action flip: one weight of this rank changes its sign
         "train.after_step",
+        "train.log",  # a log line is due, the ranks' times are not gathered yet
+        "train.compare",  # the weights of the ranks are about to be compared
         "evaluate",
         "evaluate.checkpoint",  # by the worker that only evaluates, before it writes the metrics
         "checkpoint.snapshot",  # the copy on the host is complete, nothing is written

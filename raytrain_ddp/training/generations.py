@@ -16,6 +16,7 @@ from dataclasses import replace
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from raytrain_ddp.failpoints import failpoint
 from raytrain_ddp.training.connections import Connections, let_go, write_to_all
 from raytrain_ddp.training.roster import OVER, Member, Registry, Seat, beat_s, poll_s
 
@@ -27,6 +28,7 @@ S = TypeVar("S", bound="RecordingSession")
 
 _CONNECT_S = 60.0
 _THERE_S = 20.0  # one that has died since it asked is replaced meanwhile
+_LOOK_S = 0.5  # how often the roster is asked meanwhile
 _TRIES = 5
 _COLLECTIVE_S = 1800.0  # as long as in Ray Train
 
@@ -106,8 +108,8 @@ class Place:
         there = timedelta(seconds=_THERE_S)
         own = offered or TCPStore(host, int(port), is_master=False, timeout=there)
         self._store = store = PrefixStore(self.seat.key, own)
-        # One that has died in the meantime is missed here, not while the others connect to it.
-        self._all("there", _THERE_S)
+        failpoint("start.met", self.rank)
+        self._wait_for_others()
         self._connections = Connections()
         dist.init_process_group(
             self._backend,
@@ -120,6 +122,19 @@ class Place:
         self._all("connected", _CONNECT_S)  # no rank leaves while another still connects
         set_timeout(timedelta(seconds=_COLLECTIVE_S))
         self._connected = self.seat
+
+    def _wait_for_others(self) -> None:
+        """One that has died in the meantime is missed here, not while the others connect to it."""
+        ends_at = time.monotonic() + _THERE_S
+        member = replace(self._member, last=self.seat.number)
+        while True:
+            try:
+                self._all("there", _LOOK_S)
+                return
+            except RuntimeError:
+                if time.monotonic() > ends_at or self._registry.is_over(member):
+                    raise
+                time.sleep(poll_s(member.size))  # the store may be lost
 
     def confirm(self) -> None:
         """Waits until the collectives so far are done; their results may then be used. Those of

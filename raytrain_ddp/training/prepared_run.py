@@ -73,6 +73,7 @@ class PreparedRun:
         The one place where the host waits for the device.
         """
         step, world = self.state.step, self.session.world
+        failpoint("train.log", world.rank, step)
         self.stepper.settle()  # so that `nonfinite` includes this step
         trained_s, phases = self.clock.window()
         self.unlogged_s += trained_s

@@ -62,6 +62,7 @@ class ReplicaCheck:
             DivergedError: they differ, and the config says to stop, or resynchronizing did not
                 help.
         """
+        failpoint("train.compare", self._world.rank, self._state.step)
         differing = self._differing() if self._every else None
         if differing is None:
             return

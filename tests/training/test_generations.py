@@ -44,6 +44,12 @@ def undisturbed(forks: Any, tmp_path_factory: pytest.TempPathFactory) -> TrainCo
         ("checkpoint.payload:kill@rank=0,step=20", None),  # training goes on meanwhile
         ("checkpoint.committed:kill@rank=0,step=30", [0, 30]),
         ("train.after_step:kill@rank=1,step=30", [0, 30]),
+        ("train.log:kill@rank=1,step=10", [0, 10]),
+        ("train.log:kill@rank=0,step=7", [0, 7]),
+        ("train.compare:kill@rank=2,step=10", [0, 10]),
+        ("start.met:kill@rank=1", [0]),
+        ("train.before_step:kill@rank=1,step=7;start.met:kill@rank=1,after=1", [0, 6]),
+        ("train.before_step:kill@rank=1,step=7;start.met:kill@rank=2,after=1", [0, 6]),
         ("train.before_step:kill@rank=1,step=7;train.before_step:kill@rank=2,step=7", [0, 6]),
         ("train.before_step:kill@rank=1,step=7;start.opened:kill@rank=1,after=1", [0, 6]),
         ("train.before_step:kill@rank=1,step=7;start.loaded:kill@rank=1,after=1", [0, 6, 6]),
