@@ -247,7 +247,7 @@ def controlled(ranks: int, _: int) -> dict[str, float]:
     return {
         "start: the mailbox forms a generation": formed_s,
         "start: the driver takes who has joined": joined_s,
-        "the mailbox, for a second of signs of life": beats_s / beat_s(ranks),
+        "the mailbox, for a second of heartbeats": beats_s / beat_s(ranks),
         "the mailbox, for a second of a hang": ranks * hang_s / ask_s(30.0, ranks),
         "the driver, for a log line": line_s,
     }

@@ -189,7 +189,7 @@ def command(contender: str, args: argparse.Namespace, folder: Path) -> list[str]
         "fit-torchrun": [*torchrun, *fit],
         "fit-ray": [python, *fit],
         "fit-exact": [python, *fit, "--exact"],
-        "fit-restart": [python, *fit, "--scaling.no-replace-workers"],
+        "fit-restart": [python, *fit, "--scaling.replace-workers", "false"],
         "naive-ray": [python, str(PROGRAMS / "naive_ray.py"), *common],
         "torchft": [python, str(PROGRAMS / "by_torchft.py"), *common],
     }[contender]

@@ -94,7 +94,7 @@ class Died:
 
 @dataclass(frozen=True)
 class Alive:
-    """The number of workers that give signs of life, if dead ones are replaced."""
+    """The number of workers that send heartbeats, if dead ones are replaced."""
 
     count: int
 

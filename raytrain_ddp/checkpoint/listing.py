@@ -75,10 +75,11 @@ class CheckpointListing:
         ]
 
     def given_up(self, name: CheckpointName, in_use: bool) -> list[str]:
-        """Leftovers of failed commits of this start; also that of this name, if not in use."""
+        """Leftovers of this start's failed commits of earlier steps (other ranks may already write
+        parts of a later one); also that of this name, if not in use."""
         parsed = [(folder, CheckpointName.parse(folder)) for folder in self.leftovers()]
         own = [(f, other) for f, other in parsed if other and other.attempt == name.attempt]
-        return [folder for folder, other in own if not in_use or other != name]
+        return [f for f, other in own if other < name or (other == name and not in_use)]
 
     def damaged(self) -> list[str]:
         """Folders of checkpoints set aside as damaged."""

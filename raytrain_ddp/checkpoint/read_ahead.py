@@ -100,7 +100,7 @@ def is_ranged(fs: Any, size_bytes: int) -> bool:
 
 @contextmanager
 def reading_ranges(fs: Any, path: str, size_bytes: int) -> Iterator[ReadAhead]:
-    """At most so many bytes of a file of an object store."""
+    """Reads at most `size_bytes` of a file in an object store."""
     with ExitStack() as stack:
         if inner := fsspec_inside(fs):
             read_at = partial(_read_fsspec, inner, path)
@@ -111,7 +111,11 @@ def reading_ranges(fs: Any, path: str, size_bytes: int) -> Iterator[ReadAhead]:
         step = min(CHUNK_BYTES, max(_LEAST_BYTES, -(-size_bytes // RANGES)))
 
         def fetch(offset: int, _: memoryview) -> memoryview:
-            return memoryview(read_at(min(step, size_bytes - offset), offset))
+            count = min(step, size_bytes - offset)
+            data = memoryview(read_at(count, offset))
+            if len(data) != count:  # more: the store does not know ranges
+                raise OSError(f"{path}: {len(data)} bytes came, not the {count} from {offset} on")
+            return data
 
         # They end before the file is closed.
         threads = stack.enter_context(ThreadPoolExecutor(RANGES, thread_name_prefix="ranges"))
@@ -119,10 +123,7 @@ def reading_ranges(fs: Any, path: str, size_bytes: int) -> Iterator[ReadAhead]:
 
 
 def _read_fsspec(inner: Any, path: str, count: int, offset: int) -> Any:
-    data = inner.cat_file(path, start=offset, end=offset + count)
-    if len(data) > count:  # the store does not know ranges
-        raise OSError(f"{path}: {len(data)} bytes came instead of the {count} from {offset} on")
-    return data
+    return inner.cat_file(path, start=offset, end=offset + count)
 
 
 def copy(to: memoryview, source: memoryview) -> None:

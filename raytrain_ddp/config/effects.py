@@ -69,7 +69,7 @@ _RULES = [
     ),
     _Rule(
         "scaling.replace_workers",
-        "ddp.shard_optimizer = false, as a worker that dies takes its share along",
+        "ddp.shard_optimizer = false, as the share of a worker that dies is lost",
         lambda c: not c.ddp.shard_optimizer,
     ),
     _Rule("log.project", "log.wandb or log.mlflow", lambda c: c.log.wandb or c.log.mlflow),

@@ -194,7 +194,7 @@ class DdpConfig:
     """powersgd: rank of the factors. A higher rank is closer to the gradient and takes longer."""
     shard_optimizer: bool = field(default=False, metadata=FREE)
     """Divide the optimizer's state among the workers (ZeRO stage 1), which saves memory; the bits
-    stay the same. A worker that dies takes its share along, so all restart from the newest
+    stay the same. The share of a worker that dies is lost, so all restart from the newest
     checkpoint, as with replace_workers false."""
 
     def __post_init__(self) -> None:

@@ -170,7 +170,8 @@ class RaySession(RecordingSession):
         """Called once per step; also counts steps and pushes events."""
         self.step = (self.step or 0) + 1
         requests = self._asked(self._notice.requests)
-        self._joins = self._newcomer
+        # A commit in several parts would be given up.
+        self._joins = self._newcomer and not (self.recorder and self.recorder.committer.is_busy())
         return requests._replace(look=requests.look or self._joins)
 
     def requests_in_evaluation(self) -> Requests:
@@ -239,8 +240,9 @@ class RaySession(RecordingSession):
                 for rank in hang.ranks:
                     if self.world.rank == others[0] and not self._owners[rank].is_here():
                         ray.get(_on_its_node(Owner.kill, self._owners[rank]), timeout=_MEET_S)
-            self._place.break_off()
-            return
+            if not self._place.is_broken:
+                self._place.break_off()
+                return
         os._exit(RetriesExhausted.exit_status)
 
     def is_taken_away(self, outcome: Outcome) -> bool:

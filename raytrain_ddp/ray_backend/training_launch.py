@@ -50,6 +50,12 @@ _CLEAN_UP_S = 3.0
 _ABORT_S = 20.0
 
 
+_RESTARTS_ALL = (
+    "scaling.replace_workers = true has no effect here: all workers restart if one dies. It needs "
+    "scaling.hang_s above 0 over NCCL, and with MIN:MAX workers another placement than STRICT_*."
+)
+
+
 class Interrupted(Exception):
     """Stopped by a signal before there was anything to save, or by a second one."""
 
@@ -111,7 +117,7 @@ def run_workers(
                 given = worker_settings(config, run, layout, mailbox, task)
                 listener.evaluator = evaluator = Evaluator(given, layout, config.scaling.wait_s)
             start = start_of(config, layout)
-            listener.begin(start, layout)
+            listener.begin(start, layout, config.scaling.replace_workers is True)
             given = worker_settings(config, run, layout, mailbox, task, start.least, start.size)
             if start.placed.most < layout.most:
                 place = config.scaling.placement
@@ -228,8 +234,10 @@ class _Listener:
         """Passes on what the driver itself has found."""
         self._mailbox.push.remote([event])
 
-    def begin(self, start: Start, layout: Layout) -> None:
+    def begin(self, start: Start, layout: Layout, is_to_replace: bool) -> None:
         """Workers of this layout are about to be started."""
+        if is_to_replace and not start.least and layout.most > 1:
+            self._show(Note(_RESTARTS_ALL))
         self._failures.replaced = start.size
         self._waiting.least_left = start.least if start.least < layout.most else 0
         if 0 < start.size < layout.most:

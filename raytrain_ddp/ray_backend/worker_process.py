@@ -9,6 +9,7 @@ import ctypes
 import os
 import select
 import signal
+import socket
 import sys
 import threading
 import traceback
@@ -16,6 +17,8 @@ from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
+
+from raytrain_ddp.errors import PreflightError
 
 if TYPE_CHECKING:
     import torch
@@ -29,6 +32,7 @@ _PR_SET_PDEATHSIG = 1  # of <sys/prctl.h>
 def world_of_worker(threads: int, seat: Seat | None = None) -> World:
     """This worker's world, by Ray Train, or by its seat in a generation."""
     import ray.train
+    import ray.train.torch
 
     from raytrain_ddp.training.world import World
 
@@ -39,7 +43,7 @@ def world_of_worker(threads: int, seat: Seat | None = None) -> World:
         rank=context.get_world_rank(),
         size=context.get_world_size(),
         local_rank=context.get_local_rank(),
-        device=_device(),
+        device=ray.train.torch.get_device(),
         threads=threads,
     )
 
@@ -53,8 +57,15 @@ def _device() -> torch.device:
     mine = ray.get_runtime_context().get_accelerator_ids().get("GPU", [])
     if not mine:
         return torch.device("cpu")
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
-    return torch.device("cuda", visible.index(mine[0]) if mine[0] in visible else 0)
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if visible is None:
+        return torch.device("cuda", int(mine[0]))
+    if mine[0] not in (devices := visible.split(",")):
+        raise PreflightError(
+            f"Ray gave GPU {mine[0]} to this worker, but CUDA_VISIBLE_DEVICES={visible} in "
+            f"{socket.gethostname()}'s environment lacks it: unset it there."
+        )
+    return torch.device("cuda", devices.index(mine[0]))
 
 
 def enter_folder(folder: str, import_paths: Sequence[str]) -> None:

@@ -11,8 +11,8 @@ is sent. For each of its files, a rank
 Rank 0 writes the other files, waits for all seals, and then writes the manifest: it alone decides
 that there is a checkpoint. A file with a seal does not change any more. If a rank dies, no seal
 appears; if it cannot write, the seal says why: then there is no checkpoint, and what was written is
-a leftover, as that of a killed writer. The name of the folder has the attempt, so one that was
-replaced and does not know it writes into no folder of its successor. Ranks share nothing for this
+a leftover, like that of a killed writer. The folder's name has the attempt, so a writer that was
+replaced without knowing it never writes into its successor's folder. Ranks share nothing for this
 but the storage: no collective runs in a background thread.
 """
 
@@ -47,7 +47,7 @@ _POLL_S = 0.1
 _LONGEST_POLL_S = 1.0
 _LONGEST_S = 300.0  # rank 0 waits so long, or several times as long as its own files took
 _TIMES = 4
-_CLOSING_S = 5.0  # as the session ends: of those that live, a rank may be a bit later
+_CLOSING_S = 5.0  # after the last seal, as the session ends: a rank that lives may be a bit later
 
 Names = Mapping[str, Sequence[str]]  # file's stem -> names of its tensors
 
@@ -117,18 +117,21 @@ class PartWriter:
         self._thread.shutdown()
 
     def _write(self, folder: Storage, step: int, files: Mapping[str, Mapping[str, Tensor]]) -> None:
-        def write(stem: str, number: int) -> None:
-            if number and "sha256" in _seal_of(folder, stem):  # the reply was lost
-                return  # the file changes no more
+        def write(stem: str, _: int) -> dict[str, object]:
             folder.mkdir()
             size_bytes, sha256 = folder.write(f"{stem}.safetensors", encode_tensors(files[stem]))
-            failpoint("checkpoint.part", self._rank, step)
-            _seal(folder, stem, {"size_bytes": size_bytes, "sha256": sha256})
-            failpoint("checkpoint.sealed", self._rank, step)
+            return {"size_bytes": size_bytes, "sha256": sha256}
+
+        def pause(wait_s: float, _: OSError) -> bool:
+            return self._sleep(wait_s)
 
         for stem in files:
             try:
-                with_backoff(partial(write, stem), lambda s, _: self._sleep(s))
+                entry = with_backoff(partial(write, stem), pause)
+                failpoint("checkpoint.part", self._rank, step)
+                # Apart: once there may be a seal, the file is not written again.
+                with_backoff(lambda _, s=stem, e=entry: _seal(folder, s, e), pause)  # type: ignore[misc]
+                failpoint("checkpoint.sealed", self._rank, step)
             except Exception as error:
                 try:
                     _seal(folder, stem, {"error": f"rank {self._rank}: {error}"})
@@ -142,7 +145,7 @@ def _seal(folder: Storage, stem: str, content: Mapping[str, object]) -> None:
 
 
 def _seal_of(folder: Storage, stem: str) -> dict[str, Any]:
-    """Empty if there is none, or half of one, as stores may show that are none."""
+    """Empty if there is none, or half of one, as a file system without atomic writes may show."""
     try:
         found: dict[str, Any] = json.loads(folder.read(stem + _SEAL))
         return found
@@ -168,7 +171,8 @@ def sealed(
             use.
     """
     found: dict[str, FileEntry] = {}
-    ends_at = time.monotonic() + max(_LONGEST_S, _TIMES * own_s)
+    progress_at = closing_at = time.monotonic()
+    latest_at, is_closing = progress_at + max(_LONGEST_S, _TIMES * own_s), False
     for pause_s in _pauses():
         there = {*folder.names()}
         for stem in stems:
@@ -178,14 +182,20 @@ def sealed(
                     raise OSError(errno.ECANCELED, seal["error"])
                 if seal:
                     found[stem] = FileEntry(**seal)
+                    progress_at = time.monotonic()
         missing = [stem for stem in stems if stem not in found]
         if not missing:
             break
-        if time.monotonic() > ends_at:
+        closed_at = max(progress_at, closing_at) + _CLOSING_S
+        if time.monotonic() > (min(latest_at, closed_at) if is_closing else latest_at):
             raise OSError(errno.ECANCELED, f"other ranks have not written {', '.join(missing)}")
         if not wait(pause_s):
-            ends_at = min(ends_at, time.monotonic() + _CLOSING_S)
+            closing_at = closing_at if is_closing else time.monotonic()
+            is_closing = True
             time.sleep(pause_s)
+    for stem, entry in found.items():
+        if folder.size_bytes(f"{stem}.safetensors") != entry.size_bytes:
+            raise OSError(errno.ECANCELED, f"{folder}: {stem}.safetensors is not what was sealed")
     failpoint("checkpoint.parts", step=step)
     return {f"{stem}.safetensors": found[stem] for stem in stems}
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import select
 import socket
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import suppress
@@ -20,7 +21,7 @@ _LEAVING_S = 0.3  # for gloo to see the ends of connections
 
 
 class Connections:
-    """Those of the process group that is made next; found as those that its start opens. (Others
+    """Those of the process group that is made next: the ones opened while it starts. (Others
     that a thread of Ray's may open in the same moment are renewed by Ray.)
 
     Attributes:
@@ -31,9 +32,14 @@ class Connections:
 
     def __init__(self) -> None:
         self.is_cut = self.is_broken = False
+        self._cutting, self._cut_at = threading.Lock(), 0.0
         self._before = _open_files("socket:")
         self._own: dict[int, str] = {}
         self._of_gpus: Any = None  # NCCL's part of the process group
+
+    def cut_s(self) -> float:
+        """How long ago `cut` was called; 0: it was not."""
+        return time.monotonic() - self._cut_at if self.is_cut else 0.0
 
     @property
     def has_nccl(self) -> bool:
@@ -51,12 +57,20 @@ class Connections:
 
     def cut(self, is_broken: bool = False) -> None:
         """Ends all collectives of this rank, and over gloo those of the others; from any thread."""
-        is_first, self.is_cut = not self.is_cut, True  # before anything is aborted
-        self.is_broken |= is_first and is_broken
+        with self._cutting:
+            is_first = not self.is_cut
+            self.is_broken |= is_first and is_broken
+            self._cut_at = time.monotonic() if is_first else self._cut_at
+            self.is_cut = True  # before anything is aborted
         for _, connection in self._connections():
             with suppress(OSError):  # it already is
                 connection.shutdown(socket.SHUT_RDWR)
         if is_first and self._of_gpus is not None:
+            threading.Thread(target=self._abort, name="aborting", daemon=True).start()
+
+    def _abort(self) -> None:
+        """May take long, or fail; another thread has to go on sending heartbeats."""
+        with suppress(Exception):
             self._of_gpus.abort()
 
     def ends_within(self, limit_s: float) -> bool:
@@ -106,7 +120,7 @@ def write_to_all(group: Any, rank: int, size: int) -> None:
 
 
 def let_go(group: Any, connections: Connections, rank: int, size: int) -> None:
-    """Ends the last reference to a process group that is left.
+    """Drops the last reference to a process group that this process has left.
 
     gloo then waits for its collectives. One that nobody waits for here, such as a vote, may not
     have noticed: see `Connections.replace`.

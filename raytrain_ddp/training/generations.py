@@ -7,6 +7,8 @@ others notice, and joins the next generation: see roster.py. Nothing here needs 
 from __future__ import annotations
 
 import gc
+import os
+import sys
 import threading
 import time
 import traceback
@@ -16,6 +18,7 @@ from dataclasses import replace
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from raytrain_ddp.errors import RaytrainError, RetriesExhausted
 from raytrain_ddp.failpoints import failpoint
 from raytrain_ddp.training.connections import Connections, let_go, write_to_all
 from raytrain_ddp.training.roster import OVER, Member, Registry, Seat, beat_s, poll_s
@@ -29,8 +32,14 @@ S = TypeVar("S", bound="RecordingSession")
 _CONNECT_S = 60.0
 _THERE_S = 20.0  # one that has died since it asked is replaced meanwhile
 _LOOK_S = 0.5  # how often the roster is asked meanwhile
+_POLL_S, _POLL_OF_MANY_S = 0.01, 0.0001  # and per rank
 _TRIES = 5
+_STUCK_S = 600.0  # longer than what a rank does in a step without looking at the others
 _COLLECTIVE_S = 1800.0  # as long as in Ray Train
+
+
+class RankLost(ConnectionError):
+    """Raised instead of going on with the results of collectives that were aborted."""
 
 
 class NewcomerWaits(Exception):
@@ -60,7 +69,7 @@ class Place:
         self._connections, self._closed = Connections(), threading.Event()
         self.seat = Seat(0)
         self._connected, self._leaving = Seat(0), threading.Lock()
-        threading.Thread(target=self._watch, name="signs of life", daemon=True).start()
+        threading.Thread(target=self._watch, name="heartbeats", daemon=True).start()
 
     def join(self) -> bool:
         """Waits for the next generation and makes its process group; False: the run is over.
@@ -125,33 +134,33 @@ class Place:
 
     def _wait_for_others(self) -> None:
         """One that has died in the meantime is missed here, not while the others connect to it."""
-        ends_at = time.monotonic() + _THERE_S
-        member = replace(self._member, last=self.seat.number)
-        while True:
-            try:
-                self._all("there", _LOOK_S)
-                return
-            except RuntimeError:
-                if time.monotonic() > ends_at or self._registry.is_over(member):
-                    raise
-                time.sleep(poll_s(member.size))  # the store may be lost
+        member, size = replace(self._member, last=self.seat.number), self.seat.size
+        began = looked = time.monotonic()
+        self._store.add("there", 1)
+        while self._store.add("there", 0) < size:
+            time.sleep(_POLL_S + _POLL_OF_MANY_S * size)
+            now = time.monotonic()
+            if now - looked > _LOOK_S:
+                looked = now
+                if now - began > _THERE_S or self._registry.is_over(member):
+                    raise RuntimeError("a rank was lost before the generation was connected")
 
     def confirm(self) -> None:
         """Waits until the collectives so far are done; their results may then be used. Those of
-        gloo are, and have raised what there is to raise.
+        gloo already are, and have raised any errors.
 
         Raises:
-            ConnectionError: a rank was lost before; some of them were aborted.
+            RankLost: one was lost before; some of them were aborted.
         """
         if self._connections.has_nccl:
             from raytrain_ddp.training.torch_compat import wait_for_stream
 
             wait_for_stream()
             if self._connections.is_cut:
-                raise ConnectionError("another rank was lost in the collectives of this step")
+                raise RankLost("another rank was lost in the collectives of this step")
 
     def _watch(self) -> None:
-        """Gives signs of life, and ends collectives when the generation is over: those with a
+        """Sends heartbeats, and ends collectives when the generation is over: those with a
         machine that is cut off would not notice, nor those that gloo no longer reads for."""
         import torch.distributed as dist
 
@@ -163,13 +172,15 @@ class Place:
                 if over and 0 < connected.number == member.last == self._connected.number:
                     was_cut = connections.is_cut
                     connections.cut(is_broken=True)
+                    if connections.has_nccl and connections.cut_s() > _STUCK_S:
+                        _end("the training thread has not left an aborted process group")
                     with self._leaving:
                         if was_cut and connected is self._connected:
                             connections.replace()
                             write_to_all(dist.group.WORLD, connected.rank, connected.size)
 
     def _wait_for_beat(self) -> bool:
-        """Waits until the next sign of life is due; returns whether there are to be no more. Over
+        """Waits until the next heartbeat is due; returns whether there are to be no more. Over
         NCCL, which does not notice that a rank has left, this thread does."""
         limit_s, connections = beat_s(self._member.size), self._connections
         if not connections.has_nccl or connections.is_cut:
@@ -185,7 +196,7 @@ class Place:
         return self._connections.is_broken
 
     def close(self) -> None:
-        """No more signs of life."""
+        """No more heartbeats."""
         self._closed.set()
 
     def part(self) -> None:
@@ -225,6 +236,12 @@ class Place:
         self._store.wait(keys, timedelta(seconds=limit_s))
 
 
+def _end(why: str) -> None:
+    """Nothing else ends a thread that waits for a device."""
+    print(f"{why} for {_STUCK_S:.0f} s: this process ends", file=sys.stderr, flush=True)
+    os._exit(RetriesExhausted.exit_status)
+
+
 def through_generations(
     place: Place,
     start: Callable[[LiveState | None], S],
@@ -257,7 +274,8 @@ def through_generations(
         except Exception as error:
             place.leave()
             newcomer = isinstance(error, NewcomerWaits)
-            if not (newcomer or place.is_broken or is_loss(error)):
+            aborted = place.is_broken and not isinstance(error, RaytrainError)
+            if not (newcomer or aborted or isinstance(error, RankLost) or is_loss(error)):
                 raise
             traceback.clear_frames(error.__traceback__)  # of the loop and its batches
             live = session.live_state()

@@ -53,12 +53,13 @@ def set_for_replacing(config: TrainConfig, environ: MutableMapping[str, str] | N
         PreflightError: the environment wants torch to do it.
     """
     environ = os.environ if environ is None else environ
-    wanted = environ.setdefault(_ON_ERROR, "0")
-    if wanted != "0":
-        raise PreflightError(
-            f"{_ON_ERROR}={wanted} is set on {platform.node()}: workers that go on when another "
-            "one dies need 0. Unset it, or set --scaling.replace-workers false."
-        )
+    for name in (_ON_ERROR, "TORCH_GLOO_LAZY_INIT"):  # the second: a connection shows a death
+        wanted = environ.setdefault(name, "0")
+        if wanted != "0":
+            raise PreflightError(
+                f"{name}={wanted} is set on {platform.node()}: workers that go on when another "
+                "one dies need 0. Unset it, or set --scaling.replace-workers false."
+            )
     set_missing(nccl_settings(config), environ)
 
 

@@ -151,6 +151,7 @@ def prepare(
         live=live,
         peak_flops_per_s=peak_flops_per_s(device_name(world.device), config.compute.precision),
     )
+    session.confirm()  # the weights that rank 0 sent
     session.begin(run.take_live)
     return run
 

@@ -31,7 +31,13 @@ _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 class ReplicaCheck:
-    """Compares parameters and buffers of all workers; resynchronizes them or ends the run."""
+    """Compares parameters and buffers of all workers; resynchronizes them or ends the run.
+
+    Attributes:
+        is_resyncing: the state is a mixture.
+    """
+
+    is_resyncing = False
 
     def __init__(self, scaling: ScalingConfig, state: TrainState, session: Session) -> None:
         self._every = scaling.check_every_steps if session.world.size > 1 else 0
@@ -72,8 +78,11 @@ class ReplicaCheck:
             average = self._state.average
             named = {} if average is None else average.values
             tensors = (*self._named().values(), *named.values())
+            self.is_resyncing = True
             for tensor in _all(tensors, self._state.optimizer):
                 broadcast_tensor(tensor, source)
+            self._session.confirm()
+            self.is_resyncing = False
             self._state.compression.align(source)
             step = self._state.step
             of_run = self._world.of_run

@@ -98,9 +98,9 @@ class Roster:
     """Forms generations of members.
 
     A member asks again and again until its generation is complete; so a roster that is lost, or a
-    member that dies while it waits, does no harm. Whatever a member does, it gives signs of life.
-    The first generation has the first `size` ranks, as has one after all have died, unless some do
-    not come for long. The others go on without the dead if their `least` allows.
+    member that dies while it waits, does no harm. Whatever a member does, it sends heartbeats.
+    The first generation has the first `size` ranks, as does one after all have died, unless some do
+    not appear for a long time. The others go on without the dead if their `least` allows.
     """
 
     def __init__(self, now: Callable[[], float] = time.monotonic) -> None:
@@ -151,7 +151,7 @@ class Roster:
 
     def is_over(self, member: Member) -> bool:
         """Whether a member of this generation must leave it: a newer one exists, one of its members
-        is dead, or another process has its rank. Each call is a sign of life."""
+        is dead, or another process has its rank. Each call is a heartbeat."""
         if not self._hear(member) or member.last < self._newest:
             return True
         at, broken = self._checked
@@ -185,7 +185,7 @@ class Roster:
         return ranks.issuperset(range(size)) and (has_all or min(waits_s) > _QUIET_S)
 
     def alive(self) -> int:
-        """The number of processes that give signs of life."""
+        """The number of processes that send heartbeats."""
         size = max((member.size for member, _ in self._waiting.values()), default=0)
         limit_s = 2 * _silent_s(max(size, len(self._running)))
         newest = [tokens[-1] for tokens in self._processes.values()]
@@ -195,7 +195,7 @@ class Roster:
         )
 
     def _hear(self, member: Member) -> bool:
-        """Notes a sign of life; returns whether the process is the newest of its rank."""
+        """Notes a heartbeat; returns whether the process is the newest of its rank."""
         tokens = self._processes.setdefault(member.rank, [])
         if member.token not in tokens:
             tokens.append(member.token)
@@ -271,5 +271,5 @@ def poll_s(size: int) -> float:
 
 
 def beat_s(size: int) -> float:
-    """The time between two signs of life."""
+    """The time between two heartbeats."""
     return _BEAT_S + _BEAT_OF_MANY_S * size

@@ -113,7 +113,8 @@ class Stepper:
     def roll_back(self) -> bool:
         """Restores the state after the last complete step; returns whether it could: not after
         one of several updates, or an error in what follows an update."""
-        return not self._is_changing and all(t.roll_back() for t, _ in self._turns.values())
+        changing = self._is_changing or self.likeness.is_resyncing
+        return not changing and all(t.roll_back() for t, _ in self._turns.values())
 
     def settle(self) -> None:
         """Waits until it is known whether the last step was finite; all ranks take part.

@@ -148,7 +148,7 @@ class Turn:
 
     def roll_back(self) -> bool:
         """Restores what a turn that did not end has changed; returns False if it cannot: during an
-        update, or if one was refused of which not all ranks know."""
+        update, or if one was refused and not all ranks know of it."""
         if self._is_updating or not self.guard.all_applied():
             return False
         self._buffers.roll_back()

@@ -49,7 +49,7 @@ IDLE = [
     ),
     ("--optim.weight-decay 0 --optim.decay-norms", "optim.decay_norms"),
     ("--ddp.powersgd-rank 2", "ddp.powersgd_rank"),
-    ("--ddp.shard-optimizer --scaling.no-replace-workers", "scaling.replace_workers"),
+    ("--ddp.shard-optimizer --scaling.replace-workers false", "scaling.replace_workers"),
     ("--optim.betas 0.9 0.999", "optim.betas"),
     ("--optim.name adamw --optim.momentum 0.9", "optim.momentum"),
     ("--optim.name adamw --optim.no-nesterov", "optim.nesterov"),

@@ -116,6 +116,7 @@ def test_where_workers_are_replaced_torch_itself_neither_aborts_nor_ends_anythin
     config, environ = TrainConfig(), {"NCCL_ALGO": "Tree"}
     set_for_replacing(config, environ)
     wanted = {**ALWAYS, **PINNED, "NCCL_ALGO": "Tree", "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0"}
+    wanted["TORCH_GLOO_LAZY_INIT"] = "0"
     assert environ == wanted
     with pytest.raises(PreflightError, match=r"TORCH_NCCL_ASYNC_ERROR_HANDLING=1 is set on .* 0\."):
         set_for_replacing(config, {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "1"})

@@ -171,7 +171,7 @@ def test_a_restarted_roster_hears_from_all_before_a_smaller_generation() -> None
 
 
 def test_a_member_in_a_long_step_is_waited_for() -> None:
-    """It gives signs of life, though it has not noticed that a peer is gone."""
+    """It sends heartbeats, though it has not noticed that a peer is gone."""
     desk = begun(Desk())
     desk.roster.died(1)
     for _ in range(60):
