@@ -120,7 +120,12 @@ class PartWriter:
         def write(stem: str, _: int) -> dict[str, object]:
             folder.mkdir()
             size_bytes, sha256 = folder.write(f"{stem}.safetensors", encode_tensors(files[stem]))
+            failpoint("checkpoint.part", self._rank, step)
             return {"size_bytes": size_bytes, "sha256": sha256}
+
+        def seal(stem: str, entry: Mapping[str, object], _: int) -> None:
+            _seal(folder, stem, entry)
+            failpoint("checkpoint.sealed", self._rank, step)
 
         def pause(wait_s: float, _: OSError) -> bool:
             return self._sleep(wait_s)
@@ -128,10 +133,8 @@ class PartWriter:
         for stem in files:
             try:
                 entry = with_backoff(partial(write, stem), pause)
-                failpoint("checkpoint.part", self._rank, step)
                 # Apart: once there may be a seal, the file is not written again.
-                with_backoff(lambda _, s=stem, e=entry: _seal(folder, s, e), pause)  # type: ignore[misc]
-                failpoint("checkpoint.sealed", self._rank, step)
+                with_backoff(partial(seal, stem, entry), pause)
             except Exception as error:
                 try:
                     _seal(folder, stem, {"error": f"rank {self._rank}: {error}"})

@@ -167,7 +167,7 @@ def test_a_store_that_knows_no_ranges_is_an_error():
     folder = Storage(
         asynchronous({"place/file": draw(3 * CHUNK)}, [], honest=False), "place", False
     )
-    with pytest.raises(OSError, match="bytes came instead of"):
+    with pytest.raises(OSError, match="bytes came, not the"):
         read(folder, "file", 3 * CHUNK)
 
 

@@ -192,10 +192,10 @@ def full_at_the_second(session: Any) -> None:
         return
     usual = session.recorder.store.commit
 
-    def commit(manifest: Manifest, files: Any) -> Any:
+    def commit(manifest: Manifest, files: Any, others: Any = None) -> Any:
         if manifest.step == 2 * STEPS_PER_EPOCH:
             raise OSError(28, "No space left on device")
-        return usual(manifest, files)
+        return usual(manifest, files, others)
 
     session.recorder.store.commit = commit
 
