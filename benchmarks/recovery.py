@@ -324,7 +324,7 @@ def reckon(
         recovery_s=reached,
         phases_s=phases,
         marks_s=dict(sorted(marks.items(), key=lambda pair: pair[1])),
-        redone=len(before) + len(after) - total,
+        redone=max(0, len(before) + len(after) - total),  # with torchft, one may be taken over
         step_s=gaps[len(gaps) // 2],
     )
 
