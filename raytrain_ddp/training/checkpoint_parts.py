@@ -21,6 +21,7 @@ from __future__ import annotations
 import errno
 import json
 import logging
+import math
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -174,8 +175,8 @@ def sealed(
             use.
     """
     found: dict[str, FileEntry] = {}
-    progress_at = closing_at = time.monotonic()
-    latest_at, is_closing = progress_at + max(_LONGEST_S, _TIMES * own_s), False
+    progress_at, closing_at = time.monotonic(), math.inf
+    latest_at = progress_at + max(_LONGEST_S, _TIMES * own_s)
     for pause_s in _pauses():
         there = {*folder.names()}
         for stem in stems:
@@ -189,12 +190,10 @@ def sealed(
         missing = [stem for stem in stems if stem not in found]
         if not missing:
             break
-        closed_at = max(progress_at, closing_at) + _CLOSING_S
-        if time.monotonic() > (min(latest_at, closed_at) if is_closing else latest_at):
+        if time.monotonic() > min(latest_at, max(progress_at, closing_at) + _CLOSING_S):
             raise OSError(errno.ECANCELED, f"other ranks have not written {', '.join(missing)}")
         if not wait(pause_s):
-            closing_at = closing_at if is_closing else time.monotonic()
-            is_closing = True
+            closing_at = min(closing_at, time.monotonic())
             time.sleep(pause_s)
     for stem, entry in found.items():
         if folder.size_bytes(f"{stem}.safetensors") != entry.size_bytes:

@@ -45,15 +45,26 @@ class Connections:
     def has_nccl(self) -> bool:
         return self._of_gpus is not None
 
-    def opened(self, of_gpus: Any) -> None:
+    def opened(self, group: Any, has_nccl: bool = False) -> None:
         """The process group is made.
 
         Args:
-            of_gpus: its part over NCCL; None: it has none.
+            has_nccl: whether its collectives on GPUs are NCCL's.
         """
+        import torch
+
         now, before = _open_files("socket:"), {*self._before.values()}
         self._own = {number: name for number, name in now.items() if name not in before}
-        self._of_gpus = of_gpus
+        if has_nccl:
+            self._of_gpus = group._get_backend(torch.device("cuda"))
+
+    def wait_for_device(self) -> None:
+        """Waits until the device has done all that was queued, as are collectives of NCCL's."""
+        import torch
+
+        done = torch.cuda.Event(blocking=True)  # frees the CPU for the loader's threads
+        done.record()
+        done.synchronize()
 
     def cut(self, is_broken: bool = False) -> None:
         """Ends all collectives of this rank, and over gloo those of the others; from any thread."""

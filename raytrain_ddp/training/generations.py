@@ -110,7 +110,7 @@ class Place:
         import torch.distributed as dist
         from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
 
-        from raytrain_ddp.training.torch_compat import nccl_of, set_timeout
+        from raytrain_ddp.training.torch_compat import set_timeout
 
         limit = timedelta(seconds=_CONNECT_S)
         host, _, port = self.seat.address.rpartition(":")
@@ -127,7 +127,7 @@ class Place:
             world_size=self.seat.size,
             timeout=limit,
         )
-        self._connections.opened(nccl_of(dist.group.WORLD) if "nccl" in self._backend else None)
+        self._connections.opened(dist.group.WORLD, has_nccl="nccl" in self._backend)
         self._all("connected", _CONNECT_S)  # no rank leaves while another still connects
         set_timeout(timedelta(seconds=_COLLECTIVE_S))
         self._connected = self.seat
@@ -153,9 +153,7 @@ class Place:
             RankLost: one was lost before; some of them were aborted.
         """
         if self._connections.has_nccl:
-            from raytrain_ddp.training.torch_compat import wait_for_stream
-
-            wait_for_stream()
+            self._connections.wait_for_device()
             if self._connections.is_cut:
                 raise RankLost("another rank was lost in the collectives of this step")
 

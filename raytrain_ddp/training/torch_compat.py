@@ -5,7 +5,6 @@ from __future__ import annotations
 from datetime import timedelta
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -26,18 +25,6 @@ def all_gather(parts: Tensor, own: Tensor, async_op: bool = False) -> Any:
         A `dist.Work` if `async_op`, else None.
     """
     return _all_gather(parts.view(-1), own.view(-1), async_op=async_op)
-
-
-def nccl_of(group: Any) -> Any:
-    """The part of a process group that makes the collectives on GPUs."""
-    return group._get_backend(torch.device("cuda"))
-
-
-def wait_for_stream() -> None:
-    """The host waits until the device has done all that was queued on the current stream."""
-    done = torch.cuda.Event(blocking=True)  # frees the CPU for the loader's threads
-    done.record()
-    done.synchronize()
 
 
 def end_group(is_aborted: bool = False) -> None:

@@ -311,7 +311,7 @@ def test_the_tests_for_real_gpus_pass_on_an_emulated_one(libraries: Path, tmp_pa
 
 
 NOT_SEEN = {  # the start of a line: why
-    "training/torch_compat.py: done = torch.cuda.Event": "see test_replaced_gpu_workers.py",
+    "training/connections.py: done = torch.cuda.Event": "see test_replaced_gpu_workers.py",
     "training/profiler.py": "the profiler of GPUs, CUPTI, needs a driver",
     "training/local_session.py: gpus = torch.cuda.device_count() if": "a note about idle GPUs",
     "training/settling.py: sizes = [size for size": "with sync_batchnorm: CUDA's own kernels",
