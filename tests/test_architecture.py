@@ -25,7 +25,7 @@ COMMANDS = {
 RANKS = [
     {"errors", "events"},
     {"messages", "records"},
-    {"files", "failpoints", "uri", "warm", "spot"},
+    {"files", "failpoints", "uri", "user_code", "warm", "spot"},
     {"config"},
     {"data", "checkpoint"},
     {"tasks"},

@@ -21,6 +21,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
+from raytrain_ddp import user_code
 from raytrain_ddp.data import shared_memory
 from raytrain_ddp.errors import LoaderDied, RemoteTraceback, TaskError, first_line
 
@@ -70,7 +71,7 @@ class LoaderProcesses:
 
     def __init__(self, work: Callable[[Any], Any], describe: Callable[[Any], str]) -> None:
         try:
-            self._work = shared_memory.pack(work)
+            self._work = shared_memory.pack((user_code.received(), work))
         except Exception as error:
             raise TaskError(
                 "the data set and collate cannot be copied to loader processes: "

@@ -137,7 +137,8 @@ def _work(channel: socket.socket, file: int) -> None:
 
 def _unpacked(file: int) -> tuple[Callable[[Any], Any] | None, tuple[bool, Any, str]]:
     try:
-        return shared_memory.unpack(file), (True, None, "")
+        _, work = shared_memory.unpack(file)  # the first makes its modules known
+        return work, (True, None, "")
     except Exception as error:
         return None, (
             False,

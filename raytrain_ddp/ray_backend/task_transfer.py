@@ -9,9 +9,12 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from raytrain_ddp import user_code
 from raytrain_ddp.config.train_config import TaskName, TrainConfig
 from raytrain_ddp.errors import TaskError
-from raytrain_ddp.tasks.task_loading import BUILT_IN, task_of
+from raytrain_ddp.tasks.model_zoo import TIMM
+from raytrain_ddp.tasks.task_loading import BUILT_IN, imported, task_of
+from raytrain_ddp.user_code import UserCode
 
 
 def pickled_task(config: TrainConfig) -> bytes | None:
@@ -39,6 +42,19 @@ def pickled_task(config: TrainConfig) -> bytes | None:
             "files and connections, and create locks, in the task's constructor or later, and "
             "pass the class as TrainConfig(task=...): each worker then builds its own task."
         ) from error
+
+
+def code_of(config: TrainConfig) -> UserCode:
+    """The user's modules, with all that the task and the model import.
+
+    Raises:
+        ConfigError: the model is not found. Errors of the modules' own code are passed through.
+    """
+    if config.task not in BUILT_IN:
+        task_of(config)
+    elif ":" in config.model.name and not config.model.name.startswith(TIMM):
+        imported("model.name", config.model.name)
+    return user_code.loaded()
 
 
 @contextmanager

@@ -15,6 +15,7 @@ from raytrain_ddp.failpoints import FOLDER_VARIABLE, VARIABLE
 from raytrain_ddp.ray_backend.cluster import import_paths
 from raytrain_ddp.ray_backend.placement import Layout
 from raytrain_ddp.ray_backend.ray_settings import PREEMPTION_WATCHER
+from raytrain_ddp.ray_backend.task_transfer import code_of
 from raytrain_ddp.ray_backend.worker import WorkerSettings, train_on_worker
 from raytrain_ddp.training.nccl_settings import collective_timeout, nccl_settings
 
@@ -96,6 +97,7 @@ def worker_settings(
         size=size,
         most=layout.most,
         backend=layout.backend,
+        code=code_of(config),
         failpoints=(os.environ.get(VARIABLE, ""), os.environ.get(FOLDER_VARIABLE, "")),
     )
 

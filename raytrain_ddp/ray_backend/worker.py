@@ -26,6 +26,7 @@ from raytrain_ddp.ray_backend.worker_process import (
     enter_folder,
     world_of_worker,
 )
+from raytrain_ddp.user_code import UserCode
 
 if TYPE_CHECKING:
     from raytrain_ddp.config.train_config import TrainConfig
@@ -50,6 +51,7 @@ class WorkerSettings:
         size, most: how many there are at first then, and how many there may be.
         backend: of their process groups then.
         failpoints: those armed in the driver's environment, and the folder that records them.
+        code: the user's modules, which the worker imports from here.
     """
 
     config: dict[str, Any] = dataclasses.field(repr=False)  # a URI in it may contain a secret
@@ -65,6 +67,7 @@ class WorkerSettings:
     most: int = 0
     backend: str = "gloo"
     failpoints: tuple[str, str] = ("", "")
+    code: UserCode = dataclasses.field(default_factory=UserCode, repr=False)
     task: bytes | None = dataclasses.field(default=None, repr=False)
 
 

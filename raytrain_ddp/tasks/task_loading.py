@@ -10,6 +10,7 @@ from operator import attrgetter
 from pathlib import Path
 from typing import Any, cast
 
+from raytrain_ddp import user_code
 from raytrain_ddp.config.effects import watched
 from raytrain_ddp.config.train_config import TaskName, TrainConfig
 from raytrain_ddp.errors import ConfigError, did_you_mean
@@ -116,6 +117,8 @@ def check_task_name(name: str) -> None:
 def check_place(field: str, name: str) -> None:
     """Raises ConfigError if there is no such module or file; does not run it."""
     place, _, object_name = name.rpartition(":")
+    if user_code.has(Path(place).stem if place.endswith(".py") else place):
+        return  # the driver has checked it
     if place.endswith(".py"):
         if not Path(place).is_file():
             raise ConfigError(f"{field} = {name!r}: there is no file {place}.")

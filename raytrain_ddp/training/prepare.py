@@ -43,6 +43,7 @@ from raytrain_ddp.training.phase_clock import Clock
 from raytrain_ddp.training.prepared_run import PreparedRun
 from raytrain_ddp.training.profiler import Profile
 from raytrain_ddp.training.reduction import broadcast_model, require_same_model
+from raytrain_ddp.training.same_nodes import require_same_nodes
 from raytrain_ddp.training.sanity_check import try_evaluation
 from raytrain_ddp.training.seeding import seed_all
 from raytrain_ddp.training.session import Session
@@ -52,7 +53,7 @@ from raytrain_ddp.training.stragglers import Stragglers
 from raytrain_ddp.training.task_optimizer import optimizer_of, replaced_fields
 from raytrain_ddp.training.train_state import TrainState, begin_training
 from raytrain_ddp.training.weight_average import average_of
-from raytrain_ddp.training.world import World, set_up, software_versions
+from raytrain_ddp.training.world import World, device_name, set_up, software_versions
 
 
 def prepare(
@@ -64,6 +65,7 @@ def prepare(
     config.require_slots(world.size)
     clock = Clock(world.device)
     session.watch(clock)
+    require_same_nodes(session)
     session.tell(messages.Phase("opening the data"))
     data, eval_data = train_data_of(task), eval_data_of(task)
     require_evaluation(config, eval_data)
@@ -313,7 +315,3 @@ def make_feed(
         profile=Profile(config.log, session.world, run_storage(config), clock, session.tell),
         eval_data=eval_data,
     )
-
-
-def device_name(device: torch.device) -> str:
-    return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type

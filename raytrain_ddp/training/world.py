@@ -64,6 +64,10 @@ def choose_device(name: str, may_use_gpu: bool = True) -> torch.device:
     return torch.device(name)
 
 
+def device_name(device: torch.device) -> str:
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+
+
 def set_up(world: World, compute: ComputeConfig) -> None:
     """Process-wide switches: threads, device, TF32, deterministic kernels."""
     torch.set_num_threads(world.threads)

@@ -11,7 +11,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -122,13 +122,18 @@ def _command(process: psutil.Process) -> list[str]:
 
 def interrupt_at(step: int, config: TrainConfig) -> threading.Thread:
     """Sends Ctrl-C to this process once the log has reached `step`."""
+    return at_step(step, config, lambda: os.kill(os.getpid(), signal.SIGINT))
+
+
+def at_step(step: int, config: TrainConfig, do: Callable[[], object]) -> threading.Thread:
+    """Does something once the log has reached `step`."""
     log = Path(config.storage) / str(config.name) / "metrics.jsonl"
 
     def watch() -> None:
         for _ in range(2000):
             lines = log.read_text().splitlines() if log.exists() else []
             if lines and json.loads(lines[-1]).get("step", 0) >= step:
-                os.kill(os.getpid(), signal.SIGINT)
+                do()
                 return
             time.sleep(0.05)
 
@@ -181,19 +186,26 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> TrainConfig:
 def test_fault_01_13_stopping_anywhere_loses_nothing_killed_worker_and_ctrl_c_on_ray(
     undisturbed: TrainConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Three Ray workers, of which one is killed and replaced while the others stay; then
-    Ctrl-C, then the same command: weights and log are those of three undisturbed processes under
-    torchrun."""
+    """Three Ray workers, of which one is killed and replaced while the others stay, though the
+    task's files are broken by then; then Ctrl-C, then the same command: weights and log are those
+    of three undisturbed processes under torchrun."""
     monkeypatch.setenv(VARIABLE, "train.after_backward:kill@rank=1,step=33")
     monkeypatch.setenv(FOLDER_VARIABLE, str(tmp_path / "fired"))
     (tmp_path / "slow").touch()
-    config = three_workers(tmp_path, "disturbed")
+    sources = {"own_paced.py": "from own_base import Paced\n\nclass Own(Paced): ...\n"}
+    sources["own_base.py"] = "from ray_tasks import Paced\n"
+    for name, source in sources.items():
+        (tmp_path / name).write_text(source)
+    config = three_workers(tmp_path, "disturbed", task=f"{tmp_path / 'own_paced.py'}:Own")
     # Where Ray Train would keep its register: one that cannot be written to ends all of Ray Train.
     (tmp_path / "disturbed" / "checkpoint_manager_snapshot.json").mkdir(parents=True)
     display, text = shown()
+    editing = at_step(20, config, lambda: [(tmp_path / n).write_text("1 / 0\n") for n in sources])
     watch = interrupt_at(step=50, config=config)
     stopped = fit(config, display=display)
     watch.join(timeout=10)
+    editing.join(timeout=10)
+    assert (tmp_path / "own_base.py").read_text() == "1 / 0\n"
     assert len(list((tmp_path / "fired").iterdir())) == 1
     (reported,) = [line for line in text.getvalue().splitlines() if "rank 1 failed" in line]
     # Step 33, or where the last word came from.
@@ -207,6 +219,8 @@ def test_fault_01_13_stopping_anywhere_loses_nothing_killed_worker_and_ctrl_c_on
     assert 50 <= stopped.step < 69
 
     (tmp_path / "slow").unlink()
+    for name, source in sources.items():
+        (tmp_path / name).write_text(source)
     display, text = shown()
     finished = fit(config, display=display)
     assert finished.status == "finished"

@@ -1,0 +1,142 @@
+"""The user's modules in another process: the sources that the first one had, wherever files are."""
+
+from __future__ import annotations
+
+import importlib
+import pickle
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from raytrain_ddp import user_code
+from raytrain_ddp.config.train_config import TrainConfig
+from raytrain_ddp.data.loader_processes import LoaderProcesses
+from raytrain_ddp.errors import ConfigError
+from raytrain_ddp.tasks.task_loading import check_task_name
+from raytrain_ddp.user_code import UserCode
+
+FILES = {
+    "mine.py": "import beside\nfrom kit.inner import parts\nfrom loose import thing\n"
+    "VALUE = 'first ' + beside.VALUE + parts.VALUE + thing.VALUE\n"
+    "def fails(): raise KeyError(VALUE)\n",
+    "beside.py": "VALUE = 'b'\n",
+    "kit/__init__.py": "",
+    "kit/inner/__init__.py": "",
+    "kit/inner/parts.py": "from .. import later_name\nVALUE = 'p'\n",
+    "kit/later_name.py": "",
+    "loose/thing.py": "import os\nVALUE, FOLDER = 't', os.path.dirname(__file__)\n",
+}
+SHOW = """
+import pickle, sys
+sys.path.insert(0, sys.argv[2])
+code = pickle.load(open(sys.argv[1], "rb"))
+import mine, inspect
+from loose import thing
+print(mine.VALUE, thing.FOLDER, inspect.getmodule(mine.fails) is mine, sep="|")
+"""
+
+
+@pytest.fixture
+def imported(tmp_path: Path) -> Iterator[Path]:
+    """A folder with the user's modules, which this process has imported."""
+    folder = tmp_path / "here"
+    for name, text in FILES.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text(text)
+    before = {*sys.modules}
+    sys.path.insert(0, str(folder))
+    importlib.invalidate_caches()
+    importlib.import_module("mine")
+    yield folder
+    sys.path.remove(str(folder))
+    for name in {*sys.modules} - before:
+        if str(getattr(sys.modules[name], "__file__", None)).startswith(str(folder)):
+            del sys.modules[name]
+    for name in ("kit", "loose"):
+        sys.modules.pop(name, None)
+
+
+def shown(code: UserCode, folder: Path, file: Path) -> list[str]:
+    """What another process finds, whose import path has the folder."""
+    file.write_bytes(pickle.dumps(code))
+    command = [sys.executable, "-c", SHOW, str(file), str(folder)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 0, done.stderr
+    return done.stdout.strip().split("|")
+
+
+def test_only_the_users_modules_are_sent(imported: Path) -> None:
+    sources = user_code.loaded().sources
+    names = {name for name, (path, _) in sources.items() if path.startswith(str(imported))}
+    assert names == {
+        *("mine", "beside", "kit", "kit.inner", "kit.inner.parts", "kit.later_name", "loose.thing")
+    }
+    others = {name.partition(".")[0] for name in sources}
+    assert others.isdisjoint({"raytrain_ddp", "pytest", "torch", "json", "importlib", "__main__"})
+
+
+def test_edited_files_do_not_count(imported: Path, tmp_path: Path) -> None:
+    code = user_code.loaded()
+    for path in imported.rglob("*.py"):
+        path.write_text("raise RuntimeError('edited')\n")
+    wanted = ["first bpt", str(imported / "loose"), "True"]
+    assert shown(code, imported, tmp_path / "code") == wanted
+
+
+def test_another_node_needs_no_files(imported: Path, tmp_path: Path) -> None:
+    code = user_code.loaded()
+    imported.rename(tmp_path / "elsewhere")
+    wanted = ["first bpt", str(imported / "loose"), "True"]
+    assert shown(code, tmp_path / "empty", tmp_path / "code") == wanted
+    # Where it has them in another place, that is where they look for what lies beside them.
+    wanted[1] = str(tmp_path / "elsewhere" / "loose")
+    assert shown(code, tmp_path / "elsewhere", tmp_path / "code") == wanted
+
+
+def test_too_large_a_program_is_read_from_its_files(
+    imported: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert user_code.loaded().sources
+    monkeypatch.setattr(user_code, "_MOST_BYTES", 100)
+    assert not user_code.loaded().sources
+
+
+@pytest.fixture
+def receiving(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """What this process receives is forgotten afterward."""
+    before = [*sys.meta_path]
+    monkeypatch.setattr(user_code, "_finder", user_code._Sources())
+    yield
+    sys.meta_path[:] = before
+
+
+@pytest.mark.usefixtures("receiving")
+def test_loader_processes_import_what_their_worker_has_received(tmp_path: Path) -> None:
+    file = tmp_path / "dataset_of_mine.py"
+    source = b"def read(item):\n    return item, 'first'\n"
+    pickle.loads(pickle.dumps(UserCode({"dataset_of_mine": (str(file), source)})))
+    file.write_text("raise RuntimeError('edited')\n")
+    sys.path.insert(0, str(tmp_path))
+    try:
+        read = importlib.import_module("dataset_of_mine").read
+        processes = LoaderProcesses(read, str)
+        try:
+            assert processes.submit(3, 1).result() == (3, "first")
+        finally:
+            processes.close()
+        assert user_code.loaded().sources["dataset_of_mine"] == (str(file), source)
+    finally:
+        sys.path.remove(str(tmp_path))
+        sys.modules.pop("dataset_of_mine", None)
+
+
+@pytest.mark.usefixtures("receiving")
+def test_a_task_that_was_received_needs_no_file() -> None:
+    task = TrainConfig(task="/no/such/folder/own_task.py:Own").task
+    with pytest.raises(ConfigError, match="there is no file"):
+        check_task_name(task)
+    pickle.loads(pickle.dumps(UserCode({"own_task": ("/no/such/folder/own_task.py", b"")})))
+    check_task_name(task)
