@@ -6,6 +6,7 @@ adds the function that makes a batch of its records.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from hashlib import sha256
@@ -75,7 +76,8 @@ class Data:
 
     Args:
         collate: (records of n rows, their random numbers) -> a `Batch` of n samples or fewer;
-            omitted rows have no weight. Runs on the host, in the loader's processes or threads. If
+            omitted rows have no weight. A `collate_fn` as a torch DataLoader has it, which takes
+            only the records, will do. Runs on the host, in the loader's processes or threads. If
             `source.shared` is false, the generators of torch, NumPy and Python are seeded for each
             batch; otherwise, all randomness must come from the `Draws`.
         count: returns the number of samples in a batch whose tensors have no common first
@@ -83,11 +85,15 @@ class Data:
     """
 
     source: Source
-    collate: Callable[[Any, Draws], Batch] = default_collate
+    collate: Callable[[Any, Draws], Batch] | Callable[[Any], Batch] = default_collate
     count: Callable[[Batch], int] | None = None
     _processes: list[LoaderProcesses] = field(
         default_factory=list, init=False, repr=False, compare=False
     )
+    _takes_draws: bool = field(default=True, init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "_takes_draws", _takes_draws(self.collate))
 
     @property
     def rows(self) -> int:
@@ -101,12 +107,16 @@ class Data:
     def batch(self, draws: Draws) -> Batch:
         """The batch of `draws.rows` (at least one). Leaves the global generators in any state."""
         if self.shared:
-            return self.collate(self.source.read(draws.rows), draws)
+            return self._collated(self.source.read(draws.rows), draws)
         read = getattr(self.source, "read_seeded", None)
         draws.seed_globals(0)
         records = self.source.read(draws.rows) if read is None else read(draws)
         draws.seed_globals(0, stream=1)
-        return self.collate(records, draws)
+        return self._collated(records, draws)
+
+    def _collated(self, records: Any, draws: Draws) -> Batch:
+        arguments = (records, draws) if self._takes_draws else (records,)
+        return self.collate(*arguments)
 
     def samples_of(self, batch: Batch) -> int:
         """Raises TaskError if the number of samples is not clear; see `nested.samples_of`."""
@@ -138,6 +148,20 @@ class Data:
         close = getattr(self.source, "close", None)
         if close is not None:
             close()
+
+
+def _takes_draws(collate: Callable[..., Batch]) -> bool:
+    """Whether a second argument is required, or is named draws."""
+    try:
+        parameters = [*inspect.signature(collate).parameters.values()]
+    except (TypeError, ValueError):  # a function of C, such as torch.stack
+        return False
+    kinds = [each.kind for each in parameters]
+    if inspect.Parameter.VAR_POSITIONAL in kinds:
+        return True
+    by_place = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    second = [each for each in parameters if each.kind in by_place][1:2]
+    return any(each.default is inspect.Parameter.empty or each.name == "draws" for each in second)
 
 
 def _described(draws: Draws) -> str:

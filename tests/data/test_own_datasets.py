@@ -7,6 +7,7 @@ import random
 import threading
 import time
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,7 @@ from raytrain_ddp.data.epoch_order import Plan
 from raytrain_ddp.data.iterable_source import IterableSource
 from raytrain_ddp.data.loader import TrainLoader, eval_batches
 from raytrain_ddp.data.loader_threads import LoaderThreads
+from raytrain_ddp.data.sample_rng import Draws
 from raytrain_ddp.data.sources import Batch, Data, MapSource
 
 ROWS = 107
@@ -236,3 +238,48 @@ def test_a_loader_that_died_is_retried_and_keeps_its_text():
     from raytrain_ddp.ray_backend.failure_causes import cause_of
 
     assert cause_of(error) == "outside"
+
+
+class Summed:
+    """A collate_fn in a form that cannot be hashed."""
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def __call__(self, items: list[Any]) -> Batch:
+        return torch.stack(items).sum(1, keepdim=True)
+
+
+def with_default(items: list[Any], scale: float = 1.0) -> Batch:
+    return torch.stack(items) * scale
+
+
+def without_draws(records: list[Any], draws: Any = None) -> Batch:
+    assert draws is not None
+    return torch.stack(records)
+
+
+def any_arguments(*arguments: Any) -> Batch:
+    records, _ = arguments
+    return torch.stack(records)
+
+
+@pytest.mark.parametrize(
+    "collate",
+    [
+        *(torch.utils.data.default_collate, torch.stack, with_default, Summed()),
+        *(partial(with_default, scale=2.0), lambda items: torch.stack(items[::-1])),
+    ],
+)
+def test_the_collate_fn_of_a_dataloader_makes_the_same_batches(collate: Any) -> None:
+    rows = [torch.tensor([float(row), 1.0]) for row in range(6)]
+    theirs = [*torch.utils.data.DataLoader(rows, 3, collate_fn=collate)]  # type: ignore[arg-type]
+    data = Data(MapSource(rows), collate)
+    for batch, ids in zip(theirs, ([0, 1, 2], [3, 4, 5]), strict=True):
+        assert torch.equal(data.batch(Draws(0, 0, np.array(ids))), batch)
+
+
+@pytest.mark.parametrize("collate", [without_draws, any_arguments, lambda records, _: records])
+def test_other_collate_functions_receive_random_numbers(collate: Any) -> None:
+    rows = [torch.tensor([float(row)]) for row in range(2)]
+    data = Data(MapSource(rows), collate)
+    assert torch.equal(torch.stack([*data.batch(Draws(0, 0, np.array([0, 1])))]), torch.stack(rows))
