@@ -214,6 +214,8 @@ def _serve(pipe: Any, environment: Mapping[str, str]) -> None:
     import torch.distributed as dist
     import torch.distributed.nn  # noqa: F401  (keeps the group that is there at its first import)
 
+    from raytrain_ddp.training.connections import Connections
+
     warnings.simplefilter("error")
     while True:
         try:
@@ -221,17 +223,21 @@ def _serve(pipe: Any, environment: Mapping[str, str]) -> None:
         except (EOFError, ConnectionError):
             return
         if size > 1:
+            connections = Connections()
             store, wait = dist.FileStore(file, size), timedelta(seconds=wait_s)
             dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=wait)
             # A rank whose function ends the group at once would cut off one that still connects.
             store.set(f"connected-{rank}", "")
             store.wait([f"connected-{each}" for each in range(size)], wait)
+            connections.opened(dist.group.WORLD)
         try:
             result = function(rank, size, *args)
         except Exception as error:
             status = getattr(error, "exit_status", 1)
             result = Raised(type(error).__name__, status, traceback.format_exc())
             traceback.clear_frames(error.__traceback__)
+            if size > 1:  # what is left of the run may keep them open: the others would wait
+                connections.cut()
         finally:
             if size > 1:
                 dist.destroy_process_group()

@@ -112,13 +112,13 @@ class Agent:
 
         Args:
             environment: complete except for the path in TORCHELASTIC_ERROR_FILE.
-            slurm: whether to put a `scontrol` on the PATH if there is none.
+            slurm: whether to put a `scontrol` on the PATH.
             feeds: whether `feed` provides its standard input; otherwise it is empty.
         """
         own = Path(tempfile.gettempdir()) / f"raytrain-run-{uuid.uuid4().hex}"  # the guard makes it
         if "TORCHELASTIC_ERROR_FILE" in environment:
             environment["TORCHELASTIC_ERROR_FILE"] = str(own / "error.json")
-        if slurm and shutil.which("scontrol", path=environment.get("PATH")) is None:
+        if slurm:
             environment["PATH"] = f"{own}/bin:{environment.get('PATH', os.defpath)}"
         report_end, write_end = os.pipe()
         code, writes = os.pipe()  # nothing is left on disk if this process is killed

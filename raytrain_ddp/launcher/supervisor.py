@@ -35,12 +35,17 @@ from contextlib import suppress
 
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 _LEFTOVERS_GRACE_S = 2.0
-_SCONTROL = """#!/bin/sh
-# There is no Slurm here. Answers: scontrol show hostnames [LIST]
-case "$1 $2" in
-  "show hostname"|"show hostnames") echo "${3:-$SLURM_JOB_NODELIST}" | tr , '\\n' ;;
-  *) echo "scontrol: on Ray, only 'show hostnames' is supported" >&2; exit 1 ;;
+SCONTROL = """#!/bin/sh
+# Answers scontrol show hostnames [LIST], as a Slurm that is not configured could not. All else,
+# and lists with brackets, are for Slurm's own, the next one on the PATH.
+list=${3:-$SLURM_JOB_NODELIST}
+case "$1 $2 $list" in
+  *\\[*) ;;
+  "show hostname "*|"show hostnames "*) echo "$list" | tr , '\\n'; exit ;;
 esac
+case $PATH in *:*) PATH=${PATH#*:}; command -v scontrol > /dev/null && exec scontrol "$@" ;; esac
+echo "scontrol: on Ray, only 'show hostnames' is supported" >&2
+exit 1
 """
 
 
@@ -94,7 +99,7 @@ def _furnish(folder: str) -> None:
     if f"{folder}/bin" in os.environ.get("PATH", "").split(":"):
         os.mkdir(f"{folder}/bin")
         with open(f"{folder}/bin/scontrol", "w") as file:
-            file.write(_SCONTROL)
+            file.write(SCONTROL)
         os.chmod(file.name, 0o755)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -25,6 +26,7 @@ from raytrain_ddp.launcher import script_launch as launching
 from raytrain_ddp.launcher.agent import Agent
 from raytrain_ddp.launcher.rank_environment import Placement, assign_ranks
 from raytrain_ddp.launcher.run_options import RunOptions
+from raytrain_ddp.launcher.supervisor import SCONTROL
 from raytrain_ddp.launcher.tracebacks import TracebackFinder
 from raytrain_ddp.launcher.worker_group import WorkerGroup
 from raytrain_ddp.run import parse
@@ -615,3 +617,29 @@ def test_of_a_very_long_traceback_its_ends_are_kept():
         "... 942 lines omitted ...",
         "ValueError: the real cause",
     )
+
+
+def test_scontrol_knows_the_hosts_whatever_slurm_is_installed(tmp_path: Path) -> None:
+    own, real = tmp_path / "own", tmp_path / "real"
+    for folder, text in ((own, SCONTROL), (real, '#!/bin/sh\necho "real: $*"; exit 7\n')):
+        folder.mkdir()
+        (folder / "scontrol").write_text(text)
+        (folder / "scontrol").chmod(0o755)
+    paths = {"real": f"{own}:{real}:{os.defpath}", "none": f"{own}:/usr/bin:/bin"}
+
+    def ask(words: str, slurm: str) -> tuple[int, str]:
+        environment = {"PATH": paths[slurm], "SLURM_JOB_NODELIST": "a,b"}
+        command = ["scontrol", *words.split()]
+        done = subprocess.run(
+            command, env=environment, capture_output=True, text=True, timeout=20, check=False
+        )
+        return done.returncode, done.stdout + done.stderr
+
+    for slurm in paths:
+        assert ask("show hostnames", slurm) == (0, "a\nb\n")
+        assert ask("show hostname x,y,z", slurm) == (0, "x\ny\nz\n")
+    assert ask("show job 3", "real") == (7, "real: show job 3\n")
+    assert ask("show hostnames n[1-2]", "real") == (7, "real: show hostnames n[1-2]\n")
+    if shutil.which("scontrol", path=paths["none"]) is None:
+        said = "scontrol: on Ray, only 'show hostnames' is supported\n"
+        assert ask("show job 3", "none") == (1, said)
