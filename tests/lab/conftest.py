@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 from cluster import HOSTS, Cluster, Run
 from lab import Lab, lacking
-from slurm_cluster import SlurmCluster, lacking_slurm
+from slurm_cluster import SlurmCluster, lacking_slurm, ways_to_track
 
 
 @pytest.fixture(scope="session")
@@ -38,12 +38,15 @@ def undisturbed(cluster: Cluster) -> Run:
     return run
 
 
-@pytest.fixture(scope="session")
-def slurm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SlurmCluster]:
+@pytest.fixture(scope="session", params=ways_to_track())
+def slurm(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[SlurmCluster]:
     """Two nodes; jobs are submitted in a folder that all hosts see, as are those of tests."""
     why = lacking() or lacking_slurm()
     if why:
         pytest.skip(why)
-    cluster = SlurmCluster(tmp_path_factory.mktemp("slurm"), tmp_path_factory.getbasetemp())
+    folder, shared = tmp_path_factory.mktemp("slurm"), tmp_path_factory.getbasetemp()
+    cluster = SlurmCluster(folder, shared, request.param)
     yield cluster
     cluster.down()

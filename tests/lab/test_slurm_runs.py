@@ -8,14 +8,18 @@ from pathlib import Path
 import pytest
 from lab import wait_until
 from slurm import ROOT
-from slurm_cluster import LeftOn, SlurmCluster
+from slurm_cluster import LeftOn, SlurmCluster, ways_to_track
 
 from raytrain_ddp import TrainConfig, fit_locally
 from raytrain_ddp.checkpoint.run_folder import checkpoint_store, read_events, run_storage
 from raytrain_ddp.config.sections import LogConfig
 from raytrain_ddp.events import Plan
 
-pytestmark = [pytest.mark.slurm, pytest.mark.timeout(900)]
+pytestmark = [
+    pytest.mark.slurm,
+    pytest.mark.timeout(900),
+    pytest.mark.parametrize("slurm", ways_to_track()[:1], indirect=True),
+]
 SBATCH = f"{ROOT}/clusters/slurm.sbatch"
 TASK = f"{ROOT}/tests/ray_tasks.py:Paced"
 
@@ -83,6 +87,32 @@ def test_as_it_is_it_trains_across_nodes_is_requeued_at_its_limit_and_has_equal_
     assert weights(config) == undisturbed
     plans = [e.event for e in read_events(run_storage(config)) if isinstance(e.event, Plan)]
     assert [{*plan.hosts} for plan in plans] == [{"n1", "n2"}] * 2
+    wait_until(lambda: not slurm.left_on_nodes(), 60, LeftOn(slurm))
+
+
+def test_two_jobs_with_a_ray_each_train_at_once_on_the_same_nodes(
+    slurm: SlurmCluster, tmp_path: Path, undisturbed: bytes
+):
+    """Neither joins the other's Ray, takes its ports, or ends its processes."""
+    (tmp_path / "slow").touch()
+    configs = [paced(tmp_path, name) for name in ("one", "two")]
+    jobs = [
+        slurm.submit(f"--cpus-per-task=1 {SBATCH} {flags(config)}", PYTHONPATH=ROOT / "tests")
+        for config in configs
+    ]
+    for config, job in zip(configs, jobs, strict=True):
+        wait_until(lambda c=config: steps_of(c) >= 3, 400, job)
+    assert [job.state for job in jobs] == ["RUNNING"] * 2
+    jobs[0].cancel("--batch --signal=TERM")
+    jobs[0].wait({"FAILED"}, 100)
+    done = steps_of(configs[0])
+    assert 3 <= done < 120
+    (tmp_path / "slow").unlink()
+    jobs[1].wait({"COMPLETED"}, 300)
+    assert steps_of(configs[1]) == 120
+    assert weights(configs[1]) == undisturbed
+    plans = [e.event for e in read_events(run_storage(configs[1])) if isinstance(e.event, Plan)]
+    assert [{*plan.hosts} for plan in plans] == [{"n1", "n2"}]
     wait_until(lambda: not slurm.left_on_nodes(), 60, LeftOn(slurm))
 
 

@@ -23,10 +23,11 @@ QUICK = FAKES / "quick"
 class Tried:
     """A job whose run is a stand-in."""
 
-    def __init__(self, slurm: SlurmCluster, notes: Path, flags: str = "") -> None:
+    def __init__(self, slurm: SlurmCluster, notes: Path, flags: str = "", ray: str = "") -> None:
         notes.mkdir()
         self.notes = notes
         where = {"PATH": f"{QUICK}:$PATH", "PYTHONPATH": QUICK, "FAKE_FIT": "train"}
+        where["FAKE_RAY"] = ray
         self.job = slurm.submit(f"{flags} {SBATCH} mine.toml", FAKE_NOTES=notes, **where)
 
     def wait_for(self, name: str, timeout_s: float = 60) -> None:
@@ -140,6 +141,20 @@ def test_two_jobs_at_once_on_the_same_nodes(slurm: SlurmCluster, tmp_path: Path)
     assert not (two.notes / "stopping").exists()
     two.job.cancel()
     two.job.wait({"CANCELLED"}, 30)
+
+
+@pytest.mark.parametrize(("ray", "tries"), [("slow", [3, 3]), ("late", [1, 5])])
+def test_a_ray_that_starts_slowly_is_started_again_on_its_node(
+    slurm: SlurmCluster, tmp_path: Path, ray: str, tries: list[int]
+):
+    """As on a slow disk, where Ray's own limits are too short; or a node that lags behind."""
+    tried = Tried(slurm, tmp_path / "notes", ray=ray)
+    tried.wait_for("training")
+    texts = [(tried.notes / f"tries-{node}").read_text() for node in range(2)]
+    assert [text.count("\n") for text in texts] == tries
+    tried.job.cancel("--batch --signal=TERM")
+    tried.job.wait({"FAILED"}, 30)
+    assert tried.asked == [15]
 
 
 def test_tasks_of_an_array_are_jobs_of_their_own(slurm: SlurmCluster, tmp_path: Path):
