@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from lab import wait_until
 from slurm import FAKES, ROOT
-from slurm_cluster import Job, LeftOn, SlurmCluster
+from slurm_cluster import CGROUP, Job, LeftOn, SlurmCluster
 
 from raytrain_ddp.command_line import parse_fit
 
@@ -54,6 +54,12 @@ def nothing_is_left(slurm: SlurmCluster) -> Iterator[None]:
         slurm.sh("scancel --user=root")
         wait_until(lambda: not slurm.sh("squeue --noheader"), 60, "jobs to end")
     wait_until(lambda: not slurm.left_on_nodes(), 30, LeftOn(slurm))
+
+
+def test_jobs_are_in_cgroups_if_slurm_is_to_use_them(slurm: SlurmCluster):
+    job = slurm.submit("--nodes=1 --wrap 'cat /proc/self/cgroup'")
+    job.wait({"COMPLETED"}, 30)
+    assert (f"/job_{job.number}/" in job.said) == (slurm.tracks == CGROUP)
 
 
 def test_scancel_leaves_nothing(slurm: SlurmCluster, tmp_path: Path):
