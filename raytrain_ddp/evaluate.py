@@ -67,7 +67,7 @@ def main(argv: Sequence[str]) -> int:
     set_up(world, config.compute)
     reads: set[str] = set()
     task = load_task(config, reads)
-    data = eval_data_of(task)
+    data = eval_data_of(task, config.seed)
     if args.data is not None and config.task not in BUILT_IN and "data.eval_source" not in reads:
         raise ConfigError(f"--data has no effect: {config.task} does not read data.eval_source.")
     if data is None:
@@ -85,6 +85,7 @@ def main(argv: Sequence[str]) -> int:
         LoaderThreads(world.threads),
         metrics,
         precision=config.compute.precision,
+        may_skip=config.data.bad_records == "skip",
     )
     skipped = int(values.pop("skipped", 0))
     if skipped == data.rows:

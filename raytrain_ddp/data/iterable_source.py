@@ -2,30 +2,34 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
-from itertools import islice
+from collections.abc import Iterable, Iterator
+from itertools import chain, islice
 from typing import Any
 
 import cloudpickle
 
 from raytrain_ddp.data.epoch_order import runs_of
-from raytrain_ddp.data.sample_rng import Draws, Rows
+from raytrain_ddp.data.sample_rng import Draws, Rows, global_state
 from raytrain_ddp.errors import DataError, TaskError
 
 _MOST_ITERATORS = 4096  # one for each lane is in use
 
 
 class IterableSource:
-    """An `IterableDataset`, or any iterable that yields the same items each time.
+    """An `IterableDataset`, or any iterable that yields the same items each time it is iterated
+    with equally seeded generators.
 
     Sharded by offset: each slot reads its own range of the stream with its own iterator, which
     first skips the items before it. So every item is used once per epoch on any number of workers,
-    and a run resumes at the correct item. However, nothing is shuffled, all epochs have the same
-    order, one process does all reading, and seeking takes as long as reading up to that offset,
-    unless the data set has a method `skip_to(offset)` that returns an iterator starting there.
+    and a run resumes at the correct item. However, nothing is shuffled but by the data set itself,
+    one process does all reading, and seeking takes as long as reading up to that offset,
+    unless the data set has a method `skip_to(offset)` that returns an iterator starting there; its
+    order must be the same each time.
 
-    Each iterator has its own copy of the data set. Before each item, the global generators of
-    torch, NumPy and Python are seeded by (seed, epoch, offset); see `MapSource`.
+    Each iterator has its own copy of the data set. Before it begins, the global generators of
+    torch, NumPy and Python are seeded by (seed, epoch), so a data set that shuffles with them does
+    so in the same way for all; and before each later item by (seed, epoch, offset); see
+    `MapSource`.
 
     Args:
         rows: how many items the stream has; default: its `len`.
@@ -45,30 +49,33 @@ class IterableSource:
         self.dataset, self.shared = dataset, shared
         self.blocks = runs_of(len(dataset) if rows is None else rows, 256)  # type: ignore[arg-type]
         self._pickled: bytes | None = None
-        self._waiting: dict[int, Iterator[Any]] = {}  # by the offset of the next item
+        self._waiting: dict[tuple[int, int], Iterator[Any]] = {}  # epoch, offset of the next item
+        self._is_random = False  # the order may differ between epochs
 
     def read(self, rows: Rows) -> list[Any]:
         """Raises DataError if the stream ends early; `rows` must be consecutive."""
-        return self._read(rows, lambda place: None)
+        return self._read(rows, None)
 
     def read_seeded(self, draws: Draws) -> list[Any]:
         """The items of `draws.rows`; the global generators are seeded before each."""
-        return self._read(draws.rows, draws.seed_globals)
+        return self._read(draws.rows, draws)
 
-    def _read(self, rows: Rows, before: Callable[[int], None]) -> list[Any]:
+    def _read(self, rows: Rows, draws: Draws | None) -> list[Any]:
         start, stop = int(rows[0]), int(rows[-1]) + 1
-        waiting = self._waiting.pop(start, None)
-        items = self._from(start) if waiting is None else waiting
+        waiting = self._waiting.pop((self._epoch(draws), start), None)
+        items = self._from(start, draws) if waiting is None else waiting
         records: list[Any] = []
         for place in range(stop - start):
-            before(place)
+            if draws is not None and start + place:  # the first item comes with the shuffle
+                draws.seed_globals(place)
             records += islice(items, 1)
         if len(records) < stop - start:
             raise DataError(
                 f"{type(self.dataset).__name__} ended after {start + len(records)} items, "
-                f"{int(self.blocks.sum())} were announced."
+                f"{int(self.blocks.sum())} were announced. It must give all items on each worker: "
+                "IterableSource divides them."
             )
-        self._waiting[stop] = items
+        self._waiting[self._epoch(draws), stop] = items
         while len(self._waiting) > _MOST_ITERATORS:
             self._waiting.pop(next(iter(self._waiting)))
         return records
@@ -76,13 +83,25 @@ class IterableSource:
     def fingerprint(self) -> str:
         return f"{type(self.dataset).__name__} of {int(self.blocks.sum())} items"
 
-    def _from(self, offset: int) -> Iterator[Any]:
+    def _from(self, offset: int, draws: Draws | None) -> Iterator[Any]:
         dataset = self.dataset if self.shared else self._copy()
+        if draws is not None:
+            draws.seed_globals_of_epoch()
         if hasattr(dataset, "skip_to"):
             return iter(dataset.skip_to(offset))
+        before = global_state()
         items = iter(dataset)
-        next(islice(items, offset, offset), None)  # skip now, before the generators are seeded
+        first = [*islice(items, 1)]
+        self._is_random |= draws is not None and global_state() != before
+        if not offset:
+            return chain(first, items)
+        next(islice(items, offset - 1, offset - 1), None)  # now, before the generators are seeded
         return items
+
+    def _epoch(self, draws: Draws | None) -> int:
+        """The epoch whose iterators are those of this one: where one lane of an epoch has ended,
+        the next one begins in the epoch that follows."""
+        return draws.epoch if draws is not None and self._is_random else 0
 
     def _copy(self) -> Any:
         try:

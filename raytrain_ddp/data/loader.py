@@ -20,10 +20,10 @@ from torch import Tensor
 
 from raytrain_ddp.data.epoch_order import EpochOrder, Plan, Shuffle, items_of_rank
 from raytrain_ddp.data.loader_threads import Gate, LoaderThreads, prefetched
-from raytrain_ddp.data.nested import bytes_of, digest_of, map_tensors
+from raytrain_ddp.data.nested import bytes_of, digest_of, map_tensors, require_samples
 from raytrain_ddp.data.sample_rng import Draws, Rows, kept_globals
 from raytrain_ddp.data.sources import Batch, Data
-from raytrain_ddp.errors import DataError, TaskError
+from raytrain_ddp.errors import DataError
 from raytrain_ddp.failpoints import failpoint
 
 _WINDOW_BYTES = 64 * 2**20
@@ -120,7 +120,9 @@ class TrainLoader:
         for start in range(0, len(self._first_rows) - wanted + 1, wanted):
             draws = Draws(self.seed, epoch, self._first_rows[start : start + wanted])
             batch = _begun(self.data, draws, _workers_for(self.data, self.threads)[1])()
-            if self.data.samples_of(batch):
+            found = self.data.samples_of(batch)
+            require_samples(found, wanted, self.skip)
+            if found:
                 return batch
         raise DataError(f"none of the first {len(self._first_rows)} records can be used.")
 
@@ -169,17 +171,7 @@ class TrainLoader:
         batch: Batch = {} if task.batch is None else task.batch()
         planned = len(task.rows)
         samples = self.data.samples_of(batch) if planned else 0
-        if samples < planned and not self.skip:
-            raise DataError(
-                f"{planned - samples} of {planned} samples of a micro-batch were dropped, but "
-                "data.bad_records is error: collate must return all samples."
-            )
-        if samples > planned:
-            raise TaskError(
-                f"collate returned {samples} samples for {planned} records: the first "
-                "dimension must be the number of records. Put several views of a record into "
-                "another dimension, or specify how to count samples: Data(..., count=...)."
-            )
+        require_samples(samples, planned, self.skip)
         digest = digest_of(task.rows.tobytes(), batch) if samples and self.digests else ""
         batch = batch if samples else self._filler
         batch = map_tensors(Tensor.pin_memory, batch) if self.pin else batch

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from raytrain_ddp.errors import TaskError
+from raytrain_ddp.errors import DataError, TaskError
 
 _PLAIN = (str, bytes, int, float, complex, type(None))
 _MOST_NAMED = 6
@@ -133,3 +133,26 @@ def digest_of(start: bytes, batch: Any) -> str:
             digest.update(f"{at} {type(leaf).__name__}".encode())
             digest.update(leaf.tobytes() if hasattr(leaf, "tobytes") else b"")
     return digest.hexdigest()
+
+
+def require_samples(samples: int, records: int, may_skip: bool) -> None:
+    """Checks the number of samples in a batch.
+
+    Args:
+        may_skip: whether bad records may be left out.
+
+    Raises:
+        DataError, TaskError: there are fewer or more samples than records.
+    """
+    counted = "specify how to count samples: Data(..., count=...)."
+    if samples < records and not may_skip:
+        raise DataError(
+            f"collate returned {samples} samples for {records} records, but data.bad_records is "
+            f"error: return all of them; or, if the first dimension is not the samples, {counted}"
+        )
+    if samples > records:
+        raise TaskError(
+            f"collate returned {samples} samples for {records} records: the first "
+            "dimension must be the number of records. Put several views of a record into "
+            f"another dimension, or {counted}"
+        )

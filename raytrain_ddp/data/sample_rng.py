@@ -10,6 +10,7 @@ import random
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -59,6 +60,10 @@ class Draws:
         row = int(self.rows[place])
         seed_globals(hash64(self.seed, self.epoch, _GLOBAL_STREAM + stream, row, repeat) >> 1)
 
+    def seed_globals_of_epoch(self) -> None:
+        """Seeds them for what precedes the samples of an epoch, such as a shuffle."""
+        seed_globals(hash64(self.seed, self.epoch, _GLOBAL_STREAM + 2) >> 1)
+
 
 def seed_globals(key: int) -> None:
     """Seeds the generators of torch (CPU only), NumPy and Python with a key below 2^63.
@@ -84,6 +89,15 @@ def kept_globals() -> Iterator[None]:
         random.setstate(states[0])
         np.random.set_state(states[1])
         torch.set_rng_state(states[2])
+
+
+def global_state() -> tuple[object, ...]:
+    """Of these generators; equal if none was used in between."""
+    import torch
+
+    numpy: Any = np.random.get_state()
+    torch_bytes = torch.get_rng_state().numpy().tobytes()
+    return random.getstate(), numpy[1].tobytes(), numpy[2:], torch_bytes
 
 
 def hash64(*values: int) -> int:

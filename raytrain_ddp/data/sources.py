@@ -174,14 +174,14 @@ class ArraySource:
     """Arrays in memory with a common first dimension; a record is a dict of their rows.
 
     Args:
-        arrays: name -> array, shape (rows, ...).
+        arrays: name -> array, list or tensor, shape (rows, ...).
     """
 
     def __init__(self, arrays: Mapping[str, np.ndarray[Any, Any]], rows_per_block: int = 1024):
         lengths = {name: len(array) for name, array in arrays.items()}
         if len(set(lengths.values())) != 1:
             raise DataError(f"arrays of unequal or no length: {lengths}.")
-        self._arrays = dict(arrays)
+        self._arrays = {name: np.asarray(array) for name, array in arrays.items()}
         self.blocks = runs_of(next(iter(lengths.values())), rows_per_block)
 
     def read(self, rows: Rows) -> dict[str, np.ndarray[Any, Any]]:
@@ -211,6 +211,12 @@ class MapSource:
     """
 
     def __init__(self, dataset: Any, rows_per_block: int = 256, *, shared: bool = False) -> None:
+        kinds = {each.__name__ for each in type(dataset).__mro__}  # without an import of torch
+        if "IterableDataset" in kinds or not hasattr(dataset, "__len__"):
+            raise DataError(
+                f"MapSource({type(dataset).__name__}): it has no items by number: IterableSource "
+                "takes what can only be iterated."
+            )
         self.dataset, self.shared = dataset, shared
         self.blocks = runs_of(len(dataset), rows_per_block)
 

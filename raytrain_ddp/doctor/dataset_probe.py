@@ -57,7 +57,7 @@ def _open_data(config: TrainConfig) -> tuple[list[Any], list[Any] | None]:
         splits.close()
     else:
         task = load_task(config)
-        data, eval_data = train_data_of(task), eval_data_of(task)
+        data, eval_data = train_data_of(task, config.seed), eval_data_of(task, config.seed)
         train, other = data.source, eval_data.source if eval_data else None
     return _rows_and_fingerprint(train), _rows_and_fingerprint(other) if other else None
 

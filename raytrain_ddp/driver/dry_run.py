@@ -15,6 +15,8 @@ from raytrain_ddp.display.formatting import format_data
 from raytrain_ddp.driver.branching import Branch, run_and_branch
 from raytrain_ddp.driver.preflight import check, is_complete, require_no_evaluator
 from raytrain_ddp.driver.run_naming import NamedRun
+from raytrain_ddp.events import Note
+from raytrain_ddp.messages import Event
 from raytrain_ddp.ray_backend.placement import (
     Layout,
     choose_layout,
@@ -71,7 +73,7 @@ def dry_run(
 
     reads: set[str] = set()
     task = load_task(config, reads)
-    data, eval_data = train_data_of(task), eval_data_of(task)
+    data, eval_data = train_data_of(task, config.seed), eval_data_of(task, config.seed)
     require_evaluation(config, eval_data)
     repeats = config.augment.repeats
     plan = plan_of(config, data)
@@ -180,8 +182,11 @@ def _tried(
         try_loss(config, task, model, batch, world, name)
     notes: list[str] = []
     if eval_data is not None:
-        size, tell = min(_SAMPLES, config.eval_micro_batch), lambda event: notes.append(event.text)
-        try_evaluation(task, model, eval_data, size, world, tell, config.compute.precision)
+        size = min(_SAMPLES, config.eval_micro_batch)
+        small = replace(config, eval=replace(config.eval, micro_batch=size))
+        told: list[Event] = []
+        try_evaluation(small, task, model, eval_data, world, told.append)
+        notes = [event.text for event in told if isinstance(event, Note)]
     return notes
 
 

@@ -106,7 +106,7 @@ def _places_of(table: ShardImages) -> Callable[[Sequence[int]], Columns]:
 def _own(model: LoadedModel, on_bad: OnBad, image_size: int) -> Input:
     """The evaluation data of the run, with their labels where they are known."""
     if not model.takes_images:
-        data = eval_data_of(model.task)
+        data = eval_data_of(model.task, model.config.seed)
         if data is None:
             raise ConfigError("the task has no evaluation data.")
         return Input(data, lambda rows: {"row": [*rows]})

@@ -145,7 +145,7 @@ def _loaded(given: WorkerSettings) -> tuple[TrainConfig, Task, Data, World]:
     world = World(0, 1, 0, device, given.threads)
     set_up(world, config.compute)
     task = load_task(config)
-    data = eval_data_of(task)
+    data = eval_data_of(task, config.seed)
     if data is None:
         raise ConfigError("eval.asynchronous has no effect, as there is no evaluation set.")
     return config, task, data, world

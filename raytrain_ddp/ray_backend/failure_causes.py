@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import sysconfig
 import traceback
 from collections.abc import Mapping
 from pathlib import Path
@@ -12,6 +13,8 @@ from raytrain_ddp.errors import CheckpointError, RemoteTraceback
 from raytrain_ddp.events import End
 from raytrain_ddp.messages import Cause
 
+_WATCHES = "__torch_dispatch__"
+_OF_COMPILER = ("torch/_compile.py", "torch/_dynamo/eval_frame.py")
 _OF_COLLECTIVES = ("gloo", "nccl", "connection closed by peer", "connection reset by peer", "c10d")
 # errno of full or failing disks, networks, and file systems that depend on one.
 _PASSING = {
@@ -101,13 +104,28 @@ def out_of_memory_error(
     )
 
 
+def _is_foreign(path: str) -> bool:
+    """Whether a file belongs neither to this package nor to torch or Python."""
+    parts = Path(path).parts
+    if "site-packages" in parts or "dist-packages" in parts:
+        return "torch" not in parts
+    own = (str(Path(__file__).parent.parent), sysconfig.get_path("stdlib"), "<")
+    return not path.startswith(own)
+
+
 def users_traceback(error: BaseException) -> str:
-    """The traceback without this package's frames above the user's code."""
+    """The traceback from the user's code on, without what this package does below it."""
     if isinstance(error.__cause__, RemoteTraceback):
         return str(error.__cause__)
     frames = traceback.extract_tb(error.__traceback__)
     package = str(Path(__file__).parent.parent)
-    mine = [n for n, f in enumerate(frames) if f.filename.startswith(package)]
-    users = frames[mine[-1] + 1 :] if mine and mine[-1] + 1 < len(frames) else frames
+    above = (n for n, f in enumerate(frames) if f.filename.startswith(package))
+    first = next((n for n in above if frames[n].name != _WATCHES), -1)
+    others = [n for n, f in enumerate(frames) if n > first and _is_foreign(f.filename)]
+    users = frames[others[0] :] if others else frames
+    if others:  # a torch operation reaches its kernel by way of what watches it
+        below = [n for n, f in enumerate(frames) if n > others[-1] and f.name == _WATCHES]
+        users = frames[others[0] : (below or [len(frames)])[0]]
+        users = [f for f in users if not f.filename.endswith(_OF_COMPILER)]
     lines = ["Traceback (most recent call last):\n", *traceback.format_list(users)]
     return "".join(lines + traceback.format_exception_only(type(error), error))

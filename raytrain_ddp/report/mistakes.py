@@ -84,7 +84,7 @@ def predict(files: RunFiles, device: str, is_running: bool) -> Predictions:
     on = choose_device(device, free)
     try:
         task = load_task(config)
-        data = eval_data_of(task)
+        data = eval_data_of(task, config.seed)
     except RaytrainError:
         raise
     except Exception as error:  # the user's code, or opening the data

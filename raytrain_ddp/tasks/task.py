@@ -16,8 +16,9 @@ class Task(Protocol):
     """A model, its data, its loss and its metrics. Subclass it; the constructor receives the config
     and `task_options` as keyword arguments.
 
-    Each worker builds its own task, and all must be equal, so draw random numbers only in
-    `model()`, which is called with torch's, numpy's and Python's generators seeded by the run.
+    Each worker builds its own task, and all must be equal: torch's, numpy's and Python's generators
+    are seeded with the run's seed before the constructor, `model()`, `train_data()` and
+    `eval_data()`.
 
     It may also have these methods:
 

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Mapping
+from numbers import Real
 from typing import TYPE_CHECKING, Any
 
+from raytrain_ddp.data.sample_rng import kept_globals, seed_globals
 from raytrain_ddp.data.sources import Data
 from raytrain_ddp.errors import DataError, TaskError
 from raytrain_ddp.tasks.task import Task
@@ -40,14 +42,21 @@ def model_of(task: Task, pretrained: bool = True) -> nn.Module:
     return model
 
 
-def train_data_of(task: Task) -> Data:
-    """`task.train_data()`, with at least one row."""
-    return _data(task.train_data, task.train_data(), "the training set has 0 rows.")
+def train_data_of(task: Task, seed: int) -> Data:
+    """`task.train_data()`, with at least one row. The global generators are seeded before it: all
+    workers, and all starts, have the same data."""
+    with kept_globals():
+        seed_globals(seed)
+        data = task.train_data()
+    return _data(task.train_data, data, "the training set has 0 rows.")
 
 
-def eval_data_of(task: Task) -> Data | None:
-    """`task.eval_data()`; if not None, with at least one row."""
-    data = task.eval_data()
+def eval_data_of(task: Task, seed: int) -> Data | None:
+    """`task.eval_data()`; if not None, with at least one row. Seeded as `train_data_of`, so a split
+    that both make is the same."""
+    with kept_globals():
+        seed_globals(seed)
+        data = task.eval_data()
     if data is None:
         return None
     empty = "the evaluation set has 0 rows: provide rows, or return None in eval_data()."
@@ -67,6 +76,8 @@ def _data(function: Any, data: Any, empty: str) -> Data:
     lacking = [name for name in _OF_SOURCE if not hasattr(data.source, name)]
     if lacking:
         hint = f" A {type(data.source).__name__} has no {' and no '.join(lacking)}."
+        if hasattr(data.source, "__getitem__") or hasattr(data.source, "__iter__"):
+            hint += " Wrap it: MapSource(dataset), or IterableSource(dataset) for an iterable one."
         raise refused(function, data, "a Data whose source is a raytrain_ddp.Source", hint)
     if not data.rows:
         raise DataError(empty)
@@ -106,7 +117,7 @@ def loss_of_task(task: Task, result: Any, needs_gradient: bool) -> tuple[Tensor,
         return _require_loss(task, result, needs_gradient), {}
     loss, scalars = _require_loss(task, result[0], needs_gradient), {}
     for name, value in result[1].items():
-        number = torch.as_tensor(value) if isinstance(value, int | float) else value
+        number = torch.as_tensor(value) if isinstance(value, Real) else value
         if not isinstance(number, torch.Tensor) or number.numel() != 1 or number.is_complex():
             hint = f" The value of {name!r} is {_described(value)}."
             raise refused(task.loss, result, "a loss and a dict of scalars by name", hint)

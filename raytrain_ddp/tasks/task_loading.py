@@ -13,6 +13,7 @@ from typing import Any, cast
 from raytrain_ddp import user_code
 from raytrain_ddp.config.effects import watched
 from raytrain_ddp.config.train_config import TaskName, TrainConfig
+from raytrain_ddp.data.sample_rng import kept_globals, seed_globals
 from raytrain_ddp.errors import ConfigError, did_you_mean
 from raytrain_ddp.tasks.task import Task
 from raytrain_ddp.tasks.task_signature import (
@@ -27,7 +28,7 @@ _KINDS = {"task": "class", "model.name": "function"}
 
 
 def load_task(config: TrainConfig, reads: set[str] | None = None) -> Task:
-    """Builds the task of a config.
+    """Builds the task of a config. The global generators are seeded before it.
 
     Args:
         reads: receives the fields of the config that the task reads, now and later.
@@ -41,10 +42,11 @@ def load_task(config: TrainConfig, reads: set[str] | None = None) -> Task:
     if callable(given):
         is_own = config.task not in BUILT_IN
         seen = watched(config, reads) if is_own and reads is not None else config
-        if has_constructor(given):
-            given = given(seen, **typed_options(given, config.task_options))
-        else:
-            given = given()
+        has_arguments = has_constructor(given)
+        options = typed_options(given, config.task_options) if has_arguments else {}
+        with kept_globals():
+            seed_globals(config.seed)
+            given = given(seen, **options) if has_arguments else given()
     check_task(given)
     return cast(Task, given)
 

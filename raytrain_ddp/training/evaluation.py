@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from raytrain_ddp.data.epoch_order import items_of_rank
 from raytrain_ddp.data.loader import eval_batches
 from raytrain_ddp.data.loader_threads import LoaderThreads
+from raytrain_ddp.data.nested import require_samples
 from raytrain_ddp.data.sources import Data
 from raytrain_ddp.tasks.task import Task
 from raytrain_ddp.tasks.task_check import metrics_of
@@ -38,6 +39,7 @@ def evaluate(
     beat: Callable[[], None] = lambda: None,
     limit: int = 0,
     precision: str = "fp32",
+    may_skip: bool = True,
 ) -> dict[str, Tensor]:
     """Metric values over all of `data`, on the CPU. All ranks take part and get the same.
 
@@ -53,8 +55,10 @@ def evaluate(
         beat: called before each batch.
         limit: the most chunks, spread evenly over the data; 0: all.
         precision: compute.precision: bf16 and fp16 run the forward passes under autocast.
+        may_skip: whether `Data.collate` may leave out bad records.
 
     Raises:
+        DataError: it left some out although it may not.
         TaskError: a metric's states of two chunks cannot be merged.
     """
     scores = TreeMetrics(task, metrics_of(task) if metrics is None else metrics, world.device)
@@ -76,6 +80,8 @@ def evaluate(
             seed_slot(world.device, 0, 0, chunks[chunk])
             scores.reset()
             count = data.samples_of(batch)  # 0: all records are bad, and skipped
+            rows = min(batch_size, data.rows - chunks[chunk] * batch_size)
+            require_samples(count, rows, may_skip)
             if count:
                 task.evaluate(model, own, scores.given)
                 buffers.restore()  # a chunk affects neither the next one nor the training

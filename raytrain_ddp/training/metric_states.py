@@ -58,6 +58,9 @@ class TreeMetrics:
         for metric in self._metrics.values():
             metric.reset()
 
+    def metric(self, name: str) -> Metric | None:
+        return self._metrics.get(name)
+
     def state(self) -> State:
         """A copy of the states of all metrics; `reset` empties lists in place."""
         return {
@@ -72,6 +75,10 @@ class TreeMetrics:
     def take(self, chunk: int, has_samples: bool) -> None:
         """Takes the metrics' current state as that of `chunk`; chunks come in order."""
         self._add(0, chunk, self.state() if has_samples else None)
+
+    def take_all(self, other: TreeMetrics) -> None:
+        """Takes what another one has taken, which has nothing afterward."""
+        self._nodes, other._nodes = other._nodes, []
 
     def _add(self, level: int, index: int, state: State | None) -> None:
         while index % 2 and self._nodes and self._nodes[-1][:2] == (level, index - 1):
@@ -179,6 +186,11 @@ def require_mergeable(task: Task, name: str, metric: Metric) -> None:
     """
     what = f"{place_of(task.metrics)}: the metric {name!r} cannot be merged over chunks of the data"
     parts = [m for m in getattr(metric, "modules", list)() if hasattr(m, "metric_state")]
+    if not metric.metric_state and not parts[1:]:
+        raise TaskError(
+            f"{what}: {type(metric).__name__} has no states: everything compute() needs must be "
+            "one (add_state)."
+        )
     if not metric.metric_state or len(parts) > 1:
         raise TaskError(
             f"{what}: a {type(metric).__name__} wraps other metrics and holds their states. Return "

@@ -67,7 +67,7 @@ def prepare(
     session.watch(clock)
     require_same_nodes(session)
     session.tell(messages.Phase("opening the data"))
-    data, eval_data = train_data_of(task), eval_data_of(task)
+    data, eval_data = train_data_of(task, config.seed), eval_data_of(task, config.seed)
     require_evaluation(config, eval_data)
     splits = _counted_splits(task, world)
     if data.source.blocks.min() < 1:
@@ -92,8 +92,7 @@ def prepare(
     state.average = average_of(model, optimizer, config.ema)
     flops = _warm_up(stepper, loader, config.data.grow_epochs)
     if eval_data is not None:
-        size, precision = config.eval_micro_batch, config.compute.precision
-        try_evaluation(task, model, eval_data, size, world, session.tell, precision)
+        try_evaluation(config, task, model, eval_data, world, session.tell)
     _tell_notes(config, task, loader, state, session, reads)
     failpoint("start.warmed_up", world.rank)
 

@@ -154,6 +154,7 @@ class PreparedRun:
                     beat=beat,
                     limit=limit,
                     precision=self.config.compute.precision,
+                    may_skip=self.config.data.bad_records == "skip",
                 )
             except Abandoned as abandoned:
                 stop = abandoned.stop

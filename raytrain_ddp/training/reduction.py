@@ -59,7 +59,10 @@ class DdpReduction:
         self._net, self.scale = net, scale
 
     def require_all(self, model: nn.Module) -> None:
-        pass  # DDP checks it itself
+        net = self._net
+        is_ddp = isinstance(net, DistributedDataParallel)
+        if is_ddp and not net.find_unused_parameters and not net.static_graph:
+            _require_gradients(model, "several workers", "or set --ddp.find-unused-parameters true")
 
     def begin(self) -> None:
         pass
@@ -101,14 +104,7 @@ class ExactReduction:
         ]
 
     def require_all(self, model: nn.Module) -> None:
-        named = [(n, p) for n, p in model.named_parameters() if p.requires_grad]
-        unused = [name for name, parameter in named if parameter.grad is None]
-        if unused:
-            raise ConfigError(
-                f"exact = true: the loss does not depend on {', '.join(unused[:3])}"
-                f"{' and more' if unused[3:] else ''}: freeze parameters that are not trained "
-                "(requires_grad_(False)), as weight decay would be applied to it."
-            )
+        _require_gradients(model, "exact = true", "as weight decay would be applied to it")
 
     def begin(self) -> None:
         self._started = 0  # number of buckets being exchanged
@@ -163,6 +159,14 @@ class ExactReduction:
             bucket.sum.share()
         for bucket in self._buckets:
             bucket.lay(bucket.sum.finish())
+
+
+def _require_gradients(model: nn.Module, where: str, more: str) -> None:
+    unused = [n for n, p in model.named_parameters() if p.requires_grad and p.grad is None]
+    if unused:
+        names = ", ".join(unused[:3]) + (" and more" if unused[3:] else "")
+        how = f"freeze parameters that are not trained (requires_grad_(False)), {more}."
+        raise ConfigError(f"{where}: the loss does not depend on {names}: {how}")
 
 
 class _Bucket:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import closing
+from copy import deepcopy
 from dataclasses import replace
 from typing import Any
 
@@ -13,7 +14,7 @@ from torch import Tensor, nn
 from raytrain_ddp.config.train_config import TrainConfig
 from raytrain_ddp.data.loader import eval_batches
 from raytrain_ddp.data.loader_threads import LoaderThreads
-from raytrain_ddp.data.nested import to_device
+from raytrain_ddp.data.nested import require_samples, to_device
 from raytrain_ddp.data.sources import Batch, Data
 from raytrain_ddp.errors import TaskError
 from raytrain_ddp.events import Note
@@ -49,20 +50,22 @@ def try_loss(
 
 
 def try_evaluation(
+    config: TrainConfig,
     task: Task,
     model: nn.Module,
     data: Data,
-    batch_size: int,
     world: World,
     tell: Callable[[Event], None],
-    precision: str = "fp32",
 ) -> None:
     """Evaluates the first chunk, without side effects. Each rank does the same, alone.
 
     Raises:
         TaskError: the metrics' states cannot be merged, or the task's monitor is not a metric.
     """
-    scores = TreeMetrics(task, metrics_of(task), world.device)
+    batch_size, may_skip = config.eval_micro_batch, config.data.bad_records == "skip"
+    metrics = metrics_of(task)
+    fresh = TreeMetrics(task, deepcopy(metrics), world.device)
+    scores = TreeMetrics(task, metrics, world.device)
     chunks = range(-(-min(data.rows, _MOST_BAD) // batch_size))
     loaded = eval_batches(data, batch_size, chunks, LoaderThreads(0))
     buffers = SavedBuffers(model)
@@ -70,13 +73,18 @@ def try_evaluation(
         keeping_generators(world.device),
         evaluating(model),
         torch.inference_mode(),
-        autocast(world.device, precision),
+        autocast(world.device, config.compute.precision),
         naming_nondeterministic(model),
     ):
         with closing(loaded):
-            batch = next((each for each in loaded if data.samples_of(each)), None)
-        if batch is None:
-            return  # all are bad records; the evaluation will count them
+            for chunk, batch in enumerate(loaded):
+                samples = data.samples_of(batch)
+                rows = min(batch_size, data.rows - chunk * batch_size)
+                require_samples(samples, rows, may_skip)
+                if samples:
+                    break
+            else:
+                return  # all are bad records; the evaluation will count them
         scores.reset()
         seed_slot(world.device, 0, 0, 0)
         returned: Any = task.evaluate(model, to_device(batch, world.device), scores.given)  # type: ignore[func-returns-value]
@@ -93,7 +101,8 @@ def try_evaluation(
         scores.take(0, True)
         values = scores.computed()
         alone = replace(world, rank=0, size=1)
-        merged = scores.values(alone)
+        fresh.take_all(scores)
+        merged = fresh.values(alone)
         for name, value in values.items():
             if not _alike(value, merged[name]):
                 raise TaskError(
@@ -106,6 +115,11 @@ def try_evaluation(
             scores.take(chunk, True)
         scores.values(alone)
     require_monitor(task, values)
+    better = getattr(scores.metric(task.monitor), "higher_is_better", None)
+    if better is not None and better != (task.goal == "max"):
+        what = "higher" if better else "lower"
+        text = f"A {what} {task.monitor} is better, says its metric, but goal = {task.goal!r}."
+        tell(Note(f"{place_of(task.metrics)}: {text}"))
     for name in untouched:
         text = f"{place_of(task.evaluate)}: did not update the metric {name!r}."
         tell(Note(text))

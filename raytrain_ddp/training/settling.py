@@ -105,7 +105,7 @@ def largest_that_fits(config: TrainConfig, world: World, sizes: Sequence[int]) -
     set_up(world, tried.compute)
     alone = replace(world, rank=0, size=1)
     task = load_task(replace(tried, micro_batch=sizes[0]))
-    data = train_data_of(task)
+    data = train_data_of(task, tried.seed)
     with closing(data):
         model = initial_model(tried, task, alone)
         optimizer = optimizer_of(task, model, tried)

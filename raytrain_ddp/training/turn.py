@@ -14,10 +14,10 @@ from raytrain_ddp.config.train_config import TrainConfig
 from raytrain_ddp.data.loader import Slot
 from raytrain_ddp.data.nested import to_device
 from raytrain_ddp.data.sources import Batch
-from raytrain_ddp.errors import ConfigError
+from raytrain_ddp.errors import ConfigError, TaskError
 from raytrain_ddp.failpoints import failpoint
 from raytrain_ddp.tasks.task import Task
-from raytrain_ddp.tasks.task_check import loss_of_task, optional_method, refused
+from raytrain_ddp.tasks.task_check import loss_of_task, optional_method, place_of, refused
 from raytrain_ddp.training.buffer_sync import BoolBuffers, SavedBuffers, SlotBuffers
 from raytrain_ddp.training.determinism import naming_nondeterministic
 from raytrain_ddp.training.nonfinite import NonfiniteGuard
@@ -220,7 +220,7 @@ class Turn:
                 self._forward(smallest, self._state.model)
                 if single is not None:
                     self._fewest = 1 + self._is_too_small(single)
-        except (RuntimeError, ValueError) as error:
+        except (RuntimeError, ValueError, AttributeError) as error:
             remedy = _remedy(str(error))
             if remedy is None:
                 raise
@@ -241,8 +241,19 @@ class Turn:
 
     def _pass(self, batch: Batch) -> tuple[str, ...]:
         """Returns the names of the scalars beside the loss."""
+        calls: list[None] = []
+        hook = self._net.register_forward_pre_hook(lambda *_: calls.append(None))
         loss, scalars = self._forward(batch, self._net)
+        hook.remove()
+        if not calls and self._net is not self._state.model:
+            raise TaskError(
+                f"{place_of(self._task.loss)}: does not call the model that it is given, as "
+                "model(...): with several workers, gradients are summed only then."
+            )
         loss.backward()
+        if all(each.grad is None for each in self._state.model.parameters()):
+            wanted = "a loss that depends on the model's parameters"
+            raise refused(self._task.loss, loss, wanted)
         self._reduction.require_all(self._state.model)
         self._state.optimizer.zero_grad(set_to_none=True)
         return (*scalars,)
@@ -295,5 +306,12 @@ def _remedy(text: str) -> str | None:
         return (
             "the last step of an epoch has a micro-batch of one sample, too few for this model's "
             "batch norm: use another --micro-batch or --batch-size."
+        )
+    if text.startswith("'DistributedDataParallel' object has no attribute"):
+        name = text.rpartition("attribute ")[2].strip("'")
+        return (
+            f"the task's loss uses model.{name}, but with several workers model is wrapped in DDP "
+            "and can only be called: do it in the model's forward, or use --exact, which wraps "
+            "nothing."
         )
     return None

@@ -325,7 +325,7 @@ def test_the_trial_leaves_the_generators_as_they_were(tmp_path: Path):
     weights = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     batch = {name: torch.from_numpy(array) for name, array in tiny_arrays(8, 0).items()}
     try_loss(config, task, model, batch, world)
-    try_evaluation(task, model, data, 8, world, lambda _: None)
+    try_evaluation(config, task, model, data, world, lambda _: None)
     after = random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state().tolist()
     assert after == before
     assert all(torch.equal(weights[name], t) for name, t in model.state_dict().items())

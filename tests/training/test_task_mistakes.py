@@ -1,0 +1,383 @@
+"""What passes in a plain script but not here, or passed here in silence: refused in one line that
+names the user's function, or made right."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from processes import Group, Raised
+from tiny import TinyTask, plain, run_tiny, tiny_config
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+from torch.optim.lr_scheduler import LinearLR, OneCycleLR
+from torch.utils.data import IterableDataset, TensorDataset
+from torchmetrics import Metric
+
+from raytrain_ddp.config.sections import DdpConfig, EvalConfig
+from raytrain_ddp.config.train_config import TrainConfig
+from raytrain_ddp.data.iterable_source import IterableSource
+from raytrain_ddp.data.sample_rng import Draws
+from raytrain_ddp.data.sources import ArraySource, Batch, Data, MapSource
+from raytrain_ddp.errors import DataError, TaskError
+from raytrain_ddp.ray_backend.failure_causes import users_traceback
+from raytrain_ddp.tasks.task_check import eval_data_of, loss_of_task, train_data_of
+from raytrain_ddp.tasks.task_loading import load_task
+from raytrain_ddp.training.determinism import naming_nondeterministic
+
+# ------------------------------------------------------------------ random numbers
+
+
+def draws_of_all() -> list[float]:
+    return [random.random(), float(np.random.rand()), float(torch.rand(()))]
+
+
+class Drawing(TinyTask):
+    """Draws in its constructor and for its data, as random_split does."""
+
+    def __init__(self, config: TrainConfig) -> None:
+        super().__init__(config)
+        self.drawn = draws_of_all()
+
+    def train_data(self) -> Data:
+        return Data(ArraySource({"x": np.array(draws_of_all())}))
+
+    def eval_data(self) -> Data:
+        return self.train_data()
+
+
+def test_a_task_is_built_with_seeded_generators_and_leaves_them_alone() -> None:
+    config = TrainConfig(task=Drawing, seed=7)
+    tasks = [load_task(c) for c in (config, config, TrainConfig(task=Drawing, seed=8))]
+    random.seed(1)
+    np.random.seed(1)
+    torch.manual_seed(1)
+    before = draws_of_all()
+    random.seed(1)
+    np.random.seed(1)
+    torch.manual_seed(1)
+    one, other, another = (load_task(c).drawn for c in (config, config, TrainConfig(task=Drawing)))  # type: ignore[attr-defined]
+    sets = [
+        data.batch(Draws(0, 0, np.arange(3)))["x"].tolist()
+        for data in (train_data_of(tasks[0], 7), eval_data_of(tasks[0], 7))
+        if data
+    ]
+    assert draws_of_all() == before
+    assert one == other != another
+    assert tasks[2].drawn != one  # type: ignore[attr-defined]
+    assert sets[0] == sets[1] == pytest.approx(one), "as after torch.manual_seed(7) and the like"
+
+
+class Shuffling(IterableDataset):  # type: ignore[type-arg]
+    """Shuffles at its beginning, and draws for each item."""
+
+    def __len__(self) -> int:
+        return 40
+
+    def __iter__(self) -> Any:
+        order = torch.randperm(40).tolist()
+        random.shuffle(order)
+        for row in order:
+            yield row, random.random()
+
+
+@pytest.mark.parametrize("shared", [False, True])
+def test_an_iterable_that_shuffles_gives_each_item_once_for_all_lanes(shared: bool) -> None:
+    def read(epoch: int, parts: list[tuple[int, int]]) -> list[Any]:
+        source = IterableSource(Shuffling(), shared=shared)
+        ranges = [Draws(3, epoch, np.arange(*part)) for part in parts]
+        return [item for draws in ranges for item in source.read_seeded(draws)]
+
+    whole = read(0, [(0, 40)])
+    assert sorted(row for row, _ in whole) == [*range(40)]
+    # Lanes begin anywhere, and go on after others; a resumed one anywhere else.
+    pieces = read(0, [(20, 25), (0, 10), (25, 33), (10, 20), (33, 40)])
+    assert pieces == [*whole[20:25], *whole[:10], *whole[25:33], *whole[10:20], *whole[33:]]
+    assert read(0, [(33, 40)]) == whole[33:]
+    # Where a lane has ended, another one begins in the next epoch, in that epoch's order.
+    source = IterableSource(Shuffling(), shared=shared)
+    lanes = [(0, 20), (20, 40)]
+    both = [
+        source.read_seeded(Draws(3, epoch, np.arange(*lane))) for epoch in (0, 1) for lane in lanes
+    ]
+    assert [*both[0], *both[1]] == whole
+    assert [*both[2], *both[3]] == read(1, [(0, 40)])
+    assert [row for row, _ in read(1, [(0, 40)])] != [row for row, _ in whole]
+
+
+# ------------------------------------------------------------------ the loss and the model
+
+
+class Holding(TinyTask):
+    """Uses the model that it made, not the one that it is given."""
+
+    def loss(self, model: nn.Module, batch: Batch) -> Tensor:
+        return cross_entropy(self.made(batch["x"]), batch["y"])
+
+
+class Method(TinyTask):
+    def model(self) -> nn.Module:
+        made = super().model()
+        made.of_batch = lambda batch: cross_entropy(made(batch["x"]), batch["y"])  # type: ignore[assignment]
+        return made
+
+    def loss(self, model: nn.Module, batch: Batch) -> Tensor:
+        return model.of_batch(batch)  # type: ignore[operator,no-any-return]
+
+
+class Unused(TinyTask):
+    def model(self) -> nn.Module:
+        made = super().model()
+        made.extra = nn.Linear(3, 3)
+        return made
+
+
+class Other(TinyTask):
+    """Its loss depends on another network."""
+
+    other = nn.Linear(16, 5)
+
+    def loss(self, model: nn.Module, batch: Batch) -> Tensor:
+        model(batch["x"])
+        return cross_entropy(self.other(batch["x"].flatten(1)), batch["y"])
+
+
+def ran(rank: int, size: int, config: Any, kind: type[TinyTask]) -> str:
+    return run_tiny(rank, size, config, kind=kind).digest
+
+
+@pytest.mark.parametrize(
+    ("kind", "text"),
+    [
+        (Holding, "in Holding.loss: does not call the model that it is given, as model(...)"),
+        (Method, "the task's loss uses model.of_batch, but with several workers"),
+        (Unused, "several workers: the loss does not depend on extra.weight, extra.bias: freeze"),
+        (Other, "in Other.loss: returned a tensor of shape (), float32; expected a loss that "),
+    ],
+)
+def test_what_ddp_cannot_do_is_refused_by_all_ranks(
+    workers: Group, tmp_path: Path, kind: type[TinyTask], text: str
+) -> None:
+    for end in workers.outcomes(3, ran, plain(tiny_config(tmp_path, "run")), kind):
+        assert isinstance(end, Raised)
+        assert text in end.text
+
+
+@pytest.mark.parametrize("kind", [Holding, Method])
+def test_what_works_with_exact_and_alone_goes_on_working(
+    workers: Group, tmp_path: Path, kind: type[TinyTask]
+) -> None:
+    exact = plain(tiny_config(tmp_path, "exact", epochs=1, exact=True))
+    assert len({*workers(3, ran, exact, kind)}) == 1
+    workers(1, ran, plain(tiny_config(tmp_path, "alone", epochs=1)), kind)
+
+
+def test_unused_parameters_may_be_allowed(workers: Group, tmp_path: Path) -> None:
+    allowed = tiny_config(tmp_path, "run", epochs=1, ddp=DdpConfig(find_unused_parameters=True))
+    assert len({*workers(3, ran, plain(allowed), Unused)}) == 1
+
+
+def test_numbers_of_numpy_are_scalars() -> None:
+    loss = torch.ones((), requires_grad=True)
+    values = {"a": np.float32(0.5), "b": np.float64(0.25), "c": np.int64(3)}
+    _, scalars = loss_of_task(TinyTask(TrainConfig()), (loss, values), needs_gradient=True)
+    assert {name: float(value) for name, value in scalars.items()} == {"a": 0.5, "b": 0.25, "c": 3}
+
+
+class Scheduled(TinyTask):
+    def __init__(self, config: TrainConfig, kind: str) -> None:
+        super().__init__(config)
+        self.kind = kind
+
+    def optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
+        made = torch.optim.AdamW(model.parameters(), lr=0.04)
+        if self.kind == "cycle":
+            OneCycleLR(made, max_lr=0.04, total_steps=30)
+        else:
+            self.scheduler = LinearLR(made, 0.01)
+        return made
+
+
+@pytest.mark.parametrize("kind", ["cycle", "linear"])
+def test_a_scheduler_of_the_task_is_refused(tmp_path: Path, kind: str) -> None:
+    task = {"kind": kind}
+    with pytest.raises(TaskError, match="the AdamW has a learning rate scheduler"):
+        run_tiny(0, 1, plain(tiny_config(tmp_path, "run")), task, kind=Scheduled)
+
+
+# ------------------------------------------------------------------ batches and metrics
+
+
+class Channels(TinyTask):
+    """Its batches are tuples, whose first tensor is of one sample's channels."""
+
+    evaluates = False
+
+    def train_data(self) -> Data:
+        return super().train_data() if self.evaluates else self.wrong()
+
+    def eval_data(self) -> Data:
+        return self.wrong() if self.evaluates else super().eval_data()  # type: ignore[return-value]
+
+    def wrong(self) -> Data:
+        return Data(
+            MapSource([(torch.ones(3, 4, 4), 1)] * 60), lambda items: (*zip(*items, strict=True),)
+        )
+
+
+class ChannelsInEvaluation(Channels):
+    evaluates = True
+
+
+@pytest.mark.parametrize("kind", [Channels, ChannelsInEvaluation])
+def test_a_wrong_count_of_samples_is_found_before_the_first_step(
+    tmp_path: Path, kind: type[TinyTask]
+) -> None:
+    with pytest.raises(DataError, match=r"3 samples for 8 records.*Data\(\.\.\., count=\.\.\.\)"):
+        run_tiny(0, 1, plain(tiny_config(tmp_path, "run")), kind=kind)
+    config = tiny_config(tmp_path, "more", eval=EvalConfig(micro_batch=2))
+    if kind is ChannelsInEvaluation:
+        with pytest.raises(TaskError, match="3 samples for 2 records"):
+            run_tiny(0, 1, plain(config), kind=kind)
+
+
+class Dropping(TinyTask):
+    """Leaves a row of its evaluation set out, later than in the first batch."""
+
+    def eval_data(self) -> Data:
+        data = super().eval_data()
+        assert data is not None
+
+        def collate(records: Any, _: Any) -> Batch:
+            good = records["row"] != 30
+            return {n: torch.from_numpy(array[good]) for n, array in records.items()}
+
+        return Data(data.source, collate)
+
+
+def test_an_evaluation_that_loses_a_row_is_an_error(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=r"returned 7 samples for 8 records.*bad_records is error"):
+        run_tiny(0, 1, plain(tiny_config(tmp_path, "run", epochs=1)), kind=Dropping)
+
+
+class Attribute(Metric):
+    """Counts in an attribute, which no merge sees."""
+
+    full_state_update = False
+    higher_is_better = True
+    total: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.add_state("total", torch.zeros(()), dist_reduce_fx="sum")
+        self.count = 0
+
+    def update(self, values: Tensor) -> None:
+        self.total += values.sum()
+        self.count += len(values)
+
+    def compute(self) -> Tensor:
+        return self.total / max(1, self.count)
+
+
+class Counted(Attribute):
+    """The same with a state."""
+
+    count: Tensor  # type: ignore[assignment]
+
+    def __init__(self) -> None:
+        super().__init__()
+        del self.count
+        self.add_state("count", torch.zeros(()), dist_reduce_fx="sum")
+
+    def compute(self) -> Tensor:
+        return self.total / self.count
+
+
+class Stateless(Metric):
+    full_state_update = False
+
+    def update(self, values: Tensor) -> None:
+        self.value = values.mean()
+
+    def compute(self) -> Tensor:
+        return self.value
+
+
+class Measured(TinyTask):
+    def __init__(self, config: TrainConfig, metric: str) -> None:
+        super().__init__(config)
+        self.metric, self.monitor = metric, "m"
+
+    def metrics(self) -> dict[str, Any]:
+        return {"m": {"a": Attribute, "c": Counted, "s": Stateless}[self.metric]()}
+
+    def evaluate(self, model: nn.Module, batch: Batch, metrics: Any) -> None:
+        metrics["m"].update((model(batch["x"]).argmax(1) == batch["y"]).float())
+
+
+def test_a_metric_that_counts_beside_its_states_is_refused(tmp_path: Path) -> None:
+    config = plain(tiny_config(tmp_path, "run", epochs=1))
+    with pytest.raises(TaskError, match=r"'m' cannot be merged.*must be a state \(add_state\)"):
+        run_tiny(0, 1, config, {"metric": "a"}, kind=Measured)
+    with pytest.raises(TaskError, match=r"Stateless has no states: .*\(add_state\)"):
+        run_tiny(0, 1, config, {"metric": "s"}, kind=Measured)
+
+
+def test_a_goal_that_contradicts_its_metric_is_noted(tmp_path: Path) -> None:
+    config = plain(tiny_config(tmp_path, "run", epochs=1))
+    told = run_tiny(0, 1, config, {"metric": "c"}, kind=Measured).events
+    notes = [event["text"] for event in told if event["kind"] == "note"]
+    assert any("A higher m is better, says its metric, but goal = 'min'." in n for n in notes)
+
+
+# ------------------------------------------------------------------ sources
+
+
+def test_arrays_may_be_tensors_or_lists() -> None:
+    source = ArraySource({"x": torch.arange(6).view(3, 2), "y": [4, 5, 6]})
+    records = source.read(np.array([2, 0]))
+    assert records["x"].tolist() == [[4, 5], [0, 1]]
+    assert records["y"].tolist() == [6, 4]
+
+
+def test_a_wrong_source_is_answered_with_the_right_one() -> None:
+    class Raw(TinyTask):
+        def train_data(self) -> Data:
+            return Data(TensorDataset(torch.ones(3)))  # type: ignore[arg-type]
+
+    with pytest.raises(TaskError, match=r"Wrap it: MapSource\(dataset\), or IterableSource"):
+        train_data_of(Raw(TrainConfig()), 0)
+    for dataset in (Shuffling(), (number for number in range(3))):
+        with pytest.raises(DataError, match="IterableSource takes what can only be iterated"):
+            MapSource(dataset)
+    with pytest.raises(DataError, match="It must give all items on each worker"):
+        IterableSource(Shuffling(), rows=50).read(np.arange(30, 50))
+
+
+# ------------------------------------------------------------------ tracebacks
+
+
+def users_forward(layer: nn.Module) -> Tensor:
+    return layer(torch.ones(2, 3))  # type: ignore[no-any-return]
+
+
+def test_an_error_of_a_torch_operation_names_the_users_line() -> None:
+    torch.use_deterministic_algorithms(True)
+    layer = nn.Linear(4, 4)
+    try:
+        with naming_nondeterministic(layer):
+            users_forward(layer)
+    except RuntimeError as error:
+        text = users_traceback(error)
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert "return layer(torch.ones(2, 3))" in text
+    assert "determinism.py" not in text
+    last = text.rstrip().splitlines()[-1]
+    assert last.startswith("RuntimeError: ")
+    assert "mat1 and mat2 shapes" in last
