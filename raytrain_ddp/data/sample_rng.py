@@ -91,6 +91,14 @@ def kept_globals() -> Iterator[None]:
         torch.set_rng_state(states[2])
 
 
+@contextmanager
+def seeded_globals(key: int) -> Iterator[None]:
+    """These generators, seeded with a key below 2^63; afterward, they are as before."""
+    with kept_globals():
+        seed_globals(key)
+        yield
+
+
 def global_state() -> tuple[object, ...]:
     """Of these generators; equal if none was used in between."""
     import torch

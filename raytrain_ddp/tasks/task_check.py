@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from numbers import Real
 from typing import TYPE_CHECKING, Any
 
-from raytrain_ddp.data.sample_rng import kept_globals, seed_globals
+from raytrain_ddp.data.sample_rng import seeded_globals
 from raytrain_ddp.data.sources import Data
 from raytrain_ddp.errors import DataError, TaskError
 from raytrain_ddp.tasks.task import Task
@@ -45,8 +45,7 @@ def model_of(task: Task, pretrained: bool = True) -> nn.Module:
 def train_data_of(task: Task, seed: int) -> Data:
     """`task.train_data()`, with at least one row. The global generators are seeded before it: all
     workers, and all starts, have the same data."""
-    with kept_globals():
-        seed_globals(seed)
+    with seeded_globals(seed):
         data = task.train_data()
     return _data(task.train_data, data, "the training set has 0 rows.")
 
@@ -54,8 +53,7 @@ def train_data_of(task: Task, seed: int) -> Data:
 def eval_data_of(task: Task, seed: int) -> Data | None:
     """`task.eval_data()`; if not None, with at least one row. Seeded as `train_data_of`, so a split
     that both make is the same."""
-    with kept_globals():
-        seed_globals(seed)
+    with seeded_globals(seed):
         data = task.eval_data()
     if data is None:
         return None

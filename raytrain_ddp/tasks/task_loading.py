@@ -6,6 +6,7 @@ import ast
 import importlib
 import importlib.util
 import sys
+from contextlib import nullcontext
 from operator import attrgetter
 from pathlib import Path
 from typing import Any, cast
@@ -13,7 +14,7 @@ from typing import Any, cast
 from raytrain_ddp import user_code
 from raytrain_ddp.config.effects import watched
 from raytrain_ddp.config.train_config import TaskName, TrainConfig
-from raytrain_ddp.data.sample_rng import kept_globals, seed_globals
+from raytrain_ddp.data.sample_rng import seeded_globals
 from raytrain_ddp.errors import ConfigError, did_you_mean
 from raytrain_ddp.tasks.task import Task
 from raytrain_ddp.tasks.task_signature import (
@@ -44,8 +45,7 @@ def load_task(config: TrainConfig, reads: set[str] | None = None) -> Task:
         seen = watched(config, reads) if is_own and reads is not None else config
         has_arguments = has_constructor(given)
         options = typed_options(given, config.task_options) if has_arguments else {}
-        with kept_globals():
-            seed_globals(config.seed)
+        with seeded_globals(config.seed) if is_own else nullcontext():  # it loads torch
             given = given(seen, **options) if has_arguments else given()
     check_task(given)
     return cast(Task, given)

@@ -64,7 +64,7 @@ def try_evaluation(
     """
     batch_size, may_skip = config.eval_micro_batch, config.data.bad_records == "skip"
     metrics = metrics_of(task)
-    fresh = TreeMetrics(task, deepcopy(metrics), world.device)
+    fresh = TreeMetrics(task, _copied(task, metrics), world.device)
     scores = TreeMetrics(task, metrics, world.device)
     chunks = range(-(-min(data.rows, _MOST_BAD) // batch_size))
     loaded = eval_batches(data, batch_size, chunks, LoaderThreads(0))
@@ -127,6 +127,13 @@ def try_evaluation(
         if value.numel() > MOST_NUMBERS:
             text = f"The metric {name!r} has {value.numel():,} numbers, too many for the log."
             tell(Note(f"{text} `evaluate --out FILE` writes them all."))
+
+
+def _copied(task: Task, metrics: Any) -> Any:
+    try:
+        return deepcopy(metrics)
+    except Exception:  # not all that a metric may hold can be copied
+        return metrics_of(task)
 
 
 def _alike(one: Tensor, other: Tensor) -> bool:
