@@ -1,19 +1,20 @@
 """The user's modules, as the run began with them.
 
 A worker that starts later, in place of a dead one, must not run a file that was edited meanwhile,
-beside others that run the former one; nor need another node have the files. So the driver sends
-the sources of what the task has imported, and each worker imports these.
+while others still run the old one. Other nodes need not have the files. So the driver sends the
+sources of what the task has imported, and of the packages that it belongs to; workers import these.
 """
 
 from __future__ import annotations
 
+import linecache
 import sys
 import sysconfig
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from importlib.abc import MetaPathFinder, SourceLoader
-from importlib.machinery import ModuleSpec, PathFinder
+from importlib.abc import MetaPathFinder
+from importlib.machinery import ModuleSpec, PathFinder, SourceFileLoader
 from importlib.util import spec_from_file_location
 from pathlib import Path
 from types import ModuleType
@@ -21,6 +22,7 @@ from types import ModuleType
 _MOST_BYTES = 32 * 2**20
 _OWN = __name__.partition(".")[0]
 _INSTALLED = {"site-packages", "dist-packages"}
+_OF_PYTHON = {"__main__", "__mp_main__", "sitecustomize", "usercustomize"}
 
 
 @dataclass(frozen=True)
@@ -42,7 +44,7 @@ class _Sources(MetaPathFinder):
 
     def __init__(self) -> None:
         self.sources: dict[str, tuple[str, bytes]] = {}
-        self.folders: set[str] = set()  # packages of these
+        self.folders: set[str] = set()  # their parent packages
 
     def find_spec(
         self, name: str, path: Sequence[str] | None, target: ModuleType | None = None
@@ -53,47 +55,90 @@ class _Sources(MetaPathFinder):
         if name not in self.sources:
             if on_disk is not None:
                 return None
-            found = ModuleSpec(name, None, is_package=True)  # without a file of its own
+            found = ModuleSpec(name, None, is_package=True)  # a namespace package
             found.submodule_search_locations = []
             return found
         place, source = self.sources[name]
         if on_disk is not None and on_disk.has_location and on_disk.origin:
             place = on_disk.origin  # on another node the file may be elsewhere
         folders = [str(Path(place).parent)] if Path(place).name == "__init__.py" else None
-        loader = _Loader(place, source)
+        loader = _Loader(name, place, source)
         return spec_from_file_location(
             name, place, loader=loader, submodule_search_locations=folders
         )
 
 
-class _Loader(SourceLoader):
-    def __init__(self, path: str, source: bytes) -> None:
-        self._path, self._source = path, source
+class _Loader(SourceFileLoader):
+    """Loads a source that need not be in its file."""
 
-    def get_filename(self, name: str) -> str:
-        return self._path
+    def __init__(self, name: str, path: str, source: bytes) -> None:
+        super().__init__(name, path)
+        self._source = source
 
-    def get_data(self, path: str | bytes) -> bytes:
-        return self._source if path == self._path else Path(str(path)).read_bytes()
+    def get_data(self, path: str) -> bytes:
+        return self._source if path == self.path else super().get_data(path)
+
+    def path_stats(self, path: str) -> Mapping[str, float]:
+        raise OSError("compiled code may be of another source")
+
+    def exec_module(self, module: ModuleType) -> None:
+        text = self.get_source(module.__name__) or ""
+        lines = text.splitlines(keepends=True)
+        linecache.cache[self.path] = len(text), None, lines, self.path  # also for inspect.getsource
+        super().exec_module(module)
 
 
 _finder = _Sources()
 
 
 def loaded() -> UserCode:
-    """The user's modules that this process has imported: all that are neither installed nor of
-    Python itself. Without those that are installed from a folder, which is this package's own."""
+    """The user's modules that this process has imported: all except installed packages, the
+    standard library and raytrain_ddp. None if they are very large."""
+    return _limited(_imported())
+
+
+def loaded_packages() -> UserCode:
+    """As `loaded`, with all modules of the packages that these belong to, which may be imported
+    later; without these if they are very large."""
+    found = _imported()
+    return _limited({**dict(_of_packages(found)), **found}, found)
+
+
+def _limited(*choices: Mapping[str, tuple[str, bytes]]) -> UserCode:
+    """The first that is not too large."""
+    for found in choices:
+        if sum(len(source) for _, source in found.values()) < _MOST_BYTES:
+            return UserCode(found)
+    return UserCode()
+
+
+def _imported() -> dict[str, tuple[str, bytes]]:
     found: dict[str, tuple[str, bytes]] = {}
     python = Path(sysconfig.get_path("stdlib")).resolve()
     for name, module in [*sys.modules.items()]:
-        path = Path(getattr(module, "__file__", None) or "")
-        if path.suffix != ".py" or name == "__main__" or name.partition(".")[0] == _OWN:
+        place = getattr(module, "__file__", None)
+        path = Path(place if isinstance(place, str) else "")
+        if path.suffix != ".py" or name in _OF_PYTHON or name.partition(".")[0] == _OWN:
             continue
         if _INSTALLED.isdisjoint(path.parts) and python not in path.resolve().parents:
-            with suppress(OSError):  # it has been removed
+            with suppress(OSError):  # the file has been removed, or is in a zip
                 found[name] = _finder.sources.get(name) or (str(path), path.read_bytes())
-    is_small = sum(len(source) for _, source in found.values()) < _MOST_BYTES
-    return UserCode(found if is_small else {})
+    return found
+
+
+def _of_packages(
+    found: Mapping[str, tuple[str, bytes]],
+) -> Iterator[tuple[str, tuple[str, bytes]]]:
+    for name, (place, _) in found.items():
+        folder = Path(place).parent
+        if Path(place).name != "__init__.py" or name.rpartition(".")[0] in found:
+            continue
+        for path in folder.rglob("*.py"):
+            parts = path.relative_to(folder).with_suffix("").parts
+            parts = parts[:-1] if parts[-1] == "__init__" else parts
+            if all(part.isidentifier() for part in parts):
+                with suppress(OSError):
+                    yield ".".join((name, *parts)), (str(path), path.read_bytes())
 
 
 def received() -> UserCode:
@@ -102,13 +147,15 @@ def received() -> UserCode:
 
 
 def has(name: str) -> bool:
-    """Whether a module need not be in a file here."""
+    """Whether the source of this module was received."""
     return name in _finder.sources
 
 
 def _installed(sources: Mapping[str, tuple[str, bytes]]) -> UserCode:
     _finder.sources |= {name: each for name, each in sources.items() if name not in sys.modules}
-    _finder.folders |= {name.rpartition(".")[0] for name in sources}
+    for name in sources:
+        while name := name.rpartition(".")[0]:
+            _finder.folders.add(name)
     if _finder not in sys.meta_path:
         sys.meta_path.insert(0, _finder)
     return UserCode(sources)

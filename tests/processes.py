@@ -236,7 +236,7 @@ def _serve(pipe: Any, environment: Mapping[str, str]) -> None:
             status = getattr(error, "exit_status", 1)
             result = Raised(type(error).__name__, status, traceback.format_exc())
             traceback.clear_frames(error.__traceback__)
-            if size > 1:  # what is left of the run may keep them open: the others would wait
+            if size > 1:  # leftovers of the run may keep them open, and the others would wait
                 connections.cut()
         finally:
             if size > 1:

@@ -20,6 +20,7 @@ from raytrain_ddp.user_code import UserCode
 
 FILES = {
     "mine.py": "import beside\nfrom kit.inner import parts\nfrom loose import thing\n"
+    "from deep.er import mod\n"
     "VALUE = 'first ' + beside.VALUE + parts.VALUE + thing.VALUE\n"
     "def fails(): raise KeyError(VALUE)\n",
     "beside.py": "VALUE = 'b'\n",
@@ -27,15 +28,23 @@ FILES = {
     "kit/inner/__init__.py": "",
     "kit/inner/parts.py": "from .. import later_name\nVALUE = 'p'\n",
     "kit/later_name.py": "",
+    "kit/data.txt": "words",
+    "kit/lazily.py": "VALUE = 'lazy'\n",
+    "deep/er/mod.py": "VALUE = 'd'\n",
     "loose/thing.py": "import os\nVALUE, FOLDER = 't', os.path.dirname(__file__)\n",
 }
+FAILS = "def fails(): raise KeyError(VALUE)"
 SHOW = """
 import pickle, sys
 sys.path.insert(0, sys.argv[2])
 code = pickle.load(open(sys.argv[1], "rb"))
 import mine, inspect
 from loose import thing
-print(mine.VALUE, thing.FOLDER, inspect.getmodule(mine.fails) is mine, sep="|")
+from kit import lazily
+from importlib.resources import files
+words = files("kit").joinpath("data.txt")
+print(mine.VALUE, thing.FOLDER, inspect.getsource(mine.fails).strip(), lazily.VALUE, sep="|")
+print(words.read_text() if words.is_file() else "none")
 """
 
 
@@ -55,7 +64,7 @@ def imported(tmp_path: Path) -> Iterator[Path]:
     for name in {*sys.modules} - before:
         if str(getattr(sys.modules[name], "__file__", None)).startswith(str(folder)):
             del sys.modules[name]
-    for name in ("kit", "loose"):
+    for name in ("kit", "loose", "deep", "deep.er"):
         sys.modules.pop(name, None)
 
 
@@ -65,34 +74,37 @@ def shown(code: UserCode, folder: Path, file: Path) -> list[str]:
     command = [sys.executable, "-c", SHOW, str(file), str(folder)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 0, done.stderr
-    return done.stdout.strip().split("|")
+    return done.stdout.replace("\n", "|").strip("|").split("|")
 
 
 def test_only_the_users_modules_are_sent(imported: Path) -> None:
     sources = user_code.loaded().sources
     names = {name for name, (path, _) in sources.items() if path.startswith(str(imported))}
     assert names == {
-        *("mine", "beside", "kit", "kit.inner", "kit.inner.parts", "kit.later_name", "loose.thing")
+        *("mine", "beside", "kit", "kit.inner", "kit.inner.parts", "kit.later_name", "loose.thing"),
+        "deep.er.mod",
     }
+    more = user_code.loaded_packages().sources.keys() - sources.keys()
+    assert {name for name in more if name.startswith("kit.")} == {"kit.lazily"}
     others = {name.partition(".")[0] for name in sources}
     assert others.isdisjoint({"raytrain_ddp", "pytest", "torch", "json", "importlib", "__main__"})
 
 
 def test_edited_files_do_not_count(imported: Path, tmp_path: Path) -> None:
-    code = user_code.loaded()
+    code = user_code.loaded_packages()
     for path in imported.rglob("*.py"):
         path.write_text("raise RuntimeError('edited')\n")
-    wanted = ["first bpt", str(imported / "loose"), "True"]
+    wanted = ["first bpt", str(imported / "loose"), FAILS, "lazy", "words"]
     assert shown(code, imported, tmp_path / "code") == wanted
 
 
 def test_another_node_needs_no_files(imported: Path, tmp_path: Path) -> None:
-    code = user_code.loaded()
+    code = user_code.loaded_packages()
     imported.rename(tmp_path / "elsewhere")
-    wanted = ["first bpt", str(imported / "loose"), "True"]
+    wanted = ["first bpt", str(imported / "loose"), FAILS, "lazy", "none"]
     assert shown(code, tmp_path / "empty", tmp_path / "code") == wanted
     # Where it has them in another place, that is where they look for what lies beside them.
-    wanted[1] = str(tmp_path / "elsewhere" / "loose")
+    wanted[1], wanted[4] = str(tmp_path / "elsewhere" / "loose"), "words"
     assert shown(code, tmp_path / "elsewhere", tmp_path / "code") == wanted
 
 

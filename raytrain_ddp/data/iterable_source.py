@@ -16,20 +16,20 @@ _MOST_ITERATORS = 4096  # one for each lane is in use
 
 
 class IterableSource:
-    """An `IterableDataset`, or any iterable that yields the same items each time it is iterated
-    with equally seeded generators.
+    """An `IterableDataset`, or any iterable that yields the same items whenever the global
+    generators have the same seed.
 
     Sharded by offset: each slot reads its own range of the stream with its own iterator, which
     first skips the items before it. So every item is used once per epoch on any number of workers,
-    and a run resumes at the correct item. However, nothing is shuffled but by the data set itself,
-    one process does all reading, and seeking takes as long as reading up to that offset,
-    unless the data set has a method `skip_to(offset)` that returns an iterator starting there; its
-    order must be the same each time.
+    and a run resumes at the correct item. However, only the data set itself can shuffle, one
+    process does all reading, and seeking takes as long as reading up to that offset, unless the
+    data set has a method `skip_to(offset)` that returns an iterator starting there. The order of
+    such a data set must be the same in all epochs.
 
     Each iterator has its own copy of the data set. Before it begins, the global generators of
-    torch, NumPy and Python are seeded by (seed, epoch), so a data set that shuffles with them does
-    so in the same way for all; and before each later item by (seed, epoch, offset); see
-    `MapSource`.
+    torch, NumPy and Python are seeded by (seed, epoch), and before each later item by (seed, epoch,
+    offset), as are those that are skipped. So a data set that shuffles with them, also by a buffer,
+    has the same order in all iterators.
 
     Args:
         rows: how many items the stream has; default: its `len`.
@@ -72,8 +72,8 @@ class IterableSource:
         if len(records) < stop - start:
             raise DataError(
                 f"{type(self.dataset).__name__} ended after {start + len(records)} items, "
-                f"{int(self.blocks.sum())} were announced. It must give all items on each worker: "
-                "IterableSource divides them."
+                f"{int(self.blocks.sum())} were expected. It must yield all items on each worker, "
+                "because IterableSource divides them."
             )
         self._waiting[self._epoch(draws), stop] = items
         while len(self._waiting) > _MOST_ITERATORS:
@@ -93,14 +93,19 @@ class IterableSource:
         items = iter(dataset)
         first = [*islice(items, 1)]
         self._is_random |= draws is not None and global_state() != before
+        if draws is not None and self._is_random:  # nothing continues those of past epochs
+            self._waiting = {k: v for k, v in self._waiting.items() if k[0] >= draws.epoch}
         if not offset:
             return chain(first, items)
-        next(islice(items, offset - 1, offset - 1), None)  # now, before the generators are seeded
+        for skipped in range(1, offset):
+            if draws is not None:
+                draws.seed_globals_of_row(skipped)
+            next(items, None)
         return items
 
     def _epoch(self, draws: Draws | None) -> int:
-        """The epoch whose iterators are those of this one: where one lane of an epoch has ended,
-        the next one begins in the epoch that follows."""
+        """Part of the key of a waiting iterator. If all epochs have the same order, it is 0: the
+        next epoch may continue an iterator of this one."""
         return draws.epoch if draws is not None and self._is_random else 0
 
     def _copy(self) -> Any:

@@ -137,7 +137,7 @@ def _work(channel: socket.socket, file: int) -> None:
 
 def _unpacked(file: int) -> tuple[Callable[[Any], Any] | None, tuple[bool, Any, str]]:
     try:
-        _, work = shared_memory.unpack(file)  # the first makes its modules known
+        _, work = shared_memory.unpack(file)  # unpickling the first registers its modules
         return work, (True, None, "")
     except Exception as error:
         return None, (

@@ -148,7 +148,8 @@ def require_samples(samples: int, records: int, may_skip: bool) -> None:
     if samples < records and not may_skip:
         raise DataError(
             f"collate returned {samples} samples for {records} records, but data.bad_records is "
-            f"error: return all of them; or, if the first dimension is not the samples, {counted}"
+            "error: return all of them; or, if the first dimension does not count samples, "
+            f"{counted}"
         )
     if samples > records:
         raise TaskError(

@@ -57,7 +57,10 @@ class Draws:
     def seed_globals(self, place: int, stream: int = 0) -> None:
         """Seeds the global generators of torch, NumPy and Python for the sample at `place`."""
         repeat = 0 if self.repeats is None else int(self.repeats[place])
-        row = int(self.rows[place])
+        self.seed_globals_of_row(int(self.rows[place]), repeat, stream)
+
+    def seed_globals_of_row(self, row: int, repeat: int = 0, stream: int = 0) -> None:
+        """As `seed_globals`, for a row that need not be one of these."""
         seed_globals(hash64(self.seed, self.epoch, _GLOBAL_STREAM + stream, row, repeat) >> 1)
 
     def seed_globals_of_epoch(self) -> None:

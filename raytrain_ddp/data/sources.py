@@ -76,8 +76,9 @@ class Data:
 
     Args:
         collate: (records of n rows, their random numbers) -> a `Batch` of n samples or fewer;
-            omitted rows have no weight. A `collate_fn` as a torch DataLoader has it, which takes
-            only the records, will do. Runs on the host, in the loader's processes or threads. If
+            omitted rows have no weight. The `collate_fn` of a torch DataLoader, which takes only
+            the records, works too: a second argument is passed if it is required or named draws.
+            Runs on the host, in the loader's processes or threads. If
             `source.shared` is false, the generators of torch, NumPy and Python are seeded for each
             batch; otherwise, all randomness must come from the `Draws`.
         count: returns the number of samples in a batch whose tensors have no common first
@@ -153,7 +154,7 @@ class Data:
 def _takes_draws(collate: Callable[..., Batch]) -> bool:
     """Whether a second argument is required, or is named draws."""
     try:
-        parameters = [*inspect.signature(collate).parameters.values()]
+        parameters = [*inspect.signature(collate, follow_wrapped=False).parameters.values()]
     except (TypeError, ValueError):  # a function of C, such as torch.stack
         return False
     kinds = [each.kind for each in parameters]
@@ -181,7 +182,7 @@ class ArraySource:
         lengths = {name: len(array) for name, array in arrays.items()}
         if len(set(lengths.values())) != 1:
             raise DataError(f"arrays of unequal or no length: {lengths}.")
-        self._arrays = {name: np.asarray(array) for name, array in arrays.items()}
+        self._arrays = {name: _as_array(name, array) for name, array in arrays.items()}
         self.blocks = runs_of(next(iter(lengths.values())), rows_per_block)
 
     def read(self, rows: Rows) -> dict[str, np.ndarray[Any, Any]]:
@@ -193,6 +194,15 @@ class ArraySource:
             digest.update(f"{name} {array.dtype} {array.shape}".encode())
             digest.update(np.ascontiguousarray(array).tobytes())
         return digest.hexdigest()
+
+
+def _as_array(name: str, array: Any) -> Any:
+    try:
+        if hasattr(array, "detach"):  # a tensor
+            return array.detach().numpy()
+        return np.asarray(array) if isinstance(array, list | tuple) else array
+    except (TypeError, ValueError) as error:
+        raise DataError(f"{name} cannot be an array of NumPy: {error}") from error
 
 
 class MapSource:
@@ -214,8 +224,8 @@ class MapSource:
         kinds = {each.__name__ for each in type(dataset).__mro__}  # without an import of torch
         if "IterableDataset" in kinds or not hasattr(dataset, "__len__"):
             raise DataError(
-                f"MapSource({type(dataset).__name__}): it has no items by number: IterableSource "
-                "takes what can only be iterated."
+                f"MapSource({type(dataset).__name__}): it cannot be indexed. Use IterableSource "
+                "for data that can only be iterated."
             )
         self.dataset, self.shared = dataset, shared
         self.blocks = runs_of(len(dataset), rows_per_block)

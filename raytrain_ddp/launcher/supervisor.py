@@ -36,8 +36,8 @@ from contextlib import suppress
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 _LEFTOVERS_GRACE_S = 2.0
 SCONTROL = """#!/bin/sh
-# Answers scontrol show hostnames [LIST], as a Slurm that is not configured could not. All else,
-# and lists with brackets, are for Slurm's own, the next one on the PATH.
+# Answers scontrol show hostnames [LIST], which an unconfigured Slurm cannot. The next scontrol on
+# the PATH answers everything else, and lists with brackets.
 list=${3:-$SLURM_JOB_NODELIST}
 case "$1 $2 $list" in
   *\\[*) ;;

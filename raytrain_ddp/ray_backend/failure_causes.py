@@ -13,6 +13,7 @@ from raytrain_ddp.errors import CheckpointError, RemoteTraceback
 from raytrain_ddp.events import End
 from raytrain_ddp.messages import Cause
 
+_PACKAGE = f"{Path(__file__).parent.parent}/"
 _WATCHES = "__torch_dispatch__"
 _OF_COMPILER = ("torch/_compile.py", "torch/_dynamo/eval_frame.py")
 _OF_COLLECTIVES = ("gloo", "nccl", "connection closed by peer", "connection reset by peer", "c10d")
@@ -106,24 +107,24 @@ def out_of_memory_error(
 
 def _is_foreign(path: str) -> bool:
     """Whether a file belongs neither to this package nor to torch or Python."""
-    parts = Path(path).parts
-    if "site-packages" in parts or "dist-packages" in parts:
-        return "torch" not in parts
-    own = (str(Path(__file__).parent.parent), sysconfig.get_path("stdlib"), "<")
-    return not path.startswith(own)
+    if path.startswith((_PACKAGE, "<frozen ")):
+        return False
+    for folder in ("/site-packages/", "/dist-packages/"):
+        if folder in path:
+            return not path.rpartition(folder)[2].startswith("torch/")
+    return not path.startswith(f"{sysconfig.get_path('stdlib')}/")
 
 
 def users_traceback(error: BaseException) -> str:
-    """The traceback from the user's code on, without what this package does below it."""
+    """The traceback from the first line of the user's code, without this package's frames."""
     if isinstance(error.__cause__, RemoteTraceback):
         return str(error.__cause__)
     frames = traceback.extract_tb(error.__traceback__)
-    package = str(Path(__file__).parent.parent)
-    above = (n for n, f in enumerate(frames) if f.filename.startswith(package))
+    above = (n for n, f in enumerate(frames) if f.filename.startswith(_PACKAGE))
     first = next((n for n in above if frames[n].name != _WATCHES), -1)
     others = [n for n, f in enumerate(frames) if n > first and _is_foreign(f.filename)]
     users = frames[others[0] :] if others else frames
-    if others:  # a torch operation reaches its kernel by way of what watches it
+    if others:  # a torch operation may pass through this package's dispatch mode
         below = [n for n, f in enumerate(frames) if n > others[-1] and f.name == _WATCHES]
         users = frames[others[0] : (below or [len(frames)])[0]]
         users = [f for f in users if not f.filename.endswith(_OF_COMPILER)]

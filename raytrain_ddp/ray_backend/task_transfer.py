@@ -54,7 +54,7 @@ def code_of(config: TrainConfig) -> UserCode:
         task_of(config)
     elif ":" in config.model.name and not config.model.name.startswith(TIMM):
         imported("model.name", config.model.name)
-    return user_code.loaded()
+    return user_code.loaded_packages()
 
 
 @contextmanager

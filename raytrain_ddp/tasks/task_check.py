@@ -43,16 +43,16 @@ def model_of(task: Task, pretrained: bool = True) -> nn.Module:
 
 
 def train_data_of(task: Task, seed: int) -> Data:
-    """`task.train_data()`, with at least one row. The global generators are seeded before it: all
-    workers, and all starts, have the same data."""
+    """`task.train_data()`, with at least one row. The global generators are seeded before it,
+    so that the data are the same on all workers and in all starts."""
     with seeded_globals(seed):
         data = task.train_data()
     return _data(task.train_data, data, "the training set has 0 rows.")
 
 
 def eval_data_of(task: Task, seed: int) -> Data | None:
-    """`task.eval_data()`; if not None, with at least one row. Seeded as `train_data_of`, so a split
-    that both make is the same."""
+    """`task.eval_data()`; if not None, with at least one row. Seeded as in
+    `train_data_of`, so both methods get the same random split."""
     with seeded_globals(seed):
         data = task.eval_data()
     if data is None:
@@ -115,7 +115,9 @@ def loss_of_task(task: Task, result: Any, needs_gradient: bool) -> tuple[Tensor,
         return _require_loss(task, result, needs_gradient), {}
     loss, scalars = _require_loss(task, result[0], needs_gradient), {}
     for name, value in result[1].items():
-        number = torch.as_tensor(value) if isinstance(value, Real) else value
+        number = value
+        if isinstance(value, Real):
+            number = torch.as_tensor(value if isinstance(value, int | float) else float(value))
         if not isinstance(number, torch.Tensor) or number.numel() != 1 or number.is_complex():
             hint = f" The value of {name!r} is {_described(value)}."
             raise refused(task.loss, result, "a loss and a dict of scalars by name", hint)

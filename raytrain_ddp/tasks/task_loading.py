@@ -29,7 +29,8 @@ _KINDS = {"task": "class", "model.name": "function"}
 
 
 def load_task(config: TrainConfig, reads: set[str] | None = None) -> Task:
-    """Builds the task of a config. The global generators are seeded before it.
+    """Builds the task of a config. The global generators are seeded before a user's task is
+    built.
 
     Args:
         reads: receives the fields of the config that the task reads, now and later.
@@ -45,7 +46,7 @@ def load_task(config: TrainConfig, reads: set[str] | None = None) -> Task:
         seen = watched(config, reads) if is_own and reads is not None else config
         has_arguments = has_constructor(given)
         options = typed_options(given, config.task_options) if has_arguments else {}
-        with seeded_globals(config.seed) if is_own else nullcontext():  # it loads torch
+        with seeded_globals(config.seed) if is_own else nullcontext():  # seeding imports torch
             given = given(seen, **options) if has_arguments else given()
     check_task(given)
     return cast(Task, given)

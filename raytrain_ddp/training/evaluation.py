@@ -58,7 +58,7 @@ def evaluate(
         may_skip: whether `Data.collate` may leave out bad records.
 
     Raises:
-        DataError: it left some out although it may not.
+        DataError: collate left out records although `may_skip` is false.
         TaskError: a metric's states of two chunks cannot be merged.
     """
     scores = TreeMetrics(task, metrics_of(task) if metrics is None else metrics, world.device)

@@ -77,7 +77,7 @@ class TreeMetrics:
         self._add(0, chunk, self.state() if has_samples else None)
 
     def take_all(self, other: TreeMetrics) -> None:
-        """Takes what another one has taken, which has nothing afterward."""
+        """Moves the collected states of another TreeMetrics into this one."""
         self._nodes, other._nodes = other._nodes, []
 
     def _add(self, level: int, index: int, state: State | None) -> None:
@@ -188,8 +188,8 @@ def require_mergeable(task: Task, name: str, metric: Metric) -> None:
     parts = [m for m in getattr(metric, "modules", list)() if hasattr(m, "metric_state")]
     if not metric.metric_state and not parts[1:]:
         raise TaskError(
-            f"{what}: {type(metric).__name__} has no states: everything compute() needs must be "
-            "one (add_state)."
+            f"{what}: {type(metric).__name__} has no states: everything that compute() needs must "
+            "be a state (add_state)."
         )
     if not metric.metric_state or len(parts) > 1:
         raise TaskError(

@@ -20,6 +20,7 @@ from raytrain_ddp.data.loader import Slot
 from raytrain_ddp.errors import ConfigError
 from raytrain_ddp.training.phase_clock import Clock
 from raytrain_ddp.training.tree_sum import TreeSum
+from raytrain_ddp.training.warm_up_checks import require_gradients
 from raytrain_ddp.training.world import World, broadcast, broadcast_tensor
 
 
@@ -62,7 +63,9 @@ class DdpReduction:
         net = self._net
         is_ddp = isinstance(net, DistributedDataParallel)
         if is_ddp and not net.find_unused_parameters and not net.static_graph:
-            _require_gradients(model, "several workers", "or set --ddp.find-unused-parameters true")
+            require_gradients(
+                model, "with several workers", "or set --ddp.find-unused-parameters true"
+            )
 
     def begin(self) -> None:
         pass
@@ -104,7 +107,7 @@ class ExactReduction:
         ]
 
     def require_all(self, model: nn.Module) -> None:
-        _require_gradients(model, "exact = true", "as weight decay would be applied to it")
+        require_gradients(model, "exact = true", "because weight decay would still change them")
 
     def begin(self) -> None:
         self._started = 0  # number of buckets being exchanged
@@ -159,14 +162,6 @@ class ExactReduction:
             bucket.sum.share()
         for bucket in self._buckets:
             bucket.lay(bucket.sum.finish())
-
-
-def _require_gradients(model: nn.Module, where: str, more: str) -> None:
-    unused = [n for n, p in model.named_parameters() if p.requires_grad and p.grad is None]
-    if unused:
-        names = ", ".join(unused[:3]) + (" and more" if unused[3:] else "")
-        how = f"freeze parameters that are not trained (requires_grad_(False)), {more}."
-        raise ConfigError(f"{where}: the loss does not depend on {names}: {how}")
 
 
 class _Bucket:

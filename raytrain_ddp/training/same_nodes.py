@@ -1,7 +1,7 @@
 """Checks that all workers run the same software, and says if their hardware differs.
 
 Ray compares its own version and Python's. A node that joins later may have another torch, or an
-older copy of the task: the run would go on, with a result that nobody can repeat.
+older copy of the task. The run would continue, but its result could not be reproduced.
 """
 
 from __future__ import annotations
@@ -70,8 +70,8 @@ def require_same_nodes(session: Session) -> None:
 def _require_same(mine: Node, first: Node, world: World) -> None:
     here = f"rank {world.of_run(world.rank)} (host {mine.host})"
     there = f"rank {world.of_run(0)} (host {first.host})"
-    for name in {**mine.versions, **first.versions}:
-        own, other = (node.versions.get(name, "none") for node in (mine, first))
+    for name, own in mine.versions.items():
+        other = first.versions.get(name, own)  # what one node lacks is not used
         if own != other:
             raise PreflightError(
                 f"{here} has {name} {own}, {there} has {other}: install the same version on all "
@@ -104,7 +104,7 @@ def _devices_note(nodes: Sequence[Node], world: World) -> str | None:
 
 @functools.cache
 def _code() -> dict[str, tuple[str, str]]:
-    """As it was first read in this process: the files may be edited afterward."""
+    """Read once per process, because the files may be edited later."""
     sources = user_code.loaded().sources
     return {n: (path, hashlib.sha256(source).hexdigest()) for n, (path, source) in sources.items()}
 

@@ -102,7 +102,7 @@ def try_evaluation(
         values = scores.computed()
         alone = replace(world, rank=0, size=1)
         fresh.take_all(scores)
-        merged = fresh.values(alone)
+        merged = _values_of_fresh(fresh, task, alone)
         for name, value in values.items():
             if not _alike(value, merged[name]):
                 raise TaskError(
@@ -115,11 +115,7 @@ def try_evaluation(
             scores.take(chunk, True)
         scores.values(alone)
     require_monitor(task, values)
-    better = getattr(scores.metric(task.monitor), "higher_is_better", None)
-    if better is not None and better != (task.goal == "max"):
-        what = "higher" if better else "lower"
-        text = f"A {what} {task.monitor} is better, says its metric, but goal = {task.goal!r}."
-        tell(Note(f"{place_of(task.metrics)}: {text}"))
+    _note_goal(task, scores, tell)
     for name in untouched:
         text = f"{place_of(task.evaluate)}: did not update the metric {name!r}."
         tell(Note(text))
@@ -129,10 +125,29 @@ def try_evaluation(
             tell(Note(f"{text} `evaluate --out FILE` writes them all."))
 
 
+def _values_of_fresh(fresh: TreeMetrics, task: Task, alone: World) -> dict[str, Tensor]:
+    try:
+        return fresh.values(alone)
+    except Exception as error:
+        raise TaskError(
+            f"{place_of(task.metrics)}: the metrics cannot be merged over chunks of the data: once "
+            f"their states are merged into fresh metrics, {type(error).__name__}: {error}. "
+            "Everything that compute() needs must be a state (add_state)."
+        ) from error
+
+
+def _note_goal(task: Task, scores: TreeMetrics, tell: Callable[[Event], None]) -> None:
+    better = getattr(scores.metric(task.monitor), "higher_is_better", None)
+    if better is not None and better != (task.goal == "max"):
+        what = f"the metric says that a {'higher' if better else 'lower'} {task.monitor} is better"
+        text = f"goal = {task.goal!r}, but {what} (higher_is_better)."
+        tell(Note(f"{place_of(task.metrics)}: {text}"))
+
+
 def _copied(task: Task, metrics: Any) -> Any:
     try:
         return deepcopy(metrics)
-    except Exception:  # not all that a metric may hold can be copied
+    except Exception:  # a metric may hold objects that cannot be copied
         return metrics_of(task)
 
 

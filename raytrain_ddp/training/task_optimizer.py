@@ -63,12 +63,12 @@ def _checked(function: Any, made: Any, model: nn.Module, config: TrainConfig) ->
     closure = inspect.signature(optimizer.step).parameters.get("closure")
     if closure is not None and closure.default is inspect.Parameter.empty:
         raise _unfit(function, optimizer, "needs a closure, that is several passes per step")
-    if any("initial_lr" in group for group in optimizer.param_groups):
+    if hasattr(optimizer.step, "_wrapped_by_lr_sched"):
         raise _unfit(
             function,
             optimizer,
-            "has a learning rate scheduler, which would be ignored and has changed its rates: "
-            "remove it, and set --schedule.name or write schedule(step)",
+            "has a learning rate scheduler, which would be ignored. Remove it, and set "
+            "--schedule.name or define schedule(step)",
         )
     if any(group.get("lr") is None for group in optimizer.param_groups):
         raise _unfit(function, optimizer, "has no learning rate: give it lr, which schedules need")

@@ -33,9 +33,8 @@ from raytrain_ddp.training.step_timing import counting_flops
 from raytrain_ddp.training.task_optimizer import skips_on_device
 from raytrain_ddp.training.torch_compat import all_gather
 from raytrain_ddp.training.train_state import TrainState, evaluating
+from raytrain_ddp.training.warm_up_checks import TOO_SMALL, counting_calls, remedy_of
 from raytrain_ddp.training.world import World, autocast
-
-_TOO_SMALL = "more than 1 value per channel"  # for batch norm, says torch
 
 
 class Turn:
@@ -221,7 +220,7 @@ class Turn:
                 if single is not None:
                     self._fewest = 1 + self._is_too_small(single)
         except (RuntimeError, ValueError, AttributeError) as error:
-            remedy = _remedy(str(error))
+            remedy = remedy_of(str(error))
             if remedy is None:
                 raise
             raise ConfigError(remedy) from error
@@ -234,21 +233,19 @@ class Turn:
         try:
             self._forward(single, self._state.model)
         except ValueError as error:
-            if _TOO_SMALL not in str(error):
+            if TOO_SMALL not in str(error):
                 raise
             return True
         return False
 
     def _pass(self, batch: Batch) -> tuple[str, ...]:
         """Returns the names of the scalars beside the loss."""
-        calls: list[None] = []
-        hook = self._net.register_forward_pre_hook(lambda *_: calls.append(None))
-        loss, scalars = self._forward(batch, self._net)
-        hook.remove()
+        with counting_calls(self._net) as calls:
+            loss, scalars = self._forward(batch, self._net)
         if not calls and self._net is not self._state.model:
             raise TaskError(
-                f"{place_of(self._task.loss)}: does not call the model that it is given, as "
-                "model(...): with several workers, gradients are summed only then."
+                f"{place_of(self._task.loss)}: does not call the model that it receives. Call "
+                "model(...): otherwise, gradients are not summed over the workers."
             )
         loss.backward()
         if all(each.grad is None for each in self._state.model.parameters()):
@@ -298,20 +295,3 @@ def frozen_meanwhile(others: Iterable[nn.Parameter]) -> Iterator[None]:
     finally:
         for parameter in others:
             parameter.requires_grad_(True)
-
-
-def _remedy(text: str) -> str | None:
-    """The config-level remedy for an error of torch's, if there is one."""
-    if _TOO_SMALL in text:
-        return (
-            "the last step of an epoch has a micro-batch of one sample, too few for this model's "
-            "batch norm: use another --micro-batch or --batch-size."
-        )
-    if text.startswith("'DistributedDataParallel' object has no attribute"):
-        name = text.rpartition("attribute ")[2].strip("'")
-        return (
-            f"the task's loss uses model.{name}, but with several workers model is wrapped in DDP "
-            "and can only be called: do it in the model's forward, or use --exact, which wraps "
-            "nothing."
-        )
-    return None

@@ -729,7 +729,7 @@ def test_an_iterable_goes_on_at_the_right_item_and_begins_anew_each_epoch():
 
 
 def test_an_iterable_that_is_shorter_than_announced_is_named():
-    with pytest.raises(DataError, match="Stream ended after 18 items, 20 were announced"):
+    with pytest.raises(DataError, match="Stream ended after 18 items, 20 were expected"):
         IterableSource(Stream(18), 20).read(np.arange(15, 20))
     with pytest.raises(DataError, match=r"Stream has no length: give .* rows="):
         IterableSource(Stream(18))

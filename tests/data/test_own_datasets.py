@@ -7,7 +7,7 @@ import random
 import threading
 import time
 from dataclasses import replace
-from functools import partial
+from functools import partial, wraps
 from pathlib import Path
 from typing import Any
 
@@ -258,6 +258,12 @@ def without_draws(records: list[Any], draws: Any = None) -> Batch:
     return torch.stack(records)
 
 
+@wraps(torch.stack)
+def wrapped(records: list[Any], draws: Any) -> Batch:
+    assert draws is not None
+    return torch.stack(records)
+
+
 def any_arguments(*arguments: Any) -> Batch:
     records, _ = arguments
     return torch.stack(records)
@@ -278,7 +284,7 @@ def test_the_collate_fn_of_a_dataloader_makes_the_same_batches(collate: Any) -> 
         assert torch.equal(data.batch(Draws(0, 0, np.array(ids))), batch)
 
 
-@pytest.mark.parametrize("collate", [without_draws, any_arguments, lambda records, _: records])
+@pytest.mark.parametrize("collate", [without_draws, wrapped, any_arguments, lambda rows, _: rows])
 def test_other_collate_functions_receive_random_numbers(collate: Any) -> None:
     rows = [torch.tensor([float(row)]) for row in range(2)]
     data = Data(MapSource(rows), collate)

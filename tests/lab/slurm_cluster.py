@@ -19,7 +19,7 @@ DAEMONS = ("munged", "slurmctld", "slurmd")
 _ADMIN_PATH = "/usr/local/sbin:/usr/sbin:/sbin:/usr/local/bin:/usr/bin:/bin"
 _START_S = 30.0
 
-# By what Slurm knows a job's processes: by their parents, or by cgroups, as most clusters have it.
+# How Slurm tracks a job's processes: by their parents, or by cgroups, as on most clusters.
 LINUXPROC, CGROUP = "linuxproc", "cgroup"
 _CONTROLLERS = ("freezer", "memory", "cpuset", "devices")
 # A part of this machine's cgroups for each node, as if it were all of them.
@@ -247,8 +247,8 @@ class Job:
         self.update(f"TimeLimit={60 * int(hours) + int(minutes) + 2}")
 
     def begin_again(self, timeout_s: float = 60) -> None:
-        """Slurm holds a job that was requeued for two minutes; this does for some seconds, as a
-        slurmd that has just ended it does not launch it."""
+        """Slurm holds a job that was requeued for two minutes. This waits only some seconds: a
+        slurmd does not launch a job that it has just ended."""
         time.sleep(3)
         deadline = time.time() + timeout_s
         while self.state != "RUNNING":

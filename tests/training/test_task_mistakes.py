@@ -1,8 +1,9 @@
-"""What passes in a plain script but not here, or passed here in silence: refused in one line that
-names the user's function, or made right."""
+"""Mistakes that a plain script tolerates: they are refused in one line that names the user's
+function, or they work."""
 
 from __future__ import annotations
 
+import contextlib
 import random
 from pathlib import Path
 from typing import Any
@@ -18,12 +19,14 @@ from torch.optim.lr_scheduler import LinearLR, OneCycleLR
 from torch.utils.data import IterableDataset, TensorDataset
 from torchmetrics import Metric
 
+import raytrain_ddp
 from raytrain_ddp.config.sections import DdpConfig, EvalConfig
 from raytrain_ddp.config.train_config import TrainConfig
 from raytrain_ddp.data.iterable_source import IterableSource
 from raytrain_ddp.data.sample_rng import Draws
 from raytrain_ddp.data.sources import ArraySource, Batch, Data, MapSource
 from raytrain_ddp.errors import DataError, TaskError
+from raytrain_ddp.ray_backend import failure_causes
 from raytrain_ddp.ray_backend.failure_causes import users_traceback
 from raytrain_ddp.tasks.task_check import eval_data_of, loss_of_task, train_data_of
 from raytrain_ddp.tasks.task_loading import load_task
@@ -73,22 +76,37 @@ def test_a_task_is_built_with_seeded_generators_and_leaves_them_alone() -> None:
 
 
 class Shuffling(IterableDataset):  # type: ignore[type-arg]
-    """Shuffles at its beginning, and draws for each item."""
+    """Shuffles at its beginning, or by a buffer, and draws for each item."""
+
+    def __init__(self, by_buffer: bool = False) -> None:
+        self.by_buffer = by_buffer
 
     def __len__(self) -> int:
         return 40
 
     def __iter__(self) -> Any:
+        if self.by_buffer:
+            buffer = [*range(8)]
+            for row in range(8, 40 + 8):
+                place = random.randrange(len(buffer))
+                chosen, buffer[place] = buffer[place], row
+                if row >= 40:
+                    buffer.pop(place)
+                yield chosen, random.random()
+            return
         order = torch.randperm(40).tolist()
         random.shuffle(order)
         for row in order:
             yield row, random.random()
 
 
+@pytest.mark.parametrize("by_buffer", [False, True])
 @pytest.mark.parametrize("shared", [False, True])
-def test_an_iterable_that_shuffles_gives_each_item_once_for_all_lanes(shared: bool) -> None:
+def test_an_iterable_that_shuffles_gives_each_item_once_for_all_lanes(
+    shared: bool, by_buffer: bool
+) -> None:
     def read(epoch: int, parts: list[tuple[int, int]]) -> list[Any]:
-        source = IterableSource(Shuffling(), shared=shared)
+        source = IterableSource(Shuffling(by_buffer), shared=shared)
         ranges = [Draws(3, epoch, np.arange(*part)) for part in parts]
         return [item for draws in ranges for item in source.read_seeded(draws)]
 
@@ -99,13 +117,14 @@ def test_an_iterable_that_shuffles_gives_each_item_once_for_all_lanes(shared: bo
     assert pieces == [*whole[20:25], *whole[:10], *whole[25:33], *whole[10:20], *whole[33:]]
     assert read(0, [(33, 40)]) == whole[33:]
     # Where a lane has ended, another one begins in the next epoch, in that epoch's order.
-    source = IterableSource(Shuffling(), shared=shared)
+    source = IterableSource(Shuffling(by_buffer), shared=shared)
     lanes = [(0, 20), (20, 40)]
     both = [
         source.read_seeded(Draws(3, epoch, np.arange(*lane))) for epoch in (0, 1) for lane in lanes
     ]
     assert [*both[0], *both[1]] == whole
     assert [*both[2], *both[3]] == read(1, [(0, 40)])
+    assert len(source._waiting) <= 2, "nothing is kept of past epochs"
     assert [row for row, _ in read(1, [(0, 40)])] != [row for row, _ in whole]
 
 
@@ -127,6 +146,11 @@ class Method(TinyTask):
 
     def loss(self, model: nn.Module, batch: Batch) -> Tensor:
         return model.of_batch(batch)  # type: ignore[operator,no-any-return]
+
+
+class Forward(TinyTask):
+    def loss(self, model: nn.Module, batch: Batch) -> Tensor:
+        return cross_entropy(model.forward(batch["x"]), batch["y"])
 
 
 class Unused(TinyTask):
@@ -153,9 +177,12 @@ def ran(rank: int, size: int, config: Any, kind: type[TinyTask]) -> str:
 @pytest.mark.parametrize(
     ("kind", "text"),
     [
-        (Holding, "in Holding.loss: does not call the model that it is given, as model(...)"),
+        (Holding, "in Holding.loss: does not call the model that it receives. Call model(...)"),
         (Method, "the task's loss uses model.of_batch, but with several workers"),
-        (Unused, "several workers: the loss does not depend on extra.weight, extra.bias: freeze"),
+        (
+            Unused,
+            "with several workers: the loss does not depend on extra.weight, extra.bias: ",
+        ),
         (Other, "in Other.loss: returned a tensor of shape (), float32; expected a loss that "),
     ],
 )
@@ -177,6 +204,8 @@ def test_what_works_with_exact_and_alone_goes_on_working(
 
 
 def test_unused_parameters_may_be_allowed(workers: Group, tmp_path: Path) -> None:
+    plainly = tiny_config(tmp_path, "forward", epochs=1)
+    assert len({*workers(3, ran, plain(plainly), Forward)}) == 1
     allowed = tiny_config(tmp_path, "run", epochs=1, ddp=DdpConfig(find_unused_parameters=True))
     assert len({*workers(3, ran, plain(allowed), Unused)}) == 1
 
@@ -298,6 +327,17 @@ class Counted(Attribute):
         return self.total / self.count
 
 
+class Lazy(Counted):
+    """Computes from what its first update has kept."""
+
+    def update(self, values: Tensor) -> None:
+        super().update(values)
+        self.scale = 2.0
+
+    def compute(self) -> Tensor:
+        return super().compute() * self.scale
+
+
 class Stateless(Metric):
     full_state_update = False
 
@@ -314,7 +354,7 @@ class Measured(TinyTask):
         self.metric, self.monitor = metric, "m"
 
     def metrics(self) -> dict[str, Any]:
-        return {"m": {"a": Attribute, "c": Counted, "s": Stateless}[self.metric]()}
+        return {"m": {"a": Attribute, "c": Counted, "s": Stateless, "l": Lazy}[self.metric]()}
 
     def evaluate(self, model: nn.Module, batch: Batch, metrics: Any) -> None:
         metrics["m"].update((model(batch["x"]).argmax(1) == batch["y"]).float())
@@ -324,6 +364,8 @@ def test_a_metric_that_counts_beside_its_states_is_refused(tmp_path: Path) -> No
     config = plain(tiny_config(tmp_path, "run", epochs=1))
     with pytest.raises(TaskError, match=r"'m' cannot be merged.*must be a state \(add_state\)"):
         run_tiny(0, 1, config, {"metric": "a"}, kind=Measured)
+    with pytest.raises(TaskError, match=r"no attribute 'scale'\. Everything that compute"):
+        run_tiny(0, 1, config, {"metric": "l"}, kind=Measured)
     with pytest.raises(TaskError, match=r"Stateless has no states: .*\(add_state\)"):
         run_tiny(0, 1, config, {"metric": "s"}, kind=Measured)
 
@@ -332,7 +374,7 @@ def test_a_goal_that_contradicts_its_metric_is_noted(tmp_path: Path) -> None:
     config = plain(tiny_config(tmp_path, "run", epochs=1))
     told = run_tiny(0, 1, config, {"metric": "c"}, kind=Measured).events
     notes = [event["text"] for event in told if event["kind"] == "note"]
-    assert any("A higher m is better, says its metric, but goal = 'min'." in n for n in notes)
+    assert any("goal = 'min', but the metric says that a higher m is better" in n for n in notes)
 
 
 # ------------------------------------------------------------------ sources
@@ -353,13 +395,29 @@ def test_a_wrong_source_is_answered_with_the_right_one() -> None:
     with pytest.raises(TaskError, match=r"Wrap it: MapSource\(dataset\), or IterableSource"):
         train_data_of(Raw(TrainConfig()), 0)
     for dataset in (Shuffling(), (number for number in range(3))):
-        with pytest.raises(DataError, match="IterableSource takes what can only be iterated"):
+        with pytest.raises(DataError, match="Use IterableSource for data that can only"):
             MapSource(dataset)
-    with pytest.raises(DataError, match="It must give all items on each worker"):
+    with pytest.raises(DataError, match="It must yield all items on each worker"):
         IterableSource(Shuffling(), rows=50).read(np.arange(30, 50))
 
 
 # ------------------------------------------------------------------ tracebacks
+
+
+@pytest.mark.parametrize(
+    ("path", "is_foreign"),
+    [
+        (f"{Path(raytrain_ddp.__file__).parent}/training/turn.py", False),
+        (f"{Path(raytrain_ddp.__file__).parent}_mine/task.py", True),
+        ("/venv/lib/python3.11/site-packages/torch/nn/functional.py", False),
+        ("/venv/lib/python3.11/site-packages/timm/torch/layers.py", True),
+        (contextlib.__file__, False),
+        ("<ipython-input-3-12ab>", True),
+        ("<frozen importlib._bootstrap>", False),
+    ],
+)
+def test_which_frames_are_the_users(path: str, is_foreign: bool) -> None:
+    assert failure_causes._is_foreign(path) == is_foreign
 
 
 def users_forward(layer: nn.Module) -> Tensor:
