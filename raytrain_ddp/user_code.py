@@ -8,6 +8,7 @@ sources of what the task has imported, and of the packages that it belongs to; w
 from __future__ import annotations
 
 import linecache
+import pkgutil
 import sys
 import sysconfig
 from collections.abc import Iterator, Mapping, Sequence
@@ -130,15 +131,19 @@ def _of_packages(
     found: Mapping[str, tuple[str, bytes]],
 ) -> Iterator[tuple[str, tuple[str, bytes]]]:
     for name, (place, _) in found.items():
-        folder = Path(place).parent
-        if Path(place).name != "__init__.py" or name.rpartition(".")[0] in found:
-            continue
-        for path in folder.rglob("*.py"):
-            parts = path.relative_to(folder).with_suffix("").parts
-            parts = parts[:-1] if parts[-1] == "__init__" else parts
-            if all(part.isidentifier() for part in parts):
-                with suppress(OSError):
-                    yield ".".join((name, *parts)), (str(path), path.read_bytes())
+        if Path(place).name == "__init__.py" and name.rpartition(".")[0] not in found:
+            yield from _below(name, Path(place).parent)
+
+
+def _below(package: str, folder: Path) -> Iterator[tuple[str, tuple[str, bytes]]]:
+    """Looks into folders of subpackages only: others may hold a data set."""
+    for module in pkgutil.iter_modules([str(folder)]):
+        name, path = f"{package}.{module.name}", folder / f"{module.name}.py"
+        if module.ispkg:
+            path = folder / module.name / "__init__.py"
+            yield from _below(name, path.parent)
+        with suppress(OSError):  # a compiled extension
+            yield name, (str(path), path.read_bytes())
 
 
 def received() -> UserCode:
