@@ -85,7 +85,7 @@ def main(argv: Sequence[str]) -> int:
         LoaderThreads(world.threads),
         metrics,
         precision=config.compute.precision,
-        may_skip=config.data.bad_records == "skip",
+        may_skip=config.data.may_skip,
     )
     skipped = int(values.pop("skipped", 0))
     if skipped == data.rows:

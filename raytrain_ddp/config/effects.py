@@ -50,7 +50,7 @@ _RULES = [
         lambda c: c.ddp.compression == "powersgd",
     ),
     _Rule("data.shuffle_window", "data.shuffle = block", lambda c: c.data.shuffle != "full"),
-    _Rule("data.max_bad", "data.bad_records = skip", lambda c: c.data.bad_records == "skip"),
+    _Rule("data.max_bad", "data.bad_records = skip", lambda c: c.data.may_skip),
     _Rule("data.prefetch data.prefetch_mib", "data.workers above 0", lambda c: c.data.workers != 0),
     _Rule("augment.spread_repeats", "augment.repeats above 1", lambda c: c.augment.repeats > 1),
     _Rule("data.holdout_seed", "data.holdout", lambda c: c.data.holdout > 0),

@@ -129,6 +129,11 @@ class DataConfig:
         self._require_classes()
         self._require_holdout()
 
+    @property
+    def may_skip(self) -> bool:
+        """Whether bad records are left out."""
+        return self.bad_records == "skip"
+
     def _require_classes(self) -> None:
         rule = "must have 2 or more names, all different"
         classes = self.classes

@@ -123,10 +123,9 @@ def users_traceback(error: BaseException) -> str:
     above = (n for n, f in enumerate(frames) if f.filename.startswith(_PACKAGE))
     first = next((n for n in above if frames[n].name != _WATCHES), -1)
     others = [n for n, f in enumerate(frames) if n > first and _is_foreign(f.filename)]
-    users = frames[others[0] :] if others else frames
     if others:  # a torch operation may pass through this package's dispatch mode
-        below = [n for n, f in enumerate(frames) if n > others[-1] and f.name == _WATCHES]
-        users = frames[others[0] : (below or [len(frames)])[0]]
-        users = [f for f in users if not f.filename.endswith(_OF_COMPILER)]
-    lines = ["Traceback (most recent call last):\n", *traceback.format_list(users)]
+        below = (n for n, f in enumerate(frames) if n > others[-1] and f.name == _WATCHES)
+        users = frames[others[0] : next(below, len(frames))]
+        frames = traceback.StackSummary(f for f in users if not f.filename.endswith(_OF_COMPILER))
+    lines = ["Traceback (most recent call last):\n", *traceback.format_list(frames)]
     return "".join(lines + traceback.format_exception_only(type(error), error))

@@ -73,7 +73,7 @@ def evaluate_checkpoint(
         beat=beat,
         limit=config.limit_eval_batches,
         precision=config.compute.precision,
-        may_skip=config.data.bad_records == "skip",
+        may_skip=config.data.may_skip,
     )
     metrics = scalars(values)
     skipped = int(metrics.get("skipped", 0))

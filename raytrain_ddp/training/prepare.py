@@ -280,7 +280,7 @@ def train_loader(config: TrainConfig, data: Data, plan: Plan, world: World) -> T
         world_size=world.size,
         rank=world.rank,
         threads=loader_threads(config.data, world.threads),
-        skip=config.data.bad_records == "skip",
+        skip=config.data.may_skip,
         pin=world.device.type == "cuda",
         digests=config.log.audit,
         same_order=config.overfit_batches > 0,
@@ -308,7 +308,7 @@ def make_feed(
         loader=loader,
         move=on_device(session.world.device, clock),
         count=AgreedCount(state, plan.steps_per_epoch, data.max_bad, session.world, clock)
-        if data.bad_records == "skip"
+        if data.may_skip
         else lambda slots: plan.samples(slots[0].step % plan.steps_per_epoch),
         watch=Audit(session) if config.log.audit else lambda slots: None,
         profile=Profile(config.log, session.world, run_storage(config), clock, session.tell),

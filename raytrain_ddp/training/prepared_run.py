@@ -154,7 +154,7 @@ class PreparedRun:
                     beat=beat,
                     limit=limit,
                     precision=self.config.compute.precision,
-                    may_skip=self.config.data.bad_records == "skip",
+                    may_skip=self.config.data.may_skip,
                 )
             except Abandoned as abandoned:
                 stop = abandoned.stop

@@ -21,7 +21,7 @@ from raytrain_ddp.checkpoint.manifest import package_version
 from raytrain_ddp.errors import PreflightError
 from raytrain_ddp.events import Note
 from raytrain_ddp.training.session import Session
-from raytrain_ddp.training.world import World, device_name, software_versions
+from raytrain_ddp.training.world import World, broadcast, device_name, software_versions
 
 
 @dataclass(frozen=True)
@@ -59,10 +59,11 @@ def require_same_nodes(session: Session) -> None:
     if world.size == 1:
         return
     mine = Node.here(world.device)
-    nodes: list[Any] = [mine] * world.size
-    dist.all_gather_object(nodes, mine)
-    _require_same(mine, nodes[0], world)
-    note = _devices_note(nodes, world)
+    first = broadcast(mine, world)
+    devices: list[Any] = [mine.device] * world.size
+    dist.all_gather_object(devices, mine.device)
+    _require_same(mine, first, world)
+    note = _devices_note(devices, world)
     if note:
         session.tell(Note(note))
 
@@ -85,10 +86,10 @@ def _require_same(mine: Node, first: Node, world: World) -> None:
             )
 
 
-def _devices_note(nodes: Sequence[Node], world: World) -> str | None:
+def _devices_note(devices: Sequence[str], world: World) -> str | None:
     ranks: dict[str, list[int]] = {}
-    for rank, node in enumerate(nodes):
-        ranks.setdefault(node.device, []).append(world.of_run(rank))
+    for rank, device in enumerate(devices):
+        ranks.setdefault(device, []).append(world.of_run(rank))
     if len(ranks) == 1:
         return None
     listed = "; ".join(

@@ -62,7 +62,7 @@ def try_evaluation(
     Raises:
         TaskError: the metrics' states cannot be merged, or the task's monitor is not a metric.
     """
-    batch_size, may_skip = config.eval_micro_batch, config.data.bad_records == "skip"
+    batch_size, may_skip = config.eval_micro_batch, config.data.may_skip
     metrics = metrics_of(task)
     fresh = TreeMetrics(task, _copied(task, metrics), world.device)
     scores = TreeMetrics(task, metrics, world.device)
