@@ -70,12 +70,13 @@ CONTENDERS = {
     "torchrun": "hand-written DDP, torchrun restarts",
     "fit-torchrun": "fit under torchrun, which restarts",
     "fit-ray": "fit, embedded Ray",
+    "fit-no-spare": "fit, embedded Ray, no spare process",
     "fit-exact": "fit --exact, embedded Ray",
     "fit-restart": "fit, embedded Ray, all restarted",
     "naive-ray": "naive TorchTrainer, embedded Ray",
     "torchft": "torchft, two replicas",
 }
-FORKED = ("fit-ray", "fit-exact", "fit-restart")
+FORKED = ("fit-ray", "fit-no-spare", "fit-exact", "fit-restart")
 BASE = "torchrun"
 MARKS = {
     "gone": "all old workers gone",
@@ -149,7 +150,7 @@ def parse() -> argparse.Namespace:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--kill-after", type=int, default=22, help="steps")
+    parser.add_argument("--kill-after", type=int, default=42, help="steps")
     parser.add_argument("--every", type=int, default=10, help="steps between checkpoints")
     parser.add_argument("--victim", type=int, choices=range(WORKERS), default=1, help="rank")
     parser.add_argument("--only", default=",".join(CONTENDERS), help="some of the contenders")
@@ -188,6 +189,7 @@ def command(contender: str, args: argparse.Namespace, folder: Path) -> list[str]
         "torchrun": [*torchrun, str(PROGRAMS / "by_hand.py"), *common],
         "fit-torchrun": [*torchrun, *fit],
         "fit-ray": [python, *fit],
+        "fit-no-spare": [python, *fit, "--scaling.spares", "0"],
         "fit-exact": [python, *fit, "--exact"],
         "fit-restart": [python, *fit, "--scaling.replace-workers", "false"],
         "naive-ray": [python, str(PROGRAMS / "naive_ray.py"), *common],

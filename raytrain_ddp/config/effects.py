@@ -123,10 +123,15 @@ _OF_IMAGES = [
 _OF_RAY = [
     _Rule(
         "scaling.num_workers scaling.placement scaling.max_failures scaling.max_preemptions "
-        "scaling.replace_workers scaling.warm_processes "
+        "scaling.replace_workers scaling.warm_processes scaling.spares "
         "scaling.wait_s scaling.resize_s scaling.start_timeout_s scaling.gpus_per_worker",
         "Ray (without it, the launcher of the processes decides)",
         lambda _: False,
+    ),
+    _Rule(
+        "scaling.spares",
+        "scaling.warm_processes",
+        lambda c: c.scaling.warm_processes is not False,
     ),
 ]
 IMAGES = "image-classification"

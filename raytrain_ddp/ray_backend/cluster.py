@@ -201,7 +201,7 @@ def _warm(config: TrainConfig, owner: int) -> dict[str, Any]:
     threads = config.scaling.threads
     if owner:
         start_early(mode, threads)
-    return {"py_executable": py_executable(mode, owner, threads)}
+    return {"py_executable": py_executable(mode, owner, threads, config.scaling.spares)}
 
 
 def _wait_for(

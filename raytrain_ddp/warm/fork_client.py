@@ -1,9 +1,9 @@
 """Starts a Ray worker by a fork of this node's fork server; Ray runs it instead of Python.
 
-Ray's raylet runs ``python -I -S fork_client.py MODE OWNER THREADS default_worker.py ARGUMENTS``.
-The forked process gets the arguments, environment, open files, working folder, limits, niceness
-and signal handling of this one, and this one ends. If anything is not as it should be, this
-process becomes the usual worker by exec.
+Ray's raylet runs ``python -I -S fork_client.py MODE OWNER THREADS SPARES default_worker.py
+ARGUMENTS``. The forked process gets the arguments, environment, open files, working folder,
+limits, niceness and signal handling of this one, and this one ends. If anything is not as it
+should be, this process becomes the usual worker by exec.
 
 It imports nothing but the standard library: starting it must cost milliseconds.
 """
@@ -38,9 +38,9 @@ _HONORED = ("PYTHONPATH", "PYTHONUNBUFFERED", "PYTHONDONTWRITEBYTECODE")
 
 
 def main(argv: list[str]) -> None:
-    mode, owner, threads, *command = argv
+    mode, owner, threads, spares, *command = argv
     try:
-        if suits(mode) and fork_by_server(int(owner), int(threads), command):
+        if suits(mode) and fork_by_server(int(owner), int(threads), int(spares), command):
             return
     except (OSError, ValueError, KeyError):
         pass
@@ -58,12 +58,13 @@ def suits(mode: str) -> bool:
     return not any(name.startswith("PYTHON") and name not in _HONORED for name in os.environ)
 
 
-def fork_by_server(owner: int, threads: int, command: list[str]) -> bool:
+def fork_by_server(owner: int, threads: int, spares: int, command: list[str]) -> bool:
     """Whether a server has forked a process for `command`: a script and its arguments.
 
     Args:
         owner: the process whose server it is, and which it ends with; 0: this node's raylet.
         threads: OMP_NUM_THREADS while the server loads its modules, unless it is set.
+        spares: processes that the server keeps ready for the next ones.
     """
     owner = owner or int(os.environ["RAY_RAYLET_PID"])
     address = address_of(owner, threads, command[0])
@@ -80,10 +81,14 @@ def fork_by_server(owner: int, threads: int, command: list[str]) -> bool:
         if not is_own(connection) or connection.recv(1) != READY:
             return False
         connection.settimeout(None)  # from now on, a second process could be the result
-        request = marshal.dumps(own_state(command))
-        socket.send_fds(connection, [struct.pack("!I", len(request))], [0, 1, 2])
-        connection.sendall(request)
+        send_request(connection, marshal.dumps(own_state(command, spares)), [0, 1, 2])
         return connection.recv(1) == READY
+
+
+def send_request(connection: socket.socket, request: bytes, files: list[int]) -> None:
+    """Sends what a process is to be, and its first three files."""
+    socket.send_fds(connection, [struct.pack("!I", len(request))], files)
+    connection.sendall(request)
 
 
 def address_of(owner: int, threads: int, script: str) -> str:
@@ -162,7 +167,7 @@ def start_server(address: str, owner: int, threads: int) -> int:
     return os.posix_spawn(sys.executable, command, environment, file_actions=files, setsid=True)
 
 
-def own_state(command: list[str]) -> dict[str, Any]:
+def own_state(command: list[str], spares: int) -> dict[str, Any]:
     """What a process started by exec would inherit from this one."""
     mask = os.umask(0)
     os.umask(mask)
@@ -173,6 +178,7 @@ def own_state(command: list[str]) -> dict[str, Any]:
         oom_score = file.read()
     return {
         "command": command,
+        "spares": spares,
         "environment": dict(os.environb),
         "folder": os.getcwd(),
         "mask": mask,

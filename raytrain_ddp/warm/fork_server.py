@@ -9,24 +9,23 @@ from __future__ import annotations
 
 import gc
 import importlib
-import io
 import marshal
 import os
-import resource
 import select
 import signal
 import socket
-import struct
 import sys
 import time
-import types
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from raytrain_ddp.warm import fork_child, fork_spares
     from raytrain_ddp.warm import fork_client as client
-else:
-    import fork_client as client  # of this folder: the package itself is each worker's own
+else:  # of this folder: the package itself is each worker's own
+    import fork_child
+    import fork_client as client
+    import fork_spares
 
 # What Ray, Ray Train and training import, without Ray itself. Those that fail are left out.
 _MODULES = """
@@ -49,7 +48,7 @@ _LEAST_FREE = 0.05
 
 def main(address: str, owner: int) -> None:
     """Serves until the owner ends, or nobody has asked for an hour, or memory is short."""
-    close_all_but_the_first_three()
+    fork_child.close_all_but({0, 1, 2})
     os.chdir("/")
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # if ignored, nobody could wait for a process
     owner_end = os.pidfd_open(owner)
@@ -110,27 +109,34 @@ def serve(
         The pidfds and pids of the forked processes that live.
     """
     children: dict[int, int] = {}
+    spares = fork_spares.Spares(variables or {})
     asked = time.monotonic()
     while True:
-        watched = [listener.fileno(), owner_end, *children]
-        ready, _, _ = select.select(watched, [], [], _LOOK_S)
+        watched = [listener.fileno(), owner_end, *children, *spares.waiting]
+        ready, _, _ = select.select(watched, [], [], min(_LOOK_S, spares.look_s))
         if owner_end in ready:
             return children
+        for file in spares.waiting.keys() & set(ready):
+            spares.hear(file)
         for ended in children.keys() & set(ready):
             os.waitpid(children.pop(ended), 0)
             os.close(ended)
         if listener.fileno() in ready:
             asked = time.monotonic()
             with suppress(OSError, ValueError, EOFError), listener.accept()[0] as connection:
-                child = answer(connection, variables)
+                child = answer(connection, variables, spares)
                 if child:
                     children[os.pidfd_open(child)] = child
+        elif time.monotonic() - asked > fork_spares.QUIET_S:
+            spares.fill()
         idle = not children and time.monotonic() - asked > IDLE_S
         if idle or client.free_memory() < _LEAST_FREE:
             return children
 
 
-def answer(connection: socket.socket, variables: dict[str, str] | None) -> int:
+def answer(
+    connection: socket.socket, variables: dict[str, str] | None, spares: fork_spares.Spares
+) -> int:
     """Handles one request; returns the pid of the new process, or 0."""
     if not client.is_own(connection):
         return 0
@@ -138,34 +144,19 @@ def answer(connection: socket.socket, variables: dict[str, str] | None) -> int:
     connection.sendall(client.REFUSED if variables is None else client.READY)
     if variables is None:
         return 0
-    head, files, _, _ = socket.recv_fds(connection, 4, 3)
+    request, files = fork_child.received_request(connection)
     try:
-        if len(head) != 4 or len(files) != 3:
-            return 0
-        given = marshal.loads(received(connection, struct.unpack("!I", head)[0]))
+        given = marshal.loads(request)
         if hides_modules(given["environment"].get(b"PYTHONPATH", b"")):
             connection.sendall(client.REFUSED)
             return 0
-        child = os.fork()
+        child = spares.take(given, request, files) or os.fork()
         if child == 0:
-            become(given, files, variables)
+            fork_child.become(given, files, variables)
         connection.sendall(client.READY)
         return child
     finally:
-        for file in files:
-            os.close(file)
-
-
-def received(connection: socket.socket, size: int) -> bytes:
-    if size > client.MOST_BYTES:
-        raise ValueError(size)
-    parts = io.BytesIO()
-    while parts.tell() < size:
-        part = connection.recv(min(1 << 16, size - parts.tell()))
-        if not part:
-            raise EOFError
-        parts.write(part)
-    return parts.getvalue()
+        fork_child.close(files)
 
 
 def hides_modules(path: bytes) -> bool:
@@ -178,79 +169,6 @@ def hides_modules(path: bytes) -> bool:
             if folder and loaded & {name.partition(".")[0] for name in os.listdir(folder)}:
                 return True
     return False
-
-
-def become(given: dict[str, Any], files: list[int], variables: dict[str, str]) -> None:
-    """Makes this forked process the one that was asked for; does not return."""
-    status = 1
-    try:
-        inherit(given, files)
-        os.environ.update({k: v for k, v in variables.items() if k not in os.environ})
-        run(given["command"])
-        status = 0
-    except SystemExit as stop:
-        status = stop.code if isinstance(stop.code, int) else int(stop.code is not None)
-    except BaseException:
-        sys.excepthook(*sys.exc_info())
-    finally:
-        with suppress(Exception):
-            sys.stdout.flush()
-            sys.stderr.flush()
-        os._exit(status)
-
-
-def inherit(given: dict[str, Any], files: list[int]) -> None:
-    """Takes over what exec would have passed on."""
-    os.setsid()
-    for number, file in enumerate(files):
-        os.dup2(file, number)
-    close_all_but_the_first_three()
-    os.environb.clear()
-    os.environb.update(given["environment"])
-    os.chdir(given["folder"])
-    os.umask(given["mask"])
-    for number in signal.valid_signals() - {signal.SIGKILL, signal.SIGSTOP}:
-        if (number in given["ignored"]) != client.is_ignored(number):
-            ignored = number in given["ignored"]
-            signal.signal(number, signal.SIG_IGN if ignored else signal.SIG_DFL)
-    signal.pthread_sigmask(signal.SIG_SETMASK, given["blocked"])
-    for number, limits in given["limits"]:
-        with suppress(OSError, ValueError):
-            resource.setrlimit(number, limits)
-    with suppress(OSError):
-        os.sched_setaffinity(0, given["cpus"])
-    with suppress(OSError):
-        os.setpriority(os.PRIO_PROCESS, 0, given["niceness"])
-    with suppress(OSError), open("/proc/self/oom_score_adj", "w", encoding="ascii") as score:
-        score.write(given["oom_score"])
-
-
-def close_all_but_the_first_three() -> None:
-    for name in os.listdir("/proc/self/fd"):  # not up to the limit, which may be a thousand million
-        if int(name) > 2:
-            with suppress(OSError):  # the one that listed them
-                os.close(int(name))
-
-
-def run(command: list[str]) -> None:
-    """Runs a script as ``python SCRIPT ARGUMENTS`` does."""
-    script = command[0]
-    extra = os.environ.get("PYTHONPATH", "").split(os.pathsep)
-    extra = [os.path.abspath(folder) for folder in extra if folder]
-    sys.path[:0] = [os.path.dirname(os.path.realpath(script)), *extra]
-    sys.argv[:], sys.orig_argv[:] = command, [sys.executable, *command]
-    sys.dont_write_bytecode = bool(os.environ.get("PYTHONDONTWRITEBYTECODE"))
-    # Python's own generator is seeded anew by a fork, these are not.
-    if "numpy" in sys.modules:
-        sys.modules["numpy"].random.seed()
-    if "torch" in sys.modules:
-        sys.modules["torch"].default_generator.seed()
-    main = types.ModuleType("__main__")
-    main.__dict__.update(__file__=script, __builtins__=__builtins__)
-    sys.modules["__main__"] = main
-    with open(script, "rb") as file:
-        code = compile(file.read(), script, "exec")
-    exec(code, main.__dict__)
 
 
 def has_ended(pidfd: int) -> bool:

@@ -16,12 +16,12 @@ _COMMAND = """p={python} c={client}
 p="${{1%/lib/python*}}/bin/python3"; [ -x "$p" ] || p=python3; exec "$p" "$@\""""
 
 
-def py_executable(mode: str, owner: int, threads: int) -> str:
+def py_executable(mode: str, owner: int, threads: int, spares: int) -> str:
     """The `py_executable` of a runtime environment; see fork_client.py for the arguments."""
     command = _COMMAND.format(
         python=shlex.quote(sys.executable),
         client=shlex.quote(str(Path(fork_client.__file__).resolve())),
-        arguments=f"{mode} {owner} {threads}",
+        arguments=f"{mode} {owner} {threads} {spares}",
     )
     return f"sh -c {shlex.quote(command)} sh"
 

@@ -54,7 +54,7 @@ def ray_for_all() -> Iterator[None]:
         num_cpus=4,
         include_dashboard=False,
         log_to_driver=False,
-        runtime_env={"py_executable": py_executable("always", os.getpid(), 1)},
+        runtime_env={"py_executable": py_executable("always", os.getpid(), 1, 1)},
     )
     yield
     ray.shutdown()

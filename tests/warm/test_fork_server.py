@@ -37,6 +37,7 @@ def signals(kind):  # glibc keeps the first ones behind these for itself
     return hex(int(status[kind], 16) & 0x7fffffff)
 
 print(json.dumps({
+    "loaded": "fractions" in sys.modules,
     "pid": os.getpid(), "parent": os.getppid(), "group": os.getpgid(0),
     "random": [random.random(), numpy.random.rand(), *(torch.rand(1).tolist() if torch else ())],
     "same": {
@@ -62,11 +63,13 @@ class Place:
     """A copy of the fork server that loads little, for workers of a made-up Ray.
 
     Args:
-        **changes: words of fork_server.py, and what takes their place.
+        spares: how many are kept; they load a small module in place of Ray.
+        **changes: words of these files, and what takes their place.
     """
 
-    def __init__(self, folder: Path, owner: int, **changes: str) -> None:
+    def __init__(self, folder: Path, owner: int, spares: int = 0, **changes: str) -> None:
         self.folder, self.owner = folder, owner
+        self.started: set[int] = set()
         self.workers = folder / "lib" / "python3" / "ray" / "_private" / "workers"
         self.workers.mkdir(parents=True)
         (self.workers / "probe.py").write_text(PROBE)
@@ -75,21 +78,42 @@ class Place:
             head, _, rest = text.partition('_MODULES = """')
             if rest:
                 text = f'{head}_MODULES = """json numpy"""{rest.partition(chr(34) * 3)[2]}'
+            text = text.replace('"ray", "ray.train", "ray.train.torch"', '"fractions",')
+            changes.setdefault("QUIET_S = 3.0", "QUIET_S = 0.1")
+            ready = "        request, files = child"
+            changes.setdefault(
+                ready, f"        open(f'{folder}/ready-{{os.getpid()}}', 'w')\n{ready}"
+            )
             for word, instead in changes.items():
                 text = text.replace(word, instead)
             (folder / source.name).write_text(text)
         self.command = [sys.executable, "-I", "-S", str(folder / "fork_client.py"), "always"]
-        self.command += [str(owner), "1", str(self.workers / "probe.py")]
+        self.command += [str(owner), "1", str(spares), str(self.workers / "probe.py")]
 
     def run(self, *arguments: str, **options: Any) -> dict[str, Any]:
         """What the probe has said, and whether it was forked."""
         with self.start(*arguments, **options) as client:
-            return reported(client)
+            said = reported(client)
+            self.started.add(said["pid"])
+            return said
 
     def start(self, *arguments: str, **options: Any) -> subprocess.Popen[str]:
         pipes = {"stdin": subprocess.DEVNULL, "stderr": subprocess.DEVNULL, **options}
         command = [*self.command, *arguments]
         return subprocess.Popen(command, stdout=subprocess.PIPE, text=True, **pipes)
+
+    def spares(self, number: int) -> list[psutil.Process]:
+        """Those that wait, once there are so many that are ready."""
+        [server] = self.servers()
+        deadline = time.monotonic() + 20
+        while len(found := self.waiting(server)) != number:
+            assert time.monotonic() < deadline
+            time.sleep(0.02)
+        return found
+
+    def waiting(self, server: psutil.Process) -> list[psutil.Process]:
+        ready = {int(each.name.partition("-")[2]) for each in self.folder.glob("ready-*")}
+        return [p for p in server.children() if p.pid in ready - self.started]
 
     def servers(self) -> list[psutil.Process]:
         """Those that run from this folder."""
@@ -129,7 +153,11 @@ def ended(pid: int) -> bool:
     return not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
 
 
-def test_a_forked_process_is_as_one_started_by_python(place: Place, tmp_path: Path):
+@pytest.mark.parametrize("spares", [0, 1])
+def test_a_forked_process_is_as_one_started_by_python(
+    tmp_path: Path, owner: subprocess.Popen[bytes], spares: int
+):
+    place = Place(tmp_path, owner.pid, spares)
     folder = tmp_path / "work"
     folder.mkdir()
 
@@ -152,6 +180,9 @@ def test_a_forked_process_is_as_one_started_by_python(place: Place, tmp_path: Pa
         "env": {**{k: v for k, v in os.environ.items() if not k.startswith("PYTHON")}, **extra},
     }
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    if spares:
+        place.run(stdin=subprocess.DEVNULL, cwd=folder, env=options["env"])
+        place.spares(1)
     answers = []
     for command in (place.command, [sys.executable, place.command[-1]]):
         with subprocess.Popen([*command, "x", "ü"], text=True, **pipes, **options) as process:
@@ -160,6 +191,7 @@ def test_a_forked_process_is_as_one_started_by_python(place: Place, tmp_path: Pa
         answers.append((json.loads(out), process))
     (forked, _), (usual, plain) = answers
     assert forked["same"] == usual["same"]
+    assert forked["loaded"] == bool(spares)
     assert forked["same"]["input"] == "typed"
     assert forked["pid"] == forked["group"]  # a session of its own
     assert forked["parent"] == place.servers()[0].pid
@@ -200,6 +232,61 @@ def test_a_server_outlives_its_processes_and_ends_with_its_owner(
     owner.kill()
     wait_until(lambda: not server.is_running())
     assert all(ended(each["pid"]) for each in waiting)  # Ray's would have ended by themselves
+
+
+def test_each_process_takes_a_spare_and_is_followed_by_another(
+    tmp_path: Path, owner: subprocess.Popen[bytes]
+):
+    place = Place(tmp_path, owner.pid, 2)
+    assert not place.run()["loaded"]
+    waiting = place.spares(2)
+    both = [place.run("wait") for _ in waiting]
+    assert {each["pid"] for each in both} == {each.pid for each in waiting}
+    assert len({*both[0]["random"], *both[1]["random"]}) == 4
+    new = place.spares(2)
+    os.kill(both[0]["pid"], signal.SIGKILL)
+    # Ray reads its variables when it is loaded.
+    assert not place.run(env={**os.environ, "RAY_X": "1"})["loaded"]
+    wait_until(lambda: all(ended(each.pid) for each in new))
+    place.spares(2)
+    assert place.run(env={**os.environ, "RAY_X": "1", "RAY_JOB_ID": "7"})["loaded"]
+    [server] = place.servers()
+    last = place.spares(2)
+    server.kill()
+    wait_until(lambda: all(ended(each.pid) for each in last))
+    os.kill(both[1]["pid"], signal.SIGKILL)
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+def test_without_its_spare_a_server_forks(
+    tmp_path: Path, owner: subprocess.Popen[bytes], number: int
+):
+    place = Place(tmp_path, owner.pid, 1, **{"_TAKEN_WITHIN_S = 2.0": "_TAKEN_WITHIN_S = 0.2"})
+    place.run()
+    [spare] = place.spares(1)
+    spare.send_signal(number)
+    said = place.run()
+    assert said["forked"]
+    assert not said["loaded"]
+    assert ended(spare.pid)
+    place.spares(1)  # another one
+    [server] = place.servers()
+    assert server.num_fds() == 6  # the first three, the owner's, the socket, the spare's
+
+
+def test_a_spare_that_cannot_load_ray_is_not_started_again_and_again(
+    tmp_path: Path, owner: subprocess.Popen[bytes]
+):
+    counted = tmp_path / "counted"
+    change = {
+        "for name in _RAY:": f"open({str(counted)!r}, 'a').write('x')\n        for name in ['no']:"
+    }
+    place = Place(tmp_path, owner.pid, 1, **change)
+    place.run()
+    wait_until(counted.exists)
+    time.sleep(0.5)
+    assert counted.read_text() == "x"
+    assert place.run()["forked"]
 
 
 def test_processes_outlive_a_server_that_is_killed(place: Place, owner: subprocess.Popen[bytes]):
@@ -307,14 +394,14 @@ def test_ray_runs_the_command_also_where_python_lies_elsewhere(
         assert said["same"]["argv"][1:] == ["two words"]
         return said
 
-    assert as_ray(py_executable("always", place.owner, 1))["forked"]
+    assert as_ray(py_executable("always", place.owner, 1, 0))["forked"]
     real, used = sys.executable, tmp_path / "used"
     monkeypatch.setattr(sys, "executable", "/not here/python")
     (tmp_path / "bin").mkdir()
     python = tmp_path / "bin" / "python3"
     python.write_text(f'#!/bin/sh\ntouch {used}\nexec {real} "$@"\n')
     python.chmod(0o755)
-    elsewhere = as_ray(py_executable("always", place.owner, 1))
+    elsewhere = as_ray(py_executable("always", place.owner, 1, 0))
     assert not elsewhere["forked"]
     assert used.exists()
 
@@ -323,7 +410,7 @@ def test_processes_of_a_job_with_a_python_of_its_own_are_not_forked(
     monkeypatch: pytest.MonkeyPatch,
 ):
     config = TrainConfig()
-    assert " auto 0 1 " in _warm(config, 0)["py_executable"]
+    assert " auto 0 1 1 " in _warm(config, 0)["py_executable"]
     job = json.dumps({"runtime_env": {"working_dir": "gcs://x.zip"}})
     monkeypatch.setenv("RAY_JOB_CONFIG_JSON_ENV_VAR", job)
     assert _warm(config, 0)

@@ -1,0 +1,142 @@
+"""What a process that was forked does: it becomes the one that Python itself would have started.
+
+Loaded by fork_server.py, from its folder.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import resource
+import signal
+import socket
+import struct
+import sys
+import types
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from raytrain_ddp.warm import fork_client as client
+else:
+    import fork_client as client
+
+
+def received_request(connection: socket.socket) -> tuple[bytes, list[int]]:
+    """What send_request() of fork_client.py has sent: the request, and three open files.
+
+    Raises:
+        EOFError: the other end has closed the connection.
+    """
+    head, files, _, _ = socket.recv_fds(connection, 4, 3)
+    try:
+        if len(head) != 4 or len(files) != 3:
+            raise EOFError
+        return received(connection, struct.unpack("!I", head)[0]), files
+    except BaseException:
+        close(files)
+        raise
+
+
+def received(connection: socket.socket, size: int) -> bytes:
+    if size > client.MOST_BYTES:
+        raise ValueError(size)
+    parts = io.BytesIO()
+    while parts.tell() < size:
+        part = connection.recv(min(1 << 16, size - parts.tell()))
+        if not part:
+            raise EOFError
+        parts.write(part)
+    return parts.getvalue()
+
+
+def become(given: dict[str, Any], files: list[int], variables: dict[str, str]) -> None:
+    """Makes this forked process the one that was asked for; does not return."""
+    status = 1
+    try:
+        inherit(given, files)
+        take_environment(given, variables)
+        run(given)
+        status = 0
+    except SystemExit as stop:
+        status = stop.code if isinstance(stop.code, int) else int(stop.code is not None)
+    except BaseException:
+        sys.excepthook(*sys.exc_info())
+    finally:
+        with suppress(Exception):
+            sys.stdout.flush()
+            sys.stderr.flush()
+        os._exit(status)
+
+
+def inherit(given: dict[str, Any], files: list[int]) -> None:
+    """Takes over what exec would have passed on."""
+    os.setsid()
+    for number, file in enumerate(files):
+        os.dup2(file, number)
+    close_all_but({0, 1, 2})
+    os.umask(given["mask"])
+    for number in signal.valid_signals() - {signal.SIGKILL, signal.SIGSTOP}:
+        if (number in given["ignored"]) != client.is_ignored(number):
+            ignored = number in given["ignored"]
+            signal.signal(number, signal.SIG_IGN if ignored else signal.SIG_DFL)
+    signal.pthread_sigmask(signal.SIG_SETMASK, given["blocked"])
+    for number, limits in given["limits"]:
+        with suppress(OSError, ValueError):
+            resource.setrlimit(number, limits)
+    with suppress(OSError):
+        os.sched_setaffinity(0, given["cpus"])
+    with suppress(OSError):
+        os.setpriority(os.PRIO_PROCESS, 0, given["niceness"])
+    with suppress(OSError), open("/proc/self/oom_score_adj", "w", encoding="ascii") as score:
+        score.write(given["oom_score"])
+
+
+def close_all_but(kept: set[int]) -> None:
+    found = os.listdir("/proc/self/fd")  # not up to the limit, which may be a thousand million
+    close([int(name) for name in found if int(name) not in kept])
+
+
+def close(files: list[int]) -> None:
+    for file in files:
+        with suppress(OSError):  # the one that listed them
+            os.close(file)
+
+
+def take_environment(given: dict[str, Any], variables: dict[str, str]) -> None:
+    """Takes over the environment and the working folder.
+
+    Args:
+        variables: added to the environment, unless it has them.
+    """
+    os.environb.clear()
+    os.environb.update(given["environment"])
+    os.environ.update({k: v for k, v in variables.items() if k not in os.environ})
+    os.chdir(given["folder"])
+    sys.dont_write_bytecode = bool(os.environ.get("PYTHONDONTWRITEBYTECODE"))
+
+
+def module_folders(given: dict[str, Any]) -> list[str]:
+    """The folders that come before those of Python: that of the script, and PYTHONPATH."""
+    script = os.path.dirname(os.path.realpath(given["command"][0]))
+    folders = os.fsdecode(given["environment"].get(b"PYTHONPATH", b"")).split(os.pathsep)
+    return [script, *(os.path.normpath(os.path.join(given["folder"], f)) for f in folders if f)]
+
+
+def run(given: dict[str, Any]) -> None:
+    """Runs a script as ``python SCRIPT ARGUMENTS`` does."""
+    command = given["command"]
+    script = command[0]
+    sys.path[:0] = module_folders(given)
+    sys.argv[:], sys.orig_argv[:] = command, [sys.executable, *command]
+    # Python's own generator is seeded anew by a fork, these are not.
+    if "numpy" in sys.modules:
+        sys.modules["numpy"].random.seed()
+    if "torch" in sys.modules:
+        sys.modules["torch"].default_generator.seed()
+    main = types.ModuleType("__main__")
+    main.__dict__.update(__file__=script, __builtins__=__builtins__)
+    sys.modules["__main__"] = main
+    with open(script, "rb") as file:
+        code = compile(file.read(), script, "exec")
+    exec(code, main.__dict__)
