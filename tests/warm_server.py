@@ -26,11 +26,13 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from raytrain_ddp.warm import fork_client
+from raytrain_ddp import warm
 
-sys.modules["fork_client"] = fork_client  # as fork_server imports it
+sys.path.insert(0, str(warm.__path__[0]))  # they import each other from there
+import fork_child  # noqa: E402
+import fork_server  # noqa: E402
 
-from raytrain_ddp.warm import fork_server  # noqa: E402
+sys.path.pop(0)
 
 _MORE = ("matplotlib.pyplot", "torch.distributed.nn", "timm")
 
@@ -79,7 +81,7 @@ def _inherit(request: dict[str, Any], files: list[int]) -> None:
         os.setsid()
     for number, file in enumerate(files):
         os.dup2(file, number)
-    fork_server.close_all_but_the_first_three()
+    fork_child.close_all_but({0, 1, 2})
     os.environ.clear()
     os.environ.update({**VARIABLES, **request["environment"]})
     os.chdir(request["folder"])
