@@ -29,8 +29,8 @@ from typing import Any
 from raytrain_ddp import warm
 
 sys.path.insert(0, str(warm.__path__[0]))  # they import each other from there
-import fork_child  # noqa: E402
-import fork_server  # noqa: E402
+import fork_child
+import fork_server
 
 sys.path.pop(0)
 

@@ -47,7 +47,7 @@ class ScalingConfig:
     fork."""
     spares: int = field(default=1, metadata=FREE)
     """With warm processes: how many on each node have loaded Ray, too, and wait. A worker that
-    replaces a dead one, and the next run on the same cluster, start sooner. Each takes 90 MB."""
+    replaces a dead one takes one, and joins sooner. Each takes 90 MB."""
     max_preemptions: int = field(default=-1, metadata=FREE)
     """How many times workers are replaced after a preemption notice for their node. -1: no
     limit."""
