@@ -14,6 +14,8 @@ _ANSI = re.compile(r"\x1b\[[0-9;]*m")
 _PREFIX = re.compile(r"\[rank\d+\]: ?")  # torch's excepthook: it prints uncaught exceptions only
 _HEADER = re.compile(r"Traceback \(most recent call last\)")
 _CHAIN = re.compile(r"(During handling of the above|The above exception was the direct cause)")
+# A message may quote the traceback of another process: of torch's spawn(), or of a DataLoader.
+_QUOTES = re.compile(r"-- Process \d+ terminated with the following error|Original Traceback \(")
 _FRAME = re.compile(r"""File "[^"]*", line \d+, in (.+)|^[│\s]*\S+:\d+ in ([\w<>.]+)""")
 _WRAPPED = re.compile(r"^[│\s]*(\S+:\d+(?: in)?)[│\s]*$")  # rich breaks frames of long paths
 # The outermost frame of an uncaught exception: a script's, that of `python -m`, or a thread's.
@@ -59,6 +61,7 @@ class PrintedTraceback:
         self._wrapped = ""  # the first line of a frame that spans two lines
         self._message = 0
         self._chained = False
+        self._quotes = False  # what follows was raised in another process
 
     @property
     def lines(self) -> Sequence[str]:
@@ -82,8 +85,9 @@ class PrintedTraceback:
         if self._wrapped:
             plain, self._wrapped = f"{self._wrapped} {plain.lstrip('│ ')}", ""
         if _HEADER.search(plain):
-            if self._chained:
-                self._frames = self._first_frame = True
+            self._quotes = self._quotes or bool(_QUOTES.match(plain))
+            if self._chained or self._quotes:
+                self._frames, self._first_frame = True, not self._quotes
                 self._message, self._chained, self.error = 0, False, ""
         elif self._first_frame and (wrapped := _WRAPPED.match(plain)):
             self._wrapped = wrapped[1]
@@ -100,12 +104,14 @@ class PrintedTraceback:
         elif not self._frames:
             self._message += 1
             self._chained = self._chained or bool(_CHAIN.match(plain))
+            self._quotes = self._quotes or bool(_QUOTES.match(plain))
         return True
 
     def holds(self, header: str) -> bool:
         """Whether a traceback with this first line belongs to it, as part of a chain or a group."""
         nested = self._frames and not self._first_frame and header.startswith(_INDENTED)
-        return self._chained or nested
+        quoted = self._quotes or bool(_QUOTES.match(header))
+        return self._chained or nested or (quoted and not self._frames)
 
     def _keep(self, line: str) -> None:
         if len(self._head) < _HEAD_LINES:

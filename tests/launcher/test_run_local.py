@@ -563,6 +563,8 @@ def test_of_three_ranks_of_gloo_the_first_is_named_though_the_others_suffer(
 CAUGHT = (
     "import traceback\ndef f():\n try: 1/0\n except ArithmeticError: traceback.print_exc()\nf()"
 )
+CHAINED = "def f(*x):\n try: 1/0\n except ArithmeticError: raise KeyError('real')\n"
+REAL = (True, False, "KeyError: 'real'")
 PRINTED = [
     ("1/0", True, False, "ZeroDivisionError: division by zero"),
     ("def f(): 1/0\nf()", True, False, "ZeroDivisionError: division by zero"),
@@ -581,6 +583,17 @@ PRINTED = [
         "ZeroDivision",
     ),
     ("class A:\n def __del__(self): 1/0\nA()", False, False, "ZeroDivisionError: "),
+    (CHAINED + "import concurrent.futures as c\nc.ProcessPoolExecutor().submit(f).result()", *REAL),
+    (CHAINED + "import multiprocessing as m\nm.Pool(1).apply(f)", *REAL),
+    (
+        CHAINED + "import torch.multiprocessing as m\nm.start_processes(f, start_method='fork')",
+        *REAL,
+    ),
+    (
+        CHAINED + "from torch.utils.data import DataLoader as D\nlist(D([1], None, num_workers=1, "
+        "collate_fn=f))",
+        *REAL,
+    ),
 ]
 
 
@@ -591,7 +604,8 @@ def test_what_python_prints_is_understood(
     (tmp_path / "script.py").write_text(code)
     command = [sys.executable, tmp_path / "script.py"]
     environment = {**os.environ, "COLUMNS": "40" if "rich" in code else "100"}
-    done = subprocess.run(command, stderr=subprocess.PIPE, text=True, check=False, env=environment)
+    run = warm_python.run if "torch" in code else subprocess.run
+    done = run(command, stderr=subprocess.PIPE, text=True, check=False, env=environment)
     for prefix in ("", "\x1b[31m", "[rank1]: "):
         watch = TracebackFinder()
         for line in done.stderr.splitlines():
@@ -599,6 +613,7 @@ def test_what_python_prints_is_understood(
         raised = watch.raised
         assert raised is not None
         assert raised.error.startswith(error)
+        assert raised.error in "\n".join(raised.lines)
         assert raised.uncaught == (uncaught or prefix.startswith("[rank"))
         assert raised.in_thread == in_thread
         assert raised.ending == raised.uncaught
