@@ -61,7 +61,7 @@ class PrintedTraceback:
         self._wrapped = ""  # the first line of a frame that spans two lines
         self._message = 0
         self._chained = False
-        self._quotes = False  # what follows was raised in another process
+        self._quoted = False  # a traceback of another process belongs to it
 
     @property
     def lines(self) -> Sequence[str]:
@@ -84,10 +84,11 @@ class PrintedTraceback:
         plain, prefixed = _plain(line)
         if self._wrapped:
             plain, self._wrapped = f"{self._wrapped} {plain.lstrip('│ ')}", ""
+        quotes = not self._frames and bool(_QUOTES.match(plain))
+        self._quoted = self._quoted or quotes
         if _HEADER.search(plain):
-            self._quotes = self._quotes or bool(_QUOTES.match(plain))
-            if self._chained or self._quotes:
-                self._frames, self._first_frame = True, not self._quotes
+            if self._chained or quotes:
+                self._frames = self._first_frame = True
                 self._message, self._chained, self.error = 0, False, ""
         elif self._first_frame and (wrapped := _WRAPPED.match(plain)):
             self._wrapped = wrapped[1]
@@ -95,23 +96,23 @@ class PrintedTraceback:
             name = frame[1] or frame[2]
             self._first_frame = False
             self.surely = prefixed
-            self.uncaught = prefixed or name in _OUTERMOST
-            self.in_thread = name in _OF_A_THREAD
+            # Frames of another process say nothing of how this one ended.
+            self.uncaught = prefixed or name in _OUTERMOST or (self._quoted and self.uncaught)
+            self.in_thread = name in _OF_A_THREAD or (self._quoted and self.in_thread)
         elif self._frames and plain and not plain.startswith(_INDENTED):
             self._frames, self.error = False, plain
         elif self._frames and (group := _OF_A_GROUP.match(plain)):
             self.error = self.error or group[1]
         elif not self._frames:
             self._message += 1
-            self._chained = self._chained or bool(_CHAIN.match(plain))
-            self._quotes = self._quotes or bool(_QUOTES.match(plain))
+            self._chained = self._chained or quotes or bool(_CHAIN.match(plain))
         return True
 
     def holds(self, header: str) -> bool:
         """Whether a traceback with this first line belongs to it, as part of a chain or a group."""
         nested = self._frames and not self._first_frame and header.startswith(_INDENTED)
-        quoted = self._quotes or bool(_QUOTES.match(header))
-        return self._chained or nested or (quoted and not self._frames)
+        quoted = not self._frames and bool(_QUOTES.match(header))
+        return self._chained or nested or quoted
 
     def _keep(self, line: str) -> None:
         if len(self._head) < _HEAD_LINES:

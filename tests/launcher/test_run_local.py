@@ -594,6 +594,11 @@ PRINTED = [
         "collate_fn=f))",
         *REAL,
     ),
+    (  # the error of another process is not always the last one
+        CHAINED + "import torch.multiprocessing as m\ndef g():\n try: m.start_processes("
+        "f, start_method='fork')\n except Exception as e: raise ValueError('outer') from e\ng()",
+        *(True, False, "ValueError: outer"),
+    ),
 ]
 
 
@@ -617,6 +622,33 @@ def test_what_python_prints_is_understood(
         assert raised.uncaught == (uncaught or prefix.startswith("[rank"))
         assert raised.in_thread == in_thread
         assert raised.ending == raised.uncaught
+
+
+QUOTING = """Traceback (most recent call last):
+  File "x.py", line 1, in main
+torch.multiprocessing.spawn.ProcessRaisedException:
+
+-- Process 1 terminated with the following error:
+Traceback (most recent call last):
+  File "x.py", line 2, in _wrap
+ValueError: real"""
+
+
+def test_after_an_error_of_another_process_the_next_traceback_is_a_new_one():
+    watch = TracebackFinder()
+    for line in QUOTING.splitlines():
+        watch.line("stderr", line, 1.0)
+    assert watch.raised is not None
+    assert watch.raised.error == "ValueError: real"
+    later = [
+        "Traceback (most recent call last):",
+        '  File "x.py", line 9, in <module>',
+        "KeyError: 1",
+    ]
+    for line in later:
+        watch.line("stderr", line, 5.0)
+    assert watch.raised.lines == later
+    assert watch.raised.ending
 
 
 def test_of_a_very_long_traceback_its_ends_are_kept():
