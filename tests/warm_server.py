@@ -56,7 +56,7 @@ def main(channel: socket.socket) -> dict[str, Any]:
             for pid, _ in children.values():
                 os.kill(pid, signal.SIGKILL)
             os._exit(0)
-        request = _received(channel, struct.unpack("!I", head)[0])
+        request = json.loads(fork_child.received(channel, struct.unpack("!I", head)[0]))
         pid = os.fork()
         if pid == 0:
             _inherit(request, files[:3])
@@ -65,14 +65,6 @@ def main(channel: socket.socket) -> dict[str, Any]:
         for file in files:
             os.close(file)
         channel.sendall(struct.pack("!I", pid))
-
-
-def _received(channel: socket.socket, size: int) -> dict[str, Any]:
-    data = b""
-    while len(data) < size:
-        data += channel.recv(size - len(data)) or sys.exit("the request is cut off")
-    request: dict[str, Any] = json.loads(data)
-    return request
 
 
 def _inherit(request: dict[str, Any], files: list[int]) -> None:

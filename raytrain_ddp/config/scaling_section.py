@@ -46,8 +46,8 @@ class ScalingConfig:
     on machines without a GPU. That process stays on a running cluster for an hour after its last
     fork."""
     spares: int = field(default=1, metadata=FREE)
-    """With warm processes: how many on each node have loaded Ray, too, and wait. A worker that
-    replaces a dead one takes one, and joins sooner. Each takes 90 MB."""
+    """With warm processes: how many on each node have loaded Ray, too, and wait. The
+    replacement for a dead worker starts from one, and joins sooner. Each takes 90 MB."""
     max_preemptions: int = field(default=-1, metadata=FREE)
     """How many times workers are replaced after a preemption notice for their node. -1: no
     limit."""

@@ -24,7 +24,8 @@ else:
 
 QUIET_S = 3.0  # after the last request: loading takes half a second of CPU
 _RAY = ("ray", "ray.train", "ray.train.torch")
-_READ_LATER = (b"RAY_WARN_BLOCKING_GET_INSIDE_ASYNC",)  # not when Ray is loaded, as RAY_JOB_ID is
+# Not read when Ray is loaded. RAY_JOB_ID is: Ray ends a worker that has that of another job.
+_READ_LATER = (b"RAY_WARN_BLOCKING_GET_INSIDE_ASYNC",)
 _TAKEN_WITHIN_S = 2.0
 
 
