@@ -112,8 +112,13 @@ NOT_PUBLIC = {
     # Which nodes will be taken away: Ray Train says it only to workers that end together, and there
     # is no public way to ask. If this goes, all workers are restarted: see `start_of`.
     "ray_backend/mailbox.py": ("ray._private.state",),
-    # Which script sets workers up. If this goes, they start as usual: see `quick_worker_setup`.
-    "ray_backend/ray_settings.py": ("ray._private.ray_constants",),
+    # Which script sets workers up, and what Ray starts without a dashboard. If these go, all starts
+    # as usual: see `quick_start`.
+    "ray_backend/ray_settings.py": (
+        "ray._private.ray_constants",
+        "ray._private.node",
+        "ray._private.services",
+    ),
 }
 
 

@@ -29,7 +29,7 @@ from raytrain_ddp.ray_backend.ray_settings import (
     applied_settings,
     dashboard_port,
     own_state_api,
-    quick_worker_setup,
+    quick_start,
     ray_settings,
 )
 from raytrain_ddp.ray_backend.ray_start import (
@@ -96,15 +96,16 @@ def ray_connection(
 
         threading.Thread(target=during_start, name="during-start", daemon=True).start()
         where = {"address": address or "local", "log_to_driver": False, "logging_level": "ERROR"}
-        is_warm = not address and options.get("runtime_env")
-        with quick_worker_setup() if is_warm else nullcontext():
-            start_with_retries(
-                lambda: ray.init(**where, **options),
-                ray.shutdown,
-                address or "this machine",
-                max(RAY_START_S, wait_s),
-                tell,
-            )
+        is_warm = bool(options.get("runtime_env"))
+        is_seen = options.get("include_dashboard") is not False
+        quick = iter([] if address else [quick_start(is_warm, is_seen)])  # the first time
+
+        def init() -> None:
+            with next(quick, nullcontext()):
+                ray.init(**where, **options)
+
+        limit_s = max(RAY_START_S, wait_s)
+        start_with_retries(init, ray.shutdown, address or "this machine", limit_s, tell)
         try:
             yield
         finally:  # if the head is lost, Ray may wait for it

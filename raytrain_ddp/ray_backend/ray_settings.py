@@ -73,19 +73,45 @@ def own_state_api(port: int | None) -> Iterator[None]:
 
 
 @contextmanager
-def quick_worker_setup() -> Iterator[None]:
-    """Makes a Ray that is started in this context set its workers up by warm/worker_setup.py.
+def quick_start(is_warm: bool, has_dashboard: bool) -> Iterator[None]:
+    """Makes a Ray that is started in this context start sooner. Ray has no setting for it: a later
+    one that does not look here starts as usual, and one that fails here can be started without.
 
-    Ray has no setting for it. If a later one does not look here, workers start as usual.
+    Args:
+        is_warm: whether its workers are forked: then warm/worker_setup.py sets them up.
+        has_dashboard: otherwise, it leaves out what would have nothing to do: the API server, for
+            which it waits and which would only report usage statistics, the autoscaler of its one
+            machine, and the monitor of logs, which nobody would show.
+
+    Raises:
+        RuntimeError: instead of a ValueError or TypeError, which no second try could avoid.
     """
-    name = "SETUP_WORKER_FILENAME"
     with ExitStack() as stack:
         with suppress(ImportError, AttributeError):
-            from ray._private import ray_constants
+            from ray._private import node, ray_constants, services
 
-            stack.callback(setattr, ray_constants, name, getattr(ray_constants, name))
-            setattr(ray_constants, name, str(Path(worker_setup.__file__).resolve()))
-        yield
+            if is_warm:
+                script = str(Path(worker_setup.__file__).resolve())
+                _replace(stack, ray_constants, "SETUP_WORKER_FILENAME", script)
+            if not has_dashboard:
+                # No address, and no process: what Ray itself returns without a dashboard.
+                _replace(stack, services, "start_api_server", lambda *_, **__: ("", None))
+                _replace(stack, node.Node, "start_monitor", lambda _: None)
+                _replace(stack, node.Node, "start_log_monitor", lambda _: None)
+        try:
+            yield
+        except (ValueError, TypeError) as error:
+            raise RuntimeError(str(error)) from error
+
+
+def _replace(stack: ExitStack, owner: object, name: str, value: object) -> None:
+    """Replaces an attribute until the stack is left.
+
+    Raises:
+        AttributeError: there is none.
+    """
+    stack.callback(setattr, owner, name, getattr(owner, name))
+    setattr(owner, name, value)
 
 
 @contextmanager

@@ -76,12 +76,11 @@ def load() -> dict[str, str]:
     for name in _MODULES.split():
         with suppress(Exception):
             importlib.import_module(name)
+    gc.freeze()  # a worker's garbage collector would copy the pages
     gc.enable()
     if (child := os.fork()) == 0:  # ends the threads that NumPy's OpenBLAS starts when loaded
         os._exit(0)
     os.waitpid(child, 0)
-    gc.collect()
-    gc.freeze()  # a worker's garbage collector would copy the pages
     return {name: value for name, value in os.environ.items() if name not in before}
 
 

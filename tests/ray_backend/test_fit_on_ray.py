@@ -32,7 +32,7 @@ from raytrain_ddp.display.progress_display import Display
 from raytrain_ddp.errors import DataError, PreflightError, RetriesExhausted, TaskError
 from raytrain_ddp.failpoints import FOLDER_VARIABLE, VARIABLE
 from raytrain_ddp.predict.output_parts import OutputParts
-from raytrain_ddp.ray_backend.ray_settings import SETTINGS
+from raytrain_ddp.ray_backend.ray_settings import SETTINGS, quick_start
 from raytrain_ddp.warm.warm_start import py_executable, start_early
 
 HERE = Path(__file__).parents[1]
@@ -49,13 +49,18 @@ def ray_for_all() -> Iterator[None]:
     import ray
 
     start_early("always", 1)
-    ray.init(
-        address="local",
-        num_cpus=4,
-        include_dashboard=False,
-        log_to_driver=False,
-        runtime_env={"py_executable": py_executable("always", os.getpid(), 1, 1)},
-    )
+    with quick_start(is_warm=True, has_dashboard=False):
+        ray.init(
+            address="local",
+            num_cpus=4,
+            include_dashboard=False,
+            log_to_driver=False,
+            runtime_env={"py_executable": py_executable("always", os.getpid(), 1, 1)},
+        )
+    started = "\n".join(" ".join(_command(p)) for p in psutil.Process().children(recursive=True))
+    assert "/raylet " in started
+    for idle in ("dashboard/dashboard.py", "log_monitor.py", "autoscaler/_private/monitor.py"):
+        assert idle not in started
     yield
     ray.shutdown()
 

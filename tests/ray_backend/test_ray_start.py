@@ -97,7 +97,6 @@ def test_a_ray_that_never_starts_ends_at_its_time_limit_in_one_line_with_status_
 @pytest.mark.parametrize(
     "error",
     [
-        ValueError("num_cpus must be an integer"),
         ConnectionError("Could not find any running Ray instance. Please specify the one"),
         RuntimeError("Version mismatch: The cluster was started with:\nRay: 2.9"),
         type("AuthenticationError", (Exception,), {})("no token"),
@@ -115,6 +114,19 @@ def test_ctrl_c_ends_the_tries(ray: Any) -> None:
     with pytest.raises(KeyboardInterrupt):
         join()
     assert len(ray.calls) == 2
+
+
+@pytest.mark.parametrize(
+    "error", [TypeError("start_x()"), ValueError("2 values"), AttributeError()]
+)
+def test_a_later_ray_that_cannot_start_quickly_starts_as_usual(ray: Any, error: Exception) -> None:
+    ray.to_raise = [error]
+    join()
+    assert len(ray.calls) == 2
+    ray.to_raise = [ValueError("num_cpus must be an integer")] * 9
+    with pytest.raises(PreflightError, match="num_cpus"):
+        join()
+    assert len(ray.calls) == 4
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="/proc")

@@ -14,7 +14,7 @@ import ray
 from ray._private import ray_constants
 from ray._private.runtime_env.context import RuntimeEnvContext
 
-from raytrain_ddp.ray_backend.ray_settings import quick_worker_setup
+from raytrain_ddp.ray_backend.ray_settings import quick_start
 from raytrain_ddp.warm import worker_setup
 
 RAYS = Path(ray.__file__).parent / "_private" / "workers" / "setup_worker.py"
@@ -63,6 +63,6 @@ def test_what_is_not_understood_is_left_to_ray(context: str) -> None:
 
 
 def test_only_a_ray_that_is_started_meanwhile_uses_it() -> None:
-    with quick_worker_setup():
+    with quick_start(is_warm=True, has_dashboard=True):
         assert Path(ray_constants.SETUP_WORKER_FILENAME).samefile(str(worker_setup.__file__))
     assert RAYS.name == ray_constants.SETUP_WORKER_FILENAME
