@@ -17,7 +17,8 @@ _CHAIN = re.compile(r"(During handling of the above|The above exception was the 
 # A message may quote the traceback of another process: of torch's spawn(), or of a DataLoader.
 _QUOTES = re.compile(r"-- Process \d+ terminated with the following error|Original Traceback \(")
 _FRAME = re.compile(r"""File "[^"]*", line \d+, in (.+)|^[│\s]*\S+:\d+ in ([\w<>.]+)""")
-_WRAPPED = re.compile(r"^[│\s]*(\S+:\d+(?: in)?)[│\s]*$")  # rich breaks frames of long paths
+# Rich breaks the lines of frames, also within a path.
+_BOXED, _BOXED_FRAME = re.compile(r"│ (.*?)\s*│$"), re.compile(r".*\S:\d+\s*in\s*([\w<>.]+)$")
 # The outermost frame of an uncaught exception: a script's, that of `python -m`, or a thread's.
 _OUTERMOST = {"<module>", "_run_module_as_main"}
 _OF_A_THREAD = {"_bootstrap_inner", "_bootstrap"}
@@ -58,7 +59,7 @@ class PrintedTraceback:
         self._left_out = 0
         self._frames = True
         self._first_frame = True
-        self._wrapped = ""  # the first line of a frame that spans two lines
+        self._wrapped = ""  # what of a frame in rich's box has been seen
         self._message = 0
         self._chained = False
         self._quoted = False  # a traceback of another process belongs to it
@@ -82,17 +83,17 @@ class PrintedTraceback:
         self.last_at = at
         self._keep(line)
         plain, prefixed = _plain(line)
-        if self._wrapped:
-            plain, self._wrapped = f"{self._wrapped} {plain.lstrip('│ ')}", ""
+        if self._first_frame and (boxed := _BOXED.match(plain)):
+            self._wrapped += boxed[1]
         quotes = not self._frames and bool(_QUOTES.match(plain))
         self._quoted = self._quoted or quotes
         if _HEADER.search(plain):
             if self._chained or quotes:
                 self._frames = self._first_frame = True
                 self._message, self._chained, self.error = 0, False, ""
-        elif self._first_frame and (wrapped := _WRAPPED.match(plain)):
-            self._wrapped = wrapped[1]
-        elif self._frames and (frame := _FRAME.search(plain)) and self._first_frame:
+        elif self._first_frame and (
+            frame := _BOXED_FRAME.match(self._wrapped) or _FRAME.search(plain)
+        ):
             name = frame[1] or frame[2]
             self._first_frame = False
             self.surely = prefixed

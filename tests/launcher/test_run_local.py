@@ -105,10 +105,10 @@ class Local:
         began = time.monotonic()
         actors = [Actor() for _ in range(3)]
         try:
-            crew = self._crew(order, actors)
-            crew.start("0" * 32, 0, lambda: None, feeds=self.stdin is not None)
+            group = self._group_of(order, actors)
+            group.start("0" * 32, 0, lambda: None, feeds=self.stdin is not None)
             status, _ = launching._attempt(
-                order, crew, self.logs, self.stops, lambda: None, self.stdin
+                order, group, self.logs, self.stops, lambda: None, self.stdin
             )
         finally:
             for actor in actors:
@@ -117,14 +117,14 @@ class Local:
         said = self._capfd.readouterr()
         return Ran(status, said.out, said.err, self.reported, seconds)
 
-    def _crew(self, order: RunOptions, actors: list[Actor]) -> WorkerGroup:
-        crew = WorkerGroup.__new__(WorkerGroup)
-        crew._options, crew._driver, crew._python = order, dict(os.environ), sys.executable
-        crew._check, crew._here, crew._folders, crew._group = lambda: None, "here", {}, None
-        crew._agents = actors
-        crew.workers = assign_ranks([Placement(n, "here", "127.0.0.1", "host") for n in range(3)])
-        crew._facts = [{"environment": {}, "python": sys.executable}] * 3
-        return crew
+    def _group_of(self, order: RunOptions, actors: list[Actor]) -> WorkerGroup:
+        group = WorkerGroup.__new__(WorkerGroup)
+        group._options, group._driver, group._python = order, dict(os.environ), sys.executable
+        group._check, group._here, group._folders, group._group = lambda: None, "here", {}, None
+        group._agents = actors
+        group.workers = assign_ranks([Placement(n, "here", "127.0.0.1", "host") for n in range(3)])
+        group._facts = [{"environment": {}, "python": sys.executable}] * 3
+        return group
 
 
 @pytest.fixture
@@ -602,13 +602,28 @@ PRINTED = [
 ]
 
 
+@pytest.mark.parametrize("width", [*range(42, 90, 3)])
+def test_what_rich_prints_is_understood_wherever_it_breaks_lines(width: int, tmp_path: Path):
+    code = "from rich import traceback as t; t.install()\ndef f(): 1/0\nf()"
+    (folder := tmp_path / "a b").mkdir()
+    (folder / "script.py").write_text(code)
+    command, environment = [sys.executable, folder / "script.py"], {"COLUMNS": str(width)}
+    done = subprocess.run(command, stderr=subprocess.PIPE, text=True, env=environment, check=False)
+    watch = TracebackFinder()
+    for line in done.stderr.splitlines():
+        watch.line("stderr", line, 1.0)
+    assert watch.raised is not None
+    assert watch.raised.error.startswith("ZeroDivision")
+    assert watch.raised.uncaught
+
+
 @pytest.mark.parametrize(("code", "uncaught", "in_thread", "error"), PRINTED)
 def test_what_python_prints_is_understood(
     code: str, uncaught: bool, in_thread: bool, error: str, tmp_path: Path
 ):
     (tmp_path / "script.py").write_text(code)
     command = [sys.executable, tmp_path / "script.py"]
-    environment = {**os.environ, "COLUMNS": "40" if "rich" in code else "100"}
+    environment = {**os.environ, "COLUMNS": "100"}
     run = warm_python.run if "torch" in code else subprocess.run
     done = run(command, stderr=subprocess.PIPE, text=True, check=False, env=environment)
     for prefix in ("", "\x1b[31m", "[rank1]: "):
