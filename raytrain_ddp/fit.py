@@ -43,7 +43,7 @@ def main(argv: Sequence[str]) -> int:
     return fit(args.config, address=args.address, dashboard=args.dashboard, **options).exit_status
 
 
-class _Door(ModuleType):
+class _CallableModule(ModuleType):
     """Lets ``raytrain_ddp.fit(config)`` work also where this module hides the function `fit`."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -52,7 +52,7 @@ class _Door(ModuleType):
         return fit(*args, **kwargs)
 
 
-sys.modules[__name__].__class__ = _Door
+sys.modules[__name__].__class__ = _CallableModule
 
 if __name__ == "__main__":
     run_command(main)

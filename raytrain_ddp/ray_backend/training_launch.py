@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from raytrain_ddp.ray_backend.single_workers import SingleWorkers
 
 _POLL_S = 0.1
-_BOARD_TIMEOUT_S = 60.0
+_MAILBOX_TIMEOUT_S = 60.0
 # Ray Train's clean-up after the workers end; without a dashboard it would wait 15 s in vain.
 _CLEAN_UP_S = 3.0
 # If a controller is only killed, its resource request remains, for which the next elastic run
@@ -275,9 +275,9 @@ class _Listener:
 
         stop = self._signals[0] if self._stopping else 0
         asked = self._mailbox.take.remote(self._inbox.taken, stop)
-        deadline = self._awake() + _BOARD_TIMEOUT_S
+        deadline = self._awake() + _MAILBOX_TIMEOUT_S
         while self._awake() < deadline:
-            self._obey()
+            self._stop_if_asked()
             ready, _ = ray.wait([asked], timeout=0.2)
             if ready:
                 break
@@ -289,7 +289,7 @@ class _Listener:
                 f"same command again to resume from it: {str(error).splitlines()[0]}"
             ) from error
 
-    def _obey(self) -> None:
+    def _stop_if_asked(self) -> None:
         if not self._signals:
             return
         if len(self._signals) > 1 or not self._began:

@@ -40,7 +40,7 @@ class MetricsLog:
         self.records: list[LogRecord] = []
         self._run, self._tell = run, tell
         self._file: IO[str] | None = None
-        self._couriers = [
+        self._writers = [
             BackgroundWriter(name, opened, self.records, tell) for name, opened in openers.items()
         ]
         self._lock = threading.Lock()  # `publish` is called by the committing thread
@@ -58,8 +58,8 @@ class MetricsLog:
         """Appends one record."""
         with self._lock:
             self.records.append(record)
-            for courier in self._couriers:
-                courier.add(record)
+            for writer in self._writers:
+                writer.add(record)
             if self._file is None:
                 return
             try:
@@ -73,8 +73,8 @@ class MetricsLog:
     def publish(self) -> None:
         """Rewrites the copies that are not written record by record; raises OSError."""
         with self._lock:
-            for courier in self._couriers:
-                courier.again()
+            for writer in self._writers:
+                writer.again()
         if not self._run.is_local:  # may take long and needs no lock
             self._write(list(self.records))
             return
@@ -92,8 +92,8 @@ class MetricsLog:
     def close(self) -> None:
         """Waits for a limited time until everything is sent."""
         self._close_file()
-        for courier in self._couriers:
-            courier.close(self._failed)
+        for writer in self._writers:
+            writer.close(self._failed)
 
     def _close_file(self) -> None:
         if self._file is not None:

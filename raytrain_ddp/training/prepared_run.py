@@ -240,7 +240,7 @@ class PreparedRun:
         step, world, asked = self.state.step, self.session.world, time.monotonic()
         self.stepper.settle()  # the device finishes its work first, which is not stall time
         began = time.monotonic()
-        self.stepper.likeness.require()
+        self.stepper.replica_check.require()
         if not self.state.is_finite():  # weights, and thus the answer, are equal on all ranks
             raise DivergedError(
                 f"weights are not finite after step {step}. The last checkpoint is kept; {REMEDY}."

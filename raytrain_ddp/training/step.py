@@ -57,9 +57,9 @@ class Stepper:
         due: Callable[[int], Sequence[str]],
         logs: Callable[[int], bool],
         clock: Clock,
-        likeness: ReplicaCheck,
+        replica_check: ReplicaCheck,
     ) -> None:
-        self.likeness, self._logs = likeness, logs
+        self.replica_check, self._logs = replica_check, logs
         self.shares: Tensor | None = None
         self._is_changing = False
         self._state, self._turns, self._due, self._clock = state, turns, due, clock
@@ -107,13 +107,13 @@ class Stepper:
         self._is_changing = False
         for turn, _ in self._turns.values():
             turn.guard.follow()
-        self.likeness.follow()
+        self.replica_check.follow()
         return self.shares
 
     def roll_back(self) -> bool:
         """Restores the state after the last complete step; returns whether it could: not after
         one of several updates, or an error in what follows an update."""
-        changing = self._is_changing or self.likeness.is_resyncing
+        changing = self._is_changing or self.replica_check.is_resyncing
         return not changing and all(t.roll_back() for t, _ in self._turns.values())
 
     def settle(self) -> None:
@@ -214,8 +214,8 @@ def make_stepper(
             turn = Turn(config, task, state, net, session, guard, clock, optimizer, of_loss)
         turns[name] = turn, alone
     logs = Cadence(config, steps_per_epoch).logs
-    likeness = ReplicaCheck(config.scaling, state, session)
-    return Stepper(task, state, turns, due, logs, clock, likeness)
+    replica_check = ReplicaCheck(config.scaling, state, session)
+    return Stepper(task, state, turns, due, logs, clock, replica_check)
 
 
 def _stages(task: Task, state: TrainState) -> dict[str, tuple[Optimizer, Alone]]:

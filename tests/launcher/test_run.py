@@ -23,9 +23,8 @@ import pytest
 from processes import run_cli
 
 from raytrain_ddp.errors import ConfigError, PreflightError
-from raytrain_ddp.launcher import code_shipping
+from raytrain_ddp.launcher import code_shipping, worker_group
 from raytrain_ddp.launcher import script_launch as launching
-from raytrain_ddp.launcher import worker_group as crewing
 from raytrain_ddp.launcher.agent import Agent
 from raytrain_ddp.launcher.capacity import connected, layout_for, missing_capacity
 from raytrain_ddp.launcher.exit_report import RankExit, failure_report, first_failure, format_ranks
@@ -1133,7 +1132,7 @@ def test_an_agent_that_is_killed_before_it_starts_a_script_leaves_nothing(
     wait_until(lambda: not list(tmp_path.iterdir()))
 
 
-# ------------------------------------------------------------------ the crew
+# ------------------------------------------------------------------ the group
 
 
 class Answering(types.ModuleType):
@@ -1169,9 +1168,9 @@ def test_what_a_machine_cannot_do_is_a_line_with_its_name(monkeypatch: pytest.Mo
         raise Answering.RayTaskError(OSError(28, "No space left on device", "/tmp/x"))
 
     monkeypatch.setitem(sys.modules, "ray", Answering())
-    assert crewing._wait_for_answers([lambda: 3], lambda: None) == [3]
+    assert worker_group._wait_for_answers([lambda: 3], lambda: None) == [3]
     with pytest.raises(PreflightError) as reported:
-        crewing._wait_for_answers(
+        worker_group._wait_for_answers(
             [lambda: 3, full], lambda: None, ["w1 (10.0.0.1)", "w2 (10.0.0.2)"]
         )
     assert str(reported.value) == "w2 (10.0.0.2): [Errno 28] No space left on device: '/tmp/x'"
@@ -1191,14 +1190,14 @@ def test_the_clocks_of_machines_are_compared_with_the_drivers(monkeypatch: pytes
             return time.monotonic() + self.ahead_s
 
     monkeypatch.setitem(sys.modules, "ray", Answering())
-    crew = WorkerGroup.__new__(WorkerGroup)
-    crew.workers = three_on_two_nodes().workers
-    crew._agents = [Clock(100.0), Clock(-5.0), Clock(-5.0)]  # by seat
-    ahead = crew.clocks([0, 1, 2])
+    group = WorkerGroup.__new__(WorkerGroup)
+    group.workers = three_on_two_nodes().workers
+    group._agents = [Clock(100.0), Clock(-5.0), Clock(-5.0)]  # by seat
+    ahead = group.clocks([0, 1, 2])
     assert ahead == pytest.approx({0: 100.0, 1: -5.0, 2: -5.0}, abs=0.1)
-    assert crew.clocks([1, 2]) == {}  # one machine: nothing to compare
-    crew._agents[0] = Clock(None)
-    assert crew.clocks([0, 1]) == pytest.approx({1: -5.0}, abs=0.1)
+    assert group.clocks([1, 2]) == {}  # one machine: nothing to compare
+    group._agents[0] = Clock(None)
+    assert group.clocks([0, 1]) == pytest.approx({1: -5.0}, abs=0.1)
 
 
 # ------------------------------------------------------------------ on a Ray of two nodes
@@ -1414,17 +1413,17 @@ if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
 """
         import ray
 
-        crews: list[WorkerGroup] = []
+        groups: list[WorkerGroup] = []
 
-        def crew(*args: Any) -> WorkerGroup:
-            crews.append(WorkerGroup(*args))
-            return crews[-1]
+        def group(*args: Any) -> WorkerGroup:
+            groups.append(WorkerGroup(*args))
+            return groups[-1]
 
         def kill() -> None:
             wait_until(lambda: all((tmp_path / rank).exists() for rank in "01"), within_s=60)
-            ray.kill(crews[0].agent(0))
+            ray.kill(groups[0].agent(0))
 
-        monkeypatch.setattr(launching, "WorkerGroup", crew)
+        monkeypatch.setattr(launching, "WorkerGroup", group)
         (killer := threading.Thread(target=kill)).start()
         in_folder(monkeypatch, tmp_path, script)
         flags = RunFlags(num_workers=2, max_restarts=1)
@@ -1432,7 +1431,7 @@ if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
         killer.join()
         assert re.search("rank 0 failed first, on .*: lost: ", capfd.readouterr().err)
         assert not any(alive(int((tmp_path / rank).read_text())) for rank in "01")
-        assert len(crews) == 2
+        assert len(groups) == 2
 
     @pytest.mark.slow
     def test_too_many_workers_are_refused_with_have_and_want(
