@@ -17,8 +17,8 @@ _CHAIN = re.compile(r"(During handling of the above|The above exception was the 
 # A message may quote the traceback of another process: of torch's spawn(), or of a DataLoader.
 _QUOTES = re.compile(r"-- Process \d+ terminated with the following error|Original Traceback \(")
 _FRAME = re.compile(r"""File "[^"]*", line \d+, in (.+)|^[│\s]*\S+:\d+ in ([\w<>.]+)""")
-# Rich breaks the lines of frames, also within a path.
-_BOXED, _BOXED_FRAME = re.compile(r"│ (.*?)\s*│$"), re.compile(r".*\S:\d+\s*in\s*([\w<>.]+)$")
+_BOXED = re.compile(r"│ (.*?)\s*│$")  # rich breaks the lines of frames, also within a path
+_BOXED_FRAME = re.compile(r".*\S:\d+\s*in\s*([\w<>.]+)$")
 # The outermost frame of an uncaught exception: a script's, that of `python -m`, or a thread's.
 _OUTERMOST = {"<module>", "_run_module_as_main"}
 _OF_A_THREAD = {"_bootstrap_inner", "_bootstrap"}

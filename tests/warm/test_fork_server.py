@@ -250,8 +250,8 @@ def test_each_process_takes_a_spare_and_is_followed_by_another(
     wait_until(lambda: all(ended(each.pid) for each in new))
     place.spares(2)
     late = {"RAY_X": "1", "RAY_WARN_BLOCKING_GET_INSIDE_ASYNC": "0"}
-    assert not place.run(env={**os.environ, **late, "RAY_JOB_ID": "7"})["loaded"]
     assert place.run(env={**os.environ, **late})["loaded"]
+    assert not place.run(env={**os.environ, **late, "RAY_JOB_ID": "7"})["loaded"]
     [server] = place.servers()
     last = place.spares(2)
     server.kill()
